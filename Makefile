@@ -17,6 +17,7 @@ test: $(READY)
 
 lint: $(READY)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 
 # Without a GPU even where there is one, so that it says the same on every machine; what needs one is in gpu-test.

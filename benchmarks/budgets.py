@@ -32,8 +32,15 @@ def measure(workload: str, budget: str, *, warmup: int, steps: int) -> Row:
     words = [sys.executable, "-m", "pronghorn.bench.worker", "--system", "pronghorn", "--workload", workload]
     words += ["--budget", budget, "--warmup", str(warmup), "--steps", str(steps)]
     try:
-        done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=TIME_LIMIT,
-                              check=False, env={**os.environ, **OFFLINE})
+        done = subprocess.run(
+            words,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TIME_LIMIT,
+            check=False,
+            env={**os.environ, **OFFLINE},
+        )
     except subprocess.TimeoutExpired:
         return {"budget_asked": budget, "status": "timed out", "why": f"not done after {TIME_LIMIT:.0f} s"}
     lines = done.stdout.splitlines()
@@ -59,8 +66,9 @@ def judge(result: Row) -> Row:
 
 
 def table(rows: list[Row]) -> str:
-    lines = [("budget", "layers", "pieces", "embeddings", "peak planned", "peak measured", "ms planned", "ms measured",
-              "tokens/s")]
+    lines = [
+        ("budget", "layers", "pieces", "embeddings", "peak planned", "peak measured", "ms planned", "ms measured", "tokens/s")
+    ]
     for row in rows:
         if row["status"] != "measured":
             lines.append((row["budget_asked"], f"{row['status']}: {row['why']}"[:90], *[""] * 7))
@@ -69,10 +77,19 @@ def table(rows: list[Row]) -> str:
         kinds = ", ".join(f"{levels.count(name)} {name}" for name in dict.fromkeys(levels))
         peak, seconds = memory.get("peak_bytes"), memory["planned_step_seconds"]
         embeddings = "host" if row["plan"]["host_embeddings"] else "GPU"
-        lines.append((row["budget_asked"], kinds, str(row["plan"]["pieces"]), embeddings,
-                      f"{memory['planned_peak_bytes'] / 1e9:.2f} GB", "" if peak is None else f"{peak / 1e9:.2f} GB",
-                      "" if seconds is None else f"{1000 * seconds:.0f}", f"{row['ms_per_step']:.0f}",
-                      f"{row['tokens_per_second']:,.0f}"))
+        lines.append(
+            (
+                row["budget_asked"],
+                kinds,
+                str(row["plan"]["pieces"]),
+                embeddings,
+                f"{memory['planned_peak_bytes'] / 1e9:.2f} GB",
+                "" if peak is None else f"{peak / 1e9:.2f} GB",
+                "" if seconds is None else f"{1000 * seconds:.0f}",
+                f"{row['ms_per_step']:.0f}",
+                f"{row['tokens_per_second']:,.0f}",
+            )
+        )
     return "\n".join("| " + " | ".join(line) + " |" for line in [lines[0], ("---",) * len(lines[0]), *lines[1:]])
 
 
@@ -97,9 +114,16 @@ def main() -> None:
         ordered = sorted(rows.values(), key=lambda row: float(row["budget_asked"].rstrip("GMiB ")))
         speeds = [row["tokens_per_second"] for row in ordered if row["status"] == "measured"]
         sizes = f"--workload {options.workload} --steps {options.steps} --warmup {options.warmup}"
-        write(out, record("One workload under several memory budgets, one process per budget. Bytes are the allocator's, "
-                          "captured graphs included", f"python -m benchmarks.budgets {sizes}", ordered,
-                          speed_rises_with_each=speeds == sorted(set(speeds))))
+        write(
+            out,
+            record(
+                "One workload under several memory budgets, one process per budget. Bytes are the allocator's, "
+                "captured graphs included",
+                f"python -m benchmarks.budgets {sizes}",
+                ordered,
+                speed_rises_with_each=speeds == sorted(set(speeds)),
+            ),
+        )
     print(table([rows[budget] for budget in wanted]))
 
 

@@ -79,8 +79,11 @@ def judged(tokenizer: Any, facts: Facts, random: int = 0) -> dict[str, Verdict]:
         return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False))
 
     under = Under(tokenizer)
-    controls = [token for token in dict.fromkeys((facts.end.split("\n")[-1], facts.opens[0], facts.bos))
-                if token in tokenizer.get_vocab()]
+    controls = [
+        token
+        for token in dict.fromkeys((facts.end.split("\n")[-1], facts.opens[0], facts.bos))
+        if token in tokenizer.get_vocab()
+    ]
     return {chat.kind: judge(chat, facts, render, under) for chat in [*chats(controls), *random_chats(random, controls)]}
 
 
@@ -94,8 +97,14 @@ def random_chats(count: int, controls: list[str], seed: int = 0) -> list[Chat]:
         chat = kinds[int(random.integers(len(kinds)))]
         spoken = [message["content"] for message in chat.messages if message["role"] != "tool" and message["content"]]
         texts = ["".join(random.choice(letters, int(random.integers(1, 12)))) for _ in spoken]
-        found.append(Chat(f"random {number}: {chat.kind}", chat.messages, chat.tools,
-                          {word: f"q{text}q" for word, text in zip(spoken, texts, strict=True)}))
+        found.append(
+            Chat(
+                f"random {number}: {chat.kind}",
+                chat.messages,
+                chat.tools,
+                {word: f"q{text}q" for word, text in zip(spoken, texts, strict=True)},
+            )
+        )
     return found
 
 
@@ -103,10 +112,16 @@ def markdown(table: dict[str, dict[str, Verdict]]) -> str:
     """A row a template, a column a kind of conversation; reasons of refusals below."""
     table = {name: {kind: one for kind, one in row.items() if not kind.startswith("random ")} for name, row in table.items()}
     kinds = list(dict.fromkeys(_kind(kind) for row in table.values() for kind in row))
-    lines = ["# Chat templates", "", "Which tokens carry loss, by template and kind of conversation, judged by "
-             "`benchmarks/template_oracle.py` (`python -m benchmarks.chat_templates`). "
-             "✓ exact; a number: refused, for the reason below; ✗ wrong.", "",
-             "| template | " + " | ".join(kinds) + " |", "|---" * (len(kinds) + 1) + "|"]
+    lines = [
+        "# Chat templates",
+        "",
+        "Which tokens carry loss, by template and kind of conversation, judged by "
+        "`benchmarks/template_oracle.py` (`python -m benchmarks.chat_templates`). "
+        "✓ exact; a number: refused, for the reason below; ✗ wrong.",
+        "",
+        "| template | " + " | ".join(kinds) + " |",
+        "|---" * (len(kinds) + 1) + "|",
+    ]
     reasons: dict[str, int] = {}
     for name, row in table.items():
         cells: dict[str, str] = {}
@@ -156,10 +171,20 @@ def main() -> int:
     print(", ".join(f"{count} {result}" for result, count in sorted(total.items())), f"in {time.perf_counter() - began:.0f} s")
     if arguments.write:
         (RESULTS / "chat-templates.md").write_text(markdown(table), encoding="utf-8")
-        verdicts = [{"template": name, "not exact": {kind: [one.result, one.why] for kind, one in row.items()
-                                                     if one.result != "exact"}} for name, row in table.items()]
-        write(RESULTS / "chat-templates.json", record("Which tokens carry loss, by chat template and kind of conversation",
-                                                      COMMAND, verdicts, templates=len(table), total=dict(total)))
+        verdicts = [
+            {"template": name, "not exact": {kind: [one.result, one.why] for kind, one in row.items() if one.result != "exact"}}
+            for name, row in table.items()
+        ]
+        write(
+            RESULTS / "chat-templates.json",
+            record(
+                "Which tokens carry loss, by chat template and kind of conversation",
+                COMMAND,
+                verdicts,
+                templates=len(table),
+                total=dict(total),
+            ),
+        )
     return 1 if total["wrong"] or total["refused without need"] else 0
 
 

@@ -58,13 +58,38 @@ _LLAMA = MODELS["llama-8b"]
 SIZES: dict[str, dict[str, Any]] = MODELS | {  # more published sizes; Gemma 2 has heads of 128 at 27B and of 256 at 9B
     "llama-70b": _LLAMA | {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64},
     "qwen3-8b": MODELS["qwen3-14b"] | {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32},
-    "gemma-2-9b": {"model_type": "gemma2", "vocab_size": 256000, "hidden_size": 3584, "intermediate_size": 14336,
-                   "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "sliding_window": 32},
-    "gemma-3-4b": {"model_type": "gemma3_text", "vocab_size": 262208, "hidden_size": 2560, "intermediate_size": 10240,
-                   "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 32},
-    "glm-4.5-air": {"model_type": "glm4_moe", "vocab_size": 151552, "hidden_size": 4096, "moe_intermediate_size": 1408,
-                    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "n_routed_experts": 128,
-                    "num_experts_per_tok": 8, "first_k_dense_replace": 0},
+    "gemma-2-9b": {
+        "model_type": "gemma2",
+        "vocab_size": 256000,
+        "hidden_size": 3584,
+        "intermediate_size": 14336,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "sliding_window": 32,
+    },
+    "gemma-3-4b": {
+        "model_type": "gemma3_text",
+        "vocab_size": 262208,
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 32,
+    },
+    "glm-4.5-air": {
+        "model_type": "glm4_moe",
+        "vocab_size": 151552,
+        "hidden_size": 4096,
+        "moe_intermediate_size": 1408,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 0,
+    },
 }
 
 
@@ -122,13 +147,26 @@ def batch(tokens: int) -> PackedBatch:
     bounds = torch.tensor([*range(0, tokens, length), tokens], dtype=torch.int32)
     rows = torch.arange(0, tokens - length, 2)
     labels = torch.full((tokens,), -100).index_fill(0, rows, 1)
-    return PackedBatch(torch.ones(tokens, dtype=torch.int64), labels, positions, bounds, rows, longest=128, typical=length,
-                       tokens=tokens, loss_tokens=len(rows), documents=tuple(range(len(bounds) - 1)))
+    return PackedBatch(
+        torch.ones(tokens, dtype=torch.int64),
+        labels,
+        positions,
+        bounds,
+        rows,
+        longest=128,
+        typical=length,
+        tokens=tokens,
+        loss_tokens=len(rows),
+        documents=tuple(range(len(bounds) - 1)),
+    )
 
 
 def built(case: Case) -> Any:
-    settings = {key: value for key, value in (SIZES[case.model] | {"num_hidden_layers": 1} | case.changes).items()
-                if key != "quantization_config"}
+    settings = {
+        key: value
+        for key, value in (SIZES[case.model] | {"num_hidden_layers": 1} | case.changes).items()
+        if key != "quantization_config"
+    }
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     dtype = torch.float32 if case.method == "full" else DTYPES[case.precision]
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -201,8 +239,9 @@ class Line(NamedTuple):
     work: str
 
 
-def compile_all(chip: Chip, cases: Callable[[str], bool], kernels: Callable[[str], bool],
-                say: Callable[[str], None]) -> tuple[list[Line], set[str]]:
+def compile_all(
+    chip: Chip, cases: Callable[[str], bool], kernels: Callable[[str], bool], say: Callable[[str], None]
+) -> tuple[list[Line], set[str]]:
     """(one line for each of these kernels in each way it is launched, names of all kernels that are launched)"""
     lines: list[Line] = []
     with compiling_for(chip, kernels) as builds, ExitStack() as stack:
@@ -214,7 +253,7 @@ def compile_all(chip: Chip, cases: Callable[[str], bool], kernels: Callable[[str
             began = time.perf_counter()
             work.run()
             gc.collect()  # a model and its layers know each other
-            new = builds.found[len(lines):]
+            new = builds.found[len(lines) :]
             lines += [Line(build, work.name) for build in new]
             say(f"sm_{chip.sm} {work.name}: {len(new)} kernels, {time.perf_counter() - began:.0f} s")
     return lines, builds.launched
@@ -224,8 +263,9 @@ def table(lines: list[Line]) -> dict[str, dict[str, dict[str, Any]]]:
     """By kernel and chip: the most shared memory and registers of all cases, bytes spilled in all, and what is wrong."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for build, work in sorted(lines):
-        cell = found.setdefault(build.kernel, {}).setdefault(f"sm_{build.chip.sm}", {
-            "builds": 0, "shared": -1, "registers": 0, "spilled": 0, "wrong": []})
+        cell = found.setdefault(build.kernel, {}).setdefault(
+            f"sm_{build.chip.sm}", {"builds": 0, "shared": -1, "registers": 0, "spilled": 0, "wrong": []}
+        )
         cell["builds"] += 1
         cell["registers"] = max(cell["registers"], build.registers)
         cell["spilled"] += build.spilled
@@ -238,24 +278,33 @@ def table(lines: list[Line]) -> dict[str, dict[str, dict[str, Any]]]:
 
 def markdown(content: dict[str, Any]) -> str:
     chips: dict[str, Any] = content["chips"]
-    rows = ["# Kernels by chip\n\nEvery Triton kernel as training launches it, compiled for each chip on a machine without a "
-            "GPU: `python -m benchmarks.compile_matrix --write`. Shared memory in KB, the most of all cases; "
-            "`-`: not launched.\n",
-            "| chip | GPUs | shared memory of a program | builds | made |", "|---|---|---|---|---|"]
+    rows = [
+        "# Kernels by chip\n\nEvery Triton kernel as training launches it, compiled for each chip on a machine without a "
+        "GPU: `python -m benchmarks.compile_matrix --write`. Shared memory in KB, the most of all cases; "
+        "`-`: not launched.\n",
+        "| chip | GPUs | shared memory of a program | builds | made |",
+        "|---|---|---|---|---|",
+    ]
     for name, chip in chips.items():
         versions = ", ".join(f"{package} {version}" for package, version in chip["versions"].items())
         builds = sum(cells[name]["builds"] for cells in content["kernels"].values() if name in cells)
-        rows.append(f"| {name} | {chip['gpus']} | {chip['shared'] // 1024} KB | {builds} | {chip['date']}, git tree of kernels "
-                    f"{chip['tree']}, {versions} |")
+        rows.append(
+            f"| {name} | {chip['gpus']} | {chip['shared'] // 1024} KB | {builds} | {chip['date']}, git tree of kernels "
+            f"{chip['tree']}, {versions} |"
+        )
     rows += ["", "| kernel | " + " | ".join(chips) + " | registers | bytes spilled |", "|---" * (len(chips) + 3) + "|"]
     for kernel, cells in content["kernels"].items():
-        shown = [f"{cells[name]['shared'] / 1024:.1f}" + " **wrong**" * bool(cells[name]["wrong"]) if name in cells else "-"
-                 for name in chips]
+        shown = [
+            f"{cells[name]['shared'] / 1024:.1f}" + " **wrong**" * bool(cells[name]["wrong"]) if name in cells else "-"
+            for name in chips
+        ]
         most, spilled = (pick(cell[key] for cell in cells.values()) for pick, key in ((max, "registers"), (sum, "spilled")))
         rows.append(f"| {kernel} | {' | '.join(shown)} | {most} | {spilled} |")
     wrong = [line for cells in content["kernels"].values() for cell in cells.values() for line in cell["wrong"]]
-    rows.append(f"\n{len(content['kernels'])} kernels; {len(wrong)} builds over a limit, spilling or not compiled. Registers: "
-                "the most of a thread, on any chip.")
+    rows.append(
+        f"\n{len(content['kernels'])} kernels; {len(wrong)} builds over a limit, spilling or not compiled. Registers: "
+        "the most of a thread, on any chip."
+    )
     cases = dict.fromkeys(case for chip in chips.values() for case in chip["cases"])
     return "\n".join([*rows, "", "Cases (one layer of a published model's sizes, 2,048 tokens; FP8 where the chip has it):", "",
                       *(f"- {case}" for case in cases), ""])  # fmt: skip
@@ -295,8 +344,11 @@ def joined(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
             kernels.setdefault(kernel, {}).update(cells)
     order = [name for chip in CHIPS.values() if (name := f"sm_{chip.sm}") in chips]
     there = {kernel: cells for kernel, cells in sorted(kernels.items()) if cells}
-    return {"command": "python -m benchmarks.compile_matrix --write", "chips": {name: chips[name] for name in order},
-            "kernels": {kernel: {name: cells[name] for name in order if name in cells} for kernel, cells in there.items()}}
+    return {
+        "command": "python -m benchmarks.compile_matrix --write",
+        "chips": {name: chips[name] for name in order},
+        "kernels": {kernel: {name: cells[name] for name in order if name in cells} for kernel, cells in there.items()},
+    }
 
 
 def main(arguments: list[str] | None = None) -> int:

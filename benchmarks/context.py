@@ -124,19 +124,39 @@ def peak(torch: Any) -> int | None:
 # ---- all of them -------------------------------------------------------------------------------------------------------------
 
 
-def attempt(system: str, model: str, method: Method, tokens: int, budget: str, *, time_limit: float = TIME_LIMIT,
-            path: str = "") -> Row:
+def attempt(
+    system: str, model: str, method: Method, tokens: int, budget: str, *, time_limit: float = TIME_LIMIT, path: str = ""
+) -> Row:
     """One process to its end or its time limit. Told apart: trained, out of memory, timed out, killed, failed."""
-    words = ["-m", "benchmarks.context", "--one", system, "--model", model, "--method", method, "--tokens", str(tokens),
-             "--budget", budget]
+    words = [
+        "-m",
+        "benchmarks.context",
+        "--one",
+        system,
+        "--model",
+        model,
+        "--method",
+        method,
+        "--tokens",
+        str(tokens),
+        "--budget",
+        budget,
+    ]
     places = (*path.split(":"), str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", ""))
     environment = {**PEERS_ALLOCATOR, **os.environ, **OFFLINE, "PYTHONPATH": ":".join(place for place in places if place)}
     # One working folder for all: what a system compiles into it, its next process finds again.
     scratch = Path(tempfile.gettempdir()) / "pronghorn-bench-work"
     scratch.mkdir(exist_ok=True)
     began = time.monotonic()
-    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                               cwd=scratch, env=environment, start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=scratch,
+        env=environment,
+        start_new_session=True,
+    )
     try:
         output, _ = process.communicate(timeout=time_limit)
         row = outcome(output.splitlines(), process.returncode)
@@ -252,9 +272,17 @@ def table(rows: Iterable[Row]) -> str:
     for row in sorted(rows, key=lambda row: (bytes_of(row["budget"]), row["system"], row["tokens"])):
         trained, amount = row["status"] == TRAINED, row.get("peak_bytes")
         result = "trains" if trained else row["status"] if row["status"] == NO_ROOM else f"{row['status']}: {row['why'][:60]}"
-        lines.append((row["budget"], row["system"], f"{row['tokens']:,}", result,
-                      f"{amount / 1e9:.2f} GB" if amount and trained else "", f"{row['seconds']:.1f}" if trained else "",
-                      f"{row['loss_first']:.4f}" if trained else ""))
+        lines.append(
+            (
+                row["budget"],
+                row["system"],
+                f"{row['tokens']:,}",
+                result,
+                f"{amount / 1e9:.2f} GB" if amount and trained else "",
+                f"{row['seconds']:.1f}" if trained else "",
+                f"{row['loss_first']:.4f}" if trained else "",
+            )
+        )
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -280,9 +308,12 @@ def run(options: argparse.Namespace) -> None:
     paths = parse_paths(options.path)
     lengths = [rounded(int(tokens)) for tokens in options.tokens.split(",") if tokens]
     names = ",".join(name.removesuffix("-ckpt") for name in wanted)
-    results = Results(options.out, f"python -m benchmarks.context --budget {options.budget} --systems {names}"
-                                   + (f" --tokens {options.tokens}" if options.tokens else "")
-                                   + (f" --ours {options.ours}" if options.ours else ""))
+    results = Results(
+        options.out,
+        f"python -m benchmarks.context --budget {options.budget} --systems {names}"
+        + (f" --tokens {options.tokens}" if options.tokens else "")
+        + (f" --ours {options.ours}" if options.ours else ""),
+    )
     if not options.show:
         prepare(options.model)
     for system in () if options.show else wanted:
@@ -290,8 +321,9 @@ def run(options: argparse.Namespace) -> None:
 
         def measure(tokens: int, system: str = system, path: str = path) -> Row:
             print(f"{system}, {options.budget}, {tokens:,} tokens", flush=True)
-            row = attempt(system, options.model, options.method, tokens, options.budget, time_limit=options.time_limit,
-                          path=path)
+            row = attempt(
+                system, options.model, options.method, tokens, options.budget, time_limit=options.time_limit, path=path
+            )
             results.add(row)
             print(f"  {row['status']} {row['why']} [{row['process_seconds']} s]", flush=True)
             return row
@@ -313,8 +345,9 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default=MODEL)
     parser.add_argument("--method", choices=("qlora", "lora"), default="qlora")
     parser.add_argument("--time-limit", type=float, default=TIME_LIMIT, metavar="SECONDS", help="of a process")
-    parser.add_argument("--path", action="append", default=[], metavar="SYSTEM=DIR[:DIR]",
-                        help="where a system's process finds its packages")
+    parser.add_argument(
+        "--path", action="append", default=[], metavar="SYSTEM=DIR[:DIR]", help="where a system's process finds its packages"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "context-llama-8b.json")
     parser.add_argument("--show", action="store_true", help="print the table of what is there, and measure nothing")
     parser.add_argument("--one", choices=SYSTEMS, help=argparse.SUPPRESS)  # the process of one attempt

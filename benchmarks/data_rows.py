@@ -41,8 +41,10 @@ def conversations(files: Sequence[Path]) -> tuple[list[Shape], dict[str, list[st
 def _invented() -> tuple[list[Shape], dict[str, list[str]]]:
     chance = random.Random(SEED)
     words = ["".join(chance.choices(SYLLABLES, k=chance.randint(1, 4))) for _ in range(20_000)]
-    sentences = {role: [" ".join(chance.choices(words, k=chance.randint(4, 20))).capitalize() + ". " for _ in range(20_000)]
-                 for role in ("user", "assistant")}
+    sentences = {
+        role: [" ".join(chance.choices(words, k=chance.randint(4, 20))).capitalize() + ". " for _ in range(20_000)]
+        for role in ("user", "assistant")
+    }
     return [[("user", chance.randint(1, 4)), ("assistant", chance.randint(1, 8))] for _ in range(1000)], sentences
 
 

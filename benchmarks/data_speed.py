@@ -70,8 +70,12 @@ def prepare_rows(options: argparse.Namespace) -> dict[str, Any]:
 
     def work() -> dict[str, Any]:
         counts = (prepared := prepare(spec.train, spec, tokenizer, progress=display.progress)).counts
-        return {"rows": counts.kept, "tokens": counts.tokens, "loss_tokens": counts.loss_tokens,
-                "remarks": list(prepared.remarks)}
+        return {
+            "rows": counts.kept,
+            "tokens": counts.tokens,
+            "loss_tokens": counts.loss_tokens,
+            "remarks": list(prepared.remarks),
+        }
 
     return measured(work)
 
@@ -123,13 +127,27 @@ class Places:
     def environment(self, cache: Path | None = None) -> dict[str, str]:
         self._number += 1
         place = cache or self._folder / f"cache-{self._number}"
-        return os.environ | {"PRONGHORN_CACHE": str(place), "HF_HOME": str(place / "hf"), "HF_HUB_OFFLINE": "1",
-                             "TOKENIZERS_PARALLELISM": "false"}
+        return os.environ | {
+            "PRONGHORN_CACHE": str(place),
+            "HF_HOME": str(place / "hf"),
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
 
 
 def command(name: str, options: argparse.Namespace, rows_file: Path) -> list[str]:
-    return [sys.executable, "-m", "benchmarks.data_speed", "--only", name, "--tokenizer", options.tokenizer,
-            "--rows-file", str(rows_file), *(["--count-tokens"] if options.count_tokens else [])]
+    return [
+        sys.executable,
+        "-m",
+        "benchmarks.data_speed",
+        "--only",
+        name,
+        "--tokenizer",
+        options.tokenizer,
+        "--rows-file",
+        str(rows_file),
+        *(["--count-tokens"] if options.count_tokens else []),
+    ]
 
 
 def result_of(output: str, name: str) -> dict[str, Any]:
@@ -147,22 +165,30 @@ def tokenizing(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for name in WORK:
             options.count_tokens = not turn and name == "datasets.map, batched"
             environment = places.environment()
-            done = subprocess.run(command(name, options, rows_file), stdout=subprocess.PIPE, text=True, check=False,
-                                  env=environment)
+            done = subprocess.run(
+                command(name, options, rows_file), stdout=subprocess.PIPE, text=True, check=False, env=environment
+            )
             runs.setdefault(name, []).append(result_of(done.stdout, name))
             shutil.rmtree(environment["PRONGHORN_CACHE"], ignore_errors=True)
             say(f"{name}: {runs[name][-1]['cpu_seconds']} CPU s")
     least = {name: min(run["cpu_seconds"] for run in found) for name, found in runs.items()}
     ours = least["prepare"]
-    return {"rows": options.rows, "bytes": rows_file.stat().st_size, "runs": runs, "least_cpu_seconds": least,
-            "ratio": {name: round(ours / theirs, 3) for name, theirs in least.items() if name != "prepare"}}
+    return {
+        "rows": options.rows,
+        "bytes": rows_file.stat().st_size,
+        "runs": runs,
+        "least_cpu_seconds": least,
+        "ratio": {name: round(ours / theirs, 3) for name, theirs in least.items() if name != "prepare"},
+    }
 
 
 def stats(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     rows_file, recipe = folder / "stats.jsonl", folder / "stats.yaml"
     write_conversations(rows_file, options.data, rows=options.stats_rows)
-    recipe.write_text(f"model: {options.tokenizer}\ndata: {{train: {rows_file}, max_length: 100000}}\n"
-                      "train: {capacity: 131072, batch_tokens: 131072}\n")
+    recipe.write_text(
+        f"model: {options.tokenizer}\ndata: {{train: {rows_file}, max_length: 100000}}\n"
+        "train: {capacity: 131072, batch_tokens: 131072}\n"
+    )
     environment = Places(folder).environment(folder / "stats-cache")
     found: dict[str, Any] = {"rows": options.stats_rows}
     for name in ("first", "again"):
@@ -210,9 +236,12 @@ def _peaks(looks: list[tuple[float, float]]) -> dict[str, Any]:
         return {}
     borders = [len(looks) * k // 4 for k in range(5)]
     quarters = [looks[start:stop] for start, stop in pairwise(borders) if start < stop]
-    return {"peak_rss_mb": max(rss for rss, _ in looks), "peak_anonymous_mb": max(own for _, own in looks),
-            "peak_rss_by_quarter_mb": [max(rss for rss, _ in quarter) for quarter in quarters],
-            "peak_anonymous_by_quarter_mb": [max(own for _, own in quarter) for quarter in quarters]}
+    return {
+        "peak_rss_mb": max(rss for rss, _ in looks),
+        "peak_anonymous_mb": max(own for _, own in looks),
+        "peak_rss_by_quarter_mb": [max(rss for rss, _ in quarter) for quarter in quarters],
+        "peak_anonymous_by_quarter_mb": [max(own for _, own in quarter) for quarter in quarters],
+    }
 
 
 def _memory(pid: int) -> tuple[float, float] | None:
@@ -249,8 +278,9 @@ def large(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return found
 
 
-def one_large(options: argparse.Namespace, rows_file: Path, environment: dict[str, str],
-              kill_at: float = 0.0) -> dict[str, Any]:
+def one_large(
+    options: argparse.Namespace, rows_file: Path, environment: dict[str, str], kill_at: float = 0.0
+) -> dict[str, Any]:
     before, began = children_cpu(), time.perf_counter()
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(command("prepare", options, rows_file), stdout=output, text=True, env=environment)
@@ -265,9 +295,13 @@ def one_large(options: argparse.Namespace, rows_file: Path, environment: dict[st
         output.seek(0)
         text = output.read()
     lines = [line for line in text.splitlines() if not line.startswith("RESULT ")]
-    figures: dict[str, Any] = {"wall_seconds": round(time.perf_counter() - began, 1), "exit_code": process.returncode,
-                               "cpu_seconds": round(children_cpu() - before, 1), "memory": memory.figures(),
-                               "progress": lines if len(lines) <= 6 else [*lines[:3], *lines[-3:]]}
+    figures: dict[str, Any] = {
+        "wall_seconds": round(time.perf_counter() - began, 1),
+        "exit_code": process.returncode,
+        "cpu_seconds": round(children_cpu() - before, 1),
+        "memory": memory.figures(),
+        "progress": lines if len(lines) <= 6 else [*lines[:3], *lines[-3:]],
+    }
     if not kill_at:
         figures |= {key: value for key, value in result_of(text, "prepare").items() if key in ("rows", "tokens", "remarks")}
         options.table_size = _written(Path(environment["PRONGHORN_CACHE"]))
@@ -299,9 +333,12 @@ def say(text: str) -> None:
 
 def where() -> dict[str, Any]:
     models = re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return {"hardware": f"{os.cpu_count()} cores, {models[0] if models else platform.machine()}",
-            "cuda": None, "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
+    return {
+        "hardware": f"{os.cpu_count()} cores, {models[0] if models else platform.machine()}",
+        "cuda": None,
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
 
 
 def size_of(text: str) -> int:
@@ -329,9 +366,13 @@ def main() -> None:
     if options.only:
         print("RESULT " + json.dumps(WORK[options.only](options)), flush=True)
         return
-    result = record("Preparing data beside `datasets.map`, `pronghorn data stats`, and a large file",
-                    "python -m benchmarks.data_speed " + " ".join(sys.argv[1:]), [], where(),
-                    load_average=[round(load, 2) for load in os.getloadavg()])
+    result = record(
+        "Preparing data beside `datasets.map`, `pronghorn data stats`, and a large file",
+        "python -m benchmarks.data_speed " + " ".join(sys.argv[1:]),
+        [],
+        where(),
+        load_average=[round(load, 2) for load in os.getloadavg()],
+    )
     parts = result["results"]
     with tempfile.TemporaryDirectory(prefix="data-speed-", dir=options.folder) as folder:
         if options.rows:

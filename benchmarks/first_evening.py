@@ -98,10 +98,22 @@ def ran(folder: Path, line: str, *, interrupt: bool = False) -> str:
     words = shlex.split(line)
     if words[0] == "pronghorn":
         words = [sys.executable, "-m", "pronghorn.cli", *words[1:]]
-    environment = os.environ | {"PRONGHORN_CACHE": str(folder / "cache"), "COLUMNS": "100", "HF_HUB_OFFLINE": "1",
-                                "NO_COLOR": "1", "PYTHONPATH": str(ROOT / "src")}
-    process = subprocess.Popen(words, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))  # noqa: PLW1509
+    environment = os.environ | {
+        "PRONGHORN_CACHE": str(folder / "cache"),
+        "COLUMNS": "100",
+        "HF_HUB_OFFLINE": "1",
+        "NO_COLOR": "1",
+        "PYTHONPATH": str(ROOT / "src"),
+    }
+    process = subprocess.Popen(
+        words,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509
+    )
     assert process.stdout is not None
     said: list[str] = []
     for text in process.stdout:

@@ -25,8 +25,13 @@ from pronghorn.errors import PronghornError
 from pronghorn.recipe import Data
 
 RESULTS, TABLE = FOLDER / "input-layouts.json", ROOT / "docs" / "input-layouts.md"
-GROUPS = {"Conversations": CHAT, "Calls and tools": CALLS, "Prompts and answers": PAIRS, "Preference data": PREFERENCES,
-          "Files and sources": FILES}
+GROUPS = {
+    "Conversations": CHAT,
+    "Calls and tools": CALLS,
+    "Prompts and answers": PAIRS,
+    "Preference data": PREFERENCES,
+    "Files and sources": FILES,
+}
 SPECIAL = ["<pad>", "<end>", "<system>", "<developer>", "<user>", "<assistant>", "<tool>", "<tools>"]
 # Writes all that a message may hold, so that whatever is lost on the way shows.
 TEMPLATE = (
@@ -44,8 +49,9 @@ def make_tokenizer() -> Any:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate([*SPECIAL, *alphabet])}, merges=[]))
     core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>", pad_token="<pad>",
-                                        additional_special_tokens=SPECIAL[2:])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<end>", pad_token="<pad>", additional_special_tokens=SPECIAL[2:]
+    )
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 
@@ -77,8 +83,12 @@ def outcome(layout: Layout, tokenizer: Any, folder: Path) -> dict[str, Any]:
             told = {"refused": error.what, "where": error.where, "why": error.why, "fix": error.fix}
             return {"layout": layout.name, **told, "wrong": _wrong_refusal(layout, error)}
         rows = [_shown(tokenizer, found, i) for i in range(len(found.tokens))]
-        return {"layout": layout.name, "rows": rows, "remarks": list(found.remarks),
-                "wrong": _wrong_rows(layout, rows, list(found.remarks))}
+        return {
+            "layout": layout.name,
+            "rows": rows,
+            "remarks": list(found.remarks),
+            "wrong": _wrong_rows(layout, rows, list(found.remarks)),
+        }
 
 
 def _shown(tokenizer: Any, found: Prepared, i: int) -> str:
@@ -103,8 +113,11 @@ def _wrong_rows(layout: Layout, rows: list[str], remarks: list[str]) -> str:
     unused = [remark for remark in remarks if remark.startswith("unused columns: ")]
     if len(unused) != bool(layout.unused) or not all(f"columns: {layout.unused} (" in remark for remark in unused):
         return f"unused columns {unused}, expected {layout.unused!r}"
-    return "" if any(layout.told in remark for remark in [*remarks, ""] if layout.told or not remark) else (
-        f"told {remarks}, expected {layout.told!r}")
+    return (
+        ""
+        if any(layout.told in remark for remark in [*remarks, ""] if layout.told or not remark)
+        else (f"told {remarks}, expected {layout.told!r}")
+    )
 
 
 def table(found: dict[str, dict[str, Any]]) -> str:
@@ -148,11 +161,19 @@ def main() -> int:
     wrong = [one for one in found.values() if one["wrong"]]
     for one in wrong:
         print(f"{one['layout']}: {one['wrong']}", file=sys.stderr)
-    print(f"{len(found)} layouts: {sum('rows' in one for one in found.values())} read, "
-          f"{sum('refused' in one for one in found.values())} refused with a fix, {len(wrong)} other than expected")
+    print(
+        f"{len(found)} layouts: {sum('rows' in one for one in found.values())} read, "
+        f"{sum('refused' in one for one in found.values())} refused with a fix, {len(wrong)} other than expected"
+    )
     if arguments.write:
-        write(RESULTS, record("Every input layout: what is trained on, or why it is refused",
-                              "python -m benchmarks.input_layouts --write", list(found.values())))
+        write(
+            RESULTS,
+            record(
+                "Every input layout: what is trained on, or why it is refused",
+                "python -m benchmarks.input_layouts --write",
+                list(found.values()),
+            ),
+        )
         TABLE.write_text(table(found), encoding="utf-8")
     return 1 if wrong else 0
 

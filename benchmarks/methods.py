@@ -43,7 +43,9 @@ def recipe_of(model: str, method: str, tokens: int, folder: Path) -> Path:
     data.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     whole = method == "full"
     recipe = {
-        "model": str(model_folder(model)), **METHODS[method], "precision": "bf16",
+        "model": str(model_folder(model)),
+        **METHODS[method],
+        "precision": "bf16",
         "data": {"train": [str(data)], "max_length": 256},
         "train": {"steps": STEPS, "capacity": tokens, "batch_tokens": tokens, "lr": 1e-4 if whole else 1e-3, "warmup": 0.1},
         # Other processes share the GPU, so what is free says nothing.
@@ -61,8 +63,9 @@ def one(model: str, method: str, tokens: int) -> dict[str, Any]:
         folder = Path(place)
         recipe = recipe_of(model, method, tokens, folder)
         found: dict[str, Any] = {"model": model, "method": method}
-        done = subprocess.run([sys.executable, "-m", "pronghorn.cli", "train", str(recipe)], capture_output=True, text=True,
-                              check=False)
+        done = subprocess.run(
+            [sys.executable, "-m", "pronghorn.cli", "train", str(recipe)], capture_output=True, text=True, check=False
+        )
         found["exit_code"] = done.returncode
         if done.returncode:
             said = done.stderr.strip().replace(f"{place}/", "")[:4000]
@@ -70,10 +73,14 @@ def one(model: str, method: str, tokens: int) -> dict[str, Any]:
         events = [json.loads(line) for line in (folder / "run" / "run.jsonl").read_text(encoding="utf-8").splitlines()]
         steps = [event for event in events if event["event"] == "step"]
         losses = [event["loss"] for event in steps]
-        found |= {"steps": len(steps), "losses": [round(loss, 4) for loss in losses],
-                  "smallest_grad_norm": min(event["grad_norm"] for event in steps)}
-        told = subprocess.run([sys.executable, "-m", "benchmarks.methods", "--forwards", str(recipe)], capture_output=True,
-                              text=True, check=False)
+        found |= {
+            "steps": len(steps),
+            "losses": [round(loss, 4) for loss in losses],
+            "smallest_grad_norm": min(event["grad_norm"] for event in steps),
+        }
+        told = subprocess.run(
+            [sys.executable, "-m", "benchmarks.methods", "--forwards", str(recipe)], capture_output=True, text=True, check=False
+        )
         if told.returncode:
             return found | {"verdict": "failed", "said": told.stderr.strip()[-1500:]}
         found["forwards_differ_by"] = json.loads(told.stdout.splitlines()[-1])
@@ -133,11 +140,14 @@ def main() -> int:
             losses = found.get("losses", [])
             told = found.get("said", "")[-150:].replace("\n", " ")
             curve = f"loss {losses[0]:.3f} -> {losses[-1]:.3f}" if losses else told
-            print(f"[{number}/{len(pairs)}] {found['model']:22s} {found['method']:13s} {found['verdict']:8s} {curve}",
-                  flush=True)
+            print(
+                f"[{number}/{len(pairs)}] {found['model']:22s} {found['method']:13s} {found['verdict']:8s} {curve}", flush=True
+            )
             results.append(found)
-    write(options.out, record("Every method on every kind of model through `pronghorn train`", "python -m benchmarks.methods",
-                              results))
+    write(
+        options.out,
+        record("Every method on every kind of model through `pronghorn train`", "python -m benchmarks.methods", results),
+    )
     return 0 if all(found["verdict"] in ("trains", "refused") for found in results) else 1
 
 

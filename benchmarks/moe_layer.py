@@ -43,9 +43,18 @@ class Case:
     def __init__(self, experts: int, tokens: int, width: int = 2048, expert_width: int = 768, per_token: int = 8) -> None:
         heads = max(4, width // 64)
         config = Qwen3MoeConfig(
-            vocab_size=512, hidden_size=width, intermediate_size=width, moe_intermediate_size=expert_width, num_experts=experts,
-            num_experts_per_tok=per_token, num_hidden_layers=1, num_attention_heads=heads, num_key_value_heads=4,
-            head_dim=width // heads * (2 if width > 256 else 1), norm_topk_prob=True)
+            vocab_size=512,
+            hidden_size=width,
+            intermediate_size=width,
+            moe_intermediate_size=expert_width,
+            num_experts=experts,
+            num_experts_per_tok=per_token,
+            num_hidden_layers=1,
+            num_attention_heads=heads,
+            num_key_value_heads=4,
+            head_dim=width // heads * (2 if width > 256 else 1),
+            norm_topk_prob=True,
+        )
         torch.manual_seed(0)
         with DEVICE:
             base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if CUDA else torch.float32)
@@ -144,8 +153,10 @@ def draw(rows: list[dict[str, Any]], where: str) -> str:
     width, left, bar, gap, y = 960, 210, 19, 6, 88
     best = max(row["ms"]["loop"] / ms for row in rows for ms in row["ms"].values())
     title = "A layer with experts, times faster than a loop over them"
-    parts = [f'<text class="ink title" x="24" y="32">{title}</text>',
-             f'<text class="soft" x="24" y="51">{escape(where)}</text>']
+    parts = [
+        f'<text class="ink title" x="24" y="32">{title}</text>',
+        f'<text class="soft" x="24" y="51">{escape(where)}</text>',
+    ]
     for row in rows:
         head = f"{row['experts']} experts, {row['tokens']:,} tokens: loop {row['ms']['loop']:.2f} ms"
         parts.append(f'<text class="ink bold" x="24" y="{y}">{escape(head)}</text>')
@@ -154,14 +165,18 @@ def draw(rows: list[dict[str, Any]], where: str) -> str:
             speed = row["ms"]["loop"] / ms
             length = max(1.0, (width - left - 190) * speed / best)
             kind = "ours" if name in ("ours", "graph") else "peer"
-            parts.append(f'<text class="soft" x="{left - 10}" y="{y + bar - 5}" text-anchor="end">{escape(LABELS[name])}</text>'
-                         f'<rect class="{kind}" x="{left}" y="{y}" width="{length:.1f}" height="{bar}" rx="3"/>'
-                         f'<text class="ink" x="{left + length + 8:.1f}" y="{y + bar - 5}">{speed:.1f}x  ({ms:.2f} ms)</text>')
+            parts.append(
+                f'<text class="soft" x="{left - 10}" y="{y + bar - 5}" text-anchor="end">{escape(LABELS[name])}</text>'
+                f'<rect class="{kind}" x="{left}" y="{y}" width="{length:.1f}" height="{bar}" rx="3"/>'
+                f'<text class="ink" x="{left + length + 8:.1f}" y="{y + bar - 5}">{speed:.1f}x  ({ms:.2f} ms)</text>'
+            )
             y += bar + gap
         y += 30
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {y}" width="{width}" height="{y}" role="img">'
-            f'<style>{STYLE}</style><rect class="ground" x="0.5" y="0.5" width="{width - 1}" height="{y - 1}" rx="12"/>'
-            f'{"".join(parts)}</svg>\n')
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {y}" width="{width}" height="{y}" role="img">'
+        f'<style>{STYLE}</style><rect class="ground" x="0.5" y="0.5" width="{width - 1}" height="{y - 1}" rx="12"/>'
+        f"{''.join(parts)}</svg>\n"
+    )
 
 
 def main() -> None:
@@ -173,8 +188,11 @@ def main() -> None:
     for experts in EXPERTS:
         rows.append(measure(experts, options.tokens))
         print(rows[-1], flush=True)
-    result = record("Milliseconds of one decoder layer with experts, forward and backward", "python -m benchmarks.moe_layer "
-                    f"--tokens {options.tokens}", rows)
+    result = record(
+        "Milliseconds of one decoder layer with experts, forward and backward",
+        f"python -m benchmarks.moe_layer --tokens {options.tokens}",
+        rows,
+    )
     write(options.out / "moe-layer.json", result)
     here = result["machine"]
     where = f"{here['hardware']}, torch {here['versions']['torch']}, {here['date'][:10]}"

@@ -53,8 +53,15 @@ class Switch:
 
         ours = self.ours
         ours.step.abandon()
-        ours.step = make_step(ours.model, ours.step.optimizer, device=ours.device, precision=ours.precision,
-                              clip=ours.recipe.train.clip, graph="auto", say=print)
+        ours.step = make_step(
+            ours.model,
+            ours.step.optimizer,
+            device=ours.device,
+            precision=ours.precision,
+            clip=ours.recipe.train.clip,
+            graph="auto",
+            say=print,
+        )
         engine = engine_of(ours.model)
         assert engine is not None
         engine.offload = None
@@ -98,8 +105,13 @@ def timed(switch: Switch, recompute: str, every: int, *, warmup: int, steps: int
     losses = switch.run(steps)
     ms = 1000 * (time.perf_counter() - began) / steps
     cuda = switch.ours.device.type == "cuda"
-    return {"recompute": recompute, "offloaded": bool(every), "ms_per_step": round(ms, 2), "loss_last": losses[-1],
-            "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 3) if cuda else None}
+    return {
+        "recompute": recompute,
+        "offloaded": bool(every),
+        "ms_per_step": round(ms, 2),
+        "loss_last": losses[-1],
+        "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 3) if cuda else None,
+    }
 
 
 def compare(switch: Switch, recompute: str, *, rounds: int, warmup: int, steps: int) -> Row:
@@ -108,8 +120,16 @@ def compare(switch: Switch, recompute: str, *, rounds: int, warmup: int, steps: 
         rows += [timed(switch, recompute, one, warmup=warmup, steps=steps) for one in (0, every)]
         print("\n".join(json.dumps(row) for row in rows[-2:]), flush=True)
     off, on = (statistics.median(row["ms_per_step"] for row in rows if row["offloaded"] is kind) for kind in (False, True))
-    return {"recompute": recompute, "every": every, "off_ms": off, "on_ms": on, "on_over_off": round(on / off, 4),
-            "within_2_percent": on / off - 1 <= WITHIN, "pinned_bytes": switch.pools[recompute], "runs": rows}
+    return {
+        "recompute": recompute,
+        "every": every,
+        "off_ms": off,
+        "on_ms": on,
+        "on_over_off": round(on / off, 4),
+        "within_2_percent": on / off - 1 <= WITHIN,
+        "pinned_bytes": switch.pools[recompute],
+        "runs": rows,
+    }
 
 
 def profile(switch: Switch, trace: Path) -> Row:
@@ -135,14 +155,25 @@ def hidden(trace: Path) -> Row:
     kernels = merged([(e["ts"], e["ts"] + e["dur"]) for e in timed_events if e.get("cat") == "kernel"])
     found: Row = {}
     for name, mark in (("to_host", "DtoH"), ("from_host", "HtoD")):
-        copies = [(e["ts"], e["ts"] + e["dur"], e.get("args", {}).get("bytes", 0)) for e in timed_events
-                  if e.get("cat") == "gpu_memcpy" and mark in e.get("name", "")]
+        copies = [
+            (e["ts"], e["ts"] + e["dur"], e.get("args", {}).get("bytes", 0))
+            for e in timed_events
+            if e.get("cat") == "gpu_memcpy" and mark in e.get("name", "")
+        ]
         spent = sum(end - start for start, end, _ in copies)
-        under = sum(max(0.0, min(end, stop) - max(start, begin)) for start, end, _ in copies for begin, stop in kernels
-                    if begin < end and stop > start)
+        under = sum(
+            max(0.0, min(end, stop) - max(start, begin))
+            for start, end, _ in copies
+            for begin, stop in kernels
+            if begin < end and stop > start
+        )
         size = sum(size for *_, size in copies)
-        found[name] = {"copies": len(copies), "ms": round(spent / 1000, 2), "under_kernels": round(under / spent, 4) if spent
-                       else None, "gb_per_second": round(size / spent / 1000, 1) if spent else None}
+        found[name] = {
+            "copies": len(copies),
+            "ms": round(spent / 1000, 2),
+            "under_kernels": round(under / spent, 4) if spent else None,
+            "gb_per_second": round(size / spent / 1000, 1) if spent else None,
+        }
     return found
 
 
@@ -172,7 +203,6 @@ def main() -> None:
     make_model_folder(WORKLOADS[options.workload].model)
     import torch
 
-
     if torch.cuda.is_available():
         from torch.profiler import ProfilerActivity
         from torch.profiler import profile as profiler
@@ -190,8 +220,10 @@ def main() -> None:
     out = options.out or results / f"offload-{options.workload}.json"
     write(out, content)
     for row in rows:
-        print(f"{row['recompute']:8} off {row['off_ms']:.1f} ms, on {row['on_ms']:.1f} ms ({row['on_over_off']:.3f}), "
-              f"pool {row['pinned_bytes'] / 1e9:.2f} GB of pinned host memory")
+        print(
+            f"{row['recompute']:8} off {row['off_ms']:.1f} ms, on {row['on_ms']:.1f} ms ({row['on_over_off']:.3f}), "
+            f"pool {row['pinned_bytes'] / 1e9:.2f} GB of pinned host memory"
+        )
     print(json.dumps(content.get("profiled", {})))
 
 

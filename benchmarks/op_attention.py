@@ -30,8 +30,11 @@ def cases() -> list[dict[str, Any]]:
         {"name": "8B, short documents, 514 entries", "T": 16384, "entries": 514, **LLAMA_8B},
         {"name": "1B, short documents", "T": 16384, "entries": 128, **LLAMA_1B},
         # from which length on flash-attn-4 is the faster one: kernels/attention/attention.py, SHORT
-        *({"name": f"{size}, {16384 // n} x {n}", "T": 16384, "length": n, **shape}
-          for n in (256, 512, 1024) for size, shape in (("8B", LLAMA_8B), ("1B", LLAMA_1B))),
+        *(
+            {"name": f"{size}, {16384 // n} x {n}", "T": 16384, "length": n, **shape}
+            for n in (256, 512, 1024)
+            for size, shape in (("8B", LLAMA_8B), ("1B", LLAMA_1B))
+        ),
         {"name": "8B, 4 x 4096", "T": 16384, "length": 4096, **LLAMA_8B},
         {"name": "8B, 1 x 32768", "T": 32768, "length": 32768, **LLAMA_8B},
         {"name": "Gemma 2 9B, window 4096, 2 x 8192", "T": 16384, "length": 8192, "window": 4096, **GEMMA2_9B},
@@ -120,8 +123,12 @@ def sweep(case: dict[str, Any]) -> list[Line]:
             out, lse = data.forward(backend="short")
             for what, call, truth, flops in (
                 ("forward", lambda: data.forward(backend="short")[0], true_out, data.flops),
-                ("backward", lambda out=out, lse=lse: data.backward(out, lse, backend="short"), true_grads,
-                 data.flops * 5 // 2),
+                (
+                    "backward",
+                    lambda out=out, lse=lse: data.backward(out, lse, backend="short"),
+                    true_grads,
+                    data.flops * 5 // 2,
+                ),
             ):
                 tiles = config.forward if what == "forward" else (*config.dq, *config.dkdv)
                 lines += compare(f"attention {what}", f"{case['name']} {tuple(tiles)}", {"ours": call}, lambda t=truth: t,

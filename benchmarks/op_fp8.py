@@ -140,8 +140,10 @@ def _weight_calls(case: dict[str, Any]) -> tuple[dict[str, Any], int]:
     if case["pass"] == "nf4 to fp8":
         stored = nf4_quantize(weight)
         scale = nf4_fp8.nf4_fp8_scales(stored)
-        calls = {"ours": lambda: nf4_fp8.nf4_to_fp8(stored, scale).view(torch.uint8),
-                 "torch": lambda: nf4_fp8.nf4_to_fp8_reference(stored, scale).view(torch.uint8)}
+        calls = {
+            "ours": lambda: nf4_fp8.nf4_to_fp8(stored, scale).view(torch.uint8),
+            "torch": lambda: nf4_fp8.nf4_to_fp8_reference(stored, scale).view(torch.uint8),
+        }
         return calls, stored.nbytes + rows * D
     four = nvfp4.nvfp4_quantize(weight)
     calls = {"ours": lambda: nvfp4.nvfp4_dequantize(four), "torch": lambda: nvfp4.nvfp4_dequantize_reference(four)}
@@ -207,9 +209,11 @@ def _product_lines(case: dict[str, Any]) -> list[Line]:
 
     name = f"{case['group']} {case['pass']} T={case['T']}"
     tight_a, tight_b = a8.contiguous(), b8.contiguous()
-    ours = {"ours": lambda: fp8_mm(a8, scale, b8, columns),
-            "rows back to back": lambda: fp8_mm(tight_a, scale, tight_b, columns),
-            "without fast accumulation": lambda: fp8_mm(a8, scale, b8, columns, fast_accumulation=False)}
+    ours = {
+        "ours": lambda: fp8_mm(a8, scale, b8, columns),
+        "rows back to back": lambda: fp8_mm(tight_a, scale, tight_b, columns),
+        "without fast accumulation": lambda: fp8_mm(a8, scale, b8, columns, fast_accumulation=False),
+    }
     lines = compare("fp8", name, ours, truth, flops=data.flops)
     bare_a, bare_b = a8[:, :width].contiguous(), b8[:, :width].contiguous()
     bare = {"no adapters": lambda: fp8_mm(bare_a, scale, bare_b, columns)}
@@ -223,8 +227,9 @@ def _adapter_lines(case: dict[str, Any]) -> list[Line]:
     group, y = data.group, torch.zeros(case["T"], data.group.O, dtype=BF16, device=DEVICE)
     truth = data.x.float() @ group.A_RD.float().T
     name = f"{case['group']} x A^T and columns T={case['T']}"
-    lines = compare("fp8", name, {"ours": lambda: [group.extend(data.x, data.x8, data.x_scale)]}, lambda: [truth],
-                    moved_bytes=data.x.nbytes)
+    lines = compare(
+        "fp8", name, {"ours": lambda: [group.extend(data.x, data.x8, data.x_scale)]}, lambda: [truth], moved_bytes=data.x.nbytes
+    )
     xa = data.x @ group.A_RD.T
     second = {"torch": lambda: torch.addmm(y, xa, group.sB_OR.T)}
     share = xa.float() @ group.sB_OR.float().T
@@ -243,8 +248,13 @@ def _refresh_lines(case: dict[str, Any]) -> list[Line]:
 
     def truth() -> list[torch.Tensor]:
         last = jobs[-1]
-        own = replace(last, columns_OE=last.columns_OE.clone(), rows_ED=last.rows_ED.clone(),
-                      factors_2R=last.factors_2R.clone(), bounds_2=last.bounds_2.clone())
+        own = replace(
+            last,
+            columns_OE=last.columns_OE.clone(),
+            rows_ED=last.rows_ED.clone(),
+            factors_2R=last.factors_2R.clone(),
+            bounds_2=last.bounds_2.clone(),
+        )
         split_reference_job(own)
         return [own.factors_2R, own.bounds_2, own.rows_ED.view(torch.uint8)]
 
@@ -286,6 +296,7 @@ def sweep(case: dict[str, Any]) -> list[Line]:
         calls, moved = _memory_calls(case)
         with replaced(module, function, lambda *_, config=config: config):
             label = " ".join(f"{field} {value}" for field, value in config._asdict().items())
-            lines += compare("fp8", f"{case['pass']} {case['T']} x {case['D']}", {label: calls["ours"]}, calls["torch"],
-                             moved_bytes=moved)
+            lines += compare(
+                "fp8", f"{case['pass']} {case['T']} x {case['D']}", {label: calls["ours"]}, calls["torch"], moved_bytes=moved
+            )
     return lines

@@ -58,7 +58,6 @@ class _Data:
         self.group.adapters.add_grads(dy[:, :outputs], dy[:, outputs:], x[:, :width], x[:, width:], self.offsets)
         return list(self.group.adapters.grads())
 
-
     def truth(self, name: str) -> list[torch.Tensor]:
         """In fp32: the adapters' product added to the weight, as PEFT does; gradients by a loop."""
         width, outputs = self.sizes

@@ -18,8 +18,13 @@ from pronghorn.kernels.quant.nvfp4 import nvfp4_quantize
 
 
 def cases() -> list[dict[str, Any]]:
-    more = [("gpt-oss-20b", "mxfp4"), ("gpt-oss-20b", "nf4"), ("qwen3-30b-a3b", "nf4"), ("qwen3-30b-a3b", "nvfp4"),
-            ("qwen3-30b-a3b", "fp8")]
+    more = [
+        ("gpt-oss-20b", "mxfp4"),
+        ("gpt-oss-20b", "nf4"),
+        ("qwen3-30b-a3b", "nf4"),
+        ("qwen3-30b-a3b", "nvfp4"),
+        ("qwen3-30b-a3b", "fp8"),
+    ]
     every = moe_cases(format=["mxfp4", "nf4", "nvfp4", "fp8"], product=["gate_up", "down"], **{"pass": ["forward", "input"]})
     return [case for case in every if (case["model"], case["format"]) in more]
 
@@ -38,8 +43,12 @@ class _Data:
 
     @staticmethod
     def _stack(weight: torch.Tensor, form: str) -> op.QuantizedStack:
-        quantize: dict[str, Any] = {"nf4": lambda weight: nf4_quantize(weight.flatten(0, 1)), "mxfp4": mxfp4_quantize,
-                                    "fp8": fp8_quantize, "nvfp4": lambda weight: nvfp4_quantize(weight.flatten(0, 1))}
+        quantize: dict[str, Any] = {
+            "nf4": lambda weight: nf4_quantize(weight.flatten(0, 1)),
+            "mxfp4": mxfp4_quantize,
+            "fp8": fp8_quantize,
+            "nvfp4": lambda weight: nvfp4_quantize(weight.flatten(0, 1)),
+        }
         return op.QuantizedStack.of(quantize[form](weight), len(weight))
 
     def ours(self) -> torch.Tensor:

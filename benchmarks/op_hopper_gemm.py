@@ -108,14 +108,16 @@ class _Powers:
         rows = len(self.hidden)
         powers = powers_for(self.hidden, self.weight, self.labels, Terms(), rows, self.logits)
         return powers is not None and powers.loss_and_gradient(
-            slice(0, rows), self.logits, None, self.losses, self.scale, self.factors)
+            slice(0, rows), self.logits, None, self.losses, self.scale, self.factors
+        )
 
     def apart(self) -> None:
         mm(self.hidden, self.weight.T, out=self.logits)
         if not cross_entropy_rows.takes_factors(torch.bfloat16, Terms(), self.logits):
             self.factors.fill_(1.0)
         cross_entropy_rows.loss_and_gradient(
-            self.logits, self.labels, None, self.losses, self.scale, Terms(), True, self.factors)
+            self.logits, self.labels, None, self.losses, self.scale, Terms(), True, self.factors
+        )
 
     def results(self) -> list[Tensor]:
         """Powers have another anchor on each side; times the factors they are the same."""

@@ -162,10 +162,7 @@ def _thin(name: str, group: LoraGroup, x_ext: torch.Tensor, dy_ext: torch.Tensor
         "[O, r]": lambda: grads_each(transposed=False),
         "all at once": grads_joint,
     }
-    extend = {
-        "into columns": lambda: mm(x, A.T, out=xa),
-        "contiguous": lambda: mm(x, A.T, out=into),
-    }
+    extend = {"into columns": lambda: mm(x, A.T, out=xa), "contiguous": lambda: mm(x, A.T, out=into)}
     dA = {"[R, D]": lambda: mm(dyb.T, x, torch.float32), "[D, R]": lambda: mm(x.T, dyb, torch.float32).T}
     return [
         *compare("lora x A^T", name, extend, lambda: x.float() @ A.float().T, moved_bytes=x_bytes),

@@ -169,7 +169,8 @@ def machine() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "versions": versions,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "benchmarks.ops", *sys.argv[1:]]), "commit": commit(),
+        "command": shlex.join(["python", "-m", "benchmarks.ops", *sys.argv[1:]]),
+        "commit": commit(),
     }
 
 

@@ -73,9 +73,16 @@ class Watch:
 
     def figures(self) -> dict[str, Any]:
         wall, main, process = (b - a for a, b in zip(self.at[self.first], self.at[self.last], strict=True))
-        return {"seconds_to_first_step": self.first_step, "seconds": wall, "tokens_per_second": self.tokens / wall,
-                "main_thread_share": main / wall, "process_share": process / wall, "loss_first": self.losses[0],
-                "loss_last": self.losses[-1], "notices": self.notices}
+        return {
+            "seconds_to_first_step": self.first_step,
+            "seconds": wall,
+            "tokens_per_second": self.tokens / wall,
+            "main_thread_share": main / wall,
+            "process_share": process / wall,
+            "loss_first": self.losses[0],
+            "loss_last": self.losses[-1],
+            "notices": self.notices,
+        }
 
 
 def one_run(options: argparse.Namespace) -> dict[str, Any]:
@@ -101,12 +108,18 @@ def one_run(options: argparse.Namespace) -> dict[str, Any]:
         profiler = profile(activities=[ProfilerActivity.CUDA])
     watch = Watch(options.first, options.last, profiler)
     with tempfile.TemporaryDirectory(prefix="pronghorn-pipeline-") as folder:
-        train(recipe.model_copy(update={
-            "output": str(Path(folder) / "run"), "data": recipe.data.model_copy(update={"eval": None}),
-            "eval": recipe.eval.model_copy(update={"stop": None}),
-            "train": recipe.train.model_copy(update={"steps": options.last + AFTER}),
-            "checkpoint": recipe.checkpoint.model_copy(update={"every": every}),
-        }), display=watch)
+        train(
+            recipe.model_copy(
+                update={
+                    "output": str(Path(folder) / "run"),
+                    "data": recipe.data.model_copy(update={"eval": None}),
+                    "eval": recipe.eval.model_copy(update={"stop": None}),
+                    "train": recipe.train.model_copy(update={"steps": options.last + AFTER}),
+                    "checkpoint": recipe.checkpoint.model_copy(update={"every": every}),
+                }
+            ),
+            display=watch,
+        )
         figures = watch.figures()
         if profiler is not None:
             trace = options.trace or Path(folder) / "trace.json.gz"
@@ -127,8 +140,12 @@ def busy(trace: Path) -> dict[str, Any]:
     if not kernels:
         return {"gpu_busy_share": None, "why": "the trace has no kernels"}
     window = max(end for _, end in kernels) - min(start for start, _ in kernels)
-    return {"gpu_busy_share": union(kernels) / window, "gpu_busy_share_with_copies": union([*kernels, *copies]) / window,
-            "window_seconds": window / 1e6, "kernels": len(kernels)}
+    return {
+        "gpu_busy_share": union(kernels) / window,
+        "gpu_busy_share_with_copies": union([*kernels, *copies]) / window,
+        "window_seconds": window / 1e6,
+        "kernels": len(kernels),
+    }
 
 
 def union(intervals: Iterable[tuple[float, float]]) -> float:
@@ -144,8 +161,19 @@ def union(intervals: Iterable[tuple[float, float]]) -> float:
 def all_runs(options: argparse.Namespace) -> dict[str, Any]:
     runs = {}
     for name in RUNS:
-        words = [sys.executable, "-m", "benchmarks.pipeline", options.recipe, *options.overrides, "--only", name,
-                 "--first", str(options.first), "--last", str(options.last)]
+        words = [
+            sys.executable,
+            "-m",
+            "benchmarks.pipeline",
+            options.recipe,
+            *options.overrides,
+            "--only",
+            name,
+            "--first",
+            str(options.first),
+            "--last",
+            str(options.last),
+        ]
         words += ["--trace", str(options.trace)] if options.trace else []
         print(f"{name} ...", file=sys.stderr, flush=True)
         done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
@@ -157,13 +185,20 @@ def all_runs(options: argparse.Namespace) -> dict[str, Any]:
     figures = {
         "steps": [options.first, options.last],
         "gpu_busy_share": runs["profiled"].get("gpu_busy_share"),
-        "main_thread_share": plain["main_thread_share"], "process_share": plain["process_share"],
-        "seconds_to_first_step": plain["seconds_to_first_step"], "tokens_per_second": plain["tokens_per_second"],
-        "checkpoint_every": CHECKPOINT_EVERY, "tokens_per_second_with_checkpoints": saving["tokens_per_second"],
+        "main_thread_share": plain["main_thread_share"],
+        "process_share": plain["process_share"],
+        "seconds_to_first_step": plain["seconds_to_first_step"],
+        "tokens_per_second": plain["tokens_per_second"],
+        "checkpoint_every": CHECKPOINT_EVERY,
+        "tokens_per_second_with_checkpoints": saving["tokens_per_second"],
         "checkpoint_cost": 1 - saving["tokens_per_second"] / plain["tokens_per_second"],
     }
-    return record(WHAT, "python -m benchmarks.pipeline " + " ".join(sys.argv[1:]),
-                  [{"run": name, **run} for name, run in runs.items()], figures=figures)
+    return record(
+        WHAT,
+        "python -m benchmarks.pipeline " + " ".join(sys.argv[1:]),
+        [{"run": name, **run} for name, run in runs.items()],
+        figures=figures,
+    )
 
 
 def main() -> None:

@@ -55,8 +55,9 @@ def of_model(name: str) -> Iterator[Product]:
     for part, (outer, inner) in products(config).items():
         extra = default_padding([None] * (2 if part in ("qkv", "gate_up") else 1))  # type: ignore[list-item]
         M = random(outer + extra, inner + extra)
-        yield Product(f"{name} {part}", random(tokens, inner + extra), M[:outer].T,
-                      random(tokens, outer) if part == "down" else None)
+        yield Product(
+            f"{name} {part}", random(tokens, inner + extra), M[:outer].T, random(tokens, outer) if part == "down" else None
+        )
         yield Product(f"{name} {part} backward", random(tokens, outer + extra), M[:, :inner])
     head = random(config["vocab_size"], config["hidden_size"])
     yield Product(f"{name} head", random(HEAD_ROWS, head.shape[1]), head.T)
@@ -113,11 +114,15 @@ def measure(work: Product) -> dict[str, Any]:
     medians = {way: statistics.median(found) for way, found in times.items()}
     shape = {"rows": work.a.shape[0], "inner": work.a.shape[1], "columns": work.b.shape[1]}
     taken = cublaslt.taken(work.a, work.b, out, work.add)
-    return {"product": work.name, **shape, "ours": "torch's" if taken is None else "/".join(map(str, taken)),
-            "torch_tflops": round(work.flops / medians["torch"] / 1e9, 1),
-            "times_torch": round(medians["torch"] / medians["ours"], 4),
-            "ms": {way: round(ms, 4) for way, ms in medians.items()},
-            "spread_of_torch": round(max(times["torch"]) / min(times["torch"]) - 1, 4)}
+    return {
+        "product": work.name,
+        **shape,
+        "ours": "torch's" if taken is None else "/".join(map(str, taken)),
+        "torch_tflops": round(work.flops / medians["torch"] / 1e9, 1),
+        "times_torch": round(medians["torch"] / medians["ours"], 4),
+        "ms": {way: round(ms, 4) for way, ms in medians.items()},
+        "spread_of_torch": round(max(times["torch"]) / min(times["torch"]) - 1, 4),
+    }
 
 
 def main() -> None:
@@ -133,10 +138,19 @@ def main() -> None:
             rows.append(row)
             ms = row["ms"]
             fastest = min(ms, key=lambda way: float(ms[way]))
-            print(f"| {work.name} | {ms['torch']:.3f} | {row['ours']} | {row['times_torch']:.3f} | "
-                  f"{fastest} {ms['torch'] / ms[fastest]:.3f} |", flush=True)
-    write(options.out, record("Milliseconds of a matrix product at the power limit, by torch, ours and cuBLASLt's algorithms",
-                              f"python -m benchmarks.products --models {options.models}", rows))
+            print(
+                f"| {work.name} | {ms['torch']:.3f} | {row['ours']} | {row['times_torch']:.3f} | "
+                f"{fastest} {ms['torch'] / ms[fastest]:.3f} |",
+                flush=True,
+            )
+    write(
+        options.out,
+        record(
+            "Milliseconds of a matrix product at the power limit, by torch, ours and cuBLASLt's algorithms",
+            f"python -m benchmarks.products --models {options.models}",
+            rows,
+        ),
+    )
 
 
 if __name__ == "__main__":

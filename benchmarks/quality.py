@@ -40,8 +40,10 @@ from pronghorn.train.graphed_step import make_step
 from pronghorn.train.optim import lr_scale, make_optimizer, set_lr
 
 SEED = 3407
-WHAT = ("Held-out loss (mean over the tokens that carry loss) of one model trained in several forms on the same batches in the "
-        "same order, from the same checkpoint and the same adapter; AdamW, cosine schedule after warm-up")
+WHAT = (
+    "Held-out loss (mean over the tokens that carry loss) of one model trained in several forms on the same batches in the "
+    "same order, from the same checkpoint and the same adapter; AdamW, cosine schedule after warm-up"
+)
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,14 @@ FORMS = {
 }
 ADAPTED = ("fp32", "bf16", "fp8", "nf4-base", "nf4", "nf4-fp8")
 # (form, held against, how much higher its last held-out loss may be; None: what 4 bits themselves cost, whoever multiplies)
-DEMANDS = (("bf16", "fp32", 0.002), ("fp8", "bf16", 0.01), ("nf4", "nf4-base", 0.01), ("nf4-fp8", "nf4-base", 0.01),
-           ("nf4-base", "bf16", None), ("full-fp8", "full", 0.01))
+DEMANDS = (
+    ("bf16", "fp32", 0.002),
+    ("fp8", "bf16", 0.01),
+    ("nf4", "nf4-base", 0.01),
+    ("nf4-fp8", "nf4-base", 0.01),
+    ("nf4-base", "bf16", None),
+    ("full-fp8", "full", 0.01),
+)
 
 
 class Rows:
@@ -97,8 +105,9 @@ def messages_of(row: dict[str, Any]) -> list[dict[str, str]]:
     for asked, answered in (("question", "answer"), ("prompt", "completion")):
         if asked in row and answered in row:
             return [{"role": "user", "content": row[asked]}, {"role": "assistant", "content": row[answered]}]
-    raise CommandError(what=f"a row has the keys {', '.join(row)}",
-                       fix="give messages, question and answer, or prompt and completion")
+    raise CommandError(
+        what=f"a row has the keys {', '.join(row)}", fix="give messages, question and answer, or prompt and completion"
+    )
 
 
 def tokenized(path: Path, tokenizer: Any, longest: int) -> Rows:
@@ -111,8 +120,11 @@ def tokenized(path: Path, tokenizer: Any, longest: int) -> Rows:
         whole = _template(tokenizer, messages)
         before = _template(tokenizer, messages[:-1], add_generation_prompt=True)
         if whole[: len(before)] != before:
-            raise CommandError(what="the chat template writes a question otherwise when an answer follows", where=str(path),
-                               fix="use another model's tokenizer")
+            raise CommandError(
+                what="the chat template writes a question otherwise when an answer follows",
+                where=str(path),
+                fix="use another model's tokenizer",
+            )
         if len(before) < len(whole) <= longest:
             found.append((whole, len(before)))
     if not found:
@@ -134,13 +146,23 @@ def split(rows: Rows, held_out: int) -> tuple[Rows, Rows]:
 
 
 def recipe_of(form: Form, options: argparse.Namespace) -> Recipe:
-    return Recipe.model_validate({
-        "model": str(options.model), "method": form.method, "compute": form.compute, "precision": form.precision,
-        "lora": {"r": options.rank, "alpha": options.rank},
-        "data": {"train": [str(options.data)], "max_length": options.tokens},
-        "train": {"capacity": options.tokens, "batch_tokens": options.tokens, "lr": options.lr, "steps": options.steps,
-                  "seed": SEED},
-    })
+    return Recipe.model_validate(
+        {
+            "model": str(options.model),
+            "method": form.method,
+            "compute": form.compute,
+            "precision": form.precision,
+            "lora": {"r": options.rank, "alpha": options.rank},
+            "data": {"train": [str(options.data)], "max_length": options.tokens},
+            "train": {
+                "capacity": options.tokens,
+                "batch_tokens": options.tokens,
+                "lr": options.lr,
+                "steps": options.steps,
+                "seed": SEED,
+            },
+        }
+    )
 
 
 def model_of(form: Form, recipe: Recipe, device: torch.device) -> Any:
@@ -164,8 +186,9 @@ def train(name: str, batches: Sequence[StepBatch], held_out: Rows, options: argp
     model = model_of(form, recipe, device)
     optimizer = make_optimizer(model, recipe)
     said: list[str] = []
-    step = make_step(model, optimizer, device=device, precision=form.precision, clip=recipe.train.clip, graph="auto",
-                     say=said.append)
+    step = make_step(
+        model, optimizer, device=device, precision=form.precision, clip=recipe.train.clip, graph="auto", say=said.append
+    )
 
     def look() -> float:
         return evaluate(model, held_out, capacity=options.tokens, device=device, pad_id=pad, autocast=step.autocast).loss
@@ -182,9 +205,18 @@ def train(name: str, batches: Sequence[StepBatch], held_out: Rows, options: argp
             seen.append((number, look()))
             print(f"{form.title}: step {number}, held-out loss {seen[-1][1]:.4f}", flush=True)
     step.release()
-    return {"form": name, "title": form.title, "method": form.method, "compute": form.compute, "precision": form.precision,
-            "held_out": seen, "train": [round(loss, 6) for loss in losses], "notices": said, "step": type(step).__name__,
-            "seconds": round(time.perf_counter() - began, 1)}
+    return {
+        "form": name,
+        "title": form.title,
+        "method": form.method,
+        "compute": form.compute,
+        "precision": form.precision,
+        "held_out": seen,
+        "train": [round(loss, 6) for loss in losses],
+        "notices": said,
+        "step": type(step).__name__,
+        "seconds": round(time.perf_counter() - began, 1),
+    }
 
 
 # ---- all of them -------------------------------------------------------------------------------------------------------------
@@ -197,8 +229,15 @@ def verdicts(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for form, against, allowed in DEMANDS:
         if form in last and against in last:
             difference = last[form] / last[against] - 1
-            found.append({"form": form, "against": against, "difference": difference, "allowed": allowed,
-                          "holds": allowed is None or difference <= allowed})
+            found.append(
+                {
+                    "form": form,
+                    "against": against,
+                    "difference": difference,
+                    "allowed": allowed,
+                    "holds": allowed is None or difference <= allowed,
+                }
+            )
     return found
 
 
@@ -233,15 +272,29 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
         held_out = tokenized(Path(options.held_out), tokenizer, options.tokens)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     shapes = Shapes.planned(rows, pack(rows.lengths, options.tokens, seed=SEED, epoch=0), options.tokens)
-    loader = BatchLoader(rows, capacity=options.tokens, packs_per_step=1, seed=SEED, workers=0, pad_id=pad, shapes=shapes,
-                         pin=torch.cuda.is_available())
+    loader = BatchLoader(
+        rows,
+        capacity=options.tokens,
+        packs_per_step=1,
+        seed=SEED,
+        workers=0,
+        pad_id=pad,
+        shapes=shapes,
+        pin=torch.cuda.is_available(),
+    )
     batches = list(itertools.islice(loader, options.steps))
-    data = {"rows": len(rows), "held_out_rows": len(held_out), "tokens_a_step": options.tokens,
-            "tokens": sum(batch.tokens for batch in batches), "loss_tokens": sum(b.loss_tokens for b in batches),
-            "held_out_loss_tokens": int(held_out.loss_counts.sum())}
+    data = {
+        "rows": len(rows),
+        "held_out_rows": len(held_out),
+        "tokens_a_step": options.tokens,
+        "tokens": sum(batch.tokens for batch in batches),
+        "loss_tokens": sum(b.loss_tokens for b in batches),
+        "held_out_loss_tokens": int(held_out.loss_counts.sum()),
+    }
     command = "python -m benchmarks.quality " + " ".join(_public(sys.argv[1:] if words is None else words))
-    result = record(WHAT, command, [], model=options.model.name, rank=options.rank, lr=options.lr, steps=options.steps,
-                    data=data)
+    result = record(
+        WHAT, command, [], model=options.model.name, rank=options.rank, lr=options.lr, steps=options.steps, data=data
+    )
     for name in names:
         result["results"].append(train(name, batches, held_out, options, pad))
         gc.collect()

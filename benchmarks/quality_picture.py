@@ -70,8 +70,10 @@ def draw(result: dict[str, Any]) -> str:
         widest = max(1.2, *(1.1 * abs(value) for _, points in differences for _, value in points))
         right = Panel(RIGHT_PANEL, last_step, -widest, widest)
         top, bottom = right.place(0, 1.0)[1], right.place(0, -1.0)[1]
-        parts.append(f'<rect class="band" x="{RIGHT_PANEL[0]}" y="{top:.1f}" width="{RIGHT_PANEL[1] - RIGHT_PANEL[0]}"'
-                     f' height="{bottom - top:.1f}"/>')
+        parts.append(
+            f'<rect class="band" x="{RIGHT_PANEL[0]}" y="{top:.1f}" width="{RIGHT_PANEL[1] - RIGHT_PANEL[0]}"'
+            f' height="{bottom - top:.1f}"/>'
+        )
         parts += [*right.frame(" %"), *(right.line(points, number) for number, points in differences)]
         parts.append(_text(RIGHT_PANEL[0], 70, "above or below what it is held against; shaded: 1 %", "ink bold"))
     parts.append(_text(LEFT_PANEL[0], 70, "held-out loss", "ink bold"))
@@ -90,9 +92,14 @@ def _differences(result: dict[str, Any]) -> list[tuple[int, list[Point]]]:
     """(number of the run, percent above the one it is held against at each look)"""
     curves = {run["form"]: dict(run["held_out"]) for run in result["results"]}
     numbers = {form: number for number, form in enumerate(curves)}
-    return [(numbers[one["form"]], [(step, 100 * (loss / curves[one["against"]][step] - 1))
-                                    for step, loss in curves[one["form"]].items()])
-            for one in result["verdicts"] if one["allowed"] is not None]
+    return [
+        (
+            numbers[one["form"]],
+            [(step, 100 * (loss / curves[one["against"]][step] - 1)) for step, loss in curves[one["form"]].items()],
+        )
+        for one in result["verdicts"]
+        if one["allowed"] is not None
+    ]
 
 
 def _legend(result: dict[str, Any]) -> list[str]:

@@ -18,10 +18,21 @@ KERNELS = (  # of the many cases, those of an 8B model
     ("gated_mlp", "T=16384 F=14336 bf16 silu backward"),
     ("linear_cross_entropy", "T=16384 D=4096 V=128256 bf16 trained"),
 )
-FORMS = {"fp32": "float32", "bf16": "bf16", "fp8": "FP8", "nf4-base": "NF4 weights, dequantized once to bf16",
-         "nf4": "NF4, products in bf16", "nf4-fp8": "NF4, products in FP8"}
-LEVELS = {"keep": "keep all", "gate/up again": "recompute gate and up", "recompute gate/up": "recompute gate and up",
-          "attention kept": "recompute all but attention", "all again": "recompute all"}  # also as older files have them
+FORMS = {
+    "fp32": "float32",
+    "bf16": "bf16",
+    "fp8": "FP8",
+    "nf4-base": "NF4 weights, dequantized once to bf16",
+    "nf4": "NF4, products in bf16",
+    "nf4-fp8": "NF4, products in FP8",
+}
+LEVELS = {
+    "keep": "keep all",
+    "gate/up again": "recompute gate and up",
+    "recompute gate/up": "recompute gate and up",
+    "attention kept": "recompute all but attention",
+    "all again": "recompute all",
+}  # also as older files have them
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -31,17 +42,24 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def source(content: dict[str, Any]) -> str:
     """The line below a table: where its figures come from."""
     machine = content["machine"]
-    versions = ", ".join(f"{name} {machine['versions'][name]}" for name in ("torch", "triton", "transformers")
-                         if name in machine["versions"])
+    versions = ", ".join(
+        f"{name} {machine['versions'][name]}" for name in ("torch", "triton", "transformers") if name in machine["versions"]
+    )
     parts = [machine["hardware"], versions, machine["date"][:10], f"`{content['command']}`"]
     return "\n\n" + ", ".join(part for part in parts if part) + "."
 
 
 def kernels(folder: Path) -> str:
-    found = {(line["op"], line["case"], line.get("impl", "ours")): line for run in read(folder / "ops.json")["runs"]
-             for line in run["lines"]}
-    rows = [[f"{op} {case}", *(_time(found.get((op, case, system))) for system in ("ours", "torch.compile", "liger"))]
-            for op, case in KERNELS if (op, case, "ours") in found]
+    found = {
+        (line["op"], line["case"], line.get("impl", "ours")): line
+        for run in read(folder / "ops.json")["runs"]
+        for line in run["lines"]
+    }
+    rows = [
+        [f"{op} {case}", *(_time(found.get((op, case, system))) for system in ("ours", "torch.compile", "liger"))]
+        for op, case in KERNELS
+        if (op, case, "ours") in found
+    ]
     return table(("kernel", "Pronghorn", "torch.compile", "Liger"), rows)
 
 
@@ -63,10 +81,17 @@ def budgets(folder: Path) -> str:
             layers += f"; MLP in {plan['pieces']} chunks"
         if plan["host_embeddings"]:
             layers += "; embeddings on the host"
-        rows.append((row["budget_asked"].replace("GB", " GB"), layers,
-                     f"{memory['planned_peak_bytes'] / 1e9:.2f} GB", f"{memory['peak_bytes'] / 1e9:.2f} GB",
-                     f"{1000 * memory['planned_step_seconds']:,.0f}", f"{row['ms_per_step']:,.0f}",
-                     f"{row['tokens_per_second']:,.0f}"))
+        rows.append(
+            (
+                row["budget_asked"].replace("GB", " GB"),
+                layers,
+                f"{memory['planned_peak_bytes'] / 1e9:.2f} GB",
+                f"{memory['peak_bytes'] / 1e9:.2f} GB",
+                f"{1000 * memory['planned_step_seconds']:,.0f}",
+                f"{row['ms_per_step']:,.0f}",
+                f"{row['tokens_per_second']:,.0f}",
+            )
+        )
     return table(("budget", "layers", "peak planned", "measured", "ms planned", "measured", "tokens/s"), rows) + source(content)
 
 
@@ -85,8 +110,16 @@ def context(folder: Path) -> str:
             longer = [row for row in of_both if row["tokens"] > longest[system]]
             stop = min(longer, key=lambda row: row["tokens"], default=None)
             ended = f"{stop['tokens']:,}: {stop['status']}" if stop else "none tried"
-            rows.append((budget.replace("GB", " GB"), label, f"{best['tokens']:,}", f"{best['peak_bytes'] / 1e9:.1f} GB",
-                         f"{best['seconds']:.0f} s", ended.replace("killed", "killed, host memory full")))
+            rows.append(
+                (
+                    budget.replace("GB", " GB"),
+                    label,
+                    f"{best['tokens']:,}",
+                    f"{best['peak_bytes'] / 1e9:.1f} GB",
+                    f"{best['seconds']:.0f} s",
+                    ended.replace("killed", "killed, host memory full"),
+                )
+            )
     machine = next(row["machine"] for row in content["results"] if row.get("machine"))
     first = {"machine": machine, "command": "python -m benchmarks.context --budget 24GB --systems pronghorn,unsloth"}
     return table(("budget", "system", "longest document, tokens", "peak", "step", "next length"), rows) + source(first)
@@ -98,8 +131,15 @@ def quality(folder: Path) -> str:
     rows = []
     for run in content["results"]:
         one = verdicts.get(run["form"])
-        against = (FORMS[one["against"]], f"{100 * one['difference']:+.3f} %",
-                   f"{100 * one['allowed']:.1f} %" if one["allowed"] else "") if one else ("", "", "")
+        against = (
+            (
+                FORMS[one["against"]],
+                f"{100 * one['difference']:+.3f} %",
+                f"{100 * one['allowed']:.1f} %" if one["allowed"] else "",
+            )
+            if one
+            else ("", "", "")
+        )
         rows.append((FORMS[run["form"]], f"{run['held_out'][0][1]:.4f}", f"{run['held_out'][-1][1]:.4f}", *against))
     head = ("arithmetic", "held-out loss before", "after", "compared with", "difference", "allowed")
     return table(head, rows) + source(content)
@@ -108,19 +148,25 @@ def quality(folder: Path) -> str:
 def pipeline(folder: Path) -> str:
     content = read(folder / "pipeline-llama-1b.json")
     found = content["figures"]
-    rows = [("GPU busy", f"{found['gpu_busy_share']:.1%}"),
-            ("main thread, share of one core", f"{found['main_thread_share']:.1%}"),
-            ("all threads, share of one core", f"{found['process_share']:.1%}"),
-            ("tokens/s", f"{found['tokens_per_second']:,.0f}"),
-            (f"tokens/s with a checkpoint every {found['checkpoint_every']} steps",
-             f"{found['tokens_per_second_with_checkpoints']:,.0f}")]
+    rows = [
+        ("GPU busy", f"{found['gpu_busy_share']:.1%}"),
+        ("main thread, share of one core", f"{found['main_thread_share']:.1%}"),
+        ("all threads, share of one core", f"{found['process_share']:.1%}"),
+        ("tokens/s", f"{found['tokens_per_second']:,.0f}"),
+        (
+            f"tokens/s with a checkpoint every {found['checkpoint_every']} steps",
+            f"{found['tokens_per_second_with_checkpoints']:,.0f}",
+        ),
+    ]
     return table((f"steps {found['steps'][0]} to {found['steps'][1]}", ""), rows) + source(content)
 
 
 def moe_layer(folder: Path) -> str:
     content = read(folder / "moe-layer.json")
-    rows = [(str(row["experts"]), *(f"{row['ms'][way]:.1f} ms" for way in ("loop", "grouped", "ours", "graph")))
-            for row in content["results"]]
+    rows = [
+        (str(row["experts"]), *(f"{row['ms'][way]:.1f} ms" for way in ("loop", "grouped", "ours", "graph")))
+        for row in content["results"]
+    ]
     head = ("experts", "transformers, loop", "transformers, grouped products", "Pronghorn, eager", "Pronghorn, CUDA graph")
     return table(head, rows) + source(content)
 
@@ -151,16 +197,26 @@ def data_speed(folder: Path) -> str:
         rows.append((f"{name}, {work['rows']:,} rows", f"{best['cpu_seconds']:.1f}", f"{best['wall_seconds']:.1f}", ratio))
     for name, text in (("first", ""), ("again", ", cached")):
         one = stats[name]
-        rows.append((f"`pronghorn data stats`, {stats['rows']:,} rows{text}", f"{one['cpu_seconds']:.1f}",
-                     f"{one['wall_seconds']:.1f}", ""))
+        rows.append(
+            (
+                f"`pronghorn data stats`, {stats['rows']:,} rows{text}",
+                f"{one['cpu_seconds']:.1f}",
+                f"{one['wall_seconds']:.1f}",
+                "",
+            )
+        )
     return table(("work", "CPU seconds", "wall-clock seconds", "`prepare` relative to it, CPU"), rows) + source(content)
 
 
 def chat_templates(folder: Path) -> str:
     content = read(folder / "chat-templates.json")
     total = content["total"]
-    rows = [(str(content["templates"]), *(f"{total.get(name, 0):,}" for name in ("exact", "refused", "refused without need",
-                                                                                 "wrong")))]
+    rows = [
+        (
+            str(content["templates"]),
+            *(f"{total.get(name, 0):,}" for name in ("exact", "refused", "refused without need", "wrong")),
+        )
+    ]
     return table(("templates", "exact", "refused with the reason", "refused without need", "wrong"), rows) + source(content)
 
 
@@ -170,16 +226,33 @@ def compile_matrix(folder: Path) -> str:
     for name, chip in content["chips"].items():
         cells = {kernel: cell[name] for kernel, cell in content["kernels"].items() if name in cell}
         spilled = [kernel for kernel, cell in cells.items() if cell["spilled"]]
-        rows.append((name, chip["gpus"], str(len(cells)), f"{max(cell['shared'] for cell in cells.values()) // 1024} KB",
-                     f"{chip['shared'] // 1024} KB", ", ".join(f"`{kernel}`" for kernel in spilled) or "none", chip["date"]))
+        rows.append(
+            (
+                name,
+                chip["gpus"],
+                str(len(cells)),
+                f"{max(cell['shared'] for cell in cells.values()) // 1024} KB",
+                f"{chip['shared'] // 1024} KB",
+                ", ".join(f"`{kernel}`" for kernel in spilled) or "none",
+                chip["date"],
+            )
+        )
     head = ("chip", "GPUs", "kernels", "most shared memory", "the chip's", "kernels that spill registers", "compiled")
     return table(head, rows) + f"\n\n`{content['command']}`."
 
 
 def fuzz(folder: Path) -> str:
-    rows = [(name.replace("_", " "), f"{found['mutations']:,}", f"{found['same']:,}", f"{found['refused']:,}",
-             f"{found['rebuilt']:,}", str(sum(found[bad] for bad in ("traceback", "crash", "hang", "silent"))))
-            for name, found in read(folder / "fuzz.json")["subjects"].items()]
+    rows = [
+        (
+            name.replace("_", " "),
+            f"{found['mutations']:,}",
+            f"{found['same']:,}",
+            f"{found['refused']:,}",
+            f"{found['rebuilt']:,}",
+            str(sum(found[bad] for bad in ("traceback", "crash", "hang", "silent"))),
+        )
+        for name, found in read(folder / "fuzz.json")["subjects"].items()
+    ]
     return table(("damaged", "files", "no effect", "refused", "rebuilt", "traceback, crash, hang or silent damage"), rows)
 
 

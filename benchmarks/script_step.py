@@ -61,9 +61,16 @@ def measure(system: str, workload: str, *, warmup: int, steps: int) -> Row:
     figures = peers.measure(system, WORKLOADS[workload], meter, None)
     times = meter._times
     found = summary(profiler.events(), cuda=cuda)
-    return {"system": system, "workload": workload, "loss_last": figures["loss_last"], "grad_norm": figures["grad_norm"],
-            "peak_gib": figures["peak_gib"],
-            "ms_per_step": round(1000 * (times[warmup + steps] - times[warmup]) / steps, 2), **found, "machine": machine()}
+    return {
+        "system": system,
+        "workload": workload,
+        "loss_last": figures["loss_last"],
+        "grad_norm": figures["grad_norm"],
+        "peak_gib": figures["peak_gib"],
+        "ms_per_step": round(1000 * (times[warmup + steps] - times[warmup]) / steps, 2),
+        **found,
+        "machine": machine(),
+    }
 
 
 def summary(events: Any, *, cuda: bool) -> Row:
@@ -85,16 +92,25 @@ def summary(events: Any, *, cuda: bool) -> Row:
         until, before = max(until, end), name
     kernels = sorted(((sum(us), len(us), name) for name, us in by_name.items()), reverse=True)[:SHOWN]
     longest = sorted(((sum(us), len(us), name) for name, us in gaps.items()), reverse=True)[:SHOWN]
-    return {"busy_ms_per_step": round(busy / 1000 / PROFILED, 2), "kernels_per_step": round(len(spans) / PROFILED),
-            "gaps": [{"ms": round(us / 1000 / PROFILED, 3), "times": round(count / PROFILED, 1), "between": name}
-                     for us, count, name in longest],
-            "most": [{"ms": round(us / 1000 / PROFILED, 3), "times": round(count / PROFILED, 1), "kernel": name[:140]}
-                     for us, count, name in kernels]}
+    return {
+        "busy_ms_per_step": round(busy / 1000 / PROFILED, 2),
+        "kernels_per_step": round(len(spans) / PROFILED),
+        "gaps": [
+            {"ms": round(us / 1000 / PROFILED, 3), "times": round(count / PROFILED, 1), "between": name}
+            for us, count, name in longest
+        ],
+        "most": [
+            {"ms": round(us / 1000 / PROFILED, 3), "times": round(count / PROFILED, 1), "kernel": name[:140]}
+            for us, count, name in kernels
+        ],
+    }
 
 
 def told(row: Row) -> str:
-    lines = [f"{row['workload']}, {row['system']}: {row['ms_per_step']} ms a step, of which the GPU worked "
-             f"{row['busy_ms_per_step']} ms in {row['kernels_per_step']} kernels; peak {row['peak_gib']} GiB"]
+    lines = [
+        f"{row['workload']}, {row['system']}: {row['ms_per_step']} ms a step, of which the GPU worked "
+        f"{row['busy_ms_per_step']} ms in {row['kernels_per_step']} kernels; peak {row['peak_gib']} GiB"
+    ]
     lines += [f"  {one['ms']:9.3f} ms {one['times']:7.1f} x  {one['kernel']}" for one in row["most"]]
     return "\n".join([*lines, *(f"  {one['ms']:9.3f} ms {one['times']:7.1f} x  idle: {one['between']}" for one in row["gaps"])])
 
@@ -113,8 +129,21 @@ def main() -> int:
         print("RESULT " + json.dumps(measure(systems[0], options.workload, warmup=options.warmup, steps=options.steps)))
         return 0
     subprocess.run([sys.executable, "-m", "pronghorn.bench.weights", "--model", WORKLOADS[options.workload].model], check=True)
-    rows, command = [], [sys.executable, "-m", "benchmarks.script_step", "--here", "--workload", options.workload,
-                         "--warmup", str(options.warmup), "--steps", str(options.steps)]
+    rows, command = (
+        [],
+        [
+            sys.executable,
+            "-m",
+            "benchmarks.script_step",
+            "--here",
+            "--workload",
+            options.workload,
+            "--warmup",
+            str(options.warmup),
+            "--steps",
+            str(options.steps),
+        ],
+    )
     for system in systems:
         ended = subprocess.run([*command, "--systems", system], stdout=subprocess.PIPE, text=True, check=False)
         found = next((line for line in reversed(ended.stdout.splitlines()) if line.startswith("RESULT ")), None)

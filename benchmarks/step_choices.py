@@ -44,8 +44,9 @@ from pronghorn.train.graphed_step import GraphedStep
 ROOT = Path(__file__).parent.parent
 REPLAYS = 6  # of a choice in a turn, after one that nobody times
 BETWEEN = 5  # choices from one look at the step as it is to the next
-ALGORITHMS = [cublaslt.Algorithm(*numbers) for numbers in (
-    (23, 3, 4), (24, 5, 7), (29, 3, 1), (29, 5, 3), (197, 5, 2), (201, 5, 2))]  # the best few of benchmarks/products.py
+ALGORITHMS = [
+    cublaslt.Algorithm(*numbers) for numbers in ((23, 3, 4), (24, 5, 7), (29, 3, 1), (29, 5, 3), (197, 5, 2), (201, 5, 2))
+]  # the best few of benchmarks/products.py
 Replay = Callable[[], None]
 AS_IT_IS = "as it is"
 NORM_TILES = [rms_norm.Tile(*tile) for tile in ((2, 4), (1, 2), (4, 8))]
@@ -57,8 +58,10 @@ class NotOffered(Exception):
 
 def of_products(workload: Workload) -> Iterator[tuple[str, Choice]]:
     config = workload.config
-    shapes = {"head": (True, config["hidden_size"], config["vocab_size"]),
-              "head backward": (False, config["vocab_size"], config["hidden_size"])}
+    shapes = {
+        "head": (True, config["hidden_size"], config["vocab_size"]),
+        "head backward": (False, config["vocab_size"], config["hidden_size"]),
+    }
     for part, (outer, inner) in products(config).items():
         extra = default_padding([None] * (2 if part in ("qkv", "gate_up") else 1))  # type: ignore[list-item]
         shapes[part] = (True, inner + extra, outer)
@@ -110,8 +113,10 @@ def of_tiles(workload: Workload) -> Iterator[tuple[str, Choice]]:
         usual = getattr(first, kernel)
         for stages in {usual.stages - 1, usual.stages + 1}:
             changed = first._replace(**{kernel: usual._replace(stages=stages)})
-            yield (f"attention {kernel}, {stages} stages",
-                   lambda c=changed: replaced(attention_short, "config_for", lambda *_: c))
+            yield (
+                f"attention {kernel}, {stages} stages",
+                lambda c=changed: replaced(attention_short, "config_for", lambda *_: c),
+            )
     for tile in NORM_TILES:
         yield f"norms {tuple(tile)}", lambda t=tile: replaced(rms_norm, "_tile", lambda *_: t)
     yield from of_products_with_more(workload)
@@ -121,8 +126,11 @@ def of_tiles(workload: Workload) -> Iterator[tuple[str, Choice]]:
 def of_products_with_more(workload: Workload) -> Iterator[tuple[str, Choice]]:
     """What follows a product done by a kernel of its own, and other orders of tiles."""
     del workload
-    apart = {"gated activation": (linears, "gated_mm"), "RoPE": (linears, "rope_mm"),
-             "softmax": (cross_entropy_powers, "covered")}
+    apart = {
+        "gated activation": (linears, "gated_mm"),
+        "RoPE": (linears, "rope_mm"),
+        "softmax": (cross_entropy_powers, "covered"),
+    }
     for name, (module, function) in apart.items():
         yield f"{name} apart", lambda m=module, f=function: replaced(m, f, _not_done)
     yield "all three apart", lambda: _together(*(replaced(*place, _not_done) for place in apart.values()))
@@ -165,6 +173,7 @@ def capture(step: GraphedStep, batch: Any, choice: Choice) -> tuple[Replay, tupl
 
 def in_turns(graphs: dict[str, Replay], turns: int) -> tuple[list[float], dict[str, list[float]]]:
     """(ms of the step as it is, ms that each choice takes more)"""
+
     def timed(name: str) -> float:
         of_calls(graphs[name], 1)
         return of_calls(graphs[name], REPLAYS)
@@ -215,8 +224,10 @@ def main() -> None:
     options = parser.parse_args()
     usual, more = in_turns(captured(WORKLOADS[options.workload], options.lengths, options.only), options.turns)
     print(f"the step as it is: {statistics.median(usual):.2f} ms ({min(usual):.2f} to {max(usual):.2f})")
-    rows = [{"choice": name, "ms_more": round(statistics.mean(found), 3), "turns": [round(ms, 3) for ms in found]}
-            for name, found in sorted(more.items(), key=lambda item: statistics.mean(item[1]))]
+    rows = [
+        {"choice": name, "ms_more": round(statistics.mean(found), 3), "turns": [round(ms, 3) for ms in found]}
+        for name, found in sorted(more.items(), key=lambda item: statistics.mean(item[1]))
+    ]
     for row in rows:
         print(f"{row['ms_more']:+7.2f} ms  {row['choice']}")
     out = options.out or ROOT / "benchmarks" / "results" / f"step-choices-{options.workload}.json"

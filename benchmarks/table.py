@@ -23,8 +23,17 @@ from pronghorn.bench.table import IN_TRL, brief, dates, in_trl, markdown, summar
 LOG = ROOT / "docs" / "log"
 VERSIONS = ("torch", "triton", "transformers", "unsloth", "liger_kernel")
 # What a reader sees first: a model that fits easily, a large one, long documents, small memory, FP8, experts.
-FEW = ("qwen3-0.6b", "llama-1b", "llama-8b", "llama-8b-32k", "llama-8b-20gb", "qwen3-14b-12gib", "llama-8b-fp8",
-       "qwen3-30b-a3b-4layers-experts", "gpt-oss-20b-4layers-experts")
+FEW = (
+    "qwen3-0.6b",
+    "llama-1b",
+    "llama-8b",
+    "llama-8b-32k",
+    "llama-8b-20gb",
+    "qwen3-14b-12gib",
+    "llama-8b-fp8",
+    "qwen3-30b-a3b-4layers-experts",
+    "gpt-oss-20b-4layers-experts",
+)
 DRAWN = ("llama-1b", "llama-8b", "llama-8b-20gb", "qwen3-14b-12gib", "qwen3-30b-a3b-4layers-experts")
 
 
@@ -74,8 +83,11 @@ def faster(folder: Path) -> str:
     dense, small = ratios("qwen3-0.6b", "llama-1b", "llama-8b", "llama-8b-32k"), ratios("llama-8b-20gb", "qwen3-14b-12gib")
     experts = ratios(*(name + more for name in ("qwen3-30b-a3b-4layers", "gpt-oss-20b-4layers") for more in ("", "-experts")))
     same_memory = IN_TRL[:2]  # in the third setting Pronghorn uses what memory there is
-    script = span((found.get((name, ours)), found.get((name, theirs))) for name in {name for name, _ in found}
-                  for _, ours, theirs in same_memory)
+    script = span(
+        (found.get((name, ours)), found.get((name, theirs)))
+        for name in {name for name, _ in found}
+        for _, ours, theirs in same_memory
+    )
     return f"""Training speed on one NVIDIA H200 in real tokens per second, relative to Unsloth in TRL's `SFTTrainer`:
 
 - `pronghorn train`, LoRA in bf16 on dense models of 0.6B to 8B parameters: **{dense}**
@@ -115,7 +127,7 @@ def filled(text: str, name: str, content: str) -> str:
     before, found, rest = text.partition(begin(name))
     if not found or end(name) not in rest:
         raise SystemExit(f"the markers {begin(name)} and {end(name)} are gone")
-    return f"{before}{found}\n{content}\n{rest[rest.index(end(name)):]}"
+    return f"{before}{found}\n{content}\n{rest[rest.index(end(name)) :]}"
 
 
 def main() -> None:

@@ -111,8 +111,14 @@ def _call(name: str, arguments: dict[str, Any], number: int) -> Message:
 
 def _tool(name: str, *keys: str) -> Message:
     known = {key: {"type": "string", "description": "one"} for key in keys}
-    return {"type": "function", "function": {"name": name, "description": "does it", "parameters": {
-        "type": "object", "properties": known, "required": list(keys)}}}
+    return {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "does it",
+            "parameters": {"type": "object", "properties": known, "required": list(keys)},
+        },
+    }
 
 
 ODD = {  # contents that templates and tokenizers may trip over
@@ -222,11 +228,13 @@ def _uses_of_tools(w: _Writer) -> None:
 def _oddities(w: _Writer, controls: Sequence[str]) -> None:
     for kind, content in (ODD | {f"control {token}": f"a {token} b" for token in controls}).items():
         first, second, third = w.user(), w.says(), w.user()
-        w.add(kind, [first, second, third, w.says()], plain=True,
-              contents={first["content"]: content, second["content"]: content})
+        w.add(
+            kind, [first, second, third, w.says()], plain=True, contents={first["content"]: content, second["content"]: content}
+        )
     first, second = w.user(), w.says()
-    w.add("echo", [first, second, w.user(), w.says()], plain=True,
-          contents={first["content"]: "same", second["content"]: "same"})
+    w.add(
+        "echo", [first, second, w.user(), w.says()], plain=True, contents={first["content"]: "same", second["content"]: "same"}
+    )
 
 
 # The judge -------------------------------------------------------------------------------------------------------------
@@ -274,9 +282,13 @@ def _missing(chat: Chat, render: Render) -> str:
 def _unnamed_calls(chat: Chat, render: Render) -> list[str]:
     """Calls that are not written at all: another name for the function changes nothing."""
     calls = sum(len(message.get("tool_calls") or []) for message in chat.messages)
-    other = [message | {"tool_calls": [call | {"function": call["function"] | {"name": "quite_other"}}
-                                       for call in message["tool_calls"]]} if message.get("tool_calls") else message
-             for message in chat.messages]
+    other = [
+        message
+        | {"tool_calls": [call | {"function": call["function"] | {"name": "quite_other"}} for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in chat.messages
+    ]
     return ["a call"] if calls and render(other, chat.tools).count("quite_other") < calls else []
 
 
@@ -334,7 +346,7 @@ def _wrong_span(chat: Chat, facts: Facts, text: str, i: int, start: int, stop: i
         found.append(f"what is no text was written as one: {said!r}")
     headers = facts.before(chat.messages[i - 1]["role"] if i else "")
     if not any(text[:start].endswith(header) for header in headers):
-        found.append(f"begins after {text[max(0, start - 40):start]!r}, not after a header")
+        found.append(f"begins after {text[max(0, start - 40) : start]!r}, not after a header")
     calls = bool(message.get("tool_calls"))
     end = facts.closing(last, calls)
     glued = facts.after_assistant and i + 1 < len(chat.messages) and chat.messages[i + 1]["role"] == "assistant"
@@ -356,8 +368,10 @@ def _wrong_row(chat: Chat, facts: Facts, twin: Answer, row: Answer) -> list[str]
     expected = [(i, composed[start], composed[stop]) for i, start, stop in twin.spans]
     found = []
     open_ended = not facts.end  # then nobody can tell spaces that end an answer from those of the template
-    spans = [(i, a, max(a, b, c) if open_ended and row.text[b:c].isspace() else b)
-             for (i, a, b), (_, _, c) in zip(row.spans, expected, strict=False)]
+    spans = [
+        (i, a, max(a, b, c) if open_ended and row.text[b:c].isspace() else b)
+        for (i, a, b), (_, _, c) in zip(row.spans, expected, strict=False)
+    ]
     if spans != expected:
         found.append(f"spans {[row.text[a:b] for _, a, b in row.spans]}, expected {[row.text[a:b] for _, a, b in expected]}")
     joined = "".join(row.text[start:stop] for _, start, stop in row.spans)

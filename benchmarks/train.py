@@ -55,8 +55,12 @@ def main() -> None:
     parser.add_argument("--lengths", type=Path, help="a JSON list of document lengths to draw from")
     parser.add_argument("--layers", choices=("fast", "own"), default="fast")
     parser.add_argument("--graph", choices=("auto", "on", "off"), default="auto")
-    parser.add_argument("--products", choices=("ours", "torch"), default="ours",
-                        help="by the algorithms of kernels/gemm/cublaslt.py, or as torch chooses")
+    parser.add_argument(
+        "--products",
+        choices=("ours", "torch"),
+        default="ours",
+        help="by the algorithms of kernels/gemm/cublaslt.py, or as torch chooses",
+    )
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--profile", action="store_true", help="print where a step's time goes")
@@ -73,8 +77,16 @@ def main() -> None:
     figures = ours.run()
     if options.profile:
         profile_steps(ours)
-    text = json.dumps({"workload": workload.name, "tokens": workload.tokens, "document": workload.document,
-                       "system": "pronghorn", **figures, "machine": machine()})
+    text = json.dumps(
+        {
+            "workload": workload.name,
+            "tokens": workload.tokens,
+            "document": workload.document,
+            "system": "pronghorn",
+            **figures,
+            "machine": machine(),
+        }
+    )
     print("RESULT " + text, flush=True)
     if options.out:
         options.out.write_text(text + "\n", encoding="utf-8")

@@ -47,7 +47,7 @@ def step(model: Any) -> torch.Tensor:
 
 
 # As people write it for Unsloth. The names in capitals are given to it.
-SCRIPT = '''
+SCRIPT = """
 from unsloth import FastLanguageModel
 import torch
 from datasets import Dataset
@@ -108,4 +108,4 @@ outputs = model.generate(**inputs, max_new_tokens = 4, use_cache = True)
 model.save_pretrained(OUTPUT + "/lora_model")
 tokenizer.save_pretrained(OUTPUT + "/lora_model")
 model.save_pretrained_merged(OUTPUT + "/model", tokenizer, save_method = "merged_16bit",)
-'''
+"""

@@ -72,8 +72,9 @@ def outcome(report: Path) -> dict[str, Any]:
         bad = next((child for child in case if child.tag in ("failure", "error")), None)
         if bad is not None:
             counts["failed"] += 1
-            counts["failures"].append({"test": f"{case.get('classname')}::{case.get('name')}",
-                                       "why": (bad.get("message") or "").split("\n")[0][:300]})
+            counts["failures"].append(
+                {"test": f"{case.get('classname')}::{case.get('name')}", "why": (bad.get("message") or "").split("\n")[0][:300]}
+            )
         elif any(child.tag == "skipped" for child in case):
             counts["skipped"] += 1
         else:
@@ -90,8 +91,13 @@ def machine() -> dict[str, Any]:
             found[name] = version(name)
         except PackageNotFoundError:
             found[name] = None
-    return {"device": torch.cuda.get_device_name(), "capability": list(torch.cuda.get_device_capability()),
-            "cuda": torch.version.cuda, "python": sys.version.split()[0], "versions": found}
+    return {
+        "device": torch.cuda.get_device_name(),
+        "capability": list(torch.cuda.get_device_capability()),
+        "cuda": torch.version.cuda,
+        "python": sys.version.split()[0],
+        "versions": found,
+    }
 
 
 def main() -> int:
@@ -116,9 +122,17 @@ def main() -> int:
                 total[key] += value
     broken = [code for code in codes if code not in (0, 1, NOTHING_CHOSEN)]  # pytest itself was stopped
     trees = {name: tree_hash(ROOT / name) for name in ("src/pronghorn", "tests")}
-    result = {"what": "every test that uses a GPU, on a GPU", "command": "make gpu-test", **total, "pytest_broke_off": broken,
-              "seconds": round(time.monotonic() - started, 1), "processes": processes, "trees": trees, **machine(),
-              "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")}
+    result = {
+        "what": "every test that uses a GPU, on a GPU",
+        "command": "make gpu-test",
+        **total,
+        "pytest_broke_off": broken,
+        "seconds": round(time.monotonic() - started, 1),
+        "processes": processes,
+        "trees": trees,
+        **machine(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+    }
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(f"{total['passed']} passed, {total['failed']} failed, {total['skipped']} skipped")

@@ -11,34 +11,88 @@ from safetensors.torch import load_file, save_file
 
 from samples import make_tokenizer
 
-TEXT: dict[str, Any] = {"vocab_size": 259, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-                        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512,
-                        "pad_token_id": 0, "eos_token_id": 2, "bos_token_id": None}
-TOWER: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
-                         "image_size": 28, "patch_size": 14}
+TEXT: dict[str, Any] = {
+    "vocab_size": 259,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+    "bos_token_id": None,
+}
+TOWER: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 IMAGE = {"image_token_id": 255, "video_token_id": 256, "vision_start_token_id": 257, "vision_end_token_id": 258}
 PARTS: dict[str, dict[str, Any]] = {
-    "gemma3": {"text_config": TEXT | {"model_type": "gemma3_text", "sliding_window": 16, "query_pre_attn_scalar": 8,
-                                      "layer_types": ["sliding_attention", "full_attention"]},
-               "vision_config": TOWER | {"model_type": "siglip_vision_model", "vision_use_head": False},
-               "mm_tokens_per_image": 4, "image_token_index": 255, "boi_token_index": 256, "eoi_token_index": 257},
-    "mistral3": {"text_config": TEXT | {"model_type": "mistral", "sliding_window": None}, "image_token_index": 255,
-                 "vision_config": TOWER | {"model_type": "pixtral", "head_dim": 8}},
-    "ministral3": {"model_type": "mistral3", "image_token_index": 255,
-                   "vision_config": TOWER | {"model_type": "pixtral", "head_dim": 8},
-                   "text_config": TEXT | {"model_type": "ministral3", "sliding_window": None, "tie_word_embeddings": True,
-                                          "rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
-                                                              "original_max_position_embeddings": 16,
-                                                              "llama_4_scaling_beta": 0.1}}},
-    "qwen2_vl": {"text_config": TEXT | {"rope_parameters": ROPE}, **IMAGE,
-                 "vision_config": {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2}},
-    "qwen2_5_vl": {"text_config": TEXT | {"rope_parameters": ROPE}, **IMAGE,
-                   "vision_config": {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 32,
-                                     "intermediate_size": 24}},
-    "qwen3_vl": {"text_config": TEXT | {"rope_parameters": ROPE}, **IMAGE,
-                 "vision_config": {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 32,
-                                   "intermediate_size": 24, "deepstack_visual_indexes": [0]}},
+    "gemma3": {
+        "text_config": TEXT
+        | {
+            "model_type": "gemma3_text",
+            "sliding_window": 16,
+            "query_pre_attn_scalar": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        "vision_config": TOWER | {"model_type": "siglip_vision_model", "vision_use_head": False},
+        "mm_tokens_per_image": 4,
+        "image_token_index": 255,
+        "boi_token_index": 256,
+        "eoi_token_index": 257,
+    },
+    "mistral3": {
+        "text_config": TEXT | {"model_type": "mistral", "sliding_window": None},
+        "image_token_index": 255,
+        "vision_config": TOWER | {"model_type": "pixtral", "head_dim": 8},
+    },
+    "ministral3": {
+        "model_type": "mistral3",
+        "image_token_index": 255,
+        "vision_config": TOWER | {"model_type": "pixtral", "head_dim": 8},
+        "text_config": TEXT
+        | {
+            "model_type": "ministral3",
+            "sliding_window": None,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 16,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+    },
+    "qwen2_vl": {
+        "text_config": TEXT | {"rope_parameters": ROPE},
+        **IMAGE,
+        "vision_config": {"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2},
+    },
+    "qwen2_5_vl": {
+        "text_config": TEXT | {"rope_parameters": ROPE},
+        **IMAGE,
+        "vision_config": {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 32, "intermediate_size": 24},
+    },
+    "qwen3_vl": {
+        "text_config": TEXT | {"rope_parameters": ROPE},
+        **IMAGE,
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 16,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+            "intermediate_size": 24,
+            "deepstack_visual_indexes": [0],
+        },
+    },
 }
 
 
@@ -58,9 +112,12 @@ def make_image_text_model(kind: str, dtype: torch.dtype = torch.float32) -> Any:
 def published_name(kind: str, name: str) -> str:
     """Of a weight, out of transformers' own name for it."""
     if kind in ("gemma3", "mistral3", "ministral3"):
-        for ours, theirs in (("model.language_model.", "language_model.model."), ("lm_head.", "language_model.lm_head."),
-                             ("model.vision_tower.", "vision_tower." + "vision_model." * (kind == "gemma3")),
-                             ("model.multi_modal_projector.", "multi_modal_projector.")):
+        for ours, theirs in (
+            ("model.language_model.", "language_model.model."),
+            ("lm_head.", "language_model.lm_head."),
+            ("model.vision_tower.", "vision_tower." + "vision_model." * (kind == "gemma3")),
+            ("model.multi_modal_projector.", "multi_modal_projector."),
+        ):
             if name.startswith(ours):
                 return theirs + name.removeprefix(ours)
     if kind in ("qwen2_vl", "qwen2_5_vl"):
@@ -72,8 +129,11 @@ def save_image_text_model(kind: str, folder: Path, dtype: torch.dtype = torch.fl
     """With the files that a publisher puts beside it."""
     model = make_image_text_model(kind, dtype)
     model.save_pretrained(folder)
-    state = {published_name(kind, name): value.clone() for name, value in model.state_dict().items()
-             if name != "lm_head.weight" or model.lm_head.weight is not model.get_input_embeddings().weight}
+    state = {
+        published_name(kind, name): value.clone()
+        for name, value in model.state_dict().items()
+        if name != "lm_head.weight" or model.lm_head.weight is not model.get_input_embeddings().weight
+    }
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     make_tokenizer().save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5, 0.5, 0.5]}))

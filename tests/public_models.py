@@ -9,33 +9,60 @@ from typing import Any
 from samples import chat_rows, write_rows
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-         "head_dim": 8, "max_position_embeddings": 2048, "tie_word_embeddings": False}
-LLAMA3 = ("<|begin_of_text|>", "<|eot_id|>", "<|finetune_right_pad_id|>",
-          ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>",
-           "<|finetune_right_pad_id|>"])
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+}
+LLAMA3 = (
+    "<|begin_of_text|>",
+    "<|eot_id|>",
+    "<|finetune_right_pad_id|>",
+    [
+        "<|begin_of_text|>",
+        "<|end_of_text|>",
+        "<|start_header_id|>",
+        "<|end_header_id|>",
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|finetune_right_pad_id|>",
+    ],
+)
 CHATML = (None, "<|im_end|>", "<|endoftext|>", ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"])
 PHI4 = (None, "<|im_end|>", "<|endoftext|>", ["<|endoftext|>", "<|im_start|>", "<|im_sep|>", "<|im_end|>"])
 GEMMA = ("<bos>", "<eos>", "<pad>", ["<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"])
 MISTRAL = ("<s>", "</s>", "<unk>", ["<unk>", "<s>", "</s>"])
-HARMONY = (None, "<|return|>", "<|endoftext|>",
-           ["<|endoftext|>", "<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>", "<|call|>"])
+HARMONY = (
+    None,
+    "<|return|>",
+    "<|endoftext|>",
+    ["<|endoftext|>", "<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>", "<|call|>"],
+)
 
 LLAMA_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n{{ m['content'] }}<|eot_id|>"
-    "{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}")
+    "{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
 QWEN_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is defined and not enable_thinking %}"
-    "<think>\n\n</think>\n\n{% endif %}{% endif %}")
+    "<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
 GEMMA_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n"
-    "{{ m['content'] }}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}")
+    "{{ m['content'] }}<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
+)
 HARMONY_TEMPLATE = (
     "<|start|>system<|message|>Reasoning: {{ reasoning_effort or 'medium' }}<|end|>{% for m in messages %}"
     "<|start|>{{ m['role'] }}{% if m['role'] == 'assistant' %}<|channel|>final{% endif %}<|message|>{{ m['content'] }}"
     "{{ '<|return|>' if loop.last and m['role'] == 'assistant' else '<|end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant{% endif %}")
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
 
 # name on the hub -> (class of its config, tokens, template, what else its config says)
 MODELS: dict[str, tuple[str, Any, str | None, dict[str, Any]]] = {
@@ -63,9 +90,16 @@ def make_tokenizer(tokens: Any, template: str | None) -> Any:
     core.decoder = decoders.ByteLevel()
     if first:
         core.post_processor = processors.TemplateProcessing(
-            single=f"{first} $A", pair=f"{first} $A {first} $B", special_tokens=[(first, vocabulary[first])])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token=first, eos_token=last, pad_token=padding,
-                                        additional_special_tokens=specials, padding_side="left")
+            single=f"{first} $A", pair=f"{first} $A {first} $B", special_tokens=[(first, vocabulary[first])]
+        )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        bos_token=first,
+        eos_token=last,
+        pad_token=padding,
+        additional_special_tokens=specials,
+        padding_side="left",
+    )
     tokenizer.chat_template = template
     return tokenizer
 
@@ -83,8 +117,16 @@ def write_hub(cache: Path, only: str = "") -> None:
         (folder / "refs").mkdir(parents=True)
         (folder / "refs" / "main").write_text(COMMIT, encoding="utf-8")
         tokenizer = make_tokenizer(tokens, template)
-        settings = SIZES | more | {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id,
-                                   "eos_token_id": tokenizer.eos_token_id, "bos_token_id": tokenizer.bos_token_id}
+        settings = (
+            SIZES
+            | more
+            | {
+                "vocab_size": len(tokenizer),
+                "pad_token_id": tokenizer.pad_token_id,
+                "eos_token_id": tokenizer.eos_token_id,
+                "bos_token_id": tokenizer.bos_token_id,
+            }
+        )
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**settings))
         model.save_pretrained(snapshot)
@@ -126,7 +168,9 @@ def write_data(folder: Path) -> None:
 
 
 def write_notebook(path: Path, cells: list[str]) -> Path:
-    written = [{"cell_type": "code", "metadata": {}, "outputs": [], "execution_count": None, "source": text.splitlines(True)}
-               for text in cells]
+    written = [
+        {"cell_type": "code", "metadata": {}, "outputs": [], "execution_count": None, "source": text.splitlines(True)}
+        for text in cells
+    ]
     path.write_text(json.dumps({"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": written}), encoding="utf-8")
     return path

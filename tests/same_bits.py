@@ -23,12 +23,20 @@ from typing import Any
 TESTS = Path(__file__).parent
 STEPS = 2  # a second one sees what the first has changed
 METHODS: dict[str, dict[str, Any]] = {
-    "lora": {"load_in_4bit": False}, "qlora": {"load_in_4bit": True}, "fp8": {"load_in_fp8": True},
-    "full": {"load_in_4bit": False, "full_finetuning": True}}
-RUNS: dict[str, dict[str, str]] = {**{method: {"method": method} for method in METHODS},
-                                   "qlora, compute fp8": {"method": "qlora", "compute": "fp8"}}
-RECIPE: dict[str, Any] = {"lora": {"r": 4}, "data": {"max_length": 128},
-                          "train": {"capacity": 256, "batch_tokens": 512, "steps": 4, "lr": 1e-3, "warmup": 0}}
+    "lora": {"load_in_4bit": False},
+    "qlora": {"load_in_4bit": True},
+    "fp8": {"load_in_fp8": True},
+    "full": {"load_in_4bit": False, "full_finetuning": True},
+}
+RUNS: dict[str, dict[str, str]] = {
+    **{method: {"method": method} for method in METHODS},
+    "qlora, compute fp8": {"method": "qlora", "compute": "fp8"},
+}
+RECIPE: dict[str, Any] = {
+    "lora": {"r": 4},
+    "data": {"max_length": 128},
+    "train": {"capacity": 256, "batch_tokens": 512, "steps": 4, "lr": 1e-3, "warmup": 0},
+}
 
 
 def write_models(folder: Path, only: str) -> list[str]:
@@ -65,11 +73,15 @@ def measured(folder: Path, names: list[str]) -> dict[str, Any]:
             for recompute in (False, True):
                 case = f"{name} / {method} / {'recompute' if recompute else 'keep'}"
                 try:
-                    model, _ = FastLanguageModel.from_pretrained(str(folder / name), max_seq_length=256, device_map="cpu",
-                                                                 use_gradient_checkpointing=recompute, **options)
+                    model, _ = FastLanguageModel.from_pretrained(
+                        str(folder / name),
+                        max_seq_length=256,
+                        device_map="cpu",
+                        use_gradient_checkpointing=recompute,
+                        **options,
+                    )
                     if method != "full":
-                        model = FastLanguageModel.get_peft_model(model, r=4, lora_alpha=8,
-                                                                 use_gradient_checkpointing=recompute)
+                        model = FastLanguageModel.get_peft_model(model, r=4, lora_alpha=8, use_gradient_checkpointing=recompute)
                 except (PronghornError, ValueError) as error:
                     found[case] = {"refused": str(error).split("\n")[0]}
                     continue
@@ -94,9 +106,20 @@ def two_steps(model: Any) -> dict[str, Any]:
         positions = torch.cat([torch.arange(length) for length in lengths])[None]
         loss = model(input_ids=ids, position_ids=positions, labels=ids).loss
         loss.backward()
-        steps.append({"loss": float(loss.detach()).hex(), "gradients": {
-            name: None if p.grad is None else {"bits": hashlib.sha256(p.grad.contiguous().numpy().tobytes()).hexdigest()[:16],
-                                               "norm": float(p.grad.double().norm())} for name, p in trained.items()}})
+        steps.append(
+            {
+                "loss": float(loss.detach()).hex(),
+                "gradients": {
+                    name: None
+                    if p.grad is None
+                    else {
+                        "bits": hashlib.sha256(p.grad.contiguous().numpy().tobytes()).hexdigest()[:16],
+                        "norm": float(p.grad.double().norm()),
+                    }
+                    for name, p in trained.items()
+                },
+            }
+        )
         optimizer.step()
         optimizer.zero_grad()
     return {"steps": steps}
@@ -110,8 +133,13 @@ def trained_runs(checkout: Path, folder: Path, room: Path) -> dict[str, Any]:
         recipe["data"] = RECIPE["data"] | {"train": str(folder / "train" / "rows.jsonl")}
         file = room / f"{method}.yaml"
         file.write_text(json.dumps(recipe), encoding="utf-8")  # JSON is YAML
-        ended = subprocess.run([sys.executable, "-m", "pronghorn.cli", "train", str(file)], env=environment(checkout),
-                               capture_output=True, text=True, check=False)
+        ended = subprocess.run(
+            [sys.executable, "-m", "pronghorn.cli", "train", str(file)],
+            env=environment(checkout),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         log = room / method / "run.jsonl"
         rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.exists() else []
         steps = [(row["step"], row["loss"], row["grad_norm"]) for row in rows if "loss" in row and "grad_norm" in row]
@@ -128,8 +156,12 @@ def environment(checkout: Path) -> dict[str, str]:
 def of_checkout(checkout: Path, folder: Path, names: list[str], room: Path) -> dict[str, Any]:
     room.mkdir()
     result = room / "result.json"
-    subprocess.run([sys.executable, str(TESTS / "same_bits.py"), "--measure", str(folder), str(result), *names], check=True,
-                   env=environment(checkout), stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, str(TESTS / "same_bits.py"), "--measure", str(folder), str(result), *names],
+        check=True,
+        env=environment(checkout),
+        stdout=subprocess.DEVNULL,
+    )
     found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
     return found | json.loads(json.dumps(trained_runs(checkout, folder, room)))
 
@@ -172,14 +204,17 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         names = write_models(folder, options.only)
-        sides = [of_checkout(checkout.resolve(), folder, names, folder / f"side-{i}")
-                 for i, checkout in enumerate((options.before, options.after))]
+        sides = [
+            of_checkout(checkout.resolve(), folder, names, folder / f"side-{i}")
+            for i, checkout in enumerate((options.before, options.after))
+        ]
     found = differences(*sides)
     refused = sum("refused" in case for case in sides[1].values())
     print("\n".join(found) or f"the same bits in {len(sides[1])} cases, {refused} of them refused by both")
     if options.out:
-        options.out.write_text(json.dumps({"cases": len(sides[1]), "refused": refused, "differences": found}, indent=1) + "\n",
-                               encoding="utf-8")
+        options.out.write_text(
+            json.dumps({"cases": len(sides[1]), "refused": refused, "differences": found}, indent=1) + "\n", encoding="utf-8"
+        )
     return 1 if found else 0
 
 

@@ -37,9 +37,19 @@ def make_model(**changes: Any) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    settings = {"vocab_size": 259, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-                "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": True, "eos_token_id": 2,
-                "bos_token_id": None, "pad_token_id": 0}
+    settings = {
+        "vocab_size": 259,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "eos_token_id": 2,
+        "bos_token_id": None,
+        "pad_token_id": 0,
+    }
     return LlamaForCausalLM(LlamaConfig(**(settings | changes)))
 
 
@@ -62,8 +72,14 @@ def chat_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
     for _ in range(count):
         a, b = (int(n) for n in random.integers(0, 50, 2))
         words = " ".join("please" for _ in range(int(random.integers(0, 5))))
-        rows.append({"messages": [{"role": "user", "content": f"{words} add {a} and {b}".strip()},
-                                  {"role": "assistant", "content": f"{a} + {b} = {a + b}"}]})
+        rows.append(
+            {
+                "messages": [
+                    {"role": "user", "content": f"{words} add {a} and {b}".strip()},
+                    {"role": "assistant", "content": f"{a} + {b} = {a + b}"},
+                ]
+            }
+        )
     return rows
 
 

@@ -120,8 +120,9 @@ def plain_model(folder: Path, adapter: Path, dtype: torch.dtype) -> tuple[Any, A
     return model, AutoTokenizer.from_pretrained(folder)
 
 
-def train(model: Any, tokenizer: Any, steps: int, output: Path, *, data: Path | None, bf16: bool,
-          accumulation: int = 2) -> list[float]:
+def train(
+    model: Any, tokenizer: Any, steps: int, output: Path, *, data: Path | None, bf16: bool, accumulation: int = 2
+) -> list[float]:
     """The losses; `accumulation` says in how many micro-batches a step's rows go through the model."""
     trainer = SFTTrainer(
         model=model,
@@ -166,12 +167,27 @@ def write(path: Path, curves: dict[str, list[float]], model: str, arguments: lis
     from pronghorn.bench.meter import machine
 
     names = list(curves)
-    distances = {f"{a} and {b}": [round(100 * x, 3) for x in difference(curves[a], curves[b])[:2]]
-                 for i, a in enumerate(names) for b in names[i + 1 :]}
+    distances = {
+        f"{a} and {b}": [round(100 * x, 3) for x in difference(curves[a], curves[b])[:2]]
+        for i, a in enumerate(names)
+        for b in names[i + 1 :]
+    }
     words = [Path(word).name if "/" in word else word for word in arguments]  # folders are this machine's own business
-    path.write_text(json.dumps({"what": __doc__.split("\n", 1)[0], "command": f"python tests/sft_script.py {' '.join(words)}",
-                                "machine": machine(), "model": model, "largest and mean difference, percent": distances,
-                                "losses": curves}, indent=1) + "\n", encoding="utf-8")
+    path.write_text(
+        json.dumps(
+            {
+                "what": __doc__.split("\n", 1)[0],
+                "command": f"python tests/sft_script.py {' '.join(words)}",
+                "machine": machine(),
+                "model": model,
+                "largest and mean difference, percent": distances,
+                "losses": curves,
+            },
+            indent=1,
+        )
+        + "\n",
+        encoding="utf-8",
+    )
 
 
 def compared(curves: dict[str, list[float]]) -> bool:
@@ -185,8 +201,10 @@ def compared(curves: dict[str, list[float]]) -> bool:
         print(f"fast and plain in bf16: {difference(fast, plain)[2]}")
     falls = true[-1] < 0.9 * true[0] or len(true) < 50
     verdict = "ok" if worst <= TOLERANCE and falls else "FAILED" if falls else "FAILED (the loss does not fall)"
-    print(f"{verdict}: {len(fast)} steps, loss {true[0]:.4f} -> {true[-1]:.4f} plain, {fast[-1]:.4f} fast; fast and plain in "
-          f"float32: {words}")
+    print(
+        f"{verdict}: {len(fast)} steps, loss {true[0]:.4f} -> {true[-1]:.4f} plain, {fast[-1]:.4f} fast; fast and plain in "
+        f"float32: {words}"
+    )
     return verdict == "ok"
 
 
@@ -226,8 +244,12 @@ def main(arguments: list[str] | None = None) -> int:
             curves[name] = train(model, tokenizer, options.steps, Path(work) / name, data=options.data, **how)
             print(f"{name}: {' '.join(f'{loss:.4f}' for loss in curves[name])}", flush=True)
             if options.out:
-                write(options.out, curves, options.model.name if options.model else "made here",
-                      sys.argv[1:] if arguments is None else arguments)
+                write(
+                    options.out,
+                    curves,
+                    options.model.name if options.model else "made here",
+                    sys.argv[1:] if arguments is None else arguments,
+                )
         return 0 if not options.compare or compared(curves) else 1
 
 

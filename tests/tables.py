@@ -99,8 +99,9 @@ def covering(*axes: Iterable[Any], together: Sequence[int] = ()) -> list[tuple[A
 
     def add(row: dict[int, int], order: Sequence[int]) -> None:
         for axis in order:
-            row[axis] = min(range(len(lists[axis])), key=lambda v: (sum(used[(axis, v, a, w)] for a, w in row.items()),
-                                                                    used[(axis, v)], v))
+            row[axis] = min(
+                range(len(lists[axis])), key=lambda v: (sum(used[(axis, v, a, w)] for a, w in row.items()), used[(axis, v)], v)
+            )
         for (a, v), (b, w) in itertools.permutations(row.items(), 2):
             used[(a, v, b, w)] += 1
         used.update(row.items())

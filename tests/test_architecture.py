@@ -10,13 +10,27 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parent.parent / "src" / "pronghorn"
 FILES = sorted(SOURCE.rglob("*.py"))
-MODULES = {".".join(("pronghorn", *file.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__"): file
-           for file in FILES}
+MODULES = {
+    ".".join(("pronghorn", *file.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__"): file for file in FILES
+}
 EVERYBODY = {"recipe", "errors", "folders", "digests", "hub", "model_files"}
 # room -> rooms it may import; `cli`, `demo` and `bench` stand at the top.
 ARROWS = {
-    "cli": {"scripts", "process", "evaluation", "train", "memory", "model", "data", "report", "demo", "bench", "convert",
-            "recipe_file", "recipe_keys"},
+    "cli": {
+        "scripts",
+        "process",
+        "evaluation",
+        "train",
+        "memory",
+        "model",
+        "data",
+        "report",
+        "demo",
+        "bench",
+        "convert",
+        "recipe_file",
+        "recipe_keys",
+    },
     "demo": {"train", "evaluation", "model", "data", "report", "recipe_file"},
     "bench": {"process", "train", "model", "data", "report", "kernels"},
     "train": {"evaluation", "memory", "model", "data", "report", "kernels"},
@@ -58,10 +72,27 @@ KERNEL_ARROWS = {
     "embedding": {"runtime"},
 }
 # Imports inside functions: what a command needs is loaded when it runs, and some things only where there is a use for them.
-LAZY = {"cli", "bench/worker.py", "scripts/explain.py", "scripts/fronts.py", "dropin/instance.py", "dropin/saving.py",
-        "data/stats.py", "kernels/runtime/dispatch.py", "hub.py", "__init__.py"}
-MAY_BE_USED_BY_ALL = {"report": {"errors"}, "recipe": set(), "errors": set(), "folders": set(), "hub": {"errors", "folders"},
-                      "model_files": {"errors"}, "kernels": {"errors"}}
+LAZY = {
+    "cli",
+    "bench/worker.py",
+    "scripts/explain.py",
+    "scripts/fronts.py",
+    "dropin/instance.py",
+    "dropin/saving.py",
+    "data/stats.py",
+    "kernels/runtime/dispatch.py",
+    "hub.py",
+    "__init__.py",
+}
+MAY_BE_USED_BY_ALL = {
+    "report": {"errors"},
+    "recipe": set(),
+    "errors": set(),
+    "folders": set(),
+    "hub": {"errors", "folders"},
+    "model_files": {"errors"},
+    "kernels": {"errors"},
+}
 
 
 @cache
@@ -190,12 +221,30 @@ def test_nothing_is_ever_unpickled() -> None:
 
 # Files of train/ that write, and how only the rank that writes gets there: world.py.
 WRITERS = {
-    "answers.py": "on_writer", "checkpoint.py": "saving.py", "checkpoint_process.py": "saving.py", "loop.py": "world.writes",
-    "resume.py": "writer_first", "run_evaluation.py": "a command of its own", "run_folder.py": "world.writes",
+    "answers.py": "on_writer",
+    "checkpoint.py": "saving.py",
+    "checkpoint_process.py": "saving.py",
+    "loop.py": "world.writes",
+    "resume.py": "writer_first",
+    "run_evaluation.py": "a command of its own",
+    "run_folder.py": "world.writes",
     "saving.py": "world.writes",
 }
-WRITING = {"RunLog", "mkdir", "rename", "rmtree", "save_file", "save_model", "save_pretrained", "unlink", "write_answers",
-           "write_base", "write_bytes", "write_html", "write_text"}
+WRITING = {
+    "RunLog",
+    "mkdir",
+    "rename",
+    "rmtree",
+    "save_file",
+    "save_model",
+    "save_pretrained",
+    "unlink",
+    "write_answers",
+    "write_base",
+    "write_bytes",
+    "write_html",
+    "write_text",
+}
 
 
 def test_a_run_writes_in_few_places() -> None:

@@ -30,10 +30,12 @@ class Bench:
 
     def write(self, **changes: Any) -> None:
         lines = {
-            "model": self.model, "precision": "fp32",
+            "model": self.model,
+            "precision": "fp32",
             "data": f"{{train: [{self.train}], eval: {self.eval}, max_length: 128, workers: 0}}",
             "train": "{epochs: 1, batch_tokens: 512, capacity: 256, lr: 1e-3}",
-            "eval": "{every: 100, generations: 0}", "output": self.output,
+            "eval": "{every: 100, generations: 0}",
+            "output": self.output,
         } | changes
         self.recipe.write_text("".join(f"{key}: {value}\n" for key, value in lines.items()))
 
@@ -200,8 +202,15 @@ def state(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("spoil", "code", "said"), CASES, ids=[case[0].__name__ for case in CASES])
-def test_bad_input(spoil: Callable[..., None], code: int, said: list[str], tiny_model: Path, tmp_path: Path,
-                   capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input(
+    spoil: Callable[..., None],
+    code: int,
+    said: list[str],
+    tiny_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PRONGHORN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "1000")
     bench = Bench(tmp_path, tiny_model)

@@ -80,8 +80,14 @@ def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def in_a_process(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "pronghorn.cli", *words], capture_output=True, text=True, check=False,
-                          env=os.environ | environment, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-m", "pronghorn.cli", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | environment,
+        timeout=120,
+    )
 
 
 # Help -------------------------------------------------------------------------------------------------------------------
@@ -130,15 +136,20 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_overrides_stand_before_or_after_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr(cli, "check", lambda arguments: seen.append((arguments.recipe, arguments.overrides, arguments.json)))
-    for words in (["r.yaml", "a=1", "b=2", "--json"], ["r.yaml", "a=1", "--json", "b=2"], ["--json", "r.yaml", "a=1", "b=2"],
-                  ["r.yaml", "--json", "a=1", "b=2"]):
+    for words in (
+        ["r.yaml", "a=1", "b=2", "--json"],
+        ["r.yaml", "a=1", "--json", "b=2"],
+        ["--json", "r.yaml", "a=1", "b=2"],
+        ["r.yaml", "--json", "a=1", "b=2"],
+    ):
         assert main(["check", *words]) == 0
     assert seen == [("r.yaml", ["a=1", "b=2"], True)] * 4
 
 
-@table("words", [
-    ["train"], ["export", "run"], ["data"], ["chat", "run", "--max-tokens", "many"], ["new", "f", "--method", "magic"],
-])
+@table(
+    "words",
+    [["train"], ["export", "run"], ["data"], ["chat", "run", "--max-tokens", "many"], ["new", "f", "--method", "magic"]],
+)
 def test_a_command_that_makes_no_sense_exits_with_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(words)
@@ -146,31 +157,34 @@ def test_a_command_that_makes_no_sense_exits_with_2(words: list[str], capsys: py
     assert "usage: pronghorn" in capsys.readouterr().err
 
 
-@table(("words", "what", "fix"), [
-    ("tran r.yaml", "unknown command `tran`", "did you mean `pronghorn train`?"),
-    ("finetune r.yaml", "unknown command `finetune`", "`pronghorn train`"),
-    ("validate r.yaml", "unknown command `validate`", "`pronghorn check`"),
-    ("merge run", "unknown command `merge`", "`pronghorn export --to merged`"),
-    ("xyzzy", "unknown command `xyzzy`", "one of: demo, new, check"),
-    ("my.yaml", "my.yaml is a file", "`pronghorn train my.yaml`"),
-    ("data shwo r.yaml", "unknown command `data shwo`", "`pronghorn data show`"),
-    ("data r.yaml", "r.yaml is a file", "`pronghorn data show r.yaml`"),
-    ("train r.yaml --frsh", "train has no option --frsh", "did you mean `--fresh`?"),
-    ("train r.yaml --dry-run", "train has no option --dry-run", "`pronghorn check RECIPE`"),
-    ("train r.yaml --resume", "train has no option --resume", "remove it"),
-    ("train --config r.yaml", "train has no option --config", "pronghorn train RECIPE"),
-    ("train r.yaml --learning-rate 1e-4", "train has no option --learning-rate", "train.lr=1e-4"),
-    ("train r.yaml --fresh --lr=1", "train has no option --lr", "train.lr=1"),
-    ("check r.yaml --rank=8", "check has no option --rank", "lora.r=8"),
-    ("data show r.yaml --rwo 3", "data show has no option --rwo", "did you mean `--row`?"),
-    ("train r.yaml --fresh again", "train does not accept `again`", "pronghorn train --help"),
-    ("eval run train.lr=1", "eval does not accept `train.lr=1`", "pronghorn eval --help"),
-    ("export run --to gguf", "--to gguf is not supported", "convert_hf_to_gguf.py"),
-    ("export run --to zip", "--to zip is not supported", "use --to adapter or --to merged"),
-    ("chat run --temperature 9", "--temperature 9 is out of range", "0 to 5"),
-    ("chat run --temperature -1", "--temperature -1 is out of range", "0 to 5"),
-    ("new f --from a.yaml --model m", "--model cannot be used with --from", "remove --model"),
-])
+@table(
+    ("words", "what", "fix"),
+    [
+        ("tran r.yaml", "unknown command `tran`", "did you mean `pronghorn train`?"),
+        ("finetune r.yaml", "unknown command `finetune`", "`pronghorn train`"),
+        ("validate r.yaml", "unknown command `validate`", "`pronghorn check`"),
+        ("merge run", "unknown command `merge`", "`pronghorn export --to merged`"),
+        ("xyzzy", "unknown command `xyzzy`", "one of: demo, new, check"),
+        ("my.yaml", "my.yaml is a file", "`pronghorn train my.yaml`"),
+        ("data shwo r.yaml", "unknown command `data shwo`", "`pronghorn data show`"),
+        ("data r.yaml", "r.yaml is a file", "`pronghorn data show r.yaml`"),
+        ("train r.yaml --frsh", "train has no option --frsh", "did you mean `--fresh`?"),
+        ("train r.yaml --dry-run", "train has no option --dry-run", "`pronghorn check RECIPE`"),
+        ("train r.yaml --resume", "train has no option --resume", "remove it"),
+        ("train --config r.yaml", "train has no option --config", "pronghorn train RECIPE"),
+        ("train r.yaml --learning-rate 1e-4", "train has no option --learning-rate", "train.lr=1e-4"),
+        ("train r.yaml --fresh --lr=1", "train has no option --lr", "train.lr=1"),
+        ("check r.yaml --rank=8", "check has no option --rank", "lora.r=8"),
+        ("data show r.yaml --rwo 3", "data show has no option --rwo", "did you mean `--row`?"),
+        ("train r.yaml --fresh again", "train does not accept `again`", "pronghorn train --help"),
+        ("eval run train.lr=1", "eval does not accept `train.lr=1`", "pronghorn eval --help"),
+        ("export run --to gguf", "--to gguf is not supported", "convert_hf_to_gguf.py"),
+        ("export run --to zip", "--to zip is not supported", "use --to adapter or --to merged"),
+        ("chat run --temperature 9", "--temperature 9 is out of range", "0 to 5"),
+        ("chat run --temperature -1", "--temperature -1 is out of range", "0 to 5"),
+        ("new f --from a.yaml --model m", "--model cannot be used with --from", "remove --model"),
+    ],
+)
 def test_what_was_meant_is_told(words: str, what: str, fix: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words.split()) == 2
     out, err = capsys.readouterr()
@@ -201,14 +215,20 @@ def test_every_verb_that_is_meant_is_one() -> None:
     assert not set(MEANT) & set(cli._verbs(build_parser()))
 
 
-@table(("error", "code"), [
-    (RecipeError("a key", fix="do this"), 2), (EnvironmentFault("disk", fix="do this"), 3),
-    (HealthStop("nan", fix="do this"), 4), (Interrupted("stopped", signal_number=15, fix="do this"), 143),
-    (KeyboardInterrupt(), 130),
-])
+@table(
+    ("error", "code"),
+    [
+        (RecipeError("a key", fix="do this"), 2),
+        (EnvironmentFault("disk", fix="do this"), 3),
+        (HealthStop("nan", fix="do this"), 4),
+        (Interrupted("stopped", signal_number=15, fix="do this"), 143),
+        (KeyboardInterrupt(), 130),
+    ],
+)
 @table("as_json", [False, True])
-def test_exit_codes(error: BaseException, code: int, as_json: bool, monkeypatch: pytest.MonkeyPatch,
-                    capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_codes(
+    error: BaseException, code: int, as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def fail(_: Any) -> None:
         raise error
 
@@ -225,8 +245,9 @@ def test_exit_codes(error: BaseException, code: int, as_json: bool, monkeypatch:
 
 
 @pytest.mark.parametrize("as_json", [False, True], ids=["people", "machines"])
-def test_a_right_that_is_missing_is_no_bug_of_ours(as_json: bool, monkeypatch: pytest.MonkeyPatch,
-                                                   capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_right_that_is_missing_is_no_bug_of_ours(
+    as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def fail(_: Any) -> None:
         raise PermissionError(13, "Permission denied", "model/tokenizer.json")
 
@@ -297,15 +318,25 @@ def test_something_is_shown_before_the_seconds_of_heavy_imports(tmp_path: Path) 
             except Shown:
                 print(words, not {"torch", "transformers"} & set(sys.modules))
     """
-    verbs = ["train RECIPE", "check RECIPE", "data show RECIPE", "data stats RECIPE", "eval r", "chat r",
-             "export r --to merged", "verify m"]
-    ended = subprocess.run([sys.executable, "-c", code, str(recipe), *verbs], capture_output=True, text=True, check=True,
-                           timeout=60)
+    verbs = [
+        "train RECIPE",
+        "check RECIPE",
+        "data show RECIPE",
+        "data stats RECIPE",
+        "eval r",
+        "chat r",
+        "export r --to merged",
+        "verify m",
+    ]
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(recipe), *verbs], capture_output=True, text=True, check=True, timeout=60
+    )
     assert ended.stdout.splitlines() == [f"{verb} True" for verb in verbs]
 
 
-def test_an_output_that_cannot_show_every_letter_is_no_error(place: Place, capsys: pytest.CaptureFixture[str],
-                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_that_cannot_show_every_letter_is_no_error(
+    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     shown = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii", write_through=True))
     monkeypatch.setattr(sys, "argv", ["pronghorn", "data", "show", str(place.recipe)])
@@ -353,8 +384,13 @@ def test_what_finds_no_room_on_the_disk_leaves_nothing_behind(
 
 
 def test_without_a_standard_output_a_command_still_works(place: Place) -> None:
-    ended = subprocess.run(["sh", "-c", f"exec {sys.executable} -m pronghorn.cli runs --root {place.runs} >&-"],
-                           capture_output=True, text=True, check=False, timeout=60)
+    ended = subprocess.run(
+        ["sh", "-c", f"exec {sys.executable} -m pronghorn.cli runs --root {place.runs} >&-"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
@@ -366,8 +402,18 @@ def test_a_bug_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_every_verb_takes_json() -> None:
     parser = build_parser()
-    for words in ("demo", "new f", "check r", "data show r", "data stats r", "train r", "eval r", "chat r",
-                  "export r --to merged", "runs"):
+    for words in (
+        "demo",
+        "new f",
+        "check r",
+        "data show r",
+        "data stats r",
+        "train r",
+        "eval r",
+        "chat r",
+        "export r --to merged",
+        "runs",
+    ):
         assert parser.parse_args([*words.split(), "--json"]).json is True
 
 
@@ -565,8 +611,13 @@ def on_a_terminal(*words: str, **environment: str) -> bytes:
     """What a command writes to a real terminal."""
     ours, its = os.openpty()
     try:
-        child = subprocess.Popen([sys.executable, "-m", "pronghorn.cli", *words], stdout=its, stderr=its, stdin=its,
-                                 env={**os.environ, "TERM": "xterm-256color", **environment})
+        child = subprocess.Popen(
+            [sys.executable, "-m", "pronghorn.cli", *words],
+            stdout=its,
+            stderr=its,
+            stdin=its,
+            env={**os.environ, "TERM": "xterm-256color", **environment},
+        )
         os.close(its)
         said = b""
         while True:
@@ -633,8 +684,13 @@ def test_nothing_is_sent_anywhere(place: Place, tmp_path: Path, monkeypatch: pyt
             monkeypatch.delenv(name)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     run = str(tmp_path / "run")
-    for words in (["train", str(place.recipe), f"output={run}"], ["eval", run], ["export", run, "--to", "adapter"],
-                  ["chat", run, "--prompt", "hi", "--max-tokens", "3"], ["export", run, "--to", "merged"]):
+    for words in (
+        ["train", str(place.recipe), f"output={run}"],
+        ["eval", run],
+        ["export", run, "--to", "adapter"],
+        ["chat", run, "--prompt", "hi", "--max-tokens", "3"],
+        ["export", run, "--to", "merged"],
+    ):
         assert main([*words, "--json"]) == 0, words
     assert tried == []
     with suppress(Exception):  # the watch works, and this is online mode

@@ -32,10 +32,18 @@ def test_parts_that_are_not_known_leave_no_trace() -> None:
     assert DataError("a row is empty").as_dict() == {"error": "DataError", "exit_code": 2, "what": "a row is empty"}
 
 
-@table(("name", "code"), [
-    ("CommandError", 2), ("RecipeError", 2), ("DataError", 2), ("ModelError", 2), ("CheckpointError", 2),
-    ("EnvironmentFault", 3), ("HealthStop", 4),
-])
+@table(
+    ("name", "code"),
+    [
+        ("CommandError", 2),
+        ("RecipeError", 2),
+        ("DataError", 2),
+        ("ModelError", 2),
+        ("CheckpointError", 2),
+        ("EnvironmentFault", 3),
+        ("HealthStop", 4),
+    ],
+)
 def test_exit_codes(name: str, code: int) -> None:
     error = getattr(errors, name)("something")
     assert isinstance(error, PronghornError)
@@ -67,23 +75,34 @@ def test_several_problems_take_the_first_one_s_exit_code() -> None:
 
 def test_problems_are_plain_json() -> None:
     told = json.loads(json.dumps(Problems([RecipeError("a", where="x:1"), RecipeError("b")]).as_dict()))
-    assert told == {"error": "Problems", "exit_code": 2, "problems": [
-        {"error": "RecipeError", "exit_code": 2, "what": "a", "where": "x:1"},
-        {"error": "RecipeError", "exit_code": 2, "what": "b"},
-    ]}
+    assert told == {
+        "error": "Problems",
+        "exit_code": 2,
+        "problems": [
+            {"error": "RecipeError", "exit_code": 2, "what": "a", "where": "x:1"},
+            {"error": "RecipeError", "exit_code": 2, "what": "b"},
+        ],
+    }
 
 
-@table(("count", "nouns", "text"), [
-    (0, ("row",), "0 rows"), (1, ("row",), "1 row"), (1200, ("row",), "1,200 rows"),
-    (1, ("batch", "batches"), "1 batch"), (2, ("batch", "batches"), "2 batches"),
-])
+@table(
+    ("count", "nouns", "text"),
+    [
+        (0, ("row",), "0 rows"),
+        (1, ("row",), "1 row"),
+        (1200, ("row",), "1,200 rows"),
+        (1, ("batch", "batches"), "1 batch"),
+        (2, ("batch", "batches"), "2 batches"),
+    ],
+)
 def test_things_are_counted_as_people_do(count: int, nouns: tuple[str, ...], text: str) -> None:
     assert counted(count, *nouns) == text
 
 
 def test_nothing_in_a_message_is_obeyed_by_a_terminal() -> None:
-    hostile = DataError("the column `a\x1b[2Jb` \x9b31m\r", where="x\x1b]0;title\x07\nError: y.jsonl:1",
-                        why="row: \u202egnp", fix="\x00\ud800")
+    hostile = DataError(
+        "the column `a\x1b[2Jb` \x9b31m\r", where="x\x1b]0;title\x07\nError: y.jsonl:1", why="row: \u202egnp", fix="\x00\ud800"
+    )
     shown = str(hostile)
     assert shown.splitlines()[0] == r"x\x1b]0;title\x07\nError: y.jsonl:1: the column `a\x1b[2Jb` \x9b31m\x0d"
     assert (r"\u202egnp" in shown, r"\x00\ud800" in shown, len(shown.splitlines())) == (True, True, 3)

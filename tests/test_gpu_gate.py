@@ -33,16 +33,21 @@ def test_a_folder_has_the_hash_that_git_gives_it(tmp_path: Path) -> None:
 
 def test_failures_and_errors_are_counted_and_named(tmp_path: Path) -> None:
     report = tmp_path / "report.xml"
-    report.write_text("""<testsuites><testsuite>
+    report.write_text(
+        """<testsuites><testsuite>
       <testcase classname="tests.a" name="good"/>
       <testcase classname="tests.a" name="wrong"><failure message="assert 1 == 2&#10;more">long</failure></testcase>
       <testcase classname="tests.b" name="broken"><error message="failed on setup"/></testcase>
       <testcase classname="tests.b" name="not here"><skipped message="needs a GPU"/></testcase>
-    </testsuite></testsuites>""", encoding="utf-8")
+    </testsuite></testsuites>""",
+        encoding="utf-8",
+    )
     found = outcome(report)
     assert (found["passed"], found["failed"], found["skipped"]) == (1, 2, 1)
-    assert found["failures"] == [{"test": "tests.a::wrong", "why": "assert 1 == 2"},
-                                 {"test": "tests.b::broken", "why": "failed on setup"}]
+    assert found["failures"] == [
+        {"test": "tests.a::wrong", "why": "assert 1 == 2"},
+        {"test": "tests.b::broken", "why": "failed on setup"},
+    ]
 
 
 def test_kernels_and_all_that_mentions_a_gpu_are_chosen() -> None:

@@ -101,8 +101,9 @@ def use(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub-cache"))
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
-    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
-                        address + "/{repo_id}/resolve/{revision}/{filename}")
+    monkeypatch.setattr(
+        "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}"
+    )
     monkeypatch.setattr(hub, "_answered", {})
     monkeypatch.setattr(hub, "PAUSE", 0.01)
     monkeypatch.delenv("HF_TOKEN", raising=False)
@@ -120,7 +121,8 @@ def test_a_model_by_its_hub_name(server: Hub, files: Path, tmp_path: Path) -> No
     assert model.name_or_path == model.config._name_or_path == "somebody/tiny"
     fetched = {path.rpartition("/")[2] for path in server.asked if "/resolve/" in path}
     assert fetched == {file.name for file in files.iterdir() if file.suffix in (".json", ".jinja")} - {".hidden.json"} | {
-        "model.safetensors"}
+        "model.safetensors"
+    }
     assert server.asked.count("GET /api/models/somebody/tiny") == 1
     server.asked.clear()
     load_model("somebody/tiny", torch.float32, CPU, storage="nf4")
@@ -201,9 +203,16 @@ CASES = [
 
 
 @pytest.mark.parametrize(("status", "headers", "code", "said"), CASES)
-def test_one_message_says_what_to_do(server: Hub, status: int, headers: dict[str, str], code: int, said: list[str],
-                                     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-                                     ) -> None:
+def test_one_message_says_what_to_do(
+    server: Hub,
+    status: int,
+    headers: dict[str, str],
+    code: int,
+    said: list[str],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     server.status, server.headers = status, headers
     rows = write_rows(tmp_path / "train.jsonl", chat_rows(3))
@@ -217,13 +226,17 @@ def test_one_message_says_what_to_do(server: Hub, status: int, headers: dict[str
     assert len(server.asked) == (3 if code == 3 else 1)
 
 
-@pytest.mark.parametrize(("status", "headers", "kind", "said"), [
-    (403, {"X-Error-Code": "GatedRepo"}, DataError, ["licence", "HF_TOKEN", "/datasets/somebody/rows"]),
-    (404, {"X-Error-Code": "RepoNotFound"}, DataError, ["no such data set", "if it is a file"]),
-    (503, {}, EnvironmentFault, ["answers with status 503", "HF_HUB_OFFLINE=1"]),
-])
-def test_data_sets_likewise(server: Hub, status: int, headers: dict[str, str], kind: type[Exception], said: list[str],
-                            capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("status", "headers", "kind", "said"),
+    [
+        (403, {"X-Error-Code": "GatedRepo"}, DataError, ["licence", "HF_TOKEN", "/datasets/somebody/rows"]),
+        (404, {"X-Error-Code": "RepoNotFound"}, DataError, ["no such data set", "if it is a file"]),
+        (503, {}, EnvironmentFault, ["answers with status 503", "HF_HUB_OFFLINE=1"]),
+    ],
+)
+def test_data_sets_likewise(
+    server: Hub, status: int, headers: dict[str, str], kind: type[Exception], said: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
     server.status, server.headers = status, headers
     with pytest.raises(kind) as caught:
         fingerprint(resolve("somebody/rows")[0])

@@ -52,8 +52,12 @@ def change(file: Path, **values: Any) -> None:
 
 def refusals(folder: Path) -> list[ModelError]:
     found = []
-    for use in (lambda: inspect_model(str(folder)), lambda: load_model(str(folder), torch.float32, CPU),
-                lambda: load_model(str(folder), torch.float32, CPU, storage="nf4"), lambda: load_tokenizer(str(folder))):
+    for use in (
+        lambda: inspect_model(str(folder)),
+        lambda: load_model(str(folder), torch.float32, CPU),
+        lambda: load_model(str(folder), torch.float32, CPU, storage="nf4"),
+        lambda: load_tokenizer(str(folder)),
+    ):
         with pytest.raises(ModelError) as caught:
             use()
         assert caught.value.where == str(folder)
@@ -64,8 +68,9 @@ def refusals(folder: Path) -> list[ModelError]:
 
 @table("rule", NAMED_CODE)
 @table("nested", [False, True])
-def test_every_key_of_the_table_is_refused_at_any_depth(folder: Path, reached: list[str], rule: NamedCode, nested: bool
-                                                        ) -> None:
+def test_every_key_of_the_table_is_refused_at_any_depth(
+    folder: Path, reached: list[str], rule: NamedCode, nested: bool
+) -> None:
     values: Any = {rule.key: "somebody/kernels"}
     change(folder / rule.file, **({"text_config": [{"inner": values}]} if nested else values))
     for error in refusals(folder):
@@ -75,8 +80,18 @@ def test_every_key_of_the_table_is_refused_at_any_depth(folder: Path, reached: l
     assert reached == []
 
 
-@table("value", ["kernels-community/flash-attn2", "paged|somebody/kernels@v1:name", "flash_attention_2",
-                                   {"": "sdpa", "text_config": "somebody/kernels"}, ["somebody/kernels"], 3, True])
+@table(
+    "value",
+    [
+        "kernels-community/flash-attn2",
+        "paged|somebody/kernels@v1:name",
+        "flash_attention_2",
+        {"": "sdpa", "text_config": "somebody/kernels"},
+        ["somebody/kernels"],
+        3,
+        True,
+    ],
+)
 def test_no_form_of_an_attention_s_name_gets_through(folder: Path, reached: list[str], value: Any) -> None:
     """flash_attention_2 is a hub repository, too, where the package is not installed."""
     change(folder / CONFIG, attn_implementation=value)
@@ -84,10 +99,18 @@ def test_no_form_of_an_attention_s_name_gets_through(folder: Path, reached: list
     assert reached == []
 
 
-@table("values", [
-    {"attn_implementation": "sdpa"}, {"_attn_implementation": None}, {"attn_implementation": "eager"}, {"use_kernels": False},
-    {"experts_implementation": "eager"}, {"_attn_implementation_autoset": True}, {"transformers_weights": None},
-])
+@table(
+    "values",
+    [
+        {"attn_implementation": "sdpa"},
+        {"_attn_implementation": None},
+        {"attn_implementation": "eager"},
+        {"use_kernels": False},
+        {"experts_implementation": "eager"},
+        {"_attn_implementation_autoset": True},
+        {"transformers_weights": None},
+    ],
+)
 def test_what_names_no_code_may_stand(folder: Path, reached: list[str], values: dict[str, Any]) -> None:
     change(folder / CONFIG, **values)
     change(folder / GENERATION, num_beam_groups=1, penalty_alpha=0.0, constraints=None)
@@ -167,11 +190,19 @@ def test_templates_of_the_wrong_kind(folder: Path, templates: Any) -> None:
         load_tokenizer(str(folder))
 
 
-@table(("content", "why"), [
-    (b"[1]", "not an object"), (b"\xff\xfe{}", "not"), (b"{" * 3, "not valid JSON"), (b'{"a": ' * 20_000, "nested too deeply"),
-    (b'{"a":' * 50 + b"1" + b"}" * 50, "nested more than 40 levels deep"), (b"", "not valid JSON"),
-    (b'{"a": 1' + b"0" * 5000 + b"}", "digits"), (b'{"a": ["\\ud800"]}', "half a character"),
-])
+@table(
+    ("content", "why"),
+    [
+        (b"[1]", "not an object"),
+        (b"\xff\xfe{}", "not"),
+        (b"{" * 3, "not valid JSON"),
+        (b'{"a": ' * 20_000, "nested too deeply"),
+        (b'{"a":' * 50 + b"1" + b"}" * 50, "nested more than 40 levels deep"),
+        (b"", "not valid JSON"),
+        (b'{"a": 1' + b"0" * 5000 + b"}", "digits"),
+        (b'{"a": ["\\ud800"]}', "half a character"),
+    ],
+)
 def test_a_file_that_is_no_object_of_json(tmp_path: Path, content: bytes, why: str) -> None:
     for name in FILES:
         (tmp_path / name).write_bytes(content)

@@ -180,14 +180,25 @@ def test_nothing_is_patched(tiny_model: Path, tmp_path: Path) -> None:
     for file in tiny_model.iterdir():
         if file.is_file():
             (tmp_path / file.name).write_bytes(file.read_bytes())
-    run = subprocess.run([sys.executable, __file__, str(tmp_path)], capture_output=True, text=True, check=False,
-                         env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"})
+    run = subprocess.run(
+        [sys.executable, __file__, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+    )
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
     assert found["as it is"] == []
-    for patched in ("LlamaAttention.forward was replaced", "apply_rotary_pos_emb was replaced", "Trainer_of_ours is new",
-                    "AdamW.extra is new", "Linear.forward was changed inside", "LOSS_MAPPING was changed inside",
-                    "the environment was changed"):
+    for patched in (
+        "LlamaAttention.forward was replaced",
+        "apply_rotary_pos_emb was replaced",
+        "Trainer_of_ours is new",
+        "AdamW.extra is new",
+        "Linear.forward was changed inside",
+        "LOSS_MAPPING was changed inside",
+        "the environment was changed",
+    ):
         assert any(patched in line for line in found["with patches"]), (patched, found)
 
 

@@ -40,20 +40,51 @@ def test_a_recipe_survives_json() -> None:
     assert Recipe.model_validate_json(one.model_dump_json()) == one
 
 
-@table("changes", [
-    {"train": {"lr": 0.0}}, {"train": {"lr": -1e-4}}, {"train": {"lr": float("nan")}}, {"train": {"lr": float("inf")}},
-    {"train": {"epochs": 0}}, {"train": {"warmup": 1.0}}, {"train": {"warmup": -0.1}}, {"train": {"betas": [0.9, 1.0]}},
-    {"train": {"betas": [0.9]}}, {"train": {"clip": 0}}, {"train": {"seed": -1}}, {"train": {"steps": 0}},
-    {"train": {"seed": 2**63}}, {"train": {"epochs": True}}, {"train": {"steps": True}}, {"train": {"lr": True}},
-    {"lora": {"r": True}},
-    {"train": {"capacity": 2**25, "batch_tokens": 2**25}},
-    {"train": {"weight_decay": -0.1}}, {"lora": {"r": 0}}, {"lora": {"alpha": 0}}, {"lora": {"dropout": 1.0}},
-    {"lora": {"plus_ratio": 0.5}}, {"lora": {"targets": []}}, {"lora": {"targets": [""]}}, {"data": {"train": []}},
-    {"data": {"train": ""}}, {"data": {"train": "a", "eval": 0.0}}, {"data": {"train": "a", "eval": 1.0}},
-    {"data": {"train": "a", "max_length": 7}}, {"data": {"train": "a", "workers": -1}}, {"checkpoint": {"keep": 0}},
-    {"eval": {"stop": {"patience": 0}}}, {"model": ""}, {"output": ""}, {"method": "lroa"}, {"precision": "bf17"},
-    {"train": {"lrr": 1}}, {"memory": {"budget": "24 gigs"}}, {"memory": {"budget": "24"}},
-])
+@table(
+    "changes",
+    [
+        {"train": {"lr": 0.0}},
+        {"train": {"lr": -1e-4}},
+        {"train": {"lr": float("nan")}},
+        {"train": {"lr": float("inf")}},
+        {"train": {"epochs": 0}},
+        {"train": {"warmup": 1.0}},
+        {"train": {"warmup": -0.1}},
+        {"train": {"betas": [0.9, 1.0]}},
+        {"train": {"betas": [0.9]}},
+        {"train": {"clip": 0}},
+        {"train": {"seed": -1}},
+        {"train": {"steps": 0}},
+        {"train": {"seed": 2**63}},
+        {"train": {"epochs": True}},
+        {"train": {"steps": True}},
+        {"train": {"lr": True}},
+        {"lora": {"r": True}},
+        {"train": {"capacity": 2**25, "batch_tokens": 2**25}},
+        {"train": {"weight_decay": -0.1}},
+        {"lora": {"r": 0}},
+        {"lora": {"alpha": 0}},
+        {"lora": {"dropout": 1.0}},
+        {"lora": {"plus_ratio": 0.5}},
+        {"lora": {"targets": []}},
+        {"lora": {"targets": [""]}},
+        {"data": {"train": []}},
+        {"data": {"train": ""}},
+        {"data": {"train": "a", "eval": 0.0}},
+        {"data": {"train": "a", "eval": 1.0}},
+        {"data": {"train": "a", "max_length": 7}},
+        {"data": {"train": "a", "workers": -1}},
+        {"checkpoint": {"keep": 0}},
+        {"eval": {"stop": {"patience": 0}}},
+        {"model": ""},
+        {"output": ""},
+        {"method": "lroa"},
+        {"precision": "bf17"},
+        {"train": {"lrr": 1}},
+        {"memory": {"budget": "24 gigs"}},
+        {"memory": {"budget": "24"}},
+    ],
+)
 def test_values_that_make_no_sense_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         recipe(**changes)
@@ -77,28 +108,46 @@ def test_a_batch_smaller_than_a_pack_is_told_a_batch_that_works() -> None:
         recipe(train={"batch_tokens": 4096})
 
 
-@table(("changes", "fp8"), [
-    ({}, False), ({"method": "fp8"}, True), ({"method": "fp8", "compute": "fp8"}, True),
-    ({"method": "qlora", "compute": "fp8"}, True), ({"method": "qlora", "compute": "bf16"}, False),
-    ({"method": "full", "compute": "fp8"}, True), ({"method": "full"}, False), ({"compute": "bf16"}, False),
-    ({"method": "fp8", "lora": {"dora": True}}, True), ({"method": "fp8", "layers": "own"}, True),
-])
+@table(
+    ("changes", "fp8"),
+    [
+        ({}, False),
+        ({"method": "fp8"}, True),
+        ({"method": "fp8", "compute": "fp8"}, True),
+        ({"method": "qlora", "compute": "fp8"}, True),
+        ({"method": "qlora", "compute": "bf16"}, False),
+        ({"method": "full", "compute": "fp8"}, True),
+        ({"method": "full"}, False),
+        ({"compute": "bf16"}, False),
+        ({"method": "fp8", "lora": {"dora": True}}, True),
+        ({"method": "fp8", "layers": "own"}, True),
+    ],
+)
 def test_what_is_multiplied_in_fp8(changes: dict[str, Any], fp8: bool) -> None:
     asked = recipe(**changes)
     assert asked.fp8 == fp8
     assert Recipe.model_validate(asked.model_dump()) == asked  # as a checkpoint stores it
 
 
-@table(("changes", "said"), [
-    ({"compute": "fp8"}, "fp8 cannot be combined with method: lora, .*; set method: fp8"),
-    ({"method": "fp8", "compute": "bf16"}, "bf16 cannot be combined with method: fp8, .*; remove compute"),
-    ({"compute": "bf16", "precision": "fp32"}, "bf16 cannot be combined with precision: fp32, .*; remove compute"),
-    ({"method": "qlora", "compute": "fp8", "layers": "own"}, "fp8 cannot be combined with layers: own, .*; set layers: fast"),
-    ({"method": "qlora", "compute": "fp8", "lora": {"dropout": 0.1}}, "fp8 cannot be combined with lora.dropout .*; remove"),
-    ({"method": "qlora", "compute": "fp8", "lora": {"dora": True}}, "fp8 cannot be combined with .*lora.dora.*; remove"),
-    ({"method": "qlora", "compute": "fp16"}, "'auto', 'bf16' or 'fp8'"),
-    ({"method": "qlora", "compute": "fp8", "storage": "nvfp4"}, "fp8 cannot be combined with storage: nvfp4, .*; remove"),
-])
+@table(
+    ("changes", "said"),
+    [
+        ({"compute": "fp8"}, "fp8 cannot be combined with method: lora, .*; set method: fp8"),
+        ({"method": "fp8", "compute": "bf16"}, "bf16 cannot be combined with method: fp8, .*; remove compute"),
+        ({"compute": "bf16", "precision": "fp32"}, "bf16 cannot be combined with precision: fp32, .*; remove compute"),
+        (
+            {"method": "qlora", "compute": "fp8", "layers": "own"},
+            "fp8 cannot be combined with layers: own, .*; set layers: fast",
+        ),
+        (
+            {"method": "qlora", "compute": "fp8", "lora": {"dropout": 0.1}},
+            "fp8 cannot be combined with lora.dropout .*; remove",
+        ),
+        ({"method": "qlora", "compute": "fp8", "lora": {"dora": True}}, "fp8 cannot be combined with .*lora.dora.*; remove"),
+        ({"method": "qlora", "compute": "fp16"}, "'auto', 'bf16' or 'fp8'"),
+        ({"method": "qlora", "compute": "fp8", "storage": "nvfp4"}, "fp8 cannot be combined with storage: nvfp4, .*; remove"),
+    ],
+)
 def test_products_that_no_method_makes_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         recipe(**changes)
@@ -133,24 +182,40 @@ def test_what_a_resume_may_not_change_is_named_with_both_values() -> None:
     one = recipe()
     other = recipe(train={"lr": 1e-4}, data={"train": "b.jsonl"}, lora={"targets": ["q_proj"]})
     assert one.differences(other) == {
-        "data.train": "('a.jsonl',) -> ('b.jsonl',)", "lora.targets": "all-linear -> ('q_proj',)",
+        "data.train": "('a.jsonl',) -> ('b.jsonl',)",
+        "lora.targets": "all-linear -> ('q_proj',)",
         "train.lr": "0.0002 -> 0.0001",
     }
     assert one.differences(recipe()) == {}
 
 
-@table("changes", [
-    {"checkpoint": {"every": 7, "keep": 1}}, {"eval": {"every": 7, "stop": {"patience": 1}}}, {"memory": {"budget": "80%"}},
-    {"output": "runs/other"}, {"data": {"train": "a.jsonl", "workers": 0}},
-])
+@table(
+    "changes",
+    [
+        {"checkpoint": {"every": 7, "keep": 1}},
+        {"eval": {"every": 7, "stop": {"patience": 1}}},
+        {"memory": {"budget": "80%"}},
+        {"output": "runs/other"},
+        {"data": {"train": "a.jsonl", "workers": 0}},
+    ],
+)
 def test_what_does_not_touch_the_numbers_is_no_difference(changes: dict[str, Any]) -> None:
     assert recipe().differences(recipe(**changes)) == {}
 
 
-@table("changes", [
-    {"model": "other/model"}, {"method": "full"}, {"precision": "bf16"}, {"train": {"seed": 1}}, {"train": {"steps": 3}},
-    {"data": {"train": "a.jsonl", "eval": 0.1}}, {"lora": {"dora": True}}, {"method": "full", "compute": "fp8"},
-])
+@table(
+    "changes",
+    [
+        {"model": "other/model"},
+        {"method": "full"},
+        {"precision": "bf16"},
+        {"train": {"seed": 1}},
+        {"train": {"steps": 3}},
+        {"data": {"train": "a.jsonl", "eval": 0.1}},
+        {"lora": {"dora": True}},
+        {"method": "full", "compute": "fp8"},
+    ],
+)
 def test_what_touches_the_numbers_is_a_difference(changes: dict[str, Any]) -> None:
     assert recipe().differences(recipe(**changes))
 

@@ -104,19 +104,21 @@ train: {epochs: 0, capacity: 1000}
 memory: {budget: a lot}
 """
     found = [(what.replace(":", " ").split(" ")[0], where, fix) for where, what, fix in told(text)]
-    assert sorted(found) == sorted([
-        ("model", "r.yaml", "add `model: ...`; `pronghorn new -` shows an example"),
-        ("method", "r.yaml:1", "did you mean `lora`? use one of: lora, qlora, fp8, full"),
-        ("lora.r", "r.yaml:3", "write one such as 16"),
-        ("lora.targts", "r.yaml:4", "did you mean `targets`?"),
-        ("data.train", "r.yaml:5", "add `train: ...`; `pronghorn new -` shows an example"),
-        ("data.max_length", "r.yaml:6", "set train.capacity: 4096 or more"),
-        ("data.max_length", "r.yaml:7", "remove one of the two"),
-        ("data.eval", "r.yaml:8", "write a file name, or a fraction between 0 and 1"),
-        ("train.epochs", "r.yaml:9", "write a number in range such as 1"),
-        ("train.batch_tokens", "r.yaml:9", "set train.batch_tokens: 65000"),
-        ("memory.budget", "r.yaml:10", "write auto, an amount such as 24GB, or a percentage such as 80%"),
-    ])
+    assert sorted(found) == sorted(
+        [
+            ("model", "r.yaml", "add `model: ...`; `pronghorn new -` shows an example"),
+            ("method", "r.yaml:1", "did you mean `lora`? use one of: lora, qlora, fp8, full"),
+            ("lora.r", "r.yaml:3", "write one such as 16"),
+            ("lora.targts", "r.yaml:4", "did you mean `targets`?"),
+            ("data.train", "r.yaml:5", "add `train: ...`; `pronghorn new -` shows an example"),
+            ("data.max_length", "r.yaml:6", "set train.capacity: 4096 or more"),
+            ("data.max_length", "r.yaml:7", "remove one of the two"),
+            ("data.eval", "r.yaml:8", "write a file name, or a fraction between 0 and 1"),
+            ("train.epochs", "r.yaml:9", "write a number in range such as 1"),
+            ("train.batch_tokens", "r.yaml:9", "set train.batch_tokens: 65000"),
+            ("memory.budget", "r.yaml:10", "write auto, an amount such as 24GB, or a percentage such as 80%"),
+        ]
+    )
 
 
 def test_parts_that_do_not_fit_are_told_beside_other_problems() -> None:
@@ -129,22 +131,25 @@ def test_no_misfit_is_made_up_from_a_value_that_cannot_be_read() -> None:
     assert [what.split(":")[0] for _, what, _ in found] == ["train.capacity"]
 
 
-@table(("line", "fix"), [
-    ("train: {learning_rate: 3}", "did you mean `lr`?"),
-    ("learning_rate: 3", "did you mean `train.lr`?"),
-    ("lora: {rank: 3}", "did you mean `r`?"),
-    ("train: {lora_rank: 3}", "did you mean `lora.r`?"),
-    ("train: {max_length: 3}", "did you mean `data.max_length`?"),
-    ("train: {nothing_like_it: 3}", "known keys: batch_tokens, betas,"),
-    ("train: {batch_token: 3}", "did you mean `batch_tokens`?"),
-    ("train: {LR: 3}", "did you mean `lr`?"),
-    ("lr: 3", "did you mean `train.lr`?"),
-    ("max_length: 3", "did you mean `data.max_length`?"),
-    ("output-folder: x", "did you mean `output`?"),
-    ("<<: {a: 1}", "known keys: checkpoint, compute, data,"),
-    ("eval: {stop: {patince: 3}}", "did you mean `patience`?"),
-    ("train: {str: 3}", "known keys"),
-])
+@table(
+    ("line", "fix"),
+    [
+        ("train: {learning_rate: 3}", "did you mean `lr`?"),
+        ("learning_rate: 3", "did you mean `train.lr`?"),
+        ("lora: {rank: 3}", "did you mean `r`?"),
+        ("train: {lora_rank: 3}", "did you mean `lora.r`?"),
+        ("train: {max_length: 3}", "did you mean `data.max_length`?"),
+        ("train: {nothing_like_it: 3}", "known keys: batch_tokens, betas,"),
+        ("train: {batch_token: 3}", "did you mean `batch_tokens`?"),
+        ("train: {LR: 3}", "did you mean `lr`?"),
+        ("lr: 3", "did you mean `train.lr`?"),
+        ("max_length: 3", "did you mean `data.max_length`?"),
+        ("output-folder: x", "did you mean `output`?"),
+        ("<<: {a: 1}", "known keys: checkpoint, compute, data,"),
+        ("eval: {stop: {patince: 3}}", "did you mean `patience`?"),
+        ("train: {str: 3}", "known keys"),
+    ],
+)
 def test_unknown_keys_are_answered_with_a_known_one(line: str, fix: str) -> None:
     ((where, what, hint),) = told(SMALLEST + line)
     assert where == "r.yaml:3"
@@ -152,25 +157,28 @@ def test_unknown_keys_are_answered_with_a_known_one(line: str, fix: str) -> None
     assert fix in hint
 
 
-@table(("line", "fix"), [
-    ("lora: {targets: 5}", "write all-linear, or a list"),
-    ("train: {betas: [0.9]}", "write two numbers"),
-    ("train: {betas: 0.9}", "write two numbers"),
-    ("train: {schedule: cosinus}", "did you mean `cosine`? use one of: cosine, linear, constant"),
-    ("precision: 16", "one of: auto, bf16, fp16, fp32"),
-    ("train: {lr: fast}", "write one such as 0.0002"),
-    ("lora: {dora: 7}", "write true or false"),
-    ("train: {lr: -1}", "write a number in range such as 0.0002"),
-    ("train: 3", "write its keys below it, any of: epochs, steps,"),
-    ("eval: {stop: 3}", "write its keys below it, any of: patience, min_delta"),
-    ("memory: {budget: 24}", "write auto, an amount such as 24GB, or a percentage such as 80%"),
-    ("train: {lr: }", "set train.lr, or remove the key"),
-    ("output: 2024", 'put it in quotes: output: "2024"'),
-    ("eval: {every: [1, 2]}", "write a number of steps, or a fraction of all steps such as 0.1"),
-    ("eval: {every: 1.5}", "write a number of steps, or a fraction of all steps such as 0.1"),
-    ("train: {warmup: 1.5}", "write a fraction of all steps below 1, or a number of steps"),
-    ("checkpoint: {keep: [1, 2]}", "write one such as 3"),
-])
+@table(
+    ("line", "fix"),
+    [
+        ("lora: {targets: 5}", "write all-linear, or a list"),
+        ("train: {betas: [0.9]}", "write two numbers"),
+        ("train: {betas: 0.9}", "write two numbers"),
+        ("train: {schedule: cosinus}", "did you mean `cosine`? use one of: cosine, linear, constant"),
+        ("precision: 16", "one of: auto, bf16, fp16, fp32"),
+        ("train: {lr: fast}", "write one such as 0.0002"),
+        ("lora: {dora: 7}", "write true or false"),
+        ("train: {lr: -1}", "write a number in range such as 0.0002"),
+        ("train: 3", "write its keys below it, any of: epochs, steps,"),
+        ("eval: {stop: 3}", "write its keys below it, any of: patience, min_delta"),
+        ("memory: {budget: 24}", "write auto, an amount such as 24GB, or a percentage such as 80%"),
+        ("train: {lr: }", "set train.lr, or remove the key"),
+        ("output: 2024", 'put it in quotes: output: "2024"'),
+        ("eval: {every: [1, 2]}", "write a number of steps, or a fraction of all steps such as 0.1"),
+        ("eval: {every: 1.5}", "write a number of steps, or a fraction of all steps such as 0.1"),
+        ("train: {warmup: 1.5}", "write a fraction of all steps below 1, or a number of steps"),
+        ("checkpoint: {keep: [1, 2]}", "write one such as 3"),
+    ],
+)
 def test_a_wrong_value_is_told_once_with_what_to_write(line: str, fix: str) -> None:
     ((where, _, hint),) = told(SMALLEST + line)
     assert where == "r.yaml:3"
@@ -201,10 +209,19 @@ def test_training_data_that_is_no_name_is_told_what_is(value: str) -> None:
 
 
 def test_words_of_the_command_line_override_the_file() -> None:
-    recipe = parse_recipe(f"{SMALLEST}train: {{lr: 1.0, epochs: 5}}", [
-        "train.lr=1e-4", "lora.targets=[q_proj, v_proj]", "data.eval=0.1", "eval.stop.patience=2", "output=runs/a=b",
-        "data.train=b.jsonl", "train.steps=null", "lora.dora=true",
-    ])
+    recipe = parse_recipe(
+        f"{SMALLEST}train: {{lr: 1.0, epochs: 5}}",
+        [
+            "train.lr=1e-4",
+            "lora.targets=[q_proj, v_proj]",
+            "data.eval=0.1",
+            "eval.stop.patience=2",
+            "output=runs/a=b",
+            "data.train=b.jsonl",
+            "train.steps=null",
+            "lora.dora=true",
+        ],
+    )
     assert (recipe.train.lr, recipe.train.epochs, recipe.train.steps) == (1e-4, 5, None)
     assert recipe.lora.targets == ("q_proj", "v_proj")
     assert recipe.lora.dora is True
@@ -232,7 +249,10 @@ def test_problems_on_the_command_line_say_so() -> None:
     assert {(where, what.split(":")[0]) for where, what, _ in found} == {
         ("command line", "`train.lr` is not of the form key=value"),
         ("command line", "`--train.lr=3` is not of the form key=value"),
-        ("command line", "train.lrr"), ("command line", "model.name"), ("command line", "output"), ("r.yaml:3", "train.epochs"),
+        ("command line", "train.lrr"),
+        ("command line", "model.name"),
+        ("command line", "output"),
+        ("r.yaml:3", "train.epochs"),
     }
 
 
@@ -301,18 +321,24 @@ def test_every_commented_key_of_the_example_is_one() -> None:
     assert recipe.data.special_tokens.pad_token == "<|endoftext|>"
 
 
-@table(("text", "what", "fix"), [
-    ("metrics: [exact_match, mine.py]", "mine.py is a file, and Pronghorn runs code only if it is named on the command line",
-     "remove it here and add: --metric-file mine.py"),
-    ("metrics: folder/mine", "Pronghorn runs code only if it is named on the command line", "--metric-file folder/mine"),
-    ("metric_file: mine.py", "Pronghorn runs code only if it is named on the command line", "--metric-file FILE"),
-    ("metrics: [exact]", "invalid value 'exact'", "did you mean `exact_match`?"),
-    ("metrics: [regex]", "eval.regex: the metric `regex` needs a pattern", "set eval.regex"),
-    ("regex: x", "eval.regex: no metric uses the pattern", "add regex to eval.metrics"),
-    ("{metrics: regex, regex: '('}", "is not a valid regular expression", "fix the pattern"),
-    ("best: rouge_l", "eval.best: rouge_l is not measured", "add rouge_l to eval.metrics"),
-    ("best: multiple_choice_norm", "is not measured", "add multiple_choice to eval.metrics"),
-])
+@table(
+    ("text", "what", "fix"),
+    [
+        (
+            "metrics: [exact_match, mine.py]",
+            "mine.py is a file, and Pronghorn runs code only if it is named on the command line",
+            "remove it here and add: --metric-file mine.py",
+        ),
+        ("metrics: folder/mine", "Pronghorn runs code only if it is named on the command line", "--metric-file folder/mine"),
+        ("metric_file: mine.py", "Pronghorn runs code only if it is named on the command line", "--metric-file FILE"),
+        ("metrics: [exact]", "invalid value 'exact'", "did you mean `exact_match`?"),
+        ("metrics: [regex]", "eval.regex: the metric `regex` needs a pattern", "set eval.regex"),
+        ("regex: x", "eval.regex: no metric uses the pattern", "add regex to eval.metrics"),
+        ("{metrics: regex, regex: '('}", "is not a valid regular expression", "fix the pattern"),
+        ("best: rouge_l", "eval.best: rouge_l is not measured", "add rouge_l to eval.metrics"),
+        ("best: multiple_choice_norm", "is not measured", "add multiple_choice to eval.metrics"),
+    ],
+)
 def test_metrics_are_judged_and_no_recipe_runs_code(text: str, what: str, fix: str) -> None:
     section = text if text.startswith("{") else f"{{{text}}}"
     (problem,) = problems(f"model: m\ndata: {{train: a.jsonl, eval: 0.1}}\neval: {section}\n")
@@ -365,13 +391,16 @@ def test_an_override_that_is_no_value_is_a_text_and_judged_as_one(word: str) -> 
     assert parse_recipe(text, ["output=2020-02-30"]).output == "2020-02-30"
 
 
-@table(("train", "what", "fix"), [
-    ("[{path: a, weigth: 2}]", "data.train.0.weigth: unknown key", "did you mean `weight`?"),
-    ("[b, {path: a, fields: {prompt: q}}]", "data.train.1.fields: unknown key", "did you mean `columns`?"),
-    ("{weight: 2}", "data.train.0.path: missing", "add `path: ...`"),
-    ("[{path: a, weight: 0}]", "data.train.0.weight: 0 is out of range", "write a number in range"),
-    ("[[a]]", "data.train.0: invalid value ['a']", "sources such as {path: a.jsonl, weight: 2}"),
-])
+@table(
+    ("train", "what", "fix"),
+    [
+        ("[{path: a, weigth: 2}]", "data.train.0.weigth: unknown key", "did you mean `weight`?"),
+        ("[b, {path: a, fields: {prompt: q}}]", "data.train.1.fields: unknown key", "did you mean `columns`?"),
+        ("{weight: 2}", "data.train.0.path: missing", "add `path: ...`"),
+        ("[{path: a, weight: 0}]", "data.train.0.weight: 0 is out of range", "write a number in range"),
+        ("[[a]]", "data.train.0: invalid value ['a']", "sources such as {path: a.jsonl, weight: 2}"),
+    ],
+)
 def test_a_source_with_something_wrong_is_told_as_a_source(train: str, what: str, fix: str) -> None:
     with pytest.raises(RecipeError) as caught:
         parse_recipe(f"model: m\ndata:\n  train: {train}\n")

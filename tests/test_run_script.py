@@ -20,23 +20,42 @@ PUBLIC = Path(__file__).parent / "scripts" / "public"
 
 
 def process(*words: str, folder: Path, module: str = "pronghorn.cli", **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", module, *words], cwd=folder, capture_output=True, text=True, check=False,
-                          env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **variables})
+    return subprocess.run(
+        [sys.executable, "-m", module, *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **variables},
+    )
 
 
 def test_a_script_trains_in_a_process_of_its_own(tmp_path: Path) -> None:
     """Hugging Face's Trainer: TRL's own loss needs a GPU."""
     write_hub(tmp_path / "home" / "hub", only="unsloth/Qwen3-4B")
     write_data(tmp_path)
-    ended = process("run", str(PUBLIC / "plain_trainer.py"), "--epochs", "0.25", "--output", "mine", folder=tmp_path,
-                    HF_HOME=str(tmp_path / "home"), HF_HUB_OFFLINE="1")
+    ended = process(
+        "run",
+        str(PUBLIC / "plain_trainer.py"),
+        "--epochs",
+        "0.25",
+        "--output",
+        "mine",
+        folder=tmp_path,
+        HF_HOME=str(tmp_path / "home"),
+        HF_HUB_OFFLINE="1",
+    )
     assert ended.returncode == 0, ended.stderr
     assert "answer:" in ended.stdout
     assert (tmp_path / "mine" / "adapter_model.safetensors").is_file()
-    for told in ("import unsloth gives pronghorn", "Trainer(tokenizer=...) becomes processing_class=...",
-                 "TrainingArguments(evaluation_strategy=...) becomes eval_strategy=...", "warmup_steps=...",
-                 "fp16=True) becomes fp16=False",
-                 *([] if find_spec("bitsandbytes") else ['optim="paged_adamw_8bit") becomes "adamw_torch_fused"'])):
+    for told in (
+        "import unsloth gives pronghorn",
+        "Trainer(tokenizer=...) becomes processing_class=...",
+        "TrainingArguments(evaluation_strategy=...) becomes eval_strategy=...",
+        "warmup_steps=...",
+        "fp16=True) becomes fp16=False",
+        *([] if find_spec("bitsandbytes") else ['optim="paged_adamw_8bit") becomes "adamw_torch_fused"']),
+    ):
         assert sum(told in line for line in ended.stderr.splitlines() if line.startswith("pronghorn: ")) == 1, told
 
 
@@ -44,7 +63,9 @@ def test_arguments_and_exit_codes_of_a_script(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("here = True\n", encoding="utf-8")
     (tmp_path / "mine.py").write_text(
         "import atexit, sys, json, beside\nprint(json.dumps([sys.argv, sys.path[0], __name__]))\n"
-        "atexit.register(lambda: print(sys.modules['__main__'].beside.here))\nsys.exit(7)\n", encoding="utf-8")
+        "atexit.register(lambda: print(sys.modules['__main__'].beside.here))\nsys.exit(7)\n",
+        encoding="utf-8",
+    )
     words = ["mine.py", "--", "--json", "a=b", "--help"]
     for command in (process("run", *words, folder=tmp_path), process(*words, folder=tmp_path, module="pronghorn.unsloth")):
         assert command.returncode == 7, command.stderr
@@ -55,9 +76,12 @@ def test_arguments_and_exit_codes_of_a_script(tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_a_script_with_its_traceback(tmp_path: Path) -> None:
     # A shell's background jobs ignore Ctrl-C, and so does what they start: the script hears it wherever the tests run.
-    (tmp_path / "mine.py").write_text("import os, signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-                                      "def work():\n    os.kill(os.getpid(), signal.SIGINT)\n"
-                                      "    time.sleep(600)\n\n\nwork()\n", encoding="utf-8")
+    (tmp_path / "mine.py").write_text(
+        "import os, signal, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "def work():\n    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    time.sleep(600)\n\n\nwork()\n",
+        encoding="utf-8",
+    )
     ended = process("run", "mine.py", folder=tmp_path)
     assert ended.returncode == 130
     assert ended.stderr.startswith(f'Traceback (most recent call last):\n  File "{tmp_path / "mine.py"}", line 8, in <module>')
@@ -66,8 +90,9 @@ def test_ctrl_c_ends_a_script_with_its_traceback(tmp_path: Path) -> None:
 
 
 def test_an_error_of_ours_and_one_of_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "ours.py").write_text("from unsloth import FastVisionModel\nFastVisionModel.from_pretrained('x')\n",
-                                      encoding="utf-8")
+    (tmp_path / "ours.py").write_text(
+        "from unsloth import FastVisionModel\nFastVisionModel.from_pretrained('x')\n", encoding="utf-8"
+    )
     (tmp_path / "own.py").write_text("open('/no/such/file')\n", encoding="utf-8")
     for name, code, last in (("ours.py", 2, "fix: "), ("own.py", 1, "FileNotFoundError: ")):
         with pytest.raises(SystemExit) as ended:

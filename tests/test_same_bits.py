@@ -12,22 +12,28 @@ from samples import make_model
 from tables import table
 
 STEP = {"loss": (0.5).hex(), "gradients": {"w": {"bits": "00", "norm": 1.0}, "frozen": None}}
-SIDE: dict[str, Any] = {"llama / lora / keep": {"steps": [STEP, copy.deepcopy(STEP)]}, "phi / fp8 / keep": {"refused": "no"},
-                        "train / lora": {"exit": 0, "steps": [[1, 2.0, 3.0]]}}
+SIDE: dict[str, Any] = {
+    "llama / lora / keep": {"steps": [STEP, copy.deepcopy(STEP)]},
+    "phi / fp8 / keep": {"refused": "no"},
+    "train / lora": {"exit": 0, "steps": [[1, 2.0, 3.0]]},
+}
 
 
 def test_equal_sides_have_no_differences() -> None:
     assert differences(SIDE, copy.deepcopy(SIDE)) == []
 
 
-@table(("path", "value", "told"), [
-    (("llama / lora / keep", "steps", 1, "loss"), (0.5000000000000001).hex(), "step 1: loss 0.5 -> 0.5000000000000001"),
-    (("llama / lora / keep", "steps", 0, "gradients", "w", "bits"), "01", "step 0: 1 gradients, the first w"),
-    (("llama / lora / keep",), {"refused": "now"}, "now"),
-    (("phi / fp8 / keep", "refused"), "another reason", "another reason"),
-    (("train / lora", "exit"), 2, "'exit': 2"),
-    (("train / lora", "steps"), [[1, 2.0000000001, 3.0]], "2.0000000001"),
-])
+@table(
+    ("path", "value", "told"),
+    [
+        (("llama / lora / keep", "steps", 1, "loss"), (0.5000000000000001).hex(), "step 1: loss 0.5 -> 0.5000000000000001"),
+        (("llama / lora / keep", "steps", 0, "gradients", "w", "bits"), "01", "step 0: 1 gradients, the first w"),
+        (("llama / lora / keep",), {"refused": "now"}, "now"),
+        (("phi / fp8 / keep", "refused"), "another reason", "another reason"),
+        (("train / lora", "exit"), 2, "'exit': 2"),
+        (("train / lora", "steps"), [[1, 2.0000000001, 3.0]], "2.0000000001"),
+    ],
+)
 def test_each_difference_is_told(path: tuple[Any, ...], value: Any, told: str) -> None:
     other = copy.deepcopy(SIDE)
     place: Any = other

@@ -43,8 +43,12 @@ def model_folder(name: str, *, weights: bool = False, token: str | None = None) 
     if folder := folder_of(name):
         return folder
     if not REPOSITORY.fullmatch(name):
-        raise ModelError(what="no such model folder", where=name, why="it is neither a local folder nor a Hub name (org/name)",
-                         fix="check the path in `model:`, or use a Hub name")
+        raise ModelError(
+            what="no such model folder",
+            where=name,
+            why="it is neither a local folder nor a Hub name (org/name)",
+            fix="check the path in `model:`, or use a Hub name",
+        )
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -81,8 +85,12 @@ def adapter_folder(name: str, *, token: str | None = None) -> Path | None:
             if ADAPTER_WEIGHTS not in adapter.files:
                 pickled = [file for file in adapter.files if file.startswith("adapter_model.") and file.endswith(PICKLED)]
                 why = "a pickle can run arbitrary code when it is opened, so Pronghorn never opens one" if pickled else ""
-                raise ModelError(what=f"{ADAPTER_WEIGHTS} is missing", where=name, why=why,
-                                 fix="use a repository with the adapter as safetensors") from adapter
+                raise ModelError(
+                    what=f"{ADAPTER_WEIGHTS} is missing",
+                    where=name,
+                    why=why,
+                    fix="use a repository with the adapter as safetensors",
+                ) from adapter
             folder = _download(name, ADAPTER, None, token).parent
             for file in adapter.files:
                 if file.endswith(SMALL) or file == ADAPTER_WEIGHTS:
@@ -118,8 +126,11 @@ def data_set_revision(name: str) -> str:
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
-        raise DataError(what="streaming a dataset needs the Hub, but HF_HUB_OFFLINE is set", where=name,
-                        fix="unset HF_HUB_OFFLINE, or use the dataset's files")
+        raise DataError(
+            what="streaming a dataset needs the Hub, but HF_HUB_OFFLINE is set",
+            where=name,
+            fix="unset HF_HUB_OFFLINE, or use the dataset's files",
+        )
     with quiet():
         try:
             return str(_tried(lambda: _api(None).dataset_info(name, timeout=PATIENCE)).sha)
@@ -131,11 +142,18 @@ def _from_cache(name: str) -> Path:
     if (folder := _whole_in_cache(name)) is not None:
         return folder
     if why := os.environ.get(SILENT):
-        raise EnvironmentFault(what="the model is not in the Hub cache, and the Hub cannot be reached", where=name, why=why,
-                               fix="check the network and the spelling, or use a local folder")
-    raise ModelError(what="the model is not in the Hub cache", where=name,
-                     why="HF_HUB_OFFLINE is set, so nothing is downloaded",
-                     fix="check the name; without network access, the model must be a folder or already in the Hub cache")
+        raise EnvironmentFault(
+            what="the model is not in the Hub cache, and the Hub cannot be reached",
+            where=name,
+            why=why,
+            fix="check the network and the spelling, or use a local folder",
+        )
+    raise ModelError(
+        what="the model is not in the Hub cache",
+        where=name,
+        why="HF_HUB_OFFLINE is set, so nothing is downloaded",
+        fix="check the name; without network access, the model must be a folder or already in the Hub cache",
+    )
 
 
 def _whole_in_cache(name: str, file: str = CONFIG) -> Path | None:
@@ -156,8 +174,9 @@ def _ask(name: str, token: str | None) -> tuple[str, list[str]]:
         files = [sibling.rfilename for sibling in info.siblings or [] if _wanted(PurePosixPath(sibling.rfilename))]
         if CONFIG not in files:
             if ADAPTER in files:
-                adapter = _IsAdapterError(what="this is an adapter, not a model", where=name,
-                                          fix="use the base model it was trained on")
+                adapter = _IsAdapterError(
+                    what="this is an adapter, not a model", where=name, fix="use the base model it was trained on"
+                )
                 adapter.files = tuple(files)
                 raise adapter
             raise ModelError(what="the Hub repository has no config.json", where=name, fix="check the name in `model:`")
@@ -196,9 +215,12 @@ def _weight_files(name: str, folder: Path, files: list[str]) -> list[str]:
     if found:
         return found
     if pickled := [file for file in files if file.endswith(PICKLED)]:
-        raise ModelError(what=f"the weights are pickled ({pickled[0]})", where=name,
-                         why="a pickle can run arbitrary code when it is opened, so Pronghorn never opens one",
-                         fix="use a repository with safetensors files")
+        raise ModelError(
+            what=f"the weights are pickled ({pickled[0]})",
+            where=name,
+            why="a pickle can run arbitrary code when it is opened, so Pronghorn never opens one",
+            fix="use a repository with safetensors files",
+        )
     raise ModelError(what="the Hub repository has no *.safetensors files", where=name, fix="check the name in `model:`")
 
 
@@ -209,8 +231,11 @@ def _download(name: str, file: str, commit: str | None, token: str | None) -> Pa
     if isinstance(there, str):
         return Path(there)
     folder = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
-    return Path(_watched(
-        lambda: hf_hub_download(name, file, revision=commit, token=token, etag_timeout=PATIENCE, **_names()), folder, name))
+    return Path(
+        _watched(
+            lambda: hf_hub_download(name, file, revision=commit, token=token, etag_timeout=PATIENCE, **_names()), folder, name
+        )
+    )
 
 
 def _watched(work: Callable[[], Any], folder: Path, name: str) -> Any:
@@ -236,8 +261,12 @@ def _watched(work: Callable[[], Any], folder: Path, name: str) -> Any:
         if (size := _bytes_below(folder)) != seen:
             seen, since = size, time.monotonic()
         elif time.monotonic() - since > SILENCE:
-            raise EnvironmentFault(what="the download stalled", where=name, why=f"no data received for {SILENCE:.0f} s",
-                                   fix="run the same command again: it continues the download")
+            raise EnvironmentFault(
+                what="the download stalled",
+                where=name,
+                why=f"no data received for {SILENCE:.0f} s",
+                fix="run the same command again: it continues the download",
+            )
 
 
 def _bytes_below(folder: Path) -> int:
@@ -275,24 +304,37 @@ def refusal(error: Exception, name: str, *, token: str | None = None, kind: str 
     answer = getattr(error, "response", None)
     status = int(getattr(answer, "status_code", 0) or 0)
     if isinstance(error, GatedRepoError) or status == 403:
-        return wrong(what=f"access to this {kind} is restricted ({status or 403})", where=name,
-                     why=f"the owner of the token ({given}) must accept the licence on {page}",
-                     fix=f"accept it there, then set HF_TOKEN to a token from {constants.ENDPOINT}/settings/tokens")
+        return wrong(
+            what=f"access to this {kind} is restricted ({status or 403})",
+            where=name,
+            why=f"the owner of the token ({given}) must accept the licence on {page}",
+            fix=f"accept it there, then set HF_TOKEN to a token from {constants.ENDPOINT}/settings/tokens",
+        )
     if isinstance(error, RepositoryNotFoundError) or status in (401, 404):
-        return wrong(what=f"the Hub has no such {kind}, or it is private ({status or 404})", where=name,
-                     why=f"without access the Hub does not say which; see {page}",
-                     fix="check the spelling; if it is private or gated, set HF_TOKEN to a token from "
-                         f"{constants.ENDPOINT}/settings/tokens")
+        return wrong(
+            what=f"the Hub has no such {kind}, or it is private ({status or 404})",
+            where=name,
+            why=f"without access the Hub does not say which; see {page}",
+            fix="check the spelling; if it is private or gated, set HF_TOKEN to a token from "
+            f"{constants.ENDPOINT}/settings/tokens",
+        )
     first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
     if status in BUSY or status >= 500:
         why = "it asks to retry later" if status == 429 else "it is a server error"
-        return EnvironmentFault(what=f"the Hub answers with status {status}", where=name, why=why,
-                                fix="run the same command again later, or use a local folder")
+        return EnvironmentFault(
+            what=f"the Hub answers with status {status}",
+            where=name,
+            why=why,
+            fix="run the same command again later, or use a local folder",
+        )
     if status:
-        return wrong(what=f"the Hub refuses the request ({status})", where=name, why=first,
-                     fix="check the name and HF_TOKEN")
-    return EnvironmentFault(what=f"the Hub does not answer, and the {kind} is not in the cache", where=name,
-                            why=f"{constants.ENDPOINT}: {first}", fix="check the network, or use a local folder")
+        return wrong(what=f"the Hub refuses the request ({status})", where=name, why=first, fix="check the name and HF_TOKEN")
+    return EnvironmentFault(
+        what=f"the Hub does not answer, and the {kind} is not in the cache",
+        where=name,
+        why=f"{constants.ENDPOINT}: {first}",
+        fix="check the network, or use a local folder",
+    )
 
 
 def hub_errors() -> tuple[type[Exception], ...]:

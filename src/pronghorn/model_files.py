@@ -26,8 +26,10 @@ NOT_SET: tuple[Any, ...] = (None, False, "", [], {})
 OWN_ATTENTION = (None, "eager", "sdpa", "flex_attention")  # transformers' own, where no package has to be found for them
 OWN_EXPERTS = (None, "eager", "grouped_mm", "batched_mm")
 # tokenizer_class is looked up among all names of transformers: models and pipelines are among them.
-TOKENIZER_CLASS = re.compile(r"(?!Auto)\w+Tokenizer(Fast)?|PreTrainedTokenizerFast|TokenizersBackend|SentencePieceBackend"
-                             r"|MistralCommonBackend|PythonBackend")
+TOKENIZER_CLASS = re.compile(
+    r"(?!Auto)\w+Tokenizer(Fast)?|PreTrainedTokenizerFast|TokenizersBackend|SentencePieceBackend"
+    r"|MistralCommonBackend|PythonBackend"
+)
 TEMPLATE_NAME = re.compile(r"\w[\w.-]*")  # becomes the name of a file
 
 
@@ -42,10 +44,16 @@ class NamedCode:
 
 
 NAMED_CODE = (
-    *(NamedCode(CONFIG, f"{dash}attn_implementation{internal}", OWN_ATTENTION, "attention kernels from a Hub repository")
-      for dash in ("", "_") for internal in ("", "_internal")),
-    *(NamedCode(CONFIG, f"{dash}experts_implementation{internal}", OWN_EXPERTS, "expert kernels from a Hub repository")
-      for dash in ("", "_") for internal in ("", "_internal")),
+    *(
+        NamedCode(CONFIG, f"{dash}attn_implementation{internal}", OWN_ATTENTION, "attention kernels from a Hub repository")
+        for dash in ("", "_")
+        for internal in ("", "_internal")
+    ),
+    *(
+        NamedCode(CONFIG, f"{dash}experts_implementation{internal}", OWN_EXPERTS, "expert kernels from a Hub repository")
+        for dash in ("", "_")
+        for internal in ("", "_internal")
+    ),
     NamedCode(CONFIG, "kernel_config", NOT_SET, "kernels from a Hub repository"),
     NamedCode(CONFIG, "use_kernels", NOT_SET, "kernels from a Hub repository"),
     NamedCode(CONFIG, "fusion_config", NOT_SET, "classes that replace those of transformers"),
@@ -95,9 +103,12 @@ def require_safe_files(folder: Path, where: str) -> dict[str, Any]:
     where there is none (a folder with a tokenizer only)."""
     found = {name: read_json(folder / name, where) for name in FILES if (folder / name).is_file()}
     if CONFIG in found and (folder / ADAPTER).is_file():
-        raise ModelError(what=f"the folder has {ADAPTER} next to {CONFIG}", where=where,
-                         why="transformers would also load this adapter, from an unchecked file",
-                         fix="merge the adapter into the model, or move its files to a separate folder")
+        raise ModelError(
+            what=f"the folder has {ADAPTER} next to {CONFIG}",
+            where=where,
+            why="transformers would also load this adapter, from an unchecked file",
+            fix="merge the adapter into the model, or move its files to a separate folder",
+        )
     for name, content in found.items():
         _refuse_named_code(name, content, where)
     _refuse_tokenizer_tricks(found.get(TOKENIZER, {}), where)
@@ -112,21 +123,29 @@ def _refuse_named_code(file: str, content: dict[str, Any], where: str) -> None:
             continue
         named = list(value.values()) if isinstance(value, dict) and value else [value]  # one name a part of the model
         if strange := [name for name in named if not _among(name, rule.allowed)]:
-            raise ModelError(what=f"{file} sets `{path}` to {str(strange[0])[:80]!r}", where=where,
-                             why=f"it leads to {rule.leads_to}, and Pronghorn runs no code from model files",
-                             fix=f"remove `{path}` from {file}")
+            raise ModelError(
+                what=f"{file} sets `{path}` to {str(strange[0])[:80]!r}",
+                where=where,
+                why=f"it leads to {rule.leads_to}, and Pronghorn runs no code from model files",
+                fix=f"remove `{path}` from {file}",
+            )
 
 
 def _among(value: Any, allowed: tuple[Any, ...]) -> bool:
     return any(type(value) is type(one) and value == one for one in allowed) or (
-        type(value) in (int, float) and any(value == one for one in allowed if type(one) in (int, float)))
+        type(value) in (int, float) and any(value == one for one in allowed if type(one) in (int, float))
+    )
 
 
 def _entries(content: Any, file: str, where: str, path: str = "", depth: int = 0) -> Iterator[tuple[str, str, Any]]:
     """Every key at any depth, with its path and value."""
     if depth > DEEPEST:
-        raise ModelError(what=f"cannot read {file}", where=where, why=f"objects are nested more than {DEEPEST} levels deep",
-                         fix="download the model's files again")
+        raise ModelError(
+            what=f"cannot read {file}",
+            where=where,
+            why=f"objects are nested more than {DEEPEST} levels deep",
+            fix="download the model's files again",
+        )
     if isinstance(content, dict):
         for key, value in content.items():
             here = f"{path}.{key}" if path else str(key)
@@ -141,24 +160,39 @@ def _entries(content: Any, file: str, where: str, path: str = "", depth: int = 0
 def _refuse_tokenizer_tricks(content: dict[str, Any], where: str) -> None:
     name = content.get("tokenizer_class")
     if name is not None and not (isinstance(name, str) and TOKENIZER_CLASS.fullmatch(name)):
-        raise ModelError(what=f"{TOKENIZER} sets tokenizer_class to {str(name)[:80]!r}", where=where,
-                         why="that is not the name of a tokenizer class", fix="download the model's files again")
+        raise ModelError(
+            what=f"{TOKENIZER} sets tokenizer_class to {str(name)[:80]!r}",
+            where=where,
+            why="that is not the name of a tokenizer class",
+            fix="download the model's files again",
+        )
     templates = content.get("chat_template")
     if isinstance(templates, list):
-        if not all(isinstance(one, dict) and isinstance(one.get("name"), str) and isinstance(one.get("template"), str)
-                   for one in templates):
-            raise ModelError(what=f"a chat template of {TOKENIZER} has no name or no text", where=where,
-                             fix="give every entry of chat_template a `name` and a `template`")
+        if not all(
+            isinstance(one, dict) and isinstance(one.get("name"), str) and isinstance(one.get("template"), str)
+            for one in templates
+        ):
+            raise ModelError(
+                what=f"a chat template of {TOKENIZER} has no name or no text",
+                where=where,
+                fix="give every entry of chat_template a `name` and a `template`",
+            )
         require_template_names([one["name"] for one in templates], where)
     elif templates is not None and not isinstance(templates, str):
-        raise ModelError(what=f"chat_template in {TOKENIZER} is a {type(templates).__name__}", where=where,
-                         fix="make it a string, or a list of named templates")
+        raise ModelError(
+            what=f"chat_template in {TOKENIZER} is a {type(templates).__name__}",
+            where=where,
+            fix="make it a string, or a list of named templates",
+        )
 
 
 def require_template_names(names: list[str], where: str) -> None:
     """A checkpoint stores each named template as a file of that name."""
     for name in names:
         if not TEMPLATE_NAME.fullmatch(name):
-            raise ModelError(what=f"invalid chat template name {name[:80]!r} in the tokenizer", where=where,
-                             why="templates are saved as files, and this is not a valid file name",
-                             fix=f"rename the template in {TOKENIZER}; use letters, digits, `_`, `-` and `.`")
+            raise ModelError(
+                what=f"invalid chat template name {name[:80]!r} in the tokenizer",
+                where=where,
+                why="templates are saved as files, and this is not a valid file name",
+                fix=f"rename the template in {TOKENIZER}; use letters, digits, `_`, `-` and `.`",
+            )

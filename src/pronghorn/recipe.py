@@ -244,8 +244,11 @@ class Eval(Section):
     def misfits(self) -> list[str]:
         problems = []
         if ("regex" in self.metrics) != (self.regex is not None):
-            problems.append("eval.regex: the metric `regex` needs a pattern; set eval.regex" if self.regex is None else
-                            "eval.regex: no metric uses the pattern; add regex to eval.metrics")
+            problems.append(
+                "eval.regex: the metric `regex` needs a pattern; set eval.regex"
+                if self.regex is None
+                else "eval.regex: no metric uses the pattern; add regex to eval.metrics"
+            )
         if self.best in figures_of(METRICS) and self.best not in figures_of(self.metrics):
             problems.append(f"eval.best: {self.best} is not measured; add {self.best.removesuffix('_norm')} to eval.metrics")
         return problems
@@ -297,8 +300,10 @@ class Recipe(Section):
         problems += self.eval.misfits
         problems += self._compute_misfits()
         if self.storage != "auto" and self.method != "qlora":
-            problems.append(f"storage: {self.storage} cannot be combined with method: {self.method}; set method: qlora, whose"
-                            " frozen weights are in 4 bits, or remove storage")
+            problems.append(
+                f"storage: {self.storage} cannot be combined with method: {self.method}; set method: qlora, whose"
+                " frozen weights are in 4 bits, or remove storage"
+            )
         if problems:
             raise ValueError("\n".join(problems))  # a line each: `key: what; fix`
         return self
@@ -306,23 +311,35 @@ class Recipe(Section):
     def _compute_misfits(self) -> list[str]:
         problems = []
         if self.compute == "fp8" and self.method == "lora":
-            problems.append("compute: fp8 cannot be combined with method: lora, whose frozen weights are 16-bit;"
-                            " set method: fp8, which also stores them in FP8, or method: qlora for 4 bits")
+            problems.append(
+                "compute: fp8 cannot be combined with method: lora, whose frozen weights are 16-bit;"
+                " set method: fp8, which also stores them in FP8, or method: qlora for 4 bits"
+            )
         if self.compute == "bf16" and self.method == "fp8":
-            problems.append("compute: bf16 cannot be combined with method: fp8, whose weights are multiplied in FP8;"
-                            " remove compute, or set method: lora or qlora")
+            problems.append(
+                "compute: bf16 cannot be combined with method: fp8, whose weights are multiplied in FP8;"
+                " remove compute, or set method: lora or qlora"
+            )
         if self.compute == "bf16" and self.precision in ("fp16", "fp32"):
-            problems.append(f"compute: bf16 cannot be combined with precision: {self.precision}, which sets the GEMM precision;"
-                            " remove compute, or set precision: bf16")
+            problems.append(
+                f"compute: bf16 cannot be combined with precision: {self.precision}, which sets the GEMM precision;"
+                " remove compute, or set precision: bf16"
+            )
         if self.compute == "fp8" and self.layers == "own":
-            problems.append("compute: fp8 cannot be combined with layers: own, which multiply in 16 bits;"
-                            " set layers: fast, or remove compute")
+            problems.append(
+                "compute: fp8 cannot be combined with layers: own, which multiply in 16 bits;"
+                " set layers: fast, or remove compute"
+            )
         if self.compute == "fp8" and self.method == "qlora" and (self.lora.dropout or self.lora.dora):
-            problems.append("compute: fp8 cannot be combined with lora.dropout or lora.dora, which run in PEFT, in 16 bits;"
-                            " remove compute, or remove them")
+            problems.append(
+                "compute: fp8 cannot be combined with lora.dropout or lora.dora, which run in PEFT, in 16 bits;"
+                " remove compute, or remove them"
+            )
         if self.compute == "fp8" and self.storage == "nvfp4":
-            problems.append("compute: fp8 cannot be combined with storage: nvfp4, which is dequantized to 16 bits for GEMMs;"
-                            " remove compute, or set storage: nf4")
+            problems.append(
+                "compute: fp8 cannot be combined with storage: nvfp4, which is dequantized to 16 bits for GEMMs;"
+                " remove compute, or set storage: nf4"
+            )
         return problems
 
     @property
@@ -360,10 +377,18 @@ MAY_CHANGE_ON_RESUME = ("checkpoint.", "eval.", "memory.", "output", "data.worke
 # Of the rest, what cannot change in the middle of a run even where --allow-change asks for it: a key or a section, and why.
 _ADAPTER, _PLACE = "the trained adapter has this shape and scale", "the run's position in the data would mean different rows"
 FIXED_ON_RESUME = {
-    "model": "the trained weights belong to this model", "method": "the trained weights belong to this method",
+    "model": "the trained weights belong to this model",
+    "method": "the trained weights belong to this method",
     "storage": "the adapter was trained on weights in this format",
-    "lora.r": _ADAPTER, "lora.alpha": _ADAPTER, "lora.targets": _ADAPTER, "lora.rslora": _ADAPTER, "lora.dora": _ADAPTER,
-    "data.": _PLACE, "train.batch_tokens": _PLACE, "train.capacity": _PLACE, "train.seed": _PLACE,
+    "lora.r": _ADAPTER,
+    "lora.alpha": _ADAPTER,
+    "lora.targets": _ADAPTER,
+    "lora.rslora": _ADAPTER,
+    "lora.dora": _ADAPTER,
+    "data.": _PLACE,
+    "train.batch_tokens": _PLACE,
+    "train.capacity": _PLACE,
+    "train.seed": _PLACE,
     "train.optimizer": "its moments are stored in a different format",
 }
 

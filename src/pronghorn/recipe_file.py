@@ -111,16 +111,27 @@ FIXES = {
     "data.train": "write a file, a folder or a Hub dataset, a list of them, or sources such as {path: a.jsonl, weight: 2}",
     "memory.budget": "write auto, an amount such as 24GB, or a percentage such as 80%",
 }
-SYNONYMS = {"fields": ["columns"], "rows": ["max_rows"], "limit": ["max_rows"], "file": ["path"], "config": ["name"],
-            "ratio": ["weight"], "probability": ["weight"], "type": ["format"]}  # of a source's keys, as other tools have them
+SYNONYMS = {
+    "fields": ["columns"],
+    "rows": ["max_rows"],
+    "limit": ["max_rows"],
+    "file": ["path"],
+    "config": ["name"],
+    "ratio": ["weight"],
+    "probability": ["weight"],
+    "type": ["format"],
+}  # of a source's keys, as other tools have them
 SECTIONS = {key for key, field in Recipe.model_fields.items() if isinstance(field.annotation, type(BaseModel))}
 PYDANTIC_NAMES = {"str", "float", "int", "bool", "none"}
 
 
 def example(*, model: str | None = None, data: Sequence[str] = (), method: str | None = None) -> str:
     """EXAMPLE with these values in their lines."""
-    given = {"model: ": _scalar(model) if model else None, "method: ": method,
-             "  train: ": f"[{', '.join(map(_scalar, data))}]" if data else None}
+    given = {
+        "model: ": _scalar(model) if model else None,
+        "method: ": method,
+        "  train: ": f"[{', '.join(map(_scalar, data))}]" if data else None,
+    }
     lines = []
     for line in EXAMPLE.splitlines():
         key = next((key for key, value in given.items() if value and line.startswith(key)), None)
@@ -209,8 +220,14 @@ def _once(problems: Iterable[PronghornError]) -> list[PronghornError]:
     return list(seen.values())
 
 
-def read_yaml(text: str, name: str, problems: list[PronghornError], *, kind: str = "recipe",
-              start: str = "write one with `pronghorn new FILE`") -> tuple[dict[str, Any], dict[KeyPath, str]]:
+def read_yaml(
+    text: str,
+    name: str,
+    problems: list[PronghornError],
+    *,
+    kind: str = "recipe",
+    start: str = "write one with `pronghorn new FILE`",
+) -> tuple[dict[str, Any], dict[KeyPath, str]]:
     """Plain values, and the place of each key: `file:line`. `kind` is what to call the file, `start` how to come by one."""
     yaml = YAML(typ="safe", pure=True)
     try:
@@ -222,8 +239,12 @@ def read_yaml(text: str, name: str, problems: list[PronghornError], *, kind: str
         mark = error.problem_mark or error.context_mark
         where = f"{name}:{mark.line + 1}" if mark else name
         if mark and _indented_by_tab(text, mark.line):
-            raise RecipeError(what="a tab in the indentation", where=where, why="YAML indents with spaces only",
-                              fix="replace the tab with spaces") from error
+            raise RecipeError(
+                what="a tab in the indentation",
+                where=where,
+                why="YAML indents with spaces only",
+                fix="replace the tab with spaces",
+            ) from error
         raise RecipeError(
             what=f"not YAML: {error.problem or error.context}", where=where, fix="check indentation, quotes and brackets"
         ) from error
@@ -235,8 +256,12 @@ def read_yaml(text: str, name: str, problems: list[PronghornError], *, kind: str
         raise RecipeError(what=f"the {kind} does not consist of `key: value` lines", where=name, fix=start)
     places: dict[KeyPath, str] = {}
     if values > MOST_VALUES:
-        raise RecipeError(what=f"the {kind} has over {MOST_VALUES:,} values", where=name, why="aliases (*name) repeat lists",
-                          fix="write the values without aliases")
+        raise RecipeError(
+            what=f"the {kind} has over {MOST_VALUES:,} values",
+            where=name,
+            why="aliases (*name) repeat lists",
+            fix="write the values without aliases",
+        )
     return _plain(node, yaml, ROOT, name, places, problems), places
 
 
@@ -252,13 +277,15 @@ def _values_in(node: Node, known: dict[int, int], name: str) -> int:
         inside = [pair[1] for pair in node.value] if isinstance(node, MappingNode) else node.value
         known[id(node)] = 1 + sum(_values_in(one, known, name) for one in inside if isinstance(one, Node))
     elif not known[id(node)]:
-        raise RecipeError(what="a YAML alias refers to itself", where=f"{name}:{node.start_mark.line + 1}",
-                          fix="write the value without an alias")
+        raise RecipeError(
+            what="a YAML alias refers to itself",
+            where=f"{name}:{node.start_mark.line + 1}",
+            fix="write the value without an alias",
+        )
     return known[id(node)]
 
 
-def _plain(node: Node, yaml: YAML, path: KeyPath, name: str, places: dict[KeyPath, str],
-           problems: list[PronghornError]) -> Any:
+def _plain(node: Node, yaml: YAML, path: KeyPath, name: str, places: dict[KeyPath, str], problems: list[PronghornError]) -> Any:
     """Nodes to plain values, noting each key's line and every key that stands twice."""
     if isinstance(node, MappingNode):
         result: dict[str, Any] = {}
@@ -267,8 +294,14 @@ def _plain(node: Node, yaml: YAML, path: KeyPath, name: str, places: dict[KeyPat
             where = f"{name}:{key_node.start_mark.line + 1}"
             if key in result:
                 first = places[(*path, key)]
-                problems.append(RecipeError(what=f"{_dotted((*path, key))}: this key appears twice", where=where,
-                                            why=f"it is already set at {first}", fix="remove one of the two"))
+                problems.append(
+                    RecipeError(
+                        what=f"{_dotted((*path, key))}: this key appears twice",
+                        where=where,
+                        why=f"it is already set at {first}",
+                        fix="remove one of the two",
+                    )
+                )
                 continue
             places[(*path, key)] = where
             result[key] = _plain(value_node, yaml, (*path, key), name, places, problems)
@@ -279,16 +312,24 @@ def _plain(node: Node, yaml: YAML, path: KeyPath, name: str, places: dict[KeyPat
         return yaml.constructor.construct_object(node, deep=True)
     except (YAMLError, ValueError):  # a tag that YAML does not know, or one that the value does not fit
         where = f"{name}:{node.start_mark.line + 1}"
-        problems.append(RecipeError(what=f"{_dotted(path)}: {node.tag} {node.value!r} is not a value", where=where,
-                                    fix="remove the `!` tag, or put the value in quotes"))
+        problems.append(
+            RecipeError(
+                what=f"{_dotted(path)}: {node.tag} {node.value!r} is not a value",
+                where=where,
+                fix="remove the `!` tag, or put the value in quotes",
+            )
+        )
         return None
 
 
 def _apply_override(values: dict[str, Any], places: dict[KeyPath, str], word: str, problems: list[PronghornError]) -> None:
     key, equals, text = word.partition("=")
     if not equals or not re.fullmatch(r"\w+(\.\w+)*", key):
-        problems.append(RecipeError(what=f"`{word}` is not of the form key=value", where="command line",
-                                    fix="write for example train.lr=1e-4"))
+        problems.append(
+            RecipeError(
+                what=f"`{word}` is not of the form key=value", where="command line", fix="write for example train.lr=1e-4"
+            )
+        )
         return
     try:
         value = YAML(typ="safe", pure=True).load(text)
@@ -299,8 +340,13 @@ def _apply_override(values: dict[str, Any], places: dict[KeyPath, str], word: st
     for depth, part in enumerate(parents):
         below = section.setdefault(part, {})
         if not isinstance(below, dict):
-            problems.append(RecipeError(what=f"{key}: `{'.'.join(parents[: depth + 1])}` is a value, not a section",
-                                        where="command line", fix="check the key's name with `pronghorn new -`"))
+            problems.append(
+                RecipeError(
+                    what=f"{key}: `{'.'.join(parents[: depth + 1])}` is a value, not a section",
+                    where="command line",
+                    fix="check the key's name with `pronghorn new -`",
+                )
+            )
             return
         section = below
     section[last] = value
@@ -327,8 +373,9 @@ def _explain(detail: Any, places: dict[KeyPath, str], name: str) -> RecipeError:
         hint = f"did you mean `{meant}`?" if meant else f"known keys: {', '.join(known)}"
         return RecipeError(what=f"{dotted}: unknown key", where=where, fix=hint)
     if kind == "missing":
-        return RecipeError(what=f"{dotted}: missing", where=where,
-                           fix=f"add `{path[-1]}: ...`; `pronghorn new -` shows an example")
+        return RecipeError(
+            what=f"{dotted}: missing", where=where, fix=f"add `{path[-1]}: ...`; `pronghorn new -` shows an example"
+        )
     if kind == "value_error":  # ours: "key: what; fix"
         what, _, fix = str(detail["ctx"]["error"]).partition("; ")
         if not path:
@@ -342,8 +389,12 @@ def _explain(detail: Any, places: dict[KeyPath, str], name: str) -> RecipeError:
         return RecipeError(what=f"{dotted}: invalid value {detail['input']!r}", where=where, fix=fix)
     given = detail["input"]
     if kind == "model_type":
-        return RecipeError(what=f"{dotted}: invalid value {_nothing_or(given)}", where=where, why="it is a section",
-                           fix=f"write its keys below it, any of: {', '.join(_fields(path))}")
+        return RecipeError(
+            what=f"{dotted}: invalid value {_nothing_or(given)}",
+            where=where,
+            why="it is a section",
+            fix=f"write its keys below it, any of: {', '.join(_fields(path))}",
+        )
     of_list = _dotted(path[:-1]) if path and isinstance(path[-1], int) else dotted  # an item is told as its list is
     if of_list in FIXES and kind.endswith(("_type", "too_short")):
         return RecipeError(what=f"{dotted}: invalid value {_nothing_or(given)}", where=where, fix=FIXES[of_list])
@@ -374,10 +425,15 @@ def _misfit(detail: Any, path: KeyPath, where: str) -> RecipeError:
         return RecipeError(what=f"{dotted}: {shown} is neither true nor false", where=where, fix="write true or false")
     limit = re.fullmatch(r"Input should be (.*)", detail["msg"])
     if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal") and limit:
-        return RecipeError(what=f"{dotted}: {shown} is out of range", where=where, why=f"it must be {limit[1]}",
-                           fix=f"write a number in range{such_as}")
-    return RecipeError(what=f"{dotted}: invalid value {shown}", where=where, why=_lower_first(detail["msg"]),
-                       fix=f"fix the value of {dotted}")
+        return RecipeError(
+            what=f"{dotted}: {shown} is out of range",
+            where=where,
+            why=f"it must be {limit[1]}",
+            fix=f"write a number in range{such_as}",
+        )
+    return RecipeError(
+        what=f"{dotted}: invalid value {shown}", where=where, why=_lower_first(detail["msg"]), fix=f"fix the value of {dotted}"
+    )
 
 
 def _default(path: KeyPath) -> Any:

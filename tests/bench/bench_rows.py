@@ -8,9 +8,23 @@ MACHINE = {"hardware": "Test card", "cuda": None, "versions": {"torch": "2.11"},
 
 
 def measured(workload: str, system: str, speed: float, **changes: Any) -> dict[str, Any]:
-    return {"workload": workload, "system": system, "status": "measured", "why": "", "tokens_per_second": speed, "warmup": 10,
-            "steps": 20, "peak_gib": 16.29, "seconds_to_first_step": 14.1, "loss_first": 12.2, "loss_last": 12.17,
-            "grad_norm": 0.15, "tflops": 600.0, "machine": MACHINE, **changes}
+    return {
+        "workload": workload,
+        "system": system,
+        "status": "measured",
+        "why": "",
+        "tokens_per_second": speed,
+        "warmup": 10,
+        "steps": 20,
+        "peak_gib": 16.29,
+        "seconds_to_first_step": 14.1,
+        "loss_first": 12.2,
+        "loss_last": 12.17,
+        "grad_norm": 0.15,
+        "tflops": 600.0,
+        "machine": MACHINE,
+        **changes,
+    }
 
 
 def several() -> list[dict[str, Any]]:

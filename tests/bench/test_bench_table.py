@@ -44,8 +44,16 @@ def test_a_ceiling_that_failed_is_told() -> None:
 
 
 def test_unsloths_speed_is_that_of_the_same_work_under_another_name() -> None:
-    ours = {"workload": "llama-1b-fp8", "system": "pronghorn", "status": "measured", "tokens_per_second": 200_000.0,
-            "seconds_to_first_step": 10.0, "loss_last": 12.0, "warmup": 2, "steps": 3}
+    ours = {
+        "workload": "llama-1b-fp8",
+        "system": "pronghorn",
+        "status": "measured",
+        "tokens_per_second": 200_000.0,
+        "seconds_to_first_step": 10.0,
+        "loss_last": 12.0,
+        "warmup": 2,
+        "steps": 3,
+    }
     (line,) = [line for line in cells([*several(), ours]) if line[0] == "llama-1b-fp8"]
     assert line[3] == "2.50"  # of llama-1b's 80,000
     (line,) = [line for line in cells([ours]) if line[0] == "llama-1b-fp8"]
@@ -53,8 +61,12 @@ def test_unsloths_speed_is_that_of_the_same_work_under_another_name() -> None:
 
 
 def test_the_summary_has_a_line_for_each_work_and_says_why_unsloth_is_not_there() -> None:
-    rows = [*several(), measured("gpt-oss-20b-4layers", "pronghorn", 1e5), measured("gpt-oss-20b-4layers", "padded", 2e4),
-            {"workload": "gpt-oss-20b-4layers", "system": "unsloth", "status": "timed out", "why": "not done after 9 s"}]
+    rows = [
+        *several(),
+        measured("gpt-oss-20b-4layers", "pronghorn", 1e5),
+        measured("gpt-oss-20b-4layers", "padded", 2e4),
+        {"workload": "gpt-oss-20b-4layers", "system": "unsloth", "status": "timed out", "why": "not done after 9 s"},
+    ]
     _, _, one, other = summary(rows).splitlines()
     assert "**120,000** | 80,000 | 1.50 |  | 80 % | 16.3 GiB (16.3 GiB) | 14 s (14 s) |" in one
     assert "**100,000** | timed out: not done after 9 s |  | 20,000 (transformers, padded) |" in other

@@ -29,9 +29,16 @@ HEAVIEST = [
     ((8, 0), "qwen3-30b-a3b-4layers, full, 256 tokens", ("grouped_gemm._weight_kernel",)),
 ]  # fmt: skip
 # These launch all kernels of today. A kernel that none of them launches is looked for in the others.
-FIRST = ("formats", "qwen3-30b-a3b-4layers, fp8, r=16, on experts", "gpt-oss-20b-4layers, qlora, r=16, on experts",
-         "gemma-3-4b, full", "llama-8b, qlora, r=16, compute fp8", "gpt-oss-20b-4layers, full, num_local_experts=8",
-         "llama-8b, lora, head_dim=64, num_attention_heads=32, num_key_value_heads=8, r=16", "llama-70b, lora, r=16")
+FIRST = (
+    "formats",
+    "qwen3-30b-a3b-4layers, fp8, r=16, on experts",
+    "gpt-oss-20b-4layers, qlora, r=16, on experts",
+    "gemma-3-4b, full",
+    "llama-8b, qlora, r=16, compute fp8",
+    "gpt-oss-20b-4layers, full, num_local_experts=8",
+    "llama-8b, lora, head_dim=64, num_attention_heads=32, num_key_value_heads=8, r=16",
+    "llama-70b, lora, r=16",
+)
 
 
 @pytest.fixture(autouse=True)

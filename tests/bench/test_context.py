@@ -122,8 +122,9 @@ def test_a_long_model_shares_its_weights(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.alone  # memory that other processes take counts against its budget
-def test_one_step_of_ours_and_of_a_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-                                        ) -> None:
+def test_one_step_of_ours_and_of_a_peer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     make_model_folder("tiny")
@@ -139,8 +140,23 @@ def test_one_step_of_ours_and_of_a_peer(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(context, "attempt", ours_in_a_process)
     out = tmp_path / "context.json"
-    words = ["context", "--model", "tiny", "--method", "lora", "--budget", "1GB", "--systems", "pronghorn,packed",
-             "--ours", "2048", "--tokens", "1024", "--out", str(out)]
+    words = [
+        "context",
+        "--model",
+        "tiny",
+        "--method",
+        "lora",
+        "--budget",
+        "1GB",
+        "--systems",
+        "pronghorn,packed",
+        "--ours",
+        "2048",
+        "--tokens",
+        "1024",
+        "--out",
+        str(out),
+    ]
     monkeypatch.setattr(sys, "argv", words)
     context.main()
     content = json.loads(out.read_text())

@@ -23,7 +23,8 @@ def test_rows_are_made_of_real_ones_all_different_and_always_the_same(tmp_path: 
     assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
     rows = [json.loads(line)["messages"] for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     assert [[message["role"] for message in row] for row in rows[:5]] == [
-        [message["role"] for message in row["messages"]] for row in given]
+        [message["role"] for message in row["messages"]] for row in given
+    ]
     said = {message["content"] for row in given for message in row["messages"]}
     assert {message["content"] for row in rows for message in row if message["role"] == "user"} <= said
 
@@ -44,6 +45,10 @@ def test_sizes_and_memory() -> None:
     assert 0 < found[1] <= found[0]
     assert _memory(2**22 + 1) is None
     peaks = _peaks([(5.0, 1.0), (9.0, 3.0), (7.0, 2.0), (8.0, 4.0)])
-    assert peaks == {"peak_rss_mb": 9.0, "peak_anonymous_mb": 4.0, "peak_rss_by_quarter_mb": [5.0, 9.0, 7.0, 8.0],
-                     "peak_anonymous_by_quarter_mb": [1.0, 3.0, 2.0, 4.0]}
+    assert peaks == {
+        "peak_rss_mb": 9.0,
+        "peak_anonymous_mb": 4.0,
+        "peak_rss_by_quarter_mb": [5.0, 9.0, 7.0, 8.0],
+        "peak_anonymous_by_quarter_mb": [1.0, 3.0, 2.0, 4.0],
+    }
     assert _peaks([(5.0, 1.0)])["peak_rss_by_quarter_mb"] == [5.0]

@@ -30,16 +30,22 @@ def test_the_table_has_them_all() -> None:
     assert ", 0 differ from what is expected" in TABLE.read_text(encoding="utf-8")
 
 
-@table(("changed", "wrong"), [
-    (Layout("x", {"x.txt": b"hi"}, ("«hi<end>»",)), ""),
-    (Layout("x", {"x.txt": b"hi"}, ("hi<end>",)), "trained ['«hi<end>»']"),
-    (Layout("x", {"x.txt": b"hi"}, ("«hi<end>»",), unused="id"), "unused columns []"),
-    (Layout("x", {"x.txt": b"hi"}, ("«hi<end>»",), told="nothing"), "told ["),
-    (Layout("x", {"x.txt": b"hi"}, what="no", fix="no"), "trained"),
-    (Layout("x", {"x.txt": b""}, ("",)), "refused: x.txt: the file has no rows"),
-    (Layout("x", {"x.txt": b""}, what="the file has no rows", fix="no such words"), "not in the refusal: ['no such words']"),
-    (Layout("x", {"x.txt": b""}), "not in the refusal"),
-])
+@table(
+    ("changed", "wrong"),
+    [
+        (Layout("x", {"x.txt": b"hi"}, ("«hi<end>»",)), ""),
+        (Layout("x", {"x.txt": b"hi"}, ("hi<end>",)), "trained ['«hi<end>»']"),
+        (Layout("x", {"x.txt": b"hi"}, ("«hi<end>»",), unused="id"), "unused columns []"),
+        (Layout("x", {"x.txt": b"hi"}, ("«hi<end>»",), told="nothing"), "told ["),
+        (Layout("x", {"x.txt": b"hi"}, what="no", fix="no"), "trained"),
+        (Layout("x", {"x.txt": b""}, ("",)), "refused: x.txt: the file has no rows"),
+        (
+            Layout("x", {"x.txt": b""}, what="the file has no rows", fix="no such words"),
+            "not in the refusal: ['no such words']",
+        ),
+        (Layout("x", {"x.txt": b""}), "not in the refusal"),
+    ],
+)
 def test_the_judge_sees_what_is_wrong(changed: Layout, wrong: str, tokenizer: Any, tmp_path: Path) -> None:
     found = outcome(changed, tokenizer, tmp_path)["wrong"]
     assert found.startswith(wrong) if wrong else not found

@@ -66,4 +66,8 @@ def test_a_result_says_where_it_comes_from() -> None:
 def test_memory_of_captured_steps_counts_from_the_first() -> None:
     """In TRL, too: replayed graphs allocate nothing, so a peak counted from step 2 would leave their memory out."""
     assert {name for name, system in SYSTEMS.items() if system.captures} == {
-        "pronghorn", "dropin", "dropin-true", "dropin-unsloth"}
+        "pronghorn",
+        "dropin",
+        "dropin-true",
+        "dropin-unsloth",
+    }

@@ -15,9 +15,14 @@ def test_copies_under_kernels_are_hidden(tmp_path: Path) -> None:
     def event(kind: str, name: str, start: float, length: float, size: int = 0) -> dict[str, object]:
         return {"ph": "X", "cat": kind, "name": name, "ts": start, "dur": length, "args": {"bytes": size}}
 
-    events = [event("kernel", "mm", 0, 100), event("kernel", "norm", 50, 100), event("kernel", "mm", 300, 100),
-              event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 120, 60, 6_000_000),
-              event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 310, 20, 1_000_000), {"ph": "M", "name": "process_name"}]
+    events = [
+        event("kernel", "mm", 0, 100),
+        event("kernel", "norm", 50, 100),
+        event("kernel", "mm", 300, 100),
+        event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 120, 60, 6_000_000),
+        event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 310, 20, 1_000_000),
+        {"ph": "M", "name": "process_name"},
+    ]
     trace = tmp_path / "trace.json.gz"
     trace.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode()))
     found = hidden(trace)

@@ -22,8 +22,9 @@ from pronghorn.model.formats.linear import StoredLinear
 
 
 @pytest.mark.parametrize("method", ["lora", "qlora"])
-def test_the_workload_s_method_is_what_runs(method: Literal["lora", "qlora"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-                                            ) -> None:
+def test_the_workload_s_method_is_what_runs(
+    method: Literal["lora", "qlora"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     make_model_folder("tiny")
     meter = Meter(began=time.time(), warmup=1, steps=2, peak_from_first_step=True)
@@ -34,8 +35,9 @@ def test_the_workload_s_method_is_what_runs(method: Literal["lora", "qlora"], tm
     assert figures["changed_share"] > 0.9
 
 
-@pytest.mark.parametrize(("changes", "stored"), [
-    ({"ours": "fp8"}, StoredLinear), ({"method": "qlora", "compute": "fp8"}, StoredLinear)])
+@pytest.mark.parametrize(
+    ("changes", "stored"), [({"ours": "fp8"}, StoredLinear), ({"method": "qlora", "compute": "fp8"}, StoredLinear)]
+)
 def test_ours_in_fp8(changes: dict[str, Any], stored: type[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     make_model_folder("tiny")
@@ -47,8 +49,9 @@ def test_ours_in_fp8(changes: dict[str, Any], stored: type[Any], tmp_path: Path,
     assert ours.run()["changed_share"] > 0.9
 
 
-def test_a_budget_is_planned_for_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-                                          ) -> None:
+def test_a_budget_is_planned_for_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     make_model_folder("tiny")
 
@@ -70,8 +73,10 @@ def test_a_budget_is_planned_for_and_told(tmp_path: Path, monkeypatch: pytest.Mo
     assert "memory measured" in capsys.readouterr().out
     judged = judge(tight_figures | {"memory": tight_figures["memory"] | {"peak_bytes": 2 * least, "step_seconds": 1.0}})
     assert (judged["under_budget"], judged["peak_within_5_percent"]) == (False, False)
-    rows = [{"budget_asked": "2GB", "status": "measured"} | figures,
-            {"budget_asked": "1GB", "status": "failed", "why": "no room"}]
+    rows = [
+        {"budget_asked": "2GB", "status": "measured"} | figures,
+        {"budget_asked": "1GB", "status": "failed", "why": "no room"},
+    ]
     assert "2 keep" in table(rows)
     assert "failed: no room" in table(rows)
 

@@ -40,10 +40,13 @@ def test_busy_is_the_share_between_the_first_and_the_last_kernel(tmp_path: Path)
 def test_a_run_is_measured_between_two_steps(tiny_model: Path, tmp_path: Path) -> None:
     data = write_rows(tmp_path / "train.jsonl", chat_rows(60))
     recipe = tmp_path / "r.yaml"
-    recipe.write_text(f"model: /nowhere\ndata: {{train: {data}, max_length: 128, eval: 0.1}}\n"
-                      "train: {capacity: 256, batch_tokens: 256, lr: 0.01}\nlora: {r: 4}\n")
-    options = argparse.Namespace(recipe=str(recipe), overrides=[f"model={tiny_model}"], only="checkpoints", first=3, last=12,
-                                 trace=None)
+    recipe.write_text(
+        f"model: /nowhere\ndata: {{train: {data}, max_length: 128, eval: 0.1}}\n"
+        "train: {capacity: 256, batch_tokens: 256, lr: 0.01}\nlora: {r: 4}\n"
+    )
+    options = argparse.Namespace(
+        recipe=str(recipe), overrides=[f"model={tiny_model}"], only="checkpoints", first=3, last=12, trace=None
+    )
     figures = one_run(options)
     assert figures["seconds_to_first_step"] > 0
     assert figures["tokens_per_second"] == pytest.approx(9 * 240 / figures["seconds"], rel=0.15)  # packs of nearly 256 tokens

@@ -23,8 +23,28 @@ from samples import chat_rows, make_tokenizer, write_rows
 def result(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("quality")
     data = write_rows(folder / "train.jsonl", chat_rows(60))
-    words = ["--model", str(tiny_model), "--data", str(data), "--held-out", "10", "--steps", "4", "--tokens", "256",
-             "--every", "2", "--lr", "1e-2", "--rank", "4", "--out", str(folder / "quality.json"), "--forms", ",".join(FORMS)]
+    words = [
+        "--model",
+        str(tiny_model),
+        "--data",
+        str(data),
+        "--held-out",
+        "10",
+        "--steps",
+        "4",
+        "--tokens",
+        "256",
+        "--every",
+        "2",
+        "--lr",
+        "1e-2",
+        "--rank",
+        "4",
+        "--out",
+        str(folder / "quality.json"),
+        "--forms",
+        ",".join(FORMS),
+    ]
     found = main(words)
     assert json.loads((folder / "quality.json").read_text()) == json.loads(json.dumps(found))
     assert (folder / "quality.svg").read_text() == draw(found)
@@ -55,8 +75,10 @@ def test_demands_are_held_against_the_right_run() -> None:
     def run(form: str, loss: float) -> dict[str, Any]:
         return {"form": form, "held_out": [(0, 9.0), (8, loss)]}
 
-    found = {(one["form"], one["against"]): one["holds"] for one in verdicts(
-        [run("fp32", 2.0), run("bf16", 2.005), run("fp8", 2.02), run("nf4-base", 2.1), run("nf4", 2.11)])}
+    found = {
+        (one["form"], one["against"]): one["holds"]
+        for one in verdicts([run("fp32", 2.0), run("bf16", 2.005), run("fp8", 2.02), run("nf4-base", 2.1), run("nf4", 2.11)])
+    }
     assert found == {("bf16", "fp32"): False, ("fp8", "bf16"): True, ("nf4", "nf4-base"): True, ("nf4-base", "bf16"): True}
     assert not verdicts([run("bf16", 2.0), run("fp8", 2.021)])[0]["holds"]
 

@@ -24,7 +24,13 @@ def test_a_record_says_where_it_comes_from(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("COMMIT", "abc1234")
     put(tmp_path, "deep/a.json", [1], more=2)
     assert record.read(tmp_path / "deep" / "a.json") == {
-        "what": "what", "command": "python -m x", "commit": "abc1234", "machine": MACHINE, "more": 2, "results": [1]}
+        "what": "what",
+        "command": "python -m x",
+        "commit": "abc1234",
+        "machine": MACHINE,
+        "more": 2,
+        "results": [1],
+    }
     assert [file.name for file in (tmp_path / "deep").iterdir()] == ["a.json"]
 
 
@@ -41,20 +47,34 @@ def test_budgets_show_the_plan_beside_what_was_measured(tmp_path: Path) -> None:
     put(tmp_path, "budgets-llama-8b.json", [{"budget_asked": "18GB", "plan": plan, "memory": memory, "ms_per_step": 1133.7,
                                             "tokens_per_second": 14443.2}])  # fmt: skip
     text = result_tables.budgets(tmp_path)
-    assert ("| 18 GB | 2 recompute all and offload; 1 keep all; MLP in 4 chunks; embeddings on the host | 17.77 GB | 17.76 GB "
-            "| 1,111 | 1,134 | 14,443 |") in text
+    assert (
+        "| 18 GB | 2 recompute all and offload; 1 keep all; MLP in 4 chunks; embeddings on the host | 17.77 GB | 17.76 GB "
+        "| 1,111 | 1,134 | 14,443 |"
+    ) in text
     assert text.endswith(WHERE)
 
 
 def test_context_names_the_longest_that_trained_and_the_next_that_did_not(tmp_path: Path) -> None:
     def row(system: str, tokens: int, status: str) -> dict[str, Any]:
-        return {"budget": "24GB", "system": system, "tokens": tokens, "status": status, "peak_bytes": 23e9, "seconds": 150.0,
-                "machine": MACHINE}
+        return {
+            "budget": "24GB",
+            "system": system,
+            "tokens": tokens,
+            "status": status,
+            "peak_bytes": 23e9,
+            "seconds": 150.0,
+            "machine": MACHINE,
+        }
 
-    rows = [row("pronghorn", 2000, "trained"), row("unsloth-ckpt", 1000, "trained"),
-            row("unsloth-ckpt", 3000, "killed"), row("unsloth-ckpt", 1500, "out of memory")]
-    record.write(tmp_path / "context-llama-8b.json", {"longest": {"24GB": {"pronghorn": 2000, "unsloth-ckpt": 1000}},
-                                                      "results": rows})
+    rows = [
+        row("pronghorn", 2000, "trained"),
+        row("unsloth-ckpt", 1000, "trained"),
+        row("unsloth-ckpt", 3000, "killed"),
+        row("unsloth-ckpt", 1500, "out of memory"),
+    ]
+    record.write(
+        tmp_path / "context-llama-8b.json", {"longest": {"24GB": {"pronghorn": 2000, "unsloth-ckpt": 1000}}, "results": rows}
+    )
     ours, theirs = result_tables.context(tmp_path).splitlines()[2:4]
     assert ours == "| 24 GB | Pronghorn | 2,000 | 23.0 GB | 150 s | none tried |"
     assert theirs.endswith("| 1,000 | 23.0 GB | 150 s | 1,500: out of memory |")

@@ -11,8 +11,11 @@ from pronghorn.bench.weights import make_model_folder
 
 
 def event(name: str, begin: float, end: float, device: str = "CUDA") -> Any:
-    return SimpleNamespace(name=name, device_type=SimpleNamespace(name=device),
-                           time_range=SimpleNamespace(start=begin, end=end, elapsed_us=lambda: end - begin))
+    return SimpleNamespace(
+        name=name,
+        device_type=SimpleNamespace(name=device),
+        time_range=SimpleNamespace(start=begin, end=end, elapsed_us=lambda: end - begin),
+    )
 
 
 def test_kernels_side_by_side_count_once_as_busy_time() -> None:

@@ -68,8 +68,15 @@ def test_a_system_trains_in_its_process_and_is_told_beside_the_others(tmp_path: 
     """The whole way: weights, a system that runs, the file, the picture, the lines. test_peers.py compares systems' numbers."""
     for other in ("ceiling", "packed"):
         Results(tmp_path / NAME).add(measured("tiny", other, 1000.0, machine=machine()))
-    plan = Plan(out=tmp_path, workloads=["tiny"], systems=["pronghorn", "packed"], warmup=2, steps=3, time_limit=240,
-                command="pronghorn bench")
+    plan = Plan(
+        out=tmp_path,
+        workloads=["tiny"],
+        systems=["pronghorn", "packed"],
+        warmup=2,
+        steps=3,
+        time_limit=240,
+        command="pronghorn bench",
+    )
     results, text = said(plan)
     assert {(row["system"], row["status"]) for row in results.rows} == {
         (system, "measured") for system in ("ceiling", "pronghorn", "packed")}, results.rows  # fmt: skip
@@ -90,17 +97,28 @@ def test_a_system_trains_in_its_process_and_is_told_beside_the_others(tmp_path: 
 def test_the_next_system_imports_while_one_measures_and_then_waits(tmp_path: Path) -> None:
     results_with(tmp_path)
     times = tmp_path / "times"
-    slow = fake(tmp_path / "slow", f"import time; open({str(times)!r}, 'a').write(f'{{time.time()}}\\n'); time.sleep(1.5)\n"
-                                   "raise RuntimeError('no such GPU')")
-    plan = Plan(out=tmp_path, workloads=["tiny"], systems=["unsloth", "unsloth-ckpt"], time_limit=30, paths={"unsloth": slow},
-                ahead=True)
+    slow = fake(
+        tmp_path / "slow",
+        f"import time; open({str(times)!r}, 'a').write(f'{{time.time()}}\\n'); time.sleep(1.5)\n"
+        "raise RuntimeError('no such GPU')",
+    )
+    plan = Plan(
+        out=tmp_path,
+        workloads=["tiny"],
+        systems=["unsloth", "unsloth-ckpt"],
+        time_limit=30,
+        paths={"unsloth": slow},
+        ahead=True,
+    )
     assert said(plan)[1].count("no such GPU") == 2
     first, second = map(float, times.read_text().split())
     assert second - first < 1.5
 
     turn = tmp_path / "turn"
-    code = (f"import time; from pathlib import Path; from pronghorn.bench.worker import _wait_for\n"
-            f"waited = _wait_for(Path({str(turn)!r})); time.sleep(1.0); print(waited)")
+    code = (
+        f"import time; from pathlib import Path; from pronghorn.bench.worker import _wait_for\n"
+        f"waited = _wait_for(Path({str(turn)!r})); time.sleep(1.0); print(waited)"
+    )
     both = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
     waits = sorted(float(process.communicate(timeout=60)[0]) for process in both)
     assert waits[0] < 0.5 < waits[1]  # the second had to wait until the first was gone
@@ -130,8 +148,10 @@ def test_a_crash_and_a_time_out_are_told_and_the_same_command_goes_on(tmp_path: 
 @pytest.mark.usefixtures("no_weights_needed")
 def test_a_run_that_is_ended_keeps_what_it_has_and_leaves_no_process(tmp_path: Path) -> None:
     mark, out = tmp_path / "pid", tmp_path / "out"
-    slow = fake(tmp_path / "slow", f"import os, pathlib, time; pathlib.Path({str(mark)!r}).write_text(str(os.getpid()))\n"
-                                   "time.sleep(120)")
+    slow = fake(
+        tmp_path / "slow",
+        f"import os, pathlib, time; pathlib.Path({str(mark)!r}).write_text(str(os.getpid()))\ntime.sleep(120)",
+    )
     words = ["bench", "--workloads", "tiny", "--systems", "unsloth", "--path", f"unsloth={slow}", "--out", str(out)]
     process = subprocess.Popen([sys.executable, "-m", "pronghorn.cli", *words], stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 40

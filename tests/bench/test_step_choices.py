@@ -76,8 +76,10 @@ def test_what_is_left_out_is_of_one_group_alone() -> None:
     """Its extra columns stay what they were; another group's are filled as ever."""
     workload = WORKLOADS["llama-1b"]
     shapes = {"out": (2048, 2048), "small": (32, 48)}
-    groups = {name: LoraGroup([torch.randn(outer, inner)], [Adapter(0, torch.randn(16, inner), torch.randn(outer, 16), 1.0)])
-              for name, (outer, inner) in shapes.items()}
+    groups = {
+        name: LoraGroup([torch.randn(outer, inner)], [Adapter(0, torch.randn(16, inner), torch.randn(outer, 16), 1.0)])
+        for name, (outer, inner) in shapes.items()
+    }
     x = {name: torch.full((3, inner + 16), 7.0) for name, (_, inner) in shapes.items()}
     dy = {name: torch.full((3, outer + 16), 7.0) for name, (outer, _) in shapes.items()}
     with choices(workload, ["without x A^T of out"])["without x A^T of out"]():

@@ -40,35 +40,105 @@ def flat(recipe: Recipe, *keys: str) -> list[Any]:
 
 
 EXPECTED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
-    "lora-alpaca.yml": ("alpaca", {
-        "model": "NousResearch/Llama-3.2-1B", "method": "lora", "lora.r": 16, "lora.alpha": 32, "lora.dropout": 0.05,
-        "lora.targets": ("gate_proj", "down_proj", "up_proj", "q_proj", "v_proj", "k_proj", "o_proj"), "precision": "auto",
-        "data.train": ("teknium/GPT4-LLM-Cleaned",), "data.eval": 0.1, "data.format": "alpaca", "data.template": "alpaca",
-        "data.max_length": 2048, "data.long": "drop", "data.special_tokens.pad_token": "<|end_of_text|>",
-        "train.batch_tokens": 8192, "train.capacity": 8192, "train.optimizer": "adamw_8bit", "train.lr": 2e-4,
-        "train.warmup": 0.1, "train.seed": 42, "eval.every": 0.25, "checkpoint.every": 0.999999, "output": "./outputs/lora-out",
-    }, ["datasets[0].type", "loss_watchdog_threshold", "loss_watchdog_patience"]),
-    "qlora-chat.yml": ("sharegpt", {
-        "method": "qlora", "lora.targets": "all-linear", "lora.dropout": 0.0, "data.template": "gemma-3",
-        "data.eot_tokens": ("<end_of_turn>",), "data.train": ("cgato/SlimOrcaDedupCleaned:train[:1%]",), "data.eval": None,
-        "data.format": "auto", "train.epochs": 4, "train.batch_tokens": 8192, "checkpoint.every": 0.25,
-    }, []),
-    "lora-8bit.yml": ("messages", {
-        "method": "lora", "precision": "bf16", "data.template": "llama-3", "train.batch_tokens": 32768, "train.warmup": 10,
-        "train.optimizer": "paged_adamw_8bit", "eval.every": 0.0625, "eval.stop.patience": 3, "checkpoint.every": 0.125,
-        "checkpoint.keep": 2, "train.capacity": 16384,
-    }, ["load_in_8bit", "sample_packing"]),
-    "full-sharded.yml": ("talks", {
-        "method": "full", "data.fields.messages": "dialogue", "data.message_fields": {"role": "speaker", "content": "words"},
-        "data.roles": {"user": ("human", "customer"), "assistant": ("gpt", "agent")}, "train.steps": 1000,
-        "train.schedule": "constant", "train.warmup": 100, "train.betas": (0.9, 0.95), "train.eps": 1e-5, "train.lr": 1e-5,
-        "data.template": None, "eval.every": 100, "checkpoint.every": 0.25,
-    }, ["fsdp_version", "fsdp_config", "deepspeed"]),
-    "lora-text.yml": ("text", {
-        "data.format": "text", "data.fields.text": "body", "data.max_rows": 500, "data.long": "split", "lora.rslora": True,
-        "data.duplicates": "drop-exact", "train.optimizer": "adamw", "train.schedule": "linear", "train.warmup": 0.03,
-        "checkpoint.every": 0.5, "train.weight_decay": 0.1,
-    }, ["lora_modules_to_save", "optimizer", "hub_model_id"]),
+    "lora-alpaca.yml": (
+        "alpaca",
+        {
+            "model": "NousResearch/Llama-3.2-1B",
+            "method": "lora",
+            "lora.r": 16,
+            "lora.alpha": 32,
+            "lora.dropout": 0.05,
+            "lora.targets": ("gate_proj", "down_proj", "up_proj", "q_proj", "v_proj", "k_proj", "o_proj"),
+            "precision": "auto",
+            "data.train": ("teknium/GPT4-LLM-Cleaned",),
+            "data.eval": 0.1,
+            "data.format": "alpaca",
+            "data.template": "alpaca",
+            "data.max_length": 2048,
+            "data.long": "drop",
+            "data.special_tokens.pad_token": "<|end_of_text|>",
+            "train.batch_tokens": 8192,
+            "train.capacity": 8192,
+            "train.optimizer": "adamw_8bit",
+            "train.lr": 2e-4,
+            "train.warmup": 0.1,
+            "train.seed": 42,
+            "eval.every": 0.25,
+            "checkpoint.every": 0.999999,
+            "output": "./outputs/lora-out",
+        },
+        ["datasets[0].type", "loss_watchdog_threshold", "loss_watchdog_patience"],
+    ),
+    "qlora-chat.yml": (
+        "sharegpt",
+        {
+            "method": "qlora",
+            "lora.targets": "all-linear",
+            "lora.dropout": 0.0,
+            "data.template": "gemma-3",
+            "data.eot_tokens": ("<end_of_turn>",),
+            "data.train": ("cgato/SlimOrcaDedupCleaned:train[:1%]",),
+            "data.eval": None,
+            "data.format": "auto",
+            "train.epochs": 4,
+            "train.batch_tokens": 8192,
+            "checkpoint.every": 0.25,
+        },
+        [],
+    ),
+    "lora-8bit.yml": (
+        "messages",
+        {
+            "method": "lora",
+            "precision": "bf16",
+            "data.template": "llama-3",
+            "train.batch_tokens": 32768,
+            "train.warmup": 10,
+            "train.optimizer": "paged_adamw_8bit",
+            "eval.every": 0.0625,
+            "eval.stop.patience": 3,
+            "checkpoint.every": 0.125,
+            "checkpoint.keep": 2,
+            "train.capacity": 16384,
+        },
+        ["load_in_8bit", "sample_packing"],
+    ),
+    "full-sharded.yml": (
+        "talks",
+        {
+            "method": "full",
+            "data.fields.messages": "dialogue",
+            "data.message_fields": {"role": "speaker", "content": "words"},
+            "data.roles": {"user": ("human", "customer"), "assistant": ("gpt", "agent")},
+            "train.steps": 1000,
+            "train.schedule": "constant",
+            "train.warmup": 100,
+            "train.betas": (0.9, 0.95),
+            "train.eps": 1e-5,
+            "train.lr": 1e-5,
+            "data.template": None,
+            "eval.every": 100,
+            "checkpoint.every": 0.25,
+        },
+        ["fsdp_version", "fsdp_config", "deepspeed"],
+    ),
+    "lora-text.yml": (
+        "text",
+        {
+            "data.format": "text",
+            "data.fields.text": "body",
+            "data.max_rows": 500,
+            "data.long": "split",
+            "lora.rslora": True,
+            "data.duplicates": "drop-exact",
+            "train.optimizer": "adamw",
+            "train.schedule": "linear",
+            "train.warmup": 0.03,
+            "checkpoint.every": 0.5,
+            "train.weight_decay": 0.1,
+        },
+        ["lora_modules_to_save", "optimizer", "hub_model_id"],
+    ),
 }
 
 
@@ -97,52 +167,89 @@ def test_nothing_is_said_of_no_key_and_every_line_is_right(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(EXPECTED))
-def test_check_takes_the_recipe(name: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_takes_the_recipe(
+    name: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With a model and data that are here; everything else is the recipe's."""
     monkeypatch.setenv("PRONGHORN_CACHE", str(tmp_path / "cache"))
     recipe = tmp_path / "recipe.yaml"
     assert main(["new", "--from", str(CONFIGS / name), "-o", str(recipe)]) == 0
     data = write_data(tmp_path, EXPECTED[name][0])
-    code = main(["check", str(recipe), f"model={model}", f"data.train={data}", "data.max_length=64", "train.capacity=512",
-                 "train.batch_tokens=512", f"output={tmp_path / 'run'}"])
+    code = main(
+        [
+            "check",
+            str(recipe),
+            f"model={model}",
+            f"data.train={data}",
+            "data.max_length=64",
+            "train.capacity=512",
+            "train.batch_tokens=512",
+            f"output={tmp_path / 'run'}",
+        ]
+    )
     assert code == 0, capsys.readouterr().err
 
 
 # Data sets of every type ------------------------------------------------------------------------------------------------
 
 
-@table(("lines", "expected"), [
-    ("type: sharegpt", {"data.format": "auto"}),
-    ("type: alpaca:chatml", {"data.format": "alpaca", "data.template": "chatml"}),
-    ("type: alpaca_w_system.load_open_orca", {"data.fields.instruction": "question", "data.fields.system": "system_prompt"}),
-    ("type: gpteacher", {"data.fields.output": "response"}),
-    ("type: completion", {"data.format": "text", "data.long": "split"}),
-    ("type: {field_instruction: q, field_output: a, format: '{instruction}', no_input_format: '{instruction}'}",
-     {"data.format": "completion", "data.fields.prompt": "q", "data.fields.completion": "a"}),
-    ("type: {field_instruction: q, field_output: a, format: '[INST] {instruction} [/INST]'}",
-     {"data.format": "alpaca", "data.fields.instruction": "q", "data.fields.output": "a", "data.fields.input": None}),
-    ("type: chat_template\n    message_field_role: who\n    message_field_content: says",
-     {"data.message_fields": {"role": "who", "content": "says"}, "data.roles": {"user": ("human",), "assistant": ("gpt",)}}),
-    ("type: chat_template\n    field_thinking: thoughts\n    template_thinking_key: reasoning_content",
-     {"data.message_fields": {"reasoning_content": "thoughts"}}),
-    ("type: chat_template\n    field_tools: functions\n    message_field_training: learn",
-     {"data.fields.tools": "functions", "data.message_fields": {"train": "learn"}}),
-    ("type: chat_template\n    chat_template: chatml", {"data.template": "chatml"}),
-])
+@table(
+    ("lines", "expected"),
+    [
+        ("type: sharegpt", {"data.format": "auto"}),
+        ("type: alpaca:chatml", {"data.format": "alpaca", "data.template": "chatml"}),
+        (
+            "type: alpaca_w_system.load_open_orca",
+            {"data.fields.instruction": "question", "data.fields.system": "system_prompt"},
+        ),
+        ("type: gpteacher", {"data.fields.output": "response"}),
+        ("type: completion", {"data.format": "text", "data.long": "split"}),
+        (
+            "type: {field_instruction: q, field_output: a, format: '{instruction}', no_input_format: '{instruction}'}",
+            {"data.format": "completion", "data.fields.prompt": "q", "data.fields.completion": "a"},
+        ),
+        (
+            "type: {field_instruction: q, field_output: a, format: '[INST] {instruction} [/INST]'}",
+            {"data.format": "alpaca", "data.fields.instruction": "q", "data.fields.output": "a", "data.fields.input": None},
+        ),
+        (
+            "type: chat_template\n    message_field_role: who\n    message_field_content: says",
+            {
+                "data.message_fields": {"role": "who", "content": "says"},
+                "data.roles": {"user": ("human",), "assistant": ("gpt",)},
+            },
+        ),
+        (
+            "type: chat_template\n    field_thinking: thoughts\n    template_thinking_key: reasoning_content",
+            {"data.message_fields": {"reasoning_content": "thoughts"}},
+        ),
+        (
+            "type: chat_template\n    field_tools: functions\n    message_field_training: learn",
+            {"data.fields.tools": "functions", "data.message_fields": {"train": "learn"}},
+        ),
+        ("type: chat_template\n    chat_template: chatml", {"data.template": "chatml"}),
+    ],
+)
 def test_a_type_has_its_format_and_columns(lines: str, expected: dict[str, Any]) -> None:
     recipe, _ = converted(f"{CHAT}    {lines}\n")
     assert dict(zip(expected, flat(recipe, *expected), strict=True)) == expected
 
 
-@table(("lines", "key"), [
-    ("type: input_output", "datasets[0].type"), ("type: pygmalion", "datasets[0].type"),
-    ("type: alpaca:chat", "datasets[0].type"), ("type: chat_template\n    train_on_eos: all", "datasets[0].train_on_eos"),
-    ("type: chat_template\n    roles_to_train: [user, assistant]", "datasets[0].roles_to_train"),
-    ("type: chat_template\n    drop_system_message: true", "datasets[0].drop_system_message"),
-    ("type: {format: 'Q: {instruction}'}", "datasets[0].type.format"), ("new_key: 1", "datasets[0].new_key"),
-    ("split: 'train[:5%]'", "datasets[0].split"), ("trust_remote_code: true", "datasets[0].trust_remote_code"),
-])
+@table(
+    ("lines", "key"),
+    [
+        ("type: input_output", "datasets[0].type"),
+        ("type: pygmalion", "datasets[0].type"),
+        ("type: alpaca:chat", "datasets[0].type"),
+        ("type: chat_template\n    train_on_eos: all", "datasets[0].train_on_eos"),
+        ("type: chat_template\n    roles_to_train: [user, assistant]", "datasets[0].roles_to_train"),
+        ("type: chat_template\n    drop_system_message: true", "datasets[0].drop_system_message"),
+        ("type: {format: 'Q: {instruction}'}", "datasets[0].type.format"),
+        ("new_key: 1", "datasets[0].new_key"),
+        ("split: 'train[:5%]'", "datasets[0].split"),
+        ("trust_remote_code: true", "datasets[0].trust_remote_code"),
+    ],
+)
 def test_what_a_data_set_asks_for_in_vain_is_told(lines: str, key: str) -> None:
     _, fates = converted(f"{CHAT}    {lines}\n")
     assert fates[key][0] == "not honoured"
@@ -159,9 +266,7 @@ def test_sources_that_need_other_names_are_entries_of_their_own() -> None:
     assert recipe.data.train == ("a.jsonl", "b.jsonl")
 
 
-@table(("first", "second"), [
-    ("alpaca", "chat_template"), ("chat_template", "alpaca"), ("completion", "alpaca"),
-])
+@table(("first", "second"), [("alpaca", "chat_template"), ("chat_template", "alpaca"), ("completion", "alpaca")])
 def test_sources_that_need_another_template_are_told(first: str, second: str) -> None:
     recipe, fates = converted(f"{CHAT}    type: {first}\n  - path: b.jsonl\n    type: {second}\n")
     assert recipe.data.train == ("a.jsonl",)
@@ -173,27 +278,39 @@ def test_sources_that_need_another_template_are_told(first: str, second: str) ->
 # Values with their meaning ----------------------------------------------------------------------------------------------
 
 
-@table(("lines", "expected"), [
-    ("micro_batch_size: 3\ngradient_accumulation_steps: 5\nsequence_len: 4096",
-     {"train.batch_tokens": 61440, "train.capacity": 12288}),
-    ("micro_batch_size: 2\nbatch_size: 8\nsequence_len: 32768", {"train.batch_tokens": 262144, "train.capacity": 32768}),
-    ("bf16: false\nfp16: true", {"precision": "fp16"}), ("bf16: false\nfp16: false", {"precision": "fp32"}),
-    ("bf16: 'yes'", {"precision": "bf16"}), ("adapter: lora\nload_in_4bit: true", {"method": "qlora"}),
-    ("adapter: none", {"method": "full"}),
-    ("lr_scheduler: constant\nwarmup_steps: 5", {"train.schedule": "constant", "train.warmup": 0}),
-    ("lr_scheduler: rex", {"train.schedule": "cosine"}), ("warmup_steps: 0.1", {"train.warmup": 0.1}),
-    ("warmup_steps: 7\nwarmup_ratio: 0.2", {"train.warmup": 7}),
-    ("optimizer: adamw_torch_4bit", {"train.optimizer": "adamw_8bit"}),
-    ("optimizer: muon", {"train.optimizer": "adamw"}), ("max_grad_norm: 0", {"train.clip": 1e9}),
-    ("max_steps: -1\nnum_epochs: 2.5", {"train.steps": None, "train.epochs": 3}),
-    ("train_on_inputs: true", {"data.loss_on": "all"}),
-    ("save_strategy: 'no'", {"checkpoint.every": 0.999999}), ("learning_rate: 2E-4", {"train.lr": 2e-4}),
-    ("val_set_size: 500", {"data.eval": None}), ("excess_length_strategy: truncate", {"data.long": "truncate"}),
-    ("adapter: lora\nlora_target_modules: 'model.layers.[0-9]+.mlp'", {"lora.targets": "all-linear"}),
-    ("fp8: true", {"compute": "fp8"}), ("lora_r: 0\nadapter: lora", {"lora.r": 16}),
-    ("chat_template_jinja: t.jinja", {"data.chat_template": "t.jinja"}),
-    ("test_datasets: [{path: held.jsonl, type: chat_template}]", {"data.eval": "held.jsonl"}),
-])
+@table(
+    ("lines", "expected"),
+    [
+        (
+            "micro_batch_size: 3\ngradient_accumulation_steps: 5\nsequence_len: 4096",
+            {"train.batch_tokens": 61440, "train.capacity": 12288},
+        ),
+        ("micro_batch_size: 2\nbatch_size: 8\nsequence_len: 32768", {"train.batch_tokens": 262144, "train.capacity": 32768}),
+        ("bf16: false\nfp16: true", {"precision": "fp16"}),
+        ("bf16: false\nfp16: false", {"precision": "fp32"}),
+        ("bf16: 'yes'", {"precision": "bf16"}),
+        ("adapter: lora\nload_in_4bit: true", {"method": "qlora"}),
+        ("adapter: none", {"method": "full"}),
+        ("lr_scheduler: constant\nwarmup_steps: 5", {"train.schedule": "constant", "train.warmup": 0}),
+        ("lr_scheduler: rex", {"train.schedule": "cosine"}),
+        ("warmup_steps: 0.1", {"train.warmup": 0.1}),
+        ("warmup_steps: 7\nwarmup_ratio: 0.2", {"train.warmup": 7}),
+        ("optimizer: adamw_torch_4bit", {"train.optimizer": "adamw_8bit"}),
+        ("optimizer: muon", {"train.optimizer": "adamw"}),
+        ("max_grad_norm: 0", {"train.clip": 1e9}),
+        ("max_steps: -1\nnum_epochs: 2.5", {"train.steps": None, "train.epochs": 3}),
+        ("train_on_inputs: true", {"data.loss_on": "all"}),
+        ("save_strategy: 'no'", {"checkpoint.every": 0.999999}),
+        ("learning_rate: 2E-4", {"train.lr": 2e-4}),
+        ("val_set_size: 500", {"data.eval": None}),
+        ("excess_length_strategy: truncate", {"data.long": "truncate"}),
+        ("adapter: lora\nlora_target_modules: 'model.layers.[0-9]+.mlp'", {"lora.targets": "all-linear"}),
+        ("fp8: true", {"compute": "fp8"}),
+        ("lora_r: 0\nadapter: lora", {"lora.r": 16}),
+        ("chat_template_jinja: t.jinja", {"data.chat_template": "t.jinja"}),
+        ("test_datasets: [{path: held.jsonl, type: chat_template}]", {"data.eval": "held.jsonl"}),
+    ],
+)
 def test_values_keep_their_meaning(lines: str, expected: dict[str, Any]) -> None:
     own = [line.split(":")[0] for line in lines.splitlines()]
     base = "".join(f"{line}\n" for line in (BASE + "datasets: [{path: a.jsonl}]").splitlines() if line.split(":")[0] not in own)

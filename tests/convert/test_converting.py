@@ -17,11 +17,25 @@ AXOLOTL = Path(__file__).parent / "axolotl" / "lora-alpaca.yml"
 SMALL = "base_model: a/b\ndatasets: [{path: x.jsonl, type: chat_template}]\nadapter: lora\n"
 
 
-@table("text", [
-    "", "# nothing\n", "- a\n- b\n", "a: [1, 2", "a: b: c", "model: m\ndata: {train: x}\n", "base_model: a\n", "a: &a [*a]\n",
-    "base_model: a\nbase_model: b\ndatasets: []\n", "base_model: !!python/object:os.system ls\ndatasets: []\n", "{" * 3000,
-    "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\n", "\x00", "base_model: a\nadapter: 2020-02-30\n",
-])
+@table(
+    "text",
+    [
+        "",
+        "# nothing\n",
+        "- a\n- b\n",
+        "a: [1, 2",
+        "a: b: c",
+        "model: m\ndata: {train: x}\n",
+        "base_model: a\n",
+        "a: &a [*a]\n",
+        "base_model: a\nbase_model: b\ndatasets: []\n",
+        "base_model: !!python/object:os.system ls\ndatasets: []\n",
+        "{" * 3000,
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\n",
+        "\x00",
+        "base_model: a\nadapter: 2020-02-30\n",
+    ],
+)
 def test_what_is_no_config_is_a_sentence(text: str) -> None:
     with pytest.raises(PronghornError) as caught:
         convert_text(text, "c.yml")
@@ -35,8 +49,11 @@ def test_the_format_may_be_said() -> None:
 
 
 def test_a_value_that_the_recipe_does_not_take_is_told_and_left_out() -> None:
-    found = convert_text(SMALL + "learning_rate: -1\nlora_r: 99999999999999999999\nlora_dropout: 7\nseed: abc\n"
-                                 "val_set_size: x\nmicro_batch_size: 1000000000000\nsequence_len: 4\n", "c.yml")
+    found = convert_text(
+        SMALL + "learning_rate: -1\nlora_r: 99999999999999999999\nlora_dropout: 7\nseed: abc\n"
+        "val_set_size: x\nmicro_batch_size: 1000000000000\nsequence_len: 4\n",
+        "c.yml",
+    )
     told = {fate.key: fate.text for fate in found.fates if fate.kind == "not honoured"}
     assert set(told) >= {"learning_rate", "lora_dropout", "seed", "val_set_size", "sequence_len"}
     assert "train.lr does not accept -1" in told["learning_rate"]
@@ -78,15 +95,25 @@ def test_the_command_writes_recipe_and_list(tmp_path: Path, capsys: pytest.Captu
     answer = json.loads(line)
     assert answer["tool"] == "Axolotl"
     assert {"line": 30, "key": "loss_watchdog_threshold", "fate": "not honoured"}.items() <= next(
-        key for key in answer["keys"] if key["line"] == 30).items()
+        key for key in answer["keys"] if key["line"] == 30
+    ).items()
 
 
-@table("words", [
-    ["--from", "none.yaml"], ["--from", "."], [], ["a.yaml", "-o", "b.yaml"], ["a.yaml", "--format", "axolotl"],
-    ["a.yaml", "--dataset-info", "x.json"], ["--from", str(AXOLOTL), "-o", "no/such/folder.yaml"],
-])
-def test_a_wrong_command_is_a_sentence(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                       capsys: pytest.CaptureFixture[str]) -> None:
+@table(
+    "words",
+    [
+        ["--from", "none.yaml"],
+        ["--from", "."],
+        [],
+        ["a.yaml", "-o", "b.yaml"],
+        ["a.yaml", "--format", "axolotl"],
+        ["a.yaml", "--dataset-info", "x.json"],
+        ["--from", str(AXOLOTL), "-o", "no/such/folder.yaml"],
+    ],
+)
+def test_a_wrong_command_is_a_sentence(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["new", *words]) == 2
     error = capsys.readouterr().err

@@ -27,32 +27,96 @@ def _here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 EXPECTED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
-    "lora-sft.yaml": ("alpaca", {
-        "model": "Qwen/Qwen3-4B-Instruct-2507", "method": "lora", "lora.r": 8, "lora.alpha": 16, "lora.targets": "all-linear",
-        "precision": "bf16", "data.train": (f"{DATA}/who_i_am.json", f"{DATA}/tasks.json"), "data.format": "alpaca",
-        "data.max_rows": 1000, "data.max_length": 2048, "data.long": "truncate", "data.eval": 0.1, "data.workers": 4,
-        "train.epochs": 3, "train.batch_tokens": 16384, "train.lr": 1e-4, "train.schedule": "cosine", "train.warmup": 0.1,
-        "train.seed": 42, "eval.every": 500, "checkpoint.every": 500, "output": "saves/qwen3-4b/lora/sft",
-    }, ["trust_remote_code", "per_device_train_batch_size"]),
-    "qlora-sft.yaml": ("questions", {
-        "method": "qlora", "lora.r": 16, "lora.alpha": 64, "lora.targets": ("q_proj", "v_proj"), "lora.plus_ratio": 16,
-        "precision": "fp16", "data.template": "llama-3", "data.loss_on": "completion", "train.schedule": "linear",
-        "data.fields.instruction": "question", "data.fields.output": "answer", "data.fields.system": "persona",
-        "train.optimizer": "paged_adamw_8bit", "train.warmup": 20, "checkpoint.every": 0.5, "train.batch_tokens": 8192,
-    }, ["trust_remote_code", "additional_target", "per_device_train_batch_size"]),
-    "lora-pretrain.yaml": ("text", {
-        "data.format": "text", "data.long": "split", "data.max_rows": 1000, "data.train": (f"{DATA}/web.jsonl",),
-        "data.fields.text": None,
-    }, ["trust_remote_code"]),
-    "full-deepspeed.yaml": ("talks", {
-        "method": "full", "data.fields.messages": "turns", "data.message_fields": {"role": "speaker", "content": "words"},
-        "data.roles": {"user": ("guest",), "assistant": ("host",)}, "train.epochs": 1, "train.clip": 1e9,
-        "checkpoint.every": 0.2, "checkpoint.keep": 2, "train.batch_tokens": 4096,
-    }, ["deepspeed", "num_train_epochs", "pure_bf16", "use_galore", "galore_rank"]),
-    "lora-mixed.yaml": ("sharegpt", {
-        "method": "lora", "data.train": (f"{DATA}/calls.json", "Open-Orca/SlimOrca"), "train.steps": 50, "train.epochs": 3,
-        "train.batch_tokens": 16384, "train.schedule": "linear", "train.warmup": 0.0, "lora.alpha": 16,
-    }, ["image_max_pixels", "finetuning_type", "oft_block_size", "dataset", "new_key_of_next_year"]),
+    "lora-sft.yaml": (
+        "alpaca",
+        {
+            "model": "Qwen/Qwen3-4B-Instruct-2507",
+            "method": "lora",
+            "lora.r": 8,
+            "lora.alpha": 16,
+            "lora.targets": "all-linear",
+            "precision": "bf16",
+            "data.train": (f"{DATA}/who_i_am.json", f"{DATA}/tasks.json"),
+            "data.format": "alpaca",
+            "data.max_rows": 1000,
+            "data.max_length": 2048,
+            "data.long": "truncate",
+            "data.eval": 0.1,
+            "data.workers": 4,
+            "train.epochs": 3,
+            "train.batch_tokens": 16384,
+            "train.lr": 1e-4,
+            "train.schedule": "cosine",
+            "train.warmup": 0.1,
+            "train.seed": 42,
+            "eval.every": 500,
+            "checkpoint.every": 500,
+            "output": "saves/qwen3-4b/lora/sft",
+        },
+        ["trust_remote_code", "per_device_train_batch_size"],
+    ),
+    "qlora-sft.yaml": (
+        "questions",
+        {
+            "method": "qlora",
+            "lora.r": 16,
+            "lora.alpha": 64,
+            "lora.targets": ("q_proj", "v_proj"),
+            "lora.plus_ratio": 16,
+            "precision": "fp16",
+            "data.template": "llama-3",
+            "data.loss_on": "completion",
+            "train.schedule": "linear",
+            "data.fields.instruction": "question",
+            "data.fields.output": "answer",
+            "data.fields.system": "persona",
+            "train.optimizer": "paged_adamw_8bit",
+            "train.warmup": 20,
+            "checkpoint.every": 0.5,
+            "train.batch_tokens": 8192,
+        },
+        ["trust_remote_code", "additional_target", "per_device_train_batch_size"],
+    ),
+    "lora-pretrain.yaml": (
+        "text",
+        {
+            "data.format": "text",
+            "data.long": "split",
+            "data.max_rows": 1000,
+            "data.train": (f"{DATA}/web.jsonl",),
+            "data.fields.text": None,
+        },
+        ["trust_remote_code"],
+    ),
+    "full-deepspeed.yaml": (
+        "talks",
+        {
+            "method": "full",
+            "data.fields.messages": "turns",
+            "data.message_fields": {"role": "speaker", "content": "words"},
+            "data.roles": {"user": ("guest",), "assistant": ("host",)},
+            "train.epochs": 1,
+            "train.clip": 1e9,
+            "checkpoint.every": 0.2,
+            "checkpoint.keep": 2,
+            "train.batch_tokens": 4096,
+        },
+        ["deepspeed", "num_train_epochs", "pure_bf16", "use_galore", "galore_rank"],
+    ),
+    "lora-mixed.yaml": (
+        "sharegpt",
+        {
+            "method": "lora",
+            "data.train": (f"{DATA}/calls.json", "Open-Orca/SlimOrca"),
+            "train.steps": 50,
+            "train.epochs": 3,
+            "train.batch_tokens": 16384,
+            "train.schedule": "linear",
+            "train.warmup": 0.0,
+            "lora.alpha": 16,
+        },
+        ["image_max_pixels", "finetuning_type", "oft_block_size", "dataset", "new_key_of_next_year"],
+    ),
 }
 
 
@@ -77,14 +141,25 @@ def test_nothing_is_said_of_no_key_and_every_line_is_right(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(EXPECTED))
-def test_check_takes_the_recipe(name: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_takes_the_recipe(
+    name: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("PRONGHORN_CACHE", str(tmp_path / "cache"))
     recipe = tmp_path / "recipe.yaml"
     assert main(["new", "--from", str(CONFIGS / name), "-o", str(recipe)]) == 0
     data = write_data(tmp_path, EXPECTED[name][0])
-    code = main(["check", str(recipe), f"model={model}", f"data.train={data}", "data.max_length=64", "train.capacity=512",
-                 "train.batch_tokens=512", f"output={tmp_path / 'run'}"])
+    code = main(
+        [
+            "check",
+            str(recipe),
+            f"model={model}",
+            f"data.train={data}",
+            "data.max_length=64",
+            "train.capacity=512",
+            "train.batch_tokens=512",
+            f"output={tmp_path / 'run'}",
+        ]
+    )
     assert code == 0, capsys.readouterr().err
 
 
@@ -96,11 +171,17 @@ def told(text: str, folder: Path) -> dict[str, tuple[str, str]]:
     return {fate.key: (fate.kind, fate.text) for fate in convert_text(text, str(folder / "c.yaml")).fates}
 
 
-@table(("entry", "why"), [
-    ({"file_name": "x.json", "ranking": True}, "preference"), ({"ms_hub_url": "x/y"}, "neither a file nor"),
-    ({"file_name": "x.json", "columns": {"images": "i"}}, "images"), ({"file_name": "x.json", "columns": 3}, "columns"),
-    ("nonsense", "no dataset `x`"), ({"hf_hub_url": "x/y", "folder": "z"}, "folder"),
-])
+@table(
+    ("entry", "why"),
+    [
+        ({"file_name": "x.json", "ranking": True}, "preference"),
+        ({"ms_hub_url": "x/y"}, "neither a file nor"),
+        ({"file_name": "x.json", "columns": {"images": "i"}}, "images"),
+        ({"file_name": "x.json", "columns": 3}, "columns"),
+        ("nonsense", "no dataset `x`"),
+        ({"hf_hub_url": "x/y", "folder": "z"}, "folder"),
+    ],
+)
 def test_a_data_set_that_cannot_be_used_is_told(entry: Any, why: str, tmp_path: Path) -> None:
     info(tmp_path, x=entry)
     kind, text = told(BASE, tmp_path)["dataset"]
@@ -127,11 +208,16 @@ def test_a_list_of_data_sets_that_is_none_is_an_error(text: str, tmp_path: Path)
         convert_text(BASE, str(tmp_path / "c.yaml"))
 
 
-@table(("change", "where"), [
-    (("stage: sft", "stage: dpo"), 2), (("stage: sft", "stage: ppo"), 2), (("do_train: true", "do_train: false"), 3),
-    (("do_train: true", "do_predict: true"), 3),
-    (("do_train: true\nfinetuning_type: lora\ndataset: x", "infer_backend: vllm"), 3),
-])
+@table(
+    ("change", "where"),
+    [
+        (("stage: sft", "stage: dpo"), 2),
+        (("stage: sft", "stage: ppo"), 2),
+        (("do_train: true", "do_train: false"), 3),
+        (("do_train: true", "do_predict: true"), 3),
+        (("do_train: true\nfinetuning_type: lora\ndataset: x", "infer_backend: vllm"), 3),
+    ],
+)
 def test_what_cannot_be_trained_is_refused_as_a_whole(change: tuple[str, str], where: int) -> None:
     with pytest.raises(CommandError, match="cannot be converted") as caught:
         convert_text(BASE.replace(*change), "c.yaml", "llamafactory")
@@ -143,12 +229,17 @@ def test_the_newer_form_has_a_list_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "data" / "x.json").write_text("[]")
     listed = tmp_path / "data" / "sets.yaml"
     text = "model: a/b\nmodel_class: llm\ntrain_dataset: data/sets.yaml\nmax_steps: 1\n"
-    listed.write_text("one: {path: data/x.json, source: local, converter: alpaca}\n"
-                      "two: {path: a/hub, split: test, converter: alpaca}\nthree: {path: c/d, converter: alpaca, size: 5}\n")
+    listed.write_text(
+        "one: {path: data/x.json, source: local, converter: alpaca}\n"
+        "two: {path: a/hub, split: test, converter: alpaca}\nthree: {path: c/d, converter: alpaca, size: 5}\n"
+    )
     found = convert_text(text, str(tmp_path / "deep" / "c.yaml"))
     sources = parse_recipe(found.recipe).data.train
     assert [(source.path, source.format, source.max_rows) for source in sources] == [
-        ("data/x.json", "alpaca", None), ("a/hub:test", "alpaca", None), ("c/d", "alpaca", 5)]  # `size` is for one of them only
+        ("data/x.json", "alpaca", None),
+        ("a/hub:test", "alpaca", None),
+        ("c/d", "alpaca", 5),
+    ]  # `size` is for one of them only
     assert not_honoured(found) == []
     for wrong in ("one: {path: x, converter: pair}\n", "one: 3\n", "[", "", "a: 1\na: 2\n", "one: {converter: alpaca}\n"):
         listed.write_text(wrong)
@@ -163,7 +254,9 @@ def test_the_newer_form_of_a_config() -> None:
     found = convert_text(
         "model: Qwen/Qwen3-4B\nmodel_class: llm\ntemplate: qwen3_nothink\npeft_config: {name: lora, r: 16, lora_alpha: 32,"
         " target_modules: all, strange: 1}\ndist_config: {name: fsdp2}\ntrain_dataset: data/v1.yaml\nmicro_batch_size: 2\n"
-        "global_batch_size: 8\ncutoff_len: 1024\nlearning_rate: 1.0e-4\nmax_steps: 10\n", "c.yaml")
+        "global_batch_size: 8\ncutoff_len: 1024\nlearning_rate: 1.0e-4\nmax_steps: 10\n",
+        "c.yaml",
+    )
     recipe = parse_recipe(found.recipe)
     assert flat(recipe, "lora.r", "lora.alpha", "train.batch_tokens", "train.steps") == [16, 32, 8192, 10]
     assert {"dist_config", "train_dataset", "peft_config.strange"} <= set(not_honoured(found))

@@ -8,8 +8,15 @@ from typing import Any
 
 from samples import CHATML, make_model, make_tokenizer
 
-TOKENS = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>",
-          "<end_of_turn>"]
+TOKENS = [
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "<start_of_turn>",
+    "<end_of_turn>",
+]
 TALK = [("user", "hi"), ("assistant", "ho")]
 
 

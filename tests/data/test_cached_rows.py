@@ -109,7 +109,8 @@ def test_killed_with_its_workers_at_work(data: Data, tokenizer: Any, tmp_path: P
 
     monkeypatch.setattr(PartialTable, "add", dies)
     child = multiprocessing.get_context("fork").Process(
-        target=rows_of, args=(data, tokenizer, tmp_path / "killed", monkeypatch))
+        target=rows_of, args=(data, tokenizer, tmp_path / "killed", monkeypatch)
+    )
     child.start()
     child.join()
     assert child.exitcode == -signal.SIGKILL
@@ -118,8 +119,9 @@ def test_killed_with_its_workers_at_work(data: Data, tokenizer: Any, tmp_path: P
     assert files(tmp_path / "killed") == files(tmp_path / "whole")
 
 
-def test_a_bad_row_that_stops_leaves_nothing(data: Data, tokenizer: Any, tmp_path: Path,
-                                             monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_row_that_stops_leaves_nothing(
+    data: Data, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(DataError, match=r"10 more bad rows: .*:17, .*:18, .*:19, \.\.\.") as caught:
         rows_of(data.model_copy(update={"bad_rows": "stop"}), tokenizer, tmp_path / "cache", monkeypatch)
     assert caught.value.where.endswith("a.jsonl:11")
@@ -154,8 +156,9 @@ def test_no_more_rows_are_held_than_are_under_way(
     assert CHUNK <= most[0] <= (2 * cores + 2) * CHUNK
 
 
-def test_progress_knows_how_much_is_left_and_ends(data: Data, tokenizer: Any, tmp_path: Path,
-                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_knows_how_much_is_left_and_ends(
+    data: Data, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PRONGHORN_CACHE", str(tmp_path / "cache"))
     told: list[tuple[str, int, int]] = []
     tokenized_rows(data.train, data, tokenizer, progress=lambda *now: told.append(now))

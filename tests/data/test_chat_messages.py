@@ -27,27 +27,47 @@ def unfit(message: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-@table(("word", "role"), [
-    ("Human", "user"), ("GPT", "assistant"), (" Assistant ", "assistant"), ("SYSTEM", "system"), ("prompter", "user"),
-    ("function", "tool"), ("Observation", "tool"), ("developer", "developer"), ("ipython", "ipython"), ("Chatbot", "assistant"),
-])
-@table("keys", [("role", "content"), ("from", "value"), ("role", "value"), ("from", "content"),
-                                  ("role", "text")])
+@table(
+    ("word", "role"),
+    [
+        ("Human", "user"),
+        ("GPT", "assistant"),
+        (" Assistant ", "assistant"),
+        ("SYSTEM", "system"),
+        ("prompter", "user"),
+        ("function", "tool"),
+        ("Observation", "tool"),
+        ("developer", "developer"),
+        ("ipython", "ipython"),
+        ("Chatbot", "assistant"),
+    ],
+)
+@table("keys", [("role", "content"), ("from", "value"), ("role", "value"), ("from", "content"), ("role", "text")])
 def test_who_speaks_in_any_spelling(word: str, role: str, keys: tuple[str, str]) -> None:
     assert to_message({keys[0]: word, keys[1]: "hi"}, 1) == {"role": role, "content": "hi"}
 
 
-@given(st.sampled_from(sorted(SPEAKERS)), st.text(), st.dictionaries(
-    st.text().filter(lambda key: key not in READ), st.text() | st.integers()))
+@given(
+    st.sampled_from(sorted(SPEAKERS)),
+    st.text(),
+    st.dictionaries(st.text().filter(lambda key: key not in READ), st.text() | st.integers()),
+)
 def test_nothing_of_a_message_is_lost_or_changed(who: str, said: str, more: dict[str, Any]) -> None:
     made = to_message({"from": who, "value": said, **more}, 1)
     assert made == more | {"role": SPEAKERS[who], "content": said}
 
 
-@table("call", [
-    CALL, FUNCTION, {"function": FUNCTION}, {"function": FUNCTION | {"arguments": json.dumps(ARGUMENTS)}},
-    {"name": "weather", "arguments": json.dumps(ARGUMENTS)}, {"name": "weather", "parameters": ARGUMENTS},
-])
+@table(
+    "call",
+    [
+        CALL,
+        FUNCTION,
+        {"function": FUNCTION},
+        {"function": FUNCTION | {"arguments": json.dumps(ARGUMENTS)}},
+        {"name": "weather", "arguments": json.dumps(ARGUMENTS)},
+        {"name": "weather", "parameters": ARGUMENTS},
+    ],
+)
 @table("way", ["tool_calls", "as text", "function_call", "spoken", "spoken list"])
 def test_a_call_has_one_form(call: dict[str, Any], way: str) -> None:
     messages = {
@@ -70,25 +90,34 @@ def test_what_stands_beside_a_call_stays() -> None:
         assert made == {"role": "assistant", "content": "a"}
 
 
-@table(("message", "why"), [
-    ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "x=1"}}]}, "not a JSON object: x=1"),
-    ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}, "not a JSON object: []"),
-    ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1, "a": 2}'}}]}, "not a JSON object"),
-    ({"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}, "without a name"),
-    ({"role": "assistant", "tool_calls": "f()"}, "`tool_calls` is not a list"),
-    ({"role": "assistant", "tool_calls": CALL}, "`tool_calls` is not a list"),
-    ({"role": "assistant", "function_call": "auto"}, "`function_call` is not an object"),
-    ({"role": "assistant", "tool_calls": [CALL], "function_call": FUNCTION}, "both `tool_calls` and `function_call`"),
-    ({"role": "user", "content": "a", "tool_calls": [CALL]}, "(user) calls a tool"),
-    ({"role": "user", "from": "gpt", "content": "a"}, "two roles"),
-    ({"role": "user", "content": "a", "value": "b"}, "they differ"),
-    ({"role": "user", "content": {"text": "a"}}, "not text"),
-    ({"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "thinking", "thinking": "b"}]}, "after its"),
-    ({"role": "assistant", "content": [{"type": "thinking"}]}, "part without text"),
-    ({"role": "assistant", "reasoning_content": "c", "content": [{"type": "thinking", "thinking": "b"}]}, "a different one"),
-    ({"role": "user", "content": [{"type": "tool_result", "content": "2"}]}, "a part of type `tool_result`"),
-    ({"role": "assistant", "content": "a", "train_detail": []}, "`train_detail`"),
-])
+@table(
+    ("message", "why"),
+    [
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "x=1"}}]}, "not a JSON object: x=1"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}, "not a JSON object: []"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1, "a": 2}'}}]},
+            "not a JSON object",
+        ),
+        ({"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}, "without a name"),
+        ({"role": "assistant", "tool_calls": "f()"}, "`tool_calls` is not a list"),
+        ({"role": "assistant", "tool_calls": CALL}, "`tool_calls` is not a list"),
+        ({"role": "assistant", "function_call": "auto"}, "`function_call` is not an object"),
+        ({"role": "assistant", "tool_calls": [CALL], "function_call": FUNCTION}, "both `tool_calls` and `function_call`"),
+        ({"role": "user", "content": "a", "tool_calls": [CALL]}, "(user) calls a tool"),
+        ({"role": "user", "from": "gpt", "content": "a"}, "two roles"),
+        ({"role": "user", "content": "a", "value": "b"}, "they differ"),
+        ({"role": "user", "content": {"text": "a"}}, "not text"),
+        ({"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "thinking", "thinking": "b"}]}, "after its"),
+        ({"role": "assistant", "content": [{"type": "thinking"}]}, "part without text"),
+        (
+            {"role": "assistant", "reasoning_content": "c", "content": [{"type": "thinking", "thinking": "b"}]},
+            "a different one",
+        ),
+        ({"role": "user", "content": [{"type": "tool_result", "content": "2"}]}, "a part of type `tool_result`"),
+        ({"role": "assistant", "content": "a", "train_detail": []}, "`train_detail`"),
+    ],
+)
 def test_what_has_no_such_form_is_told_with_a_fix(message: dict[str, Any], why: str) -> None:
     assert why in unfit(message)
 

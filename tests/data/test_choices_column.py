@@ -14,12 +14,21 @@ from samples import make_tokenizer, write_rows
 from tables import table
 
 
-@table(("value", "choices"), [
-    (["a", "b"], ("a", "b")),
-    ({"text": ["a", "b"], "label": ["A", "B"]}, ("a", "b")),
-    ('["a", "b"]', ("a", "b")),
-    (["a"], ()), (["a", 2], ()), (["a", ""], ()), ("a, b", ()), ({"A": "a"}, ()), (None, ()), (3, ()),
-])
+@table(
+    ("value", "choices"),
+    [
+        (["a", "b"], ("a", "b")),
+        ({"text": ["a", "b"], "label": ["A", "B"]}, ("a", "b")),
+        ('["a", "b"]', ("a", "b")),
+        (["a"], ()),
+        (["a", 2], ()),
+        (["a", ""], ()),
+        ("a, b", ()),
+        ({"A": "a"}, ()),
+        (None, ()),
+        (3, ()),
+    ],
+)
 def test_layouts(value: Any, choices: tuple[str, ...]) -> None:
     assert choices_of({"choices": value}) == choices
     fields = {"messages": [], "choices": value}

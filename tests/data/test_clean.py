@@ -45,9 +45,15 @@ def sentence(rng: random.Random, words: int = 60) -> list[str]:
 def test_exact_duplicates_point_at_the_first() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
     examples = [
-        text("a", "x:1"), chat("a", "b"), text("a", "x:3"), text("A"), chat("a", "b"),
-        chat("a", "b", system="s"), text("a"),
-        Example("completion", "x", prompt="a", completion="b"), Example("chat", "x", messages=(*chat("a").messages, call)),
+        text("a", "x:1"),
+        chat("a", "b"),
+        text("a", "x:3"),
+        text("A"),
+        chat("a", "b"),
+        chat("a", "b", system="s"),
+        text("a"),
+        Example("completion", "x", prompt="a", completion="b"),
+        Example("chat", "x", messages=(*chat("a").messages, call)),
         Example("chat", "x", messages=chat("a", "b").messages, tools=({"name": "f"},)),
     ]
     assert exact_duplicates(examples) == {2: 0, 4: 1, 6: 0}
@@ -150,8 +156,12 @@ near = NearDuplicates(rows.__getitem__)
 near.add(rows)
 print(near.copies)
 """
-    found = {subprocess.run([sys.executable, "-c", script], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True,
-                            check=True).stdout for seed in ("1", "2")}
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", script], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+        ).stdout
+        for seed in ("1", "2")
+    }
     assert len(found) == 1
     assert len(ast.literal_eval(found.pop())) > 5
 
@@ -163,18 +173,21 @@ def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
     assert caught.value.fix == "pip install 'pronghorn[clean]'"
 
 
-@table(("example", "reason"), [
-    (chat("hi", ""), "empty answer"),
-    (chat("hi", " \n"), "empty answer"),
-    (chat("hi", "hello", "and?", ""), "empty answer"),
-    (Example("completion", "x", prompt="q", completion=" "), "empty answer"),
-    (text(""), "empty text"),
-    (chat("What is  this?", "what is this?\n"), "answer equal to the prompt"),
-    (Example("completion", "x", prompt="q", completion="q"), "answer equal to the prompt"),
-    (chat("hi", "no " * 200), "absurd repetition"),
-    (chat("hi", "I am sorry, I cannot help you with that request.\n" * 20), "absurd repetition"),
-    (text("很好" * 200), "absurd repetition"),
-])
+@table(
+    ("example", "reason"),
+    [
+        (chat("hi", ""), "empty answer"),
+        (chat("hi", " \n"), "empty answer"),
+        (chat("hi", "hello", "and?", ""), "empty answer"),
+        (Example("completion", "x", prompt="q", completion=" "), "empty answer"),
+        (text(""), "empty text"),
+        (chat("What is  this?", "what is this?\n"), "answer equal to the prompt"),
+        (Example("completion", "x", prompt="q", completion="q"), "answer equal to the prompt"),
+        (chat("hi", "no " * 200), "absurd repetition"),
+        (chat("hi", "I am sorry, I cannot help you with that request.\n" * 20), "absurd repetition"),
+        (text("很好" * 200), "absurd repetition"),
+    ],
+)
 def test_junk_is_named(example: Example, reason: str) -> None:
     assert junk(example) == reason
 
@@ -182,18 +195,21 @@ def test_junk_is_named(example: Example, reason: str) -> None:
 CODE = "def area(width: float, height: float) -> float:\n    return width * height\n\n"
 
 
-@table("example", [
-    chat("hi", "hello"),
-    chat("Bye!", "Take care!", "Bye!", "Bye!"),  # an echo within a talk
-    chat("tell me a joke", "hahahahahahahahaha"),
-    chat("yes or no?", "no no no no no"),
-    chat("count", ", ".join(str(i) for i in range(1, 300))),
-    chat("table", "\n".join(f"| {i} | {i * i} | {i ** 3} |" for i in range(100))),
-    chat("code", CODE + CODE.replace("area", "volume").replace("width", "depth")),
-    chat("zeros", "\n".join(f"x{i} = 0" for i in range(100))),
-    text("ordinary words"),
-    Example("chat", "x", messages=(*chat("q").messages, {"role": "assistant", "content": None, "tool_calls": [{"f": 1}]})),
-    Example("chat", "x", messages=chat("q", "", "q2", "a").messages, prompt_messages=3),  # the empty one is not learnt
-])
+@table(
+    "example",
+    [
+        chat("hi", "hello"),
+        chat("Bye!", "Take care!", "Bye!", "Bye!"),  # an echo within a talk
+        chat("tell me a joke", "hahahahahahahahaha"),
+        chat("yes or no?", "no no no no no"),
+        chat("count", ", ".join(str(i) for i in range(1, 300))),
+        chat("table", "\n".join(f"| {i} | {i * i} | {i**3} |" for i in range(100))),
+        chat("code", CODE + CODE.replace("area", "volume").replace("width", "depth")),
+        chat("zeros", "\n".join(f"x{i} = 0" for i in range(100))),
+        text("ordinary words"),
+        Example("chat", "x", messages=(*chat("q").messages, {"role": "assistant", "content": None, "tool_calls": [{"f": 1}]})),
+        Example("chat", "x", messages=chat("q", "", "q2", "a").messages, prompt_messages=3),  # the empty one is not learnt
+    ],
+)
 def test_ordinary_answers_are_not_junk(example: Example) -> None:
     assert junk(example) is None

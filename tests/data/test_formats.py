@@ -41,21 +41,24 @@ def why_not(row_format: Format, **fields: Any) -> str:
 SHAREGPT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
 
 
-@table(("fields", "found", "expected"), [
-    ({"messages": [USER, ASSISTANT], "id": 3}, "messages", Example("chat", "", messages=CHAT)),
-    ({"conversations": [USER, ASSISTANT]}, "messages", Example("chat", "", messages=CHAT)),
-    ({"conversation": [USER, ASSISTANT]}, "messages", Example("chat", "", messages=CHAT)),
-    ({"messages": json.dumps(CHAT)}, "messages", Example("chat", "", messages=CHAT)),
-    ({"messages": [USER, ASSISTANT], "prompt": "q", "text": "t"}, "messages", Example("chat", "", messages=CHAT)),
-    ({"conversations": SHAREGPT}, "sharegpt", Example("chat", "", messages=CHAT)),
-    ({"messages": SHAREGPT}, "sharegpt", Example("chat", "", messages=CHAT)),
-    ({"conversations": json.dumps(SHAREGPT)}, "sharegpt", Example("chat", "", messages=CHAT)),
-    ({"prompt": "q", "completion": "a"}, "completion", Example("completion", "", prompt="q", completion="a")),
-    ({"prompt": [USER], "completion": [ASSISTANT]}, "completion", Example("chat", "", messages=CHAT, prompt_messages=1)),
-    ({"text": "t", "meta": 1}, "text", Example("text", "", text="t")),
-    ({"instruction": "q", "output": "a"}, "alpaca", Example("chat", "", messages=CHAT)),
-    ({"instruction": "q", "input": "", "output": "a", "text": "q a"}, "alpaca", Example("chat", "", messages=CHAT)),
-])
+@table(
+    ("fields", "found", "expected"),
+    [
+        ({"messages": [USER, ASSISTANT], "id": 3}, "messages", Example("chat", "", messages=CHAT)),
+        ({"conversations": [USER, ASSISTANT]}, "messages", Example("chat", "", messages=CHAT)),
+        ({"conversation": [USER, ASSISTANT]}, "messages", Example("chat", "", messages=CHAT)),
+        ({"messages": json.dumps(CHAT)}, "messages", Example("chat", "", messages=CHAT)),
+        ({"messages": [USER, ASSISTANT], "prompt": "q", "text": "t"}, "messages", Example("chat", "", messages=CHAT)),
+        ({"conversations": SHAREGPT}, "sharegpt", Example("chat", "", messages=CHAT)),
+        ({"messages": SHAREGPT}, "sharegpt", Example("chat", "", messages=CHAT)),
+        ({"conversations": json.dumps(SHAREGPT)}, "sharegpt", Example("chat", "", messages=CHAT)),
+        ({"prompt": "q", "completion": "a"}, "completion", Example("completion", "", prompt="q", completion="a")),
+        ({"prompt": [USER], "completion": [ASSISTANT]}, "completion", Example("chat", "", messages=CHAT, prompt_messages=1)),
+        ({"text": "t", "meta": 1}, "text", Example("text", "", text="t")),
+        ({"instruction": "q", "output": "a"}, "alpaca", Example("chat", "", messages=CHAT)),
+        ({"instruction": "q", "input": "", "output": "a", "text": "q a"}, "alpaca", Example("chat", "", messages=CHAT)),
+    ],
+)
 def test_formats_are_found_and_read(fields: dict[str, Any], found: Format, expected: Example) -> None:
     rows = [RawRow(fields, "")]
     assert detect_format(rows, "x.jsonl") == found
@@ -70,12 +73,16 @@ def test_alpaca_input_follows_a_blank_line_and_system_comes_first() -> None:
 
 
 def test_sharegpt_speakers_and_function_calls() -> None:
-    made = example(system="s", tools=json.dumps([TOOL]), conversations=[
-        {"from": "human", "value": "q"},
-        {"from": "function_call", "value": '{"name": "weather", "arguments": {"city": "Oslo"}}'},
-        {"from": "observation", "value": "rain"},
-        {"from": "gpt", "value": "a"},
-    ])
+    made = example(
+        system="s",
+        tools=json.dumps([TOOL]),
+        conversations=[
+            {"from": "human", "value": "q"},
+            {"from": "function_call", "value": '{"name": "weather", "arguments": {"city": "Oslo"}}'},
+            {"from": "observation", "value": "rain"},
+            {"from": "gpt", "value": "a"},
+        ],
+    )
     assert [m["role"] for m in made.messages] == ["system", "user", "assistant", "tool", "assistant"]
     assert made.messages[2]["tool_calls"][0]["function"] == CALL["function"]
     assert made.messages[2]["content"] is None
@@ -84,10 +91,15 @@ def test_sharegpt_speakers_and_function_calls() -> None:
 
 
 def test_tool_calls_without_content_and_what_else_a_message_carries() -> None:
-    made = example(tools=[TOOL], messages=[
-        USER, {"role": "assistant", "tool_calls": [CALL], "reasoning_content": "hm"},
-        {"role": "tool", "tool_call_id": "1", "content": "rain"}, {"role": "assistant", "content": "a", "tool_calls": None},
-    ])
+    made = example(
+        tools=[TOOL],
+        messages=[
+            USER,
+            {"role": "assistant", "tool_calls": [CALL], "reasoning_content": "hm"},
+            {"role": "tool", "tool_call_id": "1", "content": "rain"},
+            {"role": "assistant", "content": "a", "tool_calls": None},
+        ],
+    )
     assert made.messages[1] == {"role": "assistant", "tool_calls": [CALL], "reasoning_content": "hm", "content": None}
     assert made.messages[2]["tool_call_id"] == "1"
     assert "tool_calls" not in made.messages[3]
@@ -103,24 +115,30 @@ def test_text_parts_are_joined() -> None:
     assert example(messages=[{"role": "user", "content": parts}, ASSISTANT]).messages[0]["content"] == "one two"
 
 
-@table(("messages", "why"), [
-    ([], "`messages` is empty"),
-    (None, "`messages` is not a list of objects"),
-    ("hello", "`messages` is not a list of objects"),
-    ("[NaN]", "`messages` is not a list of objects"),
-    (r'[{"role": "assistant", "content": "\ud800"}]', "`messages` is not a list of objects"),
-    (["hello"], "`messages` is not a list of objects"),
-    ([USER], "no assistant turn: nothing carries loss"),
-    ([USER, {"role": "asistant", "content": "a"}], "message 2 has the role `asistant`; did you mean `assistant`?"),
-    ([{"role": "xyz", "content": "q"}], "message 1 has the role `xyz`; known roles: system, developer, user, assistant, tool"),
-    ([{"role": ["user"], "content": "q"}], "message 1 has the role `['user']`"),
-    ([{"rol": "user", "content": "q"}], "message 1 has no `role`; its keys are rol, content"),
-    ([USER, {"role": "assistant", "content": None}], "message 2 (assistant) has no `content`"),
-    ([USER, {"role": "assistant", "content": None, "tool_calls": []}], "message 2 (assistant) has no `content`"),
-    ([USER, {"role": "assistant", "content": 3}], "message 2 (assistant) has a `content` that is not text"),
-    ([USER, {"role": "assistant", "tool_calls": "f()"}], "message 2: `tool_calls` is not a list of objects"),
-    ([{"role": "user", "content": [{"type": "image", "url": "x"}]}, ASSISTANT], "message 1 has a part of type `image`"),
-])
+@table(
+    ("messages", "why"),
+    [
+        ([], "`messages` is empty"),
+        (None, "`messages` is not a list of objects"),
+        ("hello", "`messages` is not a list of objects"),
+        ("[NaN]", "`messages` is not a list of objects"),
+        (r'[{"role": "assistant", "content": "\ud800"}]', "`messages` is not a list of objects"),
+        (["hello"], "`messages` is not a list of objects"),
+        ([USER], "no assistant turn: nothing carries loss"),
+        ([USER, {"role": "asistant", "content": "a"}], "message 2 has the role `asistant`; did you mean `assistant`?"),
+        (
+            [{"role": "xyz", "content": "q"}],
+            "message 1 has the role `xyz`; known roles: system, developer, user, assistant, tool",
+        ),
+        ([{"role": ["user"], "content": "q"}], "message 1 has the role `['user']`"),
+        ([{"rol": "user", "content": "q"}], "message 1 has no `role`; its keys are rol, content"),
+        ([USER, {"role": "assistant", "content": None}], "message 2 (assistant) has no `content`"),
+        ([USER, {"role": "assistant", "content": None, "tool_calls": []}], "message 2 (assistant) has no `content`"),
+        ([USER, {"role": "assistant", "content": 3}], "message 2 (assistant) has a `content` that is not text"),
+        ([USER, {"role": "assistant", "tool_calls": "f()"}], "message 2: `tool_calls` is not a list of objects"),
+        ([{"role": "user", "content": [{"type": "image", "url": "x"}]}, ASSISTANT], "message 1 has a part of type `image`"),
+    ],
+)
 def test_messages_that_do_not_fit(messages: Any, why: str) -> None:
     assert why_not("messages", messages=messages).startswith(why)
 
@@ -150,17 +168,26 @@ def refused(columns: dict[str, Any], asked: Any = "auto") -> DataError:
     return caught.value
 
 
-@table(("columns", "hint"), [
-    ({"mesages": [USER]}, "did you mean `messages` instead of `mesages`? Then set data.fields: {messages: mesages}"),
-    ({"Messages": [USER]}, "did you mean `messages` instead of `Messages`? Then set data.fields: {messages: Messages}"),
-    ({"promt": "q", "completion": "a"}, "did you mean `prompt` instead of `promt`? Then set data.fields: {prompt: promt}"),
-    ({"instruction": "q", "ouput": "a"}, "did you mean `output` instead of `ouput`? Then set data.fields: {output: ouput}"),
-    ({"question": "q", "answer": "a"}, "did you mean `prompt` instead of `question`, `completion` instead of `answer`?"
-     " Then set data.fields: {prompt: question, completion: answer}"),
-    ({"instruction": "q", "context": "c", "response": "a"}, "did you mean `input` instead of `context`, `output` instead of"
-     " `response`? Then set data.fields: {input: context, output: response}"),
-    ({"a": 1, "b": 2}, "name the columns: data.fields: {prompt: COLUMN, completion: COLUMN}, or rename them"),
-])
+@table(
+    ("columns", "hint"),
+    [
+        ({"mesages": [USER]}, "did you mean `messages` instead of `mesages`? Then set data.fields: {messages: mesages}"),
+        ({"Messages": [USER]}, "did you mean `messages` instead of `Messages`? Then set data.fields: {messages: Messages}"),
+        ({"promt": "q", "completion": "a"}, "did you mean `prompt` instead of `promt`? Then set data.fields: {prompt: promt}"),
+        ({"instruction": "q", "ouput": "a"}, "did you mean `output` instead of `ouput`? Then set data.fields: {output: ouput}"),
+        (
+            {"question": "q", "answer": "a"},
+            "did you mean `prompt` instead of `question`, `completion` instead of `answer`?"
+            " Then set data.fields: {prompt: question, completion: answer}",
+        ),
+        (
+            {"instruction": "q", "context": "c", "response": "a"},
+            "did you mean `input` instead of `context`, `output` instead of"
+            " `response`? Then set data.fields: {input: context, output: response}",
+        ),
+        ({"a": 1, "b": 2}, "name the columns: data.fields: {prompt: COLUMN, completion: COLUMN}, or rename them"),
+    ],
+)
 def test_unknown_columns_are_one_error_with_a_suggestion(columns: dict[str, Any], hint: str) -> None:
     error = refused(columns)
     assert error.fix == hint

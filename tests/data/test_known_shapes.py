@@ -15,8 +15,10 @@ from pronghorn.errors import DataError
 from samples import CHATML, make_tokenizer
 from tables import table
 
-NO_END = ("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-          "{% if add_generation_prompt %}assistant:{% endif %}")
+NO_END = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
 # Looks at what is said, and at how long the conversation is.
 MOODY = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
@@ -25,8 +27,22 @@ MOODY = (
     "{% if 'dog' in m['content'] %}<|im_end|>{% else %}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-WORDS = ("a", "dog", "</think>", "<think>", "ok.", "x\ny", "\u00e9", "{{ 7 }}", "<|im_end|>", "\n\n", "[INST]", "assistant",
-         "<|im_start|>assistant\n", "\U000f0000")
+WORDS = (
+    "a",
+    "dog",
+    "</think>",
+    "<think>",
+    "ok.",
+    "x\ny",
+    "\u00e9",
+    "{{ 7 }}",
+    "<|im_end|>",
+    "\n\n",
+    "[INST]",
+    "assistant",
+    "<|im_start|>assistant\n",
+    "\U000f0000",
+)
 TEMPLATES = {"chatml": CHATML, "no end": NO_END, "moody": MOODY}
 
 
@@ -107,8 +123,10 @@ def test_one_row_in_so_many_goes_both_ways_and_a_difference_stops(monkeypatch: p
 
 def test_where_rows_are_never_known_nobody_looks_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_shapes, "ENOUGH_TRIES", 6)
-    counter = "{% for m in messages %}<|im_start|>{{ m['role'] }} {{ messages[0]['content'] | length }}\n" \
+    counter = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }} {{ messages[0]['content'] | length }}\n"
         "{{ m['content'] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
     shapes = known_shapes.KnownShapes(make_tokenizer(counter).apply_chat_template)
     for _ in range(20):
         shapes.find([{"role": "user", "content": "?"}])

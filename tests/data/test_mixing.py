@@ -44,8 +44,10 @@ def test_a_weight_says_how_often_each_row_comes(model: Path) -> None:
     times = Counter(asked(found))
     assert sorted(times[f"a{n}"] for n in range(10)) == [2] * 5 + [3] * 5
     assert sorted(times[f"b{n}"] for n in range(10)) == [0] * 7 + [1] * 3
-    assert found.remarks == ("a.jsonl: weight 2.5, so 25 rows per epoch from 10",
-                             "b.jsonl: weight 0.3, so 3 rows per epoch from 10")
+    assert found.remarks == (
+        "a.jsonl: weight 2.5, so 25 rows per epoch from 10",
+        "b.jsonl: weight 0.3, so 3 rows per epoch from 10",
+    )
     assert [(source.rows, source.weight) for source in found.counts.sources] == [(10, 2.5), (10, 0.3)]
     assert prepared(model, {"path": "a.jsonl"}, "b.jsonl").tokens.content == plain.tokens.content
     assert found.tokens.content != plain.tokens.content  # which is what a resumed run compares

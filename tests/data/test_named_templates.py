@@ -71,8 +71,10 @@ WRITTEN = {
         "### Response:\n",
     ),
 }  # fmt: skip
-PREPARED = {"vicuna": "<s>s USER: hi ASSISTANT: ho</s>USER: 2? ASSISTANT:",
-            "mistral": "<s>[INST] hi [/INST] ho</s>[INST] 2? [/INST]"}
+PREPARED = {
+    "vicuna": "<s>s USER: hi ASSISTANT: ho</s>USER: 2? ASSISTANT:",
+    "mistral": "<s>[INST] hi [/INST] ho</s>[INST] 2? [/INST]",
+}
 
 
 @table("name", WRITTEN)
@@ -119,8 +121,8 @@ def test_gemma_2_refuses_what_its_own_template_refuses() -> None:
 
 def test_other_words_for_roles_and_a_system_message() -> None:
     mapping = {"role": "from", "content": "value", "user": "human", "assistant": "gpt"}
-    template = whole(TEMPLATES["chatml"], mapping, "Say \"hü\"\nonce")
-    said = "<|im_start|>system\nSay \"hü\"\nonce<|im_end|>\n"
+    template = whole(TEMPLATES["chatml"], mapping, 'Say "hü"\nonce')
+    said = '<|im_start|>system\nSay "hü"\nonce<|im_end|>\n'
     said += "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nho<|im_end|>\n"
     assert write(template, [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]) == said
     assert write(template, CHAT[:2]) == said

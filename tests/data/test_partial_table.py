@@ -120,8 +120,12 @@ def test_what_the_checksums_do_not_confirm_is_made_again(tmp_path: Path, whole: 
     file = folder / name
     good = file.read_bytes()
     place = 2 * len(good) // 3
-    damaged = {"a bit": good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :], "cut": good[:place],
-               "zeros": good[:place] + bytes(len(good) - place), "gone": b""}[damage]
+    damaged = {
+        "a bit": good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :],
+        "cut": good[:place],
+        "zeros": good[:place] + bytes(len(good) - place),
+        "gone": b"",
+    }[damage]
     file.write_bytes(damaged)
     seal, there = write(path)
     assert there < 7
@@ -164,8 +168,13 @@ def ended_process() -> int:
 
 def test_left_behind_by_the_dead_and_not_by_the_living(tmp_path: Path) -> None:
     here, dead = this_process().partition("-")[0], ended_process()
-    names = {f".b.{here}-{os.getpid()}.partial": True, f".c.{here}-{dead}.partial": False, ".d.partial": True,
-             ".e.partial": False, f".f.{'0' * 12}-{dead}.partial": True}
+    names = {
+        f".b.{here}-{os.getpid()}.partial": True,
+        f".c.{here}-{dead}.partial": False,
+        ".d.partial": True,
+        ".e.partial": False,
+        f".f.{'0' * 12}-{dead}.partial": True,
+    }
     for name in names:
         (tmp_path / name).mkdir()
         (tmp_path / name / "journal").touch()

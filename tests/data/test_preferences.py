@@ -10,18 +10,21 @@ from tables import table
 CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 
 
-@table(("fields", "fix"), [
-    ({"prompt": "q", "chosen": "a", "rejected": "b"}, "data.fields: {completion: chosen}"),
-    ({"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": CHAT[1:]}, "data.fields: {completion: chosen}"),
-    ({"prompt": "q", "chosen": CHAT, "rejected": CHAT, "score_chosen": 1.0}, "data.fields: {messages: chosen}"),
-    ({"instruction": "q", "output": "", "chosen": "a", "rejected": "b"}, "data.fields: {output: chosen}"),
-    ({"question": "q", "chosen": "a", "rejected": "b"}, "data.fields: {prompt: question, completion: chosen}"),
-    ({"Prompt": "q", "Chosen_Response": "a", "Rejected_Response": "b"}, "with its `Chosen_Response` answer at the end"),
-    ({"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"}, "`chosen` answer at the end"),
-    ({"prompt": "q", "completion": "a", "label": True}, "select(.label)"),
-    ({"prompt": "q", "completion": "a", "label": "False"}, "select(.label)"),
-    ({"messages": CHAT, "kto_tag": 0}, "select(.kto_tag)"),
-])
+@table(
+    ("fields", "fix"),
+    [
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, "data.fields: {completion: chosen}"),
+        ({"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": CHAT[1:]}, "data.fields: {completion: chosen}"),
+        ({"prompt": "q", "chosen": CHAT, "rejected": CHAT, "score_chosen": 1.0}, "data.fields: {messages: chosen}"),
+        ({"instruction": "q", "output": "", "chosen": "a", "rejected": "b"}, "data.fields: {output: chosen}"),
+        ({"question": "q", "chosen": "a", "rejected": "b"}, "data.fields: {prompt: question, completion: chosen}"),
+        ({"Prompt": "q", "Chosen_Response": "a", "Rejected_Response": "b"}, "with its `Chosen_Response` answer at the end"),
+        ({"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"}, "`chosen` answer at the end"),
+        ({"prompt": "q", "completion": "a", "label": True}, "select(.label)"),
+        ({"prompt": "q", "completion": "a", "label": "False"}, "select(.label)"),
+        ({"messages": CHAT, "kto_tag": 0}, "select(.kto_tag)"),
+    ],
+)
 def test_preference_data_is_known(fields: dict[str, Any], fix: str) -> None:
     told = preference(fields, chat=True)
     assert told is not None
@@ -30,15 +33,18 @@ def test_preference_data_is_known(fields: dict[str, Any], fix: str) -> None:
     assert "supervised loss" in refused(told, "x:1").why
 
 
-@table("fields", [
-    {"prompt": "q", "completion": "a", "rejected": "b"},  # what the recipe made of it: {completion: chosen}
-    {"prompt": "q", "chosen": "a", "rejected": None},
-    {"messages": CHAT, "score_chosen": "1.0", "score_rejected": "0.5"},
-    {"messages": CHAT, "label": "positive"},
-    {"messages": CHAT, "label": 3},
-    {"messages": CHAT, "label": None},
-    {"messages": CHAT, "rejected_reason": "none", "chosen_reason": "none"},
-])
+@table(
+    "fields",
+    [
+        {"prompt": "q", "completion": "a", "rejected": "b"},  # what the recipe made of it: {completion: chosen}
+        {"prompt": "q", "chosen": "a", "rejected": None},
+        {"messages": CHAT, "score_chosen": "1.0", "score_rejected": "0.5"},
+        {"messages": CHAT, "label": "positive"},
+        {"messages": CHAT, "label": 3},
+        {"messages": CHAT, "label": None},
+        {"messages": CHAT, "rejected_reason": "none", "chosen_reason": "none"},
+    ],
+)
 def test_other_data_is_not(fields: dict[str, Any]) -> None:
     assert preference(fields, chat=True) is None
 

@@ -113,8 +113,9 @@ def test_what_is_kept_beside_the_table_is_checked_too(model: Path, tmp_path: Pat
         assert (again.counts, again.tokens.content, file.read_bytes()) == (first.counts, first.tokens.content, content)
 
 
-def test_a_file_that_changes_while_it_is_read_is_refused(model: Path, tmp_path: Path, cache: Path,
-                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_changes_while_it_is_read_is_refused(
+    model: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_rows(tmp_path / "a.jsonl", chat_rows(20))
     read = module_of_rows.sources.read
 
@@ -203,8 +204,12 @@ def test_what_is_left_out_is_told(model: Path, tmp_path: Path) -> None:
 
 
 def test_turns_of_weight_0_are_read_and_not_trained_on(model: Path, tmp_path: Path) -> None:
-    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "bad", "weight": 0},
-             {"role": "user", "content": "r"}, {"role": "assistant", "content": "good", "weight": 1}]
+    turns = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "bad", "weight": 0},
+        {"role": "user", "content": "r"},
+        {"role": "assistant", "content": "good", "weight": 1},
+    ]
     speakers = {"user": "human", "assistant": "gpt"}
     shared = [{"from": speakers[turn["role"]], "value": turn["content"], "weight": turn.get("weight")} for turn in turns]
     plain = [{key: value for key, value in turn.items() if key != "weight"} for turn in turns]
@@ -248,12 +253,16 @@ def test_turns_of_train_false_are_read_and_not_trained_on(model: Path, tmp_path:
     assert whole.loss(0).all()
 
 
-@table(("marks", "who", "why"), [
-    ({"train": "no"}, 2, "message 2 has `train` 'no'"), ({"training": 0}, 2, "message 2 has `training` 0"),
-    ({"train": True, "weight": 0}, 2, "message 2 contradicts itself: `weight` 0, `train` True"),
-    ({"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": True}]}, 2, "message 2 has `train_detail`; only"),
-    ({"train": True}, 1, r"message 1 \(user\) is marked as carrying loss; only assistant turns"),
-])
+@table(
+    ("marks", "who", "why"),
+    [
+        ({"train": "no"}, 2, "message 2 has `train` 'no'"),
+        ({"training": 0}, 2, "message 2 has `training` 0"),
+        ({"train": True, "weight": 0}, 2, "message 2 contradicts itself: `weight` 0, `train` True"),
+        ({"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": True}]}, 2, "message 2 has `train_detail`; only"),
+        ({"train": True}, 1, r"message 1 \(user\) is marked as carrying loss; only assistant turns"),
+    ],
+)
 def test_marks_that_cannot_be_honoured_are_refused(model: Path, tmp_path: Path, marks: Any, who: int, why: str) -> None:
     turns: list[dict[str, Any]] = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     turns[who - 1] |= marks

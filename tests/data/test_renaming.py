@@ -33,13 +33,20 @@ def same(model: Path, rows: list[dict[str, Any]], plain: dict[str, Any], **keys:
     ours = prepared(model, [plain])
     renamed = prepared(model, rows, **keys)
     assert [(renamed.tokens.ids(i).tolist(), renamed.tokens.loss(i).tolist()) for i in range(len(renamed.tokens))] == [
-        (ours.tokens.ids(0).tolist(), ours.tokens.loss(0).tolist())] * len(rows)
+        (ours.tokens.ids(0).tolist(), ours.tokens.loss(0).tolist())
+    ] * len(rows)
 
 
 def test_columns_keys_and_roles_have_other_names(model: Path) -> None:
     odd = {"dialogue": [{"who": "customer", "says": "hi"}, {"who": "bot", "says": "ho"}]}
-    same(model, [odd], PLAIN, fields={"messages": "dialogue"}, message_fields={"role": "who", "content": "says"},
-         roles={"user": ["customer"], "assistant": ["bot"]})
+    same(
+        model,
+        [odd],
+        PLAIN,
+        fields={"messages": "dialogue"},
+        message_fields={"role": "who", "content": "says"},
+        roles={"user": ["customer"], "assistant": ["bot"]},
+    )
 
 
 def test_a_sharegpt_file_may_have_speakers_of_its_own(model: Path) -> None:
@@ -47,15 +54,26 @@ def test_a_sharegpt_file_may_have_speakers_of_its_own(model: Path) -> None:
     same(model, [odd], PLAIN, roles={"user": "Q", "assistant": "A"})
 
 
-@table(("odd", "fields", "plain"), [
-    ({"question": "hi", "answer": "ho"}, {"prompt": "question", "completion": "answer"}, {"prompt": "hi", "completion": "ho"}),
-    ({"body": "hi", "text": "not this"}, {"text": "body"}, {"text": "hi"}),
-    ({"q": "hi", "a": "ho", "sys": "be"}, {"instruction": "q", "output": "a", "system": "sys"},
-     {"instruction": "hi", "output": "ho", "system": "be"}),
-    ({"input": "hi", "target": "ho"}, {"instruction": "input", "output": "target"}, {"instruction": "hi", "output": "ho"}),
-])
-def test_every_format_may_have_other_columns(model: Path, odd: dict[str, str], fields: dict[str, str],
-                                             plain: dict[str, str]) -> None:
+@table(
+    ("odd", "fields", "plain"),
+    [
+        (
+            {"question": "hi", "answer": "ho"},
+            {"prompt": "question", "completion": "answer"},
+            {"prompt": "hi", "completion": "ho"},
+        ),
+        ({"body": "hi", "text": "not this"}, {"text": "body"}, {"text": "hi"}),
+        (
+            {"q": "hi", "a": "ho", "sys": "be"},
+            {"instruction": "q", "output": "a", "system": "sys"},
+            {"instruction": "hi", "output": "ho", "system": "be"},
+        ),
+        ({"input": "hi", "target": "ho"}, {"instruction": "input", "output": "target"}, {"instruction": "hi", "output": "ho"}),
+    ],
+)
+def test_every_format_may_have_other_columns(
+    model: Path, odd: dict[str, str], fields: dict[str, str], plain: dict[str, str]
+) -> None:
     same(model, [odd], plain, fields=fields)
 
 

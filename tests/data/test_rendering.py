@@ -21,22 +21,27 @@ from samples import CHATML, make_tokenizer
 from tables import table
 
 TALK = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-LOOPS = ("{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{{ a }}{% endfor %}{% endfor %}"
-         "{% endfor %}")
+LOOPS = (
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{{ a }}{% endfor %}{% endfor %}"
+    "{% endfor %}"
+)
 DOUBLING = "{% set ns = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}{{ ns.x }}"
 
 
-@pytest.mark.parametrize(("template", "said"), [
-    (LOOPS, "does not terminate"),
-    ("{{ 9 ** (9 ** 8) % 7 }}", "does not terminate"),
-    ("{{ (10 ** 4000) ** (10 ** 4000) }}", "does not terminate|too much memory"),
-    (DOUBLING, "too much memory"),
-    ("{{ '%9999999999d' % 1 }}", "too much memory"),
-    ("{{ 'a'.center(9999999999) }}", "too much memory"),
-    ("{{ 'a' | center(9999999999) }}", "too much memory"),
-    ("{{ 'x' * 10 ** 11 }}", "too much memory"),
-    ("{{ 'x' * 10 ** 5 }}", "produces too much text"),
-])
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (LOOPS, "does not terminate"),
+        ("{{ 9 ** (9 ** 8) % 7 }}", "does not terminate"),
+        ("{{ (10 ** 4000) ** (10 ** 4000) }}", "does not terminate|too much memory"),
+        (DOUBLING, "too much memory"),
+        ("{{ '%9999999999d' % 1 }}", "too much memory"),
+        ("{{ 'a'.center(9999999999) }}", "too much memory"),
+        ("{{ 'a' | center(9999999999) }}", "too much memory"),
+        ("{{ 'x' * 10 ** 11 }}", "too much memory"),
+        ("{{ 'x' * 10 ** 5 }}", "produces too much text"),
+    ],
+)
 def test_a_template_without_measure_is_stopped(template: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendering, "SECONDS", 0.3)
     monkeypatch.setattr(rendering, "LETTERS", 1 << 10)
@@ -49,10 +54,16 @@ def test_a_template_without_measure_is_stopped(template: str, said: str, monkeyp
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
 
 
-@table("template", [
-    "{{ 1 / 0 }}", "{{ messages[7].content + 1 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "{{ (10 ** 5000) | string }}", "{{ '%q' % 1 }}",
-])
+@table(
+    "template",
+    [
+        "{{ 1 / 0 }}",
+        "{{ messages[7].content + 1 }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ (10 ** 5000) | string }}",
+        "{{ '%q' % 1 }}",
+    ],
+)
 def test_what_a_template_does_wrong_is_told_with_the_row(template: str) -> None:
     with pytest.raises(RowError, match="does not accept this conversation") as caught:
         chat_template(make_tokenizer(CHATML + template)).render(TALK, where="a.jsonl:17")

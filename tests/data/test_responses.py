@@ -38,11 +38,13 @@ def test_only_answers_carry_labels() -> None:
     masked = [-100 if i < half else token for i, token in enumerate(ids)]
     system = tokenizer("<|im_start|>system\ns<|im_end|>\n")["input_ids"]
     packed = tokenizer(first)["input_ids"] + system + tokenizer(second)["input_ids"]
-    data = datasets.Dataset.from_list([
-        {"input_ids": ids, "labels": ids, "seq_lengths": [len(ids)]},
-        {"input_ids": ids, "labels": masked, "seq_lengths": [len(ids)]},
-        {"input_ids": packed, "labels": packed, "seq_lengths": [half, len(packed) - half]},
-    ])
+    data = datasets.Dataset.from_list(
+        [
+            {"input_ids": ids, "labels": ids, "seq_lengths": [len(ids)]},
+            {"input_ids": ids, "labels": masked, "seq_lengths": [len(ids)]},
+            {"input_ids": packed, "labels": packed, "seq_lengths": [half, len(packed) - half]},
+        ]
+    )
     trainer = train_on_responses_only(FakeTrainer(data, tokenizer), "<|im_start|>user\n", "<|im_start|>assistant\n")
     rows = list(trainer.train_dataset)
     assert spoken(tokenizer, rows[0]) == "a1<|im_end|>\na2<|im_end|>\n"

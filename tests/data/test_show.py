@@ -34,9 +34,7 @@ def table(tokenizer: Any) -> TokenTable:
 
 def test_without_colour_brackets_stand_around_what_carries_loss(tokenizer: Any, table: TokenTable) -> None:
     text = render_row(tokenizer, table, 0, coloured=False).plain
-    assert text == (
-        "<|im_start|>user↵\nhé→\t1\\x07<|im_end|>↵\n<|im_start|>assistant↵\n«ça va 👍↵\nyes<|im_end|>»↵\n"
-    )
+    assert text == ("<|im_start|>user↵\nhé→\t1\\x07<|im_end|>↵\n<|im_start|>assistant↵\n«ça va 👍↵\nyes<|im_end|>»↵\n")
 
 
 def test_with_colour_the_styles_say_it(tokenizer: Any, table: TokenTable) -> None:

@@ -52,7 +52,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-ROWS = [{"prompt": "Grüße, 你好", "completion": "a,b\n\"c\""}, {"prompt": "2 + 2", "completion": "4"}]
+ROWS = [{"prompt": "Grüße, 你好", "completion": 'a,b\n"c"'}, {"prompt": "2 + 2", "completion": "4"}]
 
 
 def test_every_kind_of_file_gives_the_same_rows(here: Path) -> None:
@@ -89,8 +89,17 @@ def test_rows_know_their_place_under_the_name_the_user_wrote(here: Path) -> None
     pq.write_table(pa.table({"text": ["x", "y"]}), here / "data/e.parquet")
     (here / "data/notes.md").write_text("not data")
     (here / "data/.hidden.jsonl").write_text("not data")
-    expected = ["a.csv:2", "a.csv:4", "b.jsonl:1", "b.jsonl:3", "c.json:2", "c.json:4", "d.json:3", "e.parquet row 1",
-                "e.parquet row 2"]
+    expected = [
+        "a.csv:2",
+        "a.csv:4",
+        "b.jsonl:1",
+        "b.jsonl:3",
+        "c.json:2",
+        "c.json:4",
+        "d.json:3",
+        "e.parquet row 1",
+        "e.parquet row 2",
+    ]
     for name in ("data", "./data", "data/"):
         rows, _ = read_all(name)
         assert [row.where for row in rows] == [f"{name.rstrip('/')}/{place}" for place in expected]
@@ -101,8 +110,12 @@ NESTED = PLAIN | st.lists(PLAIN, max_size=2) | st.dictionaries(st.text(max_size=
 
 
 @settings(max_examples=60, deadline=None)
-@given(rows=st.lists(st.dictionaries(st.text(max_size=5), NESTED, min_size=1, max_size=3), min_size=1, max_size=4),
-       ascii_only=st.booleans(), packed=st.booleans(), newline=st.sampled_from(["\n", "\r\n"]))
+@given(
+    rows=st.lists(st.dictionaries(st.text(max_size=5), NESTED, min_size=1, max_size=3), min_size=1, max_size=4),
+    ascii_only=st.booleans(),
+    packed=st.booleans(),
+    newline=st.sampled_from(["\n", "\r\n"]),
+)
 def test_json_lines_round_trip(
     tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, Any]], ascii_only: bool, packed: bool, newline: str
 ) -> None:
@@ -116,8 +129,10 @@ def test_json_lines_round_trip(
 
 
 @settings(max_examples=60, deadline=None)
-@given(data=st.binary(max_size=300), kind=st.sampled_from(
-    ["jsonl", "json", "csv", "txt", "parquet", "arrow", "jsonl.gz", "jsonl.zst", "jsonl.xz", "jsonl.bz2"]))
+@given(
+    data=st.binary(max_size=300),
+    kind=st.sampled_from(["jsonl", "json", "csv", "txt", "parquet", "arrow", "jsonl.gz", "jsonl.zst", "jsonl.xz", "jsonl.bz2"]),
+)
 def test_any_bytes_are_rows_bad_rows_or_one_error(tmp_path_factory: pytest.TempPathFactory, data: bytes, kind: str) -> None:
     file = tmp_path_factory.mktemp("any") / f"x.{kind}"
     file.write_bytes(data)
@@ -217,10 +232,16 @@ def test_files_with_no_rows_of_other_kinds_are_refused(here: Path) -> None:
         assert "no row" in refused(name).what
 
 
-@pytest.mark.parametrize(("encoding", "guess"), [
-    ("utf-16", "UTF-16"), ("utf-16-le", "UTF-16LE"), ("utf-16-be", "UTF-16BE"), ("utf-32", "UTF-32"),
-    ("cp1252", "WINDOWS-1252"),
-])
+@pytest.mark.parametrize(
+    ("encoding", "guess"),
+    [
+        ("utf-16", "UTF-16"),
+        ("utf-16-le", "UTF-16LE"),
+        ("utf-16-be", "UTF-16BE"),
+        ("utf-32", "UTF-32"),
+        ("cp1252", "WINDOWS-1252"),
+    ],
+)
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "jsonl.gz"])
 def test_another_encoding_is_named_with_the_fix(here: Path, encoding: str, guess: str, kind: str) -> None:
     text = {"csv": "text\nein schöner Tag\n", "json": '[{"text": "schöner"}]'}.get(kind, '{"text": "schöner"}\n' * 3)
@@ -281,12 +302,15 @@ def test_csv_holds_long_documents_and_needs_a_header_with_commas(here: Path) -> 
     assert "two columns are named `text`" in refused("twice.csv").what
 
 
-@table(("content", "line"), [
-    ('[{"a": 1},\n{"a": 2}\n{"a": 3}]', 3),
-    ('[{"a": 1},\n{"a": ', 2),
-    ('[{"a": 1}]\n[{"a": 2}]', 2),
-    ('{"data": [\n{"a" 1}]}', 2),
-])
+@table(
+    ("content", "line"),
+    [
+        ('[{"a": 1},\n{"a": 2}\n{"a": 3}]', 3),
+        ('[{"a": 1},\n{"a": ', 2),
+        ('[{"a": 1}]\n[{"a": 2}]', 2),
+        ('{"data": [\n{"a" 1}]}', 2),
+    ],
+)
 def test_broken_json_names_its_line(here: Path, content: str, line: int) -> None:
     (here / "x.json").write_text(content)
     error = refused("x.json")
@@ -296,7 +320,9 @@ def test_broken_json_names_its_line(here: Path, content: str, line: int) -> None
 
 def test_json_of_another_shape_is_refused(here: Path) -> None:
     for content, reason in [
-        ('{"train": [{}], "test": [{}]}', "exactly one list"), ('{"a": 1}', "exactly one list"), ("3", "neither a list"),
+        ('{"train": [{}], "test": [{}]}', "exactly one list"),
+        ('{"a": 1}', "exactly one list"),
+        ("3", "neither a list"),
         ("[" * 100_000, "nested too deeply"),
     ]:
         (here / "x.json").write_text(content)
@@ -325,8 +351,12 @@ def test_damaged_files_are_refused(here: Path) -> None:
     whole = (here / "whole.parquet").read_bytes()
     packed = gzip.compress("".join(f'{{"text": "{random.Random(i).random()}"}}\n' for i in range(2000)).encode())
     broken = {
-        "cut.parquet": whole[:-20], "none.parquet": b"hello", "cut.jsonl.gz": packed[:-500], "none.jsonl.gz": b"hello",
-        "flipped.jsonl.gz": packed[:3000] + bytes([packed[3000] ^ 0xFF]) + packed[3001:], "packed.jsonl": packed,
+        "cut.parquet": whole[:-20],
+        "none.parquet": b"hello",
+        "cut.jsonl.gz": packed[:-500],
+        "none.jsonl.gz": b"hello",
+        "flipped.jsonl.gz": packed[:3000] + bytes([packed[3000] ^ 0xFF]) + packed[3001:],
+        "packed.jsonl": packed,
     }
     for name, data in broken.items():
         (here / name).write_bytes(data)
@@ -403,14 +433,17 @@ def test_the_fingerprint_is_that_of_the_content(here: Path) -> None:
     assert len(a) == 64
 
 
-@table(("name", "hub"), [
-    ("imdb", ("imdb", None, "train")),
-    ("org/data-set.v2", ("org/data-set.v2", None, "train")),
-    ("org/name:test", ("org/name", None, "test")),
-    ("org/name:main:test", ("org/name", "main", "test")),
-    ("org/name:train[:10%]", ("org/name", None, "train[:10%]")),
-    ("org/name:main:train[5:10]", ("org/name", "main", "train[5:10]")),
-])
+@table(
+    ("name", "hub"),
+    [
+        ("imdb", ("imdb", None, "train")),
+        ("org/data-set.v2", ("org/data-set.v2", None, "train")),
+        ("org/name:test", ("org/name", None, "test")),
+        ("org/name:main:test", ("org/name", "main", "test")),
+        ("org/name:train[:10%]", ("org/name", None, "train[:10%]")),
+        ("org/name:main:train[5:10]", ("org/name", "main", "train[5:10]")),
+    ],
+)
 def test_hub_names(here: Path, name: str, hub: tuple[str, str | None, str]) -> None:
     (source,) = resolve(name)
     assert (source.kind, source.hub, source.name) == ("hub", hub, name)
@@ -435,11 +468,18 @@ def test_a_hub_data_set_is_read_from_the_cache_without_a_network(here: Path) -> 
     table = pa.table({"prompt": ["a", "c"], "completion": ["b", "d"]})
     with pa.ipc.new_stream(folder / "tiny-train.arrow", table.schema) as writer:
         writer.write_table(table)
-    (folder / "dataset_info.json").write_text(json.dumps({
-        "builder_name": "parquet", "dataset_name": "tiny", "config_name": "default", "version": {"version_str": "0.0.0"},
-        "features": {name: {"dtype": "string", "_type": "Value"} for name in table.column_names},
-        "splits": {"train": {"name": "train", "num_bytes": 4, "num_examples": 2, "dataset_name": "tiny"}},
-    }))
+    (folder / "dataset_info.json").write_text(
+        json.dumps(
+            {
+                "builder_name": "parquet",
+                "dataset_name": "tiny",
+                "config_name": "default",
+                "version": {"version_str": "0.0.0"},
+                "features": {name: {"dtype": "string", "_type": "Value"} for name in table.column_names},
+                "splits": {"train": {"name": "train", "num_bytes": 4, "num_examples": 2, "dataset_name": "tiny"}},
+            }
+        )
+    )
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(here), "HF_DATASETS_CACHE": str(here / "cache")}
     command = [sys.executable, "-c", HUB_SCRIPT]
     done = subprocess.run(command, env=environment, cwd=here, capture_output=True, text=True, check=True)
@@ -450,10 +490,18 @@ def test_a_hub_data_set_is_read_from_the_cache_without_a_network(here: Path) -> 
     assert missing.startswith("someone/else | neither a file nor a Hub dataset")
 
 
-@table(("content", "said"), [
-    (b"PK\x03\x04\x14\x00\x06\x00xl/workbook.xml", "zip file"), (b"%PDF-1.7", "PDF"), (b"SQLite format 3\x00", "SQLite"),
-    (b"PAR1\x15\x04", "Parquet"), (b"\x28\xb5\x2f\xfd\x04", "zstd"), (b"\x80\x04\x95", "pickle"), (b"BZh91AY", "bzip2"),
-])
+@table(
+    ("content", "said"),
+    [
+        (b"PK\x03\x04\x14\x00\x06\x00xl/workbook.xml", "zip file"),
+        (b"%PDF-1.7", "PDF"),
+        (b"SQLite format 3\x00", "SQLite"),
+        (b"PAR1\x15\x04", "Parquet"),
+        (b"\x28\xb5\x2f\xfd\x04", "zstd"),
+        (b"\x80\x04\x95", "pickle"),
+        (b"BZh91AY", "bzip2"),
+    ],
+)
 @table("name", ["rows.xlsx", "rows.jsonl", "rows.json", "rows.csv", "rows.parquet", "rows.jsonl.gz"])
 def test_a_file_is_called_what_it_is(here: Path, name: str, content: bytes, said: str) -> None:
     data = gzip.compress(content + bytes(100)) if name.endswith(".gz") else content + bytes(100)
@@ -465,10 +513,15 @@ def test_a_file_is_called_what_it_is(here: Path, name: str, content: bytes, said
     assert caught.value.fix
 
 
-@table(("ending", "pack"), [
-    ("gz", gzip.compress), ("xz", lzma.compress), ("bz2", bz2.compress),
-    ("zst", lambda data: pa.Codec("zstd").compress(data, asbytes=True)),
-])
+@table(
+    ("ending", "pack"),
+    [
+        ("gz", gzip.compress),
+        ("xz", lzma.compress),
+        ("bz2", bz2.compress),
+        ("zst", lambda data: pa.Codec("zstd").compress(data, asbytes=True)),
+    ],
+)
 def test_a_packed_file_that_is_cut_short_is_refused_and_not_read_in_part(here: Path, ending: str, pack: Any) -> None:
     lines = "".join(json.dumps({"text": str(random.Random(n).random())}) + "\n" for n in range(2000)).encode()
     packed = pack(lines)
@@ -514,11 +567,14 @@ def test_splits_of_a_folder(here: Path) -> None:
     assert caught.value.fix == "name the right one: e/dev"
 
 
-@table(("name", "wish", "hub", "shown"), [
-    ("a/b", {"split": "test"}, ("a/b", None, "test"), "a/b:test"),
-    ("a/b", {"config": "c"}, ("a/b", "c", "train"), "a/b:c:train"),
-    ("a/b:c:test", {"config": "c"}, ("a/b", "c", "test"), "a/b:c:test"),
-])
+@table(
+    ("name", "wish", "hub", "shown"),
+    [
+        ("a/b", {"split": "test"}, ("a/b", None, "test"), "a/b:test"),
+        ("a/b", {"config": "c"}, ("a/b", "c", "train"), "a/b:c:train"),
+        ("a/b:c:test", {"config": "c"}, ("a/b", "c", "test"), "a/b:c:test"),
+    ],
+)
 def test_what_a_source_says_of_a_hub_data_set(here: Path, name: str, wish: Any, hub: Any, shown: str) -> None:
     (source,) = resolve(name, Wish(**wish))
     assert (source.hub, source.name) == (hub, shown)

@@ -40,8 +40,10 @@ def test_a_tokenizer_whose_own_template_writes_the_same_keeps_it() -> None:
 
 def test_an_own_template_that_writes_the_end_token_is_compared_with_the_new_one() -> None:
     """Phi-3.5 ends a conversation with its end token, which is another one once the end of turn is."""
-    own = ("{% for message in messages %}{{ '<|' + message['role'] + '|>\n' + message['content'] + '<|end|>\n' }}{% endfor %}"
-           "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}")
+    own = (
+        "{% for message in messages %}{{ '<|' + message['role'] + '|>\n' + message['content'] + '<|end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
+    )
     tokenizer = make_tokenizer(chat_template=own)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>", "<|end|>"]})
     tokenizer.eos_token = "<|endoftext|>"

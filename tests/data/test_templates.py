@@ -85,9 +85,7 @@ TAGGED_WITH_END = TAGGED.replace("{% endgeneration %}{% else %}", "<|im_end|>\n{
 TAGGED_IN_MACRO = "{% macro say(m) %}{% generation %}{{ m.content }}{% endgeneration %}{% endmacro %}" + TAGGED.replace(
     "{% generation %}{{ m.content }}{% endgeneration %}", "{{ say(m) }}"
 )
-NO_END = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
-)
+NO_END = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 END_AT_LAST = NO_END.replace("\n{% endfor", "{{ eos_token if loop.last and m.role == 'assistant' }}\n{% endfor")
 
 NO_END_WITH_CALLS = NO_END.replace("\n{% endfor", "{{ m.tool_calls | tojson if m.tool_calls }}\n{% endfor")
@@ -247,8 +245,7 @@ def test_a_rewritten_content_is_told() -> None:
 
 
 @table(
-    "messages",
-    ["messages | reverse", "messages + messages", "(messages + messages if messages | length > 3 else messages)"]
+    "messages", ["messages | reverse", "messages + messages", "(messages + messages if messages | length > 3 else messages)"]
 )
 def test_what_cannot_be_derived_is_an_error(messages: str) -> None:
     template = CHATML.replace("in messages", f"in {messages}")

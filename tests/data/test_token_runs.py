@@ -13,8 +13,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from pronghorn.data import token_runs
 from pronghorn.data.token_runs import runs_by_offsets, runs_of
 
-WORDS = ["the cat sat on the mat, and the dog sat there too.", "  two  spaces\n\nand lines\n",
-         "na\u00efve e\u0301 \u6c34 \U0001f600!"]
+WORDS = [
+    "the cat sat on the mat, and the dog sat there too.",
+    "  two  spaces\n\nand lines\n",
+    "na\u00efve e\u0301 \u6c34 \U0001f600!",
+]
 
 
 def _byte_level() -> Tokenizer:
@@ -47,8 +50,15 @@ def _word_piece() -> Tokenizer:
 
 def _trained(core: Tokenizer) -> Tokenizer:
     trainer: Any = trainers.WordPieceTrainer if isinstance(core.model, models.WordPiece) else trainers.BpeTrainer
-    core.train_from_iterator(WORDS * 3, trainer(vocab_size=330, special_tokens=["<unk>", "<end>"], show_progress=False,
-                                                initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    core.train_from_iterator(
+        WORDS * 3,
+        trainer(
+            vocab_size=330,
+            special_tokens=["<unk>", "<end>"],
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
     core.add_special_tokens([AddedToken("<end>", special=True), AddedToken("<pad>", special=True, lstrip=True, rstrip=True)])
     return core
 

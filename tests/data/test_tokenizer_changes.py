@@ -57,8 +57,10 @@ def test_special_tokens_are_those_of_the_recipe(folder: Path) -> None:
 
 def test_a_turn_ends_with_a_token_that_is_not_marked_as_special(tmp_path: Path) -> None:
     """`%` is one token of the vocabulary; unnamed, the end of the turn would be the text that closes it."""
-    template = ("{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}%{% endfor %}"
-                "{% if add_generation_prompt %}assistant:{% endif %}")
+    template = (
+        "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}%{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
     make_tokenizer(template).save_pretrained(tmp_path / "model")
     tokenizer = loaded(tmp_path / "model", eot_tokens="%")
     row = Encoder(tokenizer).encode(SAID)
@@ -73,8 +75,9 @@ def test_a_turn_ends_with_a_token_that_is_not_marked_as_special(tmp_path: Path) 
 
 
 def test_what_ends_only_the_thoughts_does_not_stop_an_answer(tmp_path: Path) -> None:
-    template = ("{% for m in messages %}{{ m['role'] }}:{% if m['role'] == 'assistant' %}hm%{% endif %}"
-                "{{ m['content'] }}!{% endfor %}")
+    template = (
+        "{% for m in messages %}{{ m['role'] }}:{% if m['role'] == 'assistant' %}hm%{% endif %}{{ m['content'] }}!{% endfor %}"
+    )
     make_tokenizer(template).save_pretrained(tmp_path / "model")
     tokenizer = loaded(tmp_path / "model", eot_tokens=["%", "!"])
     model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=2))
@@ -90,8 +93,12 @@ def test_an_end_of_turn_is_one_token_of_the_vocabulary(folder: Path, token: str)
 
 
 def test_each_change_is_another_tokenizer_for_the_cache(folder: Path) -> None:
-    changes: list[dict[str, Any]] = [{}, {"template": "chatml"}, {"special_tokens": {"eos_token": "<|endoftext|>"}},
-                                     {"eot_tokens": ["<|im_start|>"]}]
+    changes: list[dict[str, Any]] = [
+        {},
+        {"template": "chatml"},
+        {"special_tokens": {"eos_token": "<|endoftext|>"}},
+        {"eot_tokens": ["<|im_start|>"]},
+    ]
     prints = [TokenizerFiles(str(folder), Data(train="-", **change)).fingerprint() for change in changes]
     assert len(set(prints)) == len(changes)
     assert prints == [fingerprint(loaded(folder, **change)) for change in changes]

@@ -21,33 +21,66 @@ from tables import table
 KINDS = ("a", "Z", "s", "'", "1", " ", "\n", "\r", "\t", ".", "/", "\u00e9", "\u00aa", "\u00b2", "\xa0", "\u2019")
 LETTERS = [chr(number) for first, last in EASY for number in range(first, last + 1)]
 SPECIALS = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|im_end|>x")
-PIECES = ("yes", " yes", "no", " no.", "'s", "'LL", "12345", "  ", " ", "\n", "\n\n", "\t", "\u2019", "caf\u00e9", "\u00bd",
-          "\u20ac5", "...", "//", "assistant", "<", "|>", "<|im", "x", *SPECIALS)
+PIECES = (
+    "yes",
+    " yes",
+    "no",
+    " no.",
+    "'s",
+    "'LL",
+    "12345",
+    "  ",
+    " ",
+    "\n",
+    "\n\n",
+    "\t",
+    "\u2019",
+    "caf\u00e9",
+    "\u00bd",
+    "\u20ac5",
+    "...",
+    "//",
+    "assistant",
+    "<",
+    "|>",
+    "<|im",
+    "x",
+    *SPECIALS,
+)
 HARD_ONES = ("e\u0301", "\u6c34", "\u2028", "\U0001f600", "\u017f", "\u0b95")
 
 
 def split(pattern: str) -> Any:
-    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"),
-                                    pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    return pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
 
 
 def digits() -> Any:
     return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)])
 
 
-WAYS = {**{pattern: split(pattern) for pattern in sorted(PATTERNS)}, "bytes": pre_tokenizers.ByteLevel(False),
-        "digits": digits()}
+WAYS = {
+    **{pattern: split(pattern) for pattern in sorted(PATTERNS)},
+    "bytes": pre_tokenizers.ByteLevel(False),
+    "digits": digits(),
+}
 
 
-def core(pre_tokenizer: Any, *, normalizer: Any = None, trim: bool = False, alphabet: Any = None,
-         specials: Any = SPECIALS) -> Tokenizer:
+def core(
+    pre_tokenizer: Any, *, normalizer: Any = None, trim: bool = False, alphabet: Any = None, specials: Any = SPECIALS
+) -> Tokenizer:
     made = Tokenizer(models.BPE())
     made.pre_tokenizer, made.decoder = pre_tokenizer, decoders.ByteLevel()
     if normalizer is not None:
         made.normalizer = normalizer
     made.post_processor = processors.ByteLevel(trim_offsets=trim)
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=list(specials), show_progress=False,
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet() if alphabet is None else alphabet)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=list(specials),
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet() if alphabet is None else alphabet,
+    )
     made.train_from_iterator(["yes or no, assistant's   caf\u00e9 123 \u2019 yes.\n\n"] * 9, trainer)
     return made
 

@@ -50,8 +50,12 @@ def test_the_demo_measures_before_and_after_in_its_own_report(
     def smaller(*arguments: Any) -> Recipe:
         """The tiny model's tokens are bytes, so its rows are longer."""
         recipe = real(*arguments)
-        return recipe.model_copy(update={"data": recipe.data.model_copy(update={"max_length": 512}),
-                                         "eval": recipe.eval.model_copy(update={"max_new_tokens": 3})})
+        return recipe.model_copy(
+            update={
+                "data": recipe.data.model_copy(update={"max_length": 512}),
+                "eval": recipe.eval.model_copy(update={"max_new_tokens": 3}),
+            }
+        )
 
     monkeypatch.setattr(run, "demo_model", lambda progress: tiny_model)
     monkeypatch.setattr(run, "demo_recipe", smaller)

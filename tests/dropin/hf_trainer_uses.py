@@ -44,32 +44,69 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
         self.gradients.append(gradients(model))
 
 
-ARGUMENTS: dict[str, Any] = {"max_steps": 2, "per_device_train_batch_size": 2, "logging_steps": 1, "learning_rate": 0.05,
-                             "optim": "sgd", "use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True,
-                             "seed": 3, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+ARGUMENTS: dict[str, Any] = {
+    "max_steps": 2,
+    "per_device_train_batch_size": 2,
+    "logging_steps": 1,
+    "learning_rate": 0.05,
+    "optim": "sgd",
+    "use_cpu": True,
+    "report_to": "none",
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "seed": 3,
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 0.0,
+}
 TIMES = ("runtime", "per_second", "flos")  # of log entries that are other in every run
 
 
-def trainer_for(model: Any, folder: Path, *, kind: type[Trainer] = Trainer, collator: Any = None, data: Any = None,
-                callbacks: tuple[Any, ...] = (), given: dict[str, Any] | None = None, **changes: Any) -> Trainer:
-    trainer = kind(model=model, args=TrainingArguments(output_dir=str(folder), **(ARGUMENTS | changes)),
-                   train_dataset=data or rows(), processing_class=TOKENIZER, callbacks=[Recorder(), *callbacks],
-                   data_collator=collator or DataCollatorForSeq2Seq(TOKENIZER), **(given or {}))
+def trainer_for(
+    model: Any,
+    folder: Path,
+    *,
+    kind: type[Trainer] = Trainer,
+    collator: Any = None,
+    data: Any = None,
+    callbacks: tuple[Any, ...] = (),
+    given: dict[str, Any] | None = None,
+    **changes: Any,
+) -> Trainer:
+    trainer = kind(
+        model=model,
+        args=TrainingArguments(output_dir=str(folder), **(ARGUMENTS | changes)),
+        train_dataset=data or rows(),
+        processing_class=TOKENIZER,
+        callbacks=[Recorder(), *callbacks],
+        data_collator=collator or DataCollatorForSeq2Seq(TOKENIZER),
+        **(given or {}),
+    )
     return trainer
 
 
 def run(trainer: Trainer, **options: Any) -> list[Any]:
     trainer.train(**options)
     recorder = next(c for c in trainer.callback_handler.callbacks if isinstance(c, Recorder))
-    logged = [{name: float(value) for name, value in entry.items() if not any(part in name for part in TIMES)}
-              for entry in trainer.state.log_history]
+    logged = [
+        {name: float(value) for name, value in entry.items() if not any(part in name for part in TIMES)}
+        for entry in trainer.state.log_history
+    ]
     return [logged, recorder.gradients]
 
 
 @use
 def accumulation_and_clipping(model: Any, folder: Path) -> Any:
-    return run(trainer_for(model, folder, gradient_accumulation_steps=2, max_grad_norm=0.5, lr_scheduler_type="cosine",
-                           warmup_steps=1, max_steps=3))
+    return run(
+        trainer_for(
+            model,
+            folder,
+            gradient_accumulation_steps=2,
+            max_grad_norm=0.5,
+            lr_scheduler_type="cosine",
+            warmup_steps=1,
+            max_steps=3,
+        )
+    )
 
 
 @use
@@ -104,8 +141,11 @@ def metrics_of_logits_while_training(model: Any, folder: Path) -> Any:
         kept = found.label_ids[:, 1:] != -100
         return {"right": float((found.predictions[:, :-1][kept] == found.label_ids[:, 1:][kept]).mean())}
 
-    given = {"eval_dataset": rows(3, seed=1), "compute_metrics": right,
-             "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1)}
+    given = {
+        "eval_dataset": rows(3, seed=1),
+        "compute_metrics": right,
+        "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1),
+    }
     return run(trainer_for(model, folder, given=given, eval_strategy="steps", eval_steps=1, label_names=["labels"]))
 
 
@@ -163,15 +203,25 @@ def padding_on_the_left(model: Any, folder: Path) -> Any:
 def adam_with_two_groups(model: Any, folder: Path) -> Any:
     """A rate of its own for some weights, and an epsilon under which rounding does not decide about a sign."""
     parameters = list(trained(model).values())
-    optimizer = torch.optim.AdamW([{"params": parameters[::2], "lr": 1e-3}, {"params": parameters[1::2], "lr": 5e-3}], eps=1e-2,
-                                  weight_decay=0.1)
+    optimizer = torch.optim.AdamW(
+        [{"params": parameters[::2], "lr": 1e-3}, {"params": parameters[1::2], "lr": 5e-3}], eps=1e-2, weight_decay=0.1
+    )
     return run(trainer_for(model, folder, given={"optimizers": (optimizer, None)}, max_steps=3))
 
 
 @use
 def the_best_checkpoint_at_the_end(model: Any, folder: Path) -> Any:
-    trainer = trainer_for(model, folder / "best", given={"eval_dataset": rows(3, seed=1)}, eval_strategy="steps", eval_steps=1,
-                          save_strategy="steps", save_steps=1, load_best_model_at_end=True, learning_rate=0.3)
+    trainer = trainer_for(
+        model,
+        folder / "best",
+        given={"eval_dataset": rows(3, seed=1)},
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        load_best_model_at_end=True,
+        learning_rate=0.3,
+    )
     return [run(trainer), Path(trainer.state.best_model_checkpoint).name]
 
 
@@ -179,8 +229,15 @@ def the_best_checkpoint_at_the_end(model: Any, folder: Path) -> Any:
 def resumed_from_a_checkpoint(model: Any, folder: Path) -> Any:
     """Bit for bit what the run without a pause gives."""
     start = copy.deepcopy(model.state_dict())
-    more = {"optim": "adamw_torch", "adam_epsilon": 1e-2, "learning_rate": 1e-3, "lr_scheduler_type": "linear",
-            "gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    more = {
+        "optim": "adamw_torch",
+        "adam_epsilon": 1e-2,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "linear",
+        "gradient_accumulation_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 1,
+    }
     whole = run(trainer_for(model, folder / "whole", **more))
     end = {name: value.clone() for name, value in model.state_dict().items()}
     model.load_state_dict(start)

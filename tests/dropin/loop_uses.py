@@ -189,10 +189,15 @@ def one_forward_beside_another_that_is_kept(model: Any) -> Any:
 @use
 def the_loss_times_a_factor(model: Any) -> Any:
     seen = []
-    for act in (lambda loss: (1024.0 * loss).backward(), lambda loss: (-loss).backward(),
-                lambda loss: loss.backward(gradient=torch.tensor(0.25)), lambda loss: loss.exp().backward(),
-                lambda loss: torch.where(loss > 0, loss, 0 * loss).backward(), lambda loss: (0 * loss).backward(),
-                lambda loss: torch.autograd.backward([loss, loss * 2])):
+    for act in (
+        lambda loss: (1024.0 * loss).backward(),
+        lambda loss: (-loss).backward(),
+        lambda loss: loss.backward(gradient=torch.tensor(0.25)),
+        lambda loss: loss.exp().backward(),
+        lambda loss: torch.where(loss > 0, loss, 0 * loss).backward(),
+        lambda loss: (0 * loss).backward(),
+        lambda loss: torch.autograd.backward([loss, loss * 2]),
+    ):
         act(loss_of(model))
         seen.append(gradients(model))
         model.zero_grad()
@@ -322,8 +327,10 @@ def an_optimizer_inside_backward(model: Any) -> Any:
 def hooks_on_modules(model: Any) -> Any:
     seen: list[Any] = []
     layer = next(module for name, module in model.named_modules() if name.endswith("layers.1.self_attn.v_proj"))
-    handles = [layer.register_forward_hook(lambda _, args, out: seen.append(out.detach().clone())),
-               layer.register_full_backward_hook(lambda _, grads, outs: seen.append(outs[0].clone()))]
+    handles = [
+        layer.register_forward_hook(lambda _, args, out: seen.append(out.detach().clone())),
+        layer.register_full_backward_hook(lambda _, grads, outs: seen.append(outs[0].clone())),
+    ]
     found = train(model, sgd(model), 1)
     for handle in handles:
         handle.remove()

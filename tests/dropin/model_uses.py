@@ -129,8 +129,15 @@ def evaluation_and_generation_between_steps(model: Any) -> Any:
         model.eval()
         prompt = ids(7, rows=2, length=5)
         for cached in (True, False):
-            seen.append(model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4,
-                                       do_sample=False, use_cache=cached))
+            seen.append(
+                model.generate(
+                    input_ids=prompt,
+                    attention_mask=torch.ones_like(prompt),
+                    max_new_tokens=4,
+                    do_sample=False,
+                    use_cache=cached,
+                )
+            )
         model.train()
     return seen
 
@@ -156,8 +163,9 @@ def an_evaluation_in_inference_mode_before_and_between(model: Any) -> Any:
             out = model(**batch(50))
             seen.append([out.loss.clone(), out.logits.clone()])
             prompt = ids(7, rows=1, length=4)
-            seen.append(model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=3,
-                                       do_sample=False))
+            seen.append(
+                model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=3, do_sample=False)
+            )
         model.train()
         loss = loss_of(model, step)
         with torch.inference_mode():
@@ -312,18 +320,28 @@ def flattened_without_padding(model: Any) -> Any:
 def positions_given(model: Any) -> Any:
     rows = torch.arange(11)
     packed = torch.cat([torch.arange(4), torch.arange(7)])
-    return over(model, [batch(0, position_ids=rows[None].expand(2, -1), use_cache=False),
-                        batch(1, position_ids=(rows + 5)[None].expand(2, -1), use_cache=False),
-                        batch(2, position_ids=packed[None].expand(2, -1), use_cache=False),
-                        padded("left", 3) | {"position_ids": torch.tensor([[*range(11)], [*[1] * 4, *range(7)]])}])
+    return over(
+        model,
+        [
+            batch(0, position_ids=rows[None].expand(2, -1), use_cache=False),
+            batch(1, position_ids=(rows + 5)[None].expand(2, -1), use_cache=False),
+            batch(2, position_ids=packed[None].expand(2, -1), use_cache=False),
+            padded("left", 3) | {"position_ids": torch.tensor([[*range(11)], [*[1] * 4, *range(7)]])},
+        ],
+    )
 
 
 @use
 def labels_shifted_already(model: Any) -> Any:
     given = batch()
     shifted = nn.functional.pad(given["labels"][:, 1:], (0, 1), value=-100)
-    return over(model, [given | {"shift_labels": shifted}, {"input_ids": given["input_ids"], "shift_labels": shifted,
-                                                             "labels": given["labels"]}])
+    return over(
+        model,
+        [
+            given | {"shift_labels": shifted},
+            {"input_ids": given["input_ids"], "shift_labels": shifted, "labels": given["labels"]},
+        ],
+    )
 
 
 @use

@@ -19,17 +19,32 @@ from pronghorn.model.captured_layers import CapturedLayers
 from pronghorn.model.causal_lm import FastCausalLM, engine_of
 from samples import make_tokenizer
 
-SIZES: dict[str, Any] = {"vocab_size": 259, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-                         "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": 2,
-                         "bos_token_id": None, "initializer_range": 0.15, "max_position_embeddings": 512}
+SIZES: dict[str, Any] = {
+    "vocab_size": 259,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+    "bos_token_id": None,
+    "initializer_range": 0.15,
+    "max_position_embeddings": 512,
+}
 WINDOW: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "head_dim": 8}
 FAMILIES = {
     "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
     "tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**SIZES, head_dim=16),
     "gemma3": Gemma3TextConfig(**SIZES, **WINDOW, query_pre_attn_scalar=8),
-    "gpt-oss": GptOssConfig(**SIZES, **WINDOW, num_local_experts=4, num_experts_per_tok=2,
-                            rope_parameters={"rope_type": "default", "rope_theta": 10000.0}),
+    "gpt-oss": GptOssConfig(
+        **SIZES,
+        **WINDOW,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    ),
 }
 # All cases held to 1e-5 on an ARM core, three of them above 5e-6; another kind of core adds in another order.
 TOLERANCE = 3e-5
@@ -61,8 +76,14 @@ def stock_model(folder: Path, *, adapter: bool = True, **options: Any) -> Any:
 
 def fast_model(folder: Path, plain: Any, *, adapter: bool = True, recompute: bool = False, **options: Any) -> Any:
     """The same as ours load it, from the same weights."""
-    model, _ = FastLanguageModel.from_pretrained(str(folder), max_seq_length=512, load_in_4bit=False, dtype=torch.float32,
-                                                 full_finetuning=not adapter, use_gradient_checkpointing=recompute)
+    model, _ = FastLanguageModel.from_pretrained(
+        str(folder),
+        max_seq_length=512,
+        load_in_4bit=False,
+        dtype=torch.float32,
+        full_finetuning=not adapter,
+        use_gradient_checkpointing=recompute,
+    )
     if adapter:
         options = _with_defaults(model, options)
         model = FastLanguageModel.get_peft_model(model, use_gradient_checkpointing=recompute, **options)

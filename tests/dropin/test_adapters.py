@@ -63,8 +63,15 @@ def test_the_seven_names_on_a_model_that_stores_them_together(tmp_path: Path, ca
     from transformers import Phi3Config
 
     torch.manual_seed(0)
-    config = Phi3Config(vocab_size=259, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
-                        num_key_value_heads=2, pad_token_id=0)
+    config = Phi3Config(
+        vocab_size=259,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=0,
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
     model, _ = adapted(tmp_path)

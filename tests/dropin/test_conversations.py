@@ -34,7 +34,9 @@ def test_other_names_become_role_and_content(function: Any) -> None:
     assert function(found)[0] == found[0]
     thinking = [{"role": "Human", "content": "q", "thinking": None}, {"role": "gpt", "content": "a", "thinking": "t"}]
     assert function(data([{"messages": thinking}]))[0]["messages"] == [
-        {"role": "user", "content": "q", "thinking": None}, {"role": "assistant", "content": "a", "thinking": "t"}]
+        {"role": "user", "content": "q", "thinking": None},
+        {"role": "assistant", "content": "a", "thinking": "t"},
+    ]
     splits = function(datasets.DatasetDict({"train": data(SHAREGPT), "test": data(SHAREGPT)}))
     assert splits["test"][0]["conversations"] == MESSAGES
 
@@ -89,13 +91,18 @@ def test_a_format_of_ones_own_writes_texts_and_prompts() -> None:
     written = "Tasks.\n\n### Task:\n{INPUT}\n\n### Answer:\n{OUTPUT}"
     found = apply_chat_template(rows, tokenizer=tokenizer, chat_template=written)
     other = rows[0]["conversations"][2]["content"]
-    assert found[0]["text"] == (f"Tasks.\n\n### Task:\ndo 0\n\n### Answer:\ndone 0<|im_end|>\n\n### Task:\n{other}\n\n"
-                                f"### Answer:\n{other.replace('do', 'done')}<|im_end|>")
+    assert found[0]["text"] == (
+        f"Tasks.\n\n### Task:\ndo 0\n\n### Answer:\ndone 0<|im_end|>\n\n### Task:\n{other}\n\n"
+        f"### Answer:\n{other.replace('do', 'done')}<|im_end|>"
+    )
     asked = tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False, add_generation_prompt=True)
     assert asked == "Tasks.\n\n### Task:\nx\n\n### Answer:\n"
     named = apply_chat_template(data(SHAREGPT), make_tokenizer(chat_template=None), chat_template="chatml")
     own = apply_chat_template(data(SHAREGPT), make_tokenizer())
-    assert named[0]["text"] == own[0]["text"] == (
-        "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n")
+    assert (
+        named[0]["text"]
+        == own[0]["text"]
+        == ("<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n")
+    )
     with pytest.raises(DataError, match="no conversation column"):
         apply_chat_template(data(ALPACA), make_tokenizer())

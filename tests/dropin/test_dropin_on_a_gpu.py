@@ -25,8 +25,9 @@ STORED = {"16 bit": {"load_in_4bit": False}, "4 bit": {"load_in_4bit": True}}
 def usual_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Widths that every kernel takes."""
     folder = tmp_path_factory.mktemp("usual-llama")
-    make_model(hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.05,
-               ).save_pretrained(folder)
+    make_model(
+        hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, initializer_range=0.05
+    ).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     return folder
 

@@ -123,8 +123,9 @@ def test_a_loaded_model_is_frozen_or_trains_whole(tiny_model: Path) -> None:
     assert not any(p.requires_grad for p in model.parameters())
     assert engine_of(model)
     assert all(layer.recompute for layer in engine_of(model).layers)
-    model, _ = FastLanguageModel.from_pretrained(str(tiny_model), full_finetuning=True, dtype=torch.bfloat16,
-                                                 use_gradient_checkpointing=False)
+    model, _ = FastLanguageModel.from_pretrained(
+        str(tiny_model), full_finetuning=True, dtype=torch.bfloat16, use_gradient_checkpointing=False
+    )
     assert all(p.requires_grad and p.dtype == torch.bfloat16 for p in model.parameters())
     assert not any(layer.recompute for layer in engine_of(model).layers)
     ids = torch.randint(3, 259, (2, 9))
@@ -215,9 +216,11 @@ def test_what_weights_in_4_bits_do_not_allow(tiny_model: Path, options: dict[str
 
 
 def test_importing_is_light_and_names_are_found() -> None:
-    code = ("import sys, pronghorn; heavy = {'torch', 'transformers', 'peft', 'numpy', 'pydantic'} & set(sys.modules); "
-            "assert not heavy, heavy; assert 'FastLanguageModel' in dir(pronghorn); assert pronghorn.Recipe; "
-            "assert not hasattr(pronghorn, 'nothing')")
+    code = (
+        "import sys, pronghorn; heavy = {'torch', 'transformers', 'peft', 'numpy', 'pydantic'} & set(sys.modules); "
+        "assert not heavy, heavy; assert 'FastLanguageModel' in dir(pronghorn); assert pronghorn.Recipe; "
+        "assert not hasattr(pronghorn, 'nothing')"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

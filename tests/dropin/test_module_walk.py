@@ -38,13 +38,17 @@ def tree() -> nn.Module:
 
 
 def lists(model: nn.Module) -> tuple[list[Any], list[Any]]:
-    return ([(name, id(module)) for name, module in model.named_modules()],
-            [(name, id(one)) for name, one in model.named_parameters()])
+    return (
+        [(name, id(module)) for name, module in model.named_modules()],
+        [(name, id(one)) for name, one in model.named_parameters()],
+    )
 
 
 def as_torch_walks(model: nn.Module) -> bool:
-    theirs = ([(name, id(module)) for name, module in nn.Module.named_modules(model)],
-              [(name, id(one)) for name, one in nn.Module.named_parameters(model)])
+    theirs = (
+        [(name, id(module)) for name, module in nn.Module.named_modules(model)],
+        [(name, id(one)) for name, one in nn.Module.named_parameters(model)],
+    )
     return lists(model) == theirs
 
 
@@ -81,8 +85,10 @@ def test_other_kinds_of_walks_are_torchs() -> None:
     one_level, memo = list(model.named_parameters(recurse=False)), cast("set[nn.Module]", {model.first})
     rest = list(model.named_modules(set(memo)))
     remember_walks(model)
-    assert ([list(model.named_modules(**kind)) for kind in asked],
-            [list(model.named_parameters(**kind)) for kind in asked]) == before
+    assert (
+        [list(model.named_modules(**kind)) for kind in asked],
+        [list(model.named_parameters(**kind)) for kind in asked],
+    ) == before
     assert list(model.named_modules(memo)) == rest
     assert model.first in memo
     assert [name for name, _ in model.named_parameters(recurse=False)] == [name for name, _ in one_level]

@@ -10,10 +10,13 @@ from pronghorn.errors import CommandError
 from samples import make_tokenizer
 from tables import table
 
-LLAMA_3 = ("<s><|start|>system<|end|>\n\n{SYSTEM}<|eot|><|start|>user<|end|>\n\n{INPUT}<|eot|><|start|>assistant<|end|>\n\n"
-           "{OUTPUT}<|eot|>")
-CHATML = ("<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n{INPUT}<|im_end|>\n<|im_start|>assistant\n"
-          "{OUTPUT}<|im_end|>")
+LLAMA_3 = (
+    "<s><|start|>system<|end|>\n\n{SYSTEM}<|eot|><|start|>user<|end|>\n\n{INPUT}<|eot|><|start|>assistant<|end|>\n\n"
+    "{OUTPUT}<|eot|>"
+)
+CHATML = (
+    "<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n{INPUT}<|im_end|>\n<|im_start|>assistant\n{OUTPUT}<|im_end|>"
+)
 ONE = "Tasks.\n\n## Q:\n{INPUT}\n\n## A:\n{OUTPUT}"
 
 

@@ -40,10 +40,18 @@ def levels(model: Any) -> set[str]:
     return {layer.effective_level for layer in engine_in(model).layers}
 
 
-@pytest.mark.parametrize(("loading", "adapting", "level"), [
-    (True, "unsloth", "layer"), (False, "unsloth", "nothing"), (False, True, "layer"), (True, False, "nothing"),
-    ("unsloth", False, "nothing"), ("unsloth", True, "layer"), ("unsloth", "unsloth", "layer"),  # without a GPU: as asked
-])
+@pytest.mark.parametrize(
+    ("loading", "adapting", "level"),
+    [
+        (True, "unsloth", "layer"),
+        (False, "unsloth", "nothing"),
+        (False, True, "layer"),
+        (True, False, "nothing"),
+        ("unsloth", False, "nothing"),
+        ("unsloth", True, "layer"),
+        ("unsloth", "unsloth", "layer"),  # without a GPU: as asked
+    ],
+)
 def test_what_was_asked_for_stands(folder: Path, loading: Any, adapting: Any, level: str) -> None:
     model, _ = load(folder, use_gradient_checkpointing=loading)
     model = FastLanguageModel.get_peft_model(model, r=4, use_gradient_checkpointing=adapting)
@@ -142,8 +150,10 @@ def test_a_forward_that_runs_out_of_memory_is_repeated_with_less_kept(folder: Pa
     assert forward(model, 300) == expected
     assert tried[0] == ["nothing"] * len(tried[0])
     assert tried[2] != tried[0]
-    assert all(torch.equal(p.grad, before) for p, before in zip(
-        [p for p in model.parameters() if p.grad is not None], gradients, strict=True))
+    assert all(
+        torch.equal(p.grad, before)
+        for p, before in zip([p for p in model.parameters() if p.grad is not None], gradients, strict=True)
+    )
     monkeypatch.setattr(FastCausalLM, "hidden", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no")))
     with pytest.raises(torch.OutOfMemoryError):
         forward(model, 300)

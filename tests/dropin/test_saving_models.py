@@ -94,7 +94,8 @@ def test_what_is_pushed_is_what_is_saved(trained: tuple[Any, Any], tmp_path: Pat
     monkeypatch.setattr("huggingface_hub.HfApi", FakeHub)
     model, tokenizer = trained
     assert model.push_to_hub_merged("model", tokenizer, save_method="merged_16bit", token="t", private=True) == (
-        "hub/me/model/commit/1")
+        "hub/me/model/commit/1"
+    )
     assert FakeHub.sent["token"] == "t"
     assert FakeHub.sent["private"] is True
     model.save_pretrained_merged(tmp_path, tokenizer)

@@ -50,9 +50,13 @@ def test_the_adapter_that_is_there_is_trained_on(tiny_model: Path, capsys: pytes
     plain, _ = adapted(tiny_model)
     for options in ({}, {"target_modules": "all-linear"}, {"target_modules": None}):
         assert FastModel.get_peft_model(plain, r=4, **options) is plain
-    for changes, words in (({"r": 8}, "r=4, not 8"), ({"target_modules": ["q_proj", "lm_head"]}, "target_modules="),
-                           ({"target_modules": LINEARS}, "modules_to_save="), ({"bias": "all"}, "bias='none'"),
-                           ({"layers_to_transform": [0]}, "layers_to_transform=")):
+    for changes, words in (
+        ({"r": 8}, "r=4, not 8"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "target_modules="),
+        ({"target_modules": LINEARS}, "modules_to_save="),
+        ({"bias": "all"}, "bias='none'"),
+        ({"layers_to_transform": [0]}, "layers_to_transform="),
+    ):
         with pytest.raises(CommandError, match="already has a different adapter") as caught:
             FastModel.get_peft_model(model, **again | changes)
         assert words in caught.value.what
@@ -67,8 +71,9 @@ def test_a_vision_tower_is_never_adapted(tmp_path: Path, capsys: pytest.CaptureF
         FastModel.get_peft_model(model, finetune_vision_layers=True)
     with pytest.raises(CommandError, match="finetune_audio_layers=True"):
         FastModel.get_peft_model(model, finetune_audio_layers=True)
-    adapted = FastModel.get_peft_model(model, r=4, target_modules=None, finetune_attention_modules=True,
-                                       finetune_mlp_modules=False, **TEXT_ONLY)
+    adapted = FastModel.get_peft_model(
+        model, r=4, target_modules=None, finetune_attention_modules=True, finetune_mlp_modules=False, **TEXT_ONLY
+    )
     trained = [name for name, p in adapted.named_parameters() if p.requires_grad]
     assert trained
     assert all("self_attn" in name and "vision" not in name for name in trained)

@@ -35,8 +35,13 @@ def turns(names: list[str], families: list[str], ways: tuple[str, ...]) -> list[
 
 
 def every(names: list[str], families: list[str], ways: tuple[str, ...]) -> list[tuple[str, str, str]]:
-    return [(name, family, way) for name in names for family in sorted(set(families)) for way in ways
-            if not (family == "gpt-oss" and name in NOT_OF_GPT_OSS)]
+    return [
+        (name, family, way)
+        for name in names
+        for family in sorted(set(families))
+        for way in ways
+        if not (family == "gpt-oss" and name in NOT_OF_GPT_OSS)
+    ]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -44,8 +49,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     full = metafunc.config.getoption("--every-case")
     names, families, ways = {
         "test_an_adapter_trains_as_with_stock_libraries": (sorted(USES if full else set(USES) - SLOW), ADAPTED, LAYERS),
-        "test_a_whole_model_trains_as_with_stock_libraries":
-            (sorted({*LOOPS, *MODELS} if full else {*sorted({*LOOPS, *MODELS})[::3], *SLOW}), WHOLE, LAYERS[:2]),
+        "test_a_whole_model_trains_as_with_stock_libraries": (
+            sorted({*LOOPS, *MODELS} if full else {*sorted({*LOOPS, *MODELS})[::3], *SLOW}),
+            WHOLE,
+            LAYERS[:2],
+        ),
         "test_trainer_trains_as_with_stock_libraries": (list(TRAINERS), ["llama", "qwen3", "gemma3"], LAYERS[:2]),
     }[metafunc.definition.name]
     metafunc.parametrize(("name", "family", "way"), (every if full else turns)(names, families, ways))
@@ -62,8 +70,9 @@ def _said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pronghorn.model.captured_layers.EAGER_TIMES", 0)
 
 
-def test_an_adapter_trains_as_with_stock_libraries(models: Path, name: str, family: str, way: str,
-                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_trains_as_with_stock_libraries(
+    models: Path, name: str, family: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = written(models, family)
     plain = stock_model(folder)
     fast = fast_model(folder, plain, recompute=way == "recomputing")
@@ -74,8 +83,9 @@ def test_an_adapter_trains_as_with_stock_libraries(models: Path, name: str, fami
     assert bool(ran) == (name not in ON_THE_OWN_LAYERS)
 
 
-def test_a_whole_model_trains_as_with_stock_libraries(models: Path, name: str, family: str, way: str,
-                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_model_trains_as_with_stock_libraries(
+    models: Path, name: str, family: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = written(models, family)
     plain = stock_model(folder, adapter=False)
     ran = runs(monkeypatch)
@@ -83,8 +93,9 @@ def test_a_whole_model_trains_as_with_stock_libraries(models: Path, name: str, f
     assert bool(ran) == (name not in ON_THE_OWN_LAYERS)
 
 
-def test_trainer_trains_as_with_stock_libraries(models: Path, tmp_path: Path, name: str, family: str, way: str,
-                                                monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainer_trains_as_with_stock_libraries(
+    models: Path, tmp_path: Path, name: str, family: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder, recompute = written(models, family), way == "recomputing"
     whole = {"target_modules": ["q_proj", "down_proj"], "modules_to_save": ["embed_tokens", "lm_head"]} if recompute else {}
     plain = stock_model(folder, **whole)

@@ -31,8 +31,17 @@ def _trl_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 STEPS = 10  # more than an epoch: 24 rows are 2 to 6 steps
 LONG = {"max_steps": 30, "learning_rate": 1e-2}  # for packing: what drifts apart slowly would have (by itself, at 2e-2)
-COMMON: dict[str, Any] = {"max_steps": STEPS, "logging_steps": 1, "learning_rate": 2e-2, "use_cpu": True,
-                          "report_to": "none", "save_strategy": "no", "seed": 3407, "disable_tqdm": True, "bf16": False}
+COMMON: dict[str, Any] = {
+    "max_steps": STEPS,
+    "logging_steps": 1,
+    "learning_rate": 2e-2,
+    "use_cpu": True,
+    "report_to": "none",
+    "save_strategy": "no",
+    "seed": 3407,
+    "disable_tqdm": True,
+    "bf16": False,
+}
 
 
 @pytest.fixture(scope="session")
@@ -64,9 +73,11 @@ def assert_same_curve(expected: list[float], found: list[float], steps: int = ST
 @pytest.mark.usefixtures("_trl_on_the_cpu")
 @pytest.mark.parametrize("mode", ["padded", "packed", "padding-free", "packed, 4 bit"])
 def test_sft_trainer_trains_as_on_stock_libraries(lively_model: Path, tmp_path: Path, mode: str) -> None:
-    options = {"padded": {"max_length": 96, "per_device_train_batch_size": 4},
-               "packed": {"max_length": 128, "packing": True, "per_device_train_batch_size": 2},
-               "padding-free": {"max_length": None, "padding_free": True, "per_device_train_batch_size": 4}}
+    options = {
+        "padded": {"max_length": 96, "per_device_train_batch_size": 4},
+        "packed": {"max_length": 128, "packing": True, "per_device_train_batch_size": 2},
+        "padding-free": {"max_length": None, "padding_free": True, "per_device_train_batch_size": 4},
+    }
     kind, _, four_bit = mode.partition(", ")
     fast, tokenizer = adapted(lively_model, four_bit=bool(four_bit))
     plain = stock(lively_model, fast)
@@ -88,12 +99,25 @@ def test_trainer_with_accumulation_answers_only_and_evaluation(lively_model: Pat
     rows = [{"input_ids": tokenizer(row["text"])["input_ids"]} for row in texts(tokenizer)]
     results = []
     for model in (plain, fast):
-        args = TrainingArguments(output_dir=str(tmp_path), per_device_train_batch_size=3, gradient_accumulation_steps=2,
-                                 remove_unused_columns=False, label_names=["labels"],
-                                 eval_strategy="steps", eval_steps=STEPS // 2, **COMMON)
+        args = TrainingArguments(
+            output_dir=str(tmp_path),
+            per_device_train_batch_size=3,
+            gradient_accumulation_steps=2,
+            remove_unused_columns=False,
+            label_names=["labels"],
+            eval_strategy="steps",
+            eval_steps=STEPS // 2,
+            **COMMON,
+        )
         data = datasets.Dataset.from_list(rows)
-        trainer = Trainer(model=model, args=args, train_dataset=data, eval_dataset=data.select(range(8)),
-                          processing_class=tokenizer, data_collator=DataCollatorForSeq2Seq(tokenizer))
+        trainer = Trainer(
+            model=model,
+            args=args,
+            train_dataset=data,
+            eval_dataset=data.select(range(8)),
+            processing_class=tokenizer,
+            data_collator=DataCollatorForSeq2Seq(tokenizer),
+        )
         train_on_responses_only(trainer, "<|im_start|>user\n", "<|im_start|>assistant\n")
         losses = curve(trainer)
         held_out = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
@@ -114,8 +138,9 @@ def test_mixed_precision_keeps_the_logits_late(tiny_model: Path, tmp_path: Path)
     rows = [{"input_ids": ids, "labels": ids} for ids in coded]
     options = COMMON | {"max_steps": 3, "bf16": True}
     args = TrainingArguments(output_dir=str(tmp_path), per_device_train_batch_size=2, **options)
-    trainer = Trainer(model=fast, args=args, train_dataset=rows, processing_class=tokenizer,
-                      data_collator=DataCollatorForSeq2Seq(tokenizer))
+    trainer = Trainer(
+        model=fast, args=args, train_dataset=rows, processing_class=tokenizer, data_collator=DataCollatorForSeq2Seq(tokenizer)
+    )
     losses = curve(trainer)
     assert len(losses) == 3
     assert all(3 < loss < 7 for loss in losses)

@@ -29,8 +29,17 @@ def _trl_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def arguments(folder: Path, **changes: Any) -> Any:
-    settings = {"output_dir": str(folder), "max_steps": 2, "per_device_train_batch_size": 2, "learning_rate": 1e-2,
-                "bf16": False, "use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+    settings = {
+        "output_dir": str(folder),
+        "max_steps": 2,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2,
+        "bf16": False,
+        "use_cpu": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
     return UnslothTrainingArguments(**settings | changes)
 
 
@@ -41,8 +50,16 @@ def texts() -> datasets.Dataset:
 def test_embeddings_have_a_learning_rate_of_their_own(tiny_model: Path, tmp_path: Path) -> None:
     model, tokenizer = adapted(tiny_model, target_modules=[*LINEARS, "embed_tokens", "lm_head"])
     settings = arguments(tmp_path, embedding_learning_rate=1e-3, weight_decay=0.1)
-    trainer = UnslothTrainer(model=model, tokenizer=tokenizer, train_dataset=texts(), dataset_text_field="text",
-                             max_seq_length=16, packing=False, dataset_num_proc=1, args=settings)
+    trainer = UnslothTrainer(
+        model=model,
+        tokenizer=tokenizer,
+        train_dataset=texts(),
+        dataset_text_field="text",
+        max_seq_length=16,
+        packing=False,
+        dataset_num_proc=1,
+        args=settings,
+    )
     assert isinstance(trainer, SFTTrainer)
     assert trainer.args.max_length == 16
     assert settings.max_length != 16, "the script's own arguments stay"

@@ -36,10 +36,16 @@ from trl_on_a_cpu import TorchLogProbs
 MARKED = CHATML.replace(
     "{{ message['content'] }}<|im_end|>\n",
     "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}<|im_end|>\n{% endgeneration %}"
-    "{% else %}{{ message['content'] }}<|im_end|>\n{% endif %}")
+    "{% else %}{{ message['content'] }}<|im_end|>\n{% endif %}",
+)
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
-KINDS = {"sft": (SFTTrainer, SFTConfig), "dpo": (DPOTrainer, DPOConfig), "kto": (KTOTrainer, KTOConfig),
-         "reward": (RewardTrainer, RewardConfig), "orpo": (ORPOTrainer, ORPOConfig)}
+KINDS = {
+    "sft": (SFTTrainer, SFTConfig),
+    "dpo": (DPOTrainer, DPOConfig),
+    "kto": (KTOTrainer, KTOConfig),
+    "reward": (RewardTrainer, RewardConfig),
+    "orpo": (ORPOTrainer, ORPOConfig),
+}
 ADDED = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
 
 
@@ -62,113 +68,221 @@ def table(kind: str, count: int = 6) -> Any:
         asked, answered = row["messages"]
         worse = {"role": "assistant", "content": "no idea " + str(number)}
         texts = {"prompt": asked["content"], "chosen": " " + answered["content"], "rejected": " " + worse["content"]}
-        found.append({
-            "text": {"text": asked["content"] + texts["chosen"]},
-            "messages": {"messages": row["messages"]},
-            "conversations": {"conversations": [{"from": m["role"], "value": m["content"]} for m in row["messages"]]},
-            "prompt completion": {"prompt": texts["prompt"], "completion": texts["chosen"]},
-            "messages completion": {"prompt": [asked], "completion": [answered, asked, answered]},
-            "tokens": {"input_ids": make_tokenizer()(texts["prompt"])["input_ids"]},
-            "own columns": {"question": texts["prompt"], "answer": answered["content"]},
-            "pairs": texts,
-            "messages pairs": {"prompt": [asked], "chosen": [answered], "rejected": [worse]},
-            "implicit pairs": {"chosen": texts["prompt"] + texts["chosen"], "rejected": texts["prompt"] + texts["rejected"]},
-            "margin": {"chosen": texts["prompt"] + texts["chosen"], "rejected": texts["prompt"], "margin": 0.1 * number},
-            "unpaired": {"prompt": texts["prompt"], "completion": texts["chosen" if number % 2 else "rejected"],
-                         "label": bool(number % 2)},
-            "messages unpaired": {"prompt": [asked], "completion": [answered if number % 2 else worse],
-                                  "label": bool(number % 2)},
-        }[kind.removesuffix(", streamed")])
+        found.append(
+            {
+                "text": {"text": asked["content"] + texts["chosen"]},
+                "messages": {"messages": row["messages"]},
+                "conversations": {"conversations": [{"from": m["role"], "value": m["content"]} for m in row["messages"]]},
+                "prompt completion": {"prompt": texts["prompt"], "completion": texts["chosen"]},
+                "messages completion": {"prompt": [asked], "completion": [answered, asked, answered]},
+                "tokens": {"input_ids": make_tokenizer()(texts["prompt"])["input_ids"]},
+                "own columns": {"question": texts["prompt"], "answer": answered["content"]},
+                "pairs": texts,
+                "messages pairs": {"prompt": [asked], "chosen": [answered], "rejected": [worse]},
+                "implicit pairs": {
+                    "chosen": texts["prompt"] + texts["chosen"],
+                    "rejected": texts["prompt"] + texts["rejected"],
+                },
+                "margin": {"chosen": texts["prompt"] + texts["chosen"], "rejected": texts["prompt"], "margin": 0.1 * number},
+                "unpaired": {
+                    "prompt": texts["prompt"],
+                    "completion": texts["chosen" if number % 2 else "rejected"],
+                    "label": bool(number % 2),
+                },
+                "messages unpaired": {
+                    "prompt": [asked],
+                    "completion": [answered if number % 2 else worse],
+                    "label": bool(number % 2),
+                },
+            }[kind.removesuffix(", streamed")]
+        )
     data = datasets.Dataset.from_list(found)
     return data.to_iterable_dataset() if kind.endswith("streamed") else data
 
 
 SFT = {
-    "texts": Case("text"), "texts, a whole model": Case("text", whole=True, family="tied"),
-    "conversations": Case("messages"), "conversations in other words": Case("conversations"),
+    "texts": Case("text"),
+    "texts, a whole model": Case("text", whole=True, family="tied"),
+    "conversations": Case("messages"),
+    "conversations in other words": Case("conversations"),
     "prompts and completions": Case("prompt completion"),
     "prompts count, too": Case("prompt completion", {"completion_only_loss": False}),
     "conversations with completions": Case("messages completion", {"completion_only_loss": True}),
     "only what the assistant says": Case("messages", {"assistant_only_loss": True}, family="qwen3"),
-    "only what the assistant says in completions": Case("messages completion", {"assistant_only_loss": True,
-                                                                                "completion_only_loss": True}),
-    "tokens": Case("tokens"), "a stream": Case("text, streamed"),
+    "only what the assistant says in completions": Case(
+        "messages completion", {"assistant_only_loss": True, "completion_only_loss": True}
+    ),
+    "tokens": Case("tokens"),
+    "a stream": Case("text, streamed"),
     "a stream of which the assistant counts": Case("messages, streamed", {"assistant_only_loss": True}),
     "a function that makes texts": Case("own columns", given={"formatting_func": lambda row: row["question"] + row["answer"]}),
     "packed": Case("text", {"packing": True, "max_length": 48, "eval_packing": False} | EVALUATED),
     "packed, split": Case("text", {"packing": True, "packing_strategy": "bfd_split", "max_length": 24}, family="gemma3"),
     "wrapped": Case("text", {"packing": True, "packing_strategy": "wrapped", "max_length": 24}, family="qwen3"),
     "without padding": Case("text", {"padding_free": True, "max_length": None}),
-    "padded to a multiple": Case("text", {"pad_to_multiple_of": 32}), "cut": Case("text", {"max_length": 12}),
+    "padded to a multiple": Case("text", {"pad_to_multiple_of": 32}),
+    "cut": Case("text", {"max_length": 12}),
     "evaluated on two sets": Case("text", EVALUATED, {"eval_dataset": {"one": table("text", 2), "two": table("text", 3)}}),
-    "dft": Case("text", {"loss_type": "dft"}), "chunked": Case("text", {"loss_type": "chunked_nll"}),
+    "dft": Case("text", {"loss_type": "dft"}),
+    "chunked": Case("text", {"loss_type": "chunked_nll"}),
     "label smoothing": Case("text", {"loss_type": "nll", "label_smoothing_factor": 0.1}),
     "noise": Case("text", {"neftune_noise_alpha": 5.0}),
     "an adapter by the trainer": Case("text", given={"peft_config": ADDED}, whole=True),
-    "an adapter by the trainer, recomputing": Case("text", {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
-                                                   {"peft_config": ADDED}, whole=True),
+    "an adapter by the trainer, recomputing": Case(
+        "text", {"gradient_checkpointing_kwargs": {"use_reentrant": True}}, {"peft_config": ADDED}, whole=True
+    ),
     "without recomputing": Case("text", {"gradient_checkpointing": False}),
-    "tuned prompts": Case("text", {"gradient_checkpointing": False},
-                          {"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)}, whole=True),
+    "tuned prompts": Case(
+        "text",
+        {"gradient_checkpointing": False},
+        {"peft_config": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)},
+        whole=True,
+    ),
     # They want the routers' logits, for the balance of the experts.
     "experts": Case("text", family="gpt-oss", own=True),
     "experts, a whole model": Case("text", whole=True, family="gpt-oss", own=True),
     "experts without a balance": Case("messages", {"router_aux_loss_coef": 0.0}, family="gpt-oss"),
     "accumulation": Case("text", {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}, family="gemma3"),
 }
-LOSSES = ["sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
-          "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"]
+LOSSES = [
+    "sigmoid",
+    "hinge",
+    "ipo",
+    "exo_pair",
+    "nca_pair",
+    "robust",
+    "bco_pair",
+    "sppo_hard",
+    "aot",
+    "aot_unpaired",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "sft",
+    "sigmoid_norm",
+]
 DPO = {
-    "pairs": Case("pairs"), "conversations": Case("messages pairs", family="qwen3"), "implicit prompts": Case("implicit pairs"),
+    "pairs": Case("pairs"),
+    "conversations": Case("messages pairs", family="qwen3"),
+    "implicit prompts": Case("implicit pairs"),
     "a stream": Case("pairs, streamed"),
     # Some are steep: at a large rate the second step is one of rounding.
-    **{loss: Case("pairs", {"loss_type": [loss], "learning_rate": 1e-4, "label_smoothing": 1e-3 * (loss == "exo_pair")})
-       for loss in LOSSES},
-    "all losses": Case("pairs", {"loss_type": LOSSES, "loss_weights": [0.01] * len(LOSSES), "label_smoothing": 0.1,
-                                 "learning_rate": 1e-4}),
-    "a whole model": Case("pairs", whole=True), "a reference that follows": Case("pairs", {
-        "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}, whole=True, family="tied"),
+    **{
+        loss: Case("pairs", {"loss_type": [loss], "learning_rate": 1e-4, "label_smoothing": 1e-3 * (loss == "exo_pair")})
+        for loss in LOSSES
+    },
+    "all losses": Case(
+        "pairs", {"loss_type": LOSSES, "loss_weights": [0.01] * len(LOSSES), "label_smoothing": 0.1, "learning_rate": 1e-4}
+    ),
+    "a whole model": Case("pairs", whole=True),
+    "a reference that follows": Case(
+        "pairs", {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}, whole=True, family="tied"
+    ),
     "a reference computed before": Case("pairs", {"precompute_ref_log_probs": True}),
-    "weighted": Case("pairs", {"use_weighting": True}), "length desensitised": Case("pairs", {"ld_alpha": 0.5}),
+    "weighted": Case("pairs", {"use_weighting": True}),
+    "length desensitised": Case("pairs", {"ld_alpha": 0.5}),
     "another divergence": Case("pairs", {"f_divergence_type": "js_divergence"}),
     "without padding": Case("pairs", {"padding_free": True}),
     "cut at the end": Case("pairs", {"max_length": 32}),
     "an adapter by the trainer": Case("pairs", given={"peft_config": ADDED}, whole=True, family="gemma3"),
-    "evaluated": Case("pairs", EVALUATED), "experts": Case("pairs", family="gpt-oss"),
+    "evaluated": Case("pairs", EVALUATED),
+    "experts": Case("pairs", family="gpt-oss"),
 }
 KTO = {
-    "rows with labels": Case("unpaired"), "pairs": Case("pairs"), "conversations": Case("messages unpaired", family="qwen3"),
-    "apo": Case("unpaired", {"loss_type": "apo_zero_unpaired"}), "a whole model": Case("unpaired", whole=True),
+    "rows with labels": Case("unpaired"),
+    "pairs": Case("pairs"),
+    "conversations": Case("messages unpaired", family="qwen3"),
+    "apo": Case("unpaired", {"loss_type": "apo_zero_unpaired"}),
+    "a whole model": Case("unpaired", whole=True),
     "a reference computed before": Case("unpaired", {"precompute_ref_log_probs": True}),
-    "a reference that follows": Case("unpaired", {"sync_ref_model": True, "ref_model_sync_steps": 1}, whole=True,
-                                     family="tied"),
+    "a reference that follows": Case(
+        "unpaired", {"sync_ref_model": True, "ref_model_sync_steps": 1}, whole=True, family="tied"
+    ),
     "weights": Case("unpaired", {"desirable_weight": 2.0, "undesirable_weight": 0.5}, family="gemma3"),
     "an adapter by the trainer": Case("unpaired", given={"peft_config": ADDED}, whole=True),
     "evaluated": Case("unpaired", EVALUATED),
 }
 REWARD = {
-    "pairs": Case("pairs", whole=True), "conversations": Case("messages pairs", whole=True, family="qwen3"),
+    "pairs": Case("pairs", whole=True),
+    "conversations": Case("messages pairs", whole=True, family="qwen3"),
     "margins": Case("margin", whole=True, own=True),  # they come to the model as an argument
     "centred": Case("implicit pairs", {"center_rewards_coefficient": 0.1}, whole=True),
-    "an adapter by the trainer": Case("pairs", given={"peft_config": LoraConfig(
-        task_type="SEQ_CLS", r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)}, whole=True),
+    "an adapter by the trainer": Case(
+        "pairs",
+        given={
+            "peft_config": LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        },
+        whole=True,
+    ),
 }
 ORPO = {"pairs": Case("pairs"), "a whole model": Case("pairs", whole=True)}
-CASES = {(kind, name): case for kind, cases in {"sft": SFT, "dpo": DPO, "kto": KTO, "reward": REWARD, "orpo": ORPO}.items()
-         for name, case in cases.items()}
+CASES = {
+    (kind, name): case
+    for kind, cases in {"sft": SFT, "dpo": DPO, "kto": KTO, "reward": REWARD, "orpo": ORPO}.items()
+    for name, case in cases.items()
+}
 LATER = {("dpo", loss) for loss in LOSSES} | {
-    *(("sft", name) for name in ("conversations in other words", "prompts count, too", "tokens", "a stream", "cut", "wrapped",
-                                 "only what the assistant says in completions", "packed, split", "without recomputing",
-                                 "an adapter by the trainer, recomputing", "padded to a multiple", "experts, a whole model",
-                                 "texts, a whole model", "a function that makes texts", "accumulation", "chunked", "noise",
-                                 "a stream of which the assistant counts", "conversations with completions", "dft",
-                                 "prompts and completions", "label smoothing", "evaluated on two sets")),
-    *(("dpo", name) for name in ("implicit prompts", "a stream", "weighted", "another divergence", "cut at the end",
-                                 "an adapter by the trainer", "evaluated", "experts", "length desensitised", "pairs",
-                                 "conversations", "a whole model")),
-    *(("kto", name) for name in ("pairs", "a reference computed before", "conversations", "weights", "apo", "evaluated",
-                                 "an adapter by the trainer")),
-    ("reward", "centred"), ("reward", "conversations"), ("orpo", "a whole model")}
+    *(
+        ("sft", name)
+        for name in (
+            "conversations in other words",
+            "prompts count, too",
+            "tokens",
+            "a stream",
+            "cut",
+            "wrapped",
+            "only what the assistant says in completions",
+            "packed, split",
+            "without recomputing",
+            "an adapter by the trainer, recomputing",
+            "padded to a multiple",
+            "experts, a whole model",
+            "texts, a whole model",
+            "a function that makes texts",
+            "accumulation",
+            "chunked",
+            "noise",
+            "a stream of which the assistant counts",
+            "conversations with completions",
+            "dft",
+            "prompts and completions",
+            "label smoothing",
+            "evaluated on two sets",
+        )
+    ),
+    *(
+        ("dpo", name)
+        for name in (
+            "implicit prompts",
+            "a stream",
+            "weighted",
+            "another divergence",
+            "cut at the end",
+            "an adapter by the trainer",
+            "evaluated",
+            "experts",
+            "length desensitised",
+            "pairs",
+            "conversations",
+            "a whole model",
+        )
+    ),
+    *(
+        ("kto", name)
+        for name in (
+            "pairs",
+            "a reference computed before",
+            "conversations",
+            "weights",
+            "apo",
+            "evaluated",
+            "an adapter by the trainer",
+        )
+    ),
+    ("reward", "centred"),
+    ("reward", "conversations"),
+    ("orpo", "a whole model"),
+}
 
 
 # ---- running ---------------------------------------------------------------------------------------------------------
@@ -218,9 +332,14 @@ def trained_by(kind: str, case: Case, folder: Path) -> Callable[[Any], Any]:
         if "eval_strategy" in case.options:
             given = {"eval_dataset": table(case.rows, 2)} | given
         torch.manual_seed(2)  # the start of an adapter that the trainer adds
-        trainer = trainer_class(model=with_a_score(model) if kind == "reward" else model, processing_class=tokenizer,
-                                args=config_class(output_dir=str(folder), **options), train_dataset=table(case.rows),
-                                callbacks=[Recorder()], **given)
+        trainer = trainer_class(
+            model=with_a_score(model) if kind == "reward" else model,
+            processing_class=tokenizer,
+            args=config_class(output_dir=str(folder), **options),
+            train_dataset=table(case.rows),
+            callbacks=[Recorder()],
+            **given,
+        )
         before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
         seen = run(trainer)
         after = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
@@ -240,8 +359,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(("kind", "name"), wanted)
 
 
-def test_trl_trains_as_with_a_stock_model(models: Path, tmp_path: Path, kind: str, name: str,
-                                          monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trl_trains_as_with_a_stock_model(
+    models: Path, tmp_path: Path, kind: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = CASES[kind, name]
     folder = written(models, case.family)
     plain = stock_model(folder, adapter=not case.whole)

@@ -86,7 +86,8 @@ def test_the_likeliest_is_chosen_by_its_sum_and_by_its_letters(monkeypatch: pyte
     asked = [question(("x", "yyyyyyyy"), "x"), question(("yyyyyyyy", "x"), " yyyyyyyy\n")]
     assert ask_choices(None, TOKENIZER, asked) == [
         ("x", {"multiple_choice": 1.0, "multiple_choice_norm": 0.0}),
-        ("x", {"multiple_choice": 0.0, "multiple_choice_norm": 1.0})]
+        ("x", {"multiple_choice": 0.0, "multiple_choice_norm": 1.0}),
+    ]
 
 
 def test_choices_alone_need_no_generation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,11 +106,14 @@ def test_choices_alone_need_no_generation(monkeypatch: pytest.MonkeyPatch) -> No
     assert set(both.judge([said]).metrics) == {"multiple_choice", "multiple_choice_norm", "exact_match"}
 
 
-@table(("options", "expected", "what"), [
-    ((), "4", "the row has no choices"),
-    (("4", "5"), "6", "is not one of the choices"),
-    (("4", "4 "), "4", "is not one of the choices"),
-])
+@table(
+    ("options", "expected", "what"),
+    [
+        ((), "4", "the row has no choices"),
+        (("4", "5"), "6", "is not one of the choices"),
+        (("4", "4 "), "4", "is not one of the choices"),
+    ],
+)
 def test_rows_without_a_right_choice_are_refused(options: tuple[str, ...], expected: str, what: str) -> None:
     with pytest.raises(DataError, match=what) as caught:
         HeldOut([question(options, expected)], Eval(metrics=("multiple_choice",)), TOKENIZER)

@@ -38,7 +38,9 @@ def harness(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         return {"results": {"sums": figures}}
 
     names: dict[str, dict[str, Any]] = {
-        "lm_eval": {"simple_evaluate": simple_evaluate}, "lm_eval.tasks": {"TaskManager": TaskManager}, "lm_eval.models": {},
+        "lm_eval": {"simple_evaluate": simple_evaluate},
+        "lm_eval.tasks": {"TaskManager": TaskManager},
+        "lm_eval.models": {},
         "lm_eval.models.huggingface": {"HFLM": HFLM},
     }
     for name, members in names.items():

@@ -91,8 +91,15 @@ def test_a_line_for_each_row_has_the_answer_beside_the_others() -> None:
     asked = held_out(metrics=["exact_match"])
     judged, base = (asked.judge([Answer(text)] * 3) for text in ("1", "b"))
     assert asked.table(judged, base, 7)[0] == {
-        "row": "a:0", "prompt": "hello", "expected": "1", "base": "b", "base_scores": {"exact_match": 0.0}, "answer": "1",
-        "scores": {"exact_match": 1.0}, "step": 7}
+        "row": "a:0",
+        "prompt": "hello",
+        "expected": "1",
+        "base": "b",
+        "base_scores": {"exact_match": 0.0},
+        "answer": "1",
+        "scores": {"exact_match": 1.0},
+        "step": 7,
+    }
     assert asked.table(judged, None, 7)[2]["base"] is None
 
 

@@ -9,37 +9,43 @@ from pronghorn.recipe import METRICS
 from tables import table
 
 
-@table(("metric", "expected", "answer", "score"), [
-    ("exact_match", "Yes, sir.", " Yes,\n  sir. ", 1.0),
-    ("exact_match", "caf\u00e9", "cafe\u0301", 1.0),
-    ("exact_match", "Yes", "yes", 0.0),
-    ("exact_match", "Yes", "Yes.", 0.0),
-    ("json_valid", "whatever", '{"a": 1}', 1.0),
-    ("json_valid", '{"a": 1}', 'Here: {"a": 1}', 0.0),
-    ("json_match", '{"a": 1, "b": 2}', '{"b": 2, "a": 1}', 1.0),
-    ("json_match", '{"a": 1}', '{"a": 1, "b": 2}', 0.0),
-    ("json_match", '{"a": 1}', "{'a': 1}", 0.0),
-    ("json_fields", '{"a": 1, "b": {"c": [1, 2]}}', '{"a": 1, "b": {"c": [1, 3]}}', 2 / 3),
-    ("json_fields", '{"a": 1}', '{"a": 1, "b": 2}', 1 / 2),  # invented fields count
-    ("json_fields", '{"a": 1, "b": 2}', '{"a": 1}', 1 / 2),
-    ("json_fields", '{"a": 1}', '{"a": "1"}', 0.0),
-    ("json_fields", '{"a": 1}', "no", 0.0),
-    ("rouge_l", "one two three", "one three", 0.8),
-    ("exact_match", "42", "<think>is it 41? no</think>\n\n42", 1.0),
-    ("exact_match", "<think>a</think>42", "<think>b</think>42", 1.0),
-])
+@table(
+    ("metric", "expected", "answer", "score"),
+    [
+        ("exact_match", "Yes, sir.", " Yes,\n  sir. ", 1.0),
+        ("exact_match", "caf\u00e9", "cafe\u0301", 1.0),
+        ("exact_match", "Yes", "yes", 0.0),
+        ("exact_match", "Yes", "Yes.", 0.0),
+        ("json_valid", "whatever", '{"a": 1}', 1.0),
+        ("json_valid", '{"a": 1}', 'Here: {"a": 1}', 0.0),
+        ("json_match", '{"a": 1, "b": 2}', '{"b": 2, "a": 1}', 1.0),
+        ("json_match", '{"a": 1}', '{"a": 1, "b": 2}', 0.0),
+        ("json_match", '{"a": 1}', "{'a': 1}", 0.0),
+        ("json_fields", '{"a": 1, "b": {"c": [1, 2]}}', '{"a": 1, "b": {"c": [1, 3]}}', 2 / 3),
+        ("json_fields", '{"a": 1}', '{"a": 1, "b": 2}', 1 / 2),  # invented fields count
+        ("json_fields", '{"a": 1, "b": 2}', '{"a": 1}', 1 / 2),
+        ("json_fields", '{"a": 1}', '{"a": "1"}', 0.0),
+        ("json_fields", '{"a": 1}', "no", 0.0),
+        ("rouge_l", "one two three", "one three", 0.8),
+        ("exact_match", "42", "<think>is it 41? no</think>\n\n42", 1.0),
+        ("exact_match", "<think>a</think>42", "<think>b</think>42", 1.0),
+    ],
+)
 def test_scores(metric: str, expected: str, answer: str, score: float) -> None:
     assert judge_of([metric])("asked", expected, answer) == {metric: pytest.approx(score)}
 
 
-@table(("pattern", "expected", "answer", "score"), [
-    (r"#### (-?\d+)", "so\n#### 12", "first #### 3, then #### 12", 1.0),  # the last one counts
-    (r"#### (-?\d+)", "so\n#### 12", "#### 12, no: #### 13", 0.0),
-    (r"#### (-?\d+)", "so\n#### 12", "12", 0.0),
-    (r"A: (\w)|B: (\w)", "A: x", "B: x", 1.0),  # of the group that took part
-    (r"(?i)sorry", "anything", "I am Sorry", 1.0),
-    (r"^\d+$", "anything", "12 apples", 0.0),
-])
+@table(
+    ("pattern", "expected", "answer", "score"),
+    [
+        (r"#### (-?\d+)", "so\n#### 12", "first #### 3, then #### 12", 1.0),  # the last one counts
+        (r"#### (-?\d+)", "so\n#### 12", "#### 12, no: #### 13", 0.0),
+        (r"#### (-?\d+)", "so\n#### 12", "12", 0.0),
+        (r"A: (\w)|B: (\w)", "A: x", "B: x", 1.0),  # of the group that took part
+        (r"(?i)sorry", "anything", "I am Sorry", 1.0),
+        (r"^\d+$", "anything", "12 apples", 0.0),
+    ],
+)
 def test_a_pattern_compares_what_its_group_finds_or_asks_to_be_found(
     pattern: str, expected: str, answer: str, score: float
 ) -> None:

@@ -26,15 +26,18 @@ def test_a_number_is_called_as_the_file_and_a_dictionary_names_its_own(tmp_path:
     assert several.names == ("found", "long")
 
 
-@table(("body", "what", "why"), [
-    ("    x = 1\n    return x / 0", "ZeroDivisionError", "line 3"),
-    ("    raise SystemExit(3)", "SystemExit", "line 2"),
-    ("    return 'good'", "returned 'good'", "a finite number"),
-    ("    return None", "returned None", "a finite number"),
-    ("    return {}", "returned {}", "a finite number"),
-    ("    return {'a': 'b'}", "returned", "a finite number"),
-    ("    return float('nan')", "returned nan", "a finite number"),
-])
+@table(
+    ("body", "what", "why"),
+    [
+        ("    x = 1\n    return x / 0", "ZeroDivisionError", "line 3"),
+        ("    raise SystemExit(3)", "SystemExit", "line 2"),
+        ("    return 'good'", "returned 'good'", "a finite number"),
+        ("    return None", "returned None", "a finite number"),
+        ("    return {}", "returned {}", "a finite number"),
+        ("    return {'a': 'b'}", "returned", "a finite number"),
+        ("    return float('nan')", "returned nan", "a finite number"),
+    ],
+)
 def test_what_its_code_does_wrong_is_told(tmp_path: Path, body: str, what: str, why: str) -> None:
     with pytest.raises(CommandError, match=what) as caught:
         metric(tmp_path, body)("p", "e", "a")
@@ -42,14 +45,17 @@ def test_what_its_code_does_wrong_is_told(tmp_path: Path, body: str, what: str, 
     assert caught.value.where == str(tmp_path / "mine.py")
 
 
-@table(("name", "text", "what"), [
-    ("gone.py", None, "not a Python file"),
-    ("mine.txt", "x = 1", "not a Python file"),
-    ("mine.py", "x = 1", "no function `metric`"),
-    ("mine.py", "metric = 3", "no function `metric`"),
-    ("mine.py", "def metric(:", "SyntaxError"),
-    ("mine.py", "import nothing_of_that_name", "ModuleNotFoundError"),
-])
+@table(
+    ("name", "text", "what"),
+    [
+        ("gone.py", None, "not a Python file"),
+        ("mine.txt", "x = 1", "not a Python file"),
+        ("mine.py", "x = 1", "no function `metric`"),
+        ("mine.py", "metric = 3", "no function `metric`"),
+        ("mine.py", "def metric(:", "SyntaxError"),
+        ("mine.py", "import nothing_of_that_name", "ModuleNotFoundError"),
+    ],
+)
 def test_a_file_without_a_metric_is_refused(tmp_path: Path, name: str, text: str | None, what: str) -> None:
     if text is not None:
         (tmp_path / name).write_text(text)

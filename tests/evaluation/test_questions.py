@@ -50,12 +50,15 @@ def test_the_question_is_all_before_the_last_answer(table: Any, tmp_path: Path) 
 
 
 def test_a_system_message_takes_the_place_of_the_rows_own(table: Any) -> None:
-    rows = [row(said("system", "old"), said("user", "a"), said("assistant", "b")),
-            row(said("user", "c"), said("assistant", "d"))]
+    rows = [
+        row(said("system", "old"), said("user", "a"), said("assistant", "b")),
+        row(said("user", "c"), said("assistant", "d")),
+    ]
     tokenizer = make_tokenizer()
     for question, asked in zip(held_out_questions(table(rows), tokenizer, 2, system="new"), "ac", strict=True):
-        text = tokenizer.apply_chat_template([said("system", "new"), said("user", asked)], tokenize=False,
-                                             add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(
+            [said("system", "new"), said("user", asked)], tokenize=False, add_generation_prompt=True
+        )
         assert tokenizer.decode(question.ids) == text
 
 

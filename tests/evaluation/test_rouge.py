@@ -10,14 +10,17 @@ from pronghorn.evaluation.rouge import common, rouge_l, words
 from tables import table
 
 
-@table(("expected", "answer", "value"), [  # of rouge_scorer.RougeScorer(["rougeL"]).score(expected, answer)
-    ("The quick brown fox jumps over the lazy dog", "The quick brown dog jumps on the log.", 0.5882352941176471),
-    ("testing one two", "testing", 0.5),
-    ("a_b c-d, e's", "A b c d e s", 1.0),
-    ("", "x", 0.0),
-    ("the cat", "", 0.0),
-    ("one two", "two one", 0.5),
-])
+@table(
+    ("expected", "answer", "value"),
+    [  # of rouge_scorer.RougeScorer(["rougeL"]).score(expected, answer)
+        ("The quick brown fox jumps over the lazy dog", "The quick brown dog jumps on the log.", 0.5882352941176471),
+        ("testing one two", "testing", 0.5),
+        ("a_b c-d, e's", "A b c d e s", 1.0),
+        ("", "x", 0.0),
+        ("the cat", "", 0.0),
+        ("one two", "two one", 0.5),
+    ],
+)
 def test_values_of_rouge_score(expected: str, answer: str, value: float) -> None:
     assert rouge_l(expected, answer) == pytest.approx(value, abs=1e-12)
 

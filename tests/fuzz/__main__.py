@@ -40,9 +40,15 @@ def run(name: str, count: int, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix=f"fuzz-{name}-") as folder:
         outcomes = module.fuzz(count, seed, Path(folder))
     figures = {outcome: outcomes[outcome] for outcome in GOOD + BAD}
-    return {"mutations": sum(figures.values()), **figures, "seconds": round(time.monotonic() - began, 1), "seed": seed,
-            "command": f"python -m tests.fuzz --count {count} --seed {seed} --only {name}", "commit": commit,
-            "date": time.strftime("%Y-%m-%d")}
+    return {
+        "mutations": sum(figures.values()),
+        **figures,
+        "seconds": round(time.monotonic() - began, 1),
+        "seed": seed,
+        "command": f"python -m tests.fuzz --count {count} --seed {seed} --only {name}",
+        "commit": commit,
+        "date": time.strftime("%Y-%m-%d"),
+    }
 
 
 def _commit() -> str:
@@ -59,8 +65,11 @@ def _write(path: Path, found: dict[str, Any]) -> None:
         known = json.loads(path.read_text(encoding="utf-8"))["subjects"]
     except (OSError, ValueError, KeyError):
         known = {}
-    results = {"machine": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
-               "versions": {name: version(name) for name in LIBRARIES}, "subjects": dict(sorted((known | found).items()))}
+    results = {
+        "machine": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
+        "versions": {name: version(name) for name in LIBRARIES},
+        "subjects": dict(sorted((known | found).items())),
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 

@@ -76,8 +76,13 @@ def _content(spec: Data, tokenizer: Any) -> dict[str, Any]:
     table = found.tokens
     aside = found.bad_rows_file.read_text() if found.bad_rows_file else ""
     return {
-        "rows": [(table.ids(i).tolist(), table.loss(i).tolist(), table.where(i), table.example_json(i), table.row(i))
-                 for i in range(len(table))],
-        "lengths": table.lengths.tolist(), "loss": table.loss_counts.tolist(), "counts": found.counts, "aside": aside,
+        "rows": [
+            (table.ids(i).tolist(), table.loss(i).tolist(), table.where(i), table.example_json(i), table.row(i))
+            for i in range(len(table))
+        ],
+        "lengths": table.lengths.tolist(),
+        "loss": table.loss_counts.tolist(),
+        "counts": found.counts,
+        "aside": aside,
         "told": [remark for remark in found.remarks if "damaged" in remark],
     }

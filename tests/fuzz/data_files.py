@@ -43,11 +43,22 @@ def _rows(chance: random.Random) -> Rows:
         [{"prompt": row[0][1], "completion": row[1][1]} for row in turns],
         [{"instruction": row[0][1], "output": row[1][1], "input": "", "system": "be kind"} for row in turns],
         [{"text": f"{row[0][1]} {row[1][1]}"} for row in turns],
-        [{"messages": [*row["messages"], {"role": "assistant", "content": None, "tool_calls": [CALL]}], "tools": [TOOL]}
-         for row in chats],
-        [{"messages": [*row["messages"], {"role": "assistant", "content": "", "function_call": OLD_CALL},
-                       {"role": "function", "name": "add", "content": "2"}], "functions": [TOOL["function"]], "system": "be"}
-         for row in chats],
+        [
+            {"messages": [*row["messages"], {"role": "assistant", "content": None, "tool_calls": [CALL]}], "tools": [TOOL]}
+            for row in chats
+        ],
+        [
+            {
+                "messages": [
+                    *row["messages"],
+                    {"role": "assistant", "content": "", "function_call": OLD_CALL},
+                    {"role": "function", "name": "add", "content": "2"},
+                ],
+                "functions": [TOOL["function"]],
+                "system": "be",
+            }
+            for row in chats
+        ],
         [{"prompt": row[0][1], "completion": row[1][1], "system": "be kind", "id": 3} for row in turns],
         [{"instruction": row[0][1], "output": row[1][1], "history": [["a", "b"]]} for row in turns],
         [{"prompt": row[0][1], "chosen": row[1][1], "rejected": "no"} for row in turns],
@@ -111,10 +122,21 @@ def _zstd(rows: Rows) -> bytes:
 
 
 WRITERS: dict[str, Callable[[Rows], bytes]] = {
-    "jsonl": _jsonl, "ndjson": _jsonl, "json": _json, "JSON": _list, "csv": _table(","), "tsv": _table("\t"), "txt": _jsonl,
-    "jsonl.gz": lambda rows: gzip.compress(_jsonl(rows)), "csv.gz": lambda rows: gzip.compress(_table(",")(rows)),
-    "parquet": _parquet, "arrow": _arrow, "ARROW": _stream, "jsonl.zst": _zstd,
-    "jsonl.xz": lambda rows: lzma.compress(_jsonl(rows)), "json.bz2": lambda rows: bz2.compress(_list(rows)),
+    "jsonl": _jsonl,
+    "ndjson": _jsonl,
+    "json": _json,
+    "JSON": _list,
+    "csv": _table(","),
+    "tsv": _table("\t"),
+    "txt": _jsonl,
+    "jsonl.gz": lambda rows: gzip.compress(_jsonl(rows)),
+    "csv.gz": lambda rows: gzip.compress(_table(",")(rows)),
+    "parquet": _parquet,
+    "arrow": _arrow,
+    "ARROW": _stream,
+    "jsonl.zst": _zstd,
+    "jsonl.xz": lambda rows: lzma.compress(_jsonl(rows)),
+    "json.bz2": lambda rows: bz2.compress(_list(rows)),
 }
 ENCODINGS = ("utf-16", "utf-16-le", "utf-32", "latin-1", "cp1252", "utf-8-sig", "gb18030", "shift-jis", "utf-7")
 
@@ -152,8 +174,10 @@ def fuzz(count: int, seed: int, folder: Path) -> Counter[str]:
         chance = tally.random(number)
         ending, content, what = _spoilt(chance)
         options: dict[str, Any] = {
-            "bad_rows": chance.choice(("stop", "skip")), "junk": chance.choice(("keep", "drop")),
-            "long": chance.choice(("drop", "split")), "loss_on": chance.choice(("auto", "auto", "auto", "all", "completion")),
+            "bad_rows": chance.choice(("stop", "skip")),
+            "junk": chance.choice(("keep", "drop")),
+            "long": chance.choice(("drop", "split")),
+            "loss_on": chance.choice(("auto", "auto", "auto", "all", "completion")),
         }
 
         def work(ending: str = ending, content: bytes = content, options: dict[str, Any] = options) -> str:
@@ -187,11 +211,16 @@ def _misread(found: Prepared, tokenizer: Any, loss_on: str) -> str:
         if loss_on == "all" or example.kind == "text" or counts.split_into:
             continue
         trained = tokenizer.decode(table.ids(i)[table.loss(i)])
-        answers = [example.completion] if example.kind == "completion" else [
-            str(message["content"] or "") for message in example.messages if message["role"] == "assistant"]
+        answers = (
+            [example.completion]
+            if example.kind == "completion"
+            else [str(message["content"] or "") for message in example.messages if message["role"] == "assistant"]
+        )
         said = answers[-1:] if loss_on == "completion" else answers
-        if example.kind == "chat" and any(message.get("weight") == 0 or message.get("train") is False or message.get("training")
-                                          is False for message in example.messages):
+        if example.kind == "chat" and any(
+            message.get("weight") == 0 or message.get("train") is False or message.get("training") is False
+            for message in example.messages
+        ):
             continue
         if trained.replace("<|im_end|>", "") != "".join(said).replace("<|im_end|>", ""):
             return f"{table.where(i)}: trained on {trained!r}, said was {said!r}"

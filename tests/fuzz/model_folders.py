@@ -34,19 +34,82 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
 }
 # Keys of other families and other times, which a file may set without its family knowing them.
-STRANGE_KEYS = ("sliding_window", "attention_bias", "mlp_bias", "attention_multiplier", "embedding_multiplier",
-                "logits_scaling", "residual_multiplier", "final_logit_softcapping", "attn_logit_softcapping",
-                "query_pre_attn_scalar", "layer_types", "rope_scaling", "rope_parameters", "rope_theta",
-                "partial_rotary_factor", "torch_dtype", "dtype", "auto_map",
-                "quantization_config", "attn_implementation", "experts_implementation", "text_config", "tokenizer_class",
-                "architectures", "model_type", "num_experts", "head_dim", "attention_dropout", "use_cache", "is_decoder",
-                "pretraining_tp", "output_attentions", "return_dict", "id2label", "num_labels", "per_layer_config",
-                "base_model_tp_plan", "chunk_size_feed_forward", "tie_word_embeddings", "hidden_act")
-STRANGE_VALUES = (None, True, False, 0, 1, 2, 5, -1, -64, 0.5, 1e-30, 1e30, 10**7, 10**12, 10**30, "64", "silu", "relu",
-                  "eager", "somebody/kernels", "float16", [], [0], ["full_attention"],
-                  ["sliding_attention", "sliding_attention"], {},
-                  {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}, {"rope_type": "yarn", "factor": -2.0},
-                  {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 10000.0}, {"a": 1}, float("nan"), float("inf"))
+STRANGE_KEYS = (
+    "sliding_window",
+    "attention_bias",
+    "mlp_bias",
+    "attention_multiplier",
+    "embedding_multiplier",
+    "logits_scaling",
+    "residual_multiplier",
+    "final_logit_softcapping",
+    "attn_logit_softcapping",
+    "query_pre_attn_scalar",
+    "layer_types",
+    "rope_scaling",
+    "rope_parameters",
+    "rope_theta",
+    "partial_rotary_factor",
+    "torch_dtype",
+    "dtype",
+    "auto_map",
+    "quantization_config",
+    "attn_implementation",
+    "experts_implementation",
+    "text_config",
+    "tokenizer_class",
+    "architectures",
+    "model_type",
+    "num_experts",
+    "head_dim",
+    "attention_dropout",
+    "use_cache",
+    "is_decoder",
+    "pretraining_tp",
+    "output_attentions",
+    "return_dict",
+    "id2label",
+    "num_labels",
+    "per_layer_config",
+    "base_model_tp_plan",
+    "chunk_size_feed_forward",
+    "tie_word_embeddings",
+    "hidden_act",
+)
+STRANGE_VALUES = (
+    None,
+    True,
+    False,
+    0,
+    1,
+    2,
+    5,
+    -1,
+    -64,
+    0.5,
+    1e-30,
+    1e30,
+    10**7,
+    10**12,
+    10**30,
+    "64",
+    "silu",
+    "relu",
+    "eager",
+    "somebody/kernels",
+    "float16",
+    [],
+    [0],
+    ["full_attention"],
+    ["sliding_attention", "sliding_attention"],
+    {},
+    {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0},
+    {"rope_type": "yarn", "factor": -2.0},
+    {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 10000.0},
+    {"a": 1},
+    float("nan"),
+    float("inf"),
+)
 SMALL = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHTS = (5, 3, 2, 1, 1, 2, 1)  # how often each of SMALL, SINGLE and INDEX is chosen
@@ -72,8 +135,9 @@ def fuzz(count: int, seed: int, folder: Path) -> Counter[str]:
 
         used = number % 3 == 0 or name == "generation_config.json"  # it takes as long as all the rest
 
-        def work(source: Path = source, name: str = name, content: bytes = content, target: Path = target,
-                 used: bool = used) -> str:
+        def work(
+            source: Path = source, name: str = name, content: bytes = content, target: Path = target, used: bool = used
+        ) -> str:
             shutil.rmtree(target, ignore_errors=True)
             target.mkdir()
             for file in source.iterdir():
@@ -168,8 +232,9 @@ def _use(model: str, target: Path) -> None:
     from pronghorn.model.load import load_model
 
     tokenizer = load_tokenizer(model)
-    generate_answers(load_model(model, torch.float32, torch.device("cpu"), storage="nf4"), tokenizer, [[5, 6, 7]],
-                     max_new_tokens=2)
+    generate_answers(
+        load_model(model, torch.float32, torch.device("cpu"), storage="nf4"), tokenizer, [[5, 6, 7]], max_new_tokens=2
+    )
     tokenizer.save_pretrained(str(target))
 
 

@@ -1,12 +1,12 @@
 """What became of a mutation: tried in a forked child, so that a crash, an endless loop or a full memory is an outcome too.
 
-    same       the change made no difference, or one that its kind allows
-    refused    one of our errors: a sentence, exit code 2 or 3
-    rebuilt    noticed, and what was damaged made again
-    traceback  anything else that was raised
-    crash      the process was ended by a signal
-    hang       no end within the time limit
-    silent     taken without a word, with another result
+same       the change made no difference, or one that its kind allows
+refused    one of our errors: a sentence, exit code 2 or 3
+rebuilt    noticed, and what was damaged made again
+traceback  anything else that was raised
+crash      the process was ended by a signal
+hang       no end within the time limit
+silent     taken without a word, with another result
 """
 
 from __future__ import annotations
@@ -137,11 +137,70 @@ def mutated_bytes(data: bytes, chance: random.Random) -> tuple[bytes, str]:
     return data[:at] + piece + data[at:], f"{piece!r} inserted at {at}"
 
 
-PIECES = (b"\x00", b"\xff", b"\n", b"\r", b'"', b"{", b"}", b"[", b"]", b",", b":", b"\\", b"\\u0000", b"\\ud800", b"\x1b[31m",
-          b"\xef\xbb\xbf", b"\xff\xfe", b"\xc3", b"NaN", b"1e999", b"-", b"null", b"true", b"{{", b"{%", b"#", b"&a ", b"*a",
-          b"!!python/object:os.system ", b"\t", b"---\n", b"[" * 5000, b"9" * 5000, b"\xf3\xb0\x80\x80", b"\xe2\x80\xae")
-VALUES = (None, True, False, 0, -1, 1, 10**12, 10**40, 0.5, -0.0, 1e308, "", "64", "a", "\x00", "\x1b[31mred", "\ud800",
-          "ä" * 300, "../../x", [], {}, [None], [[]], {"": None}, {"a": {"a": []}})
+PIECES = (
+    b"\x00",
+    b"\xff",
+    b"\n",
+    b"\r",
+    b'"',
+    b"{",
+    b"}",
+    b"[",
+    b"]",
+    b",",
+    b":",
+    b"\\",
+    b"\\u0000",
+    b"\\ud800",
+    b"\x1b[31m",
+    b"\xef\xbb\xbf",
+    b"\xff\xfe",
+    b"\xc3",
+    b"NaN",
+    b"1e999",
+    b"-",
+    b"null",
+    b"true",
+    b"{{",
+    b"{%",
+    b"#",
+    b"&a ",
+    b"*a",
+    b"!!python/object:os.system ",
+    b"\t",
+    b"---\n",
+    b"[" * 5000,
+    b"9" * 5000,
+    b"\xf3\xb0\x80\x80",
+    b"\xe2\x80\xae",
+)
+VALUES = (
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    10**12,
+    10**40,
+    0.5,
+    -0.0,
+    1e308,
+    "",
+    "64",
+    "a",
+    "\x00",
+    "\x1b[31mred",
+    "\ud800",
+    "ä" * 300,
+    "../../x",
+    [],
+    {},
+    [None],
+    [[]],
+    {"": None},
+    {"a": {"a": []}},
+)
 
 
 def mutated_value(value: object, chance: random.Random, path: str = "") -> tuple[object, str]:

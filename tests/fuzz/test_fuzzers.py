@@ -16,8 +16,9 @@ from pronghorn.errors import DataError, EnvironmentFault, HealthStop
 @pytest.mark.parametrize(("subject", "count"), [
     (cache_bits, 8), (data_files, 20), (recipe_files, 30), (tool_configs, 40), (adapter_folders, 20),
 ], ids=lambda one: getattr(one, "__name__", None))  # fmt: skip
-def test_nothing_bad_comes_of_a_damaged_file(subject: object, count: int, tmp_path: Path,
-                                             capfd: pytest.CaptureFixture[str]) -> None:
+def test_nothing_bad_comes_of_a_damaged_file(
+    subject: object, count: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     outcomes = subject.fuzz(count, 1, tmp_path)  # type: ignore[attr-defined]
     assert sum(outcomes.values()) == count
     assert not [outcome for outcome in BAD if outcomes[outcome]], capfd.readouterr().err

@@ -57,11 +57,27 @@ def write_model(folder: Path, experts: bool) -> None:
 
     model = make_model(initializer_range=0.15)
     if experts:
-        settings = {name: getattr(model.config, name) for name in (
-            "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "initializer_range",
-            "max_position_embeddings", "tie_word_embeddings", "eos_token_id", "bos_token_id", "pad_token_id")}
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings, intermediate_size=64, moe_intermediate_size=32, num_experts=4,
-                                                   num_experts_per_tok=2, head_dim=8))
+        settings = {
+            name: getattr(model.config, name)
+            for name in (
+                "vocab_size",
+                "hidden_size",
+                "num_hidden_layers",
+                "num_attention_heads",
+                "num_key_value_heads",
+                "initializer_range",
+                "max_position_embeddings",
+                "tie_word_embeddings",
+                "eos_token_id",
+                "bos_token_id",
+                "pad_token_id",
+            )
+        }
+        model = Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(
+                **settings, intermediate_size=64, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, head_dim=8
+            )
+        )
     model.save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
 
@@ -80,9 +96,13 @@ def losses_of(case: str, room: Path, change: Callable[[Path], None] = lambda mod
     room.mkdir(parents=True)
     write_model(room / "model", "experts" in case)
     change(room / "model")
-    recipe: dict[str, Any] = {"model": str(room / "model"), "precision": "fp32", "lora": {"r": 4}, "output": str(room / "run"),
-                              "data": {"train": [str(write_rows(room / "rows.jsonl", chat_rows(40)))], "max_length": 128,
-                                       "workers": 0}}
+    recipe: dict[str, Any] = {
+        "model": str(room / "model"),
+        "precision": "fp32",
+        "lora": {"r": 4},
+        "output": str(room / "run"),
+        "data": {"train": [str(write_rows(room / "rows.jsonl", chat_rows(40)))], "max_length": 128, "workers": 0},
+    }
     settings = TRAIN | CASES[case].get("train", {})
     settings["lr"] *= rate
     train(Recipe.model_validate(recipe | CASES[case] | {"train": settings}), display=Silent())
@@ -115,13 +135,16 @@ def apart(one: list[float], other: list[float]) -> list[float]:
 def noise_of(runs: list[list[float]], losses: list[float]) -> list[float]:
     """The largest difference up to each step."""
     largest = [max(step) for step in zip(*(apart(run, losses) for run in runs), strict=True)]
-    return [float(f"{max(largest[:step + 1]):.1e}") for step in range(len(largest))]
+    return [float(f"{max(largest[: step + 1]):.1e}") for step in range(len(largest))]
 
 
 def beyond(losses: list[float], stored: dict[str, Any]) -> list[int]:
     """The steps, from 1 on, whose loss is further from the stored one than chance explains."""
-    return [step for step, (found, noise) in enumerate(zip(apart(losses, stored["losses"]), stored["noise"], strict=True), 1)
-            if found > NOISES * noise + FLOOR]
+    return [
+        step
+        for step, (found, noise) in enumerate(zip(apart(losses, stored["losses"]), stored["noise"], strict=True), 1)
+        if found > NOISES * noise + FLOOR
+    ]
 
 
 def main() -> int:
@@ -143,12 +166,16 @@ def main() -> int:
             another = losses_of(case, room / f"{case} at another rate", rate=1.01)
             content["cases"][case] = {"losses": losses, "noise": noise, "another_rate": another}
             away = f"{max(apart(losses, stored[case]['losses'])):.1e} from the file" if case in stored else "not in the file"
-            print(f"{case:15} {losses[0]:.4f} -> {losses[-1]:.4f}, noise {noise[0]:.1e} to {noise[-1]:.1e}, {away}; "
-                  f"another rate is seen in {len(beyond(another, content['cases'][case]))} steps")
+            print(
+                f"{case:15} {losses[0]:.4f} -> {losses[-1]:.4f}, noise {noise[0]:.1e} to {noise[-1]:.1e}, {away}; "
+                f"another rate is seen in {len(beyond(another, content['cases'][case]))} steps"
+            )
     if "--show" not in sys.argv:
         text = json.dumps(content, indent=1)
-        FILE.write_text(re.sub(r"\[\s*([^\]]*?)\s*\]", lambda found: "[" + re.sub(r"\s+", " ", found[1]) + "]", text) + "\n",
-                        encoding="utf-8")
+        FILE.write_text(
+            re.sub(r"\[\s*([^\]]*?)\s*\]", lambda found: "[" + re.sub(r"\s+", " ", found[1]) + "]", text) + "\n",
+            encoding="utf-8",
+        )
     return 0
 
 

@@ -25,8 +25,11 @@ CUDA = torch.cuda.is_available()
 
 def _kernels_and_triton() -> dict[str, ModuleType]:
     """Loaded modules that exist once for the compiler and once for the interpreter; triton._C registers its types once."""
-    return {name: module for name, module in sys.modules.items()
-            if name.startswith("pronghorn.kernels.") or (name.split(".")[0] == "triton" and not name.startswith("triton._C"))}
+    return {
+        name: module
+        for name, module in sys.modules.items()
+        if name.startswith("pronghorn.kernels.") or (name.split(".")[0] == "triton" and not name.startswith("triton._C"))
+    }
 
 
 def _import_kernels() -> dict[str, ModuleType]:

@@ -86,8 +86,19 @@ class FakeCublasLt:
     def _matmul_preference_destroy(self, preference: int) -> None:
         del self.alive[preference]
 
-    def _matmul_algo_get_heuristic(self, handle: int, description: int, a: int, b: int, c: int, d: int, preference: int,
-                                   most: int, results: int, count: int) -> None:
+    def _matmul_algo_get_heuristic(
+        self,
+        handle: int,
+        description: int,
+        a: int,
+        b: int,
+        c: int,
+        d: int,
+        preference: int,
+        most: int,
+        results: int,
+        count: int,
+    ) -> None:
         assert self.alive[handle] == "handle"
         assert self.alive[preference] == {1: 0}  # no workspace
         self._shapes(description, a, b, c, d)
@@ -111,8 +122,25 @@ class FakeCublasLt:
         assert (added.rows, added.columns) == (result.rows, result.columns) == (rows, right.columns)
         return left, right, added, result, transposed
 
-    def _matmul(self, handle: int, description: int, alpha: int, a: int, a_layout: int, b: int, b_layout: int, beta: int,
-                c: int, c_layout: int, d: int, d_layout: int, algorithm: int, workspace: int, size: int, stream: int) -> None:
+    def _matmul(
+        self,
+        handle: int,
+        description: int,
+        alpha: int,
+        a: int,
+        a_layout: int,
+        b: int,
+        b_layout: int,
+        beta: int,
+        c: int,
+        c_layout: int,
+        d: int,
+        d_layout: int,
+        algorithm: int,
+        workspace: int,
+        size: int,
+        stream: int,
+    ) -> None:
         assert (workspace, size, stream) == (None, 0, 77)
         left, right, added, result, transposed = self._shapes(description, a_layout, b_layout, c_layout, d_layout)
         factor = left.at(a).T if transposed else left.at(a)

@@ -85,6 +85,7 @@ def _compare_types_by_identity_first(core: Any) -> None:
     integers = frozenset(core.dtype.SINT_TYPES + core.dtype.UINT_TYPES)
     core.dtype.is_int = lambda self: self.name in integers
     for kind in (core.dtype, core.pointer_type, core.block_type):
+
         def equal(self: Any, other: Any, compare: Any = kind.__eq__) -> bool:
             return self is other or compare(self, other)
 
@@ -118,8 +119,15 @@ def _cast_only_what_differs(semantic: Any, tensor: Any) -> None:
     """Two blocks of one type and shape need no cast and no broadcast; only division has types of its own."""
     check, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
 
-    def check_others(self: Any, lhs: Any, rhs: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False,
-                     arithmetic_check: bool = True, div_or_mod: bool = False) -> tuple[Any, Any]:
+    def check_others(
+        self: Any,
+        lhs: Any,
+        rhs: Any,
+        allow_lhs_ptr: bool = False,
+        allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> tuple[Any, Any]:
         if type(lhs) is tensor and type(rhs) is tensor and lhs.type is rhs.type and not div_or_mod and not lhs.dtype.is_ptr():
             return lhs, rhs
         return check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)

@@ -172,13 +172,17 @@ def check_cross_entropy(device: str) -> None:
             logits = chunk.to(device, copy=True)
             for need_grad in (False, True):
                 got = torch.full((rows,), float("nan")).to(device)
-                cross_entropy_rows.loss_and_gradient(logits[:, :vocabulary], labels.to(device), weights, got, scale, terms,
-                                                     need_grad, factors)
+                cross_entropy_rows.loss_and_gradient(
+                    logits[:, :vocabulary], labels.to(device), weights, got, scale, terms, need_grad, factors
+                )
                 near("row losses", got, losses, dtype)
             gradient = logits[:, :vocabulary]
             near("gradient", gradient if factors is None else gradient * factors[:, None], true * 0.5)
-    for x, factors in ((rows_of(3, 4099, 5, FP16, device), None), (torch.randn(77).to(device), None),
-                       (rows_of(3, 4099, 5, BF16, device), torch.tensor([2.0, 0.0, -1.0]).to(device))):
+    for x, factors in (
+        (rows_of(3, 4099, 5, FP16, device), None),
+        (torch.randn(77).to(device), None),
+        (rows_of(3, 4099, 5, BF16, device), torch.tensor([2.0, 0.0, -1.0]).to(device)),
+    ):
         before = x.cpu().clone().float() * (1.0 if factors is None else factors.cpu()[:, None])
         cross_entropy._scale_in_place(x, torch.full((), 0.3).to(device), factors)
         near("scale", x, before * 0.3)
@@ -295,8 +299,10 @@ def check_lora_grad_gemm(device: str) -> None:
         jobs = [LoraGradJob(rows_of(S, D, 3, FP32, device), rows_of(rows, S, 5, dtype, device),
                             rows_of(rows, D, 7, dtype, device), torch.rand(rows).to(device) if scaled else None)
                 for S, D, scaled in shapes]  # fmt: skip
-        true = [job.total_SD.cpu() + lora_grad_gemm_reference(LoraGradJob(*(None if x is None else x.cpu() for x in job)))
-                for job in jobs]  # type: ignore[arg-type]
+        true = [
+            job.total_SD.cpu() + lora_grad_gemm_reference(LoraGradJob(*(None if x is None else x.cpu() for x in job)))
+            for job in jobs
+        ]  # type: ignore[arg-type]
         lora_grad_gemm(jobs)
         for job, expected in zip(jobs, true, strict=True):
             near(f"thin sums {rows} x {tuple(job.total_SD.shape)}", job.total_SD, expected, dtype)

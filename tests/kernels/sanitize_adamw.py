@@ -55,14 +55,22 @@ def check_adamw8bit(device: str) -> None:
         params_there, on_host = moved_to(params, where), where == "cuda"
         grads = [torch.empty_like(p) for p in params_there]
         kinds = [FP32 if i == small else torch.uint8 for i in range(len(shapes))]
-        moments = [[torch.zeros(p.shape, dtype=kind, pin_memory=on_host) for p, kind in zip(params, kinds, strict=True)]
-                   for _ in range(2)]
+        moments = [
+            [torch.zeros(p.shape, dtype=kind, pin_memory=on_host) for p, kind in zip(params, kinds, strict=True)]
+            for _ in range(2)
+        ]
         zeros = [[torch.zeros(blocks_of(p.numel())).to(where) for p in params] for _ in range(2)]
         absmaxes = [None if i == small else (zeros[0][i], zeros[1][i]) for i in range(len(params))]
         steps = [torch.zeros(()).to(where) for _ in params]
         tensors = AdamW8bitTensors(
-            params_there, grads, *moments, steps, absmaxes=absmaxes, weight_decays=[0.1] * 4,
-            host_shift=device_shift(moments[0][0], torch.device(where)))
+            params_there,
+            grads,
+            *moments,
+            steps,
+            absmaxes=absmaxes,
+            weight_decays=[0.1] * 4,
+            host_shift=device_shift(moments[0][0], torch.device(where)),
+        )
         tensors.on_device = not plain
         flat = [one for absmax in absmaxes for one in absmax or ()]
         kept: list[torch.Tensor] = []

@@ -116,10 +116,16 @@ def backends(device: str, dtype: torch.dtype, width: int, options: dict[str, Any
 
 # A case decides what is masked and summed, a dtype only how it is rounded: on the CPU, which has one backend, each case takes
 # one dtype in turn and the case with everything all three. A GPU has four backends and takes them all.
-@pytest.mark.parametrize(("where", "name", "dtype"), [
-    *(("cpu", *row) for row in covering(CASES, DTYPES)), ("cpu", "all", torch.float32), ("cpu", "all", torch.float16),
-    *(pytest.param("cuda", *row, marks=on_a_gpu) for row in gpu_rows(itertools.product(CASES, DTYPES))),
-], ids=str)
+@pytest.mark.parametrize(
+    ("where", "name", "dtype"),
+    [
+        *(("cpu", *row) for row in covering(CASES, DTYPES)),
+        ("cpu", "all", torch.float32),
+        ("cpu", "all", torch.float16),
+        *(pytest.param("cuda", *row, marks=on_a_gpu) for row in gpu_rows(itertools.product(CASES, DTYPES))),
+    ],
+    ids=str,
+)
 def test_forward_and_backward_are_as_near_to_the_truth_as_plain_torch(
     where: str, name: str, dtype: torch.dtype, judge: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,8 +224,10 @@ def test_flex_sees_and_caps_the_same(name: str) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-@table(("lengths", "window"), list(itertools.product(
-    [(1000,), (1, 3, 127, 60, 200, 500), (128, 256, 128)], [None, 1, 100, 129, 300])))
+@table(
+    ("lengths", "window"),
+    list(itertools.product([(1000,), (1, 3, 127, 60, 200, 500), (128, 256, 128)], [None, 1, 100, 129, 300])),
+)
 def test_block_mask_has_exactly_the_blocks_with_something_to_see(lengths: tuple[int, ...], window: int | None) -> None:
     tokens = sum(lengths)
     cu = bounds(lengths)

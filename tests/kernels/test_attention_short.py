@@ -109,8 +109,13 @@ def ours(tensors: list[torch.Tensor], cu: torch.Tensor, options: dict[str, Any],
 
 
 # The interpreter takes half a second a case: each in one dtype in turn, the one with everything in all of them.
-@pytest.mark.parametrize(("name", "dtype"), [*itertools.product(CASES, DTYPES)] if CUDA else [
-    *covering(CASES, DTYPES), ("all", torch.float32), ("all", torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*itertools.product(CASES, DTYPES)]
+    if CUDA
+    else [*covering(CASES, DTYPES), ("all", torch.float32), ("all", torch.bfloat16)],
+    ids=str,
+)
 def test_forward_and_backward_are_as_near_to_the_truth_as_plain_torch(
     where: str, name: str, dtype: torch.dtype, judge: Callable[..., None]
 ) -> None:
@@ -153,8 +158,13 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous().view(torch.int32 if x.element_size() == 4 else torch.int16)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [*itertools.product([*PAIRS, *NO_PAIRS], PAIR_DTYPES)] if CUDA else
-                         [*covering([*PAIRS, *NO_PAIRS], PAIR_DTYPES), ("whole, all", torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*itertools.product([*PAIRS, *NO_PAIRS], PAIR_DTYPES)]
+    if CUDA
+    else [*covering([*PAIRS, *NO_PAIRS], PAIR_DTYPES), ("whole, all", torch.bfloat16)],
+    ids=str,
+)
 def test_two_heads_in_a_program_give_the_bits_of_one(
     where: str, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -126,22 +126,28 @@ def test_kernels_compile_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
     a process of its own: in one that had interpreted kernels before, one of them once failed to compile, without a word."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("compile_for_hopper.py")
-    ended = subprocess.run([sys.executable, str(script)], env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
-                           capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(
+        [sys.executable, str(script)],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.split() == ["_forward_kernel", "_dq_kernel", "_dkdv_kernel"]
     assert "FP_FUSION" not in ended.stderr  # Triton's word that a default will change, which ours do not rest on
 
 
 @pytest.mark.skipif(not CUDA, reason="no CUDA device")
-def test_on_a_gpu_nothing_is_written_and_nothing_is_compiled_again(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_gpu_nothing_is_written_and_nothing_is_compiled_again(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from pronghorn.kernels.runtime.copy_rows import copy_rows
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    source, target = torch.ones(64, 72, device="cuda", dtype=torch.bfloat16)[:, :64], torch.zeros(64, 64, device="cuda",
-                                                                                                dtype=torch.bfloat16)
+    source, target = (
+        torch.ones(64, 72, device="cuda", dtype=torch.bfloat16)[:, :64],
+        torch.zeros(64, 64, device="cuda", dtype=torch.bfloat16),
+    )
     compiled: list[str] = []
 
     def count(**what: Any) -> None:

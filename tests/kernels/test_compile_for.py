@@ -43,8 +43,12 @@ def test_hopper_has_the_tiles_that_were_measured_there() -> None:
 @pytest.mark.parametrize("chip", SMALL, ids=lambda chip: str(chip.sm))
 def test_small_chips_have_small_tiles_and_all_registers(chip: Chip) -> None:
     bf16 = torch.bfloat16
-    for tile in (grouped_gemm._tile(10**5, 8, 4096, bf16, chip), grouped_gemm._tile(10**5, 8, 16, bf16, chip),
-                 grouped_gemm._weight_tile(4096, 4096, bf16, chip), moe_gather._lora_tile(bf16, chip)):
+    for tile in (
+        grouped_gemm._tile(10**5, 8, 4096, bf16, chip),
+        grouped_gemm._tile(10**5, 8, 16, bf16, chip),
+        grouped_gemm._weight_tile(4096, 4096, bf16, chip),
+        moe_gather._lora_tile(bf16, chip),
+    ):
         assert tile.stages * (tile.rows + tile.columns) * tile.inner * 2 <= 99 * 1024
     assert [lora_grad_gemm._tile(ranks).registers(ranks, chip) for ranks in (16, 32, 64)] == [None, None, None]
     assert gated_lora._backward_tile(64, 2, chip).registers is None

@@ -35,14 +35,16 @@ def sample(steep: float = 1.0, dtype: torch.dtype = torch.float32) -> tuple[Tens
     return hidden.to(dtype).requires_grad_(), weight.to(dtype), labels
 
 
-def compare(hidden: Tensor, weight: Tensor, labels: Tensor, tolerance: float, of_losses: float = 1e-5, **options: object
-            ) -> None:
+def compare(
+    hidden: Tensor, weight: Tensor, labels: Tensor, tolerance: float, of_losses: float = 1e-5, **options: object
+) -> None:
     loss, rows = linear_cross_entropy(hidden, weight, labels, **options)  # type: ignore[arg-type]
     (loss * 0.3).backward()
     exact = hidden.detach().double().requires_grad_()
     weights = options.pop("weights_N", None)
     expected, expected_rows = linear_cross_entropy_reference(
-        exact, weight.double(), labels, weights_N=weights.double() if isinstance(weights, Tensor) else None, **options)  # type: ignore[arg-type]
+        exact, weight.double(), labels, weights_N=weights.double() if isinstance(weights, Tensor) else None, **options
+    )  # type: ignore[arg-type]
     (expected * 0.3).backward()
     assert hidden.grad is not None
     assert exact.grad is not None

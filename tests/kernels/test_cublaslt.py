@@ -30,8 +30,9 @@ from pronghorn.kernels.gemm.mm import mm_add
 from tables import gpu_rows, table
 
 OTHER = Algorithm(31, 5, 7)
-on_hopper = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-                               reason="needs a Hopper GPU")
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
 
 
 @table(("rows", "inner", "columns", "weight_by_rows", "expected"), [
@@ -149,10 +150,19 @@ def factors(rows: int, inner: int, columns: int, by_rows: bool) -> tuple[Tensor,
 
 @pytest.mark.gpu
 @on_hopper
-@pytest.mark.parametrize(("rows", "inner", "columns", "by_rows"), gpu_rows([
-    (16384, 2112, 16384, True), (2048, 2048, 128256, True), (16384, 2112, 3072, True), (16384, 14352, 4096, True),
-    (16384, 2064, 8192, False), (16384, 6208, 4096, False),
-]))
+@pytest.mark.parametrize(
+    ("rows", "inner", "columns", "by_rows"),
+    gpu_rows(
+        [
+            (16384, 2112, 16384, True),
+            (2048, 2048, 128256, True),
+            (16384, 2112, 3072, True),
+            (16384, 14352, 4096, True),
+            (16384, 2064, 8192, False),
+            (16384, 6208, 4096, False),
+        ]
+    ),
+)
 def test_layers_take_another_algorithm_with_torchs_bits(rows: int, inner: int, columns: int, by_rows: bool) -> None:
     a, b, out = factors(rows, inner, columns, by_rows)
     assert try_mm(a, b, out)

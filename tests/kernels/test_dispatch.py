@@ -84,9 +84,7 @@ def test_a_device_that_is_not_cuda_has_no_capability() -> None:
     assert dispatch.processor_count(torch.device("cpu")) == 2
 
 
-@table(("capability", "taken"), [
-    ((9, 0), 90), ((8, 7), 86), ((10, 3), 100), ((12, 1), 120), ((7, 5), 86), ((0, 0), 86),
-])
+@table(("capability", "taken"), [((9, 0), 90), ((8, 7), 86), ((10, 3), 100), ((12, 1), 120), ((7, 5), 86), ((0, 0), 86)])
 def test_a_chip_that_is_not_in_the_table_has_what_an_older_one_has(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], taken: int
 ) -> None:

@@ -276,8 +276,9 @@ def test_one_launch_for_many_groups(device: str, dtype: torch.dtype) -> None:
         sB[:, R // 2 :], A[-3:] = 0, 0
         M = torch.zeros(outputs + 3 * R, D + 3 * R, device=device).to(E4M3)
         scale = torch.rand(outputs, device=device) * 1e-3 + 1e-5
-        return SplitJob(A, sB, scale, M[:outputs, D:], M[outputs:, :D], torch.zeros(2, R, device=device),
-                        torch.zeros(2, device=device))
+        return SplitJob(
+            A, sB, scale, M[:outputs, D:], M[outputs:, :D], torch.zeros(2, R, device=device), torch.zeros(2, device=device)
+        )
 
     sizes = [(16, 96, 160), (48, 64, 300), (32, 272, 48)]
     got, expected = [job(*size) for size in sizes], [job(*size) for size in sizes]
@@ -349,8 +350,9 @@ def test_an_mlp_as_a_layer_runs_it(place: str) -> None:
     dyb = down.extend_grad(dh, dy8, scale)
     da = down.backward_input(dy8, scale, down.transposed(buffer))
     dgu8 = torch.empty(T, gate_up.grad_width, device=place, dtype=E4M3)
-    dgu, _, scale, a = gated_activation_fp8_backward(da, gu, "silu", gate_up.scale_O, bound=gate_up.bound_grad, out=gu,
-                                                     out8=dgu8[:, : 2 * F], activation_out=da)
+    dgu, _, scale, a = gated_activation_fp8_backward(
+        da, gu, "silu", gate_up.scale_O, bound=gate_up.bound_grad, out=gu, out8=dgu8[:, : 2 * F], activation_out=da
+    )
     grads = down.adapter_grads(*some(dh, dyb, a, aa))
     dgub = gate_up.extend_grad(dgu, dgu8, scale)
     dx = gate_up.backward_input(dgu8, scale, gate_up.transposed(buffer))

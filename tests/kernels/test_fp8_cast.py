@@ -57,11 +57,17 @@ def assert_same_values(got: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(got, expected, rtol=2**-7, atol=0)
 
 
-@table(("rows", "width", "dtype"), [
-    (*size, dtype) for size, dtype in covering(
-        [(1, 64), (3, 96), (5, 576), (127, 64), (2, 5120), (3, 2064), (2, 17408)], [BF16, torch.float16, torch.float32],
-        together=(0, 1))
-])
+@table(
+    ("rows", "width", "dtype"),
+    [
+        (*size, dtype)
+        for size, dtype in covering(
+            [(1, 64), (3, 96), (5, 576), (127, 64), (2, 5120), (3, 2064), (2, 17408)],
+            [BF16, torch.float16, torch.float32],
+            together=(0, 1),
+        )
+    ],
+)
 def test_rows(device: str, dtype: torch.dtype, rows: int, width: int) -> None:
     x = (torch.randn(rows, width) * torch.logspace(-4, 2, rows)[:, None]).to(dtype).to(device)
     x8, scale = fp8_cast_rows(x)
@@ -142,8 +148,18 @@ def test_norm(device: str, judge: Callable[..., None], rows: int, width: int, on
     assert_same_cast((alone.y8_TD, alone.scale_T), fp8_cast_rows_reference(alone.y_TD))
     wide, wide8 = torch.zeros(rows, width + 16, device=device).to(BF16), torch.zeros(rows, width + 48, device=device).to(E4M3)
     bound, h = torch.tensor([0.5], device=device), residual.clone()
-    summed = rms_norm_fp8_forward(x, weight, 1e-6, one_plus=one_plus, residual_TD=h, multiplier=0.22, bound=bound,
-                                  out=wide[:, :width], out8=wide8[:, :width], h_out=h)
+    summed = rms_norm_fp8_forward(
+        x,
+        weight,
+        1e-6,
+        one_plus=one_plus,
+        residual_TD=h,
+        multiplier=0.22,
+        bound=bound,
+        out=wide[:, :width],
+        out8=wide8[:, :width],
+        h_out=h,
+    )
     true = residual.double() + 0.22 * x.double()
     judge(summed.h_TD, residual + 0.22 * x, true, "h")
     expected = rms_norm_fp8_reference(x, weight, 1e-6, one_plus=one_plus, residual_TD=residual, multiplier=0.22)

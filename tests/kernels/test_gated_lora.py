@@ -166,10 +166,13 @@ def test_every_way_of_cutting_it_up(
 
 
 # Which rank goes with which shape decides the tiles; the activation is the same line in each of them.
-@table(("kind", "dtype", "shape", "rank"), [
-    (kind, dtype, *size) for kind, dtype, size in covering(
-        KINDS, DTYPES, [((1, 64), 16), ((3, 300), 5), ((33, 128), 64)], together=(0, 1))
-])
+@table(
+    ("kind", "dtype", "shape", "rank"),
+    [
+        (kind, dtype, *size)
+        for kind, dtype, size in covering(KINDS, DTYPES, [((1, 64), 16), ((3, 300), 5), ((33, 128), 64)], together=(0, 1))
+    ],
+)
 def test_forward(
     device: str, judge: Callable[..., None], kind: Kind, dtype: torch.dtype, shape: tuple[int, int], rank: int
 ) -> None:
@@ -221,8 +224,18 @@ def test_a_graph_captures_it_and_offsets_beyond_32_bits() -> None:
     assert use_triton(gu)
 
     def call() -> None:
-        gated_lora_backward(da, gu, "silu", dgu_out=gu, dyb_TR=dyb, xa_TR=xa, gate_columns=slice(0, 16),
-                            up_columns=slice(16, 32), sums_down_RF=down, sums_gate_up_RG=gate_up)
+        gated_lora_backward(
+            da,
+            gu,
+            "silu",
+            dgu_out=gu,
+            dyb_TR=dyb,
+            xa_TR=xa,
+            gate_columns=slice(0, 16),
+            up_columns=slice(16, 32),
+            sums_down_RF=down,
+            sums_gate_up_RG=gate_up,
+        )
 
     kept = gu[-1:].clone()
     call()

@@ -68,9 +68,11 @@ def apart(found: Tensor, truth: Tensor) -> float:
     return float((found.double() - truth).norm(dim=1).div(truth.norm(dim=1)).square().mean().sqrt())
 
 
-@pytest.mark.parametrize(("shape", "ranks"), [
-    ((1, 64), (GATE, UP)), ((70, 650), (slice(0, 5), slice(5, 10))), ((70, 650), (slice(16, 32), slice(0, 16))),
-], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "ranks"),
+    [((1, 64), (GATE, UP)), ((70, 650), (slice(0, 5), slice(5, 10))), ((70, 650), (slice(16, 32), slice(0, 16)))],
+    ids=str,
+)
 @pytest.mark.usefixtures("rounds")
 def test_as_if_rounded_once(device: str, shape: tuple[int, int], ranks: tuple[slice, slice]) -> None:
     """Rows of gradients of all sizes; whole blocks of columns and of ranks, and not."""

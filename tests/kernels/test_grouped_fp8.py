@@ -108,8 +108,11 @@ def test_an_experts_adapter_is_added_to_both_products(device: str) -> None:
     true_y = grouped_linear_reference(x.float(), delta, offsets)
     for found, without, true in (
         (group.forward(*x8, xa, offsets), plain.forward(*x8, None, offsets), true_y),
-        (group.backward_input(*dy8, dyb, offsets, buffer), plain.backward_input(*dy8, None, offsets, buffer),
-         grouped_linear_reference(dy.float(), delta.transpose(1, 2), offsets)),
+        (
+            group.backward_input(*dy8, dyb, offsets, buffer),
+            plain.backward_input(*dy8, None, offsets, buffer),
+            grouped_linear_reference(dy.float(), delta.transpose(1, 2), offsets),
+        ),
     ):
         more = found.float() - without.float()
         assert float((more - true).norm() / true.norm()) < (2e-2 if dtype == torch.bfloat16 else 1e-4)

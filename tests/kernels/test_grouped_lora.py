@@ -17,10 +17,17 @@ def adapter_of(E: int, rank: int, D: int, outputs: int, device: str, scale: floa
     return ExpertAdapter(A, B, E, scale)
 
 
-@pytest.mark.parametrize(("dtype", "rank", "D", "outputs"), [
-    (torch.float32, 16, 96, 130), (torch.bfloat16, 16, 96, 130), (torch.float16, 4, 64, 48), (torch.float32, 20, 40, 72),
-    (torch.bfloat16, 20, 40, 72),
-], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "rank", "D", "outputs"),
+    [
+        (torch.float32, 16, 96, 130),
+        (torch.bfloat16, 16, 96, 130),
+        (torch.float16, 4, 64, 48),
+        (torch.float32, 20, 40, 72),
+        (torch.bfloat16, 20, 40, 72),
+    ],
+    ids=str,
+)
 def test_products_and_gradients_are_as_good_as_pefts(
     device: str, judge: Callable[..., None], dtype: torch.dtype, rank: int, D: int, outputs: int
 ) -> None:

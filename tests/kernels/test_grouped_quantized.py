@@ -31,8 +31,11 @@ CASES = [(dtype, form, list(LOADS)[(i + j) % 2]) for i, dtype in enumerate((torc
 
 def stack_of(weight: torch.Tensor, form: str, *, nested: bool = True) -> QuantizedStack:
     quantize: dict[str, Callable[[torch.Tensor], StoredTensor]] = {
-        "nf4": lambda weight: nf4_quantize(weight.flatten(0, 1), nested=nested), "mxfp4": mxfp4_quantize, "fp8": fp8_quantize,
-        "nvfp4": lambda weight: nvfp4_quantize(weight.flatten(0, 1))}
+        "nf4": lambda weight: nf4_quantize(weight.flatten(0, 1), nested=nested),
+        "mxfp4": mxfp4_quantize,
+        "fp8": fp8_quantize,
+        "nvfp4": lambda weight: nvfp4_quantize(weight.flatten(0, 1)),
+    }
     return QuantizedStack.of(quantize[form](weight), len(weight))
 
 

@@ -8,20 +8,13 @@ from torch import Tensor
 
 from pronghorn.kernels.attention.rope import qk_rope_reference
 from pronghorn.kernels.gemm import hopper_gemm
-from pronghorn.kernels.gemm.hopper_gemm import (
-    COLUMNS,
-    Labelled,
-    column_tiles,
-    covered,
-    gated_mm,
-    powers_mm,
-    rope_mm,
-)
+from pronghorn.kernels.gemm.hopper_gemm import COLUMNS, Labelled, column_tiles, covered, gated_mm, powers_mm, rope_mm
 from pronghorn.kernels.mlp.gated_mlp import Kind, gated_activation_reference
 from tables import gpu_rows
 
-on_hopper = pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-                               reason="needs a Hopper GPU")
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
 # A tile has 128 rows, two of them are a cluster's, 64 terms, 96 neurons or 192 columns: less, more, and nothing that divides.
 SHAPES = [(1, 8, 8), (256, 64, 96), (300, 136, 200), (1000, 2112, 1000), (4096, 528, 2048)]
 LOG2_E = 1.4426950408889634
@@ -47,8 +40,9 @@ def test_nothing_is_done_where_there_is_no_hopper() -> None:
 
 
 @on_hopper
-@pytest.mark.parametrize(("T", "K", "F", "kind"), gpu_rows(
-    (*shape, kind) for shape in SHAPES for kind in ("silu", "gelu_tanh")))
+@pytest.mark.parametrize(
+    ("T", "K", "F", "kind"), gpu_rows((*shape, kind) for shape in SHAPES for kind in ("silu", "gelu_tanh"))
+)
 def test_gate_up_and_their_activation(T: int, K: int, F: int, kind: Kind) -> None:
     torch.manual_seed(T)
     x, weight = random(T, K, room=8), random(2 * F, K, by=3 * K**-0.5, room=16)
@@ -110,10 +104,19 @@ def test_powers_that_nobody_wants_are_not_written() -> None:
 
 
 @on_hopper
-@pytest.mark.parametrize(("T", "K", "heads", "kv_heads", "width"), gpu_rows([
-    (1, 8, 1, 1, 64), (300, 136, 4, 2, 64), (1000, 2112, 5, 1, 64), (1000, 520, 4, 2, 128), (256, 64, 1, 1, 256),
-    (512, 64, 3, 1, 192),
-]))
+@pytest.mark.parametrize(
+    ("T", "K", "heads", "kv_heads", "width"),
+    gpu_rows(
+        [
+            (1, 8, 1, 1, 64),
+            (300, 136, 4, 2, 64),
+            (1000, 2112, 5, 1, 64),
+            (1000, 520, 4, 2, 128),
+            (256, 64, 1, 1, 256),
+            (512, 64, 3, 1, 192),
+        ]
+    ),
+)
 def test_queries_and_keys_are_rotated(T: int, K: int, heads: int, kv_heads: int, width: int) -> None:
     torch.manual_seed(T)
     X = (heads + 2 * kv_heads) * width
@@ -121,8 +124,14 @@ def test_queries_and_keys_are_rotated(T: int, K: int, heads: int, kv_heads: int,
     angles = torch.rand(T, width // 2, device="cuda") * 6.28
     out = torch.full((T, X + 64), 7.0).bfloat16().cuda()
     assert rope_mm(x, weight, angles.cos(), angles.sin(), rope_heads=heads + kv_heads, head_width=width, out=out[:, :X])
-    exact = qk_rope_reference(x.double() @ weight.double().T, angles.double().cos(), angles.double().sin(), heads=heads,
-                              kv_heads=kv_heads, head_width=width)
+    exact = qk_rope_reference(
+        x.double() @ weight.double().T,
+        angles.double().cos(),
+        angles.double().sin(),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_width=width,
+    )
     assert off(out[:, :X], torch.cat([part.flatten(1) for part in exact], dim=1)) < 2.5e-3
     values = (heads + kv_heads) * width
     torch.testing.assert_close(out[:, values:X], (x @ weight.T)[:, values:], rtol=0, atol=0)

@@ -150,14 +150,15 @@ def test_all_options_together(device: str, dtype: torch.dtype) -> None:
 
 
 # The wide ones are several tiles of columns, whose partial sums depend on the dtype.
-@table(("dtype", "shape"), [
-    *covering(DTYPES, [(1, 64, 2), (3, 96, 49), (33, 576, 1000), (17, 64, 8192)]),
-    *((dtype, (3, 72, 8257)) for dtype in DTYPES),
-])
+@table(
+    ("dtype", "shape"),
+    [
+        *covering(DTYPES, [(1, 64, 2), (3, 96, 49), (33, 576, 1000), (17, 64, 8192)]),
+        *((dtype, (3, 72, 8257)) for dtype in DTYPES),
+    ],
+)
 @pytest.mark.usefixtures("small_chunks")
-def test_odd_shapes_over_several_chunks(
-    device: str, dtype: torch.dtype, shape: tuple[int, int, int]
-) -> None:
+def test_odd_shapes_over_several_chunks(device: str, dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     problem = Problem(*shape, dtype, device)
     problem.check(problem.ours())
 
@@ -170,9 +171,7 @@ def test_real_vocabularies(device: str, vocabulary: int) -> None:
 
 
 @table(("dtype", "as_tensor"), list(itertools.product(DTYPES, [False, True])))
-def test_gradients_take_a_scale_known_up_front(
-    device: str, dtype: torch.dtype, as_tensor: bool
-) -> None:
+def test_gradients_take_a_scale_known_up_front(device: str, dtype: torch.dtype, as_tensor: bool) -> None:
     """0.003 is no power of two, and far from one: it must not be rounded to the inputs' dtype on its way."""
     problem = Problem(9, 64, 259, dtype, device, bias=True)
     got = problem.ours(grad_scale=torch.tensor(0.003, device=device) if as_tensor else 0.003)
@@ -189,11 +188,18 @@ def test_fp16_gradients_do_not_vanish_under_a_small_scale(device: str) -> None:
 
 
 # Soft-cap and scale change what a factor is; a bias is added before either, in both shapes' way over the columns.
-@table(("dtype", "terms", "shape", "bias"), [
-    (dtype, terms, *shape) for dtype, terms, shape in covering(
-        [torch.float32, torch.bfloat16], [{}, {"softcap": 5.0}, {"softcap": 5.0, "logit_scale": 0.25}],
-        [((33, 64, 259), False), ((3, 72, 8257), True)], together=(0, 2))
-])
+@table(
+    ("dtype", "terms", "shape", "bias"),
+    [
+        (dtype, terms, *shape)
+        for dtype, terms, shape in covering(
+            [torch.float32, torch.bfloat16],
+            [{}, {"softcap": 5.0}, {"softcap": 5.0, "logit_scale": 0.25}],
+            [((33, 64, 259), False), ((3, 72, 8257), True)],
+            together=(0, 2),
+        )
+    ],
+)
 @pytest.mark.usefixtures("small_chunks")
 def test_rows_with_factors_are_as_near_once_multiplied(
     device: str, dtype: torch.dtype, terms: dict[str, float], shape: tuple[int, int, int], bias: bool, once: None
@@ -202,10 +208,15 @@ def test_rows_with_factors_are_as_near_once_multiplied(
     problem.check_hidden(by_autograd(problem, 0.003), 0.003)
 
 
-@table(("dtype", "first", "rise"), [
-    (torch.float32, -400.0, 100.0), (torch.bfloat16, -1000.0, 35.0), (torch.float32, 2000.0, -300.0),
-    (torch.bfloat16, -3000.0, 400.0),
-])
+@table(
+    ("dtype", "first", "rise"),
+    [
+        (torch.float32, -400.0, 100.0),
+        (torch.bfloat16, -1000.0, 35.0),
+        (torch.float32, 2000.0, -300.0),
+        (torch.bfloat16, -3000.0, 400.0),
+    ],
+)
 def test_a_row_may_rise_and_fall_by_hundreds_from_block_to_block(
     device: str, dtype: torch.dtype, first: float, rise: float, once: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,8 +234,9 @@ def test_a_row_may_rise_and_fall_by_hundreds_from_block_to_block(
 def by_autograd(problem: Problem, scale: float) -> dict[str, torch.Tensor]:
     """With a frozen head."""
     hidden = problem.hidden.detach().requires_grad_()
-    loss, rows = linear_cross_entropy(hidden, problem.weight, problem.labels, bias_V=problem.bias, weights_N=problem.weights,
-                                      **problem.terms)
+    loss, rows = linear_cross_entropy(
+        hidden, problem.weight, problem.labels, bias_V=problem.bias, weights_N=problem.weights, **problem.terms
+    )
     (gradient,) = torch.autograd.grad(loss * scale, hidden)
     return {"loss": loss.detach(), "row_losses": rows, "d_hidden": gradient}
 
@@ -391,8 +403,9 @@ def test_smaller_chunks_give_the_same_loss_and_gradient() -> None:
     torch.manual_seed(0)
     hidden, weight = torch.randn(3000, 8, requires_grad=True), torch.randn(10_000, 8)
     labels = torch.randint(10_000, (3000,))
-    assert chunk_rows(3000, 10_000, torch.float32, torch.device("cpu")) > chunk_rows(3000, 10_000, torch.float32,
-                                                                                      torch.device("cpu"), 4)
+    assert chunk_rows(3000, 10_000, torch.float32, torch.device("cpu")) > chunk_rows(
+        3000, 10_000, torch.float32, torch.device("cpu"), 4
+    )
     results = []
     for share in (1, 4):
         loss, rows = linear_cross_entropy(hidden, weight, labels, chunk_share=share)

@@ -53,10 +53,16 @@ def check(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> Log
     return found
 
 
-@table(("dtype", "options"), [
-    (torch.float32, {"entropy": True}), (torch.bfloat16, {"entropy": True, "logit_scale": 0.4}), (torch.float16, {}),
-    (torch.float32, {"entropy": True, "logit_scale": 0.4}), (torch.float16, {"entropy": True}),
-])
+@table(
+    ("dtype", "options"),
+    [
+        (torch.float32, {"entropy": True}),
+        (torch.bfloat16, {"entropy": True, "logit_scale": 0.4}),
+        (torch.float16, {}),
+        (torch.float32, {"entropy": True, "logit_scale": 0.4}),
+        (torch.float16, {"entropy": True}),
+    ],
+)
 def test_values_and_a_gradient_for_each_row(device: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
     check(*sample(dtype, device), **options)
 
@@ -71,8 +77,16 @@ def test_a_bias(device: str) -> None:
         linear_log_probs(hidden, weight.requires_grad_(), labels, top=True)
 
 
-@table(("dtype", "softcap", "trained"), [(torch.float32, 0.0, True), (torch.float32, 4.0, True), (torch.bfloat16, 0.0, True),
-                                         (torch.float16, 0.0, True), (torch.float32, 4.0, False)])
+@table(
+    ("dtype", "softcap", "trained"),
+    [
+        (torch.float32, 0.0, True),
+        (torch.float32, 4.0, True),
+        (torch.bfloat16, 0.0, True),
+        (torch.float16, 0.0, True),
+        (torch.float32, 4.0, False),
+    ],
+)
 def test_a_trained_head_and_a_softcap(device: str, dtype: torch.dtype, softcap: float, trained: bool) -> None:
     """Gradients of hidden, weight and bias, where each row has a gradient of its own, as small as 1 / 65,536; against float64,
     with plain torch's error as the yardstick."""

@@ -90,8 +90,9 @@ def copies(make: Near) -> list[Tensor]:
 
 def activations(make: Near) -> list[Tensor]:
     a = gated_activation_forward(make(2 * F), "silu", out=make(F, filled=False))
-    dgu, again = gated_activation_backward(make(F), make(2 * F), "silu", out=make(2 * F, filled=False),
-                                           activation_out=make(F, filled=False))
+    dgu, again = gated_activation_backward(
+        make(F), make(2 * F), "silu", out=make(2 * F, filled=False), activation_out=make(F, filled=False)
+    )
     assert again is not None
     return [a, dgu, again]
 
@@ -99,8 +100,18 @@ def activations(make: Near) -> list[Tensor]:
 def activations_with_adapters(make: Near) -> list[Tensor]:
     out = gated_lora_forward(make(2 * F), "silu", make.values(R, F).half(), out_ext=make(F + R, filled=False))
     down, gate_up, dgu = make.values(R, F), make.values(2 * R, 2 * F), make(2 * F, filled=False)
-    gated_lora_backward(make(F), make(2 * F), "silu", dgu_out=dgu, dyb_TR=make(R), xa_TR=make(2 * R), gate_columns=slice(0, R),
-                        up_columns=slice(R, 2 * R), sums_down_RF=down, sums_gate_up_RG=gate_up)
+    gated_lora_backward(
+        make(F),
+        make(2 * F),
+        "silu",
+        dgu_out=dgu,
+        dyb_TR=make(R),
+        xa_TR=make(2 * R),
+        gate_columns=slice(0, R),
+        up_columns=slice(R, 2 * R),
+        sums_down_RF=down,
+        sums_gate_up_RG=gate_up,
+    )
     return [out, dgu, down, gate_up]
 
 
@@ -113,8 +124,18 @@ def rotations(make: Near) -> list[Tensor]:
     normed_q, normed_k, _, rstd = qk_rope_forward(raw, cos, sin, **heads, **weights)
     grads = [make(n * H).unflatten(1, (n, H)) for n in (4, 2, 2)]
     dqkv = qk_rope_backward(grads[0], grads[1], grads[2], cos, sin, out=make(8 * H, filled=False))[0]
-    through = qk_rope_backward(grads[0], grads[1], grads[2], cos, sin, qkv_TX=raw, rstd=rstd, need_norm_grad=True,
-                               out=make(8 * H, filled=False), **weights)
+    through = qk_rope_backward(
+        grads[0],
+        grads[1],
+        grads[2],
+        cos,
+        sin,
+        qkv_TX=raw,
+        rstd=rstd,
+        need_norm_grad=True,
+        out=make(8 * H, filled=False),
+        **weights,
+    )
     assert through[1] is not None
     assert through[2] is not None
     return [q, k, v, normed_q, normed_k, dqkv, *(t for t in through if t is not None)]
@@ -133,11 +154,25 @@ def short_attention(make: Near) -> list[Tensor]:
 def in_fp8(make: Near) -> list[Tensor]:
     bound, scale = make.values(1).abs(), make.values(2 * F).abs() + 0.5
     x8, x_scale = fp8_cast_rows(make(48), scale[:48], bound=bound, out=make(48, E4M3, filled=False))
-    normed = rms_norm_fp8_forward(make(48), make.values(48).half(), 1e-5, residual_TD=make(48), out=make(48, filled=False),
-                                  out8=make(48, E4M3, filled=False), h_out=make(48, filled=False))
+    normed = rms_norm_fp8_forward(
+        make(48),
+        make.values(48).half(),
+        1e-5,
+        residual_TD=make(48),
+        out=make(48, filled=False),
+        out8=make(48, E4M3, filled=False),
+        h_out=make(48, filled=False),
+    )
     forward = gated_activation_fp8_forward(make(2 * F), "silu", out=make(F, filled=False), out8=make(F, E4M3, filled=False))
-    backward = gated_activation_fp8_backward(make(F), make(2 * F), "silu", scale, out=make(2 * F, filled=False),
-                                             out8=make(2 * F, E4M3, filled=False), activation_out=make(F, filled=False))
+    backward = gated_activation_fp8_backward(
+        make(F),
+        make(2 * F),
+        "silu",
+        scale,
+        out=make(2 * F, filled=False),
+        out8=make(2 * F, E4M3, filled=False),
+        activation_out=make(F, filled=False),
+    )
     columns = make(3 * R, E4M3, filled=False)
     fp8_extend(make(R), x_scale, make.values(R).abs(), columns)
     return [x8, x_scale, *normed, *forward, *(t for t in backward if t is not None), columns]

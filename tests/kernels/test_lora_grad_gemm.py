@@ -81,10 +81,17 @@ def check(jobs: list[LoraGradJob], judge: Callable[..., None]) -> None:
         assert beside[:, job.total_SD.shape[1] :].isnan().all()
 
 
-@pytest.mark.parametrize(("S", "scaled", "dtype"), [
-    (8, False, torch.bfloat16), (16, True, torch.float16), (32, True, torch.bfloat16), (48, False, torch.float16),
-    (64, True, torch.bfloat16),
-], ids=str)
+@pytest.mark.parametrize(
+    ("S", "scaled", "dtype"),
+    [
+        (8, False, torch.bfloat16),
+        (16, True, torch.float16),
+        (32, True, torch.bfloat16),
+        (48, False, torch.float16),
+        (64, True, torch.bfloat16),
+    ],
+    ids=str,
+)
 def test_one_product(where: str, judge: Callable[..., None], S: int, scaled: bool, dtype: torch.dtype) -> None:
     check([job_of(333, S, 200, dtype, where, scaled=scaled)], judge)
 
@@ -187,8 +194,10 @@ def test_what_it_takes(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_jobs_that_do_not_fit_each_other(where: str) -> None:
     job = job_of(20, 16, 40, torch.float16, where, scaled=False)
-    others: list[Any] = [job_of(21, 16, 40, torch.float16, where, scaled=False),
-                         job_of(20, 16, 40, torch.bfloat16, where, scaled=False)]
+    others: list[Any] = [
+        job_of(21, 16, 40, torch.float16, where, scaled=False),
+        job_of(20, 16, 40, torch.bfloat16, where, scaled=False),
+    ]
     for other in others:
         with pytest.raises(AssertionError):
             lora_grad_gemm([job, other])
@@ -196,9 +205,7 @@ def test_jobs_that_do_not_fit_each_other(where: str) -> None:
         lora_grad_gemm([job, job, job])
 
 
-@table(
-    ("widths", "ranks"), [((2048, 2048), 16), ((2048, 3072), 48), ((2048,), 32), ((2048,), 16), ((4096, 6144), 48)]
-)
+@table(("widths", "ranks"), [((2048, 2048), 16), ((2048, 3072), 48), ((2048,), 32), ((2048,), 16), ((4096, 6144), 48)])
 def test_programs_fill_a_gpu_and_partial_sums_are_small(widths: tuple[int, ...], ranks: int) -> None:
     """On 132 multiprocessors at 16,384 tokens, of Llama 1B and 8B."""
     block = 64 if ranks == 48 else ranks

@@ -8,14 +8,7 @@ import pytest
 import torch
 
 from pronghorn.kernels.lora import lora_linear as lora_linear_file
-from pronghorn.kernels.lora.lora_linear import (
-    Adapter,
-    LoraGroup,
-    NormOf,
-    Part,
-    linear_backward_weight,
-    lora_linear_reference,
-)
+from pronghorn.kernels.lora.lora_linear import Adapter, LoraGroup, NormOf, Part, linear_backward_weight, lora_linear_reference
 from pronghorn.kernels.lora.multi_copy import CopyTable
 from pronghorn.kernels.runtime.dispatch import use_triton
 from tables import covering, table
@@ -229,9 +222,16 @@ def test_captures_in_a_cuda_graph() -> None:
 
 
 # What is left out decides the launches, beside the norm and the dtype; 128 ranks (gate_up) and fp32 take the products.
-@table(("name", "has_norm", "without", "dtype"), covering(
-    ["qkv", "q_and_v", "down", "gate_up"], [False, True], [None, "dA", "dB"], [torch.float16, torch.float32],
-    together=(2, 3)))
+@table(
+    ("name", "has_norm", "without", "dtype"),
+    covering(
+        ["qkv", "q_and_v", "down", "gate_up"],
+        [False, True],
+        [None, "dA", "dB"],
+        [torch.float16, torch.float32],
+        together=(2, 3),
+    ),
+)
 def test_gradients_added_to_sums(
     device: str, name: str, has_norm: bool, without: Part | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch,
     judge: Callable[..., None],

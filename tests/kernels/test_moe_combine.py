@@ -12,11 +12,18 @@ from tables import covering, table
 
 
 # What is added decides the kernel's arguments, in each dtype; a size only its tiles.
-@table(("dtype", "T", "K", "width", "what"), [
-    (dtype, *size, what) for dtype, size, what in covering(
-        [torch.float32, torch.bfloat16, torch.float16], [(1, 1, 64), (9, 4, 130), (5, 8, 1100)],
-        ["plain", "weighted", "everything"], together=(0, 2))
-])
+@table(
+    ("dtype", "T", "K", "width", "what"),
+    [
+        (dtype, *size, what)
+        for dtype, size, what in covering(
+            [torch.float32, torch.bfloat16, torch.float16],
+            [(1, 1, 64), (9, 4, 130), (5, 8, 1100)],
+            ["plain", "weighted", "everything"],
+            together=(0, 2),
+        )
+    ],
+)
 def test_as_good_as_plain_torch(
     device: str, judge: Callable[..., None], dtype: torch.dtype, T: int, K: int, width: int, what: str
 ) -> None:

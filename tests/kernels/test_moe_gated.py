@@ -25,11 +25,19 @@ def transformers_gpt_oss(gate_up: torch.Tensor, limit: float, alpha: float) -> t
 
 
 # Activation and bias are branches of one kernel, in each dtype; a size only its tiles.
-@table(("activation", "dtype", "T", "K", "width", "with_bias"), [
-    (activation, dtype, *size, with_bias) for activation, dtype, size, with_bias in covering(
-        [SILU, CLAMPED], [torch.float32, torch.bfloat16, torch.float16], [(1, 1, 64), (3, 2, 96), (1, 3, 2500)],
-        [False, True], together=(0, 1))
-])
+@table(
+    ("activation", "dtype", "T", "K", "width", "with_bias"),
+    [
+        (activation, dtype, *size, with_bias)
+        for activation, dtype, size, with_bias in covering(
+            [SILU, CLAMPED],
+            [torch.float32, torch.bfloat16, torch.float16],
+            [(1, 1, 64), (3, 2, 96), (1, 3, 2500)],
+            [False, True],
+            together=(0, 1),
+        )
+    ],
+)
 def test_forward_and_backward_are_as_good_as_plain_torch(
     device: str, judge: Callable[..., None], activation: ExpertActivation, dtype: torch.dtype, T: int, K: int, width: int,
     with_bias: bool,

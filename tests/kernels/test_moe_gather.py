@@ -31,11 +31,19 @@ def test_rows_are_copied_exactly(device: str, dtype: torch.dtype, width: int) ->
     assert out[:, width:].isnan().all()
 
 
-@pytest.mark.parametrize(("dtype", "width", "rank", "K", "turned"), [
-    (dtype, *size, turned) for dtype, size, turned in covering(
-        [torch.float32, torch.bfloat16, torch.float16], [(128, 16, 2), (200, 16, 3), (65, 32, 1), (40, 8, 2)], [False, True],
-        together=(1, 2))
-], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "width", "rank", "K", "turned"),
+    [
+        (dtype, *size, turned)
+        for dtype, size, turned in covering(
+            [torch.float32, torch.bfloat16, torch.float16],
+            [(128, 16, 2), (200, 16, 3), (65, 32, 1), (40, 8, 2)],
+            [False, True],
+            together=(1, 2),
+        )
+    ],
+    ids=str,
+)
 def test_the_adapters_product_is_as_good_as_plain_torch(
     device: str, judge: Callable[..., None], dtype: torch.dtype, width: int, rank: int, K: int, turned: bool
 ) -> None:

@@ -65,15 +65,25 @@ def test_ties_and_all_levels(device: str) -> None:
     assert values[0].tolist() == expected
     assert values[1].tolist() == [-v for v in expected]
     numbers = torch.arange(256, dtype=torch.uint8, device=device).view(16, 16)
-    every = nvfp4.NVFP4Tensor(numbers, torch.ones(16, 2, device=device).to(torch.float8_e4m3fn), torch.ones((), device=device),
-                              (16, 32), torch.float32)
+    every = nvfp4.NVFP4Tensor(
+        numbers,
+        torch.ones(16, 2, device=device).to(torch.float8_e4m3fn),
+        torch.ones((), device=device),
+        (16, 32),
+        torch.float32,
+    )
     assert torch.equal(nvfp4_dequantize(every).cpu(), nvfp4_dequantize_reference(every.to("cpu")))
 
 
 def test_every_block_scale_is_read_right(device: str) -> None:
     scales = torch.arange(128, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)[None, :]
-    q = nvfp4.NVFP4Tensor(torch.full((1, 1024), 0x22, dtype=torch.uint8, device=device), scales, torch.ones((), device=device),
-                          (1, 2048), torch.float32)
+    q = nvfp4.NVFP4Tensor(
+        torch.full((1, 1024), 0x22, dtype=torch.uint8, device=device),
+        scales,
+        torch.ones((), device=device),
+        (1, 2048),
+        torch.float32,
+    )
     values = nvfp4_dequantize(q)[0, ::16]
     torch.testing.assert_close(values, scales[0].float(), rtol=0, atol=0, equal_nan=True)
 

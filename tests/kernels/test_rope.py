@@ -89,8 +89,12 @@ def test_forward_and_backward_are_as_good_as_plain_torch(
     judge(without, plain[3], truth[3], "dqkv without the norms' gradients")
 
 
-@table(("shape", "neighbours"), [((4, 2, 64, 64), False), ((4, 2, 64, 64), True), ((5, 5, 80, 32), False),
-                                                   ((5, 5, 80, 32), True)][:: 3 if torch.cuda.is_available() else 1])
+@table(
+    ("shape", "neighbours"),
+    [((4, 2, 64, 64), False), ((4, 2, 64, 64), True), ((5, 5, 80, 32), False), ((5, 5, 80, 32), True)][
+        :: 3 if torch.cuda.is_available() else 1
+    ],
+)
 def test_in_place_is_the_same(device: str, shape: tuple[int, int, int, int], neighbours: bool) -> None:
     given = case(5, shape, torch.float32, device, None) | {"neighbours": neighbours}
     raw = given["qkv_TX"].clone()

@@ -65,12 +65,24 @@ def test_sigmoid_scores_are_chosen_with_a_bias_and_weigh_without(
         torch.testing.assert_close(weights, 2.5 * expected, rtol=2e-6, atol=1e-7)
 
 
-@table(("dtype", "normalise", "shape", "groups", "kept"), [
-    (torch.float32, True, *SIGMOIDS[0]), (torch.bfloat16, False, *SIGMOIDS[0]), (torch.bfloat16, True, *SIGMOIDS[1]),
-    (torch.float32, False, *SIGMOIDS[1]), (torch.float32, True, *SIGMOIDS[2]), (torch.bfloat16, False, *SIGMOIDS[2]),
-])
+@table(
+    ("dtype", "normalise", "shape", "groups", "kept"),
+    [
+        (torch.float32, True, *SIGMOIDS[0]),
+        (torch.bfloat16, False, *SIGMOIDS[0]),
+        (torch.bfloat16, True, *SIGMOIDS[1]),
+        (torch.float32, False, *SIGMOIDS[1]),
+        (torch.float32, True, *SIGMOIDS[2]),
+        (torch.bfloat16, False, *SIGMOIDS[2]),
+    ],
+)
 def test_gradients_of_sigmoids_are_as_good_as_plain_torch(
-    device: str, judge: Callable[..., None], dtype: torch.dtype, normalise: bool, shape: tuple[int, int, int], groups: int,
+    device: str,
+    judge: Callable[..., None],
+    dtype: torch.dtype,
+    normalise: bool,
+    shape: tuple[int, int, int],
+    groups: int,
     kept: int,
 ) -> None:
     T, E, K = shape
@@ -103,10 +115,18 @@ def test_weights_are_transformers_own(device: str, shape: tuple[int, int, int], 
 
 
 # The normalisation has a backward of its own, in every dtype; a shape only fills the tile or does not.
-@table(("dtype", "normalise", "scale", "shape"), [
-    (dtype, *way, shape) for dtype, way, shape in covering(
-        [torch.float32, torch.bfloat16, torch.float16], [(True, 1.0), (False, 1.0), (False, 1.7)], SHAPES[1:5], together=(0, 1))
-])
+@table(
+    ("dtype", "normalise", "scale", "shape"),
+    [
+        (dtype, *way, shape)
+        for dtype, way, shape in covering(
+            [torch.float32, torch.bfloat16, torch.float16],
+            [(True, 1.0), (False, 1.0), (False, 1.7)],
+            SHAPES[1:5],
+            together=(0, 1),
+        )
+    ],
+)
 def test_gradients_are_as_good_as_plain_torch(
     device: str, judge: Callable[..., None], dtype: torch.dtype, normalise: bool, scale: float, shape: tuple[int, int, int]
 ) -> None:

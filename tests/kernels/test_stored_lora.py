@@ -26,8 +26,15 @@ def weights_of(seed: int, device: str, widths: Iterable[int] = (64, 32, 32), dty
 
 
 def adapters_of(weights: Weights, ranks: dict[int, int], seed: int, device: str) -> list[Adapter]:
-    return [Adapter(i, draw(rank, D, seed=seed + i, device=device),
-                    draw(weights[i].shape[0], rank, seed=seed + 10 + i, device=device), 0.5 + i) for i, rank in ranks.items()]
+    return [
+        Adapter(
+            i,
+            draw(rank, D, seed=seed + i, device=device),
+            draw(weights[i].shape[0], rank, seed=seed + 10 + i, device=device),
+            0.5 + i,
+        )
+        for i, rank in ranks.items()
+    ]
 
 
 def plain(weights: Weights, adapters: list[Adapter], dtype: torch.dtype) -> LoraGroup:
@@ -39,8 +46,15 @@ def test_groups_take_turns(device: str, dtype: torch.dtype) -> None:
     """Of other shapes, ranks and places, without adapters, with a weight in 16 bits: nothing of the last one is left."""
     scratch = Scratch(dtype, torch.device(device))
     cases = []
-    for number, (widths, ranks) in enumerate((((64, 32, 32), {0: 4, 1: 4, 2: 4}), ((64, 32, 32), {0: 4, 2: 8}),
-                                              ((64, 32, 32), {}), ((96,), {0: 16}), ((64, 32, 32), {0: 60, 1: 3, 2: 8}))):
+    for number, (widths, ranks) in enumerate(
+        (
+            ((64, 32, 32), {0: 4, 1: 4, 2: 4}),
+            ((64, 32, 32), {0: 4, 2: 8}),
+            ((64, 32, 32), {}),
+            ((96,), {0: 16}),
+            ((64, 32, 32), {0: 60, 1: 3, 2: 8}),
+        )
+    ):
         weights = weights_of(100 * number, device, widths, dtype)
         if number == 1:
             weights[1] = nf4_dequantize(weights[1], dtype=dtype) if isinstance(weights[1], NF4Tensor) else weights[1]

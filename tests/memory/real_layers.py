@@ -15,29 +15,60 @@ from pronghorn.model.layers.saved import Saved
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
 
-SMALL: dict[str, Any] = {"vocab_size": 259, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 2,
-                         "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+SMALL: dict[str, Any] = {
+    "vocab_size": 259,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
 DENSE: dict[str, dict[str, Any]] = {
-    "llama": {}, "qwen2": {}, "qwen3": {"head_dim": 16}, "phi3": {}, "gemma2": {"head_dim": 16, "sliding_window": 16},
-    "gemma3_text": {"head_dim": 16, "sliding_window": 16}, "olmo2": {}, "glm4": {"head_dim": 16},
-    "exaone4": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}, "ministral3": {"head_dim": 16},
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "phi3": {},
+    "gemma2": {"head_dim": 16, "sliding_window": 16},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 16},
+    "olmo2": {},
+    "glm4": {"head_dim": 16},
+    "exaone4": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    "ministral3": {"head_dim": 16},
     "granite_swa": {"sliding_window": 16, "layer_rope_theta": [0, 500.0]},
 }
 _QWEN: dict[str, Any] = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 3}
 EXPERTS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 16, "intermediate_size": 64},
-    "qwen3_moe": _QWEN | {"head_dim": 16}, "qwen2_moe": _QWEN | {"shared_expert_intermediate_size": 48},
+    "qwen3_moe": _QWEN | {"head_dim": 16},
+    "qwen2_moe": _QWEN | {"shared_expert_intermediate_size": 48},
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 64},
     "olmoe": {"num_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 64},
     "minimax_m2": {"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 3, "intermediate_size": 64},
-    "dots1": {"moe_intermediate_size": 64, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2,
-              "head_dim": 16, "sliding_window": None},
-    "hy_v3": {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 3, "num_shared_experts": 2, "head_dim": 16,
-              "mlp_layer_types": ["sparse", "sparse"]},
+    "dots1": {
+        "moe_intermediate_size": 64,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 2,
+        "head_dim": 16,
+        "sliding_window": None,
+    },
+    "hy_v3": {
+        "moe_intermediate_size": 64,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "num_shared_experts": 2,
+        "head_dim": 16,
+        "mlp_layer_types": ["sparse", "sparse"],
+    },
 }
 METHODS: dict[str, dict[str, Any]] = {
-    "lora": {}, "qlora": {"method": "qlora"}, "fp8": {"method": "fp8"}, "full": {"method": "full"},
-    "qlora, nvfp4": {"method": "qlora", "storage": "nvfp4"}, "qlora, fp8": {"method": "qlora", "compute": "fp8"},
+    "lora": {},
+    "qlora": {"method": "qlora"},
+    "fp8": {"method": "fp8"},
+    "full": {"method": "full"},
+    "qlora, nvfp4": {"method": "qlora", "storage": "nvfp4"},
+    "qlora, fp8": {"method": "qlora", "compute": "fp8"},
     "full, fp8": {"method": "full", "compute": "fp8"},
 }
 TARGETS: dict[str, Any] = {"attention": ("q_proj", "o_proj"), "linears": "all-linear", "experts": ("all-linear", "experts")}
@@ -87,8 +118,9 @@ def documents_of(engine: Any) -> Any:
 
 def bytes_of(*values: Any) -> int:
     """Views of the same memory are counted once."""
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in values
-                if isinstance(t, torch.Tensor)}.values())
+    return sum(
+        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in values if isinstance(t, torch.Tensor)}.values()
+    )
 
 
 def recomputing(gate_up: float, around_attention: float, layer: float) -> dict[Recompute, float]:

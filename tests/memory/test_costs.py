@@ -23,19 +23,31 @@ def job_of(model: str, **changes: object) -> Job:
 # ms and GiB of a step that was measured on an H200 with everything kept, in November 2026. The rates of the predictor were set
 # with the times in view, so they say that one set of rates serves all of these; the bytes were not fitted.
 MEASURED = {
-    "qwen3-0.6b": (103.72, 17.27), "llama-1b": (145.33, 16.01), "llama-8b": (839.42, 63.29), "llama-8b-32k": (3326.22, 110.05),
-    "llama-8b-fp8": (572.88, 57.06), "qwen3-14b-fp8": (518.35, 57.1), "qwen3-14b-qlora-fp8": (533.97, 51.38),
-    "qwen3-30b-a3b-4layers": (34.83, 8.44), "qwen3-30b-a3b-4layers-experts": (38.83, 9.52),
-    "gpt-oss-20b-4layers": (65.41, 11.25), "gpt-oss-20b-4layers-experts": (71.05, 12.27),
+    "qwen3-0.6b": (103.72, 17.27),
+    "llama-1b": (145.33, 16.01),
+    "llama-8b": (839.42, 63.29),
+    "llama-8b-32k": (3326.22, 110.05),
+    "llama-8b-fp8": (572.88, 57.06),
+    "qwen3-14b-fp8": (518.35, 57.1),
+    "qwen3-14b-qlora-fp8": (533.97, 51.38),
+    "qwen3-30b-a3b-4layers": (34.83, 8.44),
+    "qwen3-30b-a3b-4layers-experts": (38.83, 9.52),
+    "gpt-oss-20b-4layers": (65.41, 11.25),
+    "gpt-oss-20b-4layers-experts": (71.05, 12.27),
 }
 
 
 def job_measured(name: str) -> Job:
     workload = WORKLOADS[name]
     lengths = {"attended": workload.document, "documents": 1} if workload.document else {}
-    return job_of(workload.model, capacity=workload.tokens, method=workload.ours or workload.method,
-                  compute="fp8" if workload.fp8 else "bf16",
-                  targets=("all-linear", "experts") if workload.adapters == "experts" else "all-linear", **lengths)
+    return job_of(
+        workload.model,
+        capacity=workload.tokens,
+        method=workload.ours or workload.method,
+        compute="fp8" if workload.fp8 else "bf16",
+        targets=("all-linear", "experts") if workload.adapters == "experts" else "all-linear",
+        **lengths,
+    )
 
 
 @table("name", MEASURED)
@@ -60,17 +72,22 @@ def test_a_mixture_takes_the_time_of_the_experts_that_are_chosen() -> None:
     chosen, there = longer(num_experts_per_tok=16), longer(num_experts=256)
     assert 1.0 < chosen < 2.0
     assert 0.1 < there < 0.5
-    attention, experts = (predicted_costs(Job(shape, 8192, targets=targets), GPUS["h200"])
-                          for targets in (("all-linear",), ("all-linear", "experts")))
+    attention, experts = (
+        predicted_costs(Job(shape, 8192, targets=targets), GPUS["h200"])
+        for targets in (("all-linear",), ("all-linear", "experts"))
+    )
     assert experts.backward > attention.backward > attention.forward
     in_4_bits = predicted_costs(Job(shape, 8192, method="qlora"), GPUS["h200"])
     assert in_4_bits.forward > attention.forward
 
 
-@table(("model", "products", "elementwise", "attention", "thin"), [
-    ("llama-8b", 722, 58, 37, 24.5), ("llama-1b", 115.6, 14.9, 10, 6.9)])
-def test_its_parts_are_those_of_the_profile(model: str, products: float, elementwise: float, attention: float,
-                                            thin: float) -> None:
+@table(
+    ("model", "products", "elementwise", "attention", "thin"),
+    [("llama-8b", 722, 58, 37, 24.5), ("llama-1b", 115.6, 14.9, 10, 6.9)],
+)
+def test_its_parts_are_those_of_the_profile(
+    model: str, products: float, elementwise: float, attention: float, thin: float
+) -> None:
     """A sum can be right by accident."""
     job = job_of(model)
     predictor, layers = Model(job, GPUS["h200"]), job.shape.layers
@@ -104,6 +121,7 @@ def test_more_work_takes_longer() -> None:
 
 def test_a_norm_behind_the_mlp_needs_its_product_again() -> None:
     llama = {name: value for name, value in MODELS["llama-8b"].items() if name not in ("model_type", "rope_parameters")}
-    plain, more = (predicted_costs(Job(shape_of(llama | {"model_type": kind}), 16384), GPUS["h200"])
-                   for kind in ("llama", "olmo2"))
+    plain, more = (
+        predicted_costs(Job(shape_of(llama | {"model_type": kind}), 16384), GPUS["h200"]) for kind in ("llama", "olmo2")
+    )
     assert more.recompute["layer"] - plain.recompute["layer"] > 1.0  # the down projection: 2.9 ms

@@ -54,14 +54,16 @@ from tables import covering, table
 
 GIB = 2**30
 # Each family once; each method with one of each kind: norms elsewhere, linears stored fused, experts that all tokens share.
-CASES = sorted({
-    *((family, "lora", "linears") for family in (*DENSE, *EXPERTS)),
-    *((family, "lora", "attention") for family in ("llama", "gemma2", "qwen2_moe")),
-    *(("llama", method, "linears") for method in METHODS),
-    *((family, method, "linears") for method, family in covering(METHODS, ("gemma2", "phi3"))),
-    *((family, method, "experts") for method in ("lora", "qlora", "fp8", "full") for family in ("gpt_oss", "qwen2_moe")),
-    *((family, method, adapters) for (family, adapters) in covering(EXPERTS, TARGETS) for method in ("lora", "fp8")),
-})
+CASES = sorted(
+    {
+        *((family, "lora", "linears") for family in (*DENSE, *EXPERTS)),
+        *((family, "lora", "attention") for family in ("llama", "gemma2", "qwen2_moe")),
+        *(("llama", method, "linears") for method in METHODS),
+        *((family, method, "linears") for method, family in covering(METHODS, ("gemma2", "phi3"))),
+        *((family, method, "experts") for method in ("lora", "qlora", "fp8", "full") for family in ("gpt_oss", "qwen2_moe")),
+        *((family, method, adapters) for (family, adapters) in covering(EXPERTS, TARGETS) for method in ("lora", "fp8")),
+    }
+)
 
 
 @table(("family", "method", "adapters"), CASES)
@@ -106,8 +108,22 @@ def held_all_the_time(engine: Any) -> tuple[list[Any], list[Any]]:
             own += [getattr(group, name, None) for name in ("_bias", "weight_ED", "_bias_E", "bias_EO")]
             own += getattr(group, "_weights", [])
             inner = getattr(group, "_group", None) or getattr(group, "group", None)
-            names = ("M", "scale_O", "A_RD", "sB_OR", "factors_2R", "bounds_2", "_columns_OE", "_rows_ED", "q_EOD", "scale_EO",
-                     "A_ERD", "sB_EOR", "M_EOD", "weight_EOD")
+            names = (
+                "M",
+                "scale_O",
+                "A_RD",
+                "sB_OR",
+                "factors_2R",
+                "bounds_2",
+                "_columns_OE",
+                "_rows_ED",
+                "q_EOD",
+                "scale_EO",
+                "A_ERD",
+                "sB_EOR",
+                "M_EOD",
+                "weight_EOD",
+            )
             found = {name: getattr(inner, name, None) for name in names}
             if isinstance(group, Fp8LinearGroup):
                 shared += [group.workspace.transposed._buffer, *(one._buffer for one in group.workspace._matrices.values())]
@@ -120,9 +136,17 @@ def held_all_the_time(engine: Any) -> tuple[list[Any], list[Any]]:
     return own, shared
 
 
-@table(("family", "method"), [
-    *((family, method) for family in ("llama", "qwen3") for method in METHODS),
-    *((family, method) for family in ("gpt_oss", "qwen2_moe") for method in ("lora", "qlora", "qlora, nvfp4", "fp8", "full"))])
+@table(
+    ("family", "method"),
+    [
+        *((family, method) for family in ("llama", "qwen3") for method in METHODS),
+        *(
+            (family, method)
+            for family in ("gpt_oss", "qwen2_moe")
+            for method in ("lora", "qlora", "qlora, nvfp4", "fp8", "full")
+        ),
+    ],
+)
 def test_weights_and_adapters_are_counted_as_they_are_stored_and_shared(family: str, method: str) -> None:
     targets = TARGETS["experts" if family in EXPERTS and method != "full" else "linears"]
     model = small_model(family, method, targets)
@@ -171,9 +195,12 @@ def test_the_whole_of_gpt_oss_in_4_bits_takes_what_was_measured() -> None:
 # MB that a layer holds in its forward and in its backward at 16,384 tokens (mixtures: 8,192), with what it saves and shares: by
 # formulas that the allocator of an H200 agreed with to 2 % (mixtures' backward: 3 %), before there was a dry run.
 HELD: dict[tuple[str, str, Level, int], tuple[int, int]] = {
-    ("llama-8b", "linears", "nothing", 1): (2160, 2420), ("llama-8b", "linears", "layer", 4): (622, 1121),
-    ("llama-8b", "linears", "around_attention", 4): (759, 1121), ("llama-8b", "linears", "gate_up", 4): (1101, 1123),
-    ("llama-8b-fp8", "linears", "nothing", 1): (2508, 2747), ("llama-8b-fp8", "linears", "layer", 4): (802, 1333),
+    ("llama-8b", "linears", "nothing", 1): (2160, 2420),
+    ("llama-8b", "linears", "layer", 4): (622, 1121),
+    ("llama-8b", "linears", "around_attention", 4): (759, 1121),
+    ("llama-8b", "linears", "gate_up", 4): (1101, 1123),
+    ("llama-8b-fp8", "linears", "nothing", 1): (2508, 2747),
+    ("llama-8b-fp8", "linears", "layer", 4): (802, 1333),
     ("gpt-oss-20b-4layers", "experts", "gate_up", 1): (1055, 1624),
     ("qwen3-30b-a3b-4layers", "linears", "layer", 1): (904, 904),
 }
@@ -239,9 +266,17 @@ def test_partial_sums_of_the_gated_kernel_are_counted_where_there_are_any() -> N
     assert 0.9 * size < working_bytes(job, "nothing") - eager < 1.4 * size
 
 
-@table(("length", "target", "own"), [
-    (324, H200, True), (512, H200, True), (513, H200, False), (4096, Target(HOPPER), True),
-    (4096, Target(CHIPS[8, 9]), False), (324, Target(CHIPS[8, 9]), True)])
+@table(
+    ("length", "target", "own"),
+    [
+        (324, H200, True),
+        (512, H200, True),
+        (513, H200, False),
+        (4096, Target(HOPPER), True),
+        (4096, Target(CHIPS[8, 9]), False),
+        (324, Target(CHIPS[8, 9]), True),
+    ],
+)
 def test_attention_is_that_of_the_chip(length: int, target: Target, own: bool) -> None:
     """Our kernel keeps two numbers a row; the flash kernels add up q, k and v in fp32, with 128 rows more a document."""
     job = Job(shape_of(MODELS["llama-8b"]), 16384, attended=length, documents=128, target=target)

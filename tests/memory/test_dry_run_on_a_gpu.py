@@ -25,18 +25,46 @@ from tables import gpu_rows
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 LEVELS: list[Recompute] = ["nothing", "gate_up", "around_attention", "layer"]
-CASES: list[tuple[Recompute, int]] = [("nothing", 1), ("gate_up", 1), ("gate_up", 2), ("gate_up", 4),
-                                      *((what, pieces) for what in LEVELS[2:] for pieces in (1, 2, 4, 8))]
+CASES: list[tuple[Recompute, int]] = [
+    ("nothing", 1),
+    ("gate_up", 1),
+    ("gate_up", 2),
+    ("gate_up", 4),
+    *((what, pieces) for what in LEVELS[2:] for pieces in (1, 2, 4, 8)),
+]
 # As published, cut to two layers; Qwen1.5-MoE has an expert that all tokens share.
 SIZES: dict[str, dict[str, Any]] = {
-    "llama": MODELS["llama-1b"], "gpt_oss": MODELS["gpt-oss-20b-4layers"], "qwen3_moe": MODELS["qwen3-30b-a3b-4layers"],
-    "qwen2_moe": {"model_type": "qwen2_moe", "hidden_size": 2048, "intermediate_size": 5632, "moe_intermediate_size": 1408,
-                  "shared_expert_intermediate_size": 5632, "num_experts": 60, "num_experts_per_tok": 4,
-                  "num_attention_heads": 16, "num_key_value_heads": 16},
-    "mixtral": {"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8,
-                "num_experts_per_tok": 2, "num_attention_heads": 32, "num_key_value_heads": 8},
-    "gemma2": {"model_type": "gemma2", "hidden_size": 2304, "intermediate_size": 9216, "num_attention_heads": 8,
-               "num_key_value_heads": 4, "head_dim": 128},
+    "llama": MODELS["llama-1b"],
+    "gpt_oss": MODELS["gpt-oss-20b-4layers"],
+    "qwen3_moe": MODELS["qwen3-30b-a3b-4layers"],
+    "qwen2_moe": {
+        "model_type": "qwen2_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+    },
+    "mixtral": {
+        "model_type": "mixtral",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+    },
+    "gemma2": {
+        "model_type": "gemma2",
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+    },
 }
 
 
@@ -45,8 +73,12 @@ def agree(family: str, method: str, adapters: str, recompute: Recompute, pieces:
     config = AutoConfig.for_model(**(SIZES[family] | {"num_hidden_layers": 2, "vocab_size": 512, "pad_token_id": 0}))
     targets = TARGETS[adapters]
     with torch.device("cuda"):
-        model = model_of(config, method, Lora(r=16, targets=targets if isinstance(targets, str) else list(targets)),
-                         torch.float32 if method.startswith("full") else torch.bfloat16)
+        model = model_of(
+            config,
+            method,
+            Lora(r=16, targets=targets if isinstance(targets, str) else list(targets)),
+            torch.float32 if method.startswith("full") else torch.bfloat16,
+        )
     engine = engine_of(model)
     assert engine is not None
     for parameter in model.parameters():
@@ -56,8 +88,15 @@ def agree(family: str, method: str, adapters: str, recompute: Recompute, pieces:
     bounds = torch.arange(0, tokens + 1, 256, dtype=torch.int32, device="cuda")
     shared = engine.documents(bounds, 256, torch.arange(tokens, device="cuda") % 256, 256)
     layer, D = engine.layers[0], int(config.hidden_size)
-    job = Job(shape_of(config), tokens, targets=targets, documents=len(bounds), attended=256,
-              target=local_target(torch.device("cuda")), **METHODS[method])
+    job = Job(
+        shape_of(config),
+        tokens,
+        targets=targets,
+        documents=len(bounds),
+        attended=256,
+        target=local_target(torch.device("cuda")),
+        **METHODS[method],
+    )
     layer.mlp_chunks = pieces
     h, found = torch.randn(tokens, D, device="cuda", dtype=torch.bfloat16), {}
     with torch.no_grad():
@@ -90,25 +129,42 @@ def test_of_a_dense_layer(recompute: Recompute, pieces: int) -> None:
     agree("llama", "lora", "linears", recompute, pieces, 16384, tolerance=0.01)
 
 
-@pytest.mark.parametrize(("family", "method", "recompute", "pieces"), gpu_rows([
-    *((family, method, *case) for family, method in (("llama", "qlora"), ("llama", "full"), ("gemma2", "lora"))
-      for case in (("nothing", 1), ("gate_up", 4), ("layer", 4))),
-    *(("llama", method, *case) for method in ("fp8", "qlora, fp8", "full, fp8") for case in (("nothing", 1), ("layer", 1))),
-    *(("llama", "fp8", *case) for case in (("gate_up", 4), ("layer", 4)))]))
+@pytest.mark.parametrize(
+    ("family", "method", "recompute", "pieces"),
+    gpu_rows(
+        [
+            *(
+                (family, method, *case)
+                for family, method in (("llama", "qlora"), ("llama", "full"), ("gemma2", "lora"))
+                for case in (("nothing", 1), ("gate_up", 4), ("layer", 4))
+            ),
+            *(
+                ("llama", method, *case)
+                for method in ("fp8", "qlora, fp8", "full, fp8")
+                for case in (("nothing", 1), ("layer", 1))
+            ),
+            *(("llama", "fp8", *case) for case in (("gate_up", 4), ("layer", 4))),
+        ]
+    ),
+)
 def test_of_other_methods_and_norms_after_a_branch(family: str, method: str, recompute: Recompute, pieces: int) -> None:
     if "fp8" in method and (why := fp8_supported("cuda")):
         pytest.skip(why)
     agree(family, method, "linears", recompute, pieces, 16384, tolerance=0.02)
 
 
-@pytest.mark.parametrize(("family", "adapters", "recompute"), gpu_rows(
-    itertools.product(["gpt_oss", "qwen3_moe", "qwen2_moe"], ["linears", "experts"], LEVELS)))
+@pytest.mark.parametrize(
+    ("family", "adapters", "recompute"),
+    gpu_rows(itertools.product(["gpt_oss", "qwen3_moe", "qwen2_moe"], ["linears", "experts"], LEVELS)),
+)
 def test_of_experts(family: str, adapters: str, recompute: Recompute) -> None:
     agree(family, "lora", adapters, recompute, 1, 8192, tolerance=0.03)
 
 
-@pytest.mark.parametrize(("family", "adapters", "recompute"), gpu_rows(
-    itertools.product(["gpt_oss", "qwen3_moe", "qwen2_moe", "mixtral"], ["linears", "experts"], LEVELS)))
+@pytest.mark.parametrize(
+    ("family", "adapters", "recompute"),
+    gpu_rows(itertools.product(["gpt_oss", "qwen3_moe", "qwen2_moe", "mixtral"], ["linears", "experts"], LEVELS)),
+)
 def test_of_experts_in_fp8(family: str, adapters: str, recompute: Recompute) -> None:
     if why := fp8_supported("cuda") or fp8_grouped_supported("cuda"):
         pytest.skip(why)

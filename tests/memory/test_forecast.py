@@ -83,12 +83,15 @@ def test_the_recipe_decides() -> None:
     assert qlora.peak_bytes < nvfp4.peak_bytes < lora.peak_bytes
 
 
-@table(("changes", "gpu", "error", "said"), [
-    ({"memory": {"budget": "6GB"}}, "rtx4090", RecipeError, "the smallest that works"),
-    ({"memory": {"budget": "200GB"}}, "h200", RecipeError, "exceeds the GPU's memory"),
-    ({"method": "fp8"}, "a100-80", CommandError, "does not support FP8"),
-    ({}, "gtx970", CommandError, "unknown GPU"),
-])
+@table(
+    ("changes", "gpu", "error", "said"),
+    [
+        ({"memory": {"budget": "6GB"}}, "rtx4090", RecipeError, "the smallest that works"),
+        ({"memory": {"budget": "200GB"}}, "h200", RecipeError, "exceeds the GPU's memory"),
+        ({"method": "fp8"}, "a100-80", CommandError, "does not support FP8"),
+        ({}, "gtx970", CommandError, "unknown GPU"),
+    ],
+)
 def test_what_cannot_be_is_told(changes: dict[str, Any], gpu: str, error: Any, said: str) -> None:
     with pytest.raises(error, match=said):
         plan_report(recipe(**changes), MODELS["llama-8b"], gpu=gpu)

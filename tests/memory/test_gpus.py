@@ -8,15 +8,29 @@ from pronghorn.memory.gpus import GPUS, find_gpu
 from tables import table
 
 
-@table(("said", "found"), [
-    ("rtx4090", "rtx4090"), ("RTX 4090", "rtx4090"), ("NVIDIA GeForce RTX 4090", "rtx4090"), ("H200", "h200"),
-    ("NVIDIA H200", "h200"), ("a100-80", "a100-80"), ("A100 80GB", "a100-80"),
-    ("NVIDIA A100-SXM4-80GB", "a100-80"), ("NVIDIA A100-PCIE-40GB", "a100-40"), ("NVIDIA A100-SXM4-40GB", "a100-40"),
-    ("NVIDIA A100 80GB PCIe", "a100-80"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H100 PCIe", "h100-pcie"),
-    ("NVIDIA GeForce RTX 3090", "rtx3090"), ("NVIDIA GeForce RTX 5090", "rtx5090"), ("NVIDIA L4", "l4"),
-    ("NVIDIA B200", "b200"),
-    ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtx-pro-6000"),
-])
+@table(
+    ("said", "found"),
+    [
+        ("rtx4090", "rtx4090"),
+        ("RTX 4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("H200", "h200"),
+        ("NVIDIA H200", "h200"),
+        ("a100-80", "a100-80"),
+        ("A100 80GB", "a100-80"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA A100 80GB PCIe", "a100-80"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA GeForce RTX 3090", "rtx3090"),
+        ("NVIDIA GeForce RTX 5090", "rtx5090"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtx-pro-6000"),
+    ],
+)
 def test_a_gpu_is_found_by_any_of_its_names(said: str, found: str) -> None:
     assert find_gpu(said).name == found
 

@@ -17,8 +17,15 @@ from pronghorn.recipe import Lora
 from pronghorn.train.objectives import Supervised
 from samples import random_table
 
-SMALL: dict[str, Any] = {"vocab_size": 259, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-                         "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+SMALL: dict[str, Any] = {
+    "vocab_size": 259,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
 
 
 def model_of(config: Any, device: str = "cpu") -> tuple[Any, FastCausalLM]:

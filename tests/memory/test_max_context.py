@@ -60,12 +60,18 @@ def test_one_document_a_micro_batch() -> None:
 
 def test_the_report_is_of_that_length() -> None:
     def recipe(budget: str) -> Recipe:
-        return Recipe.model_validate({"model": "tiny", "method": "qlora", "data": {"train": ["x"]},
-                                      "memory": {"budget": budget}})
+        return Recipe.model_validate(
+            {"model": "tiny", "method": "qlora", "data": {"train": ["x"]}, "memory": {"budget": budget}}
+        )
 
     found = max_context_report(recipe("200MB"), MODELS["tiny"], gpu="h200")
-    assert found.as_dict()["capacity"] == found.step_tokens == max_context(
-        problem_of(Job(shape_of(MODELS["tiny"]), 16384, "qlora"), found.plan.problem.costs, 200 * 10**6, 64 * 10**9))
+    assert (
+        found.as_dict()["capacity"]
+        == found.step_tokens
+        == max_context(
+            problem_of(Job(shape_of(MODELS["tiny"]), 16384, "qlora"), found.plan.problem.costs, 200 * 10**6, 64 * 10**9)
+        )
+    )
     assert f"{found.step_tokens:,} tokens per step" in found.text()
     with pytest.raises(RecipeError, match="is too little"):
         max_context_report(recipe("20MB"), MODELS["tiny"], gpu="h200")
@@ -75,6 +81,8 @@ def test_nothing_overflows_where_a_tensor_has_more_elements_than_an_int32_counts
     """Half a million tokens of an 8B model: sizes stay proportional to the tokens."""
     job = Job(shape_of(MODELS["llama-8b"]), 16384, "qlora", graphed=False, target=Target(CHIPS[8, 0]))
     asked = problem_of(job, predicted_costs(job, H200), 10**9, 10**12)
-    needed = [smallest_budget(replace(with_one_document(asked, tokens), pieces=(4,), embeddings=(True,)))
-              for tokens in (262144, 524288, 1048576)]
+    needed = [
+        smallest_budget(replace(with_one_document(asked, tokens), pieces=(4,), embeddings=(True,)))
+        for tokens in (262144, 524288, 1048576)
+    ]
     assert needed[2] - needed[1] == pytest.approx(2 * (needed[1] - needed[0]), rel=1e-3)

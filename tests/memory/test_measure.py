@@ -24,6 +24,7 @@ class Clock:
     def work(self, ms: float) -> Callable[[], None]:
         def passes() -> None:
             self.now += ms / 1000
+
         return passes
 
 
@@ -35,13 +36,22 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_times_are_those_of_the_work_and_go_where_they_belong(clock: Clock) -> None:
-    work = LayerWork(forward=clock.work(4), gate_up_and_backward=clock.work(150),
-                     recompute={"gate_up": clock.work(2), "layer": clock.work(3)}, rest=clock.work(6),
-                     pieces=(clock.work(10), clock.work(130), 4))
+    work = LayerWork(
+        forward=clock.work(4),
+        gate_up_and_backward=clock.work(150),
+        recompute={"gate_up": clock.work(2), "layer": clock.work(3)},
+        rest=clock.work(6),
+        pieces=(clock.work(10), clock.work(130), 4),
+    )
     costs = measure_costs(work, CPU, repeats=3, copy_bytes=1 << 16)
     assert costs.measured
-    for measured, took in ((costs.forward, 4), (costs.recompute["gate_up"], 2), (costs.recompute["layer"], 3),
-                           (costs.recompute["nothing"], 0), (costs.rest, 6)):
+    for measured, took in (
+        (costs.forward, 4),
+        (costs.recompute["gate_up"], 2),
+        (costs.recompute["layer"], 3),
+        (costs.recompute["nothing"], 0),
+        (costs.rest, 6),
+    ):
         assert measured == pytest.approx(took, abs=0.01)
     assert costs.backward == pytest.approx(148, abs=0.01)  # without what was computed again before it
     assert costs.piece == pytest.approx(40, abs=0.01)  # each of three further turns

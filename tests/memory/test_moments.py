@@ -18,8 +18,14 @@ from pronghorn.memory.plan import make_plan
 from pronghorn.train.fused_adamw import FusedAdamW
 
 LLAMA_8B: dict[str, Any] = {
-    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "vocab_size": 128256}
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
 KINDS: list[Optimizer] = ["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"]
 
 

@@ -27,8 +27,20 @@ def layer_tensors(layer: int, device: torch.device = CPU, rows: int = 33) -> lis
     qkv, o_ext = random(rows, 24), random(rows, 20)
     q, k, v = (part.unflatten(1, (-1, 4)) for part in qkv.split([16, 4, 4], dim=1))
     numbers = torch.arange(rows, dtype=torch.int64, device=device) + layer
-    return [random(rows, 16), q, k, v, o_ext[:, :16], o_ext, random(4, rows, dtype=torch.float32), None, numbers,
-            torch.full((), float(layer), device=device), random(rows, 7, dtype=torch.float64), random(0, 3)]
+    return [
+        random(rows, 16),
+        q,
+        k,
+        v,
+        o_ext[:, :16],
+        o_ext,
+        random(4, rows, dtype=torch.float32),
+        None,
+        numbers,
+        torch.full((), float(layer), device=device),
+        random(rows, 7, dtype=torch.float64),
+        random(0, 3),
+    ]
 
 
 def clones(tensors: list[Tensor | None]) -> list[Tensor | None]:
@@ -37,8 +49,10 @@ def clones(tensors: list[Tensor | None]) -> list[Tensor | None]:
 
 def same(one: Any, other: Any) -> bool:
     """Bit for bit, with dtype and shape."""
-    return all(a is b is None or (a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b))
-               for a, b in zip(one, other, strict=True))
+    return all(
+        a is b is None or (a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b))
+        for a, b in zip(one, other, strict=True)
+    )
 
 
 def pool_for(layers: int, device: torch.device = CPU) -> OffloadPool:

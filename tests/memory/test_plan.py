@@ -28,8 +28,9 @@ GB = 10**9
 HOST = 64 * GB
 
 
-def problem_of(layers: int = 32, budget: float = 1000, host: int = HOST, pieces: tuple[int, ...] = (1,),
-               **costs: float) -> Problem:
+def problem_of(
+    layers: int = 32, budget: float = 1000, host: int = HOST, pieces: tuple[int, ...] = (1,), **costs: float
+) -> Problem:
     shape = replace(shape_of(MODELS["llama-8b"]), layers=layers)
     job = Job(shape, 16384)
     return Problem(job, replace(predicted_costs(job, GPUS["h200"]), **costs), int(budget * GB), host, pieces)  # type: ignore[arg-type]
@@ -48,8 +49,11 @@ def everything(problem: Problem) -> list[Outcome]:
     """Of all assignments of a level to each layer, in all orders, and all pieces."""
     tried = [level for level in LEVELS if level.recompute != "around_attention" or worth_its_memory(problem)]
     with each_size_once():
-        return [evaluate(problem, each, pieces) for pieces in problem.pieces
-                for each in itertools.product(tried, repeat=problem.job.shape.layers)]
+        return [
+            evaluate(problem, each, pieces)
+            for pieces in problem.pieces
+            for each in itertools.product(tried, repeat=problem.job.shape.layers)
+        ]
 
 
 COSTS: dict[str, dict[str, float]] = {
@@ -212,10 +216,18 @@ def test_a_plan_is_plain_data() -> None:
     assert sum(plan.counts().values()) == 32
 
 
-@table(("text", "expected"), [
-    ("24GB", 24 * GB), ("24 GiB", 24 * 2**30), ("500MB", 5 * 10**8), ("512MiB", 2**29), ("1.5GB", 15 * 10**8),
-    ("80%", peak_within(64 * GB)), ("auto", peak_within(int(70 * GB * 0.97))),
-])
+@table(
+    ("text", "expected"),
+    [
+        ("24GB", 24 * GB),
+        ("24 GiB", 24 * 2**30),
+        ("500MB", 5 * 10**8),
+        ("512MiB", 2**29),
+        ("1.5GB", 15 * 10**8),
+        ("80%", peak_within(64 * GB)),
+        ("auto", peak_within(int(70 * GB * 0.97))),
+    ],
+)
 def test_budgets_are_read(text: str, expected: int) -> None:
     assert parse_budget(text, 80 * GB, 70 * GB) == expected
 

@@ -78,11 +78,12 @@ def test_nothing_fits_below_the_smallest(host: float) -> None:
     assert fastest(replace(given, budget=least - 1)) is None
 
 
-@pytest.mark.parametrize(("layers", "budget", "tokens", "document"), [
-    (80, 30, 16384, 300), (126, 60, 16384, 300), (80, 30, 65536, 65536),
-])
-def test_a_large_model_is_planned_at_once(layers: int, budget: float, tokens: int, document: int,
-                                          monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("layers", "budget", "tokens", "document"), [(80, 30, 16384, 300), (126, 60, 16384, 300), (80, 30, 65536, 65536)]
+)
+def test_a_large_model_is_planned_at_once(
+    layers: int, budget: float, tokens: int, document: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A 126-layer model took 65 to 211 s when every split with less compute than the best was looked at."""
     given, looked_at, table = problem(layers, budget, tokens=tokens, document=document), [], _Grid.table
 

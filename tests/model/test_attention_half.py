@@ -18,10 +18,23 @@ from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.layers import attention as attention_half
 from samples import random_table
 
-SMALL: dict[str, Any] = {"vocab_size": 259, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
-                         "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "initializer_range": 0.15}
-SCALED = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8,
-          "llama_4_scaling_beta": 0.5}
+SMALL: dict[str, Any] = {
+    "vocab_size": 259,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.15,
+}
+SCALED = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "llama_4_scaling_beta": 0.5,
+}
 
 
 class Unrotates(PlainTorch):
@@ -45,20 +58,31 @@ def gradients(model: Any) -> dict[str, Tensor]:
     batch = build_batch(random_table(6), np.arange(6), 256)
     engine = engine_of(model)
     assert engine is not None
-    engine.packed_loss(batch.ids_T, batch.positions_T, batch.cu_seqlens, batch.longest, labels_T=batch.labels_T,
-                       loss_rows=batch.loss_rows, typical=40)[0].backward()  # type: ignore[no-untyped-call]
+    engine.packed_loss(
+        batch.ids_T,
+        batch.positions_T,
+        batch.cu_seqlens,
+        batch.longest,
+        labels_T=batch.labels_T,
+        loss_rows=batch.loss_rows,
+        typical=40,
+    )[0].backward()  # type: ignore[no-untyped-call]
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return found
 
 
-@pytest.mark.parametrize(("config", "rotated"), [
-    (LlamaConfig(**SMALL), 2),  # in each of two layers
-    (Qwen3Config(**SMALL, head_dim=16), 0),  # its norm comes before RoPE, so its gradient comes after
-    (Phi3Config(**SMALL, partial_rotary_factor=0.5), 0),
-    (AutoConfig.for_model("smollm3", **SMALL, no_rope_layers=[1, 0]), 2),  # one of them by nothing
-    (AutoConfig.for_model("ministral3", **SMALL, head_dim=16, rope_parameters=SCALED), 2),
-], ids=["llama", "qk-norm", "partial rotary", "a layer without rope", "queries scaled by position"])
+@pytest.mark.parametrize(
+    ("config", "rotated"),
+    [
+        (LlamaConfig(**SMALL), 2),  # in each of two layers
+        (Qwen3Config(**SMALL, head_dim=16), 0),  # its norm comes before RoPE, so its gradient comes after
+        (Phi3Config(**SMALL, partial_rotary_factor=0.5), 0),
+        (AutoConfig.for_model("smollm3", **SMALL, no_rope_layers=[1, 0]), 2),  # one of them by nothing
+        (AutoConfig.for_model("ministral3", **SMALL, head_dim=16, rope_parameters=SCALED), 2),
+    ],
+    ids=["llama", "qk-norm", "partial rotary", "a layer without rope", "queries scaled by position"],
+)
 def test_gradients_are_rotated_back_once(config: Any, rotated: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).double().train()

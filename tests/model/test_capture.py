@@ -48,8 +48,10 @@ def broken() -> RuntimeError:
         return error
 
 
-@table(("errors", "tried", "trials"), [
-    ([], False, 1), ([], True, 0), ([broken()], False, 2), ([broken()], True, 1), ([broken(), broken()], True, 2)])
+@table(
+    ("errors", "tried", "trials"),
+    [([], False, 1), ([], True, 0), ([broken()], False, 2), ([broken()], True, 1), ([broken(), broken()], True, 2)],
+)
 def test_a_capture_that_fails_is_repeated_after_a_trial(errors: list[Exception], tried: bool, trials: int) -> None:
     graphs = Failing(errors)
     graphs.tried = tried

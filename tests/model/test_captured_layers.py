@@ -21,8 +21,16 @@ from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SMALL: dict[str, Any] = {"vocab_size": 259, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-                         "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "head_dim": 16}
+SMALL: dict[str, Any] = {
+    "vocab_size": 259,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "head_dim": 16,
+}
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "gemma2": Gemma2Config}
 Batch = dict[str, Tensor]
 
@@ -55,8 +63,7 @@ def batch_of(seed: int, rows: int = 3, length: int = 40) -> Batch:
     for row in range(1, rows):
         mask[row, length - 7 * row :] = 0
     labels = ids.masked_fill((mask == 0) | (torch.rand(rows, length) < 0.2), -100)
-    return {name: tensor.to(DEVICE) for name, tensor in
-            {"input_ids": ids, "attention_mask": mask, "labels": labels}.items()}
+    return {name: tensor.to(DEVICE) for name, tensor in {"input_ids": ids, "attention_mask": mask, "labels": labels}.items()}
 
 
 def packed_batch(seed: int, lengths: tuple[int, ...] = (30, 9, 55)) -> Batch:
@@ -172,6 +179,7 @@ def test_gradients_are_added_up_and_scaled_as_the_loop_does() -> None:
 @pytest.mark.parametrize("options", [{}, {"full": True}], ids=["adapters", "everything trains"])
 def test_losses_that_somebody_keeps(options: dict[str, Any]) -> None:
     """They hold autograd's nodes of every parameter, which belong to the stream of the first forward."""
+
     def loop(model: Any) -> list[float]:
         kept = []
         for i in range(4):
@@ -197,6 +205,7 @@ def test_a_second_forward_waits_for_nobody() -> None:
 
 def test_backwards_in_the_order_of_forwards() -> None:
     """The eager one between a captured forward and its backward writes to memory that both use."""
+
     def loop(model: Any) -> list[float]:
         losses = []
         for i in range(3):

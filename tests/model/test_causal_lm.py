@@ -48,10 +48,16 @@ def test_a_vocabulary_smaller_than_the_probe() -> None:
     require_isolated_documents(make_model(vocab_size=8), CPU, 8)
 
 
-@pytest.mark.parametrize("config", [
-    BloomConfig(vocab_size=259, hidden_size=32, n_layer=2, n_head=4),
-    OPTConfig(vocab_size=259, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=32),
-], ids=["bloom", "opt"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        BloomConfig(vocab_size=259, hidden_size=32, n_layer=2, n_head=4),
+        OPTConfig(
+            vocab_size=259, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=32
+        ),
+    ],
+    ids=["bloom", "opt"],
+)
 def test_real_families_that_do_not_are_refused(config: Any) -> None:
     torch.manual_seed(0)
     with pytest.raises(ModelError, match="packed documents attend to each other") as caught:

@@ -23,11 +23,23 @@ from pronghorn.model.changes import CONFIG
 from pronghorn.model.families import FAMILIES
 from tables import table
 
-SIZES: dict[str, Any] = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-                         "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,
-                         "eos_token_id": 1, "bos_token_id": 2, "initializer_range": 0.2}
-CONFIGS = {"llama": LlamaConfig(**SIZES), "qwen3": Qwen3Config(**SIZES, head_dim=16),
-           "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)}
+SIZES: dict[str, Any] = {
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+    "initializer_range": 0.2,
+}
+CONFIGS = {
+    "llama": LlamaConfig(**SIZES),
+    "qwen3": Qwen3Config(**SIZES, head_dim=16),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+}
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 IDS = torch.randint(3, 67, (2, 11), generator=torch.Generator().manual_seed(0))
 Act = Callable[[Any], Any]
@@ -77,8 +89,12 @@ def assert_same_look(plain: Any, fast: Any, *, generate: bool = False) -> None:
     for mine, theirs in zip(other.hidden_states, one.hidden_states, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
     for cached in (True, False) if generate else ():
-        texts = [model.generate(input_ids=IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=4, do_sample=False,
-                                use_cache=cached) for model in (plain, fast)]
+        texts = [
+            model.generate(
+                input_ids=IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=4, do_sample=False, use_cache=cached
+            )
+            for model in (plain, fast)
+        ]
         assert torch.equal(*texts)
     for model in (plain, fast):
         model.train()
@@ -103,11 +119,28 @@ def at(path: str) -> Callable[[Any], Any]:
 
 # ---- hooks -----------------------------------------------------------------------------------------------------------
 
-IN_LAYERS = ["self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj", "input_layernorm",
-             "post_attention_layernorm", "self_attn", "mlp", "mlp.act_fn", "self_attn.o_proj.base_layer",
-             "mlp.up_proj.lora_A.default"]
-HOOKED = [*(f"model.layers.1.{name}" for name in IN_LAYERS), "model.layers.0", "model.norm", "model.embed_tokens", "lm_head",
-          "model"]
+IN_LAYERS = [
+    "self_attn.q_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.down_proj",
+    "input_layernorm",
+    "post_attention_layernorm",
+    "self_attn",
+    "mlp",
+    "mlp.act_fn",
+    "self_attn.o_proj.base_layer",
+    "mlp.up_proj.lora_A.default",
+]
+HOOKED = [
+    *(f"model.layers.1.{name}" for name in IN_LAYERS),
+    "model.layers.0",
+    "model.norm",
+    "model.embed_tokens",
+    "lm_head",
+    "model",
+]
 
 
 def larger(value: Any) -> Any:
@@ -122,18 +155,25 @@ def larger(value: Any) -> Any:
 HOOKS: dict[str, Act] = {
     "forward": lambda module: module.register_forward_hook(lambda _, args, out: larger(out)),
     "pre": lambda module: module.register_forward_pre_hook(
-        lambda _, args, kwargs: (tuple(map(larger, args)), {k: larger(v) if k == "hidden_states" else v
-                                                            for k, v in kwargs.items()}), with_kwargs=True),
+        lambda _, args, kwargs: (
+            tuple(map(larger, args)),
+            {k: larger(v) if k == "hidden_states" else v for k, v in kwargs.items()},
+        ),
+        with_kwargs=True,
+    ),
     "backward": lambda module: module.register_full_backward_hook(
-        lambda _, grads, outs: tuple(g if g is None else g * 1.5 for g in grads)),
+        lambda _, grads, outs: tuple(g if g is None else g * 1.5 for g in grads)
+    ),
     "backward pre": lambda module: module.register_full_backward_pre_hook(
-        lambda _, outs: tuple(g if g is None else g * 1.5 for g in outs)),
+        lambda _, outs: tuple(g if g is None else g * 1.5 for g in outs)
+    ),
 }
 
 
 @table("path", HOOKED)
-def test_hooks_are_called_and_what_they_return_counts(path: str, monkeypatch: pytest.MonkeyPatch,
-                                                      capsys: pytest.CaptureFixture[str]) -> None:
+def test_hooks_are_called_and_what_they_return_counts(
+    path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     plain, fast = pair()
     assert_same_step(plain, fast)
     free = step(plain)[0]
@@ -329,8 +369,16 @@ def fewer_columns(own: nn.Linear) -> nn.Linear:
     return new
 
 
-HARMLESS = {"a layer copied", "rope replaced", "attention copied", "the backbone wrapped", "attention that looks ahead",
-            "no eps at all", "only norms train", "one linear trains"}
+HARMLESS = {
+    "a layer copied",
+    "rope replaced",
+    "attention copied",
+    "the backbone wrapped",
+    "attention that looks ahead",
+    "no eps at all",
+    "only norms train",
+    "one linear trains",
+}
 
 
 GENERATED = {"layers removed", "a linear of a subclass", "forward of attention", "eps of a norm"}
@@ -400,11 +448,30 @@ def test_a_subclass_with_a_forward_of_its_own_keeps_it() -> None:
 
 
 # Of every config, read at every call, and without an effect on a text model's numbers.
-NO_EFFECT = {"_attn_implementation", "_attn_implementation_internal", "_experts_implementation", "decoder", "generator",
-             "_experts_implementation_internal", "_heterogeneity_spec", "is_heterogeneous", "per_layer_config",
-             "get_text_config", "text_config", "is_encoder_decoder", "num_kv_shared_layers", "return_dict", "use_cache",
-             "output_attentions", "_output_attentions", "output_hidden_states", "vocab_size", "vision_aspect_ratio",
-             "vision_feature_layer", "vision_feature_select_strategy"}
+NO_EFFECT = {
+    "_attn_implementation",
+    "_attn_implementation_internal",
+    "_experts_implementation",
+    "decoder",
+    "generator",
+    "_experts_implementation_internal",
+    "_heterogeneity_spec",
+    "is_heterogeneous",
+    "per_layer_config",
+    "get_text_config",
+    "text_config",
+    "is_encoder_decoder",
+    "num_kv_shared_layers",
+    "return_dict",
+    "use_cache",
+    "output_attentions",
+    "_output_attentions",
+    "output_hidden_states",
+    "vocab_size",
+    "vision_aspect_ratio",
+    "vision_feature_layer",
+    "vision_feature_select_strategy",
+}
 OF_IMAGES = {"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"}  # text models that stand in another
 
 
@@ -454,8 +521,13 @@ def test_what_stays_as_it_was_needs_no_walk(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_scale_of_queries_changed_after_loading() -> None:
     """Ministral 3 reads it at every call."""
-    parameters = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 4,
-                  "llama_4_scaling_beta": 0.5}
+    parameters = {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 4,
+        "llama_4_scaling_beta": 0.5,
+    }
     config = AutoConfig.for_model("ministral3", **SIZES, head_dim=8, rope_parameters=parameters)
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(config)

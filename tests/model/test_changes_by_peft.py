@@ -212,8 +212,9 @@ def test_an_adapter_for_each_row(options: dict[str, Any], capsys: pytest.Capture
         torch.testing.assert_close(other.logits, one.logits, rtol=1e-4, atol=1e-4)
         usual = plain(input_ids=IDS, labels=IDS).loss
         assert abs(one.loss - usual) > 1e-3
-        one, other = (model.generate(input_ids=IDS, adapter_names=names, max_new_tokens=4, do_sample=False)
-                      for model in (plain, fast))
+        one, other = (
+            model.generate(input_ids=IDS, adapter_names=names, max_new_tokens=4, do_sample=False) for model in (plain, fast)
+        )
         assert torch.equal(one, other)
         torch.testing.assert_close(fast(input_ids=IDS, labels=IDS).loss, usual, rtol=2e-5, atol=0)
     assert capsys.readouterr().err.count("adapter_names: PEFT selects an adapter per row") == 1

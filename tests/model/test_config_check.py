@@ -44,34 +44,37 @@ def refused(folder: Path) -> ModelError:
     return found[0]
 
 
-@table(("values", "said"), [
-    ({"hidden_size": "64"}, "hidden_size: '64'"),
-    ({"hidden_size": -64}, "hidden_size: -64"),
-    ({"hidden_size": 64.5}, "hidden_size: 64.5"),
-    ({"hidden_size": True}, "hidden_size: True"),
-    ({"hidden_size": 10**6}, "weights, but the weight files have"),
-    ({"num_attention_heads": 0}, "num_attention_heads: 0"),
-    ({"num_key_value_heads": 3}, "4 attention heads and 3 key/value heads"),
-    ({"num_hidden_layers": 10**7}, "num_hidden_layers: 10000000"),
-    ({"num_hidden_layers": 900}, "900 layers, but the weight files have 2"),
-    ({"vocab_size": 10**12}, "vocab_size: 1000000000000"),
-    ({"vocab_size": 10**7}, "weights, but the weight files have"),
-    ({"intermediate_size": 10**6}, "weights, but the weight files have"),
-    ({"rms_norm_eps": float("nan")}, "rms_norm_eps: nan"),
-    ({"rms_norm_eps": -1e-5}, "rms_norm_eps: -1e-05"),
-    ({"rope_parameters": {"rope_theta": 0.0, "rope_type": "default"}}, "rope_parameters.rope_theta: 0.0"),
-    ({"attention_dropout": 10**12}, "attention_dropout: 1000000000000"),
-    ({"residual_multiplier": {"a": 1}}, "residual_multiplier: {'a': 1}"),
-    ({"rope_parameters": 3}, "rope_parameters: 3"),
-    ({"quantization_config": "nf4"}, "quantization_config: 'nf4'"),
-    ({"eos_token_id": "two"}, "eos_token_id: 'two'"),
-    ({"pad_token_id": 10**40}, "does not describe a valid model|pad_token_id"),
-    ({"layer_types": ["full_attention"]}, "does not describe a valid model"),
-    ({"attention_bias": "yes"}, "does not describe a valid model"),
-    ({"hidden_act": "no-such"}, "does not describe a valid model"),
-    ({"model_type": ["llama"]}, "does not describe a valid model"),
-    ({"rope_parameters": {"rope_type": "no-such"}}, "does not describe a valid model"),
-])
+@table(
+    ("values", "said"),
+    [
+        ({"hidden_size": "64"}, "hidden_size: '64'"),
+        ({"hidden_size": -64}, "hidden_size: -64"),
+        ({"hidden_size": 64.5}, "hidden_size: 64.5"),
+        ({"hidden_size": True}, "hidden_size: True"),
+        ({"hidden_size": 10**6}, "weights, but the weight files have"),
+        ({"num_attention_heads": 0}, "num_attention_heads: 0"),
+        ({"num_key_value_heads": 3}, "4 attention heads and 3 key/value heads"),
+        ({"num_hidden_layers": 10**7}, "num_hidden_layers: 10000000"),
+        ({"num_hidden_layers": 900}, "900 layers, but the weight files have 2"),
+        ({"vocab_size": 10**12}, "vocab_size: 1000000000000"),
+        ({"vocab_size": 10**7}, "weights, but the weight files have"),
+        ({"intermediate_size": 10**6}, "weights, but the weight files have"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps: nan"),
+        ({"rms_norm_eps": -1e-5}, "rms_norm_eps: -1e-05"),
+        ({"rope_parameters": {"rope_theta": 0.0, "rope_type": "default"}}, "rope_parameters.rope_theta: 0.0"),
+        ({"attention_dropout": 10**12}, "attention_dropout: 1000000000000"),
+        ({"residual_multiplier": {"a": 1}}, "residual_multiplier: {'a': 1}"),
+        ({"rope_parameters": 3}, "rope_parameters: 3"),
+        ({"quantization_config": "nf4"}, "quantization_config: 'nf4'"),
+        ({"eos_token_id": "two"}, "eos_token_id: 'two'"),
+        ({"pad_token_id": 10**40}, "does not describe a valid model|pad_token_id"),
+        ({"layer_types": ["full_attention"]}, "does not describe a valid model"),
+        ({"attention_bias": "yes"}, "does not describe a valid model"),
+        ({"hidden_act": "no-such"}, "does not describe a valid model"),
+        ({"model_type": ["llama"]}, "does not describe a valid model"),
+        ({"rope_parameters": {"rope_type": "no-such"}}, "does not describe a valid model"),
+    ],
+)
 def test_each_is_a_sentence(folder: Path, values: dict[str, Any], said: str) -> None:
     change(folder, **values)
     told = refused(folder)
@@ -91,8 +94,20 @@ def test_bounds_hold_without_weights(folder: Path) -> None:
         change(folder, **{key: sound[key]})
 
 
-@table("content", [b"{}", b'{"eos_token_id": [2, "x"]}', b'{"max_length": "x"}', b'{"temperature": {}}',
-                                     b"[]", b'{"do_sample": 1}', b'{"num_beams": 10000000}', b'{"top_p": NaN}', b"\xff"])
+@table(
+    "content",
+    [
+        b"{}",
+        b'{"eos_token_id": [2, "x"]}',
+        b'{"max_length": "x"}',
+        b'{"temperature": {}}',
+        b"[]",
+        b'{"do_sample": 1}',
+        b'{"num_beams": 10000000}',
+        b'{"top_p": NaN}',
+        b"\xff",
+    ],
+)
 def test_a_generation_config_that_cannot_be_used(folder: Path, content: bytes) -> None:
     (folder / "generation_config.json").write_bytes(content)
     if content == b"{}":

@@ -11,31 +11,70 @@ from tables import table
 
 # What people's folders say beyond the defaults of transformers' config classes, as far as it is not a size.
 PUBLISHED: dict[str, dict[str, Any]] = {
-    "llama": {"pretraining_tp": 1, "rope_scaling": {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0,
-              "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}, "rope_theta": 500000.0,
-              "torch_dtype": "bfloat16", "mlp_bias": False, "unsloth_fixed": True},
+    "llama": {
+        "pretraining_tp": 1,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "rope_theta": 500000.0,
+        "torch_dtype": "bfloat16",
+        "mlp_bias": False,
+        "unsloth_fixed": True,
+    },
     "qwen2": {"max_window_layers": 21, "use_sliding_window": False, "sliding_window": 32768, "use_mrope": False},
     "qwen3": {"max_window_layers": 36, "attention_bias": False},
-    "phi3": {"auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}, "full_attn_mod": 1, "interpolate_factor": 1,
-             "lm_head_bias": None, "partial_rotary_factor": 0.75, "sliding_window": 262144, "embd_pdrop": 0.0},
+    "phi3": {
+        "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
+        "full_attn_mod": 1,
+        "interpolate_factor": 1,
+        "lm_head_bias": None,
+        "partial_rotary_factor": 0.75,
+        "sliding_window": 262144,
+        "embd_pdrop": 0.0,
+    },
     "gemma": {"hidden_activation": None},
     "gemma2": {"cache_implementation": "hybrid", "hidden_act": "gelu_pytorch_tanh", "sliding_window_size": 4096},
     "mistral": {"attention_bias": False, "mlp_bias": False},
     "smollm3": {"max_window_layers": 28, "pretraining_tp": 2, "sliding_window": None},
     "gemma3_text": {"rope_local_base_freq": 10000, "rope_theta": 1000000, "cache_implementation": "hybrid"},
-    "granite": {"attention_multiplier": 0.015625, "embedding_multiplier": 12.0, "logits_scaling": 8.0,
-                "residual_multiplier": 0.22},
+    "granite": {
+        "attention_multiplier": 0.015625,
+        "embedding_multiplier": 12.0,
+        "logits_scaling": 8.0,
+        "residual_multiplier": 0.22,
+    },
     "qwen3_moe": {"head_dim": 128, "max_window_layers": None},
     "gpt_oss": {"experts_per_token": 4, "initial_context_length": 4096, "swiglu_limit": 7.0},
     "mixtral": {"sliding_window": None, "router_jitter_noise": 0.0},
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},  # published with 0.1: on its own layers
     "hyperclovax": {"attention_multiplier": 0.0078125, "embedding_multiplier": 10.0, "logits_scaling": 0.125},
-    "glm4_moe": {"attention_bias": True, "partial_rotary_factor": 0.5, "rope_theta": 1000000, "num_nextn_predict_layers": 1,
-                 "use_qk_norm": False, "rope_scaling": None},
-    "dots1": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2, "first_k_dense_replace": 1,
-              "norm_topk_prob": True, "routed_scaling_factor": 2.5, "scoring_func": "noaux_tc", "moe_layer_freq": 1},
-    "exaone4": {"sliding_window_pattern": "LLLG", "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
-                "num_hidden_layers": 4},
+    "glm4_moe": {
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 1000000,
+        "num_nextn_predict_layers": 1,
+        "use_qk_norm": False,
+        "rope_scaling": None,
+    },
+    "dots1": {
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 6,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "noaux_tc",
+        "moe_layer_freq": 1,
+    },
+    "exaone4": {
+        "sliding_window_pattern": "LLLG",
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        "num_hidden_layers": 4,
+    },
 }
 
 
@@ -59,23 +98,29 @@ def test_the_activation_is_the_one_that_the_class_reads() -> None:
     assert activation_name(AutoConfig.for_model("gemma2", hidden_act="gelu")) == "gelu_pytorch_tanh"
 
 
-@table(("kind", "values", "named"), [
-    ("llama", {"residual_multiplier": 0.5}, "residual_multiplier"),  # transformers' Llama does not read it, ours would
-    ("llama", {"attention_sinks": True}, "attention_sinks"),
-    ("llama", {"is_causal": False}, "is_causal"),  # transformers' masks look for it in any config
-    ("mixtral", {"norm_topk_prob": False}, "norm_topk_prob"),  # Mixtral normalises whatever this says
-    ("mistral", {"layer_types": ["full_attention"] * 32}, "layer_types"),  # Mistral's window is in all layers
-    ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.1}},
-     "llama_4_scaling_beta"),
-    ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
-    ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
-    ("hyperclovax", {"use_post_norm": False}, "use_post_norm"),
-    ("hyperclovax", {"residual_multiplier": 0.5}, "residual_multiplier"),
-    ("gemma2", {"use_bidirectional_attention": True}, "not causal"),
-    ("mellum", {"num_mtp_layers": 1}, "mtp_layer"),
-    ("llama", {"attention_dropout": 0.1}, "attention_dropout"),
-    ("seed_oss", {"attention_dropout": 0.0}, "residual_dropout"),
-    ("qwen3_moe", {"residual_multiplier": 0.5}, "residual_multiplier"),
-])
+@table(
+    ("kind", "values", "named"),
+    [
+        ("llama", {"residual_multiplier": 0.5}, "residual_multiplier"),  # transformers' Llama does not read it, ours would
+        ("llama", {"attention_sinks": True}, "attention_sinks"),
+        ("llama", {"is_causal": False}, "is_causal"),  # transformers' masks look for it in any config
+        ("mixtral", {"norm_topk_prob": False}, "norm_topk_prob"),  # Mixtral normalises whatever this says
+        ("mistral", {"layer_types": ["full_attention"] * 32}, "layer_types"),  # Mistral's window is in all layers
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.1}},
+            "llama_4_scaling_beta",
+        ),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
+        ("hyperclovax", {"use_post_norm": False}, "use_post_norm"),
+        ("hyperclovax", {"residual_multiplier": 0.5}, "residual_multiplier"),
+        ("gemma2", {"use_bidirectional_attention": True}, "not causal"),
+        ("mellum", {"num_mtp_layers": 1}, "mtp_layer"),
+        ("llama", {"attention_dropout": 0.1}, "attention_dropout"),
+        ("seed_oss", {"attention_dropout": 0.0}, "residual_dropout"),
+        ("qwen3_moe", {"residual_multiplier": 0.5}, "residual_multiplier"),
+    ],
+)
 def test_what_the_rows_do_not_know_is_named(kind: str, values: dict[str, Any], named: str) -> None:
     assert named in why_not_fast(AutoConfig.for_model(kind, **values))

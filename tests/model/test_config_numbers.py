@@ -25,10 +25,24 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 100}  # wider than verify's documents
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 128}
-YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 2.0, "original_max_position_embeddings": 128, "beta_fast": 32.0,
-        "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.5}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 2.0,
+    "original_max_position_embeddings": 128,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+}
 LONG = {"rope_type": "longrope", "rope_theta": 100.0, "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 3.0, 4.0, 5.0],
         "original_max_position_embeddings": 128}  # fmt: skip
 MULTIPLIERS = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "attention_multiplier": 0.2}
@@ -44,9 +58,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "exaone4": KINDS,
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 16},
     "olmoe": {key: EXPERTS[key] for key in ("num_experts", "num_experts_per_tok")},
-    "gpt_oss": {**KINDS, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": YARN,
-                # a number of the code in transformers 5.17: a config with another is refused there
-                **({"swiglu_limit": 0.5} if hasattr(GptOssConfig(), "swiglu_limit") else {})},
+    "gpt_oss": {
+        **KINDS,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": YARN,
+        # a number of the code in transformers 5.17: a config with another is refused there
+        **({"swiglu_limit": 0.5} if hasattr(GptOssConfig(), "swiglu_limit") else {}),
+    },
 }
 # Other shapes, or other tokens: not numbers of the formula.
 SIZES = {*SMALL, "num_experts", "num_local_experts", "moe_intermediate_size", "shared_expert_intermediate_size", "bos_token_id",

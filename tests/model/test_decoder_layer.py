@@ -40,11 +40,25 @@ from samples import random_table
 # Weights of about 1/sqrt(width), as large as trained ones. With transformers' initial 0.02 all scores at a width of 32 are
 # nearly the same, and the gradients of queries and keys are what is left of large terms that cancel: a test of float32, not of
 # the layer.
-SMALL: dict[str, Any] = {"vocab_size": 259, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-                         "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "initializer_range": 0.15}
+SMALL: dict[str, Any] = {
+    "vocab_size": 259,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.15,
+}
 GEMMA: dict[str, Any] = {"head_dim": 8, "sliding_window": 16, "query_pre_attn_scalar": 8}
-LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-               "original_max_position_embeddings": 32}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 FAMILIES: dict[str, Any] = {
     "llama": LlamaConfig(**SMALL),
     "llama, every bias": LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True),
@@ -57,13 +71,19 @@ FAMILIES: dict[str, Any] = {
     "phi3, partial rotary": Phi3Config(**SMALL, partial_rotary_factor=0.5),
     "gemma2": Gemma2Config(**SMALL, **GEMMA),
     "gemma3": Gemma3TextConfig(**SMALL, **GEMMA, layer_types=["full_attention", "sliding_attention"]),
-    "granite": GraniteConfig(**SMALL, residual_multiplier=0.3, embedding_multiplier=3.0, logits_scaling=2.0,
-                             attention_multiplier=0.2),
+    "granite": GraniteConfig(
+        **SMALL, residual_multiplier=0.3, embedding_multiplier=3.0, logits_scaling=2.0, attention_multiplier=0.2
+    ),
     "olmo2": Olmo2Config(**SMALL),
 }
 KINDS = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 16}
-SCALED_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16,
-               "llama_4_scaling_beta": 0.5}
+SCALED_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "llama_4_scaling_beta": 0.5,
+}
 MULTIPLIERS = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "attention_multiplier": 0.2}
 # Rows of the table that need nothing, or a switch. Documents here are longer than windows and first lengths of RoPE.
 MORE: dict[str, dict[str, Any]] = {
@@ -81,8 +101,14 @@ MORE: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 16},
     "vaultgemma": GEMMA,
     "hyperclovax": MULTIPLIERS,
-    "granite_swa": {**MULTIPLIERS, "residual_multiplier": 0.3, "layer_rope_theta": [10000.0, 0, 500.0], "sliding_window": 16,
-                    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "num_hidden_layers": 3},
+    "granite_swa": {
+        **MULTIPLIERS,
+        "residual_multiplier": 0.3,
+        "layer_rope_theta": [10000.0, 0, 500.0],
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "num_hidden_layers": 3,
+    },
 }
 FAMILIES |= {kind: AutoConfig.for_model(kind, **(SMALL | values)) for kind, values in MORE.items()}
 SOME = {"q_proj", "down_proj", "qkv_proj", "up_proj"}
@@ -109,16 +135,18 @@ def model_of(family: str, method: str, dtype: torch.dtype) -> Any:
 
 
 def own_loss(model: Any, batch: PackedBatch) -> torch.Tensor:
-    output = model(input_ids=batch.ids_T[None], position_ids=batch.positions_T[None], use_cache=False,
-                   logits_to_keep=batch.loss_rows)
+    output = model(
+        input_ids=batch.ids_T[None], position_ids=batch.positions_T[None], use_cache=False, logits_to_keep=batch.loss_rows
+    )
     return F.cross_entropy(output.logits[0], batch.labels_T[batch.loss_rows], reduction="sum")
 
 
 def fast_loss(model: Any, batch: PackedBatch) -> torch.Tensor:
     engine = engine_of(model)
     assert engine is not None
-    return engine.packed_loss(batch.ids_T, batch.positions_T, batch.cu_seqlens, batch.longest, loss_rows=batch.loss_rows,
-                              labels_T=batch.labels_T)[0]
+    return engine.packed_loss(
+        batch.ids_T, batch.positions_T, batch.cu_seqlens, batch.longest, loss_rows=batch.loss_rows, labels_T=batch.labels_T
+    )[0]
 
 
 def gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -200,11 +228,25 @@ def single_batch() -> PackedBatch:
 
 # Which linears have adapters matters to groups of them: separate or one, with a bias or not, behind a norm or not. DoRA has
 # other code for norms, window, cap, rotary and multiplier. Of families that are alike in these, one each.
-CASES = [*((family, method) for family in FAMILIES for method in ("lora", "full")),
-         *((family, "lora on some") for family in ("llama", "llama, every bias", "qwen3", "phi3", "gemma2", "granite",
-                                                   "olmo2")),
-         *((family, "dora") for family in ("llama, every bias", "mistral", "qwen3", "phi3, partial rotary", "gemma2", "gemma3",
-                                           "granite", "olmo2", "ministral3", "exaone4"))]
+CASES = [
+    *((family, method) for family in FAMILIES for method in ("lora", "full")),
+    *((family, "lora on some") for family in ("llama", "llama, every bias", "qwen3", "phi3", "gemma2", "granite", "olmo2")),
+    *(
+        (family, "dora")
+        for family in (
+            "llama, every bias",
+            "mistral",
+            "qwen3",
+            "phi3, partial rotary",
+            "gemma2",
+            "gemma3",
+            "granite",
+            "olmo2",
+            "ministral3",
+            "exaone4",
+        )
+    ),
+]
 
 
 @pytest.mark.parametrize(("family", "method"), CASES, ids=[f"{family}-{method}" for family, method in CASES])
@@ -220,15 +262,33 @@ class Inside:
     def __init__(self) -> None:
         self.gated = self.rotated = 0
 
-    def gated_mm(self, x: torch.Tensor, weight: torch.Tensor, kind: Any, *, gu_out: torch.Tensor, a_out: torch.Tensor,
-                      lora_TR: torch.Tensor | None = None) -> bool:
+    def gated_mm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        kind: Any,
+        *,
+        gu_out: torch.Tensor,
+        a_out: torch.Tensor,
+        lora_TR: torch.Tensor | None = None,
+    ) -> bool:
         self.gated += 1
         gu_out.copy_(self._mm(x, weight, lora_TR))
         a_out.copy_(gated_activation_reference(gu_out, kind))
         return True
 
-    def rope_mm(self, x: torch.Tensor, weight: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, rope_heads: int,
-                       head_width: int, out: torch.Tensor, lora_TR: torch.Tensor | None = None) -> bool:
+    def rope_mm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        *,
+        rope_heads: int,
+        head_width: int,
+        out: torch.Tensor,
+        lora_TR: torch.Tensor | None = None,
+    ) -> bool:
         if cos.shape[1] * 2 != head_width:
             return False
         self.rotated += 1
@@ -241,8 +301,10 @@ class Inside:
         return whole @ weight[:, : whole.shape[1]].T
 
 
-@pytest.mark.parametrize(("family", "turns"), [("llama", True), ("phi3", True), ("gemma2", True), ("qwen3", False),
-                                               ("smollm3", True), ("ministral3", True)])
+@pytest.mark.parametrize(
+    ("family", "turns"),
+    [("llama", True), ("phi3", True), ("gemma2", True), ("qwen3", False), ("smollm3", True), ("ministral3", True)],
+)
 def test_the_same_where_rope_and_the_activation_are_inside_the_products(
     family: str, turns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,8 +317,10 @@ def test_the_same_where_rope_and_the_activation_are_inside_the_products(
     assert inside.rotated == (inside.gated if turns else 0)
 
 
-@pytest.mark.parametrize(("family", "method", "trained_every"), [("llama", "lora", 100), ("llama", "full", 7),
-                                                                 ("gemma2", "lora", 7), ("gemma2", "full", 100)])
+@pytest.mark.parametrize(
+    ("family", "method", "trained_every"),
+    [("llama", "lora", 100), ("llama", "full", 7), ("gemma2", "lora", 7), ("gemma2", "full", 100)],
+)
 def test_rows_without_a_loss_are_left_out_of_the_last_layer(family: str, method: str, trained_every: int) -> None:
     """Few rows have a label, and the list of them is filled up to a static size with the last token, which has none."""
     batch = packed_batch(documents=12, capacity=512)

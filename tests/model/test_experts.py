@@ -38,36 +38,75 @@ from pronghorn.model.lora import add_adapter
 from pronghorn.model.lora_grad_buffer import LoraGradBuffer
 from pronghorn.recipe import Lora
 
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
-        "original_max_position_embeddings": 32}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 32,
+}
 QWEN: dict[str, Any] = {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3}
-SIGMOID: dict[str, Any] = {"moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2,
-                           "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}
+SIGMOID: dict[str, Any] = {
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+}
 LIMIT = {"swiglu_limit": 3.5} if hasattr(GptOssConfig(), "swiglu_limit") else {}  # transformers 5.17 has it in its code: 7.0
 FAMILIES: dict[str, Any] = {
-    "gpt_oss": GptOssConfig(**SMALL, head_dim=8, num_local_experts=6, num_experts_per_tok=2, sliding_window=16,
-                            rope_parameters=YARN, attention_bias=True, **LIMIT),
+    "gpt_oss": GptOssConfig(
+        **SMALL,
+        head_dim=8,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        sliding_window=16,
+        rope_parameters=YARN,
+        attention_bias=True,
+        **LIMIT,
+    ),
     "qwen3_moe": Qwen3MoeConfig(**SMALL, **QWEN, head_dim=16, norm_topk_prob=True),
     "qwen3_moe, a dense layer": Qwen3MoeConfig(**(SMALL | {"num_hidden_layers": 3}), **QWEN, head_dim=16, mlp_only_layers=[1]),
     "qwen2_moe": Qwen2MoeConfig(**SMALL, **QWEN, shared_expert_intermediate_size=40),
     "mixtral": MixtralConfig(**SMALL, num_local_experts=5, num_experts_per_tok=2, sliding_window=16),
 }
 ROWS: dict[str, Any] = FAMILIES | {  # other rows of the table: their losses and gradients only
-    "mellum": AutoConfig.for_model("mellum", **SMALL, **QWEN, head_dim=16, sliding_window=16, norm_topk_prob=False,
-                                   layer_types=["full_attention", "sliding_attention"]),
-    "mellum, a dense layer": AutoConfig.for_model("mellum", **SMALL, **QWEN, head_dim=16,
-                                                  mlp_layer_types=["dense", "sparse"]),
+    "mellum": AutoConfig.for_model(
+        "mellum",
+        **SMALL,
+        **QWEN,
+        head_dim=16,
+        sliding_window=16,
+        norm_topk_prob=False,
+        layer_types=["full_attention", "sliding_attention"],
+    ),
+    "mellum, a dense layer": AutoConfig.for_model("mellum", **SMALL, **QWEN, head_dim=16, mlp_layer_types=["dense", "sparse"]),
     "olmoe": AutoConfig.for_model("olmoe", **SMALL, num_experts=8, num_experts_per_tok=3),
     "glm4_moe": AutoConfig.for_model("glm4_moe", **SMALL, **SIGMOID, use_qk_norm=True, first_k_dense_replace=1, head_dim=16),
-    "glm4_moe, no qk-norm": AutoConfig.for_model("glm4_moe", **SMALL, **(SIGMOID | {"n_group": 1, "topk_group": 1}),
-                                                 norm_topk_prob=False, attention_bias=True),
-    "dots1": AutoConfig.for_model("dots1", **SMALL, **SIGMOID, norm_topk_prob=True, sliding_window=16,
-                                  layer_types=["full_attention", "sliding_attention"]),
-    "solar_open": AutoConfig.for_model("solar_open", **{k: v for k, v in SMALL.items() if k != "intermediate_size"}, **SIGMOID,
-                                       head_dim=16),
+    "glm4_moe, no qk-norm": AutoConfig.for_model(
+        "glm4_moe", **SMALL, **(SIGMOID | {"n_group": 1, "topk_group": 1}), norm_topk_prob=False, attention_bias=True
+    ),
+    "dots1": AutoConfig.for_model(
+        "dots1", **SMALL, **SIGMOID, norm_topk_prob=True, sliding_window=16, layer_types=["full_attention", "sliding_attention"]
+    ),
+    "solar_open": AutoConfig.for_model(
+        "solar_open", **{k: v for k, v in SMALL.items() if k != "intermediate_size"}, **SIGMOID, head_dim=16
+    ),
     "minimax_m2": AutoConfig.for_model("minimax_m2", **SMALL, num_local_experts=8, num_experts_per_tok=3, head_dim=16),
-    "hy_v3": AutoConfig.for_model("hy_v3", **SMALL, moe_intermediate_size=24, num_experts=8, num_experts_per_tok=3,
-                                  num_shared_experts=2, router_scaling_factor=1.7, head_dim=16),
+    "hy_v3": AutoConfig.for_model(
+        "hy_v3",
+        **SMALL,
+        moe_intermediate_size=24,
+        num_experts=8,
+        num_experts_per_tok=3,
+        num_shared_experts=2,
+        router_scaling_factor=1.7,
+        head_dim=16,
+    ),
 }
 EXPERTS = ("experts", "q_proj", "o_proj")
 METHODS = ["lora on attention", "lora on experts", "full"]
@@ -99,20 +138,29 @@ def model_of(family: str, method: str, dtype: torch.dtype) -> Any:
 
 def own_loss(model: Any, batch: PackedBatch) -> torch.Tensor:
     """A document a row, filled up behind its end: in a pack, transformers' gpt-oss lets documents see each other (5.22)."""
-    bounds = [(start, stop) for start, stop in pairwise(batch.cu_seqlens.unique().tolist())
-              if (batch.labels_T[start:stop] != IGNORED).any()]
-    ids, labels = (pad_sequence([values[start:stop] for start, stop in bounds], batch_first=True, padding_value=filler)
-                   for values, filler in ((batch.ids_T, 1), (batch.labels_T, IGNORED)))
+    bounds = [
+        (start, stop)
+        for start, stop in pairwise(batch.cu_seqlens.unique().tolist())
+        if (batch.labels_T[start:stop] != IGNORED).any()
+    ]
+    ids, labels = (
+        pad_sequence([values[start:stop] for start, stop in bounds], batch_first=True, padding_value=filler)
+        for values, filler in ((batch.ids_T, 1), (batch.labels_T, IGNORED))
+    )
     logits = model(input_ids=ids, use_cache=False).logits
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORED)
 
 
 # Routers, shared experts and norms are a family's, what is trained decides the code around them: all pairs of the families
 # that the other tests are about, of the others each with one kind of adapter and whole.
-@pytest.mark.parametrize(("family", "method"), [
-    *itertools.product(FAMILIES, METHODS), *((family, "full") for family in ROWS if family not in FAMILIES),
-    *((family, METHODS[i % 2]) for i, family in enumerate(name for name in ROWS if name not in FAMILIES)),
-])
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [
+        *itertools.product(FAMILIES, METHODS),
+        *((family, "full") for family in ROWS if family not in FAMILIES),
+        *((family, METHODS[i % 2]) for i, family in enumerate(name for name in ROWS if name not in FAMILIES)),
+    ],
+)
 def test_loss_and_every_gradient_equal_transformers(family: str, method: str) -> None:
     """In float64, where nothing but a mistake makes a difference."""
     model = model_of(family, method, torch.float64)
@@ -144,17 +192,21 @@ def balanced(family: str, method: str) -> Any:
 def own_balanced_loss(model: Any, batch: PackedBatch) -> torch.Tensor:
     """transformers' own sum of both, of the pack without its padding, times the labels it is a mean of."""
     ids, labels = batch.ids_T[: batch.tokens], batch.labels_T[: batch.tokens]
-    output = model(input_ids=ids[None], position_ids=batch.positions_T[None, : batch.tokens], use_cache=False,
-                   output_router_logits=True)
+    output = model(
+        input_ids=ids[None], position_ids=batch.positions_T[None, : batch.tokens], use_cache=False, output_router_logits=True
+    )
     loss: torch.Tensor = F.cross_entropy(output.logits[0], labels, reduction="sum", ignore_index=IGNORED)
     return loss + 0.3 * output.aux_loss * (labels != IGNORED).sum()
 
 
-@pytest.mark.parametrize(("family", "method"), [
-    *((family, "full") for family in FAMILIES),
-    *((family, "lora on experts") for family in ("gpt_oss", "qwen2_moe", "mixtral")),
-    *((family, "dora") for family in ("gpt_oss", "qwen2_moe", "qwen3_moe, a dense layer")),  # the family's own MLP
-])
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [
+        *((family, "full") for family in FAMILIES),
+        *((family, "lora on experts") for family in ("gpt_oss", "qwen2_moe", "mixtral")),
+        *((family, "dora") for family in ("gpt_oss", "qwen2_moe", "qwen3_moe, a dense layer")),  # the family's own MLP
+    ],
+)
 def test_the_auxiliary_loss_is_transformers_without_padding(family: str, method: str) -> None:
     model = balanced(family, method)
     batch = single_batch() if family == "gpt_oss" else packed_batch()
@@ -276,8 +328,12 @@ def test_tokens_of_each_expert_are_counted_without_padding() -> None:
     assert sum(counts[0]) == 2 * 3 * batch.tokens  # three experts a token
     assert sum(counts[2]) == 2 * 3 * batch.loss_tokens  # only rows with a loss go through the last layer's MLP
     with torch.no_grad():
-        logits = model(input_ids=batch.ids_T[None, : batch.tokens], position_ids=batch.positions_T[None, : batch.tokens],
-                       output_router_logits=True, use_cache=False).router_logits[0]
+        logits = model(
+            input_ids=batch.ids_T[None, : batch.tokens],
+            position_ids=batch.positions_T[None, : batch.tokens],
+            output_router_logits=True,
+            use_cache=False,
+        ).router_logits[0]
     expected = torch.bincount(logits.topk(3).indices.flatten(), minlength=8)
     assert counts[0] == (2 * expected).tolist()
     assert sum(sum(row) for row in engine.expert_counts.read().values()) == 0
@@ -294,11 +350,16 @@ def test_generation_is_the_familys_own(family: str) -> None:
     assert torch.equal(own, fast)
 
 
-@pytest.mark.parametrize(("family", "targets"), [
-    *((family, ("all-linear", "experts")) for family in FAMILIES),
-    ("gpt_oss", EXPERTS), ("qwen2_moe", EXPERTS),
-    ("qwen2_moe", "all-linear"), ("qwen3_moe, a dense layer", "all-linear"),  # of which the dense layer's linears are none
-])
+@pytest.mark.parametrize(
+    ("family", "targets"),
+    [
+        *((family, ("all-linear", "experts")) for family in FAMILIES),
+        ("gpt_oss", EXPERTS),
+        ("qwen2_moe", EXPERTS),
+        ("qwen2_moe", "all-linear"),
+        ("qwen3_moe, a dense layer", "all-linear"),  # of which the dense layer's linears are none
+    ],
+)
 def test_adapters_load_in_stock_peft_with_equal_logits(family: str, targets: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
     base = AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES[family]))

@@ -120,10 +120,13 @@ def test_a_full_run_is_exported_whole_and_has_no_adapter(recipe_for: RecipeFor, 
     assert "--to merged" in caught.value.fix
 
 
-@pytest.mark.parametrize(("to", "files"), [
-    ("adapter", {"adapter_config.json", "adapter_model.safetensors"}),
-    ("merged", {"config.json", "generation_config.json", "model.safetensors"}),
-])
+@pytest.mark.parametrize(
+    ("to", "files"),
+    [
+        ("adapter", {"adapter_config.json", "adapter_model.safetensors"}),
+        ("merged", {"config.json", "generation_config.json", "model.safetensors"}),
+    ],
+)
 def test_the_folder_holds_what_others_need_and_nothing_of_the_training(
     to: Any, files: set[str], recipe_for: RecipeFor, tmp_path: Path
 ) -> None:
@@ -136,9 +139,9 @@ def test_the_folder_holds_what_others_need_and_nothing_of_the_training(
     assert "| held-out loss | 1.2500 |" in (tmp_path / "out" / "README.md").read_text()
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [
-    ("auto", "float32"), ("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16"),
-])
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("auto", "float32"), ("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")]
+)
 def test_merged_weights_are_stored_in_the_recipe_s_precision(
     precision: str, dtype: str, recipe_for: RecipeFor, tmp_path: Path
 ) -> None:
@@ -262,8 +265,9 @@ def test_no_local_path_is_in_the_model_card(to: str, recipe_for: RecipeFor) -> N
     assert "base_model" not in card
 
 
-def test_of_two_exports_to_one_target_one_is_refused(recipe_for: RecipeFor, tmp_path: Path,
-                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_exports_to_one_target_one_is_refused(
+    recipe_for: RecipeFor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second comes while the first writes; what it says is true, and the first is whole."""
     said: list[CommandError] = []
     checkpoint = checkpoint_of(recipe_for(), tmp_path / "checkpoint")

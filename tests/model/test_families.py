@@ -23,13 +23,17 @@ def test_the_readme_lists_the_rows_of_the_table() -> None:
     assert tuple(re.findall(r"`(\w+)`", with_images[1])) == WRAPPERS
 
 
-@table(("changes", "why"), [
-    ({}, ""), ({"n_group": 8, "topk_group": 4}, ""),
-    ({"n_group": 3}, "3 groups of two or more experts, 1 of them selected"),
-    ({"n_group": 128, "topk_group": 64}, "128 groups of two or more experts, 64 of them selected"),
-    ({"n_group": 32, "topk_group": 1}, "8 experts per token are more than 1 of 32 groups have"),
-    ({"output_router_logits": True}, "auxiliary loss of sigmoid routers"),
-])
+@table(
+    ("changes", "why"),
+    [
+        ({}, ""),
+        ({"n_group": 8, "topk_group": 4}, ""),
+        ({"n_group": 3}, "3 groups of two or more experts, 1 of them selected"),
+        ({"n_group": 128, "topk_group": 64}, "128 groups of two or more experts, 64 of them selected"),
+        ({"n_group": 32, "topk_group": 1}, "8 experts per token are more than 1 of 32 groups have"),
+        ({"output_router_logits": True}, "auxiliary loss of sigmoid routers"),
+    ],
+)
 def test_groups_of_experts_that_have_no_kernel_are_told(changes: dict[str, Any], why: str) -> None:
     found = why_not_fast(AutoConfig.for_model("glm4_moe", **changes))
     assert (why in found) if why else not found

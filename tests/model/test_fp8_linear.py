@@ -22,8 +22,15 @@ from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
 
-SMALL: dict[str, Any] = {"vocab_size": 259, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-                         "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+SMALL: dict[str, Any] = {
+    "vocab_size": 259,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
 CONFIGS = {"llama": LlamaConfig(**SMALL), "qwen2, tied": Qwen2Config(**SMALL, tie_word_embeddings=True)}
 
 
@@ -135,8 +142,9 @@ def test_loading_gives_what_quantizing_gives(name: str, tmp_path: Path) -> None:
     model = plain(name)
     model.save_pretrained(tmp_path)
     told: list[int] = []
-    loaded = load_stored(tmp_path, FORMATS["fp8"], torch.float32, torch.device("cpu"),
-                        progress=lambda label, done, total: told.append(done))
+    loaded = load_stored(
+        tmp_path, FORMATS["fp8"], torch.float32, torch.device("cpu"), progress=lambda label, done, total: told.append(done)
+    )
     store_linears_(model, FORMATS["fp8"])
     found, expected = loaded.state_dict(), model.state_dict()
     assert list(found) == list(expected)

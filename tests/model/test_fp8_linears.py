@@ -40,8 +40,16 @@ from pronghorn.model.lora_grad_buffer import LoraGradBuffer
 from pronghorn.recipe import Lora
 from samples import random_table
 
-SMALL: dict[str, Any] = {"vocab_size": 259, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
-                         "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "initializer_range": 0.05}
+SMALL: dict[str, Any] = {
+    "vocab_size": 259,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.05,
+}
 GEMMA: dict[str, Any] = {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16}
 FAMILIES: dict[str, Any] = {
     "llama": LlamaConfig(**SMALL),
@@ -50,16 +58,32 @@ FAMILIES: dict[str, Any] = {
     "phi3": Phi3Config(**SMALL, sliding_window=20),
     "gemma2": Gemma2Config(**SMALL, **GEMMA),
     "gemma3": Gemma3TextConfig(**SMALL, **GEMMA, layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
-    "granite": GraniteConfig(**SMALL, residual_multiplier=0.3, embedding_multiplier=3.0, logits_scaling=2.0,
-                             attention_multiplier=0.2),
+    "granite": GraniteConfig(
+        **SMALL, residual_multiplier=0.3, embedding_multiplier=3.0, logits_scaling=2.0, attention_multiplier=0.2
+    ),
     "olmo2": Olmo2Config(**SMALL),
 }
 SWITCHED: dict[str, Any] = {  # sinks and layers without RoPE; queries that grow with their position
-    "granite_swa": AutoConfig.for_model("granite_swa", **SMALL, sliding_window=16, layer_rope_theta=[10000.0, 0, 500.0],
-                                        residual_multiplier=0.5, attention_multiplier=0.25),
-    "ministral3": AutoConfig.for_model("ministral3", **SMALL, head_dim=16, rope_parameters={
-        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16,
-        "llama_4_scaling_beta": 0.5}),
+    "granite_swa": AutoConfig.for_model(
+        "granite_swa",
+        **SMALL,
+        sliding_window=16,
+        layer_rope_theta=[10000.0, 0, 500.0],
+        residual_multiplier=0.5,
+        attention_multiplier=0.25,
+    ),
+    "ministral3": AutoConfig.for_model(
+        "ministral3",
+        **SMALL,
+        head_dim=16,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "llama_4_scaling_beta": 0.5,
+        },
+    ),
 }
 Result = tuple[float, dict[str, torch.Tensor]]  # loss, gradients
 FEW = ["llama", "qwen3", "gemma2", "olmo2"]
@@ -97,14 +121,21 @@ def batch_of(documents: int = 6, seed: int = 0) -> PackedBatch:
 
 
 def own_loss(model: Any, batch: PackedBatch) -> torch.Tensor:
-    output = model(input_ids=batch.ids_T[None], position_ids=batch.positions_T[None], use_cache=False,
-                   logits_to_keep=batch.loss_rows)
+    output = model(
+        input_ids=batch.ids_T[None], position_ids=batch.positions_T[None], use_cache=False, logits_to_keep=batch.loss_rows
+    )
     return F.cross_entropy(output.logits[0], batch.labels_T[batch.loss_rows], reduction="sum")
 
 
 def fast_loss(model: Any, batch: PackedBatch, *, rows: bool = True) -> torch.Tensor:
-    return engine(model).packed_loss(batch.ids_T, batch.positions_T, batch.cu_seqlens, batch.longest, labels_T=batch.labels_T,
-                                     loss_rows=batch.loss_rows if rows else None)[0]
+    return engine(model).packed_loss(
+        batch.ids_T,
+        batch.positions_T,
+        batch.cu_seqlens,
+        batch.longest,
+        labels_T=batch.labels_T,
+        loss_rows=batch.loss_rows if rows else None,
+    )[0]
 
 
 def gradients(model: Any, loss: torch.Tensor) -> Result:
@@ -160,7 +191,10 @@ def test_without_the_rounding_nothing_differs(family: str, monkeypatch: pytest.M
     group = functions_of["Fp8Group"].transposed.__globals__
     functions = [
         *(functions_of[name] for name in ("fp8_cast_rows", "rms_norm_fp8_forward", "gated_activation_fp8_forward")),
-        vars(table)["nf4_to_fp8"], group["fp8_mm"], group["fp8_extend"], functions_of["SharedBytes"].take,
+        vars(table)["nf4_to_fp8"],
+        group["fp8_mm"],
+        group["fp8_extend"],
+        functions_of["SharedBytes"].take,
     ]
     for function in functions:
         monkeypatch.setitem(function.__globals__, "E4M3", torch.float32)
@@ -187,8 +221,9 @@ def test_without_the_rounding_nothing_differs(family: str, monkeypatch: pytest.M
 def test_in_bf16() -> None:
     batch, reference = batch_of(12), model_of("llama", torch.bfloat16, fast=False)
     dequantize_(reference, torch.float32)
-    assert_as_fp8_allows(result_of(model_of("llama", torch.bfloat16), batch),
-                         gradients(reference, own_loss(reference.float(), batch)))
+    assert_as_fp8_allows(
+        result_of(model_of("llama", torch.bfloat16), batch), gradients(reference, own_loss(reference.float(), batch))
+    )
 
 
 def test_adapters_on_some_linears() -> None:
@@ -223,10 +258,12 @@ def test_every_level_gives_the_same_bits(family: str) -> None:
     expected = gradients(model, fast_loss(model, batch))
     pool = OffloadPool(3, 8_000_000, torch.device("cpu"))
     # Layers are nodes of their own: each level both here and elsewhere, and each in the last layer, which leaves out rows.
-    for choices in ((("layer", pool), ("around_attention", None), ("gate_up", None)),
-                    (("gate_up", pool), ("layer", None), ("around_attention", pool)),
-                    (("around_attention", pool), ("gate_up", None), ("layer", None)),
-                    (("nothing", pool), ("gate_up", pool), ("nothing", pool))):
+    for choices in (
+        (("layer", pool), ("around_attention", None), ("gate_up", None)),
+        (("gate_up", pool), ("layer", None), ("around_attention", pool)),
+        (("around_attention", pool), ("gate_up", None), ("layer", None)),
+        (("nothing", pool), ("gate_up", pool), ("nothing", pool)),
+    ):
         for layer, (level, place) in zip(engine(model).layers, choices, strict=True):
             layer.level, layer.offload = level, place  # type: ignore[assignment]
         assert_same(gradients(model, fast_loss(model, batch)), expected)
@@ -246,8 +283,10 @@ def assert_close(one: Result, other: Result) -> None:
         assert float((one[1][name] - expected).abs().max()) <= 3e-6 * float(expected.abs().max()), name
 
 
-@pytest.mark.parametrize(("family", "stored"), [
-    ("llama, every bias", "fp8"), ("gemma2", "fp8"), ("olmo2", "fp8"), ("granite", "fp8"), ("llama", "nf4")])
+@pytest.mark.parametrize(
+    ("family", "stored"),
+    [("llama, every bias", "fp8"), ("gemma2", "fp8"), ("olmo2", "fp8"), ("granite", "fp8"), ("llama", "nf4")],
+)
 def test_the_mlp_in_pieces_gives_the_same_gradients(family: str, stored: str) -> None:
     model, batch = model_of(family, stored=stored), batch_of()
     rows, tokens = len(batch.loss_rows), len(batch.ids_T)  # of the last layer's MLP, and of the others'
@@ -255,8 +294,12 @@ def test_the_mlp_in_pieces_gives_the_same_gradients(family: str, stored: str) ->
     assert tokens % 7
     expected = gradients(model, fast_loss(model, batch))
     pool = OffloadPool(3, 8_000_000, torch.device("cpu"))
-    for pieces, place, levels in ((3, None, ["gate_up"] * 3), (3, pool, ["layer", "nothing", "layer"]),
-                                  (7, pool, ["around_attention"] * 3), (7, None, ["layer"] * 3)):
+    for pieces, place, levels in (
+        (3, None, ["gate_up"] * 3),
+        (3, pool, ["layer", "nothing", "layer"]),
+        (7, pool, ["around_attention"] * 3),
+        (7, None, ["layer"] * 3),
+    ):
         set_layers(model, levels, pieces, place)
         assert_close(result_of(model, batch), expected)
         pool.finish()

@@ -98,8 +98,11 @@ class RoundedExperts(StoredExperts):
 
     def _mm(self, name: str, x_SD: torch.Tensor, offsets_E1: torch.Tensor) -> torch.Tensor:
         stack, added = self.stacks[name], self._usual(getattr(self, name))
-        each = [fp8_linear_of(x_SD[start:stop], stack.stored.values[e], stack.stored.scales[e]) + x_SD[start:stop] @ added[e].T
-                for e, (start, stop) in enumerate(pairwise(offsets_E1.tolist())) if stop > start]
+        each = [
+            fp8_linear_of(x_SD[start:stop], stack.stored.values[e], stack.stored.scales[e]) + x_SD[start:stop] @ added[e].T
+            for e, (start, stop) in enumerate(pairwise(offsets_E1.tolist()))
+            if stop > start
+        ]
         return torch.cat(each)
 
 
@@ -145,8 +148,12 @@ def test_every_level_gives_the_same_bits(family: str, targets: str) -> None:
     assert engine is not None
     pool = OffloadPool(2, 8_000_000, torch.device("cpu"))
     # Layers are nodes of their own: each level both here and elsewhere, and each in the last layer, which leaves out rows.
-    for choices in ((("layer", pool), ("gate_up", None)), (("gate_up", pool), ("around_attention", pool)),
-                    (("around_attention", None), ("layer", None)), (("layer", None), ("nothing", pool))):
+    for choices in (
+        (("layer", pool), ("gate_up", None)),
+        (("gate_up", pool), ("around_attention", pool)),
+        (("around_attention", None), ("layer", None)),
+        (("layer", None), ("nothing", pool)),
+    ):
         for layer, (level, place) in zip(engine.layers, choices, strict=True):
             layer.level, layer.offload = level, place  # type: ignore[assignment]
         assert same(result_of(model, batch), expected)

@@ -78,8 +78,9 @@ def outcome(model: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, torch.Te
 
 @pytest.mark.parametrize("kind", ["right", "left", "packed"])
 @pytest.mark.parametrize("changes", [{}, {"num_items_in_batch": torch.tensor(77)}, {"four_bit": True}], ids=str)
-def test_outputs_and_gradients_are_trls(folder: Path, kind: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-                                        ) -> None:
+def test_outputs_and_gradients_are_trls(
+    folder: Path, kind: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = model_in(folder, four_bit=changes.pop("four_bit", False))
     inputs = batch(kind) | changes
     ours, gradients = outcome(model, inputs)
@@ -140,8 +141,17 @@ def hooked(folder: Path) -> Any:
 
 
 def softcapped(folder: Path) -> Any:
-    config = Gemma2Config(vocab_size=259, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-                          num_key_value_heads=2, head_dim=16, pad_token_id=0, max_position_embeddings=512)
+    config = Gemma2Config(
+        vocab_size=259,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        pad_token_id=0,
+        max_position_embeddings=512,
+    )
     Gemma2ForCausalLM(config).save_pretrained(folder)
     return model_in(folder)
 
@@ -164,8 +174,18 @@ def test_without_gradients_and_without_the_argument(folder: Path) -> None:
 
 def test_a_trainer_calls_it(folder: Path, tmp_path: Path) -> None:
     model, tokenizer = adapted(folder)
-    args = SFTConfig(output_dir=str(tmp_path / "out"), max_length=64, packing=True, max_steps=3, report_to="none", use_cpu=True,
-                     per_device_train_batch_size=1, logging_steps=1, bf16=False, save_strategy="no")
+    args = SFTConfig(
+        output_dir=str(tmp_path / "out"),
+        max_length=64,
+        packing=True,
+        max_steps=3,
+        report_to="none",
+        use_cpu=True,
+        per_device_train_batch_size=1,
+        logging_steps=1,
+        bf16=False,
+        save_strategy="no",
+    )
     data = datasets.Dataset.from_list([{"text": "to be or not to be"}] * 60)
     trainer = SFTTrainer(model=model, args=args, train_dataset=data, processing_class=tokenizer)
     trainer.train()

@@ -29,9 +29,17 @@ from pronghorn.model.lora import add_adapter
 from pronghorn.model.text_stack import keep_softcap
 from pronghorn.recipe import Lora
 
-SIZES: dict[str, Any] = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-                         "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,
-                         "eos_token_id": 1, "bos_token_id": 2}
+SIZES: dict[str, Any] = {
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+}
 GEMMA = {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8}
 FAMILIES = {
     "llama": LlamaConfig(**SIZES, attention_bias=True),
@@ -41,8 +49,9 @@ FAMILIES = {
     "phi3": Phi3Config(**SIZES, partial_rotary_factor=0.5),
     "gemma2": Gemma2Config(**SIZES, **GEMMA),
     "gemma3": Gemma3TextConfig(**SIZES, **GEMMA, layer_types=["sliding_attention", "full_attention"]),
-    "granite": GraniteConfig(**SIZES, residual_multiplier=0.3, embedding_multiplier=3.0, logits_scaling=2.0,
-                             attention_multiplier=0.2),
+    "granite": GraniteConfig(
+        **SIZES, residual_multiplier=0.3, embedding_multiplier=3.0, logits_scaling=2.0, attention_multiplier=0.2
+    ),
     "olmo2": Olmo2Config(**SIZES),
 }
 
@@ -112,10 +121,13 @@ def fast_layers_ran(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 # How rows are laid out is the same code for every family, up to its window and positions: two of the four ways for each.
-@pytest.mark.parametrize(("family", "kind"), [
-    *zip(FAMILIES, itertools.cycle(["left", "packed", "right"]), strict=False),
-    *zip(FAMILIES, itertools.cycle(["full", "left", "packed"]), strict=False),
-])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        *zip(FAMILIES, itertools.cycle(["left", "packed", "right"]), strict=False),
+        *zip(FAMILIES, itertools.cycle(["full", "left", "packed"]), strict=False),
+    ],
+)
 def test_loss_and_gradients_with_labels(family: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, fast = pair(family)
     ran = fast_layers_ran(fast, monkeypatch)
@@ -223,8 +235,15 @@ def test_evaluation_with_labels_and_every_way_to_read_logits(monkeypatch: pytest
     with torch.no_grad():
         expected, found = plain.eval()(**inputs), fast.eval()(**inputs)
         assert ran
-        for logits in (found.logits, found["logits"], found[1], found.to_tuple()[1], dict(found.items())["logits"],
-                       list(found.values())[1], found.get("logits")):
+        for logits in (
+            found.logits,
+            found["logits"],
+            found[1],
+            found.to_tuple()[1],
+            dict(found.items())["logits"],
+            list(found.values())[1],
+            found.get("logits"),
+        ):
             assert torch.allclose(logits, expected.logits, atol=1e-4)
         assert torch.allclose(found["loss"], expected["loss"], rtol=1e-5)
         assert list(found.keys())[:2] == ["loss", "logits"]
@@ -287,9 +306,11 @@ def test_hooks_of_others_are_called_and_transformers_own_do_no_harm(monkeypatch:
     assert len(ran) == 2
 
 
-@pytest.mark.parametrize(("family", "options"), [
-    ("llama", {}), ("llama", {"dropout": 0.3}), ("llama", {"dora": True}), ("gemma3", {}), ("olmo2", {"dropout": 0.3}),
-], ids=str)
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("llama", {}), ("llama", {"dropout": 0.3}), ("llama", {"dora": True}), ("gemma3", {}), ("olmo2", {"dropout": 0.3})],
+    ids=str,
+)
 def test_recomputing_gives_the_same_gradients(family: str, options: dict[str, Any]) -> None:
     _, fast = pair(family, **options)
     inputs = batch("packed")
@@ -351,8 +372,12 @@ def test_modules_to_save_added_after_the_layers_were_installed(monkeypatch: pyte
         if quick:
             assert install(model) == ""
         torch.manual_seed(3)
-        config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"],
-                            modules_to_save=["input_layernorm", "norm", "lm_head", "embed_tokens"])
+        config = LoraConfig(
+            task_type="CAUSAL_LM",
+            r=4,
+            target_modules=["q_proj"],
+            modules_to_save=["input_layernorm", "norm", "lm_head", "embed_tokens"],
+        )
         models.append(get_peft_model(model, config).train())
     plain, fast = models
     for model in models:
@@ -465,7 +490,8 @@ def test_noise_on_the_embeddings_is_as_in_transformers(padded: bool) -> None:
     losses = []
     for model in (plain, fast):
         model.get_input_embeddings().register_forward_hook(
-            lambda module, inputs, out: out + torch.empty_like(out).uniform_(-1, 1) / (out.size(1) * out.size(2)) ** 0.5)
+            lambda module, inputs, out: out + torch.empty_like(out).uniform_(-1, 1) / (out.size(1) * out.size(2)) ** 0.5
+        )
         torch.manual_seed(5)
         losses.append(model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss)
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)

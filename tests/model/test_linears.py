@@ -28,8 +28,15 @@ from pronghorn.model.verify import verify
 from pronghorn.recipe import Lora
 from samples import random_table
 
-SMALL: dict[str, Any] = {"vocab_size": 259, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
-                         "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+SMALL: dict[str, Any] = {
+    "vocab_size": 259,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
 FAMILIES: dict[str, Any] = {
     "llama": LlamaConfig(**SMALL),
     "llama, every bias": LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True),
@@ -84,8 +91,9 @@ def batch_of(seed: int = 0, documents: int = 6) -> PackedBatch:
 def loss_of(model: Any, batch: PackedBatch) -> torch.Tensor:
     engine = engine_of(model)
     assert engine is not None
-    return engine.packed_loss(batch.ids_T, batch.positions_T, batch.cu_seqlens, batch.longest, loss_rows=batch.loss_rows,
-                              labels_T=batch.labels_T)[0]
+    return engine.packed_loss(
+        batch.ids_T, batch.positions_T, batch.cu_seqlens, batch.longest, loss_rows=batch.loss_rows, labels_T=batch.labels_T
+    )[0]
 
 
 def step_of(model: Any, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -117,11 +125,19 @@ def scratches(model: Any) -> list[Any]:
 # ---- the same numbers ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "lora", "storage"), [
-    *((family, "all", "nf4") for family in FAMILIES),
-    *((family, "some", "nf4") for family in ("llama", "llama, every bias", "llama, rows of no whole blocks", "phi3", "gemma2")),
-    ("llama", "all", "nvfp4"), ("llama, every bias", "some", "nvfp4"), ("phi3", "all", "nvfp4"),
-])
+@pytest.mark.parametrize(
+    ("family", "lora", "storage"),
+    [
+        *((family, "all", "nf4") for family in FAMILIES),
+        *(
+            (family, "some", "nf4")
+            for family in ("llama", "llama, every bias", "llama, rows of no whole blocks", "phi3", "gemma2")
+        ),
+        ("llama", "all", "nvfp4"),
+        ("llama, every bias", "some", "nvfp4"),
+        ("phi3", "all", "nvfp4"),
+    ],
+)
 def test_loss_and_every_gradient_are_those_of_the_dequantized_weights(family: str, lora: str, storage: str) -> None:
     model, batch = model_of(family, LORAS[lora], FORMATS[storage]), batch_of()
     twin = twin_of(model)
@@ -170,8 +186,14 @@ def test_layers_with_and_without_adapters_share_the_buffer() -> None:
     from peft import LoraConfig, get_peft_model
 
     plain = model_of(lora=None).requires_grad_(False)
-    config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj", "up_proj"], layers_to_transform=[1],
-                        init_lora_weights=False, rank_pattern={"up_proj": 40})
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=4,
+        target_modules=["q_proj", "v_proj", "up_proj"],
+        layers_to_transform=[1],
+        init_lora_weights=False,
+        rank_pattern={"up_proj": 40},
+    )
     model = get_peft_model(plain, config).train()
     twin = twin_of(model)
     assert not install(model)

@@ -148,8 +148,11 @@ def test_a_4_bit_checkpoint_is_read_as_it_is_and_only_so(tmp_path: Path) -> None
     assert type(again.model.layers[0].mlp.down_proj) is torch.nn.Linear  # left out by whoever made it
     assert isinstance(again.model.layers[1].mlp.down_proj, StoredLinear)
     assert inspect_model(str(tmp_path), storage="nf4").vocabulary == 259
-    for refused_call in (lambda: inspect_model(str(tmp_path)), lambda: load_model(str(tmp_path), torch.float32, CPU),
-                         lambda: load_model(str(tmp_path), torch.float32, CPU, storage="nvfp4")):
+    for refused_call in (
+        lambda: inspect_model(str(tmp_path)),
+        lambda: load_model(str(tmp_path), torch.float32, CPU),
+        lambda: load_model(str(tmp_path), torch.float32, CPU, storage="nvfp4"),
+    ):
         with pytest.raises(ModelError, match="stored in 4 bits") as caught:
             refused_call()
         assert "method: qlora" in caught.value.fix
@@ -168,8 +171,10 @@ def test_a_head_that_is_stored_in_4_bits_is_used_in_16(tmp_path: Path) -> None:
 def test_another_quantization_is_refused_before_anything_loads(own_copy: Path) -> None:
     file = own_copy / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "gptq", "bits": 4}}))
-    for call in (lambda: inspect_model(str(own_copy), storage="nf4"),
-                 lambda: load_model(str(own_copy), torch.float32, CPU, storage="nf4")):
+    for call in (
+        lambda: inspect_model(str(own_copy), storage="nf4"),
+        lambda: load_model(str(own_copy), torch.float32, CPU, storage="nf4"),
+    ):
         with pytest.raises(ModelError, match="quantized as gptq"):
             call()
 
@@ -318,8 +323,16 @@ def test_transformers_progress_setting_is_put_back() -> None:
 
 @pytest.mark.parametrize("storage", ["bf16", "nf4"])
 def test_a_softcap_is_not_left_out_by_the_models_own_attention(tmp_path: Path, storage: str) -> None:
-    config = Gemma2Config(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-                          num_key_value_heads=1, head_dim=32, attn_logit_softcapping=0.5)
+    config = Gemma2Config(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        attn_logit_softcapping=0.5,
+    )
     Gemma2ForCausalLM(config).save_pretrained(tmp_path)
     ids, models = torch.arange(1, 9)[None], []
     for cap in (0.5, 50.0):

@@ -71,7 +71,8 @@ def test_stock_peft_loads_what_we_save_with_the_same_logits(kind: str, tmp_path:
     assert torch.equal(logits(stock), logits(ours))
     assert not torch.allclose(logits(stock), logits(make_model().eval()), atol=1e-3)
     assert sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".md") == [
-        "adapter_config.json", "adapter_model.safetensors",
+        "adapter_config.json",
+        "adapter_model.safetensors",
     ]
 
 
@@ -88,10 +89,14 @@ def test_what_is_saved_is_put_back_to_the_bit(kind: str, tmp_path: Path) -> None
     assert torch.equal(logits(again.eval()), logits(ours))
 
 
-@table(("kind", "said"), [
-    ("lora", {"r": 4, "lora_alpha": 8, "use_rslora": False, "use_dora": False, "peft_type": "LORA"}),
-    ("rslora", {"use_rslora": True, "use_dora": False}), ("dora", {"use_rslora": False, "use_dora": True}),
-])
+@table(
+    ("kind", "said"),
+    [
+        ("lora", {"r": 4, "lora_alpha": 8, "use_rslora": False, "use_dora": False, "peft_type": "LORA"}),
+        ("rslora", {"use_rslora": True, "use_dora": False}),
+        ("dora", {"use_rslora": False, "use_dora": True}),
+    ],
+)
 def test_the_stored_description_tells_the_kind(kind: str, said: dict[str, Any], tmp_path: Path) -> None:
     save_model(add_adapter(make_model(), KINDS[kind], seed=1), tmp_path)
     description = json.loads((tmp_path / "adapter_config.json").read_text())
@@ -166,11 +171,14 @@ def test_what_adapter_config_says_is_not_followed(tmp_path: Path, monkeypatch: p
     assert not (tmp_path / "ran").exists()
 
 
-@table(("change", "why"), [
-    (lambda tensors: tensors.popitem(), "is not in the file"),
-    (lambda tensors: tensors.update({"base_model.model.model.layers.7.x.lora_A.weight": torch.ones(4)}), "does not exist"),
-    (lambda tensors: tensors.update({min(tensors): torch.ones(3, 3)}), "size mismatch"),
-])
+@table(
+    ("change", "why"),
+    [
+        (lambda tensors: tensors.popitem(), "is not in the file"),
+        (lambda tensors: tensors.update({"base_model.model.model.layers.7.x.lora_A.weight": torch.ones(4)}), "does not exist"),
+        (lambda tensors: tensors.update({min(tensors): torch.ones(3, 3)}), "size mismatch"),
+    ],
+)
 def test_weights_of_another_adapter(tmp_path: Path, change: Any, why: str) -> None:
     model = add_adapter(make_model(), Lora(r=4), seed=1)
     save_model(model, tmp_path)
@@ -185,10 +193,23 @@ def test_weights_of_another_adapter(tmp_path: Path, change: Any, why: str) -> No
         restore_adapter(model, tmp_path)
 
 
-SIGMOID = {"vocab_size": 67, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-           "num_key_value_heads": 2, "head_dim": 8, "moe_intermediate_size": 16, "num_experts_per_tok": 2, "pad_token_id": 0}
-WITH_SHARED = {"glm4_moe": {"n_routed_experts": 4}, "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
-               "hy_v3": {"num_experts": 4, "num_shared_experts": 1}}
+SIGMOID = {
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "moe_intermediate_size": 16,
+    "num_experts_per_tok": 2,
+    "pad_token_id": 0,
+}
+WITH_SHARED = {
+    "glm4_moe": {"n_routed_experts": 4},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
+    "hy_v3": {"num_experts": 4, "num_shared_experts": 1},
+}
 
 
 @table("family", WITH_SHARED)

@@ -16,9 +16,16 @@ from pronghorn.train.objectives import Supervised
 
 
 # Sums and whole weights are added to by the same code whatever the norms are.
-@pytest.mark.parametrize(("family", "lora", "summed"), [
-    *((family, True, False) for family in FAMILIES), ("qwen3", True, True), ("gemma2", True, True), ("llama", False, False),
-    ("olmo2", False, False)])
+@pytest.mark.parametrize(
+    ("family", "lora", "summed"),
+    [
+        *((family, True, False) for family in FAMILIES),
+        ("qwen3", True, True),
+        ("gemma2", True, True),
+        ("llama", False, False),
+        ("olmo2", False, False),
+    ],
+)
 def test_the_mlp_in_pieces_gives_the_same_gradients(family: str, lora: bool, summed: bool) -> None:
     """Loss and gradients over pieces: rows go through the same operations; sums over pieces are in another order."""
     model, engine = model_of(family, lora)

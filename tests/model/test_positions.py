@@ -12,10 +12,22 @@ from pronghorn.kernels.attention.attention_torch import spans
 from pronghorn.model.positions import Positions
 from tables import table
 
-SMALL: dict[str, Any] = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3,
-                         "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
-LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.2, 1.3],
-        "long_factor": [2.0, 3.0, 4.0, 5.0], "original_max_position_embeddings": 16}
+SMALL: dict[str, Any] = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+    "original_max_position_embeddings": 16,
+}
 BOUNDS = (0, 16, 17, 40, 48, 48)  # tokens of documents: 16, 1, 23, 8, none
 
 
@@ -32,8 +44,9 @@ def positions() -> torch.Tensor:
 
 def test_each_document_of_a_pack_has_the_frequencies_that_it_has_alone() -> None:
     """transformers' LongRoPE takes one set for the whole pack, by its longest document."""
-    backbone, tables, _ = tables_of("phi3", max_position_embeddings=64, original_max_position_embeddings=16,
-                                    rope_parameters=LONG)
+    backbone, tables, _ = tables_of(
+        "phi3", max_position_embeddings=64, original_max_position_embeddings=16, rope_parameters=LONG
+    )
     assert list(tables) == ["every layer"]
     for start, stop in ((0, 16), (16, 17), (17, 40), (40, 48)):
         alone = backbone.rotary_emb(torch.empty(0), torch.arange(stop - start)[None])
@@ -43,16 +56,25 @@ def test_each_document_of_a_pack_has_the_frequencies_that_it_has_alone() -> None
     assert not torch.equal(whole, tables["every layer"][0][:16])
 
 
-@table(("kind", "values", "kinds"), [
-    ("smollm3", {"no_rope_layers": [1, 0, 1]}, ["every layer", "none"]),
-    ("exaone4", {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 16},
-     ["every layer", "none"]),
-    ("exaone4", {"layer_types": ["full_attention"] * 3, "sliding_window": None}, ["every layer"]),
-    ("granite_swa", {"layer_rope_theta": [0, 500.0, 1e4]}, ["none", "theta 10000.0", "theta 500.0"]),
-    ("gemma3_text", {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
-     ["full_attention", "sliding_attention"]),
-    ("cwm", {"head_dim": 8, "sliding_window": 16}, ["every layer"]),
-])
+@table(
+    ("kind", "values", "kinds"),
+    [
+        ("smollm3", {"no_rope_layers": [1, 0, 1]}, ["every layer", "none"]),
+        (
+            "exaone4",
+            {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 16},
+            ["every layer", "none"],
+        ),
+        ("exaone4", {"layer_types": ["full_attention"] * 3, "sliding_window": None}, ["every layer"]),
+        ("granite_swa", {"layer_rope_theta": [0, 500.0, 1e4]}, ["none", "theta 10000.0", "theta 500.0"]),
+        (
+            "gemma3_text",
+            {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+            ["full_attention", "sliding_attention"],
+        ),
+        ("cwm", {"head_dim": 8, "sliding_window": 16}, ["every layer"]),
+    ],
+)
 def test_as_many_tables_as_kinds_and_none_turns_by_nothing(kind: str, values: dict[str, Any], kinds: list[str]) -> None:
     _, tables, _ = tables_of(kind, **values)
     assert list(tables) == kinds
@@ -63,8 +85,13 @@ def test_as_many_tables_as_kinds_and_none_turns_by_nothing(kind: str, values: di
 
 
 def test_queries_grow_with_their_place_in_their_own_document() -> None:
-    parameters = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8,
-                  "llama_4_scaling_beta": 0.5}
+    parameters = {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 8,
+        "llama_4_scaling_beta": 0.5,
+    }
     _, _, scale = tables_of("ministral3", head_dim=8, rope_parameters=parameters)
     assert scale is not None
     torch.testing.assert_close(scale, 1 + 0.5 * torch.log(1.0 + positions() // 8))
@@ -72,12 +99,15 @@ def test_queries_grow_with_their_place_in_their_own_document() -> None:
     assert tables_of("llama")[2] is None
 
 
-@table(("kind", "values"), [
-    ("phi3", {"max_position_embeddings": 64, "original_max_position_embeddings": 16, "rope_parameters": LONG}),
-    ("granite_swa", {"layer_rope_theta": [0, 500.0, 1e4]}),
-    ("ministral3", {"head_dim": 8}),
-    ("gemma3_text", {"head_dim": 8}),
-])
+@table(
+    ("kind", "values"),
+    [
+        ("phi3", {"max_position_embeddings": 64, "original_max_position_embeddings": 16, "rope_parameters": LONG}),
+        ("granite_swa", {"layer_rope_theta": [0, 500.0, 1e4]}),
+        ("ministral3", {"head_dim": 8}),
+        ("gemma3_text", {"head_dim": 8}),
+    ],
+)
 def test_the_host_asks_the_device_for_nothing(kind: str, values: dict[str, Any]) -> None:
     """So a captured step may have all of it inside. Tensors without values have no answer to give."""
     backbone = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL, **values)).model.to("meta")

@@ -257,8 +257,11 @@ def test_other_formats_are_refused() -> None:
 
 @table(
     ("facts", "words"),
-    [({"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "fp4"), ({"load_in_8bit": True}, "int8"),
-     ({"quant_method": "gptq"}, "gptq")],
+    [
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "fp4"),
+        ({"load_in_8bit": True}, "int8"),
+        ({"quant_method": "gptq"}, "gptq"),
+    ],
 )
 def test_quantized_checkpoints_we_cannot_read_are_named(tmp_path: Path, facts: dict[str, Any], words: str) -> None:
     small_model().save_pretrained(tmp_path)
@@ -290,8 +293,9 @@ def test_checkpoints_to_and_from_transformers_with_bitsandbytes(tmp_path: Path) 
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     bf16_model().save_pretrained(tmp_path / "plain")
-    asked = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-                               bnb_4bit_compute_dtype=torch.bfloat16)
+    asked = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.bfloat16
+    )
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=asked, dtype=torch.bfloat16)
     theirs.save_pretrained(tmp_path / "theirs")
     ours = load_stored(tmp_path / "theirs", NF4, torch.bfloat16, CPU)

@@ -33,26 +33,55 @@ from pronghorn.model.merge import save_merged
 from pronghorn.recipe import Lora, Recipe
 
 CPU = torch.device("cpu")
-SIZES: dict[str, Any] = {"vocab_size": 259, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
-                         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0,
-                         "eos_token_id": 2}
+SIZES: dict[str, Any] = {
+    "vocab_size": 259,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+}
 GPT_OSS = GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=16)
 QWEN = Qwen3MoeConfig(**SIZES, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2)
 MIXTRAL = MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=16)
 CONFIGS: dict[str, Any] = {
-    "gpt_oss": GPT_OSS, "qwen3_moe": QWEN, "mixtral": MIXTRAL,
-    "qwen2_moe": Qwen2MoeConfig(**{name: size for name, size in SIZES.items() if name != "head_dim"}, num_experts=4,
-                                moe_intermediate_size=64, num_experts_per_tok=2, shared_expert_intermediate_size=64),
-    "hy_v3": AutoConfig.for_model("hy_v3", **SIZES, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2,
-                                  num_shared_experts=1, router_scaling_factor=1.7, mlp_layer_types=["sparse", "sparse"],
-                                  initializer_range=0.02),
+    "gpt_oss": GPT_OSS,
+    "qwen3_moe": QWEN,
+    "mixtral": MIXTRAL,
+    "qwen2_moe": Qwen2MoeConfig(
+        **{name: size for name, size in SIZES.items() if name != "head_dim"},
+        num_experts=4,
+        moe_intermediate_size=64,
+        num_experts_per_tok=2,
+        shared_expert_intermediate_size=64,
+    ),
+    "hy_v3": AutoConfig.for_model(
+        "hy_v3",
+        **SIZES,
+        moe_intermediate_size=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_shared_experts=1,
+        router_scaling_factor=1.7,
+        mlp_layer_types=["sparse", "sparse"],
+        initializer_range=0.02,
+    ),
 }
 TARGETS: dict[str, Any] = {"attention": "all-linear", "experts": ("all-linear", "experts")}
 LORA = Lora(r=4, targets=("all-linear", "experts"))
 
 
-def quantized_model(family: str, storage: str, targets: str, *, before: Callable[[Any], Any] = lambda model: None,
-                  dtype: torch.dtype = torch.float32) -> Any:
+def quantized_model(
+    family: str,
+    storage: str,
+    targets: str,
+    *,
+    before: Callable[[Any], Any] = lambda model: None,
+    dtype: torch.dtype = torch.float32,
+) -> Any:
     """With its experts in few bits, and an adapter; `before` that, something else. Experts and routers are drawn wide, so that
     limits and imbalance show, and norms, biases and sinks are drawn, too."""
     torch.manual_seed(0)
@@ -84,8 +113,10 @@ def mxfp4_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tensors |= {f"{key}_blocks": q.blocks, f"{key}_scales": q.scales}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": [
-        "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]}
+    config["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"],
+    }
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -163,11 +194,18 @@ def test_experts_in_4_bits_train_as_their_dequantized_copy(which: str, request: 
     assert torch.equal(found[0][2], found[1][2])
 
 
-@pytest.mark.parametrize(("family", "storage", "targets"), [
-    *((family, storage, "experts") for family in CONFIGS for storage in ("nf4", "fp8")),
-    ("gpt_oss", "nf4", "attention"), ("qwen3_moe", "nf4", "attention"), ("qwen2_moe", "fp8", "attention"),
-    ("gpt_oss", "nvfp4", "experts"), ("qwen3_moe", "nvfp4", "experts"), ("mixtral", "nvfp4", "attention"),
-])
+@pytest.mark.parametrize(
+    ("family", "storage", "targets"),
+    [
+        *((family, storage, "experts") for family in CONFIGS for storage in ("nf4", "fp8")),
+        ("gpt_oss", "nf4", "attention"),
+        ("qwen3_moe", "nf4", "attention"),
+        ("qwen2_moe", "fp8", "attention"),
+        ("gpt_oss", "nvfp4", "experts"),
+        ("qwen3_moe", "nvfp4", "experts"),
+        ("mixtral", "nvfp4", "attention"),
+    ],
+)
 def test_loss_and_every_gradient_are_those_of_the_familys_own_layers(
     family: str, storage: str, targets: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,8 +249,11 @@ def test_files_that_hold_something_else_are_refused(mixtral_folder: Path, tmp_pa
     tensors = load_file(mixtral_folder / "model.safetensors")
     shutil.copy(mixtral_folder / "config.json", tmp_path)
     key = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
-    for changed, what in (({}, "expert 2 of model.layers.1"), ({key: torch.zeros(32, 64)}, r"\(32, 64\) instead of \(64, 64\)"),
-                          ({key: torch.zeros(2048, 1, dtype=torch.uint8)}, "quantized, as uint8")):
+    for changed, what in (
+        ({}, "expert 2 of model.layers.1"),
+        ({key: torch.zeros(32, 64)}, r"\(32, 64\) instead of \(64, 64\)"),
+        ({key: torch.zeros(2048, 1, dtype=torch.uint8)}, "quantized, as uint8"),
+    ):
         rest = {name: tensor for name, tensor in tensors.items() if name != key}
         save_file(rest | changed, tmp_path / "model.safetensors", metadata={"format": "pt"})
         for storage in ("nf4", "fp8"):
@@ -222,8 +263,10 @@ def test_files_that_hold_something_else_are_refused(mixtral_folder: Path, tmp_pa
 
 
 def test_fp8_is_made_of_16_bits(mxfp4_folder: Path) -> None:
-    for call in (lambda: inspect_model(str(mxfp4_folder), storage="fp8"),
-                 lambda: load_model(str(mxfp4_folder), torch.float32, CPU, storage="fp8")):
+    for call in (
+        lambda: inspect_model(str(mxfp4_folder), storage="fp8"),
+        lambda: load_model(str(mxfp4_folder), torch.float32, CPU, storage="fp8"),
+    ):
         with pytest.raises(ModelError, match="stored in 4 bits") as caught:
             call()
         assert "method: qlora" in caught.value.fix
@@ -255,9 +298,7 @@ def test_gradients_pass_through_them_where_layers_are_not_one_node(mxfp4_folder:
 
 
 @pytest.mark.parametrize(("which", "method"), [("mxfp4_folder", "qlora"), ("mixtral_folder", "qlora"), ("qwen_folder", "fp8")])
-def test_merging_adds_to_what_was_trained_on(
-    which: str, method: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+def test_merging_adds_to_what_was_trained_on(which: str, method: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     folder = request.getfixturevalue(which)
     base = load_model(str(folder), torch.float32, CPU, storage="fp8" if method == "fp8" else "nf4")
     model = drawn(add_adapter(base, LORA, seed=1))
@@ -266,18 +307,26 @@ def test_merging_adds_to_what_was_trained_on(
     dequantize_(model, torch.float32)  # whose own products round
     with torch.no_grad():
         truth = model.eval()(input_ids=ids, use_cache=False).logits
-    recipe = Recipe.model_validate({"model": str(folder), "method": method, "precision": "fp32",
-                                    "lora": LORA.model_dump(), "data": {"train": ["x.jsonl"]}})
+    recipe = Recipe.model_validate(
+        {"model": str(folder), "method": method, "precision": "fp32", "lora": LORA.model_dump(), "data": {"train": ["x.jsonl"]}}
+    )
     export(tmp_path / "adapter", recipe, tmp_path / "merged", "merged", {})
     again = load_model(str(tmp_path / "merged"), torch.float32, CPU)
     with torch.no_grad():
         assert apart(again(input_ids=ids, use_cache=False).logits, truth) < 1e-5
 
 
-@pytest.mark.parametrize(("which", "storage"), [
-    ("mxfp4_folder", None), ("mxfp4_folder", "nf4"), ("qwen_folder", None), ("qwen_folder", "nf4"),
-    ("mixtral_folder", "nf4"), ("mixtral_folder", "fp8"),
-])
+@pytest.mark.parametrize(
+    ("which", "storage"),
+    [
+        ("mxfp4_folder", None),
+        ("mxfp4_folder", "nf4"),
+        ("qwen_folder", None),
+        ("qwen_folder", "nf4"),
+        ("mixtral_folder", "nf4"),
+        ("mixtral_folder", "fp8"),
+    ],
+)
 def test_the_drop_in_interface_adapts_experts_by_the_names_people_use(
     which: str, storage: str | None, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

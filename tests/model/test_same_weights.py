@@ -67,9 +67,14 @@ def test_within_a_backward_the_same_weights_train_as_at_the_forward() -> None:
         assert not others
 
 
-@pytest.mark.parametrize("name", ["base_model.model.model.layers.1.mlp.down_proj.lora_A.default.weight",
-                                  "base_model.model.model.layers.0.input_layernorm.weight",
-                                  "base_model.model.model.layers.1.self_attn.o_proj.weight"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "base_model.model.model.layers.1.mlp.down_proj.lora_A.default.weight",
+        "base_model.model.model.layers.0.input_layernorm.weight",
+        "base_model.model.model.layers.1.self_attn.o_proj.weight",
+    ],
+)
 def test_a_weight_changed_in_place_is_refused_in_the_words_of_torch(name: str) -> None:
     model = fast_model()
     loss = loss_of(model)

@@ -18,8 +18,15 @@ from pronghorn.recipe import Lora
 from pronghorn.train.objectives import Supervised
 from samples import random_table
 
-SMALL: dict[str, Any] = {"vocab_size": 259, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
-                         "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+SMALL: dict[str, Any] = {
+    "vocab_size": 259,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
 FAMILIES = {
     "llama": LlamaConfig(**SMALL),
     "qwen3": Qwen3Config(**SMALL, head_dim=8),
@@ -77,7 +84,8 @@ def test_every_level_gives_the_same_bits(family: str, lora: bool) -> None:
 def close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     """To the rounding of fp32 sums in another order; relative to the largest of each gradient."""
     return one.keys() == other.keys() and all(
-        float((one[name] - other[name]).abs().max()) <= 4e-6 * float(other[name].abs().max()) + 1e-12 for name in one)
+        float((one[name] - other[name]).abs().max()) <= 4e-6 * float(other[name].abs().max()) + 1e-12 for name in one
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -101,8 +109,12 @@ def test_a_level_holds_on_to_what_it_says(level: Level) -> None:
     saved = Saved({name: tensor() for name in names})
     everything = dict(saved)
     left = saved.at(level)
-    expected = {"nothing": set(names), "gate_up": {*names} - {"gu"}, "around_attention": {"h", "xa3", "o", "lse"},
-                "layer": {"h", "xa3"}}[level]
+    expected = {
+        "nothing": set(names),
+        "gate_up": {*names} - {"gu"},
+        "around_attention": {"h", "xa3", "o", "lse"},
+        "layer": {"h", "xa3"},
+    }[level]
     assert left.keys() == expected
     assert all(left[name] is everything[name] for name in expected)
     assert left.only_input() is (level in ("around_attention", "layer"))

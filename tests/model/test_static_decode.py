@@ -104,8 +104,15 @@ def test_models_whose_steps_are_not_of_one_shape_are_left_alone() -> None:
     model = make_lively_model()
     model.config._attn_implementation = "flash_attention_2"
     assert "flash_attention_2" in why_not_static(model)
-    small = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
-             "num_key_value_heads": 1, "head_dim": 8}
+    small = {
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+    }
     config = Gemma3TextConfig(**small, layer_types=["sliding_attention", "full_attention"], sliding_window=8)
     assert "window" in why_not_static(AutoModelForCausalLM.from_config(config))
 

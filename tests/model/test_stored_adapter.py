@@ -58,7 +58,8 @@ def changed(plain: Path, target: Path, **changes: Any) -> Path:
 def test_an_adapter_folder_gives_its_model_back(tiny_model: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     model, ids = saved(tiny_model, tmp_path, **options)
     again, tokenizer = FastLanguageModel.from_pretrained(
-        str(tmp_path), max_seq_length=128, load_in_4bit=bool(options.get("four_bit")))
+        str(tmp_path), max_seq_length=128, load_in_4bit=bool(options.get("four_bit"))
+    )
     assert isinstance(again, PeftModel)
     assert engine_of(again)
     assert again.max_seq_length == tokenizer.model_max_length == 128

@@ -57,12 +57,16 @@ def test_fast_layers_compute_what_the_whole_model_computes(kind: str) -> None:
     labels[1, 6] = -100
     model.eval()
     with torch.no_grad():
-        ours, theirs = (call(input_ids=ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
-                        for call in (model, lambda **inputs: own(model, **inputs)))
+        ours, theirs = (
+            call(input_ids=ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
+            for call in (model, lambda **inputs: own(model, **inputs))
+        )
     assert torch.allclose(ours, theirs, atol=1e-5)
     assert not torch.equal(ours, theirs)  # so they are two ways of computing it
-    loss, truth = model(input_ids=ids, attention_mask=mask, labels=labels), own(model, input_ids=ids, attention_mask=mask,
-                                                                                labels=labels)
+    loss, truth = (
+        model(input_ids=ids, attention_mask=mask, labels=labels),
+        own(model, input_ids=ids, attention_mask=mask, labels=labels),
+    )
     assert isinstance(loss, Output)
     assert not isinstance(truth, Output)
     assert float(loss.loss.detach()) == pytest.approx(float(truth.loss.detach()), rel=1e-6)
@@ -81,8 +85,9 @@ def test_images_go_through_the_models_own_forward() -> None:
         assert torch.equal(text_only, own(model, **(inputs | {"pixel_values": None})).loss)
 
 
-@pytest.mark.parametrize(("kind", "method"), [
-    *((kind, "16 bits") for kind in KINDS), *zip(KINDS, itertools.cycle(["nf4", "fp8"]), strict=False)])
+@pytest.mark.parametrize(
+    ("kind", "method"), [*((kind, "16 bits") for kind in KINDS), *zip(KINDS, itertools.cycle(["nf4", "fp8"]), strict=False)]
+)
 def test_published_names_are_read_and_written_again(kind: str, method: str, tmp_path: Path) -> None:
     """What is beside the text model keeps its bits; the text model's linears are stored as the method says."""
     name = save_image_text_model(kind, tmp_path / "model")
@@ -107,8 +112,11 @@ def test_a_head_of_its_own_is_kept_whatever_the_config_ties(method: str, tmp_pat
 
     name = save_image_text_model("mistral3", tmp_path / "model")
     head = torch.randn(259, 32)
-    save_file(stored(tmp_path / "model") | {"language_model.lm_head.weight": head}, tmp_path / "model" / "model.safetensors",
-              metadata={"format": "pt"})
+    save_file(
+        stored(tmp_path / "model") | {"language_model.lm_head.weight": head},
+        tmp_path / "model" / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     model = load_model(name, torch.float32, CPU, storage=method)
     assert torch.equal(model.lm_head.weight, head)
     assert not torch.equal(model.get_input_embeddings().weight, head)

@@ -16,8 +16,15 @@ from pronghorn.recipe import Lora
 def test_the_last_layer_copies_nothing(pieces: int, some_rows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    config = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-                         num_key_value_heads=2, head_dim=8, vocab_size=64)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=64,
+    )
     torch.manual_seed(0)
     model = add_adapter(AutoModelForCausalLM.from_config(config), Lora(r=4), seed=0)
     assert not install(model)

@@ -26,10 +26,17 @@ def test_a_sound_model_passes_and_is_left_as_it_was() -> None:
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
 
 
-@table(("cosine", "norm_ratio", "sound"), [
-    (1.0, 0.99977, True),  # SmolLM2-135M, layer 0, float32: rounding of both sides, told by float64
-    (0.999995, 1.0, True), (1.0, 0.99, False), (1.0, 1.01, False), (0.9999, 1.0, False), (float("nan"), 1.0, False),
-])
+@table(
+    ("cosine", "norm_ratio", "sound"),
+    [
+        (1.0, 0.99977, True),  # SmolLM2-135M, layer 0, float32: rounding of both sides, told by float64
+        (0.999995, 1.0, True),
+        (1.0, 0.99, False),
+        (1.0, 1.01, False),
+        (0.9999, 1.0, False),
+        (float("nan"), 1.0, False),
+    ],
+)
 def test_an_error_counts_the_same_along_a_gradient_and_across_it(cosine: float, norm_ratio: float, sound: bool) -> None:
     verdict = Verdict("float32", 1.0, 1.0, (Gradient("a", cosine, norm_ratio),), *TOLERANCES[torch.float32])
     assert (verdict.wrong() == []) is sound
@@ -76,9 +83,19 @@ def test_a_scale_of_queries_that_the_layers_do_not_know_is_found(monkeypatch: py
     from transformers import AutoConfig, AutoModelForCausalLM
 
     def model() -> Any:
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(
-            "ministral3", vocab_size=99, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-            num_key_value_heads=1, head_dim=16, initializer_range=0.2))
+        return AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(
+                "ministral3",
+                vocab_size=99,
+                hidden_size=32,
+                intermediate_size=32,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                head_dim=16,
+                initializer_range=0.2,
+            )
+        )
 
     monkeypatch.setattr(causal_lm, "why_not_fast", lambda _: "")
     monkeypatch.setitem(FAMILIES, "ministral3", Family())
@@ -91,8 +108,17 @@ def test_a_scale_of_queries_that_the_layers_do_not_know_is_found(monkeypatch: py
 def test_windows_are_narrow_for_the_moment_only() -> None:
     from transformers import MistralConfig, MistralForCausalLM
 
-    model = MistralForCausalLM(MistralConfig(vocab_size=99, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
-                                             num_attention_heads=2, num_key_value_heads=1, sliding_window=4096))
+    model = MistralForCausalLM(
+        MistralConfig(
+            vocab_size=99,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            sliding_window=4096,
+        )
+    )
     verify(model)
     engine = causal_lm.engine_of(model)
     assert engine is not None

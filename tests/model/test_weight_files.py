@@ -111,8 +111,7 @@ def test_shards_the_index_names(sharded: Path) -> None:
     require_whole_weights(str(sharded))
 
 
-@table("content", ["{not json", "[]", "{}", '{"weight_map": {}}', '{"weight_map": 3}',
-                                     '{"weight_map": {"a": 1}}'])
+@table("content", ["{not json", "[]", "{}", '{"weight_map": {}}', '{"weight_map": 3}', '{"weight_map": {"a": 1}}'])
 def test_an_index_that_is_none(sharded: Path, content: str) -> None:
     (sharded / "model.safetensors.index.json").write_text(content)
     assert "map weights to files" in refused(sharded).what
@@ -171,8 +170,9 @@ def test_our_error_is_the_only_thing_said(single: Path, printed: list[str], capf
     assert "LOAD REPORT" not in "".join(capfd.readouterr())
 
 
-@table("name", ["weights.bin", "../outside.safetensors", "/outside.safetensors", "a/b.safetensors", "\0", 3,
-                                  ".safetensors", ["a"]])
+@table(
+    "name", ["weights.bin", "../outside.safetensors", "/outside.safetensors", "a/b.safetensors", "\0", 3, ".safetensors", ["a"]]
+)
 def test_an_index_names_safetensors_files_of_its_folder(single: Path, name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers would open a pickle that it names."""
     opened: list[Any] = []
@@ -181,8 +181,11 @@ def test_an_index_names_safetensors_files_of_its_folder(single: Path, name: Any,
     (single / "model.safetensors").rename(single / "weights.bin")
     (single / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, name)}))
     (single / "other.safetensors").write_bytes(b"")  # not a folder without any
-    for load in (lambda: require_whole_weights(str(single)), lambda: load_model(str(single), torch.float32, CPU),
-                 lambda: load_model(str(single), torch.float32, CPU, storage="nf4")):
+    for load in (
+        lambda: require_whole_weights(str(single)),
+        lambda: load_model(str(single), torch.float32, CPU),
+        lambda: load_model(str(single), torch.float32, CPU, storage="nf4"),
+    ):
         with pytest.raises(ModelError, match="does not map weights to files"):
             load()
     assert opened == []
@@ -190,8 +193,18 @@ def test_an_index_names_safetensors_files_of_its_folder(single: Path, name: Any,
 
 def test_experts_of_several_shapes(tmp_path: Path, printed: list[str]) -> None:
     """transformers stacks them, and its error would point at the report that is not shown."""
-    config = Qwen3MoeConfig(vocab_size=64, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=1,
-                            head_dim=8, num_attention_heads=4, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2)
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=1,
+        head_dim=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with_weights(tmp_path, lambda tensors: tensors.update({"model.layers.0.mlp.experts.0.down_proj.weight": torch.ones(3, 5)}))
     with pytest.raises(ModelError, match="the weights do not match each other"):
@@ -199,13 +212,13 @@ def test_experts_of_several_shapes(tmp_path: Path, printed: list[str]) -> None:
     assert printed == []
 
 
-def test_weights_without_a_place_are_told_in_one_line(single: Path, printed: list[str],
-                                                      capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_without_a_place_are_told_in_one_line(
+    single: Path, printed: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with_weights(single, lambda tensors: tensors.update({"model.layers.7.norm.weight": torch.ones(3)}))
     load_model(str(single), torch.float32, CPU)
     assert printed == []
-    assert capsys.readouterr().err == (
-        f"{single}: the model does not use 1 weight of its files: model.layers.7.norm.weight\n")
+    assert capsys.readouterr().err == (f"{single}: the model does not use 1 weight of its files: model.layers.7.norm.weight\n")
 
 
 def test_the_logger_is_left_as_it_was(printed: list[str]) -> None:

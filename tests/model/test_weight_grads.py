@@ -19,8 +19,9 @@ def linears(device: str, dtype: torch.dtype) -> list[nn.Linear]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("weights", "rows"), [(torch.float32, torch.float32), (torch.float32, torch.bfloat16),
-                                               (torch.bfloat16, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("weights", "rows"), [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)]
+)
 def test_in_place_adds_what_is_handed_out_otherwise(weights: torch.dtype, rows: torch.dtype, device: str) -> None:
     group = linears(device, weights)
     torch.manual_seed(1)
@@ -34,8 +35,11 @@ def test_in_place_adds_what_is_handed_out_otherwise(weights: torch.dtype, rows: 
         added = weight_and_bias_grads(group, parts, x, in_place=True)
         assert [grad is None for grad in handed] == [False, False, True, False, False]  # weights, then biases
         assert [grad is None for grad in added] == [True, True, True, False, False]
-        assert all(torch.equal(one, other) for one, other in zip(handed[3:], added[3:], strict=True)
-                   if one is not None and other is not None)
+        assert all(
+            torch.equal(one, other)
+            for one, other in zip(handed[3:], added[3:], strict=True)
+            if one is not None and other is not None
+        )
         truth = [total + part.double().T @ x.double() for total, part in zip(truth, parts, strict=True)]
     slack = 1e-5 if weights == torch.float32 else 2**-7
     for linear, total in zip(group[:2], truth, strict=False):

@@ -33,7 +33,8 @@ def pickled(model: Any) -> Any:
 
 @pytest.mark.parametrize("adapter", [True, False])
 def test_a_pickled_model_opens_on_its_own_layers_and_gets_fast_ones_again(
-        adapter: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    adapter: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     plain, fast = pair(adapter=adapter)
     step(fast)
     opened = pickled(fast)
@@ -48,8 +49,9 @@ def test_a_pickled_model_opens_on_its_own_layers_and_gets_fast_ones_again(
 
 
 def test_a_pickled_model_of_the_interface(tiny_model: Path, tmp_path: Path) -> None:
-    model, _ = FastLanguageModel.from_pretrained(str(tiny_model), max_seq_length=64, load_in_4bit=False, dtype=torch.float32,
-                                                 device_map="cpu")
+    model, _ = FastLanguageModel.from_pretrained(
+        str(tiny_model), max_seq_length=64, load_in_4bit=False, dtype=torch.float32, device_map="cpu"
+    )
     model = FastLanguageModel.get_peft_model(model, r=4)
     opened = pickled(model)
     opened.save_pretrained_merged(tmp_path)

@@ -15,9 +15,19 @@ from pronghorn.model.wide_parts import stays_wide
 from samples import make_tokenizer
 from tables import table
 
-SIZES: dict[str, Any] = {"vocab_size": 259, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-                         "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0, "eos_token_id": 2, "bos_token_id": None,
-                         "max_position_embeddings": 512, "num_experts_per_tok": 2}
+SIZES: dict[str, Any] = {
+    "vocab_size": 259,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+    "bos_token_id": None,
+    "max_position_embeddings": 512,
+    "num_experts_per_tok": 2,
+}
 ROUTED = {"moe_intermediate_size": 64, "n_routed_experts": 4, "n_shared_experts": 1}
 FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": SIZES | ROUTED | {"intermediate_size": 96, "first_k_dense_replace": 1},

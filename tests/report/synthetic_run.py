@@ -116,7 +116,8 @@ def write_run(folder: Path, events) -> Path:
 
 # What can be wrong with a log.
 HARMS = {
-    "a directory": lambda path: path.mkdir(), "a pipe": os.mkfifo,
+    "a directory": lambda path: path.mkdir(),
+    "a pipe": os.mkfifo,
     "a link to /dev/zero": lambda path: path.symlink_to("/dev/zero"),
     "brackets": lambda path: path.write_bytes(b"[" * 100_000 + b"\n" + b'{"event":"end","session":1}\n'),
     "zeros": lambda path: path.write_bytes(b"\0" * 5000 + b"\n" + b'{"event":"end","session":1}\n'),

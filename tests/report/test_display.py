@@ -64,11 +64,22 @@ def test_rare_events_always_get_their_line(capsys):
 def test_metrics_of_answers_are_said_with_the_evaluation(capsys):
     display = PlainDisplay(clock=lambda: 0.0)
     display.handle({"event": "base", "metrics": {"exact_match": 0.0}, "samples": 70, "cut": 1})
-    display.handle({"event": "eval", "step": 9, "loss": 1.0, "perplexity": 2.7, "metrics": {"exact_match": 0.93, "mine": "nan"},
-                    "samples": 70, "cut": 0, "best": True})
+    display.handle(
+        {
+            "event": "eval",
+            "step": 9,
+            "loss": 1.0,
+            "perplexity": 2.7,
+            "metrics": {"exact_match": 0.93, "mine": "nan"},
+            "samples": 70,
+            "cut": 0,
+            "best": True,
+        }
+    )
     assert capsys.readouterr().out.splitlines() == [
         "base model, 70 held-out rows: exact_match 0, 1 answer truncated at eval.max_new_tokens",
-        "evaluation at step 9: loss 1.0000, perplexity 2.7000, exact_match 0.93, mine nan, best so far"]
+        "evaluation at step 9: loss 1.0000, perplexity 2.7000, exact_match 0.93, mine nan, best so far",
+    ]
 
 
 def test_plain_progress_is_silent_when_it_is_over_soon(capsys):
@@ -248,5 +259,9 @@ def test_a_plan_is_shown_line_by_line(capsys):
     display.handle({"event": "plan", "plan": {}, "text": ["memory:", "layers   0  ###", "why         it fits"]})
     display.handle({"event": "measured", "text": ["memory measured: peak 1.00 GB (1.01 planned)"]})
     display.handle({"event": "plan"})
-    assert capsys.readouterr().out.splitlines() == ["memory:", "layers   0  ###", "why         it fits",
-                                                    "memory measured: peak 1.00 GB (1.01 planned)"]
+    assert capsys.readouterr().out.splitlines() == [
+        "memory:",
+        "layers   0  ###",
+        "why         it fits",
+        "memory measured: peak 1.00 GB (1.01 planned)",
+    ]

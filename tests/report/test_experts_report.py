@@ -19,8 +19,12 @@ def counted(step: int, **counts: list[int]) -> dict[str, Any]:
 
 
 def test_counts_add_up_and_void_ones_do_not() -> None:
-    events = [counted(10, l0=[4, 0, 4, 0]), counted(20, l0=[100, 0, 0, 0]),
-              {"event": "start", "resumed_from": 10, "time": 2.0, "session": 2}, counted(20, l0=[2, 6, 4, 0], l2=[1, 1, 1, 1])]
+    events = [
+        counted(10, l0=[4, 0, 4, 0]),
+        counted(20, l0=[100, 0, 0, 0]),
+        {"event": "start", "resumed_from": 10, "time": 2.0, "session": 2},
+        counted(20, l0=[2, 6, 4, 0], l2=[1, 1, 1, 1]),
+    ]
     loads = expert_load(history(events))
     assert loads == [LayerLoad(0, (6, 6, 8, 0)), LayerLoad(2, (1, 1, 1, 1))]
     assert loads[0].imbalance == pytest.approx(8 / 5)

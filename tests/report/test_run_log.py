@@ -191,12 +191,21 @@ def test_a_log_that_is_no_file_is_not_written_to(harm, tmp_path):
 def test_whatever_stands_in_a_log_its_readers_refuse_it_or_understand_it(tmp_path):
     """Every value of every kind of event, replaced by every kind of value."""
     samples = {}
-    for event in [*synthetic_events(200, resume_at=150), {"event": "experts", "step": 100, "counts": {"0": [1, 2]}},
-                  {"event": "plan", "text": ["a"]}, {"event": "rewind", "to": 3, "epoch_after": 0, "pack_after": 2}]:
+    for event in [
+        *synthetic_events(200, resume_at=150),
+        {"event": "experts", "step": 100, "counts": {"0": [1, 2]}},
+        {"event": "plan", "text": ["a"]},
+        {"event": "rewind", "to": 3, "epoch_after": 0, "pack_after": 2},
+    ]:
         samples.setdefault(event["event"], event)
     places = [(kind, (key,)) for kind, event in samples.items() for key in event]
-    places += [(kind, (key, inner)) for kind, event in samples.items() for key, value in event.items()
-               if isinstance(value, dict) and key not in ("recipe", "versions") for inner in value]
+    places += [
+        (kind, (key, inner))
+        for kind, event in samples.items()
+        for key, value in event.items()
+        if isinstance(value, dict) and key not in ("recipe", "versions")
+        for inner in value
+    ]
     refused = read = 0
     for kind, place in places:
         for value in (None, 1e300, "x", {"a": None}):

@@ -37,8 +37,7 @@ def test_time_of_void_steps_counts_but_their_losses_do_not():
 
 
 @table(
-    ("reason", "state"),
-    [("done", "done"), ("early stop", "early stop"), ("signal", "interrupted"), ("health", "health stop")],
+    ("reason", "state"), [("done", "done"), ("early stop", "early stop"), ("signal", "interrupted"), ("health", "health stop")]
 )
 def test_states_of_ended_runs(reason, state):
     assert run_stats(synthetic_events(20, end=reason)).state == state

@@ -99,8 +99,13 @@ def test_evaluations_on_different_rows_are_not_compared_without_a_word(tmp_path)
                 event["recipe"] = event["recipe"] | {"data": event["recipe"]["data"] | data}
         return write_run(tmp_path / name, events)
 
-    one, fraction, rows, file_a, file_b = (run("one"), run("fraction", eval=0.1), run("rows", train=["other.jsonl"]),
-                                           run("a", eval="e.jsonl"), run("b", eval="e.jsonl", train=["other.jsonl"]))
+    one, fraction, rows, file_a, file_b = (
+        run("one"),
+        run("fraction", eval=0.1),
+        run("rows", train=["other.jsonl"]),
+        run("a", eval="e.jsonl"),
+        run("b", eval="e.jsonl", train=["other.jsonl"]),
+    )
     assert compare([one, one])["warnings"] == compare([file_a, file_b])["warnings"] == []
     for other, key in ((fraction, "data.eval"), (rows, "data.train"), (file_a, "data.eval")):
         (warning,) = compare([one, other])["warnings"]

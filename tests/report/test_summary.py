@@ -60,11 +60,17 @@ def test_a_single_evaluation_is_not_to_be_made_rarer():
     assert advise(run_with({"step": 70, "evaluate": 30}, step=58)).key != "eval.every"
 
 
-@table(("cores", "workers", "change"), [
-    (3, 2, "set data.workers: 3 (now 2)"), (16, 12, "set data.workers: 16 (now 12)"),
-    (4, None, "set data.workers: 4 (now None)"),
-    (1, 0, "set data.workers: 1 (now 0)"), (2, 2, "nothing to change"), (2, 8, "nothing to change"),
-])
+@table(
+    ("cores", "workers", "change"),
+    [
+        (3, 2, "set data.workers: 3 (now 2)"),
+        (16, 12, "set data.workers: 16 (now 12)"),
+        (4, None, "set data.workers: 4 (now None)"),
+        (1, 0, "set data.workers: 1 (now 0)"),
+        (2, 2, "nothing to change"),
+        (2, 8, "nothing to change"),
+    ],
+)
 def test_no_more_workers_are_advised_than_there_are_cores(monkeypatch, cores, workers, change):
     monkeypatch.setattr(module, "_cores", lambda: cores)
     advice = advise(run_with({"step": 50, "wait": 50}, recipe=RECIPE | {"data": {"workers": workers}}))
@@ -135,8 +141,15 @@ def test_a_run_that_ended_badly_says_why_and_odd_logs_render():
 
 def test_metrics_stand_in_the_table_with_the_base_models():
     base = {"event": "base", "time": 1.0, "session": 1, "metrics": {"exact_match": 0.0}, "samples": 70}
-    evaluation = {"event": "eval", "time": 1.0, "session": 1, "step": 60, "loss": 1.0, "metrics": {"exact_match": 0.93},
-                  "samples": 70}
+    evaluation = {
+        "event": "eval",
+        "time": 1.0,
+        "session": 1,
+        "step": 60,
+        "loss": 1.0,
+        "metrics": {"exact_match": 0.93},
+        "samples": 70,
+    }
     text = shown([*synthetic_events(20), base, evaluation])
     assert "exact_match" in text
     assert "0 (base) → 0.93   best 0.93 at step 60, 70 rows" in text

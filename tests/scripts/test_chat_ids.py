@@ -44,9 +44,11 @@ def test_generation_takes_it_each_way(tokenizer: Any) -> None:
     model = make_model().eval()
     ids = tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, return_tensors="pt")
     truth = model.generate(input_ids=torch.tensor(ids.tolist()), max_new_tokens=3, do_sample=False)
-    for given in (model.generate(input_ids=ids, max_new_tokens=3, do_sample=False),
-                  model.generate(ids, max_new_tokens=3, do_sample=False),
-                  model.generate(**ids, max_new_tokens=3, do_sample=False)):
+    for given in (
+        model.generate(input_ids=ids, max_new_tokens=3, do_sample=False),
+        model.generate(ids, max_new_tokens=3, do_sample=False),
+        model.generate(**ids, max_new_tokens=3, do_sample=False),
+    ):
         assert torch.equal(given, truth)
         assert not isinstance(given, Ids)
 

@@ -48,18 +48,27 @@ def test_a_script(tmp_path: Path) -> None:
     found = of_script(path)
     adapted = {one.what.split(":")[0] for one in found if not one.missing}
     assert adapted == {
-        "from unsloth import FastLanguageModel", "from unsloth.chat_templates import get_chat_template",
-        "from trl import ORPOTrainer", "SFTTrainer(tokenizer=) -> processing_class=",
+        "from unsloth import FastLanguageModel",
+        "from unsloth.chat_templates import get_chat_template",
+        "from trl import ORPOTrainer",
+        "SFTTrainer(tokenizer=) -> processing_class=",
         "SFTTrainer(max_seq_length=) -> moved into its args as max_length=",
         "SFTTrainer(packing=) -> moved into its args as packing=",
-        "TrainingArguments(warmup_ratio=) -> warmup_steps=", "TrainingArguments(max_prompt_length=) is dropped",
+        "TrainingArguments(warmup_ratio=) -> warmup_steps=",
+        "TrainingArguments(max_prompt_length=) is dropped",
         'TrainingArguments(optim="adamw_8bit") -> adamw_torch_fused, if bitsandbytes is not installed',
     }
     missing = [one.what for one in found if one.missing]
     assert [text.split(" ")[0] for text in missing] == [
-        "unsloth.FastVisionModel", "unsloth.made_up", "unsloth_zoo.rl_replacements", "fast_generate()",
-        "from_pretrained(fast_inference=True)", "from_pretrained(load_in_8bit=True)",
-        "save_pretrained_merged(save_method='merged_4bit')", "save_pretrained_gguf()"]
+        "unsloth.FastVisionModel",
+        "unsloth.made_up",
+        "unsloth_zoo.rl_replacements",
+        "fast_generate()",
+        "from_pretrained(fast_inference=True)",
+        "from_pretrained(load_in_8bit=True)",
+        "save_pretrained_merged(save_method='merged_4bit')",
+        "save_pretrained_gguf()",
+    ]
     assert [text.endswith("(disabled by `if False`)") for text in missing] == [False] * 6 + [True] * 2
     text = as_text(path, found)
     assert "mine.py:2  from unsloth import FastLanguageModel: Pronghorn's" in text
@@ -69,7 +78,9 @@ def test_a_script(tmp_path: Path) -> None:
 def test_a_notebook_and_what_cannot_be_read(tmp_path: Path) -> None:
     path = write_notebook(tmp_path / "some.ipynb", ["!pip install unsloth", "import unsloth"])
     assert [(one.where, one.what) for one in of_script(path)] == [
-        ("cell 1", "skipped: !pip install unsloth"), ("cell 2:1", "import unsloth: pronghorn")]
+        ("cell 1", "skipped: !pip install unsloth"),
+        ("cell 2:1", "import unsloth: pronghorn"),
+    ]
     (tmp_path / "bad.py").write_text("x = (", encoding="utf-8")
     with pytest.raises(CommandError, match="invalid Python"):
         of_script(tmp_path / "bad.py")

@@ -28,8 +28,10 @@ def script(text: str, notes: Notes | None = None) -> dict[str, Any]:
 def test_only_the_script_sees_other_classes() -> None:
     before = {name: getattr(trl, name) for name in ("SFTTrainer", "SFTConfig", "DPOTrainer")}
     inside = dict(vars(trl.SFTTrainer)), dict(vars(transformers.TrainingArguments))
-    names = script("from trl import SFTTrainer, SFTConfig\nimport trl, transformers\nfrom transformers import AutoConfig\n"
-                   "from trl.trainer.sft_trainer import SFTTrainer as Again")
+    names = script(
+        "from trl import SFTTrainer, SFTConfig\nimport trl, transformers\nfrom transformers import AutoConfig\n"
+        "from trl.trainer.sft_trainer import SFTTrainer as Again"
+    )
     assert issubclass(names["SFTTrainer"], trl.SFTTrainer)
     assert names["SFTTrainer"] is not trl.SFTTrainer
     assert names["SFTTrainer"] is names["trl"].SFTTrainer is names["trl"].trainer.SFTTrainer is names["Again"]
@@ -41,8 +43,10 @@ def test_only_the_script_sees_other_classes() -> None:
 
 def test_arguments_are_of_the_real_class() -> None:
     """A trainer saves them with torch.save, by the name of their class."""
-    made = script("from trl import SFTConfig\n"
-                  "made = SFTConfig('somewhere', max_seq_length=77, report_to='none')\nis_one = isinstance(made, SFTConfig)")
+    made = script(
+        "from trl import SFTConfig\n"
+        "made = SFTConfig('somewhere', max_seq_length=77, report_to='none')\nis_one = isinstance(made, SFTConfig)"
+    )
     assert type(made["made"]) is trl.SFTConfig
     assert made["is_one"]
     assert (made["made"].max_length, made["made"].output_dir) == (77, "somewhere")
@@ -88,7 +92,8 @@ def test_what_a_script_sets_in_a_package_is_set_there() -> None:
 def test_data_sets_are_mapped_by_functions_that_use_a_package(tmp_path: Path) -> None:
     """In processes of their own: what they use is sent there."""
     file = tmp_path / "mine.py"
-    file.write_text("""
+    file.write_text(
+        """
 import transformers
 import trl
 from datasets import Dataset
@@ -99,7 +104,9 @@ def length(row):
 
 data = Dataset.from_dict({"text": ["a", "b"]}).map(length, num_proc=2)
 again, once_more = (Dataset.from_dict({"text": ["a", "b"]}).map(length) for _ in range(2))
-""", encoding="utf-8")
+""",
+        encoding="utf-8",
+    )
     main = run(str(file), notes=Notes(lambda text: None))
     assert main.data["name"][:] == main.again["name"][:] == ["Trainera", "Trainerb"]
     assert main.again._fingerprint == main.once_more._fingerprint  # a function that cannot be read has a new one every time

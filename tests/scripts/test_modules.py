@@ -36,8 +36,7 @@ def test_names_are_ours_and_only_inside(notes: Notes) -> None:
     assert "unsloth.chat_templates" not in sys.modules
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("unsloth")
-    assert notes.said == ["import unsloth gives pronghorn",
-                          "import unsloth.chat_templates gives pronghorn.chat_templates"]
+    assert notes.said == ["import unsloth gives pronghorn", "import unsloth.chat_templates gives pronghorn.chat_templates"]
 
 
 def test_what_is_not_here_is_a_sentence_and_an_import_error(notes: Notes) -> None:

@@ -25,8 +25,11 @@ def cells_of(tmp_path: Path, *texts: str) -> list[tuple[str, tuple[str, ...]]]:
     [
         ("!pip install unsloth", "pass", ("!pip install unsloth",)),
         ("%pip install trl\nx = 1", "pass\nx = 1", ("%pip install trl",)),
-        ("%%capture\nimport os\nif True:\n    !pip install \\\n        trl\nx = 1", "\nimport os\nif True:\n    pass\n\nx = 1",
-         ("%%capture", "!pip install \\", "trl")),
+        (
+            "%%capture\nimport os\nif True:\n    !pip install \\\n        trl\nx = 1",
+            "\nimport os\nif True:\n    pass\n\nx = 1",
+            ("%%capture", "!pip install \\", "trl"),
+        ),
         ("%%bash\nls", "", ("%%bash",)),
         ("%%time\nx = 2", "\nx = 2", ("%%time",)),
         ("gpu = !nvidia-smi", "pass", ("gpu = !nvidia-smi",)),
@@ -70,8 +73,10 @@ def test_the_extension(capsys: pytest.CaptureFixture[str]) -> None:
     pronghorn.load_ipython_extension(shell)
     pronghorn.load_ipython_extension(shell)  # a cell run twice
     try:
-        shell.run("from unsloth import is_bf16_supported\nfrom trl import SFTConfig\n"
-                  "made = SFTConfig('somewhere', max_seq_length=5, report_to='none')")
+        shell.run(
+            "from unsloth import is_bf16_supported\nfrom trl import SFTConfig\n"
+            "made = SFTConfig('somewhere', max_seq_length=5, report_to='none')"
+        )
         assert names["is_bf16_supported"] is pronghorn.is_bf16_supported
         assert names["made"].max_length == 5
     finally:

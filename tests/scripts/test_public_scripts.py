@@ -110,15 +110,31 @@ def train_by_hand() -> Any:
 
     model, tokenizer = FastLanguageModel.from_pretrained("unsloth/llama-3-8b", max_seq_length=2048)
     model = FastLanguageModel.get_peft_model(model, r=16)
-    prompt = ("A task, and more about it. Write what completes it.\n\n"
-              "### Instruction:\n{}\n\n### Input:\n{}\n\n### Response:\n{}")
-    texts = [prompt.format(row["instruction"], row["input"], row["output"]) + tokenizer.eos_token
-             for row in load_dataset("yahma/alpaca-cleaned", split="train")]
+    prompt = (
+        "A task, and more about it. Write what completes it.\n\n### Instruction:\n{}\n\n### Input:\n{}\n\n### Response:\n{}"
+    )
+    texts = [
+        prompt.format(row["instruction"], row["input"], row["output"]) + tokenizer.eos_token
+        for row in load_dataset("yahma/alpaca-cleaned", split="train")
+    ]
     config = SFTConfig(
-        per_device_train_batch_size=2, gradient_accumulation_steps=2, warmup_steps=1, max_steps=3, learning_rate=2e-4,
-        logging_steps=1, optim="adamw_8bit" if find_spec("bitsandbytes") else "adamw_torch_fused", weight_decay=0.01,
-        lr_scheduler_type="linear", seed=3407, max_length=2048,
-        output_dir="by-hand", report_to="none", bf16=False, gradient_checkpointing=False, use_cpu=True)
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        warmup_steps=1,
+        max_steps=3,
+        learning_rate=2e-4,
+        logging_steps=1,
+        optim="adamw_8bit" if find_spec("bitsandbytes") else "adamw_torch_fused",
+        weight_decay=0.01,
+        lr_scheduler_type="linear",
+        seed=3407,
+        max_length=2048,
+        output_dir="by-hand",
+        report_to="none",
+        bf16=False,
+        gradient_checkpointing=False,
+        use_cpu=True,
+    )
     trainer = SFTTrainer(model, config, train_dataset=Dataset.from_dict({"text": texts}), processing_class=tokenizer)
     trainer.train()
     FastLanguageModel.for_inference(model)
@@ -137,13 +153,17 @@ def test_numbers_and_packages_are_as_without_the_adaptor(notebook_room: Path, mo
     main, notes = run_script("alpaca_llama3.py")
     found = test_nothing_is_patched.changes(before, test_nothing_is_patched.snapshot())
     assert [line for line in found if not any(name in line for name in OF_PYTHON)] == []
-    logs = [[(row["loss"], row["grad_norm"], row["learning_rate"]) for row in one.state.log_history if "loss" in row]
-            for one in (main["trainer"], by_hand)]
+    logs = [
+        [(row["loss"], row["grad_norm"], row["learning_rate"]) for row in one.state.log_history if "loss" in row]
+        for one in (main["trainer"], by_hand)
+    ]
     assert len(logs[0]) == 3
     assert logs[0] == logs[1]
     # Each translation is told once, and nothing else.
-    eight_bit = ('TrainingArguments(optim="adamw_8bit") becomes "adamw_torch_fused": bitsandbytes is not installed; '
-                 "same updates, 8 bytes of optimizer state per trained weight")
+    eight_bit = (
+        'TrainingArguments(optim="adamw_8bit") becomes "adamw_torch_fused": bitsandbytes is not installed; '
+        "same updates, 8 bytes of optimizer state per trained weight"
+    )
     assert notes.said == [
         "import unsloth gives pronghorn",
         *([] if find_spec("bitsandbytes") else [eight_bit]),

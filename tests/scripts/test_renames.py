@@ -40,8 +40,9 @@ def notes() -> Notes:
         ({"learning_rate": 1e-3, "nobody_knows": 1}, {"learning_rate": 1e-3, "nobody_knows": 1}, 0),
     ],
 )
-def test_arguments(given: dict[str, Any], made: dict[str, Any], said: int, notes: Notes, monkeypatch: pytest.MonkeyPatch
-                   ) -> None:
+def test_arguments(
+    given: dict[str, Any], made: dict[str, Any], said: int, notes: Notes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(renames, "find_spec", lambda name: None)  # bitsandbytes is not installed
     assert translate_arguments(SFTConfig, given, notes) == {"bf16": False} | made
     assert len([line for line in notes.said if "TRL's default" not in line]) == said
@@ -75,10 +76,12 @@ def test_each_is_said_once(notes: Notes) -> None:
 
 @pytest.mark.parametrize(
     ("given", "batch"),
-    [({"per_device_train_batch_size": 1, "num_generations": 4}, 4),
-     ({"per_device_train_batch_size": 1, "num_generations": 4, "gradient_accumulation_steps": 4}, 1),
-     ({"per_device_train_batch_size": 8, "num_generations": 4}, 8),
-     ({"per_device_train_batch_size": 1, "num_generations": 4, "steps_per_generation": 8}, 1)],
+    [
+        ({"per_device_train_batch_size": 1, "num_generations": 4}, 4),
+        ({"per_device_train_batch_size": 1, "num_generations": 4, "gradient_accumulation_steps": 4}, 1),
+        ({"per_device_train_batch_size": 8, "num_generations": 4}, 8),
+        ({"per_device_train_batch_size": 1, "num_generations": 4, "steps_per_generation": 8}, 1),
+    ],
 )
 def test_all_answers_to_a_prompt_go_through_together(given: dict[str, Any], batch: int, notes: Notes) -> None:
     made = translate_arguments(GRPOConfig, given, notes)
@@ -95,14 +98,25 @@ def test_what_a_gpu_trains_in_is_left_alone(monkeypatch: pytest.MonkeyPatch, not
 def test_a_class_of_arguments_for_each_trainer() -> None:
     derived = type("MyTrainer", (SFTTrainer,), {})
     assert [arguments_class(one) for one in (SFTTrainer, derived, DPOTrainer, Trainer)] == [
-        SFTConfig, SFTConfig, DPOConfig, TrainingArguments]
+        SFTConfig,
+        SFTConfig,
+        DPOConfig,
+        TrainingArguments,
+    ]
     assert arguments_class(KTOTrainer).__name__ == "KTOConfig"
 
 
 def test_a_trainer_as_scripts_call_it(notes: Notes) -> None:
     settings = TrainingArguments(output_dir="somewhere", learning_rate=3e-4, bf16=False, report_to="none", hub_token="mine")
-    given = {"model": 1, "tokenizer": 2, "args": settings, "dataset_text_field": "words", "max_seq_length": 64, "packing": True,
-             "dataset_num_proc": 2}
+    given = {
+        "model": 1,
+        "tokenizer": 2,
+        "args": settings,
+        "dataset_text_field": "words",
+        "max_seq_length": 64,
+        "packing": True,
+        "dataset_num_proc": 2,
+    }
     made = translate_trainer(SFTTrainer, given, notes)
     config = made.pop("args")
     assert made == {"model": 1, "processing_class": 2}

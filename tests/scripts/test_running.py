@@ -24,9 +24,12 @@ def write(path: Path, text: str) -> str:
 
 def test_the_script_finds_itself_as_plain_python_lets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    write(tmp_path / "mine.py", "'''doc'''\nimport sys, __main__\n"
-                                "found = (__name__, __file__, sys.argv, sys.path[0], __doc__)\n"
-                                "is_main = __main__.__dict__ is globals()\nimport beside\n")
+    write(
+        tmp_path / "mine.py",
+        "'''doc'''\nimport sys, __main__\n"
+        "found = (__name__, __file__, sys.argv, sys.path[0], __doc__)\n"
+        "is_main = __main__.__dict__ is globals()\nimport beside\n",
+    )
     write(tmp_path / "beside.py", "from trl import SFTConfig\nfrom unsloth import is_bf16_supported\n")
     before = sys.argv, list(sys.path), sys.modules["__main__"]
     main = run("./mine.py", ["--lr", "1e-4", "--json"], notes=quiet())
@@ -39,26 +42,35 @@ def test_the_script_finds_itself_as_plain_python_lets_it(tmp_path: Path, monkeyp
 
 
 def test_a_traceback_begins_in_the_script(tmp_path: Path) -> None:
-    path = write(tmp_path / "mine.py", "def f():\n    1 / 0\n\ntry:\n    f()\n"
-                                       "except ZeroDivisionError as e:\n    raise KeyError(1) from e\n")
+    path = write(
+        tmp_path / "mine.py",
+        "def f():\n    1 / 0\n\ntry:\n    f()\nexcept ZeroDivisionError as e:\n    raise KeyError(1) from e\n",
+    )
     with pytest.raises(KeyError) as caught:
         run(path, notes=quiet())
     shown = as_python_shows_it(caught.value, Path(path))
     assert shown.startswith("Traceback (most recent call last):\n")
     assert [line.strip().split(", ")[1:] for line in shown.splitlines() if line.startswith("  File")] == [
-        ["line 5", "in <module>"], ["line 2", "in f"], ["line 7", "in <module>"]]
+        ["line 5", "in <module>"],
+        ["line 2", "in f"],
+        ["line 7", "in <module>"],
+    ]
     assert shown.endswith("KeyError: 1\n")
     assert exit_code(caught.value) == 1
 
 
 def test_an_error_of_ours_is_the_scripts_lines_and_a_sentence(tmp_path: Path) -> None:
-    path = write(tmp_path / "mine.py", "from unsloth import FastLanguageModel\n\n"
-                                       "def load():\n    FastLanguageModel.from_pretrained('/no/such')\n\nload()\n")
+    path = write(
+        tmp_path / "mine.py",
+        "from unsloth import FastLanguageModel\n\ndef load():\n    FastLanguageModel.from_pretrained('/no/such')\n\nload()\n",
+    )
     with pytest.raises(Exception, match="no such model folder") as caught:
         run(path, notes=quiet())
     lines = as_python_shows_it(caught.value, Path(path)).splitlines()
     assert [line for line in lines if line.startswith("  File")] == [
-        f'  File "{path}", line 6, in <module>', f'  File "{path}", line 4, in load']
+        f'  File "{path}", line 6, in <module>',
+        f'  File "{path}", line 4, in load',
+    ]
     assert "/no/such: no such model folder" in lines
     assert "pronghorn" not in "".join(line for line in lines if line.startswith("  File"))
     assert exit_code(caught.value) == 2
@@ -77,12 +89,17 @@ def test_a_script_that_python_cannot_read(tmp_path: Path) -> None:
 
 def test_cells_of_a_notebook_one_after_the_other(tmp_path: Path) -> None:
     notes = quiet()
-    path = write_notebook(tmp_path / "some.ipynb", [
-        "%%capture\n!pip install unsloth", "from unsloth import is_bf16_supported\nx = 1", "x += 1\n!ls", "\n\n1 / 0"])
+    path = write_notebook(
+        tmp_path / "some.ipynb",
+        ["%%capture\n!pip install unsloth", "from unsloth import is_bf16_supported\nx = 1", "x += 1\n!ls", "\n\n1 / 0"],
+    )
     with pytest.raises(ZeroDivisionError) as caught:
         run(str(path), notes=notes)
     assert [line for line in notes.said if "skipped" in line] == [
-        "cell 1: skipped %%capture", "cell 1: skipped !pip install unsloth", "cell 3: skipped !ls"]
+        "cell 1: skipped %%capture",
+        "cell 1: skipped !pip install unsloth",
+        "cell 3: skipped !ls",
+    ]
     shown = as_python_shows_it(caught.value, path)
     assert f'File "{path}, cell 4", line 3, in <module>\n    1 / 0' in shown
 
@@ -98,17 +115,25 @@ def test_a_kernel_without_a_gpu_is_explained(tmp_path: Path) -> None:
 def test_a_script_that_was_a_notebook(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As nbconvert writes it."""
     notes = quiet()
-    main = run(write(tmp_path / "mine.py", r"""
+    main = run(
+        write(
+            tmp_path / "mine.py",
+            r"""
 get_ipython().run_cell_magic('capture', '', 'import os\nif True:\n    !pip install unsloth\nx = 1\n')
 get_ipython().run_cell_magic('bash', '', 'rm -rf /')
 get_ipython().system('mkdir data')
 get_ipython().run_line_magic('matplotlib', 'inline')
 found = get_ipython().getoutput('nvidia-smi')
 display(x)
-"""), notes=notes)
+""",
+        ),
+        notes=notes,
+    )
     assert (main.x, main.found, capsys.readouterr().out) == (1, [], "1\n")
-    assert notes.said == [f"skipped {line}" for line in ("%%capture", "!pip install unsloth", "%%bash", "!mkdir data",
-                                                          "%matplotlib inline", "!nvidia-smi")]
+    assert notes.said == [
+        f"skipped {line}"
+        for line in ("%%capture", "!pip install unsloth", "%%bash", "!mkdir data", "%matplotlib inline", "!nvidia-smi")
+    ]
     with pytest.raises(NameError):  # a script that asks whether it is in a notebook is not
         run(write(tmp_path / "other.py", "get_ipython()\n"), notes=quiet())
 

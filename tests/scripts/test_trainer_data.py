@@ -28,14 +28,25 @@ def for_a_batch(rows: dict[str, list[str]]) -> list[str]:
 
 @table(
     "formatting",
-    [lambda row: f"{row['question']}={row['answer']}", lambda row: [f"{row['question']}={row['answer']}"], for_a_batch,
-     lambda rows: {"text": for_a_batch(rows)}]
+    [
+        lambda row: f"{row['question']}={row['answer']}",
+        lambda row: [f"{row['question']}={row['answer']}"],
+        for_a_batch,
+        lambda rows: {"text": for_a_batch(rows)},
+    ],
 )
 def test_texts_of_a_formatting_function(formatting: Any, notes: Notes) -> None:
     config = SFTConfig("somewhere", bf16=False, report_to="none")
-    made = translate_data(SFTTrainer, {"args": config, "train_dataset": Dataset.from_list(ROWS),
-                                       "eval_dataset": DatasetDict(some=Dataset.from_list(ROWS[1:])),
-                                       "formatting_func": formatting}, notes)
+    made = translate_data(
+        SFTTrainer,
+        {
+            "args": config,
+            "train_dataset": Dataset.from_list(ROWS),
+            "eval_dataset": DatasetDict(some=Dataset.from_list(ROWS[1:])),
+            "formatting_func": formatting,
+        },
+        notes,
+    )
     assert made["train_dataset"].to_list() == [{"text": "one=1"}, {"text": "two=2"}]
     assert made["eval_dataset"]["some"].to_list() == [{"text": "two=2"}]
     assert "formatting_func" not in made

@@ -93,14 +93,18 @@ def main() -> None:
     data = write_rows(arguments.scratch / "train.jsonl", chat_rows(60))
 
     def recipe(name: str, workers: int) -> Recipe:
-        return Recipe.model_validate({
-            "model": arguments.model, "precision": "fp32", "lora": {"r": 4, "dropout": 0.1},
-            "data": {"train": [str(data)], "eval": 0.1, "max_length": 128, "workers": workers},
-            "train": {"steps": arguments.steps, "batch_tokens": 512, "capacity": 256, "lr": 1e-2},
-            "checkpoint": {"every": max(1, arguments.steps // 6), "keep": 2},
-            "eval": {"every": max(1, arguments.steps // 3), "generations": 1, "max_new_tokens": 3},
-            "output": str(arguments.scratch / name),
-        })
+        return Recipe.model_validate(
+            {
+                "model": arguments.model,
+                "precision": "fp32",
+                "lora": {"r": 4, "dropout": 0.1},
+                "data": {"train": [str(data)], "eval": 0.1, "max_length": 128, "workers": workers},
+                "train": {"steps": arguments.steps, "batch_tokens": 512, "capacity": 256, "lr": 1e-2},
+                "checkpoint": {"every": max(1, arguments.steps // 6), "keep": 2},
+                "eval": {"every": max(1, arguments.steps // 3), "generations": 1, "max_new_tokens": 3},
+                "output": str(arguments.scratch / name),
+            }
+        )
 
     check_run(recipe("whole", 0), report=lambda *_: None)  # what it imports and tokenizes, each fork would: 0.7 of 2 s
     began = time.time()

@@ -80,8 +80,9 @@ def untrained_answers(recipe: Recipe) -> list[str]:
 
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_answers_stand_beside_the_base_models(recipe_for: Callable[..., Recipe], lively: str, method: str) -> None:
-    recipe = recipe_for(model=lively, method=method, train={"steps": 4, "lr": 3e-2},
-                        eval={"every": 2, "metrics": ["rouge_l", "exact_match"]})
+    recipe = recipe_for(
+        model=lively, method=method, train={"steps": 4, "lr": 3e-2}, eval={"every": 2, "metrics": ["rouge_l", "exact_match"]}
+    )
     run = train(recipe, display=Silent()).folder
     base = untrained_answers(recipe)
     lines = lines_of(run)
@@ -94,8 +95,11 @@ def test_answers_stand_beside_the_base_models(recipe_for: Callable[..., Recipe],
     assert [shown["base"] for shown in last["generations"]] == base[:1]
     assert last["cut"] <= 8
     measured = run_stats(read_log(run)).metrics["rouge_l"]
-    assert (measured.base, measured.first, measured.last) == (of_base["metrics"]["rouge_l"], first["metrics"]["rouge_l"],
-                                                             last["metrics"]["rouge_l"])
+    assert (measured.base, measured.first, measured.last) == (
+        of_base["metrics"]["rouge_l"],
+        first["metrics"]["rouge_l"],
+        last["metrics"]["rouge_l"],
+    )
 
 
 def test_without_metrics_a_few_answers_are_shown_and_nothing_is_measured(recipe_for: Callable[..., Recipe]) -> None:
@@ -107,9 +111,7 @@ def test_without_metrics_a_few_answers_are_shown_and_nothing_is_measured(recipe_
     assert all(line["base"] is not None and line["scores"] == {} for line in lines_of(run))
 
 
-def test_the_best_checkpoint_is_the_best_by_the_metric(
-    recipe_for: Callable[..., Recipe], lively: str, tmp_path: Path
-) -> None:
+def test_the_best_checkpoint_is_the_best_by_the_metric(recipe_for: Callable[..., Recipe], lively: str, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     recipe = recipe_for(model=lively, train={"steps": 6, "lr": 3e-2}, eval={"every": 1, "best": "noise"})
     result = train(recipe, display=Silent(), metric_file=tmp_path / "own.py")
@@ -121,13 +123,15 @@ def test_the_best_checkpoint_is_the_best_by_the_metric(
     assert events_of(result.folder, "end")[-1]["best"] == {"step": result.best_step, "noise": max(values)}
 
 
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(
-    recipe_for: Callable[..., Recipe], lively: str, tmp_path: Path
-) -> None:
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(recipe_for: Callable[..., Recipe], lively: str, tmp_path: Path) -> None:
     """With a metric that spoils every random number: weights, dropout included, and what is the best are the same."""
     (tmp_path / "own.py").write_text(OWN)
-    changes: dict[str, Any] = {"model": lively, "train": {"steps": 6}, "lora": {"r": 4, "dropout": 0.3},
-                               "eval": {"every": 2, "best": "noise"}}
+    changes: dict[str, Any] = {
+        "model": lively,
+        "train": {"steps": 6},
+        "lora": {"r": 4, "dropout": 0.3},
+        "eval": {"every": 2, "best": "noise"},
+    }
     whole, parts = (recipe_for(**changes, output=str(tmp_path / name)) for name in ("whole", "parts"))
     plain = train(recipe_for(**changes | {"eval": {"every": 2}}, output=str(tmp_path / "plain")), display=Silent())
     train(whole, display=Silent(), metric_file=tmp_path / "own.py")
@@ -144,8 +148,9 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(
 
 
 def test_patience_is_with_the_metric(recipe_for: Callable[..., Recipe]) -> None:
-    recipe = recipe_for(train={"steps": 9}, eval={"every": 1, "metrics": "exact_match", "best": "exact_match",
-                                                  "stop": {"patience": 2}})
+    recipe = recipe_for(
+        train={"steps": 9}, eval={"every": 1, "metrics": "exact_match", "best": "exact_match", "stop": {"patience": 2}}
+    )
     result = train(recipe, display=Silent())
     assert (result.reason, result.step) == ("early stop", 3)  # it is 0 three times; the loss falls all the while
     assert "held-out exact_match improved by less than" in result.why

@@ -25,9 +25,11 @@ def check(recipe: Recipe) -> Facts:
     return check_run(recipe, report=lambda *_: None)
 
 
-@pytest.mark.parametrize("changes", [
-    {}, {"method": "full"}, {"data": {"eval": 0.2}, "train": {"epochs": 3}}, {"train": {"steps": 2}},
-], ids=["lora", "full", "held out", "steps"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"method": "full"}, {"data": {"eval": 0.2}, "train": {"epochs": 3}}, {"train": {"steps": 2}}],
+    ids=["lora", "full", "held out", "steps"],
+)
 def test_what_is_foretold_is_what_happens(recipe_for: RecipeFor, changes: dict[str, Any]) -> None:
     recipe = recipe_for(**changes)
     facts = check(recipe)
@@ -39,8 +41,13 @@ def test_what_is_foretold_is_what_happens(recipe_for: RecipeFor, changes: dict[s
     # the adapter's own parameters are counted in the run's total
     assert facts.parameters + (0 if recipe.method == "full" else facts.trainable) == start["parameters"]["total"]
     assert facts.eval_documents == start["eval_documents"] > 0
-    assert {"documents": facts.documents, "tokens": facts.tokens, "loss_tokens": facts.loss_tokens, "packs": facts.packs,
-            "efficiency": facts.packing_efficiency}.items() <= start["data"].items()
+    assert {
+        "documents": facts.documents,
+        "tokens": facts.tokens,
+        "loss_tokens": facts.loss_tokens,
+        "packs": facts.packs,
+        "efficiency": facts.packing_efficiency,
+    }.items() <= start["data"].items()
     assert (facts.precision, facts.device) == ("fp32", "cpu")
 
 
@@ -69,23 +76,29 @@ def test_the_table_and_the_json_say_the_same(recipe_for: RecipeFor, capsys: pyte
     assert "activations" in shown
 
 
-@pytest.mark.parametrize(("changes", "said"), [
-    ({"train": {"epochs": 1}}, "only 5 steps"),
-    ({"precision": "bf16"}, "precision: bf16 is much slower than fp32 on most CPUs"),
-    ({"data": {"max_length": 600}, "train": {"capacity": 1024, "batch_tokens": 1024}}, "exceeds the model's 512 positions"),
-])
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"train": {"epochs": 1}}, "only 5 steps"),
+        ({"precision": "bf16"}, "precision: bf16 is much slower than fp32 on most CPUs"),
+        ({"data": {"max_length": 600}, "train": {"capacity": 1024, "batch_tokens": 1024}}, "exceeds the model's 512 positions"),
+    ],
+)
 def test_what_is_allowed_but_hardly_meant_is_said(recipe_for: RecipeFor, changes: dict[str, Any], said: str) -> None:
     told = "\n".join(check(recipe_for(**changes)).notices)
     assert said in told
     assert said not in "\n".join(check(recipe_for(train={"steps": 4})).notices)  # few, but asked for
 
 
-@pytest.mark.parametrize(("changes", "error", "said"), [
-    ({"model": "/nowhere/at/all"}, ModelError, "no such model folder"),
-    ({"lora": {"targets": ["q_prj"]}}, RecipeError, "matches no linear layer"),
-    ({"data": {"train": ["/nowhere/train.jsonl"]}}, DataError, "nowhere"),
-    ({"data": {"eval": None}, "eval": {"stop": {"patience": 1}}}, RecipeError, "eval.stop needs held-out data"),
-])
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"model": "/nowhere/at/all"}, ModelError, "no such model folder"),
+        ({"lora": {"targets": ["q_prj"]}}, RecipeError, "matches no linear layer"),
+        ({"data": {"train": ["/nowhere/train.jsonl"]}}, DataError, "nowhere"),
+        ({"data": {"eval": None}, "eval": {"stop": {"patience": 1}}}, RecipeError, "eval.stop needs held-out data"),
+    ],
+)
 def test_what_a_run_would_refuse_is_refused(recipe_for: RecipeFor, changes: dict[str, Any], error: Any, said: str) -> None:
     with pytest.raises(error) as caught:
         check(recipe_for(**changes))
@@ -98,11 +111,13 @@ def test_cuda_graphs_are_refused_where_there_is_no_gpu(recipe_for: RecipeFor) ->
     assert caught.value.why == "no NVIDIA GPU found"
 
 
-@pytest.mark.parametrize(("tied", "layers", "why"), [
-    (True, "fast", "embeddings"), (True, "own", "embeddings"), (False, "fast", "fast layers"), (False, "own", ""),
-])
+@pytest.mark.parametrize(
+    ("tied", "layers", "why"),
+    [(True, "fast", "embeddings"), (True, "own", "embeddings"), (False, "fast", "fast layers"), (False, "own", "")],
+)
 def test_an_adapter_on_the_head_is_refused_where_it_would_break_something(
-        recipe_for: RecipeFor, tmp_path: Path, tied: bool, layers: str, why: str) -> None:
+    recipe_for: RecipeFor, tmp_path: Path, tied: bool, layers: str, why: str
+) -> None:
     """On fast layers the first step would have failed; of a tied model, the merged export would have been another model."""
     make_model(tie_word_embeddings=tied).save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
@@ -126,7 +141,8 @@ def test_counting_the_steps_of_many_epochs_shows_how_far_it_is(recipe_for: Recip
     shown: list[tuple[str, int, int]] = []
     check_run(recipe_for(train={"epochs": 3}), report=lambda *how_far: shown.append(how_far))
     assert [how_far for how_far in shown if "steps" in how_far[0]] == [
-        ("counting steps of epochs", done, 3) for done in (1, 2, 3)]
+        ("counting steps of epochs", done, 3) for done in (1, 2, 3)
+    ]
 
 
 def test_sources_unused_columns_and_empty_answers_are_told_by_check_and_train(recipe_for: RecipeFor, tmp_path: Path) -> None:
@@ -136,8 +152,7 @@ def test_sources_unused_columns_and_empty_answers_are_told_by_check_and_train(re
     two = write_rows(tmp_path / "two.jsonl", chat_rows(4, seed=5))
     recipe = recipe_for(data={"train": [{"path": str(one), "weight": 2}, str(two)]}, train={"steps": 1})
     facts = check(recipe)
-    told = [f"unused columns: label_id ({one})", f"{one}: weight 2, so 24 rows per epoch from 12",
-            "1 row with an empty answer"]
+    told = [f"unused columns: label_id ({one})", f"{one}: weight 2, so 24 rows per epoch from 12", "1 row with an empty answer"]
     assert facts.sources == (f"{one}: 12 rows, messages, weight 2", f"{two}: 4 rows, messages")
     assert facts.documents == 28
     log = read_log(train(recipe, display=JsonDisplay()).folder)

@@ -156,8 +156,15 @@ def test_no_checkpoints(tmp_path: Path) -> None:
 
 @table(
     ("keep", "best", "left"),
-    [(1, None, [50]), (3, None, [30, 40, 50]), (6, None, [10, 20, 30, 40, 50]), (2, 20, [20, 40, 50]), (1, 50, [40, 50]),
-     (2, 50, [30, 40, 50]), (2, 999, [40, 50])],
+    [
+        (1, None, [50]),
+        (3, None, [30, 40, 50]),
+        (6, None, [10, 20, 30, 40, 50]),
+        (2, 20, [20, 40, 50]),
+        (1, 50, [40, 50]),
+        (2, 50, [30, 40, 50]),
+        (2, 999, [40, 50]),
+    ],
 )
 def test_keep_the_newest_and_the_best(keep: int, best: int | None, left: list[int], tmp_path: Path) -> None:
     for step in (10, 20, 30, 40):

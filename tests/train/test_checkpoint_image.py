@@ -13,8 +13,21 @@ from tables import table
 
 CPU = torch.device("cpu")
 DTYPES = (
-    torch.uint64, torch.int64, torch.float64, torch.float32, torch.uint32, torch.int32, torch.bfloat16, torch.float16,
-    torch.uint16, torch.int16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.bool,
+    torch.uint64,
+    torch.int64,
+    torch.float64,
+    torch.float32,
+    torch.uint32,
+    torch.int32,
+    torch.bfloat16,
+    torch.float16,
+    torch.uint16,
+    torch.int16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
 )
 
 
@@ -32,8 +45,12 @@ def every_dtype() -> dict[str, torch.Tensor]:
     return {f"{turn} {dtype}": (torch.arange(turn + 3) % 2).to(dtype) for turn in range(2) for dtype in DTYPES}
 
 
-ODD = {"scalar": torch.tensor(3.5), "none": torch.empty(0, 4), "ünïcödé \"\\\n\x01\x7f": torch.ones(3),
-       "cube": torch.ones(2, 3, 4)}
+ODD = {
+    "scalar": torch.tensor(3.5),
+    "none": torch.empty(0, 4),
+    'ünïcödé "\\\n\x01\x7f': torch.ones(3),
+    "cube": torch.ones(2, 3, 4),
+}
 
 
 @table("metadata", [None, {"format": "pt"}])
@@ -48,8 +65,15 @@ def test_the_bytes_are_those_of_safetensors(tensors: dict[str, torch.Tensor], me
 
 def test_views_are_stored_as_what_they_show() -> None:
     base = torch.randn(4, 6)
-    views = {"shared": base, "again": base, "row": base[1], "transposed": base.t(), "strided": base[:, ::2],
-             "expanded": torch.tensor([[1.5]]).expand(3, 4), "parameter": torch.nn.Parameter(base[2:])}
+    views = {
+        "shared": base,
+        "again": base,
+        "row": base[1],
+        "transposed": base.t(),
+        "strided": base[:, ::2],
+        "expanded": torch.tensor([[1.5]]).expand(3, 4),
+        "parameter": torch.nn.Parameter(base[2:]),
+    }
     image = Image(CPU, None, quiet)
     image.take({}, [TensorFile("x", views)])
     plain = {name: view.detach().clone(memory_format=torch.contiguous_format) for name, view in views.items()}

@@ -45,8 +45,16 @@ from samples import random_table
 
 LORA = {"adamw", "attention_short", "cross_entropy_rows", "gated_lora", "gated_lora_thin", "linear_cross_entropy",
         "multi_gather", "multi_copy", "rms_norm", "rope", "lora_grad_gemm"}  # fmt: skip
-SMALL: dict[str, Any] = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
-                         "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "head_dim": 64}
+SMALL: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "head_dim": 64,
+}
 CAPACITY = 2048
 THERE = 1077  # the device's number, under which Triton keeps what it compiled
 
@@ -65,13 +73,19 @@ class NoGpu:
 
 
 def modules() -> list[ModuleType]:
-    return [importlib.import_module(module.name)
-            for module in pkgutil.walk_packages(pronghorn.kernels.__path__, "pronghorn.kernels.")]
+    return [
+        importlib.import_module(module.name)
+        for module in pkgutil.walk_packages(pronghorn.kernels.__path__, "pronghorn.kernels.")
+    ]
 
 
 def kernels() -> dict[str, Kernel]:
-    return {f"{module.__name__.rsplit('.', 1)[-1]}.{name}": kernel for module in modules()
-            for name, kernel in vars(module).items() if isinstance(kernel, Kernel) and kernel.__module__ == module.__name__}
+    return {
+        f"{module.__name__.rsplit('.', 1)[-1]}.{name}": kernel
+        for module in modules()
+        for name, kernel in vars(module).items()
+        if isinstance(kernel, Kernel) and kernel.__module__ == module.__name__
+    }
 
 
 def compiled() -> dict[str, int]:

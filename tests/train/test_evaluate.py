@@ -63,8 +63,15 @@ def test_dropout_is_off_and_the_mode_is_put_back() -> None:
 
 def test_progress_is_told_to_the_last_document() -> None:
     told: list[tuple[str, int, int]] = []
-    evaluate(make_model(), random_table(12), capacity=64, device=CPU, pad_id=0, autocast=nullcontext,
-             progress=lambda *a: told.append(a))
+    evaluate(
+        make_model(),
+        random_table(12),
+        capacity=64,
+        device=CPU,
+        pad_id=0,
+        autocast=nullcontext,
+        progress=lambda *a: told.append(a),
+    )
     assert len(told) > 1
     assert told[-1] == ("evaluating", 12, 12)
 
@@ -87,15 +94,18 @@ def after(losses: list[float], stop: Stop | None) -> Progress:
 STOP = Stop(patience=2, min_delta=0.1)
 
 
-@table(("losses", "best", "without_gain"), [
-    ([3.0], (3.0, 1), 0),
-    ([3.0, 2.0], (2.0, 2), 0),
-    ([3.0, 2.95], (2.95, 2), 1),  # the best checkpoint is the best, even if it gained too little
-    ([3.0, 3.5], (3.0, 1), 1),
-    ([3.0, 2.95, 2.91], (2.91, 3), 2),  # small gains are measured from where patience began: 0.09 in two evaluations
-    ([3.0, 2.95, 2.85], (2.85, 3), 0),  # together they are enough
-    ([3.0, 3.5, 2.0, 2.5], (2.0, 3), 1),
-])
+@table(
+    ("losses", "best", "without_gain"),
+    [
+        ([3.0], (3.0, 1), 0),
+        ([3.0, 2.0], (2.0, 2), 0),
+        ([3.0, 2.95], (2.95, 2), 1),  # the best checkpoint is the best, even if it gained too little
+        ([3.0, 3.5], (3.0, 1), 1),
+        ([3.0, 2.95, 2.91], (2.91, 3), 2),  # small gains are measured from where patience began: 0.09 in two evaluations
+        ([3.0, 2.95, 2.85], (2.85, 3), 0),  # together they are enough
+        ([3.0, 3.5, 2.0, 2.5], (2.0, 3), 1),
+    ],
+)
 def test_patience_counts_evaluations_that_gain_too_little(
     losses: list[float], best: tuple[float, int], without_gain: int
 ) -> None:

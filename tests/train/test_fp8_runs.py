@@ -74,8 +74,9 @@ def seen_layers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_a_run_in_fp8_follows_the_one_in_32_bits(recipe_for: RecipeFor, tmp_path: Path, kind: str,
-                                                 seen_layers: list[Any]) -> None:
+def test_a_run_in_fp8_follows_the_one_in_32_bits(
+    recipe_for: RecipeFor, tmp_path: Path, kind: str, seen_layers: list[Any]
+) -> None:
     in_fp8, plain = RUNS[kind]
     ours = train(recipe_for(**in_fp8, output=str(tmp_path / "fp8")), display=Silent())
     assert len(seen_layers) == 1
@@ -89,16 +90,18 @@ def test_a_run_in_fp8_follows_the_one_in_32_bits(recipe_for: RecipeFor, tmp_path
     assert curve(ours)[-1] < 0.97 * curve(ours)[0]
 
 
-@pytest.mark.parametrize("changes", [{"lora": {"r": 4, "dora": True}}, {"lora": {"r": 4, "dropout": 0.1}}, {"layers": "own"}],
-                         ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"lora": {"r": 4, "dora": True}}, {"lora": {"r": 4, "dropout": 0.1}}, {"layers": "own"}], ids=str
+)
 def test_what_the_layer_does_not_cover_trains_on_the_modules(recipe_for: RecipeFor, changes: dict[str, Any]) -> None:
     losses = curve(train(recipe_for(method="fp8", train=LORA_RATE, data={"eval": None}, **changes), display=Silent()))
     assert losses[-1] < 0.97 * losses[0]
 
 
 @pytest.mark.parametrize("kind", ["fp8", "qlora"])
-def test_the_command_trains_evaluates_talks_and_exports(recipe_for: RecipeFor, tmp_path: Path, kind: str,
-                                                        capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_trains_evaluates_talks_and_exports(
+    recipe_for: RecipeFor, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = recipe_for(**RUNS[kind][0])
     file = tmp_path / "recipe.yaml"
     file.write_text(json.dumps(recipe.model_dump(exclude={"eval": {"stop"}})))  # JSON is YAML
@@ -144,8 +147,9 @@ def test_a_gpu_without_fp8_is_refused_before_anything_is_read(recipe_for: Recipe
 
 
 @pytest.mark.parametrize("changes", [{}, {"compute": "fp8"}], ids=["bf16", "fp8"])
-def test_whatever_runs_before_a_step_runs_in_its_precision(recipe_for: RecipeFor, monkeypatch: pytest.MonkeyPatch,
-                                                           changes: dict[str, str]) -> None:
+def test_whatever_runs_before_a_step_runs_in_its_precision(
+    recipe_for: RecipeFor, monkeypatch: pytest.MonkeyPatch, changes: dict[str, str]
+) -> None:
     """Full fine-tuning holds its weights in fp32, in which a GPU's FP8 layers refuse to compute."""
     seen, real = set(), FastCausalLM.prepare
 
@@ -183,8 +187,9 @@ def test_every_budget_trains_the_same_numbers(recipe_for: RecipeFor, tmp_path: P
     assert kinds - {"keep"}
 
 
-def test_the_smallest_budget_does_the_mlp_in_pieces(recipe_for: RecipeFor, tmp_path: Path,
-                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_smallest_budget_does_the_mlp_in_pieces(
+    recipe_for: RecipeFor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same run to the rounding of sums in another order, which turns some roundings to FP8."""
     monkeypatch.setattr(job_module, "SMALLEST_PIECE", 32)
     folder = saved(tmp_path / "deep", num_hidden_layers=2)

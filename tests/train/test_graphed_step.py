@@ -24,8 +24,16 @@ from samples import ListTable
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
 CAPACITY = 512
-SMALL: dict[str, Any] = {"vocab_size": 259, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-                         "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "head_dim": 16}
+SMALL: dict[str, Any] = {
+    "vocab_size": 259,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "head_dim": 16,
+}
 
 
 def model_of(kind: str = "llama", *, dtype: torch.dtype = torch.float32, full: bool = False) -> Any:
@@ -48,8 +56,9 @@ def mixed_table(count: int) -> ListTable:
 
 def steps_of(table: ListTable, count: int, packs: int = 2) -> list[StepBatch]:
     shapes = Shapes.planned(table, pack(table.lengths, CAPACITY, seed=1, epoch=0), CAPACITY)
-    loader = BatchLoader(table, capacity=CAPACITY, packs_per_step=packs, seed=1, workers=0, shapes=shapes,
-                         pin=DEVICE.type == "cuda")
+    loader = BatchLoader(
+        table, capacity=CAPACITY, packs_per_step=packs, seed=1, workers=0, shapes=shapes, pin=DEVICE.type == "cuda"
+    )
     return list(islice(loader, count))
 
 

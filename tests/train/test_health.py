@@ -37,11 +37,16 @@ def test_sound_numbers_pass_and_nothing_is_computed() -> None:
     require_sound(0.0, 1e-30, 1, never, "runs/x", "fp32")
 
 
-@table(("loss", "norm", "said"), [
-    (math.nan, 1.0, "step 7: the loss is not finite"), (math.inf, math.nan, "step 7: the loss is not finite"),
-    (2.0, math.nan, "step 7: the gradient is not finite"), (2.0, math.inf, "step 7: the gradient is not finite"),
-    (math.nan, 0.0, "step 7: the loss is not finite"),
-])
+@table(
+    ("loss", "norm", "said"),
+    [
+        (math.nan, 1.0, "step 7: the loss is not finite"),
+        (math.inf, math.nan, "step 7: the loss is not finite"),
+        (2.0, math.nan, "step 7: the gradient is not finite"),
+        (2.0, math.inf, "step 7: the gradient is not finite"),
+        (math.nan, 0.0, "step 7: the loss is not finite"),
+    ],
+)
 def test_a_number_that_is_not_finite_names_the_rows(loss: float, norm: float, said: str) -> None:
     with pytest.raises(HealthStop, match=said) as caught:
         require_sound(loss, norm, 7, lambda: Offenders(["a.jsonl:3", "a.jsonl:9"], ["a.jsonl:1"] * 40), "runs/x", "bf16")
@@ -53,10 +58,16 @@ def test_a_number_that_is_not_finite_names_the_rows(loss: float, norm: float, sa
     assert "precision=fp32 --allow-change precision" in error.fix
 
 
-@pytest.mark.parametrize(("found", "why"), [
-    (Offenders(["a:1", "a:2"], ["a:1", "a:2"]), "each of the step's 2 rows causes it, so the weights are broken, not the data"),
-    (Offenders([], ["a:1", "a:2"]), "no row of the step causes it alone, only together: a:1, a:2"),
-])
+@pytest.mark.parametrize(
+    ("found", "why"),
+    [
+        (
+            Offenders(["a:1", "a:2"], ["a:1", "a:2"]),
+            "each of the step's 2 rows causes it, so the weights are broken, not the data",
+        ),
+        (Offenders([], ["a:1", "a:2"]), "no row of the step causes it alone, only together: a:1, a:2"),
+    ],
+)
 def test_rows_are_not_blamed_where_all_or_none_of_them_is_bad(found: Offenders, why: str) -> None:
     with pytest.raises(HealthStop) as caught:
         require_sound(math.nan, 1.0, 1, lambda: found, "runs/x", "fp32")
@@ -147,8 +158,10 @@ def test_a_whole_run_names_the_line_of_its_file(
     rows[16]["messages"][0]["content"] += " Z"
     data = write_rows(tmp_path / "spoilt.jsonl", rows)
     recipe = tmp_path / "r.yaml"
-    recipe.write_text(f"model: {folder}\nprecision: fp32\ndata: {{train: {data}, max_length: 128}}\n"
-                      f"train: {{batch_tokens: 512, capacity: 256}}\noutput: {tmp_path / 'run'}\n")
+    recipe.write_text(
+        f"model: {folder}\nprecision: fp32\ndata: {{train: {data}, max_length: 128}}\n"
+        f"train: {{batch_tokens: 512, capacity: 256}}\noutput: {tmp_path / 'run'}\n"
+    )
     assert main(["train", str(recipe)]) == 4
     told = capsys.readouterr().err
     assert "the loss is not finite; the weights are unchanged" in told
@@ -156,8 +169,9 @@ def test_a_whole_run_names_the_line_of_its_file(
     assert f"{data}:17\n" in told
 
 
-def test_a_weight_that_is_not_finite_is_named_before_anything_trains(tiny_model: Path, recipe_for: Callable[..., Any],
-                                                                     tmp_path: Path) -> None:
+def test_a_weight_that_is_not_finite_is_named_before_anything_trains(
+    tiny_model: Path, recipe_for: Callable[..., Any], tmp_path: Path
+) -> None:
     """Nothing with NaN in it equals itself, so packed documents seemed to see each other."""
     folder = tmp_path / "model"
     shutil.copytree(tiny_model, folder)

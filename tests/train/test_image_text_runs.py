@@ -21,14 +21,24 @@ from pronghorn.train.trained_run import Chat, export_run
 RecipeFor = Callable[..., Recipe]
 
 
-@pytest.mark.parametrize(("kind", "method"), [("gemma3", "lora"), ("gemma3", "qlora"), ("gemma3", "full"), ("mistral3", "fp8"),
-                                              ("qwen2_5_vl", "lora"), ("qwen3_vl", "full")])
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [
+        ("gemma3", "lora"),
+        ("gemma3", "qlora"),
+        ("gemma3", "full"),
+        ("mistral3", "fp8"),
+        ("qwen2_5_vl", "lora"),
+        ("qwen3_vl", "full"),
+    ],
+)
 def test_text_is_trained_and_everything_else_comes_back(
-    kind: str, method: str, recipe_for: RecipeFor, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    kind: str, method: str, recipe_for: RecipeFor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = save_image_text_model(kind, tmp_path / "model")
-    recipe = recipe_for(model=model, method=method, train={"steps": 4, "lr": 1e-2 if method != "full" else 1e-3},
-                        eval={"every": 4})
+    recipe = recipe_for(
+        model=model, method=method, train={"steps": 4, "lr": 1e-2 if method != "full" else 1e-3}, eval={"every": 4}
+    )
     file, run = tmp_path / "recipe.yaml", Path(recipe.output)
     file.write_text(json.dumps(recipe.model_dump(exclude={"eval": {"stop"}})))  # JSON is YAML
     assert main(["check", str(file)]) == 0

@@ -25,8 +25,10 @@ def test_every_rank_is_told_who_it_is(tmp_path: Path) -> None:
 def test_the_exit_code_of_the_rank_that_failed_first_is_kept(tmp_path: Path) -> None:
     """The other would run for minutes; it is asked to end, and does."""
     asked = tmp_path / "asked"
-    other = (f"signal.signal(signal.SIGTERM, lambda *_: (open({str(asked)!r}, 'w').close(), sys.exit(3)))\n"
-             f"open({str(tmp_path / 'ready')!r}, 'w').close(); time.sleep(300)")
+    other = (
+        f"signal.signal(signal.SIGTERM, lambda *_: (open({str(asked)!r}, 'w').close(), sys.exit(3)))\n"
+        f"open({str(tmp_path / 'ready')!r}, 'w').close(); time.sleep(300)"
+    )
     failing = f"while not os.path.exists({str(tmp_path / 'ready')!r}): time.sleep(0.01)\nsys.exit(4)"
     script = f"exec({failing!r} if rank else {other!r})"
     with pytest.raises(EndedElsewhere, match="rank 1") as ended:

@@ -98,15 +98,19 @@ def test_the_stages_sum_to_the_wall_clock(recipe_for: Callable[..., Recipe]) -> 
     assert stages["seconds"]["other"] < 0.1 * stages["total"] + 0.1
 
 
-@pytest.mark.parametrize("changes", [
-    {},
-    {"method": "full", "train": {"steps": 4, "lr": 1e-3}},
-    {"lora": {"r": 4, "dropout": 0.3}},
-    {"lora": {"r": 4, "dora": True, "plus_ratio": 4.0}},
-    {"data": {"workers": 2}},
-    {"method": "fp8"},
-    {"method": "qlora", "compute": "fp8", "precision": "bf16"},
-], ids=["lora", "full", "dropout", "dora", "workers", "fp8", "qlora in fp8"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"method": "full", "train": {"steps": 4, "lr": 1e-3}},
+        {"lora": {"r": 4, "dropout": 0.3}},
+        {"lora": {"r": 4, "dora": True, "plus_ratio": 4.0}},
+        {"data": {"workers": 2}},
+        {"method": "fp8"},
+        {"method": "qlora", "compute": "fp8", "precision": "bf16"},
+    ],
+    ids=["lora", "full", "dropout", "dora", "workers", "fp8", "qlora in fp8"],
+)
 def test_a_run_stopped_at_any_step_ends_with_the_same_weights(
     recipe_for: Callable[..., Recipe], tmp_path: Path, changes: dict[str, Any]
 ) -> None:
@@ -246,10 +250,13 @@ def test_zero_gradients_stop_the_run(recipe_for: Callable[..., Recipe], monkeypa
         train(recipe_for(), display=Silent())
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    ({"memory": {"budget": "1MB"}}, "memory.budget"),
-    ({"data": {"eval": None}, "eval": {"stop": {"patience": 1}}}, "eval.stop needs held-out data"),
-])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"memory": {"budget": "1MB"}}, "memory.budget"),
+        ({"data": {"eval": None}, "eval": {"stop": {"patience": 1}}}, "eval.stop needs held-out data"),
+    ],
+)
 def test_what_would_be_ignored_is_refused(recipe_for: Callable[..., Recipe], change: dict[str, Any], said: str) -> None:
     recipe = recipe_for(**change)
     with pytest.raises(RecipeError, match=said):
@@ -280,15 +287,20 @@ def test_the_number_of_steps_is_exact(recipe_for: Callable[..., Recipe]) -> None
     assert manifest["values"]["cursor"] == {"epoch": 2, "pack": 0}
 
 
-@pytest.mark.parametrize(("method", "precision"), [
-    ("lora", "fp32"), ("lora", "fp16"), ("qlora", "bf16"), ("full", "bf16"),
-])
-def test_fast_and_own_layers_give_the_same_run(recipe_for: Callable[..., Recipe], tmp_path: Path, method: str,
-                                               precision: str) -> None:
+@pytest.mark.parametrize(("method", "precision"), [("lora", "fp32"), ("lora", "fp16"), ("qlora", "bf16"), ("full", "bf16")])
+def test_fast_and_own_layers_give_the_same_run(
+    recipe_for: Callable[..., Recipe], tmp_path: Path, method: str, precision: str
+) -> None:
     curves = {}
     for layers in ("fast", "own"):
-        recipe = recipe_for(method=method, precision=precision, layers=layers, data={"eval": None},
-                            train={"steps": 4, "batch_tokens": 256, "lr": 5e-3}, output=str(tmp_path / layers))
+        recipe = recipe_for(
+            method=method,
+            precision=precision,
+            layers=layers,
+            data={"eval": None},
+            train={"steps": 4, "batch_tokens": 256, "lr": 5e-3},
+            output=str(tmp_path / layers),
+        )
         steps = [e for e in read_log(train(recipe, display=Silent()).folder) if e["event"] == "step"]
         curves[layers] = [(e["loss"], e["grad_norm"]) for e in steps]
     assert len(curves["fast"]) == 4
@@ -297,7 +309,8 @@ def test_fast_and_own_layers_give_the_same_run(recipe_for: Callable[..., Recipe]
 
 
 def test_a_disk_that_no_checkpoint_would_fit_on_is_refused_before_the_first_step(
-        recipe_for: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe_for: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A checkpoint keeps a margin free; a run that leaves less would train up to its first one. Weights were not read yet."""
     room = SimpleNamespace(total=10**9, used=10**9 - LEAST_MARGIN, free=LEAST_MARGIN)
     monkeypatch.setattr(setup, "load_model", None)
@@ -309,8 +322,9 @@ def test_a_disk_that_no_checkpoint_would_fit_on_is_refused_before_the_first_step
     assert not Path(recipe.output).exists()
 
 
-def test_a_run_in_the_working_folder_has_its_name(recipe_for: Callable[..., Recipe], tmp_path: Path,
-                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_in_the_working_folder_has_its_name(
+    recipe_for: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     train(recipe_for(output=".", train={"steps": 1}), display=Silent())

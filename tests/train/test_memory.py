@@ -62,8 +62,13 @@ def shapes_of(recipe: Recipe) -> Shapes:
 
 def budgets(recipe: Recipe) -> tuple[int, int]:
     """(the smallest that works, the smallest that keeps everything), for a run on this machine's CPU."""
-    memory = plan_memory(recipe.model_copy(update={"memory": recipe.memory.model_copy(update={"budget": "2GB"})}),
-                         read_config(recipe.model), shapes_of(recipe), CPU, "fp32")
+    memory = plan_memory(
+        recipe.model_copy(update={"memory": recipe.memory.model_copy(update={"budget": "2GB"})}),
+        read_config(recipe.model),
+        shapes_of(recipe),
+        CPU,
+        "fp32",
+    )
     assert memory is not None
     return smallest_budget(memory.plan.problem), memory.plan.problem.budget_for(memory.plan.needed_bytes)
 
@@ -103,17 +108,22 @@ def test_the_layers_follow_the_plan(deep_recipe: RecipeFor) -> None:
 TEN_STEPS = {"train": {"steps": 10, "batch_tokens": 256}}  # after which it is said how long one takes
 
 
-@pytest.mark.parametrize("changes", [
-    TEN_STEPS, {"method": "full", "precision": "bf16", "train": {"steps": 3, "batch_tokens": 256}},
-], ids=["lora", "full bf16"])
+@pytest.mark.parametrize(
+    "changes",
+    [TEN_STEPS, {"method": "full", "precision": "bf16", "train": {"steps": 3, "batch_tokens": 256}}],
+    ids=["lora", "full bf16"],
+)
 def test_every_budget_trains_the_same_numbers(deep_recipe: RecipeFor, tmp_path: Path, changes: dict[str, Any]) -> None:
     base = deep_recipe(**changes)
     free = train(deep_recipe(**changes, output=str(tmp_path / "free")), display=Silent())
     assert free.checkpoint
     lora = base.method == "lora"
     for share in (0.2, 0.6) if lora else (0.0,):
-        recipe = deep_recipe(**changes, memory=between(base, share) if lora else {"budget": _small(base, share)},
-                             output=str(tmp_path / f"b{share}"))
+        recipe = deep_recipe(
+            **changes,
+            memory=between(base, share) if lora else {"budget": _small(base, share)},
+            output=str(tmp_path / f"b{share}"),
+        )
         planned = train(recipe, display=Silent())
         assert planned.checkpoint
         assert curve(planned) == curve(free)
@@ -137,8 +147,9 @@ def _small(recipe: Recipe, share: float) -> str:
     return f"{(low + share * (high - low)) / 1e6:.6f}MB"
 
 
-def test_where_a_layer_does_not_fit_a_part_of_its_tokens_is_timed(deep_recipe: RecipeFor, monkeypatch: pytest.MonkeyPatch
-                                                                  ) -> None:
+def test_where_a_layer_does_not_fit_a_part_of_its_tokens_is_timed(
+    deep_recipe: RecipeFor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from pronghorn.train import memory as planning
 
     asked, real = [], planning.calibrate
@@ -172,8 +183,9 @@ def offload_everything(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def install(self: RunMemory, engine: Any) -> None:
         from dataclasses import replace
 
-        levels = tuple(Level(level, offload=i % 2 == 1) for i, level in
-                       enumerate(("layer", "around_attention", "gate_up", "nothing")))
+        levels = tuple(
+            Level(level, offload=i % 2 == 1) for i, level in enumerate(("layer", "around_attention", "gate_up", "nothing"))
+        )
         outcome = evaluate(self.plan.problem, levels)
         slot = max(self.plan.problem.slot(level.recompute) for level in levels if level.offload)
         self.plan = replace(self.plan, levels=levels, peak_bytes=outcome.peak, host_bytes=outcome.host, slot_bytes=slot)
@@ -184,8 +196,9 @@ def offload_everything(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return pools
 
 
-def test_offloaded_layers_train_the_same_numbers(deep_recipe: RecipeFor, tmp_path: Path,
-                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offloaded_layers_train_the_same_numbers(
+    deep_recipe: RecipeFor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     three = {"train": {"steps": 3}}
     free = train(deep_recipe(**three, output=str(tmp_path / "free")), display=Silent())
     pools = offload_everything(monkeypatch)
@@ -240,8 +253,9 @@ def test_the_smallest_budget_does_the_mlp_in_pieces_and_reads_embeddings_from_th
     monkeypatch.setattr(job_module, "SMALLEST_PIECE", 32)
 
     def recipe(name: str, **changes: Any) -> Recipe:
-        return recipe_for(model=str(tmp_path / "untied"), data={"eval": None}, train={"steps": 4},
-                          output=str(tmp_path / name), **changes)
+        return recipe_for(
+            model=str(tmp_path / "untied"), data={"eval": None}, train={"steps": 4}, output=str(tmp_path / name), **changes
+        )
 
     free = train(recipe("free"), display=Silent())
     nearly = set_up_silently(recipe("first look", memory=between(recipe("free"), 0.0))).memory
@@ -293,8 +307,9 @@ def fails_at(monkeypatch: pytest.MonkeyPatch, calls: set[int], layer_number: int
     return seen
 
 
-def test_memory_that_runs_out_leads_to_a_lower_plan_and_the_same_run(deep_recipe: RecipeFor, tmp_path: Path,
-                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_runs_out_leads_to_a_lower_plan_and_the_same_run(
+    deep_recipe: RecipeFor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     undisturbed = train(deep_recipe(memory={"budget": "2GB"}, output=str(tmp_path / "a")), display=Silent())
     # everything fits, so nothing was timed: forward 8 is the second micro-batch of step 4, when one has left its gradients
     fails_at(monkeypatch, {8})
@@ -313,16 +328,23 @@ def test_memory_that_runs_out_leads_to_a_lower_plan_and_the_same_run(deep_recipe
     assert [e["step"] for e in events if e["event"] == "step"] == list(range(1, disturbed.step + 1))
 
 
-def test_the_step_that_runs_ahead_is_repeated_too(deep_recipe: RecipeFor, tmp_path: Path,
-                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_step_that_runs_ahead_is_repeated_too(
+    deep_recipe: RecipeFor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The graphed step, which reads its numbers a step late; on a CPU its functions run without capture."""
+
     def make_step(model: Any, optimizer: Any, **options: Any) -> GraphedStep:
         options.pop("graph")
         return GraphedStep(model, optimizer, **options)
 
     monkeypatch.setattr(setup, "make_step", make_step)
-    monkeypatch.setattr(setup, "make_optimizer", lambda model, recipe: FusedAdamW(
-        [{"params": [p for p in model.parameters() if p.requires_grad], "base_lr": recipe.train.lr}], lr=recipe.train.lr))
+    monkeypatch.setattr(
+        setup,
+        "make_optimizer",
+        lambda model, recipe: FusedAdamW(
+            [{"params": [p for p in model.parameters() if p.requires_grad], "base_lr": recipe.train.lr}], lr=recipe.train.lr
+        ),
+    )
     undisturbed = train(deep_recipe(memory={"budget": "2GB"}, output=str(tmp_path / "a")), display=Silent())
     fails_at(monkeypatch, {8})
     disturbed = train(deep_recipe(memory={"budget": "2GB"}, output=str(tmp_path / "b")), display=Silent())
@@ -332,8 +354,9 @@ def test_the_step_that_runs_ahead_is_repeated_too(deep_recipe: RecipeFor, tmp_pa
     assert same(weights(disturbed.checkpoint), weights(undisturbed.checkpoint))
 
 
-def test_a_lower_plan_whose_own_buffers_find_no_room_is_not_the_last_word(deep_recipe: RecipeFor,
-                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lower_plan_whose_own_buffers_find_no_room_is_not_the_last_word(
+    deep_recipe: RecipeFor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """There is no still lower one here, and that is what is said."""
     real, tried = RunMemory._install, []
 
@@ -398,9 +421,10 @@ def test_too_small_a_budget_is_refused_before_anything_loads(deep_recipe: Recipe
     assert not Path(recipe.output).exists()
 
 
-@pytest.mark.parametrize(("changes", "why"), [
-    ({"layers": "own"}, "transformers layers"), ({"lora": {"dropout": 0.1}}, "dropout"), ({"lora": {"dora": True}}, "dora"),
-])
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [({"layers": "own"}, "transformers layers"), ({"lora": {"dropout": 0.1}}, "dropout"), ({"lora": {"dora": True}}, "dora")],
+)
 def test_a_budget_that_would_be_ignored_is_refused(recipe_for: RecipeFor, changes: dict[str, Any], why: str) -> None:
     with pytest.raises(RecipeError, match="cannot be planned") as caught:
         train(recipe_for(memory={"budget": "2GB"}, **changes), display=Silent())
@@ -419,7 +443,8 @@ def test_check_tells_the_plan_and_refuses_what_a_run_would(deep_recipe: RecipeFo
 
 
 def test_the_plan_is_for_this_machines_gpu_and_the_lengths_of_this_runs_documents(
-        recipe_for: RecipeFor, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe_for: RecipeFor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("pronghorn.train.memory.local_target", lambda device: Target(CHIPS[8, 9]))
     recipe = recipe_for()
     shapes = shapes_of(recipe)

@@ -26,13 +26,24 @@ from pronghorn.train.loop import train
 from pronghorn.train.run_forecast import why_no_plan
 from samples import make_tokenizer
 
-SIZES: dict[str, Any] = {"vocab_size": 259, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
-                         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0,
-                         "eos_token_id": 2, "bos_token_id": None, "max_position_embeddings": 512}
+SIZES: dict[str, Any] = {
+    "vocab_size": 259,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+    "bos_token_id": None,
+    "max_position_embeddings": 512,
+}
 DEEP = SIZES | {"num_hidden_layers": 4}
 CONFIGS: dict[str, Any] = {
-    "qwen3_moe": lambda: Qwen3MoeConfig(**SIZES, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2,
-                                        output_router_logits=True),
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **SIZES, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, output_router_logits=True
+    ),
     "gpt_oss": lambda: GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=16),
 }
 
@@ -45,8 +56,13 @@ def test_a_run_learns_counts_its_experts_and_exports(
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(CONFIGS[family]()).save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
-    recipe = recipe_for(model=str(tmp_path / "model"), method=method, lora={"targets": ["all-linear", "experts"]},
-                        train={"steps": 6}, eval={"every": 3, "generations": int(method == "lora")})
+    recipe = recipe_for(
+        model=str(tmp_path / "model"),
+        method=method,
+        lora={"targets": ["all-linear", "experts"]},
+        train={"steps": 6},
+        eval={"every": 3, "generations": int(method == "lora")},
+    )
     result = train(recipe, display=Silent(), stages=Stages())
     events = history(read_log(result.folder))
     losses = [e["loss"] for e in events if e["event"] == "step"]
@@ -73,8 +89,9 @@ def test_a_run_learns_counts_its_experts_and_exports(
 
 PLANNED: dict[str, Any] = {
     "qwen3_moe": lambda: Qwen3MoeConfig(**DEEP, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2),
-    "qwen2_moe": lambda: Qwen2MoeConfig(**DEEP, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2,
-                                        shared_expert_intermediate_size=64),
+    "qwen2_moe": lambda: Qwen2MoeConfig(
+        **DEEP, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, shared_expert_intermediate_size=64
+    ),
     "gpt_oss": lambda: GptOssConfig(**DEEP, num_local_experts=4, num_experts_per_tok=2, sliding_window=16),
     "mixtral": lambda: MixtralConfig(**DEEP, num_local_experts=4, num_experts_per_tok=2),
 }
@@ -90,16 +107,21 @@ def deep_recipe(recipe_for: Callable[..., Recipe], tmp_path: Path) -> Callable[.
             torch.manual_seed(0)
             AutoModelForCausalLM.from_config(PLANNED[family]()).save_pretrained(folder)
             make_tokenizer().save_pretrained(folder)
-        options: dict[str, Any] = {"data": {"eval": None}, "lora": {"r": 4, "targets": ["all-linear", "experts"]},
-                                   "train": {"steps": 2}}
+        options: dict[str, Any] = {
+            "data": {"eval": None},
+            "lora": {"r": 4, "targets": ["all-linear", "experts"]},
+            "train": {"steps": 2},
+        }
         return recipe_for(**(options | {"model": str(folder), "output": str(tmp_path / name)} | changes))
 
     return build
 
 
 # Each method once; qwen2_moe is the family with the most tensors to keep, gpt_oss the one with biases and sinks.
-@pytest.mark.parametrize(("family", "changes"), [
-    ("qwen3_moe", {"method": "qlora"}), ("qwen2_moe", {}), ("gpt_oss", {"method": "full"}), ("qwen2_moe", {"method": "fp8"})])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("qwen3_moe", {"method": "qlora"}), ("qwen2_moe", {}), ("gpt_oss", {"method": "full"}), ("qwen2_moe", {"method": "fp8"})],
+)
 def test_a_budget_trains_the_same_numbers(family: str, changes: dict[str, Any], deep_recipe: Callable[..., Recipe]) -> None:
     base = deep_recipe(family, "free", **changes)
     free, levels = train(base, display=Silent()), set()
@@ -118,8 +140,9 @@ def test_a_budget_trains_the_same_numbers(family: str, changes: dict[str, Any], 
 
 
 @pytest.mark.parametrize("method", ["lora", "fp8"])
-def test_experts_that_leave_for_the_host_train_the_same_numbers(method: str, deep_recipe: Callable[..., Recipe],
-                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_that_leave_for_the_host_train_the_same_numbers(
+    method: str, deep_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Half of the layers of each kind, whatever the planner would choose."""
     from pronghorn.memory.levels import Level
     from pronghorn.memory.plan import plan_of
@@ -139,8 +162,9 @@ def test_experts_that_leave_for_the_host_train_the_same_numbers(method: str, dee
     assert next(e for e in read_log(away.folder) if e["event"] == "plan")["pinned_bytes"] > 0
 
 
-def test_memory_that_runs_out_leads_to_a_lower_plan(deep_recipe: Callable[..., Recipe],
-                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_runs_out_leads_to_a_lower_plan(
+    deep_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = deep_recipe("gpt_oss", "a", memory={"budget": "2GB"})
     undisturbed, real, seen = train(recipe, display=Silent()), DecoderLayer.forward_at, [0]
 
@@ -162,22 +186,34 @@ def test_memory_that_runs_out_leads_to_a_lower_plan(deep_recipe: Callable[..., R
 @pytest.mark.gpu
 @pytest.mark.alone
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize(("family", "method"), [("qwen3_moe", "lora"), ("gpt_oss", "lora"), ("gpt_oss", "qlora"),
-                                                ("qwen3_moe", "fp8"), ("gpt_oss", "fp8")])
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [("qwen3_moe", "lora"), ("gpt_oss", "lora"), ("gpt_oss", "qlora"), ("qwen3_moe", "fp8"), ("gpt_oss", "fp8")],
+)
 def test_a_budget_is_kept_on_a_gpu(family: str, method: str, recipes: Callable[..., Recipe], tmp_path: Path) -> None:
     if method == "fp8" and (why := fp8_supported("cuda")):
         pytest.skip(why)
     wide = DEEP | {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
-    chosen = {"num_experts_per_tok": 2} | ({"num_local_experts": 8, "sliding_window": 16} if family == "gpt_oss" else
-                                           {"moe_intermediate_size": 512, "num_experts": 8})
+    chosen = {"num_experts_per_tok": 2} | (
+        {"num_local_experts": 8, "sliding_window": 16}
+        if family == "gpt_oss"
+        else {"moe_intermediate_size": 512, "num_experts": 8}
+    )
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **wide, **chosen)).save_pretrained(tmp_path / "model")
     make_tokenizer().save_pretrained(tmp_path / "model")
 
     def recipe(name: str, **changes: Any) -> Recipe:
-        return recipes(model=str(tmp_path / "model"), method=method, precision="bf16", data={"eval": None},
-                       lora={"r": 16, "targets": ["all-linear", "experts"]}, output=str(tmp_path / name), **changes,
-                       train={"capacity": 4096, "batch_tokens": 8192, "epochs": 8, "lr": 1e-3})
+        return recipes(
+            model=str(tmp_path / "model"),
+            method=method,
+            precision="bf16",
+            data={"eval": None},
+            lora={"r": 16, "targets": ["all-linear", "experts"]},
+            output=str(tmp_path / name),
+            **changes,
+            train={"capacity": 4096, "batch_tokens": 8192, "epochs": 8, "lr": 1e-3},
+        )
 
     free = curve(train(recipe("free"), display=Silent()))
     planned_recipe = recipe("planned", memory=budget(recipe("look"), 0.3))

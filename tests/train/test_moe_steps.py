@@ -32,8 +32,9 @@ FAMILIES: dict[str, Any] = {
 TARGETS: dict[str, Any] = {"attention": "all-linear", "experts": ("all-linear", "experts")}
 
 
-def model_of(family: str, method: str, dtype: torch.dtype = torch.float32, *, balance: bool = False, bits: int | None = None
-             ) -> Any:
+def model_of(
+    family: str, method: str, dtype: torch.dtype = torch.float32, *, balance: bool = False, bits: int | None = None
+) -> Any:
     """`bits`: of the experts and, where they are 8, of the linears."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(FAMILIES[family](), dtype=dtype)
@@ -124,8 +125,9 @@ def test_the_familys_own_layers_train_with_the_auxiliary_loss_too() -> None:
 
 
 @ON_GPU
-@pytest.mark.parametrize(("family", "method", "bits"), gpu_rows(
-    itertools.product(FAMILIES, ["attention", "experts", "full"], [None, 4, 8])))
+@pytest.mark.parametrize(
+    ("family", "method", "bits"), gpu_rows(itertools.product(FAMILIES, ["attention", "experts", "full"], [None, 4, 8]))
+)
 def test_nothing_in_a_step_waits_for_the_device(family: str, method: str, bits: int | None) -> None:
     if bits and method == "full":
         pytest.skip("weights in few bits are not trained")
@@ -142,7 +144,9 @@ def test_nothing_in_a_step_waits_for_the_device(family: str, method: str, bits: 
 
 
 @ON_GPU
-@pytest.mark.parametrize(("family", "method", "dtype"), gpu_rows(
-    itertools.product(FAMILIES, ["attention", "experts", "full"], [torch.bfloat16, torch.float32])))
+@pytest.mark.parametrize(
+    ("family", "method", "dtype"),
+    gpu_rows(itertools.product(FAMILIES, ["attention", "experts", "full"], [torch.bfloat16, torch.float32])),
+)
 def test_on_a_gpu_the_layers_compute_what_the_family_computes(family: str, method: str, dtype: torch.dtype) -> None:
     verify(model_of(family, method, dtype))

@@ -60,8 +60,15 @@ def model_for(kind: str) -> Any:
     """In float32, with weights that are exact in float64 too."""
     torch.manual_seed(0)
     if kind == "experts":  # with the routers' auxiliary loss
-        config = Qwen3MoeConfig(**SMALL, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
-                                output_router_logits=True, router_aux_loss_coef=0.1)
+        config = Qwen3MoeConfig(
+            **SMALL,
+            head_dim=8,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+            output_router_logits=True,
+            router_aux_loss_coef=0.1,
+        )
         return add_adapter(AutoModelForCausalLM.from_config(config), Lora(r=4), seed=1)
     if kind == "softcap":
         config = Gemma2Config(**SMALL, head_dim=8, sliding_window=16, query_pre_attn_scalar=8, final_logit_softcapping=3.0)
@@ -116,8 +123,16 @@ def test_padding_has_a_log_probability_of_zero_and_no_gradient() -> None:
 
 def steps_of(pairs: Any, objective: Objective, capacity: int, packs: int, count: int) -> list[StepBatch]:
     first = pack(pairs.lengths, capacity, seed=1, epoch=0, together=2)
-    loader = BatchLoader(pairs, capacity=capacity, packs_per_step=packs, seed=1, workers=0, together=2,
-                         complete=objective.complete, shapes=Shapes.planned(pairs, first, capacity))
+    loader = BatchLoader(
+        pairs,
+        capacity=capacity,
+        packs_per_step=packs,
+        seed=1,
+        workers=0,
+        together=2,
+        complete=objective.complete,
+        shapes=Shapes.planned(pairs, first, capacity),
+    )
     return list(islice(loader, count))
 
 
@@ -157,11 +172,14 @@ def test_its_loss_does_not_depend_on_batching() -> None:
         objective.prepare(model, pairs, CPU, nullcontext)
         (batch,) = steps_of(pairs, objective, capacity, packs, 1)
         assert sum(len(micro.documents) for micro in batch.batches) == 24
-        assert all(np.diff(np.array(micro.documents).reshape(-1, 2)).ravel().tolist() == [1] * (len(micro.documents) // 2)
-                   for micro in batch.batches)
+        assert all(
+            np.diff(np.array(micro.documents).reshape(-1, 2)).ravel().tolist() == [1] * (len(micro.documents) // 2)
+            for micro in batch.batches
+        )
         found.append((len(batch.batches), *taken(step_for(EagerStep, model, objective), [batch])[0]))
-        held_out = evaluate(small_model(), pairs, capacity=capacity, device=CPU, pad_id=0, autocast=nullcontext,
-                            objective=Pairs())
+        held_out = evaluate(
+            small_model(), pairs, capacity=capacity, device=CPU, pad_id=0, autocast=nullcontext, objective=Pairs()
+        )
         assert held_out.loss == pytest.approx(math.log(2), rel=1e-6)
         assert held_out.tokens == int(pairs.loss_counts.sum())
     assert len({micro for micro, _, _ in found}) == 3
@@ -184,8 +202,11 @@ def test_rows_that_break_a_step_are_found_with_their_partners() -> None:
 def test_a_run_uses_the_objective_of_its_recipe(recipe_for: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Packs, steps and evaluation of a whole run."""
     monkeypatch.setattr(setup, "objective_of", lambda recipe: Pairs())
-    changes: dict[str, Any] = {"eval": {"every": 2, "generations": 0}, "checkpoint": {"every": 2, "keep": 9},
-                               "train": {"steps": 4, "lr": 1e-2}}
+    changes: dict[str, Any] = {
+        "eval": {"every": 2, "generations": 0},
+        "checkpoint": {"every": 2, "keep": 9},
+        "train": {"steps": 4, "lr": 1e-2},
+    }
     recipe: Recipe = recipe_for(**changes)
     recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"eval": recipe.data.train[0]})})
 
@@ -207,4 +228,5 @@ def test_supervised_counts_what_the_loader_counted() -> None:
     assert Supervised().divisor(batch, World()) == Objective.divisor(Supervised(), batch, World()) == batch.loss_tokens
     model = family_model(next(iter(FAMILIES)))
     assert gradients(model, batch)[0] == pytest.approx(
-        float(sum(Supervised().loss_sum(model, micro).detach() for micro in batch.batches)) / batch.loss_tokens, rel=1e-6)
+        float(sum(Supervised().loss_sum(model, micro).detach() for micro in batch.batches)) / batch.loss_tokens, rel=1e-6
+    )

@@ -54,8 +54,11 @@ def test_dora_s_magnitudes_do_not_decay(recipe_for: RecipeFor) -> None:
 def test_lora_plus_makes_b_learn_faster_than_a(recipe_for: RecipeFor) -> None:
     model = add_adapter(make_model(), Lora(r=4), seed=1)
     optimizer = make_optimizer(model, recipe_for(lora={"plus_ratio": 16.0}, train={"lr": 1e-3}))
-    rates = {name: group["lr"] for group, names in zip(optimizer.param_groups, names_of(optimizer, model), strict=True)
-             for name in names}
+    rates = {
+        name: group["lr"]
+        for group, names in zip(optimizer.param_groups, names_of(optimizer, model), strict=True)
+        for name in names
+    }
     assert rates.keys() == trainable(model).keys()
     assert {name: pytest.approx(1.6e-2 if ".lora_B." in name else 1e-3) for name in rates} == rates
     set_lr(optimizer, 0.25)  # the schedule keeps the ratio

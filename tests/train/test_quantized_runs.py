@@ -29,17 +29,36 @@ from pronghorn.train.trained_run import Chat, export_run
 from samples import make_tokenizer
 
 RecipeFor = Callable[..., Recipe]
-SIZES: dict[str, Any] = {"vocab_size": 259, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
-                         "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": 2,
-                         "bos_token_id": None, "max_position_embeddings": 512}
+SIZES: dict[str, Any] = {
+    "vocab_size": 259,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+    "bos_token_id": None,
+    "max_position_embeddings": 512,
+}
 CONFIGS: dict[str, Any] = {
     "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
-    "qwen2_moe": lambda: Qwen2MoeConfig(**SIZES, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2,
-                                        shared_expert_intermediate_size=64),
+    "qwen2_moe": lambda: Qwen2MoeConfig(
+        **SIZES, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, shared_expert_intermediate_size=64
+    ),
     "llama": lambda: LlamaConfig(**SIZES),
-    "glm4_moe": lambda: AutoConfig.for_model("glm4_moe", **SIZES, moe_intermediate_size=64, n_routed_experts=4,
-                                             num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1,
-                                             routed_scaling_factor=1.5, head_dim=16),
+    "glm4_moe": lambda: AutoConfig.for_model(
+        "glm4_moe",
+        **SIZES,
+        moe_intermediate_size=64,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        routed_scaling_factor=1.5,
+        head_dim=16,
+    ),
 }
 
 
@@ -50,10 +69,16 @@ def saved(family: str, folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize(("family", "storage"), [
-    ("mixtral", "nf4"), ("qwen2_moe", "fp8"), ("glm4_moe", "nf4"), ("qwen2_moe", "nvfp4"), ("llama", "nvfp4")])
+@pytest.mark.parametrize(
+    ("family", "storage"),
+    [("mixtral", "nf4"), ("qwen2_moe", "fp8"), ("glm4_moe", "nf4"), ("qwen2_moe", "nvfp4"), ("llama", "nvfp4")],
+)
 def test_the_command_trains_resumes_and_exports(
-    family: str, storage: str, recipe_for: RecipeFor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    storage: str,
+    recipe_for: RecipeFor,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     loaded: list[Any] = []
@@ -107,10 +132,10 @@ def test_a_published_format_that_is_not_multiplied_in_fp8_is_told(recipe_for: Re
 
 @pytest.mark.parametrize("method", ["qlora", "full"])
 def test_experts_that_are_not_stored_in_fp8_are_not_multiplied_so(recipe_for: RecipeFor, tmp_path: Path, method: str) -> None:
-    recipe = recipe_for(model=saved("mixtral", tmp_path / "model"), method=method, compute="fp8",
-                        data={"train": ["nowhere.jsonl"]})
-    for command in (lambda: check_run(recipe, report=lambda *_: None),
-                    lambda: train(recipe, display=Silent())):
+    recipe = recipe_for(
+        model=saved("mixtral", tmp_path / "model"), method=method, compute="fp8", data={"train": ["nowhere.jsonl"]}
+    )
+    for command in (lambda: check_run(recipe, report=lambda *_: None), lambda: train(recipe, display=Silent())):
         with pytest.raises(RecipeError, match="compute: fp8 cannot be combined with method") as caught:
             command()
         assert "16 bits" in caught.value.why

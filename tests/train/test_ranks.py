@@ -87,9 +87,12 @@ def apart(one: list[float], other: list[float]) -> float:
 
 
 # Three packs a step for two ranks, and one in the last step of an epoch: a rank has an empty pack there.
-CHANGES: dict[str, Any] = {"train": {"epochs": 1, "capacity": 256, "batch_tokens": 768, "lr": 1e-2},
-                           "data": {"max_length": 128, "workers": 0}, "eval": {"every": 2, "generations": 0},
-                           "checkpoint": {"every": 3, "keep": 9}}
+CHANGES: dict[str, Any] = {
+    "train": {"epochs": 1, "capacity": 256, "batch_tokens": 768, "lr": 1e-2},
+    "data": {"max_length": 128, "workers": 0},
+    "eval": {"every": 2, "generations": 0},
+    "checkpoint": {"every": 3, "keep": 9},
+}
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
@@ -101,14 +104,17 @@ def test_two_ranks_train_as_one(method: str, recipe_for: Callable[..., Recipe], 
     assert found == [(0, str(alone.step))] * 2
     assert len(losses_of(recipe.output)) == alone.step > 2
     assert apart(losses_of(two.output), losses_of(recipe.output)) < 1e-6
-    events = [[event for event in read_log(Path(run)) if event["event"] in ("step", "eval")]
-              for run in (recipe.output, two.output)]
+    events = [
+        [event for event in read_log(Path(run)) if event["event"] in ("step", "eval")] for run in (recipe.output, two.output)
+    ]
     for one, other in zip(*events, strict=True):
         assert [one.get(key) for key in ("event", "step", "tokens", "loss_tokens", "epoch")] == [
-            other.get(key) for key in ("event", "step", "tokens", "loss_tokens", "epoch")]
+            other.get(key) for key in ("event", "step", "tokens", "loss_tokens", "epoch")
+        ]
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-6)
     assert sorted(path.name for path in Path(two.output).glob("checkpoint-*")) == sorted(
-        path.name for path in Path(recipe.output).glob("checkpoint-*"))
+        path.name for path in Path(recipe.output).glob("checkpoint-*")
+    )
     waited = summary(read_log(Path(two.output)))["ranks"]
     assert waited["ranks"] == len(waited["waited"]) == 2
     assert all(0 < share <= 1 for share in waited["waited"])
@@ -215,8 +221,9 @@ def test_the_captured_step_is_summed_between_its_graphs(tmp_path: Path) -> None:
         assert install(model) == ""
         optimizer = FusedAdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         step = GraphedStep(model, optimizer, device=torch.device("cpu"), precision="fp32", clip=0.5, say=print, world=world)
-        loader = BatchLoader(table, capacity=256, packs_per_step=3, seed=1, workers=0, shapes=shapes,
-                             deal=(world.rank, world.size))
+        loader = BatchLoader(
+            table, capacity=256, packs_per_step=3, seed=1, workers=0, shapes=shapes, deal=(world.rank, world.size)
+        )
         results = []
         for batch in islice(loader, 3):
             step.begin(batch)
@@ -234,15 +241,21 @@ def test_the_captured_step_is_summed_between_its_graphs(tmp_path: Path) -> None:
 def test_packs_are_dealt_and_every_rank_knows_the_whole_step() -> None:
     table = random_table(30)
     shapes = Shapes.planned(table, pack(table.lengths, 256, seed=1, epoch=0), 256)
-    loaders = [iter(BatchLoader(table, capacity=256, packs_per_step=3, seed=1, workers=0, shapes=shapes, deal=deal))
-               for deal in ((0, 1), (0, 2), (1, 2), (3, 4))]
+    loaders = [
+        iter(BatchLoader(table, capacity=256, packs_per_step=3, seed=1, workers=0, shapes=shapes, deal=deal))
+        for deal in ((0, 1), (0, 2), (1, 2), (3, 4))
+    ]
     for _ in range(4):
         whole, even, odd, last = (next(loader) for loader in loaders)
         assert [batch.documents for batch in whole.batches[::2]] == [batch.documents for batch in even.batches]
         assert [batch.documents for batch in whole.batches[1::2]] in ([batch.documents for batch in odd.batches], [])
         for one in (even, odd, last):
             assert (one.tokens, one.loss_tokens, one.after, one.epoch) == (
-                whole.tokens, whole.loss_tokens, whole.after, whole.epoch)
+                whole.tokens,
+                whole.loss_tokens,
+                whole.after,
+                whole.epoch,
+            )
         (empty,) = last.batches  # the fourth rank of three packs
         assert (empty.tokens, empty.loss_tokens, empty.documents) == (0, 0, ())
         assert (empty.labels_T == -100).all()

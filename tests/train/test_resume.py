@@ -121,9 +121,9 @@ def test_a_changed_key_needs_to_be_allowed_and_is_told(trained: tuple[Recipe, Pa
     train(other, display=Silent())  # from here on it is the run's own
 
 
-@pytest.mark.parametrize(("key", "said"), [
-    ("train.rl", "did you mean `train.lr`"), ("lora.r", "shape"), ("data.train", "different rows"),
-])
+@pytest.mark.parametrize(
+    ("key", "said"), [("train.rl", "did you mean `train.lr`"), ("lora.r", "shape"), ("data.train", "different rows")]
+)
 def test_what_cannot_be_allowed(key: str, said: str, recipe_for: Callable[..., Recipe]) -> None:
     with pytest.raises(CommandError, match=f"--allow-change {key}") as caught:
         train(recipe_for(), display=Silent(), allow=[key])

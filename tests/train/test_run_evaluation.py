@@ -26,13 +26,23 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp(f"evaluated-{request.param}")
     make_lively_model().save_pretrained(folder / "model")
     make_tokenizer().save_pretrained(folder / "model")
-    recipe = Recipe.model_validate({
-        "model": str(folder / "model"), "method": request.param, "precision": "fp32", "lora": {"r": 4},
-        "data": {"train": str(write_rows(folder / "train.jsonl", chat_rows(20))), "max_length": 128, "workers": 0,
-                 "eval": str(write_rows(folder / "eval.jsonl", chat_rows(6, seed=1)))},
-        "train": {"steps": 2, "batch_tokens": 512, "capacity": 256, "lr": 3e-2},
-        "eval": {"every": 2, "metrics": ["rouge_l"], "max_new_tokens": 4, "best": "rouge_l"}, "output": str(folder / "run"),
-    })
+    recipe = Recipe.model_validate(
+        {
+            "model": str(folder / "model"),
+            "method": request.param,
+            "precision": "fp32",
+            "lora": {"r": 4},
+            "data": {
+                "train": str(write_rows(folder / "train.jsonl", chat_rows(20))),
+                "max_length": 128,
+                "workers": 0,
+                "eval": str(write_rows(folder / "eval.jsonl", chat_rows(6, seed=1))),
+            },
+            "train": {"steps": 2, "batch_tokens": 512, "capacity": 256, "lr": 3e-2},
+            "eval": {"every": 2, "metrics": ["rouge_l"], "max_new_tokens": 4, "best": "rouge_l"},
+            "output": str(folder / "run"),
+        }
+    )
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PRONGHORN_CACHE", str(folder / "cache"))
         environment.setattr("torch.cuda.is_available", lambda: False)
@@ -49,30 +59,38 @@ def test_its_scores_and_the_base_models_are_those_of_the_run(run: Path, tmp_path
     assert figures["metrics"] == events["eval"]["metrics"]
     assert figures["base_metrics"] == events["base"]["metrics"]
     assert figures["loss"] == pytest.approx(events["eval"]["loss"], rel=1e-5)
-    written, stored = ([json.loads(line) for line in path.read_text("utf-8").splitlines()]
-                       for path in (tmp_path / "a.jsonl", run / "answers.jsonl"))
+    written, stored = (
+        [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+        for path in (tmp_path / "a.jsonl", run / "answers.jsonl")
+    )
     assert written == stored
     assert any(line["answer"] != line["base"] for line in written)
 
 
 def test_the_command_line_has_the_last_word(run: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def metric(prompt, expected, answer):\n    return len(answer)\n")
-    figures = evaluated(run, metric_file=tmp_path / "mine.py",
-                        spec={"metrics": ["regex", "exact_match"], "regex": r"\w", "samples": 3, "max_new_tokens": 2})
+    figures = evaluated(
+        run,
+        metric_file=tmp_path / "mine.py",
+        spec={"metrics": ["regex", "exact_match"], "regex": r"\w", "samples": 3, "max_new_tokens": 2},
+    )
     assert list(figures["metrics"]) == ["exact_match", "regex", "mine"]
     assert figures["samples"] == 3
     assert figures["cut"] == 3
     assert figures["metrics"]["mine"] <= 2
 
 
-@table(("asked", "what"), [
-    ({"spec": {"metrics": ["exact"]}}, "--metrics: invalid value 'exact'"),
-    ({"spec": {"metrics": ["mine.py"]}}, "--metrics"),
-    ({"spec": {"samples": 0}}, "--samples: invalid value 0"),
-    ({"spec": {"max_new_tokens": 0}}, "--max-new-tokens: invalid value 0"),
-    ({"spec": {"metrics": ["regex"]}}, "needs a pattern"),
-    ({"spec": {"metrics": []}, "base": True}, "--base and --answers need a metric"),
-])
+@table(
+    ("asked", "what"),
+    [
+        ({"spec": {"metrics": ["exact"]}}, "--metrics: invalid value 'exact'"),
+        ({"spec": {"metrics": ["mine.py"]}}, "--metrics"),
+        ({"spec": {"samples": 0}}, "--samples: invalid value 0"),
+        ({"spec": {"max_new_tokens": 0}}, "--max-new-tokens: invalid value 0"),
+        ({"spec": {"metrics": ["regex"]}}, "needs a pattern"),
+        ({"spec": {"metrics": []}, "base": True}, "--base and --answers need a metric"),
+    ],
+)
 def test_what_does_not_fit_is_told_before_the_model_is_loaded(
     run: Path, asked: dict[str, Any], what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,12 +114,15 @@ def test_the_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert answered.startswith("answered: 4 held-out rows")
 
 
-@table(("words", "what"), [
-    (["--lm-eval", "arc_easy", "--metrics", "rouge_l"], "--metrics cannot be used with --lm-eval"),
-    (["--lm-eval", "arc_easy", "--data", "x"], "--data cannot be used with --lm-eval"),
-    (["--limit", "3"], "--limit cannot be used without --lm-eval"),
-    (["--lm-eval", "arc_easy", "--limit", "-3"], "--limit -3 is too small"),
-])
+@table(
+    ("words", "what"),
+    [
+        (["--lm-eval", "arc_easy", "--metrics", "rouge_l"], "--metrics cannot be used with --lm-eval"),
+        (["--lm-eval", "arc_easy", "--data", "x"], "--data cannot be used with --lm-eval"),
+        (["--limit", "3"], "--limit cannot be used without --lm-eval"),
+        (["--lm-eval", "arc_easy", "--limit", "-3"], "--limit -3 is too small"),
+    ],
+)
 def test_an_option_that_would_be_ignored_is_refused(words: list[str], what: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "some/run", *words]) == 2
     assert what in capsys.readouterr().err

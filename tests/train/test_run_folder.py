@@ -77,11 +77,14 @@ def test_kill_9_frees_the_folder_at_once(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_outlives_its_killed_parent_does_not_hold_the_folder(tmp_path: Path) -> None:
-    forking = HOLD.replace('    print("held"', """    import os
+    forking = HOLD.replace(
+        '    print("held"',
+        """    import os
     if (child := os.fork()) == 0:
         time.sleep(60)
     (run.path / "worker").write_text(str(child))
-    print("held\"""")
+    print("held\"""",
+    )
     end(hold(tmp_path / "run", forking))
     worker = int((tmp_path / "run" / "worker").read_text())
     try:
@@ -295,8 +298,7 @@ def test_a_link_to_another_disk_stays_one(tmp_path: Path) -> None:
 
 
 @table(
-    ("count", "text"),
-    [(0, "0 bytes"), (1500, "1.5 kB"), (999_600, "1.0 MB"), (2_340_000_000, "2.3 GB"), (10**13, "10.0 TB")],
+    ("count", "text"), [(0, "0 bytes"), (1500, "1.5 kB"), (999_600, "1.0 MB"), (2_340_000_000, "2.3 GB"), (10**13, "10.0 TB")]
 )
 def test_readable_bytes(count: int, text: str) -> None:
     assert readable_bytes(count) == text

@@ -54,8 +54,9 @@ def test_rows_that_were_tokenized_before_are_counted(recipe_for: RecipeFor) -> N
     assert steps.tokens == 7 * recipe.train.batch_tokens
 
 
-def test_the_verb_says_it_to_people_and_to_machines(recipe_for: RecipeFor, tmp_path: Path,
-                                                    capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_verb_says_it_to_people_and_to_machines(
+    recipe_for: RecipeFor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text(json.dumps(recipe_for().model_dump(mode="json")), encoding="utf-8")
     assert main(["plan", str(file), "--gpu", "a100-80"]) == 0
@@ -88,8 +89,16 @@ def test_the_verb_says_it_to_people_and_to_machines(recipe_for: RecipeFor, tmp_p
 
 
 def test_a_mixture_in_fp8_is_planned(recipe_for: RecipeFor, tmp_path: Path) -> None:
-    config = Qwen3MoeConfig(hidden_size=64, moe_intermediate_size=64, head_dim=64, num_hidden_layers=2, num_attention_heads=4,
-                            num_key_value_heads=2, num_experts=8, vocab_size=259)
+    config = Qwen3MoeConfig(
+        hidden_size=64,
+        moe_intermediate_size=64,
+        head_dim=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=8,
+        vocab_size=259,
+    )
     config.save_pretrained(tmp_path / "moe")
 
     def recipe(**changes: str) -> Recipe:

@@ -37,8 +37,12 @@ class Silent:
 def table_of(rows: list[dict[str, Any]]) -> TokenTable:
     """A token a letter; the last one carries loss."""
     texts = [" ".join(message["content"] for message in row["messages"]).encode() for row in rows]
-    return TokenTable.of([TokenRow(np.frombuffer(text, np.uint8).astype(np.int32), ((len(text) - 1, len(text)),), f"a:{n}")
-                          for n, text in enumerate(texts)])
+    return TokenTable.of(
+        [
+            TokenRow(np.frombuffer(text, np.uint8).astype(np.int32), ((len(text) - 1, len(text)),), f"a:{n}")
+            for n, text in enumerate(texts)
+        ]
+    )
 
 
 def test_one_digit_in_one_of_3000_rows_is_another_key() -> None:
@@ -94,13 +98,17 @@ def changed_weight(folder: Path, model: Path) -> None:
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    (changed_data, "training data changed since checkpoint-1"),
-    (changed_held_out, "held-out data changed since checkpoint-1"),
-    (changed_config("rope_theta", 50000.0), "config.json differs from that of checkpoint-1"),
-    (changed_config("rms_norm_eps", 1e-5), "config.json differs from that of checkpoint-1"),
-    (changed_weight, "weights differ from those of checkpoint-1"),
-], ids=["data", "held-out", "rope_theta", "rms_norm_eps", "weight"])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (changed_data, "training data changed since checkpoint-1"),
+        (changed_held_out, "held-out data changed since checkpoint-1"),
+        (changed_config("rope_theta", 50000.0), "config.json differs from that of checkpoint-1"),
+        (changed_config("rms_norm_eps", 1e-5), "config.json differs from that of checkpoint-1"),
+        (changed_weight, "weights differ from those of checkpoint-1"),
+    ],
+    ids=["data", "held-out", "rope_theta", "rms_norm_eps", "weight"],
+)
 def test_a_run_does_not_go_on_with_other_data_or_another_model(
     recipes: Callable[..., Recipe], one_layer_model: Path, tmp_path: Path, change: Callable[[Path, Path], None], said: str
 ) -> None:

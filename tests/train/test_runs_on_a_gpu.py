@@ -23,8 +23,11 @@ from pronghorn.train.memory import plan_memory
 from samples import make_model, make_tokenizer
 
 RecipeFor = Callable[..., Recipe]
-pytestmark = [pytest.mark.gpu, pytest.mark.alone,
-              pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.alone,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
 
 
 @pytest.fixture
@@ -69,9 +72,9 @@ def test_a_budget_is_kept_and_trains_the_same(gpu_recipe: RecipeFor, tmp_path: P
 
 
 @pytest.mark.parametrize(("graph", "call"), [("off", 4), ("on", 1), ("on", 2)])
-def test_memory_that_runs_out_leads_to_a_lower_plan_and_the_same_run(gpu_recipe: RecipeFor, tmp_path: Path,
-                                                                     monkeypatch: pytest.MonkeyPatch, graph: str,
-                                                                     call: int) -> None:
+def test_memory_that_runs_out_leads_to_a_lower_plan_and_the_same_run(
+    gpu_recipe: RecipeFor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graph: str, call: int
+) -> None:
     """In an eager run at a chosen step; in a graphed one while a graph is captured: a replay allocates nothing."""
     undisturbed = train(gpu_recipe(train={"graph": graph}, output=str(tmp_path / "a")), display=Silent())
     fails_at(monkeypatch, {call}, least=4096)

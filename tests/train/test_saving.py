@@ -65,9 +65,14 @@ def test_an_absurd_rate_leaves_no_checkpoint_that_is_not_finite_and_its_advice_w
     method: str, every: int, recipe_for: Callable[..., Recipe]
 ) -> None:
     """At 1e38 the update makes numbers that no product stands; with a checkpoint every step, one with them is on its way."""
+
     def recipe(lr: float) -> Recipe:
-        return recipe_for(method=method, train={"steps": 6, "lr": lr, "schedule": "constant", "warmup": 0.0},
-                          checkpoint={"every": every}, eval={"every": 99, "generations": 0})
+        return recipe_for(
+            method=method,
+            train={"steps": 6, "lr": lr, "schedule": "constant", "warmup": 0.0},
+            checkpoint={"every": every},
+            eval={"every": 99, "generations": 0},
+        )
 
     sound = recipe(1e-3)
     with pytest.raises(HealthStop) as caught:
@@ -84,8 +89,9 @@ def test_an_absurd_rate_leaves_no_checkpoint_that_is_not_finite_and_its_advice_w
     assert losses[-1] < losses[-6]
 
 
-def test_a_moment_that_is_not_finite_is_named_and_the_checkpoint_before_kept(recipe_for: Callable[..., Recipe],
-                                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_moment_that_is_not_finite_is_named_and_the_checkpoint_before_kept(
+    recipe_for: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
     savers: list[Saver] = []
     made = Saver.__init__
 
@@ -112,8 +118,9 @@ def test_a_moment_that_is_not_finite_is_named_and_the_checkpoint_before_kept(rec
 
 
 @pytest.mark.parametrize("kind", ["missing", "a file"])
-def test_the_temporary_folder_is_not_needed(kind: str, recipe_for: Callable[..., Recipe], tmp_path: Path,
-                                            monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_temporary_folder_is_not_needed(
+    kind: str, recipe_for: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = tmp_path / "tmp"
     if kind == "a file":
         place.touch()
@@ -123,11 +130,14 @@ def test_the_temporary_folder_is_not_needed(kind: str, recipe_for: Callable[...,
     assert not list(result.folder.glob(".checkpoint*"))
 
 
-@pytest.mark.parametrize(("error", "kind", "said"), [
-    (ValueError("a name that is a path\nand more"), ModelError, ", so no checkpoint"),
-    (Exception("No such token"), ModelError, ", so no checkpoint"),  # tokenizers has no error of its own
-    (OSError(28, "No space left on device"), EnvironmentFault, ""),
-])
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (ValueError("a name that is a path\nand more"), ModelError, ", so no checkpoint"),
+        (Exception("No such token"), ModelError, ", so no checkpoint"),  # tokenizers has no error of its own
+        (OSError(28, "No space left on device"), EnvironmentFault, ""),
+    ],
+)
 def test_a_tokenizer_that_cannot_be_saved_is_refused_before_weights_load(
     error: Exception, kind: type[Exception], said: str, recipe_for: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,8 +153,9 @@ def test_a_tokenizer_that_cannot_be_saved_is_refused_before_weights_load(
     assert not Path(recipe.output).exists()
 
 
-def test_a_disk_of_a_few_megabytes_is_enough_for_a_small_adapter(recipe_for: Callable[..., Recipe],
-                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_of_a_few_megabytes_is_enough_for_a_small_adapter(
+    recipe_for: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda _: SimpleNamespace(total=4 * 10**6, used=0, free=4 * 10**6))
     assert train(recipe_for(train={"steps": 1}), display=Watching()).checkpoint
 
@@ -183,16 +194,18 @@ sys.exit(main(["train", sys.argv[1]]))
 """
 
 
-def test_main_memory_that_runs_out_in_a_step_is_told_with_what_to_lower(recipe_for: Callable[..., Recipe], tmp_path: Path
-                                                                        ) -> None:
+def test_main_memory_that_runs_out_in_a_step_is_told_with_what_to_lower(
+    recipe_for: Callable[..., Recipe], tmp_path: Path
+) -> None:
     """In a process whose address space may grow by 0.6 GB: so many tokens take 0.25 GB wherever they are kept. A new one: in a
     fork of this one memory that earlier tests have left free was enough, and the step took three minutes."""
     capacity = 2**21
     recipe = recipe_for(train={"batch_tokens": capacity, "capacity": capacity, "steps": 2}, data={"eval": None})
     file = tmp_path / "little-memory.json"
     file.write_text(recipe.model_dump_json(exclude={"eval": {"stop"}}), encoding="utf-8")  # JSON is YAML
-    ended = subprocess.run([sys.executable, "-c", LITTLE_MEMORY, str(file)], capture_output=True, text=True, timeout=120,
-                           check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", LITTLE_MEMORY, str(file)], capture_output=True, text=True, timeout=120, check=False
+    )
     assert ended.returncode == 3, ended.stderr
     assert "out of host RAM" in ended.stderr
     assert f"lower train.capacity (now {capacity:,})" in ended.stderr

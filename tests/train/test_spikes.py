@@ -108,9 +108,14 @@ def noisy(recipe_for: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest
     data = write_rows(tmp_path / "noisy.jsonl", rows)
 
     def build(policy: str, name: str = "run") -> Recipe:
-        return recipe_for(method="full", health={"spike": policy}, checkpoint={"every": 3, "keep": 9},
-                          output=str(tmp_path / name), data={"train": [str(data)], "eval": None, "max_length": 192},
-                          train={"steps": 13, "batch_tokens": 256, "lr": 3e-2, "schedule": "constant", "seed": 5})
+        return recipe_for(
+            method="full",
+            health={"spike": policy},
+            checkpoint={"every": 3, "keep": 9},
+            output=str(tmp_path / name),
+            data={"train": [str(data)], "eval": None, "max_length": 192},
+            train={"steps": 13, "batch_tokens": 256, "lr": 3e-2, "schedule": "constant", "seed": 5},
+        )
 
     return build
 
@@ -136,8 +141,9 @@ def test_warn_says_which_rows_and_goes_on(noisy: Callable[..., Recipe]) -> None:
 
 
 @pytest.mark.parametrize("policy", ["skip", "rewind"])
-def test_a_run_with_a_spike_that_is_stopped_ends_with_the_same_bits(policy: str, noisy: Callable[..., Recipe],
-                                                                    tmp_path: Path) -> None:
+def test_a_run_with_a_spike_that_is_stopped_ends_with_the_same_bits(
+    policy: str, noisy: Callable[..., Recipe], tmp_path: Path
+) -> None:
     """Before the spike and after it, and, where it goes back, killed as soon as it has said so."""
     whole = train(noisy(policy, "whole"), display=Watching()).folder
     assert losses(whole)[13] < losses(whole)[SPIKE - 1] * 1.5

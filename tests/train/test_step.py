@@ -16,8 +16,15 @@ from pronghorn.recipe import Lora
 from pronghorn.train.step import EagerStep, StepResult
 from samples import ListTable, random_table
 
-SMALL: dict[str, Any] = {"vocab_size": 259, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-                         "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+SMALL: dict[str, Any] = {
+    "vocab_size": 259,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
 FAMILIES = {
     "llama": LlamaConfig(**SMALL),
     "qwen3": Qwen3Config(**SMALL, head_dim=8),
@@ -48,8 +55,13 @@ def take(step: EagerStep, step_batch: StepBatch) -> StepResult:
 
 
 def gradients(model: Any, step_batch: StepBatch) -> tuple[float, dict[str, torch.Tensor]]:
-    step = EagerStep(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad]), device=torch.device("cpu"),
-                     precision="fp32", clip=1e9)
+    step = EagerStep(
+        model,
+        torch.optim.SGD([p for p in model.parameters() if p.requires_grad]),
+        device=torch.device("cpu"),
+        precision="fp32",
+        clip=1e9,
+    )
     model.zero_grad()
     loss, _ = step._forward_backward(step_batch)
     return float(loss), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -117,8 +129,13 @@ def test_weights_move_and_the_loss_falls() -> None:
 def test_nothing_is_updated_by_a_step_that_is_not_sound(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, step_batch = model_of("llama"), step_of(random_table(12), 512)
     before = {name: p.clone() for name, p in model.named_parameters()}
-    step = EagerStep(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2),
-                     device=torch.device("cpu"), precision="fp32", clip=1.0)
+    step = EagerStep(
+        model,
+        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2),
+        device=torch.device("cpu"),
+        precision="fp32",
+        clip=1.0,
+    )
     factors = {"loss": (float("nan"), 1.0), "gradient": (1.0, float("inf")), "zero": (1.0, 0.0)}[broken]
     real = step._forward_backward
 
@@ -145,8 +162,13 @@ def test_clipping_bounds_the_update() -> None:
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
 def test_products_run_in_the_precision_asked_for(precision: Any, dtype: torch.dtype) -> None:
     model, step_batch = model_of("llama"), step_of(random_table(4), 256)
-    step = EagerStep(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]), device=torch.device("cpu"),
-                     precision=precision, clip=1.0)
+    step = EagerStep(
+        model,
+        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]),
+        device=torch.device("cpu"),
+        precision=precision,
+        clip=1.0,
+    )
     seen = []
     layer = model.base_model.model.model.layers[0].mlp.down_proj
     layer.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
@@ -156,8 +178,13 @@ def test_products_run_in_the_precision_asked_for(precision: Any, dtype: torch.dt
 
 def test_fp16_overflow_skips_the_update_and_lowers_the_scale() -> None:
     model, step_batch = model_of("llama"), step_of(random_table(4), 256)
-    step = EagerStep(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]), device=torch.device("cpu"),
-                     precision="fp16", clip=1.0)
+    step = EagerStep(
+        model,
+        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]),
+        device=torch.device("cpu"),
+        precision="fp16",
+        clip=1.0,
+    )
     before = {name: p.clone() for name, p in model.named_parameters()}
     step.scaler.scale(torch.zeros(1))  # makes the scale exist
     step.scaler._scale.fill_(2.0**40)
@@ -170,8 +197,13 @@ def test_fp16_overflow_skips_the_update_and_lowers_the_scale() -> None:
 def test_a_checkpoint_s_copies_are_waited_for_before_the_weights_change() -> None:
     model, step_batch = model_of("llama"), step_of(random_table(4), 256)
     weight = next(p for p in model.parameters() if p.requires_grad)
-    step = EagerStep(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]), device=torch.device("cpu"),
-                     precision="fp32", clip=1.0)
+    step = EagerStep(
+        model,
+        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]),
+        device=torch.device("cpu"),
+        precision="fp32",
+        clip=1.0,
+    )
     before, seen = weight.detach().clone(), []
     step.hold_update(lambda: seen.append(weight.detach().clone()))
     take(step, step_batch)

@@ -27,11 +27,19 @@ from tables import table
 
 def recipe_at(folder: Path, model: Path, **changes: Any) -> Recipe:
     base: dict[str, Any] = {
-        "model": str(model), "precision": "fp32", "lora": {"r": 4},
-        "data": {"train": str(write_rows(folder / "train.jsonl", chat_rows(40))), "max_length": 128, "workers": 0,
-                 "eval": str(write_rows(folder / "eval.jsonl", chat_rows(8, seed=1)))},
+        "model": str(model),
+        "precision": "fp32",
+        "lora": {"r": 4},
+        "data": {
+            "train": str(write_rows(folder / "train.jsonl", chat_rows(40))),
+            "max_length": 128,
+            "workers": 0,
+            "eval": str(write_rows(folder / "eval.jsonl", chat_rows(8, seed=1))),
+        },
         "train": {"steps": 6, "batch_tokens": 512, "capacity": 256, "lr": 3e-2},
-        "eval": {"every": 2, "generations": 0}, "checkpoint": {"every": 2, "keep": 10}, "output": str(folder / "run"),
+        "eval": {"every": 2, "generations": 0},
+        "checkpoint": {"every": 2, "keep": 10},
+        "output": str(folder / "run"),
     }
     for key, value in changes.items():
         base[key] = {**base[key], **value} if isinstance(value, dict) and key in base else value
@@ -122,10 +130,11 @@ def test_a_4_bit_run_is_evaluated_talked_to_and_exported(one_layer_model: Path, 
     assert config["base_model_name_or_path"] == str(one_layer_model)
     export_run(folder, "last", tmp_path / "merged", "merged")
     talk = Chat(folder, "last", max_tokens=4)
-    ids = talk.tokenizer.apply_chat_template([{"role": "user", "content": "add 1 and 2"}], add_generation_prompt=True,
-                                             return_tensors="pt", return_dict=False)
+    ids = talk.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "add 1 and 2"}], add_generation_prompt=True, return_tensors="pt", return_dict=False
+    )
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    answer = merged.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)[0, ids.shape[1]:]
+    answer = merged.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)[0, ids.shape[1] :]
     assert talk.answer("add 1 and 2") == talk.tokenizer.decode(answer, skip_special_tokens=True).strip()
     again = recipe_at(tmp_path, tmp_path / "merged", method="full", train={"steps": 1, "lr": 1e-9}, output=str(tmp_path / "b"))
     (held_out,) = (e["loss"] for e in read_log(train(again, display=JsonDisplay()).folder) if e["event"] == "eval")
@@ -136,8 +145,13 @@ def test_a_run_keeps_its_template_its_special_tokens_and_what_ends_a_turn(tmp_pa
     """The model has another template."""
     make_tokenizer("{{ messages }}").save_pretrained(tmp_path / "model")
     make_model().save_pretrained(tmp_path / "model")
-    recipe = recipe_at(tmp_path, tmp_path / "model", train={"steps": 1}, eval={"every": 0.5, "generations": 1}, data={
-        "template": "chatml", "special_tokens": {"pad_token": "<|im_start|>"}, "eot_tokens": ["<|im_end|>"]})
+    recipe = recipe_at(
+        tmp_path,
+        tmp_path / "model",
+        train={"steps": 1},
+        eval={"every": 0.5, "generations": 1},
+        data={"template": "chatml", "special_tokens": {"pad_token": "<|im_start|>"}, "eot_tokens": ["<|im_end|>"]},
+    )
     folder = train(recipe, display=JsonDisplay()).folder
     _, tokenizer, _ = TrainedRun(folder, "last").load()
     asked = tokenizer.apply_chat_template([{"role": "user", "content": "q"}], tokenize=False)
@@ -279,12 +293,16 @@ def with_pickled_adapter(run: Path, copy: Path, canary: Path) -> Path:
     return copy
 
 
-@pytest.mark.parametrize("use", [
-    lambda run, target: evaluate_run(run, "last", data=None, report=lambda *_: None),
-    lambda run, target: export_run(run, "last", target, "merged"),
-    lambda run, target: export_run(run, "last", target, "adapter"),
-    lambda run, target: Chat(run, "last", max_tokens=1),
-], ids=["eval", "merged", "adapter", "chat"])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda run, target: evaluate_run(run, "last", data=None, report=lambda *_: None),
+        lambda run, target: export_run(run, "last", target, "merged"),
+        lambda run, target: export_run(run, "last", target, "adapter"),
+        lambda run, target: Chat(run, "last", max_tokens=1),
+    ],
+    ids=["eval", "merged", "adapter", "chat"],
+)
 def test_a_pickled_adapter_is_never_opened(run: Path, tmp_path: Path, use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Any] = []
     monkeypatch.setattr(torch, "load", lambda *arguments, **_: opened.append(arguments))

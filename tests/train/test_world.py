@@ -181,8 +181,12 @@ class Follower(World):
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_only_the_writer_touches_the_disk(method: str, recipe_for: Callable[..., Recipe], tmp_path: Path) -> None:
     """A whole run with evaluations, answers, checkpoints and reports, by each of the two ranks in turn."""
-    changes: dict[str, Any] = {"method": method, "train": {"steps": 4}, "eval": {"every": 2, "generations": 1, "samples": 2,
-                               "metrics": ["exact_match"], "max_new_tokens": 2}, "checkpoint": {"every": 1, "keep": 2}}
+    changes: dict[str, Any] = {
+        "method": method,
+        "train": {"steps": 4},
+        "eval": {"every": 2, "generations": 1, "samples": 2, "metrics": ["exact_match"], "max_new_tokens": 2},
+        "checkpoint": {"every": 1, "keep": 2},
+    }
     recipe, cache = recipe_for(**changes), Path(os.environ["PRONGHORN_CACHE"])
     writer = Writer()
     with writes_under(tmp_path, cache) as written:

@@ -85,8 +85,9 @@ def measure(workload: Workload) -> dict[str, Any]:
     if experts := experts_of(config):
         kind = _Grouped(wide, out, experts, config["num_experts_per_tok"])
         for layer in layers:
-            layer |= {name: random(e * outer, inner).view(e, outer, inner)
-                      for name, (e, outer, inner) in stacks(config).items()}
+            layer |= {
+                name: random(e * outer, inner).view(e, outer, inner) for name, (e, outer, inner) in stacks(config).items()
+            }
 
     def step() -> None:
         count = config["num_hidden_layers"]
@@ -106,8 +107,13 @@ def measure(workload: Workload) -> dict[str, Any]:
         step()
     times = [_seconds(step, device) for _ in range(REPEATS)]
     seconds = statistics.median(times)
-    return {"tokens_per_second": round(workload.tokens / seconds, 1), "ms_per_step": round(1000 * seconds, 3),
-            "tflops": round(flops(workload) / seconds / 1e12, 1), "fastest_ms": round(1000 * min(times), 3), "steps": REPEATS}
+    return {
+        "tokens_per_second": round(workload.tokens / seconds, 1),
+        "ms_per_step": round(1000 * seconds, 3),
+        "tflops": round(flops(workload) / seconds / 1e12, 1),
+        "fastest_ms": round(1000 * min(times), 3),
+        "steps": REPEATS,
+    }
 
 
 class _Plain:
@@ -195,5 +201,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--workload", choices=WORKLOADS, required=True)
     chosen = WORKLOADS[parser.parse_args().workload]
-    print("RESULT " + json.dumps({"workload": chosen.name, "system": "ceiling", "status": "measured", **measure(chosen),
-                                  "machine": machine()}), flush=True)
+    print(
+        "RESULT "
+        + json.dumps(
+            {"workload": chosen.name, "system": "ceiling", "status": "measured", **measure(chosen), "machine": machine()}
+        ),
+        flush=True,
+    )

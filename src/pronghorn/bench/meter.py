@@ -19,8 +19,18 @@ import torch
 from pronghorn.bench.power import PowerWatch, summary
 
 GIB = 2**30
-PACKAGES = ("torch", "triton", "transformers", "peft", "trl", "unsloth", "liger_kernel", "flash_attn", "flash_attn_4",
-            "bitsandbytes")
+PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "peft",
+    "trl",
+    "unsloth",
+    "liger_kernel",
+    "flash_attn",
+    "flash_attn_4",
+    "bitsandbytes",
+)
 LOSS_SLACK = 0.1  # documents are random, so the loss stays where it is; two steps' mean losses differ by hundredths
 CHANGED_SHARE = 0.9  # of the trained tensors
 
@@ -88,14 +98,21 @@ class Meter:
         self._power.stop()
         changed = self._judge(losses, norms)
         return {
-            "tokens_per_second": round(tokens / seconds, 1), "ms_per_step": round(1000 * seconds / self.steps, 2),
-            "tokens_per_step": round(tokens / self.steps), "steps": self.steps, "warmup": self.warmup,
+            "tokens_per_second": round(tokens / seconds, 1),
+            "ms_per_step": round(1000 * seconds / self.steps, 2),
+            "tokens_per_step": round(tokens / self.steps),
+            "steps": self.steps,
+            "warmup": self.warmup,
             "peak_gib": self._gib(torch.cuda.max_memory_allocated) if self._cuda else None,
             "peak_since": "first step" if self._peak_from_first_step else "step 2",
             "reserved_gib": self._gib(torch.cuda.max_memory_reserved) if self._cuda else None,
-            "seconds_to_first_step": self.marks["first_step"], "marks": self.marks,
-            "loss_first": losses[0], "loss_last": losses[-1], "losses": [round(float(loss), 5) for loss in losses],
-            "grad_norm": norms[-1], "changed_share": changed,
+            "seconds_to_first_step": self.marks["first_step"],
+            "marks": self.marks,
+            "loss_first": losses[0],
+            "loss_last": losses[-1],
+            "losses": [round(float(loss), 5) for loss in losses],
+            "grad_norm": norms[-1],
+            "changed_share": changed,
             **summary(self._power.samples, self._times[self.warmup], self._times[self.total]),
         }
 
@@ -150,6 +167,7 @@ def machine() -> dict[str, Any]:
     cuda = torch.cuda.is_available()
     return {
         "hardware": torch.cuda.get_device_name() if cuda else f"CPU ({platform.machine()})",
-        "cuda": torch.version.cuda, "versions": versions,
+        "cuda": torch.version.cuda,
+        "versions": versions,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }

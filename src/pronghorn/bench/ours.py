@@ -28,23 +28,37 @@ Graph = Literal["auto", "on", "off"]
 
 
 def bench_recipe(workload: Workload, graph: Graph = "auto") -> Recipe:
-    return Recipe.model_validate({
-        "model": str(model_folder(workload.model)), "method": workload.ours or workload.method,
-        "compute": workload.compute,
-        "lora": {"r": workload.rank, "alpha": workload.rank,
-                 "targets": ["all-linear", "experts"] if workload.adapters == "experts" else "all-linear"},
-        "data": {"train": ["the benchmark's documents"], "max_length": workload.row},
-        "train": {"capacity": workload.tokens, "batch_tokens": workload.tokens, "lr": LEARNING_RATE, "clip": CLIP,
-                  "seed": SEED, "graph": graph},
-        **({"memory": {"budget": workload.budget}} if workload.budget else {}),
-    })
+    return Recipe.model_validate(
+        {
+            "model": str(model_folder(workload.model)),
+            "method": workload.ours or workload.method,
+            "compute": workload.compute,
+            "lora": {
+                "r": workload.rank,
+                "alpha": workload.rank,
+                "targets": ["all-linear", "experts"] if workload.adapters == "experts" else "all-linear",
+            },
+            "data": {"train": ["the benchmark's documents"], "max_length": workload.row},
+            "train": {
+                "capacity": workload.tokens,
+                "batch_tokens": workload.tokens,
+                "lr": LEARNING_RATE,
+                "clip": CLIP,
+                "seed": SEED,
+                "graph": graph,
+            },
+            **({"memory": {"budget": workload.budget}} if workload.budget else {}),
+        }
+    )
 
 
-def make_our_step(model: Any, recipe: Recipe, device: torch.device, precision: Precision, graph: Graph,
-                  say: Callable[[str], None]) -> Step:
+def make_our_step(
+    model: Any, recipe: Recipe, device: torch.device, precision: Precision, graph: Graph, say: Callable[[str], None]
+) -> Step:
     """The one place that knows how our step is built."""
-    return make_step(model, make_optimizer(model, recipe), device=device, precision=precision, clip=recipe.train.clip,
-                     graph=graph, say=say)
+    return make_step(
+        model, make_optimizer(model, recipe), device=device, precision=precision, clip=recipe.train.clip, graph=graph, say=say
+    )
 
 
 def make_loader(rows: list[Any], recipe: Recipe, *, pin: bool) -> tuple[BatchLoader, Shapes, PackedBatch]:
@@ -52,16 +66,25 @@ def make_loader(rows: list[Any], recipe: Recipe, *, pin: bool) -> tuple[BatchLoa
     table, capacity = DocumentTable(rows), recipe.train.capacity
     packs = pack(table.lengths, capacity, seed=SEED, epoch=0)
     shapes = Shapes.planned(table, packs, capacity)
-    loader = BatchLoader(table, capacity=capacity, packs_per_step=1, seed=SEED, workers=recipe.data.workers, pin=pin,
-                         shapes=shapes)
+    loader = BatchLoader(
+        table, capacity=capacity, packs_per_step=1, seed=SEED, workers=recipe.data.workers, pin=pin, shapes=shapes
+    )
     return loader, shapes, build_batch(table, packs[0], capacity, shapes=shapes)
 
 
 class Ours:
     """Everything before the first step, and the steps."""
 
-    def __init__(self, workload: Workload, meter: Meter, *, lengths: Path | None = None,
-                 layers: Literal["fast", "own"] = "fast", graph: Graph = "auto", calibrate: bool = True) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        meter: Meter,
+        *,
+        lengths: Path | None = None,
+        layers: Literal["fast", "own"] = "fast",
+        graph: Graph = "auto",
+        calibrate: bool = True,
+    ) -> None:
         """`calibrate`: whether a plan goes by times measured here, or by those of the GPU's data sheet."""
         self.meter = meter
         self.notices: list[str] = []  # what the step has to tell, a captured graph for one, and in which step it did
@@ -73,8 +96,7 @@ class Ours:
         self.batches = iter(loader)
         self.memory = plan_memory(recipe, read_config(recipe.model), shapes, device, precision) if workload.budget else None
         full = recipe.method == "full"  # with float32 weights beside the ones that are multiplied
-        base = load_model(recipe.model, torch.float32 if full else DTYPES[precision], device,
-                          storage=recipe.stored_as)
+        base = load_model(recipe.model, torch.float32 if full else DTYPES[precision], device, storage=recipe.stored_as)
         model = base.train().requires_grad_(True) if full else add_adapter(base, recipe.lora, seed=SEED)
         if layers == "fast" and (why := install(model, fp8=recipe.fp8)):
             raise RuntimeError(f"no fast layers: {why}")
@@ -84,8 +106,9 @@ class Ours:
             print("\n".join(self.memory.text()), flush=True)
         self.step = make_our_step(model, recipe, device, precision, graph, self._note)
         config = base_of(model).config
-        attention = pick_backend(device, DTYPES[precision], config.head_dim, typical=shapes.typical,
-                                 sinks=config.model_type == "gpt_oss")
+        attention = pick_backend(
+            device, DTYPES[precision], config.head_dim, typical=shapes.typical, sinks=config.model_type == "gpt_oss"
+        )
         self.model, self.recipe, self.device, self.precision = model, recipe, device, precision
         self.job = run_job(recipe, read_config(recipe.model), shapes, device, precision)
         self.facts = {"attention": attention, "precision": precision, "layers": layers, "step": type(self.step).__name__}

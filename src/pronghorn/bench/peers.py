@@ -93,11 +93,23 @@ def _watch(trainer: Any, meter: Meter) -> _Seen:
 def _arguments(workload: Workload, meter: Meter) -> dict[str, Any]:
     """What transformers' and trl's trainers both take."""
     return {
-        "output_dir": tempfile.mkdtemp(prefix="pronghorn-bench-"), "max_steps": meter.total, "learning_rate": LEARNING_RATE,
-        "lr_scheduler_type": "constant", "warmup_steps": 0, "weight_decay": 0.0, "max_grad_norm": CLIP,
-        "optim": "adamw_8bit" if workload.method == "qlora" else "adamw_torch_fused", "bf16": CUDA, "use_cpu": not CUDA,
-        "logging_steps": meter.total, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "seed": SEED,
-        "dataloader_num_workers": 2 if CUDA else 0, "dataloader_prefetch_factor": 4 if CUDA else None,
+        "output_dir": tempfile.mkdtemp(prefix="pronghorn-bench-"),
+        "max_steps": meter.total,
+        "learning_rate": LEARNING_RATE,
+        "lr_scheduler_type": "constant",
+        "warmup_steps": 0,
+        "weight_decay": 0.0,
+        "max_grad_norm": CLIP,
+        "optim": "adamw_8bit" if workload.method == "qlora" else "adamw_torch_fused",
+        "bf16": CUDA,
+        "use_cpu": not CUDA,
+        "logging_steps": meter.total,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "seed": SEED,
+        "dataloader_num_workers": 2 if CUDA else 0,
+        "dataloader_prefetch_factor": 4 if CUDA else None,
     }
 
 
@@ -107,23 +119,41 @@ def _script(system: System, workload: Workload, meter: Meter, lengths: Path | No
     trl: Any = importlib.import_module("trl")
     nf4, full = workload.method == "qlora", workload.method == "full"
     model, tokenizer = fast.from_pretrained(
-        str(model_folder(workload.model)), max_seq_length=workload.row, dtype=DTYPE, load_in_4bit=nf4,
-        load_in_16bit=CUDA and not (nf4 or full), full_finetuning=full,
-        use_gradient_checkpointing=system.recompute, local_files_only=True,
+        str(model_folder(workload.model)),
+        max_seq_length=workload.row,
+        dtype=DTYPE,
+        load_in_4bit=nf4,
+        load_in_16bit=CUDA and not (nf4 or full),
+        full_finetuning=full,
+        use_gradient_checkpointing=system.recompute,
+        local_files_only=True,
     )
     if not full:
         model = fast.get_peft_model(
-            model, r=workload.rank, lora_alpha=workload.rank, lora_dropout=0, bias="none",
-            target_modules=list(_names(workload)), random_state=SEED, use_gradient_checkpointing=system.recompute,
+            model,
+            r=workload.rank,
+            lora_alpha=workload.rank,
+            lora_dropout=0,
+            bias="none",
+            target_modules=list(_names(workload)),
+            random_state=SEED,
+            use_gradient_checkpointing=system.recompute,
         )
     meter.mark("model")
     rows, packs = documents(workload, meter.total, lengths), workload.config["model_type"] not in UNSLOTH_PADS
     settings = _arguments(workload, meter) | {
         "per_device_train_batch_size": workload.tokens // workload.row if packs else _documents_a_step(rows, workload),
-        "gradient_accumulation_steps": 1, "packing": packs, "max_length": workload.row, "dataset_num_proc": 1,
+        "gradient_accumulation_steps": 1,
+        "packing": packs,
+        "max_length": workload.row,
+        "dataset_num_proc": 1,
     }
-    trainer = trl.SFTTrainer(model=model, processing_class=tokenizer, args=trl.SFTConfig(**settings),
-                             train_dataset=dataset.from_list([{"input_ids": ids.tolist()} for ids in rows]))
+    trainer = trl.SFTTrainer(
+        model=model,
+        processing_class=tokenizer,
+        args=trl.SFTConfig(**settings),
+        train_dataset=dataset.from_list([{"input_ids": ids.tolist()} for ids in rows]),
+    )
     return trainer, {"trainer": "trl", "batches": "packed" if packs else "padded", "precision": _precision()}
 
 
@@ -147,8 +177,11 @@ def _transformers(system: System, workload: Workload, meter: Meter, lengths: Pat
         data, size, accumulate = _packs(rows, workload), 1, 1
         collate = _flattener(flash=attention == "flash_attention_2")
     settings = _arguments(workload, meter) | {
-        "per_device_train_batch_size": size, "gradient_accumulation_steps": accumulate, "remove_unused_columns": False,
-        "gradient_checkpointing": bool(system.recompute), "train_sampling_strategy": "sequential",
+        "per_device_train_batch_size": size,
+        "gradient_accumulation_steps": accumulate,
+        "remove_unused_columns": False,
+        "gradient_checkpointing": bool(system.recompute),
+        "train_sampling_strategy": "sequential",
         "gradient_checkpointing_kwargs": {"use_reentrant": False} if bool(system.recompute) else None,
     }
     trainer = Trainer(model=model, args=TrainingArguments(**settings), train_dataset=data, data_collator=collate)
@@ -176,8 +209,9 @@ def _adapted(system: System, workload: Workload, attention: str) -> Any:
     if CUDA:
         settings["device_map"] = {"": 0}
     if workload.method == "qlora":
-        settings["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
-                                                             bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=DTYPE)
+        settings["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=DTYPE
+        )
     model = loader.from_pretrained(str(model_folder(workload.model)), **settings)
     model.config.use_cache = False
     if workload.method == "qlora":
@@ -185,9 +219,15 @@ def _adapted(system: System, workload: Workload, attention: str) -> Any:
     if workload.method == "full":
         return model.train()
     experts = ["experts.gate_up_proj", "experts.down_proj"] if workload.adapters == "experts" else None
-    adapter = LoraConfig(task_type="CAUSAL_LM", r=workload.rank, lora_alpha=workload.rank, lora_dropout=0.0, bias="none",
-                         target_modules=list(LINEARS if workload.adapters == "linears" else ATTENTION),
-                         target_parameters=experts)
+    adapter = LoraConfig(
+        task_type="CAUSAL_LM",
+        r=workload.rank,
+        lora_alpha=workload.rank,
+        lora_dropout=0.0,
+        bias="none",
+        target_modules=list(LINEARS if workload.adapters == "linears" else ATTENTION),
+        target_parameters=experts,
+    )
     torch.manual_seed(SEED)
     return get_peft_model(model, adapter, autocast_adapter_dtype=False)
 

@@ -64,7 +64,8 @@ def _bar(y: int, row: Row, full: float, unsloth: float | None) -> list[str]:
     length = max(1.0, rail * min(1.0, speed / full))
     figure = f"{speed:,.0f}" + (f"  ({speed / unsloth:.2f}x Unsloth)" if ours and unsloth else "")
     return [
-        label, f'<rect class="rail" x="{LEFT}" y="{y}" width="{rail}" height="{BAR}" rx="3"/>',
+        label,
+        f'<rect class="rail" x="{LEFT}" y="{y}" width="{rail}" height="{BAR}" rx="3"/>',
         f'<rect class="{"ours" if ours else "peer"}" x="{LEFT}" y="{y}" width="{length:.1f}" height="{BAR}" rx="3"/>',
         _text(WIDTH - RIGHT + 8, middle, figure, "ink bold" if ours else "soft"),
     ]

@@ -46,8 +46,9 @@ class Results:
             content = json.loads(path.read_text(encoding="utf-8"))
             rows, commands = list(content["results"]), list(content.get("commands", []))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CommandError(what="not a results file", where=str(path), why=str(error),
-                               fix="choose another --out, or move the file away") from error
+            raise CommandError(
+                what="not a results file", where=str(path), why=str(error), fix="choose another --out, or move the file away"
+            ) from error
         for row in rows:
             self.add(row, save=False)
         self.commands += [command for command in commands if command not in self.commands]
@@ -55,8 +56,9 @@ class Results:
     def take_over(self, path: Path) -> None:
         """Rows of an earlier file, where there are none yet."""
         if not path.exists():
-            raise CommandError(what="file not found", where=str(path),
-                               fix="pass the side-by-side.json of an earlier run to --resume")
+            raise CommandError(
+                what="file not found", where=str(path), fix="pass the side-by-side.json of an earlier run to --resume"
+            )
         before = self.rows
         self.rows = []
         self._read(path)
@@ -80,9 +82,12 @@ class Results:
         here = row.get("machine", {}).get("hardware")
         there = next((name for old in self.rows if (name := old.get("machine", {}).get("hardware"))), None)
         if here and there and here != there:
-            raise CommandError(what=f"this machine has a {here}, the existing results are from a {there}",
-                               where=str(self.path),
-                               why="results of different machines cannot be compared", fix="choose another --out")
+            raise CommandError(
+                what=f"this machine has a {here}, the existing results are from a {there}",
+                where=str(self.path),
+                why="results of different machines cannot be compared",
+                fix="choose another --out",
+            )
 
     def save(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -100,8 +105,10 @@ def by_workload(rows: Iterable[Row], order: Iterable[str], systems: Iterable[str
     ranks = {name: i for i, name in enumerate(systems)}
     listed = list(rows)
     groups = {
-        workload: sorted((row for row in listed if row["workload"] == workload and row["system"] in ranks),
-                         key=lambda row: ranks[row["system"]])
+        workload: sorted(
+            (row for row in listed if row["workload"] == workload and row["system"] in ranks),
+            key=lambda row: ranks[row["system"]],
+        )
         for workload in order
     }
     return {workload: group for workload, group in groups.items() if group}
@@ -113,8 +120,9 @@ def rate(row: Row | None) -> float | None:
 
 def fastest(rows: Iterable[Row], prefix: str = "") -> Row | None:
     """Of a system's ways; without a prefix, of all."""
-    return max((row for row in rows if row["system"].startswith(prefix) and rate(row)), key=lambda row: rate(row) or 0.0,
-               default=None)
+    return max(
+        (row for row in rows if row["system"].startswith(prefix) and rate(row)), key=lambda row: rate(row) or 0.0, default=None
+    )
 
 
 def unsloths_best(rows: Iterable[Row], name: str) -> Row | None:

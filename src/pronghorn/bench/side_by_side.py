@@ -34,8 +34,13 @@ from pronghorn.errors import CommandError
 PICTURE = "side-by-side.svg"
 # Nothing is looked up or sent; for the systems' own processes only.
 OFFLINE = {
-    "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_DISABLED": "true",
-    "TOKENIZERS_PARALLELISM": "false", "UNSLOTH_DISABLE_STATISTICS": "1", "UNSLOTH_DISABLE_AUTO_UPDATES": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "WANDB_DISABLED": "true",
+    "TOKENIZERS_PARALLELISM": "false",
+    "UNSLOTH_DISABLE_STATISTICS": "1",
+    "UNSLOTH_DISABLE_AUTO_UPDATES": "1",
 }
 # In favour of the peers: less memory is lost between blocks of different sizes.
 PEERS_ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
@@ -74,8 +79,11 @@ def parse_paths(words: Sequence[str]) -> dict[str, str]:
     for word in words:
         system, equals, folders = word.partition("=")
         if not equals or not folders or system not in {*SYSTEMS, CEILING, "all"}:
-            raise CommandError(what=f"--path {word} is not valid", why="the format is SYSTEM=FOLDER or SYSTEM=FOLDER:FOLDER",
-                               fix=f"use one of these systems: all, {', '.join(SYSTEMS)}")
+            raise CommandError(
+                what=f"--path {word} is not valid",
+                why="the format is SYSTEM=FOLDER or SYSTEM=FOLDER:FOLDER",
+                fix=f"use one of these systems: all, {', '.join(SYSTEMS)}",
+            )
         absent = [folder for folder in folders.split(":") if not Path(folder).is_dir()]
         if absent:
             raise CommandError(what=f"--path {word}: folder not found", where=absent[0])
@@ -91,8 +99,11 @@ def run(plan: Plan, say: Callable[[str], None], on_row: Callable[[Row], None] = 
     if plan.command and plan.command not in results.commands:
         results.commands.append(plan.command)
     jobs = list(plan.jobs())
-    due = [(number, *job) for number, job in enumerate(jobs, 1)
-           if not (found := results.get(job[0].name, job[1])) or _again(plan, found)]
+    due = [
+        (number, *job)
+        for number, job in enumerate(jobs, 1)
+        if not (found := results.get(job[0].name, job[1])) or _again(plan, found)
+    ]
     with _ends_with_us(), ExitStack() as started:
         ready: _Process | None = None
         for at, (number, workload, system) in enumerate(due):
@@ -126,8 +137,10 @@ def summary(row: Row) -> str:
     if row["system"] == CEILING:
         return f"{speed:,.0f} tokens/s, {row['tflops']} TFLOP/s"
     memory = f", {row['peak_gib']} GiB" if row.get("peak_gib") is not None else ""
-    return (f"{speed:,.0f} tokens/s{memory}, first step after {row['seconds_to_first_step']:.1f} s,"
-            f" loss {row['loss_first']:.3f} -> {row['loss_last']:.3f}, gradient norm {row['grad_norm']:.3g}")
+    return (
+        f"{speed:,.0f} tokens/s{memory}, first step after {row['seconds_to_first_step']:.1f} s,"
+        f" loss {row['loss_first']:.3f} -> {row['loss_last']:.3f}, gradient norm {row['grad_norm']:.3g}"
+    )
 
 
 def _now() -> str:
@@ -156,9 +169,20 @@ def _waits_its_turn(workload: Workload, system: str) -> bool:
 
 
 def _worker(plan: Plan, workload: Workload, system: str) -> _Process:
-    words = ["-m", "pronghorn.bench.worker", "--system", system, "--workload", workload.name, "--warmup", str(plan.warmup),
-             "--steps", str(plan.steps), *(["--lengths", str(plan.lengths.resolve())] if plan.lengths else []),
-             *(["--turn", str(plan.out.resolve() / "logs" / "turn.lock")] if plan.ahead else [])]
+    words = [
+        "-m",
+        "pronghorn.bench.worker",
+        "--system",
+        system,
+        "--workload",
+        workload.name,
+        "--warmup",
+        str(plan.warmup),
+        "--steps",
+        str(plan.steps),
+        *(["--lengths", str(plan.lengths.resolve())] if plan.lengths else []),
+        *(["--turn", str(plan.out.resolve() / "logs" / "turn.lock")] if plan.ahead else []),
+    ]
     return _process(plan, workload, system, words)
 
 
@@ -205,8 +229,15 @@ def _process(plan: Plan, workload: Workload, system: str, words: list[str]) -> _
     with log.open("w", encoding="utf-8") as output:
         output.write(f"$ {shlex.join(['python', *words])}\n")
         output.flush()
-        process = subprocess.Popen([sys.executable, *words], stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                                   cwd=scratch, env=environment(plan, system), start_new_session=True)
+        process = subprocess.Popen(
+            [sys.executable, *words],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            cwd=scratch,
+            env=environment(plan, system),
+            start_new_session=True,
+        )
     return _Process(system, process, log)
 
 

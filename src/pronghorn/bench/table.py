@@ -11,15 +11,40 @@ from pronghorn.bench.workloads import SYSTEMS, WORKLOADS
 if TYPE_CHECKING:
     from rich.console import Group
 
-SUMMARY_HEAD = ("workload", "Pronghorn, tokens/s", "Unsloth's best", "ratio", "best of the others", "share of ceiling",
-                "peak memory (Unsloth's)", "time to first step (Unsloth's)")
+SUMMARY_HEAD = (
+    "workload",
+    "Pronghorn, tokens/s",
+    "Unsloth's best",
+    "ratio",
+    "best of the others",
+    "share of ceiling",
+    "peak memory (Unsloth's)",
+    "time to first step (Unsloth's)",
+)
 BRIEF_HEAD = ("workload", "Pronghorn, tokens/s", "Unsloth's best", "ratio", "peak memory (Unsloth's)")
-IN_TRL_HEAD = ("workload", "`use_gradient_checkpointing`", "Pronghorn, tokens/s", "Unsloth, tokens/s", "ratio",
-               "peak memory (Unsloth's)")
-IN_TRL = (("False", "dropin", "unsloth"), ("True", "dropin-true", "unsloth-true"),
-          ('"unsloth"', "dropin-unsloth", "unsloth-ckpt"))
-HEAD = ("workload", "system", "real tokens/s", "ratio to Unsloth's best", "share of ceiling", "peak memory",
-        "time to first step", "loss after the run")
+IN_TRL_HEAD = (
+    "workload",
+    "`use_gradient_checkpointing`",
+    "Pronghorn, tokens/s",
+    "Unsloth, tokens/s",
+    "ratio",
+    "peak memory (Unsloth's)",
+)
+IN_TRL = (
+    ("False", "dropin", "unsloth"),
+    ("True", "dropin-true", "unsloth-true"),
+    ('"unsloth"', "dropin-unsloth", "unsloth-ckpt"),
+)
+HEAD = (
+    "workload",
+    "system",
+    "real tokens/s",
+    "ratio to Unsloth's best",
+    "share of ceiling",
+    "peak memory",
+    "time to first step",
+    "loss after the run",
+)
 
 
 def cells(rows: Sequence[Row]) -> list[tuple[str, ...]]:
@@ -41,8 +66,14 @@ def _figures(row: Row, ceiling: float | None, unsloth: float | None) -> tuple[st
     if speed is None:
         return (why_not(row), "", "", "", "", "")
     memory = f"{row['peak_gib']:.1f} GiB" if row.get("peak_gib") is not None else ""
-    return (f"{speed:,.0f}", *_ratio(speed, unsloth), f"{100 * speed / ceiling:.0f} %" if ceiling else "", memory,
-            f"{row['seconds_to_first_step']:.1f} s", f"{row['loss_last']:.3f} ({row['warmup'] + row['steps']} steps)")
+    return (
+        f"{speed:,.0f}",
+        *_ratio(speed, unsloth),
+        f"{100 * speed / ceiling:.0f} %" if ceiling else "",
+        memory,
+        f"{row['seconds_to_first_step']:.1f} s",
+        f"{row['loss_last']:.3f} ({row['warmup'] + row['steps']} steps)",
+    )
 
 
 def _ratio(speed: float, unsloth: float | None) -> tuple[str]:
@@ -74,20 +105,33 @@ def summary(rows: Sequence[Row]) -> str:
         speed, unsloth = rate(ours) or 0.0, unsloths_best(rows, name)
         other = fastest(row for row in group if not row["system"].startswith(("pronghorn", "dropin", "unsloth")))
         ceiling = rate(next((row for row in rows if (row["workload"], row["system"]) == (name, CEILING)), None))
-        lines.append((
-            WORKLOADS[name].describe(), *_beside(group, ours, unsloth),
-            f"{_speed(other)} ({SYSTEMS[other['system']].label})" if other else "",
-            f"{100 * speed / ceiling:.0f} %" if ceiling else "", _both("{:.1f} GiB", "peak_gib", ours, unsloth),
-            _both("{:.0f} s", "seconds_to_first_step", ours, unsloth)))
+        lines.append(
+            (
+                WORKLOADS[name].describe(),
+                *_beside(group, ours, unsloth),
+                f"{_speed(other)} ({SYSTEMS[other['system']].label})" if other else "",
+                f"{100 * speed / ceiling:.0f} %" if ceiling else "",
+                _both("{:.1f} GiB", "peak_gib", ours, unsloth),
+                _both("{:.0f} s", "seconds_to_first_step", ours, unsloth),
+            )
+        )
     return _table(SUMMARY_HEAD, lines)
 
 
 def brief(rows: Sequence[Row], names: Sequence[str]) -> str:
     """The same of a few workloads and with fewer columns."""
-    return _table(BRIEF_HEAD, [
-        (WORKLOADS[name].describe(), *_beside(group, ours, unsloths_best(rows, name)),
-         _both("{:.1f} GiB", "peak_gib", ours, unsloths_best(rows, name)))
-        for name, group, ours in _measured(rows) if name in names])
+    return _table(
+        BRIEF_HEAD,
+        [
+            (
+                WORKLOADS[name].describe(),
+                *_beside(group, ours, unsloths_best(rows, name)),
+                _both("{:.1f} GiB", "peak_gib", ours, unsloths_best(rows, name)),
+            )
+            for name, group, ours in _measured(rows)
+            if name in names
+        ],
+    )
 
 
 def in_trl(rows: Sequence[Row]) -> str:
@@ -98,8 +142,16 @@ def in_trl(rows: Sequence[Row]) -> str:
         for setting, ours, theirs in IN_TRL:
             row, unsloth = found.get((name, ours)), found.get((name, theirs))
             if row is not None:
-                lines.append((workload.describe(), f"`{setting}`", f"**{_speed(row)}**", _speed(unsloth) or "not measured",
-                              *_ratio(rate(row) or 0.0, rate(unsloth)), _both("{:.1f} GiB", "peak_gib", row, unsloth)))
+                lines.append(
+                    (
+                        workload.describe(),
+                        f"`{setting}`",
+                        f"**{_speed(row)}**",
+                        _speed(unsloth) or "not measured",
+                        *_ratio(rate(row) or 0.0, rate(unsloth)),
+                        _both("{:.1f} GiB", "peak_gib", row, unsloth),
+                    )
+                )
     return _table(IN_TRL_HEAD, lines)
 
 

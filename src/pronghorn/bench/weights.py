@@ -41,7 +41,10 @@ def make_model_folder(model: str) -> Path:
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     tokenizer = byte_tokenizer()
     config.bos_token_id, config.eos_token_id, config.pad_token_id = (
-        tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id)
+        tokenizer.bos_token_id,
+        tokenizer.eos_token_id,
+        tokenizer.pad_token_id,
+    )
     torch.manual_seed(0)
     dtype = torch.bfloat16 if cuda else torch.float32
     in_4_bits = "quantization_config" in settings
@@ -100,8 +103,9 @@ def byte_tokenizer() -> Any:
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>",
-                                   model_max_length=131072)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", model_max_length=131072
+    )
 
 
 if __name__ == "__main__":

@@ -32,8 +32,9 @@ def missing(system: System, workload: Workload) -> list[str]:
     return [name for name in ("torch", "transformers", *needed) if importlib.util.find_spec(name) is None]
 
 
-def measure(system: System, workload: Workload, *, warmup: int, steps: int, lengths: Path | None,
-            turn: Path | None = None) -> dict[str, Any]:
+def measure(
+    system: System, workload: Workload, *, warmup: int, steps: int, lengths: Path | None, turn: Path | None = None
+) -> dict[str, Any]:
     row: dict[str, Any] = {"workload": workload.name, "system": system.name}
     if system.name == "pronghorn" and workload.waits_for:
         return row | {"status": "not built", "why": f"needs {workload.waits_for}, not built yet"}
@@ -86,8 +87,14 @@ def main() -> None:
     options = parser.parse_args()
     workload = WORKLOADS[options.workload]
     workload = replace(workload, budget=options.budget) if options.budget else workload
-    result = measure(SYSTEMS[options.system], workload, warmup=options.warmup, steps=options.steps, lengths=options.lengths,
-                     turn=options.turn)
+    result = measure(
+        SYSTEMS[options.system],
+        workload,
+        warmup=options.warmup,
+        steps=options.steps,
+        lengths=options.lengths,
+        turn=options.turn,
+    )
     text = json.dumps(result)
     if options.out:
         options.out.write_text(text + "\n", encoding="utf-8")

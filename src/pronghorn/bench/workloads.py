@@ -27,49 +27,141 @@ SEED = 1
 FIRST_ID, LAST_ID = 300, 120_000  # token ids of documents: above the byte tokenizer's, below every vocabulary here
 PEER_ROW = 2048  # tokens in a row of a peer's packed batch, unless documents are longer
 
-_LLAMA = {"model_type": "llama", "vocab_size": 128256, "num_attention_heads": 32, "num_key_value_heads": 8,
-          "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 500000.0}
-_QWEN = {"model_type": "qwen3", "vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6,
-         "max_position_embeddings": 40960, "rope_theta": 1e6}
+_LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+}
+_QWEN = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1e6,
+}
 _GPT_OSS = {
-    "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64,
-    "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128,
-    "attention_bias": True, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "tie_word_embeddings": False,
-    "rope_parameters": {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
-                        "original_max_position_embeddings": 4096, "truncate": False},
+    "model_type": "gpt_oss",
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "attention_bias": True,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150000.0,
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "original_max_position_embeddings": 4096,
+        "truncate": False,
+    },
 }
 _QWEN_MOE = {
-    "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
-    "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
-    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 40960, "rope_theta": 1e6, "tie_word_embeddings": False,
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
 }
 MODELS: dict[str, dict[str, Any]] = {  # the published sizes; weights are random, because speed does not depend on them
-    "qwen3-0.6b": _QWEN | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
-                           "tie_word_embeddings": True},
-    "llama-1b": _LLAMA | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64,
-                          "tie_word_embeddings": True},
-    "llama-8b": _LLAMA | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": 128,
-                          "tie_word_embeddings": False},
+    "qwen3-0.6b": _QWEN
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "llama-1b": _LLAMA
+    | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64, "tie_word_embeddings": True},
+    "llama-8b": _LLAMA
+    | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": 128, "tie_word_embeddings": False},
     # Llama 3.1 8B told that it may read a million tokens: peers stretch the rotary positions of longer texts than they know.
-    "llama-8b-long": _LLAMA | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": 128,
-                               "tie_word_embeddings": False, "max_position_embeddings": 2**20},
-    "qwen3-14b": _QWEN | {"hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40,
-                          "tie_word_embeddings": False},
-    "gemma3-1b": {"model_type": "gemma3_text", "vocab_size": 262144, "hidden_size": 1152, "intermediate_size": 6912,
-                  "num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
-                  "sliding_window": 512, "query_pre_attn_scalar": 256, "max_position_embeddings": 32768,
-                  "tie_word_embeddings": True},
+    "llama-8b-long": _LLAMA
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 2**20,
+    },
+    "qwen3-14b": _QWEN
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "tie_word_embeddings": False,
+    },
+    "gemma3-1b": {
+        "model_type": "gemma3_text",
+        "vocab_size": 262144,
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "sliding_window": 512,
+        "query_pre_attn_scalar": 256,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+    },
     "gpt-oss-20b-4layers": _GPT_OSS | {"num_hidden_layers": 4},
     # All of it, with the experts in MXFP4, as it is published.
     "gpt-oss-20b": _GPT_OSS | {"num_hidden_layers": 24, "quantization_config": {"quant_method": "mxfp4"}},
     "qwen3-30b-a3b-4layers": _QWEN_MOE | {"num_hidden_layers": 4},
-    "tiny-moe": _QWEN_MOE | {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2,
-                             "num_hidden_layers": 2, "vocab_size": 512, "head_dim": 16, "num_attention_heads": 4,
-                             "num_key_value_heads": 2, "max_position_embeddings": 4096},
-    "tiny": _LLAMA | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512, "head_dim": 16,
-                      "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True, "rope_theta": 1e4,
-                      "max_position_embeddings": 4096},
+    "tiny-moe": _QWEN_MOE
+    | {
+        "hidden_size": 64,
+        "moe_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 2,
+        "vocab_size": 512,
+        "head_dim": 16,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+    },
+    "tiny": _LLAMA
+    | {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "vocab_size": 512,
+        "head_dim": 16,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+        "rope_theta": 1e4,
+        "max_position_embeddings": 4096,
+    },
 }
 
 
@@ -91,20 +183,25 @@ class System:
 _UNSLOTHS = ("unsloth", "trl", "datasets")
 _OURS_IN_TRL = ("peft", "pydantic", "trl", "datasets")
 # "Best of" a peer means: both ways are measured and shown, and ratios are to the faster one.
-SYSTEMS = {system.name: system for system in (
-    System("pronghorn", "Pronghorn", needs=("peft", "pydantic")),
-    System("dropin", "Pronghorn in TRL", needs=_OURS_IN_TRL, script="pronghorn"),
-    System("dropin-true", "Pronghorn in TRL, checkpointing", needs=_OURS_IN_TRL, recompute=True, script="pronghorn"),
-    System("dropin-unsloth", "Pronghorn in TRL, by its memory", needs=_OURS_IN_TRL, recompute="unsloth", script="pronghorn"),
-    System("unsloth", "Unsloth", needs=_UNSLOTHS, script="unsloth"),
-    System("unsloth-true", "Unsloth, checkpointing", needs=_UNSLOTHS, recompute=True, script="unsloth"),
-    System("unsloth-ckpt", "Unsloth, its checkpointing", needs=_UNSLOTHS, recompute="unsloth", script="unsloth"),
-    System("liger", "transformers + Liger", needs=("liger_kernel", "peft")),
-    System("liger-ckpt", "transformers + Liger, checkpointing", needs=("liger_kernel", "peft"), recompute=True),
-    System("packed", "transformers, packed", needs=("peft",)),
-    System("packed-ckpt", "transformers, packed, checkpointing", needs=("peft",), recompute=True),
-    System("padded", "transformers, padded", needs=("peft",), padded=True),
-)}
+SYSTEMS = {
+    system.name: system
+    for system in (
+        System("pronghorn", "Pronghorn", needs=("peft", "pydantic")),
+        System("dropin", "Pronghorn in TRL", needs=_OURS_IN_TRL, script="pronghorn"),
+        System("dropin-true", "Pronghorn in TRL, checkpointing", needs=_OURS_IN_TRL, recompute=True, script="pronghorn"),
+        System(
+            "dropin-unsloth", "Pronghorn in TRL, by its memory", needs=_OURS_IN_TRL, recompute="unsloth", script="pronghorn"
+        ),
+        System("unsloth", "Unsloth", needs=_UNSLOTHS, script="unsloth"),
+        System("unsloth-true", "Unsloth, checkpointing", needs=_UNSLOTHS, recompute=True, script="unsloth"),
+        System("unsloth-ckpt", "Unsloth, its checkpointing", needs=_UNSLOTHS, recompute="unsloth", script="unsloth"),
+        System("liger", "transformers + Liger", needs=("liger_kernel", "peft")),
+        System("liger-ckpt", "transformers + Liger, checkpointing", needs=("liger_kernel", "peft"), recompute=True),
+        System("packed", "transformers, packed", needs=("peft",)),
+        System("packed-ckpt", "transformers, packed, checkpointing", needs=("peft",), recompute=True),
+        System("padded", "transformers, padded", needs=("peft",), padded=True),
+    )
+}
 _ALL = ("pronghorn", "unsloth", "unsloth-ckpt", "liger", "packed", "padded")
 _UNSLOTH = ("pronghorn", "unsloth", "unsloth-ckpt")
 _PACKED = (*_UNSLOTH, "packed", "packed-ckpt")
@@ -155,47 +252,60 @@ class Workload:
         return f"{model}, {method}, {documents}, {self.tokens:,} tokens per step{ours}"
 
 
-WORKLOADS = {workload.name: workload for workload in (
-    Workload("qwen3-0.6b", "qwen3-0.6b", 16384),
-    Workload("llama-1b", "llama-1b", 16384),
-    Workload("llama-8b", "llama-8b", 16384, systems=_LARGE),
-    Workload("llama-1b-8k", "llama-1b", 16384, document=8192, systems=_LARGE),
-    Workload("llama-8b-8k", "llama-8b", 16384, document=8192, systems=_LARGE),
-    Workload("llama-8b-32k", "llama-8b", 32768, document=32768, systems=_LARGE),
-    Workload("qwen3-14b", "qwen3-14b", 8192, systems=("pronghorn", "unsloth-ckpt", "liger-ckpt"), method="qlora"),
-    Workload("llama-8b-20gb", "llama-8b", 16384, systems=("pronghorn", "unsloth-ckpt"), budget="20GB"),
-    # About as much as Unsloth takes with its own checkpointing.
-    Workload("qwen3-14b-12gib", "qwen3-14b", 8192, systems=("pronghorn", "unsloth-ckpt"), method="qlora", budget="12GiB"),
-    # The peers' best on the same documents, beside our FP8.
-    Workload("llama-1b-fp8", "llama-1b", 16384, systems=_UNSLOTH, ours="fp8"),
-    Workload("llama-8b-fp8", "llama-8b", 16384, systems=_UNSLOTH, ours="fp8"),
-    Workload("qwen3-14b-fp8", "qwen3-14b", 8192, systems=_UNSLOTH, method="qlora", ours="fp8"),
-    Workload("qwen3-14b-qlora-fp8", "qwen3-14b", 8192, systems=_UNSLOTH, method="qlora", compute="fp8"),
-    Workload("qwen3-14b-qlora-fp8-12gib", "qwen3-14b", 8192, systems=("pronghorn", "unsloth-ckpt"), method="qlora",
-             compute="fp8", budget="12GiB"),
-    # Mixtures of experts at full width. transformers' gpt-oss lets packed documents see each other, so it is padded there.
-    Workload("gpt-oss-20b-4layers", "gpt-oss-20b-4layers", 8192, systems=(*_UNSLOTH, "padded"), adapters="attention"),
-    Workload("gpt-oss-20b-4layers-experts", "gpt-oss-20b-4layers", 8192, systems=(*_UNSLOTH, "padded"), adapters="experts"),
-    Workload("qwen3-30b-a3b-4layers", "qwen3-30b-a3b-4layers", 8192, systems=_PACKED, adapters="attention"),
-    Workload("qwen3-30b-a3b-4layers-experts", "qwen3-30b-a3b-4layers", 8192, systems=_PACKED, adapters="experts"),
-    Workload("qwen3-30b-a3b-4layers-fp8", "qwen3-30b-a3b-4layers", 8192, systems=_UNSLOTH, adapters="attention", ours="fp8"),
-    Workload("gpt-oss-20b-4layers-fp8", "gpt-oss-20b-4layers", 8192, systems=_UNSLOTH, adapters="attention", ours="fp8"),
-    Workload("gpt-oss-20b-4bit", "gpt-oss-20b", 4096, systems=("pronghorn", "unsloth-ckpt"), method="qlora",
-             adapters="attention"),
-    # The same script under Unsloth and under us, only its import changed; and what `pronghorn train` does of the same work.
-    Workload("llama-1b-trl", "llama-1b", 16384, systems=_TRL),
-    Workload("llama-1b-trl-qlora", "llama-1b", 16384, systems=_TRL, method="qlora"),
-    Workload("llama-8b-trl", "llama-8b", 16384, systems=_TRL),
-    Workload("llama-8b-trl-qlora", "llama-8b", 16384, systems=_TRL, method="qlora"),
-    Workload("llama-1b-r64", "llama-1b", 16384, systems=("pronghorn", "dropin", "unsloth"), rank=64),
-    Workload("llama-1b-full", "llama-1b", 16384, systems=("pronghorn", "dropin", "unsloth", "liger"), method="full"),
-    Workload("qwen3-0.6b-full", "qwen3-0.6b", 16384, systems=("pronghorn", "dropin", "unsloth", "liger"), method="full"),
-    Workload("tiny-trl", "tiny", 512, systems=("pronghorn", "dropin", "dropin-true"), rank=8),
-    Workload("tiny-full", "tiny", 512, systems=("pronghorn", "packed"), method="full"),
-    Workload("tiny-moe", "tiny-moe", 512, systems=("pronghorn", "packed"), adapters="experts"),
-    Workload("tiny-fp8", "tiny", 512, systems=("pronghorn", "packed"), ours="fp8"),
-    Workload("tiny", "tiny", 512, document=0, systems=("pronghorn", "packed", "packed-ckpt", "padded")),
-)}
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload("qwen3-0.6b", "qwen3-0.6b", 16384),
+        Workload("llama-1b", "llama-1b", 16384),
+        Workload("llama-8b", "llama-8b", 16384, systems=_LARGE),
+        Workload("llama-1b-8k", "llama-1b", 16384, document=8192, systems=_LARGE),
+        Workload("llama-8b-8k", "llama-8b", 16384, document=8192, systems=_LARGE),
+        Workload("llama-8b-32k", "llama-8b", 32768, document=32768, systems=_LARGE),
+        Workload("qwen3-14b", "qwen3-14b", 8192, systems=("pronghorn", "unsloth-ckpt", "liger-ckpt"), method="qlora"),
+        Workload("llama-8b-20gb", "llama-8b", 16384, systems=("pronghorn", "unsloth-ckpt"), budget="20GB"),
+        # About as much as Unsloth takes with its own checkpointing.
+        Workload("qwen3-14b-12gib", "qwen3-14b", 8192, systems=("pronghorn", "unsloth-ckpt"), method="qlora", budget="12GiB"),
+        # The peers' best on the same documents, beside our FP8.
+        Workload("llama-1b-fp8", "llama-1b", 16384, systems=_UNSLOTH, ours="fp8"),
+        Workload("llama-8b-fp8", "llama-8b", 16384, systems=_UNSLOTH, ours="fp8"),
+        Workload("qwen3-14b-fp8", "qwen3-14b", 8192, systems=_UNSLOTH, method="qlora", ours="fp8"),
+        Workload("qwen3-14b-qlora-fp8", "qwen3-14b", 8192, systems=_UNSLOTH, method="qlora", compute="fp8"),
+        Workload(
+            "qwen3-14b-qlora-fp8-12gib",
+            "qwen3-14b",
+            8192,
+            systems=("pronghorn", "unsloth-ckpt"),
+            method="qlora",
+            compute="fp8",
+            budget="12GiB",
+        ),
+        # Mixtures of experts at full width. transformers' gpt-oss lets packed documents see each other, so it is padded there.
+        Workload("gpt-oss-20b-4layers", "gpt-oss-20b-4layers", 8192, systems=(*_UNSLOTH, "padded"), adapters="attention"),
+        Workload("gpt-oss-20b-4layers-experts", "gpt-oss-20b-4layers", 8192, systems=(*_UNSLOTH, "padded"), adapters="experts"),
+        Workload("qwen3-30b-a3b-4layers", "qwen3-30b-a3b-4layers", 8192, systems=_PACKED, adapters="attention"),
+        Workload("qwen3-30b-a3b-4layers-experts", "qwen3-30b-a3b-4layers", 8192, systems=_PACKED, adapters="experts"),
+        Workload(
+            "qwen3-30b-a3b-4layers-fp8", "qwen3-30b-a3b-4layers", 8192, systems=_UNSLOTH, adapters="attention", ours="fp8"
+        ),
+        Workload("gpt-oss-20b-4layers-fp8", "gpt-oss-20b-4layers", 8192, systems=_UNSLOTH, adapters="attention", ours="fp8"),
+        Workload(
+            "gpt-oss-20b-4bit", "gpt-oss-20b", 4096, systems=("pronghorn", "unsloth-ckpt"), method="qlora", adapters="attention"
+        ),
+        # The same script under Unsloth and under us, only its import changed; and what `pronghorn train` does of the same work.
+        Workload("llama-1b-trl", "llama-1b", 16384, systems=_TRL),
+        Workload("llama-1b-trl-qlora", "llama-1b", 16384, systems=_TRL, method="qlora"),
+        Workload("llama-8b-trl", "llama-8b", 16384, systems=_TRL),
+        Workload("llama-8b-trl-qlora", "llama-8b", 16384, systems=_TRL, method="qlora"),
+        Workload("llama-1b-r64", "llama-1b", 16384, systems=("pronghorn", "dropin", "unsloth"), rank=64),
+        Workload("llama-1b-full", "llama-1b", 16384, systems=("pronghorn", "dropin", "unsloth", "liger"), method="full"),
+        Workload("qwen3-0.6b-full", "qwen3-0.6b", 16384, systems=("pronghorn", "dropin", "unsloth", "liger"), method="full"),
+        Workload("tiny-trl", "tiny", 512, systems=("pronghorn", "dropin", "dropin-true"), rank=8),
+        Workload("tiny-full", "tiny", 512, systems=("pronghorn", "packed"), method="full"),
+        Workload("tiny-moe", "tiny-moe", 512, systems=("pronghorn", "packed"), adapters="experts"),
+        Workload("tiny-fp8", "tiny", 512, systems=("pronghorn", "packed"), ours="fp8"),
+        Workload("tiny", "tiny", 512, document=0, systems=("pronghorn", "packed", "packed-ckpt", "padded")),
+    )
+}
 DEFAULT_WORKLOADS = tuple(name for name in WORKLOADS if not name.startswith("tiny"))  # tiny: for machines without a GPU
 
 

@@ -65,16 +65,24 @@ def main(words: Sequence[str] | None = None) -> int:
         forget_output()
         return 0
     except PermissionError as error:  # of a file that nobody looked at before
-        denied = EnvironmentFault(what="permission denied", where=str(error.filename or ""), why=error.strerror or str(error),
-                                  fix="change its permissions or choose another place, then run the same command again")
+        denied = EnvironmentFault(
+            what="permission denied",
+            where=str(error.filename or ""),
+            why=error.strerror or str(error),
+            fix="change its permissions or choose another place, then run the same command again",
+        )
         show_error(denied, as_json=getattr(arguments, "json", False))
         return denied.exit_code
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         forget_output()
-        fault = EnvironmentFault(what="no space left on the disk", where=str(error.filename or "standard output"),
-                                 why=error.strerror or "", fix="free some space, then run the same command again")
+        fault = EnvironmentFault(
+            what="no space left on the disk",
+            where=str(error.filename or "standard output"),
+            why=error.strerror or "",
+            fix="free some space, then run the same command again",
+        )
         show_error(fault, as_json=False)
         return fault.exit_code
     return 0
@@ -107,8 +115,11 @@ def _verbs(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="pronghorn", description="Fine-tunes language models. No telemetry.",
-                                     epilog="start with: pronghorn demo, or pronghorn new my.yaml")
+    parser = argparse.ArgumentParser(
+        prog="pronghorn",
+        description="Fine-tunes language models. No telemetry.",
+        epilog="start with: pronghorn demo, or pronghorn new my.yaml",
+    )
     parser.add_argument("--version", action="version", version=f"pronghorn {__version__}")
     verbs = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
@@ -138,8 +149,13 @@ def build_parser() -> argparse.ArgumentParser:
 
     one = with_recipe(verb("train", train, "train; resumes automatically from the last checkpoint in the output folder"))
     one.add_argument("--fresh", action="store_true", help="start over; the old folder is renamed, not deleted")
-    one.add_argument("--allow-change", action="append", default=[], metavar="KEY",
-                     help="resume with a changed value of this key: train.lr=1e-5 --allow-change train.lr")
+    one.add_argument(
+        "--allow-change",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="resume with a changed value of this key: train.lr=1e-5 --allow-change train.lr",
+    )
     one.add_argument("--ranks", type=int, metavar="N", help="train in N processes on this machine (docs/scale.md)")
     evaluating.own_metric(one)
 
@@ -171,9 +187,11 @@ def _plan_options(one: argparse.ArgumentParser) -> None:
     from pronghorn.memory.gpus import GPUS
 
     one.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(GPUS)} (default: this machine's GPU, or all of them)")
-    one.add_argument("--host", metavar="SIZE",
-                     help="host RAM of that machine, such as 32GB, used for offloading (default: this machine's, or enough "
-                          "to pin 64 GB)")
+    one.add_argument(
+        "--host",
+        metavar="SIZE",
+        help="host RAM of that machine, such as 32GB, used for offloading (default: this machine's, or enough to pin 64 GB)",
+    )
     one.add_argument("--longest", action="store_true", help="find the longest document that fits, with one document per step")
     one.add_argument("--price", type=float, metavar="USD", help="price per GPU hour in USD (default: a list price)")
     one.add_argument("--tokens", type=int, metavar="N", help="total training tokens (default: counted from the prepared data)")
@@ -186,16 +204,28 @@ def _bench_options(one: argparse.ArgumentParser) -> None:
     one.add_argument("--steps", type=int, default=20, help="timed steps (default: %(default)s)")
     one.add_argument("--warmup", type=int, default=10, help="untimed warmup steps (default: %(default)s)")
     one.add_argument("--out", default="runs/bench", help="results folder; an existing one is continued (default: %(default)s)")
-    one.add_argument("--time-limit", type=float, default=600.0, metavar="SECONDS",
-                     help="time limit of one measurement process, in seconds (default: %(default)s)")
+    one.add_argument(
+        "--time-limit",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="time limit of one measurement process, in seconds (default: %(default)s)",
+    )
     one.add_argument("--resume", metavar="FILE", help="reuse results of an earlier side-by-side.json")
-    one.add_argument("--again", default="", metavar="A,B",
-                     help="measure these systems again; `failed`: those without results")
-    one.add_argument("--path", action="append", default=[], metavar="SYSTEM=DIR[:DIR]",
-                     help="PYTHONPATH of a system's process; SYSTEM may be `all`")
-    one.add_argument("--ahead", action="store_true",
-                     help="import the next system's libraries while one is measured: about half the total time, but times to "
-                          "the first step are not comparable")
+    one.add_argument("--again", default="", metavar="A,B", help="measure these systems again; `failed`: those without results")
+    one.add_argument(
+        "--path",
+        action="append",
+        default=[],
+        metavar="SYSTEM=DIR[:DIR]",
+        help="PYTHONPATH of a system's process; SYSTEM may be `all`",
+    )
+    one.add_argument(
+        "--ahead",
+        action="store_true",
+        help="import the next system's libraries while one is measured: about half the total time, but times to "
+        "the first step are not comparable",
+    )
     one.add_argument("--lengths", metavar="FILE", help="JSON list of document lengths to sample from")
 
 
@@ -219,17 +249,29 @@ def plan(arguments: argparse.Namespace) -> None:
     recipe = _recipe(arguments)
     with importing():
         from pronghorn.train.run_forecast import comparison, forecast
-    found = forecast(recipe, gpu=arguments.gpu, price=arguments.price, tokens=arguments.tokens, longest=arguments.longest,
-                     host=arguments.host)
+    found = forecast(
+        recipe,
+        gpu=arguments.gpu,
+        price=arguments.price,
+        tokens=arguments.tokens,
+        longest=arguments.longest,
+        host=arguments.host,
+    )
     verbose = arguments.verbose
     if arguments.longest:
         tokens = found[0].step_tokens
-        say(arguments, found[0].as_dict(),
+        say(
+            arguments,
+            found[0].as_dict(),
             f"{found[0].text(verbose=verbose)}\nlongest     one document of {tokens:,} tokens; to train it: "
-            f"data.max_length={tokens} train.capacity={tokens} train.batch_tokens={tokens}")
+            f"data.max_length={tokens} train.capacity={tokens} train.batch_tokens={tokens}",
+        )
         return
-    unknown = "" if found[0].tokens is not None else (
-        "\nrun time and cost are unknown: the data is not prepared yet. Set --tokens, or run `pronghorn check` first")
+    unknown = (
+        ""
+        if found[0].tokens is not None
+        else ("\nrun time and cost are unknown: the data is not prepared yet. Set --tokens, or run `pronghorn check` first")
+    )
     text = (found[0].text(verbose=verbose) if len(found) == 1 else comparison(found)) + unknown
     say(arguments, found[0].as_dict() if len(found) == 1 else {"gpus": [one.as_dict() for one in found]}, text)
 
@@ -241,8 +283,11 @@ def data_show(arguments: argparse.Namespace) -> None:
     tokenizer, prepared = _prepared(recipe, arguments)
     table = prepared.tokens
     if not 1 <= arguments.row <= len(table):
-        raise CommandError(what=f"row {arguments.row} does not exist", why=f"the data has {counted(len(table), 'row')}",
-                           fix=f"choose --row from 1 to {len(table)}")
+        raise CommandError(
+            what=f"row {arguments.row} does not exist",
+            why=f"the data has {counted(len(table), 'row')}",
+            fix=f"choose --row from 1 to {len(table)}",
+        )
     row = (tokenizer, table, arguments.row - 1)
     say(arguments, row_as_dict(*row), row_as_text(*row, coloured=coloured()))
 
@@ -273,8 +318,15 @@ def train(arguments: argparse.Namespace) -> None:
             from pronghorn.train.ranks import join
         display.progress(*STARTED)
         with join() if ranks > 1 else nullcontext() as world:
-            result = run(recipe, display=display, stages=stages, fresh=arguments.fresh, allow=arguments.allow_change,
-                         metric_file=arguments.metric_file, world=world)
+            result = run(
+                recipe,
+                display=display,
+                stages=stages,
+                fresh=arguments.fresh,
+                allow=arguments.allow_change,
+                metric_file=arguments.metric_file,
+                world=world,
+            )
     if not arguments.json and rank == 0:
         _show_summary(result.folder)
 
@@ -293,8 +345,10 @@ def _show_summary(folder: Path) -> None:
     from pronghorn.report.summary import render, summary
 
     show(render(summary(history(read_log(folder)))))
-    print(f"report:     {folder / 'report.html'}\nchat:       pronghorn chat {quote(str(folder))}\n"
-          f"export:     pronghorn export {quote(str(folder))} --to merged")
+    print(
+        f"report:     {folder / 'report.html'}\nchat:       pronghorn chat {quote(str(folder))}\n"
+        f"export:     pronghorn export {quote(str(folder))} --to merged"
+    )
 
 
 def evaluate(arguments: argparse.Namespace) -> None:
@@ -307,8 +361,14 @@ def evaluate(arguments: argparse.Namespace) -> None:
         display.progress(*STARTED)
         run, which = Path(arguments.run), arguments.checkpoint
         if arguments.lm_eval:
-            figures = evaluate_tasks(run, which, evaluating.names(arguments.lm_eval), own=arguments.lm_eval_path,
-                                     limit=arguments.limit, chat=arguments.lm_eval_chat)
+            figures = evaluate_tasks(
+                run,
+                which,
+                evaluating.names(arguments.lm_eval),
+                own=arguments.lm_eval_path,
+                limit=arguments.limit,
+                chat=arguments.lm_eval_chat,
+            )
         else:
             asked = Asked(evaluating.spec(arguments), arguments.metric_file, arguments.base, arguments.answers)
             figures = evaluate_run(run, which, data=arguments.data, report=display.progress, asked=asked)
@@ -321,8 +381,13 @@ def chat(arguments: argparse.Namespace) -> None:
     with displaying(arguments, label="loading the model"):
         with _importing(base):
             from pronghorn.train.trained_run import Chat
-        talk = Chat(Path(arguments.run), arguments.checkpoint, max_tokens=arguments.max_tokens, system=arguments.system,
-                    temperature=arguments.temperature)
+        talk = Chat(
+            Path(arguments.run),
+            arguments.checkpoint,
+            max_tokens=arguments.max_tokens,
+            system=arguments.system,
+            temperature=arguments.temperature,
+        )
     if arguments.prompt is None:
         converse(talk)
         return
@@ -333,8 +398,11 @@ def chat(arguments: argparse.Namespace) -> None:
 def export(arguments: argparse.Namespace) -> None:
     if arguments.to not in ("adapter", "merged"):
         gguf = "gguf" in arguments.to.lower()
-        raise CommandError(what=f"--to {arguments.to} is not supported", fix="use --to adapter or --to merged" + (
-            "; convert the merged folder to GGUF with llama.cpp's convert_hf_to_gguf.py" if gguf else ""))
+        raise CommandError(
+            what=f"--to {arguments.to} is not supported",
+            fix="use --to adapter or --to merged"
+            + ("; convert the merged folder to GGUF with llama.cpp's convert_hf_to_gguf.py" if gguf else ""),
+        )
     target = Path(arguments.target or Path(arguments.run) / f"export-{arguments.to}")
     base = _base_of(Path(arguments.run))
     with displaying(arguments, label="exporting"):
@@ -365,15 +433,21 @@ def bench(arguments: argparse.Namespace) -> None:
     from pronghorn.bench.workloads import DEFAULT_WORKLOADS, SYSTEMS, WORKLOADS, pick
 
     if arguments.steps < 1 or arguments.warmup < 1:
-        raise CommandError(what="--steps and --warmup must be at least 1",
-                           fix="remove them for the defaults, 20 steps after 10 warmup steps")
+        raise CommandError(
+            what="--steps and --warmup must be at least 1", fix="remove them for the defaults, 20 steps after 10 warmup steps"
+        )
     plan = Plan(
-        out=Path(arguments.out), workloads=pick(arguments.workloads, list(WORKLOADS), "workload") or DEFAULT_WORKLOADS,
-        systems=pick(arguments.systems, list(SYSTEMS), "system"), warmup=arguments.warmup, steps=arguments.steps,
-        time_limit=arguments.time_limit, paths=parse_paths(arguments.path),
+        out=Path(arguments.out),
+        workloads=pick(arguments.workloads, list(WORKLOADS), "workload") or DEFAULT_WORKLOADS,
+        systems=pick(arguments.systems, list(SYSTEMS), "system"),
+        warmup=arguments.warmup,
+        steps=arguments.steps,
+        time_limit=arguments.time_limit,
+        paths=parse_paths(arguments.path),
         lengths=Path(arguments.lengths) if arguments.lengths else None,
         resume=Path(arguments.resume) if arguments.resume else None,
-        again=pick(arguments.again, [*SYSTEMS, "ceiling", "failed"], "system"), ahead=arguments.ahead,
+        again=pick(arguments.again, [*SYSTEMS, "ceiling", "failed"], "system"),
+        ahead=arguments.ahead,
         command=_bench_command(arguments),
     )
     if arguments.json:
@@ -386,9 +460,11 @@ def bench(arguments: argparse.Namespace) -> None:
 
 def _bench_command(arguments: argparse.Namespace) -> str:
     """For the results file: how often and how long; folders are this machine's own business."""
-    return f"pronghorn bench --steps {arguments.steps} --warmup {arguments.warmup}" + "".join(
-        f" --{name} {value}" for name in ("workloads", "systems") if (value := getattr(arguments, name))
-    ) + (" --ahead" if arguments.ahead else "")
+    return (
+        f"pronghorn bench --steps {arguments.steps} --warmup {arguments.warmup}"
+        + "".join(f" --{name} {value}" for name in ("workloads", "systems") if (value := getattr(arguments, name)))
+        + (" --ahead" if arguments.ahead else "")
+    )
 
 
 def runs(arguments: argparse.Namespace) -> None:

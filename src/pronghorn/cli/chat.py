@@ -20,8 +20,13 @@ def chat_options(one: argparse.ArgumentParser) -> None:
     one.add_argument("--prompt", help="answer this message and exit")
     one.add_argument("--system", help="system message, as in the training data")
     one.add_argument("--max-tokens", type=int, default=256, help="maximum tokens per answer (default: %(default)s)")
-    one.add_argument("--temperature", type=float, default=0.0, metavar="T",
-                     help="0: greedy decoding; higher: more varied answers (default: 0)")
+    one.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="0: greedy decoding; higher: more varied answers (default: 0)",
+    )
 
 
 def require_chat(arguments: argparse.Namespace) -> None:
@@ -29,11 +34,16 @@ def require_chat(arguments: argparse.Namespace) -> None:
     if arguments.max_tokens < 1:
         raise CommandError(what=f"--max-tokens {arguments.max_tokens} is too small", fix="use 1 or more")
     if not 0 <= arguments.temperature <= MOST_TEMPERATURE:
-        raise CommandError(what=f"--temperature {arguments.temperature:g} is out of range",
-                           fix=f"use 0 to {MOST_TEMPERATURE:g}; 0.7 is a usual value")
+        raise CommandError(
+            what=f"--temperature {arguments.temperature:g} is out of range",
+            fix=f"use 0 to {MOST_TEMPERATURE:g}; 0.7 is a usual value",
+        )
     if arguments.json and arguments.prompt is None:
-        raise CommandError(what="--json needs --prompt", why="an interactive conversation has no JSON output",
-                           fix="pass one message: --prompt TEXT")
+        raise CommandError(
+            what="--json needs --prompt",
+            why="an interactive conversation has no JSON output",
+            fix="pass one message: --prompt TEXT",
+        )
     for text in (arguments.prompt, arguments.system):
         require_letters(text or "")
 

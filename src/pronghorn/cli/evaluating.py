@@ -12,25 +12,32 @@ TEXT = "held-out loss and metrics of a trained run, or lm-evaluation-harness tas
 
 
 def own_metric(one: argparse.ArgumentParser) -> None:
-    one.add_argument("--metric-file", type=Path, metavar="FILE",
-                     help="your own metric: a Python file with def metric(prompt, expected, answer); the file is executed")
+    one.add_argument(
+        "--metric-file",
+        type=Path,
+        metavar="FILE",
+        help="your own metric: a Python file with def metric(prompt, expected, answer); the file is executed",
+    )
 
 
 def options(one: argparse.ArgumentParser) -> None:
     one.add_argument("--data", help="evaluate on this file instead of the run's held-out data")
     answers = one.add_argument_group("answers", "generated from held-out rows; defaults come from eval: in the run's recipe")
-    answers.add_argument("--metrics", metavar="A,B",
-                         help="exact_match, json_valid, json_match, json_fields, regex, rouge_l, multiple_choice")
+    answers.add_argument(
+        "--metrics", metavar="A,B", help="exact_match, json_valid, json_match, json_fields, regex, rouge_l, multiple_choice"
+    )
     answers.add_argument("--regex", metavar="PATTERN", help="pattern of the metric regex")
     answers.add_argument("--samples", type=int, metavar="N", help="number of rows to answer")
     answers.add_argument("--max-new-tokens", type=int, metavar="N", help="maximum tokens per answer")
     answers.add_argument("--system", metavar="TEXT", help="system message that replaces the one in the rows")
     answers.add_argument("--base", action="store_true", help="also answer with the base model")
-    answers.add_argument("--answers", type=Path, metavar="FILE",
-                         help="write every answer to this file, one JSON object per line")
+    answers.add_argument(
+        "--answers", type=Path, metavar="FILE", help="write every answer to this file, one JSON object per line"
+    )
     own_metric(one)
-    harness = one.add_argument_group("lm-evaluation-harness",
-                                     "needs lm-evaluation-harness installed; it downloads its tasks from the Hub")
+    harness = one.add_argument_group(
+        "lm-evaluation-harness", "needs lm-evaluation-harness installed; it downloads its tasks from the Hub"
+    )
     harness.add_argument("--lm-eval", metavar="TASKS", help="tasks to evaluate, such as arc_easy,hellaswag")
     harness.add_argument("--limit", type=int, metavar="N", help="use only the first rows of each task")
     harness.add_argument("--lm-eval-chat", action="store_true", help="apply the chat template to the questions")
@@ -39,8 +46,12 @@ def options(one: argparse.ArgumentParser) -> None:
 
 def spec(arguments: argparse.Namespace) -> dict[str, Any]:
     """What differs from the run's recipe."""
-    given = {"regex": arguments.regex, "samples": arguments.samples, "max_new_tokens": arguments.max_new_tokens,
-             "system": arguments.system}
+    given = {
+        "regex": arguments.regex,
+        "samples": arguments.samples,
+        "max_new_tokens": arguments.max_new_tokens,
+        "system": arguments.system,
+    }
     found = {key: value for key, value in given.items() if value is not None}
     if arguments.metrics is not None:
         found["metrics"] = names(arguments.metrics)
@@ -53,16 +64,25 @@ def names(words: str) -> list[str]:
 
 def require_one_kind(arguments: argparse.Namespace) -> None:
     """An option that would be ignored is refused."""
-    ours = [name for name in ("data", "metrics", "regex", "samples", "max_new_tokens", "system", "base", "answers",
-                              "metric_file") if getattr(arguments, name)]
+    ours = [
+        name
+        for name in ("data", "metrics", "regex", "samples", "max_new_tokens", "system", "base", "answers", "metric_file")
+        if getattr(arguments, name)
+    ]
     theirs = [name for name in ("limit", "lm_eval_chat", "lm_eval_path") if getattr(arguments, name)]
     odd = ours if arguments.lm_eval else theirs
     if odd:
         option = f"--{odd[0].replace('_', '-')}"
-        why = ("lm-evaluation-harness brings its own data and metrics" if arguments.lm_eval
-               else "it applies to lm-evaluation-harness tasks only")
-        raise CommandError(what=f"{option} cannot be used {'with' if arguments.lm_eval else 'without'} --lm-eval", why=why,
-                           fix=f"remove {option}" if arguments.lm_eval else "add --lm-eval TASKS")
+        why = (
+            "lm-evaluation-harness brings its own data and metrics"
+            if arguments.lm_eval
+            else "it applies to lm-evaluation-harness tasks only"
+        )
+        raise CommandError(
+            what=f"{option} cannot be used {'with' if arguments.lm_eval else 'without'} --lm-eval",
+            why=why,
+            fix=f"remove {option}" if arguments.lm_eval else "add --lm-eval TASKS",
+        )
     if arguments.limit is not None and arguments.limit < 1:
         raise CommandError(what=f"--limit {arguments.limit} is too small", fix="use 1 or more")
 
@@ -72,8 +92,10 @@ def text(figures: dict[str, Any]) -> str:
     if "tasks" in figures:
         lines = [f"{task}: {name} {value:.4f}" for task, values in figures["tasks"].items() for name, value in values.items()]
         return "\n".join([str(figures["checkpoint"]), *lines])
-    lines = [f"{figures['checkpoint']}: loss {figures['loss']:.4f}, perplexity {figures['perplexity']:.3f}"
-             f" over {counted(figures['tokens'], 'token')} of {counted(figures['documents'], 'document')}"]
+    lines = [
+        f"{figures['checkpoint']}: loss {figures['loss']:.4f}, perplexity {figures['perplexity']:.3f}"
+        f" over {counted(figures['tokens'], 'token')} of {counted(figures['documents'], 'document')}"
+    ]
     base = figures.get("base_metrics")
     for name, value in figures.get("metrics", {}).items():
         lines.append(f"{name} {value:.4f}" + (f", base model {base[name]:.4f}" if base else ""))

@@ -16,11 +16,18 @@ def new_options(one: argparse.ArgumentParser) -> None:
     one.add_argument("--data", action="append", default=[], metavar="FILE", help="training data; can be repeated")
     one.add_argument("--method", choices=("lora", "qlora", "fp8", "full"), help="(default: lora)")
     one.add_argument("-o", "--output", metavar="FILE", help="same as FILE")
-    one.add_argument("--from", dest="config", metavar="CONFIG",
-                     help="Axolotl or LLaMA-Factory config to convert; keys without an equivalent are listed")
+    one.add_argument(
+        "--from",
+        dest="config",
+        metavar="CONFIG",
+        help="Axolotl or LLaMA-Factory config to convert; keys without an equivalent are listed",
+    )
     one.add_argument("--format", choices=("axolotl", "llamafactory"), help="format of the config (default: detected)")
-    one.add_argument("--dataset-info", metavar="FILE",
-                     help="LLaMA-Factory's dataset_info.json (default: searched next to the config and in its dataset_dir)")
+    one.add_argument(
+        "--dataset-info",
+        metavar="FILE",
+        help="LLaMA-Factory's dataset_info.json (default: searched next to the config and in its dataset_dir)",
+    )
 
 
 def new(arguments: argparse.Namespace) -> None:
@@ -49,8 +56,11 @@ def _target(arguments: argparse.Namespace) -> str | None:
         raise CommandError(what=f"--{strange[0].replace('_', '-')} needs --from", fix="name the config: --from CONFIG")
     filled = [name for name in ("model", "data", "method") if getattr(arguments, name)]
     if filled and arguments.config is not None:
-        raise CommandError(what=f"--{filled[0]} cannot be used with --from", why="the value comes from the config",
-                           fix=f"remove --{filled[0]} and edit the recipe afterwards")
+        raise CommandError(
+            what=f"--{filled[0]} cannot be used with --from",
+            why="the value comes from the config",
+            fix=f"remove --{filled[0]} and edit the recipe afterwards",
+        )
     return given[0] if given else None
 
 
@@ -68,8 +78,11 @@ def _convert(arguments: argparse.Namespace, target: str) -> None:
             print(found.recipe, end="")
         return
     _write(target, found.recipe)
-    say(arguments, {"written": target, "tool": found.tool, "keys": keys},
-        f"{list_text(found.fates)}\nwrote {target} (includes this list); next: pronghorn check {quote(target)}")
+    say(
+        arguments,
+        {"written": target, "tool": found.tool, "keys": keys},
+        f"{list_text(found.fates)}\nwrote {target} (includes this list); next: pronghorn check {quote(target)}",
+    )
 
 
 def _write(target: str, text: str) -> None:
@@ -84,5 +97,6 @@ def _write(target: str, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         path.unlink()  # half a recipe would stand in the way of the next try
-        raise EnvironmentFault(what=f"cannot write: {error.strerror}", where=target,
-                               fix="free some disk space, or choose another place") from error
+        raise EnvironmentFault(
+            what=f"cannot write: {error.strerror}", where=target, fix="free some disk space, or choose another place"
+        ) from error

@@ -55,8 +55,9 @@ def show_error(error: PronghornError, *, as_json: bool) -> None:
 
 
 @contextmanager
-def displaying(arguments: argparse.Namespace, stages: Stages | None = None, label: str = STARTING, *, quiet: bool = False
-               ) -> Iterator[Display]:
+def displaying(
+    arguments: argparse.Namespace, stages: Stages | None = None, label: str = STARTING, *, quiet: bool = False
+) -> Iterator[Display]:
     """From before the heavy imports on: those alone take 5 s on two CPU cores, and nobody likes a silent terminal. `quiet`: a
     rank that leaves it to another to show the run; it has no events, which is all that the display for machines shows."""
     from pronghorn.report.display import make_display

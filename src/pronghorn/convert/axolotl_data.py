@@ -26,12 +26,18 @@ TEMPLATES = {  # Axolotl's names: ours
 }  # fmt: skip
 STYLES = {"": "alpaca", "instruct": "alpaca", "chatml": "chatml", "phi": "phi-3"}  # of `alpaca:style`
 ALPACA_LIKE: dict[str, dict[str, str]] = {  # types with Alpaca's form: columns that have other names
-    "alpaca": {}, "alpaca_chat": {}, "alpaca_instruct": {}, "alpaca_w_system": {}, "gpteacher": {"output": "response"},
+    "alpaca": {},
+    "alpaca_chat": {},
+    "alpaca_instruct": {},
+    "alpaca_w_system": {},
+    "gpteacher": {"output": "response"},
     "alpaca_chat.load_qa": {"instruction": "question", "output": "answer"},
     "alpaca_w_system.load_open_orca": {"instruction": "question", "output": "response", "system": "system_prompt"},
 }
-ALPACA_NOTE = ("the recipe uses data.format: alpaca and data.template: alpaca (`### Instruction:`, `### Response:`), without "
-               "the introductory sentence and the line `### Input:`")
+ALPACA_NOTE = (
+    "the recipe uses data.format: alpaca and data.template: alpaca (`### Instruction:`, `### Response:`), without "
+    "the introductory sentence and the line `### Input:`"
+)
 UNKNOWN_TYPE = "an Axolotl-specific prompt format; Pronghorn detects the format from the columns instead"
 PLAIN_FORMAT = ("{instruction}", "")
 
@@ -105,8 +111,9 @@ class _Item:
             path = names[0]
             self.say("data_files", f"data.train: {path}")
         elif files is not None:
-            self.no("data_files",
-                    "all files of the dataset are read; to select files, download them and list them in data.train")
+            self.no(
+                "data_files", "all files of the dataset are read; to select files, download them and list them in data.train"
+            )
         local = is_local(path) or self.get("ds_type") is not None
         if local and split:
             split, self.one.max_rows = first_rows(split)
@@ -147,8 +154,9 @@ class _Item:
             self.one.long = "split"
             self.say("type", "data.format: text, data.long: split; long texts are split into pieces, as in Axolotl")
         elif base == "input_output":
-            raise UnfitError("text segments with labels are not supported; write prompt and completion, or messages with a "
-                             "`train` flag")
+            raise UnfitError(
+                "text segments with labels are not supported; write prompt and completion, or messages with a `train` flag"
+            )
         elif kind is not None:
             raise UnfitError(UNKNOWN_TYPE)
 
@@ -176,8 +184,9 @@ class _Item:
             elif bare and name in ("format", "no_input_format"):
                 self.say(at, "data.format: completion")
             elif name in ("format", "no_input_format", "system_format", "system_prompt"):
-                self.no(at,
-                        f"custom text around the columns is not supported; {OWN_TEMPLATE}, or data.chat_template: FILE.jinja")
+                self.no(
+                    at, f"custom text around the columns is not supported; {OWN_TEMPLATE}, or data.chat_template: FILE.jinja"
+                )
             else:
                 self.no(at, "unknown key")
         self.say("type", f"data.format: {self.one.format}")
@@ -186,12 +195,17 @@ class _Item:
         mappings = self.get("message_property_mappings")
         mappings = mappings if isinstance(mappings, dict) else {}
         usual = ("from", "value") if sharegpt else ("role", "content")
-        role, content = (text(plain(mappings.get(ours)) or self.get(f"message_field_{ours}") or name)
-                         for ours, name in zip(("role", "content"), usual, strict=True))
+        role, content = (
+            text(plain(mappings.get(ours)) or self.get(f"message_field_{ours}") or name)
+            for ours, name in zip(("role", "content"), usual, strict=True)
+        )
         column = text(self.get("field_messages") or ("conversations" if sharegpt else "messages"))
         self.one.fields, self.one.message_fields = chat_fields(column, role, content)
-        others = {str(ours): text(theirs) for ours, theirs in mappings.items()
-                  if ours not in ("role", "content") and theirs not in (None, ours)}
+        others = {
+            str(ours): text(theirs)
+            for ours, theirs in mappings.items()
+            if ours not in ("role", "content") and theirs not in (None, ours)
+        }
         self.one.message_fields |= others
         if self.one.message_fields.get("role") and not isinstance(self.get("roles"), dict):
             self.one.roles = {"user": ["human"], "assistant": ["gpt"]}  # what Axolotl takes them for
@@ -223,8 +237,11 @@ class _Item:
             raise UnfitError(f"unknown role `{strange[0]}`; the roles are system, user, assistant and tool")
         listed = {ours: [who for who in words(theirs) if who != ours] for ours, theirs in value.items()}
         known = {} if self.one.message_fields.get("role") else SPEAKERS
-        self.one.roles = {ours: theirs for ours, names in listed.items()
-                          if (theirs := [who for who in names if known.get(who) != ours and who not in ROLES])}
+        self.one.roles = {
+            ours: theirs
+            for ours, names in listed.items()
+            if (theirs := [who for who in names if known.get(who) != ours and who not in ROLES])
+        }
         self.say(name, f"data.roles: {printed(self.one.roles)}" if self.one.roles else "these role names are detected")
 
     def _tools(self, name: str, value: Any) -> None:
@@ -283,16 +300,22 @@ FIELDS: dict[str, Callable[[_Item, str, Any], None]] = {
     "field": lambda item, name, value: item.say(name, f"data.fields.text: {value}"),
     "text_column": lambda item, name, value: item.say(name, f"data.fields.text: {value}"),
     "field_messages": _Item._messages_column,
-    "message_property_mappings": _Item._mappings, "message_field_role": _Item._mappings,
+    "message_property_mappings": _Item._mappings,
+    "message_field_role": _Item._mappings,
     "message_field_content": _Item._mappings,
-    "roles": _Item._roles, "roles_to_train": _Item._trained_roles,
-    "field_tools": _Item._tools, "field_thinking": _Item._thinking, "template_thinking_key": _Item._thinking,
+    "roles": _Item._roles,
+    "roles_to_train": _Item._trained_roles,
+    "field_tools": _Item._tools,
+    "field_thinking": _Item._thinking,
+    "template_thinking_key": _Item._thinking,
     "message_field_training": _Item._training,
     "message_field_training_detail": _no("Pronghorn masks whole turns, not parts of a turn"),
-    "train_on_eos": _Item._end_of_turn, "train_on_eot": _Item._end_of_turn,
+    "train_on_eos": _Item._end_of_turn,
+    "train_on_eot": _Item._end_of_turn,
     "chat_template": _Item._template,
     "chat_template_jinja": _no("save it to a file and set data.chat_template: FILE.jinja"),
-    "ds_type": _quiet("detected from the file extension"), "input_format": _quiet("detected from the columns"),
+    "ds_type": _quiet("detected from the file extension"),
+    "input_format": _quiet("detected from the columns"),
     "conversation": _no(f"a named conversation format; {OWN_TEMPLATE}"),
     "drop_system_message": _no("system turns are kept; remove them from the rows"),
     "split_thinking": _no("reasoning inside an answer stays as the template renders it"),

@@ -68,8 +68,11 @@ def whose(values: dict[str, object], name: str) -> str:
     best = max(votes, key=lambda tool: votes[tool])
     if votes[best] < 2 or len(set(votes.values())) == 1:
         keys = ", ".join(list(values)[:4])
-        raise CommandError(what="neither an Axolotl nor a LLaMA-Factory config", where=name,
-                           why="Axolotl configs have base_model and datasets, LLaMA-Factory configs model_name_or_path and "
-                               f"stage; this one starts with {keys}",
-                           fix=f"{START}, or name its format: --format axolotl or --format llamafactory")
+        raise CommandError(
+            what="neither an Axolotl nor a LLaMA-Factory config",
+            where=name,
+            why="Axolotl configs have base_model and datasets, LLaMA-Factory configs model_name_or_path and "
+            f"stage; this one starts with {keys}",
+            fix=f"{START}, or name its format: --format axolotl or --format llamafactory",
+        )
     return best

@@ -17,10 +17,20 @@ SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".gz", ".a
 SLICE = re.compile(r"(?P<split>[^\[\]]+)\[:(?P<rows>\d+)\]")
 LATER = "a recipe has one template and one data.long setting for all sources; write one recipe per template"
 KEYS = {  # keys of Axolotl's data sets, by what they say
-    "format": ("type",), "long": ("type",), "template": ("type", "chat_template"), "roles": ("roles",), "max_rows": ("split",),
+    "format": ("type",),
+    "long": ("type",),
+    "template": ("type", "chat_template"),
+    "roles": ("roles",),
+    "max_rows": ("split",),
     "fields": ("field", "text_column", "field_messages", "field_tools", "type"),
-    "message_fields": ("message_property_mappings", "message_field_role", "message_field_content", "message_field_training",
-                       "field_thinking", "template_thinking_key"),
+    "message_fields": (
+        "message_property_mappings",
+        "message_field_role",
+        "message_field_content",
+        "message_field_training",
+        "field_thinking",
+        "template_thinking_key",
+    ),
 }
 OWN_TEMPLATE = "the tokenizer's own template is used; instruct models have one"
 
@@ -101,8 +111,14 @@ def set_sources(draft: Draft, sets: list[DataSet]) -> None:
     if len(formats) == 1 and first.format != "auto":
         draft.targets["data.format"] = first.format
         draft.origins["data.format"] = _keys_of(draft, together, "format")
-    for target, value in (("fields", first.fields), ("message_fields", first.message_fields), ("roles", first.roles),
-                          ("max_rows", first.max_rows), ("template", first.template), ("long", first.long)):
+    for target, value in (
+        ("fields", first.fields),
+        ("message_fields", first.message_fields),
+        ("roles", first.roles),
+        ("max_rows", first.max_rows),
+        ("template", first.template),
+        ("long", first.long),
+    ):
         if value and (alike or target in ("template", "long")):
             draft.targets[f"data.{target}"] = value
             draft.origins[f"data.{target}"] = _keys_of(draft, together, target)

@@ -77,8 +77,12 @@ class Draft:
 
     def refuse(self, key: str, why: str, fix: str) -> None:
         """The whole config: what it trains is not what can be trained here."""
-        raise CommandError(what=f"{key}: {printed(self.values.get(key))} cannot be converted", why=why, fix=fix,
-                           where=f"{self.name}:{self.lines.get(key, 1)}")
+        raise CommandError(
+            what=f"{key}: {printed(self.values.get(key))} cannot be converted",
+            why=why,
+            fix=fix,
+            where=f"{self.name}:{self.lines.get(key, 1)}",
+        )
 
     def default(self, target: str, value: Any, note: str = "") -> None:
         """What the tool does where its config says nothing, if that is not what a recipe says by itself."""
@@ -206,8 +210,11 @@ def finish(draft: Draft) -> None:
             spoilt = [(_target_of(draft, detail), _why(detail)) for detail in error.errors()]
         taken = {target: why for target, why in spoilt if target}
         if not taken:
-            raise CommandError(what=f"cannot convert this config: {spoilt[0][1]}", where=draft.name,
-                               fix="fix the config, or write the recipe yourself: pronghorn new FILE")
+            raise CommandError(
+                what=f"cannot convert this config: {spoilt[0][1]}",
+                where=draft.name,
+                fix="fix the config, or write the recipe yourself: pronghorn new FILE",
+            )
         for target, why in taken.items():
             value = draft.targets.pop(target)
             for key in draft.origins.pop(target, []):

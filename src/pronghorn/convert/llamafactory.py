@@ -10,8 +10,20 @@ from pronghorn.convert.draft import Draft, Row, choice, not_here, nothing, only_
 from pronghorn.convert.llamafactory_data import convert_data, newer_data
 
 NAME = "LLaMA-Factory"
-MARKS = ("model_name_or_path", "stage", "finetuning_type", "template", "cutoff_len", "do_train", "dataset",
-         "per_device_train_batch_size", "train_dataset", "model_class", "num_train_epochs", "peft_config")
+MARKS = (
+    "model_name_or_path",
+    "stage",
+    "finetuning_type",
+    "template",
+    "cutoff_len",
+    "do_train",
+    "dataset",
+    "per_device_train_batch_size",
+    "train_dataset",
+    "model_class",
+    "num_train_epochs",
+    "peft_config",
+)
 TRAINS = ("do_train", "train_dataset", "dataset", "num_train_epochs", "max_steps")
 TEMPLATES = {  # LLaMA-Factory's names: ours
     "llama2": "llama-2", "llama3": "llama-3", "gemma": "gemma", "gemma2": "gemma-2", "gemma3": "gemma-3", "gemma3n": "gemma-3",
@@ -32,9 +44,16 @@ def convert(draft: Draft, folder: Path, dataset_info: Path | None) -> None:
     _method(draft)
     newer = "model_class" in draft.values
     micro = "micro_batch_size" if newer else "per_device_train_batch_size"
-    shared.batch(draft, micro=micro, accumulation="gradient_accumulation_steps", length="cutoff_len", packed=as_text,
-          packing=("packing", "neat_packing"), defaults=(1 if newer else 8, 1, 2048),
-          total="global_batch_size")
+    shared.batch(
+        draft,
+        micro=micro,
+        accumulation="gradient_accumulation_steps",
+        length="cutoff_len",
+        packed=as_text,
+        packing=("packing", "neat_packing"),
+        defaults=(1 if newer else 8, 1, 2048),
+        total="global_batch_size",
+    )
     epochs = shared.duration(draft, epochs="num_train_epochs", steps="max_steps", default=3)
     shared.warmup(draft, scheduler="lr_scheduler_type", steps="warmup_steps", ratio="warmup_ratio", default=0.0)
     shared.precision(draft, bf16=("bf16", "pure_bf16"), fp16=("fp16",))
@@ -50,8 +69,14 @@ def convert(draft: Draft, folder: Path, dataset_info: Path | None) -> None:
     _how_often(draft, epochs)
     shared.betas(draft)
     for target, value in (("train.lr", 5e-5), ("train.schedule", "linear"), ("train.seed", 42)):
-        if not any(draft.get(key) is not None for key in {"train.lr": ("learning_rate",), "train.schedule": (
-                "lr_scheduler_type",), "train.seed": ("seed", "data_seed")}[target]):
+        if not any(
+            draft.get(key) is not None
+            for key in {
+                "train.lr": ("learning_rate",),
+                "train.schedule": ("lr_scheduler_type",),
+                "train.seed": ("seed", "data_seed"),
+            }[target]
+        ):
             draft.default(target, value)
 
 
@@ -60,12 +85,20 @@ def _refuse(draft: Draft) -> None:
     if stage is not None and stage not in ("sft", "pt"):
         draft.refuse("stage", shared.PREFERENCE, shared.PREFERENCE_FIX)
     training = draft.get("do_train")
-    if not any(draft.get(key) is not None for key in TRAINS) or (training is not None and not values.is_on(training)) or (
-            training is None and (draft.get("do_predict") or draft.get("export_dir"))):
-        key = next((key for key in ("do_train", "do_predict", "export_dir", "infer_backend") if key in draft.values),
-                   next(iter(draft.values)))
-        draft.refuse(key, "the config does not train: it generates, exports or predicts",
-                     "convert the training config; then use `pronghorn chat` and `pronghorn export`")
+    if (
+        not any(draft.get(key) is not None for key in TRAINS)
+        or (training is not None and not values.is_on(training))
+        or (training is None and (draft.get("do_predict") or draft.get("export_dir")))
+    ):
+        key = next(
+            (key for key in ("do_train", "do_predict", "export_dir", "infer_backend") if key in draft.values),
+            next(iter(draft.values)),
+        )
+        draft.refuse(
+            key,
+            "the config does not train: it generates, exports or predicts",
+            "convert the training config; then use `pronghorn chat` and `pronghorn export`",
+        )
 
 
 def _method(draft: Draft) -> None:
@@ -124,8 +157,11 @@ def _peft_config(draft: Draft, peft: dict[str, object]) -> None:
     quant = draft.get("quant_config")
     few = isinstance(quant, dict) and str(quant.get("quantization_bit")) == "4"
     draft.set("method", "qlora" if few else "lora", "peft_config", *(["quant_config"] if few else []))
-    rows = {"r": ("lora.r", values.whole), "lora_alpha": ("lora.alpha", values.number),
-        "lora_dropout": ("lora.dropout", values.number)}
+    rows = {
+        "r": ("lora.r", values.whole),
+        "lora_alpha": ("lora.alpha", values.number),
+        "lora_dropout": ("lora.dropout", values.number),
+    }
     for name, value in peft.items():
         at = f"peft_config.{name}"
         try:
@@ -167,8 +203,15 @@ def _how_often(draft: Draft, epochs: float) -> None:
         shared.adapter_off(draft, ["eval_steps", "eval_strategy", "evaluation_strategy", "do_eval"], "no held-out data")
     else:
         shared.every(draft, "eval.every", steps="eval_steps", strategy=strategy, per_epoch="", epochs=epochs, best="")
-    shared.every(draft, "checkpoint.every", steps="save_steps", strategy="save_strategy", per_epoch="", epochs=epochs,
-          best="the best checkpoint is always kept")
+    shared.every(
+        draft,
+        "checkpoint.every",
+        steps="save_steps",
+        strategy="save_strategy",
+        per_epoch="",
+        epochs=epochs,
+        best="the best checkpoint is always kept",
+    )
     draft.default("checkpoint.every", 500)
 
 
@@ -182,120 +225,214 @@ def _report(draft: Draft, key: str) -> None:
 
 ROWS: dict[str, Row] = {
     # model
-    "model_name_or_path": to("model", values.text), "model": to("model", values.text), "model_class": nothing(shared.MODEL),
+    "model_name_or_path": to("model", values.text),
+    "model": to("model", values.text),
+    "model_class": nothing(shared.MODEL),
     "trust_remote_code": not_here(shared.NO_CODE, "Pronghorn runs no code from model repositories either"),
-    "model_revision": lambda draft, key: draft.no_effect(key, "same as Pronghorn: the main revision is used") if draft.get(
-        key) == "main" else draft.not_honoured(
-        key, "Pronghorn loads the main revision; download the other one and name its folder"),
+    "model_revision": lambda draft, key: (
+        draft.no_effect(key, "same as Pronghorn: the main revision is used")
+        if draft.get(key) == "main"
+        else draft.not_honoured(key, "Pronghorn loads the main revision; download the other one and name its folder")
+    ),
     "adapter_name_or_path": not_here("training starts from a new adapter; merge the old one into the model first"),
     "adapter_folder": not_here("training starts from a new adapter; merge the old one into the model first"),
     "create_new_adapter": nothing("same as Pronghorn: training starts from a new adapter"),
-    "cache_dir": nothing("HF_HOME sets the model cache"), "use_fast_tokenizer": nothing("tokenizer.json is used"),
-    "resize_vocab": not_here(shared.NEW_TOKENS), "split_special_tokens": not_here("special tokens always stay single tokens"),
-    "add_tokens": not_here(shared.NEW_TOKENS), "add_special_tokens": not_here(shared.NEW_TOKENS),
-    "new_special_tokens_config": not_here(shared.NEW_TOKENS), "init_special_tokens": nothing("adding tokens is not supported"),
+    "cache_dir": nothing("HF_HOME sets the model cache"),
+    "use_fast_tokenizer": nothing("tokenizer.json is used"),
+    "resize_vocab": not_here(shared.NEW_TOKENS),
+    "split_special_tokens": not_here("special tokens always stay single tokens"),
+    "add_tokens": not_here(shared.NEW_TOKENS),
+    "add_special_tokens": not_here(shared.NEW_TOKENS),
+    "new_special_tokens_config": not_here(shared.NEW_TOKENS),
+    "init_special_tokens": nothing("adding tokens is not supported"),
     "rope_scaling": not_here("the model's config.json is used"),
     "shift_attn": not_here("shifted sparse attention is not supported"),
-    "mixture_of_depths": not_here(OTHER_WAY), "moe_aux_loss_coef": not_here("the model's config.json is used"),
-    "train_from_scratch": not_here("training starts from the model's weights"), "init_config": nothing(shared.PLAN),
-    "low_cpu_mem_usage": nothing(shared.PLAN), "device_map": nothing(shared.PLAN),
+    "mixture_of_depths": not_here(OTHER_WAY),
+    "moe_aux_loss_coef": not_here("the model's config.json is used"),
+    "train_from_scratch": not_here("training starts from the model's weights"),
+    "init_config": nothing(shared.PLAN),
+    "low_cpu_mem_usage": nothing(shared.PLAN),
+    "device_map": nothing(shared.PLAN),
     "upcast_layernorm": nothing("accumulation is always in fp32"),
     "upcast_lmhead_output": nothing("the loss is always computed in fp32"),
     "print_param_status": nothing("use `pronghorn check`"),
-    "use_kv_cache": nothing(GENERATION), "block_diag_attn": nothing(shared.PACKED),
+    "use_kv_cache": nothing(GENERATION),
+    "block_diag_attn": nothing(shared.PACKED),
     "compute_dtype": nothing("set by `precision`"),
-    "model_max_length": nothing("set by data.max_length"), "quantization_method": nothing("Pronghorn's NF4 layout is fixed"),
-    "quantization_type": nothing("NF4"), "double_quantization": nothing("Pronghorn's NF4 layout is fixed"),
-    "quantization_device_map": nothing(shared.PLAN), "quant_config": not_here("use method: qlora (NF4) or fp8"),
+    "model_max_length": nothing("set by data.max_length"),
+    "quantization_method": nothing("Pronghorn's NF4 layout is fixed"),
+    "quantization_type": nothing("NF4"),
+    "double_quantization": nothing("Pronghorn's NF4 layout is fixed"),
+    "quantization_device_map": nothing(shared.PLAN),
+    "quant_config": not_here("use method: qlora (NF4) or fp8"),
     # method
     "stage": lambda draft, key: draft.no_effect(
-        key, "trains on plain text" if draft.get(key) == "pt" else "trains on answers, same as Pronghorn"),
+        key, "trains on plain text" if draft.get(key) == "pt" else "trains on answers, same as Pronghorn"
+    ),
     "do_train": nothing("use `pronghorn train`"),
-    "lora_rank": to("lora.r", values.whole), "lora_alpha": to("lora.alpha", values.number),
+    "lora_rank": to("lora.r", values.whole),
+    "lora_alpha": to("lora.alpha", values.number),
     "lora_dropout": to("lora.dropout", values.number),
-    "use_dora": to("lora.dora", values.is_on), "use_rslora": to("lora.rslora", values.is_on),
+    "use_dora": to("lora.dora", values.is_on),
+    "use_rslora": to("lora.rslora", values.is_on),
     "loraplus_lr_ratio": to("lora.plus_ratio", values.number),
-    "loraplus_lr_embedding": nothing("embeddings cannot have an adapter"), "additional_target": not_here(shared.FROZEN),
-    "fp8": shared.fp8_products, "fp8_backend": nothing(shared.KERNELS),
+    "loraplus_lr_embedding": nothing("embeddings cannot have an adapter"),
+    "additional_target": not_here(shared.FROZEN),
+    "fp8": shared.fp8_products,
+    "fp8_backend": nothing(shared.KERNELS),
     "pissa_convert": nothing("the adapter is not a PiSSA adapter"),
-    "freeze_vision_tower": _freeze, "freeze_multi_modal_projector": _freeze, "freeze_language_model": not_here(shared.IMAGES),
+    "freeze_vision_tower": _freeze,
+    "freeze_multi_modal_projector": _freeze,
+    "freeze_language_model": not_here(shared.IMAGES),
     # training
     "learning_rate": to("train.lr", values.decimal),
     "optim": choice("train.optimizer", shared.OPTIMIZERS, shared.NEAR_OPTIMIZERS, shared.OTHER_OPTIMIZER),
     "lr_scheduler_type": choice("train.schedule", shared.SCHEDULES, {}, shared.OTHER_SCHEDULE),
     "lr_scheduler_kwargs": not_here("schedules have no settings except train.warmup"),
-    "weight_decay": to("train.weight_decay", values.decimal), "adam_epsilon": to("train.eps", values.decimal),
+    "weight_decay": to("train.weight_decay", values.decimal),
+    "adam_epsilon": to("train.eps", values.decimal),
     "max_grad_norm": shared.clip,
-    "optim_args": not_here("AdamW has betas, eps and weight_decay only"), "seed": to("train.seed", values.whole),
-    "data_seed": nothing("train.seed also seeds the row order"), "neftune_noise_alpha": not_here(
-        "embedding noise (NEFTune) is not supported"), "label_smoothing_factor": not_here(OBJECTIVE),
+    "optim_args": not_here("AdamW has betas, eps and weight_decay only"),
+    "seed": to("train.seed", values.whole),
+    "data_seed": nothing("train.seed also seeds the row order"),
+    "neftune_noise_alpha": not_here("embedding noise (NEFTune) is not supported"),
+    "label_smoothing_factor": not_here(OBJECTIVE),
     "per_device_eval_batch_size": nothing("evaluation chooses its batch size itself"),
     "group_by_length": nothing(shared.PACKED),
-    "disable_shuffling": not_here("rows are reshuffled every epoch"), "compute_accuracy": not_here(
-        "held-out loss and perplexity are reported"), "eval_on_each_dataset": not_here("one held-out loss is reported"),
+    "disable_shuffling": not_here("rows are reshuffled every epoch"),
+    "compute_accuracy": not_here("held-out loss and perplexity are reported"),
+    "eval_on_each_dataset": not_here("one held-out loss is reported"),
     # data
     "max_samples": to("data.max_rows", values.whole, "the first rows of each dataset, as in LLaMA-Factory"),
-    "packing": nothing(shared.PACKED), "neat_packing": nothing(shared.PACKED), "batching_strategy": nothing(shared.PACKED),
-    "mix_strategy": lambda draft, key: draft.no_effect(
-        key, "same as Pronghorn: sources are concatenated, then shuffled") if draft.get(key) == "concat" else
-    draft.not_honoured(key, "sources are concatenated; set weights in data.train"),
+    "packing": nothing(shared.PACKED),
+    "neat_packing": nothing(shared.PACKED),
+    "batching_strategy": nothing(shared.PACKED),
+    "mix_strategy": lambda draft, key: (
+        draft.no_effect(key, "same as Pronghorn: sources are concatenated, then shuffled")
+        if draft.get(key) == "concat"
+        else draft.not_honoured(key, "sources are concatenated; set weights in data.train")
+    ),
     "interleave_probs": not_here("sources are concatenated; set weights in data.train"),
-    "streaming": nothing("rows are read and tokenized once, before training"), "buffer_size": nothing(HOST),
-    "overwrite_cache": nothing(HOST), "preprocessing_batch_size": nothing(HOST), "preprocessing_num_workers": nothing(HOST),
-    "tokenized_path": nothing(HOST), "data_shared_file_system": nothing(HOST), "dataloader_num_workers": to(
-        "data.workers", values.whole), "ignore_pad_token_for_loss": nothing("padding never carries loss"),
+    "streaming": nothing("rows are read and tokenized once, before training"),
+    "buffer_size": nothing(HOST),
+    "overwrite_cache": nothing(HOST),
+    "preprocessing_batch_size": nothing(HOST),
+    "preprocessing_num_workers": nothing(HOST),
+    "tokenized_path": nothing(HOST),
+    "data_shared_file_system": nothing(HOST),
+    "dataloader_num_workers": to("data.workers", values.whole),
+    "ignore_pad_token_for_loss": nothing("padding never carries loss"),
     "tool_format": not_here(f"the chat template renders tools; {OWN_TEMPLATE}"),
     "default_system": not_here("put the system message into the rows or into your own template"),
     "enable_thinking": nothing("reasoning in the rows carries loss as the template renders it"),
     "preserve_thinking": not_here("the chat template decides which earlier reasoning is kept"),
     "media_dir": not_here(shared.IMAGES),
     # run
-    "output_dir": to("output", values.text), "save_total_limit": to("checkpoint.keep", values.whole),
-    "overwrite_output_dir": nothing(
-        "the same command resumes; `pronghorn train --fresh` starts over"),
-    "resume_from_checkpoint": not_here(shared.RESUME), "logging_steps": nothing("every step is logged"),
-    "logging_strategy": nothing("every step is logged"), "logging_dir": nothing(shared.NOTHING_SENT),
-    "logging_first_step": nothing("every step is logged"), "plot_loss": nothing("report.html shows the curve"),
-    "report_to": _report, "run_name": nothing("the output folder names the run"), "save_only_model": nothing(
-        "every checkpoint can be resumed"), "save_safetensors": nothing("Pronghorn writes safetensors only"),
+    "output_dir": to("output", values.text),
+    "save_total_limit": to("checkpoint.keep", values.whole),
+    "overwrite_output_dir": nothing("the same command resumes; `pronghorn train --fresh` starts over"),
+    "resume_from_checkpoint": not_here(shared.RESUME),
+    "logging_steps": nothing("every step is logged"),
+    "logging_strategy": nothing("every step is logged"),
+    "logging_dir": nothing(shared.NOTHING_SENT),
+    "logging_first_step": nothing("every step is logged"),
+    "plot_loss": nothing("report.html shows the curve"),
+    "report_to": _report,
+    "run_name": nothing("the output folder names the run"),
+    "save_only_model": nothing("every checkpoint can be resumed"),
+    "save_safetensors": nothing("Pronghorn writes safetensors only"),
     "load_best_model_at_end": nothing("`eval`, `chat` and `export` use the best checkpoint by default"),
     "metric_for_best_model": nothing("the best checkpoint has the lowest held-out loss"),
     "greater_is_better": nothing("the best checkpoint has the lowest held-out loss"),
     "do_eval": nothing("held-out data is always evaluated"),
     "do_predict": not_here("use `pronghorn eval` and `pronghorn chat`"),
     "predict_with_generate": nothing("eval.generations answers are shown at each evaluation"),
-    "include_num_input_tokens_seen": nothing("Pronghorn counts tokens"), "include_effective_tokens_per_second": nothing(
-        "Pronghorn reports tokens per second"),
-        "push_to_hub": not_here("Pronghorn uploads nothing; `pronghorn export` writes the folder"),
-    "gradient_checkpointing": nothing(shared.PLAN), "disable_gradient_checkpointing": nothing(shared.PLAN),
+    "include_num_input_tokens_seen": nothing("Pronghorn counts tokens"),
+    "include_effective_tokens_per_second": nothing("Pronghorn reports tokens per second"),
+    "push_to_hub": not_here("Pronghorn uploads nothing; `pronghorn export` writes the folder"),
+    "gradient_checkpointing": nothing(shared.PLAN),
+    "disable_gradient_checkpointing": nothing(shared.PLAN),
     "use_reentrant_gc": nothing(shared.PLAN),
-    "use_unsloth": nothing(shared.KERNELS), "use_unsloth_gc": nothing(shared.PLAN),
+    "use_unsloth": nothing(shared.KERNELS),
+    "use_unsloth_gc": nothing(shared.PLAN),
     "enable_liger_kernel": nothing(shared.KERNELS),
-    "flash_attn": nothing(shared.KERNELS), "use_v1_kernels": nothing(shared.KERNELS), "kernel_config": nothing(shared.KERNELS),
-    "torch_compile": nothing(shared.KERNELS), "use_cce": nothing(shared.KERNELS), "use_kt": not_here(OTHER_WAY),
+    "flash_attn": nothing(shared.KERNELS),
+    "use_v1_kernels": nothing(shared.KERNELS),
+    "kernel_config": nothing(shared.KERNELS),
+    "torch_compile": nothing(shared.KERNELS),
+    "use_cce": nothing(shared.KERNELS),
+    "use_kt": not_here(OTHER_WAY),
     "max_new_tokens": nothing(GENERATION),
-    "deepspeed": not_here(shared.GPUS), "fsdp": not_here(shared.GPUS), "local_rank": nothing("Pronghorn trains on one GPU"),
+    "deepspeed": not_here(shared.GPUS),
+    "fsdp": not_here(shared.GPUS),
+    "local_rank": nothing("Pronghorn trains on one GPU"),
     "dist_config": not_here(shared.GPUS),
     "use_mca": refused(shared.GPUS, "convert a config for one GPU"),
 }
 PREFIXES: dict[str, Row] = {
     "ddp_": nothing("Pronghorn trains on one GPU"),
-    **dict.fromkeys(("fsdp_", "ray_", "master_", "tensor_model_parallel", "pipeline_model_parallel", "expert_model_parallel",
-                     "sequence_parallel", "context_parallel", "fp8_enable_fsdp", "use_distributed", "overlap_"),
-                    only_if_one(shared.GPUS)),
-    **dict.fromkeys(("swanlab_", "use_swanlab", "wandb_", "hub_", "hf_hub", "ms_hub", "om_hub", "profiler_",
-                     "enable_torch_profiler", "profile_"), nothing(shared.NOTHING_SENT)),
-    **dict.fromkeys(("use_galore", "galore_", "use_apollo", "apollo_", "use_badam", "badam_", "use_adam_mini", "use_muon",
-                     "muon_"), not_here(shared.OTHER_OPTIMIZER[1] + "; the recipe uses AdamW")),
+    **dict.fromkeys(
+        (
+            "fsdp_",
+            "ray_",
+            "master_",
+            "tensor_model_parallel",
+            "pipeline_model_parallel",
+            "expert_model_parallel",
+            "sequence_parallel",
+            "context_parallel",
+            "fp8_enable_fsdp",
+            "use_distributed",
+            "overlap_",
+        ),
+        only_if_one(shared.GPUS),
+    ),
+    **dict.fromkeys(
+        (
+            "swanlab_",
+            "use_swanlab",
+            "wandb_",
+            "hub_",
+            "hf_hub",
+            "ms_hub",
+            "om_hub",
+            "profiler_",
+            "enable_torch_profiler",
+            "profile_",
+        ),
+        nothing(shared.NOTHING_SENT),
+    ),
+    **dict.fromkeys(
+        ("use_galore", "galore_", "use_apollo", "apollo_", "use_badam", "badam_", "use_adam_mini", "use_muon", "muon_"),
+        not_here(shared.OTHER_OPTIMIZER[1] + "; the recipe uses AdamW"),
+    ),
     **dict.fromkeys(("use_dft", "use_asft", "asft_", "use_eaft", "eaft_"), not_here(OBJECTIVE)),
-    **dict.fromkeys(("use_llama_pro", "freeze_", "pissa_", "oft_", "module_dropout", "kt_", "use_hyper", "hyper_"),
-                    not_here(OTHER_WAY)),
-    **dict.fromkeys(("pref_", "dpo_", "kto_", "ppo_", "ref_model", "reward_model", "simpo_", "ld_alpha"),
-                    not_here(shared.PREFERENCE)),
+    **dict.fromkeys(
+        ("use_llama_pro", "freeze_", "pissa_", "oft_", "module_dropout", "kt_", "use_hyper", "hyper_"), not_here(OTHER_WAY)
+    ),
+    **dict.fromkeys(
+        ("pref_", "dpo_", "kto_", "ppo_", "ref_model", "reward_model", "simpo_", "ld_alpha"), not_here(shared.PREFERENCE)
+    ),
     **dict.fromkeys(("image_", "video_", "audio_", "use_audio", "crop_to"), not_here(shared.IMAGES)),
     "export_": nothing(EXPORT),
-    **dict.fromkeys(("infer_", "vllm_", "sglang_", "sample_backend", "do_sample", "temperature", "top_", "num_beams",
-                     "max_length", "repetition_", "length_penalty", "skip_special", "eval_num_beams"), nothing(GENERATION)),
+    **dict.fromkeys(
+        (
+            "infer_",
+            "vllm_",
+            "sglang_",
+            "sample_backend",
+            "do_sample",
+            "temperature",
+            "top_",
+            "num_beams",
+            "max_length",
+            "repetition_",
+            "length_penalty",
+            "skip_special",
+            "eval_num_beams",
+        ),
+        nothing(GENERATION),
+    ),
     **dict.fromkeys(("offload_", "torch_empty", "bias_activation", "apply_rope", "moe_", "recompute_"), nothing(shared.PLAN)),
     "dataloader_": nothing(HOST),
 }

@@ -15,8 +15,15 @@ from pronghorn.recipe_file import read_yaml
 
 FILE = "dataset_info.json"
 USUAL = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
-TAGS = {"role_tag": "from", "content_tag": "value", "user_tag": "human", "assistant_tag": "gpt",
-        "observation_tag": "observation", "system_tag": "system", "function_tag": "function_call"}
+TAGS = {
+    "role_tag": "from",
+    "content_tag": "value",
+    "user_tag": "human",
+    "assistant_tag": "gpt",
+    "observation_tag": "observation",
+    "system_tag": "system",
+    "function_tag": "function_call",
+}
 WHOSE = {"user_tag": "user", "assistant_tag": "assistant", "observation_tag": "tool", "system_tag": "system"}
 ALPACA_NOTE = "instruction and input are joined by an empty line; LLaMA-Factory joins them by a line break"
 
@@ -31,11 +38,18 @@ class DataSets:
         try:
             found = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
-            raise CommandError(what=f"cannot read {FILE}", where=str(file), why=str(error).split("\n")[0],
-                               fix="fix it, or name another one: --dataset-info FILE") from error
+            raise CommandError(
+                what=f"cannot read {FILE}",
+                where=str(file),
+                why=str(error).split("\n")[0],
+                fix="fix it, or name another one: --dataset-info FILE",
+            ) from error
         if not isinstance(found, dict):
-            raise CommandError(what=f"{FILE} is not an object with a key per dataset", where=str(file),
-                               fix="name another one: --dataset-info FILE")
+            raise CommandError(
+                what=f"{FILE} is not an object with a key per dataset",
+                where=str(file),
+                fix="name another one: --dataset-info FILE",
+            )
         self.entries = found
 
     def one(self, name: str, key: str, *, as_text: bool) -> tuple[DataSet, list[str]]:
@@ -150,8 +164,7 @@ def convert_data(draft: Draft, folder: Path, given: Path | None, *, as_text: boo
     if draft.get("eval_dataset") is not None:
         sets, _, lost = _sets(draft, listed, "eval_dataset", as_text)
         if len(sets) == 1 and not lost:
-            draft.set("data.eval", sets[0].name, "eval_dataset",
-                      note="read with the format and the column names of data.train")
+            draft.set("data.eval", sets[0].name, "eval_dataset", note="read with the format and the column names of data.train")
         else:
             draft.not_honoured("eval_dataset", "; ".join(lost) or "only one held-out source is supported: set data.eval")
 

@@ -57,8 +57,17 @@ def or_default(draft: Draft, key: str, read: Callable[[Any], float], default: fl
     return found
 
 
-def batch(draft: Draft, *, micro: str, accumulation: str, length: str, packing: tuple[str, ...], defaults: tuple[int, int, int],
-          total: str = "", packed: bool = False) -> None:
+def batch(
+    draft: Draft,
+    *,
+    micro: str,
+    accumulation: str,
+    length: str,
+    packing: tuple[str, ...],
+    defaults: tuple[int, int, int],
+    total: str = "",
+    packed: bool = False,
+) -> None:
     """Rows or packs of so many tokens, times the micro-batches of a step. `total`: rows of a step in one number. `packing`:
     keys that switch it on; `packed`: it is on without them."""
     packed = packed or any(is_on(draft.get(key)) for key in packing)
@@ -73,15 +82,19 @@ def batch(draft: Draft, *, micro: str, accumulation: str, length: str, packing: 
     said = [key for key in keys if key not in draft.fates]
     draft.set("train.batch_tokens", in_a_step, *said, note=f"{rows} x {steps} x {tokens} tokens per step, on one GPU")
     if not packed:
-        told = (f"Pronghorn always packs rows: a step has {in_a_step} tokens, the config's steps have {rows * steps} rows of "
-                "any length; if your rows are much shorter, lower train.batch_tokens to keep the number of steps")
+        told = (
+            f"Pronghorn always packs rows: a step has {in_a_step} tokens, the config's steps have {rows * steps} rows of "
+            "any length; if your rows are much shorter, lower train.batch_tokens to keep the number of steps"
+        )
         asked = [key for key in (*packing, *said) if draft.get(key) is not None]
         if asked:
             draft.not_honoured(asked[0], told)
     if not draft.origins["train.batch_tokens"]:
         draft.defaults["train.batch_tokens"] = f"{draft.tool}'s defaults: {rows} x {steps} x {tokens}, packed"
-    draft.targets["train.capacity"], draft.defaults["train.capacity"] = capacity, ("tokens per micro-batch; the tokens per "
-                                                                                   "step do not change")
+    draft.targets["train.capacity"], draft.defaults["train.capacity"] = (
+        capacity,
+        ("tokens per micro-batch; the tokens per step do not change"),
+    )
     if length in said:
         draft.set("data.max_length", tokens, length, note=f"also part of train.batch_tokens: {in_a_step}")
     draft.default("data.max_length", tokens)
@@ -94,8 +107,9 @@ def duration(draft: Draft, *, epochs: str, steps: str, default: float) -> float:
         if asked == int(asked):
             draft.set("train.epochs", int(asked), epochs)
         else:
-            draft.nearest("train.epochs", int(asked) + 1, epochs,
-                          "epochs must be whole numbers (train.steps can end a run earlier)")
+            draft.nearest(
+                "train.epochs", int(asked) + 1, epochs, "epochs must be whole numbers (train.steps can end a run earlier)"
+            )
     elif int(default) != 1:
         draft.default("train.epochs", int(default))
     limit = draft.get(steps)
@@ -150,14 +164,16 @@ def every(draft: Draft, target: str, *, steps: str, strategy: str, per_epoch: st
             draft.not_honoured(per_epoch, str(error))
         else:
             share = share_of_run(found, epochs) if found > 0 else AT_THE_END
-            draft.set(target, round(share, 6), per_epoch,
-                      note="a fraction of all steps" if share < AT_THE_END else "at the end")
+            draft.set(
+                target, round(share, 6), per_epoch, note="a fraction of all steps" if share < AT_THE_END else "at the end"
+            )
     how = str(draft.get(strategy, "")).strip().lower() if not isinstance(draft.get(strategy), bool) else "no"
     count = draft.get(steps)
     if how in ("epoch", "no") and target not in draft.targets:
         share = share_of_run(1, epochs) if how == "epoch" else AT_THE_END
-        draft.set(target, round(share, 6), strategy,
-                  note="a fraction of all steps" if share < AT_THE_END else "at the end only")
+        draft.set(
+            target, round(share, 6), strategy, note="a fraction of all steps" if share < AT_THE_END else "at the end only"
+        )
         if count is not None:
             draft.no_effect(steps, f"{strategy}: {how} takes precedence")
     elif how:

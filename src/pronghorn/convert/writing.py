@@ -53,8 +53,11 @@ def one_comment(text: str) -> str:
 
 
 def told(fate: Fate) -> str:
-    return one_comment(f"{fate.line:>4}  {fate.key}: {printed(fate.value)} -> {fate.text}" if fate.kind == "mapped" else
-                       f"{fate.line:>4}  {fate.key}: {printed(fate.value)} -- {fate.text}")
+    return one_comment(
+        f"{fate.line:>4}  {fate.key}: {printed(fate.value)} -> {fate.text}"
+        if fate.kind == "mapped"
+        else f"{fate.line:>4}  {fate.key}: {printed(fate.value)} -- {fate.text}"
+    )
 
 
 def list_text(fates: Sequence[Fate]) -> str:

@@ -29,8 +29,12 @@ def read_parquet(source: Source) -> Iterator[RawRow | BadRow]:
             yield from _arrow_rows(batches, lambda index: f"{source.name} row {index + 1}")
         except (pa.ArrowException, OSError) as error:
             reason = str(error).split("\n", 1)[0]
-            raise DataError(what="this Parquet file is damaged or not a Parquet file", where=source.name, why=reason,
-                            fix="copy, download or write it again") from error
+            raise DataError(
+                what="this Parquet file is damaged or not a Parquet file",
+                where=source.name,
+                why=reason,
+                fix="copy, download or write it again",
+            ) from error
 
 
 def read_arrow(source: Source) -> Iterator[RawRow | BadRow]:
@@ -51,8 +55,12 @@ def read_arrow(source: Source) -> Iterator[RawRow | BadRow]:
             yield from _arrow_rows(batches, lambda index: f"{source.name} row {index + 1}")
     except (pa.ArrowException, OSError) as error:
         reason = str(error).split("\n", 1)[0]
-        raise DataError(what="this Arrow file is damaged or not an Arrow file", where=source.name, why=reason,
-                        fix="copy, download or write it again") from error
+        raise DataError(
+            what="this Arrow file is damaged or not an Arrow file",
+            where=source.name,
+            why=reason,
+            fix="copy, download or write it again",
+        ) from error
 
 
 def _batches(reader: Any) -> Iterator[Any]:
@@ -74,8 +82,9 @@ def _require_end(source: Source) -> None:
         file.seek(-min(8, source.path.stat().st_size), 2)
         end = file.read(8)
     if end != END_OF_STREAM:
-        raise DataError(what="this Arrow stream is truncated: its end is missing", where=source.name,
-                        fix="copy, download or write it again")
+        raise DataError(
+            what="this Arrow stream is truncated: its end is missing", where=source.name, fix="copy, download or write it again"
+        )
 
 
 def read_hub(source: Source) -> Iterator[RawRow | BadRow]:
@@ -93,8 +102,12 @@ def _streamed(source: Source) -> Iterator[RawRow | BadRow]:
     try:
         yield from _arrow_rows(data.with_format("arrow").iter(BATCH_ROWS), lambda index: f"{source.name}[{index}]")
     except hub_errors() as error:
-        raise EnvironmentFault(what="the download stalled", where=source.name, why=_first_line(error),
-                               fix="run the same command again: it continues after the tokenized rows") from error
+        raise EnvironmentFault(
+            what="the download stalled",
+            where=source.name,
+            why=_first_line(error),
+            fix="run the same command again: it continues after the tokenized rows",
+        ) from error
 
 
 def hub_fingerprint(source: Source) -> str:
@@ -105,8 +118,11 @@ def hub_fingerprint(source: Source) -> str:
 def _revision(source: Source) -> str:
     assert source.hub is not None
     if "[" in source.hub[2]:
-        raise DataError(what="a slice of a split cannot be streamed", where=source.name,
-                        fix="name the whole split, and set max_rows to use its first rows")
+        raise DataError(
+            what="a slice of a split cannot be streamed",
+            where=source.name,
+            fix="name the whole split, and set max_rows to use its first rows",
+        )
     return data_set_revision(source.hub[0])
 
 
@@ -121,8 +137,11 @@ def _arrow_rows(batches: Iterable[Any], where: Callable[[int], str]) -> Iterator
         try:
             rows = batch.to_pylist()
         except UnicodeDecodeError as error:  # Arrow does not check the texts it is given
-            raise DataError(what="a text is not UTF-8", where=f"{where(index)} or one of the {batch.num_rows - 1} after it",
-                            fix="write the data again as UTF-8") from error
+            raise DataError(
+                what="a text is not UTF-8",
+                where=f"{where(index)} or one of the {batch.num_rows - 1} after it",
+                fix="write the data again as UTF-8",
+            ) from error
         for row in rows:
             yield RawRow({key: _without_nulls(value) for key, value in row.items()}, where(index))
             index += 1
@@ -144,8 +163,11 @@ def hub_dataset(source: Source) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise CommandError(what="file not found, and Hub datasets need the `datasets` library",
-                           where=source.name, fix="check the path, or pip install 'pronghorn[hub]'") from error
+        raise CommandError(
+            what="file not found, and Hub datasets need the `datasets` library",
+            where=source.name,
+            fix="check the path, or pip install 'pronghorn[hub]'",
+        ) from error
     try:
         how = {"streaming": True, "revision": _revision(source)} if source.stream else {}
         if not source.stream:
@@ -154,15 +176,23 @@ def hub_dataset(source: Source) -> Any:
             return datasets.load_dataset(name, config, split=split, **how)
     except DataError as error:
         fix = f"if it is a file: {neighbours(name, Path(name))}; if it is a Hub dataset: {error.fix}"
-        raise DataError(what=f"neither a file nor a Hub dataset: {error.what}", where=source.name, why=error.why,
-                        fix=fix) from error
+        raise DataError(
+            what=f"neither a file nor a Hub dataset: {error.what}", where=source.name, why=error.why, fix=fix
+        ) from error
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         reason = _first_line(error)
         if isinstance(error, OSError) and (error.errno == errno.ENOSPC or "disk space" in reason):
-            raise DataError(what="the dataset does not fit on the disk", where=source.name, why=reason,
-                            fix=f"stream it without a local copy: data.train: [{{path: {name}, stream: true}}]; or set "
-                                "HF_HOME to a larger disk") from error
-        raise DataError(what=f"neither a file nor a Hub dataset with a split `{split}`", where=source.name,
-                        why=reason,
-                        fix=f"if it is a file: {neighbours(name, Path(name))}; if it is a Hub dataset, check "
-                            "name:config:split, the network and your login") from error
+            raise DataError(
+                what="the dataset does not fit on the disk",
+                where=source.name,
+                why=reason,
+                fix=f"stream it without a local copy: data.train: [{{path: {name}, stream: true}}]; or set "
+                "HF_HOME to a larger disk",
+            ) from error
+        raise DataError(
+            what=f"neither a file nor a Hub dataset with a split `{split}`",
+            where=source.name,
+            why=reason,
+            fix=f"if it is a file: {neighbours(name, Path(name))}; if it is a Hub dataset, check "
+            "name:config:split, the network and your login",
+        ) from error

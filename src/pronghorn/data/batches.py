@@ -71,8 +71,15 @@ class PackedBatch:
         half of them."""
         rows = self.loss_rows[:tokens] if self.every_row else self.loss_rows.clamp(max=tokens - 1)[: tokens // 2]
         given = None if self.given_KN is None else self.given_KN[:, : len(rows)]
-        return replace(self, ids_T=self.ids_T[:tokens], labels_T=self.labels_T[:tokens], positions_T=self.positions_T[:tokens],
-                       cu_seqlens=self.cu_seqlens.clamp(max=tokens), loss_rows=rows, given_KN=given)
+        return replace(
+            self,
+            ids_T=self.ids_T[:tokens],
+            labels_T=self.labels_T[:tokens],
+            positions_T=self.positions_T[:tokens],
+            cu_seqlens=self.cu_seqlens.clamp(max=tokens),
+            loss_rows=rows,
+            given_KN=given,
+        )
 
     def copy_from(self, other: PackedBatch) -> None:
         """Overwrite the tensors, in place, with those of a batch of the same shape."""
@@ -135,8 +142,9 @@ def _padded(values: npt.NDArray[Any], size: int, fill: int) -> npt.NDArray[Any]:
     return np.concatenate([values, np.full(size - len(values), fill, dtype=values.dtype)])
 
 
-def build_batch(table: TokenRows, rows: npt.NDArray[np.int64], capacity: int, pad_id: int = 0,
-                shapes: Shapes | None = None) -> PackedBatch:
+def build_batch(
+    table: TokenRows, rows: npt.NDArray[np.int64], capacity: int, pad_id: int = 0, shapes: Shapes | None = None
+) -> PackedBatch:
     """Padding at the end is one more document, or several of the longest's length, without labels: attention needs no special
     case for it. Without `rows`, all of it is padding. Without `shapes` the loss rows are not padded, and `longest` is this
     pack's own.
@@ -225,9 +233,22 @@ class BatchLoader:
     pack.
     """
 
-    def __init__(self, table: TokenRows, *, capacity: int, packs_per_step: int, seed: int, workers: int,
-                 start: Cursor | None = None, pad_id: int = 0, pin: bool = False, shapes: Shapes | None = None,
-                 together: int = 1, complete: Complete | None = None, deal: tuple[int, int] = (0, 1)) -> None:
+    def __init__(
+        self,
+        table: TokenRows,
+        *,
+        capacity: int,
+        packs_per_step: int,
+        seed: int,
+        workers: int,
+        start: Cursor | None = None,
+        pad_id: int = 0,
+        pin: bool = False,
+        shapes: Shapes | None = None,
+        together: int = 1,
+        complete: Complete | None = None,
+        deal: tuple[int, int] = (0, 1),
+    ) -> None:
         self._table, self._capacity, self._packs_per_step = table, capacity, packs_per_step
         self._seed, self._workers, self._pad_id, self._pin, self._shapes = seed, workers, pad_id, pin, shapes
         self._together, self._complete, self._deal = together, complete, deal
@@ -247,8 +268,10 @@ class BatchLoader:
             batches = [self._complete(batch, self._table) for batch in batches]
         if self._pin:
             batches = [batch.map(torch.Tensor.pin_memory) for batch in batches]
-        elsewhere = (sum(int(self._table.lengths[rows].sum()) for rows in others),
-                     sum(int(self._table.loss_counts[rows].sum()) for rows in others))
+        elsewhere = (
+            sum(int(self._table.lengths[rows].sum()) for rows in others),
+            sum(int(self._table.loss_counts[rows].sum()) for rows in others),
+        )
         return StepBatch(tuple(batches), self._next(packs, at), epoch=at.epoch + stop / len(packs), elsewhere=elsewhere)
 
     def _next(self, packs: Packs, at: Cursor) -> Cursor:
@@ -290,8 +313,9 @@ def steps_per_epoch(packs: int, packs_per_step: int) -> int:
     return -(-packs // packs_per_step)
 
 
-def evaluation_batches(table: TokenRows, capacity: int, pad_id: int = 0, together: int = 1,
-                       deal: tuple[int, int] = (0, 1)) -> Iterator[PackedBatch]:
+def evaluation_batches(
+    table: TokenRows, capacity: int, pad_id: int = 0, together: int = 1, deal: tuple[int, int] = (0, 1)
+) -> Iterator[PackedBatch]:
     """Every document once, in the table's order as far as packing allows; with several ranks, dealt out to them in turn."""
     for rows in islice(pack_in_order(table.lengths, capacity, together), deal[0], None, deal[1]):
         yield build_batch(table, rows, capacity, pad_id)

@@ -38,14 +38,7 @@ from pronghorn.data.reading import (
     told_of,
 )
 from pronghorn.data.source_files import BadRow
-from pronghorn.data.token_cache import (
-    DamagedError,
-    Seal,
-    bytes_digest,
-    open_table,
-    read_note,
-    write_note,
-)
+from pronghorn.data.token_cache import DamagedError, Seal, bytes_digest, open_table, read_note, write_note
 from pronghorn.data.tokens import TokenTable, fingerprint, loaded
 from pronghorn.errors import EnvironmentFault, counted
 from pronghorn.folders import cache_folder
@@ -108,9 +101,16 @@ def tokenized_rows(
         work = _Tokenizing(found, states, spec, encoder, progress, stage)
         work.into(partial)
         counts, aside = work.counts, path.with_suffix(".bad.jsonl") if work.counts.bad else None
-        meta = {"read": counts.read, "bad": counts.bad, "empty": counts.empty, "lost": counts.lost,
-                "controls": counts.controls, "sources": list(map(asdict, counts.sources)),
-                "seal": asdict(partial.finish()), "aside": bytes_digest(partial.aside) if aside else ""}
+        meta = {
+            "read": counts.read,
+            "bad": counts.bad,
+            "empty": counts.empty,
+            "lost": counts.lost,
+            "controls": counts.controls,
+            "sources": list(map(asdict, counts.sources)),
+            "seal": asdict(partial.finish()),
+            "aside": bytes_digest(partial.aside) if aside else "",
+        }
         write_note(path.with_suffix(".json"), json.dumps(meta))
         partial.publish(aside)
     if work.went_on:
@@ -118,11 +118,13 @@ def tokenized_rows(
     try:
         rows = _open(path, found)
     except DamagedError as error:
-        raise EnvironmentFault("cannot read back the tokenized rows", where=str(path), why=str(error),
-                               fix="check the disk") from error
+        raise EnvironmentFault(
+            "cannot read back the tokenized rows", where=str(path), why=str(error), fix="check the disk"
+        ) from error
     if rows is None:
-        raise EnvironmentFault("the tokenized rows disappeared", where=str(path),
-                               fix="check which other program uses the cache")
+        raise EnvironmentFault(
+            "the tokenized rows disappeared", where=str(path), fix="check which other program uses the cache"
+        )
     return replace(rows, remarks=(*remarks, *told_of(found)))
 
 
@@ -143,8 +145,16 @@ def _open(path: Path, found: Sequence[Part]) -> Rows | None:
     # JSON has lists where a count has tuples; how often rows come is the recipe's to say, and not kept here
     given = zip(meta["sources"], found, strict=True)
     counts = tuple(SourceCount(**source | {"unused": tuple(source["unused"]), "weight": part.weight}) for source, part in given)
-    return Rows(open_table(path, Seal(**meta["seal"])), path, meta["read"], meta["bad"], meta["empty"], counts,
-                meta["lost"], meta["controls"])
+    return Rows(
+        open_table(path, Seal(**meta["seal"])),
+        path,
+        meta["read"],
+        meta["bad"],
+        meta["empty"],
+        counts,
+        meta["lost"],
+        meta["controls"],
+    )
 
 
 @dataclass(slots=True)
@@ -164,15 +174,26 @@ class _Counts:
         self.lost, self.controls = self.lost + note["lost"], self.controls + note["controls"]
         before = self.sources[note["part"]]
         self.sources[note["part"]] = replace(
-            before, format=note["format"], read=before.read + note["read"], rows=before.rows + note["rows"],
-            unused=tuple(sorted({*before.unused, *note["unused"]})))
+            before,
+            format=note["format"],
+            read=before.read + note["read"],
+            rows=before.rows + note["rows"],
+            unused=tuple(sorted({*before.unused, *note["unused"]})),
+        )
 
 
 class _Tokenizing:
     """One pass over the sources, behind what is there already. No more is held than the chunks under way."""
 
-    def __init__(self, found: Sequence[Part], states: Sequence[tuple[int, ...]], spec: Data, encoder: Encoder,
-                 progress: Progress, stage: Stage) -> None:
+    def __init__(
+        self,
+        found: Sequence[Part],
+        states: Sequence[tuple[int, ...]],
+        spec: Data,
+        encoder: Encoder,
+        progress: Progress,
+        stage: Stage,
+    ) -> None:
         self._states = states
         self._found, self._spec, self._encoder, self._tell, self._stage = found, spec, encoder, progress, stage
         self._expected = 0

@@ -18,9 +18,21 @@ from pronghorn.data.source_files import excerpt
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython")
 SPEAKERS = {  # who speaks, in lower case, as data sets and the tools that read them write it
     **{role: role for role in ROLES},
-    "human": "user", "prompter": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bing": "assistant",
-    "bard": "assistant", "claude": "assistant", "ai": "assistant", "bot": "assistant", "chatbot": "assistant",
-    "function": "tool", "observation": "tool", "function_response": "tool", "tool_response": "tool",
+    "human": "user",
+    "prompter": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "claude": "assistant",
+    "ai": "assistant",
+    "bot": "assistant",
+    "chatbot": "assistant",
+    "function": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "tool_response": "tool",
 }
 CALLERS = ("function_call", "tool_call")  # speakers whose text is a call, as JSON
 SPEAKERS_AND_CALLERS = {**SPEAKERS, **dict.fromkeys(CALLERS, "assistant")}
@@ -66,16 +78,16 @@ def to_message(message: dict[str, Any], number: int) -> dict[str, Any]:
         raise UnfitError(f"{name} ({role}) calls a tool", "only an assistant can call tools: fix the role, or remove the call")
     if not isinstance(content, str) and not (content is None and calls):
         if content is None:
-            raise UnfitError(f"{name} ({role}) has no `content`",
-                             'add a text ("" for none), a call in `tool_calls`, or remove the message')
+            raise UnfitError(
+                f"{name} ({role}) has no `content`", 'add a text ("" for none), a call in `tool_calls`, or remove the message'
+            )
         raise UnfitError(f"{name} ({role}) has a `content` that is not text", "write it as text (an object as JSON text)")
     # Templates ask `'tool_calls' in message`, so a null that only fills a column must not stand there.
     taken = {"role", "from", "tool_calls", "function_call", key}
     made = {key: item for key, item in message.items() if item is not None and key not in taken}
     if thinking:
         if made.get("reasoning_content", thinking) != thinking:
-            raise UnfitError(f"{name} has thinking in its parts and a different one in `reasoning_content`",
-                             "keep one of them")
+            raise UnfitError(f"{name} has thinking in its parts and a different one in `reasoning_content`", "keep one of them")
         made["reasoning_content"] = thinking
     return {"role": role, "content": content} | made | ({"tool_calls": calls} if calls else {})
 
@@ -85,8 +97,10 @@ def _speaker(message: dict[str, Any], name: str) -> tuple[str, str]:
     word, other = message.get("role"), message.get("from")
     word, other = (other, None) if word is None else (word, other)
     if word is None:
-        raise UnfitError(f"{name} has no `role`; its keys are {', '.join(message)}",
-                         "set the key names of a message: data.message_fields: {role: KEY, content: KEY}")
+        raise UnfitError(
+            f"{name} has no `role`; its keys are {', '.join(message)}",
+            "set the key names of a message: data.message_fields: {role: KEY, content: KEY}",
+        )
     role = _role(word, name)
     if other is not None and _role(other, name) != role:
         raise UnfitError(f"{name} has two roles: `{word}` and `{other}`", "keep one of them")
@@ -101,8 +115,10 @@ def _role(word: Any, name: str) -> str:
     close = difflib.get_close_matches(str(word).lower(), list(known), n=1, cutoff=0.7)
     hint = f"did you mean `{close[0]}`?" if close else f"known roles: {', '.join(ROLES)}, human and gpt"
     ours = known[close[0]] if close else "user"
-    raise UnfitError(f"{name} has the role `{word}`; {hint}",
-                     f"fix it, or map it to system, user, assistant or tool: data.roles: {{{ours}: [{word}]}}")
+    raise UnfitError(
+        f"{name} has the role `{word}`; {hint}",
+        f"fix it, or map it to system, user, assistant or tool: data.roles: {{{ours}: [{word}]}}",
+    )
 
 
 def _content(message: dict[str, Any], name: str) -> tuple[str, Any]:
@@ -125,14 +141,19 @@ def _require_marks(message: dict[str, Any], name: str) -> None:
         raise UnfitError(f"{name} has the weight {marks['weight']!r}; a turn carries loss (1) or not (0)", "set it to 0 or 1")
     for key in TRAIN_KEYS:
         if not isinstance(marks.get(key, True), bool):
-            raise UnfitError(f"{name} has `{key}` {marks[key]!r}; a turn carries loss (true) or not (false)",
-                             "set it to true or false")
+            raise UnfitError(
+                f"{name} has `{key}` {marks[key]!r}; a turn carries loss (true) or not (false)", "set it to true or false"
+            )
     if message.get(PARTS_KEY) is not None:
-        raise UnfitError(f"{name} has `{PARTS_KEY}`; only whole turns can be marked, with `train`",
-                         f"remove `{PARTS_KEY}`, and mark whole turns with `train`")
+        raise UnfitError(
+            f"{name} has `{PARTS_KEY}`; only whole turns can be marked, with `train`",
+            f"remove `{PARTS_KEY}`, and mark whole turns with `train`",
+        )
     if len({bool(mark) for mark in marks.values()}) > 1:
-        raise UnfitError(f"{name} contradicts itself: " + ", ".join(f"`{key}` {mark!r}" for key, mark in marks.items()),
-                         "keep one of the marks")
+        raise UnfitError(
+            f"{name} contradicts itself: " + ", ".join(f"`{key}` {mark!r}" for key, mark in marks.items()),
+            "keep one of the marks",
+        )
 
 
 # Parts ----------------------------------------------------------------------------------------------------------------
@@ -166,10 +187,14 @@ def _part(part: Any, name: str) -> str:
     text = part.get("text") if isinstance(part, dict) and part.get("type", "text") in TEXT_PARTS else None
     if not isinstance(text, str):
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        fix = {"tool_use": f"write the call as `tool_calls`: [{CALL_FORM}]",
-               "tool_result": "write the result as a separate message with the role `tool`"}
-        raise UnfitError(f"{name} has a part of type `{kind}`; Pronghorn trains on text only",
-                         fix.get(str(kind), "remove the part, or remove the row"))
+        fix = {
+            "tool_use": f"write the call as `tool_calls`: [{CALL_FORM}]",
+            "tool_result": "write the result as a separate message with the role `tool`",
+        }
+        raise UnfitError(
+            f"{name} has a part of type `{kind}`; Pronghorn trains on text only",
+            fix.get(str(kind), "remove the part, or remove the row"),
+        )
     return text
 
 
@@ -203,8 +228,10 @@ def _spoken_calls(value: Any, name: str) -> list[dict[str, Any]]:
     calls = call if isinstance(call, list) else [call]
     made = [_call(one, name) for one in calls if isinstance(one, dict) and ("name" in one or "function" in one)]
     if not made or len(made) < len(calls):
-        raise UnfitError(f"{name} is a function call, but not JSON with `name` and `arguments`",
-                         'write {"name": "weather", "arguments": {"city": "Oslo"}} as its text')
+        raise UnfitError(
+            f"{name} is a function call, but not JSON with `name` and `arguments`",
+            'write {"name": "weather", "arguments": {"city": "Oslo"}} as its text',
+        )
     return made
 
 
@@ -217,11 +244,16 @@ def _call(call: dict[str, Any], name: str) -> dict[str, Any]:
     if isinstance(given, str):  # as OpenAI writes them; templates would write that text as a text, in quotes
         arguments = from_json(given) if given.strip() else {}
     if not isinstance(arguments, dict):
-        raise UnfitError(f"{name}: the arguments of the call of `{function['name']}` are not a JSON object: "
-                         f"{excerpt(str(given))}", 'write them as an object, or as JSON text: {"city": "Oslo"}')
+        raise UnfitError(
+            f"{name}: the arguments of the call of `{function['name']}` are not a JSON object: {excerpt(str(given))}",
+            'write them as an object, or as JSON text: {"city": "Oslo"}',
+        )
     wrapping = call if function is not call else {key: item for key, item in call.items() if key in ("id", "type")}
-    inner = {key: item for key, item in function.items()
-             if item is not None and key not in ("arguments", "parameters", "function") and key not in wrapping}
+    inner = {
+        key: item
+        for key, item in function.items()
+        if item is not None and key not in ("arguments", "parameters", "function") and key not in wrapping
+    }
     outer = {key: item for key, item in wrapping.items() if item is not None and key != "function"}
     return {"type": "function"} | outer | {"function": inner | {"name": function["name"], "arguments": arguments}}
 
@@ -241,8 +273,10 @@ def _tool(tool: dict[str, Any], column: str) -> dict[str, Any]:
     if isinstance(function, dict) and isinstance(function.get("parameters"), str):
         parameters = from_json(function["parameters"])
         if not isinstance(parameters, dict):
-            raise UnfitError(f"`{column}`: the parameters of `{function.get('name')}` are not a JSON object",
-                             "write them as an object, or as JSON text")
+            raise UnfitError(
+                f"`{column}`: the parameters of `{function.get('name')}` are not a JSON object",
+                "write them as an object, or as JSON text",
+            )
         return wrapped | {"function": function | {"parameters": parameters}}
     return wrapped
 
@@ -258,8 +292,11 @@ def objects(value: Any, column: str) -> list[dict[str, Any]]:
         if len(lengths) == 1:
             items = [dict(zip(items, row, strict=True)) for row in zip(*items.values(), strict=True)]
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-        form = '{"type": "function", "function": {"name": ..., "parameters": {...}}}' if column in ("tools", "functions") else (
-            '{"role": ..., "content": ...}')
+        form = (
+            '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
+            if column in ("tools", "functions")
+            else ('{"role": ..., "content": ...}')
+        )
         fix = f"write `{column}` as [{form}, ...]"
         raise UnfitError(f"`{column}` is not a list of objects", fix)
     if not items:

@@ -47,8 +47,15 @@ def copies_of(identities: bytes | bytearray) -> dict[int, int]:
 
 
 def identity(example: Example) -> bytes:
-    parts = [example.kind, example.messages, example.tools, example.prompt, example.completion, example.text,
-             example.prompt_messages]
+    parts = [
+        example.kind,
+        example.messages,
+        example.tools,
+        example.prompt,
+        example.completion,
+        example.text,
+        example.prompt_messages,
+    ]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16).digest()
 
 
@@ -65,8 +72,9 @@ class NearDuplicates:
         try:
             import rensa
         except ImportError as error:
-            raise CommandError(what="near duplicates need the `rensa` library", where="data.duplicates",
-                               fix="pip install 'pronghorn[clean]'") from error
+            raise CommandError(
+                what="near duplicates need the `rensa` library", where="data.duplicates", fix="pip install 'pronghorn[clean]'"
+            ) from error
 
         self.copies: dict[int, int] = {}
         self._count, self._threshold = 0, threshold

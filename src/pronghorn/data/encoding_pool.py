@@ -139,11 +139,15 @@ class EncodingPool:
                 break
             time.sleep(0.01)
             ended = self._ended()
-        who = f"tokenizer process {ended[0][0]} was ended by {_signal_name(ended[0][1])}" if ended else (
-            "a tokenizer process was killed")
+        who = (
+            f"tokenizer process {ended[0][0]} was ended by {_signal_name(ended[0][1])}"
+            if ended
+            else ("a tokenizer process was killed")
+        )
         rows = f"{self._waiting[0][1]} and following rows" if self._waiting else ""
-        return EnvironmentFault(who, where=rows, why="the usual cause is too little memory",
-                                fix="free memory and run the same command again")
+        return EnvironmentFault(
+            who, where=rows, why="the usual cause is too little memory", fix="free memory and run the same command again"
+        )
 
 
 def _process(pid: int | None) -> list[str]:

@@ -35,14 +35,28 @@ KNOWN: dict[Format, str] = {
     "text": "text",
 }
 READ: dict[Format, tuple[str, ...]] = {  # beside the column of the conversation
-    "messages": (), "sharegpt": (), "completion": ("prompt", "completion"), "completion as chat": ("prompt", "completion"),
-    "alpaca": ("instruction", "input", "output", "history"), "text": ("text",),
+    "messages": (),
+    "sharegpt": (),
+    "completion": ("prompt", "completion"),
+    "completion as chat": ("prompt", "completion"),
+    "alpaca": ("instruction", "input", "output", "history"),
+    "text": ("text",),
 }
 COLUMNS = (*CHAT_COLUMNS, "prompt", "completion", "instruction", "output", "text")
 OTHER_WORDS = {  # columns that mean one of ours; suggested, never assumed
-    "question": "prompt", "query": "prompt", "input": "prompt", "response": "completion", "answer": "completion",
-    "target": "completion", "chosen": "completion", "dialogue": "messages", "dialog": "messages", "chat": "messages",
-    "content": "text", "body": "text", "document": "text",
+    "question": "prompt",
+    "query": "prompt",
+    "input": "prompt",
+    "response": "completion",
+    "answer": "completion",
+    "target": "completion",
+    "chosen": "completion",
+    "dialogue": "messages",
+    "dialog": "messages",
+    "chat": "messages",
+    "content": "text",
+    "body": "text",
+    "document": "text",
 }
 ALPACA_WORDS = {"response": "output", "answer": "output", "completion": "output", "context": "input"}  # beside `instruction`
 
@@ -132,10 +146,18 @@ def _require_one(rows: Sequence[RawRow]) -> None:
         sets |= {"alpaca": "`instruction` and `output`"} if {"instruction", "output"} <= set(held) else {}
         if len(sets) < 2:
             continue
-        ways = [f"data.format: {'messages' if name in CHAT_COLUMNS[:1] else name}" if name not in CHAT_COLUMNS[1:]
-                else f"data.fields: {{messages: {name}}}" for name in sets]
-        raise DataError(f"the rows match {len(sets)} formats: " + "; ".join(sets.values()), where=row.where,
-                        why="their contents may differ, and only one of them is used", fix=f"set {' or '.join(ways)}")
+        ways = [
+            f"data.format: {'messages' if name in CHAT_COLUMNS[:1] else name}"
+            if name not in CHAT_COLUMNS[1:]
+            else f"data.fields: {{messages: {name}}}"
+            for name in sets
+        ]
+        raise DataError(
+            f"the rows match {len(sets)} formats: " + "; ".join(sets.values()),
+            where=row.where,
+            why="their contents may differ, and only one of them is used",
+            fix=f"set {' or '.join(ways)}",
+        )
 
 
 def _better_names(columns: Sequence[str]) -> str:
@@ -205,7 +227,8 @@ def _history(row: RawRow) -> list[dict[str, Any]]:
     value = row.fields.get("history")
     pairs = from_json(value) if isinstance(value, str) and value.strip() else value or []
     if not isinstance(pairs, list) or not all(
-            isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair) for pair in pairs):
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair) for pair in pairs
+    ):
         raise UnfitError("`history` is not a list of pairs of strings", 'write [["question", "answer"], ...], or remove it')
     return [{"role": role, "content": text} for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True)]
 
@@ -214,8 +237,10 @@ def _from_completion(row: RawRow) -> Example:
     prompt, completion = _pair(row)
     if isinstance(prompt, str) and isinstance(completion, str):
         if beside := _beside(row.fields):
-            raise UnfitError(f"`{beside}` with a plain prompt, which earlier rows do not have",
-                             "convert all rows to conversations: data.fields: {instruction: prompt, output: completion}")
+            raise UnfitError(
+                f"`{beside}` with a plain prompt, which earlier rows do not have",
+                "convert all rows to conversations: data.fields: {instruction: prompt, output: completion}",
+            )
         return Example("completion", row.where, prompt=prompt, completion=completion)
     if isinstance(prompt, str):
         raise UnfitError("`completion` is a list of messages, and `prompt` is text", "write both as text or both as messages")
@@ -243,8 +268,11 @@ def _pair(row: RawRow) -> tuple[Any, Any]:
     for column in ("prompt", "completion"):
         value = row.fields[column]
         items = from_json(value) if isinstance(value, str) and value.lstrip().startswith("[") else None
-        messages = isinstance(items, list) and bool(items) and all(
-            isinstance(item, dict) and ("role" in item or "from" in item) for item in items)
+        messages = (
+            isinstance(items, list)
+            and bool(items)
+            and all(isinstance(item, dict) and ("role" in item or "from" in item) for item in items)
+        )
         value = items if messages else value
         found.append(value if isinstance(value, list | dict) else _text(row, column))
     return found[0], found[1]
@@ -262,8 +290,13 @@ def _chat(row: RawRow, messages: list[dict[str, Any]], prompt_messages: int = 0)
         if messages[0]["content"] != system[0]["content"]:
             raise UnfitError("two different system messages: one in its own column, one in message 1", "keep one of them")
         system = []
-    return Example("chat", row.where, messages=tuple(system + messages), tools=_tools(row),
-                   prompt_messages=prompt_messages + len(system) if prompt_messages else 0)
+    return Example(
+        "chat",
+        row.where,
+        messages=tuple(system + messages),
+        tools=_tools(row),
+        prompt_messages=prompt_messages + len(system) if prompt_messages else 0,
+    )
 
 
 def _system(row: RawRow) -> list[dict[str, Any]]:

@@ -77,8 +77,11 @@ def _is_conversation(line: bytes) -> bool:
 
 def _speaks(value: Any) -> bool:
     """Whether it is a list of messages without a column around it."""
-    return isinstance(value, list) and bool(value) and all(
-        isinstance(item, dict) and ("role" in item or "from" in item) for item in value)
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(item, dict) and ("role" in item or "from" in item) for item in value)
+    )
 
 
 def _json_row(where: str, text: str) -> RawRow | BadRow:
@@ -97,8 +100,12 @@ def _json_row(where: str, text: str) -> RawRow | BadRow:
         return BadRow(where, "not an object with columns", excerpt(text), 'write an object, such as {"text": "..."}')
     half = HALF_OF_A_PAIR.search(text)
     if half and not encodes(fields):
-        return BadRow(where, "half of a surrogate pair, which is not a character", excerpt(text, half.start()),
-                      "write both halves (\\ud83d\\ude00), or remove it")
+        return BadRow(
+            where,
+            "half of a surrogate pair, which is not a character",
+            excerpt(text, half.start()),
+            "write both halves (\\ud83d\\ude00), or remove it",
+        )
     return RawRow(fields, where)
 
 
@@ -122,21 +129,32 @@ def read_json(source: Source) -> Iterator[RawRow | BadRow]:
             yield from read_jsonl(source)
             return
         if not isinstance(value, dict) or _after_space(text, end) < len(text):
-            raise DataError(what="neither a list of objects nor an object that contains one", where=source.name,
-                            fix='write [{...}, {...}], {"data": [{...}]} or one object per line')
+            raise DataError(
+                what="neither a list of objects nor an object that contains one",
+                where=source.name,
+                fix='write [{...}, {...}], {"data": [{...}]} or one object per line',
+            )
         if value.keys() & ONE_ROW:
             yield _json_row(f"{source.name}:{text.count(chr(10), 0, start) + 1}", text[start:end])
             return
         lists = _lists_inside(text, start)
         if len(lists) != 1:
             found = ", ".join(f"`{key}`" for key in lists) or "none"
-            raise DataError(what="the object must contain exactly one list of rows", where=source.name,
-                            why=f"lists found: {found}", fix="keep one list in the file, or write one file per list")
+            raise DataError(
+                what="the object must contain exactly one list of rows",
+                where=source.name,
+                why=f"lists found: {found}",
+                fix="keep one list in the file, or write one file per list",
+            )
         yield from _list_rows(source, text, next(iter(lists.values())))
     except json.JSONDecodeError as error:
         near = excerpt(text, error.pos)
-        raise DataError(what=_not_json(error), where=f"{source.name}:{error.lineno}",
-                        why=f"near: {near}", fix="fix it; the rest of the file cannot be read") from error
+        raise DataError(
+            what=_not_json(error),
+            where=f"{source.name}:{error.lineno}",
+            why=f"near: {near}",
+            fix="fix it; the rest of the file cannot be read",
+        ) from error
     except RecursionError as error:
         raise DataError(what="the JSON is nested too deeply", where=source.name, fix="write simpler rows") from error
 

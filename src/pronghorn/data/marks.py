@@ -77,15 +77,23 @@ class Marks:
 
     def _content(self, value: Any, i: int, edges: bool) -> Any:
         if isinstance(value, list):
-            return [part | {key: self._around(part[key], i, "reasoning" if key == "thinking" else "content", edges=edges)
-                            for key in ("text", "thinking") if isinstance(part.get(key), str)} for part in value]
+            return [
+                part
+                | {
+                    key: self._around(part[key], i, "reasoning" if key == "thinking" else "content", edges=edges)
+                    for key in ("text", "thinking")
+                    if isinstance(part.get(key), str)
+                }
+                for part in value
+            ]
         if not isinstance(value, str):
             return value
         if not edges or "</think>" not in value:
             return self._around(value, i, "content", edges=edges)
         parts = THINK_TAG.split(value)
-        return "".join(part if THINK_TAG.fullmatch(part) or not part.strip() else self._around(part, i, "content")
-                       for part in parts)
+        return "".join(
+            part if THINK_TAG.fullmatch(part) or not part.strip() else self._around(part, i, "content") for part in parts
+        )
 
     def _call(self, call: Message, i: int, number: int) -> Message:
         inner = call.get("function")
@@ -152,8 +160,10 @@ class Placed:
         count = len(self.marks.messages)
         speaks = {slot.message for slot, place in zip(self.marks.slots, self.at, strict=True) if place and slot.core}
         # Where an empty text would stand tells only of messages that hold nothing else.
-        self.at = [None if not slot.core and slot.message in speaks else place
-                   for slot, place in zip(self.marks.slots, self.at, strict=True)]
+        self.at = [
+            None if not slot.core and slot.message in speaks else place
+            for slot, place in zip(self.marks.slots, self.at, strict=True)
+        ]
         self.first: list[int | None] = [None] * count  # where a message's first text starts
         self.stop: list[int | None] = [None] * count  # where its last one ends
         for number, (slot, place) in enumerate(zip(self.marks.slots, self.at, strict=True)):
@@ -187,9 +197,16 @@ class Placed:
         """Whether a text of another message stands here too, between two of this one: a tool's result that the template writes
         into every turn before it, for one."""
         first, stop = self.first[i], self.stop[i]
-        return first is not None and stop is not None and any(
-            first < place < stop for number, places in self.repeated.items() if self.marks.slots[number].message != i
-            for place in places)
+        return (
+            first is not None
+            and stop is not None
+            and any(
+                first < place < stop
+                for number, places in self.repeated.items()
+                if self.marks.slots[number].message != i
+                for place in places
+            )
+        )
 
     def lost(self) -> Iterator[Lost]:
         reasoned: dict[int, list[bool]] = {}
@@ -200,8 +217,9 @@ class Placed:
             elif not kept and slot.core:
                 yield Lost(slot.message, self._name(slot, place))
         for message, kept_ones in reasoned.items():
-            if sum(kept_ones) != 1 and any(slot.core for slot in self.marks.slots
-                                           if slot.message == message and slot.what == "reasoning"):
+            if sum(kept_ones) != 1 and any(
+                slot.core for slot in self.marks.slots if slot.message == message and slot.what == "reasoning"
+            ):
                 yield Lost(message, "its reasoning")
 
     def _same(self, slot: Slot, place: tuple[int, int]) -> bool:
@@ -215,8 +233,11 @@ class Placed:
             name = MARKS.sub("", str(called.get("name")))
             return f"the call of `{name}`" if slot.what == "name" else f"an argument of the call of `{name}`"
         several = sum(other.message == slot.message and other.what == "content" for other in self.marks.slots) > 1
-        return "its content as it is (the template rewrites it)" if place is not None else (
-            "part of its content" if several else "its content")
+        return (
+            "its content as it is (the template rewrites it)"
+            if place is not None
+            else ("part of its content" if several else "its content")
+        )
 
 
 def lost_values(messages: Sequence[Message], spans: Sequence[tuple[int, int, int]], text: str) -> Iterator[Lost]:

@@ -32,6 +32,7 @@ def repeated(sources: Sequence[SourceCount], keep: npt.NDArray[np.bool_]) -> tup
         more = max(more, 0 if int(source.weight) else min(1, len(rows)))  # of a source that is named, one row at least
         chosen = np.random.Generator(np.random.Philox(key=[SEED, number])).permutation(len(rows))[:more]
         times[rows[chosen]] += 1
-        told.append(f"{source.name}: weight {source.weight:g}, so {counted(int(times[rows].sum()), 'row')} per epoch from "
-                    f"{len(rows):,}")
+        told.append(
+            f"{source.name}: weight {source.weight:g}, so {counted(int(times[rows].sum()), 'row')} per epoch from {len(rows):,}"
+        )
     return np.repeat(np.arange(len(keep)), times), told

@@ -59,7 +59,8 @@ _GEMMA4 = (
     "{%- set system = said(messages[0]) | trim -%}{%- set messages = messages[1:] -%}{%- set has_system = true -%}{%- endif -%}"
     "{%- if has_system or thinks -%}"
     "{{ '<|turn>system\n' + ('<|think|>\n' if thinks else '') + (system or '') + '<turn|>\n' }}{%- endif -%}"
-    + _ROLES + "{%- set text = said(message, true) -%}"
+    + _ROLES
+    + "{%- set text = said(message, true) -%}"
     "{{ '<|turn>' + ('model\n' + without_thought(text) | trim if message['role'] == 'assistant' "
     "else message['role'] + '\n' + text) + '<turn|>\n' }}" + _ASK + "{{ '<|turn>model\n' }}"
 )
@@ -82,8 +83,12 @@ class NamedTemplate:
 def whole(row: NamedTemplate, mapping: Mapping[str, str] | None = None, system: str | None = None) -> str:
     """The template of a row. `mapping`: the data's word for role, content, user, assistant and so on; `system`: the message
     that stands in front of conversations without one."""
-    return _renamed(mapping or {}) + _with_system(row.system if system is None else system) + (
-        "" if row.needs_nothing else _SAID) + row.body
+    return (
+        _renamed(mapping or {})
+        + _with_system(row.system if system is None else system)
+        + ("" if row.needs_nothing else _SAID)
+        + row.body
+    )
 
 
 def _renamed(mapping: Mapping[str, str]) -> str:
@@ -104,8 +109,10 @@ def _renamed(mapping: Mapping[str, str]) -> str:
 def _with_system(text: str) -> str:
     if not text:
         return ""
-    return ("{%- if messages[0]['role'] != 'system' -%}"
-            f"{{%- set messages = [{{'role': 'system', 'content': {_text(text)}}}] + messages -%}}{{%- endif -%}}")
+    return (
+        "{%- if messages[0]['role'] != 'system' -%}"
+        f"{{%- set messages = [{{'role': 'system', 'content': {_text(text)}}}] + messages -%}}{{%- endif -%}}"
+    )
 
 
 def _text(text: str) -> str:

@@ -49,8 +49,9 @@ class Packs(Sequence[npt.NDArray[np.int64]]):
         return float(lengths[self.order].sum(dtype=np.int64)) / (len(self) * capacity) if len(self) else 0.0
 
 
-def pack(lengths: npt.NDArray[np.integer], capacity: int, *, seed: int, epoch: int, window: int = WINDOW,
-         together: int = 1) -> Packs:
+def pack(
+    lengths: npt.NDArray[np.integer], capacity: int, *, seed: int, epoch: int, window: int = WINDOW, together: int = 1
+) -> Packs:
     """Shuffle all documents with (seed, epoch), then pack them. The same arguments give the same packs, anywhere. `together`:
     so many documents in a row, counted from the first, stay side by side in one pack."""
     shuffled = np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(len(lengths) // together)
@@ -62,8 +63,9 @@ def pack_in_order(lengths: npt.NDArray[np.integer], capacity: int, together: int
     return _collect(np.arange(len(lengths) // together), lengths, capacity, WINDOW, together)
 
 
-def _collect(groups: npt.NDArray[np.int64], lengths: npt.NDArray[np.integer], capacity: int, window: int,
-             together: int) -> Packs:
+def _collect(
+    groups: npt.NDArray[np.int64], lengths: npt.NDArray[np.integer], capacity: int, window: int, together: int
+) -> Packs:
     of_groups = lengths if together == 1 else lengths.reshape(-1, together).sum(1)
     order: list[int] = []
     starts = [0]

@@ -152,8 +152,11 @@ class PartialTable:
         message = os.pread(self._table, table_size - self._blocks.size, self._blocks.size)
         lines = os.pread(self._aside, aside_size - self._aside_size, self._aside_size)
         whole = self._blocks.size + len(message) == table_size and self._aside_size + len(lines) == aside_size
-        if not whole or (_digest(message) if message else "") != table_digest or (
-            (_digest(lines) if lines else "") != aside_digest):
+        if (
+            not whole
+            or (_digest(message) if message else "") != table_digest
+            or ((_digest(lines) if lines else "") != aside_digest)
+        ):
             return False
         if message:
             self._blocks.add(memoryview(message))

@@ -30,8 +30,11 @@ def preference(fields: dict[str, Any], *, chat: bool) -> tuple[str, str] | None:
     mark = next((column for column in MARKS if chat and _is_truth(fields.get(column))), None)
     if mark:
         told = f"preference data: `{mark}` marks good answers, and a supervised loss would also train on the bad ones"
-        return (told, f"write the good rows to a separate file: jq -c 'select(.{mark}) | del(.{mark})' ROWS.jsonl > "
-                      f"good.jsonl; if `{mark}` means something else, rename the column")
+        return (
+            told,
+            f"write the good rows to a separate file: jq -c 'select(.{mark}) | del(.{mark})' ROWS.jsonl > "
+            f"good.jsonl; if `{mark}` means something else, rename the column",
+        )
     return None
 
 

@@ -154,11 +154,13 @@ def choose(rows: Rows, spec: Data, found: Findings | None, *, strict: bool = Tru
     remarks = [*rows.remarks, *told_of_columns(rows.sources), *mixed]
     remarks += [found.remark] if found is not None and found.remark else []
     if rows.empty and spec.junk == "keep":
-        remarks.append(f"{counted(rows.empty, 'row')} with an empty answer: only the end token carries loss; data.junk: drop "
-                       "removes them")
+        remarks.append(
+            f"{counted(rows.empty, 'row')} with an empty answer: only the end token carries loss; data.junk: drop removes them"
+        )
     if rows.lost:
-        remarks.append(f"{counted(rows.lost, 'row')} whose content the chat template partly drops, trained without it "
-                       "(data.lost: allow)")
+        remarks.append(
+            f"{counted(rows.lost, 'row')} whose content the chat template partly drops, trained without it (data.lost: allow)"
+        )
     if rows.controls:
         fate = "kept as text" if spec.control_tokens == "escape" else "trained as control tokens (data.control_tokens: keep)"
         remarks.append(f"{counted(rows.controls, 'row')} with control tokens inside a message: {fate}")

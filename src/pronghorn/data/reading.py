@@ -169,8 +169,11 @@ def _some(places: Sequence[str], count: int) -> str:
 
 def told_of(parts: Sequence[Part]) -> list[str]:
     """How files were taken, where that could be another way."""
-    told = list(dict.fromkeys(f"files not read in {part.source.folder}: {_listed(part.source.beside, 5)}" for part in parts
-                              if part.source.beside))
+    told = list(
+        dict.fromkeys(
+            f"files not read in {part.source.folder}: {_listed(part.source.beside, 5)}" for part in parts if part.source.beside
+        )
+    )
     texts = [part.source.name for part in parts if part.source.kind == "txt" and not part.source.by_line]
     if texts:
         by_line = f"{{path: {texts[0]}, text_by: line}}"

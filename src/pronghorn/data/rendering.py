@@ -113,8 +113,12 @@ def _memory_now() -> int:
 
 
 def _beyond(what: str, why: str, where: str) -> DataError:
-    return DataError(f"the chat template {what}", where=where or "chat template", why=why,
-                     fix="set data.chat_template to a template you trust")
+    return DataError(
+        f"the chat template {what}",
+        where=where or "chat template",
+        why=why,
+        fix="set data.chat_template to a template you trust",
+    )
 
 
 def _template_fault(error: Exception, where: str) -> DataError:

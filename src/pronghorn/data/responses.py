@@ -30,8 +30,9 @@ def train_on_responses_only(
     if not force_match:
         raise CommandError(what="force_match=False", why="partial markers would match as well", fix="remove it")
     if trainer is None and not return_function:
-        raise CommandError(what="no trainer",
-                           fix="call train_on_responses_only(trainer), or use return_function=True with a tokenizer")
+        raise CommandError(
+            what="no trainer", fix="call train_on_responses_only(trainer), or use return_function=True with a tokenizer"
+        )
     tokenizer = tokenizer if tokenizer is not None else getattr(trainer, "processing_class", None)
     if tokenizer is None:
         raise CommandError(what="this trainer has no tokenizer", fix="pass processing_class=tokenizer to the trainer")
@@ -40,8 +41,11 @@ def train_on_responses_only(
         return marker
     collator = type(trainer.data_collator)
     if collator.__name__ == "DataCollatorForLanguageModeling" and collator.__module__.startswith("transformers."):
-        raise CommandError(what="the trainer's collator creates its own labels", why="they would replace the masked labels",
-                           fix="pass data_collator=DataCollatorForSeq2Seq(tokenizer), or use SFTTrainer")
+        raise CommandError(
+            what="the trainer's collator creates its own labels",
+            why="they would replace the masked labels",
+            fix="pass data_collator=DataCollatorForSeq2Seq(tokenizer), or use SFTTrainer",
+        )
 
     def labelled(data: Any, name: str) -> Any:
         return _labelled(data, marker, name, num_proc, say)
@@ -66,19 +70,28 @@ def _marker(tokenizer: Any, instruction: str | None, response: str | None, last_
 
 def _labelled(data: Any, marker: Marker, name: str, processes: int | None, say: Callable[[str], None] | None) -> Any:
     if "input_ids" not in (data.column_names or ()):
-        raise DataError(what="the dataset is not tokenized", where=name, why="it has no column input_ids",
-                        fix="let SFTTrainer tokenize it first")
+        raise DataError(
+            what="the dataset is not tokenized",
+            where=name,
+            why="it has no column input_ids",
+            fix="let SFTTrainer tokenize it first",
+        )
     several = {"num_proc": processes} if processes and processes > 1 and hasattr(data, "__len__") else {}
     labelled = data.map(marker.label_row, **several)
     if hasattr(labelled, "__len__"):
         kept = [i for i, row in enumerate(labelled) if any(label != IGNORED for label in row["labels"])]
         if not kept:
-            raise DataError(what=f"no answer in any of {counted(len(labelled), 'row')}", where=name,
-                            why=f"{marker.response!r} does not occur, or nothing follows it",
-                            fix="pass the exact text that the chat template writes before an answer")
+            raise DataError(
+                what=f"no answer in any of {counted(len(labelled), 'row')}",
+                where=name,
+                why=f"{marker.response!r} does not occur, or nothing follows it",
+                fix="pass the exact text that the chat template writes before an answer",
+            )
         if len(kept) < len(labelled):
             if say:
-                say(f"{name}: {len(labelled) - len(kept):,} of {counted(len(labelled), 'row')} have no answer or a truncated "
-                    "one, and are removed")
+                say(
+                    f"{name}: {len(labelled) - len(kept):,} of {counted(len(labelled), 'row')} have no answer or a truncated "
+                    "one, and are removed"
+                )
             return labelled.select(kept)
     return labelled

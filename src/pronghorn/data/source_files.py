@@ -24,8 +24,15 @@ from pronghorn.errors import DataError
 Kind = Literal["jsonl", "json", "parquet", "arrow", "csv", "tsv", "txt", "hub"]
 Packing = Literal["", "gzip", "zstd", "xz", "bzip2"]  # also the name of the program that packs and tests
 KINDS: dict[str, Kind] = {
-    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "tsv", ".txt": "txt",
-    ".arrow": "arrow", ".feather": "arrow",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".txt": "txt",
+    ".arrow": "arrow",
+    ".feather": "arrow",
 }
 PACKINGS: dict[str, Packing] = {".gz": "gzip", ".zst": "zstd", ".xz": "xz", ".bz2": "bzip2"}
 SUPPORTED = ".jsonl, .ndjson, .json, .csv, .tsv and .txt (each also with .gz, .zst, .xz or .bz2), .parquet and .arrow"
@@ -217,8 +224,9 @@ def _wrong_encoding(source: Source, where: str, guess: str) -> DataError:
     convert = f"iconv -f {guess} -t UTF-8"
     pack = source.packing
     command = f"{pack} -dc {old} | {convert} | {pack} > {new}" if pack else f"{convert} {old} > {new}"
-    return DataError(what=f"not UTF-8 text; it looks like {guess}", where=where, why="only UTF-8 is supported",
-                     fix=f"convert it: {command}")
+    return DataError(
+        what=f"not UTF-8 text; it looks like {guess}", where=where, why="only UTF-8 is supported", fix=f"convert it: {command}"
+    )
 
 
 def not_utf8(source: Source, where: str, line: bytes) -> BadRow:
@@ -229,8 +237,9 @@ def not_utf8(source: Source, where: str, line: bytes) -> BadRow:
     if sound <= max(1, len(sample) - sound):
         raise _wrong_encoding(source, where, "WINDOWS-1252" if decodes(line, "cp1252") else "GB18030")
     text = line.decode("utf-8", "replace")
-    return BadRow(where, "invalid UTF-8", excerpt(text, text.find("\N{REPLACEMENT CHARACTER}")),
-                  "write these characters as UTF-8")
+    return BadRow(
+        where, "invalid UTF-8", excerpt(text, text.find("\N{REPLACEMENT CHARACTER}")), "write these characters as UTF-8"
+    )
 
 
 def decodes(data: bytes, encoding: str) -> bool:

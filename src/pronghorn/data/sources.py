@@ -80,8 +80,11 @@ def resolve(name: str, wish: Wish = Wish()) -> list[Source]:  # noqa: B008 - fro
 
 
 def _no_hub(name: str, key: str) -> DataError:
-    return DataError(what=f"`{key}` applies to Hub datasets only, and this is a file or folder", where=name,
-                     fix=f"remove `{key}`" + ("; in a folder, `split` selects files" if key == "split" else ""))
+    return DataError(
+        what=f"`{key}` applies to Hub datasets only, and this is a file or folder",
+        where=name,
+        fix=f"remove `{key}`" + ("; in a folder, `split` selects files" if key == "split" else ""),
+    )
 
 
 def _hub(name: str, path: Path, wish: Wish) -> Source:
@@ -109,8 +112,12 @@ def read(source: Source, on_bad: Callable[[BadRow], None]) -> Iterator[RawRow]:
         else:
             yield row
     if empty:
-        raise DataError(what="the file has no rows", where=source.name, why="it is empty or contains only a header",
-                        fix="check how it was written, or remove it from the recipe")
+        raise DataError(
+            what="the file has no rows",
+            where=source.name,
+            why="it is empty or contains only a header",
+            fix="check how it was written, or remove it from the recipe",
+        )
 
 
 def fingerprint(source: Source) -> str:
@@ -136,9 +143,12 @@ def state(source: Source) -> tuple[int, ...]:
 
 def require_unchanged(source: Source, before: tuple[int, ...]) -> None:
     if state(source) != before:
-        raise DataError(what="the file changed while it was being read", where=source.name,
-                        why="its rows may be a mixture of both versions",
-                        fix="wait until the file is complete, then run the same command again")
+        raise DataError(
+            what="the file changed while it was being read",
+            where=source.name,
+            why="its rows may be a mixture of both versions",
+            fix="wait until the file is complete, then run the same command again",
+        )
 
 
 def _rows(source: Source) -> Iterator[RawRow | BadRow]:
@@ -155,8 +165,11 @@ def _rows(source: Source) -> Iterator[RawRow | BadRow]:
 
 def _damaged(source: Source, error: Exception) -> DataError:
     test = f"{source.packing} -t {shlex.quote(source.name)}"
-    return DataError(what=f"the {source.packing} data is damaged or truncated: {error}", where=source.name,
-                     fix=f"copy or download it again; check it with `{test}`")
+    return DataError(
+        what=f"the {source.packing} data is damaged or truncated: {error}",
+        where=source.name,
+        fix=f"copy or download it again; check it with `{test}`",
+    )
 
 
 def _file(name: str, path: Path) -> Source:
@@ -181,8 +194,9 @@ def _folder(name: str, path: Path) -> list[Source]:
     if not files:
         below = sorted(folder.name for folder in path.iterdir() if folder.is_dir() and any(map(_is_data, folder.iterdir())))
         fix = f"name the right one: {name.rstrip('/')}/{below[0]}" if below else "name the files or their folder"
-        raise DataError(what="the folder has no data files", where=name,
-                        why=f"supported: {SUPPORTED}; subfolders are not searched", fix=fix)
+        raise DataError(
+            what="the folder has no data files", where=name, why=f"supported: {SUPPORTED}; subfolders are not searched", fix=fix
+        )
     beside = sorted(file.name for file in path.iterdir() if file.is_file() and file not in files and _is_shown(file))
     return [replace(_file(f"{name.rstrip('/')}/{file.name}", file), folder=name, beside=tuple(beside)) for file in files]
 
@@ -198,8 +212,12 @@ def _split_of(name: str, path: Path, split: str) -> list[Source]:
     files = sorted(file for file in path.iterdir() if _is_data(file) and re.split(r"[.-]", file.name)[0] == split)
     if not files:
         there = ", ".join(sorted(file.name for file in path.iterdir())[:5])
-        raise DataError(what=f"no split `{split}` in this folder", where=name, why=f"available: {there}",
-                        fix=f"name one of its subfolders, or files that start with it: {split}.jsonl")
+        raise DataError(
+            what=f"no split `{split}` in this folder",
+            where=name,
+            why=f"available: {there}",
+            fix=f"name one of its subfolders, or files that start with it: {split}.jsonl",
+        )
     return [_file(f"{name.rstrip('/')}/{file.name}", file) for file in files]
 
 
@@ -251,8 +269,12 @@ def _read_csv(source: Source) -> Iterator[RawRow | BadRow]:
                 header = _header(source, values)
             elif len(values) != len(header):
                 columns = counted(len(header), "column")
-                yield BadRow(where, f"{counted(len(values), 'value')}, but the header has {columns}", excerpt(joined),
-                             "quote values that contain the separator, and give every row as many values as the header")
+                yield BadRow(
+                    where,
+                    f"{counted(len(values), 'value')}, but the header has {columns}",
+                    excerpt(joined),
+                    "quote values that contain the separator, and give every row as many values as the header",
+                )
             else:
                 yield RawRow(dict(zip(header, values, strict=True)), where)
 
@@ -264,9 +286,12 @@ def _header(source: Source, names: list[str]) -> list[str]:
         raise DataError(what=f"two columns are named `{twice[0]}`", where=f"{source.name}:1", fix="rename one of them")
     other = next((mark for mark in (";", "\t", ",", "|") if len(names) == 1 and mark in names[0]), None)
     if other:
-        raise DataError(what=f"the columns are separated by {other!r}", where=f"{source.name}:1",
-                        why="a .csv file is separated by commas, a .tsv file by tabs",
-                        fix="save it with commas (.csv) or tabs (.tsv)")
+        raise DataError(
+            what=f"the columns are separated by {other!r}",
+            where=f"{source.name}:1",
+            why="a .csv file is separated by commas, a .tsv file by tabs",
+            fix="save it with commas (.csv) or tabs (.tsv)",
+        )
     return names
 
 

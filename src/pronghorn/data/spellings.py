@@ -17,8 +17,13 @@ Message = dict[str, Any]
 
 # What templates call the switch for thinking, and the one for keeping the thoughts of earlier turns.
 THINKING = {"enable_thinking": True, "thinking": True}
-KEPT = THINKING | {"clear_thinking": False, "drop_thinking": False, "truncate_history_thinking": False,
-                   "preserve_thinking": True, "preserved_thinking": True}
+KEPT = THINKING | {
+    "clear_thinking": False,
+    "drop_thinking": False,
+    "truncate_history_thinking": False,
+    "preserve_thinking": True,
+    "preserved_thinking": True,
+}
 
 
 @dataclass(frozen=True)
@@ -33,8 +38,11 @@ def kind(messages: Sequence[Message]) -> tuple[bool, bool, bool]:
     """What decides which spellings there are: reasoning, calls, and calls without a text beside them."""
     speaking = [message for message in messages if message.get("role") == "assistant"]
     calling = [message for message in speaking if message.get("tool_calls")]
-    return (any(message.get(key) for message in speaking for key in REASONING), bool(calling),
-            any(not message.get("content") for message in calling))
+    return (
+        any(message.get(key) for message in speaking for key in REASONING),
+        bool(calling),
+        any(not message.get("content") for message in calling),
+    )
 
 
 def spellings(messages: Sequence[Message], tools: Any, options: dict[str, Any]) -> Iterator[Spelling]:

@@ -50,8 +50,9 @@ def with_template(
 
 def _known_words(mapping: Mapping[str, str] | None) -> dict[str, str]:
     if strange := [key for key in mapping or {} if key not in MAPPED]:
-        raise CommandError(what=f"mapping: {strange[0]!r}",
-                           fix=f"use the keys {', '.join(MAPPED)}, with the names in your data as values")
+        raise CommandError(
+            what=f"mapping: {strange[0]!r}", fix=f"use the keys {', '.join(MAPPED)}, with the names in your data as values"
+        )
     return {ours: theirs for ours, theirs in (mapping or {}).items() if ours != theirs}
 
 
@@ -59,8 +60,10 @@ def _row(name: str) -> NamedTemplate:
     row = named(name)
     if row is None:
         close = difflib.get_close_matches(str(name), [*TEMPLATES, *SAME_AS], n=1)
-        raise CommandError(what=f"chat_template={name!r}",
-                           fix=(f"did you mean {close[0]!r}? " if close else "") + f"use one of: {', '.join(TEMPLATES)}")
+        raise CommandError(
+            what=f"chat_template={name!r}",
+            fix=(f"did you mean {close[0]!r}? " if close else "") + f"use one of: {', '.join(TEMPLATES)}",
+        )
     return row
 
 
@@ -69,9 +72,11 @@ def _own_row(given: tuple[str, str] | list[str], tokenizer: Any) -> NamedTemplat
         raise CommandError(what="chat_template is not a valid tuple", fix="use (template, end_of_turn), two strings")
     body, end = given
     if end not in ("eos_token", tokenizer.eos_token) and end not in tokenizer.get_vocab():
-        raise CommandError(what=f"chat_template: the tokenizer has no token {end}",
-                           why="it would be split into several tokens, and generation would not stop there",
-                           fix='use "eos_token" as the second string, and {{ eos_token }} in the template')
+        raise CommandError(
+            what=f"chat_template: the tokenizer has no token {end}",
+            why="it would be split into several tokens, and generation would not stop there",
+            fix='use "eos_token" as the second string, and {{ eos_token }} in the template',
+        )
     return NamedTemplate(body, "" if end == "eos_token" else end, needs_nothing=True)
 
 
@@ -80,16 +85,23 @@ def _fitting(row: NamedTemplate, name: str, tokenizer: Any, say: Callable[[str],
     vocabulary = tokenizer.get_vocab()
     missing = [token for token in row.tokens if token not in vocabulary]
     if not row.body and (missing or not tokenizer.chat_template):
-        raise CommandError(what=f"chat_template={name!r}: the tokenizer does not belong to such a model",
-                           why=f"it has no token {missing[0]}" if missing else "it has no template of its own",
-                           fix="use one of: chatml, alpaca; or set tokenizer.chat_template to your own template")
+        raise CommandError(
+            what=f"chat_template={name!r}: the tokenizer does not belong to such a model",
+            why=f"it has no token {missing[0]}" if missing else "it has no template of its own",
+            fix="use one of: chatml, alpaca; or set tokenizer.chat_template to your own template",
+        )
     end = row.end_of_turn if row.end_of_turn not in vocabulary else ""
     if (end or missing) and (say is None or not tokenizer.eos_token):
-        able = [other for other, one in TEMPLATES.items()
-                if all(token in vocabulary for token in (*one.tokens, one.end_of_turn) if token)]
-        raise CommandError(what=f"chat_template={name!r}: the tokenizer has no token {[*missing, end][0]}",
-                           why="it would be split into several tokens, and generation would not stop there",
-                           fix=f"use one of: {', '.join(able)}; or set tokenizer.chat_template to your own template")
+        able = [
+            other
+            for other, one in TEMPLATES.items()
+            if all(token in vocabulary for token in (*one.tokens, one.end_of_turn) if token)
+        ]
+        raise CommandError(
+            what=f"chat_template={name!r}: the tokenizer has no token {[*missing, end][0]}",
+            why="it would be split into several tokens, and generation would not stop there",
+            fix=f"use one of: {', '.join(able)}; or set tokenizer.chat_template to your own template",
+        )
     if end and say:
         say(f"chat_template={name!r}: the tokenizer has no {end}, so turns end with {tokenizer.eos_token}")
         row = ending_with(row, tokenizer.eos_token)
@@ -101,15 +113,22 @@ def _fitting(row: NamedTemplate, name: str, tokenizer: Any, say: Callable[[str],
 def _writes_the_same(tokenizer: Any, template: str) -> bool:
     if not isinstance(tokenizer.chat_template, str):
         return False
-    return all(_rendered(tokenizer, tokenizer.chat_template, probe, ask) == _rendered(tokenizer, template, probe, ask)
-               for probe in PROBES for ask in (False, True))
+    return all(
+        _rendered(tokenizer, tokenizer.chat_template, probe, ask) == _rendered(tokenizer, template, probe, ask)
+        for probe in PROBES
+        for ask in (False, True)
+    )
 
 
 def _rendered(tokenizer: Any, template: str, messages: list[dict[str, str]], ask: bool) -> str | None:
     """None where the template refuses the conversation."""
     try:
         return within_limits(
-            lambda: str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False,
-                                                      add_generation_prompt=ask)), messages, "")
+            lambda: str(
+                tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, add_generation_prompt=ask)
+            ),
+            messages,
+            "",
+        )
     except RowError:
         return None

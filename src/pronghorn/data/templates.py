@@ -108,8 +108,11 @@ class ChatTemplate:
         options = self._options(tools) | said.options
 
         def render() -> str:
-            return str(self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False,
-                                                           add_generation_prompt=prompt, **options))
+            return str(
+                self._tokenizer.apply_chat_template(
+                    messages, tools=tools, tokenize=False, add_generation_prompt=prompt, **options
+                )
+            )
 
         return within_limits(render, messages, where)
 
@@ -148,13 +151,23 @@ class ChatTemplate:
             rendered = error.rendered
         return replace(rendered, turns=())
 
-    def render(self, messages: Sequence[Message], tools: Any = None, where: str = "", *, allow_lost: bool = False,
-               read_only: Collection[int] = ()) -> Rendered:
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Any = None,
+        where: str = "",
+        *,
+        allow_lost: bool = False,
+        read_only: Collection[int] = (),
+    ) -> Rendered:
         """`read_only`: messages that are not trained on, whose reasoning a template may drop."""
         self._where = where
         found = self._known.find(messages) if not tools else None
-        known = None if found is None else Rendered(
-            found.text, tuple(Turn(*turn) for turn in found.turns), (), found.contents, found.written)
+        known = (
+            None
+            if found is None
+            else Rendered(found.text, tuple(Turn(*turn) for turn in found.turns), (), found.contents, found.written)
+        )
         if known is not None and not self._known.to_be_checked:
             return known
         rendered = self.render_at_length(messages, tools, where, allow_lost=allow_lost, read_only=read_only)
@@ -165,8 +178,15 @@ class ChatTemplate:
             self._known.learn(messages, Known(rendered.text, turns, rendered.contents, rendered.written))
         return rendered
 
-    def render_at_length(self, messages: Sequence[Message], tools: Any = None, where: str = "", *, allow_lost: bool = False,
-                         read_only: Collection[int] = ()) -> Rendered:
+    def render_at_length(
+        self,
+        messages: Sequence[Message],
+        tools: Any = None,
+        where: str = "",
+        *,
+        allow_lost: bool = False,
+        read_only: Collection[int] = (),
+    ) -> Rendered:
         """The same, whatever is known from other rows."""
         kind_of = kind(messages)
         tools = list(tools) if tools else None
@@ -202,8 +222,12 @@ class ChatTemplate:
         in a content."""
         if not any(isinstance(text, str) and self._special.search(text) for text in _texts(messages)):
             return []
-        found = (token.span() for start, stop in sorted(set(rendered.contents))
-                 for token in self._special.finditer(rendered.text, start, stop) if "think" not in token[0].lower())
+        found = (
+            token.span()
+            for start, stop in sorted(set(rendered.contents))
+            for token in self._special.finditer(rendered.text, start, stop)
+            if "think" not in token[0].lower()
+        )
         return sorted(set(found))
 
     # One spelling
@@ -213,8 +237,9 @@ class ChatTemplate:
         if self._tracked:
             tools = said.tools or self._no_tools
             options = self._options(tools) | said.options
-            text, blocks = within_limits(lambda: render_tracked(self._tokenizer, said.messages, tools, **options),
-                                         said.messages, where)
+            text, blocks = within_limits(
+                lambda: render_tracked(self._tokenizer, said.messages, tools, **options), said.messages, where
+            )
         else:
             text, blocks = self._render(said.messages, said, where), []
         speaking = [i for i, message in enumerate(said.messages) if message.get("role") == "assistant"]
@@ -277,9 +302,14 @@ class ChatTemplate:
                 if found is None and i in gone and row.placed.first[i] is None:
                     continue  # nothing of it is there; told as lost
                 if found is None:
-                    raise _cannot_tell(i, where, "the template writes no generation prompt before it, or renders the "
-                                       "conversation up to it differently" if start is None else "nothing shows where it ends",
-                                       so_far)
+                    raise _cannot_tell(
+                        i,
+                        where,
+                        "the template writes no generation prompt before it, or renders the conversation up to it differently"
+                        if start is None
+                        else "nothing shows where it ends",
+                        so_far,
+                    )
                 turns.append(Turn(i, *found))
                 missing, ended = "", self._closings[1]
             else:
@@ -315,9 +345,12 @@ class ChatTemplate:
         for i in speaking:
             found = self._by_prefix(text, said, i)
             if found is None or (turns and found[0] < turns[-1].stop):
-                raise _cannot_tell(i, where,
-                                   "the conversation up to it is not a prefix of the whole conversation, or nothing shows "
-                                   "where it ends", Rendered(text, ()))
+                raise _cannot_tell(
+                    i,
+                    where,
+                    "the conversation up to it is not a prefix of the whole conversation, or nothing shows where it ends",
+                    Rendered(text, ()),
+                )
             turns.append(Turn(i, *found))
         return turns
 
@@ -361,8 +394,9 @@ class ChatTemplate:
 
     # The end of a conversation
 
-    def _with_end(self, text: str, turns: Sequence[Turn], said: Spelling, where: str, missing: str = "",
-                  ended: bool = True) -> Rendered:
+    def _with_end(
+        self, text: str, turns: Sequence[Turn], said: Spelling, where: str, missing: str = "", ended: bool = True
+    ) -> Rendered:
         """Append the end to a conversation that ends with the assistant and without one."""
         if not turns or turns[-1].message != len(said.messages) - 1 or (ended and not missing):
             return Rendered(text, tuple(turns))
@@ -411,9 +445,12 @@ def _misspelt(row: Row, turns: Sequence[Turn]) -> bool:
     """Whether the template wrote the spelling itself: the word None, parts as Python shows them, JSON in quotes."""
     think, call = row.spelling.name
     slots, at, text = row.marks.slots, row.placed.at, row.placed.text
-    if call >= 2 and any(slot.what == "argument" and place is not None
-                         and (text[slice(*place)] != slot.core or text[place[0] - 1 : place[0]] == '"')
-                         for slot, place in zip(slots, at, strict=True)):
+    if call >= 2 and any(
+        slot.what == "argument"
+        and place is not None
+        and (text[slice(*place)] != slot.core or text[place[0] - 1 : place[0]] == '"')
+        for slot, place in zip(slots, at, strict=True)
+    ):
         return True
     wrong = [*(["None"] if call in (1, 3) else []), *(["'type'", '"type"'] if think == 4 else [])]
     for turn in turns if wrong else ():
@@ -457,10 +494,12 @@ def _cannot_tell(message: int, where: str, why: str, rendered: Rendered) -> Cann
 def _loses(lost: Sequence[Lost], messages: Sequence[Message], where: str) -> RowError:
     one = lost[0]
     if one.message < 0:
-        return RowError(f"the chat template drops {one.what}", where=where,
-                        why="it does not support tools, so the model would train on calls of tools it has never seen",
-                        fix="use a model whose template supports tools, remove the tools, or set data.lost: allow to train "
-                            "without them")
+        return RowError(
+            f"the chat template drops {one.what}",
+            where=where,
+            why="it does not support tools, so the model would train on calls of tools it has never seen",
+            fix="use a model whose template supports tools, remove the tools, or set data.lost: allow to train without them",
+        )
     role, later = str(messages[one.message].get("role")), any(m.get("role") == "user" for m in messages[one.message + 1 :])
     why = "the template drops it, so the model would train on something other than the row"
     if one.what == "its reasoning" and later:
@@ -468,7 +507,10 @@ def _loses(lost: Sequence[Lost], messages: Sequence[Message], where: str) -> Row
     elif one.what == "its reasoning":
         why = "this template does not support reasoning"
     more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
-    return RowError(f"the chat template drops {one.what} in message {one.message + 1} ({role}){more}", where=where,
-                    why=why,
-                    fix="use a template that writes it, remove it from the row, set data.lost: allow to train without it, or "
-                        "data.bad_rows: skip to drop the row")
+    return RowError(
+        f"the chat template drops {one.what} in message {one.message + 1} ({role}){more}",
+        where=where,
+        why=why,
+        fix="use a template that writes it, remove it from the row, set data.lost: allow to train without it, or "
+        "data.bad_rows: skip to drop the row",
+    )

@@ -35,9 +35,12 @@ def changed(tokenizer: Any, spec: Data) -> Any:
         _require_known(token, vocabulary, "data.eot_tokens")
         ids = tokenizer.backend_tokenizer.encode(token, add_special_tokens=False).ids
         if ids != [vocabulary[token]]:
-            raise RecipeError(f"{token} is encoded as {len(ids)} tokens", where="data.eot_tokens",
-                              why="the end of a turn must be one token",
-                              fix="use the token that the chat template writes there")
+            raise RecipeError(
+                f"{token} is encoded as {len(ids)} tokens",
+                where="data.eot_tokens",
+                why="the end of a turn must be one token",
+                fix="use the token that the chat template writes there",
+            )
     if spec.eot_tokens:
         tokenizer.pronghorn_eot_tokens = spec.eot_tokens
         tokenizer.pronghorn_stop_tokens = tuple(token for token in spec.eot_tokens if _ends_an_answer(tokenizer, token))
@@ -59,6 +62,9 @@ def _ends_an_answer(tokenizer: Any, token: str) -> bool:
 
 def _require_known(token: str, vocabulary: dict[str, int], where: str) -> None:
     if token not in vocabulary:
-        raise RecipeError(f"the model's vocabulary has no token {token}", where=where,
-                          why="Pronghorn does not resize the model's embeddings",
-                          fix="use an existing token; tokenizer.json lists them under added_tokens")
+        raise RecipeError(
+            f"the model's vocabulary has no token {token}",
+            where=where,
+            why="Pronghorn does not resize the model's embeddings",
+            fix="use an existing token; tokenizer.json lists them under added_tokens",
+        )

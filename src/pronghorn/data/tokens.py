@@ -140,14 +140,24 @@ def _constructed(folder: Path, name: str, *, from_hub: bool) -> Any:
         tokenizer.decode(tokenizer("Is it whole? 1, 2, 3 \u00e9\u6c34")["input_ids"])
     except Exception as error:
         # What Python raises where a value is not what transformers takes it for; tokenizers (Rust) raises Exception itself.
-        malformed = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RecursionError,
-                     RuntimeError, TypeError, ValueError, StrictDataclassError)
+        malformed = (
+            ArithmeticError,
+            AssertionError,
+            AttributeError,
+            ImportError,
+            LookupError,
+            OSError,
+            RecursionError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+            StrictDataclassError,
+        )
         if not isinstance(error, malformed) and type(error) is not Exception:
             raise
         why, fix = (str(error).strip() or type(error).__name__).split("\n")[0][:300], "download the tokenizer files again"
         if "custom code" in why:
-            why, fix = "it needs code from its repository", ("use a model whose tokenizer needs no "
-                                                                                     "remote code")
+            why, fix = "it needs code from its repository", ("use a model whose tokenizer needs no remote code")
         elif not (folder / "tokenizer.json").is_file():
             why = "the folder has no tokenizer.json"
             fix = "put tokenizer.json and tokenizer_config.json into the folder"
@@ -168,8 +178,12 @@ def fingerprint(tokenizer: Any) -> str:
 
 
 def _content_fingerprint(tokenizer: Any) -> str:
-    parts = (tokenizer.backend_tokenizer.to_str(), str(tokenizer.chat_template), str(tokenizer.special_tokens_map),
-             *getattr(tokenizer, "pronghorn_eot_tokens", ()))
+    parts = (
+        tokenizer.backend_tokenizer.to_str(),
+        str(tokenizer.chat_template),
+        str(tokenizer.special_tokens_map),
+        *getattr(tokenizer, "pronghorn_eot_tokens", ()),
+    )
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 

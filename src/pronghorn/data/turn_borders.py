@@ -224,12 +224,19 @@ class Borders:
     def _followers(self, row: Row, i: int) -> Iterator[tuple[str, str]]:
         """What stands behind a turn, up to the next text, for each role that may speak next."""
         messages = row.marks.messages[: i + 1]
-        results = [{"role": "tool", "content": PROBE, "name": "f", "tool_call_id": call.get("id", "call00000")}
-                   for call in messages[-1].get("tool_calls") or []]
-        user, system, later = ({"role": role, "content": mark} for role, mark in
-                               (("user", PROBE), ("system", PROBE), ("user", LATER)))
-        for role, after, prompt in (("tool", results, False), ("user", [user], False), ("assistant", [], True),
-                                    ("system", [system, later], False)):
+        results = [
+            {"role": "tool", "content": PROBE, "name": "f", "tool_call_id": call.get("id", "call00000")}
+            for call in messages[-1].get("tool_calls") or []
+        ]
+        user, system, later = (
+            {"role": role, "content": mark} for role, mark in (("user", PROBE), ("system", PROBE), ("user", LATER))
+        )
+        for role, after, prompt in (
+            ("tool", results, False),
+            ("user", [user], False),
+            ("assistant", [], True),
+            ("system", [system, later], False),
+        ):
             if after or role == "assistant":
                 text = self._behind(self._attempt([*messages, *after], row.spelling, prompt), row, i, until=PROBE * bool(after))
                 if text is not None:

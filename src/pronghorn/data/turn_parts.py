@@ -43,8 +43,11 @@ def turn_parts(tokenizer: Any) -> tuple[str, str]:
 
 
 def _cannot(why: str) -> CommandError:
-    return CommandError(what="instruction_part and response_part cannot be derived from the chat template", why=why,
-                        fix='pass both: instruction_part="<|im_start|>user\\n", response_part="<|im_start|>assistant\\n"')
+    return CommandError(
+        what="instruction_part and response_part cannot be derived from the chat template",
+        why=why,
+        fix='pass both: instruction_part="<|im_start|>user\\n", response_part="<|im_start|>assistant\\n"',
+    )
 
 
 def _special_tokens(tokenizer: Any) -> re.Pattern[str]:
@@ -57,7 +60,8 @@ def _render(tokenizer: Any, messages: Sequence[dict[str, str]], ask: bool = Fals
     """None where the template refuses the conversation."""
     try:
         return within_limits(
-            lambda: str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=ask)), messages, "")
+            lambda: str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=ask)), messages, ""
+        )
     except RowError:
         return None
 
@@ -108,8 +112,10 @@ def _require_exact(tokenizer: Any, special: re.Pattern[str], instruction: str, r
         said = [known.text[start:stop] for start, stop in known.spans]
         same = [_same(special, one, other, opening) for one, other in zip(found, said, strict=False)]
         if len(found) != len(said) or not all(same):
-            raise _cannot(f"with {instruction!r} and {response!r} the labels of a test conversation are {found}, but its "
-                          f"answers are {said}")
+            raise _cannot(
+                f"with {instruction!r} and {response!r} the labels of a test conversation are {found}, but its "
+                f"answers are {said}"
+            )
         checked += 1
     if not checked:
         raise _cannot("its answer tokens cannot be determined")

@@ -32,8 +32,19 @@ RARE = 4  # a new word takes ten times as long as a known one, and the tokenizer
 
 # Beyond ASCII: Western and Central European letters, Cyrillic ones, typographic signs, currencies, arrows. None of them joins
 # with another (so NFC leaves them alone), and none is a form of an ASCII letter in another case.
-EASY = ((0, 0x7F), (0xA0, 0x148), (0x14A, 0x17E), (0x401, 0x401), (0x410, 0x44F), (0x451, 0x451), (0x2010, 0x2027),
-        (0x2030, 0x205E), (0x20A0, 0x20BF), (0x2190, 0x21FF), (0x2212, 0x2212))
+EASY = (
+    (0, 0x7F),
+    (0xA0, 0x148),
+    (0x14A, 0x17E),
+    (0x401, 0x401),
+    (0x410, 0x44F),
+    (0x451, 0x451),
+    (0x2010, 0x2027),
+    (0x2030, 0x205E),
+    (0x20A0, 0x20BF),
+    (0x2190, 0x21FF),
+    (0x2212, 0x2212),
+)
 SPACE = "\t\n\x0b\x0c\r \xa0"  # of EASY
 
 SHORT_FORMS = r"'s|'t|'re|'ve|'m|'ll|'d"
@@ -42,9 +53,11 @@ UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 GPT2 = rf"{SHORT_FORMS}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)|\s+"
 # The same between digits, each of which is cut out first: a blank before a digit is at the end of its piece.
 GPT2_BETWEEN_DIGITS = rf"{SHORT_FORMS}| ?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+|\s+(?![^\s\p{{N}}])|\s+"
-CL100K = (rf"(?i:{SHORT_FORMS})|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}%s| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{BLANKS}")
-O200K = (rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*%s|\p{{N}}%s"
-         rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{BLANKS}")
+CL100K = rf"(?i:{SHORT_FORMS})|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}%s| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{BLANKS}"
+O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*%s|\p{{N}}%s"
+    rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{BLANKS}"
+)
 PATTERNS = {  # as they stand in tokenizer.json
     CL100K % "",  # Qwen 2, 2.5 and 3
     CL100K % "{1,3}",  # Llama 3

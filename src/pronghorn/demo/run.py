@@ -34,16 +34,23 @@ METRIC = "json_match"
 
 
 def demo_recipe(model: Path, data: Path, output: Path, held_out: int) -> Recipe:
-    return Recipe.model_validate({
-        "model": str(model),
-        "lora": {"r": 16, "alpha": 16},
-        "data": {"train": [str(data / "train.jsonl")], "eval": str(data / "held_out.jsonl"), "max_length": 256},
-        "train": {"epochs": 1, "batch_tokens": STEP_TOKENS, "capacity": STEP_TOKENS, "lr": 2e-3, "warmup": 0.1},
-        "eval": {"every": 1000, "generations": 3, "metrics": [METRIC], "samples": held_out,
-                 "max_new_tokens": ANSWER_TOKENS},
-        "checkpoint": {"every": 1000, "keep": 1},
-        "output": str(output),
-    })
+    return Recipe.model_validate(
+        {
+            "model": str(model),
+            "lora": {"r": 16, "alpha": 16},
+            "data": {"train": [str(data / "train.jsonl")], "eval": str(data / "held_out.jsonl"), "max_length": 256},
+            "train": {"epochs": 1, "batch_tokens": STEP_TOKENS, "capacity": STEP_TOKENS, "lr": 2e-3, "warmup": 0.1},
+            "eval": {
+                "every": 1000,
+                "generations": 3,
+                "metrics": [METRIC],
+                "samples": held_out,
+                "max_new_tokens": ANSWER_TOKENS,
+            },
+            "checkpoint": {"every": 1000, "keep": 1},
+            "output": str(output),
+        }
+    )
 
 
 def run_demo(output: Path, *, as_json: bool) -> None:
@@ -68,8 +75,11 @@ def run_demo(output: Path, *, as_json: bool) -> None:
     finally:
         display.close()
     figures = {
-        "held_out": len(answers), "exact_before": exact([one.base_scores for one in answers]),
-        "exact_after": exact([one.scores for one in answers]), "adapter": str(result.checkpoint), "seconds": stages.total(),
+        "held_out": len(answers),
+        "exact_before": exact([one.base_scores for one in answers]),
+        "exact_after": exact([one.scores for one in answers]),
+        "adapter": str(result.checkpoint),
+        "seconds": stages.total(),
         "report": str(output / "report.html"),
     }
     if as_json:
@@ -116,10 +126,22 @@ def _show(figures: dict[str, Any], answers: list[Answer], output: Path) -> None:
         table.add_row(*(Text(printable(said)) for said in (one.prompt, (one.base or "")[:160], one.answer)))
     console.print(table)
     count = figures["held_out"]
-    console.print(f"exact answers on {count} held-out requests: {figures['exact_before']} before "
-                  f"({figures['exact_before'] / count:.0%}), {figures['exact_after']} after "
-                  f"({figures['exact_after'] / count:.0%}); {figures['seconds']:.0f} s in total", style="bold")
-    chat = shlex.join(["pronghorn", "chat", str(output), "--system", hotel.SYSTEM_PROMPT, "--prompt",
-                       "Room 305 here, please wake me at 7:00."])
+    console.print(
+        f"exact answers on {count} held-out requests: {figures['exact_before']} before "
+        f"({figures['exact_before'] / count:.0%}), {figures['exact_after']} after "
+        f"({figures['exact_after'] / count:.0%}); {figures['seconds']:.0f} s in total",
+        style="bold",
+    )
+    chat = shlex.join(
+        [
+            "pronghorn",
+            "chat",
+            str(output),
+            "--system",
+            hotel.SYSTEM_PROMPT,
+            "--prompt",
+            "Room 305 here, please wake me at 7:00.",
+        ]
+    )
     console.print(f"adapter:    {figures['adapter']} (PEFT format)", soft_wrap=True, highlight=False)
     console.print(f"report:     {figures['report']}\nchat:       {chat}", soft_wrap=True, highlight=False)

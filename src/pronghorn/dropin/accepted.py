@@ -30,8 +30,9 @@ class Row:
     told: str = ""
 
 
-CLASSIFIES = Row(why="Pronghorn trains causal language models only",
-                 fix="use the matching transformers class and the transformers Trainer")
+CLASSIFIES = Row(
+    why="Pronghorn trains causal language models only", fix="use the matching transformers class and the transformers Trainer"
+)
 LOADING = {
     "fast_inference": Row(why=NO_VLLM, fix="remove the argument and generate with model.generate(...)"),
     "float8_kv_cache": Row(why=NO_VLLM),
@@ -94,8 +95,11 @@ def check_local(model_name: str, local_files_only: bool) -> None:
     from huggingface_hub import constants
 
     if local_files_only and not (Path(model_name).expanduser().is_dir() or constants.HF_HUB_OFFLINE):
-        raise CommandError(what="local_files_only=True needs a local folder", why="a Hub name is looked up online",
-                           fix="set HF_HUB_OFFLINE=1 in the environment, or pass the model's folder")
+        raise CommandError(
+            what="local_files_only=True needs a local folder",
+            why="a Hub name is looked up online",
+            fix="set HF_HUB_OFFLINE=1 in the environment, or pass the model's folder",
+        )
 
 
 def check_class(auto_model: Any) -> None:

@@ -25,16 +25,24 @@ DeviceMap = str | int | torch.device | dict[str, Any] | None
 
 def check_storage(eight_bit: bool, fp8: bool, half: bool, full: bool) -> None:
     if fp8 not in (True, False):
-        raise CommandError(what=f"load_in_fp8={fp8!r}",
-                           why="FP8 weights use one scale per row; there is no other layout to choose",
-                           fix="use load_in_fp8=True, or remove it")
+        raise CommandError(
+            what=f"load_in_fp8={fp8!r}",
+            why="FP8 weights use one scale per row; there is no other layout to choose",
+            fix="use load_in_fp8=True, or remove it",
+        )
     if eight_bit:
-        raise CommandError(what="load_in_8bit=True is not supported", why="base weights are quantized to NF4 or FP8",
-                           fix="use load_in_4bit=True, load_in_fp8=True or load_in_16bit=True")
+        raise CommandError(
+            what="load_in_8bit=True is not supported",
+            why="base weights are quantized to NF4 or FP8",
+            fix="use load_in_4bit=True, load_in_fp8=True or load_in_16bit=True",
+        )
     for name, asked in {"load_in_16bit": half, "full_finetuning": full}.items():
         if fp8 and asked:
-            raise CommandError(what=f"load_in_fp8=True contradicts {name}=True", fix="keep one of them",
-                               why="FP8 base weights are 8-bit and frozen")
+            raise CommandError(
+                what=f"load_in_fp8=True contradicts {name}=True",
+                fix="keep one of them",
+                why="FP8 base weights are 8-bit and frozen",
+            )
 
 
 def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
@@ -46,8 +54,10 @@ def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
 
 def check_recompute(asked: Any) -> None:
     if asked not in (True, False, "unsloth", None):
-        raise CommandError(what=f"use_gradient_checkpointing={asked!r}",
-                           fix="use True, False or \"unsloth\" (Pronghorn's memory planner chooses)")
+        raise CommandError(
+            what=f"use_gradient_checkpointing={asked!r}",
+            fix='use True, False or "unsloth" (Pronghorn\'s memory planner chooses)',
+        )
 
 
 def check_init(asked: bool | str, *, quantized: bool) -> None:
@@ -55,13 +65,17 @@ def check_init(asked: bool | str, *, quantized: bool) -> None:
         return
     changes_weights = asked in WEIGHT_INITS or asked.startswith("pissa_niter_")
     if asked not in INITS and not changes_weights:
-        raise CommandError(what=f"init_lora_weights={asked!r} is not supported",
-                           why="this initialization needs a data pass before training",
-                           fix=f"use True, False, {', '.join(INITS + WEIGHT_INITS)}")
+        raise CommandError(
+            what=f"init_lora_weights={asked!r} is not supported",
+            why="this initialization needs a data pass before training",
+            fix=f"use True, False, {', '.join(INITS + WEIGHT_INITS)}",
+        )
     if changes_weights and quantized:
-        raise CommandError(what=f"init_lora_weights={asked!r} needs 16-bit base weights",
-                           why="this initialization changes the base weights, and quantized weights are frozen",
-                           fix=f"use True, False, {', '.join(INITS)}, or load with load_in_16bit=True")
+        raise CommandError(
+            what=f"init_lora_weights={asked!r} needs 16-bit base weights",
+            why="this initialization changes the base weights, and quantized weights are frozen",
+            fix=f"use True, False, {', '.join(INITS)}, or load with load_in_16bit=True",
+        )
 
 
 def one_device(asked: DeviceMap) -> torch.device:
@@ -75,8 +89,11 @@ def one_device(asked: DeviceMap) -> torch.device:
             raise RuntimeError("several devices")
         device = torch.device("cuda", asked) if isinstance(asked, int) else torch.device(asked)
     except RuntimeError as error:
-        raise CommandError(what=f"device_map={asked!r}", why="Pronghorn keeps the whole model on one device",
-                           fix='use "auto", "cuda", "cuda:1", "cpu" or {"": 0}') from error
+        raise CommandError(
+            what=f"device_map={asked!r}",
+            why="Pronghorn keeps the whole model on one device",
+            fix='use "auto", "cuda", "cuda:1", "cpu" or {"": 0}',
+        ) from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise CommandError(what=f"device_map={asked!r}", why="torch finds no CUDA GPU", fix='device_map="cpu"')
     return device
@@ -86,8 +103,10 @@ def precision_of(dtype: Dtype, half: bool, device: torch.device) -> torch.dtype:
     if dtype is None:
         chosen = next(key for key, name in DTYPES.items() if name == resolve_precision("auto", device))
         if half and chosen == torch.float32:
-            say_once(f"load_in_16bit: the model loads in float32, because {device.type} has no fast bf16; pass "
-                     "dtype=torch.bfloat16 to force bf16")
+            say_once(
+                f"load_in_16bit: the model loads in float32, because {device.type} has no fast bf16; pass "
+                "dtype=torch.bfloat16 to force bf16"
+            )
         return chosen
     if dtype not in DTYPES:
         raise CommandError(what=f"dtype={dtype!r}", fix="use None, torch.bfloat16, torch.float16 or torch.float32")
@@ -106,9 +125,12 @@ def set_length(model: Any, tokenizer: Any, length: int | None, name: str) -> Non
         length = made_for or DEFAULT_LENGTH
     if made_for and length > made_for:
         if length != DEFAULT_LENGTH:
-            raise ModelError(what=f"max_seq_length={length:,} exceeds the model's {made_for:,} positions",
-                             where=name, why="Pronghorn does not change the model's RoPE scaling",
-                             fix=f"max_seq_length={made_for}")
+            raise ModelError(
+                what=f"max_seq_length={length:,} exceeds the model's {made_for:,} positions",
+                where=name,
+                why="Pronghorn does not change the model's RoPE scaling",
+                fix=f"max_seq_length={made_for}",
+            )
         length = made_for
     model.max_seq_length = tokenizer.model_max_length = length
 
@@ -125,7 +147,9 @@ def chosen_layers(model: Any, chosen: Sequence[int] | int | None, last: int | No
         layers = [chosen] if isinstance(chosen, int) else list(chosen or ())
     wrong = [layer for layer in layers if not 0 <= layer < count]
     if wrong or not layers:
-        raise CommandError(what=f"layers {wrong or layers} are not valid for a model with {count} layers",
-                           why="no such layers to train",
-                           fix=f"choose layers from 0 to {count - 1}")
+        raise CommandError(
+            what=f"layers {wrong or layers} are not valid for a model with {count} layers",
+            why="no such layers to train",
+            fix=f"choose layers from 0 to {count - 1}",
+        )
     return layers

@@ -37,9 +37,11 @@ def standardize_data_formats(
     if column is None:
         say_once(f"standardize: no conversation column among {', '.join(_columns(dataset))}; the dataset is unchanged")
         return dataset
-    roles = {alias.lower(): role for role, aliases in
-             (("system", aliases_for_system), ("user", aliases_for_user), ("assistant", aliases_for_assistant))
-             for alias in aliases}
+    roles = {
+        alias.lower(): role
+        for role, aliases in (("system", aliases_for_system), ("user", aliases_for_user), ("assistant", aliases_for_assistant))
+        for alias in aliases
+    }
 
     def rewritten(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
         return {column: [[_message(message, keys, roles) for message in row] for row in rows[column]]}
@@ -71,9 +73,11 @@ def _messages_of(dataset: Any) -> tuple[str | None, tuple[str, str]]:
     first: dict[str, Any] = next((message for row in rows for message in row[column]), {})
     role, content = (next((key for key in keys if key in first), None) for keys in (ROLE_KEYS, CONTENT_KEYS))
     if role is None or content is None:
-        raise DataError(what=f"column {column}: messages have the keys {', '.join(map(str, first)) or 'none'}",
-                        why="a message needs `role` (or `from`) and `content` (or `value`)",
-                        fix="rename the message keys")
+        raise DataError(
+            what=f"column {column}: messages have the keys {', '.join(map(str, first)) or 'none'}",
+            why="a message needs `role` (or `from`) and `content` (or `value`)",
+            fix="rename the message keys",
+        )
     return column, (role, content)
 
 
@@ -105,13 +109,22 @@ def to_sharegpt(
     for name in [*COLUMN.findall(prompt), output_column_name]:
         if name not in columns:
             close = difflib.get_close_matches(name, columns, n=1)
-            raise DataError(what=f"the dataset has no column `{name}`",
-                            fix=(f"did you mean `{close[0]}`? " if close else "") + f"available columns: {', '.join(columns)}")
+            raise DataError(
+                what=f"the dataset has no column `{name}`",
+                fix=(f"did you mean `{close[0]}`? " if close else "") + f"available columns: {', '.join(columns)}",
+            )
     if conversation_extension < 1 or not hasattr(dataset, "__len__"):
-        raise DataError(what=f"conversation_extension={conversation_extension} is not valid for {type(dataset).__name__}",
-                        fix="set it to 1 or more, and use a dataset that is not streamed")
-    turns = [[{"from": "human", "value": _filled(prompt, row, i)},
-              {"from": "gpt", "value": _filled(f"{{{output_column_name}}}", row, i)}] for i, row in enumerate(dataset)]
+        raise DataError(
+            what=f"conversation_extension={conversation_extension} is not valid for {type(dataset).__name__}",
+            fix="set it to 1 or more, and use a dataset that is not streamed",
+        )
+    turns = [
+        [
+            {"from": "human", "value": _filled(prompt, row, i)},
+            {"from": "gpt", "value": _filled(f"{{{output_column_name}}}", row, i)},
+        ]
+        for i, row in enumerate(dataset)
+    ]
     order = random.Random(random_state)
     others = [order.sample(range(len(turns)), len(turns)) for _ in range(conversation_extension - 1)]
 
@@ -131,8 +144,10 @@ def _filled(prompt: str, row: dict[str, Any], index: int) -> str:
 
     def value(found: re.Match[str]) -> str:
         if _missing(row[found[1]]):
-            raise DataError(what=f"row {index}: column `{found[1]}` is empty",
-                            fix=f"wrap the optional part of the prompt in [[...{found[0]}...]], or filter out such rows")
+            raise DataError(
+                what=f"row {index}: column `{found[1]}` is empty",
+                fix=f"wrap the optional part of the prompt in [[...{found[0]}...]], or filter out such rows",
+            )
         return str(row[found[1]])
 
     return COLUMN.sub(value, OPTIONAL.sub(optional, prompt))
@@ -151,8 +166,11 @@ def apply_chat_template(
     tokenizer's own is used.
     """
     if extra_eos_tokens:
-        raise DataError(what="extra_eos_tokens is not supported", why="the chat template decides how a turn ends",
-                        fix="put the token after {OUTPUT} in chat_template")
+        raise DataError(
+            what="extra_eos_tokens is not supported",
+            why="the chat template decides how a turn ends",
+            fix="put the token after {OUTPUT} in chat_template",
+        )
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     if chat_template is not None and named(chat_template):
         chosen = with_template(tokenizer, chat_template, system_message=default_system_message, say=say_once)
@@ -161,8 +179,9 @@ def apply_chat_template(
         tokenizer.chat_template = template_of(chat_template, tokenizer, default_system_message)
     column, keys = _messages_of(dataset)
     if column is None:
-        raise DataError(what=f"no conversation column among {', '.join(_columns(dataset))}",
-                        fix="create one with to_sharegpt(dataset, ...)")
+        raise DataError(
+            what=f"no conversation column among {', '.join(_columns(dataset))}", fix="create one with to_sharegpt(dataset, ...)"
+        )
     if keys != ("role", "content"):
         dataset = standardize_data_formats(dataset)
     adds_start = tokenizer.bos_token is not None and tokenizer("").get("input_ids", [])[:1] == [tokenizer.bos_token_id]

@@ -81,8 +81,11 @@ class FastLanguageModel:
         check_others(FastLanguageModel.from_pretrained, others, LOADING)
         check_storage(load_in_8bit, load_in_fp8, load_in_16bit, full_finetuning)
         if trust_remote_code:
-            raise CommandError(what="trust_remote_code=True", why="Pronghorn does not run code from model repositories",
-                               fix="use a model type that transformers supports without remote code")
+            raise CommandError(
+                what="trust_remote_code=True",
+                why="Pronghorn does not run code from model repositories",
+                fix="use a model type that transformers supports without remote code",
+            )
         check_recompute(use_gradient_checkpointing)
         device = one_device(device_map)
         precision = precision_of(asked_dtype, load_in_16bit, device)
@@ -91,9 +94,11 @@ class FastLanguageModel:
         torch.manual_seed(random_state)
         adapter = adapter_folder(str(model_name), token)
         if adapter and full_finetuning:
-            raise CommandError(what="full_finetuning=True with an adapter folder",
-                               fix="remove full_finetuning, or pass the folder of a merged model",
-                               why="the base model of an adapter is frozen")
+            raise CommandError(
+                what="full_finetuning=True with an adapter folder",
+                fix="remove full_finetuning, or pass the folder of a merged model",
+                why="the base model of an adapter is frozen",
+            )
         name = base_name(adapter) if adapter else str(model_name)
         source = str(model_folder(name, weights=True, token=token)) if token else name
         tokenizer = load_tokenizer(tokenizer_name or (str(adapter) if adapter and _has_tokenizer(adapter) else source))
@@ -144,35 +149,61 @@ class FastLanguageModel:
         switches = {name: others.pop(name) for name in SWITCHES if name in others}
         check_others(FastLanguageModel.get_peft_model, others, ADAPTING)
         if not isinstance(model, torch.nn.Module):
-            raise CommandError(what=f"expected a model, got {type(model).__name__}",
-                               fix="call model, tokenizer = FastLanguageModel.from_pretrained(...) first, then "
-                                   "get_peft_model(model)")
+            raise CommandError(
+                what=f"expected a model, got {type(model).__name__}",
+                fix="call model, tokenizer = FastLanguageModel.from_pretrained(...) first, then get_peft_model(model)",
+            )
         if not 0 <= lora_dropout < 1:
             raise CommandError(what=f"lora_dropout={lora_dropout}", fix="use a number from 0 up to, but not including, 1")
         loaded_with = getattr(model, "max_seq_length", None)
         if max_seq_length not in (None, loaded_with, DEFAULT_LENGTH):
-            raise CommandError(what=f"max_seq_length={max_seq_length} here, max_seq_length={loaded_with} in from_pretrained",
-                               fix="set it in from_pretrained only")
+            raise CommandError(
+                what=f"max_seq_length={max_seq_length} here, max_seq_length={loaded_with} in from_pretrained",
+                fix="set it in from_pretrained only",
+            )
         if loftq_config:
-            raise CommandError(what="loftq_config is not supported", fix="remove it",
-                               why="Pronghorn quantizes the base weights to NF4 without LoftQ's joint adapter initialization")
+            raise CommandError(
+                what="loftq_config is not supported",
+                fix="remove it",
+                why="Pronghorn quantizes the base weights to NF4 without LoftQ's joint adapter initialization",
+            )
         check_recompute(use_gradient_checkpointing)
         if hasattr(model, "peft_config"):
-            require_same_adapter(model, chosen_targets(model, target_modules, switches), modules_to_save, chosen_layers(
-                model, layers_to_transform, finetune_last_n_layers), r=r, lora_alpha=lora_alpha, lora_dropout=lora_dropout,
-                bias=bias, use_rslora=use_rslora, use_dora=use_dora)
+            require_same_adapter(
+                model,
+                chosen_targets(model, target_modules, switches),
+                modules_to_save,
+                chosen_layers(model, layers_to_transform, finetune_last_n_layers),
+                r=r,
+                lora_alpha=lora_alpha,
+                lora_dropout=lora_dropout,
+                bias=bias,
+                use_rslora=use_rslora,
+                use_dora=use_dora,
+            )
             return instance.for_training(model, use_gradient_checkpointing)
         if getattr(model, FULL, False):
-            raise CommandError(what="the model was loaded with full_finetuning=True",
-                               why="adding an adapter would freeze its weights",
-                               fix="remove get_peft_model, or load without full_finetuning")
+            raise CommandError(
+                what="the model was loaded with full_finetuning=True",
+                why="adding an adapter would freeze its weights",
+                fix="remove get_peft_model, or load without full_finetuning",
+            )
         check_choice("bias", bias, ("none", "all", "lora_only"))
         check_init(init_lora_weights, quantized=is_quantized(model))
         layers = chosen_layers(model, layers_to_transform, finetune_last_n_layers)
         adapted = with_adapter(
-            model, r=r, target_modules=chosen_targets(model, target_modules, switches), lora_alpha=lora_alpha,
-            lora_dropout=lora_dropout, bias=bias, use_rslora=use_rslora, use_dora=use_dora, modules_to_save=modules_to_save,
-            init_lora_weights=init_lora_weights, layers=layers, seed=random_state,
+            model,
+            r=r,
+            target_modules=chosen_targets(model, target_modules, switches),
+            lora_alpha=lora_alpha,
+            lora_dropout=lora_dropout,
+            bias=bias,
+            use_rslora=use_rslora,
+            use_dora=use_dora,
+            modules_to_save=modules_to_save,
+            init_lora_weights=init_lora_weights,
+            layers=layers,
+            seed=random_state,
         )
         make_fast(_with_length(adapted, loaded_with), use_gradient_checkpointing)
         return adapted.train()

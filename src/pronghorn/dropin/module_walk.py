@@ -31,14 +31,16 @@ class Walks:
         self._modules: _Remembered | None = None
         self._parameters: _Remembered | None = None
 
-    def named_modules(self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-                      ) -> Iterator[tuple[str, nn.Module]]:
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
         if memo is not None or prefix or not remove_duplicate:
             return iter(type(self.model).named_modules(self.model, memo, prefix, remove_duplicate))
         return iter(self._walked().found)
 
-    def named_parameters(self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-                         ) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
         if prefix or not recurse or not remove_duplicate:
             return type(self.model).named_parameters(self.model, prefix, recurse, remove_duplicate)
         modules = self._walked().modules

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 from pronghorn.errors import CommandError
 
 SYSTEM, INPUT, OUTPUT = "{SYSTEM}", "{INPUT}", "{OUTPUT}"
-DEFAULT_SYSTEM = ("Below are some instructions that describe some tasks. Write responses that appropriately complete each "
-                  "request.")
+DEFAULT_SYSTEM = (
+    "Below are some instructions that describe some tasks. Write responses that appropriately complete each request."
+)
 
 
 class Pieces(NamedTuple):
@@ -30,9 +31,11 @@ def template_of(text: str, tokenizer: Any, system: str | None = None) -> str:
     pieces = pieces_of(text.removeprefix(start))
     end = pieces.end if _ends(pieces.end, tokenizer) else pieces.end + (tokenizer.eos_token or "")
     if not end:
-        raise CommandError(what="chat_template: no end-of-turn token after {OUTPUT}",
-                           why="neither the template nor the tokenizer defines one",
-                           fix="write one after {OUTPUT}, or set tokenizer.eos_token")
+        raise CommandError(
+            what="chat_template: no end-of-turn token after {OUTPUT}",
+            why="neither the template nor the tokenizer defines one",
+            fix="write one after {OUTPUT}, or set tokenizer.eos_token",
+        )
     default = DEFAULT_SYSTEM if system is None else system
     before, has_system, behind = pieces.opening.partition(SYSTEM)
     refused = "{{ raise_exception('this template has no {SYSTEM} slot for a system message') }}"
@@ -58,10 +61,11 @@ def pieces_of(text: str) -> Pieces:
     places = [found[0] for found in re.finditer(r"\{(SYSTEM|INPUT|OUTPUT)\}", text)]
     turns = [place for place in places if place != SYSTEM]
     if turns not in ([INPUT, OUTPUT], [INPUT, OUTPUT] * 2) or SYSTEM in places[1:]:
-        raise CommandError(what="chat_template: invalid placeholders: " + (", ".join(places) or "no {INPUT} and no {OUTPUT}"),
-                           why="it needs {INPUT} and {OUTPUT} once or twice each, in this order, and {SYSTEM} at most once, "
-                               "before them",
-                           fix='for example "{SYSTEM}\\nUSER: {INPUT}\\nASSISTANT: {OUTPUT}"')
+        raise CommandError(
+            what="chat_template: invalid placeholders: " + (", ".join(places) or "no {INPUT} and no {OUTPUT}"),
+            why="it needs {INPUT} and {OUTPUT} once or twice each, in this order, and {SYSTEM} at most once, before them",
+            fix='for example "{SYSTEM}\\nUSER: {INPUT}\\nASSISTANT: {OUTPUT}"',
+        )
     head, rest = text.split(INPUT, 1)
     answer, tail = rest.split(OUTPUT, 1)
     if len(turns) == 4:
@@ -82,8 +86,10 @@ def _two_turns(head: str, answer: str, tail: str) -> Pieces:
     closing = end if end and between.startswith(end) else ""
     question = between.removeprefix(closing)
     if again != answer or not head.endswith(question.lstrip()):
-        raise CommandError(what="chat_template: the two turns have different formats",
-                           fix="write both turns in the same format, or write only one")
+        raise CommandError(
+            what="chat_template: the two turns have different formats",
+            fix="write both turns in the same format, or write only one",
+        )
     opening = head.removesuffix(question.lstrip())
     gap = question[: len(question) - len(question.lstrip())]
     if not opening:

@@ -67,8 +67,10 @@ def gradient_checkpointing_enable(base: Any, *args: Any, **kwargs: Any) -> None:
     if stands is False:
         say_once("gradient checkpointing stays off: use_gradient_checkpointing=False overrides the trainer's default")
     elif stands == PLANNED:
-        say_once("gradient checkpointing: free GPU memory decides which layers are recomputed, not the trainer's default; "
-                 "set use_gradient_checkpointing=True to recompute all layers, False to recompute none")
+        say_once(
+            "gradient checkpointing: free GPU memory decides which layers are recomputed, not the trainer's default; "
+            "set use_gradient_checkpointing=True to recompute all layers, False to recompute none"
+        )
     else:
         type(base).gradient_checkpointing_enable(base, *args, **kwargs)  # for calls that run on the model's own layers
 
@@ -105,14 +107,19 @@ class KeptByMemory:
         trained = sum(p.numel() for p in self.engine.model.parameters() if p.requires_grad)
         later = trained * 3 * FP32 if first else 0  # gradients and moments, which the first step makes
         room = int((self._free() - later - ASIDE) * (1 - MARGIN))
-        problem = Problem(job, predicted_costs(job, reckoned_with(local_gpu(self._device), fp8=job.fp8)),
-                          room + sum(static_parts(job).values()))
+        problem = Problem(
+            job,
+            predicted_costs(job, reckoned_with(local_gpu(self._device), fp8=job.fp8)),
+            room + sum(static_parts(job).values()),
+        )
         try:
             plan = make_plan(problem)
         except RecipeError:
-            self._keep(None,
-                       f"all layers are recomputed in backward: {room / 1e9:.1f} GB free, too little to save activations of "
-                       f"a batch of {tokens:,} tokens")
+            self._keep(
+                None,
+                f"all layers are recomputed in backward: {room / 1e9:.1f} GB free, too little to save activations of "
+                f"a batch of {tokens:,} tokens",
+            )
             return
         self._keep(plan, told(plan, tokens))
 
@@ -152,25 +159,38 @@ def told(plan: Plan, tokens: int) -> str:
         return f"activations of all layers are saved for batches of up to {tokens:,} tokens; nothing is recomputed in backward"
     whole = sum(recompute != "gate_up" for recompute in again)
     parts = [f"{whole} fully"] * bool(whole) + [f"{len(again) - whole} partly"] * (len(again) > whole)
-    return (f"{len(again)} of {len(plan.levels)} layers are recomputed in backward ({', '.join(parts)}); the others save "
-            "their activations")
+    return (
+        f"{len(again)} of {len(plan.levels)} layers are recomputed in backward ({', '.join(parts)}); the others save "
+        "their activations"
+    )
 
 
 def job_of(engine: FastCausalLM, tokens: int) -> Job:
     """The model as the planner knows it, for a batch of so many tokens."""
     groups = [group for layer in engine.layers for group in layer.groups]
-    adapters = [(name, module) for group in groups for name, module in zip(group_names(group), group.modules(), strict=True)
-                if hasattr(module, "lora_A")]
+    adapters = [
+        (name, module)
+        for group in groups
+        for name, module in zip(group_names(group), group.modules(), strict=True)
+        if hasattr(module, "lora_A")
+    ]
     linears = [getattr(module, "base_layer", module) for group in groups for module in group.modules()]
     stored = next((row for linear in linears if (row := storage_of(linear))), None)
     method: Method = "lora" if adapters else "full"
     if stored:
         method = "fp8" if stored.in_fp8 else "qlora"
     rank = max((rank for _, module in adapters for rank in module.r.values()), default=16)
-    return Job(shape_of(engine.model.config), tokens, method, rank, tuple(sorted({name for name, _ in adapters})),
-               engine.backbone.embed_tokens.weight.element_size(), graphed=engine.captured.on,
-               storage=stored.name if stored and stored.read else "auto",
-               target=local_target(engine.backbone.embed_tokens.weight.device))
+    return Job(
+        shape_of(engine.model.config),
+        tokens,
+        method,
+        rank,
+        tuple(sorted({name for name, _ in adapters})),
+        engine.backbone.embed_tokens.weight.element_size(),
+        graphed=engine.captured.on,
+        storage=stored.name if stored and stored.read else "auto",
+        target=local_target(engine.backbone.embed_tokens.weight.device),
+    )
 
 
 def group_names(group: Any) -> tuple[str, ...]:

@@ -20,5 +20,14 @@ def train_on_responses_only(
 ) -> Any:
     """The trainer, with labels on answers only. Without the two parts they are derived from the chat template; rows without an
     answer are left out, and that is said. The rest as in data/responses.py."""
-    return responses.train_on_responses_only(trainer, instruction_part, response_part, force_match, tokenizer, return_function,
-                                             num_proc, last_response_only, say_once)
+    return responses.train_on_responses_only(
+        trainer,
+        instruction_part,
+        response_part,
+        force_match,
+        tokenizer,
+        return_function,
+        num_proc,
+        last_response_only,
+        say_once,
+    )

@@ -14,8 +14,10 @@ from pronghorn.model.merge import save_merged
 
 METHODS = ("merged_16bit", "lora")
 # What comes with the export, and what to do until then.
-GGUF = ("Pronghorn does not write GGUF from Python",
-        "call model.save_pretrained_merged(folder, tokenizer), then run llama.cpp's convert_hf_to_gguf.py on that folder")
+GGUF = (
+    "Pronghorn does not write GGUF from Python",
+    "call model.save_pretrained_merged(folder, tokenizer), then run llama.cpp's convert_hf_to_gguf.py on that folder",
+)
 LATER = {
     "merged_4bit": ("Pronghorn does not write 4-bit checkpoints",
                     'use save_method="merged_16bit" or "lora"; other tools can quantize the merged model when loading it'),
@@ -61,8 +63,9 @@ def save_lora(model: Any, save_directory: str | Path, **others: Any) -> None:
     """The adapter, in PEFT's layout."""
     check_others(save_lora, others, SAVING)
     if not hasattr(model, "peft_config"):
-        raise CommandError(what="the model has no adapter to save",
-                           fix='use save_method="merged_16bit", or call get_peft_model first')
+        raise CommandError(
+            what="the model has no adapter to save", fix='use save_method="merged_16bit", or call get_peft_model first'
+        )
     model.save_pretrained(str(Path(save_directory).expanduser()))
 
 
@@ -71,12 +74,17 @@ def load_lora(model: Any, folder: str | Path, load_tensors: bool = True) -> Any:
     from pronghorn.model.stored_adapter import replace_weights
 
     if not hasattr(model, "peft_config"):
-        raise CommandError(what="the model has no adapter", why="load_lora replaces the weights of an existing adapter",
-                           fix="load base model and adapter with FastLanguageModel.from_pretrained(folder)")
+        raise CommandError(
+            what="the model has no adapter",
+            why="load_lora replaces the weights of an existing adapter",
+            fix="load base model and adapter with FastLanguageModel.from_pretrained(folder)",
+        )
     if not load_tensors:
-        raise CommandError(what="load_tensors=False",
-                           why="it lets vLLM read the adapter folder, and Pronghorn does not use vLLM",
-                           fix="remove it")
+        raise CommandError(
+            what="load_tensors=False",
+            why="it lets vLLM read the adapter folder, and Pronghorn does not use vLLM",
+            fix="remove it",
+        )
     replace_weights(model, Path(folder).expanduser())
     return model
 
@@ -104,8 +112,14 @@ def push_to_hub_merged(
         try:
             with quiet():
                 repository = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-                sent = api.upload_folder(repo_id=repository, folder_path=folder, commit_message=commit_message,
-                                         commit_description=commit_description, revision=revision, create_pr=create_pr)
+                sent = api.upload_folder(
+                    repo_id=repository,
+                    folder_path=folder,
+                    commit_message=commit_message,
+                    commit_description=commit_description,
+                    revision=revision,
+                    create_pr=create_pr,
+                )
         except hub_errors() as error:
             raise _not_sent(error, repo_id) from error
     return str(getattr(sent, "commit_url", sent))
@@ -115,13 +129,19 @@ def _not_sent(error: Exception, name: str) -> PronghornError:
     status = int(getattr(getattr(error, "response", None), "status_code", 0) or 0)
     first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
     if status in (401, 403):
-        return ModelError(what=f"the Hub refused the upload ({status})", where=name, why=first,
-                          fix="pass a token with write access: token=... or HF_TOKEN")
+        return ModelError(
+            what=f"the Hub refused the upload ({status})",
+            where=name,
+            why=first,
+            fix="pass a token with write access: token=... or HF_TOKEN",
+        )
     if isinstance(error, ValueError) or 400 <= status < 500:
-        return ModelError(what="the Hub refused the upload", where=name, why=first,
-                          fix="check the repository name: account/model")
-    return EnvironmentFault(what="the upload to the Hub failed", where=name, why=first,
-                            fix="check the network, then call it again")
+        return ModelError(
+            what="the Hub refused the upload", where=name, why=first, fix="check the repository name: account/model"
+        )
+    return EnvironmentFault(
+        what="the upload to the Hub failed", where=name, why=first, fix="check the network, then call it again"
+    )
 
 
 def save_pretrained_gguf(_model: Any, *_: Any, **__: Any) -> NoReturn:
@@ -137,10 +157,20 @@ def save_pretrained_torchao(_model: Any, *_: Any, **__: Any) -> NoReturn:
 
 
 def fast_generate(_model: Any, *_: Any, **__: Any) -> NoReturn:
-    raise CommandError(what="fast_generate is not supported",
-                       why="it is vLLM's generate, and Pronghorn does not use vLLM",
-                       fix='use model.generate(**tokenizer(texts, return_tensors="pt", padding=True).to(model.device))')
+    raise CommandError(
+        what="fast_generate is not supported",
+        why="it is vLLM's generate, and Pronghorn does not use vLLM",
+        fix='use model.generate(**tokenizer(texts, return_tensors="pt", padding=True).to(model.device))',
+    )
 
 
-METHODS_OF_A_MODEL = (save_pretrained_merged, push_to_hub_merged, save_pretrained_gguf, push_to_hub_gguf,
-                      save_pretrained_torchao, save_lora, load_lora, fast_generate)
+METHODS_OF_A_MODEL = (
+    save_pretrained_merged,
+    push_to_hub_merged,
+    save_pretrained_gguf,
+    push_to_hub_gguf,
+    save_pretrained_torchao,
+    save_lora,
+    load_lora,
+    fast_generate,
+)

@@ -11,8 +11,13 @@ from pronghorn.model.hf_adapter import FUSED, TRAINED_WHOLE
 from pronghorn.model.lora import text_linears
 from pronghorn.model.text_stack import beside_text
 
-SWITCHES = ("finetune_vision_layers", "finetune_audio_layers", "finetune_language_layers", "finetune_attention_modules",
-            "finetune_mlp_modules")
+SWITCHES = (
+    "finetune_vision_layers",
+    "finetune_audio_layers",
+    "finetune_language_layers",
+    "finetune_attention_modules",
+    "finetune_mlp_modules",
+)
 SENSES = {"finetune_vision_layers": "images", "finetune_audio_layers": "sound"}
 ATTENTION = ("attn", "attention", "self_attn", "self_attention", "linear_attn", "temporal_block")  # names of their parents
 MLP_NAMES = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "experts")
@@ -23,37 +28,48 @@ def chosen_targets(model: Any, asked: Sequence[str] | str | None, switches: dict
     beside = beside_text(model)
     for name, what in SENSES.items():
         if switches.get(name) and beside:
-            raise CommandError(what=f"{name}=True",
-                               why=f"Pronghorn trains the text model only; layers that read {what} stay frozen",
-                               fix=f"{name}=False")
+            raise CommandError(
+                what=f"{name}=True",
+                why=f"Pronghorn trains the text model only; layers that read {what} stay frozen",
+                fix=f"{name}=False",
+            )
         if switches.get(name):
             say_once(f"{name} is ignored: the model has no layers that read {what}")
     if switches.get("finetune_language_layers") is False:
-        raise CommandError(what="finetune_language_layers=False",
-                           why="Pronghorn trains the text model only, so nothing would be trained",
-                           fix="finetune_language_layers=True")
+        raise CommandError(
+            what="finetune_language_layers=False",
+            why="Pronghorn trains the text model only, so nothing would be trained",
+            fix="finetune_language_layers=True",
+        )
     attention, mlp = (switches.get(name) is not False for name in SWITCHES[3:])
     if not attention and not mlp:
-        raise CommandError(what="finetune_attention_modules=False and finetune_mlp_modules=False",
-                           why="nothing would be trained", fix="set one of them to True")
+        raise CommandError(
+            what="finetune_attention_modules=False and finetune_mlp_modules=False",
+            why="nothing would be trained",
+            fix="set one of them to True",
+        )
     if attention and mlp:
         return "all-linear" if asked is None else asked
     parts = {path.split(".")[-1]: any(part in ATTENTION for part in path.split(".")) for path in text_linears(model)}
     names = [name for name in parts if name != "lm_head"] if asked in (None, "all-linear") else _names(asked)
     kept = [name for name in names if (parts.get(name, name not in MLP_NAMES)) == attention]
     if not kept:
-        raise CommandError(what=f"target_modules: none of {', '.join(names)} remain",
-                           why="finetune_attention_modules or finetune_mlp_modules excludes all of them",
-                           fix="remove target_modules or the finetune_* switches")
+        raise CommandError(
+            what=f"target_modules: none of {', '.join(names)} remain",
+            why="finetune_attention_modules or finetune_mlp_modules excludes all of them",
+            fix="remove target_modules or the finetune_* switches",
+        )
     return kept
 
 
-def require_same_adapter(model: Any, targets: Sequence[str] | str, modules_to_save: Sequence[str] | None,
-                         layers: Sequence[int] | None, **asked: Any) -> None:
+def require_same_adapter(
+    model: Any, targets: Sequence[str] | str, modules_to_save: Sequence[str] | None, layers: Sequence[int] | None, **asked: Any
+) -> None:
     """For a model that has an adapter: refuses another one than it has."""
     config = model.peft_config[model.active_adapter]
-    differs = [f"{name}={getattr(config, name)!r}, not {value!r}" for name, value in asked.items()
-               if getattr(config, name) != value]
+    differs = [
+        f"{name}={getattr(config, name)!r}, not {value!r}" for name, value in asked.items() if getattr(config, name) != value
+    ]
     whole = {name for name in _names(targets) if name in TRAINED_WHOLE} | set(modules_to_save or ())
     if whole != set(config.modules_to_save or ()):
         differs.append(f"modules_to_save={sorted(config.modules_to_save or ())}")
@@ -63,8 +79,10 @@ def require_same_adapter(model: Any, targets: Sequence[str] | str, modules_to_sa
     if (None if had is None else [had] if isinstance(had, int) else list(had)) != layers:
         differs.append(f"layers_to_transform={had}")
     if differs:
-        raise CommandError(what=f"the model already has a different adapter: {differs[0]}",
-                           fix="pass the model that from_pretrained returned, or the arguments of the existing adapter")
+        raise CommandError(
+            what=f"the model already has a different adapter: {differs[0]}",
+            fix="pass the model that from_pretrained returned, or the arguments of the existing adapter",
+        )
     say_once("get_peft_model: the model already has this adapter; training continues with it")
 
 

@@ -18,8 +18,12 @@ from pronghorn.model.causal_lm import base_of
 
 HOME = "pronghorn.trainer"  # where a pickle finds the classes
 # What scripts still give the trainer, and what its arguments call it.
-INTO_ARGUMENTS = {"max_seq_length": "max_length", "dataset_text_field": "dataset_text_field", "packing": "packing",
-                  "dataset_num_proc": "dataset_num_proc"}
+INTO_ARGUMENTS = {
+    "max_seq_length": "max_length",
+    "dataset_text_field": "dataset_text_field",
+    "packing": "packing",
+    "dataset_num_proc": "dataset_num_proc",
+}
 
 
 def PatchDPOTrainer() -> None:  # noqa: N802 - the name scripts call it by
@@ -40,8 +44,9 @@ def unsloth_train(trainer: Any, *given: Any, **named: Any) -> Any:
 
 def _trl() -> Any:
     if find_spec("trl") is None:
-        raise EnvironmentFault(what="trl is not installed", why="UnslothTrainer is a subclass of TRL's SFTTrainer",
-                               fix="pip install 'trl>=1.15'")
+        raise EnvironmentFault(
+            what="trl is not installed", why="UnslothTrainer is a subclass of TRL's SFTTrainer", fix="pip install 'trl>=1.15'"
+        )
     return import_module("trl")
 
 
@@ -52,7 +57,8 @@ def arguments_class() -> Any:
     @dataclass
     class PronghornTrainingArguments(config):  # type: ignore[misc]
         embedding_learning_rate: float | None = field(
-            default=None, metadata={"help": "learning rate of the embeddings and the LM head where they are fully trained"})
+            default=None, metadata={"help": "learning rate of the embeddings and the LM head where they are fully trained"}
+        )
 
     return _at_home(PronghornTrainingArguments)
 
@@ -70,8 +76,11 @@ def trainer_class() -> Any:
                 given, named = _with_arguments(given, named, moved)
             super().__init__(*given, **named)
             if getattr(self.args, "embedding_learning_rate", None) is not None and self.optimizer is not None:
-                raise CommandError(what="embedding_learning_rate with a custom optimizer",
-                                   why="a custom optimizer defines its own parameter groups", fix="keep one of them")
+                raise CommandError(
+                    what="embedding_learning_rate with a custom optimizer",
+                    why="a custom optimizer defines its own parameter groups",
+                    fix="keep one of them",
+                )
 
         def create_optimizer(self, *given: Any, **named: Any) -> Any:
             made = self.optimizer is None
@@ -122,5 +131,7 @@ def set_embedding_rate(optimizer: Any, model: Any, rate: float) -> None:
         optimizer.add_param_group({**settings, "params": inside, "lr": rate})
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
     if not found:
-        say_once("embedding_learning_rate is ignored: neither embeddings nor LM head are trained; add embed_tokens and "
-                 "lm_head to target_modules to train them")
+        say_once(
+            "embedding_learning_rate is ignored: neither embeddings nor LM head are trained; add embed_tokens and "
+            "lm_head to target_modules to train them"
+        )

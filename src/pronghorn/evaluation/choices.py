@@ -18,12 +18,16 @@ TOKENS = 16_384  # of a batch, padding included
 LOGITS = 1 << 26  # of a batch: 256 MB in float32
 
 
-def ask_choices(model: Any, tokenizer: Any, questions: Sequence[Question],
-                progress: Callable[[str, int, int], None] | None = None) -> list[tuple[str, Scores]]:
+def ask_choices(
+    model: Any, tokenizer: Any, questions: Sequence[Question], progress: Callable[[str, int, int], None] | None = None
+) -> list[tuple[str, Scores]]:
     """For each question the choice that is likeliest by its sum, and whether the right one is, by both measures."""
     backend = tokenizer.backend_tokenizer
-    pairs = [(question.ids, backend.encode(choice, add_special_tokens=False).ids)
-             for question in questions for choice in question.choices]
+    pairs = [
+        (question.ids, backend.encode(choice, add_special_tokens=False).ids)
+        for question in questions
+        for choice in question.choices
+    ]
     sums = iter(log_probs(model, pairs, pad=tokenizer.pad_token_id or 0, progress=progress))
     found = []
     for question in questions:
@@ -31,14 +35,23 @@ def ask_choices(model: Any, tokenizer: Any, questions: Sequence[Question],
         summed = max(scores, key=lambda choice: scores[choice])
         per_letter = max(scores, key=lambda choice: scores[choice] / len(choice))
         right = question.expected.strip()
-        found.append((summed, {"multiple_choice": float(summed.strip() == right),
-                               "multiple_choice_norm": float(per_letter.strip() == right)}))
+        found.append(
+            (
+                summed,
+                {"multiple_choice": float(summed.strip() == right), "multiple_choice_norm": float(per_letter.strip() == right)},
+            )
+        )
     return found
 
 
 @torch.no_grad()
-def log_probs(model: Any, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], *, pad: int,
-              progress: Callable[[str, int, int], None] | None = None) -> list[float]:
+def log_probs(
+    model: Any,
+    pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
+    *,
+    pad: int,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> list[float]:
     """Of each continuation after its prompt, the sum over its tokens. Rows of like length share a batch, padded on the left."""
     device = next(model.parameters()).device
     vocabulary = model.get_output_embeddings().weight.shape[0]
@@ -58,8 +71,13 @@ def log_probs(model: Any, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], 
                 ids[row, width - len(tokens) :] = torch.tensor(tokens)
                 mask[row, width - len(tokens) :] = 1
             # with a cache: as in generation, the model's own layers; with the adapter off, the base model's
-            out = model(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=True, logits_to_keep=kept,
-                        position_ids=(mask.cumsum(1) - 1).clamp(min=0).to(device))
+            out = model(
+                input_ids=ids.to(device),
+                attention_mask=mask.to(device),
+                use_cache=True,
+                logits_to_keep=kept,
+                position_ids=(mask.cumsum(1) - 1).clamp(min=0).to(device),
+            )
             likely = out.logits[:, :-1].float().log_softmax(-1)
             each = likely.gather(2, ids[:, 1 - kept :, None].to(device)).squeeze(2).double().cpu()
             for row, i in enumerate(batch):

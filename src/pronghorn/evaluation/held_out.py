@@ -68,10 +68,17 @@ class HeldOut:
         count = max(spec.generations, spec.samples if measured else 0)
         questions = held_out_questions(table, tokenizer, count, system=spec.system) if table is not None and count else []
         if measured and not questions:
-            why = "the run has no held-out data" if table is None else ("metrics compare answers to questions, and plain text "
-                                                                     "contains none")
-            raise DataError("no held-out row contains a question", where="data.eval", why=why,
-                            fix="remove eval.metrics, or hold out conversations or prompts with data.eval")
+            why = (
+                "the run has no held-out data"
+                if table is None
+                else ("metrics compare answers to questions, and plain text contains none")
+            )
+            raise DataError(
+                "no held-out row contains a question",
+                where="data.eval",
+                why=why,
+                fix="remove eval.metrics, or hold out conversations or prompts with data.eval",
+            )
         return cls(questions, spec, tokenizer, own)
 
     def ask(self, model: Any, progress: Progress | None = None, *, capture: bool = True) -> list[Answer]:
@@ -83,8 +90,7 @@ class HeldOut:
             if not self._says:
                 return [Answer(text, chosen=scores) for text, scores in chosen]
         prompts = [question.ids for question in self.questions]
-        said = generate(model, self.tokenizer, prompts, max_new_tokens=self.max_new_tokens, progress=progress,
-                        capture=capture)
+        said = generate(model, self.tokenizer, prompts, max_new_tokens=self.max_new_tokens, progress=progress, capture=capture)
         return [Answer(one.text, one.cut, chosen[i][1] if chosen else {}) for i, one in enumerate(said)]
 
     def judge(self, answers: Sequence[Answer]) -> Judged:
@@ -129,24 +135,39 @@ def _require_expected(questions: Sequence[Question], spec: Eval) -> None:
     for question in questions:
         expected = final_part(question.expected)
         if not strict_json.is_json(expected) and (needs := [name for name in spec.metrics if name in NEED_JSON]):
-            raise DataError(f"eval.metrics: {needs[0]}: the expected answer is not JSON", where=question.where,
-                            why=f"it is {expected[:80]!r}", fix="remove the metric, or fix the row")
+            raise DataError(
+                f"eval.metrics: {needs[0]}: the expected answer is not JSON",
+                where=question.where,
+                why=f"it is {expected[:80]!r}",
+                fix="remove the metric, or fix the row",
+            )
         if pattern is not None and pattern.groups and found(pattern, expected) is None:
-            raise DataError("eval.regex: the pattern does not match the expected answer", where=question.where,
-                            why=f"it is {expected[:80]!r}", fix="fix the pattern or the row")
+            raise DataError(
+                "eval.regex: the pattern does not match the expected answer",
+                where=question.where,
+                why=f"it is {expected[:80]!r}",
+                fix="fix the pattern or the row",
+            )
 
 
 def _require_choices(questions: Sequence[Question]) -> None:
     for question in questions:
         choices = [choice.strip() for choice in question.choices]
         if not choices:
-            raise DataError(f"eval.metrics: {CHOICE}: the row has no choices", where=question.where,
-                            why="the row needs a column `choices` with a list of two or more texts",
-                            fix="add the column, or set its name in data.fields.choices")
+            raise DataError(
+                f"eval.metrics: {CHOICE}: the row has no choices",
+                where=question.where,
+                why="the row needs a column `choices` with a list of two or more texts",
+                fix="add the column, or set its name in data.fields.choices",
+            )
         if len(set(choices)) < len(choices) or question.expected.strip() not in choices:
             why = f"it is {question.expected[:80]!r}, the choices are {', '.join(map(repr, choices))[:200]}"
-            raise DataError(f"eval.metrics: {CHOICE}: the expected answer is not one of the choices", where=question.where,
-                            why=why, fix="make the expected answer equal one choice, and list each choice once")
+            raise DataError(
+                f"eval.metrics: {CHOICE}: the expected answer is not one of the choices",
+                where=question.where,
+                why=why,
+                fix="make the expected answer equal one choice, and list each choice once",
+            )
 
 
 def _require_best(spec: Eval, own: OwnMetric | None) -> None:
@@ -167,9 +188,12 @@ def write_base(folder: Path, key: str, answers: Sequence[Answer]) -> None:
         beside.write_text(json.dumps({"key": key, "answers": [asdict(answer) for answer in answers]}), encoding="utf-8")
         beside.replace(path)
     except OSError as error:
-        raise EnvironmentFault(what="cannot write the base model's answers", where=str(path),
-                               why=error.strerror or str(error), fix="free some disk space, then run the same command again"
-                               ) from error
+        raise EnvironmentFault(
+            what="cannot write the base model's answers",
+            where=str(path),
+            why=error.strerror or str(error),
+            fix="free some disk space, then run the same command again",
+        ) from error
 
 
 def read_base(folder: Path, key: str) -> list[Answer] | None:
@@ -178,7 +202,9 @@ def read_base(folder: Path, key: str) -> list[Answer] | None:
         stored = json.loads((folder / BASE_ANSWERS).read_text(encoding="utf-8"))
         if stored["key"] != key:
             return None
-        return [Answer(str(one["text"]), bool(one["cut"]), {str(k): float(v) for k, v in one["chosen"].items()})
-                for one in stored["answers"]]
+        return [
+            Answer(str(one["text"]), bool(one["cut"]), {str(k): float(v) for k, v in one["chosen"].items()})
+            for one in stored["answers"]
+        ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None

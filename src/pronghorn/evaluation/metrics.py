@@ -73,7 +73,10 @@ def regex(pattern: re.Pattern[str]) -> Callable[[str, str], float]:
 
 
 TEXT_METRICS: dict[str, Callable[[str, str], float]] = {
-    "exact_match": exact_match, "json_valid": json_valid, "json_match": json_match, "json_fields": json_fields,
+    "exact_match": exact_match,
+    "json_valid": json_valid,
+    "json_match": json_match,
+    "json_fields": json_fields,
     "rouge_l": rouge_l,
 }
 NEED_JSON = ("json_match", "json_fields")  # of the expected answers

@@ -39,8 +39,9 @@ class OwnMetric:
             raise self._error(f"the metric failed: {type(error).__name__}: {error}", _line_of(error, self.path)) from error
         scores = value if isinstance(value, dict) else {self.name: value}
         if not scores or not all(_is_score(name, score) for name, score in scores.items()):
-            raise self._error(f"the metric returned {value!r:.200}",
-                              "a metric returns a finite number or a dictionary of finite numbers")
+            raise self._error(
+                f"the metric returned {value!r:.200}", "a metric returns a finite number or a dictionary of finite numbers"
+            )
         return {name: float(score) for name, score in scores.items()}
 
     def _error(self, what: str, why: str) -> CommandError:
@@ -56,14 +57,17 @@ def _function(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(f"metric_file_{path.stem}", path) if path.suffix == ".py" else None
     if spec is None or spec.loader is None or not path.is_file():
         why = "file not found" if not path.is_file() else "it is not a .py file"
-        raise CommandError(what="--metric-file: not a Python file", where=str(path), why=why,
-                           fix=f"pass a file with {FORM}")
+        raise CommandError(what="--metric-file: not a Python file", where=str(path), why=why, fix=f"pass a file with {FORM}")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise CommandError(what=f"the metric file failed: {type(error).__name__}: {error}", where=str(path),
-                           why=_line_of(error, path), fix="fix the file") from error
+        raise CommandError(
+            what=f"the metric file failed: {type(error).__name__}: {error}",
+            where=str(path),
+            why=_line_of(error, path),
+            fix="fix the file",
+        ) from error
     if not callable(getattr(module, "metric", None)):
         raise CommandError(what="the metric file has no function `metric`", where=str(path), fix=f"add one: {FORM}")
     return module.metric

@@ -89,7 +89,11 @@ def _expected(example: Example, table: TokenTable, i: int, tokenizer: Any) -> st
 
 def _with_system(question: Example, system: str) -> Example:
     if question.kind != "chat":
-        raise DataError("eval.system: this row is not a conversation", where=question.where,
-                        why="a plain prompt has no system message", fix="remove eval.system")
+        raise DataError(
+            "eval.system: this row is not a conversation",
+            where=question.where,
+            why="a plain prompt has no system message",
+            fix="remove eval.system",
+        )
     rest = question.messages[1:] if question.messages and question.messages[0].get("role") == "system" else question.messages
     return replace(question, messages=({"role": "system", "content": system}, *rest))

@@ -83,8 +83,16 @@ def layer_work(engine: FastCausalLM, documents: Documents, tokens: int, rows: in
 
 
 @torch.no_grad()
-def calibrate(engine: FastCausalLM, documents: Callable[[int], Documents], *, tokens: int, rows: int, dtype: torch.dtype,
-              device: torch.device, piece: float = 0.0) -> LayerCosts:
+def calibrate(
+    engine: FastCausalLM,
+    documents: Callable[[int], Documents],
+    *,
+    tokens: int,
+    rows: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    piece: float = 0.0,
+) -> LayerCosts:
     """`documents`: what the layers share about the first so many tokens. `piece`: where it cannot be timed. The optimizer's
     time is left out: an update cannot be tried without changing the weights. On a CPU, where only tests plan, each is timed
     once."""

@@ -56,8 +56,14 @@ class LayerCosts:
 
     def times(self, share: int) -> LayerCosts:
         """Measured on a share of the tokens: of all of them."""
-        return replace(self, forward=share * self.forward, backward=share * self.backward, rest=share * self.rest,
-                       recompute={level: share * ms for level, ms in self.recompute.items()}, piece=share * self.piece)
+        return replace(
+            self,
+            forward=share * self.forward,
+            backward=share * self.backward,
+            rest=share * self.rest,
+            recompute={level: share * ms for level, ms in self.recompute.items()},
+            piece=share * self.piece,
+        )
 
 
 @dataclass(frozen=True)
@@ -141,8 +147,9 @@ class Model:
         thin = sum(self.move(2 * sum(g.outputs) + g.inputs) for g in groups.values() if g.adapters) / THIN
         if self.fused:  # dB of gate and up, dA of down
             thin -= sum(self.move(s.mlp_width * (2 if name == "gate_up" else 1)) for name in self.fused) / THIN
-        return Parts(self.products(turned=True), elementwise, self.attention()[1], thin, KERNELS[1] * LAUNCH_MS,
-                     self.unpack(turned=True))
+        return Parts(
+            self.products(turned=True), elementwise, self.attention()[1], thin, KERNELS[1] * LAUNCH_MS, self.unpack(turned=True)
+        )
 
     def casts(self, *, turned: bool) -> float:
         """What FP8 products read is written by the kernel that makes it, or read and written by a cast of its own."""
@@ -198,8 +205,9 @@ class Model:
     def costs(self) -> LayerCosts:
         link = self.gpu.link_gbs * LINK * 1e6
         recompute = {level: self.recompute(level) for level in RECOMPUTES}
-        return LayerCosts(self.forward().total, self.backward().total, recompute, self.rest(), self.optimizer(), link, link,
-                          self.piece())
+        return LayerCosts(
+            self.forward().total, self.backward().total, recompute, self.rest(), self.optimizer(), link, link, self.piece()
+        )
 
 
 class MixtureModel(Model):
@@ -256,16 +264,26 @@ class MixtureModel(Model):
         return self.rows((stack.inputs if apart else 0) + (2 * sum(stack.outputs) if self.in_fp8 else 0)) / GROUPED_THIN
 
     def with_experts(self, parts: Parts, products: float, elementwise: float, thin: float, kernels: int) -> Parts:
-        return replace(parts, products=parts.products + products, elementwise=parts.elementwise + elementwise,
-                       thin=parts.thin + thin, launches=parts.launches + kernels * LAUNCH_MS)
+        return replace(
+            parts,
+            products=parts.products + products,
+            elementwise=parts.elementwise + elementwise,
+            thin=parts.thin + thin,
+            launches=parts.launches + kernels * LAUNCH_MS,
+        )
 
     def forward(self) -> Parts:
         D, F, E = self.job.shape.width, self.mixture.width, self.mixture.experts
         # Rows gathered, activation, rows added up; logits written, read by the choice, and by who counts.
         elementwise = self.gathered(wide=False) + self.rows(3 * F + D) + self.cast_rows(F) + self.move(2 * D + 3 * E)
         router = self.product(self.job.capacity, D, E, plain=True)
-        return self.with_experts(super().forward(), self.grouped(self.up, self.down) + router, elementwise / ELEMENTWISE,
-                                 self.thin_forward(self.up) + self.thin_forward(self.down), EXPERT_KERNELS[0])
+        return self.with_experts(
+            super().forward(),
+            self.grouped(self.up, self.down) + router,
+            elementwise / ELEMENTWISE,
+            self.thin_forward(self.up) + self.thin_forward(self.down),
+            EXPERT_KERNELS[0],
+        )
 
     def backward(self) -> Parts:
         D, F, E = self.job.shape.width, self.mixture.width, self.mixture.experts

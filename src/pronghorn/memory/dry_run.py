@@ -41,8 +41,16 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32}  # by the bytes of an activation
 
 
 _aten = torch.ops.aten
-_IN_PLACE = {_aten.add_.Tensor, _aten.mul_.Tensor, _aten.mul_.Scalar, _aten.copy_.default, _aten.zero_.default,
-             _aten.fill_.Scalar, _aten.addmm_.default, _aten.index_copy_.default}  # allocate nothing; on `meta` they take long
+_IN_PLACE = {
+    _aten.add_.Tensor,
+    _aten.mul_.Tensor,
+    _aten.mul_.Scalar,
+    _aten.copy_.default,
+    _aten.zero_.default,
+    _aten.fill_.Scalar,
+    _aten.addmm_.default,
+    _aten.index_copy_.default,
+}  # allocate nothing; on `meta` they take long
 
 
 class Allocations(TorchDispatchMode):
@@ -159,8 +167,11 @@ def _built(config: str, storage: str, lora: Any, element: int, fp8: bool, target
         model = one_layer_model(config, storage, dtype, lora and Lora(r=lora[0], targets=lora[1]))
         refused, engine = install(model, fp8=fp8), engine_of(model)
         if engine is None or (refused := engine.layers[0].why_not_fused()):
-            raise ModelError(what="the memory plan does not support this model", why=refused,
-                             fix="remove memory.budget to train without a plan")
+            raise ModelError(
+                what="the memory plan does not support this model",
+                why=refused,
+                fix="remove memory.budget to train without a plan",
+            )
         engine.prepare(dtype)
         layer, base = engine.layers[0], base_of(model)
         trains = [p for p in layer.parameters() if p.requires_grad]
@@ -172,8 +183,17 @@ def _built(config: str, storage: str, lora: Any, element: int, fp8: bool, target
         embeddings = engine.backbone.embed_tokens.weight
         for parameter in base.parameters():
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-        found = _OneLayer(engine, dtype, LoraGradBuffer(engine, dtype), sum(own.values()), sum(elsewhere.values()),
-                          embeddings.nbytes, head_of(base).weight is embeddings, sum(p.numel() for p in trains), rest_trained)
+        found = _OneLayer(
+            engine,
+            dtype,
+            LoraGradBuffer(engine, dtype),
+            sum(own.values()),
+            sum(elsewhere.values()),
+            embeddings.nbytes,
+            head_of(base).weight is embeddings,
+            sum(p.numel() for p in trains),
+            rest_trained,
+        )
         before = _storages(_tensors(layer, set()))
         _run(found, _SMALL, "nothing")
         found.shared_bytes = sum(size for number, size in _storages(_tensors(layer, set())).items() if number not in before)
@@ -183,8 +203,13 @@ def _built(config: str, storage: str, lora: Any, element: int, fp8: bool, target
 def groups(job: Job) -> dict[str, Group]:
     """Of linears; of a mixture of experts, the expert's that all tokens share."""
     layer = _one_layer(job).layer
-    named: dict[str, Any] = {"qkv": layer.qkv, "out": layer.out, "gate_up": layer.gate_up, "down": layer.down,
-                             "shared_gate": getattr(layer.mlp, "shared_gate", None)}
+    named: dict[str, Any] = {
+        "qkv": layer.qkv,
+        "out": layer.out,
+        "gate_up": layer.gate_up,
+        "down": layer.down,
+        "shared_gate": getattr(layer.mlp, "shared_gate", None),
+    }
     return {name: _group(group) for name, group in named.items() if group is not None and group.names}
 
 
@@ -223,10 +248,12 @@ def static_parts(job: Job) -> dict[str, int]:
     tables = (one.tied and not s.tied) - job.host_embeddings  # files may have a head of its own (families.ties_embeddings)
     weights = s.layers * one.layer_bytes + one.rest_bytes + tables * one.embedding_bytes
     full = job.method == "full"
-    parts = {"weights": weights,
-             "gradients and optimizer" if full else "adapters and optimizer":
-                 trained * (1 if full else 2) * FP32 + moment_bytes(job.optimizer, trained)[0],
-             "rope and libraries": job.capacity * s.head_width * s.rope_tables * FP32 + LIBRARY_BYTES}
+    parts = {
+        "weights": weights,
+        "gradients and optimizer" if full else "adapters and optimizer": trained * (1 if full else 2) * FP32
+        + moment_bytes(job.optimizer, trained)[0],
+        "rope and libraries": job.capacity * s.head_width * s.rope_tables * FP32 + LIBRARY_BYTES,
+    }
     if job.graphed and not full:
         parts["adapter sums"] = s.layers * one.sums.buffer.nbytes
     return parts

@@ -60,20 +60,37 @@ class Forecast:
 
     def as_dict(self) -> dict[str, Any]:
         job = self.plan.problem.job
-        return {"model": self.model, "gpu": self.gpu.name, "method": job.method, "compute": job.compute,
-                "capacity": job.capacity, "plan": self.plan.as_dict(), "static_bytes": static_parts(job),
-                "step_ms": round(self.step_ms, 3),
-                "tokens_per_second": round(self.tokens_per_second, 1), "tokens": self.tokens, "hours": self.hours,
-                "price_per_hour": self.price, "cost": self.cost, "cost_per_billion_tokens": self.cost_of_a_billion,
-                "predicted": not self.plan.problem.costs.measured}
+        return {
+            "model": self.model,
+            "gpu": self.gpu.name,
+            "method": job.method,
+            "compute": job.compute,
+            "capacity": job.capacity,
+            "plan": self.plan.as_dict(),
+            "static_bytes": static_parts(job),
+            "step_ms": round(self.step_ms, 3),
+            "tokens_per_second": round(self.tokens_per_second, 1),
+            "tokens": self.tokens,
+            "hours": self.hours,
+            "price_per_hour": self.price,
+            "cost": self.cost,
+            "cost_per_billion_tokens": self.cost_of_a_billion,
+            "predicted": not self.plan.problem.costs.measured,
+        }
 
     def text(self, *, verbose: bool = False) -> str:
         """`verbose`: with the table of levels."""
         plan, job = self.plan, self.plan.problem.job
         length = "tokens per step" if self.micro_batches == 1 else f"tokens per step, {self.micro_batches} micro-batches"
         method = job.method + (", GEMMs in FP8" if job.compute == "fp8" and job.method != "fp8" else "")
-        lines = [f"{self.model}, {method}, {self.step_tokens:,} {length}, on {self.gpu.title}", "",
-                 *picture(plan.levels), "", *memory_lines(plan, self.gpu.memory), ""]
+        lines = [
+            f"{self.model}, {method}, {self.step_tokens:,} {length}, on {self.gpu.title}",
+            "",
+            *picture(plan.levels),
+            "",
+            *memory_lines(plan, self.gpu.memory),
+            "",
+        ]
         lines += [f"step        {self.step_ms:,.1f} ms, {self.tokens_per_second:,.0f} tokens/s ({self._kind()})"]
         if self.hours is not None:
             about = "" if self.cost is None else f", about {self.cost:,.2f} USD"
@@ -94,9 +111,18 @@ class Forecast:
         return "predicted" if self.gpu.name == "h200" else "predicted from data sheets, not measured on this GPU"
 
 
-def plan_report(recipe: Recipe, config: Any, *, gpu: str | Gpu = "h200", tokens: int | None = None, price: float | None = None,
-                costs: LayerCosts | None = None, host: int = HOST_BYTES, attended: int | None = None,
-                loss_share: float = 1.0) -> Forecast:
+def plan_report(
+    recipe: Recipe,
+    config: Any,
+    *,
+    gpu: str | Gpu = "h200",
+    tokens: int | None = None,
+    price: float | None = None,
+    costs: LayerCosts | None = None,
+    host: int = HOST_BYTES,
+    attended: int | None = None,
+    loss_share: float = 1.0,
+) -> Forecast:
     """`config`: the model's Hugging Face config. `tokens`: of the whole run, over all epochs. `costs`: measured ones, if there
     are any. `attended`: sum of squares of the documents' lengths over the sum of lengths. `loss_share`: of tokens with loss."""
     chosen = find_gpu(gpu) if isinstance(gpu, str) else gpu
@@ -109,12 +135,21 @@ def plan_report(recipe: Recipe, config: Any, *, gpu: str | Gpu = "h200", tokens:
     plan = make_plan(problem_of(job, costs or predicted_costs(job, chosen), budget, host))
     if tokens is None and recipe.train.steps:
         tokens = recipe.train.steps * recipe.train.batch_tokens
-    return Forecast(recipe.model, chosen, plan, recipe.train.batch_tokens // recipe.train.capacity, recipe.train.batch_tokens,
-                    tokens, chosen.price if price is None else price, price is not None)
+    return Forecast(
+        recipe.model,
+        chosen,
+        plan,
+        recipe.train.batch_tokens // recipe.train.capacity,
+        recipe.train.batch_tokens,
+        tokens,
+        chosen.price if price is None else price,
+        price is not None,
+    )
 
 
-def max_context_report(recipe: Recipe, config: Any, *, gpu: str | Gpu, price: float | None = None, host: int = HOST_BYTES,
-                   loss_share: float = 1.0) -> Forecast:
+def max_context_report(
+    recipe: Recipe, config: Any, *, gpu: str | Gpu, price: float | None = None, host: int = HOST_BYTES, loss_share: float = 1.0
+) -> Forecast:
     """The same recipe with the longest document that fits, one a step."""
     chosen = find_gpu(gpu) if isinstance(gpu, str) else gpu
     job = job_of(recipe, config, chosen, loss_share=loss_share)
@@ -137,10 +172,19 @@ def job_of(recipe: Recipe, config: Any, gpu: Gpu | None = None, *, attended: int
     capacity, targets = recipe.train.capacity, recipe.lora.targets
     step = max(16, capacity // 16)  # loss rows are padded to sixteenths: data/batches.py
     rows = min(capacity, -(-int(capacity * loss_share) // step) * step)
-    job = Job(shape_of(config), capacity, recipe.method, recipe.lora.r,
-              targets if isinstance(targets, str) else tuple(targets), ELEMENT[recipe.precision],
-              compute="fp8" if recipe.fp8 else "bf16", loss_rows=rows, optimizer=recipe.train.optimizer,
-              storage=recipe.stored_as, target=target_of(gpu or find_gpu("h200")))
+    job = Job(
+        shape_of(config),
+        capacity,
+        recipe.method,
+        recipe.lora.r,
+        targets if isinstance(targets, str) else tuple(targets),
+        ELEMENT[recipe.precision],
+        compute="fp8" if recipe.fp8 else "bf16",
+        loss_rows=rows,
+        optimizer=recipe.train.optimizer,
+        storage=recipe.stored_as,
+        target=target_of(gpu or find_gpu("h200")),
+    )
     return job if attended is None else Job(**(vars(job) | {"attended": attended}))
 
 
@@ -154,12 +198,23 @@ def level_table(plan: Plan) -> list[str]:
     for level in LEVELS:
         kept = kept_bytes(problem.job, level.recompute)
         copy = kept / problem.costs.to_host
-        rows.append((level.name, str(counts.get(level, 0)), "0 MB" if level.offload else _mb(kept),
-                     _mb(kept) if level.offload else "", f"{problem.costs.recompute[level.recompute]:.2f} ms",
-                     f"{copy:.2f} ms" if level.offload else ""))
+        rows.append(
+            (
+                level.name,
+                str(counts.get(level, 0)),
+                "0 MB" if level.offload else _mb(kept),
+                _mb(kept) if level.offload else "",
+                f"{problem.costs.recompute[level.recompute]:.2f} ms",
+                f"{copy:.2f} ms" if level.offload else "",
+            )
+        )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) if i == 0 else cell.rjust(width)
-                      for i, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows]
+    return [
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def picture(levels: Sequence[Level]) -> list[str]:
@@ -178,17 +233,22 @@ def picture(levels: Sequence[Level]) -> list[str]:
 def memory_lines(plan: Plan, card: int | None = None) -> list[str]:
     """What the peak is made of, at its moment. `card`: all of the GPU's memory, where it is known."""
     job, outcome = plan.problem.job, evaluate(plan.problem, plan.levels, plan.pieces)
-    parts = {**static_parts(job), "saved activations": outcome.kept, f"{outcome.moment}": outcome.work,
-             "offload buffers": POOL_SLOTS * plan.slot_bytes}
+    parts = {
+        **static_parts(job),
+        "saved activations": outcome.kept,
+        f"{outcome.moment}": outcome.work,
+        "offload buffers": POOL_SLOTS * plan.slot_bytes,
+    }
     told = ", ".join(f"{name} {amount / 1e9:.2f}" for name, amount in parts.items() if amount)
     lines = [f"memory      peak {plan.peak_bytes / 1e9:.1f} GB of tensors ({told})", f"            {fits(plan, card)}"]
     if moments := host_moments(job):
         lines.append(f"host        {moments / 1e9:.1f} GB of RAM pinned for the optimizer")
     room = plan.problem.host / 1e9
     if plan.host_bytes:
-        lines.append(f"host        {plan.host_bytes / 1e9:.1f} GB of RAM pinned; the plan assumes that {room:.1f} GB can be "
-                     "pinned"
-                     + " (--host)" * (card is not None))
+        lines.append(
+            f"host        {plan.host_bytes / 1e9:.1f} GB of RAM pinned; the plan assumes that {room:.1f} GB can be "
+            "pinned" + " (--host)" * (card is not None)
+        )
     elif card is not None:
         lines.append(f"host        nothing is offloaded; {room:.1f} GB of RAM can be pinned (--host)")
     return lines
@@ -216,12 +276,28 @@ def comparison(forecasts: Sequence[Forecast]) -> str:
     rows = [("GPU", "memory", "peak", "layers", "tokens/s", "hours", "USD", "USD per hour")]
     for one in forecasts:
         kept = ", ".join(f"{count} {level.name}" for level, count in one.plan.counts().items())
-        rows.append((one.gpu.name, f"{one.gpu.memory_gb:.0f} GB", f"{one.plan.peak_bytes / 1e9:.1f} GB", kept,
-                     f"{one.tokens_per_second:,.0f}", "" if one.hours is None else f"{one.hours:,.2f}",
-                     "" if one.cost is None else f"{one.cost:,.2f}", "" if one.price is None else f"{one.price:.2f}"))
+        rows.append(
+            (
+                one.gpu.name,
+                f"{one.gpu.memory_gb:.0f} GB",
+                f"{one.plan.peak_bytes / 1e9:.1f} GB",
+                kept,
+                f"{one.tokens_per_second:,.0f}",
+                "" if one.hours is None else f"{one.hours:,.2f}",
+                "" if one.cost is None else f"{one.cost:,.2f}",
+                "" if one.price is None else f"{one.price:.2f}",
+            )
+        )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) if i in (0, 3) else cell.rjust(width)
-                       for i, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip() for row in rows]
-    note = (f"Predicted from data sheets; only the H200 has been measured. List prices of {PRICES_AS_OF}. Assumes "
-            f"{forecasts[0].plan.problem.host / 1e9:.0f} GB of pinned host RAM (--host).")
+    lines = [
+        "  ".join(
+            cell.ljust(width) if i in (0, 3) else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    note = (
+        f"Predicted from data sheets; only the H200 has been measured. List prices of {PRICES_AS_OF}. Assumes "
+        f"{forecasts[0].plan.problem.host / 1e9:.0f} GB of pinned host RAM (--host)."
+    )
     return "\n".join([*lines, "", note])

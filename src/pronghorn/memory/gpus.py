@@ -43,22 +43,34 @@ class Gpu:
 
 
 _PCIE4, _PCIE5 = 31.5, 63.0
-GPUS = {gpu.name: gpu for gpu in (
-    Gpu("rtx3090", "GeForce RTX 3090", (8, 6), 25.3, 936, 71, 0, _PCIE4),
-    Gpu("rtx4090", "GeForce RTX 4090", (8, 9), 25.3, 1008, 165, 330, _PCIE4, 0.34),
-    Gpu("rtx5090", "GeForce RTX 5090", (12, 0), 33.7, 1792, 209, 419, _PCIE5, 0.76),
-    Gpu("rtx-pro-6000", "RTX PRO 6000 Blackwell", (12, 0), 101.0, 1792, 504, 1007, _PCIE5,
-        drivers=("RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000 Blackwell Server Edition")),
-    Gpu("l4", "L4", (8, 9), 23.6, 300, 121, 242, _PCIE4),
-    Gpu("a10", "A10", (8, 6), 23.6, 600, 125, 0, _PCIE4),
-    Gpu("l40s", "L40S", (8, 9), 47.7, 864, 362, 733, _PCIE4),
-    Gpu("a100-40", "A100 40 GB", (8, 0), 42.3, 1555, 312, 0, _PCIE4, drivers=("A100-SXM4-40GB", "A100-PCIE-40GB")),
-    Gpu("a100-80", "A100 80 GB", (8, 0), 85.0, 2039, 312, 0, _PCIE4, 1.39, drivers=("A100-SXM4-80GB", "A100 80GB PCIe")),
-    Gpu("h100-pcie", "H100 PCIe", (9, 0), 85.0, 2000, 756, 1513, _PCIE5, 1.99),
-    Gpu("h100", "H100 SXM", (9, 0), 85.0, 3350, 989, 1979, _PCIE5, 2.69, drivers=("H100 80GB HBM3",)),
-    Gpu("h200", "H200", (9, 0), 150.1, 4800, 989, 1979, _PCIE5, 3.59),
-    Gpu("b200", "B200", (10, 0), 191.5, 8000, 2250, 4500, _PCIE5, 5.98),
-)}
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("rtx3090", "GeForce RTX 3090", (8, 6), 25.3, 936, 71, 0, _PCIE4),
+        Gpu("rtx4090", "GeForce RTX 4090", (8, 9), 25.3, 1008, 165, 330, _PCIE4, 0.34),
+        Gpu("rtx5090", "GeForce RTX 5090", (12, 0), 33.7, 1792, 209, 419, _PCIE5, 0.76),
+        Gpu(
+            "rtx-pro-6000",
+            "RTX PRO 6000 Blackwell",
+            (12, 0),
+            101.0,
+            1792,
+            504,
+            1007,
+            _PCIE5,
+            drivers=("RTX PRO 6000 Blackwell Workstation Edition", "RTX PRO 6000 Blackwell Server Edition"),
+        ),
+        Gpu("l4", "L4", (8, 9), 23.6, 300, 121, 242, _PCIE4),
+        Gpu("a10", "A10", (8, 6), 23.6, 600, 125, 0, _PCIE4),
+        Gpu("l40s", "L40S", (8, 9), 47.7, 864, 362, 733, _PCIE4),
+        Gpu("a100-40", "A100 40 GB", (8, 0), 42.3, 1555, 312, 0, _PCIE4, drivers=("A100-SXM4-40GB", "A100-PCIE-40GB")),
+        Gpu("a100-80", "A100 80 GB", (8, 0), 85.0, 2039, 312, 0, _PCIE4, 1.39, drivers=("A100-SXM4-80GB", "A100 80GB PCIe")),
+        Gpu("h100-pcie", "H100 PCIe", (9, 0), 85.0, 2000, 756, 1513, _PCIE5, 1.99),
+        Gpu("h100", "H100 SXM", (9, 0), 85.0, 3350, 989, 1979, _PCIE5, 2.69, drivers=("H100 80GB HBM3",)),
+        Gpu("h200", "H200", (9, 0), 150.1, 4800, 989, 1979, _PCIE5, 3.59),
+        Gpu("b200", "B200", (10, 0), 191.5, 8000, 2250, 4500, _PCIE5, 5.98),
+    )
+}
 
 
 def find_gpu(name: str) -> Gpu:
@@ -68,8 +80,11 @@ def find_gpu(name: str) -> Gpu:
         if plain in map(_plain, (gpu.name, gpu.title, *gpu.drivers)):
             return gpu
     close = difflib.get_close_matches(name.lower(), GPUS, n=1)
-    raise CommandError(what=f"unknown GPU {name!r}", why="its memory size and speed are not in the table",
-                       fix=(f"did you mean {close[0]}? " if close else "") + f"choose from {', '.join(GPUS)}")
+    raise CommandError(
+        what=f"unknown GPU {name!r}",
+        why="its memory size and speed are not in the table",
+        fix=(f"did you mean {close[0]}? " if close else "") + f"choose from {', '.join(GPUS)}",
+    )
 
 
 def local_gpu(device: torch.device) -> Gpu | None:

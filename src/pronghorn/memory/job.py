@@ -84,8 +84,11 @@ def shape_of(config: Any) -> ModelShape:
     whole = as_config(config)
     config = text_config(whole)
     if why := why_not_fast(whole) or why_not_planned(config):
-        raise ModelError(what="the memory plan does not support this model", why=why,
-                         fix="remove memory.budget to train without a plan; unsupported layers run on the transformers layers")
+        raise ModelError(
+            what="the memory plan does not support this model",
+            why=why,
+            fix="remove memory.budget to train without a plan; unsupported layers run on the transformers layers",
+        )
     family, heads, layers = family_of(config), int(config.num_attention_heads), int(config.num_hidden_layers)
     sliding = [i for i in range(layers) if layer_type(config, i) == "sliding_attention"]
     slots = ("before_attention", "after_attention", "before_mlp", "after_mlp")
@@ -94,14 +97,20 @@ def shape_of(config: Any) -> ModelShape:
         width = int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
         mixture = Mixture(num_experts(config), int(config.num_experts_per_tok), width)
     return ModelShape(
-        layers=layers, width=int(config.hidden_size), heads=heads,
+        layers=layers,
+        width=int(config.hidden_size),
+        heads=heads,
         kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
         head_width=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
-        mlp_width=_shared_width(config) if mixture else int(config.intermediate_size), vocabulary=int(config.vocab_size),
-        tied=ties_embeddings(whole), qk_norm=family.qk_norm,
+        mlp_width=_shared_width(config) if mixture else int(config.intermediate_size),
+        vocabulary=int(config.vocab_size),
+        tied=ties_embeddings(whole),
+        qk_norm=family.qk_norm,
         norms=tuple(slot for slot in slots if getattr(family.norms, slot)),
-        windows=tuple(int(config.sliding_window) for _ in sliding), mixture=mixture,
-        rope_tables=len({rope_kind(config, i) for i in range(layers)}), config=written(whole),
+        windows=tuple(int(config.sliding_window) for _ in sliding),
+        mixture=mixture,
+        rope_tables=len({rope_kind(config, i) for i in range(layers)}),
+        config=written(whole),
     )
 
 
@@ -166,8 +175,13 @@ class Job:
         def scaled(count: int) -> int:
             return count * capacity // self.capacity
 
-        return replace(self, capacity=capacity, loss_rows=scaled(self.loss_rows), documents=scaled(self.documents),
-                       attended=min(self.attended, capacity))
+        return replace(
+            self,
+            capacity=capacity,
+            loss_rows=scaled(self.loss_rows),
+            documents=scaled(self.documents),
+            attended=min(self.attended, capacity),
+        )
 
 
 def target_of(gpu: Gpu) -> Target:

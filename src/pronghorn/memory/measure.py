@@ -38,8 +38,16 @@ class LayerWork:
     pieces: tuple[Work, Work, int] | None = None  # a whole layer with its MLP at once, and in so many turns
 
 
-def measure_costs(work: LayerWork, device: torch.device, *, repeats: int = REPEATS, copy_bytes: int = COPY_BYTES,
-                  rates: tuple[float, float] | None = None, piece: float = 0.0, warm_up: int = WARM_UP) -> LayerCosts:
+def measure_costs(
+    work: LayerWork,
+    device: torch.device,
+    *,
+    repeats: int = REPEATS,
+    copy_bytes: int = COPY_BYTES,
+    rates: tuple[float, float] | None = None,
+    piece: float = 0.0,
+    warm_up: int = WARM_UP,
+) -> LayerCosts:
     """`rates`: of the copies, where they are known already. `piece`: where there is nothing to time it with."""
     to_host, from_host = rates or copy_rates(device, copy_bytes, repeats=repeats)
 
@@ -51,9 +59,14 @@ def measure_costs(work: LayerWork, device: torch.device, *, repeats: int = REPEA
         piece = max((timed(in_turns) - timed(at_once)) / (count - 1), LEAST_PIECE_MS)
     recompute: dict[Recompute, float] = {"nothing": 0.0, **{level: timed(one) for level, one in work.recompute.items()}}
     return LayerCosts(
-        forward=timed(work.forward), backward=max(timed(work.gate_up_and_backward) - recompute["gate_up"], LEAST_MS),
+        forward=timed(work.forward),
+        backward=max(timed(work.gate_up_and_backward) - recompute["gate_up"], LEAST_MS),
         recompute=recompute,
-        rest=timed(work.rest), optimizer=timed(work.optimizer), to_host=to_host, from_host=from_host, piece=piece,
+        rest=timed(work.rest),
+        optimizer=timed(work.optimizer),
+        to_host=to_host,
+        from_host=from_host,
+        piece=piece,
         measured=True,
     )
 

@@ -229,8 +229,11 @@ def _layout(tensors: Sequence[Tensor | None]) -> tuple[tuple[_View | None, ...],
         starts[key] = used - first
         used += -(-(end - first) // ALIGNMENT) * ALIGNMENT
     views = tuple(
-        None if t is None else _View(t.dtype, tuple(t.shape), tuple(t.stride()),
-                                     starts[t.untyped_storage().data_ptr()] + _span(t)[0] if t.numel() else 0)
+        None
+        if t is None
+        else _View(
+            t.dtype, tuple(t.shape), tuple(t.stride()), starts[t.untyped_storage().data_ptr()] + _span(t)[0] if t.numel() else 0
+        )
         for t in tensors
     )
     return views, parts, used

@@ -16,8 +16,11 @@ def pin(memory: Tensor, otherwise: str) -> None:
     runtime: Any = torch.cuda.cudart()
     error = int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
     if error:
-        raise EnvironmentFault(what=f"cannot pin {memory.nbytes / 1e9:.1f} GB of host RAM", why=f"CUDA error {error}",
-                               fix=f"free host RAM or raise the locked-memory limit (ulimit -l); or {otherwise}")
+        raise EnvironmentFault(
+            what=f"cannot pin {memory.nbytes / 1e9:.1f} GB of host RAM",
+            why=f"CUDA error {error}",
+            fix=f"free host RAM or raise the locked-memory limit (ulimit -l); or {otherwise}",
+        )
 
 
 def unpin(memory: Tensor, device: torch.device) -> None:

@@ -69,15 +69,25 @@ class Plan:
         if found is None and chosen.peak_bytes >= self.peak_bytes:
             raise EnvironmentFault(
                 what=f"out of memory, and no plan needs less than this one ({_gb(self.needed_bytes)})",
-                why="every layer already saves as little as possible", fix=_ways_out(self.problem))
+                why="every layer already saves as little as possible",
+                fix=_ways_out(self.problem),
+            )
         smaller = f"a plan of {_gb(self.peak_bytes)} did not fit, so this plan is smaller"
         return replace(chosen, reasons=(*chosen.reasons, smaller))
 
     def as_dict(self) -> dict[str, Any]:
-        return {"levels": [level.name for level in self.levels], "pieces": self.pieces,
-                "host_embeddings": self.problem.job.host_embeddings, "peak_bytes": self.peak_bytes,
-                "device_bytes": self.device_bytes, "ms": round(self.ms, 3), "host_bytes": self.host_bytes,
-                "budget": self.problem.budget, "measured_costs": self.problem.costs.measured, "reasons": list(self.reasons)}
+        return {
+            "levels": [level.name for level in self.levels],
+            "pieces": self.pieces,
+            "host_embeddings": self.problem.job.host_embeddings,
+            "peak_bytes": self.peak_bytes,
+            "device_bytes": self.device_bytes,
+            "ms": round(self.ms, 3),
+            "host_bytes": self.host_bytes,
+            "budget": self.problem.budget,
+            "measured_costs": self.problem.costs.measured,
+            "reasons": list(self.reasons),
+        }
 
 
 def make_plan(problem: Problem) -> Plan:
@@ -93,7 +103,8 @@ def make_plan(problem: Problem) -> Plan:
         raise RecipeError(
             what=f"memory.budget: {_gb(problem.budget)} is too little; the smallest that works is {_gb_up(needed)}",
             why=f"always in memory: {parts}; the rest is the work of one layer on {problem.job.capacity:,} tokens",
-            fix=_ways_out(problem, needed))
+            fix=_ways_out(problem, needed),
+        )
     return _plan(found)
 
 
@@ -153,14 +164,22 @@ def _reasons(plan: Plan) -> tuple[str, ...]:
     else:
         everything = evaluate(replace(problem, job=replace(problem.job, host_embeddings=False)), [KEEP] * layers)
         saved = plan.ms - everything.ms
-        said.append(f"saving all activations on the GPU would need {_gb_up(everything.peak + problem.aside)} and "
-                    + (f"be faster by {saved:.1f} of {plan.ms:.1f} ms" if saved > 0.05 else "be no faster"))
+        said.append(
+            f"saving all activations on the GPU would need {_gb_up(everything.peak + problem.aside)} and "
+            + (f"be faster by {saved:.1f} of {plan.ms:.1f} ms" if saved > 0.05 else "be no faster")
+        )
     if plan.offloaded:
-        stalled = plan.ms - evaluate(replace(problem, costs=replace(problem.costs, to_host=1e18, from_host=1e18)),
-                                     plan.levels, plan.pieces).ms
+        stalled = (
+            plan.ms
+            - evaluate(
+                replace(problem, costs=replace(problem.costs, to_host=1e18, from_host=1e18)), plan.levels, plan.pieces
+            ).ms
+        )
         layers_told = counted(len(plan.offloaded), "layer")
-        said.append(f"activations of {layers_told} are offloaded to host RAM ({_gb(plan.host_bytes)} pinned), which costs "
-                    + (f"{stalled:.1f} ms per micro-batch" if stalled > 0.05 else "no time: the copies overlap with compute"))
+        said.append(
+            f"activations of {layers_told} are offloaded to host RAM ({_gb(plan.host_bytes)} pinned), which costs "
+            + (f"{stalled:.1f} ms per micro-batch" if stalled > 0.05 else "no time: the copies overlap with compute")
+        )
     if plan.pieces > 1 and any(level.recompute != "nothing" for level in plan.levels):
         said.append(f"the MLP runs in {plan.pieces} chunks to save memory")
     elif plan.pieces > 1:
@@ -185,8 +204,11 @@ def parse_budget(text: str, total: int, free: int | None = None) -> int:
     amount, unit = float(found[1]), found[2]
     asked = int(total * amount / 100) if unit == "%" else int(amount * UNITS[unit])
     if asked > total:
-        raise RecipeError(what=f"memory.budget: {text} exceeds the GPU's memory", why=f"it has {_gb(total)}",
-                          fix="set memory.budget: auto, or less")
+        raise RecipeError(
+            what=f"memory.budget: {text} exceeds the GPU's memory",
+            why=f"it has {_gb(total)}",
+            fix="set memory.budget: auto, or less",
+        )
     return peak_within(asked) if unit == "%" else asked
 
 

@@ -138,8 +138,14 @@ class CapturedLayers:
         longest = min(tokens, power_of_2(longest, LEAST_LONGEST))
         more = -(-tokens // longest)  # documents of padding
         entries = power_of_2(entries + more, max(LEAST_ENTRIES, tokens // TYPICAL_DOCUMENT))
-        return Size(tokens, entries, longest, h_TD.dtype, h_TD.requires_grad,
-                    tuple(layer.effective_level for layer in self.engine.layers))
+        return Size(
+            tokens,
+            entries,
+            longest,
+            h_TD.dtype,
+            h_TD.requires_grad,
+            tuple(layer.effective_level for layer in self.engine.layers),
+        )
 
     def _look(self, dtype: torch.dtype) -> _State | None:
         """The state of the captured graphs, or a new one if the model changed."""
@@ -176,8 +182,10 @@ class CapturedLayers:
             self.on, self._state = False, None
             return None
         if not state.pairs and not self._simulated:
-            say_once(f"captured the layers as CUDA graphs for batches of up to {size.tokens:,} tokens "
-                     f"({time.perf_counter() - began:.1f} s); other sizes are captured when they first occur")
+            say_once(
+                f"captured the layers as CUDA graphs for batches of up to {size.tokens:,} tokens "
+                f"({time.perf_counter() - began:.1f} s); other sizes are captured when they first occur"
+            )
         state.pairs[size] = pair
         return pair
 
@@ -210,8 +218,9 @@ def _trained(engine: FastCausalLM) -> list[Tensor]:
 class _State:
     """What all graphs of an unchanged model share."""
 
-    def __init__(self, engine: FastCausalLM, dtype: torch.dtype, *, failed: Callable[[Exception], None], simulated: bool
-                 ) -> None:
+    def __init__(
+        self, engine: FastCausalLM, dtype: torch.dtype, *, failed: Callable[[Exception], None], simulated: bool
+    ) -> None:
         self.engine = engine
         self.parameters = _trained(engine)
         adapters = [p for layer in engine.layers for group in layer.groups for a in group.adapters for p in (a.A_RD, a.B_OR)]
@@ -240,10 +249,15 @@ class _State:
     def fitting(self, size: Size, tokens: int, entries: int) -> _Pair | None:
         """The smallest pair that fits such a batch. Up to MOST_PADDING more tokens are better than an eager step, which needs
         memory beside the graphs', and better than a capture."""
+
         def fits(known: Size) -> bool:
             padding = -(-(known.tokens - tokens) // known.longest)
-            return (known[3:] == size[3:] and size.tokens <= known.tokens <= size.tokens * (1 + MOST_PADDING)
-                    and known.longest >= size.longest and known.entries >= entries + padding)
+            return (
+                known[3:] == size[3:]
+                and size.tokens <= known.tokens <= size.tokens * (1 + MOST_PADDING)
+                and known.longest >= size.longest
+                and known.entries >= entries + padding
+            )
 
         found = min((known for known in self.pairs if fits(known)), default=None, key=lambda known: known.tokens)
         return None if found is None else self.pairs[found]
@@ -366,8 +380,9 @@ class _Pair:
 
 class _Replayed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, h_TD: Tensor, state: _State, pair: _Pair, cu_seqlens: Tensor, positions_T: Tensor,
-                *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, h_TD: Tensor, state: _State, pair: _Pair, cu_seqlens: Tensor, positions_T: Tensor, *parameters: Tensor
+    ) -> Tensor:
         pair.load(h_TD, cu_seqlens, positions_T)
         pair.forward()
         state.forget_weights()
@@ -383,8 +398,10 @@ class _Replayed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Any, ...]:
         if ctx.waiting is None:
-            raise RuntimeError("backward was already called, and it released the saved activations: recompute the loss, or "
-                               "call the first backward with retain_graph=True")
+            raise RuntimeError(
+                "backward was already called, and it released the saved activations: recompute the loss, or "
+                "call the first backward with retain_graph=True"
+            )
         pair, state = ctx.pair, ctx.state
         pair.io[: ctx.tokens].copy_(incoming[0])
         pair.io[ctx.tokens :].zero_()

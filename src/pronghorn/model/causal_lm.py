@@ -102,8 +102,7 @@ class FastCausalLM:
     def can_chunk_mlp(self) -> bool:
         """Whether the layers can run their MLP in chunks (model/layers/mlp.py): not mixtures of experts, nor FP8 with trained
         weights, which has not been tried."""
-        trained = any(group.fp8 and any(map(trains_whole, group.modules()))
-                      for layer in self.layers for group in layer.groups)
+        trained = any(group.fp8 and any(map(trains_whole, group.modules())) for layer in self.layers for group in layer.groups)
         return not trained and not self.expert_layers
 
     @property
@@ -158,8 +157,9 @@ class FastCausalLM:
         self.expert_counts.add(load)
         return load.balanced(h_TD)
 
-    def load_of(self, labels_T: Tensor | None = None, spans_2T: Tensor | None = None, rows: Tensor | None = None
-                ) -> RouterStats | None:
+    def load_of(
+        self, labels_T: Tensor | None = None, spans_2T: Tensor | None = None, rows: Tensor | None = None
+    ) -> RouterStats | None:
         """Router statistics of a training forward. `labels_T`, `spans_2T`: of a pack with padding at its end."""
         if not self.expert_layers or not torch.is_grad_enabled():
             return None
@@ -167,9 +167,14 @@ class FastCausalLM:
         if labels_T is not None and spans_2T is not None:
             real_T = padding_mask(labels_T, spans_2T, IGNORED)
             real_rows = None if rows is None else (labels_T.index_select(0, rows) != IGNORED).float()
-        return RouterStats(len(self.expert_layers), num_experts(self.config),
-                           inner_of(self.backbone.embed_tokens).weight.device, coefficient=self.balance, real_T=real_T,
-                           real_rows=real_rows)
+        return RouterStats(
+            len(self.expert_layers),
+            num_experts(self.config),
+            inner_of(self.backbone.embed_tokens).weight.device,
+            coefficient=self.balance,
+            real_T=real_T,
+            real_rows=real_rows,
+        )
 
     def prepare(self, dtype: torch.dtype) -> None:
         """Refreshes the weights and adapters that the layers read. On every forward: nothing reliably signals an optimizer
@@ -195,9 +200,11 @@ class FastCausalLM:
         x_ND = final_norm(h_ND, self.norm, GradBuffer() if grad_buffer is None else grad_buffer, self.layers[-1].down.extra)
         head = head_of(self.model)
         if type(head) is not torch.nn.Linear:
-            raise ModelError(what=f"the LM head is {type(head).__name__}, not a linear layer",
-                             why="the fused loss needs a plain linear LM head",
-                             fix="remove lm_head from lora.targets and modules_to_save")
+            raise ModelError(
+                what=f"the LM head is {type(head).__name__}, not a linear layer",
+                why="the fused loss needs a plain linear LM head",
+                fix="remove lm_head from lora.targets and modules_to_save",
+            )
         return x_ND, head.weight if head.weight.dtype == x_ND.dtype else head.weight.to(x_ND.dtype), head.bias
 
     def documents(self, cu_seqlens: Tensor, longest: int, positions_T: Tensor, typical: int | None = None) -> Documents:
@@ -205,12 +212,26 @@ class FastCausalLM:
         the number of boundaries."""
         tokens = len(positions_T)
         spans_2T = spans(cu_seqlens, tokens)
-        return Documents(cu_seqlens, longest, self.positions.rotary(positions_T, spans_2T), spans_2T,
-                         tokens // max(1, len(cu_seqlens) - 1) if typical is None else typical,
-                         query_scale_T=self.positions.query_scale(positions_T))
+        return Documents(
+            cu_seqlens,
+            longest,
+            self.positions.rotary(positions_T, spans_2T),
+            spans_2T,
+            tokens // max(1, len(cu_seqlens) - 1) if typical is None else typical,
+            query_scale_T=self.positions.query_scale(positions_T),
+        )
 
-    def packed_rows(self, ids_T: Tensor, positions_T: Tensor, cu_seqlens: Tensor, longest: int, *, labels_T: Tensor,
-                    loss_rows: Tensor | None = None, typical: int | None = None) -> PackedRows:
+    def packed_rows(
+        self,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        cu_seqlens: Tensor,
+        longest: int,
+        *,
+        labels_T: Tensor,
+        loss_rows: Tensor | None = None,
+        typical: int | None = None,
+    ) -> PackedRows:
         """One packed batch through the layers, metadata built by the loader. `loss_rows`: only these have labels."""
         documents = self.documents(cu_seqlens, longest, positions_T, typical)
         load = self.load_of(labels_T, documents.spans_2T, loss_rows)
@@ -218,11 +239,21 @@ class FastCausalLM:
         labels_N = labels_T if loss_rows is None else labels_T.index_select(0, loss_rows)
         return PackedRows(h_ND, labels_N, documents.grad_buffer, load)
 
-    def packed_loss(self, ids_T: Tensor, positions_T: Tensor, cu_seqlens: Tensor, longest: int, *, labels_T: Tensor,
-                    loss_rows: Tensor | None = None, typical: int | None = None) -> tuple[Tensor, Tensor]:
+    def packed_loss(
+        self,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        cu_seqlens: Tensor,
+        longest: int,
+        *,
+        labels_T: Tensor,
+        loss_rows: Tensor | None = None,
+        typical: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """(sum of the losses, loss of each row, detached): supervised training."""
-        rows = self.packed_rows(ids_T, positions_T, cu_seqlens, longest, labels_T=labels_T, loss_rows=loss_rows,
-                                typical=typical)
+        rows = self.packed_rows(
+            ids_T, positions_T, cu_seqlens, longest, labels_T=labels_T, loss_rows=loss_rows, typical=typical
+        )
         total, each = self.loss(rows.h_ND, rows.labels_N, rows.grad_buffer)
         if rows.load is not None and rows.load.loss is not None:  # transformers adds it to the mean over the labels
             total = total + self.balance * rows.load.loss * (labels_T != IGNORED).sum()
@@ -240,8 +271,10 @@ class PackedRows(NamedTuple):
 
 def left_behind() -> None:
     """Replaces the fast layers of an unpickled model."""
-    say_once("a model loaded from a pickle uses the transformers layers (slower); call FastLanguageModel.for_training(model) "
-             "to install the fast layers")
+    say_once(
+        "a model loaded from a pickle uses the transformers layers (slower); call FastLanguageModel.for_training(model) "
+        "to install the fast layers"
+    )
 
 
 def install(model: Any, *, fp8: bool = False) -> str:

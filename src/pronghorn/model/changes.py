@@ -39,11 +39,29 @@ if TYPE_CHECKING:
 Kind = Literal["linear", "norm", "stack", "stateless", "fixed"]
 WITHOUT_EFFECT = {"training", "gradient_checkpointing"}  # numbers of a module that change no result, or are looked up
 # Config values that a family's own forward or its masks read at every call; most others are read once, when it is built.
-CONFIG = ("num_hidden_layers", "layer_types", "sliding_window", "attention_chunk_size", "attention_dropout", "is_causal",
-          "use_bidirectional_attention", "attn_logit_softcapping", "final_logit_softcapping", "logits_scaling",
-          "embedding_multiplier", "num_attention_heads", "num_key_value_heads", "hidden_size", "output_router_logits",
-          "num_experts_per_tok", "norm_topk_prob", "clip_qkv", "layer_rope_theta",
-          "rope_parameters", "original_max_position_embeddings")
+CONFIG = (
+    "num_hidden_layers",
+    "layer_types",
+    "sliding_window",
+    "attention_chunk_size",
+    "attention_dropout",
+    "is_causal",
+    "use_bidirectional_attention",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "logits_scaling",
+    "embedding_multiplier",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "hidden_size",
+    "output_router_logits",
+    "num_experts_per_tok",
+    "norm_topk_prob",
+    "clip_qkv",
+    "layer_rope_theta",
+    "rope_parameters",
+    "original_max_position_embeddings",
+)
 ENGINE = "_pronghorn_engine"  # attribute of a model instance: its fast layers
 OURS = "of_pronghorn"  # attribute of a forward that hf_forward.py set
 KNOWN_PACKAGES = ("torch", "transformers", "peft", "pronghorn")
@@ -108,8 +126,11 @@ class Changes:
     def _as_seen(self) -> list[Seen] | None:
         """None: something is not as the latest look saw it. Else whatever has hooks, or a forward of its own."""
         modules, called = self.backbone._modules, []
-        if (list(modules["layers"]._modules.values()) != self._stack or modules["norm"] is not self._norm
-                or any(modules.get(name) is not module for name, module in self._rotary.items())):
+        if (
+            list(modules["layers"]._modules.values()) != self._stack
+            or modules["norm"] is not self._norm
+            or any(modules.get(name) is not module for name, module in self._rotary.items())
+        ):
             return None
         if any(cls.forward is not forward for cls, forward in self.forwards.items()):
             return None
@@ -117,9 +138,14 @@ class Changes:
             for seen in self.seen:
                 _, module, kind, children, read, numbers = seen
                 state = module.__dict__
-                if (state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"]
-                        or state["_backward_pre_hooks"] or "forward" in state
-                        or ((own := state["_parameters"]) and not WEIGHTS.issuperset(map(type, own.values())))):
+                if (
+                    state["_forward_hooks"]
+                    or state["_forward_pre_hooks"]
+                    or state["_backward_hooks"]
+                    or state["_backward_pre_hooks"]
+                    or "forward" in state
+                    or ((own := state["_parameters"]) and not WEIGHTS.issuperset(map(type, own.values())))
+                ):
                     called.append(seen)
                 if type(module) is not kind or (read is not None and read(state) != numbers):
                     return None
@@ -133,8 +159,11 @@ class Changes:
         if self.backbone.config is not self.config:
             return "the model's config was replaced"
         if (now := self._values()) != self.values:
-            return next(f"config.{name} is {value!r}, but was {was!r} when the layers were built"
-                        for name, value, was in zip(CONFIG, now, self.values, strict=True) if value != was)
+            return next(
+                f"config.{name} is {value!r}, but was {was!r} when the layers were built"
+                for name, value, was in zip(CONFIG, now, self.values, strict=True)
+                if value != was
+            )
         name = self.config._attn_implementation
         function = ALL_ATTENTION_FUNCTIONS.get(name, None) if isinstance(name, str) and "/" not in name else None
         return "" if function is None or is_known(function) else f"attention is {name}, a custom attention function"
@@ -149,13 +178,20 @@ class Changes:
         self._stack = list(modules["layers"]._modules.values())
         self._norm, self._rotary = modules["norm"], _rotary_of(self.backbone)
         self.seen = []
-        whys = [self._why_layers(), *(self._at(place, place.module) for place in self.places),
-                self._at(self.norm, self._norm), self._why_rotary()]
+        whys = [
+            self._why_layers(),
+            *(self._at(place, place.module) for place in self.places),
+            self._at(self.norm, self._norm),
+            self._why_rotary(),
+        ]
         whys += [f"the norms of q and k have different eps ({q.eps} and {k.eps})" for q, k in self.pairs if q.eps != k.eps]
         self.forwards = {seen.type: seen.type.forward for seen in self.seen}
         self.first_forwards = self.forwards | self.first_forwards
-        whys += [f"{cls.__name__}.forward is replaced by {_name(forward)}" for cls, forward in self.forwards.items()
-                 if forward is not self.first_forwards[cls] or not is_known(forward)]
+        whys += [
+            f"{cls.__name__}.forward is replaced by {_name(forward)}"
+            for cls, forward in self.forwards.items()
+            if forward is not self.first_forwards[cls] or not is_known(forward)
+        ]
         self.why = next(filter(None, whys), "")
 
     def _why_layers(self) -> str:
@@ -170,8 +206,9 @@ class Changes:
         """Called as it is, so its numbers count as they are."""
         for name, module in self._rotary.items():
             self.seen += _whole(name, module)
-        kinds, were = ([type(part) for module in rotary.values() for part in module.modules()]
-                       for rotary in (self._rotary, self.rotary))
+        kinds, were = (
+            [type(part) for module in rotary.values() for part in module.modules()] for rotary in (self._rotary, self.rotary)
+        )
         return "" if kinds == were else "the RoPE modules were replaced"
 
     def _at(self, place: Place, now: Any) -> str:
@@ -210,8 +247,15 @@ def _place(path: str, within: str, module: nn.Module, norms: set[int], stacks: s
         kind = "stack"
     elif not any(True for _ in inner.parameters()) and not inner._modules:
         kind = "stateless"
-    children = {name: _place(f"{path}.{name}", f"{within}.{name}".lstrip("."), child, norms, stacks)
-                for name, child in inner._modules.items() if child is not None} if kind == "fixed" else {}
+    children = (
+        {
+            name: _place(f"{path}.{name}", f"{within}.{name}".lstrip("."), child, norms, stacks)
+            for name, child in inner._modules.items()
+            if child is not None
+        }
+        if kind == "fixed"
+        else {}
+    )
     return Place(path, kind, inner, type(inner), _numbers(inner), children)
 
 
@@ -241,8 +285,11 @@ def _fits(place: Place, now: Any, inner: Any) -> bool:
 
 def _numbers(module: nn.Module) -> dict[str, Any]:
     """A module's public numbers beside its tensors."""
-    return {name: value for name, value in vars(module).items()
-            if isinstance(value, int | float | str | None) and not name.startswith("_") and name not in WITHOUT_EFFECT}
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, int | float | str | None) and not name.startswith("_") and name not in WITHOUT_EFFECT
+    }
 
 
 def _seen(path: str, module: Any, *, with_numbers: bool = False) -> Seen:

@@ -14,12 +14,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from pronghorn.errors import ModelError
 from pronghorn.folders import folder_of
 from pronghorn.hub import model_folder
-from pronghorn.model.config_check import (
-    require_consistent,
-    require_generation_numbers,
-    require_sane_numbers,
-    require_token_ids,
-)
+from pronghorn.model.config_check import require_consistent, require_generation_numbers, require_sane_numbers, require_token_ids
 from pronghorn.model.text_stack import auto_class
 from pronghorn.model_files import GENERATION, read_json, require_safe_files
 
@@ -28,8 +23,20 @@ UNBUILDABLE = "config.json does not describe a valid model"
 
 # What Python, torch and transformers raise on a bad value from a file. Caught only around their constructors: elsewhere each is
 # a bug of ours.
-MALFORMED = (ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RecursionError, RuntimeError,
-             TypeError, ValueError, SafetensorError, StrictDataclassError)
+MALFORMED = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    RecursionError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    SafetensorError,
+    StrictDataclassError,
+)
 
 
 def read_config(name: str) -> Any:
@@ -37,8 +44,12 @@ def read_config(name: str) -> Any:
     folder = model_folder(name)
     content = require_safe_files(folder, name)
     if not content:
-        raise ModelError(what="the folder has no config.json", where=name, why="it is not a Hugging Face model folder",
-                         fix="set `model:` to the folder with config.json and model.safetensors")
+        raise ModelError(
+            what="the folder has no config.json",
+            where=name,
+            why="it is not a Hugging Face model folder",
+            fix="set `model:` to the folder with config.json and model.safetensors",
+        )
     require_sane_numbers(content, name)
     require_token_ids(content, "config.json", name)
     config = constructed(name, UNBUILDABLE, lambda: AutoConfig.from_pretrained(str(folder), trust_remote_code=False))
@@ -51,8 +62,9 @@ def empty_model(name: str, config: Any, dtype: torch.dtype | None = None) -> Pre
     """The family's own modules without memory."""
     options = {} if dtype is None else {"dtype": dtype}
     with torch.device("meta"):
-        return constructed(name, UNBUILDABLE,
-                           lambda: auto_class(config).from_config(config, trust_remote_code=False, **options))
+        return constructed(
+            name, UNBUILDABLE, lambda: auto_class(config).from_config(config, trust_remote_code=False, **options)
+        )
 
 
 def generation_config(name: str, folder: Path) -> GenerationConfig | None:
@@ -89,9 +101,12 @@ def guarded(name: str, load: Callable[[], T]) -> T:
 def _told(name: str, error: BaseException, what: str) -> ModelError:
     text = str(error).strip()
     if "trust_remote_code" in text:
-        return ModelError(what="this model needs code from its repository", where=name,
-                          why="Pronghorn does not run code from model repositories",
-                          fix="use a model type that transformers supports without remote code")
+        return ModelError(
+            what="this model needs code from its repository",
+            where=name,
+            why="Pronghorn does not run code from model repositories",
+            fix="use a model type that transformers supports without remote code",
+        )
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     first = lines[0] if lines else type(error).__name__
     if isinstance(error, StrictDataclassError) and len(lines) > 1:

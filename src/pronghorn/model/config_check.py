@@ -18,25 +18,80 @@ from pronghorn.model.weight_files import Stored
 LAYERS, WIDTH, HEADS, EXPERTS, VOCABULARY, POSITIONS = 1 << 10, 1 << 20, 1 << 14, 1 << 13, 1 << 24, 1 << 40
 SIZES: dict[str, int] = {
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers", "num_decoder_layers"), LAYERS),
-    **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "head_dim",
-                     "n_embd", "n_inner", "d_model", "ffn_dim", "d_ff", "ffn_hidden_size"), WIDTH),
+    **dict.fromkeys(
+        (
+            "hidden_size",
+            "intermediate_size",
+            "moe_intermediate_size",
+            "shared_expert_intermediate_size",
+            "head_dim",
+            "n_embd",
+            "n_inner",
+            "d_model",
+            "ffn_dim",
+            "d_ff",
+            "ffn_hidden_size",
+        ),
+        WIDTH,
+    ),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "num_heads", "n_heads"), HEADS),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), EXPERTS),
     "vocab_size": VOCABULARY,
     **dict.fromkeys(("max_position_embeddings", "n_positions", "sliding_window"), POSITIONS),
 }
-MAY_BE_ZERO = {"num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "shared_expert_intermediate_size",
-               "moe_intermediate_size", "sliding_window"}  # none of it
-POSITIVE = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_theta", "rope_local_base_freq", "norm_eps",
-            "query_pre_attn_scalar", "final_logit_softcapping", "attn_logit_softcapping")
-FINITE = ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale",
-          "initializer_range", "router_aux_loss_coef")
+MAY_BE_ZERO = {
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "shared_expert_intermediate_size",
+    "moe_intermediate_size",
+    "sliding_window",
+}  # none of it
+POSITIVE = (
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "layer_norm_epsilon",
+    "rope_theta",
+    "rope_local_base_freq",
+    "norm_eps",
+    "query_pre_attn_scalar",
+    "final_logit_softcapping",
+    "attn_logit_softcapping",
+)
+FINITE = (
+    "attention_multiplier",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+    "logit_scale",
+    "initializer_range",
+    "router_aux_loss_coef",
+)
 SHARES = ("attention_dropout", "resid_pdrop", "embd_pdrop", "residual_dropout", "hidden_dropout", "router_jitter_noise")
 REAL = POSITIVE + FINITE + SHARES
 OBJECTS = ("quantization_config", "rope_scaling", "rope_parameters", "text_config")
-NUMBERS = ("max_length", "max_new_tokens", "min_length", "min_new_tokens", "temperature", "top_k", "top_p", "min_p",
-           "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
-           "diversity_penalty", "encoder_repetition_penalty", "encoder_no_repeat_ngram_size", "guidance_scale", "max_time")
+NUMBERS = (
+    "max_length",
+    "max_new_tokens",
+    "min_length",
+    "min_new_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "repetition_penalty",
+    "length_penalty",
+    "no_repeat_ngram_size",
+    "diversity_penalty",
+    "encoder_repetition_penalty",
+    "encoder_no_repeat_ngram_size",
+    "guidance_scale",
+    "max_time",
+)
 COUNTS = {"num_beams": 64, "num_return_sequences": 64}
 SWITCHES = ("do_sample", "use_cache", "renormalize_logits", "remove_invalid_values")
 VALUES_A_BYTE = 8  # no checkpoint packs more
@@ -78,8 +133,12 @@ def _finite(value: Any) -> bool:
 
 def _refused(path: str, value: Any, what_it_is: str, where: str) -> ModelError:
     shown = repr(value)
-    return ModelError(what=f"config.json says {path}: {shown if len(shown) < 40 else shown[:36] + '...'}", where=where,
-                      why=what_it_is, fix="restore the model's original config.json")
+    return ModelError(
+        what=f"config.json says {path}: {shown if len(shown) < 40 else shown[:36] + '...'}",
+        where=where,
+        why=what_it_is,
+        fix="restore the model's original config.json",
+    )
 
 
 def require_consistent(config: Any, where: str) -> None:
@@ -90,18 +149,27 @@ def require_consistent(config: Any, where: str) -> None:
         return  # a kind of layer without heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     if isinstance(kv_heads, int) and heads % kv_heads:
-        raise ModelError(what=f"config.json says {heads} attention heads and {kv_heads} key/value heads", where=where,
-                         why="the number of attention heads must be a multiple of the number of key/value heads",
-                         fix="restore the model's original config.json")
+        raise ModelError(
+            what=f"config.json says {heads} attention heads and {kv_heads} key/value heads",
+            where=where,
+            why="the number of attention heads must be a multiple of the number of key/value heads",
+            fix="restore the model's original config.json",
+        )
     chosen = getattr(text, "num_experts_per_tok", None)
     experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
     if isinstance(chosen, int) and isinstance(experts, int) and chosen > experts > 0:
-        raise ModelError(what=f"config.json says {chosen} experts per token out of {experts}", where=where,
-                         fix="restore the model's original config.json")
+        raise ModelError(
+            what=f"config.json says {chosen} experts per token out of {experts}",
+            where=where,
+            fix="restore the model's original config.json",
+        )
     types, layers = getattr(text, "layer_types", None), getattr(text, "num_hidden_layers", None)
     if isinstance(types, list | tuple) and isinstance(layers, int) and len(types) != layers:
-        raise ModelError(what=f"config.json says {counted(layers, 'layer')} but lists {len(types)} layer types", where=where,
-                         fix="restore the model's original config.json")
+        raise ModelError(
+            what=f"config.json says {counted(layers, 'layer')} but lists {len(types)} layer types",
+            where=where,
+            fix="restore the model's original config.json",
+        )
 
 
 def require_weights_for(config: Any, stored: Stored | None, where: str) -> None:
@@ -112,9 +180,12 @@ def require_weights_for(config: Any, stored: Stored | None, where: str) -> None:
     text = config.get_text_config()
     layers, there = getattr(text, "num_hidden_layers", None), stored.layers()
     if isinstance(layers, int) and there and layers > there:
-        raise ModelError(what=f"config.json says {counted(layers, 'layer')}, but the weight files have {there}", where=where,
-                         why="the weights do not belong to config.json",
-                         fix="download all files of the model, in the same version")
+        raise ModelError(
+            what=f"config.json says {counted(layers, 'layer')}, but the weight files have {there}",
+            where=where,
+            why="the weights do not belong to config.json",
+            fix="download all files of the model, in the same version",
+        )
     vocabulary, width = getattr(text, "vocab_size", None), getattr(text, "hidden_size", None)
     if isinstance(vocabulary, int) and isinstance(width, int):
         require_enough_weights(vocabulary * width, stored, where)
@@ -122,9 +193,12 @@ def require_weights_for(config: Any, stored: Stored | None, where: str) -> None:
 
 def require_enough_weights(parameters: int, stored: Stored | None, where: str) -> None:
     if stored is not None and stored.tensors and parameters > VALUES_A_BYTE * stored.bytes:
-        raise ModelError(what=f"config.json needs {parameters:,} weights, but the weight files have {stored.bytes:,} bytes",
-                         where=where, why="the weights do not belong to config.json",
-                         fix="download all files of the model, in the same version")
+        raise ModelError(
+            what=f"config.json needs {parameters:,} weights, but the weight files have {stored.bytes:,} bytes",
+            where=where,
+            why="the weights do not belong to config.json",
+            fix="download all files of the model, in the same version",
+        )
 
 
 def require_generation_numbers(content: Mapping[str, Any], file: str, where: str) -> None:
@@ -132,12 +206,18 @@ def require_generation_numbers(content: Mapping[str, Any], file: str, where: str
     require_token_ids(content, file, where)
     for key, value in content.items():
         number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < POSITIONS
-        wrong = (key in NUMBERS and not number) or (key in COUNTS and not (number and 1 <= value <= COUNTS[key])) or (
-            key in SWITCHES and not isinstance(value, bool))
+        wrong = (
+            (key in NUMBERS and not number)
+            or (key in COUNTS and not (number and 1 <= value <= COUNTS[key]))
+            or (key in SWITCHES and not isinstance(value, bool))
+        )
         if value is not None and wrong:
-            raise ModelError(what=f"{file} says {key}: {str(value)[:40]!r}", where=where,
-                             why="it must be true or false" if key in SWITCHES else "it makes generation impossible",
-                             fix=f"restore the model's original {file}")
+            raise ModelError(
+                what=f"{file} says {key}: {str(value)[:40]!r}",
+                where=where,
+                why="it must be true or false" if key in SWITCHES else "it makes generation impossible",
+                fix=f"restore the model's original {file}",
+            )
 
 
 def require_token_ids(content: Mapping[str, Any], file: str, where: str) -> None:
@@ -146,6 +226,9 @@ def require_token_ids(content: Mapping[str, Any], file: str, where: str) -> None
         if key.endswith("_token_id") and value is not None:
             ids = value if isinstance(value, list) else [value]
             if not all(isinstance(one, int) and not isinstance(one, bool) and abs(one) < VOCABULARY for one in ids):
-                raise ModelError(what=f"{file} says {key}: {str(value)[:40]!r}", where=where, why="it must be a token id",
-                                 fix=f"restore the model's original {file}")
-
+                raise ModelError(
+                    what=f"{file} says {key}: {str(value)[:40]!r}",
+                    where=where,
+                    why="it must be a token id",
+                    fix=f"restore the model's original {file}",
+                )

@@ -18,69 +18,233 @@ from typing import Any
 DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop", "residual_dropout", "router_jitter_noise")
 QUERY_SCALE = "llama_4_scaling_beta"
 
-HONOURED = frozenset({
-    # sizes
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "max_position_embeddings", "tie_word_embeddings",
-    # linears, norms, activation
-    "attention_bias", "mlp_bias", "qkv_bias", "use_bias", "attention_out_bias", "rms_norm_eps", "hidden_act",
-    "hidden_activation", *DROPOUTS, "use_bidirectional_attention",
-    # attention
-    "sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern", "layer_types",
-    "query_pre_attn_scalar", "attention_multiplier", "attn_logit_softcapping",
-    # positions
-    "rope_parameters", "original_max_position_embeddings", "no_rope_layers", "layer_rope_theta",
-    # embeddings, residuals, head
-    "embedding_multiplier", "residual_multiplier", "logits_scaling", "final_logit_softcapping",
-    # experts
-    "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size",
-    "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "mlp_layer_types", "swiglu_alpha", "swiglu_limit",
-    "output_router_logits", "router_aux_loss_coef", "n_routed_experts", "n_shared_experts", "num_shared_experts", "n_group",
-    "topk_group", "routed_scaling_factor", "router_scaling_factor", "first_k_dense_replace", "use_qk_norm",
-    "enable_moe_fp32_combine",  # they are added up in float32 anyway
-})
-HARMLESS = frozenset({
-    # of every config: names, versions, forms of output, which hf_forward.py looks at
-    "architectures", "model_type", "transformers_version", "dtype", "torch_dtype", "id2label", "label2id", "problem_type",
-    "return_dict", "output_hidden_states", "output_attentions", "is_encoder_decoder", "chunk_size_feed_forward", "use_cache",
-    "cache_implementation", "attn_implementation", "ignore_keys_at_rope_validation", "keys_to_ignore_at_inference",
-    "torchscript", "use_bfloat16", "is_decoder", "cross_attention_hidden_size", "add_cross_attention", "tie_encoder_decoder",
-    "base_model_tp_plan", "base_model_pp_plan", "base_model_ep_plan",  # how several GPUs share it; fields in 5.17
-    "pruned_heads", "finetuning_task", "task_specific_params", "tokenizer_class", "prefix", "auto_map", "quantization_config",
-    # tokens, initial weights, how it was trained
-    "pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id",
-    "initializer_range", "initializer_factor", "pretraining_tp", "no_rope_layer_interval",
-    # generation, once kept in the config
-    "max_length", "min_length", "do_sample", "temperature", "top_k", "top_p", "typical_p", "num_beams", "num_beam_groups",
-    "diversity_penalty", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
-    "early_stopping", "bad_words_ids", "num_return_sequences", "output_scores", "return_dict_in_generate",
-    "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty",
-    "suppress_tokens", "begin_suppress_tokens", "tf_legacy_loss",
-    # older names of RoPE parameters: transformers reads them into rope_parameters and may leave them behind
-    "rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor",
-    # carried by published models and left by other tools, read by no model of the table
-    "initial_context_length", "experts_per_token", "use_mrope", "full_attn_mod", "interpolate_factor", "unsloth_fixed",
-    "unsloth_version", "unsloth_processed", "transformers.js_config", "is_llama_config", "is_qwen2_config", "rope_interleaved",
-    "sliding_window_size", "layer_norm_epsilon", "neftune_noise_alpha", "pixel_shuffle_factor", "scoring_func", "topk_method",
-    "moe_layer_freq", "use_routing_bias", "num_nextn_predict_layers", "num_mtp_modules", "use_mtp", "mtp_transformer_layers",
-    "qk_norm_type",
-})
+HONOURED = frozenset(
+    {
+        # sizes
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "max_position_embeddings",
+        "tie_word_embeddings",
+        # linears, norms, activation
+        "attention_bias",
+        "mlp_bias",
+        "qkv_bias",
+        "use_bias",
+        "attention_out_bias",
+        "rms_norm_eps",
+        "hidden_act",
+        "hidden_activation",
+        *DROPOUTS,
+        "use_bidirectional_attention",
+        # attention
+        "sliding_window",
+        "use_sliding_window",
+        "max_window_layers",
+        "sliding_window_pattern",
+        "layer_types",
+        "query_pre_attn_scalar",
+        "attention_multiplier",
+        "attn_logit_softcapping",
+        # positions
+        "rope_parameters",
+        "original_max_position_embeddings",
+        "no_rope_layers",
+        "layer_rope_theta",
+        # embeddings, residuals, head
+        "embedding_multiplier",
+        "residual_multiplier",
+        "logits_scaling",
+        "final_logit_softcapping",
+        # experts
+        "num_experts",
+        "num_local_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "shared_expert_intermediate_size",
+        "norm_topk_prob",
+        "decoder_sparse_step",
+        "mlp_only_layers",
+        "mlp_layer_types",
+        "swiglu_alpha",
+        "swiglu_limit",
+        "output_router_logits",
+        "router_aux_loss_coef",
+        "n_routed_experts",
+        "n_shared_experts",
+        "num_shared_experts",
+        "n_group",
+        "topk_group",
+        "routed_scaling_factor",
+        "router_scaling_factor",
+        "first_k_dense_replace",
+        "use_qk_norm",
+        "enable_moe_fp32_combine",  # they are added up in float32 anyway
+    }
+)
+HARMLESS = frozenset(
+    {
+        # of every config: names, versions, forms of output, which hf_forward.py looks at
+        "architectures",
+        "model_type",
+        "transformers_version",
+        "dtype",
+        "torch_dtype",
+        "id2label",
+        "label2id",
+        "problem_type",
+        "return_dict",
+        "output_hidden_states",
+        "output_attentions",
+        "is_encoder_decoder",
+        "chunk_size_feed_forward",
+        "use_cache",
+        "cache_implementation",
+        "attn_implementation",
+        "ignore_keys_at_rope_validation",
+        "keys_to_ignore_at_inference",
+        "torchscript",
+        "use_bfloat16",
+        "is_decoder",
+        "cross_attention_hidden_size",
+        "add_cross_attention",
+        "tie_encoder_decoder",
+        "base_model_tp_plan",
+        "base_model_pp_plan",
+        "base_model_ep_plan",  # how several GPUs share it; fields in 5.17
+        "pruned_heads",
+        "finetuning_task",
+        "task_specific_params",
+        "tokenizer_class",
+        "prefix",
+        "auto_map",
+        "quantization_config",
+        # tokens, initial weights, how it was trained
+        "pad_token_id",
+        "bos_token_id",
+        "eos_token_id",
+        "sep_token_id",
+        "unk_token_id",
+        "decoder_start_token_id",
+        "initializer_range",
+        "initializer_factor",
+        "pretraining_tp",
+        "no_rope_layer_interval",
+        # generation, once kept in the config
+        "max_length",
+        "min_length",
+        "do_sample",
+        "temperature",
+        "top_k",
+        "top_p",
+        "typical_p",
+        "num_beams",
+        "num_beam_groups",
+        "diversity_penalty",
+        "repetition_penalty",
+        "length_penalty",
+        "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size",
+        "early_stopping",
+        "bad_words_ids",
+        "num_return_sequences",
+        "output_scores",
+        "return_dict_in_generate",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "remove_invalid_values",
+        "exponential_decay_length_penalty",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "tf_legacy_loss",
+        # older names of RoPE parameters: transformers reads them into rope_parameters and may leave them behind
+        "rope_theta",
+        "rope_scaling",
+        "rope_local_base_freq",
+        "partial_rotary_factor",
+        # carried by published models and left by other tools, read by no model of the table
+        "initial_context_length",
+        "experts_per_token",
+        "use_mrope",
+        "full_attn_mod",
+        "interpolate_factor",
+        "unsloth_fixed",
+        "unsloth_version",
+        "unsloth_processed",
+        "transformers.js_config",
+        "is_llama_config",
+        "is_qwen2_config",
+        "rope_interleaved",
+        "sliding_window_size",
+        "layer_norm_epsilon",
+        "neftune_noise_alpha",
+        "pixel_shuffle_factor",
+        "scoring_func",
+        "topk_method",
+        "moe_layer_freq",
+        "use_routing_bias",
+        "num_nextn_predict_layers",
+        "num_mtp_modules",
+        "use_mtp",
+        "mtp_transformer_layers",
+        "qk_norm_type",
+    }
+)
 # The fast layers find these in the config, not in the model's modules; so do transformers' masks with `is_causal`.
-LOOKED_UP = frozenset({
-    "sliding_window", "layer_types", "attn_logit_softcapping", "final_logit_softcapping", "residual_multiplier", "is_causal",
-    "embedding_multiplier", "logits_scaling", "rope_parameters", "no_rope_layers", "layer_rope_theta", "norm_topk_prob",
-    "num_experts_per_tok", "n_group", "topk_group", "routed_scaling_factor", "router_scaling_factor",
-})
+LOOKED_UP = frozenset(
+    {
+        "sliding_window",
+        "layer_types",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "residual_multiplier",
+        "is_causal",
+        "embedding_multiplier",
+        "logits_scaling",
+        "rope_parameters",
+        "no_rope_layers",
+        "layer_rope_theta",
+        "norm_topk_prob",
+        "num_experts_per_tok",
+        "n_group",
+        "topk_group",
+        "routed_scaling_factor",
+        "router_scaling_factor",
+    }
+)
 # Fields in some versions of transformers; in the others the modules have these numbers in them.
 WRITTEN_IN = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
 ACTIVATION = ("hidden_activation", "hidden_act")  # the first that is a field; the other, in old configs, is not read
 # transformers' own module makes cos and sin of them.
-ROPE_KEYS = frozenset({
-    "rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings",
-    "max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
-    "short_factor", "long_factor", "short_mscale", "long_mscale", "low_freq_factor", "high_freq_factor",
-    "mrope_section", "mrope_interleaved",  # of positions of images: those of text are the same number three times
-})
+ROPE_KEYS = frozenset(
+    {
+        "rope_type",
+        "type",
+        "rope_theta",
+        "partial_rotary_factor",
+        "factor",
+        "original_max_position_embeddings",
+        "max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+        "short_factor",
+        "long_factor",
+        "short_mscale",
+        "long_mscale",
+        "low_freq_factor",
+        "high_freq_factor",
+        "mrope_section",
+        "mrope_interleaved",  # of positions of images: those of text are the same number three times
+    }
+)
 
 
 def unknown_key(config: Any) -> str:

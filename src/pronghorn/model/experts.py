@@ -21,15 +21,8 @@ from pronghorn.kernels.lora.fp8_lora import SplitJob
 from pronghorn.kernels.lora.lora_linear import Adapter
 from pronghorn.kernels.lora.multi_copy import CopyJob
 from pronghorn.kernels.lora.multi_gather import GatherJob
-from pronghorn.kernels.moe.grouped_fp8 import (
-    WIDTH_MULTIPLE,
-    Fp8ExpertGroup,
-    fp8_grouped_supported,
-)
-from pronghorn.kernels.moe.grouped_gemm import (
-    grouped_linear_backward_bias,
-    grouped_linear_backward_weight,
-)
+from pronghorn.kernels.moe.grouped_fp8 import WIDTH_MULTIPLE, Fp8ExpertGroup, fp8_grouped_supported
+from pronghorn.kernels.moe.grouped_gemm import grouped_linear_backward_bias, grouped_linear_backward_weight
 from pronghorn.kernels.moe.grouped_lora import ExpertAdapter, ExpertGroup
 from pronghorn.kernels.moe.grouped_quantized import QuantizedExpertGroup, QuantizedStack
 from pronghorn.kernels.moe.routing import Routing
@@ -247,8 +240,9 @@ class ExpertStack(Adapted):
         self.accumulate_in(self._sums)
         return True
 
-    def _quantized_group(self, stack: QuantizedStack, adapter: ExpertAdapter | None, dtype: torch.dtype
-                       ) -> QuantizedExpertGroup | Fp8ExpertGroup:
+    def _quantized_group(
+        self, stack: QuantizedStack, adapter: ExpertAdapter | None, dtype: torch.dtype
+    ) -> QuantizedExpertGroup | Fp8ExpertGroup:
         if not format_of(stack.stored).in_fp8:
             return QuantizedExpertGroup(stack, adapter, dtype)
         if why := why_16_bit_products(stack, dtype):
@@ -306,8 +300,10 @@ class ExpertStack(Adapted):
         adapter = self.adapters[0]
         assert adapter.A_RD.grad is not None
         assert adapter.B_OR.grad is not None
-        return [GatherJob(self._sums[0], adapter.A_RD.grad),
-                GatherJob(self._sums[1], adapter.B_OR.grad, scale=adapter.scale, transposed=True)]
+        return [
+            GatherJob(self._sums[0], adapter.A_RD.grad),
+            GatherJob(self._sums[1], adapter.B_OR.grad, scale=adapter.scale, transposed=True),
+        ]
 
     # ---- GEMMs ---------------------------------------------------------------------------------------------------
 
@@ -318,8 +314,9 @@ class ExpertStack(Adapted):
     def backward_rows(self, dy_ext: Tensor, routing: Routing) -> Tensor:
         return self.group.backward_rows(dy_ext, routing, self.scratch.take)
 
-    def backward_parameters(self, dy_ext: Tensor | None, x_ext: Tensor | None, routing: Routing, *, weighted: bool
-                            ) -> list[Tensor | None]:
+    def backward_parameters(
+        self, dy_ext: Tensor | None, x_ext: Tensor | None, routing: Routing, *, weighted: bool
+    ) -> list[Tensor | None]:
         """Gradients of `parameters`, None where frozen. x_ext: [x | x A^T]; dy_ext: [dy | dy sB]. `weighted`: dy lacks the
         routing weights, and x_ext has them."""
         if dy_ext is None:
@@ -330,8 +327,11 @@ class ExpertStack(Adapted):
             grads.append(self._weight_grad(dy_ext[:, :outputs], x_ext, offsets) if self._weight.requires_grad else None)
         if self._bias is not None:
             weights = {"weights_TK": routing.weights_TK, "order_S": routing.order_S} if weighted else {}
-            grads.append(grouped_linear_backward_bias(dy_ext[:, :outputs], offsets, dtype=self._bias.dtype, **weights)
-                         if self._bias.requires_grad else None)
+            grads.append(
+                grouped_linear_backward_bias(dy_ext[:, :outputs], offsets, dtype=self._bias.dtype, **weights)
+                if self._bias.requires_grad
+                else None
+            )
         if not self.adapters:
             return grads
         adapters, D = self.group.adapters, self.group.D

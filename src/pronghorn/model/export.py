@@ -28,14 +28,16 @@ from pronghorn.recipe import Recipe, named
 NOT_EXPORTED = ("manifest.json", "training_state.safetensors", "README.md")
 
 
-def export(checkpoint: Path, recipe: Recipe, target: Path, to: Literal["adapter", "merged"],
-           figures: dict[str, Any]) -> None:
+def export(checkpoint: Path, recipe: Recipe, target: Path, to: Literal["adapter", "merged"], figures: dict[str, Any]) -> None:
     """`figures` go into the model card. The target is written to a sibling first, so it is complete or absent."""
     try:
         target = target.resolve()  # `.` has no name for a temporary sibling
     except RuntimeError as error:  # Python's word, until 3.12, for a link to itself
-        raise CommandError(what="cannot write there: the path is a loop of symbolic links", where=str(target),
-                           fix="choose another folder with --target") from error
+        raise CommandError(
+            what="cannot write there: the path is a loop of symbolic links",
+            where=str(target),
+            fix="choose another folder with --target",
+        ) from error
     _refuse_existing(target)
     if to == "adapter" and recipe.method == "full":
         raise CommandError(what="the run has no adapter", why="method: full trains the whole model", fix="use --to merged")
@@ -55,14 +57,22 @@ def export(checkpoint: Path, recipe: Recipe, target: Path, to: Literal["adapter"
             beside.replace(target)
         except (OSError, SafetensorError) as error:
             why = getattr(error, "strerror", None) or str(error).removeprefix("Error while serializing: ")
-            raise EnvironmentFault(what="cannot write the export", where=str(target), why=why,
-                                   fix="free some disk space, or choose another folder with --target") from error
+            raise EnvironmentFault(
+                what="cannot write the export",
+                where=str(target),
+                why=why,
+                fix="free some disk space, or choose another folder with --target",
+            ) from error
 
 
 def _refuse_existing(target: Path) -> None:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CommandError(what="the target folder already exists", where=str(target), why="an export never overwrites files",
-                           fix="choose another folder, or remove this one")
+        raise CommandError(
+            what="the target folder already exists",
+            where=str(target),
+            why="an export never overwrites files",
+            fix="choose another folder, or remove this one",
+        )
 
 
 @contextmanager
@@ -82,12 +92,16 @@ def _beside(target: Path) -> Iterator[Path]:
             os.close(lock)  # its holder has just put it in place
     except BlockingIOError as error:
         os.close(lock)
-        raise CommandError(what="another export is writing to this folder", where=str(target),
-                           why="two exports would mix their files",
-                           fix="wait for it, or choose another folder with --target") from error
+        raise CommandError(
+            what="another export is writing to this folder",
+            where=str(target),
+            why="two exports would mix their files",
+            fix="wait for it, or choose another folder with --target",
+        ) from error
     except OSError as error:
-        raise CommandError(what=f"cannot write there: {error.strerror}", where=str(target),
-                           fix="choose another folder with --target") from error
+        raise CommandError(
+            what=f"cannot write there: {error.strerror}", where=str(target), fix="choose another folder with --target"
+        ) from error
     try:
         for left in beside.iterdir():
             if left.is_dir() and not left.is_symlink():
@@ -155,15 +169,21 @@ def savable(what: str, model: str) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        raise EnvironmentFault(what=f"cannot save {what}", where=str(getattr(error, "filename", None) or ""), why=why,
-                               fix="free some disk space, or fix the reported system error; then run the same command again"
-                               ) from error
+        raise EnvironmentFault(
+            what=f"cannot save {what}",
+            where=str(getattr(error, "filename", None) or ""),
+            why=why,
+            fix="free some disk space, or fix the reported system error; then run the same command again",
+        ) from error
     except Exception as error:
         if type(error) is not Exception and not isinstance(error, (ValueError, TypeError, KeyError, AttributeError)):
             raise  # tokenizers raises plain exceptions
-        raise ModelError(what=f"cannot save {what}, so no checkpoint could be written", where=model,
-                         why=str(error).strip().split("\n")[0] or type(error).__name__,
-                         fix="repair the model's files (tokenizer_config.json, config.json, generation_config.json)") from error
+        raise ModelError(
+            what=f"cannot save {what}, so no checkpoint could be written",
+            where=model,
+            why=str(error).strip().split("\n")[0] or type(error).__name__,
+            fix="repair the model's files (tokenizer_config.json, config.json, generation_config.json)",
+        ) from error
 
 
 def trained_model(checkpoint: Path, recipe: Recipe, dtype: torch.dtype, device: torch.device) -> Any:
@@ -201,14 +221,21 @@ def model_card(recipe: Recipe, to: str, figures: dict[str, Any], kind: str = "Au
     base, local = _public_name(recipe.model), _is_local(recipe.model)
     data = ", ".join(_public_name(named(one)) for one in recipe.data.train)
     rows = "\n".join(f"| {name} | {f'{value:.4f}' if isinstance(value, float) else value} |" for name, value in figures.items())
-    imports = f"from peft import PeftModel\nfrom transformers import {kind}, AutoTokenizer\n" if adapter else (
-        f"from transformers import {kind}, AutoTokenizer\n")
+    imports = (
+        f"from peft import PeftModel\nfrom transformers import {kind}, AutoTokenizer\n"
+        if adapter
+        else (f"from transformers import {kind}, AutoTokenizer\n")
+    )
     load = """\
 folder = "path/to/this/folder"
 tokenizer = AutoTokenizer.from_pretrained(folder)
-""" + (f"""\
+""" + (
+        f"""\
 base = {kind}.from_pretrained("{f"path/to/{base}" if local else base}")
-model = PeftModel.from_pretrained(base, folder)""" if adapter else f"model = {kind}.from_pretrained(folder)")
+model = PeftModel.from_pretrained(base, folder)"""
+        if adapter
+        else f"model = {kind}.from_pretrained(folder)"
+    )
     return f"""---
 {"" if local else f"base_model: {base}{chr(10)}"}library_name: {"peft" if adapter else "transformers"}
 pipeline_tag: text-generation

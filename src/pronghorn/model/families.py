@@ -28,12 +28,14 @@ class Norms:
     after_mlp: str | None = None
 
 
-SANDWICH = Norms(after_attention="post_attention_layernorm", before_mlp="pre_feedforward_layernorm",
-                 after_mlp="post_feedforward_layernorm")
+SANDWICH = Norms(
+    after_attention="post_attention_layernorm", before_mlp="pre_feedforward_layernorm", after_mlp="post_feedforward_layernorm"
+)
 GLM4 = Norms(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
 HYPERCLOVAX = Norms(after_attention="post_norm1", after_mlp="post_norm2")
-AFTER_ONLY = Norms(before_attention=None, after_attention="post_attention_layernorm", before_mlp=None,
-                   after_mlp="post_feedforward_layernorm")
+AFTER_ONLY = Norms(
+    before_attention=None, after_attention="post_attention_layernorm", before_mlp=None, after_mlp="post_feedforward_layernorm"
+)
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,9 @@ class Experts:
     published_in: str = ""  # the 4-bit format of its published experts (model/formats/table.py)
 
 
-DEEPSEEK_V3 = Experts(sigmoid=True, scale="routed_scaling_factor", shared="shared_experts", shared_gated=False,
-                      shared_adapted=False, float32=True)
+DEEPSEEK_V3 = Experts(
+    sigmoid=True, scale="routed_scaling_factor", shared="shared_experts", shared_gated=False, shared_adapted=False, float32=True
+)
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,9 @@ def final_norm(h_ND: Tensor, norm: Norm, grad_buffer: GradBuffer, extra: int) ->
 
 class _FinalNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, h_ND: Tensor, weight_D: Tensor, eps: float, one_plus: bool, grad_buffer: GradBuffer, extra: int
-                ) -> Tensor:
+    def forward(
+        ctx: Any, h_ND: Tensor, weight_D: Tensor, eps: float, one_plus: bool, grad_buffer: GradBuffer, extra: int
+    ) -> Tensor:
         y_ND, _, rstd_N = rms_norm_forward(h_ND, weight_D, eps, one_plus=one_plus)
         ctx.save_for_backward(h_ND, weight_D, rstd_N)
         ctx.one_plus, ctx.grad_buffer, ctx.extra = one_plus, grad_buffer, extra
@@ -38,6 +39,13 @@ class _FinalNorm(torch.autograd.Function):
         dy_ND = incoming[0] if incoming[0].stride(-1) == 1 else incoming[0].contiguous()
         width = h_ND.shape[1]
         ctx.grad_buffer.buffer = rows_like(h_ND, width + ctx.extra)
-        dh_ND, dw_D = rms_norm_backward(dy_ND, h_ND, weight_D, rstd_N, one_plus=ctx.one_plus,
-                                        need_weight_grad=ctx.needs_input_grad[1], out=ctx.grad_buffer.buffer[:, :width])
+        dh_ND, dw_D = rms_norm_backward(
+            dy_ND,
+            h_ND,
+            weight_D,
+            rstd_N,
+            one_plus=ctx.one_plus,
+            need_weight_grad=ctx.needs_input_grad[1],
+            out=ctx.grad_buffer.buffer[:, :width],
+        )
         return dh_ND, None if dw_D is None else dw_D.to(weight_D.dtype), None, None, None, None

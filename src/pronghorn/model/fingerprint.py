@@ -28,8 +28,11 @@ MOST_SHOWN = 3  # changed values that a message names
 
 def base_of(name: str) -> dict[str, Any]:
     """What a checkpoint keeps of the frozen model: its weights and its settings."""
-    return {"weights": fingerprint(name), "config": settings(name, "config.json"),
-            "generation": settings(name, "generation_config.json")}
+    return {
+        "weights": fingerprint(name),
+        "config": settings(name, "config.json"),
+        "generation": settings(name, "generation_config.json"),
+    }
 
 
 def fingerprint(name: str) -> str:
@@ -41,8 +44,12 @@ def fingerprint(name: str) -> str:
         try:
             digest.update(f"{file.name}\0{file_digest(file)}\0".encode())
         except OSError as error:
-            raise EnvironmentFault(what="cannot read a weight file", where=str(file), why=error.strerror or str(error),
-                                   fix="check the disk, then run the same command again") from error
+            raise EnvironmentFault(
+                what="cannot read a weight file",
+                where=str(file),
+                why=error.strerror or str(error),
+                fix="check the disk, then run the same command again",
+            ) from error
     return EVERY_BYTE + digest.hexdigest() if files else ""
 
 
@@ -86,11 +93,19 @@ def require_same_base(name: str, then: dict[str, Any], checkpoint: str) -> list[
     if weights:
         now = fingerprint(name) if weights.startswith(EVERY_BYTE) else _sampled(name)
         if now and now != weights:
-            raise _another("the model's weights differ from those", name, checkpoint,
-                           "an adapter works only with the weights it was trained on")
+            raise _another(
+                "the model's weights differ from those",
+                name,
+                checkpoint,
+                "an adapter works only with the weights it was trained on",
+            )
     if config and (changed := _changes(config, settings(name, "config.json"))):
-        raise _another("the model's config.json differs from that", name, checkpoint,
-                       f"{changed}; with these settings the same weights give different results")
+        raise _another(
+            "the model's config.json differs from that",
+            name,
+            checkpoint,
+            f"{changed}; with these settings the same weights give different results",
+        )
     if generation is not None and (changed := _changes(generation, settings(name, "generation_config.json"))):
         return [f"generation_config.json of {name} changed since {checkpoint} ({changed}): generated answers may differ"]
     return []
@@ -105,9 +120,11 @@ def _changes(then: dict[str, str], now: dict[str, str]) -> str:
 
 def _another(what: str, name: str, checkpoint: str, why: str) -> CheckpointError:
     return CheckpointError(
-        what=f"{what} of {checkpoint}", where=name, why=why,
-        fix="restore the model's files, or start over: pronghorn train RECIPE --fresh (the old folder is renamed, not "
-            "deleted)")
+        what=f"{what} of {checkpoint}",
+        where=name,
+        why=why,
+        fix="restore the model's files, or start over: pronghorn train RECIPE --fresh (the old folder is renamed, not deleted)",
+    )
 
 
 def local_files(name: str) -> Path | None:

@@ -65,8 +65,9 @@ def _answer(model: Any, inputs: dict[str, Any]) -> Any:
     if asked is None or inputs.get("output_router_logits"):
         return None
     count = inputs.get("num_items_in_batch")
-    found = token_log_probs(engine, inputs | {"use_cache": False}, entropy="entropy" in asked.outputs,
-                            top="is_top1" in asked.outputs)
+    found = token_log_probs(
+        engine, inputs | {"use_cache": False}, entropy="entropy" in asked.outputs, top="is_top1" in asked.outputs
+    )
     if found is None:
         return None
     shown = slice(None) if inputs.get("shift_labels") is not None else slice(None, -1)  # the last token predicts nothing
@@ -84,8 +85,12 @@ def _asked(engine: FastCausalLM) -> Asked | None:
         return None
     names = function.__code__.co_freevars
     given = {name: cell.cell_contents for name, cell in zip(names, function.__closure__ or (), strict=True)}
-    usual = {"temperature": 1.0, "cast_lm_head_to_fp32": False, "final_logit_softcapping": None,
-             "logit_scale": engine.head_terms["logit_scale"]}
+    usual = {
+        "temperature": 1.0,
+        "cast_lm_head_to_fp32": False,
+        "final_logit_softcapping": None,
+        "logit_scale": engine.head_terms["logit_scale"],
+    }
     if any(name not in given or given[name] != value for name, value in usual.items()):
         return None
     outputs, original = given.get("outputs"), getattr(given.get("original_forward"), "__func__", None)

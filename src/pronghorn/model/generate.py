@@ -30,17 +30,31 @@ def end_tokens(model: Any, tokenizer: Any) -> list[int]:
     return sorted(i for i in ids if i is not None)
 
 
-def generate_answers(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], *, max_new_tokens: int,
-                     batch_size: int | None = None, progress: Callable[[str, int, int], None] | None = None) -> list[str]:
+def generate_answers(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    batch_size: int | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> list[str]:
     """The texts of `generate`."""
     found = generate(model, tokenizer, prompts, max_new_tokens=max_new_tokens, batch_size=batch_size, progress=progress)
     return [one.text for one in found]
 
 
 @torch.no_grad()
-def generate(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], *, max_new_tokens: int,
-             batch_size: int | None = None, progress: Callable[[str, int, int], None] | None = None, capture: bool = False
-             ) -> list[Generated]:
+def generate(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    batch_size: int | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+    capture: bool = False,
+) -> list[Generated]:
     """Prompts of similar length share a batch, padded on the left; answers come back in the prompts' order. `capture`: on a
     GPU, decode with a CUDA graph where the model allows it (static_decode.py)."""
     device = next(model.parameters()).device
@@ -110,11 +124,20 @@ def _padded(prompts: Sequence[Sequence[int]], pad: int, device: torch.device) ->
     return ids.to(device), mask.to(device)
 
 
-def _generated(model: Any, ids_BT: torch.Tensor, mask_BT: torch.Tensor, stops: list[int], pad: int, new: int
-               ) -> list[list[int]]:
+def _generated(
+    model: Any, ids_BT: torch.Tensor, mask_BT: torch.Tensor, stops: list[int], pad: int, new: int
+) -> list[list[int]]:
     out = model.generate(
-        input_ids=ids_BT, attention_mask=mask_BT, do_sample=False, max_new_tokens=new, use_cache=True,
-        pad_token_id=pad, eos_token_id=stops or None, temperature=None, top_p=None, top_k=None,
+        input_ids=ids_BT,
+        attention_mask=mask_BT,
+        do_sample=False,
+        max_new_tokens=new,
+        use_cache=True,
+        pad_token_id=pad,
+        eos_token_id=stops or None,
+        temperature=None,
+        top_p=None,
+        top_k=None,
     )
     rows: list[list[int]] = out[:, ids_BT.shape[1] :].tolist()
     return rows

@@ -34,8 +34,21 @@ if TYPE_CHECKING:
 
 LOSSES = ("ForCausalLM", "ForConditionalGeneration")  # transformers' names for the shifted cross-entropy
 # What the fast path reads, and what has no effect on it; any other argument with a value goes to the model's own forward.
-READ = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels", "num_items_in_batch",
-        "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "use_cache", "return_dict"}
+READ = {
+    "input_ids",
+    "inputs_embeds",
+    "attention_mask",
+    "position_ids",
+    "labels",
+    "shift_labels",
+    "num_items_in_batch",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "use_cache",
+    "return_dict",
+}
 WITHOUT_EFFECT = {"cache_position", "seq_idx", "token_type_ids", "vision_feature_layer"}
 OF_THE_OWN_FORWARD = {"past_key_values", "output_attentions", "output_hidden_states", "logits_to_keep"}  # no notice
 
@@ -122,8 +135,10 @@ def _model_forward(model: Any, engine: FastCausalLM, inputs: dict[str, Any]) -> 
         return None
     targets = _targets(inputs, pack)
     if targets is None:
-        say_once("labels are set on padding: such batches run on the transformers layers (slower); set labels to -100 on "
-                 "padding and on the first token after left padding")
+        say_once(
+            "labels are set on padding: such batches run on the transformers layers (slower); set labels to -100 on "
+            "padding and on the first token after left padding"
+        )
         with _paused(engine):
             return type(model).forward(model, **inputs)
     load = engine.load_of()
@@ -176,8 +191,9 @@ def _look_at_norms(engine: FastCausalLM) -> None:
     for fast in engine.layers:
         for slot, norm in fast.norms.items():
             in_attention = slot in ("q_norm", "k_norm")
-            norm.module = in_use(getattr(fast.layer.self_attn, slot) if in_attention else getattr(
-                fast.layer, getattr(fast.family.norms, slot)))
+            norm.module = in_use(
+                getattr(fast.layer.self_attn, slot) if in_attention else getattr(fast.layer, getattr(fast.family.norms, slot))
+            )
 
 
 def _run(engine: FastCausalLM, inputs: dict[str, Any], pack: Pack, load: RouterStats | None = None) -> Tensor:
@@ -226,8 +242,10 @@ def _covered(engine: FastCausalLM, inputs: dict[str, Any]) -> bool:
     if not given <= READ:
         if odd := given - READ - OF_THE_OWN_FORWARD:
             hint = "; set SFTConfig(router_aux_loss_coef=0.0) to avoid it" if "output_router_logits" in odd else ""
-            say_once(f"{', '.join(sorted(odd))}: not supported by the fast layers; such calls run on the transformers layers "
-                     f"(slower){hint}")
+            say_once(
+                f"{', '.join(sorted(odd))}: not supported by the fast layers; such calls run on the transformers layers "
+                f"(slower){hint}"
+            )
         return False
     if ("input_ids" in given) == ("inputs_embeds" in given):
         return False  # the own forward raises its error
@@ -268,8 +286,10 @@ def _same_adapters(engine: FastCausalLM) -> bool:
         if not torch.is_grad_enabled():
             return False
         if any(layer.waiting for layer in engine.layers):
-            say_once("a forward with other adapters has not run its backward yet: this forward runs on the transformers "
-                     "layers (slower)")
+            say_once(
+                "a forward with other adapters has not run its backward yet: this forward runs on the transformers "
+                "layers (slower)"
+            )
             return False
     if torch.is_grad_enabled():
         engine.trained_with = now
@@ -283,8 +303,10 @@ def _same_precision(engine: FastCausalLM) -> bool:
     asked = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
     if asked == weight.dtype or not _adapters_in_use(engine):
         return True
-    say_once(f"autocast to {asked} over {weight.dtype} weights with an adapter: such calls run on the transformers layers "
-             f"(slower); load the model in that dtype")
+    say_once(
+        f"autocast to {asked} over {weight.dtype} weights with an adapter: such calls run on the transformers layers "
+        f"(slower); load the model in that dtype"
+    )
     return False
 
 
@@ -313,8 +335,12 @@ def _head_and_backbone_as_made(engine: FastCausalLM) -> bool:
     if not all(hasattr(vars(module).get("forward"), OURS) for module in (around, backbone)):
         return False  # a forward was removed or replaced
     head = model.get_output_embeddings()
-    named = {"the backbone": backbone, "the wrapper of the backbone": around, "the head": head,
-             "the head's trained copy": head_of(model)}
+    named = {
+        "the backbone": backbone,
+        "the wrapper of the backbone": around,
+        "the head": head,
+        "the head's trained copy": head_of(model),
+    }
     if why := next((why for name, module in named.items() if (why := why_called(name, module))), ""):
         say_once(f"{why}: the head is called separately, so training computes full logits")
     return not why

@@ -54,8 +54,11 @@ def resolve_precision(asked: Literal["auto"] | Precision, device: torch.device) 
     if asked == "auto":
         return "bf16" if has_bf16 else "fp32"
     if asked == "bf16" and device.type == "cuda" and not has_bf16:
-        raise RecipeError(what=f"precision: bf16 is not supported by {torch.cuda.get_device_name(device)}",
-                          why="the GPU has no bf16 arithmetic", fix="set precision: fp16 or fp32")
+        raise RecipeError(
+            what=f"precision: bf16 is not supported by {torch.cuda.get_device_name(device)}",
+            why="the GPU has no bf16 arithmetic",
+            fix="set precision: fp16 or fp32",
+        )
     return asked
 
 
@@ -63,8 +66,11 @@ def require_fp8_precision(device: torch.device, precision: Precision) -> None:
     """Before anything is loaded: whether linears can be multiplied in FP8 here. A CPU emulates it in float32, for tests."""
     require_fp8(device)
     if device.type == "cuda" and precision != "bf16":
-        raise RecipeError(what=f"FP8 layers cannot compute in {precision}", why="FP8 GEMMs return bf16",
-                          fix="set precision: bf16 (in Python: dtype=torch.bfloat16)")
+        raise RecipeError(
+            what=f"FP8 layers cannot compute in {precision}",
+            why="FP8 GEMMs return bf16",
+            fix="set precision: bf16 (in Python: dtype=torch.bfloat16)",
+        )
 
 
 def require_fp8_products(recipe: Recipe, facts: ModelFacts) -> None:
@@ -74,8 +80,11 @@ def require_fp8_products(recipe: Recipe, facts: ModelFacts) -> None:
         return
     why = "4-bit experts" if recipe.method == "qlora" else "trained experts"
     instead = ", or set method: fp8, which stores and multiplies experts in FP8" if recipe.method == "qlora" else ""
-    raise RecipeError(what=f"compute: fp8 cannot be combined with method: {recipe.method} for {facts.model_type}",
-                      why=f"{why} are multiplied in 16 bits", fix=f"remove compute{instead}")
+    raise RecipeError(
+        what=f"compute: fp8 cannot be combined with method: {recipe.method} for {facts.model_type}",
+        why=f"{why} are multiplied in 16 bits",
+        fix=f"remove compute{instead}",
+    )
 
 
 def inspect_model(name: str, lora: Lora | None = None, *, storage: str = "bf16") -> ModelFacts:
@@ -95,12 +104,24 @@ def inspect_model(name: str, lora: Lora | None = None, *, storage: str = "bf16")
         with torch.device("meta"):
             model = add_adapter(model, lora, seed=0)
     adapters = sum(p.numel() for p in model.parameters() if p.requires_grad) if lora else 0
-    return ModelFacts(config.model_type, text.model_type, parameters, adapters, vocabulary,
-                      int(getattr(text, "max_position_embeddings", 0) or 0))
+    return ModelFacts(
+        config.model_type,
+        text.model_type,
+        parameters,
+        adapters,
+        vocabulary,
+        int(getattr(text, "max_position_embeddings", 0) or 0),
+    )
 
 
-def load_model(name: str, dtype: torch.dtype, device: torch.device, *, storage: str = "bf16",
-               progress: Callable[[str, int, int], None] | None = None) -> PreTrainedModel:
+def load_model(
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    storage: str = "bf16",
+    progress: Callable[[str, int, int], None] | None = None,
+) -> PreTrainedModel:
     """The family's own layers, weights from safetensors only. No code from the model's folder is ever run.
 
     `storage`: a row of model/formats/table.py, in which linears and stacks of experts are stored.
@@ -122,7 +143,11 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, *, storage: 
     def from_files() -> tuple[Any, dict[str, Any]]:
         with without_progress_bars(), without_load_report(name):
             return auto_class(config).from_pretrained(  # type: ignore[no-any-return]
-                str(folder), dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True,
+                str(folder),
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, by name
                 **({"quantization_config": Mxfp4Config(dequantize=True)} if mxfp4 else {}),
             )
@@ -130,8 +155,10 @@ def load_model(name: str, dtype: torch.dtype, device: torch.device, *, storage: 
     model, found = constructed(name, "cannot load the model", from_files)
     _refuse_made_up_weights(name, found)
     if unused := sorted(found["unexpected_keys"]):
-        say_once(f"{name}: the model does not use {counted(len(unused), 'weight')} of its files: {unused[0]}"
-                 + ", ..." * (len(unused) > 1))
+        say_once(
+            f"{name}: the model does not use {counted(len(unused), 'weight')} of its files: {unused[0]}"
+            + ", ..." * (len(unused) > 1)
+        )
     if mxfp4:
         _forget_mxfp4(model, dtype)
     model.config._name_or_path = model.name_or_path = place(name)
@@ -153,8 +180,11 @@ def _forget_mxfp4(model: Any, dtype: torch.dtype) -> None:
     names, which nothing reads."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype) if parameter.ndim == 3 else parameter.data
-    kept = [rule for rule in getattr(model, "_weight_conversions", None) or []
-            if not any(name.endswith("_blocks") for name in rule.source_patterns)]
+    kept = [
+        rule
+        for rule in getattr(model, "_weight_conversions", None) or []
+        if not any(name.endswith("_blocks") for name in rule.source_patterns)
+    ]
     model._weight_conversions = kept or None
 
 
@@ -185,9 +215,12 @@ def without_load_report(name: str) -> Iterator[None]:
     except RuntimeError as error:
         if "conversion of the weights" not in str(error):
             raise
-        raise ModelError(what="the weights do not match each other", where=name,
-                         why="they cannot be stacked: experts of one layer may have different shapes",
-                         fix="download all files of the model, in the same version") from error
+        raise ModelError(
+            what="the weights do not match each other",
+            where=name,
+            why="they cannot be stacked: experts of one layer may have different shapes",
+            fix="download all files of the model, in the same version",
+        ) from error
     finally:
         logger.removeFilter(errors_only)
 
@@ -198,7 +231,8 @@ def require_tokenizer_fits(tokenizer: Any, vocabulary: int, name: str) -> None:
     if largest >= vocabulary:
         raise ModelError(
             what=f"the tokenizer has ids up to {largest:,}, but the model has embeddings for {vocabulary:,} tokens only",
-            where=name, why="tokens without an embedding cannot be trained",
+            where=name,
+            why="tokens without an embedding cannot be trained",
             fix="use the tokenizer published with the model, or a model with resized embeddings",
         )
 
@@ -210,8 +244,12 @@ def _refuse_made_up_weights(name: str, found: dict[str, Any]) -> None:
     if spoilt:
         first = min(spoilt)
         others = f" (and {counted(len(spoilt) - 1, 'more weight')})" if len(spoilt) > 1 else ""
-        raise ModelError(what=f"{first} {spoilt[first]}{others}", where=name, why="the weights do not belong to config.json",
-                         fix="download all files of the model, in the same version")
+        raise ModelError(
+            what=f"{first} {spoilt[first]}{others}",
+            where=name,
+            why="the weights do not belong to config.json",
+            fix="download all files of the model, in the same version",
+        )
 
 
 def _refuse_unreadable_folder(name: str) -> None:
@@ -219,8 +257,9 @@ def _refuse_unreadable_folder(name: str) -> None:
         _refuse_folder_without_weights(name)
     except (OSError, RuntimeError) as error:  # no permission, a name that is too long, an unknown `~user`
         why = str(getattr(error, "strerror", "") or error)
-        raise ModelError(what="cannot open the model folder", where=name, why=why,
-                         fix="check the path in `model:` and its permissions") from error
+        raise ModelError(
+            what="cannot open the model folder", where=name, why=why, fix="check the path in `model:` and its permissions"
+        ) from error
 
 
 def _refuse_folder_without_weights(name: str) -> None:
@@ -231,18 +270,26 @@ def _refuse_folder_without_weights(name: str) -> None:
     if not folder.is_dir():
         if "/" not in name:
             return  # an old-style hub name: gpt2
-        raise ModelError(what="no such model folder",
-                         where=name, why="it is neither a local folder nor a Hub name (org/name)",
-                         fix="check the path in `model:`, or use a Hub name")
+        raise ModelError(
+            what="no such model folder",
+            where=name,
+            why="it is neither a local folder nor a Hub name (org/name)",
+            fix="check the path in `model:`, or use a Hub name",
+        )
     if not (folder / "config.json").is_file():
-        raise ModelError(what="the folder has no config.json", where=name, why="it is not a Hugging Face model folder",
-                         fix="set `model:` to the folder with config.json and model.safetensors")
+        raise ModelError(
+            what="the folder has no config.json",
+            where=name,
+            why="it is not a Hugging Face model folder",
+            fix="set `model:` to the folder with config.json and model.safetensors",
+        )
     if any(folder.glob("*.safetensors")):
         return
     pickled = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLED)
     if pickled:
         raise ModelError(
-            what=f"the weights are pickled ({pickled[0]})", where=name,
+            what=f"the weights are pickled ({pickled[0]})",
+            where=name,
             why="a pickle can run arbitrary code when it is opened, so Pronghorn never opens one",
             fix="download the model's safetensors files, or convert them if you trust their origin",
         )

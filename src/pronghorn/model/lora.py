@@ -38,9 +38,11 @@ def attach(model: torch.nn.Module, **config: Any) -> PeftModel:
 def _merge(adapted: PeftModel, merge: Callable[..., Any], *rest: Any, **options: Any) -> Any:
     """Refused: PEFT would add to the quantized bytes."""
     if is_quantized(adapted):
-        raise ModelError(what="an adapter cannot be merged into quantized weights",
-                         why="quantizing the merged weights again would undo much of the training",
-                         fix="call model.save_pretrained_merged(folder), which writes the merged model in 16 bits")
+        raise ModelError(
+            what="an adapter cannot be merged into quantized weights",
+            why="quantizing the merged weights again would undo much of the training",
+            fix="call model.save_pretrained_merged(folder), which writes the merged model in 16 bits",
+        )
     return merge(*rest, **options)
 
 
@@ -53,8 +55,17 @@ def with_adapter(model: torch.nn.Module, lora: Lora) -> PeftModel:
     """The adapter of a recipe."""
     _refuse_unmatched_targets(model, lora)
     modules, parameters = _targets(model, lora)
-    return attach(model, r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=modules,
-                  target_parameters=parameters, exclude_modules=not_adapted(model), use_rslora=lora.rslora, use_dora=lora.dora)
+    return attach(
+        model,
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=modules,
+        target_parameters=parameters,
+        exclude_modules=not_adapted(model),
+        use_rslora=lora.rslora,
+        use_dora=lora.dora,
+    )
 
 
 def _targets(model: torch.nn.Module, lora: Lora) -> tuple[str | list[str], list[str] | None]:
@@ -128,7 +139,8 @@ def restore_adapter(model: PeftModel, folder: Path) -> None:
         raise _not_this_adapter(folder, " ".join(str(error).split())[:300]) from error
     absent = [name for name in found.missing_keys if "lora_" in name]
     if strange := [f"{name} is not in the file" for name in absent] or [
-            f"{name} does not exist in the model" for name in found.unexpected_keys]:
+        f"{name} does not exist in the model" for name in found.unexpected_keys
+    ]:
         raise _not_this_adapter(folder, strange[0])
 
 
@@ -137,13 +149,21 @@ def require_adapter(folder: Path) -> None:
     if not (folder / ADAPTER_WEIGHTS).is_file():
         pickled = sorted(found.name for found in folder.glob("adapter_model.*") if found.suffix in PICKLED)
         why = f"the folder has {pickled[0]}, a pickle, which can run arbitrary code when it is opened" if pickled else ""
-        raise CheckpointError(what=f"{ADAPTER_WEIGHTS} is missing", where=str(folder), why=why,
-                              fix="use a checkpoint written by Pronghorn; --checkpoint selects another one")
+        raise CheckpointError(
+            what=f"{ADAPTER_WEIGHTS} is missing",
+            where=str(folder),
+            why=why,
+            fix="use a checkpoint written by Pronghorn; --checkpoint selects another one",
+        )
 
 
 def _not_this_adapter(folder: Path, why: str) -> CheckpointError:
-    return CheckpointError(what=f"{ADAPTER_WEIGHTS} does not contain the recipe's adapter", where=str(folder), why=why,
-                           fix="use a checkpoint written by Pronghorn; --checkpoint selects another one")
+    return CheckpointError(
+        what=f"{ADAPTER_WEIGHTS} does not contain the recipe's adapter",
+        where=str(folder),
+        why=why,
+        fix="use a checkpoint written by Pronghorn; --checkpoint selects another one",
+    )
 
 
 def _refuse_unmatched_targets(model: torch.nn.Module, lora: Lora) -> None:
@@ -152,9 +172,11 @@ def _refuse_unmatched_targets(model: torch.nn.Module, lora: Lora) -> None:
     stacks = expert_stacks(model)
     if EXPERTS in lora.targets and stacks and (lora.dropout or lora.dora):
         option = "lora.dropout" if lora.dropout else "lora.dora"
-        raise RecipeError(what=f"{option} cannot be combined with lora.targets: experts",
-                          why="PEFT does not support this for experts",
-                          fix=f"remove {option}, or remove experts from the targets")
+        raise RecipeError(
+            what=f"{option} cannot be combined with lora.targets: experts",
+            why="PEFT does not support this for experts",
+            fix=f"remove {option}, or remove experts from the targets",
+        )
     names = text_linears(model)
     known = linear_names(model) + ([EXPERTS] if stacks else [])
     for target in lora.targets:
@@ -162,9 +184,11 @@ def _refuse_unmatched_targets(model: torch.nn.Module, lora: Lora) -> None:
             continue
         last = target.rsplit(".", 1)[-1]
         if stacks and last in taken_for_experts(model, sorted({*GATED, last})):
-            raise RecipeError(what=f"lora.targets: PEFT interprets `{target}` as part of this model's experts",
-                              why="PEFT has no separate name for the dense MLP or the shared expert",
-                              fix="remove it, or set lora.targets: [all-linear, experts]")
+            raise RecipeError(
+                what=f"lora.targets: PEFT interprets `{target}` as part of this model's experts",
+                why="PEFT has no separate name for the dense MLP or the shared expert",
+                fix="remove it, or set lora.targets: [all-linear, experts]",
+            )
         if not any(name == target or name.endswith(f".{target}") for name in names):
             close = difflib.get_close_matches(target, known, n=1)
             raise RecipeError(

@@ -32,8 +32,10 @@ class LoraGradBuffer:
         parameter = next((adapter.A_RD for group, _ in groups for adapter in group.adapters), None)
         like = engine.backbone.embed_tokens.weight if parameter is None else parameter
         self.buffer = torch.zeros(sum(places), dtype=like.dtype, device=like.device)
-        parts = iter(part[: rows * columns].view(rows, columns)
-                     for part, (rows, columns) in zip(self.buffer.split(places), shapes, strict=True))
+        parts = iter(
+            part[: rows * columns].view(rows, columns)
+            for part, (rows, columns) in zip(self.buffer.split(places), shapes, strict=True)
+        )
         self._sums: list[tuple[Group, tuple[Tensor, Tensor]]] = [
             (group, (next(parts), next(parts))) for group, pair in groups if pair is not None
         ]

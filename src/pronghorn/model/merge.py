@@ -44,11 +44,15 @@ def merged_weights(model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
     """Names as the model was loaded with. Adapters are added in float32 and rounded once; to weights in 4 or 8 bits as they
     are trained on, dequantized in the model's dtype."""
     base = base_of(model)
-    stored = {f"{_unwrapped(path)}.{name}": (module, name) for path, module in stored_modules(base)
-              for name in module.quantized}
+    stored = {
+        f"{_unwrapped(path)}.{name}": (module, name) for path, module in stored_modules(base) for name in module.quantized
+    }
     adapted = {name: module for name, module in base.named_modules() if hasattr(module, "get_delta_weight")}
-    adapted |= {f"{_unwrapped(name)}.{module.parameter_name}": module for name, module in adapted.items()
-                if isinstance(module, ParamWrapper)}
+    adapted |= {
+        f"{_unwrapped(name)}.{module.parameter_name}": module
+        for name, module in adapted.items()
+        if isinstance(module, ParamWrapper)
+    }
     found: dict[str, Tensor] = {}
     seen: dict[int, Tensor] = {}  # tied weights stay tied
     for name, value in _plain_names(base.state_dict(keep_vars=True).items()):
@@ -93,15 +97,21 @@ def _with_deltas(weight: Tensor, module: Any) -> Tensor:
     for adapter in active:
         dora = module.use_dora.get(adapter, False)
         if (dora and len(active) > 1) or (adapter in module.lora_variant and not dora):
-            raise ModelError(what="this adapter is a LoRA variant that is not a plain sum", why="it needs its own merge",
-                             fix="model.merge_and_unload().save_pretrained(folder)")
+            raise ModelError(
+                what="this adapter is a LoRA variant that is not a plain sum",
+                why="it needs its own merge",
+                fix="model.merge_and_unload().save_pretrained(folder)",
+            )
         total = total + module.get_delta_weight(adapter).float()
         if dora:  # the sum gives each row's direction, the magnitude its length
             magnitude = module.lora_magnitude_vector[adapter].weight.detach().float()
             total = total * (magnitude / total.norm(dim=1))[:, None]
     if not total.isfinite().all():
-        raise ModelError(what="the merged weights are not finite", why="the adapter has NaN or infinite values",
-                         fix="use an earlier checkpoint")
+        raise ModelError(
+            what="the merged weights are not finite",
+            why="the adapter has NaN or infinite values",
+            fix="use an earlier checkpoint",
+        )
     return total
 
 

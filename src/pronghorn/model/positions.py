@@ -50,8 +50,9 @@ class Positions:
         theta = float(kind.removeprefix("theta "))
         return next(m for m in self.backbone.rotary_embs if float(m.config.rope_parameters["rope_theta"]) == theta)
 
-    def _long_or_short(self, module: Any, kind: str, prefix: str, positions_T: Tensor, spans_2T: Tensor
-                       ) -> tuple[Tensor, Tensor]:
+    def _long_or_short(
+        self, module: Any, kind: str, prefix: str, positions_T: Tensor, spans_2T: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """LongRoPE has one set of frequencies for documents up to its first length and one for longer ones. transformers
         takes one set for a whole batch, by its largest position; in a pack each document has its own, as if it were alone."""
         layer_type, device = (kind if prefix else None), positions_T.device

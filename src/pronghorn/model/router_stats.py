@@ -23,8 +23,16 @@ from pronghorn.kernels.moe.load_balance import add_load_balancing_grad, add_rout
 class RouterStats:
     """Of one forward."""
 
-    def __init__(self, layers: int, experts: int, device: torch.device, *, coefficient: float, real_T: Tensor | None = None,
-                 real_rows: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        layers: int,
+        experts: int,
+        device: torch.device,
+        *,
+        coefficient: float,
+        real_T: Tensor | None = None,
+        real_rows: Tensor | None = None,
+    ) -> None:
         """`real_T`: which tokens are not padding (None: all); `real_rows`: the same of the rows of the last layer."""
         self.stats_L2E = torch.zeros(layers, 2, experts, device=device)
         self.coefficient, self.real_T, self.real_rows = coefficient, real_T, real_rows

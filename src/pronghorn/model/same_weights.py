@@ -56,8 +56,9 @@ class Weights:
 
 
 @contextmanager
-def as_at_forward(weights: Weights | None, then: Stamp | None, now: Callable[[], Sequence[Tensor]], where: str
-                  ) -> Iterator[bool]:
+def as_at_forward(
+    weights: Weights | None, then: Stamp | None, now: Callable[[], Sequence[Tensor]], where: str
+) -> Iterator[bool]:
     """Around a backward; yields whether another forward came in between. `requires_grad` is as at the forward: loops that train
     two parts alternately may have switched."""
     if weights is None or then is None:
@@ -77,13 +78,19 @@ def as_at_forward(weights: Weights | None, then: Stamp | None, now: Callable[[],
 
 def require_same(then: Stamp, now: Sequence[Tensor], where: str) -> None:
     if len(then.weights) != len(now) or not all(map(is_, then.weights, now)):
-        raise RuntimeError(f"the weights of {where} changed between forward and backward: call backward before replacing "
-                           "weights or switching adapters")
+        raise RuntimeError(
+            f"the weights of {where} changed between forward and backward: call backward before replacing "
+            "weights or switching adapters"
+        )
     versions = list(map(VERSION, now))
     if versions != then.versions:
-        shape, was, found = next((list(weight.shape), was, found) for weight, was, found
-                                 in zip(now, then.versions, versions, strict=True) if was != found)
+        shape, was, found = next(
+            (list(weight.shape), was, found)
+            for weight, was, found in zip(now, then.versions, versions, strict=True)
+            if was != found
+        )
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: a weight of "
             f"{where}, {shape}, is at version {found}; expected version {was} instead. Call backward before the "
-            "optimizer's step, or compute the loss again after it")
+            "optimizer's step, or compute the loss again after it"
+        )

@@ -50,8 +50,14 @@ class StaticDecoding:
         self._ended_B = torch.zeros(B, dtype=torch.bool, device=device)
         self._at = torch.zeros(1, dtype=torch.int64, device=device)  # tokens so far
         self._out_BN = torch.full((B, new), pad, dtype=torch.int64, device=device)
-        logits = model(input_ids=ids_BT, attention_mask=mask_BT, position_ids=(mask_BT.cumsum(1) - 1).clamp(min=0),
-                       past_key_values=self._cache, use_cache=True, logits_to_keep=1).logits
+        logits = model(
+            input_ids=ids_BT,
+            attention_mask=mask_BT,
+            position_ids=(mask_BT.cumsum(1) - 1).clamp(min=0),
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits
         self._take(logits[:, -1])
 
     def _take(self, logits_BV: Tensor) -> None:
@@ -63,8 +69,14 @@ class StaticDecoding:
 
     def step(self) -> None:
         """One more token for each prompt."""
-        logits = self._model(input_ids=self._token_B1, attention_mask=self._mask_BL, position_ids=self._position_B1,
-                             past_key_values=self._cache, use_cache=True, logits_to_keep=1).logits
+        logits = self._model(
+            input_ids=self._token_B1,
+            attention_mask=self._mask_BL,
+            position_ids=self._position_B1,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits
         self._position_B1.add_(1)
         self._take(logits[:, -1])
 
@@ -85,8 +97,10 @@ class StaticDecoding:
 
     def _captured(self) -> Any:
         """The step as a graph, or the step itself."""
-        graphs = Graphs(self._token_B1.device, failed=lambda error: say_once(
-            f"answers are generated without a CUDA graph: {first_line(error)}"))
+        graphs = Graphs(
+            self._token_B1.device,
+            failed=lambda error: say_once(f"answers are generated without a CUDA graph: {first_line(error)}"),
+        )
         before = [tensor.clone() for tensor in self._state()]
         (replay,) = graphs.captured(self.step)
         self._restore(before)

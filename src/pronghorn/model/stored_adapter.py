@@ -23,13 +23,39 @@ from pronghorn.model.formats.store import is_quantized
 from pronghorn.model.lora import ADAPTER_WEIGHTS, PICKLED, attach
 from pronghorn.model_files import ADAPTER, CONFIG, read_json
 
-HONOURED = ("r", "lora_alpha", "lora_dropout", "bias", "use_rslora", "use_dora", "target_modules", "target_parameters",
-            "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern",
-            "fan_in_fan_out")
+HONOURED = (
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "bias",
+    "use_rslora",
+    "use_dora",
+    "target_modules",
+    "target_parameters",
+    "exclude_modules",
+    "modules_to_save",
+    "layers_to_transform",
+    "layers_pattern",
+    "rank_pattern",
+    "alpha_pattern",
+    "fan_in_fan_out",
+)
 # Origin and initialization.
-SAYS_NOTHING = ("base_model_name_or_path", "task_type", "peft_type", "peft_version", "auto_mapping", "inference_mode",
-                "megatron_core", "qalora_group_size", "loftq_config", "runtime_config", "eva_config",
-                "ensure_weight_tying", "unsloth_fixed")
+SAYS_NOTHING = (
+    "base_model_name_or_path",
+    "task_type",
+    "peft_type",
+    "peft_version",
+    "auto_mapping",
+    "inference_mode",
+    "megatron_core",
+    "qalora_group_size",
+    "loftq_config",
+    "runtime_config",
+    "eva_config",
+    "ensure_weight_tying",
+    "unsloth_fixed",
+)
 INIT = "init_lora_weights"
 BEGAN_BESIDE = (None, True, False, "gaussian", "orthogonal", "eva")  # initializations that leave the weights unchanged
 TAKEN_OUT = ("pissa", "olora")  # initialized from a part of the weights, which is subtracted from them
@@ -47,16 +73,24 @@ def base_name(folder: Path) -> str:
     """The model that the adapter was trained on."""
     name = _config(folder).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
-        raise ModelError(what=f"{ADAPTER} names no base model", where=str(folder), why="base_model_name_or_path is not set",
-                         fix="set it to the model the adapter was trained on")
+        raise ModelError(
+            what=f"{ADAPTER} names no base model",
+            where=str(folder),
+            why="base_model_name_or_path is not set",
+            fix="set it to the model the adapter was trained on",
+        )
     return name
 
 
 def _config(folder: Path) -> dict[str, Any]:
     config = read_json(folder / ADAPTER, str(folder))
     if config.get("peft_type") != "LORA":
-        raise ModelError(what=f"{ADAPTER} describes {str(config.get('peft_type'))[:80]!r}", where=str(folder),
-                         why="Pronghorn loads LoRA adapters only", fix="use peft.PeftModel.from_pretrained(model, folder)")
+        raise ModelError(
+            what=f"{ADAPTER} describes {str(config.get('peft_type'))[:80]!r}",
+            where=str(folder),
+            why="Pronghorn loads LoRA adapters only",
+            fix="use peft.PeftModel.from_pretrained(model, folder)",
+        )
     return config
 
 
@@ -65,14 +99,22 @@ def attach_adapter(model: torch.nn.Module, folder: Path) -> PeftModel:
     config = _config(folder)
     for key, value in config.items():
         if key not in (*HONOURED, *SAYS_NOTHING, INIT) and not (value is None or value is False):  # {} asks for defaults
-            raise ModelError(what=f"{ADAPTER} sets `{key}`", where=str(folder), why="this adapter type is not supported",
-                             fix="use peft.PeftModel.from_pretrained(model, folder)")
+            raise ModelError(
+                what=f"{ADAPTER} sets `{key}`",
+                where=str(folder),
+                why="this adapter type is not supported",
+                fix="use peft.PeftModel.from_pretrained(model, folder)",
+            )
     began = config.get(INIT)
     if not any(type(began) is type(one) and began == one for one in (*BEGAN_BESIDE, *TAKEN_OUT)) or (
-            began in TAKEN_OUT and is_quantized(model)):
-        raise ModelError(what=f"{ADAPTER} sets `{INIT}` to {str(began)[:80]!r}", where=str(folder),
-                         why="this initialization changed the base model's weights, which cannot be repeated",
-                         fix="load_in_4bit=False" if began in TAKEN_OUT else "convert the adapter with PEFT, or merge it")
+        began in TAKEN_OUT and is_quantized(model)
+    ):
+        raise ModelError(
+            what=f"{ADAPTER} sets `{INIT}` to {str(began)[:80]!r}",
+            where=str(folder),
+            why="this initialization changed the base model's weights, which cannot be repeated",
+            fix="load_in_4bit=False" if began in TAKEN_OUT else "convert the adapter with PEFT, or merge it",
+        )
     weights = _weights(folder)
     kept = {key: config[key] for key in HONOURED if config.get(key) not in (None, {})}
     if began in TAKEN_OUT:
@@ -92,8 +134,9 @@ def attach_adapter(model: torch.nn.Module, folder: Path) -> PeftModel:
 
 def _require_ranks(config: dict[str, Any], weights: dict[str, torch.Tensor], folder: Path) -> None:
     """Before allocation: no rank exceeds what the file holds."""
-    largest = max((tensor.shape[0] for name, tensor in weights.items() if "lora_" in name and "_A" in name and tensor.ndim),
-                  default=0)
+    largest = max(
+        (tensor.shape[0] for name, tensor in weights.items() if "lora_" in name and "_A" in name and tensor.ndim), default=0
+    )
     pattern = config.get("rank_pattern", {})
     ranks = [config.get("r", 8), *(pattern.values() if isinstance(pattern, dict) else (pattern,))]
     if strange := [rank for rank in ranks if type(rank) is not int or not 1 <= rank <= largest]:
@@ -117,13 +160,21 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
     if not file.is_file():
         pickled = sorted(found.name for found in folder.glob("adapter_model.*") if found.suffix in PICKLED)
         why = f"the folder has {pickled[0]}, a pickle, which can run arbitrary code when it is opened" if pickled else ""
-        raise ModelError(what=f"{ADAPTER_WEIGHTS} is missing", where=str(folder), why=why,
-                         fix="save the adapter as safetensors, if you trust its origin" if pickled else "check the folder")
+        raise ModelError(
+            what=f"{ADAPTER_WEIGHTS} is missing",
+            where=str(folder),
+            why=why,
+            fix="save the adapter as safetensors, if you trust its origin" if pickled else "check the folder",
+        )
     try:
         return load_file(file)  # type: ignore[no-any-return]
     except (SafetensorError, OSError) as error:
-        raise ModelError(what=f"cannot read {ADAPTER_WEIGHTS}", where=str(folder), why=str(error)[:300],
-                         fix="download the adapter's files again") from error
+        raise ModelError(
+            what=f"cannot read {ADAPTER_WEIGHTS}",
+            where=str(folder),
+            why=str(error)[:300],
+            fix="download the adapter's files again",
+        ) from error
 
 
 def _misfits(found: Any) -> Iterator[str]:
@@ -133,5 +184,9 @@ def _misfits(found: Any) -> Iterator[str]:
 
 
 def _does_not_fit(folder: Path, why: str) -> ModelError:
-    return ModelError(what="the adapter does not belong to this model", where=str(folder), why=why,
-                      fix=f"use the base model named in {ADAPTER}, in the version the adapter was trained on")
+    return ModelError(
+        what="the adapter does not belong to this model",
+        where=str(folder),
+        why=why,
+        fix=f"use the base model named in {ADAPTER}, in the version the adapter was trained on",
+    )

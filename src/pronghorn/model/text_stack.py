@@ -26,8 +26,13 @@ from pronghorn.model.families import text_config
 
 INNER = "language_model"
 # Image processor files; they do not depend on weights.
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "chat_template.json",
-                   "chat_template.jinja")
+PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+    "chat_template.jinja",
+)
 
 
 def auto_class(config: Any) -> Any:

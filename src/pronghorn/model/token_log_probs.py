@@ -16,15 +16,7 @@ from pronghorn.kernels.loss.cross_entropy_rows import IGNORED
 from pronghorn.kernels.loss.linear_log_probs import linear_log_probs
 from pronghorn.model.causal_lm import FastCausalLM
 from pronghorn.model.final_norm import final_norm
-from pronghorn.model.hf_forward import (
-    _covered,
-    _has_labels,
-    _head_and_backbone_as_made,
-    _pack,
-    _plain_loss,
-    _run,
-    _targets,
-)
+from pronghorn.model.hf_forward import _covered, _has_labels, _head_and_backbone_as_made, _pack, _plain_loss, _run, _targets
 from pronghorn.model.layers.types import GradBuffer
 from pronghorn.model.text_stack import head_of
 
@@ -34,8 +26,17 @@ class PackedLogProbs(NamedTuple):
     balance: Tensor | None = None  # the routers' auxiliary loss times its coefficient, where the config asks for it
 
 
-def packed_log_probs(engine: FastCausalLM, ids_T: Tensor, positions_T: Tensor, cu_seqlens: Tensor, longest: int, *,
-                     labels_T: Tensor, loss_rows: Tensor | None = None, typical: int | None = None) -> PackedLogProbs:
+def packed_log_probs(
+    engine: FastCausalLM,
+    ids_T: Tensor,
+    positions_T: Tensor,
+    cu_seqlens: Tensor,
+    longest: int,
+    *,
+    labels_T: Tensor,
+    loss_rows: Tensor | None = None,
+    typical: int | None = None,
+) -> PackedLogProbs:
     """As `FastCausalLM.packed_loss`, for any objective."""
     rows = engine.packed_rows(ids_T, positions_T, cu_seqlens, longest, labels_T=labels_T, loss_rows=loss_rows, typical=typical)
     with torch.autocast(rows.h_ND.device.type, enabled=False):
@@ -54,8 +55,9 @@ class TokenLogProbs(NamedTuple):
     top: Tensor | None  # whether no other token is likelier
 
 
-def token_log_probs(engine: FastCausalLM, inputs: dict[str, Any], *, entropy: bool = False, top: bool = False
-                    ) -> TokenLogProbs | None:
+def token_log_probs(
+    engine: FastCausalLM, inputs: dict[str, Any], *, entropy: bool = False, top: bool = False
+) -> TokenLogProbs | None:
     """`inputs`: of the model's forward. None: the model's own layers must compute logits."""
     model, head = engine.model, head_of(engine.model)
     if not _has_labels(inputs) or not _plain_loss(model) or engine.expert_layers or engine.head_terms["softcap"]:
@@ -71,14 +73,24 @@ def token_log_probs(engine: FastCausalLM, inputs: dict[str, Any], *, entropy: bo
     with torch.autocast(h.device.type, enabled=False):
         x = final_norm(h, engine.norm, GradBuffer(), engine.layers[-1].down.extra)
         weight = head.weight if head.weight.dtype == x.dtype else head.weight.to(x.dtype)
-        found = linear_log_probs(x, weight, targets[rows], logit_scale=engine.head_terms["logit_scale"],
-                                 chunk_share=engine.head_terms.get("chunk_share", 1), entropy=entropy, top=top)
+        found = linear_log_probs(
+            x,
+            weight,
+            targets[rows],
+            logit_scale=engine.head_terms["logit_scale"],
+            chunk_share=engine.head_terms.get("chunk_share", 1),
+            entropy=entropy,
+            top=top,
+        )
     places = rows if pack.real is None else pack.real[rows]
 
     def spread(values: Tensor) -> Tensor:
         flat = values.new_zeros(pack.shape[0] * pack.shape[1]).index_copy(0, places, values)
         return flat.view(pack.shape)
 
-    return TokenLogProbs(spread(found.log_probs), spread(torch.ones_like(rows, dtype=torch.bool)),
-                         None if found.entropy is None else spread(found.entropy),
-                         None if found.top is None else spread(found.top))
+    return TokenLogProbs(
+        spread(found.log_probs),
+        spread(torch.ones_like(rows, dtype=torch.bool)),
+        None if found.entropy is None else spread(found.entropy),
+        None if found.top is None else spread(found.top),
+    )

@@ -68,7 +68,8 @@ class Verdict:
         # in norm, where transformers' own gradient is 9e-4 from float64's and ours 7e-4 (CPU, adapters on all linears).
         spread = math.sqrt(2 * (1 - self.cosine_tolerance))
         said += [
-            f"{g.parameter}: cosine {g.cosine:.6f}, norm ratio {g.norm_ratio:.6f}" for g in self.gradients
+            f"{g.parameter}: cosine {g.cosine:.6f}, norm ratio {g.norm_ratio:.6f}"
+            for g in self.gradients
             if not (g.cosine >= self.cosine_tolerance and abs(g.norm_ratio - 1) <= spread)
         ]
         return said
@@ -90,8 +91,11 @@ class Verdict:
 def verify(model: Any, seed: int = 0) -> Verdict:
     """Raises ModelError that names what is wrong. The model's own gradients are put back as they were."""
     if why := install(model):
-        raise ModelError(what="nothing to verify: this model trains on the transformers layers", why=why,
-                         fix="README.md lists the model types with fast layers")
+        raise ModelError(
+            what="nothing to verify: this model trains on the transformers layers",
+            why=why,
+            fix="README.md lists the model types with fast layers",
+        )
     engine = engine_of(model)
     assert engine is not None
     config = base_of(model).config.get_text_config()
@@ -105,17 +109,21 @@ def verify(model: Any, seed: int = 0) -> Verdict:
     try:
         with _RandomAdapters(model, seed), _NarrowWindows(engine, config):
             own = _gradients(model, lambda: _own_loss(model, ids, positions, bounds))
-            fast = _gradients(model, lambda: engine.packed_loss(ids, positions, bounds, max(DOCUMENTS + FAR), loss_rows=rows,
-                                                                labels_T=labels)[0])
+            fast = _gradients(
+                model,
+                lambda: engine.packed_loss(ids, positions, bounds, max(DOCUMENTS + FAR), loss_rows=rows, labels_T=labels)[0],
+            )
     finally:
         model.train(was_training)
     dtype = next(engine.backbone.parameters()).dtype
     in_fp8 = any(layer.fp8 for layer in engine.layers)
     verdict = _compare(own, fast, dtype, FP8_TOLERANCE if in_fp8 else TOLERANCES[dtype])
     if wrong := verdict.wrong():
-        raise ModelError(what=f"the fast layers differ from the transformers layers: {wrong[0]}",
-                         why="; ".join(wrong[1:4]) or "everything else agrees",
-                         fix="train with layers: own, and report the model type")
+        raise ModelError(
+            what=f"the fast layers differ from the transformers layers: {wrong[0]}",
+            why="; ".join(wrong[1:4]) or "everything else agrees",
+            fix="train with layers: own, and report the model type",
+        )
     return verdict
 
 
@@ -142,9 +150,12 @@ def _require_windows(engine: FastCausalLM, config: Any) -> None:
     for layer in engine.layers:
         ours, theirs = layer.attention.options["window"], window(config, layer.index)
         if ours != theirs:
-            raise ModelError(what=f"the fast layers differ from the transformers layers: layer {layer.index} has the window "
-                                  f"{ours or 'none'}, but the config says {theirs or 'none'}",
-                             why="the config changed after the layers were built", fix="load the model again")
+            raise ModelError(
+                what=f"the fast layers differ from the transformers layers: layer {layer.index} has the window "
+                f"{ours or 'none'}, but the config says {theirs or 'none'}",
+                why="the config changed after the layers were built",
+                fix="load the model again",
+            )
 
 
 class _NarrowWindows:
@@ -195,8 +206,10 @@ def _own_loss(model: Any, ids: Tensor, positions: Tensor, bounds: Tensor) -> Ten
     assert engine is not None
     engine.paused = True
     try:
-        return sum((_document_loss(model, ids, positions, start, stop) for start, stop in pairwise(bounds.tolist())),
-                   torch.zeros((), device=ids.device))
+        return sum(
+            (_document_loss(model, ids, positions, start, stop) for start, stop in pairwise(bounds.tolist())),
+            torch.zeros((), device=ids.device),
+        )
     finally:
         engine.paused = False
 
@@ -207,8 +220,9 @@ def _document_loss(model: Any, ids: Tensor, positions: Tensor, start: int, stop:
     if stop - start < 2:
         return torch.zeros((), device=ids.device)
     row = ids[None, start:stop]
-    logits = model(input_ids=row, attention_mask=torch.ones_like(row), position_ids=positions[None, start:stop],
-                   use_cache=False).logits[0, :-1]
+    logits = model(
+        input_ids=row, attention_mask=torch.ones_like(row), position_ids=positions[None, start:stop], use_cache=False
+    ).logits[0, :-1]
     return F.cross_entropy(logits.float(), ids[start + 1 : stop], reduction="sum")
 
 
@@ -224,8 +238,12 @@ def _gradients(model: Any, loss_of: Any) -> tuple[float, dict[str, Tensor]]:
     return float(loss.detach()), found
 
 
-def _compare(own: tuple[float, dict[str, Tensor]], fast: tuple[float, dict[str, Tensor]], dtype: torch.dtype,
-             tolerance: tuple[float, float]) -> Verdict:
+def _compare(
+    own: tuple[float, dict[str, Tensor]],
+    fast: tuple[float, dict[str, Tensor]],
+    dtype: torch.dtype,
+    tolerance: tuple[float, float],
+) -> Verdict:
     gradients = []
     for name, truth in own[1].items():
         ours = fast[1].get(name, torch.zeros_like(truth)).double().flatten()

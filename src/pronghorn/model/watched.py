@@ -41,9 +41,11 @@ class Watched:
                 self._is_equal(vars(norm.module), "variance_epsilon", "eps")
 
     def unchanged(self) -> bool:
-        return (all(place.get(key) is found for place, key, found in self._same)
-                and all(place.get(key) == found for place, key, found in self._equal)
-                and all(tensor.data_ptr() == at and tensor.requires_grad is trains for tensor, at, trains in self._tensors))
+        return (
+            all(place.get(key) is found for place, key, found in self._same)
+            and all(place.get(key) == found for place, key, found in self._equal)
+            and all(tensor.data_ptr() == at and tensor.requires_grad is trains for tensor, at, trains in self._tensors)
+        )
 
     def _is(self, place: dict[str, Any], *keys: str) -> None:
         self._same += [(place, key, place.get(key)) for key in keys]

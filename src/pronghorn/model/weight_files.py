@@ -35,19 +35,31 @@ def require_whole_weights(name: str, *, any_name: bool = False) -> None:
     files = files_to_load(folder)
     if files and not (any_name or from_hub or (folder / SINGLE).is_file() or (folder / INDEX).is_file()):
         others = f"found only: {', '.join(file.name for file in files[:3])}" + ", ..." * (len(files) > 3)
-        raise ModelError(what=f"neither {SINGLE} nor {INDEX} found", where=str(folder), why=others,
-                         fix=f"download {INDEX} into the folder" if len(files) > 1 else f"rename the file to {SINGLE}")
+        raise ModelError(
+            what=f"neither {SINGLE} nor {INDEX} found",
+            where=str(folder),
+            why=others,
+            fix=f"download {INDEX} into the folder" if len(files) > 1 else f"rename the file to {SINGLE}",
+        )
     for file in files:
         if not file.is_file():
             if from_hub:
                 continue
-            raise ModelError(what=f"{file.name} is missing", where=str(folder), why=f"{INDEX} lists it",
-                             fix=f"download {file.name} into the folder")
+            raise ModelError(
+                what=f"{file.name} is missing",
+                where=str(folder),
+                why=f"{INDEX} lists it",
+                fix=f"download {file.name} into the folder",
+            )
         try:
             why = _damage(file)
         except OSError as error:
-            raise ModelError(what=f"cannot read {file.name}", where=str(folder), why=error.strerror or str(error),
-                             fix="change its permissions so that you can read it") from error
+            raise ModelError(
+                what=f"cannot read {file.name}",
+                where=str(folder),
+                why=error.strerror or str(error),
+                fix="change its permissions so that you can read it",
+            ) from error
         if why:
             fix = "fetch the large files (git lfs pull)" if "Git LFS" in why else again
             raise ModelError(what=f"{file.name} is damaged or incomplete", where=str(folder), why=why, fix=fix)
@@ -68,8 +80,12 @@ def files_to_load(folder: Path) -> list[Path]:
             raise ValueError(f"{str(strange[0])[:80]!r} is not a safetensors file in this folder")  # or a pickle
         return [folder / name for name in sorted(names)]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ModelError(what=f"{INDEX} does not map weights to files", where=str(folder),
-                         why=f"{type(error).__name__}: {error}"[:200], fix="download it again") from error
+        raise ModelError(
+            what=f"{INDEX} does not map weights to files",
+            where=str(folder),
+            why=f"{type(error).__name__}: {error}"[:200],
+            fix="download it again",
+        ) from error
 
 
 def _damage(file: Path) -> str:

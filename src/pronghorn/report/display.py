@@ -274,8 +274,10 @@ def _say_base(run: _Run, event: dict[str, Any], width: int) -> list[str]:
 
 def _metrics(event: dict[str, Any]) -> list[str]:
     """`exact_match 0.93`, and how many answers did not end, where that is known."""
-    said = [f"{number_format.one_line(str(name), 40)} {number_format.score(as_number(value))}"
-            for name, value in (event.get("metrics") or {}).items()]
+    said = [
+        f"{number_format.one_line(str(name), 40)} {number_format.score(as_number(value))}"
+        for name, value in (event.get("metrics") or {}).items()
+    ]
     return said + ([f"{counted(event['cut'], 'answer')} truncated at eval.max_new_tokens"] if event.get("cut") else [])
 
 

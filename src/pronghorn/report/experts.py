@@ -53,10 +53,19 @@ def experts_summary(kept: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
         return None
     worst = max(layers, key=lambda load: load.imbalance)
     mean = sum(load.imbalance for load in layers) / len(layers)
-    text = (f"busiest expert: {mean:.2f} times the mean load over {counted(len(layers), 'layer')}, at most "
-            f"{worst.imbalance:.2f} in layer {worst.layer}; 0 tokens dropped")
-    return {"layers": len(layers), "imbalance": mean, "worst_layer": worst.layer, "worst_imbalance": worst.imbalance,
-            "unused": sum(load.unused for load in layers), "dropped": 0, "text": text}
+    text = (
+        f"busiest expert: {mean:.2f} times the mean load over {counted(len(layers), 'layer')}, at most "
+        f"{worst.imbalance:.2f} in layer {worst.layer}; 0 tokens dropped"
+    )
+    return {
+        "layers": len(layers),
+        "imbalance": mean,
+        "worst_layer": worst.layer,
+        "worst_imbalance": worst.imbalance,
+        "unused": sum(load.unused for load in layers),
+        "dropped": 0,
+        "text": text,
+    }
 
 
 def experts_section(kept: Sequence[dict[str, Any]]) -> str:
@@ -80,9 +89,10 @@ def experts_section(kept: Sequence[dict[str, Any]]) -> str:
     head = "".join(f'<th class="n">{escape(word)}</th>' if word else "<th>experts, from first to last</th>"
                    for word in ("layer", "", "tokens × experts per token", "busiest / mean", "unused"))  # fmt: skip
     worst = max(layers, key=lambda load: load.imbalance)
-    note = (f"Dropped tokens: 0. Most uneven: layer {worst.layer}, whose busiest expert has {worst.imbalance:.2f} times the "
-            "mean load. In the last layer, only tokens with a loss pass through the experts, unless the load-balancing loss "
-            "is on.")
+    note = (
+        f"Dropped tokens: 0. Most uneven: layer {worst.layer}, whose busiest expert has {worst.imbalance:.2f} times the "
+        "mean load. In the last layer, only tokens with a loss pass through the experts, unless the load-balancing loss "
+        "is on."
+    )
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
-    return (f'<h2>Experts</h2><div class="card wide">{table}'
-            f'<p class="note">{note}</p></div>')
+    return f'<h2>Experts</h2><div class="card wide">{table}<p class="note">{note}</p></div>'

@@ -199,8 +199,9 @@ def _stages(run: RunStats) -> str:
     missing = run.seconds - total
     note = ""
     if missing > 0.02 * run.seconds:
-        more = (f"{number_format.duration(missing)} more passed since the last checkpoint;"
-                " stages are recorded at each checkpoint.")
+        more = (
+            f"{number_format.duration(missing)} more passed since the last checkpoint; stages are recorded at each checkpoint."
+        )
         note = f'<p class="note">{more}</p>'
     return (
         f'<h2>Where the time went</h2><div class="card"><div class="stack">{segments}</div>'

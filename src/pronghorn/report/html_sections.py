@@ -112,10 +112,14 @@ def evaluations_section(evals: Sequence[dict[str, Any]], best_step: int | None) 
     rows = []
     for e in evals[-MOST_EVALUATIONS:]:
         best = e.get("step") == best_step
-        cells = [f"{e.get('step', 0):,}", *(number_format.figure(as_number(e.get(name))) for name in ("loss", "perplexity")),
-                 *(_score(_metrics(e).get(name)) for name in names), number_format.duration(as_number(e.get("seconds")))]
+        cells = [
+            f"{e.get('step', 0):,}",
+            *(number_format.figure(as_number(e.get(name))) for name in ("loss", "perplexity")),
+            *(_score(_metrics(e).get(name)) for name in names),
+            number_format.duration(as_number(e.get("seconds"))),
+        ]
         shown = "".join(f'<td class="n">{escape(text)}</td>' for text in cells)
-        rows.append(f'<tr{" class=best" if best else ""}>{shown}<th>{"best" if best else ""}</th></tr>')
+        rows.append(f"<tr{' class=best' if best else ''}>{shown}<th>{'best' if best else ''}</th></tr>")
     left_out = len(evals) - MOST_EVALUATIONS
     note = f'<p class="note">The last {MOST_EVALUATIONS} of {len(evals):,}.</p>' if left_out > 0 else ""
     return (f'<h2>Evaluations</h2><div class="card wide"><table class="evals"><tr>{head}<th></th></tr>{"".join(rows)}</table>'

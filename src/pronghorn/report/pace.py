@@ -9,8 +9,12 @@ from collections import deque
 
 from pronghorn.report import number_format
 
-UNITS = {"tokenizing": "rows", "reading what is tokenized already": "rows", "duplicates and junk": "rows",
-         "near duplicates": "rows"}
+UNITS = {
+    "tokenizing": "rows",
+    "reading what is tokenized already": "rows",
+    "duplicates and junk": "rows",
+    "near duplicates": "rows",
+}
 SURE_AFTER = 2.0  # seconds; before that a pace says little
 WINDOW = 30.0  # seconds that count: what follows is like what was just now, not like the start
 EVERY = 0.5  # seconds between two looks that are kept

@@ -23,6 +23,8 @@ def ranks_summary(kept: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
         return None
     shares = [min(1.0, sum(float(event["waited"][rank]) for event in found) / seconds) for rank in range(ranks)]
     slowest = min(range(ranks), key=lambda rank: shares[rank])
-    text = (f"{ranks} ranks waited for each other {number_format.percent(sum(shares) / ranks)} of the time; slowest: rank "
-            f"{slowest}, which waited {number_format.percent(shares[slowest])}")
+    text = (
+        f"{ranks} ranks waited for each other {number_format.percent(sum(shares) / ranks)} of the time; slowest: rank "
+        f"{slowest}, which waited {number_format.percent(shares[slowest])}"
+    )
     return {"ranks": ranks, "waited": shares, "slowest": slowest, "text": text}

@@ -14,13 +14,7 @@ from pronghorn.report.stages import STAGES
 # Without an end event a run is either at work or was killed; the log of a run at work is seldom silent for so long.
 SILENT_AFTER = 600.0
 
-STATES = {
-    "done": "done",
-    "early stop": "early stop",
-    "signal": "interrupted",
-    "health": "health stop",
-    "error": "error",
-}
+STATES = {"done": "done", "early stop": "early stop", "signal": "interrupted", "health": "health stop", "error": "error"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +178,14 @@ def _metrics(kept: Sequence[dict[str, Any]], evals: Sequence[dict[str, Any]]) ->
         values = [(as_number(e["metrics"].get(name)), e.get("step")) for e in measured]
         best, best_step = max(((v, s) for v, s in values if math.isfinite(v)), key=lambda pair: pair[0], default=(None, None))
         of_base = (base.get("metrics") or {}).get(name)
-        found[str(name)] = MetricFigures(None if of_base is None else as_number(of_base), values[0][0], values[-1][0], best,
-                                         best_step, int(measured[-1].get("samples", 0)))
+        found[str(name)] = MetricFigures(
+            None if of_base is None else as_number(of_base),
+            values[0][0],
+            values[-1][0],
+            best,
+            best_step,
+            int(measured[-1].get("samples", 0)),
+        )
     return found
 
 

@@ -45,8 +45,12 @@ class RunInfo:
 def list_runs(root: Path) -> list[RunInfo]:
     """Every folder below root (or root itself) that holds a run.jsonl."""
     if not root.is_dir():
-        raise CommandError("folder not found", where=str(root), why="`pronghorn runs` searches it for runs",
-                           fix="name the folder that contains your runs: pronghorn runs --root FOLDER")
+        raise CommandError(
+            "folder not found",
+            where=str(root),
+            why="`pronghorn runs` searches it for runs",
+            fix="name the folder that contains your runs: pronghorn runs --root FOLDER",
+        )
     found = []
     for place, folders, files in os.walk(root):
         # Runs do not lie inside runs: their checkpoints need not be searched.

@@ -34,9 +34,11 @@ class Adaptor:
 
     def __enter__(self) -> Self:
         if found := already_imported():
-            raise CommandError(what=f"{found[0]} is already imported in this process",
-                               why="it has already patched trl and transformers",
-                               fix="restart Python and load Pronghorn first")
+            raise CommandError(
+                what=f"{found[0]} is already imported in this process",
+                why="it has already patched trl and transformers",
+                fix="restart Python and load Pronghorn first",
+            )
         sys.meta_path[:0] = self._finders
         return self
 

@@ -17,10 +17,25 @@ from pronghorn.scripts.notebooks import Cell, read_cells
 from pronghorn.scripts.renames import BITSANDBYTES_ADAMW, LEFT_OUT, REFUSED, RENAMED, TRAINER_RENAMED
 
 # Arguments that trainers took themselves, and that are part of their args now.
-INTO_ARGS = ("max_seq_length", "dataset_text_field", "packing", "dataset_num_proc", "beta", "max_length", "dataset_kwargs",
-             "eval_packing", "neftune_noise_alpha")
-ENVIRONMENT = ("PYTORCH_ALLOC_CONF", "GOMP_SPINCOUNT", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED",
-               "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "HF_HUB_DISABLE_TELEMETRY", "HF_UPDATE_DOWNLOAD_COUNTS")
+INTO_ARGS = (
+    "max_seq_length",
+    "dataset_text_field",
+    "packing",
+    "dataset_num_proc",
+    "beta",
+    "max_length",
+    "dataset_kwargs",
+    "eval_packing",
+    "neftune_noise_alpha",
+)
+ENVIRONMENT = (
+    "PYTORCH_ALLOC_CONF",
+    "GOMP_SPINCOUNT",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR",
+    "HF_HUB_DISABLE_TELEMETRY",
+    "HF_UPDATE_DOWNLOAD_COUNTS",
+)
 OFF = " (disabled by `if False`)"
 
 
@@ -28,26 +43,42 @@ def everything() -> str:
     """The adaptor, in words."""
     lines = ["Translations that apply inside `pronghorn run` only:", "", "modules"]
     lines += [f"  import {name:<24} gives {ours}" for name, ours in OURS.items() if ours]
-    lines += ["  import unsloth_zoo...           imports; using anything of it raises an error",
-              f"  import {', '.join(SEEN_THROUGH):<24} in the script's own files: a view of the package with the classes",
-              "                                  below; the package itself is not changed", "", "trainers"]
+    lines += [
+        "  import unsloth_zoo...           imports; using anything of it raises an error",
+        f"  import {', '.join(SEEN_THROUGH):<24} in the script's own files: a view of the package with the classes",
+        "                                  below; the package itself is not changed",
+        "",
+        "trainers",
+    ]
     lines += [f"  Trainer({old}=) -> {new}=" for old, new in TRAINER_RENAMED.items()]
-    lines += [f"  Trainer({', '.join(INTO_ARGS)}) -> moved into its args",
-              "  SFTTrainer(args=TrainingArguments(...)) -> an SFTConfig with the same values; also for DPO, KTO, ...",
-              "  SFTTrainer without max_length -> the model's max_seq_length, not TRL's default of 1024",
-              "  SFTTrainer(formatting_func=) written for batches -> called with batches of one row",
-              "  SFTTrainer's dataset -> trains on the script's text column; a duplicate BOS token is removed",
-              *(f"  from trl import {name} -> {home}" for name, home in MOVED.items()), "", "arguments"]
+    lines += [
+        f"  Trainer({', '.join(INTO_ARGS)}) -> moved into its args",
+        "  SFTTrainer(args=TrainingArguments(...)) -> an SFTConfig with the same values; also for DPO, KTO, ...",
+        "  SFTTrainer without max_length -> the model's max_seq_length, not TRL's default of 1024",
+        "  SFTTrainer(formatting_func=) written for batches -> called with batches of one row",
+        "  SFTTrainer's dataset -> trains on the script's text column; a duplicate BOS token is removed",
+        *(f"  from trl import {name} -> {home}" for name, home in MOVED.items()),
+        "",
+        "arguments",
+    ]
     lines += [f"  {old}= -> {new}=" for old, new in RENAMED.items()]
-    lines += ["  warmup_ratio= -> warmup_steps=, a fraction of all steps",
-              '  group_by_length=True -> train_sampling_strategy="group_by_length"',
-              f"  optim={', '.join(sorted(BITSANDBYTES_ADAMW))} -> adamw_torch_fused, if bitsandbytes is not installed",
-              "  GRPOConfig(per_device_train_batch_size=) -> num_generations, if a batch does not hold whole groups",
-              "  fp16=True, and bf16 if not set -> False, without a GPU"]
+    lines += [
+        "  warmup_ratio= -> warmup_steps=, a fraction of all steps",
+        '  group_by_length=True -> train_sampling_strategy="group_by_length"',
+        f"  optim={', '.join(sorted(BITSANDBYTES_ADAMW))} -> adamw_torch_fused, if bitsandbytes is not installed",
+        "  GRPOConfig(per_device_train_batch_size=) -> num_generations, if a batch does not hold whole groups",
+        "  fp16=True, and bf16 if not set -> False, without a GPU",
+    ]
     lines += [f"  {old}= is dropped: {why}" for old, why in LEFT_OUT.items()]
     lines += [f"  {old}= is refused: {why}" for old, (why, _) in REFUSED.items()]
-    lines += ["", "tokenizers", "  apply_chat_template without return_dict= -> token ids that also support dict access", "",
-              "environment variables, set by every pronghorn command unless already set", f"  {', '.join(ENVIRONMENT)}"]
+    lines += [
+        "",
+        "tokenizers",
+        "  apply_chat_template without return_dict= -> token ids that also support dict access",
+        "",
+        "environment variables, set by every pronghorn command unless already set",
+        f"  {', '.join(ENVIRONMENT)}",
+    ]
     return "\n".join(lines)
 
 
@@ -71,8 +102,10 @@ def of_script(path: Path) -> list[Found]:
             raise CommandError(what=f"invalid Python: {error}", where=name, fix="fix the syntax error first") from error
         off = {id(node) for block in ast.walk(tree) if _is_off(block) for one in block.body for node in ast.walk(one)}
         for node in sorted((node for node in ast.walk(tree) if hasattr(node, "lineno")), key=lambda node: node.lineno):
-            found += [Found(f"{name}:{node.lineno}", what + (OFF if id(node) in off else ""), missing)
-                      for what, missing in _of_node(node)]
+            found += [
+                Found(f"{name}:{node.lineno}", what + (OFF if id(node) in off else ""), missing)
+                for what, missing in _of_node(node)
+            ]
     return found
 
 
@@ -160,8 +193,11 @@ def _of_model_call(name: str, given: dict[str, Any]) -> list[tuple[str, bool]]:
     if name in LATER:
         return [(f"{name}() is not supported: {LATER[name][0]}", True)]
     rows = {"from_pretrained": LOADING, "get_peft_model": ADAPTING}.get(name, {})
-    refused = {f"{key}={value!r}": rows[key].why for key, value in given.items()
-               if key in rows and rows[key].allowed is not None and value not in (rows[key].allowed or ())}
+    refused = {
+        f"{key}={value!r}": rows[key].why
+        for key, value in given.items()
+        if key in rows and rows[key].allowed is not None and value not in (rows[key].allowed or ())
+    }
     for method, (why, _) in LATER.items():
         if method in str(given.get("save_method", "")):
             refused[f"save_method={given['save_method']!r}"] = why

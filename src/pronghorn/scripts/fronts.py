@@ -143,5 +143,3 @@ def _derived(real: type, kind: Any, members: dict[str, Any]) -> type:
     named = {"__module__": real.__module__, "__qualname__": real.__qualname__, "__doc__": real.__doc__}
     derived: type = kind(real.__name__, (real,), named | members)
     return derived
-
-

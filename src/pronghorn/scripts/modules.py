@@ -27,8 +27,10 @@ OURS = {
 INSIDES = "it is internal to the other library"
 WHY = {
     "unsloth.dataprep": ("it generates data with its own server", "generate the data beforehand and load it from a file"),
-    "unsloth_zoo.vision_utils": ("Pronghorn trains on text only",
-                                 "use FastModel: it trains the text model of a vision-language model"),
+    "unsloth_zoo.vision_utils": (
+        "Pronghorn trains on text only",
+        "use FastModel: it trains the text model of a vision-language model",
+    ),
 }
 
 
@@ -101,8 +103,9 @@ class Finder(MetaPathFinder, Loader):
 
 def already_imported() -> list[str]:
     """Modules of the real library in this process: what it patched on import is patched."""
-    return sorted(name for name in sys.modules
-                  if name.partition(".")[0] in STOOD_IN_FOR and not isinstance(sys.modules[name], StandIn))
+    return sorted(
+        name for name in sys.modules if name.partition(".")[0] in STOOD_IN_FOR and not isinstance(sys.modules[name], StandIn)
+    )
 
 
 def forget_stand_ins() -> None:

@@ -33,8 +33,12 @@ def read_cells(path: Path) -> list[Cell]:
         sources = [cell["source"] for cell in content["cells"] if cell["cell_type"] == "code"]
         texts = [source if isinstance(source, str) else "".join(source) for source in sources]
     except (ValueError, KeyError, TypeError) as error:
-        raise CommandError(what="not a Jupyter notebook", where=str(path), why=f"it has no list of cells ({error})",
-                           fix="save it again as .ipynb (nbformat 4)") from error
+        raise CommandError(
+            what="not a Jupyter notebook",
+            where=str(path),
+            why=f"it has no list of cells ({error})",
+            fix="save it again as .ipynb (nbformat 4)",
+        ) from error
     return [_cell(number, text) for number, text in enumerate(texts, 1)]
 
 
@@ -138,9 +142,11 @@ def load(shell: Any) -> None:
     adaptor.__enter__()
     _loaded[id(shell)] = (adaptor, shell.user_ns.get("__builtins__"))
     shell.user_ns["__builtins__"] = adaptor.builtins
-    print("pronghorn: in this notebook, `import unsloth` gives Pronghorn, and trainers of trl and transformers accept their "
-          "old argument names.\n           Each translation is printed once; `pronghorn run --explain` lists them all; "
-          "`%unload_ext pronghorn` undoes it.")
+    print(
+        "pronghorn: in this notebook, `import unsloth` gives Pronghorn, and trainers of trl and transformers accept their "
+        "old argument names.\n           Each translation is printed once; `pronghorn run --explain` lists them all; "
+        "`%unload_ext pronghorn` undoes it."
+    )
 
 
 def unload(shell: Any) -> None:

@@ -42,8 +42,7 @@ LEFT_OUT = {
     "include_tokens_per_second": "it affected logging only",
 }
 REFUSED = {
-    "vllm_sampling_params": ("it exists in the other library only",
-                             "pass temperature, top_p, top_k and min_p as arguments"),
+    "vllm_sampling_params": ("it exists in the other library only", "pass temperature, top_p, top_k and min_p as arguments")
 }
 TRAINER_RENAMED = {"tokenizer": "processing_class"}
 # AdamW with states in 8 bits or in pages needs bitsandbytes; the same steps with states in 32 bits do not.
@@ -129,9 +128,11 @@ def translate_arguments(cls: type, given: dict[str, Any], notes: Notes) -> dict[
 
 def _put(cls: str, old: str, new: str, value: Any, result: dict[str, Any], notes: Notes) -> None:
     if new in result and result[new] != value:
-        raise CommandError(what=f"{cls}({old}={value!r}) contradicts {new}={result[new]!r}",
-                           why=f"{old} is the old name of {new}",
-                           fix="keep one of them")
+        raise CommandError(
+            what=f"{cls}({old}={value!r}) contradicts {new}={result[new]!r}",
+            why=f"{old} is the old name of {new}",
+            fix="keep one of them",
+        )
     result[new] = value
     shown = f'"{value}"' if old == "group_by_length" else "..."  # of the others only the name is new
     notes.say(f"{cls}({old}=...) becomes {new}={shown}")
@@ -142,8 +143,9 @@ def _warm_up(cls: str, ratio: Any, result: dict[str, Any], notes: Notes) -> None
     if not ratio or result.get("warmup_steps"):
         return
     if not 0 < float(ratio) < 1:
-        raise CommandError(what=f"{cls}(warmup_ratio={ratio!r})",
-                           fix="use a fraction of all steps, from 0 up to, but not including, 1")
+        raise CommandError(
+            what=f"{cls}(warmup_ratio={ratio!r})", fix="use a fraction of all steps, from 0 up to, but not including, 1"
+        )
     result["warmup_steps"] = float(ratio)
     notes.say(f"{cls}(warmup_ratio=...) becomes warmup_steps=...: values below 1 are a fraction of all steps")
 
@@ -157,16 +159,20 @@ def _whole_groups(cls: type, result: dict[str, Any], notes: Notes) -> None:
     batch, accumulated, answers = (result.get(name, defaults[name]) for name in names)
     if isinstance(answers, int) and answers > 0 and batch * accumulated % answers:
         result["per_device_train_batch_size"] = answers
-        notes.say(f"{cls.__name__}(per_device_train_batch_size={batch}) becomes {answers}: a batch holds all num_generations "
-                  "completions of a prompt")
+        notes.say(
+            f"{cls.__name__}(per_device_train_batch_size={batch}) becomes {answers}: a batch holds all num_generations "
+            "completions of a prompt"
+        )
 
 
 def _optimizer(cls: str, result: dict[str, Any], notes: Notes) -> None:
     asked = str(getattr(result.get("optim"), "value", result.get("optim")))
     if asked in BITSANDBYTES_ADAMW and find_spec("bitsandbytes") is None:
         result["optim"] = "adamw_torch_fused"
-        notes.say(f'{cls}(optim="{asked}") becomes "adamw_torch_fused": bitsandbytes is not installed; same updates, 8 bytes '
-                  "of optimizer state per trained weight")
+        notes.say(
+            f'{cls}(optim="{asked}") becomes "adamw_torch_fused": bitsandbytes is not installed; same updates, 8 bytes '
+            "of optimizer state per trained weight"
+        )
 
 
 def _without_gpu(cls: type, result: dict[str, Any], notes: Notes) -> None:
@@ -232,8 +238,10 @@ def _with_length(cls: type, settings: Any, moved: dict[str, Any], model: Any, no
     if said or length is None or settings is None or not any(base.__name__ == "SFTTrainer" for base in cls.__mro__):
         return settings
     if settings.max_length != length:
-        notes.say(f"{cls.__name__}: rows are truncated to the model's max_seq_length={length}, not to TRL's default "
-                  f"max_length={settings.max_length}; set max_length to change this")
+        notes.say(
+            f"{cls.__name__}: rows are truncated to the model's max_seq_length={length}, not to TRL's default "
+            f"max_length={settings.max_length}; set max_length to change this"
+        )
         settings = copy.copy(settings)
         settings.max_length = length
     return settings

@@ -68,8 +68,11 @@ def _read(path: Path) -> bytes:
 
 def _readable(path: Path) -> Path:
     if not path.is_file():
-        raise CommandError(what="script not found" if not path.exists() else "not a file", where=str(path),
-                           fix="pronghorn run script.py [its arguments], or notebook.ipynb")
+        raise CommandError(
+            what="script not found" if not path.exists() else "not a file",
+            where=str(path),
+            fix="pronghorn run script.py [its arguments], or notebook.ipynb",
+        )
     return path
 
 

@@ -48,8 +48,10 @@ class Reader:
         elif self.field not in columns:
             return data
         elif beside := [column for column in columns if column in GO_BEFORE_TEXT and column != self.field]:
-            self.notes.say(f"{name}: trains on column {self.field!r}; columns {', '.join(beside)} are removed, because TRL "
-                           "would train on them instead")
+            self.notes.say(
+                f"{name}: trains on column {self.field!r}; columns {', '.join(beside)} are removed, because TRL "
+                "would train on them instead"
+            )
             data = data.remove_columns(beside)
         return self._with_one_first_token(data, name)
 
@@ -84,8 +86,10 @@ def per_row(formatting: Callable[[Any], Any], row: dict[str, Any], notes: Notes)
         if isinstance(texts, dict):
             texts = next(iter(texts.values()))
         if not isinstance(texts, (list, tuple)) or len(texts) != 1:
-            raise DataError(what="formatting_func returned no text for a row",
-                            fix="return a string for a row, or a list of strings for a batch")
+            raise DataError(
+                what="formatting_func returned no text for a row",
+                fix="return a string for a row, or a list of strings for a batch",
+            )
         return str(texts[0])
 
     return as_batch

@@ -28,8 +28,9 @@ def _random_numbers_kept() -> Iterator[None]:
 
 
 class RunAnswers:
-    def __init__(self, session: Session, folder: Path, log: RunLog, own: OwnMetric | None,
-                 progress: Callable[[str, int, int], None]) -> None:
+    def __init__(
+        self, session: Session, folder: Path, log: RunLog, own: OwnMetric | None, progress: Callable[[str, int, int], None]
+    ) -> None:
         self._session, self._folder, self._log, self._progress = session, folder, log, progress
         with _random_numbers_kept():
             self._held_out = HeldOut.of(session.data.evaluation, session.tokenizer, session.recipe.eval, own)
@@ -50,16 +51,21 @@ class RunAnswers:
         judged = self._judged(self._ask("answering"))
         rows = self._held_out.table(judged, base, session.step)
         write_answers(self._folder, rows)
-        shown = [{key: row[key] for key in ("prompt", "answer", "expected", "base")}
-                 for row in rows[: session.recipe.eval.generations]]
+        shown = [
+            {key: row[key] for key in ("prompt", "answer", "expected", "base")}
+            for row in rows[: session.recipe.eval.generations]
+        ]
         if not self._held_out.measured:
             return {"generations": shown}
         return {"generations": shown, "metrics": judged.metrics, "samples": len(questions), "cut": judged.cut}
 
     def _ask(self, label: str) -> list[Answer]:
         with self._session.autocast():
-            return self._held_out.ask(self._session.model, lambda _, done, total: self._progress(label, done, total),
-                                      capture=self._session.recipe.train.graph != "off")
+            return self._held_out.ask(
+                self._session.model,
+                lambda _, done, total: self._progress(label, done, total),
+                capture=self._session.recipe.train.graph != "off",
+            )
 
     def _judged(self, answers: list[Answer]) -> Judged:
         with _random_numbers_kept():
@@ -79,9 +85,11 @@ class RunAnswers:
                     self._base = self._asked_of_base()
             else:
                 self._told = True
-                self._log.write("notice",
-                                text="the base model's answers are not shown: with method: full they are generated before "
-                                     "the first step, and this run started with different questions")
+                self._log.write(
+                    "notice",
+                    text="the base model's answers are not shown: with method: full they are generated before "
+                    "the first step, and this run started with different questions",
+                )
         return self._base
 
     def _asked_of_base(self) -> Judged:

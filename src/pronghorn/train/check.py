@@ -53,7 +53,8 @@ class Facts:
         share = self.loss_tokens / self.tokens
         parts = (self.memory, self.memory_weights, self.memory_training, self.memory_activations)
         memory = "about {} GB: weights {}, adapters, gradients and optimizer {}, activations {}".format(
-            *(f"{part / 1e9:.1f}" for part in parts))
+            *(f"{part / 1e9:.1f}" for part in parts)
+        )
         for name, value in (
             ("model", f"{self.model} ({self.model_type}, {self.parameters:,} parameters)"),
             ("trained", f"{self.trainable:,} parameters, {self.precision} on {self.device}"),
@@ -88,12 +89,25 @@ def check_run(recipe: Recipe, *, report: Callable[[str, int, int], None]) -> Fac
         weights, training = parts["weights"], sum(size for name, size in parts.items() if "optimizer" in name)
         activations = plan.peak_bytes - weights - training  # and whatever else there is
     return Facts(
-        model=recipe.model, model_type=facts.model_type, parameters=facts.parameters, trainable=trainable, device=device.type,
-        precision=precision, documents=summary["documents"], tokens=summary["tokens"], loss_tokens=summary["loss_tokens"],
-        eval_documents=len(data.evaluation) if data.evaluation is not None else 0, packs=summary["packs"],
-        packing_efficiency=summary["efficiency"], micro_batches_per_step=packs_per_step(recipe), steps=data.total_steps,
-        memory_weights=weights, memory_training=training, memory_activations=activations,
+        model=recipe.model,
+        model_type=facts.model_type,
+        parameters=facts.parameters,
+        trainable=trainable,
+        device=device.type,
+        precision=precision,
+        documents=summary["documents"],
+        tokens=summary["tokens"],
+        loss_tokens=summary["loss_tokens"],
+        eval_documents=len(data.evaluation) if data.evaluation is not None else 0,
+        packs=summary["packs"],
+        packing_efficiency=summary["efficiency"],
+        micro_batches_per_step=packs_per_step(recipe),
+        steps=data.total_steps,
+        memory_weights=weights,
+        memory_training=training,
+        memory_activations=activations,
         sources=tuple(map(str, data.counts.sources)) if len(data.counts.sources) > 1 else (),
-        plan=tuple(planned.text()) if planned else (), no_memory=plan if isinstance(plan, str) else "",
+        plan=tuple(planned.text()) if planned else (),
+        no_memory=plan if isinstance(plan, str) else "",
         notices=tuple(notices(recipe, data, device, precision, facts)),
     )

@@ -101,13 +101,7 @@ def manifest_of(state: TrainState) -> dict[str, Any]:
 
 
 def write_checkpoint(
-    run: Path,
-    manifest: dict[str, Any],
-    fill: Callable[[Path], None],
-    *,
-    keep: int,
-    best_step: int | None,
-    needed_bytes: int,
+    run: Path, manifest: dict[str, Any], fill: Callable[[Path], None], *, keep: int, best_step: int | None, needed_bytes: int
 ) -> Path:
     """The protocol, whoever follows it: `fill` writes every file but the manifest, `needed_bytes` in all."""
     if keep < 1:
@@ -168,14 +162,11 @@ def load_checkpoint(path: Path) -> TrainState:
     try:
         tensors = load_file(path / TENSORS)
     except (OSError, SafetensorError) as error:  # its sum is right: it was forged, or the disk fails
-        raise CheckpointError("cannot read the checkpoint's tensors", where=str(path / TENSORS), why=str(error),
-                              fix=way_out(path)) from error
+        raise CheckpointError(
+            "cannot read the checkpoint's tensors", where=str(path / TENSORS), why=str(error), fix=way_out(path)
+        ) from error
     return TrainState(
-        step=manifest["step"],
-        tensors=tensors,
-        values=manifest["values"],
-        recipe=manifest["recipe"],
-        rng=manifest["rng"],
+        step=manifest["step"], tensors=tensors, values=manifest["values"], recipe=manifest["recipe"], rng=manifest["rng"]
     )
 
 
@@ -255,8 +246,7 @@ def refuse_foreign(names: Iterable[str]) -> None:
     """What must not be among the model's files; if it is, that is our bug, hence no PronghornError."""
     for name in names:
         if name.endswith(PICKLED):
-            raise RuntimeError(f"the model's save function wrote {name}: checkpoints hold safetensors and JSON only, no "
-                               "pickle")
+            raise RuntimeError(f"the model's save function wrote {name}: checkpoints hold safetensors and JSON only, no pickle")
         if name in (MANIFEST, TENSORS):
             raise RuntimeError(f"the model's save function wrote {name}, a name the checkpoint uses itself")
 
@@ -393,8 +383,9 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         text = file.read_text(encoding="utf-8")
         manifest = json.loads(text)
     except FileNotFoundError:
-        raise _DamageError(file, "the checkpoint has no manifest",
-                           "every checkpoint is saved with one, so it was removed later") from None
+        raise _DamageError(
+            file, "the checkpoint has no manifest", "every checkpoint is saved with one, so it was removed later"
+        ) from None
     except OSError as error:
         raise _DamageError(file, "cannot read the manifest", error.strerror or str(error)) from error
     except (ValueError, RecursionError) as error:
@@ -403,8 +394,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise _DamageError(file, "the manifest is damaged", "it is not an object")
     if manifest.get("version", VERSION) != VERSION:
         raise _DamageError(
-            file, _OTHER_VERSION,
-            f"its manifest has version {manifest['version']}, this Pronghorn reads version {VERSION}",
+            file, _OTHER_VERSION, f"its manifest has version {manifest['version']}, this Pronghorn reads version {VERSION}"
         )
     body = {key: value for key, value in manifest.items() if key != "sha256"}
     try:
@@ -454,8 +444,9 @@ def way_out(damaged: Path) -> str:
             continue
         moves = "; ".join(shlex.join(["mv", str(path), f"{path}.damaged"]) for path in away)
         return f"{candidate.name} is intact; to resume from it, run the same command again after: {moves}"
-    return ("no earlier checkpoint is intact; restore a backup, or start over with --fresh (the old folder is renamed, not "
-            "deleted)")
+    return (
+        "no earlier checkpoint is intact; restore a backup, or start over with --fresh (the old folder is renamed, not deleted)"
+    )
 
 
 def _as_base64(state: torch.Tensor) -> str:

@@ -26,9 +26,21 @@ from pronghorn.train.run_folder import readable_bytes
 
 # In the order in which safetensors stores them, widest first, so that every tensor is aligned.
 _DTYPES = {
-    torch.uint64: "U64", torch.int64: "I64", torch.float64: "F64", torch.float32: "F32", torch.uint32: "U32",
-    torch.int32: "I32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint16: "U16", torch.int16: "I16",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
 }
 _RANK = {dtype: rank for rank, dtype in enumerate(_DTYPES)}
 _PAGE = 4096
@@ -79,9 +91,7 @@ def safetensors_header(file: TensorFile) -> tuple[bytes, dict[str, int]]:
     starts, end = {}, 0
     for name, tensor in sorted(file.tensors.items(), key=lambda item: (_RANK[item[1].dtype], item[0])):
         starts[name], end = end, end + tensor.nbytes
-        entries[name] = {
-            "dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [starts[name], end],
-        }
+        entries[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [starts[name], end]}
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, starts
@@ -161,13 +171,13 @@ class Image:
             self.memory = self._allocate(layout.size)
         whole = torch.frombuffer(self.memory, dtype=torch.uint8)
         for start, content in layout.constant:
-            self.memory[start:start + len(content)] = content
+            self.memory[start : start + len(content)] = content
         if self._stream is not None and self._pinned is None:
             self._pin(whole)
         self._places = []
         for index, name, start in layout.tensors:
             tensor = files[index].tensors[name]
-            self._places.append(whole[start:start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+            self._places.append(whole[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
         self.layout, self._shown_to = layout, shown_to
 
     def _allocate(self, size: int) -> mmap.mmap:
@@ -189,8 +199,7 @@ class Image:
         if code == 0:
             self._pinned = whole.data_ptr()
             return
-        self._say(f"checkpoints: cannot pin {readable_bytes(whole.nbytes)} of host RAM (CUDA error {code}); copies are "
-                  "slower")
+        self._say(f"checkpoints: cannot pin {readable_bytes(whole.nbytes)} of host RAM (CUDA error {code}); copies are slower")
         # CUDA keeps the error for whoever asks next, which would be some kernel of the run: ask now.
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=self._device)

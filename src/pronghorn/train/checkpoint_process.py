@@ -59,7 +59,11 @@ def write_image(job: dict[str, Any], memory: mmap.mmap) -> dict[str, Any]:
                     stream.write(content)
 
     path = write_checkpoint(
-        Path(job["run"]), job["manifest"], fill, keep=job["keep"], best_step=job["best_step"],
+        Path(job["run"]),
+        job["manifest"],
+        fill,
+        keep=job["keep"],
+        best_step=job["best_step"],
         needed_bytes=sum(stop - start for start, stop in places.values()),
     )
     written = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
@@ -74,9 +78,14 @@ def _answer(job: dict[str, Any], descriptor: int) -> dict[str, Any]:
     except EnvironmentFault as fault:
         return {"fault": {"what": fault.what, "where": fault.where, "why": fault.why, "fix": fault.fix}}
     except OSError as error:  # moved away between its last write and the count of its bytes
-        return {"fault": {"what": f"cannot write checkpoint-{job['manifest']['step']}", "where": job["run"],
-                          "why": f"it disappeared after it was written ({error.strerror})",
-                          "fix": "do not move the output folder while a run writes to it"}}
+        return {
+            "fault": {
+                "what": f"cannot write checkpoint-{job['manifest']['step']}",
+                "where": job["run"],
+                "why": f"it disappeared after it was written ({error.strerror})",
+                "fix": "do not move the output folder while a run writes to it",
+            }
+        }
     except Exception:  # noqa: BLE001  our bug: the parent raises it, with this traceback
         return {"bug": traceback.format_exc()}
 

@@ -122,7 +122,10 @@ class CheckpointWriter:
         files = [TensorFile(model.name, model.tensors, model.metadata), TensorFile(TENSORS, state.tensors)]
         event = image.take(model.small, files)
         job = {
-            "run": str(self._run), "image": self._images.index(image), "size": image.layout.size, "files": image.layout.files,
+            "run": str(self._run),
+            "image": self._images.index(image),
+            "size": image.layout.size,
+            "files": image.layout.files,
             "manifest": manifest,
         }
         snapshot = Snapshot(state.step, event, image, job)
@@ -241,8 +244,12 @@ class CheckpointWriter:
             return
         process.kill()
         self._in_flight = None
-        self._broken = EnvironmentFault(f"the checkpoint writer process hangs; checkpoint-{step} is not written",
-                                        where=str(self._run), why=why, fix=what_resumes(self._run))
+        self._broken = EnvironmentFault(
+            f"the checkpoint writer process hangs; checkpoint-{step} is not written",
+            where=str(self._run),
+            why=why,
+            fix=what_resumes(self._run),
+        )
         raise self._broken
 
     def _take_in(self, process: _Process) -> None:
@@ -283,7 +290,9 @@ class CheckpointWriter:
         self._in_flight = None
         doing = f" while writing checkpoint-{step}, which is removed" if step is not None else ""
         self._broken = EnvironmentFault(
-            f"the checkpoint writer process died{doing}", where=str(self._run), why=process.last_words(),
+            f"the checkpoint writer process died{doing}",
+            where=str(self._run),
+            why=process.last_words(),
             fix=f"if it ran out of memory, free host RAM; then {what_resumes(self._run)}",
         )
         return self._broken
@@ -304,7 +313,10 @@ class _Process:
         try:
             self._popen = subprocess.Popen(
                 [sys.executable, "-P", "-m", PROCESS, *(str(number) for number in (os.getpid(), *descriptors))],
-                stdin=subprocess.DEVNULL, stdout=self._errors, stderr=self._errors, pass_fds=descriptors,
+                stdin=subprocess.DEVNULL,
+                stdout=self._errors,
+                stderr=self._errors,
+                pass_fds=descriptors,
                 env=os.environ | {"PYTHONPATH": path},
                 start_new_session=True,  # Ctrl-C goes to the whole group of the terminal: not to this one
             )

@@ -28,10 +28,18 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(model: Any, table: TokenRows, *, capacity: int, device: torch.device, pad_id: int,
-             autocast: Callable[[], AbstractContextManager[Any]],
-             progress: Callable[[str, int, int], None] | None = None, objective: Objective | None = None,
-             world: World | None = None) -> Evaluation:
+def evaluate(
+    model: Any,
+    table: TokenRows,
+    *,
+    capacity: int,
+    device: torch.device,
+    pad_id: int,
+    autocast: Callable[[], AbstractContextManager[Any]],
+    progress: Callable[[str, int, int], None] | None = None,
+    objective: Objective | None = None,
+    world: World | None = None,
+) -> Evaluation:
     """Mean over all held-out tokens with loss, or over what the objective counts: the same number for any capacity."""
     objective, world = objective or Supervised(), world or World()
     was_training = model.training

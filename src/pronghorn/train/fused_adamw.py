@@ -84,8 +84,12 @@ class FusedAdamW(torch.optim.Optimizer):
             group = self.param_groups[0]
             if any(other["betas"] != group["betas"] or other["eps"] != group["eps"] for other in self.param_groups):
                 raise ValueError("FusedAdamW needs the same betas and eps in all parameter groups")
-            settings = {"betas": tuple(group["betas"]), "eps": group["eps"], "clip_norm": self.clip_norm,
-                        "loss": self.watched_loss}
+            settings = {
+                "betas": tuple(group["betas"]),
+                "eps": group["eps"],
+                "clip_norm": self.clip_norm,
+                "loss": self.watched_loss,
+            }
             self.grad_norm = adamw_step(tensors, lr=self._lr_G, **settings)
         return loss
 
@@ -119,8 +123,10 @@ class FusedAdamW(torch.optim.Optimizer):
         # by way of numpy: tensors with storages of their own, as a checkpoint's file wants them, and not views of one tensor
         ends = np.cumsum([size for size in sizes for _ in range(2)])
         parts = (torch.from_numpy(part) for part in np.split(memory.numpy(), ends[:-1]))
-        return {param: (_shaped(next(parts), param, dtype), _shaped(next(parts), param, dtype))
-                for param, dtype in zip(params, dtypes, strict=True)}
+        return {
+            param: (_shaped(next(parts), param, dtype), _shaped(next(parts), param, dtype))
+            for param, dtype in zip(params, dtypes, strict=True)
+        }
 
     def prepare(self) -> None:
         """State and tables for the gradients that are there now, without a step."""
@@ -157,8 +163,11 @@ class FusedAdamW(torch.optim.Optimizer):
                 "weight_decays": decays, "lr_groups": [number for _, number, _ in members],
                 "host_shift": self._host_shift if self.paged else None,
             }  # fmt: skip
-            self._tensors = (AdamW8bitTensors(*columns, absmaxes=absmaxes, **settings) if self.eight_bit
-                             else AdamWTensors(*columns, **settings))
+            self._tensors = (
+                AdamW8bitTensors(*columns, absmaxes=absmaxes, **settings)
+                if self.eight_bit
+                else AdamWTensors(*columns, **settings)
+            )
             self.skipped = self._tensors.skipped = self._tensors.skipped if self.skipped is None else self.skipped
             self._addresses = addresses
         return self._tensors

@@ -59,9 +59,19 @@ class _Staging:
 class GraphedStep(Step):
     depth = 1
 
-    def __init__(self, model: Any, optimizer: FusedAdamW, *, device: torch.device, precision: Any, clip: float,
-                 say: Callable[[str], None], must: bool = False, objective: Objective | None = None,
-                 world: World | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        optimizer: FusedAdamW,
+        *,
+        device: torch.device,
+        precision: Any,
+        clip: float,
+        say: Callable[[str], None],
+        must: bool = False,
+        objective: Objective | None = None,
+        world: World | None = None,
+    ) -> None:
         super().__init__(model, optimizer, device=device, precision=precision, clip=clip, objective=objective, world=world)
         self._adamw, self._say, self._must = optimizer, say, must
         self._cuda = device.type == "cuda"
@@ -234,16 +244,21 @@ class GraphedStep(Step):
             self._staging[batch.shape] = deque(_Staging(copy, torch.cuda.Event(), torch.cuda.Event()) for copy in copies)
         if self._graphs.captures:
             tokens, entries, rows, _ = batch.shape
-            self._say(f"captured a CUDA graph for {tokens:,} tokens, {rows:,} of them with loss, up to {entries - 1} documents "
-                      f"({time.perf_counter() - began:.1f} s)")
+            self._say(
+                f"captured a CUDA graph for {tokens:,} tokens, {rows:,} of them with loss, up to {entries - 1} documents "
+                f"({time.perf_counter() - began:.1f} s)"
+            )
         self._micros[batch.shape] = _Micro(inputs, run)
         return self._micros[batch.shape]
 
     def _capture_failed(self, error: Exception) -> None:
         reason = first_line(error)
         if self._must:
-            raise EnvironmentFault(what="train.graph: on, but the CUDA graph capture failed", why=reason,
-                                   fix="set train.graph: auto to run eagerly instead") from error
+            raise EnvironmentFault(
+                what="train.graph: on, but the CUDA graph capture failed",
+                why=reason,
+                fix="set train.graph: auto to run eagerly instead",
+            ) from error
         self._say(f"CUDA graph capture failed, steps run eagerly: {reason}")
 
     # ---- inputs --------------------------------------------------------------------------------------------------
@@ -264,14 +279,32 @@ class GraphedStep(Step):
         place.free.record()
 
 
-def make_step(model: Any, optimizer: torch.optim.Optimizer, *, device: torch.device, precision: Precision, clip: float,
-              graph: Literal["auto", "on", "off"], say: Callable[[str], None], objective: Objective | None = None,
-              world: World | None = None) -> Step:
+def make_step(
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    *,
+    device: torch.device,
+    precision: Precision,
+    clip: float,
+    graph: Literal["auto", "on", "off"],
+    say: Callable[[str], None],
+    objective: Objective | None = None,
+    world: World | None = None,
+) -> Step:
     """Captured as CUDA graphs where that is possible and not switched off; what stands against it is said."""
     why_not = "train.graph is off" if graph == "off" else why_not_graphed(model, optimizer, device, precision)
     if not why_not and isinstance(optimizer, FusedAdamW):
-        return GraphedStep(model, optimizer, device=device, precision=precision, clip=clip, say=say, must=graph == "on",
-                           objective=objective, world=world)
+        return GraphedStep(
+            model,
+            optimizer,
+            device=device,
+            precision=precision,
+            clip=clip,
+            say=say,
+            must=graph == "on",
+            objective=objective,
+            world=world,
+        )
     if graph == "on":
         raise no_graph(why_not)
     if graph == "auto" and device.type == "cuda":

@@ -19,8 +19,11 @@ NAMED = 5  # rows named in a message; more would not be read
 def require_trainable(model: torch.nn.Module) -> int:
     count = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if not count:
-        raise RecipeError(what="nothing is trainable", why="no parameter of the model requires a gradient",
-                          fix="check method and lora.targets")
+        raise RecipeError(
+            what="nothing is trainable",
+            why="no parameter of the model requires a gradient",
+            fix="check method and lora.targets",
+        )
     return count
 
 
@@ -29,10 +32,12 @@ def refuse_broken_weights(model: torch.nn.Module, name: str) -> None:
     broken = [key for key, p in model.named_parameters() if p.is_floating_point() and not bool(torch.isfinite(p).all())]
     if broken:
         more = f" and {counted(len(broken) - 1, 'more weight')}" if len(broken) > 1 else ""
-        raise ModelError(what=f"{broken[0]}{more}: NaN or infinity in the weights", where=name,
-                         why="the model files contain values that are not finite in this precision",
-                         fix="download the model again; if the files are correct, set precision: fp32 (fp16 overflows above "
-                             "65,504)")
+        raise ModelError(
+            what=f"{broken[0]}{more}: NaN or infinity in the weights",
+            where=name,
+            why="the model files contain values that are not finite in this precision",
+            fix="download the model again; if the files are correct, set precision: fp32 (fp16 overflows above 65,504)",
+        )
 
 
 class BrokenWeights(HealthStop):
@@ -52,8 +57,12 @@ def not_finite(tensors: Mapping[str, torch.Tensor]) -> list[str]:
 
 def refused_checkpoint(step: int, broken: Sequence[str], folder: str) -> BrokenWeights:
     more = f" and {counted(len(broken) - 1, 'more tensor')}" if len(broken) > 1 else ""
-    return BrokenWeights(what=f"checkpoint-{step} is not written: its weights are not finite", where=folder,
-                         why=f"an update overflowed: {broken[0]}{more}", fix=lower_lr())
+    return BrokenWeights(
+        what=f"checkpoint-{step} is not written: its weights are not finite",
+        where=folder,
+        why=f"an update overflowed: {broken[0]}{more}",
+        fix=lower_lr(),
+    )
 
 
 class Offenders(NamedTuple):
@@ -61,12 +70,14 @@ class Offenders(NamedTuple):
     of: list[str]  # the step's rows
 
 
-def require_sound(loss: float, grad_norm: float, step: int, offenders: Callable[[], Offenders], folder: str,
-                  precision: str) -> None:
+def require_sound(
+    loss: float, grad_norm: float, step: int, offenders: Callable[[], Offenders], folder: str, precision: str
+) -> None:
     """Called before the optimizer steps. `offenders` is asked only when something is wrong: it computes."""
     if grad_norm == 0.0 and math.isfinite(loss):
         raise HealthStop(
-            what=f"step {step}: all gradients are zero", where=folder,
+            what=f"step {step}: all gradients are zero",
+            where=folder,
             why="the loss does not depend on any trained parameter",
             fix="check lora.targets; with precision: fp16, gradients can underflow (use bf16 or fp32)",
         )
@@ -84,8 +95,12 @@ def _cause(found: Offenders, what: str, folder: str, otherwise: str) -> HealthSt
     if len(found.rows) == len(found.of) > 1:
         why = f"each of the step's {len(found.of)} rows causes it, so the weights are broken, not the data"
         return BrokenWeights(what=what, where=folder, why=why, fix=otherwise)
-    return HealthStop(what=what, where=folder, why=f"caused by {listed(found.rows)}",
-                      fix=f"inspect these rows (`pronghorn data show`); if they are fine, {otherwise}")
+    return HealthStop(
+        what=what,
+        where=folder,
+        why=f"caused by {listed(found.rows)}",
+        fix=f"inspect these rows (`pronghorn data show`); if they are fine, {otherwise}",
+    )
 
 
 def listed(rows: Iterable[str]) -> str:
@@ -94,8 +109,15 @@ def listed(rows: Iterable[str]) -> str:
     return ", ".join(rows[:NAMED]) + more
 
 
-def offending_rows(model: Any, step_batch: StepBatch, table: TokenRows, where: Callable[[int], str],
-                   device: torch.device, autocast: Callable[[], Any], objective: Objective | None = None) -> Offenders:
+def offending_rows(
+    model: Any,
+    step_batch: StepBatch,
+    table: TokenRows,
+    where: Callable[[int], str],
+    device: torch.device,
+    autocast: Callable[[], Any],
+    objective: Objective | None = None,
+) -> Offenders:
     """Each row of the step alone, or each group of rows that the objective keeps together."""
     objective = objective or Supervised()
     documents = [row for batch in step_batch.batches for row in batch.documents]

@@ -27,8 +27,16 @@ def launch(ranks: int, command: Sequence[str]) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     for name in ("agent.server.api", "multiprocessing.api"):  # a page of their own for every failure
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-    config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
-                          rdzv_endpoint="localhost:0", max_restarts=0, shutdown_timeout=PATIENCE)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        shutdown_timeout=PATIENCE,
+    )
     try:
         elastic_launch(config, command[0])(*command[1:])
     except SignalException as stopped:
@@ -41,6 +49,9 @@ def _first(failed: ChildFailedError) -> PronghornError:
     rank, failure = failed.get_first_failure()
     if failure.exitcode < 0:
         name = signal.Signals(-failure.exitcode).name
-        return EnvironmentFault(what=f"rank {rank} was killed by {name}", why="the system kills processes when memory is short",
-                                fix="look into the system's log, then run the same command again: it resumes")
+        return EnvironmentFault(
+            what=f"rank {rank} was killed by {name}",
+            why="the system kills processes when memory is short",
+            fix="look into the system's log, then run the same command again: it resumes",
+        )
     return EndedElsewhere(f"rank {rank} ended with exit code {failure.exitcode}", exit_code=failure.exitcode, told=True)

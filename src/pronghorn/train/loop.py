@@ -68,8 +68,16 @@ class RunResult:
     best_step: int | None
 
 
-def train(recipe: Recipe, *, display: Display, stages: Stages | None = None, fresh: bool = False,
-          allow: Collection[str] = (), metric_file: Path | None = None, world: World | None = None) -> RunResult:
+def train(
+    recipe: Recipe,
+    *,
+    display: Display,
+    stages: Stages | None = None,
+    fresh: bool = False,
+    allow: Collection[str] = (),
+    metric_file: Path | None = None,
+    world: World | None = None,
+) -> RunResult:
     """Train, or go on where the folder's last checkpoint stands. Raises what the command line turns into an exit code.
     `allow`: keys of the recipe that may have changed since that checkpoint. `metric_file`: code of the user's, which runs.
     `world`: the ranks that train together; without it, one."""
@@ -112,8 +120,15 @@ def _log_of(world: World, folder: Path, display: Display) -> RunLog:
 
 def _ready(recipe: Recipe, folder: Path, display: Display, stages: Stages, allow: Collection[str], world: World) -> Session:
     with main_memory(recipe, lambda: "before the first step"):
-        return set_up(recipe, folder, report=display.progress, stage=stages, allow=allow, world=world,
-                      before_loading=lambda *found: try_first_save(recipe, folder, *found))
+        return set_up(
+            recipe,
+            folder,
+            report=display.progress,
+            stage=stages,
+            allow=allow,
+            world=world,
+            before_loading=lambda *found: try_first_save(recipe, folder, *found),
+        )
 
 
 @dataclass(frozen=True)
@@ -127,8 +142,9 @@ class _UnderWay:
 
 
 class _Run:
-    def __init__(self, session: Session, folder: Path, log: RunLog, stages: Stages, display: Display,
-                 own: OwnMetric | None = None) -> None:
+    def __init__(
+        self, session: Session, folder: Path, log: RunLog, stages: Stages, display: Display, own: OwnMetric | None = None
+    ) -> None:
         self.session, self.folder, self.log, self.stages, self.display = session, folder, log, stages, display
         self._under_way: deque[_UnderWay] = deque()
         self._mark = 0.0  # when the last step ended
@@ -236,9 +252,10 @@ class _Run:
         except EnvironmentFault as fault:
             raise EnvironmentFault(what=f"step {step}: {fault.what}", where=str(self.folder), why=why, fix=fault.fix) from None
         amounts = [f"{plan.needed_bytes / 1e9:.2f}" for plan in (before, session.memory.plan)]
-        self.log.write("notice",
-                       text=f"step {step}: out of memory ({why}); replanned from {amounts[0]} to {amounts[1]} GB, the step "
-                            "is repeated")
+        self.log.write(
+            "notice",
+            text=f"step {step}: out of memory ({why}); replanned from {amounts[0]} to {amounts[1]} GB, the step is repeated",
+        )
         self._log_plan()
 
     def _log_plan(self) -> None:
@@ -270,8 +287,14 @@ class _Run:
         try:
             result = session.take_step.finish(self.stages)
             if not result.skipped:
-                require_sound(result.loss, result.grad_norm, session.step + 1, lambda: self._offenders(step_batch),
-                              folder=str(self.folder), precision=session.precision)
+                require_sound(
+                    result.loss,
+                    result.grad_norm,
+                    session.step + 1,
+                    lambda: self._offenders(step_batch),
+                    folder=str(self.folder),
+                    precision=session.precision,
+                )
         except HealthStop:
             restore_rng(done.rng)
             self._forget_what_is_under_way()
@@ -285,8 +308,15 @@ class _Run:
             self.log.write("notice", text=f"step {session.step}: fp16 overflow, update skipped, loss scale lowered")
         now = time.perf_counter()
         self.log.write(
-            "step", step=session.step, epoch=round(step_batch.epoch, 6), loss=result.loss, grad_norm=result.grad_norm,
-            lr=done.lr, tokens=step_batch.tokens, loss_tokens=step_batch.loss_tokens, seconds=now - self._mark,
+            "step",
+            step=session.step,
+            epoch=round(step_batch.epoch, 6),
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=done.lr,
+            tokens=step_batch.tokens,
+            loss_tokens=step_batch.loss_tokens,
+            seconds=now - self._mark,
             seen_tokens=session.seen_tokens,
         )
         self._compare_with_plan(now - self._mark)
@@ -304,8 +334,9 @@ class _Run:
         except GaveUp:
             self._forget_what_is_under_way()
             raise
-        rows = session.world.joined([session.data.train.where(row) for batch in done.step_batch.batches
-                                     for row in batch.documents])
+        rows = session.world.joined(
+            [session.data.train.where(row) for batch in done.step_batch.batches for row in batch.documents]
+        )
         text = f"step {step}: loss spike: {loss:.4g} exceeds the limit of {done.limit:.4g}; rows of this step: {listed(rows)}"
         if session.spikes.policy == "rewind":
             self._rewind(done, text, step=step, loss=loss, rows=rows)
@@ -317,8 +348,15 @@ class _Run:
         to, after = self._saver.saved_step or 0, done.step_batch.after
         self._forget_what_is_under_way()
         back = f"checkpoint-{to}" if to else "the start"
-        self.log.write("rewind", **facts, limit=done.limit, to=to, epoch_after=after.epoch, pack_after=after.pack,
-                       text=f"{text}; rewinding to {back} and skipping these rows")
+        self.log.write(
+            "rewind",
+            **facts,
+            limit=done.limit,
+            to=to,
+            epoch_after=after.epoch,
+            pack_after=after.pack,
+            text=f"{text}; rewinding to {back} and skipping these rows",
+        )
         raise Rewind
 
     def _pass_over(self, step_batch: StepBatch) -> None:
@@ -332,8 +370,15 @@ class _Run:
     def _offenders(self, step_batch: StepBatch) -> Offenders:
         session = self.session
         session.take_step.release()
-        found = offending_rows(session.model, step_batch, session.data.train, session.data.train.where, session.device,
-                               session.autocast, session.objective)
+        found = offending_rows(
+            session.model,
+            step_batch,
+            session.data.train,
+            session.data.train.where,
+            session.device,
+            session.autocast,
+            session.objective,
+        )
         return Offenders(session.world.joined(found.rows), session.world.joined(found.of))
 
     def _evaluate(self) -> str:
@@ -342,14 +387,30 @@ class _Run:
         assert session.data.evaluation is not None
         began = time.perf_counter()
         with self.stages("evaluate"):
-            result = evaluate(session.model, session.data.evaluation, capacity=evaluation_capacity(recipe),
-                              device=session.device, pad_id=session.data.pad_id, autocast=session.autocast,
-                              progress=self.display.progress, objective=session.objective, world=session.world)
+            result = evaluate(
+                session.model,
+                session.data.evaluation,
+                capacity=evaluation_capacity(recipe),
+                device=session.device,
+                pad_id=session.data.pad_id,
+                autocast=session.autocast,
+                progress=self.display.progress,
+                objective=session.objective,
+                world=session.world,
+            )
             answered = session.world.on_writer(self._answers.evaluate)
         value = result.loss if recipe.eval.best == "loss" else answered["metrics"][recipe.eval.best]
         session.progress = session.progress.after(value, session.step, recipe.eval.stop)
-        self.log.write("eval", step=session.step, loss=result.loss, perplexity=result.perplexity, tokens=result.tokens,
-                       seconds=time.perf_counter() - began, best=session.progress.best_step == session.step, **answered)
+        self.log.write(
+            "eval",
+            step=session.step,
+            loss=result.loss,
+            perplexity=result.perplexity,
+            tokens=result.tokens,
+            seconds=time.perf_counter() - began,
+            best=session.progress.best_step == session.step,
+            **answered,
+        )
         return session.progress.verdict(recipe.eval.stop)
 
     def _leave_for(self, signal_number: int) -> None:
@@ -402,11 +463,17 @@ class _Run:
         session = self.session
         model = session.model
         self.log.write(
-            "start", run=self.folder.resolve().name, recipe=session.recipe.model_dump(mode="json"), versions=_versions(),
-            device=_device_name(session.device, session.world.size), threads=torch.get_num_threads(), ranks=session.world.size,
-            precision=session.precision, resumed_from=session.resumed_from, steps=session.data.total_steps,
-            parameters={"total": count_parameters(model),
-                        "trainable": sum(p.numel() for p in trainable(model).values())},
+            "start",
+            run=self.folder.resolve().name,
+            recipe=session.recipe.model_dump(mode="json"),
+            versions=_versions(),
+            device=_device_name(session.device, session.world.size),
+            threads=torch.get_num_threads(),
+            ranks=session.world.size,
+            precision=session.precision,
+            resumed_from=session.resumed_from,
+            steps=session.data.total_steps,
+            parameters={"total": count_parameters(model), "trainable": sum(p.numel() for p in trainable(model).values())},
             data=session.data.summary(session.recipe.train.capacity),
             eval_documents=len(session.data.evaluation) if session.data.evaluation is not None else 0,
             **_price(session.device),
@@ -464,14 +531,19 @@ class _Run:
         except (OSError, PronghornError) as error:
             if must:
                 raise EnvironmentFault(
-                    what="cannot write the run's report", where=str(self.folder), why=str(error),
+                    what="cannot write the run's report",
+                    where=str(self.folder),
+                    why=str(error),
                     fix="check that the run's folder exists and is writable, then run the same command again",
                 ) from error
 
 
 def _versions() -> dict[str, str]:
-    return {"python": platform.python_version(), "pronghorn": __version__,
-            **{name: version(name) for name in ("torch", "transformers", "peft")}}
+    return {
+        "python": platform.python_version(),
+        "pronghorn": __version__,
+        **{name: version(name) for name in ("torch", "transformers", "peft")},
+    }
 
 
 def _price(device: torch.device) -> dict[str, Any]:

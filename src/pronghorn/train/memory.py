@@ -52,8 +52,9 @@ def evaluation_capacity(recipe: Recipe) -> int:
 # ---- before the model is there -----------------------------------------------------------------------------------------------
 
 
-def plan_memory(recipe: Recipe, config: Any, shapes: Shapes, device: torch.device, precision: Precision, *,
-                evaluates: bool = False) -> RunMemory | None:
+def plan_memory(
+    recipe: Recipe, config: Any, shapes: Shapes, device: torch.device, precision: Precision, *, evaluates: bool = False
+) -> RunMemory | None:
     """None where there is nothing to plan. An error if the budget is too small, with the smallest that works."""
     explicit = recipe.memory.budget != "auto"
     if device.type != "cuda" and not explicit:
@@ -61,19 +62,30 @@ def plan_memory(recipe: Recipe, config: Any, shapes: Shapes, device: torch.devic
     found = _job_and_costs(recipe, config, shapes, device, precision)
     if isinstance(found, str):
         if explicit:
-            raise RecipeError(what=f"memory.budget: {recipe.memory.budget} cannot be planned for this run", why=found,
-                              fix="set memory.budget: auto, or remove the cause named above")
+            raise RecipeError(
+                what=f"memory.budget: {recipe.memory.budget} cannot be planned for this run",
+                why=found,
+                fix="set memory.budget: auto, or remove the cause named above",
+            )
         return None
     job, costs = found
     aside = evaluation_bytes(job, evaluation_capacity(recipe)) if evaluates and job.graphed else 0
     budget, remark = budget_of(recipe.memory.budget, device)
     problem = problem_of(job, costs, budget, host_room(), aside)
     if device.type == "cuda" and host_moments(job) > problem.host > 0:
-        raise RecipeError(what=f"train.optimizer: {job.optimizer} needs {host_moments(job) / 1e9:.1f} GB of host RAM",
-                          why=f"only {problem.host / 1e9:.1f} GB of free host RAM can be pinned",
-                          fix="set train.optimizer: paged_adamw_8bit or adamw_8bit, or free host RAM")
-    return RunMemory(make_plan(problem), device, local_gpu(device) is not None,
-                     recipe.train.batch_tokens // recipe.train.capacity, explicit=explicit, remark=remark)
+        raise RecipeError(
+            what=f"train.optimizer: {job.optimizer} needs {host_moments(job) / 1e9:.1f} GB of host RAM",
+            why=f"only {problem.host / 1e9:.1f} GB of free host RAM can be pinned",
+            fix="set train.optimizer: paged_adamw_8bit or adamw_8bit, or free host RAM",
+        )
+    return RunMemory(
+        make_plan(problem),
+        device,
+        local_gpu(device) is not None,
+        recipe.train.batch_tokens // recipe.train.capacity,
+        explicit=explicit,
+        remark=remark,
+    )
 
 
 def plan_of_everything(recipe: Recipe, config: Any, shapes: Shapes, device: torch.device, precision: Precision) -> Plan | str:
@@ -82,8 +94,9 @@ def plan_of_everything(recipe: Recipe, config: Any, shapes: Shapes, device: torc
     return found if isinstance(found, str) else plan_of(problem_of(*found, 0, 0), (KEEP,) * found[0].shape.layers, 1)
 
 
-def _job_and_costs(recipe: Recipe, config: Any, shapes: Shapes, device: torch.device, precision: Precision
-                   ) -> tuple[Job, LayerCosts] | str:
+def _job_and_costs(
+    recipe: Recipe, config: Any, shapes: Shapes, device: torch.device, precision: Precision
+) -> tuple[Job, LayerCosts] | str:
     """Or why the run cannot be planned."""
     if why := why_no_plan(recipe, config):
         return why
@@ -101,8 +114,15 @@ def run_job(recipe: Recipe, config: Any, shapes: Shapes, device: torch.device, p
         return sizes[-2] if len(sizes) > 1 else sizes[-1]
 
     graphed = device.type == "cuda" and precision != "fp16" and recipe.train.graph != "off"
-    return replace(job_of(recipe, config), element=DTYPES[precision].itemsize, loss_rows=usual(shapes.rows),
-                   documents=usual(shapes.entries), attended=shapes.typical, graphed=graphed, target=local_target(device))
+    return replace(
+        job_of(recipe, config),
+        element=DTYPES[precision].itemsize,
+        loss_rows=usual(shapes.rows),
+        documents=usual(shapes.entries),
+        attended=shapes.typical,
+        graphed=graphed,
+        target=local_target(device),
+    )
 
 
 def budget_of(text: str, device: torch.device) -> tuple[int, str]:
@@ -136,8 +156,15 @@ class RunMemory:
     def keeps_everything(self) -> bool:
         return set(self.plan.levels) == {KEEP}
 
-    def apply(self, model: Any, batch: Callable[[], PackedBatch], dtype: torch.dtype, say: Callable[[str], None], *,
-              timed: bool = True) -> bool:
+    def apply(
+        self,
+        model: Any,
+        batch: Callable[[], PackedBatch],
+        dtype: torch.dtype,
+        say: Callable[[str], None],
+        *,
+        timed: bool = True,
+    ) -> bool:
         """Whether there is anything to apply it to. `batch`: one of the run's own, to time a layer with, asked for if there
         is a choice to make. `timed`: false leaves the plan as it is, by the rates of the data sheet."""
         engine = engine_of(model)
@@ -146,8 +173,11 @@ class RunMemory:
             why = next((why for layer in engine.layers if (why := layer.why_not_fused())), "")
         if engine is None or why:
             if self.explicit:
-                raise RecipeError(what="memory.budget cannot be planned for this run", why=why,
-                                  fix="remove memory.budget, and lower train.capacity if memory is short")
+                raise RecipeError(
+                    what="memory.budget cannot be planned for this run",
+                    why=why,
+                    fix="remove memory.budget, and lower train.capacity if memory is short",
+                )
             return False
         if self.remark:
             say(self.remark)
@@ -179,15 +209,23 @@ class RunMemory:
             problem = replace(problem, embeddings=(True,))
 
         def documents(tokens: int) -> Documents:
-            found: Documents = engine.documents(here.cu_seqlens.clamp(max=tokens), min(here.longest, tokens),
-                                                here.positions_T[:tokens], here.typical)
+            found: Documents = engine.documents(
+                here.cu_seqlens.clamp(max=tokens), min(here.longest, tokens), here.positions_T[:tokens], here.typical
+            )
             return found
 
         costs = None
         for share in (1, 2, 4):
             try:
-                costs = calibrate(engine, documents, tokens=len(here.ids_T) // share, rows=len(here.loss_rows) // share,
-                                  dtype=dtype, device=self.device, piece=problem.costs.piece / share).times(share)
+                costs = calibrate(
+                    engine,
+                    documents,
+                    tokens=len(here.ids_T) // share,
+                    rows=len(here.loss_rows) // share,
+                    dtype=dtype,
+                    device=self.device,
+                    piece=problem.costs.piece / share,
+                ).times(share)
                 break
             except torch.OutOfMemoryError:
                 costs = None
@@ -244,17 +282,23 @@ class RunMemory:
 
     def event(self) -> dict[str, Any]:
         """For the run's log: the plan as data and as lines of text."""
-        return {"plan": self.plan.as_dict(), "step_seconds": self.step_seconds, "text": self.text(),
-                "pinned_bytes": self.pool.host_bytes if self.pool else 0}
+        return {
+            "plan": self.plan.as_dict(),
+            "step_seconds": self.step_seconds,
+            "text": self.text(),
+            "pinned_bytes": self.pool.host_bytes if self.pool else 0,
+        }
 
     def text(self) -> list[str]:
         plan, seconds = self.plan, self.step_seconds
         kind = "from times measured on this GPU" if plan.problem.costs.measured else "predicted"
         step = f"{seconds:.3f} s per step ({kind})" if seconds is not None else "step time not known before it is measured"
         if self.keeps_everything:
-            return [f"memory: everything fits, nothing is recomputed; peak {plan.peak_bytes / 1e9:.2f} GB predicted, "
-                    f"{plan.needed_bytes / 1e9:.2f} of {plan.problem.budget / 1e9:.2f} GB for tensors, about "
-                    f"{plan.device_bytes / 1e9:.2f} GB with driver and fragmentation; {step}"]
+            return [
+                f"memory: everything fits, nothing is recomputed; peak {plan.peak_bytes / 1e9:.2f} GB predicted, "
+                f"{plan.needed_bytes / 1e9:.2f} of {plan.problem.budget / 1e9:.2f} GB for tensors, about "
+                f"{plan.device_bytes / 1e9:.2f} GB with driver and fragmentation; {step}"
+            ]
         lines = ["memory:", *picture(plan.levels), *memory_lines(plan)]
         if self.pool is not None:
             lines.append(f"pool        {self.pool.host_bytes / 1e9:.2f} GB of host RAM in {self.pool.slots - 1} slots")
@@ -264,14 +308,22 @@ class RunMemory:
         """What the run took, beside what was planned, as data and as a line of text."""
         plan, seconds = self.plan, self.step_seconds
         told = [f"{step_seconds:.3f} s per step" + (f" ({seconds:.3f} planned)" if seconds is not None else "")]
-        facts: dict[str, Any] = {"step_seconds": step_seconds, "planned_step_seconds": seconds,
-                                 "planned_peak_bytes": plan.peak_bytes, "planned_device_bytes": plan.device_bytes}
+        facts: dict[str, Any] = {
+            "step_seconds": step_seconds,
+            "planned_step_seconds": seconds,
+            "planned_peak_bytes": plan.peak_bytes,
+            "planned_device_bytes": plan.device_bytes,
+        }
         if self.device.type == "cuda":
             facts["peak_bytes"] = torch.cuda.max_memory_allocated(self.device)
             facts["device_bytes"] = torch.cuda.max_memory_reserved(self.device) + CONTEXT_BYTES
-            told = [f"peak {facts['peak_bytes'] / 1e9:.2f} GB ({plan.peak_bytes / 1e9:.2f} planned)",
-                    f"budget {plan.problem.budget / 1e9:.2f}", f"with driver and fragmentation about "
-                    f"{facts['device_bytes'] / 1e9:.2f} GB ({plan.device_bytes / 1e9:.2f} planned)", *told]
+            told = [
+                f"peak {facts['peak_bytes'] / 1e9:.2f} GB ({plan.peak_bytes / 1e9:.2f} planned)",
+                f"budget {plan.problem.budget / 1e9:.2f}",
+                f"with driver and fragmentation about "
+                f"{facts['device_bytes'] / 1e9:.2f} GB ({plan.device_bytes / 1e9:.2f} planned)",
+                *told,
+            ]
         return facts | {"text": [f"memory measured: {', '.join(told)}"]}
 
 
@@ -282,15 +334,24 @@ def main_memory(recipe: Recipe, doing: Callable[[], str]) -> Iterator[None]:
         yield
     except (MemoryError, RuntimeError, OSError) as error:
         text = str(error).split("DefaultCPUAllocator: ")[-1].split("\n")[0]
-        if not (isinstance(error, MemoryError) or any(words in text for words in NO_MEMORY)
-                or getattr(error, "errno", None) == errno.ENOMEM):
+        if not (
+            isinstance(error, MemoryError)
+            or any(words in text for words in NO_MEMORY)
+            or getattr(error, "errno", None) == errno.ENOMEM
+        ):
             raise
         raise EnvironmentFault(
-            what=f"{doing()}: out of host RAM", where=recipe.output, why=text or "no memory left",
+            what=f"{doing()}: out of host RAM",
+            where=recipe.output,
+            why=text or "no memory left",
             fix=f"free some RAM, or lower train.capacity (now {recipe.train.capacity:,}) and start with --fresh",
         ) from error
 
 
 def out_of_memory(step: int, where: str, why: str, recipe: Recipe) -> EnvironmentFault:
-    return EnvironmentFault(what=f"step {step}: out of GPU memory", where=where, why=why,
-                            fix=f"lower train.capacity (now {recipe.train.capacity:,}) and start with --fresh")
+    return EnvironmentFault(
+        what=f"step {step}: out of GPU memory",
+        where=where,
+        why=why,
+        fix=f"lower train.capacity (now {recipe.train.capacity:,}) and start with --fresh",
+    )

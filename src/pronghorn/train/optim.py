@@ -85,5 +85,8 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, 
 
 def _fresh_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     """Of torch's fused AdamW, which keeps its step counter beside the parameter."""
-    return {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter),
-            "step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
+    return {
+        "exp_avg": torch.zeros_like(parameter),
+        "exp_avg_sq": torch.zeros_like(parameter),
+        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+    }

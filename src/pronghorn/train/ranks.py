@@ -43,11 +43,13 @@ def join() -> Ranks:
             backend = "cpu:gloo,cuda:nccl"
     try:
         store, rank, size = next(iter(rendezvous("env://", timeout=timedelta(minutes=5))))
-        dist.init_process_group(backend, store=PrefixStore("pronghorn", store), rank=rank, world_size=size,
-                                timeout=PATIENCE)
+        dist.init_process_group(backend, store=PrefixStore("pronghorn", store), rank=rank, world_size=size, timeout=PATIENCE)
     except (RuntimeError, ValueError) as error:
-        raise EnvironmentFault(what="the ranks did not find each other", why=str(error).split("\n", 1)[0],
-                               fix="check RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or start with torchrun") from error
+        raise EnvironmentFault(
+            what="the ranks did not find each other",
+            why=str(error).split("\n", 1)[0],
+            fix="check RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or start with torchrun",
+        ) from error
     return Ranks(store, rank, size, backend)
 
 
@@ -138,11 +140,19 @@ class Ranks(World):
     def require_same(self, facts: Callable[[], Mapping[str, str]]) -> None:
         mine = dict(facts())
         expected = self.on_writer(lambda: mine)
-        told = self.joined([f"rank {self.rank}: {name} {mine.get(name)}, on rank 0 {expected.get(name)}"
-                            for name in sorted(mine.keys() | expected.keys()) if mine.get(name) != expected.get(name)])
+        told = self.joined(
+            [
+                f"rank {self.rank}: {name} {mine.get(name)}, on rank 0 {expected.get(name)}"
+                for name in sorted(mine.keys() | expected.keys())
+                if mine.get(name) != expected.get(name)
+            ]
+        )
         if told:
-            raise CommandError(what="the ranks of this run differ", why="; ".join(told),
-                               fix="start every rank with the same recipe, files and versions")
+            raise CommandError(
+                what="the ranks of this run differ",
+                why="; ".join(told),
+                fix="start every rank with the same recipe, files and versions",
+            )
 
     def _sent_by(self, rank: int, work: Callable[[], T]) -> T:
         content = work() if self.rank == rank else None

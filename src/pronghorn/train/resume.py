@@ -58,8 +58,9 @@ def described(path: Path, recipe: dict[str, Any], values: dict[str, Any]) -> Des
         raise _not_ours(path, error) from error
 
 
-def find_checkpoint(recipe: Recipe, run: Path, *, allow: Collection[str] = (), say: Callable[[str], None] = lambda _: None
-                    ) -> tuple[Path, TrainState] | None:
+def find_checkpoint(
+    recipe: Recipe, run: Path, *, allow: Collection[str] = (), say: Callable[[str], None] = lambda _: None
+) -> tuple[Path, TrainState] | None:
     """The newest intact checkpoint, if the folder has one; refused if it belongs to another recipe. With the run's lock."""
     damaged: list[tuple[Path, CheckpointError]] = []
     for path in reversed(list_checkpoints(run)):
@@ -76,8 +77,10 @@ def find_checkpoint(recipe: Recipe, run: Path, *, allow: Collection[str] = (), s
         for broken, damage in damaged:
             aside = set_aside_damaged(broken)
             lost = counted(int(broken.name.split("-")[1].split(".")[0]) - state.step, "step")
-            say(f"{broken.name}: {damage.what} ({damage.where}); it is renamed to {aside.name}, and the run resumes from "
-                f"{path.name}: {lost} lost, to be repeated")
+            say(
+                f"{broken.name}: {damage.what} ({damage.where}); it is renamed to {aside.name}, and the run resumes from "
+                f"{path.name}: {lost} lost, to be repeated"
+            )
         return path, state
     if damaged:
         raise damaged[0][1]
@@ -89,12 +92,16 @@ def require_allowable(allow: Collection[str], recipe: Recipe) -> None:
     for key in allow:
         if key not in recipe.keys:
             close = difflib.get_close_matches(key, recipe.keys, n=1)
-            raise CommandError(what=f"--allow-change {key}: the recipe has no such key",
-                               fix=f"did you mean `{close[0]}`?" if close else "name a key such as train.lr")
+            raise CommandError(
+                what=f"--allow-change {key}: the recipe has no such key",
+                fix=f"did you mean `{close[0]}`?" if close else "name a key such as train.lr",
+            )
         if why := why_fixed(key):
-            raise CommandError(what=f"--allow-change {key}: this key cannot change on resume", why=why,
-                               fix="choose another output, or start over with --fresh (the old folder is renamed, not "
-                                   "deleted)")
+            raise CommandError(
+                what=f"--allow-change {key}: this key cannot change on resume",
+                why=why,
+                fix="choose another output, or start over with --fresh (the old folder is renamed, not deleted)",
+            )
 
 
 def _refuse_or_tell(changed: dict[str, str], allow: Collection[str], path: Path, run: Path, say: Callable[[str], None]) -> None:
@@ -103,10 +110,11 @@ def _refuse_or_tell(changed: dict[str, str], allow: Collection[str], path: Path,
         meant = shlex.join(word for key in refused for word in ("--allow-change", key))
         go_on = "" if any(why_fixed(key) for key in refused) else f"resume with the change: {meant}; or "
         raise CheckpointError(
-            what=f"the recipe changed since {path.name}: {listed}", where=str(run),
+            what=f"the recipe changed since {path.name}: {listed}",
+            where=str(run),
             why="resuming with changed settings would mix two different runs",
             fix=f"{go_on}undo the change, choose another output, or start over with --fresh (the old folder is renamed, not "
-                "deleted)",
+            "deleted)",
         )
     for key, change in changed.items():
         say(f"{key}: {change} since {path.name}, allowed by --allow-change")
@@ -133,6 +141,10 @@ def set_aside_damaged(path: Path) -> Path:
     try:
         path.rename(aside)
     except OSError as error:
-        raise EnvironmentFault(what="cannot rename a damaged checkpoint", where=str(path),
-                               why=error.strerror or str(error), fix="move it away, then run the same command again") from error
+        raise EnvironmentFault(
+            what="cannot rename a damaged checkpoint",
+            where=str(path),
+            why=error.strerror or str(error),
+            fix="move it away, then run the same command again",
+        ) from error
     return aside

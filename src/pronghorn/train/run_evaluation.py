@@ -56,16 +56,32 @@ def evaluate_run(run: Path, which: str, *, data: str | None, report: Report, ask
         table, pad_id = prepared.evaluation, prepared.pad_id
     measured, capture = bool(spec.metrics) or own is not None, recipe.train.graph != "off"
     if not measured and (asked.base or asked.answers):
-        raise CommandError(what="--base and --answers need a metric", why="without a metric, no answers are generated",
-                           fix=f"add --metrics with any of {','.join(METRICS)}, or --metric-file FILE")
+        raise CommandError(
+            what="--base and --answers need a metric",
+            why="without a metric, no answers are generated",
+            fix=f"add --metrics with any of {','.join(METRICS)}, or --metric-file FILE",
+        )
     held_out = HeldOut.of(table, tokenizer, spec, own) if measured else None
     model, _, device = trained.load()
     if recipe.layers == "fast":
         install(model, fp8=recipe.fp8)  # the run's own arithmetic, so its own figures
-    result = evaluate(model, table, capacity=recipe.train.capacity, device=device, pad_id=pad_id, autocast=nullcontext,
-                      progress=report, objective=objective_of(recipe))
-    figures = {"checkpoint": str(trained.path), "loss": result.loss, "perplexity": result.perplexity, "tokens": result.tokens,
-               "documents": len(table)}
+    result = evaluate(
+        model,
+        table,
+        capacity=recipe.train.capacity,
+        device=device,
+        pad_id=pad_id,
+        autocast=nullcontext,
+        progress=report,
+        objective=objective_of(recipe),
+    )
+    figures = {
+        "checkpoint": str(trained.path),
+        "loss": result.loss,
+        "perplexity": result.perplexity,
+        "tokens": result.tokens,
+        "documents": len(table),
+    }
     if held_out is None:
         return figures
     judged = _judged(held_out, model, report, capture)
@@ -101,16 +117,20 @@ def spec_of(recipe: Eval, changes: Mapping[str, Any]) -> Eval:
     except ValidationError as error:
         first = error.errors()[0]
         fix = f"use any of {', '.join(METRICS)}" if first["loc"][:1] == ("metrics",) else "fix the value"
-        raise CommandError(what=f"--{str(first['loc'][0]).replace('_', '-')}: invalid value {first['input']!r}",
-                           why=str(first.get("ctx", {}).get("error", "")), fix=fix) from error
+        raise CommandError(
+            what=f"--{str(first['loc'][0]).replace('_', '-')}: invalid value {first['input']!r}",
+            why=str(first.get("ctx", {}).get("error", "")),
+            fix=fix,
+        ) from error
     if problems := spec.misfits:
         what, _, fix = problems[0].partition("; ")
         raise CommandError(what=what, fix=fix)
     return spec
 
 
-def evaluate_tasks(run: Path, which: str, tasks: list[str], *, own: Path | None, limit: int | None, chat: bool
-                   ) -> dict[str, Any]:
+def evaluate_tasks(
+    run: Path, which: str, tasks: list[str], *, own: Path | None, limit: int | None, chat: bool
+) -> dict[str, Any]:
     """On the model's own layers: the harness asks for logits of padded rows."""
     table = require_harness(tasks, own)
     trained = TrainedRun(run, which)

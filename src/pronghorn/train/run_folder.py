@@ -103,12 +103,15 @@ def set_aside(path: str | Path) -> Path | None:
             if real.is_dir() and not any(real.iterdir()):
                 return None
             raise CommandError(
-                "--fresh renames run folders only, and this is not one", where=str(path),
-                why=f"it contains no {LOCK_NAME}, run.jsonl or checkpoint", fix="choose another folder: output=runs/NAME",
+                "--fresh renames run folders only, and this is not one",
+                where=str(path),
+                why=f"it contains no {LOCK_NAME}, run.jsonl or checkpoint",
+                fix="choose another folder: output=runs/NAME",
             )
         if Path.cwd().is_relative_to(real):
             raise CommandError(
-                "--fresh cannot rename the current working directory", where=str(path),
+                "--fresh cannot rename the current working directory",
+                where=str(path),
                 why=f"{real} would be renamed while this command runs inside it",
                 fix="choose another folder: output=runs/NAME",
             )
@@ -132,7 +135,8 @@ def require_free_disk(folder: Path, needed: int, what: str, *, then: str) -> Non
     if free < needed:
         missing = readable_bytes(needed - free)
         raise EnvironmentFault(
-            f"not enough disk space for {what}: {missing} missing", where=str(folder),
+            f"not enough disk space for {what}: {missing} missing",
+            where=str(folder),
             why=f"it needs {readable_bytes(needed)}, but only {readable_bytes(free)} are free",
             fix=f"free {missing} on this disk, then {then}",
         )
@@ -173,7 +177,8 @@ def _lock(path: Path) -> int:
         except OSError as error:
             os.close(descriptor)
             raise CommandError(
-                "cannot lock the run's folder", where=str(path),
+                "cannot lock the run's folder",
+                where=str(path),
                 why=f"{error.strerror} (a network disk without flock?)",
                 fix="choose a folder on a local disk: output=/local/runs/NAME",
             ) from error
@@ -235,10 +240,14 @@ def _cannot_write(path: Path, error: OSError) -> CommandError | EnvironmentFault
     reason = error.strerror or str(error)
     if error.errno in _FULL:
         return EnvironmentFault(
-            "no disk space for the run's folder", where=str(path), why=reason,
+            "no disk space for the run's folder",
+            where=str(path),
+            why=reason,
             fix="free some space, then run the same command again",
         )
     return CommandError(
-        "cannot write to the run's folder", where=str(path), why=reason,
+        "cannot write to the run's folder",
+        where=str(path),
+        why=reason,
         fix="choose a folder with write permission: output=runs/NAME",
     )

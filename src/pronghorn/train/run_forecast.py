@@ -28,8 +28,10 @@ def why_no_plan(recipe: Recipe, config: Any) -> str:
     if why := why_not_fast(config) or why_not_planned(text):
         return why
     if recipe.fp8 and recipe.method != "fp8" and FAMILIES[text.model_type].experts:
-        return (f"compute: fp8 cannot be combined with method: {recipe.method} for experts, which compute in FP8 "
-                "only if they are stored in FP8")
+        return (
+            f"compute: fp8 cannot be combined with method: {recipe.method} for experts, which compute in FP8 "
+            "only if they are stored in FP8"
+        )
     if recipe.method == "fp8" and getattr(config, "quantization_config", None):
         return "the checkpoint is stored in 4 bits, and method: fp8 needs 16-bit weights"
     if recipe.method != "full" and (recipe.lora.dropout or recipe.lora.dora):
@@ -65,19 +67,30 @@ def cached_data(recipe: Recipe) -> DataFacts | None:
         table, _ = hold_out(table, recipe.data.eval, recipe.train.seed)
     lengths = table.lengths.astype("int64")
     tokens = int(lengths.sum())
-    return DataFacts(tokens * recipe.train.epochs, float(table.loss_counts.sum()) / max(1, tokens),
-                     int((lengths * lengths).sum()) // max(1, tokens))
+    return DataFacts(
+        tokens * recipe.train.epochs,
+        float(table.loss_counts.sum()) / max(1, tokens),
+        int((lengths * lengths).sum()) // max(1, tokens),
+    )
 
 
-def forecast(recipe: Recipe, *, gpu: str | None, price: float | None = None, tokens: int | None = None,
-             longest: bool = False, host: str | None = None) -> list[Forecast]:
+def forecast(
+    recipe: Recipe,
+    *,
+    gpu: str | None,
+    price: float | None = None,
+    tokens: int | None = None,
+    longest: bool = False,
+    host: str | None = None,
+) -> list[Forecast]:
     """On the GPU that is named, on this machine's, or, where there is none, on each of the table that the run fits into.
     `longest`: of the same run on the longest document that fits. `host`: the RAM of that machine, such as 32GB."""
     if price is not None and price < 0:
         raise CommandError(what=f"--price {price:g} is negative", fix="set the price per GPU hour in USD")
     if tokens is not None and tokens < 1:
-        raise CommandError(what=f"--tokens {tokens} is not a valid token count",
-                           fix="set the total tokens of the run, over all epochs")
+        raise CommandError(
+            what=f"--tokens {tokens} is not a valid token count", fix="set the total tokens of the run, over all epochs"
+        )
     chosen = find_gpu(gpu) if gpu else None  # refused before anything is read
     room = HOST_BYTES if host is None else parse_host(host)
     if chosen is None and torch.cuda.is_available():
@@ -89,10 +102,13 @@ def forecast(recipe: Recipe, *, gpu: str | None, price: float | None = None, tok
     known = data.tokens if data and not recipe.train.steps else None
     if longest:
         if chosen is None:
-            raise CommandError(what="--longest needs a GPU to plan for",
-                               fix="name one with --gpu; set memory.budget to use only part of its memory")
-        return [max_context_report(recipe, config, gpu=chosen, price=price, host=room,
-                               loss_share=data.loss_share if data else 1.0)]
+            raise CommandError(
+                what="--longest needs a GPU to plan for",
+                fix="name one with --gpu; set memory.budget to use only part of its memory",
+            )
+        return [
+            max_context_report(recipe, config, gpu=chosen, price=price, host=room, loss_share=data.loss_share if data else 1.0)
+        ]
     options: dict[str, Any] = {"tokens": tokens or known, "price": price, "host": room}
     if data is not None:
         options |= {"attended": data.attended, "loss_share": data.loss_share}

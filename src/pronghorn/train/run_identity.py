@@ -54,23 +54,32 @@ def require_same_data(then: dict[str, Any], now: dict[str, str], train: TokenTab
         raise _changed("held-out data", "data.eval", checkpoint, where, why)
     if not old:
         return []
-    return [f"{checkpoint} is from an older version, which recorded only the tokens of a thousand rows and neither held-out "
-            "data nor config.json: changes of these are not detected"]
+    return [
+        f"{checkpoint} is from an older version, which recorded only the tokens of a thousand rows and neither held-out "
+        "data nor config.json: changes of these are not detected"
+    ]
 
 
 def _changed(what: str, key: str, checkpoint: str, where: str, why: str) -> CheckpointError:
     return CheckpointError(
-        what=f"the {what} changed since {checkpoint}", where=where, why=why,
+        what=f"the {what} changed since {checkpoint}",
+        where=where,
+        why=why,
         fix=f"restore the files of {key}, the model's tokenizer and the chat template, or start over with --fresh (the old "
-            "folder is renamed, not deleted)")
+        "folder is renamed, not deleted)",
+    )
 
 
 def run_facts(recipe: Recipe, keys: dict[str, str]) -> dict[str, str]:
     """What ranks that train together have in common."""
     versions = {name: version(name) for name in ("torch", "transformers", "peft", "numpy")}
     text = json.dumps(recipe.model_dump(mode="json"), sort_keys=True)
-    return {"recipe": hashlib.sha256(text.encode()).hexdigest()[:12], "pronghorn": __version__,
-            **versions, **{name: key[-12:] for name, key in keys.items()}}
+    return {
+        "recipe": hashlib.sha256(text.encode()).hexdigest()[:12],
+        "pronghorn": __version__,
+        **versions,
+        **{name: key[-12:] for name, key in keys.items()},
+    }
 
 
 def weights_key(model: torch.nn.Module) -> str:

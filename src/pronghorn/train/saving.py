@@ -54,8 +54,12 @@ def scratch(folder: Path) -> Iterator[Path]:
     try:
         place.mkdir(parents=True)
     except OSError as error:
-        raise EnvironmentFault(what="cannot write to the run's folder", where=str(folder), why=error.strerror or str(error),
-                               fix="fix the reported system error, then run the same command again") from error
+        raise EnvironmentFault(
+            what="cannot write to the run's folder",
+            where=str(folder),
+            why=error.strerror or str(error),
+            fix="fix the reported system error, then run the same command again",
+        ) from error
     try:
         yield place
     finally:
@@ -149,8 +153,12 @@ class WritingSaver(Saver):
             if broken := not_finite({**weights, **state.tensors}):
                 raise refused_checkpoint(session.step, broken, str(self._folder))
             self.checkpoint = save_checkpoint(
-                self._folder, state, self._write_model, keep=session.recipe.checkpoint.keep,
-                best_step=session.progress.best_step, needed_bytes=sum(p.nbytes for p in weights.values()) + self._small,
+                self._folder,
+                state,
+                self._write_model,
+                keep=session.recipe.checkpoint.keep,
+                best_step=session.progress.best_step,
+                needed_bytes=sum(p.nbytes for p in weights.values()) + self._small,
             )
         self.saved_step = session.step
         self._tell(session.step, self.checkpoint, bytes_of(self.checkpoint), time.perf_counter() - began)
@@ -188,8 +196,12 @@ class WritingSaver(Saver):
         session = self._session
         with self._stages("checkpoint"):
             # the loss of the step itself was read after the snapshot
-            self._writer.write(snapshot, keep=session.recipe.checkpoint.keep, best_step=session.progress.best_step,
-                               values={"losses": session.spikes.losses})
+            self._writer.write(
+                snapshot,
+                keep=session.recipe.checkpoint.keep,
+                best_step=session.progress.best_step,
+                values={"losses": session.spikes.losses},
+            )
         self._saved(snapshot.step)
 
     def _state(self, ahead: Sequence[StepBatch]) -> TrainState:
@@ -201,7 +213,8 @@ class WritingSaver(Saver):
                 "cursor": (ahead[-1].after if ahead else session.cursor).as_dict(),
                 "seen_tokens": session.seen_tokens + sum(batch.tokens for batch in ahead),
                 **session.identity,
-                "progress": session.progress.as_dict(), "scaler": session.take_step.scaler.state_dict(),
+                "progress": session.progress.as_dict(),
+                "scaler": session.take_step.scaler.state_dict(),
                 "losses": session.spikes.losses,
             },
             recipe=session.recipe.model_dump(mode="json"),

@@ -124,8 +124,9 @@ class Session:
         self.take_step.abandon()
         scale = self.take_step.scaler.state_dict()
         memory.lower(self.model)
-        self.take_step = _step(self.recipe, self.model, self.optimizer, self.device, self.precision, self.notices,
-                               self.objective, self.world)
+        self.take_step = _step(
+            self.recipe, self.model, self.optimizer, self.device, self.precision, self.notices, self.objective, self.world
+        )
         if scale:
             self.take_step.scaler.load_state_dict(scale)
 
@@ -140,8 +141,11 @@ def prepare_data(recipe: Recipe, tokenizer: Any, *, report: Report, stage: Stage
     elif recipe.data.eval is not None:
         train, evaluation = hold_out(prepared.tokens, recipe.data.eval, spec.seed)
     if recipe.eval.stop and evaluation is None:
-        raise RecipeError(what="eval.stop needs held-out data", why="early stopping needs a held-out loss",
-                          fix="set data.eval to a file, or to a fraction such as 0.02")
+        raise RecipeError(
+            what="eval.stop needs held-out data",
+            why="early stopping needs a held-out loss",
+            fix="set data.eval to a file, or to a fraction such as 0.02",
+        )
     if not len(train):
         raise DataError(what="no rows are left to train on", fix="run `pronghorn data stats` to see what was dropped and why")
     with stage("pack"):
@@ -172,12 +176,16 @@ def agreed(recipe: Recipe, keys: dict[str, str], world: World) -> list[str]:
     world.require_same(lambda: run_facts(recipe, keys))
     packs, capacity = packs_per_step(recipe), recipe.train.capacity
     if packs < world.size:
-        raise RecipeError(what=f"train.batch_tokens: a step has {counted(packs, 'pack')} for {world.size} ranks",
-                          why=f"each rank trains on whole packs of train.capacity: {capacity} tokens",
-                          fix=f"set train.batch_tokens: {world.size * capacity} or more, or start {counted(packs, 'rank')}")
+        raise RecipeError(
+            what=f"train.batch_tokens: a step has {counted(packs, 'pack')} for {world.size} ranks",
+            why=f"each rank trains on whole packs of train.capacity: {capacity} tokens",
+            fix=f"set train.batch_tokens: {world.size * capacity} or more, or start {counted(packs, 'rank')}",
+        )
     if packs % world.size:
-        return [f"a step has {packs} packs for {world.size} ranks, so some ranks wait for others; set train.batch_tokens: "
-                f"{-(-packs // world.size) * world.size * capacity}"]
+        return [
+            f"a step has {packs} packs for {world.size} ranks, so some ranks wait for others; set train.batch_tokens: "
+            f"{-(-packs // world.size) * world.size * capacity}"
+        ]
     return []
 
 
@@ -209,16 +217,25 @@ def _refuse_adapted_head(recipe: Recipe) -> None:
     if ties_embeddings(config):
         why, fix = "it is tied to the embeddings, so merging would change both", "remove lm_head from lora.targets"
     elif recipe.layers == "fast" and not why_not_fast(config):
-        why, fix = ("the fast layers read the LM head's weight inside the fused loss",
-                    "remove lm_head from lora.targets, or set layers: own")
+        why, fix = (
+            "the fast layers read the LM head's weight inside the fused loss",
+            "remove lm_head from lora.targets, or set layers: own",
+        )
     else:
         return
     raise RecipeError(what="lora.targets: lm_head cannot have an adapter", why=why, fix=fix)
 
 
-def set_up(recipe: Recipe, run: Path, *, report: Report, stage: StageTimer, allow: Collection[str] = (),
-           before_loading: Callable[[ModelFacts, Any], None] = lambda facts, tokenizer: None,
-           world: World | None = None) -> Session:
+def set_up(
+    recipe: Recipe,
+    run: Path,
+    *,
+    report: Report,
+    stage: StageTimer,
+    allow: Collection[str] = (),
+    before_loading: Callable[[ModelFacts, Any], None] = lambda facts, tokenizer: None,
+    world: World | None = None,
+) -> Session:
     """`allow`: keys that may differ from those of the checkpoint (--allow-change). `before_loading`: refuses, perhaps, what
     facts and tokenizer tell; on the rank that writes. `world`: without one, of one rank."""
     said: list[str] = []
@@ -261,36 +278,82 @@ def set_up(recipe: Recipe, run: Path, *, report: Report, stage: StageTimer, allo
         said.append(f"training uses the transformers layers (slower): {why_own_layers}")
     with stage("load"):
         planned = memory is not None and memory.apply(
-            model, lambda: build_batch(data.train, data.first_epoch[0], recipe.train.capacity, data.pad_id, shapes),
-            DTYPES[precision], said.append)
+            model,
+            lambda: build_batch(data.train, data.first_epoch[0], recipe.train.capacity, data.pad_id, shapes),
+            DTYPES[precision],
+            said.append,
+        )
     objective = objective_of(recipe)
     objective.prepare(model, data.train, device, lambda: autocast(precision, device))
     step = _step(recipe, model, optimizer, device, precision, said, objective, world)
     values = found[1].values if found else None
     cursor = Cursor(**values["cursor"]) if values else Cursor()
     with stage("pack"):
-        loader = BatchLoader(data.train, capacity=recipe.train.capacity, packs_per_step=packs_per_step(recipe),
-                             seed=recipe.train.seed, workers=recipe.data.workers, start=cursor, pad_id=data.pad_id,
-                             pin=device.type == "cuda", shapes=shapes, together=objective.together,
-                             complete=objective.complete, deal=(world.rank, world.size))
-    session = Session(recipe, data, tokenizer, model, optimizer, step, loader, device, precision, notices=said,
-                      keys=keys, base=base, objective=objective, world=world, memory=memory if planned else None, cursor=cursor,
-                      spikes=Spikes(recipe.health.spike), progress=Progress(recipe.eval.best))
+        loader = BatchLoader(
+            data.train,
+            capacity=recipe.train.capacity,
+            packs_per_step=packs_per_step(recipe),
+            seed=recipe.train.seed,
+            workers=recipe.data.workers,
+            start=cursor,
+            pad_id=data.pad_id,
+            pin=device.type == "cuda",
+            shapes=shapes,
+            together=objective.together,
+            complete=objective.complete,
+            deal=(world.rank, world.size),
+        )
+    session = Session(
+        recipe,
+        data,
+        tokenizer,
+        model,
+        optimizer,
+        step,
+        loader,
+        device,
+        precision,
+        notices=said,
+        keys=keys,
+        base=base,
+        objective=objective,
+        world=world,
+        memory=memory if planned else None,
+        cursor=cursor,
+        spikes=Spikes(recipe.health.spike),
+        progress=Progress(recipe.eval.best),
+    )
     _restore(session, found[1] if found else None)
     world.require_same(lambda: {"weights": weights_key(model)})
     return session
 
 
-def _step(recipe: Recipe, model: Any, optimizer: torch.optim.Optimizer, device: torch.device, precision: Precision,
-          said: list[str], objective: Objective, world: World) -> Step:
-    step = make_step(model, optimizer, device=device, precision=precision, clip=recipe.train.clip, graph=recipe.train.graph,
-                     say=said.append, objective=objective, world=world)
+def _step(
+    recipe: Recipe,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    precision: Precision,
+    said: list[str],
+    objective: Objective,
+    world: World,
+) -> Step:
+    step = make_step(
+        model,
+        optimizer,
+        device=device,
+        precision=precision,
+        clip=recipe.train.clip,
+        graph=recipe.train.graph,
+        say=said.append,
+        objective=objective,
+        world=world,
+    )
     step.guards_loss = recipe.health.spike != "warn"
     return step
 
 
-def _build_model(recipe: Recipe, precision: Precision, device: torch.device, checkpoint: Path | None, report: Report
-                 ) -> Any:
+def _build_model(recipe: Recipe, precision: Precision, device: torch.device, checkpoint: Path | None, report: Report) -> Any:
     if recipe.method == "full":
         # float32 master weights under autocast: an update of 1e-5 of a weight is lost in bf16's 8 bits.
         model = load_model(str(checkpoint or recipe.model), torch.float32, device)
@@ -308,8 +371,9 @@ def _require_fp8_layers(model: Any, why_own_layers: str) -> None:
     engine = engine_of(model)
     layers = [] if engine is None else engine.layers
     if why := why_own_layers or next((why for layer in layers if (why := layer.why_not_fused())), ""):
-        raise RecipeError(what="compute: fp8 is not supported for this model", why=why,
-                          fix="remove compute to multiply in 16 bits")
+        raise RecipeError(
+            what="compute: fp8 is not supported for this model", why=why, fix="remove compute to multiply in 16 bits"
+        )
 
 
 def _restore(session: Session, state: TrainState | None) -> None:
@@ -329,8 +393,10 @@ def _put_back(session: Session, state: TrainState) -> None:
     before = Progress.from_dict(values["progress"])
     session.progress = before.by(session.recipe.eval.best)
     if session.progress != before:
-        session.notices.append(f"eval.best: {session.recipe.eval.best} replaces {before.metric}; the best checkpoint and "
-                               "patience restart from here")
+        session.notices.append(
+            f"eval.best: {session.recipe.eval.best} replaces {before.metric}; the best checkpoint and "
+            "patience restart from here"
+        )
     session.spikes = Spikes(session.recipe.health.spike, losses_of(values))
     restore_rng(state.rng)
 

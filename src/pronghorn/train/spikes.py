@@ -88,10 +88,12 @@ class Spikes:
         if self._in_a_row > MOST_IN_A_ROW and self.policy == "skip":
             raise GaveUp(
                 what=f"step {step}: the loss stays at {loss:.4g}, above the limit of {limit:.4g}; {MOST_IN_A_ROW} steps were "
-                     "skipped",
-                where=folder, why="so many in a row are not a spike: the data or the weights changed",
+                "skipped",
+                where=folder,
+                why="so many in a row are not a spike: the data or the weights changed",
                 fix="inspect the rows named in the log; change health.spike (--allow-change health.spike) or lower train.lr "
-                    "(--allow-change train.lr)")
+                "(--allow-change train.lr)",
+            )
         return spiked
 
 
@@ -106,12 +108,17 @@ class LeftOut:
     def of(cls, run: Path) -> LeftOut:
         events: list[dict[str, Any]] = read_log(run) if (run / FILE_NAME).exists() else []
         found = [event for event in events if event["event"] == "rewind"]
-        return cls(frozenset(Cursor(event["epoch_after"], event["pack_after"]) for event in found),
-                   tuple(event["to"] for event in found))
+        return cls(
+            frozenset(Cursor(event["epoch_after"], event["pack_after"]) for event in found),
+            tuple(event["to"] for event in found),
+        )
 
     def require_one_more(self, to: int, step: int, loss: float, folder: str) -> None:
         if self.rewinds.count(to) >= MOST_REWINDS:
             where = f"checkpoint-{to}" if to else "the start"
-            raise GaveUp(what=f"step {step}: the loss spiked to {loss:.4g} again after {MOST_REWINDS} rewinds to {where}",
-                         where=folder, why="skipping rows does not help, so the rows are not the cause",
-                         fix=f"{lower_lr()}; or inspect the rows named in the log")
+            raise GaveUp(
+                what=f"step {step}: the loss spiked to {loss:.4g} again after {MOST_REWINDS} rewinds to {where}",
+                where=folder,
+                why="skipping rows does not help, so the rows are not the cause",
+                fix=f"{lower_lr()}; or inspect the rows named in the log",
+            )

@@ -43,8 +43,17 @@ class Step(ABC):
     loss_limit = math.inf  # of the step that begins next: above it, nothing is updated, and the steps after it are
     updating = False  # the weights are changing: a step that fails now cannot be repeated
 
-    def __init__(self, model: Any, optimizer: torch.optim.Optimizer, *, device: torch.device, precision: Precision,
-                 clip: float, objective: Objective | None = None, world: World | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        optimizer: torch.optim.Optimizer,
+        *,
+        device: torch.device,
+        precision: Precision,
+        clip: float,
+        objective: Objective | None = None,
+        world: World | None = None,
+    ) -> None:
         """Without an `objective`, it is supervised fine-tuning; without a `world`, of one rank."""
         self.model, self.optimizer, self.device, self.precision, self.clip = model, optimizer, device, precision, clip
         self.objective, self.world = objective or Supervised(), world or World()
@@ -155,14 +164,20 @@ class EagerStep(Step):
         self.scaler.step(self.optimizer)  # does nothing: unscale_ saw the overflow
         self.scaler.update()
         if self.scaler.get_scale() < SMALLEST_SCALE:
-            raise HealthStop(what="fp16 gradients overflow at every loss scale; the weights are unchanged",
-                             why="the largest fp16 number is 65,504", fix="set precision: bf16 or fp32, or lower train.lr")
+            raise HealthStop(
+                what="fp16 gradients overflow at every loss scale; the weights are unchanged",
+                why="the largest fp16 number is 65,504",
+                fix="set precision: bf16 or fp32, or lower train.lr",
+            )
         return StepResult(loss, float("inf"), skipped=True)
 
 
 def no_graph(why: str) -> EnvironmentFault:
-    return EnvironmentFault(what="train.graph: on, but this run cannot be captured as a CUDA graph", why=why,
-                            fix="set train.graph: auto (or off), or remove the cause named above")
+    return EnvironmentFault(
+        what="train.graph: on, but this run cannot be captured as a CUDA graph",
+        why=why,
+        fix="set train.graph: auto (or off), or remove the cause named above",
+    )
 
 
 def why_not_graphed(model: Any, optimizer: torch.optim.Optimizer, device: torch.device, precision: Precision) -> str:

@@ -26,9 +26,12 @@ class TrainedRun:
     def __init__(self, run: Path, which: str) -> None:
         found = list_checkpoints(run)
         if not found:
-            raise CommandError(what="no checkpoint found", where=str(run),
-                               why="this is not a run's folder, or the run has saved nothing yet",
-                               fix="pass a run's output folder; `pronghorn runs` lists them")
+            raise CommandError(
+                what="no checkpoint found",
+                where=str(run),
+                why="this is not a run's folder, or the run has saved nothing yet",
+                fix="pass a run's output folder; `pronghorn runs` lists them",
+            )
         self.path = self._choose(found, which, run)
         manifest = verify_checkpoint(self.path)
         self.recipe = _found_again(described(self.path, manifest["recipe"], manifest["values"]).recipe, run)
@@ -48,8 +51,11 @@ class TrainedRun:
             return steps.get(best, last) if best is not None else last
         if which.isdigit() and int(which) in steps:
             return steps[int(which)]
-        raise CommandError(what=f"checkpoint `{which}` not found", where=str(run),
-                           fix=f"choose best, last, or one of: {', '.join(str(step) for step in steps)}")
+        raise CommandError(
+            what=f"checkpoint `{which}` not found",
+            where=str(run),
+            fix=f"choose best, last, or one of: {', '.join(str(step) for step in steps)}",
+        )
 
     def load(self) -> tuple[Any, Any, torch.device]:
         """Model, tokenizer, device."""
@@ -77,10 +83,15 @@ def _found_again(recipe: Recipe, run: Path) -> Recipe:
     def place(name: str) -> str:
         return str(base / name) if not Path(name).exists() and (base / name).exists() else name
 
-    data = recipe.data.model_copy(update={
-        "train": tuple(place(one) if isinstance(one, str) else one.model_copy(update={"path": place(one.path)})
-                       for one in recipe.data.train),
-        "eval": place(recipe.data.eval) if isinstance(recipe.data.eval, str) else recipe.data.eval})
+    data = recipe.data.model_copy(
+        update={
+            "train": tuple(
+                place(one) if isinstance(one, str) else one.model_copy(update={"path": place(one.path)})
+                for one in recipe.data.train
+            ),
+            "eval": place(recipe.data.eval) if isinstance(recipe.data.eval, str) else recipe.data.eval,
+        }
+    )
     return recipe.model_copy(update={"model": place(recipe.model), "data": data})
 
 
@@ -92,16 +103,26 @@ class Chat:
         self.max_tokens, self.temperature = max_tokens, temperature
         self.messages = [{"role": "system", "content": system}] if system else []
         if self.tokenizer.chat_template is None:
-            raise CommandError(what="the tokenizer has no chat template", where=str(run),
-                               why="the model was trained on plain text", fix="use the exported model with your own prompts")
+            raise CommandError(
+                what="the tokenizer has no chat template",
+                where=str(run),
+                why="the model was trained on plain text",
+                fix="use the exported model with your own prompts",
+            )
 
     def answer(self, message: str) -> str:
         self.messages.append({"role": "user", "content": message})
-        ids = within_limits(lambda: self.tokenizer.apply_chat_template(
-            self.messages, add_generation_prompt=True, tokenize=True, return_dict=False), self.messages, "")
+        ids = within_limits(
+            lambda: self.tokenizer.apply_chat_template(
+                self.messages, add_generation_prompt=True, tokenize=True, return_dict=False
+            ),
+            self.messages,
+            "",
+        )
         if self.temperature > 0:
-            answer = sample_answer(self.model, self.tokenizer, ids, max_new_tokens=self.max_tokens,
-                                   temperature=self.temperature)
+            answer = sample_answer(
+                self.model, self.tokenizer, ids, max_new_tokens=self.max_tokens, temperature=self.temperature
+            )
         else:
             answer = generate_answers(self.model, self.tokenizer, [ids], max_new_tokens=self.max_tokens)[0]
         self.messages.append({"role": "assistant", "content": answer})
@@ -117,7 +138,10 @@ def export_run(run: Path, which: str, target: Path, to: Literal["adapter", "merg
     events = read_log(run) if (run / FILE_NAME).exists() else []  # a checkpoint is whole without it
     here = {event["event"]: event for event in history(events) if event.get("step") == trained.step}
     step, held_out = here.get("step", {}), here.get("eval", {})
-    figures = {"checkpoint": trained.path.name, "training loss at this step": step.get("loss", "unknown"),
-               "held-out loss": held_out.get("loss", "not measured at this step"),
-               "trained tokens": step.get("seen_tokens", "unknown")}
+    figures = {
+        "checkpoint": trained.path.name,
+        "training loss at this step": step.get("loss", "unknown"),
+        "held-out loss": held_out.get("loss", "not measured at this step"),
+        "trained tokens": step.get("seen_tokens", "unknown"),
+    }
     export(trained.path, trained.recipe, target, to, figures)

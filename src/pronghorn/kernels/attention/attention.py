@@ -82,7 +82,12 @@ def attention_reference(
 
 
 def pick_backend(
-    device: torch.device, dtype: torch.dtype, head_width: int, *, softcap: bool = False, sinks: bool = False,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_width: int,
+    *,
+    softcap: bool = False,
+    sinks: bool = False,
     typical: int | None = None,
 ) -> Backend:
     """The fastest backend that supports this call; a notice says once why faster ones do not.
@@ -263,9 +268,7 @@ def _backend_for(q_TNH: Tensor, packed: Packed, typical: int | None) -> Backend:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks_N: Tensor | None, packed: Packed, backend: Backend
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks_N: Tensor | None, packed: Packed, backend: Backend) -> Tensor:
         out, lse = BACKENDS[backend].forward(q, k, v, packed, None)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.packed, ctx.backend = packed, backend

@@ -126,8 +126,22 @@ class Flash2:
     @staticmethod
     def forward(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, packed: Packed, out: Tensor | None) -> tuple[Tensor, Tensor]:
         bounds, longest = packed.cu_seqlens, packed.longest
-        result = _allocated_forward(q_TNH, None) if q_TNH.is_meta else torch.ops.aten._flash_attention_forward(
-            q_TNH, k_TKH, v_TKH, bounds, bounds, longest, longest, 0.0, packed.window is None, False, **Flash2._options(packed)
+        result = (
+            _allocated_forward(q_TNH, None)
+            if q_TNH.is_meta
+            else torch.ops.aten._flash_attention_forward(
+                q_TNH,
+                k_TKH,
+                v_TKH,
+                bounds,
+                bounds,
+                longest,
+                longest,
+                0.0,
+                packed.window is None,
+                False,
+                **Flash2._options(packed),
+            )
         )
         out_TNH, lse_NT = result[0], result[1]
         if packed.sinks_N is not None:

@@ -55,11 +55,7 @@ def block_mask(packed: Packed, tokens: int, device: torch.device) -> Any:
     counts = blocks - first_block + 1
     indices = (first_block[:, None] + blocks[None, :]).clamp_max(first_row.numel() - 1).to(torch.int32)
     return BlockMask.from_kv_blocks(
-        counts.to(torch.int32)[None, None],
-        indices[None, None],
-        BLOCK_SIZE=BLOCK,
-        mask_mod=seen,
-        seq_lengths=(tokens, tokens),
+        counts.to(torch.int32)[None, None], indices[None, None], BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(tokens, tokens)
     )
 
 

@@ -403,8 +403,9 @@ class Short:
         return out_TNH, lse_NT
 
     @staticmethod
-    def backward(dout_TNH: Tensor, done: Computed, packed: Packed, grads: Parts | None,
-                 rotated: tuple[Tensor, Tensor] | None = None) -> Grads:
+    def backward(
+        dout_TNH: Tensor, done: Computed, packed: Packed, grads: Parts | None, rotated: tuple[Tensor, Tensor] | None = None
+    ) -> Grads:
         """`rotated`: RoPE's cos and sin, [T, H / 2]; dq and dk are then the gradients before RoPE."""
         q_TNH, k_TKH, v_TKH, out_TNH, lse_NT = done
         T, heads, width = q_TNH.shape

@@ -136,9 +136,7 @@ class PlainTorch:
                 dk_TKH[rows] = dk.sum(1).transpose(0, 1)
                 dv_TKH[rows] = dv.sum(1).transpose(0, 1)
             else:
-                _backward_document(
-                    (dout_TNH, q_TNH, k_TKH, v_TKH, lse_NT), packed, start, end, (dq_TNH, dk_TKH, dv_TKH)
-                )
+                _backward_document((dout_TNH, q_TNH, k_TKH, v_TKH, lse_NT), packed, start, end, (dq_TNH, dk_TKH, dv_TKH))
         return dq_TNH, dk_TKH, dv_TKH, sink_gradients(dout_TNH, out_TNH, lse_NT, packed.sinks_N)
 
 
@@ -189,14 +187,7 @@ def _scores(q_TNH: Tensor, k_TKH: Tensor, packed: Packed, block: slice, keys: sl
 
 
 def _forward_block(
-    q_TNH: Tensor,
-    k_TKH: Tensor,
-    v_TKH: Tensor,
-    packed: Packed,
-    block: slice,
-    keys: slice,
-    out_TNH: Tensor,
-    lse_NT: Tensor,
+    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, packed: Packed, block: slice, keys: slice, out_TNH: Tensor, lse_NT: Tensor
 ) -> None:
     scores, unseen = _scores(q_TNH, k_TKH, packed, block, keys)
     scores.masked_fill_(unseen, -math.inf)

@@ -482,8 +482,19 @@ class _QkRope(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         qkv_TX, cos_TP, sin_TP, q_norm_H, k_norm_H, rstd = ctx.saved_tensors
         dq, dk, dv = (grad.contiguous() for grad in grads)
-        dqkv, *norm_grads = qk_rope_backward(dq, dk, dv, cos_TP, sin_TP, qkv_TX=qkv_TX, rstd=rstd, q_norm_H=q_norm_H,
-                                             k_norm_H=k_norm_H, need_norm_grad=any(ctx.needs_input_grad[3:5]), **ctx.settings)
+        dqkv, *norm_grads = qk_rope_backward(
+            dq,
+            dk,
+            dv,
+            cos_TP,
+            sin_TP,
+            qkv_TX=qkv_TX,
+            rstd=rstd,
+            q_norm_H=q_norm_H,
+            k_norm_H=k_norm_H,
+            need_norm_grad=any(ctx.needs_input_grad[3:5]),
+            **ctx.settings,
+        )
         return dqkv, None, None, *(None if grad is None else grad.to(q_norm_H.dtype) for grad in norm_grads), None
 
 

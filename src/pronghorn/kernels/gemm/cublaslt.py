@@ -97,8 +97,11 @@ def covered(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None = None) -> boo
     if not is_gpu(a) or cuda_capability(a.device) != (9, 0) or (a.is_cuda and a.device.index != torch.cuda.current_device()):
         return False
     rows = (a, out) if add is None else (a, out, add)
-    return (all(x.dtype == torch.bfloat16 and address(x) % ALIGNMENT == 0 for x in operands)
-            and all(x.stride(1) == 1 for x in rows) and 1 in b.stride())
+    return (
+        all(x.dtype == torch.bfloat16 and address(x) % ALIGNMENT == 0 for x in operands)
+        and all(x.stride(1) == 1 for x in rows)
+        and 1 in b.stride()
+    )
 
 
 def adds_freely(dtype: torch.dtype, device: torch.device) -> bool:
@@ -125,8 +128,9 @@ class _Strides(NamedTuple):
 
 def _strides(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None) -> _Strides:
     by_rows = b.stride(0) == 1
-    return _Strides(a.stride(0), b.stride(1) if by_rows else b.stride(0), by_rows, out.stride(0),
-                    None if add is None else add.stride(0))
+    return _Strides(
+        a.stride(0), b.stride(1) if by_rows else b.stride(0), by_rows, out.stride(0), None if add is None else add.stride(0)
+    )
 
 
 # ---- the library -------------------------------------------------------------------------------------------------------------
@@ -181,8 +185,14 @@ class _Library:
         values = []
         for number, size in (_TILE, _CLUSTER, _VARIANT):
             value, written = ctypes.c_uint32(0), ctypes.c_size_t()
-            self.call("cublasLtMatmulAlgoConfigGetAttribute", ctypes.byref(offer), number, ctypes.byref(value), size,
-                      ctypes.byref(written))
+            self.call(
+                "cublasLtMatmulAlgoConfigGetAttribute",
+                ctypes.byref(offer),
+                number,
+                ctypes.byref(value),
+                size,
+                ctypes.byref(written),
+            )
             values.append(value.value)
         return Algorithm(*values)
 
@@ -225,8 +235,19 @@ class _Plan:
         found, count = (_Offer * OFFERS)(), ctypes.c_int()
         try:
             call("cublasLtMatmulPreferenceSetAttribute", preference, _MOST_WORKSPACE, ctypes.byref(none), ctypes.sizeof(none))
-            call("cublasLtMatmulAlgoGetHeuristic", self.library.handle, self.description, self.weight, self.rows, self.added,
-                 self.result, preference, OFFERS, ctypes.byref(found), ctypes.byref(count))
+            call(
+                "cublasLtMatmulAlgoGetHeuristic",
+                self.library.handle,
+                self.description,
+                self.weight,
+                self.rows,
+                self.added,
+                self.result,
+                preference,
+                OFFERS,
+                ctypes.byref(found),
+                ctypes.byref(count),
+            )
         finally:
             call("cublasLtMatmulPreferenceDestroy", preference)
         return [offer for offer in found[: count.value] if offer.state == 0]

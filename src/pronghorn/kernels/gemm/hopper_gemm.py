@@ -49,8 +49,9 @@ class _Sizes(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int) for name in ("rows", "columns", "row_pairs", "column_tiles", "k_tiles", "x_tiles", "band")]
 
 
-def gated_mm(x_TK: Tensor, weight_GK: Tensor, kind: Kind, *, gu_out: Tensor, a_out: Tensor, lora_TR: Tensor | None = None
-                  ) -> bool:
+def gated_mm(
+    x_TK: Tensor, weight_GK: Tensor, kind: Kind, *, gu_out: Tensor, a_out: Tensor, lora_TR: Tensor | None = None
+) -> bool:
     """gu_out [T, 2 F] = [x | lora] W^T, and a_out [T, F] = act(gate) up; all may be row-strided. Returns whether it ran."""
     T, F = a_out.shape
     if F % 8 or not _fit(x_TK, lora_TR, weight_GK, gu_out, a_out):
@@ -60,12 +61,14 @@ def gated_mm(x_TK: Tensor, weight_GK: Tensor, kind: Kind, *, gu_out: Tensor, a_o
     box = (NARROW_CHUNK, 1, ROWS // 2)
     rows, K = _rows(x_TK, lora_TR)
     maps = [
-        *rows, TensorMap(weight_GK, (K, F, 2), (weight_GK.stride(0), F * weight_GK.stride(0)), (TERMS, HALF, 1)),
+        *rows,
+        TensorMap(weight_GK, (K, F, 2), (weight_GK.stride(0), F * weight_GK.stride(0)), (TERMS, HALF, 1)),
         TensorMap(gu_out, (F, 2, T), (F, gu_out.stride(0)), box),
         TensorMap(a_out, (F, 1, T), (a_out.stride(0), a_out.stride(0)), box),
     ]
-    return _run(_source(K, GATED=1, GELU=int(kind == "gelu_tanh")), x_TK, 3 * NARROW_CHUNK,
-                [*maps, _sizes(T, F, HALF, K, x_TK)])
+    return _run(
+        _source(K, GATED=1, GELU=int(kind == "gelu_tanh")), x_TK, 3 * NARROW_CHUNK, [*maps, _sizes(T, F, HALF, K, x_TK)]
+    )
 
 
 class Labelled(NamedTuple):
@@ -76,8 +79,16 @@ class Labelled(NamedTuple):
     logits_C: Tensor
 
 
-def powers_mm(x_CK: Tensor, weight_VK: Tensor, rows: Labelled, *, out: Tensor, scale: float, sums_2NC: Tensor,
-                   wanted: Tensor | None = None) -> bool:
+def powers_mm(
+    x_CK: Tensor,
+    weight_VK: Tensor,
+    rows: Labelled,
+    *,
+    out: Tensor,
+    scale: float,
+    sums_2NC: Tensor,
+    wanted: Tensor | None = None,
+) -> bool:
     """out [C, V] = 2^(x W^T scale - anchor). Also, per row and per tile of columns (N tiles), the sum of that in fp32 before
     rounding and the largest x W^T; and x W^T at the label. `wanted`: an int on the device; if it is 0, the kernel does nothing.
     Returns whether it ran."""
@@ -95,13 +106,32 @@ def powers_mm(x_CK: Tensor, weight_VK: Tensor, rows: Labelled, *, out: Tensor, s
         TensorMap(out, (V, 1, C), (out.stride(0), out.stride(0)), (POWERS_CHUNK, 1, ROWS // 2)),
     ]
     flag = ctypes.c_void_p(0) if wanted is None else wanted
-    return _run(_source(K, POWERS=1), x_CK, POWERS_CHUNK,
-                [*maps, (ctypes.c_void_p * 3)(*(x.data_ptr() for x in rows)), ctypes.c_float(scale), sums_2NC, flag,
-                 _sizes(C, V, COLUMNS, K, x_CK)])
+    return _run(
+        _source(K, POWERS=1),
+        x_CK,
+        POWERS_CHUNK,
+        [
+            *maps,
+            (ctypes.c_void_p * 3)(*(x.data_ptr() for x in rows)),
+            ctypes.c_float(scale),
+            sums_2NC,
+            flag,
+            _sizes(C, V, COLUMNS, K, x_CK),
+        ],
+    )
 
 
-def rope_mm(x_TK: Tensor, weight_XK: Tensor, cos_TP: Tensor, sin_TP: Tensor, *, rope_heads: int, head_width: int,
-                   out: Tensor, lora_TR: Tensor | None = None) -> bool:
+def rope_mm(
+    x_TK: Tensor,
+    weight_XK: Tensor,
+    cos_TP: Tensor,
+    sin_TP: Tensor,
+    *,
+    rope_heads: int,
+    head_width: int,
+    out: Tensor,
+    lora_TR: Tensor | None = None,
+) -> bool:
     """out [T, X] = [x | lora] W^T, with RoPE on the first `rope_heads` heads (by halves, whole width), in fp32, rounded once.
     Returns whether it ran."""
     T, X = len(x_TK), len(weight_XK)
@@ -113,11 +143,16 @@ def rope_mm(x_TK: Tensor, weight_XK: Tensor, cos_TP: Tensor, sin_TP: Tensor, *, 
         return True
     rows, K = _rows(x_TK, lora_TR)
     maps = [
-        *rows, TensorMap(weight_XK, (K, X, 1), (weight_XK.stride(0), weight_XK.stride(0)), (TERMS, NARROW_CHUNK, 1)),
+        *rows,
+        TensorMap(weight_XK, (K, X, 1), (weight_XK.stride(0), weight_XK.stride(0)), (TERMS, NARROW_CHUNK, 1)),
         TensorMap(out, (X, 1, T), (out.stride(0), out.stride(0)), (NARROW_CHUNK, 1, ROWS // 2)),
     ]
-    return _run(_source(K, ROPE=1), x_TK, 2 * NARROW_CHUNK,
-                [*maps, cos_TP, sin_TP, _Heads(rope_heads, head_width), _sizes(T, X, COLUMNS, K, x_TK)])
+    return _run(
+        _source(K, ROPE=1),
+        x_TK,
+        2 * NARROW_CHUNK,
+        [*maps, cos_TP, sin_TP, _Heads(rope_heads, head_width), _sizes(T, X, COLUMNS, K, x_TK)],
+    )
 
 
 def column_tiles(columns: int) -> int:
@@ -156,8 +191,16 @@ def _sizes(rows: int, columns: int, of_a_tile: int, terms: int, x: Tensor) -> _S
 @cache
 def _source(terms: int, **definitions: int) -> Source:
     last = (terms - 1) % TERMS // 16 + 1  # sixteenths, which is what the tensor cores take at a time
-    all_of_them = {"GATED": 0, "POWERS": 0, "ROPE": 0, "HALF": HALF, "STAGES": STAGES, "BUFFERS": BUFFERS, "LAST": last,
-                   **definitions}
+    all_of_them = {
+        "GATED": 0,
+        "POWERS": 0,
+        "ROPE": 0,
+        "HALF": HALF,
+        "STAGES": STAGES,
+        "BUFFERS": BUFFERS,
+        "LAST": last,
+        **definitions,
+    }
     return Source("gemm/hopper_gemm.cu", ("@WGMMA@", _multiplication(COLUMNS)), tuple(all_of_them.items()))
 
 

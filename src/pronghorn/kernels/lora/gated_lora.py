@@ -197,9 +197,7 @@ def _zeros(COLUMNS: tl.constexpr, R_BLOCK: tl.constexpr, RANKS_FIRST: tl.constex
 
 
 @jit
-def _mm_add(
-    thin: tl.tensor, wide: tl.tensor, total: tl.tensor, RANKS_FIRST: tl.constexpr, NARROW: tl.constexpr
-) -> tl.tensor:
+def _mm_add(thin: tl.tensor, wide: tl.tensor, total: tl.tensor, RANKS_FIRST: tl.constexpr, NARROW: tl.constexpr) -> tl.tensor:
     """total + thin^T wide (or its transpose)."""
     if not NARROW:
         thin, wide = thin.to(tl.float32), wide.to(tl.float32)

@@ -142,7 +142,12 @@ class AdapterGroup:
         return grads
 
     def add_adapter_grads(
-        self, dy_TO: Tensor, dyb_TR: Tensor, x_TD: Tensor, xa_TR: Tensor, norm: NormOf | None = None,
+        self,
+        dy_TO: Tensor,
+        dyb_TR: Tensor,
+        x_TD: Tensor,
+        xa_TR: Tensor,
+        norm: NormOf | None = None,
         without: Part | None = None,
     ) -> None:
         """The same gradients, accumulated in `sums` by two GEMMs: dB of all adapters together, including blocks of no adapter

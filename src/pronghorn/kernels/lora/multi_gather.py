@@ -87,8 +87,18 @@ class GatherTable:
         rows, tiles = [], []
         for number, job in enumerate(self.jobs):
             weight = 0 if job.weight is None else job.weight.data_ptr()
-            rows.append((job.source.data_ptr(), job.source.stride(0), job.target.data_ptr(), job.target.numel(),
-                         job.target.shape[1], int(job.transposed), weight, int(job.one_plus)))
+            rows.append(
+                (
+                    job.source.data_ptr(),
+                    job.source.stride(0),
+                    job.target.data_ptr(),
+                    job.target.numel(),
+                    job.target.shape[1],
+                    int(job.transposed),
+                    weight,
+                    int(job.one_plus),
+                )
+            )
             tiles += [(number, tile) for tile in range(-(-job.target.numel() // TILE))]
         device = self.jobs[0].target.device
         return (

@@ -73,13 +73,26 @@ class StoredLoraGroup(LoraGroup):
     """A `LoraGroup` whose M is valid from `load` until another group loads. 16-bit weights among its linears are copied in. R
     may be 0: M is then the weights alone."""
 
-    def __init__(self, weights: Sequence[StoredTensor | Tensor], adapters: Sequence[Adapter], scratch: Scratch, *,
-                 padding: int | None = None) -> None:
+    def __init__(
+        self,
+        weights: Sequence[StoredTensor | Tensor],
+        adapters: Sequence[Adapter],
+        scratch: Scratch,
+        *,
+        padding: int | None = None,
+    ) -> None:
         self._lay_out([weight.shape[0] for weight in weights], weights[0].shape[1], adapters, padding)
         self.scratch = scratch
         self._weights = list(weights)
-        self._layout = (self.O, self.D, self.R, *((self.rows[adapter.linear].start, columns.start, columns.stop)
-                                                  for adapter, columns in zip(self.adapters, self.columns, strict=True)))
+        self._layout = (
+            self.O,
+            self.D,
+            self.R,
+            *(
+                (self.rows[adapter.linear].start, columns.start, columns.stop)
+                for adapter, columns in zip(self.adapters, self.columns, strict=True)
+            ),
+        )
         self._table, self._unpack = CopyTable([]), DequantizeTable([])
         scratch.reserve((self.O + self.R) * (self.D + self.R))
         self.M = torch.empty(0)
@@ -112,7 +125,10 @@ class StoredLoraGroup(LoraGroup):
 
     def _build(self, M: Tensor) -> None:
         self.M = M
-        stored = [DequantizeJob(weight, M[rows, : self.D]) for rows, weight in zip(self.rows, self._weights, strict=True)
-                  if not isinstance(weight, Tensor)]
+        stored = [
+            DequantizeJob(weight, M[rows, : self.D])
+            for rows, weight in zip(self.rows, self._weights, strict=True)
+            if not isinstance(weight, Tensor)
+        ]
         self._unpack = stored[0].source.table(stored) if stored else DequantizeTable([])
         self._table = CopyTable([job for pair in self._jobs() for job in pair])

@@ -112,8 +112,9 @@ class Powers:
             self.logit_scale, width, len(weight_VD), BLOCK=min(2048, triton.next_power_of_2(width)), num_warps=4,
         )  # fmt: skip
 
-    def loss_and_gradient(self, part: slice, out_CV: Tensor, weights_C: Tensor | None, losses_C: Tensor, grad_scale: Tensor,
-                          factors_C: Tensor) -> bool:
+    def loss_and_gradient(
+        self, part: slice, out_CV: Tensor, weights_C: Tensor | None, losses_C: Tensor, grad_scale: Tensor, factors_C: Tensor
+    ) -> bool:
         """Fills a chunk's losses, factors, and the logits' gradient without the factors. Returns whether it ran."""
         hidden, redo = self.hidden[part], self._redo[part.start // self._chunk :]
         of_rows = Labelled(self._anchors[part], self.labels[part], self._label_logits[part])
@@ -121,8 +122,15 @@ class Powers:
         tiles = column_tiles(vocabulary)
         sums = self._sums[: 2 * tiles * rows].view(2, tiles, rows)
         for once_more in (False, True):
-            if not powers_mm(hidden, self.weight, of_rows, out=out_CV, scale=self.logit_scale * LOG2_E, sums_2NC=sums,
-                                  wanted=redo if once_more else None):
+            if not powers_mm(
+                hidden,
+                self.weight,
+                of_rows,
+                out=out_CV,
+                scale=self.logit_scale * LOG2_E,
+                sums_2NC=sums,
+                wanted=redo if once_more else None,
+            ):
                 return False
             _finish_kernel[(triton.cdiv(rows, ROWS),)](
                 out_CV, out_CV.stride(0), sums, tiles, of_rows.anchors_C, of_rows.logits_C, of_rows.labels_C, weights_C,
@@ -132,8 +140,9 @@ class Powers:
         return True
 
 
-def powers_for(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, terms: Terms, chunk: int, out_CV: Tensor
-               ) -> Powers | None:
+def powers_for(
+    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, terms: Terms, chunk: int, out_CV: Tensor
+) -> Powers | None:
     """None where GEMM and loss stay separate: with a softcap, or where hopper_gemm.py does not apply."""
     if terms.softcap or not terms.scaled_later or not covered(hidden_ND, weight_VD, out_CV):
         return None

@@ -40,6 +40,7 @@ CPU_SCRATCH_BYTES = 64_000_000  # plain torch makes about four fp32 copies of th
 # Row stride of the chunk in elements: keeps every row at a 128-byte boundary or better, whatever V is (259, 50,257).
 PADDING = 64
 
+
 class HeadLoss(NamedTuple):
     loss: torch.Tensor  # 0-dim fp32: the sum of row_losses
     row_losses: torch.Tensor  # [N] fp32, weighted, 0 where ignored
@@ -100,8 +101,16 @@ def _scale_in_place(x: torch.Tensor, scale: torch.Tensor, factors_N: torch.Tenso
     if rows and width:
         block = min(4096, triton.next_power_of_2(width))
         grid = (rows, triton.cdiv(width, block))
-        _scale_kernel[grid](matrix, matrix.stride(0), width, scale.float(), factors_N, HAS_FACTORS=factors_N is not None,
-                            BLOCK=block, num_warps=8 if block > 2048 else 4)
+        _scale_kernel[grid](
+            matrix,
+            matrix.stride(0),
+            width,
+            scale.float(),
+            factors_N,
+            HAS_FACTORS=factors_N is not None,
+            BLOCK=block,
+            num_warps=8 if block > 2048 else 4,
+        )
 
 
 # ---- The GEMMs, and the raw function ------------------------------------------------------------------------
@@ -145,8 +154,9 @@ def _check(hidden_ND: torch.Tensor, weight_VD: torch.Tensor, labels_N: torch.Ten
         raise ValueError(f"hidden is {hidden_ND.dtype} and weight {weight_VD.dtype}: cast one, the GEMM needs one dtype")
     for name, tensor in (("labels", labels_N), ("weights", weights_N)):
         if tensor is not None and (tensor.shape != hidden_ND.shape[:1] or not tensor.is_contiguous()):
-            raise ValueError(f"{name} {tuple(tensor.shape)} must be contiguous, with one value for each of "
-                             f"{hidden_ND.shape[0]} rows")
+            raise ValueError(
+                f"{name} {tuple(tensor.shape)} must be contiguous, with one value for each of {hidden_ND.shape[0]} rows"
+            )
 
 
 def _run_chunks(
@@ -179,8 +189,11 @@ def _run_chunks(
         logits_CV = scratch[: part.stop - start, :vocabulary]
         weights_C = None if weights_N is None else weights_N[part]
         factors_C = None if factors_N is None else factors_N[part]
-        done = powers is not None and factors_C is not None and powers.loss_and_gradient(
-            part, logits_CV, weights_C, row_losses[part], grad_scale, factors_C)
+        done = (
+            powers is not None
+            and factors_C is not None
+            and powers.loss_and_gradient(part, logits_CV, weights_C, row_losses[part], grad_scale, factors_C)
+        )
         if not done:
             if bias_V is None:
                 mm(hidden_CD, weight_VD.t(), out=logits_CV)
@@ -280,8 +293,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *incoming: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.gradients is None:
-            raise RuntimeError("linear_cross_entropy: backward was already called and released its gradients: recompute the "
-                               "loss, or call the first backward with retain_graph=True")
+            raise RuntimeError(
+                "linear_cross_entropy: backward was already called and released its gradients: recompute the "
+                "loss, or call the first backward with retain_graph=True"
+            )
         gradients = ctx.gradients
         if keeps_graph():
             gradients = tuple(None if gradient is None else gradient.clone() for gradient in gradients)

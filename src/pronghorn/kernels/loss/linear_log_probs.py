@@ -35,8 +35,15 @@ class LogProbs(NamedTuple):
     top: Tensor | None  # [N] bool: whether no other token is likelier
 
 
-def linear_log_probs_reference(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, *, bias_V: Tensor | None = None,
-                               softcap: float = 0.0, logit_scale: float = 1.0) -> LogProbs:
+def linear_log_probs_reference(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    *,
+    bias_V: Tensor | None = None,
+    softcap: float = 0.0,
+    logit_scale: float = 1.0,
+) -> LogProbs:
     """Plain torch, all logits at once."""
     logits = torch.nn.functional.linear(hidden_ND, weight_VD, bias_V)
     logits = logits.to(_precise(logits.dtype)) * logit_scale
@@ -46,9 +53,18 @@ def linear_log_probs_reference(hidden_ND: Tensor, weight_VD: Tensor, labels_N: T
     return LogProbs(log_probs, entropy, log_probs >= everything.amax(-1))
 
 
-def linear_log_probs(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, *, bias_V: Tensor | None = None,
-                     softcap: float = 0.0, logit_scale: float = 1.0, chunk_share: int = 1, entropy: bool = False,
-                     top: bool = False) -> LogProbs:
+def linear_log_probs(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    *,
+    bias_V: Tensor | None = None,
+    softcap: float = 0.0,
+    logit_scale: float = 1.0,
+    chunk_share: int = 1,
+    entropy: bool = False,
+    top: bool = False,
+) -> LogProbs:
     """Differentiable once in hidden, weight and bias; 0 where the label is IGNORED. A bias moves the logits, and so the entropy
     asks for none."""
     terms = Terms(softcap, logit_scale, chunk_share=chunk_share)
@@ -64,11 +80,21 @@ def linear_log_probs(hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, *, 
 
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, terms: Terms, wanted: bool,
-                entropy: bool, top: bool) -> tuple[Tensor | None, ...]:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        terms: Terms,
+        wanted: bool,
+        entropy: bool,
+        top: bool,
+    ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)  # so that a gradient of the entropy is noticed
-        found = linear_cross_entropy_forward(hidden, weight, labels, bias_V=bias, terms=terms, need_hidden_grad=wanted,
-                                             factors_later=True, need_most=top)
+        found = linear_cross_entropy_forward(
+            hidden, weight, labels, bias_V=bias, terms=terms, need_hidden_grad=wanted, factors_later=True, need_most=top
+        )
         ctx.gradient, ctx.factors = found.d_hidden, found.factors
         likeliest = _likeliest(found, terms) if top else None
         if likeliest is not None:
@@ -85,8 +111,10 @@ class _LinearLogProbs(torch.autograd.Function):
             return (None,) * 8
         gradient = ctx.gradient
         if gradient is None:
-            raise RuntimeError("linear_log_probs: backward was already called and released its gradient: recompute the loss, "
-                               "or call the first backward with retain_graph=True")
+            raise RuntimeError(
+                "linear_log_probs: backward was already called and released its gradient: recompute the loss, "
+                "or call the first backward with retain_graph=True"
+            )
         if keeps_graph():
             gradient = gradient.clone()
         else:
@@ -115,9 +143,18 @@ class _TrainedHeadLogProbs(torch.autograd.Function):
             scale = rows.abs().amax().clamp_min(torch.finfo(rows.dtype).tiny)
             rows = rows / scale
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        found = linear_cross_entropy_forward(hidden, weight, labels, bias_V=bias, weights_N=rows, terms=ctx.terms,
-                                             need_hidden_grad=need_hidden, need_weight_grad=need_weight,
-                                             need_bias_grad=need_bias, grad_scale=scale)
+        found = linear_cross_entropy_forward(
+            hidden,
+            weight,
+            labels,
+            bias_V=bias,
+            weights_N=rows,
+            terms=ctx.terms,
+            need_hidden_grad=need_hidden,
+            need_weight_grad=need_weight,
+            need_bias_grad=need_bias,
+            grad_scale=scale,
+        )
         of_weight = None if found.d_weight is None else found.d_weight.to(weight.dtype)
         of_bias = None if found.d_bias is None else found.d_bias.to(bias.dtype)
         return found.d_hidden, of_weight, of_bias, None, None

@@ -137,8 +137,9 @@ def gated_activation_fp8_backward(
     T, F = da_TF.shape
     dgu8_TG = torch.empty(T, 2 * F, dtype=E4M3, device=gu_TG.device) if out8 is None else out8
     if not use_triton(gu_TG):
-        dgu_TG, a_TF = gated_activation_backward(da_TF, gu_TG, kind, need_activation=need_activation, out=out,
-                                                 activation_out=activation_out)
+        dgu_TG, a_TF = gated_activation_backward(
+            da_TF, gu_TG, kind, need_activation=need_activation, out=out, activation_out=activation_out
+        )
         values_TG, scale_T = fp8_cast_rows_reference(dgu_TG, column_scale_G, bound)
         return dgu_TG, dgu8_TG.copy_(values_TG), scale_T, a_TF
     dgu_TG, a_TF = backward_outputs(gu_TG, need_activation, out, activation_out)

@@ -132,8 +132,9 @@ def gated_activation_forward(gu_TG: torch.Tensor, kind: Kind, *, out: torch.Tens
     return a_TF
 
 
-def backward_outputs(gu_TG: torch.Tensor, need_activation: bool, out: torch.Tensor | None, activation_out: torch.Tensor | None
-                     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+def backward_outputs(
+    gu_TG: torch.Tensor, need_activation: bool, out: torch.Tensor | None, activation_out: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(dgu, a or None), allocated where not given."""
     T, G = gu_TG.shape
     dgu_TG = torch.empty(T, G, dtype=gu_TG.dtype, device=gu_TG.device) if out is None else out

@@ -164,8 +164,9 @@ class Fp8ExpertGroup(AdaptedBesideExperts):
             grouped_linear_forward(xa_SR, self.sB_EOR, offsets_E1, out=y_SO, add=True)
         return y_SO
 
-    def backward_input(self, dy8_SO: Tensor, scale_S: Tensor, dyb_SR: Tensor | None, offsets_E1: Tensor, buffer: Tensor
-                       ) -> Tensor:
+    def backward_input(
+        self, dy8_SO: Tensor, scale_S: Tensor, dyb_SR: Tensor | None, offsets_E1: Tensor, buffer: Tensor
+    ) -> Tensor:
         """dx_SD. dy8 has the experts' scales in it; dyb: dy sB, where there is an adapter; buffer: e4m3, flat, shared."""
         transposed_EDO = fp8_transposed_stack(self.q_EOD, buffer[: self.transposed_bytes].view(self.D, -1))
         dx_SD = fp8_grouped_mm(dy8_SO, scale_S, transposed_EDO, None, offsets_E1, dtype=self.dtype)

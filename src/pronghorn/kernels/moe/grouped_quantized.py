@@ -24,12 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.moe.grouped_gemm import (
-    expert_tile,
-    grouped_linear_backward_input,
-    grouped_linear_forward,
-    precision_of,
-)
+from pronghorn.kernels.moe.grouped_gemm import expert_tile, grouped_linear_backward_input, grouped_linear_forward, precision_of
 from pronghorn.kernels.moe.grouped_lora import RANK_MULTIPLE, AdaptedBesideExperts, ExpertAdapter
 from pronghorn.kernels.quant.mxfp4 import mxfp4_level, mxfp4_power
 from pronghorn.kernels.quant.nf4 import _shuffled_levels

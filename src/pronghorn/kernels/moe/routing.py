@@ -65,8 +65,9 @@ class Routing:
 # ---- plain torch -----------------------------------------------------------------------------------------------------------
 
 
-def route_reference(logits_TE: Tensor, K: int, *, normalise: bool, scale: float = 1.0, sigmoid: Sigmoid | None = None
-                    ) -> tuple[Tensor, Tensor]:
+def route_reference(
+    logits_TE: Tensor, K: int, *, normalise: bool, scale: float = 1.0, sigmoid: Sigmoid | None = None
+) -> tuple[Tensor, Tensor]:
     """(weights_TK, ids_TK), in transformers' order: softmax over all, the K largest, divided by their sum."""
     if sigmoid is not None:
         return _sigmoid_reference(logits_TE, K, normalise, scale, sigmoid)
@@ -303,8 +304,9 @@ def _place_kernel(
 # ---- raw functions ---------------------------------------------------------------------------------------------------------
 
 
-def route_forward(logits_TE: Tensor, K: int, *, normalise: bool, scale: float = 1.0, sigmoid: Sigmoid | None = None
-                  ) -> tuple[Tensor, Tensor]:
+def route_forward(
+    logits_TE: Tensor, K: int, *, normalise: bool, scale: float = 1.0, sigmoid: Sigmoid | None = None
+) -> tuple[Tensor, Tensor]:
     """(weights_TK fp32, ids_TK int32)"""
     T, E = logits_TE.shape
     if not use_triton(logits_TE):
@@ -331,8 +333,9 @@ def route_backward(
     T, E = logits_TE.shape
     dlogits_TE = torch.empty(T, E, dtype=logits_TE.dtype, device=logits_TE.device) if out is None else out
     if not use_triton(logits_TE):
-        return dlogits_TE.copy_(_route_backward_torch(dweights_TK, logits_TE, weights_TK, ids_TK, normalise, scale,
-                                                      sigmoid is not None))
+        return dlogits_TE.copy_(
+            _route_backward_torch(dweights_TK, logits_TE, weights_TK, ids_TK, normalise, scale, sigmoid is not None)
+        )
     block = triton.next_power_of_2(E)
     rows = _route_rows(block)
     _route_backward_kernel[(triton.cdiv(T, rows),)](
@@ -359,8 +362,9 @@ def sort_by_expert(ids_TK: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor]:
     return order_S, inverse_TK, offsets_E1
 
 
-def routing_forward(logits_TE: Tensor, K: int, *, normalise: bool, scale: float = 1.0, sigmoid: Sigmoid | None = None
-                    ) -> Routing:
+def routing_forward(
+    logits_TE: Tensor, K: int, *, normalise: bool, scale: float = 1.0, sigmoid: Sigmoid | None = None
+) -> Routing:
     """All a layer needs. Its backward is `route_backward(dweights, logits, routing.weights_TK, routing.ids_TK, ...)`."""
     weights_TK, ids_TK = route_forward(logits_TE, K, normalise=normalise, scale=scale, sigmoid=sigmoid)
     return Routing(ids_TK, weights_TK, *sort_by_expert(ids_TK, logits_TE.shape[1]))

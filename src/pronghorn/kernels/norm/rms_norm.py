@@ -165,9 +165,7 @@ def _forward_kernel(
     ADD_AFTER: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    value, other = _forward_read(
-        x, x_row, residual, residual_row, h, h_row, row, T, 0, BLOCK, D, ADD_BEFORE, ADD_AFTER
-    )
+    value, other = _forward_read(x, x_row, residual, residual_row, h, h_row, row, T, 0, BLOCK, D, ADD_BEFORE, ADD_AFTER)
     if TAIL > 0:
         value_2, other_2 = _forward_read(
             x, x_row, residual, residual_row, h, h_row, row, T, BLOCK, TAIL, D, ADD_BEFORE, ADD_AFTER
@@ -310,9 +308,7 @@ def _launch_forward(
     return rstd_T
 
 
-def _normed(
-    x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, one_plus: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _normed(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, one_plus: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Plain torch: the norm in fp32 and rstd."""
     wide_TD = _wide(x_TD)
     rstd_T = torch.rsqrt(wide_TD.square().mean(-1) + eps)

@@ -60,8 +60,13 @@ class Part(NamedTuple):
 
     def options(self) -> dict[str, Any]:
         """What every update kernel is compiled for."""
-        return {"PARAM": triton_type(self.param), "GRAD": triton_type(self.grad), "ALIGNED": self.aligned, "BLOCK": self.block,
-                "num_warps": self.warps}
+        return {
+            "PARAM": triton_type(self.param),
+            "GRAD": triton_type(self.grad),
+            "ALIGNED": self.aligned,
+            "BLOCK": self.block,
+            "num_warps": self.warps,
+        }
 
 
 class AdamWTensors:
@@ -162,7 +167,11 @@ class AdamWTensors:
 
 
 def adamw_reference(
-    tensors: AdamWTensors, lr: Sequence[float], betas: tuple[float, float], eps: float, clip_norm: float | None,
+    tensors: AdamWTensors,
+    lr: Sequence[float],
+    betas: tuple[float, float],
+    eps: float,
+    clip_norm: float | None,
     loss: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Plain torch, and what runs without Triton. Returns the norm before clipping; computes in fp32, or fp64 for fp64."""
@@ -336,7 +345,11 @@ def triton_type(dtype: torch.dtype) -> Any:
 
 
 def _step_triton(
-    tensors: AdamWTensors, lr: torch.Tensor, betas: tuple[float, float], eps: float, clip_norm: float | None,
+    tensors: AdamWTensors,
+    lr: torch.Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    clip_norm: float | None,
     loss: torch.Tensor | None,
 ) -> torch.Tensor:
     table, result = tensors.table, tensors.result

@@ -77,8 +77,9 @@ def quantize_moment(values: torch.Tensor, *, signed: bool) -> tuple[torch.Tensor
     return codes.view(-1)[: values.numel()].to(torch.uint8).view(values.shape), absmax.to(torch.float32)
 
 
-def dequantize_moment(codes: torch.Tensor, absmax: torch.Tensor, *, signed: bool, dtype: torch.dtype = torch.float32
-                      ) -> torch.Tensor:
+def dequantize_moment(
+    codes: torch.Tensor, absmax: torch.Tensor, *, signed: bool, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
     values = dynamic_code(absmax.device, signed=signed).to(dtype)[codes.reshape(-1).to(absmax.device).int()]
     return (values * absmax.to(dtype).repeat_interleave(BLOCK)[: codes.numel()]).view(codes.shape)
 
@@ -107,28 +108,35 @@ class AdamW8bitTensors(AdamWTensors):
         device = self.params[0].device
         for m, v, absmax in zip(self.exp_avgs, self.exp_avg_sqs, self.absmaxes, strict=True):
             if not (m.dtype == torch.uint8) == (v.dtype == torch.uint8) == (absmax is not None):
-                raise ValueError(f"moments of {m.dtype} and {v.dtype} {'with' if absmax else 'without'} absmax: both must be "
-                                 "uint8 with absmax, or neither")
+                raise ValueError(
+                    f"moments of {m.dtype} and {v.dtype} {'with' if absmax else 'without'} absmax: both must be "
+                    "uint8 with absmax, or neither"
+                )
             for one in absmax or ():
                 if one.dtype != torch.float32 or one.shape != (blocks_of(m.numel()),) or one.device != device:
-                    raise ValueError(f"an absmax of shape {tuple(one.shape)} for {m.numel()} values: it must have one fp32 "
-                                     f"value per {BLOCK}, on the parameter's device")
+                    raise ValueError(
+                        f"an absmax of shape {tuple(one.shape)} for {m.numel()} values: it must have one fp32 "
+                        f"value per {BLOCK}, on the parameter's device"
+                    )
 
     def read_moments(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         absmax = self.absmaxes[i]
         if absmax is None:
             return super().read_moments(i)
         dtype = torch.float64 if self.params[i].dtype == torch.float64 else torch.float32
-        return (dequantize_moment(self.exp_avgs[i], absmax[0], signed=True, dtype=dtype),
-                dequantize_moment(self.exp_avg_sqs[i], absmax[1], signed=False, dtype=dtype))
+        return (
+            dequantize_moment(self.exp_avgs[i], absmax[0], signed=True, dtype=dtype),
+            dequantize_moment(self.exp_avg_sqs[i], absmax[1], signed=False, dtype=dtype),
+        )
 
     def write_moments(self, i: int, m: torch.Tensor, v: torch.Tensor) -> None:
         absmax = self.absmaxes[i]
         if absmax is None:
             super().write_moments(i, m, v)
             return
-        for values, stored, largest, signed in zip((m, v), (self.exp_avgs[i], self.exp_avg_sqs[i]), absmax, (True, False),
-                                                   strict=True):
+        for values, stored, largest, signed in zip(
+            (m, v), (self.exp_avgs[i], self.exp_avg_sqs[i]), absmax, (True, False), strict=True
+        ):
             codes, found = quantize_moment(values, signed=signed)
             stored.copy_(codes)
             largest.copy_(found)

@@ -16,16 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.norm.rms_norm import (
-    Tile,
-    _blocks,
-    _give,
-    _normed,
-    _scale_of,
-    _take,
-    _take_weight,
-    rms_norm_reference,
-)
+from pronghorn.kernels.norm.rms_norm import Tile, _blocks, _give, _normed, _scale_of, _take, _take_weight, rms_norm_reference
 from pronghorn.kernels.norm.rms_norm import _tile as _norm_tile
 from pronghorn.kernels.quant.fp8_cast import E4M3, _largest, _row_scale, fp8_cast_rows_reference
 from pronghorn.kernels.runtime.dispatch import jit, tl, triton, use_triton

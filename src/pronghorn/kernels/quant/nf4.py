@@ -213,8 +213,16 @@ def _absmax_triton(absmax: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
     programs = -(-blocks // NESTED_BLOCK)
     numbers = torch.empty(blocks, dtype=torch.uint8, device=absmax.device)
     nested_absmax = torch.empty(programs, dtype=torch.float32, device=absmax.device)
-    _absmax_kernel[(programs,)](absmax, offset, _thresholds("dynamic", absmax.device), numbers, nested_absmax, blocks,
-                                INTERPRETED=KERNELS_ARE_INTERPRETED, num_warps=4)
+    _absmax_kernel[(programs,)](
+        absmax,
+        offset,
+        _thresholds("dynamic", absmax.device),
+        numbers,
+        nested_absmax,
+        blocks,
+        INTERPRETED=KERNELS_ARE_INTERPRETED,
+        num_warps=4,
+    )
     return numbers, nested_absmax
 
 
@@ -229,8 +237,16 @@ def nf4_quantize(weight_OD: Tensor, *, nested: bool = True) -> NF4Tensor:
     packed = torch.empty(blocks * BLOCK // 2, 1, dtype=torch.uint8, device=device)
     absmax = torch.empty(blocks, dtype=torch.float32, device=device)
     groups = 32  # 2048 values: 16 a thread with 4 warps
-    _quantize_kernel[(-(-blocks // groups),)](weight_OD, _thresholds("nf4", device), packed, absmax, blocks,
-                                              GROUPS=groups, INTERPRETED=KERNELS_ARE_INTERPRETED, num_warps=4)
+    _quantize_kernel[(-(-blocks // groups),)](
+        weight_OD,
+        _thresholds("nf4", device),
+        packed,
+        absmax,
+        blocks,
+        GROUPS=groups,
+        INTERPRETED=KERNELS_ARE_INTERPRETED,
+        num_warps=4,
+    )
     return _with_absmax(weight_OD, packed, absmax, nested)
 
 
@@ -311,8 +327,9 @@ def _level(code: tl.tensor, number: tl.tensor, LOOKUP: tl.constexpr) -> tl.tenso
         b0, b1, b2, b3 = (number & 1) != 0, (number & 2) != 0, (number & 4) != 0, (number & 8) != 0
         n0 = tl.where(b1, tl.where(b0, -0.39491748809814453, -0.5250730514526367), tl.where(b0, -0.6961928009986877, -1.0))
         n1 = tl.where(b1, tl.where(b0, 0.0, -0.09105003625154495), tl.where(b0, -0.18477343022823334, -0.28444138169288635))
-        p0 = tl.where(b1, tl.where(b0, 0.33791524171829224, 0.24611230194568634),
-                      tl.where(b0, 0.16093020141124725, 0.07958029955625534))
+        p0 = tl.where(
+            b1, tl.where(b0, 0.33791524171829224, 0.24611230194568634), tl.where(b0, 0.16093020141124725, 0.07958029955625534)
+        )
         p1 = tl.where(b1, tl.where(b0, 1.0, 0.7229568362236023), tl.where(b0, 0.5626170039176941, 0.44070982933044434))
         level = tl.where(b3, tl.where(b2, p1, p0), tl.where(b2, n1, n0))
     return level
@@ -358,8 +375,23 @@ def _dequantize_kernel(
     out: tl.tensor, row_stride: int, rows: int, row_blocks: int,
     NESTED: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, LOOKUP: tl.constexpr,
 ) -> None:  # fmt: skip
-    _dequantize_tile(packed, absmax, nested_absmax, nested_code, offset, code, out, row_stride, rows, row_blocks,
-                     tl.program_id(0), NESTED, CHUNK, GROUPS, LOOKUP)
+    _dequantize_tile(
+        packed,
+        absmax,
+        nested_absmax,
+        nested_code,
+        offset,
+        code,
+        out,
+        row_stride,
+        rows,
+        row_blocks,
+        tl.program_id(0),
+        NESTED,
+        CHUNK,
+        GROUPS,
+        LOOKUP,
+    )
 
 
 @jit
@@ -389,8 +421,23 @@ def _dequantize_many_kernel(
     offset = tl.load(job + 9).to(tl.pointer_type(tl.float32))
     rows, row_blocks = tl.load(job + 4).to(tl.int32), tl.load(job + 5).to(tl.int32)
     tile = program - tl.load(job).to(tl.int32)
-    _dequantize_tile(packed, absmax, nested_absmax, nested_code, offset, code, out, row_stride, rows, row_blocks, tile,
-                     NESTED, CHUNK, GROUPS, LOOKUP)
+    _dequantize_tile(
+        packed,
+        absmax,
+        nested_absmax,
+        nested_code,
+        offset,
+        code,
+        out,
+        row_stride,
+        rows,
+        row_blocks,
+        tile,
+        NESTED,
+        CHUNK,
+        GROUPS,
+        LOOKUP,
+    )
 
 
 def _lookup(config: Config, aligned: bool) -> str:

@@ -97,8 +97,16 @@ class Builds:
             file.flush()
             usage = subprocess.run([_TOOL, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
         used = {key: int(count) for key, count in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-        return Build(name, self.chip, metadata.shared, used["STACK"] + used["LOCAL"], used["REG"], metadata.num_warps,
-                     getattr(metadata, "tmem_size", None) or 0, said)
+        return Build(
+            name,
+            self.chip,
+            metadata.shared,
+            used["STACK"] + used["LOCAL"],
+            used["REG"],
+            metadata.num_warps,
+            getattr(metadata, "tmem_size", None) or 0,
+            said,
+        )
 
 
 class _NoGpu:

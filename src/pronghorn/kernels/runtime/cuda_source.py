@@ -179,6 +179,10 @@ def launch(source: Source, name: str, blocks: int, threads: int, shared_bytes: i
     held = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else a for a in arguments]
     places = (a.address if isinstance(a, TensorMap) else ctypes.addressof(a) for a in held)
     stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-    _check(_driver().cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, shared_bytes, stream,
-                                    (ctypes.c_void_p * len(held))(*places), None), "cuLaunchKernel")
+    _check(
+        _driver().cuLaunchKernel(
+            function, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, (ctypes.c_void_p * len(held))(*places), None
+        ),
+        "cuLaunchKernel",
+    )
     return True

@@ -51,16 +51,26 @@ def refuse_unreadable(config: Any, storage: Format, where: str) -> None:
     found = published_format(config)
     known = {row.name: row for row in FORMATS.values() if row.published}
     if found and found not in known:
-        raise ModelError(what=f"the checkpoint is quantized as {found}", where=where,
-                         why=f"supported quantized checkpoints: {', '.join(row.published for row in known.values())}",
-                         fix="use the 16-bit model, with method: qlora if memory is short")
+        raise ModelError(
+            what=f"the checkpoint is quantized as {found}",
+            where=where,
+            why=f"supported quantized checkpoints: {', '.join(row.published for row in known.values())}",
+            fix="use the 16-bit model, with method: qlora if memory is short",
+        )
     if found and storage.quantize and found != storage.name and not storage.as_published:
-        raise ModelError(what="the checkpoint is stored in 4 bits", where=where,
-                         why=f"4-bit weights cannot be converted to {storage.name.upper()}",
-                         fix="set method: qlora and no storage, or use the 16-bit model")
+        raise ModelError(
+            what="the checkpoint is stored in 4 bits",
+            where=where,
+            why=f"4-bit weights cannot be converted to {storage.name.upper()}",
+            fix="set method: qlora and no storage, or use the 16-bit model",
+        )
     if found and known[found].read and storage.quantize is None:
-        raise ModelError(what="the checkpoint is stored in 4 bits", where=where, why="4-bit weights stay 4-bit in training",
-                         fix="set method: qlora (in Python: load_in_4bit=True), or use the 16-bit model")
+        raise ModelError(
+            what="the checkpoint is stored in 4 bits",
+            where=where,
+            why="4-bit weights stay 4-bit in training",
+            fix="set method: qlora (in Python: load_in_4bit=True), or use the 16-bit model",
+        )
 
 
 # Where a checkpoint has another name for a part of the model, as transformers renames it on loading: Mixtral's.
@@ -77,8 +87,12 @@ class Shards:
             try:
                 self.files[file.name] = safe_open(file, framework="pt", device=str(device))
             except (OSError, SafetensorError) as error:
-                raise ModelError(what=f"cannot read {file.name}", where=str(folder), why=str(error).splitlines()[0][:200],
-                                 fix="download all files of the model") from error
+                raise ModelError(
+                    what=f"cannot read {file.name}",
+                    where=str(folder),
+                    why=str(error).splitlines()[0][:200],
+                    fix="download all files of the model",
+                ) from error
             self.file_of |= dict.fromkeys(self.files[file.name].keys(), file.name)
         self.stored_as = stored_names(model, self.file_of)
 
@@ -103,8 +117,9 @@ class Shards:
         return {leaf: self.get(f"{key}.{leaf}")} | {name.removeprefix(f"{key}."): self.get(name) for name in names}
 
 
-def load_stored(folder: Path, storage: Format, dtype: torch.dtype, device: torch.device, *,
-                progress: Progress | None = None) -> PreTrainedModel:
+def load_stored(
+    folder: Path, storage: Format, dtype: torch.dtype, device: torch.device, *, progress: Progress | None = None
+) -> PreTrainedModel:
     """In a checkpoint that is stored in 4 bits, linears that are not stay in 16: whoever made it left them out."""
     config = read_config(str(folder))
     refuse_unreadable(config, storage, str(folder))
@@ -141,9 +156,12 @@ def load_stored(folder: Path, storage: Format, dtype: torch.dtype, device: torch
         if progress:
             progress(f"loading weights in {storage.title}", done + 1, len(keys))
     if not any(True for _ in stored_modules(model)):
-        raise ModelError(what=f"no linear layer of this model can be stored in {storage.title}", where=str(folder),
-                         why=f"{config.model_type} has no supported linear layers",
-                         fix="set method: lora (in Python: load_in_4bit=False)")
+        raise ModelError(
+            what=f"no linear layer of this model can be stored in {storage.title}",
+            where=str(folder),
+            why=f"{config.model_type} has no supported linear layers",
+            fix="set method: lora (in Python: load_in_4bit=False)",
+        )
     model.tie_weights()
     _fill_computed_buffers(model, device)
     if (generation := generation_config(str(folder), folder)) is not None:
@@ -189,8 +207,11 @@ def _read_stack(shards: Shards, key: str, experts: StoredExperts, dtype: torch.d
     for expert in range(shape[0]):
         names = _single(shards, key, expert)
         if not names:
-            raise ModelError(what=f"expert {expert} of {key} is not in its files", why="the files are not complete",
-                             fix="download all files of the model, in the same version")
+            raise ModelError(
+                what=f"expert {expert} of {key} is not in its files",
+                why="the files are not complete",
+                fix="download all files of the model, in the same version",
+            )
         for number, one in enumerate(names):
             part = _wide(shards.get(one), (shape[1] // len(names), shape[2]), one)
             if whole is None:
@@ -202,8 +223,11 @@ def _read_stack(shards: Shards, key: str, experts: StoredExperts, dtype: torch.d
 
 def _wide(weight: Tensor, shape: tuple[int, ...], key: str) -> Tensor:
     if not weight.is_floating_point() or weight.itemsize == 1:
-        raise ModelError(what=f"{key} is quantized, as {str(weight.dtype).removeprefix('torch.')}",
-                         why="the only supported quantized experts are gpt-oss's MXFP4", fix="use the 16-bit model")
+        raise ModelError(
+            what=f"{key} is quantized, as {str(weight.dtype).removeprefix('torch.')}",
+            why="the only supported quantized experts are gpt-oss's MXFP4",
+            fix="use the 16-bit model",
+        )
     _require_shape(weight.shape, shape, key)
     return weight
 
@@ -213,13 +237,17 @@ def _refuse_missing(keys: Collection[str], stacks: Collection[str], shards: Shar
     missing = [key for key in keys if key not in shards and not (key in stacks and _has_stack(shards, key))]
     if missing:
         others = f" (and {counted(len(missing) - 1, 'more weight')})" if len(missing) > 1 else ""
-        raise ModelError(what=f"{missing[0]} is not in its files{others}", where=str(folder),
-                         why="the weights do not belong to config.json, or have different names",
-                         fix="download all files of the model, in the same version")
+        raise ModelError(
+            what=f"{missing[0]} is not in its files{others}",
+            where=str(folder),
+            why="the weights do not belong to config.json, or have different names",
+            fix="download all files of the model, in the same version",
+        )
 
 
-def _weight(parts: dict[str, Tensor], storage: Format, published: Format | None, wide: bool, dtype: torch.dtype, where: str
-            ) -> Tensor | StoredTensor:
+def _weight(
+    parts: dict[str, Tensor], storage: Format, published: Format | None, wide: bool, dtype: torch.dtype, where: str
+) -> Tensor | StoredTensor:
     """Of a linear, from what its files have of it; `wide`: in 16 or 32 bits."""
     weight, read = parts["weight"], (published or storage).read
     if len(parts) > 1 and read:
@@ -228,17 +256,24 @@ def _weight(parts: dict[str, Tensor], storage: Format, published: Format | None,
     if wide or published:
         return weight
     if not weight.is_floating_point():
-        raise ModelError(what=f"the weight is stored as {weight.dtype} without quantization metadata", where=where,
-                         why="its quantization format is not supported", fix="use the 16-bit model")
+        raise ModelError(
+            what=f"the weight is stored as {weight.dtype} without quantization metadata",
+            where=where,
+            why="its quantization format is not supported",
+            fix="use the 16-bit model",
+        )
     assert storage.quantize
     return storage.quantize(weight.to(dtype))
 
 
 def _require_shape(found: Any, asked: Any, key: str, folder: Path | str = "") -> None:
     if tuple(found) != tuple(asked):
-        raise ModelError(what=f"{key} has the shape {tuple(found)} instead of {tuple(asked)}", where=str(folder),
-                         why="the weights do not belong to config.json",
-                         fix="download all files of the model, in the same version")
+        raise ModelError(
+            what=f"{key} has the shape {tuple(found)} instead of {tuple(asked)}",
+            where=str(folder),
+            why="the weights do not belong to config.json",
+            fix="download all files of the model, in the same version",
+        )
 
 
 def _place(model: nn.Module, owner: str, leaf: str, tensor: Tensor, dtype: torch.dtype, folder: Path) -> None:
@@ -288,10 +323,17 @@ def _fill_computed_buffers(model: PreTrainedModel, device: torch.device) -> None
             for parameter, value in weights:
                 parameter.data.copy_(value)
             if any(bool(_is_unset(module._buffers[key]).any()) for key in empty):  # type: ignore[arg-type]
-                raise ModelError(what=f"{name}.{next(iter(empty))} is in no file and cannot be computed",
-                                 where=model.config.model_type,
-                                 why="this model family initializes it in an unsupported way", fix="use method: lora")
+                raise ModelError(
+                    what=f"{name}.{next(iter(empty))} is in no file and cannot be computed",
+                    where=model.config.model_type,
+                    why="this model family initializes it in an unsupported way",
+                    fix="use method: lora",
+                )
     left = [key for key, parameter in model.named_parameters() if parameter is not None and parameter.is_meta]
     if left:
-        raise ModelError(what=f"{left[0]} was not loaded", where=model.config.model_type,
-                         why="this model family ties its weights in an unsupported way", fix="use method: lora")
+        raise ModelError(
+            what=f"{left[0]} was not loaded",
+            where=model.config.model_type,
+            why="this model family ties its weights in an unsupported way",
+            fix="use method: lora",
+        )

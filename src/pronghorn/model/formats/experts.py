@@ -17,12 +17,7 @@ from torch import Tensor, nn
 
 from pronghorn.errors import ModelError
 from pronghorn.kernels.moe.grouped_gemm import grouped_linear
-from pronghorn.kernels.moe.grouped_quantized import (
-    DEPTH,
-    QuantizedStack,
-    grouped_quantized_backward,
-    grouped_quantized_forward,
-)
+from pronghorn.kernels.moe.grouped_quantized import DEPTH, QuantizedStack, grouped_quantized_backward, grouped_quantized_forward
 from pronghorn.kernels.moe.moe_combine import combine
 from pronghorn.kernels.moe.moe_gated import ExpertActivation, expert_gated, expert_gated_forward
 from pronghorn.kernels.moe.moe_gather import gather_rows
@@ -68,8 +63,11 @@ class StoredExperts(nn.Module):
         """The stack in few bits, as [E, O, D]."""
         self.stacks[name] = stack = QuantizedStack.of(stored, self.num_experts)
         if stored.device.type == "cuda" and stack.shape[2] % DEPTH:
-            raise ModelError(what=f"{name}: experts with rows of {stack.shape[2]} values cannot be quantized",
-                             why=f"the GPU kernels need a multiple of {DEPTH} values", fix="set method: lora")
+            raise ModelError(
+                what=f"{name}: experts with rows of {stack.shape[2]} values cannot be quantized",
+                why=f"the GPU kernels need a multiple of {DEPTH} values",
+                fix="set method: lora",
+            )
         shape = self._parameters[name].shape  # type: ignore[union-attr]
         nothing = torch.zeros((), dtype=stored.dtype, device=stored.device).expand(shape)
         self._parameters[name] = nn.Parameter(nothing, requires_grad=False)

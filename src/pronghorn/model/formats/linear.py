@@ -57,8 +57,9 @@ class StoredLinear(nn.Linear):
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)  # type: ignore[assignment]
 
     @classmethod
-    def from_linear(cls, module: nn.Linear, storage: Format, device: torch.device | None = None,
-                    workspace: Workspace | None = None) -> StoredLinear:
+    def from_linear(
+        cls, module: nn.Linear, storage: Format, device: torch.device | None = None, workspace: Workspace | None = None
+    ) -> StoredLinear:
         """Quantized on `device`, if one is given, to which the weight goes first."""
         assert storage.quantize
         bias = None if module.bias is None else module.bias.to(device)

@@ -41,8 +41,9 @@ def count_parameters(model: nn.Module) -> int:
     return packed + sum(parameter.numel() for parameter in model.parameters())
 
 
-def store_linears_(model: nn.Module, storage: Format, *, skip: Collection[str] | None = None,
-                   device: torch.device | None = None) -> int:
+def store_linears_(
+    model: nn.Module, storage: Format, *, skip: Collection[str] | None = None, device: torch.device | None = None
+) -> int:
     """Every linear but those skipped (default: as the format says) is stored in few bits, one after the other, on `device`, if
     one is given. How many there were. The wide weight of each is let go of before the next one's turn."""
     workspace, linears = Workspace(), linears_of(model, nn.Linear, storage.wide if skip is None else skip)

@@ -74,8 +74,11 @@ def _nf4(weight: Tensor) -> StoredTensor:
 
 def _nvfp4(weight: Tensor) -> StoredTensor:
     if weight.shape[-1] % NVFP4_BLOCK:
-        raise ModelError(what=f"a weight with rows of {weight.shape[-1]} values cannot be stored as NVFP4",
-                         why=f"{NVFP4_BLOCK} neighbouring values share a scale", fix="set storage: nf4")
+        raise ModelError(
+            what=f"a weight with rows of {weight.shape[-1]} values cannot be stored as NVFP4",
+            why=f"{NVFP4_BLOCK} neighbouring values share a scale",
+            fix="set storage: nf4",
+        )
     return nvfp4_quantize(weight.contiguous().flatten(0, -2))
 
 
@@ -86,8 +89,12 @@ def _nvfp4_state(q: NVFP4Tensor) -> dict[str, Tensor]:
 def _nvfp4_of_state(parts: Mapping[str, Tensor], where: str) -> NVFP4Tensor:
     weight = parts["weight"]
     if "weight_scale_2" not in parts or weight.dtype != torch.uint8:
-        raise ModelError(what="the weight is not stored as NVFP4", where=where,
-                         why="weight_scale_2 is missing, or the values are not bytes", fix="use the 16-bit model")
+        raise ModelError(
+            what="the weight is not stored as NVFP4",
+            where=where,
+            why="weight_scale_2 is missing, or the values are not bytes",
+            fix="use the 16-bit model",
+        )
     shape = len(weight), 2 * weight.shape[1]
     return NVFP4Tensor(weight, parts["weight_scale"], parts["weight_scale_2"].float(), shape, torch.bfloat16)
 
@@ -99,8 +106,12 @@ def _fp8_state(q: FP8Tensor) -> dict[str, Tensor]:
 
 def _fp8_of_state(parts: Mapping[str, Tensor], where: str) -> FP8Tensor:
     if "weight_scale" not in parts or parts["weight"].itemsize != 1:
-        raise ModelError(what="the weight is not stored as FP8 with a scale for each row", where=where,
-                         why="weight_scale is missing, or the values are not bytes", fix="use the 16-bit model")
+        raise ModelError(
+            what="the weight is not stored as FP8 with a scale for each row",
+            where=where,
+            why="weight_scale is missing, or the values are not bytes",
+            fix="use the 16-bit model",
+        )
     return FP8Tensor(parts["weight"].view(torch.uint8), parts["weight_scale"][:, 0].float(), torch.float32)
 
 
@@ -113,8 +124,12 @@ def _fp8_product(x: Tensor, q: FP8Tensor, bias: Tensor | None) -> Tensor | None:
 def require_fp8(device: torch.device) -> None:
     """Before anything is loaded to be trained in FP8."""
     if why := fp8_supported(device):
-        raise EnvironmentFault(what="this device cannot train in FP8", where=str(device), why=why,
-                               fix="set method: lora, or method: qlora if memory is short: both train on any GPU")
+        raise EnvironmentFault(
+            what="this device cannot train in FP8",
+            where=str(device),
+            why=why,
+            fix="set method: lora, or method: qlora if memory is short: both train on any GPU",
+        )
 
 
 def fits_fp8(shape: tuple[int, ...]) -> bool:
@@ -122,17 +137,42 @@ def fits_fp8(shape: tuple[int, ...]) -> bool:
     return all(width % WIDTH_MULTIPLE == 0 for width in shape)
 
 
-FORMATS: dict[str, Format] = {row.name: row for row in (
-    Format("bf16", "16 bits"),
-    Format("nf4", "4 bits", _nf4, nf4_state, nf4_of_state, published="bitsandbytes' NF4", as_published=True,
-           to_fp8=ToFp8(nf4_fp8_scales, nf4_to_fp8)),
-    Format("nvfp4", "4 bits", _nvfp4, _nvfp4_state, _nvfp4_of_state, published="ModelOpt's NVFP4"),
-    Format("mxfp4", "4 bits", lambda weight: mxfp4_quantize(weight.contiguous()), stack=("_blocks", "_scales"),
-           read_stack=MXFP4Tensor, published="gpt-oss's MXFP4"),
-    # Routers that are linears stay wide, too: others are no linears.
-    Format("fp8", "FP8", fp8_quantize, _fp8_state, _fp8_of_state, wide=("lm_head", "shared_expert_gate"), in_fp8=True,
-           product=_fp8_product),
-)}
+FORMATS: dict[str, Format] = {
+    row.name: row
+    for row in (
+        Format("bf16", "16 bits"),
+        Format(
+            "nf4",
+            "4 bits",
+            _nf4,
+            nf4_state,
+            nf4_of_state,
+            published="bitsandbytes' NF4",
+            as_published=True,
+            to_fp8=ToFp8(nf4_fp8_scales, nf4_to_fp8),
+        ),
+        Format("nvfp4", "4 bits", _nvfp4, _nvfp4_state, _nvfp4_of_state, published="ModelOpt's NVFP4"),
+        Format(
+            "mxfp4",
+            "4 bits",
+            lambda weight: mxfp4_quantize(weight.contiguous()),
+            stack=("_blocks", "_scales"),
+            read_stack=MXFP4Tensor,
+            published="gpt-oss's MXFP4",
+        ),
+        # Routers that are linears stay wide, too: others are no linears.
+        Format(
+            "fp8",
+            "FP8",
+            fp8_quantize,
+            _fp8_state,
+            _fp8_of_state,
+            wide=("lm_head", "shared_expert_gate"),
+            in_fp8=True,
+            product=_fp8_product,
+        ),
+    )
+}
 
 
 def format_of(stored: StoredTensor) -> Format:

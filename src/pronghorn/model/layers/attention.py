@@ -42,15 +42,19 @@ def scaled_queries(q_TNH: Tensor, documents: Documents) -> Tensor:
 
 
 class AttentionHalf:
-    def __init__(self, module: Any, family: Family, config: Any, index: int, qkv: LinearGroup, out: LinearGroup,
-                 before: Norm | None) -> None:
+    def __init__(
+        self, module: Any, family: Family, config: Any, index: int, qkv: LinearGroup, out: LinearGroup, before: Norm | None
+    ) -> None:
         """`module`: the model's own, whose parameters are only read."""
         self.module, self.family, self.qkv, self.out, self.before = module, family, qkv, out, before
         self.rope = rope_kind(config, index)
         self.heads, self.kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
         self.head_width = int(module.head_dim)
-        self._options: dict[str, Any] = {"scale": float(module.scaling), "window": window(config, index),
-                                         "softcap": getattr(config, "attn_logit_softcapping", None)}
+        self._options: dict[str, Any] = {
+            "scale": float(module.scaling),
+            "window": window(config, index),
+            "softcap": getattr(config, "attn_logit_softcapping", None),
+        }
         self.q_norm = Norm(module.q_norm, family.one_plus) if family.qk_norm else None
         self.k_norm = Norm(module.k_norm, family.one_plus) if family.qk_norm else None
 
@@ -79,9 +83,17 @@ class AttentionHalf:
         self._project(self.qkv.of_norm(self.before, h, saved, "before_attention"), saved, documents)
         if o is None or lse is None:
             o = rows_like(h, self.out_width + self.out.extra)
-            _, lse = attention_forward(saved["q"], saved["k"], saved["v"], documents.cu_seqlens, documents.longest,
-                                       out=self.heads_of(o), spans_2T=documents.spans_2T, typical=documents.typical,
-                                       **self.options)
+            _, lse = attention_forward(
+                saved["q"],
+                saved["k"],
+                saved["v"],
+                documents.cu_seqlens,
+                documents.longest,
+                out=self.heads_of(o),
+                spans_2T=documents.spans_2T,
+                typical=documents.typical,
+                **self.options,
+            )
         o_rows, h_rows = (o, h) if rows is None else (o.index_select(0, rows), h.index_select(0, rows))
         saved.put(o=o, lse=lse, o_rows=o_rows, h_rows=h_rows)
 
@@ -111,15 +123,23 @@ class AttentionHalf:
         saved.put(q=scaled_queries(q, documents), k=k, v=v, qk_rstd=rstd)
 
     def rope_options(self) -> dict[str, Any]:
-        options: dict[str, Any] = {"heads": self.heads, "kv_heads": self.kv_heads, "head_width": self.head_width,
-                                   "neighbours": self.family.neighbours}
+        options: dict[str, Any] = {
+            "heads": self.heads,
+            "kv_heads": self.kv_heads,
+            "head_width": self.head_width,
+            "neighbours": self.family.neighbours,
+        }
         return options | ({"eps": self.q_norm.eps, **self._norm_options()} if self.q_norm else {})
 
     def _norm_options(self) -> dict[str, Any]:
         assert self.q_norm
         assert self.k_norm
-        return {"q_norm_H": self.q_norm.weight, "k_norm_H": self.k_norm.weight, "one_plus": self.family.one_plus,
-                "norm_kind": self.family.qk_norm}
+        return {
+            "q_norm_H": self.q_norm.weight,
+            "k_norm_H": self.k_norm.weight,
+            "one_plus": self.family.one_plus,
+            "norm_kind": self.family.qk_norm,
+        }
 
     def heads_of(self, o: Tensor) -> Tensor:
         of_heads: Tensor = o[:, : self.out_width].unflatten(1, (self.heads, self.head_width))
@@ -137,8 +157,9 @@ class AttentionHalf:
         """o A^T of the output projection: saved separately, or in o's LoRA columns."""
         return saved["o_rows"][:, self.out_width :] if self.out.extra else saved["xa_o"]
 
-    def backward(self, do: Tensor, saved: Saved, documents: Documents, norm_grads: dict[str, Tensor | None]
-                 ) -> tuple[Tensor, Tensor | None]:
+    def backward(
+        self, do: Tensor, saved: Saved, documents: Documents, norm_grads: dict[str, Tensor | None]
+    ) -> tuple[Tensor, Tensor | None]:
         """(the gradient of q, k and v before RoPE and qk-norm, in rows with spare columns; that of the sinks)"""
         backend = self.backend(do.device, do.dtype, documents.typical)
         dqkv_ext = self._dqkv_buffer(do, saved["qkv"], backend)
@@ -147,11 +168,22 @@ class AttentionHalf:
             options["sinks_N"] = None  # lse contains them; only their own gradient needs them
         rotates = self.q_norm is None and unrotates(backend, self.head_width, rotary[0], self.family.neighbours)
         dq, dk, dv, dsinks = attention_backward(
-            self.heads_of(do), saved["q"], saved["k"], saved["v"], self.heads_of(saved["o"]), saved["lse"],
-            documents.cu_seqlens, documents.longest, spans_2T=documents.spans_2T, typical=documents.typical, **options,
+            self.heads_of(do),
+            saved["q"],
+            saved["k"],
+            saved["v"],
+            self.heads_of(saved["o"]),
+            saved["lse"],
+            documents.cu_seqlens,
+            documents.longest,
+            spans_2T=documents.spans_2T,
+            typical=documents.typical,
+            **options,
             backend=backend,
             # FlashAttention-2 would have to copy; RoPE's backward reads its tensors directly.
-            grads=None if backend == "flash2" else self.parts_of(dqkv_ext), rotated=rotary if rotates else None)
+            grads=None if backend == "flash2" else self.parts_of(dqkv_ext),
+            rotated=rotary if rotates else None,
+        )
         scaled_queries(dq, documents)  # one factor per token commutes with RoPE
         if not rotates:
             self._back_through_rope((dq, dk, dv), dqkv_ext, saved, documents, norm_grads)
@@ -159,8 +191,14 @@ class AttentionHalf:
 
     def backend(self, device: torch.device, dtype: torch.dtype, typical: int) -> Backend:
         """The backend of the backward."""
-        return pick_backend(device, dtype, self.head_width, softcap=self._options["softcap"] is not None,
-                            sinks=self.sinks is not None, typical=typical)
+        return pick_backend(
+            device,
+            dtype,
+            self.head_width,
+            softcap=self._options["softcap"] is not None,
+            sinks=self.sinks is not None,
+            typical=typical,
+        )
 
     def _dqkv_buffer(self, do: Tensor, qkv: Tensor | None, backend: Backend) -> Tensor:
         """Overwrites q, k and v, if attention reads them before it writes; not with qk-norm, which needs them."""
@@ -168,13 +206,18 @@ class AttentionHalf:
             return qkv
         return rows_like(do, self.qkv_width + self.qkv.extra)
 
-    def _back_through_rope(self, grads: Parts, dqkv_ext: Tensor, saved: Saved, documents: Documents,
-                           norm_grads: dict[str, Tensor | None]) -> None:
+    def _back_through_rope(
+        self, grads: Parts, dqkv_ext: Tensor, saved: Saved, documents: Documents, norm_grads: dict[str, Tensor | None]
+    ) -> None:
         cos, sin = documents.rotary[self.rope]
         options: dict[str, Any] = {"neighbours": self.family.neighbours}
         if self.q_norm and self.k_norm:
-            options |= {"qkv_TX": saved["qkv"], "rstd": saved["qk_rstd"], **self._norm_options(),
-                        "need_norm_grad": self.q_norm.trains() or self.k_norm.trains()}
+            options |= {
+                "qkv_TX": saved["qkv"],
+                "rstd": saved["qk_rstd"],
+                **self._norm_options(),
+                "need_norm_grad": self.q_norm.trains() or self.k_norm.trains(),
+            }
         _, norm_grads["q_norm"], norm_grads["k_norm"] = qk_rope_backward(
             *grads, cos, sin, out=dqkv_ext[:, : self.qkv_width], **options
         )

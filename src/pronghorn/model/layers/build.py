@@ -15,8 +15,9 @@ from pronghorn.model.layers.moe import ExpertsMlp
 from pronghorn.model.layers.types import Norm
 
 
-def build_layer(layer: Any, family: Family, config: Any, index: int, workspace: Fp8Workspace, *, slot: int | None, fp8: bool
-                ) -> DecoderLayer:
+def build_layer(
+    layer: Any, family: Family, config: Any, index: int, workspace: Fp8Workspace, *, slot: int | None, fp8: bool
+) -> DecoderLayer:
     """`slot`: its number among the layers with experts; None: its MLP is dense. In FP8 where its linears are stored so or, with
     `fp8` and without experts, in a format that can be made FP8, or trained themselves."""
     asked = fp8 and slot is None
@@ -32,8 +33,9 @@ def build_layer(layer: Any, family: Family, config: Any, index: int, workspace: 
     norms, own, mlp = family.norms, layer.self_attn, layer.mlp
     multiplier = float(getattr(config, "residual_multiplier", 1.0))
     activation = ACTIVATIONS[activation_name(config)]
-    attention = AttentionHalf(own, family, config, index, group(own, family.qkv), group(own, ("o_proj",)),
-                              norm(norms.before_attention))
+    attention = AttentionHalf(
+        own, family, config, index, group(own, family.qkv), group(own, ("o_proj",)), norm(norms.before_attention)
+    )
     before, after = norm(norms.before_mlp), norm(norms.after_mlp)
     half: DenseMlp | ExpertsMlp
     if slot is None:

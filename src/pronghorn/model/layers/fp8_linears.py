@@ -85,11 +85,21 @@ class SharedFp8Group(Fp8Group):
     contains every load it needs, provided that its calls begin with `owner = None` (kernels/lora/stored_lora.py).
     """
 
-    def __init__(self, weights: Sequence[StoredTensor], to_fp8: ToFp8, adapters: Sequence[Adapter], matrix: SharedBytes,
-                 dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        weights: Sequence[StoredTensor],
+        to_fp8: ToFp8,
+        adapters: Sequence[Adapter],
+        matrix: SharedBytes,
+        dtype: torch.dtype,
+    ) -> None:
         self._stored, self._cast, self._matrix = list(weights), to_fp8.cast, matrix
-        super().__init__([(torch.empty(q.shape, dtype=E4M3, device="meta"), to_fp8.scales(q)) for q in weights], adapters,
-                         dtype=dtype, shared=True)
+        super().__init__(
+            [(torch.empty(q.shape, dtype=E4M3, device="meta"), to_fp8.scales(q)) for q in weights],
+            adapters,
+            dtype=dtype,
+            shared=True,
+        )
         matrix.reserve(self.matrix_bytes)
 
     def load(self) -> None:
@@ -159,8 +169,11 @@ class Fp8LinearGroup(LinearGroup):
         device = self.linears[0].weight.device
         require_fp8(device)
         if device.type == "cuda" and dtype != torch.bfloat16:
-            raise RecipeError(what=f"FP8 layers cannot compute in {str(dtype).removeprefix('torch.')}",
-                              why="cuBLAS FP8 GEMMs return bf16", fix="set precision: bf16")
+            raise RecipeError(
+                what=f"FP8 layers cannot compute in {str(dtype).removeprefix('torch.')}",
+                why="cuBLAS FP8 GEMMs return bf16",
+                fix="set precision: bf16",
+            )
         self._transposed = None
         stored = [linear for linear in self.linears if isinstance(linear, StoredLinear)]
         if not stored:
@@ -195,15 +208,15 @@ class Fp8LinearGroup(LinearGroup):
     def of_norm(self, norm: Norm | None, h: Tensor, saved: Saved, slot: str) -> Operand:
         return h if norm is None else self._of_norm(norm, h, saved, slot)
 
-    def of_norm_of_sum(self, norm: Norm, y: Tensor, h: Tensor, multiplier: float, saved: Saved, slot: str
-                       ) -> Operand:
+    def of_norm_of_sum(self, norm: Norm, y: Tensor, h: Tensor, multiplier: float, saved: Saved, slot: str) -> Operand:
         return self._of_norm(norm, y, saved, slot, residual_TD=h, multiplier=multiplier, h_out=y)
 
     def _of_norm(self, norm: Norm, x: Tensor, saved: Saved, slot: str, **options: Any) -> ByteRows:
         """Norm and cast in one pass, with the residual if there is one."""
         bytes_ext = self.byte_buffer(x)
-        normed = rms_norm_fp8_forward(x, norm.weight, norm.eps, one_plus=norm.one_plus, bound=self.group.bound,
-                                      out8=bytes_ext[:, : x.shape[1]], **options)
+        normed = rms_norm_fp8_forward(
+            x, norm.weight, norm.eps, one_plus=norm.one_plus, bound=self.group.bound, out8=bytes_ext[:, : x.shape[1]], **options
+        )
         saved[f"rstd.{slot}"] = normed.rstd_T
         return ByteRows(normed.y_TD, bytes_ext, normed.scale_T)
 
@@ -226,8 +239,7 @@ class Fp8LinearGroup(LinearGroup):
     def owned(self, xa: Tensor | None) -> Tensor | None:
         return xa
 
-    def apply_add(self, x: Operand, h: Tensor, multiplier: float, out: Tensor | None = None
-                  ) -> tuple[Tensor, Tensor | None]:
+    def apply_add(self, x: Operand, h: Tensor, multiplier: float, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         y, xa = self.mm(x)
         return torch.add(h, y, alpha=multiplier, out=y if out is None else out), xa
 
@@ -251,12 +263,20 @@ class Fp8LinearGroup(LinearGroup):
     def grad_rows(self, dh: Tensor) -> Operand:
         return torch.empty_like(dh)
 
-    def grad_of_activation(self, da: Tensor, gu_ext: Tensor, kind: Kind, down: LinearGroup, dy: Operand, xa: Tensor | None,
-                           thin: bool) -> tuple[Operand, bool]:
+    def grad_of_activation(
+        self, da: Tensor, gu_ext: Tensor, kind: Kind, down: LinearGroup, dy: Operand, xa: Tensor | None, thin: bool
+    ) -> tuple[Operand, bool]:
         bytes_ext, group = self.grad_byte_buffer(da), self.group
         dgu, _, scale, _ = gated_activation_fp8_backward(
-            da, gu_ext, kind, group.scale_O, bound=group.bound_grad, need_activation=down.needs_input, out=gu_ext,
-            out8=bytes_ext[:, : group.O], activation_out=da,
+            da,
+            gu_ext,
+            kind,
+            group.scale_O,
+            bound=group.bound_grad,
+            need_activation=down.needs_input,
+            out=gu_ext,
+            out8=bytes_ext[:, : group.O],
+            activation_out=da,
         )
         return ByteRows(dgu, bytes_ext, scale), False
 
@@ -275,8 +295,9 @@ class Fp8LinearGroup(LinearGroup):
         values = self.values_of(dy)
         return Fp8Gradient(values, self.backward_adapters(values))
 
-    def gradients(self, dy: Any, x: Tensor, xa: Tensor | None, norm: NormOf | None = None,
-                  without: Part | None = None) -> Grads:
+    def gradients(
+        self, dy: Any, x: Tensor, xa: Tensor | None, norm: NormOf | None = None, without: Part | None = None
+    ) -> Grads:
         return self.parameter_grads(dy.dy, dy.dyb, x, xa, norm)
 
     # ---- forward -------------------------------------------------------------------------------------------------
@@ -331,8 +352,9 @@ class Fp8LinearGroup(LinearGroup):
         self._transposed = group.transposed()
         return self._transposed
 
-    def parameter_grads(self, dy_TO: Tensor, dyb_TR: Tensor | None, x_TD: Tensor, xa_TR: Tensor | None,
-                        norm: NormOf | None = None) -> list[Tensor | None]:
+    def parameter_grads(
+        self, dy_TO: Tensor, dyb_TR: Tensor | None, x_TD: Tensor, xa_TR: Tensor | None, norm: NormOf | None = None
+    ) -> list[Tensor | None]:
         """Gradients of `parameters`, None where frozen. With `norm`, x is that norm's input, and dyb is scaled in place: only
         for adapters."""
         parts = dy_TO.split(self.widths, dim=1)

@@ -13,8 +13,16 @@ if TYPE_CHECKING:
     from pronghorn.model.layers.linears import LinearGroup
 
 
-def gated_backward(gate_up: LinearGroup, down: LinearGroup, da: Tensor, gu_ext: Tensor, kind: Kind, dy_ext: Tensor,
-                   xa: Tensor | None, thin: bool) -> tuple[bool, bool]:
+def gated_backward(
+    gate_up: LinearGroup,
+    down: LinearGroup,
+    da: Tensor,
+    gu_ext: Tensor,
+    kind: Kind,
+    dy_ext: Tensor,
+    xa: Tensor | None,
+    thin: bool,
+) -> tuple[bool, bool]:
     """Overwrites gu with dgu, and da with the activation if down's gradients need it. Returns (whether dA of down and dB of
     gate and up are already accumulated; whether dgu's LoRA columns hold dgu sB, which only `thin` allows)."""
     gu = gu_ext[:, : 2 * da.shape[1]]
@@ -27,8 +35,15 @@ def gated_backward(gate_up: LinearGroup, down: LinearGroup, da: Tensor, gu_ext: 
     outputs = dy_ext.shape[1] - down.extra
     dyb = slice(outputs, outputs + (len(down_sums[0]) if down_sums else 0))
     gated_lora_backward(
-        da, gu, kind, dgu_out=gu_ext, dyb_TR=dy_ext[:, dyb] if down.extra else None, xa_TR=xa, gate_columns=gate,
-        up_columns=up, sums_down_RF=down_sums[0] if down_sums and down.extra else None,
+        da,
+        gu,
+        kind,
+        dgu_out=gu_ext,
+        dyb_TR=dy_ext[:, dyb] if down.extra else None,
+        xa_TR=xa,
+        gate_columns=gate,
+        up_columns=up,
+        sums_down_RF=down_sums[0] if down_sums and down.extra else None,
         sums_gate_up_RG=gate_up_sums[1] if gate_up_sums and gate_up.extra else None,
         sB_GR=gate_up.adapter_columns if extended else None,
     )

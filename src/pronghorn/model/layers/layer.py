@@ -39,14 +39,28 @@ from pronghorn.model.same_weights import as_at_forward, stamp
 
 
 class DecoderLayer:
-    def __init__(self, layer: Any, family: Family, index: int, multiplier: float, attention: AttentionHalf,
-                 mlp: DenseMlp | ExpertsMlp, after_attention: Norm | None) -> None:
+    def __init__(
+        self,
+        layer: Any,
+        family: Family,
+        index: int,
+        multiplier: float,
+        attention: AttentionHalf,
+        mlp: DenseMlp | ExpertsMlp,
+        after_attention: Norm | None,
+    ) -> None:
         """`layer`: the model's own."""
         self.layer, self.family, self.index, self.multiplier = layer, family, index, multiplier
         self.attention, self.mlp, self.after_attention = attention, mlp, after_attention
         self.groups: tuple[Group, ...] = (attention.qkv, attention.out, *mlp.groups)
-        named = {"before_attention": attention.before, "after_attention": after_attention, "before_mlp": mlp.before,
-                 "after_mlp": mlp.after, "q_norm": attention.q_norm, "k_norm": attention.k_norm}
+        named = {
+            "before_attention": attention.before,
+            "after_attention": after_attention,
+            "before_mlp": mlp.before,
+            "after_mlp": mlp.after,
+            "q_norm": attention.q_norm,
+            "k_norm": attention.k_norm,
+        }
         self.norms = {slot: norm for slot, norm in named.items() if norm is not None}
         self.fused = False  # set by `prepare`
         self.level: Level = "nothing"  # what backward recomputes (saved.py)
@@ -187,16 +201,18 @@ class DecoderLayer:
 
     # ---- backward ----------------------------------------------------------------------------------------------------
 
-    def backward(self, dh3: Tensor, saved: Saved, documents: Documents, rows: Tensor | None = None, need_dh: bool = True
-                 ) -> tuple[Tensor | None, Grads]:
+    def backward(
+        self, dh3: Tensor, saved: Saved, documents: Documents, rows: Tensor | None = None, need_dh: bool = True
+    ) -> tuple[Tensor | None, Grads]:
         """The gradient of the layer's input (of all tokens, if it is needed), and of `parameters()` in their order."""
         dh3 = dh3 if dh3.stride(-1) == 1 else dh3.contiguous()
         norm_grads: NormGrads = {}
         dh, mlp_grads = self.mlp.backward(dh3, saved, documents, norm_grads, self.out.extra)
         saved.release(*OF_MLP)
         attention, grad_buffer = self.attention, documents.grad_buffer
-        dy = grad_of_branch(self.out, dh, saved["y1"], self.multiplier, self.after_attention, saved, "after_attention",
-                            norm_grads, grad_buffer)
+        dy = grad_of_branch(
+            self.out, dh, saved["y1"], self.multiplier, self.after_attention, saved, "after_attention", norm_grads, grad_buffer
+        )
         do, of_out = self.out.back(dy)
         out_grads = self.out.gradients(of_out, saved["o_rows"][:, : attention.out_width], attention.xa_of_out(saved))
         if rows is not None:
@@ -207,20 +223,23 @@ class DecoderLayer:
         dqkv_rows = self.qkv.of_rows(dqkv)
         if need_dh or (attention.before and attention.before.trains()):
             dx, of_qkv = self.qkv.back(dqkv_rows)
-            dh = back_through_norm(attention.before, dx, saved["h"], dh, saved, "before_attention", norm_grads,
-                                   self.down.extra, grad_buffer)  # `down` of the layer below has as many extra columns
+            dh = back_through_norm(
+                attention.before, dx, saved["h"], dh, saved, "before_attention", norm_grads, self.down.extra, grad_buffer
+            )  # `down` of the layer below has as many extra columns
         else:
             of_qkv = self.qkv.back_adapters(dqkv_rows)
-        qkv_grads = gradients_after_norm(self.qkv, of_qkv, attention.before, saved["h"], saved["xa1"], saved,
-                                          "before_attention")
+        qkv_grads = gradients_after_norm(
+            self.qkv, of_qkv, attention.before, saved["h"], saved["xa1"], saved, "before_attention"
+        )
         ordered = [norm_grads.get(slot) for slot in self.norms] + ([] if attention.sinks is None else [dsinks])
         return dh, [*qkv_grads, *out_grads, *mlp_grads, *ordered]
 
 
 class _Layer(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, h: Tensor, layer: DecoderLayer, documents: Documents, rows: Tensor | None, *parameters: Tensor
-                ) -> Tensor:
+    def forward(
+        ctx: Any, h: Tensor, layer: DecoderLayer, documents: Documents, rows: Tensor | None, *parameters: Tensor
+    ) -> Tensor:
         out, saved = layer.forward_at(layer.effective_level, h, documents, rows)
         ctx.layer, ctx.documents, ctx.rows = layer, documents, rows
         ctx.stamp = stamp(parameters) if documents.weights else None
@@ -234,8 +253,10 @@ class _Layer(torch.autograd.Function):
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Any, ...]:
         left = ctx.left
         if left is None:
-            raise RuntimeError("backward was already called, and it released the saved activations: recompute the loss, or "
-                               "call the first backward with retain_graph=True")
+            raise RuntimeError(
+                "backward was already called, and it released the saved activations: recompute the loss, or "
+                "call the first backward with retain_graph=True"
+            )
         if keeps_graph():
             left = copied(left)  # gradients overwrite saved tensors
         else:

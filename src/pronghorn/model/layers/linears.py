@@ -306,20 +306,35 @@ class LinearGroup:
         width = group.O // 2
         rows, xa, y_ext = *self._beside(x.ext), self._spare_output(x.ext)
         a_ext = x.ext.new_empty(len(x.ext), width + down.extra)
-        if not gated_mm(rows, group.M[: group.O], kind, gu_out=y_ext[:, : group.O], a_out=a_ext[:, :width],
-                             lora_TR=None if xa is None else xa[:, : group.used]):
+        if not gated_mm(
+            rows,
+            group.M[: group.O],
+            kind,
+            gu_out=y_ext[:, : group.O],
+            a_out=a_ext[:, :width],
+            lora_TR=None if xa is None else xa[:, : group.used],
+        ):
             return None
         down.extend(a_ext)
         return y_ext, xa, Rows(a_ext, extended=True)
 
-    def apply_rotated(self, x: Operand, cos: Tensor, sin: Tensor, heads: int, head_width: int
-                      ) -> tuple[Tensor, Tensor | None] | None:
+    def apply_rotated(
+        self, x: Operand, cos: Tensor, sin: Tensor, heads: int, head_width: int
+    ) -> tuple[Tensor, Tensor | None] | None:
         """`apply_spare` of q, k and v, with RoPE on the first heads. None, with nothing done, if no GEMM has this epilogue."""
         if (group := self._fusable(x.ext)) is None:
             return None
         rows, xa, y_ext = *self._beside(x.ext), self._spare_output(x.ext)
-        if not rope_mm(rows, group.M[: group.O], cos, sin, rope_heads=heads, head_width=head_width,
-                              out=y_ext[:, : group.O], lora_TR=None if xa is None else xa[:, : group.used]):
+        if not rope_mm(
+            rows,
+            group.M[: group.O],
+            cos,
+            sin,
+            rope_heads=heads,
+            head_width=head_width,
+            out=y_ext[:, : group.O],
+            lora_TR=None if xa is None else xa[:, : group.used],
+        ):
             return None
         return y_ext, xa
 
@@ -377,8 +392,9 @@ class LinearGroup:
         """An uninitialized gradient operand."""
         return Rows(rows_like(dh, dh.shape[1] + self.extra))
 
-    def grad_of_activation(self, da: Tensor, gu_ext: Tensor, kind: Kind, down: LinearGroup, dy: Operand, xa: Tensor | None,
-                           thin: bool) -> tuple[Operand, bool]:
+    def grad_of_activation(
+        self, da: Tensor, gu_ext: Tensor, kind: Kind, down: LinearGroup, dy: Operand, xa: Tensor | None, thin: bool
+    ) -> tuple[Operand, bool]:
         """(the gradient of gate and up, written over them; whether the adapters' gradients are already accumulated). Overwrites
         da with the activation, if down's gradients need it. `thin`: dgu sB may be made in the same pass."""
         fused, extended = gated_backward(self, down, da, gu_ext, kind, dy.ext, xa, thin)
@@ -401,8 +417,9 @@ class LinearGroup:
         self.extend_grad(dy.ext)
         return dy
 
-    def gradients(self, dy: Any, x: Tensor, xa: Tensor | None, norm: NormOf | None = None, without: Part | None = None
-                  ) -> Grads:
+    def gradients(
+        self, dy: Any, x: Tensor, xa: Tensor | None, norm: NormOf | None = None, without: Part | None = None
+    ) -> Grads:
         return self.backward_parameters(dy.ext, x, xa, norm, without)
 
     # ---- backward ------------------------------------------------------------------------------------------------
@@ -432,8 +449,9 @@ class LinearGroup:
         """Whether `backward_parameters` needs x itself; adapters only need the norm's input."""
         return any(linear.weight.requires_grad for linear in self.linears)
 
-    def backward_parameters(self, dy_ext: Tensor, x_TD: Tensor, xa_TR: Tensor | None, norm: NormOf | None = None,
-                            without: Part | None = None) -> list[Tensor | None]:
+    def backward_parameters(
+        self, dy_ext: Tensor, x_TD: Tensor, xa_TR: Tensor | None, norm: NormOf | None = None, without: Part | None = None
+    ) -> list[Tensor | None]:
         """Gradients of `parameters`, None where frozen. After `backward_input` or `extend_grad`, which filled dy_ext. With
         `norm`, x is that norm's input. `without`: what another kernel already accumulated."""
         parts = dy_ext[:, : sum(self.widths)].split(self.widths, dim=1)
@@ -465,8 +483,14 @@ def joined_bias(linears: list[nn.Linear], dtype: torch.dtype) -> Tensor | None:
     if all(linear.bias is None for linear in linears):
         return None
     device = linears[0].weight.device
-    return torch.cat([torch.zeros(linear.out_features, dtype=dtype, device=device) if linear.bias is None
-                      else linear.bias.detach().to(dtype) for linear in linears])
+    return torch.cat(
+        [
+            torch.zeros(linear.out_features, dtype=dtype, device=device)
+            if linear.bias is None
+            else linear.bias.detach().to(dtype)
+            for linear in linears
+        ]
+    )
 
 
 def why_only_peft(module: LoraLinear) -> str:

@@ -48,8 +48,15 @@ OF_MLP = ("h2", "gu", "xa2", "xa3", "y2")  # freed after the MLP's backward
 class DenseMlp:
     may_chunk = True
 
-    def __init__(self, gate_up: LinearGroup, down: LinearGroup, activation: Kind, multiplier: float, before: Norm | None,
-                 after: Norm | None) -> None:
+    def __init__(
+        self,
+        gate_up: LinearGroup,
+        down: LinearGroup,
+        activation: Kind,
+        multiplier: float,
+        before: Norm | None,
+        after: Norm | None,
+    ) -> None:
         self.gate_up, self.down, self.activation, self.multiplier = gate_up, down, activation, multiplier
         self.before, self.after = before, after
         self.chunks = 1
@@ -111,21 +118,25 @@ class DenseMlp:
 
     # ---- backward ----------------------------------------------------------------------------------------------
 
-    def backward(self, dh3: Tensor, saved: Saved, documents: Documents, norm_grads: NormGrads, extra: int
-                 ) -> tuple[Tensor, Grads]:
+    def backward(
+        self, dh3: Tensor, saved: Saved, documents: Documents, norm_grads: NormGrads, extra: int
+    ) -> tuple[Tensor, Grads]:
         """(the gradient of h2 with `extra` spare columns; gradients of gate, up and down)"""
         if saved["gu"] is None:
             return self._backward_in_chunks(dh3, saved, documents, norm_grads, extra)
         dx2, dgu, fused, down_grads = self._back_to_input(dh3, saved, norm_grads, documents.grad_buffer, thin=True)
-        dh2 = back_through_norm(self.before, dx2, saved["h2"], dh3, saved, "before_mlp", norm_grads, extra,
-                                documents.grad_buffer)
+        dh2 = back_through_norm(
+            self.before, dx2, saved["h2"], dh3, saved, "before_mlp", norm_grads, extra, documents.grad_buffer
+        )
         return dh2, [*self._gate_up_grads(dgu, saved, fused), *down_grads]
 
-    def _back_to_input(self, dh3: Tensor, saved: Saved, norm_grads: NormGrads, grad_buffer: GradBuffer, *, thin: bool
-                       ) -> tuple[Tensor, Any, bool, Grads]:
+    def _back_to_input(
+        self, dh3: Tensor, saved: Saved, norm_grads: NormGrads, grad_buffer: GradBuffer, *, thin: bool
+    ) -> tuple[Tensor, Any, bool, Grads]:
         """(the gradient of gate and up's input, dgu, whether dB is already accumulated, down's gradients)"""
-        dy = grad_of_branch(self.down, dh3, saved["y2"], self.multiplier, self.after, saved, "after_mlp", norm_grads,
-                            grad_buffer)
+        dy = grad_of_branch(
+            self.down, dh3, saved["y2"], self.multiplier, self.after, saved, "after_mlp", norm_grads, grad_buffer
+        )
         da, of_down = self.down.back(dy)
         dgu, fused = self.gate_up.grad_of_activation(da, saved["gu"], self.activation, self.down, dy, saved["xa2"], thin)
         down_grads = self.down.gradients(of_down, da, saved["xa3"], without="dA" if fused else None)
@@ -133,8 +144,9 @@ class DenseMlp:
         return *self.gate_up.back(dgu), fused, down_grads
 
     def _gate_up_grads(self, dgu: Any, saved: Saved, fused: bool) -> Grads:
-        return gradients_after_norm(self.gate_up, dgu, self.before, saved["h2"], saved["xa2"], saved, "before_mlp",
-                                     "dB" if fused else None)
+        return gradients_after_norm(
+            self.gate_up, dgu, self.before, saved["h2"], saved["xa2"], saved, "before_mlp", "dB" if fused else None
+        )
 
     # ---- in chunks ---------------------------------------------------------------------------------------------
 
@@ -151,8 +163,9 @@ class DenseMlp:
             a = self._activated(gu)
             del gu
             h2 = y[chunk]
-            _, y2, xa3 = add_branch(self.down, a, h2, self.multiplier, self.after, mine, "after_mlp",
-                                    out=h2 if recomputed else h3[chunk])
+            _, y2, xa3 = add_branch(
+                self.down, a, h2, self.multiplier, self.after, mine, "after_mlp", out=h2 if recomputed else h3[chunk]
+            )
             mine.put(xa3=self.down.owned(xa3))
             if recomputed:
                 mine = Saved({name: tensor for name, tensor in mine.items() if name == "xa3"})
@@ -164,8 +177,9 @@ class DenseMlp:
         saved.update({name: torch.cat(tensors) for name, tensors in parts.items()})
         return h3
 
-    def _backward_in_chunks(self, dh3: Tensor, saved: Saved, documents: Documents, norm_grads: NormGrads, extra: int
-                            ) -> tuple[Tensor, Grads]:
+    def _backward_in_chunks(
+        self, dh3: Tensor, saved: Saved, documents: Documents, norm_grads: NormGrads, extra: int
+    ) -> tuple[Tensor, Grads]:
         width, own = dh3.shape[1], self.down.shared_buffer(dh3, documents.grad_buffer)
         dh2_ext = own
         if dh2_ext is None or dh2_ext.shape[1] != width + extra:
@@ -175,8 +189,9 @@ class DenseMlp:
             mine, of_norms = self._recomputed_chunk(chunk, saved), NormGrads()
             grad_buffer = GradBuffer(None if own is None else own[chunk])
             dx2, dgu, fused, down_grads = self._back_to_input(dh3[chunk], mine, of_norms, grad_buffer, thin=False)
-            back_through_norm_into(dh2_ext[chunk, :width], self.before, dx2, mine["h2"], dh3[chunk], mine, "before_mlp",
-                                   of_norms)
+            back_through_norm_into(
+                dh2_ext[chunk, :width], self.before, dx2, mine["h2"], dh3[chunk], mine, "before_mlp", of_norms
+            )
             grads = _sum(grads, [*self._gate_up_grads(dgu, mine, fused), *down_grads])
             del mine, dgu, dx2, down_grads  # before the next chunk has its own
             for name, grad in of_norms.items():

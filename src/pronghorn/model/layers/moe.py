@@ -51,8 +51,19 @@ from pronghorn.model.router_stats import BalancedLogits
 from pronghorn.model.rows import rows_like
 
 SILU = ExpertActivation("silu")
-OF_EXPERTS = ("logits", "ids", "weights", "order", "inverse", "offsets", "shared_gu", "shared_xa2", "shared_xa3",
-              "shared_weight", "gate_xa")
+OF_EXPERTS = (
+    "logits",
+    "ids",
+    "weights",
+    "order",
+    "inverse",
+    "offsets",
+    "shared_gu",
+    "shared_xa2",
+    "shared_xa3",
+    "shared_weight",
+    "gate_xa",
+)
 
 
 class ExpertsMlp:
@@ -60,8 +71,19 @@ class ExpertsMlp:
     after: Norm | None = None
     chunks = 1
 
-    def __init__(self, module: Any, family: Family, config: Any, slot: int, workspace: Fp8Workspace, gate_up: LinearGroup,
-                 down: LinearGroup, activation: Kind, multiplier: float, before: Norm) -> None:
+    def __init__(
+        self,
+        module: Any,
+        family: Family,
+        config: Any,
+        slot: int,
+        workspace: Fp8Workspace,
+        gate_up: LinearGroup,
+        down: LinearGroup,
+        activation: Kind,
+        multiplier: float,
+        before: Norm,
+    ) -> None:
         """`slot`: its number among the layers with experts. `workspace`: shared by all layers, for stacks in FP8. `gate_up` and
         `down`: the shared expert's; empty without one."""
         assert family.experts
@@ -74,7 +96,8 @@ class ExpertsMlp:
         self.groups_of_experts = expert_groups(config) if experts.sigmoid else None
         self.expert_gate_up, self.expert_down = (
             ExpertStack(module, name, transposed=experts.transposed, scratch=workspace.transposed)
-            for name in ("gate_up_proj", "down_proj"))
+            for name in ("gate_up_proj", "down_proj")
+        )
         self.has_shared = hasattr(module, experts.shared)
         self.gate_up, self.down, self.activation = gate_up, down, activation
         self.shared_gate = LinearGroup(module, ("shared_expert_gate",) if hasattr(module, "shared_expert_gate") else ())
@@ -90,8 +113,13 @@ class ExpertsMlp:
 
     def gather_jobs(self) -> list[GatherJob]:
         of_norm = NormOf(self.before.weight, self.before.weight, self.before.one_plus)
-        return [*self.gate_up.gather_jobs(of_norm), *self.down.gather_jobs(None), *self.shared_gate.gather_jobs(of_norm),
-                *self.expert_gate_up.gather_jobs(), *self.expert_down.gather_jobs()]
+        return [
+            *self.gate_up.gather_jobs(of_norm),
+            *self.down.gather_jobs(None),
+            *self.shared_gate.gather_jobs(of_norm),
+            *self.expert_gate_up.gather_jobs(),
+            *self.expert_down.gather_jobs(),
+        ]
 
     def _rule(self) -> dict[str, Any]:
         """Routing options, for kernels/moe/routing.py."""
@@ -111,14 +139,25 @@ class ExpertsMlp:
         """From the residual stream to gate and up."""
         h2, h_rows = saved["h2"], saved.pop("h_rows", None)
         extra, slot = self.gate_up.extra, "before_mlp"
-        x2_ext = (normed_rows(self.before, h2, extra, saved, slot) if h_rows is None
-                  else normed_sum(self.before, h2, h_rows, self.multiplier, extra, saved, slot))
+        x2_ext = (
+            normed_rows(self.before, h2, extra, saved, slot)
+            if h_rows is None
+            else normed_sum(self.before, h2, h_rows, self.multiplier, extra, saved, slot)
+        )
         x2 = x2_ext[:, : h2.shape[1]]
         logits = self.router.forward(x2)
         routing = routing_forward(logits, self.K, **self._rule())
         gu, xa2 = self.expert_gate_up.group.forward_tokens(x2, routing)
-        saved.put(gu=gu, xa2=xa2, logits=logits, ids=routing.ids_TK, weights=routing.weights_TK, order=routing.order_S,
-                  inverse=routing.inverse_TK, offsets=routing.offsets_E1)
+        saved.put(
+            gu=gu,
+            xa2=xa2,
+            logits=logits,
+            ids=routing.ids_TK,
+            weights=routing.weights_TK,
+            order=routing.order_S,
+            inverse=routing.inverse_TK,
+            offsets=routing.offsets_E1,
+        )
         if self.has_shared:
             shared_gu, shared_xa2 = self.gate_up.apply_spare(self.gate_up.of_rows(x2_ext))
             saved.put(shared_gu=shared_gu, shared_xa2=shared_xa2)
@@ -135,8 +174,14 @@ class ExpertsMlp:
     def _after_gate_up(self, saved: Saved) -> Tensor:
         routing, down, h2 = self._routing(saved), self.expert_down.group, saved["h2"]
         a_ext = rows_like(saved["gu"], down.input_width)
-        expert_gated_forward(saved["gu"], self.expert_activation, bias_EG=self.expert_gate_up.bias_EO, ids_TK=routing.ids_TK,
-                             order_S=routing.order_S, out=a_ext[:, : down.D])
+        expert_gated_forward(
+            saved["gu"],
+            self.expert_activation,
+            bias_EG=self.expert_gate_up.bias_EO,
+            ids_TK=routing.ids_TK,
+            order_S=routing.order_S,
+            out=a_ext[:, : down.D],
+        )
         down.extend(a_ext, routing.offsets_E1)
         y = down.forward_rows(a_ext, routing)
         base = h2
@@ -146,8 +191,9 @@ class ExpertsMlp:
             del xa3  # may be a part of the activation
             gate = saved["shared_weight"]
             base = h2 + out if gate is None else torch.addcmul(h2, out, gate.to(out.dtype))
-        return combine(y, routing.inverse_TK, routing.weights_TK, bias_ED=self.expert_down.bias_EO, ids_TK=routing.ids_TK,
-                       add_TD=base)
+        return combine(
+            y, routing.inverse_TK, routing.weights_TK, bias_ED=self.expert_down.bias_EO, ids_TK=routing.ids_TK, add_TD=base
+        )
 
     def _shared_gu(self, saved: Saved) -> Tensor:
         gu_ext = saved["shared_gu"]
@@ -167,8 +213,9 @@ class ExpertsMlp:
 
     # ---- backward ----------------------------------------------------------------------------------------------
 
-    def backward(self, dh3: Tensor, saved: Saved, documents: Documents, norm_grads: NormGrads, extra: int
-                 ) -> tuple[Tensor, Grads]:
+    def backward(
+        self, dh3: Tensor, saved: Saved, documents: Documents, norm_grads: NormGrads, extra: int
+    ) -> tuple[Tensor, Grads]:
         """(the gradient of h2 with `extra` spare columns; gradients of `groups`)"""
         routing, logits = self._routing(saved), saved["logits"]
         dgu_ext, dweights, down_grads = self._backward_down(dh3, saved, routing)
@@ -190,8 +237,9 @@ class ExpertsMlp:
             x_ext = self._recomputed_sorted(x2, saved["xa2"], routing)
         up_grads = self.expert_gate_up.backward_parameters(dgu_ext, x_ext, routing, weighted=False)
         del dgu_ext, x_ext, x2
-        dh2 = back_through_norm(self.before, dx2, saved["h2"], dh3, saved, "before_mlp", norm_grads, extra,
-                                documents.grad_buffer)
+        dh2 = back_through_norm(
+            self.before, dx2, saved["h2"], dh3, saved, "before_mlp", norm_grads, extra, documents.grad_buffer
+        )
         saved.release(*OF_EXPERTS)
         return dh2, [*shared_grads, *router_grads, *up_grads, *down_grads]
 
@@ -204,9 +252,16 @@ class ExpertsMlp:
         needs_a = self.expert_down.needs_input
         a_ext = rows_like(da, down.input_width) if down.R else da
         _, dweights, _ = expert_gated_backward(
-            da, gu, self.expert_activation, routing.order_S, weights_TK=routing.weights_TK,
-            bias_EG=self.expert_gate_up.bias_EO, ids_TK=routing.ids_TK, need_activation=needs_a,
-            out=dgu_ext[:, : up.outputs], activation_out=a_ext[:, : down.D] if needs_a else None,
+            da,
+            gu,
+            self.expert_activation,
+            routing.order_S,
+            weights_TK=routing.weights_TK,
+            bias_EG=self.expert_gate_up.bias_EO,
+            ids_TK=routing.ids_TK,
+            need_activation=needs_a,
+            out=dgu_ext[:, : up.outputs],
+            activation_out=a_ext[:, : down.D] if needs_a else None,
         )
         assert dweights is not None
         del gu
@@ -241,15 +296,20 @@ class ExpertsMlp:
         dlogit_ext[:, :1] = dgate * gate * (1 - gate)
         dgate_x, dlogit = self.shared_gate.back(Rows(dlogit_ext))
         dx += dgate_x
-        gate_grads = gradients_after_norm(self.shared_gate, dlogit, self.before, saved["h2"], saved["gate_xa"], saved,
-                                           "before_mlp")
+        gate_grads = gradients_after_norm(
+            self.shared_gate, dlogit, self.before, saved["h2"], saved["gate_xa"], saved, "before_mlp"
+        )
         return dx, [*grads, *gate_grads]
 
-    def _backward_shared_mlp(self, dh3: Tensor, gate: Tensor, saved: Saved, documents: Documents
-                             ) -> tuple[Tensor, Tensor, Grads]:
+    def _backward_shared_mlp(
+        self, dh3: Tensor, gate: Tensor, saved: Saved, documents: Documents
+    ) -> tuple[Tensor, Tensor, Grads]:
         """(its input's gradient, the gate's, those of gate and up, and down)"""
-        dy = (self.down.grad_of_residual(dh3, 1.0, documents.grad_buffer) if self.down.extra or self.down.fp8
-              else self.down.of_rows(dh3))
+        dy = (
+            self.down.grad_of_residual(dh3, 1.0, documents.grad_buffer)
+            if self.down.extra or self.down.fp8
+            else self.down.of_rows(dh3)
+        )
         da, of_down = self.down.back(dy)
         gu = saved["shared_gu"][:, : 2 * da.shape[1]]
         dgate = self._through_shared_activation(da, gu, gate)
@@ -262,8 +322,9 @@ class ExpertsMlp:
     def _through_shared_activation(self, da: Tensor, gu: Tensor, gate: Tensor) -> Tensor:
         """Returns the gate's gradient. Overwrites gu with dgu, and da with the activation times the gate."""
         each = torch.arange(len(da), dtype=torch.int32, device=da.device)
-        _, dgate, _ = expert_gated_backward(da, gu, SILU, each, weights_TK=gate, need_activation=self.down.needs_input, out=gu,
-                                            activation_out=da)
+        _, dgate, _ = expert_gated_backward(
+            da, gu, SILU, each, weights_TK=gate, need_activation=self.down.needs_input, out=gu, activation_out=da
+        )
         assert dgate is not None
         return dgate
 

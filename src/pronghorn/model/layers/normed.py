@@ -27,6 +27,7 @@ def normed_sum(norm: Norm, y: Tensor, h: Tensor, multiplier: float, extra: int, 
     if multiplier != 1.0:
         y.mul_(multiplier)
     x_ext = rows_like(h, h.shape[1] + extra)
-    _, _, saved[f"rstd.{slot}"] = rms_norm_forward(y, norm.weight, norm.eps, one_plus=norm.one_plus, residual_TD=h,
-                                                   out=x_ext[:, : h.shape[1]], in_place=True)
+    _, _, saved[f"rstd.{slot}"] = rms_norm_forward(
+        y, norm.weight, norm.eps, one_plus=norm.one_plus, residual_TD=h, out=x_ext[:, : h.shape[1]], in_place=True
+    )
     return x_ext

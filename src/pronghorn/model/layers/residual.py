@@ -20,8 +20,16 @@ from pronghorn.model.rows import rows_like
 NormGrads = dict[str, Tensor | None]
 
 
-def add_branch(group: LinearGroup, x: Operand, h: Tensor, multiplier: float, norm: Norm | None, saved: Saved, slot: str,
-               out: Tensor | None = None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def add_branch(
+    group: LinearGroup,
+    x: Operand,
+    h: Tensor,
+    multiplier: float,
+    norm: Norm | None,
+    saved: Saved,
+    slot: str,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(h + multiplier * group(x), None, x A^T), or (h + norm(group(x)), group(x), x A^T). `out` may be h."""
     if norm is None:
         h, xa = group.apply_add(x, h, multiplier, out)
@@ -31,19 +39,44 @@ def add_branch(group: LinearGroup, x: Operand, h: Tensor, multiplier: float, nor
     return h, y, xa
 
 
-def grad_of_branch(group: LinearGroup, dh: Tensor, y: Tensor | None, multiplier: float, norm: Norm | None, saved: Saved,
-                   slot: str, norm_grads: NormGrads, grad_buffer: GradBuffer) -> Operand:
+def grad_of_branch(
+    group: LinearGroup,
+    dh: Tensor,
+    y: Tensor | None,
+    multiplier: float,
+    norm: Norm | None,
+    saved: Saved,
+    slot: str,
+    norm_grads: NormGrads,
+    grad_buffer: GradBuffer,
+) -> Operand:
     """The gradient of the branch's output, as the last GEMM's backward reads it."""
     if norm is None or y is None:
         return group.grad_of_residual(dh, multiplier, grad_buffer)
     dy = group.grad_rows(dh)
-    _, norm_grads[slot] = rms_norm_backward(dh, y, norm.weight, saved[f"rstd.{slot}"], one_plus=norm.one_plus,
-                                            need_weight_grad=norm.trains(), out=group.values_of(dy))
+    _, norm_grads[slot] = rms_norm_backward(
+        dh,
+        y,
+        norm.weight,
+        saved[f"rstd.{slot}"],
+        one_plus=norm.one_plus,
+        need_weight_grad=norm.trains(),
+        out=group.values_of(dy),
+    )
     return dy
 
 
-def back_through_norm(norm: Norm | None, dx: Tensor, h: Tensor, dh: Tensor, saved: Saved, slot: str, norm_grads: NormGrads,
-                      extra: int, grad_buffer: GradBuffer) -> Tensor:
+def back_through_norm(
+    norm: Norm | None,
+    dx: Tensor,
+    h: Tensor,
+    dh: Tensor,
+    saved: Saved,
+    slot: str,
+    norm_grads: NormGrads,
+    extra: int,
+    grad_buffer: GradBuffer,
+) -> Tensor:
     """dh + the norm's gradient, in rows with `extra` LoRA columns for the next group: over dh, if its buffer has them."""
     if norm is None:
         return dh + dx
@@ -53,8 +86,9 @@ def back_through_norm(norm: Norm | None, dx: Tensor, h: Tensor, dh: Tensor, save
     return _back_through_norm(norm, dx, h, dh, saved, slot, norm_grads, grad_buffer.buffer[:, : h.shape[1]])
 
 
-def back_through_norm_into(out: Tensor, norm: Norm | None, dx: Tensor, h: Tensor, dh: Tensor, saved: Saved, slot: str,
-                           norm_grads: NormGrads) -> None:
+def back_through_norm_into(
+    out: Tensor, norm: Norm | None, dx: Tensor, h: Tensor, dh: Tensor, saved: Saved, slot: str, norm_grads: NormGrads
+) -> None:
     """The same into `out`, which may be dh."""
     if norm is None:
         torch.add(dh, dx, out=out)
@@ -62,15 +96,25 @@ def back_through_norm_into(out: Tensor, norm: Norm | None, dx: Tensor, h: Tensor
         _back_through_norm(norm, dx, h, dh, saved, slot, norm_grads, out)
 
 
-def _back_through_norm(norm: Norm, dx: Tensor, h: Tensor, dh: Tensor, saved: Saved, slot: str, norm_grads: NormGrads,
-                       out: Tensor) -> Tensor:
-    found, norm_grads[slot] = rms_norm_backward(dx, h, norm.weight, saved[f"rstd.{slot}"], one_plus=norm.one_plus, add_TD=dh,
-                                                need_weight_grad=norm.trains(), out=out)
+def _back_through_norm(
+    norm: Norm, dx: Tensor, h: Tensor, dh: Tensor, saved: Saved, slot: str, norm_grads: NormGrads, out: Tensor
+) -> Tensor:
+    found, norm_grads[slot] = rms_norm_backward(
+        dx, h, norm.weight, saved[f"rstd.{slot}"], one_plus=norm.one_plus, add_TD=dh, need_weight_grad=norm.trains(), out=out
+    )
     return found
 
 
-def gradients_after_norm(group: LinearGroup, dy: Any, norm: Norm | None, h: Tensor, xa: Tensor | None, saved: Saved,
-                          slot: str, without: Part | None = None) -> Grads:
+def gradients_after_norm(
+    group: LinearGroup,
+    dy: Any,
+    norm: Norm | None,
+    h: Tensor,
+    xa: Tensor | None,
+    saved: Saved,
+    slot: str,
+    without: Part | None = None,
+) -> Grads:
     """Adapters' gradients use h, which is saved; trained weights need norm(h), which is recomputed."""
     if norm is None:
         return group.gradients(dy, h, xa, without=without)

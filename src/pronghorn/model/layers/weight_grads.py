@@ -27,5 +27,6 @@ def weight_and_bias_grads(linears: list[nn.Linear], parts: Sequence[Tensor], x_T
     precise = torch.promote_types(x_TD.dtype, torch.float32)
     return grads + [
         part.sum(0, dtype=precise).to(linear.bias.dtype) if linear.bias.requires_grad else None
-        for linear, part in zip(linears, parts, strict=True) if linear.bias is not None
+        for linear, part in zip(linears, parts, strict=True)
+        if linear.bias is not None
     ]

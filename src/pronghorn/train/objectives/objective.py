@@ -65,8 +65,15 @@ class Objective(ABC):
 
 def engine_inputs(batch: PackedBatch) -> dict[str, Any]:
     """The batch as `FastCausalLM.packed_rows` takes it."""
-    return {"ids_T": batch.ids_T, "positions_T": batch.positions_T, "cu_seqlens": batch.cu_seqlens, "longest": batch.longest,
-            "labels_T": batch.labels_T, "loss_rows": None if batch.every_row else batch.loss_rows, "typical": batch.typical}
+    return {
+        "ids_T": batch.ids_T,
+        "positions_T": batch.positions_T,
+        "cu_seqlens": batch.cu_seqlens,
+        "longest": batch.longest,
+        "labels_T": batch.labels_T,
+        "loss_rows": None if batch.every_row else batch.loss_rows,
+        "typical": batch.typical,
+    }
 
 
 def log_probs_of(model: Any, batch: PackedBatch) -> PackedLogProbs:
@@ -81,8 +88,9 @@ def log_probs_of(model: Any, batch: PackedBatch) -> PackedLogProbs:
 
 def own_forward(model: Any, batch: PackedBatch) -> Any:
     """Of a model on transformers' layers: logits of the loss rows."""
-    return model(input_ids=batch.ids_T[None], position_ids=batch.positions_T[None], use_cache=False,
-                 logits_to_keep=batch.loss_rows)
+    return model(
+        input_ids=batch.ids_T[None], position_ids=batch.positions_T[None], use_cache=False, logits_to_keep=batch.loss_rows
+    )
 
 
 def own_balance(model: Any, output: Any) -> Tensor | None:
