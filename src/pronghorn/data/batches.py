@@ -39,9 +39,30 @@ class TokenRows(Protocol):
 
 @dataclass(frozen=True)
 class PackedBatch:
+    """One micro-batch. E = entries of `cu_seqlens`, N = loss rows, D = E slots for documents, of which the last is never used.
+
+    Batches of preference data say of each document what it is in its group (`document_N`, `roles_D`, `firsts_D`), so that an
+    objective adds up log-probabilities by `index_add(0, document_N, ...)` into D sums and compares `sums[firsts_D]` with
+    `sums` wherever `roles_D > 0`.
+
+    A batch with shared prompts (`shares_prompts`) has the tokens that all answers of a group begin with only once. Its segments
+    are first all prompts, then all answers, group by group, then padding:
+
+        [prompt 1 | prompt 2 | ... | chosen 1 | rejected 1 | chosen 2 | rejected 2 | ... | padding]
+
+    Each segment is a causal document of its own in `cu_seqlens`, and all rows of the answers of group i,
+    `answers_cu[i] : answers_cu[i + 1]`, also attend to all rows of their prompt, `prompts_cu[i] : prompts_cu[i + 1]`. That is
+    a second variable-length call without a mask, and both borders ascend without gaps. (With a window the distance counts:
+    `positions_T` has it, from the prompt's length on in every answer.) The label of an answer's first token is predicted by the
+    last row of its prompt: this row stands in `loss_rows` once for each answer of the group, with its own `labels_N` and
+    `document_N`. A group without a common token has no segment for its prompt; its entry in `prompts_cu` is empty.
+    """
+
     ids_T: torch.Tensor  # int64
-    labels_T: torch.Tensor  # int64, already shifted: labels_T[t] is the token to predict at t, or IGNORED
-    positions_T: torch.Tensor  # int64, from 0 in each document
+    labels_T: (
+        torch.Tensor
+    )  # int64, already shifted: labels_T[t] is the token to predict at t, or IGNORED (or several: labels_N)
+    positions_T: torch.Tensor  # int64, from 0 in each document; in an answer from its shared prompt's length on
     cu_seqlens: torch.Tensor  # int32, document boundaries, padded by repeating T
     loss_rows: torch.Tensor  # int64, the t with a label, padded with T - 1, which never has one
     longest: int  # tokens in the longest document
@@ -50,6 +71,27 @@ class PackedBatch:
     loss_tokens: int  # labels: `loss_rows` less padding
     documents: tuple[int, ...]  # row numbers in the table
     given_KN: torch.Tensor | None = None  # float32, what an objective knows of each loss row (a reference's log-probabilities)
+    # of preference data:
+    document_N: torch.Tensor | None = None  # int64, the place in `documents` of each loss row's label; D - 1 in padding
+    roles_D: torch.Tensor | None = None  # int64: 0 chosen (KTO: desirable), 1 rejected (undesirable), 2.. more rejected; or -1
+    firsts_D: torch.Tensor | None = None  # int64, the place of the group's first document, the chosen one; its own where none
+    margins_D: torch.Tensor | None = None  # float32, the group's margin; 0 where the data has none
+    # of shared prompts:
+    labels_N: torch.Tensor | None = None  # int64, the label of each loss row, IGNORED in padding; replaces labels_T[loss_rows]
+    prompt_of_S: torch.Tensor | None = None  # int32 [E - 1], of each segment of `cu_seqlens` that of its prompt; -1 none
+    prompts_cu: torch.Tensor | None = None  # int32 [E // 2 + 1], rows of each group's prompt, padded by repeating the last
+    answers_cu: torch.Tensor | None = None  # int32 [E // 2 + 1], rows of each group's answers, padded by repeating the last
+    longest_prompt: int = 0  # at most so many rows between two entries of `prompts_cu`
+    longest_answers: int = 0  # and of `answers_cu`
+
+    @property
+    def shares_prompts(self) -> bool:
+        return self.prompts_cu is not None
+
+    @property
+    def row_labels(self) -> torch.Tensor:
+        """The label of each loss row, whether or not prompts are shared."""
+        return self.labels_T[self.loss_rows] if self.labels_N is None else self.labels_N
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -59,7 +101,7 @@ class PackedBatch:
     @property
     def every_row(self) -> bool:
         """Whether `loss_rows` is simply every t: nothing has to be gathered."""
-        return len(self.loss_rows) == len(self.ids_T)
+        return self.labels_N is None and len(self.loss_rows) == len(self.ids_T)
 
     def map(self, change: Any) -> PackedBatch:
         """The same batch with `change` done to each tensor."""
