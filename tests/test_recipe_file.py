@@ -353,6 +353,40 @@ def test_metrics_need_held_out_data() -> None:
     assert parse_recipe(f"{SMALLEST}eval: {{metrics: rouge_l}}", ["data.eval=0.1"]).eval.metrics == ("rouge_l",)
 
 
+@table(
+    ("line", "what", "fix"),
+    [
+        ("objective: dpoo", "objective.name: invalid value 'dpoo'", "did you mean `dpo`?"),
+        ("objective: 3", "objective: invalid value 3", "write a name such as dpo"),
+        ("objective: {name: dpo, betta: 1}", "objective.betta: unknown key", "did you mean `beta`?"),
+        ("objective: {name: dpo, rpo_alpha: 1}", "objective.rpo_alpha: unknown key", "did you mean `sft_weight`?"),
+        ("objective: {name: dpo, gamma: 1}", "objective.gamma: not a parameter of dpo but of simpo", "dpo has beta, loss,"),
+        ("objective: {beta: 1}", "objective.beta: not a parameter of supervised but of dpo,", "has no parameters"),
+        ("objective: {name: kto, loss: ipo}", "objective.loss: kto has no loss ipo", "one of: kto, apo_zero"),
+        ("objective: {name: ipo, label_smoothing: 0.1}", "objective.label_smoothing: the loss ipo has none", "remove it"),
+        ("objective: {name: dpo, beta: 0}", "objective.beta: 0 is out of range", "write a number in range"),
+    ],
+)
+def test_an_objective_takes_its_own_parameters(line: str, what: str, fix: str) -> None:
+    ((where, said, hint),) = told(SMALLEST + line)
+    assert where == "r.yaml:3"
+    assert said.startswith(what)
+    assert fix in hint
+
+
+def test_an_objective_is_a_name_or_a_section() -> None:
+    assert parse_recipe(SMALLEST).objective.name == "supervised"
+    short, long = parse_recipe(SMALLEST + "objective: dpo"), parse_recipe(SMALLEST + "objective: {name: dpo, beta: 0.1}")
+    assert short == long
+    assert (short.objective.beta, short.objective.share_prompt, short.objective.gamma) == (0.1, "auto", None)
+    ipo = parse_recipe(SMALLEST + "objective: ipo", ["objective.beta=0.3"])
+    assert (ipo.objective.name, ipo.objective.loss, ipo.objective.beta) == ("dpo", "ipo", 0.3)
+    assert parse_recipe(SMALLEST, ["objective=kto", "objective.beta=0.2"]).objective.beta == 0.2
+    assert Recipe.model_validate_json(ipo.model_dump_json()) == ipo
+    rows = {name: parse_recipe(SMALLEST, [f"objective={name}"]).objective.rows for name in ("supervised", "kto", "reward")}
+    assert rows == {"supervised": "documents", "kto": "marked", "reward": "pairs"}
+
+
 def test_steps_may_be_a_share_of_all_steps() -> None:
     recipe = parse_recipe(f"{SMALLEST}eval: {{every: 0.25}}\ncheckpoint: {{every: 7}}\ntrain: {{warmup: 12}}")
     assert (recipe.eval.every, recipe.checkpoint.every, recipe.train.warmup) == (0.25, 7, 12)

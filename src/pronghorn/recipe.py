@@ -11,23 +11,10 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    NonNegativeInt,
-    PositiveInt,
-    Tag,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, Discriminator, Field, NonNegativeInt, PositiveInt, Tag, field_validator, model_validator
 
-Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
-NonNegative = Annotated[float, Field(ge=0.0)]
-Positive = Annotated[float, Field(gt=0.0)]
+from pronghorn.recipe_objective import Objective
+from pronghorn.recipe_section import Fraction, NonNegative, Positive, Section
 
 
 def _one_or_many(value: Any) -> Any:
@@ -37,23 +24,6 @@ def _one_or_many(value: Any) -> Any:
 Name = Annotated[str, Field(min_length=1)]
 Names = Annotated[tuple[Name, ...], BeforeValidator(_one_or_many), Field(min_length=1)]
 Every = PositiveInt | Annotated[float, Field(gt=0.0, lt=1.0)]  # steps, or a fraction of all steps
-
-
-def _takes_a_number(annotation: Any) -> bool:
-    parts = {annotation, *get_args(annotation), *(inner for part in get_args(annotation) for inner in get_args(part)[:1])}
-    return bool(parts & {int, float}) and str not in parts
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _yes_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """pydantic would take `epochs: true` for 1."""
-        if isinstance(value, bool) and _takes_a_number(cls.model_fields[info.field_name or ""].annotation):
-            raise ValueError(f"{str(value).lower()} is not a number; write one")
-        return value
 
 
 class Lora(Section):
@@ -80,6 +50,10 @@ class Fields(Section):
     system: Name | None = None
     text: Name | None = None
     choices: Name | None = None  # of the metric multiple_choice
+    chosen: Name | None = None  # of preference data: the better answer
+    rejected: Name | None = None  # and the worse one, or a list of them
+    label: Name | None = None  # of KTO: whether the answer is a good one
+    margin: Name | None = None  # by how much the chosen answer is better
 
 
 Roles = dict[Literal["system", "user", "assistant", "tool"], Names]
@@ -129,8 +103,8 @@ class Data(Section):
     eval: str | Annotated[float, Field(gt=0.0, lt=1.0)] | None = None  # a file, or the fraction of train to hold out
     format: RowFormat = "auto"
     fields: Fields = Fields()  # column names
-    message_fields: dict[Name, Name] = {}  # key names inside a message: {role: from, content: value}
-    roles: Roles = {}  # role names: {assistant: [bot]}
+    message_fields: dict[Name, Name] = Field(default_factory=dict)  # key names inside a message: {role: from, content: value}
+    roles: Roles = Field(default_factory=dict)  # role names: {assistant: [bot]}
     max_rows: PositiveInt | None = None  # use at most the first N rows of each file or dataset
     max_length: Annotated[int, Field(ge=8)] = 2048
     long: Literal["drop", "truncate", "split"] | None = None  # None: drop up to 1 % of rows, refuse more
@@ -270,6 +244,7 @@ class Recipe(Section):
     # bf16: the precision in `precision`. auto: fp8 with method fp8, else bf16
     compute: Literal["auto", "bf16", "fp8"] = "auto"
     lora: Lora = Lora()
+    objective: Objective = Objective()  # what is minimized: a name, or a name with its parameters
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # auto: bf16 if the GPU supports it, else fp32
     layers: Literal["fast", "own"] = "fast"  # fast: Pronghorn's, for supported families; own: transformers' layers
     data: Data
@@ -297,7 +272,7 @@ class Recipe(Section):
             problems.append("data.template: data.chat_template is set as well; remove one of them")
         if self.eval.metrics and self.data.eval is None:
             problems.append("eval.metrics: metrics need held-out data; set data.eval: 0.05, or a file")
-        problems += self.eval.misfits
+        problems += [*self.eval.misfits, *self.objective.misfits]
         problems += self._compute_misfits()
         if self.storage != "auto" and self.method != "qlora":
             problems.append(
@@ -379,6 +354,7 @@ _ADAPTER, _PLACE = "the trained adapter has this shape and scale", "the run's po
 FIXED_ON_RESUME = {
     "model": "the trained weights belong to this model",
     "method": "the trained weights belong to this method",
+    "objective.name": "the weights were trained for it, and it reads the data its own way",
     "storage": "the adapter was trained on weights in this format",
     "lora.r": _ADAPTER,
     "lora.alpha": _ADAPTER,

@@ -39,6 +39,10 @@ lora:
   rslora: false                              # scale by alpha / sqrt(r)
   dora: false
   plus_ratio: 1.0                            # LoRA+: learning rate of B divided by that of A
+objective: {name: supervised}                # supervised | dpo | ipo | rpo | simpo | cpo | orpo | kto | reward
+# parameters: {name: dpo, beta: 0.1, loss: sigmoid, label_smoothing: 0.0, length_normalized: false, sft_weight: 0.0}, and
+#   {share_prompt: auto}, of all with pairs; {gamma: 1.0} of simpo; {desirable_weight: 1.0, undesirable_weight: 1.0} of kto;
+#   {center_weight: 0.0} of reward
 layers: fast                                 # fast (Pronghorn's, for supported families) | own (transformers')
 precision: auto                              # auto (bf16 if the GPU supports it, else fp32) | bf16 | fp16 | fp32
 data:
@@ -109,6 +113,7 @@ KINDS = {
 # What to write where a value has the wrong type; pydantic names Python's types.
 FIXES = {
     "data.train": "write a file, a folder or a Hub dataset, a list of them, or sources such as {path: a.jsonl, weight: 2}",
+    "objective": "write a name such as dpo, or {name: dpo, beta: 0.1}",
     "memory.budget": "write auto, an amount such as 24GB, or a percentage such as 80%",
 }
 SYNONYMS = {
@@ -169,6 +174,8 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), name: str = "recipe")
     values, places = read_yaml(text, name, problems)
     for key in [key for key, value in values.items() if value is None and key in SECTIONS]:
         values[key] = {}  # a section whose lines are all commented out
+    if isinstance(values.get("objective"), str):
+        values["objective"] = {"name": values["objective"]}  # so that objective.beta=0.3 fits beside it
     for word in overrides:
         _apply_override(values, places, word, problems)
     recipe = None
@@ -349,7 +356,7 @@ def _apply_override(values: dict[str, Any], places: dict[KeyPath, str], word: st
             )
             return
         section = below
-    section[last] = value
+    section[last] = {"name": value} if key == "objective" and isinstance(value, str) else value
     path = tuple(key.split("."))
     for depth in range(1, len(path) + 1):
         places.setdefault(path[:depth], "command line")
@@ -388,7 +395,7 @@ def _explain(detail: Any, places: dict[KeyPath, str], name: str) -> RecipeError:
         fix = (f"did you mean `{close[0]}`? " if close else "") + f"use one of: {', '.join(choices)}"
         return RecipeError(what=f"{dotted}: invalid value {detail['input']!r}", where=where, fix=fix)
     given = detail["input"]
-    if kind == "model_type":
+    if kind == "model_type" and dotted not in FIXES:
         return RecipeError(
             what=f"{dotted}: invalid value {_nothing_or(given)}",
             where=where,

@@ -59,9 +59,8 @@ class PackedBatch:
     """
 
     ids_T: torch.Tensor  # int64
-    labels_T: (
-        torch.Tensor
-    )  # int64, already shifted: labels_T[t] is the token to predict at t, or IGNORED (or several: labels_N)
+    # int64, already shifted: labels_T[t] is the token to predict at t, or IGNORED (also where there are several: labels_N)
+    labels_T: torch.Tensor
     positions_T: torch.Tensor  # int64, from 0 in each document; in an answer from its shared prompt's length on
     cu_seqlens: torch.Tensor  # int32, document boundaries, padded by repeating T
     loss_rows: torch.Tensor  # int64, the t with a label, padded with T - 1, which never has one
