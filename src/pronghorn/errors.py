@@ -83,6 +83,12 @@ class HealthStop(PronghornError):
     exit_code = 4
 
 
+class CheckFailed(PronghornError):
+    """What was written was loaded, and says something else than the trained model."""
+
+    exit_code = 4
+
+
 class Interrupted(PronghornError):
     """A signal asked for the end; the checkpoint is written."""
 

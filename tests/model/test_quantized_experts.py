@@ -17,12 +17,13 @@ from test_decoder_layer import apart, fast_loss, gradients, packed_batch, single
 from test_experts import own_loss
 from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
+from exports import export
 from pronghorn.dropin.arguments import SEVEN_LINEARS
 from pronghorn.errors import ModelError
 from pronghorn.kernels.quant.mxfp4 import MXFP4Tensor, mxfp4_dequantize_reference, mxfp4_quantize
 from pronghorn.model import experts
 from pronghorn.model.causal_lm import engine_of, install
-from pronghorn.model.export import export, save_model
+from pronghorn.model.export import save_model
 from pronghorn.model.formats.experts import STACKS, StoredExperts
 from pronghorn.model.formats.store import dequantize_, store_experts_
 from pronghorn.model.formats.table import FORMATS

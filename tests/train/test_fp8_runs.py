@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from pronghorn.cli import main
 from pronghorn.errors import EnvironmentFault, RecipeError
+from pronghorn.export.run import export_run
 from pronghorn.memory import job as job_module
 from pronghorn.memory.plan import smallest_budget
 from pronghorn.model.causal_lm import FastCausalLM, base_of, engine_of, install
@@ -34,7 +35,7 @@ from pronghorn.train.check import check_run
 from pronghorn.train.loop import RunResult, train
 from pronghorn.train.objectives import Supervised
 from pronghorn.train.run_evaluation import evaluate_run
-from pronghorn.train.trained_run import Chat, export_run
+from pronghorn.train.trained_run import Chat
 from samples import make_model, make_tokenizer
 
 RecipeFor = Callable[..., Recipe]

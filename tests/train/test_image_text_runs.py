@@ -13,10 +13,11 @@ from transformers import AutoModelForImageTextToText
 
 from image_text_models import save_image_text_model, stored
 from pronghorn.cli import main
+from pronghorn.export.run import export_run
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import history, read_log
 from pronghorn.train.run_evaluation import evaluate_run
-from pronghorn.train.trained_run import Chat, export_run
+from pronghorn.train.trained_run import Chat
 
 RecipeFor = Callable[..., Recipe]
 

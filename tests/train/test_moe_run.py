@@ -15,9 +15,9 @@ from test_memory import between, curve
 from test_runs_on_a_gpu import budget
 from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
+from exports import export
 from pronghorn.errors import RecipeError
 from pronghorn.kernels.quant.fp8_cast import fp8_supported
-from pronghorn.model.export import export
 from pronghorn.model.layers.layer import DecoderLayer
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import history, read_log

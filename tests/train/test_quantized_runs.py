@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MixtralC
 
 from pronghorn.cli import main
 from pronghorn.errors import RecipeError
+from pronghorn.export.run import export_run
 from pronghorn.model.formats.experts import StoredExperts
 from pronghorn.model.formats.linear import StoredLinear
 from pronghorn.model.formats.store import store_linears_
@@ -25,7 +26,7 @@ from pronghorn.train import setup
 from pronghorn.train.check import check_run
 from pronghorn.train.loop import train
 from pronghorn.train.run_evaluation import evaluate_run
-from pronghorn.train.trained_run import Chat, export_run
+from pronghorn.train.trained_run import Chat
 from samples import make_tokenizer
 
 RecipeFor = Callable[..., Recipe]

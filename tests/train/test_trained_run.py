@@ -15,12 +15,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from pronghorn.errors import CheckpointError, CommandError
+from pronghorn.export.run import export_run
 from pronghorn.recipe import Recipe
 from pronghorn.report.display import JsonDisplay
 from pronghorn.report.run_log import history, read_log
 from pronghorn.train.loop import train
 from pronghorn.train.run_evaluation import evaluate_run
-from pronghorn.train.trained_run import Chat, TrainedRun, export_run
+from pronghorn.train.trained_run import Chat, TrainedRun
 from samples import chat_rows, make_model, make_tokenizer, write_rows
 from tables import table
 

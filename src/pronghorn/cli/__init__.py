@@ -1,6 +1,7 @@
 """The command line: one verb a function, heavy imports inside, so that `--help` answers in a blink.
 
-Exit codes: 0 done, 1 our bug, 2 bad recipe, data or command, 3 environment fault, 4 health stop, 129/130/143 signal.
+Exit codes: 0 done, 1 our bug, 2 bad recipe, data or command, 3 environment fault, 4 health stop or an export that says
+something else than the trained model, 129/130/143 signal.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from pronghorn import __version__
-from pronghorn.cli import evaluating, run_script
+from pronghorn.cli import evaluating, exporting, run_script
 from pronghorn.cli.chat import chat_options, converse, require_chat, require_letters
 from pronghorn.cli.new import new, new_options
 from pronghorn.cli.output import (
@@ -166,9 +167,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     evaluating.options(with_run(verb("eval", evaluate, evaluating.TEXT)))
     chat_options(with_run(verb("chat", chat, "chat with the trained model")))
-    one = with_run(verb("export", export, "write the adapter, or a merged model"))
-    one.add_argument("--to", metavar="{adapter,merged}", required=True, help="what to write")
-    one.add_argument("--target", help="output folder (default: RUN/export-adapter or RUN/export-merged)")
+    exporting.options(with_run(verb("export", export, exporting.TEXT)))
 
     one = verb("verify", verify, "compare the fast layers with the transformers layers: loss and every trained gradient")
     one.add_argument("model", help="hub name or local folder")
@@ -396,20 +395,7 @@ def chat(arguments: argparse.Namespace) -> None:
 
 
 def export(arguments: argparse.Namespace) -> None:
-    if arguments.to not in ("adapter", "merged"):
-        gguf = "gguf" in arguments.to.lower()
-        raise CommandError(
-            what=f"--to {arguments.to} is not supported",
-            fix="use --to adapter or --to merged"
-            + ("; convert the merged folder to GGUF with llama.cpp's convert_hf_to_gguf.py" if gguf else ""),
-        )
-    target = Path(arguments.target or Path(arguments.run) / f"export-{arguments.to}")
-    base = _base_of(Path(arguments.run))
-    with displaying(arguments, label="exporting"):
-        with _importing(base):
-            from pronghorn.train.trained_run import export_run
-        export_run(Path(arguments.run), arguments.checkpoint, target, arguments.to)
-    say(arguments, {"written": str(target)}, f"wrote {target}")
+    exporting.export(arguments, _base_of, _importing)
 
 
 def verify(arguments: argparse.Namespace) -> None:

@@ -1,117 +1,25 @@
-"""Exports of a run: the adapter in PEFT's layout, or one merged Hugging Face folder, each with a model card."""
+"""A model's files as others read them: the adapter in PEFT's layout, or one merged Hugging Face folder."""
 
 from __future__ import annotations
 
-import fcntl
-import os
-import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 
-from pronghorn.errors import CommandError, EnvironmentFault, ModelError
-from pronghorn.model.config import read_config
-from pronghorn.model.families import text_config
+from pronghorn.errors import EnvironmentFault, ModelError
 from pronghorn.model.load import DTYPES, load_model, pick_device, resolve_precision, without_progress_bars
-from pronghorn.model.lora import ADAPTER_WEIGHTS, PICKLED, load_adapter, require_adapter
+from pronghorn.model.lora import ADAPTER_WEIGHTS, load_adapter
 from pronghorn.model.merge import save_merged
-from pronghorn.model.text_stack import auto_class, copy_processor_files
-from pronghorn.recipe import Recipe, named
+from pronghorn.recipe import Recipe
 
 # Training state, which others do not need.
 NOT_EXPORTED = ("manifest.json", "training_state.safetensors", "README.md")
-
-
-def export(checkpoint: Path, recipe: Recipe, target: Path, to: Literal["adapter", "merged"], figures: dict[str, Any]) -> None:
-    """`figures` go into the model card. The target is written to a sibling first, so it is complete or absent."""
-    try:
-        target = target.resolve()  # `.` has no name for a temporary sibling
-    except RuntimeError as error:  # Python's word, until 3.12, for a link to itself
-        raise CommandError(
-            what="cannot write there: the path is a loop of symbolic links",
-            where=str(target),
-            fix="choose another folder with --target",
-        ) from error
-    _refuse_existing(target)
-    if to == "adapter" and recipe.method == "full":
-        raise CommandError(what="the run has no adapter", why="method: full trains the whole model", fix="use --to merged")
-    if recipe.method != "full":
-        require_adapter(checkpoint)
-    with _beside(target) as beside:
-        _refuse_existing(target)  # another export may just have ended
-        try:
-            config = read_config(recipe.model)
-            if merging := to == "merged" and recipe.method != "full":
-                _save_merged(checkpoint, recipe, beside)
-            _copy(checkpoint, beside, lambda name: not (merging and name.startswith("adapter_")))
-            card = model_card(recipe, to, figures, auto_class(config).__name__)
-            (beside / "README.md").write_text(card, encoding="utf-8")
-            if to == "merged" and text_config(config) is not config:
-                copy_processor_files(recipe.model, beside)
-            beside.replace(target)
-        except (OSError, SafetensorError) as error:
-            why = getattr(error, "strerror", None) or str(error).removeprefix("Error while serializing: ")
-            raise EnvironmentFault(
-                what="cannot write the export",
-                where=str(target),
-                why=why,
-                fix="free some disk space, or choose another folder with --target",
-            ) from error
-
-
-def _refuse_existing(target: Path) -> None:
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CommandError(
-            what="the target folder already exists",
-            where=str(target),
-            why="an export never overwrites files",
-            fix="choose another folder, or remove this one",
-        )
-
-
-@contextmanager
-def _beside(target: Path) -> Iterator[Path]:
-    """An empty sibling to write into, held by a lock (flock) on the folder itself: the second of two exports to one
-    target is refused; a killed one's folder is reused."""
-    beside = target.with_name(f".{target.name}.tmp")
-    lock = -1
-    try:
-        while True:
-            beside.mkdir(parents=True, exist_ok=True)
-            lock = os.open(beside, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(lock), beside.stat()):
-                    break
-            os.close(lock)  # its holder has just put it in place
-    except BlockingIOError as error:
-        os.close(lock)
-        raise CommandError(
-            what="another export is writing to this folder",
-            where=str(target),
-            why="two exports would mix their files",
-            fix="wait for it, or choose another folder with --target",
-        ) from error
-    except OSError as error:
-        raise CommandError(
-            what=f"cannot write there: {error.strerror}", where=str(target), fix="choose another folder with --target"
-        ) from error
-    try:
-        for left in beside.iterdir():
-            if left.is_dir() and not left.is_symlink():
-                shutil.rmtree(left)
-            else:
-                left.unlink()
-        yield beside
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
-        os.close(lock)
 
 
 def save_model(model: Any, folder: Path) -> None:
@@ -194,7 +102,7 @@ def trained_model(checkpoint: Path, recipe: Recipe, dtype: torch.dtype, device: 
     return load_adapter(base, checkpoint, recipe.lora, recipe.train.seed)
 
 
-def _save_merged(checkpoint: Path, recipe: Recipe, folder: Path) -> None:
+def merge_into(folder: Path, checkpoint: Path, recipe: Recipe) -> None:
     """Base weights plus adapter, added in float32; rounded once where the recipe asks for bf16 or fp16.
 
     A quantized base in the precision of the run, and quantized where the run did it, on the GPU if there is one: its
@@ -206,60 +114,3 @@ def _save_merged(checkpoint: Path, recipe: Recipe, folder: Path) -> None:
         device = pick_device()
         wide = dtype = DTYPES[resolve_precision(recipe.precision, device)]
     save_merged(trained_model(checkpoint, recipe, wide, device), folder, dtype)
-
-
-def _copy(source: Path, target: Path, wanted: Any) -> None:
-    for file in source.iterdir():
-        of_use = file.is_file() and file.name not in NOT_EXPORTED and file.suffix not in PICKLED and wanted(file.name)
-        if of_use and not (target / file.name).exists():
-            shutil.copy2(file, target / file.name)
-
-
-def model_card(recipe: Recipe, to: str, figures: dict[str, Any], kind: str = "AutoModelForCausalLM") -> str:
-    """`kind`: transformers' class that loads the base. Paths are reduced to their last part."""
-    adapter = to == "adapter"
-    base, local = _public_name(recipe.model), _is_local(recipe.model)
-    data = ", ".join(_public_name(named(one)) for one in recipe.data.train)
-    rows = "\n".join(f"| {name} | {f'{value:.4f}' if isinstance(value, float) else value} |" for name, value in figures.items())
-    imports = (
-        f"from peft import PeftModel\nfrom transformers import {kind}, AutoTokenizer\n"
-        if adapter
-        else (f"from transformers import {kind}, AutoTokenizer\n")
-    )
-    load = """\
-folder = "path/to/this/folder"
-tokenizer = AutoTokenizer.from_pretrained(folder)
-""" + (
-        f"""\
-base = {kind}.from_pretrained("{f"path/to/{base}" if local else base}")
-model = PeftModel.from_pretrained(base, folder)"""
-        if adapter
-        else f"model = {kind}.from_pretrained(folder)"
-    )
-    return f"""---
-{"" if local else f"base_model: {base}{chr(10)}"}library_name: {"peft" if adapter else "transformers"}
-pipeline_tag: text-generation
-tags: [pronghorn, {recipe.method}]
----
-# {Path(recipe.output).name}
-
-{base}, fine-tuned with Pronghorn ({recipe.method}) on {data}.
-
-| | |
-|---|---|
-{rows}
-
-```python
-{imports}
-{load}
-```
-"""
-
-
-def _is_local(name: str) -> bool:
-    return Path(name).exists() or name.startswith(("/", "./", "../", "~"))
-
-
-def _public_name(name: str) -> str:
-    """The last part of a local path; a hub name unchanged."""
-    return Path(name).resolve().name if _is_local(name) else name

@@ -1,27 +1,46 @@
-"""A finished (or stopped) run, used: talked to, exported. run_evaluation.py evaluates it."""
+"""A finished (or stopped) run, used: talked to. run_evaluation.py evaluates it, export/ exports it."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from pronghorn.data.rendering import within_limits
 from pronghorn.data.tokens import load_tokenizer
 from pronghorn.errors import CommandError
-from pronghorn.model.export import export, trained_model
+from pronghorn.model.export import trained_model
 from pronghorn.model.fingerprint import require_same_base
 from pronghorn.model.generate import generate_answers, sample_answer
 from pronghorn.model.load import DTYPES, pick_device, resolve_precision
 from pronghorn.recipe import Data, Recipe
-from pronghorn.report.run_log import FILE_NAME, history, read_log
 from pronghorn.train.checkpoint import list_checkpoints, verify_checkpoint
 from pronghorn.train.resume import described
 
 
-class TrainedRun:
-    """One verified checkpoint of a run, and the recipe it was made with."""
+class Trained:
+    """A checkpoint, and the recipe it was made with."""
+
+    def __init__(self, path: Path, recipe: Recipe, step: int = 0) -> None:
+        self.path, self.recipe, self.step = path, recipe, step
+
+    def load(self) -> tuple[Any, Any, torch.device]:
+        """Model, tokenizer, device."""
+        device = pick_device()
+        precision = resolve_precision(self.recipe.precision, device)
+        model = trained_model(self.path, self.recipe, DTYPES[precision], device)
+        model.eval()
+        return model, self.tokenizer(), device
+
+    def tokenizer(self) -> Any:
+        """As it was trained with: its files have the template and the special tokens, but not which tokens end a turn."""
+        ends = Data(train=self.recipe.data.train, eot_tokens=self.recipe.data.eot_tokens)
+        return load_tokenizer(str(self.path), ends)
+
+
+class TrainedRun(Trained):
+    """One verified checkpoint of a run."""
 
     def __init__(self, run: Path, which: str) -> None:
         found = list_checkpoints(run)
@@ -32,10 +51,10 @@ class TrainedRun:
                 why="this is not a run's folder, or the run has saved nothing yet",
                 fix="pass a run's output folder; `pronghorn runs` lists them",
             )
-        self.path = self._choose(found, which, run)
-        manifest = verify_checkpoint(self.path)
-        self.recipe = _found_again(described(self.path, manifest["recipe"], manifest["values"]).recipe, run)
-        self.step: int = manifest["step"]
+        path = self._choose(found, which, run)
+        manifest = verify_checkpoint(path)
+        recipe = _found_again(described(path, manifest["recipe"], manifest["values"]).recipe, run)
+        super().__init__(path, recipe, manifest["step"])
         if self.recipe.method != "full":
             require_same_base(self.recipe.model, manifest["values"], self.path.name)
 
@@ -56,19 +75,6 @@ class TrainedRun:
             where=str(run),
             fix=f"choose best, last, or one of: {', '.join(str(step) for step in steps)}",
         )
-
-    def load(self) -> tuple[Any, Any, torch.device]:
-        """Model, tokenizer, device."""
-        device = pick_device()
-        precision = resolve_precision(self.recipe.precision, device)
-        model = trained_model(self.path, self.recipe, DTYPES[precision], device)
-        model.eval()
-        return model, self.tokenizer(), device
-
-    def tokenizer(self) -> Any:
-        """As it was trained with: its files have the template and the special tokens, but not which tokens end a turn."""
-        ends = Data(train=self.recipe.data.train, eot_tokens=self.recipe.data.eot_tokens)
-        return load_tokenizer(str(self.path), ends)
 
 
 def _found_again(recipe: Recipe, run: Path) -> Recipe:
@@ -131,17 +137,3 @@ class Chat:
     def forget(self) -> None:
         """All but the system message."""
         self.messages = [message for message in self.messages[:1] if message["role"] == "system"]
-
-
-def export_run(run: Path, which: str, target: Path, to: Literal["adapter", "merged"]) -> None:
-    trained = TrainedRun(run, which)
-    events = read_log(run) if (run / FILE_NAME).exists() else []  # a checkpoint is whole without it
-    here = {event["event"]: event for event in history(events) if event.get("step") == trained.step}
-    step, held_out = here.get("step", {}), here.get("eval", {})
-    figures = {
-        "checkpoint": trained.path.name,
-        "training loss at this step": step.get("loss", "unknown"),
-        "held-out loss": held_out.get("loss", "not measured at this step"),
-        "trained tokens": step.get("seen_tokens", "unknown"),
-    }
-    export(trained.path, trained.recipe, target, to, figures)

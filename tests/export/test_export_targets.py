@@ -13,9 +13,15 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from exports import export
 from pronghorn.errors import CommandError
+from pronghorn.export import adapter as adapter_file
+from pronghorn.export import run as run_file
+from pronghorn.export.job import Job
+from pronghorn.export.record import model_card
+from pronghorn.export.targets import TARGETS
 from pronghorn.model import export as export_file
-from pronghorn.model.export import adapter_files, export, model_card, save_model, trained_model
+from pronghorn.model.export import adapter_files, save_model, trained_model
 from pronghorn.model.formats.linear import StoredLinear
 from pronghorn.model.formats.store import store_linears_
 from pronghorn.model.formats.table import FORMATS
@@ -23,6 +29,7 @@ from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Recipe
 from pronghorn.train.checkpoint import TrainState
 from pronghorn.train.checkpoint_writer import CheckpointWriter
+from pronghorn.train.trained_run import Trained
 from samples import make_model, make_tokenizer
 
 RecipeFor = Callable[..., Recipe]
@@ -133,7 +140,7 @@ def test_the_folder_holds_what_others_need_and_nothing_of_the_training(
     recipe = recipe_for()
     export(checkpoint_of(recipe, tmp_path / "checkpoint-3"), recipe, tmp_path / "out", to, {"held-out loss": 1.25})
     there = {path.name for path in (tmp_path / "out").iterdir()}
-    assert there == files | {"README.md", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    assert there == files | {"README.md", "export.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.chat_template == make_tokenizer().chat_template
     assert "| held-out loss | 1.2500 |" in (tmp_path / "out" / "README.md").read_text()
@@ -234,7 +241,7 @@ def test_an_export_that_fails_leaves_nothing(recipe_for: RecipeFor, tmp_path: Pa
     def fail(*_: Any) -> str:
         raise RuntimeError("the last file cannot be made")
 
-    monkeypatch.setattr(export_file, "model_card", fail)
+    monkeypatch.setattr(run_file, "write_card", fail)
     with pytest.raises(RuntimeError):
         export(checkpoint, recipe, tmp_path / "out", "merged", {})
     assert sorted(tmp_path.iterdir()) == before
@@ -242,8 +249,14 @@ def test_an_export_that_fails_leaves_nothing(recipe_for: RecipeFor, tmp_path: Pa
 
 @pytest.mark.parametrize(("to", "library"), [("adapter", "peft"), ("merged", "transformers")])
 def test_the_model_card_says_where_it_comes_from(to: str, library: str, recipe_for: RecipeFor) -> None:
-    recipe = recipe_for().model_copy(update={"model": "somebody/model"})
-    card = model_card(recipe, to, {"trained tokens": 1234, "held-out loss": 0.0123456789})
+    recipe = recipe_for()
+    usages = TARGETS[to].usage(Job(Trained(Path(), recipe), Path(), Path()))
+    card = model_card(
+        recipe.model_copy(update={"model": "somebody/model"}),
+        to,
+        {"trained tokens": 1234, "held-out loss": 0.0123456789},
+        usages,
+    )
     head = card.split("---")[1]
     assert "base_model: somebody/model\n" in head
     assert f"library_name: {library}" in head
@@ -257,7 +270,7 @@ def test_the_model_card_says_where_it_comes_from(to: str, library: str, recipe_f
 @pytest.mark.parametrize("to", ["adapter", "merged"])
 def test_no_local_path_is_in_the_model_card(to: str, recipe_for: RecipeFor) -> None:
     recipe = recipe_for()
-    card = model_card(recipe, to, {})
+    card = model_card(recipe, to, {}, TARGETS[to].usage(Job(Trained(Path(), recipe), Path(), Path())))
     assert str(Path(recipe.model).parent) not in card
     assert str(Path(recipe.data.train[0]).parent) not in card
     assert Path(recipe.data.train[0]).name in card
@@ -271,7 +284,7 @@ def test_of_two_exports_to_one_target_one_is_refused(
     """The second comes while the first writes; what it says is true, and the first is whole."""
     said: list[CommandError] = []
     checkpoint = checkpoint_of(recipe_for(), tmp_path / "checkpoint")
-    write = export_file._copy
+    write = adapter_file.copy_files
 
     def meanwhile(*arguments: Any) -> None:
         with pytest.raises(CommandError, match="another export is writing to this folder") as caught:
@@ -279,7 +292,7 @@ def test_of_two_exports_to_one_target_one_is_refused(
         said.append(caught.value)
         write(*arguments)
 
-    monkeypatch.setattr(export_file, "_copy", meanwhile)
+    monkeypatch.setattr(adapter_file, "copy_files", meanwhile)
     export(checkpoint, recipe_for(), tmp_path / "out", "adapter", {"which": "first"})
     assert len(said) == 1
     assert "first" in (tmp_path / "out" / "README.md").read_text()

@@ -1,0 +1,60 @@
+"""`pronghorn export`: its options, and what it prints."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pronghorn.cli.output import displaying, say
+from pronghorn.errors import CheckFailed
+from pronghorn.process import importing
+
+if TYPE_CHECKING:
+    from pronghorn.export.run import Written
+
+TEXT = "write what was trained for the program that is to run it, and compare it there with the trained model"
+
+
+def options(one: argparse.ArgumentParser) -> None:
+    one.add_argument("--to", metavar="A,B", required=True, help="what to write: adapter, merged; several at once")
+    one.add_argument(
+        "--target", help="output folder, which has one folder a target if there are several (default: RUN/export-A)"
+    )
+    one.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="of merged weights (default: the recipe's precision)")
+    one.add_argument("--no-check", action="store_true", help="do not load the export and compare it with the trained model")
+
+
+def export(
+    arguments: argparse.Namespace, base_of: Callable[[Path], str], loading: Callable[[str], AbstractContextManager[None]]
+) -> None:
+    run, target = Path(arguments.run), Path(arguments.target) if arguments.target else None
+    with importing():
+        from pronghorn.export.targets import asked_for
+    asked_for(arguments.to)
+    base = base_of(run)
+    with displaying(arguments, label="exporting") as display:
+        with loading(base):
+            from pronghorn.export.job import Options
+            from pronghorn.export.run import export_run
+        chosen = Options(arguments.dtype, check=not arguments.no_check)
+        written = export_run(run, arguments.checkpoint, target, arguments.to, options=chosen, report=display.progress)
+    for one in written:
+        say(arguments, as_dict(one), text(one))
+    if failed := [one for one in written if one.verdict.passed is False]:
+        raise CheckFailed(
+            what="the export does not say what the trained model says",
+            where=str(failed[0].folder),
+            why=failed[0].verdict.sentence,
+            fix="do not use it; export again, and report this if it happens again",
+        )
+
+
+def as_dict(one: Written) -> dict[str, Any]:
+    return {"written": str(one.folder), "target": one.name, "check": one.verdict.as_dict()}
+
+
+def text(one: Written) -> str:
+    return f"wrote {one.folder}\ncheck: {one.verdict.sentence}"

@@ -1,0 +1,76 @@
+"""The targets of `pronghorn export`, as rows (what a row's functions do: __init__.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pronghorn.errors import CommandError
+from pronghorn.export import adapter, merged
+from pronghorn.export.checking import Reference, Verdict
+from pronghorn.export.job import Job
+from pronghorn.export.usage import Usage
+
+
+@dataclass(frozen=True)
+class Target:
+    name: str
+    title: str  # what it writes, for --help
+    write: Callable[[Job], None]
+    check: Callable[[Job, Reference], Verdict]
+    usage: Callable[[Job], list[Usage]]
+    size: Callable[[Job], int]
+    refuse: Callable[[Job], None] = lambda _: None
+    variants: tuple[str, ...] = ()
+
+
+TARGETS: dict[str, Target] = {
+    row.name: row
+    for row in (
+        Target(
+            "adapter",
+            "the adapter, as PEFT loads it",
+            adapter.write,
+            adapter.check,
+            adapter.usage,
+            adapter.size,
+            adapter.refuse,
+        ),
+        Target(
+            "merged",
+            "one Hugging Face folder with the adapter merged in",
+            merged.write,
+            merged.check,
+            merged.usage,
+            merged.size,
+        ),
+    )
+}
+
+
+class Asked(NamedTuple):
+    target: Target
+    variant: str
+
+    @property
+    def name(self) -> str:
+        """Of its folder, and in export.json."""
+        return f"{self.target.name}-{self.variant}" if self.variant else self.target.name
+
+
+def asked_for(words: str) -> list[Asked]:
+    """`adapter,gguf:q8_0`"""
+    found = []
+    for word in dict.fromkeys(part.strip() for part in words.split(",") if part.strip()):
+        name, _, variant = word.lower().partition(":")
+        row = TARGETS.get(name)
+        if row is None:
+            raise CommandError(what=f"--to {word} is not supported", fix=f"use one or several of {', '.join(TARGETS)}")
+        if variant and variant not in row.variants:
+            known = ", ".join(f"{name}:{one}" for one in row.variants)
+            raise CommandError(what=f"--to {word} is not supported", fix=f"use {known or name}")
+        found.append(Asked(row, variant or (row.variants[0] if row.variants else "")))
+    if not found:
+        raise CommandError(what="--to names no target", fix=f"use one or several of {', '.join(TARGETS)}")
+    return found
