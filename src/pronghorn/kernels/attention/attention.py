@@ -10,7 +10,8 @@ never changes (the padding is documents of no tokens). For tokens i, j of one do
     out_in = sum_j exp(s_ij - lse_in) v_jn'
 
 `pick_backend` chooses one of five backends: our own kernel for short documents (on Hopper without flash-attn-4 for longer ones
-too), flash-attn-4, FlashAttention-2 in torch, flex attention, plain torch. None builds a T x T mask. Backward needs only `out`
+too), flash-attn-4, FlashAttention-2 in torch, flex attention, plain torch. None builds a T x T mask. Answers that share their
+prompt (attention_shared.py): the first and the last. Backward needs only `out`
 and `lse` beside q, k and v, which the layer saves or recomputes. q, k, v, out and their gradients may be views into wider rows
 (a qkv buffer, LoRA columns). No GPU backend but "torch" synchronizes with the host, so a CUDA graph can capture it.
 """
@@ -28,12 +29,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pronghorn.errors import EnvironmentFault
-from pronghorn.kernels.attention import attention_flash, attention_flex, attention_short, attention_torch
+from pronghorn.kernels.attention import attention_flash, attention_flex, attention_shared, attention_short, attention_torch
 from pronghorn.kernels.attention.attention_torch import Backend, Computed, Grads, Packed, Parts
 from pronghorn.kernels.runtime.dispatch import HAS_TRITON, Target, cuda_capability, dry, on_gpu, pretended, say_once
 
 MAX_FLASH_WIDTH = 256  # widest head of FlashAttention-2, and of flash-attn-4 on Hopper
 HALF = (torch.bfloat16, torch.float16)
+NO_SHARING = "knows no shared prefixes"
 # Documents up to SHORT are short, up to MIDDLE medium (mean length, weighted by tokens). On Hopper, forward and backward, our
 # kernel and flash-attn-4 were even at 512. FlashAttention-2, the choice where flash-attn-4 is not installed, takes 1.5
 # times as long as ours at 1,024 tokens, 1.24 times at 4,096, and as long at 32,768 (benchmarks/results/ops.json).
@@ -89,13 +91,14 @@ def pick_backend(
     softcap: bool = False,
     sinks: bool = False,
     typical: int | None = None,
+    shared: bool = False,
 ) -> Backend:
     """The fastest backend that supports this call; a notice says once why faster ones do not.
 
-    `typical`: the documents' mean length weighted by tokens, where the host knows it.
+    `typical`: the documents' mean length weighted by tokens, where the host knows it. `shared`: documents share prefixes.
     """
     length: Length = "long" if typical is None or typical > MIDDLE else "middle" if typical > SHORT else "short"
-    return _pick(_Case(device, dtype, head_width, softcap, sinks, length), pretended())
+    return _pick(_Case(device, dtype, head_width, softcap, sinks, length, shared), pretended())
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +111,12 @@ class _Case:
     softcap: bool
     sinks: bool
     length: Length = "long"  # of the documents
+    shared: bool = False
 
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
         told = f"{kind}, head width {self.head_width}" + ", soft-cap" * self.softcap + ", sinks" * self.sinks
+        told += ", shared prefixes" * self.shared
         return told + {"short": ", short documents", "middle": ", documents of medium length", "long": ""}[self.length]
 
 
@@ -135,13 +140,15 @@ def _no_short(case: _Case) -> str | None:
         return "needs an NVIDIA GPU and Triton"
     if case.dtype not in (*HALF, torch.float32) or case.head_width > attention_short.MAX_WIDTH:
         return f"supports bf16, fp16 and fp32, and head widths up to {attention_short.MAX_WIDTH}"
-    if case.dtype not in HALF or case.length == "short":
+    if case.dtype not in HALF or case.length == "short" or case.shared:
         return None  # fp32 whatever the documents are: the flash kernels do not compute in fp32
     faster_than_flash2 = case.length == "middle" and cuda_capability(case.device) == (9, 0)
     return None if faster_than_flash2 and _no_flash4(case) else "the documents are too long for it"
 
 
 def _no_flash(case: _Case) -> str | None:
+    if case.shared:
+        return NO_SHARING
     if case.device.type != "cuda" and not dry():
         return "needs an NVIDIA GPU"
     if case.dtype not in HALF:
@@ -176,6 +183,8 @@ def _no_flash2(case: _Case) -> str | None:
 
 
 def _no_flex(case: _Case) -> str | None:
+    if case.shared:
+        return NO_SHARING
     return None if (case.device.type == "cuda" and HAS_TRITON) or dry() else "needs an NVIDIA GPU and Triton"
 
 
@@ -191,7 +200,8 @@ REFUSALS: dict[Backend, Callable[[_Case], str | None]] = {
 
 class Options(TypedDict, total=False):
     """Options of a call. `lengths`: document lengths on the host, which save the plain-torch backend a synchronization.
-    `spans_2T`: where each token's document begins and ends (attention_torch.spans)."""
+    `spans_2T`: where each token's document begins and ends (attention_torch.spans). `prefix_2T`: rows before its own that each
+    token sees too; then both are those of attention_shared.py."""
 
     scale: Required[float]
     window: int | None
@@ -199,6 +209,7 @@ class Options(TypedDict, total=False):
     sinks_N: Tensor | None
     lengths: tuple[int, ...] | None
     spans_2T: Tensor | None
+    prefix_2T: Tensor | None
 
 
 def attention_forward(
@@ -210,7 +221,7 @@ def attention_forward(
     packed = _packed(cu_seqlens, longest, options)
     chosen = backend or _backend_for(q_TNH, packed, typical)
     with torch.no_grad():
-        out_TNH, lse_NT = BACKENDS[chosen].forward(q_TNH, k_TKH, v_TKH, packed, out)
+        out_TNH, lse_NT = _computing(chosen, packed).forward(q_TNH, k_TKH, v_TKH, packed, out)
     return out_TNH, lse_NT
 
 
@@ -229,7 +240,7 @@ def attention_backward(
     done = Computed(q_TNH, k_TKH, v_TKH, out_TNH, lse_NT)
     with torch.no_grad():
         more = () if rotated is None else (rotated,)
-        dq, dk, dv, dsinks = BACKENDS[chosen].backward(dout_TNH, done, packed, grads, *more)
+        dq, dk, dv, dsinks = _computing(chosen, packed).backward(dout_TNH, done, packed, grads, *more)
     return dq, dk, dv, dsinks
 
 
@@ -250,13 +261,21 @@ def unrotates(backend: Backend, head_width: int, cos_TP: Tensor, neighbours: boo
 def _packed(cu_seqlens: Tensor, longest: int, options: Options) -> Packed:
     """Drops a window that covers every document: plain causal kernels are faster and already compiled."""
     packed = Packed(cu_seqlens, longest, **options)
-    return packed if packed.window is None or packed.window < longest else replace(packed, window=None)
+    reach = longest if packed.prefix_2T is None else 2 * longest  # an answer sees its prompt too
+    return packed if packed.window is None or packed.window < reach else replace(packed, window=None)
+
+
+def _computing(backend: Backend, packed: Packed) -> Any:
+    return attention_shared.SharedTorch if backend == "torch" and packed.prefix_2T is not None else BACKENDS[backend]
 
 
 def _backend_for(q_TNH: Tensor, packed: Packed, typical: int | None) -> Backend:
     """The backend for these tensors; an error during capture if it synchronizes with the host."""
     softcap, sinks = packed.softcap is not None, packed.sinks_N is not None
-    backend = pick_backend(q_TNH.device, q_TNH.dtype, q_TNH.shape[-1], softcap=softcap, sinks=sinks, typical=typical)
+    shared = packed.prefix_2T is not None
+    backend = pick_backend(
+        q_TNH.device, q_TNH.dtype, q_TNH.shape[-1], softcap=softcap, sinks=sinks, typical=typical, shared=shared
+    )
     if backend == "torch" and q_TNH.is_cuda and torch.cuda.is_current_stream_capturing():
         raise EnvironmentFault(
             what="this attention cannot be captured in a CUDA graph",
@@ -269,7 +288,7 @@ def _backend_for(q_TNH: Tensor, packed: Packed, typical: int | None) -> Backend:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks_N: Tensor | None, packed: Packed, backend: Backend) -> Tensor:
-        out, lse = BACKENDS[backend].forward(q, k, v, packed, None)
+        out, lse = _computing(backend, packed).forward(q, k, v, packed, None)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.packed, ctx.backend = packed, backend
         return out  # type: ignore[no-any-return]
@@ -279,7 +298,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         done = Computed(*ctx.saved_tensors)
         with torch.no_grad():
-            grads = BACKENDS[ctx.backend].backward(grad_outputs[0], done, ctx.packed, None)
+            grads = _computing(ctx.backend, ctx.packed).backward(grad_outputs[0], done, ctx.packed, None)
         return (*grads, None, None)
 
 

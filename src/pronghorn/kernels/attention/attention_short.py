@@ -20,6 +20,8 @@ for an H200). The arithmetic of a head and its order stay the same.
     backward, dk, dv    program = BN key rows of one key/value head; loops over the query heads of its group and over query
                         blocks up to the end of its last row's document
 
+With shared prefixes (SHARED, attention_shared.py) a tile reads keys from its first token's prompt on.
+
 Backward can also undo RoPE on dq and dk in fp32: one rounding and one pass less.
 
 Products run on tensor cores in the inputs' dtype with fp32 sums (fp32 inputs: true fp32); the softmax is in fp32, base 2.
@@ -152,14 +154,15 @@ def _query_rows(block, first_head, BM: tl.constexpr, PACK: tl.constexpr):  # typ
 
 
 @jit
-def _keys_of(starts, first, T, WINDOW: tl.constexpr, TOKENS: tl.constexpr, BN: tl.constexpr):  # type: ignore[no-untyped-def]
+def _keys_of(starts, prefix, first, T, WINDOW: tl.constexpr, TOKENS: tl.constexpr, BN: tl.constexpr, SHARED: tl.constexpr):  # type: ignore[no-untyped-def]
     """The range of key blocks that TOKENS tokens starting at the first one see; and the first key from which all of them see
     every key before the first token."""
-    begin = tl.load(starts + first)
+    begin = tl.load((prefix if SHARED else starts) + first)
     end = tl.minimum(first + TOKENS, T)
     common = tl.load(starts + end - 1)
     if WINDOW > 0:
-        begin = tl.maximum(begin, first - WINDOW + 1)
+        if not SHARED:
+            begin = tl.maximum(begin, first - WINDOW + 1)
         common = tl.maximum(common, end - WINDOW)
     return begin // BN * BN, end, common
 
@@ -181,6 +184,21 @@ def _seen(row, column, start, WINDOW: tl.constexpr):  # type: ignore[no-untyped-
     seen = (column <= row) & (column >= start)
     if WINDOW > 0:
         seen &= row - column < WINDOW
+    return seen
+
+
+@jit
+def _prompt_of(prefix, token, inside, T):  # type: ignore[no-untyped-def]
+    """(first row of each token's prompt, row behind its last)"""
+    return tl.load(prefix + token, mask=inside, other=0), tl.load(prefix + T + token, mask=inside, other=0)
+
+
+@jit
+def _seen_before(row, column, start, first, behind, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The mask of keys in a query's prompt; behind which the query's segment begins, wherever it lies."""
+    seen = (column >= first) & (column < behind)
+    if WINDOW > 0:
+        seen &= row - start + behind - column < WINDOW
     return seen
 
 
@@ -213,10 +231,10 @@ def _store_attention(  # type: ignore[no-untyped-def]
 
 @jit
 def _forward_kernel(  # type: ignore[no-untyped-def]
-    q, q_row, k, k_row, v, v_row, out, out_row, lse, starts, sinks, scale, softcap, T,
+    q, q_row, k, k_row, v, v_row, out, out_row, lse, starts, prefix, sinks, scale, softcap, T,
     H: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PACK: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr, PAIR: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr, PAIR: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     EXACT: tl.constexpr = PRECISION == "ieee"
     ABREAST: tl.constexpr = 2 * PACK if PAIR else PACK  # query heads a program
@@ -228,7 +246,9 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     q_places = _places(q, token, q_row, head, column, H)
     queries = _rows(q_places, inside, column, H, WHOLE)
     start = tl.load(starts + token, mask=inside, other=0)
-    begin, end, common = _keys_of(starts, first, T, WINDOW, BM // PACK, BN)
+    if SHARED:
+        prompt, behind = _prompt_of(prefix, token, inside, T)
+    begin, end, common = _keys_of(starts, prefix, first, T, WINDOW, BM // PACK, BN, SHARED)
     key = begin + tl.arange(0, BN)
     k_places = _places(k, key, k_row, kv_head, column, H)
     v_places = _places(v, key, v_row, kv_head, column, H)
@@ -251,6 +271,10 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
         if (first_key < common) | (first_key + BN > first + 1):
             block = tl.arange(0, BN)  # from first_key on; without a mask there is nothing to advance
             seen = _seen((token - first_key)[:, None], block[None, :], (start - first_key)[:, None], WINDOW)
+            if SHARED:
+                seen |= _seen_before(
+                    token[:, None], first_key + block[None, :], start[:, None], prompt[:, None], behind[:, None], WINDOW
+                )
             scores = tl.where(seen, scores, float("-inf"))
             if PAIR:
                 scores2 = tl.where(seen, scores2, float("-inf"))
@@ -268,10 +292,10 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
 
 @jit
 def _dq_kernel(  # type: ignore[no-untyped-def]
-    dout, dout_row, q, q_row, k, k_row, v, v_row, out, out_row, lse, norms, starts, dq, dq_row, cos, sin, scale, softcap,
-    T, H: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
+    dout, dout_row, q, q_row, k, k_row, v, v_row, out, out_row, lse, norms, starts, prefix, dq, dq_row, cos, sin, scale,
+    softcap, T, H: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PACK: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, WHOLE: tl.constexpr, UNROTATE: tl.constexpr,
+    STAGES: tl.constexpr, WHOLE: tl.constexpr, UNROTATE: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     EXACT: tl.constexpr = PRECISION == "ieee"
     first_head = tl.program_id(0) % (HEADS // PACK) * PACK
@@ -288,7 +312,9 @@ def _dq_kernel(  # type: ignore[no-untyped-def]
     tl.store(place, norm, mask=inside)
     tl.store(place + 1, deltas, mask=inside)
     start = tl.load(starts + token, mask=inside, other=0)
-    begin, end, common = _keys_of(starts, first, T, WINDOW, BM // PACK, BN)
+    if SHARED:
+        prompt, behind = _prompt_of(prefix, token, inside, T)
+    begin, end, common = _keys_of(starts, prefix, first, T, WINDOW, BM // PACK, BN, SHARED)
     key = begin + tl.arange(0, BN)
     k_places = _places(k, key, k_row, kv_head, column, H)
     v_places = _places(v, key, v_row, kv_head, column, H)
@@ -301,7 +327,10 @@ def _dq_kernel(  # type: ignore[no-untyped-def]
         scores, factor, slope = capped(scores, scale, softcap, HAS_SOFTCAP, EXACT)
         weights = weights_by(scores, factor, norm[:, None], EXACT)
         if (first_key < common) | (first_key + BN > first + 1):
-            weights = tl.where(_seen(token[:, None], key[None, :], start[:, None], WINDOW), weights, 0.0)
+            seen = _seen(token[:, None], key[None, :], start[:, None], WINDOW)
+            if SHARED:
+                seen |= _seen_before(token[:, None], key[None, :], start[:, None], prompt[:, None], behind[:, None], WINDOW)
+            weights = tl.where(seen, weights, 0.0)
         dscores = weights * (dweights - deltas[:, None]) * slope
         result = add_dot(result, dscores.to(keys.dtype), keys, PRECISION)
         key += BN
@@ -312,10 +341,10 @@ def _dq_kernel(  # type: ignore[no-untyped-def]
 
 @jit
 def _dkdv_kernel(  # type: ignore[no-untyped-def]
-    dout, dout_row, q, q_row, k, k_row, v, v_row, norms, ends, dk, dk_row, dv, dv_row, cos, sin, scale, softcap,
-    T, H: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
+    dout, dout_row, q, q_row, k, k_row, v, v_row, norms, starts, ends, prefix, dk, dk_row, dv, dv_row, cos, sin,
+    scale, softcap, T, H: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PACK: tl.constexpr, PRECISION: tl.constexpr,
-    STAGES: tl.constexpr, WHOLE: tl.constexpr, UNROTATE: tl.constexpr,
+    STAGES: tl.constexpr, WHOLE: tl.constexpr, UNROTATE: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Scores are transposed, [keys, queries], so both products take their left operand as it is. One loop covers the query
     blocks of PACK heads of the group, then of the next PACK."""
@@ -329,9 +358,12 @@ def _dkdv_kernel(  # type: ignore[no-untyped-def]
     keys = _rows(_places(k, key, k_row, kv_head, column, H), there, column, H, WHOLE)
     values = _rows(_places(v, key, v_row, kv_head, column, H), there, column, H, WHOLE)
     end = tl.load(ends + key, mask=there, other=0)
-    last = tl.load(ends + tl.minimum(first_key + BN, T) - 1)
-    if WINDOW > 0:
-        last = tl.minimum(last, first_key + BN - 1 + WINDOW)
+    if SHARED:  # a prompt is seen by rows behind those that see the answer after it
+        last = tl.max(end)
+    else:
+        last = tl.load(ends + tl.minimum(first_key + BN, T) - 1)
+        if WINDOW > 0:
+            last = tl.minimum(last, first_key + BN - 1 + WINDOW)
     begin = first_key // TOKENS
     blocks = tl.cdiv(last, TOKENS) - begin
     _, token, head = _query_rows(begin, kv_head * GROUP, BM, PACK)
@@ -356,7 +388,12 @@ def _dkdv_kernel(  # type: ignore[no-untyped-def]
         weights = weights_by(scores, factor, norm[None, :], EXACT)
         seen = (key[:, None] <= token[None, :]) & (token[None, :] < end[:, None])
         if WINDOW > 0:
-            seen &= token[None, :] - key[:, None] < WINDOW
+            away = token[None, :] - key[:, None]
+            if SHARED:
+                start = tl.load(starts + token, mask=inside, other=0)
+                behind = tl.load(prefix + T + token, mask=inside, other=0)
+                away -= tl.where(key[:, None] < start[None, :], (start - behind)[None, :], 0)
+            seen &= away < WINDOW
         weights = tl.where(seen, weights, 0.0)
         value_sums = add_dot(value_sums, weights.to(douts.dtype), douts, PRECISION)
         dscores = weights * (dweights - deltas[None, :]) * slope
@@ -384,7 +421,7 @@ class Short:
         return {
             "H": width, "HP": _padded(width), "HEADS": heads, "GROUP": heads // k_TKH.shape[1],
             "WINDOW": packed.window or 0, "HAS_SOFTCAP": packed.softcap is not None,
-            "PRECISION": "ieee" if q_TNH.dtype == torch.float32 else None,
+            "PRECISION": "ieee" if q_TNH.dtype == torch.float32 else None, "SHARED": packed.prefix_2T is not None,
         }  # fmt: skip
 
     @staticmethod
@@ -397,7 +434,7 @@ class Short:
         pack, pair = tiles.pack(options["GROUP"]), tiles.pairs(options["GROUP"], k_TKH.shape[1])
         _forward_kernel[(heads // (2 * pack if pair else pack) * triton.cdiv(T, tiles.rows // pack),)](
             q_TNH, q_TNH.stride(0), k_TKH, k_TKH.stride(0), v_TKH, v_TKH.stride(0), out_TNH, out_TNH.stride(0), lse_NT,
-            packed.spans_of(T)[0], packed.sinks_N, packed.scale, packed.softcap or 1.0, T,
+            packed.spans_of(T)[0], packed.prefix_2T, packed.sinks_N, packed.scale, packed.softcap or 1.0, T,
             **options, **tiles.options(T, pack, width), HAS_SINKS=packed.sinks_N is not None, PAIR=pair, num_warps=tiles.warps,
         )  # fmt: skip
         return out_TNH, lse_NT
@@ -420,14 +457,14 @@ class Short:
         tiles = config.dq
         pack = tiles.pack(options["GROUP"])
         _dq_kernel[(heads // pack * triton.cdiv(T, tiles.rows // pack),)](
-            *inputs, out_TNH, out_TNH.stride(0), lse_NT, norms_TN2, starts_T, dq, dq.stride(0), cos, sin, packed.scale,
-            softcap, T, **options, **tiles.options(T, pack, width), num_warps=tiles.warps,
+            *inputs, out_TNH, out_TNH.stride(0), lse_NT, norms_TN2, starts_T, packed.prefix_2T, dq, dq.stride(0), cos,
+            sin, packed.scale, softcap, T, **options, **tiles.options(T, pack, width), num_warps=tiles.warps,
         )  # fmt: skip
         tiles = config.dkdv
         pack = tiles.pack(options["GROUP"])
         _dkdv_kernel[(k_TKH.shape[1] * triton.cdiv(T, tiles.keys),)](
-            *inputs, norms_TN2.view(torch.int64), ends_T, dk, dk.stride(0), dv, dv.stride(0), cos, sin, packed.scale,
-            softcap, T, **options, **tiles.options(T, pack, width), num_warps=tiles.warps,
+            *inputs, norms_TN2.view(torch.int64), starts_T, ends_T, packed.prefix_2T, dk, dk.stride(0), dv, dv.stride(0), cos,
+            sin, packed.scale, softcap, T, **options, **tiles.options(T, pack, width), num_warps=tiles.warps,
         )  # fmt: skip
         return dq, dk, dv, sink_gradients(dout_TNH, out_TNH, lse_NT, packed.sinks_N)
 

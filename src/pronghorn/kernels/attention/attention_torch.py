@@ -36,6 +36,7 @@ class Packed:
     sinks_N: Tensor | None = None
     lengths: tuple[int, ...] | None = None
     spans_2T: Tensor | None = None
+    prefix_2T: Tensor | None = None  # the rows before its own that each token sees too (attention_shared.py)
 
     def spans_of(self, tokens: int) -> Tensor:
         """[2, T]: where each token's document begins and ends; the caller's, who made it once per batch, or a new one."""
@@ -105,18 +106,9 @@ class PlainTorch:
     @staticmethod
     def forward(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, packed: Packed, out: Tensor | None) -> tuple[Tensor, Tensor]:
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device) if out is None else out
-        lse_NT = torch.empty(q_TNH.shape[1::-1], dtype=_compute_dtype(q_TNH), device=q_TNH.device)
+        lse_NT = torch.empty(q_TNH.shape[1::-1], dtype=compute_dtype(q_TNH), device=q_TNH.device)
         for start, end in packed.documents():
-            rows = slice(start, end)
-            if _has_torch_kernel(q_TNH, packed, end - start):
-                out_KGLH, lse_KGL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                    *_grouped(q_TNH[rows], k_TKH[rows], v_TKH[rows]), 0.0, True, scale=packed.scale
-                )
-                out_TNH[rows] = out_KGLH.permute(2, 0, 1, 3).flatten(1, 2)
-                lse_NT[:, rows] = lse_KGL.flatten(0, 1)
-            else:
-                for block, keys in _blocks(start, end, packed.window):
-                    _forward_block(q_TNH, k_TKH, v_TKH, packed, block, keys, out_TNH, lse_NT)
+            forward_document(q_TNH, k_TKH, v_TKH, packed, start, end, out_TNH, lse_NT)
         return out_TNH, lse_NT
 
     @staticmethod
@@ -124,23 +116,49 @@ class PlainTorch:
         q_TNH, k_TKH, v_TKH, out_TNH, lse_NT = done
         dq_TNH, dk_TKH, dv_TKH = grads or done.empty_grads()
         for start, end in packed.documents():
-            rows = slice(start, end)
-            if _has_torch_kernel(q_TNH, packed, end - start):
-                q, k, v = _grouped(q_TNH[rows], k_TKH[rows], v_TKH[rows])
-                dout, out = (_heads_first(x[rows], k_TKH.shape[1]) for x in (dout_TNH, out_TNH))
-                lse = lse_NT[:, rows].reshape(q.shape[:3])
-                dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                    dout, q, k, v, out, lse, 0.0, True, scale=packed.scale
-                )
-                dq_TNH[rows] = dq.permute(2, 0, 1, 3).flatten(1, 2)
-                dk_TKH[rows] = dk.sum(1).transpose(0, 1)
-                dv_TKH[rows] = dv.sum(1).transpose(0, 1)
-            else:
-                _backward_document((dout_TNH, q_TNH, k_TKH, v_TKH, lse_NT), packed, start, end, (dq_TNH, dk_TKH, dv_TKH))
+            backward_document(dout_TNH, done, packed, start, end, (dq_TNH, dk_TKH, dv_TKH))
         return dq_TNH, dk_TKH, dv_TKH, sink_gradients(dout_TNH, out_TNH, lse_NT, packed.sinks_N)
 
 
-def _compute_dtype(x: Tensor) -> torch.dtype:
+def forward_document(
+    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, packed: Packed, start: int, end: int, out_TNH: Tensor, lse_NT: Tensor,
+    first: int | None = None,
+) -> None:  # fmt: skip
+    """Of the rows `start : end`, which see nothing else. `first`: of the rows from it on only."""
+    rows = slice(start, end)
+    if first is None and _has_torch_kernel(q_TNH, packed, end - start):
+        out_KGLH, lse_KGL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            *_grouped(q_TNH[rows], k_TKH[rows], v_TKH[rows]), 0.0, True, scale=packed.scale
+        )
+        out_TNH[rows] = out_KGLH.permute(2, 0, 1, 3).flatten(1, 2)
+        lse_NT[:, rows] = lse_KGL.flatten(0, 1)
+    else:
+        for block, keys in _blocks(start, end, packed.window, first):
+            _forward_block(q_TNH, k_TKH, v_TKH, packed, block, keys, out_TNH, lse_NT)
+
+
+def backward_document(
+    dout_TNH: Tensor, done: Computed, packed: Packed, start: int, end: int, grads: Parts, first: int | None = None
+) -> None:
+    """Writes the gradients of the rows `start : end`. `first`: dq of the rows from it on only, and what they do to dk, dv."""
+    q_TNH, k_TKH, v_TKH, out_TNH, lse_NT = done
+    dq_TNH, dk_TKH, dv_TKH = grads
+    rows = slice(start, end)
+    if first is None and _has_torch_kernel(q_TNH, packed, end - start):
+        q, k, v = _grouped(q_TNH[rows], k_TKH[rows], v_TKH[rows])
+        dout, out = (_heads_first(x[rows], k_TKH.shape[1]) for x in (dout_TNH, out_TNH))
+        lse = lse_NT[:, rows].reshape(q.shape[:3])
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout, q, k, v, out, lse, 0.0, True, scale=packed.scale
+        )
+        dq_TNH[rows] = dq.permute(2, 0, 1, 3).flatten(1, 2)
+        dk_TKH[rows] = dk.sum(1).transpose(0, 1)
+        dv_TKH[rows] = dv.sum(1).transpose(0, 1)
+    else:
+        _backward_blocks((dout_TNH, q_TNH, k_TKH, v_TKH, lse_NT), packed, start, end, grads, first)
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -165,16 +183,16 @@ def _grouped(q_LNH: Tensor, k_LKH: Tensor, v_LKH: Tensor) -> tuple[Tensor, Tenso
     return q_KGLH, k_KGLH, v_KGLH
 
 
-def _blocks(start: int, end: int, window: int | None) -> Iterator[tuple[slice, slice]]:
+def _blocks(start: int, end: int, window: int | None, first: int | None = None) -> Iterator[tuple[slice, slice]]:
     """Query rows in blocks, each with the rows of the keys that any of them sees."""
-    for first in range(start, end, BLOCK_ROWS):
-        last = min(first + BLOCK_ROWS, end)
-        yield slice(first, last), slice(start if window is None else max(start, first - window + 1), last)
+    for row in range(start if first is None else first, end, BLOCK_ROWS):
+        last = min(row + BLOCK_ROWS, end)
+        yield slice(row, last), slice(start if window is None else max(start, row - window + 1), last)
 
 
 def _scores(q_TNH: Tensor, k_TKH: Tensor, packed: Packed, block: slice, keys: slice) -> tuple[Tensor, Tensor]:
     """Scores [K, G, rows, keys] of a block, soft-capped, not masked; and the mask of invisible ones [rows, keys]."""
-    dtype = _compute_dtype(q_TNH)
+    dtype = compute_dtype(q_TNH)
     q_KGRH = _heads_first(q_TNH[block], k_TKH.shape[1]).to(dtype) * packed.scale
     k_KHJ = k_TKH[keys].permute(1, 2, 0).to(dtype)
     scores = (q_KGRH.flatten(1, 2) @ k_KHJ).view(*q_KGRH.shape[:3], -1)
@@ -201,19 +219,20 @@ def _forward_block(
     lse_NT[:, block] = lse_KGR.flatten(0, 1)
 
 
-def _backward_document(
+def _backward_blocks(
     tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     packed: Packed,
     start: int,
     end: int,
     grads: tuple[Tensor, Tensor, Tensor],
+    first: int | None,
 ) -> None:
     dout_TNH, q_TNH, k_TKH, v_TKH, lse_NT = tensors  # X below: the rows of all query heads of a group
     dq_TNH, dk_TKH, dv_TKH = grads
     dtype, kv_heads = lse_NT.dtype, k_TKH.shape[1]
     dk_KLH = torch.zeros((kv_heads, end - start, q_TNH.shape[-1]), dtype=dtype, device=q_TNH.device)
     dv_KLH = torch.zeros_like(dk_KLH)
-    for block, keys in _blocks(start, end, packed.window):
+    for block, keys in _blocks(start, end, packed.window, first):
         scores, unseen = _scores(q_TNH, k_TKH, packed, block, keys)
         lse_KGR = lse_NT[:, block].view(scores.shape[:3])
         probabilities = (scores - lse_KGR[..., None]).exp_().masked_fill_(unseen, 0.0)
