@@ -46,16 +46,16 @@ class PackedBatch:
     `sums` wherever `roles_D > 0`.
 
     A batch with shared prompts (`shares_prompts`) has the tokens that all answers of a group begin with only once. Its segments
-    are first all prompts, then all answers, group by group, then padding:
+    follow each other group by group, each prompt right before its answers, then padding:
 
-        [prompt 1 | prompt 2 | ... | chosen 1 | rejected 1 | chosen 2 | rejected 2 | ... | padding]
+        [prompt 1 | chosen 1 | rejected 1 | prompt 2 | chosen 2 | rejected 2 | ... | padding]
 
-    Each segment is a causal document of its own in `cu_seqlens`, and all rows of the answers of group i,
-    `answers_cu[i] : answers_cu[i + 1]`, also attend to all rows of their prompt, `prompts_cu[i] : prompts_cu[i + 1]`. That is
-    a second variable-length call without a mask, and both borders ascend without gaps. (With a window the distance counts:
-    `positions_T` has it, from the prompt's length on in every answer.) The label of an answer's first token is predicted by the
-    last row of its prompt: this row stands in `loss_rows` once for each answer of the group, with its own `labels_N` and
-    `document_N`. A group without a common token has no segment for its prompt; its entry in `prompts_cu` is empty.
+    Each segment is a causal document of its own in `cu_seqlens`, and an answer also attends to all rows of its prompt
+    (`prompt_of_S`; kernels/attention/attention_shared.py, which reads keys from the prompt's first row to the answer's last: so
+    what is between them costs time). With a window positions count: `positions_T` goes on from the prompt's length in every
+    answer. The label of an answer's first token is predicted by the last row of its prompt: this row stands in `loss_rows` once
+    for each answer of the group, with its own `labels_N` and `document_N`. A group without a common token has no segment for
+    its prompt.
     """
 
     ids_T: torch.Tensor  # int64
@@ -78,14 +78,10 @@ class PackedBatch:
     # of shared prompts:
     labels_N: torch.Tensor | None = None  # int64, the label of each loss row, IGNORED in padding; replaces labels_T[loss_rows]
     prompt_of_S: torch.Tensor | None = None  # int32 [E - 1], of each segment of `cu_seqlens` that of its prompt; -1 none
-    prompts_cu: torch.Tensor | None = None  # int32 [E // 2 + 1], rows of each group's prompt, padded by repeating the last
-    answers_cu: torch.Tensor | None = None  # int32 [E // 2 + 1], rows of each group's answers, padded by repeating the last
-    longest_prompt: int = 0  # at most so many rows between two entries of `prompts_cu`
-    longest_answers: int = 0  # and of `answers_cu`
 
     @property
     def shares_prompts(self) -> bool:
-        return self.prompts_cu is not None
+        return self.prompt_of_S is not None
 
     @property
     def row_labels(self) -> torch.Tensor:

@@ -7,7 +7,7 @@ Each segment is causal in itself, and an answer also sees all of its prompt, so 
 have behind its prompt alone (attention.py, with the same letters). Answers stand behind their prompt, whose first row is their
 group's; windows count positions: an answer's first row is one behind the prompt's last, wherever it lies in the pack.
 
-    prompts_S   int32: of each segment the one whose rows it sees too; itself where there is none
+    prompt_of_S int32: of each segment the one whose rows it sees too; -1 where there is none
     prefix_2T   int32: the first row of each token's prompt, and the row behind its last; both the token's segment's first row
                 where there is none
     spans_2T    int32: where each token's segment begins, and the row behind the last one that sees the token
@@ -44,19 +44,18 @@ class SharedSpans(NamedTuple):
     prefix_2T: Tensor
 
 
-def shared_spans(cu_seqlens: Tensor, prompts_S: Tensor, tokens: int) -> SharedSpans:
-    """On the device, without a synchronization. `prompts_S` may have as many entries as `cu_seqlens`, or one fewer."""
+def shared_spans(cu_seqlens: Tensor, prompt_of_S: Tensor, tokens: int) -> SharedSpans:
+    """On the device, without a synchronization."""
     ends_S = cu_seqlens[1:]
-    prompts_S = prompts_S[: len(ends_S)].long()
+    itself_S = torch.arange(len(ends_S), device=cu_seqlens.device)
+    prompts_S = torch.where(prompt_of_S < 0, itself_S, prompt_of_S.long())
     seen_until_S = ends_S.scatter_reduce(0, prompts_S, ends_S, "amax")  # by the last of the answers
     place = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     segment_T = torch.searchsorted(cu_seqlens, place, right=True) - 1
     prompt_T = prompts_S[segment_T]
     starts_T = cu_seqlens[segment_T]
     prefix_end_T = torch.where(prompt_T == segment_T, starts_T, cu_seqlens[prompt_T + 1])
-    return SharedSpans(
-        torch.stack([starts_T, seen_until_S[segment_T]]), torch.stack([cu_seqlens[prompt_T], prefix_end_T])
-    )
+    return SharedSpans(torch.stack([starts_T, seen_until_S[segment_T]]), torch.stack([cu_seqlens[prompt_T], prefix_end_T]))
 
 
 def attention_shared_reference(
@@ -120,10 +119,10 @@ class SharedTorch:
             length = prompt.stop - prompt.start
             q, k, v, o, dout = (_behind(x, prompt, start, end) for x in (*parts, done.out_TNH, dout_TNH))
             lse_NL = _behind(done.lse_NT.T, prompt, start, end).T
-            new = tuple(torch.empty(x.shape, dtype=dq.dtype, device=x.device) for x in (q, k, v))
-            backward_document(dout, Computed(q, k, v, o, lse_NL), packed, 0, len(q), new, length)
-            dq[start:end] = new[0][length:]
-            for mine, theirs in zip((dk, dv), new[1:], strict=True):
+            new_q, new_k, new_v = (torch.empty(x.shape, dtype=dq.dtype, device=x.device) for x in (q, k, v))
+            backward_document(dout, Computed(q, k, v, o, lse_NL), packed, 0, len(q), (new_q, new_k, new_v), length)
+            dq[start:end] = new_q[length:]
+            for mine, theirs in zip((dk, dv), (new_k, new_v), strict=True):
                 mine[start:end] = theirs[length:]
                 mine[prompt] += theirs[:length]
         rounded = [x.to(part.dtype) for x, part in zip((dq, dk, dv), parts, strict=True)]

@@ -203,6 +203,28 @@ def _seen_before(row, column, start, first, behind, WINDOW: tl.constexpr):  # ty
 
 
 @jit
+def _last_row(ends, end, first_key, T, WINDOW: tl.constexpr, BN: tl.constexpr, SHARED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The row behind the last one that sees any of these keys; `end`: the same of each."""
+    if SHARED:  # a prompt is seen by rows behind those that see the answer after it
+        return tl.max(end)
+    last = tl.load(ends + tl.minimum(first_key + BN, T) - 1)
+    if WINDOW > 0:
+        last = tl.minimum(last, first_key + BN - 1 + WINDOW)
+    return last
+
+
+@jit
+def _away(token, key, starts, prefix, inside, T, SHARED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[keys, queries]: how many positions lie between them."""
+    away = token[None, :] - key[:, None]
+    if SHARED:
+        start = tl.load(starts + token, mask=inside, other=0)
+        behind = tl.load(prefix + T + token, mask=inside, other=0)
+        away -= tl.where(key[:, None] < start[None, :], (start - behind)[None, :], 0)
+    return away
+
+
+@jit
 def _online_softmax(scores, factor, values, largest, total, result, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
     """One step of the online softmax: (largest, total, result) with these keys."""
     larger = tl.maximum(largest, tl.max(scores, 1) * factor)
@@ -358,12 +380,7 @@ def _dkdv_kernel(  # type: ignore[no-untyped-def]
     keys = _rows(_places(k, key, k_row, kv_head, column, H), there, column, H, WHOLE)
     values = _rows(_places(v, key, v_row, kv_head, column, H), there, column, H, WHOLE)
     end = tl.load(ends + key, mask=there, other=0)
-    if SHARED:  # a prompt is seen by rows behind those that see the answer after it
-        last = tl.max(end)
-    else:
-        last = tl.load(ends + tl.minimum(first_key + BN, T) - 1)
-        if WINDOW > 0:
-            last = tl.minimum(last, first_key + BN - 1 + WINDOW)
+    last = _last_row(ends, end, first_key, T, WINDOW, BN, SHARED)
     begin = first_key // TOKENS
     blocks = tl.cdiv(last, TOKENS) - begin
     _, token, head = _query_rows(begin, kv_head * GROUP, BM, PACK)
@@ -388,12 +405,7 @@ def _dkdv_kernel(  # type: ignore[no-untyped-def]
         weights = weights_by(scores, factor, norm[None, :], EXACT)
         seen = (key[:, None] <= token[None, :]) & (token[None, :] < end[:, None])
         if WINDOW > 0:
-            away = token[None, :] - key[:, None]
-            if SHARED:
-                start = tl.load(starts + token, mask=inside, other=0)
-                behind = tl.load(prefix + T + token, mask=inside, other=0)
-                away -= tl.where(key[:, None] < start[None, :], (start - behind)[None, :], 0)
-            seen &= away < WINDOW
+            seen &= _away(token, key, starts, prefix, inside, T, SHARED) < WINDOW
         weights = tl.where(seen, weights, 0.0)
         value_sums = add_dot(value_sums, weights.to(douts.dtype), douts, PRECISION)
         dscores = weights * (dweights - deltas[None, :]) * slope

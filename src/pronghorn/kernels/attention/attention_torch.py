@@ -113,11 +113,10 @@ class PlainTorch:
 
     @staticmethod
     def backward(dout_TNH: Tensor, done: Computed, packed: Packed, grads: Parts | None) -> Grads:
-        q_TNH, k_TKH, v_TKH, out_TNH, lse_NT = done
-        dq_TNH, dk_TKH, dv_TKH = grads or done.empty_grads()
+        found = grads or done.empty_grads()
         for start, end in packed.documents():
-            backward_document(dout_TNH, done, packed, start, end, (dq_TNH, dk_TKH, dv_TKH))
-        return dq_TNH, dk_TKH, dv_TKH, sink_gradients(dout_TNH, out_TNH, lse_NT, packed.sinks_N)
+            backward_document(dout_TNH, done, packed, start, end, found)
+        return (*found, sink_gradients(dout_TNH, done.out_TNH, done.lse_NT, packed.sinks_N))
 
 
 def forward_document(

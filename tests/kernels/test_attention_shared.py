@@ -1,0 +1,125 @@
+"""Answers that share their prompt attend as if each stood behind a prompt of its own: outputs and gradients in float64 against
+the unshared computation, and each kernel against the definition."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from pronghorn.kernels.attention import attention_short
+from pronghorn.kernels.attention.attention import attention_backward, attention_forward, attention_reference, pick_backend
+from pronghorn.kernels.attention.attention_shared import SharedSpans, attention_shared_reference, shared_spans
+from pronghorn.kernels.attention.attention_short import Config, Tiles
+from tables import table
+
+CUDA = torch.cuda.is_available()
+# A group of two, a plain document, a group of three whose prompt is shorter than its answers, a group of one, padding.
+SEGMENTS = (23, 9, 14, 11, 5, 12, 1, 20, 30, 17, 6)
+PROMPTS = (-1, 0, 0, -1, -1, 4, 4, 4, -1, 8, -1)
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window": 13},
+    "softcap": {"softcap": 2.0},
+    "sinks": {"sinks": True},
+    "all": {"sinks": True, "window": 20, "softcap": 5.0},
+}
+
+
+def make(device: str, dtype: torch.dtype, *, sinks: bool = False, **options: Any) -> tuple[Any, ...]:
+    """([dout, q, k, v, sinks or nothing], cu_seqlens, prompt_of_S, options)"""
+    torch.manual_seed(1)
+    heads, kv_heads, width, tokens = 4, 2, 32, sum(SEGMENTS)
+    shapes = [(tokens, heads, width), (tokens, heads, width), (tokens, kv_heads, width), (tokens, kv_heads, width)]
+    tensors = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
+    tensors += [torch.randn(heads, device=device).to(dtype)] if sinks else []
+    ends = list(itertools.accumulate(SEGMENTS, initial=0))
+    cu = torch.tensor(ends + [tokens] * 3, dtype=torch.int32, device=device)
+    prompts = torch.tensor([*PROMPTS, -1, -1, -1], dtype=torch.int32, device=device)
+    return tensors, cu, prompts, {"scale": 1 / math.sqrt(width), **options}
+
+
+def unshared(tensors: list[torch.Tensor], options: dict[str, Any]) -> list[torch.Tensor]:
+    """Every answer behind a copy of its prompt, by autograd through the definition of plain attention."""
+    dout, *inputs = [x.detach().clone() for x in tensors]
+    inputs = [x.requires_grad_() for x in inputs]
+    begins = list(itertools.accumulate(SEGMENTS, initial=0))
+    rows, lengths, kept = [], [], []
+    for segment, prompt in enumerate(PROMPTS):
+        own = range(begins[segment], begins[segment + 1])
+        before = range(begins[prompt], begins[prompt + 1]) if prompt >= 0 else range(0)
+        kept += range(len(rows) + len(before), len(rows) + len(before) + len(own))
+        rows += [*before, *own]
+        lengths.append(len(before) + len(own))
+    cu = torch.tensor(list(itertools.accumulate(lengths, initial=0)), dtype=torch.int32)
+    q, k, v = (x[rows] for x in inputs[:3])
+    sinks = inputs[3] if len(inputs) > 3 else None
+    out = attention_reference(q, k, v, cu, sinks_N=sinks, **options)[kept]
+    return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
+
+
+def computed(
+    tensors: list[torch.Tensor], cu: torch.Tensor, spans: SharedSpans, options: dict[str, Any], **more: Any
+) -> list[torch.Tensor]:
+    dout, q, k, v = tensors[:4]
+    settings = options | {"sinks_N": tensors[4] if len(tensors) > 4 else None} | spans._asdict() | more
+    out, lse = attention_forward(q, k, v, cu, max(SEGMENTS), **settings)
+    grads = attention_backward(dout, q, k, v, out, lse, cu, max(SEGMENTS), **settings)
+    return [out, *(grad for grad in grads if grad is not None)]
+
+
+@table("name", list(CASES))
+def test_in_float64_it_is_the_unshared_computation(name: str) -> None:
+    """The definition and plain torch, within 1e-10."""
+    tensors, cu, prompts, options = make("cpu", torch.float64, **CASES[name])
+    spans = shared_spans(cu, prompts, len(tensors[0]))
+    truth = unshared(tensors, options)
+    inputs = [x.clone().requires_grad_() for x in tensors[1:]]
+    sinks = inputs[3] if len(inputs) > 3 else None
+    out = attention_shared_reference(*inputs[:3], spans, sinks_N=sinks, **options)
+    defined = [out.detach(), *torch.autograd.grad(out, inputs, tensors[0])]
+    for what, exact, one, other in zip(
+        ["o", "q", "k", "v", "sinks"], truth, defined, computed(tensors, cu, spans, options), strict=False
+    ):
+        assert float((one - exact).abs().max()) < 1e-10, (what, "definition")
+        assert float((other - exact).abs().max()) < 1e-10, (what, "plain torch")
+
+
+def test_in_bf16_plain_torch_is_as_near_as_the_unshared_one(judge: Callable[..., None]) -> None:
+    tensors, cu, prompts, options = make("cpu", torch.bfloat16, **CASES["all"])
+    spans = shared_spans(cu, prompts, len(tensors[0]))
+    truth, yardstick = unshared([x.double() for x in tensors], options), unshared(tensors, options)
+    for what, mine, theirs, exact in zip(
+        ["o", "q", "k", "v", "sinks"], computed(tensors, cu, spans, options), yardstick, truth, strict=False
+    ):
+        judge(mine, theirs, exact, what)
+
+
+@pytest.fixture
+def where(monkeypatch: pytest.MonkeyPatch) -> str:
+    if not CUDA:
+        pytest.importorskip("triton")
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        small = Config(Tiles(32, 16, 4, 1), Tiles(16, 32, 4, 1), Tiles(16, 32, 4, 1))
+        monkeypatch.setattr(attention_short, "config_for", lambda *_: small)
+    return "cuda" if CUDA else "cpu"
+
+
+@pytest.mark.parametrize("name", list(CASES) if CUDA else ["plain", "all"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16] if CUDA else [torch.float32], ids=str)
+def test_the_kernel_for_short_documents(where: str, name: str, dtype: torch.dtype, judge: Callable[..., None]) -> None:
+    tensors, cu, prompts, options = make(where, dtype, **CASES[name])
+    spans = shared_spans(cu, prompts, len(tensors[0]))
+    host = [x.cpu() for x in tensors]
+    truth, yardstick = unshared([x.double() for x in host], options), unshared(host, options)
+    got = computed(tensors, cu, spans, options, backend="short")
+    for what, mine, theirs, exact in zip(["o", "q", "k", "v", "sinks"], got, yardstick, truth, strict=False):
+        judge(mine.cpu(), theirs, exact, f"{name} {what}")
+
+
+def test_only_what_knows_shared_prefixes_is_picked() -> None:
+    assert pick_backend(torch.device("cpu"), torch.float32, 64, shared=True, typical=200) == "torch"
