@@ -164,3 +164,25 @@ def recipes(one_layer_model: Path, tmp_path: Path) -> Callable[..., Any]:
         return Recipe.model_validate(base)
 
     return build
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder that is the working directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def place(one_layer_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Two trained runs (cli_parts.Place)."""
+    from cli_parts import Place, write_recipe
+    from pronghorn.cli import main
+
+    folder = tmp_path_factory.mktemp("cli")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PRONGHORN_CACHE", str(folder / "cache"))
+        place = Place(folder, one_layer_model)
+        assert main(["train", str(place.recipe), "--json"]) == 0
+        assert main(["train", str(write_recipe(folder, one_layer_model, "slow", lr=1e-4)), "--json"]) == 0
+        yield place

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dropin.hf_trainer_uses import TRAINERS
-from dropin.loop_uses import LOOPS
+from dropin.loop_change_uses import LOOPS
 from dropin.model_uses import ADAPTERS, MODELS
 from dropin.same_numbers import compare, fast_model, runs, stock_model, with_captured_layers, written
 from pronghorn.kernels.runtime import dispatch

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import errno
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -17,7 +16,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from pronghorn import __version__
-from pronghorn.cli import evaluating, exporting, run_script
+from pronghorn.cli import benching, evaluating, exporting, run_script
 from pronghorn.cli.chat import chat_options, converse, require_chat, require_letters
 from pronghorn.cli.new import new, new_options
 from pronghorn.cli.output import (
@@ -175,7 +174,7 @@ def build_parser() -> argparse.ArgumentParser:
     one.add_argument("--method", choices=("lora", "full"), default="lora", help="(default: %(default)s)")
 
     run_script.options(verb("run", run_script.run_script, run_script.TEXT))
-    _bench_options(verb("bench", bench, "benchmark this machine: Pronghorn next to other installed systems"))
+    benching.options(verb("bench", benching.bench, "benchmark this machine: Pronghorn next to other installed systems"))
     one = verb("runs", runs, "list runs, or compare several")
     one.add_argument("folders", nargs="*", help="runs to compare; without any, list all runs under --root")
     one.add_argument("--root", default="runs", help="folder to search (default: %(default)s)")
@@ -195,37 +194,6 @@ def _plan_options(one: argparse.ArgumentParser) -> None:
     one.add_argument("--price", type=float, metavar="USD", help="price per GPU hour in USD (default: a list price)")
     one.add_argument("--tokens", type=int, metavar="N", help="total training tokens (default: counted from the prepared data)")
     one.add_argument("--verbose", action="store_true", help="also show the bytes and the time of each recompute level")
-
-
-def _bench_options(one: argparse.ArgumentParser) -> None:
-    one.add_argument("--workloads", default="", metavar="A,B", help="(default: all except tiny, which is for CPUs)")
-    one.add_argument("--systems", default="", metavar="A,B", help="(default: the systems listed for each workload)")
-    one.add_argument("--steps", type=int, default=20, help="timed steps (default: %(default)s)")
-    one.add_argument("--warmup", type=int, default=10, help="untimed warmup steps (default: %(default)s)")
-    one.add_argument("--out", default="runs/bench", help="results folder; an existing one is continued (default: %(default)s)")
-    one.add_argument(
-        "--time-limit",
-        type=float,
-        default=600.0,
-        metavar="SECONDS",
-        help="time limit of one measurement process, in seconds (default: %(default)s)",
-    )
-    one.add_argument("--resume", metavar="FILE", help="reuse results of an earlier side-by-side.json")
-    one.add_argument("--again", default="", metavar="A,B", help="measure these systems again; `failed`: those without results")
-    one.add_argument(
-        "--path",
-        action="append",
-        default=[],
-        metavar="SYSTEM=DIR[:DIR]",
-        help="PYTHONPATH of a system's process; SYSTEM may be `all`",
-    )
-    one.add_argument(
-        "--ahead",
-        action="store_true",
-        help="import the next system's libraries while one is measured: about half the total time, but times to "
-        "the first step are not comparable",
-    )
-    one.add_argument("--lengths", metavar="FILE", help="JSON list of document lengths to sample from")
 
 
 def demo(arguments: argparse.Namespace) -> None:
@@ -411,46 +379,6 @@ def verify(arguments: argparse.Namespace) -> None:
             model = add_adapter(model, Lora(), seed=0)
         verdict = compare_layers(model)
     say(arguments, verdict.as_dict(), verdict.table())
-
-
-def bench(arguments: argparse.Namespace) -> None:
-    from pronghorn.bench.side_by_side import PICTURE, Plan, parse_paths, run
-    from pronghorn.bench.table import terminal
-    from pronghorn.bench.workloads import DEFAULT_WORKLOADS, SYSTEMS, WORKLOADS, pick
-
-    if arguments.steps < 1 or arguments.warmup < 1:
-        raise CommandError(
-            what="--steps and --warmup must be at least 1", fix="remove them for the defaults, 20 steps after 10 warmup steps"
-        )
-    plan = Plan(
-        out=Path(arguments.out),
-        workloads=pick(arguments.workloads, list(WORKLOADS), "workload") or DEFAULT_WORKLOADS,
-        systems=pick(arguments.systems, list(SYSTEMS), "system"),
-        warmup=arguments.warmup,
-        steps=arguments.steps,
-        time_limit=arguments.time_limit,
-        paths=parse_paths(arguments.path),
-        lengths=Path(arguments.lengths) if arguments.lengths else None,
-        resume=Path(arguments.resume) if arguments.resume else None,
-        again=pick(arguments.again, [*SYSTEMS, "ceiling", "failed"], "system"),
-        ahead=arguments.ahead,
-        command=_bench_command(arguments),
-    )
-    if arguments.json:
-        run(plan, lambda text: None, lambda row: print(json.dumps(row), flush=True))
-        return
-    results = run(plan, lambda text: print(text, end="", flush=True))
-    show(terminal(results.rows))
-    print(f"results: {results.path}\npicture: {plan.out / PICTURE}")
-
-
-def _bench_command(arguments: argparse.Namespace) -> str:
-    """For the results file: how often and how long; folders are this machine's own business."""
-    return (
-        f"pronghorn bench --steps {arguments.steps} --warmup {arguments.warmup}"
-        + "".join(f" --{name} {value}" for name in ("workloads", "systems") if (value := getattr(arguments, name)))
-        + (" --ahead" if arguments.ahead else "")
-    )
 
 
 def runs(arguments: argparse.Namespace) -> None:

@@ -11,15 +11,9 @@ NAME = "Axolotl"
 MARKS = ("base_model", "datasets", "pretraining_dataset", "sequence_len", "micro_batch_size", "adapter", "sample_packing")
 OURS_INSTEAD = ("liger", "cut_cross_entropy", "CutCrossEntropy", "KernelsPlugin", "fused_attn")  # plugins of kernels
 LORA_KEYS = [
-    "lora_r",
-    "lora_alpha",
-    "lora_dropout",
-    "lora_target_modules",
-    "lora_target_linear",
-    "peft_use_dora",
-    "peft_use_rslora",
+    "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear", "peft_use_dora", "peft_use_rslora",
     "loraplus_lr_ratio",
-]
+]  # fmt: skip
 CACHE = "Pronghorn caches tokenized rows itself (PRONGHORN_CACHE)"
 OBJECTIVE = "the loss is the mean over tokens that carry loss; no other objective is supported"
 METRICS = "eval.metrics scores answers to held-out rows: exact_match, rouge_l, ..."
@@ -49,14 +43,9 @@ def convert(draft: Draft) -> None:
     shared.held_out_first(draft, patience="early_stopping_patience")
     _evaluating(draft, epochs)
     shared.every(
-        draft,
-        "checkpoint.every",
-        steps="save_steps",
-        strategy="save_strategy",
-        per_epoch="saves_per_epoch",
-        epochs=epochs,
+        draft, "checkpoint.every", steps="save_steps", strategy="save_strategy", per_epoch="saves_per_epoch", epochs=epochs,
         best="the best checkpoint is always kept",
-    )
+    )  # fmt: skip
     shared.betas(draft)
     draft.default("train.seed", 42)
 

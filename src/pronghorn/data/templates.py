@@ -30,7 +30,7 @@ from functools import lru_cache
 from typing import Any
 
 from pronghorn.data.known_shapes import Known, KnownShapes
-from pronghorn.data.marks import MARKS, Lost, Marks, Message, lost_values
+from pronghorn.data.marks import MARKS, Lost, Marks, Message, lost_error, lost_values
 from pronghorn.data.rendering import RowError, within_limits
 from pronghorn.data.spellings import Spelling, kind, spelling, spellings
 from pronghorn.data.tokens import Span, render_tracked
@@ -208,7 +208,7 @@ class ChatTemplate:
             assert problem is not None
             raise problem
         if not allow_lost:
-            raise _loses(first.lost, messages, where)
+            raise lost_error(first.lost, messages, where)
         return first
 
     def _spellings(self, messages: Sequence[Message], tools: Any, kind_of: tuple[bool, bool, bool]) -> Any:
@@ -489,28 +489,3 @@ def _cannot_tell(message: int, where: str, why: str, rendered: Rendered) -> Cann
     )  # fmt: skip
     error.rendered = rendered
     return error
-
-
-def _loses(lost: Sequence[Lost], messages: Sequence[Message], where: str) -> RowError:
-    one = lost[0]
-    if one.message < 0:
-        return RowError(
-            f"the chat template drops {one.what}",
-            where=where,
-            why="it does not support tools, so the model would train on calls of tools it has never seen",
-            fix="use a model whose template supports tools, remove the tools, or set data.lost: allow to train without them",
-        )
-    role, later = str(messages[one.message].get("role")), any(m.get("role") == "user" for m in messages[one.message + 1 :])
-    why = "the template drops it, so the model would train on something other than the row"
-    if one.what == "its reasoning" and later:
-        why = "this template writes reasoning only after the last question, or not at all"
-    elif one.what == "its reasoning":
-        why = "this template does not support reasoning"
-    more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
-    return RowError(
-        f"the chat template drops {one.what} in message {one.message + 1} ({role}){more}",
-        where=where,
-        why=why,
-        fix="use a template that writes it, remove it from the row, set data.lost: allow to train without it, or "
-        "data.bad_rows: skip to drop the row",
-    )

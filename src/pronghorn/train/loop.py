@@ -6,31 +6,21 @@ Nothing here knows how a step is computed, how data is read or how anything is s
 from __future__ import annotations
 
 import gc
-import os
-import platform
-import resource
-import sys
 import time
 from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn, Protocol
 
 import torch
 
-from pronghorn import __version__
 from pronghorn.data.batches import StepBatch
-from pronghorn.errors import EnvironmentFault, HealthStop, Interrupted, PronghornError, counted
+from pronghorn.errors import EnvironmentFault, HealthStop, Interrupted, PronghornError
 from pronghorn.evaluation.own_metric import OwnMetric
-from pronghorn.memory.gpus import PRICES_AS_OF, local_gpu
-from pronghorn.model.causal_lm import engine_of
-from pronghorn.model.formats.store import count_parameters
 from pronghorn.recipe import Recipe, steps_between
-from pronghorn.report.html import write_html
 from pronghorn.report.live import LiveReport
 from pronghorn.report.run_log import RunLog, SilentLog
 from pronghorn.report.stages import Stages
@@ -39,7 +29,8 @@ from pronghorn.train.checkpoint import capture_rng, clean_leftovers, restore_rng
 from pronghorn.train.evaluate import evaluate
 from pronghorn.train.health import BrokenWeights, Offenders, listed, offending_rows, require_sound
 from pronghorn.train.memory import COMPARED_AFTER, WARM_UP, evaluation_capacity, main_memory, out_of_memory
-from pronghorn.train.optim import lr_scale, set_lr, trainable
+from pronghorn.train.optim import lr_scale, set_lr
+from pronghorn.train.run_events import log_end, log_experts, log_start
 from pronghorn.train.run_folder import RunFolder, set_aside
 from pronghorn.train.saving import saver_of, try_first_save
 from pronghorn.train.setup import Session, set_up
@@ -47,7 +38,6 @@ from pronghorn.train.signals import StopRequest
 from pronghorn.train.spikes import GaveUp, LeftOut, Rewind
 from pronghorn.train.world import World
 
-RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes of what getrusage counts
 FIRST_STEP = "first step"  # a progress of its own
 
 
@@ -158,7 +148,10 @@ class _Run:
         self._save_every = steps_between(session.recipe.checkpoint.every, session.data.total_steps)
 
     def go(self, stop: StopRequest) -> RunResult:
-        self._log_start()
+        log_start(self.session, self.folder, self.log)
+        self._tell()
+        self._log_plan()
+        self._page.refresh(news=True)
         with self._saver, self._logged_end() as end, main_memory(self.session.recipe, self._doing):
             with self.stages("evaluate"):
                 self.session.world.on_writer(self._answers.before_training)
@@ -205,7 +198,7 @@ class _Run:
         """Everything begun is finished; then evaluation and checkpoint, where they are due. Returns the reason to stop."""
         session = self.session
         self._finish_all()
-        self._log_experts()
+        log_experts(self.session, self.log)
         self._log_ranks()
         verdict = self._evaluate() if evaluates else ""
         best_now = session.progress.best_step == session.step
@@ -443,14 +436,6 @@ class _Run:
             return worse
         return stopped
 
-    def _log_experts(self) -> None:
-        """Tokens of each expert since the last look, where the model has experts. Only here, where no step is under way, does
-        the host ask for them."""
-        engine = engine_of(self.session.model)
-        if engine is not None and engine.expert_counts is not None:
-            self.session.world.add_up([engine.expert_counts.counts_LE])
-            self.log.write("experts", step=self.session.step, counts=engine.expert_counts.read())
-
     def _log_ranks(self) -> None:
         """How long each rank waited for the others since the last look, where there are several."""
         world, now = self.session.world, time.perf_counter()
@@ -458,29 +443,6 @@ class _Run:
             waited = [float(seconds) for seconds in world.joined([f"{world.waited:.6f}"])]
             self.log.write("ranks", step=self.session.step, seconds=now - self._looked, waited=waited)
             world.waited, self._looked = 0.0, now
-
-    def _log_start(self) -> None:
-        session = self.session
-        model = session.model
-        self.log.write(
-            "start",
-            run=self.folder.resolve().name,
-            recipe=session.recipe.model_dump(mode="json"),
-            versions=_versions(),
-            device=_device_name(session.device, session.world.size),
-            threads=torch.get_num_threads(),
-            ranks=session.world.size,
-            precision=session.precision,
-            resumed_from=session.resumed_from,
-            steps=session.data.total_steps,
-            parameters={"total": count_parameters(model), "trainable": sum(p.numel() for p in trainable(model).values())},
-            data=session.data.summary(session.recipe.train.capacity),
-            eval_documents=len(session.data.evaluation) if session.data.evaluation is not None else 0,
-            **_price(session.device),
-        )
-        self._tell()
-        self._log_plan()
-        self._page.refresh(news=True)
 
     def _tell(self) -> None:
         while self.session.notices:
@@ -512,50 +474,4 @@ class _Run:
             raise
         finally:
             if not goes_on:
-                self._log_end(end, code)
-
-    def _log_end(self, end: dict[str, str], code: int) -> None:
-        progress = self.session.progress
-        best = {"step": progress.best_step, progress.metric: progress.best} if progress.best_step is not None else None
-        self.log.write("stages", **self.stages.event())
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
-        self.log.write("end", **end, step=self.session.step, exit_code=code, best=best, host_peak_bytes=peak)
-        self._write_report(must=code == 0)
-
-    def _write_report(self, *, must: bool) -> None:
-        """Where the run ends with an error, that is what to tell, and not that the same disk took no report either."""
-        if not self.session.world.writes:
-            return
-        try:
-            write_html(self.folder)
-        except (OSError, PronghornError) as error:
-            if must:
-                raise EnvironmentFault(
-                    what="cannot write the run's report",
-                    where=str(self.folder),
-                    why=str(error),
-                    fix="check that the run's folder exists and is writable, then run the same command again",
-                ) from error
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "python": platform.python_version(),
-        "pronghorn": __version__,
-        **{name: version(name) for name in ("torch", "transformers", "peft")},
-    }
-
-
-def _price(device: torch.device) -> dict[str, Any]:
-    """What an hour of this GPU costs, for the report; nothing where we know no price."""
-    gpu = local_gpu(device)
-    if gpu is None or gpu.price is None:
-        return {}
-    return {"price": {"usd_an_hour": gpu.price, "note": f"a list price of {PRICES_AS_OF}"}}
-
-
-def _device_name(device: torch.device, ranks: int) -> str:
-    several = f"{ranks} x " if ranks > 1 else ""
-    if device.type == "cuda":
-        return several + torch.cuda.get_device_name(device)
-    return f"{several}CPU ({platform.machine()}, {counted(os.cpu_count() or 1, 'core')})"
+                log_end(self.session, self.folder, self.log, self.stages, end, code)

@@ -307,9 +307,8 @@ def _backward_kernel(
             STAGES,
         )  # fmt: skip
     else:
-        _copy_heads(
-            dv, dv_row, out + (N + K) * H, out_row, T, lane, lanes, tile - Q_TILES - K_TILES, K, ROWS, H, H_BLOCK, STAGES
-        )
+        v_tile = tile - Q_TILES - K_TILES
+        _copy_heads(dv, dv_row, out + (N + K) * H, out_row, T, lane, lanes, v_tile, K, ROWS, H, H_BLOCK, STAGES)
 
 
 def _widths(head_width: int, cos_TP: torch.Tensor) -> dict[str, int]:
@@ -482,19 +481,9 @@ class _QkRope(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         qkv_TX, cos_TP, sin_TP, q_norm_H, k_norm_H, rstd = ctx.saved_tensors
         dq, dk, dv = (grad.contiguous() for grad in grads)
-        dqkv, *norm_grads = qk_rope_backward(
-            dq,
-            dk,
-            dv,
-            cos_TP,
-            sin_TP,
-            qkv_TX=qkv_TX,
-            rstd=rstd,
-            q_norm_H=q_norm_H,
-            k_norm_H=k_norm_H,
-            need_norm_grad=any(ctx.needs_input_grad[3:5]),
-            **ctx.settings,
-        )
+        norm = {"qkv_TX": qkv_TX, "rstd": rstd, "q_norm_H": q_norm_H, "k_norm_H": k_norm_H}
+        norm["need_norm_grad"] = any(ctx.needs_input_grad[3:5])
+        dqkv, *norm_grads = qk_rope_backward(dq, dk, dv, cos_TP, sin_TP, **norm, **ctx.settings)
         return dqkv, None, None, *(None if grad is None else grad.to(q_norm_H.dtype) for grad in norm_grads), None
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from pronghorn.kernels.moe.grouped_gemm import expert_tile, grouped_linear_backward_input, grouped_linear_forward, precision_of
 from pronghorn.kernels.moe.grouped_lora import RANK_MULTIPLE, AdaptedBesideExperts, ExpertAdapter
 from pronghorn.kernels.quant.mxfp4 import mxfp4_level, mxfp4_power
-from pronghorn.kernels.quant.nf4 import _shuffled_levels
+from pronghorn.kernels.quant.nf4_levels import nf4_shuffled_levels
 from pronghorn.kernels.quant.nvfp4 import nvfp4_level, nvfp4_scale
 from pronghorn.kernels.quant.stored import StoredTensor
 from pronghorn.kernels.runtime.add_dot import EXACT_INNER, add_dot
@@ -90,7 +90,7 @@ def _weights(
             scale = tl.load(nested_code + scale.to(tl.int32)) * tl.load(nested_absmax + block // 256) + tl.load(offset)
         if SHUFFLE:
             place = block[:, None] * 8 + tl.arange(0, 8)[None, :]
-            levels = _shuffled_levels(code, tl.load(values.to(tl.pointer_type(tl.int32)) + place))
+            levels = nf4_shuffled_levels(code, tl.load(values.to(tl.pointer_type(tl.int32)) + place))
         else:
             pair = tl.load(values + block[:, None] * 32 + tl.arange(0, 32)[None, :]).to(tl.int32)
             levels = tl.reshape(tl.join(tl.load(code + (pair >> 4)), tl.load(code + (pair & 15))), (ROWS, 64))

@@ -18,13 +18,12 @@ from pronghorn.kernels.quant.nf4 import (
     _chunk,
     _config,
     _fits,
-    _level,
     _lookup,
-    _shuffled_levels,
     _tiles,
     nf4_dequantize_reference,
     nf4_scales_reference,
 )
+from pronghorn.kernels.quant.nf4_levels import nf4_level, nf4_shuffled_levels
 from pronghorn.kernels.runtime.dispatch import jit, tl
 
 
@@ -62,11 +61,11 @@ def _to_fp8_kernel(
     if LOOKUP == "shuffle":
         place = tl.max_contiguous(block[:, None] * 8 + tl.arange(0, 8)[None, :], [1, 1])
         words = tl.load(packed.to(tl.pointer_type(tl.int32)) + place, mask=inside[:, None], other=0)
-        values = _shuffled_levels(code, words)
+        values = nf4_shuffled_levels(code, words)
     else:
         place = tl.max_contiguous(block[:, None] * 32 + tl.arange(0, 32)[None, :], [1, 4])
         pair = tl.load(packed + place, mask=inside[:, None], other=0).to(tl.int32)
-        values = tl.reshape(tl.join(_level(code, pair >> 4, LOOKUP), _level(code, pair & 15, LOOKUP)), (GROUPS, 64))
+        values = tl.reshape(tl.join(nf4_level(code, pair >> 4, LOOKUP), nf4_level(code, pair & 15, LOOKUP)), (GROUPS, 64))
     target = (row.to(tl.int64) * row_stride + column * 64)[:, None] + tl.arange(0, 64)[None, :]
     tl.store(out + target, (values * scale[:, None]).to(out.dtype.element_ty), mask=inside[:, None])
 

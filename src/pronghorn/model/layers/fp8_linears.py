@@ -30,7 +30,8 @@ from pronghorn.kernels.quant.fp8_norm import rms_norm_fp8_forward
 from pronghorn.kernels.quant.stored import StoredTensor
 from pronghorn.model.formats.linear import StoredLinear
 from pronghorn.model.formats.table import ToFp8, fits_fp8, require_fp8, storage_of
-from pronghorn.model.layers.linears import LinearGroup, Operand, joined_bias, why_only_peft
+from pronghorn.model.layers.linears import LinearGroup, Operand
+from pronghorn.model.layers.lora_modules import joined_bias, why_only_peft
 from pronghorn.model.layers.saved import Saved
 from pronghorn.model.layers.types import GradBuffer, Grads, Norm
 from pronghorn.model.layers.weight_grads import weight_and_bias_grads

@@ -36,6 +36,7 @@ from pronghorn.kernels.runtime.copy_rows import copy_rows
 from pronghorn.kernels.runtime.dispatch import address
 from pronghorn.model.formats.linear import StoredLinear, dequantizes
 from pronghorn.model.layers.gated import gated_backward
+from pronghorn.model.layers.lora_modules import active_adapters, joined_bias, why_only_peft
 from pronghorn.model.layers.normed import normed_rows, normed_sum
 from pronghorn.model.layers.saved import Saved
 from pronghorn.model.layers.types import GradBuffer, Grads, Norm
@@ -120,7 +121,7 @@ class LinearGroup:
         """Reads the current modules, once per forward."""
         modules = self.modules()
         self.linears = [m.get_base_layer() if isinstance(m, LoraLinear) else m for m in modules]
-        self.adapters = _adapters(modules)
+        self.adapters = active_adapters(modules)
         weights = [linear.weight for linear in self.linears]
         biases = [linear.bias for linear in self.linears if linear.bias is not None]
         self.parameters = weights + biases + [p for adapter in self.adapters for p in (adapter.A_RD, adapter.B_OR)]
@@ -467,46 +468,3 @@ class LinearGroup:
         for pair in self._group.adapter_grads(*inputs):
             grads += pair
         return grads
-
-
-def _adapters(modules: list[Any]) -> list[Adapter]:
-    found = []
-    for number, module in enumerate(modules):
-        if isinstance(module, LoraLinear) and module.active_adapters and not module.disable_adapters:
-            name = module.active_adapters[0]
-            found.append(Adapter(number, module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name]))
-    return found
-
-
-def joined_bias(linears: list[nn.Linear], dtype: torch.dtype) -> Tensor | None:
-    """One vector for all; linears without a bias count as zero."""
-    if all(linear.bias is None for linear in linears):
-        return None
-    device = linears[0].weight.device
-    return torch.cat(
-        [
-            torch.zeros(linear.out_features, dtype=dtype, device=device)
-            if linear.bias is None
-            else linear.bias.detach().to(dtype)
-            for linear in linears
-        ]
-    )
-
-
-def why_only_peft(module: LoraLinear) -> str:
-    """What of this adapter only PEFT's own forward computes; empty if ours does."""
-    active = module.active_adapters
-    if module.merged:
-        return "an adapter is merged"
-    if len(active) > 1:
-        return "several adapters are active"
-    for name in active:
-        if name not in module.lora_A:
-            return "the active adapter is not on every layer that it targets"
-        if module.use_dora.get(name, False) or name in module.lora_variant:
-            return "DoRA or another LoRA variant"
-        if module.training and getattr(module.lora_dropout[name], "p", 0.0) > 0:
-            return "LoRA dropout"
-        if getattr(module.lora_B[name], "bias", None) is not None:
-            return "an adapter with a bias"
-    return ""

@@ -1,0 +1,54 @@
+"""What our layers read out of the linears of a model and PEFT's adapters on them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft.tuners.lora import Linear as LoraLinear
+from torch import Tensor, nn
+
+from pronghorn.kernels.lora.lora_linear import Adapter
+
+
+def active_adapters(modules: list[Any]) -> list[Adapter]:
+    found = []
+    for number, module in enumerate(modules):
+        if isinstance(module, LoraLinear) and module.active_adapters and not module.disable_adapters:
+            name = module.active_adapters[0]
+            found.append(Adapter(number, module.lora_A[name].weight, module.lora_B[name].weight, module.scaling[name]))
+    return found
+
+
+def joined_bias(linears: list[nn.Linear], dtype: torch.dtype) -> Tensor | None:
+    """One vector for all; linears without a bias count as zero."""
+    if all(linear.bias is None for linear in linears):
+        return None
+    device = linears[0].weight.device
+    return torch.cat(
+        [
+            torch.zeros(linear.out_features, dtype=dtype, device=device)
+            if linear.bias is None
+            else linear.bias.detach().to(dtype)
+            for linear in linears
+        ]
+    )
+
+
+def why_only_peft(module: LoraLinear) -> str:
+    """What of this adapter only PEFT's own forward computes; empty if ours does."""
+    active = module.active_adapters
+    if module.merged:
+        return "an adapter is merged"
+    if len(active) > 1:
+        return "several adapters are active"
+    for name in active:
+        if name not in module.lora_A:
+            return "the active adapter is not on every layer that it targets"
+        if module.use_dora.get(name, False) or name in module.lora_variant:
+            return "DoRA or another LoRA variant"
+        if module.training and getattr(module.lora_dropout[name], "p", 0.0) > 0:
+            return "LoRA dropout"
+        if getattr(module.lora_B[name], "bias", None) is not None:
+            return "an adapter with a bias"
+    return ""
