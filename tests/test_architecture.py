@@ -230,6 +230,7 @@ WRITERS = {
     "checkpoint_process.py": "saving.py",
     "loop.py": "world.writes",
     "resume.py": "writer_first",
+    "run_events.py": "world.writes",
     "run_evaluation.py": "a command of its own",
     "run_folder.py": "world.writes",
     "saving.py": "world.writes",

@@ -122,24 +122,13 @@ class FastLanguageModel:
 
     @staticmethod
     def get_peft_model(
-        model: Any,
-        r: int = 16,
-        target_modules: Sequence[str] | str | None = SEVEN_LINEARS,
-        lora_alpha: float = 16,
-        lora_dropout: float = 0.0,
-        bias: str = "none",
-        use_gradient_checkpointing: Recompute = "unsloth",
-        use_rslora: bool = False,
-        use_dora: bool = False,
-        modules_to_save: Sequence[str] | None = None,
-        init_lora_weights: bool | str = True,
-        loftq_config: dict[str, Any] | None = None,
-        layers_to_transform: Sequence[int] | int | None = None,
-        finetune_last_n_layers: int | None = None,
-        random_state: int = 3407,
-        max_seq_length: int | None = None,
-        **others: Any,
-    ) -> Any:
+        model: Any, r: int = 16, target_modules: Sequence[str] | str | None = SEVEN_LINEARS, lora_alpha: float = 16,
+        lora_dropout: float = 0.0, bias: str = "none", use_gradient_checkpointing: Recompute = "unsloth",
+        use_rslora: bool = False, use_dora: bool = False, modules_to_save: Sequence[str] | None = None,
+        init_lora_weights: bool | str = True, loftq_config: dict[str, Any] | None = None,
+        layers_to_transform: Sequence[int] | int | None = None, finetune_last_n_layers: int | None = None,
+        random_state: int = 3407, max_seq_length: int | None = None, **others: Any,
+    ) -> Any:  # fmt: skip
         """An ordinary PEFT model, its base on fast layers. `embed_tokens` and `lm_head` among the targets train whole.
 
         `max_seq_length` is there because scripts repeat it here; it must be the one the model was loaded with. The switches

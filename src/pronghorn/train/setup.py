@@ -289,20 +289,7 @@ def set_up(
     values = found[1].values if found else None
     cursor = Cursor(**values["cursor"]) if values else Cursor()
     with stage("pack"):
-        loader = BatchLoader(
-            data.train,
-            capacity=recipe.train.capacity,
-            packs_per_step=packs_per_step(recipe),
-            seed=recipe.train.seed,
-            workers=recipe.data.workers,
-            start=cursor,
-            pad_id=data.pad_id,
-            pin=device.type == "cuda",
-            shapes=shapes,
-            together=objective.together,
-            complete=objective.complete,
-            deal=(world.rank, world.size),
-        )
+        loader = _loader(recipe, data, shapes, objective, world, start=cursor, pin=device.type == "cuda")
     session = Session(
         recipe,
         data,
@@ -326,6 +313,25 @@ def set_up(
     _restore(session, found[1] if found else None)
     world.require_same(lambda: {"weights": weights_key(model)})
     return session
+
+
+def _loader(
+    recipe: Recipe, data: RunData, shapes: Shapes, objective: Objective, world: World, *, start: Cursor, pin: bool
+) -> BatchLoader:
+    return BatchLoader(
+        data.train,
+        capacity=recipe.train.capacity,
+        packs_per_step=packs_per_step(recipe),
+        seed=recipe.train.seed,
+        workers=recipe.data.workers,
+        start=start,
+        pad_id=data.pad_id,
+        pin=pin,
+        shapes=shapes,
+        together=objective.together,
+        complete=objective.complete,
+        deal=(world.rank, world.size),
+    )
 
 
 def _step(
