@@ -291,25 +291,10 @@ def set_up(
     with stage("pack"):
         loader = _loader(recipe, data, shapes, objective, world, start=cursor, pin=device.type == "cuda")
     session = Session(
-        recipe,
-        data,
-        tokenizer,
-        model,
-        optimizer,
-        step,
-        loader,
-        device,
-        precision,
-        notices=said,
-        keys=keys,
-        base=base,
-        objective=objective,
-        world=world,
-        memory=memory if planned else None,
-        cursor=cursor,
-        spikes=Spikes(recipe.health.spike),
-        progress=Progress(recipe.eval.best),
-    )
+        recipe, data, tokenizer, model, optimizer, step, loader, device, precision, notices=said, keys=keys, base=base,
+        objective=objective, world=world, memory=memory if planned else None, cursor=cursor,
+        spikes=Spikes(recipe.health.spike), progress=Progress(recipe.eval.best),
+    )  # fmt: skip
     _restore(session, found[1] if found else None)
     world.require_same(lambda: {"weights": weights_key(model)})
     return session
