@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from pronghorn.data.pair_rows import PairRows
+
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -91,7 +93,8 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
 class ListTable:
     """Token rows from plain lists, for tests of packing and loss."""
 
-    def __init__(self, rows: list[list[int]], loss: list[list[bool]] | None = None) -> None:
+    def __init__(self, rows: list[list[int]], loss: list[list[bool]] | None = None, pairs: PairRows | None = None) -> None:
+        self.pairs = pairs
         self.rows = [np.array(row, dtype=np.int32) for row in rows]
         self.marks = [np.array(mark, dtype=np.bool_) for mark in loss or [[True] * len(row) for row in rows]]
         self.lengths = np.array([len(row) for row in rows], dtype=np.int32)
@@ -105,6 +108,23 @@ class ListTable:
 
     def loss(self, i: int) -> np.ndarray:
         return self.marks[i]
+
+
+def preference_table(groups: int, *, answers: int = 2, shared: bool = False, seed: int = 0) -> ListTable:
+    """Questions with a chosen answer and up to so many less one rejected ones; some questions are empty."""
+    random = np.random.default_rng(seed)
+    rows, marks, columns = [], [], []
+    for group in range(groups):
+        question = random.integers(3, 250, int(random.integers(0, 20))).tolist()
+        for role in range(int(random.integers(2, answers + 1))):
+            silent = int(random.integers(0, 2))  # what a template puts before and behind an answer
+            answer = random.integers(3, 250, int(random.integers(2, 15))).tolist()
+            rows.append(question + answer + [3] * silent)
+            marks.append([False] * len(question) + [False] * silent + [True] * (len(answer) - silent) + [False] * silent)
+            columns.append((group, role, len(question), group / 2))
+    types = (np.int64, np.int32, np.int32, np.float32)
+    columns_of_rows = [np.array(column, dtype) for column, dtype in zip(zip(*columns, strict=True), types, strict=True)]
+    return ListTable(rows, marks, PairRows(*columns_of_rows, shared=shared))
 
 
 def random_table(documents: int, *, longest: int = 60, vocabulary: int = 259, seed: int = 0) -> ListTable:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pronghorn.data.packing import max_documents, pack, pack_in_order, pack_stream
+from pronghorn.data.packing import Groups, max_documents, pack, pack_in_order, pack_stream
 from pronghorn.errors import DataError
 
 
@@ -31,8 +31,8 @@ def test_every_document_is_in_exactly_one_pack_and_no_pack_overflows(lengths: li
 def test_instruction_data_fills_over_99_percent_of_16384_and_98_of_2048() -> None:
     lengths = instruction_lengths(100_000)
     assert 195 < lengths.mean() < 220
-    assert pack(lengths, 16384, seed=1, epoch=0).efficiency(lengths, 16384) > 0.99
-    assert pack(lengths, 2048, seed=1, epoch=0).efficiency(lengths, 2048) > 0.98
+    assert pack(lengths, 16384, seed=1, epoch=0).efficiency(16384) > 0.99
+    assert pack(lengths, 2048, seed=1, epoch=0).efficiency(2048) > 0.98
 
 
 def test_a_million_documents_pack_in_under_10_seconds_on_one_core() -> None:
@@ -96,7 +96,10 @@ def test_a_document_larger_than_a_pack_is_refused_with_the_fix() -> None:
 def test_documents_of_one_group_stay_side_by_side(lengths: list[int], together: int, capacity: int) -> None:
     groups = len(lengths) // together
     known = np.array(lengths[: groups * together], dtype=np.int32)
-    for packs in (pack(known, capacity, seed=1, epoch=0, together=together), pack_in_order(known, capacity, together)):
+    for packs in (
+        pack(Groups.alike(known, together), capacity, seed=1, epoch=0),
+        pack_in_order(Groups.alike(known, together), capacity),
+    ):
         assert sorted(packs.order.tolist()) == list(range(len(known)))
         for members in packs:
             assert known[members].sum() <= capacity

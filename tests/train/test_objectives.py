@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Qwen3MoeConfig
 
 from pronghorn.data.batches import BatchLoader, PackedBatch, Shapes, StepBatch, build_batch
 from pronghorn.data.packing import pack, pack_in_order
+from pronghorn.data.pair_packing import groups_of
 from pronghorn.model.causal_lm import install
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora, Recipe
@@ -122,7 +123,7 @@ def test_padding_has_a_log_probability_of_zero_and_no_gradient() -> None:
 
 
 def steps_of(pairs: Any, objective: Objective, capacity: int, packs: int, count: int) -> list[StepBatch]:
-    first = pack(pairs.lengths, capacity, seed=1, epoch=0, together=2)
+    first = pack(groups_of(pairs, 2), capacity, seed=1, epoch=0)
     loader = BatchLoader(
         pairs,
         capacity=capacity,

@@ -18,6 +18,8 @@ import numpy.typing as npt
 import torch
 
 from pronghorn.data.packing import Packs, max_documents, pack, pack_in_order
+from pronghorn.data.pair_packing import groups_of, segments_of, shared_segments, slots, tokens_in
+from pronghorn.data.pair_rows import pairs_of
 
 # Document boundaries come in multiples of this many. Kernels pay for each entry (FlashAttention-2's backward holds 128 rows of
 # float32 for every one of them, 2 GB for 1,026 entries of an 8B layer), so there is little padding.
@@ -59,8 +61,7 @@ class PackedBatch:
     """
 
     ids_T: torch.Tensor  # int64
-    # int64, already shifted: labels_T[t] is the token to predict at t, or IGNORED (also where there are several: labels_N)
-    labels_T: torch.Tensor
+    labels_T: torch.Tensor  # int64, already shifted: labels_T[t] is the token to predict at t, or IGNORED; or see labels_N
     positions_T: torch.Tensor  # int64, from 0 in each document; in an answer from its shared prompt's length on
     cu_seqlens: torch.Tensor  # int32, document boundaries, padded by repeating T
     loss_rows: torch.Tensor  # int64, the t with a label, padded with T - 1, which never has one
@@ -108,8 +109,11 @@ class PackedBatch:
         half of them."""
         rows = self.loss_rows[:tokens] if self.every_row else self.loss_rows.clamp(max=tokens - 1)[: tokens // 2]
         given = None if self.given_KN is None else self.given_KN[:, : len(rows)]
+        labels, places = (None if known is None else known[: len(rows)] for known in (self.labels_N, self.document_N))
         return replace(
             self,
+            labels_N=labels,
+            document_N=places,
             ids_T=self.ids_T[:tokens],
             labels_T=self.labels_T[:tokens],
             positions_T=self.positions_T[:tokens],
@@ -146,16 +150,19 @@ class Shapes:
     def planned(cls, table: TokenRows, packs: Packs, capacity: int) -> Shapes:
         """One size fits all packs of this epoch, or two where three of four packs are much smaller than the largest; one more
         fits any pack there can be. Few sizes, because a step is captured for each."""
-        starts = packs.starts[:-1]
+        starts, pairs, lengths = packs.starts[:-1], pairs_of(table), segments_of(table)
         documents = np.diff(packs.starts) + 2
         rows = np.add.reduceat(table.loss_counts[packs.order], starts)
-        longest = min(capacity, _rounded(int(table.lengths.max()), 128))
-        most = _rounded(max_documents(capacity) + 2 + capacity // longest, ENTRIES)
+        longest = min(capacity, _rounded(int(lengths.max()), 128))
+        most = max_documents(capacity) + 2 + capacity // longest
+        if pairs is not None and pairs.shared:  # each group has one segment more, and two documents at least
+            documents += np.add.reduceat(np.diff(pairs.groups[packs.order], prepend=-1) != 0, starts, dtype=np.int64)
+            most += max_documents(capacity) // 2
         return cls(
-            entries=tuple(sorted({*_sizes(documents, ENTRIES, 2 * ENTRIES), most})),
+            entries=tuple(sorted({*_sizes(documents, ENTRIES, 2 * ENTRIES), _rounded(most, ENTRIES)})),
             rows=tuple(sorted({*_sizes(rows, max(16, capacity // ROW_STEPS), capacity // 8, capacity), capacity})),
             longest=longest,
-            typical=_typical(table.lengths),
+            typical=_typical(lengths),
         )
 
 
@@ -187,31 +194,48 @@ def build_batch(
     pack's own.
     """
     documents = tuple(int(row) for row in rows)
-    lengths = table.lengths[rows].astype(np.int64)
+    pairs = pairs_of(table)
+    shared = shared_segments(table, pairs, rows) if pairs is not None and pairs.shared else None
+    lengths = table.lengths[rows].astype(np.int64) if shared is None else shared.lengths
     tokens = int(lengths.sum())
     ids = np.full(capacity, pad_id, dtype=np.int64)
-    trained = np.zeros(capacity, dtype=np.bool_)
-    if documents:
-        ids[:tokens] = np.concatenate([table.ids(row) for row in documents])
-        trained[:tokens] = np.concatenate([table.loss(row) for row in documents])
-
     padding = np.arange(tokens, capacity, shapes.longest if shapes else capacity)  # where each piece of it begins
     begins = np.concatenate([[0], np.cumsum(lengths)[:-1]]) if documents else lengths
     bounds = np.concatenate([begins, padding, [capacity]]).astype(np.int32)
-    trained[bounds[:-1]] = False  # a document's first token has nothing before it that could predict it
-    labels = np.full(capacity, IGNORED, dtype=np.int64)
-    labels[:-1][trained[1:]] = ids[1:][trained[1:]]
     document_lengths = np.diff(bounds)
     positions = np.arange(capacity) - np.repeat(bounds[:-1], document_lengths)
+    labels = np.full(capacity, IGNORED, dtype=np.int64)
+    if shared is None:
+        trained = np.zeros(capacity, dtype=np.bool_)
+        if documents:
+            ids[:tokens] = np.concatenate([table.ids(row) for row in documents])
+            trained[:tokens] = np.concatenate([table.loss(row) for row in documents])
+        trained[bounds[:-1]] = False  # a document's first token has nothing before it that could predict it
+        labels[:-1][trained[1:]] = ids[1:][trained[1:]]
+        loss_rows = np.flatnonzero(labels != IGNORED)
+    else:
+        ids[:tokens], positions[:tokens], loss_rows = shared.ids, shared.positions, shared.loss_rows
+        once = np.bincount(loss_rows, minlength=capacity)[loss_rows] == 1
+        labels[loss_rows[once]] = shared.labels[once]
 
-    loss_rows = np.flatnonzero(labels != IGNORED)
     count, entries, longest = len(loss_rows), _rounded(len(bounds), ENTRIES), int(document_lengths.max())
     typical = _typical(document_lengths)
     if shapes is not None:
         size = next(size for size in shapes.rows if size >= count)
-        loss_rows = np.arange(capacity) if size == capacity else _padded(loss_rows, size, capacity - 1)
+        every = size == capacity and shared is None
+        loss_rows = np.arange(capacity) if every else _padded(loss_rows, size, capacity - 1)
         entries = next(size for size in shapes.entries if size >= len(bounds))
         longest, typical = shapes.longest, shapes.typical
+    known: dict[str, npt.NDArray[Any]] = {}
+    if pairs is not None:
+        known = slots(pairs, rows, entries)
+        if shared is None:
+            place = np.searchsorted(bounds, loss_rows, side="right") - 1
+            known["document_N"] = np.where(labels[loss_rows] == IGNORED, entries - 1, place)
+        else:
+            known["document_N"] = _padded(shared.documents, len(loss_rows), entries - 1)
+            known["labels_N"] = _padded(shared.labels, len(loss_rows), IGNORED)
+            known["prompt_of_S"] = _padded(shared.prompts, entries - 1, -1)
     return PackedBatch(
         ids_T=torch.from_numpy(ids),
         labels_T=torch.from_numpy(labels),
@@ -223,6 +247,7 @@ def build_batch(
         tokens=tokens,
         loss_tokens=count,
         documents=documents,
+        **{name: torch.from_numpy(values) for name, values in known.items()},
     )
 
 
@@ -288,12 +313,12 @@ class BatchLoader:
     ) -> None:
         self._table, self._capacity, self._packs_per_step = table, capacity, packs_per_step
         self._seed, self._workers, self._pad_id, self._pin, self._shapes = seed, workers, pad_id, pin, shapes
-        self._together, self._complete, self._deal = together, complete, deal
-        self._start = start or Cursor()
+        self._complete, self._deal = complete, deal
+        self._start, self._groups = start or Cursor(), groups_of(table, together)
         self.first_epoch = self._pack(self._start.epoch)
 
     def _pack(self, epoch: int) -> Packs:
-        return pack(self._table.lengths, self._capacity, seed=self._seed, epoch=epoch, together=self._together)
+        return pack(self._groups, self._capacity, seed=self._seed, epoch=epoch)
 
     def _build(self, packs: Packs, at: Cursor) -> StepBatch:
         stop = min(at.pack + self._packs_per_step, len(packs))
@@ -306,7 +331,7 @@ class BatchLoader:
         if self._pin:
             batches = [batch.map(torch.Tensor.pin_memory) for batch in batches]
         elsewhere = (
-            sum(int(self._table.lengths[rows].sum()) for rows in others),
+            sum(tokens_in(self._table, rows) for rows in others),
             sum(int(self._table.loss_counts[rows].sum()) for rows in others),
         )
         return StepBatch(tuple(batches), self._next(packs, at), epoch=at.epoch + stop / len(packs), elsewhere=elsewhere)
@@ -354,5 +379,5 @@ def evaluation_batches(
     table: TokenRows, capacity: int, pad_id: int = 0, together: int = 1, deal: tuple[int, int] = (0, 1)
 ) -> Iterator[PackedBatch]:
     """Every document once, in the table's order as far as packing allows; with several ranks, dealt out to them in turn."""
-    for rows in islice(pack_in_order(table.lengths, capacity, together), deal[0], None, deal[1]):
+    for rows in islice(pack_in_order(groups_of(table, together), capacity), deal[0], None, deal[1]):
         yield build_batch(table, rows, capacity, pad_id)

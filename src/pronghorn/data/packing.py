@@ -37,6 +37,7 @@ class Packs(Sequence[npt.NDArray[np.int64]]):
 
     order: npt.NDArray[np.int64]
     starts: npt.NDArray[np.int64]  # pack i is order[starts[i]:starts[i + 1]]
+    tokens: int  # in all packs
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -44,38 +45,58 @@ class Packs(Sequence[npt.NDArray[np.int64]]):
     def __getitem__(self, i):  # type: ignore[no-untyped-def]
         return self.order[self.starts[i] : self.starts[i + 1]]
 
-    def efficiency(self, lengths: npt.NDArray[np.integer], capacity: int) -> float:
+    def efficiency(self, capacity: int) -> float:
         """Share of all slots that hold a real token."""
-        return float(lengths[self.order].sum(dtype=np.int64)) / (len(self) * capacity) if len(self) else 0.0
+        return self.tokens / (len(self) * capacity) if len(self) else 0.0
 
 
-def pack(
-    lengths: npt.NDArray[np.integer], capacity: int, *, seed: int, epoch: int, window: int = WINDOW, together: int = 1
-) -> Packs:
-    """Shuffle all documents with (seed, epoch), then pack them. The same arguments give the same packs, anywhere. `together`:
-    so many documents in a row, counted from the first, stay side by side in one pack."""
-    shuffled = np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(len(lengths) // together)
-    return _collect(shuffled, lengths, capacity, window, together)
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Documents that stay side by side in one pack."""
+
+    starts: npt.NDArray[np.int64]  # group i is the documents starts[i] to starts[i + 1]
+    tokens: npt.NDArray[np.int64]  # that each group takes in a pack
+
+    @classmethod
+    def alike(cls, lengths: npt.NDArray[np.integer], together: int = 1) -> Groups:
+        """So many documents in a row, counted from the first."""
+        count = len(lengths) // together
+        return cls(np.arange(count + 1) * together, lengths[: count * together].reshape(-1, together).sum(1, dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
 
 
-def pack_in_order(lengths: npt.NDArray[np.integer], capacity: int, together: int = 1) -> Packs:
+Documents = Groups | npt.NDArray[np.integer]  # or their lengths, where each stands for itself
+
+
+def pack(documents: Documents, capacity: int, *, seed: int, epoch: int, window: int = WINDOW) -> Packs:
+    """Shuffle all documents with (seed, epoch), then pack them. The same arguments give the same packs, anywhere."""
+    shuffled = np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(len(documents))
+    return _collect(shuffled, documents, capacity, window)
+
+
+def pack_in_order(documents: Documents, capacity: int) -> Packs:
     """Pack without shuffling: for evaluation, which sees every document once."""
-    return _collect(np.arange(len(lengths) // together), lengths, capacity, WINDOW, together)
+    return _collect(np.arange(len(documents)), documents, capacity, WINDOW)
 
 
-def _collect(
-    groups: npt.NDArray[np.int64], lengths: npt.NDArray[np.integer], capacity: int, window: int, together: int
-) -> Packs:
-    of_groups = lengths if together == 1 else lengths.reshape(-1, together).sum(1)
+def _collect(shuffled: npt.NDArray[np.int64], documents: Documents, capacity: int, window: int) -> Packs:
+    groups = documents if isinstance(documents, Groups) else Groups.alike(documents)
+    sizes = np.diff(groups.starts)
+    largest = int(sizes.max(initial=1))
     order: list[int] = []
     starts = [0]
-    for members in pack_stream(of_groups[groups].tolist(), capacity, window, max_documents(capacity) // together):
+    for members in pack_stream(groups.tokens[shuffled].tolist(), capacity, window, max_documents(capacity) // largest):
         order += members
         starts.append(len(order))
-    chosen, begins = groups[np.array(order, dtype=np.int64)], np.array(starts, dtype=np.int64)
-    if together > 1:
-        chosen, begins = (chosen[:, None] * together + np.arange(together)).ravel(), begins * together
-    return Packs(order=chosen, starts=begins)
+    chosen, begins = shuffled[np.array(order, dtype=np.int64)], np.array(starts, dtype=np.int64)
+    if largest > 1:
+        counts = sizes[chosen]
+        ends = np.concatenate([[0], np.cumsum(counts)])
+        within = np.arange(ends[-1]) - np.repeat(ends[:-1], counts)
+        chosen, begins = np.repeat(groups.starts[chosen], counts) + within, ends[begins]
+    return Packs(order=chosen, starts=begins, tokens=int(groups.tokens.sum()))
 
 
 def pack_stream(lengths: Iterable[int], capacity: int, window: int = WINDOW, most: int | None = None) -> Iterator[list[int]]:

@@ -7,7 +7,7 @@ same `prefixes` tokens, which carry no loss: the prompt, up to a border that the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +23,11 @@ class PairRows:
     roles: npt.NDArray[np.int32]
     prefixes: npt.NDArray[np.int32]  # tokens at the beginning that all rows of the group share
     margins: npt.NDArray[np.float32]  # by how much the chosen answer is better; 0 where the data does not say
+    shared: bool = False  # whether a pack has the prefix of a group once (pair_packing.py)
 
     def select(self, chosen: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> PairRows:
-        return PairRows(self.groups[chosen], self.roles[chosen], self.prefixes[chosen], self.margins[chosen])
+        columns = {name: getattr(self, name)[chosen] for name in ("groups", "roles", "prefixes", "margins")}
+        return replace(self, **columns)
 
     @property
     def starts(self) -> npt.NDArray[np.int64]:

@@ -103,7 +103,7 @@ def collect(
         lengths=_lengths(rows), exact_duplicates=_found(rows, list(found.exact)), near_duplicates=_near(rows, found),
         junk={why: _found(rows, [i for i, reason in found.junk.items() if reason == why])
               for why in sorted(set(found.junk.values()))},
-        packing=Packing(capacity, len(packs), packs.efficiency(lengths, capacity)),
+        packing=Packing(capacity, len(packs), packs.efficiency(capacity)),
         bad_rows_file=str(rows.bad_rows_file or ""), remarks=(*remarks, *chosen.remarks),
     )  # fmt: skip
 

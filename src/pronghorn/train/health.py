@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from pronghorn.data.batches import StepBatch, TokenRows, build_batch
+from pronghorn.data.pair_packing import split_groups
 from pronghorn.errors import HealthStop, ModelError, RecipeError, counted
 from pronghorn.train.objectives import Objective, Supervised
 
@@ -122,15 +123,14 @@ def offending_rows(
     objective = objective or Supervised()
     documents = [row for batch in step_batch.batches for row in batch.documents]
     guilty = []
-    for first in range(0, len(documents), objective.together):
-        rows = documents[first : first + objective.together]
+    for rows in split_groups(table, np.array(documents), objective.together):
         model.zero_grad(set_to_none=True)
-        batch = objective.complete(build_batch(table, np.array(rows), int(table.lengths[rows].sum())), table).to(device)
+        batch = objective.complete(build_batch(table, rows, int(table.lengths[rows].sum())), table).to(device)
         with autocast():
             loss = objective.loss_sum(model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
         grads = [p.grad for p in model.parameters() if p.grad is not None]
         if not torch.isfinite(loss) or not all(bool(torch.isfinite(grad).all()) for grad in grads):
-            guilty += [where(row) for row in rows]
+            guilty += [where(int(row)) for row in rows]
     model.zero_grad(set_to_none=True)
     return Offenders(guilty, [where(row) for row in documents])

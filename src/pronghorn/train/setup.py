@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from pronghorn.data.batches import BatchLoader, Cursor, Shapes, build_batch, steps_per_epoch
-from pronghorn.data.packing import Packs, pack
+from pronghorn.data.packing import Groups, Packs, pack
+from pronghorn.data.pair_packing import groups_of
 from pronghorn.data.prepare import Counts, hold_out, prepare
 from pronghorn.data.tokens import TokenTable, load_tokenizer
 from pronghorn.errors import DataError, ModelError, RecipeError, counted
@@ -79,7 +80,7 @@ class RunData:
             "tokens": int(self.train.lengths.sum()),
             "loss_tokens": int(self.train.loss_counts.sum()),
             "packs": len(self.first_epoch),
-            "efficiency": self.first_epoch.efficiency(self.train.lengths, capacity),
+            "efficiency": self.first_epoch.efficiency(capacity),
             **data_facts(self.counts, self.train),
         }
 
@@ -149,19 +150,20 @@ def prepare_data(recipe: Recipe, tokenizer: Any, *, report: Report, stage: Stage
     if not len(train):
         raise DataError(what="no rows are left to train on", fix="run `pronghorn data stats` to see what was dropped and why")
     with stage("pack"):
-        first = pack(train.lengths, spec.capacity, seed=spec.seed, epoch=0, together=objective_of(recipe).together)
-        total = spec.steps or _steps(recipe, train, first, report)
+        groups = groups_of(train, objective_of(recipe).together)
+        first = pack(groups, spec.capacity, seed=spec.seed, epoch=0)
+        total = spec.steps or _steps(recipe, groups, first, report)
     pad_id = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
     return RunData(train, evaluation, remarks, first, total, pad_id, prepared.counts)
 
 
-def _steps(recipe: Recipe, train: TokenTable, first: Packs, report: Report) -> int:
+def _steps(recipe: Recipe, groups: Groups, first: Packs, report: Report) -> int:
     """Counted, not estimated: an epoch's number of packs depends on its shuffle, and the schedule needs the exact total."""
-    spec, together = recipe.train, objective_of(recipe).together
+    spec = recipe.train
     total = steps_per_epoch(len(first), packs_per_step(recipe))
     for epoch in range(1, spec.epochs):
         report("counting steps of epochs", epoch, spec.epochs)
-        packs = pack(train.lengths, spec.capacity, seed=spec.seed, epoch=epoch, together=together)
+        packs = pack(groups, spec.capacity, seed=spec.seed, epoch=epoch)
         total += steps_per_epoch(len(packs), packs_per_step(recipe))
     report("counting steps of epochs", spec.epochs, spec.epochs)
     return total
