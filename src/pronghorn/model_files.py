@@ -30,6 +30,12 @@ TOKENIZER_CLASS = re.compile(
     r"(?!Auto)\w+Tokenizer(Fast)?|PreTrainedTokenizerFast|TokenizersBackend|SentencePieceBackend"
     r"|MistralCommonBackend|PythonBackend"
 )
+# What Python raises where a value in a file is not what transformers or torch take it for. Caught only around their
+# constructors: elsewhere each is a bug of ours.
+MALFORMED = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RecursionError, RuntimeError, TypeError,
+    ValueError,
+)  # fmt: skip
 TEMPLATE_NAME = re.compile(r"\w[\w.-]*")  # becomes the name of a file
 
 

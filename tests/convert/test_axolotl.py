@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import write_data
+from tiny import check_converted
 
-from pronghorn.cli import main
 from pronghorn.convert.converting import Conversion, convert_file, convert_text
 from pronghorn.errors import CommandError
 from pronghorn.recipe import Recipe, named
@@ -170,24 +169,8 @@ def test_nothing_is_said_of_no_key_and_every_line_is_right(name: str) -> None:
 def test_check_takes_the_recipe(
     name: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With a model and data that are here; everything else is the recipe's."""
     monkeypatch.setenv("PRONGHORN_CACHE", str(tmp_path / "cache"))
-    recipe = tmp_path / "recipe.yaml"
-    assert main(["new", "--from", str(CONFIGS / name), "-o", str(recipe)]) == 0
-    data = write_data(tmp_path, EXPECTED[name][0])
-    code = main(
-        [
-            "check",
-            str(recipe),
-            f"model={model}",
-            f"data.train={data}",
-            "data.max_length=64",
-            "train.capacity=512",
-            "train.batch_tokens=512",
-            f"output={tmp_path / 'run'}",
-        ]
-    )
-    assert code == 0, capsys.readouterr().err
+    assert check_converted(CONFIGS / name, EXPECTED[name][0], model, tmp_path) == 0, capsys.readouterr().err
 
 
 # Data sets of every type ------------------------------------------------------------------------------------------------

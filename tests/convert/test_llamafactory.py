@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 from test_axolotl import flat, not_honoured
-from tiny import write_data
+from tiny import check_converted
 
-from pronghorn.cli import main
 from pronghorn.convert.converting import convert_file, convert_text
 from pronghorn.errors import CommandError
 from pronghorn.recipe_file import parse_recipe, read_yaml
@@ -145,22 +144,7 @@ def test_check_takes_the_recipe(
     name: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PRONGHORN_CACHE", str(tmp_path / "cache"))
-    recipe = tmp_path / "recipe.yaml"
-    assert main(["new", "--from", str(CONFIGS / name), "-o", str(recipe)]) == 0
-    data = write_data(tmp_path, EXPECTED[name][0])
-    code = main(
-        [
-            "check",
-            str(recipe),
-            f"model={model}",
-            f"data.train={data}",
-            "data.max_length=64",
-            "train.capacity=512",
-            "train.batch_tokens=512",
-            f"output={tmp_path / 'run'}",
-        ]
-    )
-    assert code == 0, capsys.readouterr().err
+    assert check_converted(CONFIGS / name, EXPECTED[name][0], model, tmp_path) == 0, capsys.readouterr().err
 
 
 def info(folder: Path, **entries: Any) -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pronghorn.cli import main
 from samples import CHATML, make_model, make_tokenizer
 
 TOKENS = [
@@ -46,3 +47,18 @@ def write_data(folder: Path, kind: str) -> Path:
     path = folder / f"{kind}.jsonl"
     path.write_text("".join(json.dumps(ROWS[kind] | {"n": n}) + "\n" for n in range(30)), encoding="utf-8")
     return path
+
+
+def check_converted(config: Path, kind: str, model: Path, folder: Path) -> int:
+    """`pronghorn check` of the converted recipe, with a model and data that are here; everything else is the recipe's."""
+    recipe = folder / "recipe.yaml"
+    assert main(["new", "--from", str(config), "-o", str(recipe)]) == 0
+    own = {
+        "model": model,
+        "data.train": write_data(folder, kind),
+        "data.max_length": 64,
+        "train.capacity": 512,
+        "train.batch_tokens": 512,
+        "output": folder / "run",
+    }
+    return main(["check", str(recipe), *(f"{key}={value}" for key, value in own.items())])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_optim import assert_goes_on_the_same
 
 from pronghorn.errors import CheckpointError, Interrupted
 from pronghorn.kernels.optim.adamw8bit import SMALL, blocks_of
@@ -74,17 +75,7 @@ def test_the_state_of_8_bits_comes_back_to_the_bit(recipe_for: RecipeFor) -> Non
         assert stored[f"optimizer/exp_avg/{name}"].dtype == torch.uint8
         assert stored[f"optimizer/exp_avg_sq_absmax/{name}"].shape == (blocks_of(parameter.numel()),)
     assert len(stored) == 3 * len(trainable(model)) + 2 * len(large)
-    other = make_model()
-    other.load_state_dict(model.state_dict())
-    restored = make_optimizer(other, recipe)
-    restore_optimizer(restored, other, stored)
-    again = optimizer_tensors(restored, other)
-    assert again.keys() == stored.keys()
-    assert all(torch.equal(again[name], stored[name]) for name in stored)
-    for one, its_optimizer in ((model, optimizer), (other, restored)):
-        random_grads(one, 7)
-        its_optimizer.step()
-    assert all(torch.equal(p, trainable(other)[name]) for name, p in trainable(model).items())
+    assert_goes_on_the_same(model, optimizer, stored, make_model(), recipe)
 
 
 def test_paged_moments_are_stored_and_put_back(recipe_for: RecipeFor) -> None:

@@ -25,7 +25,7 @@ from pronghorn.data.tokenizer_changes import changed, changes_tokens
 from pronghorn.errors import ModelError, RecipeError
 from pronghorn.folders import folder_of
 from pronghorn.hub import model_folder
-from pronghorn.model_files import require_safe_files, require_template_names
+from pronghorn.model_files import MALFORMED, require_safe_files, require_template_names
 from pronghorn.recipe import Data
 
 Ints = npt.NDArray[np.int32]
@@ -139,20 +139,8 @@ def _constructed(folder: Path, name: str, *, from_hub: bool) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, **options)
         tokenizer.decode(tokenizer("Is it whole? 1, 2, 3 \u00e9\u6c34")["input_ids"])
     except Exception as error:
-        # What Python raises where a value is not what transformers takes it for; tokenizers (Rust) raises Exception itself.
-        malformed = (
-            ArithmeticError,
-            AssertionError,
-            AttributeError,
-            ImportError,
-            LookupError,
-            OSError,
-            RecursionError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-            StrictDataclassError,
-        )
+        # tokenizers (Rust) raises Exception itself
+        malformed = (*MALFORMED, StrictDataclassError)
         if not isinstance(error, malformed) and type(error) is not Exception:
             raise
         why, fix = (str(error).strip() or type(error).__name__).split("\n")[0][:300], "download the tokenizer files again"

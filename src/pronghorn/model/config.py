@@ -16,27 +16,12 @@ from pronghorn.folders import folder_of
 from pronghorn.hub import model_folder
 from pronghorn.model.config_check import require_consistent, require_generation_numbers, require_sane_numbers, require_token_ids
 from pronghorn.model.text_stack import auto_class
-from pronghorn.model_files import GENERATION, read_json, require_safe_files
+from pronghorn.model_files import GENERATION, MALFORMED, read_json, require_safe_files
 
 T = TypeVar("T")
 UNBUILDABLE = "config.json does not describe a valid model"
 
-# What Python, torch and transformers raise on a bad value from a file. Caught only around their constructors: elsewhere each is
-# a bug of ours.
-MALFORMED = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    OSError,
-    RecursionError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    SafetensorError,
-    StrictDataclassError,
-)
+UNREADABLE = (*MALFORMED, SafetensorError, StrictDataclassError)
 
 
 def read_config(name: str) -> Any:
@@ -84,7 +69,7 @@ def constructed(name: str, what: str, construct: Callable[[], T]) -> T:
     """Builds a transformers object from a file; on failure raises `what` with the first line of the error as the reason."""
     try:
         return construct()
-    except MALFORMED as error:
+    except UNREADABLE as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise _told(name, error, what) from error
