@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.errors import ModelError
+from pronghorn.kernels.attention.attention_shared import shared_spans
 from pronghorn.kernels.attention.attention_torch import spans
 from pronghorn.kernels.embedding.host_embedding import host_embedding
 from pronghorn.kernels.lora.fp8_lora import SplitTable
@@ -158,15 +159,16 @@ class FastCausalLM:
         return load.balanced(h_TD)
 
     def load_of(
-        self, labels_T: Tensor | None = None, spans_2T: Tensor | None = None, rows: Tensor | None = None
+        self, labels_N: Tensor | None = None, spans_2T: Tensor | None = None, rows: Tensor | None = None
     ) -> RouterStats | None:
-        """Router statistics of a training forward. `labels_T`, `spans_2T`: of a pack with padding at its end."""
+        """Router statistics of a training forward. `labels_N` (of all tokens or of `rows`), `spans_2T`: of a pack with padding
+        at its end."""
         if not self.expert_layers or not torch.is_grad_enabled():
             return None
         real_T = real_rows = None
-        if labels_T is not None and spans_2T is not None:
-            real_T = padding_mask(labels_T, spans_2T, IGNORED)
-            real_rows = None if rows is None else (labels_T.index_select(0, rows) != IGNORED).float()
+        if labels_N is not None and spans_2T is not None:
+            real_T = padding_mask(labels_N, rows, spans_2T, IGNORED)
+            real_rows = None if rows is None else (labels_N != IGNORED).float()
         return RouterStats(
             len(self.expert_layers),
             num_experts(self.config),
@@ -207,17 +209,28 @@ class FastCausalLM:
             )
         return x_ND, head.weight if head.weight.dtype == x_ND.dtype else head.weight.to(x_ND.dtype), head.bias
 
-    def documents(self, cu_seqlens: Tensor, longest: int, positions_T: Tensor, typical: int | None = None) -> Documents:
+    def documents(
+        self,
+        cu_seqlens: Tensor,
+        longest: int,
+        positions_T: Tensor,
+        typical: int | None = None,
+        prompt_of_S: Tensor | None = None,
+    ) -> Documents:
         """What the layers share about a pack. `typical`: mean document length, weighted by tokens; default: tokens divided by
-        the number of boundaries."""
-        tokens = len(positions_T)
-        spans_2T = spans(cu_seqlens, tokens)
+        the number of boundaries. `prompt_of_S`: of each segment that of the prompt it shares with others (shared_prefix.py)."""
+        tokens, prefix_2T = len(positions_T), None
+        if prompt_of_S is None:
+            spans_2T = spans(cu_seqlens, tokens)
+        else:
+            spans_2T, prefix_2T = shared_spans(cu_seqlens, prompt_of_S, tokens)
         return Documents(
             cu_seqlens,
             longest,
             self.positions.rotary(positions_T, spans_2T),
             spans_2T,
             tokens // max(1, len(cu_seqlens) - 1) if typical is None else typical,
+            prefix_2T=prefix_2T,
             query_scale_T=self.positions.query_scale(positions_T),
         )
 
@@ -231,12 +244,16 @@ class FastCausalLM:
         labels_T: Tensor,
         loss_rows: Tensor | None = None,
         typical: int | None = None,
+        labels_N: Tensor | None = None,
+        prompt_of_S: Tensor | None = None,
     ) -> PackedRows:
-        """One packed batch through the layers, metadata built by the loader. `loss_rows`: only these have labels."""
-        documents = self.documents(cu_seqlens, longest, positions_T, typical)
-        load = self.load_of(labels_T, documents.spans_2T, loss_rows)
+        """One packed batch through the layers, metadata built by the loader. `loss_rows`: only these have labels. `labels_N`:
+        theirs, if not those of `labels_T`."""
+        documents = self.documents(cu_seqlens, longest, positions_T, typical, prompt_of_S)
+        if labels_N is None:
+            labels_N = labels_T if loss_rows is None else labels_T.index_select(0, loss_rows)
+        load = self.load_of(labels_N, documents.spans_2T, loss_rows)
         h_ND = self.hidden(self.embed(ids_T), replace(documents, load=load), loss_rows)
-        labels_N = labels_T if loss_rows is None else labels_T.index_select(0, loss_rows)
         return PackedRows(h_ND, labels_N, documents.grad_buffer, load)
 
     def packed_loss(

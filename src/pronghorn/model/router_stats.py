@@ -114,10 +114,10 @@ class ExpertCounts:
         return {layer: [round(count) for count in row] for layer, row in zip(self.layers, counts, strict=True)}
 
 
-def padding_mask(labels_T: Tensor, spans_2T: Tensor, ignored: int) -> Tensor:
+def padding_mask(labels_N: Tensor, rows: Tensor | None, spans_2T: Tensor, ignored: int) -> Tensor:
     """1 for tokens up to the end of the last document that has a label, 0 for those after it: a pack is padded at its end with
-    documents without labels. No synchronization."""
-    place = torch.arange(len(labels_T), device=labels_T.device)
-    last = torch.where(labels_T != ignored, place, 0).amax()
+    documents without labels. `labels_N`: of `rows`, or of all tokens. No synchronization."""
+    place = torch.arange(spans_2T.shape[1], device=labels_N.device)
+    last = torch.where(labels_N != ignored, place if rows is None else rows, 0).amax()
     end = spans_2T[1].index_select(0, last[None])  # an index of no dimensions would be read by the host
     return (place < end).float()

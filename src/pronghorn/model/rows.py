@@ -14,7 +14,10 @@ def rows_like(x: Tensor, width: int) -> Tensor:
     return make(x.shape[0], width)
 
 
-def spread(x_ND: Tensor, rows: Tensor, tokens: int) -> Tensor:
+def spread(x_ND: Tensor, rows: Tensor, tokens: int, *, repeated: bool = False) -> Tensor:
     """Scatters N rows to their tokens, zeros elsewhere. Padding rows all index the last token and are zero, so their order does
-    not matter."""
+    not matter. `repeated`: other tokens may have several rows, too, which are added up: the last of a prompt that answers
+    share has one for each of them."""
+    if repeated:
+        return x_ND.new_zeros(tokens, x_ND.shape[1]).index_add_(0, rows, x_ND)
     return x_ND.new_zeros(tokens, x_ND.shape[1]).index_copy_(0, rows, x_ND)

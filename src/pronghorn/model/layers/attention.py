@@ -91,6 +91,7 @@ class AttentionHalf:
                 documents.longest,
                 out=self.heads_of(o),
                 spans_2T=documents.spans_2T,
+                prefix_2T=documents.prefix_2T,
                 typical=documents.typical,
                 **self.options,
             )
@@ -161,7 +162,7 @@ class AttentionHalf:
         self, do: Tensor, saved: Saved, documents: Documents, norm_grads: dict[str, Tensor | None]
     ) -> tuple[Tensor, Tensor | None]:
         """(the gradient of q, k and v before RoPE and qk-norm, in rows with spare columns; that of the sinks)"""
-        backend = self.backend(do.device, do.dtype, documents.typical)
+        backend = self.backend(do.device, do.dtype, documents.typical, shared=documents.prefix_2T is not None)
         dqkv_ext = self._dqkv_buffer(do, saved["qkv"], backend)
         options, sinks, rotary = self.options, self.sinks, documents.rotary[self.rope]
         if sinks is not None and not sinks.requires_grad and backend in ("short", "flash2"):
@@ -177,6 +178,7 @@ class AttentionHalf:
             documents.cu_seqlens,
             documents.longest,
             spans_2T=documents.spans_2T,
+            prefix_2T=documents.prefix_2T,
             typical=documents.typical,
             **options,
             backend=backend,
@@ -189,7 +191,7 @@ class AttentionHalf:
             self._back_through_rope((dq, dk, dv), dqkv_ext, saved, documents, norm_grads)
         return dqkv_ext, dsinks
 
-    def backend(self, device: torch.device, dtype: torch.dtype, typical: int) -> Backend:
+    def backend(self, device: torch.device, dtype: torch.dtype, typical: int, *, shared: bool = False) -> Backend:
         """The backend of the backward."""
         return pick_backend(
             device,
@@ -198,6 +200,7 @@ class AttentionHalf:
             softcap=self._options["softcap"] is not None,
             sinks=self.sinks is not None,
             typical=typical,
+            shared=shared,
         )
 
     def _dqkv_buffer(self, do: Tensor, qkv: Tensor | None, backend: Backend) -> Tensor:

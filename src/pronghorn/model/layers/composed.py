@@ -29,7 +29,15 @@ def composed_layer(layer: DecoderLayer, h_TD: Tensor, documents: Documents) -> T
     if documents.query_scale_T is not None:
         q = (q * documents.query_scale_T[:, None, None]).to(q.dtype)
     o = attention(
-        q, k, v, documents.cu_seqlens, documents.longest, spans_2T=documents.spans_2T, typical=documents.typical, **half.options
+        q,
+        k,
+        v,
+        documents.cu_seqlens,
+        documents.longest,
+        spans_2T=documents.spans_2T,
+        prefix_2T=documents.prefix_2T,
+        typical=documents.typical,
+        **half.options,
     )
     h_TD = h_TD + layer.multiplier * _normed(layer.after_attention, _project(half.out, o.flatten(1)))
     y = mlp.composed(_normed(mlp.before, h_TD), documents)

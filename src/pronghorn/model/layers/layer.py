@@ -154,7 +154,8 @@ class DecoderLayer:
     # ---- forward -----------------------------------------------------------------------------------------------------
 
     def __call__(self, h_TD: Tensor, documents: Documents, rows: Tensor | None = None) -> Tensor:
-        """The residual stream after the layer: of all tokens, or of `rows`, which hold no token twice but the last one."""
+        """The residual stream after the layer: of all tokens, or of `rows`, which hold no token twice but the last one and, where
+        answers share a prompt, its last."""
         if not self.fused:
             if self.recomputes and torch.is_grad_enabled():  # torch's own: it also restores the random state of dropout
                 out: Tensor = checkpoint(composed_layer, self, h_TD, documents, use_reentrant=False)
@@ -216,7 +217,8 @@ class DecoderLayer:
         do, of_out = self.out.back(dy)
         out_grads = self.out.gradients(of_out, saved["o_rows"][:, : attention.out_width], attention.xa_of_out(saved))
         if rows is not None:
-            do, dh = spread(do, rows, len(saved["h"])), spread(dh, rows, len(saved["h"]))
+            repeated = documents.prefix_2T is not None
+            do, dh = (spread(x, rows, len(saved["h"]), repeated=repeated) for x in (do, dh))
         dqkv, dsinks = attention.backward(do, saved, documents, norm_grads)
         del do, dy, of_out
         saved.release(*OF_ATTENTION)

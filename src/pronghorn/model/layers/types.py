@@ -41,6 +41,7 @@ class Documents:
     rotary: dict[str, tuple[Tensor, Tensor]]  # kind of RoPE -> cos, sin, float32, [T, P / 2]
     spans_2T: Tensor  # where each token's document begins and ends
     typical: int  # mean document length, weighted by tokens: affects speed, not results
+    prefix_2T: Tensor | None = None  # prompts that answers share (kernels/attention/attention_shared.py); then rows may repeat
     query_scale_T: Tensor | None = None  # factor of each token's queries, where the model has one
     load: RouterStats | None = None  # of the experts in this step
     grad_buffer: GradBuffer = field(default_factory=GradBuffer)
