@@ -32,7 +32,7 @@ from pronghorn.train.fused_adamw import FusedAdamW
 from pronghorn.train.graphed_step import GraphedStep
 from pronghorn.train.health import offending_rows
 from pronghorn.train.objectives import Objective, Supervised
-from pronghorn.train.objectives.objective import log_probs_of
+from pronghorn.train.objectives.objective import Sums, log_probs_of
 from pronghorn.train.step import EagerStep, Step
 from pronghorn.train.world import World
 from samples import make_model, random_table
@@ -44,8 +44,8 @@ CPU = torch.device("cpu")
 class ByLogProbs(Supervised):
     """Supervised, without its fused form."""
 
-    def loss_sum(self, model: Any, batch: PackedBatch) -> Tensor:
-        return Objective.loss_sum(self, model, batch)
+    def sums(self, model: Any, batch: PackedBatch) -> Sums:
+        return Objective.sums(self, model, batch)
 
     def divisor(self, step_batch: StepBatch, world: World) -> float:
         return Objective.divisor(self, step_batch, world)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from pronghorn.train.world import World
 class Evaluation:
     loss: float
     tokens: int  # held-out tokens that carry loss
+    figures: dict[str, float] = field(default_factory=dict)  # what else the objective shows
 
     @property
     def perplexity(self) -> float:
@@ -45,18 +46,23 @@ def evaluate(
     was_training = model.training
     model.eval()
     objective.prepare(model, table, device, autocast)
-    total, count, tokens, seen = torch.zeros((), dtype=torch.float64, device=device), 0, 0, 0
+    total, counts = (torch.zeros(objective.terms, dtype=torch.float64) for _ in range(2))
+    watched = torch.zeros(len(objective.watched), dtype=torch.float64)
+    total, watched, tokens, seen = total.to(device), watched.to(device), 0, 0
     for batch in evaluation_batches(table, capacity, pad_id, objective.together, (world.rank, world.size)):
         with autocast():
-            total += objective.loss_sum(model, objective.complete(batch, table).to(device)).double()
-        count += int(objective.count(batch))
+            sums = objective.sums(model, objective.complete(batch, table).to(device))
+        total += sums.loss.double()
+        watched += 0.0 if sums.watched is None else sums.watched.double()
+        counts += objective.count(batch)
         tokens += batch.loss_tokens
         seen += len(batch.documents)
         if progress:
             progress("evaluating", seen, len(table))
     model.train(was_training)
-    all_loss, all_count, all_tokens = world.total(float(total), count, tokens)
-    return Evaluation(loss=all_loss / all_count, tokens=int(all_tokens))
+    found = world.total(*total.tolist(), *counts.tolist(), tokens, *watched.tolist())
+    loss = sum(found[i] / found[objective.terms + i] for i in range(objective.terms))
+    return Evaluation(loss, int(found[2 * objective.terms]), objective.figures(found[2 * objective.terms + 1 :]))
 
 
 LOWER_IS_BETTER = ("loss",)  # every metric of answers is better when it is higher

@@ -33,6 +33,7 @@ from pronghorn.model.load import DTYPES, Precision
 from pronghorn.model.lora_grad_buffer import LoraGradBuffer, shared_gradients
 from pronghorn.train.fused_adamw import FusedAdamW
 from pronghorn.train.objectives import Objective
+from pronghorn.train.objectives.objective import Divisor
 from pronghorn.train.step import EagerStep, StageTimer, Step, StepResult, finish_backward, no_graph, why_not_graphed
 from pronghorn.train.world import World
 
@@ -84,8 +85,10 @@ class GraphedStep(Step):
         self._sums: LoraGradBuffer | None = None
         self._under_way: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
         self._loss = torch.zeros((), device=device)
-        self._share = torch.ones((), device=device)  # 1 / what the step's loss is divided by
-        self._report = torch.zeros(2, device=device)  # loss, gradient norm
+        terms = self.objective.terms
+        self._share = torch.ones(() if terms == 1 else (terms,), device=device)  # 1 / what the step's loss is divided by
+        self._watched = torch.zeros(len(self.objective.watched), device=device)
+        self._report = torch.zeros(2 + len(self._watched), device=device)  # loss, gradient norm, what is watched
         self._limit = torch.full((), math.inf, device=device)  # of the step's loss, where it is guarded
         self._spiked = torch.zeros((), dtype=torch.int32, device=device)
         if self._cuda:
@@ -98,7 +101,8 @@ class GraphedStep(Step):
             if self._update is None:
                 self._set_up(step_batch.batches[0])
             self._adamw.refresh_lr()
-            self._share.fill_(1.0 / self.objective.divisor(step_batch, self.world))
+            self._set_divisor(self.objective.divisor(step_batch, self.world))
+            self.objective.before_step(self.model, step_batch, self.device, self.autocast, self.world)
             if self.guards_loss:
                 self._limit.fill_(self.loss_limit)
             self._accumulated = False
@@ -118,8 +122,8 @@ class GraphedStep(Step):
             report, arrived = self._under_way.popleft()
             if arrived is not None:
                 arrived.synchronize()  # sleeps: a blocking event
-            loss, grad_norm = report.tolist()
-        return StepResult(loss, grad_norm)
+            loss, grad_norm, *watched = report.tolist()
+        return StepResult(loss, grad_norm, self.objective.figures(watched))
 
     def release(self) -> None:
         super().release()
@@ -136,8 +140,15 @@ class GraphedStep(Step):
         self._staging.clear()
         self._update, self._sums, self._added_up = None, None, []
 
+    def _set_divisor(self, divisor: Divisor) -> None:
+        if isinstance(divisor, tuple):
+            for place, one in zip(self._share, divisor, strict=True):
+                place.fill_(1.0 / one)
+        else:
+            self._share.fill_(1.0 / divisor)
+
     def _send_report(self) -> None:
-        report = torch.empty(2, pin_memory=self._cuda)
+        report = torch.empty(len(self._report), pin_memory=self._cuda)
         report.copy_(self._report, non_blocking=True)
         arrived = None
         if self._cuda:
@@ -150,11 +161,15 @@ class GraphedStep(Step):
     def _forward_backward(self, inputs: PackedBatch) -> None:
         try:
             with self.autocast():
-                loss = self.objective.loss_sum(self.model, inputs) * self._share
+                sums = self.objective.sums(self.model, inputs)
+                loss = sums.loss * self._share
+                loss = loss.sum() if loss.dim() else loss
             loss.backward()  # type: ignore[no-untyped-call]
         finally:
             finish_backward(self.model)  # joins its stream, without which a capture that fails could not even be ended
         self._loss += loss.detach()
+        if sums.watched is not None:
+            self._watched += sums.watched
 
     def _clip_and_update(self) -> None:
         assert self._sums is not None
@@ -167,6 +182,7 @@ class GraphedStep(Step):
             self._lower_guard(self._adamw.grad_norm)
         self._report[0].copy_(self._loss)
         self._report[1].copy_(self._adamw.grad_norm)
+        self._report[2:].copy_(self._watched)
         self._clear()
 
     def _raise_guard(self) -> None:
@@ -209,7 +225,7 @@ class GraphedStep(Step):
         compute = engine.backbone.embed_tokens.weight.dtype if self.precision == "fp32" else DTYPES[self.precision]
         self._sums = LoraGradBuffer(engine, compute)
         engine.accumulate_weights(True)
-        self._added_up = [self._loss, self._sums.buffer, *gradients]
+        self._added_up = [self._loss, self._sums.buffer, *gradients, *([self._watched] if len(self._watched) else [])]
         self._adamw.clip_norm, self._adamw.watched_loss = self.clip, self._loss
         self._adamw.refresh_lr()
         self._adamw.prepare()

@@ -127,7 +127,7 @@ def offending_rows(
         model.zero_grad(set_to_none=True)
         batch = objective.complete(build_batch(table, rows, int(table.lengths[rows].sum())), table).to(device)
         with autocast():
-            loss = objective.loss_sum(model, batch)
+            loss = objective.loss_sum(model, batch).sum()
         loss.backward()  # type: ignore[no-untyped-call]
         grads = [p.grad for p in model.parameters() if p.grad is not None]
         if not torch.isfinite(loss) or not all(bool(torch.isfinite(grad).all()) for grad in grads):

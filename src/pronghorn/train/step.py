@@ -10,7 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.load import DTYPES, Precision
 from pronghorn.train.fused_adamw import FusedAdamW
 from pronghorn.train.objectives import Objective, Supervised
+from pronghorn.train.objectives.objective import mean_of
 from pronghorn.train.optim import trainable
 from pronghorn.train.world import World
 
@@ -34,6 +35,7 @@ class StepResult:
 
     loss: float  # the objective's mean over the step; supervised: over its trained tokens
     grad_norm: float  # before clipping
+    figures: dict[str, float] = field(default_factory=dict)  # what else the objective shows of the step
     skipped: bool = False  # fp16 only: the scaled gradients overflowed, the scale was lowered, nothing was updated
 
 
@@ -117,9 +119,10 @@ class EagerStep(Step):
 
     def begin(self, step_batch: StepBatch, stage: StageTimer = lambda _: nullcontext()) -> None:
         with stage("step"):
-            loss_sum, norm = self._forward_backward(step_batch)
+            loss_sum, norm, watched = self._forward_backward(step_batch)
             loss, grad_norm = float(loss_sum), float(norm)  # waits for the device, so the time is booked where it was spent
-        self._result = StepResult(loss, grad_norm)
+            figures = self.objective.figures(watched.tolist())
+        self._result = StepResult(loss, grad_norm, figures)
         with stage("optimizer"):
             if self.scaler.is_enabled() and not math.isfinite(grad_norm) and math.isfinite(loss):
                 self._result = self._lower_scale(loss)
@@ -139,26 +142,31 @@ class EagerStep(Step):
         result, self._result = self._result, None
         return result
 
-    def _forward_backward(self, step_batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _forward_backward(self, step_batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(loss, gradient norm, what the objective watches)"""
         self.model.train()
         total, divisor = torch.zeros((), device=self.device), self.objective.divisor(step_batch, self.world)
+        watched = torch.zeros(len(self.objective.watched), device=self.device)
+        self.objective.before_step(self.model, step_batch, self.device, self.autocast, self.world)
         for host_batch in step_batch.batches:
             batch = host_batch.to(self.device)
             try:
                 with self.autocast():
                     # Divided by the count of the whole step: the loss does not depend on how tokens fell into micro-batches.
-                    loss = self.objective.loss_sum(self.model, batch) / divisor
+                    sums = self.objective.sums(self.model, batch)
+                    loss = mean_of(sums.loss, divisor)
                 self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             finally:
                 finish_backward(self.model)
             total += loss.detach()
+            watched += 0.0 if sums.watched is None else sums.watched
         if self.world.size > 1:  # they must be of one shape on all ranks
             for parameter in self._parameters:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        self.world.add_up([total, *gradients])
+        self.world.add_up([total, *gradients, *([watched] if len(watched) else [])])
         self.scaler.unscale_(self.optimizer)
-        return total, torch.nn.utils.get_total_norm(gradients)
+        return total, torch.nn.utils.get_total_norm(gradients), watched
 
     def _lower_scale(self, loss: float) -> StepResult:
         self.scaler.step(self.optimizer)  # does nothing: unscale_ saw the overflow

@@ -154,8 +154,8 @@ class DecoderLayer:
     # ---- forward -----------------------------------------------------------------------------------------------------
 
     def __call__(self, h_TD: Tensor, documents: Documents, rows: Tensor | None = None) -> Tensor:
-        """The residual stream after the layer: of all tokens, or of `rows`, which hold no token twice but the last one and, where
-        answers share a prompt, its last."""
+        """The residual stream after the layer: of all tokens, or of `rows`, which hold no token twice but the last one, and the
+        last of a prompt that answers share."""
         if not self.fused:
             if self.recomputes and torch.is_grad_enabled():  # torch's own: it also restores the random state of dropout
                 out: Tensor = checkpoint(composed_layer, self, h_TD, documents, use_reentrant=False)

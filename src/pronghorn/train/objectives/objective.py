@@ -3,17 +3,20 @@
 An objective says how the log-probabilities of a micro-batch become a loss, and what the step's summed loss is divided by. It
 may keep rows of the data together in one pack (the two answers of a preference pair), look at the model before the first step
 (a reference's log-probabilities), and give the loss rows of every batch numbers of its own. Steps, evaluation and the search
-for rows that break a step call `loss_sum` and `count`, and know nothing else about it.
+for rows that break a step call `sums` and `count`, and know nothing else about it.
 
-N = loss rows of the batch, K = numbers that the objective keeps for each of them.
+A loss of several terms, each a mean over something else (pairs; tokens of the chosen answers), has a sum and a count for each.
+What people watch (rewards, accuracies) are further sums of the same forward.
+
+N = loss rows of the batch, K = numbers that the objective keeps for each of them, C = terms of the loss, W = watched sums.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,24 +30,48 @@ from pronghorn.train.world import World
 Autocast = Callable[[], AbstractContextManager[Any]]
 
 
+Divisor = float | tuple[float, ...]  # of each term
+
+
+class Sums(NamedTuple):
+    """Of a batch."""
+
+    loss: Tensor  # float32: a number, or [C]
+    watched: Tensor | None = None  # [W] float32, detached
+
+
 class Objective(ABC):
+    terms = 1  # C
+    watched: ClassVar[tuple[str, ...]] = ()  # what the W sums are; `figures` makes what people read of them
     together = 1  # rows of the table, one after the other, that stay in one pack, side by side
 
     @abstractmethod
     def loss(self, log_probs_N: Tensor, batch: PackedBatch) -> Tensor:
-        """The batch's summed loss, float32. `log_probs_N`: of the label of each of `batch.loss_rows`, 0 where it is padding.
-        Captured in a CUDA graph: shapes are those of the batch, and nothing asks the device for a number."""
+        """The batch's summed loss, float32, or the sums of its terms. `log_probs_N`: of the label of each of `batch.loss_rows`,
+        0 where it is padding. Captured in a CUDA graph: shapes are those of the batch, and nothing asks the device for a
+        number."""
 
     def count(self, batch: PackedBatch) -> Tensor:
-        """What the batch adds to the number that the step's summed loss is divided by: its labels. From its tensors alone, on
-        their device."""
+        """What the batch adds to the number that the step's summed loss is divided by: its labels. [C] if there are several
+        terms. From its tensors alone, on their device."""
         return (batch.labels_T != IGNORED).sum()
+
+    def watch(self, log_probs_N: Tensor, batch: PackedBatch) -> Tensor | None:
+        """[W], under the same rules as `loss`; not differentiated."""
+        return None
+
+    def figures(self, watched: Sequence[float]) -> dict[str, float]:
+        """What people read, of the W sums of a whole step or evaluation. On the host."""
+        return {}
 
     def prepare(  # noqa: B027  (most objectives need nothing)
         self, model: Any, table: TokenRows, device: torch.device, autocast: Autocast
     ) -> None:
         """Before the first step on `table`, and before each evaluation on it: what has to be known of its rows. The model may
         be in the middle of training: a reference is its base, without adapters."""
+
+    def before_step(self, model: Any, step_batch: StepBatch, device: torch.device, autocast: Autocast, world: World) -> None:  # noqa: B027
+        """Outside of what is captured, before the step's batches: what its loss needs to know of all of them."""
 
     def complete(self, batch: PackedBatch, table: TokenRows) -> PackedBatch:
         """On the host, in the loader's threads: the batch with `given_KN`, if the objective has numbers for its loss rows."""
@@ -54,13 +81,30 @@ class Objective(ABC):
 
     def loss_sum(self, model: Any, batch: PackedBatch) -> Tensor:
         """The batch's summed loss, and in training the routers' auxiliary loss. The head is computed for the loss rows only."""
+        return self.sums(model, batch).loss
+
+    def sums(self, model: Any, batch: PackedBatch) -> Sums:
         found = log_probs_of(model, batch)
         total = self.loss(found.log_probs_N, batch)
-        return total if found.balance is None else total + found.balance * self.count(batch)
+        if found.balance is not None:
+            count = self.count(batch)
+            first = count if self.terms == 1 else torch.cat([count[:1], torch.zeros_like(count[1:])])
+            total = total + found.balance * first
+        with torch.no_grad():
+            return Sums(total, self.watch(found.log_probs_N.detach(), batch))
 
-    def divisor(self, step_batch: StepBatch, world: World) -> float:
+    def divisor(self, step_batch: StepBatch, world: World) -> Divisor:
         """Of the whole step, so that the loss does not depend on how its rows fell into micro-batches and ranks."""
-        return world.total(sum(int(self.count(batch)) for batch in step_batch.batches))[0]
+        counts = torch.stack([self.count(batch).reshape(self.terms) for batch in step_batch.batches]).sum(0)
+        found = world.total(*counts.tolist())
+        return found[0] if self.terms == 1 else tuple(max(1.0, count) for count in found)
+
+
+def mean_of(sums: Tensor, divisor: Divisor) -> Tensor:
+    """The loss: each term's sum divided by its count."""
+    if isinstance(divisor, tuple):
+        return (sums / torch.tensor(divisor, dtype=sums.dtype, device=sums.device)).sum()
+    return sums / divisor
 
 
 def engine_inputs(batch: PackedBatch) -> dict[str, Any]:
@@ -73,7 +117,7 @@ def engine_inputs(batch: PackedBatch) -> dict[str, Any]:
         "labels_T": batch.labels_T,
         "loss_rows": None if batch.every_row else batch.loss_rows,
         "typical": batch.typical,
-    }
+    } | ({"labels_N": batch.labels_N, "prompt_of_S": batch.prompt_of_S} if batch.shares_prompts else {})
 
 
 def log_probs_of(model: Any, batch: PackedBatch) -> PackedLogProbs:
@@ -82,7 +126,7 @@ def log_probs_of(model: Any, batch: PackedBatch) -> PackedLogProbs:
     if engine is not None:
         return packed_log_probs(engine, **engine_inputs(batch))
     output = own_forward(model, batch)
-    log_probs_N = -F.cross_entropy(output.logits[0].float(), batch.labels_T[batch.loss_rows], reduction="none")
+    log_probs_N = -F.cross_entropy(output.logits[0].float(), batch.row_labels, reduction="none")
     return PackedLogProbs(log_probs_N, own_balance(model, output))
 
 

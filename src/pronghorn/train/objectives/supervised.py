@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pronghorn.data.batches import PackedBatch, StepBatch
 from pronghorn.model.causal_lm import engine_of
-from pronghorn.train.objectives.objective import Objective, engine_inputs, own_balance, own_forward
+from pronghorn.train.objectives.objective import Objective, Sums, engine_inputs, own_balance, own_forward
 from pronghorn.train.world import World
 
 
@@ -17,8 +17,11 @@ class Supervised(Objective):
     def loss(self, log_probs_N: Tensor, batch: PackedBatch) -> Tensor:
         return -log_probs_N.sum()
 
-    def loss_sum(self, model: Any, batch: PackedBatch) -> Tensor:
-        """Fused: the loss and its gradient in one pass over the logits, since every row's weight is known to be one."""
+    def sums(self, model: Any, batch: PackedBatch) -> Sums:
+        return Sums(self._fused(model, batch))
+
+    def _fused(self, model: Any, batch: PackedBatch) -> Tensor:
+        """The loss and its gradient in one pass over the logits, since every row's weight is known to be one."""
         engine = engine_of(model)
         if engine is not None:
             return engine.packed_loss(**engine_inputs(batch))[0]

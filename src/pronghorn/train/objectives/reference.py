@@ -1,0 +1,87 @@
+"""Log-probabilities of a reference: the same weights without adapters, in one packed pass without gradient, kept for the run.
+
+Where all weights train, the reference is what they were before the first step, so it is computed then, for held-out rows too.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pronghorn.data.batches import IGNORED, PackedBatch, TokenRows, evaluation_batches
+from pronghorn.errors import RecipeError
+from pronghorn.train.objectives.objective import Autocast, log_probs_of
+
+Floats = npt.NDArray[np.float32]
+
+
+class Store(Protocol):
+    """Where they outlive the run's process."""
+
+    def load(self, table: TokenRows) -> Floats | None: ...
+    def save(self, table: TokenRows, values: Floats) -> None: ...
+
+
+class Reference:
+    """Of each table: a number for each label, in the order of its rows."""
+
+    def __init__(self, capacity: int, store: Store | None = None) -> None:
+        self._capacity, self._store = capacity, store
+        self._known: dict[int, tuple[TokenRows, Floats, npt.NDArray[np.int64]]] = {}
+        self.moved = False  # whether all weights train and did: a reference can no longer be computed
+
+    def prepare(self, model: Any, table: TokenRows, device: torch.device, autocast: Autocast) -> None:
+        if id(table) in self._known:
+            return
+        values = None if self._store is None else self._store.load(table)
+        if values is None:
+            if self.moved and not hasattr(model, "disable_adapter"):
+                raise RecipeError(
+                    what="the reference's log-probabilities are gone, and the weights have been trained",
+                    why="with method: full the reference is the model before the first step",
+                    fix="restore the run's cache, or start again with --fresh",
+                )
+            values = reference_log_probs(model, table, self._capacity, device, autocast)
+            if self._store is not None:
+                self._store.save(table, values)
+        begins = np.concatenate([[0], np.cumsum(table.loss_counts, dtype=np.int64)])
+        self._known[id(table)] = (table, values, begins)
+
+    def complete(self, batch: PackedBatch, table: TokenRows) -> PackedBatch:
+        """`given_KN`, K = 1."""
+        _, values, begins = self._known[id(table)]
+        given_N = torch.zeros(len(batch.loss_rows))
+        if batch.documents:
+            known = np.concatenate([values[begins[row] : begins[row + 1]] for row in batch.documents])
+            given_N[batch.row_labels != IGNORED] = torch.from_numpy(known)
+        return replace(batch, given_KN=given_N[None])
+
+
+@torch.no_grad()
+def reference_log_probs(model: Any, table: TokenRows, capacity: int, device: torch.device, autocast: Autocast) -> Floats:
+    """Of all labels of the table, row by row."""
+    begins = np.concatenate([[0], np.cumsum(table.loss_counts, dtype=np.int64)])
+    found = np.zeros(int(begins[-1]), dtype=np.float32)
+    was_training = model.training
+    model.eval()
+    try:
+        with without_adapters(model), autocast():
+            for batch in evaluation_batches(table, capacity):
+                log_probs = log_probs_of(model, batch.to(device)).log_probs_N[: batch.loss_tokens].float().cpu().numpy()
+                at = 0
+                for row in batch.documents:
+                    count = int(table.loss_counts[row])
+                    found[begins[row] : begins[row + 1]] = log_probs[at : at + count]
+                    at += count
+    finally:
+        model.train(was_training)
+    return found
+
+
+def without_adapters(model: Any) -> AbstractContextManager[Any]:
+    return model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext()  # type: ignore[no-any-return]
