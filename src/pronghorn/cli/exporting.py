@@ -24,6 +24,13 @@ def options(one: argparse.ArgumentParser) -> None:
         "--target", help="output folder, which has one folder a target if there are several (default: RUN/export-A)"
     )
     one.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="of merged weights (default: the recipe's precision)")
+    one.add_argument(
+        "--base",
+        choices=("trained", "original"),
+        default="trained",
+        help="of a merge after method: qlora or fp8: the weights it was trained on, dequantized, or the base model's original "
+        "ones (default: %(default)s)",
+    )
     one.add_argument("--no-check", action="store_true", help="do not load the export and compare it with the trained model")
 
 
@@ -39,7 +46,7 @@ def export(
         with loading(base):
             from pronghorn.export.job import Options
             from pronghorn.export.run import export_run
-        chosen = Options(arguments.dtype, check=not arguments.no_check)
+        chosen = Options(arguments.dtype, arguments.base, check=not arguments.no_check)
         written = export_run(run, arguments.checkpoint, target, arguments.to, options=chosen, report=display.progress)
     for one in written:
         say(arguments, as_dict(one), text(one))

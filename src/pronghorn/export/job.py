@@ -2,30 +2,45 @@
 
 An export writes into a hidden sibling of its target, held by a lock, which is renamed when all is done: the target is whole or
 not there. The run's own files are only read.
+
+An export that is interrupted (Ctrl-C, a kill, a full disk) after it has written whole weight files leaves that sibling, with a
+note of what it was made of; the same command goes on from there. Nothing else is ever left.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
 
+from pronghorn import __version__
+from pronghorn.digests import file_digest
 from pronghorn.errors import CommandError, EnvironmentFault
 from pronghorn.export.checking import Tolerance, tolerance_of
-from pronghorn.model.export import NOT_EXPORTED, merge_into
-from pronghorn.model.load import DTYPES, pick_device, resolve_precision
+from pronghorn.model.export import NOT_EXPORTED
+from pronghorn.model.fingerprint import fingerprint
+from pronghorn.model.formats.table import FORMATS
+from pronghorn.model.load import DTYPES, ModelFacts, inspect_model, pick_device, resolve_precision
 from pronghorn.model.lora import PICKLED
+from pronghorn.model.merge_stream import merging, write_config
+from pronghorn.model.sharded import write_sharded
 from pronghorn.recipe import Recipe
+from pronghorn.report.number_format import size
 from pronghorn.train.trained_run import Trained
 
+NOTE = ".made-of"
+SHARDS = "model-*-of-*.safetensors"
 Report = Callable[[str, int, int], None]  # label, done, total; bytes where the label says so
 Base = Literal["trained", "original"]
 
@@ -71,6 +86,33 @@ class Job:
             return DTYPES[resolve_precision(self.recipe.precision, pick_device())]
         return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.recipe.precision, torch.float32)
 
+    @cached_property
+    def model_facts(self) -> ModelFacts:
+        """Of the model that the adapter is for, or of the trained one; from its config alone."""
+        return inspect_model(self.recipe.model if self.has_adapter else str(self.checkpoint), storage=self.recipe.stored_as)
+
+    @property
+    def merged_onto(self) -> str:
+        """The base of a merge, in words; empty where there is no choice."""
+        if not self.has_adapter or self.recipe.stored_as == "bf16":
+            return ""
+        if self.options.base == "original":
+            return "the original weights of the base model, which it was not trained on"
+        return f"the weights it was trained on: the base model's in {FORMATS[self.recipe.stored_as].title}, dequantized"
+
+    def key(self, name: str) -> str:
+        """Of all that decides the bytes of this export: only its own files are continued."""
+        files = [file for file in sorted(self.checkpoint.iterdir()) if file.is_file() and file.name not in NOT_EXPORTED]
+        made_of = {
+            "checkpoint": {file.name: file_digest(file) for file in files},
+            "base": fingerprint(self.recipe.model) if self.has_adapter else "",
+            "recipe": self.recipe.model_dump(mode="json"),
+            "options": asdict(self.options) | {"check": None},
+            "target": name,
+            "version": __version__,
+        }
+        return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
+
     def tolerance(self) -> Tolerance:
         """Of a file that has the trained weights, rounded to `dtype` at most."""
         return tolerance_of(self.recipe, self.dtype)
@@ -98,27 +140,27 @@ def copy_files(source: Path, target: Path, wanted: Callable[[str], bool] = lambd
 class Scratch:
     """The merged model that several targets of one command start from."""
 
-    def __init__(self, beside: Path) -> None:
-        self.beside = beside  # a target of the command
+    def __init__(self, beside: Path, stack: ExitStack) -> None:
+        self.beside, self.stack = beside, stack  # a target of the command; it is given back when the command ends
         self.folder: Path | None = None
 
     def merged(self, job: Job) -> Path:
         if self.folder is None:
-            self.made = workplace(self.beside.with_name(f"{self.beside.name}.merged"))
-            folder = self.made.__enter__()
+            place = self.beside.with_name(f"{self.beside.name}.merged")
+            folder = self.stack.enter_context(workplace(place, job.key("merged")))
             write_merged(job, folder)
             self.folder = folder
         return self.folder
 
-    def close(self) -> None:
-        if self.folder is not None:
-            self.made.__exit__(None, None, None)
-
 
 def write_merged(job: Job, folder: Path) -> None:
-    if job.has_adapter:
-        merge_into(folder, job.checkpoint, job.recipe)
-    copy_files(job.checkpoint, folder, lambda name: not (job.has_adapter and name.startswith("adapter_")))
+    """Shards of 5 GB, a layer in memory at a time."""
+    whole = job.has_adapter or job.options.dtype is not None
+    if whole:
+        source = merging(job.checkpoint, job.recipe, job.dtype, original=job.options.base == "original")
+        write_sharded(folder, source, job.report, label="merging")
+        write_config(source, folder, job.dtype)
+    copy_files(job.checkpoint, folder, lambda name: not (whole and name.startswith(("adapter_", "model"))))
 
 
 def resolved(target: Path) -> Path:
@@ -142,6 +184,11 @@ def refuse_existing(target: Path) -> None:
         )
 
 
+def unfinished(target: Path) -> Path:
+    """Where it is until it is whole."""
+    return target.with_name(f".{target.name}.tmp")
+
+
 @contextmanager
 def writing(target: Path) -> Iterator[None]:
     """Around what writes: a full disk is a sentence."""
@@ -158,10 +205,25 @@ def writing(target: Path) -> Iterator[None]:
 
 
 @contextmanager
-def workplace(target: Path) -> Iterator[Path]:
-    """An empty sibling to write into, held by a lock (flock) on the folder itself: the second of two exports to one
-    target is refused; a killed one's folder is reused."""
-    beside = target.with_name(f".{target.name}.tmp")
+def workplace(target: Path, key: str) -> Iterator[Path]:
+    """A sibling to write into, held by a lock (flock) on the folder itself: the second of two exports to one target is refused.
+    It is empty, but for the weight files of an interrupted export of the same `key`."""
+    beside = unfinished(target)
+    lock = _locked(beside, target)
+    try:
+        _tidy(beside, key)
+        yield beside
+    except BaseException as error:
+        if not (isinstance(error, KeyboardInterrupt | EnvironmentFault) and any(beside.glob(SHARDS))):
+            shutil.rmtree(beside, ignore_errors=True)
+        raise
+    else:
+        shutil.rmtree(beside, ignore_errors=True)  # where it was not put in place
+    finally:
+        os.close(lock)
+
+
+def _locked(beside: Path, target: Path) -> int:
     lock = -1
     try:
         while True:
@@ -170,7 +232,7 @@ def workplace(target: Path) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(lock), beside.stat()):
-                    break
+                    return lock
             os.close(lock)  # its holder has just put it in place
     except BlockingIOError as error:
         os.close(lock)
@@ -184,13 +246,41 @@ def workplace(target: Path) -> Iterator[Path]:
         raise CommandError(
             what=f"cannot write there: {error.strerror}", where=str(target), fix="choose another folder with --target"
         ) from error
+
+
+def _tidy(beside: Path, key: str) -> None:
+    """Whole weight files of the same export stay."""
+    note = beside / NOTE
     try:
-        for left in beside.iterdir():
-            if left.is_dir() and not left.is_symlink():
-                shutil.rmtree(left)
-            else:
-                left.unlink()
-        yield beside
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
-        os.close(lock)
+        same = note.read_text(encoding="utf-8") == key
+    except (OSError, UnicodeDecodeError):
+        same = False
+    kept = set(beside.glob(SHARDS)) if same else set()
+    for left in beside.iterdir():
+        if left in kept and left.is_file() and not left.is_symlink():
+            continue
+        if left.is_dir() and not left.is_symlink():
+            shutil.rmtree(left)
+        else:
+            left.unlink()
+    note.write_text(key, encoding="utf-8")
+
+
+def put_in_place(folder: Path, target: Path) -> None:
+    (folder / NOTE).unlink(missing_ok=True)
+    folder.replace(target)
+
+
+def require_space(target: Path, needed: int) -> None:
+    """Before anything is written. What an interrupted export left there counts as written."""
+    place = next(folder for folder in (target, *target.parents) if folder.exists())
+    beside = unfinished(target)
+    there = sum(file.stat().st_size for file in beside.glob(SHARDS)) if beside.is_dir() else 0
+    total, _, free = shutil.disk_usage(place)
+    if total and needed - there > free:  # some that are no disks have no size
+        raise EnvironmentFault(
+            what=f"the export needs {size(needed - there)} of disk space, and {size(free)} are free",
+            where=str(target),
+            why="it would stop halfway",
+            fix="free some disk space, or choose another folder with --target",
+        )

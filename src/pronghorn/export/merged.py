@@ -2,32 +2,58 @@
 
 from __future__ import annotations
 
-from pronghorn.export.checking import Reference, Verdict, score
+from pronghorn.errors import CommandError
+from pronghorn.export.checking import Reference, Tolerance, Verdict, score
 from pronghorn.export.job import Job, write_merged
 from pronghorn.export.usage import Usage
-from pronghorn.hub import model_folder
 from pronghorn.model.config import read_config
 from pronghorn.model.families import text_config
+from pronghorn.model.formats.checkpoint import published_format
+from pronghorn.model.formats.table import FORMATS
+from pronghorn.model.lora import require_adapter
 from pronghorn.model.stock import stock_model
 from pronghorn.model.text_stack import auto_class, copy_processor_files
-from pronghorn.model.weight_files import stored_weights
+
+# Onto weights that it was not trained on: another model, by the user's own wish. How much it differs is told, and not judged.
+OTHER_BASE = Tolerance(log_prob=float("inf"), perplexity=float("inf"), agreement=0.0)
+
+
+def refuse(job: Job) -> None:
+    if job.has_adapter:
+        require_adapter(job.checkpoint)
+    if job.options.base != "original":
+        return
+    if not job.merged_onto:
+        raise CommandError(
+            what="--base original has no effect on this run", why="it was trained on the original weights", fix="remove --base"
+        )
+    stored = FORMATS.get(published_format(read_config(job.recipe.model)))
+    if stored is not None and stored.read is not None:
+        raise CommandError(
+            what="--base original: the base model has no original weights",
+            where=job.recipe.model,
+            why=f"it is published in {stored.title}",
+            fix="remove --base: the adapter is merged onto the dequantized weights",
+        )
 
 
 def size(job: Job) -> int:
-    source = job.checkpoint if not job.has_adapter else model_folder(job.recipe.model, weights=True)
-    found = stored_weights(source)
-    return 0 if found is None else found.bytes
+    if not job.has_adapter and job.options.dtype is None:
+        return sum(file.stat().st_size for file in job.checkpoint.glob("*.safetensors"))
+    return job.model_facts.parameters * job.dtype.itemsize
 
 
 def write(job: Job) -> None:
     write_merged(job, job.folder)
-    config = read_config(job.recipe.model)
-    if text_config(config) is not config:
+    if (config := read_config(job.recipe.model)) is not text_config(config):
         copy_processor_files(job.recipe.model, job.folder)
+    if job.merged_onto:
+        job.facts["merged_onto"] = job.merged_onto
 
 
 def check(job: Job, reference: Reference) -> Verdict:
-    return reference.verdict(score(stock_model(job.folder), reference.rows, job.report), job.tolerance(), "transformers")
+    tolerance = job.tolerance() if job.options.base == "trained" else OTHER_BASE
+    return reference.verdict(score(stock_model(job.folder), reference.rows, job.report), tolerance, "transformers")
 
 
 def usage(job: Job) -> list[Usage]:

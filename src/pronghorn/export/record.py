@@ -10,7 +10,7 @@ from typing import Any
 
 from pronghorn import __version__
 from pronghorn.export.checking import Verdict
-from pronghorn.export.job import Job
+from pronghorn.export.job import NOTE, Job
 from pronghorn.export.usage import Usage, is_local, public_name
 from pronghorn.recipe import Recipe, named
 from pronghorn.report.run_log import plain
@@ -21,9 +21,8 @@ PACKAGES = ("torch", "transformers", "peft", "safetensors")
 
 
 def write_record(job: Job, name: str, figures: dict[str, Any], verdict: Verdict) -> dict[str, Any]:
-    files = {
-        file.relative_to(job.folder).as_posix(): file.stat().st_size for file in sorted(job.folder.rglob("*")) if file.is_file()
-    }
+    there = (file for file in sorted(job.folder.rglob("*")) if file.is_file() and file.name != NOTE)
+    files = {file.relative_to(job.folder).as_posix(): file.stat().st_size for file in there}
     recipe = job.recipe
     record: dict[str, Any] = {
         "target": name,

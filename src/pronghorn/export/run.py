@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pronghorn.errors import Interrupted
 from pronghorn.export.checking import Reference, Verdict, reference_of
-from pronghorn.export.job import Job, Options, Report, Scratch, refuse_existing, resolved, workplace, writing
+from pronghorn.export.job import (
+    Job,
+    Options,
+    Report,
+    Scratch,
+    put_in_place,
+    refuse_existing,
+    require_space,
+    resolved,
+    unfinished,
+    workplace,
+    writing,
+)
 from pronghorn.export.record import write_card, write_record
 from pronghorn.export.targets import Asked, asked_for
 from pronghorn.export.usage import Usage
+from pronghorn.model.load import require_tokenizer_fits
 from pronghorn.report.run_log import FILE_NAME, history, read_log
 from pronghorn.train.trained_run import Trained, TrainedRun
 
@@ -39,7 +55,17 @@ def export_run(
     asked = asked_for(to)
     trained = TrainedRun(run, which)
     places = [_place(run, target, one, len(asked)) for one in asked]
-    return export_trained(trained, list(zip(asked, places, strict=True)), figures_of(run, trained), options, report, done)
+    try:
+        return export_trained(trained, list(zip(asked, places, strict=True)), figures_of(run, trained), options, report, done)
+    except KeyboardInterrupt as error:
+        kept = [beside for place in places if (beside := unfinished(resolved(place))).is_dir()]
+        raise Interrupted(
+            what="the export was stopped",
+            signal_number=signal.SIGINT,
+            where=str(places[0]),
+            why=f"weight files that are whole stay in {kept[0]}" if kept else "nothing is left of it",
+            fix="run the same command to go on from there, or remove that folder" if kept else "run the same command again",
+        ) from error
 
 
 def _place(run: Path, target: Path | None, asked: Asked, count: int) -> Path:
@@ -72,30 +98,44 @@ def export_trained(
     """What is refused is refused before anything is written."""
     options = options or Options()
     places = [(asked, resolved(place)) for asked, place in places]
-    scratch = Scratch(places[0][1])
-    for asked, place in places:
+    jobs = [Job(trained, place, place, options, asked.variant, report) for asked, place in places]
+    require_tokenizer_fits(trained.tokenizer(), jobs[0].model_facts.vocabulary, str(trained.path))
+    needed = 0
+    for (asked, place), job in zip(places, jobs, strict=True):
         refuse_existing(place)
-        asked.target.refuse(Job(trained, place, place, options, asked.variant))
+        asked.target.refuse(job)
+        needed += asked.target.size(job)
+    require_space(places[0][1], needed)
     found = []
-    reference: Reference | None = None
-    try:
-        for asked, place in places:
-            with workplace(place) as folder:
+    with ExitStack() as stack:
+        scratch = Scratch(places[0][1], stack)
+        reference: Reference | None = None
+        for (asked, place), job in zip(places, jobs, strict=True):
+            with workplace(place, job.key(asked.name)) as folder:
                 refuse_existing(place)  # another export may just have ended
-                job = Job(trained, place, folder, options, asked.variant, report, scratch)
+                job.folder, job.scratch = folder, scratch
                 with writing(place):
                     asked.target.write(job)
                 verdict = Verdict.skipped("--no-check")
                 if options.check:
                     reference = reference or reference_of(trained, report)
                     verdict = asked.target.check(job, reference)
-                usages = asked.target.usage(job)
-                with writing(place):
-                    write_card(job, asked.target.name, figures, usages, verdict if options.check else None)
-                    record = write_record(job, asked.name, figures, verdict)
-                    folder.replace(place)
-            found.append(Written(asked.name, place, verdict, usages, record))
+                found.append(_finished(asked, job, figures, verdict))
+            if asked.target.name == "merged" and scratch.folder is None:
+                scratch.folder = found[-1].folder  # for the targets that start from it
             done(found[-1])
-    finally:
-        scratch.close()
     return found
+
+
+def _finished(asked: Asked, job: Job, figures: dict[str, Any], verdict: Verdict) -> Written:
+    """Put in place, with its card and record: under its name, or, where it says something else than the trained model, beside
+    it, so that nobody takes it for the export."""
+    usages, place = asked.target.usage(job), job.target
+    if verdict.passed is False:
+        place = place.with_name(f"{place.name}.failed")
+        refuse_existing(place)
+    with writing(place):
+        write_card(job, asked.target.name, figures, usages, verdict if job.options.check else None)
+        record = write_record(job, asked.name, figures, verdict)
+        put_in_place(job.folder, place)
+    return Written(asked.name, place, verdict, usages, record)

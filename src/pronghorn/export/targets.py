@@ -44,6 +44,7 @@ TARGETS: dict[str, Target] = {
             merged.check,
             merged.usage,
             merged.size,
+            merged.refuse,
         ),
     )
 }

@@ -1,4 +1,4 @@
-"""A model's files as others read them: the adapter in PEFT's layout, or one merged Hugging Face folder."""
+"""A model's files as others read them: the adapter in PEFT's layout, or the whole model in Hugging Face's."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from peft import PeftModel, get_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 
 from pronghorn.errors import EnvironmentFault, ModelError
-from pronghorn.model.load import DTYPES, load_model, pick_device, resolve_precision, without_progress_bars
+from pronghorn.model.load import load_model, without_progress_bars
 from pronghorn.model.lora import ADAPTER_WEIGHTS, load_adapter
-from pronghorn.model.merge import save_merged
 from pronghorn.recipe import Recipe
 
 # Training state, which others do not need.
@@ -100,17 +99,3 @@ def trained_model(checkpoint: Path, recipe: Recipe, dtype: torch.dtype, device: 
         return load_model(str(checkpoint), dtype, device)
     base = load_model(recipe.model, dtype, device, storage=recipe.stored_as)
     return load_adapter(base, checkpoint, recipe.lora, recipe.train.seed)
-
-
-def merge_into(folder: Path, checkpoint: Path, recipe: Recipe) -> None:
-    """Base weights plus adapter, added in float32; rounded once where the recipe asks for bf16 or fp16.
-
-    A quantized base in the precision of the run, and quantized where the run did it, on the GPU if there is one: its
-    reciprocals differ in the last bit, which decides some of the quantized numbers.
-    """
-    device, wide = torch.device("cpu"), torch.float32
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(recipe.precision, wide)
-    if recipe.stored_as != "bf16":
-        device = pick_device()
-        wide = dtype = DTYPES[resolve_precision(recipe.precision, device)]
-    save_merged(trained_model(checkpoint, recipe, wide, device), folder, dtype)

@@ -132,14 +132,16 @@ def restore_adapter(model: PeftModel, folder: Path) -> None:
     """Puts a checkpoint's adapter weights into a model that already has the adapter."""
     require_adapter(folder)
     try:
-        found = set_peft_model_state_dict(model, load_file(folder / ADAPTER_WEIGHTS))
+        stored = load_file(folder / ADAPTER_WEIGHTS)
+        found = set_peft_model_state_dict(model, stored)
     except (SafetensorError, OSError, KeyError, RuntimeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise _not_this_adapter(folder, " ".join(str(error).split())[:300]) from error
     absent = [name for name in found.missing_keys if "lora_" in name]
     if strange := [f"{name} is not in the file" for name in absent] or [
-        f"{name} does not exist in the model" for name in found.unexpected_keys
+        *(f"{name} does not exist in the model" for name in found.unexpected_keys),
+        *(f"{name} is no part of a LoRA adapter" for name in stored if "lora_" not in name),
     ]:
         raise _not_this_adapter(folder, strange[0])
 

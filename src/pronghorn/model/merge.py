@@ -56,7 +56,8 @@ def merged_weights(model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     seen: dict[int, Tensor] = {}  # tied weights stay tied
     for name, value in _plain_names(base.state_dict(keep_vars=True).items()):
-        if id(value) in seen:
+        module = adapted.get(name.removesuffix(".weight"))
+        if id(value) in seen and module is None:  # a tied head with an adapter is one of its own
             found[name] = seen[id(value)]
             continue
         if name in stored:
@@ -66,10 +67,11 @@ def merged_weights(model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
             continue  # scales
         else:
             weight = value.detach()
-        if (module := adapted.get(name.removesuffix(".weight"))) is not None:
+        if module is not None:
             weight = _with_deltas(weight, module)
         kind = dtype if weight.is_floating_point() and not stays_wide(base, name) else weight.dtype
-        found[name] = seen[id(value)] = weight.to("cpu", kind, copy=True)
+        found[name] = weight.to("cpu", kind, copy=True)
+        seen.setdefault(id(value), found[name])
     return found
 
 

@@ -14,10 +14,17 @@ UNITS = {
     "reading what is tokenized already": "rows",
     "duplicates and junk": "rows",
     "near duplicates": "rows",
+    **dict.fromkeys(("merging", "quantizing", "converting", "uploading"), "bytes"),
 }
 SURE_AFTER = 2.0  # seconds; before that a pace says little
 WINDOW = 30.0  # seconds that count: what follows is like what was just now, not like the start
 EVERY = 0.5  # seconds between two looks that are kept
+
+
+def amount_of(label: str, number: int) -> str:
+    """`50,000 rows`, `16.1 GB`"""
+    unit = UNITS.get(label, "")
+    return number_format.size(number) if unit == "bytes" else f"{number:,} {unit}".rstrip()
 
 
 class Paces:
@@ -45,9 +52,9 @@ class Paces:
         if rate and total:
             parts.append(f"{number_format.duration((total - done) / rate)} left")
         if rate and unit:
-            parts.append(f"{rate:,.0f} {unit}/s")
-        amount = f"{done:,} of {total:,}" if total else f"{done:,}"
-        return ", ".join([*parts, f"{amount} {unit}".rstrip()])
+            parts.append(f"{amount_of(label, round(rate))}/s")
+        so_far = number_format.size(done) if unit == "bytes" else f"{done:,}"
+        return ", ".join([*parts, f"{so_far} of {amount_of(label, total)}" if total else amount_of(label, done)])
 
     def _rate(self, label: str, done: int, now: float) -> float:
         """Per second; 0 while it is not known. Until `now`, so that what stands still becomes slower."""

@@ -81,20 +81,29 @@ class Shards:
     """The tensors of a checkpoint folder by the model's names, each read when asked for, straight to the device."""
 
     def __init__(self, folder: Path, device: torch.device, model: PreTrainedModel) -> None:
+        self.folder, self.device = folder, device
         self.files: dict[str, Any] = {}
         self.file_of: dict[str, str] = {}
         for file in files_to_load(folder):
-            try:
-                self.files[file.name] = safe_open(file, framework="pt", device=str(device))
-            except (OSError, SafetensorError) as error:
-                raise ModelError(
-                    what=f"cannot read {file.name}",
-                    where=str(folder),
-                    why=str(error).splitlines()[0][:200],
-                    fix="download all files of the model",
-                ) from error
-            self.file_of |= dict.fromkeys(self.files[file.name].keys(), file.name)
+            self.file_of |= dict.fromkeys(self._opened(file.name).keys(), file.name)
         self.stored_as = stored_names(model, self.file_of)
+
+    def _opened(self, name: str) -> Any:
+        try:
+            if name not in self.files:
+                self.files[name] = safe_open(self.folder / name, framework="pt", device=str(self.device))
+        except (OSError, SafetensorError) as error:
+            raise ModelError(
+                what=f"cannot read {name}",
+                where=str(self.folder),
+                why=str(error).splitlines()[0][:200],
+                fix="download all files of the model",
+            ) from error
+        return self.files[name]
+
+    def let_go(self) -> None:
+        """Of what was read: a file's pages stay in memory while it is open."""
+        self.files.clear()
 
     def _name(self, key: str) -> str:
         """As the files have it."""
@@ -107,7 +116,7 @@ class Shards:
 
     def get(self, key: str) -> Tensor:
         name = self._name(key)
-        tensor: Tensor = self.files[self.file_of[name]].get_tensor(name)
+        tensor: Tensor = self._opened(self.file_of[name]).get_tensor(name)
         return tensor
 
     def parts(self, key: str) -> dict[str, Tensor]:
@@ -198,11 +207,13 @@ def _read_stack(shards: Shards, key: str, experts: StoredExperts, dtype: torch.d
     if (found := _stack_format(shards, key)) and found.read_stack:
         experts.set(name, found.read_stack(*(shards.get(f"{key}{part}") for part in found.stack), dtype))
         return
-    shape = tuple(experts._parameters[name].shape)  # type: ignore[union-attr]
+    experts.quantize(name, _wide_stack(shards, key, tuple(experts._parameters[name].shape), dtype))  # type: ignore[union-attr]
+
+
+def _wide_stack(shards: Shards, key: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """In the family's own layout."""
     if key in shards:
-        weight = _wide(shards.get(key), shape, key)
-        experts.quantize(name, weight.to(dtype))
-        return
+        return _wide(shards.get(key), shape, key).to(dtype)
     whole: Tensor | None = None
     for expert in range(shape[0]):
         names = _single(shards, key, expert)
@@ -218,7 +229,7 @@ def _read_stack(shards: Shards, key: str, experts: StoredExperts, dtype: torch.d
                 whole = torch.empty(shape, dtype=dtype, device=part.device)
             whole[expert, number * len(part) : (number + 1) * len(part)] = part
     assert whole is not None
-    experts.quantize(name, whole)
+    return whole
 
 
 def _wide(weight: Tensor, shape: tuple[int, ...], key: str) -> Tensor:

@@ -1,0 +1,255 @@
+"""Merged weights one decoder layer at a time: what a merge needs in memory is a layer, whatever the model.
+
+Weights are read from the base's files as training reads them (formats/checkpoint.py), quantized and dequantized where the run
+had them in few bits, their adapter is added in float32, and they get the names of the files back. `layout` has the same tensors
+on torch's meta device, so that all sizes are known before the first byte is read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft.tuners.lora import ParamWrapper
+from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
+
+from pronghorn.errors import ModelError
+from pronghorn.hub import model_folder
+from pronghorn.kernels.quant.stored import StoredTensor
+from pronghorn.kernels.runtime.dispatch import say_once
+from pronghorn.model.config import empty_model, generation_config, guarded, place, read_config
+from pronghorn.model.export import trained_model
+from pronghorn.model.families import ties_embeddings
+from pronghorn.model.formats.checkpoint import (
+    Shards,
+    _read_stack,
+    _refuse_missing,
+    _stack_format,
+    _tied,
+    _untie,
+    _weight,
+    _wide_stack,
+    published_format,
+    refuse_unreadable,
+)
+from pronghorn.model.formats.experts import STACKS, StoredExperts, stored_experts_
+from pronghorn.model.formats.store import linears_of
+from pronghorn.model.formats.table import FORMATS, Format
+from pronghorn.model.load import DTYPES, pick_device, resolve_precision
+from pronghorn.model.lora import add_adapter, restore_adapter
+from pronghorn.model.merge import _still_tied, _unwrapped, _with_deltas, merged_weights
+from pronghorn.model.text_stack import beside_text, copy_processor_files, is_beside
+from pronghorn.model.wide_parts import stays_wide
+from pronghorn.recipe import Recipe
+
+LAYER = re.compile(r"^(.*?\.\d+)\.")
+
+
+class MergedWeights:
+    """`group(i)`: the tensors of a layer, by the files' names; `layout[i]`: the same without memory."""
+
+    def __init__(
+        self,
+        base: str,
+        storage: Format,
+        dtype: torch.dtype,
+        *,
+        compute: torch.dtype,
+        device: torch.device,
+        adapter: tuple[Path, Recipe] | None = None,
+    ) -> None:
+        """`storage`: of the base while it was trained on, in `compute`."""
+        self.folder, self.storage, self.dtype, self.compute, self.device = (
+            model_folder(base, weights=True),
+            storage,
+            dtype,
+            compute,
+            device,
+        )
+        config = read_config(str(self.folder))
+        refuse_unreadable(config, storage, base)
+        self.published = FORMATS.get(published_format(config))
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        model: Any = guarded(base, lambda: empty_model(str(self.folder), config, compute))
+        model.config._name_or_path = model.name_or_path = place(base)
+        if (generation := generation_config(base, self.folder)) is not None:
+            model.generation_config = generation
+        self.model, self.shards = model, Shards(self.folder, device, model)
+        _untie(model, self.shards)
+        self.experts = _expert_modules(model, storage)
+        self.linears, self.beside = {full for _, _, full, _ in linears_of(model, nn.Linear)}, beside_text(model)
+        self.shapes = {key: (tuple(value.shape), value.dtype) for key, value in model.state_dict().items()}
+        self.stacks = {f"{owner}.{name}": module for owner, module in self.experts.items() for name in STACKS}
+        self.adapted: dict[str, Any] = {}
+        tied = getattr(model, "all_tied_weights_keys", None) or {}
+        self.sources = {key: tied[key] for key in _tied(model) if key in self.shapes}
+        _refuse_missing([key for key in self.shapes if key not in self.sources], self.stacks, self.shards, self.folder)
+        if adapter is not None:
+            self._attach(*adapter)
+        self.untied = any(key.removesuffix(".weight") in self.adapted for key in self.sources)
+        if self.untied:
+            self.sources = {key: source for key, source in self.sources.items() if key.removesuffix(".weight") in self.adapted}
+        left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+        left_out |= set() if self.untied else set(self.sources)
+        self.groups = list(_by_layer(key for key in self.shapes if key not in left_out))
+        self.layout = [self._named({key: self._like(key) for key in keys}) for keys in self.groups]
+
+    def _attach(self, checkpoint: Path, recipe: Recipe) -> None:
+        for key, experts in self.stacks.items():
+            owner, _, name = key.rpartition(".")
+            kind = self.compute if self.storage.quantize else torch.float32  # in which PEFT gives an expert's product
+            holder = self.model.get_submodule(owner)
+            nothing = torch.zeros((), dtype=kind, device=self.device).expand(self.shapes[key][0])
+            holder._parameters[name] = nn.Parameter(nothing, requires_grad=False)
+            experts._parameters[name] = holder._parameters[name]
+        with torch.device("meta"):
+            adapted = add_adapter(self.model, recipe.lora, recipe.train.seed)
+        for name, parameter in list(adapted.named_parameters()):
+            if "lora_" in name:
+                owner, _, leaf = name.rpartition(".")
+                real = nn.Parameter(torch.empty_like(parameter, device=self.device), requires_grad=False)
+                setattr(adapted.get_submodule(owner), leaf, real)
+        restore_adapter(adapted, checkpoint)
+        for name, module in self.model.named_modules():
+            if hasattr(module, "get_delta_weight"):
+                leaf = f".{module.parameter_name}" if isinstance(module, ParamWrapper) else ""
+                self.adapted[_unwrapped(name) + leaf] = module
+
+    def _like(self, key: str) -> Tensor:
+        shape, kind = self.shapes[key]
+        return torch.empty(shape, dtype=self._kind(key, kind), device="meta")
+
+    def _kind(self, key: str, kind: torch.dtype) -> torch.dtype:
+        if not kind.is_floating_point:
+            return kind
+        return torch.float32 if stays_wide(self.model, key) else self.dtype
+
+    def group(self, number: int) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for key in self.groups[number]:
+            weight = self._read(self.sources.get(key, key))
+            if (module := self.adapted.get(key.removesuffix(".weight"))) is not None:
+                weight = _with_deltas(weight, module)
+            found[key] = weight.to("cpu", self._kind(key, weight.dtype))
+        self.shards.let_go()
+        return self._named(found)
+
+    def _read(self, key: str) -> Tensor:
+        """As it was trained on, in the family's layout."""
+        owner, _, leaf = key.rpartition(".")
+        if key in self.stacks:
+            return self._stack(key, self.stacks[key], leaf)
+        if self.storage.quantize is not None and leaf == "weight" and owner in self.linears:
+            wide = bool(set(self.storage.wide) & {owner, owner.rpartition(".")[2]}) or is_beside(owner, self.beside)
+            where = f"{self.folder}: {key}"
+            read = _weight(self.shards.parts(key), self.storage, self.published, wide, self.compute, where)
+            weight = read.dequantize(dtype=self.compute) if isinstance(read, StoredTensor) else read
+        else:
+            weight = self.shards.get(key)
+        if tuple(weight.shape) != self.shapes[key][0]:
+            raise ModelError(
+                what=f"{key} has the shape {tuple(weight.shape)} instead of {self.shapes[key][0]}",
+                where=str(self.folder),
+                why="the weights do not belong to config.json",
+                fix="download all files of the model, in the same version",
+            )
+        # A quantized run had these in its own precision.
+        return weight.to(self.compute) if self.storage.quantize and weight.is_floating_point() else weight
+
+    def _stack(self, key: str, experts: StoredExperts, leaf: str) -> Tensor:
+        if self.storage.quantize is None and _stack_format(self.shards, key) is None:
+            return _wide_stack(self.shards, key, self.shapes[key][0], self.compute)
+        _read_stack(self.shards, key, experts, self.compute)
+        weight = experts.dequantized(leaf, self.compute)
+        del experts.stacks[leaf]
+        return weight
+
+    def _named(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = revert_weight_conversion(self.model, tensors)
+        return {name: found[name].contiguous() for name in sorted(found)}
+
+
+class WholeWeights:
+    """The same of a model that is loaded whole, for a family whose files are not read tensor by tensor."""
+
+    def __init__(
+        self, checkpoint: Path, recipe: Recipe, dtype: torch.dtype, compute: torch.dtype, device: torch.device
+    ) -> None:
+        model = trained_model(checkpoint, recipe, compute, device)
+        self.model = model.get_base_model() if recipe.method != "full" else model
+        weights = merged_weights(model, dtype)
+        self.untied = not _still_tied(self.model, weights)
+        tied = set() if self.untied else set(getattr(self.model, "all_tied_weights_keys", None) or ())
+        named: dict[str, Tensor] = revert_weight_conversion(
+            self.model, {key: value for key, value in weights.items() if key not in tied}
+        )
+        self.found = [{name: value.contiguous()} for name, value in named.items()]
+        self.layout = [{name: value.to("meta") for name, value in one.items()} for one in self.found]
+
+    def group(self, number: int) -> dict[str, Tensor]:
+        return self.found[number]
+
+
+def merging(checkpoint: Path, recipe: Recipe, dtype: torch.dtype, *, original: bool = False) -> MergedWeights | WholeWeights:
+    """Base weights plus adapter, added in float32 and rounded once, to `dtype`; of a run of all weights, those.
+
+    A quantized base in the precision of the run, and quantized where the run did it, on the GPU if there is one: its
+    reciprocals differ in the last bit, which decides some of the quantized numbers. `original`: onto the weights of the files
+    all the same.
+    """
+    device, compute, storage = torch.device("cpu"), torch.float32, FORMATS["bf16" if original else recipe.stored_as]
+    if storage.quantize is not None:
+        device = pick_device()
+        compute = DTYPES[resolve_precision(recipe.precision, device)]
+    if recipe.method == "full":
+        return MergedWeights(str(checkpoint), FORMATS["bf16"], dtype, compute=compute, device=device)
+    try:
+        return MergedWeights(recipe.model, storage, dtype, compute=compute, device=device, adapter=(checkpoint, recipe))
+    except ModelError as error:
+        if "not in its files" not in error.what or original:
+            raise
+        say_once(f"{recipe.model}: the whole model is merged in memory, because its files have other names than the model")
+        return WholeWeights(checkpoint, recipe, dtype, compute, device)
+
+
+def write_config(source: MergedWeights | WholeWeights, folder: Path, dtype: torch.dtype) -> None:
+    """config.json and generation_config.json of what was merged."""
+    config = source.model.config
+    config.architectures = [type(source.model).__name__]
+    config.save_pretrained(str(folder))
+    if source.model.can_generate() and source.model.generation_config is not None:
+        source.model.generation_config.save_pretrained(str(folder))
+    file = folder / "config.json"
+    values = json.loads(file.read_text(encoding="utf-8"))
+    values["dtype"] = str(dtype).removeprefix("torch.")
+    if source.untied and ties_embeddings(config):
+        values["tie_word_embeddings"] = False  # they were trained apart
+    file.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    if beside_text(source.model):
+        copy_processor_files(source.model.name_or_path, folder)
+
+
+def _expert_modules(model: Any, storage: Format) -> dict[str, StoredExperts]:
+    """They replace the family's own where the run had them in few bits; else they only read what is published so."""
+    if storage.quantize is not None:
+        return stored_experts_(model, storage)
+    found = {}
+    for name, module in model.named_modules():
+        if all(getattr(getattr(module, stack, None), "ndim", 0) == 3 for stack in STACKS):
+            found[name] = StoredExperts(module, storage)
+    return found
+
+
+def _by_layer(keys: Iterator[str]) -> Iterator[list[str]]:
+    """Keys of one layer stand together, others alone."""
+    groups: dict[str, list[str]] = {}
+    for key in keys:
+        found = LAYER.match(key)
+        groups.setdefault(found[1] if found else key, []).append(key)
+    return iter(groups.values())
