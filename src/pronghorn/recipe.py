@@ -272,7 +272,7 @@ class Recipe(Section):
             problems.append("data.template: data.chat_template is set as well; remove one of them")
         if self.eval.metrics and self.data.eval is None:
             problems.append("eval.metrics: metrics need held-out data; set data.eval: 0.05, or a file")
-        problems += [*self.eval.misfits, *self.objective.misfits]
+        problems += [*self.eval.misfits, *self.objective.misfits, *self._preference_misfits()]
         problems += self._compute_misfits()
         if self.storage != "auto" and self.method != "qlora":
             problems.append(
@@ -282,6 +282,18 @@ class Recipe(Section):
         if problems:
             raise ValueError("\n".join(problems))  # a line each: `key: what; fix`
         return self
+
+    def _preference_misfits(self) -> list[str]:
+        if self.objective.rows == "documents":
+            return []
+        name, wrong = self.objective.name, []
+        if self.data.long == "split":
+            wrong.append("long: split would separate answers from their prompts; set data.long: drop or truncate")
+        if self.data.duplicates == "drop-near":
+            wrong.append("duplicates: answers that are compared are alike; set data.duplicates: drop-exact")
+        if self.data.loss_on == "all":
+            wrong.append(f"loss_on: objective {name} compares answers, not prompts; remove data.loss_on")
+        return [f"data.{one}" for one in wrong]
 
     def _compute_misfits(self) -> list[str]:
         problems = []

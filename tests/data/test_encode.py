@@ -10,7 +10,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from pronghorn.data.encode import Encoder, example_from_json, example_to_json
+from pronghorn.data.encode import Encoder
+from pronghorn.data.example_json import example_from_json, example_to_json
 from pronghorn.data.formats import Example
 from pronghorn.data.rendering import RowError
 from pronghorn.errors import DataError

@@ -39,10 +39,11 @@ from pronghorn.data.reading import (
 )
 from pronghorn.data.source_files import BadRow
 from pronghorn.data.token_cache import DamagedError, Seal, bytes_digest, open_table, read_note, write_note
-from pronghorn.data.tokens import TokenTable, fingerprint, loaded
+from pronghorn.data.tokens import PAIR_SCHEMA, SCHEMA, TokenTable, fingerprint, loaded
 from pronghorn.errors import EnvironmentFault, counted
 from pronghorn.folders import cache_folder
 from pronghorn.recipe import Data
+from pronghorn.recipe_objective import Rows as Wanted
 
 CACHE_VERSION = 7  # raise it when the same input is tokenized or laid out differently
 
@@ -70,6 +71,7 @@ class Rows:
     sources: tuple[SourceCount, ...]
     lost: int = 0  # of which the chat template left something out, which data.lost allowed
     controls: int = 0  # whose texts hold control tokens
+    identical: int = 0  # of preference data: with a rejected answer that is the chosen one; these and empty ones are left out
     remarks: tuple[str, ...] = ()  # what became of the cache, if there is something to tell
 
     @property
@@ -82,11 +84,17 @@ class Rows:
 
 
 def tokenized_rows(
-    names: Sequence[Name], spec: Data, tokenizer: Any, *, progress: Progress = silent, stage: Stage = no_stage
+    names: Sequence[Name],
+    spec: Data,
+    tokenizer: Any,
+    *,
+    progress: Progress = silent,
+    stage: Stage = no_stage,
+    wanted: Wanted = "documents",
 ) -> Rows:
     remarks: tuple[str, ...] = ()
     with stage("read"):
-        found = parts_of(names, spec)
+        found = parts_of(names, spec, wanted)
         states = [sources.state(part.source) for part in found]
         path = cache_folder() / "tokens" / f"{_key(found, spec, fingerprint(tokenizer))}.arrow"
         try:
@@ -97,7 +105,7 @@ def tokenized_rows(
         return replace(cached, remarks=tuple(told_of(found)))
     with stage("load"):
         encoder = Encoder(loaded(tokenizer), spec.loss_on, spec.lost, spec.control_tokens)
-    with PartialTable(path) as partial:
+    with PartialTable(path, SCHEMA if wanted == "documents" else PAIR_SCHEMA) as partial:
         work = _Tokenizing(found, states, spec, encoder, progress, stage)
         work.into(partial)
         counts, aside = work.counts, path.with_suffix(".bad.jsonl") if work.counts.bad else None
@@ -107,6 +115,7 @@ def tokenized_rows(
             "empty": counts.empty,
             "lost": counts.lost,
             "controls": counts.controls,
+            "identical": counts.identical,
             "sources": list(map(asdict, counts.sources)),
             "seal": asdict(partial.finish()),
             "aside": bytes_digest(partial.aside) if aside else "",
@@ -154,6 +163,7 @@ def _open(path: Path, found: Sequence[Part]) -> Rows | None:
         counts,
         meta["lost"],
         meta["controls"],
+        meta.get("identical", 0),
     )
 
 
@@ -166,12 +176,14 @@ class _Counts:
     empty: int = 0
     lost: int = 0
     controls: int = 0
+    identical: int = 0
     sources: list[SourceCount] = field(default_factory=list)  # of all parts, also of those without a row
 
     def add(self, note: Note) -> None:
         """Of one chunk more."""
         self.read, self.bad, self.empty = self.read + note["read"], self.bad + note["bad"], self.empty + note["empty"]
         self.lost, self.controls = self.lost + note["lost"], self.controls + note["controls"]
+        self.identical += note.get("identical", 0)
         before = self.sources[note["part"]]
         self.sources[note["part"]] = replace(
             before,

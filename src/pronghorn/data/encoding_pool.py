@@ -24,6 +24,7 @@ from typing import Any
 
 from pronghorn.data.encode import Encoder, Told
 from pronghorn.data.formats import Example
+from pronghorn.data.preference_rows import Group
 from pronghorn.data.source_files import BadRow
 from pronghorn.errors import EnvironmentFault
 
@@ -63,7 +64,7 @@ class EncodingPool:
         for worker in self._workers:
             worker.kill()
 
-    def give(self, examples: Sequence[Example]) -> Iterator[Encoded]:
+    def give(self, examples: Sequence[Example] | Sequence[Group]) -> Iterator[Encoded]:
         """Take one chunk; returns what is ready, waiting only while more than two chunks a core are under way."""
         if not examples:
             return
@@ -86,7 +87,7 @@ class EncodingPool:
         while self._waiting and (self._waiting[0][0].done() or len(self._waiting) > 2 * self._cores):
             yield self._result()
 
-    def _submit(self, executor: ProcessPoolExecutor, examples: Sequence[Example]) -> None:
+    def _submit(self, executor: ProcessPoolExecutor, examples: Sequence[Example] | Sequence[Group]) -> None:
         try:
             future = executor.submit(_encode_in_worker, examples)
         except BrokenProcessPool as error:
@@ -214,6 +215,6 @@ def _leave_with_parent() -> None:
         os._exit(1)
 
 
-def _encode_in_worker(examples: Sequence[Example]) -> Encoded:
+def _encode_in_worker(examples: Sequence[Example] | Sequence[Group]) -> Encoded:
     assert _worker_encoder is not None
     return _worker_encoder.encode_many(examples)

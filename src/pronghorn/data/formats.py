@@ -89,7 +89,7 @@ def detect_format(rows: Sequence[RawRow], where: str, asked: str = "auto") -> Fo
         _require_one(rows)
     if found:
         plain = (row.fields for row in rows if isinstance(row.fields.get("prompt"), str))
-        return "completion as chat" if found == "completion" and any(map(_beside, plain)) else found
+        return "completion as chat" if found == "completion" and any(map(beside, plain)) else found
     if not rows:
         raise DataError(what="no row can be read, so the format cannot be detected", where=where, fix="fix the rows")
     columns = list(dict.fromkeys(column for row in rows for column in row.fields))
@@ -124,7 +124,7 @@ def _has_columns(fields: dict[str, Any], wanted: Format) -> bool:
         return "instruction" in fields and "output" in fields
     if wanted == "text":
         return "text" in fields
-    column = _chat_column(fields)
+    column = chat_column(fields)
     if column is None:
         return False
     turns = from_json(fields[column]) if isinstance(fields[column], str) else fields[column]
@@ -133,14 +133,14 @@ def _has_columns(fields: dict[str, Any], wanted: Format) -> bool:
     return speaks_sharegpt == (wanted == "sharegpt")
 
 
-def _chat_column(fields: dict[str, Any]) -> str | None:
+def chat_column(fields: dict[str, Any]) -> str | None:
     return next((column for column in CHAT_COLUMNS if column in fields), None)
 
 
 def _require_one(rows: Sequence[RawRow]) -> None:
     """Two sets of columns that each make a row: which of them is meant, nobody can say but the user."""
     for row in rows:
-        held = [column for column in row.fields if _holds(row.fields[column])]
+        held = [column for column in row.fields if holds(row.fields[column])]
         sets = {column: f"`{column}`" for column in CHAT_COLUMNS if column in held}
         sets |= {"completion": "`prompt` and `completion`"} if {"prompt", "completion"} <= set(held) else {}
         sets |= {"alpaca": "`instruction` and `output`"} if {"instruction", "output"} <= set(held) else {}
@@ -180,13 +180,13 @@ def unused_columns(fields: dict[str, Any], row_format: Format) -> set[str]:
     read = READ[row_format]
     if row_format != "text":
         read += SYSTEM_COLUMNS + TOOL_COLUMNS
-    chat = _chat_column(fields) if row_format in ("messages", "sharegpt") else None
+    chat = chat_column(fields) if row_format in ("messages", "sharegpt") else None
     if row_format != "text" and choices_of(fields):
         read += (COLUMN,)
-    return {column for column in fields if column not in read and column != chat and _holds(fields[column])}
+    return {column for column in fields if column not in read and column != chat and holds(fields[column])}
 
 
-def _holds(value: Any) -> bool:
+def holds(value: Any) -> bool:
     return value is not None and value not in ("", [], {})
 
 
@@ -208,18 +208,20 @@ def to_example(row: RawRow, row_format: Format) -> Example | BadRow:
 
 
 def _from_chat(row: RawRow) -> Example:
-    column = _chat_column(row.fields)
+    column = chat_column(row.fields)
     if column is None:
         raise UnfitError("no column `messages`", _other_format(row))
-    return _chat(row, to_messages(row.fields[column], column))
+    return chat_example(row, to_messages(row.fields[column], column))
 
 
 def _from_alpaca(row: RawRow) -> Example:
-    instruction, answer = _text(row, "instruction"), _text(row, "output")
-    given = _text(row, "input", optional=True)
+    return chat_example(row, [*alpaca_question(row), {"role": "assistant", "content": text_of(row, "output")}])
+
+
+def alpaca_question(row: RawRow) -> list[dict[str, Any]]:
+    instruction, given = text_of(row, "instruction"), text_of(row, "input", optional=True)
     question = f"{instruction}\n\n{given}" if given else instruction
-    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return _chat(row, _history(row) + turns)
+    return [*_history(row), {"role": "user", "content": question}]
 
 
 def _history(row: RawRow) -> list[dict[str, Any]]:
@@ -236,9 +238,9 @@ def _history(row: RawRow) -> list[dict[str, Any]]:
 def _from_completion(row: RawRow) -> Example:
     prompt, completion = _pair(row)
     if isinstance(prompt, str) and isinstance(completion, str):
-        if beside := _beside(row.fields):
+        if column := beside(row.fields):
             raise UnfitError(
-                f"`{beside}` with a plain prompt, which earlier rows do not have",
+                f"`{column}` with a plain prompt, which earlier rows do not have",
                 "convert all rows to conversations: data.fields: {instruction: prompt, output: completion}",
             )
         return Example("completion", row.where, prompt=prompt, completion=completion)
@@ -249,7 +251,7 @@ def _from_completion(row: RawRow) -> Example:
     said = to_messages(answer, "completion")
     if not any(message["role"] == "assistant" for message in said):
         raise UnfitError("no assistant turn in the completion: nothing carries loss", "add an answer to the completion")
-    return _chat(row, before + said, prompt_messages=len(before))
+    return chat_example(row, before + said, prompt_messages=len(before))
 
 
 def _from_chat_completion(row: RawRow) -> Example:
@@ -257,7 +259,7 @@ def _from_chat_completion(row: RawRow) -> Example:
     if not isinstance(prompt, str) or not isinstance(completion, str):
         return _from_completion(row)
     turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-    return _chat(row, turns, prompt_messages=1)
+    return chat_example(row, turns, prompt_messages=1)
 
 
 def _pair(row: RawRow) -> tuple[Any, Any]:
@@ -274,15 +276,15 @@ def _pair(row: RawRow) -> tuple[Any, Any]:
             and all(isinstance(item, dict) and ("role" in item or "from" in item) for item in items)
         )
         value = items if messages else value
-        found.append(value if isinstance(value, list | dict) else _text(row, column))
+        found.append(value if isinstance(value, list | dict) else text_of(row, column))
     return found[0], found[1]
 
 
 def _from_text(row: RawRow) -> Example:
-    return Example("text", row.where, text=_text(row, "text"))
+    return Example("text", row.where, text=text_of(row, "text"))
 
 
-def _chat(row: RawRow, messages: list[dict[str, Any]], prompt_messages: int = 0) -> Example:
+def chat_example(row: RawRow, messages: list[dict[str, Any]], prompt_messages: int = 0) -> Example:
     if not any(message["role"] == "assistant" for message in messages):
         raise UnfitError("no assistant turn: nothing carries loss", "end the conversation with an answer")
     system = _system(row)
@@ -300,7 +302,7 @@ def _chat(row: RawRow, messages: list[dict[str, Any]], prompt_messages: int = 0)
 
 
 def _system(row: RawRow) -> list[dict[str, Any]]:
-    texts = {text for column in SYSTEM_COLUMNS if (text := _text(row, column, optional=True))}
+    texts = {text for column in SYSTEM_COLUMNS if (text := text_of(row, column, optional=True))}
     if len(texts) > 1:
         raise UnfitError("`system` and `system_prompt` differ", "keep one of them")
     return [{"role": "system", "content": text} for text in texts]
@@ -314,13 +316,13 @@ def _tools(row: RawRow) -> tuple[dict[str, Any], ...] | None:
     return found[0] if found else None
 
 
-def _beside(fields: dict[str, Any]) -> str:
+def beside(fields: dict[str, Any]) -> str:
     """The column beside prompt and completion that only a conversation can hold, or ""."""
-    held = (column for column in SYSTEM_COLUMNS + TOOL_COLUMNS if _holds(fields.get(column)) and fields[column] != "[]")
+    held = (column for column in SYSTEM_COLUMNS + TOOL_COLUMNS if holds(fields.get(column)) and fields[column] != "[]")
     return next(held, "")
 
 
-def _text(row: RawRow, column: str, *, optional: bool = False) -> str:
+def text_of(row: RawRow, column: str, *, optional: bool = False) -> str:
     value = row.fields.get(column)
     if value is None and optional:
         return ""

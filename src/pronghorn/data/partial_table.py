@@ -48,9 +48,9 @@ Note = dict[str, Any]
 class PartialTable:
     """Chunks in order: `add` each, then `finish` and `publish`. `notes` are those of the chunks that were there already."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, schema: Any = SCHEMA) -> None:
         """`path`: where the table will be."""
-        self.path = path
+        self.path, self._schema = path, schema
         self.notes: list[Note] = []
         self._chunks = 0
         self._blocks, self._content = BlockDigests(), ContentDigest()
@@ -129,7 +129,7 @@ class PartialTable:
 
     def _go_on(self) -> None:
         """Take over what the journal and the checksums agree on, and cut off the rest."""
-        schema = memoryview(SCHEMA.serialize())
+        schema = memoryview(self._schema.serialize())
         if os.pread(self._table, len(schema), 0) == bytes(schema):
             self._blocks.add(schema)
             with os.fdopen(os.dup(self._journal), "rb") as lines:
@@ -160,7 +160,7 @@ class PartialTable:
             return False
         if message:
             self._blocks.add(memoryview(message))
-            self._content.add(pa.ipc.read_record_batch(pa.py_buffer(message), SCHEMA))
+            self._content.add(pa.ipc.read_record_batch(pa.py_buffer(message), self._schema))
         self._aside_size, self._journal_size = aside_size, self._journal_size + len(line)
         self._chunks += 1
         self.notes.append(note)

@@ -15,19 +15,18 @@ from pronghorn.errors import DataError
 _KIND = "answer|response|completion|output|messages?|text"
 REJECTED = re.compile(rf"(?:(?:{_KIND})_)?rejected(?:_(?:{_KIND}))?")
 MARKS = ("label", "kto_tag")  # of KTO: whether the answer is a good one
-TRUTHS = (True, False, "true", "false", "True", "False", "TRUE", "FALSE", "0", "1")  # 0 and 1 equal False and True
-WHY = "a supervised loss trains on every answer, including the bad ones; preference training (DPO, KTO) uses other losses"
+TRUTHS = {True: True, False: False, "1": True, "0": False}  # 0 and 1 equal False and True
+TRUTHS |= {word: word.lower() == "true" for word in ("true", "false", "True", "False", "TRUE", "FALSE")}
+WHY = "a supervised loss trains on every answer, including the bad ones; objective: dpo or kto learns which are better"
 
 
 def preference(fields: dict[str, Any], *, chat: bool) -> tuple[str, str] | None:
     """(what the row is, how to train on its good answers), or None. `chat`: it has an answer, and is not plain text."""
-    for column, worse in fields.items():
-        if "rejected" in column.lower() and REJECTED.fullmatch(column.lower()) and _holds_answer(worse):
-            chosen = next((other for other in fields if other.lower() == column.lower().replace("rejected", "chosen")), None)
-            if chosen and _holds_answer(fields[chosen]):
-                told = f"preference data: `{chosen}` is the better of two answers, `{column}` the worse one; a supervised loss"
-                return f"{told} cannot use this", _take(fields, chosen)
-    mark = next((column for column in MARKS if chat and _is_truth(fields.get(column))), None)
+    columns = answer_columns(fields)
+    if columns:
+        told = f"preference data: `{columns[0]}` is the better of two answers, `{columns[1]}` the worse one; a supervised loss"
+        return f"{told} cannot use this", _take(fields, columns[0])
+    mark = mark_column(fields) if chat else None
     if mark:
         told = f"preference data: `{mark}` marks good answers, and a supervised loss would also train on the bad ones"
         return (
@@ -38,12 +37,27 @@ def preference(fields: dict[str, Any], *, chat: bool) -> tuple[str, str] | None:
     return None
 
 
+def answer_columns(fields: dict[str, Any], *, empty: bool = False) -> tuple[str, str] | None:
+    """The columns of the better and of the worse answer, if the row has both. `empty`: also answers that say nothing."""
+    for column, worse in fields.items():
+        if "rejected" in column.lower() and REJECTED.fullmatch(column.lower()) and _holds_answer(worse, empty):
+            chosen = next((other for other in fields if other.lower() == column.lower().replace("rejected", "chosen")), None)
+            if chosen and _holds_answer(fields[chosen], empty):
+                return chosen, column
+    return None
+
+
+def mark_column(fields: dict[str, Any]) -> str | None:
+    """The column that says whether the row's answer is a good one."""
+    return next((column for column in MARKS if _is_truth(fields.get(column))), None)
+
+
 def refused(told: tuple[str, str], where: str) -> DataError:
     return DataError(told[0], where=where, why=WHY, fix=told[1])
 
 
-def _holds_answer(value: Any) -> bool:
-    return isinstance(value, str | list | dict) and bool(value)
+def _holds_answer(value: Any, empty: bool) -> bool:
+    return isinstance(value, str | list | dict) and (bool(value) or empty)
 
 
 def _is_truth(value: Any) -> bool:

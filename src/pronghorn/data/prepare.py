@@ -6,6 +6,8 @@ max_length or duplicates tokenizes nothing again.
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -13,17 +15,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from pronghorn.data import clean
 from pronghorn.data.cached_rows import Progress, Rows, Stage, no_stage, silent, tokenized_rows
-from pronghorn.data.encode import example_from_json
+from pronghorn.data.example_json import example_from_json
 from pronghorn.data.formats import Example
 from pronghorn.data.mixing import repeated
+from pronghorn.data.pair_choices import first_rows, held_out_by, in_groups, take, too_long, truncated, unit_of, with_loss
+from pronghorn.data.pair_rows import CHOSEN, PairRows
 from pronghorn.data.reading import Name, SourceCount, told_of_columns
 from pronghorn.data.token_cache import DamagedError, read_note, write_note
 from pronghorn.data.tokens import TokenTable
 from pronghorn.errors import DataError, counted
 from pronghorn.recipe import Data, named
+from pronghorn.recipe_objective import Rows as Wanted
 
 FINDINGS_VERSION = 2  # raise it when clean.py finds other things
 SILENT_SHARE = 0.01  # of rows may be too long and dropped without having been asked for
@@ -76,15 +82,23 @@ def example_of(table: TokenTable, i: int) -> Example:
 
 
 def prepare(
-    names: Sequence[Name], spec: Data, tokenizer: Any, *, progress: Progress = silent, stage: Stage = no_stage
+    names: Sequence[Name],
+    spec: Data,
+    tokenizer: Any,
+    *,
+    progress: Progress = silent,
+    stage: Stage = no_stage,
+    wanted: Wanted = "documents",
+    capacity: int | None = None,
 ) -> Prepared:
-    """The rows to train (or evaluate) on. `tokenizer` may be a `TokenizerFiles`, loaded only when the cache misses."""
-    rows = tokenized_rows(names, spec, tokenizer, progress=progress, stage=stage)
+    """The rows to train (or evaluate) on. `tokenizer` may be a `TokenizerFiles`, loaded only when the cache misses. `wanted`:
+    what the objective takes rows for; `capacity`: of a pack, which must hold a group of them."""
+    rows = tokenized_rows(names, spec, tokenizer, progress=progress, stage=stage, wanted=wanted)
     found = None
     if spec.duplicates != "keep" or spec.junk != "keep":
         with stage("read"):
             found = findings(rows, near=spec.duplicates == "drop-near", progress=progress)
-    prepared = choose(rows, spec, found)
+    prepared = choose(rows, spec, found, capacity=capacity)
     if not prepared.counts.kept:
         raise _nothing_left(names, prepared.counts, spec)
     return prepared
@@ -101,7 +115,7 @@ def findings(rows: Rows, near: bool, progress: Progress = silent) -> Findings:
         known = _read_findings(path)
     except DamagedError as damage:
         known, remark = None, f"the list of duplicates and junk is damaged ({damage}) and is created again: {path}"
-    if known is not None and (known.near is not None or not near):
+    if known is not None and (known.near is not None or not near or rows.table.pairs is not None):
         return known
     known = _look(rows.table, near, progress)
     write_note(path, json.dumps([known.exact, known.junk, known.near]))
@@ -110,7 +124,7 @@ def findings(rows: Rows, near: bool, progress: Progress = silent) -> Findings:
 
 def _look(table: TokenTable, near: bool, progress: Progress) -> Findings:
     """In one pass, so that each row is read and parsed once, and a batch of them at a time."""
-    alike = clean.NearDuplicates(lambda i: example_of(table, i)) if near else None
+    alike = clean.NearDuplicates(lambda i: example_of(table, i)) if near and table.pairs is None else None
     identities, reasons = bytearray(), dict[int, str]()
     for start in range(0, len(table), clean.BATCH):
         progress("duplicates and junk", start, len(table))
@@ -122,7 +136,28 @@ def _look(table: TokenTable, near: bool, progress: Progress) -> Findings:
         if alike is not None:
             alike.add(batch)
     progress("duplicates and junk", len(table), len(table))
+    if table.pairs is not None:
+        return of_groups(table.pairs, identities, reasons)
     return Findings(clean.copies_of(identities), reasons, alike.copies if alike is not None else None)
+
+
+def of_groups(pairs: PairRows, identities: bytearray, junk: dict[int, str]) -> Findings:
+    """A group is a copy if all its answers are those of another, in the same roles; it is junk if its chosen answer is. All
+    its rows are named. Near copies are not looked for: answers that are compared are alike."""
+    starts = pairs.starts
+    rows = np.frombuffer(identities, np.uint8).reshape(-1, 16)
+    of_group = bytearray()
+    for start, stop in itertools.pairwise(starts.tolist()):
+        roles = pairs.roles[start:stop].tobytes()
+        of_group += hashlib.blake2b(rows[start:stop].tobytes() + roles, digest_size=16).digest()
+    exact = {
+        int(row): int(starts[first])
+        for group, first in clean.copies_of(of_group).items()
+        for row in range(starts[group], starts[group + 1])
+    }
+    groups = [(group, junk[int(start)]) for group, start in enumerate(starts[:-1]) if int(start) in junk]
+    chosen = [(group, why) for group, why in groups if pairs.roles[starts[group]] == CHOSEN]
+    return Findings(exact, {int(row): why for group, why in chosen for row in range(starts[group], starts[group + 1])})
 
 
 def _read_findings(path: Path) -> Findings | None:
@@ -136,24 +171,29 @@ def _read_findings(path: Path) -> Findings | None:
 # Choosing ---------------------------------------------------------------------------------------------------------------
 
 
-def choose(rows: Rows, spec: Data, found: Findings | None, *, strict: bool = True) -> Prepared:
-    """Apply what the recipe says to the rows. Not `strict`: too many long rows are a remark, not an error (for stats)."""
-    table, keep = rows.table, np.ones(len(rows.table), np.bool_)
+def choose(rows: Rows, spec: Data, found: Findings | None, *, strict: bool = True, capacity: int | None = None) -> Prepared:
+    """Apply what the recipe says to the rows, or to groups of them. Not `strict`: too many long rows are a remark, not an error
+    (for stats)."""
+    table, keep, unit = rows.table, np.ones(len(rows.table), np.bool_), unit_of(rows.table)
+    firsts = first_rows(table)
     exact = near = junk = 0
     if found is not None and spec.duplicates != "keep":
         copies = set(found.exact) | set(found.near or () if spec.duplicates == "drop-near" else ())
         keep[sorted(copies)] = False
-        exact, near = len(found.exact), len(copies) - len(found.exact)
+        exact = int(np.isin(firsts, list(found.exact)).sum())
+        near = int((~keep[firsts]).sum()) - exact
     if found is not None and spec.junk == "drop":
         reasons = [i for i in found.junk if keep[i]]
         keep[reasons] = False
-        junk = len(reasons)
-    chosen, mixed = repeated(rows.sources, keep)
-    table = table.select(chosen) if mixed or not keep.all() else table
+        junk = int(np.isin(firsts, reasons).sum())
+    chosen, mixed = repeated(in_groups(rows.sources, table.pairs), keep[firsts])
+    table = take(table, chosen) if mixed or not keep.all() else table
 
     remarks = [*rows.remarks, *told_of_columns(rows.sources), *mixed]
     remarks += [found.remark] if found is not None and found.remark else []
-    if rows.empty and spec.junk == "keep":
+    if rows.table.pairs is not None:
+        remarks += _left_out(rows)
+    elif rows.empty and spec.junk == "keep":
         remarks.append(
             f"{counted(rows.empty, 'row')} with an empty answer: only the end token carries loss; data.junk: drop removes them"
         )
@@ -164,52 +204,69 @@ def choose(rows: Rows, spec: Data, found: Findings | None, *, strict: bool = Tru
     if rows.controls:
         fate = "kept as text" if spec.control_tokens == "escape" else "trained as control tokens (data.control_tokens: keep)"
         remarks.append(f"{counted(rows.controls, 'row')} with control tokens inside a message: {fate}")
-    limit, affected = spec.max_length, int((table.lengths > spec.max_length).sum())
-    if spec.long is None and affected > SILENT_SHARE * len(table):
-        problem = _too_many_long(table, limit, affected)
+    limit, units, over = spec.max_length, len(first_rows(table)), too_long(table, spec.max_length, capacity)
+    affected = int(over.sum())
+    if spec.long is None and affected > SILENT_SHARE * units:
+        problem = _too_many_long(table, limit, affected, capacity)
         if strict:
             raise problem
         remarks.append(f"{problem.what}; {problem.fix}")
-    cut, dropped_long, truncated, split_into = _cut(table, limit, spec.long)
-    with_loss = cut.loss_counts > 0
-    no_loss = int((~with_loss).sum())
-    kept = cut.select(np.flatnonzero(with_loss)) if no_loss else cut
+    cut, dropped_long, shortened, split_into = _cut(table, over, limit, spec.long, capacity)
+    learnt = with_loss(cut)
+    no_loss = int((~learnt).sum())
+    kept = take(cut, learnt) if no_loss else cut
     if dropped_long and strict:
         why = "the answer starts after" if spec.long == "truncate" else "longer than"
-        remarks.append(f"dropped {dropped_long:,} of {counted(len(table), 'row')}: {why} {limit:,} tokens")
+        remarks.append(f"dropped {dropped_long:,} of {counted(units, unit)}: {why} {limit:,} tokens")
     if no_loss and strict:
-        parts = counted(len(cut), "row") + " and pieces" * (split_into > 0)
+        parts = counted(len(learnt), unit) + " and pieces" * (split_into > 0)
         remarks.append(f"dropped {no_loss:,} of {parts}: no token carries loss")
     if rows.bad:
         remarks.append(f"{counted(rows.bad, 'bad row')} written to {rows.bad_rows_file}")
     counts = Counts(
         read=rows.read, bad=rows.bad, exact_duplicates=exact, near_duplicates=near, junk=junk,
-        too_long=affected, dropped_long=dropped_long, truncated=truncated, split_into=split_into,
-        no_loss=no_loss, kept=len(kept), tokens=int(kept.lengths.sum(dtype=np.int64)),
+        too_long=affected, dropped_long=dropped_long, truncated=shortened, split_into=split_into,
+        no_loss=no_loss, kept=len(first_rows(kept)), tokens=int(kept.lengths.sum(dtype=np.int64)),
         loss_tokens=int(kept.loss_counts.sum(dtype=np.int64)), format=rows.format, sources=rows.sources,
     )  # fmt: skip
     return Prepared(kept, counts, rows.bad_rows_file, tuple(remarks))
 
 
-def _cut(table: TokenTable, limit: int, long: str | None) -> tuple[TokenTable, int, int, int]:
-    """The table with no row above the limit, and how many were dropped, truncated, and made by splitting."""
-    over = table.lengths > limit
+def _left_out(rows: Rows) -> list[str]:
+    """Of preference data: what teaches nothing, and is not in the table."""
+    unit, found = unit_of(rows.table), {"an empty answer": rows.empty, "identical answers": rows.identical}
+    return [f"left out {counted(count, unit)} with {what}" for what, count in found.items() if count]
+
+
+def _cut(
+    table: TokenTable, over: npt.NDArray[np.bool_], limit: int, long: str | None, capacity: int | None
+) -> tuple[TokenTable, int, int, int]:
+    """The table with no row (and no group) above the limit, and how many were dropped, truncated, and made by splitting."""
     if not over.any():
         return table, 0, 0, 0
     if long in {None, "drop"}:
-        return table.select(np.flatnonzero(~over)), int(over.sum()), 0, 0
+        return take(table, np.flatnonzero(~over)), int(over.sum()), 0, 0
     if long == "truncate":
-        cut = table.cut([(i, 0, limit) for i in range(len(table))])
-        lost = over & (cut.loss_counts == 0) & (table.loss_counts > 0)  # its answer began after the limit
-        return cut.select(np.flatnonzero(~lost)), int(lost.sum()), int((over & ~lost).sum()), 0
+        cut = truncated(table, limit, capacity)
+        lost = over & ~with_loss(cut) & with_loss(table)  # its answer began after the limit
+        return take(cut, np.flatnonzero(~lost)), int(lost.sum()), int((over & ~lost).sum()), 0
     pieces = [(i, at, at + limit) for i, length in enumerate(table.lengths) for at in range(0, max(1, int(length)), limit)]
     return table.cut(pieces), 0, 0, len(pieces) - int((~over).sum())
 
 
-def _too_many_long(table: TokenTable, limit: int, affected: int) -> DataError:
+def _too_many_long(table: TokenTable, limit: int, affected: int, capacity: int | None) -> DataError:
     longest = int(table.lengths.argmax())
     enough = int(np.quantile(table.lengths, 1 - SILENT_SHARE, method="higher"))
-    share = affected / len(table)
+    share, unit = affected / len(first_rows(table)), unit_of(table)
+    if table.pairs is not None:
+        packed = f", or more than train.capacity: {capacity:,} together" if capacity and unit == "pair" else ""
+        return DataError(
+            f"{affected:,} of {counted(len(first_rows(table)), unit)} ({share:.1%}) have an answer of more than {limit:,}"
+            f" tokens with its prompt{packed}", where="data.max_length",
+            why=f"the longest answer has {table.lengths[longest]:,} tokens with its prompt ({table.where(longest)}); dropping"
+                " more than 1 % needs an explicit setting",
+            fix=f"set data.long: drop or truncate, or data.max_length: {enough} or more",
+        )  # fmt: skip
     return DataError(
         f"{affected:,} of {counted(len(table), 'row')} ({share:.1%}) {'has' if affected == 1 else 'have'} more than"
         f" {limit:,} tokens", where="data.max_length",
@@ -245,7 +302,7 @@ def _nothing_left(names: Sequence[Name], counts: Counts, spec: Data) -> DataErro
 
 def hold_out(table: TokenTable, fraction: float, seed: int) -> tuple[TokenTable, TokenTable]:
     """Split into (train, held out), the same for the same seed. Pieces of one split row stay together."""
-    rows = np.array([table.row(i) for i in range(len(table))], np.int64)
+    rows = held_out_by(table)
     different = np.unique(rows)
     count = max(1, round(fraction * len(different)))
     if count >= len(different):

@@ -10,14 +10,16 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from pronghorn.data import clean, row_counts, sources
 from pronghorn.data.formats import Example, Format, detect_format, to_example, unused_columns
+from pronghorn.data.preference_rows import Group, detect_groups, to_groups, unused_in_groups
 from pronghorn.data.renaming import Renaming
 from pronghorn.data.source_files import BadRow, RawRow, Source
 from pronghorn.errors import DataError, counted
 from pronghorn.recipe import Data, DataSource
+from pronghorn.recipe_objective import Rows as Wanted
 
 ROWS_TO_KNOW_A_FORMAT = 100
 FIRST_BAD_ROWS = 3  # named in an error, besides the first of all
@@ -50,14 +52,16 @@ class Part:
     max_rows: int | None
     shared: bool  # `max_rows` are those of the whole entry, not of each of its files
     weight: float
+    wanted: Wanted = "documents"
 
     def key(self) -> list[Any]:
         """For the cache: all that decides its rows."""
         rows = [self.max_rows, self.entry if self.shared else None] if self.max_rows else []
-        return [self.source.name, sources.fingerprint(self.source), self.format, self.renaming.key(), rows]
+        wanted = [] if self.wanted == "documents" else [self.wanted]
+        return [self.source.name, sources.fingerprint(self.source), self.format, self.renaming.key(), rows, *wanted]
 
 
-def parts_of(names: Sequence[Name], spec: Data) -> list[Part]:
+def parts_of(names: Sequence[Name], spec: Data, wanted: Wanted = "documents") -> list[Part]:
     """The files and data sets behind the names, each with what the recipe says of it."""
     found: list[Part] = []
     for entry, name in enumerate(names):
@@ -66,7 +70,7 @@ def parts_of(names: Sequence[Name], spec: Data) -> list[Part]:
         renaming = Renaming(own.columns or spec.fields, keys, dict((own.roles or spec.roles).items()))
         most = own.max_rows or spec.max_rows
         found += [
-            Part(source, entry, own.format or spec.format, renaming, most, own.max_rows is not None, own.weight)
+            Part(source, entry, own.format or spec.format, renaming, most, own.max_rows is not None, own.weight, wanted)
             for source in sources.resolve(own.path, sources.Wish(own.name, own.split, own.text_by == "line", own.stream))
         ]
     return found
@@ -77,20 +81,30 @@ class Chunk:
     """Rows of one part that are tokenized together. Read only, until it is filled."""
 
     part: int
-    format: Format
+    format: str  # `Format`; of preference data what `detect_groups` found
     read: int
     raw: list[RawRow]
     bad: list[BadRow] = field(default_factory=list)  # that could not be read, or are no example
-    examples: list[Example] = field(default_factory=list)
+    examples: list[Example] | list[Group] = field(default_factory=list)
     empty: int = 0
     unused: set[str] = field(default_factory=set)
+    wanted: Wanted = "documents"
 
     def fill(self) -> None:
-        made = [to_example(row, self.format) for row in self.raw]
+        if self.wanted == "documents":
+            self._fill_with_documents(cast(Format, self.format))
+            return
+        found = [to_groups(row, self.format, self.wanted) for row in self.raw]
+        self.bad += [item for item in found if isinstance(item, BadRow)]
+        self.examples = [group for item in found if not isinstance(item, BadRow) for group in item]
+        self.unused.update(*(unused_in_groups(row.fields, self.format) for row in self.raw))
+
+    def _fill_with_documents(self, row_format: Format) -> None:
+        made = [to_example(row, row_format) for row in self.raw]
         self.bad += [item for item in made if isinstance(item, BadRow)]
-        self.examples = [item for item in made if isinstance(item, Example)]
-        self.empty = sum(clean.says_nothing(example) for example in self.examples)
-        self.unused.update(*(unused_columns(row.fields, self.format) for row in self.raw))
+        examples = self.examples = [item for item in made if isinstance(item, Example)]
+        self.empty = sum(clean.says_nothing(example) for example in examples)
+        self.unused.update(*(unused_columns(row.fields, row_format) for row in self.raw))
 
     def note(self) -> dict[str, Any]:
         """What is known of it before it is tokenized."""
@@ -126,12 +140,15 @@ class Reading:
             if not part.renaming.nothing:
                 part.renaming.require_columns(head, part.source.name)
                 head, reader = [part.renaming(row) for row in head], map(part.renaming, reader)
-            row_format: Format = detect_format(head, part.source.name, part.format)
+            if part.wanted == "documents":
+                row_format: str = detect_format(head, part.source.name, part.format)
+            else:
+                row_format = detect_groups(head, part.source.name, part.format, part.wanted)
         rows: Iterator[RawRow] = itertools.chain(head, reader)
         while True:
             with self._stage("read"):
                 taken = list(itertools.islice(rows, size))
-                chunk = Chunk(number, row_format, len(taken) + len(unread), taken, unread.copy())
+                chunk = Chunk(number, row_format, len(taken) + len(unread), taken, unread.copy(), wanted=part.wanted)
                 unread.clear()
             if not chunk.read:
                 return

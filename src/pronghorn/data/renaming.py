@@ -48,7 +48,7 @@ class Renaming:
         taken = {ours: fields.pop(theirs) for ours, theirs in self._columns.items() if theirs in fields}
         fields |= taken
         if self._keys or self._roles:
-            for column in (CHAT_COLUMN, "conversations", "conversation", "prompt", "completion"):
+            for column in (CHAT_COLUMN, "conversations", "conversation", "prompt", "completion", "chosen", "rejected"):
                 if column in fields:
                     fields[column] = self._messages(fields[column])
         return RawRow(fields, row.where)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from pronghorn.data.pair_rows import PairRows
 from pronghorn.data.tokenizer_changes import changed, changes_tokens
 from pronghorn.errors import ModelError, RecipeError
 from pronghorn.folders import folder_of
@@ -203,6 +204,9 @@ SCHEMA = pa.schema(
         ("example", pa.string()),  # JSON
     ]
 )
+# Preference data has as many rows as answers, side by side (pair_rows.py).
+PAIR_FIELDS = (("begins", pa.bool_()), ("role", pa.int32()), ("prefix", pa.int32()), ("margin", pa.float32()))
+PAIR_SCHEMA = pa.schema([*SCHEMA, *(pa.field(name, kind) for name, kind in PAIR_FIELDS)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +219,7 @@ class TokenRow:
     example: str = ""
     lost: str = ""  # what of the row is not in its text, told where data.lost allows it
     controls: int = 0  # control tokens inside its texts
+    pair: tuple[bool, int, int, float] | None = None  # whether it begins a group, its role, shared tokens, margin
 
 
 def _list_column(pieces: Sequence[Ints]) -> Any:
@@ -232,7 +237,11 @@ def record_batch(rows: Sequence[TokenRow]) -> Any:
         pa.array([row.where for row in rows], pa.string()),
         pa.array([row.example for row in rows], pa.string()),
     ]
-    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+    if not rows or rows[0].pair is None:
+        return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+    marks = zip(*(cast(Any, row.pair) for row in rows), strict=True)
+    columns += [pa.array(values, kind) for values, (_, kind) in zip(marks, PAIR_FIELDS, strict=True)]
+    return pa.RecordBatch.from_arrays(columns, schema=PAIR_SCHEMA)
 
 
 class ContentDigest:
@@ -240,24 +249,41 @@ class ContentDigest:
 
     def __init__(self) -> None:
         self._parts = [hashlib.sha256() for _ in range(4)]
+        self._pairs: Any = None
 
     def add(self, batch: Any) -> None:
         self.add_columns(_flat(batch.column("ids")), _flat(batch.column("loss")))
+        if len(batch.schema) > len(SCHEMA):
+            self.add_pairs(_pair_columns(batch))
 
     def add_columns(self, ids: tuple[Ints, Ints], loss: tuple[Ints, Ints]) -> None:
         (ids_offsets, values), (loss_offsets, borders) = ids, loss
         for part, array in zip(self._parts, (np.diff(ids_offsets), values, np.diff(loss_offsets), borders), strict=True):
             part.update(np.ascontiguousarray(array).data)
 
+    def add_pairs(self, columns: Sequence[npt.NDArray[Any]]) -> None:
+        self._pairs = self._pairs or [hashlib.sha256() for _ in columns]
+        for part, array in zip(self._pairs, columns, strict=True):
+            part.update(np.ascontiguousarray(array).data)
+
     def hexdigest(self) -> str:
-        return " ".join(part.hexdigest() for part in self._parts)
+        return " ".join(part.hexdigest() for part in [*self._parts, *(self._pairs or ())])
 
 
 class TokenTable:
     """Tokenized rows. A view holds (row, start, stop) for each of its rows; the tokens stay in the mapped file."""
 
-    def __init__(self, base: _Columns, rows: npt.NDArray[np.int64], starts: Ints, stops: Ints, counts: Ints) -> None:
+    def __init__(
+        self,
+        base: _Columns,
+        rows: npt.NDArray[np.int64],
+        starts: Ints,
+        stops: Ints,
+        counts: Ints,
+        pairs: PairRows | None = None,
+    ) -> None:
         self._base, self._rows, self._starts, self._stops = base, rows, starts, stops
+        self.pairs = pairs  # of preference data
         self.lengths: Ints = stops - starts
         self.loss_counts: Ints = counts
 
@@ -271,7 +297,7 @@ class TokenTable:
         """`guard` is called before rows are read, and may raise; `content`: where it is known."""
         base = _Columns(table, guard, content)
         rows = np.arange(base.count, dtype=np.int64)
-        return cls(base, rows, np.zeros(base.count, np.int32), base.lengths, base.label_counts())
+        return cls(base, rows, np.zeros(base.count, np.int32), base.lengths, base.label_counts(), base.pairs())
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -319,7 +345,22 @@ class TokenTable:
         if chosen.dtype != np.bool_:
             chosen = chosen.astype(np.int64)
         arrays = (self._rows, self._starts, self._stops, self.loss_counts)
-        return TokenTable(self._base, *(array[chosen] for array in arrays))
+        pairs = None if self.pairs is None else self.pairs.select(chosen)
+        rows, starts, stops, counts = (array[chosen] for array in arrays)
+        return TokenTable(self._base, rows, starts, stops, counts, pairs)
+
+    def select_groups(self, groups: npt.NDArray[np.int64]) -> TokenTable:
+        """Of preference data: these groups, counted in this table; one that is named twice is there twice."""
+        assert self.pairs is not None
+        rows, pairs = self.pairs.select_groups(groups)
+        return self.select(rows).with_pairs(pairs)
+
+    def with_pairs(self, pairs: PairRows) -> TokenTable:
+        return TokenTable(self._base, self._rows, self._starts, self._stops, self.loss_counts, pairs)
+
+    def sharing(self, shared: bool) -> TokenTable:
+        """The same table, whose packs have the prompt of a group once, or not."""
+        return self if self.pairs is None else self.with_pairs(replace(self.pairs, shared=shared))
 
     def cut(self, pieces: Sequence[tuple[int, int, int]]) -> TokenTable:
         """Views of parts of rows: (index in this table, start, stop) for each, in tokens."""
@@ -333,7 +374,8 @@ class TokenTable:
             borders = self._base.runs(self._rows[index[i]]).reshape(-1, 2)
             inside = np.minimum(borders[:, 1], stops[i]) - np.maximum(borders[:, 0], starts[i] + 1)
             counts[i] = np.maximum(inside, 0).sum()
-        return TokenTable(self._base, self._rows[index], starts, stops, counts)
+        pairs = None if self.pairs is None else self.pairs.select(index).cut(stops - starts)
+        return TokenTable(self._base, self._rows[index], starts, stops, counts, pairs)
 
 
 class _Columns:
@@ -349,6 +391,14 @@ class _Columns:
         self._first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         lengths = [np.diff(offsets) for offsets, _ in self._ids]
         self.lengths: Ints = np.concatenate([np.zeros(0, np.int32), *lengths]).astype(np.int32)
+        self._pairs = [_pair_columns(batch) for batch in table.to_batches()] if len(table.schema) > len(SCHEMA) else None
+
+    def pairs(self) -> PairRows | None:
+        if self._pairs is None:
+            return None
+        none = [np.zeros(0, np.bool_), np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.float32)]
+        begins, roles, prefixes, margins = (np.concatenate(columns) for columns in zip(none, *self._pairs, strict=True))
+        return PairRows(np.cumsum(begins, dtype=np.int64) - 1, roles, prefixes, margins)
 
     def content(self) -> str:
         """Of all tokens and marks, however they are cut into record batches; the cache knows it without reading them."""
@@ -356,6 +406,8 @@ class _Columns:
             digest = ContentDigest()
             for ids, loss in zip(self._ids, self._loss, strict=True):
                 digest.add_columns(ids, loss)
+            for columns in self._pairs or ():
+                digest.add_pairs(columns)
             self._content = digest.hexdigest()
         return self._content
 
@@ -398,6 +450,11 @@ class _Columns:
             count[some] -= values[offsets[some]] == 0  # a loss token at position 0 has no label
             counts.append(count)
         return np.concatenate(counts).astype(np.int32)
+
+
+def _pair_columns(batch: Any) -> list[npt.NDArray[Any]]:
+    types = (np.bool_, np.int32, np.int32, np.float32)
+    return [np.array(batch.column(name).to_pylist(), of) for (name, _), of in zip(PAIR_FIELDS, types, strict=True)]
 
 
 def _flat(chunk: Any) -> tuple[Ints, Ints]:

@@ -1,0 +1,311 @@
+"""Raw rows of preference data into groups: a chosen answer and rejected ones to the same prompt, or one answer that is marked.
+
+The prompt comes in one of these layouts, which is found once a file:
+
+    prompt          a text or messages; answers as text or messages
+    conversation    messages or ShareGPT's conversations up to the answers
+    instruction     Alpaca's instruction, input and history
+    whole           each answer with all that was said before it; what both have in common is the prompt
+
+`rejected` may be a list of answers. Marked answers (KTO) are rows of any supervised format with a `label`; where such an
+objective is given pairs, each answer of them is a marked one. Every answer becomes an example of its own, with its prompt
+before it, exactly as a supervised row would be; only the answer carries loss.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from pronghorn.data.chat_messages import SPEAKERS_AND_CALLERS, UnfitError, from_json, to_messages
+from pronghorn.data.formats import (
+    CHAT_COLUMNS,
+    SYSTEM_COLUMNS,
+    TOOL_COLUMNS,
+    Example,
+    Format,
+    alpaca_question,
+    beside,
+    chat_column,
+    chat_example,
+    detect_format,
+    holds,
+    text_of,
+    to_example,
+    unused_columns,
+)
+from pronghorn.data.pair_rows import CHOSEN, REJECTED
+from pronghorn.data.preferences import MARKS, TRUTHS, answer_columns, mark_column
+from pronghorn.data.source_files import BadRow, RawRow, excerpt
+from pronghorn.errors import DataError
+from pronghorn.recipe_objective import Rows
+
+Layout = Literal["prompt", "prompt as chat", "conversation", "instruction", "whole"]
+LAYOUTS: tuple[Layout, ...] = ("prompt", "prompt as chat", "conversation", "instruction", "whole")
+READ: dict[Layout, tuple[str, ...]] = {
+    "prompt": ("prompt",),
+    "prompt as chat": ("prompt",),
+    "conversation": CHAT_COLUMNS,
+    "instruction": ("instruction", "input", "history"),
+    "whole": (),
+}
+MARGIN = "margin"
+HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"  # how transcripts of conversations are written
+NEEDED = (
+    "pairs need `chosen` and `rejected`, each as text or messages, and beside them `prompt`, `instruction`, `messages` or"
+    " `conversations`, or the whole conversation in both"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Answers to one prompt, the chosen one first; or one answer that is marked as good or bad."""
+
+    where: str
+    answers: tuple[Example, ...]
+    roles: tuple[int, ...]
+    margin: float = 0.0
+
+
+# The layout of a file ---------------------------------------------------------------------------------------------------
+
+
+def detect_groups(rows: Sequence[RawRow], where: str, asked: str, wanted: Rows) -> str:
+    """What most of these first rows of a source are: `pairs: LAYOUT`, or `marked: FORMAT`."""
+    layouts = [_layout(row.fields) for row in rows if answer_columns(row.fields, empty=True)]
+    if 2 * len(layouts) >= len(rows) and layouts:
+        most = Counter(layouts).most_common(1)[0][0]
+        return f"pairs: {'prompt as chat' if most == 'prompt' and 'prompt as chat' in layouts else most}"
+    marked = [row for row in rows if mark_column(row.fields)]
+    if wanted == "marked" and 2 * len(marked) >= len(rows) and marked:
+        return f"marked: {detect_format([_unmarked(row) for row in marked], where, asked)}"
+    if not rows:
+        raise DataError(what="no row can be read, so the format cannot be detected", where=where, fix="fix the rows")
+    columns = list(dict.fromkeys(column for row in rows for column in row.fields))
+    found = "found " + ", ".join(f"`{column}`" for column in columns)
+    if marked:
+        mark = mark_column(marked[0].fields)
+        raise DataError(
+            f"no pairs of answers, but answers marked by `{mark}`", where=where, why=NEEDED,
+            fix="set objective: kto, which learns from single answers",
+        )  # fmt: skip
+    named = "name the columns: data.fields: {prompt: COLUMN, chosen: COLUMN, rejected: COLUMN}"
+    if wanted == "marked":
+        raise DataError(
+            f"no column marks answers as good or bad; {found}", where=where,
+            why=f"objective kto needs `label` (true or false) beside an answer, or pairs; {NEEDED}",
+            fix="add the column, or name it: data.fields: {label: COLUMN}",
+        )  # fmt: skip
+    raise DataError(
+        f"no preference data; {found}", where=where, why=NEEDED,
+        fix=f"{named}; or set objective: supervised, which learns every answer",
+    )  # fmt: skip
+
+
+def _layout(fields: dict[str, Any]) -> Layout:
+    columns = answer_columns(fields, empty=True)
+    assert columns is not None
+    answer = _value(fields[columns[0]])
+    if _is_conversation(answer):
+        return "whole"
+    if chat_column(fields):
+        return "conversation"
+    if "instruction" in fields:
+        return "instruction"
+    if "prompt" not in fields:
+        return "whole"
+    return "prompt as chat" if isinstance(fields["prompt"], str) and beside(fields) else "prompt"
+
+
+def _value(value: Any) -> Any:
+    """Text, or what CSV can only hold as JSON text: messages, or several answers."""
+    if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
+        return value
+    items = from_json(value)
+    inside = items[0] if isinstance(items, list) and items else items
+    inside = inside[0] if isinstance(inside, list) and inside else inside
+    return items if isinstance(inside, dict) and ("role" in inside or "from" in inside) else value
+
+
+def _is_conversation(answer: Any) -> bool:
+    """Messages that begin with somebody else than the assistant."""
+    first = answer[0] if isinstance(answer, list) and len(answer) > 1 else None
+    speaker = first.get("role", first.get("from")) if isinstance(first, dict) else "assistant"
+    return SPEAKERS_AND_CALLERS.get(str(speaker).strip().lower()) != "assistant"
+
+
+# Rows -------------------------------------------------------------------------------------------------------------------
+
+
+def to_groups(row: RawRow, layout: str, wanted: Rows) -> list[Group] | BadRow:
+    """What a row teaches, or why it teaches nothing. Pairs are several groups where single answers are wanted."""
+    kind, _, name = layout.partition(": ")
+    try:
+        if kind == "marked":
+            return _marked(row, name)  # type: ignore[arg-type]
+        group = _pair(row, next(known for known in LAYOUTS if known == name))
+    except UnfitError as error:
+        shown = excerpt(json.dumps(row.fields, ensure_ascii=False, default=str))
+        return BadRow(row.where, str(error), shown, error.fix)
+    if wanted == "pairs":
+        return [group]
+    return [
+        Group(row.where, (answer,), (min(role, REJECTED),)) for answer, role in zip(group.answers, group.roles, strict=True)
+    ]
+
+
+def unused_in_groups(fields: dict[str, Any], layout: str) -> set[str]:
+    """Columns of a row that hold something and are not read."""
+    kind, _, name = layout.partition(": ")
+    if kind == "marked":
+        return unused_columns({column: value for column, value in fields.items() if column not in MARKS}, name)  # type: ignore[arg-type]
+    known = next(known for known in LAYOUTS if known == name)
+    read = {*READ[known], *(answer_columns(fields, empty=True) or ()), MARGIN, *SYSTEM_COLUMNS, *TOOL_COLUMNS}
+    return {column for column in fields if column not in read and holds(fields[column])}
+
+
+def _unmarked(row: RawRow) -> RawRow:
+    return RawRow({column: value for column, value in row.fields.items() if column not in MARKS}, row.where)
+
+
+def _marked(row: RawRow, row_format: Format) -> list[Group] | BadRow:
+    mark = mark_column(row.fields)
+    if mark is None:
+        raise UnfitError("no `label` that is true or false", "mark every answer: label: true or false")
+    example = to_example(_unmarked(row), row_format)
+    if isinstance(example, BadRow):
+        return example
+    if example.kind == "text":
+        raise UnfitError("plain text has no answer that could be good or bad", "write prompt and completion, or messages")
+    if example.kind == "chat" and not example.prompt_messages:  # what is marked is the last answer
+        last = max(i for i, message in enumerate(example.messages) if message["role"] == "assistant")
+        example = replace(example, prompt_messages=last)
+    good = TRUTHS[row.fields[mark]]
+    return [Group(row.where, (example,), (CHOSEN if good else REJECTED,))]
+
+
+def _pair(row: RawRow, layout: Layout) -> Group:
+    columns = answer_columns(row.fields, empty=True)
+    if columns is None:
+        raise UnfitError("no `chosen` or no `rejected` answer", "give every row both, or remove it")
+    chosen, rejected = (_value(row.fields[column]) for column in columns)
+    worse = _several(rejected)
+    if layout == "whole":
+        answers = _from_whole(row, [chosen, *worse], columns)
+    else:
+        prompt = _prompt(row, layout)
+        answers = [
+            _answer(row, prompt, said, column)
+            for said, column in zip([chosen, *worse], [columns[0]] + [columns[1]] * len(worse), strict=True)
+        ]
+    return Group(row.where, tuple(answers), tuple(range(len(answers))), _margin(row))
+
+
+def _several(rejected: Any) -> list[Any]:
+    """One answer, or a list of them; a list of messages is one answer."""
+    if isinstance(rejected, list) and rejected and not isinstance(rejected[0], dict):
+        return [_value(one) for one in rejected]
+    return [rejected]
+
+
+def _margin(row: RawRow) -> float:
+    value = row.fields.get(MARGIN)
+    if value is None or value == "":
+        return 0.0
+    try:
+        margin = float(value)
+    except (TypeError, ValueError):
+        margin = math.nan
+    if isinstance(value, bool) or not math.isfinite(margin):
+        raise UnfitError(f"`{MARGIN}` is {value!r}, not a number", "write a number, or remove the column")
+    return margin
+
+
+def _prompt(row: RawRow, layout: Layout) -> str | list[dict[str, Any]]:
+    """A text where nothing but text can follow it, else messages."""
+    if layout == "conversation":
+        column = chat_column(row.fields)
+        if column is None:
+            raise UnfitError("no conversation before the answers", "give the row the same columns as the others, or remove it")
+        before = to_messages(row.fields[column], column)
+        if before[-1]["role"] == "assistant":
+            raise UnfitError(
+                f"`{column}` ends with an assistant turn, and the answers are in columns of their own",
+                "end it before the answer",
+            )
+        return before
+    if layout == "instruction":
+        return alpaca_question(row)
+    prompt = _value(row.fields.get("prompt"))
+    if isinstance(prompt, list | dict):
+        return to_messages(prompt, "prompt")
+    return text_of(row, "prompt") if layout == "prompt" else [{"role": "user", "content": text_of(row, "prompt")}]
+
+
+def _answer(row: RawRow, prompt: str | list[dict[str, Any]], said: Any, column: str) -> Example:
+    if isinstance(prompt, str) and isinstance(said, str):
+        if column_beside := beside(row.fields):
+            raise UnfitError(
+                f"`{column_beside}` with a plain prompt, which earlier rows do not have",
+                "convert all rows to conversations: data.fields: {instruction: prompt}",
+            )
+        return Example("completion", row.where, prompt=prompt, completion=said)
+    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return chat_example(row, before + _turns(said, column), prompt_messages=len(before))
+
+
+def _turns(said: Any, column: str) -> list[dict[str, Any]]:
+    if isinstance(said, str):
+        return [{"role": "assistant", "content": said}]
+    turns = to_messages(said if isinstance(said, list) else [said], column)
+    if not any(turn["role"] == "assistant" for turn in turns):
+        raise UnfitError(f"no assistant turn in `{column}`", "add an answer")
+    return turns
+
+
+def _from_whole(row: RawRow, said: Sequence[Any], columns: tuple[str, str]) -> list[Example]:
+    if all(isinstance(one, str) for one in said):
+        return _from_texts(row, said)
+    if not all(isinstance(one, list) for one in said):
+        raise UnfitError(f"`{columns[0]}` and `{columns[1]}` are not written alike", "write both as text or both as messages")
+    talks = [to_messages(one, columns[min(i, 1)]) for i, one in enumerate(said)]
+    common = _common(talks)
+    # where one is the beginning of the other, or both are the same, the last turn is the answer
+    common = min(common, *(len(talk) - 1 for talk in talks))
+    while common and not all(any(turn["role"] == "assistant" for turn in talk[common:]) for talk in talks):
+        common -= 1
+    if not common:
+        raise UnfitError(
+            f"`{columns[0]}` and `{columns[1]}` have no message in common: which is the prompt, cannot be told",
+            "let both begin with the same messages, or write the prompt to a column `prompt`",
+        )
+    return [chat_example(row, talk, prompt_messages=common) for talk in talks]
+
+
+def _from_texts(row: RawRow, texts: Sequence[str]) -> list[Example]:
+    """The prompt is what all have in common: up to the last `Assistant:` of a transcript, else up to a word's beginning."""
+    common = _common(texts)
+    if all(HUMAN in text for text in texts) and ASSISTANT in texts[0][: common + len(ASSISTANT)]:
+        at = texts[0].rfind(ASSISTANT, 0, common + len(ASSISTANT)) + len(ASSISTANT)
+        at = at if all(text[:at] == texts[0][:at] for text in texts) else 0
+    else:
+        at = common
+        while at and any(at < len(text) and not text[at].isspace() for text in texts) and not texts[0][at - 1].isspace():
+            at -= 1
+        while at and texts[0][at - 1].isspace() and texts[0][at - 1] != "\n":
+            at -= 1  # a space belongs to the word behind it
+    return [Example("completion", row.where, prompt=text[:at], completion=text[at:]) for text in texts]
+
+
+def _common(sequences: Sequence[Sequence[Any]]) -> int:
+    """How many of the first items are the same in all."""
+    count = 0
+    for items in zip(*sequences, strict=False):
+        if any(item != items[0] for item in items[1:]):
+            break
+        count += 1
+    return count
