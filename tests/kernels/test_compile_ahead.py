@@ -144,9 +144,9 @@ def test_on_a_gpu_nothing_is_written_and_nothing_is_compiled_again(tmp_path: Any
     from pronghorn.kernels.runtime.copy_rows import copy_rows
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    source, target = (
-        torch.ones(64, 72, device="cuda", dtype=torch.bfloat16)[:, :64],
-        torch.zeros(64, 64, device="cuda", dtype=torch.bfloat16),
+    source, target = (  # of a width that no other test of this process has compiled the kernel for
+        torch.ones(64, 72, device="cuda", dtype=torch.bfloat16)[:, :56],
+        torch.zeros(64, 56, device="cuda", dtype=torch.bfloat16),
     )
     compiled: list[str] = []
 
