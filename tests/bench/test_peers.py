@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import time
 
+import numpy as np
 import pytest
 
 from pronghorn.bench import ours, peers
 from pronghorn.bench.meter import Meter
+from pronghorn.bench.pairs import MEAN, PairTable, pairs, pairs_a_step
+from pronghorn.bench.results import rate
 from pronghorn.bench.weights import make_model_folder
 from pronghorn.bench.workloads import WORKLOADS
 from pronghorn.model.causal_lm import engine_of
+from trl_on_a_cpu import TorchLogProbs
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -27,7 +32,9 @@ def test_the_script_for_unsloth_runs_on_our_model(system: str, level: str, monke
     """Only its import is another; what it asks for about recomputing stands, though trl's default turns that on."""
     models = []
     watch = peers._watch
-    monkeypatch.setattr(peers, "_watch", lambda trainer, meter: models.append(trainer.model) or watch(trainer, meter))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(
+        peers, "_watch", lambda trainer, meter, **more: models.append(trainer.model) or watch(trainer, meter, **more)
+    )  # type: ignore[func-returns-value]
     row = peers.measure(system, WORKLOADS["tiny-trl"], meter(), None)
     engine = engine_of(models[0])
     assert engine is not None
@@ -47,3 +54,26 @@ def test_both_sides_take_the_same_steps(name: str) -> None:
     assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
     assert one["tokens_per_step"] == other["tokens_per_step"]
     assert min(one["changed_share"], other["changed_share"]) > 0.9
+
+
+@pytest.mark.parametrize("system", ["pronghorn", "dropin", "trl"])
+def test_preference_pairs(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every system trains on about as many pairs a step; the adapter begins as zeros, so the first loss is log 2."""
+    monkeypatch.setattr("trl.trainer.utils._ChunkedLogProbFunction", TorchLogProbs)
+    workload = WORKLOADS["tiny-dpo"]
+    if system == "pronghorn":
+        row = ours.measure(workload, meter(), None)
+        assert row["marks"]["reference"] >= row["marks"]["model"]
+    else:
+        row = peers.measure(system, workload, meter(), None)
+    assert row["loss_first"] == pytest.approx(math.log(2), rel=1e-4)
+    assert abs(row["pairs_per_step"] - pairs_a_step(workload)) <= 1
+    assert rate(row | {"status": "measured"}) == row["pairs_per_second"] > 0
+
+
+def test_pairs_are_as_long_as_measured_ones() -> None:
+    drawn = pairs(WORKLOADS["dpo-1b"], 100)
+    assert abs(np.mean([pair.tokens for pair in drawn]) - MEAN) < 40
+    table = PairTable(drawn, shared=True)
+    assert max(table.lengths) <= WORKLOADS["dpo-1b"].row
+    assert [int(table.loss(i).sum()) for i in range(4)] == table.loss_counts[:4].tolist()

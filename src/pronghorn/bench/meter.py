@@ -58,6 +58,7 @@ class Meter:
         self._before: torch.Tensor | None = None
         self._parameters: list[torch.nn.Parameter] = []
         self._power: PowerWatch | None = None
+        self._pairs: list[int] = []
 
     @property
     def total(self) -> int:
@@ -78,9 +79,10 @@ class Meter:
         here = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid if self._cuda else None
         self._power = PowerWatch(None if here is None else f"GPU-{here}")
 
-    def step_ended(self, tokens: Any) -> None:
-        """Call after each optimizer step was handed to the device."""
+    def step_ended(self, tokens: Any, pairs: int = 0) -> None:
+        """Call after each optimizer step was handed to the device. `pairs`: of preference data."""
         self._tokens.append(tokens)
+        self._pairs.append(pairs)
         self.done += 1
         if self.done in (1, self.warmup, self.total):
             self._wait()
@@ -97,7 +99,9 @@ class Meter:
         assert self._power is not None
         self._power.stop()
         changed = self._judge(losses, norms)
-        return {
+        pairs = sum(self._pairs[self.warmup :])
+        of_pairs = {"pairs_per_second": round(pairs / seconds, 2), "pairs_per_step": round(pairs / self.steps, 1)}
+        return (of_pairs if pairs else {}) | {
             "tokens_per_second": round(tokens / seconds, 1),
             "ms_per_step": round(1000 * seconds / self.steps, 2),
             "tokens_per_step": round(tokens / self.steps),

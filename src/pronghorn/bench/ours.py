@@ -9,20 +9,24 @@ from typing import Any, Literal
 import torch
 
 from pronghorn.bench.meter import Meter
+from pronghorn.bench.pairs import PairTable, pairs
 from pronghorn.bench.weights import model_folder
 from pronghorn.bench.workloads import CLIP, LEARNING_RATE, SEED, DocumentTable, Workload, documents
-from pronghorn.data.batches import BatchLoader, PackedBatch, Shapes, build_batch
+from pronghorn.data.batches import BatchLoader, PackedBatch, Shapes, TokenRows, build_batch
 from pronghorn.data.packing import pack
+from pronghorn.data.pair_packing import groups_of
 from pronghorn.kernels.attention.attention import pick_backend
 from pronghorn.model.causal_lm import base_of, install
 from pronghorn.model.config import read_config
 from pronghorn.model.load import DTYPES, Precision, load_model, pick_device, resolve_precision
 from pronghorn.model.lora import add_adapter
+from pronghorn.model.shared_prefix import why_not_shared
 from pronghorn.recipe import Recipe
 from pronghorn.train.graphed_step import make_step
 from pronghorn.train.memory import plan_memory, run_job
+from pronghorn.train.objectives import Objective, objective_of
 from pronghorn.train.optim import make_optimizer, trainable
-from pronghorn.train.step import Step, StepResult
+from pronghorn.train.step import Step, StepResult, autocast
 
 Graph = Literal["auto", "on", "off"]
 
@@ -47,27 +51,57 @@ def bench_recipe(workload: Workload, graph: Graph = "auto") -> Recipe:
                 "seed": SEED,
                 "graph": graph,
             },
+            **({"objective": "dpo"} if workload.pairs else {}),
             **({"memory": {"budget": workload.budget}} if workload.budget else {}),
         }
     )
 
 
 def make_our_step(
-    model: Any, recipe: Recipe, device: torch.device, precision: Precision, graph: Graph, say: Callable[[str], None]
+    model: Any,
+    recipe: Recipe,
+    device: torch.device,
+    precision: Precision,
+    graph: Graph,
+    say: Callable[[str], None],
+    objective: Objective | None = None,
 ) -> Step:
     """The one place that knows how our step is built."""
     return make_step(
-        model, make_optimizer(model, recipe), device=device, precision=precision, clip=recipe.train.clip, graph=graph, say=say
+        model,
+        make_optimizer(model, recipe),
+        device=device,
+        precision=precision,
+        clip=recipe.train.clip,
+        graph=graph,
+        say=say,
+        objective=objective,
     )
 
 
-def make_loader(rows: list[Any], recipe: Recipe, *, pin: bool) -> tuple[BatchLoader, Shapes, PackedBatch]:
+def make_table(workload: Workload, steps: int, lengths: Path | None, device: torch.device, precision: Precision) -> TokenRows:
+    if not workload.pairs:
+        return DocumentTable(documents(workload, steps, lengths))
+    why = why_not_shared(read_config(str(model_folder(workload.model))), device, DTYPES[precision])
+    return PairTable(pairs(workload, steps), shared=not why)
+
+
+def make_loader(
+    table: TokenRows, recipe: Recipe, *, pin: bool, objective: Objective | None = None
+) -> tuple[BatchLoader, Shapes, PackedBatch]:
     """The loader, the sizes of its batches, and one of them."""
-    table, capacity = DocumentTable(rows), recipe.train.capacity
-    packs = pack(table.lengths, capacity, seed=SEED, epoch=0)
+    capacity = recipe.train.capacity
+    packs = pack(groups_of(table), capacity, seed=SEED, epoch=0)
     shapes = Shapes.planned(table, packs, capacity)
     loader = BatchLoader(
-        table, capacity=capacity, packs_per_step=1, seed=SEED, workers=recipe.data.workers, pin=pin, shapes=shapes
+        table,
+        capacity=capacity,
+        packs_per_step=1,
+        seed=SEED,
+        workers=recipe.data.workers,
+        pin=pin,
+        shapes=shapes,
+        complete=None if objective is None else objective.complete,
     )
     return loader, shapes, build_batch(table, packs[0], capacity, shapes=shapes)
 
@@ -92,7 +126,8 @@ class Ours:
         precision = resolve_precision("auto", device)
         recipe = bench_recipe(workload, graph)
         meter.mark("imports")
-        loader, shapes, one = make_loader(documents(workload, meter.total, lengths), recipe, pin=device.type == "cuda")
+        objective, table = objective_of(recipe), make_table(workload, meter.total, lengths, device, precision)
+        loader, shapes, one = make_loader(table, recipe, pin=device.type == "cuda", objective=objective)
         self.batches = iter(loader)
         self.memory = plan_memory(recipe, read_config(recipe.model), shapes, device, precision) if workload.budget else None
         full = recipe.method == "full"  # with float32 weights beside the ones that are multiplied
@@ -104,14 +139,22 @@ class Ours:
         if self.memory is not None:
             self.memory.apply(model, lambda: one, DTYPES[precision], self._note, timed=calibrate)
             print("\n".join(self.memory.text()), flush=True)
-        self.step = make_our_step(model, recipe, device, precision, graph, self._note)
+        objective.prepare(model, table, device, lambda: autocast(precision, device))
+        meter.mark("reference")
+        self.step = make_our_step(model, recipe, device, precision, graph, self._note, objective)
         config = base_of(model).config
         attention = pick_backend(
-            device, DTYPES[precision], config.head_dim, typical=shapes.typical, sinks=config.model_type == "gpt_oss"
+            device,
+            DTYPES[precision],
+            config.head_dim,
+            typical=shapes.typical,
+            sinks=config.model_type == "gpt_oss",
+            shared=one.shares_prompts,
         )
         self.model, self.recipe, self.device, self.precision = model, recipe, device, precision
         self.job = run_job(recipe, read_config(recipe.model), shapes, device, precision)
         self.facts = {"attention": attention, "precision": precision, "layers": layers, "step": type(self.step).__name__}
+        self.pairs = workload.pairs
         meter.ready(trainable(model).values())
 
     def _note(self, text: str) -> None:
@@ -125,7 +168,8 @@ class Ours:
             step_batch = next(self.batches)
             self.step.begin(step_batch)
             waiting += 1
-            self.meter.step_ended(step_batch.tokens)
+            documents = sum(len(batch.documents) for batch in step_batch.batches)
+            self.meter.step_ended(step_batch.tokens, documents // 2 if self.pairs else 0)
             if waiting > self.step.depth:
                 results.append(self.step.finish())
                 waiting -= 1

@@ -10,6 +10,7 @@ faster than float32 copies. Losses are read after the run, so that reading them 
 from __future__ import annotations
 
 import importlib
+import inspect
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from pronghorn.bench.meter import Meter
+from pronghorn.bench.pairs import Pair, pairs, pairs_a_step
 from pronghorn.bench.weights import model_folder
 from pronghorn.bench.workloads import (
     ATTENTION,
@@ -45,11 +47,13 @@ Rows = list[npt.NDArray[Any]]
 def measure(name: str, workload: Workload, meter: Meter, lengths: Path | None) -> dict[str, Any]:
     system = SYSTEMS[name]
     meter.mark("imports")
-    if system.script:
+    if workload.pairs:
+        trainer, facts = _preference(system, workload, meter)
+    elif system.script:
         trainer, facts = _script(system, workload, meter, lengths)
     else:
         trainer, facts = _transformers(system, workload, meter, lengths)
-    seen = _watch(trainer, meter)
+    seen = _watch(trainer, meter, pairs=workload.pairs)
     meter.ready(trainer.model.parameters())
     trainer.train()
     norms = [float(entry["grad_norm"]) for entry in trainer.state.log_history if "grad_norm" in entry]
@@ -63,9 +67,10 @@ class _Seen:
         self.losses: list[Any] = []
         self.loss: Any = 0.0
         self.tokens: Any = 0
+        self.pairs = 0
 
 
-def _watch(trainer: Any, meter: Meter) -> _Seen:
+def _watch(trainer: Any, meter: Meter, *, pairs: bool = False) -> _Seen:
     """Counts tokens and losses on this trainer instance, and tells the meter when a step ends."""
     from transformers import TrainerCallback
 
@@ -74,16 +79,20 @@ def _watch(trainer: Any, meter: Meter) -> _Seen:
     def counted(model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:
         mask = inputs.get("attention_mask")
         whole = mask is None or mask.dim() != 2
-        seen.tokens = seen.tokens + (inputs["input_ids"].numel() if whole else mask.sum())
+        if pairs:  # a row for each answer, under whatever name the trainer has them
+            ids = next(value for name, value in inputs.items() if name.endswith("input_ids") and "prompt" not in name)
+            seen.pairs += len(ids) if any(name.startswith("chosen") for name in inputs) else len(ids) // 2
+        else:
+            seen.tokens = seen.tokens + (inputs["input_ids"].numel() if whole else mask.sum())
         loss = inner(model, inputs, *rest, **named)
         seen.loss = seen.loss + loss.detach()
         return loss
 
     class Clock(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            meter.step_ended(seen.tokens)
+            meter.step_ended(seen.tokens, seen.pairs)
             seen.losses.append(seen.loss)
-            seen.tokens, seen.loss = 0, 0.0
+            seen.tokens, seen.loss, seen.pairs = 0, 0.0, 0
 
     trainer.training_step = counted
     trainer.add_callback(Clock())
@@ -113,10 +122,9 @@ def _arguments(workload: Workload, meter: Meter) -> dict[str, Any]:
     }
 
 
-def _script(system: System, workload: Workload, meter: Meter, lengths: Path | None) -> tuple[Any, dict[str, Any]]:
+def _script_model(system: System, workload: Workload) -> tuple[Any, Any]:
+    """(model, tokenizer) as a script for Unsloth makes them."""
     fast: Any = importlib.import_module(system.script).FastLanguageModel
-    dataset: Any = importlib.import_module("datasets").Dataset
-    trl: Any = importlib.import_module("trl")
     nf4, full = workload.method == "qlora", workload.method == "full"
     model, tokenizer = fast.from_pretrained(
         str(model_folder(workload.model)),
@@ -139,6 +147,13 @@ def _script(system: System, workload: Workload, meter: Meter, lengths: Path | No
             random_state=SEED,
             use_gradient_checkpointing=system.recompute,
         )
+    return model, tokenizer
+
+
+def _script(system: System, workload: Workload, meter: Meter, lengths: Path | None) -> tuple[Any, dict[str, Any]]:
+    dataset: Any = importlib.import_module("datasets").Dataset
+    trl: Any = importlib.import_module("trl")
+    model, tokenizer = _script_model(system, workload)
     meter.mark("model")
     rows, packs = documents(workload, meter.total, lengths), workload.config["model_type"] not in UNSLOTH_PADS
     settings = _arguments(workload, meter) | {
@@ -186,6 +201,42 @@ def _transformers(system: System, workload: Workload, meter: Meter, lengths: Pat
     }
     trainer = Trainer(model=model, args=TrainingArguments(**settings), train_dataset=data, data_collator=collate)
     return trainer, {"trainer": "transformers", "attention": attention, "precision": _precision()}
+
+
+def _preference(system: System, workload: Workload, meter: Meter) -> tuple[Any, dict[str, Any]]:
+    """TRL's DPOTrainer, its defaults but for lengths and recomputing. The texts decode to about as many tokens again."""
+    from transformers import AutoTokenizer
+    from transformers.utils import is_flash_attn_2_available
+
+    dataset: Any = importlib.import_module("datasets").Dataset
+    trl: Any = importlib.import_module("trl")
+    attention = "flash_attention_2" if CUDA and is_flash_attn_2_available() else "sdpa"
+    if system.script:
+        model, tokenizer = _script_model(system, workload)
+    else:
+        model, tokenizer = _adapted(system, workload, attention), AutoTokenizer.from_pretrained(model_folder(workload.model))
+    meter.mark("model")
+    settings = _arguments(workload, meter) | {
+        "per_device_train_batch_size": pairs_a_step(workload),
+        "gradient_accumulation_steps": 1,
+        "max_length": workload.row,
+        "beta": 0.1,
+        "gradient_checkpointing": bool(system.recompute),
+    }
+    known = inspect.signature(trl.DPOConfig).parameters
+    trainer = trl.DPOTrainer(
+        model=model,
+        args=trl.DPOConfig(**{name: value for name, value in settings.items() if name in known}),
+        train_dataset=dataset.from_list([pair_row(pair) for pair in pairs(workload, meter.total)]),
+        processing_class=tokenizer,
+    )
+    return trainer, {"trainer": "trl", "batches": "padded", "precision": _precision()}
+
+
+def pair_row(pair: Pair) -> dict[str, str]:
+    """As text, which every version of the trainer takes: a letter for each token, since the tokenizer's are bytes."""
+    prompt, chosen, rejected = ("".join(chr(97 + int(i) % 26) for i in part) for part in pair)
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
 def _documents_a_step(rows: Rows, workload: Workload) -> int:

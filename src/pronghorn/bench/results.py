@@ -115,7 +115,14 @@ def by_workload(rows: Iterable[Row], order: Iterable[str], systems: Iterable[str
 
 
 def rate(row: Row | None) -> float | None:
-    return float(row["tokens_per_second"]) if row and row.get("status") == "measured" else None
+    """Tokens in a second; of preference data pairs, since systems compute different tokens for the same pair."""
+    if not row or row.get("status") != "measured":
+        return None
+    return float(row["pairs_per_second" if "pairs_per_second" in row else "tokens_per_second"])
+
+
+def unit(row: Row) -> str:
+    return "pairs/s" if "pairs_per_second" in row else "tokens/s"
 
 
 def fastest(rows: Iterable[Row], prefix: str = "") -> Row | None:
@@ -129,7 +136,7 @@ def unsloths_best(rows: Iterable[Row], name: str) -> Row | None:
     """On a workload, or on one in which only our side's arithmetic or budget is another."""
 
     def work(workload: Workload) -> tuple[object, ...]:
-        return workload.model, workload.tokens, workload.document, workload.method, workload.adapters, workload.rank
+        return tuple(getattr(workload, name) for name in ("model", "tokens", "document", "method", "adapters", "rank", "pairs"))
 
     listed = [row for row in rows if row["workload"] in WORKLOADS]
     alike = (row for row in listed if work(WORKLOADS[row["workload"]]) == work(WORKLOADS[name]))

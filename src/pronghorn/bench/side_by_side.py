@@ -25,7 +25,7 @@ from typing import Any
 
 import pronghorn
 from pronghorn.bench.picture import draw
-from pronghorn.bench.results import CEILING, NAME, Results, Row, rate
+from pronghorn.bench.results import CEILING, NAME, Results, Row, rate, unit
 from pronghorn.bench.table import why_not
 from pronghorn.bench.weights import model_folder
 from pronghorn.bench.workloads import SYSTEMS, WORKLOADS, Workload
@@ -69,7 +69,8 @@ class Plan:
             if workload.waits_for and not self.systems:  # peers alone say nothing
                 yield workload, "pronghorn"
                 continue
-            yield workload, CEILING
+            if not workload.pairs:
+                yield workload, CEILING
             yield from ((workload, system) for system in self.systems or workload.systems)
 
 
@@ -138,7 +139,7 @@ def summary(row: Row) -> str:
         return f"{speed:,.0f} tokens/s, {row['tflops']} TFLOP/s"
     memory = f", {row['peak_gib']} GiB" if row.get("peak_gib") is not None else ""
     return (
-        f"{speed:,.0f} tokens/s{memory}, first step after {row['seconds_to_first_step']:.1f} s,"
+        f"{speed:,.{1 if speed < 1000 else 0}f} {unit(row)}{memory}, first step after {row['seconds_to_first_step']:.1f} s,"
         f" loss {row['loss_first']:.3f} -> {row['loss_last']:.3f}, gradient norm {row['grad_norm']:.3g}"
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pronghorn.bench.results import CEILING, Row, by_workload, fastest, rate, unsloths_best
+from pronghorn.bench.results import CEILING, Row, by_workload, fastest, rate, unit, unsloths_best
 from pronghorn.bench.workloads import SYSTEMS, WORKLOADS
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def _figures(row: Row, ceiling: float | None, unsloth: float | None) -> tuple[st
         return (why_not(row), "", "", "", "", "")
     memory = f"{row['peak_gib']:.1f} GiB" if row.get("peak_gib") is not None else ""
     return (
-        f"{speed:,.0f}",
+        f"{speed:,.0f}" if unit(row) == "tokens/s" else f"{speed:,.1f} pairs/s",
         *_ratio(speed, unsloth),
         f"{100 * speed / ceiling:.0f} %" if ceiling else "",
         memory,

@@ -200,12 +200,15 @@ SYSTEMS = {
         System("packed", "transformers, packed", needs=("peft",)),
         System("packed-ckpt", "transformers, packed, checkpointing", needs=("peft",), recompute=True),
         System("padded", "transformers, padded", needs=("peft",), padded=True),
+        System("trl", "TRL", needs=("peft", "trl", "datasets"), padded=True),
+        System("trl-ckpt", "TRL, checkpointing", needs=("peft", "trl", "datasets"), padded=True, recompute=True),
     )
 }
 _ALL = ("pronghorn", "unsloth", "unsloth-ckpt", "liger", "packed", "padded")
 _UNSLOTH = ("pronghorn", "unsloth", "unsloth-ckpt")
 _PACKED = (*_UNSLOTH, "packed", "packed-ckpt")
 _TRL = ("pronghorn", "dropin", "dropin-true", "dropin-unsloth", "unsloth", "unsloth-true", "unsloth-ckpt")
+_PAIRS = ("pronghorn", "dropin", "trl", "trl-ckpt", "unsloth", "unsloth-ckpt")
 _LARGE = ("pronghorn", "unsloth", "unsloth-ckpt", "liger", "liger-ckpt", "packed-ckpt")
 
 
@@ -222,6 +225,7 @@ class Workload:
     compute: Literal["auto", "fp8"] = "auto"  # our products
     adapters: Literal["linears", "attention", "experts"] = "linears"  # of mixtures of experts: on what
     budget: str = ""  # our side plans its memory for this (recipe.Memory.budget); empty: it keeps everything
+    pairs: bool = False  # preference pairs and DPO, with lengths as such data has them (pairs.py)
     waits_for: str = ""  # what we must build before our side can run
 
     @property
@@ -240,6 +244,7 @@ class Workload:
 
     def describe(self) -> str:
         documents = f"documents of {self.document:,} tokens" if self.document else "short documents"
+        documents = "DPO on preference pairs" if self.pairs else documents
         stored = "MXFP4" if "quantization_config" in self.config else "NF4"
         method = {"lora": "LoRA bf16", "qlora": f"QLoRA {stored}", "full": "full fine-tuning"}[self.method]
         method += f" r={self.rank}" * (self.rank != LORA_RANK)
@@ -299,6 +304,10 @@ WORKLOADS = {
         Workload("llama-1b-r64", "llama-1b", 16384, systems=("pronghorn", "dropin", "unsloth"), rank=64),
         Workload("llama-1b-full", "llama-1b", 16384, systems=("pronghorn", "dropin", "unsloth", "liger"), method="full"),
         Workload("qwen3-0.6b-full", "qwen3-0.6b", 16384, systems=("pronghorn", "dropin", "unsloth", "liger"), method="full"),
+        # Peers pad both answers of 8 pairs, each behind its prompt; we pack as many with their prompt once.
+        Workload("dpo-1b", "llama-1b", 6144, systems=_PAIRS, pairs=True),
+        Workload("dpo-8b-24gb", "llama-8b", 6144, systems=_PAIRS, pairs=True, method="qlora", budget="24GB"),
+        Workload("tiny-dpo", "tiny", 1024, systems=("pronghorn", "dropin", "trl"), pairs=True),
         Workload("tiny-trl", "tiny", 512, systems=("pronghorn", "dropin", "dropin-true"), rank=8),
         Workload("tiny-full", "tiny", 512, systems=("pronghorn", "packed"), method="full"),
         Workload("tiny-moe", "tiny-moe", 512, systems=("pronghorn", "packed"), adapters="experts"),

@@ -68,16 +68,6 @@ class Positions:
         factor = getattr(module, f"{prefix}attention_scaling")
         return angles.cos() * factor, angles.sin() * factor
 
-    @property
-    def by_length(self) -> bool:
-        """Whether frequencies depend on how long a document is."""
-        names = [name for kind in self.kinds if kind != NO_ROPE for name in self._types(self._module(kind))]
-        return "longrope" in names
-
-    @staticmethod
-    def _types(module: Any) -> list[str]:
-        return list(module.rope_type.values()) if isinstance(module.rope_type, dict) else [module.rope_type]
-
     def query_scale(self, positions_T: Tensor) -> Tensor | None:
         """[T]: 1 + beta log(1 + position // L)."""
         if self._scale is None:

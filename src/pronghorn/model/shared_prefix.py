@@ -8,17 +8,18 @@ import torch
 
 from pronghorn.kernels.attention.attention import pick_backend
 from pronghorn.kernels.attention.attention_short import MAX_WIDTH
-from pronghorn.model.causal_lm import engine_of
+from pronghorn.model.families import why_not_fast
 
 
-def why_not_shared(model: Any, device: torch.device, dtype: torch.dtype) -> str:
-    """Empty where it can. `dtype`: what the layers compute in."""
-    engine = engine_of(model)
-    if engine is None:
-        return "the model uses the transformers layers"
-    if engine.positions.by_length:
+def why_not_shared(config: Any, device: torch.device, dtype: torch.dtype) -> str:
+    """Empty where it can, on the fast layers. `dtype`: what they compute in. Asked before weights are loaded: packs depend on
+    it."""
+    if why := why_not_fast(config):
+        return why
+    text = config.get_text_config()
+    if "longrope" in str(getattr(text, "rope_parameters", None)):
         return "its LongRoPE has other frequencies for longer documents, and a prompt is part of several"
-    width = engine.layers[0].head_width
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     if device.type == "cuda" and pick_backend(device, dtype, width, shared=True) != "short":
-        return f"its head width is {width}, and the kernel needs Triton and head widths up to {MAX_WIDTH}"
+        return f"its head width is {width}; the kernel needs Triton and head widths up to {MAX_WIDTH}"
     return ""
