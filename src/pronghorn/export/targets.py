@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pronghorn.errors import CommandError
-from pronghorn.export import adapter, merged
+from pronghorn.export import adapter, gguf_target, merged
 from pronghorn.export.checking import Reference, Verdict
 from pronghorn.export.job import Job
 from pronghorn.export.usage import Usage
@@ -45,6 +45,16 @@ TARGETS: dict[str, Target] = {
             merged.usage,
             merged.size,
             merged.refuse,
+        ),
+        Target(
+            "gguf",
+            "one file for llama.cpp and what is built on it",
+            gguf_target.write,
+            gguf_target.check,
+            gguf_target.usage,
+            gguf_target.size,
+            gguf_target.refuse,
+            gguf_target.VARIANTS,
         ),
     )
 }

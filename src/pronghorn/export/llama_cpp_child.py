@@ -1,0 +1,103 @@
+"""The process that loads a GGUF file with llama.cpp (xllamacpp). Started by llama_cpp.py, never by a user.
+
+It imports xllamacpp and nothing else of size: a crash of the C++ code, or a thread of it that does not end, stays here.
+Arguments: a file with what is asked (JSON) and one for answers, a JSON line each, so that the parent sees how far it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any, TextIO
+
+LIKELIEST = (
+    64  # tokens of which llama.cpp tells the log-probability; all of them only where the one asked for is not among them
+)
+ALL = 1 << 22
+
+
+class LlamaCpp:
+    def __init__(self, job: dict[str, Any]) -> None:
+        import xllamacpp
+
+        wanted = xllamacpp.CommonParams()
+        wanted.model.path = job["model"]
+        wanted.n_ctx = job["context"]
+        wanted.n_batch = wanted.n_ubatch = min(512, job["context"])
+        wanted.n_parallel = 1
+        wanted.n_gpu_layers = 0
+        wanted.warmup = False
+        wanted.use_jinja = True
+        wanted.verbosity = -1
+        if job["lora"]:
+            wanted.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(job["lora"], 1.0)]
+        wanted.cpuparams.n_threads = wanted.cpuparams_batch.n_threads = job["threads"]
+        self.server = xllamacpp.Server(wanted)
+        self.plain: int = self.tokens("a")["ids"][-1]
+
+    def ask(self, path: str, **body: Any) -> Any:
+        address = f"{self.server.listening_address}/{path}"  # on loopback
+        request = urllib.request.Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(request, timeout=600) as answer:
+            return json.load(answer)
+
+    def next_tokens(self, ids: list[int], count: int) -> dict[int, float]:
+        """Log-probabilities of the next token, likeliest first. What the last call read is not read again. The token that is
+        drawn is a letter, whatever they say: of a token that is not a whole letter, or ends the text, it would tell nothing."""
+        draw = {"temperature": 0, "logit_bias": [[self.plain, 1e4]]}
+        answer = self.ask("completion", prompt=ids, n_predict=1, n_probs=count, cache_prompt=True, **draw)
+        return {one["id"]: one["logprob"] for one in answer["completion_probabilities"][0]["top_logprobs"]}
+
+    def score(self, ids: list[int], start: int) -> dict[str, Any]:
+        best, log_probs = [], []
+        for place in range(start, len(ids)):
+            likely = self.next_tokens(ids[:place], LIKELIEST)
+            best.append(next(iter(likely)))
+            if ids[place] not in likely:
+                likely = self.next_tokens(ids[:place], ALL)
+            log_probs.append(likely.get(ids[place], float("-inf")))
+        return {"best": best, "log_probs": log_probs}
+
+    def answer(self, ids: list[int], longest: int) -> dict[str, Any]:
+        found = self.ask(
+            "completion", prompt=ids, n_predict=longest, temperature=0, top_k=1, return_tokens=True, cache_prompt=True
+        )
+        return {"text": found["content"], "ids": found["tokens"]}
+
+    def rendered(self, messages: list[dict[str, str]]) -> dict[str, Any]:
+        text = self.ask("apply-template", messages=messages)["prompt"]
+        return {"text": text, **self.tokens(text, special=True)}
+
+    def tokens(self, text: str, *, special: bool = False) -> dict[str, Any]:
+        return {"ids": self.ask("tokenize", content=text, add_special=special, parse_special=True)["tokens"]}
+
+
+def work(model: LlamaCpp, job: dict[str, Any], out: TextIO) -> None:
+    def told(answer: dict[str, Any]) -> None:
+        out.write(json.dumps(answer) + "\n")
+        out.flush()
+
+    for messages in job["messages"]:
+        told(model.rendered(messages))
+    for text in job["texts"]:
+        told(model.tokens(text))
+    for row in job["rows"]:
+        told(model.score(row["ids"], row["start"]))
+    for prompt in job["prompts"]:
+        told(model.answer(prompt["ids"], prompt["longest"]))
+
+
+def main(asked: str, answers: str) -> None:
+    job = json.loads(Path(asked).read_text(encoding="utf-8"))
+    with Path(answers).open("w", encoding="utf-8") as out:
+        work(LlamaCpp(job), job, out)
+    sys.stdout.flush()
+    os._exit(0)  # without waiting for the server's threads
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
