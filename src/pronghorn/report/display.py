@@ -255,16 +255,23 @@ def _lines(run: _Run, event: dict[str, Any], width: int) -> list[str]:
 
 def _say_step(run: _Run, event: dict[str, Any], width: int) -> list[str]:
     left = run.rate.eta(max(0, run.steps - run.step))
-    head = f"step {run.step:,}/{run.steps:,}  loss {number_format.figure(run.losses[-1])}  lr {as_number(event.get('lr')):.3g}"
+    head = f"step {run.step:,}/{run.steps:,}  loss {number_format.figure(run.losses[-1])}{_preference(event)}"
+    head += f"  lr {as_number(event.get('lr')):.3g}"
     return [f"{head}  {run.rate.now():,.0f} tokens/s" + (f"  {number_format.duration(left)} left" if left else "")]
 
 
+def _preference(event: dict[str, Any]) -> str:
+    """Of a step that compares answers."""
+    shown = (("accuracy", "rewards/accuracies"), ("margin", "rewards/margins"), ("kl", "kl"))
+    return "".join(f"  {label} {number_format.score(as_number(event[name]))}" for label, name in shown if name in event)
+
+
 def _say_evaluation(run: _Run, event: dict[str, Any], width: int) -> list[str]:
-    loss, perplexity = (number_format.figure(as_number(event.get(name))) for name in ("loss", "perplexity"))
+    figures = [f"{name} {number_format.figure(as_number(event[name]))}" for name in ("loss", "perplexity") if name in event]
     best = ", best so far" if event.get("best") else ""
     shown = [g for g in (event.get("generations") or [])[:1] if isinstance(g, dict)]
     metrics = "".join(f", {name}" for name in _metrics(event))
-    head = f"evaluation at step {event.get('step', 0):,}: loss {loss}, perplexity {perplexity}{metrics}{best}"
+    head = f"evaluation at step {event.get('step', 0):,}: {', '.join(figures)}{metrics}{best}"
     return [head, *(_generation(g, width) for g in shown)]
 
 

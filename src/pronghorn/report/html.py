@@ -169,8 +169,27 @@ def _plots(
         Plot("Learning rate", [Series("learning rate", "train", _column(steps, "lr"))], from_zero=True),
         Plot("Gradient norm", _with_trend("norm", _column(steps, "grad_norm")), from_zero=True, level=level),
         Plot("Tokens per second", _with_trend("tokens/s", rate), from_zero=True),
+        *_preference_plots(steps, evals),
     ]
     return f'<h2>Training</h2>{draw(main)}<div class="grid3">{"".join(draw(plot) for plot in small)}</div>'
+
+
+def _preference_plots(steps: Sequence[dict[str, Any]], evals: Sequence[dict[str, Any]]) -> list[Plot]:
+    """Of a run that compares answers; the held-out figures as dots."""
+
+    def line(label: str, name: str, colour: str) -> list[Series]:
+        points = [(x, y) for x, y in _column(steps, name) if math.isfinite(y)]
+        return [Series(label, colour, smooth(points) if len(points) >= FEW_STEPS else points)] if points else []
+
+    held_out = [{"step": e.get("step", 0), **m} for e in evals if isinstance(m := e.get("metrics"), dict)]
+    accuracies = [p for p in _column(held_out, "rewards/accuracies") if math.isfinite(p[1])]
+    plots = [
+        Plot("Rewards", line("chosen", "rewards/chosen", "train") + line("rejected", "rewards/rejected", "eval")),
+        Plot("Accuracy", line("training", "rewards/accuracies", "train") + [Series("held-out", "eval", accuracies, "dots")] *
+             bool(accuracies), from_zero=True),
+        Plot("Log-probability", line("chosen", "logps/chosen", "train") + line("rejected", "logps/rejected", "eval")),
+    ]  # fmt: skip
+    return [plot for plot in plots if plot.series]
 
 
 def _stages(run: RunStats) -> str:

@@ -132,7 +132,9 @@ def run_stats(events: Sequence[dict[str, Any]], now: float | None = None) -> Run
         best_eval=best_eval,
         best_eval_step=best_eval_step,
         last_eval_step=evals[-1].get("step") if evals else None,
-        perplexity=next((as_number(e.get("perplexity")) for e in evals if e.get("step") == best_eval_step), None),
+        perplexity=next(
+            (as_number(e["perplexity"]) for e in evals if e.get("step") == best_eval_step and "perplexity" in e), None
+        ),
         metrics=_metrics(kept, evals),
         decides=str((recipe.get("eval") or {}).get("best") or "loss"),
         tokens=int(steps[-1].get("seen_tokens", 0)) if steps else 0,

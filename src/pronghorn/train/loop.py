@@ -30,7 +30,7 @@ from pronghorn.train.evaluate import evaluate
 from pronghorn.train.health import BrokenWeights, Offenders, listed, offending_rows, require_sound
 from pronghorn.train.memory import COMPARED_AFTER, WARM_UP, evaluation_capacity, main_memory, out_of_memory
 from pronghorn.train.optim import lr_scale, set_lr
-from pronghorn.train.run_events import log_end, log_experts, log_start
+from pronghorn.train.run_events import log_end, log_experts, log_remarks, log_start
 from pronghorn.train.run_folder import RunFolder, set_aside
 from pronghorn.train.saving import saver_of, try_first_save
 from pronghorn.train.setup import Session, set_up
@@ -311,7 +311,9 @@ class _Run:
             loss_tokens=step_batch.loss_tokens,
             seconds=now - self._mark,
             seen_tokens=session.seen_tokens,
+            **result.figures,
         )
+        log_remarks(session, self.log, result.figures)
         self._compare_with_plan(now - self._mark)
         self._mark = time.perf_counter() if self._page.refresh() else now  # a page is no part of the next step's time
         self._saver.finished(session.step)
@@ -392,13 +394,15 @@ class _Run:
                 world=session.world,
             )
             answered = session.world.on_writer(self._answers.evaluate)
+        if result.figures:
+            answered = answered | {"metrics": result.figures | answered.get("metrics", {})}
         value = result.loss if recipe.eval.best == "loss" else answered["metrics"][recipe.eval.best]
         session.progress = session.progress.after(value, session.step, recipe.eval.stop)
         self.log.write(
             "eval",
             step=session.step,
             loss=result.loss,
-            perplexity=result.perplexity,
+            **({} if result.figures else {"perplexity": result.perplexity}),
             tokens=result.tokens,
             seconds=time.perf_counter() - began,
             best=session.progress.best_step == session.step,

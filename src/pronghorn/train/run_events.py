@@ -6,6 +6,7 @@ import os
 import platform
 import resource
 import sys
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,11 @@ def log_experts(session: Session, log: RunLog) -> None:
     if engine is not None and engine.expert_counts is not None:
         session.world.add_up([engine.expert_counts.counts_LE])
         log.write("experts", step=session.step, counts=engine.expert_counts.read())
+
+
+def log_remarks(session: Session, log: RunLog, figures: Mapping[str, float]) -> None:
+    for text in session.objective.remarks(session.step, figures):
+        log.write("notice", text=text)
 
 
 def log_end(session: Session, folder: Path, log: RunLog, stages: Stages, end: dict[str, str], code: int) -> None:

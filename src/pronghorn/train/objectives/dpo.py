@@ -12,6 +12,8 @@ RPO adds the chosen answers' supervised loss.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -44,6 +46,9 @@ class Dpo(Preference):
 
     def rewards(self, answers: Answers) -> Tensor:
         return self.beta * answers.log_ratios
+
+    def remarks(self, step: int, figures: Mapping[str, float]) -> list[str]:
+        return self._watch.look(step, figures, -figures["rewards/chosen"] / self.beta)
 
     def compared(self, answers: Answers, firsts_D: Tensor) -> Tensor:
         scores = answers.means(answers.log_ratios) if self.normalized else answers.log_ratios

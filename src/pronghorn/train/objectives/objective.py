@@ -14,7 +14,7 @@ N = loss rows of the batch, K = numbers that the objective keeps for each of the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NamedTuple
 
@@ -63,6 +63,10 @@ class Objective(ABC):
     def figures(self, watched: Sequence[float]) -> dict[str, float]:
         """What people read, of the W sums of a whole step or evaluation. On the host."""
         return {}
+
+    def remarks(self, step: int, figures: Mapping[str, float]) -> list[str]:
+        """What to tell people of a step's figures."""
+        return []
 
     def prepare(  # noqa: B027  (most objectives need nothing)
         self, model: Any, table: TokenRows, device: torch.device, autocast: Autocast

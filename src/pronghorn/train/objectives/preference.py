@@ -11,7 +11,7 @@ Sums over the rows of a document go through a mask [D, N] and not through index_
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 from pronghorn.data.batches import IGNORED, PackedBatch, TokenRows
 from pronghorn.train.objectives.objective import Autocast, Objective
 from pronghorn.train.objectives.reference import Reference
+from pronghorn.train.objectives.watch import Watch
 
 
 class Answers(NamedTuple):
@@ -79,6 +80,7 @@ class Preference(Objective):
         """`sft_weight`: of the chosen answers' supervised loss. `reference`: for objectives that compare with one."""
         self.sft_weight, self.reference = sft_weight, reference
         self.terms = 2 if sft_weight else 1
+        self._watch = Watch()
 
     @abstractmethod
     def rewards(self, answers: Answers) -> Tensor:
@@ -130,6 +132,9 @@ class Preference(Objective):
         shorter, right = found.pop("shorter"), found.pop("accurate and shorter")
         means = {name: total / count for name, total in found.items()}
         return means | ({"rewards/accuracies_shorter": right / shorter} if shorter else {})
+
+    def remarks(self, step: int, figures: Mapping[str, float]) -> list[str]:
+        return self._watch.look(step, figures, None)
 
     def prepare(self, model: Any, table: TokenRows, device: torch.device, autocast: Autocast) -> None:
         if self.reference is not None:
