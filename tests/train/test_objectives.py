@@ -47,6 +47,9 @@ class ByLogProbs(Supervised):
     def sums(self, model: Any, batch: PackedBatch) -> Sums:
         return Objective.sums(self, model, batch)
 
+    def loss_sum(self, model: Any, batch: PackedBatch) -> Tensor:
+        return Objective.loss_sum(self, model, batch)
+
     def divisor(self, step_batch: StepBatch, world: World) -> float:
         return Objective.divisor(self, step_batch, world)
 

@@ -18,10 +18,10 @@ class Supervised(Objective):
         return -log_probs_N.sum()
 
     def sums(self, model: Any, batch: PackedBatch) -> Sums:
-        return Sums(self._fused(model, batch))
+        return Sums(self.loss_sum(model, batch))
 
-    def _fused(self, model: Any, batch: PackedBatch) -> Tensor:
-        """The loss and its gradient in one pass over the logits, since every row's weight is known to be one."""
+    def loss_sum(self, model: Any, batch: PackedBatch) -> Tensor:
+        """Fused: the loss and its gradient in one pass over the logits, since every row's weight is known to be one."""
         engine = engine_of(model)
         if engine is not None:
             return engine.packed_loss(**engine_inputs(batch))[0]
