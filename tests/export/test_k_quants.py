@@ -48,8 +48,10 @@ def test_errors_are_llama_cpps(shape: str) -> None:
 
 def test_errors_beside_llama_cpp_itself() -> None:
     """The library inside xllamacpp has the function that llama-quantize calls."""
-    if (found := importlib.util.find_spec("xllamacpp.xllamacpp")) is None or found.origin is None:
+    if importlib.util.find_spec("xllamacpp") is None:
         pytest.skip("xllamacpp is not installed")
+    found = importlib.util.find_spec("xllamacpp.xllamacpp")
+    assert found is not None
     quantize = ctypes.CDLL(found.origin).ggml_quantize_chunk
     quantize.restype = ctypes.c_size_t
     whole = ctypes.c_int64
