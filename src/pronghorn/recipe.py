@@ -233,6 +233,15 @@ class Health(Section):
     spike: Literal["warn", "skip", "rewind"] = "warn"
 
 
+# What they are: report/loggers/table.py
+LoggerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
+
+
+class Report(Section):
+    to: Annotated[tuple[LoggerName, ...], BeforeValidator(_one_or_many)] = ()  # loggers, beside run.jsonl and report.html
+    project: Name | None = None  # of W&B and Trackio, experiment of MLflow; None: as their variables say, or pronghorn
+
+
 class Recipe(Section):
     model: Annotated[str, Field(min_length=1)]  # Hub name or local folder
     # lora: adapters on a frozen model; qlora: frozen linears in 4 bits (4-bit checkpoints are supported); fp8: frozen linears
@@ -253,6 +262,7 @@ class Recipe(Section):
     checkpoint: Checkpoint = Checkpoint()
     eval: Eval = Eval()
     health: Health = Health()
+    report: Report = Report()
     output: Annotated[str, Field(min_length=1)] = "runs/default"
 
     @model_validator(mode="after")
@@ -360,7 +370,7 @@ class Recipe(Section):
 
 
 # What does not touch the numbers of the run may change between two starts of it.
-MAY_CHANGE_ON_RESUME = ("checkpoint.", "eval.", "memory.", "output", "data.workers", "train.graph")
+MAY_CHANGE_ON_RESUME = ("checkpoint.", "eval.", "memory.", "output", "data.workers", "train.graph", "report.")
 # Of the rest, what cannot change in the middle of a run even where --allow-change asks for it: a key or a section, and why.
 _ADAPTER, _PLACE = "the trained adapter has this shape and scale", "the run's position in the data would mean different rows"
 FIXED_ON_RESUME = {

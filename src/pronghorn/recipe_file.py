@@ -95,6 +95,9 @@ eval:
   best: loss                                 # selects the best checkpoint: loss, or one of the metrics
   # stop: {patience: 3, min_delta: 0.002}    # early stopping
 health: {spike: warn}                        # on a loss spike: warn | skip (the update) | rewind (to the last checkpoint)
+report:
+  to: []                                     # loggers beside run.jsonl and report.html: tensorboard | wandb | trackio | mlflow
+  # project: my-project                      # of wandb and trackio, experiment of mlflow (default: pronghorn)
 output: runs/default
 """
 

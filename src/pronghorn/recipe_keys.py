@@ -72,6 +72,8 @@ SYNONYMS = {
     "eval.every": ("eval_steps", "eval_strategy", "evaluation_strategy", "val_check_interval"),
     "eval.stop": ("early_stopping", "early_stop"),
     "eval.stop.patience": ("early_stopping_patience",),
+    "report.to": ("report_to", "logger", "loggers", "log_with", "use_wandb"),
+    "report.project": ("wandb_project", "trackio_project", "mlflow_experiment_name"),
     "output": ("output_dir", "output_folder", "out", "out_dir", "save_dir", "output_path", "run_name"),
 }
 MEANS = {name: key for key, names in SYNONYMS.items() for name in names}

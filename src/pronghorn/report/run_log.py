@@ -110,6 +110,10 @@ class RunLog:
         for listener in self._listeners:
             listener(record)
 
+    def listen(self, listener: Callable[[dict[str, Any]], None]) -> None:
+        """One more listener, which may write events of its own."""
+        self._listeners += (listener,)
+
     def close(self) -> None:
         self._file.close()
 

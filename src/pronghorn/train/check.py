@@ -13,6 +13,7 @@ from pronghorn.errors import counted
 from pronghorn.memory.dry_run import static_parts
 from pronghorn.model.config import read_config
 from pronghorn.recipe import Recipe
+from pronghorn.report.loggers.table import require_installed
 from pronghorn.train.memory import plan_memory, plan_of_everything
 from pronghorn.train.setup import look_ahead, notices, packs_per_step, prepare_data
 
@@ -75,6 +76,7 @@ def check_run(recipe: Recipe, *, report: Callable[[str, int, int], None]) -> Fac
     """Everything a run would check before its first step, except loading the weights."""
     from contextlib import nullcontext
 
+    require_installed(recipe.report.to)
     device, precision, facts, tokenizer = look_ahead(recipe)
     data = prepare_data(recipe, tokenizer, report=report, stage=lambda _: nullcontext())
     summary = data.summary(recipe.train.capacity)

@@ -22,6 +22,8 @@ from pronghorn.errors import EnvironmentFault, HealthStop, Interrupted, Pronghor
 from pronghorn.evaluation.own_metric import OwnMetric
 from pronghorn.recipe import Recipe, steps_between
 from pronghorn.report.live import LiveReport
+from pronghorn.report.loggers.beside import logging_to
+from pronghorn.report.loggers.table import require_installed
 from pronghorn.report.run_log import RunLog, SilentLog
 from pronghorn.report.stages import Stages
 from pronghorn.train.answers import RunAnswers
@@ -73,6 +75,7 @@ def train(
     `world`: the ranks that train together; without it, one."""
     stages, world = stages or Stages(), world or World()
     own = OwnMetric(metric_file) if metric_file is not None else None
+    world.on_writer(lambda: require_installed(recipe.report.to))
     folder = Path(recipe.output)
     old = set_aside(folder) if fresh and world.writes else None
     started, session = False, None
@@ -83,7 +86,7 @@ def train(
             session = _ready(recipe, folder, display, stages, allow, world)
             if old:
                 session.notices.insert(0, f"the previous run was moved to {old}")
-            with _log_of(world, folder, display) as log, StopRequest(quiet=not world.writes) as stop:
+            with _log_of(world, folder, recipe, display) as log, StopRequest(quiet=not world.writes) as stop:
                 started = True
                 while True:
                     try:
@@ -104,8 +107,13 @@ def train(
             old.rename(folder)
 
 
-def _log_of(world: World, folder: Path, display: Display) -> RunLog:
-    return RunLog(folder, listeners=(display.handle,)) if world.writes else SilentLog()
+@contextmanager
+def _log_of(world: World, folder: Path, recipe: Recipe, display: Display) -> Iterator[RunLog]:
+    if not world.writes:
+        yield SilentLog()
+        return
+    with RunLog(folder, listeners=(display.handle,)) as log, logging_to(recipe.report.to, recipe.report.project, log):
+        yield log
 
 
 def _ready(recipe: Recipe, folder: Path, display: Display, stages: Stages, allow: Collection[str], world: World) -> Session:
