@@ -9,6 +9,8 @@ import json
 import math
 import os
 import sqlite3
+import struct
+import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +22,7 @@ from synthetic_run import START
 from cli_parts import write_recipe
 from pronghorn.cli import main
 from pronghorn.errors import EnvironmentFault, Problems
-from pronghorn.recipe import LoggerName
+from pronghorn.recipe import LoggerName, Recipe
 from pronghorn.report.loggers import beside
 from pronghorn.report.loggers.beside import logging_to
 from pronghorn.report.loggers.figures import figures
@@ -66,6 +68,8 @@ def test_figures_have_the_names_that_other_trainers_give_them() -> None:
 
 def test_every_logger_of_a_recipe_has_a_row() -> None:
     assert tuple(LOGGERS) == get_args(LoggerName)
+    before, after = (Recipe(model="m", data={"train": "x"}, report={"to": to}) for to in ((), "wandb"))
+    assert before.differences(after) == {}  # a resumed run may have others
 
 
 # Real libraries ---------------------------------------------------------------------------------------------------------
@@ -80,26 +84,34 @@ def of_tensorboard(folder: Path) -> Curves:
 
 def of_wandb(folder: Path) -> Curves:
     from wandb.proto.wandb_internal_pb2 import Record
-    from wandb.sdk.internal.datastore import DataStore
 
     curves: Curves = {}
-    ids = set()
     files = sorted((folder / "wandb").glob("offline-run-*/run-*.wandb"))
-    assert len(files) == 2
-    for file in files:
-        ids.add(file.name)
-        store = DataStore()
-        store.open_for_scan(str(file))
-        while (data := store.scan_data()) is not None:
-            record = Record()
-            record.ParseFromString(data)
-            items = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
-            step = items.pop("train/global_step", None)
-            for name, value in items.items():
-                if not name.startswith("_"):
-                    curves.setdefault(name, []).append((step, float(value)))
-    assert len(ids) == 1  # one run for W&B, in two files
+    assert (len(files), len({file.name for file in files})) == (2, 1)  # one run for W&B, in two files
+    for data in [data for file in files for data in wandb_records(file.read_bytes())]:
+        record = Record()
+        record.ParseFromString(data)
+        items = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+        step = items.pop("train/global_step", None)
+        for name, value in items.items():
+            if not name.startswith("_"):
+                curves.setdefault(name, []).append((step, float(value)))
     return curves
+
+
+def wandb_records(content: bytes) -> Iterator[bytes]:
+    """Of an offline run: after 7 bytes LevelDB's log, with records of a checksum, a length and a kind, in blocks of 32 kB."""
+    at, whole = 7, b""
+    while at + 7 <= len(content):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        length, kind = struct.unpack_from("<HB", content, at + 4)
+        whole += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a whole record, or the last piece of one
+            yield whole
+            whole = b""
 
 
 def of_trackio(folder: Path) -> Curves:
@@ -180,7 +192,8 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, 
 def test_a_logger_that_is_not_installed_is_refused_before_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tiny_model: Path
 ) -> None:
-    monkeypatch.setattr("sys.path", [entry for entry in os.sys.path if not Path(entry or ".").joinpath("wandb").exists()])
+    monkeypatch.setattr("sys.path", [entry for entry in sys.path if not Path(entry or ".").joinpath("wandb").exists()])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
     monkeypatch.chdir(tmp_path)
     Path("wandb").mkdir()  # what W&B leaves behind where it ran is no library
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -220,10 +233,10 @@ def test_a_logger_that_hangs_is_stopped_after_the_run(
         f"begun = subprocess.Popen(['sleep', '1000'])\npathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(begun.pid))\n"
         "time.sleep(1000)",
     )
-    monkeypatch.setattr(beside, "PATIENCE", 5.0)
+    monkeypatch.setattr(beside, "PATIENCE", 2.0)
     write_session(tmp_path / "run", range(1, 5), "wandb")
     [told] = notices(tmp_path / "run")
-    assert "wandb did not finish within 5 s of the run's end and was stopped" in told
+    assert "wandb did not finish within 2 s of the run's end and was stopped" in told
     if (tmp_path / "pid").exists():  # a slow machine may not have come that far
         status = Path("/proc") / (tmp_path / "pid").read_text() / "stat"
         assert not status.exists() or status.read_text().split(") ")[1][0] in "ZX"
@@ -232,7 +245,7 @@ def test_a_logger_that_hangs_is_stopped_after_the_run(
 def test_a_run_with_loggers_is_the_same_run(
     tmp_path: Path, stand_in: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch, tiny_model: Path
 ) -> None:
-    """Bit for bit, with one logger that works and one that does not, and a resume may change them."""
+    """Bit for bit, with one logger that works and one that does not."""
     stand_in("trackio", "raise OSError('broken')")
     monkeypatch.setattr(beside, "PATIENCE", 120.0)
     works = ["tensorboard"] if find_spec("tensorboard") else []
@@ -240,7 +253,6 @@ def test_a_run_with_loggers_is_the_same_run(
     for output, loggers in {"plain": [], "logged": [*works, "trackio"]}.items():
         recipe = write_recipe(tmp_path, tiny_model, output)
         assert main(["train", str(recipe), f"report.to={json.dumps(loggers)}", "eval.generations=0"]) == 0
-        assert main(["train", str(recipe), "report.to=[]"]) == 0
         outputs[output] = tmp_path / "runs" / output
     losses = {
         name: [(e["step"], e["loss"]) for e in read_log(folder) if e["event"] == "step"] for name, folder in outputs.items()
