@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     from pronghorn.export.run import Written
 
 TEXT = "write what was trained for the program that is to run it, and compare it there with the trained model"
+NAMES = "adapter, merged, gguf, vllm, fp8, nvfp4"  # of export/targets.py, which imports torch
 
 
 def options(one: argparse.ArgumentParser) -> None:
-    one.add_argument("--to", metavar="A,B", required=True, help="what to write: adapter, merged; several at once")
+    one.add_argument("--to", metavar="A,B", required=True, help=f"what to write: {NAMES}; several at once")
     one.add_argument(
         "--target", help="output folder, which has one folder a target if there are several (default: RUN/export-A)"
     )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from pronghorn.errors import CommandError
-from pronghorn.export import adapter, gguf_target, merged
+from pronghorn.export import adapter, compressed, gguf_target, merged, vllm
 from pronghorn.export.checking import Reference, Verdict
 from pronghorn.export.job import Job
 from pronghorn.export.usage import Usage
@@ -56,6 +57,28 @@ TARGETS: dict[str, Target] = {
             gguf_target.refuse,
             gguf_target.VARIANTS,
         ),
+        Target(
+            "vllm",
+            "the adapter in the layout that vLLM and SGLang serve",
+            vllm.write,
+            vllm.check,
+            vllm.usage,
+            adapter.size,
+            vllm.refuse,
+        ),
+        *(
+            Target(
+                kind,
+                f"{title} for vLLM, SGLang and transformers, in compressed-tensors' layout",
+                partial(compressed.write, kind=kind),
+                partial(compressed.check, kind=kind),
+                compressed.usage,
+                partial(compressed.size, kind=kind),
+                compressed.refuse,
+                variants,
+            )
+            for kind, title, variants in (("fp8", "FP8 weights", ("merged", "base")), ("nvfp4", "4-bit (NVFP4) weights", ()))
+        ),
     )
 }
 
@@ -67,7 +90,8 @@ class Asked(NamedTuple):
     @property
     def name(self) -> str:
         """Of its folder, and in export.json."""
-        return f"{self.target.name}-{self.variant}" if self.variant else self.target.name
+        default = self.target.variants[:1] in ((), (self.variant,))
+        return self.target.name if default else f"{self.target.name}-{self.variant}"
 
 
 def asked_for(words: str) -> list[Asked]:

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.lora import ParamWrapper
@@ -20,6 +20,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from pronghorn.errors import ModelError
 from pronghorn.hub import model_folder
+from pronghorn.kernels.quant.fp8_cast import FP8Tensor
 from pronghorn.kernels.quant.stored import StoredTensor
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.config import empty_model, generation_config, guarded, place, read_config
@@ -50,6 +51,21 @@ from pronghorn.recipe import Recipe
 LAYER = re.compile(r"^(.*?\.\d+)\.")
 
 
+class Planes(NamedTuple):
+    """A weight in few bits as it was trained on, in the family's layout."""
+
+    each: tuple[Tensor, Tensor]  # values and scales, of rows or of blocks of a row
+    whole: Tensor | None = None  # the scale of the whole tensor
+
+
+def planes_of(stored: StoredTensor, shape: tuple[int, ...]) -> Planes:
+    """`shape`: of the weight; its packed values may be one matrix for all experts."""
+    values, scales, *whole = stored.tensors().values()
+    if isinstance(stored, FP8Tensor):
+        return Planes((values.view(torch.float8_e4m3fn).view(shape), scales.view(*shape[:-1], 1)))
+    return Planes((values.view(*shape[:-1], -1), scales.view(*shape[:-1], -1)), whole[0])
+
+
 class MergedWeights:
     """`group(i)`: the tensors of a layer, by the files' names; `layout[i]`: the same without memory."""
 
@@ -62,8 +78,11 @@ class MergedWeights:
         compute: torch.dtype,
         device: torch.device,
         adapter: tuple[Path, Recipe] | None = None,
+        to: Format | None = None,
     ) -> None:
-        """`storage`: of the base while it was trained on, in `compute`."""
+        """`storage`: of the base while it was trained on, in `compute`. `to`: what the weights of linears and experts
+        (`products`) will be stored in: those that are so already and have no adapter come as they are (`Planes`), all others
+        in float32."""
         self.folder, self.storage, self.dtype, self.compute, self.device = (
             model_folder(base, weights=True),
             storage,
@@ -97,8 +116,10 @@ class MergedWeights:
             self.sources = {key: source for key, source in self.sources.items() if key.removesuffix(".weight") in self.adapted}
         left_out = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
         left_out |= set() if self.untied else set(self.sources)
+        self.to = to
         self.groups = list(_by_layer(key for key in self.shapes if key not in left_out))
-        self.layout = [self._named({key: self._like(key) for key in keys}) for keys in self.groups]
+        self.layout = [self._all_named({key: self._like(key) for key in keys}) for keys in self.groups]
+        self.products = self._products() if to is not None else set()
 
     def _attach(self, checkpoint: Path, recipe: Recipe) -> None:
         for key, experts in self.stacks.items():
@@ -121,26 +142,82 @@ class MergedWeights:
                 leaf = f".{module.parameter_name}" if isinstance(module, ParamWrapper) else ""
                 self.adapted[_unwrapped(name) + leaf] = module
 
-    def _like(self, key: str) -> Tensor:
+    def _is_product(self, key: str) -> bool:
+        """A linear of the text model, or a stack of experts whose files name each linear."""
+        owner, _, leaf = key.rpartition(".")
+        if key in self.stacks:
+            return not self.stacks[key].is_transposed
+        return leaf == "weight" and owner in self.linears and not self._is_wide(owner)
+
+    def _is_wide(self, owner: str) -> bool:
+        wide = self.to.wide if self.to is not None else self.storage.wide
+        return bool({*wide, *self.storage.wide} & {owner, owner.rpartition(".")[2]}) or is_beside(owner, self.beside)
+
+    def _products(self) -> set[str]:
+        """By the files' names."""
+        found: set[str] = set()
+        for group in self.groups:
+            shapes = {key: self.shapes[key][0] for key in group if self._is_product(key)}
+            found |= self._named({key: torch.empty(shape, device="meta") for key, shape in shapes.items()}).keys()
+        return found
+
+    def expert_adapters(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Of each expert's linears, by the files' names without `.weight`: A [r, D] and B [O, r]."""
+        for key, module in self.adapted.items():
+            if not isinstance(module, ParamWrapper):
+                continue
+            experts, rows, _ = self.shapes[key][0]
+            (adapter,) = module.active_adapters
+            a, b = module.lora_A[adapter].weight.detach(), module.lora_B[adapter].weight.detach()
+            a_ErD, b_OrE = a.reshape(experts, -1, a.shape[-1]), b.reshape(b.shape[0], -1, experts)
+            numbers = torch.arange(experts * rows).view(experts, rows, 1)  # of a row, through whatever splits a stack
+            for name, found in self._named({key: numbers}).items():
+                first, count = int(found.flatten()[0]), found.numel()
+                expert, row = divmod(first, rows)
+                yield name.removesuffix(".weight"), a_ErD[expert], b_OrE[row : row + count, :, expert]
+
+    def _is_kept(self, key: str) -> bool:
+        """Whether its values were trained on in `to`, and are exported as they are."""
+        if self.to is None or self.storage is not self.to or not self._is_product(key):
+            return False
+        published = self.published is None or f"{key}_scale" in self.shards
+        return key.removesuffix(".weight") not in self.adapted and published
+
+    def _like(self, key: str) -> Tensor | Planes:
         shape, kind = self.shapes[key]
+        if self._is_kept(key):
+            assert self.to is not None
+            assert self.to.quantize is not None
+            return planes_of(self.to.quantize(torch.empty(shape, dtype=self.compute, device="meta")), shape)
         return torch.empty(shape, dtype=self._kind(key, kind), device="meta")
 
     def _kind(self, key: str, kind: torch.dtype) -> torch.dtype:
         if not kind.is_floating_point:
             return kind
-        return torch.float32 if stays_wide(self.model, key) else self.dtype
+        wide = stays_wide(self.model, key) or (self.to is not None and self._is_product(key))
+        return torch.float32 if wide else self.dtype
 
     def group(self, number: int) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        found: dict[str, Tensor | Planes] = {}
         for key in self.groups[number]:
             weight = self._read(self.sources.get(key, key))
+            if isinstance(weight, StoredTensor):
+                if self._is_kept(key):
+                    found[key] = planes_of(weight.to("cpu"), self.shapes[key][0])
+                    continue
+                weight = self._dequantized(key, weight)
             if (module := self.adapted.get(key.removesuffix(".weight"))) is not None:
                 weight = _with_deltas(weight, module)
             found[key] = weight.to("cpu", self._kind(key, weight.dtype))
         self.shards.let_go()
-        return self._named(found)
+        return self._all_named(found)
 
-    def _read(self, key: str) -> Tensor:
+    def _dequantized(self, key: str, stored: StoredTensor) -> Tensor:
+        if key not in self.stacks:
+            return stored.dequantize(dtype=self.compute)
+        return self.stacks[key].dequantized(key.rpartition(".")[2], self.compute)
+
+    def _read(self, key: str) -> Tensor | StoredTensor:
         """As it was trained on, in the family's layout."""
         owner, _, leaf = key.rpartition(".")
         if key in self.stacks:
@@ -149,7 +226,9 @@ class MergedWeights:
             wide = bool(set(self.storage.wide) & {owner, owner.rpartition(".")[2]}) or is_beside(owner, self.beside)
             where = f"{self.folder}: {key}"
             read = _weight(self.shards.parts(key), self.storage, self.published, wide, self.compute, where)
-            weight = read.dequantize(dtype=self.compute) if isinstance(read, StoredTensor) else read
+            if isinstance(read, StoredTensor):
+                return read
+            weight = read
         else:
             weight = self.shards.get(key)
         if tuple(weight.shape) != self.shapes[key][0]:
@@ -162,13 +241,26 @@ class MergedWeights:
         # A quantized run had these in its own precision.
         return weight.to(self.compute) if self.storage.quantize and weight.is_floating_point() else weight
 
-    def _stack(self, key: str, experts: StoredExperts, leaf: str) -> Tensor:
+    def _stack(self, key: str, experts: StoredExperts, leaf: str) -> Tensor | StoredTensor:
         if self.storage.quantize is None and _stack_format(self.shards, key) is None:
             return _wide_stack(self.shards, key, self.shapes[key][0], self.compute)
+        for other in list(experts.stacks):
+            del experts.stacks[other]  # the last one that was read
         _read_stack(self.shards, key, experts, self.compute)
-        weight = experts.dequantized(leaf, self.compute)
-        del experts.stacks[leaf]
-        return weight
+        return experts.stacks[leaf].stored
+
+    def _all_named(self, found: dict[str, Tensor | Planes]) -> dict[str, Tensor]:
+        """Every plane by itself: what splits a stack's values into experts splits their scales."""
+        named = self._named({key: one for key, one in found.items() if isinstance(one, Tensor)})
+        for key, one in found.items():
+            if isinstance(one, Planes):
+                values, scales = (self._named({key: plane}) for plane in one.each)
+                named |= values
+                # A last dimension of 1 does not survive the splitting.
+                named |= {f"{name}_scale": scale.reshape(len(values[name]), -1) for name, scale in scales.items()}
+                if one.whole is not None:
+                    named |= {f"{name}_scale_2": one.whole.clone().reshape(1) for name in values}
+        return {name: named[name] for name in sorted(named)}
 
     def _named(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         found: dict[str, Tensor] = revert_weight_conversion(self.model, tensors)
@@ -196,7 +288,9 @@ class WholeWeights:
         return self.found[number]
 
 
-def merging(checkpoint: Path, recipe: Recipe, dtype: torch.dtype, *, original: bool = False) -> MergedWeights | WholeWeights:
+def merging(
+    checkpoint: Path, recipe: Recipe, dtype: torch.dtype, *, original: bool = False, to: Format | None = None
+) -> MergedWeights | WholeWeights:
     """Base weights plus adapter, added in float32 and rounded once, to `dtype`; of a run of all weights, those.
 
     A quantized base in the precision of the run, and quantized where the run did it, on the GPU if there is one: its
@@ -208,11 +302,12 @@ def merging(checkpoint: Path, recipe: Recipe, dtype: torch.dtype, *, original: b
         device = pick_device()
         compute = DTYPES[resolve_precision(recipe.precision, device)]
     if recipe.method == "full":
-        return MergedWeights(str(checkpoint), FORMATS["bf16"], dtype, compute=compute, device=device)
+        return MergedWeights(str(checkpoint), FORMATS["bf16"], dtype, compute=compute, device=device, to=to)
     try:
-        return MergedWeights(recipe.model, storage, dtype, compute=compute, device=device, adapter=(checkpoint, recipe))
+        adapter = (checkpoint, recipe)
+        return MergedWeights(recipe.model, storage, dtype, compute=compute, device=device, adapter=adapter, to=to)
     except ModelError as error:
-        if "not in its files" not in error.what or original:
+        if "not in its files" not in error.what or original or to is not None:
             raise
         say_once(f"{recipe.model}: the whole model is merged in memory, because its files have other names than the model")
         return WholeWeights(checkpoint, recipe, dtype, compute, device)

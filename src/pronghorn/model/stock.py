@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 
-from pronghorn.model.config import read_config
+from pronghorn.model.config import empty_model, read_config
 from pronghorn.model.formats.store import dequantize_
 from pronghorn.model.load import DTYPES, load_model, pick_device, resolve_precision, without_progress_bars
 from pronghorn.model.text_stack import auto_class, keep_softcap
+from pronghorn.model.weight_files import files_to_load
 from pronghorn.recipe import Recipe
 
 
@@ -31,3 +34,32 @@ def stock_adapter(recipe: Recipe, folder: Path) -> Any:
     base = load_model(recipe.model, dtype, device, storage=recipe.stored_as)
     dequantize_(base, dtype, device)
     return PeftModel.from_pretrained(base, str(folder), is_trainable=False, use_safetensors=True).eval()
+
+
+def stock_compressed(folder: Path, adapter: Path | None = None) -> Any:
+    """A checkpoint of compressed-tensors: its config and every weight are read by that library, the rest by transformers.
+    (Whose own way, 5.22, leaves out the scales of NVFP4 experts.)"""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    config = read_config(str(folder))
+    facts = QuantizationConfig.model_validate(_as_dict(config.quantization_config))
+    (scheme,) = facts.config_groups.values()
+    reader = BaseCompressor.get_value_from_registry(facts.format)
+    parts = reader.compression_param_names(scheme)
+    stored = {name: tensor for file in files_to_load(folder) for name, tensor in load_file(file).items()}
+    wide: dict[str, Any] = {}
+    for owner in sorted(name.removesuffix(".weight_scale") for name in stored if name.endswith(".weight_scale")):
+        local = {part: stored.pop(f"{owner}.{part}") for part in parts if f"{owner}.{part}" in stored}
+        wide[f"{owner}.weight"] = reader.decompress(local, scheme)["weight"]
+    del config.quantization_config
+    with without_progress_bars():
+        kind: Any = type(empty_model(str(folder), config))
+        model = kind.from_pretrained(None, config=config, state_dict=stored | wide, dtype=torch.float32)
+    keep_softcap(model)
+    model = model.to(pick_device())
+    return (PeftModel.from_pretrained(model, str(adapter)) if adapter else model).eval()
+
+
+def _as_dict(config: Any) -> dict[str, Any]:
+    return config if isinstance(config, dict) else config.to_dict()  # type: ignore[no-any-return]

@@ -1,0 +1,225 @@
+"""The targets `fp8` and `nvfp4`: checkpoints in compressed-tensors' layout, which vLLM, SGLang and transformers load.
+
+    fp8      weight          e4m3 [O, D], weight_scale fp32 [O, 1]: a scale a row; activations are rounded at each use, by token
+    nvfp4    weight_packed   two values a byte [O, D / 2], weight_scale e4m3 [O, D / 16], weight_global_scale fp32 [1];
+                             activations stay in 16 bits
+
+Embeddings, norms, routers, the head and what is beside the text model stay in 16 bits, and so do experts whose files have them
+in one tensor (gpt-oss). Weights are rounded once, from the float32 sum of base and adapter. What was trained on in the same
+format and has no adapter leaves with the bytes it was trained on; `fp8:base` is that of every weight, with the adapter beside.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pronghorn.errors import CommandError
+from pronghorn.export.checking import Reference, Tolerance, Verdict, score
+from pronghorn.export.job import Job, copy_files
+from pronghorn.export.usage import Usage
+from pronghorn.kernels.quant.fp8_cast import fp8_quantize
+from pronghorn.kernels.quant.nvfp4 import BLOCK, nvfp4_quantize
+from pronghorn.model.formats.table import FORMATS
+from pronghorn.model.lora import require_adapter
+from pronghorn.model.merge_stream import MergedWeights, merging, write_config
+from pronghorn.model.sharded import write_sharded
+from pronghorn.model.stock import stock_compressed
+
+# What programs multiply as one matrix: one scale of the whole for all of them.
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+ADAPTER = "adapter"  # its folder beside the weights of `fp8:base`
+
+
+def _fp8(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, weight in weights.items():
+        q = fp8_quantize(weight)
+        found |= {name: q.values.view(torch.float8_e4m3fn), f"{name}_scale": q.scales[:, None]}
+    return found
+
+
+def _nvfp4(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for names in _together(list(weights)):
+        q = nvfp4_quantize(torch.cat([weights[name] for name in names]))
+        rows = [len(weights[name]) for name in names]
+        for name, packed, scales in zip(names, q.packed.split(rows), q.scales.split(rows), strict=True):
+            found |= _nvfp4_names(name, packed, scales, q.tensor_scale)
+    return found
+
+
+def _nvfp4_names(name: str, packed: Tensor, scales: Tensor, whole: Tensor) -> dict[str, Tensor]:
+    """compressed-tensors divides by the scale of the whole tensor."""
+    return {f"{name}_packed": packed, f"{name}_scale": scales, f"{name}_global_scale": 1 / whole.float().reshape(1)}
+
+
+def _together(names: list[str]) -> list[list[str]]:
+    clusters: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        owner, _, part = name.removesuffix(".weight").rpartition(".")
+        fused = next((parts[0] for parts in FUSED if part in parts), part)
+        clusters.setdefault((owner, fused), []).append(name)
+    return list(clusters.values())
+
+
+@dataclass(frozen=True)
+class Scheme:
+    format: str  # of our table
+    layout: str  # compressed-tensors' name
+    weights: dict[str, Any]
+    activations: dict[str, Any] | None
+    quantize: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+    multiple: int  # a row's values, or the weight stays wide
+    bytes_each: float
+    tolerance: Tolerance
+
+
+FLOAT: dict[str, Any] = {"type": "float", "symmetric": True}
+SCHEMES = {
+    "fp8": Scheme(
+        "fp8",
+        "float-quantized",
+        {**FLOAT, "num_bits": 8, "strategy": "channel", "dynamic": False},
+        {**FLOAT, "num_bits": 8, "strategy": "token", "dynamic": True},
+        _fp8,
+        1,
+        1.01,
+        Tolerance(log_prob=3.0, perplexity=0.1, agreement=0.5, mean=0.4),
+    ),
+    "nvfp4": Scheme(
+        "nvfp4",
+        "nvfp4-pack-quantized",
+        {**FLOAT, "num_bits": 4, "strategy": "tensor_group", "group_size": BLOCK, "dynamic": False,
+         "scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"},
+        None,
+        _nvfp4,
+        BLOCK,
+        0.57,
+        Tolerance(log_prob=4.0, perplexity=0.2, agreement=0.2, mean=0.9),
+    ),
+}  # fmt: skip
+
+
+class Compressed:
+    """A source of weights (model/sharded.py) in few bits, from one of float32."""
+
+    def __init__(self, source: MergedWeights, scheme: Scheme, dtype: torch.dtype) -> None:
+        self.source, self.scheme, self.dtype = source, scheme, dtype
+        self.layout = [self._compressed(group) for group in source.layout]
+
+    def group(self, number: int) -> dict[str, Tensor]:
+        return self._compressed(self.source.group(number))
+
+    def _compressed(self, group: dict[str, Tensor]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        to_quantize: dict[str, Tensor] = {}
+        whole = {name.removesuffix("_scale_2") for name in group if name.endswith("_scale_2")}  # NVFP4 as it was trained on
+        for name, tensor in group.items():
+            if name in whole:
+                found |= _nvfp4_names(name, tensor, group[f"{name}_scale"], group[f"{name}_scale_2"])
+            elif name.removesuffix("_2").removesuffix("_scale") in whole:
+                continue
+            elif name not in self.source.products or tensor.itemsize == 1:
+                found[name] = tensor
+            elif tensor.shape[-1] % self.scheme.multiple:
+                found[name] = tensor.to(self.dtype)
+            else:
+                to_quantize[name] = tensor
+        return found | self.scheme.quantize(to_quantize)
+
+    def wide(self) -> list[str]:
+        """Modules with a matrix that stay as they are: compressed-tensors' `ignore`."""
+        named = {name: tensor for group in self.layout for name, tensor in group.items()}
+        found = {"lm_head"}
+        for name, tensor in named.items():
+            if name.endswith(".weight") and tensor.ndim == 2 and tensor.itemsize > 1 and "embed" not in name:
+                found.add(name.removesuffix(".weight"))
+        return sorted(found)
+
+
+def quantization_config(scheme: Scheme, ignore: list[str]) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": scheme.weights, "input_activations": scheme.activations, "format": scheme.layout}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": scheme.layout,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": {**group, "output_activations": None}},
+        "ignore": ignore,
+        "kv_cache_scheme": None,
+    }
+
+
+def refuse(job: Job) -> None:
+    if job.has_adapter:
+        require_adapter(job.checkpoint)
+    if job.variant == "base" and job.recipe.stored_as != "fp8":
+        raise CommandError(
+            what="--to fp8:base: the base model was not trained on in FP8",
+            why=f"method: {job.recipe.method} keeps it in {FORMATS[job.recipe.stored_as].title}",
+            fix="use --to fp8, which merges the adapter and rounds the result",
+        )
+
+
+def size(job: Job, kind: str) -> int:
+    return int(job.model_facts.parameters * SCHEMES[kind].bytes_each)
+
+
+def write(job: Job, kind: str) -> None:
+    scheme, dtype = SCHEMES[kind], _wide(job.dtype)
+    trained = job.recipe if job.variant != "base" else None
+    if trained is None:
+        storage = FORMATS[scheme.format]
+        source: Any = MergedWeights(job.recipe.model, storage, dtype, compute=job.dtype, device=torch.device("cpu"), to=storage)
+    else:
+        original = job.options.base == "original"
+        source = merging(job.checkpoint, job.recipe, dtype, original=original, to=FORMATS[scheme.format])
+    packed = Compressed(source, scheme, dtype)
+    write_sharded(job.folder, packed, job.report, label="quantizing")
+    write_config(source, job.folder, dtype)
+    file = job.folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    config["quantization_config"] = quantization_config(scheme, _short(packed.wide()))
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    copy_files(job.checkpoint, job.folder, lambda name: not name.startswith(("adapter_", "model", "config", "generation")))
+    if trained is None:
+        (job.folder / ADAPTER).mkdir()
+        copy_files(job.checkpoint, job.folder / ADAPTER)
+    if job.merged_onto and trained is not None:
+        job.facts["merged_onto"] = job.merged_onto
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Of what is not quantized: programs that load such files compute in 16 bits."""
+    return torch.bfloat16 if dtype == torch.float32 else dtype
+
+
+def _short(names: list[str]) -> list[str]:
+    """One pattern for the same module of every layer."""
+    found = {re.sub(r"\\\.\d+\\\.", r"\\.\\d+\\.", re.escape(name)) if re.search(r"\.\d+\.", name) else name for name in names}
+    return sorted(f"re:{name}" if "\\" in name else name for name in found)
+
+
+def check(job: Job, reference: Reference, kind: str) -> Verdict:
+    if find_spec("compressed_tensors") is None:
+        return Verdict.skipped("compressed-tensors is not installed: pip install compressed-tensors")
+    adapter = job.folder / ADAPTER
+    model = stock_compressed(job.folder, adapter if adapter.is_dir() else None)
+    found = score(model, reference.rows, job.report)
+    return reference.verdict(found, SCHEMES[kind].tolerance, "compressed-tensors and transformers")
+
+
+def usage(job: Job) -> list[Usage]:
+    name = Path(job.recipe.output).name
+    line = "vllm serve path/to/this/folder"
+    if job.variant == "base":
+        line += f" --enable-lora --max-lora-rank {job.recipe.lora.r} --lora-modules {name}=path/to/this/folder/{ADAPTER}"
+    return [Usage("vLLM", line), Usage("SGLang", "python -m sglang.launch_server --model-path path/to/this/folder")]
