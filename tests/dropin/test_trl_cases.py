@@ -1,4 +1,4 @@
-"""The kinds of case that TRL's own tests of SFT, DPO, KTO, Reward and ORPO have, with models of `FastLanguageModel`.
+"""The kinds of case that TRL's own tests of SFT, DPO, KTO, Reward, ORPO and CPO have, with models of `FastLanguageModel`.
 
 Each is run with a stock model first. What TRL asserts there is asserted here (every trained weight moves, and no other), and
 more: whatever the trainer logs, every gradient and the weights at the end are those of the stock model, to 1e-5. The suite runs
@@ -23,6 +23,7 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, Rewa
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what is experimental may change
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from dropin.hf_trainer_uses import ARGUMENTS, Recorder, run
@@ -45,6 +46,7 @@ KINDS = {
     "kto": (KTOTrainer, KTOConfig),
     "reward": (RewardTrainer, RewardConfig),
     "orpo": (ORPOTrainer, ORPOConfig),
+    "cpo": (CPOTrainer, CPOConfig),
 }
 ADDED = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
 
@@ -216,9 +218,10 @@ REWARD = {
     ),
 }
 ORPO = {"pairs": Case("pairs"), "a whole model": Case("pairs", whole=True)}
+CPO = {"pairs": Case("pairs", family="qwen3"), "simpo": Case("pairs", {"loss_type": "simpo", "cpo_alpha": 0.0})}
 CASES = {
     (kind, name): case
-    for kind, cases in {"sft": SFT, "dpo": DPO, "kto": KTO, "reward": REWARD, "orpo": ORPO}.items()
+    for kind, cases in {"sft": SFT, "dpo": DPO, "kto": KTO, "reward": REWARD, "orpo": ORPO, "cpo": CPO}.items()
     for name, case in cases.items()
 }
 LATER = {("dpo", loss) for loss in LOSSES} | {
@@ -282,6 +285,7 @@ LATER = {("dpo", loss) for loss in LOSSES} | {
     ("reward", "centred"),
     ("reward", "conversations"),
     ("orpo", "a whole model"),
+    ("cpo", "simpo"),
 }
 
 

@@ -27,7 +27,7 @@ class Cpo(Preference):
 
     def compared(self, answers: Answers, firsts_D: Tensor) -> Tensor:
         scores = self.shown(answers)
-        return cost_of(self.kind, scores[firsts_D] - scores, self.beta, self.smoothing)
+        return cost_of(self.kind, scores.index_select(0, firsts_D) - scores, self.beta, self.smoothing)
 
 
 class SimPo(Preference):
@@ -43,4 +43,4 @@ class SimPo(Preference):
 
     def compared(self, answers: Answers, firsts_D: Tensor) -> Tensor:
         scores = self.shown(answers)
-        return preferred(self.beta * (scores[firsts_D] - scores) - self.gamma, self.smoothing)
+        return preferred(self.beta * (scores.index_select(0, firsts_D) - scores) - self.gamma, self.smoothing)

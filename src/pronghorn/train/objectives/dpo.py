@@ -52,4 +52,4 @@ class Dpo(Preference):
 
     def compared(self, answers: Answers, firsts_D: Tensor) -> Tensor:
         scores = answers.means(answers.log_ratios) if self.normalized else answers.log_ratios
-        return cost_of(self.kind, scores[firsts_D] - scores, self.beta, self.smoothing)
+        return cost_of(self.kind, scores.index_select(0, firsts_D) - scores, self.beta, self.smoothing)

@@ -34,4 +34,4 @@ class Orpo(Preference):
     def compared(self, answers: Answers, firsts_D: Tensor) -> Tensor:
         mean_D = self.shown(answers)
         log_odds_D = mean_D - log_one_less_exp(mean_D)
-        return self.beta * preferred(log_odds_D[firsts_D] - log_odds_D, 0.0)
+        return self.beta * preferred(log_odds_D.index_select(0, firsts_D) - log_odds_D, 0.0)

@@ -88,7 +88,8 @@ class Preference(Objective):
 
     @abstractmethod
     def compared(self, answers: Answers, firsts_D: Tensor) -> Tensor:
-        """[D]: what each answer costs, compared with that at `firsts_D`; read where it is a rejected one."""
+        """[D]: what each answer costs, compared with that at `firsts_D`; read where it is a rejected one. (Taken by index_select,
+        whose backward adds at most one number that is not zero for each rejected answer.)"""
 
     # ---- what the step calls -----------------------------------------------------------------------------------------
 
