@@ -28,14 +28,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.ops import replaced
 from benchmarks.without_numbers import WithoutNumbers
 from pronghorn.bench.meter import machine
+from pronghorn.bench.pairs import Pair, PairTable
 from pronghorn.bench.workloads import MODELS
-from pronghorn.data.batches import PackedBatch
+from pronghorn.data.batches import PackedBatch, Shapes, build_batch
+from pronghorn.data.packing import pack_in_order
+from pronghorn.data.pair_packing import groups_of
 from pronghorn.kernels.loss import cross_entropy_powers
 from pronghorn.kernels.quant.fp8_cast import fp8_cast_rows, fp8_supported
 from pronghorn.kernels.quant.mxfp4 import mxfp4_dequantize, mxfp4_quantize
@@ -51,6 +55,8 @@ from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
 from pronghorn.train.fused_adamw import FusedAdamW
 from pronghorn.train.graphed_step import GraphedStep
+from pronghorn.train.objectives import Supervised
+from pronghorn.train.objectives.cpo import SimPo
 
 RESULTS = Path(__file__).parent / "results"
 NAME = "compile-matrix"
@@ -106,6 +112,7 @@ class Case(NamedTuple):
     optimizer: tuple[bool, bool] = (False, False)  # moments in 8 bits, in host memory
     pieces: int = 1  # in which MLPs are done, as where memory is short: embeddings wait on the host then, too
     balance: bool = False  # the routers' auxiliary loss
+    shared: bool = False  # pairs of answers that share their prompts
 
     @property
     def fp8(self) -> bool:
@@ -115,7 +122,7 @@ class Case(NamedTuple):
         told = [self.model, self.method, *(f"{key}={value}" for key, value in self.changes.items())]
         told += [f"r={self.rank}"] * (self.method != "full") + ["on experts"] * self.experts
         told += [self.storage] * (self.storage != "nf4") + ["compute fp8"] * self.compute_fp8
-        told += [self.precision] * (self.precision != "bf16")
+        told += [self.precision] * (self.precision != "bf16") + ["shared prompts"] * self.shared
         return ", ".join(told + [f"{self.tokens} tokens"] * (self.tokens != self._field_defaults["tokens"]))
 
 
@@ -135,7 +142,8 @@ CASES = (  # sizes are shared where they do not matter: a constant that differs 
     *(Case("qwen3-30b-a3b-4layers", method, experts=True, balance=True) for method in ("lora", "qlora", "fp8")),
     Case("qwen3-30b-a3b-4layers", "qlora", experts=True, storage="nvfp4"),
     Case("qwen3-30b-a3b-4layers", "lora", rank=128, experts=True), Case("qwen3-30b-a3b-4layers", "qlora", tokens=256),
-    Case("glm-4.5-air"), Case("glm-4.5-air", changes={"n_group": 8, "topk_group": 4}),
+    Case("llama-8b", changes=heads(64, 32, 8), shared=True), Case("llama-8b", shared=True),
+    Case("gpt-oss-20b-4layers", shared=True), Case("glm-4.5-air"), Case("glm-4.5-air", changes={"n_group": 8, "topk_group": 4}),
     Case("gpt-oss-20b-4layers", "full", changes={"num_local_experts": 8}), Case("qwen3-30b-a3b-4layers", "full", tokens=256),
 )  # fmt: skip
 
@@ -159,6 +167,14 @@ def batch(tokens: int) -> PackedBatch:
         loss_tokens=len(rows),
         documents=tuple(range(len(bounds) - 1)),
     )
+
+
+def pairs(tokens: int) -> PackedBatch:
+    """Prompts of 100 tokens with answers of 60 and 65."""
+    parts = Pair(*(np.ones(length, np.int32) for length in (100, 60, 65)))
+    table = PairTable([parts] * (tokens // parts.tokens), shared=True)
+    packs = pack_in_order(groups_of(table), tokens)
+    return build_batch(table, packs[0], tokens, shapes=Shapes.planned(table, packs, tokens))
 
 
 def built(case: Case) -> Any:
@@ -197,9 +213,12 @@ def take_step(case: Case) -> None:
             layer.level, layer.mlp_chunks = "gate_up", case.pieces
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = FusedAdamW(trained, eight_bit=case.optimizer[0], paged=case.optimizer[1])
-    step = GraphedStep(model, optimizer, device=torch.device("cpu"), precision=case.precision, clip=1.0, say=print)
-    step._set_up(batch(case.tokens))
-    step._run_dry(batch(case.tokens))
+    objective = SimPo() if case.shared else Supervised()
+    options: dict[str, Any] = {"device": torch.device("cpu"), "precision": case.precision, "clip": 1.0, "say": print}
+    step = GraphedStep(model, optimizer, objective=objective, **options)
+    one = pairs(case.tokens) if case.shared else batch(case.tokens)
+    step._set_up(one)
+    step._run_dry(one)
 
 
 def convert() -> None:

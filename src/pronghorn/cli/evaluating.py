@@ -92,10 +92,12 @@ def text(figures: dict[str, Any]) -> str:
     if "tasks" in figures:
         lines = [f"{task}: {name} {value:.4f}" for task, values in figures["tasks"].items() for name, value in values.items()]
         return "\n".join([str(figures["checkpoint"]), *lines])
+    perplexity = f", perplexity {figures['perplexity']:.3f}" if "perplexity" in figures else ""
     lines = [
-        f"{figures['checkpoint']}: loss {figures['loss']:.4f}, perplexity {figures['perplexity']:.3f}"
+        f"{figures['checkpoint']}: loss {figures['loss']:.4f}{perplexity}"
         f" over {counted(figures['tokens'], 'token')} of {counted(figures['documents'], 'document')}"
     ]
+    lines += [f"{name} {value:.4f}" for name, value in figures.get("figures", {}).items()]
     base = figures.get("base_metrics")
     for name, value in figures.get("metrics", {}).items():
         lines.append(f"{name} {value:.4f}" + (f", base model {base[name]:.4f}" if base else ""))

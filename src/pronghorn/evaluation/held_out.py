@@ -50,7 +50,15 @@ class Judged:
 class HeldOut:
     """The questions of a run and their judges. There are none where nothing is to be answered."""
 
-    def __init__(self, questions: Sequence[Question], spec: Eval, tokenizer: Any, own: OwnMetric | None = None) -> None:
+    def __init__(
+        self,
+        questions: Sequence[Question],
+        spec: Eval,
+        tokenizer: Any,
+        own: OwnMetric | None = None,
+        beside: Sequence[str] = (),
+    ) -> None:
+        """`beside`: what the objective measures itself, and eval.best may name."""
         self.questions, self.spec, self.tokenizer, self.own = list(questions), spec, tokenizer, own
         self.measured = bool(spec.metrics) or own is not None
         longest = max((question.answer_tokens for question in questions), default=0)
@@ -60,10 +68,12 @@ class HeldOut:
         _require_expected(self.questions, spec)
         if own is not None and self.questions:
             own.try_on(self.questions[0].prompt, self.questions[0].expected)
-        _require_best(spec, own)
+        _require_best(spec, own, beside)
 
     @classmethod
-    def of(cls, table: TokenTable | None, tokenizer: Any, spec: Eval, own: OwnMetric | None = None) -> HeldOut:
+    def of(
+        cls, table: TokenTable | None, tokenizer: Any, spec: Eval, own: OwnMetric | None = None, beside: Sequence[str] = ()
+    ) -> HeldOut:
         measured = bool(spec.metrics) or own is not None
         count = max(spec.generations, spec.samples if measured else 0)
         questions = held_out_questions(table, tokenizer, count, system=spec.system) if table is not None and count else []
@@ -79,7 +89,7 @@ class HeldOut:
                 why=why,
                 fix="remove eval.metrics, or hold out conversations or prompts with data.eval",
             )
-        return cls(questions, spec, tokenizer, own)
+        return cls(questions, spec, tokenizer, own, beside)
 
     def ask(self, model: Any, progress: Progress | None = None, *, capture: bool = True) -> list[Answer]:
         """Greedily, many at a time; multiple choice without a word, where nothing else is asked for. `capture`: on a GPU, out
@@ -170,8 +180,8 @@ def _require_choices(questions: Sequence[Question]) -> None:
             )
 
 
-def _require_best(spec: Eval, own: OwnMetric | None) -> None:
-    known = ["loss", *figures_of(spec.metrics), *(own.names if own else ())]
+def _require_best(spec: Eval, own: OwnMetric | None, beside: Sequence[str]) -> None:
+    known = ["loss", *beside, *figures_of(spec.metrics), *(own.names if own else ())]
     if spec.best not in known:
         why = f"available metrics: {', '.join(known)}"
         fix = f"use one of these, or add your own metric: --metric-file FILE (such as {spec.best}.py)"

@@ -33,7 +33,8 @@ class RunAnswers:
     ) -> None:
         self._session, self._folder, self._log, self._progress = session, folder, log, progress
         with _random_numbers_kept():
-            self._held_out = HeldOut.of(session.data.evaluation, session.tokenizer, session.recipe.eval, own)
+            beside = session.objective.scores
+            self._held_out = HeldOut.of(session.data.evaluation, session.tokenizer, session.recipe.eval, own, beside)
         self._base: Judged | None = None
         self._told = False
 

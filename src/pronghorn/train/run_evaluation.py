@@ -78,7 +78,7 @@ def evaluate_run(run: Path, which: str, *, data: str | None, report: Report, ask
     figures = {
         "checkpoint": str(trained.path),
         "loss": result.loss,
-        "perplexity": result.perplexity,
+        **({"figures": result.figures} if result.figures else {"perplexity": result.perplexity}),
         "tokens": result.tokens,
         "documents": len(table),
     }

@@ -61,6 +61,7 @@ class Mismatched:
 
 
 class Kto(Objective):
+    scores: ClassVar[tuple[str, ...]] = ("rewards/margins",)
     watched: ClassVar[tuple[str, ...]] = (
         "chosen",
         "rejected",

@@ -43,6 +43,7 @@ class Sums(NamedTuple):
 class Objective(ABC):
     terms = 1  # C
     watched: ClassVar[tuple[str, ...]] = ()  # what the W sums are; `figures` makes what people read of them
+    scores: ClassVar[tuple[str, ...]] = ()  # figures that are better when they are higher: eval.best may name one
     together = 1  # rows of the table, one after the other, that stay in one pack, side by side
 
     @abstractmethod

@@ -64,6 +64,7 @@ def preferred(deltas: Tensor, smoothing: float) -> Tensor:
 class Preference(Objective):
     """Pairs. A subclass says what an answer's reward is (`rewards`) and what a comparison costs (`compared`)."""
 
+    scores: ClassVar[tuple[str, ...]] = ("rewards/accuracies", "rewards/margins")
     watched: ClassVar[tuple[str, ...]] = (
         "comparisons",
         "rewards/chosen",
@@ -88,8 +89,8 @@ class Preference(Objective):
 
     @abstractmethod
     def compared(self, answers: Answers, firsts_D: Tensor) -> Tensor:
-        """[D]: what each answer costs, compared with that at `firsts_D`; read where it is a rejected one. (Taken by index_select,
-        whose backward adds at most one number that is not zero for each rejected answer.)"""
+        """[D]: what each answer costs, compared with that at `firsts_D`; read where it is a rejected one. (Gather with
+        index_select: a CUDA graph can replay its backward.)"""
 
     # ---- what the step calls -----------------------------------------------------------------------------------------
 
