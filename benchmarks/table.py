@@ -19,6 +19,7 @@ from pronghorn.bench.picture import draw
 from pronghorn.bench.results import CEILING, NAME, Results, Row, rate, unsloths_best
 from pronghorn.bench.side_by_side import PICTURE
 from pronghorn.bench.table import IN_TRL, brief, dates, in_trl, markdown, summary
+from pronghorn.bench.workloads import SYSTEMS, WORKLOADS
 
 LOG = ROOT / "docs" / "log"
 VERSIONS = ("torch", "triton", "transformers", "unsloth", "liger_kernel")
@@ -52,6 +53,11 @@ def measured_rows(folder: Path) -> list[Row]:
     return rows
 
 
+def of_pairs(row: Row) -> bool:
+    """Preference tuning, which is counted in pairs."""
+    return row["workload"] in WORKLOADS and WORKLOADS[row["workload"]].pairs
+
+
 def conditions(rows: list[Row]) -> str:
     """Hardware, versions and dates of some rows, as a sentence."""
     machines = [row["machine"] for row in rows if row.get("machine")]
@@ -69,7 +75,7 @@ def readme(folder: Path) -> str:
 
 
 def faster(folder: Path) -> str:
-    """How much faster, in four lines."""
+    """How much faster, in five lines."""
     rows = measured_rows(folder)
     found = {(row["workload"], row["system"]): rate(row) for row in rows}
 
@@ -85,19 +91,23 @@ def faster(folder: Path) -> str:
     same_memory = IN_TRL[:2]  # in the third setting Pronghorn uses what memory there is
     script = span(
         (found.get((name, ours)), found.get((name, theirs)))
-        for name in {name for name, _ in found}
+        for name in {row["workload"] for row in rows if not of_pairs(row)}
         for _, ours, theirs in same_memory
     )
+    peers = [found.get(("dpo-1b", name)) for name in ("trl", "trl-ckpt", "unsloth", "unsloth-ckpt")]
+    ours, theirs = found.get(("dpo-1b", "pronghorn")), max(speed or 0.0 for speed in peers)
+    dpo = f"{ours / theirs:.1f} times" if ours and theirs else "not measured"
     return f"""Training speed on one NVIDIA H200 in real tokens per second, relative to Unsloth in TRL's `SFTTrainer`:
 
 - `pronghorn train`, LoRA in bf16 on dense models of 0.6B to 8B parameters: **{dense}**
 - `pronghorn train` within the memory that Unsloth needs with its checkpointing (8B LoRA, 14B QLoRA): **{small}**
 - `pronghorn train`, LoRA in bf16 on mixtures of experts (4 layers at full width): **{experts}**
-- the same `SFTTrainer` script with only its import changed (1B and 8B, LoRA and QLoRA): **{script}**"""
+- the same `SFTTrainer` script with only its import changed (1B and 8B, LoRA and QLoRA): **{script}**
+- DPO of a 1B model in `pronghorn train`, in pairs per second, relative to the faster of Unsloth and TRL: **{dpo}**"""
 
 
 def side_by_side(folder: Path) -> str:
-    rows = measured_rows(folder)
+    rows = [row for row in measured_rows(folder) if not of_pairs(row)]
     return f"{summary(rows)}\n\n{conditions(rows)} {read(folder / NAME)['what']}."
 
 
@@ -110,6 +120,19 @@ def trl(folder: Path) -> str:
     return f"{in_trl(rows)}\n\n{conditions(rows)}" if rows else "Not measured."
 
 
+def preference(folder: Path) -> str:
+    rows = [row for row in measured_rows(folder) if of_pairs(row) and rate(row)]
+    if not rows:
+        return "Not measured."
+    lines = ["| workload | system | pairs/s | ratio to Unsloth | peak memory |", "| --- | --- | --- | --- | --- |"]
+    for row in rows:
+        speed, unsloth = rate(row) or 0.0, rate(unsloths_best(rows, row["workload"]))
+        ratio = f"{speed / unsloth:.2f}" if unsloth else ""
+        memory, system = f"{row['peak_gib']:.1f} GiB", SYSTEMS[row["system"]].label
+        lines.append(f"| {WORKLOADS[row['workload']].describe()} | {system} | {speed:,.1f} | {ratio} | {memory} |")
+    return "\n".join(lines) + f"\n\n{conditions(rows)}"
+
+
 def log_entries(_: Path) -> str:
     titles = {file.name: file.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ") for file in LOG.glob("20*.md")}
     return "\n".join(f"- {name[:10]} [{title}]({name})" for name, title in sorted(titles.items()))
@@ -118,7 +141,7 @@ def log_entries(_: Path) -> str:
 Block = Callable[[Path], str]
 PAGES: dict[Path, dict[str, Block]] = {
     ROOT / "README.md": {"faster": faster, "measured": readme},
-    ROOT / "docs" / "results.md": {"side-by-side": side_by_side, "every-row": every_row, "trl": trl, **BLOCKS},
+    ROOT / "docs" / "results.md": {"side-by-side": side_by_side, "every-row": every_row, "trl": trl, "preference": preference, **BLOCKS},
     LOG / "README.md": {"entries": log_entries},
 }
 

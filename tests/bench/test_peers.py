@@ -12,7 +12,7 @@ from pronghorn.bench import ours, peers
 from pronghorn.bench.meter import Meter
 from pronghorn.bench.pairs import MEAN, PairTable, pairs, pairs_a_step
 from pronghorn.bench.results import rate
-from pronghorn.bench.weights import make_model_folder
+from pronghorn.bench.weights import byte_tokenizer, make_model_folder
 from pronghorn.bench.workloads import WORKLOADS
 from pronghorn.model.causal_lm import engine_of
 from trl_on_a_cpu import TorchLogProbs
@@ -77,3 +77,4 @@ def test_pairs_are_as_long_as_measured_ones() -> None:
     table = PairTable(drawn, shared=True)
     assert max(table.lengths) <= WORKLOADS["dpo-1b"].row
     assert [int(table.loss(i).sum()) for i in range(4)] == table.loss_counts[:4].tolist()
+    assert byte_tokenizer()(peers.pair_row(drawn[0])["prompt"])["input_ids"] == drawn[0].prompt.tolist()

@@ -1,4 +1,4 @@
-"""Preference pairs of a workload: random tokens with lengths as preference data has them, and how our loader reads them."""
+"""Preference pairs of a workload: random letters with lengths as preference data has them, and how our loader reads them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pronghorn.bench.workloads import FIRST_ID, LAST_ID, SEED, Workload, instruction_lengths
+from pronghorn.bench.workloads import SEED, Workload, instruction_lengths
 from pronghorn.data.pair_rows import PairRows
 
 Ids = npt.NDArray[np.int32]
+LETTER_A, LETTERS = 64, 26  # ids of a to z in the byte tokenizer: peers read the pairs as text
 MEAN = 727  # tokens in a pair: prompt 207, answers 260 each; a step has as many pairs as make the workload's tokens
 
 
@@ -36,7 +37,7 @@ def pairs(workload: Workload, steps: int) -> list[Pair]:
     answers = random.lognormal(np.log(210), 0.65, (count, 2)).clip(16, 1024).astype(np.int64)
     sizes = np.column_stack([instruction_lengths(count).clip(16, 1024), answers])
     sizes = sizes.clip(2, workload.row // 3)
-    ids = random.integers(FIRST_ID, min(LAST_ID, workload.config["vocab_size"]), int(sizes.sum()), dtype=np.int32)
+    ids = random.integers(LETTER_A, LETTER_A + LETTERS, int(sizes.sum()), dtype=np.int32)
     parts = np.split(ids, np.cumsum(sizes.ravel())[:-1])
     return [Pair(*parts[i : i + 3]) for i in range(0, len(parts), 3)]
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from pronghorn.bench.meter import Meter
-from pronghorn.bench.pairs import Pair, pairs, pairs_a_step
+from pronghorn.bench.pairs import LETTER_A, Pair, pairs, pairs_a_step
 from pronghorn.bench.weights import model_folder
 from pronghorn.bench.workloads import (
     ATTENTION,
@@ -204,7 +204,7 @@ def _transformers(system: System, workload: Workload, meter: Meter, lengths: Pat
 
 
 def _preference(system: System, workload: Workload, meter: Meter) -> tuple[Any, dict[str, Any]]:
-    """TRL's DPOTrainer, its defaults but for lengths and recomputing. The texts decode to about as many tokens again."""
+    """TRL's DPOTrainer, its defaults but for lengths and recomputing."""
     from transformers import AutoTokenizer
     from transformers.utils import is_flash_attn_2_available
 
@@ -234,8 +234,8 @@ def _preference(system: System, workload: Workload, meter: Meter) -> tuple[Any, 
 
 
 def pair_row(pair: Pair) -> dict[str, str]:
-    """As text, which every version of the trainer takes: a letter for each token, since the tokenizer's are bytes."""
-    prompt, chosen, rejected = ("".join(chr(97 + int(i) % 26) for i in part) for part in pair)
+    """As text, which every version of the trainer takes; its tokens are the pair's own."""
+    prompt, chosen, rejected = ("".join(chr(ord("a") + int(i) - LETTER_A) for i in part) for part in pair)
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
