@@ -141,7 +141,13 @@ def log_entries(_: Path) -> str:
 Block = Callable[[Path], str]
 PAGES: dict[Path, dict[str, Block]] = {
     ROOT / "README.md": {"faster": faster, "measured": readme},
-    ROOT / "docs" / "results.md": {"side-by-side": side_by_side, "every-row": every_row, "trl": trl, "preference": preference, **BLOCKS},
+    ROOT / "docs" / "results.md": {
+        "side-by-side": side_by_side,
+        "every-row": every_row,
+        "trl": trl,
+        "preference": preference,
+        **BLOCKS,
+    },
     LOG / "README.md": {"entries": log_entries},
 }
 
