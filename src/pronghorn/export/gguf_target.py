@@ -91,10 +91,10 @@ def write(job: Job) -> None:
 
 
 def begins_with_bos(tokenizer: Any) -> bool:
-    """Of a chat, if there are chats. llama.cpp would put the token before every text of some families (those with
-    sentencepiece) unless the file says otherwise: one token more than the model was trained with."""
-    ids = rendered(tokenizer, CHATS[0]) or tokenizer("a")["input_ids"]
-    return tokenizer.bos_token_id is not None and ids[0] == tokenizer.bos_token_id
+    """Whether llama.cpp is to put that token before every text. It would, in some families (those with sentencepiece), unless
+    the file says otherwise; in a chat that was one token more than the model was trained with."""
+    texts = [tokenizer("a")["input_ids"], rendered(tokenizer, CHATS[0])]
+    return tokenizer.bos_token_id is not None and all(ids[0] == tokenizer.bos_token_id for ids in texts if ids)
 
 
 def check(job: Job, reference: Reference) -> Verdict:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import NamedTuple
 
 from pronghorn.errors import CommandError
-from pronghorn.export import adapter, compressed, gguf_target, merged, vllm
+from pronghorn.export import adapter, compressed, gguf_target, merged, ollama, vllm
 from pronghorn.export.checking import Reference, Verdict
 from pronghorn.export.job import Job
 from pronghorn.export.usage import Usage
@@ -56,6 +56,16 @@ TARGETS: dict[str, Target] = {
             gguf_target.size,
             gguf_target.refuse,
             gguf_target.VARIANTS,
+        ),
+        Target(
+            "ollama",
+            "a GGUF file and a Modelfile for Ollama",
+            ollama.write,
+            ollama.check,
+            ollama.usage,
+            ollama.size,
+            ollama.refuse,
+            ollama.VARIANTS,
         ),
         Target(
             "vllm",
