@@ -242,6 +242,12 @@ class Report(Section):
     project: Name | None = None  # of W&B and Trackio, experiment of MLflow; None: as their variables say, or pronghorn
 
 
+class World(Section):
+    # what is spread over the ranks of a run instead of copied to each (docs/scale.md). base: the frozen weights; full: with
+    # method full, the weights, their gradients and the optimizer's moments; none: nothing. auto: none where it fits
+    shard: Literal["auto", "none", "base", "full", "experts"] = "auto"
+
+
 class Recipe(Section):
     model: Annotated[str, Field(min_length=1)]  # Hub name or local folder
     # lora: adapters on a frozen model; qlora: frozen linears in 4 bits (4-bit checkpoints are supported); fp8: frozen linears
@@ -263,6 +269,7 @@ class Recipe(Section):
     eval: Eval = Eval()
     health: Health = Health()
     report: Report = Report()
+    world: World = World()
     output: Annotated[str, Field(min_length=1)] = "runs/default"
 
     @model_validator(mode="after")
@@ -284,6 +291,7 @@ class Recipe(Section):
             problems.append("eval.metrics: metrics need held-out data; set data.eval: 0.05, or a file")
         problems += [*self.eval.misfits, *self.objective.misfits, *self._preference_misfits()]
         problems += self._compute_misfits()
+        problems += self._shard_misfits()
         if self.storage != "auto" and self.method != "qlora":
             problems.append(
                 f"storage: {self.storage} cannot be combined with method: {self.method}; set method: qlora, whose"
@@ -339,6 +347,39 @@ class Recipe(Section):
             )
         return problems
 
+    def _shard_misfits(self) -> list[str]:
+        shard, problems = self.world.shard, []
+        if shard == "experts":
+            problems.append(
+                "world.shard: experts is not supported yet: experts are spread with the other weights of their layer;"
+                " set world.shard: base, or full with method: full"
+            )
+        if shard == "base" and self.method == "full":
+            problems.append("world.shard: base needs frozen weights, and method: full has none; set world.shard: full")
+        if shard == "full" and self.method != "full":
+            problems.append(
+                f"world.shard: full spreads trained weights, and those of method: {self.method} are frozen;"
+                " set world.shard: base"
+            )
+        if shard in ("base", "full") and (why := self.why_not_sharded):
+            problems.append(f"world.shard: {shard} cannot be combined with {why}; change that, or set world.shard: none")
+        return problems
+
+    @property
+    def why_not_sharded(self) -> str:
+        """What of the recipe needs whole weights on each rank; empty if nothing."""
+        if self.layers == "own":
+            return "layers: own, which keep their weights for backward"
+        if self.method != "full" and (self.lora.dropout or self.lora.dora):
+            return "lora.dropout or lora.dora, whose layers keep their weights for backward"
+        if self.method == "full" and self.precision == "fp16":
+            return "precision: fp16, whose loss scale would differ between ranks"
+        if self.method == "full" and self.train.optimizer != "adamw":
+            return f"train.optimizer: {self.train.optimizer}, which is not spread yet (adamw is)"
+        if self.method == "full" and self.compute == "fp8":
+            return "compute: fp8, which keeps a copy of trained weights in FP8"
+        return ""
+
     @property
     def stored_as(self) -> str:
         """The storage format of the frozen weights (model/formats/table.py); bf16: as they are."""
@@ -370,7 +411,7 @@ class Recipe(Section):
 
 
 # What does not touch the numbers of the run may change between two starts of it.
-MAY_CHANGE_ON_RESUME = ("checkpoint.", "eval.", "memory.", "output", "data.workers", "train.graph", "report.")
+MAY_CHANGE_ON_RESUME = ("checkpoint.", "eval.", "memory.", "output", "data.workers", "train.graph", "report.", "world.")
 # Of the rest, what cannot change in the middle of a run even where --allow-change asks for it: a key or a section, and why.
 _ADAPTER, _PLACE = "the trained adapter has this shape and scale", "the run's position in the data would mean different rows"
 FIXED_ON_RESUME = {

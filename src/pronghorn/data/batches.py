@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -292,7 +291,7 @@ class BatchLoader:
 
     With several ranks (`deal`: this one's number, and how many there are) the packs of a step are dealt out in turn. So a step
     trains on the same packs for any number of ranks, and each rank knows the counts of all. One that gets none has an empty
-    pack.
+    pack; with `even`, so has one that gets fewer than others.
     """
 
     def __init__(
@@ -310,10 +309,11 @@ class BatchLoader:
         together: int = 1,
         complete: Complete | None = None,
         deal: tuple[int, int] = (0, 1),
+        even: bool = False,
     ) -> None:
         self._table, self._capacity, self._packs_per_step = table, capacity, packs_per_step
         self._seed, self._workers, self._pad_id, self._pin, self._shapes = seed, workers, pad_id, pin, shapes
-        self._complete, self._deal = complete, deal
+        self._complete, self._deal, self._even = complete, deal, even
         self._start, self._groups = start or Cursor(), groups_of(table, together)
         self.first_epoch = self._pack(self._start.epoch)
 
@@ -323,7 +323,8 @@ class BatchLoader:
     def _build(self, packs: Packs, at: Cursor) -> StepBatch:
         stop = min(at.pack + self._packs_per_step, len(packs))
         rank, ranks = self._deal
-        mine = [packs[i] for i in range(at.pack + rank, stop, ranks)] or [packs.order[:0]]
+        mine = [packs[i] for i in range(at.pack + rank, stop, ranks)]
+        mine += [packs.order[:0]] * ((-(-(stop - at.pack) // ranks) if self._even else 1) - len(mine))
         others = [packs[i] for i in range(at.pack, stop) if (i - at.pack) % ranks != rank]
         batches = [build_batch(self._table, rows, self._capacity, self._pad_id, self._shapes) for rows in mine]
         if self._complete is not None:
@@ -378,6 +379,9 @@ def steps_per_epoch(packs: int, packs_per_step: int) -> int:
 def evaluation_batches(
     table: TokenRows, capacity: int, pad_id: int = 0, together: int = 1, deal: tuple[int, int] = (0, 1)
 ) -> Iterator[PackedBatch]:
-    """Every document once, in the table's order as far as packing allows; with several ranks, dealt out to them in turn."""
-    for rows in islice(pack_in_order(groups_of(table, together), capacity), deal[0], None, deal[1]):
+    """Every document once, in the table's order as far as packing allows; with several ranks, dealt out to them in turn, to
+    each as many packs as to any other: the last may be empty."""
+    packs, (rank, ranks) = pack_in_order(groups_of(table, together), capacity), deal
+    for first in range(0, len(packs), ranks):
+        rows = packs[first + rank] if first + rank < len(packs) else packs.order[:0]
         yield build_batch(table, rows, capacity, pad_id)

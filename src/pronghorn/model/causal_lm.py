@@ -33,7 +33,7 @@ from pronghorn.model.layers.fp8_linears import Fp8Workspace, trains_whole
 from pronghorn.model.layers.layer import DecoderLayer
 from pronghorn.model.layers.linears import LinearGroup
 from pronghorn.model.layers.saved import Elsewhere
-from pronghorn.model.layers.types import Documents, GradBuffer, Norm
+from pronghorn.model.layers.types import Documents, GradBuffer, Norm, Shards
 from pronghorn.model.positions import Positions
 from pronghorn.model.router_stats import ExpertCounts, RouterStats, padding_mask
 from pronghorn.model.same_weights import Weights
@@ -75,6 +75,7 @@ class FastCausalLM:
         self._adapters: CopyTable | None = None
         self._adapters_fp8 = SplitTable([])
         self.offload: Offload | None = None  # shared by the layers that offload
+        self.shards: Shards | None = None  # of weights that are spread over ranks; the layers have it, too
         self.host_embeddings = False  # whether they are in pinned host memory (memory/host_embeddings.py)
         self.prepared = 0  # how often
         self.paused = False  # use the model's own layers, for one call
@@ -182,6 +183,8 @@ class FastCausalLM:
         """Refreshes the weights and adapters that the layers read. On every forward: nothing reliably signals an optimizer
         step."""
         self.prepared += 1
+        if self.shards is not None:
+            return self.shards.prepare(dtype)  # each layer when it is its turn
         moved = [layer.prepare(dtype) for layer in self.layers]  # all of them, not up to the first
         if any(moved) or self._adapters is None:
             groups = [group for layer in self.layers for group in layer.groups]
@@ -200,6 +203,8 @@ class FastCausalLM:
     def head_inputs(self, h_ND: Tensor, grad_buffer: GradBuffer | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
         """What the LM head multiplies: normed rows, its weight in their dtype, its bias. Outside of autocast."""
         x_ND = final_norm(h_ND, self.norm, GradBuffer() if grad_buffer is None else grad_buffer, self.layers[-1].down.extra)
+        if self.shards is not None:
+            self.shards.head()
         head = head_of(self.model)
         if type(head) is not torch.nn.Linear:
             raise ModelError(

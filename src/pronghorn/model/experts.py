@@ -21,6 +21,7 @@ from pronghorn.kernels.lora.fp8_lora import SplitJob
 from pronghorn.kernels.lora.lora_linear import Adapter
 from pronghorn.kernels.lora.multi_copy import CopyJob
 from pronghorn.kernels.lora.multi_gather import GatherJob
+from pronghorn.kernels.lora.stored_lora import Workspace
 from pronghorn.kernels.moe.grouped_fp8 import WIDTH_MULTIPLE, Fp8ExpertGroup, fp8_grouped_supported
 from pronghorn.kernels.moe.grouped_gemm import grouped_linear_backward_bias, grouped_linear_backward_weight
 from pronghorn.kernels.moe.grouped_lora import ExpertAdapter, ExpertGroup
@@ -103,6 +104,11 @@ class Adapted:
     def separate(self) -> None:
         """The parameters in memory of their own."""
 
+    def borrow(self, workspace: Workspace) -> None:
+        """As in layers/linears.py."""
+
+    def let_go(self) -> None: ...
+
 
 class Router(Adapted):
     """logits_TE = x W^T + bias, frozen or trained, with or without an adapter on W. `wide`: in float32, whatever x is: bf16's 8
@@ -178,6 +184,7 @@ class ExpertStack(Adapted):
         self.bias_EO: Tensor | None = None
         self.group: ExpertGroup | QuantizedExpertGroup | Fp8ExpertGroup
         self._built_for: tuple[Any, ...] = ()
+        self._borrowed = False
         self._sums: tuple[Tensor, Tensor] | None = None
 
     # ---- what is covered -----------------------------------------------------------------------------------------
@@ -235,7 +242,8 @@ class ExpertStack(Adapted):
         else:
             assert self._weight is not None
             self.group = ExpertGroup(self._usual(self._weight.detach()), its)
-            self._weight.data = self._usual(self.group.weight_view())
+            if not self._borrowed:
+                self._weight.data = self._usual(self.group.weight_view())
         self._built_for = self._identity(dtype)
         self.accumulate_in(self._sums)
         return True
@@ -275,6 +283,15 @@ class ExpertStack(Adapted):
         if self.stored() is None and isinstance(weight, nn.Parameter) and not weight.is_contiguous():
             vars(self).pop("group", None)  # there is none before the first forward
             weight.data = weight.data.contiguous()
+
+    def borrow(self, workspace: Workspace) -> None:
+        self._borrowed = True
+
+    def let_go(self) -> None:
+        """Of a buffer with 16-bit weights, or of trained ones in the compute dtype."""
+        if self.stored() is None:
+            vars(self).pop("group", None)
+            self._built_for = ()
 
     # ---- the adapter's gradients over a whole step (model/lora_grad_buffer.py) ------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +21,19 @@ from pronghorn.recipe import Recipe
 NOT_EXPORTED = ("manifest.json", "training_state.safetensors", "README.md")
 
 
-def save_model(model: Any, folder: Path) -> None:
-    """An adapter in PEFT's layout, or the whole model in Hugging Face's. Without network access."""
+def save_model(model: Any, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+    """An adapter in PEFT's layout, or the whole model in Hugging Face's, perhaps with other `weights` than it holds, by the
+    names of its parameters. Without network access."""
     with without_progress_bars():
         if isinstance(model, PeftModel):
             model.save_pretrained(str(folder), save_embedding_layers=False)
-        else:
+        elif weights is None:
             model.save_pretrained(str(folder))
+        else:
+            names = {id(p): name for name, p in model.named_parameters()}
+            held = model.state_dict(keep_vars=True)  # a tied head has a name of its own there
+            chosen = {key: weights.get(names.get(id(tensor), ""), tensor.detach()) for key, tensor in held.items()}
+            model.save_pretrained(str(folder), state_dict=chosen)
 
 
 @dataclass(frozen=True)

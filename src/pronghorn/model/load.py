@@ -23,7 +23,7 @@ from pronghorn.model.families import FAMILIES, text_config
 from pronghorn.model.formats.checkpoint import load_stored, published_format, refuse_unreadable
 from pronghorn.model.formats.table import FORMATS, require_fp8
 from pronghorn.model.lora import PICKLED, add_adapter
-from pronghorn.model.text_stack import auto_class, keep_softcap, set_cache
+from pronghorn.model.text_stack import auto_class, decoder_layers, keep_softcap, set_cache
 from pronghorn.model.weight_files import stored_weights
 from pronghorn.recipe import Lora, Recipe
 
@@ -121,10 +121,12 @@ def load_model(
     *,
     storage: str = "bf16",
     progress: Callable[[str, int, int], None] | None = None,
+    keep: Callable[[str, torch.nn.Module], None] | None = None,
 ) -> PreTrainedModel:
     """The family's own layers, weights from safetensors only. No code from the model's folder is ever run.
 
-    `storage`: a row of model/formats/table.py, in which linears and stacks of experts are stored.
+    `storage`: a row of model/formats/table.py, in which linears and stacks of experts are stored. `keep`: gets each decoder
+    layer before it goes to the device, or as soon as it is quantized there, and need not leave it whole (model/shards.py).
     """
     _refuse_unreadable_folder(name)
     config, row = read_config(name), FORMATS[storage]
@@ -134,7 +136,7 @@ def load_model(
     require_weights_for(config, stored_weights(folder), name)
     generation_config(name, folder)  # refused before the weights are read
     if row.quantize is not None:
-        model = guarded(name, lambda: load_stored(folder, row, dtype, device, progress=progress))
+        model = guarded(name, lambda: load_stored(folder, row, dtype, device, progress=progress, keep=keep))
         model.config._name_or_path = model.name_or_path = place(name)  # adapters name their base by it
         return model  # type: ignore[no-any-return]
     mxfp4 = published_format(config) == "mxfp4"
@@ -164,6 +166,8 @@ def load_model(
     model.config._name_or_path = model.name_or_path = place(name)
     set_cache(model, False)
     keep_softcap(model)
+    for layer in decoder_layers(model).items() if keep else ():
+        keep(*layer)  # type: ignore[misc]
     return model.to(device)  # type: ignore[no-any-return]
 
 

@@ -46,6 +46,13 @@ def backbone(model: Any) -> Any:
     return getattr(model.model, INNER, model.model)
 
 
+def decoder_layers(model: Any) -> dict[str, Any]:
+    """By name, in their order."""
+    layers = backbone(model).layers
+    prefix = next(name for name, module in model.named_modules() if module is layers)
+    return {f"{prefix}.{number}": layer for number, layer in enumerate(layers)}
+
+
 def head_of(model: Any) -> Any:
     """The LM head, or PEFT's trained copy if modules_to_save names it."""
     return in_use(model.get_output_embeddings())

@@ -65,7 +65,7 @@ class RunAnswers:
             return self._held_out.ask(
                 self._session.model,
                 lambda _, done, total: self._progress(label, done, total),
-                capture=self._session.recipe.train.graph != "off",
+                capture=self._session.recipe.train.graph != "off" and self._session.shards is None,
             )
 
     def _judged(self, answers: list[Answer]) -> Judged:

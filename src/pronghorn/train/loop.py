@@ -162,7 +162,7 @@ class _Run:
         self._page.refresh(news=True)
         with self._saver, self._logged_end() as end, main_memory(self.session.recipe, self._doing):
             with self.stages("evaluate"):
-                self.session.world.on_writer(self._answers.before_training)
+                self.session.on_writer(self._answers.before_training)
             reason, why = self._steps(stop)
             self._save_what_is_not_saved()
             end.update(reason=reason, why=why)
@@ -373,16 +373,11 @@ class _Run:
     def _offenders(self, step_batch: StepBatch) -> Offenders:
         session = self.session
         session.take_step.release()
-        found = offending_rows(
-            session.model,
-            step_batch,
-            session.data.train,
-            session.data.train.where,
-            session.device,
-            session.autocast,
-            session.objective,
+        table, objective = session.data.train, session.objective
+        found = session.in_turns(
+            lambda: offending_rows(session.model, step_batch, table, table.where, session.device, session.autocast, objective)
         )
-        return Offenders(session.world.joined(found.rows), session.world.joined(found.of))
+        return Offenders(session.world.joined(found[0]), session.world.joined(found[1]))
 
     def _evaluate(self) -> str:
         """Returns the reason to stop, or nothing."""
@@ -401,7 +396,7 @@ class _Run:
                 objective=session.objective,
                 world=session.world,
             )
-            answered = session.world.on_writer(self._answers.evaluate)
+            answered = session.on_writer(self._answers.evaluate)
         if result.figures:
             answered = answered | {"metrics": result.figures | answered.get("metrics", {})}
         value = result.loss if recipe.eval.best == "loss" else answered["metrics"][recipe.eval.best]

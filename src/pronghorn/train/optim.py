@@ -9,6 +9,7 @@ import torch
 from pronghorn.errors import CheckpointError
 from pronghorn.recipe import Recipe, Train
 from pronghorn.train.fused_adamw import FusedAdamW
+from pronghorn.train.trained_shards import trained_shards_of
 
 
 def make_optimizer(model: torch.nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
@@ -35,6 +36,9 @@ def make_optimizer(model: torch.nn.Module, recipe: Recipe) -> torch.optim.Optimi
 
 
 def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Of trained weights that are spread over ranks: what this rank has of each."""
+    if (spread := trained_shards_of(model)) is not None:
+        return spread.trained
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 

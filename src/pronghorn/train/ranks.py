@@ -24,13 +24,17 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from pronghorn.errors import CommandError, EndedElsewhere, EnvironmentFault, PronghornError
-from pronghorn.train.world import World
+from pronghorn.train.world import Pending, World
 
 T = TypeVar("T")
 # For a rank that waits while another one works alone (answers to held-out rows). A rank that ended is noticed at once.
 PATIENCE = timedelta(hours=2)
 ALSO = timedelta(seconds=5)  # in which rank 0 would fail in the same way
 SMALL = 1 << 18  # elements: smaller tensors are summed together
+
+
+# torch 2.13 warns of the old name, which earlier versions have alone.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def join() -> Ranks:
@@ -93,7 +97,7 @@ class Ranks(World):
     # ---- reductions ------------------------------------------------------------------------------------------------------
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
-        with self._together():
+        with self.together():
             kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
             for tensor in tensors:
                 if tensor.numel() >= SMALL and tensor.is_contiguous():
@@ -107,27 +111,46 @@ class Ranks(World):
                     tensor.copy_(part.view(tensor.shape))
 
     def total(self, *numbers: float) -> tuple[float, ...]:
-        with self._together():
+        with self.together():
             sums = torch.tensor(numbers, dtype=torch.float64)
             dist.all_reduce(sums)
             return tuple(sums.tolist())
 
     def largest(self, number: int) -> int:
-        with self._together():
+        with self.together():
             found = torch.tensor(number)
             dist.all_reduce(found, dist.ReduceOp.MAX)
             return int(found)
 
     def joined(self, rows: list[str]) -> list[str]:
-        return [row for rank in range(self.size) for row in self._sent_by(rank, lambda: rows)]
+        return [row for rank in range(self.size) for row in self.sent_by(rank, lambda: rows)]
+
+    def gather(self, whole: Tensor, part: Tensor) -> Pending:
+        with self.together():
+            if not self._staged(whole):
+                return _Begun(self, dist.all_gather_into_tensor(whole, part, async_op=True))
+            there = torch.empty_like(whole, device="cpu")
+            dist.all_gather_into_tensor(there, part.cpu())
+            whole.copy_(there)
+        return Pending()
+
+    def scatter_sum(self, part: Tensor, whole: Tensor) -> Pending:
+        with self.together():
+            if not self._staged(whole):
+                return _Begun(self, _reduce_scatter(part, whole, async_op=True))
+            there = torch.empty_like(part, device="cpu")
+            _reduce_scatter(there, whole.cpu())
+            part.copy_(there)
+        return Pending()
+
+    def _staged(self, tensor: Tensor) -> bool:
+        """Whether it goes by way of the host: ranks that share a GPU have gloo alone, which knows no such sums on it."""
+        return tensor.is_cuda and self.backend == "gloo"
 
     def wait(self) -> None:
         self.largest(0)
 
     # ---- what one rank does ----------------------------------------------------------------------------------------------
-
-    def on_writer(self, work: Callable[[], T]) -> T:
-        return self._sent_by(0, work)
 
     @contextmanager
     def writer_first(self) -> Iterator[None]:
@@ -154,10 +177,10 @@ class Ranks(World):
                 fix="start every rank with the same recipe, files and versions",
             )
 
-    def _sent_by(self, rank: int, work: Callable[[], T]) -> T:
+    def sent_by(self, rank: int, work: Callable[[], T]) -> T:
         content = work() if self.rank == rank else None
         data = torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
-        with self._together():
+        with self.together():
             length = torch.tensor(len(data))
             dist.broadcast(length, rank)
             if self.rank != rank:
@@ -172,7 +195,7 @@ class Ranks(World):
         return f"ended-{rank}"
 
     @contextmanager
-    def _together(self) -> Iterator[None]:
+    def together(self) -> Iterator[None]:
         began = time.perf_counter()
         try:
             yield
@@ -191,3 +214,12 @@ class Ranks(World):
                         return EndedElsewhere(f"rank {rank} ended: {left['what']}", exit_code=left["exit_code"], told=True)
         cause = re.sub(r"^\[[^]]*\] *", "", why.split("\n", 1)[0]).split(". ")[0]  # without a place in gloo's source
         return EndedElsewhere("another rank ended without a message, as a killed process does", why=cause)
+
+
+class _Begun(Pending):
+    def __init__(self, ranks: Ranks, work: Any) -> None:
+        self._ranks, self._work = ranks, work
+
+    def wait(self) -> None:
+        with self._ranks.together():
+            self._work.wait()

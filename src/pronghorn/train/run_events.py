@@ -21,7 +21,7 @@ from pronghorn.model.formats.store import count_parameters
 from pronghorn.report.html import write_html
 from pronghorn.report.run_log import RunLog
 from pronghorn.report.stages import Stages
-from pronghorn.train.optim import trainable
+from pronghorn.train.health import require_trainable
 from pronghorn.train.setup import Session
 
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes of what getrusage counts
@@ -40,7 +40,7 @@ def log_start(session: Session, folder: Path, log: RunLog) -> None:
         precision=session.precision,
         resumed_from=session.resumed_from,
         steps=session.data.total_steps,
-        parameters={"total": count_parameters(model), "trainable": sum(p.numel() for p in trainable(model).values())},
+        parameters={"total": count_parameters(model), "trainable": require_trainable(model)},
         data=session.data.summary(session.recipe.train.capacity),
         eval_documents=len(session.data.evaluation) if session.data.evaluation is not None else 0,
         **_price(session.device),

@@ -12,8 +12,11 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
+
+from torch import Tensor
 
 from pronghorn.data.batches import StepBatch
 from pronghorn.errors import EnvironmentFault
@@ -30,6 +33,7 @@ from pronghorn.train.optim import optimizer_tensors, trainable
 from pronghorn.train.resume import set_aside_damaged
 from pronghorn.train.run_folder import require_free_disk
 from pronghorn.train.setup import Session
+from pronghorn.train.trained_shards import trained_shards_of
 
 
 def try_first_save(recipe: Recipe, folder: Path, facts: ModelFacts, tokenizer: Any) -> None:
@@ -89,6 +93,7 @@ class Saver:
 
     def save(self) -> None:
         """Of a run that has finished every step it began."""
+        self._whole()
         self._saved(self._session.step)
 
     def snapshot(self, ahead: Sequence[StepBatch]) -> None:
@@ -110,6 +115,12 @@ class Saver:
 
     def withdraw(self, step: int) -> None:
         """The weights of this step turned out to be spoilt: a checkpoint of it is nothing to go on from."""
+
+    def _whole(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Trained weights and moments, by name; where ranks have parts of them, all take part, and the writer gets them."""
+        session, moments = self._session, optimizer_tensors(self._session.optimizer, self._session.model)
+        spread = trained_shards_of(session.model)
+        return (dict(trainable(session.model)), moments) if spread is None else spread.whole(moments)
 
     def _saved(self, step: int) -> None:
         self.saved_step, self.checkpoint = step, self._folder / f"checkpoint-{step}"
@@ -149,13 +160,14 @@ class WritingSaver(Saver):
             return
         session, began = self._session, time.perf_counter()
         with self._stages("checkpoint"):
-            state, weights = self._state(()), trainable(session.model)
+            weights, moments = self._whole()
+            state = replace(self._state(()), tensors=moments)
             if broken := not_finite({**weights, **state.tensors}):
                 raise refused_checkpoint(session.step, broken, str(self._folder))
             self.checkpoint = save_checkpoint(
                 self._folder,
                 state,
-                self._write_model,
+                lambda place: self._write_model(place, weights),
                 keep=session.recipe.checkpoint.keep,
                 best_step=session.progress.best_step,
                 needed_bytes=sum(p.nbytes for p in weights.values()) + self._small,
@@ -221,8 +233,8 @@ class WritingSaver(Saver):
             rng=capture_rng(),
         )
 
-    def _write_model(self, folder: Path) -> None:
-        save_model(self._session.model, folder)
+    def _write_model(self, folder: Path, weights: dict[str, Tensor]) -> None:
+        save_model(self._session.model, folder, weights if self._session.shards else None)
         self._session.tokenizer.save_pretrained(str(folder))
 
     def _tell_written(self, *, wait: bool = False) -> None:

@@ -5,11 +5,11 @@ The order is by cost: what can be refused in a second is refused before data is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -49,10 +49,13 @@ from pronghorn.train.objectives import Objective, objective_of
 from pronghorn.train.optim import make_optimizer, restore_optimizer
 from pronghorn.train.resume import find_checkpoint, require_allowable
 from pronghorn.train.run_identity import data_key, in_background, require_same_data, run_facts, weights_key
+from pronghorn.train.shards import Shards, Shares, shard_of, shards_of
 from pronghorn.train.spikes import Spikes, losses_of
 from pronghorn.train.step import StageTimer, Step, autocast, no_graph
+from pronghorn.train.trained_shards import TrainedShards, trained_shards_of
 from pronghorn.train.world import World
 
+T = TypeVar("T")
 Report = Callable[[str, int, int], None]
 FEW_STEPS = 10  # below this, warm-up and schedule hardly act; people usually meant a smaller batch
 
@@ -119,6 +122,21 @@ class Session:
     @property
     def autocast(self) -> Callable[[], Any]:
         return self.take_step.autocast
+
+    @property
+    def shards(self) -> Shards | None:
+        """Weights that are spread over ranks."""
+        return shards_of(self.model)
+
+    def on_writer(self, work: Callable[[], T]) -> T:
+        """What the writer does with the model: other ranks have parts of it, where its weights are spread."""
+        return self.world.on_writer(work) if self.shards is None else self.shards.led_by(0, work)
+
+    def in_turns(self, work: Callable[[], Sequence[list[str]]]) -> Sequence[list[str]]:
+        """What every rank does with the model and data of its own: one after the other, where its weights are spread."""
+        if self.shards is None:
+            return work()
+        return [self.shards.led_by(rank, work) for rank in range(self.world.size)][self.world.rank]
 
     def lower_memory(self, memory: RunMemory) -> None:
         """After a step that was given up for want of memory: the same step again will take less."""
@@ -247,6 +265,7 @@ def set_up(
         found = find_checkpoint(recipe, run, allow=allow, say=said.append)
     with stage("load"):
         device, precision, facts, tokenizer = look_ahead(recipe)
+        shard = shard_of(recipe, world, device, facts)
         world.on_writer(lambda: before_loading(facts, tokenizer))
     with world.writer_first():  # it fills the cache of tokens
         data = prepare_data(recipe, tokenizer, report=report, stage=stage)
@@ -259,20 +278,20 @@ def set_up(
         if found and recipe.method != "full":  # there, the checkpoint has all of the weights itself
             told += require_same_base(recipe.model, found[1].values, found[0].name)
         report("loading the model", 0, 0)
-        model = _build_model(recipe, precision, device, found[0] if found else None, report)
+        shares = None if shard == "none" else Shares(world, device, trained=shard == "full")
+        model = _build_model(recipe, precision, device, found[0] if found else None, report, shares)
         # Every byte of the weights is read once more (what the hub has is here by now), beside all that follows.
         # For checkpoints, so the writer alone does it.
         base = in_background(lambda: base_of(recipe.model) if recipe.method != "full" and world.writes else {})
         require_trainable(model)
-        why_own_layers = "the recipe sets layers: own" if recipe.layers == "own" else install(model, fp8=recipe.fp8)
+        why_own_layers, shards = _installed(recipe, model, shares)
         try:
             with autocast(precision, device):  # as the step will be: FP8 layers of trained fp32 weights know no other
                 require_isolated_documents(model, device, facts.vocabulary)
         except ModelError:
-            refuse_broken_weights(model, recipe.model)  # with NaN nothing equals itself; then that is what to say
+            if shards is None:  # else they are not all here
+                refuse_broken_weights(model, recipe.model)  # with NaN nothing equals itself; then that is what to say
             raise
-        if recipe.compute == "fp8":
-            _require_fp8_layers(model, why_own_layers)
         torch.manual_seed(recipe.train.seed)
         optimizer = make_optimizer(model, recipe)
     said += told + notices(recipe, data, device, precision, facts)
@@ -291,19 +310,19 @@ def set_up(
     values = found[1].values if found else None
     cursor = Cursor(**values["cursor"]) if values else Cursor()
     with stage("pack"):
-        loader = _loader(recipe, data, shapes, objective, world, start=cursor, pin=device.type == "cuda")
+        loader = _loader(recipe, data, shapes, objective, world, start=cursor, pin=device.type == "cuda", even=bool(shards))
     session = Session(
         recipe, data, tokenizer, model, optimizer, step, loader, device, precision, notices=said, keys=keys, base=base,
         objective=objective, world=world, memory=memory if planned else None, cursor=cursor,
         spikes=Spikes(recipe.health.spike), progress=Progress(recipe.eval.best),
     )  # fmt: skip
     _restore(session, found[1] if found else None)
-    world.require_same(lambda: {"weights": weights_key(model)})
+    world.require_same(lambda: {"weights": weights_key(model, shards)})
     return session
 
 
 def _loader(
-    recipe: Recipe, data: RunData, shapes: Shapes, objective: Objective, world: World, *, start: Cursor, pin: bool
+    recipe: Recipe, data: RunData, shapes: Shapes, objective: Objective, world: World, *, start: Cursor, pin: bool, even: bool
 ) -> BatchLoader:
     return BatchLoader(
         data.train,
@@ -318,6 +337,7 @@ def _loader(
         together=objective.together,
         complete=objective.complete,
         deal=(world.rank, world.size),
+        even=even,
     )
 
 
@@ -346,17 +366,39 @@ def _step(
     return step
 
 
-def _build_model(recipe: Recipe, precision: Precision, device: torch.device, checkpoint: Path | None, report: Report) -> Any:
+def _build_model(
+    recipe: Recipe,
+    precision: Precision,
+    device: torch.device,
+    checkpoint: Path | None,
+    report: Report,
+    shares: Shares | None = None,
+) -> Any:
+    keep = shares.keep if shares else None
     if recipe.method == "full":
         # float32 master weights under autocast: an update of 1e-5 of a weight is lost in bf16's 8 bits.
-        model = load_model(str(checkpoint or recipe.model), torch.float32, device)
+        model = load_model(str(checkpoint or recipe.model), torch.float32, device, keep=keep)
         freeze_beside_text(model)
+        if shares:
+            shares.keep_ends(model)
         return model
-    base = load_model(recipe.model, DTYPES[precision], device, storage=recipe.stored_as, progress=report)
+    base = load_model(recipe.model, DTYPES[precision], device, storage=recipe.stored_as, progress=report, keep=keep)
+    if shares:
+        shares.keep_ends(base)
     model = add_adapter(base, recipe.lora, recipe.train.seed)
     if checkpoint:
         restore_adapter(model, checkpoint)
     return model
+
+
+def _installed(recipe: Recipe, model: Any, shares: Shares | None) -> tuple[str, Shards | None]:
+    """(why the model uses transformers' layers, or nothing; its weights, where they are spread)"""
+    why_own_layers = "the recipe sets layers: own" if recipe.layers == "own" else install(model, fp8=recipe.fp8)
+    if recipe.compute == "fp8":
+        _require_fp8_layers(model, why_own_layers)
+    if shares is None:
+        return why_own_layers, None
+    return why_own_layers, (TrainedShards if shares.trained else Shards)(shares, shares.engine_of(model))
 
 
 def _require_fp8_layers(model: Any, why_own_layers: str) -> None:
@@ -378,7 +420,8 @@ def _restore(session: Session, state: TrainState | None) -> None:
 
 def _put_back(session: Session, state: TrainState) -> None:
     values = state.values
-    restore_optimizer(session.optimizer, session.model, state.tensors)
+    spread = trained_shards_of(session.model)
+    restore_optimizer(session.optimizer, session.model, state.tensors if spread is None else spread.cut(state.tensors))
     if session.take_step.scaler.is_enabled() and values["scaler"]:  # none, where the run was not in fp16 until now
         session.take_step.scaler.load_state_dict(values["scaler"])
     session.step = session.resumed_from = state.step

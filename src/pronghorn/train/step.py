@@ -23,6 +23,7 @@ from pronghorn.train.fused_adamw import FusedAdamW
 from pronghorn.train.objectives import Objective, Supervised
 from pronghorn.train.objectives.objective import mean_of
 from pronghorn.train.optim import trainable
+from pronghorn.train.trained_shards import trained_shards_of
 from pronghorn.train.world import World
 
 StageTimer = Callable[[str], AbstractContextManager[None]]
@@ -61,6 +62,7 @@ class Step(ABC):
         self.objective, self.world = objective or Supervised(), world or World()
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
         self._parameters = list(trainable(model).values())
+        self._spread = trained_shards_of(model)
         self._holds: list[Callable[[], None]] = []
 
     @abstractmethod
@@ -131,6 +133,8 @@ class EagerStep(Step):
             elif math.isfinite(loss) and math.isfinite(grad_norm) and grad_norm > 0:
                 torch.nn.utils.clip_grads_with_norm_(self._parameters, self.clip, norm)
                 self._release_holds()
+                if self._spread is not None:
+                    self._spread.forget()
                 self.updating = True
                 self.scaler.step(self.optimizer)
                 self.updating = False
@@ -145,6 +149,8 @@ class EagerStep(Step):
     def _forward_backward(self, step_batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(loss, gradient norm, what the objective watches)"""
         self.model.train()
+        if self._spread is not None:
+            self._spread.drop_gradients()
         total, divisor = torch.zeros((), device=self.device), self.objective.divisor(step_batch, self.world)
         watched = torch.zeros(len(self.objective.watched), device=self.device)
         self.objective.before_step(self.model, step_batch, self.device, self.autocast, self.world)
@@ -160,6 +166,8 @@ class EagerStep(Step):
                 finish_backward(self.model)
             total += loss.detach()
             watched += 0.0 if sums.watched is None else sums.watched
+        if self._spread is not None:
+            return total, self._spread.sum_up([total, watched]), watched
         if self.world.size > 1:  # they must be of one shape on all ranks
             for parameter in self._parameters:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -196,6 +204,8 @@ def why_not_graphed(model: Any, optimizer: torch.optim.Optimizer, device: torch.
     if not isinstance(optimizer, FusedAdamW):
         return f"the optimizer is {type(optimizer).__name__}"
     engine = engine_of(model)
+    if engine is not None and engine.shards is not None:
+        return "weights that are spread over ranks are gathered in every step (world.shard)"
     if engine is None:
         return "the model uses the transformers layers, which synchronize with the host"
     return next((why for layer in engine.layers if (why := layer.why_not_fused())), "")

@@ -17,6 +17,12 @@ from torch import Tensor
 T = TypeVar("T")
 
 
+class Pending:
+    """A reduction that has begun. Its tensors are neither read nor written before `wait`."""
+
+    def wait(self) -> None: ...
+
+
 class World:
     rank = 0
     size = 1
@@ -43,6 +49,16 @@ class World:
         """The lists of all ranks, rank by rank."""
         return rows
 
+    def gather(self, whole: Tensor, part: Tensor) -> Pending:
+        """Begins to fill `whole` with the parts of all ranks, which have one size, one after the other."""
+        whole.copy_(part)
+        return Pending()
+
+    def scatter_sum(self, part: Tensor, whole: Tensor) -> Pending:
+        """Begins to fill `part` with this rank's part of the sum of all ranks' `whole`."""
+        part.copy_(whole)
+        return Pending()
+
     def wait(self) -> None:
         """Until every rank is here."""
 
@@ -51,9 +67,12 @@ class World:
 
     # ---- what one rank does ----------------------------------------------------------------------------------------------
 
-    def on_writer(self, work: Callable[[], T]) -> T:
-        """The writer does it; every rank gets its result, which is plain JSON, or its error."""
+    def sent_by(self, rank: int, work: Callable[[], T]) -> T:
+        """This rank does it; every rank gets its result, which is plain JSON, or its error."""
         return work()
+
+    def on_writer(self, work: Callable[[], T]) -> T:
+        return self.sent_by(0, work)
 
     @contextmanager
     def writer_first(self) -> Iterator[None]:

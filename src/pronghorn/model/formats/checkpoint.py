@@ -6,6 +6,7 @@ Weights are cast to the compute dtype before they are quantized, as transformers
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from pronghorn.model.formats.experts import STACKS, StoredExperts, stored_expert
 from pronghorn.model.formats.linear import StoredLinear
 from pronghorn.model.formats.store import linears_of, stored_modules
 from pronghorn.model.formats.table import FORMATS, Format
-from pronghorn.model.text_stack import beside_text, is_beside, keep_softcap, set_cache, stored_names
+from pronghorn.model.text_stack import beside_text, decoder_layers, is_beside, keep_softcap, set_cache, stored_names
 from pronghorn.model.weight_files import files_to_load
 from pronghorn.model.wide_parts import stays_wide
 
@@ -127,9 +128,16 @@ class Shards:
 
 
 def load_stored(
-    folder: Path, storage: Format, dtype: torch.dtype, device: torch.device, *, progress: Progress | None = None
+    folder: Path,
+    storage: Format,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    progress: Progress | None = None,
+    keep: Callable[[str, nn.Module], None] | None = None,
 ) -> PreTrainedModel:
-    """In a checkpoint that is stored in 4 bits, linears that are not stay in 16: whoever made it left them out."""
+    """In a checkpoint that is stored in 4 bits, linears that are not stay in 16: whoever made it left them out. `keep`: gets
+    each decoder layer as soon as its weights are read, and need not leave it whole (model/shards.py)."""
     config = read_config(str(folder))
     refuse_unreadable(config, storage, str(folder))
     published = FORMATS.get(published_format(config))
@@ -144,6 +152,8 @@ def load_stored(
     keys |= dict.fromkeys(key for key, _ in model.named_buffers() if key in model.state_dict())
     stacks = {f"{owner}.{name}": module for owner, module in experts.items() for name in STACKS}
     _refuse_missing([key for key in keys if key not in tied], stacks, shards, folder)
+    layer_of = {key: layer for layer in decoder_layers(model) for key in keys if keep and key.startswith(f"{layer}.")}
+    to_come = Counter(layer_of.values())
     for done, key in enumerate(keys):
         owner, _, leaf = key.rpartition(".")
         if key in stacks:
@@ -162,6 +172,10 @@ def load_stored(
                 setattr(parent, name, module)
         elif key in shards:
             _place(model, owner, leaf, shards.get(key), dtype, folder)
+        if keep and (layer := layer_of.get(key)):
+            to_come[layer] -= 1
+            if not to_come[layer]:
+                keep(layer, model.get_submodule(layer))
         if progress:
             progress(f"loading weights in {storage.title}", done + 1, len(keys))
     if not any(True for _ in stored_modules(model)):

@@ -75,6 +75,11 @@ class StoredLinear(nn.Linear):
             self.register_buffer(name, tensors[name], persistent=False)
 
     @property
+    def scale_names(self) -> list[str]:
+        """Of the buffers beside the weight."""
+        return self._scales
+
+    @property
     def stored(self) -> StoredTensor:
         return self._make(**{self._packed: self.weight.data}, **{name: self._buffers[name] for name in self._scales})
 

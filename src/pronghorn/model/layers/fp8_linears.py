@@ -42,6 +42,13 @@ def trains_whole(module: nn.Module) -> bool:
     return type(module) is nn.Linear and module.weight.requires_grad
 
 
+def _copied_bytes(q: StoredTensor, scale_O: Tensor, out: Tensor) -> Tensor:
+    return out.copy_(q.kernel_parts[0].view(E4M3))
+
+
+AS_STORED = ToFp8(lambda q: q.kernel_parts[1], _copied_bytes)  # weights in FP8 that are another's memory
+
+
 class ByteRows(NamedTuple):
     """Inputs or output gradients of a GEMM: in 16 bits, for the adapters, and in FP8 with a scale per row."""
 
@@ -163,6 +170,8 @@ class Fp8LinearGroup(LinearGroup):
             self._built_for = (*self._identity(), dtype)
         elif self.trains_weights:
             self.group.requantize([linear.weight for linear in self.linears])
+        elif self.borrowed is not None:
+            self.group.refresh()  # layers take turns, and so have no table of all their adapters
         self.forget_weights()  # earlier loads are stale
         return rebuilt
 
@@ -179,7 +188,7 @@ class Fp8LinearGroup(LinearGroup):
         stored = [linear for linear in self.linears if isinstance(linear, StoredLinear)]
         if not stored:
             self._group = Fp8Group([fp8_cast_rows(linear.weight.detach()) for linear in self.linears], dtype=dtype)
-        elif (to_fp8 := stored[0].storage.to_fp8) is not None:
+        elif (to_fp8 := stored[0].storage.to_fp8 or (AS_STORED if self.borrowed is not None else None)) is not None:
             matrix = self.workspace.matrix(self.names)
             self._group = SharedFp8Group([linear.stored for linear in stored], to_fp8, self.adapters, matrix, dtype)
         else:

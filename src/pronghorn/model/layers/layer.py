@@ -33,7 +33,7 @@ from pronghorn.model.layers.mlp import OF_MLP, DenseMlp
 from pronghorn.model.layers.moe import ExpertsMlp
 from pronghorn.model.layers.residual import NormGrads, add_branch, back_through_norm, grad_of_branch, gradients_after_norm
 from pronghorn.model.layers.saved import Elsewhere, Left, Level, Saved, copied, leave, restore
-from pronghorn.model.layers.types import Documents, Grads, Norm, Waiting
+from pronghorn.model.layers.types import Documents, Grads, Norm, Shards, Waiting
 from pronghorn.model.rows import spread
 from pronghorn.model.same_weights import as_at_forward, stamp
 
@@ -68,6 +68,7 @@ class DecoderLayer:
         self.recompute: bool | None = None
         self.planned = False  # whether a memory plan set the level, which a trainer's default does not override
         self.offload: Elsewhere | None = None  # where saved tensors wait for backward
+        self.shards: Shards | None = None  # where its weights are, if they are spread over ranks
         self.waiting: WeakSet[Waiting] = WeakSet()  # forwards whose backward will read this layer's state
 
     # ---- its parts, for who looks at a layer from outside ------------------------------------------------------------
@@ -122,6 +123,11 @@ class DecoderLayer:
         moved = [group.prepare(dtype) for group in self.groups if self.fused]
         return any(moved)
 
+    def let_go(self) -> None:
+        """Of weights that are another's memory, once it is the next layer's turn: nothing made of them stays."""
+        for group in self.groups:
+            group.let_go()
+
     def why_not_fused(self) -> str:
         """Why this layer runs as separate differentiable ops instead of one node; empty if it is one node."""
         return next((why for group in self.groups if (why := group.why_not_fused())), "")
@@ -156,6 +162,8 @@ class DecoderLayer:
     def __call__(self, h_TD: Tensor, documents: Documents, rows: Tensor | None = None) -> Tensor:
         """The residual stream after the layer: of all tokens, or of `rows`, which hold no token twice but the last one, and the
         last of a prompt that answers share."""
+        if self.shards is not None:
+            self.shards.enter(self.index, 1)
         if not self.fused:
             if self.recomputes and torch.is_grad_enabled():  # torch's own: it also restores the random state of dropout
                 out: Tensor = checkpoint(composed_layer, self, h_TD, documents, use_reentrant=False)
@@ -263,9 +271,14 @@ class _Layer(torch.autograd.Function):
             left = copied(left)  # gradients overwrite saved tensors
         else:
             ctx.left = ctx.waiting = None  # what was saved is freed as it is used
+        shards: Shards | None = ctx.layer.shards
+        if shards is not None:
+            shards.enter(ctx.layer.index, -1)
         with as_at_forward(ctx.documents.weights, ctx.stamp, ctx.layer.parameters, f"decoder layer {ctx.layer.index}"):
             saved = ctx.layer.restored(left, ctx.documents, ctx.rows)
             del left
             dh, gradients = ctx.layer.backward(incoming[0], saved, ctx.documents, ctx.rows, ctx.needs_input_grad[0])
+        if shards is not None:
+            gradients = shards.take(ctx.layer.index, ctx.layer.parameters(), gradients)
         needed = ctx.needs_input_grad[4:]
         return (dh, None, None, None, *(g if wanted else None for g, wanted in zip(gradients, needed, strict=True)))

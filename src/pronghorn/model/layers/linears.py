@@ -30,7 +30,7 @@ from pronghorn.kernels.lora.gated_lora import gated_lora_forward, why_not
 from pronghorn.kernels.lora.lora_linear import Adapter, LoraGroup, NormOf, Part
 from pronghorn.kernels.lora.multi_copy import CopyJob
 from pronghorn.kernels.lora.multi_gather import GatherJob
-from pronghorn.kernels.lora.stored_lora import StoredLoraGroup
+from pronghorn.kernels.lora.stored_lora import StoredLoraGroup, Workspace
 from pronghorn.kernels.mlp.gated_mlp import Kind, gated_activation_forward
 from pronghorn.kernels.runtime.copy_rows import copy_rows
 from pronghorn.kernels.runtime.dispatch import address
@@ -65,6 +65,8 @@ class Group(Protocol):
     def accumulate_in(self, sums: tuple[Tensor, Tensor] | None) -> None: ...
     def forget_weights(self) -> None: ...
     def separate(self) -> None: ...
+    def borrow(self, workspace: Workspace) -> None: ...
+    def let_go(self) -> None: ...
 
 
 class Rows(NamedTuple):
@@ -90,6 +92,7 @@ class LinearGroup:
         self._weights: list[Tensor] = []  # without adapters: the weights in the compute dtype
         self.accumulate_weights = False  # whether weight gradients are accumulated in `.grad` here
         self.adds_freely = False  # whether a GEMM adds the residual at no cost
+        self.borrowed: Workspace | None = None  # where to join weights that are another's memory; None: they are their own
 
     def modules(self) -> list[Any]:
         """Looked up at each use, because adding an adapter replaces them."""
@@ -138,7 +141,9 @@ class LinearGroup:
         self._bias = joined_bias(self.linears, dtype)
         self.adds_freely = bool(self.linears) and adds_freely(dtype, self.linears[0].weight.device)
         if (stored := self._stored()) is not None:
-            return self._prepare_stored(stored, dtype)
+            return self._prepare_stored(stored.workspace, dtype)
+        if self.borrowed is not None and self.adapters:
+            return self._prepare_stored(self.borrowed, dtype)
         if not self.adapters:
             had_group, self._group = self._group is not None, None
             # float32 master weights, cast to the activations' dtype. Each time, because torch's fused optimizers do not bump
@@ -153,12 +158,12 @@ class LinearGroup:
         self._built_for = self._identity()
         return True
 
-    def _prepare_stored(self, first: StoredLinear, dtype: torch.dtype) -> bool:
+    def _prepare_stored(self, workspace: Workspace, dtype: torch.dtype) -> bool:
         """Adapters are read at each load, so earlier loads are stale."""
         identity = (*self._identity(), dtype)
         rebuilt = self._group is None or self._built_for != identity
         if rebuilt:
-            scratch = first.workspace.scratch(self.names, dtype, first.weight.device)
+            scratch = workspace.scratch(self.names, dtype, self.linears[0].weight.device)
             weights = [linear.stored if isinstance(linear, StoredLinear) else linear.weight.detach() for linear in self.linears]
             self._group = StoredLoraGroup(weights, self.adapters, scratch)
             self._built_for = identity
@@ -169,6 +174,13 @@ class LinearGroup:
         """The next use dequantizes again, as in a model of many layers; for timing a single layer."""
         if self._group:
             self._group.forget()
+
+    def borrow(self, workspace: Workspace) -> None:
+        """The weights are another's memory, and only there when it is their layer's turn: they are joined for each use."""
+        self.borrowed = workspace
+
+    def let_go(self) -> None:
+        self._weights = []
 
     def separate(self) -> None:
         """Gives each weight its own memory, instead of views of one buffer, until the next `prepare`."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from pronghorn.kernels.runtime.dispatch import address
@@ -67,6 +69,15 @@ class Norm:
 
     def trains(self) -> bool:
         return self.weight.requires_grad
+
+
+class Shards(Protocol):
+    """train.shards.Shards, as the model uses it: weights that are spread over ranks, and there when it is their turn."""
+
+    def prepare(self, dtype: torch.dtype) -> None: ...
+    def enter(self, layer: int, step: int) -> None: ...  # step: 1 in forward, -1 in backward: which layer is next
+    def head(self) -> None: ...
+    def take(self, layer: int, parameters: Sequence[Tensor], gradients: Grads) -> Grads: ...
 
 
 class Waiting:

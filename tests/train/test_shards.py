@@ -1,0 +1,243 @@
+"""Weights spread over ranks, and runs that do not depend on how many ranks there are: many small runs in the same processes."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_ranks import Silent, apart, in_ranks, losses_of
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from pronghorn.errors import RecipeError
+from pronghorn.model.load import ModelFacts
+from pronghorn.recipe import Recipe
+from pronghorn.report.run_log import read_log
+from pronghorn.train.loop import train
+from pronghorn.train.objectives import Supervised
+from pronghorn.train.shards import Shards, shard_of
+from pronghorn.train.world import World
+from samples import make_model, make_tokenizer
+
+CPU = torch.device("cpu")
+PACK = 128
+# Packs of a step: 4 are one for each of four ranks, 12 are three (but in the last step of an epoch), 6 are two for some and one
+# for others.
+RUNS: dict[str, dict[str, Any]] = {
+    "lora": {"packs": 4},
+    "lora, 3 packs a rank": {"packs": 12},
+    "qlora": {"method": "qlora", "packs": 6},
+    "full": {"method": "full", "packs": 6},
+    "experts": {"model": "experts", "packs": 6},
+}
+LOOKS = {"every": 2, "generations": 1, "max_new_tokens": 2}
+SHARDED: dict[str, dict[str, Any]] = {
+    "lora": {**RUNS["lora"], "packs": 6},
+    "nf4": {**RUNS["qlora"], "model": "deep"},
+    "nvfp4": {**RUNS["qlora"], "storage": "nvfp4", "eval": LOOKS, "data": {}},
+    "fp8": {"method": "fp8", "packs": 6},
+    "experts": RUNS["experts"],
+    "experts in nf4": {**RUNS["experts"], "method": "qlora"},
+    "full": {**RUNS["full"], "eval": LOOKS, "data": {}, "checkpoint": {"every": 1, "keep": 9}},
+    "full, experts, own head": {**RUNS["full"], "model": "experts"},
+}
+
+
+@pytest.fixture
+def runs(recipe_for: Callable[..., Recipe], tmp_path: Path) -> Callable[..., Recipe]:
+    """`runs("nf4", settings, shard="base")`: a recipe, with a folder of its own."""
+    dense = make_model(num_hidden_layers=3, hidden_size=64, intermediate_size=128, vocab_size=320)
+    small = {"vocab_size": 320, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    experts = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**small, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, head_dim=16, eos_token_id=2)
+    )
+    deep = make_model(num_hidden_layers=8, hidden_size=128, intermediate_size=256)
+    for name, model in {"dense": dense, "deep": deep, "experts": experts}.items():
+        model.save_pretrained(tmp_path / name)
+        make_tokenizer().save_pretrained(tmp_path / name)
+
+    def build(name: str, settings: dict[str, Any], **world: str) -> Recipe:
+        changes = {key: value for key, value in settings.items() if key not in ("packs", "model")}
+        return recipe_for(
+            model=str(tmp_path / settings.get("model", "dense")),
+            train={"capacity": PACK, "batch_tokens": PACK * settings["packs"], "lr": 1e-3, "steps": 2},
+            world=world,
+            output=str(tmp_path / name),
+            **({"checkpoint": {"every": 99}, "data": {"eval": None}} | changes),
+        )
+
+    return build
+
+
+def copied(recipe: Recipe, end: str) -> Recipe:
+    return recipe.model_copy(update={"output": f"{recipe.output}-{end}"})
+
+
+def trained(recipe: Recipe) -> dict[str, torch.Tensor]:
+    """Of the last checkpoint."""
+    last = max(Path(recipe.output).glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    return load_file(last / ("model.safetensors" if recipe.method == "full" else "adapter_model.safetensors"))
+
+
+def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Of all numbers together, relative to their size."""
+    assert one.keys() == other.keys()
+    apart = sum(float((one[key].double() - other[key].double()).square().sum()) for key in one)
+    return float((apart / sum(float(tensor.double().square().sum()) for tensor in other.values())) ** 0.5)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_any_number_of_ranks_trains_the_same_run(name: str, runs: Callable[..., Recipe], tmp_path: Path) -> None:
+    recipe = runs("run", RUNS[name], shard="none")
+
+    def go(world: World) -> None:
+        train(copied(recipe, str(world.size)), display=Silent(), world=world)
+        if name == "lora":
+            train(copied(recipe, f"again-{world.size}"), display=Silent(), world=world)
+
+    go(World())
+    one = copied(recipe, "1")
+    assert len(losses_of(one.output)) == 2
+    for size in (2, 4):
+        assert in_ranks(go, tmp_path / "told", size) == [(0, "None")] * size
+        other = copied(recipe, str(size))
+        assert apart(losses_of(other.output), losses_of(one.output)) < 1e-6
+        assert distance(trained(other), trained(one)) < 1e-6
+        if name == "lora":
+            again = copied(recipe, f"again-{size}")
+            assert losses_of(again.output) == losses_of(other.output)
+            assert all(torch.equal(a, b) for a, b in zip(trained(again).values(), trained(other).values(), strict=True))
+
+
+def alive() -> int:
+    """Bytes of all tensors of this process."""
+    tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def train_measured(recipe: Recipe, world: Any) -> dict[str, int]:
+    """Bytes when the second step's backward has ended, and sums begin; and sizes of the units, where there are some."""
+    sums, found, calls = world.add_up, {}, []
+
+    def add_up(tensors: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            found["alive"] = alive()
+            of_this_run = [thing for thing in gc.get_objects() if isinstance(thing, Shards)]
+            assert len(of_this_run) <= 1, "a run that is over still holds its weights"
+            for shards in of_this_run:
+                sizes = sorted(unit.size for unit in shards.units)
+                found.update(total=sum(sizes), largest=sizes[-1])
+        sums(tensors)
+
+    world.add_up = add_up
+    gc.collect()
+    before = alive()
+    train(recipe, display=Silent(), world=world)
+    world.add_up = sums
+    return {**found, "alive": found["alive"] - before}
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_spread_weights_train_as_copied_ones(name: str, runs: Callable[..., Recipe], tmp_path: Path) -> None:
+    """And take less memory; saved on two ranks, full fine-tuning resumes on one and on four."""
+    settings = SHARDED[name]
+    pair = [runs(shard, settings, shard=shard) for shard in ("none", "full" if settings.get("method") == "full" else "base")]
+    found = in_ranks(lambda world: json.dumps([train_measured(recipe, world) for recipe in pair]), tmp_path / "told")
+    assert [one and one[0] for one in found] == [0, 0], found
+    whole, spread = pair
+    assert len(losses_of(whole.output)) == 2
+    assert apart(losses_of(spread.output), losses_of(whole.output)) < 1e-6
+    assert distance(trained(spread), trained(whole)) < 1e-6
+    held_out = [[event["loss"] for event in read_log(Path(run.output)) if event["event"] == "eval"] for run in pair]
+    assert held_out[1] == pytest.approx(held_out[0], rel=1e-6)
+    if name in ("nf4", "full"):  # others have a layer's weights beside their adapters as well, or too few layers
+        for report in found:
+            assert report is not None
+            first, second = json.loads(report[1])
+            check_bytes(name, first["alive"], second)
+    if name == "full":
+        check_resume(spread, tmp_path)
+
+
+def check_bytes(name: str, whole: int, parts: dict[str, int]) -> None:
+    """A rank of two holds half of what is spread and two units; of trained weights also half of gradients and moments, the sum
+    of a unit's gradients and this rank's part of it."""
+    total, largest, slack = parts["total"], parts["largest"], 30_000
+    total, room = (4 * total, 2 * total + 3.5 * largest) if name.startswith("full") else (total, total / 2 + 2 * largest)
+    assert room + 2 * slack < total, "too few layers to tell"
+    assert parts["alive"] <= whole - total + room + slack, (name, whole, parts)
+
+
+def check_resume(recipe: Recipe, tmp_path: Path) -> None:
+    whole = losses_of(recipe.output)
+
+    def resumed(world: World) -> None:
+        train(copied(recipe, f"resumed-{world.size}"), display=Silent(), world=world)
+
+    for size in (1, 4):
+        folder = Path(copied(recipe, f"resumed-{size}").output)
+        folder.mkdir()
+        shutil.copytree(Path(recipe.output) / "checkpoint-1", folder / "checkpoint-1")
+        if size > 1:
+            assert in_ranks(resumed, tmp_path / "resumed", size) == [(0, "None")] * size
+        else:
+            resumed(World())
+        assert apart(losses_of(folder), whole[1:]) < 1e-6
+
+
+def test_a_row_that_breaks_a_step_is_found_where_weights_are_spread(runs: Callable[..., Recipe], tmp_path: Path) -> None:
+    recipes = runs("nf4", RUNS["qlora"], shard="base"), runs("full", RUNS["full"], shard="full")
+
+    def broken(world: World) -> str:
+        real, rows, told = Supervised._fused, list[int](), []
+
+        def spoilt(self: Supervised, model: Any, batch: Any) -> torch.Tensor:
+            rows.extend(batch.documents)
+            bad = world.rank == 1 and rows[0] in batch.documents
+            return real(self, model, batch) * (float("nan") if bad else 1.0)
+
+        Supervised._fused = spoilt  # type: ignore[method-assign]  # in this process, which ends
+        for recipe in recipes:
+            rows.clear()
+            try:
+                train(recipe, display=Silent(), world=world)
+            except Exception as error:  # noqa: BLE001
+                told.append(f"{type(error).__name__}: {getattr(error, 'why', error)}")
+        return "; ".join(told)
+
+    one, other = in_ranks(broken, tmp_path / "told")
+    assert one == other
+    assert one is not None
+    assert one[1].count("HealthStop: caused by ") == 2
+    assert one[1].count("train.jsonl:") == 2
+
+
+def test_what_is_spread(recipe_for: Callable[..., Recipe]) -> None:
+    facts, two = ModelFacts("llama", "llama", 10, 1, 259, 512), World()
+    two.size = 2
+    for shard in ("auto", "none", "base"):
+        assert shard_of(recipe_for(world={"shard": shard}), World(), CPU, facts) == "none"  # one rank
+    assert shard_of(recipe_for(world={"shard": "auto"}), two, CPU, facts) == "none"  # it fits
+    assert shard_of(recipe_for(world={"shard": "base"}), two, CPU, facts) == "base"
+    assert shard_of(recipe_for(world={"shard": "full"}, method="full"), two, CPU, facts) == "full"
+    with pytest.raises(RecipeError, match="cannot be spread") as refused:
+        shard_of(recipe_for(world={"shard": "base"}, train={"graph": "on"}), two, CPU, facts)
+    assert "train.graph" in refused.value.why
+    for changes, why in (
+        ({"world": {"shard": "experts"}}, "not supported yet"),
+        ({"world": {"shard": "base"}, "method": "full"}, "needs frozen weights"),
+        ({"world": {"shard": "full"}}, "are frozen"),
+        ({"world": {"shard": "base"}, "layers": "own"}, "layers: own"),
+        ({"world": {"shard": "base"}, "lora": {"dropout": 0.1}}, "lora.dropout"),
+        ({"world": {"shard": "full"}, "method": "full", "train": {"optimizer": "adamw_8bit"}}, "adamw_8bit"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            recipe_for(**changes)

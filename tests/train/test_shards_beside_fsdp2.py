@@ -1,0 +1,94 @@
+"""Full fine-tuning spread over two ranks, ours and accelerate's with FSDP2: the same losses, as a test of both."""
+
+from __future__ import annotations
+
+from ast import literal_eval
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from test_ranks import in_ranks
+
+from pronghorn.data.batches import BatchLoader, Shapes
+from pronghorn.data.packing import pack
+from pronghorn.model.causal_lm import install
+from pronghorn.model.text_stack import decoder_layers
+from pronghorn.train.objectives.objective import own_forward
+from pronghorn.train.shards import Shares
+from pronghorn.train.step import EagerStep
+from pronghorn.train.trained_shards import TrainedShards
+from pronghorn.train.world import World
+from samples import make_model, random_table
+
+CPU = torch.device("cpu")
+STEPS = 4
+
+
+def batches(world: World) -> list[Any]:
+    """Three packs a step: two for the first rank; the second one's second is empty."""
+    table = random_table(60)
+    shapes = Shapes.planned(table, pack(table.lengths, 256, seed=1, epoch=0), 256)
+    loader = BatchLoader(
+        table, capacity=256, packs_per_step=3, seed=1, workers=0, shapes=shapes, deal=(world.rank, world.size), even=True
+    )
+    return list(islice(loader, STEPS))
+
+
+def ours(world: World) -> list[float]:
+    model = make_model(tie_word_embeddings=False)
+    shares = Shares(world, CPU, trained=True)
+    for name, layer in decoder_layers(model).items():
+        shares.keep(name, layer)
+    shares.keep_ends(model)
+    assert install(model) == ""
+    shards = TrainedShards(shares, shares.engine_of(model))
+    optimizer = torch.optim.AdamW(list(shards.trained.values()), lr=1e-2, weight_decay=0.0)
+    step = EagerStep(model, optimizer, device=CPU, precision="fp32", clip=1e9, world=world)
+    losses = []
+    for step_batch in batches(world):
+        step.begin(step_batch)
+        losses.append(step.finish().loss)
+    return losses
+
+
+def theirs(world: World) -> list[float]:
+    """accelerate has FSDP for accelerators alone; on a CPU its state is told that this is one."""
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        cpu_ram_efficient_loading=False,
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
+    model = make_model(tie_word_embeddings=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    assert all(type(parameter).__name__ == "DTensor" for parameter in model.parameters())
+    losses = []
+    for step_batch in batches(world):
+        total = 0.0
+        for batch in step_batch.batches:
+            logits, labels = own_forward(model, batch).logits[0], batch.labels_T[batch.loss_rows]
+            loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / step_batch.loss_tokens
+            accelerator.backward(loss * world.size)  # FSDP takes the mean over ranks
+            total += float(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(world.total(total)[0])
+    return losses
+
+
+def test_fsdp2_has_the_same_losses(tmp_path: Path) -> None:
+    one, other = in_ranks(lambda world: [ours(world), theirs(world)], tmp_path / "told")
+    assert one == other
+    assert one is not None
+    assert one[0] == 0, one
+    mine, peer = literal_eval(one[1])
+    assert len(mine) == STEPS
+    assert mine[0] > mine[-1]
+    assert mine == pytest.approx(peer, rel=1e-6)
