@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from pronghorn.bench.results import CEILING, Row, by_workload, rate, unsloths_best
+from pronghorn.bench.results import CEILING, Row, by_workload, rate, speed_of, unsloths_best
 from pronghorn.bench.table import dates, why_not
 from pronghorn.bench.workloads import SYSTEMS, WORKLOADS
 
@@ -62,7 +62,7 @@ def _bar(y: int, row: Row, full: float, unsloth: float | None) -> list[str]:
         return [label, _text(LEFT, middle, why_not(row, 70), "soft")]
     rail = WIDTH - RIGHT - LEFT
     length = max(1.0, rail * min(1.0, speed / full))
-    figure = f"{speed:,.0f}" + (f"  ({speed / unsloth:.2f}x Unsloth)" if ours and unsloth else "")
+    figure = speed_of(row) + (f"  ({speed / unsloth:.2f}x Unsloth)" if ours and unsloth else "")
     return [
         label,
         f'<rect class="rail" x="{LEFT}" y="{y}" width="{rail}" height="{BAR}" rx="3"/>',

@@ -121,8 +121,11 @@ def rate(row: Row | None) -> float | None:
     return float(row["pairs_per_second" if "pairs_per_second" in row else "tokens_per_second"])
 
 
-def unit(row: Row) -> str:
-    return "pairs/s" if "pairs_per_second" in row else "tokens/s"
+def speed_of(row: Row | None) -> str:
+    """For people: a bare number is tokens in a second."""
+    if row is None or (found := rate(row)) is None:
+        return ""
+    return f"{found:,.1f} pairs/s" if "pairs_per_second" in row else f"{found:,.0f}"
 
 
 def fastest(rows: Iterable[Row], prefix: str = "") -> Row | None:

@@ -25,7 +25,7 @@ from typing import Any
 
 import pronghorn
 from pronghorn.bench.picture import draw
-from pronghorn.bench.results import CEILING, NAME, Results, Row, rate, unit
+from pronghorn.bench.results import CEILING, NAME, Results, Row, rate, speed_of
 from pronghorn.bench.table import why_not
 from pronghorn.bench.weights import model_folder
 from pronghorn.bench.workloads import SYSTEMS, WORKLOADS, Workload
@@ -138,8 +138,9 @@ def summary(row: Row) -> str:
     if row["system"] == CEILING:
         return f"{speed:,.0f} tokens/s, {row['tflops']} TFLOP/s"
     memory = f", {row['peak_gib']} GiB" if row.get("peak_gib") is not None else ""
+    unit = "" if "pairs_per_second" in row else " tokens/s"
     return (
-        f"{speed:,.{1 if speed < 1000 else 0}f} {unit(row)}{memory}, first step after {row['seconds_to_first_step']:.1f} s,"
+        f"{speed_of(row)}{unit}{memory}, first step after {row['seconds_to_first_step']:.1f} s,"
         f" loss {row['loss_first']:.3f} -> {row['loss_last']:.3f}, gradient norm {row['grad_norm']:.3g}"
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pronghorn.bench.results import CEILING, Row, by_workload, fastest, rate, unit, unsloths_best
+from pronghorn.bench.results import CEILING, Row, by_workload, fastest, rate, speed_of, unsloths_best
 from pronghorn.bench.workloads import SYSTEMS, WORKLOADS
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def _figures(row: Row, ceiling: float | None, unsloth: float | None) -> tuple[st
         return (why_not(row), "", "", "", "", "")
     memory = f"{row['peak_gib']:.1f} GiB" if row.get("peak_gib") is not None else ""
     return (
-        f"{speed:,.0f}" if unit(row) == "tokens/s" else f"{speed:,.1f} pairs/s",
+        speed_of(row),
         *_ratio(speed, unsloth),
         f"{100 * speed / ceiling:.0f} %" if ceiling else "",
         memory,
@@ -109,7 +109,7 @@ def summary(rows: Sequence[Row]) -> str:
             (
                 WORKLOADS[name].describe(),
                 *_beside(group, ours, unsloth),
-                f"{_speed(other)} ({SYSTEMS[other['system']].label})" if other else "",
+                f"{speed_of(other)} ({SYSTEMS[other['system']].label})" if other else "",
                 f"{100 * speed / ceiling:.0f} %" if ceiling else "",
                 _both("{:.1f} GiB", "peak_gib", ours, unsloth),
                 _both("{:.0f} s", "seconds_to_first_step", ours, unsloth),
@@ -146,8 +146,8 @@ def in_trl(rows: Sequence[Row]) -> str:
                     (
                         workload.describe(),
                         f"`{setting}`",
-                        f"**{_speed(row)}**",
-                        _speed(unsloth) or "not measured",
+                        f"**{speed_of(row)}**",
+                        speed_of(unsloth) or "not measured",
                         *_ratio(rate(row) or 0.0, rate(unsloth)),
                         _both("{:.1f} GiB", "peak_gib", row, unsloth),
                     )
@@ -163,11 +163,7 @@ def _measured(rows: Sequence[Row]) -> list[tuple[str, list[Row], Row]]:
 
 def _beside(group: Sequence[Row], ours: Row, unsloth: Row | None) -> tuple[str, str, str]:
     without = next((why_not(row, 40) for row in group if row["system"].startswith("unsloth")), "not measured")
-    return f"**{_speed(ours)}**", _speed(unsloth) or without, *_ratio(rate(ours) or 0.0, rate(unsloth))
-
-
-def _speed(row: Row | None) -> str:
-    return f"{rate(row):,.0f}" if row else ""
+    return f"**{speed_of(ours)}**", speed_of(unsloth) or without, *_ratio(rate(ours) or 0.0, rate(unsloth))
 
 
 def _both(form: str, name: str, ours: Row, theirs: Row | None) -> str:

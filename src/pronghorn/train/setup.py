@@ -216,6 +216,7 @@ def look_ahead(recipe: Recipe) -> tuple[torch.device, Precision, ModelFacts, Any
     precision = resolve_precision(recipe.precision, device)
     if recipe.train.graph == "on" and device.type != "cuda":
         raise no_graph("no NVIDIA GPU found")
+    objective_of(recipe)  # refuses what there is not
     if recipe.fp8:
         require_fp8_precision(device, precision)
     _refuse_adapted_head(recipe)
