@@ -113,7 +113,7 @@ def require_data_set(name: str) -> None:
         return
     with quiet():
         try:
-            _tried(lambda: _api(None).dataset_info(name, timeout=PATIENCE))
+            _tried(lambda: hub_api(None).dataset_info(name, timeout=PATIENCE))
         except hub_errors() as error:
             told = refusal(error, name, kind="data set")
             if isinstance(told, EnvironmentFault):
@@ -133,7 +133,7 @@ def data_set_revision(name: str) -> str:
         )
     with quiet():
         try:
-            return str(_tried(lambda: _api(None).dataset_info(name, timeout=PATIENCE)).sha)
+            return str(_tried(lambda: hub_api(None).dataset_info(name, timeout=PATIENCE)).sha)
         except hub_errors() as error:
             raise refusal(error, name, kind="data set") from error
 
@@ -170,7 +170,7 @@ def _whole_in_cache(name: str, file: str = CONFIG) -> Path | None:
 def _ask(name: str, token: str | None) -> tuple[str, list[str]]:
     """The commit that the name stands for now, and the files it has."""
     if (name, token) not in _answered:
-        info = _tried(lambda: _api(token).model_info(name, timeout=PATIENCE))
+        info = _tried(lambda: hub_api(token).model_info(name, timeout=PATIENCE))
         files = [sibling.rfilename for sibling in info.siblings or [] if _wanted(PurePosixPath(sibling.rfilename))]
         if CONFIG not in files:
             if ADAPTER in files:
@@ -344,7 +344,7 @@ def hub_errors() -> tuple[type[Exception], ...]:
     return (OSError, ValueError, *(base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError"))
 
 
-def _api(token: str | None) -> Any:
+def hub_api(token: str | None) -> Any:
     from huggingface_hub import HfApi
 
     return HfApi(token=token, **_names())

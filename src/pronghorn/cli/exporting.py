@@ -32,6 +32,9 @@ def options(one: argparse.ArgumentParser) -> None:
         help="of a merge after method: qlora or fp8: the weights it was trained on, dequantized, or the base model's original "
         "ones (default: %(default)s)",
     )
+    one.add_argument(
+        "--push-to-hub", metavar="OWNER/NAME", help="upload the export with the token in HF_TOKEN, as a private model"
+    )
     one.add_argument("--no-check", action="store_true", help="do not load the export and compare it with the trained model")
 
 
@@ -41,7 +44,11 @@ def export(
     run, target = Path(arguments.run), Path(arguments.target) if arguments.target else None
     with importing():
         from pronghorn.export.targets import asked_for
-    asked_for(arguments.to)
+    asked = asked_for(arguments.to)
+    if arguments.push_to_hub:
+        from pronghorn.export.push import push, require_push
+
+        require_push(arguments.push_to_hub, len(asked))
     base = base_of(run)
     with displaying(arguments, label="exporting") as display:
         with loading(base):
@@ -49,8 +56,12 @@ def export(
             from pronghorn.export.run import export_run
         chosen = Options(arguments.dtype, arguments.base, check=not arguments.no_check)
         written = export_run(run, arguments.checkpoint, target, arguments.to, options=chosen, report=display.progress)
+        pushed = ""
+        if arguments.push_to_hub and written[0].verdict.passed is not False:
+            pushed = push(written[0].folder, arguments.push_to_hub, display.progress)
     for one in written:
-        say(arguments, as_dict(one), text(one))
+        more = {"pushed": pushed} if pushed else {}
+        say(arguments, as_dict(one) | more, "\n".join([text(one), *(f"{key}: {value}" for key, value in more.items())]))
     if failed := [one for one in written if one.verdict.passed is False]:
         raise CheckFailed(
             what="the export does not say what the trained model says",
@@ -65,4 +76,5 @@ def as_dict(one: Written) -> dict[str, Any]:
 
 
 def text(one: Written) -> str:
-    return f"wrote {one.folder}\ncheck: {one.verdict.sentence}"
+    runs = [f"{usage.program}: {line}" for usage in one.usages if "\n" not in (line := usage.in_folder(one.folder))]
+    return "\n".join([f"wrote {one.folder}", f"check: {one.verdict.sentence}", *runs])

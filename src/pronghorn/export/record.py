@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import platform
 from importlib.metadata import PackageNotFoundError, version
+from io import StringIO
 from pathlib import Path
 from typing import Any
+
+from ruamel.yaml import YAML
 
 from pronghorn import __version__
 from pronghorn.export.checking import Verdict
@@ -61,6 +64,7 @@ def model_card(recipe: Recipe, to: str, figures: dict[str, Any], usages: list[Us
     rows = "\n".join(f"| {name} | {f'{value:.4f}' if isinstance(value, float) else value} |" for name, value in figures.items())
     blocks = "\n".join(f"\n{usage.program}:\n\n```{usage.language}\n{usage.text}\n```" for usage in usages)
     checked = f"\nCompared with the trained model: {verdict.sentence}.\n" if verdict is not None else ""
+    library = ", ".join(f"{name} {number}" for name, number in versions().items())
     return f"""---
 {"" if local else f"base_model: {base}{chr(10)}"}library_name: {LIBRARIES.get(to, "transformers")}
 pipeline_tag: text-generation
@@ -73,5 +77,30 @@ tags: [pronghorn, {recipe.method}]
 | | |
 |---|---|
 {rows}
-{checked}{blocks}
+{checked}
+## How to run it
+{blocks}
+
+## Recipe
+
+```yaml
+{public_recipe(recipe)}```
+
+Made with {library}.
 """
+
+
+def public_recipe(recipe: Recipe) -> str:
+    """What differs from the defaults, paths reduced to their last part."""
+    values = json.loads(recipe.model_dump_json(exclude_defaults=True))
+
+    def public(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: public(one) for key, one in value.items()}
+        if isinstance(value, list):
+            return [public(one) for one in value]
+        return public_name(value) if isinstance(value, str) and is_local(value) else value
+
+    text = StringIO()
+    YAML(typ="safe", pure=True).dump(public(values), text)
+    return text.getvalue()

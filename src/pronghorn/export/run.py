@@ -84,6 +84,8 @@ def figures_of(run: Path, trained: Trained) -> dict[str, Any]:
         "training loss at this step": step.get("loss", "unknown"),
         "held-out loss": held_out.get("loss", "not measured at this step"),
         "trained tokens": step.get("seen_tokens", "unknown"),
+        **{f"held-out {name}": value for name, value in (held_out.get("metrics") or {}).items()},
+        "data fingerprint": trained.data or "unknown",
     }
 
 

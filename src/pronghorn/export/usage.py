@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 from typing import NamedTuple
+
+HERE = "path/to/this/folder"
 
 
 class Usage(NamedTuple):
     program: str  # vLLM, llama.cpp, ...
     text: str
     language: str = "bash"  # of the code block in the card
+
+    def in_folder(self, folder: Path) -> str:
+        """For the terminal, where the export is."""
+        return self.text.replace(HERE, quote(str(folder)))
 
 
 def is_local(name: str) -> bool:

@@ -22,8 +22,9 @@ from pronghorn.train.resume import described
 class Trained:
     """A checkpoint, and the recipe it was made with."""
 
-    def __init__(self, path: Path, recipe: Recipe, step: int = 0) -> None:
-        self.path, self.recipe, self.step = path, recipe, step
+    def __init__(self, path: Path, recipe: Recipe, step: int = 0, data: str = "") -> None:
+        """`data`: the key of the tokens that it was trained on (run_identity.py)."""
+        self.path, self.recipe, self.step, self.data = path, recipe, step, data
 
     def load(self) -> tuple[Any, Any, torch.device]:
         """Model, tokenizer, device."""
@@ -54,7 +55,7 @@ class TrainedRun(Trained):
         path = self._choose(found, which, run)
         manifest = verify_checkpoint(path)
         recipe = _found_again(described(path, manifest["recipe"], manifest["values"]).recipe, run)
-        super().__init__(path, recipe, manifest["step"])
+        super().__init__(path, recipe, manifest["step"], str(manifest["values"].get("data", "")))
         if self.recipe.method != "full":
             require_same_base(self.recipe.model, manifest["values"], self.path.name)
 

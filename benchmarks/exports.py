@@ -1,0 +1,164 @@
+"""Every export target with every kind of run: written, loaded by the program it is for, and compared with the trained model.
+
+    python -m benchmarks.exports [--only qwen3] [--to merged,fp8] [--write]
+
+Small models of seven families are trained for a few seconds (SmolLM2-135M only where the demo has left it on this machine), and
+exported to every row of src/pronghorn/export/targets.py through what `pronghorn export` calls. `--write` makes
+benchmarks/results/exports.json and the table in docs/export.md. Targets whose program is not installed say so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.export_models import known_tokenizer, make_model
+from benchmarks.record import RESULTS, ROOT, record, write
+from pronghorn.data.tokens import load_tokenizer
+from pronghorn.demo.smollm2 import NAME as SMOLLM2
+from pronghorn.errors import PronghornError
+from pronghorn.export.run import export_run
+from pronghorn.export.targets import TARGETS
+from pronghorn.folders import cache_folder
+from pronghorn.recipe import Data, Recipe
+from pronghorn.train.loop import train
+
+FILE, DOC = RESULTS / "exports.json", ROOT / "docs" / "export.md"
+BEGIN, END = "<!-- table: python -m benchmarks.exports --write -->", "<!-- end of the table -->"
+# Rows of 256 weights, as K-quants want them.
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "initializer_range": 0.06}
+# llama.cpp's converter knows a tokenizer of Llama 2's form, for Llama only, and SmolLM2's for families with byte-level BPE.
+BPE = ("qwen3", "qwen3_moe", "gpt_oss")
+LLAMA_IDS = {"vocab_size": 288, "bos_token_id": 1, "eos_token_id": 4, "pad_token_id": 2}
+SMOLLM2_IDS = {"vocab_size": 49152, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+EXPERTS = {"targets": ["all-linear", "experts"], "r": 8}
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {  # of the table -> model, what of the recipe differs
+    "SmolLM2-135M, LoRA": (SMOLLM2, {"train": {"steps": 6, "batch_tokens": 256, "capacity": 256, "lr": 1e-3}}),
+    "Llama, QLoRA": ("llama", {"method": "qlora"}),
+    "Qwen3, LoRA": ("qwen3", {}),
+    "Gemma 2, LoRA": ("gemma2", {}),
+    "Phi-3, LoRA": ("phi3", {}),
+    "Qwen3-MoE, LoRA on experts": ("qwen3_moe", {"lora": EXPERTS}),
+    "gpt-oss, LoRA on experts": ("gpt_oss", {"lora": EXPERTS}),
+    "Qwen3, FP8": ("qwen3", {"method": "fp8", "lora": {"targets": ["q_proj", "v_proj"]}}),
+}
+VARIANTS = 2  # of a target, at most
+
+
+class Quiet:
+    def handle(self, event: dict[str, Any]) -> None: ...
+    def progress(self, label: str, done: int, total: int) -> None: ...
+    def close(self) -> None: ...
+
+
+def words() -> list[str]:
+    """What `--to` takes."""
+    return [
+        name if not variant else f"{name}:{variant}"
+        for name, row in TARGETS.items()
+        for variant in (row.variants[:VARIANTS] or ("",))
+    ]
+
+
+def rows(count: int, first: int = 0) -> str:
+    lines = []
+    for i in range(first, first + count):
+        a, b = i * 7 % 50, i * 11 % 50
+        answer = {"role": "assistant", "content": f"{a} and {b} are {a + b}"}
+        lines.append(json.dumps({"messages": [{"role": "user", "content": f"please add {a} and {b}"}, answer]}))
+    return "\n".join(lines)
+
+
+def trained(name: str, folder: Path) -> Path | None:
+    """A run's folder; None: its model is not here."""
+    model, changes = RUNS[name]
+    smollm2 = cache_folder() / "models" / SMOLLM2
+    here = (smollm2 / "model.safetensors").is_file()
+    if model == SMOLLM2:
+        if not here:
+            return None
+        source = smollm2
+    elif model in BPE and here:
+        source = make_model(model, folder / "model", **WIDE, **SMOLLM2_IDS)
+        load_tokenizer(str(smollm2), Data(train="")).save_pretrained(source)
+    else:
+        source = make_model(model, folder / "model", **WIDE, **LLAMA_IDS)
+        known_tokenizer().save_pretrained(source)
+    (folder / "train.jsonl").write_text(rows(200), encoding="utf-8")
+    (folder / "held-out.jsonl").write_text(rows(8, 300), encoding="utf-8")
+    recipe: dict[str, Any] = {
+        "model": str(source),
+        "precision": "fp32",
+        "lora": {"r": 8},
+        "data": {"train": str(folder / "train.jsonl"), "eval": str(folder / "held-out.jsonl"), "max_length": 128, "workers": 0},
+        "train": {"steps": 60, "batch_tokens": 512, "capacity": 512, "lr": 1e-2},
+        "eval": {"generations": 0},
+        "output": str(folder / "run"),
+    } | changes
+    return train(Recipe.model_validate(recipe), display=Quiet()).folder
+
+
+def measured(only: str, to: list[str]) -> Iterator[dict[str, Any]]:
+    for name in (name for name in RUNS if only.lower() in name.lower()):
+        with tempfile.TemporaryDirectory() as folder:
+            run = trained(name, Path(folder))
+            if run is None:
+                print(f"{name}: the model is not on this machine", flush=True)
+                continue
+            for target in to:
+                row: dict[str, Any] = {"run": name, "target": target}
+                try:
+                    (written,) = export_run(run, "last", Path(folder) / target.replace(":", "-"), target)
+                    row |= written.verdict.as_dict()
+                except PronghornError as error:
+                    row |= {"refused": error.what.removeprefix(f"--to {target.split(':')[0]}: "), "fix": error.fix}
+                print(f"{name} to {target}: {row.get('sentence') or row.get('refused')}", flush=True)
+                yield row
+
+
+def cell(row: dict[str, Any], notes: list[str]) -> str:
+    if "refused" in row or row["passed"] is None:
+        said = f"{row['refused']}; {row['fix']}" if "refused" in row else row["sentence"]
+        if said not in notes:
+            notes.append(said)
+        return f"{'refused' if 'refused' in row else 'not checked'} [{notes.index(said) + 1}]"
+    told = f"{row['greedy_agreement']:.1%}, {row['largest_log_prob_difference']:.1g}"
+    change = row["perplexity_after"] / row["perplexity_before"] - 1
+    return f"{told}, {change:+.1%}" + ("" if row["passed"] else " **differs**")
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    targets = list(dict.fromkeys(row["target"] for row in found))
+    notes: list[str] = []
+    lines = [f"| | {' | '.join(f'`{target}`' for target in targets)} |", "|---" * (len(targets) + 1) + "|"]
+    for run in dict.fromkeys(row["run"] for row in found):
+        cells = {row["target"]: cell(row, notes) for row in found if row["run"] == run}
+        lines.append(f"| {run} | {' | '.join(cells.get(target, '') for target in targets)} |")
+    return "\n".join([*lines, "", *(f"{number}. {note}" for number, note in enumerate(notes, 1))])
+
+
+def write_table(found: list[dict[str, Any]]) -> None:
+    text = DOC.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    DOC.write_text(f"{before}{BEGIN}\n\n{table(found)}\n\n{END}{after}", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="runs whose name contains this")
+    parser.add_argument("--to", default=",".join(words()))
+    parser.add_argument("--write", action="store_true")
+    arguments = parser.parse_args()
+    found = list(measured(arguments.only, arguments.to.split(",")))
+    if arguments.write:
+        write(FILE, record("exports, compared with what was trained", "python -m benchmarks.exports --write", found))
+        write_table(found)
+
+
+if __name__ == "__main__":
+    main()
