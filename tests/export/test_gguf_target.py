@@ -183,6 +183,7 @@ def test_what_is_missing_or_unknown_is_said(base: Path, tmp_path: Path, monkeypa
             ModelError,
             "does not know this tokenizer",
         ),
+        ("raise FileNotFoundError('File not found: tokenizer.model')", ModelError, "needs tokenizer.model"),
         ("import no_such_module_at_all", EnvironmentFault, "no_such_module_at_all is not installed"),
         ("raise OSError(28, 'No space left on device')", EnvironmentFault, "disk is full"),
         ("raise KeyError('head_dim')", ModelError, "conversion to GGUF failed"),

@@ -178,6 +178,13 @@ def fault(ended: child.Ended, converter: Converter) -> ModelError | EnvironmentF
             why="the converter knows pre-tokenizers by a checksum over a text, and this one's is not in its list",
             fix=f"use --to merged; or set {CHECKOUT} to the folder of a newer llama.cpp checkout",
         )
+    if "FileNotFoundError" in said and PIECES in ended.last_words:
+        return ModelError(
+            f"the converter needs {PIECES}",
+            where=name,
+            why="llama.cpp's tokenizer of this family is made of sentencepiece's own file, and the base model has none",
+            fix=f"put {PIECES} into the folder of the base model, or use --to merged",
+        )
     if absent := re.search(r"No module named '([\w.]+)'", said):
         return EnvironmentFault(
             f"{absent[1]} is not installed", where=name, why="this model's conversion needs it", fix=INSTALL
