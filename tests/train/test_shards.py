@@ -6,6 +6,7 @@ import gc
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from test_ranks import Silent, apart, in_ranks, losses_of
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from pronghorn.errors import RecipeError
+from pronghorn.memory.dry_run import static_parts
+from pronghorn.memory.forecast import job_of
+from pronghorn.model.config import read_config
 from pronghorn.model.load import ModelFacts
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import read_log
@@ -38,7 +42,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 LOOKS = {"every": 2, "generations": 1, "max_new_tokens": 2}
 SHARDED: dict[str, dict[str, Any]] = {
-    "lora": {**RUNS["lora"], "packs": 6},
+    "lora": {**RUNS["lora"], "packs": 6, "memory": {"budget": "8GB"}},
     "nf4": {**RUNS["qlora"], "model": "deep"},
     "nvfp4": {**RUNS["qlora"], "storage": "nvfp4", "eval": LOOKS, "data": {}},
     "fp8": {"method": "fp8", "packs": 6},
@@ -241,3 +245,15 @@ def test_what_is_spread(recipe_for: Callable[..., Recipe]) -> None:
     ):
         with pytest.raises(ValueError, match=why):
             recipe_for(**changes)
+
+
+def test_a_plan_counts_what_a_rank_has(recipe_for: Callable[..., Recipe]) -> None:
+    for method in ("lora", "qlora", "full"):
+        recipe = recipe_for(method=method)
+        config = read_config(recipe.model)
+        config.num_hidden_layers = 64
+        job = replace(job_of(recipe, config), ranks=1)
+        alone, eighth = (static_parts(replace(job, ranks=ranks)) for ranks in (1, 8))
+        assert alone["weights"] / 8 < eighth["weights"] < alone["weights"] / 2
+        tuned = next(name for name in alone if name.endswith("and optimizer"))
+        assert (eighth[tuned] < alone[tuned] / 4) if method == "full" else (eighth[tuned] == alone[tuned])

@@ -45,7 +45,8 @@ def ours(world: World) -> list[float]:
         shares.keep(name, layer)
     shares.keep_ends(model)
     assert install(model) == ""
-    shards = TrainedShards(shares, shares.engine_of(model))
+    shards = TrainedShards(shares, engine := shares.engine_of(model))
+    engine.layers[0].level, engine.layers[1].level = "layer", "gate_up"  # recomputed in backward, with gathered weights
     optimizer = torch.optim.AdamW(list(shards.trained.values()), lr=1e-2, weight_decay=0.0)
     step = EagerStep(model, optimizer, device=CPU, precision="fp32", clip=1e9, world=world)
     losses = []

@@ -248,10 +248,14 @@ def static_parts(job: Job) -> dict[str, int]:
     tables = (one.tied and not s.tied) - job.host_embeddings  # files may have a head of its own (families.ties_embeddings)
     weights = s.layers * one.layer_bytes + one.rest_bytes + tables * one.embedding_bytes
     full = job.method == "full"
+    tuned = trained * (1 if full else 2) * FP32 + moment_bytes(job.optimizer, trained)[0]
+    if job.ranks > 1:  # two units arrive and compute, and one's gradients are summed; 16-bit ones lie beside their adapters
+        unit = max(one.layer_bytes, one.embedding_bytes)
+        weights = weights // job.ranks + 2 * unit + (0 if full or one.shared_bytes else one.layer_bytes)
+        tuned = tuned // job.ranks + 2 * unit if full else tuned
     parts = {
         "weights": weights,
-        "gradients and optimizer" if full else "adapters and optimizer": trained * (1 if full else 2) * FP32
-        + moment_bytes(job.optimizer, trained)[0],
+        "gradients and optimizer" if full else "adapters and optimizer": tuned,
         "rope and libraries": job.capacity * s.head_width * s.rope_tables * FP32 + LIBRARY_BYTES,
     }
     if job.graphed and not full:

@@ -147,6 +147,7 @@ class Job:
     storage: str = "auto"  # of the frozen weights, a row of model/formats/table.py; auto: as the method says
     host_embeddings: bool = False  # frozen ones that no head shares wait in pinned host memory, read over the link
     attended: int = 324  # sum of squares of the documents' lengths over the sum of lengths; 324: mean 207, log-normal
+    ranks: int = 1  # that the weights are spread over (world.shard), with what is trained of them
     target: Target = H200  # its chip decides which kernels there are
 
     @property
@@ -169,7 +170,7 @@ class Job:
     @property
     def may_keep_embeddings_on_host(self) -> bool:
         named = self.targets != "all-linear" and "embed_tokens" in self.targets
-        return self.method != "full" and not self.shape.tied and not named
+        return self.method != "full" and not self.shape.tied and not named and self.ranks == 1
 
     def with_capacity(self, capacity: int) -> Job:
         def scaled(count: int) -> int:

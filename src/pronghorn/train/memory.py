@@ -53,13 +53,21 @@ def evaluation_capacity(recipe: Recipe) -> int:
 
 
 def plan_memory(
-    recipe: Recipe, config: Any, shapes: Shapes, device: torch.device, precision: Precision, *, evaluates: bool = False
+    recipe: Recipe,
+    config: Any,
+    shapes: Shapes,
+    device: torch.device,
+    precision: Precision,
+    *,
+    evaluates: bool = False,
+    ranks: int = 1,
 ) -> RunMemory | None:
-    """None where there is nothing to plan. An error if the budget is too small, with the smallest that works."""
+    """None where there is nothing to plan. An error if the budget is too small, with the smallest that works. `ranks`: that the
+    weights are spread over."""
     explicit = recipe.memory.budget != "auto"
     if device.type != "cuda" and not explicit:
         return None
-    found = _job_and_costs(recipe, config, shapes, device, precision)
+    found = _job_and_costs(recipe, config, shapes, device, precision, ranks)
     if isinstance(found, str):
         if explicit:
             raise RecipeError(
@@ -95,25 +103,25 @@ def plan_of_everything(recipe: Recipe, config: Any, shapes: Shapes, device: torc
 
 
 def _job_and_costs(
-    recipe: Recipe, config: Any, shapes: Shapes, device: torch.device, precision: Precision
+    recipe: Recipe, config: Any, shapes: Shapes, device: torch.device, precision: Precision, ranks: int = 1
 ) -> tuple[Job, LayerCosts] | str:
     """Or why the run cannot be planned."""
     if why := why_no_plan(recipe, config):
         return why
-    job = run_job(recipe, config, shapes, device, precision)
+    job = run_job(recipe, config, shapes, device, precision, ranks)
     try:
         return job, predicted_costs(job, reckoned_with(local_gpu(device), fp8=job.fp8))
     except ModelError as error:  # layers that are not one node (dry_run.py)
         return error.why
 
 
-def run_job(recipe: Recipe, config: Any, shapes: Shapes, device: torch.device, precision: Precision) -> Job:
+def run_job(recipe: Recipe, config: Any, shapes: Shapes, device: torch.device, precision: Precision, ranks: int = 1) -> Job:
     """With the sizes of the first epoch's batches. A pack of a later one may be larger; it would re-plan the run."""
 
     def usual(sizes: tuple[int, ...]) -> int:  # the last one fits whatever could come
         return sizes[-2] if len(sizes) > 1 else sizes[-1]
 
-    graphed = device.type == "cuda" and precision != "fp16" and recipe.train.graph != "off"
+    graphed = device.type == "cuda" and precision != "fp16" and recipe.train.graph != "off" and ranks == 1
     return replace(
         job_of(recipe, config),
         element=DTYPES[precision].itemsize,
@@ -121,6 +129,7 @@ def run_job(recipe: Recipe, config: Any, shapes: Shapes, device: torch.device, p
         documents=usual(shapes.entries),
         attended=shapes.typical,
         graphed=graphed,
+        ranks=ranks,
         target=local_target(device),
     )
 

@@ -274,7 +274,10 @@ def set_up(
     if found:
         told += require_same_data(found[1].values, keys, data.train, found[0].name, str(run))
     shapes = Shapes.planned(data.train, data.first_epoch, recipe.train.capacity)
-    memory = plan_memory(recipe, read_config(recipe.model), shapes, device, precision, evaluates=data.evaluation is not None)
+    memory = plan_memory(
+        recipe, read_config(recipe.model), shapes, device, precision, evaluates=data.evaluation is not None,
+        ranks=1 if shard == "none" else world.size,
+    )  # fmt: skip
     with stage("load"):
         if found and recipe.method != "full":  # there, the checkpoint has all of the weights itself
             told += require_same_base(recipe.model, found[1].values, found[0].name)
@@ -304,6 +307,7 @@ def set_up(
             lambda: build_batch(data.train, data.first_epoch[0], recipe.train.capacity, data.pad_id, shapes),
             DTYPES[precision],
             said.append,
+            timed=shards is None,  # ranks would run a layer, which gathers, as often as each likes
         )
     objective = objective_of(recipe)
     objective.prepare(model, data.train, device, lambda: autocast(precision, device))

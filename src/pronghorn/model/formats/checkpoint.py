@@ -152,7 +152,8 @@ def load_stored(
     keys |= dict.fromkeys(key for key, _ in model.named_buffers() if key in model.state_dict())
     stacks = {f"{owner}.{name}": module for owner, module in experts.items() for name in STACKS}
     _refuse_missing([key for key in keys if key not in tied], stacks, shards, folder)
-    layer_of = {key: layer for layer in decoder_layers(model) for key in keys if keep and key.startswith(f"{layer}.")}
+    layers = decoder_layers(model) if keep else {}
+    layer_of = {key: layer for layer in layers for key in keys if key.startswith(f"{layer}.")}
     to_come = Counter(layer_of.values())
     for done, key in enumerate(keys):
         owner, _, leaf = key.rpartition(".")
