@@ -90,6 +90,14 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
+def pair_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Questions with the right answer and a wrong one."""
+    rows = chat_rows(count, seed)
+    wrong = [{"role": "assistant", "content": row["messages"][1]["content"] + "1"} for row in rows]
+    answers = [(row["messages"][:1], row["messages"][1:], [other]) for row, other in zip(rows, wrong, strict=True)]
+    return [{"prompt": prompt, "chosen": chosen, "rejected": rejected} for prompt, chosen, rejected in answers]
+
+
 class ListTable:
     """Token rows from plain lists, for tests of packing and loss."""
 

@@ -417,6 +417,7 @@ _ADAPTER, _PLACE = "the trained adapter has this shape and scale", "the run's po
 FIXED_ON_RESUME = {
     "model": "the trained weights belong to this model",
     "method": "the trained weights belong to this method",
+    "objective.share_prompt": _PLACE,
     "objective.name": "the weights were trained for it, and it reads the data its own way",
     "storage": "the adapter was trained on weights in this format",
     "lora.r": _ADAPTER,

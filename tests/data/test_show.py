@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models
@@ -14,7 +15,8 @@ from transformers import PreTrainedTokenizerFast
 
 from pronghorn.data.encode import Encoder
 from pronghorn.data.formats import Example
-from pronghorn.data.show import LOSS_STYLES, render_row, row_as_dict, row_as_text
+from pronghorn.data.preference_rows import Group
+from pronghorn.data.show import LOSS_STYLES, REJECTED_STYLES, as_dict, as_text, count_of, render_row, row_as_dict, row_as_text
 from pronghorn.data.tokens import TokenRow, TokenTable
 from pronghorn.report.console import SafeConsole
 from samples import make_tokenizer
@@ -83,3 +85,38 @@ def test_a_file_name_cannot_speak_to_the_terminal(tokenizer: Any) -> None:
     SafeConsole(file=out, force_terminal=False, width=200).print(row_as_text(tokenizer, table, 0, coloured=False))
     assert "a\\x1b[2J.jsonl:1: 4 tokens" in out.getvalue()
     assert "\x1b" not in out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def pairs(tokenizer: Any) -> TokenTable:
+    ask, answers = MESSAGES[:1], [({"role": "assistant", "content": said},) for said in ("good", "bad")]
+    examples = tuple(Example("chat", "a.jsonl:1", messages=ask + one, prompt_messages=1) for one in answers)
+    batch, _, _ = Encoder(tokenizer).encode_many([Group("a.jsonl:1", examples, (0, 1), margin=0.5)])
+    return TokenTable.of_arrow(pa.Table.from_batches([batch]))
+
+
+def test_a_pair_is_shown_with_its_prompt_once(tokenizer: Any, pairs: TokenTable) -> None:
+    assert (count_of(pairs), len(pairs)) == (1, 2)
+    text = as_text(tokenizer, pairs, 0, coloured=False).plain
+    assert text == (
+        "a.jsonl:1: 2 answers, 25 tokens shared, margin 0.5\n\n"
+        "<|im_start|>user↵\nhé→\t1\\x07<|im_end|>↵\n<|im_start|>assistant↵\n"
+        "\n\nchosen: 5 tokens with loss\n«good<|im_end|>»↵\n\n\nrejected: 4 tokens with loss\n«bad<|im_end|>»↵\n"
+    )
+
+
+def test_the_two_answers_have_different_colours(tokenizer: Any, pairs: TokenTable) -> None:
+    text = as_text(tokenizer, pairs, 0, coloured=True)
+    styles = {text.plain[span.start]: str(span.style) for span in text.spans if text.plain[span.start] in "gb"}
+    assert styles["g"] in LOSS_STYLES
+    assert styles["b"] in REJECTED_STYLES
+
+
+def test_machines_get_both_answers(tokenizer: Any, pairs: TokenTable) -> None:
+    shown = json.loads(json.dumps(as_dict(tokenizer, pairs, 0)))
+    assert (shown["where"], shown["shared"], shown["margin"]) == ("a.jsonl:1", 25, 0.5)
+    assert shown["prompt"].endswith("<|im_start|>assistant\n")
+    assert [(one["role"], one["trained_on"]) for one in shown["answers"]] == [
+        ("chosen", ["good<|im_end|>"]),
+        ("rejected", ["bad<|im_end|>"]),
+    ]

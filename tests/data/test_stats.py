@@ -109,3 +109,35 @@ def test_the_second_time_needs_no_torch(tmp_path: Path, monkeypatch: pytest.Monk
     )
     again = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert again.stdout == f"{first.counts.tokens} []\n"
+
+
+def pairs_stats(path: Path, answers: list[tuple[str, str]], wanted: Any = "pairs") -> Stats:
+    rows = [{"prompt": f"question {i}", "chosen": one, "rejected": other} for i, (one, other) in enumerate(answers)]
+    data = Data(train=(str(write_rows(path, rows)),))
+    return collect(data, 512, 1, make_tokenizer(), wanted=wanted)
+
+
+def test_a_length_bias_of_pairs_shows(tmp_path: Path) -> None:
+    long, short = "a" * 40, "b" * 20
+    biased = pairs_stats(tmp_path / "a.jsonl", [(long, short)] * 9 + [(short, long)])
+    assert biased.pairs is not None
+    assert (biased.counts.kept, biased.pairs.comparisons, biased.pairs.longer) == (10, 10, 0.9)
+    assert (biased.pairs.chosen, biased.pairs.rejected, biased.pairs.gaps) == (39.0, 23.0, (-20, 20, 20))  # with end tokens
+    told = "chosen answers are longer in 90% of the pairs (39 tokens against 23 on average)"
+    assert any(told in remark for remark in biased.remarks)
+    assert told in shown(biased)
+    assert "10 pairs of 10 rows (pairs: prompt)" in shown(biased)
+    even = pairs_stats(tmp_path / "b.jsonl", [(long, short), (short, long)] * 4)
+    assert even.pairs is not None
+    assert not any("chosen answers" in remark for remark in even.remarks)
+    # ten bytes of each prompt are there twice, in documents of 31 and 51
+    assert even.pairs.shared == pytest.approx(10 / 82)
+    assert even.packing.efficiency * even.packing.packs * 512 == pytest.approx(8 * 72)
+    assert json.loads(json.dumps(even.as_dict()))["pairs"]["groups"] == 8
+
+
+def test_marked_answers_are_counted_by_their_marks(tmp_path: Path) -> None:
+    stats = pairs_stats(tmp_path / "a.jsonl", [("good one", "bad")] * 3, "marked")
+    assert stats.pairs is not None
+    assert (stats.counts.kept, stats.pairs.comparisons, stats.pairs.chosen, stats.pairs.rejected) == (6, 0, 9.0, 4.0)
+    assert "desirable 9 · undesirable 4" in shown(stats)

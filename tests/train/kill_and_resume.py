@@ -2,7 +2,9 @@
 
     python tests/train/kill_and_resume.py --kills 20 --workers 2 MODEL SCRATCH
 
-`--workers 0,2` takes turns: whoever loads, the weights are those of the first run. Each run is a fork of this process, which
+`--workers 0,2` takes turns: whoever loads, the weights are those of the first run. `--objective dpo` trains on pairs, with a
+reference whose log-probabilities come out of the cache from the first resume on; every kill but the first removes it before, so
+that kills also hit its making. Each run is a fork of this process, which
 has done the slow imports already, so that 20 kills take a minute. An instant is a step and a moment after it, not a time since
 the start: where the machine is busy with something else, a run of 3 seconds may need 10, and all kills came before its steps.
 """
@@ -31,7 +33,7 @@ from pronghorn.report.stages import Stages
 from pronghorn.train.check import check_run
 from pronghorn.train.checkpoint import latest_checkpoint, verify_checkpoint
 from pronghorn.train.loop import train
-from samples import chat_rows, write_rows
+from samples import chat_rows, pair_rows, write_rows
 
 
 def start(recipe: Recipe) -> int:
@@ -85,17 +87,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--workers", type=lambda words: [int(word) for word in words.split(",")], default=[0])
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--objective", default="supervised")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # a fork may not inherit a pool of threads
     quicken_products()
     os.environ["PRONGHORN_CACHE"] = str(arguments.scratch / "cache")
     arguments.scratch.mkdir(parents=True, exist_ok=True)
-    data = write_rows(arguments.scratch / "train.jsonl", chat_rows(60))
+    rows = chat_rows(60) if arguments.objective == "supervised" else pair_rows(60)
+    data = write_rows(arguments.scratch / "train.jsonl", rows)
 
     def recipe(name: str, workers: int) -> Recipe:
         return Recipe.model_validate(
             {
                 "model": arguments.model,
+                "objective": arguments.objective,
                 "precision": "fp32",
                 "lora": {"r": 4, "dropout": 0.1},
                 "data": {"train": [str(data)], "eval": 0.1, "max_length": 128, "workers": workers},
@@ -118,6 +123,8 @@ def main() -> None:
         run = arguments.scratch / "killed"
         shutil.rmtree(run, ignore_errors=True)
         killed = recipe("killed", arguments.workers[number % len(arguments.workers)])
+        if number:
+            shutil.rmtree(arguments.scratch / "cache" / "references", ignore_errors=True)
         instant = began + (number + chance.random()) / arguments.kills * duration  # spread over the run
         after = bisect(times, instant) - 1
         kill(start(killed), run, after, instant - times[after])

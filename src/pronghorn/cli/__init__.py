@@ -245,18 +245,18 @@ def plan(arguments: argparse.Namespace) -> None:
 
 def data_show(arguments: argparse.Namespace) -> None:
     recipe = _recipe(arguments)
-    from pronghorn.data.show import row_as_dict, row_as_text
+    from pronghorn.data.show import as_dict, as_text, count_of
 
     tokenizer, prepared = _prepared(recipe, arguments)
     table = prepared.tokens
-    if not 1 <= arguments.row <= len(table):
+    if not 1 <= arguments.row <= (count := count_of(table)):
         raise CommandError(
             what=f"row {arguments.row} does not exist",
-            why=f"the data has {counted(len(table), 'row')}",
-            fix=f"choose --row from 1 to {len(table)}",
+            why=f"the data has {counted(count, 'row')}",
+            fix=f"choose --row from 1 to {count}",
         )
     row = (tokenizer, table, arguments.row - 1)
-    say(arguments, row_as_dict(*row), row_as_text(*row, coloured=coloured()))
+    say(arguments, as_dict(*row), as_text(*row, coloured=coloured()))
 
 
 def data_stats(arguments: argparse.Namespace) -> None:
@@ -267,7 +267,8 @@ def data_stats(arguments: argparse.Namespace) -> None:
 
         display.progress(*STARTED)
         tokenizer = TokenizerFiles(recipe.model, recipe.data)  # read only if the rows are not cached
-        stats = collect(recipe.data, recipe.train.capacity, recipe.train.seed, tokenizer, progress=display.progress)
+        size, seed, wanted = recipe.train.capacity, recipe.train.seed, recipe.objective.rows
+        stats = collect(recipe.data, size, seed, tokenizer, progress=display.progress, wanted=wanted)
     say(arguments, stats.as_dict(), stats.table())
 
 
@@ -433,4 +434,6 @@ def _prepared(recipe: Recipe, arguments: argparse.Namespace) -> tuple[Any, Any]:
 
         display.progress(*STARTED)
         tokenizer = load_tokenizer(recipe.model, recipe.data)
-        return tokenizer, prepare(recipe.data.train, recipe.data, tokenizer, progress=display.progress)
+        wanted, size = recipe.objective.rows, recipe.train.capacity
+        spec, told = recipe.data, display.progress
+        return tokenizer, prepare(spec.train, spec, tokenizer, progress=told, wanted=wanted, capacity=size)

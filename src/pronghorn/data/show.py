@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 from rich.text import Text
 
+from pronghorn.data.pair_rows import CHOSEN
 from pronghorn.data.tokens import TokenTable
 from pronghorn.errors import counted
 
@@ -16,6 +17,7 @@ from pronghorn.errors import counted
 LOSS_STYLES = ("bold white on green4", "bold white on dark_green")
 OTHER_STYLES = ("dim", "dim italic")
 SPECIAL_STYLE = "cyan"
+REJECTED_STYLES = ("bold white on dark_red", "bold white on red3")
 LONGEST_CHARACTER = 8  # tokens that one character can be made of, generously: UTF-8 has 4 bytes
 
 
@@ -56,12 +58,16 @@ def _spelt(tokenizer: Any, ids: list[int], before: int, at: int, stop: int) -> s
 
 def render_row(tokenizer: Any, table: TokenTable, i: int, *, coloured: bool = True) -> Text:
     """Tokens with loss on green, the others dim; without colour, what carries loss stands in « »."""
+    return _rendered(pieces(tokenizer, table, i), coloured)
+
+
+def _rendered(shown: Iterable[Piece], coloured: bool, styles: tuple[str, str] = LOSS_STYLES) -> Text:
     text = Text()
-    for loss, run in groupby(pieces(tokenizer, table, i), key=lambda piece: piece.loss):
+    for loss, run in groupby(shown, key=lambda piece: piece.loss):
         if not coloured and loss:
             text.append("«")
         for number, piece in enumerate(run):
-            style = (LOSS_STYLES if loss else OTHER_STYLES)[number % 2] + (f" {SPECIAL_STYLE}" if piece.special else "")
+            style = (styles if loss else OTHER_STYLES)[number % 2] + (f" {SPECIAL_STYLE}" if piece.special else "")
             text.append(_visible(piece.text), style=style if coloured else None)
         if not coloured and loss:
             text.append("»")
@@ -96,3 +102,61 @@ def row_as_dict(tokenizer: Any, table: TokenTable, i: int) -> dict[str, Any]:
         "trained_on": spans,
         "tokens": [{"ids": list(piece.ids), "text": piece.text, "loss": piece.loss} for piece in shown],
     }
+
+
+# Groups of preference data ----------------------------------------------------------------------------------------------
+
+
+def count_of(table: TokenTable) -> int:
+    """How many rows, or groups of them, there are to show."""
+    return len(table) if table.pairs is None else len(table.pairs.sizes)
+
+
+def as_text(tokenizer: Any, table: TokenTable, number: int, *, coloured: bool) -> Text:
+    """A row; of preference data the prompt once, then each answer: the chosen one on green, others on red."""
+    if table.pairs is None:
+        return row_as_text(tokenizer, table, number, coloured=coloured)
+    rows = _rows_of(table, number)
+    shared = int(table.pairs.prefixes[rows[0]])
+    alike = f", margin {table.pairs.margins[rows[0]]:g}" if table.pairs.margins[rows[0]] else ""
+    text = Text(f"{table.where(rows[0])}: {counted(len(rows), 'answer')}, {counted(shared, 'token')} shared{alike}\n\n")
+    text.append(_rendered(_pieces_of(tokenizer, table, rows[0], 0, shared), coloured))
+    for i in rows:
+        role = int(table.pairs.roles[i])
+        text.append(f"\n\n{_name(table, role)}: {counted(int(table.loss_counts[i]), 'token')} with loss\n", style="bold")
+        styles = LOSS_STYLES if role == CHOSEN else REJECTED_STYLES
+        text.append(_rendered(_pieces_of(tokenizer, table, i, shared, int(table.lengths[i])), coloured, styles))
+    return text
+
+
+def as_dict(tokenizer: Any, table: TokenTable, number: int) -> dict[str, Any]:
+    """For `--json`."""
+    if table.pairs is None:
+        return row_as_dict(tokenizer, table, number)
+    rows = _rows_of(table, number)
+    shared = int(table.pairs.prefixes[rows[0]])
+    answers = [row_as_dict(tokenizer, table, i) | {"role": _name(table, int(table.pairs.roles[i]))} for i in rows]
+    prompt = "".join(piece.text for piece in _pieces_of(tokenizer, table, rows[0], 0, shared))
+    margin = float(table.pairs.margins[rows[0]])
+    return {"where": table.where(rows[0]), "shared": shared, "prompt": prompt, "margin": margin, "answers": answers}
+
+
+def _rows_of(table: TokenTable, group: int) -> range:
+    assert table.pairs is not None
+    starts = table.pairs.starts
+    return range(int(starts[group]), int(starts[group + 1]))
+
+
+def _name(table: TokenTable, role: int) -> str:
+    assert table.pairs is not None
+    marked = len(table) == len(table.pairs.sizes)
+    return ("desirable", "undesirable")[role] if marked else "chosen" if role == CHOSEN else "rejected"
+
+
+def _pieces_of(tokenizer: Any, table: TokenTable, i: int, start: int, stop: int) -> Iterator[Piece]:
+    """Those that begin between two tokens."""
+    at = 0
+    for piece in pieces(tokenizer, table, i):
+        if start <= at < stop:
+            yield piece
+        at += len(piece.ids)

@@ -15,9 +15,12 @@ from rich.table import Table
 from rich.text import Text
 
 from pronghorn.data.cached_rows import Rows, tokenized_rows
+from pronghorn.data.pair_choices import first_rows
+from pronghorn.data.pair_stats import PairStats, pair_stats
 from pronghorn.data.prepare import Counts, Findings, choose, findings
 from pronghorn.errors import CommandError, counted
 from pronghorn.recipe import Data
+from pronghorn.recipe_objective import Rows as Wanted
 
 BINS = 12  # of the histogram; what lies beyond the 99th percentile shares the last one
 BAR = 40  # characters of the longest bar
@@ -69,6 +72,7 @@ class Stats:
     packing: Packing
     bad_rows_file: str
     remarks: tuple[str, ...]
+    pairs: PairStats | None = None  # of preference data
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json`."""
@@ -78,25 +82,34 @@ class Stats:
         """For people."""
         remarks = [Text(f"! {remark}", style="yellow") for remark in self.remarks]
         lengths = (Text("tokens per row", style="bold"), _histogram(self.lengths, self.max_length))
-        return Group(_headline(self), Text(), *lengths, Text(), _fates(self), Text(), _packing_line(self.packing), *remarks)
+        pairs = () if self.pairs is None else (self.pairs.text(), Text())
+        packing = _packing_line(self.packing)
+        return Group(_headline(self), Text(), *lengths, Text(), *pairs, _fates(self), Text(), packing, *remarks)
 
 
 def collect(
-    spec: Data, capacity: int, seed: int, tokenizer: Any, *, progress: Callable[[str, int, int], None] = lambda *_: None
+    spec: Data,
+    capacity: int,
+    seed: int,
+    tokenizer: Any,
+    *,
+    progress: Callable[[str, int, int], None] = lambda *_: None,
+    wanted: Wanted = "documents",
 ) -> Stats:
     """`tokenizer` may be a `TokenizerFiles`, which is not even loaded when the rows are in the cache."""
     from pronghorn.data.packing import pack
+    from pronghorn.data.pair_packing import groups_of
 
-    rows = tokenized_rows(spec.train, spec, tokenizer, progress=progress)
+    rows = tokenized_rows(spec.train, spec, tokenizer, progress=progress, wanted=wanted)
     remarks: list[str] = []
     try:
         found = findings(rows, near=True, progress=progress)
     except CommandError as missing_library:
         found = findings(rows, near=False, progress=progress)
         remarks.append(f"{missing_library.what}: {missing_library.fix}")
-    chosen = choose(rows, spec, found, strict=False)
-    lengths, counts = chosen.tokens.lengths, chosen.counts
-    packs = pack(lengths, capacity, seed=seed, epoch=0)
+    chosen = choose(rows, spec, found, strict=False, capacity=capacity)
+    counts, pairs = chosen.counts, pair_stats(chosen.tokens)
+    packs = pack(groups_of(chosen.tokens.sharing(wanted == "pairs")), capacity, seed=seed, epoch=0)
     return Stats(
         counts=counts, max_length=spec.max_length,
         loss_share=counts.loss_tokens / counts.tokens if counts.tokens else 0.0,
@@ -104,7 +117,8 @@ def collect(
         junk={why: _found(rows, [i for i, reason in found.junk.items() if reason == why])
               for why in sorted(set(found.junk.values()))},
         packing=Packing(capacity, len(packs), packs.efficiency(capacity)),
-        bad_rows_file=str(rows.bad_rows_file or ""), remarks=(*remarks, *chosen.remarks),
+        bad_rows_file=str(rows.bad_rows_file or ""), pairs=pairs,
+        remarks=(*remarks, *chosen.remarks, *(pairs.remarks if pairs else ())),
     )  # fmt: skip
 
 
@@ -113,7 +127,9 @@ def _near(rows: Rows, found: Findings) -> Found | None:
 
 
 def _found(rows: Rows, numbers: list[int]) -> Found:
-    return Found(len(numbers), rows.table.where(numbers[0]) if numbers else "")
+    """Of preference data, groups of them."""
+    first = np.isin(first_rows(rows.table), numbers).sum()
+    return Found(int(first), rows.table.where(numbers[0]) if numbers else "")
 
 
 def _lengths(rows: Rows) -> Lengths:
@@ -142,7 +158,8 @@ def length_bins(lengths: np.ndarray[Any, np.dtype[np.int32]]) -> tuple[Bin, ...]
 def _headline(stats: Stats) -> Text:
     counts = stats.counts
     text = Text()
-    text.append(counted(counts.kept, "document"), style="bold")
+    kind = "document" if stats.pairs is None else "pair" if stats.pairs.comparisons else "answer"
+    text.append(counted(counts.kept, kind), style="bold")
     rows = counted(counts.read, "row")
     text.append(f" of {rows} ({counts.format}), {counts.tokens:,} tokens, {stats.loss_share:.1%} carry loss")
     for source in counts.sources if len(counts.sources) > 1 else ():

@@ -334,6 +334,8 @@ class TokenTable:
         digest = hashlib.sha256(self.content_of_all.encode())
         for array in (self._rows, self._starts, self._stops):
             digest.update(array.tobytes())
+        if self.pairs is not None:  # how packs are made of it: a resumed run must make the same
+            digest.update(self.pairs.groups.tobytes() + bytes([self.pairs.shared]))
         return digest.hexdigest()
 
     def row(self, i: int) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 
 from pronghorn.data.encode import Encoder
 from pronghorn.data.formats import Example
+from pronghorn.data.pair_rows import CHOSEN
 from pronghorn.data.prepare import example_of
 from pronghorn.data.tokens import TokenTable, loaded
 from pronghorn.errors import DataError
@@ -34,8 +35,8 @@ def held_out_questions(table: TokenTable, tokenizer: Any, count: int, *, system:
     `system`: in the place of the rows' own system message."""
     tokenizer = loaded(tokenizer)
     encoder = Encoder(tokenizer)
-    order = np.arange(len(table))
-    drawn = np.random.Generator(np.random.Philox(key=[0, 0])).permutation(order) if count < len(table) else order
+    order = np.arange(len(table)) if table.pairs is None else np.flatnonzero(table.pairs.roles == CHOSEN)
+    drawn = np.random.Generator(np.random.Philox(key=[0, 0])).permutation(order) if count < len(order) else order
     asked: dict[int, Question] = {}
     seen: set[int] = set()
     for i in (int(i) for i in drawn):

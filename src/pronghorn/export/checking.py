@@ -163,7 +163,8 @@ def held_out_rows(recipe: Recipe, tokenizer: Any, report: Report) -> list[Row]:
     """The run's held-out rows, else rows that it was trained on, else (the data is gone) some sentences."""
     try:
         if isinstance(recipe.data.eval, str):
-            table = prepare((recipe.data.eval,), recipe.data, tokenizer, progress=report).tokens
+            wanted = recipe.objective.rows
+            table = prepare((recipe.data.eval,), recipe.data, tokenizer, progress=report, wanted=wanted).tokens
         else:
             prepared = prepare_data(recipe, tokenizer, report=report, stage=lambda _: nullcontext())
             table = prepared.train if prepared.evaluation is None else prepared.evaluation

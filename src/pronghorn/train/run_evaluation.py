@@ -22,6 +22,7 @@ from pronghorn.recipe import METRICS, Eval
 from pronghorn.report.answers import write_answers
 from pronghorn.train.evaluate import evaluate
 from pronghorn.train.objectives import objective_of
+from pronghorn.train.preference_data import reference_store, shares_prompts
 from pronghorn.train.setup import prepare_data
 from pronghorn.train.trained_run import TrainedRun
 
@@ -48,7 +49,9 @@ def evaluate_run(run: Path, which: str, *, data: str | None, report: Report, ask
     spec = spec_of(recipe.eval, asked.spec)
     tokenizer = trained.tokenizer()
     if data:
-        table, pad_id = prepare((data,), recipe.data, tokenizer, progress=report).tokens, tokenizer.pad_token_id or 0
+        wanted, capacity = recipe.objective.rows, recipe.train.capacity
+        table = prepare((data,), recipe.data, tokenizer, progress=report, wanted=wanted, capacity=capacity).tokens
+        table, pad_id = table.sharing(shares_prompts(recipe)[0]), tokenizer.pad_token_id or 0
     else:
         prepared = prepare_data(recipe, tokenizer, report=report, stage=lambda _: nullcontext())
         if prepared.evaluation is None:
@@ -73,7 +76,7 @@ def evaluate_run(run: Path, which: str, *, data: str | None, report: Report, ask
         pad_id=pad_id,
         autocast=nullcontext,
         progress=report,
-        objective=objective_of(recipe),
+        objective=objective_of(recipe, reference_store(recipe, lambda text: None, writes=False)),
     )
     figures = {
         "checkpoint": str(trained.path),
@@ -81,6 +84,7 @@ def evaluate_run(run: Path, which: str, *, data: str | None, report: Report, ask
         **({"figures": result.figures} if result.figures else {"perplexity": result.perplexity}),
         "tokens": result.tokens,
         "documents": len(table),
+        **result.figures,
     }
     if held_out is None:
         return figures

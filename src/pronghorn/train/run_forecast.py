@@ -60,7 +60,8 @@ class _CachedOnly(TokenizerFiles):
 def cached_data(recipe: Recipe) -> DataFacts | None:
     """From rows that some earlier command tokenized; None where that would have to be done first."""
     try:
-        table = prepare(recipe.data.train, recipe.data, _CachedOnly(recipe.model, recipe.data)).tokens
+        spec, wanted, capacity = recipe.data, recipe.objective.rows, recipe.train.capacity
+        table = prepare(spec.train, spec, _CachedOnly(recipe.model, spec), wanted=wanted, capacity=capacity).tokens
     except (_NotPrepared, PronghornError):
         return None
     if isinstance(recipe.data.eval, float):

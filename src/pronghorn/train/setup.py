@@ -16,7 +16,8 @@ import torch
 from pronghorn.data.batches import BatchLoader, Cursor, Shapes, build_batch, steps_per_epoch
 from pronghorn.data.packing import Groups, Packs, pack
 from pronghorn.data.pair_packing import groups_of
-from pronghorn.data.prepare import Counts, hold_out, prepare
+from pronghorn.data.prepare import Counts, Prepared, hold_out, prepare
+from pronghorn.data.reading import Name
 from pronghorn.data.tokens import TokenTable, load_tokenizer
 from pronghorn.errors import DataError, ModelError, RecipeError, counted
 from pronghorn.model.causal_lm import engine_of, install, require_isolated_documents
@@ -46,7 +47,9 @@ from pronghorn.train.graphed_step import make_step
 from pronghorn.train.health import refuse_broken_weights, require_trainable
 from pronghorn.train.memory import RunMemory, plan_memory
 from pronghorn.train.objectives import Objective, objective_of
+from pronghorn.train.objectives.reference import Reference
 from pronghorn.train.optim import make_optimizer, restore_optimizer
+from pronghorn.train.preference_data import reference_store, shares_prompts
 from pronghorn.train.resume import find_checkpoint, require_allowable
 from pronghorn.train.run_identity import data_key, in_background, require_same_data, run_facts, weights_key
 from pronghorn.train.shards import Shards, Shares, shard_of, shards_of
@@ -152,13 +155,19 @@ class Session:
 
 def prepare_data(recipe: Recipe, tokenizer: Any, *, report: Report, stage: StageTimer) -> RunData:
     spec = recipe.train
-    prepared = prepare(recipe.data.train, recipe.data, tokenizer, progress=report, stage=stage)
-    train, evaluation, remarks = prepared.tokens, None, prepared.remarks
+    shared, told = shares_prompts(recipe)
+
+    def read(names: Sequence[Name]) -> Prepared:
+        wanted, capacity = recipe.objective.rows, spec.capacity
+        return prepare(names, recipe.data, tokenizer, progress=report, stage=stage, wanted=wanted, capacity=capacity)
+
+    prepared = read(recipe.data.train)
+    train, evaluation, remarks = prepared.tokens.sharing(shared), None, (*prepared.remarks, *told)
     if isinstance(recipe.data.eval, str):
-        held_out = prepare((recipe.data.eval,), recipe.data, tokenizer, progress=report, stage=stage)
-        evaluation, remarks = held_out.tokens, remarks + held_out.remarks
+        held_out = read((recipe.data.eval,))
+        evaluation, remarks = held_out.tokens.sharing(shared), remarks + held_out.remarks
     elif recipe.data.eval is not None:
-        train, evaluation = hold_out(prepared.tokens, recipe.data.eval, spec.seed)
+        train, evaluation = hold_out(train, recipe.data.eval, spec.seed)
     if recipe.eval.stop and evaluation is None:
         raise RecipeError(
             what="eval.stop needs held-out data",
@@ -309,8 +318,8 @@ def set_up(
             said.append,
             timed=shards is None,  # ranks would run a layer, which gathers, as often as each likes
         )
-    objective = objective_of(recipe)
-    objective.prepare(model, data.train, device, lambda: autocast(precision, device))
+    objective = objective_of(recipe, reference_store(recipe, said.append, writes=world.writes))
+    _prepare(objective, recipe, data, model, device, precision, resumed=found is not None)
     step = _step(recipe, model, optimizer, device, precision, said, objective, world)
     values = found[1].values if found else None
     cursor = Cursor(**values["cursor"]) if values else Cursor()
@@ -324,6 +333,28 @@ def set_up(
     _restore(session, found[1] if found else None)
     world.require_same(lambda: {"weights": weights_key(model, shards)})
     return session
+
+
+def _prepare(
+    objective: Objective,
+    recipe: Recipe,
+    data: RunData,
+    model: Any,
+    device: torch.device,
+    precision: Precision,
+    *,
+    resumed: bool,
+) -> None:
+    """Where all weights train, a reference can only be asked before the first step: about held-out rows, too."""
+    full, tables = recipe.method == "full", [data.train]
+    reference: Reference | None = getattr(objective, "reference", None)
+    if reference is not None and full:
+        reference.moved = resumed
+        tables += [] if data.evaluation is None else [data.evaluation]
+    for table in tables:
+        objective.prepare(model, table, device, lambda: autocast(precision, device))
+    if reference is not None:
+        reference.moved = full
 
 
 def _loader(
