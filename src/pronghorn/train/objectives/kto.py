@@ -121,14 +121,14 @@ class Kto(Objective):
     # ---- the reference, and the divergence from it -------------------------------------------------------------------
 
     def prepare(self, model: Any, table: TokenRows, device: torch.device, autocast: Autocast) -> None:
-        self.reference.prepare(model, table, device, autocast)
+        self.reference.prepare(model, table, device, autocast, trained=self.trained)
         if self._training is None:
             self._training, self.divergence = table, self.divergence.to(device)
         if self.kind != "kto":
             return
         if id(table) not in self._tables:
             self._tables[id(table)] = Mismatched(table)
-            self.reference.prepare(model, self._tables[id(table)], device, autocast)
+            self.reference.prepare(model, self._tables[id(table)], device, autocast, trained=self.trained)
         if table is not self._training:
             rows = np.arange(min(len(table), HELD_OUT))
             self._estimate(model, self._tables[id(table)], rows, device, autocast, World())

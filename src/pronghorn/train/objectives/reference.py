@@ -33,14 +33,14 @@ class Reference:
     def __init__(self, capacity: int, store: Store | None = None) -> None:
         self._capacity, self._store = capacity, store
         self._known: dict[int, tuple[TokenRows, Floats, npt.NDArray[np.int64]]] = {}
-        self.moved = False  # whether all weights train and did: a reference can no longer be computed
 
-    def prepare(self, model: Any, table: TokenRows, device: torch.device, autocast: Autocast) -> None:
+    def prepare(self, model: Any, table: TokenRows, device: torch.device, autocast: Autocast, *, trained: bool = False) -> None:
+        """`trained`: all weights train and have, so a reference can no longer be computed."""
         if id(table) in self._known:
             return
         values = None if self._store is None else self._store.load(table)
         if values is None:
-            if self.moved and not hasattr(model, "disable_adapter"):
+            if trained:
                 raise RecipeError(
                     what="the reference's log-probabilities are gone, and the weights have been trained",
                     why="with method: full the reference is the model before the first step",
