@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from pronghorn import process
+from pronghorn.errors import CommandError
 from pronghorn.hub import SILENT
-from pronghorn.process import PROXIES, importing, offline_without_hub, set_defaults
+from pronghorn.process import PROXIES, importing, offline_without_hub, set_defaults, started_as
 from tables import table
 
 
@@ -134,3 +135,42 @@ def test_nobody_is_asked_where_it_does_not_matter(
         monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     assert offline_without_hub(name) == ""
     assert os.environ.get("HF_HUB_OFFLINE") == ("0" if why == "decided" else None)
+
+
+SRUN = {"SLURM_JOB_ID": "41", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8"}  # fmt: skip
+
+
+@table(
+    ("given", "rank", "ranks"),
+    [
+        ({}, 0, 1),
+        ({"RANK": "3", "WORLD_SIZE": "4"}, 3, 4),  # torchrun, PyTorchJob
+        ({"RANK": "0", "WORLD_SIZE": "1"}, 0, 1),
+        (SRUN | {"MASTER_ADDR": "first"}, 5, 8),
+        (SRUN | {"RANK": "2", "WORLD_SIZE": "4"}, 2, 4),  # torchrun under srun
+        (SRUN | {"SLURM_STEP_NUM_TASKS": "1"}, 0, 1),
+        ({name: value for name, value in SRUN.items() if "STEP" not in name}, 0, 1),  # a batch script without srun
+    ],
+)
+def test_who_started_this_process(given: dict[str, str], rank: int, ranks: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "environ", dict(given))
+        assert started_as() == (rank, ranks)
+
+
+def test_tasks_of_srun_find_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", SRUN | {"MASTER_ADDR": "first"})
+    started_as()
+    assert {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")} == {
+        "MASTER_ADDR": "first",
+        "MASTER_PORT": "20287",
+        "LOCAL_RANK": "1",
+    }
+    monkeypatch.setattr(os, "environ", dict(SRUN))
+    with pytest.raises(CommandError, match="MASTER_ADDR is not set") as refused:
+        started_as()
+    assert "scontrol show hostnames" in refused.value.fix
+    monkeypatch.setattr(os, "environ", SRUN | {"SLURM_STEP_NUM_NODES": "1"})
+    started_as()
+    assert os.environ["MASTER_ADDR"] == "127.0.0.1"

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
+from pronghorn.errors import CommandError
 from pronghorn.folders import cache_folder, folder_of
 from pronghorn.hub import HUB, SILENT
 
@@ -41,9 +42,30 @@ def set_defaults() -> None:
 
 
 def started_as() -> tuple[int, int]:
-    """(rank, ranks) as torchrun, Slurm's srun with torchrun, or Kubernetes started this process; (0, 1): alone."""
+    """(rank, ranks) as torchrun, Kubernetes' PyTorchJob or Slurm's srun started this process; (0, 1): alone."""
+    _name_as_torch_does()
     rank, ranks = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     return (int(rank), int(ranks)) if rank.isdecimal() and ranks.isdecimal() else (0, 1)
+
+
+def _name_as_torch_does() -> None:
+    """A task of srun's has names of Slurm's own. A batch script has most of them too, but is no step: it stays alone."""
+    env = os.environ
+    tasks = env.get("SLURM_STEP_NUM_TASKS", "")
+    if "RANK" in env or "SLURM_STEP_ID" not in env or not tasks.isdecimal() or int(tasks) < 2:
+        return
+    nodes = env.get("SLURM_STEP_NUM_NODES", "1")
+    if "MASTER_ADDR" not in env and nodes != "1":
+        raise CommandError(
+            what=f"MASTER_ADDR is not set, and this job step runs on {nodes} machines",
+            why="the ranks find each other at the first of them",
+            fix='put this before srun: export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+        )
+    env.setdefault("MASTER_ADDR", "127.0.0.1")
+    # One of 20,000, the same for all tasks of a step: several jobs may share a machine.
+    number = int(env.get("SLURM_JOB_ID", "0")) * 7 + int(env["SLURM_STEP_ID"])
+    env.setdefault("MASTER_PORT", str(20_000 + number % 20_000))
+    env.update(WORLD_SIZE=tasks, RANK=env["SLURM_PROCID"], LOCAL_RANK=env.get("SLURM_LOCALID", "0"))
 
 
 @contextmanager

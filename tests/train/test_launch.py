@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -41,3 +44,32 @@ def test_the_exit_code_of_the_rank_that_failed_first_is_kept(tmp_path: Path) -> 
 def test_a_killed_rank_is_an_environment_fault() -> None:
     with pytest.raises(EnvironmentFault, match="rank 1 was killed by SIGKILL"):
         launch(2, command("os.kill(os.getpid(), 9) if rank else time.sleep(300)"))
+
+
+def test_who_has_told_what_happened_is_not_repeated() -> None:
+    """A rank that was stopped is killed by the one that found it, which says so itself."""
+    with pytest.raises(EndedElsewhere) as ended:
+        launch(
+            2, command("open(os.environ['PRONGHORN_TOLD'], 'w').close(); os.kill(os.getpid(), 9) if rank else time.sleep(300)")
+        )
+    assert (ended.value.told, ended.value.exit_code) == (True, 3)
+
+
+def test_a_signal_is_passed_on_and_its_code_kept(tmp_path: Path) -> None:
+    """A process of its own, because signals are for a main thread."""
+    saving = (
+        "signal.signal(signal.SIGTERM, lambda *_: (open(folder + f'saved-{rank}', 'w').close(), sys.exit(143)))\n"
+        "open(folder + f'ready-{rank}', 'w').close(); time.sleep(300)"
+    )
+    script = (
+        "from pronghorn.train.launch import launch; from pronghorn.errors import EndedElsewhere; import sys\n"
+        f"try: launch(2, {command(f'folder = {str(tmp_path) + chr(47)!r}' + chr(10) + saving)!r})\n"
+        "except EndedElsewhere as ended: sys.exit(ended.exit_code)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script]) as started:
+        until = time.monotonic() + 120
+        while len(list(tmp_path.glob("ready-*"))) < 2 and time.monotonic() < until:
+            time.sleep(0.05)
+        started.send_signal(signal.SIGTERM)
+    assert started.returncode == 143
+    assert len(list(tmp_path.glob("saved-*"))) == 2

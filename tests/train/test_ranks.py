@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import os
 import signal
-import socket
-import sys
 from ast import literal_eval
 from collections.abc import Callable
 from itertools import islice
@@ -17,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rank_processes import Silent, in_ranks
 from safetensors.torch import load_file
 
 from pronghorn.data.batches import BatchLoader, Shapes
 from pronghorn.data.packing import pack
-from pronghorn.errors import HealthStop, PronghornError, RecipeError
+from pronghorn.errors import HealthStop, RecipeError
 from pronghorn.model.causal_lm import install
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora, Recipe
@@ -31,51 +28,10 @@ from pronghorn.train.fused_adamw import FusedAdamW
 from pronghorn.train.graphed_step import GraphedStep
 from pronghorn.train.loop import train
 from pronghorn.train.objectives import Supervised
-from pronghorn.train.ranks import join
+from pronghorn.train.ranks import all_different
 from pronghorn.train.setup import agreed
 from pronghorn.train.world import World
 from samples import make_model, random_table
-
-DEADLINE = 120.0  # seconds, so that nothing hangs
-
-
-class Silent:
-    def handle(self, event: dict[str, Any]) -> None: ...
-    def progress(self, *_: Any) -> None: ...
-
-
-def _rank(rank: int, size: int, port: int, work: Callable[[World], Any], report: Path) -> None:
-    """In a process of its own, forked: what this process has imported it has, too."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    code, what = 0, ""
-    try:
-        with join() as world:
-            what = str(work(world))
-    except PronghornError as error:
-        code, what = error.exit_code, f"{type(error).__name__}: {error.what}"
-    (report / f"rank-{rank}.json").write_text(json.dumps([code, what]), encoding="utf-8")
-    sys.stdout.flush()
-    os._exit(0)  # nothing of pytest's own end
-
-
-def in_ranks(work: Callable[[World], Any], folder: Path, size: int = 2) -> list[tuple[int, str] | None]:
-    """Exit code and result or error of each rank; None of one that was killed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    folder.mkdir(exist_ok=True)
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=_rank, args=(rank, size, port, work, folder)) for rank in range(size)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(DEADLINE)
-        if process.is_alive():
-            process.kill()
-            raise AssertionError("a rank hangs")
-    files = [folder / f"rank-{rank}.json" for rank in range(size)]
-    return [tuple(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None for file in files]
 
 
 def losses_of(run: str | Path) -> list[float]:
@@ -164,7 +120,7 @@ def test_a_rank_that_ends_takes_the_others_along(recipe_for: Callable[..., Recip
     assert found[1] is None
     assert found[0] is not None
     assert found[0][0] == 3
-    assert "another rank ended without a message" in found[0][1]
+    assert "rank 1 ended without a message" in found[0][1]
 
     def refused(world: World) -> None:
         changed = recipe.model_copy(update={"train": recipe.train.model_copy(update={"lr": 1.0})}) if world.rank else recipe
@@ -271,3 +227,9 @@ def test_a_step_needs_a_pack_for_each_rank(recipe_for: Callable[..., Recipe]) ->
     assert "batch_tokens: 768" in refused.value.fix
     uneven = recipe_for(train={"capacity": 256, "batch_tokens": 1024})
     assert "set train.batch_tokens: 1536" in agreed(uneven, {}, world)[0]
+
+
+def test_nccl_needs_a_gpu_for_each_rank() -> None:
+    assert all_different(["a 0", "a 1", "b 0"])
+    assert not all_different(["a 0", "a 0"])
+    assert not all_different(["a 0", ""])

@@ -88,6 +88,20 @@ def test_the_verb_says_it_to_people_and_to_machines(
     assert "did you mean" in capsys.readouterr().err
 
 
+def test_several_gpus_are_a_forecast_of_their_own(
+    recipe_for: RecipeFor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(json.dumps(recipe_for().model_dump(mode="json")), encoding="utf-8")
+    assert main(["plan", str(file), "--gpus", "8xh100", "--nodes", "4", "--link", "400gbit", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["forecast"], told["gpus"], told["machines"]) == (True, 32, 4)
+    assert main(["plan", str(file), "--gpus", "8xh100", "--gpu", "h100"]) == 2
+    assert "--gpu cannot be combined with --gpus" in capsys.readouterr().err
+    assert main(["plan", str(file), "--nodes", "2"]) == 2
+    assert "need --gpus" in capsys.readouterr().err
+
+
 def test_a_mixture_in_fp8_is_planned(recipe_for: RecipeFor, tmp_path: Path) -> None:
     config = Qwen3MoeConfig(
         hidden_size=64,

@@ -16,7 +16,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from pronghorn import __version__
-from pronghorn.cli import benching, evaluating, exporting, run_script
+from pronghorn.cli import benching, evaluating, exporting, planning, run_script, starting
 from pronghorn.cli.chat import chat_options, converse, require_chat, require_letters
 from pronghorn.cli.new import new, new_options
 from pronghorn.cli.output import (
@@ -139,7 +139,7 @@ def build_parser() -> argparse.ArgumentParser:
     new_options(verb("new", new, "write a recipe with all keys, or convert an Axolotl or LLaMA-Factory config"))
     with_recipe(verb("check", check, "validate recipe, model and data without training"))
 
-    _plan_options(with_recipe(verb("plan", plan, "predict memory, speed, hours and cost of a run; needs no GPU")))
+    planning.options(with_recipe(verb("plan", plan, "predict memory, speed, hours and cost of a run; needs no GPU")))
 
     data = verbs.add_parser("data", help="inspect the data: show, stats", description="inspect the data")
     data_verbs = data.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -156,7 +156,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="KEY",
         help="resume with a changed value of this key: train.lr=1e-5 --allow-change train.lr",
     )
-    one.add_argument("--ranks", type=int, metavar="N", help="train in N processes on this machine (docs/scale.md)")
+    starting.options(one)
     evaluating.own_metric(one)
 
     def with_run(one: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -181,21 +181,6 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _plan_options(one: argparse.ArgumentParser) -> None:
-    from pronghorn.memory.gpus import GPUS
-
-    one.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(GPUS)} (default: this machine's GPU, or all of them)")
-    one.add_argument(
-        "--host",
-        metavar="SIZE",
-        help="host RAM of that machine, such as 32GB, used for offloading (default: this machine's, or enough to pin 64 GB)",
-    )
-    one.add_argument("--longest", action="store_true", help="find the longest document that fits, with one document per step")
-    one.add_argument("--price", type=float, metavar="USD", help="price per GPU hour in USD (default: a list price)")
-    one.add_argument("--tokens", type=int, metavar="N", help="total training tokens (default: counted from the prepared data)")
-    one.add_argument("--verbose", action="store_true", help="also show the bytes and the time of each recompute level")
-
-
 def demo(arguments: argparse.Namespace) -> None:
     with importing():
         from pronghorn.demo.run import run_demo
@@ -213,34 +198,7 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def plan(arguments: argparse.Namespace) -> None:
-    recipe = _recipe(arguments)
-    with importing():
-        from pronghorn.train.run_forecast import comparison, forecast
-    found = forecast(
-        recipe,
-        gpu=arguments.gpu,
-        price=arguments.price,
-        tokens=arguments.tokens,
-        longest=arguments.longest,
-        host=arguments.host,
-    )
-    verbose = arguments.verbose
-    if arguments.longest:
-        tokens = found[0].step_tokens
-        say(
-            arguments,
-            found[0].as_dict(),
-            f"{found[0].text(verbose=verbose)}\nlongest     one document of {tokens:,} tokens; to train it: "
-            f"data.max_length={tokens} train.capacity={tokens} train.batch_tokens={tokens}",
-        )
-        return
-    unknown = (
-        ""
-        if found[0].tokens is not None
-        else ("\nrun time and cost are unknown: the data is not prepared yet. Set --tokens, or run `pronghorn check` first")
-    )
-    text = (found[0].text(verbose=verbose) if len(found) == 1 else comparison(found)) + unknown
-    say(arguments, found[0].as_dict() if len(found) == 1 else {"gpus": [one.as_dict() for one in found]}, text)
+    planning.plan(arguments, _recipe(arguments))
 
 
 def data_show(arguments: argparse.Namespace) -> None:
@@ -277,13 +235,13 @@ def train(arguments: argparse.Namespace) -> None:
     from pronghorn.report.stages import Stages
 
     stages, (rank, ranks) = Stages(), started_as()
-    if arguments.ranks not in (None, 1) and ranks == 1:
-        _launch(arguments)
+    if starting.launched(arguments, ranks):
         return
     with displaying(arguments, stages, quiet=rank > 0) as display:
         with stages("imports"), _importing(recipe.model):
             from pronghorn.train.loop import train as run
             from pronghorn.train.ranks import join
+        starting.tell_of_others(arguments, ranks)
         display.progress(*STARTED)
         with join() if ranks > 1 else nullcontext() as world:
             result = run(
@@ -297,15 +255,6 @@ def train(arguments: argparse.Namespace) -> None:
             )
     if not arguments.json and rank == 0:
         _show_summary(result.folder)
-
-
-def _launch(arguments: argparse.Namespace) -> None:
-    """This command again, once for each rank; they find that they are ranks."""
-    if arguments.ranks < 1:
-        raise CommandError(what=f"--ranks {arguments.ranks} is not a number of processes", fix="use --ranks 1 or more")
-    with importing():
-        from pronghorn.train.launch import launch
-    launch(arguments.ranks, [sys.executable, "-m", "pronghorn.cli", *arguments.given])
 
 
 def _show_summary(folder: Path) -> None:

@@ -242,6 +242,19 @@ def trained_parameters(job: Job) -> int:
     return job.shape.layers * one.layer_trained + one.rest_trained
 
 
+class LayerParts(NamedTuple):
+    """Of one layer, as it lies in memory."""
+
+    stored: int  # bytes of frozen weights, or of all if they are trained
+    trained: int  # parameters
+    table: int  # bytes of the embeddings, for comparison
+
+
+def layer_parts(job: Job) -> LayerParts:
+    one = _one_layer(job)
+    return LayerParts(one.layer_bytes, one.layer_trained, one.embedding_bytes)
+
+
 def static_parts(job: Job) -> dict[str, int]:
     """Bytes that do not come and go within a step, by what they are for."""
     one, s, trained = _one_layer(job), job.shape, trained_parameters(job)

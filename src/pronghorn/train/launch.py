@@ -11,14 +11,17 @@ import os
 import signal
 import uuid
 from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from pronghorn.errors import EndedElsewhere, EnvironmentFault, PronghornError
+from pronghorn.train.heartbeat import TOLD
 
-PATIENCE = 600  # seconds for ranks to finish their step and save, before they are killed
+PATIENCE = 600  # seconds after a signal for ranks to finish their step and save, before they are killed; after an error, 30
 
 
 def launch(ranks: int, command: Sequence[str]) -> None:
@@ -37,17 +40,25 @@ def launch(ranks: int, command: Sequence[str]) -> None:
         max_restarts=0,
         shutdown_timeout=PATIENCE,
     )
-    try:
-        elastic_launch(config, command[0])(*command[1:])
-    except SignalException as stopped:
-        raise EndedElsewhere("all ranks have ended", exit_code=128 + int(stopped.sigval), told=True) from None
-    except ChildFailedError as failed:
-        raise _first(failed) from None
+    with TemporaryDirectory() as folder:
+        told = Path(folder) / "told"
+        os.environ[TOLD] = str(told)
+        try:
+            elastic_launch(config, command[0])(*command[1:])
+        except SignalException as stopped:
+            raise EndedElsewhere("all ranks have ended", exit_code=128 + int(stopped.sigval), told=True) from None
+        except ChildFailedError as failed:
+            raise _first(failed, told.exists()) from None
+        finally:
+            del os.environ[TOLD]
 
 
-def _first(failed: ChildFailedError) -> PronghornError:
+def _first(failed: ChildFailedError, told: bool) -> PronghornError:
+    """`told`: a rank has shown what happened, and to whom."""
     rank, failure = failed.get_first_failure()
     if failure.exitcode < 0:
+        if told:
+            return EndedElsewhere(f"rank {rank} was killed", told=True)
         name = signal.Signals(-failure.exitcode).name
         return EnvironmentFault(
             what=f"rank {rank} was killed by {name}",

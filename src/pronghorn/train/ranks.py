@@ -2,7 +2,7 @@
 
 Sums of tensors go over NCCL where every rank of a machine has a GPU of its own, and over gloo otherwise; numbers and texts go
 over gloo, as bytes of JSON. A rank that fails leaves its message in the store that all of them found each other by and ends;
-the others' next reduction then fails, and they end with the exit code of the first. A rank that was killed leaves no message.
+the others end with it, with the same exit code. A rank that was killed, is stopped or hangs is found by heartbeat.py.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -23,13 +24,17 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from pronghorn.errors import CommandError, EndedElsewhere, EnvironmentFault, PronghornError
+from pronghorn.errors import CommandError, EndedElsewhere, EnvironmentFault, HealthStop, Interrupted, PronghornError
+from pronghorn.train.heartbeat import TOLD, Watch, end_at_exit, tell
 from pronghorn.train.world import Pending, World
 
 T = TypeVar("T")
-# For a rank that waits while another one works alone (answers to held-out rows). A rank that ended is noticed at once.
+# torch's own, which knows no difference between a rank that works alone (answers to held-out rows) and one that hangs;
+# heartbeat.py does, and ends a run within minutes.
 PATIENCE = timedelta(hours=2)
-ALSO = timedelta(seconds=5)  # in which rank 0 would fail in the same way
+LOOK = timedelta(seconds=1)  # between two looks at whether there is still something to wait for
+ALSO = 5.0  # seconds in which rank 0 would fail in the same way
+SAVED = 600.0  # seconds for rank 0 to save where all stop: an agent kills what is left 30 s after the first rank has ended
 SMALL = 1 << 18  # elements: smaller tensors are summed together
 
 
@@ -39,14 +44,9 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 def join() -> Ranks:
     """Finds the other ranks by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
-    backend = "gloo"
-    if torch.cuda.is_available():
-        local, on_this_machine = (int(os.environ.get(name, "0")) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-        torch.cuda.set_device(local % torch.cuda.device_count())
-        if on_this_machine <= torch.cuda.device_count():
-            backend = "cpu:gloo,cuda:nccl"
     try:
         store, rank, size = next(iter(rendezvous("env://", timeout=timedelta(minutes=5))))
+        backend = "cpu:gloo,cuda:nccl" if _own_gpus(store, rank, size) else "gloo"
         dist.init_process_group(backend, store=PrefixStore("pronghorn", store), rank=rank, world_size=size, timeout=PATIENCE)
     except (RuntimeError, ValueError) as error:
         raise EnvironmentFault(
@@ -57,12 +57,27 @@ def join() -> Ranks:
     return Ranks(store, rank, size, backend)
 
 
+def _own_gpus(store: Any, rank: int, size: int) -> bool:
+    """Whether every rank has a GPU that no other has. Schedulers show a process all GPUs of its machine, or its own one."""
+    mine = ""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        mine = f"{socket.gethostname()} {torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+    store.set(f"gpu-{rank}", mine)
+    return all_different([name.decode() for name in store.multi_get([f"gpu-{other}" for other in range(size)])])
+
+
+def all_different(gpus: Sequence[str]) -> bool:
+    return all(gpus) and len(set(gpus)) == len(gpus)
+
+
 class Ranks(World):
     """`with join() as world:` until the run is over."""
 
     def __init__(self, store: Any, rank: int, size: int, backend: str) -> None:
         self.rank, self.size, self.backend = rank, size, backend
-        self._store = store
+        self._store, self._given_up = store, False
+        self._watch = Watch(store, rank, size, agent=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
 
     def __enter__(self) -> Self:
         return self
@@ -72,74 +87,119 @@ class Ranks(World):
             if error is None:
                 self.wait()  # an error of another rank at the very end is everybody's
         finally:
-            with suppress(RuntimeError):  # the store may be gone with rank 0
-                self._leave(error)
-            if dist.is_initialized():
-                dist.destroy_process_group()
+            try:
+                with suppress(RuntimeError):  # the store may be gone with rank 0
+                    self._leave(error)
+            finally:
+                self._watch.leave()
+                self._disconnect()
+                self._watch.outlast(ALSO)
+
+    def _disconnect(self) -> None:
+        """From here on the others notice. A sum that was given up is left behind."""
+        if dist.is_initialized() and not self._given_up:
+            dist.destroy_process_group()
 
     def _leave(self, error: BaseException | None) -> None:
         """Tells the others why. Where all ranks fail in the same way, one of them shows it."""
-        if error is None:
+        if error is None or isinstance(error, EndedElsewhere):
+            if error is not None and not error.told:
+                tell()
             return
         what, code = f"{type(error).__name__}: {error}", 1
         if isinstance(error, PronghornError):
             what, code = error.what, error.exit_code
-        follows = isinstance(error, EndedElsewhere)
-        last = json.dumps({"what": what, "exit_code": code, "follows": follows})
-        self._store.set(self._key(self.rank), last)
-        if dist.is_initialized():
-            dist.destroy_process_group()  # from here on the others notice
-        if self.rank and isinstance(error, PronghornError) and not follows:
-            self._store.wait([self._key(0)], ALSO)
-            if self._store.get(self._key(0)).decode() == last:
-                raise EndedElsewhere(what, exit_code=code, told=True) from error
+        last = json.dumps({"what": what, "exit_code": code})
+        self._store.set(f"ended-{self.rank}", last)
+        together = self.rank > 0 and isinstance(error, (HealthStop, Interrupted))  # as all decided, of which one has to save
+        if not together:
+            self._watch.end(f"rank {self.rank} ended: {what}", exit_code=code, rank=self.rank, told=True)
+            self._disconnect()
+        if self.rank and isinstance(error, PronghornError) and self._last_of_writer(SAVED if together else ALSO) == last:
+            raise EndedElsewhere(what, exit_code=code, told=True) from error
+        tell()
+
+    def _last_of_writer(self, patience: float) -> str:
+        until = time.monotonic() + patience
+        while time.monotonic() < until:
+            if self._store.check(["ended-0"]):
+                return str(self._store.get("ended-0").decode())
+            if patience == SAVED and self._watch.verdict(0.0):  # it is gone, or something worse came up
+                break
+            time.sleep(0.1)
+        return ""
 
     # ---- reductions ------------------------------------------------------------------------------------------------------
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
-        with self.together():
+        with self.together(sum(tensor.nbytes for tensor in tensors), step=True):
             kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
             for tensor in tensors:
                 if tensor.numel() >= SMALL and tensor.is_contiguous():
-                    dist.all_reduce(tensor)
+                    self._sum(tensor)
                 else:
                     kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
             for members in kinds.values():
                 flat = torch.cat([tensor.reshape(-1) for tensor in members])
-                dist.all_reduce(flat)
+                self._sum(flat)
                 for tensor, part in zip(members, flat.split([tensor.numel() for tensor in members]), strict=True):
                     tensor.copy_(part.view(tensor.shape))
 
     def total(self, *numbers: float) -> tuple[float, ...]:
         with self.together():
             sums = torch.tensor(numbers, dtype=torch.float64)
-            dist.all_reduce(sums)
+            self._sum(sums)
             return tuple(sums.tolist())
 
     def largest(self, number: int) -> int:
         with self.together():
             found = torch.tensor(number)
-            dist.all_reduce(found, dist.ReduceOp.MAX)
+            self._sum(found, dist.ReduceOp.MAX)
             return int(found)
+
+    def _sum(self, tensor: Tensor, how: Any = dist.ReduceOp.SUM) -> None:
+        self.finish(dist.all_reduce(tensor, how, async_op=True), tensor)
+
+    def finish(self, work: Any, tensor: Tensor) -> None:
+        """Waits for what was begun with `async_op`, or, over NCCL, lets the stream wait; and no longer than the run goes on."""
+        if tensor.is_cuda and "nccl" in self.backend:
+            work.wait()
+            return
+        while True:
+            try:
+                work.wait(LOOK)
+                return
+            except RuntimeError:
+                if work.is_completed():  # with an error
+                    raise
+                self._check()
+
+    def _check(self) -> None:
+        try:
+            self._watch.check()
+        except EndedElsewhere as ended:
+            self._given_up = True
+            end_at_exit(ended.exit_code)
+            raise
 
     def joined(self, rows: list[str]) -> list[str]:
         return [row for rank in range(self.size) for row in self.sent_by(rank, lambda: rows)]
 
     def gather(self, whole: Tensor, part: Tensor) -> Pending:
-        with self.together():
+        with self.together(whole.nbytes):
             if not self._staged(whole):
-                return _Begun(self, dist.all_gather_into_tensor(whole, part, async_op=True))
+                return _Begun(self, dist.all_gather_into_tensor(whole, part, async_op=True), whole)
             there = torch.empty_like(whole, device="cpu")
-            dist.all_gather_into_tensor(there, part.cpu())
+            self.finish(dist.all_gather_into_tensor(there, part.cpu(), async_op=True), there)
             whole.copy_(there)
         return Pending()
 
     def scatter_sum(self, part: Tensor, whole: Tensor) -> Pending:
-        with self.together():
+        with self.together(whole.nbytes):
             if not self._staged(whole):
-                return _Begun(self, _reduce_scatter(part, whole, async_op=True))
+                return _Begun(self, _reduce_scatter(part, whole, async_op=True), part)
             there = torch.empty_like(part, device="cpu")
-            _reduce_scatter(there, whole.cpu())
+            self.finish(_reduce_scatter(there, whole.cpu(), async_op=True), there)
             part.copy_(there)
         return Pending()
 
@@ -182,23 +242,22 @@ class Ranks(World):
         data = torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
         with self.together():
             length = torch.tensor(len(data))
-            dist.broadcast(length, rank)
+            self.finish(dist.broadcast(length, rank, async_op=True), length)
             if self.rank != rank:
                 data = torch.empty(int(length), dtype=torch.uint8)
-            dist.broadcast(data, rank)
+            self.finish(dist.broadcast(data, rank, async_op=True), data)
         result: T = json.loads(data.numpy().tobytes())
         return result
 
     # ---- when a rank is gone -----------------------------------------------------------------------------------------------
 
-    def _key(self, rank: int) -> str:
-        return f"ended-{rank}"
-
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self, size: int = 0, *, step: bool = False) -> Iterator[None]:
+        """Around what all ranks do; `size`: bytes that each of them sends. `step`: it belongs to a step."""
         began = time.perf_counter()
         try:
-            yield
+            with self._watch.waiting(size, step=step):
+                yield
             self.waited += time.perf_counter() - began
         except torch.OutOfMemoryError:
             raise
@@ -206,20 +265,17 @@ class Ranks(World):
             raise self._ended_elsewhere(str(error)) from error
 
     def _ended_elsewhere(self, why: str) -> EndedElsewhere:
-        with suppress(RuntimeError):
-            for rank in range(self.size):
-                if rank != self.rank and self._store.check([self._key(rank)]):
-                    left = json.loads(self._store.get(self._key(rank)))
-                    if not left["follows"]:
-                        return EndedElsewhere(f"rank {rank} ended: {left['what']}", exit_code=left["exit_code"], told=True)
+        if found := self._watch.verdict(ALSO):
+            return found
         cause = re.sub(r"^\[[^]]*\] *", "", why.split("\n", 1)[0]).split(". ")[0]  # without a place in gloo's source
-        return EndedElsewhere("another rank ended without a message, as a killed process does", why=cause)
+        what = "another rank ended without a message, as a killed process does"
+        return EndedElsewhere(what, why=cause, told=TOLD in os.environ)
 
 
 class _Begun(Pending):
-    def __init__(self, ranks: Ranks, work: Any) -> None:
-        self._ranks, self._work = ranks, work
+    def __init__(self, ranks: Ranks, work: Any, tensor: Tensor) -> None:
+        self._ranks, self._work, self._tensor = ranks, work, tensor
 
     def wait(self) -> None:
-        with self._ranks.together():
-            self._work.wait()
+        with self._ranks.together(self._tensor.nbytes):
+            self._ranks.finish(self._work, self._tensor)

@@ -14,11 +14,12 @@ from pronghorn.memory.forecast import HOST_BYTES, Forecast, comparison, max_cont
 from pronghorn.memory.gpus import GPUS, find_gpu
 from pronghorn.memory.job import why_not_planned
 from pronghorn.memory.plan import host_room, parse_host
+from pronghorn.memory.scaling import Scaling, parse_gpus, scaling
 from pronghorn.model.config import read_config
 from pronghorn.model.families import FAMILIES, why_not_fast
 from pronghorn.recipe import Recipe
 
-__all__ = ["comparison", "forecast"]
+__all__ = ["comparison", "forecast", "forecast_of_many"]
 
 
 def why_no_plan(recipe: Recipe, config: Any) -> str:
@@ -97,9 +98,7 @@ def forecast(
     if chosen is None and torch.cuda.is_available():
         chosen = find_gpu(torch.cuda.get_device_name())
         room = host_room() if host is None else room  # as a run here would
-    config, data = read_config(recipe.model), cached_data(recipe)
-    if why := why_no_plan(recipe, config):
-        raise RecipeError(what="this run cannot be planned", why=why, fix="remove the cause named above")
+    config, data = _planned(recipe), cached_data(recipe)
     known = data.tokens if data and not recipe.train.steps else None
     if longest:
         if chosen is None:
@@ -125,3 +124,22 @@ def forecast(
     if not found and problem is not None:
         raise problem
     return found
+
+
+def forecast_of_many(
+    recipe: Recipe, gpus: str, *, machines: int = 1, link: str = "", price: float | None = None, host: str | None = None
+) -> Scaling:
+    """On several GPUs of several machines, for each way to spread the run over them."""
+    parse_gpus(gpus)  # refused before anything is read
+    room = HOST_BYTES if host is None else parse_host(host)
+    config, data = _planned(recipe), cached_data(recipe)
+    facts: dict[str, Any] = {} if data is None else {"attended": data.attended, "loss_share": data.loss_share}
+    return scaling(recipe, config, gpus=gpus, machines=machines, link=link, price=price, host=room, **facts)
+
+
+def _planned(recipe: Recipe) -> Any:
+    """The model's config, if there can be a plan for it."""
+    config = read_config(recipe.model)
+    if why := why_no_plan(recipe, config):
+        raise RecipeError(what="this run cannot be planned", why=why, fix="remove the cause named above")
+    return config

@@ -1,0 +1,302 @@
+"""Tells a rank that works from one that is stopped, gone or stuck, so that the others do not wait for it for ever.
+
+Every rank has a thread that leaves a heartbeat in the store by which the ranks found each other, and looks at that of the next
+rank: a ring, so that 1,000 ranks ask no more of the store than two. What it finds is a verdict on the run, the first of which
+counts; all ranks see it and end. A second thread asks no store, and so notices where the store does not answer.
+
+| what                                                      | noticed after     | by                                        |
+|-----------------------------------------------------------|-------------------|-------------------------------------------|
+| a process of this machine is gone                         | a few heartbeats  | the rank before it                        |
+| a process of this machine is stopped (SIGSTOP, debugger)  | STOPPED           | the rank before it                        |
+| no heartbeat: a machine or its network is gone            | SILENT            | the rank before it                        |
+| the main thread neither moves nor computes, after a step  | STUCK             | the rank itself: its thread still runs    |
+| all ranks are in the same sum, and it does not end        | HUNG + its bytes  | every rank                                |
+| who started the ranks is gone                             | a heartbeat       | every rank: it saves and ends, as SIGTERM |
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pronghorn.errors import EndedElsewhere, EnvironmentFault
+
+BEAT = 1.0  # seconds
+STOPPED = 10.0
+SILENT = 60.0  # a thread of Python also waits where something else holds on to the interpreter: compilers do for 10 s
+STUCK = 600.0  # a step may compute on the GPU for minutes, in which the host only waits
+HUNG, SLOWEST = 120.0, 20e6  # seconds, and bytes a second: less is no network
+FORCE = 120.0  # after a verdict, for a main thread that waits for something that will not come
+TOLD = "PRONGHORN_TOLD"  # a file, by which who started the ranks learns that one of them has shown its message
+
+
+class Beat(NamedTuple):
+    number: int  # grows while the rank lives
+    pid: int
+    started: str  # by /proc: a pid may come again
+    machine: str
+    sums: int  # that it has begun
+    inside: bool  # whether it waits in the last of them
+
+
+class Watch:
+    def __init__(self, store: Any, rank: int, size: int, *, agent: bool) -> None:
+        """`agent`: the store belongs to who started the ranks, and not to rank 0."""
+        self.rank, self.size, self._agent = rank, size, agent
+        self._store = store.clone()  # a connection of its own: one that hangs blocks nobody else
+        self._main = threading.main_thread()
+        self._sums, self._since, self._bytes, self._stepped = 0, 0.0, 0, False
+        self._answered = time.monotonic()  # when the store last did
+        self._ending, self._left, self._found = threading.Event(), threading.Event(), dict[str, Any]()
+        self._beat(0)
+        self._beating = threading.Thread(target=self._beats, daemon=True)
+        self._beating.start()
+        threading.Thread(target=self._judges, daemon=True).start()
+
+    # ---- what the main thread does -------------------------------------------------------------------------------------
+
+    @contextmanager
+    def waiting(self, size: int = 0, *, step: bool = False) -> Iterator[None]:
+        """Around what all ranks do together; `size`: bytes of it. `step`: the run is past what may take long at its start."""
+        self._sums, self._bytes, self._stepped = self._sums + 1, size, self._stepped or step
+        self._since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._since = 0.0
+
+    def check(self) -> None:
+        """Raises where there is a verdict."""
+        if self._found:
+            raise self._error()
+
+    def verdict(self, patience: float) -> EndedElsewhere | None:
+        """What the first rank that knew more said, if one does within so many seconds."""
+        until = time.monotonic() + patience
+        while not self._found and time.monotonic() < until and not self._ending.is_set():
+            time.sleep(0.05)
+        return self._error() if self._found else None
+
+    def end(self, what: str, *, why: str = "", exit_code: int = EnvironmentFault.exit_code, rank: int, told: bool) -> None:
+        """A verdict, if there is none yet. `rank`: the cause. `told`: nobody else need show it."""
+        mine = {"what": what, "why": why, "exit_code": exit_code, "rank": rank, "told": told, "by": self.rank}
+        if (
+            self._beating.is_alive() and time.monotonic() - self._answered < 5 * BEAT
+        ):  # else the store would block this thread too
+            with suppress(RuntimeError):
+                mine = json.loads(self._store.compare_set("verdict", "", json.dumps(mine)))
+        self._found = self._found or mine
+
+    def leave(self) -> None:
+        """This rank ends, for whatever reason: from here on nobody misses it."""
+        self._ending.set()
+        self._beating.join(5 * BEAT)
+        if not self._beating.is_alive():  # it does not wait for the store
+            with suppress(RuntimeError):
+                self._store.set(self._key(self.rank), json.dumps(None))
+        self._left.set()
+
+    def outlast(self, patience: float) -> None:
+        """Where this rank keeps the store: until the others have left, or so many seconds."""
+        lost = (self.rank, self._found.get("rank"))
+        until, others = time.monotonic() + patience, [self._key(rank) for rank in range(self.size) if rank not in lost]
+        with suppress(RuntimeError):
+            while not self._agent and self.rank == 0 and time.monotonic() < until:
+                if all(json.loads(beat) is None for beat in self._store.multi_get(others)):
+                    return
+                time.sleep(0.05)
+
+    def _error(self) -> EndedElsewhere:
+        found = self._found
+        told = found["told"] or found["by"] != self.rank
+        return EndedElsewhere(found["what"], why=found["why"], exit_code=found["exit_code"], told=told)
+
+    # ---- heartbeats ------------------------------------------------------------------------------------------------------
+
+    def _key(self, rank: int) -> str:
+        return f"beat-{rank}"
+
+    def _beats(self) -> None:
+        number, next_one = 0, (self.rank + 1) % self.size
+        seen, changed = b"", time.monotonic()
+        while not self._ending.wait(BEAT):
+            number, before = number + 1, self._answered
+            try:
+                self._beat(number)
+                theirs = self._store.get(self._key(next_one)) if self._store.check([self._key(next_one)]) else b""
+                self._look()
+            except RuntimeError:
+                self._lost()
+                return
+            self._answered = now = time.monotonic()
+            if theirs != seen or now - before > 5 * BEAT:  # this process itself was stopped
+                seen, changed = theirs, now
+            if theirs and not self._ending.is_set():
+                self._judge(next_one, theirs, now - changed)
+            if self._since:
+                self._judge_sum(now)
+
+    def _beat(self, number: int) -> None:
+        mine = Beat(number, os.getpid(), _started(os.getpid()) or "", _machine(), self._sums, self._since > 0)
+        self._store.set(self._key(self.rank), json.dumps(mine))
+
+    def _look(self) -> None:
+        if not self._found and self._store.check(["verdict"]):
+            self._found = json.loads(self._store.get("verdict"))
+
+    def _judge(self, rank: int, theirs: bytes, silent: float) -> None:
+        beat = json.loads(theirs)
+        if beat is None or self._found or silent < 2 * BEAT:  # it has left, or it lives
+            return
+        beat = Beat(*beat)
+        state = _state(beat) if beat.machine == _machine() else "elsewhere"
+        if state == "gone":
+            self.end(
+                f"rank {rank} ended without a message, as a killed process does",
+                why="its process is gone; the system kills processes when memory is short",
+                rank=rank,
+                told=TOLD in os.environ,  # who started it knows which signal it was
+            )
+        elif state == "stopped" and silent >= STOPPED:
+            self._stopped(rank, beat, silent)
+        elif silent >= SILENT:
+            self.end(
+                f"rank {rank} has not answered for {silent:.0f} s",
+                why="its machine, or the network to it, is gone" if state == "elsewhere" else "its process does not run",
+                rank=rank,
+                told=False,
+            )
+
+    def _stopped(self, rank: int, beat: Beat, silent: float) -> None:
+        self.end(
+            f"rank {rank} has been stopped for {silent:.0f} s",
+            why=f"its process {beat.pid} was sent SIGSTOP, or a debugger holds it",
+            rank=rank,
+            told=False,
+        )
+        if self._found["rank"] == rank and _parent(beat.pid) == os.getppid():
+            os.kill(beat.pid, signal.SIGKILL)  # it cannot end by itself; one that this rank's own parent started
+
+    def _judge_sum(self, now: float) -> None:
+        waited, number = now - self._since, self._sums
+        if waited < HUNG + self._bytes / SLOWEST or self._found:
+            return
+        with suppress(RuntimeError):
+            beats = [json.loads(beat) for beat in self._store.multi_get([self._key(rank) for rank in range(self.size)])]
+            if all(beat and Beat(*beat).inside and Beat(*beat).sums == number for beat in beats) and self._since:
+                what = f"a sum of {self._bytes / 1e6:,.1f} MB over all ranks has not ended after {waited:.0f} s"
+                self.end(what, why="every rank waits in it: the network between them fails", rank=self.rank, told=False)
+
+    def _lost(self) -> None:
+        if self._agent and not self._ending.is_set():
+            os.kill(os.getpid(), signal.SIGTERM)  # who started the ranks is gone: save and end
+
+    # ---- this rank itself ------------------------------------------------------------------------------------------------
+
+    def _judges(self) -> None:
+        still, before, found_at = time.monotonic(), self._position(), 0.0
+        while not self._left.wait(BEAT):
+            now, position = time.monotonic(), self._position()
+            if position != before:
+                still, before = now, position
+            if self._found:
+                found_at = found_at or now
+                if now - max(still, found_at) > FORCE:
+                    self._end_now()
+            elif not self._agent and self.rank and now - self._answered > SILENT:
+                self._found = {"what": f"rank 0 has not answered for {now - self._answered:.0f} s", "rank": 0, "by": self.rank,
+                               "why": "its process is stopped, or its machine or the network to it is gone", "exit_code": 3,
+                               "told": self.rank > 1}  # fmt: skip
+            elif self._stepped and not self._since and now - still > STUCK:
+                what = f"rank {self.rank} has neither moved nor computed for {now - still:.0f} s"
+                self.end(what, why=f"it is in {self._place()}", rank=self.rank, told=False)
+                self._end_now()
+
+    def _position(self) -> tuple[Any, ...]:
+        """Of the main thread: the places in its functions, and tenths of a second that it has computed."""
+        places, frame = [], sys._current_frames().get(self._main.ident or 0)
+        while frame is not None:
+            places.append((id(frame), frame.f_lasti))
+            frame = frame.f_back
+        computed = time.clock_gettime(time.pthread_getcpuclockid(self._main.ident)) if self._main.ident else 0.0
+        return int(10 * computed), *places
+
+    def _place(self) -> str:
+        frame = sys._current_frames().get(self._main.ident or 0)
+        if frame is None:
+            return "an unknown place"
+        return f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}, {frame.f_code.co_name}"
+
+    def _end_now(self) -> None:
+        error = self._error()
+        if not error.told:
+            tell()
+            with suppress(OSError):
+                os.write(2, f"{error}\n".encode())
+        os._exit(error.exit_code)
+
+
+def end_at_exit(code: int) -> None:
+    """A sum that was given up still runs in a thread of gloo's, which an ordinary end would wait for."""
+
+    def leave() -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    atexit.register(leave)
+
+
+def tell() -> None:
+    """This rank shows its message: who started it need not."""
+    if place := os.environ.get(TOLD):
+        with suppress(OSError):
+            Path(place).touch()
+
+
+# ---- processes of this machine --------------------------------------------------------------------------------
+
+
+def _machine() -> str:
+    """The same for two processes that see each other in /proc; empty where there is none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii") + str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
+
+
+def _stat(pid: int) -> list[str] | None:
+    """What /proc says from the state on; the name before it may hold anything."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def _started(pid: int) -> str | None:
+    found = _stat(pid)
+    return found[19] if found else None
+
+
+def _parent(pid: int) -> int | None:
+    found = _stat(pid)
+    return int(found[1]) if found else None
+
+
+def _state(beat: Beat) -> str:
+    """gone, stopped, or alive"""
+    if not beat.machine:
+        return "elsewhere"
+    found = _stat(beat.pid)
+    if found is None or found[19] != beat.started or found[0] in "ZX":
+        return "gone"
+    return "stopped" if found[0] in "Tt" else "alive"

@@ -1,0 +1,131 @@
+"""Forecasts on several GPUs: the arithmetic by hand, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from pronghorn.bench.workloads import MODELS
+from pronghorn.errors import CommandError
+from pronghorn.memory.dry_run import layer_parts, static_parts, trained_parameters
+from pronghorn.memory.forecast import plan_report
+from pronghorn.memory.scaling import LATENCY, SIZES, Spread, scaling
+from pronghorn.recipe import Recipe
+from tables import table
+
+
+def recipe(**changes: Any) -> Recipe:
+    return Recipe.model_validate({"model": "llama-1b", "data": {"train": ["x"]}, "train": {"batch_tokens": 65536}} | changes)
+
+
+def ways(found: Any) -> dict[str, Spread]:
+    return {one.way: one for one in found.ways}
+
+
+def test_one_gpu_is_what_the_plan_of_one_says() -> None:
+    one, alone = (
+        ways(scaling(recipe(), MODELS["llama-1b"], gpus="1xh100")),
+        plan_report(recipe(), MODELS["llama-1b"], gpu="h100"),
+    )
+    assert one["none"].step_ms == pytest.approx(alone.step_ms)
+    assert one["none"].peak_bytes == one["base"].peak_bytes == alone.plan.peak_bytes
+    assert one["none"].exchange_ms == one["base"].exchange_ms == 0
+
+
+def test_bytes_over_links_by_hand() -> None:
+    """Two machines of four: 65,536 tokens are four packs, so eight GPUs have one each, and a step is twice as large."""
+    found = scaling(recipe(), MODELS["llama-1b"], gpus="4xh100", machines=2, link="nvlink,100gbit")
+    none, base = (ways(found)[way] for way in ("none", "base"))
+    assert none.plan is not None
+    job = none.plan.problem.job
+    assert (none.micro_batches, none.step_tokens) == (1, 131072)
+    gradients, network = 4 * trained_parameters(job), 4 * 100 / 8 * 0.85 * 1e6  # bytes, and bytes a ms of a machine's cards
+    assert none.exchanged_bytes == pytest.approx(2 * 7 / 8 * gradients)
+    assert none.exchange_ms == pytest.approx(2 * 7 / 8 * gradients / network + 3 * LATENCY)
+    alone = plan_report(recipe(train={"batch_tokens": 16384}), MODELS["llama-1b"], gpu="h100")
+    assert none.step_ms == pytest.approx(alone.step_ms + none.exchange_ms)
+    weights, (stored, _, embeddings) = static_parts(job)["weights"], layer_parts(job)
+    assert none.peak_bytes - base.peak_bytes == pytest.approx(7 / 8 * weights - 2 * embeddings - stored, rel=1e-6)
+    assert base.exchanged_bytes == pytest.approx(none.exchanged_bytes + 2 * 7 / 8 * weights, rel=1e-6)
+    gather = 7 / 8 * stored / network + 3 * LATENCY
+    assert gather < none.plan.problem.costs.forward  # hidden, but for the first layer's
+    rest = 7 / 8 * (weights - job.shape.layers * stored) / network + 3 * LATENCY - none.plan.problem.costs.backward
+    assert base.exchange_ms == pytest.approx(none.exchange_ms + gather + 2 * max(0.0, rest))
+
+
+def test_slow_links_are_not_hidden() -> None:
+    fast, slow = (ways(scaling(recipe(), MODELS["llama-1b"], gpus="8xh100", link=link)) for link in ("nvlink", "pcie"))
+    assert fast["base"].tokens_per_second > slow["base"].tokens_per_second
+    slowest = ways(scaling(recipe(), MODELS["llama-1b"], gpus="8xh100", machines=2, link="1gbit"))["base"]
+    assert slowest.plan is not None
+    costs, job = slowest.plan.problem.costs, slowest.plan.problem.job
+    gather = 15 / 16 * layer_parts(job).stored / (8 * 1 / 8 * 0.85 * 1e6) + 4 * LATENCY
+    assert gather > costs.backward
+    sums = 2 * 15 / 16 * 4 * trained_parameters(job) / (8 * 1 / 8 * 0.85 * 1e6) + 4 * LATENCY
+    others = static_parts(job)["weights"] - job.shape.layers * layer_parts(job).stored
+    rest = 15 / 16 * others / (8 * 1 / 8 * 0.85 * 1e6) + 4 * LATENCY - costs.backward
+    waits = job.shape.layers * (2 * gather - costs.forward - costs.backward) + gather + 2 * rest
+    assert slowest.exchange_ms == pytest.approx(waits + sums)
+
+
+def test_full_fine_tuning_is_spread_until_it_fits() -> None:
+    small = recipe(method="full", train={"batch_tokens": 2048, "capacity": 2048}, data={"train": ["x"], "max_length": 2048})
+    found = scaling(small, MODELS["llama-1b"], gpus="8xrtx4090")
+    eight = ways(found)
+    assert "no frozen weights" in eight["base"].why
+    assert "does not fit: needs" in eight["none"].why
+    assert eight["full"].plan is not None
+    job = eight["full"].plan.problem.job
+    parts, static = layer_parts(job), static_parts(job)
+    elsewhere = 7 / 8 * (static["weights"] + static["gradients and optimizer"]) - 2 * parts.table - parts.stored
+    assert parts.table > parts.stored
+    assert eight["full"].plan.peak_bytes - eight["full"].peak_bytes == pytest.approx(elsewhere, rel=1e-6)
+    assert eight["full"].exchanged_bytes == pytest.approx(7 / 8 * 12 * trained_parameters(job), rel=1e-6)
+    memory = [row[2].peak_bytes for row in found.table if row[2].plan]
+    assert memory[-1] < memory[0]
+    assert len(found.table) == len(SIZES) == 11
+
+
+def test_experts_are_on_paper_only() -> None:
+    found = scaling(recipe(), MODELS["qwen3-30b-a3b-4layers"], gpus="8xh100")
+    eight = ways(found)
+    assert eight["experts"].peak_bytes < eight["none"].peak_bytes
+    assert eight["experts"].exchange_ms > eight["none"].exchange_ms
+    assert eight["experts"].as_dict()["built"] is False
+    assert "experts (not built)" in found.text()
+    assert "128 experts" in found.table[-1][3].why
+
+
+def test_the_text_says_what_the_data_says() -> None:
+    found = scaling(recipe(), MODELS["llama-1b"], gpus="8xh100", machines=4, price=2.0)
+    told, text = json.loads(json.dumps(found.as_dict())), found.text()
+    assert (told["forecast"], told["measured"], told["gpus"], told["machines"]) == (True, False, 32, 4)
+    assert "forecast, not measured" in text
+    assert "32 GPUs (H100 SXM), 4 machines" in text
+    for one in told["ways"]:
+        if "tokens_per_second" in one:
+            assert f"{round(one['tokens_per_second']):,}" in text
+        else:
+            assert one["why_not"] in text
+    assert all(assumption in text for assumption in told["assumptions"])
+    assert text.count("\n1,024  ") == 1
+    assert [row[0]["gpus"] for row in told["table"]] == list(SIZES)
+    assert max(len(line) for line in text.splitlines() if not line.startswith("- ")) < 140
+
+
+@table(
+    ("asked", "said"),
+    [
+        ({"gpus": "h100"}, "write it as 8xh100"),
+        ({"gpus": "8xgtx970"}, "choose from"),
+        ({"gpus": "8xh100", "link": "carrier-pigeon"}, "use nvlink"),
+        ({"gpus": "8xrtx4090", "link": "nvlink"}, "use --link pcie"),
+        ({"gpus": "8xh100", "machines": 0}, "use --nodes 1"),
+    ],
+)
+def test_what_is_not_known_is_refused(asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(CommandError) as refused:
+        scaling(recipe(), MODELS["llama-1b"], **asked)
+    assert said in refused.value.fix

@@ -1,0 +1,64 @@
+"""Ranks as forked processes of a test, joined over gloo."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pronghorn.errors import PronghornError
+from pronghorn.train.ranks import join
+from pronghorn.train.world import World
+
+DEADLINE = 120.0  # seconds, so that nothing hangs
+
+
+class Silent:
+    def handle(self, event: dict[str, Any]) -> None: ...
+    def progress(self, *_: Any) -> None: ...
+
+
+def _rank(rank: int, size: int, port: int, work: Callable[[World], Any], report: Path) -> None:
+    """In a process of its own, forked: what this process has imported it has, too."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    code, what = 0, ""
+    try:
+        with join() as world:
+            what = str(work(world))
+    except PronghornError as error:
+        code, what = error.exit_code, f"{type(error).__name__}: {error.what}"
+    (report / f"rank-{rank}.json").write_text(json.dumps([code, what]), encoding="utf-8")
+    sys.stdout.flush()
+    os._exit(0)  # nothing of pytest's own end
+
+
+def in_ranks(
+    work: Callable[[World], Any], folder: Path, size: int = 2, stopped: int | None = None
+) -> list[tuple[int, str] | None]:
+    """Exit code and result or error of each rank; None of one that was killed. `stopped`: a rank that the others cannot end."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    folder.mkdir(exist_ok=True)
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_rank, args=(rank, size, port, work, folder)) for rank in range(size)]
+    for process in processes:
+        process.start()
+    for rank, process in sorted(enumerate(processes), key=lambda one: one[0] == stopped):
+        if rank == stopped:
+            process.kill()
+        process.join(DEADLINE)
+        if process.is_alive():
+            for hanging in processes:
+                hanging.kill()
+            raise AssertionError("a rank hangs")
+    files = [folder / f"rank-{rank}.json" for rank in range(size)]
+    return [tuple(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None for file in files]

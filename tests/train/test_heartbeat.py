@@ -1,0 +1,165 @@
+"""Whatever one rank does, every rank ends, with one message that names it, the right exit code, and a run that resumes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_processes import Silent, in_ranks
+
+from pronghorn.recipe import Recipe
+from pronghorn.report.run_log import read_log
+from pronghorn.train import heartbeat
+from pronghorn.train.checkpoint import latest_checkpoint
+from pronghorn.train.loop import train
+from pronghorn.train.objectives import Supervised
+from pronghorn.train.world import World
+
+QUICK = {"BEAT": 0.1, "STOPPED": 0.5, "SILENT": 3.0, "STUCK": 3.0, "HUNG": 4.0, "FORCE": 20.0}
+
+
+@pytest.fixture
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in QUICK.items():
+        monkeypatch.setattr(heartbeat, name, value)
+
+
+def sums(world: World, count: int = 1) -> float:
+    """As steps have them."""
+    flat = torch.ones(4)
+    for _ in range(count):
+        world.add_up([flat])
+    return float(flat[0])
+
+
+@pytest.mark.usefixtures("_quick")
+@pytest.mark.parametrize("stopped", [0, 2])
+def test_a_stopped_rank_ends_the_others(stopped: int, tmp_path: Path) -> None:
+    """Rank 0 keeps the store here, which then answers nobody."""
+
+    def work(world: World) -> float:
+        sums(world)
+        if world.rank == stopped:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return sums(world)
+
+    began = time.monotonic()
+    found = in_ranks(work, tmp_path, size=3, stopped=0 if stopped == 0 else None)
+    assert found[stopped] is None  # it was killed by the one that found it, or, with the store, by the test
+    said = {one[1] for i, one in enumerate(found) if i != stopped and one is not None}
+    assert {one[0] for one in found if one is not None} == {3}
+    assert len(said) == 1
+    assert said.pop().startswith(f"EndedElsewhere: rank {stopped} has ")
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.usefixtures("_quick")
+def test_a_rank_that_sleeps_names_itself_and_its_place(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def work(world: World) -> float:
+        sums(world)
+        if world.rank == 1:
+            time.sleep(300)
+        return sums(world)
+
+    found = in_ranks(work, tmp_path)
+    assert found[1] is None
+    assert found[0] is not None
+    assert found[0][0] == 3
+    assert "rank 1 has neither moved nor computed" in found[0][1]
+    assert "it is in test_heartbeat.py" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("_quick")
+def test_a_rank_that_works_alone_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than STUCK and HUNG: it computes, and its heart beats."""
+    monkeypatch.setattr(heartbeat, "SILENT", 60.0)  # on a busy machine a heartbeat comes late
+
+    def work(world: World) -> float:
+        def alone() -> int:
+            until = time.monotonic() + 5
+            while time.monotonic() < until:
+                sum(range(10_000))
+            return 7
+
+        sums(world)
+        return world.on_writer(alone) + sums(world)
+
+    assert in_ranks(work, tmp_path) == [(0, "9.0")] * 2
+
+
+@pytest.mark.usefixtures("_quick")
+def test_a_sum_that_does_not_end_though_all_are_in_it(tmp_path: Path) -> None:
+    def work(world: Any) -> None:
+        sums(world)
+        with world.together(3_000_000):  # as a network that loses everything
+            while True:
+                time.sleep(0.05)
+                world._watch.check()
+
+    found = in_ranks(work, tmp_path)
+    assert found[0] == found[1]
+    assert found[0] is not None
+    assert found[0][0] == 3
+    assert "a sum of 3.0 MB over all ranks has not ended" in found[0][1]
+
+
+CHANGES: dict[str, Any] = {
+    "train": {"epochs": 1, "capacity": 256, "batch_tokens": 768, "lr": 1e-2},
+    "data": {"max_length": 128, "workers": 0},
+    "eval": {"every": 99, "generations": 0},
+    "checkpoint": {"every": 1, "keep": 9},
+}
+
+
+@pytest.mark.parametrize("fault", ["memory", "disk"])
+def test_a_fault_of_one_rank_is_named_and_the_run_resumes(
+    fault: str, recipe_for: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    recipe = recipe_for(**CHANGES)
+    at = {"memory": 1, "disk": 0}[fault]  # only rank 0 writes
+
+    def work(world: World) -> None:
+        if world.rank == at == 1:
+            Supervised.loss_sum = fails(Supervised.loss_sum, 4)  # type: ignore[method-assign]  # in this process, which ends
+        if world.rank == at == 0:
+            os.fsync = full_after(os.fsync, recipe.output)
+        train(recipe, display=Silent(), world=world)
+
+    found = in_ranks(work, tmp_path / "told")
+    assert [one and one[0] for one in found] == [3, 3]
+    assert [one for one in found if one and f"rank {at} ended: " in one[1]] == [found[1 - at]]
+    assert {"memory": "out of GPU memory", "disk": "cannot write"}[fault] in (found[at] or (0, ""))[1]
+    saved = latest_checkpoint(Path(recipe.output))
+    assert saved is not None
+    train(recipe, display=Silent())
+    steps = [event["step"] for event in read_log(Path(recipe.output)) if event["event"] == "step"]
+    assert steps == sorted(set(steps))
+    assert steps[-1] == 4
+
+
+def fails(real: Any, at: int) -> Any:
+    calls = [0]
+
+    def loss_sum(*arguments: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == at:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 1 is full")
+        return real(*arguments)
+
+    return loss_sum
+
+
+def full_after(real: Any, run: str) -> Any:
+    def fsync(number: int) -> None:
+        if list(Path(run).glob("checkpoint-1/*")):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(number)
+
+    return fsync
