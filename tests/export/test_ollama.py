@@ -124,6 +124,10 @@ def test_the_folder(recipe_for: Callable[..., Recipe], one_layer_model: Path, tm
     ]  # fmt: skip
     commands = ollama.usage(job)[0].text.splitlines()
     assert commands == ["ollama create my-run -f path/to/this/folder/Modelfile", "ollama run my-run"]
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    asked = asked_for("ollama")[0].name  # RUN/export-NAME
+    assert f"ollama create first -f runs/first/export-{asked}/Modelfile" in readme
+    assert "ollama run first" in readme
 
 
 def test_the_table() -> None:

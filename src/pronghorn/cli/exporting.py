@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pronghorn.export.run import Written
 
 TEXT = "write what was trained for the program that is to run it, and compare it there with the trained model"
-NAMES = "adapter, merged, gguf, vllm, fp8, nvfp4"  # of export/targets.py, which imports torch
+NAMES = "adapter, merged, gguf, ollama, vllm, fp8, nvfp4"  # of export/targets.py, which imports torch
 
 
 def options(one: argparse.ArgumentParser) -> None:
