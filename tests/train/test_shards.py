@@ -162,6 +162,8 @@ def test_spread_weights_train_as_copied_ones(name: str, runs: Callable[..., Reci
     assert distance(trained(spread), trained(whole)) < 1e-6
     held_out = [[event["loss"] for event in read_log(Path(run.output)) if event["event"] == "eval"] for run in pair]
     assert held_out[1] == pytest.approx(held_out[0], rel=1e-6)
+    said = [event["text"] for event in read_log(Path(spread.output)) if event["event"] == "notice"]
+    assert sum("each rank keeps 1/2" in text for text in said) == 1
     if name in ("nf4", "full"):  # others have a layer's weights beside their adapters as well, or too few layers
         for report in found:
             assert report is not None

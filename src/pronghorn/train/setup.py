@@ -52,7 +52,7 @@ from pronghorn.train.optim import make_optimizer, restore_optimizer
 from pronghorn.train.preference_data import reference_store, shares_prompts
 from pronghorn.train.resume import find_checkpoint, require_allowable
 from pronghorn.train.run_identity import data_key, in_background, require_same_data, run_facts, weights_key
-from pronghorn.train.shards import Shards, Shares, shard_of, shards_of
+from pronghorn.train.shards import Shards, Shares, shard_of, shards_of, told_of
 from pronghorn.train.spikes import Spikes, losses_of
 from pronghorn.train.step import StageTimer, Step, autocast, no_graph
 from pronghorn.train.trained_shards import TrainedShards, trained_shards_of
@@ -279,7 +279,7 @@ def set_up(
         world.on_writer(lambda: before_loading(facts, tokenizer))
     with world.writer_first():  # it fills the cache of tokens
         data = prepare_data(recipe, tokenizer, report=report, stage=stage)
-    told = agreed(recipe, keys := data.keys, world)
+    told = agreed(recipe, keys := data.keys, world) + told_of(shard, world)
     if found:
         told += require_same_data(found[1].values, keys, data.train, found[0].name, str(run))
     shapes = Shapes.planned(data.train, data.first_epoch, recipe.train.capacity)

@@ -233,6 +233,14 @@ def shard_of(recipe: Recipe, world: World, device: torch.device, facts: ModelFac
     return kind  # type: ignore[return-value]
 
 
+def told_of(shard: str, world: World) -> list[str]:
+    """What the run says about it."""
+    what = {"base": "frozen weights", "full": "weights, gradients and moments"}.get(shard)
+    if what is None:
+        return []
+    return [f"world.shard: {shard}: each rank keeps 1/{world.size} of the {what}; steps are not captured as CUDA graphs"]
+
+
 def _fits(recipe: Recipe, device: torch.device, facts: ModelFacts) -> bool:
     """Whether a rank has room for all weights and what is trained of them, beside activations. The host's memory always has."""
     if device.type != "cuda":
