@@ -27,12 +27,6 @@ def _random_numbers_kept() -> Iterator[None]:
     restore_rng(rng)
 
 
-def prepare_held_out(session: Session) -> None:
-    """Before the first step, which with `method: full` is the last time that the model is its own reference."""
-    if session.data.evaluation is not None:
-        session.objective.prepare(session.model, session.data.evaluation, session.device, session.autocast)
-
-
 class RunAnswers:
     def __init__(
         self, session: Session, folder: Path, log: RunLog, own: OwnMetric | None, progress: Callable[[str, int, int], None]

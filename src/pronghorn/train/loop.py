@@ -26,7 +26,7 @@ from pronghorn.report.loggers.beside import logging_to
 from pronghorn.report.loggers.table import require_installed
 from pronghorn.report.run_log import RunLog, SilentLog
 from pronghorn.report.stages import Stages
-from pronghorn.train.answers import RunAnswers, prepare_held_out
+from pronghorn.train.answers import RunAnswers
 from pronghorn.train.checkpoint import capture_rng, clean_leftovers, restore_rng
 from pronghorn.train.evaluate import evaluate
 from pronghorn.train.health import BrokenWeights, Offenders, listed, offending_rows, require_sound
@@ -162,7 +162,6 @@ class _Run:
         self._page.refresh(news=True)
         with self._saver, self._logged_end() as end, main_memory(self.session.recipe, self._doing):
             with self.stages("evaluate"):
-                prepare_held_out(self.session)
                 self.session.on_writer(self._answers.before_training)
             reason, why = self._steps(stop)
             self._save_what_is_not_saved()

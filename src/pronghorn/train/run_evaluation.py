@@ -68,6 +68,8 @@ def evaluate_run(run: Path, which: str, *, data: str | None, report: Report, ask
     model, _, device = trained.load()
     if recipe.layers == "fast":
         install(model, fp8=recipe.fp8)  # the run's own arithmetic, so its own figures
+    objective = objective_of(recipe, reference_store(recipe, lambda text: None, writes=False))
+    objective.trained = recipe.method == "full"
     result = evaluate(
         model,
         table,
@@ -76,7 +78,7 @@ def evaluate_run(run: Path, which: str, *, data: str | None, report: Report, ask
         pad_id=pad_id,
         autocast=nullcontext,
         progress=report,
-        objective=objective_of(recipe, reference_store(recipe, lambda text: None, writes=False)),
+        objective=objective,
     )
     figures = {
         "checkpoint": str(trained.path),

@@ -47,7 +47,6 @@ from pronghorn.train.graphed_step import make_step
 from pronghorn.train.health import refuse_broken_weights, require_trainable
 from pronghorn.train.memory import RunMemory, plan_memory
 from pronghorn.train.objectives import Objective, objective_of
-from pronghorn.train.objectives.reference import Reference
 from pronghorn.train.optim import make_optimizer, restore_optimizer
 from pronghorn.train.preference_data import reference_store, shares_prompts
 from pronghorn.train.resume import find_checkpoint, require_allowable
@@ -346,15 +345,12 @@ def _prepare(
     resumed: bool,
 ) -> None:
     """Where all weights train, a reference can only be asked before the first step: about held-out rows, too."""
-    full, tables = recipe.method == "full", [data.train]
-    reference: Reference | None = getattr(objective, "reference", None)
-    if reference is not None and full:
-        reference.moved = resumed
-        tables += [] if data.evaluation is None else [data.evaluation]
-    for table in tables:
-        objective.prepare(model, table, device, lambda: autocast(precision, device))
-    if reference is not None:
-        reference.moved = full
+    full = recipe.method == "full"
+    objective.trained = full and resumed
+    for table in (data.train, data.evaluation if full else None):
+        if table is not None:
+            objective.prepare(model, table, device, lambda: autocast(precision, device))
+    objective.trained = full
 
 
 def _loader(
