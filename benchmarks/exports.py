@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.export_models import known_tokenizer, make_model
-from benchmarks.record import RESULTS, ROOT, record, write
+from benchmarks.record import RESULTS, ROOT, read, record, write
 from pronghorn.data.tokens import load_tokenizer
 from pronghorn.demo.smollm2 import NAME as SMOLLM2
 from pronghorn.errors import PronghornError
@@ -84,7 +84,7 @@ def trained(name: str, folder: Path) -> Path | None:
         source = smollm2
     elif model in BPE and here:
         source = make_model(model, folder / "model", **WIDE, **SMOLLM2_IDS)
-        load_tokenizer(str(smollm2), Data(train="")).save_pretrained(source)
+        load_tokenizer(str(smollm2), Data(train="-")).save_pretrained(source)
     else:
         source = make_model(model, folder / "model", **WIDE, **LLAMA_IDS)
         known_tokenizer().save_pretrained(source)
@@ -103,7 +103,7 @@ def trained(name: str, folder: Path) -> Path | None:
 
 
 def measured(only: str, to: list[str]) -> Iterator[dict[str, Any]]:
-    for name in (name for name in RUNS if only.lower() in name.lower()):
+    for name in (name for part in only.split(",") for name in RUNS if part.lower() in name.lower()):
         with tempfile.TemporaryDirectory() as folder:
             run = trained(name, Path(folder))
             if run is None:
@@ -115,7 +115,7 @@ def measured(only: str, to: list[str]) -> Iterator[dict[str, Any]]:
                     (written,) = export_run(run, "last", Path(folder) / target.replace(":", "-"), target)
                     row |= written.verdict.as_dict()
                 except PronghornError as error:
-                    row |= {"refused": error.what.removeprefix(f"--to {target.split(':')[0]}: "), "fix": error.fix}
+                    row |= {"refused": error.what.removeprefix(f"--to {target}: "), "fix": error.fix}
                 print(f"{name} to {target}: {row.get('sentence') or row.get('refused')}", flush=True)
                 yield row
 
@@ -150,14 +150,17 @@ def write_table(found: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="runs whose name contains this")
+    parser.add_argument("--only", default="", help="runs whose names contain one of these: smol,gemma")
     parser.add_argument("--to", default=",".join(words()))
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
-    found = list(measured(arguments.only, arguments.to.split(",")))
-    if arguments.write:
-        write(FILE, record("exports, compared with what was trained", "python -m benchmarks.exports --write", found))
-        write_table(found)
+    found = {(row["run"], row["target"]): row for row in (read(FILE)["results"] if FILE.is_file() else [])}
+    for row in measured(arguments.only, arguments.to.split(",")):
+        found[row["run"], row["target"]] = row
+        if arguments.write:  # rows that are not measured now stay
+            ordered = [found[key] for name in RUNS for word in words() if (key := (name, word)) in found]
+            write(FILE, record("exports, compared with what was trained", "python -m benchmarks.exports --write", ordered))
+            write_table(ordered)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,12 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.export_models import make_checkpoint, make_model
 from exports import export
-from pronghorn.errors import CheckpointError, CommandError, EnvironmentFault, ModelError
+from pronghorn.errors import CheckpointError, CommandError, EnvironmentFault, Interrupted, ModelError
 from pronghorn.export import job as job_file
+from pronghorn.export import run as run_file
 from pronghorn.model import sharded
 from pronghorn.recipe import Recipe
+from pronghorn.train.trained_run import Trained
 from samples import make_tokenizer
 
 RecipeFor = Callable[..., Recipe]
@@ -109,6 +111,19 @@ def test_stopped_halfway_leaves_whole_files_only_and_goes_on_from_there(
     made.export()
     assert same(made.weights(), truth)
     assert 0 < len(list(again)) < len(truth) - 2
+    assert made.left() == []
+
+
+def test_ctrl_c_says_what_is_left(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_file, "TrainedRun", lambda *_: Trained(made.checkpoint, made.recipe))
+
+    def stops(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted, match="the export was stopped") as caught:
+        run_file.export_run(made.folder, "last", made.target, "merged", report=stops)
+    assert caught.value.exit_code == 130
+    assert caught.value.why == "nothing is left of it"
     assert made.left() == []
 
 

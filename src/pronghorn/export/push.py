@@ -36,7 +36,8 @@ def require_push(name: str, targets: int) -> None:
 
 def push(folder: Path, name: str, report: Report) -> str:
     """The address of what was uploaded, in one commit: all of it or nothing."""
-    report("uploading", 0, sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))
+    total = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    report("uploading", 0, total)
     with quiet():
         api: Any = hub_api(None)
         try:
@@ -44,6 +45,7 @@ def push(folder: Path, name: str, report: Report) -> str:
             found = api.upload_folder(repo_id=name, folder_path=str(folder), commit_message=f"Export of {folder.name}")
         except hub_errors() as error:
             raise _told(refusal(error, name), folder) from error
+    report("uploading", total, total)
     return str(getattr(found, "repo_url", None) or f"{api.endpoint}/{name}")
 
 

@@ -9,11 +9,13 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 
+from pronghorn.errors import CheckpointError
 from pronghorn.model.config import empty_model, read_config
 from pronghorn.model.formats.store import dequantize_
 from pronghorn.model.load import DTYPES, load_model, pick_device, resolve_precision, without_progress_bars
 from pronghorn.model.text_stack import auto_class, keep_softcap
 from pronghorn.model.weight_files import files_to_load
+from pronghorn.model_files import ADAPTER, read_json
 from pronghorn.recipe import Recipe
 
 
@@ -29,11 +31,23 @@ def stock_model(folder: Path) -> Any:
 
 def stock_adapter(recipe: Recipe, folder: Path) -> Any:
     """The base as the run computed with it, dequantized where it was in few bits, and the adapter on it by PEFT."""
+    _refuse_named_modules(folder)
     device = pick_device()
     dtype = DTYPES[resolve_precision(recipe.precision, device)]
     base = load_model(recipe.model, dtype, device, storage=recipe.stored_as)
     dequantize_(base, dtype, device)
     return PeftModel.from_pretrained(base, str(folder), is_trainable=False, use_safetensors=True).eval()
+
+
+def _refuse_named_modules(folder: Path) -> None:
+    """PEFT imports the module that this key names."""
+    if read_json(folder / ADAPTER, str(folder)).get("auto_mapping"):
+        raise CheckpointError(
+            what=f"{ADAPTER} sets `auto_mapping`",
+            where=str(folder),
+            why="it names a Python module to import, and Pronghorn runs no code that a file names",
+            fix="use a checkpoint written by Pronghorn; --checkpoint selects another one",
+        )
 
 
 def stock_compressed(folder: Path, adapter: Path | None = None) -> Any:
