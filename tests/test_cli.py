@@ -18,7 +18,7 @@ from pronghorn.cli import build_parser, main
 from pronghorn.errors import EnvironmentFault, HealthStop, Interrupted, RecipeError
 from tables import table
 
-VERBS = ["demo", "new", "check", "data", "data show", "data stats", "train", "eval", "chat", "export", "runs"]
+VERBS = ["demo", "new", "check", "data", "data show", "data stats", "train", "eval", "chat", "serve", "export", "runs"]
 HEAVY = {"torch", "transformers", "peft", "numpy", "pyarrow", "rich", "pydantic", "datasets", "safetensors"}
 # Help -------------------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from pronghorn import __version__
-from pronghorn.cli import benching, evaluating, exporting, planning, run_script, starting
+from pronghorn.cli import benching, evaluating, exporting, planning, run_script, serving, starting
 from pronghorn.cli.chat import chat_options, converse, require_chat, require_letters
 from pronghorn.cli.new import new, new_options
 from pronghorn.cli.output import (
@@ -166,6 +166,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     evaluating.options(with_run(verb("eval", evaluate, evaluating.TEXT)))
     chat_options(with_run(verb("chat", chat, "chat with the trained model")))
+    serving.options(verb("serve", serve, serving.TEXT))
     exporting.options(with_run(verb("export", export, exporting.TEXT)))
 
     one = verb("verify", verify, "compare the fast layers with the transformers layers: loss and every trained gradient")
@@ -310,6 +311,10 @@ def chat(arguments: argparse.Namespace) -> None:
         return
     answer = talk.answer(arguments.prompt)
     say(arguments, {"answer": answer}, answer)
+
+
+def serve(arguments: argparse.Namespace) -> None:
+    serving.serve(arguments, _base_of, _importing)
 
 
 def export(arguments: argparse.Namespace) -> None:

@@ -1,8 +1,9 @@
-"""Greedy answers to many prompts at once, for evaluation, the demo and chat."""
+"""Greedy answers to many prompts at once, for evaluation, the demo and chat; one answer token by token, for serving."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,3 +160,61 @@ def sample_answer(model: Any, tokenizer: Any, prompt: Sequence[int], *, max_new_
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stops or [0])[0],
     )  # fmt: skip
     return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)).strip()
+
+
+class _Enough(Exception):
+    """Ends `model.generate` from inside."""
+
+
+class _Listener:
+    """What `model.generate` calls at every token: with its logits, as a processor, and then with the token, as a streamer."""
+
+    def __init__(self, on_token: Callable[[int, torch.Tensor], bool]) -> None:
+        self._on_token = on_token
+        self._logits: torch.Tensor | None = None
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self._logits = scores[0]
+        return scores
+
+    def put(self, tokens: torch.Tensor) -> None:
+        if self._logits is not None and self._on_token(int(tokens[0]), self._logits):  # first the prompt, without logits
+            raise _Enough
+
+    def end(self) -> None:
+        pass
+
+
+@torch.no_grad()
+def stream_tokens(
+    model: Any,
+    tokenizer: Any,
+    prompt: Sequence[int],
+    on_token: Callable[[int, torch.Tensor], bool],
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float = 1.0,
+    seed: int | None = None,
+) -> None:
+    """One answer. `on_token` gets every token, the one that ends it included, with the logits it was chosen from, and returns
+    whether that is enough. `temperature` 0: always the likeliest token. A `seed` makes sampling repeatable."""
+    device = next(model.parameters()).device
+    stops = end_tokens(model, tokenizer)
+    ids = torch.tensor([list(prompt)], device=device)
+    chosen = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+    listener = _Listener(on_token)
+    with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=seed is not None), suppress(_Enough):
+        if seed is not None:
+            torch.manual_seed(seed)
+        model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            **(chosen if temperature > 0 else {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}),
+            max_new_tokens=max_new_tokens,
+            use_cache=True,
+            eos_token_id=stops or None,
+            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stops or [0])[0],
+            streamer=listener,
+            logits_processor=[listener],
+        )

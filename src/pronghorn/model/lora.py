@@ -53,19 +53,23 @@ def add_adapter(model: torch.nn.Module, lora: Lora, seed: int) -> PeftModel:
 
 def with_adapter(model: torch.nn.Module, lora: Lora) -> PeftModel:
     """The adapter of a recipe."""
+    return attach(model, **adapter_config(model, lora))
+
+
+def adapter_config(model: torch.nn.Module, lora: Lora) -> dict[str, Any]:
+    """The keys of PEFT's config, for a model that has no adapter yet."""
     _refuse_unmatched_targets(model, lora)
     modules, parameters = _targets(model, lora)
-    return attach(
-        model,
-        r=lora.r,
-        lora_alpha=lora.alpha,
-        lora_dropout=lora.dropout,
-        target_modules=modules,
-        target_parameters=parameters,
-        exclude_modules=not_adapted(model),
-        use_rslora=lora.rslora,
-        use_dora=lora.dora,
-    )
+    return {
+        "r": lora.r,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": modules,
+        "target_parameters": parameters,
+        "exclude_modules": not_adapted(model),
+        "use_rslora": lora.rslora,
+        "use_dora": lora.dora,
+    }
 
 
 def _targets(model: torch.nn.Module, lora: Lora) -> tuple[str | list[str], list[str] | None]:
@@ -128,17 +132,17 @@ def load_adapter(model: torch.nn.Module, folder: Path, lora: Lora, seed: int) ->
     return model
 
 
-def restore_adapter(model: PeftModel, folder: Path) -> None:
-    """Puts a checkpoint's adapter weights into a model that already has the adapter."""
+def restore_adapter(model: PeftModel, folder: Path, adapter: str = "default") -> None:
+    """Puts a checkpoint's adapter weights into a model that already has the adapter, under this name."""
     require_adapter(folder)
     try:
         stored = load_file(folder / ADAPTER_WEIGHTS)
-        found = set_peft_model_state_dict(model, stored)
+        found = set_peft_model_state_dict(model, stored, adapter_name=adapter)
     except (SafetensorError, OSError, KeyError, RuntimeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise _not_this_adapter(folder, " ".join(str(error).split())[:300]) from error
-    absent = [name for name in found.missing_keys if "lora_" in name]
+    absent = [name for name in found.missing_keys if "lora_" in name and adapter in name.split(".")]
     if strange := [f"{name} is not in the file" for name in absent] or [
         *(f"{name} does not exist in the model" for name in found.unexpected_keys),
         *(f"{name} is no part of a LoRA adapter" for name in stored if "lora_" not in name),

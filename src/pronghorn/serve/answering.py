@@ -1,0 +1,156 @@
+"""One answer, token by token: text as soon as it is certain, stop strings, log-probabilities, and why it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from pronghorn.data.rendering import within_limits
+from pronghorn.errors import DataError
+from pronghorn.model.generate import end_tokens, stream_tokens
+from pronghorn.serve.asked import DEFAULT_TOKENS, Asked, RequestError
+from pronghorn.serve.models import Models, Served
+
+BROKEN = "\ufffd"  # of a letter whose last bytes are in the next token
+
+
+@dataclass(frozen=True)
+class Token:
+    text: str
+    logprob: float
+    top: tuple[tuple[str, float], ...]
+
+
+@dataclass
+class Answer:
+    """`text` grows while it is generated."""
+
+    prompt_tokens: int
+    text: str = ""
+    tokens: list[Token] = field(default_factory=list)  # where log-probabilities are wanted
+    count: int = 0
+    finish_reason: str = "length"
+
+
+def answer(models: Models, one: Served, asked: Asked, on_text: Callable[[str, list[Token]], bool]) -> Answer:
+    """`on_text` gets each piece of text with its tokens, and returns whether to stop: nobody reads any more."""
+    prompt = _prompt(one, asked)
+    room = models.context - len(prompt)
+    if room < (asked.max_tokens or 1):
+        wanted = f" and {asked.max_tokens} of the answer" if asked.max_tokens else ""
+        raise RequestError(
+            f"{len(prompt)} tokens of the prompt{wanted} exceed the context of {models.context}",
+            param="messages" if asked.chat else "prompt",
+            code="context_length_exceeded",
+        )
+    with models.using(one) as model:
+        growing = _Growing(one.tokenizer, asked, len(prompt), set(end_tokens(model, one.tokenizer)), on_text)
+        stream_tokens(
+            model,
+            one.tokenizer,
+            prompt,
+            growing.add,
+            max_new_tokens=asked.max_tokens or min(room, DEFAULT_TOKENS),
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            seed=asked.seed,
+        )
+    return growing.finished()
+
+
+def _prompt(one: Served, asked: Asked) -> list[int]:
+    tokenizer = one.tokenizer
+    if not asked.chat:
+        ids = asked.prompt if isinstance(asked.prompt, list) else tokenizer(asked.prompt)["input_ids"]
+        if not ids or not all(0 <= token < len(tokenizer) for token in ids):
+            raise RequestError("`prompt` has tokens that are not in the vocabulary", param="prompt")
+        return list(ids)
+    if tokenizer.chat_template is None:
+        raise RequestError(f"{one.name} has no chat template; use /v1/completions", param="messages")
+    try:
+        ids = within_limits(
+            lambda: tokenizer.apply_chat_template(asked.messages, add_generation_prompt=True, tokenize=True, return_dict=False),
+            asked.messages,
+            "",
+        )
+    except DataError as error:
+        raise RequestError(f"{error.what}: {error.why}", param="messages") from error
+    return list(ids)
+
+
+class _Growing:
+    def __init__(
+        self, tokenizer: Any, asked: Asked, prompt_tokens: int, ends: set[int], on_text: Callable[[str, list[Token]], bool]
+    ) -> None:
+        self._tokenizer, self._asked, self._ends, self._on_text = tokenizer, asked, ends, on_text
+        self._answer = Answer(prompt_tokens)
+        self._ids: list[int] = []
+        self._window = self._read = 0  # tokens before which nothing changes any more; tokens whose text is known
+        self._held = ""  # may be the beginning of a stop string
+        self._waiting: list[Token] = []  # whose text was not handed on yet
+
+    def add(self, token: int, logits: torch.Tensor) -> bool:
+        """Whether the answer is over."""
+        answer = self._answer
+        answer.count += 1
+        if token in self._ends:
+            answer.finish_reason = "stop"
+            return True
+        self._ids.append(token)
+        if self._asked.logprobs:
+            self._waiting.append(self._measured(token, logits))
+        return self._hand_on(self._new_text())
+
+    def finished(self) -> Answer:
+        """What was held back turned out to be text."""
+        self._send(self._held + self._new_text(last=True), last=True)
+        return self._answer
+
+    def _new_text(self, *, last: bool = False) -> str:
+        """Of the tokens that came since; a letter in several tokens waits for the last one."""
+        known = self._decode(self._ids[self._window : self._read])
+        text = self._decode(self._ids[self._window :])
+        if text.endswith(BROKEN) and not last:
+            return ""
+        self._window, self._read = self._read, len(self._ids)
+        return text[len(known) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+    def _hand_on(self, text: str) -> bool:
+        whole, self._held = self._held + text, ""
+        found = [at for stop in self._asked.stop if (at := whole.find(stop)) >= 0]
+        if found:
+            self._answer.finish_reason = "stop"
+            self._send(whole[: min(found)])
+            return True
+        held = max((_overlap(whole, stop) for stop in self._asked.stop), default=0)
+        self._held = whole[len(whole) - held :]
+        return self._send(whole[: len(whole) - held])
+
+    def _send(self, text: str, *, last: bool = False) -> bool:
+        if not text and not (last and self._waiting):
+            return False
+        tokens, self._waiting = self._waiting, []
+        self._answer.text += text
+        self._answer.tokens += tokens
+        return self._on_text(text, tokens)
+
+    def _measured(self, token: int, logits: torch.Tensor) -> Token:
+        logprobs = logits.float().log_softmax(-1)
+        best = logprobs.topk(self._asked.top_logprobs) if self._asked.top_logprobs else None
+        top = zip(best.indices.tolist(), best.values.tolist(), strict=True) if best is not None else ()
+        return Token(
+            self._tokenizer.decode([token]),
+            float(logprobs[token]),
+            tuple((self._tokenizer.decode([other]), value) for other, value in top),
+        )
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many letters at the end of the text begin the stop string."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
