@@ -14,7 +14,8 @@ VERBS = {
     "import": "new --from CONFIG", "validate": "check",
     "dry-run": "check", "dryrun": "check", "lint": "check", "doctor": "check", "estimate": "plan",
     "forecast": "plan", "memory": "plan", "cost": "plan", "evaluate": "eval", "test": "eval", "score": "eval",
-    "generate": "chat", "infer": "chat", "inference": "chat", "predict": "chat", "ask": "chat", "talk": "chat", "server": "serve", "api": "serve", "merge":
+    "generate": "chat", "infer": "chat", "inference": "chat", "predict": "chat", "ask": "chat", "talk": "chat",
+    "server": "serve", "api": "serve", "merge":
     "export --to merged", "save": "export", "list": "runs", "ls": "runs", "compare": "runs", "history": "runs",
     "benchmark": "bench", "stats": "data stats", "show": "data show", "inspect": "data show", "preview": "data show",
     "dataset": "data",
