@@ -71,6 +71,8 @@ EXPECTED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "qlora-chat.yml": (
         "sharegpt",
         {
+            "report.to": ("wandb",),
+            "report.project": "chats",
             "method": "qlora",
             "lora.targets": "all-linear",
             "lora.dropout": 0.0,
@@ -289,6 +291,9 @@ def test_sources_that_need_another_template_are_told(first: str, second: str) ->
         ("excess_length_strategy: truncate", {"data.long": "truncate"}),
         ("adapter: lora\nlora_target_modules: 'model.layers.[0-9]+.mlp'", {"lora.targets": "all-linear"}),
         ("fp8: true", {"compute": "fp8"}),
+        ("use_wandb: true\nuse_mlflow: false\nuse_tensorboard: true", {"report.to": ("wandb", "tensorboard")}),
+        ("wandb_project: a\nwandb_mode: disabled", {"report.to": (), "report.project": None}),
+        ("mlflow_experiment_name: a\nmlflow_tracking_uri: b", {"report.to": ("mlflow",), "report.project": "a"}),
         ("lora_r: 0\nadapter: lora", {"lora.r": 16}),
         ("chat_template_jinja: t.jinja", {"data.chat_template": "t.jinja"}),
         ("test_datasets: [{path: held.jsonl, type: chat_template}]", {"data.eval": "held.jsonl"}),

@@ -57,6 +57,7 @@ EXPECTED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "qlora-sft.yaml": (
         "questions",
         {
+            "report.to": ("wandb",),
             "method": "qlora",
             "lora.r": 16,
             "lora.alpha": 64,
@@ -206,6 +207,22 @@ def test_what_cannot_be_trained_is_refused_as_a_whole(change: tuple[str, str], w
     with pytest.raises(CommandError, match="cannot be converted") as caught:
         convert_text(BASE.replace(*change), "c.yaml", "llamafactory")
     assert caught.value.where == f"c.yaml:{where}"
+
+
+@table(
+    ("value", "expected", "missing"),
+    [
+        ("[tensorboard, wandb]", ("tensorboard", "wandb"), False),
+        ("[swanlab, trackio]", ("trackio",), True),
+        ("swanlab", (), True),
+        ("all", (), True),
+        ("none", (), False),
+    ],
+)
+def test_loggers(value: str, expected: tuple[str, ...], missing: bool) -> None:
+    found = convert_text(f"{BASE}report_to: {value}\n", "c.yaml", "llamafactory")
+    assert parse_recipe(found.recipe).report.to == expected
+    assert ("report_to" in not_honoured(found)) == missing
 
 
 def test_the_newer_form_has_a_list_of_its_own(tmp_path: Path) -> None:

@@ -60,5 +60,6 @@ def check_converted(config: Path, kind: str, model: Path, folder: Path) -> int:
         "train.capacity": 512,
         "train.batch_tokens": 512,
         "output": folder / "run",
+        "report.to": "[]",  # an optional package
     }
     return main(["check", str(recipe), *(f"{key}={value}" for key, value in own.items())])

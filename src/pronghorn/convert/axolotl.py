@@ -362,6 +362,10 @@ ROWS: dict[str, Row] = {
     "ray_num_workers": only_if_one(shared.GPUS),
     "accelerator_config": nothing("the loss is the mean over all loss tokens of a step"),
     # what is trained
+    **{f"use_{name}": shared.use_logger(name) for name in shared.LOGGERS},
+    "wandb_project": shared.logger_project("wandb"),
+    "mlflow_experiment_name": shared.logger_project("mlflow"),
+    "trackio_project_name": shared.logger_project("trackio"),
     "rl": refused(shared.PREFERENCE, shared.PREFERENCE_FIX),
     "reward_model": refused(shared.PREFERENCE, shared.PREFERENCE_FIX),
     "process_reward_model": refused(shared.PREFERENCE, shared.PREFERENCE_FIX),
@@ -383,17 +387,13 @@ PREFIXES: dict[str, Row] = {
     **dict.fromkeys(
         (
             "wandb_",
-            "use_wandb",
             "swanlab_",
             "use_swanlab",
             "mlflow_",
-            "use_mlflow",
             "hf_mlflow",
             "comet_",
             "use_comet",
             "trackio_",
-            "use_trackio",
-            "use_tensorboard",
             "otel_",
             "use_otel",
             "include_tkps",

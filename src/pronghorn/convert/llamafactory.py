@@ -220,7 +220,14 @@ def _freeze(draft: Draft, key: str) -> None:
 
 
 def _report(draft: Draft, key: str) -> None:
-    draft.no_effect(key, shared.NOTHING_SENT)
+    value = draft.get(key)
+    names = [str(name).strip().lower() for name in (value if isinstance(value, list) else [value])]
+    if not values.is_on(value) or names in (["none"], []):
+        draft.no_effect(key, shared.NOTHING_SENT)
+    elif names == ["all"]:
+        draft.not_honoured(key, "report.to names each logger; it stays empty")
+    else:
+        shared.loggers(draft, key, names)
 
 
 ROWS: dict[str, Row] = {

@@ -3,11 +3,12 @@ often to evaluate and save. Each function takes the names that the tool has for 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, get_args
 
-from pronghorn.convert.draft import Draft
-from pronghorn.convert.values import UnfitError, decimal, is_on, number, printed, whole
+from pronghorn.convert.draft import Draft, Row
+from pronghorn.convert.values import UnfitError, decimal, is_on, number, printed, text, whole
+from pronghorn.recipe import LoggerName
 
 CAPACITY = 16384  # tokens in a micro-batch that a GPU works well on
 AT_THE_END = 0.999999  # of all steps: the last one, in any run of less than a million
@@ -28,7 +29,8 @@ OTHER_SCHEDULE = ("cosine", "the schedules are cosine, linear and constant")
 PACKED = "Pronghorn always packs rows; attention does not cross rows"
 PLAN = "the memory plan decides what is saved, recomputed or offloaded (memory.budget)"
 KERNELS = "Pronghorn uses its own kernels"
-NOTHING_SENT = "no telemetry or external loggers; log and report are in the output folder (run.jsonl, report.html)"
+NOTHING_SENT = "no telemetry; log and report are in the output folder (run.jsonl, report.html), and report.to names loggers"
+LOGGERS = get_args(LoggerName)
 GPUS = "multi-GPU training is not supported yet"
 PREFERENCE = "preference tuning and reward models are not supported yet; recipes train on answers (SFT) and on text"
 PREFERENCE_FIX = "convert an SFT config, or use a TRL trainer with FastLanguageModel"
@@ -39,6 +41,43 @@ NO_CODE = "Pronghorn runs no code from model repositories; most models need none
 BITS = "frozen weights are 16-bit (method: lora), FP8 (method: fp8, on GPUs with FP8) or 4-bit NF4 (method: qlora)"
 FROZEN = "embeddings and LM head stay frozen next to an adapter; method: full trains them"
 RESUME = "the same command resumes automatically from the last checkpoint in the output folder"
+
+
+def loggers(draft: Draft, key: str, names: Sequence[str]) -> None:
+    """One more way to name loggers: they are all in report.to."""
+    already = draft.targets.get("report.to", [])
+    found = [*already, *(name for name in names if name in LOGGERS and name not in already)]
+    if other := [name for name in names if name not in LOGGERS]:
+        why = f"there is no logger {', '.join(other)}; there are {', '.join(LOGGERS)}"
+        if found == already:
+            draft.not_honoured(key, why)
+        else:
+            draft.nearest("report.to", found, key, why)
+    else:
+        draft.set("report.to", found, key)
+
+
+def use_logger(logger: str) -> Row:
+    def row(draft: Draft, key: str) -> None:
+        if is_on(draft.get(key)):
+            loggers(draft, key, [logger])
+        else:
+            draft.no_effect(key, NOTHING_SENT)
+
+    return row
+
+
+def logger_project(logger: str) -> Row:
+    """Names a project, and by that asks for the logger, unless that is switched off."""
+
+    def row(draft: Draft, key: str) -> None:
+        if draft.get(f"use_{logger}") is False or draft.get(f"{logger}_mode") == "disabled":
+            draft.no_effect(key, NOTHING_SENT)
+            return
+        loggers(draft, key, [logger])
+        draft.set("report.project", text(draft.get(key)), key, note=f"and report.to: {logger}")
+
+    return row
 
 
 def or_default(draft: Draft, key: str, read: Callable[[Any], float], default: float, least: float = 1) -> float:
