@@ -90,7 +90,7 @@ class Unit:
 
     def __init__(self, name: str, found: Sequence[Found], rank: int, ranks: int, device: torch.device) -> None:
         """The tensors give up their memory; the rank's part of it stays, on `device`."""
-        self.name, self.rank = name, rank
+        self.name = name
         self.places: list[Place] = []
         end = 0
         for one in found:
@@ -99,17 +99,18 @@ class Unit:
             end = _rounded(end + size, ALIGNMENT)
         self.size = _rounded(end, ALIGNMENT * ranks)  # bytes of all parts
         self.part_size = self.size // ranks
-        whole = torch.zeros(self.size, dtype=torch.uint8, device=found[0].tensor.device)
+        self._begin = rank * self.part_size
+        self.part = torch.zeros(self.part_size, dtype=torch.uint8, device=device)
         digest = hashlib.sha256()
         for one, place in zip(found, self.places, strict=True):
-            bytes_ = one.tensor.detach().contiguous().view(-1).view(torch.uint8)
-            whole[place.start : place.start + place.size] = bytes_
-            first = bytes_[: FIRST * place.dtype.itemsize].cpu().numpy().tobytes()
-            digest.update(f"{place.name} {place.shape} {place.dtype}".encode() + first)
+            content = one.tensor.detach().contiguous().view(-1).view(torch.uint8)
+            first, last = self._overlap(place)
+            if first < last:
+                self.part[first - self._begin : last - self._begin] = content[first - place.start : last - place.start]
+            start = content[: FIRST * place.dtype.itemsize].cpu().numpy().tobytes()
+            digest.update(f"{place.name} {place.shape} {place.dtype}".encode() + start)
             place.put(torch.zeros((), dtype=place.dtype, device=device).expand(place.shape))
         self.key = digest.hexdigest()
-        begin = rank * self.part_size
-        self.part = whole[begin : begin + self.part_size].to(device, copy=True)
 
     def show_in(self, buffer: Tensor) -> None:
         """From now on the tensors are what the buffer holds."""
@@ -118,14 +119,17 @@ class Unit:
 
     def mine(self, place: Place) -> tuple[slice, slice] | None:
         """Elements of the part that belong to this tensor, and which of its elements, flat, they are; None: there are none."""
-        begin = self.rank * self.part_size
-        first, last = max(place.start, begin), min(place.start + place.size, begin + self.part_size)
+        first, last = self._overlap(place)
         if first >= last:
             return None
         item = place.dtype.itemsize
-        in_part, in_tensor = ((first - at) // item for at in (begin, place.start))
+        in_part, in_tensor = ((first - at) // item for at in (self._begin, place.start))
         count = (last - first) // item
         return slice(in_part, in_part + count), slice(in_tensor, in_tensor + count)
+
+    def _overlap(self, place: Place) -> tuple[int, int]:
+        """First byte and end of what the part has of this tensor."""
+        return max(place.start, self._begin), min(place.start + place.size, self._begin + self.part_size)
 
 
 def _rounded(value: int, multiple: int) -> int:
