@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from exports import export
 from pronghorn.errors import CommandError, EnvironmentFault, ModelError
 from pronghorn.export import gguf_convert, gguf_lora, gguf_target, llama_cpp
+from pronghorn.export.checking import Reference
 from pronghorn.export.gguf_convert import find_converter
 from pronghorn.model.export import save_model
 from pronghorn.model.lora import add_adapter
@@ -227,6 +229,18 @@ def test_without_llama_cpp_the_verdict_says_so(monkeypatch: pytest.MonkeyPatch) 
     verdict = gguf_target.check(None, None)  # type: ignore[arg-type]
     assert verdict.passed is None
     assert "xllamacpp is not installed" in verdict.sentence
+
+
+def test_an_adapter_whose_base_cannot_be_converted_is_not_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> None:
+        raise ModelError("the conversion to GGUF failed", why="quant method bitsandbytes is not supported")
+
+    monkeypatch.setattr(llama_cpp, "version", lambda: "llama.cpp")
+    monkeypatch.setattr(gguf_target, "_beside_its_base", refused)
+    job: Any = SimpleNamespace(variant="adapter", trained=SimpleNamespace(tokenizer=known_tokenizer))
+    verdict = gguf_target.check(job, Reference((), ()))
+    assert verdict.passed is None
+    assert "bitsandbytes" in verdict.sentence
 
 
 @NEEDS_LLAMA_CPP

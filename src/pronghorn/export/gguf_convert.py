@@ -58,7 +58,7 @@ def find_converter() -> Converter | None:
                 where=f"{CHECKOUT}={checkout}",
                 fix=f"set {CHECKOUT} to the folder of a llama.cpp checkout, or unset it",
             )
-        return Converter(script, f"llama.cpp in {script.parent.name}")
+        return Converter(script, "a llama.cpp checkout")
     for package, place in PACKAGES.items():
         try:
             found = importlib.metadata.distribution(package)

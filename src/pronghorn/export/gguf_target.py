@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pronghorn.errors import CommandError
+from pronghorn.errors import CommandError, ModelError
 from pronghorn.export import gguf_lora, llama_cpp, merged
 from pronghorn.export.checking import HALF, Reference, Scores, Tolerance, Verdict
 from pronghorn.export.gguf_convert import INSTALL, Source, architecture_of, convert, require_converter, widest
@@ -111,7 +111,10 @@ def check(job: Job, reference: Reference) -> Verdict:
         [{"ids": list(row.ids), "start": row.start} for row in reference.rows],
     )
     if job.variant == ADAPTER:
-        found = _beside_its_base(job, asked)
+        try:
+            found = _beside_its_base(job, asked)
+        except ModelError as error:  # a base in a format that the converter does not read
+            return Verdict.skipped(f"the base has no GGUF form to load it beside: {error.why or error.what}")
     else:
         found = llama_cpp.ask(job.folder / file_name(job), asked, job.report)
     scores = [Scores(tuple(one["best"]), tuple(one["log_probs"])) for one in found.scores]
