@@ -135,7 +135,8 @@ def build_parser() -> argparse.ArgumentParser:
         return one
 
     one = verb("demo", demo, "teach a small model one skill, measured before and after; minutes on a CPU")
-    one.add_argument("--output", default="runs/demo", help="folder of the demo's run (default: %(default)s)")
+    one.add_argument("--output", help="folder of the demo's run (default: runs/demo)")
+    one.add_argument("--preference", action="store_true", help="teach it which of two replies is preferred (DPO) instead")
     new_options(verb("new", new, "write a recipe with all keys, or convert an Axolotl or LLaMA-Factory config"))
     with_recipe(verb("check", check, "validate recipe, model and data without training"))
 
@@ -184,8 +185,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 def demo(arguments: argparse.Namespace) -> None:
     with importing():
-        from pronghorn.demo.run import run_demo
-    run_demo(Path(arguments.output), as_json=arguments.json)
+        if arguments.preference:
+            from pronghorn.demo.preference import run_preference_demo as run_demo
+        else:
+            from pronghorn.demo.run import run_demo
+    default = "runs/demo-preference" if arguments.preference else "runs/demo"
+    run_demo(Path(arguments.output or default), as_json=arguments.json)
 
 
 def check(arguments: argparse.Namespace) -> None:
