@@ -1,0 +1,51 @@
+"""Shared prompts on a GPU, through a whole model in bf16: no further from float64 than documents with prompts of their own."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from pronghorn.bench.pairs import Pair, PairTable
+from pronghorn.data.batches import Shapes, build_batch
+from pronghorn.data.packing import pack_in_order
+from pronghorn.data.pair_packing import groups_of
+from pronghorn.model.causal_lm import install
+from pronghorn.train.objectives.objective import log_probs_of
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+SIZES = {"vocab_size": 2048, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8}
+
+
+def test_answers_in_bf16_are_as_near_to_the_truth_shared_or_not() -> None:
+    """Sums of answers, too: an answer that saw something else than its own prompt would be far off."""
+    torch.manual_seed(0)
+    truth_model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, num_key_value_heads=2, head_dim=64))
+    model = copy.deepcopy(truth_model).to("cuda", torch.bfloat16)
+    truth_model.load_state_dict({name: weight.double() for name, weight in model.cpu().state_dict().items()})
+    truth_model, model = truth_model.double(), model.cuda()
+    assert install(truth_model) == install(model) == ""
+    random = np.random.default_rng(0)
+    sizes = random.integers(30, 150, (12, 3))
+    drawn = [Pair(*(random.integers(3, 2048, size).astype(np.int32) for size in row)) for row in sizes]
+
+    def sums(of: torch.nn.Module, device: str, *, shared: bool) -> torch.Tensor:
+        table = PairTable(drawn, shared=shared)
+        packs = pack_in_order(groups_of(table), 2048)
+        found = torch.zeros(len(table), dtype=torch.float64)
+        for rows in packs:
+            batch = build_batch(table, rows, 2048, shapes=Shapes.planned(table, packs, 2048)).to(device)
+            with torch.no_grad():
+                log_probs = log_probs_of(of, batch).log_probs_N.double().cpu()
+            assert batch.document_N is not None
+            places = torch.tensor([*rows.tolist(), *([0] * (len(batch.cu_seqlens) - len(rows)))])
+            found.index_add_(0, places[batch.document_N.cpu()], log_probs)  # 0 where it is padding
+        return found
+
+    truth = sums(truth_model, "cpu", shared=False)
+    plain, shared = (float((sums(model, "cuda", shared=s) - truth).pow(2).mean().sqrt()) for s in (False, True))
+    assert float((sums(truth_model, "cpu", shared=True) - truth).abs().max()) < 1e-9
+    assert shared <= 2 * plain + 1e-3, (shared, plain)
