@@ -370,6 +370,8 @@ class Recipe(Section):
         """What of the recipe needs whole weights on each rank; empty if nothing."""
         if self.layers == "own":
             return "layers: own, which keep their weights for backward"
+        if self.objective.name in ("kto", "reward"):
+            return f"objective: {self.objective.name}, for which ranks run the model unequally often, or another head"
         if self.method != "full" and (self.lora.dropout or self.lora.dora):
             return "lora.dropout or lora.dora, whose layers keep their weights for backward"
         if self.method == "full" and self.precision == "fp16":

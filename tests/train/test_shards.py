@@ -242,6 +242,7 @@ def test_what_is_spread(recipe_for: Callable[..., Recipe]) -> None:
         ({"world": {"shard": "base"}, "method": "full"}, "needs frozen weights"),
         ({"world": {"shard": "full"}}, "are frozen"),
         ({"world": {"shard": "base"}, "layers": "own"}, "layers: own"),
+        ({"world": {"shard": "base"}, "objective": {"name": "kto"}}, "objective: kto"),
         ({"world": {"shard": "base"}, "lora": {"dropout": 0.1}}, "lora.dropout"),
         ({"world": {"shard": "full"}, "method": "full", "train": {"optimizer": "adamw_8bit"}}, "adamw_8bit"),
     ):
