@@ -3,8 +3,9 @@
     python -m benchmarks.world [--workload llama-1b] [--steps 20] [--blocks 6] [--out FILE]
 
 One process, one model, one captured step; blocks of steps alternate between the two, so that clocks and temperature are the
-same for both. Ranks of size 1 go through NCCL (on a CPU: gloo) as several would: the flat buffer of adapters' gradients is summed
-between the graphs, and the host asks for signals once a step. Prints one JSON line and, with --out, writes a results file.
+same for both. Ranks of size 1 go through NCCL (on a CPU: gloo) as several would: the flat buffer of adapters' gradients is
+summed between the graphs, and the host asks for signals once a step. Prints one JSON line and, with --out, writes a results
+file.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ from pronghorn.bench.workloads import MODELS
 from pronghorn.errors import CommandError
 from pronghorn.memory.dry_run import layer_parts, static_parts, trained_parameters
 from pronghorn.memory.forecast import plan_report
-from pronghorn.memory.scaling import LATENCY, SIZES, Spread, scaling
+from pronghorn.memory.gpus import GPUS
+from pronghorn.memory.scaling import LATENCY, SIZES, Spread, foretold_sum, scaling
 from pronghorn.recipe import Recipe
 from tables import table
 
@@ -46,6 +47,7 @@ def test_bytes_over_links_by_hand() -> None:
     assert none.exchange_ms == pytest.approx(2 * 7 / 8 * gradients / network + 3 * LATENCY)
     alone = plan_report(recipe(train={"batch_tokens": 16384}), MODELS["llama-1b"], gpu="h100")
     assert none.step_ms == pytest.approx(alone.step_ms + none.exchange_ms)
+    assert foretold_sum(GPUS["h100"], 2, 1, 360_000_000) == pytest.approx(0.001 + LATENCY / 1000)
     weights, (stored, _, embeddings) = static_parts(job)["weights"], layer_parts(job)
     assert none.peak_bytes - base.peak_bytes == pytest.approx(7 / 8 * weights - 2 * embeddings - stored, rel=1e-6)
     assert base.exchanged_bytes == pytest.approx(none.exchanged_bytes + 2 * 7 / 8 * weights, rel=1e-6)

@@ -332,6 +332,11 @@ def scaling(
     )
 
 
+def foretold_sum(gpu: Gpu, ranks: int, machines: int, gradients: int) -> float:
+    """Seconds of the sum of so many bytes that a step has where everything is copied to every rank."""
+    return Fleet(gpu, max(1, ranks // machines), machines, parse_link("", gpu)).ms(gradients, both=True) / 1000
+
+
 def parse_gpus(text: str) -> tuple[int, Gpu]:
     """8xh100 -> 8 and the table's row."""
     count, _, name = text.lower().partition("x")

@@ -1,7 +1,8 @@
-"""How long the ranks of a run waited for each other, out of its log.
+"""What several ranks did together, out of a run's log: tokens a second of all and of each, time in sums, the slowest.
 
-An event "ranks" holds what passed since the one before: {"step", "seconds", "waited": [seconds that each rank waited in sums
-and for rank 0's own work]}. The rank that waited least is the one that the others wait for.
+An event "ranks" holds what passed since the one before: {"step", "seconds", "waited": [seconds that each rank spent in sums,
+and waited there for others and for rank 0's own work], "foretold": seconds that the sums of a step take by the links' data
+sheets, where the GPU is known}. The rank that waited least is the one that the others wait for.
 """
 
 from __future__ import annotations
@@ -23,8 +24,22 @@ def ranks_summary(kept: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
         return None
     shares = [min(1.0, sum(float(event["waited"][rank]) for event in found) / seconds) for rank in range(ranks)]
     slowest = min(range(ranks), key=lambda rank: shares[rank])
-    text = (
-        f"{ranks} ranks waited for each other {number_format.percent(sum(shares) / ranks)} of the time; slowest: rank "
+    steps = [event for event in kept if event["event"] == "step" and event.get("step", 0) <= found[-1]["step"]]
+    taken = sum(as_number(event.get("seconds")) for event in steps)
+    rate = sum(as_number(event.get("tokens")) for event in steps) / taken if taken > 0 else 0.0
+    text = f"{ranks} ranks" + (f", {number_format.count(rate / ranks)} tokens per second each" if rate else "")
+    text += (
+        f"; in sums or waiting for each other {number_format.percent(sum(shares) / ranks)} of the time; slowest: rank "
         f"{slowest}, which waited {number_format.percent(shares[slowest])}"
     )
-    return {"ranks": ranks, "waited": shares, "slowest": slowest, "text": text}
+    facts = {"ranks": ranks, "waited": shares, "slowest": slowest, "tokens_per_second": rate, "each": rate / ranks}
+    return facts | _beside_forecast(found, taken / len(steps) if steps else 0.0, shares[slowest], text)
+
+
+def _beside_forecast(found: Sequence[dict[str, Any]], step: float, least: float, text: str) -> dict[str, Any]:
+    """The forecast has no waiting in it: it stands beside the rank that waited least."""
+    foretold = as_number(found[-1].get("foretold"))
+    if not foretold > 0 or not step > 0:
+        return {"text": text}
+    told = f"; sums were foretold to take {number_format.percent(foretold / step)}"
+    return {"foretold": foretold / step, "measured": least, "text": text + told}

@@ -79,6 +79,7 @@ class RunStats:
     parameters: int | None
     trainable: int | None
     gpus: int = 0
+    ranks: int = 1
     price: float | None = None  # USD for an hour of one GPU, as the log has it
     price_note: str = ""
     recipe: dict[str, Any] = field(default_factory=dict)
@@ -144,6 +145,7 @@ def run_stats(events: Sequence[dict[str, Any]], now: float | None = None) -> Run
         efficiency=data.get("efficiency"),
         parameters=parameters.get("total"),
         trainable=parameters.get("trainable"),
+        ranks=ranks,
         gpus=0 if not device or device.removeprefix(f"{ranks} x ").lower().startswith("cpu") else ranks,
         price=hourly if math.isfinite(hourly) else None,
         price_note=str(price.get("note", "")),

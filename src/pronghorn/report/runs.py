@@ -35,6 +35,7 @@ class RunInfo:
     best_eval: float | None
     tokens_per_second: float
     when: float | None  # time of the last event
+    ranks: int = 1
     problem: str = ""  # why the log cannot be read
 
     def as_dict(self) -> dict[str, Any]:
@@ -65,7 +66,7 @@ def _info(folder: Path) -> RunInfo:
         run = run_stats(read_log(folder))
     except (DataError, OSError) as error:
         when = (folder / run_log.FILE_NAME).lstat().st_mtime  # of a dangling link, too
-        return RunInfo(str(folder), folder.name, "", "", "unreadable", 0, 0, None, None, 0.0, when, str(error))
+        return RunInfo(str(folder), folder.name, "", "", "unreadable", 0, 0, None, None, 0.0, when, problem=str(error))
     return RunInfo(
         folder=str(folder),
         name=run.name or folder.name,
@@ -78,6 +79,7 @@ def _info(folder: Path) -> RunInfo:
         best_eval=run.best_eval,
         tokens_per_second=run.tokens_per_second,
         when=run.last,
+        ranks=run.ranks,
     )
 
 
@@ -90,12 +92,16 @@ def runs_table(runs: Sequence[RunInfo]) -> RenderableType:
         table.add_column(heading)
     for heading in ("step", "loss", "best eval", "tokens/s"):
         table.add_column(heading, justify="right")
+    several = any(run.ranks > 1 for run in runs)
+    if several:
+        table.add_column("ranks", justify="right")
     table.add_column("last event")
     for run in runs:
         style = {"done": "green", "early stop": "green", "running": "cyan"}.get(run.state, "yellow")
         step = f"{run.step:,}/{run.steps:,}" if run.steps else f"{run.step:,}"
         cells = [run.folder, run.model.rpartition("/")[2], run.method]
         rest = [step, *map(number_format.figure, (run.last_loss, run.best_eval)), number_format.count(run.tokens_per_second)]
+        rest += [f"{run.ranks}"] if several else []
         table.add_row(*map(Text, cells), Text(run.state, style=style), *map(Text, rest), Text(number_format.moment(run.when)))
     broken = [Text(run.problem, style="yellow") for run in runs if run.problem]
     return Group(table, *broken)
@@ -120,7 +126,7 @@ def compare(folders: Sequence[Path]) -> dict[str, Any]:
             **{
                 name: [getattr(run, name) for run in runs]
                 for name in ("state", "step", "tokens", "last_loss", "best_eval", "best_eval_step", "tokens_per_second",
-                             "seconds", "device")
+                             "seconds", "device", "ranks")
             },
         }
     )  # fmt: skip

@@ -32,7 +32,7 @@ from pronghorn.train.evaluate import evaluate
 from pronghorn.train.health import BrokenWeights, Offenders, listed, offending_rows, require_sound
 from pronghorn.train.memory import COMPARED_AFTER, WARM_UP, evaluation_capacity, main_memory, out_of_memory
 from pronghorn.train.optim import lr_scale, set_lr
-from pronghorn.train.run_events import log_end, log_experts, log_remarks, log_start
+from pronghorn.train.run_events import foretold, log_end, log_experts, log_remarks, log_start
 from pronghorn.train.run_folder import RunFolder, set_aside
 from pronghorn.train.saving import saver_of, try_first_save
 from pronghorn.train.setup import Session, set_up
@@ -448,7 +448,8 @@ class _Run:
         world, now = self.session.world, time.perf_counter()
         if world.size > 1:
             waited = [float(seconds) for seconds in world.joined([f"{world.waited:.6f}"])]
-            self.log.write("ranks", step=self.session.step, seconds=now - self._looked, waited=waited)
+            looked = {"seconds": now - self._looked, "waited": waited, **foretold(self.session)}
+            self.log.write("ranks", step=self.session.step, **looked)
             world.waited, self._looked = 0.0, now
 
     def _tell(self) -> None:

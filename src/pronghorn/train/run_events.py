@@ -16,14 +16,17 @@ import torch
 from pronghorn import __version__
 from pronghorn.errors import EnvironmentFault, PronghornError, counted
 from pronghorn.memory.gpus import PRICES_AS_OF, local_gpu
+from pronghorn.memory.scaling import foretold_sum
 from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.formats.store import count_parameters
 from pronghorn.report.html import write_html
 from pronghorn.report.run_log import RunLog
 from pronghorn.report.stages import Stages
 from pronghorn.train.health import require_trainable
+from pronghorn.train.optim import trainable
 from pronghorn.train.setup import Session
 
+FP32 = 4  # bytes of a gradient
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes of what getrusage counts
 
 
@@ -107,3 +110,14 @@ def _device_name(device: torch.device, ranks: int) -> str:
     if device.type == "cuda":
         return several + torch.cuda.get_device_name(device)
     return f"{several}CPU ({platform.machine()}, {counted(os.cpu_count() or 1, 'core')})"
+
+
+def foretold(session: Session) -> dict[str, float]:
+    """Seconds that a step's sum over ranks should take, for the report; nothing where the GPU is not in the table, is shared by
+    ranks, or weights are spread."""
+    gpu, size = local_gpu(session.device), session.world.size
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    if gpu is None or session.shards is not None or here > torch.cuda.device_count():
+        return {}
+    gradients = FP32 * sum(parameter.numel() for parameter in trainable(session.model).values())
+    return {"foretold": foretold_sum(gpu, size, max(1, size // here), gradients)}
