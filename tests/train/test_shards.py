@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from rank_processes import Silent, in_ranks
 from safetensors.torch import load_file
-from test_ranks import Silent, apart, in_ranks, losses_of
+from test_ranks import apart, losses_of
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from pronghorn.errors import RecipeError
@@ -203,14 +204,14 @@ def test_a_row_that_breaks_a_step_is_found_where_weights_are_spread(runs: Callab
     recipes = runs("nf4", RUNS["qlora"], shard="base"), runs("full", RUNS["full"], shard="full")
 
     def broken(world: World) -> str:
-        real, rows, told = Supervised._fused, list[int](), []
+        real, rows, told = Supervised.loss_sum, list[int](), []
 
         def spoilt(self: Supervised, model: Any, batch: Any) -> torch.Tensor:
             rows.extend(batch.documents)
             bad = world.rank == 1 and rows[0] in batch.documents
             return real(self, model, batch) * (float("nan") if bad else 1.0)
 
-        Supervised._fused = spoilt  # type: ignore[method-assign]  # in this process, which ends
+        Supervised.loss_sum = spoilt  # type: ignore[method-assign]  # in this process, which ends
         for recipe in recipes:
             rows.clear()
             try:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from test_ranks import in_ranks
+from rank_processes import in_ranks
 
 from pronghorn.data.batches import BatchLoader, Shapes
 from pronghorn.data.packing import pack
