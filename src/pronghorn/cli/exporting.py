@@ -42,17 +42,15 @@ def export(
     arguments: argparse.Namespace, base_of: Callable[[Path], str], loading: Callable[[str], AbstractContextManager[None]]
 ) -> None:
     run, target = Path(arguments.run), Path(arguments.target) if arguments.target else None
-    with importing():
-        from pronghorn.export.targets import asked_for
-    asked = asked_for(arguments.to)
-    if arguments.push_to_hub:
-        from pronghorn.export.push import push, require_push
-
-        require_push(arguments.push_to_hub, len(asked))
-    base = base_of(run)
     with displaying(arguments, label="exporting") as display:
-        with loading(base):
+        with importing():
             from pronghorn.export.job import Options
+            from pronghorn.export.push import push, require_push
+            from pronghorn.export.targets import asked_for
+        asked = asked_for(arguments.to)
+        if arguments.push_to_hub:
+            require_push(arguments.push_to_hub, len(asked))
+        with loading(base_of(run)):
             from pronghorn.export.run import export_run
         chosen = Options(arguments.dtype, arguments.base, check=not arguments.no_check)
         written = export_run(run, arguments.checkpoint, target, arguments.to, options=chosen, report=display.progress)
