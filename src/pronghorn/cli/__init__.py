@@ -213,7 +213,8 @@ def data_show(arguments: argparse.Namespace) -> None:
 
     tokenizer, prepared = _prepared(recipe, arguments)
     table = prepared.tokens
-    if not 1 <= arguments.row <= (count := count_of(table)):
+    count = count_of(table)
+    if not 1 <= arguments.row <= count:
         raise CommandError(
             what=f"row {arguments.row} does not exist",
             why=f"the data has {counted(count, 'row')}",
