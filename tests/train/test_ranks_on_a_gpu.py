@@ -44,7 +44,7 @@ def test_one_rank_over_nccl_trains_as_none(gpu_recipe: RecipeFor, monkeypatch: p
         assert "nccl" in world.backend
         ranks = train(renamed(recipe, "ranks"), display=Silent(), world=world)
     expected = losses_of(alone.folder)
-    assert len(expected) > 8
+    assert len(expected) >= 8
     assert apart(losses_of(ranks.folder), expected) <= 2 * apart(losses_of(again.folder), expected) + 1e-6
 
 

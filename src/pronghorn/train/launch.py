@@ -6,6 +6,7 @@ signal to this process is passed on to all of them.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import signal
@@ -13,6 +14,7 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -38,7 +40,7 @@ def launch(ranks: int, command: Sequence[str]) -> None:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
-        shutdown_timeout=PATIENCE,
+        **_patience(),
     )
     with TemporaryDirectory() as folder:
         told = Path(folder) / "told"
@@ -51,6 +53,12 @@ def launch(ranks: int, command: Sequence[str]) -> None:
             raise _first(failed, told.exists()) from None
         finally:
             del os.environ[TOLD]
+
+
+def _patience() -> dict[str, Any]:
+    """torch 2.11 cannot be told: it kills ranks 30 s after a signal."""
+    known = "shutdown_timeout" in inspect.signature(LaunchConfig).parameters
+    return {"shutdown_timeout": PATIENCE} if known else {}
 
 
 def _first(failed: ChildFailedError, told: bool) -> PronghornError:
