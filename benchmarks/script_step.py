@@ -47,8 +47,8 @@ def measure(system: str, workload: str, *, warmup: int, steps: int) -> Row:
         def total(self) -> int:
             return self.warmup + self.steps + PROFILED
 
-        def step_ended(self, tokens: Any) -> None:
-            super().step_ended(tokens)
+        def step_ended(self, tokens: Any, pairs: int = 0) -> None:
+            super().step_ended(tokens, pairs)
             if self.done == self.warmup + self.steps:
                 self._wait()
                 self._times[self.done] = time.perf_counter()

@@ -16,13 +16,13 @@ GOLDEN = json.loads(FILE.read_text(encoding="utf-8"))
 def test_losses_are_those_written_down(case: str, tmp_path: Path) -> None:
     losses = losses_of(case, tmp_path / "room")
     assert len(losses) == STEPS
-    assert beyond(losses, GOLDEN["cases"][case]) == []
+    assert beyond(case, losses, GOLDEN["cases"][case]) == []
 
 
 def test_every_case_learns_and_shows_another_rate() -> None:
     assert GOLDEN["cases"].keys() == CASES.keys()
     for name, case in GOLDEN["cases"].items():
         assert case["losses"][-1] < 0.7 * case["losses"][0]
-        seen = beyond(case["another_rate"], case)
+        seen = beyond(name, case["another_rate"], case)
         assert 1 not in seen, name  # the first loss is that before any update
         assert seen[0] <= 5, name  # chance has grown large only later

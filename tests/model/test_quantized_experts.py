@@ -32,6 +32,7 @@ from pronghorn.model.load import inspect_model, load_model
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.merge import save_merged
 from pronghorn.recipe import Lora, Recipe
+from samples import make_tokenizer
 
 CPU = torch.device("cpu")
 SIZES: dict[str, Any] = {
@@ -305,6 +306,7 @@ def test_merging_adds_to_what_was_trained_on(which: str, method: str, request: p
     model = drawn(add_adapter(base, LORA, seed=1))
     ids = torch.arange(1, 21)[None]
     save_model(model, tmp_path / "adapter")
+    make_tokenizer().save_pretrained(tmp_path / "adapter")
     dequantize_(model, torch.float32)  # whose own products round
     with torch.no_grad():
         truth = model.eval()(input_ids=ids, use_cache=False).logits

@@ -41,5 +41,5 @@ def test_lines_of_a_log_say_it(capsys) -> None:  # type: ignore[no-untyped-def]
     display.progress("tokenizing", 1_000, 1_000)
     assert capsys.readouterr().out.splitlines() == [
         "tokenizing: 20%, 8.0 s left, 100 rows/s, 200 of 1,000 rows",
-        "tokenizing: 1,000 of 1,000",
+        "tokenizing: 1,000 of 1,000 rows",
     ]

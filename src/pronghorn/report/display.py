@@ -31,7 +31,7 @@ from pronghorn.errors import counted, printable
 from pronghorn.report import number_format
 from pronghorn.report.bars import sparkline, stage_bar, stage_legend
 from pronghorn.report.console import SafeConsole
-from pronghorn.report.pace import Paces, amount_of
+from pronghorn.report.pace import Paces, so_far
 from pronghorn.report.run_log import as_number
 from pronghorn.report.stages import Stages
 from pronghorn.report.throughput import Throughput
@@ -110,7 +110,7 @@ class PlainDisplay:
             self._paces.end(label)
             if label in self._open:
                 self._open.discard(label)
-                self._line.say(f"{label}: {amount_of(label, total)} of {amount_of(label, total)}")
+                self._line.say(f"{label}: {so_far(label, total, total)}")
         elif now - began >= PROGRESS_AFTER and now - self._last_progress >= PROGRESS_EVERY:
             self._last_progress = now
             self._open.add(label)

@@ -27,6 +27,12 @@ def amount_of(label: str, number: int) -> str:
     return number_format.size(number) if unit == "bytes" else f"{number:,} {unit}".rstrip()
 
 
+def so_far(label: str, done: int, total: int) -> str:
+    """`12,800 of 50,000 rows`, `2.1 GB of 16.1 GB`"""
+    of = amount_of(label, done) if UNITS.get(label) == "bytes" else f"{done:,}"
+    return f"{of} of {amount_of(label, total)}"
+
+
 class Paces:
     """Of everything that has a progress, by its label."""
 
@@ -53,8 +59,7 @@ class Paces:
             parts.append(f"{number_format.duration((total - done) / rate)} left")
         if rate and unit:
             parts.append(f"{amount_of(label, round(rate))}/s")
-        so_far = number_format.size(done) if unit == "bytes" else f"{done:,}"
-        return ", ".join([*parts, f"{so_far} of {amount_of(label, total)}" if total else amount_of(label, done)])
+        return ", ".join([*parts, so_far(label, done, total) if total else amount_of(label, done)])
 
     def _rate(self, label: str, done: int, now: float) -> float:
         """Per second; 0 while it is not known. Until `now`, so that what stands still becomes slower."""
