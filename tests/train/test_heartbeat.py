@@ -22,6 +22,7 @@ from pronghorn.train.loop import train
 from pronghorn.train.objectives import Supervised
 from pronghorn.train.world import World
 
+pytestmark = pytest.mark.usefixtures("_no_gpu")  # ranks are forked here, and CUDA cannot be
 QUICK = {"BEAT": 0.1, "STOPPED": 0.5, "SILENT": 3.0, "STUCK": 3.0, "HUNG": 4.0, "FORCE": 20.0}
 
 
