@@ -267,9 +267,13 @@ def test_the_command_serves_until_ctrl_c(place: Place, capsys: pytest.CaptureFix
         os.kill(os.getpid(), signal.SIGINT)
 
     helper = threading.Thread(target=press)
-    helper.start()
-    assert main(["serve", str(place.run), "--port", str(port), "--json"]) == 0
-    helper.join()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    try:
+        helper.start()
+        assert main(["serve", str(place.run), "--port", str(port), "--json"]) == 0
+        helper.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
     printed = capsys.readouterr()
     assert json.loads(printed.out) == {"url": f"http://127.0.0.1:{port}/v1", "models": ["run", Path(place.model).name]}
     assert "stopped" in printed.err
