@@ -34,7 +34,7 @@ DOUBLING = "{% set ns = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set
         (LOOPS, "does not terminate"),
         ("{{ 9 ** (9 ** 8) % 7 }}", "does not terminate"),
         ("{{ (10 ** 4000) ** (10 ** 4000) }}", "does not terminate|too much memory"),
-        (DOUBLING, "too much memory"),
+        (DOUBLING, "does not terminate|too much memory"),  # a slow core copies for longer than is allowed here
         ("{{ '%9999999999d' % 1 }}", "too much memory"),
         ("{{ 'a'.center(9999999999) }}", "too much memory"),
         ("{{ 'a' | center(9999999999) }}", "too much memory"),

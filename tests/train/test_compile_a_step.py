@@ -111,12 +111,14 @@ def _for_a_hopper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     monkeypatch.setattr(driver, "_active", NoGpu())
     monkeypatch.setattr(triton.compiler, "compile", first)
     monkeypatch.setitem(attention.REFUSALS, "short", lambda case: None)
+    attention._pick.cache_clear()  # of what other tests of this process asked for
     for module in modules():
         if hasattr(module, "use_triton"):
             monkeypatch.setattr(module, "use_triton", lambda tensor: True)
     yield
     for kernel in kernels().values():
         kernel.device_caches.pop(THERE, None)
+    attention._pick.cache_clear()
 
 
 def batch() -> PackedBatch:
