@@ -4,7 +4,8 @@
 
 One process, one model, one captured step; blocks of steps alternate between the two, so that clocks and temperature are the
 same for both. Ranks of size 1 go through NCCL (on a CPU: gloo) as several would: the flat buffer of adapters' gradients is
-summed between the graphs, and the host asks for signals once a step. Prints one JSON line and, with --out, writes a results
+summed between the graphs (a run over NCCL has it in the update's graph, which costs the host less), and the host asks for
+signals once a step. Prints one JSON line and, with --out, writes a results
 file.
 """
 

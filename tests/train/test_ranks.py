@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from ast import literal_eval
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from pronghorn.data.batches import BatchLoader, Shapes
 from pronghorn.data.packing import pack
 from pronghorn.errors import HealthStop, RecipeError
+from pronghorn.model.capture import Graphs, Work
 from pronghorn.model.causal_lm import install
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora, Recipe
@@ -203,6 +204,58 @@ def test_the_captured_step_is_summed_between_its_graphs(tmp_path: Path) -> None:
     for (loss, norm), (expected, norm_alone) in zip(literal_eval(found[0][1]), taken(World()), strict=True):
         assert loss == pytest.approx(expected, rel=1e-6)
         assert norm == pytest.approx(norm_alone, rel=1e-4)
+
+
+@pytest.mark.parametrize("failed", ["", "here", "elsewhere"])
+def test_sums_in_the_update_graph_are_those_of_all_ranks_or_of_none(failed: str) -> None:
+    """Where sums can be captured: once a step, in the update; between the graphs where the capture fails on one rank."""
+
+    class Summing(World):
+        captures, sums, at_end = True, 0, None
+
+        def add_up(self, tensors: Any) -> None:
+            self.sums += len(tensors) > 0
+
+        def largest(self, number: int) -> int:
+            asked.append(number)
+            return 1 if failed == "elsewhere" and len(asked) == 2 else number
+
+        def before_parting(self, work: Callable[[], None]) -> None:
+            self.at_end = work
+
+    class Captured(Graphs):
+        captures = True
+
+        def attempt(self, work: Work) -> None:
+            work()
+
+        def capture(self, works: Sequence[Work]) -> list[Work]:
+            if failed == "here" and works[0] == step._sum_and_update:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            return list(works)
+
+        def captured(self, *works: Work) -> list[Work]:
+            return self.capture(works)
+
+    asked, said, world, table = list[int](), list[str](), Summing(), random_table(20)
+    model = add_adapter(make_model(), Lora(r=4), seed=1)
+    assert install(model) == ""
+    optimizer = FusedAdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    step = GraphedStep(model, optimizer, device=torch.device("cpu"), precision="fp32", clip=0.5, say=said.append, world=world)
+    step._graphs = Captured(torch.device("cpu"), failed=lambda error: None)
+    step._graphs.captures, step._compile = True, lambda inputs: None  # type: ignore[method-assign]
+    shapes = Shapes.planned(table, pack(table.lengths, 256, seed=1, epoch=0), 256)
+    for batch in islice(BatchLoader(table, capacity=256, packs_per_step=1, seed=1, workers=0, shapes=shapes), 3):
+        step.begin(batch)
+        assert step.finish().grad_norm > 0
+    assert world.sums == 1 + 3  # one before the capture
+    assert asked == [0, int(failed == "here")]
+    assert step._sums_captured == (not failed)
+    assert any("no part of the update's CUDA graph" in line for line in said) == bool(failed)
+    if not failed:
+        assert world.at_end is not None
+        world.at_end()
+        assert step._update is None
 
 
 def test_packs_are_dealt_and_every_rank_knows_the_whole_step() -> None:

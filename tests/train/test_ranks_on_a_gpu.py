@@ -7,17 +7,22 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from rank_processes import Silent
+from test_graphed_step import graphed, losses, mixed_table, model_of, steps_of
 from test_ranks import apart, losses_of
 from test_runs_on_a_gpu import RecipeFor, gpu_recipe  # noqa: F401  # a fixture
 
 from pronghorn.recipe import Recipe
+from pronghorn.report.run_log import read_log
 from pronghorn.train.loop import train
-from pronghorn.train.ranks import join
+from pronghorn.train.ranks import Ranks, join
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,21 +36,54 @@ def renamed(recipe: Recipe, name: str) -> Recipe:
     return recipe.model_copy(update={"output": f"{recipe.output}-{name}"})
 
 
-def test_one_rank_over_nccl_trains_as_none(gpu_recipe: RecipeFor, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    """The captured step with its collectives between the graphs: as close as the same run repeated."""
-    recipe = gpu_recipe(train={"graph": "on"})
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Ranks]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}.items():
         monkeypatch.setenv(name, value)
+    return join
+
+
+def test_one_rank_over_nccl_trains_as_none(gpu_recipe: RecipeFor, one_rank: Callable[[], Ranks]) -> None:  # noqa: F811
+    """The captured step with NCCL's sums in the update's graph: as close as the same run repeated."""
+    recipe = gpu_recipe(train={"graph": "on"})
     alone, again = (train(renamed(recipe, name), display=Silent()) for name in ("alone", "again"))
-    with join() as world:
+    with one_rank() as world:
         assert "nccl" in world.backend
         ranks = train(renamed(recipe, "ranks"), display=Silent(), world=world)
+    assert not any("sums over ranks" in event.get("text", "") for event in read_log(ranks.folder))
     expected = losses_of(alone.folder)
     assert len(expected) >= 8
     assert apart(losses_of(ranks.folder), expected) <= 2 * apart(losses_of(again.folder), expected) + 1e-6
+
+
+def test_sums_over_nccl_are_part_of_the_update_graph(one_rank: Callable[[], Ranks], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plain sum over one rank changes nothing, so this one doubles: every replay reports twice the loss and the gradient,
+    though the host calls NCCL no more after the capture. The ranks part while the step is still there."""
+    batches, calls = steps_of(mixed_table(60), 4), list[bool]()
+
+    def doubled(self: Ranks, tensor: torch.Tensor, how: Any = dist.ReduceOp.SUM) -> None:
+        if tensor.is_cuda:
+            calls.append(torch.cuda.is_current_stream_capturing())
+            how = dist._make_nccl_premul_sum(2.0)
+        dist.all_reduce(tensor, how)
+
+    expected = losses(graphed(model_of()), batches)
+    with one_rank() as world, monkeypatch.context() as patched:
+        patched.setattr(Ranks, "_sum", doubled)
+        step = graphed(model_of())
+        step.world = world
+        found = losses(step, batches[:1])
+        captured = len(calls)
+        assert calls[0] is False  # NCCL connects ranks before the capture
+        assert calls[-1] is True
+        found += losses(step, batches[1:])
+        assert len(calls) == captured
+    for (loss, norm), (loss_alone, norm_alone) in zip(found, expected, strict=True):
+        assert loss == pytest.approx(2 * loss_alone, rel=0.02)
+        assert norm == pytest.approx(2 * norm_alone, rel=0.2)
 
 
 def test_two_ranks_share_a_gpu_over_gloo(gpu_recipe: RecipeFor, tmp_path: Path) -> None:  # noqa: F811

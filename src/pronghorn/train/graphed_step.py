@@ -9,6 +9,9 @@ after it, until the host has seen it and stops the run.
     copy stream      batch k+1 -> staging          batch k+2 -> staging
     main stream      [staging -> inputs, graph k]  [staging -> inputs, graph k+1]  [update, report -> pinned memory]
 
+Where several ranks train, gradients are summed before the update: over NCCL at the beginning of its graph, over gloo between
+the graphs.
+
 The same functions run without capture where it failed, and on the CPU, where the tests look at them.
 """
 
@@ -27,7 +30,7 @@ import torch
 from pronghorn.data.batches import PackedBatch, StepBatch
 from pronghorn.errors import EnvironmentFault
 from pronghorn.kernels.runtime.dispatch import compile_kernels
-from pronghorn.model.capture import Graphs, Work, first_line
+from pronghorn.model.capture import Graphs, Work, first_line, raise_if_out_of_memory
 from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.load import DTYPES, Precision
 from pronghorn.model.lora_grad_buffer import LoraGradBuffer, shared_gradients
@@ -81,6 +84,7 @@ class GraphedStep(Step):
         self._micros: dict[tuple[int, ...], _Micro] = {}
         self._staging: dict[tuple[int, ...], deque[_Staging]] = {}
         self._update: Work | None = None
+        self._sums_captured = False  # whether the update's graph has the sums over ranks
         self._added_up: list[torch.Tensor] = []
         self._sums: LoraGradBuffer | None = None
         self._under_way: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
@@ -111,7 +115,7 @@ class GraphedStep(Step):
                 self._load(batch, micro.inputs)
                 micro.run()
                 self._accumulated = True
-            self.world.add_up(self._added_up)  # between the graphs, which have no collectives
+            self.world.add_up([] if self._sums_captured else self._added_up)
             self._release_holds()
             assert self._update is not None
             self._update()
@@ -138,7 +142,11 @@ class GraphedStep(Step):
             self._copies.synchronize()  # before the memory that it writes is another tensor's
         self._micros.clear()
         self._staging.clear()
-        self._update, self._sums, self._added_up = None, None, []
+        self._forget_update()
+        self._sums, self._added_up = None, []
+
+    def _forget_update(self) -> None:
+        self._update, self._sums_captured = None, False
 
     def _set_divisor(self, divisor: Divisor) -> None:
         if isinstance(divisor, tuple):
@@ -184,6 +192,10 @@ class GraphedStep(Step):
         self._report[1].copy_(self._adamw.grad_norm)
         self._report[2:].copy_(self._watched)
         self._clear()
+
+    def _sum_and_update(self) -> None:
+        self.world.add_up(self._added_up)
+        self._clip_and_update()
 
     def _raise_guard(self) -> None:
         """A loss above its limit counts as a refused step before this one, which makes the update refuse this one, too."""
@@ -234,7 +246,25 @@ class GraphedStep(Step):
         if self._graphs.captures and engine.can_run_dry:
             self._compile(batch.beginning(DRY_TOKENS).map(lambda tensor: tensor.to(self.device)))
         (self._update,) = self._graphs.captured(self._clip_and_update)
+        if self.world.captures and not self.world.largest(int(not self._graphs.captures)):
+            self._capture_sums()
         self._adamw.skipped.zero_()
+
+    def _capture_sums(self) -> None:
+        """The update once more, with the sums over ranks at its beginning: on all ranks, or on none. NCCL connects ranks in its
+        first sum, which is therefore not captured. The graph must be gone before the ranks part: NCCL waits for it."""
+        self._graphs.attempt(lambda: self.world.add_up(self._added_up))
+        update, why = None, "its capture failed on another rank"
+        try:
+            (update,) = self._graphs.capture([self._sum_and_update])
+        except RuntimeError as error:
+            raise_if_out_of_memory(error)
+            why = first_line(error)
+        if self.world.largest(int(update is None)):
+            self._say(f"sums over ranks are no part of the update's CUDA graph: {why}")
+            return
+        self._update, self._sums_captured = update, True
+        self.world.before_parting(self._forget_update)
 
     def _prepare(self, batch: PackedBatch) -> _Micro:
         """Inputs for this shape, and its graph. What a step has accumulated so far outlives the trial runs; on the host, since

@@ -12,6 +12,7 @@ import os
 import re
 import socket
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -76,7 +77,9 @@ class Ranks(World):
 
     def __init__(self, store: Any, rank: int, size: int, backend: str) -> None:
         self.rank, self.size, self.backend = rank, size, backend
+        self.captures = "nccl" in backend
         self._store, self._given_up = store, False
+        self._before_parting: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._watch = Watch(store, rank, size, agent=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
 
     def __enter__(self) -> Self:
@@ -97,6 +100,9 @@ class Ranks(World):
 
     def _disconnect(self) -> None:
         """From here on the others notice. A sum that was given up is left behind."""
+        while self._before_parting:
+            if (work := self._before_parting.pop()()) is not None:
+                work()
         if dist.is_initialized() and not self._given_up:
             dist.destroy_process_group()
 
@@ -132,18 +138,24 @@ class Ranks(World):
     # ---- reductions ------------------------------------------------------------------------------------------------------
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
+        if self.captures and torch.cuda.is_current_stream_capturing():  # nothing runs now, so nobody is waited for
+            self._add_up(tensors)
+            return
         with self.together(sum(tensor.nbytes for tensor in tensors), step=True):
-            kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-            for tensor in tensors:
-                if tensor.numel() >= SMALL and tensor.is_contiguous():
-                    self._sum(tensor)
-                else:
-                    kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-            for members in kinds.values():
-                flat = torch.cat([tensor.reshape(-1) for tensor in members])
-                self._sum(flat)
-                for tensor, part in zip(members, flat.split([tensor.numel() for tensor in members]), strict=True):
-                    tensor.copy_(part.view(tensor.shape))
+            self._add_up(tensors)
+
+    def _add_up(self, tensors: Sequence[Tensor]) -> None:
+        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for tensor in tensors:
+            if tensor.numel() >= SMALL and tensor.is_contiguous():
+                self._sum(tensor)
+            else:
+                kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+        for members in kinds.values():
+            flat = torch.cat([tensor.reshape(-1) for tensor in members])
+            self._sum(flat)
+            for tensor, part in zip(members, flat.split([tensor.numel() for tensor in members]), strict=True):
+                tensor.copy_(part.view(tensor.shape))
 
     def total(self, *numbers: float) -> tuple[float, ...]:
         with self.together():
@@ -158,11 +170,14 @@ class Ranks(World):
             return int(found)
 
     def _sum(self, tensor: Tensor, how: Any = dist.ReduceOp.SUM) -> None:
-        self.finish(dist.all_reduce(tensor, how, async_op=True), tensor)
+        if tensor.is_cuda and self.captures:  # on the stream that works, and not on one of torch's own
+            dist.all_reduce(tensor, how)
+        else:
+            self.finish(dist.all_reduce(tensor, how, async_op=True), tensor)
 
     def finish(self, work: Any, tensor: Tensor) -> None:
         """Waits for what was begun with `async_op`, or, over NCCL, lets the stream wait; and no longer than the run goes on."""
-        if tensor.is_cuda and "nccl" in self.backend:
+        if tensor.is_cuda and self.captures:
             work.wait()
             return
         while True:
@@ -209,6 +224,9 @@ class Ranks(World):
 
     def wait(self) -> None:
         self.largest(0)
+
+    def before_parting(self, work: Callable[[], None]) -> None:
+        self._before_parting.append(weakref.WeakMethod(work))
 
     # ---- what one rank does ----------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ class World:
     rank = 0
     size = 1
     waited = 0.0  # seconds in which this rank waited for others
+    captures = False  # whether `add_up` can be part of a CUDA graph
 
     @property
     def writes(self) -> bool:
@@ -61,6 +62,9 @@ class World:
 
     def wait(self) -> None:
         """Until every rank is here."""
+
+    def before_parting(self, work: Callable[[], None]) -> None:
+        """A method that is called when the ranks part, if its object is still there: it gives up graphs that have sums."""
 
     def require_same(self, facts: Callable[[], Mapping[str, str]]) -> None:
         """Refuses ranks for which one of these is not what it is for the writer."""
