@@ -32,6 +32,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.compile_for import Build, compiling_for
 from benchmarks.ops import replaced
 from benchmarks.without_numbers import WithoutNumbers
 from pronghorn.bench.meter import machine
@@ -45,7 +46,6 @@ from pronghorn.kernels.quant.fp8_cast import fp8_cast_rows, fp8_supported
 from pronghorn.kernels.quant.mxfp4 import mxfp4_dequantize, mxfp4_quantize
 from pronghorn.kernels.quant.nf4 import nf4_dequantize, nf4_quantize
 from pronghorn.kernels.quant.nvfp4 import nvfp4_dequantize, nvfp4_quantize
-from pronghorn.kernels.runtime.compile_for import Build, compiling_for
 from pronghorn.kernels.runtime.dispatch import CHIPS, HOPPER, Chip, as_on
 from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.formats.store import store_experts_, store_linears_

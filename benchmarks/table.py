@@ -15,13 +15,15 @@ from pathlib import Path
 
 from benchmarks.record import RESULTS, ROOT, read
 from benchmarks.result_tables import BLOCKS
+from benchmarks.side_by_side_tables import IN_TRL, brief, in_trl, markdown, summary
 from pronghorn.bench.picture import draw
 from pronghorn.bench.results import CEILING, NAME, Results, Row, rate, unsloths_best
 from pronghorn.bench.side_by_side import PICTURE
-from pronghorn.bench.table import IN_TRL, brief, dates, in_trl, markdown, summary
+from pronghorn.bench.table import dates
 from pronghorn.bench.workloads import SYSTEMS, WORKLOADS
 
 LOG = ROOT / "docs" / "log"
+EVERY_STEP = ("losses",)  # one number per step: left out where rows of several runs are kept together
 VERSIONS = ("torch", "triton", "transformers", "unsloth", "liger_kernel")
 # What a reader sees first: a model that fits easily, a large one, long documents, small memory, FP8, experts.
 FEW = (
@@ -168,7 +170,7 @@ def main() -> None:
         results = Results(RESULTS / NAME)
         for file in options.take:
             results.take_over(file)
-        results.without_every_step()
+        results.rows = [{name: value for name, value in row.items() if name not in EVERY_STEP} for row in results.rows]
         results.save()
     for page, blocks in PAGES.items():
         text = page.read_text(encoding="utf-8")

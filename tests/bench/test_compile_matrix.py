@@ -14,10 +14,10 @@ import pytest
 pytest.importorskip("triton")
 
 import pronghorn.kernels
+from benchmarks.compile_for import name_of
 from benchmarks.compile_matrix import Line, compile_all, joined, markdown, named, works
 from pronghorn.kernels.lora import lora_grad_gemm
 from pronghorn.kernels.runtime.compile_ahead import Kernel
-from pronghorn.kernels.runtime.compile_for import name_of
 from pronghorn.kernels.runtime.dispatch import CHIPS, HOPPER
 
 # The tiles that were too much, or are nearest to it: each the heaviest of its kernel.

@@ -9,9 +9,9 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
+from benchmarks.compile_for import Builds
 from pronghorn.kernels.attention import attention_short as op
 from pronghorn.kernels.attention import attention_torch as plain
-from pronghorn.kernels.runtime.compile_for import Builds
 from pronghorn.kernels.runtime.dispatch import HOPPER, compile_kernels
 
 

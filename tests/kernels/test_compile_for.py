@@ -12,7 +12,7 @@ from pronghorn.kernels.moe import grouped_gemm, grouped_quantized, moe_gather
 from pronghorn.kernels.runtime.dispatch import CHIPS, HOPPER, Chip
 
 pytest.importorskip("triton")
-Build = importlib.import_module("pronghorn.kernels.runtime.compile_for").Build
+Build = importlib.import_module("benchmarks.compile_for").Build
 SMALL = (CHIPS[8, 6], CHIPS[8, 9], CHIPS[12, 0])
 
 

@@ -30,7 +30,6 @@ WHAT = (
     "weights' matrix products alone (forward and input gradient), in bf16, or in FP8 where Pronghorn computes in FP8, without "
     "attention"
 )
-EVERY_STEP = ("losses",)  # one number per step: left out where rows of several runs are kept together
 
 
 class Results:
@@ -64,9 +63,6 @@ class Results:
         self._read(path)
         for row in before:
             self.add(row, save=False)
-
-    def without_every_step(self) -> None:
-        self.rows = [{name: value for name, value in row.items() if name not in EVERY_STEP} for row in self.rows]
 
     def get(self, workload: str, system: str) -> Row | None:
         return next((row for row in self.rows if row["workload"] == workload and row["system"] == system), None)

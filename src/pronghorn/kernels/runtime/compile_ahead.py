@@ -24,7 +24,7 @@ from triton.runtime.driver import driver
 
 _pools: list[_Compilers] = []
 _modes: list[Any] = []  # Triton's AsyncCompileMode, for the launches of all threads: autograd has one of its own
-_elsewhere: list[Callable[[Kernel, Callable[[], Any], dict[str, Any]], Any]] = []  # replaces a launch: compile_for.py
+_elsewhere: list[Callable[[Kernel, Callable[[], Any], dict[str, Any]], Any]] = []  # replaces a launch (benchmarks)
 
 
 class Kernel(triton.JITFunction):  # type: ignore[misc]

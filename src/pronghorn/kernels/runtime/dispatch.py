@@ -5,7 +5,7 @@ called where `use_triton` says so. With TRITON_INTERPRET=1 set both when this fi
 the Triton kernels run on CPU tensors through Triton's interpreter: slow, and meant for tests.
 
 `CHIPS` is the only place that knows what a GPU offers: tiles are chosen by `chip_of(device)`. Within `as_on(chip)` every op
-behaves as on that chip, wherever its tensors are: for compiling kernels without the chip (compile_for.py).
+behaves as on that chip, wherever its tensors are: for compiling kernels without the chip (benchmarks/compile_for.py).
 
 Within `dry_run(target)` ops on torch's meta device take the path of the target's chip, allocate what they would allocate there
 and launch nothing: memory is planned this way (memory/dry_run.py). Code that asks whether a tensor is on a GPU calls `is_gpu`;
@@ -201,7 +201,7 @@ def pretended() -> Target | None:
 
 @contextmanager
 def as_on(chip: Chip) -> Iterator[None]:
-    """Ops launch what they would launch on this chip; the kernels cannot run (compile_for.py)."""
+    """Ops launch what they would launch on this chip; the kernels cannot run (benchmarks/compile_for.py)."""
     _as_on.append(Target(chip))
     try:
         yield
