@@ -1,7 +1,13 @@
 """Conversations for training: templates by name, data sets brought into one form, labels on answers only."""
 
-from pronghorn.dropin.chat_template import CHAT_TEMPLATES, get_chat_template
-from pronghorn.dropin.conversations import apply_chat_template, standardize_data_formats, standardize_sharegpt, to_sharegpt
+from pronghorn.dropin.conversations import (
+    CHAT_TEMPLATES,
+    apply_chat_template,
+    get_chat_template,
+    standardize_data_formats,
+    standardize_sharegpt,
+    to_sharegpt,
+)
 from pronghorn.dropin.responses import train_on_responses_only
 
 __all__ = [

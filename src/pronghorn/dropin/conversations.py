@@ -1,4 +1,4 @@
-"""Data sets of Hugging Face's brought into one form: a column of messages with role and content, or of texts."""
+"""Data sets brought into one form, a column of messages with role and content or of texts; and chat templates by name."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import difflib
 import math
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pronghorn.data.named_templates import named
+from pronghorn.data.named_templates import TEMPLATES, named
 from pronghorn.data.template_by_name import with_template
 from pronghorn.dropin.prompt_format import template_of
 from pronghorn.errors import DataError, counted
@@ -200,3 +200,19 @@ def apply_chat_template(
 def _without_gaps(row: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Arrow gives every message of a column all keys that one of them has."""
     return [{key: value for key, value in message.items() if value is not None or key == "content"} for message in row]
+
+
+# As (template, end of turn), for scripts that look a name up.
+CHAT_TEMPLATES = {name: (row.template, row.end_of_turn or "eos_token") for name, row in TEMPLATES.items() if row.body}
+
+
+def get_chat_template(
+    tokenizer: Any,
+    chat_template: str | tuple[str, str] = "chatml",
+    mapping: Mapping[str, str] | None = None,
+    map_eos_token: bool = True,
+    system_message: str | None = None,
+) -> Any:
+    """A copy of the tokenizer with this template; `map_eos_token` makes the format's end of turn its end token, and the
+    tokenizer's end token the end of turn where it has no other. The rest as in `with_template`."""
+    return with_template(tokenizer, chat_template, mapping, map_eos_token, system_message, say_once)

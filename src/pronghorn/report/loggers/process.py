@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from pronghorn.report.loggers.figures import figures
-from pronghorn.report.loggers.logger import About, Logger
-from pronghorn.report.loggers.table import LOGGERS, PROJECT
+from pronghorn.report.loggers.table import LOGGERS, PROJECT, About, Logger
 from pronghorn.report.run_log import FILE_NAME
 
 EVERY = 0.5  # seconds between two looks at the file
