@@ -9,9 +9,12 @@ import torch
 
 from pronghorn.cli import starting
 from pronghorn.errors import CommandError
+from pronghorn.recipe import Data, Recipe, Train
 from pronghorn.train import launch
 from pronghorn.train.heartbeat import TOLD
 from tables import table
+
+RECIPE = Recipe(model="m", data=Data(train="d.jsonl"))  # four packs a step
 
 
 def asked(*words: str) -> argparse.Namespace:
@@ -27,15 +30,19 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Numbers of ranks that were started, on a machine with four GPUs."""
     found: list[int] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: "the same")
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(starting, "_may_be_several", lambda: True)  # as the driver's files say
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setattr(launch, "launch", lambda ranks, command: found.append(ranks))
     return found
 
 
 def test_ranks_that_are_started(started: list[int]) -> None:
     for words in (["--gpus", "2"], ["--gpus", "all"], ["--ranks", "3"]):
-        assert starting.launched(asked(*words), 1)
-    for words in ([], ["--gpus", "1"], ["--ranks", "1"]):
-        assert not starting.launched(asked(*words), 1)
+        assert starting.launched(asked(*words), 1, RECIPE)
+    for words in (["--gpus", "1"], ["--ranks", "1"]):
+        assert not starting.launched(asked(*words), 1, RECIPE)
     assert started == [2, 4, 3]
 
 
@@ -53,17 +60,35 @@ def test_what_cannot_be_started_is_told(words: list[str], ranks: int, said: str)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "device_count", lambda: 4)
         with pytest.raises(CommandError, match=said):
-            starting.launched(asked(*words), ranks)
+            starting.launched(asked(*words), ranks, RECIPE)
 
 
-@pytest.mark.usefixtures("started")
-def test_gpus_that_are_not_used_are_told_in_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_by_itself_a_run_uses_all_gpus_that_it_can(
+    started: list[int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    starting.tell_of_others(asked(), 1)
-    assert capsys.readouterr().err == "this run uses 1 of 4 GPUs; to use all of them: --gpus 4 (docs/scale.md)\n"
+    def told(packs: int) -> str:
+        recipe = RECIPE.model_copy(update={"train": Train(capacity=1024, batch_tokens=1024 * packs)})
+        starting.launched(asked(), 1, recipe)
+        return capsys.readouterr().err
+
+    assert told(4) == "training on 4 GPUs; --gpus 1 uses one (docs/scale.md)\n"
+    assert told(2).startswith("training on 2 of 4 GPUs: a step has 2 packs; ")
+    assert told(1).startswith("training on 1 of 4 GPUs: a step has 1 pack; ")
+    assert started == [4, 2]
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    assert told(4).startswith("training on 1 of 4 GPUs: this torch has no NCCL")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: f"kind {gpu // 2}")
+    assert told(4).startswith("training on 1 of 4 GPUs: they differ (kind 0, kind 1)")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert told(4) == ""
+    assert started == [4, 2]
+
+
+def test_what_others_started_starts_nothing(
+    started: list[int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(TOLD, "x")
-    assert not starting.launched(asked("--gpus", "2"), 2)  # one of them itself
-    starting.tell_of_others(asked("--gpus", "1"), 1)
-    starting.tell_of_others(asked(), 2)
-    assert capsys.readouterr().err == ""
+    assert not starting.launched(asked("--gpus", "2"), 2, RECIPE)  # one of those that this command has started
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert not starting.launched(asked(), 1, RECIPE)  # torchrun --nproc-per-node 1
+    assert (started, capsys.readouterr().err) == ([], "")

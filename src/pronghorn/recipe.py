@@ -140,6 +140,11 @@ class Train(Section):
     graph: Literal["auto", "on", "off"] = "auto"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 3407
 
+    @property
+    def packs(self) -> int:
+        """Micro-batches of a step, on all ranks together."""
+        return self.batch_tokens // self.capacity
+
 
 class Memory(Section):
     budget: str = "auto"  # auto | 24GB | 80%

@@ -242,13 +242,12 @@ def train(arguments: argparse.Namespace) -> None:
     from pronghorn.report.stages import Stages
 
     stages, (rank, ranks) = Stages(), started_as()
-    if starting.launched(arguments, ranks):
+    if starting.launched(arguments, ranks, recipe):
         return
     with displaying(arguments, stages, quiet=rank > 0) as display:
         with stages("imports"), _importing(recipe.model):
             from pronghorn.train.loop import train as run
             from pronghorn.train.ranks import join
-        starting.tell_of_others(arguments, ranks)
         display.progress(*STARTED)
         with join() if ranks > 1 else nullcontext() as world:
             result = run(

@@ -5,22 +5,28 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pronghorn.errors import CommandError, counted
 from pronghorn.process import importing
 
+if TYPE_CHECKING:
+    from pronghorn.recipe import Recipe
+
 
 def options(one: argparse.ArgumentParser) -> None:
-    one.add_argument("--gpus", metavar="N", help="train on N GPUs of this machine, or `all` (default: 1; docs/scale.md)")
+    one.add_argument("--gpus", metavar="N", help="train on N GPUs of this machine (default: all; docs/scale.md)")
     one.add_argument("--ranks", type=int, metavar="N", help="train in N processes on this machine's CPU, or sharing its GPU")
 
 
-def launched(arguments: argparse.Namespace, ranks: int) -> bool:
+def launched(arguments: argparse.Namespace, ranks: int, recipe: Recipe) -> bool:
     """Whether this command has run again as so many ranks, which find that they are ranks. `ranks`: those that this process
     is already one of."""
     from pronghorn.train.heartbeat import TOLD
 
-    if arguments.gpus is None and arguments.ranks is None:
+    asked = arguments.gpus is not None or arguments.ranks is not None
+    if not asked and "WORLD_SIZE" in os.environ:  # whoever started this process has decided
         return False
     if ranks > 1:
         if TOLD in os.environ:  # one of them
@@ -30,7 +36,7 @@ def launched(arguments: argparse.Namespace, ranks: int) -> bool:
             why="--gpus and --ranks start the ranks of one machine, and WORLD_SIZE says that something else has",
             fix="remove the option; or, where a scheduler starts one process for each machine, start torchrun in it",
         )
-    wanted = _wanted(arguments)
+    wanted = _wanted(arguments) if asked else _by_itself(recipe)
     if wanted == 1:
         return False
     with importing():
@@ -59,13 +65,38 @@ def _wanted(arguments: argparse.Namespace) -> int:
     return wanted
 
 
+def _by_itself(recipe: Recipe) -> int:
+    """All GPUs, or as many as the run can use; says which."""
+    there = _there() if _may_be_several() else 1
+    if there < 2:
+        return 1
+    packs = recipe.train.packs
+    wanted, why = min(there, packs), f"a step has {counted(packs, 'pack')}; train.batch_tokens / train.capacity is their number"
+    if problem := _why_not_together(there):
+        wanted, why = 1, problem
+    told = f"{wanted} of {there} GPUs: {why}" if wanted < there else f"{there} GPUs; --gpus 1 uses one"
+    print(f"training on {told} (docs/scale.md)", file=sys.stderr)
+    return wanted
+
+
+def _may_be_several() -> bool:
+    """Without torch, which takes seconds to import; where the driver does not tell (WSL), there may."""
+    found = Path("/proc/driver/nvidia/gpus")
+    return len(list(found.iterdir())) > 1 if found.is_dir() else Path("/dev/dxg").exists()
+
+
+def _why_not_together(there: int) -> str:
+    import torch
+
+    names = list(dict.fromkeys(torch.cuda.get_device_name(gpu) for gpu in range(there)))
+    if len(names) > 1:
+        return f"they differ ({', '.join(names)}), and a step takes as long as the slowest; --gpus {there} uses all"
+    if not torch.distributed.is_nccl_available():
+        return "this torch has no NCCL, over which GPUs sum gradients"
+    return ""
+
+
 def _there() -> int:
     with importing():
         import torch
     return int(torch.cuda.device_count())
-
-
-def tell_of_others(arguments: argparse.Namespace, ranks: int) -> None:
-    """One line, where there are GPUs that this run does not use. Only called when torch is there already."""
-    if ranks == 1 and arguments.gpus is None and arguments.ranks is None and (there := _there()) > 1:
-        print(f"this run uses 1 of {there} GPUs; to use all of them: --gpus {there} (docs/scale.md)", file=sys.stderr)

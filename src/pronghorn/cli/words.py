@@ -30,8 +30,8 @@ OPTIONS = {
     "force": "--fresh starts over and keeps the old folder",
     "overwrite": "--fresh starts over and keeps the old folder",
     "push_to_hub": "nothing is uploaded; export the model, then use `hf upload`",
-    "num_gpus": "Pronghorn trains on one GPU; select it with CUDA_VISIBLE_DEVICES",
-    "gpus": "Pronghorn trains on one GPU; select it with CUDA_VISIBLE_DEVICES",
+    "num_gpus": "`pronghorn train` uses all visible GPUs; --gpus 1 uses one",
+    "gpus": "`pronghorn train` uses all visible GPUs; --gpus 1 uses one",
     "device": "the GPU is used if there is one; select it with CUDA_VISIBLE_DEVICES (empty: CPU)",
 }  # fmt: skip
 

@@ -15,7 +15,7 @@ from pronghorn.model.config import read_config
 from pronghorn.recipe import Recipe
 from pronghorn.report.loggers.table import require_installed
 from pronghorn.train.memory import plan_memory, plan_of_everything
-from pronghorn.train.setup import look_ahead, notices, packs_per_step, prepare_data
+from pronghorn.train.setup import look_ahead, notices, prepare_data
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def check_run(recipe: Recipe, *, report: Callable[[str, int, int], None]) -> Fac
         eval_documents=len(data.evaluation) if data.evaluation is not None else 0,
         packs=summary["packs"],
         packing_efficiency=summary["efficiency"],
-        micro_batches_per_step=packs_per_step(recipe),
+        micro_batches_per_step=recipe.train.packs,
         steps=data.total_steps,
         memory_weights=weights,
         memory_training=training,

@@ -186,23 +186,19 @@ def prepare_data(recipe: Recipe, tokenizer: Any, *, report: Report, stage: Stage
 def _steps(recipe: Recipe, groups: Groups, first: Packs, report: Report) -> int:
     """Counted, not estimated: an epoch's number of packs depends on its shuffle, and the schedule needs the exact total."""
     spec = recipe.train
-    total = steps_per_epoch(len(first), packs_per_step(recipe))
+    total = steps_per_epoch(len(first), recipe.train.packs)
     for epoch in range(1, spec.epochs):
         report("counting steps of epochs", epoch, spec.epochs)
         packs = pack(groups, spec.capacity, seed=spec.seed, epoch=epoch)
-        total += steps_per_epoch(len(packs), packs_per_step(recipe))
+        total += steps_per_epoch(len(packs), recipe.train.packs)
     report("counting steps of epochs", spec.epochs, spec.epochs)
     return total
-
-
-def packs_per_step(recipe: Recipe) -> int:
-    return recipe.train.batch_tokens // recipe.train.capacity
 
 
 def agreed(recipe: Recipe, keys: dict[str, str], world: World) -> list[str]:
     """All ranks train the same run, and a step has a pack for each. Returns what should be told."""
     world.require_same(lambda: run_facts(recipe, keys))
-    packs, capacity = packs_per_step(recipe), recipe.train.capacity
+    packs, capacity = recipe.train.packs, recipe.train.capacity
     if packs < world.size:
         raise RecipeError(
             what=f"train.batch_tokens: a step has {counted(packs, 'pack')} for {world.size} ranks",
@@ -359,7 +355,7 @@ def _loader(
     return BatchLoader(
         data.train,
         capacity=recipe.train.capacity,
-        packs_per_step=packs_per_step(recipe),
+        packs_per_step=recipe.train.packs,
         seed=recipe.train.seed,
         workers=recipe.data.workers,
         start=start,
