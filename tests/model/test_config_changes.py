@@ -61,7 +61,7 @@ def test_every_config_value_that_a_forward_reads_is_looked_at(monkeypatch: pytes
             watching.setattr(type(config), "__getattribute__", noted)
             model(input_ids=IDS, labels=IDS)
         read = {name for name in read if not name.startswith("__")}
-        assert {"num_hidden_layers", "layer_types"} <= read, kind
+        assert "layer_types" in read, kind  # it was watched
         assert read - NO_EFFECT <= set(CONFIG), kind
 
 

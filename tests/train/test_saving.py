@@ -176,11 +176,11 @@ def test_an_output_folder_that_is_gone_ends_in_a_sentence(method: str, harm: str
             elif harm == "a file":
                 run.touch()
 
-    # Step 2's checkpoint is written beside the run: on a slow machine it is still under way at step 3.
-    with pytest.raises(EnvironmentFault, match=r"cannot write checkpoint-[24]") as caught:
+    # Checkpoints are written beside the run: step 2's may be under way at step 3, step 4's at the last step's evaluation.
+    with pytest.raises(EnvironmentFault, match=r"cannot write (checkpoint-[24]|the base model's answers)") as caught:
         train(recipe, display=Watching(do))
     assert caught.value.exit_code == 3
-    assert caught.value.where == str(run)
+    assert Path(caught.value.where).is_relative_to(run)
 
 
 LITTLE_MEMORY = """

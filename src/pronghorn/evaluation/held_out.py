@@ -202,7 +202,7 @@ def write_base(folder: Path, key: str, answers: Sequence[Answer]) -> None:
             what="cannot write the base model's answers",
             where=str(path),
             why=error.strerror or str(error),
-            fix="free some disk space, then run the same command again",
+            fix="free some disk space, or fix the reported system error; then run the same command again",
         ) from error
 
 
