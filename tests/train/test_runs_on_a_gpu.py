@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ from pronghorn.memory.plan import smallest_budget
 from pronghorn.model.config import read_config
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import read_log
-from pronghorn.train.launch import launch
 from pronghorn.train.loop import train
 from pronghorn.train.memory import plan_memory
 from samples import make_model, make_tokenizer
@@ -97,19 +94,3 @@ def test_fp8_follows_bf16(gpu_recipe: RecipeFor, tmp_path: Path, kind: str) -> N
     theirs = losses(train(gpu_recipe(**plain, output=str(tmp_path / "plain")), display=Silent()))
     assert ours == pytest.approx(theirs, rel=1e-2)
     assert ours[-1] < ours[0]
-
-
-@pytest.mark.parametrize("method", ["qlora", "full"])
-def test_two_ranks_that_share_a_gpu_spread_their_weights(gpu_recipe: RecipeFor, tmp_path: Path, method: str) -> None:
-    """Over gloo, by way of the host: NCCL needs a GPU for each. The losses are those of one rank."""
-    shard = "full" if method == "full" else "base"
-    one, two = (
-        gpu_recipe(method=method, world={"shard": kind}, output=str(tmp_path / kind), train={"graph": "off"})
-        for kind in ("none", shard)
-    )
-    file = tmp_path / "recipe.yaml"
-    file.write_text(json.dumps(two.model_dump(mode="json", exclude_none=True)), encoding="utf-8")
-    launch(2, [sys.executable, "-m", "pronghorn.cli", "train", str(file)])
-    found = [event["loss"] for event in read_log(tmp_path / shard) if event["event"] == "step"]
-    assert len(found) >= 2
-    assert found == pytest.approx(losses(train(one, display=Silent())), rel=2e-3)  # bf16: sums in another order
