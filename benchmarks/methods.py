@@ -4,7 +4,7 @@
 
 For each pair: the command's exit code, whether the loss fell, the gradient norm, and whether the first, second and third
 forward of the same tokens have the same bits, in a process that has computed nothing before. What does not apply is refused by
-the command itself, and its words are kept.
+the command itself, and its words are kept. Rows that a run did not ask for stay in the file, with their commit and machine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.record import record, write
+from benchmarks.record import read, record, write
 from pronghorn.bench.weights import make_model_folder, model_folder
 from pronghorn.bench.workloads import MODELS
 
@@ -117,6 +117,13 @@ def forwards(file: Path) -> dict[str, float]:
     return found
 
 
+def earlier(file: Path) -> list[dict[str, Any]]:
+    if not file.exists():
+        return []
+    content = read(file)
+    return [{"commit": content["commit"], "machine": content["machine"]} | row for row in content["results"]]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--models", default=",".join(SHAPES))
@@ -144,10 +151,10 @@ def main() -> int:
                 f"[{number}/{len(pairs)}] {found['model']:22s} {found['method']:13s} {found['verdict']:8s} {curve}", flush=True
             )
             results.append(found)
-    write(
-        options.out,
-        record("Every method on every kind of model through `pronghorn train`", "python -m benchmarks.methods", results),
-    )
+    rows = {(row["model"], row["method"]): row for row in earlier(options.out)}
+    rows |= {(row["model"], row["method"]): row for row in results}
+    what = "Every method on every kind of model through `pronghorn train`"
+    write(options.out, record(what, "python -m benchmarks.methods", list(rows.values())))
     return 0 if all(found["verdict"] in ("trains", "refused") for found in results) else 1
 
 

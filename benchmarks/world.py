@@ -2,11 +2,10 @@
 
     python -m benchmarks.world [--workload llama-1b] [--steps 20] [--blocks 6] [--out FILE]
 
-One process, one model, one captured step; blocks of steps alternate between the two, so that clocks and temperature are the
-same for both. Ranks of size 1 go through NCCL (on a CPU: gloo) as several would: the flat buffer of adapters' gradients is
-summed between the graphs (a run over NCCL has it in the update's graph, which costs the host less), and the host asks for
-signals once a step. Prints one JSON line and, with --out, writes a results
-file.
+One process, a model and a captured step for each; blocks of steps alternate between the two, so that clocks and temperature
+are the same for both. Ranks of size 1 go through NCCL (on a CPU: gloo) as several would: the flat buffer of adapters' gradients
+is summed, by NCCL within the update's graph, and the host asks for signals once a step. Prints one JSON line and, with --out,
+writes a results file.
 """
 
 from __future__ import annotations
@@ -34,20 +33,26 @@ def measure(workload: str, *, warmup: int, steps: int, blocks: int) -> dict[str,
 
     from pronghorn.bench.meter import Meter
     from pronghorn.bench.ours import Ours
+    from pronghorn.bench.weights import make_model_folder
     from pronghorn.bench.workloads import WORKLOADS
     from pronghorn.train.ranks import join
     from pronghorn.train.world import World
 
-    meter = Meter(began=time.time(), warmup=warmup, steps=2 * blocks * (steps + 1))
-    ours = Ours(WORKLOADS[workload], meter)
+    make_model_folder(WORKLOADS[workload].model)
 
     def wait() -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
-    def run(world: World, count: int) -> float:
+    def ours_with(world: World) -> Ours:
+        """The world is there before the first step, whose capture depends on it."""
+        ours = Ours(WORKLOADS[workload], Meter(began=time.time(), warmup=warmup, steps=blocks * (steps + 1)))
+        ours.step.world = world
+        return ours
+
+    def run(ours: Ours, count: int) -> float:
         """Milliseconds a step, as the loop takes them: begun ahead of being read."""
-        ours.step.world, begun, losses = world, deque[None](), []
+        begun, losses = deque[None](), []
         wait()
         began = time.perf_counter()
         for _ in range(count):
@@ -56,7 +61,7 @@ def measure(workload: str, *, warmup: int, steps: int, blocks: int) -> dict[str,
             if len(begun) > ours.step.depth:
                 begun.popleft()
                 losses.append(ours.step.finish().loss)
-            world.largest(0)
+            ours.step.world.largest(0)
         losses += [ours.step.finish().loss for _ in begun]
         wait()
         assert all(math.isfinite(loss) for loss in losses), "a loss is not a number"
@@ -67,13 +72,14 @@ def measure(workload: str, *, warmup: int, steps: int, blocks: int) -> dict[str,
         port = free.getsockname()[1]
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with join() as ranks:
-        for world in (World(), ranks):
-            run(world, warmup)
-        times: dict[str, list[float]] = {"alone": [], "ranks": []}
+        both = {"alone": ours_with(World()), "ranks": ours_with(ranks)}
+        for ours in both.values():
+            run(ours, warmup)
+        times: dict[str, list[float]] = {name: [] for name in both}
         for _ in range(blocks):
-            for name, world in (("alone", World()), ("ranks", ranks)):
-                run(world, 1)
-                times[name].append(run(world, steps))
+            for name, ours in both.items():
+                run(ours, 1)
+                times[name].append(run(ours, steps))
         backend = ranks.backend
     alone, through = (median(times[name]) for name in ("alone", "ranks"))
     return {
