@@ -277,6 +277,18 @@ class Recipe(Section):
     world: World = World()
     output: Annotated[str, Field(min_length=1)] = "runs/default"
 
+    @model_validator(mode="before")
+    @classmethod
+    def _reward_models_answer_nothing(cls, values: Any) -> Any:
+        """Without a word of it in the recipe, `eval.generations` is 0 for them."""
+        if not isinstance(values, dict):
+            return values
+        objective, evaluated = values.get("objective"), values.get("eval", {})
+        name = objective.get("name") if isinstance(objective, dict) else getattr(objective, "name", objective)
+        if name != "reward" or not isinstance(evaluated, dict):
+            return values
+        return values | {"eval": {"generations": 0, **evaluated}}
+
     @model_validator(mode="after")
     def _parts_fit_together(self) -> Recipe:
         problems = []
@@ -294,6 +306,9 @@ class Recipe(Section):
             problems.append("data.template: data.chat_template is set as well; remove one of them")
         if self.eval.metrics and self.data.eval is None:
             problems.append("eval.metrics: metrics need held-out data; set data.eval: 0.05, or a file")
+        if self.objective.scored and (self.eval.metrics or self.eval.generations):
+            key = "metrics" if self.eval.metrics else "generations"
+            problems.append(f"eval.{key}: a reward model gives scores, not answers; remove eval.{key}")
         problems += [*self.eval.misfits, *self.objective.misfits, *self._preference_misfits()]
         problems += self._compute_misfits()
         problems += self._shard_misfits()
@@ -393,6 +408,11 @@ class Recipe(Section):
         if self.method == "qlora":
             return "nf4" if self.storage == "auto" else self.storage
         return "fp8" if self.method == "fp8" else "bf16"
+
+    @property
+    def score_seed(self) -> int | None:
+        """Of the score that a reward model has in place of the LM head (model/scored.py); None: a language model."""
+        return self.train.seed if self.objective.scored else None
 
     @property
     def fp8(self) -> bool:

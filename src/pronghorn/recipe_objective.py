@@ -77,5 +77,10 @@ class Objective(Section):
         return problems
 
     @property
+    def scored(self) -> bool:
+        """Whether the model has a score in place of the LM head."""
+        return self.name == "reward"
+
+    @property
     def rows(self) -> Rows:
         return "documents" if self.name == "supervised" else "marked" if self.name == "kto" else "pairs"

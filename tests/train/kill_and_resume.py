@@ -94,7 +94,7 @@ def main() -> None:
     os.environ["PRONGHORN_CACHE"] = str(arguments.scratch / "cache")
     arguments.scratch.mkdir(parents=True, exist_ok=True)
     rows = chat_rows(60) if arguments.objective == "supervised" else pair_rows(60)
-    data = write_rows(arguments.scratch / "train.jsonl", rows)
+    data, answers = write_rows(arguments.scratch / "train.jsonl", rows), arguments.objective != "reward"
 
     def recipe(name: str, workers: int) -> Recipe:
         return Recipe.model_validate(
@@ -106,7 +106,7 @@ def main() -> None:
                 "data": {"train": [str(data)], "eval": 0.1, "max_length": 128, "workers": workers},
                 "train": {"steps": arguments.steps, "batch_tokens": 512, "capacity": 256, "lr": 1e-2},
                 "checkpoint": {"every": max(1, arguments.steps // 6), "keep": 2},
-                "eval": {"every": max(1, arguments.steps // 3), "generations": 1, "max_new_tokens": 3},
+                "eval": {"every": max(1, arguments.steps // 3), "generations": int(answers), "max_new_tokens": 3},
                 "output": str(arguments.scratch / name),
             }
         )

@@ -205,7 +205,7 @@ def test_rows_that_break_a_step_are_found_with_their_partners() -> None:
 
 def test_a_run_uses_the_objective_of_its_recipe(recipe_for: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Packs, steps and evaluation of a whole run."""
-    monkeypatch.setattr(setup, "objective_of", lambda recipe, store=None: Pairs())
+    monkeypatch.setattr(setup, "objective_of", lambda recipe, store=None, pad_id=0: Pairs())
     changes: dict[str, Any] = {
         "eval": {"every": 2, "generations": 0},
         "checkpoint": {"every": 2, "keep": 9},

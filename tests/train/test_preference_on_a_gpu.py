@@ -1,8 +1,11 @@
-"""Shared prompts on a GPU, through a whole model in bf16: no further from float64 than documents with prompts of their own."""
+"""Shared prompts on a GPU, through a whole model in bf16: no further from float64 than documents with prompts of their own.
+A reward model's run, captured and eager."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +17,12 @@ from pronghorn.data.batches import Shapes, build_batch
 from pronghorn.data.packing import pack_in_order
 from pronghorn.data.pair_packing import groups_of
 from pronghorn.model.causal_lm import install
+from pronghorn.recipe import Recipe
+from pronghorn.report.run_log import read_log
+from pronghorn.train.loop import train
 from pronghorn.train.objectives.objective import log_probs_of
+from samples import pair_rows, write_rows
+from train.test_preference_runs import Silent
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 SIZES = {"vocab_size": 2048, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8}
@@ -49,3 +57,25 @@ def test_answers_in_bf16_are_as_near_to_the_truth_shared_or_not() -> None:
     plain, shared = (float((sums(model, "cuda", shared=s) - truth).pow(2).mean().sqrt()) for s in (False, True))
     assert float((sums(truth_model, "cpu", shared=True) - truth).abs().max()) < 1e-9
     assert shared <= 2 * plain + 1e-3, (shared, plain)
+
+
+def test_a_reward_model_trains_captured_as_it_does_eagerly(recipes: Callable[..., Recipe], tmp_path: Path) -> None:
+    """The score at the end of each answer, prompts shared, in bf16."""
+    file = write_rows(tmp_path / "pairs.jsonl", pair_rows(64))
+    runs = {}
+    for graph in ("off", "on"):
+        recipe = recipes(
+            objective="reward",
+            precision="bf16",
+            data={"train": [str(file)], "eval": 0.25},
+            eval={"every": 20, "generations": 0},
+            train={"steps": 20, "lr": 5e-3, "graph": graph},
+            output=str(tmp_path / graph),
+        )
+        train(recipe, display=Silent())
+        runs[graph] = read_log(Path(recipe.output))
+    losses = {name: [event["loss"] for event in events if event["event"] == "step"] for name, events in runs.items()}
+    assert losses["on"][:5] == pytest.approx(losses["off"][:5], rel=2e-2)
+    assert losses["on"][-1] < losses["on"][0]
+    held_out = [event for event in runs["on"] if event["event"] == "eval"][-1]["metrics"]
+    assert held_out["accuracy"] > 0.5

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from trl import DPOTrainer, KTOTrainer
+from trl import DPOTrainer, KTOTrainer, RewardTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 with warnings.catch_warnings():
@@ -86,6 +86,18 @@ def kto(model: Any, marked: list[tuple[list[int], list[int], bool]], **settings:
     inputs: dict[str, Any] = _completions(rows) | _completions(others, "KL_")
     inputs["label"] = torch.tensor([good for _, _, good in marked])
     loss = trainer._compute_loss(model, inputs, return_outputs=False)
+    return loss, {name: values[0] for name, values in trainer._metrics["train"].items()}
+
+
+def reward(
+    model: Any, pairs: list[Pair], margins: list[float] | None = None, center: float | None = None
+) -> tuple[Tensor, dict[str, float]]:
+    trainer = bare(RewardTrainer, model, args=SimpleNamespace(center_rewards_coefficient=center))
+    rows = [prompt + answer for place in (1, 2) for prompt, answer in ((pair[0], pair[place]) for pair in pairs)]
+    inputs = {"input_ids": padded(rows), "attention_mask": padded([[1] * len(row) for row in rows])}
+    if margins is not None:
+        inputs["margin"] = torch.tensor(margins)
+    loss = trainer.compute_loss(model, inputs)
     return loss, {name: values[0] for name, values in trainer._metrics["train"].items()}
 
 

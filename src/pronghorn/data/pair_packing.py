@@ -117,6 +117,20 @@ def shared_segments(table: TokenRows, pairs: PairRows, rows: Longs) -> Segments:
     )
 
 
+def ends_of(table: TokenRows, rows: Longs, pad_id: int) -> Longs:
+    """Where in a pack of these rows each document has its last token that is not `pad_id`; of one without, its first."""
+    pairs, at, ends = pairs_of(table), 0, []
+    for group in split_groups(table, rows) if len(rows) else []:
+        shared = int(pairs.prefixes[group[0]]) if pairs is not None and pairs.shared else 0
+        prompt, at = at, at + shared
+        for row in group:
+            ids = table.ids(int(row))
+            last = int(np.flatnonzero(ids != pad_id)[-1:].sum())
+            ends.append(prompt + last if last < shared else at + last - shared)
+            at += len(ids) - shared
+    return np.array(ends, np.int64)
+
+
 def slots(pairs: PairRows, rows: Longs, size: int) -> dict[str, npt.NDArray[Any]]:
     """`roles_D`, `firsts_D` and `margins_D` of a pack with these rows, D = `size`."""
     roles, margins = np.full(size, -1, np.int64), np.zeros(size, np.float32)

@@ -99,6 +99,11 @@ def _template_text(chat_template: str | None) -> str:
         ) from error  # fmt: skip
 
 
+def padding_id(tokenizer: Any) -> int:
+    """The token that fills a pack, and that a classifier takes for no part of a row."""
+    return int(next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None))
+
+
 def load_tokenizer(name: str, spec: Data | None = None) -> Any:
     """The tokenizer of a local folder or a hub name, with what the recipe changes about it: template, special tokens."""
     chat_template = spec.chat_template if spec else None

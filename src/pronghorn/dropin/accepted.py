@@ -31,7 +31,8 @@ class Row:
 
 
 CLASSIFIES = Row(
-    why="Pronghorn trains causal language models only", fix="use the matching transformers class and the transformers Trainer"
+    why="FastLanguageModel loads causal language models only",
+    fix="for a reward model set objective: reward in a recipe; else use the matching transformers class and its Trainer",
 )
 LOADING = {
     "fast_inference": Row(why=NO_VLLM, fix="remove the argument and generate with model.generate(...)"),

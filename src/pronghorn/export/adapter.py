@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from pronghorn.data.tokens import padding_id
 from pronghorn.errors import CommandError
 from pronghorn.export.checking import Reference, Verdict, score
 from pronghorn.export.job import Job, copy_files
-from pronghorn.export.usage import Usage, base_name
-from pronghorn.model.config import read_config
+from pronghorn.export.usage import SCORES, Usage, base_name
 from pronghorn.model.lora import require_adapter
+from pronghorn.model.scored import set_padding
 from pronghorn.model.stock import stock_adapter
-from pronghorn.model.text_stack import auto_class
 
 
 def refuse(job: Job) -> None:
@@ -29,17 +29,21 @@ def write(job: Job) -> None:
 def check(job: Job, reference: Reference) -> Verdict:
     """On the base as it was trained on: a stock library has no NF4 or FP8 of ours, but loads the dequantized weights."""
     model = stock_adapter(job.recipe, job.folder)
+    if job.recipe.objective.scored:
+        set_padding(model, padding_id(job.trained.tokenizer()))
     return reference.verdict(score(model, reference.rows, job.report), job.tolerance(), "transformers and PEFT")
 
 
 def usage(job: Job) -> list[Usage]:
-    kind = auto_class(read_config(job.recipe.model)).__name__
+    kind, scored = job.loaded_with, job.recipe.objective.scored
+    options = f", num_labels=1, pad_token_id={padding_id(job.trained.tokenizer())}" if scored else ""
     text = f"""\
 from peft import PeftModel
 from transformers import {kind}, AutoTokenizer
 
 folder = "path/to/this/folder"
 tokenizer = AutoTokenizer.from_pretrained(folder)
-base = {kind}.from_pretrained("{base_name(job.recipe.model)}")
+base = {kind}.from_pretrained("{base_name(job.recipe.model)}"{options})
 model = PeftModel.from_pretrained(base, folder)"""
+    text += f"\n{SCORES}" if scored else ""
     return [Usage("PEFT", text, "python")]

@@ -2,7 +2,8 @@
 
 Both read the same tokens. `best`: the likeliest token at each place; `log_probs`: of the token that is there. From these come
 the share of places with the same likeliest token (greedy agreement), the largest difference of a log-probability, and the
-perplexity of the trained model (before) and of the export (after).
+perplexity of the trained model (before) and of the export (after). Of a reward model a row has one number, its score, in place
+of log-probabilities, and nothing else is compared.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Scores:
-    """Of one row, a number for each scored token."""
+    """Of one row, a number for each scored token; of a reward model one, and no `best`."""
 
     best: tuple[int, ...]
     log_probs: tuple[float, ...]
@@ -105,9 +106,12 @@ class Reference:
         best = [
             (a, b) for one, other in zip(self.scores, found, strict=True) for a, b in zip(one.best, other.best, strict=True)
         ]
-        agreement = sum(a == b for a, b in best) / len(best)
         apart_by = [(abs(a - b) if math.isfinite(a - b) else math.inf) for a, b in zip(before, after, strict=True)]
         largest, mean = max(apart_by), sum(apart_by) / len(apart_by)
+        if not best:
+            told = f"largest difference of a score {largest:.2g} ({loaded_with}, {len(before)} rows)"
+            return Verdict(largest <= tolerance.log_prob, told, loaded_with, len(self.rows))
+        agreement = sum(a == b for a, b in best) / len(best)
         perplexities = [math.exp(min(700.0, -sum(each) / len(each))) for each in (before, after)]
         apart = abs(perplexities[1] / perplexities[0] - 1)
         wrong = []
@@ -145,6 +149,9 @@ def score(model: Any, rows: Sequence[Row], report: Report = lambda *_: None, lab
         report(label, number, len(rows))
         ids = torch.tensor(row.ids, device=device)
         logits = model(input_ids=ids[None], attention_mask=torch.ones_like(ids)[None], use_cache=False).logits[0]
+        if logits.ndim == 1:  # a classifier's
+            found.append(Scores((), (float(logits[0]),)))
+            continue
         wide = logits[row.start - 1 : -1].float().log_softmax(-1)
         chosen = wide.gather(1, ids[row.start :, None])[:, 0]
         found.append(Scores(tuple(wide.argmax(-1).tolist()), tuple(chosen.tolist())))

@@ -25,16 +25,20 @@ import torch
 from safetensors import SafetensorError
 
 from pronghorn import __version__
+from pronghorn.data.tokens import padding_id
 from pronghorn.digests import file_digest
 from pronghorn.errors import CommandError, EnvironmentFault
 from pronghorn.export.checking import Tolerance, tolerance_of
+from pronghorn.model.config import read_config
 from pronghorn.model.export import NOT_EXPORTED
 from pronghorn.model.fingerprint import fingerprint
 from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.load import DTYPES, ModelFacts, inspect_model, pick_device, resolve_precision
 from pronghorn.model.lora import PICKLED
 from pronghorn.model.merge_stream import merging, write_config
+from pronghorn.model.scored import set_padding
 from pronghorn.model.sharded import write_sharded
+from pronghorn.model.text_stack import auto_class
 from pronghorn.recipe import Recipe
 from pronghorn.report.number_format import size
 from pronghorn.train.trained_run import Trained
@@ -89,7 +93,15 @@ class Job:
     @cached_property
     def model_facts(self) -> ModelFacts:
         """Of the model that the adapter is for, or of the trained one; from its config alone."""
-        return inspect_model(self.recipe.model if self.has_adapter else str(self.checkpoint), storage=self.recipe.stored_as)
+        name = self.recipe.model if self.has_adapter else str(self.checkpoint)
+        return inspect_model(name, storage=self.recipe.stored_as, scored=self.recipe.objective.scored)
+
+    @property
+    def loaded_with(self) -> str:
+        """transformers' class that loads the model."""
+        if self.recipe.objective.scored:
+            return "AutoModelForSequenceClassification"
+        return str(auto_class(read_config(self.recipe.model)).__name__)
 
     @property
     def merged_onto(self) -> str:
@@ -158,6 +170,8 @@ def write_merged(job: Job, folder: Path) -> None:
     whole = job.has_adapter or job.options.dtype is not None
     if whole:
         source = merging(job.checkpoint, job.recipe, job.dtype, original=job.options.base == "original")
+        if job.recipe.objective.scored:
+            set_padding(source.model, padding_id(job.trained.tokenizer()))
         write_sharded(folder, source, job.report, label="merging")
         write_config(source, folder, job.dtype)
     copy_files(job.checkpoint, folder, lambda name: not (whole and name.startswith(("adapter_", "model"))))

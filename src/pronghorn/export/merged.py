@@ -5,14 +5,14 @@ from __future__ import annotations
 from pronghorn.errors import CommandError
 from pronghorn.export.checking import Reference, Tolerance, Verdict, score
 from pronghorn.export.job import Job, write_merged
-from pronghorn.export.usage import Usage
+from pronghorn.export.usage import SCORES, Usage
 from pronghorn.model.config import read_config
 from pronghorn.model.families import text_config
 from pronghorn.model.formats.checkpoint import published_format
 from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.lora import require_adapter
 from pronghorn.model.stock import stock_model
-from pronghorn.model.text_stack import auto_class, copy_processor_files
+from pronghorn.model.text_stack import copy_processor_files
 
 # Onto weights that it was not trained on: another model, by the user's own wish. How much it differs is told, and not judged.
 OTHER_BASE = Tolerance(log_prob=float("inf"), perplexity=float("inf"), agreement=0.0)
@@ -57,11 +57,13 @@ def check(job: Job, reference: Reference) -> Verdict:
 
 
 def usage(job: Job) -> list[Usage]:
-    kind = auto_class(read_config(job.recipe.model)).__name__
+    kind = job.loaded_with
     text = f"""\
 from transformers import {kind}, AutoTokenizer
 
 folder = "path/to/this/folder"
 tokenizer = AutoTokenizer.from_pretrained(folder)
 model = {kind}.from_pretrained(folder)"""
+    if job.recipe.objective.scored:
+        return [Usage("transformers", f"{text}\n{SCORES}", "python")]
     return [Usage("transformers", text, "python"), Usage("vLLM", "vllm serve path/to/this/folder")]

@@ -67,7 +67,7 @@ def model_card(recipe: Recipe, to: str, figures: dict[str, Any], usages: list[Us
     library = ", ".join(f"{name} {number}" for name, number in versions().items())
     return f"""---
 {"" if local else f"base_model: {base}{chr(10)}"}library_name: {LIBRARIES.get(to, "transformers")}
-pipeline_tag: text-generation
+pipeline_tag: {"text-classification" if recipe.objective.scored else "text-generation"}
 tags: [pronghorn, {recipe.method}]
 ---
 # {Path(recipe.output).name}

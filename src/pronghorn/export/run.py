@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pronghorn.errors import Interrupted
+from pronghorn.errors import CommandError, Interrupted
 from pronghorn.export.checking import Reference, Verdict, reference_of
 from pronghorn.export.job import (
     Job,
@@ -105,6 +105,12 @@ def export_trained(
     needed = 0
     for (asked, place), job in zip(places, jobs, strict=True):
         refuse_existing(place)
+        if trained.recipe.objective.scored and not asked.target.scores:
+            raise CommandError(
+                what=f"--to {asked.name} cannot hold a reward model",
+                why="it is for programs that write text, and the run's model has a score head in place of the LM head",
+                fix="use --to merged, or adapter: transformers loads them with AutoModelForSequenceClassification",
+            )
         asked.target.refuse(job)
         needed += asked.target.size(job)
     require_space(places[0][1], needed)

@@ -24,6 +24,7 @@ class Target:
     size: Callable[[Job], int]
     refuse: Callable[[Job], None] = lambda _: None
     variants: tuple[str, ...] = ()
+    scores: bool = False  # whether it can hold a reward model, whose head is a score
 
 
 TARGETS: dict[str, Target] = {
@@ -37,6 +38,7 @@ TARGETS: dict[str, Target] = {
             adapter.usage,
             adapter.size,
             adapter.refuse,
+            scores=True,
         ),
         Target(
             "merged",
@@ -46,6 +48,7 @@ TARGETS: dict[str, Target] = {
             merged.usage,
             merged.size,
             merged.refuse,
+            scores=True,
         ),
         Target(
             "gguf",

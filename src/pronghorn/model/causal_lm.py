@@ -37,7 +37,7 @@ from pronghorn.model.layers.types import Documents, GradBuffer, Norm, Shards
 from pronghorn.model.positions import Positions
 from pronghorn.model.router_stats import ExpertCounts, RouterStats, padding_mask
 from pronghorn.model.same_weights import Weights
-from pronghorn.model.text_stack import backbone, head_of
+from pronghorn.model.text_stack import backbone, head_of, is_classifier
 
 
 class Offload(Elsewhere, Protocol):
@@ -69,7 +69,8 @@ class FastCausalLM:
             self.expert_layers += [i] if slot is not None else []
         self.expert_counts: ExpertCounts | None = None  # made by the first step
         asked = self.expert_layers and getattr(config, "output_router_logits", False)
-        self.balance = float(model.router_aux_loss_coef) if asked else 0.0  # weight of the routers' auxiliary loss
+        # weight of the routers' auxiliary loss, which a classifier has not
+        self.balance = float(getattr(model, "router_aux_loss_coef", 0.0)) if asked else 0.0
         self.norm = Norm(self.backbone.norm, family.one_plus)
         self.positions = Positions(self.backbone, config, self.layers[0].head_width)
         self._adapters: CopyTable | None = None
@@ -353,10 +354,13 @@ def require_isolated_documents(model: Any, device: torch.device, vocabulary: int
             return engine.hidden(leaf(None, None, engine.embed(x[0])), engine.documents(bounds, 6, positions[0]))[5:]
         hook = model.get_input_embeddings().register_forward_hook(leaf)
         try:
-            logits: Tensor = model(input_ids=x, position_ids=positions, use_cache=False).logits[0, 5:]
+            if is_classifier(base_of(model).config):  # its own forward gives one number
+                found: Tensor = base_of(model).model(input_ids=x, position_ids=positions, use_cache=False).last_hidden_state
+            else:
+                found = model(input_ids=x, position_ids=positions, use_cache=False).logits
         finally:
             hook.remove()
-        return logits
+        return found[0, 5:]
 
     def leaked() -> bool:
         embedded: list[Tensor] = []

@@ -101,7 +101,8 @@ def savable(what: str, model: str) -> Iterator[None]:
 
 def trained_model(checkpoint: Path, recipe: Recipe, dtype: torch.dtype, device: torch.device) -> Any:
     """The model with what was trained, for evaluation and chat."""
+    seed = recipe.score_seed
     if recipe.method == "full":
-        return load_model(str(checkpoint), dtype, device)
-    base = load_model(recipe.model, dtype, device, storage=recipe.stored_as)
+        return load_model(str(checkpoint), dtype, device, score_seed=seed)
+    base = load_model(recipe.model, dtype, device, storage=recipe.stored_as, score_seed=seed)
     return load_adapter(base, checkpoint, recipe.lora, recipe.train.seed)

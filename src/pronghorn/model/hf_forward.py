@@ -27,7 +27,7 @@ from pronghorn.kernels.norm.rms_norm import rms_norm
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.changes import ENGINE, OURS, inner_of, is_plain_table, why_called
 from pronghorn.model.router_stats import RouterStats
-from pronghorn.model.text_stack import INNER, head_of, in_use
+from pronghorn.model.text_stack import INNER, head_of, in_use, is_classifier
 
 if TYPE_CHECKING:
     from pronghorn.model.causal_lm import FastCausalLM
@@ -56,7 +56,9 @@ OF_THE_OWN_FORWARD = {"past_key_values", "output_attentions", "output_hidden_sta
 def set_forwards(model: Any, engine: FastCausalLM) -> None:
     """On this instance only."""
     around = [] if model.model is engine.backbone else [(model.model, _around_forward)]
-    for module, forward in ((engine.backbone, _backbone_forward), *around, (model, _model_forward)):
+    own = [] if is_classifier(model.config) else [(model, _model_forward)]  # its forward calls the backbone
+    object.__setattr__(model, ENGINE, engine)
+    for module, forward in ((engine.backbone, _backbone_forward), *around, *own):
         object.__setattr__(module, ENGINE, engine)
         module.forward = types.MethodType(_in_place_of(type(module).forward, forward), module)
     if _separate_weights not in model._state_dict_pre_hooks.values():  # as in a model that was pickled

@@ -23,6 +23,7 @@ from pronghorn.model.families import FAMILIES, text_config
 from pronghorn.model.formats.checkpoint import load_stored, published_format, refuse_unreadable
 from pronghorn.model.formats.table import FORMATS, require_fp8
 from pronghorn.model.lora import PICKLED, add_adapter
+from pronghorn.model.scored import require_head, with_score
 from pronghorn.model.text_stack import auto_class, decoder_layers, keep_softcap, set_cache
 from pronghorn.model.weight_files import stored_weights
 from pronghorn.recipe import Lora, Recipe
@@ -87,10 +88,12 @@ def require_fp8_products(recipe: Recipe, facts: ModelFacts) -> None:
     )
 
 
-def inspect_model(name: str, lora: Lora | None = None, *, storage: str = "bf16") -> ModelFacts:
-    """Reads the config, allocates nothing. With `lora`, also counts the adapter and refuses targets that match nothing."""
+def inspect_model(name: str, lora: Lora | None = None, *, storage: str = "bf16", scored: bool = False) -> ModelFacts:
+    """Reads the config, allocates nothing. With `lora`, also counts the adapter and refuses targets that match nothing.
+    `scored`: with a score in place of the LM head (scored.py)."""
     _refuse_unreadable_folder(name)
     config = read_config(name)
+    require_head(config, name, scored=scored)
     refuse_unreadable(config, FORMATS[storage], name)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # its sizes are those of the original model
@@ -100,6 +103,8 @@ def inspect_model(name: str, lora: Lora | None = None, *, storage: str = "bf16")
     text, parameters = text_config(config), sum(p.numel() for p in model.parameters())
     require_enough_weights(parameters, stored, name)
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
+    if scored:
+        model = with_score(model, seed=0)
     if lora:
         with torch.device("meta"):
             model = add_adapter(model, lora, seed=0)
@@ -122,14 +127,17 @@ def load_model(
     storage: str = "bf16",
     progress: Callable[[str, int, int], None] | None = None,
     keep: Callable[[str, torch.nn.Module], None] | None = None,
+    score_seed: int | None = None,
 ) -> PreTrainedModel:
     """The family's own layers, weights from safetensors only. No code from the model's folder is ever run.
 
     `storage`: a row of model/formats/table.py, in which linears and stacks of experts are stored. `keep`: gets each decoder
     layer before it goes to the device, or as soon as it is quantized there, and need not leave it whole (model/shards.py).
+    `score_seed`: with a score in place of the LM head (scored.py), drawn from this seed where the files have none.
     """
     _refuse_unreadable_folder(name)
     config, row = read_config(name), FORMATS[storage]
+    require_head(config, name, scored=score_seed is not None)
     refuse_unreadable(config, row, name)
     folder = model_folder(name, weights=True)
     _refuse_unreadable_folder(str(folder))
@@ -138,7 +146,7 @@ def load_model(
     if row.quantize is not None:
         model = guarded(name, lambda: load_stored(folder, row, dtype, device, progress=progress, keep=keep))
         model.config._name_or_path = model.name_or_path = place(name)  # adapters name their base by it
-        return model  # type: ignore[no-any-return]
+        return model if score_seed is None else with_score(model, score_seed)  # type: ignore[no-any-return]
     mxfp4 = published_format(config) == "mxfp4"
     _require_enough_weights_for(config, folder, name)
 
@@ -168,7 +176,8 @@ def load_model(
     keep_softcap(model)
     for layer in decoder_layers(model).items() if keep else ():
         keep(*layer)  # type: ignore[misc]
-    return model.to(device)  # type: ignore[no-any-return]
+    model = model.to(device)
+    return model if score_seed is None else with_score(model, score_seed)  # type: ignore[no-any-return]
 
 
 def _require_enough_weights_for(config: Any, folder: Path, name: str) -> None:

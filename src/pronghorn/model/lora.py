@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from pronghorn.errors import CheckpointError, ModelError, RecipeError
 from pronghorn.model.families import EXPERTS
 from pronghorn.model.formats.store import is_quantized
-from pronghorn.model.text_stack import beside_text, is_beside, not_adapted
+from pronghorn.model.text_stack import beside_text, is_beside, is_classifier, not_adapted
 from pronghorn.recipe import Lora
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -29,10 +29,17 @@ GATED = ("gate_proj", "up_proj", "down_proj")  # of an MLP
 def attach(model: torch.nn.Module, **config: Any) -> PeftModel:
     """PEFT's model around ours, by the keys of its config. Adapter weights are float32 whatever the base's precision, because
     small updates vanish in bf16. They are not merged in place while the base is quantized (merge.py)."""
-    adapted: PeftModel = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **config), autocast_adapter_dtype=True)
+    adapted: PeftModel = get_peft_model(model, LoraConfig(**task_of(model), **config), autocast_adapter_dtype=True)
     for name in ("merge_adapter", "merge_and_unload") if is_quantized(adapted) else ():
         setattr(adapted.base_model, name, partial(_merge, adapted, getattr(adapted.base_model, name)))
     return adapted
+
+
+def task_of(model: Any) -> dict[str, Any]:
+    """Of PEFT's config. With SEQ_CLS it trains the head (`score`) whole."""
+    if is_classifier(model.config):
+        return {"task_type": "SEQ_CLS"}
+    return {"task_type": "CAUSAL_LM"}
 
 
 def _merge(adapted: PeftModel, merge: Callable[..., Any], *rest: Any, **options: Any) -> Any:
@@ -94,7 +101,7 @@ def linear_names(model: torch.nn.Module, *, beside_experts: bool = False) -> lis
     if beside_experts:
         layers = tuple({f"{name.rsplit('.', 3)[0]}." for name, p in model.named_parameters() if p.ndim == 3})
         names = [name for name in names if name.startswith(layers)]
-    names = sorted({name.rsplit(".", 1)[-1] for name in names} - {"lm_head"})
+    names = sorted({name.rsplit(".", 1)[-1] for name in names} - {"lm_head", "score"})
     return [name for name in names if name not in taken_for_experts(model, names)] if beside_experts else names
 
 
@@ -142,12 +149,26 @@ def restore_adapter(model: PeftModel, folder: Path, adapter: str = "default") ->
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise _not_this_adapter(folder, " ".join(str(error).split())[:300]) from error
-    absent = [name for name in found.missing_keys if "lora_" in name and adapter in name.split(".")]
+    absent = [name for name in found.missing_keys if _adapts(name) and adapter in name.split(".")]
     if strange := [f"{name} is not in the file" for name in absent] or [
         *(f"{name} does not exist in the model" for name in found.unexpected_keys),
-        *(f"{name} is no part of a LoRA adapter" for name in stored if "lora_" not in name),
+        *(f"{name} is no part of a LoRA adapter" for name in stored if not _adapts(name)),
     ]:
         raise _not_this_adapter(folder, strange[0])
+
+
+def stored_score(folder: Path) -> dict[str, torch.Tensor]:
+    """The head of a checkpoint's reward model, by the model's name of it."""
+    require_adapter(folder)
+    stored = load_file(folder / ADAPTER_WEIGHTS)
+    found = {name.removeprefix("base_model.model."): tensor for name, tensor in stored.items() if "score" in name.split(".")}
+    if set(found) != {"score.weight"}:
+        raise _not_this_adapter(folder, "it has no score.weight")
+    return found
+
+
+def _adapts(name: str) -> bool:
+    return "lora_" in name or "score" in name.split(".")
 
 
 def require_adapter(folder: Path) -> None:

@@ -118,6 +118,8 @@ def _with_deltas(weight: Tensor, module: Any) -> Tensor:
 
 
 def _still_tied(base: Any, weights: dict[str, Tensor]) -> bool:
+    if base.get_output_embeddings() is None:
+        return True  # a classifier
     names = {id(module): name for name, module in base.named_modules()}
     head = weights.get(f"{names[id(base.get_output_embeddings())]}.weight")
     embeddings = weights.get(f"{names[id(base.get_input_embeddings())]}.weight")

@@ -42,8 +42,9 @@ from pronghorn.model.formats.experts import STACKS, StoredExperts, stored_expert
 from pronghorn.model.formats.store import linears_of
 from pronghorn.model.formats.table import FORMATS, Format
 from pronghorn.model.load import DTYPES, pick_device, resolve_precision
-from pronghorn.model.lora import add_adapter, restore_adapter
+from pronghorn.model.lora import add_adapter, restore_adapter, stored_score
 from pronghorn.model.merge import _still_tied, _unwrapped, _with_deltas, merged_weights
+from pronghorn.model.scored import with_score
 from pronghorn.model.text_stack import beside_text, copy_processor_files, is_beside
 from pronghorn.model.wide_parts import stays_wide
 from pronghorn.recipe import Recipe
@@ -96,6 +97,10 @@ class MergedWeights:
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         model: Any = guarded(base, lambda: empty_model(str(self.folder), config, compute))
+        self.given: dict[str, Tensor] = {}  # what the checkpoint has whole
+        if adapter is not None and adapter[1].objective.scored:
+            model = with_score(model, seed=0)
+            self.given = stored_score(adapter[0])
         model.config._name_or_path = model.name_or_path = place(base)
         if (generation := generation_config(base, self.folder)) is not None:
             model.generation_config = generation
@@ -108,7 +113,8 @@ class MergedWeights:
         self.adapted: dict[str, Any] = {}
         tied = getattr(model, "all_tied_weights_keys", None) or {}
         self.sources = {key: tied[key] for key in _tied(model) if key in self.shapes}
-        _refuse_missing([key for key in self.shapes if key not in self.sources], self.stacks, self.shards, self.folder)
+        elsewhere = self.sources.keys() | self.given.keys()
+        _refuse_missing([key for key in self.shapes if key not in elsewhere], self.stacks, self.shards, self.folder)
         if adapter is not None:
             self._attach(*adapter)
         self.untied = any(key.removesuffix(".weight") in self.adapted for key in self.sources)
@@ -132,7 +138,7 @@ class MergedWeights:
         with torch.device("meta"):
             adapted = add_adapter(self.model, recipe.lora, recipe.train.seed)
         for name, parameter in list(adapted.named_parameters()):
-            if "lora_" in name:
+            if "lora_" in name or "modules_to_save" in name:
                 owner, _, leaf = name.rpartition(".")
                 real = nn.Parameter(torch.empty_like(parameter, device=self.device), requires_grad=False)
                 setattr(adapted.get_submodule(owner), leaf, real)
@@ -219,6 +225,8 @@ class MergedWeights:
 
     def _read(self, key: str) -> Tensor | StoredTensor:
         """As it was trained on, in the family's layout."""
+        if key in self.given:
+            return self.given[key]
         owner, _, leaf = key.rpartition(".")
         if key in self.stacks:
             return self._stack(key, self.stacks[key], leaf)

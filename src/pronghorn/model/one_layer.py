@@ -35,6 +35,7 @@ def written(config: Any) -> str:
 def one_layer_model(written_config: str, storage: str, dtype: torch.dtype, lora: Lora | None) -> Any:
     """`storage`: a row of the formats' table. `lora`: None if the weights are trained themselves, in float32."""
     config, row = AutoConfig.for_model(**json.loads(written_config)), FORMATS[storage]
+    config.architectures = None  # a reward model is planned with the LM head that it does not have
     text, layers = text_config(config), int(text_config(config).num_hidden_layers)
     for name, value in list(vars(text).items()):  # what is said of each layer
         if isinstance(value, list) and len(value) == layers:

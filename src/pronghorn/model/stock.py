@@ -34,7 +34,7 @@ def stock_adapter(recipe: Recipe, folder: Path) -> Any:
     _refuse_named_modules(folder)
     device = pick_device()
     dtype = DTYPES[resolve_precision(recipe.precision, device)]
-    base = load_model(recipe.model, dtype, device, storage=recipe.stored_as)
+    base = load_model(recipe.model, dtype, device, storage=recipe.stored_as, score_seed=recipe.score_seed)
     dequantize_(base, dtype, device)
     return PeftModel.from_pretrained(base, str(folder), is_trainable=False, use_safetensors=True).eval()
 

@@ -182,10 +182,12 @@ def _preference_plots(steps: Sequence[dict[str, Any]], evals: Sequence[dict[str,
         return [Series(label, colour, smooth(points) if len(points) >= FEW_STEPS else points)] if points else []
 
     held_out = [{"step": e.get("step", 0), **m} for e in evals if isinstance(m := e.get("metrics"), dict)]
-    accuracies = [p for p in _column(held_out, "rewards/accuracies") if math.isfinite(p[1])]
+    accuracy = "accuracy" if any("accuracy" in step for step in steps) else "rewards/accuracies"  # a reward model's, by TRL
+    accuracies = [p for p in _column(held_out, accuracy) if math.isfinite(p[1])]
     plots = [
         Plot("Rewards", line("chosen", "rewards/chosen", "train") + line("rejected", "rewards/rejected", "eval")),
-        Plot("Accuracy", line("training", "rewards/accuracies", "train") + [Series("held-out", "eval", accuracies, "dots")] *
+        Plot("Reward", line("mean", "mean_reward", "train") + line("chosen less rejected", "margin", "eval")),
+        Plot("Accuracy", line("training", accuracy, "train") + [Series("held-out", "eval", accuracies, "dots")] *
              bool(accuracies), from_zero=True),
         Plot("Log-probability", line("chosen", "logps/chosen", "train") + line("rejected", "logps/rejected", "eval")),
     ]  # fmt: skip

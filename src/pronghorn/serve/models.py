@@ -57,6 +57,8 @@ class Models:
 
 def load(folders: Sequence[Path], which: str) -> Models:
     runs = [TrainedRun(folder, which) for folder in folders]
+    for run in runs:
+        run.require_answers()
     names = _names(folders)
     first = runs[0]
     for run, folder in zip(runs[1:], folders[1:], strict=True):

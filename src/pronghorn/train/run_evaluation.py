@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from pronghorn.data.prepare import prepare
+from pronghorn.data.tokens import padding_id
 from pronghorn.errors import CommandError
 from pronghorn.evaluation.harness import require_harness, run_tasks
 from pronghorn.evaluation.held_out import HeldOut, Judged
@@ -51,7 +52,7 @@ def evaluate_run(run: Path, which: str, *, data: str | None, report: Report, ask
     if data:
         wanted, capacity = recipe.objective.rows, recipe.train.capacity
         table = prepare((data,), recipe.data, tokenizer, progress=report, wanted=wanted, capacity=capacity).tokens
-        table, pad_id = table.sharing(shares_prompts(recipe)[0]), tokenizer.pad_token_id or 0
+        table, pad_id = table.sharing(shares_prompts(recipe)[0]), padding_id(tokenizer)
     else:
         prepared = prepare_data(recipe, tokenizer, report=report, stage=lambda _: nullcontext())
         if prepared.evaluation is None:
@@ -64,11 +65,13 @@ def evaluate_run(run: Path, which: str, *, data: str | None, report: Report, ask
             why="without a metric, no answers are generated",
             fix=f"add --metrics with any of {','.join(METRICS)}, or --metric-file FILE",
         )
+    if measured:
+        trained.require_answers()
     held_out = HeldOut.of(table, tokenizer, spec, own) if measured else None
     model, _, device = trained.load()
     if recipe.layers == "fast":
         install(model, fp8=recipe.fp8)  # the run's own arithmetic, so its own figures
-    objective = objective_of(recipe, reference_store(recipe, lambda text: None, writes=False))
+    objective = objective_of(recipe, reference_store(recipe, lambda text: None, writes=False), pad_id)
     objective.trained = recipe.method == "full"
     result = evaluate(
         model,
@@ -140,6 +143,7 @@ def evaluate_tasks(
     """On the model's own layers: the harness asks for logits of padded rows."""
     table = require_harness(tasks, own)
     trained = TrainedRun(run, which)
+    trained.require_answers()
     model, tokenizer, _ = trained.load()
     found = run_tasks(model, tokenizer, tasks, table, limit=limit, chat=chat, batch_size=HARNESS_BATCH)
     return {"checkpoint": str(trained.path), "tasks": found}

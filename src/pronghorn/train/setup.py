@@ -18,7 +18,7 @@ from pronghorn.data.packing import Groups, Packs, pack
 from pronghorn.data.pair_packing import groups_of
 from pronghorn.data.prepare import Counts, Prepared, hold_out, prepare
 from pronghorn.data.reading import Name
-from pronghorn.data.tokens import TokenTable, load_tokenizer
+from pronghorn.data.tokens import TokenTable, load_tokenizer, padding_id
 from pronghorn.errors import DataError, ModelError, RecipeError, counted
 from pronghorn.model.causal_lm import engine_of, install, require_isolated_documents
 from pronghorn.model.config import read_config
@@ -37,6 +37,7 @@ from pronghorn.model.load import (
     resolve_precision,
 )
 from pronghorn.model.lora import add_adapter, restore_adapter
+from pronghorn.model.scored import set_padding
 from pronghorn.model.text_stack import freeze_beside_text
 from pronghorn.model.weight_files import require_whole_weights
 from pronghorn.recipe import Lora, Recipe
@@ -179,8 +180,7 @@ def prepare_data(recipe: Recipe, tokenizer: Any, *, report: Report, stage: Stage
         groups = groups_of(train, objective_of(recipe).together)
         first = pack(groups, spec.capacity, seed=spec.seed, epoch=0)
         total = spec.steps or _steps(recipe, groups, first, report)
-    pad_id = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None)
-    return RunData(train, evaluation, remarks, first, total, pad_id, prepared.counts)
+    return RunData(train, evaluation, remarks, first, total, padding_id(tokenizer), prepared.counts)
 
 
 def _steps(recipe: Recipe, groups: Groups, first: Packs, report: Report) -> int:
@@ -220,11 +220,11 @@ def look_ahead(recipe: Recipe) -> tuple[torch.device, Precision, ModelFacts, Any
     precision = resolve_precision(recipe.precision, device)
     if recipe.train.graph == "on" and device.type != "cuda":
         raise no_graph("no NVIDIA GPU found")
-    objective_of(recipe)  # refuses what there is not
     if recipe.fp8:
         require_fp8_precision(device, precision)
     _refuse_adapted_head(recipe)
-    facts = inspect_model(recipe.model, None if recipe.method == "full" else recipe.lora, storage=recipe.stored_as)
+    lora, scored = None if recipe.method == "full" else recipe.lora, recipe.objective.scored
+    facts = inspect_model(recipe.model, lora, storage=recipe.stored_as, scored=scored)
     require_fp8_products(recipe, facts)
     require_whole_weights(recipe.model, any_name=recipe.stored_as != "bf16")
     tokenizer = load_tokenizer(recipe.model, recipe.data)
@@ -287,7 +287,7 @@ def set_up(
             told += require_same_base(recipe.model, found[1].values, found[0].name)
         report("loading the model", 0, 0)
         shares = None if shard == "none" else Shares(world, device, trained=shard == "full")
-        model = _build_model(recipe, precision, device, found[0] if found else None, report, shares)
+        model = _build_model(recipe, precision, device, found[0] if found else None, report, shares, data.pad_id)
         # Every byte of the weights is read once more (what the hub has is here by now), beside all that follows.
         # For checkpoints, so the writer alone does it.
         base = in_background(lambda: base_of(recipe.model) if recipe.method != "full" and world.writes else {})
@@ -313,7 +313,7 @@ def set_up(
             said.append,
             timed=shards is None,  # ranks would run a layer, which gathers, as often as each likes
         )
-    objective = objective_of(recipe, reference_store(recipe, said.append, writes=world.writes))
+    objective = objective_of(recipe, reference_store(recipe, said.append, writes=world.writes), data.pad_id)
     _prepare(objective, recipe, data, model, device, precision, resumed=found is not None)
     step = _step(recipe, model, optimizer, device, precision, said, objective, world)
     values = found[1].values if found else None
@@ -401,16 +401,22 @@ def _build_model(
     checkpoint: Path | None,
     report: Report,
     shares: Shares | None = None,
+    pad_id: int = 0,
 ) -> Any:
     keep = shares.keep if shares else None
     if recipe.method == "full":
         # float32 master weights under autocast: an update of 1e-5 of a weight is lost in bf16's 8 bits.
-        model = load_model(str(checkpoint or recipe.model), torch.float32, device, keep=keep)
+        model = load_model(str(checkpoint or recipe.model), torch.float32, device, keep=keep, score_seed=recipe.score_seed)
         freeze_beside_text(model)
         if shares:
             shares.keep_ends(model)
+        if recipe.objective.scored:
+            set_padding(model, pad_id)  # its config is saved
         return model
-    base = load_model(recipe.model, DTYPES[precision], device, storage=recipe.stored_as, progress=report, keep=keep)
+    base = load_model(
+        recipe.model, DTYPES[precision], device,
+        storage=recipe.stored_as, progress=report, keep=keep, score_seed=recipe.score_seed,
+    )  # fmt: skip
     if shares:
         shares.keep_ends(base)
     model = add_adapter(base, recipe.lora, recipe.train.seed)

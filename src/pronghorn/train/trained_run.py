@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from pronghorn.data.rendering import within_limits
-from pronghorn.data.tokens import load_tokenizer
+from pronghorn.data.tokens import load_tokenizer, padding_id
 from pronghorn.errors import CommandError
 from pronghorn.model.export import trained_model
 from pronghorn.model.fingerprint import require_same_base
 from pronghorn.model.generate import generate_answers, sample_answer
 from pronghorn.model.load import DTYPES, pick_device, resolve_precision
+from pronghorn.model.scored import set_padding
 from pronghorn.recipe import Data, Recipe
 from pronghorn.train.checkpoint import list_checkpoints, verify_checkpoint
 from pronghorn.train.resume import described
@@ -32,7 +33,20 @@ class Trained:
         precision = resolve_precision(self.recipe.precision, device)
         model = trained_model(self.path, self.recipe, DTYPES[precision], device)
         model.eval()
-        return model, self.tokenizer(), device
+        tokenizer = self.tokenizer()
+        if self.recipe.objective.scored:
+            set_padding(model, padding_id(tokenizer))
+        return model, tokenizer, device
+
+    def require_answers(self) -> None:
+        """Refuses a reward model where text is to be written."""
+        if self.recipe.objective.scored:
+            raise CommandError(
+                what="the run trained a reward model, which gives scores, not answers",
+                where=str(self.path),
+                why="it has a score head in place of the LM head",
+                fix="export it (--to merged) and load it with AutoModelForSequenceClassification, or name another run",
+            )
 
     def tokenizer(self) -> Any:
         """As it was trained with: its files have the template and the special tokens, but not which tokens end a turn."""
@@ -106,7 +120,9 @@ class Chat:
     """A conversation. `temperature` 0: always the likeliest token."""
 
     def __init__(self, run: Path, which: str, *, max_tokens: int, system: str | None = None, temperature: float = 0.0) -> None:
-        self.model, self.tokenizer, _ = TrainedRun(run, which).load()
+        trained = TrainedRun(run, which)
+        trained.require_answers()
+        self.model, self.tokenizer, _ = trained.load()
         self.max_tokens, self.temperature = max_tokens, temperature
         self.messages = [{"role": "system", "content": system}] if system else []
         if self.tokenizer.chat_template is None:

@@ -55,7 +55,7 @@ class Format:
     read_stack: Callable[..., StoredTensor] | None = None  # of those tensors, and the dtype
     published: str = ""  # whose checkpoints have weights in it, where those are read
     as_published: bool = False  # what is published in another format of as many bits keeps that
-    wide: tuple[str, ...] = ("lm_head",)  # linears that stay in the compute dtype
+    wide: tuple[str, ...] = ("lm_head", "score")  # linears that stay in the compute dtype
     in_fp8: bool = False  # products read the bytes themselves; else weights are dequantized for them
     product: Callable[[Tensor, Any, Tensor | None], Tensor | None] | None = None  # by itself, where it can; else dequantized
     to_fp8: ToFp8 | None = None  # for compute: fp8
@@ -167,7 +167,7 @@ FORMATS: dict[str, Format] = {
             fp8_quantize,
             _fp8_state,
             _fp8_of_state,
-            wide=("lm_head", "shared_expert_gate"),
+            wide=("lm_head", "score", "shared_expert_gate"),
             in_fp8=True,
             product=_fp8_product,
         ),

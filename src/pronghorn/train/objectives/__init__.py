@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pronghorn.errors import RecipeError
 from pronghorn.recipe import Recipe
 from pronghorn.train.objectives.cpo import Cpo, SimPo
 from pronghorn.train.objectives.dpo import Dpo
@@ -10,6 +9,7 @@ from pronghorn.train.objectives.kto import Kto
 from pronghorn.train.objectives.objective import Objective
 from pronghorn.train.objectives.orpo import Orpo
 from pronghorn.train.objectives.reference import Reference, Store
+from pronghorn.train.objectives.reward import Reward
 from pronghorn.train.objectives.supervised import Supervised
 
 __all__ = ["Objective", "Supervised", "objective_of"]
@@ -18,18 +18,15 @@ WITHOUT_REFERENCE: dict[str, type[Cpo | SimPo | Orpo]] = {"cpo": Cpo, "simpo": S
 NOT_PARAMETERS = ("name", "share_prompt")  # of an objective's class
 
 
-def objective_of(recipe: Recipe, store: Store | None = None) -> Objective:
-    """The objective that the recipe asks for. `store`: keeps what a reference says beyond the run's process."""
+def objective_of(recipe: Recipe, store: Store | None = None, pad_id: int = 0) -> Objective:
+    """The objective that the recipe asks for. `store`: keeps what a reference says beyond the run's process. `pad_id`: a token
+    that ends no answer."""
     spec, capacity = recipe.objective, recipe.train.capacity
     given = {key: value for key, value in spec.model_dump(exclude_none=True).items() if key not in NOT_PARAMETERS}
     if spec.name == "supervised":
         return Supervised()
     if spec.name == "reward":
-        raise RecipeError(
-            what="objective: reward is not supported yet",
-            why="reward models need a scalar head in place of the LM head",
-            fix="train one with TRL's RewardTrainer and FastLanguageModel, or use objective: dpo",
-        )
+        return Reward(pad_id, **given)
     if spec.name in WITHOUT_REFERENCE:
         return WITHOUT_REFERENCE[spec.name](**given)
     reference = Reference(capacity, store)

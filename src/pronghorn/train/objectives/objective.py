@@ -90,7 +90,7 @@ class Objective(ABC):
         return self.sums(model, batch).loss
 
     def sums(self, model: Any, batch: PackedBatch) -> Sums:
-        found = log_probs_of(model, batch)
+        found = self.outputs(model, batch)
         total = self.loss(found.log_probs_N, batch)
         if found.balance is not None:
             count = self.count(batch)
@@ -98,6 +98,10 @@ class Objective(ABC):
             total = total + found.balance * first
         with torch.no_grad():
             return Sums(total, self.watch(found.log_probs_N.detach(), batch))
+
+    def outputs(self, model: Any, batch: PackedBatch) -> PackedLogProbs:
+        """What `loss` and `watch` get of each loss row."""
+        return log_probs_of(model, batch)
 
     def divisor(self, step_batch: StepBatch, world: World) -> Divisor:
         """Of the whole step, so that the loss does not depend on how its rows fell into micro-batches and ranks."""
@@ -123,7 +127,7 @@ def engine_inputs(batch: PackedBatch) -> dict[str, Any]:
         "labels_T": batch.labels_T,
         "loss_rows": None if batch.every_row else batch.loss_rows,
         "typical": batch.typical,
-    } | ({"labels_N": batch.labels_N, "prompt_of_S": batch.prompt_of_S} if batch.shares_prompts else {})
+    } | {name: value for name in ("labels_N", "prompt_of_S") if (value := getattr(batch, name)) is not None}
 
 
 def log_probs_of(model: Any, batch: PackedBatch) -> PackedLogProbs:
