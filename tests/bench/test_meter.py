@@ -12,7 +12,7 @@ from pronghorn.bench.workloads import SYSTEMS
 from tables import table
 
 
-def trained(meter: Meter, *, change: bool = True) -> None:
+def trained(meter: Meter, *, change: bool = True, pairs: int = 0) -> None:
     parameters = [torch.nn.Parameter(torch.ones(4)) for _ in range(3)]
     meter.ready(parameters)
     for _ in range(meter.total):
@@ -20,7 +20,7 @@ def trained(meter: Meter, *, change: bool = True) -> None:
         if change:
             for parameter in parameters:
                 parameter.data += 0.1
-        meter.step_ended(torch.tensor(100))
+        meter.step_ended(torch.tensor(100), pairs)
 
 
 def test_tokens_per_second_are_those_after_warm_up() -> None:
@@ -50,6 +50,15 @@ def test_a_run_that_did_not_train_is_refused(losses: list[float], norms: list[fl
     trained(meter, change=change)
     with pytest.raises(RunJudgedWrong, match=why):
         meter.result(losses, norms)
+
+
+def test_a_step_of_random_pairs_may_lose_more_than_the_first() -> None:
+    """Its loss begins at ln 2 and moves with every update, for there is nothing to learn in it."""
+    meter = Meter(began=time.time(), warmup=1, steps=2)
+    trained(meter, pairs=8)
+    assert meter.result([0.69, 0.94], [0.5])["pairs_per_step"] == 8
+    with pytest.raises(RunJudgedWrong, match="loss rose"):
+        meter.result([0.69, 1.3], [0.5])
 
 
 def test_nothing_trainable_is_refused_before_the_first_step() -> None:

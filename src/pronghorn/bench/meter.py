@@ -32,6 +32,7 @@ PACKAGES = (
     "bitsandbytes",
 )
 LOSS_SLACK = 0.1  # documents are random, so the loss stays where it is; two steps' mean losses differ by hundredths
+PAIR_SLACK = 0.5  # nothing to prefer in random answers, and 8 pairs a step: TRL's own losses of an 8B model were 0.65 to 0.99
 CHANGED_SHARE = 0.9  # of the trained tensors
 
 
@@ -123,7 +124,7 @@ class Meter:
     def _judge(self, losses: Sequence[float], norms: Sequence[float]) -> float:
         if not norms or not min(norms) > 0:
             raise RunJudgedWrong(f"the gradient norm is {min(norms, default=None)}: nothing was trained")
-        if not losses[-1] < losses[0] + LOSS_SLACK:
+        if not losses[-1] < losses[0] + (PAIR_SLACK if any(self._pairs) else LOSS_SLACK):
             raise RunJudgedWrong(f"the loss rose from {losses[0]:.4f} to {losses[-1]:.4f}")
         assert self._before is not None
         changed = float((self._fingerprint() != self._before).float().mean())
