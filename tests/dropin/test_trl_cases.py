@@ -207,7 +207,7 @@ KTO = {
 REWARD = {
     "pairs": Case("pairs", whole=True),
     "conversations": Case("messages pairs", whole=True, family="qwen3"),
-    "margins": Case("margin", whole=True, own=True),  # they come to the model as an argument
+    "margins": Case("margin", whole=True),  # they come to the model as an argument, which it does not read
     "centred": Case("implicit pairs", {"center_rewards_coefficient": 0.1}, whole=True),
     "an adapter by the trainer": Case(
         "pairs",

@@ -30,6 +30,7 @@ from pronghorn.train.objectives.dpo import Dpo
 from pronghorn.train.objectives.kto import Kto
 from pronghorn.train.objectives.objective import Objective, mean_of
 from pronghorn.train.objectives.orpo import Orpo
+from pronghorn.train.objectives.preference import Answers
 from pronghorn.train.objectives.reference import Reference
 from pronghorn.train.step import EagerStep
 from pronghorn.train.world import World
@@ -220,6 +221,17 @@ def test_shared_prompts_in_float64_are_the_unshared_computation(family: str) -> 
     plain, shared = (stepped(model, SimPo(), table_of(pairs, shared=shared), 128) for shared in (False, True))
     assert shared[0] == pytest.approx(plain[0], rel=1e-12)
     assert_near(shared[1], plain[1], 1e-10)
+
+
+@pytest.mark.parametrize("of", [lambda **o: Dpo(Reference(64), **o), Cpo])
+def test_hinge_with_label_smoothing_is_its_formula(of: Any) -> None:
+    """TRL's hinge ignores label smoothing; here it is the share of pairs the wrong way round, as with sigmoid."""
+    deltas = torch.linspace(-30, 30, 13, dtype=torch.float64)
+    answers = Answers(torch.stack([deltas, torch.zeros_like(deltas)]).T.flatten(), *(torch.zeros(26) for _ in range(3)))
+    objective = of(beta=0.1, loss="hinge", label_smoothing=0.2)
+    found = objective.compared(answers, torch.arange(26) // 2 * 2)[1::2]
+    expected = 0.8 * (1 - 0.1 * deltas).clamp(min=0) + 0.2 * (1 + 0.1 * deltas).clamp(min=0)
+    assert found.tolist() == pytest.approx(expected.tolist(), rel=1e-12)
 
 
 def test_both_steps_train_alike_and_show_the_same_figures() -> None:

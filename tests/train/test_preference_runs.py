@@ -24,7 +24,7 @@ NAMES = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/ma
 
 class Silent:
     def handle(self, event: dict[str, Any]) -> None: ...
-    def progress(self, *_: Any) -> None: ...
+    def progress(self, *told: Any) -> None: ...
     def close(self) -> None: ...
 
 
@@ -62,6 +62,26 @@ def test_a_run_shows_what_people_watch(pairs: str, recipe_for: Callable[..., Rec
     figures = evaluate_run(Path(recipe.output), "last", data=None, report=lambda *_: None)
     for name in NAMES:
         assert figures["figures"][name] == pytest.approx(held_out[-1]["metrics"][name], rel=1e-4, abs=1e-4)
+
+
+def test_the_reference_pass_shows_how_far_it_is_and_unused_margins_are_told(
+    tmp_path: Path, pairs: str, recipe_for: Callable[..., Recipe]
+) -> None:
+    seen: list[tuple[str, int, int]] = []
+
+    class Noting(Silent):
+        def progress(self, *told: Any) -> None:
+            seen.append(told)
+
+    file = tmp_path / "margins.jsonl"
+    file.write_text("".join(json.dumps({**row, "margin": 0.5}) + "\n" for row in pair_rows(24)))
+    recipe = recipe_for(**settings(str(file), train={"steps": 1}))
+    train(recipe, display=Noting())
+    asked = [told for told in seen if told[0] == "asking the reference"]
+    assert len(asked) > 2
+    assert asked[-1][1] == asked[-1][2]
+    notices = [event["text"] for event in read_log(Path(recipe.output)) if event["event"] == "notice"]
+    assert any("margins have no effect" in text for text in notices)
 
 
 def test_with_all_weights_trained_the_reference_is_the_model_before(pairs: str, recipe_for: Callable[..., Recipe]) -> None:

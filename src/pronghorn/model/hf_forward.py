@@ -49,7 +49,7 @@ READ = {
     "use_cache",
     "return_dict",
 }
-WITHOUT_EFFECT = {"cache_position", "seq_idx", "token_type_ids", "vision_feature_layer"}
+WITHOUT_EFFECT = {"cache_position", "seq_idx", "token_type_ids", "vision_feature_layer", "margin"}  # of TRL's RewardTrainer
 OF_THE_OWN_FORWARD = {"past_key_values", "output_attentions", "output_hidden_states", "logits_to_keep"}  # no notice
 
 

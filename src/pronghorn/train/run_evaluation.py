@@ -72,7 +72,7 @@ def evaluate_run(run: Path, which: str, *, data: str | None, report: Report, ask
     if recipe.layers == "fast":
         install(model, fp8=recipe.fp8)  # the run's own arithmetic, so its own figures
     objective = objective_of(recipe, reference_store(recipe, lambda text: None, writes=False), pad_id)
-    objective.trained = recipe.method == "full"
+    objective.trained, objective.progress = recipe.method == "full", report
     result = evaluate(
         model,
         table,

@@ -314,7 +314,7 @@ def set_up(
             timed=shards is None,  # ranks would run a layer, which gathers, as often as each likes
         )
     objective = objective_of(recipe, reference_store(recipe, said.append, writes=world.writes), data.pad_id)
-    _prepare(objective, recipe, data, model, device, precision, resumed=found is not None)
+    _prepare(objective, recipe, data, model, device, precision, report, resumed=found is not None)
     step = _step(recipe, model, optimizer, device, precision, said, objective, world)
     values = found[1].values if found else None
     cursor = Cursor(**values["cursor"]) if values else Cursor()
@@ -337,12 +337,13 @@ def _prepare(
     model: Any,
     device: torch.device,
     precision: Precision,
+    report: Report,
     *,
     resumed: bool,
 ) -> None:
     """Where all weights train, a reference can only be asked before the first step: about held-out rows, too."""
     full = recipe.method == "full"
-    objective.trained = full and resumed
+    objective.trained, objective.progress = full and resumed, report
     for table in (data.train, data.evaluation if full else None):
         if table is not None:
             objective.prepare(model, table, device, lambda: autocast(precision, device))
@@ -481,6 +482,9 @@ def notices(recipe: Recipe, data: RunData, device: torch.device, precision: Prec
         said.append("method: full trains all weights; the lora section of the recipe is ignored")
     if device.type == "cpu" and precision != "fp32":
         said.append(f"precision: {precision} is much slower than fp32 on most CPUs")
+    pairs = data.train.pairs
+    if pairs is not None and pairs.margins.any() and not recipe.objective.scored:
+        said.append(f"the data's margins have no effect: objective {recipe.objective.name} does not use them (reward does)")
     if facts.longest and recipe.data.max_length > facts.longest:
         said.append(f"data.max_length: {recipe.data.max_length:,} exceeds the model's {facts.longest:,} positions")
     return said

@@ -121,14 +121,16 @@ class Kto(Objective):
     # ---- the reference, and the divergence from it -------------------------------------------------------------------
 
     def prepare(self, model: Any, table: TokenRows, device: torch.device, autocast: Autocast) -> None:
-        self.reference.prepare(model, table, device, autocast, trained=self.trained)
+        self.reference.prepare(model, table, device, autocast, trained=self.trained, progress=self.progress)
         if self._training is None:
             self._training, self.divergence = table, self.divergence.to(device)
         if self.kind != "kto":
             return
         if id(table) not in self._tables:
             self._tables[id(table)] = Mismatched(table)
-            self.reference.prepare(model, self._tables[id(table)], device, autocast, trained=self.trained)
+            self.reference.prepare(
+                model, self._tables[id(table)], device, autocast, trained=self.trained, progress=self.progress
+            )
         if table is not self._training:
             rows = np.arange(min(len(table), HELD_OUT))
             self._estimate(model, self._tables[id(table)], rows, device, autocast, World())

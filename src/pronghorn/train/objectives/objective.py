@@ -28,7 +28,7 @@ from pronghorn.model.token_log_probs import PackedLogProbs, packed_log_probs
 from pronghorn.train.world import World
 
 Autocast = Callable[[], AbstractContextManager[Any]]
-
+Progress = Callable[[str, int, int], None]  # what, how many are done, of how many
 
 Divisor = float | tuple[float, ...]  # of each term
 
@@ -45,6 +45,7 @@ class Objective(ABC):
     watched: ClassVar[tuple[str, ...]] = ()  # what the W sums are; `figures` makes what people read of them
     scores: ClassVar[tuple[str, ...]] = ()  # figures that are better when they are higher: eval.best may name one
     trained = False  # whether all weights train and have: the model is no longer its own reference
+    progress: Progress = staticmethod(lambda *_: None)  # told of what takes long before the first step
     together = 1  # rows of the table, one after the other, that stay in one pack, side by side
 
     @abstractmethod

@@ -140,7 +140,7 @@ class Preference(Objective):
 
     def prepare(self, model: Any, table: TokenRows, device: torch.device, autocast: Autocast) -> None:
         if self.reference is not None:
-            self.reference.prepare(model, table, device, autocast, trained=self.trained)
+            self.reference.prepare(model, table, device, autocast, trained=self.trained, progress=self.progress)
 
     def complete(self, batch: PackedBatch, table: TokenRows) -> PackedBatch:
         return batch if self.reference is None else self.reference.complete(batch, table)

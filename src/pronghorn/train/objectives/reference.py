@@ -15,7 +15,7 @@ import torch
 
 from pronghorn.data.batches import IGNORED, PackedBatch, TokenRows, evaluation_batches
 from pronghorn.errors import RecipeError
-from pronghorn.train.objectives.objective import Autocast, log_probs_of
+from pronghorn.train.objectives.objective import Autocast, Progress, log_probs_of
 
 Floats = npt.NDArray[np.float32]
 
@@ -34,7 +34,16 @@ class Reference:
         self._capacity, self._store = capacity, store
         self._known: dict[int, tuple[TokenRows, Floats, npt.NDArray[np.int64]]] = {}
 
-    def prepare(self, model: Any, table: TokenRows, device: torch.device, autocast: Autocast, *, trained: bool = False) -> None:
+    def prepare(
+        self,
+        model: Any,
+        table: TokenRows,
+        device: torch.device,
+        autocast: Autocast,
+        *,
+        trained: bool = False,
+        progress: Progress = lambda *_: None,
+    ) -> None:
         """`trained`: all weights train and have, so a reference can no longer be computed."""
         if id(table) in self._known:
             return
@@ -46,7 +55,7 @@ class Reference:
                     why="with method: full the reference is the model before the first step",
                     fix="restore the run's cache, or start again with --fresh",
                 )
-            values = reference_log_probs(model, table, self._capacity, device, autocast)
+            values = reference_log_probs(model, table, self._capacity, device, autocast, progress)
             if self._store is not None:
                 self._store.save(table, values)
         begins = np.concatenate([[0], np.cumsum(table.loss_counts, dtype=np.int64)])
@@ -63,12 +72,15 @@ class Reference:
 
 
 @torch.no_grad()
-def reference_log_probs(model: Any, table: TokenRows, capacity: int, device: torch.device, autocast: Autocast) -> Floats:
+def reference_log_probs(
+    model: Any, table: TokenRows, capacity: int, device: torch.device, autocast: Autocast, progress: Progress = lambda *_: None
+) -> Floats:
     """Of all labels of the table, row by row."""
     begins = np.concatenate([[0], np.cumsum(table.loss_counts, dtype=np.int64)])
     found = np.zeros(int(begins[-1]), dtype=np.float32)
     was_training = model.training
     model.eval()
+    done = 0
     try:
         with without_adapters(model), autocast():
             for batch in evaluation_batches(table, capacity):
@@ -78,6 +90,8 @@ def reference_log_probs(model: Any, table: TokenRows, capacity: int, device: tor
                     count = int(table.loss_counts[row])
                     found[begins[row] : begins[row + 1]] = log_probs[at : at + count]
                     at += count
+                done += len(batch.documents)
+                progress("asking the reference", done, len(table))
     finally:
         model.train(was_training)
     return found
