@@ -18,6 +18,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 
+from imported_python import ImportedPython
 from pronghorn.process import importing
 from samples import chat_rows, make_model, make_tokenizer, write_rows
 
@@ -87,6 +88,31 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         from cpu_products import quicken_products
 
         quicken_products()
+
+
+_imported: list[ImportedPython] = []
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop(session: pytest.Session) -> Iterator[None]:
+    """Between the imports and the first test, in every process that runs tests."""
+    if any("imported_python" in getattr(item, "fixturenames", ()) for item in session.items):
+        _imported.append(ImportedPython())
+    try:
+        return (yield)
+    finally:
+        while _imported:
+            _imported.pop().close()
+
+
+@pytest.fixture
+def imported_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that a test starts as `[sys.executable, ...]` has torch and all else imported already (imported_python.py). On
+    a GPU it is a real one: there is no CUDA in a fork."""
+    import torch
+
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(sys, "executable", str(_imported[0].executable))
 
 
 @pytest.fixture(autouse=True)

@@ -122,6 +122,7 @@ def test_a_long_model_shares_its_weights(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.alone  # memory that other processes take counts against its budget
+@pytest.mark.usefixtures("imported_python")
 def test_one_step_of_ours_and_of_a_peer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -64,6 +64,7 @@ def results_with(out: Path, *rows: dict[str, Any]) -> Results:
     return results
 
 
+@pytest.mark.usefixtures("imported_python")
 def test_a_system_trains_in_its_process_and_is_told_beside_the_others(tmp_path: Path) -> None:
     """The whole way: weights, a system that runs, the file, the picture, the lines. test_peers.py compares systems' numbers."""
     for other in ("ceiling", "packed"):

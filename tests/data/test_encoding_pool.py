@@ -123,6 +123,7 @@ def test_an_interrupt_does_not_wait_for_a_stopped_worker(monkeypatch: pytest.Mon
     assert not any(alive(worker.pid or 0) for worker in pool._workers)
 
 
+@pytest.mark.usefixtures("imported_python")
 def test_workers_leave_with_a_killed_parent() -> None:
     code = textwrap.dedent("""
         import sys, time; sys.path.insert(0, sys.argv[1])
@@ -148,6 +149,7 @@ def test_workers_leave_with_a_killed_parent() -> None:
     assert not any(alive(pid) for pid in workers)
 
 
+@pytest.mark.usefixtures("imported_python")
 def test_an_interrupt_while_workers_are_made_is_not_lost() -> None:
     """It comes in a function that Python calls after a fork, where whatever it raises would be ignored. Workers end by SIGTERM
     as ever."""

@@ -445,6 +445,7 @@ while True:
 """
 
 
+@pytest.mark.usefixtures("imported_python")
 def test_a_run_killed_with_9_takes_its_writer_along_and_leaves_whole_checkpoints(tmp_path: Path) -> None:
     command = [sys.executable, "-c", RUN, str(tmp_path), str(Path(__file__).parent)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:

@@ -11,6 +11,7 @@ import pytest
 
 
 @pytest.mark.parametrize("objective", ["supervised", "dpo"])
+@pytest.mark.usefixtures("imported_python")
 def test_kill_9_at_any_instant_changes_nothing(objective: str, one_layer_model: Path, tmp_path: Path) -> None:
     """One process: what it imports and the run that is not killed serve both ways of loading, whose weights are the same."""
     script = Path(__file__).parent / "kill_and_resume.py"

@@ -55,6 +55,7 @@ def test_who_has_told_what_happened_is_not_repeated() -> None:
     assert (ended.value.told, ended.value.exit_code) == (True, 3)
 
 
+@pytest.mark.usefixtures("imported_python")
 def test_a_signal_is_passed_on_and_its_code_kept(tmp_path: Path) -> None:
     """A process of its own, because signals are for a main thread."""
     saving = (

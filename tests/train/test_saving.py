@@ -194,6 +194,7 @@ sys.exit(main(["train", sys.argv[1]]))
 """
 
 
+@pytest.mark.usefixtures("imported_python")
 def test_main_memory_that_runs_out_in_a_step_is_told_with_what_to_lower(
     recipe_for: Callable[..., Recipe], tmp_path: Path
 ) -> None:
