@@ -50,10 +50,11 @@ def test_bytes_over_links_by_hand() -> None:
     assert foretold_sum(GPUS["h100"], 2, 1, 360_000_000) == pytest.approx(0.001 + LATENCY / 1000)
     weights, (stored, _, embeddings) = static_parts(job)["weights"], layer_parts(job)
     assert none.peak_bytes - base.peak_bytes == pytest.approx(7 / 8 * weights - 2 * embeddings - stored, rel=1e-6)
-    assert base.exchanged_bytes == pytest.approx(none.exchanged_bytes + 2 * 7 / 8 * weights, rel=1e-6)
+    gathered = (2 * job.shape.layers - 2) * stored + 2 * embeddings
+    assert base.exchanged_bytes == pytest.approx(none.exchanged_bytes + 7 / 8 * gathered, rel=1e-6)
     gather = 7 / 8 * stored / network + 3 * LATENCY
     assert gather < none.plan.problem.costs.forward  # hidden, but for the first layer's
-    rest = 7 / 8 * (weights - job.shape.layers * stored) / network + 3 * LATENCY - none.plan.problem.costs.backward
+    rest = 7 / 8 * embeddings / network + 3 * LATENCY - none.plan.problem.costs.backward
     assert base.exchange_ms == pytest.approx(none.exchange_ms + gather + 2 * max(0.0, rest))
 
 
@@ -66,8 +67,7 @@ def test_slow_links_are_not_hidden() -> None:
     gather = 15 / 16 * layer_parts(job).stored / (8 * 1 / 8 * 0.85 * 1e6) + 4 * LATENCY
     assert gather > costs.backward
     sums = 2 * 15 / 16 * 4 * trained_parameters(job) / (8 * 1 / 8 * 0.85 * 1e6) + 4 * LATENCY
-    others = static_parts(job)["weights"] - job.shape.layers * layer_parts(job).stored
-    rest = 15 / 16 * others / (8 * 1 / 8 * 0.85 * 1e6) + 4 * LATENCY - costs.backward
+    rest = 15 / 16 * layer_parts(job).table / (8 * 1 / 8 * 0.85 * 1e6) + 4 * LATENCY - costs.backward
     waits = job.shape.layers * (2 * gather - costs.forward - costs.backward) + gather + 2 * rest
     assert slowest.exchange_ms == pytest.approx(waits + sums)
 
@@ -80,11 +80,14 @@ def test_full_fine_tuning_is_spread_until_it_fits() -> None:
     assert "does not fit: needs" in eight["none"].why
     assert eight["full"].plan is not None
     job = eight["full"].plan.problem.job
-    parts, static = layer_parts(job), static_parts(job)
-    elsewhere = 7 / 8 * (static["weights"] + static["gradients and optimizer"]) - 2 * parts.table - parts.stored
+    parts, static, trained = layer_parts(job), static_parts(job), trained_parameters(job)
+    copy = parts.stored - 4 * parts.trained  # of a layer, in bf16; alone, all layers have theirs
+    here = 4 * 4 * trained / 8 + 2 * parts.table + copy
+    elsewhere = static["weights"] + static["gradients and optimizer"] - here
     assert parts.table > parts.stored
     assert eight["full"].plan.peak_bytes - eight["full"].peak_bytes == pytest.approx(elsewhere, rel=1e-6)
-    assert eight["full"].exchanged_bytes == pytest.approx(7 / 8 * 12 * trained_parameters(job), rel=1e-6)
+    gathered = (2 * job.shape.layers - 1) * 4 * parts.trained + 2 * parts.table
+    assert eight["full"].exchanged_bytes == pytest.approx(7 / 8 * (gathered + 4 * trained), rel=1e-6)
     memory = [row[2].peak_bytes for row in found.table if row[2].plan]
     assert memory[-1] < memory[0]
     assert len(found.table) == len(SIZES) == 11

@@ -20,6 +20,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from pronghorn.errors import RecipeError
 from pronghorn.memory.dry_run import static_parts
 from pronghorn.memory.forecast import job_of
+from pronghorn.memory.scaling import scaling
 from pronghorn.model.config import read_config
 from pronghorn.model.load import ModelFacts
 from pronghorn.recipe import Recipe
@@ -128,12 +129,24 @@ def alive() -> int:
 
 
 def train_measured(recipe: Recipe, world: Any) -> dict[str, int]:
-    """Bytes when the second step's backward has ended, and sums begin; and sizes of the units, where there are some."""
-    sums, found, calls = world.add_up, {}, []
+    """Bytes when the second step's backward has ended, and sums begin; sizes of the units, where there are some; and what they
+    exchanged in that step."""
+    sums, found, calls, sent = world.add_up, {}, [], [0]
+    gather, scatter_sum = world.gather, world.scatter_sum
+
+    def counted(real: Any, whole: int) -> Any:
+        def begin(*tensors: Any) -> Any:
+            sent[0] += tensors[whole].nbytes
+            return real(*tensors)
+
+        return begin
 
     def add_up(tensors: Any) -> None:
         calls.append(1)
+        if len(calls) == 1:
+            sent[0] = 0
         if len(calls) == 2:
+            found["sent"] = sent[0]
             found["alive"] = alive()
             of_this_run = [thing for thing in gc.get_objects() if isinstance(thing, Shards)]
             assert len(of_this_run) <= 1, "a run that is over still holds its weights"
@@ -142,11 +155,11 @@ def train_measured(recipe: Recipe, world: Any) -> dict[str, int]:
                 found.update(total=sum(sizes), largest=sizes[-1])
         sums(tensors)
 
-    world.add_up = add_up
+    world.add_up, world.gather, world.scatter_sum = add_up, counted(gather, 0), counted(scatter_sum, 1)
     gc.collect()
     before = alive()
     train(recipe, display=Silent(), world=world)
-    world.add_up = sums
+    world.add_up, world.gather, world.scatter_sum = sums, gather, scatter_sum
     return {**found, "alive": found["alive"] - before}
 
 
@@ -170,17 +183,27 @@ def test_spread_weights_train_as_copied_ones(name: str, runs: Callable[..., Reci
             assert report is not None
             first, second = json.loads(report[1])
             check_bytes(name, first["alive"], second)
+    if name in ("nf4", "full, experts, own head"):
+        check_forecast(spread, json.loads(str(found[0] and found[0][1]))[1]["sent"])
     if name == "full":
         check_resume(spread, tmp_path)
 
 
 def check_bytes(name: str, whole: int, parts: dict[str, int]) -> None:
-    """A rank of two holds half of what is spread and two units; of trained weights also half of gradients and moments, the sum
-    of a unit's gradients and this rank's part of it."""
-    total, largest, slack = parts["total"], parts["largest"], 30_000
-    total, room = (4 * total, 2 * total + 3.5 * largest) if name.startswith("full") else (total, total / 2 + 2 * largest)
+    """A rank of two holds half of what is spread (of trained weights with gradients and moments) and two units."""
+    total, largest, slack = parts["total"] * (4 if name == "full" else 1), parts["largest"], 30_000
+    room = total / 2 + 2 * largest
     assert room + 2 * slack < total, "too few layers to tell"
     assert parts["alive"] <= whole - total + room + slack, (name, whole, parts)
+
+
+def check_forecast(recipe: Recipe, sent: int) -> None:
+    """What ranks gather and scatter in a step is what `pronghorn plan --gpus` counts."""
+    precise = recipe.model_copy(update={"precision": "fp32"})  # as it is here
+    ways = {one.way: one for one in scaling(precise, read_config(recipe.model), gpus="2xh100").ways}
+    told = ways[recipe.world.shard].exchanged_bytes
+    told -= ways["none"].exchanged_bytes if recipe.method != "full" else 0  # sums of adapters' gradients
+    assert sent / 2 == pytest.approx(told, rel=0.02)
 
 
 def check_resume(recipe: Recipe, tmp_path: Path) -> None:

@@ -262,10 +262,11 @@ def static_parts(job: Job) -> dict[str, int]:
     weights = s.layers * one.layer_bytes + one.rest_bytes + tables * one.embedding_bytes
     full = job.method == "full"
     tuned = trained * (1 if full else 2) * FP32 + moment_bytes(job.optimizer, trained)[0]
-    if job.ranks > 1:  # two units arrive and compute, and one's gradients are summed; 16-bit ones lie beside their adapters
-        unit = max(one.layer_bytes, one.embedding_bytes)
-        weights = weights // job.ranks + 2 * unit + (0 if full or one.shared_bytes else one.layer_bytes)
-        tuned = tuned // job.ranks + 2 * unit if full else tuned
+    if job.ranks > 1:  # two units arrive and compute; the one that computes lies beside its adapters, or its copy in 16 bits
+        each, spread = (FP32 * one.layer_trained, FP32 * trained) if full else (one.layer_bytes, weights)
+        beside = one.layer_bytes - each if full else 0 if one.shared_bytes else one.layer_bytes
+        weights = spread // job.ranks + 2 * max(each, one.embedding_bytes) + beside
+        tuned = tuned // job.ranks if full else tuned
     parts = {
         "weights": weights,
         "gradients and optimizer" if full else "adapters and optimizer": tuned,

@@ -7,7 +7,7 @@ their links. No run on several GPUs has checked it. Each way to spread (`world.s
 |---------|---------------------------------------------|--------------------------------------------------------------------|
 | none    | everything                                  | gradients, summed once a step                                      |
 | base    | 1/N of the frozen bytes, two units, a layer | a unit's stored bytes, forward and backward, during the one before |
-| full    | 1/N of weights, gradients and moments       | weights as above, gradients once, all in fp32, each micro-batch    |
+| full    | as base, and 1/N of gradients and moments   | weights as above, gradients once, all in fp32, each micro-batch    |
 | experts | 1/N of the experts                          | rows to their experts and back, forward and backward               |
 
 Units are layers, embeddings and head. A sum sends 2 (N-1)/N of its bytes over the slowest link of a ring, a gather or its
@@ -164,15 +164,12 @@ class _Case:
 
     def saved(self, way: str, size: int) -> int:
         """Bytes that a GPU holds less than one that holds everything."""
-        parts, static = layer_parts(self.job), static_parts(self.job)
-        away = (size - 1) / size
         if way == "none" or size == 1:
             return 0
         if way == "experts":
-            return int(away * self.expert_bytes())
-        spread = static["weights"] + (static["gradients and optimizer"] if way == "full" else 0)
-        buffers = 2 * max(parts.stored, parts.table) + parts.stored
-        return max(0, int(away * spread) - buffers)
+            return int((size - 1) / size * self.expert_bytes())
+        whole, spread = (sum(static_parts(replace(self.job, ranks=ranks)).values()) for ranks in (1, size))
+        return max(0, whole - spread)
 
     def expert_bytes(self) -> int:
         each = FORMATS[self.job.stored_as].bytes_each if self.job.method != "full" else self.job.element
@@ -192,16 +189,18 @@ class _Case:
             exposed += micro * layers * 4 * fleet.ms(rows)
             sent += micro * layers * 4 * share * rows
         elif way in ("base", "full"):
-            whole, each = static_parts(self.job)["weights"], parts.stored
-            if way == "full":  # sent in fp32, whatever they are kept in
-                whole, each = FP32 * trained_parameters(self.job), FP32 * parts.trained
-            back = float(each) if way == "full" else 0.0  # the gradients' reverse gather
+            full = way == "full"
+            each = FP32 * parts.trained if full else parts.stored  # trained ones in fp32, whatever they are multiplied in
+            # The last layer and the head are still there when backward begins, a frozen first layer when it has ended.
+            gathered = (2 * layers - (1 if full else 2)) * each + 2 * parts.table
+            scattered = FP32 * trained_parameters(self.job) if full else 0
+            back = float(each) if full else 0.0
             again = sum(costs.recompute[level.recompute] for level in plan.levels) / layers
             gather, scatter = fleet.ms(each), fleet.ms(back) if back else 0.0
             waits = max(0.0, gather - costs.forward) + max(0.0, gather + scatter - costs.backward - again)
-            rest = max(0.0, fleet.ms(whole - layers * each) - costs.backward)  # embeddings and head, each way
+            rest = max(0.0, fleet.ms(parts.table) - costs.backward)  # embeddings, and head
             exposed += micro * (layers * waits + 2 * rest + gather)  # the first layer's hides behind nothing
-            sent += micro * share * (3 if way == "full" else 2) * whole
+            sent += micro * share * (gathered + scattered)
         return exposed, sent
 
 

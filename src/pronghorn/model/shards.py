@@ -117,6 +117,10 @@ class Unit:
         for place in self.places:
             place.put(place.of(buffer))
 
+    def part_of(self, whole: Tensor) -> Tensor:
+        """What of all parts' bytes is this rank's."""
+        return whole[self._begin : self._begin + self.part_size]
+
     def mine(self, place: Place) -> tuple[slice, slice] | None:
         """Elements of the part that belong to this tensor, and which of its elements, flat, they are; None: there are none."""
         first, last = self._overlap(place)

@@ -77,7 +77,7 @@ class Ranks(World):
 
     def __init__(self, store: Any, rank: int, size: int, backend: str) -> None:
         self.rank, self.size, self.backend = rank, size, backend
-        self.captures = "nccl" in backend
+        self.captures = self.ordered = "nccl" in backend  # NCCL has one stream; gloo has threads
         self._store, self._given_up = store, False
         self._before_parting: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._watch = Watch(store, rank, size, agent=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
@@ -295,5 +295,8 @@ class _Begun(Pending):
         self._ranks, self._work, self._tensor = ranks, work, tensor
 
     def wait(self) -> None:
-        with self._ranks.together(self._tensor.nbytes):
-            self._ranks.finish(self._work, self._tensor)
+        """Once: gloo writes its result in here, and again each time that it is asked."""
+        work, self._work = self._work, None
+        if work is not None:
+            with self._ranks.together(self._tensor.nbytes):
+                self._ranks.finish(work, self._tensor)

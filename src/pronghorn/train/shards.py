@@ -171,7 +171,8 @@ class Shards:
     def _start(self, unit: int) -> None:
         buffer = unit % BUFFERS
         if self._held[buffer] != unit:
-            self._settle(buffer)
+            if not self.world.ordered:
+                self._settle(buffer)
             self._pending[buffer] = self.world.gather(self._buffer(unit), self.units[unit].part)
             self._held[buffer] = unit
 

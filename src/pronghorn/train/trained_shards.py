@@ -1,9 +1,11 @@
 """Full fine-tuning with weights, gradients and moments spread over ranks (`world.shard: full`): shards.py for trained weights.
 
 A rank trains its part of each unit, as slices of the parameters that lie in it. AdamW works on each number by itself, so slices
-are updated as whole parameters would be. After a layer's backward its gradients go into one buffer, their sum over ranks is
-scattered, and each rank adds its part to the gradients of its slices, while the next layer's backward runs. The loss was
-divided by the token count of all ranks, so nothing is averaged. What is in no unit (the last norm) every rank has and sums up.
+are updated as whole parameters would be. After a layer's backward its gradients go into the buffer that has its weights, which
+nobody needs any more, and their sum over ranks is scattered while the next layer's backward runs, straight to where a rank has
+its part of the gradients. With several packs a step, each rank adds what it has so far to its part before the sum. The loss
+was divided by the token count of all ranks, so nothing is averaged. What is in no unit (the last norm) every rank has and sums
+up.
 
 A checkpoint is that of one rank: unit by unit, weights and moments are gathered, and the writer keeps them in host memory.
 """
@@ -19,8 +21,8 @@ from torch import Tensor, nn
 
 from pronghorn.model.causal_lm import FastCausalLM
 from pronghorn.model.layers.types import Grads
-from pronghorn.model.shards import Place, Unit
-from pronghorn.train.shards import Shards, Shares, shards_of
+from pronghorn.model.shards import Place
+from pronghorn.train.shards import BUFFERS, Shards, Shares, shards_of
 from pronghorn.train.world import Pending
 
 FP32 = torch.float32
@@ -41,10 +43,8 @@ class TrainedShards(Shards):
                     part = unit.part.view(FP32)[mine[0]]
                     self.slices[place.name] = nn.Parameter(part[None] if len(place.shape) > 1 else part)  # matrices decay
         self.everywhere = named
-        largest = max(self.units, key=lambda unit: unit.size)
-        self._sum = torch.zeros(largest.size, dtype=torch.uint8, device=shares.device)
-        self._mine = torch.zeros(largest.part_size, dtype=torch.uint8, device=shares.device).view(FP32)
-        self._reducing: tuple[Unit, Pending] | None = None
+        self._gradients = [torch.zeros_like(unit.part).view(FP32) for unit in self.units]  # of this rank's parts
+        self._summed: dict[int, Pending] = {}  # units that have gradients in this step, and the last sum of each
         for number in {0, self._head}:
             for parameter in self._of(number):
                 parameter.register_post_accumulate_grad_hook(self._reduce_end(number))
@@ -78,43 +78,40 @@ class TrainedShards(Shards):
         """Begins the sum over ranks. Of a rank that leads, others have no part: it looks for what is not finite."""
         if self._leads:
             return [None if g is None or bool(torch.isfinite(g).all()) else g for g in gradients]
-        self._finish_reduction()
-        unit, left = self.units[number], list(gradients)
-        whole = self._sum[: unit.size].zero_()
+        unit, left, mine = self.units[number], list(gradients), self._gradients[number]
+        buffer = number % BUFFERS
+        self._settle(buffer)
+        self._held[buffer] = None
+        whole = self._buffer(number).zero_()
         for i, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
             place = self._places.get(id(parameter))
             if place is not None and gradient is not None:
                 place.of(whole).copy_(gradient)
                 left[i] = None
-        part = self._mine[: unit.part_size // FP32.itemsize]
-        self._reducing = unit, self.world.scatter_sum(part, whole.view(FP32))
+        if number in self._summed:
+            self._summed[number].wait()
+            unit.part_of(whole).view(FP32).add_(mine)
+        self._pending[buffer] = self._summed[number] = self.world.scatter_sum(mine, whole.view(FP32))
         return left
-
-    def _finish_reduction(self) -> None:
-        if self._reducing is None:
-            return
-        (unit, pending), self._reducing = self._reducing, None
-        pending.wait()
-        for place in unit.places:
-            if (mine := unit.mine(place)) is not None:
-                parameter = self.slices[place.name]
-                gradient = self._mine[mine[0]].view(parameter.shape)
-                parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad.add_(gradient)
 
     def drop_gradients(self) -> None:
         """Before a step: whoever looked at a gradient of the layers before it left theirs here."""
-        self._finish_reduction()
-        for parameter in self.slices.values():
-            parameter.grad = None
+        for sum_under_way in self._summed.values():
+            sum_under_way.wait()
+        self._summed.clear()
 
     def sum_up(self, beside: Sequence[Tensor]) -> Tensor:
         """After the last backward of a step: gradients, and what is `beside` them, are those of all ranks. Returns the norm."""
-        self._finish_reduction()
-        for parameter in self.trained.values():
+        for number, (unit, gradients) in enumerate(zip(self.units, self._gradients, strict=True)):
+            self._summed[number].wait() if number in self._summed else gradients.zero_()
+            for place in unit.places:
+                if (mine := unit.mine(place)) is not None:
+                    parameter = self.slices[place.name]
+                    parameter.grad = gradients[mine[0]].view(parameter.shape)
+        for parameter in self.everywhere.values():
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         shared = [p.grad for p in self.everywhere.values()]
-        mine = [p.grad for p in self.slices.values()]
-        squares = torch.nn.utils.get_total_norm(mine).square() if mine else torch.zeros_like(beside[0])  # type: ignore[arg-type]
+        squares = torch.nn.utils.get_total_norm(self._gradients).square()
         self.world.add_up([*beside, squares, *shared])  # type: ignore[list-item]
         if shared:
             squares = squares + torch.nn.utils.get_total_norm(shared).square()  # type: ignore[arg-type]

@@ -28,6 +28,7 @@ class World:
     size = 1
     waited = 0.0  # seconds in which this rank waited for others
     captures = False  # whether `add_up` can be part of a CUDA graph
+    ordered = False  # whether what was begun later also writes later
 
     @property
     def writes(self) -> bool:
