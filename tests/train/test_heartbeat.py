@@ -23,7 +23,7 @@ from pronghorn.train.objectives import Supervised
 from pronghorn.train.world import World
 
 pytestmark = pytest.mark.usefixtures("_no_gpu")  # ranks are forked here, and CUDA cannot be
-QUICK = {"BEAT": 0.1, "STOPPED": 0.5, "SILENT": 3.0, "STUCK": 3.0, "HUNG": 4.0, "FORCE": 20.0}
+QUICK = {"BEAT": 0.1, "STOPPED": 0.5, "SILENT": 3.0, "STUCK": 3.0, "HUNG": 3.0, "CONNECTING": 3.0, "FORCE": 20.0}
 
 
 @pytest.fixture
@@ -109,6 +109,27 @@ def test_a_sum_that_does_not_end_though_all_are_in_it(tmp_path: Path) -> None:
     assert found[0] is not None
     assert found[0][0] == 3
     assert "a sum of 3.0 MB over all ranks has not ended" in found[0][1]
+
+
+@pytest.mark.usefixtures("_quick")
+def test_a_rank_that_stays_in_a_sum_is_named(tmp_path: Path) -> None:
+    """The others have its part, and wait for it in the next one."""
+
+    def work(world: Any) -> None:
+        sums(world, 2)
+        with world.together(2_000_000):  # a gather, which ends for the others
+            while world.rank == 1:
+                time.sleep(0.05)
+                world._watch.check()
+        sums(world)
+
+    began = time.monotonic()
+    found = in_ranks(work, tmp_path, size=3)
+    assert time.monotonic() - began < 30
+    assert found[0] == found[1] == found[2]
+    assert found[0] is not None
+    assert found[0][0] == 3
+    assert "rank 1 has been in a sum for" in found[0][1]
 
 
 CHANGES: dict[str, Any] = {

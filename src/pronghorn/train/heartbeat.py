@@ -10,7 +10,8 @@ counts; all ranks see it and end. A second thread asks no store, and so notices 
 | a process of this machine is stopped (SIGSTOP, debugger)  | STOPPED           | the rank before it                        |
 | no heartbeat: a machine or its network is gone            | SILENT            | the rank before it                        |
 | the main thread neither moves nor computes, after a step  | STUCK             | the rank itself: its thread still runs    |
-| all ranks are in the same sum, and it does not end        | HUNG + its bytes  | every rank                                |
+| all ranks are in the same sum, and it does not end        | HUNG + its bytes  | rank 0, which reads all heartbeats        |
+| one is still in a sum that the others have left           | HUNG + its bytes  | rank 0                                    |
 | who started the ranks is gone                             | a heartbeat       | every rank: it saves and ends, as SIGTERM |
 """
 
@@ -34,7 +35,8 @@ BEAT = 1.0  # seconds
 STOPPED = 10.0
 SILENT = 60.0  # a thread of Python also waits where something else holds on to the interpreter: compilers do for 10 s
 STUCK = 600.0  # a step may compute on the GPU for minutes, in which the host only waits
-HUNG, SLOWEST = 120.0, 20e6  # seconds, and bytes a second: less is no network
+HUNG, SLOWEST = 20.0, 20e6  # seconds, and bytes a second: less is no network
+CONNECTING = 120.0  # instead of HUNG before the second step: NCCL connects a thousand ranks in its first sum
 FORCE = 120.0  # after a verdict, for a main thread that waits for something that will not come
 TOLD = "PRONGHORN_TOLD"  # a file, by which who started the ranks learns that one of them has shown its message
 
@@ -46,6 +48,7 @@ class Beat(NamedTuple):
     machine: str
     sums: int  # that it has begun
     inside: bool  # whether it waits in the last of them
+    size: int  # bytes of the last of them
 
 
 class Watch:
@@ -54,7 +57,9 @@ class Watch:
         self.rank, self.size, self._agent = rank, size, agent
         self._store = store.clone()  # a connection of its own: one that hangs blocks nobody else
         self._main = threading.main_thread()
-        self._sums, self._since, self._bytes, self._stepped = 0, 0.0, 0, False
+        self._sums, self._since, self._bytes, self._steps = 0, 0.0, 0, 0
+        # The sum that each rank waits in, since when it is that, and the number of its heartbeat then.
+        self._waiting_in, self._unchanged, self._numbers = list[int](), 0.0, list[int]()
         self._answered = time.monotonic()  # when the store last did
         self._ending, self._left, self._found = threading.Event(), threading.Event(), dict[str, Any]()
         self._beat(0)
@@ -67,7 +72,7 @@ class Watch:
     @contextmanager
     def waiting(self, size: int = 0, *, step: bool = False) -> Iterator[None]:
         """Around what all ranks do together; `size`: bytes of it. `step`: the run is past what may take long at its start."""
-        self._sums, self._bytes, self._stepped = self._sums + 1, size, self._stepped or step
+        self._sums, self._bytes, self._steps = self._sums + 1, size, self._steps + step
         self._since = time.monotonic()
         try:
             yield
@@ -142,11 +147,11 @@ class Watch:
                 seen, changed = theirs, now
             if theirs and not self._ending.is_set():
                 self._judge(next_one, theirs, now - changed)
-            if self._since:
-                self._judge_sum(now)
+            if self.rank == 0 and not self._found:
+                self._judge_sums(now)
 
     def _beat(self, number: int) -> None:
-        mine = Beat(number, os.getpid(), _started(os.getpid()) or "", _machine(), self._sums, self._since > 0)
+        mine = Beat(number, os.getpid(), _started(os.getpid()) or "", _machine(), self._sums, self._since > 0, self._bytes)
         self._store.set(self._key(self.rank), json.dumps(mine))
 
     def _look(self) -> None:
@@ -186,15 +191,32 @@ class Watch:
         if self._found["rank"] == rank and _parent(beat.pid) == os.getppid():
             os.kill(beat.pid, signal.SIGKILL)  # it cannot end by itself; one that this rank's own parent started
 
-    def _judge_sum(self, now: float) -> None:
-        waited, number = now - self._since, self._sums
-        if waited < HUNG + self._bytes / SLOWEST or self._found:
+    def _judge_sums(self, now: float) -> None:
+        """Where every rank waits, and nothing changes. Who waits for a rank that works alone waits for no sum."""
+        since = self._since
+        if not since or now - since < 2 * BEAT:
+            self._waiting_in = []
             return
         with suppress(RuntimeError):
-            beats = [json.loads(beat) for beat in self._store.multi_get([self._key(rank) for rank in range(self.size)])]
-            if all(beat and Beat(*beat).inside and Beat(*beat).sums == number for beat in beats) and self._since:
-                what = f"a sum of {self._bytes / 1e6:,.1f} MB over all ranks has not ended after {waited:.0f} s"
-                self.end(what, why="every rank waits in it: the network between them fails", rank=self.rank, told=False)
+            found = [json.loads(beat) for beat in self._store.multi_get([self._key(rank) for rank in range(self.size)])]
+            beats = [Beat(*beat) for beat in found if beat and Beat(*beat).inside]
+            waiting_in = [beat.sums for beat in beats] if len(beats) == self.size and self._since == since else []
+            if not waiting_in or waiting_in != self._waiting_in:
+                self._waiting_in, self._unchanged, self._numbers = waiting_in, now, [beat.number for beat in beats]
+                return
+            waited, size = now - self._unchanged, max(beat.size for beat in beats)
+            silent = any(beat.number == before for beat, before in zip(beats, self._numbers, strict=True))
+            if silent or waited < (HUNG if self._steps > 1 else CONNECTING) + size / SLOWEST:
+                return
+            last = min(waiting_in)
+            late = [rank for rank, number in enumerate(waiting_in) if number == last]
+            what = f"a sum of {size / 1e6:,.1f} MB over all ranks has not ended after {waited:.0f} s"
+            why = "every rank waits in it: the network between them fails"
+            if len(late) < self.size:
+                ranks = " ".join(map(str, late))
+                what = f"rank {ranks} has been in a sum for {waited:.0f} s that the others have left"
+                why = f"it is of {beats[late[0]].size / 1e6:,.1f} MB: the network to this rank fails, or its GPU"
+            self.end(what, why=why, rank=late[0], told=False)
 
     def _lost(self) -> None:
         if self._agent and not self._ending.is_set():
@@ -216,7 +238,7 @@ class Watch:
                 self._found = {"what": f"rank 0 has not answered for {now - self._answered:.0f} s", "rank": 0, "by": self.rank,
                                "why": "its process is stopped, or its machine or the network to it is gone", "exit_code": 3,
                                "told": self.rank > 1}  # fmt: skip
-            elif self._stepped and not self._since and now - still > STUCK:
+            elif self._steps and not self._since and now - still > STUCK:
                 what = f"rank {self.rank} has neither moved nor computed for {now - still:.0f} s"
                 self.end(what, why=f"it is in {self._place()}", rank=self.rank, told=False)
                 self._end_now()
