@@ -9,7 +9,8 @@ import torch
 
 from pronghorn.kernels.norm.rms_norm import rms_norm_reference
 from pronghorn.model.final_norm import final_norm
-from pronghorn.model.layers.types import GradBuffer, Norm
+from pronghorn.model.layers.norms import Norm
+from pronghorn.model.layers.types import GradBuffer
 
 
 @pytest.mark.parametrize("trains", [False, True])

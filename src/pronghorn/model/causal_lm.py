@@ -32,8 +32,9 @@ from pronghorn.model.layers.build import build_layer
 from pronghorn.model.layers.fp8_linears import Fp8Workspace, trains_whole
 from pronghorn.model.layers.layer import DecoderLayer
 from pronghorn.model.layers.linears import LinearGroup
+from pronghorn.model.layers.norms import Norm
 from pronghorn.model.layers.saved import Elsewhere
-from pronghorn.model.layers.types import Documents, GradBuffer, Norm, Shards
+from pronghorn.model.layers.types import Documents, GradBuffer, Shards
 from pronghorn.model.positions import Positions
 from pronghorn.model.router_stats import ExpertCounts, RouterStats, padding_mask
 from pronghorn.model.same_weights import Weights
@@ -72,7 +73,7 @@ class FastCausalLM:
         # weight of the routers' auxiliary loss, which a classifier has not
         self.balance = float(getattr(model, "router_aux_loss_coef", 0.0)) if asked else 0.0
         self.norm = Norm(self.backbone.norm, family.one_plus)
-        self.positions = Positions(self.backbone, config, self.layers[0].head_width)
+        self.positions = Positions(self.backbone, config, self.layers[0].attention.head_width)
         self._adapters: CopyTable | None = None
         self._adapters_fp8 = SplitTable([])
         self.offload: Offload | None = None  # shared by the layers that offload

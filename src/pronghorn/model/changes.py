@@ -99,7 +99,7 @@ class Changes:
         self.layers = [layer.layer for layer in engine.layers]
         halves = [layer.attention for layer in engine.layers]
         self.pairs = [(half.q_norm, half.k_norm) for half in halves if half.q_norm and half.k_norm]
-        norms = {id(norm.module) for layer in engine.layers for norm in layer.norms.values()}
+        norms = {id(norm.module) for layer in engine.layers for norm in layer.norms}
         experts = engine.layers[0].family.experts
         stacks = {f"mlp.{name}" for name in ("experts", experts.router)} if experts else set()
         self.places = [_place(f"layers.{i}", "", layer, norms, stacks) for i, layer in enumerate(self.layers)]

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pronghorn.kernels.norm.rms_norm import rms_norm_backward, rms_norm_forward
-from pronghorn.model.layers.types import GradBuffer, Norm
+from pronghorn.model.layers.norms import Norm
+from pronghorn.model.layers.types import GradBuffer
 from pronghorn.model.rows import rows_like
 
 

@@ -191,11 +191,11 @@ def _look_at_norms(engine: FastCausalLM) -> None:
     """Uses the current norm modules: PEFT's modules_to_save may have replaced them since installation."""
     engine.norm.module = in_use(engine.backbone.norm)
     for fast in engine.layers:
-        for slot, norm in fast.norms.items():
-            in_attention = slot in ("q_norm", "k_norm")
-            norm.module = in_use(
-                getattr(fast.layer.self_attn, slot) if in_attention else getattr(fast.layer, getattr(fast.family.norms, slot))
-            )
+        for norm in fast.norms:
+            if norm.slot in ("q_norm", "k_norm"):
+                norm.module = in_use(getattr(fast.layer.self_attn, norm.slot))
+            else:
+                norm.module = in_use(getattr(fast.layer, getattr(fast.family.norms, norm.slot)))
 
 
 def _run(engine: FastCausalLM, inputs: dict[str, Any], pack: Pack, load: RouterStats | None = None) -> Tensor:

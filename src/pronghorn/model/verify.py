@@ -164,7 +164,7 @@ class _NarrowWindows:
     def __init__(self, engine: FastCausalLM, config: Any) -> None:
         holders = [config, *(layer.layer.self_attn for layer in engine.layers)]
         self.holders = [holder for holder in holders if (getattr(holder, "sliding_window", None) or 0) > NARROW]
-        self.options = [layer.attention._options for layer in engine.layers]
+        self.options = [layer.attention.options for layer in engine.layers]
         self.before: list[tuple[Any, int]] = []
 
     def __enter__(self) -> None:

@@ -35,7 +35,7 @@ class Watched:
             for group in layer.groups:
                 assert isinstance(group, LinearGroup)
                 self._group(group)
-            for norm in layer.norms.values():
+            for norm in layer.norms:
                 self._is(vars(norm), "module")
                 self._module(norm.module)
                 self._is_equal(vars(norm.module), "variance_epsilon", "eps")

@@ -28,8 +28,9 @@ from pronghorn.kernels.attention.attention_torch import Backend
 from pronghorn.kernels.attention.rope import qk_rope_backward, qk_rope_forward
 from pronghorn.model.families import Family, rope_kind, window
 from pronghorn.model.layers.linears import LinearGroup, Operand
+from pronghorn.model.layers.norms import Norm
 from pronghorn.model.layers.saved import Saved
-from pronghorn.model.layers.types import Documents, Norm
+from pronghorn.model.layers.types import Documents
 from pronghorn.model.rows import rows_like
 
 Parts = tuple[Tensor, Tensor, Tensor]  # q, k, v or their gradients
@@ -50,17 +51,18 @@ class AttentionHalf:
         self.rope = rope_kind(config, index)
         self.heads, self.kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
         self.head_width = int(module.head_dim)
-        self._options: dict[str, Any] = {
+        self.options: dict[str, Any] = {
             "scale": float(module.scaling),
             "window": window(config, index),
             "softcap": getattr(config, "attn_logit_softcapping", None),
         }
-        self.q_norm = Norm(module.q_norm, family.one_plus) if family.qk_norm else None
-        self.k_norm = Norm(module.k_norm, family.one_plus) if family.qk_norm else None
+        self.q_norm = Norm(module.q_norm, family.one_plus, "q_norm") if family.qk_norm else None
+        self.k_norm = Norm(module.k_norm, family.one_plus, "k_norm") if family.qk_norm else None
 
-    @property
-    def options(self) -> dict[str, Any]:
-        return self._options | {"sinks_N": self.sinks}
+    def options_for(self, documents: Documents) -> dict[str, Any]:
+        """Of attention over these documents."""
+        shared = ("cu_seqlens", "longest", "typical", "spans_2T", "prefix_2T")
+        return {**self.options, "sinks_N": self.sinks, **{name: getattr(documents, name) for name in shared}}
 
     @property
     def sinks(self) -> Tensor | None:  # gpt-oss
@@ -80,21 +82,11 @@ class AttentionHalf:
         """Everything before the output projection, from `h`, and from `o` and `lse` if saved. `rows`: those that pass
         attention."""
         h, o, lse = saved["h"], saved["o"], saved["lse"]
-        self._project(self.qkv.of_norm(self.before, h, saved, "before_attention"), saved, documents)
+        self._project(self.qkv.of_norm(self.before, h, saved), saved, documents)
         if o is None or lse is None:
             o = rows_like(h, self.out_width + self.out.extra)
-            _, lse = attention_forward(
-                saved["q"],
-                saved["k"],
-                saved["v"],
-                documents.cu_seqlens,
-                documents.longest,
-                out=self.heads_of(o),
-                spans_2T=documents.spans_2T,
-                prefix_2T=documents.prefix_2T,
-                typical=documents.typical,
-                **self.options,
-            )
+            parts = saved["q"], saved["k"], saved["v"]
+            _, lse = attention_forward(*parts, out=self.heads_of(o), **self.options_for(documents))
         o_rows, h_rows = (o, h) if rows is None else (o.index_select(0, rows), h.index_select(0, rows))
         saved.put(o=o, lse=lse, o_rows=o_rows, h_rows=h_rows)
 
@@ -158,13 +150,11 @@ class AttentionHalf:
         """o A^T of the output projection: saved separately, or in o's LoRA columns."""
         return saved["o_rows"][:, self.out_width :] if self.out.extra else saved["xa_o"]
 
-    def backward(
-        self, do: Tensor, saved: Saved, documents: Documents, norm_grads: dict[str, Tensor | None]
-    ) -> tuple[Tensor, Tensor | None]:
+    def backward(self, do: Tensor, saved: Saved, documents: Documents) -> tuple[Tensor, Tensor | None]:
         """(the gradient of q, k and v before RoPE and qk-norm, in rows with spare columns; that of the sinks)"""
         backend = self.backend(do.device, do.dtype, documents.typical, shared=documents.prefix_2T is not None)
         dqkv_ext = self._dqkv_buffer(do, saved["qkv"], backend)
-        options, sinks, rotary = self.options, self.sinks, documents.rotary[self.rope]
+        options, sinks, rotary = self.options_for(documents), self.sinks, documents.rotary[self.rope]
         if sinks is not None and not sinks.requires_grad and backend in ("short", "flash2"):
             options["sinks_N"] = None  # lse contains them; only their own gradient needs them
         rotates = self.q_norm is None and unrotates(backend, self.head_width, rotary[0], self.family.neighbours)
@@ -175,11 +165,6 @@ class AttentionHalf:
             saved["v"],
             self.heads_of(saved["o"]),
             saved["lse"],
-            documents.cu_seqlens,
-            documents.longest,
-            spans_2T=documents.spans_2T,
-            prefix_2T=documents.prefix_2T,
-            typical=documents.typical,
             **options,
             backend=backend,
             # FlashAttention-2 would have to copy; RoPE's backward reads its tensors directly.
@@ -188,7 +173,7 @@ class AttentionHalf:
         )
         scaled_queries(dq, documents)  # one factor per token commutes with RoPE
         if not rotates:
-            self._back_through_rope((dq, dk, dv), dqkv_ext, saved, documents, norm_grads)
+            self._back_through_rope((dq, dk, dv), dqkv_ext, saved, documents)
         return dqkv_ext, dsinks
 
     def backend(self, device: torch.device, dtype: torch.dtype, typical: int, *, shared: bool = False) -> Backend:
@@ -197,7 +182,7 @@ class AttentionHalf:
             device,
             dtype,
             self.head_width,
-            softcap=self._options["softcap"] is not None,
+            softcap=self.options["softcap"] is not None,
             sinks=self.sinks is not None,
             typical=typical,
             shared=shared,
@@ -209,9 +194,7 @@ class AttentionHalf:
             return qkv
         return rows_like(do, self.qkv_width + self.qkv.extra)
 
-    def _back_through_rope(
-        self, grads: Parts, dqkv_ext: Tensor, saved: Saved, documents: Documents, norm_grads: dict[str, Tensor | None]
-    ) -> None:
+    def _back_through_rope(self, grads: Parts, dqkv_ext: Tensor, saved: Saved, documents: Documents) -> None:
         cos, sin = documents.rotary[self.rope]
         options: dict[str, Any] = {"neighbours": self.family.neighbours}
         if self.q_norm and self.k_norm:
@@ -221,6 +204,5 @@ class AttentionHalf:
                 **self._norm_options(),
                 "need_norm_grad": self.q_norm.trains() or self.k_norm.trains(),
             }
-        _, norm_grads["q_norm"], norm_grads["k_norm"] = qk_rope_backward(
-            *grads, cos, sin, out=dqkv_ext[:, : self.qkv_width], **options
-        )
+        found = qk_rope_backward(*grads, cos, sin, out=dqkv_ext[:, : self.qkv_width], **options)
+        _, saved.norm_grads["q_norm"], saved.norm_grads["k_norm"] = found

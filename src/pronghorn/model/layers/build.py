@@ -12,7 +12,7 @@ from pronghorn.model.layers.layer import DecoderLayer
 from pronghorn.model.layers.linears import LinearGroup
 from pronghorn.model.layers.mlp import DenseMlp
 from pronghorn.model.layers.moe import ExpertsMlp
-from pronghorn.model.layers.types import Norm
+from pronghorn.model.layers.norms import Norm
 
 
 def build_layer(
@@ -27,16 +27,17 @@ def build_layer(
     def group(parent: Any, names: tuple[str, ...]) -> LinearGroup:
         return Fp8LinearGroup(parent, names, workspace) if in_fp8 and names else LinearGroup(parent, names)
 
-    def norm(name: str | None) -> Norm | None:
-        return Norm(getattr(layer, name), family.one_plus) if name else None
+    def norm(slot: str) -> Norm | None:
+        name = getattr(family.norms, slot)
+        return Norm(getattr(layer, name), family.one_plus, slot) if name else None
 
-    norms, own, mlp = family.norms, layer.self_attn, layer.mlp
+    own, mlp = layer.self_attn, layer.mlp
     multiplier = float(getattr(config, "residual_multiplier", 1.0))
     activation = ACTIVATIONS[activation_name(config)]
     attention = AttentionHalf(
-        own, family, config, index, group(own, family.qkv), group(own, ("o_proj",)), norm(norms.before_attention)
+        own, family, config, index, group(own, family.qkv), group(own, ("o_proj",)), norm("before_attention")
     )
-    before, after = norm(norms.before_mlp), norm(norms.after_mlp)
+    before, after = norm("before_mlp"), norm("after_mlp")
     half: DenseMlp | ExpertsMlp
     if slot is None:
         half = DenseMlp(group(mlp, family.gate_up), group(mlp, ("down_proj",)), activation, multiplier, before, after)
@@ -47,4 +48,4 @@ def build_layer(
         names = (family.gate_up, ("down_proj",)) if shared is not None else ((), ())
         gate_up, down = (group(mlp if shared is None else shared, linears) for linears in names)
         half = ExpertsMlp(mlp, family, config, slot, workspace, gate_up, down, activation, multiplier, before)
-    return DecoderLayer(layer, family, index, multiplier, attention, half, norm(norms.after_attention))
+    return DecoderLayer(layer, family, index, multiplier, attention, half, norm("after_attention"))

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from pronghorn.model.layers.layer import DecoderLayer
     from pronghorn.model.layers.linears import LinearGroup
     from pronghorn.model.layers.mlp import DenseMlp
-    from pronghorn.model.layers.types import Documents, Norm
+    from pronghorn.model.layers.norms import Norm
+    from pronghorn.model.layers.types import Documents
 
 
 def composed_layer(layer: DecoderLayer, h_TD: Tensor, documents: Documents) -> Tensor:
@@ -28,17 +29,7 @@ def composed_layer(layer: DecoderLayer, h_TD: Tensor, documents: Documents) -> T
     q, k, v = qk_rope(qkv, cos, sin, **half.rope_options())
     if documents.query_scale_T is not None:
         q = (q * documents.query_scale_T[:, None, None]).to(q.dtype)
-    o = attention(
-        q,
-        k,
-        v,
-        documents.cu_seqlens,
-        documents.longest,
-        spans_2T=documents.spans_2T,
-        prefix_2T=documents.prefix_2T,
-        typical=documents.typical,
-        **half.options,
-    )
+    o = attention(q, k, v, **half.options_for(documents))
     h_TD = h_TD + layer.multiplier * _normed(layer.after_attention, _project(half.out, o.flatten(1)))
     y = mlp.composed(_normed(mlp.before, h_TD), documents)
     return h_TD + layer.multiplier * _normed(mlp.after, y)

@@ -32,9 +32,9 @@ from pronghorn.model.formats.linear import StoredLinear
 from pronghorn.model.formats.table import ToFp8, fits_fp8, require_fp8, storage_of
 from pronghorn.model.layers.linears import LinearGroup, Operand
 from pronghorn.model.layers.lora_modules import joined_bias, why_only_peft
+from pronghorn.model.layers.norms import Norm
 from pronghorn.model.layers.saved import Saved
-from pronghorn.model.layers.types import GradBuffer, Grads, Norm
-from pronghorn.model.layers.weight_grads import weight_and_bias_grads
+from pronghorn.model.layers.types import GradBuffer, Grads
 
 
 def trains_whole(module: nn.Module) -> bool:
@@ -215,19 +215,19 @@ class Fp8LinearGroup(LinearGroup):
 
     # ---- operands of the forward GEMM --------------------------------------------------------------------------------
 
-    def of_norm(self, norm: Norm | None, h: Tensor, saved: Saved, slot: str) -> Operand:
-        return h if norm is None else self._of_norm(norm, h, saved, slot)
+    def of_norm(self, norm: Norm | None, h: Tensor, saved: Saved) -> Operand:
+        return h if norm is None else self._of_norm(norm, h, saved)
 
-    def of_norm_of_sum(self, norm: Norm, y: Tensor, h: Tensor, multiplier: float, saved: Saved, slot: str) -> Operand:
-        return self._of_norm(norm, y, saved, slot, residual_TD=h, multiplier=multiplier, h_out=y)
+    def of_norm_of_sum(self, norm: Norm, y: Tensor, h: Tensor, multiplier: float, saved: Saved) -> Operand:
+        return self._of_norm(norm, y, saved, residual_TD=h, multiplier=multiplier, h_out=y)
 
-    def _of_norm(self, norm: Norm, x: Tensor, saved: Saved, slot: str, **options: Any) -> ByteRows:
+    def _of_norm(self, norm: Norm, x: Tensor, saved: Saved, **options: Any) -> ByteRows:
         """Norm and cast in one pass, with the residual if there is one."""
         bytes_ext = self.byte_buffer(x)
         normed = rms_norm_fp8_forward(
             x, norm.weight, norm.eps, one_plus=norm.one_plus, bound=self.group.bound, out8=bytes_ext[:, : x.shape[1]], **options
         )
-        saved[f"rstd.{slot}"] = normed.rstd_T
+        saved[norm.rstd] = normed.rstd_T
         return ByteRows(normed.y_TD, bytes_ext, normed.scale_T)
 
     def of_rows(self, x_ext: Tensor) -> Operand:
@@ -239,25 +239,32 @@ class Fp8LinearGroup(LinearGroup):
         return ByteRows(a, bytes_ext, scale)
 
     def adapters_of_activation(self, gu: Tensor, kind: Kind) -> Tensor | None:
-        return self.forward_adapters(gated_activation_forward(gu, kind))
+        return mm(gated_activation_forward(gu, kind), self.group.A_RD.T) if self.group.R else None
 
     # ---- GEMMs ---------------------------------------------------------------------------------------------------
 
     def apply(self, x: Operand) -> tuple[Tensor, Tensor | None]:
-        return self.mm(x)
+        """(y_TO, x A^T or None), of rows in FP8, or cast here."""
+        group = self.group
+        if isinstance(x, Tensor):
+            bytes_ext = self.byte_buffer(x)
+            x = ByteRows(x, bytes_ext, fp8_cast_rows(x, bound=group.bound, out=bytes_ext[:, : group.D])[1])
+        group.load()
+        xa_TR = group.extend(*x)
+        return group.forward(x.bytes_ext, x.scale_T, bias_O=self._bias), xa_TR
 
     def owned(self, xa: Tensor | None) -> Tensor | None:
         return xa
 
     def apply_add(self, x: Operand, h: Tensor, multiplier: float, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        y, xa = self.mm(x)
+        y, xa = self.apply(x)
         return torch.add(h, y, alpha=multiplier, out=y if out is None else out), xa
 
     def leaves_residual_to_norm(self, multiplier: float) -> bool:
         return True
 
     def apply_spare(self, x: Operand) -> tuple[Tensor, Tensor | None]:
-        return self.mm(x)
+        return self.apply(x)
 
     def apply_gated(self, x: Operand, kind: Kind, down: LinearGroup) -> None:
         return None
@@ -298,57 +305,35 @@ class Fp8LinearGroup(LinearGroup):
         return buffer if grad_buffer.holds(dh) and buffer is not None and buffer.shape == dh.shape else None
 
     def back(self, dy: Operand) -> tuple[Tensor, Any]:
-        dx, dyb = self.product_back(dy)
-        return dx, Fp8Gradient(self.values_of(dy), dyb)
-
-    def back_adapters(self, dy: Operand) -> Any:
-        values = self.values_of(dy)
-        return Fp8Gradient(values, self.backward_adapters(values))
-
-    def gradients(
-        self, dy: Any, x: Tensor, xa: Tensor | None, norm: NormOf | None = None, without: Part | None = None
-    ) -> Grads:
-        return self.parameter_grads(dy.dy, dy.dyb, x, xa, norm)
-
-    # ---- forward -------------------------------------------------------------------------------------------------
-
-    def byte_buffer(self, like: Tensor) -> Tensor:
-        """For FP8 rows of inputs, with E LoRA columns."""
-        return fp8_rows(len(like), self.group.input_width, like.device)
-
-    def mm(self, x: Tensor | ByteRows) -> tuple[Tensor, Tensor | None]:
-        """(y_TO, x A^T or None), of rows in FP8, or cast here."""
-        group = self.group
-        if isinstance(x, Tensor):
-            bytes_ext = self.byte_buffer(x)
-            x = ByteRows(x, bytes_ext, fp8_cast_rows(x, bound=group.bound, out=bytes_ext[:, : group.D])[1])
-        group.load()
-        xa_TR = group.extend(*x)
-        return group.forward(x.bytes_ext, x.scale_T, bias_O=self._bias), xa_TR
-
-    def forward_adapters(self, x_TD: Tensor) -> Tensor | None:
-        """x A^T alone, as `mm` gives it."""
-        return mm(x_TD, self.group.A_RD.T) if self.group.R else None
-
-    # ---- backward ------------------------------------------------------------------------------------------------
-
-    def grad_byte_buffer(self, like: Tensor) -> Tensor:
-        """For FP8 rows of gradients."""
-        return fp8_rows(len(like), self.group.grad_width, like.device)
-
-    def product_back(self, dy: Tensor | ByteRows) -> tuple[Tensor, Tensor | None]:
-        """(dx_TD, dy sB or None), of rows in FP8 with the weight's scales folded in, or cast here."""
+        """Of rows in FP8 with the weight's scales folded in, or cast here."""
         group = self.group
         if isinstance(dy, Tensor):
             bytes_ext = self.grad_byte_buffer(dy)
             _, scale_T = fp8_cast_rows(dy, group.scale_O, bound=group.bound_grad, out=bytes_ext[:, : group.O])
             dy = ByteRows(dy, bytes_ext, scale_T)
         dyb_TR = group.extend_grad(*dy)
-        return group.backward_input(dy.bytes_ext, dy.scale_T, self._transposed_weight()), dyb_TR
+        dx_TD = group.backward_input(dy.bytes_ext, dy.scale_T, self._transposed_weight())
+        return dx_TD, Fp8Gradient(dy.values, dyb_TR)
 
-    def backward_adapters(self, dy_TO: Tensor) -> Tensor | None:
-        """dy sB alone, without dx."""
-        return self.group.extend_grad(dy_TO, None, None)
+    def back_adapters(self, dy: Operand) -> Any:
+        values = self.values_of(dy)
+        return Fp8Gradient(values, self.group.extend_grad(values, None, None))
+
+    def gradients(
+        self, dy: Any, x: Tensor, xa: Tensor | None, norm: NormOf | None = None, without: Part | None = None
+    ) -> Grads:
+        """With `norm`, dyb is scaled in place: only for adapters."""
+        return self._parameter_grads(dy.dy, dy.dyb, x, xa, norm, None)
+
+    # ---- buffers -------------------------------------------------------------------------------------------------
+
+    def byte_buffer(self, like: Tensor) -> Tensor:
+        """For FP8 rows of inputs, with E LoRA columns."""
+        return fp8_rows(len(like), self.group.input_width, like.device)
+
+    def grad_byte_buffer(self, like: Tensor) -> Tensor:
+        """For FP8 rows of gradients."""
+        return fp8_rows(len(like), self.group.grad_width, like.device)
 
     def _transposed_weight(self) -> Tensor:
         group = self.group
@@ -361,19 +346,3 @@ class Fp8LinearGroup(LinearGroup):
             return group.transposed(self.workspace.transposed.take(group.scale_O.device))
         self._transposed = group.transposed()
         return self._transposed
-
-    def parameter_grads(
-        self, dy_TO: Tensor, dyb_TR: Tensor | None, x_TD: Tensor, xa_TR: Tensor | None, norm: NormOf | None = None
-    ) -> list[Tensor | None]:
-        """Gradients of `parameters`, None where frozen. With `norm`, x is that norm's input, and dyb is scaled in place: only
-        for adapters."""
-        parts = dy_TO.split(self.widths, dim=1)
-        grads = weight_and_bias_grads(self.linears, parts, x_TD, in_place=self.accumulate_weights)
-        if dyb_TR is None or xa_TR is None:
-            return grads
-        if self.group.sums is not None:
-            self.group.add_adapter_grads(dy_TO, dyb_TR, x_TD, xa_TR, norm)
-            return grads + [None] * (2 * len(self.adapters))
-        for pair in self.group.adapter_grads(dy_TO, dyb_TR, x_TD, xa_TR, norm):
-            grads += pair
-        return grads

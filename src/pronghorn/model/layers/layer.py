@@ -28,12 +28,13 @@ from pronghorn.kernels.runtime.dispatch import keeps_graph
 from pronghorn.model.families import Family
 from pronghorn.model.layers.attention import OF_ATTENTION, AttentionHalf
 from pronghorn.model.layers.composed import composed_layer
-from pronghorn.model.layers.linears import Group, LinearGroup
+from pronghorn.model.layers.linears import Group
 from pronghorn.model.layers.mlp import OF_MLP, DenseMlp
 from pronghorn.model.layers.moe import ExpertsMlp
-from pronghorn.model.layers.residual import NormGrads, add_branch, back_through_norm, grad_of_branch, gradients_after_norm
+from pronghorn.model.layers.norms import Norm
+from pronghorn.model.layers.residual import add_branch, back_through_norm, grad_of_branch, gradients_after_norm
 from pronghorn.model.layers.saved import Elsewhere, Left, Level, Saved, copied, leave, restore
-from pronghorn.model.layers.types import Documents, Grads, Norm, Shards, Waiting
+from pronghorn.model.layers.types import Documents, Grads, Shards, Waiting
 from pronghorn.model.rows import spread
 from pronghorn.model.same_weights import as_at_forward, stamp
 
@@ -52,16 +53,12 @@ class DecoderLayer:
         """`layer`: the model's own."""
         self.layer, self.family, self.index, self.multiplier = layer, family, index, multiplier
         self.attention, self.mlp, self.after_attention = attention, mlp, after_attention
-        self.groups: tuple[Group, ...] = (attention.qkv, attention.out, *mlp.groups)
-        named = {
-            "before_attention": attention.before,
-            "after_attention": after_attention,
-            "before_mlp": mlp.before,
-            "after_mlp": mlp.after,
-            "q_norm": attention.q_norm,
-            "k_norm": attention.k_norm,
-        }
-        self.norms = {slot: norm for slot, norm in named.items() if norm is not None}
+        self.qkv, self.out = attention.qkv, attention.out
+        self.gate_up, self.down = mlp.gate_up, mlp.down  # with experts: the shared expert's; empty without one
+        self.groups: tuple[Group, ...] = (self.qkv, self.out, *mlp.groups)
+        self.fp8 = self.qkv.fp8  # whether its linears multiply in FP8
+        norms = (attention.before, after_attention, mlp.before, mlp.after, attention.q_norm, attention.k_norm)
+        self.norms = [norm for norm in norms if norm is not None]
         self.fused = False  # set by `prepare`
         self.level: Level = "nothing"  # what backward recomputes (saved.py)
         # Gradient checkpointing requested by a user: all or nothing, whatever the level. None: not requested.
@@ -70,34 +67,6 @@ class DecoderLayer:
         self.offload: Elsewhere | None = None  # where saved tensors wait for backward
         self.shards: Shards | None = None  # where its weights are, if they are spread over ranks
         self.waiting: WeakSet[Waiting] = WeakSet()  # forwards whose backward will read this layer's state
-
-    # ---- its parts, for who looks at a layer from outside ------------------------------------------------------------
-
-    @property
-    def qkv(self) -> LinearGroup:
-        return self.attention.qkv
-
-    @property
-    def out(self) -> LinearGroup:
-        return self.attention.out
-
-    @property
-    def gate_up(self) -> LinearGroup:
-        """With experts: the shared expert's; empty without one."""
-        return self.mlp.gate_up
-
-    @property
-    def down(self) -> LinearGroup:
-        return self.mlp.down
-
-    @property
-    def head_width(self) -> int:
-        return self.attention.head_width
-
-    @property
-    def fp8(self) -> bool:
-        """Whether its linears multiply in FP8."""
-        return self.qkv.fp8
 
     @property
     def mlp_chunks(self) -> int:
@@ -147,7 +116,7 @@ class DecoderLayer:
 
     def parameters(self) -> list[Tensor]:
         """Everything the node may return a gradient for, in the order in which backward returns them."""
-        own = [p for group in self.groups for p in group.parameters] + [norm.weight for norm in self.norms.values()]
+        own = [p for group in self.groups for p in group.parameters] + [norm.weight for norm in self.norms]
         sinks = self.attention.sinks
         return own if sinks is None else [*own, sinks]
 
@@ -194,7 +163,7 @@ class DecoderLayer:
             y, xa = out.apply(o)
             saved.put(h2=y, h_rows=h_rows)
         else:
-            h2, y1, xa = add_branch(out, o, h_rows, self.multiplier, self.after_attention, saved, "after_attention")
+            h2, y1, xa = add_branch(out, o, h_rows, self.multiplier, self.after_attention, saved)
             saved.put(h2=h2, y1=y1)
         if out.fp8:  # else it is in o's LoRA columns
             saved.put(xa_o=xa)
@@ -215,34 +184,28 @@ class DecoderLayer:
     ) -> tuple[Tensor | None, Grads]:
         """The gradient of the layer's input (of all tokens, if it is needed), and of `parameters()` in their order."""
         dh3 = dh3 if dh3.stride(-1) == 1 else dh3.contiguous()
-        norm_grads: NormGrads = {}
-        dh, mlp_grads = self.mlp.backward(dh3, saved, documents, norm_grads, self.out.extra)
+        dh, mlp_grads = self.mlp.backward(dh3, saved, documents, self.out.extra)
         saved.release(*OF_MLP)
         attention, grad_buffer = self.attention, documents.grad_buffer
-        dy = grad_of_branch(
-            self.out, dh, saved["y1"], self.multiplier, self.after_attention, saved, "after_attention", norm_grads, grad_buffer
-        )
+        dy = grad_of_branch(self.out, dh, saved["y1"], self.multiplier, self.after_attention, saved, grad_buffer)
         do, of_out = self.out.back(dy)
         out_grads = self.out.gradients(of_out, saved["o_rows"][:, : attention.out_width], attention.xa_of_out(saved))
         if rows is not None:
             repeated = documents.prefix_2T is not None
             do, dh = (spread(x, rows, len(saved["h"]), repeated=repeated) for x in (do, dh))
-        dqkv, dsinks = attention.backward(do, saved, documents, norm_grads)
+        dqkv, dsinks = attention.backward(do, saved, documents)
         del do, dy, of_out
         saved.release(*OF_ATTENTION)
         dqkv_rows = self.qkv.of_rows(dqkv)
         if need_dh or (attention.before and attention.before.trains()):
             dx, of_qkv = self.qkv.back(dqkv_rows)
-            dh = back_through_norm(
-                attention.before, dx, saved["h"], dh, saved, "before_attention", norm_grads, self.down.extra, grad_buffer
-            )  # `down` of the layer below has as many extra columns
+            # `down` of the layer below has as many extra columns
+            dh = back_through_norm(attention.before, dx, saved["h"], dh, saved, self.down.extra, grad_buffer)
         else:
             of_qkv = self.qkv.back_adapters(dqkv_rows)
-        qkv_grads = gradients_after_norm(
-            self.qkv, of_qkv, attention.before, saved["h"], saved["xa1"], saved, "before_attention"
-        )
-        ordered = [norm_grads.get(slot) for slot in self.norms] + ([] if attention.sinks is None else [dsinks])
-        return dh, [*qkv_grads, *out_grads, *mlp_grads, *ordered]
+        qkv_grads = gradients_after_norm(self.qkv, of_qkv, attention.before, saved["h"], saved["xa1"], saved)
+        norm_grads = [saved.norm_grads.get(norm.slot) for norm in self.norms]
+        return dh, [*qkv_grads, *out_grads, *mlp_grads, *norm_grads, *([] if attention.sinks is None else [dsinks])]
 
 
 class _Layer(torch.autograd.Function):

@@ -37,9 +37,9 @@ from pronghorn.kernels.runtime.dispatch import address
 from pronghorn.model.formats.linear import StoredLinear, dequantizes
 from pronghorn.model.layers.gated import gated_backward
 from pronghorn.model.layers.lora_modules import active_adapters, joined_bias, why_only_peft
-from pronghorn.model.layers.normed import normed_rows, normed_sum
+from pronghorn.model.layers.norms import Norm, normed_rows, normed_sum
 from pronghorn.model.layers.saved import Saved
-from pronghorn.model.layers.types import GradBuffer, Grads, Norm
+from pronghorn.model.layers.types import GradBuffer, Grads
 from pronghorn.model.layers.weight_grads import weight_and_bias_grads
 from pronghorn.model.rows import rows_like
 
@@ -84,7 +84,7 @@ class LinearGroup:
         self.linears: list[nn.Linear] = []  # this and what follows: set by `prepare`, before every forward
         self.adapters: list[Adapter] = []
         self.parameters: list[Tensor] = []  # weights, biases, then A and B of each adapter: gradients come in this order
-        self.needs_input = False  # whether `backward_parameters` will look at x
+        self.needs_input = False  # whether `gradients` will look at x
         self.widths: list[int] = []  # of each linear's output
         self._bias: Tensor | None = None
         self._group: LoraGroup | None = None
@@ -248,15 +248,15 @@ class LinearGroup:
 
     # ---- operands of the forward GEMM --------------------------------------------------------------------------------
 
-    def of_norm(self, norm: Norm | None, h: Tensor, saved: Saved, slot: str) -> Operand:
+    def of_norm(self, norm: Norm | None, h: Tensor, saved: Saved) -> Operand:
         """norm(h); h itself where there is neither norm nor adapter."""
         if norm is None and not self.extra:
             return Rows(h)
-        return Rows(normed_rows(norm, h, self.extra, saved, slot))
+        return Rows(normed_rows(norm, h, self.extra, saved))
 
-    def of_norm_of_sum(self, norm: Norm, y: Tensor, h: Tensor, multiplier: float, saved: Saved, slot: str) -> Operand:
+    def of_norm_of_sum(self, norm: Norm, y: Tensor, h: Tensor, multiplier: float, saved: Saved) -> Operand:
         """norm(h + multiplier * y), with the sum written over y: residual and norm in one pass."""
-        return Rows(normed_sum(norm, y, h, multiplier, self.extra, saved, slot))
+        return Rows(normed_sum(norm, y, h, multiplier, self.extra, saved))
 
     def of_rows(self, x_ext: Tensor) -> Operand:
         return Rows(x_ext)
@@ -422,61 +422,49 @@ class LinearGroup:
         return grad_buffer.with_columns(dh, self.extra)
 
     def back(self, dy: Operand) -> tuple[Tensor, Any]:
-        """(dx, what `gradients` reads)"""
-        return self.backward_input(dy.ext, extended=dy.extended), dy
+        """(dx_TD, what `gradients` reads). Fills the LoRA columns of dy, unless it has them already."""
+        if not dy.extended:
+            self.back_adapters(dy)
+        if self._group:
+            self._group.load()
+            return mm(dy.ext, self._group.M[:, : self._group.D]), dy
+        parts = dy.ext.split(self.widths, dim=1)
+        dx = mm(parts[0], self._weights[0])
+        for part, weight in zip(parts[1:], self._weights[1:], strict=True):
+            dx.addmm_(part, weight)
+        return dx, dy
 
     def back_adapters(self, dy: Operand) -> Any:
-        """What `gradients` reads, without dx."""
-        self.extend_grad(dy.ext)
+        """What `gradients` reads, without dx: fills the LoRA columns of dy, which the adapters' gradients need."""
+        if self._group:
+            self._group.load()
+            self._group.extend_grad(dy.ext)
         return dy
 
     def gradients(
         self, dy: Any, x: Tensor, xa: Tensor | None, norm: NormOf | None = None, without: Part | None = None
     ) -> Grads:
-        return self.backward_parameters(dy.ext, x, xa, norm, without)
+        """Gradients of `parameters`, None where frozen. With `norm`, x is that norm's input. `without`: what another kernel
+        already accumulated."""
+        outputs = sum(self.widths)
+        return self._parameter_grads(dy.ext[:, :outputs], dy.ext[:, outputs:], x, xa, norm, without)
 
-    # ---- backward ------------------------------------------------------------------------------------------------
-
-    def extend_grad(self, dy_ext: Tensor) -> None:
-        """Fills dy's `extra` LoRA columns, which the adapters' gradients need."""
-        if self._group:
-            self._group.load()
-            self._group.extend_grad(dy_ext)
-
-    def backward_input(self, dy_ext: Tensor, *, extended: bool = False) -> Tensor:
-        """dx_TD. Fills the `extra` LoRA columns of dy_ext, unless `extended`."""
-        if not extended:
-            self.extend_grad(dy_ext)
-        if self._group:
-            self._group.load()
-            return mm(dy_ext, self._group.M[:, : self._group.D])
-        weights = self._weights
-        parts = dy_ext.split(self.widths, dim=1)
-        dx = mm(parts[0], weights[0])
-        for part, weight in zip(parts[1:], weights[1:], strict=True):
-            dx.addmm_(part, weight)
-        return dx
+    def _parameter_grads(
+        self, dy: Tensor, dyb: Tensor | None, x: Tensor, xa: Tensor | None, norm: NormOf | None, without: Part | None
+    ) -> Grads:
+        parts = dy.split(self.widths, dim=1)
+        grads = weight_and_bias_grads(self.linears, parts, x, in_place=self.accumulate_weights)
+        if not self.adapters:
+            return grads
+        assert self._group is not None
+        assert dyb is not None
+        assert xa is not None
+        if self._group.sums is not None:
+            self._group.add_adapter_grads(dy, dyb, x, xa, norm, without)
+            return grads + [None] * (2 * len(self.adapters))
+        return [*grads, *(grad for pair in self._group.adapter_grads(dy, dyb, x, xa, norm) for grad in pair)]
 
     @property
     def trains_weights(self) -> bool:
-        """Whether `backward_parameters` needs x itself; adapters only need the norm's input."""
+        """Whether `gradients` needs x itself; adapters only need the norm's input."""
         return any(linear.weight.requires_grad for linear in self.linears)
-
-    def backward_parameters(
-        self, dy_ext: Tensor, x_TD: Tensor, xa_TR: Tensor | None, norm: NormOf | None = None, without: Part | None = None
-    ) -> list[Tensor | None]:
-        """Gradients of `parameters`, None where frozen. After `backward_input` or `extend_grad`, which filled dy_ext. With
-        `norm`, x is that norm's input. `without`: what another kernel already accumulated."""
-        parts = dy_ext[:, : sum(self.widths)].split(self.widths, dim=1)
-        grads = weight_and_bias_grads(self.linears, parts, x_TD, in_place=self.accumulate_weights)
-        if self._group is None or not self.adapters:
-            return grads
-        assert xa_TR is not None
-        rows = self._group.O
-        inputs = (dy_ext[:, :rows], dy_ext[:, rows:], x_TD, xa_TR, norm)
-        if self._group.sums is not None:
-            self._group.add_adapter_grads(*inputs, without)
-            return grads + [None] * (2 * len(self.adapters))
-        for pair in self._group.adapter_grads(*inputs):
-            grads += pair
-        return grads

@@ -25,14 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.lora.lora_linear import NormOf
+from pronghorn.kernels.lora.lora_linear import NormOf, Part
 from pronghorn.kernels.lora.multi_gather import GatherJob
 from pronghorn.kernels.mlp.gated_mlp import Kind
-from pronghorn.kernels.norm.rms_norm import rms_norm_then_add_forward
 from pronghorn.model.layers.composed import composed_mlp
 from pronghorn.model.layers.linears import Group, LinearGroup, Operand
+from pronghorn.model.layers.norms import Norm
 from pronghorn.model.layers.residual import (
-    NormGrads,
     add_branch,
     back_through_norm,
     back_through_norm_into,
@@ -40,7 +39,7 @@ from pronghorn.model.layers.residual import (
     gradients_after_norm,
 )
 from pronghorn.model.layers.saved import FROM_INPUT, Level, Saved
-from pronghorn.model.layers.types import Documents, GradBuffer, Grads, Norm
+from pronghorn.model.layers.types import Documents, GradBuffer, Grads
 
 OF_MLP = ("h2", "gu", "xa2", "xa3", "y2")  # freed after the MLP's backward
 
@@ -89,15 +88,15 @@ class DenseMlp:
             del x2  # only a is needed
             a = self._activated(gu)
         saved.put(gu=gu, xa2=xa2)
-        h3, y2, xa3 = add_branch(self.down, a, saved["h2"], self.multiplier, self.after, saved, "after_mlp")
+        h3, y2, xa3 = add_branch(self.down, a, saved["h2"], self.multiplier, self.after, saved)
         saved.put(y2=y2, xa3=self.down.owned(xa3))
         return h3
 
     def _input(self, y: Tensor, h: Tensor | None, saved: Saved) -> Operand:
         """norm(h + y), with the sum written over y; norm(y) without h."""
         if h is None or self.before is None:
-            return self.gate_up.of_norm(self.before, y, saved, "before_mlp")
-        return self.gate_up.of_norm_of_sum(self.before, y, h, self.multiplier, saved, "before_mlp")
+            return self.gate_up.of_norm(self.before, y, saved)
+        return self.gate_up.of_norm_of_sum(self.before, y, h, self.multiplier, saved)
 
     def _activated(self, gu_ext: Tensor) -> Operand:
         return self.down.of_activation(gu_ext[:, : gu_ext.shape[1] - self.gate_up.extra], self.activation)
@@ -113,30 +112,24 @@ class DenseMlp:
         if "xa2" not in saved:
             saved.put(xa2=xa2)
         if self.after is not None and "y2" not in saved:
-            _, y2, _ = add_branch(self.down, self._activated(gu), saved["h2"], self.multiplier, self.after, saved, "after_mlp")
+            _, y2, _ = add_branch(self.down, self._activated(gu), saved["h2"], self.multiplier, self.after, saved)
             saved.put(y2=y2)
 
     # ---- backward ----------------------------------------------------------------------------------------------
 
-    def backward(
-        self, dh3: Tensor, saved: Saved, documents: Documents, norm_grads: NormGrads, extra: int
-    ) -> tuple[Tensor, Grads]:
+    def backward(self, dh3: Tensor, saved: Saved, documents: Documents, extra: int) -> tuple[Tensor, Grads]:
         """(the gradient of h2 with `extra` spare columns; gradients of gate, up and down)"""
         if saved["gu"] is None:
-            return self._backward_in_chunks(dh3, saved, documents, norm_grads, extra)
-        dx2, dgu, fused, down_grads = self._back_to_input(dh3, saved, norm_grads, documents.grad_buffer, thin=True)
-        dh2 = back_through_norm(
-            self.before, dx2, saved["h2"], dh3, saved, "before_mlp", norm_grads, extra, documents.grad_buffer
-        )
+            return self._backward_in_chunks(dh3, saved, documents, extra)
+        dx2, dgu, fused, down_grads = self._back_to_input(dh3, saved, documents.grad_buffer, thin=True)
+        dh2 = back_through_norm(self.before, dx2, saved["h2"], dh3, saved, extra, documents.grad_buffer)
         return dh2, [*self._gate_up_grads(dgu, saved, fused), *down_grads]
 
     def _back_to_input(
-        self, dh3: Tensor, saved: Saved, norm_grads: NormGrads, grad_buffer: GradBuffer, *, thin: bool
+        self, dh3: Tensor, saved: Saved, grad_buffer: GradBuffer, *, thin: bool
     ) -> tuple[Tensor, Any, bool, Grads]:
         """(the gradient of gate and up's input, dgu, whether dB is already accumulated, down's gradients)"""
-        dy = grad_of_branch(
-            self.down, dh3, saved["y2"], self.multiplier, self.after, saved, "after_mlp", norm_grads, grad_buffer
-        )
+        dy = grad_of_branch(self.down, dh3, saved["y2"], self.multiplier, self.after, saved, grad_buffer)
         da, of_down = self.down.back(dy)
         dgu, fused = self.gate_up.grad_of_activation(da, saved["gu"], self.activation, self.down, dy, saved["xa2"], thin)
         down_grads = self.down.gradients(of_down, da, saved["xa3"], without="dA" if fused else None)
@@ -144,9 +137,8 @@ class DenseMlp:
         return *self.gate_up.back(dgu), fused, down_grads
 
     def _gate_up_grads(self, dgu: Any, saved: Saved, fused: bool) -> Grads:
-        return gradients_after_norm(
-            self.gate_up, dgu, self.before, saved["h2"], saved["xa2"], saved, "before_mlp", "dB" if fused else None
-        )
+        without: Part | None = "dB" if fused else None
+        return gradients_after_norm(self.gate_up, dgu, self.before, saved["h2"], saved["xa2"], saved, without)
 
     # ---- in chunks ---------------------------------------------------------------------------------------------
 
@@ -163,9 +155,7 @@ class DenseMlp:
             a = self._activated(gu)
             del gu
             h2 = y[chunk]
-            _, y2, xa3 = add_branch(
-                self.down, a, h2, self.multiplier, self.after, mine, "after_mlp", out=h2 if recomputed else h3[chunk]
-            )
+            _, y2, xa3 = add_branch(self.down, a, h2, self.multiplier, self.after, mine, h2 if recomputed else h3[chunk])
             mine.put(xa3=self.down.owned(xa3))
             if recomputed:
                 mine = Saved({name: tensor for name, tensor in mine.items() if name == "xa3"})
@@ -177,25 +167,21 @@ class DenseMlp:
         saved.update({name: torch.cat(tensors) for name, tensors in parts.items()})
         return h3
 
-    def _backward_in_chunks(
-        self, dh3: Tensor, saved: Saved, documents: Documents, norm_grads: NormGrads, extra: int
-    ) -> tuple[Tensor, Grads]:
+    def _backward_in_chunks(self, dh3: Tensor, saved: Saved, documents: Documents, extra: int) -> tuple[Tensor, Grads]:
         width, own = dh3.shape[1], self.down.shared_buffer(dh3, documents.grad_buffer)
         dh2_ext = own
         if dh2_ext is None or dh2_ext.shape[1] != width + extra:
             dh2_ext = dh3.new_empty(len(dh3), width + extra)
         grads: Grads = []
         for chunk in chunks_of(len(dh3), self.chunks):
-            mine, of_norms = self._recomputed_chunk(chunk, saved), NormGrads()
+            mine = self._recomputed_chunk(chunk, saved)
             grad_buffer = GradBuffer(None if own is None else own[chunk])
-            dx2, dgu, fused, down_grads = self._back_to_input(dh3[chunk], mine, of_norms, grad_buffer, thin=False)
-            back_through_norm_into(
-                dh2_ext[chunk, :width], self.before, dx2, mine["h2"], dh3[chunk], mine, "before_mlp", of_norms
-            )
+            dx2, dgu, fused, down_grads = self._back_to_input(dh3[chunk], mine, grad_buffer, thin=False)
+            back_through_norm_into(dh2_ext[chunk, :width], self.before, dx2, mine["h2"], dh3[chunk], mine)
             grads = _sum(grads, [*self._gate_up_grads(dgu, mine, fused), *down_grads])
+            for slot, grad in mine.norm_grads.items():
+                (saved.norm_grads[slot],) = _sum([saved.norm_grads.get(slot)], [grad])
             del mine, dgu, dx2, down_grads  # before the next chunk has its own
-            for name, grad in of_norms.items():
-                (norm_grads[name],) = _sum([norm_grads.get(name)], [grad])
         documents.grad_buffer.buffer = dh2_ext
         saved.release("h_rows")
         return dh2_ext[:, :width], grads
@@ -208,11 +194,11 @@ class DenseMlp:
         mine.put(gu=gu, xa2=xa2, xa3=None if xa3 is None else xa3[chunk])
         if norm is not None and y2 is not None:
             mine.put(y2=y2[chunk])
-            mine["rstd.after_mlp"] = saved["rstd.after_mlp"][chunk]
+            mine[norm.rstd] = saved[norm.rstd][chunk]
         elif norm is not None:
             y = self.down.apply(self._activated(gu))[0]
             mine.put(y2=y)
-            mine["rstd.after_mlp"] = rms_norm_then_add_forward(y, norm.weight, norm.eps, mine["h2"], one_plus=norm.one_plus)[1]
+            mine[norm.rstd] = norm.then_add(y, mine["h2"])[1]
         return mine
 
 

@@ -37,16 +37,15 @@ from pronghorn.kernels.moe.moe_combine import combine
 from pronghorn.kernels.moe.moe_gated import ExpertActivation, expert_gated_backward, expert_gated_forward
 from pronghorn.kernels.moe.moe_gather import gather_rows
 from pronghorn.kernels.moe.routing import Routing, Sigmoid, route_backward, routing_forward
-from pronghorn.kernels.norm.rms_norm import rms_norm_forward
 from pronghorn.kernels.runtime.copy_rows import copy_rows
 from pronghorn.model.experts import ExpertStack, Router
 from pronghorn.model.families import Family, expert_groups
 from pronghorn.model.layers.fp8_linears import Fp8Workspace
 from pronghorn.model.layers.linears import Group, LinearGroup, Rows
-from pronghorn.model.layers.normed import normed_rows, normed_sum
-from pronghorn.model.layers.residual import NormGrads, back_through_norm, gradients_after_norm
+from pronghorn.model.layers.norms import Norm, normed_rows, normed_sum
+from pronghorn.model.layers.residual import back_through_norm, gradients_after_norm
 from pronghorn.model.layers.saved import Level, Saved
-from pronghorn.model.layers.types import Documents, Grads, Norm
+from pronghorn.model.layers.types import Documents, Grads
 from pronghorn.model.router_stats import BalancedLogits
 from pronghorn.model.rows import rows_like
 
@@ -138,12 +137,11 @@ class ExpertsMlp:
     def _to_gate_up(self, saved: Saved) -> None:
         """From the residual stream to gate and up."""
         h2, h_rows = saved["h2"], saved.pop("h_rows", None)
-        extra, slot = self.gate_up.extra, "before_mlp"
-        x2_ext = (
-            normed_rows(self.before, h2, extra, saved, slot)
-            if h_rows is None
-            else normed_sum(self.before, h2, h_rows, self.multiplier, extra, saved, slot)
-        )
+        extra = self.gate_up.extra
+        if h_rows is None:
+            x2_ext = normed_rows(self.before, h2, extra, saved)
+        else:
+            x2_ext = normed_sum(self.before, h2, h_rows, self.multiplier, extra, saved)
         x2 = x2_ext[:, : h2.shape[1]]
         logits = self.router.forward(x2)
         routing = routing_forward(logits, self.K, **self._rule())
@@ -209,13 +207,11 @@ class ExpertsMlp:
             saved["gu"], _ = self.expert_gate_up.group.forward_tokens(self._recomputed_input(saved), self._routing(saved))
 
     def _recomputed_input(self, saved: Saved) -> Tensor:
-        return rms_norm_forward(saved["h2"], self.before.weight, self.before.eps, one_plus=self.before.one_plus)[0]
+        return self.before.forward(saved["h2"])[0]
 
     # ---- backward ----------------------------------------------------------------------------------------------
 
-    def backward(
-        self, dh3: Tensor, saved: Saved, documents: Documents, norm_grads: NormGrads, extra: int
-    ) -> tuple[Tensor, Grads]:
+    def backward(self, dh3: Tensor, saved: Saved, documents: Documents, extra: int) -> tuple[Tensor, Grads]:
         """(the gradient of h2 with `extra` spare columns; gradients of `groups`)"""
         routing, logits = self._routing(saved), saved["logits"]
         dgu_ext, dweights, down_grads = self._backward_down(dh3, saved, routing)
@@ -237,9 +233,7 @@ class ExpertsMlp:
             x_ext = self._recomputed_sorted(x2, saved["xa2"], routing)
         up_grads = self.expert_gate_up.backward_parameters(dgu_ext, x_ext, routing, weighted=False)
         del dgu_ext, x_ext, x2
-        dh2 = back_through_norm(
-            self.before, dx2, saved["h2"], dh3, saved, "before_mlp", norm_grads, extra, documents.grad_buffer
-        )
+        dh2 = back_through_norm(self.before, dx2, saved["h2"], dh3, saved, extra, documents.grad_buffer)
         saved.release(*OF_EXPERTS)
         return dh2, [*shared_grads, *router_grads, *up_grads, *down_grads]
 
@@ -296,9 +290,7 @@ class ExpertsMlp:
         dlogit_ext[:, :1] = dgate * gate * (1 - gate)
         dgate_x, dlogit = self.shared_gate.back(Rows(dlogit_ext))
         dx += dgate_x
-        gate_grads = gradients_after_norm(
-            self.shared_gate, dlogit, self.before, saved["h2"], saved["gate_xa"], saved, "before_mlp"
-        )
+        gate_grads = gradients_after_norm(self.shared_gate, dlogit, self.before, saved["h2"], saved["gate_xa"], saved)
         return dx, [*grads, *gate_grads]
 
     def _backward_shared_mlp(
@@ -316,7 +308,7 @@ class ExpertsMlp:
         xa3 = saved["shared_xa3"]
         down_grads = self.down.gradients(of_down, da, None if xa3 is None else xa3 * gate.to(xa3.dtype))
         dx, dgu = self.gate_up.back(self.gate_up.of_rows(saved["shared_gu"]))
-        up_grads = gradients_after_norm(self.gate_up, dgu, self.before, saved["h2"], saved["shared_xa2"], saved, "before_mlp")
+        up_grads = gradients_after_norm(self.gate_up, dgu, self.before, saved["h2"], saved["shared_xa2"], saved)
         return dx, dgate, [*up_grads, *down_grads]
 
     def _through_shared_activation(self, da: Tensor, gu: Tensor, gate: Tensor) -> Tensor:

@@ -19,8 +19,7 @@ memory (memory/offload.py) and back, bit for bit. The names:
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
@@ -33,7 +32,11 @@ FROM_INPUT: dict[Level, tuple[str, ...]] = {  # levels that recompute from the l
 
 
 class Saved(dict[str, Tensor]):
-    """Tensors by name; None for a missing name."""
+    """Tensors by name; None for a missing name. Backward adds the gradients of norms, by slot."""
+
+    def __init__(self, tensors: Mapping[str, Tensor] | None = None, **more: Tensor) -> None:
+        super().__init__(tensors or {}, **more)
+        self.norm_grads: dict[str, Tensor | None] = {}
 
     def __missing__(self, name: str) -> Any:
         return None
@@ -67,14 +70,7 @@ class Elsewhere(Protocol):
     def back(self, layer: int) -> tuple[Tensor | None, ...]: ...
 
 
-@dataclass(frozen=True)
-class Offloaded:
-    """Names of offloaded tensors."""
-
-    names: tuple[str, ...]
-
-
-Left = Saved | Offloaded
+Left = Saved | tuple[str, ...]  # names of offloaded tensors
 
 
 def leave(saved: Saved, layer: int, elsewhere: Elsewhere | None) -> Left:
@@ -82,19 +78,19 @@ def leave(saved: Saved, layer: int, elsewhere: Elsewhere | None) -> Left:
     if elsewhere is None:
         return saved
     elsewhere.leave(layer, list(saved.values()))
-    return Offloaded(tuple(saved))
+    return tuple(saved)
 
 
 def restore(left: Left, layer: int, elsewhere: Elsewhere | None) -> Saved:
-    if not isinstance(left, Offloaded):
+    if isinstance(left, Saved):
         return left
     assert elsewhere is not None, "offloaded tensors need the pool that holds them"
-    return Saved({name: tensor for name, tensor in zip(left.names, elsewhere.back(layer), strict=True) if tensor is not None})
+    return Saved({name: tensor for name, tensor in zip(left, elsewhere.back(layer), strict=True) if tensor is not None})
 
 
 def copied(left: Left) -> Left:
     """A copy; parts of one buffer (q, k, v) stay parts of one."""
-    if isinstance(left, Offloaded):
+    if not isinstance(left, Saved):
         raise RuntimeError("offloaded activations are restored only once: recompute the loss for a second backward")
     memo: dict[int, Any] = {}
     return Saved({name: copy.deepcopy(tensor.detach(), memo) for name, tensor in left.items()})

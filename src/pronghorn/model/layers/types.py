@@ -1,10 +1,10 @@
-"""What the layers of a step share: the documents of a pack, norms, and the buffer of the residual stream's gradient."""
+"""What the layers of a step share: the documents of a pack, and the buffer of the residual stream's gradient."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -50,25 +50,6 @@ class Documents:
     guarded: bool = False  # whether other code may run between forward and backward
     weights: Weights | None = None  # if so: those of this forward
     leaves: dict[int, Tensor] | None = None  # by a parameter's id: its replacement for autograd (model/captured_layers.py)
-
-
-class Norm:
-    """A norm module's weight and eps, read at each use: optimizers, adapters and scripts may replace them."""
-
-    def __init__(self, module: Any, one_plus: bool) -> None:
-        self.module, self.one_plus = module, one_plus
-
-    @property
-    def eps(self) -> float:
-        found = getattr(self.module, "variance_epsilon", None)
-        return float(self.module.eps if found is None else found)
-
-    @property
-    def weight(self) -> Tensor:
-        return self.module.weight  # type: ignore[no-any-return]
-
-    def trains(self) -> bool:
-        return self.weight.requires_grad
 
 
 class Shards(Protocol):

@@ -1,0 +1,69 @@
+"""The norms of a layer, and their outputs in rows with LoRA columns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from pronghorn.kernels.norm.rms_norm import rms_norm_backward, rms_norm_forward, rms_norm_then_add_forward
+from pronghorn.kernels.runtime.copy_rows import copy_rows
+from pronghorn.model.layers.saved import Saved
+from pronghorn.model.rows import rows_like
+
+
+class Norm:
+    """A norm module's weight and eps, read at each use: optimizers, adapters and scripts may replace them.
+
+    `slot`: its position in the layer (before_attention, after_attention, before_mlp, after_mlp, q_norm, k_norm).
+    """
+
+    def __init__(self, module: Any, one_plus: bool, slot: str = "") -> None:
+        self.module, self.one_plus, self.slot = module, one_plus, slot
+        self.rstd = f"rstd.{slot}"  # its name among the saved tensors
+
+    @property
+    def eps(self) -> float:
+        found = getattr(self.module, "variance_epsilon", None)
+        return float(self.module.eps if found is None else found)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.module.weight  # type: ignore[no-any-return]
+
+    def trains(self) -> bool:
+        return self.weight.requires_grad
+
+    def forward(self, x: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return rms_norm_forward(x, self.weight, self.eps, one_plus=self.one_plus, **options)
+
+    def then_add(self, x: Tensor, h: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(h + norm(x), rstd)"""
+        return rms_norm_then_add_forward(x, self.weight, self.eps, h, one_plus=self.one_plus, out=out)
+
+    def backward(self, dy: Tensor, x: Tensor, saved: Saved, out: Tensor, add: Tensor | None = None) -> Tensor:
+        """The gradient of x, plus `add`, in `out`; the weight's goes into `saved.norm_grads`."""
+        found, saved.norm_grads[self.slot] = rms_norm_backward(
+            dy, x, self.weight, saved[self.rstd], one_plus=self.one_plus, add_TD=add, need_weight_grad=self.trains(), out=out
+        )
+        return found
+
+
+def normed_rows(norm: Norm | None, h: Tensor, extra: int, saved: Saved) -> Tensor:
+    """norm(h), or h, in rows with `extra` LoRA columns."""
+    x_ext = rows_like(h, h.shape[1] + extra)
+    x = x_ext[:, : h.shape[1]]
+    if norm is None:
+        copy_rows(h, x)
+    else:
+        saved[norm.rstd] = norm.forward(h, out=x)[2]
+    return x_ext
+
+
+def normed_sum(norm: Norm, y: Tensor, h: Tensor, multiplier: float, extra: int, saved: Saved) -> Tensor:
+    """norm(h + multiplier * y) in such rows, with the sum written over y."""
+    if multiplier != 1.0:
+        y.mul_(multiplier)
+    x_ext = rows_like(h, h.shape[1] + extra)
+    saved[norm.rstd] = norm.forward(y, residual_TD=h, out=x_ext[:, : h.shape[1]], in_place=True)[2]
+    return x_ext
