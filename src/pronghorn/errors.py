@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Self
 
 # What a terminal would obey instead of showing it: escape sequences, carriage returns, other line ends, letters that turn the
 # direction of reading, and halves of surrogate pairs, which nothing can print.
@@ -27,6 +28,11 @@ class PronghornError(Exception):
     def __init__(self, what: str, *, where: str = "", why: str = "", fix: str = "") -> None:
         super().__init__(what)
         self.what, self.where, self.why, self.fix = what, where, why, fix
+
+    @classmethod
+    def of(cls, error: OSError, what: str, where: object = "", fix: str = "") -> Self:
+        """The reason is what the system says."""
+        return cls(what, where=str(where), why=error.strerror or str(error), fix=fix)
 
     def __str__(self) -> str:
         where = self.where.replace("\n", "\\n")  # a name is no place to write lines of one's own

@@ -37,18 +37,29 @@ BUSY = (408, 425, 429)  # and all from 500 on: the same request may be answered 
 _answered: dict[tuple[str, str | None], tuple[str, list[str]]] = {}  # (name, token): commit and files, asked once a process
 
 
+NO_PICKLES = "a pickle can run arbitrary code when it is opened, so Pronghorn never opens one"
+
+
+def no_such_model(name: str) -> ModelError:
+    return ModelError(
+        what="no such model folder",
+        where=name,
+        why="it is neither a local folder nor a Hub name (org/name)",
+        fix="check the path in `model:`, or use a Hub name",
+    )
+
+
+def pickled_weights(file: str, name: str, fix: str) -> ModelError:
+    return ModelError(f"the weights are pickled ({file})", where=name, why=NO_PICKLES, fix=fix)
+
+
 def model_folder(name: str, *, weights: bool = False, token: str | None = None) -> Path:
     """The folder of this name, or where the hub's cache has the model's small files, with `weights` those too, fetched if they
     are not there yet."""
     if folder := folder_of(name):
         return folder
     if not REPOSITORY.fullmatch(name):
-        raise ModelError(
-            what="no such model folder",
-            where=name,
-            why="it is neither a local folder nor a Hub name (org/name)",
-            fix="check the path in `model:`, or use a Hub name",
-        )
+        raise no_such_model(name)
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -84,13 +95,8 @@ def adapter_folder(name: str, *, token: str | None = None) -> Path | None:
         except _IsAdapterError as adapter:
             if ADAPTER_WEIGHTS not in adapter.files:
                 pickled = [file for file in adapter.files if file.startswith("adapter_model.") and file.endswith(PICKLED)]
-                why = "a pickle can run arbitrary code when it is opened, so Pronghorn never opens one" if pickled else ""
-                raise ModelError(
-                    what=f"{ADAPTER_WEIGHTS} is missing",
-                    where=name,
-                    why=why,
-                    fix="use a repository with the adapter as safetensors",
-                ) from adapter
+                why, fix = NO_PICKLES if pickled else "", "use a repository with the adapter as safetensors"
+                raise ModelError(f"{ADAPTER_WEIGHTS} is missing", where=name, why=why, fix=fix) from adapter
             folder = _download(name, ADAPTER, None, token).parent
             for file in adapter.files:
                 if file.endswith(SMALL) or file == ADAPTER_WEIGHTS:
@@ -215,12 +221,7 @@ def _weight_files(name: str, folder: Path, files: list[str]) -> list[str]:
     if found:
         return found
     if pickled := [file for file in files if file.endswith(PICKLED)]:
-        raise ModelError(
-            what=f"the weights are pickled ({pickled[0]})",
-            where=name,
-            why="a pickle can run arbitrary code when it is opened, so Pronghorn never opens one",
-            fix="use a repository with safetensors files",
-        )
+        raise pickled_weights(pickled[0], name, "use a repository with safetensors files")
     raise ModelError(what="the Hub repository has no *.safetensors files", where=name, fix="check the name in `model:`")
 
 

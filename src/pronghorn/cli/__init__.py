@@ -65,24 +65,16 @@ def main(words: Sequence[str] | None = None) -> int:
         forget_output()
         return 0
     except PermissionError as error:  # of a file that nobody looked at before
-        denied = EnvironmentFault(
-            what="permission denied",
-            where=str(error.filename or ""),
-            why=error.strerror or str(error),
-            fix="change its permissions or choose another place, then run the same command again",
-        )
+        fix = "change its permissions or choose another place, then run the same command again"
+        denied = EnvironmentFault.of(error, "permission denied", error.filename or "", fix)
         show_error(denied, as_json=getattr(arguments, "json", False))
         return denied.exit_code
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         forget_output()
-        fault = EnvironmentFault(
-            what="no space left on the disk",
-            where=str(error.filename or "standard output"),
-            why=error.strerror or "",
-            fix="free some space, then run the same command again",
-        )
+        fix = "free some space, then run the same command again"
+        fault = EnvironmentFault.of(error, "no space left on the disk", error.filename or "standard output", fix)
         show_error(fault, as_json=False)
         return fault.exit_code
     return 0

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from pronghorn.data.token_cache import DamagedError, read_note, write_note
+from pronghorn.data.token_cache import DamagedError, cannot_write, read_note, write_note
 from pronghorn.digests import BlockDigests
-from pronghorn.errors import EnvironmentFault
 from pronghorn.folders import cache_folder, remove_left_behind, temporary
 
 if TYPE_CHECKING:
@@ -67,10 +66,7 @@ class ReferenceStore:
             finally:
                 beside.unlink(missing_ok=True)
         except OSError as error:
-            raise EnvironmentFault(
-                "cannot write the reference's log-probabilities", where=str(path), why=error.strerror or str(error),
-                fix="free some disk space, or set PRONGHORN_CACHE to another folder",
-            ) from error  # fmt: skip
+            raise cannot_write(path, error, "the reference's log-probabilities") from error
         write_note(path.with_suffix(".json"), json.dumps({"key": key, "size": digests.size, "blocks": digests.blocks}))
 
     def _place(self, table: TokenRows) -> tuple[str, Path]:

@@ -78,11 +78,10 @@ class _Guard:
             )  # fmt: skip
 
 
-def cannot_write(path: Path, error: OSError) -> EnvironmentFault:
-    return EnvironmentFault(
-        "cannot write the tokenized rows", where=str(path), why=error.strerror or str(error),
-        fix="free some disk space, or set PRONGHORN_CACHE to another folder",
-    )  # fmt: skip
+def cannot_write(path: Path, error: OSError, what: str = "the tokenized rows") -> EnvironmentFault:
+    return EnvironmentFault.of(
+        error, f"cannot write {what}", path, "free some disk space, or set PRONGHORN_CACHE to another folder"
+    )
 
 
 # Beside the table: what was counted, what was found -----------------------------------------------------------------------

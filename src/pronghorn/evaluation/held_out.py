@@ -198,12 +198,8 @@ def write_base(folder: Path, key: str, answers: Sequence[Answer]) -> None:
         beside.write_text(json.dumps({"key": key, "answers": [asdict(answer) for answer in answers]}), encoding="utf-8")
         beside.replace(path)
     except OSError as error:
-        raise EnvironmentFault(
-            what="cannot write the base model's answers",
-            where=str(path),
-            why=error.strerror or str(error),
-            fix="free some disk space, or fix the reported system error; then run the same command again",
-        ) from error
+        fix = "free some disk space, or fix the reported system error; then run the same command again"
+        raise EnvironmentFault.of(error, "cannot write the base model's answers", path, fix) from error
 
 
 def read_base(folder: Path, key: str) -> list[Answer] | None:

@@ -208,13 +208,18 @@ def level_table(plan: Plan) -> list[str]:
                 f"{copy:.2f} ms" if level.offload else "",
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    return _aligned(rows)
+
+
+def _aligned(rows: Sequence[Sequence[str]], left: tuple[int, ...] = (0,)) -> list[str]:
+    """A table as lines. `left`: columns of text; the others are numbers."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+    def line(row: Sequence[str]) -> str:
+        cells = enumerate(zip(row, widths, strict=True))
+        return "  ".join(cell.ljust(width) if i in left else cell.rjust(width) for i, (cell, width) in cells).rstrip()
+
+    return [line(row) for row in rows]
 
 
 def picture(levels: Sequence[Level]) -> list[str]:
@@ -288,16 +293,8 @@ def comparison(forecasts: Sequence[Forecast]) -> str:
                 "" if one.price is None else f"{one.price:.2f}",
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if i in (0, 3) else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
     note = (
         f"Predicted from data sheets; only the H200 has been measured. List prices of {PRICES_AS_OF}. Assumes "
         f"{forecasts[0].plan.problem.host / 1e9:.0f} GB of pinned host RAM (--host)."
     )
-    return "\n".join([*lines, "", note])
+    return "\n".join([*_aligned(rows, (0, 3)), "", note])

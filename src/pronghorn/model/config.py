@@ -29,18 +29,22 @@ def read_config(name: str) -> Any:
     folder = model_folder(name)
     content = require_safe_files(folder, name)
     if not content:
-        raise ModelError(
-            what="the folder has no config.json",
-            where=name,
-            why="it is not a Hugging Face model folder",
-            fix="set `model:` to the folder with config.json and model.safetensors",
-        )
+        raise no_config(name)
     require_sane_numbers(content, name)
     require_token_ids(content, "config.json", name)
     config = constructed(name, UNBUILDABLE, lambda: AutoConfig.from_pretrained(str(folder), trust_remote_code=False))
     config._name_or_path = place(name)  # not where the hub's cache is
     constructed(name, UNBUILDABLE, lambda: require_consistent(config, name))
     return config
+
+
+def no_config(name: str) -> ModelError:
+    return ModelError(
+        what="the folder has no config.json",
+        where=name,
+        why="it is not a Hugging Face model folder",
+        fix="set `model:` to the folder with config.json and model.safetensors",
+    )
 
 
 def empty_model(name: str, config: Any, dtype: torch.dtype | None = None) -> PreTrainedModel:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pronghorn.errors import ModelError, counted
-from pronghorn.model.weight_files import Stored
+from pronghorn.model.weight_files import Stored, wrong_weights
 
 # The most that is believed, about ten times what the largest known model has: 126 layers (Llama 3.1 405B), a width of 18,432,
 # a vocabulary of 262,208 (Gemma 3), 512 experts. A thousand empty layers are built in 2 s.
@@ -133,12 +133,11 @@ def _finite(value: Any) -> bool:
 
 def _refused(path: str, value: Any, what_it_is: str, where: str) -> ModelError:
     shown = repr(value)
-    return ModelError(
-        what=f"config.json says {path}: {shown if len(shown) < 40 else shown[:36] + '...'}",
-        where=where,
-        why=what_it_is,
-        fix="restore the model's original config.json",
-    )
+    return _changed(f"config.json says {path}: {shown if len(shown) < 40 else shown[:36] + '...'}", where, what_it_is)
+
+
+def _changed(what: str, where: str, why: str = "", file: str = "config.json") -> ModelError:
+    return ModelError(what, where=where, why=why, fix=f"restore the model's original {file}")
 
 
 def require_consistent(config: Any, where: str) -> None:
@@ -149,27 +148,18 @@ def require_consistent(config: Any, where: str) -> None:
         return  # a kind of layer without heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     if isinstance(kv_heads, int) and heads % kv_heads:
-        raise ModelError(
-            what=f"config.json says {heads} attention heads and {kv_heads} key/value heads",
-            where=where,
-            why="the number of attention heads must be a multiple of the number of key/value heads",
-            fix="restore the model's original config.json",
+        raise _changed(
+            f"config.json says {heads} attention heads and {kv_heads} key/value heads",
+            where,
+            "the number of attention heads must be a multiple of the number of key/value heads",
         )
     chosen = getattr(text, "num_experts_per_tok", None)
     experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
     if isinstance(chosen, int) and isinstance(experts, int) and chosen > experts > 0:
-        raise ModelError(
-            what=f"config.json says {chosen} experts per token out of {experts}",
-            where=where,
-            fix="restore the model's original config.json",
-        )
+        raise _changed(f"config.json says {chosen} experts per token out of {experts}", where)
     types, layers = getattr(text, "layer_types", None), getattr(text, "num_hidden_layers", None)
     if isinstance(types, list | tuple) and isinstance(layers, int) and len(types) != layers:
-        raise ModelError(
-            what=f"config.json says {counted(layers, 'layer')} but lists {len(types)} layer types",
-            where=where,
-            fix="restore the model's original config.json",
-        )
+        raise _changed(f"config.json says {counted(layers, 'layer')} but lists {len(types)} layer types", where)
 
 
 def require_weights_for(config: Any, stored: Stored | None, where: str) -> None:
@@ -180,12 +170,7 @@ def require_weights_for(config: Any, stored: Stored | None, where: str) -> None:
     text = config.get_text_config()
     layers, there = getattr(text, "num_hidden_layers", None), stored.layers()
     if isinstance(layers, int) and there and layers > there:
-        raise ModelError(
-            what=f"config.json says {counted(layers, 'layer')}, but the weight files have {there}",
-            where=where,
-            why="the weights do not belong to config.json",
-            fix="download all files of the model, in the same version",
-        )
+        raise wrong_weights(f"config.json says {counted(layers, 'layer')}, but the weight files have {there}", where)
     vocabulary, width = getattr(text, "vocab_size", None), getattr(text, "hidden_size", None)
     if isinstance(vocabulary, int) and isinstance(width, int):
         require_enough_weights(vocabulary * width, stored, where)
@@ -193,12 +178,8 @@ def require_weights_for(config: Any, stored: Stored | None, where: str) -> None:
 
 def require_enough_weights(parameters: int, stored: Stored | None, where: str) -> None:
     if stored is not None and stored.tensors and parameters > VALUES_A_BYTE * stored.bytes:
-        raise ModelError(
-            what=f"config.json needs {parameters:,} weights, but the weight files have {stored.bytes:,} bytes",
-            where=where,
-            why="the weights do not belong to config.json",
-            fix="download all files of the model, in the same version",
-        )
+        what = f"config.json needs {parameters:,} weights, but the weight files have {stored.bytes:,} bytes"
+        raise wrong_weights(what, where)
 
 
 def require_generation_numbers(content: Mapping[str, Any], file: str, where: str) -> None:
@@ -212,12 +193,8 @@ def require_generation_numbers(content: Mapping[str, Any], file: str, where: str
             or (key in SWITCHES and not isinstance(value, bool))
         )
         if value is not None and wrong:
-            raise ModelError(
-                what=f"{file} says {key}: {str(value)[:40]!r}",
-                where=where,
-                why="it must be true or false" if key in SWITCHES else "it makes generation impossible",
-                fix=f"restore the model's original {file}",
-            )
+            why = "it must be true or false" if key in SWITCHES else "it makes generation impossible"
+            raise _changed(f"{file} says {key}: {str(value)[:40]!r}", where, why, file)
 
 
 def require_token_ids(content: Mapping[str, Any], file: str, where: str) -> None:
@@ -226,9 +203,4 @@ def require_token_ids(content: Mapping[str, Any], file: str, where: str) -> None
         if key.endswith("_token_id") and value is not None:
             ids = value if isinstance(value, list) else [value]
             if not all(isinstance(one, int) and not isinstance(one, bool) and abs(one) < VOCABULARY for one in ids):
-                raise ModelError(
-                    what=f"{file} says {key}: {str(value)[:40]!r}",
-                    where=where,
-                    why="it must be a token id",
-                    fix=f"restore the model's original {file}",
-                )
+                raise _changed(f"{file} says {key}: {str(value)[:40]!r}", where, "it must be a token id", file)

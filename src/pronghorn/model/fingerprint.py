@@ -44,12 +44,8 @@ def fingerprint(name: str) -> str:
         try:
             digest.update(f"{file.name}\0{file_digest(file)}\0".encode())
         except OSError as error:
-            raise EnvironmentFault(
-                what="cannot read a weight file",
-                where=str(file),
-                why=error.strerror or str(error),
-                fix="check the disk, then run the same command again",
-            ) from error
+            fix = "check the disk, then run the same command again"
+            raise EnvironmentFault.of(error, "cannot read a weight file", file, fix) from error
     return EVERY_BYTE + digest.hexdigest() if files else ""
 
 

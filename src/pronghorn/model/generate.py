@@ -31,18 +31,16 @@ def end_tokens(model: Any, tokenizer: Any) -> list[int]:
     return sorted(i for i in ids if i is not None)
 
 
-def generate_answers(
-    model: Any,
-    tokenizer: Any,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    batch_size: int | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
-) -> list[str]:
+def generate_answers(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], **options: Any) -> list[str]:
     """The texts of `generate`."""
-    found = generate(model, tokenizer, prompts, max_new_tokens=max_new_tokens, batch_size=batch_size, progress=progress)
-    return [one.text for one in found]
+    return [one.text for one in generate(model, tokenizer, prompts, **options)]
+
+
+def _endings(model: Any, tokenizer: Any) -> dict[str, Any]:
+    """How `model.generate` ends an answer, and pads."""
+    stops = end_tokens(model, tokenizer)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stops or [0])[0]
+    return {"eos_token_id": stops or None, "pad_token_id": pad, "use_cache": True}
 
 
 @torch.no_grad()
@@ -59,8 +57,8 @@ def generate(
     """Prompts of similar length share a batch, padded on the left; answers come back in the prompts' order. `capture`: on a
     GPU, decode with a CUDA graph where the model allows it (static_decode.py)."""
     device = next(model.parameters()).device
-    stops = end_tokens(model, tokenizer)
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stops or [0])[0]
+    ending = _endings(model, tokenizer)
+    stops, pad = ending["eos_token_id"] or [], ending["pad_token_id"]
     answers = [Generated("", False)] * len(prompts)
     capture = capture and device.type == "cuda"
     if capture and (why := why_not_static(model)):
@@ -80,7 +78,7 @@ def generate(
                     found = decoding.answers(capture=True)
                     del decoding
                 else:
-                    found = _generated(model, ids_BT, mask_BT, stops, pad, max_new_tokens)
+                    found = _generated(model, ids_BT, mask_BT, max_new_tokens, ending)
             except torch.OutOfMemoryError:
                 if len(chosen) == 1:
                     raise
@@ -125,21 +123,11 @@ def _padded(prompts: Sequence[Sequence[int]], pad: int, device: torch.device) ->
     return ids.to(device), mask.to(device)
 
 
-def _generated(
-    model: Any, ids_BT: torch.Tensor, mask_BT: torch.Tensor, stops: list[int], pad: int, new: int
-) -> list[list[int]]:
-    out = model.generate(
-        input_ids=ids_BT,
-        attention_mask=mask_BT,
-        do_sample=False,
-        max_new_tokens=new,
-        use_cache=True,
-        pad_token_id=pad,
-        eos_token_id=stops or None,
-        temperature=None,
-        top_p=None,
-        top_k=None,
-    )
+GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+
+
+def _generated(model: Any, ids_BT: torch.Tensor, mask_BT: torch.Tensor, new: int, ending: dict[str, Any]) -> list[list[int]]:
+    out = model.generate(input_ids=ids_BT, attention_mask=mask_BT, max_new_tokens=new, **GREEDY, **ending)
     rows: list[list[int]] = out[:, ids_BT.shape[1] :].tolist()
     return rows
 
@@ -152,12 +140,10 @@ def _empty_cache(device: torch.device) -> None:
 @torch.no_grad()
 def sample_answer(model: Any, tokenizer: Any, prompt: Sequence[int], *, max_new_tokens: int, temperature: float) -> str:
     """One answer drawn from the model's own probabilities, flattened (above 1) or sharpened by the temperature."""
-    stops = end_tokens(model, tokenizer)
     ids = torch.tensor([list(prompt)], device=next(model.parameters()).device)
     out = model.generate(
         input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=temperature, top_k=0, top_p=1.0,
-        max_new_tokens=max_new_tokens, use_cache=True, eos_token_id=stops or None,
-        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stops or [0])[0],
+        max_new_tokens=max_new_tokens, **_endings(model, tokenizer),
     )  # fmt: skip
     return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)).strip()
 
@@ -200,7 +186,6 @@ def stream_tokens(
     """One answer. `on_token` gets every token, the one that ends it included, with the logits it was chosen from, and returns
     whether that is enough. `temperature` 0: always the likeliest token. A `seed` makes sampling repeatable."""
     device = next(model.parameters()).device
-    stops = end_tokens(model, tokenizer)
     ids = torch.tensor([list(prompt)], device=device)
     chosen = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     listener = _Listener(on_token)
@@ -210,11 +195,9 @@ def stream_tokens(
         model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
-            **(chosen if temperature > 0 else {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}),
+            **(chosen if temperature > 0 else GREEDY),
+            **_endings(model, tokenizer),
             max_new_tokens=max_new_tokens,
-            use_cache=True,
-            eos_token_id=stops or None,
-            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stops or [0])[0],
             streamer=listener,
             logits_processor=[listener],
         )

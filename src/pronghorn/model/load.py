@@ -15,9 +15,9 @@ from transformers import Mxfp4Config, PreTrainedModel
 from transformers.utils import logging
 
 from pronghorn.errors import ModelError, RecipeError, counted
-from pronghorn.hub import model_folder
+from pronghorn.hub import model_folder, no_such_model, pickled_weights
 from pronghorn.kernels.runtime.dispatch import say_once
-from pronghorn.model.config import constructed, empty_model, generation_config, guarded, place, read_config
+from pronghorn.model.config import constructed, empty_model, generation_config, guarded, no_config, place, read_config
 from pronghorn.model.config_check import require_enough_weights, require_weights_for
 from pronghorn.model.families import FAMILIES, text_config
 from pronghorn.model.formats.checkpoint import load_stored, published_format, refuse_unreadable
@@ -25,7 +25,7 @@ from pronghorn.model.formats.table import FORMATS, require_fp8
 from pronghorn.model.lora import PICKLED, add_adapter
 from pronghorn.model.scored import require_head, with_score
 from pronghorn.model.text_stack import auto_class, decoder_layers, keep_softcap, set_cache
-from pronghorn.model.weight_files import stored_weights
+from pronghorn.model.weight_files import stored_weights, wrong_weights
 from pronghorn.recipe import Lora, Recipe
 
 Precision = Literal["bf16", "fp16", "fp32"]
@@ -228,12 +228,8 @@ def without_load_report(name: str) -> Iterator[None]:
     except RuntimeError as error:
         if "conversion of the weights" not in str(error):
             raise
-        raise ModelError(
-            what="the weights do not match each other",
-            where=name,
-            why="they cannot be stacked: experts of one layer may have different shapes",
-            fix="download all files of the model, in the same version",
-        ) from error
+        why = "they cannot be stacked: experts of one layer may have different shapes"
+        raise wrong_weights("the weights do not match each other", name, why) from error
     finally:
         logger.removeFilter(errors_only)
 
@@ -257,12 +253,7 @@ def _refuse_made_up_weights(name: str, found: dict[str, Any]) -> None:
     if spoilt:
         first = min(spoilt)
         others = f" (and {counted(len(spoilt) - 1, 'more weight')})" if len(spoilt) > 1 else ""
-        raise ModelError(
-            what=f"{first} {spoilt[first]}{others}",
-            where=name,
-            why="the weights do not belong to config.json",
-            fix="download all files of the model, in the same version",
-        )
+        raise wrong_weights(f"{first} {spoilt[first]}{others}", name)
 
 
 def _refuse_unreadable_folder(name: str) -> None:
@@ -283,27 +274,13 @@ def _refuse_folder_without_weights(name: str) -> None:
     if not folder.is_dir():
         if "/" not in name:
             return  # an old-style hub name: gpt2
-        raise ModelError(
-            what="no such model folder",
-            where=name,
-            why="it is neither a local folder nor a Hub name (org/name)",
-            fix="check the path in `model:`, or use a Hub name",
-        )
+        raise no_such_model(name)
     if not (folder / "config.json").is_file():
-        raise ModelError(
-            what="the folder has no config.json",
-            where=name,
-            why="it is not a Hugging Face model folder",
-            fix="set `model:` to the folder with config.json and model.safetensors",
-        )
+        raise no_config(name)
     if any(folder.glob("*.safetensors")):
         return
     pickled = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLED)
     if pickled:
-        raise ModelError(
-            what=f"the weights are pickled ({pickled[0]})",
-            where=name,
-            why="a pickle can run arbitrary code when it is opened, so Pronghorn never opens one",
-            fix="download the model's safetensors files, or convert them if you trust their origin",
-        )
+        fix = "download the model's safetensors files, or convert them if you trust their origin"
+        raise pickled_weights(pickled[0], name, fix)
     raise ModelError(what="the folder has no *.safetensors files", where=name, fix="download the model's weights into it")

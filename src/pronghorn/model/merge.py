@@ -30,12 +30,17 @@ def save_merged(model: Any, folder: Path, dtype: torch.dtype | None = None) -> N
     weights = merged_weights(model, dtype)
     with without_progress_bars():
         base.save_pretrained(str(folder), state_dict=weights)
-    config_file = folder / "config.json"
-    config = json.loads(config_file.read_text(encoding="utf-8"))
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    if ties_embeddings(base.config) and not _still_tied(base, weights):
-        config["tie_word_embeddings"] = False  # they were trained apart
-    config_file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    finish_folder(base, folder, dtype, untied=not _still_tied(base, weights))
+
+
+def finish_folder(base: Any, folder: Path, dtype: torch.dtype, *, untied: bool) -> None:
+    """Says in config.json what the merged weights are, and adds the files of an image processor."""
+    file = folder / "config.json"
+    values = json.loads(file.read_text(encoding="utf-8"))
+    values["dtype"] = str(dtype).removeprefix("torch.")
+    if untied and ties_embeddings(base.config):
+        values["tie_word_embeddings"] = False  # they were trained apart
+    file.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     if beside_text(base):
         copy_processor_files(base.name_or_path, folder)
 

@@ -7,7 +7,6 @@ on torch's meta device, so that all sizes are known before the first byte is rea
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,11 +24,11 @@ from pronghorn.kernels.quant.stored import StoredTensor
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.config import empty_model, generation_config, guarded, place, read_config
 from pronghorn.model.export import trained_model
-from pronghorn.model.families import ties_embeddings
 from pronghorn.model.formats.checkpoint import (
     Shards,
     _read_stack,
     _refuse_missing,
+    _require_shape,
     _stack_format,
     _tied,
     _untie,
@@ -43,9 +42,9 @@ from pronghorn.model.formats.store import linears_of
 from pronghorn.model.formats.table import FORMATS, Format
 from pronghorn.model.load import DTYPES, pick_device, resolve_precision
 from pronghorn.model.lora import add_adapter, restore_adapter, stored_score
-from pronghorn.model.merge import _still_tied, _unwrapped, _with_deltas, merged_weights
+from pronghorn.model.merge import _still_tied, _unwrapped, _with_deltas, finish_folder, merged_weights
 from pronghorn.model.scored import with_score
-from pronghorn.model.text_stack import beside_text, copy_processor_files, is_beside
+from pronghorn.model.text_stack import beside_text, is_beside
 from pronghorn.model.wide_parts import stays_wide
 from pronghorn.recipe import Recipe
 
@@ -239,13 +238,7 @@ class MergedWeights:
             weight = read
         else:
             weight = self.shards.get(key)
-        if tuple(weight.shape) != self.shapes[key][0]:
-            raise ModelError(
-                what=f"{key} has the shape {tuple(weight.shape)} instead of {self.shapes[key][0]}",
-                where=str(self.folder),
-                why="the weights do not belong to config.json",
-                fix="download all files of the model, in the same version",
-            )
+        _require_shape(weight.shape, self.shapes[key][0], key, self.folder)
         # A quantized run had these in its own precision.
         return weight.to(self.compute) if self.storage.quantize and weight.is_floating_point() else weight
 
@@ -328,14 +321,7 @@ def write_config(source: MergedWeights | WholeWeights, folder: Path, dtype: torc
     config.save_pretrained(str(folder))
     if source.model.can_generate() and source.model.generation_config is not None:
         source.model.generation_config.save_pretrained(str(folder))
-    file = folder / "config.json"
-    values = json.loads(file.read_text(encoding="utf-8"))
-    values["dtype"] = str(dtype).removeprefix("torch.")
-    if source.untied and ties_embeddings(config):
-        values["tie_word_embeddings"] = False  # they were trained apart
-    file.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    if beside_text(source.model):
-        copy_processor_files(source.model.name_or_path, folder)
+    finish_folder(source.model, folder, dtype, untied=source.untied)
 
 
 def _expert_modules(model: Any, storage: Format) -> dict[str, StoredExperts]:

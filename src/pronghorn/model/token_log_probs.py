@@ -26,31 +26,9 @@ class PackedLogProbs(NamedTuple):
     balance: Tensor | None = None  # the routers' auxiliary loss times its coefficient, where the config asks for it
 
 
-def packed_log_probs(
-    engine: FastCausalLM,
-    ids_T: Tensor,
-    positions_T: Tensor,
-    cu_seqlens: Tensor,
-    longest: int,
-    *,
-    labels_T: Tensor,
-    loss_rows: Tensor | None = None,
-    typical: int | None = None,
-    labels_N: Tensor | None = None,
-    prompt_of_S: Tensor | None = None,
-) -> PackedLogProbs:
-    """As `FastCausalLM.packed_rows`, for any objective."""
-    rows = engine.packed_rows(
-        ids_T,
-        positions_T,
-        cu_seqlens,
-        longest,
-        labels_T=labels_T,
-        loss_rows=loss_rows,
-        typical=typical,
-        labels_N=labels_N,
-        prompt_of_S=prompt_of_S,
-    )
+def packed_log_probs(engine: FastCausalLM, *pack: Any, **options: Any) -> PackedLogProbs:
+    """For any objective; arguments as of `FastCausalLM.packed_rows`."""
+    rows = engine.packed_rows(*pack, **options)
     with torch.autocast(rows.h_ND.device.type, enabled=False):
         x_ND, weight, bias = engine.head_inputs(rows.h_ND, rows.grad_buffer)
         found = linear_log_probs(x_ND, weight, rows.labels_N, bias_V=bias, **engine.head_terms)

@@ -23,6 +23,10 @@ FILE_NAME = re.compile(r"[\w-][\w.-]*\.safetensors")
 LFS_POINTER = b"version https://git-lfs"  # git's placeholder for a large file that was not fetched
 
 
+def wrong_weights(what: str, where: object = "", why: str = "the weights do not belong to config.json") -> ModelError:
+    return ModelError(what, where=str(where), why=why, fix="download all files of the model, in the same version")
+
+
 def require_whole_weights(name: str, *, any_name: bool = False) -> None:
     """Refuses a folder or cached hub model with a missing or incomplete weight file. A hub model that is not fully cached is
     fetched on loading. `any_name`: the loader opens every *.safetensors; transformers opens model.safetensors, or what the
@@ -54,12 +58,8 @@ def require_whole_weights(name: str, *, any_name: bool = False) -> None:
         try:
             why = _damage(file)
         except OSError as error:
-            raise ModelError(
-                what=f"cannot read {file.name}",
-                where=str(folder),
-                why=error.strerror or str(error),
-                fix="change its permissions so that you can read it",
-            ) from error
+            fix = "change its permissions so that you can read it"
+            raise ModelError.of(error, f"cannot read {file.name}", folder, fix) from error
         if why:
             fix = "fetch the large files (git lfs pull)" if "Git LFS" in why else again
             raise ModelError(what=f"{file.name} is damaged or incomplete", where=str(folder), why=why, fix=fix)

@@ -43,12 +43,8 @@ def write_answers(place: Path, answers: Sequence[dict[str, Any]]) -> Path:
         beside.write_text("".join(lines), encoding="utf-8")
         beside.replace(path)
     except OSError as error:
-        raise EnvironmentFault(
-            "cannot write the answers",
-            where=str(path),
-            why=error.strerror or str(error),
-            fix="check free disk space and write permission of the folder, then run the same command again",
-        ) from error
+        fix = "check free disk space and write permission of the folder, then run the same command again"
+        raise EnvironmentFault.of(error, "cannot write the answers", path, fix) from error
     return path
 
 

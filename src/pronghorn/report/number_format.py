@@ -67,16 +67,12 @@ def size(amount: float) -> str:
     return f"{amount:.0f} B"
 
 
-def moment(unix: float | None) -> str:
-    if unix is None or not math.isfinite(unix):
-        return MISSING
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix))
+def moment(unix: float | None, form: str = "%Y-%m-%d %H:%M") -> str:
+    return MISSING if unix is None or not math.isfinite(unix) else time.strftime(form, time.localtime(unix))
 
 
 def second(unix: float | None) -> str:
-    if unix is None or not math.isfinite(unix):
-        return MISSING
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix))
+    return moment(unix, "%Y-%m-%d %H:%M:%S")
 
 
 def one_line(text: str, width: int) -> str:

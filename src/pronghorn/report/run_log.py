@@ -82,12 +82,8 @@ class RunLog:
             self._file = self.path.open("a+b", buffering=0)
             self._end, self.session = _repair(self._file.fileno())
         except OSError as error:
-            raise EnvironmentFault(
-                "cannot open the run's log",
-                where=str(self.path),
-                why=error.strerror or str(error),
-                fix="choose another output folder, or make this one writable",
-            ) from error
+            fix = "choose another output folder, or make this one writable"
+            raise EnvironmentFault.of(error, "cannot open the run's log", self.path, fix) from error
 
     def write(self, event: str, **fields: Any) -> None:
         """Adds one event, then tells the listeners exactly what was written."""
@@ -100,12 +96,8 @@ class RunLog:
         except OSError as error:
             with contextlib.suppress(OSError):  # half a line would spoil the next one
                 os.ftruncate(self._file.fileno(), self._end)
-            raise EnvironmentFault(
-                "cannot write the run's log",
-                where=str(self.path),
-                why=error.strerror or str(error),
-                fix="free some disk space, then run the same command again: it resumes from the last checkpoint",
-            ) from error
+            fix = "free some disk space, then run the same command again: it resumes from the last checkpoint"
+            raise EnvironmentFault.of(error, "cannot write the run's log", self.path, fix) from error
         self._end += len(line)
         for listener in self._listeners:
             listener(record)

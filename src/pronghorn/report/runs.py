@@ -67,20 +67,9 @@ def _info(folder: Path) -> RunInfo:
     except (DataError, OSError) as error:
         when = (folder / run_log.FILE_NAME).lstat().st_mtime  # of a dangling link, too
         return RunInfo(str(folder), folder.name, "", "", "unreadable", 0, 0, None, None, 0.0, when, problem=str(error))
-    return RunInfo(
-        folder=str(folder),
-        name=run.name or folder.name,
-        model=run.model,
-        method=run.method,
-        state=run.state,
-        step=run.step,
-        steps=run.steps,
-        last_loss=run.last_loss,
-        best_eval=run.best_eval,
-        tokens_per_second=run.tokens_per_second,
-        when=run.last,
-        ranks=run.ranks,
-    )
+    same = ("model", "method", "state", "step", "steps", "last_loss", "best_eval", "tokens_per_second", "ranks")
+    facts = {name: getattr(run, name) for name in same}
+    return RunInfo(str(folder), run.name or folder.name, when=run.last, **facts)
 
 
 def runs_table(runs: Sequence[RunInfo]) -> RenderableType:

@@ -153,9 +153,28 @@ def _setting(run: RunStats, section: str, key: str) -> Any:
     return part.get(key) if isinstance(part, dict) else None
 
 
-def _raise_to(run: RunStats, section: str, key: str, factor: int) -> str:
+def _double(run: RunStats, name: str) -> str:
+    section, _, key = name.partition(".")
     now = _setting(run, section, key)
-    return f"set {section}.{key}: {now * factor} (now {now})" if isinstance(now, int) and now > 0 else f"raise {section}.{key}"
+    return f"set {name}: {now * 2} (now {now})" if isinstance(now, int) and now > 0 else f"raise {name}"
+
+
+@dataclass(frozen=True)
+class Costly:
+    """A rule: these stages took more than `above` of the wall-clock. `key`: what to double, where that helps."""
+
+    stages: str
+    above: float
+    why: str  # with a place for the share
+    key: str = ""
+    change: str = "nothing to change"
+
+    def __call__(self, run: RunStats) -> Advice | None:
+        share = run.share(*self.stages.split())
+        if share <= self.above:
+            return None
+        change = _double(run, self.key) if self.key else self.change
+        return Advice(change, self.why.format(number_format.percent(share)), share, self.key)
 
 
 def _waiting(run: RunStats) -> Advice | None:
@@ -176,35 +195,10 @@ def _cores() -> int:
 
 
 def _evaluating(run: RunStats) -> Advice | None:
-    share, every = run.share("evaluate"), _setting(run, "eval", "every")
-    if share <= 0.15 or (isinstance(every, int) and run.step and every >= run.step):  # one evaluation cannot be fewer
+    every = _setting(run, "eval", "every")
+    if isinstance(every, int) and run.step and every >= run.step:  # one evaluation cannot be fewer
         return None
-    why = f"evaluation took {number_format.percent(share)} of the time; fewer eval.generations also help"
-    return Advice(_raise_to(run, "eval", "every", 2), why, share, "eval.every")
-
-
-def _saving(run: RunStats) -> Advice | None:
-    share = run.share("checkpoint")
-    if share <= 0.05:
-        return None
-    why = f"writing checkpoints took {number_format.percent(share)} of the time"
-    return Advice(_raise_to(run, "checkpoint", "every", 2), why, share, "checkpoint.every")
-
-
-def _tokenizing(run: RunStats) -> Advice | None:
-    share = run.share("read", "tokenize")
-    if share <= 0.20:
-        return None
-    why = f"reading and tokenizing took {number_format.percent(share)} of the time; the next run reads this data from the cache"
-    return Advice("nothing to change", why, share)
-
-
-def _starting(run: RunStats) -> Advice | None:
-    share = run.share("imports", "load")
-    if share <= 0.40:
-        return None
-    why = f"imports and loading took {number_format.percent(share)} of a short run; a longer run pays for them once"
-    return Advice("nothing to change", why, share)
+    return EVALUATION(run)
 
 
 def _packing(run: RunStats) -> Advice | None:
@@ -212,15 +206,7 @@ def _packing(run: RunStats) -> Advice | None:
         return None
     share = (1.0 - run.efficiency) * run.share(*TRAINING)
     why = f"packs are {number_format.percent(run.efficiency)} full, the rest is padding; larger packs waste less"
-    return Advice(_raise_to(run, "train", "capacity", 2), why, share, "train.capacity")
-
-
-def _optimizing(run: RunStats) -> Advice | None:
-    share = run.share("optimizer")
-    if share <= 0.20:
-        return None
-    why = f"the optimizer took {number_format.percent(share)} of the time; larger batches need fewer optimizer steps"
-    return Advice(_raise_to(run, "train", "batch_tokens", 2), why, share, "train.batch_tokens")
+    return Advice(_double(run, "train.capacity"), why, share, "train.capacity")
 
 
 def _too_long(run: RunStats) -> Advice | None:
@@ -236,22 +222,18 @@ def _too_long(run: RunStats) -> Advice | None:
     return Advice("set eval.stop: {patience: 3}, or train for fewer steps", why, share, "eval.stop")
 
 
-def _elsewhere(run: RunStats) -> Advice | None:
-    share = run.share("other")
-    if share <= 0.10:
-        return None
-    why = f"{number_format.percent(share)} of the time was outside the recorded stages"
-    return Advice("check what else runs on this machine", why, share)
-
-
+OPTIMIZER = "the optimizer took {} of the time; larger batches need fewer optimizer steps"
+EVALUATION = Costly("evaluate", 0.15, "evaluation took {} of the time; fewer eval.generations also help", "eval.every")
 RULES: tuple[Callable[[RunStats], Advice | None], ...] = (
     _waiting,
     _evaluating,
-    _saving,
-    _tokenizing,
-    _starting,
+    Costly("checkpoint", 0.05, "writing checkpoints took {} of the time", "checkpoint.every"),
+    Costly("read tokenize", 0.20, "reading and tokenizing took {} of the time; the next run reads this data from the cache"),
+    Costly("imports load", 0.40, "imports and loading took {} of a short run; a longer run pays for them once"),
     _packing,
-    _optimizing,
+    Costly(
+        "optimizer", 0.20, "the optimizer took {} of the time; larger batches need fewer optimizer steps", "train.batch_tokens"
+    ),
     _too_long,
-    _elsewhere,
+    Costly("other", 0.10, "{} of the time was outside the recorded stages", change="check what else runs on this machine"),
 )

@@ -15,15 +15,10 @@ class Throughput:
         self._window_seconds = window_seconds
         self._window: deque[tuple[int, float]] = deque()
         self._window_total = 0.0
-        self.steps = 0
-        self.tokens = 0
-        self.seconds = 0.0
-        self.paused = 0.0
+        self.steps, self.paused = 0, 0.0
 
     def add(self, tokens: int, seconds: float) -> None:
         self.steps += 1
-        self.tokens += tokens
-        self.seconds += seconds
         self._window.append((tokens, seconds))
         self._window_total += seconds
         while len(self._window) > 1 and self._window_total - self._window[0][1] >= self._window_seconds:
@@ -35,7 +30,8 @@ class Throughput:
 
     def now(self) -> float:
         """Tokens a second over the last WINDOW_SECONDS."""
-        return _rate(sum(tokens for tokens, _ in self._window), sum(seconds for _, seconds in self._window))
+        seconds = sum(seconds for _, seconds in self._window)
+        return sum(tokens for tokens, _ in self._window) / seconds if seconds > 0 else 0.0
 
     def eta(self, steps_left: int) -> float | None:
         """Seconds until the end; None before the first step.
@@ -46,7 +42,3 @@ class Throughput:
             return None
         step_seconds = statistics.median(seconds for _, seconds in self._window)
         return steps_left * (step_seconds + self.paused / self.steps)
-
-
-def _rate(tokens: float, seconds: float) -> float:
-    return tokens / seconds if seconds > 0 else 0.0

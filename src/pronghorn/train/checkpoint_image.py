@@ -187,11 +187,8 @@ class Image:
             os.posix_fallocate(self._descriptor, 0, size)  # now, and not as a SIGBUS in the middle of a copy
             return mmap.mmap(self._descriptor, size)
         except OSError as error:
-            raise EnvironmentFault(
-                f"not enough host RAM to copy the checkpoint: it needs {readable_bytes(size)}",
-                why=error.strerror or str(error),
-                fix="free host RAM, then run the same command again",
-            ) from error
+            what = f"not enough host RAM to copy the checkpoint: it needs {readable_bytes(size)}"
+            raise EnvironmentFault.of(error, what, fix="free host RAM, then run the same command again") from error
 
     def _pin(self, whole: torch.Tensor) -> None:
         """Without it, copies are right as well, but the run waits for them."""

@@ -141,10 +141,6 @@ def set_aside_damaged(path: Path) -> Path:
     try:
         path.rename(aside)
     except OSError as error:
-        raise EnvironmentFault(
-            what="cannot rename a damaged checkpoint",
-            where=str(path),
-            why=error.strerror or str(error),
-            fix="move it away, then run the same command again",
-        ) from error
+        fix = "move it away, then run the same command again"
+        raise EnvironmentFault.of(error, "cannot rename a damaged checkpoint", path, fix) from error
     return aside

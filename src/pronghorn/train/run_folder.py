@@ -237,17 +237,8 @@ def _already_running(path: Path, holder: dict[str, Any]) -> CommandError:
 
 
 def _cannot_write(path: Path, error: OSError) -> CommandError | EnvironmentFault:
-    reason = error.strerror or str(error)
     if error.errno in _FULL:
-        return EnvironmentFault(
-            "no disk space for the run's folder",
-            where=str(path),
-            why=reason,
-            fix="free some space, then run the same command again",
-        )
-    return CommandError(
-        "cannot write to the run's folder",
-        where=str(path),
-        why=reason,
-        fix="choose a folder with write permission: output=runs/NAME",
-    )
+        fix = "free some space, then run the same command again"
+        return EnvironmentFault.of(error, "no disk space for the run's folder", path, fix)
+    fix = "choose a folder with write permission: output=runs/NAME"
+    return CommandError.of(error, "cannot write to the run's folder", path, fix)

@@ -58,12 +58,8 @@ def scratch(folder: Path) -> Iterator[Path]:
     try:
         place.mkdir(parents=True)
     except OSError as error:
-        raise EnvironmentFault(
-            what="cannot write to the run's folder",
-            where=str(folder),
-            why=error.strerror or str(error),
-            fix="fix the reported system error, then run the same command again",
-        ) from error
+        fix = "fix the reported system error, then run the same command again"
+        raise EnvironmentFault.of(error, "cannot write to the run's folder", folder, fix) from error
     try:
         yield place
     finally:

@@ -25,7 +25,7 @@ from pronghorn.model.formats.linear import StoredLinear
 from pronghorn.model.formats.store import linears_of, stored_modules
 from pronghorn.model.formats.table import FORMATS, Format
 from pronghorn.model.text_stack import beside_text, decoder_layers, is_beside, keep_softcap, set_cache, stored_names
-from pronghorn.model.weight_files import files_to_load
+from pronghorn.model.weight_files import files_to_load, wrong_weights
 from pronghorn.model.wide_parts import stays_wide
 
 Progress = Callable[[str, int, int], None]
@@ -233,11 +233,7 @@ def _wide_stack(shards: Shards, key: str, shape: tuple[int, ...], dtype: torch.d
     for expert in range(shape[0]):
         names = _single(shards, key, expert)
         if not names:
-            raise ModelError(
-                what=f"expert {expert} of {key} is not in its files",
-                why="the files are not complete",
-                fix="download all files of the model, in the same version",
-            )
+            raise wrong_weights(f"expert {expert} of {key} is not in its files", why="the files are not complete")
         for number, one in enumerate(names):
             part = _wide(shards.get(one), (shape[1] // len(names), shape[2]), one)
             if whole is None:
@@ -263,12 +259,8 @@ def _refuse_missing(keys: Collection[str], stacks: Collection[str], shards: Shar
     missing = [key for key in keys if key not in shards and not (key in stacks and _has_stack(shards, key))]
     if missing:
         others = f" (and {counted(len(missing) - 1, 'more weight')})" if len(missing) > 1 else ""
-        raise ModelError(
-            what=f"{missing[0]} is not in its files{others}",
-            where=str(folder),
-            why="the weights do not belong to config.json, or have different names",
-            fix="download all files of the model, in the same version",
-        )
+        why = "the weights do not belong to config.json, or have different names"
+        raise wrong_weights(f"{missing[0]} is not in its files{others}", folder, why)
 
 
 def _weight(
@@ -294,12 +286,7 @@ def _weight(
 
 def _require_shape(found: Any, asked: Any, key: str, folder: Path | str = "") -> None:
     if tuple(found) != tuple(asked):
-        raise ModelError(
-            what=f"{key} has the shape {tuple(found)} instead of {tuple(asked)}",
-            where=str(folder),
-            why="the weights do not belong to config.json",
-            fix="download all files of the model, in the same version",
-        )
+        raise wrong_weights(f"{key} has the shape {tuple(found)} instead of {tuple(asked)}", folder)
 
 
 def _place(model: nn.Module, owner: str, leaf: str, tensor: Tensor, dtype: torch.dtype, folder: Path) -> None:
