@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +14,20 @@ from pronghorn.errors import CommandError, DataError, EnvironmentFault
 from pronghorn.hub import data_set_revision, hub_errors, quiet, require_data_set
 
 END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+AGAIN = "copy, download or write it again"
 BATCH_ROWS = 1024  # rows turned into Python values at a time; bounds memory, and larger is no faster
 
 
 def read_parquet(source: Source) -> Iterator[RawRow | BadRow]:
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
     with source.path.open("rb") as file:
         content = content_of(file.read(32))
         if content and content[0] != "a Parquet file":
             raise DataError(what=f"this is {content[0]}", where=source.name, fix=content[1])
-        try:
+        with _damage_told(source, "this Parquet file is damaged or not a Parquet file"):
             batches = pq.ParquetFile(file).iter_batches(BATCH_ROWS)
             yield from _arrow_rows(batches, lambda index: f"{source.name} row {index + 1}")
-        except (pa.ArrowException, OSError) as error:
-            reason = str(error).split("\n", 1)[0]
-            raise DataError(
-                what="this Parquet file is damaged or not a Parquet file",
-                where=source.name,
-                why=reason,
-                fix="copy, download or write it again",
-            ) from error
 
 
 def read_arrow(source: Source) -> Iterator[RawRow | BadRow]:
@@ -47,20 +40,22 @@ def read_arrow(source: Source) -> Iterator[RawRow | BadRow]:
     is_stream = content is not None and content[0].startswith("an Arrow stream")
     if content and not is_stream and content[0] != "an Arrow file":
         raise DataError(what=f"this is {content[0]}", where=source.name, fix=content[1])
+    with _damage_told(source, "this Arrow file is damaged or not an Arrow file"), pa.OSFile(str(source.path)) as file:
+        if is_stream:
+            _require_end(source)
+        batches = _checked(pa.ipc.open_stream(file) if is_stream else _batches(pa.ipc.open_file(file)))
+        yield from _arrow_rows(batches, lambda index: f"{source.name} row {index + 1}")
+
+
+@contextmanager
+def _damage_told(source: Source, what: str) -> Iterator[None]:
+    import pyarrow as pa
+
     try:
-        with pa.OSFile(str(source.path)) as file:
-            if is_stream:
-                _require_end(source)
-            batches = _checked(pa.ipc.open_stream(file) if is_stream else _batches(pa.ipc.open_file(file)))
-            yield from _arrow_rows(batches, lambda index: f"{source.name} row {index + 1}")
+        yield
     except (pa.ArrowException, OSError) as error:
-        reason = str(error).split("\n", 1)[0]
-        raise DataError(
-            what="this Arrow file is damaged or not an Arrow file",
-            where=source.name,
-            why=reason,
-            fix="copy, download or write it again",
-        ) from error
+        why = str(error).split("\n", 1)[0]
+        raise DataError(what, where=source.name, why=why, fix=AGAIN) from error
 
 
 def _batches(reader: Any) -> Iterator[Any]:
@@ -82,9 +77,7 @@ def _require_end(source: Source) -> None:
         file.seek(-min(8, source.path.stat().st_size), 2)
         end = file.read(8)
     if end != END_OF_STREAM:
-        raise DataError(
-            what="this Arrow stream is truncated: its end is missing", where=source.name, fix="copy, download or write it again"
-        )
+        raise DataError(what="this Arrow stream is truncated: its end is missing", where=source.name, fix=AGAIN)
 
 
 def read_hub(source: Source) -> Iterator[RawRow | BadRow]:

@@ -47,6 +47,8 @@ from pronghorn.recipe_objective import Rows as Wanted
 
 CACHE_VERSION = 7  # raise it when the same input is tokenized or laid out differently
 
+COUNTED = ("read", "bad", "empty", "lost", "controls", "identical")  # rows, in notes and of all
+
 Progress = Callable[[str, int, int], None]
 Stage = Callable[[str], AbstractContextManager[Any]]
 
@@ -109,17 +111,7 @@ def tokenized_rows(
         work = _Tokenizing(found, states, spec, encoder, progress, stage)
         work.into(partial)
         counts, aside = work.counts, path.with_suffix(".bad.jsonl") if work.counts.bad else None
-        meta = {
-            "read": counts.read,
-            "bad": counts.bad,
-            "empty": counts.empty,
-            "lost": counts.lost,
-            "controls": counts.controls,
-            "identical": counts.identical,
-            "sources": list(map(asdict, counts.sources)),
-            "seal": asdict(partial.finish()),
-            "aside": bytes_digest(partial.aside) if aside else "",
-        }
+        meta = asdict(counts) | {"seal": asdict(partial.finish()), "aside": bytes_digest(partial.aside) if aside else ""}
         write_note(path.with_suffix(".json"), json.dumps(meta))
         partial.publish(aside)
     if work.went_on:
@@ -154,17 +146,8 @@ def _open(path: Path, found: Sequence[Part]) -> Rows | None:
     # JSON has lists where a count has tuples; how often rows come is the recipe's to say, and not kept here
     given = zip(meta["sources"], found, strict=True)
     counts = tuple(SourceCount(**source | {"unused": tuple(source["unused"]), "weight": part.weight}) for source, part in given)
-    return Rows(
-        open_table(path, Seal(**meta["seal"])),
-        path,
-        meta["read"],
-        meta["bad"],
-        meta["empty"],
-        counts,
-        meta["lost"],
-        meta["controls"],
-        meta.get("identical", 0),
-    )
+    known = {name: meta.get(name, 0) for name in COUNTED}
+    return Rows(open_table(path, Seal(**meta["seal"])), path, sources=counts, **known)
 
 
 @dataclass(slots=True)
@@ -181,9 +164,8 @@ class _Counts:
 
     def add(self, note: Note) -> None:
         """Of one chunk more."""
-        self.read, self.bad, self.empty = self.read + note["read"], self.bad + note["bad"], self.empty + note["empty"]
-        self.lost, self.controls = self.lost + note["lost"], self.controls + note["controls"]
-        self.identical += note.get("identical", 0)
+        for name in COUNTED:
+            setattr(self, name, getattr(self, name) + note.get(name, 0))
         before = self.sources[note["part"]]
         self.sources[note["part"]] = replace(
             before,

@@ -45,20 +45,19 @@ def kind(messages: Sequence[Message]) -> tuple[bool, bool, bool]:
     )
 
 
-def spellings(messages: Sequence[Message], tools: Any, options: dict[str, Any]) -> Iterator[Spelling]:
+def spellings(messages: Sequence[Message], tools: Any) -> Iterator[Spelling]:
     reasons, calls, silent = kind(messages)
     ways_to_think = range(5 if reasons else 1)
     ways_to_call = [0, *([1] if silent else []), *([2] if calls else []), *([3] if silent else [])]
     order = sorted(((think, call) for think in ways_to_think for call in ways_to_call), key=lambda way: (sum(way), way))
     for think, call in order:
-        yield spelling(messages, tools, options, (think, call))
+        yield spelling(messages, tools, (think, call))
 
 
-def spelling(messages: Sequence[Message], tools: Any, options: dict[str, Any], name: tuple[int, int]) -> Spelling:
+def spelling(messages: Sequence[Message], tools: Any, name: tuple[int, int]) -> Spelling:
     think, call = name
     said = [_called(_thought(message, think), call) for message in messages]
-    more: dict[str, Any] = [{}, {}, THINKING, KEPT, {}][think]
-    return Spelling(said, tools, options | more, name)
+    return Spelling(said, tools, [{}, {}, THINKING, KEPT, {}][think], name)
 
 
 def _thought(message: Message, way: int) -> Message:

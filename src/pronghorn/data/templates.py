@@ -140,7 +140,7 @@ class ChatTemplate:
 
     def prompt_text(self, messages: Sequence[Message], tools: Any = None, where: str = "") -> str:
         """The conversation so far, and the generation prompt."""
-        said = spelling(messages, list(tools) if tools else None, {}, self._liked.get(kind(messages), (0, 0)))
+        said = spelling(messages, list(tools) if tools else None, self._liked.get(kind(messages), (0, 0)))
         return self._render(said.messages, said, where, prompt=True)
 
     def plain(self, messages: Sequence[Message], tools: Any = None, where: str = "", allow_lost: bool = False) -> Rendered:
@@ -163,11 +163,9 @@ class ChatTemplate:
         """`read_only`: messages that are not trained on, whose reasoning a template may drop."""
         self._where = where
         found = self._known.find(messages) if not tools else None
-        known = (
-            None
-            if found is None
-            else Rendered(found.text, tuple(Turn(*turn) for turn in found.turns), (), found.contents, found.written)
-        )
+        known = None
+        if found is not None:
+            known = Rendered(found.text, tuple(Turn(*turn) for turn in found.turns), (), found.contents, found.written)
         if known is not None and not self._known.to_be_checked:
             return known
         rendered = self.render_at_length(messages, tools, where, allow_lost=allow_lost, read_only=read_only)
@@ -214,8 +212,8 @@ class ChatTemplate:
     def _spellings(self, messages: Sequence[Message], tools: Any, kind_of: tuple[bool, bool, bool]) -> Any:
         liked = self._liked.get(kind_of)
         if liked is not None:
-            yield spelling(messages, tools, {}, liked)
-        yield from (said for said in spellings(messages, tools, {}) if said.name != liked)
+            yield spelling(messages, tools, liked)
+        yield from (said for said in spellings(messages, tools) if said.name != liked)
 
     def control_tokens(self, rendered: Rendered, messages: Sequence[Message]) -> list[Span]:
         """Where the texts of the messages hold control tokens of the tokenizer. Tags of thinking are none: templates read them

@@ -157,19 +157,12 @@ class FastLanguageModel:
                 why="Pronghorn quantizes the base weights to NF4 without LoftQ's joint adapter initialization",
             )
         check_recompute(use_gradient_checkpointing)
+        config = {"r": r, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout, "bias": bias}
+        config |= {"use_rslora": use_rslora, "use_dora": use_dora}
         if hasattr(model, "peft_config"):
-            require_same_adapter(
-                model,
-                chosen_targets(model, target_modules, switches),
-                modules_to_save,
-                chosen_layers(model, layers_to_transform, finetune_last_n_layers),
-                r=r,
-                lora_alpha=lora_alpha,
-                lora_dropout=lora_dropout,
-                bias=bias,
-                use_rslora=use_rslora,
-                use_dora=use_dora,
-            )
+            targets = chosen_targets(model, target_modules, switches)
+            layers = chosen_layers(model, layers_to_transform, finetune_last_n_layers)
+            require_same_adapter(model, targets, modules_to_save, layers, **config)
             return instance.for_training(model, use_gradient_checkpointing)
         if getattr(model, FULL, False):
             raise CommandError(
@@ -182,17 +175,12 @@ class FastLanguageModel:
         layers = chosen_layers(model, layers_to_transform, finetune_last_n_layers)
         adapted = with_adapter(
             model,
-            r=r,
             target_modules=chosen_targets(model, target_modules, switches),
-            lora_alpha=lora_alpha,
-            lora_dropout=lora_dropout,
-            bias=bias,
-            use_rslora=use_rslora,
-            use_dora=use_dora,
             modules_to_save=modules_to_save,
             init_lora_weights=init_lora_weights,
             layers=layers,
             seed=random_state,
+            **config,
         )
         make_fast(_with_length(adapted, loaded_with), use_gradient_checkpointing)
         return adapted.train()
