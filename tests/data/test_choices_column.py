@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pronghorn.data.choices import choices_of
-from pronghorn.data.formats import unused_columns
+from pronghorn.data.formats import choices_of, unused_columns
 from pronghorn.data.prepare import prepare
 from pronghorn.evaluation.questions import held_out_questions
 from pronghorn.recipe import Data

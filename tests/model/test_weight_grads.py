@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pronghorn.model.layers.weight_grads import weight_and_bias_grads
+from pronghorn.model.layers.lora_modules import weight_and_bias_grads
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 

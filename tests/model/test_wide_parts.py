@@ -9,9 +9,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pronghorn import FastLanguageModel
+from pronghorn.model.config import stays_wide
 from pronghorn.model.formats.experts import StoredExperts
 from pronghorn.model.load import load_model
-from pronghorn.model.wide_parts import stays_wide
 from samples import make_tokenizer
 from tables import table
 

@@ -1,6 +1,6 @@
 import pytest
 
-from pronghorn.report.cost import cost
+from pronghorn.report.run_stats import cost
 
 SECONDS = {"load": 600.0, "step": 2400.0, "optimizer": 300.0, "evaluate": 300.0}
 

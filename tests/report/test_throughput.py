@@ -1,6 +1,6 @@
 import pytest
 
-from pronghorn.report.throughput import Throughput
+from pronghorn.report.pace import Throughput
 
 
 def test_nothing_yet():

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pronghorn.data.chat_messages import UnfitError, asks_to_train, from_json, only_read, to_messages, to_tools
-from pronghorn.data.choices import COLUMN, choices_of
 from pronghorn.data.preferences import preference, refused
 from pronghorn.data.source_files import BadRow, RawRow, excerpt
 from pronghorn.errors import DataError
@@ -25,6 +24,7 @@ __all__ = ["Example", "Format", "asks_to_train", "detect_format", "only_read", "
 # conversation can hold: so all rows of such a file are conversations.
 Format = Literal["messages", "completion", "text", "alpaca", "sharegpt", "completion as chat"]
 
+COLUMN = "choices"  # or the one that `data.fields.choices` names
 CHAT_COLUMNS = ("messages", "conversations", "conversation")
 SYSTEM_COLUMNS, TOOL_COLUMNS = ("system", "system_prompt"), ("tools", "functions")
 KNOWN: dict[Format, str] = {
@@ -352,3 +352,16 @@ BUILDERS: dict[Format, Callable[[RawRow], Example]] = {
     "alpaca": _from_alpaca,
     "text": _from_text,
 }
+
+
+def choices_of(fields: dict[str, Any]) -> tuple[str, ...]:
+    """The answers that a question offers, for the metric `multiple_choice`: a list of texts or, as in ARC and OpenBookQA, an
+    object with such a list in `text`; in CSV, JSON of either. Nothing where the column is missing or holds something else."""
+    value = fields.get(COLUMN)
+    if isinstance(value, str):
+        value = from_json(value)
+    if isinstance(value, dict):
+        value = value.get("text")
+    if not isinstance(value, (list, tuple)) or len(value) < 2 or not all(isinstance(one, str) and one for one in value):
+        return ()
+    return tuple(value)

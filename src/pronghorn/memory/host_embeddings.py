@@ -12,7 +12,7 @@ import weakref
 import torch
 
 from pronghorn.kernels.embedding.host_embedding import seen_by_gpu
-from pronghorn.memory.pinned import pin, unpin
+from pronghorn.kernels.runtime.host_memory import pin, unpin
 from pronghorn.model.causal_lm import FastCausalLM
 from pronghorn.model.text_stack import head_of
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pronghorn.memory.pinned import pin, unpin
+from pronghorn.kernels.runtime.host_memory import pin, unpin
 
 ALIGNMENT = 256  # bytes: where each tensor begins, as the device's own allocator does at least
 BUFFERS = 2  # on the device: one layer computes while the next one's tensors arrive

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -106,3 +107,10 @@ def _told(name: str, error: BaseException, what: str) -> ModelError:
     if folder_of(name):
         fix = "download the folder's files again; or use a causal language model that the installed transformers supports"
     return ModelError(what=what, where=name, why=first[:300], fix=fix)
+
+
+def stays_wide(model: Any, name: str) -> bool:
+    """Whether this parameter or buffer stays in float32 whatever the model's dtype, as transformers loads it: the bias of a
+    router's choice, for one, whose steps of 0.001 bf16 would lose beside a value near 1."""
+    kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    return any(re.search(rf"(^|\.){part}($|\.)", name) for part in kept)

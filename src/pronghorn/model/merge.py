@@ -13,11 +13,11 @@ from torch import Tensor
 
 from pronghorn.errors import ModelError
 from pronghorn.model.causal_lm import base_of
+from pronghorn.model.config import stays_wide
 from pronghorn.model.families import ties_embeddings
 from pronghorn.model.formats.store import stored_modules
 from pronghorn.model.load import without_progress_bars
 from pronghorn.model.text_stack import beside_text, copy_processor_files
-from pronghorn.model.wide_parts import stays_wide
 
 HALVES = (torch.bfloat16, torch.float16)
 

@@ -22,7 +22,7 @@ from pronghorn.hub import model_folder
 from pronghorn.kernels.quant.fp8_cast import FP8Tensor
 from pronghorn.kernels.quant.stored import StoredTensor
 from pronghorn.kernels.runtime.dispatch import say_once
-from pronghorn.model.config import empty_model, generation_config, guarded, place, read_config
+from pronghorn.model.config import empty_model, generation_config, guarded, place, read_config, stays_wide
 from pronghorn.model.export import trained_model
 from pronghorn.model.formats.checkpoint import (
     Shards,
@@ -45,7 +45,6 @@ from pronghorn.model.lora import add_adapter, restore_adapter, stored_score
 from pronghorn.model.merge import _still_tied, _unwrapped, _with_deltas, finish_folder, merged_weights
 from pronghorn.model.scored import with_score
 from pronghorn.model.text_stack import beside_text, is_beside
-from pronghorn.model.wide_parts import stays_wide
 from pronghorn.recipe import Recipe
 
 LAYER = re.compile(r"^(.*?\.\d+)\.")

@@ -31,10 +31,9 @@ from pronghorn.errors import counted, printable
 from pronghorn.report import number_format
 from pronghorn.report.bars import sparkline, stage_bar, stage_legend
 from pronghorn.report.console import SafeConsole
-from pronghorn.report.pace import Paces, so_far
+from pronghorn.report.pace import Paces, Throughput, so_far
 from pronghorn.report.run_log import as_number
 from pronghorn.report.stages import Stages
-from pronghorn.report.throughput import Throughput
 
 REFRESH_PER_SECOND = 4
 KEPT_LOSSES = 400  # for the sparkline: its columns are means, and a longer past would hide what happens now

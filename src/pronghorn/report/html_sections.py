@@ -10,10 +10,9 @@ from typing import Any
 
 from pronghorn.report import number_format
 from pronghorn.report.answers import Answer, mean_scores
-from pronghorn.report.cost import cost
 from pronghorn.report.ranks import ranks_summary
 from pronghorn.report.run_log import as_number
-from pronghorn.report.run_stats import RunStats
+from pronghorn.report.run_stats import RunStats, cost
 
 FIRST_ANSWERS = 6  # shown at once, the others on request
 MOST_ANSWERS, MOST_EVALUATIONS, MOST_SOURCES, MOST_TEXT = 30, 40, 50, 3000  # keeps the page below 2 MB whatever the run says

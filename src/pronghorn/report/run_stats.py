@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -245,3 +245,30 @@ def _sessions(events: Sequence[dict[str, Any]]) -> tuple[Session, ...]:
             )
         )
     return tuple(sessions)
+
+
+TRAINING = ("step", "optimizer")  # the stages one pays for on purpose
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a run used."""
+
+    gpu_hours: float
+    money: float | None  # in the unit of the price; None without a price
+    wasted_share: float  # of the wall-clock, 0 to 1: everything but the training stages
+    wasted_gpu_hours: float
+
+
+def cost(seconds: Mapping[str, float], gpus: int = 1, price_per_hour: float | None = None) -> Cost:
+    """`seconds`: wall-clock by stage. `price_per_hour`: of one GPU. A CPU run (gpus=0) has no GPU hours."""
+    total = sum(seconds.values())
+    training = sum(seconds.get(stage, 0.0) for stage in TRAINING)
+    wasted = 1.0 - training / total if total > 0 else 0.0
+    hours = total * gpus / 3600.0
+    return Cost(
+        gpu_hours=hours,
+        money=None if price_per_hour is None else hours * price_per_hour,
+        wasted_share=wasted,
+        wasted_gpu_hours=hours * wasted,
+    )

@@ -14,11 +14,10 @@ from rich.text import Text
 from pronghorn.errors import counted
 from pronghorn.report import number_format
 from pronghorn.report.bars import STAGE_STYLES, share_bar
-from pronghorn.report.cost import TRAINING, cost
 from pronghorn.report.experts import experts_summary
 from pronghorn.report.ranks import ranks_summary
 from pronghorn.report.run_log import history, plain
-from pronghorn.report.run_stats import RunStats, run_stats
+from pronghorn.report.run_stats import TRAINING, RunStats, cost, run_stats
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,7 @@ import torch
 
 from pronghorn.kernels.optim.adamw import AdamWTensors, adamw_step
 from pronghorn.kernels.optim.adamw8bit import SMALL, AdamW8bitTensors, blocks_of
-from pronghorn.kernels.runtime.host_memory import device_shift
-from pronghorn.memory.pinned import pin, unpin
+from pronghorn.kernels.runtime.host_memory import device_shift, pin, unpin
 
 ABSMAX = ("exp_avg_absmax", "exp_avg_sq_absmax")
 PAGE = 4096

@@ -19,14 +19,13 @@ from transformers import PreTrainedModel
 from pronghorn.errors import ModelError, counted
 from pronghorn.kernels.lora.stored_lora import Workspace
 from pronghorn.kernels.quant.stored import StoredTensor
-from pronghorn.model.config import empty_model, generation_config, read_config
+from pronghorn.model.config import empty_model, generation_config, read_config, stays_wide
 from pronghorn.model.formats.experts import STACKS, StoredExperts, stored_experts_
 from pronghorn.model.formats.linear import StoredLinear
 from pronghorn.model.formats.store import linears_of, stored_modules
 from pronghorn.model.formats.table import FORMATS, Format
 from pronghorn.model.text_stack import beside_text, decoder_layers, is_beside, keep_softcap, set_cache, stored_names
 from pronghorn.model.weight_files import files_to_load, wrong_weights
-from pronghorn.model.wide_parts import stays_wide
 
 Progress = Callable[[str, int, int], None]
 

@@ -36,11 +36,10 @@ from pronghorn.kernels.runtime.copy_rows import copy_rows
 from pronghorn.kernels.runtime.dispatch import address
 from pronghorn.model.formats.linear import StoredLinear, dequantizes
 from pronghorn.model.layers.gated import gated_backward
-from pronghorn.model.layers.lora_modules import active_adapters, joined_bias, why_only_peft
+from pronghorn.model.layers.lora_modules import active_adapters, joined_bias, weight_and_bias_grads, why_only_peft
 from pronghorn.model.layers.norms import Norm, normed_rows, normed_sum
 from pronghorn.model.layers.saved import Saved
 from pronghorn.model.layers.types import GradBuffer, Grads
-from pronghorn.model.layers.weight_grads import weight_and_bias_grads
 from pronghorn.model.rows import rows_like
 
 Operand = Any  # what a group's GEMMs read; its type depends on the kind of group
