@@ -207,39 +207,14 @@ class Fp8Group(AdapterGroup):
             fp8_extend(dyb_TR, scale_T, self.factors_2R[1], dy8_ext[:, self.O :])
         return dyb_TR
 
-    def forward(
-        self,
-        x8_ext: Tensor,
-        scale_T: Tensor,
-        *,
-        bias_O: Tensor | None = None,
-        out: Tensor | None = None,
-        fast_accumulation: bool = True,
-    ) -> Tensor:
+    def forward(self, x8_ext: Tensor, scale_T: Tensor, *, bias_O: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """y_TO. After `extend`."""
         assert self.M is not None
-        return fp8_mm(
-            x8_ext,
-            scale_T,
-            self.M[: self.O],
-            self.scale_O,
-            dtype=self.dtype,
-            bias_O=bias_O,
-            out=out,
-            fast_accumulation=fast_accumulation,
-        )
+        return fp8_mm(x8_ext, scale_T, self.M[: self.O], self.scale_O, dtype=self.dtype, bias_O=bias_O, out=out)
 
-    def backward_input(
-        self,
-        dy8_ext: Tensor,
-        scale_T: Tensor,
-        transposed_DK: Tensor,
-        *,
-        out: Tensor | None = None,
-        fast_accumulation: bool = True,
-    ) -> Tensor:
+    def backward_input(self, dy8_ext: Tensor, scale_T: Tensor, transposed_DK: Tensor, *, out: Tensor | None = None) -> Tensor:
         """dx_TD. After `extend_grad`."""
-        return fp8_mm(dy8_ext, scale_T, transposed_DK, None, dtype=self.dtype, out=out, fast_accumulation=fast_accumulation)
+        return fp8_mm(dy8_ext, scale_T, transposed_DK, None, dtype=self.dtype, out=out)
 
 
 # ---- one linear, differentiable ----------------------------------------------------------------------------------------------

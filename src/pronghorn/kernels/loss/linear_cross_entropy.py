@@ -21,6 +21,7 @@ Legend: N = rows that carry a loss, C = rows of one chunk, D = model width, V = 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -219,15 +220,13 @@ def linear_cross_entropy_forward(
     bias_V: torch.Tensor | None = None,
     weights_N: torch.Tensor | None = None,
     terms: Terms = Terms(),  # noqa: B008  (immutable)
-    need_hidden_grad: bool = True,
-    need_weight_grad: bool = False,
-    need_bias_grad: bool = False,
+    needs: Sequence[bool] = (True, False, False),
     grad_scale: float | torch.Tensor = 1.0,
-    d_hidden_out: torch.Tensor | None = None,
     factors_later: bool = False,
     need_most: bool = False,
 ) -> HeadLoss:
-    """The loss (never scaled) and the gradients of loss * grad_scale; hidden and d_hidden_out may be row-strided.
+    """The loss (never scaled) and the gradients of loss * grad_scale. `needs`: which of those of hidden, weight and bias. The
+    rows of hidden may be strided.
 
     grad_scale, e.g. loss scale / trained tokens of the whole step, is a number or a 0-dim tensor on the device. bf16 and
     fp32 take it, in fp32, before the logits' gradient is rounded: free, and no second rounding. fp16 does not: 1 / 65,536
@@ -249,11 +248,9 @@ def linear_cross_entropy_forward(
         scale = torch.full((), grad_scale, dtype=precise, device=device)
     inner_scale = torch.ones((), dtype=precise, device=device) if scale_later else scale
     row_losses = torch.empty(rows, dtype=precise, device=device)
-    d_hidden = d_hidden_out if need_hidden_grad else None
-    if need_hidden_grad and d_hidden is None:
-        d_hidden = torch.empty(hidden_ND.shape, dtype=dtype, device=device)
-    d_weight = torch.empty(weight_VD.shape, dtype=precise, device=device) if need_weight_grad else None
-    d_bias = torch.zeros(vocabulary, dtype=precise, device=device) if need_bias_grad else None
+    d_hidden = torch.empty(hidden_ND.shape, dtype=dtype, device=device) if needs[0] else None
+    d_weight = torch.empty(weight_VD.shape, dtype=precise, device=device) if needs[1] else None
+    d_bias = torch.zeros(vocabulary, dtype=precise, device=device) if needs[2] else None
     gradients = (d_hidden, d_weight, d_bias)
     alone = d_hidden is not None and d_weight is None and d_bias is None  # whose sums over rows need their factors at once
     factors = torch.empty_like(row_losses) if factors_later and alone and takes_factors(dtype, terms, hidden_ND) else None
@@ -281,9 +278,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 weights: torch.Tensor | None, terms: Terms, wanted: bool) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         needs = [bool(needed) and wanted for needed in ctx.needs_input_grad[:3]]
         result = linear_cross_entropy_forward(
-            hidden, weight, labels, bias_V=bias, weights_N=weights, terms=terms,
-            need_hidden_grad=needs[0], need_weight_grad=needs[1], need_bias_grad=needs[2], factors_later=True,
-        )  # fmt: skip
+            hidden, weight, labels, bias_V=bias, weights_N=weights, terms=terms, needs=needs, factors_later=True
+        )
         ctx.gradients, ctx.factors = (result.d_hidden, result.d_weight, result.d_bias), result.factors
         ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
         ctx.mark_non_differentiable(result.row_losses)

@@ -29,6 +29,9 @@ from pronghorn.kernels.runtime.dispatch import keeps_graph
 ROWS = 4096  # at a time, in fp32: three times 67 MB at D = 4096
 
 
+Asked = tuple[bool, bool, bool]  # the gradient, the entropy, whether the label is the likeliest token
+
+
 class LogProbs(NamedTuple):
     log_probs: Tensor  # [N] fp32, differentiable
     entropy: Tensor | None  # [N] fp32; its own gradient is refused
@@ -75,25 +78,18 @@ def linear_log_probs(
         recomputed = _TrainedHeadLogProbs.apply(hidden_ND, weight_VD, bias_V, labels_N, terms)  # type: ignore[no-untyped-call]
         return LogProbs(recomputed, None, None)
     wanted = entropy or top or (torch.is_grad_enabled() and hidden_ND.requires_grad)
-    return LogProbs(*_LinearLogProbs.apply(hidden_ND, weight_VD, bias_V, labels_N, terms, wanted, entropy, top))  # type: ignore[no-untyped-call]
+    return LogProbs(*_LinearLogProbs.apply(hidden_ND, weight_VD, bias_V, labels_N, terms, (wanted, entropy, top)))  # type: ignore[no-untyped-call]
 
 
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        terms: Terms,
-        wanted: bool,
-        entropy: bool,
-        top: bool,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, terms: Terms, asked: Asked
     ) -> tuple[Tensor | None, ...]:
+        wanted, entropy, top = asked
         ctx.set_materialize_grads(False)  # so that a gradient of the entropy is noticed
         found = linear_cross_entropy_forward(
-            hidden, weight, labels, bias_V=bias, terms=terms, need_hidden_grad=wanted, factors_later=True, need_most=top
+            hidden, weight, labels, bias_V=bias, terms=terms, needs=(wanted, False, False), factors_later=True, need_most=top
         )
         ctx.gradient, ctx.factors = found.d_hidden, found.factors
         likeliest = _likeliest(found, terms) if top else None
@@ -108,7 +104,7 @@ class _LinearLogProbs(torch.autograd.Function):
         if of_entropy is not None:
             raise RuntimeError("the entropy of the fused LM head has no gradient: detach it, or compute it from logits")
         if of_log_probs is None:
-            return (None,) * 8
+            return (None,) * 6
         gradient = ctx.gradient
         if gradient is None:
             raise RuntimeError(
@@ -122,13 +118,13 @@ class _LinearLogProbs(torch.autograd.Function):
         rows = -of_log_probs.to(_precise(gradient.dtype))
         one = torch.ones((), dtype=rows.dtype, device=rows.device)
         _scale_in_place(gradient, one, rows if ctx.factors is None else rows * ctx.factors)
-        return (gradient, *(None,) * 7)
+        return (gradient, *(None,) * 5)
 
 
 class _TrainedHeadLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, terms: Terms) -> Tensor:
-        found = linear_cross_entropy_forward(hidden, weight, labels, bias_V=bias, terms=terms, need_hidden_grad=False)
+        found = linear_cross_entropy_forward(hidden, weight, labels, bias_V=bias, terms=terms, needs=(False,) * 3)
         ctx.save_for_backward(hidden, weight, bias, labels)
         ctx.terms = terms
         return -found.row_losses
@@ -142,18 +138,9 @@ class _TrainedHeadLogProbs(torch.autograd.Function):
         if hidden.dtype == torch.float16:  # rows of order one: smaller weights would leave fp16's range
             scale = rows.abs().amax().clamp_min(torch.finfo(rows.dtype).tiny)
             rows = rows / scale
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        needs = ctx.needs_input_grad[:3]
         found = linear_cross_entropy_forward(
-            hidden,
-            weight,
-            labels,
-            bias_V=bias,
-            weights_N=rows,
-            terms=ctx.terms,
-            need_hidden_grad=need_hidden,
-            need_weight_grad=need_weight,
-            need_bias_grad=need_bias,
-            grad_scale=scale,
+            hidden, weight, labels, bias_V=bias, weights_N=rows, terms=ctx.terms, needs=needs, grad_scale=scale
         )
         of_weight = None if found.d_weight is None else found.d_weight.to(weight.dtype)
         of_bias = None if found.d_bias is None else found.d_bias.to(bias.dtype)

@@ -122,7 +122,7 @@ def _ones(experts: int, columns: int, device: torch.device) -> Tensor:
 
 def fp8_grouped_mm(
     a8_SD: Tensor, scale_S: Tensor, b8_EOD: Tensor, scale_EO: Tensor | None, offsets_E1: Tensor, *,
-    dtype: torch.dtype = torch.bfloat16, fast_accumulation: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:  # fmt: skip
     """(a8 * scale_S) (b8 * scale_EO)^T of each row's expert, rounded once."""
     if a8_SD.is_meta:
@@ -135,9 +135,8 @@ def fp8_grouped_mm(
         return y
     columns = _ones(len(b8_EOD), b8_EOD.shape[1], a8_SD.device) if scale_EO is None else scale_EO
     product: Tensor = torch._scaled_grouped_mm(
-        a8_SD, b8_EOD.transpose(1, 2), scale_S, columns, offs=offsets_E1[1:], out_dtype=dtype,
-        use_fast_accum=fast_accumulation,
-    )  # fmt: skip
+        a8_SD, b8_EOD.transpose(1, 2), scale_S, columns, offs=offsets_E1[1:], out_dtype=dtype, use_fast_accum=True
+    )
     return product
 
 

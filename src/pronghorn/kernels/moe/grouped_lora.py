@@ -111,17 +111,11 @@ class AdaptedExperts:
     outputs: int
     D: int
     R: int
+    A_ERD: Tensor
+    sB_EOR: Tensor
     adapters: ExpertLoraGrads | None
     forward: Any  # GEMM over sorted rows, as the group's format multiplies
     backward_input: Any
-
-    @property
-    def A_ERD(self) -> Tensor:  # noqa: N802
-        raise NotImplementedError
-
-    @property
-    def sB_EOR(self) -> Tensor:  # noqa: N802
-        raise NotImplementedError
 
     def refresh(self) -> None:
         if self.adapters is not None:
@@ -180,18 +174,10 @@ class AdaptedBesideExperts(AdaptedExperts):
     E: int
 
     def adapt(self, adapter: ExpertAdapter | None, dtype: torch.dtype, device: torch.device) -> None:
-        self._A_ERD = torch.zeros(self.E, self.R, self.D, dtype=dtype, device=device)
-        self._sB_EOR = torch.zeros(self.E, self.outputs, self.R, dtype=dtype, device=device)
+        self.A_ERD = torch.zeros(self.E, self.R, self.D, dtype=dtype, device=device)
+        self.sB_EOR = torch.zeros(self.E, self.outputs, self.R, dtype=dtype, device=device)
         self.adapters = None if adapter is None else ExpertLoraGrads(adapter, self.A_ERD, self.sB_EOR)
         self.refresh()
-
-    @property
-    def A_ERD(self) -> Tensor:  # noqa: N802
-        return self._A_ERD
-
-    @property
-    def sB_EOR(self) -> Tensor:  # noqa: N802
-        return self._sB_EOR
 
 
 class ExpertGroup(AdaptedExperts):
@@ -204,25 +190,17 @@ class ExpertGroup(AdaptedExperts):
         self.E, self.outputs, self.D = weight_EOD.shape
         self.R = 0 if adapter is None else -(-adapter.rank // RANK_MULTIPLE) * RANK_MULTIPLE
         self.M = weight_EOD.detach()
-        self.adapters = None
         if adapter is not None:
             shape = (self.E, self.outputs + self.R, self.D + self.R)
             self.M = torch.zeros(shape, dtype=weight_EOD.dtype, device=weight_EOD.device)
             self.weight_view().copy_(weight_EOD.detach())
-            self.adapters = ExpertLoraGrads(adapter, self.A_ERD, self.sB_EOR)
-            self.refresh()
+        self.A_ERD, self.sB_EOR = self.M[:, self.outputs :, : self.D], self.M[:, : self.outputs, self.D :]
+        self.adapters = None if adapter is None else ExpertLoraGrads(adapter, self.A_ERD, self.sB_EOR)
+        self.refresh()
 
     def weight_view(self) -> Tensor:
         """[E, O, D], for the parameter's `.data` (its transpose if the model stores [E, D, O])."""
         return self.M[:, : self.outputs, : self.D]
-
-    @property
-    def A_ERD(self) -> Tensor:  # noqa: N802
-        return self.M[:, self.outputs :, : self.D]
-
-    @property
-    def sB_EOR(self) -> Tensor:  # noqa: N802
-        return self.M[:, : self.outputs, self.D :]
 
     def forward(self, x_ext: Tensor, offsets_E1: Tensor) -> Tensor:
         """y_SO. After `extend`."""

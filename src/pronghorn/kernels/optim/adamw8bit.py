@@ -88,18 +88,10 @@ class AdamW8bitTensors(AdamWTensors):
     """The tensors of a step, for `adamw_step`. Moments that are uint8 have an absmax each, fp32 beside the parameter."""
 
     def __init__(
-        self,
-        params: Sequence[torch.Tensor],
-        grads: Sequence[torch.Tensor],
-        exp_avgs: Sequence[torch.Tensor],
-        exp_avg_sqs: Sequence[torch.Tensor],
-        steps: Sequence[torch.Tensor],
-        *,
-        absmaxes: Sequence[tuple[torch.Tensor, torch.Tensor] | None],
-        **others: Any,
+        self, *columns: Sequence[torch.Tensor], absmaxes: Sequence[tuple[torch.Tensor, torch.Tensor] | None], **others: Any
     ) -> None:
         self.absmaxes = list(absmaxes)
-        super().__init__(params, grads, exp_avgs, exp_avg_sqs, steps, **others)
+        super().__init__(*columns, **others)
 
     def _check(self) -> None:
         super()._check()

@@ -16,7 +16,6 @@ dequantized weights keep their values when they are quantized again.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +26,7 @@ from pronghorn.kernels.runtime.dispatch import jit, tl, triton, use_triton
 
 BLOCK = 32
 LARGEST = 6.0
+BLOCKS, WARPS = 64, 4  # of a program: a thread reads 4 bytes and writes 16
 VALUES_AT_ONCE = 2**24  # while quantizing: bounds what fp32 copies take
 
 
@@ -79,21 +79,6 @@ def mxfp4_quantize(weight: Tensor) -> MXFP4Tensor:
 # ---- Triton ----------------------------------------------------------------------------------------------------------------
 
 
-class Config(NamedTuple):
-    """Blocks of 32 a program, and its warps."""
-
-    blocks: int
-    warps: int
-
-
-CONFIGS = [Config(64, 4), Config(128, 4), Config(32, 4), Config(128, 8)]
-
-
-def _config() -> Config:
-    """4 bytes read and 16 written by a thread."""
-    return CONFIGS[0]
-
-
 @jit
 def mxfp4_level(number: tl.tensor) -> tl.tensor:
     """e2m1 as fp32. Its exponent and mantissa bits, put where fp32 has the lowest of its own, make the value times 2^-126:
@@ -132,8 +117,8 @@ def mxfp4_dequantize(q: MXFP4Tensor, out: Tensor | None = None, dtype: torch.dty
     rows = out if out.dim() == 2 else out.view(-1, q.shape[-1])
     if not use_triton(out):
         return out.copy_(mxfp4_dequantize_reference(q, out.dtype))
-    config, row_blocks = _config(), q.shape[-1] // BLOCK
-    _dequantize_kernel[(len(rows) * triton.cdiv(row_blocks, config.blocks),)](
-        q.blocks, q.scales, rows, rows.stride(0), row_blocks, BLOCKS=config.blocks, num_warps=config.warps
+    row_blocks = q.shape[-1] // BLOCK
+    _dequantize_kernel[(len(rows) * triton.cdiv(row_blocks, BLOCKS),)](
+        q.blocks, q.scales, rows, rows.stride(0), row_blocks, BLOCKS=BLOCKS, num_warps=WARPS
     )
     return out

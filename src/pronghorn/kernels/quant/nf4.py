@@ -277,12 +277,13 @@ def _config() -> Config:
 
 
 @jit
-def _dequantize_tile(
+def nf4_tile(
     packed: tl.tensor, absmax: tl.tensor, nested_absmax: tl.tensor, nested_code: tl.tensor, offset: tl.tensor, code: tl.tensor,
-    out: tl.tensor, row_stride: int, rows: int, row_blocks: int, tile: int,
-    NESTED: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, LOOKUP: tl.constexpr,
+    row_scale: tl.tensor, out: tl.tensor, row_stride: int, rows: int, row_blocks: int, tile: int,
+    SCALED: tl.constexpr, NESTED: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, LOOKUP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """GROUPS blocks: GROUPS / CHUNK rows of CHUNK neighbouring blocks (CHUNK divides row_blocks = D / 64).
+    """GROUPS blocks: GROUPS / CHUNK rows of CHUNK neighbouring blocks (CHUNK divides row_blocks = D / 64). SCALED: divided by
+    the scale of their row.
 
     A thread reads 4 bytes and writes the 8 values that are in them: 16 bytes in 16-bit types, neighbours to neighbours.
     """
@@ -296,6 +297,8 @@ def _dequantize_tile(
     if NESTED:
         largest = tl.load(nested_absmax + block // 256, mask=inside, other=0.0)
         scale = tl.load(nested_code + scale.to(tl.int32)) * largest + tl.load(offset)
+    if SCALED:
+        scale = tl.div_rn(scale, tl.load(row_scale + row, mask=inside, other=1.0))
     # Told to be contiguous by 4 bytes only: else a thread reads 16 and its values travel through shared memory to be stored.
     if LOOKUP == "shuffle":
         place = tl.max_contiguous(block[:, None] * 8 + tl.arange(0, 8)[None, :], [1, 1])
@@ -316,9 +319,9 @@ def _dequantize_kernel(
     out: tl.tensor, row_stride: int, rows: int, row_blocks: int,
     NESTED: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, LOOKUP: tl.constexpr,
 ) -> None:  # fmt: skip
-    _dequantize_tile(
-        packed, absmax, nested_absmax, nested_code, offset, code, out, row_stride, rows, row_blocks, tl.program_id(0),
-        NESTED, CHUNK, GROUPS, LOOKUP,
+    nf4_tile(
+        packed, absmax, nested_absmax, nested_code, offset, code, code, out, row_stride, rows, row_blocks, tl.program_id(0),
+        False, NESTED, CHUNK, GROUPS, LOOKUP,
     )  # fmt: skip
 
 
@@ -349,23 +352,10 @@ def _dequantize_many_kernel(
     offset = tl.load(job + 9).to(tl.pointer_type(tl.float32))
     rows, row_blocks = tl.load(job + 4).to(tl.int32), tl.load(job + 5).to(tl.int32)
     tile = program - tl.load(job).to(tl.int32)
-    _dequantize_tile(
-        packed,
-        absmax,
-        nested_absmax,
-        nested_code,
-        offset,
-        code,
-        out,
-        row_stride,
-        rows,
-        row_blocks,
-        tile,
-        NESTED,
-        CHUNK,
-        GROUPS,
-        LOOKUP,
-    )
+    nf4_tile(
+        packed, absmax, nested_absmax, nested_code, offset, code, code, out, row_stride, rows, row_blocks, tile,
+        False, NESTED, CHUNK, GROUPS, LOOKUP,
+    )  # fmt: skip
 
 
 def _lookup(config: Config, aligned: bool) -> str:

@@ -22,8 +22,8 @@ from pronghorn.kernels.quant.nf4 import (
     _tiles,
     nf4_dequantize_reference,
     nf4_scales_reference,
+    nf4_tile,
 )
-from pronghorn.kernels.quant.nf4_levels import nf4_level, nf4_shuffled_levels
 from pronghorn.kernels.runtime.dispatch import jit, tl
 
 
@@ -46,28 +46,10 @@ def _to_fp8_kernel(
     row_scale: tl.tensor, out: tl.tensor, row_stride: int, rows: int, row_blocks: int, NESTED: tl.constexpr,
     CHUNK: tl.constexpr, GROUPS: tl.constexpr, LOOKUP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """GROUPS blocks of 64: GROUPS / CHUNK rows of CHUNK neighbouring blocks, as nf4.py dequantizes them."""
-    chunks = row_blocks // CHUNK
-    group = tl.arange(0, GROUPS)
-    row = (tl.program_id(0) // chunks) * (GROUPS // CHUNK) + group // CHUNK
-    column = (tl.program_id(0) % chunks) * CHUNK + group % CHUNK
-    inside = row < rows
-    block = row.to(tl.int64) * row_blocks + column
-    scale = tl.load(absmax + block, mask=inside, other=0)
-    if NESTED:
-        largest = tl.load(nested_absmax + block // 256, mask=inside, other=0.0)
-        scale = tl.load(nested_code + scale.to(tl.int32)) * largest + tl.load(offset)
-    scale = tl.div_rn(scale, tl.load(row_scale + row, mask=inside, other=1.0))
-    if LOOKUP == "shuffle":
-        place = tl.max_contiguous(block[:, None] * 8 + tl.arange(0, 8)[None, :], [1, 1])
-        words = tl.load(packed.to(tl.pointer_type(tl.int32)) + place, mask=inside[:, None], other=0)
-        values = nf4_shuffled_levels(code, words)
-    else:
-        place = tl.max_contiguous(block[:, None] * 32 + tl.arange(0, 32)[None, :], [1, 4])
-        pair = tl.load(packed + place, mask=inside[:, None], other=0).to(tl.int32)
-        values = tl.reshape(tl.join(nf4_level(code, pair >> 4, LOOKUP), nf4_level(code, pair & 15, LOOKUP)), (GROUPS, 64))
-    target = (row.to(tl.int64) * row_stride + column * 64)[:, None] + tl.arange(0, 64)[None, :]
-    tl.store(out + target, (values * scale[:, None]).to(out.dtype.element_ty), mask=inside[:, None])
+    nf4_tile(
+        packed, absmax, nested_absmax, nested_code, offset, code, row_scale, out, row_stride, rows, row_blocks,
+        tl.program_id(0), True, NESTED, CHUNK, GROUPS, LOOKUP,
+    )  # fmt: skip
 
 
 def nf4_to_fp8(q: NF4Tensor, scale_O: Tensor, out: Tensor | None = None) -> Tensor:
