@@ -473,7 +473,7 @@ class _QkRope(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         q, k, v, rstd = qk_rope_forward(qkv_TX, cos_TP, sin_TP, q_norm_H=q_norm_H, k_norm_H=k_norm_H, **settings)
         ctx.save_for_backward(qkv_TX if q_norm_H is not None else None, cos_TP, sin_TP, q_norm_H, k_norm_H, rstd)
-        ctx.settings = {name: settings[name] for name in ("neighbours", "norm_kind", "one_plus")}
+        ctx.settings = {name: settings[name] for name in ("neighbours", "norm_kind", "one_plus") if name in settings}
         return q, k, v.clone()
 
     @staticmethod
@@ -488,12 +488,9 @@ class _QkRope(torch.autograd.Function):
 
 
 def qk_rope(
-    qkv_TX: torch.Tensor, cos_TP: torch.Tensor, sin_TP: torch.Tensor, *, heads: int, kv_heads: int, head_width: int,
-    neighbours: bool = False, q_norm_H: torch.Tensor | None = None, k_norm_H: torch.Tensor | None = None,
-    norm_kind: NormKind = "per_head", eps: float = 1e-6, one_plus: bool = False,
+    qkv_TX: torch.Tensor, cos_TP: torch.Tensor, sin_TP: torch.Tensor, *, q_norm_H: torch.Tensor | None = None,
+    k_norm_H: torch.Tensor | None = None, **settings: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Differentiable; returns q, k and v."""
-    settings = {"heads": heads, "kv_heads": kv_heads, "head_width": head_width, "neighbours": neighbours,
-                "norm_kind": norm_kind, "eps": eps, "one_plus": one_plus}  # fmt: skip
+    """Differentiable; returns q, k and v. `settings`: the other arguments of `qk_rope_forward`."""
     q, k, v = _QkRope.apply(qkv_TX, cos_TP, sin_TP, q_norm_H, k_norm_H, settings)  # type: ignore[no-untyped-call]
     return q, k, v
