@@ -17,7 +17,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from benchmarks.layout_cases import CALLS, CHAT, FILES, LAYOUTS, PAIRS, PREFERENCES, Layout
+from benchmarks.layout_cases import CALLS, CHAT, COMPARED, FILES, LAYOUTS, PAIRS, PREFERENCES, Layout
 from benchmarks.record import RESULTS as FOLDER
 from benchmarks.record import ROOT, record, write
 from pronghorn.data.prepare import Prepared, prepare
@@ -29,7 +29,8 @@ GROUPS = {
     "Conversations": CHAT,
     "Calls and tools": CALLS,
     "Prompts and answers": PAIRS,
-    "Preference data": PREFERENCES,
+    "Preference data, in a supervised run": PREFERENCES,
+    "Preference data, compared": COMPARED,
     "Files and sources": FILES,
 }
 SPECIAL = ["<pad>", "<end>", "<system>", "<developer>", "<user>", "<assistant>", "<tool>", "<tools>"]
@@ -78,7 +79,7 @@ def outcome(layout: Layout, tokenizer: Any, folder: Path) -> dict[str, Any]:
     with _placed(layout, folder):
         spec = Data(train=layout.train or next(iter(layout.files)), **layout.keys)
         try:
-            found = prepare(spec.train, spec, tokenizer)
+            found = prepare(spec.train, spec, tokenizer, wanted=layout.wanted)
         except PronghornError as error:
             told = {"refused": error.what, "where": error.where, "why": error.why, "fix": error.fix}
             return {"layout": layout.name, **told, "wrong": _wrong_refusal(layout, error)}
@@ -93,7 +94,8 @@ def outcome(layout: Layout, tokenizer: Any, folder: Path) -> dict[str, Any]:
 
 def _shown(tokenizer: Any, found: Prepared, i: int) -> str:
     ids, loss = found.tokens.ids(i).tolist(), found.tokens.loss(i).tolist()
-    text = ""
+    pairs = found.tokens.pairs
+    text = "" if pairs is None else "- " if pairs.roles[i] else "+ "
     for trained, run in groupby(zip(ids, loss, strict=True), key=lambda pair: pair[1]):
         said = tokenizer.decode([token for token, _ in run], clean_up_tokenization_spaces=False)
         text += f"«{said}»" if trained else said
@@ -129,8 +131,8 @@ def table(found: dict[str, dict[str, Any]]) -> str:
 {len(found)} layouts: {read} are read, {refused} are refused with a fix, {len(found) - right} differ from what is expected.
 
 Rows are shown as the model sees them, with a template that writes every part of a message. « » marks what is trained on. The
-expected results are written by hand in benchmarks/layout_cases.py. `python -m benchmarks.input_layouts --write` checks them and
-writes this page.
+expected results are written by hand in benchmarks/layout_cases.py; `+` is a chosen or good answer, `-` another.
+`python -m benchmarks.input_layouts --write` checks them and writes this page.
 """
     for title, layouts in GROUPS.items():
         text += f"\n## {title}\n\n| layout | |\n|---|---|\n"

@@ -24,6 +24,7 @@ from benchmarks.layout_parts import (
     no,
     read,
 )
+from benchmarks.preference_cases import COMPARED
 
 CHAT = [
     read("messages", {"messages": [U, A]}, HI),
@@ -396,4 +397,4 @@ PREFERENCES = [
     read("text with a class", {"text": "hi", "label": 1}, "«hi<end>»", unused="label"),
 ]
 
-LAYOUTS: list[Layout] = [*CHAT, *CALLS, *PAIRS, *PREFERENCES, *FILES]
+LAYOUTS: list[Layout] = [*CHAT, *CALLS, *PAIRS, *PREFERENCES, *COMPARED, *FILES]

@@ -11,6 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pronghorn.recipe_objective import Rows
+
 U, A, S = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}, {"role": "system", "content": "be kind"}
 FROM = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]
 HI = "<user>hi<end><assistant>«ho<end>»"
@@ -37,6 +39,7 @@ class Layout:
     fix: str = ""
     train: Any = None  # of the recipe; else the first file
     keys: dict[str, Any] = field(default_factory=dict)  # of the recipe's `data`
+    wanted: Rows = "documents"  # what the objective reads
 
 
 def lines(*rows: Any) -> bytes:
@@ -51,13 +54,23 @@ def read(
     unused: str = "",
     told: str = "",
     train: Any = None,
+    wanted: Rows = "documents",
     **keys: Any,
 ) -> Layout:
-    return Layout(name, _files(content, file), trained, unused, told, train=train, keys=keys)
+    return Layout(name, _files(content, file), trained, unused, told, train=train, keys=keys, wanted=wanted)
 
 
-def no(name: str, content: Any, what: str, fix: str, file: str = "x.jsonl", train: Any = None, **keys: Any) -> Layout:
-    return Layout(name, _files(content, file), what=what, fix=fix, train=train, keys=keys)
+def no(
+    name: str,
+    content: Any,
+    what: str,
+    fix: str,
+    file: str = "x.jsonl",
+    train: Any = None,
+    wanted: Rows = "documents",
+    **keys: Any,
+) -> Layout:
+    return Layout(name, _files(content, file), what=what, fix=fix, train=train, keys=keys, wanted=wanted)
 
 
 def _files(content: Any, file: str) -> dict[str, bytes]:

@@ -141,9 +141,9 @@ WRITERS: dict[str, Callable[[Rows], bytes]] = {
 ENCODINGS = ("utf-16", "utf-16-le", "utf-32", "latin-1", "cp1252", "utf-8-sig", "gb18030", "shift-jis", "utf-7")
 
 
-def _spoilt(chance: random.Random) -> tuple[str, bytes, str]:
+def spoilt(chance: random.Random, rows: Rows) -> tuple[str, bytes, str]:
     """A name, the content of that file, and what is wrong with it."""
-    ending, rows = chance.choice(list(WRITERS)), _rows(chance)
+    ending = chance.choice(list(WRITERS))
     kind, what = chance.random(), ""
     if kind < 0.5:
         changed, what = mutated_value(rows, chance)
@@ -172,7 +172,7 @@ def fuzz(count: int, seed: int, folder: Path) -> Counter[str]:
     tokenizer = load_tokenizer(str(folder / "model"))
     for number in range(count):
         chance = tally.random(number)
-        ending, content, what = _spoilt(chance)
+        ending, content, what = spoilt(chance, _rows(chance))
         options: dict[str, Any] = {
             "bad_rows": chance.choice(("stop", "skip")),
             "junk": chance.choice(("keep", "drop")),

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from fuzz import adapter_folders, cache_bits, data_files, recipe_files, tool_configs
+from fuzz import adapter_folders, cache_bits, data_files, preference_files, recipe_files, tool_configs
 from fuzz.outcomes import BAD, Tally, judged, mutated_bytes, mutated_value
 from pronghorn.errors import DataError, EnvironmentFault, HealthStop
 
 
 @pytest.mark.parametrize(("subject", "count"), [
-    (cache_bits, 8), (data_files, 20), (recipe_files, 30), (tool_configs, 40), (adapter_folders, 20),
+    (cache_bits, 8), (data_files, 20), (preference_files, 20), (recipe_files, 30), (tool_configs, 40), (adapter_folders, 20),
 ], ids=lambda one: getattr(one, "__name__", None))  # fmt: skip
 def test_nothing_bad_comes_of_a_damaged_file(
     subject: object, count: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
