@@ -39,6 +39,36 @@ def flat(recipe: Recipe, *keys: str) -> list[Any]:
 
 
 EXPECTED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    "dpo-qlora.yml": (
+        "intel",
+        {
+            "method": "qlora",
+            "objective.name": "dpo",
+            "objective.loss": "sigmoid",
+            "objective.beta": 0.05,
+            "objective.label_smoothing": 0.1,
+            "objective.sft_weight": 0.5,
+            "data.train": ("Intel/orca_dpo_pairs",),
+            "data.fields.instruction": "question",
+            "data.template": "llama-3",
+            "data.max_length": 1024,
+            "train.batch_tokens": 16384,  # 2 x 4 pairs of two answers
+            "train.capacity": 16384,
+        },
+        ["chat_template", "sample_packing"],
+    ),
+    "reward-model.yml": (
+        "pairs",
+        {
+            "objective.name": "reward",
+            "objective.center_weight": 0.01,
+            "data.template": "chatml",
+            "data.train": ("pairs.jsonl",),
+            "eval.generations": 0,
+            "train.batch_tokens": 8192,
+        },
+        ["micro_batch_size"],
+    ),
     "lora-alpaca.yml": (
         "alpaca",
         {
@@ -306,7 +336,47 @@ def test_values_keep_their_meaning(lines: str, expected: dict[str, Any]) -> None
     assert dict(zip(expected, flat(recipe, *expected), strict=True)) == expected
 
 
-@table("line", ["rl: dpo", "reward_model: true", "num_labels: 2", "diffusion: {eps: 1}"])
+@table(
+    ("lines", "expected"),
+    [
+        ("rl: ipo", {"name": "dpo", "loss": "ipo", "beta": 0.1}),
+        ("rl: dpo\ndpo_loss_type: [hinge]", {"name": "dpo", "loss": "hinge"}),
+        ("rl: dpo\ndpo_norm_loss: true", {"length_normalized": True}),
+        ("rl: simpo\nrl_beta: 2.0\nsimpo_gamma: 0.7\ncpo_alpha: 0.0", {"beta": 2.0, "gamma": 0.7, "sft_weight": 0.0}),
+        ("rl: simpo", {"beta": 0.1, "gamma": 0.5, "sft_weight": 1.0}),  # TRL's
+        ("rl: orpo\norpo_alpha: 0.3", {"name": "orpo", "beta": 0.3}),
+        ("rl: orpo\nrl_beta: 0.2\norpo_alpha: 0.3", {"beta": 0.2}),
+        ("rl: kto\nkto_undesirable_weight: 0.2\ntrl: {beta: 0.3}", {"name": "kto", "undesirable_weight": 0.2, "beta": 0.3}),
+        ("rl_beta: 0.3", {"name": "supervised"}),
+    ],
+)  # fmt: skip
+def test_objectives_keep_their_parameters(lines: str, expected: dict[str, Any]) -> None:
+    recipe, _ = converted(f"{BASE}adapter: lora\ndatasets: [{{path: a.jsonl, type: chat_template.argilla}}]\n{lines}\n")
+    assert {name: getattr(recipe.objective, name) for name in expected} == expected
+
+
+@table(
+    ("kind", "rl", "fields", "template"),
+    [
+        ("chatml.argilla", "dpo", {}, "chatml"),
+        ("chatml.prompt_pairs", "dpo", {"instruction": "prompt"}, "chatml"),
+        ("llama3.icr", "ipo", {"instruction": "input"}, "llama-3"),
+        ("bradley_terry.chat_template", "dpo", {"instruction": "input"}, None),
+        ("chatml.intel", "kto", {"instruction": "question", "output": "completion"}, "chatml"),
+        ("{field_prompt: q, field_chosen: good, field_rejected: bad, prompt_format: '{prompt}'}", "dpo",
+         {"prompt": "q", "chosen": "good", "rejected": "bad"}, None),
+        ("{field_prompt: q, field_completion: a, field_label: ok}", "kto",
+         {"prompt": "q", "completion": "a", "label": "ok"}, None),
+    ],
+)  # fmt: skip
+def test_types_of_preference_data_keep_their_columns(kind: str, rl: str, fields: dict[str, str], template: str | None) -> None:
+    recipe, fates = converted(f"{BASE}adapter: lora\nrl: {rl}\ndatasets: [{{path: a.jsonl, type: {kind}}}]\n")
+    assert recipe.data.fields.model_dump(exclude_none=True) == fields
+    assert recipe.data.template == template
+    assert fates["datasets[0].type"][0] == "mapped"
+
+
+@table("line", ["rl: grpo", "process_reward_model: true", "num_labels: 2", "diffusion: {eps: 1}"])
 def test_what_cannot_be_trained_is_refused_as_a_whole(line: str) -> None:
     with pytest.raises(CommandError, match="cannot be converted") as caught:
         convert_text(f"{CHAT}{line}\n", "c.yml")

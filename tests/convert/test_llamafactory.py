@@ -26,6 +26,32 @@ def _here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 EXPECTED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
+    "lora-dpo.yaml": (
+        "pairs",
+        {
+            "objective.name": "dpo",
+            "objective.loss": "hinge",
+            "objective.beta": 0.1,
+            "objective.sft_weight": 0.2,
+            "objective.label_smoothing": 0.05,
+            "data.train": (f"{DATA}/ranked_talks.json",),
+            "data.template": "llama-3",
+            "data.max_length": 2048,
+            "train.batch_tokens": 32768,  # 8 pairs of two answers
+            "train.capacity": 16384,
+        },
+        ["per_device_train_batch_size", "ref_model"],
+    ),
+    "lora-kto.yaml": (
+        "marked",
+        {"objective.name": "kto", "objective.beta": 0.2, "objective.undesirable_weight": 0.5, "train.batch_tokens": 8192},
+        ["per_device_train_batch_size"],
+    ),
+    "lora-reward.yaml": (
+        "ranked",
+        {"objective.name": "reward", "objective.center_weight": 0.0, "eval.generations": 0, "data.format": "auto"},
+        ["per_device_train_batch_size"],
+    ),
     "lora-sft.yaml": (
         "alpaca",
         {
@@ -196,7 +222,6 @@ def test_a_list_of_data_sets_that_is_none_is_an_error(text: str, tmp_path: Path)
 @table(
     ("change", "where"),
     [
-        (("stage: sft", "stage: dpo"), 2),
         (("stage: sft", "stage: ppo"), 2),
         (("do_train: true", "do_train: false"), 3),
         (("do_train: true", "do_predict: true"), 3),

@@ -31,6 +31,19 @@ ROWS: dict[str, dict[str, Any]] = {
     "messages": {"messages": turns("role", "content", "user", "assistant")},
     "talks": {"dialogue": turns("speaker", "words", "customer", "agent"), "turns": turns("speaker", "words", "guest", "host")},
     "text": {"body": "a book of some words", "text": "a page of some words"},
+    "pairs": {
+        **dict.fromkeys(("messages", "conversations"), turns("role", "content", "user", "assistant")[:1]),
+        "chosen": {"role": "assistant", "content": "ho"},
+        "rejected": {"role": "assistant", "content": "no"},
+    },
+    "intel": {"system": "be kind", "question": "hi", "chosen": "ho", "rejected": "no"},
+    "whole pairs": {
+        "chosen": turns("role", "content", "user", "assistant"),
+        "rejected": [*turns("role", "content", "user", "assistant")[:1], {"role": "assistant", "content": "no"}],
+    },
+    "marked": {"messages": turns("role", "content", "user", "assistant"), "label": True},
+    "marked texts": {"prompt": "hi", "completion": "ho", "label": True},
+    "ranked": {"instruction": "hi", "input": "", "chosen": "ho", "rejected": "no"},
     "questions": {"question": "hi", "answer": "ho", "persona": "be kind"},
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from pronghorn.convert.axolotl_preference import compared
 from pronghorn.convert.data_sets import (
     OWN_TEMPLATE,
     DataSet,
@@ -131,12 +132,15 @@ class _Item:
 
     def _type(self) -> None:
         kind = self.get("type")
+        if (objective := self.draft.targets.get("objective.name")) is not None:
+            compared(self, objective)
+            return
         if isinstance(kind, dict):
             self._own_form(kind)
             return
         base, _, style = str(kind or "").partition(":")
         if base in ("chat_template", "chat_template.default") or base.startswith("sharegpt"):
-            self._chat(sharegpt=base.startswith("sharegpt"))
+            self.chat(sharegpt=base.startswith("sharegpt"))
         elif base in ALPACA_LIKE:
             self.one.format, self.one.fields = "alpaca", dict(ALPACA_LIKE[base])
             template = STYLES.get(style)
@@ -191,7 +195,7 @@ class _Item:
                 self.no(at, "unknown key")
         self.say("type", f"data.format: {self.one.format}")
 
-    def _chat(self, *, sharegpt: bool) -> None:
+    def chat(self, *, sharegpt: bool) -> None:
         mappings = self.get("message_property_mappings")
         mappings = mappings if isinstance(mappings, dict) else {}
         usual = ("from", "value") if sharegpt else ("role", "content")

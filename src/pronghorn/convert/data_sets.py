@@ -22,7 +22,7 @@ KEYS = {  # keys of Axolotl's data sets, by what they say
     "template": ("type", "chat_template"),
     "roles": ("roles",),
     "max_rows": ("split",),
-    "fields": ("field", "text_column", "field_messages", "field_tools", "type"),
+    "fields": ("field", "text_column", "field_messages", "field_chosen", "field_rejected", "field_tools", "type"),
     "message_fields": (
         "message_property_mappings",
         "message_field_role",

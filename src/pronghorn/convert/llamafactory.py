@@ -8,6 +8,7 @@ from pronghorn.convert import shared, values
 from pronghorn.convert.data_sets import OWN_TEMPLATE, set_template
 from pronghorn.convert.draft import Draft, Row, choice, not_here, nothing, only_if_one, refused, to
 from pronghorn.convert.llamafactory_data import convert_data, newer_data
+from pronghorn.convert.objectives import ONLINE, REFERENCE, llamafactory_objective
 
 NAME = "LLaMA-Factory"
 MARKS = (
@@ -40,6 +41,7 @@ GENERATION = "it affects generation, not training"
 
 def convert(draft: Draft, folder: Path, dataset_info: Path | None) -> None:
     _refuse(draft)
+    objective = llamafactory_objective(draft)
     as_text = draft.get("stage") == "pt"
     _method(draft)
     newer = "model_class" in draft.values
@@ -53,13 +55,14 @@ def convert(draft: Draft, folder: Path, dataset_info: Path | None) -> None:
         packing=("packing", "neat_packing"),
         defaults=(1 if newer else 8, 1, 2048),
         total="global_batch_size",
+        answers=2 if objective not in ("", "kto") else 1,
     )
     epochs = shared.duration(draft, epochs="num_train_epochs", steps="max_steps", default=3)
     shared.warmup(draft, scheduler="lr_scheduler_type", steps="warmup_steps", ratio="warmup_ratio", default=0.0)
     shared.precision(draft, bf16=("bf16", "pure_bf16"), fp16=("fp16",))
     if values.is_on(draft.get("pure_bf16")) and draft.targets["method"] == "full":
         draft.not_honoured("pure_bf16", "GEMMs run in bf16, trained weights are fp32: bf16 weights lose small updates")
-    convert_data(draft, folder, dataset_info, as_text=as_text)
+    convert_data(draft, folder, dataset_info, as_text=as_text, objective=objective)
     newer_data(draft, folder)
     draft.default("data.long", "split" if as_text else "truncate", "long rows are truncated, as in LLaMA-Factory")
     _template(draft, as_text)
@@ -81,9 +84,6 @@ def convert(draft: Draft, folder: Path, dataset_info: Path | None) -> None:
 
 
 def _refuse(draft: Draft) -> None:
-    stage = draft.get("stage")
-    if stage is not None and stage not in ("sft", "pt"):
-        draft.refuse("stage", shared.PREFERENCE, shared.PREFERENCE_FIX)
     training = draft.get("do_train")
     if (
         not any(draft.get(key) is not None for key in TRAINS)
@@ -417,9 +417,9 @@ PREFIXES: dict[str, Row] = {
     **dict.fromkeys(
         ("use_llama_pro", "freeze_", "pissa_", "oft_", "module_dropout", "kt_", "use_hyper", "hyper_"), not_here(OTHER_WAY)
     ),
-    **dict.fromkeys(
-        ("pref_", "dpo_", "kto_", "ppo_", "ref_model", "reward_model", "simpo_", "ld_alpha"), not_here(shared.PREFERENCE)
-    ),
+    **dict.fromkeys(("pref_", "dpo_", "kto_", "simpo_", "ld_alpha"), not_here("this variant of the loss is not supported")),
+    **dict.fromkeys(("ppo_", "reward_model"), not_here(ONLINE)),
+    "ref_model": not_here(REFERENCE),
     **dict.fromkeys(("image_", "video_", "audio_", "use_audio", "crop_to"), not_here(shared.IMAGES)),
     "export_": nothing(EXPORT),
     **dict.fromkeys(

@@ -52,7 +52,7 @@ class DataSets:
             )
         self.entries = found
 
-    def one(self, name: str, key: str, *, as_text: bool) -> tuple[DataSet, list[str]]:
+    def one(self, name: str, key: str, *, as_text: bool, objective: str = "") -> tuple[DataSet, list[str]]:
         """A data set, and what is to be said of it. Raises UnfitError where it cannot be used."""
         if self.file is None:
             raise UnfitError(f"no {FILE} describes `{name}`; pass it with --dataset-info FILE")
@@ -62,7 +62,7 @@ class DataSets:
         columns, tags = (entry.get(part) or {} for part in ("columns", "tags"))
         if not isinstance(columns, dict) or not isinstance(tags, dict):
             raise UnfitError(f"`columns` or `tags` of `{name}` in {self.file} are not names")
-        _refuse_others(name, entry, columns)
+        _refuse_others(name, entry, columns, objective)
         one = DataSet(key, self._place(name, entry))
         form = str(entry.get("formatting") or "alpaca")
         notes: list[str] = []
@@ -74,7 +74,10 @@ class DataSets:
             one.format, one.fields = "text", {} if column == "text" else {"text": column}
         elif form == "alpaca":
             one.format = "alpaca"
-            pairs = (("instruction", "prompt"), ("input", "query"), ("output", "response"), ("history", "history"))
+            pairs = [("instruction", "prompt"), ("input", "query"), ("output", "response"), ("history", "history")]
+            if objective not in ("", "kto"):
+                one.format = "auto"  # the answers are in columns of their own
+                pairs.remove(("output", "response"))
             for ours, theirs in pairs:
                 named = plain(columns.get(theirs)) or usual.get(theirs)
                 if named and named != ours:
@@ -82,8 +85,9 @@ class DataSets:
             notes.append(f"`{name}`: {ALPACA_NOTE}")
         else:
             self._chat(one, columns, tags)
-        for ours in ("system", "tools"):
-            named = plain(columns.get(ours))
+        beside = (("chosen", "chosen"), ("rejected", "rejected"), ("label", "kto_tag")) if objective else ()
+        for ours, theirs in (("system", "system"), ("tools", "tools"), *beside):
+            named = plain(columns.get(theirs))
             if named and named != ours and not as_text:
                 one.fields[ours] = text(named)
         return one, notes
@@ -113,12 +117,16 @@ def _from_here(place: Path) -> str:
     return str(place.relative_to(here) if place.is_relative_to(here) else place)
 
 
-def _refuse_others(name: str, entry: dict[str, Any], columns: dict[str, Any]) -> None:
+def _refuse_others(name: str, entry: dict[str, Any], columns: dict[str, Any], objective: str) -> None:
     media = [kind for kind in ("images", "videos", "audios") if plain(columns.get(kind))]
     if media:
         raise UnfitError(f"`{name}` contains {media[0]}; Pronghorn trains on text only")
-    if entry.get("ranking") or any(plain(columns.get(kind)) for kind in ("chosen", "rejected", "kto_tag")):
-        raise UnfitError(f"`{name}` is for preference tuning, which recipes do not support yet")
+    ranked, marked = bool(entry.get("ranking")), bool(plain(columns.get("kto_tag")))
+    if (ranked or marked) and not objective:
+        raise UnfitError(f"`{name}` is for preference tuning (stage: dpo, kto or rm), and this config is supervised")
+    if objective and not (ranked or (objective == "kto" and marked)):
+        needed = "kto_tag" if objective == "kto" else "ranking: true"
+        raise UnfitError(f"`{name}` has no answers to compare: {FILE} says no `{needed}` of it")
     if plain(entry.get("folder")):
         raise UnfitError(f"`{name}` is a folder of a Hub dataset; download it and name the folder")
 
@@ -145,7 +153,7 @@ def _found(name: str, folder: Path, above: int = 4) -> Path | None:
     return None
 
 
-def convert_data(draft: Draft, folder: Path, given: Path | None, *, as_text: bool) -> None:
+def convert_data(draft: Draft, folder: Path, given: Path | None, *, as_text: bool, objective: str = "") -> None:
     info = find_info(draft, folder, given)
     listed = DataSets(info)
     if draft.get("dataset_dir") is not None:
@@ -153,7 +161,7 @@ def convert_data(draft: Draft, folder: Path, given: Path | None, *, as_text: boo
             draft.not_honoured("dataset_dir", f"cannot read a {FILE} for it; pass one with --dataset-info FILE")
         else:
             draft.no_effect("dataset_dir", f"{info} describes the datasets")
-    sets, notes, lost = _sets(draft, listed, "dataset", as_text)
+    sets, notes, lost = _sets(draft, listed, "dataset", as_text, objective)
     set_sources(draft, sets)
     named = [source if isinstance(source, str) else source["path"] for source in draft.targets.get("data.train", [])]
     mixed = [one.name for one in sets if one.name not in named]
@@ -162,7 +170,7 @@ def convert_data(draft: Draft, folder: Path, given: Path | None, *, as_text: boo
         lost += [f"{name}: {LATER}" for name in mixed]
         draft.fates["dataset"] = ("not honoured" if lost else "mapped", "; ".join([*told, *lost, *dict.fromkeys(notes)]))
     if draft.get("eval_dataset") is not None:
-        sets, _, lost = _sets(draft, listed, "eval_dataset", as_text)
+        sets, _, lost = _sets(draft, listed, "eval_dataset", as_text, objective)
         if len(sets) == 1 and not lost:
             draft.set("data.eval", sets[0].name, "eval_dataset", note="read with the format and the column names of data.train")
         else:
@@ -207,7 +215,9 @@ def _newer_list(name: str, key: str, folder: Path) -> list[DataSet]:
     return sets
 
 
-def _sets(draft: Draft, listed: DataSets, key: str, as_text: bool) -> tuple[list[DataSet], list[str], list[str]]:
+def _sets(
+    draft: Draft, listed: DataSets, key: str, as_text: bool, objective: str
+) -> tuple[list[DataSet], list[str], list[str]]:
     sets: list[DataSet] = []
     notes: list[str] = []
     lost: list[str] = []
@@ -217,7 +227,7 @@ def _sets(draft: Draft, listed: DataSets, key: str, as_text: bool) -> tuple[list
         return [], [], [str(error)]
     for name in names:
         try:
-            one, said = listed.one(name, key, as_text=as_text)
+            one, said = listed.one(name, key, as_text=as_text, objective=objective)
         except UnfitError as error:
             lost.append(str(error))
             continue

@@ -32,8 +32,6 @@ KERNELS = "Pronghorn uses its own kernels"
 NOTHING_SENT = "no telemetry; log and report are in the output folder (run.jsonl, report.html), and report.to names loggers"
 LOGGERS = get_args(LoggerName)
 GPUS = "multi-GPU training is not supported yet"
-PREFERENCE = "configs of preference tuning and reward models are not converted yet"
-PREFERENCE_FIX = "write `objective: dpo` (or ipo, simpo, cpo, orpo, kto) into a recipe: `pronghorn new -` shows its parameters"
 IMAGES = "Pronghorn trains on text only; rows with images, video or sound are refused"
 NEW_TOKENS = "Pronghorn does not resize the embeddings, so tokens outside the vocabulary cannot be added"
 MODEL = "detected from the model's files"
@@ -106,13 +104,16 @@ def batch(
     defaults: tuple[int, int, int],
     total: str = "",
     packed: bool = False,
+    answers: int = 1,
 ) -> None:
     """Rows or packs of so many tokens, times the micro-batches of a step. `total`: rows of a step in one number. `packing`:
-    keys that switch it on; `packed`: it is on without them."""
+    keys that switch it on; `packed`: it is on without them. `answers`: of a row, each as long as a row may be: a pair has two,
+    and a micro-batch holds it whole."""
     packed = packed or any(is_on(draft.get(key)) for key in packing)
     rows = int(or_default(draft, micro, whole, defaults[0]))
     steps = int(or_default(draft, accumulation, whole, defaults[1]))
-    tokens = int(or_default(draft, length, whole, defaults[2]))
+    longest = int(or_default(draft, length, whole, defaults[2]))
+    tokens = answers * longest
     if total and draft.get(total) is not None and draft.get(accumulation) is None:
         steps = max(1, int(or_default(draft, total, whole, rows)) // rows)
     fits = [n for n in range(1, min(rows * steps, CAPACITY // tokens) + 1) if (rows * steps) % n == 0] or [1]
@@ -135,8 +136,8 @@ def batch(
         ("tokens per micro-batch; the tokens per step do not change"),
     )
     if length in said:
-        draft.set("data.max_length", tokens, length, note=f"also part of train.batch_tokens: {in_a_step}")
-    draft.default("data.max_length", tokens)
+        draft.set("data.max_length", longest, length, note=f"also part of train.batch_tokens: {in_a_step}")
+    draft.default("data.max_length", longest)
 
 
 def duration(draft: Draft, *, epochs: str, steps: str, default: float) -> float:

@@ -1,0 +1,334 @@
+"""Axolotl's keys that stand alone: a row for each, and one for each prefix."""
+
+from __future__ import annotations
+
+from pronghorn.convert import shared, values
+from pronghorn.convert.draft import Draft, Row, choice, not_here, nothing, only_if_one, refused, to
+from pronghorn.convert.objectives import ONLINE, REFERENCE
+
+OURS_INSTEAD = ("liger", "cut_cross_entropy", "CutCrossEntropy", "KernelsPlugin", "fused_attn")  # plugins of kernels
+CACHE = "Pronghorn caches tokenized rows itself (PRONGHORN_CACHE)"
+OBJECTIVE = "the loss is the mean over tokens that carry loss; no other objective is supported"
+METRICS = "eval.metrics scores answers to held-out rows: exact_match, rouge_l, ..."
+HUB = "Pronghorn uploads nothing; `pronghorn export` writes the folder to upload"
+
+
+def _plugins(draft: Draft, key: str) -> None:
+    others = [name for name in values.words(draft.get(key)) if not any(part.lower() in name.lower() for part in OURS_INSTEAD)]
+    if others:
+        draft.not_honoured(key, f"plugins are not supported: {', '.join(others[:3])}; Pronghorn uses its own kernels")
+    else:
+        draft.no_effect(key, shared.KERNELS)
+
+
+def _loss_on(draft: Draft, key: str) -> None:
+    if values.is_on(draft.get(key)):
+        draft.set("data.loss_on", "all", key)
+    else:
+        draft.no_effect(key, "only answers carry loss, as by default in Pronghorn")
+
+
+def _tokenizer(draft: Draft, key: str) -> None:
+    if draft.get(key) == draft.get("base_model"):
+        draft.no_effect(key, "same as Pronghorn: the model's own files are used")
+    else:
+        draft.not_honoured(key, "config and tokenizer come from the model folder; put other files into a copy of it")
+
+
+def _shuffle(draft: Draft, key: str) -> None:
+    if values.is_on(draft.get(key)):
+        draft.no_effect(key, "same as Pronghorn: rows are reshuffled every epoch")
+    else:
+        draft.not_honoured(key, "Pronghorn reshuffles the rows every epoch")
+
+
+ROWS: dict[str, Row] = {
+    # model
+    "base_model": to("model", values.text),
+    "base_model_config": _tokenizer,
+    "tokenizer_config": _tokenizer,
+    "model_type": nothing(shared.MODEL),
+    "tokenizer_type": nothing(shared.MODEL),
+    "is_falcon_derived_model": nothing(shared.MODEL),
+    "is_llama_derived_model": nothing(shared.MODEL),
+    "is_mistral_derived_model": nothing(shared.MODEL),
+    "is_qwen_derived_model": nothing(shared.MODEL),
+    "type_of_model": nothing(shared.MODEL),
+    "tokenizer_use_fast": nothing(shared.MODEL),
+    "tokenizer_legacy": nothing(shared.MODEL),
+    "torch_dtype": nothing("set by `precision`"),
+    "base_model_ignore_patterns": nothing("Pronghorn reads safetensors only"),
+    "tokenizer_use_mistral_common": not_here("Pronghorn uses tokenizer.json"),
+    "trust_remote_code": not_here(shared.NO_CODE, "Pronghorn runs no code from model repositories either"),
+    "revision_of_model": not_here("Pronghorn loads the main revision; download the other one and name its folder"),
+    "model_config": not_here("the model's config.json is used"),
+    "overrides_of_model_config": not_here("the model's config.json is used"),
+    "overrides_of_model_kwargs": not_here("loading options of the model are not supported"),
+    "model_quantization_config": nothing("quantized checkpoints are read as their config specifies"),
+    "model_quantization_config_kwargs": nothing("quantized checkpoints are read as their config specifies"),
+    "cls_model_config": nothing(shared.MODEL),
+    "rope_scaling": not_here("the model's config.json is used"),
+    "hf_use_auth_token": nothing("your huggingface_hub login is used"),
+    "low_cpu_mem_usage": nothing(shared.PLAN),
+    "processor_type": not_here(shared.IMAGES),
+    "freeze_mm_modules": nothing("the vision tower is always frozen"),
+    "reinit_weights": not_here("training starts from the model's weights"),
+    "resize_token_embeddings_to_32x": not_here("the vocabulary is not changed"),
+    "shrink_embeddings": not_here("the vocabulary is not changed"),
+    "fix_untrained_tokens": not_here(shared.NEW_TOKENS),
+    "added_tokens_overrides": not_here(shared.NEW_TOKENS),
+    "mean_resizing_embeddings": not_here(shared.NEW_TOKENS),
+    "device_map": nothing("one GPU holds the model; the memory plan decides what is offloaded to host RAM"),
+    "device": nothing("the GPU is used if there is one"),
+    "max_memory": nothing("set by memory.budget"),
+    "gpu_memory_limit": not_here("set memory.budget, such as 20GB"),
+    # adapter
+    "lora_r": to("lora.r", values.whole),
+    "lora_alpha": to("lora.alpha", values.number),
+    "lora_dropout": to("lora.dropout", values.number),
+    "peft_use_dora": to("lora.dora", values.is_on),
+    "peft_use_rslora": to("lora.rslora", values.is_on),
+    "loraplus_lr_ratio": to("lora.plus_ratio", values.number),
+    "loraplus_lr_embedding": nothing("embeddings cannot have an adapter"),
+    "lora_modules_to_save": not_here(shared.FROZEN),
+    "lora_fan_in_fan_out": not_here("detected from the layers"),
+    "lora_target_parameters": not_here("to adapt experts, set lora.targets: [all-linear, experts]"),
+    "lora_model_dir": not_here("training starts from a new adapter; merge the old one into the model first"),
+    "lora_on_cpu": nothing("it affects merging only"),
+    "merge_lora": nothing("use `pronghorn export RUN --to merged`"),
+    "gptq": not_here("GPTQ checkpoints are not supported; use the original model with method: qlora"),
+    "bnb_config_kwargs": nothing("Pronghorn's NF4 layout is fixed"),
+    "peft": not_here("LoftQ and similar adapter initializations are not supported"),
+    "unfrozen_parameters": not_here("Pronghorn trains an adapter or the whole model, not selected weights"),
+    "quantize_moe_experts": nothing("method: qlora and fp8 quantize experts as well"),
+    "qat": not_here(
+        "quantization-aware training is not supported; method: fp8, or compute: fp8 with method: full, trains in FP8"
+    ),
+    "quantization": not_here("exported models are 16-bit"),
+    "fp8": shared.fp8_products,
+    # training
+    "learning_rate": to("train.lr", values.decimal),
+    "optimizer": choice("train.optimizer", shared.OPTIMIZERS, shared.NEAR_OPTIMIZERS, shared.OTHER_OPTIMIZER),
+    "lr_scheduler": choice("train.schedule", shared.SCHEDULES, {}, shared.OTHER_SCHEDULE),
+    "lr_scheduler_kwargs": not_here("schedules have no settings except train.warmup"),
+    "weight_decay": to("train.weight_decay", values.decimal),
+    "cosine_min_lr_ratio": not_here("cosine decays to zero"),
+    "cosine_constant_lr_ratio": not_here("cosine decays to zero"),
+    "eta_min": not_here("schedules decay to zero"),
+    "lr_quadratic_warmup": not_here("warmup is linear"),
+    "adam_epsilon": to("train.eps", values.decimal),
+    "adam_eps": to("train.eps", values.decimal),
+    "max_grad_norm": shared.clip,
+    "optim_args": not_here("AdamW has betas, eps and weight_decay only"),
+    "optim_target_modules": not_here(shared.OTHER_OPTIMIZER[1]),
+    "embedding_lr": not_here("all parameters use one learning rate"),
+    "embedding_lr_scale": not_here("all parameters use one learning rate"),
+    "lr_groups": not_here("all parameters use one learning rate"),
+    "seed": to("train.seed", values.whole),
+    "train_on_inputs": _loss_on,
+    "eval_batch_size": nothing("evaluation chooses its batch size itself"),
+    "auto_find_batch_size": nothing(shared.PLAN),
+    "neftune_noise_alpha": not_here("embedding noise (NEFTune) is not supported"),
+    "noisy_embedding_alpha": not_here("embedding noise (NEFTune) is not supported"),
+    "loss_watchdog_threshold": not_here("set health.spike: skip or rewind to react to loss spikes"),
+    "loss_watchdog_patience": not_here("set health.spike: skip or rewind to react to loss spikes"),
+    # length, packing, data
+    "pad_to_sequence_len": nothing(shared.PACKED),
+    "sample_packing": nothing(shared.PACKED),
+    "eval_sample_packing": nothing(shared.PACKED),
+    "sample_packing_sequentially": not_here("rows are reshuffled every epoch"),
+    "curriculum_sampling": not_here("rows are reshuffled every epoch"),
+    "batch_flattening": nothing(shared.PACKED),
+    "group_by_length": nothing(shared.PACKED),
+    "max_packed_sequence_len": nothing(shared.PACKED),
+    "multipack_real_batches": nothing(shared.PACKED),
+    "min_sample_len": not_here("short rows are kept; remove them from the data"),
+    "eval_sequence_len": nothing("data.max_length also applies to held-out rows"),
+    "remove_unused_columns": nothing(shared.PACKED),
+    "streaming": nothing("rows are read and tokenized once, before training"),
+    "total_num_tokens": nothing("counted"),
+    "skip_prepare_dataset": nothing("Pronghorn always prepares the rows"),
+    "total_supervised_tokens": nothing("counted"),
+    "shuffle_merged_datasets": _shuffle,
+    "shuffle_before_merging_datasets": _shuffle,
+    "dataset_exact_deduplication": lambda draft, key: draft.set(
+        "data.duplicates", "drop-exact" if values.is_on(draft.get(key)) else "keep", key
+    ),
+    "default_system_message": not_here("put the system message into the rows or into your own template"),
+    "chat_template_kwargs": not_here("templates receive messages and tools only"),
+    "role_boundaries": nothing("the loss mask is derived from the template"),
+    "preprocess_iterable": nothing(CACHE),
+    # run
+    "output_dir": to("output", values.text),
+    "save_total_limit": to("checkpoint.keep", values.whole),
+    "auto_resume_from_checkpoints": nothing(shared.RESUME),
+    "resume_from_checkpoint": not_here(shared.RESUME),
+    "logging_steps": nothing("every step is logged"),
+    "save_only_model": nothing("every checkpoint can be resumed"),
+    "save_safetensors": nothing("Pronghorn writes safetensors only"),
+    "save_first_step": nothing("Pronghorn checks before training that it can save"),
+    "load_best_model_at_end": nothing("`eval`, `chat` and `export` use the best checkpoint by default"),
+    "metric_for_best_model": nothing("the best checkpoint has the lowest held-out loss; eval.best selects another metric"),
+    "greater_is_better": nothing("each metric defines its own direction"),
+    "eval_table_size": nothing("eval.generations answers are shown"),
+    "eval_max_new_tokens": to("eval.max_new_tokens", values.whole),
+    "do_causal_lm_eval": not_here(METRICS),
+    "strict": nothing("Pronghorn checks every key"),
+    "eval_causal_lm_metrics": not_here(METRICS),
+    "debug": nothing("use `pronghorn data show`"),
+    "plugins": _plugins,
+    "test_value": nothing("it is a test option of Axolotl"),
+    "hub_model_id": not_here(HUB),
+    "hub_strategy": not_here(HUB),
+    "hub_revision": not_here(HUB),
+    "push_dataset_to_hub": not_here(HUB),
+    "secrets": nothing(shared.NOTHING_SENT),
+    "gradient_checkpointing": nothing(shared.PLAN),
+    "gradient_checkpointing_kwargs": nothing(shared.PLAN),
+    "tiled_mlp": nothing(shared.PLAN),
+    "activation_offloading": nothing(shared.PLAN),
+    "layer_offloading": nothing(shared.PLAN),
+    "ple_cpu_offload": nothing(shared.PLAN),
+    "cut_cross_entropy": nothing(shared.KERNELS),
+    "deepspeed": not_here(shared.GPUS),
+    "local_rank": nothing("Pronghorn trains on one GPU"),
+    "world_size": only_if_one(shared.GPUS),
+    "ddp": not_here(shared.GPUS),
+    "use_ray": not_here(shared.GPUS),
+    "ray_num_workers": only_if_one(shared.GPUS),
+    "accelerator_config": nothing("the loss is the mean over all loss tokens of a step"),
+    # what is trained
+    **{f"use_{name}": shared.use_logger(name) for name in shared.LOGGERS},
+    "wandb_project": shared.logger_project("wandb"),
+    "mlflow_experiment_name": shared.logger_project("mlflow"),
+    "trackio_project_name": shared.logger_project("trackio"),
+    "rl_adapter_ref_model": nothing(REFERENCE),
+    "precompute_ref_log_probs": nothing(REFERENCE),
+    "dpo_use_liger_kernel": nothing(shared.KERNELS),
+    "dpo_padding_free": nothing(shared.PACKED),
+    "max_prompt_len": nothing("data.max_length is that of a prompt with one answer"),
+    "reward_model": nothing("off; the config trains a language model"),
+    "process_reward_model": nothing("off; the config trains a language model"),
+    "num_labels": refused("classifiers are not supported", "convert a config of a language model"),
+    "diffusion": refused("diffusion models are not supported", "convert a config of a causal language model"),
+    "kd_trainer": refused("distillation is not supported", "convert a config that trains on dataset rows"),
+    "trl": not_here(ONLINE),
+    "ebft": not_here(ONLINE),
+    "vllm": not_here(ONLINE),
+    "use_eaft": not_here(OBJECTIVE),
+    "use_pose": not_here("position ids are not changed"),
+    "relora": not_here("ReLoRA restarts are not supported"),
+    "llmcompressor": not_here("weight pruning is not supported"),
+    "use_onebitllms": not_here("1-bit weights are not supported"),
+    "experimental_skip_move_to_device": nothing(shared.PLAN),
+    "llama4_linearized_experts": nothing("experts are read as stored in the checkpoint"),
+}
+PREFIXES: dict[str, Row] = {
+    **dict.fromkeys(
+        (
+            "wandb_",
+            "swanlab_",
+            "use_swanlab",
+            "mlflow_",
+            "hf_mlflow",
+            "comet_",
+            "use_comet",
+            "trackio_",
+            "otel_",
+            "use_otel",
+            "include_tkps",
+            "include_tokens",
+            "gradio_",
+            "profiler_",
+        ),
+        nothing(shared.NOTHING_SENT),
+    ),
+    "ddp_": nothing("Pronghorn trains on one GPU"),
+    **dict.fromkeys(
+        (
+            "fsdp",
+            "deepcompile",
+            "dp_",
+            "qlora_sharded",
+            "ring_attn",
+            "heads_k_stride",
+            "resources_per",
+            "ray_",
+            "expert_parallel",
+            "fp8_enable_fsdp",
+        ),
+        only_if_one(shared.GPUS),
+    ),
+    **dict.fromkeys(("context_parallel_size", "tensor_parallel_size", "sequence_parallel_degree"), only_if_one(shared.GPUS)),
+    **dict.fromkeys(
+        (
+            "liger_",
+            "flash_",
+            "flex_",
+            "sdp_attention",
+            "sdpa_varlen",
+            "xformers_",
+            "sage_attention",
+            "eager_",
+            "attn_implementation",
+            "s2_attention",
+            "torch_compile",
+            "lora_mlp_kernel",
+            "lora_qkv_kernel",
+            "lora_o_kernel",
+            "lora_embedding_kernel",
+            "use_kernels",
+            "use_scattermoe",
+            "use_sonicmoe",
+            "use_dsv4",
+            "use_glm",
+            "dsv4_",
+            "nvfp4_",
+            "moe_",
+            "experts_implementation",
+            "expert_backend",
+            "fused_attn",
+            "gemma4_",
+            "chunked_cross_entropy",
+            "large_head",
+            "gc_",
+            "torch_empty",
+            "pretrain_multipack",
+            "streaming_multipack",
+            "sample_packing_",
+            "nonexpert_",
+        ),
+        nothing(shared.KERNELS),
+    ),
+    **dict.fromkeys(("dataset_", "dataloader_", "num_dataset_shards", "excess_token", "pretraining_sample"), nothing(CACHE)),
+    **dict.fromkeys(("gptq_", "torchdistx", "sample_packing_eff"), not_here("Pronghorn has no equivalent")),
+    **dict.fromkeys(("peft_", "lora_"), not_here("adapters have r, alpha, targets, dropout, rslora, dora and plus_ratio only")),
+    **dict.fromkeys(("dpo_", "kto_", "orpo_", "cpo_", "simpo_", "rpo_"), not_here("this variant of the loss is not supported")),
+    **dict.fromkeys(
+        (
+            "lisa_",
+            "relora_",
+            "jagged_",
+            "eaft_",
+            "pose_",
+            "kd_",
+            "dion_",
+            "qgalore_",
+            "grokfast_",
+            "spectrum_",
+            "mora",
+            "diffusion",
+            "scaling_softmax",
+            "adam_beta3",
+            "adam_epsilon2",
+            "dense_mixer",
+        ),
+        not_here("this training method is not supported"),
+    ),
+    **dict.fromkeys(("image_", "processor_"), not_here(shared.IMAGES)),
+    **dict.fromkeys(
+        ("lm_eval_", "bench_", "do_bench", "generate_samples", "generation_", "num_generation"),
+        not_here("held-out loss, perplexity and eval.generations answers are reported"),
+    ),
+    **dict.fromkeys(("selective_checkpointing", "dynamic_checkpoint", "embeddings_skip", "fp32_norm"), nothing(shared.PLAN)),
+}

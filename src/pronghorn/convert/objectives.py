@@ -1,0 +1,133 @@
+"""What a config of preference tuning or of a reward model minimizes, as the recipe's `objective`. Both tools train with TRL's
+losses, so a parameter that neither sets has TRL's default."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pronghorn.convert.draft import Draft
+from pronghorn.convert.values import UnfitError, is_on, number, printed, words
+from pronghorn.recipe_objective import DEFAULTS, LOSSES_OF_DPO
+
+ONLINE = "training on answers that the model generates (PPO, GRPO) is not supported"
+ONLINE_FIX = "use preference pairs with objective: dpo, or answers with a label with objective: kto"
+SUPERVISED = "it belongs to preference tuning, and this config is supervised"
+REFERENCE = "the reference is the model before training, computed once"
+# Of TRL, where ours is another.
+TRLS = {"simpo": {"beta": 0.1, "gamma": 0.5}}
+SWITCHES = ("length_normalized",)
+AXOLOTL = {  # its keys: ours
+    "rl_beta": "beta", "orpo_alpha": "beta", "dpo_label_smoothing": "label_smoothing", "rpo_alpha": "sft_weight",
+    "cpo_alpha": "sft_weight", "dpo_norm_loss": "length_normalized", "simpo_gamma": "gamma",
+    "kto_desirable_weight": "desirable_weight", "kto_undesirable_weight": "undesirable_weight",
+    "center_rewards_coefficient": "center_weight",
+}  # fmt: skip
+LLAMAFACTORY = {
+    "pref_beta": "beta", "pref_ftx": "sft_weight", "dpo_label_smoothing": "label_smoothing", "simpo_gamma": "gamma",
+    "kto_chosen_weight": "desirable_weight", "kto_rejected_weight": "undesirable_weight",
+}  # fmt: skip
+PREF_LOSSES = {"sigmoid": "dpo", "hinge": "hinge", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
+
+
+def axolotl_objective(draft: Draft) -> str:
+    """Sets the recipe's objective, and returns its name; empty: supervised."""
+    asked, reward = draft.get("rl"), is_on(draft.get("reward_model"))
+    if is_on(draft.get("process_reward_model")):
+        draft.refuse("process_reward_model", "rewards of single steps are not supported", "convert a config with reward_model")
+    if reward:
+        name, key = "reward", "reward_model"
+        draft.no_effect("num_labels", "a reward model has one output")
+    elif asked is None:
+        _unused(draft, AXOLOTL)
+        return ""
+    else:
+        name, key = str(asked).strip().lower(), "rl"
+        if (name not in DEFAULTS and name not in LOSSES_OF_DPO) or name in ("supervised", "reward"):
+            draft.refuse("rl", ONLINE if "po" in name else f"there is no objective `{printed(name)}`", ONLINE_FIX)
+    draft.set("objective.name", name, key)
+    _nested_beta(draft)
+    _dpo_loss(draft, name)
+    _parameters(draft, name, AXOLOTL)
+    if name == "simpo":
+        draft.default("objective.sft_weight", 1.0, "cpo_alpha")
+    return name
+
+
+def llamafactory_objective(draft: Draft) -> str:
+    stage = draft.get("stage")
+    if stage in (None, "sft", "pt"):
+        _unused(draft, (*LLAMAFACTORY, "pref_loss"))
+        return ""
+    if stage == "ppo" or stage not in ("dpo", "kto", "rm"):
+        draft.refuse("stage", ONLINE if stage == "ppo" else "it is no stage that Pronghorn knows", ONLINE_FIX)
+    name, loss = {"dpo": "dpo", "kto": "kto", "rm": "reward"}[str(stage)], draft.get("pref_loss")
+    if stage == "dpo" and loss is not None:
+        name = PREF_LOSSES.get(str(loss).strip().lower(), "dpo")
+        if str(loss).strip().lower() in PREF_LOSSES:
+            draft.set("objective.name", name, "pref_loss")
+        else:
+            draft.nearest("objective.name", name, "pref_loss", f"the losses are {', '.join(PREF_LOSSES)}")
+    elif loss is not None:
+        draft.no_effect("pref_loss", f"stage: {stage} does not read it")
+    draft.set("objective.name", name, "stage")
+    _parameters(draft, name, LLAMAFACTORY)
+    if draft.get("pref_ftx") is not None and "objective.sft_weight" in draft.targets:
+        draft.set("objective.sft_weight", draft.targets["objective.sft_weight"], "pref_ftx", note="a mean over chosen tokens")
+    return name
+
+
+def _nested_beta(draft: Draft) -> None:
+    """Axolotl's `trl` section, of which offline objectives read beta alone."""
+    section = draft.get("trl")
+    if not isinstance(section, dict):
+        return
+    for inner, value in section.items():
+        if inner == "beta":
+            try:
+                draft.set("objective.beta", number(value), "trl.beta")
+            except UnfitError as error:
+                draft.not_honoured("trl.beta", str(error))
+        else:
+            draft.not_honoured(f"trl.{inner}", ONLINE)
+    draft.no_effect("trl", "objective.beta has its beta" if "beta" in section else "none of its values is used")
+
+
+def _dpo_loss(draft: Draft, name: str) -> None:
+    key = "dpo_loss_type"
+    if draft.get(key) is None:
+        return
+    try:
+        losses = words(draft.get(key))
+    except UnfitError as error:
+        draft.not_honoured(key, str(error))
+        return
+    known = ("sigmoid", *LOSSES_OF_DPO)
+    if name == "dpo" and len(losses) == 1 and losses[0] in known:
+        draft.set("objective.loss", losses[0], key)
+    else:
+        draft.not_honoured(key, f"objective dpo has one loss, of {', '.join(known)}")
+
+
+def _parameters(draft: Draft, name: str, keys: Mapping[str, str]) -> None:
+    own = DEFAULTS["dpo" if name in LOSSES_OF_DPO else name]
+    for key, parameter in keys.items():
+        target, value = f"objective.{parameter}", draft.get(key)
+        if value is None or key in draft.fates:
+            continue
+        if parameter not in own:
+            draft.not_honoured(key, f"objective {name} has no such parameter; it has {', '.join(own)}")
+        elif target in draft.targets:
+            draft.no_effect(key, f"{draft.origins[target][0]} takes precedence")
+        else:
+            try:
+                draft.set(target, is_on(value) if parameter in SWITCHES else number(value), key)
+            except UnfitError as error:
+                draft.not_honoured(key, str(error))
+    for parameter, default in TRLS.get(name, {}).items():
+        draft.default(f"objective.{parameter}", default)
+
+
+def _unused(draft: Draft, keys: Mapping[str, str] | tuple[str, ...]) -> None:
+    for key in keys:
+        if draft.get(key) is not None:
+            draft.no_effect(key, SUPERVISED)
