@@ -57,7 +57,7 @@ def test_the_demo_measures_before_and_after_in_its_own_report(
             }
         )
 
-    monkeypatch.setattr(run, "demo_model", lambda progress: tiny_model)
+    monkeypatch.setattr("pronghorn.demo.common.demo_model", lambda progress: tiny_model)
     monkeypatch.setattr(run, "demo_recipe", smaller)
     monkeypatch.setattr(machine_speed, "SIZES", ((7, 4),))
     output = tmp_path / "demo"

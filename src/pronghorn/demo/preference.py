@@ -6,24 +6,17 @@ after. Both come from log-probabilities of whole replies, so nothing has to be g
 
 from __future__ import annotations
 
-import json
-import shlex
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from pronghorn.data.tokens import TokenTable
 from pronghorn.demo import replies
-from pronghorn.demo.smollm2 import demo_model
+from pronghorn.demo.common import finish, recipe_of, started
 from pronghorn.model.causal_lm import install
 from pronghorn.recipe import Recipe
-from pronghorn.report.display import make_display
-from pronghorn.report.run_log import history, read_log
-from pronghorn.report.stages import Stages
-from pronghorn.report.summary import render, summary
 from pronghorn.train.loop import train
 from pronghorn.train.objectives.reference import Floats, reference_log_probs
 from pronghorn.train.setup import prepare_data
@@ -34,47 +27,21 @@ PACK = 512  # tokens: about six pairs
 
 
 def preference_recipe(model: Path, data: Path, output: Path) -> Recipe:
-    return Recipe.model_validate(
-        {
-            "model": str(model),
-            "lora": {"r": 16, "alpha": 16},
-            "objective": {"name": "dpo", "beta": 0.1},
-            "data": {"train": [str(data / "train.jsonl")], "eval": str(data / "held_out.jsonl"), "max_length": 128},
-            "train": {"epochs": 1, "batch_tokens": PACK, "capacity": PACK, "lr": 5e-4, "warmup": 0.1},
-            "eval": {"every": 1000, "generations": 0},
-            "checkpoint": {"every": 1000, "keep": 1},
-            "output": str(output),
-        }
-    )
+    more = {"objective": {"name": "dpo", "beta": 0.1}, "eval": {"every": 1000, "generations": 0}}
+    return recipe_of(model, data, output, max_length=128, pack=PACK, lr=5e-4, **more)
 
 
 def run_preference_demo(output: Path, *, as_json: bool) -> None:
-    stages = Stages()
-    display = make_display(json=as_json, stages=stages)
-    try:
-        with stages("load"):
-            folder = demo_model(display.progress)
-        data = output.with_name(f"{output.name}-data")
-        replies.write(data, train=TRAIN, held_out=HELD_OUT)
+    with started(output, as_json=as_json) as demo:
+        replies.write(demo.data, train=TRAIN, held_out=HELD_OUT)
         told = f"demo: {TRAIN} pairs of replies to train on, {HELD_OUT} held out; a few minutes on a CPU"
-        display.handle({"event": "notice", "text": told})
-        result = train(preference_recipe(folder, data, output), display=display, stages=stages)
-        with stages("evaluate"):
-            before, after, count = preferred(output, display.progress)
-    finally:
-        display.close()
-    figures = {
-        "held_out": count,
-        "preferred_before": before,
-        "preferred_after": after,
-        "adapter": str(result.checkpoint),
-        "seconds": stages.total(),
-        "report": str(output / "report.html"),
-    }
-    if as_json:
-        print(json.dumps(figures))
-        return
-    _show(figures, output)
+        demo.display.handle({"event": "notice", "text": told})
+        recipe = preference_recipe(demo.model, demo.data, output)
+        result = train(recipe, display=demo.display, stages=demo.stages)
+        with demo.stages("evaluate"):
+            before, after, count = preferred(output, demo.display.progress)
+    figures = {"held_out": count, "preferred_before": before, "preferred_after": after}
+    finish(demo, output, result, figures, _sentence, as_json=as_json)
 
 
 def preferred(run: Path, report: Any) -> tuple[int, int, int]:
@@ -99,16 +66,9 @@ def _likelier(table: TokenTable, values: Floats) -> Any:
     return sums[0::2] > sums[1::2]
 
 
-def _show(figures: dict[str, Any], output: Path) -> None:
-    console = Console()
-    console.print(render(summary(history(read_log(output)))))
-    count = figures["held_out"]
-    shares = [f"{figures[key] / count:.0%}" for key in ("preferred_before", "preferred_after")]
-    console.print(
-        f"the formal reply is the likelier one in {figures['preferred_before']} of {count} held-out pairs before ({shares[0]}),"
-        f" in {figures['preferred_after']} after ({shares[1]}); {figures['seconds']:.0f} s in total",
-        style="bold",
+def _sentence(figures: dict[str, Any]) -> str:
+    before, after, count = (figures[key] for key in ("preferred_before", "preferred_after", "held_out"))
+    return (
+        f"the formal reply is the likelier one in {before} of {count} held-out pairs before ({before / count:.0%}),"
+        f" in {after} after ({after / count:.0%})"
     )
-    chat = shlex.join(["pronghorn", "chat", str(output), "--prompt", "Room 305 here, please wake me at 7:00."])
-    console.print(f"adapter:    {figures['adapter']} (PEFT format)", soft_wrap=True, highlight=False)
-    console.print(f"report:     {figures['report']}\nchat:       {chat}", soft_wrap=True, highlight=False)
