@@ -86,8 +86,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     _interpreted_kernels(session.config, False)
     if "torch" in sys.modules:
         from cpu_products import quicken_products
+        from quick_runs import quicken_runs
 
         quicken_products()
+        quicken_runs()
+
+
+def pytest_sessionfinish() -> None:
+    if quick := sys.modules.get("quick_runs"):
+        quick.end_writers()
 
 
 _imported: list[ImportedPython] = []
@@ -137,6 +144,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def one_layer_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with one layer, for whole runs, which it makes a third shorter."""
     return _written(tmp_path_factory.mktemp("one-layer-llama"), num_hidden_layers=1)
+
+
+@pytest.fixture
+def own_writer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints are written by a process that begins and ends with its run, as always outside of tests (quick_runs.py)."""
+    from pronghorn.train import checkpoint_writer
+
+    kept = checkpoint_writer._Process
+    monkeypatch.setattr(checkpoint_writer, "_Process", getattr(kept, "when_new", kept))
 
 
 @pytest.fixture

@@ -34,6 +34,7 @@ from pronghorn.train.checkpoint import (
 )
 from pronghorn.train.checkpoint_writer import CheckpointWriter
 
+pytestmark = pytest.mark.usefixtures("own_writer")
 CPU = torch.device("cpu")
 
 
