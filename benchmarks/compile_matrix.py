@@ -143,6 +143,7 @@ CASES = (  # sizes are shared where they do not matter: a constant that differs 
     Case("qwen3-30b-a3b-4layers", "qlora", experts=True, storage="nvfp4"),
     Case("qwen3-30b-a3b-4layers", "lora", rank=128, experts=True), Case("qwen3-30b-a3b-4layers", "qlora", tokens=256),
     Case("llama-8b", changes=heads(64, 32, 8), shared=True), Case("llama-8b", shared=True),
+    Case("gemma-3-4b", shared=True), Case("gemma-2-9b", changes={"head_dim": 256}, shared=True),
     Case("gpt-oss-20b-4layers", shared=True), Case("glm-4.5-air"), Case("glm-4.5-air", changes={"n_group": 8, "topk_group": 4}),
     Case("gpt-oss-20b-4layers", "full", changes={"num_local_experts": 8}), Case("qwen3-30b-a3b-4layers", "full", tokens=256),
 )  # fmt: skip

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+import pronghorn.kernels.attention.attention as attention_module
 from pronghorn.kernels.attention import attention_short
 from pronghorn.kernels.attention.attention import attention_backward, attention_forward, attention_reference, pick_backend
 from pronghorn.kernels.attention.attention_shared import SharedSpans, attention_shared_reference, shared_spans
 from pronghorn.kernels.attention.attention_short import Config, Tiles
+from pronghorn.kernels.runtime.dispatch import CHIPS
 from tables import table
 
 CUDA = torch.cuda.is_available()
@@ -30,10 +32,10 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def make(device: str, dtype: torch.dtype, *, sinks: bool = False, **options: Any) -> tuple[Any, ...]:
+def make(device: str, dtype: torch.dtype, *, sinks: bool = False, width: int = 32, **options: Any) -> tuple[Any, ...]:
     """([dout, q, k, v, sinks or nothing], cu_seqlens, prompt_of_S, options)"""
     torch.manual_seed(1)
-    heads, kv_heads, width, tokens = 4, 2, 32, sum(SEGMENTS)
+    heads, kv_heads, tokens = 4, 2, sum(SEGMENTS)
     shapes = [(tokens, heads, width), (tokens, heads, width), (tokens, kv_heads, width), (tokens, kv_heads, width)]
     tensors = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
     tensors += [torch.randn(heads, device=device).to(dtype)] if sinks else []
@@ -109,16 +111,43 @@ def where(monkeypatch: pytest.MonkeyPatch) -> str:
     return "cuda" if CUDA else "cpu"
 
 
-@pytest.mark.parametrize("name", list(CASES) if CUDA else ["plain", "all"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16] if CUDA else [torch.float32], ids=str)
-def test_the_kernel_for_short_documents(where: str, name: str, dtype: torch.dtype, judge: Callable[..., None]) -> None:
-    tensors, cu, prompts, options = make(where, dtype, **CASES[name])
+# On a GPU with its own tiles: those of heads above 128 are for 16 bits alone, and 192 fills three quarters of them.
+ON_A_GPU = [(name, dtype, 32) for name in CASES for dtype in (torch.float32, torch.bfloat16)]
+ON_A_GPU += [(name, torch.bfloat16, width) for name in CASES for width in (192, 256)]
+INTERPRETED = [("plain", torch.float32, 32), ("all", torch.float32, 32), ("all", torch.float32, 192)]
+
+
+@pytest.mark.parametrize(("name", "dtype", "width"), ON_A_GPU if CUDA else INTERPRETED, ids=str)
+def test_the_kernel_for_short_documents(
+    where: str, name: str, dtype: torch.dtype, width: int, judge: Callable[..., None]
+) -> None:
+    tensors, cu, prompts, options = make(where, dtype, width=width, **CASES[name])
     spans = shared_spans(cu, prompts, len(tensors[0]))
     # On the device itself: plain torch sums in another order there than on a CPU.
     truth, yardstick = unshared([x.double() for x in tensors], options), unshared(tensors, options)
     got = computed(tensors, cu, spans, options, backend="short")
     for what, mine, theirs, exact in zip(["o", "q", "k", "v", "sinks"], got, yardstick, truth, strict=False):
         judge(mine, theirs, exact, f"{name} {what}")
+
+
+@table(
+    ("dtype", "width", "picked"),
+    [(torch.bfloat16, 128, "short"), (torch.bfloat16, 256, "short"), (torch.float16, 192, "short"),
+     (torch.float32, 128, "short"), (torch.float32, 256, "torch"), (torch.bfloat16, 264, "torch")],
+)  # fmt: skip
+def test_heads_of_256_share_prompts_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, width: int, picked: str
+) -> None:
+    """Gemma's. Without shared prompts such heads are the flash kernels'."""
+    monkeypatch.setattr(attention_module, "HAS_TRITON", True)
+    monkeypatch.setattr(attention_module, "cuda_capability", lambda device: (9, 0))
+    attention_module._pick.cache_clear()
+    assert pick_backend(torch.device("cuda", 0), dtype, width, shared=True) == picked
+    if width <= attention_short.SHARED_WIDTH and dtype != torch.float32:
+        for chip in CHIPS.values():
+            tiles = attention_short.config_for(width, dtype, chip)
+            assert all(part.rows * part.keys for part in tiles)
+    attention_module._pick.cache_clear()
 
 
 def test_only_what_knows_shared_prefixes_is_picked() -> None:

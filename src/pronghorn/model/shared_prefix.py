@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from pronghorn.kernels.attention.attention import pick_backend
-from pronghorn.kernels.attention.attention_short import MAX_WIDTH
+from pronghorn.kernels.attention.attention_short import MAX_WIDTH, SHARED_WIDTH
 from pronghorn.model.families import why_not_fast
 
 
@@ -21,5 +21,5 @@ def why_not_shared(config: Any, device: torch.device, dtype: torch.dtype) -> str
         return "its LongRoPE has other frequencies for longer documents, and a prompt is part of several"
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     if device.type == "cuda" and pick_backend(device, dtype, width, shared=True) != "short":
-        return f"its head width is {width}; the kernel needs Triton and head widths up to {MAX_WIDTH}"
+        return f"its head width is {width}; the kernel needs Triton, and heads up to {SHARED_WIDTH} wide ({MAX_WIDTH} in fp32)"
     return ""

@@ -138,8 +138,9 @@ def _pick(case: _Case, target: Target | None) -> Backend:
 def _no_short(case: _Case) -> str | None:
     if not on_gpu(case.device) or not (HAS_TRITON or dry()):
         return "needs an NVIDIA GPU and Triton"
-    if case.dtype not in (*HALF, torch.float32) or case.head_width > attention_short.MAX_WIDTH:
-        return f"supports bf16, fp16 and fp32, and head widths up to {attention_short.MAX_WIDTH}"
+    widest = attention_short.SHARED_WIDTH if case.shared and case.dtype in HALF else attention_short.MAX_WIDTH
+    if case.dtype not in (*HALF, torch.float32) or case.head_width > widest:
+        return f"supports bf16, fp16 and fp32, and head widths up to {widest}"
     if case.dtype not in HALF or case.length == "short" or case.shared:
         return None  # fp32 whatever the documents are: the flash kernels do not compute in fp32
     faster_than_flash2 = case.length == "middle" and cuda_capability(case.device) == (9, 0)

@@ -39,7 +39,8 @@ from pronghorn.kernels.attention.attention_torch import Computed, Grads, Packed,
 from pronghorn.kernels.runtime.add_dot import add_dot, halves
 from pronghorn.kernels.runtime.dispatch import BLACKWELL, HOPPER, Chip, chip_of, jit, tl, triton
 
-MAX_WIDTH = 128  # of a head: wider accumulators do not fit the registers
+MAX_WIDTH = 128  # of a head: wider accumulators leave room for small tiles only
+SHARED_WIDTH = 256  # the same in packs with shared prefixes, which no other kernel computes; in 16 bits
 _LEAST = tl.constexpr(-1e38)  # running maximum before the first key: below every score, and finite, since -inf - -inf is NaN
 
 
@@ -90,6 +91,7 @@ CONFIGS = {
     128: [Config(Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 2), Tiles(32, 64, 4, 2)),
           Config(Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 1), Tiles(32, 64, 4, 2, heads=1)),
           Config(Tiles(64, 64, 4, 3), Tiles(128, 32, 8, 3), Tiles(64, 128, 8, 2))],
+    256: [Config(Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 2))],
 }  # fmt: skip
 
 
@@ -99,11 +101,15 @@ FP32_CONFIGS = {64: Config(*[Tiles(32, 32, 8, 1)] * 3), 128: Config(*[Tiles(16, 
 
 # On small chips, tensor-core operands come from registers, not from shared memory: at width 128, dk and dv need more registers
 # than a thread of four warps can have (compiled for 12.0: 8 to 40 bytes spilled; 180 registers with eight).
-SMALL_CONFIGS = {64: CONFIGS[64][0], 128: CONFIGS[128][0]._replace(dkdv=Tiles(32, 64, 8, 2))}
+SMALL_CONFIGS = {
+    64: CONFIGS[64][0],
+    128: CONFIGS[128][0]._replace(dkdv=Tiles(32, 64, 8, 2)),
+    256: Config(Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1)),
+}
 
 
 def config_for(width: int, dtype: torch.dtype, chip: Chip = HOPPER) -> Config:
-    size = 64 if width <= 64 else 128
+    size = max(64, _padded(width))
     if dtype == torch.float32:
         return FP32_CONFIGS[size]
     if chip == BLACKWELL and size == 64:
