@@ -30,7 +30,7 @@ def save_merged(model: Any, folder: Path, dtype: torch.dtype | None = None) -> N
     weights = merged_weights(model, dtype)
     with without_progress_bars():
         base.save_pretrained(str(folder), state_dict=weights)
-    finish_folder(base, folder, dtype, untied=not _still_tied(base, weights))
+    finish_folder(base, folder, dtype, untied=ties_embeddings(base.config) and not _still_tied(base, weights))
 
 
 def finish_folder(base: Any, folder: Path, dtype: torch.dtype, *, untied: bool) -> None:
@@ -38,7 +38,7 @@ def finish_folder(base: Any, folder: Path, dtype: torch.dtype, *, untied: bool) 
     file = folder / "config.json"
     values = json.loads(file.read_text(encoding="utf-8"))
     values["dtype"] = str(dtype).removeprefix("torch.")
-    if untied and ties_embeddings(base.config):
+    if untied:
         values["tie_word_embeddings"] = False  # they were trained apart
     file.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     if beside_text(base):

@@ -24,6 +24,7 @@ from pronghorn.kernels.quant.stored import StoredTensor
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.config import empty_model, generation_config, guarded, place, read_config, stays_wide
 from pronghorn.model.export import trained_model
+from pronghorn.model.families import ties_embeddings
 from pronghorn.model.formats.checkpoint import (
     Shards,
     _read_stack,
@@ -320,7 +321,7 @@ def write_config(source: MergedWeights | WholeWeights, folder: Path, dtype: torc
     config.save_pretrained(str(folder))
     if source.model.can_generate() and source.model.generation_config is not None:
         source.model.generation_config.save_pretrained(str(folder))
-    finish_folder(source.model, folder, dtype, untied=source.untied)
+    finish_folder(source.model, folder, dtype, untied=source.untied and ties_embeddings(config))
 
 
 def _expert_modules(model: Any, storage: Format) -> dict[str, StoredExperts]:
