@@ -182,6 +182,21 @@ def test_kernels_import_only_along_their_own_arrows() -> None:
     assert {file: folders for file, folders in wrong.items() if folders} == {}, "not in KERNEL_ARROWS"
 
 
+def test_only_triton_kernels_have_no_types() -> None:
+    """Their arguments are pointers, numbers and blocks of them; mypy, which is strict elsewhere, lets all of kernels/ off."""
+    wrong = []
+    for file in sorted((SOURCE / "kernels").rglob("*.py")):
+        for node in ast.walk(parsed(file)):
+            if not isinstance(node, ast.FunctionDef) or any("jit" in ast.unparse(one) for one in node.decorator_list):
+                continue
+            given = node.args
+            every = [*given.posonlyargs, *given.args, *given.kwonlyargs, *filter(None, (given.vararg, given.kwarg))]
+            untyped = [one.arg for one in every if one.annotation is None and one.arg not in ("self", "cls")]
+            if untyped or node.returns is None:
+                wrong.append(f"{short(file)}:{node.lineno} {node.name}: {', '.join(untyped) or 'what it returns'}")
+    assert wrong == []
+
+
 def test_transformers_and_triton_stay_in_their_rooms() -> None:
     # bench/weights.py makes random models, bench/peers.py runs transformers as one of the other systems
     others = {"data/tokens.py", "bench/weights.py", "bench/peers.py"}

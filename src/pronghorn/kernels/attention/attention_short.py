@@ -122,13 +122,13 @@ def config_for(width: int, dtype: torch.dtype, chip: Chip = HOPPER) -> Config:
 
 
 @jit
-def _places(pointer, token, row_stride, head, column, H: tl.constexpr):  # type: ignore[no-untyped-def]
+def _places(pointer, token, row_stride, head, column, H: tl.constexpr):
     """[rows, columns] of one head, or each row of its own."""
     return pointer + (token.to(tl.int64) * row_stride + head * H)[:, None] + column[None, :]
 
 
 @jit
-def _rows(places, inside, column, H: tl.constexpr, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rows(places, inside, column, H: tl.constexpr, WHOLE: tl.constexpr):
     """Loads rows; zeros outside."""
     if WHOLE:
         return tl.load(places)
@@ -136,7 +136,7 @@ def _rows(places, inside, column, H: tl.constexpr, WHOLE: tl.constexpr):  # type
 
 
 @jit
-def _store(pointer, token, row_stride, head, column, inside, x, cos, sin, H: tl.constexpr, UNROTATE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _store(pointer, token, row_stride, head, column, inside, x, cos, sin, H: tl.constexpr, UNROTATE: tl.constexpr):
     """Rounded; with UNROTATE rotated back first: (a, b) -> (a cos + b sin, b cos - a sin) for every pair (i, i + H / 2)."""
     if UNROTATE:
         column = tl.arange(0, H // 2)
@@ -153,14 +153,14 @@ def _store(pointer, token, row_stride, head, column, inside, x, cos, sin, H: tl.
 
 
 @jit
-def _query_rows(block, first_head, BM: tl.constexpr, PACK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _query_rows(block, first_head, BM: tl.constexpr, PACK: tl.constexpr):
     """(the block's first token, the token and the head of each row)"""
     first = block * (BM // PACK)
     return first, first + tl.arange(0, BM) // PACK, first_head + tl.arange(0, BM) % PACK
 
 
 @jit
-def _keys_of(starts, prefix, first, T, WINDOW: tl.constexpr, TOKENS: tl.constexpr, BN: tl.constexpr, SHARED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _keys_of(starts, prefix, first, T, WINDOW: tl.constexpr, TOKENS: tl.constexpr, BN: tl.constexpr, SHARED: tl.constexpr):
     """The range of key blocks that TOKENS tokens starting at the first one see; and the first key from which all of them see
     every key before the first token."""
     begin = tl.load((prefix if SHARED else starts) + first)
@@ -174,7 +174,7 @@ def _keys_of(starts, prefix, first, T, WINDOW: tl.constexpr, TOKENS: tl.constexp
 
 
 @jit
-def _way_on(step, blocks, TOKENS: tl.constexpr, PACK: tl.constexpr, GROUP: tl.constexpr):  # type: ignore[no-untyped-def]
+def _way_on(step, blocks, TOKENS: tl.constexpr, PACK: tl.constexpr, GROUP: tl.constexpr):
     """Steps to the next query block, in tokens and heads; after the last block of some heads comes the first of the next."""
     tokens, heads = TOKENS, 0
     if GROUP > PACK:
@@ -185,7 +185,7 @@ def _way_on(step, blocks, TOKENS: tl.constexpr, PACK: tl.constexpr, GROUP: tl.co
 
 
 @jit
-def _seen(row, column, start, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+def _seen(row, column, start, WINDOW: tl.constexpr):
     """The mask of keys (columns) that a query (row) sees; `start`: first token of the query's document."""
     seen = (column <= row) & (column >= start)
     if WINDOW > 0:
@@ -194,13 +194,13 @@ def _seen(row, column, start, WINDOW: tl.constexpr):  # type: ignore[no-untyped-
 
 
 @jit
-def _prompt_of(prefix, token, inside, T):  # type: ignore[no-untyped-def]
+def _prompt_of(prefix, token, inside, T):
     """(first row of each token's prompt, row behind its last)"""
     return tl.load(prefix + token, mask=inside, other=0), tl.load(prefix + T + token, mask=inside, other=0)
 
 
 @jit
-def _seen_before(row, column, start, first, behind, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+def _seen_before(row, column, start, first, behind, WINDOW: tl.constexpr):
     """The mask of keys in a query's prompt; behind which the query's segment begins, wherever it lies."""
     seen = (column >= first) & (column < behind)
     if WINDOW > 0:
@@ -209,7 +209,7 @@ def _seen_before(row, column, start, first, behind, WINDOW: tl.constexpr):  # ty
 
 
 @jit
-def _last_row(ends, end, first_key, T, WINDOW: tl.constexpr, BN: tl.constexpr, SHARED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _last_row(ends, end, first_key, T, WINDOW: tl.constexpr, BN: tl.constexpr, SHARED: tl.constexpr):
     """The row behind the last one that sees any of these keys; `end`: the same of each."""
     if SHARED:  # a prompt is seen by rows behind those that see the answer after it
         return tl.max(end)
@@ -220,7 +220,7 @@ def _last_row(ends, end, first_key, T, WINDOW: tl.constexpr, BN: tl.constexpr, S
 
 
 @jit
-def _away(token, key, starts, prefix, inside, T, SHARED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _away(token, key, starts, prefix, inside, T, SHARED: tl.constexpr):
     """[keys, queries]: how many positions lie between them."""
     away = token[None, :] - key[:, None]
     if SHARED:
@@ -231,7 +231,7 @@ def _away(token, key, starts, prefix, inside, T, SHARED: tl.constexpr):  # type:
 
 
 @jit
-def _online_softmax(scores, factor, values, largest, total, result, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+def _online_softmax(scores, factor, values, largest, total, result, PRECISION: tl.constexpr):
     """One step of the online softmax: (largest, total, result) with these keys."""
     larger = tl.maximum(largest, tl.max(scores, 1) * factor)
     weights = powers(scores, factor, larger[:, None], PRECISION == "ieee")
@@ -241,8 +241,9 @@ def _online_softmax(scores, factor, values, largest, total, result, PRECISION: t
 
 
 @jit
-def _store_attention(  # type: ignore[no-untyped-def]
-    out, out_row, lse, sinks, token, head, column, inside, largest, total, result, T, H: tl.constexpr, HAS_SINKS: tl.constexpr,
+def _store_attention(
+    out, out_row, lse, sinks, token, head, column, inside, largest, total, result, T, H: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Adds the sinks, divides by the total, stores."""
     if HAS_SINKS:
@@ -258,11 +259,11 @@ def _store_attention(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _forward_kernel(  # type: ignore[no-untyped-def]
-    q, q_row, k, k_row, v, v_row, out, out_row, lse, starts, prefix, sinks, scale, softcap, T,
-    H: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PACK: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr, PAIR: tl.constexpr, SHARED: tl.constexpr,
+def _forward_kernel(
+    q, q_row, k, k_row, v, v_row, out, out_row, lse, starts, prefix, sinks, scale, softcap, T, H: tl.constexpr,
+    HP: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PACK: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, WHOLE: tl.constexpr, PAIR: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     EXACT: tl.constexpr = PRECISION == "ieee"
     ABREAST: tl.constexpr = 2 * PACK if PAIR else PACK  # query heads a program
@@ -319,7 +320,7 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _dq_kernel(  # type: ignore[no-untyped-def]
+def _dq_kernel(
     dout, dout_row, q, q_row, k, k_row, v, v_row, out, out_row, lse, norms, starts, prefix, dq, dq_row, cos, sin, scale,
     softcap, T, H: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PACK: tl.constexpr, PRECISION: tl.constexpr,
@@ -368,9 +369,9 @@ def _dq_kernel(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _dkdv_kernel(  # type: ignore[no-untyped-def]
-    dout, dout_row, q, q_row, k, k_row, v, v_row, norms, starts, ends, prefix, dk, dk_row, dv, dv_row, cos, sin,
-    scale, softcap, T, H: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
+def _dkdv_kernel(
+    dout, dout_row, q, q_row, k, k_row, v, v_row, norms, starts, ends, prefix, dk, dk_row, dv, dv_row, cos, sin, scale,
+    softcap, T, H: tl.constexpr, HP: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PACK: tl.constexpr, PRECISION: tl.constexpr,
     STAGES: tl.constexpr, WHOLE: tl.constexpr, UNROTATE: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip

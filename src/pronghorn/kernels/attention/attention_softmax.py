@@ -11,7 +11,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @jit
-def _exact_power(x):  # type: ignore[no-untyped-def]
+def _exact_power(x):
     """2^x for x <= 127, accurate to about the last bit; a GPU's own instruction has an error of 2^-22. Taylor series around the
     nearest integer, up to the seventh power: error at most 5e-9."""
     near = tl.maximum(x, -126.0)
@@ -29,7 +29,7 @@ def _exact_power(x):  # type: ignore[no-untyped-def]
 
 
 @jit
-def powers(scores, scale, anchor, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
+def powers(scores, scale, anchor, EXACT: tl.constexpr):
     """exp(scale * scores - anchor). One multiply-add before exp2; for fp32 the subtraction comes first, so the difference
     is rounded, not its terms."""
     if EXACT:
@@ -38,13 +38,13 @@ def powers(scores, scale, anchor, EXACT: tl.constexpr):  # type: ignore[no-untyp
 
 
 @jit
-def as_power(lse, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
+def as_power(lse, EXACT: tl.constexpr):
     """lse as `weights_by` takes it: unchanged for fp32, else in base 2, scaled once instead of in every block."""
     return lse if EXACT else lse * LOG2E
 
 
 @jit
-def weights_by(scores, scale, norm, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
+def weights_by(scores, scale, norm, EXACT: tl.constexpr):
     """exp(scale * scores - lse)"""
     if EXACT:
         return powers(scores, scale, norm, EXACT)
@@ -52,7 +52,7 @@ def weights_by(scores, scale, norm, EXACT: tl.constexpr):  # type: ignore[no-unt
 
 
 @jit
-def capped(scores, scale, softcap, HAS_SOFTCAP: tl.constexpr, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
+def capped(scores, scale, softcap, HAS_SOFTCAP: tl.constexpr, EXACT: tl.constexpr):
     """(scores, their remaining factor, the soft-cap's slope). Triton's interpreter has no tanh. Near 0 the quotient of
     exponentials would cancel, so an odd polynomial replaces it (minimax for fp32: error at most 1e-7)."""
     slope = 1.0

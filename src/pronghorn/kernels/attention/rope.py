@@ -98,9 +98,7 @@ def _weight_grad_tile(heads: int, head_width: int) -> WeightGradTile:
 
 
 @jit
-def _load_pairs(
-    at: tl.tensor, inside: tl.tensor, ROWS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, NEIGHBOURS: tl.constexpr
-) -> tl.tensor:
+def _load_pairs(at, inside, ROWS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, NEIGHBOURS: tl.constexpr):
     """Both members of every pair, [ROWS, BLOCK] each, of the heads that start at the pointers `at`."""
     if NEIGHBOURS:  # read side by side and split in registers: reading every second value would halve the load width
         column = tl.arange(0, 2 * BLOCK)
@@ -117,9 +115,8 @@ def _load_pairs(
 
 @jit
 def _store_pairs(
-    at: tl.tensor, inside: tl.tensor, first: tl.tensor, second: tl.tensor, ROWS: tl.constexpr, HALF: tl.constexpr,
-    BLOCK: tl.constexpr, NEIGHBOURS: tl.constexpr,
-) -> None:  # fmt: skip
+    at, inside, first, second, ROWS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, NEIGHBOURS: tl.constexpr,
+):  # fmt: skip
     if NEIGHBOURS:
         column = tl.arange(0, 2 * BLOCK)
         mask = inside[:, None] & (column < 2 * HALF)[None, :]
@@ -133,7 +130,7 @@ def _store_pairs(
 
 
 @jit
-def _load_scale(weight: tl.tensor, column: tl.tensor, inside: tl.tensor, ONE_PLUS: tl.constexpr) -> tl.tensor:
+def _load_scale(weight, column, inside, ONE_PLUS: tl.constexpr):
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if ONE_PLUS:
         scale += 1.0
@@ -142,11 +139,10 @@ def _load_scale(weight: tl.tensor, column: tl.tensor, inside: tl.tensor, ONE_PLU
 
 @jit
 def _forward_heads(
-    x: tl.tensor, out: tl.tensor, cos: tl.tensor, sin: tl.tensor, weight: tl.tensor, rstd: tl.tensor, eps: tl.tensor,
-    first_head: tl.tensor, HEADS: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr,
-    BLOCK: tl.constexpr, REST: tl.constexpr, NEIGHBOURS: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr,
-    IN_PLACE: tl.constexpr,
-) -> None:  # fmt: skip
+    x, out, cos, sin, weight, rstd, eps, first_head, HEADS: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, NEIGHBOURS: tl.constexpr, NORM: tl.constexpr,
+    ONE_PLUS: tl.constexpr, IN_PLACE: tl.constexpr,
+):  # fmt: skip
     """Some heads of one token; REST is 0 where the whole head rotates. In place, without a norm, the rest stays as it is."""
     head = first_head + tl.arange(0, ROWS)
     inside = head < HEADS
@@ -178,12 +174,10 @@ def _forward_heads(
 
 @jit
 def _forward_kernel(
-    q: tl.tensor, q_row: tl.tensor, k: tl.tensor, k_row: tl.tensor, q_out: tl.tensor, q_out_row: tl.tensor,
-    k_out: tl.tensor, k_out_row: tl.tensor, cos: tl.tensor, cos_row: tl.tensor, sin: tl.tensor, sin_row: tl.tensor,
-    q_weight: tl.tensor, k_weight: tl.tensor, rstd: tl.tensor, eps: tl.tensor, N: tl.constexpr, K: tl.constexpr,
-    ROWS: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
-    NEIGHBOURS: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr, IN_PLACE: tl.constexpr,
-) -> None:  # fmt: skip
+    q, q_row, k, k_row, q_out, q_out_row, k_out, k_out_row, cos, cos_row, sin, sin_row, q_weight, k_weight, rstd, eps,
+    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    REST: tl.constexpr, NEIGHBOURS: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr, IN_PLACE: tl.constexpr,
+):  # fmt: skip
     """One program: some query heads or some key heads of one token."""
     Q_TILES: tl.constexpr = (N + ROWS - 1) // ROWS
     TILES: tl.constexpr = Q_TILES + (K + ROWS - 1) // ROWS
@@ -207,12 +201,10 @@ def _forward_kernel(
 
 @jit
 def _backward_heads(
-    grad: tl.tensor, grad_row: tl.tensor, x: tl.tensor, x_row: tl.tensor, out: tl.tensor, out_row: tl.tensor,
-    cos: tl.tensor, cos_row: tl.tensor, sin: tl.tensor, sin_row: tl.tensor, weight: tl.tensor, rstd: tl.tensor,
-    rstd_row: tl.tensor, partial: tl.tensor, T: tl.tensor, lane: tl.tensor, lanes: tl.tensor, tile: tl.tensor,
+    grad, grad_row, x, x_row, out, out_row, cos, cos_row, sin, sin_row, weight, rstd, rstd_row, partial, T, lane, lanes, tile,
     HEADS: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
     NEIGHBOURS: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr, NEED_DW: tl.constexpr, STAGES: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """Some heads of every lanes-th token; without a gradient of the norm's weight that is exactly one token."""
     head = tile * ROWS + tl.arange(0, ROWS)
     inside = head < HEADS
@@ -269,9 +261,9 @@ def _backward_heads(
 
 @jit
 def _copy_heads(
-    x: tl.tensor, x_row: tl.tensor, out: tl.tensor, out_row: tl.tensor, T: tl.tensor, lane: tl.tensor, lanes: tl.tensor,
-    tile: tl.tensor, HEADS: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, H_BLOCK: tl.constexpr, STAGES: tl.constexpr,
-) -> None:  # fmt: skip
+    x, x_row, out, out_row, T, lane, lanes, tile, HEADS: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr,
+    H_BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     column = tile * ROWS * H + tl.arange(0, ROWS)[:, None] * H + tl.arange(0, H_BLOCK)[None, :]
     inside = (tl.arange(0, H_BLOCK) < H)[None, :] & (column < HEADS * H)
     for token in tl.range(lane, T, lanes, num_stages=STAGES):
@@ -281,13 +273,11 @@ def _copy_heads(
 
 @jit
 def _backward_kernel(
-    dq: tl.tensor, dq_row: tl.tensor, dk: tl.tensor, dk_row: tl.tensor, dv: tl.tensor, dv_row: tl.tensor, qkv: tl.tensor,
-    qkv_row: tl.tensor, out: tl.tensor, out_row: tl.tensor, cos: tl.tensor, cos_row: tl.tensor, sin: tl.tensor,
-    sin_row: tl.tensor, q_weight: tl.tensor, k_weight: tl.tensor, rstd: tl.tensor, partial_q: tl.tensor,
-    partial_k: tl.tensor, T: tl.tensor, period: tl.tensor, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
-    H: tl.constexpr, H_BLOCK: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
-    NEIGHBOURS: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr, NEED_DW: tl.constexpr, STAGES: tl.constexpr,
-) -> None:  # fmt: skip
+    dq, dq_row, dk, dk_row, dv, dv_row, qkv, qkv_row, out, out_row, cos, cos_row, sin, sin_row, q_weight, k_weight, rstd,
+    partial_q, partial_k, T, period, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr,
+    H_BLOCK: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, NEIGHBOURS: tl.constexpr,
+    NORM: tl.constexpr, ONE_PLUS: tl.constexpr, NEED_DW: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     Q_TILES: tl.constexpr = (N + ROWS - 1) // ROWS
     K_TILES: tl.constexpr = (K + ROWS - 1) // ROWS
     TILES: tl.constexpr = Q_TILES + 2 * K_TILES

@@ -28,9 +28,7 @@ def host_embedding_reference(weight_VD: Tensor, ids_T: Tensor) -> Tensor:
 
 
 @jit
-def _kernel(
-    weight: tl.tensor, ids: tl.tensor, out: tl.tensor, D: tl.constexpr, BLOCK: tl.constexpr
-) -> None:  # fmt: skip
+def _kernel(weight, ids, out, D: tl.constexpr, BLOCK: tl.constexpr):
     PARTS: tl.constexpr = (D + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     token = (program // PARTS).to(tl.int64)

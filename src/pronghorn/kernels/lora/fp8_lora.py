@@ -90,7 +90,7 @@ def _extend_torch(xa_TR: Tensor, scale_T: Tensor, factor_R: Tensor, out_TE: Tens
 
 
 @jit
-def _split(values: tl.tensor, like: tl.tensor) -> tl.tensor:
+def _split(values, like):
     """NaN stays NaN: it compares as neither too large nor too small.
 
     hi is rounded to e4m3's three bits (steps of 2^-9 at least) in float32, by adding and subtracting 1.5 * 2^23 steps. A cast
@@ -106,10 +106,7 @@ def _split(values: tl.tensor, like: tl.tensor) -> tl.tensor:
 
 
 @jit
-def _extend_kernel(
-    xa: tl.tensor, xa_row: tl.tensor, scale: tl.tensor, factor: tl.tensor, out: tl.tensor, out_row: tl.tensor, T: tl.tensor,
-    R: tl.constexpr, R_BLOCK: tl.constexpr, ROWS: tl.constexpr,
-) -> None:  # fmt: skip
+def _extend_kernel(xa, xa_row, scale, factor, out, out_row, T, R: tl.constexpr, R_BLOCK: tl.constexpr, ROWS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, R_BLOCK)
     inside = (row < T)[:, None] & (column < R)[None, :]
@@ -124,9 +121,7 @@ def _extend_kernel(
 
 
 @jit
-def _take_b(
-    sB: tl.tensor, sB_row: tl.tensor, scale: tl.tensor, row: tl.tensor, column: tl.tensor, outputs: tl.tensor, R: tl.tensor
-) -> tl.tensor:
+def _take_b(sB, sB_row, scale, row, column, outputs, R):
     """sB / scale of some output channels."""
     inside = (row < outputs)[:, None] & (column < R)[None, :]
     value = tl.load(sB + row.to(tl.int64)[:, None] * sB_row + column[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -134,16 +129,16 @@ def _take_b(
 
 
 @jit
-def _take_a(A: tl.tensor, A_row: tl.tensor, row: tl.tensor, column: tl.tensor, R: tl.tensor, D: tl.tensor) -> tl.tensor:
+def _take_a(A, A_row, row, column, R, D):
     inside = (row < R)[:, None] & (column < D)[None, :]
     return tl.load(A + row[:, None] * A_row + column[None, :], mask=inside, other=0.0).to(tl.float32)
 
 
 @jit
 def _split_kernel(
-    jobs: tl.tensor, like: tl.tensor, like8: tl.tensor, R_BLOCK: tl.constexpr, STEP: tl.constexpr, LEAST: tl.constexpr,
-    MOST: tl.constexpr, MOST_BOUND: tl.constexpr, REACH: tl.constexpr, A_LEAST: tl.constexpr, TINY: tl.constexpr,
-) -> None:  # fmt: skip
+    jobs, like, like8, R_BLOCK: tl.constexpr, STEP: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr,
+    MOST_BOUND: tl.constexpr, REACH: tl.constexpr, A_LEAST: tl.constexpr, TINY: tl.constexpr,
+):  # fmt: skip
     """One group a program. A row of `jobs`: addresses of A, sB, scale, columns, rows, factors, bounds; row strides of A, sB,
     columns, rows; O, D, R. All but O are multiples of 16. The two `like` pointers only carry the dtypes."""
     job = jobs + tl.program_id(0) * 14

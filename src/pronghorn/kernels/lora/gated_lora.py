@@ -146,7 +146,7 @@ def _forward_tile(rank: int, itemsize: int, chip: Chip = HOPPER) -> Tile:
 
 
 @jit
-def _short_sigmoid(power: tl.tensor) -> tl.tensor:
+def _short_sigmoid(power):
     """1 / (1 + 2^power), 0 or 1 at the ends. Exact exp and division take nine more instructions a value, for digits that 16
     bits do not show.
 
@@ -160,7 +160,7 @@ def _short_sigmoid(power: tl.tensor) -> tl.tensor:
 
 
 @jit
-def _act(gate: tl.tensor, GELU: tl.constexpr, NARROW: tl.constexpr) -> tl.tensor:
+def _act(gate, GELU: tl.constexpr, NARROW: tl.constexpr):
     """act(gate) and its derivative: gated_mlp.py's formulas, or, for 16-bit results, shorter ones."""
     if not NARROW:
         activated, derivative = _activation(gate, GELU)
@@ -180,15 +180,13 @@ def _act(gate: tl.tensor, GELU: tl.constexpr, NARROW: tl.constexpr) -> tl.tensor
 
 
 @jit
-def _adapter_rows(
-    x: tl.tensor, x_row: tl.tensor, row: tl.tensor, left: tl.tensor, R: tl.constexpr, R_BLOCK: tl.constexpr
-) -> tl.tensor:
+def _adapter_rows(x, x_row, row, left, R: tl.constexpr, R_BLOCK: tl.constexpr):
     rank = tl.arange(0, R_BLOCK)
     return tl.load(x + row[:, None] * x_row + rank[None, :], mask=(row < left)[:, None] & (rank < R)[None, :], other=0.0)
 
 
 @jit
-def _zeros(COLUMNS: tl.constexpr, R_BLOCK: tl.constexpr, RANKS_FIRST: tl.constexpr) -> tl.tensor:
+def _zeros(COLUMNS: tl.constexpr, R_BLOCK: tl.constexpr, RANKS_FIRST: tl.constexpr):
     if RANKS_FIRST:
         total = tl.zeros([R_BLOCK, COLUMNS], tl.float32)
     else:
@@ -197,7 +195,7 @@ def _zeros(COLUMNS: tl.constexpr, R_BLOCK: tl.constexpr, RANKS_FIRST: tl.constex
 
 
 @jit
-def _mm_add(thin: tl.tensor, wide: tl.tensor, total: tl.tensor, RANKS_FIRST: tl.constexpr, NARROW: tl.constexpr) -> tl.tensor:
+def _mm_add(thin, wide, total, RANKS_FIRST: tl.constexpr, NARROW: tl.constexpr):
     """total + thin^T wide (or its transpose)."""
     if not NARROW:
         thin, wide = thin.to(tl.float32), wide.to(tl.float32)
@@ -209,10 +207,7 @@ def _mm_add(thin: tl.tensor, wide: tl.tensor, total: tl.tensor, RANKS_FIRST: tl.
 
 
 @jit
-def _store_sum(
-    partial: tl.tensor, total: tl.tensor, column: tl.tensor, F: tl.constexpr, R: tl.constexpr, R_BLOCK: tl.constexpr,
-    RANKS_FIRST: tl.constexpr,
-) -> None:  # fmt: skip
+def _store_sum(partial, total, column, F: tl.constexpr, R: tl.constexpr, R_BLOCK: tl.constexpr, RANKS_FIRST: tl.constexpr):
     rank = tl.arange(0, R_BLOCK)
     if not RANKS_FIRST:
         total = tl.trans(total)
@@ -221,13 +216,11 @@ def _store_sum(
 
 @jit
 def _backward_kernel(
-    da: tl.tensor, da_row: tl.tensor, gu: tl.tensor, gu_row: tl.tensor, dgu: tl.tensor, dgu_row: tl.tensor, dyb: tl.tensor,
-    dyb_row: tl.tensor, xa_gate: tl.tensor, xa_up: tl.tensor, xa_row: tl.tensor, partial: tl.tensor, sB: tl.tensor,
-    sB_row: tl.tensor, thin_sums: tl.tensor, thin_powers: tl.tensor, T: tl.tensor, rows: tl.tensor, F: tl.constexpr,
-    DOWN: tl.constexpr, DOWN_BLOCK: tl.constexpr, GATE: tl.constexpr, GATE_BLOCK: tl.constexpr, UP: tl.constexpr,
-    UP_BLOCK: tl.constexpr, THIN: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    da, da_row, gu, gu_row, dgu, dgu_row, dyb, dyb_row, xa_gate, xa_up, xa_row, partial, sB, sB_row, thin_sums, thin_powers,
+    T, rows, F: tl.constexpr, DOWN: tl.constexpr, DOWN_BLOCK: tl.constexpr, GATE: tl.constexpr, GATE_BLOCK: tl.constexpr,
+    UP: tl.constexpr, UP_BLOCK: tl.constexpr, THIN: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     STAGES: tl.constexpr, GELU: tl.constexpr, NARROW: tl.constexpr, RANKS_FIRST: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """A program loops over `rows` rows of its columns, ROWS at a time. It writes its sums to partial [programs, DOWN + GATE +
     UP, F] and, if THIN > 0, its columns' part of dgu sB to thin_sums [blocks of columns, T, THIN] and thin_powers.
 
@@ -286,10 +279,9 @@ def _backward_kernel(
 
 @jit
 def _add_sums_kernel(
-    partial: tl.tensor, count: tl.tensor, down: tl.tensor, down_row: tl.tensor, gate: tl.tensor, up: tl.tensor,
-    gate_up_row: tl.tensor, F: tl.constexpr, DOWN: tl.constexpr, GATE: tl.constexpr, UP: tl.constexpr, R_BLOCK: tl.constexpr,
-    COLUMNS: tl.constexpr,
-) -> None:  # fmt: skip
+    partial, count, down, down_row, gate, up, gate_up_row, F: tl.constexpr, DOWN: tl.constexpr, GATE: tl.constexpr,
+    UP: tl.constexpr, R_BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Adds the `count` partial sums of some columns to the sums they belong to; program_id(1) says which of the three."""
     which = tl.program_id(1)
     rank, column = tl.arange(0, R_BLOCK), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -311,10 +303,9 @@ def _add_sums_kernel(
 
 @jit
 def _forward_kernel(
-    gu: tl.tensor, gu_row: tl.tensor, A: tl.tensor, A_row: tl.tensor, out: tl.tensor, out_row: tl.tensor, T: tl.tensor,
-    F: tl.constexpr, R: tl.constexpr, R_BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
-    GELU: tl.constexpr, NARROW: tl.constexpr,
-) -> None:  # fmt: skip
+    gu, gu_row, A, A_row, out, out_row, T, F: tl.constexpr, R: tl.constexpr, R_BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, STAGES: tl.constexpr, GELU: tl.constexpr, NARROW: tl.constexpr,
+):  # fmt: skip
     """A program goes along ROWS whole rows, COLUMNS at a time."""
     first = tl.program_id(0).to(tl.int64) * ROWS
     row, rank = tl.arange(0, ROWS), tl.arange(0, R_BLOCK)

@@ -52,9 +52,7 @@ class ThinSums(NamedTuple):
 
 
 @jit
-def _thin_weight(
-    sB: tl.tensor, sB_row: tl.tensor, column: tl.tensor, F: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr
-) -> tl.tensor:
+def _thin_weight(sB, sB_row, column, F: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr):
     """Rows of sB that belong to a program's columns, [COLUMNS, WIDTH]: the same for all its rows."""
     rank = tl.arange(0, WIDTH)
     return tl.load(sB + column.to(tl.int64)[:, None] * sB_row + rank[None, :], mask=(column < F)[:, None] & (rank < R)[None, :],
@@ -62,7 +60,7 @@ def _thin_weight(
 
 
 @jit
-def _thin_mm(dgate: tl.tensor, dup: tl.tensor, sB_gate: tl.tensor, sB_up: tl.tensor, NARROW: tl.constexpr) -> tl.tensor:
+def _thin_mm(dgate, dup, sB_gate, sB_up, NARROW: tl.constexpr):
     """One sum for both adapters: in the columns of one, the other's sB is zero."""
     if not NARROW:
         dgate, dup = dgate.to(tl.float32), dup.to(tl.float32)
@@ -72,9 +70,7 @@ def _thin_mm(dgate: tl.tensor, dup: tl.tensor, sB_gate: tl.tensor, sB_up: tl.ten
 
 
 @jit
-def _store_thin(
-    sums: tl.tensor, powers: tl.tensor, total: tl.tensor, row: tl.tensor, left: tl.tensor, WIDTH: tl.constexpr
-) -> None:
+def _store_thin(sums, powers, total, row, left, WIDTH: tl.constexpr):
     """Rows times 2^(141 - power). power: exponent bits of the row's largest value, 127 for 1 to 2; at least 15, so that both
     factors are normal fp32 numbers: zeros stay zeros, inf and NaN (255) stay what they are."""
     rank = tl.arange(0, WIDTH)
@@ -88,9 +84,9 @@ def _store_thin(
 
 @jit
 def _add_blocks_kernel(
-    sums: tl.tensor, powers: tl.tensor, out: tl.tensor, out_row: tl.tensor, T: tl.tensor, COUNT: tl.constexpr, R: tl.constexpr,
-    R_BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, TOGETHER: tl.constexpr,
-) -> None:  # fmt: skip
+    sums, powers, out, out_row, T, COUNT: tl.constexpr, R: tl.constexpr, R_BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
     """A program adds all COUNT blocks of ROWS rows, TOGETHER at a time: their loads are in flight together, 8 of 16 bytes a
     thread, if the program is one warp (with four, a thread gets 40 registers instead of 64 and waits after every second)."""
     row, rank, every = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, R_BLOCK)

@@ -104,10 +104,9 @@ def _tile(ranks: int) -> Tile:
 
 @jit
 def _sum_rows(
-    wide: tl.tensor, wide_row: tl.tensor, thin: tl.tensor, thin_row: tl.tensor, rstd: tl.tensor, column: tl.tensor,
-    T: tl.tensor, rows: tl.tensor, D: tl.tensor, S: tl.tensor, S_BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    wide, wide_row, thin, thin_row, rstd, column, T, rows, D, S, S_BLOCK: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, STAGES: tl.constexpr, NARROW: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+):  # fmt: skip
     """A program's `rows` rows of a block of columns, ROWS at a time. As [columns, ranks]: the 64-row tensor-core instruction
     reads the wide tile from shared memory, without registers."""
     row, rank = tl.arange(0, ROWS).to(tl.int64), tl.arange(0, S_BLOCK)
@@ -131,11 +130,10 @@ def _sum_rows(
 
 @jit
 def _sums_kernel(
-    wide: tl.tensor, wide_row: tl.tensor, thin: tl.tensor, thin_row: tl.tensor, rstd: tl.tensor, wide_2: tl.tensor,
-    wide_2_row: tl.tensor, thin_2: tl.tensor, thin_2_row: tl.tensor, rstd_2: tl.tensor, partial: tl.tensor, T: tl.tensor,
-    rows: tl.tensor, D: tl.constexpr, S: tl.constexpr, D_2: tl.constexpr, S_2: tl.constexpr, S_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, NARROW: tl.constexpr,
-) -> None:  # fmt: skip
+    wide, wide_row, thin, thin_row, rstd, wide_2, wide_2_row, thin_2, thin_2_row, rstd_2, partial, T, rows, D: tl.constexpr,
+    S: tl.constexpr, D_2: tl.constexpr, S_2: tl.constexpr, S_BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr, NARROW: tl.constexpr,
+):  # fmt: skip
     """program_id(0): a block of columns, the first job's and then the second's (D_2 is 0 where there is none), so that
     neighbours read whole rows at about the same time; program_id(1): a share of the rows. partial: for each share the
     first job's [S, D], then the second's."""
@@ -163,10 +161,9 @@ def _sums_kernel(
 
 @jit
 def _add_partial_kernel(
-    partial: tl.tensor, total: tl.tensor, total_row: tl.tensor, total_2: tl.tensor, total_2_row: tl.tensor, T: tl.tensor,
-    rows: tl.tensor, D: tl.constexpr, S: tl.constexpr, D_2: tl.constexpr, S_2: tl.constexpr, COLUMNS: tl.constexpr,
-    SHARES: tl.constexpr,
-) -> None:  # fmt: skip
+    partial, total, total_row, total_2, total_2_row, T, rows, D: tl.constexpr, S: tl.constexpr, D_2: tl.constexpr,
+    S_2: tl.constexpr, COLUMNS: tl.constexpr, SHARES: tl.constexpr,
+):  # fmt: skip
     """Adds the partial sums of some columns of one rank (program_id(1)), SHARES at a time, to their total. Their number
     follows from T and rows: as an argument, some values would make Triton recompile."""
     rank, column = tl.program_id(1), tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)

@@ -27,9 +27,7 @@ class CopyJob:
 
 
 @jit
-def _copy_kernel(
-    jobs: tl.tensor, scales: tl.tensor, tiles: tl.tensor, source_like: tl.tensor, target_like: tl.tensor, TILE: tl.constexpr
-) -> None:  # fmt: skip
+def _copy_kernel(jobs, scales, tiles, source_like, target_like, TILE: tl.constexpr):
     """jobs: [J, 5] int64 of (source address, target address, values, columns, target row stride); tiles: [P, 2] int32 of
     (job, number of the tile in it). The two `like` pointers only carry the dtypes."""
     program = tl.program_id(0)

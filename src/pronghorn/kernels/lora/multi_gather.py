@@ -46,10 +46,7 @@ def multi_gather_reference(job: GatherJob) -> Tensor:
 
 
 @jit
-def _kernel(
-    jobs: tl.tensor, scales: tl.tensor, tiles: tl.tensor, source_like: tl.tensor, target_like: tl.tensor,
-    weight_like: tl.tensor, TILE: tl.constexpr,
-) -> None:  # fmt: skip
+def _kernel(jobs, scales, tiles, source_like, target_like, weight_like, TILE: tl.constexpr):
     """jobs: [J, 8] int64 of (source, its row stride, target, values, target's columns, transposed, weight or 0, one_plus);
     tiles: [P, 2] int32 of (job, number of the tile in it). The `like` pointers only carry dtypes."""
     program = tl.program_id(0)

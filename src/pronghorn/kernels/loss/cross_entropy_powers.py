@@ -29,7 +29,7 @@ ROWS = 16  # of the program that sums the tiles
 
 
 @jit
-def _anchor_kernel(  # type: ignore[no-untyped-def]
+def _anchor_kernel(
     hidden_ptr, hidden_stride, weight_ptr, weight_stride, labels_ptr, label_logits_ptr, anchors_ptr, logit_scale, width,
     vocabulary, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -49,10 +49,10 @@ def _anchor_kernel(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _finish_kernel(  # type: ignore[no-untyped-def]
+def _finish_kernel(
     powers_ptr, row_stride, sums_ptr, tiles, anchors_ptr, label_logits_ptr, labels_ptr, weights_ptr, losses_ptr, factors_ptr,
-    grad_scale_ptr, redo_ptr, rows, vocabulary, logit_scale,
-    HAS_WEIGHTS: tl.constexpr, REDO: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
+    grad_scale_ptr, redo_ptr, rows, vocabulary, logit_scale, HAS_WEIGHTS: tl.constexpr, REDO: tl.constexpr,
+    ROWS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Losses, factors, and the label's gradient of ROWS rows. In the first pass, rows whose maximum is too far above the anchor
     get a new anchor and request a second GEMM; REDO: the pass after that."""

@@ -66,9 +66,7 @@ class Terms(NamedTuple):
 
 
 @jit
-def _logits(  # type: ignore[no-untyped-def]
-    raw, logit_scale, softcap, inverse_softcap, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr
-):
+def _logits(raw, logit_scale, softcap, inverse_softcap, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
     """(the logits, their slope by the scaled product): the slope is 1 - tanh² under a softcap, else 1.
 
     Both without cancellation: a series for tanh near 0 (Triton has no tanh that its interpreter runs, and
@@ -94,10 +92,10 @@ def _logits(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _block_sums(  # type: ignore[no-untyped-def]
+def _block_sums(
     row_ptr, row_stride, vocabulary, softcap, inverse_softcap, logit_scale, index, anchor, sums, totals,
-    HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, WHOLE: tl.constexpr, WRITES: tl.constexpr,
-    BLOCK_V: tl.constexpr, GROUP: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, WHOLE: tl.constexpr,
+    WRITES: tl.constexpr, BLOCK_V: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """A block's part of `_row_sums`. WHOLE: it lies within the vocabulary, so no mask is needed."""
     columns = index * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -122,10 +120,10 @@ def _block_sums(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _row_sums(  # type: ignore[no-untyped-def]
+def _row_sums(
     row_ptr, row_stride, vocabulary, softcap, inverse_softcap, logit_scale, HAS_SCALE: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, WRITES: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCKS: tl.constexpr, STAGES: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, WRITES: tl.constexpr, BLOCK_V: tl.constexpr, BLOCKS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """(anchor, the sum of 2^(logit / ln 2 - anchor), the sum of logits where smoothing needs it) of one row. WRITES: these
     powers times the slope overwrite the logits. exp takes six instructions a value (it handles numbers under 1e-38), exp2 of a
@@ -157,7 +155,7 @@ def _row_sums(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _lower(row_ptr, row_stride, anchors, anchor, BLOCK_V: tl.constexpr, BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _lower(row_ptr, row_stride, anchors, anchor, BLOCK_V: tl.constexpr, BLOCKS: tl.constexpr):
     """Rescales blocks that were written with a lower anchor to the last one."""
     block = tl.arange(0, BLOCK_V)
     for index in range(0, tl.cdiv(row_stride, BLOCK_V)):
@@ -169,11 +167,11 @@ def _lower(row_ptr, row_stride, anchors, anchor, BLOCK_V: tl.constexpr, BLOCKS: 
 
 
 @jit
-def _loss_and_gradient_kernel(  # type: ignore[no-untyped-def]
-    logits_ptr, labels_ptr, weights_ptr, losses_ptr, factors_ptr, grad_scale_ptr, row_stride,
-    vocabulary, softcap, inverse_softcap, logit_scale, smoothing, z_loss,
-    HAS_WEIGHTS: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
-    NEED_GRAD: tl.constexpr, ONCE: tl.constexpr, BLOCK_V: tl.constexpr, BLOCKS: tl.constexpr, STAGES: tl.constexpr,
+def _loss_and_gradient_kernel(
+    logits_ptr, labels_ptr, weights_ptr, losses_ptr, factors_ptr, grad_scale_ptr, row_stride, vocabulary, softcap,
+    inverse_softcap, logit_scale, smoothing, z_loss, HAS_WEIGHTS: tl.constexpr, HAS_SCALE: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, NEED_GRAD: tl.constexpr, ONCE: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCKS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One row: its loss, and d(loss * grad_scale) / d(product) over the logits, in place; ONCE: without the row's factor.
 

@@ -75,9 +75,7 @@ def _precise(dtype: torch.dtype) -> torch.dtype:
 
 
 @jit
-def _scale_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, row_stride, width, scale_ptr, factors_ptr, HAS_FACTORS: tl.constexpr, BLOCK: tl.constexpr
-):
+def _scale_kernel(x_ptr, row_stride, width, scale_ptr, factors_ptr, HAS_FACTORS: tl.constexpr, BLOCK: tl.constexpr):
     """x *= scale, and each row by its factor. With a scale of one and no factors, the usual case, no bytes move; the host is
     not involved."""
     row = tl.program_id(0).to(tl.int64)

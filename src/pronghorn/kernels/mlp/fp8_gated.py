@@ -55,9 +55,9 @@ def _backward_tile() -> Tile:
 
 @jit
 def _forward_kernel(
-    gu: tl.tensor, gu_row: tl.tensor, a: tl.tensor, a_row: tl.tensor, a8: tl.tensor, a8_row: tl.tensor, bound: tl.tensor,
-    scale: tl.tensor, F: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, HAS_BOUND: tl.constexpr,
-) -> None:  # fmt: skip
+    gu, gu_row, a, a_row, a8, a8_row, bound, scale, F: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr,
+    HAS_BOUND: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     largest, squares = tl.zeros([1, BLOCK], tl.float32), tl.zeros([1, BLOCK], tl.float32)
     for first in range(0, F, BLOCK):
@@ -78,10 +78,9 @@ def _forward_kernel(
 
 @jit
 def _backward_kernel(
-    da: tl.tensor, da_row: tl.tensor, gu: tl.tensor, gu_row: tl.tensor, dgu: tl.tensor, dgu_row: tl.tensor, a: tl.tensor,
-    a_row: tl.tensor, dgu8: tl.tensor, dgu8_row: tl.tensor, column_scale: tl.tensor, bound: tl.tensor, scale: tl.tensor,
-    F: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, NEED_A: tl.constexpr, HAS_BOUND: tl.constexpr,
-) -> None:  # fmt: skip
+    da, da_row, gu, gu_row, dgu, dgu_row, a, a_row, dgu8, dgu8_row, column_scale, bound, scale, F: tl.constexpr,
+    BLOCK: tl.constexpr, GELU: tl.constexpr, NEED_A: tl.constexpr, HAS_BOUND: tl.constexpr,
+):  # fmt: skip
     """Each part of a row is read before it is written, so dgu may overwrite gu, and a may overwrite da."""
     row = tl.program_id(0).to(tl.int64)
     largest, squares = tl.zeros([1, BLOCK], tl.float32), tl.zeros([1, BLOCK], tl.float32)

@@ -51,7 +51,7 @@ def _backward_tile(F: int) -> Tile:
 
 
 @jit
-def _activation(gate: tl.tensor, GELU: tl.constexpr) -> tl.tensor:
+def _activation(gate, GELU: tl.constexpr):
     """act(gate) and its derivative, in fp32."""
     if GELU:
         near = tl.minimum(tl.maximum(gate, -10.0), 10.0)
@@ -66,10 +66,7 @@ def _activation(gate: tl.tensor, GELU: tl.constexpr) -> tl.tensor:
 
 
 @jit
-def _forward_kernel(
-    gu: tl.tensor, gu_row: tl.tensor, a: tl.tensor, a_row: tl.tensor, F: tl.constexpr, BLOCK: tl.constexpr,
-    GELU: tl.constexpr,
-) -> None:  # fmt: skip
+def _forward_kernel(gu, gu_row, a, a_row, F: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr):
     TILES: tl.constexpr = (F + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     row = (program // TILES).to(tl.int64)
@@ -83,9 +80,9 @@ def _forward_kernel(
 
 @jit
 def _backward_kernel(
-    da: tl.tensor, da_row: tl.tensor, gu: tl.tensor, gu_row: tl.tensor, dgu: tl.tensor, dgu_row: tl.tensor, a: tl.tensor,
-    a_row: tl.tensor, F: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, NEED_A: tl.constexpr,
-) -> None:  # fmt: skip
+    da, da_row, gu, gu_row, dgu, dgu_row, a, a_row, F: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr,
+    NEED_A: tl.constexpr,
+):  # fmt: skip
     """A program reads all it needs before it writes, so dgu may overwrite gu, and a may overwrite da."""
     TILES: tl.constexpr = (F + BLOCK - 1) // BLOCK
     program = tl.program_id(0)

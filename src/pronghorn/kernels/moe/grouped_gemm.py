@@ -89,9 +89,7 @@ def _weight_tile(outputs: int, D: int, dtype: torch.dtype, chip: Chip) -> Tile:
 
 
 @jit
-def expert_tile(
-    offsets: tl.tensor, program: tl.tensor, columns: tl.tensor, E: tl.constexpr, E_BLOCK: tl.constexpr, ROWS: tl.constexpr
-) -> tl.tensor:
+def expert_tile(offsets, program, columns, E: tl.constexpr, E_BLOCK: tl.constexpr, ROWS: tl.constexpr):
     """(expert, its first row here, the end of its rows, tile of columns); no rows if there is nothing to do.
 
     The row tiles of an expert follow each other, then its next columns: programs that run together share W in L2.
@@ -111,11 +109,10 @@ def expert_tile(
 
 @jit
 def _product_kernel(
-    x: tl.tensor, x_row: tl.tensor, order: tl.tensor, weight: tl.tensor, weight_e: tl.tensor, weight_o: tl.tensor,
-    weight_d: tl.tensor, bias: tl.tensor, y: tl.tensor, y_row: tl.tensor, offsets: tl.tensor, D: tl.tensor, OUTPUTS: tl.tensor,
-    K: tl.tensor, E: tl.constexpr, E_BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr,
-    GATHER: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
-) -> None:  # fmt: skip
+    x, x_row, order, weight, weight_e, weight_o, weight_d, bias, y, y_row, offsets, D, OUTPUTS, K, E: tl.constexpr,
+    E_BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INNER: tl.constexpr, GATHER: tl.constexpr,
+    BIAS: tl.constexpr, ADD: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     expert, first, end, column_tile = expert_tile(offsets, tl.program_id(0), tl.cdiv(OUTPUTS, COLUMNS), E, E_BLOCK, ROWS)
     if first >= end:
         return
@@ -151,10 +148,9 @@ def _product_kernel(
 
 @jit
 def _weight_kernel(
-    dy: tl.tensor, dy_row: tl.tensor, x: tl.tensor, x_row: tl.tensor, out: tl.tensor, out_e: tl.tensor, out_o: tl.tensor,
-    out_d: tl.tensor, offsets: tl.tensor, OUTPUTS: tl.tensor, D: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    dy, dy_row, x, x_row, out, out_e, out_o, out_d, offsets, OUTPUTS, D, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     INNER: tl.constexpr, ADD: tl.constexpr, PRECISION: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     row_tiles, column_tiles = tl.cdiv(OUTPUTS, ROWS), tl.cdiv(D, COLUMNS)
     program = tl.program_id(0)
     expert = (program // (row_tiles * column_tiles)).to(tl.int64)
@@ -178,9 +174,8 @@ def _weight_kernel(
 
 @jit
 def _bias_kernel(
-    dy: tl.tensor, dy_row: tl.tensor, order: tl.tensor, weights: tl.tensor, out: tl.tensor, offsets: tl.tensor,
-    OUTPUTS: tl.tensor, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WEIGHTED: tl.constexpr,
-) -> None:  # fmt: skip
+    dy, dy_row, order, weights, out, offsets, OUTPUTS, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
     tiles = tl.cdiv(OUTPUTS, COLUMNS)
     expert = (tl.program_id(0) // tiles).to(tl.int64)
     column = (tl.program_id(0) % tiles) * COLUMNS + tl.arange(0, COLUMNS)

@@ -78,10 +78,9 @@ def _tile(S: int, E: int, dtype: torch.dtype, chip: Chip) -> Tile:
 
 @jit
 def _weights(
-    values: tl.tensor, scales: tl.tensor, nested_absmax: tl.tensor, nested_code: tl.tensor, offset: tl.tensor, code: tl.tensor,
-    row: tl.tensor, first: tl.tensor, D: tl.tensor, ROWS: tl.constexpr, FORMAT: tl.constexpr, NESTED: tl.constexpr,
-    SHUFFLE: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+    values, scales, nested_absmax, nested_code, offset, code, row, first, D, ROWS: tl.constexpr, FORMAT: tl.constexpr,
+    NESTED: tl.constexpr, SHUFFLE: tl.constexpr,
+):  # fmt: skip
     """Rows [ROWS] (int64, of all experts together) and columns first to first + 64 of W, fp32; FP8 without its scale."""
     if FORMAT == "nf4":
         block = row * (D // 64) + first // 64
@@ -114,12 +113,10 @@ def _weights(
 
 @jit
 def _forward_kernel(
-    x: tl.tensor, x_row: tl.tensor, values: tl.tensor, scales: tl.tensor, nested_absmax: tl.tensor, nested_code: tl.tensor,
-    offset: tl.tensor, code: tl.tensor, sB: tl.tensor, sB_e: tl.tensor, sB_o: tl.tensor, y: tl.tensor, y_row: tl.tensor,
-    offsets: tl.tensor, D: tl.tensor, OUTPUTS: tl.tensor, R: tl.constexpr, E: tl.constexpr, E_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, FORMAT: tl.constexpr, NESTED: tl.constexpr, SHUFFLE: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> None:  # fmt: skip
+    x, x_row, values, scales, nested_absmax, nested_code, offset, code, sB, sB_e, sB_o, y, y_row, offsets, D, OUTPUTS,
+    R: tl.constexpr, E: tl.constexpr, E_BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FORMAT: tl.constexpr,
+    NESTED: tl.constexpr, SHUFFLE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     expert, first, end, column_tile = expert_tile(offsets, tl.program_id(0), tl.cdiv(OUTPUTS, COLUMNS), E, E_BLOCK, ROWS)
     if first >= end:
         return
@@ -147,12 +144,10 @@ def _forward_kernel(
 
 @jit
 def _backward_kernel(
-    dy: tl.tensor, dy_row: tl.tensor, values: tl.tensor, scales: tl.tensor, nested_absmax: tl.tensor, nested_code: tl.tensor,
-    offset: tl.tensor, code: tl.tensor, A: tl.tensor, A_e: tl.tensor, A_r: tl.tensor, dx: tl.tensor, dx_row: tl.tensor,
-    offsets: tl.tensor, D: tl.tensor, OUTPUTS: tl.tensor, R: tl.constexpr, E: tl.constexpr, E_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, INNER: tl.constexpr, BLOCKS: tl.constexpr, FORMAT: tl.constexpr, NESTED: tl.constexpr,
-    SHUFFLE: tl.constexpr, PRECISION: tl.constexpr,
-) -> None:  # fmt: skip
+    dy, dy_row, values, scales, nested_absmax, nested_code, offset, code, A, A_e, A_r, dx, dx_row, offsets, D, OUTPUTS,
+    R: tl.constexpr, E: tl.constexpr, E_BLOCK: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, BLOCKS: tl.constexpr,
+    FORMAT: tl.constexpr, NESTED: tl.constexpr, SHUFFLE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """BLOCKS times 64 columns of dx; INNER rows of W at a time."""
     COLUMNS: tl.constexpr = BLOCKS * 64
     expert, first, end, column_tile = expert_tile(offsets, tl.program_id(0), tl.cdiv(D, COLUMNS), E, E_BLOCK, ROWS)

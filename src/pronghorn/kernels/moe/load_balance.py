@@ -38,9 +38,9 @@ def _statistics_torch(logits_TE: Tensor, ids_TK: Tensor, real_T: Tensor | None) 
 
 @jit
 def _statistics_kernel(
-    logits: tl.tensor, logits_row: tl.tensor, ids: tl.tensor, real: tl.tensor, partial: tl.tensor, T: tl.tensor,
-    E: tl.constexpr, K: tl.constexpr, E_BLOCK: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr,
-) -> None:  # fmt: skip
+    logits, logits_row, ids, real, partial, T, E: tl.constexpr, K: tl.constexpr, E_BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
     """partial [programs, 2, E]"""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     expert = tl.arange(0, E_BLOCK)
@@ -64,9 +64,9 @@ def _statistics_kernel(
 
 @jit
 def _gradient_kernel(
-    logits: tl.tensor, logits_row: tl.tensor, counts: tl.tensor, factor: tl.tensor, real: tl.tensor, dlogits: tl.tensor,
-    dlogits_row: tl.tensor, T: tl.tensor, E: tl.constexpr, E_BLOCK: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr,
-) -> None:  # fmt: skip
+    logits, logits_row, counts, factor, real, dlogits, dlogits_row, T, E: tl.constexpr, E_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     expert = tl.arange(0, E_BLOCK)
     inside = row < T

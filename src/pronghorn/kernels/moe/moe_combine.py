@@ -37,10 +37,9 @@ def combine_reference(
 
 @jit
 def _combine_kernel(
-    y: tl.tensor, y_row: tl.tensor, inverse: tl.tensor, weights: tl.tensor, bias: tl.tensor, ids: tl.tensor, add: tl.tensor,
-    add_row: tl.tensor, out: tl.tensor, out_row: tl.tensor, D: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+    y, y_row, inverse, weights, bias, ids, add, add_row, out, out_row, D: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
     WEIGHTED: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     PARTS: tl.constexpr = (D + BLOCK - 1) // BLOCK
     token = (tl.program_id(0) // PARTS).to(tl.int64)
     column = (tl.program_id(0) % PARTS) * BLOCK + tl.arange(0, BLOCK)

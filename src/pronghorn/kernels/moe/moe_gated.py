@@ -80,10 +80,7 @@ def _value_and_slopes_torch(gate: Tensor, up: Tensor, activation: ExpertActivati
 
 
 @jit
-def _gate_and_up(
-    gu: tl.tensor, bias: tl.tensor, first: tl.tensor, F: tl.constexpr, BLOCK: tl.constexpr, CLAMPED: tl.constexpr,
-    BIAS: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+def _gate_and_up(gu, bias, first, F: tl.constexpr, BLOCK: tl.constexpr, CLAMPED: tl.constexpr, BIAS: tl.constexpr):
     """Columns first to first + BLOCK of both, fp32."""
     if CLAMPED:
         column = first * 2 + tl.arange(0, 2 * BLOCK)
@@ -103,7 +100,7 @@ def _gate_and_up(
 
 
 @jit
-def _value_and_slopes(gate: tl.tensor, up: tl.tensor, limit: tl.tensor, alpha: tl.tensor, CLAMPED: tl.constexpr) -> tl.tensor:
+def _value_and_slopes(gate, up, limit, alpha, CLAMPED: tl.constexpr):
     """(a, da/dgate, da/dup). `where` instead of min and max, which would hide NaN."""
     if CLAMPED:
         held = tl.where(gate > limit, limit, gate)
@@ -120,9 +117,9 @@ def _value_and_slopes(gate: tl.tensor, up: tl.tensor, limit: tl.tensor, alpha: t
 
 @jit
 def _forward_kernel(
-    gu: tl.tensor, gu_row: tl.tensor, bias: tl.tensor, ids: tl.tensor, order: tl.tensor, a: tl.tensor, a_row: tl.tensor,
-    limit: tl.tensor, alpha: tl.tensor, F: tl.constexpr, BLOCK: tl.constexpr, CLAMPED: tl.constexpr, BIAS: tl.constexpr,
-) -> None:  # fmt: skip
+    gu, gu_row, bias, ids, order, a, a_row, limit, alpha, F: tl.constexpr, BLOCK: tl.constexpr, CLAMPED: tl.constexpr,
+    BIAS: tl.constexpr,
+):  # fmt: skip
     TILES: tl.constexpr = (F + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // TILES).to(tl.int64)
     first = (tl.program_id(0) % TILES) * BLOCK
@@ -136,11 +133,9 @@ def _forward_kernel(
 
 @jit
 def _backward_kernel(
-    da: tl.tensor, da_row: tl.tensor, gu: tl.tensor, gu_row: tl.tensor, bias: tl.tensor, ids: tl.tensor, order: tl.tensor,
-    weights: tl.tensor, dgu: tl.tensor, dgu_row: tl.tensor, dweights: tl.tensor, a: tl.tensor, a_row: tl.tensor,
-    limit: tl.tensor, alpha: tl.tensor, F: tl.constexpr, BLOCK: tl.constexpr, CLAMPED: tl.constexpr, BIAS: tl.constexpr,
-    WEIGHTED: tl.constexpr, NEED_A: tl.constexpr,
-) -> None:  # fmt: skip
+    da, da_row, gu, gu_row, bias, ids, order, weights, dgu, dgu_row, dweights, a, a_row, limit, alpha, F: tl.constexpr,
+    BLOCK: tl.constexpr, CLAMPED: tl.constexpr, BIAS: tl.constexpr, WEIGHTED: tl.constexpr, NEED_A: tl.constexpr,
+):  # fmt: skip
     """One program a row: it sums a . da. A block is read before it is written, so dgu may overwrite gu, and a da."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(order + row).to(tl.int64)

@@ -30,10 +30,7 @@ def gather_rows_reference(
 
 
 @jit
-def _gather_kernel(
-    x: tl.tensor, x_row: tl.tensor, order: tl.tensor, out: tl.tensor, out_row: tl.tensor, K: tl.tensor, D: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
+def _gather_kernel(x, x_row, order, out, out_row, K, D: tl.constexpr, BLOCK: tl.constexpr):
     PARTS: tl.constexpr = (D + BLOCK - 1) // BLOCK
     row = tl.program_id(0) // PARTS
     column = (tl.program_id(0) % PARTS) * BLOCK + tl.arange(0, BLOCK)
@@ -44,11 +41,9 @@ def _gather_kernel(
 
 @jit
 def _gather_lora_kernel(
-    x: tl.tensor, x_row: tl.tensor, order: tl.tensor, A: tl.tensor, A_e: tl.tensor, A_r: tl.tensor, A_d: tl.tensor,
-    out: tl.tensor, out_row: tl.tensor, offsets: tl.tensor, K: tl.tensor, D: tl.tensor, R: tl.constexpr, E: tl.constexpr,
-    E_BLOCK: tl.constexpr, ROWS: tl.constexpr, R_BLOCK: tl.constexpr, INNER: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr,
-) -> None:  # fmt: skip
+    x, x_row, order, A, A_e, A_r, A_d, out, out_row, offsets, K, D, R: tl.constexpr, E: tl.constexpr, E_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, R_BLOCK: tl.constexpr, INNER: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     expert, first, end, _ = expert_tile(offsets, tl.program_id(0), 1, E, E_BLOCK, ROWS)
     if first >= end:
         return

@@ -138,9 +138,8 @@ def _route_rows(block: int) -> int:
 
 @jit
 def _without_lesser_groups(
-    choice: tl.tensor, expert: tl.tensor, E: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
-    GROUPS_BLOCK: tl.constexpr, KEPT: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+    choice, expert, E: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_BLOCK: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
     """choice [ROWS, E_BLOCK], -inf outside the KEPT groups with the largest sum of two largest choices."""
     group = tl.where(expert < E, expert // (E // GROUPS), -1)
     number = tl.arange(0, GROUPS_BLOCK)
@@ -161,11 +160,10 @@ def _without_lesser_groups(
 
 @jit
 def _route_kernel(
-    logits: tl.tensor, logits_row: tl.tensor, bias: tl.tensor, weights: tl.tensor, ids: tl.tensor, T: tl.tensor,
-    scale: tl.tensor, E: tl.constexpr, K: tl.constexpr, E_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    NORMALISE: tl.constexpr, SIGMOID: tl.constexpr, BIASED: tl.constexpr, GROUPS: tl.constexpr, GROUPS_BLOCK: tl.constexpr,
-    KEPT: tl.constexpr,
-) -> None:  # fmt: skip
+    logits, logits_row, bias, weights, ids, T, scale, E: tl.constexpr, K: tl.constexpr, E_BLOCK: tl.constexpr,
+    K_BLOCK: tl.constexpr, ROWS: tl.constexpr, NORMALISE: tl.constexpr, SIGMOID: tl.constexpr, BIASED: tl.constexpr,
+    GROUPS: tl.constexpr, GROUPS_BLOCK: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     expert = tl.arange(0, E_BLOCK)
     inside = (row[:, None] < T) & (expert[None, :] < E)
@@ -209,11 +207,9 @@ def _route_kernel(
 
 @jit
 def _route_backward_kernel(
-    dweights: tl.tensor, logits: tl.tensor, logits_row: tl.tensor, weights: tl.tensor, ids: tl.tensor, dlogits: tl.tensor,
-    dlogits_row: tl.tensor, T: tl.tensor, scale: tl.tensor,
-    E: tl.constexpr, K: tl.constexpr, E_BLOCK: tl.constexpr, ROWS: tl.constexpr, NORMALISE: tl.constexpr,
-    SIGMOID: tl.constexpr,
-) -> None:  # fmt: skip
+    dweights, logits, logits_row, weights, ids, dlogits, dlogits_row, T, scale, E: tl.constexpr, K: tl.constexpr,
+    E_BLOCK: tl.constexpr, ROWS: tl.constexpr, NORMALISE: tl.constexpr, SIGMOID: tl.constexpr,
+):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     expert = tl.arange(0, E_BLOCK)
     here = row < T
@@ -250,9 +246,7 @@ def _route_backward_kernel(
 
 
 @jit
-def _count_kernel(
-    ids: tl.tensor, counts: tl.tensor, S: tl.tensor, E: tl.constexpr, E_BLOCK: tl.constexpr, SLOTS: tl.constexpr
-) -> None:
+def _count_kernel(ids, counts, S, E: tl.constexpr, E_BLOCK: tl.constexpr, SLOTS: tl.constexpr):
     """counts [programs, E]: slots of each expert among a program's."""
     slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
     found = tl.load(ids + slot, mask=slot < S, other=-1)
@@ -262,10 +256,7 @@ def _count_kernel(
 
 
 @jit
-def _offsets_kernel(
-    counts: tl.tensor, starts: tl.tensor, offsets: tl.tensor, PROGRAMS: tl.tensor, S: tl.tensor, E: tl.constexpr,
-    E_BLOCK: tl.constexpr, ROWS: tl.constexpr,
-) -> None:  # fmt: skip
+def _offsets_kernel(counts, starts, offsets, PROGRAMS, S, E: tl.constexpr, E_BLOCK: tl.constexpr, ROWS: tl.constexpr):
     """One program an expert: slots of the experts before it, then of the programs before each, in `starts`."""
     own = tl.program_id(0)
     expert = tl.arange(0, E_BLOCK)
@@ -286,10 +277,7 @@ def _offsets_kernel(
 
 
 @jit
-def _place_kernel(
-    ids: tl.tensor, starts: tl.tensor, order: tl.tensor, inverse: tl.tensor, S: tl.tensor, E: tl.constexpr,
-    SLOTS: tl.constexpr,
-) -> None:  # fmt: skip
+def _place_kernel(ids, starts, order, inverse, S, E: tl.constexpr, SLOTS: tl.constexpr):
     number = tl.arange(0, SLOTS)
     slot = tl.program_id(0) * SLOTS + number
     inside = slot < S

@@ -95,9 +95,7 @@ def _weight_grad_tile(block: int, tail: int, itemsize: int) -> WeightGradTile:
 
 
 @jit
-def _take(
-    x: tl.tensor, x_row: tl.tensor, row: tl.tensor, T: tl.tensor, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr
-) -> tl.tensor:
+def _take(x, x_row, row, T, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
     """Columns FIRST to FIRST + WIDTH of some rows, as they are stored."""
     column = FIRST + tl.arange(0, WIDTH)
     inside = (row < T)[:, None] & (column < D)[None, :]
@@ -105,23 +103,20 @@ def _take(
 
 
 @jit
-def _give(
-    y: tl.tensor, y_row: tl.tensor, values: tl.tensor, row: tl.tensor, T: tl.tensor, FIRST: tl.constexpr, WIDTH: tl.constexpr,
-    D: tl.constexpr,
-) -> None:  # fmt: skip
+def _give(y, y_row, values, row, T, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
     column = FIRST + tl.arange(0, WIDTH)
     inside = (row < T)[:, None] & (column < D)[None, :]
     tl.store(y + row[:, None] * y_row + column[None, :], values.to(y.dtype.element_ty), mask=inside)
 
 
 @jit
-def _take_weight(weight: tl.tensor, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr) -> tl.tensor:
+def _take_weight(weight, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
     column = FIRST + tl.arange(0, WIDTH)
     return tl.load(weight + column, mask=column < D, other=0.0)[None, :]
 
 
 @jit
-def _scale_of(weight: tl.tensor, ONE_PLUS: tl.constexpr) -> tl.tensor:
+def _scale_of(weight, ONE_PLUS: tl.constexpr):
     scale = weight.to(tl.float32)
     if ONE_PLUS:
         scale += 1.0
@@ -130,10 +125,9 @@ def _scale_of(weight: tl.tensor, ONE_PLUS: tl.constexpr) -> tl.tensor:
 
 @jit
 def _forward_read(
-    x: tl.tensor, x_row: tl.tensor, residual: tl.tensor, residual_row: tl.tensor, h: tl.tensor, h_row: tl.tensor,
-    row: tl.tensor, T: tl.tensor, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ADD_BEFORE: tl.constexpr,
-    ADD_AFTER: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+    x, x_row, residual, residual_row, h, h_row, row, T, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
+    ADD_BEFORE: tl.constexpr, ADD_AFTER: tl.constexpr,
+):  # fmt: skip
     """The norm's input, and what is added afterwards."""
     value = _take(x, x_row, row, T, FIRST, WIDTH, D).to(tl.float32)
     other = value
@@ -148,9 +142,9 @@ def _forward_read(
 
 @jit
 def _forward_write(
-    y: tl.tensor, y_row: tl.tensor, value: tl.tensor, other: tl.tensor, inverse: tl.tensor, weight: tl.tensor, row: tl.tensor,
-    T: tl.tensor, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ONE_PLUS: tl.constexpr, ADD_AFTER: tl.constexpr,
-) -> None:  # fmt: skip
+    y, y_row, value, other, inverse, weight, row, T, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
+    ONE_PLUS: tl.constexpr, ADD_AFTER: tl.constexpr,
+):  # fmt: skip
     result = value * inverse[:, None] * _scale_of(_take_weight(weight, FIRST, WIDTH, D), ONE_PLUS)
     if ADD_AFTER:
         result += other
@@ -159,11 +153,9 @@ def _forward_write(
 
 @jit
 def _forward_kernel(
-    x: tl.tensor, x_row: tl.tensor, residual: tl.tensor, residual_row: tl.tensor, weight: tl.tensor, y: tl.tensor,
-    y_row: tl.tensor, h: tl.tensor, h_row: tl.tensor, rstd: tl.tensor, eps: tl.tensor, T: tl.tensor, D: tl.constexpr,
-    BLOCK: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, ONE_PLUS: tl.constexpr, ADD_BEFORE: tl.constexpr,
-    ADD_AFTER: tl.constexpr,
-) -> None:  # fmt: skip
+    x, x_row, residual, residual_row, weight, y, y_row, h, h_row, rstd, eps, T, D: tl.constexpr, BLOCK: tl.constexpr,
+    TAIL: tl.constexpr, ROWS: tl.constexpr, ONE_PLUS: tl.constexpr, ADD_BEFORE: tl.constexpr, ADD_AFTER: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     value, other = _forward_read(x, x_row, residual, residual_row, h, h_row, row, T, 0, BLOCK, D, ADD_BEFORE, ADD_AFTER)
     if TAIL > 0:
@@ -182,10 +174,9 @@ def _forward_kernel(
 
 @jit
 def _backward_rows(
-    dy: tl.tensor, dy_row: tl.tensor, h: tl.tensor, h_row: tl.tensor, weight: tl.tensor, weight_2: tl.tensor, rstd: tl.tensor,
-    add: tl.tensor, add_row: tl.tensor, dx: tl.tensor, dx_row: tl.tensor, row: tl.tensor, T: tl.tensor, D: tl.constexpr,
-    BLOCK: tl.constexpr, TAIL: tl.constexpr, ONE_PLUS: tl.constexpr, HAS_ADD: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+    dy, dy_row, h, h_row, weight, weight_2, rstd, add, add_row, dx, dx_row, row, T, D: tl.constexpr, BLOCK: tl.constexpr,
+    TAIL: tl.constexpr, ONE_PLUS: tl.constexpr, HAS_ADD: tl.constexpr,
+):  # fmt: skip
     """Writes dx of some rows; returns their shares of the weight gradient in the two blocks (without a tail the first twice).
 
     All loads come before the sums, whose barriers would delay them.
@@ -223,11 +214,10 @@ def _backward_rows(
 
 @jit
 def _backward_kernel(
-    dy: tl.tensor, dy_row: tl.tensor, h: tl.tensor, h_row: tl.tensor, weight: tl.tensor, rstd: tl.tensor, add: tl.tensor,
-    add_row: tl.tensor, dx: tl.tensor, dx_row: tl.tensor, partial_dw: tl.tensor, T: tl.tensor, D: tl.constexpr,
-    BLOCK: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, ONE_PLUS: tl.constexpr,
-    HAS_ADD: tl.constexpr, NEED_DW: tl.constexpr,
-) -> None:  # fmt: skip
+    dy, dy_row, h, h_row, weight, rstd, add, add_row, dx, dx_row, partial_dw, T, D: tl.constexpr, BLOCK: tl.constexpr,
+    TAIL: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, ONE_PLUS: tl.constexpr, HAS_ADD: tl.constexpr,
+    NEED_DW: tl.constexpr,
+):  # fmt: skip
     """One group of rows a program; with a weight gradient every num_programs-th group."""
     program = tl.program_id(0).to(tl.int64)
     first_row = program * ROWS
@@ -258,10 +248,7 @@ def _backward_kernel(
 
 
 @jit
-def _sum_rows_kernel(
-    partial: tl.tensor, other: tl.tensor, out: tl.tensor, rows: tl.tensor, other_rows: tl.tensor, D: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr,
-) -> None:  # fmt: skip
+def _sum_rows_kernel(partial, other, out, rows, other_rows, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     """out[0] = the sum of the rows of `partial`, out[1] that of `other`'s (program_id(1) says which); BLOCK columns each."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     second = tl.program_id(1) == 1

@@ -205,7 +205,7 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @jit
-def table_address(row, column: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+def table_address(row, column: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.constexpr):
     address = tl.load(row + column).to(tl.pointer_type(dtype))
     if ALIGNED:
         address = tl.multiple_of(address, 16)
@@ -213,7 +213,7 @@ def table_address(row, column: tl.constexpr, dtype: tl.constexpr, ALIGNED: tl.co
 
 
 @jit
-def load_fp32(pointers, inside, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
+def load_fp32(pointers, inside, MASKED: tl.constexpr):
     """Whole blocks load without a mask: a mask of unknown length would split 16-byte loads into single elements."""
     if MASKED:
         value = tl.load(pointers, mask=inside, other=0.0)
@@ -223,7 +223,7 @@ def load_fp32(pointers, inside, MASKED: tl.constexpr):  # type: ignore[no-untype
 
 
 @jit
-def store_rounded(pointers, value, inside, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
+def store_rounded(pointers, value, inside, MASKED: tl.constexpr):
     if MASKED:
         tl.store(pointers, value.to(pointers.dtype.element_ty), mask=inside)
     else:
@@ -231,9 +231,7 @@ def store_rounded(pointers, value, inside, MASKED: tl.constexpr):  # type: ignor
 
 
 @jit
-def _square_sums_kernel(  # type: ignore[no-untyped-def]
-    table, blocks, partials, GRAD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def _square_sums_kernel(table, blocks, partials, GRAD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     program = tl.program_id(0)
     row = table + tl.load(blocks + 2 * program) * FIELDS
     first = tl.load(blocks + 2 * program + 1).to(tl.int64) * BLOCK
@@ -249,9 +247,9 @@ def _square_sums_kernel(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _factors_kernel(  # type: ignore[no-untyped-def]
-    partials, partial_count, table, decays, lr, count, factors, result, skipped, clip_norm, loss,
-    WATCHED: tl.constexpr, LOG_BETA1: tl.constexpr, LOG_BETA2: tl.constexpr, PARTIALS: tl.constexpr, TENSORS: tl.constexpr,
+def _factors_kernel(
+    partials, partial_count, table, decays, lr, count, factors, result, skipped, clip_norm, loss, WATCHED: tl.constexpr,
+    LOG_BETA1: tl.constexpr, LOG_BETA2: tl.constexpr, PARTIALS: tl.constexpr, TENSORS: tl.constexpr,
 ):  # fmt: skip
     """One program: the norm, the clip factor, the steps, and (step size, 1 / sqrt(correction), decay) of each tensor.
 
@@ -287,7 +285,7 @@ def _factors_kernel(  # type: ignore[no-untyped-def]
 
 
 @jit
-def moved(p, m, v, grad, factors, one_minus_beta1, beta2, one_minus_beta2, eps):  # type: ignore[no-untyped-def]
+def moved(p, m, v, grad, factors, one_minus_beta1, beta2, one_minus_beta2, eps):
     """Parameter and moments after the step, in fp32."""
     m += (grad - m) * one_minus_beta1
     v = v * beta2 + grad * grad * one_minus_beta2
@@ -297,10 +295,9 @@ def moved(p, m, v, grad, factors, one_minus_beta1, beta2, one_minus_beta2, eps):
 
 
 @jit
-def _update_block(  # type: ignore[no-untyped-def]
-    row, factors, clip, first, left, one_minus_beta1, beta2, one_minus_beta2, eps,
-    PARAM: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
-    MASKED: tl.constexpr,
+def _update_block(
+    row, factors, clip, first, left, one_minus_beta1, beta2, one_minus_beta2, eps, PARAM: tl.constexpr, GRAD: tl.constexpr,
+    MOMENT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     lanes = tl.arange(0, BLOCK)
     inside = lanes < left
@@ -318,9 +315,9 @@ def _update_block(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _update_kernel(  # type: ignore[no-untyped-def]
-    table, factors, result, blocks, one_minus_beta1, beta2, one_minus_beta2, eps,
-    PARAM: tl.constexpr, GRAD: tl.constexpr, MOMENT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+def _update_kernel(
+    table, factors, result, blocks, one_minus_beta1, beta2, one_minus_beta2, eps, PARAM: tl.constexpr, GRAD: tl.constexpr,
+    MOMENT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if tl.load(result + AT_FINITE) != 0.0:
         program = tl.program_id(0)

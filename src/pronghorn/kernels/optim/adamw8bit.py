@@ -155,7 +155,7 @@ class AdamW8bitTensors(AdamWTensors):
 
 
 @jit
-def _nearest_level(x, SIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _nearest_level(x, SIGNED: tl.constexpr):
     """The byte of the level nearest to x: -1 to 1, or 0 to 1 without a sign. Exact but for rounding half way between two."""
     N: tl.constexpr = 1 if SIGNED else 2
     FIRST: tl.constexpr = 0.175 / 0.9 if SIGNED else 0.0625 / 0.45  # half way from 0 to the first level
@@ -177,7 +177,7 @@ def _nearest_level(x, SIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _level(code, SIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _level(code, SIGNED: tl.constexpr):
     """The inverse, within 5e-7 of the level: the largest of the seven lines. A table would be exact, but its values have
     another thread layout, and converting it takes 38 barriers a program."""
     N: tl.constexpr = 1 if SIGNED else 2
@@ -195,7 +195,7 @@ def _level(code, SIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @jit
-def _store_moment(codes, absmaxes, values, inside, rows_inside, SIGNED: tl.constexpr, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _store_moment(codes, absmaxes, values, inside, rows_inside, SIGNED: tl.constexpr, MASKED: tl.constexpr):
     absmax = tl.max(tl.abs(values), 1)
     inverse = tl.where(absmax > _TINY, tl.div_rn(tl.zeros_like(absmax) + 1.0, tl.maximum(absmax, _TINY)), 0.0)
     code = _nearest_level(values * inverse[:, None], SIGNED)
@@ -208,7 +208,7 @@ def _store_moment(codes, absmaxes, values, inside, rows_inside, SIGNED: tl.const
 
 
 @jit
-def _load_moment(codes, absmaxes, inside, rows_inside, SIGNED: tl.constexpr, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load_moment(codes, absmaxes, inside, rows_inside, SIGNED: tl.constexpr, MASKED: tl.constexpr):
     if MASKED:
         code = tl.load(codes, mask=inside, other=127 if SIGNED else 0)  # outside are zeros
         absmax = tl.load(absmaxes, mask=rows_inside, other=0.0)
@@ -219,9 +219,9 @@ def _load_moment(codes, absmaxes, inside, rows_inside, SIGNED: tl.constexpr, MAS
 
 
 @jit
-def _update_block(  # type: ignore[no-untyped-def]
-    row, absmax_row, factors, clip, first, left, one_minus_beta1, beta2, one_minus_beta2, eps,
-    PARAM: tl.constexpr, GRAD: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr,
+def _update_block(
+    row, absmax_row, factors, clip, first, left, one_minus_beta1, beta2, one_minus_beta2, eps, PARAM: tl.constexpr,
+    GRAD: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     rows = tl.arange(0, ROWS)
     lanes = rows[:, None] * _VALUES + tl.arange(0, _VALUES)[None, :]
@@ -243,9 +243,9 @@ def _update_block(  # type: ignore[no-untyped-def]
 
 
 @jit
-def _update_kernel(  # type: ignore[no-untyped-def]
-    table, absmax_table, factors, result, blocks, one_minus_beta1, beta2, one_minus_beta2, eps,
-    PARAM: tl.constexpr, GRAD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+def _update_kernel(
+    table, absmax_table, factors, result, blocks, one_minus_beta1, beta2, one_minus_beta2, eps, PARAM: tl.constexpr,
+    GRAD: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     if tl.load(result + AT_FINITE) != 0.0:
         program = tl.program_id(0)

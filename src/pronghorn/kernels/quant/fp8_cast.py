@@ -143,12 +143,12 @@ def _tile(D: int) -> Tile:
 
 
 @jit
-def _largest(values: tl.tensor) -> tl.tensor:
+def _largest(values):
     return tl.max(tl.abs(values), 1)
 
 
 @jit
-def _row_scale(largest: tl.tensor, squares: tl.tensor, bound: tl.tensor, HAS_BOUND: tl.constexpr) -> tl.tensor:
+def _row_scale(largest, squares, bound, HAS_BOUND: tl.constexpr):
     """(scale, 1 / scale). Comparisons with NaN are false: a row of NaN has scale 1 and keeps its NaN. With inf in a row,
     1 / scale is 0 and inf * 0 is NaN; a cast would saturate to 448."""
     if HAS_BOUND:
@@ -159,7 +159,7 @@ def _row_scale(largest: tl.tensor, squares: tl.tensor, bound: tl.tensor, HAS_BOU
 
 
 @jit
-def _take_columns(column_scale: tl.tensor, first: tl.tensor, WIDTH: tl.constexpr, D: tl.constexpr) -> tl.tensor:
+def _take_columns(column_scale, first, WIDTH: tl.constexpr, D: tl.constexpr):
     """[1, WIDTH], in the same thread layout as the rows it multiplies."""
     column = first + tl.arange(0, WIDTH)[None, :]
     return tl.load(column_scale + column, mask=column < D, other=0.0)
@@ -167,10 +167,9 @@ def _take_columns(column_scale: tl.tensor, first: tl.tensor, WIDTH: tl.constexpr
 
 @jit
 def _cast_kernel(
-    x: tl.tensor, x_row: tl.tensor, column_scale: tl.tensor, bound: tl.tensor, out: tl.tensor, out_row: tl.tensor,
-    scale: tl.tensor, T: tl.tensor, D: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr,
-    HAS_COLUMN: tl.constexpr, HAS_BOUND: tl.constexpr,
-) -> None:  # fmt: skip
+    x, x_row, column_scale, bound, out, out_row, scale, T, D: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
+    ROWS: tl.constexpr, HAS_COLUMN: tl.constexpr, HAS_BOUND: tl.constexpr,
+):  # fmt: skip
     """Whole rows in registers."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     value = _take(x, x_row, row, T, 0, BLOCK, D).to(tl.float32)
@@ -192,9 +191,9 @@ def _cast_kernel(
 
 @jit
 def _cast_wide_kernel(
-    x: tl.tensor, x_row: tl.tensor, column_scale: tl.tensor, bound: tl.tensor, out: tl.tensor, out_row: tl.tensor,
-    scale: tl.tensor, D: tl.constexpr, BLOCK: tl.constexpr, HAS_COLUMN: tl.constexpr, HAS_BOUND: tl.constexpr,
-) -> None:  # fmt: skip
+    x, x_row, column_scale, bound, out, out_row, scale, D: tl.constexpr, BLOCK: tl.constexpr, HAS_COLUMN: tl.constexpr,
+    HAS_BOUND: tl.constexpr,
+):  # fmt: skip
     """One row a program, read twice, the second time from the cache (57 kB at D = 28,672)."""
     row = tl.program_id(0).to(tl.int64)
     largest, squares = tl.zeros([1, BLOCK], tl.float32), tl.zeros([1, BLOCK], tl.float32)
@@ -209,9 +208,7 @@ def _cast_wide_kernel(
 
 
 @jit
-def _wide_part(
-    x: tl.tensor, column_scale: tl.tensor, first: tl.tensor, D: tl.constexpr, BLOCK: tl.constexpr, HAS_COLUMN: tl.constexpr
-) -> tl.tensor:
+def _wide_part(x, column_scale, first, D: tl.constexpr, BLOCK: tl.constexpr, HAS_COLUMN: tl.constexpr):
     """[1, BLOCK] values of one row, from column `first` on, times their column's scale."""
     column = first + tl.arange(0, BLOCK)[None, :]
     value = tl.load(x + column, mask=column < D, other=0.0).to(tl.float32)
@@ -221,7 +218,7 @@ def _wide_part(
 
 
 @jit
-def _give_part(out: tl.tensor, values: tl.tensor, first: tl.tensor, D: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def _give_part(out, values, first, D: tl.constexpr, BLOCK: tl.constexpr):
     column = first + tl.arange(0, BLOCK)[None, :]
     tl.store(out + column, values.to(out.dtype.element_ty), mask=column < D)
 
@@ -275,10 +272,7 @@ def _transpose_tile() -> TransposeTile:
 
 
 @jit
-def _transpose_kernel(
-    q: tl.tensor, q_row: tl.tensor, out: tl.tensor, out_row: tl.tensor, rows: tl.tensor, columns: tl.tensor,
-    ROWS: tl.constexpr, WORDS: tl.constexpr,
-) -> None:  # fmt: skip
+def _transpose_kernel(q, q_row, out, out_row, rows, columns, ROWS: tl.constexpr, WORDS: tl.constexpr):
     """In words of 4 bytes; sizes and strides count 16 bytes, so that the compiler knows the alignment.
 
     Four words in a column are 4 x 4 bytes, transposed in registers; the words then go through shared memory, where single bytes

@@ -49,10 +49,9 @@ def _tile(block: int, tail: int) -> Tile:
 
 @jit
 def _read(
-    x: tl.tensor, x_row: tl.tensor, residual: tl.tensor, residual_row: tl.tensor, h: tl.tensor, h_row: tl.tensor,
-    multiplier: tl.tensor, row: tl.tensor, T: tl.tensor, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
+    x, x_row, residual, residual_row, h, h_row, multiplier, row, T, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
     ADD: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+):  # fmt: skip
     value = _take(x, x_row, row, T, FIRST, WIDTH, D).to(tl.float32)
     if ADD:
         other = _take(residual, residual_row, row, T, FIRST, WIDTH, D).to(tl.float32)
@@ -64,9 +63,9 @@ def _read(
 
 @jit
 def _norm_part(
-    y: tl.tensor, y_row: tl.tensor, value: tl.tensor, inverse: tl.tensor, weight: tl.tensor, row: tl.tensor, T: tl.tensor,
-    FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ONE_PLUS: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
+    y, y_row, value, inverse, weight, row, T, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
+    ONE_PLUS: tl.constexpr,
+):  # fmt: skip
     """Stores the norm and returns its rounded value, so that the FP8 rows match what the adapters read."""
     result = value * inverse[:, None] * _scale_of(_take_weight(weight, FIRST, WIDTH, D), ONE_PLUS)
     stored = result.to(y.dtype.element_ty)
@@ -76,11 +75,10 @@ def _norm_part(
 
 @jit
 def _forward_kernel(
-    x: tl.tensor, x_row: tl.tensor, residual: tl.tensor, residual_row: tl.tensor, weight: tl.tensor, y: tl.tensor,
-    y_row: tl.tensor, h: tl.tensor, h_row: tl.tensor, y8: tl.tensor, y8_row: tl.tensor, rstd: tl.tensor, scale: tl.tensor,
-    bound: tl.tensor, eps: tl.tensor, multiplier: tl.tensor, T: tl.tensor, D: tl.constexpr, BLOCK: tl.constexpr,
-    TAIL: tl.constexpr, ROWS: tl.constexpr, ONE_PLUS: tl.constexpr, ADD: tl.constexpr, HAS_BOUND: tl.constexpr,
-) -> None:  # fmt: skip
+    x, x_row, residual, residual_row, weight, y, y_row, h, h_row, y8, y8_row, rstd, scale, bound, eps, multiplier, T,
+    D: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, ONE_PLUS: tl.constexpr, ADD: tl.constexpr,
+    HAS_BOUND: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     value = _read(x, x_row, residual, residual_row, h, h_row, multiplier, row, T, 0, BLOCK, D, ADD)
     squares = tl.sum(value * value, 1)

@@ -80,7 +80,7 @@ def mxfp4_quantize(weight: Tensor) -> MXFP4Tensor:
 
 
 @jit
-def mxfp4_level(number: tl.tensor) -> tl.tensor:
+def mxfp4_level(number):
     """e2m1 as fp32. Its exponent and mantissa bits, put where fp32 has the lowest of its own, make the value times 2^-126:
     the subnormal numbers of both agree."""
     bits = (number & 7) << 22 | (number & 8) << 28
@@ -88,15 +88,13 @@ def mxfp4_level(number: tl.tensor) -> tl.tensor:
 
 
 @jit
-def mxfp4_power(scale: tl.tensor) -> tl.tensor:
+def mxfp4_power(scale):
     scale = scale.to(tl.int32)
     return tl.where(scale == 0, 1 << 22, scale << 23).to(tl.float32, bitcast=True)
 
 
 @jit
-def _dequantize_kernel(
-    blocks: tl.tensor, scales: tl.tensor, out: tl.tensor, out_row: tl.tensor, row_blocks: tl.tensor, BLOCKS: tl.constexpr
-) -> None:
+def _dequantize_kernel(blocks, scales, out, out_row, row_blocks, BLOCKS: tl.constexpr):
     tiles = tl.cdiv(row_blocks, BLOCKS)
     row = (tl.program_id(0) // tiles).to(tl.int64)
     block = (tl.program_id(0) % tiles) * BLOCKS + tl.arange(0, BLOCKS)

@@ -159,7 +159,7 @@ def nf4_dequantize_reference(q: NF4Tensor, dtype: torch.dtype | None = None) -> 
 
 
 @jit
-def _reciprocal(x: tl.tensor, INTERPRETED: tl.constexpr) -> tl.tensor:
+def _reciprocal(x, INTERPRETED: tl.constexpr):
     """1 / x as bitsandbytes' kernel (built with fast math) gets it on a GPU: the last bit decides some of the numbers."""
     if INTERPRETED:
         inverse = 1.0 / tl.where(x > 0, x, 1.0)
@@ -169,10 +169,7 @@ def _reciprocal(x: tl.tensor, INTERPRETED: tl.constexpr) -> tl.tensor:
 
 
 @jit
-def _quantize_kernel(
-    weight: tl.tensor, thresholds: tl.tensor, packed: tl.tensor, absmax: tl.tensor, blocks: int,
-    GROUPS: tl.constexpr, INTERPRETED: tl.constexpr,
-) -> None:  # fmt: skip
+def _quantize_kernel(weight, thresholds, packed, absmax, blocks: int, GROUPS: tl.constexpr, INTERPRETED: tl.constexpr):
     """GROUPS blocks of 64 a program."""
     block = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)
     inside = block < blocks
@@ -189,10 +186,7 @@ def _quantize_kernel(
 
 
 @jit
-def _absmax_kernel(
-    absmax: tl.tensor, offset: tl.tensor, thresholds: tl.tensor, out: tl.tensor, nested_absmax: tl.tensor, blocks: int,
-    INTERPRETED: tl.constexpr,
-) -> None:  # fmt: skip
+def _absmax_kernel(absmax, offset, thresholds, out, nested_absmax, blocks: int, INTERPRETED: tl.constexpr):
     """256 absmax a program: the number of the nearest of 256 sorted levels, by halving."""
     place = tl.program_id(0).to(tl.int64) * 256 + tl.arange(0, 256)
     inside = place < blocks
@@ -278,10 +272,9 @@ def _config() -> Config:
 
 @jit
 def nf4_tile(
-    packed: tl.tensor, absmax: tl.tensor, nested_absmax: tl.tensor, nested_code: tl.tensor, offset: tl.tensor, code: tl.tensor,
-    row_scale: tl.tensor, out: tl.tensor, row_stride: int, rows: int, row_blocks: int, tile: int,
-    SCALED: tl.constexpr, NESTED: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, LOOKUP: tl.constexpr,
-) -> None:  # fmt: skip
+    packed, absmax, nested_absmax, nested_code, offset, code, row_scale, out, row_stride: int, rows: int, row_blocks: int,
+    tile: int, SCALED: tl.constexpr, NESTED: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, LOOKUP: tl.constexpr,
+):  # fmt: skip
     """GROUPS blocks: GROUPS / CHUNK rows of CHUNK neighbouring blocks (CHUNK divides row_blocks = D / 64). SCALED: divided by
     the scale of their row.
 
@@ -315,10 +308,9 @@ def nf4_tile(
 
 @jit
 def _dequantize_kernel(
-    packed: tl.tensor, absmax: tl.tensor, nested_absmax: tl.tensor, nested_code: tl.tensor, offset: tl.tensor, code: tl.tensor,
-    out: tl.tensor, row_stride: int, rows: int, row_blocks: int,
+    packed, absmax, nested_absmax, nested_code, offset, code, out, row_stride: int, rows: int, row_blocks: int,
     NESTED: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, LOOKUP: tl.constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     nf4_tile(
         packed, absmax, nested_absmax, nested_code, offset, code, code, out, row_stride, rows, row_blocks, tl.program_id(0),
         False, NESTED, CHUNK, GROUPS, LOOKUP,
@@ -327,10 +319,9 @@ def _dequantize_kernel(
 
 @jit
 def _dequantize_many_kernel(
-    jobs: tl.tensor, code: tl.tensor, out_like: tl.tensor,
-    JOBS: tl.constexpr, NESTED: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, LOOKUP: tl.constexpr,
-    ALIGNED: tl.constexpr,
-) -> None:  # fmt: skip
+    jobs, code, out_like, JOBS: tl.constexpr, NESTED: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr,
+    LOOKUP: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
     """jobs: [JOBS, 10] int64, see NF4Table. ALIGNED: every packed and out address is a multiple of 16 bytes, and so is a row
     of out."""
     program = tl.program_id(0)

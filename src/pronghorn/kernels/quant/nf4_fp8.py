@@ -42,10 +42,9 @@ def nf4_to_fp8_reference(q: NF4Tensor, scale_O: Tensor) -> Tensor:
 
 @jit
 def _to_fp8_kernel(
-    packed: tl.tensor, absmax: tl.tensor, nested_absmax: tl.tensor, nested_code: tl.tensor, offset: tl.tensor, code: tl.tensor,
-    row_scale: tl.tensor, out: tl.tensor, row_stride: int, rows: int, row_blocks: int, NESTED: tl.constexpr,
-    CHUNK: tl.constexpr, GROUPS: tl.constexpr, LOOKUP: tl.constexpr,
-) -> None:  # fmt: skip
+    packed, absmax, nested_absmax, nested_code, offset, code, row_scale, out, row_stride: int, rows: int, row_blocks: int,
+    NESTED: tl.constexpr, CHUNK: tl.constexpr, GROUPS: tl.constexpr, LOOKUP: tl.constexpr,
+):  # fmt: skip
     nf4_tile(
         packed, absmax, nested_absmax, nested_code, offset, code, row_scale, out, row_stride, rows, row_blocks,
         tl.program_id(0), True, NESTED, CHUNK, GROUPS, LOOKUP,

@@ -6,7 +6,7 @@ from pronghorn.kernels.runtime.dispatch import jit, tl
 
 
 @jit
-def nf4_shuffled_levels(code: tl.tensor, words: tl.tensor) -> tl.tensor:
+def nf4_shuffled_levels(code, words):
     """[GROUPS, 8] words of 4 bytes -> [GROUPS, 64] fp32 levels.
 
     Thread i of a warp holds level i mod 16, and a shuffle fetches what the thread of the given number holds. It looks at 5 bits
@@ -49,7 +49,7 @@ def nf4_shuffled_levels(code: tl.tensor, words: tl.tensor) -> tl.tensor:
 
 
 @jit
-def nf4_level(code: tl.tensor, number: tl.tensor, LOOKUP: tl.constexpr) -> tl.tensor:
+def nf4_level(code, number, LOOKUP: tl.constexpr):
     """Numbers below 16 -> fp32 levels."""
     if LOOKUP == "table":
         level = tl.load(code + number)

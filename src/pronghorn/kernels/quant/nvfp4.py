@@ -124,7 +124,7 @@ def _config() -> Config:
 
 
 @jit
-def nvfp4_scale(scale: tl.tensor) -> tl.tensor:
+def nvfp4_scale(scale):
     """e4m3 bytes without a sign as fp32, by their bits: not every chip has the cast. 127 is NaN."""
     scale = scale.to(tl.int32)
     normal = (((scale >> 3) + 120) << 23 | (scale & 7) << 20).to(tl.float32, bitcast=True)
@@ -133,7 +133,7 @@ def nvfp4_scale(scale: tl.tensor) -> tl.tensor:
 
 
 @jit
-def nvfp4_level(number: tl.tensor) -> tl.tensor:
+def nvfp4_level(number):
     """e2m1 as fp32, by its bits."""
     size = number & 7
     normal = (((size >> 1) + 126) << 23 | (size & 1) << 22).to(tl.float32, bitcast=True)
@@ -142,10 +142,7 @@ def nvfp4_level(number: tl.tensor) -> tl.tensor:
 
 
 @jit
-def _dequantize_kernel(
-    packed: tl.tensor, scales: tl.tensor, tensor_scale: tl.tensor, out: tl.tensor, out_row: tl.tensor, row_blocks: tl.tensor,
-    BLOCKS: tl.constexpr,
-) -> None:  # fmt: skip
+def _dequantize_kernel(packed, scales, tensor_scale, out, out_row, row_blocks, BLOCKS: tl.constexpr):
     tiles = tl.cdiv(row_blocks, BLOCKS)
     row = (tl.program_id(0) // tiles).to(tl.int64)
     block = (tl.program_id(0) % tiles) * BLOCKS + tl.arange(0, BLOCKS)
@@ -160,10 +157,7 @@ def _dequantize_kernel(
 
 
 @jit
-def _quantize_kernel(
-    weight: tl.tensor, weight_row: tl.tensor, scales: tl.tensor, tensor_scale: tl.tensor, packed: tl.tensor,
-    row_blocks: tl.tensor, BLOCKS: tl.constexpr,
-) -> None:  # fmt: skip
+def _quantize_kernel(weight, weight_row, scales, tensor_scale, packed, row_blocks, BLOCKS: tl.constexpr):
     tiles = tl.cdiv(row_blocks, BLOCKS)
     row = (tl.program_id(0) // tiles).to(tl.int64)
     block = (tl.program_id(0) % tiles) * BLOCKS + tl.arange(0, BLOCKS)

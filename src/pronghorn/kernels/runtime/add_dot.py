@@ -13,13 +13,13 @@ EXACT_INNER = 16  # terms per block of an fp32 dot: the minimum of `tl.dot`
 
 
 @jit
-def halves(x: tl.tensor) -> tl.tensor:
+def halves(x):
     """The left half of the columns, and the right one."""
     return tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
 
 
 @jit
-def _dot_by_16(a: tl.tensor, b_transposed: tl.tensor) -> tl.tensor:
+def _dot_by_16(a, b_transposed):
     """16 or 32 columns. max_num_imprecise_acc is ignored for fp32, but keeps the compiler from merging sum and product."""
     if a.shape[1] == 32:
         left, right = halves(a)
@@ -30,7 +30,7 @@ def _dot_by_16(a: tl.tensor, b_transposed: tl.tensor) -> tl.tensor:
 
 
 @jit
-def add_dot(sums: tl.tensor, a: tl.tensor, b: tl.tensor, PRECISION: tl.constexpr) -> tl.tensor:
+def add_dot(sums, a, b, PRECISION: tl.constexpr):
     """a: [M, K], b: [K, N]; in fp32 K is 16, 32 or 64."""
     if PRECISION != "ieee":
         return tl.dot(a, b, sums, input_precision=PRECISION)

@@ -20,10 +20,7 @@ def copy_rows_reference(source_TD: Tensor, scale: float = 1.0) -> Tensor:
 
 
 @jit
-def _kernel(
-    source: tl.tensor, source_row: tl.tensor, target: tl.tensor, target_row: tl.tensor, scale: tl.tensor, D: tl.constexpr,
-    BLOCK: tl.constexpr, SCALED: tl.constexpr,
-) -> None:  # fmt: skip
+def _kernel(source, source_row, target, target_row, scale, D: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr):
     PARTS: tl.constexpr = (D + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     row = (program // PARTS).to(tl.int64)

@@ -20,7 +20,7 @@ from pronghorn.kernels.runtime.dispatch import jit, tl, use_triton
 
 
 @jit
-def _address_kernel(memory, address):  # type: ignore[no-untyped-def]
+def _address_kernel(memory, address):
     tl.store(address, memory.to(tl.int64))
 
 
