@@ -263,24 +263,12 @@ class FastCausalLM:
         h_ND = self.hidden(self.embed(ids_T), replace(documents, load=load), loss_rows)
         return PackedRows(h_ND, labels_N, documents.grad_buffer, load)
 
-    def packed_loss(
-        self,
-        ids_T: Tensor,
-        positions_T: Tensor,
-        cu_seqlens: Tensor,
-        longest: int,
-        *,
-        labels_T: Tensor,
-        loss_rows: Tensor | None = None,
-        typical: int | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """(sum of the losses, loss of each row, detached): supervised training."""
-        rows = self.packed_rows(
-            ids_T, positions_T, cu_seqlens, longest, labels_T=labels_T, loss_rows=loss_rows, typical=typical
-        )
+    def packed_loss(self, *pack: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """(sum of the losses, loss of each row, detached): supervised training. Arguments as of `packed_rows`."""
+        rows = self.packed_rows(*pack, **options)
         total, each = self.loss(rows.h_ND, rows.labels_N, rows.grad_buffer)
         if rows.load is not None and rows.load.loss is not None:  # transformers adds it to the mean over the labels
-            total = total + self.balance * rows.load.loss * (labels_T != IGNORED).sum()
+            total = total + self.balance * rows.load.loss * (rows.labels_N != IGNORED).sum()
         return total, each
 
 

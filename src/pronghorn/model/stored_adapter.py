@@ -85,13 +85,13 @@ def base_name(folder: Path) -> str:
 def _config(folder: Path) -> dict[str, Any]:
     config = read_json(folder / ADAPTER, str(folder))
     if config.get("peft_type") != "LORA":
-        raise ModelError(
-            what=f"{ADAPTER} describes {str(config.get('peft_type'))[:80]!r}",
-            where=str(folder),
-            why="Pronghorn loads LoRA adapters only",
-            fix="use peft.PeftModel.from_pretrained(model, folder)",
-        )
+        raise _only_peft(f"describes {str(config.get('peft_type'))[:80]!r}", folder, "Pronghorn loads LoRA adapters only")
     return config
+
+
+def _only_peft(says: str, folder: Path, why: str) -> ModelError:
+    fix = "use peft.PeftModel.from_pretrained(model, folder)"
+    return ModelError(f"{ADAPTER} {says}", where=str(folder), why=why, fix=fix)
 
 
 def attach_adapter(model: torch.nn.Module, folder: Path) -> PeftModel:
@@ -99,12 +99,7 @@ def attach_adapter(model: torch.nn.Module, folder: Path) -> PeftModel:
     config = _config(folder)
     for key, value in config.items():
         if key not in (*HONOURED, *SAYS_NOTHING, INIT) and not (value is None or value is False):  # {} asks for defaults
-            raise ModelError(
-                what=f"{ADAPTER} sets `{key}`",
-                where=str(folder),
-                why="this adapter type is not supported",
-                fix="use peft.PeftModel.from_pretrained(model, folder)",
-            )
+            raise _only_peft(f"sets `{key}`", folder, "this adapter type is not supported")
     began = config.get(INIT)
     if not any(type(began) is type(one) and began == one for one in (*BEGAN_BESIDE, *TAKEN_OUT)) or (
         began in TAKEN_OUT and is_quantized(model)

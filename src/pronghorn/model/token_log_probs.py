@@ -63,15 +63,7 @@ def token_log_probs(
     with torch.autocast(h.device.type, enabled=False):
         x = final_norm(h, engine.norm, GradBuffer(), engine.layers[-1].down.extra)
         weight = head.weight if head.weight.dtype == x.dtype else head.weight.to(x.dtype)
-        found = linear_log_probs(
-            x,
-            weight,
-            targets[rows],
-            logit_scale=engine.head_terms["logit_scale"],
-            chunk_share=engine.head_terms.get("chunk_share", 1),
-            entropy=entropy,
-            top=top,
-        )
+        found = linear_log_probs(x, weight, targets[rows], entropy=entropy, top=top, **engine.head_terms)
     places = rows if pack.real is None else pack.real[rows]
 
     def spread(values: Tensor) -> Tensor:

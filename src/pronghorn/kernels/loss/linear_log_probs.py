@@ -39,40 +39,26 @@ class LogProbs(NamedTuple):
 
 
 def linear_log_probs_reference(
-    hidden_ND: Tensor,
-    weight_VD: Tensor,
-    labels_N: Tensor,
-    *,
-    bias_V: Tensor | None = None,
-    softcap: float = 0.0,
-    logit_scale: float = 1.0,
+    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, *, bias_V: Tensor | None = None, **given: Any
 ) -> LogProbs:
-    """Plain torch, all logits at once."""
-    logits = torch.nn.functional.linear(hidden_ND, weight_VD, bias_V)
-    logits = logits.to(_precise(logits.dtype)) * logit_scale
-    everything = (torch.tanh(logits / softcap) * softcap if softcap else logits).log_softmax(-1)
+    """Plain torch, all logits at once. `given`: the fields of `Terms`."""
+    terms, logits = Terms(**given), torch.nn.functional.linear(hidden_ND, weight_VD, bias_V)
+    logits = logits.to(_precise(logits.dtype)) * terms.logit_scale
+    everything = (torch.tanh(logits / terms.softcap) * terms.softcap if terms.softcap else logits).log_softmax(-1)
     entropy = -(everything.exp() * everything).sum(-1)
     log_probs = everything.gather(1, labels_N[:, None])[:, 0]
     return LogProbs(log_probs, entropy, log_probs >= everything.amax(-1))
 
 
 def linear_log_probs(
-    hidden_ND: Tensor,
-    weight_VD: Tensor,
-    labels_N: Tensor,
-    *,
-    bias_V: Tensor | None = None,
-    softcap: float = 0.0,
-    logit_scale: float = 1.0,
-    chunk_share: int = 1,
-    entropy: bool = False,
-    top: bool = False,
-) -> LogProbs:
+    hidden_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, *, bias_V: Tensor | None = None, entropy: bool = False,
+    top: bool = False, **given: Any,
+) -> LogProbs:  # fmt: skip
     """Differentiable once in hidden, weight and bias; 0 where the label is IGNORED. A bias moves the logits, and so the entropy
-    asks for none."""
-    terms = Terms(softcap, logit_scale, chunk_share=chunk_share)
+    asks for none. `given`: the fields of `Terms`."""
+    terms = Terms(**given)
     trained = weight_VD.requires_grad or (bias_V is not None and bias_V.requires_grad)
-    if ((entropy or top) and (trained or softcap)) or (entropy and bias_V is not None):
+    if ((entropy or top) and (trained or terms.softcap)) or (entropy and bias_V is not None):
         raise ValueError("entropy and top of a trained LM head, or of one with a softcap or a bias, need the logits")
     if trained and torch.is_grad_enabled():
         recomputed = _TrainedHeadLogProbs.apply(hidden_ND, weight_VD, bias_V, labels_N, terms)  # type: ignore[no-untyped-call]

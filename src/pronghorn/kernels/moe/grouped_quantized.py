@@ -24,7 +24,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.moe.grouped_gemm import expert_tile, grouped_linear_backward_input, grouped_linear_forward, precision_of
+from pronghorn.kernels.moe.grouped_gemm import (
+    Tile,
+    expert_tile,
+    grouped_linear_backward_input,
+    grouped_linear_forward,
+    precision_of,
+)
 from pronghorn.kernels.moe.grouped_lora import RANK_MULTIPLE, AdaptedBesideExperts, ExpertAdapter
 from pronghorn.kernels.quant.mxfp4 import mxfp4_level, mxfp4_power
 from pronghorn.kernels.quant.nf4_levels import nf4_shuffled_levels
@@ -53,17 +59,7 @@ class QuantizedStack(NamedTuple):
         return self.stored.dequantize(dtype=dtype).view(self.shape)
 
 
-class Tile(NamedTuple):
-    """Rows of x, and outputs, of a program; what it sums at a time in backward (in forward: DEPTH), warps, loads in flight."""
-
-    rows: int
-    outputs: int
-    inner: int
-    warps: int
-    stages: int
-
-
-# For `python -m benchmarks.ops --sweep grouped_quantized`.
+# For `python -m benchmarks.ops --sweep grouped_quantized`. Columns are outputs; backward sums `inner` at a time, forward DEPTH.
 CONFIGS = [Tile(128, 128, 64, 8, 3), Tile(256, 128, 64, 8, 3), Tile(128, 128, 64, 4, 3), Tile(128, 256, 64, 8, 3),
            Tile(64, 128, 64, 4, 4), Tile(128, 64, 64, 4, 4)]  # fmt: skip
 
@@ -211,9 +207,9 @@ def grouped_quantized_forward(
     assert D % DEPTH == 0 or y_SO.is_meta, f"a row of {D} values is not a multiple of {DEPTH}"
     tile = _tile(S, E, x_ext.dtype, chip_of(x_ext.device))
     thin = x_ext if sB_EOR is None else sB_EOR
-    _forward_kernel[((triton.cdiv(S, tile.rows) + E) * triton.cdiv(outputs, tile.outputs),)](
+    _forward_kernel[((triton.cdiv(S, tile.rows) + E) * triton.cdiv(outputs, tile.columns),)](
         x_ext, x_ext.stride(0), *_stored(stack), thin, thin.stride(0), thin.stride(1), y_SO, y_SO.stride(0), offsets_E1, D,
-        outputs, R=0 if sB_EOR is None else sB_EOR.shape[2], ROWS=tile.rows, COLUMNS=tile.outputs, num_warps=tile.warps,
+        outputs, R=0 if sB_EOR is None else sB_EOR.shape[2], ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
         num_stages=tile.stages, **_options(stack, x_ext.dtype),
     )  # fmt: skip
     return y_SO
@@ -232,9 +228,9 @@ def grouped_quantized_backward(
     assert D % DEPTH == 0 or dx_SD.is_meta, f"a row of {D} values is not a multiple of {DEPTH}"
     tile = _tile(S, E, dy_ext.dtype, chip_of(dy_ext.device))
     thin = dy_ext if A_ERD is None else A_ERD
-    _backward_kernel[((triton.cdiv(S, tile.rows) + E) * triton.cdiv(D, tile.outputs),)](
+    _backward_kernel[((triton.cdiv(S, tile.rows) + E) * triton.cdiv(D, tile.columns),)](
         dy_ext, dy_ext.stride(0), *_stored(stack), thin, thin.stride(0), thin.stride(1), dx_SD, dx_SD.stride(0), offsets_E1, D,
-        outputs, R=0 if A_ERD is None else A_ERD.shape[1], ROWS=tile.rows, INNER=tile.inner, BLOCKS=tile.outputs // DEPTH,
+        outputs, R=0 if A_ERD is None else A_ERD.shape[1], ROWS=tile.rows, INNER=tile.inner, BLOCKS=tile.columns // DEPTH,
         num_warps=tile.warps, num_stages=tile.stages, **_options(stack, dy_ext.dtype),
     )  # fmt: skip
     return dx_SD
