@@ -167,13 +167,11 @@ def test_more_weights_than_a_launch_takes_and_mixed_kinds(device: str) -> None:
             assert_same(job.target, value)
 
 
-@pytest.mark.parametrize("lookup", ["shuffle", "table", "select"])
+@pytest.mark.parametrize("lookup", ["shuffle", "table"])
 def test_every_way_to_look_levels_up(device: str, lookup: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for groups, warps in ((64, 4), (32, 4), (128, 8)):
         config = nf4.Config(groups, warps, lookup)
         monkeypatch.setattr(nf4, "_config", lambda config=config: config)
-        if device == "cpu" and lookup == "select":
-            monkeypatch.setattr(nf4, "_lookup", lambda *_: "select")
         jobs, expected = _jobs(device, [(40, 320), (7, 1024)])
         NF4Table(jobs).run()
         for job, values in zip(jobs, expected, strict=True):

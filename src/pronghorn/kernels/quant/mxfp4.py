@@ -8,9 +8,9 @@ A weight [..., O, D], D a multiple of 32; for a stack of experts [E, O, D]. A va
 
     value = e2m1 * scale              exact in bf16, but for the smallest
 
-0.53 bytes a value. transformers hands out the transpose, [E, D, O], since gpt-oss multiplies x W; the layout in the file is the
-usual [E, O, D]. Quantizing rounds the scale up, so that nothing is cut off, and values to the nearest, ties to the even number:
-dequantized weights keep their values when they are quantized again.
+The format takes 0.53 bytes a value. The file has the usual layout, [E, O, D]; transformers returns the transpose, [E, D, O],
+because gpt-oss computes x W. Quantizing rounds the scale up, so that no value is clipped, and values to the nearest level, ties
+to even: quantizing a dequantized weight again gives the same values.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class MXFP4Tensor(StoredTensor):
 
 
 def _powers(scales: Tensor) -> Tensor:
-    """fp32 by its bits: the exponent is the byte. 0 is 2^-127, which has no such exponent."""
+    """The scales as fp32: the byte is the exponent field. Byte 0 is 2^-127, a subnormal number, so it is set apart."""
     return torch.where(scales == 0, 2.0**-127, (scales.to(torch.int32) << 23).view(torch.float32))
 
 
@@ -60,7 +60,7 @@ def mxfp4_dequantize_reference(q: MXFP4Tensor, dtype: torch.dtype | None = None)
 
 @torch.no_grad()
 def mxfp4_quantize(weight: Tensor) -> MXFP4Tensor:
-    """Plain torch, on the weight's device: checkpoints come quantized, so this is for weights that were made here."""
+    """In plain torch, on the weight's device. Checkpoints come quantized, so this is only for weights that were made here."""
     rows = weight.detach().reshape(-1, BLOCK)
     blocks = torch.empty(len(rows), BLOCK // 2, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(len(rows), dtype=torch.uint8, device=weight.device)
@@ -81,8 +81,8 @@ def mxfp4_quantize(weight: Tensor) -> MXFP4Tensor:
 
 @jit
 def mxfp4_level(number):
-    """e2m1 as fp32. Its exponent and mantissa bits, put where fp32 has the lowest of its own, make the value times 2^-126:
-    the subnormal numbers of both agree."""
+    """e2m1 as fp32. Its exponent and mantissa bits, moved to fp32's lowest exponent bits and highest mantissa bit, are the value
+    times 2^-126, also for subnormal numbers."""
     bits = (number & 7) << 22 | (number & 8) << 28
     return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
 

@@ -25,7 +25,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.quant.nf4_levels import nf4_level, nf4_shuffled_levels
+from pronghorn.kernels.quant.nf4_levels import nf4_shuffled_levels
 from pronghorn.kernels.quant.stored import DequantizeJob, DequantizeTable, StoredTensor
 from pronghorn.kernels.runtime.dispatch import KERNELS_ARE_INTERPRETED, jit, tl, use_triton
 
@@ -60,7 +60,7 @@ def dynamic_code(device: torch.device | str = "cpu", *, signed: bool = True) -> 
 
 @cache
 def _thresholds(kind: Literal["nf4", "dynamic"], device: torch.device | str) -> Tensor:
-    """Half way between neighbouring levels."""
+    """The midpoints between neighbouring levels."""
     code = nf4_code() if kind == "nf4" else dynamic_code()
     return ((code[:-1] + code[1:]) / 2).to(device)
 
@@ -88,7 +88,7 @@ class NF4Tensor(StoredTensor):
 
     @property
     def kernel_parts(self) -> tuple[Tensor, ...]:
-        """absmax stands for the tensors that are not there without double quantization."""
+        """Without double quantization, absmax takes the place of the missing tensors."""
         nested = (self.nested_absmax, self.nested_code, self.offset)
         return self.packed, self.absmax, *(self.absmax if part is None else part for part in nested), self.code
 
@@ -222,7 +222,7 @@ def _absmax_triton(absmax: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def nf4_quantize(weight_OD: Tensor, *, nested: bool = True) -> NF4Tensor:
-    """The weight in 4 bits, on its own device. On a GPU one pass over it: an 8B model takes well under a second of device time
+    """Quantizes the weight on its own device. On a GPU it takes one pass: an 8B model takes well under a second of device time
     (predicted from 2.5 bytes a value), so reading the files decides how long loading takes."""
     weight_OD = weight_OD.detach()
     whole = weight_OD.is_contiguous() and weight_OD.numel() % BLOCK == 0
@@ -251,18 +251,17 @@ def nf4_quantize(weight_OD: Tensor, *, nested: bool = True) -> NF4Tensor:
 @dataclass(frozen=True, slots=True)
 class Config:
     """groups: blocks of 64 a program; lookup: where the 16 levels are found: `shuffle` in the registers of a warp's threads,
-    `table` in memory (one cache line), `select` by a tree of conditional moves. Compiled for sm_90 with 64 groups and 4 warps
-    they are 9.5, 13 and 22 instructions a value; an H200 can issue about 17 in the time its memory takes (computed)."""
+    `table` in memory (one cache line). Compiled for sm_90 with 64 groups and 4 warps they are 9.5 and 13 instructions a value;
+    an H200 can issue about 17 in the time its memory takes (computed)."""
 
     groups: int
     warps: int
-    lookup: Literal["shuffle", "table", "select"]
+    lookup: Literal["shuffle", "table"]
 
 
 CONFIGS = (
     Config(64, 4, "shuffle"), Config(32, 4, "shuffle"), Config(64, 8, "shuffle"), Config(128, 8, "shuffle"),
     Config(64, 4, "table"), Config(32, 4, "table"), Config(64, 8, "table"), Config(128, 8, "table"),
-    Config(64, 4, "select"),
 )  # fmt: skip
 
 
@@ -300,7 +299,7 @@ def nf4_tile(
     else:
         place = tl.max_contiguous(block[:, None] * 32 + tl.arange(0, 32)[None, :], [1, 4])
         pair = tl.load(packed + place, mask=inside[:, None], other=0).to(tl.int32)
-        values = tl.reshape(tl.join(nf4_level(code, pair >> 4, LOOKUP), nf4_level(code, pair & 15, LOOKUP)), (GROUPS, 64))
+        values = tl.reshape(tl.join(tl.load(code + (pair >> 4)), tl.load(code + (pair & 15))), (GROUPS, 64))
     values *= scale[:, None]
     target = (row.to(tl.int64) * row_stride + column * 64)[:, None] + tl.arange(0, 64)[None, :]
     tl.store(out + target, values.to(out.dtype.element_ty), mask=inside[:, None])

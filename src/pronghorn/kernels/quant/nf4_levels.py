@@ -1,4 +1,4 @@
-"""Device functions of the NF4 kernels: 4-bit numbers to their levels, out of registers, memory or a tree of selects."""
+"""A device function of the NF4 kernels: 4-bit numbers to their levels, out of the registers of a warp's threads."""
 
 from __future__ import annotations
 
@@ -46,20 +46,3 @@ def nf4_shuffled_levels(code, words):
     even = tl.join(tl.join(l0, l4), tl.join(l2, l6))  # [GROUPS, 8, 2, 2]: a join adds the fastest dimension
     odd = tl.join(tl.join(l1, l5), tl.join(l3, l7))
     return tl.reshape(tl.join(even, odd), (words.shape[0], 64))
-
-
-@jit
-def nf4_level(code, number, LOOKUP: tl.constexpr):
-    """Numbers below 16 -> fp32 levels."""
-    if LOOKUP == "table":
-        level = tl.load(code + number)
-    else:
-        b0, b1, b2, b3 = (number & 1) != 0, (number & 2) != 0, (number & 4) != 0, (number & 8) != 0
-        n0 = tl.where(b1, tl.where(b0, -0.39491748809814453, -0.5250730514526367), tl.where(b0, -0.6961928009986877, -1.0))
-        n1 = tl.where(b1, tl.where(b0, 0.0, -0.09105003625154495), tl.where(b0, -0.18477343022823334, -0.28444138169288635))
-        p0 = tl.where(
-            b1, tl.where(b0, 0.33791524171829224, 0.24611230194568634), tl.where(b0, 0.16093020141124725, 0.07958029955625534)
-        )
-        p1 = tl.where(b1, tl.where(b0, 1.0, 0.7229568362236023), tl.where(b0, 0.5626170039176941, 0.44070982933044434))
-        level = tl.where(b3, tl.where(b2, p1, p0), tl.where(b2, n1, n0))
-    return level

@@ -1,7 +1,7 @@
-"""Weights in few bits, whatever the format: what nf4.py, mxfp4.py, nvfp4.py and fp8_cast.py have in common.
+"""What the formats of quantized weights (nf4.py, mxfp4.py, nvfp4.py, fp8_cast.py) have in common.
 
-A format is a frozen dataclass: first the packed values, a tensor of bytes, then the tensors of its scales, then what is not a
-tensor. It holds one weight [O, D], or a stack of experts [E, O, D], which some formats keep as one weight [E * O, D].
+A format is a frozen dataclass with the packed values first (a tensor of bytes), then the tensors of scales, then fields that
+are not tensors. It holds one weight [O, D], or a stack of experts [E, O, D], which some formats store as one weight [E * O, D].
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class StoredTensor:
         def dtype(self) -> torch.dtype: ...  # of the weight that was quantized
 
     def dequantize(self, out: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """In `out`, whose rows may be strided, or in a new tensor of `dtype`."""
+        """The weight in `out`, whose rows may be strided, or in a new tensor of `dtype`."""
         raise NotImplementedError
 
     def tensors(self) -> dict[str, Tensor]:
-        """By field; the packed values first."""
+        """The tensors by field name, the packed values first."""
         found = ((field.name, getattr(self, field.name)) for field in fields(self))  # type: ignore[arg-type]
         return {name: value for name, value in found if isinstance(value, Tensor)}
 
@@ -42,7 +42,7 @@ class StoredTensor:
 
     @property
     def nested(self) -> bool:
-        """Whether the scales are quantized, too."""
+        """Whether the scales are quantized as well."""
         return False
 
     @property
@@ -59,7 +59,7 @@ class StoredTensor:
 
     @classmethod
     def table(cls, jobs: Sequence[DequantizeJob]) -> DequantizeTable:
-        """What dequantizes these weights, which are all of this format."""
+        """Dequantizes these weights, all of this format, in one call."""
         return DequantizeTable(jobs)
 
 
@@ -71,7 +71,7 @@ class DequantizeJob(NamedTuple):
 
 
 class DequantizeTable:
-    """Weights that are dequantized together; here one after the other."""
+    """Dequantizes several weights in one call; here one after the other."""
 
     def __init__(self, jobs: Sequence[DequantizeJob]) -> None:
         self.jobs = list(jobs)

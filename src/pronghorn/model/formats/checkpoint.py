@@ -1,6 +1,6 @@
-"""Models out of a folder with their weights in few bits: stored so, or quantized as they are read, tensor by tensor.
+"""Loads a model with quantized weights: quantized in the checkpoint already, or here as they are read, tensor by tensor.
 
-Never more than the result and one wide weight is on the device, and nothing on the host: each tensor is read on its own.
+Each tensor is read straight to the device, so there is never more than the result and one wide weight, and nothing on the host.
 Weights are cast to the compute dtype before they are quantized, as transformers with bitsandbytes does.
 """
 
@@ -31,7 +31,7 @@ Progress = Callable[[str, int, int], None]
 
 
 def published_format(config: Any) -> str:
-    """What a checkpoint says that its weights are stored in: a name of the table, or another; empty: in no quantized format."""
+    """The quantized format that a checkpoint's config names, in the table or not; empty if there is none."""
     found = getattr(config, "quantization_config", None)
     if not found:
         return ""
@@ -47,7 +47,7 @@ def published_format(config: Any) -> str:
 
 
 def refuse_unreadable(config: Any, storage: Format, where: str) -> None:
-    """Checkpoints whose format is not read at all, or not with this storage."""
+    """Refuses checkpoints whose format cannot be read, or not with this storage."""
     found = published_format(config)
     known = {row.name: row for row in FORMATS.values() if row.published}
     if found and found not in known:
@@ -102,11 +102,11 @@ class Shards:
         return self.files[name]
 
     def let_go(self) -> None:
-        """Of what was read: a file's pages stay in memory while it is open."""
+        """Closes the files: the pages of an open file stay in memory."""
         self.files.clear()
 
     def _name(self, key: str) -> str:
-        """As the files have it."""
+        """The tensor's name in the files."""
         key = self.stored_as.get(key, key)
         others = (key.replace(ours, theirs) for ours, theirs in OTHER_NAMES.items())
         return key if key in self.file_of else next((name for name in others if name in self.file_of), key)
@@ -135,8 +135,8 @@ def load_stored(
     progress: Progress | None = None,
     keep: Callable[[str, nn.Module], None] | None = None,
 ) -> PreTrainedModel:
-    """In a checkpoint that is stored in 4 bits, linears that are not stay in 16: whoever made it left them out. `keep`: gets
-    each decoder layer as soon as its weights are read, and need not leave it whole (model/shards.py)."""
+    """Linears that a 4-bit checkpoint has in 16 bits stay in 16 bits: whoever made it left them out. `keep` is called with
+    each decoder layer as soon as its weights are read, and may keep a part of it (model/shards.py)."""
     config = read_config(str(folder))
     refuse_unreadable(config, storage, str(folder))
     published = FORMATS.get(published_format(config))
@@ -200,14 +200,14 @@ PARTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": 
 
 
 def _single(shards: Shards, key: str, expert: int) -> list[str]:
-    """Where the parts of one expert are; empty if they are not there."""
+    """Names of one expert's tensors in the checkpoint; empty if it has none."""
     owner, _, name = key.rpartition(".")
     each = ([f"{owner}.{expert}.{part}.weight" for part in parts] for parts in PARTS[name])
     return next((names for names in each if all(one in shards for one in names)), [])
 
 
 def _stack_format(shards: Shards, key: str) -> Format | None:
-    """In which the checkpoint has this stack; None: in no format of few bits."""
+    """The quantized format of this stack in the checkpoint; None if it is not quantized."""
     return next((row for row in FORMATS.values() if row.stack and f"{key}{row.stack[0]}" in shards), None)
 
 
@@ -216,7 +216,7 @@ def _has_stack(shards: Shards, key: str) -> bool:
 
 
 def _read_stack(shards: Shards, key: str, experts: StoredExperts, dtype: torch.dtype) -> None:
-    """As it is stored, or quantized as it is read: never more than one stack is there in 16 bits."""
+    """Takes the stack as it is stored, or quantizes it: never more than one stack is in memory in 16 bits."""
     name = key.rpartition(".")[2]
     if (found := _stack_format(shards, key)) and found.read_stack:
         experts.set(name, found.read_stack(*(shards.get(f"{key}{part}") for part in found.stack), dtype))
@@ -254,7 +254,7 @@ def _wide(weight: Tensor, shape: tuple[int, ...], key: str) -> Tensor:
 
 
 def _refuse_missing(keys: Collection[str], stacks: Collection[str], shards: Shards, folder: Path) -> None:
-    """`stacks`: those of the keys that are stacks of experts, which may be stored in other ways."""
+    """`stacks`: the keys of stacks of experts, which may be stored in other ways."""
     missing = [key for key in keys if key not in shards and not (key in stacks and _has_stack(shards, key))]
     if missing:
         others = f" (and {counted(len(missing) - 1, 'more weight')})" if len(missing) > 1 else ""
@@ -265,7 +265,7 @@ def _refuse_missing(keys: Collection[str], stacks: Collection[str], shards: Shar
 def _weight(
     parts: dict[str, Tensor], storage: Format, published: Format | None, wide: bool, dtype: torch.dtype, where: str
 ) -> Tensor | StoredTensor:
-    """Of a linear, from what its files have of it; `wide`: in 16 or 32 bits."""
+    """A linear's weight from its stored parts. `wide`: not quantized."""
     weight, read = parts["weight"], (published or storage).read
     if len(parts) > 1 and read:
         stored = read(parts, where)
@@ -307,7 +307,7 @@ def _tied(model: PreTrainedModel) -> set[str]:
 
 
 def _untie(model: PreTrainedModel, shards: Shards) -> None:
-    """As transformers does: where the files have two different tensors for what the config ties, the files are right."""
+    """Where the config ties two weights and the files have different tensors for them, the files win, as in transformers."""
     for key, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         if key in shards and source in shards and not torch.equal(shards.get(key), shards.get(source)):
             owner, _, leaf = key.rpartition(".")
@@ -320,8 +320,8 @@ def _is_unset(buffer: Tensor) -> Tensor:
 
 
 def _fill_computed_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Buffers that no checkpoint holds (RoPE's frequencies) are computed by the family's own initialisation: that of the model
-    they are in, which of a vision tower is another. It would initialise weights, too, and they are put back."""
+    """Buffers that no checkpoint holds (RoPE's frequencies) are computed by the family's own initialisation, which for a vision
+    tower is the tower's. It also initialises weights, so those are restored afterwards."""
     family = {"": model}
     for name, module in model.named_modules():
         above = family[name.rpartition(".")[0]]

@@ -1,10 +1,10 @@
-"""Stacks of experts that stay in few bits, in a format of the table (table.py).
+"""Stacks of experts that stay quantized, in a format of the table (table.py).
 
 E = experts, D = width of a stack's input, O = of its output, S = T * K rows sorted by expert (kernels/moe/routing.py).
 
-`StoredExperts` replaces the family's own module. Its `gate_up_proj` and `down_proj` have the family's shape, so that PEFT
-finds what it adapts, but hold a single zero: PEFT adds an adapter's product to them, so what they give is what is to be added
-to the weights. The layers read `stacks` (model/experts.py); `forward`, for generation, uses the same grouped products.
+`StoredExperts` replaces the family's own module. Its `gate_up_proj` and `down_proj` have the family's shape, so that PEFT can
+adapt them, but hold a single zero: PEFT adds an adapter's product to it, and the sum is what must be added to the weights. The
+layers read `stacks` (model/experts.py); `forward`, for generation, uses the same grouped products.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STACKS = ("gate_up_proj", "down_proj")
 
 
 class _StackProduct(torch.autograd.Function):
-    """One grouped product with a stack in few bits, differentiable in its rows: no more than a tile is dequantized."""
+    """One grouped product with a quantized stack, differentiable in its rows. Only tiles of the stack are dequantized."""
 
     @staticmethod
     def forward(ctx: Any, x_SD: Tensor, stack: QuantizedStack, offsets_E1: Tensor) -> Tensor:
@@ -43,11 +43,11 @@ class _StackProduct(torch.autograd.Function):
 
 
 class StoredExperts(nn.Module):
-    quantized = STACKS  # its parameters in few bits
+    quantized = STACKS  # its quantized parameters
 
     def __init__(self, own: nn.Module, storage: Format) -> None:
-        """`own`: the family's module, on any device, also `meta`. Stacks come by `set`, which may have another format than
-        `quantize` would give them: the checkpoint's."""
+        """`own`: the family's module, on any device, also `meta`. `set` adds the stacks, in `storage` or in the checkpoint's
+        own format."""
         super().__init__()
         self.own_module, self.storage = (own,), storage  # not a child: its parameters are not ours
         self.is_transposed = bool(getattr(own, "is_transposed", False))  # it keeps [E, D, O]
@@ -60,7 +60,7 @@ class StoredExperts(nn.Module):
             self._parameters[f"{name}_bias"] = getattr(own, f"{name}_bias", None)
 
     def set(self, name: str, stored: StoredTensor) -> None:
-        """The stack in few bits, as [E, O, D]."""
+        """The quantized stack, as [E, O, D]."""
         self.stacks[name] = stack = QuantizedStack.of(stored, self.num_experts)
         if stored.device.type == "cuda" and stack.shape[2] % DEPTH:
             raise ModelError(
@@ -73,7 +73,7 @@ class StoredExperts(nn.Module):
         self._parameters[name] = nn.Parameter(nothing, requires_grad=False)
 
     def quantize(self, name: str, weight: Tensor) -> None:
-        """From 16 bits in the family's own layout."""
+        """Quantizes a 16-bit stack in the family's own layout."""
         assert self.storage.quantize
         self.set(name, self.storage.quantize(self._usual(weight)))
 
@@ -125,7 +125,7 @@ class StoredExperts(nn.Module):
         return own
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StoredExperts:
-        """Moves to another device; what is in few bits stays as it is when the model is cast."""
+        """Moves to another device; quantized stacks do not change when the model is cast."""
         aside = {name: self._parameters.pop(name) for name in self.stacks}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, placeholder in aside.items():
@@ -138,8 +138,8 @@ class StoredExperts(nn.Module):
 
 
 def stored_experts_(model: Any, storage: Format) -> dict[str, StoredExperts]:
-    """Every layer's experts become such, without weights yet; by the module's name. In the format that the
-    family is published in (families.py), where `storage` allows it."""
+    """Replaces every layer's experts by StoredExperts without weights yet, and returns them by name. Their format is the one
+    that the family is published in (families.py), if `storage` allows it."""
     family, found = FAMILIES.get(text_config(model.config).model_type), {}
     if storage.as_published and family and family.experts and family.experts.published_in:
         storage = FORMATS[family.experts.published_in]

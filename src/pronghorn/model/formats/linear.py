@@ -1,11 +1,11 @@
-"""A frozen linear in few bits, whatever the format.
+"""A frozen linear with a quantized weight, in any format of the table.
 
 It is an `nn.Linear` whose `weight` holds the packed values and whose scales are buffers. PEFT therefore wraps it as it wraps
 any linear, and adapters have their usual names. Its `state_dict` has the names and bytes that the format's row says
 (table.py), which other libraries read. Embeddings, norms, routers and the head stay in the compute dtype.
 
 The fast layers read `stored` (layers/linears.py, layers/fp8_linears.py). `forward` is for everything else: generation, DoRA,
-LoRA dropout. To merge adapters, `dequantize_` (store.py) comes first: PEFT then adds to what they were trained on.
+LoRA dropout. Before adapters are merged, `dequantize_` (store.py) restores the weights that they were trained on.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pronghorn.model.formats.table import Format, format_of
 
 
 class _Product(torch.autograd.Function):
-    """x W^T + bias. The wide weight is made again in backward instead of being kept."""
+    """x W^T + bias. Backward dequantizes the weight again instead of keeping it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, q: StoredTensor, bias: Tensor | None) -> Tensor:
@@ -40,13 +40,13 @@ class _Product(torch.autograd.Function):
 
 
 def dequantizes(module: nn.Module) -> bool:
-    """Whether a linear is multiplied in the compute dtype: a plain one, or in a format that is dequantized for products.
-    Exactly these: a subclass may compute something else."""
+    """Whether a linear is multiplied in the compute dtype: it is plain, or its format is dequantized for products. Exact types:
+    a subclass may compute something else."""
     return type(module) is nn.Linear or (type(module) is StoredLinear and not module.storage.in_fp8)
 
 
 class StoredLinear(nn.Linear):
-    quantized = ("weight",)  # its parameters in few bits
+    quantized = ("weight",)  # its quantized parameters
 
     def __init__(self, q: StoredTensor, bias: Tensor | None = None, workspace: Workspace | None = None) -> None:
         """`workspace`: where the fast layers dequantize, one for all the linears of a model."""
@@ -60,7 +60,7 @@ class StoredLinear(nn.Linear):
     def from_linear(
         cls, module: nn.Linear, storage: Format, device: torch.device | None = None, workspace: Workspace | None = None
     ) -> StoredLinear:
-        """Quantized on `device`, if one is given, to which the weight goes first."""
+        """Quantizes on `device` if one is given: the weight is moved there first."""
         assert storage.quantize
         bias = None if module.bias is None else module.bias.to(device)
         return cls(storage.quantize(module.weight.detach().to(device)), bias, workspace)
@@ -76,7 +76,7 @@ class StoredLinear(nn.Linear):
 
     @property
     def scale_names(self) -> list[str]:
-        """Of the buffers beside the weight."""
+        """Names of the buffers that hold the scales."""
         return self._scales
 
     @property
@@ -92,7 +92,7 @@ class StoredLinear(nn.Linear):
         return self.stored.dequantize(dtype=dtype)
 
     def dequantized(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Of `quantized`."""
+        """The parameter of this name, one of `quantized`."""
         return self.dequantize(dtype)
 
     def to_own(self, dtype: torch.dtype) -> nn.Linear:
@@ -114,7 +114,7 @@ class StoredLinear(nn.Linear):
         return f"{super().extra_repr()}, {self.storage.name}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StoredLinear:
-        """Moves to another device, but scales stay as they are when the model is cast: in bf16 they would be other weights."""
+        """Moves to another device; but scales keep their dtype when the model is cast: in bf16 the weights would change."""
         before = {name: self._buffers[name] for name in self._scales}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, buffer in before.items():

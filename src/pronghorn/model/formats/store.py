@@ -1,4 +1,4 @@
-"""Whole models in few bits and back, and which of a model's modules are."""
+"""Quantizes and dequantizes whole models, and finds their quantized modules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pronghorn.model.formats.table import Format, storage_of
 
 
 def linears_of(model: nn.Module, kind: type[nn.Linear], skip: Collection[str] = ()) -> list[tuple[nn.Module, str, str, Any]]:
-    """(parent, attribute, full name, module), exactly of this type. Safe while modules are being replaced."""
+    """(parent, attribute, full name, module) of each linear of exactly this type. Modules may be replaced meanwhile."""
     found = []
     for parent_name, parent in model.named_modules():
         for name, module in parent.named_children():
@@ -26,12 +26,12 @@ def linears_of(model: nn.Module, kind: type[nn.Linear], skip: Collection[str] = 
 
 
 def stored_modules(model: nn.Module) -> Iterator[tuple[str, StoredLinear | StoredExperts]]:
-    """Those in few bits, by name, also inside PEFT's wrappers."""
+    """The quantized modules by name, also those inside PEFT's wrappers."""
     return ((name, module) for name, module in model.named_modules() if storage_of(module) is not None)  # type: ignore[misc]
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """Whether some of its linears are."""
+    """Whether any linear is quantized."""
     return any(isinstance(module, StoredLinear) for module in model.modules())
 
 
@@ -44,8 +44,8 @@ def count_parameters(model: nn.Module) -> int:
 def store_linears_(
     model: nn.Module, storage: Format, *, skip: Collection[str] | None = None, device: torch.device | None = None
 ) -> int:
-    """Every linear but those skipped (default: as the format says) is stored in few bits, one after the other, on `device`, if
-    one is given. How many there were. The wide weight of each is let go of before the next one's turn."""
+    """Quantizes every linear except `skip` (default: those that the format leaves wide), on `device` if one is given. Frees
+    each wide weight before it goes on to the next. Returns the number of linears."""
     workspace, linears = Workspace(), linears_of(model, nn.Linear, storage.wide if skip is None else skip)
     for parent, name, _, module in linears:
         setattr(parent, name, StoredLinear.from_linear(module, storage, device, workspace))
@@ -54,7 +54,7 @@ def store_linears_(
 
 
 def store_experts_(model: nn.Module, storage: Format) -> int:
-    """Every stack of experts. How many layers have them."""
+    """Quantizes every stack of experts. Returns the number of layers that have experts."""
     found = stored_experts_(model, storage)
     for experts in found.values():
         for name in STACKS:
@@ -63,8 +63,8 @@ def store_experts_(model: nn.Module, storage: Format) -> int:
 
 
 def dequantize_(model: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> int:
-    """Every linear and all experts in few bits, also inside PEFT's wrappers, become the family's own modules, with their values
-    in `dtype`, and go to `device`, where one is given, as soon as they are there. How many there were.
+    """Replaces every quantized linear and stack of experts, also inside PEFT's wrappers, by the family's own module with the
+    values in `dtype`, on `device` if one is given. Returns how many there were.
 
     PEFT's `merge_and_unload` then gives exactly dequantized weight + scale * B A.
     """

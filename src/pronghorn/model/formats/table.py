@@ -82,6 +82,11 @@ def _nvfp4(weight: Tensor) -> StoredTensor:
     return nvfp4_quantize(weight.contiguous().flatten(0, -2))
 
 
+def _not_stored_as(format_: str, scales: str, where: str) -> ModelError:
+    why = f"{scales} is missing, or the values are not bytes"
+    return ModelError(what=f"the weight is not stored as {format_}", where=where, why=why, fix="use the 16-bit model")
+
+
 def _nvfp4_state(q: NVFP4Tensor) -> dict[str, Tensor]:
     return {"weight": q.packed, "weight_scale": q.scales, "weight_scale_2": q.tensor_scale}
 
@@ -89,12 +94,7 @@ def _nvfp4_state(q: NVFP4Tensor) -> dict[str, Tensor]:
 def _nvfp4_of_state(parts: Mapping[str, Tensor], where: str) -> NVFP4Tensor:
     weight = parts["weight"]
     if "weight_scale_2" not in parts or weight.dtype != torch.uint8:
-        raise ModelError(
-            what="the weight is not stored as NVFP4",
-            where=where,
-            why="weight_scale_2 is missing, or the values are not bytes",
-            fix="use the 16-bit model",
-        )
+        raise _not_stored_as("NVFP4", "weight_scale_2", where)
     shape = len(weight), 2 * weight.shape[1]
     return NVFP4Tensor(weight, parts["weight_scale"], parts["weight_scale_2"].float(), shape, torch.bfloat16)
 
@@ -106,12 +106,7 @@ def _fp8_state(q: FP8Tensor) -> dict[str, Tensor]:
 
 def _fp8_of_state(parts: Mapping[str, Tensor], where: str) -> FP8Tensor:
     if "weight_scale" not in parts or parts["weight"].itemsize != 1:
-        raise ModelError(
-            what="the weight is not stored as FP8 with a scale for each row",
-            where=where,
-            why="weight_scale is missing, or the values are not bytes",
-            fix="use the 16-bit model",
-        )
+        raise _not_stored_as("FP8 with a scale for each row", "weight_scale", where)
     return FP8Tensor(parts["weight"].view(torch.uint8), parts["weight_scale"][:, 0].float(), torch.float32)
 
 
