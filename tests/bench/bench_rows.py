@@ -34,5 +34,5 @@ def several() -> list[dict[str, Any]]:
         measured("llama-1b", "unsloth", 80_000.0),
         measured("llama-1b", "pronghorn", 120_000.0),
         {"workload": "llama-1b", "system": "liger", "status": "failed", "why": "OutOfMemoryError: <CUDA> | out of memory"},
-        {"workload": "qwen3-14b", "system": "pronghorn", "status": "not built", "why": "needs qlora, not built yet"},
+        {"workload": "qwen3-14b", "system": "pronghorn", "status": "not installed", "why": "no module peft"},
     ]

@@ -19,7 +19,7 @@ def test_ours_comes_first_and_nothing_is_left_out() -> None:
     lines = cells(several())
     assert [line[1] for line in lines[:4]] == ["Pronghorn", "Unsloth", "Unsloth, its checkpointing", "transformers + Liger"]
     assert lines[3][2].startswith("failed: OutOfMemoryError")
-    assert lines[-1][:3] == ("qwen3-14b", "Pronghorn", "needs qlora, not built yet")
+    assert lines[-1][:3] == ("qwen3-14b", "Pronghorn", "not installed: no module peft")
 
 
 def test_markdown_is_not_broken_by_what_a_system_says() -> None:

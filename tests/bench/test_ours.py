@@ -79,8 +79,3 @@ def test_a_budget_is_planned_for_and_told(
     ]
     assert "2 keep" in table(rows)
     assert "failed: no room" in table(rows)
-
-
-def test_no_workload_waits_for_what_is_built() -> None:
-    assert {workload.waits_for for workload in WORKLOADS.values()} == {""}
-    assert WORKLOADS["qwen3-14b"].method == "qlora"

@@ -22,7 +22,7 @@ def test_it_says_ratios_and_reasons_and_where_it_was_measured() -> None:
     texts = [text.text for text in ET.fromstring(draw(several())).iter(f"{SVG}text")]
     assert "120,000  (1.50x Unsloth)" in texts
     assert "failed: OutOfMemoryError: <CUDA> | out of memory" in texts
-    assert "needs qlora, not built yet" in texts
+    assert "not installed: no module peft" in texts
     assert "Test card, torch 2.11, 2026-11-15" in texts
 
 

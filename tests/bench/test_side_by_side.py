@@ -21,7 +21,7 @@ from pronghorn.bench.meter import machine
 from pronghorn.bench.results import NAME, Results
 from pronghorn.bench.side_by_side import PICTURE, Plan, environment, last_error, parse_paths, run
 from pronghorn.bench.weights import model_folder
-from pronghorn.bench.worker import measure, missing
+from pronghorn.bench.worker import missing
 from pronghorn.bench.workloads import SYSTEMS, WORKLOADS, System
 from pronghorn.cli import main
 from pronghorn.errors import CommandError
@@ -189,17 +189,6 @@ def test_a_system_that_is_not_installed_has_a_row(tmp_path: Path) -> None:
     results, text = said(Plan(out=tmp_path, workloads=["tiny"], systems=["unsloth"], resume=earlier))
     assert (results.get("tiny", "unsloth") or {})["status"] == "not installed"
     assert "not installed: no module unsloth" in text
-
-
-def test_what_we_have_not_built_is_listed_without_its_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    waiting = replace(WORKLOADS["qwen3-14b"], waits_for="qlora")
-    monkeypatch.setitem(WORKLOADS, "qwen3-14b", waiting)
-    plan = Plan(out=tmp_path, workloads=["qwen3-14b"])
-    assert [(workload.name, system) for workload, system in plan.jobs()] == [("qwen3-14b", "pronghorn")]
-    row = measure(SYSTEMS["pronghorn"], waiting, warmup=1, steps=1, lengths=None)
-    assert (row["status"], row["why"]) == ("not built", "needs qlora, not built yet")
-    assert [system for _, system in Plan(out=tmp_path, workloads=["qwen3-14b"], systems=["unsloth-ckpt"]).jobs()] == [
-        "ceiling", "unsloth-ckpt"]  # fmt: skip
 
 
 def test_paths_are_for_the_systems_they_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,7 @@ class RunningMean(torch.nn.Module):
 
     def __init__(self, strength: float) -> None:
         super().__init__()
+        self.config = SimpleNamespace(architectures=None)
         self.embedding = torch.nn.Embedding(259, 8)
         self.strength = strength
 

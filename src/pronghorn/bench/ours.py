@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +25,7 @@ from pronghorn.train.graphed_step import make_step
 from pronghorn.train.memory import plan_memory, run_job
 from pronghorn.train.objectives import Objective, objective_of
 from pronghorn.train.optim import make_optimizer, trainable
-from pronghorn.train.step import Step, StepResult, autocast
+from pronghorn.train.step import StepResult, autocast
 
 Graph = Literal["auto", "on", "off"]
 
@@ -54,28 +53,6 @@ def bench_recipe(workload: Workload, graph: Graph = "auto") -> Recipe:
             **({"objective": "dpo"} if workload.pairs else {}),
             **({"memory": {"budget": workload.budget}} if workload.budget else {}),
         }
-    )
-
-
-def make_our_step(
-    model: Any,
-    recipe: Recipe,
-    device: torch.device,
-    precision: Precision,
-    graph: Graph,
-    say: Callable[[str], None],
-    objective: Objective | None = None,
-) -> Step:
-    """The one place that knows how our step is built."""
-    return make_step(
-        model,
-        make_optimizer(model, recipe),
-        device=device,
-        precision=precision,
-        clip=recipe.train.clip,
-        graph=graph,
-        say=say,
-        objective=objective,
     )
 
 
@@ -141,7 +118,10 @@ class Ours:
             print("\n".join(self.memory.text()), flush=True)
         objective.prepare(model, table, device, lambda: autocast(precision, device))
         meter.mark("reference")
-        self.step = make_our_step(model, recipe, device, precision, graph, self._note, objective)
+        self.step = make_step(
+            model, make_optimizer(model, recipe), device=device, precision=precision, clip=recipe.train.clip, graph=graph,
+            say=self._note, objective=objective,
+        )  # fmt: skip
         config = base_of(model).config
         attention = pick_backend(
             device,

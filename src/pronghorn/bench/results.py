@@ -2,7 +2,7 @@
 
     {"what", "commands": [...], "results": [row, ...]}
 
-A row has "workload", "system" (or "ceiling"), "status" (measured | not installed | not built | failed | timed out), "why",
+A row has "workload", "system" (or "ceiling"), "status" (measured | not installed | failed | timed out), "why",
 "date", and where it was measured the figures of `meter.Meter.result` and "machine".
 """
 

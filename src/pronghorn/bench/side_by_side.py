@@ -44,7 +44,6 @@ OFFLINE = {
 }
 # In favour of the peers: less memory is lost between blocks of different sizes.
 PEERS_ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-RETRIED = ("not installed", "not built")  # costs a second, and may have changed
 WEIGHTS = "weights"
 
 
@@ -66,9 +65,6 @@ class Plan:
     def jobs(self) -> Iterator[tuple[Workload, str]]:
         for name in self.workloads:
             workload = WORKLOADS[name]
-            if workload.waits_for and not self.systems:  # peers alone say nothing
-                yield workload, "pronghorn"
-                continue
             if not workload.pairs:
                 yield workload, CEILING
             yield from ((workload, system) for system in self.systems or workload.systems)
@@ -126,8 +122,9 @@ def run(plan: Plan, say: Callable[[str], None], on_row: Callable[[Row], None] = 
 
 
 def _again(plan: Plan, row: Row) -> bool:
+    """One that is not installed costs a second, and may be by now."""
     failed = row["status"] != "measured"
-    return row["status"] in RETRIED or row["system"] in plan.again or (failed and "failed" in plan.again)
+    return row["status"] == "not installed" or row["system"] in plan.again or (failed and "failed" in plan.again)
 
 
 def summary(row: Row) -> str:
@@ -151,8 +148,7 @@ def _now() -> str:
 
 def _first_part(plan: Plan, workload: Workload, system: str) -> _Process | Row:
     """A process that has begun, or what there is to say instead."""
-    builds = system != CEILING and not (system == "pronghorn" and workload.waits_for)
-    if builds and not model_folder(workload.model).is_dir():
+    if system != CEILING and not model_folder(workload.model).is_dir():
         made = _process(plan, workload, WEIGHTS, ["-m", "pronghorn.bench.weights", "--model", workload.model]).result(plan)
         if made["status"] != "measured":
             return made | {"why": f"cannot create the model folder: {made['why']}"}

@@ -47,8 +47,6 @@ def ratio_to(speed: float, unsloth: float | None) -> tuple[str]:
 
 def why_not(row: Row, width: int = 90) -> str:
     status, why = row["status"], " ".join(str(row.get("why", "")).split())
-    if status == "not built":
-        return why
     text = f"{status}: {why}" if why else status
     return text if len(text) <= width else text[: width - 1] + "…"
 

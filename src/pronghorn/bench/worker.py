@@ -36,8 +36,6 @@ def measure(
     system: System, workload: Workload, *, warmup: int, steps: int, lengths: Path | None, turn: Path | None = None
 ) -> dict[str, Any]:
     row: dict[str, Any] = {"workload": workload.name, "system": system.name}
-    if system.name == "pronghorn" and workload.waits_for:
-        return row | {"status": "not built", "why": f"needs {workload.waits_for}, not built yet"}
     if absent := missing(system, workload):
         return row | {"status": "not installed", "why": f"no module {', '.join(absent)}"}
     if system.name == "pronghorn":

@@ -45,6 +45,16 @@ _QWEN = {
     "max_position_embeddings": 40960,
     "rope_theta": 1e6,
 }
+_GEMMA = {
+    "model_type": "gemma3_text",
+    "vocab_size": 262144,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "sliding_window": 512,
+    "query_pre_attn_scalar": 256,
+    "max_position_embeddings": 32768,
+}
 _GPT_OSS = {
     "model_type": "gpt_oss",
     "vocab_size": 201088,
@@ -73,8 +83,6 @@ _GPT_OSS = {
 _QWEN_MOE = {
     "model_type": "qwen3_moe",
     "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
     "moe_intermediate_size": 768,
     "num_experts": 128,
     "num_experts_per_tok": 8,
@@ -85,83 +93,29 @@ _QWEN_MOE = {
     "rms_norm_eps": 1e-6,
     "max_position_embeddings": 40960,
     "rope_theta": 1e6,
-    "tie_word_embeddings": False,
 }
+
+
+def _sized(family: dict[str, Any], width: int, mlp: int, layers: int, *, tied: bool = False, **others: Any) -> dict[str, Any]:
+    sizes = {"hidden_size": width, "intermediate_size": mlp, "num_hidden_layers": layers, "tie_word_embeddings": tied}
+    return family | sizes | others
+
+
+_TINY = {"vocab_size": 512, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
 MODELS: dict[str, dict[str, Any]] = {  # the published sizes; weights are random, because speed does not depend on them
-    "qwen3-0.6b": _QWEN
-    | {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "tie_word_embeddings": True,
-    },
-    "llama-1b": _LLAMA
-    | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64, "tie_word_embeddings": True},
-    "llama-8b": _LLAMA
-    | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": 128, "tie_word_embeddings": False},
+    "qwen3-0.6b": _sized(_QWEN, 1024, 3072, 28, num_attention_heads=16, tied=True),
+    "llama-1b": _sized(_LLAMA, 2048, 8192, 16, head_dim=64, tied=True),
+    "llama-8b": _sized(_LLAMA, 4096, 14336, 32, head_dim=128),
     # Llama 3.1 8B told that it may read a million tokens: peers stretch the rotary positions of longer texts than they know.
-    "llama-8b-long": _LLAMA
-    | {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "head_dim": 128,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": 2**20,
-    },
-    "qwen3-14b": _QWEN
-    | {
-        "hidden_size": 5120,
-        "intermediate_size": 17408,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 40,
-        "tie_word_embeddings": False,
-    },
-    "gemma3-1b": {
-        "model_type": "gemma3_text",
-        "vocab_size": 262144,
-        "hidden_size": 1152,
-        "intermediate_size": 6912,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 1,
-        "head_dim": 256,
-        "sliding_window": 512,
-        "query_pre_attn_scalar": 256,
-        "max_position_embeddings": 32768,
-        "tie_word_embeddings": True,
-    },
+    "llama-8b-long": _sized(_LLAMA, 4096, 14336, 32, head_dim=128, max_position_embeddings=2**20),
+    "qwen3-14b": _sized(_QWEN, 5120, 17408, 40, num_attention_heads=40),
+    "gemma3-1b": _sized(_GEMMA, 1152, 6912, 26, tied=True),
     "gpt-oss-20b-4layers": _GPT_OSS | {"num_hidden_layers": 4},
     # All of it, with the experts in MXFP4, as it is published.
     "gpt-oss-20b": _GPT_OSS | {"num_hidden_layers": 24, "quantization_config": {"quant_method": "mxfp4"}},
-    "qwen3-30b-a3b-4layers": _QWEN_MOE | {"num_hidden_layers": 4},
-    "tiny-moe": _QWEN_MOE
-    | {
-        "hidden_size": 64,
-        "moe_intermediate_size": 32,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "num_hidden_layers": 2,
-        "vocab_size": 512,
-        "head_dim": 16,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 4096,
-    },
-    "tiny": _LLAMA
-    | {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "vocab_size": 512,
-        "head_dim": 16,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": True,
-        "rope_theta": 1e4,
-        "max_position_embeddings": 4096,
-    },
+    "qwen3-30b-a3b-4layers": _sized(_QWEN_MOE, 2048, 6144, 4),
+    "tiny-moe": _sized(_QWEN_MOE | _TINY, 64, 6144, 2, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2),
+    "tiny": _sized(_LLAMA | _TINY, 64, 128, 2, rope_theta=1e4, tied=True),
 }
 
 
@@ -226,7 +180,6 @@ class Workload:
     adapters: Literal["linears", "attention", "experts"] = "linears"  # of mixtures of experts: on what
     budget: str = ""  # our side plans its memory for this (recipe.Memory.budget); empty: it keeps everything
     pairs: bool = False  # preference pairs and DPO, with lengths as such data has them (pairs.py)
-    waits_for: str = ""  # what we must build before our side can run
 
     @property
     def row(self) -> int:

@@ -81,8 +81,8 @@ def mxfp4_quantize(weight: Tensor) -> MXFP4Tensor:
 
 @jit
 def mxfp4_level(number):
-    """e2m1 as fp32. Its exponent and mantissa bits, moved to fp32's lowest exponent bits and highest mantissa bit, are the value
-    times 2^-126, also for subnormal numbers."""
+    """e2m1 as fp32. Its exponent and mantissa bits, moved to fp32's lowest exponent bits and highest mantissa bit, make the
+    value times 2^-126, also for subnormal numbers."""
     bits = (number & 7) << 22 | (number & 8) << 28
     return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
 
