@@ -151,16 +151,8 @@ class ChatTemplate:
             rendered = error.rendered
         return replace(rendered, turns=())
 
-    def render(
-        self,
-        messages: Sequence[Message],
-        tools: Any = None,
-        where: str = "",
-        *,
-        allow_lost: bool = False,
-        read_only: Collection[int] = (),
-    ) -> Rendered:
-        """`read_only`: messages that are not trained on, whose reasoning a template may drop."""
+    def render(self, messages: Sequence[Message], tools: Any = None, where: str = "", **options: Any) -> Rendered:
+        """Options as of `render_at_length`."""
         self._where = where
         found = self._known.find(messages) if not tools else None
         known = None
@@ -168,7 +160,7 @@ class ChatTemplate:
             known = Rendered(found.text, tuple(Turn(*turn) for turn in found.turns), (), found.contents, found.written)
         if known is not None and not self._known.to_be_checked:
             return known
-        rendered = self.render_at_length(messages, tools, where, allow_lost=allow_lost, read_only=read_only)
+        rendered = self.render_at_length(messages, tools, where, **options)
         if known is not None and known != rendered:
             raise RuntimeError(f"{where}: known gaps and marks give different turns: {known.turns} and {rendered.turns}")
         if not tools and not rendered.lost:
@@ -185,7 +177,8 @@ class ChatTemplate:
         allow_lost: bool = False,
         read_only: Collection[int] = (),
     ) -> Rendered:
-        """The same, whatever is known from other rows."""
+        """The same, whatever is known from other rows. `read_only`: messages that are not trained on, whose reasoning a
+        template may drop."""
         kind_of = kind(messages)
         tools = list(tools) if tools else None
         first: Rendered | None = None

@@ -14,6 +14,8 @@ Memory and time are those of a step of 215 tokens, forward and backward, twice.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -107,7 +109,7 @@ def verify(model: Any, seed: int = 0) -> Verdict:
     was_training = model.training
     model.train()
     try:
-        with _RandomAdapters(model, seed), _NarrowWindows(engine, config):
+        with _random_adapters(model, seed), _narrow_windows(engine, config):
             own = _gradients(model, lambda: _own_loss(model, ids, positions, bounds))
             fast = _gradients(
                 model,
@@ -158,46 +160,37 @@ def _require_windows(engine: FastCausalLM, config: Any) -> None:
             )
 
 
-class _NarrowWindows:
+@contextmanager
+def _narrow_windows(engine: FastCausalLM, config: Any) -> Iterator[None]:
     """Of the family's layers, which read the config (masks) or the attention module, and of ours."""
-
-    def __init__(self, engine: FastCausalLM, config: Any) -> None:
-        holders = [config, *(layer.layer.self_attn for layer in engine.layers)]
-        self.holders = [holder for holder in holders if (getattr(holder, "sliding_window", None) or 0) > NARROW]
-        self.options = [layer.attention.options for layer in engine.layers]
-        self.before: list[tuple[Any, int]] = []
-
-    def __enter__(self) -> None:
-        self.before = [(holder, holder.sliding_window) for holder in self.holders]
-        self.ours = [options["window"] for options in self.options]
-        for holder in self.holders:
+    holders = [config, *(layer.layer.self_attn for layer in engine.layers)]
+    theirs = [(one, wide) for one in holders if (wide := getattr(one, "sliding_window", None) or 0) > NARROW]
+    ours = [(options, wide) for layer in engine.layers if (wide := (options := layer.attention.options)["window"]) is not None]
+    try:
+        for holder, _ in theirs:
             holder.sliding_window = NARROW
-        for options in self.options:
-            options["window"] = None if options["window"] is None else min(NARROW, options["window"])
-
-    def __exit__(self, *_: object) -> None:
-        for holder, wide in self.before:
+        for options, wide in ours:
+            options["window"] = min(NARROW, wide)
+        yield
+    finally:
+        for holder, wide in theirs:
             holder.sliding_window = wide
-        for options, wide in zip(self.options, self.ours, strict=True):
+        for options, wide in ours:
             options["window"] = wide
 
 
-class _RandomAdapters:
+@contextmanager
+def _random_adapters(model: Any, seed: int) -> Iterator[None]:
     """LoRA's B is zero at the start, so A would have no gradient and half of the adapter would go unchecked."""
-
-    def __init__(self, model: Any, seed: int) -> None:
-        self.zeros = [p for name, p in model.named_parameters() if "lora_B" in name and p.requires_grad and not p.any()]
-        self.chance = torch.Generator().manual_seed(seed)
-
-    @torch.no_grad()
-    def __enter__(self) -> None:
-        for parameter in self.zeros:
-            parameter.copy_(0.02 * torch.randn(parameter.shape, generator=self.chance))
-
-    @torch.no_grad()
-    def __exit__(self, *_: object) -> None:
-        for parameter in self.zeros:
-            parameter.zero_()
+    zeros = [p for name, p in model.named_parameters() if "lora_B" in name and p.requires_grad and not p.any()]
+    chance = torch.Generator().manual_seed(seed)
+    for parameter in zeros:
+        parameter.detach().copy_(0.02 * torch.randn(parameter.shape, generator=chance))
+    try:
+        yield
+    finally:
+        for parameter in zeros:
+            parameter.detach().zero_()
 
 
 def _own_loss(model: Any, ids: Tensor, positions: Tensor, bounds: Tensor) -> Tensor:
