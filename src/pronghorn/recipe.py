@@ -249,7 +249,8 @@ class Report(Section):
 
 class World(Section):
     # what is spread over the ranks of a run instead of copied to each (docs/scale.md). base: the frozen weights; full: with
-    # method full, the weights, their gradients and the optimizer's moments; none: nothing. auto: none where it fits
+    # method full, the weights, their gradients and the optimizer's moments; experts: frozen experts, with their adapters, to
+    # which tokens are sent; none: nothing. auto: none where it fits, else base or full
     shard: Literal["auto", "none", "base", "full", "experts"] = "auto"
 
 
@@ -369,10 +370,12 @@ class Recipe(Section):
 
     def _shard_misfits(self) -> list[str]:
         shard, problems = self.world.shard, []
-        if shard == "experts":
+        if shard == "experts" and self.method == "full":
+            problems.append("world.shard: experts spreads frozen experts, and method: full trains them; set world.shard: full")
+        if shard == "experts" and self.data.eval is not None and (self.eval.generations or self.eval.metrics):
             problems.append(
-                "world.shard: experts is not supported yet: experts are spread with the other weights of their layer;"
-                " set world.shard: base, or full with method: full"
+                "world.shard: experts cannot answer held-out rows, for which one rank would need all experts;"
+                " set eval.generations: 0 and remove eval.metrics, or set world.shard: base"
             )
         if shard == "base" and self.method == "full":
             problems.append("world.shard: base needs frozen weights, and method: full has none; set world.shard: full")
@@ -381,7 +384,7 @@ class Recipe(Section):
                 f"world.shard: full spreads trained weights, and those of method: {self.method} are frozen;"
                 " set world.shard: base"
             )
-        if shard in ("base", "full") and (why := self.why_not_sharded):
+        if shard in ("base", "full", "experts") and (why := self.why_not_sharded):
             problems.append(f"world.shard: {shard} cannot be combined with {why}; change that, or set world.shard: none")
         return problems
 
@@ -394,9 +397,10 @@ class Recipe(Section):
             return f"objective: {self.objective.name}, for which ranks run the model unequally often, or another head"
         if self.method != "full" and (self.lora.dropout or self.lora.dora):
             return "lora.dropout or lora.dora, whose layers keep their weights for backward"
-        if self.method == "full" and self.precision == "fp16":
+        parts = self.method == "full" or self.world.shard == "experts"  # ranks train what others have not
+        if parts and self.precision == "fp16":
             return "precision: fp16, whose loss scale would differ between ranks"
-        if self.method == "full" and self.train.optimizer != "adamw":
+        if parts and self.train.optimizer != "adamw":
             return f"train.optimizer: {self.train.optimizer}, which is not spread yet (adamw is)"
         if self.method == "full" and self.compute == "fp8":
             return "compute: fp8, which keeps a copy of trained weights in FP8"

@@ -262,7 +262,6 @@ def test_what_is_spread(recipe_for: Callable[..., Recipe]) -> None:
         shard_of(recipe_for(world={"shard": "base"}, train={"graph": "on"}), two, CPU, facts)
     assert "train.graph" in refused.value.why
     for changes, why in (
-        ({"world": {"shard": "experts"}}, "not supported yet"),
         ({"world": {"shard": "base"}, "method": "full"}, "needs frozen weights"),
         ({"world": {"shard": "full"}}, "are frozen"),
         ({"world": {"shard": "base"}, "layers": "own"}, "layers: own"),

@@ -28,6 +28,7 @@ from pronghorn.kernels.loss.linear_cross_entropy import chunk_rows, linear_cross
 from pronghorn.kernels.runtime.dispatch import dry_run
 from pronghorn.memory.job import FP32, Job, head_share, moment_bytes
 from pronghorn.model.causal_lm import FastCausalLM, base_of, engine_of, install
+from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.layers.layer import DecoderLayer
 from pronghorn.model.layers.saved import Level, leave
 from pronghorn.model.layers.types import Documents
@@ -262,7 +263,9 @@ def static_parts(job: Job) -> dict[str, int]:
     weights = s.layers * one.layer_bytes + one.rest_bytes + tables * one.embedding_bytes
     full = job.method == "full"
     tuned = trained * (1 if full else 2) * FP32 + moment_bytes(job.optimizer, trained)[0]
-    if job.ranks > 1:  # two units arrive and compute; the one that computes lies beside its adapters, or its copy in 16 bits
+    if job.only_experts:
+        weights -= expert_bytes(job) * (job.ranks - 1) // job.ranks
+    elif job.ranks > 1:  # two units arrive and compute; the one that computes lies beside its adapters, or its copy in 16 bits
         each, spread = (FP32 * one.layer_trained, FP32 * trained) if full else (one.layer_bytes, weights)
         beside = one.layer_bytes - each if full else 0 if one.shared_bytes else one.layer_bytes
         weights = spread // job.ranks + 2 * max(each, one.embedding_bytes) + beside
@@ -275,6 +278,13 @@ def static_parts(job: Job) -> dict[str, int]:
     if job.graphed and not full:
         parts["adapter sums"] = s.layers * one.sums.buffer.nbytes
     return parts
+
+
+def expert_bytes(job: Job) -> int:
+    """Of all layers' experts, as they are stored."""
+    row = FORMATS[job.stored_as]
+    each = job.element if row.quantize is None else row.bytes_each
+    return int(job.shape.layers * sum(stack.weights for stack in stacks(job)) * each)
 
 
 def host_moments(job: Job) -> int:

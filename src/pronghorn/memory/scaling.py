@@ -8,7 +8,7 @@ their links. No run on several GPUs has checked it. Each way to spread (`world.s
 | none    | everything                                  | gradients, summed once a step                                      |
 | base    | 1/N of the frozen bytes, two units, a layer | a unit's stored bytes, forward and backward, during the one before |
 | full    | as base, and 1/N of gradients and moments   | weights as above, gradients once, all in fp32, each micro-batch    |
-| experts | 1/N of the experts                          | rows to their experts and back, forward and backward               |
+| experts | 1/N of the experts, with their adapters     | rows to their experts and back, forward and backward               |
 
 Units are layers, embeddings and head. A sum sends 2 (N-1)/N of its bytes over the slowest link of a ring, a gather or its
 reverse (N-1)/N of them, and each takes LATENCY for every doubling of N.
@@ -29,7 +29,6 @@ from pronghorn.memory.forecast import HOST_BYTES, job_of, problem_of
 from pronghorn.memory.gpus import Gpu, find_gpu
 from pronghorn.memory.job import FP32, Job
 from pronghorn.memory.plan import Plan, make_plan, parse_budget
-from pronghorn.model.formats.table import FORMATS
 from pronghorn.recipe import Recipe
 
 NVLINK = {"a100-40": 300.0, "a100-80": 300.0, "h100": 450.0, "h200": 450.0, "b200": 900.0}  # GB/s each way, data sheets
@@ -39,7 +38,6 @@ BETWEEN = {True: 400.0, False: 100.0}  # Gbit/s of network for each GPU, where n
 PER_MACHINE = 8  # GPUs, in the table of sizes
 PLANNED = 16  # GPUs, up to which each size has a plan of its own
 SIZES = tuple(2**power for power in range(11))
-BUILT = ("none", "base", "full")  # of WAYS; the others are on paper only
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,6 @@ class Spread:
             return {"way": self.way, "gpus": self.fleet.size, "why_not": self.why}
         return {
             "way": self.way,
-            "built": self.way in BUILT,
             "gpus": self.fleet.size,
             "machines": self.fleet.machines,
             "step_tokens": self.step_tokens,
@@ -158,6 +155,8 @@ class _Case:
             return f"method: {self.job.method} trains adapters only"
         if way == "experts" and mixture is None:
             return "the model has no experts"
+        if way == "experts" and full:
+            return "method: full trains the experts"
         if way == "experts" and mixture is not None and size > mixture.experts:
             return f"the model has {mixture.experts} experts"
         return ""
@@ -166,14 +165,8 @@ class _Case:
         """Bytes that a GPU holds less than one that holds everything."""
         if way == "none" or size == 1:
             return 0
-        if way == "experts":
-            return int((size - 1) / size * self.expert_bytes())
-        whole, spread = (sum(static_parts(replace(self.job, ranks=ranks)).values()) for ranks in (1, size))
-        return max(0, whole - spread)
-
-    def expert_bytes(self) -> int:
-        each = FORMATS[self.job.stored_as].bytes_each if self.job.method != "full" else self.job.element
-        return int(self.job.shape.layers * sum(stack.weights for stack in stacks(self.job)) * each)
+        spread = replace(self.job, ranks=size, only_experts=way == "experts")
+        return max(0, sum(static_parts(self.job).values()) - sum(static_parts(spread).values()))
 
     def exchanged(self, way: str, fleet: Fleet, micro: int, plan: Plan) -> tuple[float, float]:
         """Milliseconds a step that no computing hides, and bytes a step that one GPU sends."""
@@ -181,13 +174,18 @@ class _Case:
             return 0.0, 0.0
         layers, parts, costs = self.job.shape.layers, layer_parts(self.job), self.costs
         share = (fleet.size - 1) / fleet.size
-        gradients = 0.0 if way == "full" else FP32 * trained_parameters(self.job)
+        of_experts = layers * sum(
+            stack.experts * stack.rank * (stack.inputs + sum(stack.outputs)) for stack in stacks(self.job)
+        )
+        trained = trained_parameters(self.job) - (of_experts if way == "experts" else 0)
+        gradients = 0.0 if way == "full" else FP32 * trained
         exposed, sent = fleet.ms(gradients, both=True) if gradients else 0.0, 2 * share * gradients
         if way == "experts":
             assert self.job.shape.mixture is not None
             rows = self.job.capacity * self.job.shape.mixture.chosen * self.job.shape.width * self.job.element
-            exposed += micro * layers * 4 * fleet.ms(rows)
-            sent += micro * layers * 4 * share * rows
+            times = 5 if of_experts else 4  # forward and backward, there and back; adapters need their input once more
+            exposed += micro * layers * times * fleet.ms(rows)
+            sent += micro * layers * times * share * rows
         elif way in ("base", "full"):
             full = way == "full"
             each = FP32 * parts.trained if full else parts.stored  # trained ones in fp32, whatever they are multiplied in
@@ -253,7 +251,6 @@ class Scaling:
             "sums of gradients hide behind nothing; gathers hide behind the layer before; rows to experts hide behind nothing",
             "not counted: GPUs that wait for slower ones, launches of a spread step (it is not captured), reading, saving; so "
             "this is an upper bound, which no run on several GPUs has checked",
-            *(["experts is not built: its column is for what it would bring"] if self._has("experts") else []),
         )
 
     def _has(self, way: str) -> bool:
@@ -277,7 +274,7 @@ class Scaling:
     def _line(self, one: Spread) -> tuple[str, ...]:
         cost = "" if self.price is None else f"{1e9 / one.tokens_per_second / 3600 * self.price * one.fleet.size:,.2f}"
         return (
-            one.way + ("" if one.way in BUILT else " (not built)"),
+            one.way,
             f"{one.peak_bytes / 1e9:,.1f} of {one.fleet.gpu.memory_gb:.0f} GB",
             f"{one.tokens_per_second:,.0f}",
             f"{one.tokens_per_second / one.fleet.size:,.0f}",

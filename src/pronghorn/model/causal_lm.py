@@ -185,8 +185,8 @@ class FastCausalLM:
         """Refreshes the weights and adapters that the layers read. On every forward: nothing reliably signals an optimizer
         step."""
         self.prepared += 1
-        if self.shards is not None:
-            return self.shards.prepare(dtype)  # each layer when it is its turn
+        if self.shards is not None and self.shards.prepare(dtype):
+            return
         moved = [layer.prepare(dtype) for layer in self.layers]  # all of them, not up to the first
         if any(moved) or self._adapters is None:
             groups = [group for layer in self.layers for group in layer.groups]

@@ -11,6 +11,7 @@ multiplied in FP8 where the chip supports it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +33,15 @@ from pronghorn.model.formats.table import format_of
 from pronghorn.model.layers.fp8_linears import SharedBytes
 
 CHOICE_BIAS = "e_score_correction_bias"
+
+
+@dataclass
+class OwnExperts:
+    """Of a stack whose experts are spread over ranks. The model's own parameters keep their shapes, without memory."""
+
+    experts: slice
+    weight: Tensor | QuantizedStack  # in the model's layout
+    adapter: tuple[nn.Parameter, nn.Parameter] | None = None  # A and B, in PEFT's layout of so many experts
 
 
 class Adapted:
@@ -181,7 +191,8 @@ class ExpertStack(Adapted):
         stacks in backward."""
         super().__init__(parent, "experts")
         self.parameter, self.transposed, self.scratch = parameter, transposed, scratch
-        self.bias_EO: Tensor | None = None
+        self.own: OwnExperts | None = None  # where ranks have some of the experts each
+        self.bias_EO: Tensor | None = None  # of all experts
         self.group: ExpertGroup | QuantizedExpertGroup | Fp8ExpertGroup
         self._built_for: tuple[Any, ...] = ()
         self._borrowed = False
@@ -203,16 +214,26 @@ class ExpertStack(Adapted):
 
     def stored(self) -> QuantizedStack | None:
         """The quantized stack, if there is one."""
+        if self.own is not None:
+            return self.own.weight if isinstance(self.own.weight, QuantizedStack) else None
         found: QuantizedStack | None = getattr(self.module(), "stacks", {}).get(self.parameter)
         return found
 
     def _look(self) -> None:
-        module, adapter = self.module(), self.adapter(self.parameter)
+        module, adapter, own = self.module(), self.adapter(self.parameter), self.own
+        if adapter is not None and own is not None and own.adapter is not None:
+            adapter = replace(adapter, A_RD=own.adapter[0], B_OR=own.adapter[1])
         self.adapters = [] if adapter is None else [adapter]
         self._weight: Tensor | None = None if self.stored() is not None else getattr(module, self.parameter)
+        if own is not None and isinstance(own.weight, Tensor):
+            self._weight = own.weight
         self._bias: Tensor | None = getattr(module, f"{self.parameter}_bias", None)
-        own = [p for p in (self._weight, self._bias) if p is not None]
-        self.parameters = [*own, *(p for a in self.adapters for p in (a.A_RD, a.B_OR))]
+        here = [p for p in (self._weight, self._bias) if p is not None]
+        self.parameters = [*here, *(p for a in self.adapters for p in (a.A_RD, a.B_OR))]
+
+    @property
+    def own_bias_EO(self) -> Tensor | None:  # noqa: N802
+        return self.bias_EO if self.bias_EO is None or self.own is None else self.bias_EO[self.own.experts]
 
     @property
     def trains_weights(self) -> bool:

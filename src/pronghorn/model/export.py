@@ -26,7 +26,8 @@ def save_model(model: Any, folder: Path, weights: Mapping[str, torch.Tensor] | N
     names of its parameters. Without network access."""
     with without_progress_bars():
         if isinstance(model, PeftModel):
-            model.save_pretrained(str(folder), save_embedding_layers=False)
+            chosen = weights and {name: weights.get(name, p.detach()) for name, p in model.named_parameters()}
+            model.save_pretrained(str(folder), save_embedding_layers=False, state_dict=chosen)
         elif weights is None:
             model.save_pretrained(str(folder))
         else:

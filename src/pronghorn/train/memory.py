@@ -130,6 +130,7 @@ def run_job(recipe: Recipe, config: Any, shapes: Shapes, device: torch.device, p
         attended=shapes.typical,
         graphed=graphed,
         ranks=ranks,
+        only_experts=ranks > 1 and recipe.world.shard == "experts",
         target=local_target(device),
     )
 

@@ -218,6 +218,14 @@ class Ranks(World):
             part.copy_(there)
         return Pending()
 
+    def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        width = rows.shape[1]
+        with self.together(max(sum(sent), sum(received)) * width * rows.element_size()):
+            content = (rows.cpu() if self._staged(rows) else rows).contiguous()
+            found = content.new_empty(sum(received), width)
+            self.finish(dist.all_to_all_single(found, content, list(received), list(sent), async_op=True), found)
+            return found.to(rows.device)
+
     def _staged(self, tensor: Tensor) -> bool:
         """Whether it goes by way of the host: ranks that share a GPU have gloo alone, which knows no such sums on it."""
         return tensor.is_cuda and self.backend == "gloo"

@@ -78,7 +78,8 @@ class Saver:
         self._session, self._folder = session, folder
         self.saved_step = session.resumed_from
         self.checkpoint: Path | None = folder / f"checkpoint-{session.step}" if session.resumed_from else None
-        self.waits = session.recipe.method == "full"  # whether the run has to finish every step it began before it saves
+        # Whether the run has to finish every step it began before it saves.
+        self.waits = session.recipe.method == "full" or trained_shards_of(session.model) is not None
         self._copied: deque[int] = deque()  # steps that were begun and are not known to be sound yet
 
     def __enter__(self) -> Self:
@@ -131,13 +132,14 @@ class WritingSaver(Saver):
         super().__init__(session, folder)
         self._log, self._stages = log, stages
         self._snapshots: deque[Snapshot] = deque()  # of steps that were begun and are not known to be sound yet
-        self._writer: CheckpointWriter | None = None  # full fine-tuning saves without one, and waits
+        self._writer: CheckpointWriter | None = None  # who waits saves without one
         self._adapter: AdapterFiles | None = None
         with scratch(folder) as place, savable("the model", session.recipe.model):
             if session.recipe.method == "full":
                 save_small_files(session.model, session.tokenizer, place)
             else:
-                self._adapter = adapter_files(session.model, session.tokenizer, place)
+                found = adapter_files(session.model, session.tokenizer, place)
+                self._adapter = None if self.waits else found
             self._small = bytes_of(place)
 
     def __enter__(self) -> Self:

@@ -44,6 +44,7 @@ from pronghorn.recipe import Lora, Recipe
 from pronghorn.train.checkpoint import TrainState, restore_rng
 from pronghorn.train.data_facts import data_facts
 from pronghorn.train.evaluate import Progress
+from pronghorn.train.expert_shards import shares_of, spread
 from pronghorn.train.graphed_step import make_step
 from pronghorn.train.health import refuse_broken_weights, require_trainable
 from pronghorn.train.memory import RunMemory, plan_memory
@@ -55,7 +56,7 @@ from pronghorn.train.run_identity import data_key, in_background, require_same_d
 from pronghorn.train.shards import Shards, Shares, shard_of, shards_of, told_of
 from pronghorn.train.spikes import Spikes, losses_of
 from pronghorn.train.step import StageTimer, Step, autocast, no_graph
-from pronghorn.train.trained_shards import TrainedShards, trained_shards_of
+from pronghorn.train.trained_shards import trained_shards_of
 from pronghorn.train.world import World
 
 T = TypeVar("T")
@@ -139,6 +140,8 @@ class Session:
         """What every rank does with the model and data of its own: one after the other, where its weights are spread."""
         if self.shards is None:
             return work()
+        if not self.shards.leads:
+            return [], []
         return [self.shards.led_by(rank, work) for rank in range(self.world.size)][self.world.rank]
 
     def lower_memory(self, memory: RunMemory) -> None:
@@ -286,7 +289,7 @@ def set_up(
         if found and recipe.method != "full":  # there, the checkpoint has all of the weights itself
             told += require_same_base(recipe.model, found[1].values, found[0].name)
         report("loading the model", 0, 0)
-        shares = None if shard == "none" else Shares(world, device, trained=shard == "full")
+        shares = shares_of(shard, world, device, str(memory and memory.plan.counts()))
         model = _build_model(recipe, precision, device, found[0] if found else None, report, shares, data.pad_id)
         # Every byte of the weights is read once more (what the hub has is here by now), beside all that follows.
         # For checkpoints, so the writer alone does it.
@@ -431,9 +434,7 @@ def _installed(recipe: Recipe, model: Any, shares: Shares | None) -> tuple[str, 
     why_own_layers = "the recipe sets layers: own" if recipe.layers == "own" else install(model, fp8=recipe.fp8)
     if recipe.compute == "fp8":
         _require_fp8_layers(model, why_own_layers)
-    if shares is None:
-        return why_own_layers, None
-    return why_own_layers, (TrainedShards if shares.trained else Shards)(shares, shares.engine_of(model))
+    return why_own_layers, None if shares is None else spread(shares, model)
 
 
 def _require_fp8_layers(model: Any, why_own_layers: str) -> None:

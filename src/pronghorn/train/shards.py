@@ -30,7 +30,7 @@ from pronghorn.errors import RecipeError
 from pronghorn.kernels.lora.stored_lora import Workspace
 from pronghorn.model.causal_lm import FastCausalLM, engine_of
 from pronghorn.model.config import read_config
-from pronghorn.model.families import why_not_fast
+from pronghorn.model.families import FAMILIES, num_experts, text_config, why_not_fast
 from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.layers.types import Grads
 from pronghorn.model.load import ModelFacts
@@ -44,6 +44,8 @@ BUFFERS = 2  # one unit computes while the next one arrives
 ROOM = 0.7  # of a GPU's memory, which weights may take before they are spread by themselves
 MASTER_BYTES = 16  # of a trained parameter: itself, its gradient and two moments, in float32
 END = -1  # what a rank that leads says last
+STATE = "optimizer/{}/{}"  # as optim.py names moments
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Shares:
@@ -82,6 +84,9 @@ class Shares:
 
 class Shards:
     """The units of a model in the order of its forward: embeddings, layers, head. `engine.shards` and `layer.shards`."""
+
+    trains = False  # whether a rank trains what only it has
+    leads = True  # whether a rank can run the model alone
 
     def __init__(self, shares: Shares, engine: FastCausalLM) -> None:
         self.world, self._engine = shares.world, engine
@@ -141,8 +146,9 @@ class Shards:
         """The LM head's unit; tied to the embeddings, theirs."""
         return len(self.units) - 1 if len(self.units) > 1 + len(self._engine.layers) else 0
 
-    def prepare(self, dtype: torch.dtype) -> None:
+    def prepare(self, dtype: torch.dtype) -> bool:
         self._dtype = dtype
+        return True
 
     def enter(self, layer: int, step: int) -> None:
         if self._entered not in (None, layer):
@@ -211,6 +217,13 @@ class Shards:
         return self.world.sent_by(rank, lambda: result)
 
 
+def norm_over_ranks(world: World, mine: Sequence[Tensor], shared: Sequence[Tensor], beside: Sequence[Tensor]) -> Tensor:
+    """Of all gradients. Those that are `shared` by all ranks, and what is `beside` them, are summed up; others are whole."""
+    squares = torch.nn.utils.get_total_norm(mine).square() if mine else torch.zeros_like(beside[0])
+    world.add_up([*beside, squares, *shared])
+    return (squares + torch.nn.utils.get_total_norm(shared).square()).sqrt() if shared else squares.sqrt()
+
+
 def shards_of(model: Any) -> Shards | None:
     engine = engine_of(model)
     return None if engine is None else engine.shards  # type: ignore[return-value]
@@ -219,14 +232,19 @@ def shards_of(model: Any) -> Shards | None:
 # ---- whether ----------------------------------------------------------------------------------------------------------------
 
 
-def shard_of(recipe: Recipe, world: World, device: torch.device, facts: ModelFacts) -> Literal["none", "base", "full"]:
+def shard_of(
+    recipe: Recipe, world: World, device: torch.device, facts: ModelFacts
+) -> Literal["none", "base", "full", "experts"]:
     """What this run spreads. Refuses what cannot be, before anything is read. One rank has nothing to spread."""
     asked, kind = recipe.world.shard, "full" if recipe.method == "full" else "base"
     if world.size == 1 or asked == "none":
         return "none"
-    why = recipe.why_not_sharded or why_not_fast(read_config(recipe.model))
+    config = read_config(recipe.model)
+    why = recipe.why_not_sharded or why_not_fast(config)
     if recipe.train.graph == "on":
         why = why or "train.graph: on, and gathers are no part of a captured step; set train.graph: auto"
+    if asked == "experts":
+        kind, why = "experts", why or _why_not_experts(text_config(config), world.size)
     if asked == "auto":
         return "none" if why or _fits(recipe, device, facts) else kind  # type: ignore[return-value]
     if why:
@@ -236,10 +254,18 @@ def shard_of(recipe: Recipe, world: World, device: torch.device, facts: ModelFac
 
 def told_of(shard: str, world: World) -> list[str]:
     """What the run says about it."""
-    what = {"base": "frozen weights", "full": "weights, gradients and moments"}.get(shard)
+    what = {"base": "frozen weights", "full": "weights, gradients and moments", "experts": "experts"}.get(shard)
     if what is None:
         return []
     return [f"world.shard: {shard}: each rank keeps 1/{world.size} of the {what}; steps are not captured as CUDA graphs"]
+
+
+def _why_not_experts(config: Any, ranks: int) -> str:
+    family = FAMILIES[config.model_type]
+    if family.experts is None:
+        return "the model has no experts"
+    experts = num_experts(config)
+    return f"the model has {experts} experts, too few for {ranks} ranks" if experts < ranks else ""
 
 
 def _fits(recipe: Recipe, device: torch.device, facts: ModelFacts) -> bool:

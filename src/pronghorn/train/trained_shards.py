@@ -22,15 +22,15 @@ from torch import Tensor, nn
 from pronghorn.model.causal_lm import FastCausalLM
 from pronghorn.model.layers.types import Grads
 from pronghorn.model.shards import Place
-from pronghorn.train.shards import BUFFERS, Shards, Shares, shards_of
+from pronghorn.train.shards import BUFFERS, MOMENTS, STATE, Shards, Shares, norm_over_ranks, shards_of
 from pronghorn.train.world import Pending
 
 FP32 = torch.float32
-STATE = "optimizer/{}/{}"  # as optim.py names moments
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class TrainedShards(Shards):
+    trains = True
+
     def __init__(self, shares: Shares, engine: FastCausalLM) -> None:
         super().__init__(shares, engine)
         named = {name: p for name, p in engine.model.named_parameters() if p.requires_grad}
@@ -111,11 +111,7 @@ class TrainedShards(Shards):
         for parameter in self.everywhere.values():
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         shared = [p.grad for p in self.everywhere.values()]
-        squares = torch.nn.utils.get_total_norm(self._gradients).square()
-        self.world.add_up([*beside, squares, *shared])  # type: ignore[list-item]
-        if shared:
-            squares = squares + torch.nn.utils.get_total_norm(shared).square()  # type: ignore[arg-type]
-        return squares.sqrt()
+        return norm_over_ranks(self.world, self._gradients, shared, beside)  # type: ignore[arg-type]
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------------------
 
@@ -159,5 +155,6 @@ class TrainedShards(Shards):
 
 
 def trained_shards_of(model: Any) -> TrainedShards | None:
+    """Or `ExpertShards`, which has the same methods for what is trained."""
     found = shards_of(model)
-    return found if isinstance(found, TrainedShards) else None
+    return found if found is not None and found.trains else None  # type: ignore[return-value]

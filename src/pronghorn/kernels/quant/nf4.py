@@ -95,6 +95,13 @@ class NF4Tensor(StoredTensor):
     def dequantize(self, out: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         return nf4_dequantize(self, out, dtype)
 
+    def experts(self, own: slice, count: int) -> NF4Tensor:
+        """Where an expert does not end with a block of scales, the scales are kept in fp32."""
+        if self.nested_absmax is None or len(self.absmax) % (count * NESTED_BLOCK) == 0:
+            return StoredTensor.experts(self, own, count)
+        plain = replace(self, absmax=nf4_scales_reference(self), nested_absmax=None, nested_code=None, offset=None)
+        return StoredTensor.experts(plain, own, count)
+
     @classmethod
     def table(cls, jobs: Sequence[DequantizeJob]) -> DequantizeTable:
         return NF4Table(jobs)

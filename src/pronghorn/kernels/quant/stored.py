@@ -57,6 +57,18 @@ class StoredTensor:
         moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.tensors().items()}
         return replace(self, **moved)  # type: ignore[type-var]
 
+    def experts(self, own: slice, count: int) -> Self:
+        """Some of a stack's `count` experts, in memory of their own."""
+        cut: dict[str, Any] = {
+            name: tensor.unflatten(0, (count, -1))[own].flatten(0, 1).clone()
+            for name, tensor in self.tensors().items()
+            if name not in self.shared and tensor.ndim
+        }
+        if any(field.name == "shape" for field in fields(self)):  # type: ignore[arg-type]
+            rows, columns = self.shape
+            cut["shape"] = (rows // count * (own.stop - own.start), columns)
+        return replace(self, **cut)  # type: ignore[type-var]
+
     @classmethod
     def table(cls, jobs: Sequence[DequantizeJob]) -> DequantizeTable:
         """Dequantizes these weights, all of this format, in one call."""

@@ -21,6 +21,9 @@ backward treats it as an expert with that gate, or 1, as its routing weight.
 
 With FP8 stacks (model/experts.py) x2 is cast once per token and gathered as bytes; dy and dgu are cast with the scales of the
 row's expert; router, shared expert's gate and adapters stay in 16 bits.
+
+With `spread` (world.shard: experts) x_S and dy go to the ranks that have the experts, which treat the rows of all ranks as
+tokens with one expert each; y, dx and dweights come back. Router, shared expert and the weighted sums are at home.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ from pronghorn.model.layers.linears import Group, LinearGroup, Rows
 from pronghorn.model.layers.norms import Norm, normed_rows, normed_sum
 from pronghorn.model.layers.residual import back_through_norm, gradients_after_norm
 from pronghorn.model.layers.saved import Level, Saved
-from pronghorn.model.layers.types import Documents, Grads
+from pronghorn.model.layers.types import Documents, ExpertRows, Grads
 from pronghorn.model.router_stats import BalancedLogits
 from pronghorn.model.rows import rows_like
 
@@ -62,6 +65,8 @@ OF_EXPERTS = (
     "shared_xa3",
     "shared_weight",
     "gate_xa",
+    "counts",
+    "weights_there",
 )
 
 
@@ -97,6 +102,7 @@ class ExpertsMlp:
             ExpertStack(module, name, transposed=experts.transposed, scratch=workspace.transposed)
             for name in ("gate_up_proj", "down_proj")
         )
+        self.spread: ExpertRows | None = None  # where ranks have some of the experts each
         self.has_shared = hasattr(module, experts.shared)
         self.gate_up, self.down, self.activation = gate_up, down, activation
         self.shared_gate = LinearGroup(module, ("shared_expert_gate",) if hasattr(module, "shared_expert_gate") else ())
@@ -145,7 +151,10 @@ class ExpertsMlp:
         x2 = x2_ext[:, : h2.shape[1]]
         logits = self.router.forward(x2)
         routing = routing_forward(logits, self.K, **self._rule())
-        gu, xa2 = self.expert_gate_up.group.forward_tokens(x2, routing)
+        if self.spread is not None:
+            counts, weights_S = self.spread.counts(routing.offsets_E1), routing.weights_TK.view(-1, 1)[routing.order_S.long()]
+            saved.put(counts=counts, weights_there=self.spread.out(weights_S, counts))
+        gu, xa2 = self.expert_gate_up.group.forward_tokens(self._sent(x2, saved, routing), self._there(saved, routing))
         saved.put(
             gu=gu,
             xa2=xa2,
@@ -169,19 +178,34 @@ class ExpertsMlp:
     def _routing(self, saved: Saved) -> Routing:
         return Routing(*(saved[name] for name in ("ids", "weights", "order", "inverse", "offsets")))
 
+    # ---- rows of other ranks --------------------------------------------------------------------------------------
+
+    def _there(self, saved: Saved, routing: Routing) -> Routing:
+        """Of the rows that this rank's experts get."""
+        return routing if self.spread is None else self.spread.routing(saved["counts"], saved["weights_there"])
+
+    def _sent(self, x_TD: Tensor, saved: Saved, routing: Routing) -> Tensor:
+        """What takes the tokens' place there."""
+        return x_TD if self.spread is None else self.spread.out(gather_rows(x_TD, routing.order_S, self.K), saved["counts"])
+
+    def _returned(self, rows: Tensor, saved: Saved, there: Routing) -> Tensor:
+        """Rows sorted by expert, as their tokens' rank has them."""
+        return rows if self.spread is None else self.spread.back(combine(rows, there.inverse_TK), saved["counts"])
+
     def _after_gate_up(self, saved: Saved) -> Tensor:
         routing, down, h2 = self._routing(saved), self.expert_down.group, saved["h2"]
+        there = self._there(saved, routing)
         a_ext = rows_like(saved["gu"], down.input_width)
         expert_gated_forward(
             saved["gu"],
             self.expert_activation,
-            bias_EG=self.expert_gate_up.bias_EO,
-            ids_TK=routing.ids_TK,
-            order_S=routing.order_S,
+            bias_EG=self.expert_gate_up.own_bias_EO,
+            ids_TK=there.ids_TK,
+            order_S=there.order_S,
             out=a_ext[:, : down.D],
         )
-        down.extend(a_ext, routing.offsets_E1)
-        y = down.forward_rows(a_ext, routing)
+        down.extend(a_ext, there.offsets_E1)
+        y = self._returned(down.forward_rows(a_ext, there), saved, there)
         base = h2
         if self.has_shared:
             out, xa3 = self.down.apply(self.down.of_activation(self._shared_gu(saved), self.activation))
@@ -204,7 +228,9 @@ class ExpertsMlp:
             if self.has_shared and self.down.adapters:
                 saved.put(shared_xa3=self.down.adapters_of_activation(self._shared_gu(saved), self.activation))
         elif saved["gu"] is None:
-            saved["gu"], _ = self.expert_gate_up.group.forward_tokens(self._recomputed_input(saved), self._routing(saved))
+            routing = self._routing(saved)
+            x2 = self._sent(self._recomputed_input(saved), saved, routing)
+            saved["gu"], _ = self.expert_gate_up.group.forward_tokens(x2, self._there(saved, routing))
 
     def _recomputed_input(self, saved: Saved) -> Tensor:
         return self.before.forward(saved["h2"])[0]
@@ -214,7 +240,8 @@ class ExpertsMlp:
     def backward(self, dh3: Tensor, saved: Saved, documents: Documents, extra: int) -> tuple[Tensor, Grads]:
         """(the gradient of h2 with `extra` spare columns; gradients of `groups`)"""
         routing, logits = self._routing(saved), saved["logits"]
-        dgu_ext, dweights, down_grads = self._backward_down(dh3, saved, routing)
+        there = self._there(saved, routing)
+        dgu_ext, dweights, down_grads = self._backward_down(dh3, saved, routing, there)
         dlogits = route_backward(dweights, logits, routing.weights_TK, routing.ids_TK, **self._rule())
         if documents.load is not None:
             dlogits = documents.load.add_grad(dlogits, logits)
@@ -224,24 +251,25 @@ class ExpertsMlp:
             dshared, shared_grads = self._backward_shared(dh3, saved, documents)
             dx2 += dshared
         up = self.expert_gate_up.group
-        up.extend_grad(dgu_ext, routing.offsets_E1)
-        dx2 = combine(self.expert_gate_up.backward_rows(dgu_ext, routing), routing.inverse_TK, add_TD=dx2, out=dx2)
+        up.extend_grad(dgu_ext, there.offsets_E1)
+        dx_S = self._returned(self.expert_gate_up.backward_rows(dgu_ext, there), saved, there)
+        dx2 = combine(dx_S, routing.inverse_TK, add_TD=dx2, out=dx2)
         x2 = self._recomputed_input(saved) if self.router.needs_input or self.expert_gate_up.needs_input else None
         router_grads = self.router.backward_parameters(dlogits, x2 if self.router.needs_input else None)
         x_ext = None
         if self.expert_gate_up.needs_input and x2 is not None:
-            x_ext = self._recomputed_sorted(x2, saved["xa2"], routing)
-        up_grads = self.expert_gate_up.backward_parameters(dgu_ext, x_ext, routing, weighted=False)
-        del dgu_ext, x_ext, x2
+            x_ext = self._recomputed_sorted(self._sent(x2, saved, routing), saved["xa2"], there)
+        up_grads = self.expert_gate_up.backward_parameters(dgu_ext, x_ext, there, weighted=False)
+        del dgu_ext, dx_S, x_ext, x2
         dh2 = back_through_norm(self.before, dx2, saved["h2"], dh3, saved, extra, documents.grad_buffer)
         saved.release(*OF_EXPERTS)
         return dh2, [*shared_grads, *router_grads, *up_grads, *down_grads]
 
-    def _backward_down(self, dh3: Tensor, saved: Saved, routing: Routing) -> tuple[Tensor, Tensor, Grads]:
+    def _backward_down(self, dh3: Tensor, saved: Saved, routing: Routing, there: Routing) -> tuple[Tensor, Tensor, Grads]:
         """(dgu with spare columns for gate and up's adapters, the routing weights' gradient, those of down's parameters)"""
-        down, up, offsets = self.expert_down.group, self.expert_gate_up.group, routing.offsets_E1
+        down, up = self.expert_down.group, self.expert_gate_up.group
         gu = saved.pop("gu")
-        da, dy_ext = self.expert_down.backward_tokens(dh3, routing)
+        da, dy_ext = self.expert_down.backward_tokens(self._sent(dh3, saved, routing), there)
         dgu_ext = rows_like(da, up.grad_width) if up.R else gu
         needs_a = self.expert_down.needs_input
         a_ext = rows_like(da, down.input_width) if down.R else da
@@ -249,31 +277,33 @@ class ExpertsMlp:
             da,
             gu,
             self.expert_activation,
-            routing.order_S,
-            weights_TK=routing.weights_TK,
-            bias_EG=self.expert_gate_up.bias_EO,
-            ids_TK=routing.ids_TK,
+            there.order_S,
+            weights_TK=there.weights_TK,
+            bias_EG=self.expert_gate_up.own_bias_EO,
+            ids_TK=there.ids_TK,
             need_activation=needs_a,
             out=dgu_ext[:, : up.outputs],
             activation_out=a_ext[:, : down.D] if needs_a else None,
         )
         assert dweights is not None
         del gu
+        if self.spread is not None:
+            dweights = self.spread.back(dweights, saved["counts"])[:, 0][routing.inverse_TK.long()]
         if (bias_ED := self.expert_down.bias_EO) is not None:  # `combine` adds it before it weights
             dweights += torch.mm(dh3, bias_ED.T).to(dweights.dtype).gather(1, routing.ids_TK.long())
         if down.R:
-            down.extend(a_ext, offsets)
-        grads = self.expert_down.backward_parameters(dy_ext, a_ext if needs_a else None, routing, weighted=True)
+            down.extend(a_ext, there.offsets_E1)
+        grads = self.expert_down.backward_parameters(dy_ext, a_ext if needs_a else None, there, weighted=True)
         return dgu_ext, dweights, grads
 
     def _recomputed_sorted(self, x2: Tensor, xa2: Tensor | None, routing: Routing) -> Tensor:
         """x sorted by expert, recomputed; x A^T was saved."""
-        group = self.expert_gate_up.group
+        group, K = self.expert_gate_up.group, routing.ids_TK.shape[1]
         if not group.R:
-            return gather_rows(x2, routing.order_S, self.K)
+            return gather_rows(x2, routing.order_S, K)
         assert xa2 is not None
         x_ext = rows_like(xa2, group.input_width)
-        gather_rows(x2, routing.order_S, self.K, out=x_ext[:, : group.D])
+        gather_rows(x2, routing.order_S, K, out=x_ext[:, : group.D])
         copy_rows(xa2, x_ext[:, group.D :])
         return x_ext
 

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from pronghorn.kernels.moe.routing import Routing
 from pronghorn.kernels.runtime.dispatch import address
 from pronghorn.model.router_stats import RouterStats
 from pronghorn.model.same_weights import Weights
@@ -55,10 +56,21 @@ class Documents:
 class Shards(Protocol):
     """train.shards.Shards, as the model uses it: weights that are spread over ranks, and there when it is their turn."""
 
-    def prepare(self, dtype: torch.dtype) -> None: ...
+    def prepare(self, dtype: torch.dtype) -> bool: ...  # whether each layer is prepared when it is its turn
     def enter(self, layer: int, step: int) -> None: ...  # step: 1 in forward, -1 in backward: which layer is next
     def head(self) -> None: ...
     def take(self, layer: int, parameters: Sequence[Tensor], gradients: Grads) -> Grads: ...
+
+
+class ExpertRows(Protocol):
+    """train.expert_shards.ExpertRows, as the model uses it: rows go to the ranks of their experts, and back. All ranks call its
+    methods in the same order. R = ranks, E = experts, S = this rank's rows, N = rows of all ranks for this rank's experts (or
+    one of zeros, if there is none)."""
+
+    def counts(self, offsets_E1: Tensor) -> Tensor: ...  # rows of each rank for each expert, [R, E]
+    def out(self, rows_S: Tensor, counts_RE: Tensor) -> Tensor: ...  # rows_N
+    def back(self, rows_N: Tensor, counts_RE: Tensor) -> Tensor: ...  # rows_S
+    def routing(self, counts_RE: Tensor, weights_N1: Tensor) -> Routing: ...  # of N tokens with one expert each
 
 
 class Waiting:

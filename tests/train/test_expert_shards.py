@@ -1,0 +1,195 @@
+"""Experts spread over ranks: the losses and adapters of one rank, whole checkpoints, and a part of the weights on each."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rank_processes import Silent, in_ranks
+from test_graphed_step import DEVICE, mixed_table, steps_of
+from test_moe_steps import model_of
+from test_ranks import apart, losses_of
+from test_shards import PACK, copied, distance, trained
+from transformers import AutoModelForCausalLM, GptOssConfig, Qwen2MoeConfig, Qwen3MoeConfig
+
+from pronghorn.errors import RecipeError
+from pronghorn.kernels.moe.routing import sort_by_expert
+from pronghorn.model.causal_lm import engine_of
+from pronghorn.model.families import num_experts
+from pronghorn.model.load import ModelFacts
+from pronghorn.recipe import Recipe
+from pronghorn.report.run_log import read_log
+from pronghorn.train.expert_shards import ExpertRows, ExpertShards, experts_of
+from pronghorn.train.loop import train
+from pronghorn.train.objectives import Supervised
+from pronghorn.train.shards import shard_of
+from pronghorn.train.world import World
+from samples import make_tokenizer
+
+CPU = torch.device("cpu")
+SMALL: dict[str, Any] = {"vocab_size": 320, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+                         "num_hidden_layers": 2, "head_dim": 16, "eos_token_id": 2}  # fmt: skip
+QWEN: dict[str, Any] = {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
+# Five experts: some ranks have one more than others. Packs of a step: 6 are two for some of four ranks and one for others.
+MODELS: dict[str, Any] = {
+    "adapters": Qwen3MoeConfig(**SMALL, **QWEN, num_experts=5),
+    "nf4, shared expert": Qwen2MoeConfig(**SMALL, **QWEN, num_experts=4, shared_expert_intermediate_size=64),
+    "biases, transposed": GptOssConfig(**SMALL, intermediate_size=64, num_local_experts=4, num_experts_per_tok=2),
+}
+CHANGES: dict[str, dict[str, Any]] = {"nf4, shared expert": {"method": "qlora"}, "adapters": {"memory": {"budget": "8GB"}}}
+
+
+@pytest.fixture
+def runs(recipe_for: Callable[..., Recipe], tmp_path: Path) -> Callable[..., Recipe]:
+    def build(name: str, shard: str) -> Recipe:
+        folder = tmp_path / "model"
+        if not folder.exists():
+            torch.manual_seed(0)
+            AutoModelForCausalLM.from_config(MODELS[name]).save_pretrained(folder)
+            make_tokenizer().save_pretrained(folder)
+        return recipe_for(
+            model=str(folder),
+            train={"capacity": PACK, "batch_tokens": PACK * 6, "lr": 1e-3, "steps": 2},
+            lora={"r": 4, "targets": ["all-linear", "experts"]},
+            data={} if name == "adapters" else {"eval": None},
+            eval={"every": 2, "generations": 0},
+            checkpoint={"every": 1, "keep": 9},
+            world={"shard": shard},
+            output=str(tmp_path / shard),
+            **CHANGES.get(name, {}),
+        )
+
+    return build
+
+
+def train_spread(recipe: Recipe, world: World) -> str:
+    """Bytes of experts on this rank, in the second step."""
+    sums, found = world.add_up, list[int]()
+
+    def add_up(tensors: Any) -> None:
+        found.extend(thing.nbytes for thing in gc.get_objects() if isinstance(thing, ExpertShards))
+        sums(tensors)
+
+    world.add_up = add_up  # type: ignore[method-assign]
+    train(copied(recipe, str(world.size)), display=Silent(), world=world)
+    world.add_up = sums  # type: ignore[method-assign]
+    return json.dumps(found[-1])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_spread_experts_train_as_copied_ones(name: str, runs: Callable[..., Recipe], tmp_path: Path) -> None:
+    whole, spread = runs(name, "none"), runs(name, "experts")
+    train(whole, display=Silent())
+    assert len(losses_of(whole.output)) == 2
+    sizes = (2, 4) if name == "adapters" else (2,)
+    for size in sizes:
+        found = in_ranks(lambda world: train_spread(spread, world), tmp_path / "told", size)
+        assert [one and one[0] for one in found] == [0] * size, found
+        other = copied(spread, str(size))
+        assert apart(losses_of(other.output), losses_of(whole.output)) < 1e-6
+        assert distance(trained(other), trained(whole)) < 1e-6
+        held_out = [held_out_losses(run) for run in (other, whole)]
+        assert held_out[0] == pytest.approx(held_out[1], rel=1e-6)
+        assert len(held_out[0]) == (1 if name == "adapters" else 0)
+        each, config = [json.loads(one[1]) for one in found if one], MODELS[name]
+        experts = getattr(config, "num_experts", 0) or config.num_local_experts
+        one = 2 * 3 * 64 * 64 * (0.6 if "nf4" in name else 4)  # three matrices an expert and layer; scales are in fp32 here
+        owned = [experts_of(rank, size, experts) for rank in range(size)]
+        assert each == [pytest.approx(one * (own.stop - own.start), rel=0.1) for own in owned]
+    if name == "adapters":
+        check_resume(spread, whole, tmp_path)
+
+
+def held_out_losses(recipe: Recipe) -> list[float]:
+    return [event["loss"] for event in read_log(Path(recipe.output)) if event["event"] == "eval"]
+
+
+def check_resume(spread: Recipe, whole: Recipe, tmp_path: Path) -> None:
+    """Saved on four ranks, resumed on one (whose experts are all here) and on two."""
+
+    def resumed(world: World) -> None:
+        train(copied(spread, f"resumed-{world.size}"), display=Silent(), world=world)
+
+    for size in (1, 2):
+        folder = Path(copied(spread, f"resumed-{size}").output)
+        folder.mkdir()
+        shutil.copytree(Path(copied(spread, "4").output) / "checkpoint-1", folder / "checkpoint-1")
+        if size > 1:
+            assert in_ranks(resumed, tmp_path / "resumed", size) == [(0, "None")] * size
+        else:
+            resumed(World())
+        assert apart(losses_of(folder), losses_of(whole.output)[1:]) < 1e-6
+        assert distance(trained(copied(spread, f"resumed-{size}")), trained(whole)) < 1e-6
+
+
+@pytest.mark.parametrize(("family", "bits"), [("qwen2_moe", None), ("gpt_oss", None), ("mixtral", 8)])
+@pytest.mark.parametrize("level", ["nothing", "gate_up", "layer"])
+def test_rows_that_are_sent_to_oneself(family: str, bits: int | None, level: Any) -> None:
+    """One rank, whose rows go through everything, on a GPU with CUDA's kernels: the same loss and gradients, whatever is
+    recomputed."""
+    (batch,) = steps_of(mixed_table(12), 1, packs=1)[0].batches
+    found = []
+    for sends in (False, True):
+        model = model_of(family, "experts", bits=bits)
+        engine = engine_of(model)
+        assert engine is not None
+        for layer in engine.layers:
+            layer.level = level
+            layer.mlp.spread = ExpertRows(World(), num_experts(engine.config)) if sends else None  # type: ignore[union-attr]
+        for step in range(2):  # B is zero before the first update, and with it A's gradients
+            loss = Supervised().sums(model, batch.to(DEVICE)).loss
+            loss.backward()
+            trains = [p for p in model.parameters() if p.requires_grad]
+            if not step:
+                for p in trains:
+                    p.data -= 1e-2 * p.grad.sign()
+                    p.grad = None
+        found.append((float(loss.detach()), torch.cat([p.grad.flatten() for p in trains])))
+    (loss, gradients), (loss_sent, gradients_sent) = found
+    assert loss_sent == pytest.approx(loss, rel=1e-5)
+    assert float((gradients_sent - gradients).norm() / gradients.norm()) < (1e-2 if bits else 1e-5)
+
+
+def test_rows_go_to_their_experts_and_come_back(tmp_path: Path) -> None:
+    """Rank 1 has no rows for expert 0 and its neighbour; nobody has any for rank 2's expert."""
+
+    def work(world: World) -> str:
+        rows, experts = ExpertRows(world, 4), 4
+        chosen = {0: [[0], [1], [3], [0]], 1: [[3], [3]], 2: [[1]]}[world.rank]
+        order_S, _, offsets_E1 = sort_by_expert(torch.tensor(chosen, dtype=torch.int32), experts)
+        counts = rows.counts(offsets_E1)
+        sent = (10.0 * world.rank + order_S).to(torch.bfloat16)[:, None].expand(-1, 3)
+        there = rows.out(sent, counts)
+        routing = rows.routing(counts, torch.ones(len(there), 1))
+        back = rows.back(there * 2, counts)
+        assert torch.equal(back, sent * 2)
+        return json.dumps([there[:, 0].tolist(), routing.ids_TK[:, 0].tolist(), routing.offsets_E1.tolist()])
+
+    told = in_ranks(work, tmp_path, size=3)
+    assert [one and json.loads(one[1]) for one in told] == [
+        [[0.0, 3.0], [0, 0], [0, 2]],  # expert 0
+        [[1.0, 20.0], [0, 0], [0, 2]],  # expert 1
+        [[2.0, 10.0, 11.0], [1, 1, 1], [0, 0, 3]],  # experts 2 and 3
+    ]
+
+
+def test_what_cannot_be_spread_is_refused(recipe_for: Callable[..., Recipe]) -> None:
+    facts, two = ModelFacts("llama", "llama", 10, 1, 259, 512), World()
+    two.size = 2
+    with pytest.raises(RecipeError, match="cannot be spread") as refused:
+        shard_of(recipe_for(world={"shard": "experts"}, eval={"generations": 0}), two, CPU, facts)
+    assert refused.value.why == "the model has no experts"
+    for changes, why in (
+        ({"method": "full"}, "method: full trains them"),
+        ({"eval": {"generations": 1}}, "cannot answer held-out rows"),
+        ({"eval": {"generations": 0}, "precision": "fp16"}, "loss scale"),
+        ({"eval": {"generations": 0}, "train": {"optimizer": "adamw_8bit"}}, "adamw_8bit"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            recipe_for(world={"shard": "experts"}, **changes)
