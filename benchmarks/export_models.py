@@ -48,12 +48,18 @@ def make_model(name: str, folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def known_tokenizer() -> Any:
-    """As Llama 2's, which llama.cpp knows by its form: bytes where there is no letter. Others it knows by a checksum."""
-    specials = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
-    words = [*specials, *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *"abcdefghijklmnopqrstuvwxyz"]
-    core = Tokenizer(models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=[], byte_fallback=True, unk_token="<unk>"))
-    core.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+SPECIALS = ("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
+BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
+WORDS = (*SPECIALS, *BYTES, "\u2581", *"abcdefghijklmnopqrstuvwxyz")
+
+
+def known_tokenizer(*, prefix: bool = True) -> Any:
+    """As Llama 2's, which llama.cpp knows by its form: bytes where there is no letter. Others it knows by a checksum. `prefix`:
+    a text begins with a space (Gemma's does not)."""
+    vocabulary = {word: i for i, word in enumerate(WORDS)}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"))
+    spaces = normalizers.Replace(" ", "\u2581")
+    core.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), spaces]) if prefix else spaces
     core.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core,
@@ -65,6 +71,20 @@ def known_tokenizer() -> Any:
     )
     tokenizer.chat_template = CHATML
     return tokenizer
+
+
+def write_pieces(folder: Path) -> None:
+    """tokenizer.model of the same words: sentencepiece's own file, which the converter wants of Gemma and Phi-3."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    file = sentencepiece_model_pb2.ModelProto()
+    file.trainer_spec.model_type = file.trainer_spec.BPE
+    file.trainer_spec.byte_fallback = True
+    kinds = file.SentencePiece
+    for number, word in enumerate(WORDS):
+        kind = kinds.BYTE if word in BYTES else kinds.CONTROL if word in SPECIALS else kinds.NORMAL
+        file.pieces.add(piece=word, score=-float(number), type=kinds.UNKNOWN if word == "<unk>" else kind)
+    (folder / "tokenizer.model").write_bytes(file.SerializeToString())
 
 
 def make_checkpoint(recipe: Recipe, folder: Path, tokenizer: Any) -> Path:

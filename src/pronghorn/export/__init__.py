@@ -13,9 +13,9 @@ A row (`targets.Target`) has these functions of a `job.Job`:
     write(job)               writes into `job.folder`, which nobody else sees. It is renamed to `job.target` when all is done,
                              so never write to `job.target`. Facts for export.json go into `job.facts`. The tokenizer's files,
                              README.md and export.json are not its business (`job.copy_tokenizer()` where they are wanted)
-    check(job, reference)    loads `job.folder` with the program it is for, scores `reference.rows` and returns
-                             `reference.verdict(scored, tolerance, "llama.cpp")` (`job.tolerance()` for files that round
-                             nothing but to 16 bits); or `Verdict.skipped("why")`, where that program is not installed
+    check(job, reference)    loads `job.folder` with the program it is for and scores `reference.rows`: `job.judged(...)` for a
+                             file that has the trained weights in 16 or 32 bits, else `reference.verdict(...)` (checking.py);
+                             or `Verdict.skipped("why")`, where that program is not installed
     usage(job) -> [Usage]    how to run it: printed, and in the model card
 
 `job.merged()` is a Hugging Face folder with the adapter merged in, made once a command: what converters start from.

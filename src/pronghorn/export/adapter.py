@@ -31,7 +31,7 @@ def check(job: Job, reference: Reference) -> Verdict:
     model = stock_adapter(job.recipe, job.folder)
     if job.recipe.objective.scored:
         set_padding(model, padding_id(job.trained.tokenizer()))
-    return reference.verdict(score(model, reference.rows, job.report), job.tolerance(), "transformers and PEFT")
+    return job.judged(reference, score(model, reference.rows, job.report), "transformers and PEFT", job.recipe)
 
 
 def usage(job: Job) -> list[Usage]:

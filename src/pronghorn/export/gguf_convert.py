@@ -178,7 +178,7 @@ def fault(ended: child.Ended, converter: Converter) -> ModelError | EnvironmentF
             why="the converter knows pre-tokenizers by a checksum over a text, and this one's is not in its list",
             fix=f"use --to merged; or set {CHECKOUT} to the folder of a newer llama.cpp checkout",
         )
-    if "FileNotFoundError" in said and PIECES in ended.last_words:
+    if PIECES in ended.last_words:
         return ModelError(
             f"the converter needs {PIECES}",
             where=name,

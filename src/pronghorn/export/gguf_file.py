@@ -7,6 +7,7 @@ alignment.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
 
 Report = Callable[[str, int, int], None]
 AT_ONCE = 1 << 22  # weights in memory at a time
+# The farthest that a weight may be from what it was, in steps of its type over the range of its block of 256. Half a step is
+# its rounding; K-quants move a block's ends by up to one more, where that makes the sum of the errors smaller.
+STEPS = 1.5
+STEP_OF_ITS_OWN = {"BF16": (2.0**-7, 0.0), "F16": (2.0**-10, 2.0**-24)}  # relative to a number, and at least
 PLAIN = ("F32", "F16", "BF16")  # types that are quantized; what a converter has already packed stays as it is
 
 
@@ -66,6 +71,52 @@ def quantized(source: Path, target: Path, mixture: str, report: Report = lambda 
             _pad(file, alignment)
     counts = Counter(kind.name for kind in types.values())
     return {"types": dict(sorted(counts.items())), "fell_back": dict(sorted(fell.items()))}
+
+
+def differing(wide: Path, small: Path) -> list[str]:
+    """What of a quantized file is not the file that it was made of, in words. Its weights are read by the package gguf."""
+    from gguf import GGUFReader, quants
+
+    before, after = GGUFReader(wide), GGUFReader(small)
+    if _metadata(before, 0) != _metadata(after, 0):
+        keys = sorted({*before.fields, *after.fields} - {"general.file_type"})
+        return [f"{key} in its metadata is another" for key in keys if value(before, key) != value(after, key)]
+    found, wrong = {one.name: one for one in after.tensors}, []
+    if found.keys() != {one.name for one in before.tensors}:
+        return ["it has other tensors than the file that it was made of"]
+    for one in before.tensors:
+        other, worst = found[one.name], 0.0
+        if list(one.shape) != list(other.shape):
+            return [f"{one.name} has another shape"]
+        old, new = (each.data.reshape(-1, each.data.shape[-1]) for each in (one, other))
+        if one.tensor_type == other.tensor_type:
+            wrong += [] if np.array_equal(old, new) else [f"{one.name} has other bytes"]
+            continue
+        step = max(1, AT_ONCE // int(one.shape[0]))
+        for first in range(0, len(old), step):
+            some = slice(first, first + step)
+            rows = torch.from_numpy(np.array(quants.dequantize(old[some], one.tensor_type)))
+            again = torch.from_numpy(np.array(quants.dequantize(new[some], other.tensor_type)))
+            worst = max(worst, _apart(rows, again, other.tensor_type.name))
+        if not worst <= STEPS:
+            wrong.append(f"{one.name} has a weight that is {worst:.3g} steps of {other.tensor_type.name} from what it was")
+    return wrong
+
+
+def _apart(rows: Tensor, again: Tensor, kind: str) -> float:
+    """The largest error in steps. Types of 16 bits and more have a step of their own at each number."""
+    error = (again - rows).abs()
+    if not error.isfinite().all():
+        return float("inf")
+    tiny = torch.finfo(torch.float32).tiny
+    if kind in STEP_OF_ITS_OWN:
+        relative, least = STEP_OF_ITS_OWN[kind]
+        return float((error / (rows.abs() * relative).clamp_min(max(least, tiny))).max())
+    levels = 2 ** int(re.findall(r"\d+", kind)[0]) - 1
+    block = 256 if rows.shape[1] % 256 == 0 else 32
+    largest = rows.abs().unflatten(1, (-1, block)).amax(2, keepdim=True)
+    step = (2 * largest / levels).clamp_min(tiny)
+    return float((error.unflatten(1, (-1, block)) / step).max())
 
 
 def value(reader: GGUFReader, key: str, default: Any = None) -> Any:

@@ -5,32 +5,27 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pronghorn.errors import CommandError, ModelError
 from pronghorn.export import gguf_lora, llama_cpp, merged
-from pronghorn.export.checking import HALF, Reference, Scores, Tolerance, Verdict
-from pronghorn.export.gguf_convert import INSTALL, Source, architecture_of, convert, require_converter, widest
-from pronghorn.export.gguf_file import quantized
+from pronghorn.export.checking import Reference, Scores, Verdict, difference
+from pronghorn.export.gguf_convert import INSTALL, Converter, Source, architecture_of, convert, require_converter, widest
+from pronghorn.export.gguf_file import differing, quantized
 from pronghorn.export.gguf_mixture import MIXTURES
-from pronghorn.export.job import Job
+from pronghorn.export.job import Job, write_base
 from pronghorn.export.usage import Usage, base_name
 from pronghorn.hub import model_folder
 
 ADAPTER = "adapter"
 WIDE = ("f16", "bf16", "f32")
 VARIANTS = ("q8_0", "q4_k_m", "q5_k_m", "q6_k", *WIDE, ADAPTER)
-# What a file may differ by from the trained model. llama.cpp keeps keys and values in 16 bits by default.
-# Seen: q4_k_m 0.62 for the largest difference and 1 % of the likeliest tokens in the demo's model. In a model that has learned
-# nothing, whose likeliest tokens are hardly likelier than others: q6_k 0.18 (mean 0.07) and 17 %, q5_k_m 0.56 (0.16) and 29 %.
-TOLERANCES = {
-    "q8_0": Tolerance(1.0, 0.03, 0.85, mean=0.2),
-    "q6_k": Tolerance(2.0, 0.05, 0.7, mean=0.3),
-    "q5_k_m": Tolerance(3.0, 0.1, 0.6, mean=0.5),
-    "q4_k_m": Tolerance(5.0, 0.2, 0.5, mean=0.8),
-}
+# What llama.cpp computes with such weights in; of 32 bits it is what it keeps keys and values in.
+ARITHMETIC = {"f32": torch.float16, "f16": torch.float16, "bf16": torch.bfloat16}
 # Bytes of the file beside those of the merged model in 16 bits.
 SHARE = {"q8_0": 0.54, "q6_k": 0.45, "q5_k_m": 0.4, "q4_k_m": 0.36, "f32": 2.0}
 CHATS: tuple[list[dict[str, str]], ...] = (
@@ -74,21 +69,43 @@ def size(job: Job) -> int:
 
 def write(job: Job) -> None:
     target = job.folder / file_name(job)
-    base = model_folder(job.recipe.model)
     if job.variant == ADAPTER:
+        base = model_folder(job.recipe.model)
         converter = require_converter(architecture_of(base))
         gguf_lora.write(job.checkpoint, base, target, title(job), converter)
+    elif job.variant in WIDE:
+        converter = _converted(job, target, job.variant)
     else:
-        wide = target if job.variant in WIDE else job.folder / ".wide.gguf"
-        source = Source(job.merged(), title(job), base, begins_with_bos(job.trained.tokenizer()))
-        converter = convert(source, wide, job.variant if job.variant in WIDE else widest(source.folder), job.report)
-        if wide != target:
-            job.facts["tensors"] = quantized(wide, target, job.variant, job.report)
-            wide.unlink()
-        if job.merged_onto:
-            job.facts["merged_onto"] = job.merged_onto
+        wide = _wide_file(job)
+        job.facts["tensors"] = quantized(wide.file, target, job.variant, job.report)
+        converter = wide.converter
+    if job.merged_onto and job.variant != ADAPTER:
+        job.facts["merged_onto"] = job.merged_onto
     job.facts["converter"] = converter.name
     job.facts["gguf"] = importlib.metadata.version("gguf")
+
+
+@dataclass
+class WideFile:
+    """What quantized files are made of: one for all of a command."""
+
+    file: Path
+    converter: Converter
+    scores: list[Scores] | None = None  # llama.cpp's with it
+
+
+def _wide_file(job: Job) -> WideFile:
+    assert job.scratch is not None
+    if "gguf" not in job.scratch.made:
+        file = job.scratch.place(job, "gguf") / "wide.gguf"
+        job.scratch.made["gguf"] = WideFile(file, _converted(job, file, widest(job.merged())))
+    found: WideFile = job.scratch.made["gguf"]
+    return found
+
+
+def _converted(job: Job, target: Path, kind: str) -> Converter:
+    bos = begins_with_bos(job.trained.tokenizer())
+    return convert(Source(job.merged(), title(job), model_folder(job.recipe.model), bos), target, kind, job.report)
 
 
 def begins_with_bos(tokenizer: Any) -> bool:
@@ -99,26 +116,24 @@ def begins_with_bos(tokenizer: Any) -> bool:
 
 
 def check(job: Job, reference: Reference) -> Verdict:
+    """A quantized file in three steps: llama.cpp with the file that it was made of, which is to say what was trained; every
+    weight, read by the package gguf, beside that file's; and llama.cpp with the file itself, for what the format loses."""
     loaded_with = llama_cpp.version()
     if loaded_with is None:
         return Verdict.skipped(f"{llama_cpp.PACKAGE} is not installed ({INSTALL})")
     tokenizer = job.trained.tokenizer()
     chats = [(chat, ids) for chat in CHATS if (ids := rendered(tokenizer, chat)) is not None]
     texts = [(text, tokenizer(text, add_special_tokens=False)["input_ids"]) for text in TEXTS]
-    asked = llama_cpp.Asked(
-        [chat for chat, _ in chats],
-        [text for text, _ in texts],
-        [{"ids": list(row.ids), "start": row.start} for row in reference.rows],
-    )
+    rows = [{"ids": list(row.ids), "start": row.start} for row in reference.rows]
+    asked = llama_cpp.Asked([chat for chat, _ in chats], [text for text, _ in texts], rows)
     if job.variant == ADAPTER:
         try:
-            found = _beside_its_base(job, asked)
+            found, kind = _beside_its_base(job, asked)
         except ModelError as error:  # a base in a format that the converter does not read
             return Verdict.skipped(f"the base has no GGUF form to load it beside: {error.why or error.what}")
     else:
         found = llama_cpp.ask(job.folder / file_name(job), asked, job.report)
-    scores = [Scores(tuple(one["best"]), tuple(one["log_probs"])) for one in found.scores]
-    verdict = reference.verdict(scores, tolerance(job), loaded_with)
+        kind = job.variant if job.variant in WIDE else widest(job.merged())
     same_chats = [one["ids"] == ids for one, (_, ids) in zip(found.rendered, chats, strict=True)]
     same_texts = [ids == expected for ids, (_, expected) in zip(found.tokens, texts, strict=True)]
     job.facts["same_chat_template"] = f"{sum(same_chats)} of {len(same_chats)} chats have the same tokens"
@@ -128,15 +143,19 @@ def check(job: Job, reference: Reference) -> Verdict:
         wrong.append("llama.cpp renders the chat template to other tokens")
     if not all(same_texts):
         wrong.append("llama.cpp splits text into other tokens")
-    return replace(verdict, passed=False, sentence="; ".join([*wrong, verdict.sentence])) if wrong else verdict
+    scores = unrounded = _scores(found)
+    if job.variant in MIXTURES:
+        wide = _wide_file(job)
+        wrong += differing(wide.file, job.folder / file_name(job))
+        wide.scores = wide.scores or _scores(llama_cpp.ask(wide.file, llama_cpp.Asked(rows=rows), job.report))
+        unrounded = wide.scores
+    beyond = difference(job.expected(reference, job.recipe if job.variant == ADAPTER else job.base_recipe), unrounded)
+    wrong += job.tolerance(reference, ARITHMETIC[kind]).exceeded(beyond)
+    return reference.verdict(scores, job.limit(), loaded_with, wrong=wrong, beyond=beyond)
 
 
-def tolerance(job: Job) -> Tolerance:
-    if job.options.base != "trained":
-        return merged.OTHER_BASE
-    if job.variant == ADAPTER and job.recipe.stored_as != "bf16":
-        return TOLERANCES["q4_k_m"]  # the base that it is loaded beside is not the one, in 4 or 8 bits, that it was trained on
-    return TOLERANCES.get(job.variant, HALF)
+def _scores(found: llama_cpp.Answers) -> list[Scores]:
+    return [Scores(tuple(one["best"]), tuple(one["log_probs"])) for one in found.scores]
 
 
 def rendered(tokenizer: Any, chat: list[dict[str, str]]) -> list[int] | None:
@@ -151,13 +170,17 @@ def rendered(tokenizer: Any, chat: list[dict[str, str]]) -> list[int] | None:
         return None
 
 
-def _beside_its_base(job: Job, asked: llama_cpp.Asked) -> llama_cpp.Answers:
-    """The base as a GGUF file, for this check only."""
-    base = model_folder(job.recipe.model, weights=True)
+def _beside_its_base(job: Job, asked: llama_cpp.Asked) -> tuple[llama_cpp.Answers, str]:
+    """The base as a GGUF file, for this check only: with the weights that the adapter was trained on. And that file's type."""
+    original = model_folder(job.recipe.model, weights=True)
     with tempfile.TemporaryDirectory(dir=job.folder, prefix=".base-") as name:
-        file = Path(name) / "base.gguf"
-        convert(Source(base, "base", base, begins_with_bos(job.trained.tokenizer())), file, widest(base), job.report)
-        return llama_cpp.ask(file, asked, job.report, lora=job.folder / file_name(job))
+        base, file = original, Path(name) / "base.gguf"
+        if job.recipe.stored_as != "bf16":
+            base = Path(name)
+            write_base(job, base)
+        kind = widest(base)
+        convert(Source(base, "base", original, begins_with_bos(job.trained.tokenizer())), file, kind, job.report)
+        return llama_cpp.ask(file, asked, job.report, lora=job.folder / file_name(job)), kind
 
 
 def usage(job: Job) -> list[Usage]:

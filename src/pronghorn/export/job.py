@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -28,16 +28,17 @@ from pronghorn import __version__
 from pronghorn.data.tokens import padding_id
 from pronghorn.digests import file_digest
 from pronghorn.errors import CommandError, EnvironmentFault
-from pronghorn.export.checking import Tolerance, tolerance_of
+from pronghorn.export.checking import EXACT, GROSS, Reference, Scores, Tolerance, Verdict, difference, score
 from pronghorn.model.config import read_config
 from pronghorn.model.export import NOT_EXPORTED
 from pronghorn.model.fingerprint import fingerprint
 from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.load import DTYPES, ModelFacts, inspect_model, pick_device, resolve_precision
 from pronghorn.model.lora import PICKLED
-from pronghorn.model.merge_stream import merging, write_config
+from pronghorn.model.merge_stream import MergedWeights, merging, write_config
 from pronghorn.model.scored import set_padding
 from pronghorn.model.sharded import write_sharded
+from pronghorn.model.stock import stock_adapter, stock_model
 from pronghorn.model.text_stack import auto_class
 from pronghorn.recipe import Recipe
 from pronghorn.report.number_format import size
@@ -125,9 +126,45 @@ class Job:
         }
         return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
 
-    def tolerance(self) -> Tolerance:
-        """Of a file that has the trained weights, rounded to `dtype` at most."""
-        return tolerance_of(self.recipe, self.dtype)
+    @property
+    def base_recipe(self) -> Recipe:
+        """With the base that a merge is made onto."""
+        return self.recipe.model_copy(update={"method": "lora"}) if self.options.base == "original" else self.recipe
+
+    def coarser(self, dtype: torch.dtype) -> torch.dtype:
+        """Of a file's dtype and what the run computed in."""
+        kinds = {dtype, DTYPES[resolve_precision(self.recipe.precision, pick_device())]}
+        if torch.bfloat16 in kinds or torch.cuda.is_available():
+            return torch.bfloat16
+        return torch.float16 if torch.float16 in kinds else torch.float32
+
+    def tolerance(self, reference: Reference, dtype: torch.dtype) -> Tolerance:
+        """Of a file that has the trained weights in `dtype`."""
+        coarser = self.coarser(dtype)
+        return EXACT if coarser == torch.float32 else reference.tolerance(coarser)
+
+    def expected(self, reference: Reference, recipe: Recipe) -> Sequence[Scores]:
+        """What the trained weights say: the trained model's scores, unless it rounds activations, or another base was asked
+        for. Then they are computed by stock libraries."""
+        if not recipe.fp8 and recipe == self.recipe:
+            return reference.scores
+        model = stock_adapter(recipe, self.checkpoint) if self.has_adapter else stock_model(self.checkpoint)
+        if recipe.objective.scored:
+            set_padding(model, padding_id(self.trained.tokenizer()))
+        return score(model, reference.rows, self.report)
+
+    def limit(self) -> Tolerance:
+        """Of the loss against the trained model. Onto a base that it was not trained on it is another model, by the user's own
+        wish: how much it differs is told, and not judged."""
+        return GROSS if self.options.base == "trained" else Tolerance()
+
+    def judged(self, reference: Reference, found: Sequence[Scores], loaded_with: str, recipe: Recipe) -> Verdict:
+        """Of an export that has the trained weights in `dtype`."""
+        expected, tolerance = self.expected(reference, recipe), self.tolerance(reference, self.dtype)
+        if expected is reference.scores:
+            return reference.verdict(found, tolerance, loaded_with)
+        beyond = difference(expected, found)
+        return reference.verdict(found, self.limit(), loaded_with, wrong=tolerance.exceeded(beyond), beyond=beyond)
 
     def merged(self) -> Path:
         """A Hugging Face folder with the merged model and the tokenizer: this command's own export, or one in a scratch folder
@@ -150,16 +187,20 @@ def copy_files(source: Path, target: Path, wanted: Callable[[str], bool] = lambd
 
 
 class Scratch:
-    """The merged model that several targets of one command start from."""
+    """What several targets of one command start from: the merged model, and what converters make of it."""
 
     def __init__(self, beside: Path, stack: ExitStack) -> None:
         self.beside, self.stack = beside, stack  # a target of the command; it is given back when the command ends
         self.folder: Path | None = None
+        self.made: dict[str, Any] = {}  # by other targets than `merged`, for others of their kind
+
+    def place(self, job: Job, name: str) -> Path:
+        """An empty folder that goes when the command ends."""
+        return self.stack.enter_context(workplace(self.beside.with_name(f"{self.beside.name}.{name}"), job.key(name)))
 
     def merged(self, job: Job) -> Path:
         if self.folder is None:
-            place = self.beside.with_name(f"{self.beside.name}.merged")
-            folder = self.stack.enter_context(workplace(place, job.key("merged")))
+            folder = self.place(job, "merged")
             write_merged(job, folder)
             self.folder = folder
         return self.folder
@@ -175,6 +216,15 @@ def write_merged(job: Job, folder: Path) -> None:
         write_sharded(folder, source, job.report, label="merging")
         write_config(source, folder, job.dtype)
     copy_files(job.checkpoint, folder, lambda name: not (whole and name.startswith(("adapter_", "model"))))
+
+
+def write_base(job: Job, folder: Path) -> None:
+    """The base as it was trained on, dequantized."""
+    storage, device = FORMATS[job.recipe.stored_as], pick_device()
+    source = MergedWeights(job.recipe.model, storage, job.dtype, compute=job.dtype, device=device)
+    write_sharded(folder, source, job.report, label="writing the base")
+    write_config(source, folder, job.dtype)
+    copy_files(job.checkpoint, folder, lambda name: not name.startswith(("adapter_", "model")))
 
 
 def resolved(target: Path) -> Path:

@@ -13,9 +13,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any, TextIO
 
-LIKELIEST = (
-    64  # tokens of which llama.cpp tells the log-probability; all of them only where the one asked for is not among them
-)
+LIKELIEST = 64  # tokens; all of them only where the one asked for is not among them
 ALL = 1 << 22
 
 
@@ -45,22 +43,28 @@ class LlamaCpp:
         with opener.open(request, timeout=600) as answer:
             return json.load(answer)
 
-    def next_tokens(self, ids: list[int], count: int) -> dict[int, float]:
-        """Log-probabilities of the next token, likeliest first. What the last call read is not read again. The token that is
-        drawn is a letter, whatever they say: of a token that is not a whole letter, or ends the text, it would tell nothing."""
-        draw = {"temperature": 0, "logit_bias": [[self.plain, 1e4]]}
+    def drawn(self, ids: list[int], token: int, count: int) -> dict[str, Any] | None:
+        """`token` is drawn after `ids`, whatever the model says; what llama.cpp tells of it and of the `count` likeliest. None:
+        it tells nothing of a token that ends the text or is not a whole letter. What the last call read is not read again."""
+        draw = {"temperature": 0, "logit_bias": [[token, 1e4]]}
         answer = self.ask("completion", prompt=ids, n_predict=1, n_probs=count, cache_prompt=True, **draw)
-        return {one["id"]: one["logprob"] for one in answer["completion_probabilities"][0]["top_logprobs"]}
+        told: dict[str, Any] | None = next(iter(answer.get("completion_probabilities") or []), None)
+        return told if told is not None and told["id"] == token else None
+
+    def next_token(self, ids: list[int], token: int) -> tuple[int, float]:
+        """The likeliest one after `ids`, and the log-probability of `token`."""
+        if told := self.drawn(ids, token, 1):
+            return told["top_logprobs"][0]["id"], told["logprob"]
+        likely: dict[int, float] = {}
+        for count in (LIKELIEST, ALL):
+            if token not in likely:
+                told = self.drawn(ids, self.plain, count) or {"top_logprobs": []}
+                likely = {one["id"]: one["logprob"] for one in told["top_logprobs"]}
+        return next(iter(likely)), likely.get(token, float("-inf"))
 
     def score(self, ids: list[int], start: int) -> dict[str, Any]:
-        best, log_probs = [], []
-        for place in range(start, len(ids)):
-            likely = self.next_tokens(ids[:place], LIKELIEST)
-            best.append(next(iter(likely)))
-            if ids[place] not in likely:
-                likely = self.next_tokens(ids[:place], ALL)
-            log_probs.append(likely.get(ids[place], float("-inf")))
-        return {"best": best, "log_probs": log_probs}
+        found = [self.next_token(ids[:place], ids[place]) for place in range(start, len(ids))]
+        return {"best": [best for best, _ in found], "log_probs": [log_prob for _, log_prob in found]}
 
     def answer(self, ids: list[int], longest: int) -> dict[str, Any]:
         found = self.ask(

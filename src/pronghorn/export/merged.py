@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pronghorn.errors import CommandError
-from pronghorn.export.checking import Reference, Tolerance, Verdict, score
+from pronghorn.export.checking import Reference, Verdict, score
 from pronghorn.export.job import Job, write_merged
 from pronghorn.export.usage import SCORES, Usage
 from pronghorn.model.config import read_config
@@ -13,9 +13,6 @@ from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.lora import require_adapter
 from pronghorn.model.stock import stock_model
 from pronghorn.model.text_stack import copy_processor_files
-
-# Onto weights that it was not trained on: another model, by the user's own wish. How much it differs is told, and not judged.
-OTHER_BASE = Tolerance(log_prob=float("inf"), perplexity=float("inf"), agreement=0.0)
 
 
 def refuse(job: Job) -> None:
@@ -52,8 +49,8 @@ def write(job: Job) -> None:
 
 
 def check(job: Job, reference: Reference) -> Verdict:
-    tolerance = job.tolerance() if job.options.base == "trained" else OTHER_BASE
-    return reference.verdict(score(stock_model(job.folder), reference.rows, job.report), tolerance, "transformers")
+    found = score(stock_model(job.folder), reference.rows, job.report)
+    return job.judged(reference, found, "transformers", job.base_recipe)
 
 
 def usage(job: Job) -> list[Usage]:

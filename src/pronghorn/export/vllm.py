@@ -82,7 +82,7 @@ def _write_experts(job: Job) -> None:
 
 def check(job: Job, reference: Reference) -> Verdict:
     model = stock_adapter(job.recipe, job.folder)
-    return reference.verdict(score(model, reference.rows, job.report), job.tolerance(), "transformers and PEFT")
+    return job.judged(reference, score(model, reference.rows, job.report), "transformers and PEFT", job.recipe)
 
 
 def usage(job: Job) -> list[Usage]:

@@ -298,10 +298,8 @@ def merging(
     reciprocals differ in the last bit, which decides some of the quantized numbers. `original`: onto the weights of the files
     all the same.
     """
-    device, compute, storage = torch.device("cpu"), torch.float32, FORMATS["bf16" if original else recipe.stored_as]
-    if storage.quantize is not None:
-        device = pick_device()
-        compute = DTYPES[resolve_precision(recipe.precision, device)]
+    storage = FORMATS["bf16" if original else recipe.stored_as]
+    device, compute = _computing(recipe, storage)
     if recipe.method == "full":
         return MergedWeights(str(checkpoint), FORMATS["bf16"], dtype, compute=compute, device=device, to=to)
     try:
@@ -312,6 +310,19 @@ def merging(
             raise
         say_once(f"{recipe.model}: the whole model is merged in memory, because its files have other names than the model")
         return WholeWeights(checkpoint, recipe, dtype, compute, device)
+
+
+def _computing(recipe: Recipe, storage: Format) -> tuple[torch.device, torch.dtype]:
+    if storage.quantize is None:
+        return torch.device("cpu"), torch.float32
+    device = pick_device()
+    return device, DTYPES[resolve_precision(recipe.precision, device)]
+
+
+def whole_weights(checkpoint: Path, recipe: Recipe) -> WholeWeights:
+    """Merged in memory, in float32: the same by another way, to compare with."""
+    device, compute = _computing(recipe, FORMATS[recipe.stored_as])
+    return WholeWeights(checkpoint, recipe, torch.float32, compute, device)
 
 
 def write_config(source: MergedWeights | WholeWeights, folder: Path, dtype: torch.dtype) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from torch import Tensor
 
 from pronghorn.errors import CheckpointError
 from pronghorn.model.config import empty_model, read_config
@@ -50,9 +51,17 @@ def _refuse_named_modules(folder: Path) -> None:
         )
 
 
-def stock_compressed(folder: Path, adapter: Path | None = None) -> Any:
-    """A checkpoint of compressed-tensors: its config and every weight are read by that library, the rest by transformers.
-    (Whose own way, 5.22, leaves out the scales of NVFP4 experts.)"""
+class CompressedWeights(NamedTuple):
+    """Of a checkpoint of compressed-tensors, by the names of its files."""
+
+    config: Any  # without what it says of the format
+    plain: dict[str, Tensor]  # as they are
+    read: dict[str, Tensor]  # in few bits, read by that library
+
+
+def read_compressed(folder: Path) -> CompressedWeights:
+    """Its config and every weight are read by that library. (transformers' own way, 5.22, leaves out the scales of NVFP4
+    experts.)"""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
 
@@ -62,14 +71,19 @@ def stock_compressed(folder: Path, adapter: Path | None = None) -> Any:
     reader = BaseCompressor.get_value_from_registry(facts.format)
     parts = reader.compression_param_names(scheme)
     stored = {name: tensor for file in files_to_load(folder) for name, tensor in load_file(file).items()}
-    wide: dict[str, Any] = {}
+    read: dict[str, Tensor] = {}
     for owner in sorted(name.removesuffix(".weight_scale") for name in stored if name.endswith(".weight_scale")):
         local = {part: stored.pop(f"{owner}.{part}") for part in parts if f"{owner}.{part}" in stored}
-        wide[f"{owner}.weight"] = reader.decompress(local, scheme)["weight"]
+        read[f"{owner}.weight"] = reader.decompress(local, scheme)["weight"]
     del config.quantization_config
+    return CompressedWeights(config, stored, read)
+
+
+def stock_of(config: Any, weights: dict[str, Tensor], adapter: Path | None = None) -> Any:
+    """A model by transformers, of weights by the files' names, in float32."""
     with without_progress_bars():
-        kind: Any = type(empty_model(str(folder), config))
-        model = kind.from_pretrained(None, config=config, state_dict=stored | wide, dtype=torch.float32)
+        kind: Any = type(empty_model("", config))
+        model = kind.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32)
     keep_softcap(model)
     model = model.to(pick_device())
     return (PeftModel.from_pretrained(model, str(adapter)) if adapter else model).eval()
