@@ -163,7 +163,7 @@ class Reference:
         wrong = [*wrong, *tolerance.exceeded(seen)]
         if not any(one.best for one in self.scores):
             told = f"largest difference of a score {seen.largest:.2g} ({loaded_with}, {seen.tokens} rows)"
-            return Verdict(not wrong, told, loaded_with, len(self.rows))
+            return Verdict(not wrong, "; ".join([*wrong, told]), loaded_with, len(self.rows))
         said = (
             f"greedy agreement {seen.agreement:.1%}, largest log-prob difference {seen.largest:.2g} (mean {seen.mean:.2g}"
             + (f"; {beyond.largest:.2g} is not the format's rounding" if beyond else "")
