@@ -104,8 +104,11 @@ def difference(expected: Sequence[Scores], found: Sequence[Scores]) -> Differenc
     after = [p for one in found for p in one.log_probs]
     best = [(a, b) for one, other in zip(expected, found, strict=True) for a, b in zip(one.best, other.best, strict=True)]
     apart = [(abs(a - b) if math.isfinite(a - b) else math.inf) for a, b in zip(before, after, strict=True)]
-    perplexities = [math.exp(min(700.0, -sum(each) / len(each))) for each in (before, after)]
-    return Difference(len(before), sum(a == b for a, b in best) / len(best), max(apart), sum(apart) / len(apart), *perplexities)
+    agreement, perplexities = 1.0, [1.0, 1.0]
+    if best:
+        agreement = sum(a == b for a, b in best) / len(best)
+        perplexities = [math.exp(min(700.0, -sum(each) / len(each))) for each in (before, after)]
+    return Difference(len(before), agreement, max(apart), sum(apart) / len(apart), *perplexities)
 
 
 @dataclass(frozen=True)
