@@ -12,22 +12,17 @@ from typing import Any
 import pytest
 import torch
 from rank_processes import Silent, in_ranks
-from test_graphed_step import DEVICE, mixed_table, steps_of
-from test_moe_steps import model_of
 from test_ranks import apart, losses_of
 from test_shards import PACK, copied, distance, trained
 from transformers import AutoModelForCausalLM, GptOssConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
 from pronghorn.errors import RecipeError
 from pronghorn.kernels.moe.routing import sort_by_expert
-from pronghorn.model.causal_lm import engine_of
-from pronghorn.model.families import num_experts
 from pronghorn.model.load import ModelFacts
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import read_log
 from pronghorn.train.expert_shards import ExpertRows, ExpertShards, experts_of
 from pronghorn.train.loop import train
-from pronghorn.train.objectives import Supervised
 from pronghorn.train.shards import shard_of
 from pronghorn.train.world import World
 from samples import make_tokenizer
@@ -126,34 +121,6 @@ def check_resume(spread: Recipe, whole: Recipe, tmp_path: Path) -> None:
             resumed(World())
         assert apart(losses_of(folder), losses_of(whole.output)[1:]) < 1e-6
         assert distance(trained(copied(spread, f"resumed-{size}")), trained(whole)) < 1e-6
-
-
-@pytest.mark.parametrize(("family", "bits"), [("qwen2_moe", None), ("gpt_oss", None), ("mixtral", 8)])
-@pytest.mark.parametrize("level", ["nothing", "gate_up", "layer"])
-def test_rows_that_are_sent_to_oneself(family: str, bits: int | None, level: Any) -> None:
-    """One rank, whose rows go through everything, on a GPU with CUDA's kernels: the same loss and gradients, whatever is
-    recomputed."""
-    (batch,) = steps_of(mixed_table(12), 1, packs=1)[0].batches
-    found = []
-    for sends in (False, True):
-        model = model_of(family, "experts", bits=bits)
-        engine = engine_of(model)
-        assert engine is not None
-        for layer in engine.layers:
-            layer.level = level
-            layer.mlp.spread = ExpertRows(World(), num_experts(engine.config)) if sends else None  # type: ignore[union-attr]
-        for step in range(2):  # B is zero before the first update, and with it A's gradients
-            loss = Supervised().sums(model, batch.to(DEVICE)).loss
-            loss.backward()
-            trains = [p for p in model.parameters() if p.requires_grad]
-            if not step:
-                for p in trains:
-                    p.data -= 1e-2 * p.grad.sign()
-                    p.grad = None
-        found.append((float(loss.detach()), torch.cat([p.grad.flatten() for p in trains])))
-    (loss, gradients), (loss_sent, gradients_sent) = found
-    assert loss_sent == pytest.approx(loss, rel=1e-5)
-    assert float((gradients_sent - gradients).norm() / gradients.norm()) < (1e-2 if bits else 1e-5)
 
 
 def test_rows_go_to_their_experts_and_come_back(tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ from pronghorn.train.setup import agreed
 from pronghorn.train.world import World
 from samples import make_model, random_table
 
+pytestmark = pytest.mark.usefixtures("_no_gpu")  # ranks are forked here, and CUDA cannot be
+
 
 def losses_of(run: str | Path) -> list[float]:
     return [event["loss"] for event in read_log(Path(run)) if event["event"] == "step"]

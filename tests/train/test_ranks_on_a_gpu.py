@@ -18,11 +18,13 @@ from rank_processes import Silent
 from test_graphed_step import graphed, losses, mixed_table, model_of, steps_of
 from test_ranks import apart, losses_of
 from test_runs_on_a_gpu import RecipeFor, gpu_recipe  # noqa: F401  # a fixture
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import read_log
 from pronghorn.train.loop import train
 from pronghorn.train.ranks import Ranks, join
+from samples import make_tokenizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 ROUNDING = 2e-3  # of bf16, where gradients are summed in another order
@@ -91,6 +93,24 @@ def train_on_two(recipe: Recipe, folder: Path) -> list[float]:
     assert done.returncode == 0, done.stderr[-2000:]
     assert "2 x " in (Path(recipe.output) / "run.jsonl").read_text(encoding="utf-8").split("\n", 1)[0]
     return losses_of(recipe.output)
+
+
+def test_two_ranks_that_share_a_gpu_have_half_of_the_experts_each(gpu_recipe: RecipeFor, tmp_path: Path) -> None:  # noqa: F811
+    sizes = {"vocab_size": 320, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    experts = {"moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2, "head_dim": 32, "eos_token_id": 2}
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, **experts)).save_pretrained(tmp_path / "experts")
+    make_tokenizer().save_pretrained(tmp_path / "experts")
+    recipe = gpu_recipe(
+        model=str(tmp_path / "experts"),
+        precision="fp32",
+        lora={"r": 4, "targets": ["all-linear", "experts"]},
+        train={"steps": 3, "graph": "off"},
+    )
+    spread = renamed(recipe, "two").model_copy(update={"world": recipe.world.model_copy(update={"shard": "experts"})})
+    alone = losses_of(train(renamed(recipe, "one"), display=Silent()).folder)
+    assert len(alone) == 3
+    assert apart(train_on_two(spread, tmp_path), alone) < 1e-4
 
 
 @pytest.mark.parametrize(("method", "shard"), [("lora", "none"), ("qlora", "base"), ("full", "full")])

@@ -1,0 +1,44 @@
+"""A layer whose experts get their rows from ranks: here from one, which is the same process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_graphed_step import DEVICE, mixed_table, steps_of
+from test_moe_steps import model_of
+
+from pronghorn.model.causal_lm import engine_of
+from pronghorn.model.families import num_experts
+from pronghorn.train.expert_shards import ExpertRows
+from pronghorn.train.objectives import Supervised
+from pronghorn.train.world import World
+
+
+@pytest.mark.parametrize(("family", "bits"), [("qwen2_moe", None), ("gpt_oss", None), ("mixtral", 8)])
+@pytest.mark.parametrize("level", ["nothing", "gate_up", "layer"])
+def test_rows_that_are_sent_to_oneself(family: str, bits: int | None, level: Any) -> None:
+    """One rank, whose rows go through everything, on a GPU with CUDA's kernels: the same loss and gradients, whatever is
+    recomputed."""
+    (batch,) = steps_of(mixed_table(12), 1, packs=1)[0].batches
+    found = []
+    for sends in (False, True):
+        model = model_of(family, "experts", bits=bits)
+        engine = engine_of(model)
+        assert engine is not None
+        for layer in engine.layers:
+            layer.level = level
+            layer.mlp.spread = ExpertRows(World(), num_experts(engine.config)) if sends else None  # type: ignore[union-attr]
+        for step in range(2):  # B is zero before the first update, and with it A's gradients
+            loss = Supervised().sums(model, batch.to(DEVICE)).loss
+            loss.backward()
+            trains = [p for p in model.parameters() if p.requires_grad]
+            if not step:
+                for p in trains:
+                    p.data -= 1e-2 * p.grad.sign()
+                    p.grad = None
+        found.append((float(loss.detach()), torch.cat([p.grad.flatten() for p in trains])))
+    (loss, gradients), (loss_sent, gradients_sent) = found
+    assert loss_sent == pytest.approx(loss, rel=1e-5)
+    assert float((gradients_sent - gradients).norm() / gradients.norm()) < (1e-2 if bits else 1e-5)
