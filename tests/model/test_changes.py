@@ -65,12 +65,14 @@ def step(model: Any, **more: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_same_step(plain: Any, fast: Any, what: Any = "") -> None:
+def assert_same_step(plain: Any, fast: Any, what: Any = "") -> torch.Tensor:
+    """Returns the loss of the plain one."""
     (loss, gradients), (found, ours) = step(plain), step(fast)
     torch.testing.assert_close(found, loss, rtol=2e-5, atol=0, msg=lambda text: f"{what}: {text}")
     assert gradients.keys() == ours.keys()
     for name, value in gradients.items():
         assert (ours[name] - value).norm() <= 1e-4 * value.norm() + 1e-7, (what, name)
+    return loss
 
 
 @torch.no_grad()
@@ -171,15 +173,14 @@ def test_hooks_are_called_and_what_they_return_counts(
     path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plain, fast = pair()
-    assert_same_step(plain, fast)
-    free = step(plain)[0]
+    free = assert_same_step(plain, fast)
     for kind, hook in HOOKS.items():
         if path == "model" and kind != "forward":
             continue  # gets tokens and gives an output object: there is nothing to change
         handles = [hook(at(path)(model)) for model in (plain, fast)]
-        assert_same_step(plain, fast, kind)
+        loss = assert_same_step(plain, fast, kind)
         if kind == "forward":
-            assert abs(step(plain)[0] - free) > 1e-3, "it has an effect"
+            assert abs(loss - free) > 1e-3, "it has an effect"
             assert_same_look(plain, fast, generate=path in ("model", "lm_head", "model.layers.1.mlp.down_proj"))
         for handle in handles:
             handle.remove()
@@ -382,13 +383,12 @@ GENERATED = {"layers removed", "a linear of a subclass", "forward of attention",
 
 def after(act: Act, *, adapter: bool, harmless: bool) -> tuple[Any, Any]:
     plain, fast = pair(adapter=adapter)
-    assert_same_step(plain, fast)  # everything is joined and cached as the layers want it
-    before = step(plain)[0]
+    before = assert_same_step(plain, fast)  # everything is joined and cached as the layers want it
     for model in (plain, fast):
         torch.manual_seed(3)
         act(model)
-    assert_same_step(plain, fast)
-    assert harmless or abs(step(plain)[0] - before) > 1e-3, "it has an effect"
+    loss = assert_same_step(plain, fast)
+    assert harmless or abs(loss - before) > 1e-3, "it has an effect"
     return plain, fast
 
 

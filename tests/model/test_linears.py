@@ -32,7 +32,7 @@ SMALL: dict[str, Any] = {
     "vocab_size": 259,
     "hidden_size": 64,
     "intermediate_size": 128,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "pad_token_id": 0,
