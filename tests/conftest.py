@@ -41,7 +41,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-case", action="store_true", help="all uses of a trainer with all kinds of model, for minutes")
 
 
+# Files with tests of several seconds: first, so that no process is alone with one in the end.
+LONG = ("test_kill_and_resume.py", "test_nothing_is_patched.py", "test_run_script.py", "test_compile_matrix.py",
+        "test_compile_a_step.py", "test_compile_ahead.py", "test_heartbeat.py", "test_sanitize.py")  # fmt: skip
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONG)
     if config.getoption("--no-cpu-path"):
         plain = {item for item in items if getattr(item, "callspec", None) and item.callspec.params.get("device") == "torch"}
         config.hook.pytest_deselected(items=list(plain))

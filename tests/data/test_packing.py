@@ -18,7 +18,7 @@ def instruction_lengths(count: int, seed: int = 0) -> np.ndarray:
 
 
 @given(lengths=st.lists(st.integers(1, 100), max_size=300), capacity=st.integers(100, 400), window=st.integers(1, 50))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_every_document_is_in_exactly_one_pack_and_no_pack_overflows(lengths: list[int], capacity: int, window: int) -> None:
     packs = list(pack_stream(lengths, capacity, window))
     assert sorted(i for members in packs for i in members) == list(range(len(lengths)))
@@ -92,7 +92,7 @@ def test_a_document_larger_than_a_pack_is_refused_with_the_fix() -> None:
 
 
 @given(lengths=st.lists(st.integers(1, 30), max_size=120), together=st.integers(2, 4), capacity=st.integers(120, 300))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_documents_of_one_group_stay_side_by_side(lengths: list[int], together: int, capacity: int) -> None:
     groups = len(lengths) // together
     known = np.array(lengths[: groups * together], dtype=np.int32)

@@ -102,7 +102,7 @@ PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, a
 NESTED = PLAIN | st.lists(PLAIN, max_size=2) | st.dictionaries(st.text(max_size=5), PLAIN, max_size=2)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     rows=st.lists(st.dictionaries(st.text(max_size=5), NESTED, min_size=1, max_size=3), min_size=1, max_size=4),
     ascii_only=st.booleans(),
@@ -121,7 +121,7 @@ def test_json_lines_round_trip(
     assert fields(as_list) == rows
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     data=st.binary(max_size=300),
     kind=st.sampled_from(["jsonl", "json", "csv", "txt", "parquet", "arrow", "jsonl.gz", "jsonl.zst", "jsonl.xz", "jsonl.bz2"]),

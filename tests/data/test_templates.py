@@ -167,7 +167,7 @@ WORDS = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(WORDS, WORDS), min_size=1, max_size=4))
 def test_no_content_confuses_the_borders(pairs: list[tuple[str, str]]) -> None:
     roles = ("user", "assistant")

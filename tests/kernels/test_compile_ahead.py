@@ -121,6 +121,7 @@ def test_work_that_fails_leaves_launches_as_they_were(played: Callable[..., tupl
     assert part.launched == ["two"]
 
 
+@pytest.mark.usefixtures("imported_python")
 def test_kernels_compile_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
     """Triton's own compiler, in threads: attention's kernels once, with what launches them, and none spills its registers. In
     a process of its own: in one that had interpreted kernels before, one of them once failed to compile, without a word."""

@@ -28,26 +28,31 @@ from pronghorn.model.verify import verify
 from pronghorn.recipe import Lora
 from samples import random_table
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 259,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-}
-FAMILIES: dict[str, Any] = {
-    "llama": LlamaConfig(**SMALL),
-    "llama, every bias": LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True),
-    "llama, tied": LlamaConfig(**SMALL, tie_word_embeddings=True),
-    "llama, rows of no whole blocks": LlamaConfig(**(SMALL | {"hidden_size": 48, "intermediate_size": 80})),
-    "qwen2": Qwen2Config(**SMALL),
-    "qwen3": Qwen3Config(**SMALL, head_dim=32),
-    "phi3": Phi3Config(**SMALL),
-    "gemma2": Gemma2Config(**SMALL, head_dim=16, sliding_window=16, query_pre_attn_scalar=16),
-    "olmo2": Olmo2Config(**SMALL),
-}
+
+def configs(layers: int) -> dict[str, Any]:
+    small: dict[str, Any] = {
+        "vocab_size": 259,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "pad_token_id": 0,
+    }
+    return {
+        "llama": LlamaConfig(**small),
+        "llama, every bias": LlamaConfig(**small, attention_bias=True, mlp_bias=True),
+        "llama, tied": LlamaConfig(**small, tie_word_embeddings=True),
+        "llama, rows of no whole blocks": LlamaConfig(**(small | {"hidden_size": 48, "intermediate_size": 80})),
+        "qwen2": Qwen2Config(**small),
+        "qwen3": Qwen3Config(**small, head_dim=32),
+        "phi3": Phi3Config(**small),
+        "gemma2": Gemma2Config(**small, head_dim=16, sliding_window=16, query_pre_attn_scalar=16),
+        "olmo2": Olmo2Config(**small),
+    }
+
+
+FAMILIES, IN_TWO_LAYERS = configs(3), configs(2)  # three where layers take turns, two where a layer's numbers are the point
 LORAS: dict[str, Lora | None] = {
     "all": Lora(r=4),
     "some": Lora(r=4, targets=("q_proj", "up_proj", "down_proj")),
@@ -56,9 +61,14 @@ LORAS: dict[str, Lora | None] = {
 }
 
 
-def model_of(family: str = "llama", lora: Lora | None = LORAS["all"], storage: Format = FORMATS["nf4"]) -> Any:
+def model_of(
+    family: str = "llama",
+    lora: Lora | None = LORAS["all"],
+    storage: Format = FORMATS["nf4"],
+    families: dict[str, Any] = FAMILIES,
+) -> Any:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(FAMILIES[family])
+    model = AutoModelForCausalLM.from_config(families[family])
     for name, parameter in model.named_parameters():
         if "bias" in name:
             nn.init.normal_(parameter, std=0.3)
@@ -139,7 +149,7 @@ def scratches(model: Any) -> list[Any]:
     ],
 )
 def test_loss_and_every_gradient_are_those_of_the_dequantized_weights(family: str, lora: str, storage: str) -> None:
-    model, batch = model_of(family, LORAS[lora], FORMATS[storage]), batch_of()
+    model, batch = model_of(family, LORAS[lora], FORMATS[storage], IN_TWO_LAYERS), batch_of()
     twin = twin_of(model)
     assert not install(model)
     loss, gradients = step_of(model, batch)
