@@ -13,6 +13,7 @@ import torch
 
 from pronghorn.evaluation.metrics import Scores
 from pronghorn.evaluation.questions import Question
+from pronghorn.model.text_stack import in_mode
 
 TOKENS = 16_384  # of a batch, padding included
 LOGITS = 1 << 26  # of a batch: 256 MB in float32
@@ -57,9 +58,7 @@ def log_probs(
     vocabulary = model.get_output_embeddings().weight.shape[0]
     sums = [0.0] * len(pairs)
     order = sorted(range(len(pairs)), key=lambda i: sum(map(len, pairs[i])))
-    was_training = model.training
-    model.eval()
-    try:
+    with in_mode(model, training=False):
         done = 0
         while done < len(order):
             batch = _batch(pairs, order[done:], vocabulary)
@@ -85,8 +84,6 @@ def log_probs(
             done += len(batch)
             if progress:
                 progress("scoring choices", done, len(pairs))
-    finally:
-        model.train(was_training)
     return sums
 
 

@@ -38,7 +38,7 @@ from pronghorn.model.layers.types import Documents, GradBuffer, Shards
 from pronghorn.model.positions import Positions
 from pronghorn.model.router_stats import ExpertCounts, RouterStats, padding_mask
 from pronghorn.model.same_weights import Weights
-from pronghorn.model.text_stack import backbone, head_of, is_classifier
+from pronghorn.model.text_stack import backbone, head_of, in_mode, is_classifier
 
 
 class Offload(Elsewhere, Protocol):
@@ -330,7 +330,7 @@ def require_isolated_documents(model: Any, device: torch.device, vocabulary: int
     ids = torch.arange(11, device=device)[None] % vocabulary
     changed = ids.clone()
     changed[0, :5] = (ids[0, :5] + 7) % vocabulary
-    engine, was_training = engine_of(model), model.training
+    engine = engine_of(model)
 
     def second(x: Tensor, embedded: list[Tensor]) -> Tensor:
         """The second document's result; the embeddings of both documents are appended to the list."""
@@ -356,14 +356,11 @@ def require_isolated_documents(model: Any, device: torch.device, vocabulary: int
         (gradient,) = torch.autograd.grad(second(ids, embedded).float().sum(), embedded[:1])
         return bool(gradient.view(11, -1)[:5].any())  # NaN counts
 
-    model.eval()
-    try:
+    with in_mode(model, training=False):
         with torch.no_grad():
             one, other = second(ids, []), second(changed, [])
         apart = float((one - other).abs().max())
         mixed = apart != 0.0 and leaked()
-    finally:
-        model.train(was_training)
     if mixed:
         raise ModelError(
             what=f"packed documents attend to each other in this model (results differ by {apart:.2g})",

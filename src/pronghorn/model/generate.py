@@ -11,6 +11,7 @@ import torch
 
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.static_decode import StaticDecoding, why_not_static
+from pronghorn.model.text_stack import in_mode
 
 # Prompts in one batch. Each token is one launch of all layers, whatever the batch size.
 BATCH = {"cpu": 32, "cuda": 128}
@@ -64,10 +65,8 @@ def generate(
     if capture and (why := why_not_static(model)):
         say_once(f"answers are generated without a CUDA graph: {why}")
         capture = False
-    was_training = model.training
-    model.eval()
     done = 0
-    try:
+    with in_mode(model, training=False):
         waiting = list(batches([len(prompt) for prompt in prompts], batch_size or BATCH.get(device.type, 32), max_new_tokens))
         while waiting:
             chosen = waiting.pop(0)
@@ -95,8 +94,6 @@ def generate(
             done += len(chosen)
             if progress:
                 progress("answering", done, len(prompts))
-    finally:
-        model.train(was_training)
     return answers
 
 

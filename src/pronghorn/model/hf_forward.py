@@ -141,7 +141,7 @@ def _model_forward(model: Any, engine: FastCausalLM, inputs: dict[str, Any]) -> 
             "labels are set on padding: such batches run on the transformers layers (slower); set labels to -100 on "
             "padding and on the first token after left padding"
         )
-        with _paused(engine):
+        with paused(engine):
             return type(model).forward(model, **inputs)
     load = engine.load_of()
     rows = (targets != IGNORED).nonzero().flatten()  # synchronizes while the device is still idle
@@ -179,7 +179,8 @@ def _counts_padding(targets: Tensor, real: Tensor) -> bool:
 
 
 @contextmanager
-def _paused(engine: FastCausalLM) -> Iterator[None]:
+def paused(engine: FastCausalLM) -> Iterator[None]:
+    """The model runs on its own layers."""
     engine.paused = True
     try:
         yield

@@ -174,23 +174,22 @@ def _adapts(name: str) -> bool:
 def require_adapter(folder: Path) -> None:
     """Refuses a checkpoint whose adapter is missing or pickled."""
     if not (folder / ADAPTER_WEIGHTS).is_file():
-        pickled = sorted(found.name for found in folder.glob("adapter_model.*") if found.suffix in PICKLED)
-        why = f"the folder has {pickled[0]}, a pickle, which can run arbitrary code when it is opened" if pickled else ""
-        raise CheckpointError(
-            what=f"{ADAPTER_WEIGHTS} is missing",
-            where=str(folder),
-            why=why,
-            fix="use a checkpoint written by Pronghorn; --checkpoint selects another one",
-        )
+        raise _not_ours(f"{ADAPTER_WEIGHTS} is missing", folder, pickled_instead(folder))
+
+
+def pickled_instead(folder: Path) -> str:
+    """Where an adapter is there only as a pickle: why that is not opened."""
+    pickled = sorted(found.name for found in folder.glob("adapter_model.*") if found.suffix in PICKLED)
+    return f"the folder has {pickled[0]}, a pickle, which can run arbitrary code when it is opened" if pickled else ""
 
 
 def _not_this_adapter(folder: Path, why: str) -> CheckpointError:
-    return CheckpointError(
-        what=f"{ADAPTER_WEIGHTS} does not contain the recipe's adapter",
-        where=str(folder),
-        why=why,
-        fix="use a checkpoint written by Pronghorn; --checkpoint selects another one",
-    )
+    return _not_ours(f"{ADAPTER_WEIGHTS} does not contain the recipe's adapter", folder, why)
+
+
+def _not_ours(what: str, folder: Path, why: str) -> CheckpointError:
+    fix = "use a checkpoint written by Pronghorn; --checkpoint selects another one"
+    return CheckpointError(what, where=str(folder), why=why, fix=fix)
 
 
 def _refuse_unmatched_targets(model: torch.nn.Module, lora: Lora) -> None:

@@ -7,7 +7,7 @@ is read as JSON, by a list of known keys, and the weights only from adapter_mode
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from pronghorn import hub
 from pronghorn.errors import ModelError
 from pronghorn.folders import folder_of
 from pronghorn.model.formats.store import is_quantized
-from pronghorn.model.lora import ADAPTER_WEIGHTS, PICKLED, attach
+from pronghorn.model.lora import ADAPTER_WEIGHTS, attach, pickled_instead
 from pronghorn.model_files import ADAPTER, CONFIG, read_json
 
 HONOURED = (
@@ -115,16 +115,20 @@ def attach_adapter(model: torch.nn.Module, folder: Path) -> PeftModel:
     if began in TAKEN_OUT:
         kept[INIT] = began
     _require_ranks(kept, weights, folder)
+    return _filled(lambda: attach(model, **kept), weights, folder)
+
+
+def _filled(adapted: Callable[[], Any], weights: dict[str, torch.Tensor], folder: Path) -> Any:
+    """The adapted model with these weights, or why they do not fit."""
     try:
-        adapted = attach(model, **kept)
-        found = set_peft_model_state_dict(adapted, weights)
+        found = set_peft_model_state_dict(model := adapted(), weights)
     except (KeyError, RuntimeError, TypeError, ValueError, AttributeError, IndexError, re.error) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
         raise _does_not_fit(folder, " ".join(str(error).split())[:300]) from error
     if strange := next(_misfits(found), ""):
         raise _does_not_fit(folder, strange)
-    return adapted
+    return model
 
 
 def _require_ranks(config: dict[str, Any], weights: dict[str, torch.Tensor], folder: Path) -> None:
@@ -140,27 +144,15 @@ def _require_ranks(config: dict[str, Any], weights: dict[str, torch.Tensor], fol
 
 def replace_weights(model: PeftModel, folder: Path) -> None:
     """Copies the weights of an adapter folder into the model's own adapter, which must match it."""
-    try:
-        found = set_peft_model_state_dict(model, _weights(folder))
-    except (KeyError, RuntimeError) as error:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        raise _does_not_fit(folder, " ".join(str(error).split())[:300]) from error
-    if strange := next(_misfits(found), ""):
-        raise _does_not_fit(folder, strange)
+    _filled(lambda: model, _weights(folder), folder)
 
 
 def _weights(folder: Path) -> dict[str, torch.Tensor]:
     file = folder / ADAPTER_WEIGHTS
     if not file.is_file():
-        pickled = sorted(found.name for found in folder.glob("adapter_model.*") if found.suffix in PICKLED)
-        why = f"the folder has {pickled[0]}, a pickle, which can run arbitrary code when it is opened" if pickled else ""
-        raise ModelError(
-            what=f"{ADAPTER_WEIGHTS} is missing",
-            where=str(folder),
-            why=why,
-            fix="save the adapter as safetensors, if you trust its origin" if pickled else "check the folder",
-        )
+        why = pickled_instead(folder)
+        fix = "save the adapter as safetensors, if you trust its origin" if why else "check the folder"
+        raise ModelError(what=f"{ADAPTER_WEIGHTS} is missing", where=str(folder), why=why, fix=fix)
     try:
         return load_file(file)  # type: ignore[no-any-return]
     except (SafetensorError, OSError) as error:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,17 @@ def freeze_beside_text(model: Any) -> int:
 def set_cache(model: Any, keeps: bool) -> None:
     """Switches the KV cache, for generation. The text model reads its own config."""
     model.config.use_cache = text_config(model.config).use_cache = keeps
+
+
+@contextmanager
+def in_mode(model: Any, *, training: bool) -> Iterator[None]:
+    """The model trains or evaluates; then it is as before."""
+    before = model.training
+    model.train(training)
+    try:
+        yield
+    finally:
+        model.train(before)
 
 
 def keep_softcap(model: Any) -> None:

@@ -118,7 +118,6 @@ def config_for(width: int, dtype: torch.dtype, chip: Chip = HOPPER) -> Config:
 
 
 # ---- Triton -------------------------------------------------------------------------------------------------
-# Kernel parameters have no annotations: Triton resolves them and accepts only its own types.
 
 
 @jit

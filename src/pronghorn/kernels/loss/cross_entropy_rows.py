@@ -62,7 +62,6 @@ class Terms(NamedTuple):
 
 
 # ---- Triton -------------------------------------------------------------------------------------------------
-# Kernel parameters have no annotations: Triton resolves them and accepts only its own types.
 
 
 @jit

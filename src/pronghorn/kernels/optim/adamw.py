@@ -201,7 +201,6 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 # ---- Triton -------------------------------------------------------------------------------------------------
-# Kernel parameters have no annotations: Triton resolves them and accepts only its own types.
 
 
 @jit
