@@ -98,7 +98,7 @@ health: {spike: warn}                        # on a loss spike: warn | skip (the
 report:
   to: []                                     # loggers beside run.jsonl and report.html: tensorboard | wandb | trackio | mlflow
   # project: my-project                      # of wandb and trackio, experiment of mlflow (default: pronghorn)
-world: {shard: auto}                         # what several ranks spread: auto | none | base (frozen weights) | full
+world: {shard: auto}                         # what several ranks spread: auto | none | base (frozen weights) | full | experts
 output: runs/default
 """
 

@@ -141,6 +141,7 @@ class Ranks(World):
         if self.captures and torch.cuda.is_current_stream_capturing():  # nothing runs now, so nobody is waited for
             self._add_up(tensors)
             return
+        self._computed(*tensors)
         with self.together(sum(tensor.nbytes for tensor in tensors), step=True):
             self._add_up(tensors)
 
@@ -201,6 +202,7 @@ class Ranks(World):
         return [row for rank in range(self.size) for row in self.sent_by(rank, lambda: rows)]
 
     def gather(self, whole: Tensor, part: Tensor) -> Pending:
+        self._computed(part)
         with self.together(whole.nbytes):
             if not self._staged(whole):
                 return _Begun(self, dist.all_gather_into_tensor(whole, part, async_op=True), whole)
@@ -210,6 +212,7 @@ class Ranks(World):
         return Pending()
 
     def scatter_sum(self, part: Tensor, whole: Tensor) -> Pending:
+        self._computed(whole)
         with self.together(whole.nbytes):
             if not self._staged(whole):
                 return _Begun(self, _reduce_scatter(part, whole, async_op=True), part)
@@ -220,6 +223,7 @@ class Ranks(World):
 
     def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         width = rows.shape[1]
+        self._computed(rows)
         with self.together(max(sum(sent), sum(received)) * width * rows.element_size()):
             content = (rows.cpu() if self._staged(rows) else rows).contiguous()
             found = content.new_empty(sum(received), width)
@@ -229,6 +233,11 @@ class Ranks(World):
     def _staged(self, tensor: Tensor) -> bool:
         """Whether it goes by way of the host: ranks that share a GPU have gloo alone, which knows no such sums on it."""
         return tensor.is_cuda and self.backend == "gloo"
+
+    def _computed(self, *tensors: Tensor) -> None:
+        """What goes by way of the host waits for its GPU first: that is no waiting for others, however long it takes."""
+        if any(self._staged(tensor) for tensor in tensors):
+            torch.cuda.current_stream().synchronize()
 
     def wait(self) -> None:
         self.largest(0)
