@@ -38,7 +38,9 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-cpu-path", action="store_true", help="leave out cases of the `device` fixture that are plain torch")
-    parser.addoption("--every-case", action="store_true", help="all uses of a trainer with all kinds of model, for minutes")
+    parser.addoption(
+        "--every-case", action="store_true", help="all uses of a trainer with all kinds of model, all golden steps: minutes"
+    )
 
 
 # Files with tests of several seconds: first, so that no process is alone with one in the end.

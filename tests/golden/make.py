@@ -22,6 +22,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -85,15 +86,24 @@ def write_model(folder: Path, experts: bool) -> None:
     make_tokenizer().save_pretrained(folder)
 
 
-def losses_of(case: str, room: Path, change: Callable[[Path], None] = lambda model: None, rate: float = 1.0) -> list[float]:
+class Enough(Exception):
+    """Of steps."""
+
+
+def losses_of(
+    case: str, room: Path, change: Callable[[Path], None] = lambda model: None, rate: float = 1.0, last: int = STEPS
+) -> list[float]:
     """Of `pronghorn train` in this process. `change` may do something to the model's folder first; `rate` times the learning
-    rate."""
+    rate; `last`: the step that the run is broken off after."""
     from pronghorn.recipe import Recipe
     from pronghorn.train.loop import train
     from samples import chat_rows, write_rows
 
     class Silent:
-        def handle(self, event: dict[str, Any]) -> None: ...
+        def handle(self, event: dict[str, Any]) -> None:
+            if event["event"] == "step" and event["step"] == last < STEPS:
+                raise Enough
+
         def progress(self, *_: Any, **__: Any) -> None: ...
 
     room.mkdir(parents=True)
@@ -108,7 +118,8 @@ def losses_of(case: str, room: Path, change: Callable[[Path], None] = lambda mod
     }
     settings = TRAIN | CASES[case].get("train", {})
     settings["lr"] *= rate
-    train(Recipe.model_validate(recipe | CASES[case] | {"train": settings}), display=Silent())
+    with suppress(Enough):
+        train(Recipe.model_validate(recipe | CASES[case] | {"train": settings}), display=Silent())
     rows = [json.loads(line) for line in (room / "run" / "run.jsonl").read_text(encoding="utf-8").splitlines()]
     return [row["loss"] for row in rows if row["event"] == "step"]
 
