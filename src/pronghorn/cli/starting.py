@@ -81,8 +81,7 @@ def _by_itself(recipe: Recipe) -> int:
 
 def _may_be_several() -> bool:
     """Without torch, which takes seconds to import; where the driver does not tell (WSL), there may."""
-    found = Path("/proc/driver/nvidia/gpus")
-    return len(list(found.iterdir())) > 1 if found.is_dir() else Path("/dev/dxg").exists()
+    return len(list(Path("/dev").glob("nvidia[0-9]*"))) > 1 or Path("/dev/dxg").exists()
 
 
 def _why_not_together(there: int) -> str:

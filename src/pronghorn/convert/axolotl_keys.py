@@ -191,7 +191,7 @@ ROWS: dict[str, Row] = {
     "ple_cpu_offload": nothing(shared.PLAN),
     "cut_cross_entropy": nothing(shared.KERNELS),
     "deepspeed": not_here(shared.GPUS),
-    "local_rank": nothing("Pronghorn trains on one GPU"),
+    "local_rank": nothing(shared.RANKS),
     "world_size": only_if_one(shared.GPUS),
     "ddp": not_here(shared.GPUS),
     "use_ray": not_here(shared.GPUS),
@@ -243,7 +243,7 @@ PREFIXES: dict[str, Row] = {
         ),
         nothing(shared.NOTHING_SENT),
     ),
-    "ddp_": nothing("Pronghorn trains on one GPU"),
+    "ddp_": nothing(shared.RANKS),
     **dict.fromkeys(
         (
             "fsdp",

@@ -167,7 +167,7 @@ def only_if_one(why: str) -> Row:
 
     def row(draft: Draft, key: str) -> None:
         if draft.get(key) in (0, 1, "1", False):
-            draft.no_effect(key, "one GPU, same as Pronghorn")
+            draft.no_effect(key, "it asks for one GPU, which needs no setting")
         else:
             draft.not_honoured(key, why)
 

@@ -372,12 +372,12 @@ ROWS: dict[str, Row] = {
     "max_new_tokens": nothing(GENERATION),
     "deepspeed": not_here(shared.GPUS),
     "fsdp": not_here(shared.GPUS),
-    "local_rank": nothing("Pronghorn trains on one GPU"),
+    "local_rank": nothing(shared.RANKS),
     "dist_config": not_here(shared.GPUS),
     "use_mca": refused(shared.GPUS, "convert a config for one GPU"),
 }
 PREFIXES: dict[str, Row] = {
-    "ddp_": nothing("Pronghorn trains on one GPU"),
+    "ddp_": nothing(shared.RANKS),
     **dict.fromkeys(
         (
             "fsdp_",
