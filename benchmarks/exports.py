@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.export_models import known_tokenizer, make_model, write_pieces
-from benchmarks.record import RESULTS, ROOT, read, record, write
+from benchmarks.record import RESULTS, ROOT, commit, read, record, write
 from pronghorn.data.tokens import load_tokenizer
 from pronghorn.demo.smollm2 import NAME as SMOLLM2
 from pronghorn.digests import file_digest
@@ -40,9 +40,10 @@ BEGIN, END = "<!-- table: python -m benchmarks.exports --write -->", "<!-- end o
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "initializer_range": 0.06}
 # llama.cpp scales Gemma 2's scores by the size of a head, whatever the config says.
 OWN = {"gemma2": {"query_pre_attn_scalar": 64}}
-# llama.cpp's converter knows a tokenizer of Llama 2's form, for Llama only, and SmolLM2's for families with byte-level BPE.
-BPE = ("qwen3", "qwen3_moe", "gpt_oss")
-NEED_PIECES = ("gemma2", "phi3")
+# llama.cpp's converter knows a tokenizer of Llama 2's form, from sentencepiece's file but for Llama; of gpt-oss it wants BPE of
+# bytes, which it knows by a checksum: SmolLM2's.
+BPE = ("gpt_oss",)
+NEED_PIECES = ("qwen3", "qwen3_moe", "gemma2", "phi3")
 LLAMA_IDS = {"vocab_size": 288, "bos_token_id": 1, "eos_token_id": 4, "pad_token_id": 2}
 SMOLLM2_IDS = {"vocab_size": 49152, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
 EXPERTS = {"targets": ["all-linear", "experts"], "r": 8}
@@ -206,7 +207,7 @@ def main() -> None:
     for name in (name for name in RUNS if any(part.lower() in name.lower() for part in arguments.only.split(","))):
 
         def keep(target: str, row: dict[str, Any], name: str = name) -> None:
-            found[name, target] = {"run": name, "target": target, "made_with": key, **row}
+            found[name, target] = {"run": name, "target": target, "made_with": key, "commit": commit(), **row}
             print(f"{name} to {target}: {row.get('sentence') or row.get('refused')}", flush=True)
             show()
 

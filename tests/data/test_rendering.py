@@ -7,7 +7,6 @@ import resource
 import signal
 import threading
 import time
-from typing import Any
 
 import pytest
 
@@ -90,12 +89,24 @@ def test_a_long_conversation_may_take_what_it_needs() -> None:
     assert len(within_limits(lambda: long[0]["content"] * 2, long, "")) == 60_000_000
 
 
-def test_in_another_thread_there_is_no_timer_and_no_harm() -> None:
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(chat_template(make_tokenizer(CHATML)).render(TALK).text))
+@pytest.mark.parametrize(("template", "said"), [(CHATML, "<|im_start|>user"), (LOOPS, "does not terminate")])
+def test_in_another_thread(template: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no timer of the kernel, and a watch in its place; the thread goes on as it was."""
+    monkeypatch.setattr(rendering, "SECONDS", 0.3)
+    found: list[str] = []
+
+    def render() -> None:
+        try:
+            found.append(chat_template(make_tokenizer(template)).render(TALK).text)
+        except DataError as error:
+            found.append(error.what)
+        found.append("and went on")
+
+    thread = threading.Thread(target=render)
     thread.start()
     thread.join()
-    assert found[0].startswith("<|im_start|>user")
+    assert said in found[0]
+    assert found[1] == "and went on"
 
 
 def test_a_process_that_grew_since_the_last_rendering_has_its_room() -> None:

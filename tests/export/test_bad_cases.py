@@ -8,6 +8,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from pronghorn.export import job as job_file
 from pronghorn.export import run as run_file
 from pronghorn.model import sharded
 from pronghorn.recipe import Recipe
+from pronghorn.train.loop import train
 from pronghorn.train.trained_run import Trained
 from samples import make_tokenizer
 
@@ -180,6 +182,25 @@ def test_a_base_model_that_was_moved(made: Made) -> None:
         with pytest.raises(ModelError, match="no such model folder"):
             made.export(to)
         assert not made.target.exists()
+
+
+def test_a_base_model_that_changed(tmp_path: Path, recipe_for: RecipeFor) -> None:
+    """Since the run: other weights, or other settings for the same weights."""
+    model = make_model("llama", tmp_path / "model", num_hidden_layers=1)
+    make_tokenizer().save_pretrained(model)
+    recipe = recipe_for(model=str(model), train={"steps": 1}, eval={"generations": 0})
+    run = train(recipe, display=SimpleNamespace(handle=print, progress=lambda *_: None, close=lambda: None)).folder
+    weights, config = model / "model.safetensors", model / "config.json"
+    before = weights.read_bytes()
+    save_file({name: 2 * tensor for name, tensor in load_file(weights).items()}, weights, metadata={"format": "pt"})
+    for to in ("merged", "adapter", "vllm", "fp8"):
+        with pytest.raises(CheckpointError, match="the model's weights differ"):
+            run_file.export_run(run, "last", tmp_path / "out", to)
+    weights.write_bytes(before)
+    config.write_text(config.read_text().replace('"rope_theta": 10000.0', '"rope_theta": 20000.0'))
+    with pytest.raises(CheckpointError, match=r"the model's config\.json differs"):
+        run_file.export_run(run, "last", tmp_path / "out", "merged")
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_adapter_of_another_base(made: Made, tmp_path: Path, recipe_for: RecipeFor) -> None:

@@ -4,10 +4,13 @@ A rendering that takes 10 s of CPU time, a gigabyte beyond what the conversation
 proportion is stopped, with a sentence. (Real templates take a tenth of a millisecond.) The time is kept by a timer of the
 kernel, whose signal Python looks at between two instructions and inside its arithmetic of long numbers; the memory by the
 process's own limit, which is lowered while the template runs. Both need the main thread of a process, where rows are encoded.
+In another thread (`pronghorn serve` renders in a request's) a watch raises the error there, between two instructions,
+after the same time on the clock; the memory, which other threads need too, has no limit there.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import resource
@@ -73,7 +76,7 @@ def within_limits(render: Callable[[], T], messages: Sequence[Any], where: str) 
 
 def _limited(work: Callable[[], T], memory: int) -> T:
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
-        return work()
+        return _watched(work)
     running = True
 
     def time_is_up(*_: object) -> None:
@@ -94,6 +97,28 @@ def _limited(work: Callable[[], T], memory: int) -> T:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
         signal.signal(signal.SIGVTALRM, before)
         _last.update(process=os.getpid(), ended=time.monotonic())
+
+
+def _watched(work: Callable[[], T]) -> T:
+    thread, one_at_a_time, state = ctypes.c_ulong(threading.get_ident()), threading.Lock(), {"running": True}
+
+    def time_is_up() -> None:
+        with one_at_a_time:
+            if state["running"]:
+                state["raised"] = True
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_TimeIsUpError))
+
+    watch = threading.Timer(SECONDS, time_is_up)
+    watch.daemon = True
+    watch.start()
+    try:
+        return work()
+    finally:
+        watch.cancel()
+        with one_at_a_time:
+            state["running"] = False
+            if "raised" in state:  # if it has not come yet, it is not wanted any more
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, None)
 
 
 _last: dict[str, float] = {}  # the process, its memory, and when a rendering last ended
