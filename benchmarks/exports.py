@@ -40,10 +40,10 @@ BEGIN, END = "<!-- table: python -m benchmarks.exports --write -->", "<!-- end o
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "initializer_range": 0.06}
 # llama.cpp scales Gemma 2's scores by the size of a head, whatever the config says.
 OWN = {"gemma2": {"query_pre_attn_scalar": 64}}
-# llama.cpp's converter knows a tokenizer of Llama 2's form, from sentencepiece's file but for Llama; of gpt-oss it wants BPE of
-# bytes, which it knows by a checksum: SmolLM2's.
-BPE = ("gpt_oss",)
-NEED_PIECES = ("qwen3", "qwen3_moe", "gemma2", "phi3")
+# llama.cpp's converter knows a tokenizer of Llama 2's form, from sentencepiece's file but for Llama; of two families it wants
+# BPE of bytes, which it knows by a checksum: SmolLM2's.
+BPE = ("qwen3_moe", "gpt_oss")
+NEED_PIECES = ("qwen3", "gemma2", "phi3")
 LLAMA_IDS = {"vocab_size": 288, "bos_token_id": 1, "eos_token_id": 4, "pad_token_id": 2}
 SMOLLM2_IDS = {"vocab_size": 49152, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
 EXPERTS = {"targets": ["all-linear", "experts"], "r": 8}
@@ -185,6 +185,18 @@ def write_table(found: list[dict[str, Any]]) -> None:
     DOC.write_text(f"{before}{BEGIN}\n\n{table(found)}\n\n{END}{after}", encoding="utf-8")
 
 
+def saved() -> dict[tuple[str, str], dict[str, Any]]:
+    return {(row["run"], row["target"]): row for row in (read(FILE)["results"] if FILE.is_file() else [])}
+
+
+def save(rows: dict[tuple[str, str], dict[str, Any]]) -> None:
+    """Beside what stands there: of other runs, or of this command beside itself."""
+    found = saved() | rows
+    ordered = [found[one] for name in RUNS for word in words() if (one := (name, word)) in found]
+    write(FILE, record("exports, compared with what was trained", "python -m benchmarks.exports --write", ordered))
+    write_table(ordered)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="runs whose names contain one of these: smol,gemma")
@@ -196,26 +208,20 @@ def main() -> None:
     if not (smollm2 / "model.safetensors").is_file():
         raise SystemExit(f"{smollm2} is not there: `pronghorn demo` makes it, or name the folder that has it with --models")
     key = made_with(smollm2)
-    found = {(row["run"], row["target"]): row for row in (read(FILE)["results"] if FILE.is_file() else [])}
-
-    def show() -> None:
-        ordered = [found[one] for name in RUNS for word in words() if (one := (name, word)) in found]
-        if arguments.write:  # rows that are not measured now stay
-            write(FILE, record("exports, compared with what was trained", "python -m benchmarks.exports --write", ordered))
-            write_table(ordered)
-
     for name in (name for name in RUNS if any(part.lower() in name.lower() for part in arguments.only.split(","))):
 
         def keep(target: str, row: dict[str, Any], name: str = name) -> None:
-            found[name, target] = {"run": name, "target": target, "made_with": key, "commit": commit(), **row}
             print(f"{name} to {target}: {row.get('sentence') or row.get('refused')}", flush=True)
-            show()
+            if arguments.write:
+                save({(name, target): {"run": name, "target": target, "made_with": key, "commit": commit(), **row}})
 
+        found = saved() if arguments.write else {}
         to = [one for one in arguments.to.split(",") if found.get((name, one), {}).get("made_with") != key]
         if to:
             with tempfile.TemporaryDirectory() as folder:
                 export_all(trained(name, Path(folder), smollm2), Path(folder), to, keep)
-    show()
+    if arguments.write:
+        save({})
 
 
 if __name__ == "__main__":
