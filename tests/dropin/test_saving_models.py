@@ -34,8 +34,8 @@ def test_positional_and_named_ways_to_save(trained: tuple[Any, Any], tmp_path: P
 
 
 @table(("call", "words"), [
-    (lambda model: model.save_pretrained_gguf("model", None, quantization_method="q4_k_m"), "convert_hf_to_gguf.py"),
-    (lambda model: model.push_to_hub_gguf("hf/model", None, quantization_method=["q8_0"], token=""), "convert_hf_to_gguf.py"),
+    (lambda model: model.save_pretrained_gguf("model", None, quantization_method="q4_k_s"), "did you mean 'q4_k_m'?"),
+    (lambda model: model.push_to_hub_gguf("hf/model", None, quantization_method=["q8_0", "iq2"], token=""), "use one of: q8_0"),
     (lambda model: model.save_pretrained_torchao("model", None), "that folder with torchao"),
     (lambda model: model.save_pretrained_merged("model", None, save_method="merged_4bit_forced"), "merged_16bit"),
     (lambda model: model.save_pretrained_merged("model", None, save_method="mxfp4"), "merged_16bit"),

@@ -8,22 +8,17 @@ from typing import Any, NoReturn
 
 from pronghorn.dropin.accepted import SAVING, check_others
 from pronghorn.dropin.arguments import check_choice
-from pronghorn.errors import CommandError, EnvironmentFault, ModelError, PronghornError
-from pronghorn.hub import hub_errors, quiet
+from pronghorn.dropin.gguf import push_to_hub_gguf, save_pretrained_gguf
+from pronghorn.dropin.hub_upload import send
+from pronghorn.errors import CommandError
 from pronghorn.model.merge import save_merged
 
 METHODS = ("merged_16bit", "lora")
-# What comes with the export, and what to do until then.
-GGUF = (
-    "Pronghorn does not write GGUF from Python",
-    "call model.save_pretrained_merged(folder, tokenizer), then run llama.cpp's convert_hf_to_gguf.py on that folder",
-)
+# What is not written, and what to do instead.
 LATER = {
     "merged_4bit": ("Pronghorn does not write 4-bit checkpoints",
                     'use save_method="merged_16bit" or "lora"; other tools can quantize the merged model when loading it'),
     "mxfp4": ("Pronghorn does not write MXFP4 checkpoints", 'use save_method="merged_16bit" or "lora"'),
-    "save_pretrained_gguf": GGUF,
-    "push_to_hub_gguf": GGUF,
     "save_pretrained_torchao": ("Pronghorn does not write torchao formats",
                                 "call model.save_pretrained_merged(folder, tokenizer), then quantize that folder with "
                                 "torchao"),
@@ -106,50 +101,10 @@ def push_to_hub_merged(
     check_others(push_to_hub_merged, others, SAVING)
     with tempfile.TemporaryDirectory(prefix="pronghorn-") as folder:
         save_pretrained_merged(model, folder, tokenizer, save_method)
-        from huggingface_hub import HfApi
-
-        api: Any = HfApi(token=token or None)
-        try:
-            with quiet():
-                repository = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-                sent = api.upload_folder(
-                    repo_id=repository,
-                    folder_path=folder,
-                    commit_message=commit_message,
-                    commit_description=commit_description,
-                    revision=revision,
-                    create_pr=create_pr,
-                )
-        except hub_errors() as error:
-            raise _not_sent(error, repo_id) from error
-    return str(getattr(sent, "commit_url", sent))
-
-
-def _not_sent(error: Exception, name: str) -> PronghornError:
-    status = int(getattr(getattr(error, "response", None), "status_code", 0) or 0)
-    first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-    if status in (401, 403):
-        return ModelError(
-            what=f"the Hub refused the upload ({status})",
-            where=name,
-            why=first,
-            fix="pass a token with write access: token=... or HF_TOKEN",
-        )
-    if isinstance(error, ValueError) or 400 <= status < 500:
-        return ModelError(
-            what="the Hub refused the upload", where=name, why=first, fix="check the repository name: account/model"
-        )
-    return EnvironmentFault(
-        what="the upload to the Hub failed", where=name, why=first, fix="check the network, then call it again"
-    )
-
-
-def save_pretrained_gguf(_model: Any, *_: Any, **__: Any) -> NoReturn:
-    _later("save_pretrained_gguf", "save_pretrained_gguf")
-
-
-def push_to_hub_gguf(_model: Any, *_: Any, **__: Any) -> NoReturn:
-    _later("push_to_hub_gguf", "push_to_hub_gguf")
+        return send(
+            Path(folder), repo_id, token, private, commit_message=commit_message, commit_description=commit_description,
+            revision=revision, create_pr=create_pr,
+        )  # fmt: skip
 
 
 def save_pretrained_torchao(_model: Any, *_: Any, **__: Any) -> NoReturn:
