@@ -67,6 +67,24 @@ def test_one_that_goes_on_failing_is_told_with_its_first_error() -> None:
     assert graphs.trials == 2
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_on_a_gpu_the_capture_after_a_failed_one_works() -> None:
+    told: list[Exception] = []
+    graphs, total, calls = Graphs(torch.device("cuda", 0), failed=told.append), torch.zeros(4, device="cuda"), list[bool]()
+
+    def add() -> None:
+        calls.append(torch.cuda.is_current_stream_capturing())
+        total.add_(1)
+        if calls == [False, True]:
+            torch.cuda.synchronize()  # not permitted while capturing
+
+    (replay,) = graphs.captured(add)
+    assert (calls, told, graphs.captures) == ([False, True, False, True], [], True)
+    replay()
+    assert total.tolist() == [3.0] * 4  # two trials and the replay
+
+
 def test_what_no_trial_would_change_is_not_repeated() -> None:
     graphs = Failing([EnvironmentFault(what="no")])
     assert graphs.captured(work) == [work]

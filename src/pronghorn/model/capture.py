@@ -79,8 +79,13 @@ class Graphs:
         for work in works:
             graph = torch.cuda.CUDAGraph()
             # thread_local: a global capture would forbid the loader's threads to pin memory
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                work()
+            try:
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                    work()
+            except BaseException:
+                # torch goes on recording allocations into this pool, and refuses it to the next capture.
+                self._pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+                raise
             replays.append(graph.replay)
         return replays
 
