@@ -6,12 +6,7 @@ pip install 'pronghorn[gguf]'
 from __future__ import annotations
 
 import json
-import os
-import runpy
 import shutil
-import sys
-import tempfile
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.export_models import known_tokenizer, make_checkpoint, make_model
-from exports import export
+from exports import export, forked
 from pronghorn.errors import CommandError, EnvironmentFault, ModelError
 from pronghorn.export import child, gguf_convert, gguf_file, gguf_lora, gguf_target, llama_cpp
 from pronghorn.export import run as run_file
@@ -49,34 +44,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model("llama", folder, **sizes, vocab_size=288, eos_token_id=4)
     known_tokenizer().save_pretrained(folder)
     return folder
-
-
-def forked(arguments: list[str], folder: Path, tick: Callable[[], None] = lambda: None) -> child.Ended:
-    """As child.run, in a copy of this process, which has imported torch and transformers already: 4 s each time. llama.cpp
-    gets a process of its own all the same."""
-    script = next(one for one in arguments if one.endswith(".py"))
-    if Path(script).name == "llama_cpp_child.py":
-        return child_run(arguments, folder, tick)
-    with tempfile.TemporaryFile() as log:
-        number = os.fork()
-        if not number:
-            code = 1
-            try:
-                for output in (1, 2):
-                    os.dup2(log.fileno(), output)
-                os.chdir(folder)
-                sys.argv = arguments[arguments.index(script) :]
-                runpy.run_path(script, run_name="__main__")
-                code = 0
-            except BaseException:  # noqa: BLE001 the parent reads it
-                os.write(2, traceback.format_exc().encode())
-            os._exit(code)
-        code = os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
-        log.seek(0)
-        return child.Ended(code, log.read().decode())
-
-
-child_run = child.run
 
 
 @pytest.fixture(scope="module")

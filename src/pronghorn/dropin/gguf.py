@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,14 +55,17 @@ def save_pretrained_gguf(
         save_merged(model, merged)
         tokenizer.save_pretrained(str(merged))
         source = Source(merged, folder.resolve().name, model_folder(name), begins_with_bos(tokenizer))
-        meant = MEANT | {WIDEST: widest(merged)}
+        as_merged = widest(merged)
+        meant = MEANT | {WIDEST: as_merged}
         for kind in dict.fromkeys(meant.get(kind, kind) for kind in kinds):
             file = Path(made, f"{source.title}-{kind.upper()}.gguf")
-            if kind in WIDE:
+            if kind in WIDE and kind != as_merged:
                 convert(source, file, kind, report)
-            else:
-                if not wide.exists():
-                    convert(source, wide, meant[WIDEST], report)
+            elif not wide.exists():
+                convert(source, wide, as_merged, report)
+            if kind == as_merged:
+                os.link(wide, file)
+            elif kind not in WIDE:
                 quantized(wide, file, kind, report)
             written.append(str(file.replace(folder / file.name)))
     return written
