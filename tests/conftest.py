@@ -164,6 +164,15 @@ def own_writer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def short_export_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An export is compared with its model on two rows instead of eight. For files whose point is what is exported: the check
+    itself is in tests/export."""
+    from pronghorn.export import checking
+
+    monkeypatch.setattr(checking, "ROWS", 2)
+
+
+@pytest.fixture
 def recipe_for(recipes: Callable[..., Any], _no_gpu: None) -> Callable[..., Any]:
     """As `recipes`, on the CPU. tests/train/test_runs_on_a_gpu.py has runs on a GPU."""
     return recipes

@@ -38,6 +38,8 @@ from pronghorn.train.run_evaluation import evaluate_run
 from pronghorn.train.trained_run import Chat
 from samples import make_model, make_tokenizer
 
+pytestmark = pytest.mark.usefixtures("short_export_check")
+
 RecipeFor = Callable[..., Recipe]
 PRECISION = "bf16" if DEVICE.type == "cuda" else "fp32"
 FULL_RATE = {"steps": 6, "lr": 1e-3}

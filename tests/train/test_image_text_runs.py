@@ -19,6 +19,8 @@ from pronghorn.report.run_log import history, read_log
 from pronghorn.train.run_evaluation import evaluate_run
 from pronghorn.train.trained_run import Chat
 
+pytestmark = pytest.mark.usefixtures("short_export_check")
+
 RecipeFor = Callable[..., Recipe]
 
 

@@ -29,6 +29,8 @@ from pronghorn.train.run_evaluation import evaluate_run
 from pronghorn.train.trained_run import Chat
 from samples import make_tokenizer
 
+pytestmark = pytest.mark.usefixtures("short_export_check")
+
 RecipeFor = Callable[..., Recipe]
 SIZES: dict[str, Any] = {
     "vocab_size": 259,

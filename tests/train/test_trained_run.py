@@ -25,6 +25,8 @@ from pronghorn.train.trained_run import Chat, TrainedRun
 from samples import chat_rows, make_model, make_tokenizer, write_rows
 from tables import table
 
+pytestmark = pytest.mark.usefixtures("short_export_check")
+
 
 def recipe_at(folder: Path, model: Path, **changes: Any) -> Recipe:
     base: dict[str, Any] = {
