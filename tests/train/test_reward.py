@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 import torch
 import trl_losses as theirs
 from peft import PeftModel
+from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from pronghorn.data.pair_packing import ends_of
@@ -28,6 +31,7 @@ from pronghorn.model.scored import require_head, set_padding, with_score
 from pronghorn.recipe import Lora, Recipe
 from pronghorn.report.html import render_page
 from pronghorn.report.run_log import read_log
+from pronghorn.report.summary import render, summary
 from pronghorn.serve.models import load as load_served
 from pronghorn.train.fused_adamw import FusedAdamW
 from pronghorn.train.graphed_step import GraphedStep
@@ -183,6 +187,9 @@ def test_stock_transformers_loads_what_a_run_trained(method: str, pairs: str, re
     assert {"accuracy", "margin", "mean_reward"} == set(held_out["metrics"])
     assert ">Accuracy<" in (page := render_page(events))
     assert ">Reward<" in page
+    shown = Console(width=200, file=StringIO(), color_system=None)
+    shown.print(render(summary(events)))
+    assert re.search(r"accuracy +\S+ +best \S+ at step \d, selects the best checkpoint", shown.file.getvalue())
     figures = evaluate_run(run, "last", data=None, report=lambda *_: None)
     assert figures["margin"] == pytest.approx(held_out["metrics"]["margin"], rel=1e-4, abs=1e-5)
     trained = TrainedRun(run, "last")

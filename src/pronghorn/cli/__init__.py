@@ -252,18 +252,19 @@ def train(arguments: argparse.Namespace) -> None:
                 world=world,
             )
     if not arguments.json and rank == 0:
-        _show_summary(result.folder)
+        _show_summary(result.folder, answers=not recipe.objective.scored)
 
 
-def _show_summary(folder: Path) -> None:
+def _show_summary(folder: Path, *, answers: bool) -> None:
+    """`answers`: whether the model gives some, and not scores."""
     from pronghorn.report.run_log import history, read_log
     from pronghorn.report.summary import render, summary
 
     show(render(summary(history(read_log(folder)))))
-    print(
-        f"report:     {folder / 'report.html'}\nchat:       pronghorn chat {quote(str(folder))}\n"
-        f"export:     pronghorn export {quote(str(folder))} --to merged"
-    )
+    print(f"report:     {folder / 'report.html'}")
+    if answers:
+        print(f"chat:       pronghorn chat {quote(str(folder))}")
+    print(f"export:     pronghorn export {quote(str(folder))} --to merged")
 
 
 def evaluate(arguments: argparse.Namespace) -> None:

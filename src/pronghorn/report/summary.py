@@ -123,11 +123,13 @@ def _path(
 
 
 def _metric(of: dict[str, Any], *, decides: bool) -> Text:
-    """`0 (base) → 0.93   best 0.95 at step 60, 70 rows`, from the base model's where that is known."""
+    """`0 (base) → 0.93   best 0.95 at step 60, 70 rows`, from the base model's where that is known. An objective's own figures
+    (rewards) are of all held-out rows."""
     text = Text("" if of["base"] is None else f"{number_format.score(_float(of['base']))} (base) → ")
     text.append(number_format.score(_float(of["last"])))
-    best = "" if of["best"] is None else f"best {number_format.score(_float(of['best']))} at step {of['best_step']:,}, "
-    text.append(f"   {best}{counted(of['samples'], 'row')}" + ", selects the best checkpoint" * decides, style="dim")
+    best = [] if of["best"] is None else [f"best {number_format.score(_float(of['best']))} at step {of['best_step']:,}"]
+    rows = [counted(of["samples"], "row")] if of["samples"] else []
+    text.append(f"   {', '.join([*best, *rows, *['selects the best checkpoint'] * decides])}", style="dim")
     return text
 
 
