@@ -47,6 +47,7 @@ def run(name: str, count: int, seed: int) -> dict[str, Any]:
         "seed": seed,
         "command": f"python -m tests.fuzz --count {count} --seed {seed} --only {name}",
         "commit": commit,
+        "machine": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         "date": time.strftime("%Y-%m-%d"),
     }
 
@@ -65,11 +66,7 @@ def _write(path: Path, found: dict[str, Any]) -> None:
         known = json.loads(path.read_text(encoding="utf-8"))["subjects"]
     except (OSError, ValueError, KeyError):
         known = {}
-    results = {
-        "machine": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
-        "versions": {name: version(name) for name in LIBRARIES},
-        "subjects": dict(sorted((known | found).items())),
-    }
+    results = {"versions": {name: version(name) for name in LIBRARIES}, "subjects": dict(sorted((known | found).items()))}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 

@@ -255,7 +255,7 @@ def train(arguments: argparse.Namespace) -> None:
         _show_summary(result.folder, answers=not recipe.objective.scored)
 
 
-def _show_summary(folder: Path, *, answers: bool) -> None:
+def _show_summary(folder: Path, *, answers: bool = True) -> None:
     """`answers`: whether the model gives some, and not scores."""
     from pronghorn.report.run_log import history, read_log
     from pronghorn.report.summary import render, summary
