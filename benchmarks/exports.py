@@ -20,6 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from benchmarks.export_models import known_tokenizer, make_model, write_pieces
 from benchmarks.record import RESULTS, ROOT, commit, read, record, write
 from pronghorn.data.tokens import load_tokenizer
@@ -191,10 +193,11 @@ def saved() -> dict[tuple[str, str], dict[str, Any]]:
 
 def save(rows: dict[tuple[str, str], dict[str, Any]]) -> None:
     """Beside what stands there: of other runs, or of this command beside itself."""
-    found = saved() | rows
-    ordered = [found[one] for name in RUNS for word in words() if (one := (name, word)) in found]
-    write(FILE, record("exports, compared with what was trained", "python -m benchmarks.exports --write", ordered))
-    write_table(ordered)
+    with FileLock(cache_folder() / "exports-table.lock"):
+        found = saved() | rows
+        ordered = [found[one] for name in RUNS for word in words() if (one := (name, word)) in found]
+        write(FILE, record("exports, compared with what was trained", "python -m benchmarks.exports --write", ordered))
+        write_table(ordered)
 
 
 def main() -> None:
