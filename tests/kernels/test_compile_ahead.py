@@ -129,7 +129,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
     script = Path(__file__).with_name("compile_for_hopper.py")
     ended = subprocess.run(
         [sys.executable, str(script)],
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,
         text=True,
         timeout=120,

@@ -52,7 +52,8 @@ def test_answers_are_token_for_token_those_of_one_prompt_at_a_time() -> None:
     expected = one_by_one(model, stops)
     assert len({len(answer) for answer in expected}) > 2
     assert ended(decoding(model, stops).answers(capture=False), stops) == expected
-    assert ended(_generated(model, *_padded(PROMPTS, 0, CPU), stops, 0, NEW), stops) == expected
+    ending = {"eos_token_id": stops, "pad_token_id": 0}
+    assert ended(_generated(model, *_padded(PROMPTS, 0, CPU), NEW, ending), stops) == expected
     assert decoding(model, []).answers(capture=False) == free
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -29,6 +30,7 @@ def _rank(rank: int, size: int, port: int, work: Callable[[World], Any], report:
     """In a process of its own, forked: what this process has imported it has, too."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
+    gc.freeze()  # a store that a test before left behind waits, when it is freed, for a thread that this process does not have
     code, what = 0, ""
     try:
         with join() as world:

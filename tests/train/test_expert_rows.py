@@ -24,7 +24,8 @@ def test_rows_that_are_sent_to_oneself(family: str, bits: int | None, level: Any
     (batch,) = steps_of(mixed_table(12), 1, packs=1)[0].batches
     found = []
     for sends in (False, True):
-        model = model_of(family, "experts", bits=bits)
+        dtype = torch.bfloat16 if bits and DEVICE.type == "cuda" else torch.float32  # FP8 products give bf16 there
+        model = model_of(family, "experts", dtype, bits=bits)
         engine = engine_of(model)
         assert engine is not None
         for layer in engine.layers:
@@ -40,5 +41,5 @@ def test_rows_that_are_sent_to_oneself(family: str, bits: int | None, level: Any
                     p.grad = None
         found.append((float(loss.detach()), torch.cat([p.grad.flatten() for p in trains])))
     (loss, gradients), (loss_sent, gradients_sent) = found
-    assert loss_sent == pytest.approx(loss, rel=1e-5)
+    assert loss_sent == pytest.approx(loss, rel=1e-2 if bits else 1e-5)
     assert float((gradients_sent - gradients).norm() / gradients.norm()) < (1e-2 if bits else 1e-5)
