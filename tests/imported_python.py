@@ -160,6 +160,9 @@ def _run(words: list[str], folder: str, environment: dict[str, str]) -> int:
         stream = os.fdopen(number, mode, encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+    # torch makes its pool of threads again at its first use after a fork, and finds none if two threads come first at once.
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(torch.get_num_threads())
     random.seed()
     warnings.resetwarnings()
     warnings.simplefilter("ignore")

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pronghorn.errors import CommandError
 
@@ -384,10 +384,17 @@ def generate(count: int, seed: int, split: Split = "train") -> list[Row]:
     return shuffled
 
 
-def write(folder: Path, *, train: int, held_out: int, seed: int = 0) -> tuple[Path, Path]:
+def write(
+    folder: Path,
+    *,
+    train: int,
+    held_out: int,
+    seed: int = 0,
+    generate: Callable[[int, int, Split], Sequence[Mapping[str, Any]]] = generate,
+) -> tuple[Path, Path]:
     """Write `train.jsonl` and `held_out.jsonl`; give back where they are."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = folder / "train.jsonl", folder / "held_out.jsonl"
-    for path, rows in zip(paths, (generate(train, seed), generate(held_out, seed, "held_out")), strict=True):
+    for path, rows in zip(paths, (generate(train, seed, "train"), generate(held_out, seed, "held_out")), strict=True):
         path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     return paths

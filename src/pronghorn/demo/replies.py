@@ -11,9 +11,8 @@ words that training never has.
 
 from __future__ import annotations
 
-import json
+import functools
 import random
-from pathlib import Path
 from typing import Any
 
 from pronghorn.demo import hotel
@@ -60,10 +59,4 @@ def generate(count: int, seed: int, split: Split = "train") -> list[dict[str, An
     ]
 
 
-def write(folder: Path, *, train: int, held_out: int, seed: int = 0) -> tuple[Path, Path]:
-    """Write `train.jsonl` and `held_out.jsonl`; give back where they are."""
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = folder / "train.jsonl", folder / "held_out.jsonl"
-    for path, rows in zip(paths, (generate(train, seed), generate(held_out, seed, "held_out")), strict=True):
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    return paths
+write = functools.partial(hotel.write, generate=generate)
