@@ -169,7 +169,7 @@ class Reference:
             return Verdict(not wrong, "; ".join([*wrong, told]), loaded_with, len(self.rows))
         said = (
             f"greedy agreement {seen.agreement:.1%}, largest log-prob difference {seen.largest:.2g} (mean {seen.mean:.2g}"
-            + (f"; {beyond.largest:.2g} is not the format's rounding" if beyond else "")
+            + (f"; {beyond.largest:.2g} beyond the format's rounding" if beyond else "")
             + f"), perplexity {seen.before:.4g} -> {seen.after:.4g} ({loaded_with}, {seen.tokens} tokens)"
         )
         return Verdict(
