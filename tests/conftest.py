@@ -18,7 +18,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 
-from imported_python import ImportedPython
+from imported_python import ImportedPython, forks_have_threads
 from pronghorn.process import importing
 from samples import chat_rows, make_model, make_tokenizer, write_rows
 
@@ -98,6 +98,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
         quicken_products()
         quicken_runs()
+        forks_have_threads()
 
 
 def pytest_sessionfinish() -> None:

@@ -12,6 +12,7 @@ what is imported, and in which order. Where that is the point of a test, it star
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import os
 import random
@@ -31,6 +32,16 @@ from shlex import quote
 from typing import Any
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@functools.cache  # once a process and its forks
+def forks_have_threads() -> None:
+    """torch makes its pool of threads again at the first use after a fork, and finds none ("Invalid thread pool!") where two
+    threads come at once: a run's step and the thread that builds its batches. So every fork makes it before anything else."""
+    torch = sys.modules["torch"]
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
+
+
 STARTER = """import _socket, array, json, os, signal, sys
 server = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
 server.connect({address!r})
@@ -160,9 +171,6 @@ def _run(words: list[str], folder: str, environment: dict[str, str]) -> int:
         stream = os.fdopen(number, mode, encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-    # torch makes its pool of threads again at its first use after a fork, and finds none if two threads come first at once.
-    if torch := sys.modules.get("torch"):
-        torch.set_num_threads(torch.get_num_threads())
     random.seed()
     warnings.resetwarnings()
     warnings.simplefilter("ignore")

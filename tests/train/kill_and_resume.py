@@ -27,6 +27,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from cpu_products import quicken_products
+from imported_python import forks_have_threads
 from pronghorn.recipe import Recipe
 from pronghorn.report.display import JsonDisplay
 from pronghorn.report.run_log import FILE_NAME, read_log
@@ -96,6 +97,7 @@ def main() -> None:
     parser.add_argument("--objective", default="supervised")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # a fork may not inherit a pool of threads
+    forks_have_threads()
     quicken_products()
     os.environ["PRONGHORN_CACHE"] = str(arguments.scratch / "cache")
     arguments.scratch.mkdir(parents=True, exist_ok=True)
