@@ -58,6 +58,17 @@ def test_answers_are_token_for_token_those_of_one_prompt_at_a_time() -> None:
 
 
 @torch.no_grad()
+def test_weights_in_fp32_under_autocast() -> None:
+    """As in full fine-tuning: RoPE leaves the keys in fp32, the values are in bf16."""
+    model = make_lively_model()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = _generated(model, *_padded(PROMPTS, 0, CPU), NEW, {"eos_token_id": None, "pad_token_id": 0})
+        found = decoding(model, [])
+        assert found.answers(capture=False) == expected
+    assert {layer.keys.dtype for layer in found._cache.layers} == {torch.bfloat16}
+
+
+@torch.no_grad()
 def test_it_ends_once_all_answers_have() -> None:
     model = make_lively_model()
     stops = sorted({answer[0] for answer in one_by_one(model, [])})

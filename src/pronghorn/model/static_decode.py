@@ -37,12 +37,20 @@ def why_not_static(model: Any) -> str:
     return ""
 
 
+class _OneDtype(StaticLayer):  # type: ignore[misc]
+    """Keys in the values' dtype, as attention takes them: under autocast with fp32 weights RoPE leaves the keys in fp32."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return super().update(key_states.to(value_states.dtype), value_states, *args, **kwargs)
+
+
 class StaticDecoding:
     def __init__(self, model: Any, ids_BT: Tensor, mask_BT: Tensor, *, new: int, stops: list[int], pad: int) -> None:
         """Prompts, padded on the left, on the model's device."""
         self._model, self._new, self._pad, device = model, new, pad, ids_BT.device
         B, T = ids_BT.shape
         self._cache = StaticCache(config=base_of(model).config, max_cache_len=T + new)
+        self._cache.layers = [_OneDtype(T + new) for _ in self._cache.layers]
         self._stops = torch.tensor(stops, dtype=torch.int64, device=device)
         self._mask_BL = torch.cat([mask_BT, mask_BT.new_ones(B, new)], 1)
         self._token_B1 = torch.empty(B, 1, dtype=torch.int64, device=device)
