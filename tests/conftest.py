@@ -19,6 +19,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 
 from imported_python import ImportedPython, forks_have_threads
+from order import long_first
 from pronghorn.process import importing
 from samples import chat_rows, make_model, make_tokenizer, write_rows
 
@@ -43,17 +44,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-# Files with tests of several seconds: first, so that no process is alone with one in the end.
+# Files with tests of several seconds: they come first in every process, so that none is alone with one in the end.
 LONG = ("test_kill_and_resume.py", "test_nothing_is_patched.py", "test_run_script.py", "test_compile_matrix.py",
-        "test_compile_a_step.py", "test_compile_ahead.py", "test_heartbeat.py", "test_sanitize.py")  # fmt: skip
+        "test_compile_a_step.py", "test_compile_ahead.py", "test_heartbeat.py", "test_sanitize.py", "test_side_by_side.py",
+        "test_ranks_on_a_gpu.py", "test_rope.py", "test_rms_norm.py", "test_routing.py")  # fmt: skip
 
 
+@pytest.hookimpl(trylast=True)  # what is deselected is gone
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name not in LONG)
     if config.getoption("--no-cpu-path"):
         plain = {item for item in items if getattr(item, "callspec", None) and item.callspec.params.get("device") == "torch"}
         config.hook.pytest_deselected(items=list(plain))
         items[:] = [item for item in items if item not in plain]
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    items[:] = long_first(items, lambda item: item.path.name in LONG, processes)
 
 
 @pytest.fixture(autouse=True)

@@ -111,10 +111,11 @@ def main() -> int:
         print("gpu-test: there is no CUDA device here; `make test` runs what needs none", file=sys.stderr)
         return 3
     processes = options.processes if find_spec("xdist") else 1
-    started, files = time.monotonic(), chosen_files()
+    started, chosen = time.monotonic(), chosen_files()
+    alone = [file for file in chosen if "mark.alone" in (ROOT / file).read_text(encoding="utf-8")]
     total: dict[str, Any] = {"passed": 0, "failed": 0, "skipped": 0, "failures": []}
     codes = []
-    for marker, at_once in (("not alone", processes), ("alone", 1)):
+    for marker, files, at_once in (("not alone", chosen, processes), ("alone", alone, 1)):
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder) / "report.xml"
             codes.append(run_pytest(files, marker, at_once, report, words))
