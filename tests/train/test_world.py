@@ -3,6 +3,7 @@ the others leave no trace on the disk."""
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -124,18 +125,23 @@ _CHANGES = ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.link", "os.sym
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
+    if _seen is None:  # a hook stays for good, and every attribute that is looked up by name calls it
+        return
     opened = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
-    if _seen is not None and (opened or event in _CHANGES):
+    if opened or event in _CHANGES:
         _seen.append(str(arguments[0]))
 
 
-sys.addaudithook(_audit)
+@functools.cache
+def _begin_to_audit() -> None:
+    sys.addaudithook(_audit)
 
 
 @contextmanager
 def writes_under(*folders: Path) -> Iterator[list[str]]:
     """Everything that Python does to files there, and what is there afterwards and was not before."""
     global _seen
+    _begin_to_audit()
 
     def files() -> dict[Path, int]:
         return {path: path.stat().st_mtime_ns for folder in folders for path in folder.rglob("*")}
