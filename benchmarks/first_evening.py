@@ -35,27 +35,27 @@ output: runs/first
 HEAD = """\
 # A first evening
 
-A terminal session, written by `python -m benchmarks.first_evening --write`. Every command ran exactly like this, on a CPU. The
-model has 27 thousand random weights, so its answers are nonsense; with a real model only names and numbers change. While a run
-trains, `runs/first/report.html` shows its progress in a browser.
+`python -m benchmarks.first_evening --write` recorded this terminal session on a CPU. The model has 27 thousand random weights,
+so its answers are nonsense. With a real model, only names and numbers change. While a run trains, `runs/first/report.html`
+shows its progress in a browser.
 """
 # What is said before a command, and the command. A word behind # is for this script alone.
 STEPS = (
     ("Without a command, `pronghorn` prints its help.", "pronghorn"),
-    ("A typo gets a suggestion.", "pronghorn tran my.yaml"),
-    ("`pronghorn new my.yaml` writes every key. This recipe has only those that differ from the default.", "cat my.yaml"),
-    ("Check recipe, model and data before training.", "pronghorn check my.yaml"),
-    ("Which tokens are trained on? Those in « »; a terminal shows them in green.", "pronghorn data show my.yaml --row 3"),
-    ("What is in the data?", "pronghorn data stats my.yaml"),
-    ("Does it fit on another machine, and what does it cost there?", "pronghorn plan my.yaml --gpu rtx4090 --host 32GB"),
-    ("Train, and stop half-way with Ctrl-C.", "pronghorn train my.yaml # interrupted"),
+    ("For a typo, it suggests a command.", "pronghorn tran my.yaml"),
+    ("`pronghorn new my.yaml` writes every key. This recipe has only the keys that differ from the defaults.", "cat my.yaml"),
+    ("Check the recipe, the model and the data before training.", "pronghorn check my.yaml"),
+    ("Show which tokens carry loss: those in « », which a terminal shows in green.", "pronghorn data show my.yaml --row 3"),
+    ("Show statistics of the data.", "pronghorn data stats my.yaml"),
+    ("Predict memory, time and cost on another GPU.", "pronghorn plan my.yaml --gpu rtx4090 --host 32GB"),
+    ("Train, and interrupt with Ctrl-C.", "pronghorn train my.yaml # interrupted"),
     ("The same command resumes.", "pronghorn train my.yaml"),
-    ("A changed recipe is refused in the same folder.", "pronghorn train my.yaml train.lr=1e-3"),
-    ("It gets a folder of its own.", "pronghorn train my.yaml train.lr=1e-3 output=runs/slower --json # silent"),
-    ("How good is it, compared with the base model?", "pronghorn eval runs/first --metrics exact_match --base"),
-    ("Ask it something.", 'pronghorn chat runs/first --prompt "add 2 and 3" --max-tokens 16'),
-    ("Export a folder for transformers, vLLM and others.", "pronghorn export runs/first --to merged"),
-    ("List runs, and compare them.", "pronghorn runs"),
+    ("A changed recipe cannot resume in the same folder.", "pronghorn train my.yaml train.lr=1e-3"),
+    ("Train it into another folder.", "pronghorn train my.yaml train.lr=1e-3 output=runs/slower --json # silent"),
+    ("Compare the result with the base model.", "pronghorn eval runs/first --metrics exact_match --base"),
+    ("Ask the model a question.", 'pronghorn chat runs/first --prompt "add 2 and 3" --max-tokens 16'),
+    ("Export a merged model for transformers, vLLM and other programs.", "pronghorn export runs/first --to merged"),
+    ("List runs, then compare two.", "pronghorn runs"),
     ("", "pronghorn runs runs/first runs/slower"),
 )
 
