@@ -167,7 +167,7 @@ def test_names_of_columns_come_from_the_recipe(tmp_path: Path) -> None:
     ("row", "wanted", "what", "fix"),
     [
         ({"messages": [Q, A]}, "pairs", "no preference data; found `messages`", "objective: supervised"),
-        ({"prompt": "q", "completion": "a", "label": True}, "pairs", "answers marked by `label`", "objective: kto"),
+        ({"prompt": "q", "completion": "a", "label": True}, "pairs", "single answers marked by `label`", "objective: kto"),
         ({"prompt": "q", "completion": "a"}, "marked", "no column marks answers", "data.fields: {label: COLUMN}"),
         ({"chosen": [Q, A], "rejected": [S, B]}, "pairs", "have no message in common", "a column `prompt`"),
         ({"prompt": "q", "chosen": "a", "rejected": "b", "margin": "much"}, "pairs", "`margin` is 'much'", "write a number"),
