@@ -35,7 +35,9 @@ def options(one: argparse.ArgumentParser) -> None:
     one.add_argument(
         "--push-to-hub", metavar="OWNER/NAME", help="upload the export as a private model, with the token in HF_TOKEN"
     )
-    one.add_argument("--no-check", action="store_true", help="do not load the export and compare it with the trained model")
+    one.add_argument(
+        "--no-check", action="store_true", help="skip the check that loads the export and compares it with the trained model"
+    )
 
 
 def export(

@@ -249,7 +249,7 @@ def _answer(row: RawRow, prompt: str | list[dict[str, Any]], said: Any, column: 
     if isinstance(prompt, str) and isinstance(said, str):
         if column_beside := beside(row.fields):
             raise UnfitError(
-                f"`{column_beside}` with a plain prompt, which earlier rows do not have",
+                f"the row has `{column_beside}` and a plain-text prompt, but earlier rows have no `{column_beside}`",
                 "convert all rows to conversations: data.fields: {instruction: prompt}",
             )
         return Example("completion", row.where, prompt=prompt, completion=said)
