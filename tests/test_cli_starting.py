@@ -51,7 +51,7 @@ def test_ranks_that_are_started(started: list[int]) -> None:
     [
         (["--gpus", "5"], 1, "this machine has 4 GPUs"),
         (["--gpus", "two"], 1, "not a number of GPUs"),
-        (["--gpus", "2", "--ranks", "2"], 1, "exclude each other"),
+        (["--gpus", "2", "--ranks", "2"], 1, "cannot be combined"),
         (["--ranks", "0"], 1, "not a number of processes"),
         (["--gpus", "2"], 8, "already one of 8 ranks"),
     ],
@@ -72,13 +72,13 @@ def test_by_itself_a_run_uses_all_gpus_that_it_can(
         return capsys.readouterr().err
 
     assert told(4) == "training on 4 GPUs; --gpus 1 uses one (docs/scale.md)\n"
-    assert told(2).startswith("training on 2 of 4 GPUs: a step has 2 packs; ")
-    assert told(1).startswith("training on 1 of 4 GPUs: a step has 1 pack; ")
+    assert told(2).startswith("training on 2 of 4 GPUs: train.batch_tokens / train.capacity = 2 packs per step")
+    assert told(1).startswith("training on 1 of 4 GPUs: train.batch_tokens / train.capacity = 1 pack per step")
     assert started == [4, 2]
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    assert told(4).startswith("training on 1 of 4 GPUs: this torch has no NCCL")
+    assert told(4).startswith("training on 1 of 4 GPUs: this torch build has no NCCL")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: f"kind {gpu // 2}")
-    assert told(4).startswith("training on 1 of 4 GPUs: they differ (kind 0, kind 1)")
+    assert told(4).startswith("training on 1 of 4 GPUs: the GPUs differ (kind 0, kind 1)")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert told(4) == ""
     assert started == [4, 2]

@@ -363,7 +363,7 @@ def test_metrics_need_held_out_data() -> None:
         ("objective: {name: dpo, gamma: 1}", "objective.gamma: not a parameter of dpo but of simpo", "dpo has beta, loss,"),
         ("objective: {beta: 1}", "objective.beta: not a parameter of supervised but of dpo,", "has no parameters"),
         ("objective: {name: kto, loss: ipo}", "objective.loss: kto has no loss ipo", "one of: kto, apo_zero"),
-        ("objective: {name: ipo, label_smoothing: 0.1}", "objective.label_smoothing: the loss ipo has none", "remove it"),
+        ("objective: {name: ipo, label_smoothing: 0.1}", "objective.label_smoothing: the loss ipo has no", "remove it"),
         ("objective: {name: dpo, beta: 0}", "objective.beta: 0 is out of range", "write a number in range"),
     ],
 )

@@ -58,7 +58,7 @@ def _name_as_torch_does() -> None:
     if "MASTER_ADDR" not in env and nodes != "1":
         raise CommandError(
             what=f"MASTER_ADDR is not set, and this job step runs on {nodes} machines",
-            why="the ranks find each other at the first of them",
+            why="the ranks connect to each other through the first machine",
             fix='put this before srun: export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         )
     env.setdefault("MASTER_ADDR", "127.0.0.1")

@@ -329,7 +329,9 @@ class Recipe(Section):
         if self.data.long == "split":
             wrong.append("long: split would separate answers from their prompts; set data.long: drop or truncate")
         if self.data.duplicates == "drop-near":
-            wrong.append("duplicates: answers that are compared are alike; set data.duplicates: drop-exact")
+            wrong.append(
+                "duplicates: drop-near would drop compared answers, which resemble each other; set data.duplicates: drop-exact"
+            )
         if self.data.loss_on == "all":
             wrong.append(f"loss_on: objective {name} compares answers, not prompts; remove data.loss_on")
         return [f"data.{one}" for one in wrong]
@@ -371,17 +373,17 @@ class Recipe(Section):
     def _shard_misfits(self) -> list[str]:
         shard, problems = self.world.shard, []
         if shard == "experts" and self.method == "full":
-            problems.append("world.shard: experts spreads frozen experts, and method: full trains them; set world.shard: full")
+            problems.append("world.shard: experts shards frozen experts, but method: full trains them; set world.shard: full")
         if shard == "experts" and self.data.eval is not None and (self.eval.generations or self.eval.metrics):
             problems.append(
-                "world.shard: experts cannot answer held-out rows, for which one rank would need all experts;"
+                "world.shard: experts cannot generate held-out answers, because no rank has all experts;"
                 " set eval.generations: 0 and remove eval.metrics, or set world.shard: base"
             )
         if shard == "base" and self.method == "full":
-            problems.append("world.shard: base needs frozen weights, and method: full has none; set world.shard: full")
+            problems.append("world.shard: base shards frozen weights, but method: full has none; set world.shard: full")
         if shard == "full" and self.method != "full":
             problems.append(
-                f"world.shard: full spreads trained weights, and those of method: {self.method} are frozen;"
+                f"world.shard: full shards trained weights, but method: {self.method} freezes the weights;"
                 " set world.shard: base"
             )
         if shard in ("base", "full", "experts") and (why := self.why_not_sharded):
@@ -392,16 +394,17 @@ class Recipe(Section):
     def why_not_sharded(self) -> str:
         """What of the recipe needs whole weights on each rank; empty if nothing."""
         if self.layers == "own":
-            return "layers: own, which keep their weights for backward"
+            return "layers: own, which keeps whole weights for backward"
         if self.objective.name in ("kto", "reward"):
-            return f"objective: {self.objective.name}, for which ranks run the model unequally often, or another head"
+            why = "which replaces the LM head" if self.objective.scored else "for which the ranks run unequal forward passes"
+            return f"objective: {self.objective.name}, {why}"
         if self.method != "full" and (self.lora.dropout or self.lora.dora):
-            return "lora.dropout or lora.dora, whose layers keep their weights for backward"
+            return "lora.dropout or lora.dora, whose layers keep whole weights for backward"
         parts = self.method == "full" or self.world.shard == "experts"  # ranks train what others have not
         if parts and self.precision == "fp16":
             return "precision: fp16, whose loss scale would differ between ranks"
         if parts and self.train.optimizer != "adamw":
-            return f"train.optimizer: {self.train.optimizer}, which is not spread yet (adamw is)"
+            return f"train.optimizer: {self.train.optimizer}, which cannot be sharded yet (adamw can)"
         if self.method == "full" and self.compute == "fp8":
             return "compute: fp8, which keeps a copy of trained weights in FP8"
         return ""

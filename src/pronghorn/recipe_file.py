@@ -40,10 +40,10 @@ lora:
   dora: false
   plus_ratio: 1.0                            # LoRA+: learning rate of B divided by that of A
 objective: {name: supervised}                # supervised | dpo | ipo | rpo | simpo | cpo | orpo | kto | reward
-# parameters: {name: dpo, beta: 0.1, loss: sigmoid, label_smoothing: 0.0, length_normalized: false, sft_weight: 0.0}, and
-#   {share_prompt: auto}, of all with pairs; {gamma: 1.0} of simpo; {desirable_weight: 1.0, undesirable_weight: 1.0} of kto;
-#   {center_weight: 0.0} of reward
-layers: fast                                 # fast (Pronghorn's, for supported families) | own (transformers')
+# with all parameters: {name: dpo, beta: 0.1, loss: sigmoid, label_smoothing: 0.0, length_normalized: false, sft_weight: 0.0}
+#   all objectives on pairs also have {share_prompt: auto}; simpo has {gamma: 1.0}, reward has {center_weight: 0.0},
+#   kto has {desirable_weight: 1.0, undesirable_weight: 1.0}
+layers: fast                                 # fast (Pronghorn's, for supported families) | own (the model's, from transformers)
 precision: auto                              # auto (bf16 if the GPU supports it, else fp32) | bf16 | fp16 | fp32
 data:
   train: [data/train.jsonl]                  # files, folders or Hub datasets; the format is detected
@@ -96,9 +96,9 @@ eval:
   # stop: {patience: 3, min_delta: 0.002}    # early stopping
 health: {spike: warn}                        # on a loss spike: warn | skip (the update) | rewind (to the last checkpoint)
 report:
-  to: []                                     # loggers beside run.jsonl and report.html: tensorboard | wandb | trackio | mlflow
-  # project: my-project                      # of wandb and trackio, experiment of mlflow (default: pronghorn)
-world: {shard: auto}                         # what several ranks spread: auto | none | base (frozen weights) | full | experts
+  to: []                                     # loggers besides run.jsonl and report.html: tensorboard | wandb | trackio | mlflow
+  # project: my-project                      # project in wandb and trackio, experiment in mlflow (default: pronghorn)
+world: {shard: auto}                         # what is sharded over ranks: auto | none | base (frozen weights) | full | experts
 output: runs/default
 """
 

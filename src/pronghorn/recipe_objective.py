@@ -73,7 +73,9 @@ class Objective(Section):
         if self.loss is not None and self.loss not in LOSSES.get(self.name, (self.loss,)):
             problems.append(f"objective.loss: {self.name} has no loss {self.loss}; use one of: {', '.join(LOSSES[self.name])}")
         if self.loss == "ipo" and self.label_smoothing:
-            problems.append("objective.label_smoothing: the loss ipo has none; remove it, or set objective.loss: sigmoid")
+            problems.append(
+                "objective.label_smoothing: the loss ipo has no label smoothing; remove it, or set objective.loss: sigmoid"
+            )
         return problems
 
     @property

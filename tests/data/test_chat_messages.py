@@ -112,7 +112,7 @@ def test_what_stands_beside_a_call_stays() -> None:
         ({"role": "assistant", "content": [{"type": "thinking"}]}, "part without text"),
         (
             {"role": "assistant", "reasoning_content": "c", "content": [{"type": "thinking", "thinking": "b"}]},
-            "a different one",
+            "a different text",
         ),
         ({"role": "user", "content": [{"type": "tool_result", "content": "2"}]}, "a part of type `tool_result`"),
         ({"role": "assistant", "content": "a", "train_detail": []}, "`train_detail`"),

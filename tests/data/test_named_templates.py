@@ -135,7 +135,7 @@ def test_what_only_a_models_own_template_writes_is_refused() -> None:
     image = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is it?"}]}
     tool = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
     for messages, tools in (([CHAT[0], call], None), ([image], None), (CHAT, [tool])):
-        with pytest.raises(jinja2.TemplateError, match="by name"):
+        with pytest.raises(jinja2.TemplateError, match="named templates"):
             write(template, messages, tools=tools)
 
 

@@ -167,7 +167,7 @@ def test_names_of_columns_come_from_the_recipe(tmp_path: Path) -> None:
     ("row", "wanted", "what", "fix"),
     [
         ({"messages": [Q, A]}, "pairs", "no preference data; found `messages`", "objective: supervised"),
-        ({"prompt": "q", "completion": "a", "label": True}, "pairs", "answers marked by `label`", "objective: kto"),
+        ({"prompt": "q", "completion": "a", "label": True}, "pairs", "single answers marked by `label`", "objective: kto"),
         ({"prompt": "q", "completion": "a"}, "marked", "no column marks answers", "data.fields: {label: COLUMN}"),
         ({"chosen": [Q, A], "rejected": [S, B]}, "pairs", "have no message in common", "a column `prompt`"),
         ({"prompt": "q", "chosen": "a", "rejected": "b", "margin": "much"}, "pairs", "`margin` is 'much'", "write a number"),
@@ -204,7 +204,8 @@ def test_a_pair_that_is_too_long_goes_as_a_pair(tmp_path: Path) -> None:
     assert cut.tokens.lengths.tolist() == [27, 27, 27, 100, 75, 75, 29, 29]  # 20 of the prompt, 2 behind an answer
     batch = build_batch(cut.tokens.sharing(True), np.arange(4), 256)
     assert batch.tokens == 3 * 27 + 100 - 2 * 20
-    with pytest.raises(DataError, match=r"2 of 4 pairs .50.0%. have an answer of more than 100 tokens .* train.capacity: 150"):
+    said = r"2 of 4 pairs .50.0%. have a prompt and answer of more than 100 tokens, or .* train.capacity: 150"
+    with pytest.raises(DataError, match=said):
         prepared(path, max_length=100, capacity=150)
 
 

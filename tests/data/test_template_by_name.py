@@ -75,7 +75,7 @@ def test_names_that_do_not_exist_or_do_not_fit() -> None:
     with pytest.raises(CommandError) as caught:
         with_template(tokenizer, "chatlm")
     assert "did you mean 'chatml'" in caught.value.fix
-    with pytest.raises(CommandError, match="does not belong to such a model"):
+    with pytest.raises(CommandError, match="belongs to a different kind of model"):
         with_template(tokenizer, "gpt-oss")
     tokenizer.add_tokens(list(TEMPLATES["gpt-oss"].tokens))
     assert with_template(tokenizer, "gpt-oss").chat_template == CHATML

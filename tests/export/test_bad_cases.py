@@ -125,7 +125,7 @@ def test_ctrl_c_says_what_is_left(made: Made, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(Interrupted, match="the export was stopped") as caught:
         run_file.export_run(made.folder, "last", made.target, "merged", report=stops)
     assert caught.value.exit_code == 130
-    assert caught.value.why == "nothing is left of it"
+    assert caught.value.why == "no files remain"
     assert made.left() == []
 
 
@@ -170,7 +170,7 @@ def test_files_of_another_base_are_not_continued(made: Made, small_files: None, 
 
 def test_the_disk_is_asked_before_anything_is_written(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_file.shutil, "disk_usage", lambda _: (10**9, 10**9 - 1000, 1000))
-    with pytest.raises(EnvironmentFault, match=r"needs 4\d\d\.\d kB of disk space, and 1\.0 kB are free"):
+    with pytest.raises(EnvironmentFault, match=r"needs 4\d\d\.\d kB of disk space, but only 1\.0 kB are free"):
         made.export()
     assert not made.target.exists()
     assert made.left() == []
@@ -273,7 +273,7 @@ def test_what_is_easily_lost_is_in_the_export(
 def test_another_base_is_offered_where_there_is_one_and_named(tmp_path: Path, recipe_for: RecipeFor) -> None:
     made = Made(tmp_path, recipe_for, method="qlora")
     written = made.export(check=True)
-    assert "it was trained on: the base model's in 4 bits" in written.record["merged_onto"]
+    assert "it was trained on: the base model in 4 bits" in written.record["merged_onto"]
     trained, differs = made.weights(), written.verdict.largest_log_prob_difference
     shutil.rmtree(made.target)
     written = made.export(check=True, base="original")

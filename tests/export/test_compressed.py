@@ -85,7 +85,7 @@ def test_what_programs_multiply_as_one_matrix_has_one_scale(recipe_for: RecipeFo
 
 def test_the_frozen_base_is_offered_where_it_was_in_fp8(recipe_for: RecipeFor, tmp_path: Path) -> None:
     checkpoint, recipe = made(recipe_for, tmp_path, "qwen3")
-    with pytest.raises(CommandError, match="was not trained on in FP8") as caught:
+    with pytest.raises(CommandError, match="needs a run that trained on an FP8 base model") as caught:
         export(checkpoint, recipe, tmp_path / "out", "fp8:base")
     assert "use --to fp8" in caught.value.fix
     with pytest.raises(CommandError, match="--to fp8:new is not supported"):

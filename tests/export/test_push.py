@@ -103,14 +103,14 @@ def test_every_file_is_in_one_commit_of_a_private_repository(server: Hub, folder
 
 def test_a_hub_that_refuses_is_told_and_the_export_stays(server: Hub, folder: Path) -> None:
     server.status = 403
-    with pytest.raises(ModelError, match="written, but not on the hub: access to this model is restricted") as caught:
+    with pytest.raises(ModelError, match="written, but not uploaded: access to this model is restricted") as caught:
         push(folder, "me/mine", lambda *_: None)
     assert f"hf upload NAME {folder}" in caught.value.fix
     assert (folder / "model.safetensors").is_file()
 
 
 def test_what_cannot_be_pushed_is_refused_before_anything_is_written(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, targets, what in (("mine", 1, "not a name on the hub"), ("me/mine", 2, "takes one target")):
+    for name, targets, what in (("mine", 1, "not a valid Hub name"), ("me/mine", 2, "takes one target")):
         with pytest.raises(CommandError, match=what):
             require_push(name, targets)
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)

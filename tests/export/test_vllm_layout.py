@@ -64,7 +64,7 @@ def test_an_adapter_of_linears_is_the_run_s_own(recipe_for: RecipeFor, tmp_path:
 @pytest.mark.parametrize(
     ("family", "changes", "what"),
     [
-        ("llama", {"lora": {"dora": True}}, "serve no DoRA adapters"),
+        ("llama", {"lora": {"dora": True}}, "do not support DoRA adapters"),
         ("llama", {"lora": {"r": 600}}, "rank 600 cannot be served"),
         ("gpt_oss", {"lora": {"targets": ["experts"]}}, "adapters of gpt_oss's experts cannot be served"),
     ],

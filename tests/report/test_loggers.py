@@ -218,8 +218,8 @@ def test_a_logger_that_fails_is_one_notice(
     monkeypatch.setattr(beside, "PATIENCE", 120.0)
     write_session(tmp_path / "run", range(1, 5), "wandb", "mlflow")
     of_wandb, of_mlflow = sorted(notices(tmp_path / "run"), reverse=True)
-    assert "wandb failed and logs no more: ConnectionError: no route; the run is not affected" in of_wandb
-    assert "mlflow failed and logs no more: its process ended with code 7" in of_mlflow
+    assert "wandb failed and has stopped logging: ConnectionError: no route; the run is not affected" in of_wandb
+    assert "mlflow failed and has stopped logging: its process ended with code 7" in of_mlflow
     assert "Traceback" in (tmp_path / "run" / "wandb.log").read_text()
 
 
@@ -236,7 +236,7 @@ def test_a_logger_that_hangs_is_stopped_after_the_run(
     monkeypatch.setattr(beside, "PATIENCE", 2.0)
     write_session(tmp_path / "run", range(1, 5), "wandb")
     [told] = notices(tmp_path / "run")
-    assert "wandb did not finish within 2 s of the run's end and was stopped" in told
+    assert "wandb did not finish within 2 s after the run ended and was stopped" in told
     if (tmp_path / "pid").exists():  # a slow machine may not have come that far
         status = Path("/proc") / (tmp_path / "pid").read_text() / "stat"
         assert not status.exists() or status.read_text().split(") ")[1][0] in "ZX"

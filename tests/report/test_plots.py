@@ -69,7 +69,7 @@ def test_one_spike_does_not_flatten_the_rest_and_is_told():
     points = [(float(i), 1.0 + (i % 10) / 10) for i in range(1000)]
     points[500] = (500.0, 1e6)
     page = draw(Plot("Spike", [Series("a", "train", points, "faint")]))
-    assert "1 step lies above the frame" in page
+    assert "1 step is above the plotted range" in page
     assert re.search(r'class="y">.*?1\.5<', page)
 
 

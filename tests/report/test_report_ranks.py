@@ -24,7 +24,9 @@ def test_shares_are_of_all_looks_and_the_slowest_waits_least() -> None:
     assert found is not None
     assert found["waited"] == [0.25, 0.05]
     assert found["slowest"] == 1
-    assert found["text"] == ("2 ranks; in sums or waiting for each other 15 % of the time; slowest: rank 1, which waited 5.0 %")
+    assert found["text"] == (
+        "2 ranks; 15 % of the time communicating or waiting for other ranks; slowest: rank 1, which waited 5.0 %"
+    )
 
 
 def test_tokens_of_each_rank_and_the_forecast_beside_them() -> None:
@@ -33,8 +35,8 @@ def test_tokens_of_each_rank_and_the_forecast_beside_them() -> None:
     assert found is not None
     assert (found["tokens_per_second"], found["each"]) == (2000.0, 1000.0)
     assert (found["foretold"], found["measured"]) == (0.04, 0.1)
-    assert found["text"].startswith("2 ranks, 1,000 tokens per second each; in sums")
-    assert found["text"].endswith("; sums were foretold to take 4.0 %")
+    assert found["text"].startswith("2 ranks, 1,000 tokens per second each; 20 % of the time communicating")
+    assert found["text"].endswith("; predicted all-reduce time: 4.0 % of a step")
 
 
 def test_one_rank_waits_for_nobody_and_a_resumed_run_counts_its_own() -> None:

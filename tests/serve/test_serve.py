@@ -176,7 +176,7 @@ def test_text_is_handed_on_when_it_is_certain(models: Models) -> None:
     (TEXT, {"model": "run", "prompt": ["a", "b"]}, 400, "several requests"),
     (TEXT, {"model": "run", "prompt": [10**9]}, 400, "not in the vocabulary"),
     (TEXT, {"model": "run", "prompt": "\udcff"}, 400, "surrogate"),
-    (TEXT, None, 405, "not allowed"), ("/v1/embeddings", {}, 404, "there is no"), ("/", None, 404, "there is no"),
+    (TEXT, None, 405, "not allowed"), ("/v1/embeddings", {}, 404, "unknown path"), ("/", None, 404, "unknown path"),
 ])  # fmt: skip
 def test_what_cannot_be_answered(server: Server, path: str, body: Any, status: int, said: str) -> None:
     found, answer = ask(server, path, body)
@@ -250,7 +250,7 @@ def test_the_command_serves_until_ctrl_c(place: Place, capsys: pytest.CaptureFix
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["serve", str(place.run), "--port", str(port)]) == 3
-        assert "another program listens there" in capsys.readouterr().err
+        assert "another program is listening there" in capsys.readouterr().err
     statuses: list[int] = []
 
     def press() -> None:

@@ -149,12 +149,12 @@ def test_rows_go_to_their_experts_and_come_back(tmp_path: Path) -> None:
 def test_what_cannot_be_spread_is_refused(recipe_for: Callable[..., Recipe]) -> None:
     facts, two = ModelFacts("llama", "llama", 10, 1, 259, 512), World()
     two.size = 2
-    with pytest.raises(RecipeError, match="cannot be spread") as refused:
+    with pytest.raises(RecipeError, match="cannot be sharded") as refused:
         shard_of(recipe_for(world={"shard": "experts"}, eval={"generations": 0}), two, CPU, facts)
     assert refused.value.why == "the model has no experts"
     for changes, why in (
         ({"method": "full"}, "method: full trains them"),
-        ({"eval": {"generations": 1}}, "cannot answer held-out rows"),
+        ({"eval": {"generations": 1}}, "cannot generate held-out answers"),
         ({"eval": {"generations": 0}, "precision": "fp16"}, "loss scale"),
         ({"eval": {"generations": 0}, "train": {"optimizer": "adamw_8bit"}}, "adamw_8bit"),
     ):

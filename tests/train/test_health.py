@@ -65,7 +65,7 @@ def test_a_number_that_is_not_finite_names_the_rows(loss: float, norm: float, sa
             Offenders(["a:1", "a:2"], ["a:1", "a:2"]),
             "each of the step's 2 rows causes it, so the weights are broken, not the data",
         ),
-        (Offenders([], ["a:1", "a:2"]), "no row of the step causes it alone, only together: a:1, a:2"),
+        (Offenders([], ["a:1", "a:2"]), "no single row of the step causes it, but its rows together do: a:1, a:2"),
     ],
 )
 def test_rows_are_not_blamed_where_all_or_none_of_them_is_bad(found: Offenders, why: str) -> None:

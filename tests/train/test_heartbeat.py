@@ -73,8 +73,8 @@ def test_a_rank_that_sleeps_names_itself_and_its_place(tmp_path: Path, capfd: py
     assert found[1] is None
     assert found[0] is not None
     assert found[0][0] == 3
-    assert "rank 1 has neither moved nor computed" in found[0][1]
-    assert "it is in test_heartbeat.py" in capfd.readouterr().err
+    assert "rank 1 has made no progress and used no CPU" in found[0][1]
+    assert "its main thread is at test_heartbeat.py" in capfd.readouterr().err
 
 
 @pytest.mark.usefixtures("_quick")
@@ -108,7 +108,7 @@ def test_a_sum_that_does_not_end_though_all_are_in_it(tmp_path: Path) -> None:
     assert found[0] == found[1]
     assert found[0] is not None
     assert found[0][0] == 3
-    assert "a sum of 3.0 MB over all ranks has not ended" in found[0][1]
+    assert "a collective of 3.0 MB over all ranks has not finished" in found[0][1]
 
 
 @pytest.mark.usefixtures("_quick")
@@ -129,7 +129,7 @@ def test_a_rank_that_stays_in_a_sum_is_named(tmp_path: Path) -> None:
     assert found[0] == found[1] == found[2]
     assert found[0] is not None
     assert found[0][0] == 3
-    assert "rank 1 has been in a sum for" in found[0][1]
+    assert "rank 1 is still in a collective after" in found[0][1]
 
 
 CHANGES: dict[str, Any] = {

@@ -77,7 +77,7 @@ def test_the_reference_pass_shows_how_far_it_is_and_unused_margins_are_told(
     file.write_text("".join(json.dumps({**row, "margin": 0.5}) + "\n" for row in pair_rows(24)))
     recipe = recipe_for(**settings(str(file), train={"steps": 1}))
     train(recipe, display=Noting())
-    asked = [told for told in seen if told[0] == "asking the reference"]
+    asked = [told for told in seen if told[0] == "scoring with the reference model"]
     assert len(asked) > 2
     assert asked[-1][1] == asked[-1][2]
     notices = [event["text"] for event in read_log(Path(recipe.output)) if event["event"] == "notice"]
@@ -91,5 +91,5 @@ def test_with_all_weights_trained_the_reference_is_the_model_before(pairs: str, 
     longer = first.model_copy(update={"train": first.train.model_copy(update={"steps": 3})})
     for file in (cache_folder() / "references").iterdir():
         file.unlink()
-    with pytest.raises(RecipeError, match="the reference's log-probabilities are gone"):
+    with pytest.raises(RecipeError, match="the reference model's log-probabilities are missing"):
         train(longer, display=Silent(), allow=("train.steps",))

@@ -258,12 +258,12 @@ def test_what_is_spread(recipe_for: Callable[..., Recipe]) -> None:
     assert shard_of(recipe_for(world={"shard": "auto"}), two, CPU, facts) == "none"  # it fits
     assert shard_of(recipe_for(world={"shard": "base"}), two, CPU, facts) == "base"
     assert shard_of(recipe_for(world={"shard": "full"}, method="full"), two, CPU, facts) == "full"
-    with pytest.raises(RecipeError, match="cannot be spread") as refused:
+    with pytest.raises(RecipeError, match="cannot be sharded") as refused:
         shard_of(recipe_for(world={"shard": "base"}, train={"graph": "on"}), two, CPU, facts)
     assert "train.graph" in refused.value.why
     for changes, why in (
-        ({"world": {"shard": "base"}, "method": "full"}, "needs frozen weights"),
-        ({"world": {"shard": "full"}}, "are frozen"),
+        ({"world": {"shard": "base"}, "method": "full"}, "shards frozen weights"),
+        ({"world": {"shard": "full"}}, "freezes the weights"),
         ({"world": {"shard": "base"}, "layers": "own"}, "layers: own"),
         ({"world": {"shard": "base"}, "objective": {"name": "kto"}}, "objective: kto"),
         ({"world": {"shard": "base"}, "lora": {"dropout": 0.1}}, "lora.dropout"),

@@ -20,7 +20,7 @@ def test_a_sound_run_is_told_nothing() -> None:
 
 def test_pairs_that_are_too_easy() -> None:
     (text,) = told(SOUND | {"rewards/accuracies": 1.0}, steps=9)
-    assert text.startswith("step 3: every pair is told apart already")
+    assert text.startswith("step 3: the model already separates all pairs")
 
 
 def test_chosen_answers_that_become_unlikely() -> None:

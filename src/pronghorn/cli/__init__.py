@@ -126,9 +126,9 @@ def build_parser() -> argparse.ArgumentParser:
         one.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=OVERRIDES)
         return one
 
-    one = verb("demo", demo, "teach a small model one skill, measured before and after; minutes on a CPU")
+    one = verb("demo", demo, "train a small model on one task and measure it before and after; takes minutes on a CPU")
     one.add_argument("--output", help="folder of the demo's run (default: runs/demo)")
-    one.add_argument("--preference", action="store_true", help="teach it which of two replies is preferred (DPO) instead")
+    one.add_argument("--preference", action="store_true", help="train on pairs of replies with DPO instead")
     new_options(verb("new", new, "write a recipe with all keys, or convert an Axolotl or LLaMA-Factory config"))
     with_recipe(verb("check", check, "validate recipe, model and data without training"))
 
@@ -136,9 +136,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     data = verbs.add_parser("data", help="inspect the data: show, stats", description="inspect the data")
     data_verbs = data.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    one = with_recipe(verb("show", data_show, "one row token by token, with the tokens that carry loss", data_verbs))
+    one = with_recipe(verb("show", data_show, "show one row token by token, and which tokens carry loss", data_verbs))
     one.add_argument("--row", type=int, default=1, metavar="N", help="row number, from 1 (default: %(default)s)")
-    with_recipe(verb("stats", data_stats, "lengths, dropped rows with reasons, duplicates, packing", data_verbs))
+    with_recipe(verb("stats", data_stats, "show lengths, dropped rows with reasons, duplicates and packing", data_verbs))
 
     one = with_recipe(verb("train", train, "train; resumes automatically from the last checkpoint in the output folder"))
     one.add_argument("--fresh", action="store_true", help="start over; the old folder is renamed, not deleted")
@@ -163,9 +163,13 @@ def build_parser() -> argparse.ArgumentParser:
     exporting.options(with_run(verb("export", export, exporting.TEXT)))
 
     one = verb("verify", verify, "compare the fast layers with the transformers layers: loss and every trained gradient")
-    one.add_argument("model", help="hub name or local folder")
-    one.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="(default: %(default)s)")
-    one.add_argument("--method", choices=("lora", "full"), default="lora", help="(default: %(default)s)")
+    one.add_argument("model", help="Hub name or local folder")
+    one.add_argument(
+        "--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="precision to compute in (default: %(default)s)"
+    )
+    one.add_argument(
+        "--method", choices=("lora", "full"), default="lora", help="train adapters or all weights (default: %(default)s)"
+    )
 
     run_script.options(verb("run", run_script.run_script, run_script.TEXT))
     benching.options(verb("bench", benching.bench, "benchmark this machine: Pronghorn next to other installed systems"))

@@ -11,8 +11,12 @@ from pronghorn.errors import CommandError
 
 
 def options(one: argparse.ArgumentParser) -> None:
-    one.add_argument("--workloads", default="", metavar="A,B", help="(default: all except tiny, which is for CPUs)")
-    one.add_argument("--systems", default="", metavar="A,B", help="(default: the systems listed for each workload)")
+    one.add_argument(
+        "--workloads", default="", metavar="A,B", help="workloads to run (default: all except tiny, which is for CPUs)"
+    )
+    one.add_argument(
+        "--systems", default="", metavar="A,B", help="systems to compare (default: those listed for each workload)"
+    )
     one.add_argument("--steps", type=int, default=20, help="timed steps (default: %(default)s)")
     one.add_argument("--warmup", type=int, default=10, help="untimed warmup steps (default: %(default)s)")
     one.add_argument("--out", default="runs/bench", help="results folder; an existing one is continued (default: %(default)s)")
@@ -24,7 +28,9 @@ def options(one: argparse.ArgumentParser) -> None:
         help="time limit of one measurement process, in seconds (default: %(default)s)",
     )
     one.add_argument("--resume", metavar="FILE", help="reuse results of an earlier side-by-side.json")
-    one.add_argument("--again", default="", metavar="A,B", help="measure these systems again; `failed`: those without results")
+    one.add_argument(
+        "--again", default="", metavar="A,B", help="measure these systems again; `failed` means those without results"
+    )
     one.add_argument(
         "--path",
         action="append",

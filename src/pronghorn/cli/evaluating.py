@@ -8,7 +8,7 @@ from typing import Any
 
 from pronghorn.errors import CommandError, counted
 
-TEXT = "held-out loss and metrics of a trained run, or lm-evaluation-harness tasks"
+TEXT = "measure held-out loss and metrics of a trained run, or run lm-evaluation-harness tasks"
 
 
 def own_metric(one: argparse.ArgumentParser) -> None:
@@ -26,7 +26,7 @@ def options(one: argparse.ArgumentParser) -> None:
     answers.add_argument(
         "--metrics", metavar="A,B", help="exact_match, json_valid, json_match, json_fields, regex, rouge_l, multiple_choice"
     )
-    answers.add_argument("--regex", metavar="PATTERN", help="pattern of the metric regex")
+    answers.add_argument("--regex", metavar="PATTERN", help="pattern for the metric `regex`")
     answers.add_argument("--samples", type=int, metavar="N", help="number of rows to answer")
     answers.add_argument("--max-new-tokens", type=int, metavar="N", help="maximum tokens per answer")
     answers.add_argument("--system", metavar="TEXT", help="system message that replaces the one in the rows")

@@ -15,27 +15,29 @@ from pronghorn.process import importing
 if TYPE_CHECKING:
     from pronghorn.export.run import Written
 
-TEXT = "write what was trained for the program that is to run it, and compare it there with the trained model"
+TEXT = "export the trained model for another program, load the export there, and compare it with the trained model"
 NAMES = "adapter, merged, gguf, ollama, vllm, fp8, nvfp4"  # of export/targets.py, which imports torch
 
 
 def options(one: argparse.ArgumentParser) -> None:
-    one.add_argument("--to", metavar="A,B", required=True, help=f"what to write: {NAMES}; several at once")
+    one.add_argument("--to", metavar="A,B", required=True, help=f"formats to write, separated by commas: {NAMES}")
+    one.add_argument("--target", help="output folder; several formats get one subfolder each (default: RUN/export-A)")
     one.add_argument(
-        "--target", help="output folder, which has one folder a target if there are several (default: RUN/export-A)"
+        "--dtype", choices=("bf16", "fp16", "fp32"), help="data type of merged weights (default: the recipe's precision)"
     )
-    one.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="of merged weights (default: the recipe's precision)")
     one.add_argument(
         "--base",
         choices=("trained", "original"),
         default="trained",
-        help="of a merge after method: qlora or fp8: the weights it was trained on, dequantized, or the base model's original "
-        "ones (default: %(default)s)",
+        help="after method: qlora or fp8, merge the adapter into the dequantized weights it was trained on (trained) or "
+        "into the base model's original weights (original) (default: %(default)s)",
     )
     one.add_argument(
-        "--push-to-hub", metavar="OWNER/NAME", help="upload the export with the token in HF_TOKEN, as a private model"
+        "--push-to-hub", metavar="OWNER/NAME", help="upload the export as a private model, with the token in HF_TOKEN"
     )
-    one.add_argument("--no-check", action="store_true", help="do not load the export and compare it with the trained model")
+    one.add_argument(
+        "--no-check", action="store_true", help="skip the check that loads the export and compares it with the trained model"
+    )
 
 
 def export(
@@ -62,10 +64,10 @@ def export(
         say(arguments, as_dict(one) | more, "\n".join([text(one), *(f"{key}: {value}" for key, value in more.items())]))
     if failed := [one for one in written if one.verdict.passed is False]:
         raise CheckFailed(
-            what="the export does not say what the trained model says",
+            what="the export does not match the trained model",
             where=str(failed[0].folder),
             why=failed[0].verdict.sentence,
-            fix="do not use it; export again, and report this if it happens again",
+            fix="do not use this export; export again, and report a bug if it happens again",
         )
 
 

@@ -14,7 +14,7 @@ def new_options(one: argparse.ArgumentParser) -> None:
     one.add_argument("file", nargs="?", help="file to write, or - for standard output")
     one.add_argument("--model", help="Hub name or local folder, written into the recipe")
     one.add_argument("--data", action="append", default=[], metavar="FILE", help="training data; can be repeated")
-    one.add_argument("--method", choices=("lora", "qlora", "fp8", "full"), help="(default: lora)")
+    one.add_argument("--method", choices=("lora", "qlora", "fp8", "full"), help="training method (default: lora)")
     one.add_argument("-o", "--output", metavar="FILE", help="same as FILE")
     one.add_argument(
         "--from",

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 def options(one: argparse.ArgumentParser) -> None:
     from pronghorn.memory.gpus import GPUS
 
-    one.add_argument("--gpu", metavar="NAME", help=f"one of {', '.join(GPUS)} (default: this machine's GPU, or all of them)")
+    one.add_argument(
+        "--gpu", metavar="NAME", help=f"one of {', '.join(GPUS)} (default: this machine's GPU; without a GPU, all of these)"
+    )
     one.add_argument(
         "--host",
         metavar="SIZE",
@@ -26,10 +28,14 @@ def options(one: argparse.ArgumentParser) -> None:
     one.add_argument("--price", type=float, metavar="USD", help="price per GPU hour in USD (default: a list price)")
     one.add_argument("--tokens", type=int, metavar="N", help="total training tokens (default: counted from the prepared data)")
     one.add_argument("--verbose", action="store_true", help="also show the bytes and the time of each recompute level")
-    one.add_argument("--gpus", metavar="NxNAME", help="several of each machine, such as 8xh100, and each way to spread the run")
-    one.add_argument("--nodes", type=int, metavar="N", help="with --gpus: machines (default: 1)")
     one.add_argument(
-        "--link", metavar="LINK", help="with --gpus: nvlink or pcie inside, 400gbit of network a GPU, or both: pcie,100gbit"
+        "--gpus", metavar="NxNAME", help="plan for several GPUs per machine, such as 8xh100, with every world.shard"
+    )
+    one.add_argument("--nodes", type=int, metavar="N", help="with --gpus: number of machines (default: 1)")
+    one.add_argument(
+        "--link",
+        metavar="LINK",
+        help="with --gpus: nvlink or pcie in a machine, network per GPU such as 400gbit, or both: pcie,100gbit",
     )
 
 
@@ -71,9 +77,7 @@ def plan(arguments: argparse.Namespace, recipe: Recipe) -> None:
 def _plan_many(arguments: argparse.Namespace, recipe: Recipe) -> None:
     ignored = [name for name in ("gpu", "longest", "tokens", "verbose") if getattr(arguments, name)]
     if ignored:
-        raise CommandError(
-            what=f"--{ignored[0]} cannot be combined with --gpus", fix="leave out one of them: each is a forecast of its own"
-        )
+        raise CommandError(what=f"--{ignored[0]} cannot be combined with --gpus", fix="remove one of them")
     with importing():
         from pronghorn.train.run_forecast import forecast_of_many
     found = forecast_of_many(

@@ -15,7 +15,9 @@ TEXT = "run an unmodified Unsloth script or notebook on Pronghorn"
 
 
 def options(one: argparse.ArgumentParser) -> None:
-    one.add_argument("--explain", action="store_true", help="do not run: list the translations and what the script uses")
+    one.add_argument(
+        "--explain", action="store_true", help="list the translations and what the script uses, without running it"
+    )
     one.add_argument("script", nargs="?", help="a .py or .ipynb file")
     one.add_argument("words", nargs="*", default=[], help="arguments of the script")
 

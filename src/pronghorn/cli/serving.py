@@ -11,14 +11,16 @@ from pathlib import Path
 from pronghorn.cli.output import displaying, say
 from pronghorn.errors import CommandError, printable
 
-TEXT = "serve trained runs on this machine, for clients of OpenAI's API; one request at a time, for a look"
+TEXT = "serve trained runs on this machine with OpenAI's API, to try them out; one request at a time"
 
 
 def options(one: argparse.ArgumentParser) -> None:
-    one.add_argument("runs", nargs="+", metavar="run", help="a run's output folder; several: adapters of one base model")
+    one.add_argument(
+        "runs", nargs="+", metavar="run", help="a run's output folder; several runs must be adapters of the same base model"
+    )
     one.add_argument("--checkpoint", default="best", help="best, last or a step number (default: %(default)s)")
-    one.add_argument("--port", type=int, default=8000, help="0: any free one (default: %(default)s)")
-    one.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: %(default)s, this machine only)")
+    one.add_argument("--port", type=int, default=8000, help="port to listen on; 0: any free port (default: %(default)s)")
+    one.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine only)")
 
 
 def serve(
@@ -36,15 +38,15 @@ def serve(
     server = Server(models, arguments.host, arguments.port, told=lambda line: print(printable(line), file=sys.stderr))
     if not server.local:
         print(
-            f"warning: everybody who reaches {arguments.host} can use the model; there is no key, and nothing is encrypted",
+            f"warning: anyone who can reach {arguments.host} can use the model; there is no API key and no encryption",
             file=sys.stderr,
         )
     names = ", ".join(models.names)
     say(
         arguments,
         {"url": server.url, "models": models.names},
-        f"serving {names}\nat {server.url}, one request at a time; Ctrl-C ends it\n"
-        f"many users: `pronghorn export {arguments.runs[0]} --to vllm`",
+        f"serving {names}\nat {server.url}, one request at a time; Ctrl-C stops it\n"
+        f"for many users: `pronghorn export {arguments.runs[0]} --to vllm`",
     )
     sys.stdout.flush()
     try:

@@ -33,8 +33,8 @@ def launched(arguments: argparse.Namespace, ranks: int, recipe: Recipe) -> bool:
             return False
         raise CommandError(
             what=f"this process is already one of {ranks} ranks",
-            why="--gpus and --ranks start the ranks of one machine, and WORLD_SIZE says that something else has",
-            fix="remove the option; or, where a scheduler starts one process for each machine, start torchrun in it",
+            why="--gpus and --ranks start ranks, but WORLD_SIZE is set: another launcher has already started them",
+            fix="remove the option; if your scheduler starts one process per machine, run torchrun in that process",
         )
     wanted = _wanted(arguments) if asked else _by_itself(recipe)
     if wanted == 1:
@@ -51,7 +51,7 @@ def _wanted(arguments: argparse.Namespace) -> int:
             raise CommandError(what=f"--ranks {arguments.ranks} is not a number of processes", fix="use --ranks 1 or more")
         return int(arguments.ranks)
     if arguments.ranks is not None:
-        raise CommandError(what="--gpus and --ranks exclude each other", fix="use --gpus on GPUs, --ranks on a CPU")
+        raise CommandError(what="--gpus and --ranks cannot be combined", fix="use --gpus on GPUs, --ranks on a CPU")
     there = _there()
     if arguments.gpus != "all" and not (arguments.gpus.isdecimal() and int(arguments.gpus) > 0):
         raise CommandError(what=f"--gpus {arguments.gpus} is not a number of GPUs", fix="use --gpus 2, or --gpus all")
@@ -59,7 +59,7 @@ def _wanted(arguments: argparse.Namespace) -> int:
     if wanted > there:
         raise CommandError(
             what=f"--gpus {arguments.gpus}: this machine has {counted(there, 'GPU') if there else 'no GPU'}",
-            why="every rank needs a GPU of its own; CUDA_VISIBLE_DEVICES may hide some",
+            why="every rank needs its own GPU; CUDA_VISIBLE_DEVICES may hide some",
             fix=f"use --gpus {there} or fewer; --ranks {wanted} trains on the CPU" if there else f"use --ranks {wanted}",
         )
     return wanted
@@ -71,7 +71,7 @@ def _by_itself(recipe: Recipe) -> int:
     if there < 2:
         return 1
     packs = recipe.train.packs
-    wanted, why = min(there, packs), f"a step has {counted(packs, 'pack')}; train.batch_tokens / train.capacity is their number"
+    wanted, why = min(there, packs), f"train.batch_tokens / train.capacity = {counted(packs, 'pack')} per step"
     if problem := _why_not_together(there):
         wanted, why = 1, problem
     told = f"{wanted} of {there} GPUs: {why}" if wanted < there else f"{there} GPUs; --gpus 1 uses one"
@@ -89,9 +89,9 @@ def _why_not_together(there: int) -> str:
 
     names = list(dict.fromkeys(torch.cuda.get_device_name(gpu) for gpu in range(there)))
     if len(names) > 1:
-        return f"they differ ({', '.join(names)}), and a step takes as long as the slowest; --gpus {there} uses all"
+        return f"the GPUs differ ({', '.join(names)}), and each step waits for the slowest; --gpus {there} uses all"
     if not torch.distributed.is_nccl_available():
-        return "this torch has no NCCL, over which GPUs sum gradients"
+        return "this torch build has no NCCL, which is needed to all-reduce gradients between GPUs"
     return ""
 
 

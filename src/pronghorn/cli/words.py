@@ -29,7 +29,7 @@ OPTIONS = {
     "recipe": "pass the recipe without an option: pronghorn train RECIPE",
     "force": "--fresh starts over and keeps the old folder",
     "overwrite": "--fresh starts over and keeps the old folder",
-    "push_to_hub": "nothing is uploaded; export the model, then use `hf upload`",
+    "push_to_hub": "training uploads nothing; `pronghorn export RUN --to FORMAT --push-to-hub OWNER/NAME` uploads an export",
     "num_gpus": "`pronghorn train` uses all visible GPUs; --gpus 1 uses one",
     "gpus": "`pronghorn train` uses all visible GPUs; --gpus 1 uses one",
     "device": "the GPU is used if there is one; select it with CUDA_VISIBLE_DEVICES (empty: CPU)",

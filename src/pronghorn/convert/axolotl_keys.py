@@ -8,9 +8,9 @@ from pronghorn.convert.objectives import ONLINE, REFERENCE
 
 OURS_INSTEAD = ("liger", "cut_cross_entropy", "CutCrossEntropy", "KernelsPlugin", "fused_attn")  # plugins of kernels
 CACHE = "Pronghorn caches tokenized rows itself (PRONGHORN_CACHE)"
-OBJECTIVE = "the loss is the mean over tokens that carry loss; no other objective is supported"
+OBJECTIVE = "the supervised loss is the mean over tokens that carry loss; no variant of it is supported"
 METRICS = "eval.metrics scores answers to held-out rows: exact_match, rouge_l, ..."
-HUB = "Pronghorn uploads nothing; `pronghorn export` writes the folder to upload"
+HUB = "training uploads nothing; `pronghorn export --push-to-hub` uploads an export"
 
 
 def _plugins(draft: Draft, key: str) -> None:
@@ -78,7 +78,9 @@ ROWS: dict[str, Row] = {
     "fix_untrained_tokens": not_here(shared.NEW_TOKENS),
     "added_tokens_overrides": not_here(shared.NEW_TOKENS),
     "mean_resizing_embeddings": not_here(shared.NEW_TOKENS),
-    "device_map": nothing("one GPU holds the model; the memory plan decides what is offloaded to host RAM"),
+    "device_map": nothing(
+        "each GPU holds the model or a shard of it (world.shard); the memory plan decides what is offloaded to host RAM"
+    ),
     "device": nothing("the GPU is used if there is one"),
     "max_memory": nothing("set by memory.budget"),
     "gpu_memory_limit": not_here("set memory.budget, such as 20GB"),
@@ -104,7 +106,7 @@ ROWS: dict[str, Row] = {
     "qat": not_here(
         "quantization-aware training is not supported; method: fp8, or compute: fp8 with method: full, trains in FP8"
     ),
-    "quantization": not_here("exported models are 16-bit"),
+    "quantization": not_here("training writes no quantized model; `pronghorn export --to` writes fp8, nvfp4 and gguf"),
     "fp8": shared.fp8_products,
     # training
     "learning_rate": to("train.lr", values.decimal),
@@ -169,7 +171,7 @@ ROWS: dict[str, Row] = {
     "save_first_step": nothing("Pronghorn checks before training that it can save"),
     "load_best_model_at_end": nothing("`eval`, `chat` and `export` use the best checkpoint by default"),
     "metric_for_best_model": nothing("the best checkpoint has the lowest held-out loss; eval.best selects another metric"),
-    "greater_is_better": nothing("each metric defines its own direction"),
+    "greater_is_better": nothing("each metric has a fixed direction"),
     "eval_table_size": nothing("eval.generations answers are shown"),
     "eval_max_new_tokens": to("eval.max_new_tokens", values.whole),
     "do_causal_lm_eval": not_here(METRICS),
@@ -206,7 +208,7 @@ ROWS: dict[str, Row] = {
     "precompute_ref_log_probs": nothing(REFERENCE),
     "dpo_use_liger_kernel": nothing(shared.KERNELS),
     "dpo_padding_free": nothing(shared.PACKED),
-    "max_prompt_len": nothing("data.max_length is that of a prompt with one answer"),
+    "max_prompt_len": nothing("data.max_length limits a prompt together with one answer"),
     "reward_model": nothing("off; the config trains a language model"),
     "process_reward_model": nothing("off; the config trains a language model"),
     "num_labels": refused("classifiers are not supported", "convert a config of a language model"),

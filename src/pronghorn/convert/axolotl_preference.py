@@ -60,7 +60,7 @@ def compared(item: Item, objective: str) -> None:
         item.one.fields = dict(known[columns])
         item.one.format = "alpaca" if marked else "auto"
     else:
-        raise UnfitError(f"columns of `{columns}` are not known; name them in data.fields")
+        raise UnfitError(f"the columns of `{columns}` are unknown; name them in data.fields")
     item.one.template = STYLES.get(style, "")
     shown = [f"data.template: {item.one.template}"] if item.one.template else []
     shown += [f"data.fields: {{{', '.join(f'{ours}: {theirs}' for ours, theirs in item.one.fields.items())}}}"]
@@ -86,9 +86,9 @@ def _own_columns(item: Item, kind: dict[str, Any], keys: tuple[str, ...]) -> Non
                 item.one.fields[ours] = text(value)
             item.say(at, f"data.fields.{ours}: {value}")
         elif name.endswith("_format") and str(value) == f"{{{name.removesuffix('_format')}}}":
-            item.quiet(at, "the column's text as it is, same as Pronghorn")
+            item.quiet(at, "same as Pronghorn: the column's text is used unchanged")
         elif name.endswith("_format"):
             item.no(at, "text around the columns is not supported; write it into the rows, or use messages and a template")
         else:
             item.no(at, "unknown key")
-    item.say("type", "columns of its own: data.fields")
+    item.say("type", "custom column names: see data.fields")

@@ -33,7 +33,7 @@ TEMPLATES = {  # LLaMA-Factory's names: ours
 }  # fmt: skip
 LORA_KEYS = ["lora_rank", "lora_alpha", "lora_dropout", "lora_target", "use_dora", "use_rslora", "loraplus_lr_ratio"]
 OTHER_WAY = "this training method is not supported"
-OBJECTIVE = "the loss is the mean over tokens that carry loss; no other objective is supported"
+OBJECTIVE = "the supervised loss is the mean over tokens that carry loss; no variant of it is supported"
 HOST = "rows are tokenized on all cores and cached"
 EXPORT = "it affects export only: use `pronghorn export RUN --to merged`"
 GENERATION = "it affects generation, not training"
@@ -174,7 +174,7 @@ def _peft_config(draft: Draft, peft: dict[str, object]) -> None:
             elif name == "name":
                 draft.fates[at] = ("mapped", f"method: {draft.targets['method']}")
             else:
-                draft.not_honoured(at, "adapters have r, alpha, targets and dropout only")
+                draft.not_honoured(at, "adapters have r, alpha, targets, dropout, rslora, dora and plus_ratio only")
         except values.UnfitError as error:
             draft.not_honoured(at, str(error))
 
@@ -225,7 +225,7 @@ def _report(draft: Draft, key: str) -> None:
     if not values.is_on(value) or names in (["none"], []):
         draft.no_effect(key, shared.NOTHING_SENT)
     elif names == ["all"]:
-        draft.not_honoured(key, "report.to names each logger; it stays empty")
+        draft.not_honoured(key, "report.to lists loggers by name; it stays empty")
     else:
         shared.loggers(draft, key, names)
 
@@ -356,7 +356,7 @@ ROWS: dict[str, Row] = {
     "predict_with_generate": nothing("eval.generations answers are shown at each evaluation"),
     "include_num_input_tokens_seen": nothing("Pronghorn counts tokens"),
     "include_effective_tokens_per_second": nothing("Pronghorn reports tokens per second"),
-    "push_to_hub": not_here("Pronghorn uploads nothing; `pronghorn export` writes the folder"),
+    "push_to_hub": not_here("training uploads nothing; `pronghorn export --push-to-hub` uploads an export"),
     "gradient_checkpointing": nothing(shared.PLAN),
     "disable_gradient_checkpointing": nothing(shared.PLAN),
     "use_reentrant_gc": nothing(shared.PLAN),

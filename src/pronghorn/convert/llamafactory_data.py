@@ -126,7 +126,7 @@ def _refuse_others(name: str, entry: dict[str, Any], columns: dict[str, Any], ob
         raise UnfitError(f"`{name}` is for preference tuning (stage: dpo, kto or rm), and this config is supervised")
     if objective and not (ranked or (objective == "kto" and marked)):
         needed = "kto_tag" if objective == "kto" else "ranking: true"
-        raise UnfitError(f"`{name}` has no answers to compare: {FILE} says no `{needed}` of it")
+        raise UnfitError(f"`{name}` has no answers to compare: its entry in {FILE} has no `{needed}`")
     if plain(entry.get("folder")):
         raise UnfitError(f"`{name}` is a folder of a Hub dataset; download it and name the folder")
 

@@ -33,7 +33,7 @@ def axolotl_objective(draft: Draft) -> str:
     """Sets the recipe's objective, and returns its name; empty: supervised."""
     asked, reward = draft.get("rl"), is_on(draft.get("reward_model"))
     if is_on(draft.get("process_reward_model")):
-        draft.refuse("process_reward_model", "rewards of single steps are not supported", "convert a config with reward_model")
+        draft.refuse("process_reward_model", "process reward models are not supported", "convert a config with reward_model")
     if reward:
         name, key = "reward", "reward_model"
         draft.no_effect("num_labels", "a reward model has one output")
@@ -43,7 +43,7 @@ def axolotl_objective(draft: Draft) -> str:
     else:
         name, key = str(asked).strip().lower(), "rl"
         if (name not in DEFAULTS and name not in LOSSES_OF_DPO) or name in ("supervised", "reward"):
-            draft.refuse("rl", ONLINE if "po" in name else f"there is no objective `{printed(name)}`", ONLINE_FIX)
+            draft.refuse("rl", ONLINE if "po" in name else f"unknown objective `{printed(name)}`", ONLINE_FIX)
     draft.set("objective.name", name, key)
     _nested_beta(draft)
     _dpo_loss(draft, name)
@@ -59,7 +59,7 @@ def llamafactory_objective(draft: Draft) -> str:
         _unused(draft, (*LLAMAFACTORY, "pref_loss"))
         return ""
     if stage == "ppo" or stage not in ("dpo", "kto", "rm"):
-        draft.refuse("stage", ONLINE if stage == "ppo" else "it is no stage that Pronghorn knows", ONLINE_FIX)
+        draft.refuse("stage", ONLINE if stage == "ppo" else "unknown stage", ONLINE_FIX)
     name, loss = {"dpo": "dpo", "kto": "kto", "rm": "reward"}[str(stage)], draft.get("pref_loss")
     if stage == "dpo" and loss is not None:
         name = PREF_LOSSES.get(str(loss).strip().lower(), "dpo")
@@ -68,11 +68,16 @@ def llamafactory_objective(draft: Draft) -> str:
         else:
             draft.nearest("objective.name", name, "pref_loss", f"the losses are {', '.join(PREF_LOSSES)}")
     elif loss is not None:
-        draft.no_effect("pref_loss", f"stage: {stage} does not read it")
+        draft.no_effect("pref_loss", f"stage: {stage} does not use it")
     draft.set("objective.name", name, "stage")
     _parameters(draft, name, LLAMAFACTORY)
     if draft.get("pref_ftx") is not None and "objective.sft_weight" in draft.targets:
-        draft.set("objective.sft_weight", draft.targets["objective.sft_weight"], "pref_ftx", note="a mean over chosen tokens")
+        draft.set(
+            "objective.sft_weight",
+            draft.targets["objective.sft_weight"],
+            "pref_ftx",
+            note="weights the mean loss over chosen tokens",
+        )
     return name
 
 
@@ -89,7 +94,7 @@ def _nested_beta(draft: Draft) -> None:
                 draft.not_honoured("trl.beta", str(error))
         else:
             draft.not_honoured(f"trl.{inner}", ONLINE)
-    draft.no_effect("trl", "objective.beta has its beta" if "beta" in section else "none of its values is used")
+    draft.no_effect("trl", "its beta becomes objective.beta" if "beta" in section else "none of its values is used")
 
 
 def _dpo_loss(draft: Draft, name: str) -> None:
@@ -105,7 +110,7 @@ def _dpo_loss(draft: Draft, name: str) -> None:
     if name == "dpo" and len(losses) == 1 and losses[0] in known:
         draft.set("objective.loss", losses[0], key)
     else:
-        draft.not_honoured(key, f"objective dpo has one loss, of {', '.join(known)}")
+        draft.not_honoured(key, f"it is converted only with rl: dpo, as one of {', '.join(known)}")
 
 
 def _parameters(draft: Draft, name: str, keys: Mapping[str, str]) -> None:

@@ -29,9 +29,9 @@ OTHER_SCHEDULE = ("cosine", "the schedules are cosine, linear and constant")
 PACKED = "Pronghorn always packs rows; attention does not cross rows"
 PLAN = "the memory plan decides what is saved, recomputed or offloaded (memory.budget)"
 KERNELS = "Pronghorn uses its own kernels"
-NOTHING_SENT = "no telemetry; log and report are in the output folder (run.jsonl, report.html), and report.to names loggers"
+NOTHING_SENT = "no telemetry; log and report are in the output folder (run.jsonl, report.html), and report.to adds loggers"
 LOGGERS = get_args(LoggerName)
-GPUS = "Pronghorn uses several GPUs in its own way: all that are visible, and world.shard (docs/scale.md)"
+GPUS = "Pronghorn trains on all visible GPUs; world.shard sets what is sharded over them (docs/scale.md)"
 RANKS = "`pronghorn train` starts a process for each GPU itself"
 IMAGES = "Pronghorn trains on text only; rows with images, video or sound are refused"
 NEW_TOKENS = "Pronghorn does not resize the embeddings, so tokens outside the vocabulary cannot be added"
@@ -47,7 +47,7 @@ def loggers(draft: Draft, key: str, names: Sequence[str]) -> None:
     already = draft.targets.get("report.to", [])
     found = [*already, *(name for name in names if name in LOGGERS and name not in already)]
     if other := [name for name in names if name not in LOGGERS]:
-        why = f"there is no logger {', '.join(other)}; there are {', '.join(LOGGERS)}"
+        why = f"unknown logger {', '.join(other)}; the loggers are {', '.join(LOGGERS)}"
         if found == already:
             draft.not_honoured(key, why)
         else:

@@ -87,7 +87,7 @@ def to_message(message: dict[str, Any], number: int) -> dict[str, Any]:
     made = {key: item for key, item in message.items() if item is not None and key not in taken}
     if thinking:
         if made.get("reasoning_content", thinking) != thinking:
-            raise UnfitError(f"{name} has thinking in its parts and a different one in `reasoning_content`", "keep one of them")
+            raise UnfitError(f"{name} has thinking parts and a different text in `reasoning_content`", "keep one of them")
         made["reasoning_content"] = thinking
     return {"role": role, "content": content} | made | ({"tool_calls": calls} if calls else {})
 

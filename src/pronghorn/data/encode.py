@@ -80,7 +80,7 @@ class Encoder:
             if self._loss_on == "all":
                 raise DataError(
                     "data.loss_on: all cannot be used with preference data", where=groups[0].where,
-                    why="what is compared is answers, not prompts", fix="remove data.loss_on",
+                    why="preference objectives compare answers, not prompts", fix="remove data.loss_on",
                 )  # fmt: skip
             answers = iter(self._try_all([answer for group in groups for answer in group.answers]))
             made = [[next(answers) for _ in group.answers] for group in groups]

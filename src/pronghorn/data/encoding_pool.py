@@ -140,11 +140,7 @@ class EncodingPool:
                 break
             time.sleep(0.01)
             ended = self._ended()
-        who = (
-            f"tokenizer process {ended[0][0]} was ended by {_signal_name(ended[0][1])}"
-            if ended
-            else ("a tokenizer process was killed")
-        )
+        who = f"tokenizer process {ended[0][0]} {_how(ended[0][1])}" if ended else ("a tokenizer process was killed")
         rows = f"{self._waiting[0][1]} and following rows" if self._waiting else ""
         return EnvironmentFault(
             who, where=rows, why="the usual cause is too little memory", fix="free memory and run the same command again"
@@ -159,8 +155,8 @@ def _process(pid: int | None) -> list[str]:
         return []
 
 
-def _signal_name(code: int | None) -> str:
-    return signal.Signals(-code).name if code is not None and code < 0 else f"itself, with exit code {code}"
+def _how(code: int | None) -> str:
+    return f"was ended by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with exit code {code}"
 
 
 def _cores() -> int:

@@ -240,7 +240,7 @@ def _from_completion(row: RawRow) -> Example:
     if isinstance(prompt, str) and isinstance(completion, str):
         if column := beside(row.fields):
             raise UnfitError(
-                f"`{column}` with a plain prompt, which earlier rows do not have",
+                f"the row has `{column}` and a plain-text prompt, but earlier rows have no `{column}`",
                 "convert all rows to conversations: data.fields: {instruction: prompt, output: completion}",
             )
         return Example("completion", row.where, prompt=prompt, completion=completion)

@@ -14,14 +14,15 @@ from dataclasses import dataclass, replace
 # `said(message)`: its text. Parts of an image would be left out silently, so they are refused.
 _SAID = (
     "{%- macro said(message, trims=false) -%}"
-    "{%- if message['tool_calls'] -%}{{ raise_exception('a template by name writes no tool calls; the model\\'s own does') }}"
+    "{%- if message['tool_calls'] -%}"
+    "{{ raise_exception('named templates do not support tool calls; use the template of the model') }}"
     "{%- endif -%}"
     "{%- if message['content'] is string -%}{{ message['content'] | trim if trims else message['content'] }}"
     "{%- else -%}{%- for part in message['content'] -%}"
-    "{%- if part['type'] != 'text' -%}{{ raise_exception('a template by name writes texts alone') }}{%- endif -%}"
+    "{%- if part['type'] != 'text' -%}{{ raise_exception('named templates support text content only') }}{%- endif -%}"
     "{{ part['text'] | trim if trims else part['text'] }}{%- endfor -%}{%- endif -%}"
     "{%- endmacro -%}"
-    "{%- if tools -%}{{ raise_exception('a template by name writes no tools; the model\\'s own does') }}{%- endif -%}"
+    "{%- if tools -%}{{ raise_exception('named templates do not support tools; use the template of the model') }}{%- endif -%}"
 )
 _ROLES = "{%- for message in messages -%}"
 _ASK = "{%- endfor -%}{%- if add_generation_prompt -%}"
@@ -148,7 +149,7 @@ TEMPLATES = {
         "<|eot_id|>", LLAMA3_TOKENS,
     ),
     "gemma": NamedTemplate(
-        "{{ bos_token }}{%- if messages[0]['role'] == 'system' -%}{{ raise_exception('gemma knows no system role') }}"
+        "{{ bos_token }}{%- if messages[0]['role'] == 'system' -%}{{ raise_exception('gemma has no system role') }}"
         "{%- endif -%}{%- set before = '' -%}" + _ROLES + _ALTERNATE + GEMMA_TURNS, "<end_of_turn>", ("<start_of_turn>",),
     ),
     "gemma-3": NamedTemplate(
@@ -175,7 +176,7 @@ TEMPLATES = {
     "mistral": NamedTemplate(
         "{{ bos_token }}" + _ROLES + "{%- if message['role'] == 'user' -%}{{ '[INST] ' + said(message) + ' [/INST]' }}"
         "{%- elif message['role'] == 'assistant' -%}{{ ' ' + said(message) + eos_token }}"
-        "{%- else -%}{{ raise_exception('mistral knows the roles user and assistant') }}{%- endif -%}{%- endfor -%}",
+        "{%- else -%}{{ raise_exception('mistral supports the roles user and assistant only') }}{%- endif -%}{%- endfor -%}",
     ),
     "llama": NamedTemplate(
         _TAKE_SYSTEM + "{%- set before = '<<SYS>>\n' + system + '\n<</SYS>>\n\n' if system else '' -%}" + _ROLES + _ALTERNATE
@@ -191,7 +192,7 @@ TEMPLATES = {
         "{{ bos_token }}" + _TAKE_SYSTEM + "{{ system + ' ' }}" + _ROLES
         + "{%- if message['role'] == 'user' -%}{{ 'USER: ' + said(message) + ' ' }}"
         "{%- elif message['role'] == 'assistant' -%}{{ 'ASSISTANT: ' + said(message) + eos_token }}"
-        "{%- else -%}{{ raise_exception('vicuna knows the roles user and assistant') }}{%- endif -%}"
+        "{%- else -%}{{ raise_exception('vicuna supports the roles user and assistant only') }}{%- endif -%}"
         + _ASK + "{{ 'ASSISTANT:' }}" + _END,
         system="A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, "
         "and polite answers to the user's questions.",

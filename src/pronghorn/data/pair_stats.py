@@ -39,7 +39,7 @@ class PairStats:
         share = self.longer if side == "longer" else self.shorter
         return [
             f"chosen answers are {side} in {share:.0%} of the pairs ({self.chosen:.0f} tokens against {self.rejected:.0f} on"
-            " average): a model may learn length alone; objective.length_normalized: true, or objective: simpo, lessens it"
+            " average): the model may learn length only; objective.length_normalized: true or objective: simpo reduces this"
         ]
 
     def text(self) -> Text:
@@ -54,7 +54,7 @@ class PairStats:
         return Text.assemble(
             ("tokens per answer", "bold"), f", mean: chosen {self.chosen:,.0f} · rejected {self.rejected:,.0f}\n",
             f"{gap}\n{sides}\n",
-            (f"{self.shared:.0%}", "bold"), " of all tokens are copies of a prompt, and not computed where it is shared",
+            (f"{self.shared:.0%}", "bold"), " of all tokens are copies of a prompt; shared prompts skip them",
         )  # fmt: skip
 
 

@@ -56,7 +56,7 @@ READ: dict[Layout, tuple[str, ...]] = {
 MARGIN = "margin"
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"  # how transcripts of conversations are written
 NEEDED = (
-    "pairs need `chosen` and `rejected`, each as text or messages, and beside them `prompt`, `instruction`, `messages` or"
+    "pairs need `chosen` and `rejected`, each as text or messages, and a prompt in `prompt`, `instruction`, `messages` or"
     " `conversations`, or the whole conversation in both"
 )
 
@@ -90,19 +90,19 @@ def detect_groups(rows: Sequence[RawRow], where: str, asked: str, wanted: Rows) 
     if marked:
         mark = mark_column(marked[0].fields)
         raise DataError(
-            f"no pairs of answers, but answers marked by `{mark}`", where=where, why=NEEDED,
-            fix="set objective: kto, which learns from single answers",
+            f"no pairs of answers, only single answers marked by `{mark}`", where=where, why=NEEDED,
+            fix="set objective: kto, which trains on single answers",
         )  # fmt: skip
     named = "name the columns: data.fields: {prompt: COLUMN, chosen: COLUMN, rejected: COLUMN}"
     if wanted == "marked":
         raise DataError(
             f"no column marks answers as good or bad; {found}", where=where,
-            why=f"objective kto needs `label` (true or false) beside an answer, or pairs; {NEEDED}",
+            why=f"objective kto needs a `label` (true or false) for each answer, or pairs; {NEEDED}",
             fix="add the column, or name it: data.fields: {label: COLUMN}",
         )  # fmt: skip
     raise DataError(
         f"no preference data; {found}", where=where, why=NEEDED,
-        fix=f"{named}; or set objective: supervised, which learns every answer",
+        fix=f"{named}; or set objective: supervised, which trains on every answer",
     )  # fmt: skip
 
 
@@ -234,8 +234,7 @@ def _prompt(row: RawRow, layout: Layout) -> str | list[dict[str, Any]]:
         before = to_messages(row.fields[column], column)
         if before[-1]["role"] == "assistant":
             raise UnfitError(
-                f"`{column}` ends with an assistant turn, and the answers are in columns of their own",
-                "end it before the answer",
+                f"`{column}` ends with an assistant turn, but the answers are in separate columns", "end it before the answer"
             )
         return before
     if layout == "instruction":
@@ -250,7 +249,7 @@ def _answer(row: RawRow, prompt: str | list[dict[str, Any]], said: Any, column: 
     if isinstance(prompt, str) and isinstance(said, str):
         if column_beside := beside(row.fields):
             raise UnfitError(
-                f"`{column_beside}` with a plain prompt, which earlier rows do not have",
+                f"the row has `{column_beside}` and a plain-text prompt, but earlier rows have no `{column_beside}`",
                 "convert all rows to conversations: data.fields: {instruction: prompt}",
             )
         return Example("completion", row.where, prompt=prompt, completion=said)
@@ -271,7 +270,7 @@ def _from_whole(row: RawRow, said: Sequence[Any], columns: tuple[str, str]) -> l
     if all(isinstance(one, str) for one in said):
         return _from_texts(row, said)
     if not all(isinstance(one, list) for one in said):
-        raise UnfitError(f"`{columns[0]}` and `{columns[1]}` are not written alike", "write both as text or both as messages")
+        raise UnfitError(f"`{columns[0]}` and `{columns[1]}` have different formats", "write both as text or both as messages")
     talks = [to_messages(one, columns[min(i, 1)]) for i, one in enumerate(said)]
     common = _common(talks)
     # where one is the beginning of the other, or both are the same, the last turn is the answer
@@ -280,8 +279,8 @@ def _from_whole(row: RawRow, said: Sequence[Any], columns: tuple[str, str]) -> l
         common -= 1
     if not common:
         raise UnfitError(
-            f"`{columns[0]}` and `{columns[1]}` have no message in common: which is the prompt, cannot be told",
-            "let both begin with the same messages, or write the prompt to a column `prompt`",
+            f"`{columns[0]}` and `{columns[1]}` have no message in common, so the prompt is unknown",
+            "start both with the same messages, or put the prompt into a column `prompt`",
         )
     return [chat_example(row, talk, prompt_messages=common) for talk in talks]
 

@@ -259,11 +259,11 @@ def _too_many_long(table: TokenTable, limit: int, affected: int, capacity: int |
     enough = int(np.quantile(table.lengths, 1 - SILENT_SHARE, method="higher"))
     share, unit = affected / len(first_rows(table)), unit_of(table)
     if table.pairs is not None:
-        packed = f", or more than train.capacity: {capacity:,} together" if capacity and unit == "pair" else ""
+        packed = f", or with all answers together more than train.capacity: {capacity:,}" if capacity and unit == "pair" else ""
         return DataError(
-            f"{affected:,} of {counted(len(first_rows(table)), unit)} ({share:.1%}) have an answer of more than {limit:,}"
-            f" tokens with its prompt{packed}", where="data.max_length",
-            why=f"the longest answer has {table.lengths[longest]:,} tokens with its prompt ({table.where(longest)}); dropping"
+            f"{affected:,} of {counted(len(first_rows(table)), unit)} ({share:.1%}) have a prompt and answer of more than"
+            f" {limit:,} tokens{packed}", where="data.max_length",
+            why=f"the longest has {table.lengths[longest]:,} tokens ({table.where(longest)}); dropping"
                 " more than 1 % needs an explicit setting",
             fix=f"set data.long: drop or truncate, or data.max_length: {enough} or more",
         )  # fmt: skip

@@ -86,7 +86,7 @@ def _fitting(row: NamedTemplate, name: str, tokenizer: Any, say: Callable[[str],
     missing = [token for token in row.tokens if token not in vocabulary]
     if not row.body and (missing or not tokenizer.chat_template):
         raise CommandError(
-            what=f"chat_template={name!r}: the tokenizer does not belong to such a model",
+            what=f"chat_template={name!r}: the tokenizer belongs to a different kind of model",
             why=f"it has no token {missing[0]}" if missing else "it has no template of its own",
             fix="use one of: chatml, alpaca; or set tokenizer.chat_template to your own template",
         )

@@ -69,6 +69,6 @@ def _likelier(table: TokenTable, values: Floats) -> Any:
 def _sentence(figures: dict[str, Any]) -> str:
     before, after, count = (figures[key] for key in ("preferred_before", "preferred_after", "held_out"))
     return (
-        f"the formal reply is the likelier one in {before} of {count} held-out pairs before ({before / count:.0%}),"
+        f"the model prefers the formal reply in {before} of {count} held-out pairs before training ({before / count:.0%}),"
         f" in {after} after ({after / count:.0%})"
     )

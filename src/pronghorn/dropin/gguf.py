@@ -45,7 +45,7 @@ def save_pretrained_gguf(
     require_converter(type(base).__name__)
     name = str(base.config._name_or_path)
     if tokenizer is None:
-        say_once(f"the tokenizer of {name} goes into the GGUF file; pass tokenizer= for another")
+        say_once(f"the GGUF file gets the tokenizer of {name}; pass tokenizer= to use another")
         tokenizer = load_tokenizer(name)
     folder, report = Path(save_directory).expanduser(), make_display(json=False).progress
     folder.mkdir(parents=True, exist_ok=True)

@@ -68,7 +68,7 @@ class Tolerance:
         if not apart <= self.perplexity:
             wrong.append(f"the perplexity differs by {apart:.2%} (tolerance {self.perplexity:.1%})")
         if not found.agreement >= self.agreement:
-            wrong.append(f"{found.agreement:.1%} of the likeliest tokens agree (at least {self.agreement:.0%})")
+            wrong.append(f"greedy agreement is {found.agreement:.1%} (at least {self.agreement:.0%} is needed)")
         return wrong
 
 
@@ -165,11 +165,11 @@ class Reference:
         seen = difference(self.scores, found)
         wrong = [*wrong, *tolerance.exceeded(seen)]
         if not any(one.best for one in self.scores):
-            told = f"largest difference of a score {seen.largest:.2g} ({loaded_with}, {seen.tokens} rows)"
+            told = f"largest score difference {seen.largest:.2g} ({loaded_with}, {seen.tokens} rows)"
             return Verdict(not wrong, "; ".join([*wrong, told]), loaded_with, len(self.rows))
         said = (
             f"greedy agreement {seen.agreement:.1%}, largest log-prob difference {seen.largest:.2g} (mean {seen.mean:.2g}"
-            + (f"; {beyond.largest:.2g} beyond the format's rounding" if beyond else "")
+            + (f"; {beyond.largest:.2g} not explained by quantization" if beyond else "")
             + f"), perplexity {seen.before:.4g} -> {seen.after:.4g} ({loaded_with}, {seen.tokens} tokens)"
         )
         return Verdict(

@@ -175,9 +175,9 @@ def refuse(job: Job) -> None:
         require_adapter(job.checkpoint)
     if job.variant == "base" and job.recipe.stored_as != "fp8":
         raise CommandError(
-            what="--to fp8:base: the base model was not trained on in FP8",
-            why=f"method: {job.recipe.method} keeps it in {FORMATS[job.recipe.stored_as].title}",
-            fix="use --to fp8, which merges the adapter and rounds the result",
+            what="--to fp8:base needs a run that trained on an FP8 base model",
+            why=f"method: {job.recipe.method} stores the base model in {FORMATS[job.recipe.stored_as].title}",
+            fix="use --to fp8, which merges the adapter and quantizes the result",
         )
 
 

@@ -54,7 +54,7 @@ def find_converter() -> Converter | None:
         script = Path(checkout).expanduser() / SCRIPT
         if not script.is_file():
             raise CommandError(
-                f"there is no {SCRIPT}",
+                f"{SCRIPT} not found",
                 where=f"{CHECKOUT}={checkout}",
                 fix=f"set {CHECKOUT} to the folder of a llama.cpp checkout, or unset it",
             )
@@ -79,14 +79,14 @@ def require_converter(architecture: str) -> Converter:
     if missing or converter is None:
         raise EnvironmentFault(
             f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed",
-            why="GGUF files are written with it",
+            why="needed to write GGUF files",
             fix=f"{INSTALL}, or set {CHECKOUT} to the folder of a llama.cpp checkout",
         )
     families = converter.families()
     if families is not None and architecture not in families:
         raise CommandError(
-            f"{architecture} has no GGUF form that the converter knows",
-            why=f"{converter.name} knows {len(families)} architectures, and this is none of them",
+            f"the GGUF converter does not support {architecture}",
+            why=f"{converter.name} supports {len(families)} architectures, and this is not one of them",
             fix=f"use --to merged; or set {CHECKOUT} to the folder of a newer llama.cpp checkout",
         )
     return converter
@@ -102,7 +102,7 @@ def _installed(package: str) -> bool:
 
 def architecture_of(folder: Path) -> str:
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return str((config.get("architectures") or ["a model without a name"])[0])
+    return str((config.get("architectures") or ["a model without an architecture name"])[0])
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def staged(source: Source, beside: Path) -> Iterator[Path]:
 def _refuse_code(file: Path) -> None:
     if file.is_file() and "auto_map" in json.loads(file.read_text(encoding="utf-8")):
         raise CommandError(
-            "a model with Python files of its own cannot be converted",
+            "a model with its own Python code cannot be converted to GGUF",
             where=file.name,
             why="its auto_map names code, which the converter would run",
             fix="use --to merged",
@@ -173,16 +173,16 @@ def fault(ended: child.Ended, converter: Converter) -> ModelError | EnvironmentF
     said, name = ended.said, converter.name
     if "pre-tokenizer was not recognized" in said:
         return ModelError(
-            "llama.cpp does not know this tokenizer",
+            "llama.cpp does not support this tokenizer",
             where=name,
-            why="the converter knows pre-tokenizers by a checksum over a text, and this one's is not in its list",
+            why="the converter identifies pre-tokenizers by checksum, and the checksum of this one is not in its list",
             fix=f"use --to merged; or set {CHECKOUT} to the folder of a newer llama.cpp checkout",
         )
     if PIECES in ended.last_words:
         return ModelError(
             f"the converter needs {PIECES}",
             where=name,
-            why="llama.cpp's tokenizer of this family is made of sentencepiece's own file, and the base model has none",
+            why="for this family, llama.cpp builds its tokenizer from that sentencepiece file, and the base model has none",
             fix=f"put {PIECES} into the folder of the base model, or use --to merged",
         )
     if absent := re.search(r"No module named '([\w.]+)'", said):

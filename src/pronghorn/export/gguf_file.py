@@ -80,17 +80,17 @@ def differing(wide: Path, small: Path) -> list[str]:
     before, after = GGUFReader(wide), GGUFReader(small)
     if _metadata(before, 0) != _metadata(after, 0):
         keys = sorted({*before.fields, *after.fields} - {"general.file_type"})
-        return [f"{key} in its metadata is another" for key in keys if value(before, key) != value(after, key)]
+        return [f"{key} in its metadata differs" for key in keys if value(before, key) != value(after, key)]
     found, wrong = {one.name: one for one in after.tensors}, []
     if found.keys() != {one.name for one in before.tensors}:
-        return ["it has other tensors than the file that it was made of"]
+        return ["its tensors are not those of the file it was made from"]
     for one in before.tensors:
         other, worst = found[one.name], 0.0
         if list(one.shape) != list(other.shape):
-            return [f"{one.name} has another shape"]
+            return [f"{one.name} has a different shape"]
         old, new = (each.data.reshape(-1, each.data.shape[-1]) for each in (one, other))
         if one.tensor_type == other.tensor_type:
-            wrong += [] if np.array_equal(old, new) else [f"{one.name} has other bytes"]
+            wrong += [] if np.array_equal(old, new) else [f"{one.name} has different bytes"]
             continue
         step = max(1, AT_ONCE // int(one.shape[0]))
         for first in range(0, len(old), step):
@@ -99,7 +99,7 @@ def differing(wide: Path, small: Path) -> list[str]:
             again = torch.from_numpy(np.array(quants.dequantize(new[some], other.tensor_type)))
             worst = max(worst, _apart(rows, again, other.tensor_type.name))
         if not worst <= STEPS:
-            wrong.append(f"{one.name} has a weight that is {worst:.3g} steps of {other.tensor_type.name} from what it was")
+            wrong.append(f"a weight of {one.name} is {worst:.3g} quantization steps of {other.tensor_type.name} off")
     return wrong
 
 

@@ -24,10 +24,10 @@ def refuse(folder: Path) -> None:
     """llama.cpp adds B A to a weight, and knows nothing else."""
     config = read_json(folder / ADAPTER, str(folder))
     beyond = {
-        "DoRA's magnitudes": config.get("use_dora"),
+        "DoRA magnitudes": config.get("use_dora"),
         "whole modules (modules_to_save)": config.get("modules_to_save"),
         "biases": config.get("bias", "none") != "none",
-        "adapters of experts": config.get("target_parameters"),
+        "adapters on experts": config.get("target_parameters"),
         "a transposed layer (fan_in_fan_out)": config.get("fan_in_fan_out"),
     }
     if found := [name for name, there in beyond.items() if there]:
@@ -74,7 +74,7 @@ def plain_factors(checkpoint: Path) -> tuple[dict[str, torch.Tensor], float]:
         parts = FACTOR.fullmatch(key)
         if parts is None:
             raise CommandError(
-                f"{key} is no factor of a linear layer",
+                f"{key} is not a LoRA matrix of a linear layer",
                 where=str(checkpoint / ADAPTER_WEIGHTS),
                 why="llama.cpp's adapters are plain LoRA of linear layers",
                 fix="merge it: --to gguf:q8_0",

@@ -20,13 +20,13 @@ def factors(model: Any, name: str, a: Any, b: Any) -> tuple[str, Any]:
 
     kept = model.filter_tensors((name, lambda: b))
     if kept is None:
-        raise SystemExit(f"{name} has no place in this model's GGUF file")
+        raise SystemExit(f"{name} has no counterpart in this model's GGUF file")
     name = kept[0]
     layer = next((int(part) for part in name.split(".") if part.isdecimal()), None)
     moved = list(model.modify_tensors(b, name, layer))
     whole = list(model.modify_tensors(b @ a, name, layer))
     if len(moved) != 1 or len(whole) != 1 or not torch.allclose(moved[0][1] @ a, whole[0][1], rtol=1e-4, atol=1e-7):
-        raise SystemExit(f"{name} is more than one weight, or turned, in this model's GGUF file")
+        raise SystemExit(f"{name} is split into several weights, or transposed, in this model's GGUF file")
     return str(moved[0][0]), moved[0][1]
 
 

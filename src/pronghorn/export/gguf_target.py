@@ -130,7 +130,7 @@ def check(job: Job, reference: Reference) -> Verdict:
         try:
             found, kind = _beside_its_base(job, asked)
         except ModelError as error:  # a base in a format that the converter does not read
-            return Verdict.skipped(f"the base has no GGUF form to load it beside: {error.why or error.what}")
+            return Verdict.skipped(f"llama.cpp needs the base model as GGUF to load the adapter: {error.why or error.what}")
     else:
         found = llama_cpp.ask(job.folder / file_name(job), asked, job.report)
         kind = job.variant if job.variant in WIDE else widest(job.merged())
@@ -140,9 +140,9 @@ def check(job: Job, reference: Reference) -> Verdict:
     job.facts["same_tokenizer"] = f"{sum(same_texts)} of {len(same_texts)} texts have the same tokens"
     wrong = []
     if not all(same_chats):
-        wrong.append("llama.cpp renders the chat template to other tokens")
+        wrong.append("llama.cpp renders the chat template to different tokens")
     if not all(same_texts):
-        wrong.append("llama.cpp splits text into other tokens")
+        wrong.append("llama.cpp splits text into different tokens")
     scores = unrounded = _scores(found)
     if job.variant in MIXTURES:
         wide = _wide_file(job)

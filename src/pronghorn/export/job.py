@@ -110,8 +110,8 @@ class Job:
         if not self.has_adapter or self.recipe.stored_as == "bf16":
             return ""
         if self.options.base == "original":
-            return "the original weights of the base model, which it was not trained on"
-        return f"the weights it was trained on: the base model's in {FORMATS[self.recipe.stored_as].title}, dequantized"
+            return "the base model's original weights, not the quantized ones it was trained on"
+        return f"the weights it was trained on: the base model in {FORMATS[self.recipe.stored_as].title}, dequantized"
 
     def key(self, name: str) -> str:
         """Of all that decides the bytes of this export: only its own files are continued."""
@@ -343,7 +343,7 @@ def require_space(target: Path, needed: int) -> None:
     total, _, free = shutil.disk_usage(place)
     if total and needed - there > free:  # some that are no disks have no size
         raise EnvironmentFault(
-            what=f"the export needs {size(needed - there)} of disk space, and {size(free)} are free",
+            what=f"the export needs {size(needed - there)} of disk space, but only {size(free)} are free",
             where=str(target),
             why="it would stop halfway",
             fix="free some disk space, or choose another folder with --target",

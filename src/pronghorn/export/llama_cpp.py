@@ -70,7 +70,7 @@ def ask(model: Path, asked: Asked, report: Report = lambda *_: None, *, lora: Pa
         answers.touch()
 
         def tick() -> None:
-            report("asking llama.cpp", answers.read_bytes().count(b"\n"), total)
+            report("running llama.cpp", answers.read_bytes().count(b"\n"), total)
 
         script = str(Path(llama_cpp_child.__file__))
         ended = child.run(["-P", script, str(question), str(answers)], Path(name), tick)

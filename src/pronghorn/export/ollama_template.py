@@ -63,10 +63,10 @@ def turns_of(tokenizer: Any, adds_bos: bool) -> Turns:
     try:
         found = _turns(rendered)
     except FAULTS as error:
-        raise _refused(f"it refuses a conversation: {error}") from error
+        raise _refused(f"it does not accept a conversation: {error}") from error
     for chat in _trials("system" in found.around):
         if found.render(chat) != rendered(*((one["role"], one["content"]) for one in chat)):
-            raise _refused("what it puts around a message depends on more than the message's role")
+            raise _refused("the text it puts around a message depends on more than the message's role")
     return found
 
 
@@ -76,7 +76,7 @@ def _turns(rendered: Callable[..., str]) -> Turns:
         rendered(("user", ASK), ("assistant", SAY), ("user", MORE)), ASK, SAY, MORE
     )
     if (head, tail) != (long_head, long_tail):
-        raise _refused("it does not repeat what it puts around a question")
+        raise _refused("it puts different text around the second question than around the first")
     before_ask = _common_end(head, to_ask)
     after_answer = to_ask.removesuffix(before_ask)
     # An answer ends as a question does, in most templates; in others all up to the answer belongs to the question.
@@ -111,7 +111,7 @@ def _between(text: str, *marks: str) -> list[str]:
     for mark in marks:
         before, there, text = text.partition(mark)
         if not there or mark in text:
-            raise _refused("it leaves a message out, or says it twice")
+            raise _refused("it drops a message, or writes it twice")
         found.append(before)
     return [*found, text]
 
@@ -130,6 +130,6 @@ def _common_end(one: str, other: str) -> str:
 def _refused(why: str) -> CommandError:
     return CommandError(
         "the chat template cannot be written for Ollama",
-        why=f"{why}; Ollama's templates are another language",
+        why=f"{why}; Ollama uses Go templates, so the Jinja template has to be translated",
         fix="use --to gguf:q8_0 with llama.cpp, which renders the template itself",
     )

@@ -17,12 +17,10 @@ def require_push(name: str, targets: int) -> None:
     from huggingface_hub import constants, get_token
 
     if "/" not in name or not REPOSITORY.fullmatch(name):
-        raise CommandError(what=f"--push-to-hub {name} is not a name on the hub", fix="use OWNER/NAME")
+        raise CommandError(what=f"--push-to-hub {name} is not a valid Hub name", fix="use OWNER/NAME")
     if targets > 1:
         raise CommandError(
-            what="--push-to-hub takes one target",
-            why="a repository holds one export",
-            fix="push each with a command of its own",
+            what="--push-to-hub takes one target", why="a repository holds one export", fix="run one command per target"
         )
     if not get_token():
         raise CommandError(
@@ -31,7 +29,7 @@ def require_push(name: str, targets: int) -> None:
             fix=f"set HF_TOKEN to a token with write access from {constants.ENDPOINT}/settings/tokens",
         )
     if constants.HF_HUB_OFFLINE:
-        raise CommandError(what="--push-to-hub: the hub is switched off", why="HF_HUB_OFFLINE is set", fix="unset it")
+        raise CommandError(what="--push-to-hub: access to the Hub is disabled", why="HF_HUB_OFFLINE is set", fix="unset it")
 
 
 def push(folder: Path, name: str, report: Report) -> str:
@@ -51,7 +49,7 @@ def push(folder: Path, name: str, report: Report) -> str:
 
 def _told(error: PronghornError, folder: Path) -> PronghornError:
     return type(error)(
-        what=f"the export is written, but not on the hub: {error.what}",
+        what=f"the export is written, but not uploaded: {error.what}",
         where=str(folder),
         why=error.why,
         fix=f"{error.fix}; then upload the folder: hf upload NAME {folder}",

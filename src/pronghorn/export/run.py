@@ -63,8 +63,8 @@ def export_run(
             what="the export was stopped",
             signal_number=signal.SIGINT,
             where=str(places[0]),
-            why=f"weight files that are whole stay in {kept[0]}" if kept else "nothing is left of it",
-            fix="run the same command to go on from there, or remove that folder" if kept else "run the same command again",
+            why=f"complete weight files remain in {kept[0]}" if kept else "no files remain",
+            fix="run the same command to continue from there, or remove that folder" if kept else "run the same command again",
         ) from error
 
 
@@ -107,8 +107,8 @@ def export_trained(
         refuse_existing(place)
         if trained.recipe.objective.scored and not asked.target.scores:
             raise CommandError(
-                what=f"--to {asked.name} cannot hold a reward model",
-                why="it is for programs that write text, and the run's model has a score head in place of the LM head",
+                what=f"--to {asked.name} does not support reward models",
+                why="it is for programs that generate text, and a reward model has a score head in place of the LM head",
                 fix="use --to merged, or adapter: transformers loads them with AutoModelForSequenceClassification",
             )
         asked.target.refuse(job)

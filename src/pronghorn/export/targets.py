@@ -32,7 +32,7 @@ TARGETS: dict[str, Target] = {
     for row in (
         Target(
             "adapter",
-            "the adapter, as PEFT loads it",
+            "the adapter in PEFT's layout",
             adapter.write,
             adapter.check,
             adapter.usage,
@@ -52,7 +52,7 @@ TARGETS: dict[str, Target] = {
         ),
         Target(
             "gguf",
-            "one file for llama.cpp and what is built on it",
+            "one file for llama.cpp and programs built on it",
             gguf_target.write,
             gguf_target.check,
             gguf_target.usage,
@@ -120,5 +120,5 @@ def asked_for(words: str) -> list[Asked]:
             raise CommandError(what=f"--to {word} is not supported", fix=f"use {known or name}")
         found.append(Asked(row, variant or (row.variants[0] if row.variants else "")))
     if not found:
-        raise CommandError(what="--to names no target", fix=f"use one or several of {', '.join(TARGETS)}")
+        raise CommandError(what="no target after --to", fix=f"use one or several of {', '.join(TARGETS)}")
     return found

@@ -33,14 +33,16 @@ def refuse(job: Job) -> None:
     adapter.refuse(job)
     lora = job.recipe.lora
     if lora.dora:
-        raise _merge_first("vLLM and SGLang serve no DoRA adapters", "lora.dora learns the weights' magnitudes, too")
+        raise _merge_first("vLLM and SGLang do not support DoRA adapters", "lora.dora also trains weight magnitudes")
     if lora.r > RANKS[-1]:
         raise _merge_first(f"an adapter of rank {lora.r} cannot be served", f"vLLM's largest rank is {RANKS[-1]}")
     if _has_experts(job):
         kind = text_config(read_config(job.recipe.model)).model_type
         family = FAMILIES.get(kind)
         if family is None or family.experts is None or family.experts.transposed:
-            raise _merge_first(f"adapters of {kind}'s experts cannot be served", "its files do not name each expert's linears")
+            raise _merge_first(
+                f"adapters of {kind}'s experts cannot be served", "its files do not name each expert's linear layers"
+            )
 
 
 def _merge_first(what: str, why: str) -> CommandError:
@@ -66,7 +68,7 @@ def write(job: Job) -> None:
 def _write_experts(job: Job) -> None:
     source = merging(job.checkpoint, job.recipe, torch.float32)
     if not isinstance(source, MergedWeights):
-        raise _merge_first("adapters of these experts cannot be served", "the names of the model's files are not known")
+        raise _merge_first("adapters of these experts cannot be served", "the weight names in the model's files are unknown")
     stored = load_file(job.checkpoint / ADAPTER_WEIGHTS)
     found = {name: tensor for name, tensor in stored.items() if f".{EXPERTS}." not in name}
     parts = set()

@@ -102,7 +102,7 @@ def make_plan(problem: Problem) -> Plan:
         parts = ", ".join(f"{name} {_gb(amount)}" for name, amount in static_parts(least.problem.job).items())
         raise RecipeError(
             what=f"memory.budget: {_gb(problem.budget)} is too little; the smallest that works is {_gb_up(needed)}",
-            why=f"always in memory: {parts}; the rest is the work of one layer on {problem.job.capacity:,} tokens",
+            why=f"always in memory: {parts}; the rest is the working memory of one layer for {problem.job.capacity:,} tokens",
             fix=_ways_out(problem, needed),
         )
     return _plan(found)

@@ -243,14 +243,15 @@ class Scaling:
     def assumptions(self) -> Sequence[str]:
         links = self.fleet.links
         return (
-            f"one GPU's step as `pronghorn plan --gpu {self.fleet.gpu.name}` foretells it",
-            f"{links.inside} inside a machine at {links.inside_gbs:.0f} GB/s each way, {links.network_gbit:.0f} Gbit/s of "
-            f"network for each GPU at {NETWORK_SHARE:.0%}, {LATENCY * 1000:.0f} µs for each doubling of the GPUs",
-            f"{PER_MACHINE} GPUs in a machine in the table of sizes, or as many as were named",
-            "a step has at least one pack for each GPU: beyond that, train.batch_tokens grows with the GPUs",
-            "sums of gradients hide behind nothing; gathers hide behind the layer before; rows to experts hide behind nothing",
-            "not counted: GPUs that wait for slower ones, launches of a spread step (it is not captured), reading, saving; so "
-            "this is an upper bound, which no run on several GPUs has checked",
+            f"the step time of one GPU is the prediction of `pronghorn plan --gpu {self.fleet.gpu.name}`",
+            f"bandwidth: {links.inside} in a machine with {links.inside_gbs:.0f} GB/s per direction, "
+            f"{links.network_gbit:.0f} Gbit/s of network per GPU, used at {NETWORK_SHARE:.0%}; "
+            f"latency: {LATENCY * 1000:.0f} µs per doubling of the GPU count",
+            f"the table of GPU counts has {PER_MACHINE} GPUs per machine, or as many as --gpus names if that is more",
+            "a step has at least one pack per GPU: with more GPUs than packs, train.batch_tokens grows with the GPUs",
+            "weight gathers overlap with the previous layer; gradient all-reduces and expert all-to-alls overlap with nothing",
+            "not included: waiting for slower GPUs, kernel launches of a sharded step (it is not captured), reading data, "
+            "saving; so speeds are upper bounds, and no run on several GPUs has confirmed them",
         )
 
     def _has(self, way: str) -> bool:
@@ -261,7 +262,7 @@ class Scaling:
         where = f"{counted(fleet.size, 'GPU')} ({fleet.gpu.title}), {counted(fleet.machines, 'machine')}"
         lines = [f"{self.model}, {self.method}, on {where}: forecast, not measured", ""]
         rows: list[tuple[str, ...]] = [
-            ("world.shard", "memory of a GPU", "tokens/s", "a GPU", "step", "exchange", "USD per 1e9 tokens")
+            ("world.shard", "memory per GPU", "tokens/s", "per GPU", "step", "communication", "USD per 1e9 tokens")
         ]
         rows += [self._line(one) for one in self.ways if one.plan]
         lines += _columns(rows)
@@ -337,7 +338,7 @@ def parse_gpus(text: str) -> tuple[int, Gpu]:
     """8xh100 -> 8 and the table's row."""
     count, _, name = text.lower().partition("x")
     if not count.isdecimal() or not int(count) or not name:
-        raise CommandError(what=f"--gpus {text} is not a number of GPUs and their name", fix="write it as 8xh100")
+        raise CommandError(what=f"--gpus {text} is not a number and a GPU name", fix="write it as 8xh100")
     return int(count), find_gpu(name)
 
 
@@ -350,9 +351,7 @@ def parse_link(text: str, gpu: Gpu) -> Links:
         elif word in ("nvlink", "pcie"):
             inside = word
         else:
-            raise CommandError(
-                what=f"--link {word} is not known", fix="use nvlink, pcie, 400gbit, or two of them: pcie,100gbit"
-            )
+            raise CommandError(what=f"unknown --link {word}", fix="use nvlink, pcie, 400gbit, or two of them: pcie,100gbit")
     if inside == "nvlink" and not nvlink:
         raise CommandError(what=f"{gpu.title} has no NVLink", fix="use --link pcie")
     rate = NVLINK[gpu.name] * NVLINK_SHARE if inside == "nvlink" else gpu.link_gbs * PCIE_SHARE

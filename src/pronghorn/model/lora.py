@@ -152,7 +152,7 @@ def restore_adapter(model: PeftModel, folder: Path, adapter: str = "default") ->
     absent = [name for name in found.missing_keys if _adapts(name) and adapter in name.split(".")]
     if strange := [f"{name} is not in the file" for name in absent] or [
         *(f"{name} does not exist in the model" for name in found.unexpected_keys),
-        *(f"{name} is no part of a LoRA adapter" for name in stored if not _adapts(name)),
+        *(f"{name} is not part of a LoRA adapter" for name in stored if not _adapts(name)),
     ]:
         raise _not_this_adapter(folder, strange[0])
 

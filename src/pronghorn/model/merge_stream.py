@@ -308,7 +308,7 @@ def merging(
     except ModelError as error:
         if "not in its files" not in error.what or original or to is not None:
             raise
-        say_once(f"{recipe.model}: the whole model is merged in memory, because its files have other names than the model")
+        say_once(f"{recipe.model}: the whole model is merged in memory, because its files name the weights differently")
         return WholeWeights(checkpoint, recipe, dtype, compute, device)
 
 

@@ -30,7 +30,7 @@ def require_head(config: Any, name: str, *, scored: bool) -> None:
                 what="the model is a sequence classifier",
                 where=name,
                 why="it has no LM head, so it predicts no tokens",
-                fix="use the language model it was made from; objective: reward trains a classifier further",
+                fix="use the language model it was made from; to continue training the classifier, set objective: reward",
             )
         if config.num_labels != 1:
             raise ModelError(

@@ -20,9 +20,9 @@ def with_adapters(recipe: Recipe, dtype: torch.dtype, device: torch.device, adap
     """The base of this recipe with each checkpoint's adapter. PEFT calls the first one `default`; it is active."""
     if any(EXPERTS in lora.targets for _, lora in adapters.values()):
         raise CommandError(
-            what="adapters of experts cannot share a base",
-            why="PEFT keeps one adapter of a stack of experts",
-            fix="serve each run with a command of its own, and another --port",
+            what="adapters on experts cannot share a base model",
+            why="PEFT supports one adapter per stack of experts",
+            fix="serve each run with its own command and --port",
         )
     base = load_model(recipe.model, dtype, device, storage=recipe.stored_as)
     names = linear_names(base)  # before the first adapter stands between the layers and their names

@@ -18,8 +18,8 @@ def why_not_shared(config: Any, device: torch.device, dtype: torch.dtype) -> str
         return why
     text = config.get_text_config()
     if "longrope" in str(getattr(text, "rope_parameters", None)):
-        return "its LongRoPE has other frequencies for longer documents, and a prompt is part of several"
+        return "its LongRoPE frequencies depend on the document length, and a shared prompt is part of several documents"
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     if device.type == "cuda" and pick_backend(device, dtype, width, shared=True) != "short":
-        return f"its head width is {width}; the kernel needs Triton, and heads up to {SHARED_WIDTH} wide ({MAX_WIDTH} in fp32)"
+        return f"its head width is {width}; the kernel needs Triton and head widths up to {SHARED_WIDTH} ({MAX_WIDTH} in fp32)"
     return ""

@@ -186,7 +186,7 @@ def _preference_plots(steps: Sequence[dict[str, Any]], evals: Sequence[dict[str,
     accuracies = [p for p in _column(held_out, accuracy) if math.isfinite(p[1])]
     plots = [
         Plot("Rewards", line("chosen", "rewards/chosen", "train") + line("rejected", "rewards/rejected", "eval")),
-        Plot("Reward", line("mean", "mean_reward", "train") + line("chosen less rejected", "margin", "eval")),
+        Plot("Reward", line("mean", "mean_reward", "train") + line("chosen minus rejected", "margin", "eval")),
         Plot("Accuracy", line("training", accuracy, "train") + [Series("held-out", "eval", accuracies, "dots")] *
              bool(accuracies), from_zero=True),
         Plot("Log-probability", line("chosen", "logps/chosen", "train") + line("rejected", "logps/rejected", "eval")),
@@ -197,7 +197,7 @@ def _preference_plots(steps: Sequence[dict[str, Any]], evals: Sequence[dict[str,
 def _stages(run: RunStats) -> str:
     total = sum(run.stages.values())
     if total <= 0:
-        return '<h2>Where the time went</h2><div class="card"><p class="none">not accounted yet</p></div>'
+        return '<h2>Where the time went</h2><div class="card"><p class="none">not recorded yet</p></div>'
     shown = [stage for stage in (*STAGES, *(set(run.stages) - set(STAGES))) if run.stages.get(stage, 0.0) > 0]
     colour = {stage: f"var(--s-{stage if stage in STAGES else 'other'})" for stage in shown}
     segments = "".join(

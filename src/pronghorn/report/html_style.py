@@ -196,7 +196,7 @@ if (updated) {
   const news = document.querySelector('.live span');
   setInterval(() => {
     const silent = Math.round((Date.now() / 1000 - updated) / 60);
-    if (silent >= 15) news.textContent = ' (no news for ' + silent + ' minutes: the run may have been stopped)';
+    if (silent >= 15) news.textContent = ' (no update for ' + silent + ' minutes: the run may have been stopped)';
     if (!document.hidden && !getSelection().toString()) location.reload();
   }, 20000);
 }

@@ -12,7 +12,7 @@ from pronghorn.report import number_format
 
 UNITS = {
     "tokenizing": "rows",
-    "reading what is tokenized already": "rows",
+    "reading cached tokens": "rows",
     "duplicates and junk": "rows",
     "near duplicates": "rows",
     **dict.fromkeys(("merging", "quantizing", "converting", "uploading"), "bytes"),

@@ -140,7 +140,7 @@ def draw(plot: Plot) -> str:
     above = sum(y > scale.y1 for s in series for _, y in s.points)
     series = [Series(s.name, s.colour, thin(s.points), s.kind, s.shown) for s in series]
     legend = "".join(f'<span class="{s.colour} {s.kind}">{escape(s.name)}</span>' for s in series if s.shown)
-    hidden = f"{above:,} {'step lies' if above == 1 else 'steps lie'} above the frame." if above else ""
+    hidden = f"{above:,} {'step is' if above == 1 else 'steps are'} above the plotted range." if above else ""
     note = " ".join(filter(None, (plot.note, hidden)))
     frames = _frame(plot, series, scale)
     switch = ""

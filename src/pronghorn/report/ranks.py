@@ -29,7 +29,7 @@ def ranks_summary(kept: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     rate = sum(as_number(event.get("tokens")) for event in steps) / taken if taken > 0 else 0.0
     text = f"{ranks} ranks" + (f", {number_format.count(rate / ranks)} tokens per second each" if rate else "")
     text += (
-        f"; in sums or waiting for each other {number_format.percent(sum(shares) / ranks)} of the time; slowest: rank "
+        f"; {number_format.percent(sum(shares) / ranks)} of the time communicating or waiting for other ranks; slowest: rank "
         f"{slowest}, which waited {number_format.percent(shares[slowest])}"
     )
     facts = {"ranks": ranks, "waited": shares, "slowest": slowest, "tokens_per_second": rate, "each": rate / ranks}
@@ -41,5 +41,5 @@ def _beside_forecast(found: Sequence[dict[str, Any]], step: float, least: float,
     foretold = as_number(found[-1].get("foretold"))
     if not foretold > 0 or not step > 0:
         return {"text": text}
-    told = f"; sums were foretold to take {number_format.percent(foretold / step)}"
+    told = f"; predicted all-reduce time: {number_format.percent(foretold / step)} of a step"
     return {"foretold": foretold / step, "measured": least, "text": text + told}

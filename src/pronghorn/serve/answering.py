@@ -40,9 +40,9 @@ def answer(models: Models, one: Served, asked: Asked, on_text: Callable[[str, li
     prompt = _prompt(one, asked)
     room = models.context - len(prompt)
     if room < (asked.max_tokens or 1):
-        wanted = f" and {asked.max_tokens} of the answer" if asked.max_tokens else ""
+        wanted = f" and {asked.max_tokens} answer tokens" if asked.max_tokens else ""
         raise RequestError(
-            f"{len(prompt)} tokens of the prompt{wanted} exceed the context of {models.context}",
+            f"{len(prompt)} prompt tokens{wanted} exceed the context length of {models.context}",
             param="messages" if asked.chat else "prompt",
             code="context_length_exceeded",
         )

@@ -126,18 +126,20 @@ def _prompt(prompt: Any) -> str | list[int]:
         return prompt
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
         return prompt
-    raise RequestError("`prompt` is not a text or a list of tokens; several prompts need several requests", param="prompt")
+    raise RequestError(
+        "`prompt` is neither a string nor a list of token ids; send several prompts as several requests", param="prompt"
+    )
 
 
 def _require_letters(text: str, where: str) -> None:
     if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise RequestError(f"`{where}` has half a surrogate pair, which is no text", param=where)
+        raise RequestError(f"`{where}` contains half of a surrogate pair, which is not valid text", param=where)
 
 
 def _stops(stop: Any) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else stop
     if not isinstance(stops, (list, tuple)) or len(stops) > MOST_STOPS or not all(isinstance(s, str) and s for s in stops):
-        raise RequestError(f"`stop` is not a text or a list of up to {MOST_STOPS} texts", param="stop")
+        raise RequestError(f"`stop` is neither a string nor a list of up to {MOST_STOPS} strings", param="stop")
     return tuple(stops)
 
 

@@ -66,7 +66,7 @@ def load(folders: Sequence[Path], which: str) -> Models:
             raise CommandError(
                 what=f"{folders[0]} and {folder} cannot be served together",
                 why=why,
-                fix="serve each with a command of its own, and another --port",
+                fix="serve each with its own command and --port",
             )
     if len(runs) == 1:
         model, tokenizer, _ = first.load()
@@ -98,9 +98,9 @@ def _names(folders: Sequence[Path]) -> list[str]:
 def _differs(first: TrainedRun, other: TrainedRun) -> str:
     one, two = first.recipe, other.recipe
     if "full" in (one.method, two.method):
-        return "method: full trains a whole model, and only adapters share a base"
+        return "method: full trains a whole model, and only adapters can share a base model"
     if (one.model, one.stored_as) != (two.model, two.stored_as):
-        return f"their bases differ: {one.model} ({one.stored_as}) and {two.model} ({two.stored_as})"
+        return f"their base models differ: {one.model} ({one.stored_as}) and {two.model} ({two.stored_as})"
     if one.precision != two.precision:
         return f"their precisions differ: {one.precision} and {two.precision}"
     return ""

@@ -48,8 +48,8 @@ class Server(ThreadingHTTPServer):
             taken = getattr(error, "errno", None) == errno.EADDRINUSE
             raise EnvironmentFault(
                 what=f"cannot listen on {host} port {port}",
-                why="another program listens there" if taken else getattr(error, "strerror", None) or str(error),
-                fix="choose another one: --port 8001; --port 0 takes any free one",
+                why="another program is listening there" if taken else getattr(error, "strerror", None) or str(error),
+                fix="choose another port: --port 8001, or --port 0 for any free port",
             ) from error
 
     @property
@@ -102,7 +102,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         except Exception:  # noqa: BLE001 - one request fails, and the server goes on
             traceback.print_exc()
-            self._fail(RequestError("the server failed; its output has the traceback", status=500))
+            self._fail(RequestError("internal server error; the traceback is in the server's output", status=500))
 
     def _get(self) -> None:
         path, names = self._path, self.server.models.names
@@ -115,14 +115,14 @@ class _Handler(BaseHTTPRequestHandler):
         elif path in ROUTES:
             self._not_this_method()
         else:
-            raise RequestError(f"there is no {path} here", status=404, code="not_found")
+            raise RequestError(f"unknown path {path}", status=404, code="not_found")
 
     def _post(self) -> None:
         body = self._body()
         if self._path not in ROUTES:
             if self._path == "/v1/models":
                 self._not_this_method()
-            raise RequestError(f"there is no {self._path} here", status=404, code="not_found")
+            raise RequestError(f"unknown path {self._path}", status=404, code="not_found")
         asked = read(body, chat=ROUTES[self._path])
         one = self.server.models.get(asked.model)
         if one is None:
@@ -142,7 +142,7 @@ class _Handler(BaseHTTPRequestHandler):
 
         with self.server.turn:
             if self.server.ending:
-                raise RequestError("the server is ending", status=503)
+                raise RequestError("the server is shutting down", status=503)
             found = answer(self.server.models, one, asked, on_text)
         if not asked.stream:
             self._send(200, shape.whole(found))
@@ -176,7 +176,7 @@ class _Handler(BaseHTTPRequestHandler):
         host = urlsplit(f"//{self.headers.get('Host', LOOPBACK)}").hostname
         if self.server.local and host not in LOCAL:
             self.close_connection = True
-            raise RequestError(f"`{host}` is not a name of this machine's loopback", status=403)
+            raise RequestError(f"the Host header `{host}` does not name this machine's loopback interface", status=403)
 
     # ---- answers ---------------------------------------------------------------------------------------------------------
 

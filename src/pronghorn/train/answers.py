@@ -94,7 +94,7 @@ class RunAnswers:
         return self._base
 
     def _asked_of_base(self) -> Judged:
-        judged = self._judged(self._ask("base model answering"))
+        judged = self._judged(self._ask("answers of the base model"))
         write_base(self._folder, self._held_out.key(self._session.recipe.model), judged.answers)
         if self._held_out.measured:
             self._log.write("base", metrics=judged.metrics, samples=len(judged.rows), cut=judged.cut)

@@ -261,7 +261,7 @@ class GraphedStep(Step):
             raise_if_out_of_memory(error)
             why = first_line(error)
         if self.world.largest(int(update is None)):
-            self._say(f"sums over ranks are no part of the update's CUDA graph: {why}")
+            self._say(f"the all-reduce runs outside the update's CUDA graph: {why}")
             return
         self._update, self._sums_captured = update, True
         self.world.before_parting(self._forget_update)

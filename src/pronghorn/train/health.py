@@ -91,9 +91,9 @@ def require_sound(
 def _cause(found: Offenders, what: str, folder: str, otherwise: str) -> HealthStop:
     """Rows are to blame only if others are not."""
     if not found.rows:
-        why = f"no row of the step causes it alone, only together: {listed(found.of)}"
+        why = f"no single row of the step causes it, but its rows together do: {listed(found.of)}"
         if not found.of:  # nobody has looked
-            why = "no rank can look for the row alone where each has some of the experts (world.shard: experts)"
+            why = "the row was not searched for: with world.shard: experts, no rank has all experts"
         return HealthStop(what=what, where=folder, why=why, fix=otherwise)
     if len(found.rows) == len(found.of) > 1:
         why = f"each of the step's {len(found.of)} rows causes it, so the weights are broken, not the data"

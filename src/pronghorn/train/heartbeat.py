@@ -166,8 +166,8 @@ class Watch:
         state = _state(beat) if beat.machine == _machine() else "elsewhere"
         if state == "gone":
             self.end(
-                f"rank {rank} ended without a message, as a killed process does",
-                why="its process is gone; the system kills processes when memory is short",
+                f"rank {rank} ended without an error message; it was probably killed",
+                why="its process is gone; the operating system kills processes when memory runs out",
                 rank=rank,
                 told=TOLD in os.environ,  # who started it knows which signal it was
             )
@@ -176,7 +176,7 @@ class Watch:
         elif silent >= SILENT:
             self.end(
                 f"rank {rank} has not answered for {silent:.0f} s",
-                why="its machine, or the network to it, is gone" if state == "elsewhere" else "its process does not run",
+                why="its machine or the network to it is down" if state == "elsewhere" else "its process is not running",
                 rank=rank,
                 told=False,
             )
@@ -184,7 +184,7 @@ class Watch:
     def _stopped(self, rank: int, beat: Beat, silent: float) -> None:
         self.end(
             f"rank {rank} has been stopped for {silent:.0f} s",
-            why=f"its process {beat.pid} was sent SIGSTOP, or a debugger holds it",
+            why=f"its process {beat.pid} received SIGSTOP, or a debugger is holding it",
             rank=rank,
             told=False,
         )
@@ -210,12 +210,12 @@ class Watch:
                 return
             last = min(waiting_in)
             late = [rank for rank, number in enumerate(waiting_in) if number == last]
-            what = f"a sum of {size / 1e6:,.1f} MB over all ranks has not ended after {waited:.0f} s"
-            why = "every rank waits in it: the network between them fails"
+            what = f"a collective of {size / 1e6:,.1f} MB over all ranks has not finished after {waited:.0f} s"
+            why = "every rank is waiting in it, so the network between the ranks is failing"
             if len(late) < self.size:
                 ranks = " ".join(map(str, late))
-                what = f"rank {ranks} has been in a sum for {waited:.0f} s that the others have left"
-                why = f"it is of {beats[late[0]].size / 1e6:,.1f} MB: the network to this rank fails, or its GPU"
+                what = f"rank {ranks} is still in a collective after {waited:.0f} s, and the other ranks have left it"
+                why = f"it has {beats[late[0]].size / 1e6:,.1f} MB; the network to this rank is failing, or its GPU"
             self.end(what, why=why, rank=late[0], told=False)
 
     def _lost(self) -> None:
@@ -236,11 +236,11 @@ class Watch:
                     self._end_now()
             elif not self._agent and self.rank and now - self._answered > SILENT:
                 self._found = {"what": f"rank 0 has not answered for {now - self._answered:.0f} s", "rank": 0, "by": self.rank,
-                               "why": "its process is stopped, or its machine or the network to it is gone", "exit_code": 3,
+                               "why": "its process is stopped, or its machine or the network to it is down", "exit_code": 3,
                                "told": self.rank > 1}  # fmt: skip
             elif self._steps and not self._since and now - still > STUCK:
-                what = f"rank {self.rank} has neither moved nor computed for {now - still:.0f} s"
-                self.end(what, why=f"it is in {self._place()}", rank=self.rank, told=False)
+                what = f"rank {self.rank} has made no progress and used no CPU for {now - still:.0f} s"
+                self.end(what, why=f"its main thread is at {self._place()}", rank=self.rank, told=False)
                 self._end_now()
 
     def _position(self) -> tuple[Any, ...]:
@@ -255,7 +255,7 @@ class Watch:
     def _place(self) -> str:
         frame = sys._current_frames().get(self._main.ident or 0)
         if frame is None:
-            return "an unknown place"
+            return "an unknown line"
         return f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}, {frame.f_code.co_name}"
 
     def _end_now(self) -> None:

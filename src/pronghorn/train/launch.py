@@ -70,7 +70,7 @@ def _first(failed: ChildFailedError, told: bool) -> PronghornError:
         name = signal.Signals(-failure.exitcode).name
         return EnvironmentFault(
             what=f"rank {rank} was killed by {name}",
-            why="the system kills processes when memory is short",
-            fix="look into the system's log, then run the same command again: it resumes",
+            why="the operating system kills processes when memory runs out",
+            fix="check the system log (dmesg), then run the same command again: it resumes",
         )
     return EndedElsewhere(f"rank {rank} ended with exit code {failure.exitcode}", exit_code=failure.exitcode, told=True)

@@ -51,7 +51,7 @@ def join() -> Ranks:
         dist.init_process_group(backend, store=PrefixStore("pronghorn", store), rank=rank, world_size=size, timeout=PATIENCE)
     except (RuntimeError, ValueError) as error:
         raise EnvironmentFault(
-            what="the ranks did not find each other",
+            what="the ranks could not connect to each other",
             why=str(error).split("\n", 1)[0],
             fix="check RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or start with torchrun",
         ) from error
@@ -303,7 +303,7 @@ class Ranks(World):
         if found := self._watch.verdict(ALSO):
             return found
         cause = re.sub(r"^\[[^]]*\] *", "", why.split("\n", 1)[0]).split(". ")[0]  # without a place in gloo's source
-        what = "another rank ended without a message, as a killed process does"
+        what = "another rank ended without an error message; it was probably killed"
         return EndedElsewhere(what, why=cause, told=TOLD in os.environ)
 
 

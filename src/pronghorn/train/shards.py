@@ -134,7 +134,7 @@ class Shards:
     def _before(self, unit: int) -> Callable[..., None]:
         def hook(*_: Any) -> None:
             if torch.is_grad_enabled():
-                raise RuntimeError("transformers' layers cannot train weights that are spread over ranks")
+                raise RuntimeError("the transformers layers cannot train sharded weights")
             self._turn(unit, 0)
 
         return hook
@@ -242,7 +242,7 @@ def shard_of(
     config = read_config(recipe.model)
     why = recipe.why_not_sharded or why_not_fast(config)
     if recipe.train.graph == "on":
-        why = why or "train.graph: on, and gathers are no part of a captured step; set train.graph: auto"
+        why = why or "train.graph: on is set, and steps that gather weights cannot be captured; set train.graph: auto"
     if asked == "experts":
         kind, why = "experts", why or _why_not_experts(text_config(config), world.size)
     if asked == "auto":
@@ -278,5 +278,5 @@ def _fits(recipe: Recipe, device: torch.device, facts: ModelFacts) -> bool:
 
 def _not_sharded(why: str) -> RecipeError:
     return RecipeError(
-        what="world.shard: the weights of this run cannot be spread over ranks", why=why, fix="set world.shard: none"
+        what="world.shard: the weights of this run cannot be sharded over ranks", why=why, fix="set world.shard: none"
     )

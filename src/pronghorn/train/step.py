@@ -205,7 +205,7 @@ def why_not_graphed(model: Any, optimizer: torch.optim.Optimizer, device: torch.
         return f"the optimizer is {type(optimizer).__name__}"
     engine = engine_of(model)
     if engine is not None and engine.shards is not None:
-        return "weights that are spread over ranks are gathered in every step (world.shard)"
+        return "sharded weights are gathered in every step (world.shard)"
     if engine is None:
         return "the model uses the transformers layers, which synchronize with the host"
     return next((why for layer in engine.layers if (why := layer.why_not_fused())), "")

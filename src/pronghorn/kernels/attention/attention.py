@@ -35,7 +35,7 @@ from pronghorn.kernels.runtime.dispatch import HAS_TRITON, Target, cuda_capabili
 
 MAX_FLASH_WIDTH = 256  # widest head of FlashAttention-2, and of flash-attn-4 on Hopper
 HALF = (torch.bfloat16, torch.float16)
-NO_SHARING = "knows no shared prefixes"
+NO_SHARING = "does not support shared prefixes"
 # Documents up to SHORT are short, up to MIDDLE medium (mean length, weighted by tokens). On Hopper, forward and backward, our
 # kernel and flash-attn-4 were even at 512. FlashAttention-2, the choice where flash-attn-4 is not installed, takes 1.5
 # times as long as ours at 1,024 tokens, 1.24 times at 4,096, and as long at 32,768 (benchmarks/results/ops.json).

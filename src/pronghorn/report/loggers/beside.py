@@ -100,8 +100,8 @@ class _Beside:
         except subprocess.TimeoutExpired:
             self._failed = True
             self._news.put(
-                f"{self._name} did not finish within {PATIENCE:g} s of the run's end and was stopped; what it had not sent by"
-                f" then is missing there, and run.jsonl has it ({self._output})"
+                f"{self._name} did not finish within {PATIENCE:g} s after the run ended and was stopped; it may lack the last"
+                f" events, which are in run.jsonl ({self._output})"
             )
         self._reader.join(1.0)  # its last word
 
@@ -123,4 +123,4 @@ class _Beside:
 
     def _fail(self, why: str) -> None:
         self._failed = True
-        self._news.put(f"{self._name} failed and logs no more: {why}; the run is not affected ({self._output})")
+        self._news.put(f"{self._name} failed and has stopped logging: {why}; the run is not affected ({self._output})")

@@ -185,7 +185,7 @@ def require_installed(names: Sequence[str]) -> None:
             EnvironmentFault(
                 what=f"{name} is not installed",
                 where="report.to",
-                why="the recipe asks for this logger",
+                why="report.to in the recipe names this logger",
                 fix=f"pip install 'pronghorn[{name}]', or remove {name} from report.to",
             )
             for name in names

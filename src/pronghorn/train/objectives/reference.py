@@ -51,9 +51,9 @@ class Reference:
         if values is None:
             if trained:
                 raise RecipeError(
-                    what="the reference's log-probabilities are gone, and the weights have been trained",
-                    why="with method: full the reference is the model before the first step",
-                    fix="restore the run's cache, or start again with --fresh",
+                    what="the reference model's log-probabilities are missing and cannot be recomputed",
+                    why="with method: full, the reference is the model before the first step, and the weights have changed",
+                    fix="restore the run's cache, or start over with --fresh (the old folder is renamed, not deleted)",
                 )
             values = reference_log_probs(model, table, self._capacity, device, autocast, progress)
             if self._store is not None:
@@ -91,7 +91,7 @@ def reference_log_probs(
                     found[begins[row] : begins[row + 1]] = log_probs[at : at + count]
                     at += count
                 done += len(batch.documents)
-                progress("asking the reference", done, len(table))
+                progress("scoring with the reference model", done, len(table))
     finally:
         model.train(was_training)
     return found

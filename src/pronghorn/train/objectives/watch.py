@@ -42,8 +42,8 @@ class Watch:
         if step > FIRST_STEPS or self._won < IN_A_ROW:
             return ""
         return (
-            "every pair is told apart already; look at `pronghorn data show` for what chosen and rejected answers differ in "
-            "beside their quality (format, length, language), or lower train.lr"
+            "the model already separates all pairs; check with `pronghorn data show` whether chosen and rejected answers "
+            "differ in more than quality (format, length, language), or lower train.lr"
         )
 
     def _falling(self) -> str:
