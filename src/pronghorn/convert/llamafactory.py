@@ -374,7 +374,7 @@ ROWS: dict[str, Row] = {
     "fsdp": not_here(shared.GPUS),
     "local_rank": nothing(shared.RANKS),
     "dist_config": not_here(shared.GPUS),
-    "use_mca": refused(shared.GPUS, "convert a config for one GPU"),
+    "use_mca": refused(shared.GPUS, "convert a config without use_mca"),
 }
 PREFIXES: dict[str, Row] = {
     "ddp_": nothing(shared.RANKS),

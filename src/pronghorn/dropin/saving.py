@@ -16,8 +16,9 @@ from pronghorn.model.merge import save_merged
 METHODS = ("merged_16bit", "lora")
 # What is not written, and what to do instead.
 LATER = {
-    "merged_4bit": ("Pronghorn does not write 4-bit checkpoints",
-                    'use save_method="merged_16bit" or "lora"; other tools can quantize the merged model when loading it'),
+    "merged_4bit": ("Pronghorn does not write bitsandbytes checkpoints",
+                    'use save_method="merged_16bit", which bitsandbytes can quantize when it is loaded, or '
+                    'model.save_pretrained_gguf(folder, tokenizer, quantization_method="q4_k_m")'),
     "mxfp4": ("Pronghorn does not write MXFP4 checkpoints", 'use save_method="merged_16bit" or "lora"'),
     "save_pretrained_torchao": ("Pronghorn does not write torchao formats",
                                 "call model.save_pretrained_merged(folder, tokenizer), then quantize that folder with "
