@@ -123,7 +123,7 @@ def ran(folder: Path, line: str, *, interrupt: bool = False) -> str:
             process.send_signal(signal.SIGINT)
             interrupt = False
     process.wait()
-    return "".join(said)
+    return "".join(said).replace(f"{folder.resolve()}/", "/home/me/")
 
 
 if __name__ == "__main__":
