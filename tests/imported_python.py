@@ -172,6 +172,7 @@ def _run(words: list[str], folder: str, environment: dict[str, str]) -> int:
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     random.seed()
+    tempfile.tempdir = None  # something imported may have asked for it: TMPDIR is this process's own
     warnings.resetwarnings()
     warnings.simplefilter("ignore")
     while words[0] in ("-P", "-u"):

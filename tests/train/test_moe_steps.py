@@ -29,7 +29,7 @@ FAMILIES: dict[str, Any] = {
     "qwen2_moe": lambda: Qwen2MoeConfig(**SMALL, **QWEN, shared_expert_intermediate_size=64),
     "mixtral": lambda: MixtralConfig(**SMALL, num_local_experts=4, num_experts_per_tok=2),
 }
-TARGETS: dict[str, Any] = {"attention": "all-linear", "experts": ("all-linear", "experts")}
+TARGETS: dict[str, Any] = {"attention": "all-linear", "experts": ("all-linear", "experts"), "experts alone": ("experts",)}
 
 
 def model_of(

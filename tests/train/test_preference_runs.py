@@ -15,7 +15,7 @@ from pronghorn.folders import cache_folder
 from pronghorn.recipe import Recipe
 from pronghorn.report.html import render_page
 from pronghorn.report.run_log import read_log
-from pronghorn.train.loop import train
+from pronghorn.train.loop import FIRST_STEP, train
 from pronghorn.train.run_evaluation import evaluate_run
 from samples import pair_rows
 
@@ -64,7 +64,7 @@ def test_a_run_shows_what_people_watch(pairs: str, recipe_for: Callable[..., Rec
         assert figures["figures"][name] == pytest.approx(held_out[-1]["metrics"][name], rel=1e-4, abs=1e-4)
 
 
-def test_the_reference_pass_shows_how_far_it_is_and_unused_margins_are_told(
+def test_the_reference_pass_ends_before_the_first_step_and_unused_margins_are_told(
     tmp_path: Path, pairs: str, recipe_for: Callable[..., Recipe]
 ) -> None:
     seen: list[tuple[str, int, int]] = []
@@ -80,6 +80,9 @@ def test_the_reference_pass_shows_how_far_it_is_and_unused_margins_are_told(
     asked = [told for told in seen if told[0] == "scoring with the reference model"]
     assert len(asked) > 2
     assert asked[-1][1] == asked[-1][2]
+    assert {told[2] for told in asked} == {36, 12}  # chosen and rejected answers, of held-out pairs too
+    first_step = next(at for at, told in enumerate(seen) if told[0] == FIRST_STEP)
+    assert not [told for told in seen[first_step:] if told in asked]
     notices = [event["text"] for event in read_log(Path(recipe.output)) if event["event"] == "notice"]
     assert any("margins have no effect" in text for text in notices)
 

@@ -33,6 +33,12 @@ class Graphs:
             self._pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
             self._stream = _capture_stream(torch.cuda.current_device() if device.index is None else device.index)
 
+    def forget(self) -> None:
+        """After the graphs are gone: torch refuses their pool to the next capture."""
+        self.tried = False
+        if self.captures:
+            self._pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+
     def captured(self, *works: Work) -> list[Work]:
         """Replays of the captured functions; the functions themselves if capture is impossible.
 

@@ -80,6 +80,7 @@ class FastCausalLM:
         self.shards: Shards | None = None  # of weights that are spread over ranks; the layers have it, too
         self.host_embeddings = False  # whether they are in pinned host memory (memory/host_embeddings.py)
         self.prepared = 0  # how often
+        self.rebuilt = 0  # how often buffers that the layers read were rebuilt: a graph captured before reads freed ones
         self.paused = False  # use the model's own layers, for one call
         self.changes = Changes(self)
         # For other libraries' training loops:
@@ -189,12 +190,22 @@ class FastCausalLM:
             return
         moved = [layer.prepare(dtype) for layer in self.layers]  # all of them, not up to the first
         if any(moved) or self._adapters is None:
+            self.rebuilt += 1
             groups = [group for layer in self.layers for group in layer.groups]
             self._adapters = CopyTable([job for group in groups for job in group.copy_jobs])
             self._adapters_fp8 = SplitTable([job for group in groups for job in group.split_jobs])
         if self._adapters.jobs:
             self._adapters.run()
         self._adapters_fp8.run()
+
+    def separate(self) -> None:
+        """Gives each weight its own memory, until the next `prepare`."""
+        self.rebuilt += 1
+        self._adapters = None  # holds the buffers, too
+        self.captured.forget()
+        for layer in self.layers:
+            for group in layer.groups:
+                group.separate()
 
     def loss(self, h_ND: Tensor, labels_N: Tensor, grad_buffer: GradBuffer | None = None) -> tuple[Tensor, Tensor]:
         """(sum of the losses, loss of each row, detached), of rows out of `hidden`. `grad_buffer`: the layers'."""

@@ -249,8 +249,9 @@ class ExpertStack(Adapted):
         """Returns whether the buffer of weights and adapter was rebuilt."""
         self.bias_EO = None if self._bias is None else self._bias.detach().to(dtype)
         if not self.adapters and self._weight is not None:
-            self.group, self._built_for = ExpertGroup(self._usual(self._weight.detach()).to(dtype)), ()
-            return False
+            had_adapters, self._built_for = bool(self._built_for), ()
+            self.group = ExpertGroup(self._usual(self._weight.detach()).to(dtype))
+            return had_adapters
         identity = self._identity(dtype)
         if self._built_for == identity:
             self.group.refresh()

@@ -97,11 +97,7 @@ def _separate_weights(model: Any, prefix: str, keep_vars: bool) -> None:
     engine: FastCausalLM | None = getattr(model, ENGINE, None)
     if prefix or engine is None:
         return
-    engine._adapters = None  # holds the buffers, too
-    engine.captured.forget()
-    for layer in engine.layers:
-        for group in layer.groups:
-            group.separate()
+    engine.separate()
 
 
 # ---- the two forwards: None means "run your own" ---------------------------------------------------------------------

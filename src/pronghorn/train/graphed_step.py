@@ -80,6 +80,7 @@ class GraphedStep(Step):
         self._adamw, self._say, self._must = optimizer, say, must
         self._cuda = device.type == "cuda"
         self._graphs = Graphs(device, failed=self._capture_failed)
+        self._built = 0  # the engine's `rebuilt` that the graphs belong to
         self._accumulated = False  # whether the step under way has gradients already
         self._micros: dict[tuple[int, ...], _Micro] = {}
         self._staging: dict[tuple[int, ...], deque[_Staging]] = {}
@@ -102,6 +103,7 @@ class GraphedStep(Step):
 
     def begin(self, step_batch: StepBatch, stage: StageTimer = lambda _: nullcontext()) -> None:
         with stage("step"):
+            self._give_up_stale_graphs()
             if self._update is None:
                 self._set_up(step_batch.batches[0])
             self._adamw.refresh_lr()
@@ -143,7 +145,17 @@ class GraphedStep(Step):
         self._micros.clear()
         self._staging.clear()
         self._forget_update()
+        self._graphs.forget()
         self._sums, self._added_up = None, []
+
+    def _give_up_stale_graphs(self) -> None:
+        """Adapters that were switched off and on, or another dtype, make the layers rebuild buffers that the graphs read."""
+        engine = engine_of(self.model)
+        if self._update is None or engine is None or engine.rebuilt == self._built:
+            return
+        if self._graphs.captures:
+            self._say("CUDA graphs are captured again: the layers' buffers were rebuilt")
+        self.abandon()
 
     def _forget_update(self) -> None:
         self._update, self._sums_captured = None, False
@@ -249,6 +261,7 @@ class GraphedStep(Step):
         if self.world.captures and not self.world.largest(int(not self._graphs.captures)):
             self._capture_sums()
         self._adamw.skipped.zero_()
+        self._built = engine.rebuilt
 
     def _capture_sums(self) -> None:
         """The update once more, with the sums over ranks at its beginning: on all ranks, or on none. NCCL connects ranks in its

@@ -344,10 +344,11 @@ def _prepare(
     *,
     resumed: bool,
 ) -> None:
-    """Where all weights train, a reference can only be asked before the first step: about held-out rows, too."""
+    """A reference is asked before the first step, about held-out rows, too: where all weights train it is gone after it, and
+    switching adapters off during the run costs new CUDA graphs."""
     full = recipe.method == "full"
     objective.trained, objective.progress = full and resumed, report
-    for table in (data.train, data.evaluation if full else None):
+    for table in (data.train, data.evaluation):
         if table is not None:
             objective.prepare(model, table, device, lambda: autocast(precision, device))
     objective.trained = full

@@ -211,8 +211,9 @@ class LinearGroup:
 
     def accumulate_in(self, sums: tuple[Tensor, Tensor] | None) -> None:
         """Accumulates the adapters' gradients in dA and dB^T instead of returning them to autograd."""
-        assert self._group is not None
-        self._group.sums = sums
+        assert self._group is not None or sums is None
+        if self._group is not None:
+            self._group.sums = sums
 
     @property
     def sums(self) -> tuple[Tensor, Tensor] | None:
