@@ -199,13 +199,12 @@ class FastCausalLM:
         self._adapters_fp8.run()
 
     def separate(self) -> None:
-        """Gives each weight its own memory, until the next `prepare`."""
-        self.rebuilt += 1
-        self._adapters = None  # holds the buffers, too
-        self.captured.forget()
-        for layer in self.layers:
-            for group in layer.groups:
-                group.separate()
+        """Gives weights that are views of one buffer their own memory, until the next `prepare`."""
+        moved = [group.separate() for layer in self.layers for group in layer.groups]  # all of them, not up to the first
+        if any(moved):
+            self.rebuilt += 1
+            self._adapters = None  # holds the buffers, too
+            self.captured.forget()
 
     def loss(self, h_ND: Tensor, labels_N: Tensor, grad_buffer: GradBuffer | None = None) -> tuple[Tensor, Tensor]:
         """(sum of the losses, loss of each row, detached), of rows out of `hidden`. `grad_buffer`: the layers'."""

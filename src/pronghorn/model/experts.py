@@ -111,8 +111,9 @@ class Adapted:
     def forget_weights(self) -> None:
         """Nothing is dequantized ahead of its use."""
 
-    def separate(self) -> None:
-        """The parameters in memory of their own."""
+    def separate(self) -> bool:
+        """The parameters in memory of their own; whether they were not."""
+        return False
 
     def borrow(self, workspace: Workspace) -> None:
         """As in layers/linears.py."""
@@ -299,12 +300,14 @@ class ExpertStack(Adapted):
         adapters = tuple((id(adapter.A_RD), id(adapter.B_OR), adapter.scale) for adapter in self.adapters)
         return adapters, None if self._weight is None else self._weight.data_ptr(), id(self.stored()), dtype
 
-    def separate(self) -> None:
-        self._built_for = ()
+    def separate(self) -> bool:
         weight = getattr(self.module(), self.parameter, None)
-        if self.stored() is None and isinstance(weight, nn.Parameter) and not weight.is_contiguous():
-            vars(self).pop("group", None)  # there is none before the first forward
-            weight.data = weight.data.contiguous()
+        if self.stored() is not None or not isinstance(weight, nn.Parameter) or weight.is_contiguous():
+            return False
+        self._built_for = ()
+        vars(self).pop("group", None)  # there is none before the first forward
+        weight.data = weight.data.contiguous()
+        return True
 
     def borrow(self, workspace: Workspace) -> None:
         self._borrowed = True
@@ -327,11 +330,12 @@ class ExpertStack(Adapted):
 
     def accumulate_in(self, sums: tuple[Tensor, Tensor] | None) -> None:
         self._sums = sums
-        if self.group.adapters is not None:
-            self.group.adapters.sums = None
+        adapters = self.group.adapters if "group" in vars(self) else None  # `separate` leaves none
+        if adapters is not None:
+            adapters.sums = None
             if sums is not None:
                 by_expert = sums[0].unflatten(0, (self.experts, -1)), sums[1].unflatten(0, (-1, self.experts)).transpose(0, 1)
-                self.group.adapters.sums = by_expert
+                adapters.sums = by_expert
 
     def gather_jobs(self) -> list[GatherJob]:
         if self._sums is None or not self.adapters:

@@ -63,7 +63,7 @@ class Group(Protocol):
     def grad_shapes(self) -> tuple[tuple[int, int], tuple[int, int]] | None: ...
     def accumulate_in(self, sums: tuple[Tensor, Tensor] | None) -> None: ...
     def forget_weights(self) -> None: ...
-    def separate(self) -> None: ...
+    def separate(self) -> bool: ...
     def borrow(self, workspace: Workspace) -> None: ...
     def let_go(self) -> None: ...
 
@@ -181,13 +181,15 @@ class LinearGroup:
     def let_go(self) -> None:
         self._weights = []
 
-    def separate(self) -> None:
-        """Gives each weight its own memory, instead of views of one buffer, until the next `prepare`."""
-        self._group = None
-        for module in self.modules():
-            linear = module.get_base_layer() if isinstance(module, LoraLinear) else module
-            if type(linear) is nn.Linear and not linear.weight.is_contiguous():
-                linear.weight.data = linear.weight.data.contiguous()
+    def separate(self) -> bool:
+        """Gives weights that are views of one buffer their own memory, until the next `prepare`. Returns whether there were."""
+        linears = [m.get_base_layer() if isinstance(m, LoraLinear) else m for m in self.modules()]
+        views = [linear for linear in linears if type(linear) is nn.Linear and not linear.weight.is_contiguous()]
+        if views:
+            self._group = None
+        for linear in views:
+            linear.weight.data = linear.weight.data.contiguous()
+        return bool(views)
 
     def _identity(self) -> tuple[Any, ...]:
         """Changes when an adapter is added, replaced or scaled, or a weight moves to another place or device."""

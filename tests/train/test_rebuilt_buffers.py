@@ -1,7 +1,7 @@
-"""Adapters that are switched off and on between two steps, as for a reference model's pass: graphs read no freed buffer.
+"""What happens to the model between two steps may make its layers rebuild buffers: graphs read no freed one.
 
-A DPO run with held-out rows ended in an illegal memory access after its first evaluation: the layers had rebuilt the buffers
-that the step's graphs read.
+A DPO run with held-out rows ended in an illegal memory access after its first evaluation, in which the reference model's pass
+switched the adapters off and on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ import test_moe_steps
 import test_qlora_steps
 import torch
 from test_graphed_step import DEVICE, eager, graphed, losses, mixed_table, steps_of
+from transformers import AutoModelForCausalLM, LlamaConfig
 
+from pronghorn.data.batches import PackedBatch
+from pronghorn.model.causal_lm import base_of, engine_of, install
 from pronghorn.train.objectives.objective import log_probs_of
 
 GPU = DEVICE.type == "cuda"
@@ -30,15 +33,26 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_the_next_steps_are_those_of_a_run_without_it(kind: str) -> None:
+def adapters_off(model: Any, batch: PackedBatch) -> None:
+    with torch.no_grad(), model.disable_adapter():
+        log_probs_of(model, batch.to(DEVICE))
+
+
+def weights_saved(model: Any, batch: PackedBatch) -> None:
+    base_of(model).state_dict()
+
+
+@pytest.mark.parametrize(
+    ("kind", "event"), [*((kind, adapters_off) for kind in MODELS), ("lora", weights_saved), ("experts", weights_saved)]
+)
+def test_the_next_steps_are_those_of_a_run_without_it(kind: str, event: Callable[[Any, PackedBatch], None]) -> None:
     batches, said = steps_of(mixed_table(300), 5), []  # type: ignore[var-annotated]
     model = MODELS[kind]()
     precision = "bf16" if kind.endswith("fp8") and GPU else "fp32"
     step = graphed(model, precision, said)
     ours = losses(step, batches[:2])
-    with torch.no_grad(), model.disable_adapter(), step.autocast():
-        log_probs_of(model, batches[0].batches[0].to(DEVICE))
+    with step.autocast():
+        event(model, batches[0].batches[0])
     overwrite_freed_memory()
     ours += losses(step, batches[2:])
     theirs = losses(eager(MODELS[kind](), precision), batches)
@@ -53,3 +67,18 @@ def overwrite_freed_memory() -> None:
         sizes = [2**exponent for exponent in range(8, 24, 2)]
         blocks = [torch.full((size,), float("nan"), device=DEVICE) for size in sizes for _ in range(32)]
         del blocks
+
+
+def test_saving_trained_weights_rebuilds_nothing() -> None:
+    """They are in memory of their own; the FP8 copies of `compute: fp8`, which the step's graphs write, stay where they are."""
+    config = LlamaConfig(**test_graphed_step.SMALL)
+    model = AutoModelForCausalLM.from_config(config).to(DEVICE, torch.bfloat16)
+    assert install(model, fp8=True) == ""
+    engine = engine_of(model)
+    assert engine is not None
+    engine.prepare(torch.bfloat16)
+    groups = [group for layer in engine.layers for group in layer.groups]
+    assert all(group.fp8 for group in groups)
+    before = engine.rebuilt, [id(vars(group)["_group"]) for group in groups]
+    model.state_dict()
+    assert (engine.rebuilt, [id(vars(group)["_group"]) for group in groups]) == before
