@@ -393,13 +393,15 @@ def _head_of(key: Any, rows: int, share: int) -> int:
 
 @lru_cache(maxsize=512)
 def _score_of(key: Any, rows: int) -> int:
-    """As `_head_of`, of a reward model."""
+    """As `_head_of`, of a reward model. Trained embeddings get a gradient of their size after all layers, which hold nothing by
+    then; counted as if it came here, it is at most too much."""
     one = _built(*key)
+    embeddings = one.engine.backbone.embed_tokens.weight
     with dry_run(key[-1]), torch.device("meta"), torch.enable_grad():
         h = torch.empty(rows, one.engine.config.hidden_size, dtype=one.dtype, requires_grad=True)
         with Allocations() as counted:
             torch.autograd.backward(scores_of(one.engine, h, GradBuffer()).sum())
-    return int(counted.peak + h.nbytes)
+    return max(int(counted.peak + h.nbytes), embeddings.nbytes if embeddings.requires_grad else 0)
 
 
 def kept_bytes(job: Job, recompute: Level) -> int:
