@@ -17,7 +17,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from pronghorn.errors import ModelError, counted
 from pronghorn.model.causal_lm import FastCausalLM, base_of
 from pronghorn.model.final_norm import final_norm
-from pronghorn.model.layers.types import GradBuffer
 from pronghorn.model.text_stack import beside_text, in_use, is_classifier
 
 HEAD = "score"
@@ -91,12 +90,8 @@ def packed_scores(engine: FastCausalLM, **inputs: Any) -> Tensor:
     """[N] of the loss rows; `inputs` as `FastCausalLM.packed_rows` takes them."""
     rows = engine.packed_rows(**inputs)
     with torch.autocast(rows.h_ND.device.type, enabled=False):
-        return scores_of(engine, rows.h_ND, rows.grad_buffer)
-
-
-def scores_of(engine: FastCausalLM, h_ND: Tensor, grad_buffer: GradBuffer) -> Tensor:
-    """[N] of rows out of `FastCausalLM.hidden`. Outside of autocast."""
-    return _scores(engine.model, final_norm(h_ND, engine.norm, grad_buffer, engine.layers[-1].down.extra))
+        x_ND = final_norm(rows.h_ND, engine.norm, rows.grad_buffer, engine.layers[-1].down.extra)
+        return _scores(engine.model, x_ND)
 
 
 def own_scores(model: Any, rows: Tensor, **inputs: Any) -> Tensor:
