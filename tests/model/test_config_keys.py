@@ -117,7 +117,7 @@ def test_the_activation_is_the_one_that_the_class_reads() -> None:
         ("hyperclovax", {"residual_multiplier": 0.5}, "residual_multiplier"),
         ("gemma2", {"use_bidirectional_attention": True}, "not causal"),
         ("mellum", {"num_mtp_layers": 1}, "mtp_layer"),
-        ("llama", {"attention_dropout": 0.1}, "attention_dropout"),
+        ("llama", {"attention_dropout": 0.1}, "attention_dropout is 0.1 in config.json"),
         ("seed_oss", {"attention_dropout": 0.0}, "residual_dropout"),
         ("qwen3_moe", {"residual_multiplier": 0.5}, "residual_multiplier"),
     ],

@@ -1,6 +1,7 @@
 import copy
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,8 @@ from pronghorn.report.runs import compare, comparison_table, list_runs, runs_tab
 from tables import table
 
 
-def shown(renderable):
-    console = Console(file=io.StringIO(), width=160)
+def shown(renderable, width=160):
+    console = Console(file=io.StringIO(), width=width)
     console.print(renderable)
     return console.file.getvalue()
 
@@ -40,6 +41,20 @@ def test_runs_are_found_newest_first_and_their_inside_is_not_searched(tmp_path):
     text = shown(runs_table(runs))
     assert "30/30" in text
     assert "SmolLM2-135M-Instruct" in text
+
+
+def test_a_narrow_terminal_shows_fewer_columns_and_whole_folder_names(tmp_path):
+    write_run(tmp_path / "one", synthetic_events(20))
+    runs = [replace(run, folder="runs/2026-11-18/a-long-name") for run in list_runs(tmp_path)]
+    before = 0
+    for width in (60, 80, 100, 160):
+        heading, line = shown(runs_table(runs), width).rstrip("\n").split("\n")  # two lines: nothing is folded
+        assert runs[0].folder in line
+        assert "20/20" in line
+        assert len(heading.split()) >= before
+        before = len(heading.split())
+    assert "last event" in heading
+    assert "model" in heading
 
 
 def test_one_broken_log_does_not_hide_the_others(tmp_path):

@@ -155,8 +155,8 @@ def why_not_fast(config: Any) -> str:
     if family.experts and ACTIVATIONS[activation_name(config)] != "silu":
         return f"the fast layers do not support the activation {activation_name(config)} for experts"
     for name in DROPOUTS:
-        if getattr(config, name, 0.0):
-            return f"{name} is not zero"
+        if value := getattr(config, name, 0.0):
+            return f"{name} is {value:g} in config.json, which the fast layers do not apply; set it to 0 there to use them"
     if why := why_not_routed(config):
         return why
     if getattr(config, "use_bidirectional_attention", False):

@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -72,28 +73,55 @@ def _info(folder: Path) -> RunInfo:
     return RunInfo(str(folder), run.name or folder.name, when=run.last, **facts)
 
 
+# In the order in which a narrow terminal goes without them: `--json` has all.
+DISPENSABLE = ("last event", "model", "tokens/s", "method", "best eval")
+
+
 def runs_table(runs: Sequence[RunInfo]) -> RenderableType:
     if not runs:
         return Text("no runs found")
-    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    table.add_column("folder", overflow="fold")
-    for heading in ("model", "method", "state"):
-        table.add_column(heading)
-    for heading in ("step", "loss", "best eval", "tokens/s"):
-        table.add_column(heading, justify="right")
-    several = any(run.ranks > 1 for run in runs)
-    if several:
-        table.add_column("ranks", justify="right")
-    table.add_column("last event")
-    for run in runs:
-        style = {"done": "green", "early stop": "green", "running": "cyan"}.get(run.state, "yellow")
-        step = f"{run.step:,}/{run.steps:,}" if run.steps else f"{run.step:,}"
-        cells = [run.folder, run.model.rpartition("/")[2], run.method]
-        rest = [step, *map(number_format.figure, (run.last_loss, run.best_eval)), number_format.count(run.tokens_per_second)]
-        rest += [f"{run.ranks}"] if several else []
-        table.add_row(*map(Text, cells), Text(run.state, style=style), *map(Text, rest), Text(number_format.moment(run.when)))
     broken = [Text(run.problem, style="yellow") for run in runs if run.problem]
-    return Group(table, *broken)
+    return Group(_RunsTable(runs), *broken)
+
+
+@dataclass(frozen=True, slots=True)
+class _RunsTable:
+    """Folder names stay whole, to be copied."""
+
+    runs: Sequence[RunInfo]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for count in range(len(DISPENSABLE) + 1):
+            table = self._without(DISPENSABLE[:count])
+            if Measurement.get(console, options.update(width=10_000), table).maximum <= options.max_width:
+                break
+        yield table
+
+    def _without(self, left_out: Sequence[str]) -> Table:
+        table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+        columns = {name: cells for name, cells in self._columns().items() if name not in left_out}
+        for name in columns:
+            left = name in ("folder", "model", "method", "state", "last event")
+            table.add_column(name, justify="left" if left else "right", overflow="fold")
+        for cells in zip(*columns.values(), strict=True):
+            table.add_row(*cells)
+        return table
+
+    def _columns(self) -> dict[str, list[Text]]:
+        runs, styles = self.runs, {"done": "green", "early stop": "green", "running": "cyan"}
+        columns = {
+            "folder": [Text(run.folder) for run in runs],
+            "model": [Text(run.model.rpartition("/")[2]) for run in runs],
+            "method": [Text(run.method) for run in runs],
+            "state": [Text(run.state, style=styles.get(run.state, "yellow")) for run in runs],
+            "step": [Text(f"{run.step:,}/{run.steps:,}" if run.steps else f"{run.step:,}") for run in runs],
+            "loss": [Text(number_format.figure(run.last_loss)) for run in runs],
+            "best eval": [Text(number_format.figure(run.best_eval)) for run in runs],
+            "tokens/s": [Text(number_format.count(run.tokens_per_second)) for run in runs],
+        }
+        if any(run.ranks > 1 for run in runs):
+            columns["ranks"] = [Text(f"{run.ranks}") for run in runs]
+        return columns | {"last event": [Text(number_format.moment(run.when)) for run in runs]}
 
 
 def compare(folders: Sequence[Path]) -> dict[str, Any]:
