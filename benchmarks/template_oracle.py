@@ -16,6 +16,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from os.path import commonprefix
 from typing import Any
 
 Message = dict[str, Any]
@@ -261,7 +262,7 @@ def judge(chat: Chat, facts: Facts, render: Render, under: Under) -> Verdict:
     row = under(chat.row, chat.tools)
     if isinstance(row, Refusal):
         return Verdict("refused without need", row.reason)
-    wrong = _wrong_row(chat, facts, twin, row)
+    wrong = wrong_row(chat, facts, twin, row)
     return Verdict("wrong", "; ".join(wrong)) if wrong else Verdict("exact")
 
 
@@ -361,10 +362,15 @@ def _wrong_span(chat: Chat, facts: Facts, text: str, i: int, start: int, stop: i
 # A row and its twin ----------------------------------------------------------------------------------------------------
 
 
-def _wrong_row(chat: Chat, facts: Facts, twin: Answer, row: Answer) -> list[str]:
+def wrong_row(chat: Chat, facts: Facts, twin: Answer, row: Answer, *, taken_apart: bool = False) -> list[str]:
+    """`taken_apart`: the template may write the contents in another way than words (tags are), but nothing else changes."""
     composed = _composed(twin.text, row.text, chat.contents)
+    if composed is None and taken_apart:
+        composed = _surrounded(twin.text, row.text)
     if composed is None:
         return [f"the text is not the twin's with the contents put in: {row.text[-120:]!r}"]
+    if missing := [i for i, start, stop in twin.spans if start not in composed or stop not in composed]:
+        return [f"a border of message {missing[0]} changes with the contents: {row.text[-120:]!r}"]
     expected = [(i, composed[start], composed[stop]) for i, start, stop in twin.spans]
     found = []
     open_ended = not facts.end  # then nobody can tell spaces that end an answer from those of the template
@@ -377,7 +383,7 @@ def _wrong_row(chat: Chat, facts: Facts, twin: Answer, row: Answer) -> list[str]
     joined = "".join(row.text[start:stop] for _, start, stop in row.spans)
     if _composed_form("".join(row.decoded)) != _composed_form(joined):
         found.append(f"tokens decode to {row.decoded!r}, spans are {joined!r}")
-    if row.controls != twin.controls:
+    if row.controls != twin.controls and not taken_apart:
         found.append(f"{row.controls} control tokens, its twin has {twin.controls}")
     return found
 
@@ -410,3 +416,11 @@ def _composed(twin: str, row: str, contents: dict[str, str]) -> dict[int, int] |
         return None
 
     return place(0, 0, 0)
+
+
+def _surrounded(twin: str, row: str) -> dict[int, int]:
+    """The same places, before and behind the one part in which the two texts differ."""
+    before = len(commonprefix([twin, row]))
+    behind = min(len(commonprefix([twin[::-1], row[::-1]])), len(twin) - before, len(row) - before)
+    here = {place: place for place in range(before + 1)}
+    return here | {len(twin) - place: len(row) - place for place in range(behind + 1)}

@@ -30,7 +30,8 @@ from functools import lru_cache
 from typing import Any
 
 from pronghorn.data.known_shapes import Known, KnownShapes
-from pronghorn.data.marks import MARKS, Lost, Marks, Message, lost_error, lost_values
+from pronghorn.data.marks import Lost, Marks, Message, alphabet_for, lost_error, lost_values
+from pronghorn.data.outer_space import Carried, carried, has_outer_space
 from pronghorn.data.rendering import RowError, within_limits
 from pronghorn.data.spellings import Spelling, kind, spelling, spellings
 from pronghorn.data.tokens import Span, render_tracked
@@ -262,23 +263,37 @@ class ChatTemplate:
 
     def _marked(self, said: Spelling, text: str) -> Row | None:
         """None where every way of marking disturbs the template."""
-        if MARKS.search(text):
-            return None
+        alphabet = alphabet_for([text, *_texts(said.messages)])
         for middle, empty in ((False, True), (False, False), (True, False)):
-            marks = Marks(said.messages, in_the_middle=middle, empty=empty)
+            marks = Marks(said.messages, alphabet, in_the_middle=middle, empty=empty)
             marked = None if marks.too_many else self._attempt(marks.messages, said)
-            if marked is not None and MARKS.sub("", marked) == text:
+            if marked is not None and alphabet.any.sub("", marked) == text:
                 row = Row(said, marks, marks.placed(marked, text))
                 if row.placed.repeated:
                     self._borders.count_repeats(row)
                 return row
         return None
 
+    def _trimmed(self, row: Row) -> tuple[Row, Carried | None]:
+        """The row without whitespace around its texts, and the way back; the row itself where there is none."""
+        if not has_outer_space(row.placed):
+            return row, None
+        marks = row.marks.trimmed(row.spelling.messages)
+        marked = self._attempt(marks.messages, row.spelling)
+        if marked is None:
+            return row, None
+        trimmed = Row(row.spelling, marks, marks.placed(marked, marks.alphabet.any.sub("", marked)))
+        if trimmed.placed.repeated:
+            self._borders.count_repeats(trimmed)
+        back = carried(trimmed.placed, row.placed)
+        return (trimmed, back) if back is not None else (row, None)
+
     def _turns(self, row: Row, speaking: Sequence[int], where: str, so_far: Rendered) -> tuple[list[Turn], str, bool]:
         """The turns, what is missing behind the last one, and whether it has an end."""
         turns: list[Turn] = []
         missing, ended = "", True
         gone = {one.message for one in so_far.lost}
+        trimmed, back = self._trimmed(row)
         for i in speaking:
             if row.placed.mixed(i):
                 raise _cannot_tell(i, where, "the template writes part of it after the following message", so_far)
@@ -287,7 +302,7 @@ class ChatTemplate:
             repeated = [row.marks.slots[number] for number in row.placed.repeated]
             if any(slot.message == i and slot.what != "name" for slot in repeated):
                 raise _cannot_tell(i, where, "the template writes it more than once", so_far)
-            start, stop = self._borders.start(row, i), self._borders.stop(row, i)
+            start, stop = self._borders.start(trimmed, i), self._borders.stop(trimmed, i)
             if start is None or stop is None:
                 found = self._by_prefix(so_far.text, row.spelling, i)
                 if found is None and i in gone and row.placed.first[i] is None:
@@ -304,7 +319,7 @@ class ChatTemplate:
                 turns.append(Turn(i, *found))
                 missing, ended = "", self._closings[1]
             else:
-                turns.append(Turn(i, start, stop[0]))
+                turns.append(Turn(i, *(back.span(start, stop[0]) if back is not None else (start, stop[0]))))
                 missing, ended = stop[1].missing, stop[1].ended
             if len(turns) > 1 and turns[-1].start < turns[-2].stop:
                 raise _cannot_tell(i, where, "the template writes it before the end of the previous turn", so_far)

@@ -19,14 +19,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pronghorn.data.marks import FIRST_MARK, MARKS, PROBE, Marks, Message, Placed
+from pronghorn.data.marks import ALPHABET, Marks, Message, Placed
 from pronghorn.data.spellings import Spelling
 
 Attempt = Callable[[Sequence[Message], Spelling, bool], str | None]  # messages, tools and options of, with generation prompt
 THINKS = re.compile(r"think|thought|reason|channel", re.IGNORECASE)  # what a generation prompt may open beyond the header
 KEPT_SPLITS = 4096  # of gaps; those of calls with numbers in them are many
 LONGEST_GAP = 4096
-LATER = chr(ord(PROBE) - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +66,15 @@ class Borders:
     def _generation_prompt(self) -> tuple[str, str, bool]:
         """The generation prompt, what stands before a first question, and whether the prompt is written even unasked."""
         for before in ([], [{"role": "system", "content": "."}]):
-            asked = Spelling([*before, {"role": "user", "content": PROBE}], None)
+            probe = ALPHABET.probe
+            asked = Spelling([*before, {"role": "user", "content": probe}], None)
             plain, prompted = (self._attempt(asked.messages, asked, prompt) for prompt in (False, True))
-            if prompted is None or prompted.count(PROBE) != 1:
+            if prompted is None or prompted.count(probe) != 1:
                 continue
-            opening, tail = prompted.split(PROBE)
+            opening, tail = prompted.split(probe)
             if plain != prompted:
                 shared = self._common(plain or "", prompted)
-                return (prompted[len(shared) :] if PROBE in shared else ""), opening, False
+                return (prompted[len(shared) :] if probe in shared else ""), opening, False
             opener = self._first_token(opening)
             unasked = tail[tail.rfind(opener[0]) :] if opener and opener[0] in tail else ""
             return unasked, opening, bool(unasked)
@@ -163,20 +163,22 @@ class Borders:
             return None
         behind, following = row.placed.following(i)
         gap = row.placed.text[said:behind]
-        role = str(row.marks.messages[following].get("role")) if following is not None else ""
-        key = (role, str(bool(row.marks.messages[i].get("tool_calls"))), gap)
+        # Those of messages without a mark, too, if they stand in the gap.
+        roles = [str(message.get("role")) for message in row.marks.messages[i + 1 : None if following is None else following]]
+        roles += [str(row.marks.messages[following].get("role"))] if following is not None else []
+        key = (*roles, str(bool(row.marks.messages[i].get("tool_calls"))), gap)
         if key not in self._stops or len(gap) > LONGEST_GAP:
-            self._remember(self._stops, key, self._ends(row, i, role, gap) if role else self._ends_last(row, i, gap))
+            self._remember(self._stops, key, self._ends(row, i, roles, gap) if roles else self._ends_last(row, i, gap))
         close = self._stops[key]
         return None if close is None else (said + close.letters, close)
 
-    def _ends(self, row: Row, i: int, role: str, gap: str) -> Close | None:
+    def _ends(self, row: Row, i: int, roles: Sequence[str], gap: str) -> Close | None:
         as_last = self._behind(self._attempt(row.marks.messages[: i + 1], row.spelling, False), row, i)
         if as_last is not None and self._always:
             as_last = as_last.removesuffix(self.prompt)
         if as_last is not None and self._special.search(as_last) and gap.startswith(as_last):
             return Close(len(as_last.rstrip()))
-        closing = self._closing(row, i, role, gap)
+        closing = self._closing(row, i, roles, gap)
         if self._special.search(closing):
             return Close(len(closing))
         shared = self._common(as_last, gap) if as_last is not None else closing
@@ -189,7 +191,7 @@ class Borders:
         if tokens and any(text.startswith(gap) for role, text in followed.items() if role != "assistant"):
             return Close(len(gap.rstrip()))
         role = "tool" if "tool" in followed else "user"
-        closing = self._closing(row, i, role, followed[role]) if role in followed else ""
+        closing = self._closing(row, i, [role], followed[role]) if role in followed else ""
         ended = bool(self._special.search(closing))
         if ended and not gap.startswith(closing) and closing.startswith(gap.rstrip()):
             return Close(len(gap.rstrip()), closing[len(gap.rstrip()) :])
@@ -200,14 +202,15 @@ class Borders:
         end = re.search(rf"(?:\s*(?:{self._special.pattern}))+$", closing)
         return Close(len(gap.rstrip()), end[0] if end else "", ended=False)
 
-    def _closing(self, row: Row, i: int, role: str, gap: str) -> str:
-        """What closes a turn that a message of this role follows, up to its last token; without one, all that looks like it."""
-        shared = {other: self._closed(self._common(gap, text)) for other, text in self._followers(row, i) if other != role}
+    def _closing(self, row: Row, i: int, roles: Sequence[str], gap: str) -> str:
+        """What closes a turn that messages of these roles follow, up to its last token; without one, all that looks like it."""
+        followers = {other: text for other, text in self._followers(row, i) if other not in roles}
+        shared = {other: self._closed(self._common(gap, text)) for other, text in followers.items()}
         # Blank: a template that joins the two messages. The generation prompt may begin as a message of another role does.
         speakers = [text for other, text in shared.items() if text.strip() and other != "assistant"]
         if speakers or shared.get("assistant", "").strip():
             return min(speakers or [shared["assistant"]], key=len)
-        if role == "user":
+        if roles[-1] == "user":
             same = self._common_end(gap, self._before_user)
             if self._special.search(opened := self._closed(gap[: len(gap) - len(same)])):
                 return opened
@@ -223,13 +226,14 @@ class Borders:
 
     def _followers(self, row: Row, i: int) -> Iterator[tuple[str, str]]:
         """What stands behind a turn, up to the next text, for each role that may speak next."""
-        messages = row.marks.messages[: i + 1]
+        messages, probe = row.marks.messages[: i + 1], row.marks.alphabet.probe
         results = [
-            {"role": "tool", "content": PROBE, "name": "f", "tool_call_id": call.get("id", "call00000")}
+            {"role": "tool", "content": probe, "name": "f", "tool_call_id": call.get("id", "call00000")}
             for call in messages[-1].get("tool_calls") or []
         ]
         user, system, later = (
-            {"role": role, "content": mark} for role, mark in (("user", PROBE), ("system", PROBE), ("user", LATER))
+            {"role": role, "content": mark}
+            for role, mark in (("user", probe), ("system", probe), ("user", row.marks.alphabet.later))
         )
         for role, after, prompt in (
             ("tool", results, False),
@@ -238,7 +242,7 @@ class Borders:
             ("system", [system, later], False),
         ):
             if after or role == "assistant":
-                text = self._behind(self._attempt([*messages, *after], row.spelling, prompt), row, i, until=PROBE * bool(after))
+                text = self._behind(self._attempt([*messages, *after], row.spelling, prompt), row, i, until=probe * bool(after))
                 if text is not None:
                     yield role, text
 
@@ -249,7 +253,7 @@ class Borders:
             alone = self._attempt(row.marks.messages[: i + 1], row.spelling, False)
             for number in row.placed.repeated:
                 if row.marks.slots[number].message == i and alone is not None:
-                    row.placed.times[number] = max(1, alone.count(chr(FIRST_MARK + 2 * number + 1)))
+                    row.placed.times[number] = max(1, alone.count(row.marks.alphabet.around(number)[1]))
         row.placed.settle()
 
     # Texts
@@ -261,14 +265,14 @@ class Borders:
         places = []
         for number, slot in enumerate(row.marks.slots):
             if slot.message == i and row.placed.at[number] is not None:
-                times = _places(chr(FIRST_MARK + 2 * number + 1), marked)[: row.placed.times.get(number, 1)]
+                times = _places(row.marks.alphabet.around(number)[1], marked)[: row.placed.times.get(number, 1)]
                 if not times:
                     return None
                 places.append(times[-1] + 1 + len(slot.core) - slot.before)
         if not places:
             return None
         rest = marked[max(places) :]
-        following = MARKS.search(rest)
+        following = row.marks.alphabet.any.search(rest)
         if until and (following is None or following[0] != until):
             return None
         return rest[: following.start()] if following else rest
