@@ -1,7 +1,7 @@
 """Rows whose texts are white space, tags, empty or odd, in every place of a conversation: generated, and judged.
 
-A row is a conversation of `template_oracle.py` with an odd text in one place or two: instead of a word, before it, behind it, on
-both sides of it, or between two. `PLACES` × `WAYS` is gone through in order, text and conversation are random (seeded by the
+A row is a conversation of `template_oracle.py` with an odd text in one place or two: instead of a word, before it, behind it,
+on both sides of it, or between two. `PLACES` × `WAYS` is gone through in order, text and conversation are random (seeded by the
 template's name). What is expected comes from the conversation with words, its twin: a border stays where it is in the text that
 surrounds the odd one.
 
@@ -16,12 +16,25 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from os.path import commonprefix
 from typing import Any
 
 import numpy as np
 
-from benchmarks.template_oracle import WORD, Answer, Chat, Facts, Message, Refusal, Render, Under, Verdict, chats, judge, wrong_row
+from benchmarks.template_oracle import (
+    WORD,
+    Answer,
+    Chat,
+    Facts,
+    Message,
+    Refusal,
+    Render,
+    Under,
+    Verdict,
+    alike,
+    chats,
+    says_nothing,
+    wrong_row,
+)  # fmt: skip
 
 SEED = 20261118
 SPACES = (" ", "\n", "\n\n", "  \n ", "\t", "\r\n", "\xa0", "\u3000", "\u2028", "\x85", "\x1f", "\u200b", "\ufeff")
@@ -29,10 +42,12 @@ TAGS = (
     "<think>", "</think>", "<think></think>", "<think>\n\n</think>\n\n", "<think>so</think>", "<tool_call>", "</tool_call>",
     "<tool_response>", "</tool_response>", "<b>", "</s", "[/INST", "<|", "|>", "<|no|>", "<!--", "</",
 )  # fmt: skip
-PRIVATE = ("\ue000", "\uf8ff", "\U000f0000", "\U000f0001\U000f0000", "\U000f0005", "\U000ffffc\U000ffffd", "\U00100000", "\U0010fffd")
+PRIVATE = (
+    "\ue000", "\uf8ff", "\U000f0000", "\U000f0001\U000f0000", "\U000f0005", "\U000ffffc\U000ffffd", "\U00100000", "\U0010fffd",
+)  # fmt: skip
 WORDS = (
-    "None", "null", "{}", "[]", "0", "False", "user", "assistant\n", "User:", "Assistant:", "### ", "```", '"', "'", "\\", "\\n",
-    "{{ 7 }}", "{% raw %}", "{#", "&lt;", "\u6c34", "\U0001f9a6", "e\u0301", "]", "[", "}", ": ",
+    "None", "null", "{}", "[]", "0", "False", "user", "assistant\n", "User:", "Assistant:", "### ", "```", '"', "'", "\\",
+    "\\n", "{{ 7 }}", "{% raw %}", "{#", "&lt;", "\u6c34", "\U0001f9a6", "e\u0301", "]", "[", "}", ": ",
 )  # fmt: skip
 WAYS: dict[str, Callable[[str, str], str]] = {
     "whole": lambda word, odd: odd,
@@ -46,9 +61,9 @@ WAYS: dict[str, Callable[[str, str], str]] = {
 def _content(role: str, *, calls: bool | None = None, last: bool | None = None) -> Callable[[list[Message]], Iterator[str]]:
     def find(messages: list[Message]) -> Iterator[str]:
         for i, message in enumerate(messages):
-            if message["role"] == role and calls in (None, bool(message.get("tool_calls"))):
-                if last in (None, i == len(messages) - 1) and WORD.fullmatch(message["content"] or ""):
-                    yield message["content"]
+            fits = message["role"] == role and calls in (None, bool(message.get("tool_calls")))
+            if fits and last in (None, i == len(messages) - 1) and WORD.fullmatch(message["content"] or ""):
+                yield message["content"]
 
     return find
 
@@ -74,7 +89,9 @@ PLACES: dict[str, Callable[[list[Message]], Iterator[str]]] = {
 }
 
 
-def odd_chats(name: str, count: int, controls: Sequence[str], usable: Callable[[Chat], bool], seed: int = SEED) -> Iterator[Chat]:
+def odd_chats(
+    name: str, count: int, controls: Sequence[str], usable: Callable[[Chat], bool], seed: int = SEED
+) -> Iterator[Chat]:
     """So many rows for the template of this name; `usable`: whether it can write the conversation at all."""
     random = np.random.default_rng([seed, zlib.crc32(name.encode())])
     kinds = [chat for chat in chats() if not chat.contents and usable(chat)]
@@ -106,7 +123,9 @@ def judge_odd(chat: Chat, facts: Facts, render: Render, under: Under) -> Verdict
     """Whether what `under` says of this row is right; its twin must have been found exact before."""
     row = under(chat.row, chat.tools)
     if isinstance(row, Refusal):
-        why = _missing(chat, render) or facts.cannot.get(chat.kind.rpartition(": ")[2], "")
+        why = (
+            _missing(chat, render) or says_nothing(chat.row, row.reason) or facts.cannot.get(chat.kind.rpartition(": ")[2], "")
+        )
         return Verdict("refused", f"{why}. Said: {row.reason}") if why else Verdict("refused without need", row.reason)
     twin = under(chat.messages, chat.tools)
     if isinstance(twin, Refusal):
@@ -133,12 +152,14 @@ def _missing(chat: Chat, render: Render) -> str:
         text, twin = render(chat.row, chat.tools), render(chat.messages, chat.tools)
     except Exception as error:  # noqa: BLE001 - whatever a template raises is its answer
         return f"the template says {type(error).__name__}: {str(error)[:120]}"
-    begin = len(commonprefix([text, twin]))
-    end = min(len(commonprefix([text[::-1], twin[::-1]])), len(text) - begin)
+    begin = alike(text, twin)
+    end = min(alike(text[::-1], twin[::-1]), len(text) - begin)
     written = text[max(0, begin - 40) : len(text) - end + 40]
-    for content in chat.contents.values():
-        pieces = re.split(r"</?think>", content)
+    spoken = "".join(str(message) for message in chat.messages if message["role"] == "assistant")
+    for word, content in chat.contents.items():
+        pieces = re.split(r"</?think>", content) if word in spoken else [content]  # of an answer, tags may be taken off
         for piece in filter(None, map(str.strip, pieces)):
-            if not any(form in written for form in (piece, json.dumps(piece)[1:-1], json.dumps(piece, ensure_ascii=False)[1:-1])):
+            forms = (piece, *(json.dumps(piece, ensure_ascii=ascii_only)[1:-1] for ascii_only in (True, False)))
+            if not any(form in written for form in forms):
                 return "the template leaves out or rewrites a text"
     return ""

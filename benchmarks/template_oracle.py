@@ -16,7 +16,6 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from os.path import commonprefix
 from typing import Any
 
 Message = dict[str, Any]
@@ -39,6 +38,7 @@ class Facts:
     eos: str = ""  # the tokenizer's end token, where it is not `end`
     bos: str = "<|bos|>"
     specials: tuple[str, ...] = ()  # special tokens that no pattern finds
+    again: bool = False  # a turn may have several parts, each with the header
     cannot: dict[str, str] = field(default_factory=dict)  # kind of conversation -> why this template cannot express it
 
     def closing(self, last: bool, calls: bool) -> tuple[str, ...]:
@@ -249,6 +249,7 @@ def judge(chat: Chat, facts: Facts, render: Render, under: Under) -> Verdict:
     twin = under(chat.messages, chat.tools)
     missing = _missing(chat, render)
     if isinstance(twin, Refusal):
+        missing = missing or says_nothing(chat.messages, twin.reason)
         if missing and not chat.plain:
             return Verdict("refused", f"{missing}. Said: {twin.reason}")
         if why := facts.cannot.get(chat.kind.rpartition(": ")[2]):
@@ -264,6 +265,17 @@ def judge(chat: Chat, facts: Facts, render: Render, under: Under) -> Verdict:
         return Verdict("refused without need", row.reason)
     wrong = wrong_row(chat, facts, twin, row)
     return Verdict("wrong", "; ".join(wrong)) if wrong else Verdict("exact")
+
+
+def says_nothing(messages: list[Message], reason: str) -> str:
+    """Why the row may be refused, and is told to be: one of its answers is empty."""
+    empty = any(
+        message["role"] == "assistant"
+        and not any((message.get(key) or "").strip() for key in ("content", "reasoning_content", "thinking"))
+        and not message.get("tool_calls")
+        for message in messages
+    )
+    return "an answer is empty" if empty and "is empty" in reason else ""
 
 
 def _missing(chat: Chat, render: Render) -> str:
@@ -345,9 +357,9 @@ def _wrong_span(chat: Chat, facts: Facts, text: str, i: int, start: int, stop: i
     found += [f"{name} is not in the span" for name in _lost_calls(message, chat.messages, said)]
     if any(sign in said for sign in ("None", "'type'", '"type"', '\\\\"', '"{')):  # no word of a twin holds these
         found.append(f"what is no text was written as one: {said!r}")
-    headers = facts.before(chat.messages[i - 1]["role"] if i else "")
-    if not any(text[:start].endswith(header) for header in headers):
-        found.append(f"begins after {text[max(0, start - 40) : start]!r}, not after a header")
+    found += _wrong_start(chat, facts, text, i, start)
+    if any(header in said for header in facts.header) and not facts.again:
+        found.append(f"another turn is opened in {said!r}")
     calls = bool(message.get("tool_calls"))
     end = facts.closing(last, calls)
     glued = facts.after_assistant and i + 1 < len(chat.messages) and chat.messages[i + 1]["role"] == "assistant"
@@ -359,20 +371,34 @@ def _wrong_span(chat: Chat, facts: Facts, text: str, i: int, start: int, stop: i
     return found
 
 
+def _wrong_start(chat: Chat, facts: Facts, text: str, i: int, start: int) -> list[str]:
+    headers = facts.before(chat.messages[i - 1]["role"] if i else "")
+    right = any(text[:start].endswith(header) for header in headers)
+    return [] if right else [f"message {i}: begins after {text[max(0, start - 40) : start]!r}, not after a header"]
+
+
 # A row and its twin ----------------------------------------------------------------------------------------------------
 
 
 def wrong_row(chat: Chat, facts: Facts, twin: Answer, row: Answer, *, taken_apart: bool = False) -> list[str]:
     """`taken_apart`: the template may write the contents in another way than words (tags are), but nothing else changes."""
+    if [i for i, _, _ in row.spans] != [i for i, _, _ in twin.spans]:
+        return [f"spans of messages {[i for i, _, _ in row.spans]}, its twin has {[i for i, _, _ in twin.spans]}"]
+    thoughts = {message[key] for message in chat.messages for key in ("reasoning_content", "thinking") if message.get(key)}
+    unthought = any(not chat.contents[word].strip() for word in thoughts & chat.contents.keys())
+    unthought |= any("think>" in content for content in chat.contents.values())
     composed = _composed(twin.text, row.text, chat.contents)
     if composed is None and taken_apart:
         composed = _surrounded(twin.text, row.text)
     if composed is None:
         return [f"the text is not the twin's with the contents put in: {row.text[-120:]!r}"]
-    if missing := [i for i, start, stop in twin.spans if start not in composed or stop not in composed]:
-        return [f"a border of message {missing[0]} changes with the contents: {row.text[-120:]!r}"]
-    expected = [(i, composed[start], composed[stop]) for i, start, stop in twin.spans]
-    found = []
+    expected, found = [], list[str]()
+    for (i, start, stop), (_, a, _) in zip(twin.spans, row.spans, strict=True):
+        begins, ends = composed.get(start), composed.get(stop)
+        if begins is None or (unthought and a != begins):  # what opens an answer may depend on its thoughts
+            found += _wrong_start(chat, facts, row.text, i, a)
+            begins = a
+        expected.append((i, begins, ends if ends is not None else -1))
     open_ended = not facts.end  # then nobody can tell spaces that end an answer from those of the template
     spans = [
         (i, a, max(a, b, c) if open_ended and row.text[b:c].isspace() else b)
@@ -420,7 +446,12 @@ def _composed(twin: str, row: str, contents: dict[str, str]) -> dict[int, int] |
 
 def _surrounded(twin: str, row: str) -> dict[int, int]:
     """The same places, before and behind the one part in which the two texts differ."""
-    before = len(commonprefix([twin, row]))
-    behind = min(len(commonprefix([twin[::-1], row[::-1]])), len(twin) - before, len(row) - before)
+    before = alike(twin, row)
+    behind = min(alike(twin[::-1], row[::-1]), len(twin) - before, len(row) - before)
     here = {place: place for place in range(before + 1)}
     return here | {len(twin) - place: len(row) - place for place in range(behind + 1)}
+
+
+def alike(one: str, other: str) -> int:
+    """With how many letters both begin."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

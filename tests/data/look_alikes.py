@@ -244,7 +244,7 @@ LOOK_ALIKES: dict[str, tuple[str, Facts]] = {
         "m.name }} to=assistant"
         "<|m|>{{ m.content | tojson }}<|x|>{% else %}<|h|>{{ m.role }}<|m|>{{ m.content }}<|x|>{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<|h|>assistant{% endif %}",
-        Facts(("<|h|>assistant",), "<|x|>", ("<|h|>",), last="<|ret|>", call=("<|done|>",)),
+        Facts(("<|h|>assistant",), "<|x|>", ("<|h|>",), last="<|ret|>", call=("<|done|>",), again=True),
     ),
     "blocks with the header": (
         turns()

@@ -102,11 +102,19 @@ def lost_error(lost: Sequence[Lost], messages: Sequence[Message], where: str) ->
     )
 
 
+def ways_to_mark(messages: Sequence[Message]) -> Iterator[dict[str, bool]]:
+    """Options of `Marks`, from those that tell most to those that disturb a template least."""
+    if any(message.get("role") == "assistant" and "</think>" in str(message.get("content")) for message in messages):
+        yield {"split": False}
+    yield from ({}, {"empty": False}, {"in_the_middle": True, "empty": False})
+
+
 class Marks:
     """Messages with marks inside the outer whitespace of every text, each text its own pair.
 
     `in_the_middle`: what others than the assistant say has one mark in its middle instead, where templates do not look.
-    `empty`: texts without a letter are marked, too. `trimmed`: without the whitespace around each text.
+    `empty`: a message that says nothing is marked, too. `split`: what the assistant says is marked between its tags.
+    `trimmed`: without the whitespace around each text.
     """
 
     def __init__(
@@ -116,16 +124,19 @@ class Marks:
         *,
         in_the_middle: bool = False,
         empty: bool = True,
+        split: bool = True,
         trimmed: bool = False,
     ) -> None:
         self.slots: list[Slot] = []
         self.alphabet, self._trimmed = alphabet, trimmed
-        self._in_the_middle, self._empty = in_the_middle, empty
+        self._in_the_middle, self._empty, self._split = in_the_middle, empty, split
         self.messages = [self._marked(message, i) for i, message in enumerate(messages)]
 
     def trimmed(self, messages: Sequence[Message]) -> Marks:
         """The same marks in the same messages, without the whitespace around their texts."""
-        return Marks(messages, self.alphabet, in_the_middle=self._in_the_middle, empty=self._empty, trimmed=True)
+        return Marks(
+            messages, self.alphabet, in_the_middle=self._in_the_middle, empty=self._empty, split=self._split, trimmed=True
+        )
 
     @property
     def too_many(self) -> bool:
@@ -133,6 +144,7 @@ class Marks:
 
     def _marked(self, message: Message, i: int) -> Message:
         edges = message.get("role") == "assistant" or not self._in_the_middle
+        self._mark_blank = self._empty and says_nothing(message)
         changed = dict(message)
         for key in REASONING:
             if isinstance(message.get(key), str):
@@ -156,11 +168,15 @@ class Marks:
             ]
         if not isinstance(value, str):
             return value
-        parts = THINK_TAG.split(value) if speaks and "</think>" in value else []
+        parts = THINK_TAG.split(value) if speaks and self._split and "</think>" in value else []
         if not any(part.strip() and not THINK_TAG.fullmatch(part) for part in parts):
-            return self._around(value, i, "content", edges=edges) if self._empty or not parts else value
+            return self._around(value, i, "content", edges=edges) if self._empty or not parts else value  # tags alone
+        last = len(parts) - 1
         return "".join(
-            part if THINK_TAG.fullmatch(part) or not part.strip() else self._around(part, i, "content") for part in parts
+            part
+            if THINK_TAG.fullmatch(part) or not part.strip()
+            else self._around(part, i, "content", outer=(number == 0, number == last))
+            for number, part in enumerate(parts)
         )
 
     def _call(self, call: Message, i: int, number: int) -> Message:
@@ -180,17 +196,21 @@ class Marks:
             return [self._argument(item, i, number) for item in value]
         return {key: self._argument(item, i, number) for key, item in value.items()} if isinstance(value, dict) else value
 
-    def _around(self, value: str, i: int, what: What, call: int = 0, *, edges: bool = True) -> str:
+    def _around(
+        self, value: str, i: int, what: What, call: int = 0, *, edges: bool = True, outer: tuple[bool, bool] = (True, True)
+    ) -> str:
+        """`outer`: whether the text begins, and ends, here."""
         core = value.strip()
-        if self.too_many or not (core or self._empty):
+        if self.too_many or not (core or self._mark_blank):
             return value
         at = value.find(core) if core else len(value)
         half = len(core) if edges else len(core) // 2
         start, stop = self.alphabet.around(len(self.slots))
         lead, trail = value[:at], value[at + len(core) :]
-        self.slots.append(Slot(i, what, core, call, half, (lead, trail)))
+        self.slots.append(Slot(i, what, core, call, half, (lead * outer[0], trail * outer[1])))
         marked = f"{start if edges else ''}{core[:half]}{stop}{core[half:]}"
-        return marked if self._trimmed else f"{lead}{marked}{trail}"
+        kept = (not (self._trimmed and one) for one in outer)
+        return f"{lead * next(kept)}{marked}{trail * next(kept)}"
 
     def placed(self, marked: str, text: str) -> Placed:
         """Where the slots are in `text`, which is `marked` without its marks. Where a text is repeated the first place counts
@@ -330,3 +350,30 @@ def _leaves(value: Any) -> Iterator[tuple[str, ...]]:
             yield from _leaves(item)
     elif value is not None and not isinstance(value, str):
         yield (json.dumps(value), str(value))
+
+
+def lost_by_text(messages: Sequence[Message], tools: Any, text: str) -> list[Lost]:
+    """Without marks: what of the messages cannot be read in the text."""
+    lost = lost_tools(tools, text)
+    for i, message in enumerate(messages):
+        content = message.get("content")
+        if isinstance(content, str) and content.strip() not in text:
+            lost.append(Lost(i, "its content as it is (the template rewrites it)"))
+        for key in ("reasoning_content", "thinking"):
+            if isinstance(message.get(key), str) and message[key].strip() not in text:
+                lost.append(Lost(i, "its reasoning"))
+        for call in message.get("tool_calls") or []:
+            if str((call.get("function") or call).get("name")) not in text:
+                lost.append(Lost(i, f"the call of `{(call.get('function') or call).get('name')}`"))
+    return lost
+
+
+def lost_tools(tools: Any, text: str) -> list[Lost]:
+    names = [str((tool.get("function") or tool).get("name") or "") for tool in tools or [] if isinstance(tool, dict)]
+    gone = [name for name in names if name not in text]
+    return [Lost(-1, f"the tool `{gone[0]}`")] if gone else []
+
+
+def says_nothing(message: Message) -> bool:
+    said = [message.get(key) for key in ("content", *REASONING)]
+    return not message.get("tool_calls") and not any(text.strip() if isinstance(text, str) else text for text in said)

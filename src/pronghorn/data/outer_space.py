@@ -58,7 +58,8 @@ def _kept(gap: str, trimmed: str, trail: str, lead: str) -> int | None:
     more = len(gap) - len(trimmed)
     likely = [len(trail), 0, more - len(lead), more]  # all of it or none, before and behind
     for kept in chain(likely, range(more + 1)):
-        if 0 <= kept <= more and gap[:kept] == trail[:kept] and gap[kept : len(gap) - more + kept] == trimmed:
-            if lead.endswith(gap[len(gap) - more + kept :]):
+        if 0 <= kept <= more and gap[:kept] == trail[:kept] and gap[kept:].startswith(trimmed):
+            behind = gap[kept + len(trimmed) :]
+            if lead.endswith(behind):
                 return kept
     return None

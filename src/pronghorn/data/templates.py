@@ -21,7 +21,6 @@ conversation when it ends with the assistant; turns inside it end with the text 
 from __future__ import annotations
 
 import datetime
-import itertools
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -30,12 +29,23 @@ from functools import lru_cache
 from typing import Any
 
 from pronghorn.data.known_shapes import Known, KnownShapes
-from pronghorn.data.marks import Lost, Marks, Message, alphabet_for, lost_error, lost_values
+from pronghorn.data.marks import (
+    Lost,
+    Marks,
+    Message,
+    alphabet_for,
+    lost_by_text,
+    lost_error,
+    lost_tools,
+    lost_values,
+    says_nothing,
+    ways_to_mark,
+)  # fmt: skip
 from pronghorn.data.outer_space import Carried, carried, has_outer_space
 from pronghorn.data.rendering import RowError, within_limits
 from pronghorn.data.spellings import Spelling, kind, spelling, spellings
 from pronghorn.data.tokens import Span, render_tracked
-from pronghorn.data.turn_borders import Borders, Row
+from pronghorn.data.turn_borders import Borders, Row, misspelt
 from pronghorn.errors import DataError
 
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -97,7 +107,7 @@ class ChatTemplate:
         self._where = ""  # the row at hand: a template that runs away may do so in an attempt
         self._no_tools, self._options = self._how_to_call()
         self._borders = Borders(self._attempt, self._special, str(tokenizer.bos_token or ""))
-        self._liked: dict[tuple[bool, bool, bool], tuple[int, int]] = {}  # kind of conversation -> spelling that lost nothing
+        self._liked = self._probe_silence()  # kind of conversation -> spelling that lost nothing
         self._closings = self._probe_closings()
         self._known = KnownShapes(lambda plain: self._attempt(plain, Spelling(list(plain), None)))
         self._require_tokens()
@@ -241,11 +251,11 @@ class ChatTemplate:
         if row is None:
             turns = self._from_prefixes(text, said, speaking, where)
             rendered = self._with_end(text, turns, said, where, ended=self._closings[1])
-            return replace(rendered, lost=tuple(self._lost_by_text(rendered, said)))
-        lost = [*row.placed.lost(), *self._lost_tools(said, text)]
+            return replace(rendered, lost=tuple(lost_by_text(said.messages, said.tools, rendered.text)))
+        lost = [*row.placed.lost(), *lost_tools(said.tools, text)]
         contents = tuple(place for place in row.placed.at if place is not None)
         turns, missing, ended = self._turns(row, speaking, where, Rendered(text, (), tuple(lost), contents))
-        if _misspelt(row, turns) or self._writes_none(said, text):
+        if misspelt(row, [(turn.message, turn.start, turn.stop) for turn in turns]) or self._writes_none(said, text):
             raise RowError("the chat template does not know this spelling", where=where)
         if blocks:
             turns = _within_blocks(turns, blocks, row)
@@ -264,11 +274,13 @@ class ChatTemplate:
     def _marked(self, said: Spelling, text: str) -> Row | None:
         """None where every way of marking disturbs the template."""
         alphabet = alphabet_for([text, *_texts(said.messages)])
-        for middle, empty in ((False, True), (False, False), (True, False)):
-            marks = Marks(said.messages, alphabet, in_the_middle=middle, empty=empty)
+        for way in ways_to_mark(said.messages):
+            marks = Marks(said.messages, alphabet, **way)
             marked = None if marks.too_many else self._attempt(marks.messages, said)
             if marked is not None and alphabet.any.sub("", marked) == text:
                 row = Row(said, marks, marks.placed(marked, text))
+                if "split" in way and any(row.placed.lost()):
+                    continue  # the template takes texts apart at their tags
                 if row.placed.repeated:
                     self._borders.count_repeats(row)
                 return row
@@ -293,15 +305,16 @@ class ChatTemplate:
         turns: list[Turn] = []
         missing, ended = "", True
         gone = {one.message for one in so_far.lost}
+        messages = row.spelling.messages
         trimmed, back = self._trimmed(row)
         for i in speaking:
             if row.placed.mixed(i):
-                raise _cannot_tell(i, where, "the template writes part of it after the following message", so_far)
+                raise _cannot_tell(messages, i, where, "the template writes part of it after the following message", so_far)
             if row.placed.holds_another(i):
-                raise _cannot_tell(i, where, "the template writes another message inside it", so_far)
+                raise _cannot_tell(messages, i, where, "the template writes another message inside it", so_far)
             repeated = [row.marks.slots[number] for number in row.placed.repeated]
             if any(slot.message == i and slot.what != "name" for slot in repeated):
-                raise _cannot_tell(i, where, "the template writes it more than once", so_far)
+                raise _cannot_tell(messages, i, where, "the template writes it more than once", so_far)
             start, stop = self._borders.start(trimmed, i), self._borders.stop(trimmed, i)
             if start is None or stop is None:
                 found = self._by_prefix(so_far.text, row.spelling, i)
@@ -309,6 +322,7 @@ class ChatTemplate:
                     continue  # nothing of it is there; told as lost
                 if found is None:
                     raise _cannot_tell(
+                        messages,
                         i,
                         where,
                         "the template writes no generation prompt before it, or renders the conversation up to it differently"
@@ -322,8 +336,19 @@ class ChatTemplate:
                 turns.append(Turn(i, *(back.span(start, stop[0]) if back is not None else (start, stop[0]))))
                 missing, ended = stop[1].missing, stop[1].ended
             if len(turns) > 1 and turns[-1].start < turns[-2].stop:
-                raise _cannot_tell(i, where, "the template writes it before the end of the previous turn", so_far)
+                raise _cannot_tell(messages, i, where, "the template writes it before the end of the previous turn", so_far)
         return turns, missing, ended
+
+    def _probe_silence(self) -> dict[tuple[bool, bool, bool], tuple[int, int]]:
+        """A template that writes one turn more (or tags of a text) for the content "" beside a call gets None there."""
+        for name in (1, 3):
+            calls = [{"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}]
+            said = [spelling([ASK, ANSWER | {"content": "", "tool_calls": calls}], None, (0, way)) for way in (name - 1, name)]
+            texts = [self._attempt(one.messages, one) for one in said]
+            if texts[0] is not None and texts[1] is not None and "None" not in texts[1]:
+                more, fewer = (len(self._special.findall(text)) for text in texts if text is not None)
+                return dict.fromkeys([(False, True, True), (True, True, True)], (0, name)) if fewer < more else {}
+        return {}
 
     # Without marks: prefixes of the conversation
 
@@ -352,6 +377,7 @@ class ChatTemplate:
             found = self._by_prefix(text, said, i)
             if found is None or (turns and found[0] < turns[-1].stop):
                 raise _cannot_tell(
+                    said.messages,
                     i,
                     where,
                     "the conversation up to it is not a prefix of the whole conversation, or nothing shows where it ends",
@@ -377,26 +403,6 @@ class ChatTemplate:
             if found and not last and whole is not None and not text.startswith(whole) and closing.strip():
                 return len(before), found.end()
         return None
-
-    def _lost_by_text(self, rendered: Rendered, said: Spelling) -> list[Lost]:
-        """Without marks: what of the messages cannot be read in the text."""
-        lost = self._lost_tools(said, rendered.text)
-        for i, message in enumerate(said.messages):
-            content = message.get("content")
-            if isinstance(content, str) and content.strip() not in rendered.text:
-                lost.append(Lost(i, "its content as it is (the template rewrites it)"))
-            for key in ("reasoning_content", "thinking"):
-                if isinstance(message.get(key), str) and message[key].strip() not in rendered.text:
-                    lost.append(Lost(i, "its reasoning"))
-            for call in message.get("tool_calls") or []:
-                if str((call.get("function") or call).get("name")) not in rendered.text:
-                    lost.append(Lost(i, f"the call of `{(call.get('function') or call).get('name')}`"))
-        return lost
-
-    def _lost_tools(self, said: Spelling, text: str) -> list[Lost]:
-        names = [str((tool.get("function") or tool).get("name") or "") for tool in said.tools or [] if isinstance(tool, dict)]
-        gone = [name for name in names if name not in text]
-        return [Lost(-1, f"the tool `{gone[0]}`")] if gone else []
 
     # The end of a conversation
 
@@ -447,26 +453,6 @@ def _within_blocks(turns: Sequence[Turn], blocks: Sequence[Span], row: Row) -> l
     return chosen if len(chosen) == len(blocks) else list(turns)
 
 
-def _misspelt(row: Row, turns: Sequence[Turn]) -> bool:
-    """Whether the template wrote the spelling itself: the word None, parts as Python shows them, JSON in quotes."""
-    think, call = row.spelling.name
-    slots, at, text = row.marks.slots, row.placed.at, row.placed.text
-    if call >= 2 and any(
-        slot.what == "argument"
-        and place is not None
-        and (text[slice(*place)] != slot.core or text[place[0] - 1 : place[0]] == '"')
-        for slot, place in zip(slots, at, strict=True)
-    ):
-        return True
-    wrong = [*(["None"] if call in (1, 3) else []), *(["'type'", '"type"'] if think == 4 else [])]
-    for turn in turns if wrong else ():
-        own = sorted(place for slot, place in zip(slots, at, strict=True) if slot.message == turn.message and place is not None)
-        borders = [turn.start, *itertools.chain.from_iterable(own), turn.stop]
-        if any(one in text[start:stop] for start, stop in zip(borders[::2], borders[1::2], strict=True) for one in wrong):
-            return True
-    return False
-
-
 def _texts(value: Any) -> Iterator[Any]:
     if isinstance(value, (list, tuple)):
         for item in value:
@@ -488,10 +474,12 @@ class CannotTellError(RowError):
     rendered: Rendered
 
 
-def _cannot_tell(message: int, where: str, why: str, rendered: Rendered) -> CannotTellError:
-    error = CannotTellError(
-        f"cannot determine which tokens are the assistant's in message {message + 1}", where=where, why=why,
-        fix="add {% generation %} blocks to the template (data.chat_template), or set data.loss_on: all",
-    )  # fmt: skip
+def _cannot_tell(messages: Sequence[Message], i: int, where: str, why: str, rendered: Rendered) -> CannotTellError:
+    fix = "add {% generation %} blocks to the template (data.chat_template), or set data.loss_on: all"
+    what = f"cannot determine which tokens are the assistant's in message {i + 1}"
+    if says_nothing(messages[i]):
+        what, why = f"message {i + 1} (assistant) is empty", "for such a turn this chat template writes nothing to train on"
+        fix = "give it a text, remove it, or set data.bad_rows: skip to drop the row"
+    error = CannotTellError(what, where=where, why=why, fix=fix)
     error.rendered = rendered
     return error

@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from pronghorn.data.marks import ALPHABET, Marks, Message, Placed
@@ -58,6 +59,9 @@ class Borders:
         self._stops: dict[tuple[str, ...], Close | None] = {}
         self._bos = bos
         self.prompt, self._before_user, self._always = self._generation_prompt()
+        pieces = self._piece.findall(self.prompt)
+        thinks = next((i for i, piece in enumerate(pieces) if len(piece) > 1 and THINKS.search(piece)), len(pieces))
+        self._unopened, self._opening = "".join(pieces[:thinks]), "".join(pieces[thinks:])
         self._openers = {bos, *self._first_token(self._before_user), *special.findall(self.prompt)[:1]} - {""}
 
     def _first_token(self, text: str) -> list[str]:
@@ -98,7 +102,12 @@ class Borders:
         if key not in self._starts or len(gap) > LONGEST_GAP:
             self._remember(self._starts, key, self._begins(row, i, before, gap))
         split = self._starts[key]
-        return None if split is None else begin + split
+        return None if split is None else self._behind_opening(row.placed.text, begin + split)
+
+    def _behind_opening(self, text: str, at: int) -> int:
+        """A text may itself begin with the thinking that the generation prompt opens."""
+        begins = self._opening and text.startswith(self._opening, at) and text.endswith(self._unopened, 0, at)
+        return at + len(self._opening) if begins else at
 
     @staticmethod
     def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
@@ -208,13 +217,14 @@ class Borders:
         shared = {other: self._closed(self._common(gap, text)) for other, text in followers.items()}
         # Blank: a template that joins the two messages. The generation prompt may begin as a message of another role does.
         speakers = [text for other, text in shared.items() if text.strip() and other != "assistant"]
-        if speakers or shared.get("assistant", "").strip():
-            return min(speakers or [shared["assistant"]], key=len)
+        prompted = shared.get("assistant", "")
+        if speakers or self._special.search(prompted):
+            return min(speakers or [prompted], key=len)
         if roles[-1] == "user":
             same = self._common_end(gap, self._before_user)
             if self._special.search(opened := self._closed(gap[: len(gap) - len(same)])):
                 return opened
-        return ""
+        return prompted if prompted.strip() else ""
 
     def _closed(self, text: str) -> str:
         """Without what opens a turn at its end, and up to its last token."""
@@ -262,8 +272,10 @@ class Borders:
         """Behind the last text of message i, up to the next one (which is `until`, where given)."""
         if marked is None:
             return None
-        places = []
+        places, own = [], set[str]()
         for number, slot in enumerate(row.marks.slots):
+            if slot.message == i:
+                own.update(row.marks.alphabet.around(number))
             if slot.message == i and row.placed.at[number] is not None:
                 times = _places(row.marks.alphabet.around(number)[1], marked)[: row.placed.times.get(number, 1)]
                 if not times:
@@ -271,7 +283,7 @@ class Borders:
                 places.append(times[-1] + 1 + len(slot.core) - slot.before)
         if not places:
             return None
-        rest = marked[max(places) :]
+        rest = re.sub(f"[{''.join(own)}]", "", marked[max(places) :])  # an empty text of its own may stand there
         following = row.marks.alphabet.any.search(rest)
         if until and (following is None or following[0] != until):
             return None
@@ -293,3 +305,23 @@ class Borders:
                 break
             length += len(a)
         return one[len(one) - length :]
+
+
+def misspelt(row: Row, turns: Sequence[tuple[int, int, int]]) -> bool:
+    """Whether the template wrote the spelling itself: the word None, parts as Python shows them, JSON in quotes."""
+    think, call = row.spelling.name
+    slots, at, text = row.marks.slots, row.placed.at, row.placed.text
+    if call >= 2 and any(
+        slot.what == "argument"
+        and place is not None
+        and (text[slice(*place)] != slot.core or text[place[0] - 1 : place[0]] == '"')
+        for slot, place in zip(slots, at, strict=True)
+    ):
+        return True
+    wrong = [*(["None"] if call in (1, 3) else []), *(["'type'", '"type"'] if think == 4 else [])]
+    for i, begin, end in turns if wrong else ():
+        own = sorted(place for slot, place in zip(slots, at, strict=True) if slot.message == i and place is not None)
+        borders = [begin, *chain.from_iterable(own), end]
+        if any(one in text[start:stop] for start, stop in zip(borders[::2], borders[1::2], strict=True) for one in wrong):
+            return True
+    return False
