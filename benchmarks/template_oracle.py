@@ -271,7 +271,9 @@ def says_nothing(messages: list[Message], reason: str) -> str:
     """Why the row may be refused, and is told to be: one of its answers is empty."""
     empty = any(
         message["role"] == "assistant"
-        and not any((message.get(key) or "").strip() for key in ("content", "reasoning_content", "thinking"))
+        and not any(
+            re.sub("</?think>", "", message.get(key) or "").strip() for key in ("content", "reasoning_content", "thinking")
+        )
         and not message.get("tool_calls")
         for message in messages
     )

@@ -304,13 +304,18 @@ class Placed:
             kept = place is not None and self._same(slot, place)
             if slot.what == "reasoning":
                 reasoned.setdefault(slot.message, []).append(kept)
-            elif not kept and slot.core:
+            elif not kept and self._says(slot):
                 yield Lost(slot.message, self._name(slot, place))
         for message, kept_ones in reasoned.items():
             if sum(kept_ones) != 1 and any(
                 slot.core for slot in self.marks.slots if slot.message == message and slot.what == "reasoning"
             ):
                 yield Lost(message, "its reasoning")
+
+    def _says(self, slot: Slot) -> bool:
+        """Tags alone are no answer."""
+        speaks = self.marks.messages[slot.message].get("role") == "assistant"
+        return bool(THINK_TAG.sub("", slot.core).strip() if speaks and slot.what == "content" else slot.core)
 
     def _same(self, slot: Slot, place: tuple[int, int]) -> bool:
         written = self.text[slice(*place)]
@@ -375,5 +380,8 @@ def lost_tools(tools: Any, text: str) -> list[Lost]:
 
 
 def says_nothing(message: Message) -> bool:
+    """Tags of thinking alone are nothing."""
     said = [message.get(key) for key in ("content", *REASONING)]
-    return not message.get("tool_calls") and not any(text.strip() if isinstance(text, str) else text for text in said)
+    return not message.get("tool_calls") and not any(
+        THINK_TAG.sub("", text).strip() if isinstance(text, str) else text for text in said
+    )

@@ -50,6 +50,7 @@ from pronghorn.errors import DataError
 
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 LOOKS_SPECIAL = re.compile(r"<\|[^|<>\s]+\|>|<｜[^｜<>\s]+｜>|</?s>|</?[a-z]+_of_[a-z]+>|\[/?[A-Z_]{3,}\]")
+GIVE_IT_A_TEXT = "give it a text, remove it, or set data.bad_rows: skip to drop the row"
 ASK, ANSWER = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
 
 
@@ -208,10 +209,21 @@ class ChatTemplate:
             first = first or replace(rendered, lost=lost)
         if first is None or (problem is not None and not isinstance(problem, CannotTellError) and not first.lost):
             assert problem is not None
-            raise problem
+            raise self._because_empty(problem, messages, tools) or problem
         if not allow_lost:
             raise lost_error(first.lost, messages, where)
         return first
+
+    def _because_empty(self, problem: RowError, messages: Sequence[Message], tools: Any) -> RowError | None:
+        """The same problem in other words, if a text in an empty answer would solve it."""
+        empty = [i for i, message in enumerate(messages) if message.get("role") == "assistant" and says_nothing(message)]
+        filled = [message | {"content": "!"} if i in empty else message for i, message in enumerate(messages)]
+        if isinstance(problem, CannotTellError) or not empty or self._attempt(filled, Spelling(filled, tools)) is None:
+            return None
+        return RowError(
+            f"message {empty[0] + 1} (assistant) is empty", where=problem.where, why=problem.why,
+            fix=GIVE_IT_A_TEXT,
+        )  # fmt: skip
 
     def _spellings(self, messages: Sequence[Message], tools: Any, kind_of: tuple[bool, bool, bool]) -> Any:
         liked = self._liked.get(kind_of)
@@ -310,6 +322,8 @@ class ChatTemplate:
         for i in speaking:
             if row.placed.mixed(i):
                 raise _cannot_tell(messages, i, where, "the template writes part of it after the following message", so_far)
+            if messages[i].get("tool_calls") and self._borders.opened_again(row, i, str(self._tokenizer.eos_token or "")):
+                raise _cannot_tell(messages, i, where, "the template writes its text and its calls as two turns", so_far)
             if row.placed.holds_another(i):
                 raise _cannot_tell(messages, i, where, "the template writes another message inside it", so_far)
             repeated = [row.marks.slots[number] for number in row.placed.repeated]
@@ -479,7 +493,7 @@ def _cannot_tell(messages: Sequence[Message], i: int, where: str, why: str, rend
     what = f"cannot determine which tokens are the assistant's in message {i + 1}"
     if says_nothing(messages[i]):
         what, why = f"message {i + 1} (assistant) is empty", "for such a turn this chat template writes nothing to train on"
-        fix = "give it a text, remove it, or set data.bad_rows: skip to drop the row"
+        fix = GIVE_IT_A_TEXT
     error = CannotTellError(what, where=where, why=why, fix=fix)
     error.rendered = rendered
     return error

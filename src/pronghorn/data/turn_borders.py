@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 from pronghorn.data.marks import ALPHABET, Marks, Message, Placed
@@ -163,6 +163,12 @@ class Borders:
             return len(same)
         header = self._header(same, tail)
         return len(header) if header else None
+
+    def opened_again(self, row: Row, i: int, end: str) -> bool:
+        """Whether the end token and a header stand between two texts of a message: the model would stop before the second."""
+        places = [place for slot, place in zip(row.marks.slots, row.placed.at, strict=True) if slot.message == i and place]
+        gaps = (row.placed.text[a[1] : b[0]] for a, b in pairwise(sorted(places)))
+        return bool(end and self._unopened.strip()) and any(end + self._unopened in gap for gap in gaps)
 
     # Where a turn ends
 
