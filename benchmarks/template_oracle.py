@@ -269,11 +269,10 @@ def judge(chat: Chat, facts: Facts, render: Render, under: Under) -> Verdict:
 
 def says_nothing(messages: list[Message], reason: str) -> str:
     """Why the row may be refused, and is told to be: one of its answers is empty."""
+    keys = ("content", "reasoning_content", "thinking")
     empty = any(
         message["role"] == "assistant"
-        and not any(
-            re.sub("</?think>", "", message.get(key) or "").strip() for key in ("content", "reasoning_content", "thinking")
-        )
+        and not any(re.sub("</?think>", "", message.get(key) or "").strip() for key in keys)
         and not message.get("tool_calls")
         for message in messages
     )

@@ -165,10 +165,16 @@ class Borders:
         return len(header) if header else None
 
     def opened_again(self, row: Row, i: int, end: str) -> bool:
-        """Whether the end token and a header stand between two texts of a message: the model would stop before the second."""
-        places = [place for slot, place in zip(row.marks.slots, row.placed.at, strict=True) if slot.message == i and place]
-        gaps = (row.placed.text[a[1] : b[0]] for a, b in pairwise(sorted(places)))
-        return bool(end and self._unopened.strip()) and any(end + self._unopened in gap for gap in gaps)
+        """Whether the end token and a header stand between a message's text and its calls: the model would stop in between."""
+        if not end or not self._unopened.strip():
+            return False
+        own = sorted(
+            (place, slot.what == "content")
+            for slot, place in zip(row.marks.slots, row.placed.at, strict=True)
+            if slot.message == i and place is not None and slot.what != "reasoning"
+        )
+        between = (row.placed.text[a[1] : b[0]] for (a, is_text), (b, other_is) in pairwise(own) if is_text != other_is)
+        return any(end + self._unopened in gap for gap in between)
 
     # Where a turn ends
 
