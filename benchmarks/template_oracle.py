@@ -321,8 +321,8 @@ def _wrong_twin(chat: Chat, facts: Facts, answer: Answer, render: Render, raw_is
     speaking = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
     if [message for message, _, _ in answer.spans] != speaking:
         return [*found, f"spans of messages {[m for m, _, _ in answer.spans]}, the assistant speaks in {speaking}"]
-    for i, start, stop in answer.spans:
-        found += [f"message {i}: {what}" for what in _wrong_span(chat, facts, answer.text, i, start, stop)]
+    for number, (i, _, _) in enumerate(answer.spans):
+        found += [f"message {i}: {what}" for what in _wrong_span(chat, facts, answer, number)]
     joined = "".join(answer.text[start:stop] for _, start, stop in answer.spans)
     if "".join(answer.decoded) != joined:
         found.append(f"tokens decode to {answer.decoded!r}, spans are {joined!r}")
@@ -346,7 +346,8 @@ def _wrong_text(chat: Chat, facts: Facts, answer: Answer, render: Render) -> lis
     return [f"the text is not what transformers renders: {answer.text[-80:]!r}, not {raws[0][-80:]!r}"]
 
 
-def _wrong_span(chat: Chat, facts: Facts, text: str, i: int, start: int, stop: int) -> list[str]:
+def _wrong_span(chat: Chat, facts: Facts, answer: Answer, number: int) -> list[str]:
+    text, (i, start, stop) = answer.text, answer.spans[number]
     found, said = [], text[start:stop]
     message, last = chat.messages[i], i == len(chat.messages) - 1
     held = set(WORD.findall(said))
@@ -358,7 +359,7 @@ def _wrong_span(chat: Chat, facts: Facts, text: str, i: int, start: int, stop: i
     found += [f"{name} is not in the span" for name in _lost_calls(message, chat.messages, said)]
     if any(sign in said for sign in ("None", "'type'", '"type"', '\\\\"', '"{')):  # no word of a twin holds these
         found.append(f"what is no text was written as one: {said!r}")
-    found += _wrong_start(chat, facts, text, i, start)
+    found += _wrong_start(chat, facts, answer, number)
     if any(header in said for header in facts.header) and not facts.again:
         found.append(f"another turn is opened in {said!r}")
     calls = bool(message.get("tool_calls"))
@@ -372,10 +373,13 @@ def _wrong_span(chat: Chat, facts: Facts, text: str, i: int, start: int, stop: i
     return found
 
 
-def _wrong_start(chat: Chat, facts: Facts, text: str, i: int, start: int) -> list[str]:
+def _wrong_start(chat: Chat, facts: Facts, answer: Answer, number: int) -> list[str]:
+    i, start, _ = answer.spans[number]
+    before, previous = answer.text[:start], answer.spans[number - 1] if number else (-1, 0, 0)
     headers = facts.before(chat.messages[i - 1]["role"] if i else "")
-    right = any(text[:start].endswith(header) for header in headers)
-    return [] if right else [f"message {i}: begins after {text[max(0, start - 40) : start]!r}, not after a header"]
+    goes_on = "" in headers and previous[0] == i - 1 and start == previous[2]  # without a header, where the one before ended
+    right = goes_on or any(header and before.endswith(header) for header in headers)
+    return [] if right else [f"begins after {before[-40:]!r}, not after a header"]
 
 
 # A row and its twin ----------------------------------------------------------------------------------------------------
@@ -394,10 +398,10 @@ def wrong_row(chat: Chat, facts: Facts, twin: Answer, row: Answer, *, taken_apar
     if composed is None:
         return [f"the text is not the twin's with the contents put in: {row.text[-120:]!r}"]
     expected, found = [], list[str]()
-    for (i, start, stop), (_, a, _) in zip(twin.spans, row.spans, strict=True):
+    for number, ((i, start, stop), (_, a, _)) in enumerate(zip(twin.spans, row.spans, strict=True)):
         begins, ends = composed.get(start), composed.get(stop)
         if begins is None or (unthought and a != begins):  # what opens an answer may depend on its thoughts
-            found += _wrong_start(chat, facts, row.text, i, a)
+            found += _wrong_start(chat, facts, row, number)
             begins = a
         expected.append((i, begins, ends if ends is not None else -1))
     open_ended = not facts.end  # then nobody can tell spaces that end an answer from those of the template
