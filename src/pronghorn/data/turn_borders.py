@@ -225,7 +225,8 @@ class Borders:
 
     def _closing(self, row: Row, i: int, roles: Sequence[str], gap: str) -> str:
         """What closes a turn that messages of these roles follow, up to its last token; without one, all that looks like it."""
-        followers = {other: text for other, text in self._followers(row, i) if other not in roles}
+        # One that is written as these are tells nothing.
+        followers = {other: text for other, text in self._followers(row, i) if other not in roles and text != gap}
         shared = {other: self._closed(self._common(gap, text)) for other, text in followers.items()}
         # Blank: a template that joins the two messages. The generation prompt may begin as a message of another role does.
         speakers = [text for other, text in shared.items() if text.strip() and other != "assistant"]
