@@ -11,7 +11,7 @@ from pronghorn.cli import starting
 from pronghorn.errors import CommandError
 from pronghorn.recipe import Data, Recipe, Train
 from pronghorn.train import launch
-from pronghorn.train.heartbeat import TOLD
+from pronghorn.train.folder_store import PLACE
 from tables import table
 
 RECIPE = Recipe(model="m", data=Data(train="d.jsonl"))  # four packs a step
@@ -87,7 +87,7 @@ def test_by_itself_a_run_uses_all_gpus_that_it_can(
 def test_what_others_started_starts_nothing(
     started: list[int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(TOLD, "x")
+    monkeypatch.setenv(PLACE, "x")
     assert not starting.launched(asked("--gpus", "2"), 2, RECIPE)  # one of those that this command has started
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert not starting.launched(asked(), 1, RECIPE)  # torchrun --nproc-per-node 1
