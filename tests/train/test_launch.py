@@ -50,7 +50,10 @@ def test_who_has_told_what_happened_is_not_repeated() -> None:
     """A rank that was stopped is killed by the one that found it, which says so itself."""
     with pytest.raises(EndedElsewhere) as ended:
         launch(
-            2, command("open(os.environ['PRONGHORN_RANKS'] + '/told', 'w').close(); os.kill(os.getpid(), 9) if rank else time.sleep(300)")
+            2,
+            command(
+                "open(os.environ['PRONGHORN_RANKS'] + '/told', 'w').close(); os.kill(os.getpid(), 9) if rank else time.sleep(300)"
+            ),
         )
     assert (ended.value.told, ended.value.exit_code) == (True, 3)
 

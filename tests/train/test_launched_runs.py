@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -11,11 +12,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 import pronghorn
 from pronghorn.recipe import Recipe
@@ -29,6 +29,7 @@ pytestmark = [
 DEADLINE = 120.0  # seconds, so that nothing hangs
 # The ranks that it starts are forks, too.
 CLI = "import sys; sys.executable = {python!r}; from pronghorn.cli import main; sys.exit(main({words!r}))"
+HELLO = bytes([0]) + 0x3C85F7CE.to_bytes(4, "little") + bytes([13, 1, 2, 3, 4])  # of a client of TCPStore
 LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")  # as /proc/net writes them
 
 
@@ -119,7 +120,27 @@ def rank_process(recipe: Recipe, rank: int) -> int:
     return int(json.loads((folder_of(recipe) / f"beat-{rank}").read_text(encoding="utf-8"))[1])
 
 
-def test_a_run_on_two_ranks_can_be_reached_from_this_machine_alone(recipe_for: Callable[..., Recipe]) -> None:
+class Touch:
+    """A pickle that makes a file when it is opened."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.file,)
+
+
+def stranger(port: int, canary: Path) -> socket.socket:
+    """Sends what a client of torch's store sends first, and a pickle; no store answers."""
+    client = socket.create_connection(("127.0.0.1", port), timeout=0.5)
+    client.sendall(HELLO + pickle.dumps(Touch(canary)))
+    with pytest.raises((TimeoutError, ConnectionError)):  # a store would send the last four bytes back
+        assert client.recv(4) == b"", "answered"
+        raise ConnectionError("closed")
+    return client
+
+
+def test_a_run_on_two_ranks_can_be_reached_from_this_machine_alone(recipe_for: Callable[..., Recipe], tmp_path: Path) -> None:
     """Also where the environment names another interface. What listens on loopback is gloo's, and no store."""
     recipe = endless(recipe_for)
     other = next((name for _, name in socket.if_nameindex() if name.startswith(("eth", "en"))), "lo")
@@ -127,14 +148,15 @@ def test_a_run_on_two_ranks_can_be_reached_from_this_machine_alone(recipe_for: C
         found = listening(family())
         assert len(found) >= 2  # the judge sees gloo's
         assert [address for address, _ in found if address not in LOOPBACK] == []
-        for _, port in found:
-            with pytest.raises(RuntimeError):
-                dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=1)).set("verdict", "{}")
+        strangers = [stranger(port, canary := tmp_path / "canary") for _, port in found]
         private = folder_of(recipe)
         assert private.stat().st_mode & 0o777 == 0o700
         assert private.stat().st_uid == os.getuid()
         before = steps_of(recipe)
-        wait_for(lambda: steps_of(recipe) > before + 1)  # strangers on its ports have not disturbed it
+        wait_for(lambda: steps_of(recipe) > before + 1)  # strangers on its ports do not disturb it
+        for one in strangers:
+            one.close()
+        assert not canary.exists()
 
 
 def test_nothing_that_ranks_send_is_a_pickle() -> None:
@@ -158,6 +180,29 @@ def test_a_killed_rank_ends_the_run_with_one_message(recipe_for: Callable[..., R
     assert lines[-1].endswith("then run the same command again: it resumes")
     assert "Ctrl-C" not in said(recipe)
     assert said(recipe).count("rank 1") == 1
+
+
+def test_both_of_two_nodes_say_who_ended_the_run(recipe_for: Callable[..., Recipe]) -> None:
+    """As torchrun starts them. Rank 2 is the first of the second node: the one that watches it is on the other node."""
+    recipe, beside = endless(recipe_for), Path(recipe_for().output).parent
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    rank = beside / "rank.py"
+    name = f"open({str(beside)!r} + '/pid-' + os.environ['RANK'], 'w').write(str(os.getpid()))"
+    cli = f"from pronghorn.cli import main; sys.exit(main(['train', {written(recipe)!r}]))"
+    rank.write_text(f"import os, sys; {name}; {cli}", encoding="utf-8")
+    words = ["--nnodes=2", "--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={port}"]
+    rank_command = ["--no-python", sys.executable, str(rank)]
+    agents = [[*words, f"--node-rank={node}", *rank_command] for node in (0, 1)]
+    nodes = [[sys.executable, "-m", "torch.distributed.run", *agent] for agent in agents]
+    with started(recipe, *nodes, OMP_NUM_THREADS="1") as both:
+        os.kill(int((beside / "pid-2").read_text()), signal.SIGKILL)
+        for one in both:
+            assert one.wait(DEADLINE) == 1  # torchrun's own
+    for node in (0, 1):
+        told = said(recipe, node)
+        assert told.count(f"rank 2 on node 1 ({socket.gethostname()}) ended without an error message") == 1
 
 
 def test_who_started_the_ranks_is_killed_and_they_save(recipe_for: Callable[..., Recipe]) -> None:

@@ -174,13 +174,15 @@ class Watch:
         self._left.set()
 
     def outlast(self, patience: float) -> None:
-        """Where this rank keeps the store: until the others have left, or so many seconds."""
-        lost = (self.rank, self._found.get("rank"))
-        until, others = time.monotonic() + patience, [beat_key(rank) for rank in range(self.size) if rank not in lost]
+        """Where this rank keeps the store, or torchrun on its node, which ends with it: until the others have left and know
+        why, or so many seconds."""
+        node, first = self._peers[self.rank].node, self._peers[0].node
+        if self._launcher is not None or (node != first if self._agent else self.rank > 0):
+            return
+        others = [rank for rank, peer in enumerate(self._peers) if (peer.node != node if self._agent else rank > 0)]
+        keys, until = [beat_key(rank) for rank in others if rank != self._found.get("rank")], time.monotonic() + patience
         with suppress(RuntimeError):
-            while not self._agent and self.rank == 0 and time.monotonic() < until:
-                if all(json.loads(beat) is None for beat in self._store.multi_get(others)):
-                    return
+            while time.monotonic() < until and any(json.loads(beat) is not None for beat in self._store.multi_get(keys)):
                 time.sleep(0.05)
 
     def _error(self) -> EndedElsewhere:
