@@ -166,9 +166,10 @@ class Watch:
 
     def leave(self) -> None:
         """This rank ends, for whatever reason: from here on nobody misses it."""
+        lost = not self._beating.is_alive()  # and the store with it, of which torch would write a page
         self._ending.set()
         self._beating.join(5 * BEAT)
-        if not self._beating.is_alive():  # it does not wait for the store
+        if not lost and not self._beating.is_alive():  # it does not wait for the store
             with suppress(RuntimeError):
                 self._store.set(beat_key(self.rank), json.dumps(None))
         self._left.set()

@@ -22,6 +22,7 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
@@ -63,20 +64,18 @@ def join() -> Ranks:
     return Ranks(store, rank, peers, backend)
 
 
-def _in_folder(place: str) -> tuple[FolderStore, dist.Store, int, int]:
-    torch_store = dist.FileStore(f"{place}/torch", -1)  # -1: whoever made the folder removes it
+def _in_folder(place: str) -> tuple[Any, Any, int, int]:
+    torch_store = FileStore(f"{place}/torch", -1)  # -1: whoever made the folder removes it
     return FolderStore(place), torch_store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-def _over_tcp() -> tuple[dist.Store, dist.Store, int, int]:
+def _over_tcp() -> tuple[Any, Any, int, int]:
     rank, size, here = (int(os.environ.get(name, "-1")) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if rank == 0 and size in (here, 1) and not _has_agent():
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listening = socket.create_server((address, port), family=family).detach()  # torch would listen on all interfaces
-        store: Any = dist.TCPStore(
-            address, port, size, is_master=True, timeout=MEETING, multi_tenant=True, master_listen_fd=listening
-        )
+        store = TCPStore(address, port, size, is_master=True, timeout=MEETING, multi_tenant=True, master_listen_fd=listening)
     else:
         store, rank, size = next(iter(rendezvous("env://", timeout=MEETING)))
     return store, PrefixStore("pronghorn", store), rank, size
