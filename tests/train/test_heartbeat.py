@@ -18,7 +18,7 @@ from rank_processes import Silent, in_ranks
 
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import read_log
-from pronghorn.train import heartbeat
+from pronghorn.train import heartbeat, ranks
 from pronghorn.train.checkpoint import latest_checkpoint
 from pronghorn.train.loop import train
 from pronghorn.train.objectives import Supervised
@@ -138,6 +138,7 @@ def test_a_rank_that_stays_in_a_sum_is_named(tmp_path: Path) -> None:
 def test_a_killed_rank_of_another_machine_is_named(killed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody sees its process: its connections break, and its heartbeat stops. Rank 0 takes the store along."""
     monkeypatch.setattr(heartbeat, "BEAT", 0.1)
+    monkeypatch.setattr(ranks, "ALSO", 1.0)
     monkeypatch.setattr(heartbeat, "_machine", lambda: os.environ["RANK"])
     monkeypatch.setattr(socket, "gethostname", lambda: f"host-{os.environ['RANK']}")
 

@@ -106,6 +106,7 @@ class Watch:
     @contextmanager
     def waiting(self, size: int = 0, *, step: bool = False) -> Iterator[None]:
         """Around what all ranks do together; `size`: bytes of it. `step`: the run is past what may take long at its start."""
+        self.check()
         self._sums, self._bytes, self._steps = self._sums + 1, size, self._steps + step
         self._since = time.monotonic()
         try:

@@ -34,12 +34,12 @@ PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 KILLED: dict[int, tuple[str, str]] = {
     signal.SIGKILL: (
         "the operating system kills processes when memory runs out",
-        "check the system log (dmesg); if it was memory, start fewer ranks",
+        "check the system log (dmesg), and start fewer ranks if memory ran out",
     ),
-    signal.SIGBUS: ("a disk or /dev/shm is full", "check df"),
+    signal.SIGBUS: ("a disk or /dev/shm is full", "check the free space (df)"),
     signal.SIGTERM: ("another process asked it to end", "check what did: a scheduler, or a limit of time or memory"),
 }
-CRASHED = ("a library or a driver crashed", "update the GPU driver and torch if it happens again")
+CRASHED = ("a library or a driver crashed", "if it has happened before, update the GPU driver and torch")
 
 
 def require_packs(recipe: Recipe, ranks: int) -> None:
@@ -163,7 +163,7 @@ class _Watched:
     def _failure(self, rank: int, code: int) -> PronghornError:
         if code < 0 and not self._store.check(["told"]):  # else a rank has shown what happened, and to whom
             why, fix = KILLED.get(-code, CRASHED)
-            fix = f"{fix}; then run the same command again: it resumes"
+            fix = f"{fix}, then run the same command again: it resumes"
             return EnvironmentFault(what=f"rank {rank} was killed by {_name(-code)}", why=why, fix=fix)
         if code > 0 and (found := self._left_early()):
             return found
