@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from logging import ERROR, LogRecord
 from pathlib import Path
 from typing import Any, Literal
@@ -144,9 +145,10 @@ def load_model(
     require_weights_for(config, stored_weights(folder), name)
     generation_config(name, folder)  # refused before the weights are read
     if row.quantize is not None:
-        model = guarded(name, lambda: load_stored(folder, row, dtype, device, progress=progress, keep=keep))
+        head = None if score_seed is None else partial(with_score, seed=score_seed, device=device)
+        model = guarded(name, lambda: load_stored(folder, row, dtype, device, progress=progress, keep=keep, head=head))
         model.config._name_or_path = model.name_or_path = place(name)  # adapters name their base by it
-        return model if score_seed is None else with_score(model, score_seed)  # type: ignore[no-any-return]
+        return model if head is None else head(model)  # type: ignore[no-any-return]
     mxfp4 = published_format(config) == "mxfp4"
     _require_enough_weights_for(config, folder, name)
 
@@ -176,8 +178,9 @@ def load_model(
     keep_softcap(model)
     for layer in decoder_layers(model).items() if keep else ():
         keep(*layer)  # type: ignore[misc]
-    model = model.to(device)
-    return model if score_seed is None else with_score(model, score_seed)  # type: ignore[no-any-return]
+    if score_seed is not None:  # on the host: the LM head never takes the device's memory
+        model = with_score(model, score_seed)
+    return model.to(device)  # type: ignore[no-any-return]
 
 
 def _require_enough_weights_for(config: Any, folder: Path, name: str) -> None:
