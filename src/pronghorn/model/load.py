@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from logging import ERROR, LogRecord
 from pathlib import Path
 from typing import Any, Literal
@@ -144,11 +143,14 @@ def load_model(
     _refuse_unreadable_folder(str(folder))
     require_weights_for(config, stored_weights(folder), name)
     generation_config(name, folder)  # refused before the weights are read
+
+    def head(model: Any) -> Any:
+        return model if score_seed is None else with_score(model, score_seed, device)
+
     if row.quantize is not None:
-        head = None if score_seed is None else partial(with_score, seed=score_seed, device=device)
         model = guarded(name, lambda: load_stored(folder, row, dtype, device, progress=progress, keep=keep, head=head))
         model.config._name_or_path = model.name_or_path = place(name)  # adapters name their base by it
-        return model if head is None else head(model)  # type: ignore[no-any-return]
+        return head(model)  # type: ignore[no-any-return]  # a score that was in the files, in float32
     mxfp4 = published_format(config) == "mxfp4"
     _require_enough_weights_for(config, folder, name)
 
@@ -178,9 +180,7 @@ def load_model(
     keep_softcap(model)
     for layer in decoder_layers(model).items() if keep else ():
         keep(*layer)  # type: ignore[misc]
-    if score_seed is not None:  # on the host: the LM head never takes the device's memory
-        model = with_score(model, score_seed)
-    return model.to(device)  # type: ignore[no-any-return]
+    return head(model).to(device)  # type: ignore[no-any-return]  # the LM head of a reward model stays behind
 
 
 def _require_enough_weights_for(config: Any, folder: Path, name: str) -> None:

@@ -134,7 +134,7 @@ def load_stored(
     *,
     progress: Progress | None = None,
     keep: Callable[[str, nn.Module], None] | None = None,
-    head: Callable[[Any], Any] | None = None,
+    head: Callable[[Any], Any] = lambda model: model,
 ) -> PreTrainedModel:
     """Linears that a 4-bit checkpoint has in 16 bits stay in 16 bits: whoever made it left them out. `keep` is called with
     each decoder layer as soon as its weights are read, and may keep a part of it (model/shards.py). `head` gives the empty
@@ -144,9 +144,7 @@ def load_stored(
     published = FORMATS.get(published_format(config))
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # it asks for bitsandbytes
-    model: Any = empty_model(str(folder), config, dtype)
-    if head:
-        model = head(model)
+    model: Any = head(empty_model(str(folder), config, dtype))
     shards, experts = Shards(folder, device, model), stored_experts_(model, storage)
     _untie(model, shards)
     linears, beside = {full: (parent, name) for parent, name, full, _ in linears_of(model, nn.Linear)}, beside_text(model)
