@@ -19,6 +19,7 @@ import pytest
 from rank_processes import LOOPBACK, listening
 
 import pronghorn
+import pronghorn.train.loop  # what the runs import, which are forks
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import read_log
 from pronghorn.train.checkpoint import latest_checkpoint
