@@ -51,7 +51,7 @@ class Converter:
 
 def find_converter() -> Converter | None:
     if checkout := os.environ.get(CHECKOUT):
-        script = Path(checkout).expanduser() / SCRIPT
+        script = Path(checkout).expanduser().resolve() / SCRIPT
         if not script.is_file():
             raise CommandError(
                 f"{SCRIPT} not found",
@@ -117,6 +117,7 @@ class Source:
 
 def convert(source: Source, target: Path, outtype: str, report: Report = lambda *_: None) -> Converter:
     """A GGUF file in f32, f16 or bf16."""
+    target = target.resolve()  # the converter works in its folder
     converter = require_converter(architecture_of(source.folder))
     total = sum(file.stat().st_size for file in source.folder.glob("*.safetensors"))
     if outtype == "f32" and widest(source.folder) != "f32":
@@ -141,9 +142,11 @@ def widest(folder: Path) -> str:
 
 @contextmanager
 def staged(source: Source, beside: Path) -> Iterator[Path]:
-    """A folder with links to the data files of `source`."""
+    """A folder with links to the data files of `source`. Its name is the title: the converter makes general.basename and
+    general.finetune of it."""
     with tempfile.TemporaryDirectory(dir=beside, prefix=".converting-") as made:
-        folder = Path(made)
+        folder = Path(made, source.title.strip(".") or "model")
+        folder.mkdir()
         for file in sorted({file for pattern in DATA_FILES for file in source.folder.glob(pattern)}):
             (folder / file.name).symlink_to(file.resolve())
         if source.base is not None and (source.base / PIECES).is_file() and not (folder / PIECES).exists():

@@ -13,6 +13,7 @@ from peft import PeftModel, get_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 
 from pronghorn.errors import EnvironmentFault, ModelError
+from pronghorn.model.carried import generation_apart, write_generation
 from pronghorn.model.load import load_model, without_progress_bars
 from pronghorn.model.lora import ADAPTER_WEIGHTS, load_adapter
 from pronghorn.recipe import Recipe
@@ -28,12 +29,13 @@ def save_model(model: Any, folder: Path, weights: Mapping[str, torch.Tensor] | N
         if isinstance(model, PeftModel):
             chosen = weights and {name: weights.get(name, p.detach()) for name, p in model.named_parameters()}
             model.save_pretrained(str(folder), save_embedding_layers=False, state_dict=chosen)
-        elif weights is None:
-            model.save_pretrained(str(folder))
-        else:
+            return
+        chosen = None
+        if weights is not None:
             names = {id(p): name for name, p in model.named_parameters()}
             held = model.state_dict(keep_vars=True)  # a tied head has a name of its own there
             chosen = {key: weights.get(names.get(id(tensor), ""), tensor.detach()) for key, tensor in held.items()}
+        with generation_apart(model, folder):
             model.save_pretrained(str(folder), state_dict=chosen)
 
 
@@ -71,8 +73,7 @@ def adapter_files(model: PeftModel, tokenizer: Any, folder: Path) -> AdapterFile
 def save_small_files(model: Any, tokenizer: Any, folder: Path) -> None:
     """Everything in a full model's folder except the weights."""
     model.config.save_pretrained(str(folder))
-    if getattr(model, "generation_config", None) is not None:
-        model.generation_config.save_pretrained(str(folder))
+    write_generation(model, folder)
     tokenizer.save_pretrained(str(folder))
 
 
