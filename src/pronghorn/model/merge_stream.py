@@ -103,8 +103,7 @@ class MergedWeights:
             self.given = stored_score(adapter[0])
         model.config._name_or_path = model.name_or_path = place(base)
         remember_folder(model, self.folder)
-        if (generation := generation_config(base, self.folder)) is not None:
-            model.generation_config = generation
+        model.generation_config = generation_config(base, self.folder)
         self.model, self.shards = model, Shards(self.folder, device, model)
         _untie(model, self.shards)
         self.experts = _expert_modules(model, storage)
