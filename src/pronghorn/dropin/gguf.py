@@ -34,13 +34,14 @@ def save_pretrained_gguf(
     check_others(save_pretrained_gguf, others, SAVING)
     from pronghorn.export.gguf_convert import Source, convert, require_converter, widest
     from pronghorn.export.gguf_file import quantized
-    from pronghorn.export.gguf_target import ADAPTER, VARIANTS, WIDE, begins_with_bos
+    from pronghorn.export.gguf_mixture import TYPES, WIDE
+    from pronghorn.export.gguf_target import begins_with_bos
     from pronghorn.report.display import make_display
 
     asked = [quantization_method] if isinstance(quantization_method, str) else list(quantization_method)
     kinds = [str(name).lower() for name in asked]
     for kind in kinds:
-        check_choice("quantization_method", kind, (*(name for name in VARIANTS if name != ADAPTER), *MEANT, WIDEST))
+        check_choice("quantization_method", kind, (*TYPES, *MEANT, WIDEST))
     base = base_of(model)
     require_converter(type(base).__name__)
     name = str(base.config._name_or_path)

@@ -7,6 +7,7 @@ import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -17,18 +18,18 @@ from pronghorn.export import gguf_lora, llama_cpp, merged
 from pronghorn.export.checking import Reference, Scores, Verdict, difference
 from pronghorn.export.gguf_convert import INSTALL, Converter, Source, convert, require_convertible, widest
 from pronghorn.export.gguf_file import differing, quantized
-from pronghorn.export.gguf_mixture import MIXTURES
+from pronghorn.export.gguf_mixture import MIXTURES, TYPES, WIDE
 from pronghorn.export.job import Job, write_base
 from pronghorn.export.usage import Usage, base_name
 from pronghorn.hub import model_folder
 
 ADAPTER = "adapter"
-WIDE = ("f16", "bf16", "f32")
-VARIANTS = ("q8_0", "q4_k_m", "q5_k_m", "q6_k", *WIDE, ADAPTER)
+VARIANTS = (*TYPES, ADAPTER)
 # What llama.cpp computes with such weights in; of 32 bits it is what it keeps keys and values in.
 ARITHMETIC = {"f32": torch.float16, "f16": torch.float16, "bf16": torch.bfloat16}
 # Bytes of the file beside those of the merged model in 16 bits.
-SHARE = {"q8_0": 0.54, "q6_k": 0.45, "q5_k_m": 0.4, "q4_k_m": 0.36, "f32": 2.0}
+SHARE = {"q8_0": 0.54, "q6_k": 0.45, "q5_k_m": 0.4, "q5_0": 0.4, "q4_k_m": 0.36, "q4_0": 0.36, "iq4_xs": 0.36, "q3_k_m": 0.36}
+SHARE |= {"f32": 2.0}
 CHATS: tuple[list[dict[str, str]], ...] = (
     [{"role": "user", "content": "Hello, who are you?"}],
     [{"role": "system", "content": "Answer in one word."}, {"role": "user", "content": "Is 2 < 3?"}],
@@ -147,7 +148,7 @@ def check(job: Job, reference: Reference) -> Verdict:
     scores = unrounded = _scores(found)
     if job.variant in MIXTURES:
         wide = _wide_file(job)
-        wrong += differing(wide.file, job.folder / file_name(job))
+        wrong += differing(wide.file, job.folder / file_name(job), job.report)
         wide.scores = wide.scores or _scores(llama_cpp.ask(wide.file, llama_cpp.Asked(rows=rows), job.report))
         unrounded = wide.scores
     beyond = difference(job.expected(reference, job.recipe if job.variant == ADAPTER else job.base_recipe), unrounded)
@@ -186,6 +187,6 @@ def _beside_its_base(job: Job, asked: llama_cpp.Asked) -> tuple[llama_cpp.Answer
 def usage(job: Job) -> list[Usage]:
     file = f"path/to/this/folder/{file_name(job)}"
     if job.variant == ADAPTER:
-        base = Path(base_name(job.recipe.model)).name
+        base = quote(Path(base_name(job.recipe.model)).name)
         return [Usage("llama.cpp", f"llama-server -m path/to/{base}.gguf --lora {file} --jinja")]
     return [Usage("llama.cpp", f"llama-server -m {file} --jinja")]

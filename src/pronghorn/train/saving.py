@@ -37,8 +37,8 @@ from pronghorn.train.trained_shards import trained_shards_of
 
 
 def try_first_save(recipe: Recipe, folder: Path, facts: ModelFacts, tokenizer: Any) -> None:
-    """Before weights load: the tokenizer's files and the model's config, written beside the checkpoints to come and removed, and
-    room for all of these (those kept, the best one and the one being written)."""
+    """Before weights load: the tokenizer's files and the model's config, written beside the checkpoints to come and removed,
+    and room for all of these (those kept, the best one and the one being written)."""
     with scratch(folder) as place:
         try_small_files(recipe.model, tokenizer, place)
         small = bytes_of(place)
