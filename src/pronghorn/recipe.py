@@ -119,6 +119,8 @@ class Data(Section):
     control_tokens: Literal["escape", "refuse", "keep"] = "escape"
     duplicates: Literal["keep", "drop-exact", "drop-near"] = "keep"
     junk: Literal["keep", "drop"] = "keep"
+    # rows of training data that the held-out data has, too (copies and near copies): told, dropped from training, or refused
+    leaks: Literal["warn", "drop", "refuse"] = "warn"
     workers: NonNegativeInt = 2  # threads that build packed batches ahead of the step
 
 

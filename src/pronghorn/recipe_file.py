@@ -66,6 +66,7 @@ data:
   control_tokens: escape                     # escape | refuse | keep: control tokens such as <|im_end|> inside a message
   duplicates: keep                           # keep | drop-exact | drop-near
   junk: keep                                 # keep | drop
+  leaks: warn                                # warn | drop (from train) | refuse: rows in train that are copies of held-out rows
   workers: 2                                 # threads that build packed batches ahead of the step
 train:
   epochs: 1

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from pronghorn.data.prepare import hold_out, prepare
+from pronghorn.data.prepare import prepare
+from pronghorn.data.splitting import apart
 from pronghorn.data.tokens import TokenizerFiles
 from pronghorn.errors import CommandError, PronghornError, RecipeError
 from pronghorn.memory.forecast import HOST_BYTES, Forecast, comparison, max_context_report, plan_report
@@ -62,11 +63,11 @@ def cached_data(recipe: Recipe) -> DataFacts | None:
     """From rows that some earlier command tokenized; None where that would have to be done first."""
     try:
         spec, wanted, capacity = recipe.data, recipe.objective.rows, recipe.train.capacity
-        table = prepare(spec.train, spec, _CachedOnly(recipe.model, spec), wanted=wanted, capacity=capacity).tokens
+        prepared = prepare(spec.train, spec, _CachedOnly(recipe.model, spec), wanted=wanted, capacity=capacity)
+        held_out = isinstance(spec.eval, float)
+        table = apart(prepared, None, spec, recipe.train.seed).train if held_out else prepared.tokens
     except (_NotPrepared, PronghornError):
         return None
-    if isinstance(recipe.data.eval, float):
-        table, _ = hold_out(table, recipe.data.eval, recipe.train.seed)
     lengths = table.lengths.astype("int64")
     tokens = int(lengths.sum())
     return DataFacts(

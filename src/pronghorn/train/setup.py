@@ -16,8 +16,9 @@ import torch
 from pronghorn.data.batches import BatchLoader, Cursor, Shapes, build_batch, steps_per_epoch
 from pronghorn.data.packing import Groups, Packs, pack
 from pronghorn.data.pair_packing import groups_of
-from pronghorn.data.prepare import Counts, Prepared, hold_out, prepare
+from pronghorn.data.prepare import Counts, Prepared, prepare
 from pronghorn.data.reading import Name
+from pronghorn.data.splitting import apart
 from pronghorn.data.tokens import TokenTable, load_tokenizer, padding_id
 from pronghorn.errors import DataError, ModelError, RecipeError, counted
 from pronghorn.model.causal_lm import engine_of, install, require_isolated_documents
@@ -75,11 +76,13 @@ class RunData:
     total_steps: int
     pad_id: int
     counts: Counts  # what became of the rows of data.train
+    split: str = ""  # by what a fraction of them was held out (data/splitting.py)
 
     @property
     def keys(self) -> dict[str, str]:
         """Tell whether a resumed run sees the data it began with."""
-        return {"data": data_key(self.train, self.pad_id), "held_out": data_key(self.evaluation, self.pad_id)}
+        keys = {"data": data_key(self.train, self.pad_id), "held_out": data_key(self.evaluation, self.pad_id)}
+        return keys | ({"split": self.split} if self.split else {})
 
     def summary(self, capacity: int) -> dict[str, Any]:
         return {
@@ -165,12 +168,11 @@ def prepare_data(recipe: Recipe, tokenizer: Any, *, report: Report, stage: Stage
         return prepare(names, recipe.data, tokenizer, progress=report, stage=stage, wanted=wanted, capacity=capacity)
 
     prepared = read(recipe.data.train)
-    train, evaluation, remarks = prepared.tokens.sharing(shared), None, (*prepared.remarks, *told)
-    if isinstance(recipe.data.eval, str):
-        held_out = read((recipe.data.eval,))
-        evaluation, remarks = held_out.tokens.sharing(shared), remarks + held_out.remarks
-    elif recipe.data.eval is not None:
-        train, evaluation = hold_out(train, recipe.data.eval, spec.seed)
+    held_out = read((recipe.data.eval,)) if isinstance(recipe.data.eval, str) else None
+    with stage("read"):
+        sides = apart(prepared, held_out, recipe.data, spec.seed, report)
+    train, evaluation = sides.train.sharing(shared), None if sides.held is None else sides.held.sharing(shared)
+    remarks = (*prepared.remarks, *told, *(held_out.remarks if held_out else ()), *sides.remarks)
     if recipe.eval.stop and evaluation is None:
         raise RecipeError(
             what="eval.stop needs held-out data",
@@ -183,7 +185,7 @@ def prepare_data(recipe: Recipe, tokenizer: Any, *, report: Report, stage: Stage
         groups = groups_of(train, objective_of(recipe).together)
         first = pack(groups, spec.capacity, seed=spec.seed, epoch=0)
         total = spec.steps or _steps(recipe, groups, first, report)
-    return RunData(train, evaluation, remarks, first, total, padding_id(tokenizer), prepared.counts)
+    return RunData(train, evaluation, remarks, first, total, padding_id(tokenizer), prepared.counts, sides.rule)
 
 
 def _steps(recipe: Recipe, groups: Groups, first: Packs, report: Report) -> int:
