@@ -11,8 +11,8 @@ import pytest
 
 from pronghorn.data.mixing import repeated
 from pronghorn.data.prepare import Prepared, prepare
-from pronghorn.data.splitting import apart
 from pronghorn.data.reading import SourceCount
+from pronghorn.data.splitting import apart
 from pronghorn.data.tokens import TokenizerFiles
 from pronghorn.errors import DataError
 from pronghorn.recipe import Data

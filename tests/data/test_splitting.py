@@ -41,7 +41,9 @@ def changed(row: dict[str, Any]) -> dict[str, Any]:
     return said(" ".join([*words[:-1], "another"]), row["messages"][1]["content"])
 
 
-def split(rows: list[dict[str, Any]], tmp_path: Path, held: Any = 0.1, seed: int = 1, wanted: Wanted = "documents", **spec: Any) -> Apart:
+def split(
+    rows: list[dict[str, Any]], tmp_path: Path, held: Any = 0.1, seed: int = 1, wanted: Wanted = "documents", **spec: Any
+) -> Apart:
     if isinstance(held, list):
         held = str(write_rows(tmp_path / "held.jsonl", held))
     path = str(write_rows(tmp_path / "a.jsonl", rows))
@@ -75,8 +77,15 @@ def test_rows_without_copies_are_held_out_as_before_copies_were_looked_for(tmp_p
     assert sorted(lines(split(different(50), tmp_path, seed=5).held)) == sorted((shuffled[:5] + 1).tolist())
 
 
-@pytest.mark.parametrize("copied", [dict, changed, lambda row: said(row["messages"][0]["content"].upper(), "  ".join(
-    row["messages"][1]["content"].split()), "Be brief.")], ids=["exact", "near", "case, spaces, system message"])
+@pytest.mark.parametrize(
+    "copied",
+    [
+        dict,
+        changed,
+        lambda row: said(row["messages"][0]["content"].upper(), "  ".join(row["messages"][1]["content"].split()), "Be brief."),
+    ],
+    ids=["exact", "near", "case, spaces, system message"],
+)
 def test_copies_go_to_one_side(tmp_path: Path, copied: Any) -> None:
     rows = different(200)
     found = split([*rows, *map(copied, rows)], tmp_path)
@@ -87,7 +96,10 @@ def test_copies_go_to_one_side(tmp_path: Path, copied: Any) -> None:
 
 def test_the_same_question_with_other_answers_is_not_a_copy(tmp_path: Path) -> None:
     rows = different(60, words=8)
-    other = [said(one["messages"][0]["content"], two["messages"][1]["content"]) for one, two in zip(rows, different(60, 7), strict=True)]
+    other = [
+        said(one["messages"][0]["content"], two["messages"][1]["content"])
+        for one, two in zip(rows, different(60, 7), strict=True)
+    ]
     held = {(line - 1) % 60 for line in lines(split([*rows, *other], tmp_path).held)}
     assert len(held) > 6
 
@@ -137,7 +149,8 @@ def test_a_file_is_compared_with_the_training_rows(tmp_path: Path) -> None:
     found = split(doubled, tmp_path, held)
     told = "3 of 23 held-out rows have texts that are also in the training data (2 exact and 1 near)"
     assert found.remarks[0].startswith(told)
-    assert "held.jsonl:21 is " in found.remarks[0] and "a.jsonl:4, " in found.remarks[0]
+    assert "held.jsonl:21 is " in found.remarks[0]
+    assert "a.jsonl:4, " in found.remarks[0]
     assert (len(found.train), len(lines(found.held))) == (101, 23)
     dropped = split(doubled, tmp_path, held, leaks="drop")
     assert sorted(set(range(1, 102)) - set(lines(dropped.train))) == [4, 5, 6, 101]

@@ -137,6 +137,25 @@ def test_a_lora_section_beside_method_full_is_told(recipe_for: RecipeFor) -> Non
     assert told not in check(recipe_for(lora={"r": 4})).notices
 
 
+def test_copies_and_their_steps_are_told(recipe_for: RecipeFor, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"{n} {n * n} what comes next {n + 1}?"},
+                {"role": "assistant", "content": "?"},
+            ]
+        }
+        for n in range(30)
+    ]
+    path = write_rows(tmp_path / "twice.jsonl", [*rows, *rows[:10], *rows[:10]])
+    facts = check(recipe_for(data={"train": [str(path)], "eval": 0.2}))
+    assert (facts.copies, facts.near_copies) == (20, 0)
+    assert facts.steps_on_copies == pytest.approx(facts.steps * 20 / 50, abs=1)
+    Console(width=200, force_terminal=False).print(facts.table())
+    assert "20 rows repeat others (20 word for word): about" in capsys.readouterr().out
+    assert check(recipe_for(data={"train": [str(path)], "duplicates": "drop-exact"})).copies == 0
+
+
 def test_counting_the_steps_of_many_epochs_shows_how_far_it_is(recipe_for: RecipeFor) -> None:
     shown: list[tuple[str, int, int]] = []
     check_run(recipe_for(train={"epochs": 3}), report=lambda *how_far: shown.append(how_far))

@@ -150,7 +150,7 @@ class _Marks:
 
 def _marks(side: Side, progress: Progress, common: npt.NDArray[np.uint64] | None = None) -> _Marks:
     common = _shared_passages(side) if common is None else common
-    known: dict[str, int] = {}
+    known = _Words()
     keys, signs, some = bytearray(), [np.zeros((0, _P), np.uint16)], [np.zeros(0, np.bool_)]
     for number, texts in enumerate(side.texts()):
         progress("comparing rows", number * BATCH, len(side))
@@ -171,7 +171,7 @@ def _shared_passages(side: Side) -> npt.NDArray[np.uint64]:
     numbers = np.unique(np.linspace(0, max(0, len(side) - 1), SAMPLED).astype(np.int64))
     sample = Side.of(side.table.select(side.first[numbers]))
     texts = {" ".join(WORD.findall(text)) for batch in sample.texts() for text in batch}
-    known: dict[str, int] = {}
+    known = _Words()
     found = [np.unique(_shingles(text.split(), known)) for text in texts]
     if len(found) < FEWEST:
         return np.zeros(0, np.uint64)
@@ -179,20 +179,23 @@ def _shared_passages(side: Side) -> npt.NDArray[np.uint64]:
     return np.asarray(hashes[counts >= SHARED_BY * len(found)])
 
 
-def _shingles(words: list[str], known: dict[str, int]) -> npt.NDArray[np.uint64]:
+class _Words(dict[str, int]):
+    """Each word's hash, made once."""
+
+    def __missing__(self, word: str) -> int:
+        digest = hashlib.blake2b(word.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        self[word] = found = int.from_bytes(digest, "little")
+        return found
+
+
+def _shingles(words: list[str], known: _Words) -> npt.NDArray[np.uint64]:
     """A hash of each three words in a row; of fewer words, of all."""
-    hashes = np.fromiter((known[word] if word in known else _hashed(word, known) for word in words), np.uint64, len(words))
+    hashes = np.fromiter(map(known.__getitem__, words), np.uint64, len(words))
     width = min(SHINGLE, len(words))
     total = np.zeros(max(0, len(words) - width + 1) if width else 0, np.uint64)
     for place in range(width):
         total += hashes[place : place + len(total)] * _PLACES[place]
     return total ^ (total >> np.uint64(29))
-
-
-def _hashed(word: str, known: dict[str, int]) -> int:
-    digest = hashlib.blake2b(word.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    known[word] = int.from_bytes(digest, "little")
-    return known[word]
 
 
 def _signs(hashes: npt.NDArray[np.uint64], owners: Longs, rows: int) -> npt.NDArray[np.uint16]:

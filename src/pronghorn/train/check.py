@@ -6,16 +6,18 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 from rich.table import Table
 
 from pronghorn.data.batches import Shapes
+from pronghorn.data.copies import Side, families
 from pronghorn.errors import counted
 from pronghorn.memory.dry_run import static_parts
 from pronghorn.model.config import read_config
 from pronghorn.recipe import Recipe
 from pronghorn.report.loggers.table import require_installed
 from pronghorn.train.memory import plan_memory, plan_of_everything
-from pronghorn.train.setup import look_ahead, notices, prepare_data
+from pronghorn.train.setup import RunData, look_ahead, notices, prepare_data
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,9 @@ class Facts:
     sources: tuple[str, ...] = ()  # where there are several
     plan: tuple[str, ...] = ()  # how the layers would be kept, where there is a GPU or a budget
     no_memory: str = ""  # why memory is not estimated
+    copies: int = 0  # rows that say what another row says, word for word
+    near_copies: int = 0  # or almost
+    steps_on_copies: int = 0  # of `steps`, about
 
     @property
     def memory(self) -> int:
@@ -61,6 +66,7 @@ class Facts:
             ("trained", f"{self.trainable:,} parameters, {self.precision} on {self.device}"),
             ("data", f"{counted(self.documents, 'document')}, {self.tokens:,} tokens, {share:.0%} of them carry loss"),
             *(("", text) for text in self.sources),
+            *(("copies", self._copies()) for _ in range(bool(self.copies + self.near_copies))),
             ("held out", counted(self.eval_documents, "document")),
             ("packing", f"{counted(self.packs, 'pack')} per epoch, {self.packing_efficiency:.1%} full"),
             ("steps", f"{self.steps:,}, with {counted(self.micro_batches_per_step, 'micro-batch', 'micro-batches')} each"),
@@ -70,6 +76,31 @@ class Facts:
         ):
             table.add_row(name, value)
         return table
+
+    def _copies(self) -> str:
+        share = f"about {self.steps_on_copies:,} of {counted(self.steps, 'step')}"
+        near = f" and {self.near_copies:,} almost" if self.near_copies else ""
+        drop = "drop-near" if self.near_copies else "drop-exact"
+        return (
+            f"{counted(self.copies + self.near_copies, 'row')} repeat others ({self.copies:,} word for word{near}): {share};"
+            f" data.duplicates: {drop} drops them"
+        )
+
+
+def _copies(data: RunData, report: Callable[[str, int, int], None]) -> dict[str, int]:
+    """Of all rows, also those held out. Preference rows that share a prompt are no copies."""
+    prepared, table = data.prepared, data.prepared.tokens
+    if table.pairs is not None:
+        return {}
+    side = Side.of(table)
+    kin, own = families(side, prepared.path, report), np.arange(len(side))
+    tokens = int(table.lengths[side.rows(kin.near != own)].sum(dtype=np.int64))
+    exact = int((kin.exact != own).sum())
+    return {
+        "copies": exact,
+        "near_copies": int((kin.near != own).sum()) - exact,
+        "steps_on_copies": round(data.total_steps * tokens / int(table.lengths.sum(dtype=np.int64))),
+    }
 
 
 def check_run(recipe: Recipe, *, report: Callable[[str, int, int], None]) -> Facts:
@@ -112,4 +143,5 @@ def check_run(recipe: Recipe, *, report: Callable[[str, int, int], None]) -> Fac
         plan=tuple(planned.text()) if planned else (),
         no_memory=plan if isinstance(plan, str) else "",
         notices=tuple(notices(recipe, data, device, precision, facts)),
+        **_copies(data, report),
     )

@@ -58,7 +58,11 @@ def evaluate_run(run: Path, which: str, *, data: str | None, report: Report, ask
         prepared = prepare_data(recipe, tokenizer, report=report, stage=lambda _: nullcontext())
         if prepared.evaluation is None:
             raise CommandError(what="the run has no held-out data", where=str(run), fix="pass some: --data FILE")
-        if isinstance(recipe.data.eval, float) and trained.data.startswith(EVERY_TOKEN) and trained.data != prepared.keys["data"]:
+        if (
+            isinstance(recipe.data.eval, float)
+            and trained.data.startswith(EVERY_TOKEN)
+            and trained.data != prepared.keys["data"]
+        ):
             raise CommandError(
                 what="the rows that the run held out cannot be found again",
                 where=str(run),

@@ -76,7 +76,7 @@ def _split_otherwise(checkpoint: str, where: str) -> CheckpointError:
         what=f"the training data is not what {checkpoint} was trained on",
         where=where,
         why="it is from a version that held out rows one by one; this one keeps copies of a row on one side. Or files changed",
-        fix="finish the run with the version that began it, or start over with --fresh (the old folder is renamed, not deleted)",
+        fix="finish the run with the version that began it, or start over with --fresh (the old folder is renamed)",
     )
 
 

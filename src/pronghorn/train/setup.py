@@ -75,8 +75,13 @@ class RunData:
     first_epoch: Packs
     total_steps: int
     pad_id: int
-    counts: Counts  # what became of the rows of data.train
+    prepared: Prepared  # all rows of data.train, also those held out
     split: str = ""  # by what a fraction of them was held out (data/splitting.py)
+
+    @property
+    def counts(self) -> Counts:
+        """What became of the rows of data.train."""
+        return self.prepared.counts
 
     @property
     def keys(self) -> dict[str, str]:
@@ -185,7 +190,7 @@ def prepare_data(recipe: Recipe, tokenizer: Any, *, report: Report, stage: Stage
         groups = groups_of(train, objective_of(recipe).together)
         first = pack(groups, spec.capacity, seed=spec.seed, epoch=0)
         total = spec.steps or _steps(recipe, groups, first, report)
-    return RunData(train, evaluation, remarks, first, total, padding_id(tokenizer), prepared.counts, sides.rule)
+    return RunData(train, evaluation, remarks, first, total, padding_id(tokenizer), prepared, sides.rule)
 
 
 def _steps(recipe: Recipe, groups: Groups, first: Packs, report: Report) -> int:
