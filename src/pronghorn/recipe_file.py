@@ -72,6 +72,7 @@ train:
   epochs: 1
   # steps: 1000                              # number of optimizer steps; overrides epochs
   batch_tokens: 65536                        # tokens per optimizer step
+  # batch_rows: 16                           # rows per optimizer step (preference data: pairs), in place of batch_tokens
   capacity: 16384                            # tokens per micro-batch
   lr: 2e-4
   schedule: cosine                           # cosine | linear | constant

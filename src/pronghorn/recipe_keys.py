@@ -50,7 +50,7 @@ SYNONYMS = {
     "train.lr": ("learning_rate", "learningrate"),
     "train.epochs": ("num_epochs", "num_train_epochs", "n_epochs", "epoch"),
     "train.steps": ("max_steps", "num_steps", "total_steps", "iters", "iterations"),
-    "train.batch_tokens": (
+    "train.batch_rows": (
         "batch_size",
         "per_device_train_batch_size",
         "micro_batch_size",
@@ -58,6 +58,7 @@ SYNONYMS = {
         "train_batch_size",
         "global_batch_size",
     ),
+    "train.batch_tokens": ("tokens_per_step", "max_tokens_per_batch"),
     "train.schedule": ("lr_scheduler", "lr_scheduler_type", "scheduler", "lr_schedule"),
     "train.warmup": ("warmup_ratio", "warmup_steps", "num_warmup_steps"),
     "train.optimizer": ("optim",),

@@ -48,21 +48,19 @@ def apart(prepared: Prepared, held: Prepared | None, spec: Data, seed: int, prog
 def hold_out(side: Side, fraction: float, seed: int, spec: Data, cache: Path, progress: Progress = silent) -> Apart:
     """The same rows for the same seed. Pieces of one split row, answers to one prompt and copies stay together."""
     unit, target = unit_of(side.table), max(1, round(fraction * len(side)))
-    cannot = DataError(
-        f"data.eval: {fraction:.1%} cannot be held out of {counted(len(side), unit)}", where="data.eval",
-        why="none would be left to train on", fix="add rows, or set data.eval to a separate file",
-    )  # fmt: skip
     if target >= len(side):
-        raise cannot
+        raise DataError(
+            f"data.eval: {fraction:.1%} cannot be held out of {counted(len(side), unit)}", where="data.eval",
+            why="none would be left to train on", fix="add rows, or set data.eval to a separate file",
+        )  # fmt: skip
     order = np.random.Generator(np.random.Philox(key=[seed, 0])).permutation(len(side))
     kin, remarks = families(side, cache, progress), []
-    for rule, family in (("near copies", kin.near), ("copies", kin.exact), (BY_ROW, np.arange(len(side)))):
-        if rule == BY_ROW and side.table.pairs is None:  # nothing but copies of one row
-            cannot.why, cannot.fix = "all rows are copies of one another", "set data.eval to a separate file"
-            raise cannot
-        held = _held(family, order, target)
-        if target <= 2 * held.sum() and held.sum() <= max(2 * target, len(side) // 2):
-            break
+    rule, held = BY_ROW, np.zeros(len(side), np.bool_)
+    held[order[:target]] = True
+    for name, family in (("copies", kin.exact), ("near copies", kin.near)):  # the stricter rule, if the fraction allows it
+        together = _held(family, order, target)
+        if target <= 2 * together.sum() and together.sum() <= max(2 * target, len(side) // 2):
+            rule, held = name, together
     if rule != "near copies":
         remarks.append(_not_apart(side, kin, rule))
     if abs(int(held.sum()) - target) > 0.1 * target:

@@ -17,7 +17,8 @@ from pronghorn.model.config import read_config
 from pronghorn.recipe import Recipe
 from pronghorn.report.loggers.table import require_installed
 from pronghorn.train.memory import plan_memory, plan_of_everything
-from pronghorn.train.setup import RunData, look_ahead, notices, prepare_data
+from pronghorn.train.setup import RunData, look_ahead, prepare_data
+from pronghorn.train.sizes import notices
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Facts:
     sources: tuple[str, ...] = ()  # where there are several
     plan: tuple[str, ...] = ()  # how the layers would be kept, where there is a GPU or a budget
     no_memory: str = ""  # why memory is not estimated
+    rows_per_step: int | None = None  # where the recipe says it
     copies: int = 0  # rows that say what another row says, word for word
     near_copies: int = 0  # or almost
     steps_on_copies: int = 0  # of `steps`, about
@@ -69,13 +71,19 @@ class Facts:
             *(("copies", self._copies()) for _ in range(bool(self.copies + self.near_copies))),
             ("held out", counted(self.eval_documents, "document")),
             ("packing", f"{counted(self.packs, 'pack')} per epoch, {self.packing_efficiency:.1%} full"),
-            ("steps", f"{self.steps:,}, with {counted(self.micro_batches_per_step, 'micro-batch', 'micro-batches')} each"),
+            ("steps", self._steps()),
             ("memory", f"not estimated: {self.no_memory}" if self.no_memory else memory),
             *(("plan", text) for text in self.plan),
             *(("note", text) for text in self.notices),
         ):
             table.add_row(name, value)
         return table
+
+    def _steps(self) -> str:
+        packs = counted(self.micro_batches_per_step, "micro-batch", "micro-batches")
+        if self.rows_per_step is None:
+            return f"{self.steps:,}, with {packs} each"
+        return f"{self.steps:,}, with {counted(self.rows_per_step, 'row')} each, in about {packs}"
 
     def _copies(self) -> str:
         share = f"about {self.steps_on_copies:,} of {counted(self.steps, 'step')}"
@@ -114,7 +122,9 @@ def check_run(recipe: Recipe, *, report: Callable[[str, int, int], None]) -> Fac
     trainable = facts.parameters if recipe.method == "full" else facts.adapter_parameters
     shapes = Shapes.planned(data.train, data.first_epoch, recipe.train.capacity)
     config = read_config(recipe.model)
-    planned = plan_memory(recipe, config, shapes, device, precision, evaluates=data.evaluation is not None)
+    planned = plan_memory(
+        recipe, config, shapes, device, precision, evaluates=data.evaluation is not None, packs=data.packs_per_step
+    )
     plan = planned.plan if planned else plan_of_everything(recipe, config, shapes, device, precision)
     weights = training = activations = 0
     if not isinstance(plan, str):
@@ -134,7 +144,8 @@ def check_run(recipe: Recipe, *, report: Callable[[str, int, int], None]) -> Fac
         eval_documents=len(data.evaluation) if data.evaluation is not None else 0,
         packs=summary["packs"],
         packing_efficiency=summary["efficiency"],
-        micro_batches_per_step=recipe.train.packs,
+        micro_batches_per_step=data.packs_per_step or recipe.step_packs(),
+        rows_per_step=recipe.train.batch_rows,
         steps=data.total_steps,
         memory_weights=weights,
         memory_training=training,
