@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Sequence
-from typing import get_args
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
@@ -79,6 +79,18 @@ SYNONYMS = {
 }
 MEANS = {name: key for key, names in SYNONYMS.items() for name in names}
 
+KeyPath = tuple[str | int, ...]
+OF_A_SOURCE = {
+    "fields": ["columns"],
+    "rows": ["max_rows"],
+    "limit": ["max_rows"],
+    "file": ["path"],
+    "config": ["name"],
+    "ratio": ["weight"],
+    "probability": ["weight"],
+    "type": ["format"],
+}  # of a source's keys, as other tools have them
+
 
 def all_keys(model: type[BaseModel] = Recipe, above: str = "") -> Iterator[str]:
     """Every key, as `train.lr`; sections themselves are not."""
@@ -112,3 +124,34 @@ def key_like(path: Sequence[str]) -> str:
         found = next(key for key in keys if key.split(".")[-1] == close[0])
     *parents, last = found.split(".")
     return last if parents == list(section) else found
+
+
+def source_key_like(key: str, known: Sequence[str]) -> str:
+    """The key of one source of data.train that is meant; nothing, where none is like it."""
+    return next(iter([*OF_A_SOURCE.get(key.lower(), []), *difflib.get_close_matches(key.lower(), known, n=1)]), "")
+
+
+def default_of(path: KeyPath) -> Any:
+    """What the key is where nobody sets it, as it is written in a recipe; None where that says nothing."""
+    model: type[BaseModel] | None = Recipe
+    for part in path[:-1]:
+        model = section_of(model.model_fields[str(part)].annotation) if model and str(part) in model.model_fields else None
+    field = model.model_fields.get(str(path[-1])) if model else None
+    return field.default if field is not None and isinstance(field.default, (int, float)) else None
+
+
+def keys_in(path: KeyPath) -> list[str]:
+    """The keys a section takes."""
+    model: type[BaseModel] = Recipe
+    for part in path:
+        if isinstance(part, int):  # of a list of sections, whose keys are those of one of them
+            continue
+        sections = [a for a in _inside(model.model_fields[part].annotation) if isinstance(a, type) and issubclass(a, BaseModel)]
+        if not sections:
+            return []
+        model = sections[0]
+    return list(model.model_fields)
+
+
+def _inside(annotation: Any) -> list[Any]:
+    return [annotation, *(inner for part in get_args(annotation) for inner in _inside(part))]

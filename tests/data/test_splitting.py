@@ -124,7 +124,7 @@ def test_preference_rows_are_held_out_by_their_prompts(tmp_path: Path) -> None:
     found = split(alike, tmp_path, wanted="pairs")
     assert len(lines(found.held)) == 6
     assert "30 of 30 pairs have prompts that are near copies of one another" in found.remarks[0]
-    assert "3 of 3 held-out pairs have prompts that are also in the training data (3 exact)" in found.remarks[1]
+    assert "3 of 3 held-out pairs: the training data has the same prompt (3 exact)" in found.remarks[1]
 
 
 def test_where_all_rows_are_alike_near_copies_are_told(tmp_path: Path) -> None:
@@ -133,13 +133,13 @@ def test_where_all_rows_are_alike_near_copies_are_told(tmp_path: Path) -> None:
     assert len(lines(found.held)) == 2
     assert "10 of 10 rows have texts that are near copies of one another, too many to keep on one side" in found.remarks[0]
     assert "2 of 2 held-out rows" in found.remarks[1]
-    with pytest.raises(DataError, match="also in the training data"):
+    with pytest.raises(DataError, match="the training data has the same text"):
         split(rows, tmp_path, 0.2, leaks="refuse")
     with pytest.raises(DataError, match="leaves no row"):
         split(rows, tmp_path, 0.2, leaks="drop")
     found = split([rows[0]] * 12, tmp_path, 0.2)
     assert "each row is held out by itself" in found.remarks[0]
-    assert "2 of 2 held-out rows have texts that are also in the training data (2 exact)" in found.remarks[1]
+    assert "2 of 2 held-out rows: the training data has the same text (2 exact)" in found.remarks[1]
 
 
 def test_a_file_is_compared_with_the_training_rows(tmp_path: Path) -> None:
@@ -147,9 +147,9 @@ def test_a_file_is_compared_with_the_training_rows(tmp_path: Path) -> None:
     held = [*different(20, seed=9), rows[3], changed(rows[4]), rows[5]]
     doubled = [*rows, rows[3]]
     found = split(doubled, tmp_path, held)
-    told = "3 of 23 held-out rows have texts that are also in the training data (2 exact and 1 near)"
+    told = "3 of 23 held-out rows: the training data has the same text (2 exact and 1 near)"
     assert found.remarks[0].startswith(told)
-    assert "held.jsonl:21 is " in found.remarks[0]
+    assert "held.jsonl:21 like " in found.remarks[0]
     assert "a.jsonl:4, " in found.remarks[0]
     assert (len(found.train), len(lines(found.held))) == (101, 23)
     dropped = split(doubled, tmp_path, held, leaks="drop")

@@ -113,13 +113,11 @@ def _policy(train: Side, held: Side, found: Leaks, spec: Data, where: str, rule:
     if not len(found.held):
         return Apart(train.table, held.table, rule=rule)
     unit, exact = unit_of(held.table), int(found.exact.sum())
-    same = "prompts that" if held.table.pairs is not None else "texts that"
+    same = "prompt" if held.table.pairs is not None else "text"
     kinds = " and ".join(f"{count:,} {kind}" for count, kind in ((exact, "exact"), (len(found.held) - exact, "near")) if count)
-    what = (
-        f"{len(found.held):,} of {counted(len(held), f'held-out {unit}')} have {same} are also in the training data ({kinds})"
-    )
+    what = f"{len(found.held):,} of {counted(len(held), f'held-out {unit}')}: the training data has the same {same} ({kinds})"
     named = list(zip(found.held[:NAMED], found.copy[:NAMED], strict=True))
-    rows = ", ".join(f"{held.where(int(a))} is {train.where(int(b))}" for a, b in named)
+    rows = ", ".join(f"{held.where(int(a))} like {train.where(int(b))}" for a, b in named)
     rows += ", ..." * (len(found.held) > NAMED)
     if spec.leaks == "refuse":
         raise DataError(

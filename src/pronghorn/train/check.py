@@ -89,10 +89,9 @@ class Facts:
         share = f"about {self.steps_on_copies:,} of {counted(self.steps, 'step')}"
         near = f" and {self.near_copies:,} almost" if self.near_copies else ""
         drop = "drop-near" if self.near_copies else "drop-exact"
-        return (
-            f"{counted(self.copies + self.near_copies, 'row')} repeat others ({self.copies:,} word for word{near}): {share};"
-            f" data.duplicates: {drop} drops them"
-        )
+        rows = counted(self.copies + self.near_copies, "row")
+        told = f"{rows} like an earlier one ({self.copies:,} word for word{near}): {share}"
+        return f"{told}; data.duplicates: {drop} drops such rows"
 
 
 def _copies(data: RunData, report: Callable[[str, int, int], None]) -> dict[str, int]:

@@ -9,7 +9,7 @@ import torch
 
 from pronghorn.data.pair_choices import first_rows
 from pronghorn.data.prepare import prepare
-from pronghorn.data.reading import parts_of
+from pronghorn.data.reading import parts_of, text_bytes
 from pronghorn.data.splitting import apart
 from pronghorn.data.tokens import TokenizerFiles
 from pronghorn.errors import CommandError, PronghornError, RecipeError
@@ -23,8 +23,6 @@ from pronghorn.model.families import FAMILIES, why_not_fast
 from pronghorn.recipe import Recipe
 
 __all__ = ["comparison", "forecast", "forecast_of_many"]
-
-TEXT = ("jsonl", "json", "csv", "tsv", "txt")  # kinds of files whose size tells their tokens
 
 
 def why_no_plan(recipe: Recipe, config: Any) -> str:
@@ -86,11 +84,10 @@ def cached_data(recipe: Recipe) -> DataFacts | None:
 def estimated_tokens(recipe: Recipe) -> int | None:
     """From the sizes of the files; None where they say little: packed files, Hub data sets, a part of the rows."""
     try:
-        parts = parts_of(recipe.data.train, recipe.data, recipe.objective.rows)
-        if any(part.source.kind not in TEXT or part.source.packing or part.max_rows for part in parts):
-            return None
-        amount = sum(part.source.path.stat().st_size * part.weight for part in parts)
+        amount = text_bytes(parts_of(recipe.data.train, recipe.data, recipe.objective.rows))
     except (PronghornError, OSError):
+        return None
+    if amount is None:
         return None
     held_out = recipe.data.eval if isinstance(recipe.data.eval, float) else 0.0
     return int(amount / BYTES_PER_TOKEN * (1 - held_out) * recipe.train.epochs) or None
