@@ -23,7 +23,8 @@ from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 
 from pronghorn.errors import PronghornError, RecipeError, raise_all
 from pronghorn.recipe import Recipe
-from pronghorn.recipe_keys import KeyPath, default_of, key_like, keys_in, source_key_like
+from pronghorn.recipe_keys import KeyPath as KeyPath
+from pronghorn.recipe_keys import default_of, key_like, keys_in, source_key_like
 
 EXAMPLE = """\
 # A Pronghorn recipe with all keys. Only `model` and `data.train` are required. Values are the defaults, except data.eval;

@@ -119,6 +119,7 @@ def batch(
     if total and draft.get(total) is not None and draft.get(accumulation) is None:
         steps = max(1, int(or_default(draft, total, whole, rows)) // rows)
     in_a_step = rows * steps
+    parts: tuple[str, ...]
     if packed:
         fits = [n for n in range(1, min(in_a_step, CAPACITY // tokens) + 1) if in_a_step % n == 0] or [1]
         target, value, capacity = "train.batch_tokens", in_a_step * tokens, max(fits) * tokens
