@@ -52,10 +52,10 @@ EXPECTED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
             "data.fields.instruction": "question",
             "data.template": "llama-3",
             "data.max_length": 1024,
-            "train.batch_tokens": 16384,  # 2 x 4 pairs of two answers
-            "train.capacity": 16384,
+            "train.batch_rows": 8,  # pairs, of two answers each
+            "train.capacity": 4096,
         },
-        ["chat_template", "sample_packing"],
+        ["chat_template"],
     ),
     "reward-model.yml": (
         "pairs",
@@ -65,9 +65,9 @@ EXPECTED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
             "data.template": "chatml",
             "data.train": ("pairs.jsonl",),
             "eval.generations": 0,
-            "train.batch_tokens": 8192,
+            "train.batch_rows": 8,
         },
-        ["micro_batch_size"],
+        [],
     ),
     "lora-alpaca.yml": (
         "alpaca",
@@ -123,16 +123,16 @@ EXPECTED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
             "method": "lora",
             "precision": "bf16",
             "data.template": "llama-3",
-            "train.batch_tokens": 32768,
+            "train.batch_rows": 8,
             "train.warmup": 10,
             "train.optimizer": "paged_adamw_8bit",
             "eval.every": 0.0625,
             "eval.stop.patience": 3,
             "checkpoint.every": 0.125,
             "checkpoint.keep": 2,
-            "train.capacity": 16384,
+            "train.capacity": 4096,
         },
-        ["load_in_8bit", "sample_packing"],
+        ["load_in_8bit"],
     ),
     "full-sharded.yml": (
         "talks",
@@ -298,9 +298,14 @@ def test_sources_that_need_another_template_are_told(first: str, second: str) ->
     [
         (
             "micro_batch_size: 3\ngradient_accumulation_steps: 5\nsequence_len: 4096",
-            {"train.batch_tokens": 61440, "train.capacity": 12288},
+            {"train.batch_rows": 15, "train.capacity": 4096},
         ),
-        ("micro_batch_size: 2\nbatch_size: 8\nsequence_len: 32768", {"train.batch_tokens": 262144, "train.capacity": 32768}),
+        ("micro_batch_size: 2\nbatch_size: 8\nsequence_len: 32768", {"train.batch_rows": 8, "train.capacity": 32768}),
+        ("micro_batch_size: 2\nsequence_len: 100", {"train.batch_rows": 2, "train.capacity": 200}),
+        (
+            "micro_batch_size: 3\ngradient_accumulation_steps: 5\nsequence_len: 4096\nsample_packing: true",
+            {"train.batch_tokens": 61440, "train.batch_rows": None, "train.capacity": 12288},
+        ),
         ("bf16: false\nfp16: true", {"precision": "fp16"}),
         ("bf16: false\nfp16: false", {"precision": "fp32"}),
         ("bf16: 'yes'", {"precision": "bf16"}),

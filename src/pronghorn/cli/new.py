@@ -7,7 +7,12 @@ from pathlib import Path
 from shlex import quote
 
 from pronghorn.cli.output import say
-from pronghorn.errors import CommandError, EnvironmentFault
+from pronghorn.errors import CommandError, EnvironmentFault, PronghornError, counted
+
+STEPS = 100  # that an epoch should have, if the data is enough for them
+LEAST = 2048  # tokens in a step: no less than a row of data.max_length
+FEW = 1_000_000  # tokens
+BYTES_PER_TOKEN = 4  # as in memory/forecast.py, which takes seconds to import
 
 
 def new_options(one: argparse.ArgumentParser) -> None:
@@ -39,12 +44,44 @@ def new(arguments: argparse.Namespace) -> None:
         raise CommandError(what="no output file given", fix="name one: pronghorn new my.yaml, or - for standard output")
     from pronghorn.recipe_file import example
 
-    text = example(model=arguments.model, data=arguments.data, method=arguments.method)
+    text = example(model=arguments.model, data=arguments.data, method=arguments.method, sizes=_sizes(arguments.data))
     if target == "-":
         print(text, end="")
         return
     _write(target, text)
     say(arguments, {"written": target}, f"wrote {target}; next: pronghorn check {quote(target)}")
+
+
+def _sizes(data: list[str]) -> dict[str, tuple[str, str]]:
+    """Values that fit the data, where its files tell how much there is: the beginning of a line -> value and comment."""
+    if not data or not all(Path(name).expanduser().exists() for name in data):
+        return {}
+    from pronghorn.data.reading import parts_of, text_bytes
+    from pronghorn.recipe import Data, Train
+
+    try:
+        amount = text_bytes(parts_of(data, Data(train=tuple(data))))
+    except (PronghornError, OSError):
+        return {}  # `check` tells what is wrong with it
+    tokens = int((amount or 0) / BYTES_PER_TOKEN)
+    size, usual = LEAST, Train()
+    while size * 2 * STEPS <= tokens and size < usual.batch_tokens:
+        size *= 2
+    if not tokens or size == usual.batch_tokens:
+        return {}
+    steps = max(1, tokens // size)
+    sizes = {
+        "  batch_tokens: ": (
+            str(size),
+            f"tokens per optimizer step: about {counted(steps, 'step')} of about {tokens:,} tokens",
+        ),
+        "  every: ": ("0.1", "a fraction of all steps, because there are few; or steps"),
+    }
+    if size < usual.capacity:
+        sizes["  capacity: "] = (str(size), "tokens per micro-batch, no more than batch_tokens")
+    if tokens < FEW:
+        sizes["  eval: "] = ("0.05", "a file, or the fraction of train to hold out; of little data more than of much")
+    return sizes
 
 
 def _target(arguments: argparse.Namespace) -> str | None:

@@ -22,6 +22,7 @@ from pronghorn.recipe import Data, DataSource
 from pronghorn.recipe_objective import Rows as Wanted
 
 ROWS_TO_KNOW_A_FORMAT = 100
+TEXT = ("jsonl", "json", "csv", "tsv", "txt")  # kinds of files whose size tells their tokens
 FIRST_BAD_ROWS = 3  # named in an error, besides the first of all
 Name = str | DataSource
 Stage = Callable[[str], AbstractContextManager[Any]]
@@ -153,6 +154,13 @@ class Reading:
             if not chunk.read:
                 return
             yield chunk
+
+
+def text_bytes(parts: Sequence[Part]) -> float | None:
+    """Of files whose size tells their tokens, each as often as its weight says; None: of others, or of a part of the rows."""
+    if any(part.source.kind not in TEXT or part.source.packing or part.max_rows for part in parts):
+        return None
+    return sum(part.source.path.stat().st_size * part.weight for part in parts)
 
 
 def expected_rows(parts: Sequence[Part]) -> int:
