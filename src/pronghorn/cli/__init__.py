@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -59,7 +60,8 @@ def main(words: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         ignore_ctrl_c(words)
-        print("stopped", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":  # one of several ranks says so
+            print("stopped", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `pronghorn data show ... | head`
         forget_output()
