@@ -19,8 +19,8 @@ from pronghorn.scripts.running import run
 
 def script(text: str, notes: Notes | None = None) -> dict[str, Any]:
     """The names that a script has in the end."""
-    with Adaptor(notes or Notes(lambda text: None)) as adaptor:
-        names: dict[str, Any] = {"__name__": "__main__", "__builtins__": adaptor.builtins}
+    with Adaptor(notes or Notes(lambda text: None)):
+        names: dict[str, Any] = {"__name__": "__main__"}
         exec(text, names)
     return names
 

@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 from pronghorn.errors import CommandError
 from pronghorn.scripts.fronts import MOVED, SEEN_THROUGH
 from pronghorn.scripts.modules import OURS, STOOD_IN_FOR, not_here
-from pronghorn.scripts.notebooks import Cell, read_cells
+from pronghorn.scripts.notebooks import NOT_COMPILED, Cell, cannot_compile, read_cells
 from pronghorn.scripts.renames import BITSANDBYTES_ADAMW, LEFT_OUT, REFUSED, RENAMED, TRAINER_RENAMED
 
 # Arguments that trainers took themselves, and that are part of their args now.
@@ -98,8 +98,10 @@ def of_script(path: Path) -> list[Found]:
         found += [Found(name, f"skipped: {line}") for line in (cell.skipped if cell else ())]
         try:
             tree = ast.parse(source)
-        except (SyntaxError, ValueError) as error:
+        except SyntaxError as error:
             raise CommandError(what=f"invalid Python: {error}", where=name, fix="fix the syntax error first") from error
+        except NOT_COMPILED as error:
+            raise cannot_compile(error, name) from error
         off = {id(node) for block in ast.walk(tree) if _is_off(block) for one in block.body for node in ast.walk(one)}
         for node in sorted((node for node in ast.walk(tree) if hasattr(node, "lineno")), key=lambda node: node.lineno):
             found += [

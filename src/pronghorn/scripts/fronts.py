@@ -85,11 +85,6 @@ class Fronts:
             return returning_ids(value)
         return value
 
-    def import_module(self, name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:  # noqa: A002
-        """`__import__` of the script's own files."""
-        found = __import__(name, globals, locals, fromlist, level)
-        return self.offered(found) if level == 0 and name.partition(".")[0] in SEEN_THROUGH else found
-
 
 def trainer_front(real: type, notes: Notes) -> type:
     def __init__(self: Any, *given: Any, **named: Any) -> None:  # noqa: N807 - it becomes the method
