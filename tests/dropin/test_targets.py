@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from peft import LoraConfig, get_peft_model
 
 from api_parts import LINEARS, adapted
 from image_text_models import save_image_text_model
 from pronghorn import FastModel
 from pronghorn.dropin.targets import chosen_targets
-from pronghorn.errors import CommandError
+from pronghorn.errors import CommandError, ModelError
+from pronghorn.kernels.runtime import dispatch
 from samples import make_model
 from tables import table
 
@@ -63,6 +65,26 @@ def test_the_adapter_that_is_there_is_trained_on(tiny_model: Path, capsys: pytes
     partly, _ = adapted(tiny_model, target_modules=LINEARS[:4])
     with pytest.raises(CommandError, match="target_modules="):
         FastModel.get_peft_model(partly, r=4, target_modules="all-linear")
+
+
+def test_targets_mean_what_they_mean_to_peft(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names for several families in one list, as public scripts have it, and ends of paths: the same adapters as PEFT's."""
+    monkeypatch.setattr(dispatch, "_said", set())
+    asked = ["self_attn.q_proj", "mlp.down_proj", "layers.1.self_attn.o_proj", "shared_mlp.input_linear", "Wqkv", "v_porj"]
+    model, _ = adapted(tiny_model, target_modules=asked)
+    stock = get_peft_model(make_model(), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=asked))
+    paths = [{name for name, p in one.named_parameters() if p.requires_grad} for one in (model, stock)]
+    assert paths[0] == paths[1]
+    assert len(paths[0]) == 2 * (2 + 2 + 1)
+    said = capsys.readouterr().err
+    for name in ("shared_mlp.input_linear", "Wqkv", "v_porj"):
+        assert f"target_modules: {name} is left out: the model has no such linear layer" in said
+    assert "did you mean `v_proj`?" in said
+    assert FastModel.get_peft_model(model, r=4, target_modules=asked) is model
+    with pytest.raises(ModelError, match="`Wqkv` matches no linear layer"):
+        adapted(tiny_model, target_modules=["Wqkv", "out_proj"])
 
 
 def test_a_vision_tower_is_never_adapted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

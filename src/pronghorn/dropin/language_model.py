@@ -30,9 +30,9 @@ from pronghorn.dropin.arguments import (
     chosen_layers,
     one_device,
     precision_of,
-    set_length,
 )
 from pronghorn.dropin.instance import make_fast, verify_loaded
+from pronghorn.dropin.length import set_length
 from pronghorn.dropin.targets import SWITCHES, chosen_targets, require_same_adapter
 from pronghorn.errors import CommandError
 from pronghorn.hub import model_folder
