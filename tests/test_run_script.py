@@ -139,7 +139,7 @@ def test_ctrl_c_ends_a_script_with_its_traceback(tmp_path: Path) -> None:
 
 def test_an_error_of_ours_and_one_of_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "ours.py").write_text(
-        "from unsloth import FastVisionModel\nFastVisionModel.from_pretrained('x')\n", encoding="utf-8"
+        "from unsloth import FastSentenceTransformer\nFastSentenceTransformer.from_pretrained('x')\n", encoding="utf-8"
     )
     (tmp_path / "own.py").write_text("open('/no/such/file')\n", encoding="utf-8")
     for name, code, last in (("ours.py", 2, "fix: "), ("own.py", 1, "FileNotFoundError: ")):
@@ -156,10 +156,10 @@ def test_explain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--explain"]) == 0
     assert "import unsloth.chat_templates   gives pronghorn.chat_templates" in capsys.readouterr().out
     assert main(["run", "--explain", str(PUBLIC / "vision.py")]) == 0
-    assert "  vision.py:1  unsloth.FastVisionModel is not supported: " in capsys.readouterr().out
+    assert "  vision.py:2  unsloth.trainer.UnslothVisionDataCollator is not supported: " in capsys.readouterr().out
     assert main(["run", "--json", "--explain", str(PUBLIC / "vision.py")]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert {one["where"] for one in facts["missing"]} == {"vision.py:1", "vision.py:2"}
+    assert {one["where"] for one in facts["missing"]} == {"vision.py:2"}
 
 
 def test_what_is_the_scripts_own() -> None:

@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 from peft import LoraConfig, get_peft_model
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from api_parts import LINEARS, adapted
 from image_text_models import save_image_text_model
-from pronghorn import FastModel
+from pronghorn import FastModel, FastVisionModel
 from pronghorn.dropin.targets import chosen_targets
 from pronghorn.errors import CommandError, ModelError
 from pronghorn.kernels.runtime import dispatch
+from pronghorn.model.hf_adapter import with_adapter
 from samples import make_model
 from tables import table
 
@@ -83,6 +85,9 @@ def test_targets_mean_what_they_mean_to_peft(
         assert f"target_modules: {name} is left out: the model has no such linear layer" in said
     assert "did you mean `v_proj`?" in said
     assert FastModel.get_peft_model(model, r=4, target_modules=asked) is model
+    small = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=2, n_positions=8))
+    first = with_adapter(small, target_modules=["c_attn", "q_proj"], modules_to_save=None, layers=None, seed=0, r=2)
+    assert {name.split(".")[-4] for name, p in first.named_parameters() if p.requires_grad} == {"c_attn"}
     with pytest.raises(ModelError, match="`Wqkv` matches no linear layer"):
         adapted(tiny_model, target_modules=["Wqkv", "out_proj"])
 
@@ -90,10 +95,14 @@ def test_targets_mean_what_they_mean_to_peft(
 def test_a_vision_tower_is_never_adapted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, _ = FastModel.from_pretrained(save_image_text_model("gemma3", tmp_path), max_seq_length=128, load_in_4bit=False)
     with pytest.raises(CommandError, match="finetune_vision_layers=True"):
-        FastModel.get_peft_model(model, finetune_vision_layers=True)
+        FastVisionModel.get_peft_model(model, finetune_vision_layers=True)
     with pytest.raises(CommandError, match="finetune_audio_layers=True"):
         FastModel.get_peft_model(model, finetune_audio_layers=True)
-    adapted = FastModel.get_peft_model(
+    assert "FastVisionModel" not in capsys.readouterr().err
+    with pytest.raises(CommandError, match="lora_dropout"):
+        FastVisionModel.get_peft_model(model, lora_dropout=2)
+    assert "FastVisionModel: only the text model gets an adapter" in capsys.readouterr().err
+    adapted = FastVisionModel.get_peft_model(
         model, r=4, target_modules=None, finetune_attention_modules=True, finetune_mlp_modules=False, **TEXT_ONLY
     )
     trained = [name for name, p in adapted.named_parameters() if p.requires_grad]

@@ -41,6 +41,19 @@ def test_only_the_script_sees_other_classes() -> None:
     assert (dict(vars(trl.SFTTrainer)), dict(vars(transformers.TrainingArguments))) == inside
 
 
+def test_what_trl_has_moved_or_dropped() -> None:
+    names = script(
+        "from trl import DataCollatorForCompletionOnlyLM, maybe_apply_chat_template\n"
+        "from trl.trainer import DataCollatorForCompletionOnlyLM as Again"
+    )
+    assert names["Again"] is names["DataCollatorForCompletionOnlyLM"]
+    with pytest.raises(ImportError, match="PPOTrainer is not in this TRL") as caught:
+        script("from trl import PPOTrainer")
+    assert "GRPOTrainer" in caught.value.fix  # type: ignore[attr-defined]
+    with pytest.raises(ImportError, match="cannot import name 'no_such_name'"):
+        script("from trl import no_such_name")
+
+
 def test_arguments_are_of_the_real_class() -> None:
     """A trainer saves them with torch.save, by the name of their class."""
     made = script(

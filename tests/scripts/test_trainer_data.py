@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 from datasets import Dataset, DatasetDict
+from transformers import DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, Trainer
 from trl import DPOTrainer, SFTConfig, SFTTrainer
 
-from pronghorn.errors import DataError
+from pronghorn.errors import CommandError, DataError
 from pronghorn.scripts.notes import Notes
 from pronghorn.scripts.trainer_data import per_row, translate_data
 from public_models import LLAMA3, make_tokenizer
@@ -83,3 +84,25 @@ def test_other_trainers_and_tokenized_data_are_left_alone(notes: Notes) -> None:
     tokens = Dataset.from_list([{"input_ids": [1], "text": "a", "prompt": "b"}])
     assert translate_data(SFTTrainer, {"train_dataset": tokens}, notes)["train_dataset"] is tokens
     assert notes.said == []
+
+
+def test_labels_beside_a_collator_that_makes_its_own(notes: Notes) -> None:
+    """Equal ones are in its way, since it does not pad them; others it would replace without a word."""
+    tokenizer = make_tokenizer(LLAMA3, None)
+    collator = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    ids = [[15, 16, 17], [15, 16, 17, 18, 19]]
+    same = Dataset.from_dict({"input_ids": ids, "labels": ids})
+    with pytest.raises(ValueError, match="labels"):
+        collator([dict(row) for row in same])
+    found = translate_data(Trainer, {"data_collator": collator, "train_dataset": same}, notes)
+    assert found["train_dataset"].column_names == ["input_ids"]
+    assert notes.said == [
+        "train_dataset: the column labels equals input_ids and is removed, because the collator makes the same labels"
+    ]
+    assert collator(list(found["train_dataset"]))["labels"].tolist()[1] == ids[1]
+    masked = Dataset.from_dict({"input_ids": ids, "labels": [[-100, 16, 17], [-100, 16, 17, 18, 19]]})
+    with pytest.raises(CommandError, match="eval_dataset has masked labels") as caught:
+        translate_data(Trainer, {"data_collator": collator, "train_dataset": same, "eval_dataset": masked}, notes)
+    assert "DataCollatorForSeq2Seq" in caught.value.fix
+    kept = {"data_collator": DataCollatorForSeq2Seq(tokenizer), "train_dataset": masked}
+    assert translate_data(Trainer, kept, notes) == kept

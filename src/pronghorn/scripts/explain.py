@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from pronghorn.errors import CommandError
-from pronghorn.scripts.fronts import MOVED, SEEN_THROUGH
+from pronghorn.scripts.fronts import GONE, MOVED, SEEN_THROUGH
 from pronghorn.scripts.modules import OURS, STOOD_IN_FOR, not_here
 from pronghorn.scripts.notebooks import NOT_COMPILED, Cell, cannot_compile, read_cells
 from pronghorn.scripts.renames import BITSANDBYTES_ADAMW, LEFT_OUT, REFUSED, RENAMED, TRAINER_RENAMED
@@ -36,6 +36,21 @@ ENVIRONMENT = (
     "HF_HUB_DISABLE_TELEMETRY",
     "HF_UPDATE_DOWNLOAD_COUNTS",
 )
+# Trainers that generate while they train, and what scripts generate with.
+GENERATING = ("GRPOTrainer", "GRPOConfig", "RLOOTrainer", "RLOOConfig", "OnlineDPOTrainer", "OnlineDPOConfig")
+SLOW_ROLLOUTS = (
+    "Pronghorn has no fast rollouts; instead: TRL's own trainer runs with model.generate(), slowly, without use_vllm=True and "
+    "fast_inference=True; or train on preference pairs with DPOTrainer"
+)
+NOT_HERE_AT_ALL = {
+    "vllm": "Pronghorn does not use vLLM; instead: generate with model.generate(...), or serve what pronghorn export --to vllm "
+    "writes in a process of its own"
+}
+# What some classes still take of what others no longer do.
+TAKEN = {"GRPOConfig": ("max_completion_length",), "RLOOConfig": ("max_completion_length",), "OnlineDPOConfig": (),
+         "ORPOConfig": ("max_completion_length", "is_encoder_decoder", "padding_value", "generate_during_eval"),
+         "CPOConfig": ("max_completion_length", "is_encoder_decoder", "generate_during_eval"),
+         "DPOConfig": ("truncation_mode",), "SFTConfig": ("truncation_mode",)}  # fmt: skip
 OFF = " (disabled by `if False`)"
 
 
@@ -58,6 +73,7 @@ def everything() -> str:
         "  SFTTrainer(formatting_func=) written for batches -> called with batches of one row",
         "  SFTTrainer's dataset -> trains on the script's text column; a duplicate BOS token is removed",
         *(f"  from trl import {name} -> {home}" for name, home in MOVED.items()),
+        *(f"  from trl import {name} is refused: {why}" for name, (why, _) in GONE.items()),
         "",
         "arguments",
     ]
@@ -133,9 +149,16 @@ def _of_node(node: Any) -> list[tuple[str, bool]]:
 
 
 def _of_import(module: str, name: str) -> list[tuple[str, bool]]:
-    if module == "trl" and name in MOVED:
-        return [(f"from trl import {name}: imported from {MOVED[name]}", False)]
-    if module.partition(".")[0] not in STOOD_IN_FOR:
+    top = module.partition(".")[0]
+    if top in NOT_HERE_AT_ALL:
+        return [(f"{'from ' + module + ' ' if name else ''}import {name or module}: {NOT_HERE_AT_ALL[top]}", True)]
+    if top == "trl" and name in MOVED:
+        return [(f"from {module} import {name}: imported from {MOVED[name]}", False)]
+    if top == "trl" and name in GONE:
+        return [(f"from {module} import {name}: {'; instead: '.join(GONE[name])}", True)]
+    if top == "trl" and name in GENERATING:
+        return [(f"from {module} import {name}: {SLOW_ROLLOUTS}", True)]
+    if top not in STOOD_IN_FOR:
         return []
     if module not in OURS:
         return [(_sentence(module), True)]
@@ -174,12 +197,14 @@ def _of_call(name: str, words: list[ast.keyword]) -> list[tuple[str, bool]]:
             found.append((f"{name}({old}=) -> moved into its args as {RENAMED.get(old, old)}=", False))
         elif not name.endswith(("Trainer", "Config", "TrainingArguments")):
             continue
-        elif old in LEFT_OUT:
+        elif old in LEFT_OUT and old not in TAKEN.get(name, ()):
             found.append((f"{name}({old}=) is dropped: {LEFT_OUT[old]}", False))
         elif old in REFUSED:
             found.append((f"{name}({old}=) is refused: {REFUSED[old][0]}; {REFUSED[old][1]}", True))
         elif old == "warmup_ratio" or old in RENAMED:
             found.append((f"{name}({old}=) -> {RENAMED.get(old, 'warmup_steps')}=", False))
+        elif old == "use_vllm" and value is not False:
+            found.append((f"{name}(use_vllm=) is not supported: {NOT_HERE_AT_ALL['vllm']}", True))
         elif old == "optim" and value in BITSANDBYTES_ADAMW:
             found.append((f'{name}(optim="{value}") -> adamw_torch_fused, if bitsandbytes is not installed', False))
     return found

@@ -7,17 +7,20 @@ tokenizer's first token, as chat templates write it, gets a second one.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
-from pronghorn.errors import DataError
+from pronghorn.errors import CommandError, DataError
 from pronghorn.scripts.notes import Notes
 
+ROWS_COMPARED = 100  # a script masks labels in every row, or in none
 GO_BEFORE_TEXT = ("prompt", "completion", "messages", "conversations", "chosen", "rejected")
 
 
 def translate_data(trainer: type, given: dict[str, Any], notes: Notes) -> dict[str, Any]:
-    """The same arguments of an SFTTrainer, with data that this TRL reads as it was meant."""
+    """The same arguments of a trainer, with data that this TRL reads as it was meant."""
+    given = _without_doubled_labels(given, notes)
     if not any(base.__name__ == "SFTTrainer" for base in trainer.__mro__):
         return given
     result = dict(given)
@@ -31,6 +34,35 @@ def translate_data(trainer: type, given: dict[str, Any], notes: Notes) -> dict[s
         elif data is not None:
             result[key] = reader.read(data, key)
     return result
+
+
+def _without_doubled_labels(given: dict[str, Any], notes: Notes) -> dict[str, Any]:
+    """A language-modelling collator makes labels of the ids: a column of labels is then in its way, since it is not padded; or
+    it is replaced, which matters where the labels leave something out."""
+    collator, result = given.get("data_collator"), dict(given)
+    if type(collator).__name__ != "DataCollatorForLanguageModeling" or getattr(collator, "mlm", False):
+        return given
+    padding = getattr(getattr(collator, "tokenizer", None), "pad_token_id", None)
+    for key in ("train_dataset", "eval_dataset"):
+        data = given.get(key)
+        if not {"input_ids", "labels"} <= set(getattr(data, "column_names", None) or ()):
+            continue
+        if not all(_same_labels(row, padding) for row in itertools.islice(iter(data), ROWS_COMPARED)):
+            raise CommandError(
+                what=f"{key} has masked labels, and DataCollatorForLanguageModeling would replace them",
+                why="it trains on every token",
+                fix="data_collator=DataCollatorForSeq2Seq(tokenizer) pads the labels as they are; or remove the column labels",
+            )
+        notes.say(f"{key}: the column labels equals input_ids and is removed, because the collator makes the same labels")
+        result[key] = data.remove_columns("labels")
+    return result
+
+
+def _same_labels(row: dict[str, Any], padding: int | None) -> bool:
+    pairs = zip(row["labels"], row["input_ids"], strict=False)
+    return len(row["labels"]) == len(row["input_ids"]) and all(
+        label == token or (label == -100 and token == padding) for label, token in pairs
+    )
 
 
 class Reader:
