@@ -152,7 +152,7 @@ def test_names_lead_to_rows_and_an_end_of_turn_can_be_another() -> None:
     assert all(named(name) for name in [*TEMPLATES, *SAME_AS])
     assert named("llama-3.2") is TEMPLATES["llama-3.1"]
     for name, row in {"gemma3n": "gemma-3", "gptoss": "gpt-oss", "phi-35": "phi-3", "qwen-25": "qwen-2.5",
-                      "Qwen2.5": "qwen-2.5",                       "gemma2_chatml": "gemma-chatml", "gemma_chatml": "gemma-chatml",
+                      "Qwen2.5": "qwen-2.5", "gemma2_chatml": "gemma-chatml", "gemma_chatml": "gemma-chatml",
                       "llama-33": "llama-3.1",
                       "llama_31": "llama-3.1", "qwen-3": "qwen3", "qwen3_instruct": "qwen3-instruct", "phi4": "phi-4",
                       "yi-chat": "chatml", "openchat": "starling"}.items():  # fmt: skip

@@ -17,8 +17,9 @@ def trained(text: str, more: str = "", **options: Any) -> list[str]:
     """The text of the labels of a batch of two rows, with `_` for what is ignored."""
     tokenizer = make_tokenizer()
     collator = DataCollatorForCompletionOnlyLM(tokenizer=tokenizer, **options)
-    rows = [{**tokenizer(one), "labels": [1], "text": one} for one in (text, more or text + " and a longer row")]
-    batch = collator(rows)
+    first, second = text, more or text + " and a longer row"
+    batch = collator([tokenizer(first), {**tokenizer(second), "labels": [1], "text": second}])
+    assert torch.equal(collator([tokenizer(one)["input_ids"] for one in (first, second)])["labels"], batch["labels"])
     assert batch["input_ids"].shape == batch["labels"].shape == batch["attention_mask"].shape
     kept = batch["labels"] != -100
     assert torch.equal(batch["labels"][kept], batch["input_ids"][kept])

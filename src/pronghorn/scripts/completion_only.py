@@ -38,7 +38,7 @@ class DataCollatorForCompletionOnlyLM:
         self.notes = Notes()
 
     def __call__(self, rows: list[Any], return_tensors: str | None = None) -> Any:
-        kept = [{key: row[key] for key in READ if key in row} if isinstance(row, dict) else {"input_ids": row} for row in rows]
+        kept = [{key: row[key] for key in READ if key in row} if hasattr(row, "keys") else {"input_ids": row} for row in rows]
         batch = self.tokenizer.pad(kept, padding=True, return_tensors="pt", pad_to_multiple_of=self.pad_to_multiple_of)
         labels = torch.full_like(batch["input_ids"], self.ignore_index)
         for ids, row in zip(batch["input_ids"], labels, strict=True):
