@@ -36,10 +36,12 @@ def _scale_rope(model: Any, length: int, made_for: int, name: str) -> None:
     """RoPE for `length` positions, in the model's config, which exports write, and in its module. The module is built by the
     family's own class, and its frequencies must be those of before, divided by the factor: a family that computes them in
     another way is refused."""
-    inner = backbone(model) if hasattr(model, "model") else None  # GPT-2 has none
-    text, rotary = model.config.get_text_config(), getattr(inner, "rotary_emb", None)
+    inner: Any = backbone(model) if hasattr(model, "model") else None  # GPT-2 has none
+    text: Any = model.config.get_text_config()
+    rotary: Any = getattr(inner, "rotary_emb", None)
     parameters = getattr(text, "rope_parameters", None) or {}
-    kind, before = parameters.get("rope_type"), getattr(rotary, "inv_freq", None)
+    kind = parameters.get("rope_type")
+    before: Any = getattr(rotary, "inv_freq", None)
     factor = length / made_for if kind in STRETCHED else 1.0
     changed = copy.deepcopy(text)
     changed.max_position_embeddings = length

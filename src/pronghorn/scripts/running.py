@@ -102,7 +102,7 @@ class Main(ModuleType):
     child that ran the file itself would find no `unsloth`, and a pool starts those that fail again for ever."""
 
     @property
-    def __spec__(self) -> ModuleSpec:
+    def __spec__(self) -> ModuleSpec:  # type: ignore[override]
         if self.__file__ is not None and self.__file__.endswith(".ipynb"):
             raise CommandError(
                 what="a notebook cannot start processes with multiprocessing's methods spawn and forkserver",

@@ -44,7 +44,7 @@ def _without_doubled_labels(given: dict[str, Any], notes: Notes) -> dict[str, An
         return given
     padding = getattr(getattr(collator, "tokenizer", None), "pad_token_id", None)
     for key in ("train_dataset", "eval_dataset"):
-        data = given.get(key)
+        data: Any = given.get(key)
         if not {"input_ids", "labels"} <= set(getattr(data, "column_names", None) or ()):
             continue
         if not all(_same_labels(row, padding) for row in itertools.islice(iter(data), ROWS_COMPARED)):
