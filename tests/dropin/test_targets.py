@@ -85,6 +85,22 @@ def test_targets_mean_what_they_mean_to_peft(
         assert f"target_modules: {name} is left out: the model has no such linear layer" in said
     assert "did you mean `v_proj`?" in said
     assert FastModel.get_peft_model(model, r=4, target_modules=asked) is model
+    pattern = r".*layers\.1\..*(q_proj|up_proj)"
+    model, _ = adapted(tiny_model, target_modules=pattern)
+    stock = get_peft_model(make_model(), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=pattern))
+    paths = [{name for name, p in one.named_parameters() if p.requires_grad} for one in (model, stock)]
+    assert paths[0] == paths[1]
+    assert FastModel.get_peft_model(model, r=4, target_modules=pattern) is model
+    for options, words in (
+        ({}, "whole paths"),
+        ({"finetune_mlp_modules": False}, "switches"),
+        ({"target_modules": "("}, "regular"),
+    ):
+        with pytest.raises(CommandError) as caught:
+            adapted(tiny_model, **{"target_modules": "q_proj"} | options)
+        assert words in str(caught.value)
+    with pytest.raises(CommandError, match="layers are chosen"):
+        adapted(tiny_model, target_modules=pattern, layers_to_transform=[1])
     small = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=2, n_positions=8))
     first = with_adapter(small, target_modules=["c_attn", "q_proj"], modules_to_save=None, layers=None, seed=0, r=2)
     assert {name.split(".")[-4] for name, p in first.named_parameters() if p.requires_grad} == {"c_attn"}

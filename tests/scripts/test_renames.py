@@ -68,6 +68,11 @@ def test_what_cannot_be_translated_is_refused(notes: Notes) -> None:
         translate_arguments(SFTConfig, {"max_seq_length": 10, "max_length": 20}, notes)
 
 
+def test_an_optimizer_that_transformers_had(notes: Notes) -> None:
+    assert translate_arguments(TrainingArguments, {"optim": "adamw_hf"}, notes)["optim"] == "adamw_torch"
+    assert "adamw_hf" in notes.said[0]
+
+
 def test_arguments_of_older_preference_trainers(notes: Notes) -> None:
     """KTO and DPO have dropped them; ORPO and GRPO have not."""
     old = {"max_completion_length": 64, "label_pad_token_id": -100, "generate_during_eval": False, "rpo_alpha": None}

@@ -50,6 +50,10 @@ def chosen_targets(model: Any, asked: Sequence[str] | str | None, switches: dict
         )
     if attention and mlp:
         return "all-linear" if asked is None else asked
+    if isinstance(asked, str) and asked != "all-linear":
+        raise CommandError(
+            what=f"target_modules={asked!r} and finetune_* switches", fix="write what they leave into the pattern"
+        )
     parts = {last_name(path): any(part in ATTENTION for part in path.split(".")) for path in text_linears(model)}
     names = [name for name in parts if name != "lm_head"] if asked in (None, "all-linear") else _names(asked)
     kept = [name for name in names if (parts.get(last_name(name), last_name(name) not in MLP_NAMES)) == attention]
@@ -91,6 +95,8 @@ def _same_names(model: Any, has: list[str], asked: list[str]) -> bool:
     if asked == ["all-linear"]:
         adapted = {"base_layer", "lora_A", "lora_B", "lm_head"}  # what stands inside an adapter, and the head
         return all(adapted & set(path.split(".")) for path in text_linears(model))
+    if asked == has:
+        return True
     paths = [path for path, _ in model.named_modules()]
     names = {FUSED[name] if FUSED.get(name) in has else name for name in asked}
     return {name for name in names if ends_one_of(paths, name)} == set(has)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,6 +52,10 @@ def with_adapter(
     targets = linears
     if linears == "all-linear" and (layers is not None or beside_text(model)):
         targets = linear_names(model)  # PEFT wants names to choose layers; a vision tower's are not meant
+    if isinstance(targets, str) and targets != "all-linear" and layers is not None:
+        raise CommandError(
+            what="target_modules is a pattern, and layers are chosen, too", fix="write the layers into the pattern"
+        )
     if stacks and (option := next((name for name in ("use_dora", "lora_dropout") if config.get(name)), "")):
         raise CommandError(
             what=f"{option} cannot be combined with an adapter on experts",
@@ -78,7 +83,7 @@ def _targets(model: Any, asked: Sequence[str] | str) -> tuple[list[str] | str, l
     stacks = expert_stacks(model)
     if isinstance(asked, str):
         if asked != "all-linear":
-            raise CommandError(what=f"target_modules={asked!r}", fix='use a list of names, or "all-linear"')
+            return _pattern(model, asked, stacks), [], []
         return linear_names(model, beside_experts=True) if stacks else asked, [], []
     known, names, whole, unmatched = linear_names(model), [], [], []
     paths = [*text_linears(model), *(path for path, module in model.named_modules() if isinstance(module, Conv1D))]
@@ -102,6 +107,19 @@ def _targets(model: Any, asked: Sequence[str] | str) -> tuple[list[str] | str, l
             unmatched.append(name)
     _tell_unmatched(unmatched, known, others=bool(names or whole or adapted))
     return list(dict.fromkeys(names)), whole, sorted(set(adapted))
+
+
+def _pattern(model: Any, asked: str, stacks: list[str]) -> str:
+    """A text is a regular expression to PEFT, which must match whole paths."""
+    fix = 'use a list of names, or "all-linear"'
+    try:
+        matches = any(re.fullmatch(asked, path) for path in text_linears(model))
+    except re.error as error:
+        raise CommandError(what=f"target_modules={asked!r}", why=f"not a regular expression: {error}", fix=fix) from error
+    if not matches or stacks:
+        why = "PEFT does not apply patterns to experts" if stacks else "a pattern must match whole paths of linear layers"
+        raise CommandError(what=f"target_modules={asked!r}", why=why, fix=fix)
+    return asked
 
 
 def last_name(path: str) -> str:

@@ -71,6 +71,10 @@ def everything() -> str:
         "  SFTTrainer(args=TrainingArguments(...)) -> an SFTConfig with the same values; also for DPO, KTO, ...",
         "  SFTTrainer without max_length -> the model's max_seq_length, not TRL's default of 1024",
         "  SFTTrainer(formatting_func=) written for batches -> called with batches of one row",
+        "  SFTTrainer(data_collator=DataCollatorForLanguageModeling(...)) is dropped: TRL's own trains on the same tokens",
+        "  RewardTrainer's columns input_ids_chosen, input_ids_rejected -> chosen_ids, rejected_ids",
+        "  DPOTrainer, ...: a column prompt of texts beside answers of messages -> messages, or removed if they contain it",
+        "  Trainer with a language-modelling collator: a column labels that equals input_ids is removed, another one refused",
         "  SFTTrainer's dataset -> trains on the script's text column; a duplicate BOS token is removed",
         *(f"  from trl import {name} -> {home}" for name, home in MOVED.items()),
         *(f"  from trl import {name} is refused: {why}" for name, (why, _) in GONE.items()),
@@ -82,6 +86,7 @@ def everything() -> str:
         "  warmup_ratio= -> warmup_steps=, a fraction of all steps",
         '  group_by_length=True -> train_sampling_strategy="group_by_length"',
         f"  optim={', '.join(sorted(BITSANDBYTES_ADAMW))} -> adamw_torch_fused, if bitsandbytes is not installed",
+        "  optim=adamw_hf -> adamw_torch",
         "  GRPOConfig(per_device_train_batch_size=) -> num_generations, if a batch does not hold whole groups",
         "  fp16=True, and bf16 if not set -> False, without a GPU",
     ]

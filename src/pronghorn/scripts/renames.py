@@ -195,6 +195,9 @@ def _whole_groups(cls: type, result: dict[str, Any], notes: Notes) -> None:
 
 def _optimizer(cls: str, result: dict[str, Any], notes: Notes) -> None:
     asked = str(getattr(result.get("optim"), "value", result.get("optim")))
+    if asked == "adamw_hf":
+        result["optim"] = "adamw_torch"
+        notes.say(f'{cls}(optim="adamw_hf") becomes "adamw_torch": transformers has no AdamW of its own any more; same updates')
     if asked in BITSANDBYTES_ADAMW and find_spec("bitsandbytes") is None:
         result["optim"] = "adamw_torch_fused"
         notes.say(
