@@ -212,6 +212,17 @@ def test_the_list_of_data_sets_is_given_found_or_asked_for(tmp_path: Path) -> No
     assert parse_recipe(found.recipe).data.train == ("a/b:en:validation",)
 
 
+def test_slices_of_a_split(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text(json.dumps([{"instruction": "a", "output": "b"}] * 10))
+    for split, rows, said in (("train[:20%]", 2, ""), ("train[:3]", 3, ""), ("train[50%:]", None, "not supported")):
+        info(tmp_path, x={"file_name": "rows.json", "split": split})
+        found = convert_text(BASE, str(tmp_path / "c.yaml"))
+        assert parse_recipe(found.recipe).data.max_rows == rows
+        assert said in told(BASE, tmp_path)["dataset"][1]
+    info(tmp_path, x={"hf_hub_url": "a/b", "split": "train[50%:]"})
+    assert parse_recipe(convert_text(BASE, str(tmp_path / "c.yaml")).recipe).data.train == ("a/b:train[50%:]",)
+
+
 @table("text", ["{", "[]", "3", "{" * 100_000])
 def test_a_list_of_data_sets_that_is_none_is_an_error(text: str, tmp_path: Path) -> None:
     (tmp_path / "dataset_info.json").write_text(text)
