@@ -178,11 +178,12 @@ def summary(samples: list[dict[str, float]]) -> dict[str, Any]:
     """Of the time after the first fifth, in which every kind of request has come for the first time."""
     settled = samples[len(samples) // 5 :]
     thirds = [settled[len(settled) * third // 3 : len(settled) * (third + 1) // 3] for third in range(3)]
-    return {
-        name: {"first": samples[0][name], "thirds": [round(statistics.median(one[name] for one in third), 1) for third in thirds],
-               "largest": max(one[name] for one in samples), "last": samples[-1][name]}
-        for name in ("rss_mb", "files", "threads")
-    }  # fmt: skip
+    found = {}
+    for name in ("rss_mb", "files", "threads"):
+        values = [one[name] for one in samples]
+        middles = [round(statistics.median(one[name] for one in third), 1) for third in thirds]
+        found[name] = {"first": values[0], "thirds": middles, "largest": max(values), "last": values[-1]}
+    return found
 
 
 def start(folder: Path) -> tuple[subprocess.Popen[bytes], Place]:
@@ -198,7 +199,11 @@ def start(folder: Path) -> tuple[subprocess.Popen[bytes], Place]:
     subprocess.run([*words, "train", "my.yaml", "--json"], cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
     with (folder / "serve.log").open("wb") as log:
         process = subprocess.Popen(
-            [*words, "serve", "runs/run", "--port", "0", "--json"], cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=log
+            [*words, "serve", "runs/run", "--port", "0", "--json"],
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=log,
         )
     assert process.stdout is not None
     url = json.loads(process.stdout.readline())["url"]

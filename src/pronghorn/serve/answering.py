@@ -42,16 +42,17 @@ def prompt_of(models: Models, one: Served, asked: Asked) -> list[int]:
     """Its tokens. A prompt that is far too long is refused after a time that depends on the model's context, not on its
     length: 8 MB of text take 15 s to tokenize."""
     if asked.chat:
-        _require_room(models, sum(len(message["content"]) for message in asked.messages), len(asked.messages), "messages")
+        letters = sum(len(message["content"]) for message in asked.messages)
+        _require_room(models, "messages", letters=letters, messages=len(asked.messages))
         text, special = _rendered(one, asked), False
     elif isinstance(asked.prompt, list):
-        _require_room(models, 0, len(asked.prompt), "prompt")
+        _require_room(models, "prompt", tokens=len(asked.prompt))
         if not all(0 <= token < len(one.tokenizer) for token in asked.prompt):
             raise RequestError("`prompt` has tokens that are not in the vocabulary", param="prompt")
         return _that_fits(models, asked, asked.prompt)
     else:
         text, special = asked.prompt, True
-        _require_room(models, len(text), 0, "prompt")
+        _require_room(models, "prompt", letters=len(text))
 
     def tokens(part: str) -> list[int]:
         return list(one.tokenizer(part, add_special_tokens=special, verbose=False)["input_ids"])
@@ -73,15 +74,15 @@ def _that_fits(models: Models, asked: Asked, prompt: list[int]) -> list[int]:
     return prompt
 
 
-def _require_room(models: Models, letters: int, pieces: int, param: str) -> None:
+def _require_room(models: Models, param: str, **counts: int) -> None:
     """Before anything is done with them. Each message, like each id, is at least one token."""
-    if letters > models.context * LETTERS or pieces > models.context:
-        size = f"{letters:,} letters" if letters > models.context * LETTERS else f"{pieces:,} {'messages' if letters else 'tokens'}"
-        raise RequestError(
-            f"a prompt of {size} exceeds the context length of {models.context} tokens",
-            param=param,
-            code="context_length_exceeded",
-        )
+    for name, count in counts.items():
+        if count > models.context * (LETTERS if name == "letters" else 1):
+            raise RequestError(
+                f"a prompt of {count:,} {name} exceeds the context length of {models.context} tokens",
+                param=param,
+                code="context_length_exceeded",
+            )
 
 
 def _too_long(models: Models, count: str, asked: Asked) -> RequestError:

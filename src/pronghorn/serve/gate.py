@@ -27,7 +27,7 @@ def is_loopback(name: str) -> bool:
 def require_known_names(headers: Message, version: str, *, local: bool) -> None:
     """`local`: the server listens on loopback, where only names of loopback lead. Elsewhere any Host may lead here."""
     hosts = headers.get_all("Host", [])
-    if len(hosts) > 1 or not hosts and version != "HTTP/1.0":
+    if len(hosts) > 1 or (not hosts and version != "HTTP/1.0"):
         raise RequestError(f"{len(hosts)} Host headers instead of one")
     host = _name(hosts[0]) if hosts else "localhost"
     if not host:
