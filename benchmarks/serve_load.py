@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import RESULTS, ROOT, record, write
+from benchmarks.record import RESULTS, ROOT, commit, record, write
 from tests.samples import chat_rows, make_model, make_tokenizer, write_rows
 
 CHAT = "/v1/chat/completions"
@@ -217,6 +217,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS / "serve-load.json", help="(default: %(default)s)")
     arguments = parser.parse_args()
     samples: list[dict[str, float]] = []
+    served = commit()
     with tempfile.TemporaryDirectory() as folder:
         process, place = start(Path(folder))
         over = threading.Event()
@@ -251,7 +252,10 @@ def main() -> int:
     }
     out = "" if arguments.out == RESULTS / "serve-load.json" else f" --out {arguments.out}"
     command = f"python -m benchmarks.serve_load --minutes {arguments.minutes:g} --clients {arguments.clients}{out}"
-    write(arguments.out, record("pronghorn serve under mixed load on loopback", command, [row], samples=samples))
+    write(
+        arguments.out,
+        record("pronghorn serve under mixed load on loopback", command, [row], samples=samples) | {"commit": served},
+    )
     print(json.dumps(row, indent=1))
     return 1 if wrong or tracebacks or set(at_once) - {"200", "200 ended"} else 0
 
