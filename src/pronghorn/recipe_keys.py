@@ -9,6 +9,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from pronghorn.recipe import Recipe
+from pronghorn.yaml_file import KeyPath
 
 SYNONYMS = {
     "model": ("base_model", "model_name", "model_name_or_path", "model_id", "pretrained", "checkpoint_path"),
@@ -79,7 +80,6 @@ SYNONYMS = {
 }
 MEANS = {name: key for key, names in SYNONYMS.items() for name in names}
 
-KeyPath = tuple[str | int, ...]
 OF_A_SOURCE = {
     "fields": ["columns"],
     "rows": ["max_rows"],

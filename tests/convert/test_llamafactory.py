@@ -12,7 +12,8 @@ from tiny import check_converted
 
 from pronghorn.convert.converting import convert_file, convert_text
 from pronghorn.errors import CommandError
-from pronghorn.recipe_file import parse_recipe, read_yaml
+from pronghorn.recipe_file import parse_recipe
+from pronghorn.yaml_file import read_yaml
 from tables import table
 
 CONFIGS = Path(__file__).parent / "llamafactory"

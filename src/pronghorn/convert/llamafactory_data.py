@@ -11,7 +11,8 @@ from pronghorn.convert.draft import Draft
 from pronghorn.convert.values import UnfitError, plain, printed, text, whole, words, written
 from pronghorn.data.chat_messages import ROLES, SPEAKERS
 from pronghorn.errors import CommandError, PronghornError, raise_all
-from pronghorn.recipe_file import read_yaml
+from pronghorn.small_files import read_small_text
+from pronghorn.yaml_file import LARGEST, read_yaml
 
 FILE = "dataset_info.json"
 USUAL = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
@@ -36,7 +37,7 @@ class DataSets:
         if file is None:
             return
         try:
-            found = json.loads(file.read_text(encoding="utf-8"))
+            found = json.loads(read_small_text(file))
         except (OSError, ValueError, RecursionError) as error:
             raise CommandError(
                 what=f"cannot read {FILE}",
@@ -207,7 +208,7 @@ def _newer_list(name: str, key: str, folder: Path) -> list[DataSet]:
         raise UnfitError(f"dataset list {name} not found")
     problems: list[PronghornError] = []
     try:
-        listed, _ = read_yaml(place.read_text(encoding="utf-8"), str(place), problems, kind="list of datasets", start="")
+        listed, _ = read_yaml(read_small_text(place, LARGEST), str(place), problems, kind="list of datasets", start="")
         raise_all(problems)
     except (OSError, UnicodeDecodeError, PronghornError) as error:
         raise UnfitError(f"cannot read dataset list {name}: {str(error).splitlines()[0]}") from error

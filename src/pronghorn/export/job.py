@@ -42,6 +42,7 @@ from pronghorn.model.stock import stock_adapter, stock_model
 from pronghorn.model.text_stack import auto_class
 from pronghorn.recipe import Recipe
 from pronghorn.report.number_format import size
+from pronghorn.small_files import read_small
 from pronghorn.train.trained_run import Trained
 
 NOTE = ".made-of"
@@ -317,8 +318,8 @@ def _tidy(beside: Path, key: str) -> None:
     """Whole weight files of the same export stay."""
     note = beside / NOTE
     try:
-        same = note.read_text(encoding="utf-8") == key
-    except (OSError, UnicodeDecodeError):
+        same = read_small(note) == key.encode()
+    except OSError:
         same = False
     kept = set(beside.glob(SHARDS)) if same else set()
     for left in beside.iterdir():

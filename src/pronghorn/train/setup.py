@@ -21,7 +21,7 @@ from pronghorn.data.prepare import Counts, Prepared, prepare
 from pronghorn.data.reading import Name
 from pronghorn.data.splitting import apart
 from pronghorn.data.tokens import TokenTable, load_tokenizer, padding_id
-from pronghorn.errors import DataError, ModelError, RecipeError, counted
+from pronghorn.errors import DataError, ModelError, RecipeError
 from pronghorn.model.causal_lm import engine_of, install, require_isolated_documents
 from pronghorn.model.config import read_config
 from pronghorn.model.families import ties_embeddings, why_not_fast
