@@ -92,7 +92,7 @@ LAZY = {
     "__init__.py",
 }
 MAY_BE_USED_BY_ALL = {
-    "report": {"errors"},
+    "report": {"errors", "recipe"},
     "recipe": set(),
     "errors": set(),
     "folders": set(),

@@ -22,7 +22,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-STAGES = ("imports", "load", "read", "tokenize", "pack", "wait", "step", "optimizer", "evaluate", "checkpoint", "other")
+STAGES = (
+    "imports", "load", "read", "tokenize", "pack", "reference", "wait", "step", "optimizer", "evaluate", "answers",
+    "checkpoint", "report", "other",
+)  # fmt: skip
 
 # A process older than this was not started for this run (a notebook, a server): its past is not the run's. A choice, not
 # a measurement: far above what imports should take, even from a slow disk.

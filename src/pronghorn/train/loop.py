@@ -117,7 +117,7 @@ def _log_of(world: World, folder: Path, recipe: Recipe, display: Display) -> Ite
 
 
 def _ready(recipe: Recipe, folder: Path, display: Display, stages: Stages, allow: Collection[str], world: World) -> Session:
-    with main_memory(recipe, lambda: "before the first step"):
+    with stages("load"), main_memory(recipe, lambda: "before the first step"):
         return set_up(
             recipe,
             folder,
@@ -159,9 +159,9 @@ class _Run:
         log_start(self.session, self.folder, self.log)
         self._tell()
         self._log_plan()
-        self._page.refresh(news=True)
+        self._refresh_page(news=True)
         with self._saver, self._logged_end() as end, main_memory(self.session.recipe, self._doing):
-            with self.stages("evaluate"):
+            with self.stages("answers"):
                 self.session.on_writer(self._answers.before_training)
             reason, why = self._steps(stop)
             self._save_what_is_not_saved()
@@ -213,7 +213,7 @@ class _Run:
         if session.step % self._save_every == 0 or last or best_now or verdict:
             self._saver.save()
         if not last:
-            self._page.refresh(news=evaluates)
+            self._refresh_page(news=evaluates)
         self._mark = time.perf_counter()
         return verdict
 
@@ -323,7 +323,7 @@ class _Run:
         )
         log_remarks(session, self.log, result.figures)
         self._compare_with_plan(now - self._mark)
-        self._mark = time.perf_counter() if self._page.refresh() else now  # a page is no part of the next step's time
+        self._mark = time.perf_counter() if self._refresh_page() else now  # a page is no part of the next step's time
         self._saver.finished(session.step)
 
     def _look_at_loss(self, done: _UnderWay, loss: float) -> None:
@@ -396,6 +396,7 @@ class _Run:
                 objective=session.objective,
                 world=session.world,
             )
+        with self.stages("answers"):
             answered = session.on_writer(self._answers.evaluate)
         if result.figures:
             answered = answered | {"metrics": result.figures | answered.get("metrics", {})}
@@ -451,6 +452,10 @@ class _Run:
             looked = {"seconds": now - self._looked, "waited": waited, **foretold(self.session)}
             self.log.write("ranks", step=self.session.step, **looked)
             world.waited, self._looked = 0.0, now
+
+    def _refresh_page(self, *, news: bool = False) -> bool:
+        with self.stages("report"):
+            return self._page.refresh(news=news)
 
     def _tell(self) -> None:
         while self.session.notices:
