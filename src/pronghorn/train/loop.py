@@ -21,6 +21,7 @@ from pronghorn.data.batches import StepBatch
 from pronghorn.errors import EnvironmentFault, HealthStop, Interrupted, PronghornError
 from pronghorn.evaluation.own_metric import OwnMetric
 from pronghorn.recipe import Recipe, steps_between
+from pronghorn.report.display import SAVING, STOPPING
 from pronghorn.report.live import LiveReport
 from pronghorn.report.loggers.beside import logging_to
 from pronghorn.report.loggers.table import require_installed
@@ -86,7 +87,8 @@ def train(
             session = _ready(recipe, folder, display, stages, allow, world)
             if old:
                 session.notices.insert(0, f"the previous run was moved to {old}")
-            with _log_of(world, folder, recipe, display) as log, StopRequest(quiet=not world.writes) as stop:
+            said = StopRequest(quiet=not world.writes, say=lambda text: display.handle({"event": STOPPING, "text": text}))
+            with _log_of(world, folder, recipe, display) as log, said as stop:
                 started = True
                 while True:
                     try:
@@ -163,6 +165,8 @@ class _Run:
         with self._saver, self._logged_end() as end, main_memory(self.session.recipe, self._doing):
             with self.stages("answers"):
                 self.session.on_writer(self._answers.before_training)
+            if signal_number := self.session.world.largest(stop.signal_number or 0):
+                self._leave_for(signal_number)
             reason, why = self._steps(stop)
             self._save_what_is_not_saved()
             end.update(reason=reason, why=why)
@@ -414,13 +418,15 @@ class _Run:
         )
         return session.progress.verdict(recipe.eval.stop)
 
-    def _leave_for(self, signal_number: int) -> None:
+    def _leave_for(self, signal_number: int) -> NoReturn:
         self._finish_all()
-        self._save_what_is_not_saved()
-        raise Interrupted(
-            what=f"Stopped after step {self.session.step}; saved to {self._saver.checkpoint}. Run the same command to resume.",
-            signal_number=signal_number,
-        )
+        what = "Stopped before the first step. Run the same command to start again."
+        if self.session.step:
+            self.display.progress(SAVING, 0, 0)
+            self._save_what_is_not_saved()
+            self.display.progress(SAVING, 1, 1)
+            what = f"Stopped after step {self.session.step}; saved to {self._saver.checkpoint}. Run the same command to resume."
+        raise Interrupted(what=what, signal_number=signal_number)
 
     def _doing(self) -> str:
         return f"step {self.session.step + max(1, len(self._under_way))}"
