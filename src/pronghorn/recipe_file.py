@@ -134,12 +134,13 @@ SECTIONS = {key for key, field in Recipe.model_fields.items() if isinstance(fiel
 PYDANTIC_NAMES = {"str", "float", "int", "bool", "none"}
 
 
-def example(*, model: str | None = None, data: Sequence[str] = (), method: str | None = None) -> str:
+def example(*, model: str | None = None, data: Sequence[str] = (), method: str | None = None, output: str | None = None) -> str:
     """EXAMPLE with these values in their lines."""
     given = {
-        "model: ": _scalar(model) if model else None,
+        "model: ": scalar(model) if model else None,
+        "output: ": scalar(output) if output else None,
         "method: ": method,
-        "  train: ": f"[{', '.join(map(_scalar, data))}]" if data else None,
+        "  train: ": f"[{', '.join(map(scalar, data))}]" if data else None,
     }
     lines = []
     for line in EXAMPLE.splitlines():
@@ -154,7 +155,7 @@ def example(*, model: str | None = None, data: Sequence[str] = (), method: str |
     return "\n".join(lines) + "\n"
 
 
-def _scalar(text: str) -> str:
+def scalar(text: str) -> str:
     """As YAML writes it: in quotes where it would be read as something else."""
     plain = re.fullmatch(r"[\w./@~+-]+", text) and not re.fullmatch(r"(?i)null|true|false|~|[-+.\d].*", text)
     return text if plain or re.fullmatch(r"\.{0,2}/[\w./@~+-]+", text) else json.dumps(text, ensure_ascii=False)

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from pronghorn import __version__
@@ -33,6 +32,7 @@ from pronghorn.cli.output import (
 from pronghorn.cli.words import require_verb, unknown_words
 from pronghorn.errors import CommandError, EndedElsewhere, EnvironmentFault, Interrupted, PronghornError, counted
 from pronghorn.process import importing, offline_without_hub, set_defaults, started_as
+from pronghorn.program import command
 
 if TYPE_CHECKING:
     from pronghorn.recipe import Recipe
@@ -110,7 +110,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="pronghorn",
         description="Fine-tunes language models. No telemetry.",
-        epilog="start with: pronghorn demo, or pronghorn new my.yaml",
+        epilog=f"start with:\n  {command('demo')}\n  {command('new', 'my.yaml')}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # which breaks no command
     )
     parser.add_argument("--version", action="version", version=f"pronghorn {__version__}")
     verbs = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -267,8 +268,8 @@ def _show_summary(folder: Path, *, answers: bool = True) -> None:
     show(render(summary(history(read_log(folder)))))
     print(f"report:     {folder / 'report.html'}")
     if answers:
-        print(f"chat:       pronghorn chat {quote(str(folder))}")
-    print(f"export:     pronghorn export {quote(str(folder))} --to merged")
+        print(f"chat:       {command('chat', str(folder))}")
+    print(f"export:     {command('export', str(folder), '--to', 'merged')}")
 
 
 def evaluate(arguments: argparse.Namespace) -> None:

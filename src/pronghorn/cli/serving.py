@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pronghorn.cli.output import displaying, say
 from pronghorn.errors import CommandError, printable
+from pronghorn.program import command
 
 TEXT = "serve trained runs on this machine with OpenAI's API, to try them out; one request at a time"
 
@@ -46,7 +47,7 @@ def serve(
         arguments,
         {"url": server.url, "models": models.names},
         f"serving {names}\nat {server.url}, one request at a time; Ctrl-C stops it\n"
-        f"for many users: `pronghorn export {arguments.runs[0]} --to vllm`",
+        f"for many users: {command('export', arguments.runs[0], '--to', 'vllm')}",
     )
     sys.stdout.flush()
     try:

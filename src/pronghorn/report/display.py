@@ -29,6 +29,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pronghorn.errors import counted, printable
+from pronghorn.program import runnable
 from pronghorn.report import number_format
 from pronghorn.report.bars import sparkline, stage_bar, stage_legend
 from pronghorn.report.console import SafeConsole, say_now
@@ -184,7 +185,7 @@ class LiveDisplay:
         """Above the live lines, where rich puts it. Text, not markup: a notice with [brackets] stays as it is."""
         if not self._gone:
             try:
-                self._console.print(text)
+                self._console.print(text, soft_wrap=True)  # the terminal breaks lines, so that commands can be copied whole
             except OSError:  # the terminal is gone; the run goes on
                 self._gone = True
 
@@ -340,7 +341,7 @@ def _say_checkpoint(run: _Run, event: dict[str, Any], width: int) -> list[str]:
 
 
 def _say_notice(run: _Run, event: dict[str, Any], width: int) -> list[str]:
-    return [number_format.one_line(str(event.get("text", "")), 2000)]
+    return [runnable(number_format.one_line(str(event.get("text", "")), 2000))]
 
 
 def _say_text(run: _Run, event: dict[str, Any], width: int) -> list[str]:
