@@ -6,6 +6,7 @@ import os
 import shlex
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,7 @@ def test_started_as_a_module_it_is_the_script_beside_python_or_the_module(
     monkeypatch.setattr(sys, "executable", str(script.with_name("python")))
     assert program() == "'my venv/bin/pronghorn'"
     script.unlink()
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: "/nowhere")
     assert program() == "'my venv/bin/python' -m pronghorn.cli"
 
 

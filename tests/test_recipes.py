@@ -1,5 +1,5 @@
-"""Every recipe of the repository runs as it is, from its root, on the data that it names: here with a tiny model in place of its
-own, and the recipes for laptops and the README's first one for two whole steps."""
+"""Every recipe of the repository runs as it is, from its root, on the data that it names: here with a tiny model in place of
+its own, and the recipes for laptops and the README's first one for two whole steps."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import sys
+import sysconfig
 from pathlib import Path
 
 NAME = "pronghorn"
@@ -16,8 +17,8 @@ _NAMED = re.compile(rf"(?<![\w./-]){NAME} (?=(?:{VERBS})\b)")
 
 
 def program() -> str:
-    """Ready for a shell. The script is the one that was started, or the one beside the interpreter."""
-    scripts = [Path(sys.argv[0]), Path(sys.executable).with_name(NAME)]
+    """Ready for a shell. The script is the one that was started, or the one that pip installed for this interpreter."""
+    scripts = [Path(sys.argv[0]), Path(sys.executable).with_name(NAME), Path(sysconfig.get_path("scripts"), NAME)]
     script = next((one for one in scripts if one.name == NAME and one.is_file() and os.access(one, os.X_OK)), None)
     if script is None:
         return f"{shlex.quote(_short(Path(sys.executable)))} -m {NAME}.cli"
