@@ -29,7 +29,7 @@ from pronghorn.cli.output import (
     show,
     show_error,
 )
-from pronghorn.cli.words import require_verb, unknown_words
+from pronghorn.cli.words import Parser, require_recipe, require_verb, unknown_words
 from pronghorn.errors import CommandError, EndedElsewhere, EnvironmentFault, Interrupted, PronghornError, counted
 from pronghorn.process import importing, offline_without_hub, set_defaults, started_as
 from pronghorn.program import command
@@ -86,6 +86,8 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     ours, of_script = run_script.split(sys.argv[1:] if words is None else words)
     if ours[:1] == ["help"]:
         ours = [*ours[1:], "--help"]
+    if ours[:1] == ["version"]:
+        ours = ["--version"]
     if not ours:
         return argparse.Namespace(verb=lambda _: parser.print_help(), json=False)
     verbs = _verbs(parser)
@@ -107,13 +109,13 @@ def _verbs(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="pronghorn",
         description="Fine-tunes language models. No telemetry.",
         epilog=f"start with:\n  {command('demo')}\n  {command('new', 'my.yaml')}",
         formatter_class=argparse.RawDescriptionHelpFormatter,  # which breaks no command
     )
-    parser.add_argument("--version", action="version", version=f"pronghorn {__version__}")
+    parser.add_argument("-V", "--version", action="version", version=f"pronghorn {__version__}")
     verbs = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def verb(name: str, function: Any, text: str, group: Any = verbs) -> argparse.ArgumentParser:
@@ -354,6 +356,7 @@ def runs(arguments: argparse.Namespace) -> None:
 def _recipe(arguments: argparse.Namespace) -> Recipe:
     from pronghorn.recipe_file import load_recipe
 
+    require_recipe(arguments.recipe, arguments.parser)
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     _look_for_hub(recipe.model)
     return recipe
