@@ -111,7 +111,7 @@ def test_a_suggestion_that_the_recipe_refuses_is_not_made() -> None:
     [
         ({"step": 95, "wait": 5}, {}),
         ({"step": 61, "load": 39}, {}),
-        ({"step": 0.9, "evaluate": 0.9}, {}),  # half the time, and less than two seconds
+        ({"step": 9, "evaluate": 9}, {}),  # half the time, and less than ten seconds
         ({"step": 94, "checkpoint": 6}, {"improved_steps": (100, 200, 300, 400, 500, 600, 700, 800)}),  # written anyway
         ({"step": 60, "optimizer": 40}, {"step": 100}),  # too few steps to make them fewer
         ({"step": 100}, {"best_eval": 0.5, "best_eval_step": 400, "last_eval": 0.505}),  # noise
@@ -132,7 +132,7 @@ def test_evaluation_is_made_rare_enough_but_not_rarer() -> None:
     """0.05 of 800 steps are 40: 20 evaluations of 54 s. Eight times rarer, 3 are left, and take less than a tenth."""
     often = values_in(RECIPE, {"eval": {"every": 0.05, "stop": None}})
     assert settings(run_with({"step": 46, "evaluate": 54}, recipe=often))[0] == {"eval.every": 320}
-    assert settings(run_with({"step": 84, "evaluate": 16}, recipe=often))[0] == {"eval.every": 80}
+    assert settings(run_with({"step": 75, "evaluate": 25}, recipe=often))[0] == {"eval.every": 160}
     assert {"eval.every": 320} not in settings(run_with({"step": 46, "evaluate": 54}, recipe=often, state="early stop"))
 
 

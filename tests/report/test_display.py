@@ -145,6 +145,16 @@ def test_a_long_label_is_shown_whole_and_nothing_done_is_no_number(capsys):
     assert capsys.readouterr().out == "loading the model\n"
 
 
+def test_what_does_not_say_how_far_it_is_goes_away_when_something_else_goes_on():
+    _, display = live_display()
+    display.progress("reading the file", 0, 0)
+    display.progress("counting", 1, 5)
+    display.progress("loading the model", 0, 0)
+    display.progress("evaluating", 0, 8)
+    assert list(display._bars) == ["counting", "evaluating"]
+    display.close()
+
+
 def test_live_view_shows_step_loss_rate_time_and_stages():
     stages = Stages(started=time.monotonic() - 2.0)  # not this process's own start, which may be longer ago than a run's can be
     console, display = live_display(stages)

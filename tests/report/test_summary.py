@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 
 import pytest
 from rich.console import Console
@@ -70,3 +71,8 @@ def test_metrics_stand_in_the_table_with_the_base_models():
     assert "exact_match" in text
     assert "0 (base) → 0.93   best 0.93 at step 60, 70 rows" in text
     assert "(base)" not in shown([evaluation])
+
+
+def test_a_single_evaluation_is_one_figure():
+    evaluation = {"event": "eval", "time": 1.0, "session": 1, "step": 12, "loss": 0.02789, "perplexity": 1.0283}
+    assert re.search(r"evaluation +0\.02789 at step 12, perplexity 1\.028", shown([evaluation]))

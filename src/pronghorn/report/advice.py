@@ -20,7 +20,7 @@ from pronghorn.recipe import Recipe, steps_between
 from pronghorn.report import number_format
 from pronghorn.report.run_stats import TRAINING, RunStats
 
-WORTH_SHARE, WORTH_SECONDS = 0.05, 2.0  # of the wall-clock; less than either is not worth a change
+WORTH_SHARE, WORTH_SECONDS = 0.10, 10.0  # of the wall-clock; less than either is not worth a change
 MOST = 3  # suggestions that are shown
 EVALUATED = 0.10  # of the time: evaluation is made rarer until it takes no more
 FEWEST_EVALUATIONS, FEWEST_ANSWERS, FEWEST_HELD_OUT, FEWEST_STEPS = 4, 10, 100, 200

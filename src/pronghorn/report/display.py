@@ -167,6 +167,8 @@ class LiveDisplay:
                 self._bars.pop(label, None)
                 self._paces.end(label)
             else:
+                # Who does not know how far it is does not tell its end either: it is over once something else goes on.
+                self._bars = {name: bar for name, bar in self._bars.items() if bar[1] or name == label}
                 self._bars[label] = (done, total)
                 self._paces.at(label, done, time.monotonic())
         self._start()

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -77,11 +78,11 @@ def render(facts: dict[str, Any]) -> RenderableType:
             Text(share_bar(share, 30), style=style),
         )
     total = sum(facts["stages"].values())
-    closing = [Text.assemble(("suggestion: ", "bold"), facts["remark"])]
+    closing: list[RenderableType] = [Text.assemble(("suggestion: ", "bold"), facts["remark"])]
     if facts["advice"]:
         closing = [Text("suggestions for the next run", style="bold")]
     for one in facts["advice"]:
-        closing += [Text(f"  {one['change']}: {saving(one, total)}"), Text(f"    {one['why']}", style="dim")]
+        closing += [Text(f"  {one['change']}: {saving(one, total)}"), Padding(Text(one["why"], style="dim"), (0, 0, 0, 4))]
     head = [Text("\nwhere the time went", style="bold")] if shares else []
     return Group(table, *head, stages, Text(), *closing)
 
@@ -101,9 +102,11 @@ def _float(value: Any) -> float | None:
 def _path(
     first: float | None, last: float | None, best: float | None, step: int | None, perplexity: float | None = None
 ) -> Text:
+    more = "" if perplexity is None else f", perplexity {number_format.figure(perplexity)}"
+    if first == last == best:  # there was one
+        return Text(f"{number_format.figure(last)} at step {step:,}{more}")
     text = Text(f"{number_format.figure(first)} → {number_format.figure(last)}")
     if best is not None:
-        more = "" if perplexity is None else f", perplexity {number_format.figure(perplexity)}"
         text.append(f"   best {number_format.figure(best)} at step {step:,}{more}", style="dim")
     return text
 
