@@ -103,8 +103,8 @@ def _path(
     first: float | None, last: float | None, best: float | None, step: int | None, perplexity: float | None = None
 ) -> Text:
     more = "" if perplexity is None else f", perplexity {number_format.figure(perplexity)}"
-    if first == last == best:  # there was one
-        return Text(f"{number_format.figure(last)} at step {step:,}{more}")
+    if first == last == best:  # one figure, not a path
+        return Text.assemble(number_format.figure(first), (f"   at step {step:,}{more}", "dim"))
     text = Text(f"{number_format.figure(first)} → {number_format.figure(last)}")
     if best is not None:
         text.append(f"   best {number_format.figure(best)} at step {step:,}{more}", style="dim")
