@@ -6,10 +6,13 @@ of answers marked good or bad, the bad ones. So such rows are refused, with how 
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from pronghorn.data.chat_messages import from_json
+from pronghorn.data.source_files import RawRow
 from pronghorn.errors import DataError
 
 _KIND = "answer|response|completion|output|messages?|text"
@@ -50,6 +53,47 @@ def answer_columns(fields: dict[str, Any], *, empty: bool = False) -> tuple[str,
 def mark_column(fields: dict[str, Any]) -> str | None:
     """The column that says whether the row's answer is a good one."""
     return next((column for column in MARKS if _is_truth(fields.get(column))), None)
+
+
+def ratings(rows: Sequence[RawRow]) -> tuple[str, list[float]] | None:
+    """A column by the name of a mark that holds other numbers than 0 and 1, and all of them."""
+    for column in MARKS:
+        found = {number for row in rows if (number := _number(row.fields.get(column))) is not None}
+        if found - {0, 1}:
+            return column, sorted(found)
+    return None
+
+
+def refuse_ratings(rows: Sequence[RawRow], where: str, *, marked: bool = False) -> None:
+    """`marked`: of an objective that learns from marks. Else only where some of the numbers would be read as marks."""
+    found = ratings(rows)
+    if found is None or not (marked or {0, 1} & set(found[1])):
+        return
+    column, numbers = found
+    some = ", ".join(f"{number:g}" for number in numbers[:8]) + ", ..." * (len(numbers) > 8)
+    good = f"(.{column} | tonumber) > {(numbers[0] + numbers[-1]) / 2:g}"
+    fix = f"for example, jq -c '.{column} = ({good})' ROWS.jsonl > marked.jsonl"
+    if not marked:
+        fix = (
+            f"remove the column to train on every row: jq -c 'del(.{column})' ROWS.jsonl > all.jsonl; to train on the better "
+            f"ones: jq -c 'select({good}) | del(.{column})' ROWS.jsonl > good.jsonl"
+        )
+    raise DataError(
+        f"`{column}` is a rating or a class, with the values {some}; good and bad answers are marked true and false",
+        where=where,
+        why="where a rating turns good, only you can say",
+        fix=fix,
+    )
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
 
 
 def refused(told: tuple[str, str], where: str) -> DataError:
