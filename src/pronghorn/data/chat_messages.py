@@ -48,6 +48,7 @@ NUMBERS = ("weight", "loss_weight")
 LIKE_A_MARK = re.compile(r"(?:^|_)(?:loss|un)?mask|(?:^|_)(?:loss|weight|train(?:ed|able)?|supervised?)(?:_|$)", re.IGNORECASE)
 PARTS_KEY = "train_detail"  # Axolotl's: offsets within a turn
 REASONING = ("reasoning_content", "reasoning", "thinking")
+PLAIN_KEYS = {"role", "content", "from", "value"}  # that nothing more need be asked of
 MEDIA = ("image", "audio", "video")  # also with an s
 READ_KEYS = {  # of a message; templates know some more of them than this program
     *("role", "from", "content", "value", "text", "parts", "tool_calls", "function_call", "tool_call_id", "name", "tool_name"),
@@ -56,6 +57,8 @@ READ_KEYS = {  # of a message; templates know some more of them than this progra
 TEXT_PARTS = ("text", "input_text", "output_text")
 TEXT_ONLY = "Pronghorn trains on text only"
 THINKING_PARTS = ("thinking", "reasoning")
+# How Capybara and XTuner, Firefly, and others write a question and its answer as one item of a conversation.
+EXCHANGES = (("input", "output"), ("human", "assistant"), ("user", "assistant"), ("question", "answer"), ("prompt", "response"))
 CALL_FORM = '{"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}'
 TOOL_FORM = '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
 
@@ -70,12 +73,14 @@ class UnfitError(Exception):
 
 def only_read(message: dict[str, Any]) -> bool:
     """Whether the message itself says that it is not trained on."""
-    return any(message.get(key) is not None and bool(message[key]) != trained for key, trained in MARKS.items())
+    return not MARKS.keys().isdisjoint(message) and any(
+        message.get(key) is not None and bool(message[key]) != trained for key, trained in MARKS.items()
+    )
 
 
 def asks_to_train(message: dict[str, Any]) -> bool:
     """By `train: true`; a `weight` of 1 is what every message has."""
-    return any(message.get(key) == 1 for key in ASKING)
+    return not MARKS.keys().isdisjoint(message) and any(message.get(key) == 1 for key in ASKING)
 
 
 def unused_keys(messages: Any) -> set[str]:
@@ -87,8 +92,9 @@ def unused_keys(messages: Any) -> set[str]:
 def to_message(message: dict[str, Any], number: int) -> dict[str, Any]:
     name = f"message {number}"
     speaker, role = _speaker(message, name)
-    _require_marks(message, name)
-    _refuse_media(message, name)
+    if not message.keys() <= PLAIN_KEYS:
+        _require_marks(message, name)
+        _refuse_media(message, name)
     key, content = _content(message, name)
     thinking = ""
     if isinstance(content, list):
@@ -382,4 +388,16 @@ def from_json(text: str) -> Any:
 
 
 def to_messages(value: Any, column: str) -> list[dict[str, Any]]:
-    return [to_message(message, number) for number, message in enumerate(objects(value, column), start=1)]
+    turns = [turn for item in objects(value, column) for turn in _apart(item)]
+    return [to_message(message, number) for number, message in enumerate(turns, start=1)]
+
+
+def _apart(item: dict[str, Any]) -> list[dict[str, Any]]:
+    """A question and its answer in one item are two messages."""
+    if "role" in item or "from" in item:
+        return [item]
+    for asked, answered in EXCHANGES:
+        if asked in item and answered in item and item.keys() <= {"system", asked, answered}:
+            said = {"system": item.get("system") or None, "user": item[asked] or None, "assistant": item[answered]}
+            return [{"role": role, "content": content} for role, content in said.items() if content is not None]
+    return [item]

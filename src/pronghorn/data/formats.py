@@ -65,9 +65,14 @@ COLUMNS = (*CHAT_COLUMNS, "prompt", "completion", "instruction", "output", "text
 OTHER_WORDS = {  # columns that mean one of ours; suggested, never assumed
     "question": "prompt",
     "query": "prompt",
+    "problem": "prompt",
     "input": "prompt",
     "response": "completion",
     "answer": "completion",
+    "answers": "completion",
+    "solution": "completion",
+    "summary": "completion",
+    "highlights": "completion",
     "target": "completion",
     "chosen": "completion",
     "dialogue": "messages",
@@ -76,7 +81,9 @@ OTHER_WORDS = {  # columns that mean one of ours; suggested, never assumed
     "content": "text",
     "body": "text",
     "document": "text",
+    "article": "text",
 }
+CONTEXTS = ("context", "article", "passage", "paragraph", "document", "schema")  # what a question is about
 TURNS_IN_A_TEXT = re.compile(r"(?:^|\n)\s*(?:USER|Human|User|### Human):.*\n\s*(?:ASSISTANT|Assistant|### Assistant):", re.DOTALL)
 ALPACA_WORDS = {"response": "output", "answer": "output", "completion": "output", "context": "input"}  # beside `instruction`
 
@@ -109,6 +116,8 @@ def detect_format(rows: Sequence[RawRow], where: str, asked: str = "auto") -> Fo
         raise refused(pairs[0][1], pairs[0][0].where)
     if found and asked == "auto":
         _require_one(rows)
+        if found == "text":
+            _refuse_single_messages(rows)
     if found:
         plain = (row.fields for row in rows if isinstance(row.fields.get("prompt"), str))
         return "completion as chat" if found == "completion" and any(map(beside, plain)) else found
@@ -123,7 +132,7 @@ def detect_format(rows: Sequence[RawRow], where: str, asked: str = "auto") -> Fo
         what=f"{unmet}; found " + ", ".join(f"`{column}`" for column in columns),
         where=where,
         why="; ".join(f"{name} needs {needs}" for name, needs in formats.items()),
-        fix=_better_names(columns) or ("set data.format: auto, or " * (asked != "auto") + named),
+        fix=_better_names({column: value for row in rows for column, value in row.fields.items()}) or ("set data.format: auto, or " * (asked != "auto") + named),
     )
 
 
@@ -165,6 +174,20 @@ def chat_column(fields: dict[str, Any]) -> str | None:
     return found
 
 
+def _refuse_single_messages(rows: Sequence[RawRow]) -> None:
+    """As OpenAssistant's sets have it: a row is one message, and others answer it."""
+    row = rows[0]
+    column = next((name for name in ("parent_id", "message_tree_id", "conversation_id") if name in row.fields), None)
+    if column and isinstance(row.fields.get("role"), str):
+        raise DataError(
+            f"each row is one message of a conversation: it has a `role` and `{column}`",
+            where=row.where,
+            why="a question and its answer must be in one row",
+            fix='write each conversation as one row: {"messages": [{"role": "user", "content": "..."}, ...]}; to train on the '
+            "messages as separate texts, set data.format: text",
+        )
+
+
 def _refuse_turns_in_a_text(rows: Sequence[RawRow]) -> None:
     """As Glaive's sets have it: USER: ... ASSISTANT: ... in one text."""
     for row in rows:
@@ -202,22 +225,46 @@ def _require_one(rows: Sequence[RawRow]) -> None:
         )
 
 
-def _better_names(columns: Sequence[str]) -> str:
-    missing = [column for column in COLUMNS if column not in columns]
-    asks = {"input": "instruction"} if "output" in columns else {}
-    words = OTHER_WORDS | (ALPACA_WORDS if "instruction" in columns else asks)
-    hints = {}
-    for column in columns:
+def _better_names(fields: dict[str, Any]) -> str:
+    """The columns of ours that these of a row may be, as a line of the recipe; or where to find texts inside an object."""
+    missing = [column for column in COLUMNS if column not in fields]
+    asks = {"input": "instruction"} if "output" in fields and isinstance(fields.get("input"), str) else {}
+    words = OTHER_WORDS | (ALPACA_WORDS if "instruction" in fields else asks)
+    hints: dict[str, str] = {}
+    for column, value in fields.items():
         close = difflib.get_close_matches(column.lower(), missing, n=1, cutoff=0.7)
         meant = words.get(column.lower(), close[0] if close else "")
-        if (meant in missing or (meant == "input" and meant not in columns)) and column not in COLUMNS and meant not in hints:
+        meant = "prompt" if meant == "messages" and isinstance(value, str) and not value.lstrip().startswith("[") else meant
+        if isinstance(value, dict) and column not in COLUMNS:
+            if inside := _inside(column, value):
+                return inside
+            continue
+        if (meant in missing or (meant == "input" and meant not in fields)) and column not in COLUMNS and meant not in hints:
             hints[meant] = column
-    context = next((column for column in columns if column.lower() == "context"), None)
+    if "output" in fields and isinstance(fields.get("input"), list):
+        hints["completion"] = "output"
+    if "completion" in hints and "prompt" not in hints and "text" in hints:  # a document and its summary
+        hints["prompt"] = hints.pop("text")
+    context = next((column for column in fields if column.lower() in CONTEXTS and column not in hints.values()), None)
+    context = context or (hints.pop("text", None) if {"prompt", "completion"} <= hints.keys() else None)
     if context and {"prompt", "completion"} <= hints.keys():  # as in SQuAD: the question alone is not all that is asked
         hints = {"instruction": hints["prompt"], "input": context, "output": hints["completion"]}
     names = ", ".join(f"{meant}: {column}" for meant, column in hints.items())
     did_you_mean = ", ".join(f"`{meant}` instead of `{column}`" for meant, column in hints.items())
     return f"did you mean {did_you_mean}? Then set data.fields: {{{names}}}" if hints else ""
+
+
+def _inside(column: str, value: dict[str, Any]) -> str:
+    """An object that holds texts, as sets of translations and SQuAD's answers do."""
+    texts = [key for key, text in value.items() if isinstance(text, str)]
+    lists = [key for key, text in value.items() if isinstance(text, list) and text and isinstance(text[0], str)]
+    if len(texts) == 2:
+        taken = f"{{prompt: .{column}.{texts[0]}, completion: .{column}.{texts[1]}}}"
+    elif lists:
+        taken = f". + {{{column}: .{column}.{lists[0]}[0]}}"
+    else:
+        return ""
+    return f"take the texts out of `{column}`: jq -c '{taken}' ROWS.jsonl > rows.jsonl"
 
 
 def unused_columns(fields: dict[str, Any], row_format: Format) -> set[str]:
@@ -403,7 +450,7 @@ def _other_format(row: RawRow) -> str:
     other = _row_format(row.fields)
     if other:
         return f"a file has one format, and this row has the format `{other}`: move such rows to a separate file"
-    return _better_names(list(row.fields)) or "give the row the same columns as the others, or remove it"
+    return _better_names(row.fields) or "give the row the same columns as the others, or remove it"
 
 
 BUILDERS: dict[Format, Callable[[RawRow], Example]] = {

@@ -42,7 +42,7 @@ from pronghorn.data.formats import (
     unused_in_messages,
 )
 from pronghorn.data.pair_rows import CHOSEN, REJECTED
-from pronghorn.data.preferences import MARKS, TRUTHS, answer_columns, mark_column, refuse_ratings
+from pronghorn.data.preferences import MARKS, OPENAI, TRUTHS, answer_columns, mark_column, refuse_ratings
 from pronghorn.data.source_files import BadRow, RawRow, excerpt
 from pronghorn.data.unread import refuse_media, refuse_unread_texts
 from pronghorn.errors import DataError
@@ -69,7 +69,6 @@ BESIDE: dict[Layout, str] = {  # how a text beside these columns becomes part of
     "whole": "read it with data.fields: {prompt: %s}",
 }
 MARGIN = "margin"
-OPENAI = {"preferred_output": "chosen", "non_preferred_output": "rejected"}
 TWO_ANSWERS = tuple(  # pairs that do not say which is better, as the columns end
     (f".*(?:{KINDS}).*{first}", f".*(?:{KINDS}).*{second}") for first, second in (("_?a", "_?b"), ("_?0", "_?1"), ("_?1", "_?2"))
 )
@@ -148,7 +147,7 @@ def _usual(row: RawRow) -> RawRow:
     """OpenAI's `input`, `preferred_output` and `non_preferred_output`, and ms-swift's `rejected_response` beside messages that
     end with the chosen answer, in the usual columns."""
     fields = row.fields
-    if isinstance(fields.get("input"), dict) and {"preferred_output", "non_preferred_output"} <= fields.keys():
+    if isinstance(fields.get("input"), dict) and OPENAI.keys() <= fields.keys():
         rest = {column: value for column, value in fields.items() if column not in ("input", *OPENAI)}
         asked = {column: fields["input"][column] for column in ("messages", *TOOL_COLUMNS) if column in fields["input"]}
         return RawRow(rest | asked | {ours: fields[theirs] for theirs, ours in OPENAI.items()}, row.where)

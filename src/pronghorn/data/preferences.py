@@ -17,6 +17,7 @@ from pronghorn.errors import DataError
 
 _KIND = "answer|response|completion|output|messages?|text"
 REJECTED = re.compile(rf"(?:(?:{_KIND})_)?rejected(?:_(?:{_KIND}))?")
+OPENAI = {"preferred_output": "chosen", "non_preferred_output": "rejected"}
 MARKS = ("label", "kto_tag")  # of KTO: whether the answer is a good one
 TRUTHS = {True: True, False: False, "1": True, "0": False}  # 0 and 1 equal False and True
 TRUTHS |= {word: word.lower() == "true" for word in ("true", "false", "True", "False", "TRUE", "FALSE")}
@@ -42,6 +43,8 @@ def preference(fields: dict[str, Any], *, chat: bool) -> tuple[str, str] | None:
 
 def answer_columns(fields: dict[str, Any], *, empty: bool = False) -> tuple[str, str] | None:
     """The columns of the better and of the worse answer, if the row has both. `empty`: also answers that say nothing."""
+    if OPENAI.keys() <= fields.keys():
+        return "preferred_output", "non_preferred_output"
     for column, worse in fields.items():
         if "rejected" in column.lower() and REJECTED.fullmatch(column.lower()) and _holds_answer(worse, empty):
             chosen = next((other for other in fields if other.lower() == column.lower().replace("rejected", "chosen")), None)
