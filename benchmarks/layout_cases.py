@@ -25,6 +25,7 @@ from benchmarks.layout_parts import (
     read,
 )
 from benchmarks.preference_cases import COMPARED
+from benchmarks.public_cases import PUBLIC
 
 CHAT = [
     read("messages", {"messages": [U, A]}, HI),
@@ -159,7 +160,7 @@ CHAT = [
         "remove the part",
     ),
     no("a list of texts", {"conversation": ["hi", "ho"]}, "is not a list of objects", '{"role": ..., "content": ...}'),
-    no("a weight of 0.5", {"messages": [U, A | {"weight": 0.5}]}, "the weight 0.5", "set it to 0 or 1"),
+    no("a weight of 0.5", {"messages": [U, A | {"weight": 0.5}]}, "has `weight` 0.5", "set it to 0 or 1"),
 ]
 CALLS = [
     read(
@@ -397,4 +398,4 @@ PREFERENCES = [
     read("text with a class", {"text": "hi", "label": 1}, "«hi<end>»", unused="label"),
 ]
 
-LAYOUTS: list[Layout] = [*CHAT, *CALLS, *PAIRS, *PREFERENCES, *COMPARED, *FILES]
+LAYOUTS: list[Layout] = [*CHAT, *CALLS, *PAIRS, *PREFERENCES, *COMPARED, *PUBLIC, *FILES]

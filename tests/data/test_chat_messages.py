@@ -26,7 +26,18 @@ ARGUMENTS = {"city": "Oslo", "days": 2}
 FUNCTION = {"name": "weather", "arguments": ARGUMENTS}
 CALL = {"type": "function", "function": FUNCTION}
 
-READ = ("role", "from", "content", "value", "parts", "tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+READ = (
+    "role",
+    "from",
+    "content",
+    "value",
+    "parts",
+    "tool_calls",
+    "function_call",
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+)
 
 
 def says_nothing(key: str) -> bool:
@@ -61,11 +72,7 @@ def test_who_speaks_in_any_spelling(word: str, role: str, keys: tuple[str, str])
     assert to_message({keys[0]: word, keys[1]: "hi"}, 1) == {"role": role, "content": "hi"}
 
 
-@given(
-    st.sampled_from(sorted(SPEAKERS)),
-    st.text(),
-    st.dictionaries(st.text().filter(says_nothing), st.text() | st.integers()),
-)
+@given(st.sampled_from(sorted(SPEAKERS)), st.text(), st.dictionaries(st.text().filter(says_nothing), st.text() | st.integers()))
 def test_nothing_of_a_message_is_lost_or_changed(who: str, said: str, more: dict[str, Any]) -> None:
     made = to_message({"from": who, "value": said, **more}, 1)
     assert made == more | {"role": SPEAKERS[who], "content": said}
@@ -176,7 +183,11 @@ def test_a_message_says_whether_it_carries_loss(mark: dict[str, Any], read: bool
         ({"train": True, "masked": True}, "contradicts itself", "keep one"),
         ({"loss_mask": [0, 1]}, "unknown key `loss_mask`", "data.message_fields: {train: loss_mask}"),
         ({"train_on_turn": False}, "unknown key `train_on_turn`", "{masked: train_on_turn}"),
-        ({"reasoning_content": "b", "reasoning": "c"}, "`reasoning_content` and `reasoning`, each with a different", "keep one"),
+        (
+            {"reasoning_content": "b", "reasoning": "c"},
+            "`reasoning_content` and `reasoning`, each with a different",
+            "keep one",
+        ),
         ({"thinking": ["b"]}, "`thinking` is not text", "as a text"),
         ({"images": ["a.png"]}, "has `images`; Pronghorn trains on text only", "remove `images`"),
         ({"audio": {"data": "x"}}, "has `audio`", "or the row"),

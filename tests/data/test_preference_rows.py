@@ -67,6 +67,21 @@ def read(found: Prepared) -> list[tuple[str, list[str]]]:
         ({"instruction": "q", "input": "", "output": "", "chosen": "good", "rejected": "bad"}, ASKED, PAIR),
         ({"instruction": "a", "input": "b", "chosen": "good", "rejected": "bad"}, ASKED.replace("q", "a\n\nb", 1), PAIR),
         ({"prompt": "q", "chosen_response": [A], "rejected_response": [B]}, ASKED, PAIR),
+        # a question is never left out
+        ({"question": "q", "chosen": "good", "rejected": "bad"}, ASKED, PAIR),
+        ({"system": "s", "question": "q", "chosen": "good", "rejected": "bad"}, SYSTEM + ASKED, PAIR),
+        (
+            {"system": "s", "input": "q", "chosen": "the good", "rejected": "the bad"},
+            SYSTEM + ASKED,
+            [f"the {one}" for one in PAIR],
+        ),
+        ({"query": "q", "question": "q", "chosen": A, "rejected": [B]}, ASKED, PAIR),
+        (
+            {"input": {"messages": [S, Q], "tools": []}, "preferred_output": [A], "non_preferred_output": [B]},
+            SYSTEM + ASKED,
+            PAIR,
+        ),
+        ({"messages": [S, Q, A], "rejected_response": "bad"}, SYSTEM + ASKED, PAIR),
         ({"prompt": [Q], "chosen": [A], "rejected": ["bad", "worse"]}, ASKED, [*PAIR, "worse<|im_end|>"]),
         ({"prompt": [Q], "chosen": [A], "rejected": [[B], [{**B, "content": "worse"}]]}, ASKED, [*PAIR, "worse<|im_end|>"]),
         (
@@ -175,6 +190,48 @@ def test_names_of_columns_come_from_the_recipe(tmp_path: Path) -> None:
         ({"prompt": 3, "chosen": "a", "rejected": "b"}, "pairs", "`prompt` is not text, but a number", "quotes"),
         ({"prompt": [Q], "chosen": [Q], "rejected": [B]}, "pairs", "no assistant turn in `chosen`", "add an answer"),
         ({"text": "t", "label": True}, "marked", "plain text has no answer", "prompt and completion"),
+        (
+            {"topic_text": "q", "chosen": "so a", "rejected": "so b"},
+            "pairs",
+            "`topic_text` is a text that nothing",
+            "{prompt: topic_",
+        ),
+        ({"prompt": "q", "context": "c", "chosen": "a", "rejected": "b"}, "pairs", "`context` is a text", "input: context}"),
+        ({"prompt": "q", "context": "c", "completion": "a", "label": True}, "marked", "`context` is a text", "input: context"),
+        (
+            {"question": "q", "query": "p", "chosen": "a", "rejected": "b"},
+            "pairs",
+            "`question` and `query` differ",
+            "prompt: COLUMN",
+        ),
+        ({"chosen": "a", "rejected": "b"}, "pairs", "do not begin alike", "a column `prompt`"),
+        (
+            {"system": "s", "chosen": "so a", "rejected": "so b"},
+            "pairs",
+            "the row has `system`, but no prompt",
+            "a column `prompt`",
+        ),
+        (
+            {"prompt": "q", "chosen": "a", "rejected": "b", "images": ["x"]},
+            "pairs",
+            "`images` holds images",
+            "remove the column",
+        ),
+        (
+            {"prompt": "q", "completion": "a", "label": True, "image": "x"},
+            "marked",
+            "`image` holds images",
+            "remove the column",
+        ),
+        ({"prompt": "q", "chosen": "a", "rejected": ""}, "pairs", "`rejected` is empty in every row", "fill in `rejected`"),
+        ({"prompt": "q", "chosen": "", "rejected": "b"}, "pairs", "`chosen` is empty in every row", "fill in `chosen`"),
+        (
+            {"prompt": "q", "response_a": "a", "response_b": "b"},
+            "pairs",
+            "no preference data",
+            "chosen: .response_a, rejected: .resp",
+        ),
+        ({"prompt": "q", "completion": "a", "label": 4}, "marked", "`label` is a rating", "jq -c '.label ="),
     ],
 )
 def test_rows_that_are_no_preferences_are_told(tmp_path: Path, row: dict[str, Any], wanted: str, what: str, fix: str) -> None:

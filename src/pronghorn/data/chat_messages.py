@@ -85,7 +85,8 @@ def asks_to_train(message: dict[str, Any]) -> bool:
 
 def unused_keys(messages: Any) -> set[str]:
     """Keys of these messages, as a file has them, that hold something and that nothing reads."""
-    turns = [turn for turn in messages if isinstance(turn, dict)] if isinstance(messages, list) else []
+    items = [item for item in messages if isinstance(item, dict)] if isinstance(messages, list) else []
+    turns = [turn for item in items for turn in _apart(item)]
     return {key for turn in turns for key in turn.keys() - READ_KEYS if turn[key] not in (None, "", [], {})}
 
 
@@ -260,8 +261,7 @@ def _part(part: Any, name: str) -> str:
         called, result = f"write the call as `tool_calls`: [{CALL_FORM}]", "write the result as a message with the role `tool`"
         fix = {"tool_use": called, "functionCall": called, "tool_result": result, "functionResponse": result}
         raise UnfitError(
-            f"{name} has a part of type `{kind}`; {TEXT_ONLY}",
-            fix.get(str(kind), "remove the part, or remove the row"),
+            f"{name} has a part of type `{kind}`; {TEXT_ONLY}", fix.get(str(kind), "remove the part, or remove the row")
         )
     return text
 
@@ -344,7 +344,9 @@ def _tool(tool: dict[str, Any], column: str, number: int) -> dict[str, Any]:
     function = wrapped.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
         raise UnfitError(f"`{column}`: tool {number} has no function with a name", f"write {TOOL_FORM}")
-    key = next((key for key in ("parameters", "input_schema") if function.get(key) is not None), None)  # the latter: Anthropic's
+    key = next(
+        (key for key in ("parameters", "input_schema") if function.get(key) is not None), None
+    )  # the latter: Anthropic's
     if key is None:
         return wrapped
     parameters = from_json(function[key]) if isinstance(function[key], str) else function[key]

@@ -84,7 +84,9 @@ OTHER_WORDS = {  # columns that mean one of ours; suggested, never assumed
     "article": "text",
 }
 CONTEXTS = ("context", "article", "passage", "paragraph", "document", "schema")  # what a question is about
-TURNS_IN_A_TEXT = re.compile(r"(?:^|\n)\s*(?:USER|Human|User|### Human):.*\n\s*(?:ASSISTANT|Assistant|### Assistant):", re.DOTALL)
+TURNS_IN_A_TEXT = re.compile(
+    r"(?:^|\n)\s*(?:USER|Human|User|### Human):.*\n\s*(?:ASSISTANT|Assistant|### Assistant):", re.DOTALL
+)
 ALPACA_WORDS = {"response": "output", "answer": "output", "completion": "output", "context": "input"}  # beside `instruction`
 
 
@@ -109,9 +111,10 @@ class Example:
 def detect_format(rows: Sequence[RawRow], where: str, asked: str = "auto") -> Format:
     """The format most of these first rows of a source fit; `asked` is the recipe's own choice."""
     found = _most_frequent(rows, asked)
-    if found != "text":
+    answers = found not in (None, "text")
+    if answers:
         refuse_ratings(rows, where)
-    pairs = [(row, told) for row in rows if (told := preference(row.fields, chat=found != "text"))]
+    pairs = [(row, told) for row in rows if (told := preference(row.fields, chat=answers))]
     if pairs and 2 * len(pairs) > len(rows):
         raise refused(pairs[0][1], pairs[0][0].where)
     if found and asked == "auto":
@@ -132,7 +135,8 @@ def detect_format(rows: Sequence[RawRow], where: str, asked: str = "auto") -> Fo
         what=f"{unmet}; found " + ", ".join(f"`{column}`" for column in columns),
         where=where,
         why="; ".join(f"{name} needs {needs}" for name, needs in formats.items()),
-        fix=_better_names({column: value for row in rows for column, value in row.fields.items()}) or ("set data.format: auto, or " * (asked != "auto") + named),
+        fix=_better_names({column: value for row in rows for column, value in row.fields.items()})
+        or ("set data.format: auto, or " * (asked != "auto") + named),
     )
 
 

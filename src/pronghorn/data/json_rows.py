@@ -146,6 +146,13 @@ def read_json(source: Source) -> Iterator[RawRow | BadRow]:
             yield _json_row(f"{source.name}:{text.count(chr(10), 0, start) + 1}", text[start:end])
             return
         lists = _lists_inside(text, start)
+        columns = [set(column) if isinstance(column, dict) else None for column in value.values()]
+        if columns and columns[0] and all(rows == columns[0] for rows in columns):
+            raise DataError(
+                what="the file has an object for each column, as pandas' to_json writes by default",
+                where=source.name,
+                fix='write an object for each row: to_json(PATH, orient="records", lines=True), with PATH ending in .jsonl',
+            )
         if len(lists) != 1:
             found = ", ".join(f"`{key}`" for key in lists) or "none"
             raise DataError(

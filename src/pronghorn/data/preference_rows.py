@@ -70,7 +70,8 @@ BESIDE: dict[Layout, str] = {  # how a text beside these columns becomes part of
 }
 MARGIN = "margin"
 TWO_ANSWERS = tuple(  # pairs that do not say which is better, as the columns end
-    (f".*(?:{KINDS}).*{first}", f".*(?:{KINDS}).*{second}") for first, second in (("_?a", "_?b"), ("_?0", "_?1"), ("_?1", "_?2"))
+    (f".*(?:{KINDS}).*{first}", f".*(?:{KINDS}).*{second}")
+    for first, second in (("_?a", "_?b"), ("_?0", "_?1"), ("_?1", "_?2"))
 )
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"  # how transcripts of conversations are written
 NEEDED = (

@@ -73,7 +73,14 @@ def parts_of(names: Sequence[Name], spec: Data, wanted: Wanted = "documents") ->
         most = own.max_rows or spec.max_rows
         found += [
             Part(
-                source, entry, own.format or spec.format, renaming, most, own.max_rows is not None, own.weight, wanted,
+                source,
+                entry,
+                own.format or spec.format,
+                renaming,
+                most,
+                own.max_rows is not None,
+                own.weight,
+                wanted,
                 any_length=spec.long is not None,
             )  # fmt: skip
             for source in sources.resolve(own.path, sources.Wish(own.name, own.split, own.text_by == "line", own.stream))

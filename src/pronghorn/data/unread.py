@@ -21,10 +21,9 @@ QUESTION_COLUMNS = (
     *("schema", "problem"),
 )
 ABOUT_ROWS = re.compile(  # columns that describe a row
-    r"(?:.*_)?(?:u?u?id|idx|index|hash|source|dataset|origin|split|subset|config|lang|language|model|models|category|type|task|kind|"
-    r"topic|domain|subject|tags?|url|link|date|time|timestamp|version|license|author|user|username|annotator|name|title|difficulty|"
-    r"level|quality|scores?|ratings?|ranks?|labels?|margin|reason|explanation|rationale|critique|feedback|metadata|meta|toxicity)"
-    r"(?:_.*)?|unnamed: \d+|__index_level_\d+__",
+    r"(?:.*[_-])?(?:u?u?id|idx|index|hash|source|dataset|origin|split|subset|config|lang|language|model|category|type|topic|domain|"
+    r"tags?|url|link|date|time|timestamp|version|license|author|annotator|difficulty|level|quality|scores?|ratings?|ranks?|labels?|"
+    r"margin|metadata|meta)(?:[_-](?:chosen|rejected|name|id))?|unnamed: \d+|__index_level_\d+__",
     re.IGNORECASE,
 )
 
