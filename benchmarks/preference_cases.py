@@ -89,7 +89,8 @@ COMPARED = [
     ),
     read("marked: pairs, as two answers", {"prompt": [U], "chosen": [A], "rejected": [N]}, *BOTH, wanted="marked"),
     *[
-        read(f"pairs: {name}", {"question": "hi", "chosen": "ho", "rejected": "no"} | more, *rows, unused=unused, wanted="pairs")
+        read(f"pairs: {name}", {"question": "hi", "chosen": "ho", "rejected": "no", **more}, *rows, unused=unused,
+             wanted="pairs")
         for name, more, unused, rows in (
             ("question", {}, "", BOTH),
             ("Orca DPO: system and question", {"system": "be kind"}, "", (f"+ {KIND}", f"- <system>be kind<end>{NO}")),
@@ -115,8 +116,8 @@ COMPARED = [
          f"+ {KIND}", f"- <system>be kind<end>{NO}", wanted="pairs"),
     no("pairs: a text that may belong to a guessed prompt", {"post": "hi", "chosen": "so ho", "rejected": "so no"},
        "`post` is a text that nothing reads", "data.fields: {prompt: post}", wanted="pairs"),
-    read("pairs: such a text with data.fields", {"post": "hi", "chosen": "ho", "rejected": "no"}, *PLAIN_BOTH, fields={"prompt": "post"},
-         wanted="pairs"),
+    read("pairs: such a text with data.fields", {"post": "hi", "chosen": "ho", "rejected": "no"}, *PLAIN_BOTH,
+         fields={"prompt": "post"}, wanted="pairs"),
     no("pairs: a context beside the prompt", {"prompt": "hi", "context": "It is 4.", "chosen": "ho", "rejected": "no"},
        "`context` is a text that nothing reads", "{instruction: PROMPT, input: context}", wanted="pairs"),
     no("pairs: two questions", {"question": "hi", "query": "hey", "chosen": "ho", "rejected": "no"}, "differ, so the prompt",
@@ -127,8 +128,8 @@ COMPARED = [
        "the row has `system`, but no prompt", "a column `prompt`", wanted="pairs"),
     no("pairs: images", {"prompt": "hi", "images": ["a.png"], "chosen": "ho", "rejected": "no"}, "`images` holds images",
        "remove the column", wanted="pairs"),
-    no("pairs: every rejected answer empty", {"prompt": "hi", "chosen": "ho", "rejected": ""}, "`rejected` is empty in every row",
-       "fill in `rejected`", wanted="pairs"),
+    no("pairs: every rejected answer empty", {"prompt": "hi", "chosen": "ho", "rejected": ""},
+       "`rejected` is empty in every row", "fill in `rejected`", wanted="pairs"),
     no("pairs: SHP: two answers and a label", {"history": "hi", "human_ref_A": "ho", "human_ref_B": "no", "labels": 1},
        "no preference data", "jq -c 'if .WINNER == VALUE", wanted="pairs"),
     no("pairs: PKU-SafeRLHF: response_0, response_1",
@@ -137,7 +138,8 @@ COMPARED = [
     no("pairs: Chatbot Arena: conversation_a, conversation_b",
        {"conversation_a": [U, A], "conversation_b": [U, N], "winner": "model_a"}, "no preference data",
        "chosen: .conversation_a", wanted="pairs"),
-    no("pairs: HelpSteer3: response1, response2", {"context": [U], "response1": "ho", "response2": "no", "overall_preference": -2},
+    no("pairs: HelpSteer3: response1, response2",
+       {"context": [U], "response1": "ho", "response2": "no", "overall_preference": -2},
        "no preference data", "chosen: .response1", wanted="pairs"),
     no("pairs: UltraFeedback, as first published", {"instruction": "hi", "models": ["a"], "completions": [{"response": "ho"}]},
        "no preference data", "write the best of `completions` as `chosen`", wanted="pairs"),

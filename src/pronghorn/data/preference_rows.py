@@ -169,8 +169,9 @@ def _require_answers(rows: Sequence[RawRow], where: str) -> None:
             column = found[0][0][side]
             raise DataError(
                 f"`{column}` is empty in every row, and a pair needs two answers", where=where,
-                fix=f"fill in `{column}`, or name the column that has these answers: data.fields: {{{('chosen', 'rejected')[side]}:"
-                f" COLUMN}}; without them, `{found[0][0][other]}` can only be trained on with objective: supervised",
+                fix=f"fill in `{column}`, or name the column that has these answers: "
+                f"data.fields: {{{('chosen', 'rejected')[side]}: COLUMN}}; "
+                f"without them, `{found[0][0][other]}` can only be trained on with objective: supervised",
             )  # fmt: skip
 
 
@@ -181,7 +182,7 @@ def _how_to_name(columns: Sequence[str]) -> str:
         other = [column for column in columns if re.fullmatch(second, column, re.IGNORECASE)]
         if two and other:
             return (
-                f"`{two[0]}` and `{other[0]}` do not say which answer is better: write the better one as `chosen` and the other "
+                f"`{two[0]}` and `{other[0]}` do not say which answer is better: write the better one as `chosen`, the other "
                 f"as `rejected`, for example jq -c 'if .WINNER == VALUE then . + {{chosen: .{two[0]}, rejected: .{other[0]}}} "
                 f"else . + {{chosen: .{other[0]}, rejected: .{two[0]}}} end' ROWS.jsonl > pairs.jsonl"
             )

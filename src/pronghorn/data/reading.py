@@ -82,7 +82,7 @@ def parts_of(names: Sequence[Name], spec: Data, wanted: Wanted = "documents") ->
                 own.weight,
                 wanted,
                 any_length=spec.long is not None,
-            )  # fmt: skip
+            )
             for source in sources.resolve(own.path, sources.Wish(own.name, own.split, own.text_by == "line", own.stream))
         ]
     return found
@@ -177,7 +177,7 @@ def _refuse_endless(rows: Sequence[RawRow]) -> None:
             raise DataError(
                 f"the row has about {size / 1e6:.0f} million characters",
                 where=row.where,
-                why=f"more than {LONGEST_ROW / 1e6:.0f} million fit no model, and data.long does not say what becomes of long rows",
+                why=f"more than {LONGEST_ROW / 1e6:.0f} million fit no model, and data.long does not say what to do with them",
                 fix="cut it into several rows, remove it, or set data.long: drop, truncate or split",
             )
 

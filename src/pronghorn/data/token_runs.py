@@ -15,7 +15,6 @@ import numpy as np
 
 from pronghorn.data.tokens import Span
 
-
 MANY = 256  # spans; 10,000 of them in a row of 400 kB took 1.7 s one by one
 
 
