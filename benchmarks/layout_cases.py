@@ -160,7 +160,7 @@ CHAT = [
         "remove the part",
     ),
     no("a list of texts", {"conversation": ["hi", "ho"]}, "is not a list of objects", '{"role": ..., "content": ...}'),
-    no("a weight of 0.5", {"messages": [U, A | {"weight": 0.5}]}, "has `weight` 0.5", "set it to 0 or 1"),
+    no("a weight of 0.5", {"messages": [U, A | {"weight": 0.5}]}, "the weight 0.5", "set it to 0 or 1"),
 ]
 CALLS = [
     read(

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pronghorn.data.chat_messages import (
+    CONTENT_KEYS,
     LIKE_A_MARK,
+    REASONING,
     SPEAKERS,
     UnfitError,
     media_name,
@@ -26,18 +28,7 @@ ARGUMENTS = {"city": "Oslo", "days": 2}
 FUNCTION = {"name": "weather", "arguments": ARGUMENTS}
 CALL = {"type": "function", "function": FUNCTION}
 
-READ = (
-    "role",
-    "from",
-    "content",
-    "value",
-    "parts",
-    "tool_calls",
-    "function_call",
-    "reasoning_content",
-    "reasoning",
-    "thinking",
-)
+READ = ("role", "from", *CONTENT_KEYS, "tool_calls", "function_call", *REASONING)
 
 
 def says_nothing(key: str) -> bool:
@@ -128,6 +119,7 @@ def test_what_stands_beside_a_call_stays() -> None:
         ({"role": "user", "content": "a", "tool_calls": [CALL]}, "(user) calls a tool"),
         ({"role": "user", "from": "gpt", "content": "a"}, "two roles"),
         ({"role": "user", "content": "a", "value": "b"}, "they differ"),
+        ({"role": "user", "content": "a", "text": "b"}, "`content` and `text`, and they differ"),
         ({"role": "user", "content": {"text": "a"}}, "not text"),
         ({"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "thinking", "thinking": "b"}]}, "after its"),
         ({"role": "assistant", "content": [{"type": "thinking"}]}, "part without text"),
@@ -161,11 +153,10 @@ def test_thinking_in_parts() -> None:
         ({"train": False}, True),
         ({"training": True}, False),
         ({"loss": False}, True),
-        ({"loss": 0}, True),
         ({"trainable": False}, True),
         ({"masked": True}, True),
         ({"masked": False}, False),
-        ({"mask": 1}, True),
+        ({"mask": True}, True),
         ({"loss": None, "masked": None}, False),
         ({"weight": 0, "loss": False, "masked": True}, True),
     ],
@@ -177,8 +168,10 @@ def test_a_message_says_whether_it_carries_loss(mark: dict[str, Any], read: bool
 @table(
     ("more", "why", "fix"),
     [
-        ({"loss_weight": 0.5}, "has `loss_weight` 0.5", "0 or 1"),
+        ({"loss_weight": 0.5}, "has the loss_weight 0.5", "0 or 1"),
         ({"loss": "no"}, "has `loss` 'no'", "true or false"),
+        ({"mask": 1}, "has `mask` 1", "true or false"),
+        ({"weight": [0]}, "has the weight [0]", "0 or 1"),
         ({"masked": "yes"}, "has `masked` 'yes'", "true or false"),
         ({"train": True, "masked": True}, "contradicts itself", "keep one"),
         ({"loss_mask": [0, 1]}, "unknown key `loss_mask`", "data.message_fields: {train: loss_mask}"),
@@ -202,6 +195,12 @@ def test_what_could_change_training_is_never_ignored(more: dict[str, Any], why: 
         to_message({"role": "assistant", "content": "a", **more}, 3)
     assert why in str(caught.value)
     assert fix in caught.value.fix
+
+
+def test_a_text_beside_a_content_that_is_null_is_what_is_said() -> None:
+    """As Arrow fills in the keys of other messages."""
+    assert to_message({"role": "user", "content": None, "text": "a", "value": None}, 1) == {"role": "user", "content": "a"}
+    assert to_message({"role": "user", "content": "a", "text": "a"}, 1) == {"role": "user", "content": "a"}
 
 
 def test_the_same_reasoning_twice_and_empty_lists_of_images_are_fine() -> None:

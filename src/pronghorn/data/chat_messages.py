@@ -40,7 +40,7 @@ SPEAKERS_AND_CALLERS = {**SPEAKERS, **dict.fromkeys(CALLERS, "assistant")}
 # What a turn says about being trained on, and whether 1 or true there means that it is: OpenAI's and Mistral's `weight`,
 # Axolotl's `train` (its documentation) or `training` (its default), `loss` of ms-swift and XTuner, torchtune's `masked`.
 MARKS = {
-    **dict.fromkeys(("train", "training", "weight", "loss", "loss_weight", "trainable"), True),
+    **dict.fromkeys(("weight", "loss_weight", "train", "training", "loss", "trainable"), True),
     **dict.fromkeys(("masked", "mask"), False),
 }
 ASKING = tuple(key for key, trained in MARKS.items() if trained and "weight" not in key)  # a weight of 1 every message has
@@ -50,9 +50,10 @@ PARTS_KEY = "train_detail"  # Axolotl's: offsets within a turn
 REASONING = ("reasoning_content", "reasoning", "thinking")
 PLAIN_KEYS = {"role", "content", "from", "value"}  # that nothing more need be asked of
 MEDIA = ("image", "audio", "video")  # also with an s
+CONTENT_KEYS = ("content", "value", "text", "parts")  # OpenAI's, ShareGPT's, OpenAssistant's, Gemini's
 READ_KEYS = {  # of a message; templates know some more of them than this program
-    *("role", "from", "content", "value", "text", "parts", "tool_calls", "function_call", "tool_call_id", "name", "tool_name"),
-    *("id", "channel", "recipient", *REASONING, *MARKS),
+    *("role", "from", "tool_calls", "function_call", "tool_call_id", "name", "tool_name", "id", "channel", "recipient"),
+    *(*CONTENT_KEYS, *REASONING, *MARKS),
 }
 TEXT_PARTS = ("text", "input_text", "output_text")
 TEXT_ONLY = "Pronghorn trains on text only"
@@ -80,7 +81,7 @@ def only_read(message: dict[str, Any]) -> bool:
 
 def asks_to_train(message: dict[str, Any]) -> bool:
     """By `train: true`; a `weight` of 1 is what every message has."""
-    return not MARKS.keys().isdisjoint(message) and any(message.get(key) == 1 for key in ASKING)
+    return not MARKS.keys().isdisjoint(message) and any(message.get(key) is True for key in ASKING)
 
 
 def unused_keys(messages: Any) -> set[str]:
@@ -96,7 +97,7 @@ def to_message(message: dict[str, Any], number: int) -> dict[str, Any]:
     if not message.keys() <= PLAIN_KEYS:
         _require_marks(message, name)
         _refuse_media(message, name)
-    key, content = _content(message, name)
+    content = _content(message, name)
     thinking = ""
     if isinstance(content, list):
         content, thinking = _parts(content, name)
@@ -113,7 +114,7 @@ def to_message(message: dict[str, Any], number: int) -> dict[str, Any]:
             )
         raise UnfitError(f"{name} ({role}) has a `content` that is not text", "write it as text (an object as JSON text)")
     # Templates ask `'tool_calls' in message`, so a null that only fills a column must not stand there.
-    taken = {"role", "from", "tool_calls", "function_call", key}
+    taken = {"role", "from", "tool_calls", "function_call", *CONTENT_KEYS}
     made = {key: item for key, item in message.items() if item is not None and key not in taken}
     _require_one_reasoning(made, thinking, name)
     if thinking:
@@ -156,24 +157,23 @@ def _role(word: Any, name: str) -> str:
     )
 
 
-def _content(message: dict[str, Any], name: str) -> tuple[str, Any]:
-    """The key that holds what is said, and that."""
-    given = {key: message[key] for key in ("content", "value") if message.get(key) is not None}
-    if len(given) > 1 and given["content"] != given["value"]:
-        raise UnfitError(f"{name} has both `content` and `value`, and they differ", "keep one of them")
-    if "content" not in message and "value" not in message:
-        key = "parts" if isinstance(message.get("parts"), list) else "text"  # Gemini's
-        return key, message.get(key)
-    return next(iter(given.items()), ("content", None)) if len(given) < 2 else ("value", given["content"])
+def _content(message: dict[str, Any], name: str) -> Any:
+    """What is said, under whichever key."""
+    given = {key: message[key] for key in CONTENT_KEYS if message.get(key) is not None}
+    if any(said != next(iter(given.values())) for said in given.values()):
+        both = " and ".join(f"`{key}`" for key in given)
+        raise UnfitError(f"{name} has {both}, and they differ", "keep one of them")
+    return next(iter(given.values()), None)
 
 
 def _require_marks(message: dict[str, Any], name: str) -> None:
     """What the turn itself says about being trained on is yes or no, and one of the two."""
     marks = {key: message[key] for key in MARKS if message.get(key) is not None}
     for key, mark in marks.items():
-        allowed = "0 or 1" if key in NUMBERS else "true or false"
-        if not isinstance(mark, bool | int | float) or mark not in (0, 1):
-            raise UnfitError(f"{name} has `{key}` {mark!r}; a turn carries loss or not", f"set it to {allowed}")
+        fits = mark in (0, 1) if key in NUMBERS and isinstance(mark, int | float) else isinstance(mark, bool)
+        if not fits:
+            shown, allowed = (f"the {key}", "0 or 1") if key in NUMBERS else (f"`{key}`", "true or false")
+            raise UnfitError(f"{name} has {shown} {mark!r}; a turn carries loss or not", f"set it to {allowed}")
     if message.get(PARTS_KEY) is not None:
         raise UnfitError(
             f"{name} has `{PARTS_KEY}`; only whole turns can be marked, with `train`",

@@ -118,6 +118,7 @@ def detect_groups(rows: Sequence[RawRow], where: str, asked: str, wanted: Rows) 
         )  # fmt: skip
     named = _how_to_name(columns)
     if wanted == "marked":
+        _refuse_other_marks(rows, where)
         raise DataError(
             f"no column marks answers as good or bad; {found}", where=where,
             why=f"objective kto needs a `label` (true or false) for each answer, or pairs; {NEEDED}",
@@ -159,6 +160,17 @@ def _usual(row: RawRow) -> RawRow:
         if said < len(turns):
             return RawRow(fields | {"messages": turns[:said], "chosen_response": turns[said:]}, row.where)
     return row
+
+
+def _refuse_other_marks(rows: Sequence[RawRow], where: str) -> None:
+    for column in MARKS:
+        found = next((value for row in rows if holds(value := row.fields.get(column))), None)
+        if found is not None:
+            raise DataError(
+                f"`{column}` is {excerpt(repr(found))}, not true or false", where=where,
+                why="objective kto learns from answers that are marked as good or bad",
+                fix=f"write true or false, for example: jq -c '.{column} = (.{column} == \"GOOD\")' ROWS.jsonl > marked.jsonl",
+            )  # fmt: skip
 
 
 def _require_answers(rows: Sequence[RawRow], where: str) -> None:

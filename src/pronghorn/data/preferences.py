@@ -108,7 +108,7 @@ def _holds_answer(value: Any, empty: bool) -> bool:
 
 
 def _is_truth(value: Any) -> bool:
-    return isinstance(value, str | bool | int) and value in TRUTHS
+    return isinstance(value, str | bool | int | float) and value in TRUTHS
 
 
 def _take(fields: dict[str, Any], chosen: str) -> str:
