@@ -149,6 +149,23 @@ def test_chat_ends_with_an_empty_line_or_the_end_of_input(
     assert said.count("model: ") == 3
     for word in ("start a new conversation", "temperature 0.7", "use a number from 0 to 5", "new conversation"):
         assert word in said, word
+    heard = iter(["hello", "/clear", "/exti", "/etc/passwd?", "/base", "hello", "/base", "/exit", "not heard"])
+    monkeypatch.setattr("builtins.input", lambda _: next(heard))
+    said = shown(capsys, "chat", str(place.run), "--max-tokens", "3")
+    assert [line.partition(":")[0] for line in said.splitlines()[1:]] == [
+        "model",
+        "new conversation",
+        "unknown command /exti; /help lists the commands",
+        "model",
+        "answers of the base model",
+        "base",
+        "model",
+        "answers of the base model",
+    ]
+    assert next(heard) == "not heard"
+    assert "readline" in sys.modules  # the arrow keys edit the line and bring back earlier ones
+    (both,) = lines(capsys, "chat", str(place.run), "--base", "--prompt", "add 1 and 2", "--max-tokens", "3")
+    assert both.keys() == {"answer", "base"}
     monkeypatch.setattr("builtins.input", lambda _: "bytes of another alphabet \udcff")
     assert main(["chat", str(place.run), "--max-tokens", "3"]) == 2
     assert "not UTF-8 text" in capsys.readouterr().err

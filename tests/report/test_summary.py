@@ -154,3 +154,11 @@ def test_metrics_stand_in_the_table_with_the_base_models():
     assert "exact_match" in text
     assert "0 (base) → 0.93   best 0.93 at step 60, 70 rows" in text
     assert "(base)" not in shown([evaluation])
+
+
+def test_one_evaluation_is_one_figure():
+    events = [e for e in synthetic_events(50) if e["event"] != "eval" or e["step"] == 0]
+    line = next(line for line in shown(events).splitlines() if line.startswith("evaluation"))
+    assert "→" not in line
+    assert line.count(".") <= 2  # loss and perplexity
+    assert "at step 0" in line

@@ -307,12 +307,14 @@ def chat(arguments: argparse.Namespace) -> None:
             max_tokens=arguments.max_tokens,
             system=arguments.system,
             temperature=arguments.temperature,
+            base=arguments.base,
         )
     if arguments.prompt is None:
         converse(talk)
         return
-    answer = talk.answer(arguments.prompt)
-    say(arguments, {"answer": answer}, answer)
+    found = talk.answers(arguments.prompt)
+    told = found["model"] if len(found) == 1 else "\n".join(f"{name}: {answer}" for name, answer in found.items())
+    say(arguments, {"answer": found.pop("model"), **found}, told)
 
 
 def serve(arguments: argparse.Namespace) -> None:

@@ -82,7 +82,8 @@ def say(arguments: argparse.Namespace, as_dict: dict[str, Any], for_people: Any)
 def show(renderable: Any) -> None:
     from pronghorn.report.console import result_console
 
-    result_console(soft_wrap=isinstance(renderable, str)).print(renderable)
+    console = result_console(soft_wrap=isinstance(renderable, str))
+    console.print(renderable, crop=console.is_terminal)  # a pipe has no width
 
 
 def coloured() -> bool:

@@ -24,6 +24,7 @@ from pronghorn.report.html_sections import (
     evaluations_section,
     mark,
     memory_section,
+    score_tiles,
 )
 from pronghorn.report.html_style import SCRIPT, STYLE
 from pronghorn.report.plots import Plot, Point, Series, draw, smooth
@@ -34,6 +35,7 @@ from pronghorn.report.summary import advise
 
 FILE_NAME = "report.html"
 MOST_GENERATIONS, MOST_NOTICES, MOST_SESSIONS = 30, 200, 100  # keeps the page below 2 MB whatever the run says
+TILES = 8  # two full rows; scores of answers take the place of the last ones
 FEW_STEPS = 40  # below this a smoothed line would say nothing that the points do not
 
 PILLS = {"done": "good", "early stop": "good", "running": "soft", "empty": "soft", "health stop": "bad", "error": "bad"}
@@ -61,7 +63,7 @@ def render_page(events: Sequence[dict[str, Any]], name: str = "run", answers: Se
     start: dict[str, Any] = next((e for e in reversed(kept) if e["event"] == "start"), {})
     title = run.name or name
     body = [
-        _header(run, title, steps), _tiles(run), _plots(run, kept, steps, evals),
+        _header(run, title, steps), _tiles(run, answers), _plots(run, kept, steps, evals),
         evaluations_section(evals, run.best_step), answers_section(answers) or _generations(evals), data_section(start),
         _stages(run), memory_section(kept), cost_section(run, kept), experts_section(kept), _recipe(run), _notices(events),
         _sessions(run),
@@ -110,7 +112,8 @@ def _live(run: RunStats, steps: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def _tiles(run: RunStats) -> str:
+def _tiles(run: RunStats, answers: Sequence[Answer]) -> str:
+    """The result first: what the answers score, beside the base model's."""
     at_best = f"best at step {run.best_eval_step:,}" if run.best_eval_step is not None else ""
     first = f"from {number_format.figure(run.first_loss)}" if run.first_loss is not None else ""
     planned = f"of {run.steps:,} planned" if run.steps else ""
@@ -118,18 +121,19 @@ def _tiles(run: RunStats) -> str:
     best_loss = f"at step {run.best_loss_step:,}" if run.best_loss_step is not None else ""
     sessions = f"in {len(run.sessions)} sessions" if len(run.sessions) > 1 else ""
     tiles = [
+        *score_tiles(answers),
         ("evaluation loss", number_format.figure(run.best_eval), at_best),
-        ("perplexity", number_format.figure(run.perplexity), "at the best evaluation" if run.perplexity is not None else ""),
         ("training loss, last", number_format.figure(run.last_loss), first),
-        ("training loss, best", number_format.figure(run.best_loss), best_loss),
         ("steps", f"{run.step:,}", planned),
-        ("tokens seen", number_format.count(run.tokens), full),
-        ("tokens per second", number_format.count(run.tokens_per_second), "real tokens, no padding"),
         ("wall-clock", number_format.duration(run.seconds), sessions),
+        ("tokens per second", number_format.count(run.tokens_per_second), "real tokens, no padding"),
+        ("tokens seen", number_format.count(run.tokens), full),
+        ("perplexity", number_format.figure(run.perplexity), "at the best evaluation" if run.perplexity is not None else ""),
+        ("training loss, best", number_format.figure(run.best_loss), best_loss),
     ]
     return '<dl class="tiles">' + "".join(
-        f'<div class="tile"><dt>{label}</dt><dd>{escape(value)}<small>{escape(more)}</small></dd></div>'
-        for label, value, more in tiles
+        f'<div class="tile"><dt>{escape(label)}</dt><dd>{escape(value)}<small>{escape(more)}</small></dd></div>'
+        for label, value, more in tiles[:TILES]
     ) + "</dl>"  # fmt: skip
 
 

@@ -118,7 +118,6 @@ font-variant-numeric:tabular-nums}
 white-space:nowrap;font-variant-numeric:tabular-nums}
 .hist div:nth-child(even) b{display:none}
 .spaced{margin-top:20px}td.path{overflow-wrap:anywhere}
-.scores{margin:0 0 16px;grid-template-columns:repeat(auto-fit,minmax(170px,1fr))}
 .evals th:last-child{color:var(--eval);padding-left:14px;width:1%;border-bottom:1px solid var(--line);padding-top:7px}
 .evals tr:last-child th{border:0}.evals .best td{color:var(--eval);font-weight:600}
 details{margin-top:14px}summary{cursor:pointer;color:var(--soft)}pre{font-size:12.5px;margin:10px 0 0}
@@ -129,7 +128,8 @@ footer{margin-top:56px;color:var(--faint);font-size:12.5px}
 @media(max-width:900px){.grid3{grid-template-columns:minmax(0,1fr)}.recipe{columns:2}
 .grid2{grid-template-columns:minmax(0,1fr)}.tiles{grid-template-columns:repeat(2,1fr)}}
 @media(max-width:640px){main{padding:28px 16px 48px}h1{font-size:27px}h2{margin-top:40px}.recipe{columns:1}
-.card,.plot{padding:15px 14px}.tall .frame{grid-template-rows:240px 40px}.unit{height:240px}
+.card,.plot{padding:15px 14px}.card{overflow-x:auto}td,th{padding-right:9px}
+.tall .frame{grid-template-rows:240px 40px}.unit{height:240px}
 .tile{padding:12px 14px 10px}.tile dd{font-size:21px}
 .stages .bar{display:none}.stages .key{width:auto}
 .answers thead{display:none}.answers td{display:block;width:auto;border:0;padding:4px 0}

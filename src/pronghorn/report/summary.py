@@ -115,9 +115,11 @@ def _float(value: Any) -> float | None:
 def _path(
     first: float | None, last: float | None, best: float | None, step: int | None, perplexity: float | None = None
 ) -> Text:
+    more = "" if perplexity is None else f", perplexity {number_format.figure(perplexity)}"
+    if first == last == best:  # one figure, not a path
+        return Text.assemble(number_format.figure(first), (f"   at step {step:,}{more}", "dim"))
     text = Text(f"{number_format.figure(first)} → {number_format.figure(last)}")
     if best is not None:
-        more = "" if perplexity is None else f", perplexity {number_format.figure(perplexity)}"
         text.append(f"   best {number_format.figure(best)} at step {step:,}{more}", style="dim")
     return text
 

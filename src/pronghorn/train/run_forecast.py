@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from pronghorn.data.prepare import hold_out, prepare
+from pronghorn.data.reading import parts_of
 from pronghorn.data.tokens import TokenizerFiles
 from pronghorn.errors import CommandError, PronghornError, RecipeError
-from pronghorn.memory.forecast import HOST_BYTES, Forecast, comparison, max_context_report, plan_report
+from pronghorn.memory.forecast import BYTES_PER_TOKEN, HOST_BYTES, Forecast, comparison, max_context_report, plan_report
 from pronghorn.memory.gpus import GPUS, find_gpu
 from pronghorn.memory.job import why_not_planned
 from pronghorn.memory.plan import host_room, parse_host
@@ -20,6 +21,8 @@ from pronghorn.model.families import FAMILIES, why_not_fast
 from pronghorn.recipe import Recipe
 
 __all__ = ["comparison", "forecast", "forecast_of_many"]
+
+TEXT = ("jsonl", "json", "csv", "tsv", "txt")  # kinds of files whose size tells their tokens
 
 
 def why_no_plan(recipe: Recipe, config: Any) -> str:
@@ -76,6 +79,19 @@ def cached_data(recipe: Recipe) -> DataFacts | None:
     )
 
 
+def estimated_tokens(recipe: Recipe) -> int | None:
+    """From the sizes of the files; None where they say little: packed files, Hub data sets, a part of the rows."""
+    try:
+        parts = parts_of(recipe.data.train, recipe.data, recipe.objective.rows)
+        if any(part.source.kind not in TEXT or part.source.packing or part.max_rows for part in parts):
+            return None
+        amount = sum(part.source.path.stat().st_size * part.weight for part in parts)
+    except (PronghornError, OSError):
+        return None
+    held_out = recipe.data.eval if isinstance(recipe.data.eval, float) else 0.0
+    return int(amount / BYTES_PER_TOKEN * (1 - held_out) * recipe.train.epochs) or None
+
+
 def forecast(
     recipe: Recipe,
     *,
@@ -94,12 +110,12 @@ def forecast(
             what=f"--tokens {tokens} is not a valid token count", fix="set the total tokens of the run, over all epochs"
         )
     chosen = find_gpu(gpu) if gpu else None  # refused before anything is read
-    room = HOST_BYTES if host is None else parse_host(host)
+    room = None if host is None else parse_host(host)
     if chosen is None and torch.cuda.is_available():
         chosen = find_gpu(torch.cuda.get_device_name())
         room = host_room() if host is None else room  # as a run here would
     config, data = _planned(recipe), cached_data(recipe)
-    known = data.tokens if data and not recipe.train.steps else None
+    known = (data.tokens if data else estimated_tokens(recipe)) if not recipe.train.steps else None
     if longest:
         if chosen is None:
             raise CommandError(
@@ -109,7 +125,8 @@ def forecast(
         return [
             max_context_report(recipe, config, gpu=chosen, price=price, host=room, loss_share=data.loss_share if data else 1.0)
         ]
-    options: dict[str, Any] = {"tokens": tokens or known, "price": price, "host": room}
+    guessed = tokens is None and known is not None and data is None
+    options: dict[str, Any] = {"tokens": tokens or known, "price": price, "host": room, "estimated": guessed}
     if data is not None:
         options |= {"attended": data.attended, "loss_share": data.loss_share}
     if chosen is not None:
