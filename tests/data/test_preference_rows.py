@@ -205,6 +205,7 @@ def test_names_of_columns_come_from_the_recipe(tmp_path: Path) -> None:
             "`question` and `query` differ",
             "prompt: COLUMN",
         ),
+        ({"context": "c", "chosen": [Q, A], "rejected": [Q, B]}, "pairs", "`context` is a text", "put `context` into both"),
         ({"chosen": "a", "rejected": "b"}, "pairs", "do not begin alike", "a column `prompt`"),
         (
             {"system": "s", "chosen": "so a", "rejected": "so b"},

@@ -86,7 +86,9 @@ def asks_to_train(message: dict[str, Any]) -> bool:
 
 def unused_keys(messages: Any) -> set[str]:
     """Keys of these messages, as a file has them, that hold something and that nothing reads."""
-    items = [item for item in messages if isinstance(item, dict)] if isinstance(messages, list) else []
+    if not isinstance(messages, list):
+        return set()
+    items = [item for item in messages if isinstance(item, dict) and not item.keys() <= PLAIN_KEYS]
     turns = [turn for item in items for turn in _apart(item)]
     return {key for turn in turns for key in turn.keys() - READ_KEYS if turn[key] not in (None, "", [], {})}
 
@@ -116,7 +118,8 @@ def to_message(message: dict[str, Any], number: int) -> dict[str, Any]:
     # Templates ask `'tool_calls' in message`, so a null that only fills a column must not stand there.
     taken = {"role", "from", "tool_calls", "function_call", *CONTENT_KEYS}
     made = {key: item for key, item in message.items() if item is not None and key not in taken}
-    _require_one_reasoning(made, thinking, name)
+    if made or thinking:
+        _require_one_reasoning(made, thinking, name)
     if thinking:
         made["reasoning_content"] = thinking
     return {"role": role, "content": content} | made | ({"tool_calls": calls} if calls else {})

@@ -66,7 +66,7 @@ BESIDE: dict[Layout, str] = {  # how a text beside these columns becomes part of
     "question": "read it with data.fields: {instruction: QUESTION, input: %s}",
     "prompt": "read it with data.fields: {instruction: PROMPT, input: %s}",
     "prompt as chat": "read it with data.fields: {instruction: PROMPT, input: %s}",
-    "whole": "read it with data.fields: {prompt: %s}",
+    "whole": "put `%s` into both conversations",
 }
 MARGIN = "margin"
 TWO_ANSWERS = tuple(  # pairs that do not say which is better, as the columns end
@@ -291,7 +291,8 @@ def _pair(row: RawRow, layout: Layout) -> Group:
     chosen, rejected = (_value(row.fields[column]) for column in columns)
     worse = _several(rejected)
     guessed = layout == "whole" and isinstance(chosen, str) and HUMAN not in chosen
-    refuse_unread_texts(row.fields, _read(row.fields, layout), BESIDE[layout], guessed=guessed)
+    how = "read it with data.fields: {prompt: %s}" if guessed else BESIDE[layout]
+    refuse_unread_texts(row.fields, _read(row.fields, layout), how, guessed=guessed)
     if layout == "whole":
         answers = _from_whole(row, [chosen, *worse], columns)
     else:

@@ -7,8 +7,9 @@ contains is no loss.
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from pronghorn.data.chat_messages import MEDIA, TEXT_ONLY, UnfitError, holds_media
@@ -30,11 +31,16 @@ ABOUT_ROWS = re.compile(  # columns that describe a row
 
 def refuse_media(fields: dict[str, Any]) -> None:
     for column, value in fields.items():
-        if (MEDIA_COLUMN.fullmatch(column) and holds_media(value)) or _is_media(value):
+        if (_names_media(column) and holds_media(value)) or (not isinstance(value, str) and _is_media(value)):
             raise UnfitError(
                 f"`{column}` holds images, sound or video; {TEXT_ONLY}",
                 f"remove the column `{column}` from the file if the texts make sense without it, or remove the rows",
             )
+
+
+@functools.lru_cache(maxsize=1024)  # a file has the same columns in every row
+def _names_media(column: str) -> bool:
+    return MEDIA_COLUMN.fullmatch(column) is not None
 
 
 def _is_media(value: Any) -> bool:
@@ -46,17 +52,21 @@ def _is_media(value: Any) -> bool:
     return isinstance(value, bytes) and (value.startswith(MEDIA_BYTES) or value[4:8] == b"ftyp")
 
 
-def refuse_unread_texts(fields: dict[str, Any], read: Iterable[str], fix: str, *, guessed: bool = False) -> None:
+def refuse_unread_texts(fields: dict[str, Any], read: Collection[str], fix: str, *, guessed: bool = False) -> None:
     """`read`: the columns that are. `fix` says how another one is read, with %s for it. `guessed`: no column is the prompt."""
-    names = set(read)
-    there = "\0".join(text for column in names for text in _texts(fields.get(column)))
     for column, value in fields.items():
-        asks = column.lower() in QUESTION_COLUMNS or (guessed and not ABOUT_ROWS.fullmatch(column))
-        if asks and column not in names and isinstance(value, str) and value.strip() and value.strip() not in there:
+        if not _asks(column, guessed) or column in read or not isinstance(value, str) or not value.strip():
+            continue
+        if not any(value.strip() in text for name in read for text in _texts(fields.get(name))):
             raise UnfitError(
                 f"`{column}` is a text that nothing reads, and it may belong to the prompt",
                 f"{fix % column}; if it does not belong to the prompt, remove the column from the file",
             )
+
+
+@functools.lru_cache(maxsize=1024)
+def _asks(column: str, guessed: bool) -> bool:
+    return column.lower() in QUESTION_COLUMNS or (guessed and not ABOUT_ROWS.fullmatch(column))
 
 
 def _texts(value: Any) -> Iterator[str]:
