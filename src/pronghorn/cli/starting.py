@@ -86,8 +86,10 @@ def _by_itself(recipe: Recipe) -> int:
     there = _there() if _may_be_several() else 1
     if there < 2:
         return 1
-    packs = recipe.train.packs
+    packs, rows = recipe.step_packs(), recipe.train.batch_rows
     wanted, why = min(there, packs), f"train.batch_tokens / train.capacity = {counted(packs, 'pack')} per step"
+    if rows:
+        why = f"train.batch_rows: {rows} of up to {recipe.data.max_length} tokens are {counted(packs, 'pack')} per step"
     if problem := _why_not_together(there):
         wanted, why = 1, problem
     told = f"{wanted} of {there} GPUs: {why}" if wanted < there else f"{there} GPUs; --gpus 1 uses one"

@@ -43,8 +43,8 @@ CRASHED = ("a library or a driver crashed", "if it has happened before, update t
 
 
 def require_packs(recipe: Recipe, ranks: int) -> None:
-    packs, capacity = recipe.train.packs, recipe.train.capacity
-    if packs < ranks:
+    packs, capacity = recipe.step_packs(), recipe.train.capacity
+    if packs < ranks and recipe.train.batch_rows is None:  # how many packs so many rows are, the data says
         raise RecipeError(
             what=f"train.batch_tokens: a step has {counted(packs, 'pack')} for {ranks} ranks",
             why=f"each rank trains on whole packs of train.capacity: {capacity} tokens",
