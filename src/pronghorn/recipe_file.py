@@ -23,7 +23,6 @@ from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 
 from pronghorn.errors import PronghornError, RecipeError, raise_all
 from pronghorn.recipe import Recipe
-from pronghorn.recipe_keys import KeyPath as KeyPath
 from pronghorn.recipe_keys import default_of, key_like, keys_in, source_key_like
 
 EXAMPLE = """\
@@ -106,6 +105,7 @@ world: {shard: auto}                         # what is sharded over ranks: auto 
 output: runs/default
 """
 
+KeyPath = tuple[str | int, ...]
 MOST_VALUES = 100_000  # far more than there are keys; ten lines of aliases to aliases can make billions
 ROOT: KeyPath = ()
 # What to write where a key takes one of several kinds; pydantic's own message tells of one kind only.

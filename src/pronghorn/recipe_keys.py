@@ -79,7 +79,6 @@ SYNONYMS = {
 }
 MEANS = {name: key for key, names in SYNONYMS.items() for name in names}
 
-KeyPath = tuple[str | int, ...]
 OF_A_SOURCE = {
     "fields": ["columns"],
     "rows": ["max_rows"],
@@ -131,7 +130,7 @@ def source_key_like(key: str, known: Sequence[str]) -> str:
     return next(iter([*OF_A_SOURCE.get(key.lower(), []), *difflib.get_close_matches(key.lower(), known, n=1)]), "")
 
 
-def default_of(path: KeyPath) -> Any:
+def default_of(path: tuple[str | int, ...]) -> Any:
     """What the key is where nobody sets it, as it is written in a recipe; None where that says nothing."""
     model: type[BaseModel] | None = Recipe
     for part in path[:-1]:
@@ -140,7 +139,7 @@ def default_of(path: KeyPath) -> Any:
     return field.default if field is not None and isinstance(field.default, (int, float)) else None
 
 
-def keys_in(path: KeyPath) -> list[str]:
+def keys_in(path: tuple[str | int, ...]) -> list[str]:
     """The keys a section takes."""
     model: type[BaseModel] = Recipe
     for part in path:
