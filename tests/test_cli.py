@@ -194,6 +194,9 @@ def test_ctrl_c_before_the_words_are_read(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr(cli, "build_parser", interrupted)
     assert main(["runs"]) == 130
     assert capsys.readouterr().err == "stopped\n"
+    monkeypatch.setenv("RANK", "1")  # of several, the first says so
+    assert main(["runs"]) == 130
+    assert capsys.readouterr().err == ""
 
 
 def test_only_the_recipe_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,14 +1,10 @@
-"""YAML 1.2 and `key=value` words into a `Recipe`: every problem in one pass, each with its line and a fix.
-
-The file is read as a graph of nodes rather than as a dictionary, because nodes know their lines and still hold
-both of two equal keys. YAML 1.2 makes `1e-4` a number and `no` a string.
-"""
+"""YAML 1.2 and `key=value` words into a `Recipe`: every problem in one pass, each with its line and a fix."""
 
 from __future__ import annotations
 
 import copy
 import difflib
-import io
+import errno
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,13 +13,13 @@ from types import MappingProxyType
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
-from ruamel.yaml import YAML
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 
 from pronghorn.errors import PronghornError, RecipeError, raise_all
 from pronghorn.recipe import Recipe
 from pronghorn.recipe_keys import default_of, key_like, keys_in, source_key_like
+from pronghorn.small_files import read_small_text
+from pronghorn.yaml_file import LARGEST, KeyPath, read_value, read_yaml
+from pronghorn.yaml_file import dotted as _dotted
 
 EXAMPLE = """\
 # A Pronghorn recipe with all keys. Only `model` and `data.train` are required. Values are the defaults, except data.eval;
@@ -105,9 +101,6 @@ world: {shard: auto}                         # what is sharded over ranks: auto 
 output: runs/default
 """
 
-KeyPath = tuple[str | int, ...]
-MOST_VALUES = 100_000  # far more than there are keys; ten lines of aliases to aliases can make billions
-ROOT: KeyPath = ()
 # What to write where a key takes one of several kinds; pydantic's own message tells of one kind only.
 KINDS = {
     "data.eval": "write a file name, or a fraction between 0 and 1",
@@ -164,11 +157,13 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read, override, validate. Raises RecipeError, or Problems with all of them."""
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_small_text(path, LARGEST)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         denied = isinstance(error, PermissionError)
+        large = isinstance(error, OSError) and error.errno == errno.EFBIG
         fix = "change its permissions so that you can read it" if denied else "write one with `pronghorn new FILE`"
+        fix = "shorten it; data belongs into files of its own" if large else fix
         raise RecipeError(what=f"cannot read the recipe: {reason}", where=str(path), fix=fix) from error
     return parse_recipe(text, overrides, name=str(path))
 
@@ -231,108 +226,6 @@ def _once(problems: Iterable[PronghornError]) -> list[PronghornError]:
     return list(seen.values())
 
 
-def read_yaml(
-    text: str,
-    name: str,
-    problems: list[PronghornError],
-    *,
-    kind: str = "recipe",
-    start: str = "write one with `pronghorn new FILE`",
-) -> tuple[dict[str, Any], dict[KeyPath, str]]:
-    """Plain values, and the place of each key: `file:line`. `kind` is what to call the file, `start` how to come by one."""
-    yaml = YAML(typ="safe", pure=True)
-    try:
-        node = yaml.compose(io.StringIO(text))
-        values = _values_in(node, {}, name) if node is not None else 0
-    except RecursionError as error:
-        raise RecipeError(what=f"the {kind} is nested too deeply", where=name, fix="use a few levels only") from error
-    except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f"{name}:{mark.line + 1}" if mark else name
-        if mark and _indented_by_tab(text, mark.line):
-            raise RecipeError(
-                what="a tab in the indentation",
-                where=where,
-                why="YAML indents with spaces only",
-                fix="replace the tab with spaces",
-            ) from error
-        raise RecipeError(
-            what=f"not YAML: {error.problem or error.context}", where=where, fix="check indentation, quotes and brackets"
-        ) from error
-    except YAMLError as error:
-        raise RecipeError(what=f"not YAML: {error}", where=name, fix="save the file as UTF-8 text") from error
-    if node is None:
-        raise RecipeError(what=f"the {kind} is empty", where=name, fix=start)
-    if not isinstance(node, MappingNode):
-        raise RecipeError(what=f"the {kind} does not consist of `key: value` lines", where=name, fix=start)
-    places: dict[KeyPath, str] = {}
-    if values > MOST_VALUES:
-        raise RecipeError(
-            what=f"the {kind} has over {MOST_VALUES:,} values",
-            where=name,
-            why="aliases (*name) repeat lists",
-            fix="write the values without aliases",
-        )
-    return _plain(node, yaml, ROOT, name, places, problems), places
-
-
-def _indented_by_tab(text: str, line: int) -> bool:
-    lines = text.splitlines()
-    return line < len(lines) and "\t" in lines[line][: len(lines[line]) - len(lines[line].lstrip())]
-
-
-def _values_in(node: Node, known: dict[int, int], name: str) -> int:
-    """Once every alias is written out; a node that is not counted yet (0) and comes again holds itself."""
-    if id(node) not in known:
-        known[id(node)] = 0
-        inside = [pair[1] for pair in node.value] if isinstance(node, MappingNode) else node.value
-        known[id(node)] = 1 + sum(_values_in(one, known, name) for one in inside if isinstance(one, Node))
-    elif not known[id(node)]:
-        raise RecipeError(
-            what="a YAML alias refers to itself",
-            where=f"{name}:{node.start_mark.line + 1}",
-            fix="write the value without an alias",
-        )
-    return known[id(node)]
-
-
-def _plain(node: Node, yaml: YAML, path: KeyPath, name: str, places: dict[KeyPath, str], problems: list[PronghornError]) -> Any:
-    """Nodes to plain values, noting each key's line and every key that stands twice."""
-    if isinstance(node, MappingNode):
-        result: dict[str, Any] = {}
-        for key_node, value_node in node.value:
-            key = str(key_node.value)
-            where = f"{name}:{key_node.start_mark.line + 1}"
-            if key in result:
-                first = places[(*path, key)]
-                problems.append(
-                    RecipeError(
-                        what=f"{_dotted((*path, key))}: this key appears twice",
-                        where=where,
-                        why=f"it is already set at {first}",
-                        fix="remove one of the two",
-                    )
-                )
-                continue
-            places[(*path, key)] = where
-            result[key] = _plain(value_node, yaml, (*path, key), name, places, problems)
-        return result
-    if isinstance(node, SequenceNode):
-        return [_plain(item, yaml, (*path, i), name, places, problems) for i, item in enumerate(node.value)]
-    try:
-        return yaml.constructor.construct_object(node, deep=True)
-    except (YAMLError, ValueError):  # a tag that YAML does not know, or one that the value does not fit
-        where = f"{name}:{node.start_mark.line + 1}"
-        problems.append(
-            RecipeError(
-                what=f"{_dotted(path)}: {node.tag} {node.value!r} is not a value",
-                where=where,
-                fix="remove the `!` tag, or put the value in quotes",
-            )
-        )
-        return None
-
-
 def _apply_override(values: dict[str, Any], places: dict[KeyPath, str], word: str, problems: list[PronghornError]) -> None:
     key, equals, text = word.partition("=")
     if not equals or not re.fullmatch(r"\w+(\.\w+)*", key):
@@ -343,9 +236,10 @@ def _apply_override(values: dict[str, Any], places: dict[KeyPath, str], word: st
         )
         return
     try:
-        value = YAML(typ="safe", pure=True).load(text)
-    except (YAMLError, ValueError, RecursionError):  # no YAML, or no value: 30 February, a number of 5,000 digits
-        value = text
+        value = read_value(text, "command line")
+    except RecipeError as error:
+        problems.append(RecipeError(what=f"{key}: {error.what}", where=error.where, why=error.why, fix=error.fix))
+        return
     *parents, last = key.split(".")
     section = values
     for depth, part in enumerate(parents):
@@ -365,10 +259,6 @@ def _apply_override(values: dict[str, Any], places: dict[KeyPath, str], word: st
     for depth in range(1, len(path) + 1):
         places.setdefault(path[:depth], "command line")
     places[path] = "command line"
-
-
-def _dotted(path: Iterable[str | int]) -> str:
-    return ".".join(str(part) for part in path)
 
 
 def _explain(detail: Any, places: dict[KeyPath, str], name: str) -> RecipeError:

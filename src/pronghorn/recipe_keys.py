@@ -9,6 +9,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 
 from pronghorn.recipe import Recipe
+from pronghorn.yaml_file import KeyPath
 
 SYNONYMS = {
     "model": ("base_model", "model_name", "model_name_or_path", "model_id", "pretrained", "checkpoint_path"),
@@ -130,7 +131,7 @@ def source_key_like(key: str, known: Sequence[str]) -> str:
     return next(iter([*OF_A_SOURCE.get(key.lower(), []), *difflib.get_close_matches(key.lower(), known, n=1)]), "")
 
 
-def default_of(path: tuple[str | int, ...]) -> Any:
+def default_of(path: KeyPath) -> Any:
     """What the key is where nobody sets it, as it is written in a recipe; None where that says nothing."""
     model: type[BaseModel] | None = Recipe
     for part in path[:-1]:
@@ -139,7 +140,7 @@ def default_of(path: tuple[str | int, ...]) -> Any:
     return field.default if field is not None and isinstance(field.default, (int, float)) else None
 
 
-def keys_in(path: tuple[str | int, ...]) -> list[str]:
+def keys_in(path: KeyPath) -> list[str]:
     """The keys a section takes."""
     model: type[BaseModel] = Recipe
     for part in path:

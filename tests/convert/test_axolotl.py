@@ -9,9 +9,11 @@ import pytest
 from tiny import check_converted
 
 from pronghorn.convert.converting import Conversion, convert_file, convert_text
+from pronghorn.data.sources import resolve
 from pronghorn.errors import CommandError
 from pronghorn.recipe import Recipe, named
-from pronghorn.recipe_file import parse_recipe, read_yaml
+from pronghorn.recipe_file import parse_recipe
+from pronghorn.yaml_file import read_yaml
 from tables import table
 
 CONFIGS = Path(__file__).parent / "axolotl"
@@ -268,6 +270,20 @@ def test_a_type_has_its_format_and_columns(lines: str, expected: dict[str, Any])
 def test_what_a_data_set_asks_for_in_vain_is_told(lines: str, key: str) -> None:
     _, fates = converted(f"{CHAT}    {lines}\n")
     assert fates[key][0] == "not honoured"
+
+
+def test_slices_of_a_split(tmp_path: Path) -> None:
+    """Of a file the first rows, counted now; of a Hub data set the hub's library reads any slice."""
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n' * 10)
+    for split, rows in (("train[:20%]", 2), ("train[:3]", 3), ("train[:100%]", 10), ("train[10%:20%]", None)):
+        recipe, fates = converted(
+            BASE + f"datasets:\n  - path: {tmp_path / 'a.jsonl'}\n    type: completion\n    split: '{split}'\n"
+        )
+        assert recipe.data.max_rows == rows
+        assert fates["datasets[0].split"][0] == ("mapped" if rows else "not honoured")
+    recipe, _ = converted(BASE + "datasets:\n  - path: a/b\n    type: completion\n    split: 'train[10%:20%]'\n")
+    assert recipe.data.train == ("a/b:train[10%:20%]",)
+    assert resolve("a/b:train[10%:20%]")[0].hub == ("a/b", None, "train[10%:20%]")
 
 
 def test_sources_that_need_other_names_are_entries_of_their_own() -> None:

@@ -12,7 +12,8 @@ from tiny import check_converted
 
 from pronghorn.convert.converting import convert_file, convert_text
 from pronghorn.errors import CommandError
-from pronghorn.recipe_file import parse_recipe, read_yaml
+from pronghorn.recipe_file import parse_recipe
+from pronghorn.yaml_file import read_yaml
 from tables import table
 
 CONFIGS = Path(__file__).parent / "llamafactory"
@@ -210,6 +211,17 @@ def test_the_list_of_data_sets_is_given_found_or_asked_for(tmp_path: Path) -> No
     assert parse_recipe(found.recipe).data.train == ("a/b:en:validation",)
     found = convert_text(BASE + f"dataset_dir: {tmp_path / 'elsewhere'}\n", "c.yaml")
     assert parse_recipe(found.recipe).data.train == ("a/b:en:validation",)
+
+
+def test_slices_of_a_split(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text(json.dumps([{"instruction": "a", "output": "b"}] * 10))
+    for split, rows, said in (("train[:20%]", 2, ""), ("train[:3]", 3, ""), ("train[50%:]", None, "not supported")):
+        info(tmp_path, x={"file_name": "rows.json", "split": split})
+        found = convert_text(BASE, str(tmp_path / "c.yaml"))
+        assert parse_recipe(found.recipe).data.max_rows == rows
+        assert said in told(BASE, tmp_path)["dataset"][1]
+    info(tmp_path, x={"hf_hub_url": "a/b", "split": "train[50%:]"})
+    assert parse_recipe(convert_text(BASE, str(tmp_path / "c.yaml")).recipe).data.train == ("a/b:train[50%:]",)
 
 
 @table("text", ["{", "[]", "3", "{" * 100_000])

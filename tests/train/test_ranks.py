@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rank_processes import Silent, in_ranks
+from rank_processes import LOOPBACK, Silent, in_ranks, listening
 from safetensors.torch import load_file
 
 from pronghorn.data.batches import BatchLoader, Shapes
@@ -308,6 +308,14 @@ def test_ranks_that_wait_because_a_step_has_few_rows_are_told(recipe_for: Callab
         "a step of 4 rows has 1.0 packs for 3 ranks, so some ranks wait; set train.capacity: 512, or start 1 rank"
     )
     assert agreed(recipe, {}, world, pack(np.full(40, 60), 64, seed=1, epoch=0, rows=4)) == []
+
+
+def test_the_store_of_ranks_on_one_machine_listens_on_loopback(tmp_path: Path) -> None:
+    """Where a scheduler starts them, rank 0 keeps a store; by itself torch opens it to all interfaces."""
+    found = in_ranks(lambda world: (world.wait(), [where for where, _ in listening([os.getpid()])])[1], tmp_path)
+    addresses = [literal_eval(one[1]) for one in found if one]
+    assert [len(one) for one in addresses] == [2, 1]  # gloo's, and the store
+    assert {where for one in addresses for where in one} <= set(LOOPBACK)
 
 
 def test_nccl_needs_a_gpu_for_each_rank() -> None:

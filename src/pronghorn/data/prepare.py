@@ -25,7 +25,7 @@ from pronghorn.data.mixing import repeated
 from pronghorn.data.pair_choices import first_rows, in_groups, take, too_long, truncated, unit_of, with_loss
 from pronghorn.data.pair_rows import CHOSEN, PairRows
 from pronghorn.data.reading import Name, SourceCount, told_of_columns
-from pronghorn.data.token_cache import DamagedError, read_note, write_note
+from pronghorn.data.token_cache import DamagedError, read_note_as, write_note
 from pronghorn.data.tokens import TokenTable
 from pronghorn.errors import DataError, counted
 from pronghorn.recipe import Data, named
@@ -64,6 +64,9 @@ class Findings:
     junk: dict[int, str]
     near: dict[int, int] | None = None
     remark: str = ""  # what became of the file they are kept in, if there is something to tell
+
+
+_Stored = tuple[dict[int, int], dict[int, str], dict[int, int] | None]  # `Findings`, as they are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +116,7 @@ def findings(rows: Rows, near: bool, progress: Progress = silent) -> Findings:
     path = rows.path.with_suffix(f".findings{FINDINGS_VERSION}.json")
     remark = ""
     try:
-        known = _read_findings(path)
+        known = _read_findings(path, len(rows.table))
     except DamagedError as damage:
         known, remark = None, f"the list of duplicates and junk is damaged ({damage}) and is created again: {path}"
     if known is not None and (known.near is not None or not near or rows.table.pairs is not None):
@@ -161,12 +164,13 @@ def of_groups(pairs: PairRows, identities: bytearray, junk: dict[int, str]) -> F
     return Findings(exact, {int(row): why for group, why in chosen for row in range(starts[group], starts[group + 1])})
 
 
-def _read_findings(path: Path) -> Findings | None:
-    note = read_note(path)
-    if note is None:
+def _read_findings(path: Path, count: int) -> Findings | None:
+    found: _Stored | None = read_note_as(path, _Stored)
+    if found is None:
         return None
-    exact, junk, near = ({int(i): v for i, v in part.items()} if part is not None else None for part in json.loads(note))
-    return Findings(exact or {}, junk or {}, near)
+    if any(not 0 <= row < count for part in found if part is not None for row in part):
+        raise DamagedError("it names rows that are not there")
+    return Findings(*found)
 
 
 # Choosing ---------------------------------------------------------------------------------------------------------------

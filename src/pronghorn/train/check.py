@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from pronghorn.data.copies import Side, families
 from pronghorn.errors import counted
 from pronghorn.memory.dry_run import static_parts
 from pronghorn.model.config import read_config
+from pronghorn.model.export import savable, try_small_files
 from pronghorn.recipe import Recipe
 from pronghorn.report.loggers.table import require_installed
 from pronghorn.train.memory import plan_memory, plan_of_everything
@@ -112,12 +115,17 @@ def _copies(data: RunData, report: Callable[[str, int, int], None]) -> dict[str,
     }
 
 
-def check_run(recipe: Recipe, *, report: Callable[[str, int, int], None]) -> Facts:
-    """Everything a run would check before its first step, except loading the weights."""
+def check_run(
+    recipe: Recipe, *, report: Callable[[str, int, int], None], exports: Callable[[Recipe, Any], Sequence[str]] = lambda *_: ()
+) -> Facts:
+    """Everything a run would check before its first step, except loading the weights. `exports`: what recipe and tokenizer
+    tell of the exports to come."""
     from contextlib import nullcontext
 
     require_installed(recipe.report.to)
     device, precision, facts, tokenizer = look_ahead(recipe)
+    with savable("the tokenizer", recipe.model), tempfile.TemporaryDirectory(prefix="pronghorn-") as place:
+        try_small_files(recipe.model, tokenizer, Path(place))
     data = prepare_data(recipe, tokenizer, report=report, stage=lambda _: nullcontext())
     summary = data.summary(recipe.train.capacity)
     trainable = facts.parameters if recipe.method == "full" else facts.adapter_parameters
@@ -154,6 +162,6 @@ def check_run(recipe: Recipe, *, report: Callable[[str, int, int], None]) -> Fac
         sources=tuple(map(str, data.counts.sources)) if len(data.counts.sources) > 1 else (),
         plan=tuple(planned.text()) if planned else (),
         no_memory=plan if isinstance(plan, str) else "",
-        notices=tuple(notices(recipe, data, device, precision, facts)),
+        notices=(*notices(recipe, data, device, precision, facts), *exports(recipe, tokenizer)),
         **_copies(data, report),
     )

@@ -20,7 +20,7 @@ from pronghorn.data.prepare import Counts, Prepared, prepare
 from pronghorn.data.reading import Name
 from pronghorn.data.splitting import apart
 from pronghorn.data.tokens import TokenTable, load_tokenizer, padding_id
-from pronghorn.errors import DataError, ModelError, RecipeError, counted
+from pronghorn.errors import DataError, ModelError, RecipeError
 from pronghorn.model.causal_lm import engine_of, install, require_isolated_documents
 from pronghorn.model.config import read_config
 from pronghorn.model.families import ties_embeddings, why_not_fast
@@ -48,6 +48,7 @@ from pronghorn.train.evaluate import Progress
 from pronghorn.train.expert_shards import shares_of, spread
 from pronghorn.train.graphed_step import make_step
 from pronghorn.train.health import refuse_broken_weights, require_trainable
+from pronghorn.train.launch import require_packs
 from pronghorn.train.memory import RunMemory, plan_memory
 from pronghorn.train.objectives import Objective, objective_of
 from pronghorn.train.optim import make_optimizer, restore_optimizer
@@ -202,15 +203,10 @@ def prepare_data(recipe: Recipe, tokenizer: Any, *, report: Report, stage: Stage
 def agreed(recipe: Recipe, keys: dict[str, str], world: World, first: Packs | None = None) -> list[str]:
     """All ranks train the same run, and a step has a pack for each. Returns what should be told. `first`: the first epoch's."""
     world.require_same(lambda: run_facts(recipe, keys))
-    packs, capacity = recipe.step_packs(), recipe.train.capacity
     if recipe.train.batch_rows is not None:
         return [] if first is None else ranks_without_packs(recipe, first, world.size)
-    if packs < world.size:
-        raise RecipeError(
-            what=f"train.batch_tokens: a step has {counted(packs, 'pack')} for {world.size} ranks",
-            why=f"each rank trains on whole packs of train.capacity: {capacity} tokens",
-            fix=f"set train.batch_tokens: {world.size * capacity} or more, or start {counted(packs, 'rank')}",
-        )
+    require_packs(recipe, world.size)
+    packs, capacity = recipe.step_packs(), recipe.train.capacity
     if packs % world.size:
         return [
             f"a step has {packs} packs for {world.size} ranks, so some ranks wait for others; set train.batch_tokens: "
