@@ -13,7 +13,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 MODULES = {
     ".".join(("pronghorn", *file.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__"): file for file in FILES
 }
-EVERYBODY = {"recipe", "recipe_objective", "errors", "folders", "digests", "hub", "model_files", "small_files"}
+EVERYBODY = {"recipe", "recipe_objective", "errors", "program", "folders", "digests", "hub", "model_files", "small_files"}
 # room -> rooms it may import; `cli`, `demo` and `bench` stand at the top.
 ARROWS = {
     "cli": {
@@ -52,6 +52,7 @@ ARROWS = {
     "recipe_objective": {"recipe_section"},
     "recipe_section": set(),
     "errors": set(),
+    "program": set(),
     "folders": set(),
     "digests": set(),
     "hub": set(),
@@ -94,9 +95,10 @@ LAZY = {
     "__init__.py",
 }
 MAY_BE_USED_BY_ALL = {
-    "report": {"errors"},
+    "report": {"errors", "program", "recipe"},
     "recipe": set(),
     "errors": set(),
+    "program": set(),
     "folders": set(),
     "hub": {"errors", "folders"},
     "model_files": {"errors", "small_files"},

@@ -125,13 +125,15 @@ def example(
     model: str | None = None,
     data: Sequence[str] = (),
     method: str | None = None,
+    output: str | None = None,
     sizes: Mapping[str, tuple[str, str]] = MappingProxyType({}),
 ) -> str:
     """EXAMPLE with these values in their lines. `sizes`: how a line begins, its value, and the comment behind it."""
     given = {
-        "model: ": _scalar(model) if model else None,
+        "model: ": scalar(model) if model else None,
+        "output: ": scalar(output) if output else None,
         "method: ": method,
-        "  train: ": f"[{', '.join(map(_scalar, data))}]" if data else None,
+        "  train: ": f"[{', '.join(map(scalar, data))}]" if data else None,
         **{key: value for key, (value, _) in sizes.items()},
     }
     lines = []
@@ -147,7 +149,7 @@ def example(
     return "\n".join(lines) + "\n"
 
 
-def _scalar(text: str) -> str:
+def scalar(text: str) -> str:
     """As YAML writes it: in quotes where it would be read as something else."""
     plain = re.fullmatch(r"[\w./@~+-]+", text) and not re.fullmatch(r"(?i)null|true|false|~|[-+.\d].*", text)
     return text if plain or re.fullmatch(r"\.{0,2}/[\w./@~+-]+", text) else json.dumps(text, ensure_ascii=False)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from shlex import quote
 
 from pronghorn.cli.output import say
 from pronghorn.errors import CommandError, EnvironmentFault, PronghornError, counted
+from pronghorn.program import command, runnable
 
 STEPS = 100  # that an epoch should have, if the data is enough for them
 LEAST = 2048  # tokens in a step: no less than a row of data.max_length
@@ -44,12 +44,18 @@ def new(arguments: argparse.Namespace) -> None:
         raise CommandError(what="no output file given", fix="name one: pronghorn new my.yaml, or - for standard output")
     from pronghorn.recipe_file import example
 
-    text = example(model=arguments.model, data=arguments.data, method=arguments.method, sizes=_sizes(arguments.data))
+    given = {"model": arguments.model, "data": arguments.data, "method": arguments.method}
+    text = example(**given, output=_output_of(target), sizes=_sizes(arguments.data))
     if target == "-":
         print(text, end="")
         return
     _write(target, text)
-    say(arguments, {"written": target}, f"wrote {target}; next: pronghorn check {quote(target)}")
+    say(arguments, {"written": target}, f"wrote {target}; next: {command('check', target)}")
+
+
+def _output_of(target: str) -> str | None:
+    """`my.yaml` trains into runs/my: two recipes would share the default, and each refuse the other's checkpoints."""
+    return None if target == "-" else f"runs/{Path(target).stem}"
 
 
 def _sizes(data: list[str]) -> dict[str, tuple[str, str]]:
@@ -104,6 +110,7 @@ def _target(arguments: argparse.Namespace) -> str | None:
 def _convert(arguments: argparse.Namespace, target: str) -> None:
     from pronghorn.convert.converting import convert_file
     from pronghorn.convert.writing import list_text
+    from pronghorn.recipe_file import scalar
 
     info = Path(arguments.dataset_info) if arguments.dataset_info else None
     found = convert_file(Path(arguments.config), arguments.format, info)
@@ -114,11 +121,14 @@ def _convert(arguments: argparse.Namespace, target: str) -> None:
         else:
             print(found.recipe, end="")
         return
-    _write(target, found.recipe)
+    recipe = found.recipe
+    if "\noutput: " not in recipe:  # the config names none
+        recipe = recipe.replace("\n\n", f"\noutput: {scalar(_output_of(target) or '')}\n\n", 1)
+    _write(target, recipe)
     say(
         arguments,
         {"written": target, "tool": found.tool, "keys": keys},
-        f"{list_text(found.fates)}\nwrote {target} (includes this list); next: pronghorn check {quote(target)}",
+        f"{runnable(list_text(found.fates))}\nwrote {target} (includes this list); next: {command('check', target)}",
     )
 
 

@@ -13,7 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pronghorn.errors import Interrupted, PronghornError
+from pronghorn.errors import Interrupted, Problems, PronghornError
+from pronghorn.program import runnable
 
 if TYPE_CHECKING:
     from pronghorn.report.display import Display
@@ -45,6 +46,8 @@ def ignore_ctrl_c(words: Sequence[str] | None) -> None:
 
 
 def show_error(error: PronghornError, *, as_json: bool) -> None:
+    for one in error.problems if isinstance(error, Problems) else [error]:
+        one.fix = runnable(one.fix)
     if as_json:
         print(json.dumps(error.as_dict()))
         return

@@ -274,7 +274,7 @@ def set_up(
         device, precision, facts, tokenizer = look_ahead(recipe)
         shard = shard_of(recipe, world, device, facts)
         world.on_writer(lambda: before_loading(facts, tokenizer))
-    with world.writer_first():  # it fills the cache of tokens
+    with stage("read"), world.writer_first():  # it fills the cache of tokens
         data = prepare_data(recipe, tokenizer, report=report, stage=stage)
     told = agreed(recipe, keys := data.keys, world, data.first_epoch) + told_of(shard, world)
     if found:
@@ -315,8 +315,8 @@ def set_up(
             said.append,
             timed=shards is None,  # ranks would run a layer, which gathers, as often as each likes
         )
-    objective = objective_of(recipe, reference_store(recipe, said.append, writes=world.writes), data.pad_id)
-    _prepare(objective, recipe, data, model, device, precision, report, resumed=found is not None)
+    with stage("reference"):
+        objective = _objective(recipe, data, model, device, precision, report, said, world, resumed=found is not None)
     step = _step(recipe, model, optimizer, device, precision, said, objective, world)
     values = found[1].values if found else None
     cursor = Cursor(**values["cursor"]) if values else Cursor()
@@ -332,25 +332,28 @@ def set_up(
     return session
 
 
-def _prepare(
-    objective: Objective,
+def _objective(
     recipe: Recipe,
     data: RunData,
     model: Any,
     device: torch.device,
     precision: Precision,
     report: Report,
+    said: list[str],
+    world: World,
     *,
     resumed: bool,
-) -> None:
+) -> Objective:
     """A reference is asked before the first step, about held-out rows, too: where all weights train it is gone after it, and
     switching adapters off during the run costs new CUDA graphs."""
+    objective = objective_of(recipe, reference_store(recipe, said.append, writes=world.writes), data.pad_id)
     full = recipe.method == "full"
     objective.trained, objective.progress = full and resumed, report
     for table in (data.train, data.evaluation):
         if table is not None:
             objective.prepare(model, table, device, lambda: autocast(precision, device))
     objective.trained = full
+    return objective
 
 
 def _loader(
