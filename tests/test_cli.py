@@ -194,6 +194,9 @@ def test_ctrl_c_before_the_words_are_read(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr(cli, "build_parser", interrupted)
     assert main(["runs"]) == 130
     assert capsys.readouterr().err == "stopped\n"
+    monkeypatch.setenv("RANK", "1")  # of several, the first says so
+    assert main(["runs"]) == 130
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("words", [["train"], ["check"], ["data", "show"], ["train", "train.lr=1e-4"]])

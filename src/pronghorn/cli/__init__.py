@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -59,7 +60,8 @@ def main(words: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         ignore_ctrl_c(words)
-        print("stopped", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":  # one of several ranks says so
+            print("stopped", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `pronghorn data show ... | head`
         forget_output()
@@ -196,9 +198,10 @@ def check(arguments: argparse.Namespace) -> None:
     recipe = _recipe(arguments)
     with displaying(arguments) as display:
         with importing():
+            from pronghorn.export.ahead import not_possible
             from pronghorn.train.check import check_run
         display.progress(*STARTED)
-        facts = check_run(recipe, report=display.progress)
+        facts = check_run(recipe, report=display.progress, exports=not_possible)
     say(arguments, facts.as_dict(), facts.table())
 
 

@@ -6,8 +6,13 @@ import argparse
 from pathlib import Path
 
 from pronghorn.cli.output import say
-from pronghorn.errors import CommandError, EnvironmentFault
+from pronghorn.errors import CommandError, EnvironmentFault, PronghornError, counted
 from pronghorn.program import command, runnable
+
+STEPS = 100  # that an epoch should have, if the data is enough for them
+LEAST = 2048  # tokens in a step: no less than a row of data.max_length
+FEW = 1_000_000  # tokens
+BYTES_PER_TOKEN = 4  # as in memory/forecast.py, which takes seconds to import
 
 
 def new_options(one: argparse.ArgumentParser) -> None:
@@ -40,7 +45,7 @@ def new(arguments: argparse.Namespace) -> None:
     from pronghorn.recipe_file import example
 
     given = {"model": arguments.model, "data": arguments.data, "method": arguments.method}
-    text = example(**given, output=_output_of(target))
+    text = example(**given, output=_output_of(target), sizes=_sizes(arguments.data))
     if target == "-":
         print(text, end="")
         return
@@ -51,6 +56,38 @@ def new(arguments: argparse.Namespace) -> None:
 def _output_of(target: str) -> str | None:
     """`my.yaml` trains into runs/my: two recipes would share the default, and each refuse the other's checkpoints."""
     return None if target == "-" else f"runs/{Path(target).stem}"
+
+
+def _sizes(data: list[str]) -> dict[str, tuple[str, str]]:
+    """Values that fit the data, where its files tell how much there is: the beginning of a line -> value and comment."""
+    if not data or not all(Path(name).expanduser().exists() for name in data):
+        return {}
+    from pronghorn.data.reading import parts_of, text_bytes
+    from pronghorn.recipe import Data, Train
+
+    try:
+        amount = text_bytes(parts_of(data, Data(train=tuple(data))))
+    except (PronghornError, OSError):
+        return {}  # `check` tells what is wrong with it
+    tokens = int((amount or 0) / BYTES_PER_TOKEN)
+    size, usual = LEAST, Train()
+    while size * 2 * STEPS <= tokens and size < usual.batch_tokens:
+        size *= 2
+    if not tokens or size == usual.batch_tokens:
+        return {}
+    steps = max(1, tokens // size)
+    sizes = {
+        "  batch_tokens: ": (
+            str(size),
+            f"tokens per optimizer step: about {counted(steps, 'step')} of about {tokens:,} tokens",
+        ),
+        "  every: ": ("0.1", "a fraction of all steps, because there are few; or steps"),
+    }
+    if size < usual.capacity:
+        sizes["  capacity: "] = (str(size), "tokens per micro-batch, no more than batch_tokens")
+    if tokens < FEW:
+        sizes["  eval: "] = ("0.05", "a file, or the fraction of train to hold out; of little data more than of much")
+    return sizes
 
 
 def _target(arguments: argparse.Namespace) -> str | None:

@@ -24,7 +24,10 @@ STARTING = "starting"
 
 
 def make_printable() -> None:
-    """A terminal that is not UTF-8 gets `?` for what it cannot show, and a process without standard output is no error."""
+    """A terminal that is not UTF-8 gets `?` for what it cannot show, and a process without standard output or error is no
+    error."""
+    if sys.stderr is None:
+        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - until the process ends
     if sys.stdout is None:
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - until the process ends
     elif isinstance(sys.stdout, io.TextIOWrapper):

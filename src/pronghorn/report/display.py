@@ -356,7 +356,8 @@ def _say_end(run: _Run, event: dict[str, Any], width: int) -> list[str]:
     steps = f"{event.get('step', 0):,} of {counted(run.steps, 'step')}" if run.steps else counted(event.get("step", 0), "step")
     if event.get("reason") == "done":
         return [f"finished: {steps}"]
-    why = f": {number_format.one_line(str(event['why']), 2000)}" if event.get("why") else ""
+    told = event.get("why") and event.get("reason") != "error"  # the command shows an error itself, with its fix
+    why = f": {number_format.one_line(str(event['why']), 2000)}" if told else ""
     reason = {"signal": "interrupted", "health": "health stop"}.get(str(event.get("reason", "")), event.get("reason", ""))
     return [f"{reason} after {steps}{why}"]
 
