@@ -11,7 +11,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from pronghorn.data.batches import build_batch
-from pronghorn.data.prepare import Prepared, hold_out, prepare
+from pronghorn.data.prepare import Prepared, prepare
+from pronghorn.data.splitting import apart
 from pronghorn.errors import DataError
 from pronghorn.recipe import Data
 from samples import make_tokenizer, write_rows
@@ -284,11 +285,13 @@ def test_copies_are_copies_of_whole_pairs(tmp_path: Path) -> None:
 
 def test_weights_and_holding_out_keep_pairs_whole(tmp_path: Path) -> None:
     path = pairs(tmp_path, [(n, 2 * n) for n in range(3, 13)])
-    data = Data.model_validate({"train": {"path": str(path), "weight": 2}})
+    data = Data.model_validate({"train": {"path": str(path), "weight": 2}, "eval": 0.2})
     twice = prepare(data.train, data, TOKENIZER, wanted="pairs")
     assert twice.tokens.pairs is not None
     assert twice.tokens.pairs.sizes.tolist() == [2] * 20
-    train, held = hold_out(twice.tokens, 0.2, seed=1)
+    sides = apart(twice, None, data, seed=1)
+    train, held = sides.train, sides.held
+    assert held is not None
     assert (len(train), len(held)) == (32, 8)  # two pairs of ten, each of them twice
     assert held.pairs is not None
     assert held.pairs.sizes.tolist() == [2] * 4

@@ -143,10 +143,12 @@ def plan_report(
     attended: int | None = None,
     loss_share: float = 1.0,
     estimated: bool = False,
+    row_tokens: float | None = None,
 ) -> Forecast:
     """`config`: the model's Hugging Face config. `tokens`: of the whole run, over all epochs; `estimated`, or counted. `costs`:
     measured ones, if there are any. `host`: bytes that can be pinned; None: not known. `attended`: sum of squares of the
-    documents' lengths over the sum of lengths. `loss_share`: of tokens with loss."""
+    documents' lengths over the sum of lengths. `loss_share`: of tokens with loss. `row_tokens`: of a row on average; None: not
+    known, so all rows count as data.max_length."""
     chosen = find_gpu(gpu) if isinstance(gpu, str) else gpu
     if price is not None and price < 0:
         raise CommandError(what=f"--price {price} is negative", fix="set the price per GPU hour in USD")
@@ -158,13 +160,13 @@ def plan_report(
     plan = make_plan(problem_of(job, costs, budget, HOST_BYTES if host is None else host))
     without = _plan_or_none(problem_of(job, costs, budget, 0)) if assumed and plan.host_bytes else None
     if tokens is None and recipe.train.steps:
-        tokens = recipe.train.steps * recipe.train.batch_tokens
+        tokens = recipe.train.steps * recipe.step_tokens(row_tokens)
     return Forecast(
         recipe.model,
         chosen,
         plan,
-        recipe.train.batch_tokens // recipe.train.capacity,
-        recipe.train.batch_tokens,
+        recipe.step_packs(row_tokens),
+        recipe.step_tokens(row_tokens),
         tokens,
         chosen.price if price is None else price,
         price is not None,

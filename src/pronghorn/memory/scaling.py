@@ -129,8 +129,8 @@ class _Case:
 
     def spread(self, way: str, fleet: Fleet, plan: Plan | None = None) -> Spread:
         size, capacity = fleet.size, self.recipe.train.capacity
-        micro = max(1, ceil(self.recipe.train.batch_tokens / capacity / size))
-        found = Spread(way, fleet, micro, micro * size * capacity)
+        micro, rows = max(1, ceil(self.recipe.step_packs() / size)), self.recipe.train.batch_rows
+        found = Spread(way, fleet, micro, self.recipe.step_tokens() if rows else micro * size * capacity)
         if why := self.why_not(way, size):
             return replace(found, why=why)
         saved = self.saved(way, size)

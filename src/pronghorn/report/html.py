@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 from pronghorn.report import number_format
+from pronghorn.report.advice import advise, remark, saving
 from pronghorn.report.answers import Answer, read_answers
 from pronghorn.report.experts import experts_section
 from pronghorn.report.html_sections import (
@@ -31,7 +32,6 @@ from pronghorn.report.plots import Plot, Point, Series, draw, smooth
 from pronghorn.report.run_log import as_number, history, read_log
 from pronghorn.report.run_stats import RunStats, run_stats
 from pronghorn.report.stages import STAGES
-from pronghorn.report.summary import advise
 
 FILE_NAME = "report.html"
 MOST_GENERATIONS, MOST_NOTICES, MOST_SESSIONS = 30, 200, 100  # keeps the page below 2 MB whatever the run says
@@ -219,8 +219,6 @@ def _stages(run: RunStats) -> str:
             f'<td class="n">{number_format.percent(share)}</td>'
             f'<td class="n">{number_format.duration(run.stages[stage])}</td></tr>'
         )
-    advice = advise(run)
-    why = f" <span>— {escape(advice.why)}</span>" if advice.why else ""
     missing = run.seconds - total
     note = ""
     if missing > 0.02 * run.seconds:
@@ -231,8 +229,14 @@ def _stages(run: RunStats) -> str:
     return (
         f'<h2>Where the time went</h2><div class="card"><div class="stack">{segments}</div>'
         f'<table class="stages">{"".join(rows)}</table>{note}</div>'
-        f'<p class="advice"><b>Suggestion:</b> {escape(advice.change)}{why}</p>'
+        f'<p class="advice"><b>Suggestion:</b> {_suggestions(run)}</p>'
     )
+
+
+def _suggestions(run: RunStats) -> str:
+    total = sum(run.stages.values())
+    shown = [f"{escape(one.change)} ({saving(one.as_dict(), total)}) <span>— {escape(one.why)}</span>" for one in advise(run)]
+    return "<br>".join(shown) or escape(remark(run))
 
 
 def _answers(evaluation: dict[str, Any]) -> dict[str, dict[str, str]]:

@@ -189,8 +189,7 @@ def load_stored(
         )
     model.tie_weights()
     _fill_computed_buffers(model, device)
-    if (generation := generation_config(str(folder), folder)) is not None:
-        model.generation_config = generation
+    model.generation_config = generation_config(str(folder), folder)
     set_cache(model, False)
     keep_softcap(model)
     model.requires_grad_(False)
