@@ -22,8 +22,8 @@ from pronghorn.recipe import Data, DataSource
 from pronghorn.recipe_objective import Rows as Wanted
 
 ROWS_TO_KNOW_A_FORMAT = 100
-LONGEST_ROW = 10_000_000  # characters that are tokenized without having been asked for: half a minute
 TEXT = ("jsonl", "json", "csv", "tsv", "txt")  # kinds of files whose size tells their tokens
+LONGEST_ROW = 10_000_000  # characters that are tokenized without having been asked for: half a minute
 FIRST_BAD_ROWS = 3  # named in an error, besides the first of all
 Name = str | DataSource
 Stage = Callable[[str], AbstractContextManager[Any]]
@@ -170,6 +170,13 @@ class Reading:
             yield chunk
 
 
+def text_bytes(parts: Sequence[Part]) -> float | None:
+    """Of files whose size tells their tokens, each as often as its weight says; None: of others, or of a part of the rows."""
+    if any(part.source.kind not in TEXT or part.source.packing or part.max_rows for part in parts):
+        return None
+    return sum(part.source.path.stat().st_size * part.weight for part in parts)
+
+
 def _refuse_endless(rows: Sequence[RawRow]) -> None:
     """Before minutes are spent on the tokens of a row that no model can take."""
     for row in rows:
@@ -190,13 +197,6 @@ def _size(value: Any) -> int:
     if isinstance(value, dict):
         return 8 * len(value) + sum(map(_size, value.values()))
     return sum(map(_size, value)) if isinstance(value, list) else 4
-
-
-def text_bytes(parts: Sequence[Part]) -> float | None:
-    """Of files whose size tells their tokens, each as often as its weight says; None: of others, or of a part of the rows."""
-    if any(part.source.kind not in TEXT or part.source.packing or part.max_rows for part in parts):
-        return None
-    return sum(part.source.path.stat().st_size * part.weight for part in parts)
 
 
 def expected_rows(parts: Sequence[Part]) -> int:
