@@ -210,14 +210,13 @@ def data_speed(folder: Path) -> str:
 
 def chat_templates(folder: Path) -> str:
     content = read(folder / "chat-templates.json")
-    total = content["total"]
+    results = ("exact", "refused", "refused without need", "wrong")
     rows = [
-        (
-            str(content["templates"]),
-            *(f"{total.get(name, 0):,}" for name in ("exact", "refused", "refused without need", "wrong")),
-        )
+        (str(content["templates"]), name, *(f"{content[key].get(result, 0):,}" for result in results))
+        for name, key in (("49 kinds", "total"), (f"{content['odd']['a template']} rows with odd texts", "odd"))
     ]
-    return table(("templates", "exact", "refused with the reason", "refused without need", "wrong"), rows) + source(content)
+    heads = ("templates", "conversations", "exact", "refused with the reason", "refused without need", "wrong")
+    return table(heads, rows) + source(content)
 
 
 def compile_matrix(folder: Path) -> str:

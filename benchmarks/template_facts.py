@@ -191,8 +191,10 @@ FACTS: dict[str, Facts] = {
     ),
     "mistralai-Ministral-3-14B-Reasoning-2512": _mistral(),
     "moonshotai-Kimi-K2": _kimi(),
-    "muse-glimmer": Facts(("<|start|>assistant",), "<|eot|>", ("<|start|>",)),
-    "openai-gpt-oss-120b": Facts(("<|start|>assistant",), "<|end|>", ("<|start|>",), last="<|return|>", call=("<|call|>",)),
+    "muse-glimmer": Facts(("<|start|>assistant",), "<|eot|>", ("<|start|>",), again=True),
+    "openai-gpt-oss-120b": Facts(
+        ("<|start|>assistant",), "<|end|>", ("<|start|>",), last="<|return|>", call=("<|call|>",), eos="<|return|>", again=True
+    ),
     "poolside-Laguna-S-2.1": Facts(
         ("<assistant>", "<assistant><think>"),
         "</assistant>",
@@ -215,5 +217,5 @@ FACTS: dict[str, Facts] = {
         ("<｜hy_User:opensource｜>", "<｜hy_Assistant:opensource｜>", "<tool_responses:opensource>"),
     ),
     "unsloth-Apriel-1.5": Facts(("<|assistant|>\n",), "</s>", ("<|user|>", "<|assistant|>", "<|system|>", "<|tool_result|>")),
-    "upstage-Solar-Open-100B": Facts(("<|begin|>assistant",), "<|end|>", ("<|begin|>",), call=("<|calls|>",)),
+    "upstage-Solar-Open-100B": Facts(("<|begin|>assistant",), "<|end|>", ("<|begin|>",), call=("<|calls|>",), again=True),
 }

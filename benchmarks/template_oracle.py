@@ -38,6 +38,7 @@ class Facts:
     eos: str = ""  # the tokenizer's end token, where it is not `end`
     bos: str = "<|bos|>"
     specials: tuple[str, ...] = ()  # special tokens that no pattern finds
+    again: bool = False  # a turn may have several parts, each with the header
     cannot: dict[str, str] = field(default_factory=dict)  # kind of conversation -> why this template cannot express it
 
     def closing(self, last: bool, calls: bool) -> tuple[str, ...]:
@@ -248,6 +249,7 @@ def judge(chat: Chat, facts: Facts, render: Render, under: Under) -> Verdict:
     twin = under(chat.messages, chat.tools)
     missing = _missing(chat, render)
     if isinstance(twin, Refusal):
+        missing = missing or says_nothing(chat.messages, twin.reason)
         if missing and not chat.plain:
             return Verdict("refused", f"{missing}. Said: {twin.reason}")
         if why := facts.cannot.get(chat.kind.rpartition(": ")[2]):
@@ -261,8 +263,20 @@ def judge(chat: Chat, facts: Facts, render: Render, under: Under) -> Verdict:
     row = under(chat.row, chat.tools)
     if isinstance(row, Refusal):
         return Verdict("refused without need", row.reason)
-    wrong = _wrong_row(chat, facts, twin, row)
+    wrong = wrong_row(chat, facts, twin, row)
     return Verdict("wrong", "; ".join(wrong)) if wrong else Verdict("exact")
+
+
+def says_nothing(messages: list[Message], reason: str) -> str:
+    """Why the row may be refused, and is told to be: one of its answers is empty."""
+    keys = ("content", "reasoning_content", "thinking")
+    empty = any(
+        message["role"] == "assistant"
+        and not any(re.sub("</?think>", "", message.get(key) or "").strip() for key in keys)
+        and not message.get("tool_calls")
+        for message in messages
+    )
+    return "an answer is empty" if empty and "is empty" in reason else ""
 
 
 def _missing(chat: Chat, render: Render) -> str:
@@ -307,8 +321,8 @@ def _wrong_twin(chat: Chat, facts: Facts, answer: Answer, render: Render, raw_is
     speaking = [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
     if [message for message, _, _ in answer.spans] != speaking:
         return [*found, f"spans of messages {[m for m, _, _ in answer.spans]}, the assistant speaks in {speaking}"]
-    for i, start, stop in answer.spans:
-        found += [f"message {i}: {what}" for what in _wrong_span(chat, facts, answer.text, i, start, stop)]
+    for number, (i, _, _) in enumerate(answer.spans):
+        found += [f"message {i}: {what}" for what in _wrong_span(chat, facts, answer, number)]
     joined = "".join(answer.text[start:stop] for _, start, stop in answer.spans)
     if "".join(answer.decoded) != joined:
         found.append(f"tokens decode to {answer.decoded!r}, spans are {joined!r}")
@@ -332,7 +346,8 @@ def _wrong_text(chat: Chat, facts: Facts, answer: Answer, render: Render) -> lis
     return [f"the text is not what transformers renders: {answer.text[-80:]!r}, not {raws[0][-80:]!r}"]
 
 
-def _wrong_span(chat: Chat, facts: Facts, text: str, i: int, start: int, stop: int) -> list[str]:
+def _wrong_span(chat: Chat, facts: Facts, answer: Answer, number: int) -> list[str]:
+    text, (i, start, stop) = answer.text, answer.spans[number]
     found, said = [], text[start:stop]
     message, last = chat.messages[i], i == len(chat.messages) - 1
     held = set(WORD.findall(said))
@@ -344,9 +359,9 @@ def _wrong_span(chat: Chat, facts: Facts, text: str, i: int, start: int, stop: i
     found += [f"{name} is not in the span" for name in _lost_calls(message, chat.messages, said)]
     if any(sign in said for sign in ("None", "'type'", '"type"', '\\\\"', '"{')):  # no word of a twin holds these
         found.append(f"what is no text was written as one: {said!r}")
-    headers = facts.before(chat.messages[i - 1]["role"] if i else "")
-    if not any(text[:start].endswith(header) for header in headers):
-        found.append(f"begins after {text[max(0, start - 40) : start]!r}, not after a header")
+    found += _wrong_start(chat, facts, answer, number)
+    if any(header in said for header in facts.header) and not facts.again:
+        found.append(f"another turn is opened in {said!r}")
     calls = bool(message.get("tool_calls"))
     end = facts.closing(last, calls)
     glued = facts.after_assistant and i + 1 < len(chat.messages) and chat.messages[i + 1]["role"] == "assistant"
@@ -358,15 +373,37 @@ def _wrong_span(chat: Chat, facts: Facts, text: str, i: int, start: int, stop: i
     return found
 
 
+def _wrong_start(chat: Chat, facts: Facts, answer: Answer, number: int) -> list[str]:
+    i, start, _ = answer.spans[number]
+    before, previous = answer.text[:start], answer.spans[number - 1] if number else (-1, 0, 0)
+    headers = facts.before(chat.messages[i - 1]["role"] if i else "")
+    goes_on = "" in headers and previous[0] == i - 1 and start == previous[2]  # without a header, where the one before ended
+    right = goes_on or any(header and before.endswith(header) for header in headers)
+    return [] if right else [f"begins after {before[-40:]!r}, not after a header"]
+
+
 # A row and its twin ----------------------------------------------------------------------------------------------------
 
 
-def _wrong_row(chat: Chat, facts: Facts, twin: Answer, row: Answer) -> list[str]:
+def wrong_row(chat: Chat, facts: Facts, twin: Answer, row: Answer, *, taken_apart: bool = False) -> list[str]:
+    """`taken_apart`: the template may write the contents in another way than words (tags are), but nothing else changes."""
+    if [i for i, _, _ in row.spans] != [i for i, _, _ in twin.spans]:
+        return [f"spans of messages {[i for i, _, _ in row.spans]}, its twin has {[i for i, _, _ in twin.spans]}"]
+    thoughts = {message[key] for message in chat.messages for key in ("reasoning_content", "thinking") if message.get(key)}
+    unthought = any(not chat.contents[word].strip() for word in thoughts & chat.contents.keys())
+    unthought |= any("think>" in content for content in chat.contents.values())
     composed = _composed(twin.text, row.text, chat.contents)
+    if composed is None and taken_apart:
+        composed = _surrounded(twin.text, row.text)
     if composed is None:
         return [f"the text is not the twin's with the contents put in: {row.text[-120:]!r}"]
-    expected = [(i, composed[start], composed[stop]) for i, start, stop in twin.spans]
-    found = []
+    expected, found = [], list[str]()
+    for number, ((i, start, stop), (_, a, _)) in enumerate(zip(twin.spans, row.spans, strict=True)):
+        begins, ends = composed.get(start), composed.get(stop)
+        if begins is None or (unthought and a != begins):  # what opens an answer may depend on its thoughts
+            found += _wrong_start(chat, facts, row, number)
+            begins = a
+        expected.append((i, begins, ends if ends is not None else -1))
     open_ended = not facts.end  # then nobody can tell spaces that end an answer from those of the template
     spans = [
         (i, a, max(a, b, c) if open_ended and row.text[b:c].isspace() else b)
@@ -377,7 +414,7 @@ def _wrong_row(chat: Chat, facts: Facts, twin: Answer, row: Answer) -> list[str]
     joined = "".join(row.text[start:stop] for _, start, stop in row.spans)
     if _composed_form("".join(row.decoded)) != _composed_form(joined):
         found.append(f"tokens decode to {row.decoded!r}, spans are {joined!r}")
-    if row.controls != twin.controls:
+    if row.controls != twin.controls and not taken_apart:
         found.append(f"{row.controls} control tokens, its twin has {twin.controls}")
     return found
 
@@ -410,3 +447,16 @@ def _composed(twin: str, row: str, contents: dict[str, str]) -> dict[int, int] |
         return None
 
     return place(0, 0, 0)
+
+
+def _surrounded(twin: str, row: str) -> dict[int, int]:
+    """The same places, before and behind the one part in which the two texts differ."""
+    before = alike(twin, row)
+    behind = min(alike(twin[::-1], row[::-1]), len(twin) - before, len(row) - before)
+    here = {place: place for place in range(before + 1)}
+    return here | {len(twin) - place: len(row) - place for place in range(behind + 1)}
+
+
+def alike(one: str, other: str) -> int:
+    """With how many letters both begin."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

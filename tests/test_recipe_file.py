@@ -139,7 +139,7 @@ def test_no_misfit_is_made_up_from_a_value_that_cannot_be_read() -> None:
         ("lora: {rank: 3}", "did you mean `r`?"),
         ("train: {lora_rank: 3}", "did you mean `lora.r`?"),
         ("train: {max_length: 3}", "did you mean `data.max_length`?"),
-        ("train: {nothing_like_it: 3}", "known keys: batch_tokens, betas,"),
+        ("train: {nothing_like_it: 3}", "known keys: batch_rows, batch_tokens, betas,"),
         ("train: {batch_token: 3}", "did you mean `batch_tokens`?"),
         ("train: {LR: 3}", "did you mean `lr`?"),
         ("lr: 3", "did you mean `train.lr`?"),

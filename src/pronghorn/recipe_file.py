@@ -7,15 +7,16 @@ import difflib
 import errno
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from types import MappingProxyType
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from pronghorn.errors import PronghornError, RecipeError, raise_all
 from pronghorn.recipe import Recipe
-from pronghorn.recipe_keys import key_like, section_of
+from pronghorn.recipe_keys import default_of, key_like, keys_in, source_key_like
 from pronghorn.small_files import read_small_text
 from pronghorn.yaml_file import LARGEST, KeyPath, read_value, read_yaml
 from pronghorn.yaml_file import dotted as _dotted
@@ -62,11 +63,13 @@ data:
   control_tokens: escape                     # escape | refuse | keep: control tokens such as <|im_end|> inside a message
   duplicates: keep                           # keep | drop-exact | drop-near
   junk: keep                                 # keep | drop
+  leaks: warn                                # warn | drop (from train) | refuse: rows in train that are copies of held-out rows
   workers: 2                                 # threads that build packed batches ahead of the step
 train:
   epochs: 1
   # steps: 1000                              # number of optimizer steps; overrides epochs
   batch_tokens: 65536                        # tokens per optimizer step
+  # batch_rows: 16                           # rows per optimizer step (preference data: pairs), in place of batch_tokens
   capacity: 16384                            # tokens per micro-batch
   lr: 2e-4
   schedule: cosine                           # cosine | linear | constant
@@ -113,26 +116,25 @@ FIXES = {
     "objective": "write a name such as dpo, or {name: dpo, beta: 0.1}",
     "memory.budget": "write auto, an amount such as 24GB, or a percentage such as 80%",
 }
-SYNONYMS = {
-    "fields": ["columns"],
-    "rows": ["max_rows"],
-    "limit": ["max_rows"],
-    "file": ["path"],
-    "config": ["name"],
-    "ratio": ["weight"],
-    "probability": ["weight"],
-    "type": ["format"],
-}  # of a source's keys, as other tools have them
 SECTIONS = {key for key, field in Recipe.model_fields.items() if isinstance(field.annotation, type(BaseModel))}
 PYDANTIC_NAMES = {"str", "float", "int", "bool", "none"}
 
 
-def example(*, model: str | None = None, data: Sequence[str] = (), method: str | None = None) -> str:
-    """EXAMPLE with these values in their lines."""
+def example(
+    *,
+    model: str | None = None,
+    data: Sequence[str] = (),
+    method: str | None = None,
+    output: str | None = None,
+    sizes: Mapping[str, tuple[str, str]] = MappingProxyType({}),
+) -> str:
+    """EXAMPLE with these values in their lines. `sizes`: how a line begins, its value, and the comment behind it."""
     given = {
-        "model: ": _scalar(model) if model else None,
+        "model: ": scalar(model) if model else None,
+        "output: ": scalar(output) if output else None,
         "method: ": method,
-        "  train: ": f"[{', '.join(map(_scalar, data))}]" if data else None,
+        "  train: ": f"[{', '.join(map(scalar, data))}]" if data else None,
+        **{key: value for key, (value, _) in sizes.items()},
     }
     lines = []
     for line in EXAMPLE.splitlines():
@@ -140,14 +142,14 @@ def example(*, model: str | None = None, data: Sequence[str] = (), method: str |
         if key is not None:
             _, mark, comment = line.partition("#")
             column = len(line) - len(comment) - 1
-            filled = f"{key}{given.pop(key)}"
+            filled, comment = f"{key}{given.pop(key)}", f" {sizes[key][1]}" if key in sizes else comment
             lines.append(filled.ljust(column - 1) + f" #{comment}" if mark else filled)
         else:
             lines.append(line)
     return "\n".join(lines) + "\n"
 
 
-def _scalar(text: str) -> str:
+def scalar(text: str) -> str:
     """As YAML writes it: in quotes where it would be read as something else."""
     plain = re.fullmatch(r"[\w./@~+-]+", text) and not re.fullmatch(r"(?i)null|true|false|~|[-+.\d].*", text)
     return text if plain or re.fullmatch(r"\.{0,2}/[\w./@~+-]+", text) else json.dumps(text, ensure_ascii=False)
@@ -269,8 +271,8 @@ def _explain(detail: Any, places: dict[KeyPath, str], name: str) -> RecipeError:
         if dotted == key or dotted.startswith(f"{key}."):
             return RecipeError(what=f"{key}: invalid value {detail['input']!r}", where=where, fix=fix)
     if kind == "extra_forbidden":
-        known = sorted(_fields(path[:-1]))
-        meant = _of_source(str(path[-1]), known) if int in map(type, path) else key_like(list(map(str, path)))
+        known = sorted(keys_in(path[:-1]))
+        meant = source_key_like(str(path[-1]), known) if int in map(type, path) else key_like(list(map(str, path)))
         hint = f"did you mean `{meant}`?" if meant else f"known keys: {', '.join(known)}"
         return RecipeError(what=f"{dotted}: unknown key", where=where, fix=hint)
     if kind == "missing":
@@ -294,7 +296,7 @@ def _explain(detail: Any, places: dict[KeyPath, str], name: str) -> RecipeError:
             what=f"{dotted}: invalid value {_nothing_or(given)}",
             where=where,
             why="it is a section",
-            fix=f"write its keys below it, any of: {', '.join(_fields(path))}",
+            fix=f"write its keys below it, any of: {', '.join(keys_in(path))}",
         )
     of_list = _dotted(path[:-1]) if path and isinstance(path[-1], int) else dotted  # an item is told as its list is
     if of_list in FIXES and kind.endswith(("_type", "too_short")):
@@ -307,16 +309,11 @@ def _explain(detail: Any, places: dict[KeyPath, str], name: str) -> RecipeError:
     return _misfit(detail, path, where)
 
 
-def _of_source(key: str, known: Sequence[str]) -> str:
-    """The key of one source of data.train that is meant; nothing, where none is like it."""
-    return next(iter([*SYNONYMS.get(key.lower(), []), *difflib.get_close_matches(key.lower(), known, n=1)]), "")
-
-
 def _misfit(detail: Any, path: KeyPath, where: str) -> RecipeError:
     """A value of the wrong kind, or beyond its limits."""
     kind, given, dotted = detail["type"], detail["input"], _dotted(path)
     shown = "a section" if isinstance(given, dict) else "a list" if isinstance(given, list) else repr(given)
-    default = _default(path)
+    default = default_of(path)
     such_as = "" if default is None else f" such as {default}"
     if kind.startswith("int_"):
         return RecipeError(what=f"{dotted}: {shown} is not a whole number", where=where, fix=f"write one{such_as}")
@@ -337,15 +334,6 @@ def _misfit(detail: Any, path: KeyPath, where: str) -> RecipeError:
     )
 
 
-def _default(path: KeyPath) -> Any:
-    """What the key is where nobody sets it, as it is written in a recipe; None where that says nothing."""
-    model: type[BaseModel] | None = Recipe
-    for part in path[:-1]:
-        model = section_of(model.model_fields[str(part)].annotation) if model and str(part) in model.model_fields else None
-    field = model.model_fields.get(str(path[-1])) if model else None
-    return field.default if field is not None and isinstance(field.default, (int, float)) else None
-
-
 def _path(detail: Any) -> KeyPath:
     """Where in the recipe; an unknown key may be spelt in any way, also like one of pydantic's names."""
     *above, last = detail["loc"] or (None,)
@@ -356,23 +344,6 @@ def _path(detail: Any) -> KeyPath:
 def _is_key(part: str | int) -> bool:
     """pydantic puts names of union members, such as `constrained-str` or `literal['all-linear']`, among the keys."""
     return isinstance(part, int) or bool(re.fullmatch(r"[a-z][a-z0-9_]*", part) and part not in PYDANTIC_NAMES)
-
-
-def _fields(path: KeyPath) -> list[str]:
-    """The keys a section takes."""
-    model: type[BaseModel] = Recipe
-    for part in path:
-        if isinstance(part, int):  # of a list of sections, whose keys are those of one of them
-            continue
-        sections = [a for a in _inside(model.model_fields[part].annotation) if isinstance(a, type) and issubclass(a, BaseModel)]
-        if not sections:
-            return []
-        model = sections[0]
-    return list(model.model_fields)
-
-
-def _inside(annotation: Any) -> list[Any]:
-    return [annotation, *(inner for part in get_args(annotation) for inner in _inside(part))]
 
 
 def _nothing_or(given: Any) -> str:

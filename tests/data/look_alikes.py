@@ -66,6 +66,8 @@ SPECIALS = (
     "<|c|>",
     "<|i|>",
     "<|/i|>",
+    "<|/c|>",
+    "<|/o|>",
     "<|open|>",
     "<|close|>",
     "<|sep|>",
@@ -244,7 +246,7 @@ LOOK_ALIKES: dict[str, tuple[str, Facts]] = {
         "m.name }} to=assistant"
         "<|m|>{{ m.content | tojson }}<|x|>{% else %}<|h|>{{ m.role }}<|m|>{{ m.content }}<|x|>{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<|h|>assistant{% endif %}",
-        Facts(("<|h|>assistant",), "<|x|>", ("<|h|>",), last="<|ret|>", call=("<|done|>",)),
+        Facts(("<|h|>assistant",), "<|x|>", ("<|h|>",), last="<|ret|>", call=("<|done|>",), eos="<|ret|>", again=True),
     ),
     "blocks with the header": (
         turns()
@@ -408,6 +410,90 @@ LOOK_ALIKES: dict[str, tuple[str, Facts]] = {
     ),
     "looks at the question": (
         turns().replace("<|h|>user\n", "<|h|>user{{ ' (tool)' if m.content.startswith('<r>') else '' }}\n"),
+        TURN,
+    ),
+    "results go on in the turn": (
+        "{% set ns = namespace(open=false, results=false) %}"
+        + loop(
+            "{{ ']' if ns.results }}{{ '<|done|>' if ns.open }}{% set ns.open = false %}{% set ns.results = false %}"
+            "<|u|>{{ m.content }}<|x|>",
+            "{{ '<|a|>' if not ns.open }}{% set ns.open = true %}{{ ']' if ns.results }}{% set ns.results = false %}"
+            "{{ m.content }}" + CALLS.replace("<call>", "<|c|>").replace("</call>", "<|/c|>"),
+            tool="{{ ', ' if ns.results else '[' }}{% set ns.results = true %}{{ m.content }}",
+            before="{{ bos_token }}<|y|>Be good.<|x|><|i|>" + TOOLS + "<|/i|>",
+            behind="{% if ns.results %}]{% endif %}",
+            prompt="<|a|>",
+        ),
+        Facts(("<|a|>",), "<|done|>", ("<|u|>", "["), call=("<|/c|>",), after_tool=("]",), after_assistant=("",)),
+    ),
+    "no end, and texts are stripped": (
+        LAST_QUESTION
+        + loop(
+            "<|u|>\n{{ m.content }}",
+            WHY
+            + "{% set said = m.content %}{% if not why and '</think>' in said %}{% set why = said.split('</think>')[0].split("
+            "'<think>')[-1].strip('\n') %}{% set said = said.split('</think>')[-1] %}{% endif %}<|a|>\n<think>"
+            "{{ why.strip() if loop.index0 > ns.last }}</think>{{ '\n' + said.strip() if said.strip() }}" + CALLS,
+            system="<|y|>\n{{ m.content }}",
+            tool="{{ '<|o|>' if not loop.previtem or loop.previtem.role != 'tool' }}\n<r>\n{{ m.content }}\n</r>",
+            before=TOOLS,
+            prompt="<|a|>",
+        ),
+        replace(ROLES, header=("<|a|>", "<|a|>\n"), end="", last="<|eos|>", last_call=("<|eos|>",), eos="<|eos|>"),
+    ),
+    "an empty text is a turn of its own": (
+        "{% set ns = namespace(results=false) %}"
+        + loop(
+            "{% set ns.results = false %}<|u|>{{ m.content }}",
+            "{% if m.tool_calls %}<|a|>{% for c in m.tool_calls %}<|c|>{{ c.function.name + ' ' + c.function.arguments }}"
+            "<|/c|>{% endfor %}<|x|>{% endif %}{% if m.content is not none %}{{ '<|/o|>' if ns.results else '<|a|>' }}"
+            "{{ m.content }}<|x|>{% set ns.results = false %}{% endif %}",
+            tool="{{ '<|o|>' if not ns.results }}<|i|>{{ m.content }}<|/i|>{% set ns.results = true %}",
+            before=TOOLS,
+            behind="{{ '<|/o|>' if ns.results }}",
+            prompt="{{ '<|a|><think>\n' if not ns.results }}",
+        ),
+        Facts(
+            ("<|a|>", "<|a|><think>\n"),
+            "<|x|>",
+            ("<|u|>", "<|a|>", "<|o|>", "<|i|>"),
+            after_tool=("<|/o|>",),
+            after_assistant=("<|x|>",),
+            cannot={"text and call": "the text is another turn", "text and call, last": "the text is another turn"},
+        ),
+    ),
+    "an empty text ends no turn": (
+        loop(
+            "<|h|>user\n{{ m.content }}<|x|>",
+            "<|h|>assistant{{ '\n' + m.content | trim if m.content | trim }}"
+            + CALLS
+            + "{{ '<|x|>' if m.tool_calls or m.content | trim }}",
+            system="<|h|>system\n{{ m.content }}<|x|>",
+            tool="<|h|>tool\n{{ m.content }}<|x|>",
+            before=TOOLS,
+            prompt="<|h|>assistant\n",
+        ),
+        replace(TURN, header=("<|h|>assistant\n", "<|h|>assistant"), bos="<|h|>"),
+    ),
+    "the last turn is written apart": (
+        "{% set last = messages[-1] if messages[-1].role == 'assistant' %}"
+        + loop(
+            "<|h|>User\n{{ m.content.strip() }}\n",
+            "<|h|>Assistant\n{{ m.content.strip() }}" + CALLS + "\n<|x|>\n\n",
+            system="<|h|>System\n{{ m.content.strip() }}\n",
+            tool="<|h|>User\n<r>{{ m.content }}</r>\n",
+            before=TOOLS,
+            behind="{% if last and not add_generation_prompt %}<|h|>Assistant\n{{ '<think>\n\n' if not last.tool_calls }}"
+            "{{ last.content.strip() }}{% for c in last.tool_calls or [] %}<call>{{ c.function | tojson }}</call>{% endfor %}"
+            "\n<|x|>\n\n{% endif %}",
+            prompt="<|h|>Assistant\n<think>\n\n",
+        ).replace("in messages %}", "in (messages[:-1] if last else messages) %}"),
+        Facts(("<|h|>Assistant\n", "<|h|>Assistant\n<think>\n\n"), "<|x|>", ("<|h|>",)),
+    ),
+    "trims the others": (
+        turns(system="<|h|>system\n{{ m.content.strip() }}<|x|>\n", tool="<|h|>tool\n{{ m.content | trim }}<|x|>\n").replace(
+            "<|h|>user\n{{ m.content }}", "<|h|>user\n{{ m.content.lstrip() }}"
+        ),
         TURN,
     ),
 }

@@ -15,7 +15,7 @@ import pytest
 from pronghorn.data import cached_rows as module_of_rows
 from pronghorn.data import prepare as module
 from pronghorn.data.cached_rows import tokenized_rows
-from pronghorn.data.prepare import Prepared, findings, hold_out, prepare
+from pronghorn.data.prepare import Prepared, findings, prepare
 from pronghorn.data.tokens import TokenizerFiles
 from pronghorn.digests import read_sealed, write_sealed
 from pronghorn.errors import DataError, EnvironmentFault
@@ -450,24 +450,6 @@ def test_stages_and_progress(model: Path, tmp_path: Path) -> None:
     assert set(stages) == {"read", "load", "tokenize"}
     assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
     assert told[-1][1] == 600
-
-
-# Evaluation
-
-
-def test_held_out_rows(model: Path, tmp_path: Path) -> None:
-    table = prepared(model, write_rows(tmp_path / "a.jsonl", chat_rows(100)), max_length=40, long="split").tokens
-    assert len(table) > 100  # some rows are two pieces
-    train, held = hold_out(table, 0.1, seed=1)
-    assert len(train) + len(held) == len(table)
-    assert {held.row(i) for i in range(len(held))}.isdisjoint({train.row(i) for i in range(len(train))})
-    assert len({held.row(i) for i in range(len(held))}) == 10
-    again, other = hold_out(table, 0.1, seed=1)[1], hold_out(table, 0.1, seed=2)[1]
-    places = [[one.where(i) for i in range(len(one))] for one in (held, again, other)]
-    assert places[0] == places[1] != places[2]
-    with pytest.raises(DataError, match=r"cannot be held out of 1 row\n") as caught:
-        hold_out(table.select([0]), 0.5, seed=1)
-    assert caught.value.where == "data.eval"
 
 
 def test_a_file_name_may_be_any_bytes(model: Path, tmp_path: Path) -> None:

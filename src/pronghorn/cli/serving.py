@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pronghorn.cli.output import displaying, say
 from pronghorn.errors import CommandError, Interrupted, printable
+from pronghorn.program import command
 
 MOST_LINES = 1000  # of the log, not written yet
 M_ARENA_MAX, M_MMAP_THRESHOLD = -8, -3  # of malloc.h
@@ -55,7 +56,7 @@ def serve(
         arguments,
         {"url": server.url, "models": models.names},
         f"serving {names}\nat {server.url}, one request at a time; Ctrl-C stops it\n"
-        f"for many users: `pronghorn export {arguments.runs[0]} --to vllm`",
+        f"for many users: {command('export', arguments.runs[0], '--to', 'vllm')}",
     )
     sys.stdout.flush()
     received: list[int] = []

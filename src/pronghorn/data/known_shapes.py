@@ -17,8 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pronghorn.data.marks import MARKS
-
 Message = dict[str, Any]
 Span = tuple[int, int]
 Place = tuple[str, str, bool, bool]  # the roles before and behind; whether the conversation begins, or ends, right there
@@ -66,8 +64,6 @@ class KnownShapes:
         if None in gaps:
             return None
         known = _together(messages, gaps)  # type: ignore[arg-type]
-        if not known.text.isascii() and MARKS.search(known.text):
-            return None
         if self._plain(messages) != (known.written or known.text):
             return None
         self.hits += 1

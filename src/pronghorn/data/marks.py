@@ -1,7 +1,8 @@
 """Where a template puts each text of a conversation, and which it leaves out: found by private-use characters around them.
 
 The conversation is rendered twice, plainly and with a start and an end mark around every text in it. When taking the marks out
-again gives the plain text, they show where each text went, and a text whose marks are gone is not in it.
+again gives the plain text, they show where each text went, and a text whose marks are gone is not in it. Marks are characters
+that the row itself does not use (icon fonts use some).
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ import json
 import re
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import groupby
+from functools import cached_property, lru_cache
+from itertools import groupby, pairwise
 from typing import Any, Literal
 
 from pronghorn.data.rendering import RowError
@@ -21,13 +22,39 @@ from pronghorn.data.rendering import RowError
 Message = dict[str, Any]
 What = Literal["content", "reasoning", "name", "argument"]
 
-FIRST_MARK, LAST_MARK = 0xF0000, 0xFFFFD  # private-use plane 15, which chat data does not use
-MARKS = re.compile(f"[{chr(FIRST_MARK)}-{chr(LAST_MARK)}]")
-PROBE = chr(LAST_MARK)  # a message that is nothing but a mark
+PRIVATE = (0xF0000, 0xFFFFD), (0x100000, 0x10FFFD)  # the private-use planes
+IS_PRIVATE = re.compile("[" + "".join(f"{chr(first)}-{chr(last)}" for first, last in PRIVATE) + "]")
 REASONING = ("reasoning_content", "thinking", "reasoning")  # what models' templates call it
 THINK_TAG = re.compile(r"(</?think>)")  # templates take a content apart there
 # What a template may write differently without losing it: escapes of JSON, of Python's repr and of HTML, and whitespace.
-ESCAPED = re.compile(r"\\u[0-9a-fA-F]{4}|\\[nrtbf]|&#?\w+;|[\s\\\"'<>&]+|[^\x00-\x7f]")
+ESCAPED = re.compile(r"\\u[0-9a-fA-F]{4}|\\[nrtbf]|&#?\w+;|[\s\\\"'<>&]|[^\x00-\x7f]")
+
+
+class Alphabet:
+    """A run of characters to mark with: two for each text, and at its end two that are a message by themselves."""
+
+    def __init__(self, first: int, last: int) -> None:
+        self.first, self.texts = first, (last - first - 1) // 2
+        self.probe, self.later = chr(last), chr(last - 1)
+        self.any = re.compile(f"[{chr(first)}-{chr(last)}]")
+
+    def around(self, number: int) -> tuple[str, str]:
+        return chr(self.first + 2 * number), chr(self.first + 2 * number + 1)
+
+
+@lru_cache(maxsize=64)
+def _free(used: frozenset[str]) -> Alphabet:
+    """The longest run of private-use characters that are not among these."""
+    borders = sorted({ord(letter) for letter in used} | {end for first, last in PRIVATE for end in (first - 1, last + 1)})
+    return Alphabet(*max(((a + 1, b - 1) for a, b in pairwise(borders)), key=lambda run: (run[1] - run[0], -run[0])))
+
+
+ALPHABET = _free(frozenset())
+
+
+def alphabet_for(texts: Iterable[Any]) -> Alphabet:
+    used = {letter for text in texts if isinstance(text, str) and not text.isascii() for letter in IS_PRIVATE.findall(text)}
+    return _free(frozenset(used)) if used else ALPHABET
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +66,7 @@ class Slot:
     core: str  # without the whitespace around it
     call: int = 0  # of the message's calls, which
     before: int = 0  # letters of the core before its end mark (all of them, but for marks in the middle)
+    around: tuple[str, str] = ("", "")  # the whitespace around it
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,35 +102,60 @@ def lost_error(lost: Sequence[Lost], messages: Sequence[Message], where: str) ->
     )
 
 
+def ways_to_mark(messages: Sequence[Message]) -> Iterator[dict[str, bool]]:
+    """Options of `Marks`, from those that tell most to those that disturb a template least."""
+    if any(message.get("role") == "assistant" and "</think>" in str(message.get("content")) for message in messages):
+        yield {"split": False}
+    yield from ({}, {"empty": False}, {"in_the_middle": True, "empty": False})
+
+
 class Marks:
     """Messages with marks inside the outer whitespace of every text, each text its own pair.
 
     `in_the_middle`: what others than the assistant say has one mark in its middle instead, where templates do not look.
-    `empty`: texts without a letter are marked, too.
+    `empty`: a message that says nothing is marked, too. `split`: what the assistant says is marked between its tags.
+    `trimmed`: without the whitespace around each text.
     """
 
-    def __init__(self, messages: Sequence[Message], *, in_the_middle: bool = False, empty: bool = True) -> None:
+    def __init__(
+        self,
+        messages: Sequence[Message],
+        alphabet: Alphabet = ALPHABET,
+        *,
+        in_the_middle: bool = False,
+        empty: bool = True,
+        split: bool = True,
+        trimmed: bool = False,
+    ) -> None:
         self.slots: list[Slot] = []
-        self._in_the_middle, self._empty = in_the_middle, empty
+        self.alphabet, self._trimmed = alphabet, trimmed
+        self._in_the_middle, self._empty, self._split = in_the_middle, empty, split
         self.messages = [self._marked(message, i) for i, message in enumerate(messages)]
+
+    def trimmed(self, messages: Sequence[Message]) -> Marks:
+        """The same marks in the same messages, without the whitespace around their texts."""
+        return Marks(
+            messages, self.alphabet, in_the_middle=self._in_the_middle, empty=self._empty, split=self._split, trimmed=True
+        )
 
     @property
     def too_many(self) -> bool:
-        return 2 * len(self.slots) >= LAST_MARK - FIRST_MARK
+        return len(self.slots) >= self.alphabet.texts
 
     def _marked(self, message: Message, i: int) -> Message:
         edges = message.get("role") == "assistant" or not self._in_the_middle
+        self._mark_blank = self._empty and says_nothing(message)
         changed = dict(message)
         for key in REASONING:
             if isinstance(message.get(key), str):
                 changed[key] = self._around(message[key], i, "reasoning", edges=edges)
         if "content" in message:
-            changed["content"] = self._content(message["content"], i, edges)
+            changed["content"] = self._content(message["content"], i, edges, message.get("role") == "assistant")
         if message.get("tool_calls"):
             changed["tool_calls"] = [self._call(call, i, number) for number, call in enumerate(message["tool_calls"])]
         return changed
 
-    def _content(self, value: Any, i: int, edges: bool) -> Any:
+    def _content(self, value: Any, i: int, edges: bool, speaks: bool) -> Any:
         if isinstance(value, list):
             return [
                 part
@@ -115,11 +168,15 @@ class Marks:
             ]
         if not isinstance(value, str):
             return value
-        if not edges or "</think>" not in value:
-            return self._around(value, i, "content", edges=edges)
-        parts = THINK_TAG.split(value)
+        parts = THINK_TAG.split(value) if speaks and self._split and "</think>" in value else []
+        if not any(part.strip() and not THINK_TAG.fullmatch(part) for part in parts):
+            return self._around(value, i, "content", edges=edges) if self._empty or not parts else value  # tags alone
+        last = len(parts) - 1
         return "".join(
-            part if THINK_TAG.fullmatch(part) or not part.strip() else self._around(part, i, "content") for part in parts
+            part
+            if THINK_TAG.fullmatch(part) or not part.strip()
+            else self._around(part, i, "content", outer=(number == 0, number == last))
+            for number, part in enumerate(parts)
         )
 
     def _call(self, call: Message, i: int, number: int) -> Message:
@@ -139,23 +196,29 @@ class Marks:
             return [self._argument(item, i, number) for item in value]
         return {key: self._argument(item, i, number) for key, item in value.items()} if isinstance(value, dict) else value
 
-    def _around(self, value: str, i: int, what: What, call: int = 0, *, edges: bool = True) -> str:
+    def _around(
+        self, value: str, i: int, what: What, call: int = 0, *, edges: bool = True, outer: tuple[bool, bool] = (True, True)
+    ) -> str:
+        """`outer`: whether the text begins, and ends, here."""
         core = value.strip()
-        if self.too_many or not (core or self._empty):
+        if self.too_many or not (core or self._mark_blank):
             return value
         at = value.find(core) if core else len(value)
         half = len(core) if edges else len(core) // 2
-        start, stop = (chr(FIRST_MARK + 2 * len(self.slots) + k) for k in (0, 1))
-        self.slots.append(Slot(i, what, core, call, half))
-        return f"{value[:at]}{start if edges else ''}{core[:half]}{stop}{core[half:]}{value[at + len(core) :]}"
+        start, stop = self.alphabet.around(len(self.slots))
+        lead, trail = value[:at], value[at + len(core) :]
+        self.slots.append(Slot(i, what, core, call, half, (lead * outer[0], trail * outer[1])))
+        marked = f"{start if edges else ''}{core[:half]}{stop}{core[half:]}"
+        kept = (not (self._trimmed and one) for one in outer)
+        return f"{lead * next(kept)}{marked}{trail * next(kept)}"
 
     def placed(self, marked: str, text: str) -> Placed:
         """Where the slots are in `text`, which is `marked` without its marks. Where a text is repeated the first place counts
         (Harmony names a call again in its response)."""
         starts: dict[int, int] = {}
         stops: dict[int, list[int]] = {}
-        for before, found in enumerate(MARKS.finditer(marked)):
-            number, is_stop = divmod(ord(found[0]) - FIRST_MARK, 2)
+        for before, found in enumerate(self.alphabet.any.finditer(marked)):
+            number, is_stop = divmod(ord(found[0]) - self.alphabet.first, 2)
             if is_stop:
                 stops.setdefault(number, []).append(found.start() - before)
             else:
@@ -241,13 +304,18 @@ class Placed:
             kept = place is not None and self._same(slot, place)
             if slot.what == "reasoning":
                 reasoned.setdefault(slot.message, []).append(kept)
-            elif not kept and slot.core:
+            elif not kept and self._says(slot):
                 yield Lost(slot.message, self._name(slot, place))
         for message, kept_ones in reasoned.items():
             if sum(kept_ones) != 1 and any(
                 slot.core for slot in self.marks.slots if slot.message == message and slot.what == "reasoning"
             ):
                 yield Lost(message, "its reasoning")
+
+    def _says(self, slot: Slot) -> bool:
+        """Tags alone are no answer."""
+        speaks = self.marks.messages[slot.message].get("role") == "assistant"
+        return bool(THINK_TAG.sub("", slot.core).strip() if speaks and slot.what == "content" else slot.core)
 
     def _same(self, slot: Slot, place: tuple[int, int]) -> bool:
         written = self.text[slice(*place)]
@@ -257,7 +325,7 @@ class Placed:
         if slot.what in ("name", "argument"):
             calls = self.marks.messages[slot.message]["tool_calls"]
             called = calls[slot.call].get("function") or calls[slot.call]
-            name = MARKS.sub("", str(called.get("name")))
+            name = self.marks.alphabet.any.sub("", str(called.get("name")))
             return f"the call of `{name}`" if slot.what == "name" else f"an argument of the call of `{name}`"
         several = sum(other.message == slot.message and other.what == "content" for other in self.marks.slots) > 1
         return (
@@ -287,3 +355,33 @@ def _leaves(value: Any) -> Iterator[tuple[str, ...]]:
             yield from _leaves(item)
     elif value is not None and not isinstance(value, str):
         yield (json.dumps(value), str(value))
+
+
+def lost_by_text(messages: Sequence[Message], tools: Any, text: str) -> list[Lost]:
+    """Without marks: what of the messages cannot be read in the text."""
+    lost = lost_tools(tools, text)
+    for i, message in enumerate(messages):
+        content = message.get("content")
+        if isinstance(content, str) and content.strip() not in text:
+            lost.append(Lost(i, "its content as it is (the template rewrites it)"))
+        for key in ("reasoning_content", "thinking"):
+            if isinstance(message.get(key), str) and message[key].strip() not in text:
+                lost.append(Lost(i, "its reasoning"))
+        for call in message.get("tool_calls") or []:
+            if str((call.get("function") or call).get("name")) not in text:
+                lost.append(Lost(i, f"the call of `{(call.get('function') or call).get('name')}`"))
+    return lost
+
+
+def lost_tools(tools: Any, text: str) -> list[Lost]:
+    names = [str((tool.get("function") or tool).get("name") or "") for tool in tools or [] if isinstance(tool, dict)]
+    gone = [name for name in names if name not in text]
+    return [Lost(-1, f"the tool `{gone[0]}`")] if gone else []
+
+
+def says_nothing(message: Message) -> bool:
+    """Tags of thinking alone are nothing."""
+    said = [message.get(key) for key in ("content", *REASONING)]
+    return not message.get("tool_calls") and not any(
+        THINK_TAG.sub("", text).strip() if isinstance(text, str) else text for text in said
+    )

@@ -22,7 +22,7 @@ from pronghorn.data.cached_rows import Progress, Rows, Stage, no_stage, silent, 
 from pronghorn.data.example_json import example_from_json
 from pronghorn.data.formats import Example
 from pronghorn.data.mixing import repeated
-from pronghorn.data.pair_choices import first_rows, held_out_by, in_groups, take, too_long, truncated, unit_of, with_loss
+from pronghorn.data.pair_choices import first_rows, in_groups, take, too_long, truncated, unit_of, with_loss
 from pronghorn.data.pair_rows import CHOSEN, PairRows
 from pronghorn.data.reading import Name, SourceCount, told_of_columns
 from pronghorn.data.token_cache import DamagedError, read_note_as, write_note
@@ -73,6 +73,7 @@ _Stored = tuple[dict[int, int], dict[int, str], dict[int, int] | None]  # `Findi
 class Prepared:
     tokens: TokenTable
     counts: Counts
+    path: Path  # of the cached table, beside which is kept what is found in it
     bad_rows_file: Path | None = None
     remarks: tuple[str, ...] = field(default=())  # what the user should be told
 
@@ -233,7 +234,7 @@ def choose(rows: Rows, spec: Data, found: Findings | None, *, strict: bool = Tru
         no_loss=no_loss, kept=len(first_rows(kept)), tokens=int(kept.lengths.sum(dtype=np.int64)),
         loss_tokens=int(kept.loss_counts.sum(dtype=np.int64)), format=rows.format, sources=rows.sources,
     )  # fmt: skip
-    return Prepared(kept, counts, rows.bad_rows_file, tuple(remarks))
+    return Prepared(kept, counts, rows.path, rows.bad_rows_file, tuple(remarks))
 
 
 def _left_out(rows: Rows) -> list[str]:
@@ -299,22 +300,3 @@ def _nothing_left(names: Sequence[Name], counts: Counts, spec: Data) -> DataErro
     }  # fmt: skip
     why = ", ".join(f"{count:,} {fate}" for fate, count in fates.items() if count)
     return DataError("no row is left to train on", where=where, why=why, fix="inspect rows with `pronghorn data show`")
-
-
-# Evaluation -------------------------------------------------------------------------------------------------------------
-
-
-def hold_out(table: TokenTable, fraction: float, seed: int) -> tuple[TokenTable, TokenTable]:
-    """Split into (train, held out), the same for the same seed. Pieces of one split row stay together."""
-    rows = held_out_by(table)
-    different = np.unique(rows)
-    count = max(1, round(fraction * len(different)))
-    if count >= len(different):
-        raise DataError(
-            f"data.eval: {fraction:.1%} cannot be held out of {counted(len(different), 'row')}", where="data.eval",
-            why="none would be left to train on",
-            fix="add rows, or set data.eval to a separate file",
-        )  # fmt: skip
-    shuffled = np.random.Generator(np.random.Philox(key=[seed, 0])).permutation(different)
-    held = np.isin(rows, shuffled[:count])
-    return table.select(np.flatnonzero(~held)), table.select(np.flatnonzero(held))

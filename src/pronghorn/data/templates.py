@@ -21,7 +21,6 @@ conversation when it ends with the assistant; turns inside it end with the text 
 from __future__ import annotations
 
 import datetime
-import itertools
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -30,15 +29,28 @@ from functools import lru_cache
 from typing import Any
 
 from pronghorn.data.known_shapes import Known, KnownShapes
-from pronghorn.data.marks import MARKS, Lost, Marks, Message, lost_error, lost_values
+from pronghorn.data.marks import (
+    Lost,
+    Marks,
+    Message,
+    alphabet_for,
+    lost_by_text,
+    lost_error,
+    lost_tools,
+    lost_values,
+    says_nothing,
+    ways_to_mark,
+)  # fmt: skip
+from pronghorn.data.outer_space import Carried, carried, has_outer_space
 from pronghorn.data.rendering import RowError, within_limits
 from pronghorn.data.spellings import Spelling, kind, spelling, spellings
 from pronghorn.data.tokens import Span, render_tracked
-from pronghorn.data.turn_borders import Borders, Row
+from pronghorn.data.turn_borders import Borders, Row, misspelt
 from pronghorn.errors import DataError
 
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 LOOKS_SPECIAL = re.compile(r"<\|[^|<>\s]+\|>|<｜[^｜<>\s]+｜>|</?s>|</?[a-z]+_of_[a-z]+>|\[/?[A-Z_]{3,}\]")
+GIVE_IT_A_TEXT = "give it a text, remove it, or set data.bad_rows: skip to drop the row"
 ASK, ANSWER = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
 
 
@@ -96,7 +108,7 @@ class ChatTemplate:
         self._where = ""  # the row at hand: a template that runs away may do so in an attempt
         self._no_tools, self._options = self._how_to_call()
         self._borders = Borders(self._attempt, self._special, str(tokenizer.bos_token or ""))
-        self._liked: dict[tuple[bool, bool, bool], tuple[int, int]] = {}  # kind of conversation -> spelling that lost nothing
+        self._liked = self._probe_silence()  # kind of conversation -> spelling that lost nothing
         self._closings = self._probe_closings()
         self._known = KnownShapes(lambda plain: self._attempt(plain, Spelling(list(plain), None)))
         self._require_tokens()
@@ -197,10 +209,21 @@ class ChatTemplate:
             first = first or replace(rendered, lost=lost)
         if first is None or (problem is not None and not isinstance(problem, CannotTellError) and not first.lost):
             assert problem is not None
-            raise problem
+            raise self._because_empty(problem, messages, tools) or problem
         if not allow_lost:
             raise lost_error(first.lost, messages, where)
         return first
+
+    def _because_empty(self, problem: RowError, messages: Sequence[Message], tools: Any) -> RowError | None:
+        """The same problem in other words, if a text in an empty answer would solve it."""
+        empty = [i for i, message in enumerate(messages) if message.get("role") == "assistant" and says_nothing(message)]
+        filled = [message | {"content": "!"} if i in empty else message for i, message in enumerate(messages)]
+        if isinstance(problem, CannotTellError) or not empty or self._attempt(filled, Spelling(filled, tools)) is None:
+            return None
+        return RowError(
+            f"message {empty[0] + 1} (assistant) is empty", where=problem.where, why=problem.why,
+            fix=GIVE_IT_A_TEXT,
+        )  # fmt: skip
 
     def _spellings(self, messages: Sequence[Message], tools: Any, kind_of: tuple[bool, bool, bool]) -> Any:
         liked = self._liked.get(kind_of)
@@ -240,11 +263,11 @@ class ChatTemplate:
         if row is None:
             turns = self._from_prefixes(text, said, speaking, where)
             rendered = self._with_end(text, turns, said, where, ended=self._closings[1])
-            return replace(rendered, lost=tuple(self._lost_by_text(rendered, said)))
-        lost = [*row.placed.lost(), *self._lost_tools(said, text)]
+            return replace(rendered, lost=tuple(lost_by_text(said.messages, said.tools, rendered.text)))
+        lost = [*row.placed.lost(), *lost_tools(said.tools, text)]
         contents = tuple(place for place in row.placed.at if place is not None)
         turns, missing, ended = self._turns(row, speaking, where, Rendered(text, (), tuple(lost), contents))
-        if _misspelt(row, turns) or self._writes_none(said, text):
+        if misspelt(row, [(turn.message, turn.start, turn.stop) for turn in turns]) or self._writes_none(said, text):
             raise RowError("the chat template does not know this spelling", where=where)
         if blocks:
             turns = _within_blocks(turns, blocks, row)
@@ -262,38 +285,58 @@ class ChatTemplate:
 
     def _marked(self, said: Spelling, text: str) -> Row | None:
         """None where every way of marking disturbs the template."""
-        if MARKS.search(text):
-            return None
-        for middle, empty in ((False, True), (False, False), (True, False)):
-            marks = Marks(said.messages, in_the_middle=middle, empty=empty)
+        alphabet = alphabet_for([text, *_texts(said.messages)])
+        for way in ways_to_mark(said.messages):
+            marks = Marks(said.messages, alphabet, **way)
             marked = None if marks.too_many else self._attempt(marks.messages, said)
-            if marked is not None and MARKS.sub("", marked) == text:
+            if marked is not None and alphabet.any.sub("", marked) == text:
                 row = Row(said, marks, marks.placed(marked, text))
+                if "split" in way and any(row.placed.lost()):
+                    continue  # the template takes texts apart at their tags
                 if row.placed.repeated:
                     self._borders.count_repeats(row)
                 return row
         return None
+
+    def _trimmed(self, row: Row) -> tuple[Row, Carried | None]:
+        """The row without whitespace around its texts, and the way back; the row itself where there is none."""
+        if not has_outer_space(row.placed):
+            return row, None
+        marks = row.marks.trimmed(row.spelling.messages)
+        marked = self._attempt(marks.messages, row.spelling)
+        if marked is None:
+            return row, None
+        trimmed = Row(row.spelling, marks, marks.placed(marked, marks.alphabet.any.sub("", marked)))
+        if trimmed.placed.repeated:
+            self._borders.count_repeats(trimmed)
+        back = carried(trimmed.placed, row.placed)
+        return (trimmed, back) if back is not None else (row, None)
 
     def _turns(self, row: Row, speaking: Sequence[int], where: str, so_far: Rendered) -> tuple[list[Turn], str, bool]:
         """The turns, what is missing behind the last one, and whether it has an end."""
         turns: list[Turn] = []
         missing, ended = "", True
         gone = {one.message for one in so_far.lost}
+        messages = row.spelling.messages
+        trimmed, back = self._trimmed(row)
         for i in speaking:
             if row.placed.mixed(i):
-                raise _cannot_tell(i, where, "the template writes part of it after the following message", so_far)
+                raise _cannot_tell(messages, i, where, "the template writes part of it after the following message", so_far)
+            if messages[i].get("tool_calls") and self._borders.opened_again(row, i, str(self._tokenizer.eos_token or "")):
+                raise _cannot_tell(messages, i, where, "the template writes its text and its calls as two turns", so_far)
             if row.placed.holds_another(i):
-                raise _cannot_tell(i, where, "the template writes another message inside it", so_far)
+                raise _cannot_tell(messages, i, where, "the template writes another message inside it", so_far)
             repeated = [row.marks.slots[number] for number in row.placed.repeated]
             if any(slot.message == i and slot.what != "name" for slot in repeated):
-                raise _cannot_tell(i, where, "the template writes it more than once", so_far)
-            start, stop = self._borders.start(row, i), self._borders.stop(row, i)
+                raise _cannot_tell(messages, i, where, "the template writes it more than once", so_far)
+            start, stop = self._borders.start(trimmed, i), self._borders.stop(trimmed, i)
             if start is None or stop is None:
                 found = self._by_prefix(so_far.text, row.spelling, i)
                 if found is None and i in gone and row.placed.first[i] is None:
                     continue  # nothing of it is there; told as lost
                 if found is None:
                     raise _cannot_tell(
+                        messages,
                         i,
                         where,
                         "the template writes no generation prompt before it, or renders the conversation up to it differently"
@@ -304,11 +347,22 @@ class ChatTemplate:
                 turns.append(Turn(i, *found))
                 missing, ended = "", self._closings[1]
             else:
-                turns.append(Turn(i, start, stop[0]))
+                turns.append(Turn(i, *(back.span(start, stop[0]) if back is not None else (start, stop[0]))))
                 missing, ended = stop[1].missing, stop[1].ended
             if len(turns) > 1 and turns[-1].start < turns[-2].stop:
-                raise _cannot_tell(i, where, "the template writes it before the end of the previous turn", so_far)
+                raise _cannot_tell(messages, i, where, "the template writes it before the end of the previous turn", so_far)
         return turns, missing, ended
+
+    def _probe_silence(self) -> dict[tuple[bool, bool, bool], tuple[int, int]]:
+        """A template that writes one turn more (or tags of a text) for the content "" beside a call gets None there."""
+        for name in (1, 3):
+            calls = [{"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}]
+            said = [spelling([ASK, ANSWER | {"content": "", "tool_calls": calls}], None, (0, way)) for way in (name - 1, name)]
+            texts = [self._attempt(one.messages, one) for one in said]
+            if texts[0] is not None and texts[1] is not None and "None" not in texts[1]:
+                more, fewer = (len(self._special.findall(text)) for text in texts if text is not None)
+                return dict.fromkeys([(False, True, True), (True, True, True)], (0, name)) if fewer < more else {}
+        return {}
 
     # Without marks: prefixes of the conversation
 
@@ -337,6 +391,7 @@ class ChatTemplate:
             found = self._by_prefix(text, said, i)
             if found is None or (turns and found[0] < turns[-1].stop):
                 raise _cannot_tell(
+                    said.messages,
                     i,
                     where,
                     "the conversation up to it is not a prefix of the whole conversation, or nothing shows where it ends",
@@ -362,26 +417,6 @@ class ChatTemplate:
             if found and not last and whole is not None and not text.startswith(whole) and closing.strip():
                 return len(before), found.end()
         return None
-
-    def _lost_by_text(self, rendered: Rendered, said: Spelling) -> list[Lost]:
-        """Without marks: what of the messages cannot be read in the text."""
-        lost = self._lost_tools(said, rendered.text)
-        for i, message in enumerate(said.messages):
-            content = message.get("content")
-            if isinstance(content, str) and content.strip() not in rendered.text:
-                lost.append(Lost(i, "its content as it is (the template rewrites it)"))
-            for key in ("reasoning_content", "thinking"):
-                if isinstance(message.get(key), str) and message[key].strip() not in rendered.text:
-                    lost.append(Lost(i, "its reasoning"))
-            for call in message.get("tool_calls") or []:
-                if str((call.get("function") or call).get("name")) not in rendered.text:
-                    lost.append(Lost(i, f"the call of `{(call.get('function') or call).get('name')}`"))
-        return lost
-
-    def _lost_tools(self, said: Spelling, text: str) -> list[Lost]:
-        names = [str((tool.get("function") or tool).get("name") or "") for tool in said.tools or [] if isinstance(tool, dict)]
-        gone = [name for name in names if name not in text]
-        return [Lost(-1, f"the tool `{gone[0]}`")] if gone else []
 
     # The end of a conversation
 
@@ -432,26 +467,6 @@ def _within_blocks(turns: Sequence[Turn], blocks: Sequence[Span], row: Row) -> l
     return chosen if len(chosen) == len(blocks) else list(turns)
 
 
-def _misspelt(row: Row, turns: Sequence[Turn]) -> bool:
-    """Whether the template wrote the spelling itself: the word None, parts as Python shows them, JSON in quotes."""
-    think, call = row.spelling.name
-    slots, at, text = row.marks.slots, row.placed.at, row.placed.text
-    if call >= 2 and any(
-        slot.what == "argument"
-        and place is not None
-        and (text[slice(*place)] != slot.core or text[place[0] - 1 : place[0]] == '"')
-        for slot, place in zip(slots, at, strict=True)
-    ):
-        return True
-    wrong = [*(["None"] if call in (1, 3) else []), *(["'type'", '"type"'] if think == 4 else [])]
-    for turn in turns if wrong else ():
-        own = sorted(place for slot, place in zip(slots, at, strict=True) if slot.message == turn.message and place is not None)
-        borders = [turn.start, *itertools.chain.from_iterable(own), turn.stop]
-        if any(one in text[start:stop] for start, stop in zip(borders[::2], borders[1::2], strict=True) for one in wrong):
-            return True
-    return False
-
-
 def _texts(value: Any) -> Iterator[Any]:
     if isinstance(value, (list, tuple)):
         for item in value:
@@ -473,10 +488,12 @@ class CannotTellError(RowError):
     rendered: Rendered
 
 
-def _cannot_tell(message: int, where: str, why: str, rendered: Rendered) -> CannotTellError:
-    error = CannotTellError(
-        f"cannot determine which tokens are the assistant's in message {message + 1}", where=where, why=why,
-        fix="add {% generation %} blocks to the template (data.chat_template), or set data.loss_on: all",
-    )  # fmt: skip
+def _cannot_tell(messages: Sequence[Message], i: int, where: str, why: str, rendered: Rendered) -> CannotTellError:
+    fix = "add {% generation %} blocks to the template (data.chat_template), or set data.loss_on: all"
+    what = f"cannot determine which tokens are the assistant's in message {i + 1}"
+    if says_nothing(messages[i]):
+        what, why = f"message {i + 1} (assistant) is empty", "for such a turn this chat template writes nothing to train on"
+        fix = GIVE_IT_A_TEXT
+    error = CannotTellError(what, where=where, why=why, fix=fix)
     error.rendered = rendered
     return error

@@ -17,16 +17,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from typing import Any
 
-from pronghorn.data.marks import FIRST_MARK, MARKS, PROBE, Marks, Message, Placed
+from pronghorn.data.marks import ALPHABET, Marks, Message, Placed
 from pronghorn.data.spellings import Spelling
 
 Attempt = Callable[[Sequence[Message], Spelling, bool], str | None]  # messages, tools and options of, with generation prompt
 THINKS = re.compile(r"think|thought|reason|channel", re.IGNORECASE)  # what a generation prompt may open beyond the header
 KEPT_SPLITS = 4096  # of gaps; those of calls with numbers in them are many
 LONGEST_GAP = 4096
-LATER = chr(ord(PROBE) - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,9 @@ class Borders:
         self._stops: dict[tuple[str, ...], Close | None] = {}
         self._bos = bos
         self.prompt, self._before_user, self._always = self._generation_prompt()
+        pieces = self._piece.findall(self.prompt)
+        thinks = next((i for i, piece in enumerate(pieces) if len(piece) > 1 and THINKS.search(piece)), len(pieces))
+        self._unopened, self._opening = "".join(pieces[:thinks]), "".join(pieces[thinks:])
         self._openers = {bos, *self._first_token(self._before_user), *special.findall(self.prompt)[:1]} - {""}
 
     def _first_token(self, text: str) -> list[str]:
@@ -67,14 +70,15 @@ class Borders:
     def _generation_prompt(self) -> tuple[str, str, bool]:
         """The generation prompt, what stands before a first question, and whether the prompt is written even unasked."""
         for before in ([], [{"role": "system", "content": "."}]):
-            asked = Spelling([*before, {"role": "user", "content": PROBE}], None)
+            probe = ALPHABET.probe
+            asked = Spelling([*before, {"role": "user", "content": probe}], None)
             plain, prompted = (self._attempt(asked.messages, asked, prompt) for prompt in (False, True))
-            if prompted is None or prompted.count(PROBE) != 1:
+            if prompted is None or prompted.count(probe) != 1:
                 continue
-            opening, tail = prompted.split(PROBE)
+            opening, tail = prompted.split(probe)
             if plain != prompted:
                 shared = self._common(plain or "", prompted)
-                return (prompted[len(shared) :] if PROBE in shared else ""), opening, False
+                return (prompted[len(shared) :] if probe in shared else ""), opening, False
             opener = self._first_token(opening)
             unasked = tail[tail.rfind(opener[0]) :] if opener and opener[0] in tail else ""
             return unasked, opening, bool(unasked)
@@ -98,7 +102,12 @@ class Borders:
         if key not in self._starts or len(gap) > LONGEST_GAP:
             self._remember(self._starts, key, self._begins(row, i, before, gap))
         split = self._starts[key]
-        return None if split is None else begin + split
+        return None if split is None else self._behind_opening(row.placed.text, begin + split)
+
+    def _behind_opening(self, text: str, at: int) -> int:
+        """A text may itself begin with the thinking that the generation prompt opens."""
+        begins = self._opening and text.startswith(self._opening, at) and text.endswith(self._unopened, 0, at)
+        return at + len(self._opening) if begins else at
 
     @staticmethod
     def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
@@ -155,6 +164,18 @@ class Borders:
         header = self._header(same, tail)
         return len(header) if header else None
 
+    def opened_again(self, row: Row, i: int, end: str) -> bool:
+        """Whether the end token and a header stand between a message's text and its calls: the model would stop in between."""
+        if not end or not self._unopened.strip():
+            return False
+        own = sorted(
+            (place, slot.what == "content")
+            for slot, place in zip(row.marks.slots, row.placed.at, strict=True)
+            if slot.message == i and place is not None and slot.what != "reasoning"
+        )
+        between = (row.placed.text[a[1] : b[0]] for (a, is_text), (b, other_is) in pairwise(own) if is_text != other_is)
+        return any(end + self._unopened in gap for gap in between)
+
     # Where a turn ends
 
     def stop(self, row: Row, i: int) -> tuple[int, Close] | None:
@@ -163,20 +184,22 @@ class Borders:
             return None
         behind, following = row.placed.following(i)
         gap = row.placed.text[said:behind]
-        role = str(row.marks.messages[following].get("role")) if following is not None else ""
-        key = (role, str(bool(row.marks.messages[i].get("tool_calls"))), gap)
+        # Those of messages without a mark, too, if they stand in the gap.
+        roles = [str(message.get("role")) for message in row.marks.messages[i + 1 : None if following is None else following]]
+        roles += [str(row.marks.messages[following].get("role"))] if following is not None else []
+        key = (*roles, str(bool(row.marks.messages[i].get("tool_calls"))), gap)
         if key not in self._stops or len(gap) > LONGEST_GAP:
-            self._remember(self._stops, key, self._ends(row, i, role, gap) if role else self._ends_last(row, i, gap))
+            self._remember(self._stops, key, self._ends(row, i, roles, gap) if roles else self._ends_last(row, i, gap))
         close = self._stops[key]
         return None if close is None else (said + close.letters, close)
 
-    def _ends(self, row: Row, i: int, role: str, gap: str) -> Close | None:
+    def _ends(self, row: Row, i: int, roles: Sequence[str], gap: str) -> Close | None:
         as_last = self._behind(self._attempt(row.marks.messages[: i + 1], row.spelling, False), row, i)
         if as_last is not None and self._always:
             as_last = as_last.removesuffix(self.prompt)
         if as_last is not None and self._special.search(as_last) and gap.startswith(as_last):
             return Close(len(as_last.rstrip()))
-        closing = self._closing(row, i, role, gap)
+        closing = self._closing(row, i, roles, gap)
         if self._special.search(closing):
             return Close(len(closing))
         shared = self._common(as_last, gap) if as_last is not None else closing
@@ -189,7 +212,7 @@ class Borders:
         if tokens and any(text.startswith(gap) for role, text in followed.items() if role != "assistant"):
             return Close(len(gap.rstrip()))
         role = "tool" if "tool" in followed else "user"
-        closing = self._closing(row, i, role, followed[role]) if role in followed else ""
+        closing = self._closing(row, i, [role], followed[role]) if role in followed else ""
         ended = bool(self._special.search(closing))
         if ended and not gap.startswith(closing) and closing.startswith(gap.rstrip()):
             return Close(len(gap.rstrip()), closing[len(gap.rstrip()) :])
@@ -200,18 +223,20 @@ class Borders:
         end = re.search(rf"(?:\s*(?:{self._special.pattern}))+$", closing)
         return Close(len(gap.rstrip()), end[0] if end else "", ended=False)
 
-    def _closing(self, row: Row, i: int, role: str, gap: str) -> str:
-        """What closes a turn that a message of this role follows, up to its last token; without one, all that looks like it."""
-        shared = {other: self._closed(self._common(gap, text)) for other, text in self._followers(row, i) if other != role}
+    def _closing(self, row: Row, i: int, roles: Sequence[str], gap: str) -> str:
+        """What closes a turn that messages of these roles follow, up to its last token; without one, all that looks like it."""
+        followers = {other: text for other, text in self._followers(row, i) if other not in roles}
+        shared = {other: self._closed(self._common(gap, text)) for other, text in followers.items()}
         # Blank: a template that joins the two messages. The generation prompt may begin as a message of another role does.
         speakers = [text for other, text in shared.items() if text.strip() and other != "assistant"]
-        if speakers or shared.get("assistant", "").strip():
-            return min(speakers or [shared["assistant"]], key=len)
-        if role == "user":
+        prompted = shared.get("assistant", "")
+        if speakers or self._special.search(prompted):
+            return min(speakers or [prompted], key=len)
+        if roles[-1] == "user":
             same = self._common_end(gap, self._before_user)
             if self._special.search(opened := self._closed(gap[: len(gap) - len(same)])):
                 return opened
-        return ""
+        return prompted if prompted.strip() else ""
 
     def _closed(self, text: str) -> str:
         """Without what opens a turn at its end, and up to its last token."""
@@ -223,13 +248,14 @@ class Borders:
 
     def _followers(self, row: Row, i: int) -> Iterator[tuple[str, str]]:
         """What stands behind a turn, up to the next text, for each role that may speak next."""
-        messages = row.marks.messages[: i + 1]
+        messages, probe = row.marks.messages[: i + 1], row.marks.alphabet.probe
         results = [
-            {"role": "tool", "content": PROBE, "name": "f", "tool_call_id": call.get("id", "call00000")}
+            {"role": "tool", "content": probe, "name": "f", "tool_call_id": call.get("id", "call00000")}
             for call in messages[-1].get("tool_calls") or []
         ]
         user, system, later = (
-            {"role": role, "content": mark} for role, mark in (("user", PROBE), ("system", PROBE), ("user", LATER))
+            {"role": role, "content": mark}
+            for role, mark in (("user", probe), ("system", probe), ("user", row.marks.alphabet.later))
         )
         for role, after, prompt in (
             ("tool", results, False),
@@ -238,7 +264,7 @@ class Borders:
             ("system", [system, later], False),
         ):
             if after or role == "assistant":
-                text = self._behind(self._attempt([*messages, *after], row.spelling, prompt), row, i, until=PROBE * bool(after))
+                text = self._behind(self._attempt([*messages, *after], row.spelling, prompt), row, i, until=probe * bool(after))
                 if text is not None:
                     yield role, text
 
@@ -249,7 +275,7 @@ class Borders:
             alone = self._attempt(row.marks.messages[: i + 1], row.spelling, False)
             for number in row.placed.repeated:
                 if row.marks.slots[number].message == i and alone is not None:
-                    row.placed.times[number] = max(1, alone.count(chr(FIRST_MARK + 2 * number + 1)))
+                    row.placed.times[number] = max(1, alone.count(row.marks.alphabet.around(number)[1]))
         row.placed.settle()
 
     # Texts
@@ -258,17 +284,19 @@ class Borders:
         """Behind the last text of message i, up to the next one (which is `until`, where given)."""
         if marked is None:
             return None
-        places = []
+        places, own = [], set[str]()
         for number, slot in enumerate(row.marks.slots):
+            if slot.message == i:
+                own.update(row.marks.alphabet.around(number))
             if slot.message == i and row.placed.at[number] is not None:
-                times = _places(chr(FIRST_MARK + 2 * number + 1), marked)[: row.placed.times.get(number, 1)]
+                times = _places(row.marks.alphabet.around(number)[1], marked)[: row.placed.times.get(number, 1)]
                 if not times:
                     return None
                 places.append(times[-1] + 1 + len(slot.core) - slot.before)
         if not places:
             return None
-        rest = marked[max(places) :]
-        following = MARKS.search(rest)
+        rest = re.sub(f"[{''.join(own)}]", "", marked[max(places) :])  # an empty text of its own may stand there
+        following = row.marks.alphabet.any.search(rest)
         if until and (following is None or following[0] != until):
             return None
         return rest[: following.start()] if following else rest
@@ -289,3 +317,23 @@ class Borders:
                 break
             length += len(a)
         return one[len(one) - length :]
+
+
+def misspelt(row: Row, turns: Sequence[tuple[int, int, int]]) -> bool:
+    """Whether the template wrote the spelling itself: the word None, parts as Python shows them, JSON in quotes."""
+    think, call = row.spelling.name
+    slots, at, text = row.marks.slots, row.placed.at, row.placed.text
+    if call >= 2 and any(
+        slot.what == "argument"
+        and place is not None
+        and (text[slice(*place)] != slot.core or text[place[0] - 1 : place[0]] == '"')
+        for slot, place in zip(slots, at, strict=True)
+    ):
+        return True
+    wrong = [*(["None"] if call in (1, 3) else []), *(["'type'", '"type"'] if think == 4 else [])]
+    for i, begin, end in turns if wrong else ():
+        own = sorted(place for slot, place in zip(slots, at, strict=True) if slot.message == i and place is not None)
+        borders = [begin, *chain.from_iterable(own), end]
+        if any(one in text[start:stop] for start, stop in zip(borders[::2], borders[1::2], strict=True) for one in wrong):
+            return True
+    return False
