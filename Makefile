@@ -30,7 +30,7 @@ gpu-test: $(READY)
 
 # Every use of other people's trainers with every kind of model beside stock libraries (10 minutes on one core); the suite has a part.
 dropin-cases: $(READY)
-	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest --every-case tests/dropin/test_trainer_uses.py tests/dropin/test_trl_cases.py tests/scripts/test_public_scripts.py
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest --every-case tests/dropin/test_trainer_uses.py tests/dropin/test_trl_cases.py tests/scripts/test_public_scripts.py tests/scripts/test_other_scripts.py
 
 # Damaged caches, data files, recipes and model folders, 2,000 of each (20 minutes on one core); FUZZ passes options on, for
 # instance FUZZ='--only cache_bits'.

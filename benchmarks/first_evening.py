@@ -101,6 +101,7 @@ def ran(folder: Path, line: str, *, interrupt: bool = False) -> str:
     environment = os.environ | {
         "PRONGHORN_CACHE": str(folder / "cache"),
         "COLUMNS": "100",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",  # where `pronghorn` is
         "HF_HUB_OFFLINE": "1",
         "NO_COLOR": "1",
         "PYTHONPATH": str(ROOT / "src"),

@@ -17,7 +17,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from benchmarks.layout_cases import CALLS, CHAT, COMPARED, FILES, LAYOUTS, PAIRS, PREFERENCES, Layout
+from benchmarks.layout_cases import CALLS, CHAT, COMPARED, FILES, LAYOUTS, PAIRS, PREFERENCES, PUBLIC, Layout
 from benchmarks.record import RESULTS as FOLDER
 from benchmarks.record import ROOT, record, write
 from pronghorn.data.prepare import Prepared, prepare
@@ -31,6 +31,7 @@ GROUPS = {
     "Prompts and answers": PAIRS,
     "Preference data, in a supervised run": PREFERENCES,
     "Preference data, compared": COMPARED,
+    "Public data sets and other tools": PUBLIC,
     "Files and sources": FILES,
 }
 SPECIAL = ["<pad>", "<end>", "<system>", "<developer>", "<user>", "<assistant>", "<tool>", "<tools>"]
@@ -158,6 +159,7 @@ def main() -> int:
     arguments = parser.parse_args()
     tokenizer, found = make_tokenizer(), dict[str, dict[str, Any]]()
     for layout in LAYOUTS:
+        assert layout.name not in found, layout.name
         with tempfile.TemporaryDirectory() as folder:
             found[layout.name] = outcome(layout, tokenizer, Path(folder))
     wrong = [one for one in found.values() if one["wrong"]]

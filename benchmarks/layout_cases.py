@@ -25,6 +25,7 @@ from benchmarks.layout_parts import (
     read,
 )
 from benchmarks.preference_cases import COMPARED
+from benchmarks.public_cases import PUBLIC
 
 CHAT = [
     read("messages", {"messages": [U, A]}, HI),
@@ -397,4 +398,4 @@ PREFERENCES = [
     read("text with a class", {"text": "hi", "label": 1}, "«hi<end>»", unused="label"),
 ]
 
-LAYOUTS: list[Layout] = [*CHAT, *CALLS, *PAIRS, *PREFERENCES, *COMPARED, *FILES]
+LAYOUTS: list[Layout] = [*CHAT, *CALLS, *PAIRS, *PREFERENCES, *COMPARED, *PUBLIC, *FILES]

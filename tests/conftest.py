@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 import sys
+import sysconfig
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two test processes on two cores
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# As in an activated environment: commands are printed as `pronghorn ...` (program.py).
+os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
 
 import pytest
 

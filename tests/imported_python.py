@@ -53,7 +53,8 @@ while asked:
     asked = asked[server.send(asked):]
 code = int.from_bytes(server.recv(4) or b"\\0\\0\\0\\1", "big", signed=True)
 if code < 0:
-    signal.signal(-code, signal.SIG_DFL)
+    if code != -signal.SIGKILL:  # whose handler nobody sets
+        signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
 os._exit(code)
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -52,11 +53,13 @@ def test_every_verb_explains_itself(verb: str, capsys: pytest.CaptureFixture[str
     assert len(told.splitlines()) > 4
 
 
-def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("word", ["-V", "--version", "version"])
+def test_the_version(word: str, capsys: pytest.CaptureFixture[str]) -> None:
     from pronghorn import __version__
 
-    with pytest.raises(SystemExit):
-        main(["--version"])
+    with pytest.raises(SystemExit) as left:
+        main([word])
+    assert left.value.code == 0
     assert capsys.readouterr().out == f"pronghorn {__version__}\n"
 
 
@@ -76,10 +79,7 @@ def test_overrides_stand_before_or_after_options(tmp_path: Path, monkeypatch: py
     assert seen == [("r.yaml", ["a=1", "b=2"], True)] * 4
 
 
-@table(
-    "words",
-    [["train"], ["export", "run"], ["data"], ["chat", "run", "--max-tokens", "many"], ["new", "f", "--method", "magic"]],
-)
+@table("words", [["export", "run"], ["data"], ["chat", "run", "--max-tokens", "many"], ["new", "f", "--method", "magic"]])
 def test_a_command_that_makes_no_sense_exits_with_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(words)
@@ -194,12 +194,76 @@ def test_ctrl_c_before_the_words_are_read(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr(cli, "build_parser", interrupted)
     assert main(["runs"]) == 130
     assert capsys.readouterr().err == "stopped\n"
+    monkeypatch.setenv("RANK", "1")  # of several, the first says so
+    assert main(["runs"]) == 130
+    assert capsys.readouterr().err == ""
 
 
-def test_only_the_recipe_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["train"])
-    assert capsys.readouterr().err.splitlines()[-1].endswith("the following arguments are required: recipe")
+@pytest.mark.parametrize("words", [["train"], ["check"], ["data", "show"], ["train", "train.lr=1e-4"]])
+def test_without_a_recipe_those_that_are_here_are_named(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    verb = " ".join(word for word in words if "=" not in word)
+
+    def told() -> str:
+        assert main(words) == 2
+        return capsys.readouterr().err
+
+    assert told() == "no recipe given\n  why: there is no recipe here\n  fix: make one: pronghorn new my.yaml\n"
+    (tmp_path / "recipes").mkdir()
+    for name in ("recipes/a.yaml", "recipes/b.yml"):
+        Path(name).write_text("model: m\ndata: {train: a}\n", encoding="utf-8")
+        os.utime(name, (1, 1))
+    Path("other.yaml").write_text("services: {}\n", encoding="utf-8")
+    assert told() == (
+        f"no recipe given\n  why: recipes here: recipes/a.yaml, recipes/b.yml\n  fix: name one: pronghorn {verb} FILE\n"
+    )
+    Path("my own.yaml").write_text("# mine\nmodel: m\ndata: {train: a}\n", encoding="utf-8")
+    assert f"  fix: pronghorn {verb} 'my own.yaml'\n" in told()
+
+
+@pytest.mark.parametrize(("verb", "rest"), [("chat", ""), ("export", " --to merged"), ("eval", ""), ("serve", "")])
+def test_without_a_run_the_newest_is_named(
+    verb: str, rest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for age, name in enumerate(("new", "old")):
+        log = tmp_path / "runs" / name / "run.jsonl"
+        log.parent.mkdir(parents=True)
+        log.write_text("")
+        os.utime(log, (100 - age, 100 - age))
+    assert main([verb]) == 2
+    assert f"runs here: runs/new, runs/old\n  fix: pronghorn {verb} runs/new{rest}\n" in capsys.readouterr().err
+
+
+@table(
+    ("given", "meant"),
+    [
+        ("my.yml", "my.yaml"),
+        ("my", "my.yaml"),
+        ("our.yaml", "our.yml"),
+        ("a.yaml", "recipes/a.yaml"),
+        ("a", "recipes/a.yaml"),
+        ("recipes/a.yml", "recipes/a.yaml"),
+        ("mz.yaml", "my.yaml"),
+        ("nothing-like-it.yaml", ""),
+    ],
+)
+def test_the_recipe_that_was_meant_is_told(
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    given: str,
+    meant: str,
+) -> None:
+    monkeypatch.chdir(tmp_path_factory.mktemp("recipes"))
+    Path("recipes").mkdir()
+    for name in ("my.yaml", "our.yml", "recipes/a.yaml"):
+        Path(name).write_text("model: m\ndata: {train: a}\n", encoding="utf-8")
+    assert main(["check", given]) == 2
+    fix = f"did you mean `pronghorn check {meant}`?" if meant else "write one with `pronghorn new FILE`"
+    assert capsys.readouterr().err.endswith(f"  fix: {fix}\n")
 
 
 def test_commands_to_copy_have_their_names_quoted(place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

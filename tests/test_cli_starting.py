@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from pronghorn.cli import starting
-from pronghorn.errors import CommandError
+from pronghorn.errors import CommandError, EndedElsewhere, RecipeError
 from pronghorn.recipe import Data, Recipe, Train
 from pronghorn.train import launch
-from pronghorn.train.heartbeat import TOLD
+from pronghorn.train.folder_store import PLACE
 from tables import table
 
 RECIPE = Recipe(model="m", data=Data(train="d.jsonl"))  # four packs a step
@@ -63,6 +66,37 @@ def test_what_cannot_be_started_is_told(words: list[str], ranks: int, said: str)
             starting.launched(asked(*words), ranks, RECIPE)
 
 
+def test_too_few_packs_are_refused_before_ranks_start(started: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where torchrun has started them: one rank of each machine says so."""
+    with pytest.raises(RecipeError, match="a step has 4 packs for 5 ranks") as refused:
+        starting.launched(asked("--ranks", "5"), 1, RECIPE)
+    assert refused.value.fix.startswith(f"set train.batch_tokens: {5 * RECIPE.train.capacity} or more")
+    assert started == []
+    monkeypatch.setenv("WORLD_SIZE", "5")
+    for local, kind in {"0": RecipeError, "1": EndedElsewhere}.items():
+        monkeypatch.setenv("LOCAL_RANK", local)
+        with pytest.raises(kind, match="a step has 4 packs for 5 ranks") as found:
+            starting.launched(asked(), 5, RECIPE)
+        assert found.value.exit_code == 2
+
+
+def test_ranks_start_without_torch() -> None:
+    """Which takes seconds to import: what is refused before is refused at once."""
+    script = "import sys, pronghorn.cli.starting, pronghorn.train.launch; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_ranks_of_one_machine_listen_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torchrun starts them; what the user has set stays, and so do ranks of several machines."""
+    monkeypatch.setattr(os, "environ", {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "NCCL_SOCKET_IFNAME": "eth1"})
+    starting.launched(asked(), 2, RECIPE)
+    assert os.environ["GLOO_SOCKET_IFNAME"].startswith("lo")
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "eth1"
+    monkeypatch.setattr(os, "environ", {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"})
+    starting.launched(asked(), 4, RECIPE)
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
 def test_by_itself_a_run_uses_all_gpus_that_it_can(
     started: list[int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,7 +121,7 @@ def test_by_itself_a_run_uses_all_gpus_that_it_can(
 def test_what_others_started_starts_nothing(
     started: list[int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(TOLD, "x")
+    monkeypatch.setenv(PLACE, "x")
     assert not starting.launched(asked("--gpus", "2"), 2, RECIPE)  # one of those that this command has started
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert not starting.launched(asked(), 1, RECIPE)  # torchrun --nproc-per-node 1

@@ -19,6 +19,8 @@ from huggingface_hub.utils import get_session
 
 from cli_parts import ESCAPE, Place, in_a_process, lines, shown, write_recipe
 from pronghorn.cli import main
+from pronghorn.cli.new import BYTES_PER_TOKEN
+from pronghorn.memory import forecast
 from pronghorn.recipe_file import EXAMPLE, load_recipe, parse_recipe
 from samples import chat_rows, write_rows
 from tables import table
@@ -43,6 +45,22 @@ def test_new_writes_a_recipe_that_loads_and_never_overwrites(tmp_path: Path, cap
     assert recipe.model_copy(update={"model": default.model, "method": "lora", "data": data}) == default
     assert len(filled.splitlines()) == len(EXAMPLE.splitlines())
     assert lines(capsys, "new", str(tmp_path / "other.yaml")) == [{"written": str(tmp_path / "other.yaml")}]
+
+
+def test_new_sizes_batch_and_evaluation_to_the_data(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert BYTES_PER_TOKEN == forecast.BYTES_PER_TOKEN
+    default = parse_recipe(EXAMPLE)
+    for rows, batch, capacity in ((50, 2048, 2048), (20_000, 4096, 4096), (80_000, 16384, 16384)):
+        write_rows(here / "a.jsonl", chat_rows(50) * (rows // 50))
+        text = shown(capsys, "new", "-", "--data", "a.jsonl")
+        recipe = parse_recipe(text)
+        assert (recipe.train.batch_tokens, recipe.train.capacity, recipe.eval.every) == (batch, capacity, 0.1), rows
+        tokens = (here / "a.jsonl").stat().st_size // 4
+        assert f"about {max(1, tokens // batch)} step" in text
+        assert recipe.train.model_copy(update={"batch_tokens": 65536, "capacity": 16384}) == default.train
+        assert all(len(line) <= 140 for line in text.splitlines())
+    for name in ("missing.jsonl", "org/name"):  # nothing is known of these
+        assert parse_recipe(shown(capsys, "new", "-", "--data", name)).train == default.train
 
 
 # The verbs, for machines ------------------------------------------------------------------------------------------------
@@ -149,6 +167,23 @@ def test_chat_ends_with_an_empty_line_or_the_end_of_input(
     assert said.count("model: ") == 3
     for word in ("start a new conversation", "temperature 0.7", "use a number from 0 to 5", "new conversation"):
         assert word in said, word
+    heard = iter(["hello", "/clear", "/exti", "/etc/passwd?", "/base", "hello", "/base", "/exit", "not heard"])
+    monkeypatch.setattr("builtins.input", lambda _: next(heard))
+    said = shown(capsys, "chat", str(place.run), "--max-tokens", "3")
+    assert [line.partition(":")[0] for line in said.splitlines()[1:]] == [
+        "model",
+        "new conversation",
+        "unknown command /exti; /help lists the commands",
+        "model",
+        "answers of the base model",
+        "base",
+        "model",
+        "answers of the base model",
+    ]
+    assert next(heard) == "not heard"
+    assert "readline" in sys.modules  # the arrow keys edit the line and bring back earlier ones
+    (both,) = lines(capsys, "chat", str(place.run), "--base", "--prompt", "add 1 and 2", "--max-tokens", "3")
+    assert both.keys() == {"answer", "base"}
     monkeypatch.setattr("builtins.input", lambda _: "bytes of another alphabet \udcff")
     assert main(["chat", str(place.run), "--max-tokens", "3"]) == 2
     assert "not UTF-8 text" in capsys.readouterr().err

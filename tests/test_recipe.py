@@ -101,6 +101,11 @@ def test_a_step_is_a_whole_number_of_packs_and_a_pack_holds_the_longest_document
     with pytest.raises(ValidationError, match=r"data.max_length: 2048 exceeds .* 1024; set train.capacity: 2048"):
         recipe(train={"batch_tokens": 1024, "capacity": 1024})
     recipe(train={"batch_tokens": 4096, "capacity": 2048})
+    with pytest.raises(ValidationError, match=r"train.batch_rows: train.batch_tokens is set as well; remove one of them"):
+        recipe(train={"batch_tokens": 4096, "capacity": 2048, "batch_rows": 8})
+    by_rows = recipe(train={"batch_rows": 8, "capacity": 5000})  # of which the default of batch_tokens is no multiple
+    assert (by_rows.step_tokens(), by_rows.step_packs(), by_rows.step_packs(100.0)) == (8 * 2048, 4, 1)
+    assert Recipe.model_validate(by_rows.model_dump()) == by_rows
 
 
 def test_a_batch_smaller_than_a_pack_is_told_a_batch_that_works() -> None:

@@ -20,7 +20,8 @@ _HOMES = {
     "recipe": ("Recipe",),
     "dropin.language_model": (
         "FastLanguageModel", "FastModel", "FastLlamaModel", "FastMistralModel", "FastGemmaModel", "FastGemma2Model",
-        "FastQwen2Model", "FastQwen3Model", "FastQwen3MoeModel", "is_bf16_supported", "is_bfloat16_supported",
+        "FastQwen2Model", "FastQwen3Model", "FastQwen3MoeModel", "FastVisionModel", "is_bf16_supported",
+        "is_bfloat16_supported",
     ),
     "chat_templates": (
         "apply_chat_template", "get_chat_template", "standardize_data_formats", "standardize_sharegpt", "to_sharegpt",
@@ -31,7 +32,7 @@ _HOMES = {
         "UnslothTrainingArguments", "UnslothVisionDataCollator", "unsloth_train",
     ),
     "dropin.absent": (
-        "FastSentenceTransformer", "FastVisionModel", "add_new_tokens", "check_python_modules", "create_locked_down_function",
+        "FastSentenceTransformer", "add_new_tokens", "check_python_modules", "create_locked_down_function",
         "execute_with_time_limit", "is_port_open", "launch_openenv",
     ),
 }  # fmt: skip

@@ -19,12 +19,14 @@ import time
 from pathlib import Path
 
 from pronghorn.folders import cache_folder, remove_left_behind, temporary
+from pronghorn.small_files import read_small
 
 BLOCK = 4 << 20
 MOST_THREADS = 8
 WORTH_REMEMBERING = 64 << 20  # bytes; a smaller file is read in 40 ms
 SURE_AFTER = 2 * 10**9  # nanoseconds; the coarsest clock of a file system in use (FAT) ticks every 2 s
 HEX = 32  # of a block's digest: 128 bits
+LARGEST_SEALED = 1 << 30  # bytes; the copies among ten million rows take half of it
 
 
 def block_digests(descriptor: int, size: int) -> list[str]:
@@ -110,9 +112,9 @@ def _state(descriptor: int) -> list[int]:
 def _remembered(name: Path, state: list[int]) -> str:
     try:
         known = json.loads(read_sealed(name))
-    except (OSError, ValueError):
-        return ""
-    return str(known["digest"]) if known["state"] == state else ""
+        return str(known["digest"]) if known["state"] == state else ""
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return ""  # it is read again
 
 
 def _cores() -> int:
@@ -123,21 +125,26 @@ def _cores() -> int:
 
 
 def write_sealed(path: Path, text: str) -> None:
-    """The text under a line with its SHA-256; appears whole or not at all. Raises OSError."""
+    """The text under a line with the SHA-256 of its name and content; appears whole or not at all. Raises OSError."""
     beside = temporary(path)
     try:
-        beside.write_text(f"{text_digest(text)}\n{text}", encoding="utf-8")
+        beside.write_text(f"{_seal(path, text)}\n{text}", encoding="utf-8")
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
 
 
 def read_sealed(path: Path) -> str:
-    """The text; ValueError when it is not what was written."""
-    seal, _, text = path.read_text(encoding="utf-8").partition("\n")
-    if seal != text_digest(text):
+    """The text; OSError or ValueError when it is not what was written under this name. Another sealed file in its place, whole
+    as it may be, is not."""
+    seal, _, text = read_small(path, LARGEST_SEALED).decode("utf-8").partition("\n")
+    if seal != _seal(path, text):
         raise ValueError("its checksum does not match")
     return text
+
+
+def _seal(path: Path, text: str) -> str:
+    return text_digest(f"{path.name}\n{text}")
 
 
 def text_digest(text: str) -> str:

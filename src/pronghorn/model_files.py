@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from pronghorn.errors import ModelError
+from pronghorn.small_files import read_small
 
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer_config.json"
 FILES = (CONFIG, GENERATION, TOKENIZER, "special_tokens_map.json", "added_tokens.json")
 ADAPTER = "adapter_config.json"
-LARGEST = 64_000_000  # bytes; the largest tokenizer_config.json seen has 1 MB
+LARGEST_VOCABULARY = 512_000_000  # bytes of a small file that a library reads whole; the largest tokenizer.json seen has 33 MB
+READ_WHOLE = (".json", ".jinja", ".txt", ".model")
 DEEPEST = 40  # objects within objects; the deepest config.json seen has 6
 NOT_SET: tuple[Any, ...] = (None, False, "", [], {})
 OWN_ATTENTION = (None, "eager", "sdpa", "flex_attention")  # transformers' own, where no package has to be found for them
@@ -85,9 +87,7 @@ def read_json(file: Path, where: str) -> dict[str, Any]:
         return told
 
     try:
-        if (size := file.stat().st_size) > LARGEST:
-            raise broken(f"it has {size:,} bytes; the limit is {LARGEST:,} bytes")
-        found = json.loads(file.read_bytes())
+        found = json.loads(read_small(file))
         json.dumps(found, ensure_ascii=False).encode()  # as a checkpoint will have it
     except OSError as error:
         raise broken(error.strerror or str(error), error) from error
@@ -107,6 +107,7 @@ def read_json(file: Path, where: str) -> dict[str, Any]:
 def require_safe_files(folder: Path, where: str) -> dict[str, Any]:
     """Refuses a folder one of whose small files is no JSON object, names code, or leads elsewhere. Returns config.json; empty
     where there is none (a folder with a tokenizer only)."""
+    _require_files(folder, where)
     found = {name: read_json(folder / name, where) for name in FILES if (folder / name).is_file()}
     if CONFIG in found and (folder / ADAPTER).is_file():
         raise ModelError(
@@ -119,6 +120,18 @@ def require_safe_files(folder: Path, where: str) -> dict[str, Any]:
         _refuse_named_code(name, content, where)
     _refuse_tokenizer_tricks(found.get(TOKENIZER, {}), where)
     return found.get(CONFIG, {})
+
+
+def _require_files(folder: Path, where: str) -> None:
+    """transformers reads some of them by itself: a link to a device has no end, and a pipe may have no beginning."""
+    for file in sorted([*folder.iterdir(), *folder.glob("additional_chat_templates/*")]):
+        if file.exists() and not (file.is_file() or file.is_dir()):
+            why = "it is a device, a pipe or a socket, or a link to one"
+        elif file.suffix in READ_WHOLE and file.is_file() and file.stat().st_size > LARGEST_VOCABULARY:
+            why = f"it has {file.stat().st_size:,} bytes; the limit is {LARGEST_VOCABULARY:,} bytes"
+        else:
+            continue
+        raise ModelError(what=f"cannot read {file.name}", where=where, why=why, fix="download the model's files again")
 
 
 def _refuse_named_code(file: str, content: dict[str, Any], where: str) -> None:

@@ -66,6 +66,8 @@ def _name_as_torch_does() -> None:
     number = int(env.get("SLURM_JOB_ID", "0")) * 7 + int(env["SLURM_STEP_ID"])
     env.setdefault("MASTER_PORT", str(20_000 + number % 20_000))
     env.update(WORLD_SIZE=tasks, RANK=env["SLURM_PROCID"], LOCAL_RANK=env.get("SLURM_LOCALID", "0"))
+    if nodes == "1":
+        env.setdefault("LOCAL_WORLD_SIZE", tasks)
 
 
 @contextmanager

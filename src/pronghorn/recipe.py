@@ -119,6 +119,7 @@ class Data(Section):
     control_tokens: Literal["escape", "refuse", "keep"] = "escape"
     duplicates: Literal["keep", "drop-exact", "drop-near"] = "keep"
     junk: Literal["keep", "drop"] = "keep"
+    leaks: Literal["warn", "drop", "refuse"] = "warn"  # training rows that are copies, or near copies, of held-out rows
     workers: NonNegativeInt = 2  # threads that build packed batches ahead of the step
 
 
@@ -126,6 +127,7 @@ class Train(Section):
     epochs: PositiveInt = 1
     steps: PositiveInt | None = None  # number of optimizer steps; overrides `epochs`
     batch_tokens: PositiveInt = 65536  # tokens per optimizer step
+    batch_rows: PositiveInt | None = None  # rows (preference data: pairs) per optimizer step, in place of batch_tokens
     capacity: Annotated[int, Field(gt=0, le=2**24)] = 16384  # tokens per micro-batch; batch_tokens is a multiple of it
     lr: Positive = 2e-4
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -139,11 +141,6 @@ class Train(Section):
     # CUDA graphs for steps: if possible, required (else an error), or never; also used for answers to held-out rows
     graph: Literal["auto", "on", "off"] = "auto"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 3407
-
-    @property
-    def packs(self) -> int:
-        """Micro-batches of a step, on all ranks together."""
-        return self.batch_tokens // self.capacity
 
 
 class Memory(Section):
@@ -293,7 +290,10 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _parts_fit_together(self) -> Recipe:
         problems = []
-        if self.train.batch_tokens % self.train.capacity:
+        default = Train.model_fields["batch_tokens"].default
+        if self.train.batch_rows is not None and self.train.batch_tokens != default:
+            problems.append("train.batch_rows: train.batch_tokens is set as well; remove one of them")
+        if self.train.batch_tokens % self.train.capacity and self.train.batch_rows is None:
             problems.append(
                 f"train.batch_tokens: {self.train.batch_tokens} is not a multiple of train.capacity {self.train.capacity};"
                 f" set train.batch_tokens: {max(1, self.train.batch_tokens // self.train.capacity) * self.train.capacity}"
@@ -409,6 +409,17 @@ class Recipe(Section):
             return "compute: fp8, which keeps a copy of trained weights in FP8"
         return ""
 
+    def step_tokens(self, row_tokens: float | None = None) -> int:
+        """Of a step, on all ranks together; of rows (pairs) of so many tokens on average, or as long as they may be."""
+        if self.train.batch_rows is None:
+            return self.train.batch_tokens
+        longest = self.data.max_length * (2 if self.objective.rows == "pairs" else 1)
+        return max(1, round(self.train.batch_rows * (row_tokens or longest)))
+
+    def step_packs(self, row_tokens: float | None = None) -> int:
+        """Micro-batches of a step, on all ranks together; with batch_rows, about so many."""
+        return math.ceil(self.step_tokens(row_tokens) / self.train.capacity)
+
     @property
     def stored_as(self) -> str:
         """The storage format of the frozen weights (model/formats/table.py); bf16: as they are."""
@@ -461,6 +472,7 @@ FIXED_ON_RESUME = {
     "lora.dora": _ADAPTER,
     "data.": _PLACE,
     "train.batch_tokens": _PLACE,
+    "train.batch_rows": _PLACE,
     "train.capacity": _PLACE,
     "train.seed": _PLACE,
     "train.optimizer": "its moments are stored in a different format",

@@ -1,28 +1,25 @@
-"""YAML 1.2 and `key=value` words into a `Recipe`: every problem in one pass, each with its line and a fix.
-
-The file is read as a graph of nodes rather than as a dictionary, because nodes know their lines and still hold
-both of two equal keys. YAML 1.2 makes `1e-4` a number and `no` a string.
-"""
+"""YAML 1.2 and `key=value` words into a `Recipe`: every problem in one pass, each with its line and a fix."""
 
 from __future__ import annotations
 
 import copy
 import difflib
-import io
+import errno
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from types import MappingProxyType
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
-from ruamel.yaml import YAML
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.nodes import MappingNode, Node, SequenceNode
 
 from pronghorn.errors import PronghornError, RecipeError, raise_all
 from pronghorn.recipe import Recipe
-from pronghorn.recipe_keys import key_like, section_of
+from pronghorn.recipe_keys import default_of, key_like, keys_in, source_key_like
+from pronghorn.small_files import read_small_text
+from pronghorn.yaml_file import LARGEST, KeyPath, read_value, read_yaml
+from pronghorn.yaml_file import dotted as _dotted
 
 EXAMPLE = """\
 # A Pronghorn recipe with all keys. Only `model` and `data.train` are required. Values are the defaults, except data.eval;
@@ -66,11 +63,13 @@ data:
   control_tokens: escape                     # escape | refuse | keep: control tokens such as <|im_end|> inside a message
   duplicates: keep                           # keep | drop-exact | drop-near
   junk: keep                                 # keep | drop
+  leaks: warn                                # warn | drop (from train) | refuse: rows in train that are copies of held-out rows
   workers: 2                                 # threads that build packed batches ahead of the step
 train:
   epochs: 1
   # steps: 1000                              # number of optimizer steps; overrides epochs
   batch_tokens: 65536                        # tokens per optimizer step
+  # batch_rows: 16                           # rows per optimizer step (preference data: pairs), in place of batch_tokens
   capacity: 16384                            # tokens per micro-batch
   lr: 2e-4
   schedule: cosine                           # cosine | linear | constant
@@ -102,9 +101,6 @@ world: {shard: auto}                         # what is sharded over ranks: auto 
 output: runs/default
 """
 
-KeyPath = tuple[str | int, ...]
-MOST_VALUES = 100_000  # far more than there are keys; ten lines of aliases to aliases can make billions
-ROOT: KeyPath = ()
 # What to write where a key takes one of several kinds; pydantic's own message tells of one kind only.
 KINDS = {
     "data.eval": "write a file name, or a fraction between 0 and 1",
@@ -120,26 +116,25 @@ FIXES = {
     "objective": "write a name such as dpo, or {name: dpo, beta: 0.1}",
     "memory.budget": "write auto, an amount such as 24GB, or a percentage such as 80%",
 }
-SYNONYMS = {
-    "fields": ["columns"],
-    "rows": ["max_rows"],
-    "limit": ["max_rows"],
-    "file": ["path"],
-    "config": ["name"],
-    "ratio": ["weight"],
-    "probability": ["weight"],
-    "type": ["format"],
-}  # of a source's keys, as other tools have them
 SECTIONS = {key for key, field in Recipe.model_fields.items() if isinstance(field.annotation, type(BaseModel))}
 PYDANTIC_NAMES = {"str", "float", "int", "bool", "none"}
 
 
-def example(*, model: str | None = None, data: Sequence[str] = (), method: str | None = None) -> str:
-    """EXAMPLE with these values in their lines."""
+def example(
+    *,
+    model: str | None = None,
+    data: Sequence[str] = (),
+    method: str | None = None,
+    output: str | None = None,
+    sizes: Mapping[str, tuple[str, str]] = MappingProxyType({}),
+) -> str:
+    """EXAMPLE with these values in their lines. `sizes`: how a line begins, its value, and the comment behind it."""
     given = {
-        "model: ": _scalar(model) if model else None,
+        "model: ": scalar(model) if model else None,
+        "output: ": scalar(output) if output else None,
         "method: ": method,
-        "  train: ": f"[{', '.join(map(_scalar, data))}]" if data else None,
+        "  train: ": f"[{', '.join(map(scalar, data))}]" if data else None,
+        **{key: value for key, (value, _) in sizes.items()},
     }
     lines = []
     for line in EXAMPLE.splitlines():
@@ -147,14 +142,14 @@ def example(*, model: str | None = None, data: Sequence[str] = (), method: str |
         if key is not None:
             _, mark, comment = line.partition("#")
             column = len(line) - len(comment) - 1
-            filled = f"{key}{given.pop(key)}"
+            filled, comment = f"{key}{given.pop(key)}", f" {sizes[key][1]}" if key in sizes else comment
             lines.append(filled.ljust(column - 1) + f" #{comment}" if mark else filled)
         else:
             lines.append(line)
     return "\n".join(lines) + "\n"
 
 
-def _scalar(text: str) -> str:
+def scalar(text: str) -> str:
     """As YAML writes it: in quotes where it would be read as something else."""
     plain = re.fullmatch(r"[\w./@~+-]+", text) and not re.fullmatch(r"(?i)null|true|false|~|[-+.\d].*", text)
     return text if plain or re.fullmatch(r"\.{0,2}/[\w./@~+-]+", text) else json.dumps(text, ensure_ascii=False)
@@ -164,11 +159,13 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read, override, validate. Raises RecipeError, or Problems with all of them."""
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_small_text(path, LARGEST)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         denied = isinstance(error, PermissionError)
+        large = isinstance(error, OSError) and error.errno == errno.EFBIG
         fix = "change its permissions so that you can read it" if denied else "write one with `pronghorn new FILE`"
+        fix = "shorten it; data belongs into files of its own" if large else fix
         raise RecipeError(what=f"cannot read the recipe: {reason}", where=str(path), fix=fix) from error
     return parse_recipe(text, overrides, name=str(path))
 
@@ -231,108 +228,6 @@ def _once(problems: Iterable[PronghornError]) -> list[PronghornError]:
     return list(seen.values())
 
 
-def read_yaml(
-    text: str,
-    name: str,
-    problems: list[PronghornError],
-    *,
-    kind: str = "recipe",
-    start: str = "write one with `pronghorn new FILE`",
-) -> tuple[dict[str, Any], dict[KeyPath, str]]:
-    """Plain values, and the place of each key: `file:line`. `kind` is what to call the file, `start` how to come by one."""
-    yaml = YAML(typ="safe", pure=True)
-    try:
-        node = yaml.compose(io.StringIO(text))
-        values = _values_in(node, {}, name) if node is not None else 0
-    except RecursionError as error:
-        raise RecipeError(what=f"the {kind} is nested too deeply", where=name, fix="use a few levels only") from error
-    except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f"{name}:{mark.line + 1}" if mark else name
-        if mark and _indented_by_tab(text, mark.line):
-            raise RecipeError(
-                what="a tab in the indentation",
-                where=where,
-                why="YAML indents with spaces only",
-                fix="replace the tab with spaces",
-            ) from error
-        raise RecipeError(
-            what=f"not YAML: {error.problem or error.context}", where=where, fix="check indentation, quotes and brackets"
-        ) from error
-    except YAMLError as error:
-        raise RecipeError(what=f"not YAML: {error}", where=name, fix="save the file as UTF-8 text") from error
-    if node is None:
-        raise RecipeError(what=f"the {kind} is empty", where=name, fix=start)
-    if not isinstance(node, MappingNode):
-        raise RecipeError(what=f"the {kind} does not consist of `key: value` lines", where=name, fix=start)
-    places: dict[KeyPath, str] = {}
-    if values > MOST_VALUES:
-        raise RecipeError(
-            what=f"the {kind} has over {MOST_VALUES:,} values",
-            where=name,
-            why="aliases (*name) repeat lists",
-            fix="write the values without aliases",
-        )
-    return _plain(node, yaml, ROOT, name, places, problems), places
-
-
-def _indented_by_tab(text: str, line: int) -> bool:
-    lines = text.splitlines()
-    return line < len(lines) and "\t" in lines[line][: len(lines[line]) - len(lines[line].lstrip())]
-
-
-def _values_in(node: Node, known: dict[int, int], name: str) -> int:
-    """Once every alias is written out; a node that is not counted yet (0) and comes again holds itself."""
-    if id(node) not in known:
-        known[id(node)] = 0
-        inside = [pair[1] for pair in node.value] if isinstance(node, MappingNode) else node.value
-        known[id(node)] = 1 + sum(_values_in(one, known, name) for one in inside if isinstance(one, Node))
-    elif not known[id(node)]:
-        raise RecipeError(
-            what="a YAML alias refers to itself",
-            where=f"{name}:{node.start_mark.line + 1}",
-            fix="write the value without an alias",
-        )
-    return known[id(node)]
-
-
-def _plain(node: Node, yaml: YAML, path: KeyPath, name: str, places: dict[KeyPath, str], problems: list[PronghornError]) -> Any:
-    """Nodes to plain values, noting each key's line and every key that stands twice."""
-    if isinstance(node, MappingNode):
-        result: dict[str, Any] = {}
-        for key_node, value_node in node.value:
-            key = str(key_node.value)
-            where = f"{name}:{key_node.start_mark.line + 1}"
-            if key in result:
-                first = places[(*path, key)]
-                problems.append(
-                    RecipeError(
-                        what=f"{_dotted((*path, key))}: this key appears twice",
-                        where=where,
-                        why=f"it is already set at {first}",
-                        fix="remove one of the two",
-                    )
-                )
-                continue
-            places[(*path, key)] = where
-            result[key] = _plain(value_node, yaml, (*path, key), name, places, problems)
-        return result
-    if isinstance(node, SequenceNode):
-        return [_plain(item, yaml, (*path, i), name, places, problems) for i, item in enumerate(node.value)]
-    try:
-        return yaml.constructor.construct_object(node, deep=True)
-    except (YAMLError, ValueError):  # a tag that YAML does not know, or one that the value does not fit
-        where = f"{name}:{node.start_mark.line + 1}"
-        problems.append(
-            RecipeError(
-                what=f"{_dotted(path)}: {node.tag} {node.value!r} is not a value",
-                where=where,
-                fix="remove the `!` tag, or put the value in quotes",
-            )
-        )
-        return None
-
-
 def _apply_override(values: dict[str, Any], places: dict[KeyPath, str], word: str, problems: list[PronghornError]) -> None:
     key, equals, text = word.partition("=")
     if not equals or not re.fullmatch(r"\w+(\.\w+)*", key):
@@ -343,9 +238,10 @@ def _apply_override(values: dict[str, Any], places: dict[KeyPath, str], word: st
         )
         return
     try:
-        value = YAML(typ="safe", pure=True).load(text)
-    except (YAMLError, ValueError, RecursionError):  # no YAML, or no value: 30 February, a number of 5,000 digits
-        value = text
+        value = read_value(text, "command line")
+    except RecipeError as error:
+        problems.append(RecipeError(what=f"{key}: {error.what}", where=error.where, why=error.why, fix=error.fix))
+        return
     *parents, last = key.split(".")
     section = values
     for depth, part in enumerate(parents):
@@ -367,10 +263,6 @@ def _apply_override(values: dict[str, Any], places: dict[KeyPath, str], word: st
     places[path] = "command line"
 
 
-def _dotted(path: Iterable[str | int]) -> str:
-    return ".".join(str(part) for part in path)
-
-
 def _explain(detail: Any, places: dict[KeyPath, str], name: str) -> RecipeError:
     path = _path(detail)
     where = next((places[path[:n]] for n in range(len(path), 0, -1) if path[:n] in places), name)
@@ -379,8 +271,8 @@ def _explain(detail: Any, places: dict[KeyPath, str], name: str) -> RecipeError:
         if dotted == key or dotted.startswith(f"{key}."):
             return RecipeError(what=f"{key}: invalid value {detail['input']!r}", where=where, fix=fix)
     if kind == "extra_forbidden":
-        known = sorted(_fields(path[:-1]))
-        meant = _of_source(str(path[-1]), known) if int in map(type, path) else key_like(list(map(str, path)))
+        known = sorted(keys_in(path[:-1]))
+        meant = source_key_like(str(path[-1]), known) if int in map(type, path) else key_like(list(map(str, path)))
         hint = f"did you mean `{meant}`?" if meant else f"known keys: {', '.join(known)}"
         return RecipeError(what=f"{dotted}: unknown key", where=where, fix=hint)
     if kind == "missing":
@@ -404,7 +296,7 @@ def _explain(detail: Any, places: dict[KeyPath, str], name: str) -> RecipeError:
             what=f"{dotted}: invalid value {_nothing_or(given)}",
             where=where,
             why="it is a section",
-            fix=f"write its keys below it, any of: {', '.join(_fields(path))}",
+            fix=f"write its keys below it, any of: {', '.join(keys_in(path))}",
         )
     of_list = _dotted(path[:-1]) if path and isinstance(path[-1], int) else dotted  # an item is told as its list is
     if of_list in FIXES and kind.endswith(("_type", "too_short")):
@@ -417,16 +309,11 @@ def _explain(detail: Any, places: dict[KeyPath, str], name: str) -> RecipeError:
     return _misfit(detail, path, where)
 
 
-def _of_source(key: str, known: Sequence[str]) -> str:
-    """The key of one source of data.train that is meant; nothing, where none is like it."""
-    return next(iter([*SYNONYMS.get(key.lower(), []), *difflib.get_close_matches(key.lower(), known, n=1)]), "")
-
-
 def _misfit(detail: Any, path: KeyPath, where: str) -> RecipeError:
     """A value of the wrong kind, or beyond its limits."""
     kind, given, dotted = detail["type"], detail["input"], _dotted(path)
     shown = "a section" if isinstance(given, dict) else "a list" if isinstance(given, list) else repr(given)
-    default = _default(path)
+    default = default_of(path)
     such_as = "" if default is None else f" such as {default}"
     if kind.startswith("int_"):
         return RecipeError(what=f"{dotted}: {shown} is not a whole number", where=where, fix=f"write one{such_as}")
@@ -447,15 +334,6 @@ def _misfit(detail: Any, path: KeyPath, where: str) -> RecipeError:
     )
 
 
-def _default(path: KeyPath) -> Any:
-    """What the key is where nobody sets it, as it is written in a recipe; None where that says nothing."""
-    model: type[BaseModel] | None = Recipe
-    for part in path[:-1]:
-        model = section_of(model.model_fields[str(part)].annotation) if model and str(part) in model.model_fields else None
-    field = model.model_fields.get(str(path[-1])) if model else None
-    return field.default if field is not None and isinstance(field.default, (int, float)) else None
-
-
 def _path(detail: Any) -> KeyPath:
     """Where in the recipe; an unknown key may be spelt in any way, also like one of pydantic's names."""
     *above, last = detail["loc"] or (None,)
@@ -466,23 +344,6 @@ def _path(detail: Any) -> KeyPath:
 def _is_key(part: str | int) -> bool:
     """pydantic puts names of union members, such as `constrained-str` or `literal['all-linear']`, among the keys."""
     return isinstance(part, int) or bool(re.fullmatch(r"[a-z][a-z0-9_]*", part) and part not in PYDANTIC_NAMES)
-
-
-def _fields(path: KeyPath) -> list[str]:
-    """The keys a section takes."""
-    model: type[BaseModel] = Recipe
-    for part in path:
-        if isinstance(part, int):  # of a list of sections, whose keys are those of one of them
-            continue
-        sections = [a for a in _inside(model.model_fields[part].annotation) if isinstance(a, type) and issubclass(a, BaseModel)]
-        if not sections:
-            return []
-        model = sections[0]
-    return list(model.model_fields)
-
-
-def _inside(annotation: Any) -> list[Any]:
-    return [annotation, *(inner for part in get_args(annotation) for inner in _inside(part))]
 
 
 def _nothing_or(given: Any) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Sequence
-from typing import get_args
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
 from pronghorn.recipe import Recipe
+from pronghorn.yaml_file import KeyPath
 
 SYNONYMS = {
     "model": ("base_model", "model_name", "model_name_or_path", "model_id", "pretrained", "checkpoint_path"),
@@ -50,7 +51,7 @@ SYNONYMS = {
     "train.lr": ("learning_rate", "learningrate"),
     "train.epochs": ("num_epochs", "num_train_epochs", "n_epochs", "epoch"),
     "train.steps": ("max_steps", "num_steps", "total_steps", "iters", "iterations"),
-    "train.batch_tokens": (
+    "train.batch_rows": (
         "batch_size",
         "per_device_train_batch_size",
         "micro_batch_size",
@@ -58,6 +59,7 @@ SYNONYMS = {
         "train_batch_size",
         "global_batch_size",
     ),
+    "train.batch_tokens": ("tokens_per_step", "max_tokens_per_batch"),
     "train.schedule": ("lr_scheduler", "lr_scheduler_type", "scheduler", "lr_schedule"),
     "train.warmup": ("warmup_ratio", "warmup_steps", "num_warmup_steps"),
     "train.optimizer": ("optim",),
@@ -77,6 +79,17 @@ SYNONYMS = {
     "output": ("output_dir", "output_folder", "out", "out_dir", "save_dir", "output_path", "run_name"),
 }
 MEANS = {name: key for key, names in SYNONYMS.items() for name in names}
+
+OF_A_SOURCE = {
+    "fields": ["columns"],
+    "rows": ["max_rows"],
+    "limit": ["max_rows"],
+    "file": ["path"],
+    "config": ["name"],
+    "ratio": ["weight"],
+    "probability": ["weight"],
+    "type": ["format"],
+}  # of a source's keys, as other tools have them
 
 
 def all_keys(model: type[BaseModel] = Recipe, above: str = "") -> Iterator[str]:
@@ -111,3 +124,34 @@ def key_like(path: Sequence[str]) -> str:
         found = next(key for key in keys if key.split(".")[-1] == close[0])
     *parents, last = found.split(".")
     return last if parents == list(section) else found
+
+
+def source_key_like(key: str, known: Sequence[str]) -> str:
+    """The key of one source of data.train that is meant; nothing, where none is like it."""
+    return next(iter([*OF_A_SOURCE.get(key.lower(), []), *difflib.get_close_matches(key.lower(), known, n=1)]), "")
+
+
+def default_of(path: KeyPath) -> Any:
+    """What the key is where nobody sets it, as it is written in a recipe; None where that says nothing."""
+    model: type[BaseModel] | None = Recipe
+    for part in path[:-1]:
+        model = section_of(model.model_fields[str(part)].annotation) if model and str(part) in model.model_fields else None
+    field = model.model_fields.get(str(path[-1])) if model else None
+    return field.default if field is not None and isinstance(field.default, (int, float)) else None
+
+
+def keys_in(path: KeyPath) -> list[str]:
+    """The keys a section takes."""
+    model: type[BaseModel] = Recipe
+    for part in path:
+        if isinstance(part, int):  # of a list of sections, whose keys are those of one of them
+            continue
+        sections = [a for a in _inside(model.model_fields[part].annotation) if isinstance(a, type) and issubclass(a, BaseModel)]
+        if not sections:
+            return []
+        model = sections[0]
+    return list(model.model_fields)
+
+
+def _inside(annotation: Any) -> list[Any]:
+    return [annotation, *(inner for part in get_args(annotation) for inner in _inside(part))]

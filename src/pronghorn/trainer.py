@@ -3,6 +3,7 @@
 from typing import Any
 
 from pronghorn.dropin.absent import ABSENT
+from pronghorn.dropin.internals import _create_unsloth_optimizer
 from pronghorn.dropin.training import (
     PatchDPOTrainer,
     PatchFastRL,
@@ -12,7 +13,10 @@ from pronghorn.dropin.training import (
     unsloth_train,
 )
 
-__all__ = ["PatchDPOTrainer", "PatchFastRL", "PatchKTOTrainer", "UnslothVisionDataCollator", "unsloth_train"]
+__all__ = [
+    "PatchDPOTrainer", "PatchFastRL", "PatchKTOTrainer", "UnslothVisionDataCollator", "_create_unsloth_optimizer",
+    "unsloth_train",
+]  # fmt: skip
 UnslothVisionDataCollator = ABSENT["UnslothVisionDataCollator"]
 _MADE = {
     "PronghornTrainer": trainer_class, "UnslothTrainer": trainer_class,

@@ -9,9 +9,11 @@ import pytest
 from tiny import check_converted
 
 from pronghorn.convert.converting import Conversion, convert_file, convert_text
+from pronghorn.data.sources import resolve
 from pronghorn.errors import CommandError
 from pronghorn.recipe import Recipe, named
-from pronghorn.recipe_file import parse_recipe, read_yaml
+from pronghorn.recipe_file import parse_recipe
+from pronghorn.yaml_file import read_yaml
 from tables import table
 
 CONFIGS = Path(__file__).parent / "axolotl"
@@ -52,10 +54,10 @@ EXPECTED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
             "data.fields.instruction": "question",
             "data.template": "llama-3",
             "data.max_length": 1024,
-            "train.batch_tokens": 16384,  # 2 x 4 pairs of two answers
-            "train.capacity": 16384,
+            "train.batch_rows": 8,  # pairs, of two answers each
+            "train.capacity": 4096,
         },
-        ["chat_template", "sample_packing"],
+        ["chat_template"],
     ),
     "reward-model.yml": (
         "pairs",
@@ -65,9 +67,9 @@ EXPECTED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
             "data.template": "chatml",
             "data.train": ("pairs.jsonl",),
             "eval.generations": 0,
-            "train.batch_tokens": 8192,
+            "train.batch_rows": 8,
         },
-        ["micro_batch_size"],
+        [],
     ),
     "lora-alpaca.yml": (
         "alpaca",
@@ -123,16 +125,16 @@ EXPECTED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
             "method": "lora",
             "precision": "bf16",
             "data.template": "llama-3",
-            "train.batch_tokens": 32768,
+            "train.batch_rows": 8,
             "train.warmup": 10,
             "train.optimizer": "paged_adamw_8bit",
             "eval.every": 0.0625,
             "eval.stop.patience": 3,
             "checkpoint.every": 0.125,
             "checkpoint.keep": 2,
-            "train.capacity": 16384,
+            "train.capacity": 4096,
         },
-        ["load_in_8bit", "sample_packing"],
+        ["load_in_8bit"],
     ),
     "full-sharded.yml": (
         "talks",
@@ -270,6 +272,20 @@ def test_what_a_data_set_asks_for_in_vain_is_told(lines: str, key: str) -> None:
     assert fates[key][0] == "not honoured"
 
 
+def test_slices_of_a_split(tmp_path: Path) -> None:
+    """Of a file the first rows, counted now; of a Hub data set the hub's library reads any slice."""
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n' * 10)
+    for split, rows in (("train[:20%]", 2), ("train[:3]", 3), ("train[:100%]", 10), ("train[10%:20%]", None)):
+        recipe, fates = converted(
+            BASE + f"datasets:\n  - path: {tmp_path / 'a.jsonl'}\n    type: completion\n    split: '{split}'\n"
+        )
+        assert recipe.data.max_rows == rows
+        assert fates["datasets[0].split"][0] == ("mapped" if rows else "not honoured")
+    recipe, _ = converted(BASE + "datasets:\n  - path: a/b\n    type: completion\n    split: 'train[10%:20%]'\n")
+    assert recipe.data.train == ("a/b:train[10%:20%]",)
+    assert resolve("a/b:train[10%:20%]")[0].hub == ("a/b", None, "train[10%:20%]")
+
+
 def test_sources_that_need_other_names_are_entries_of_their_own() -> None:
     second = "    type: chat_template\n  - path: b.jsonl\n    type: chat_template\n    field_messages: talk\n"
     recipe, fates = converted(CHAT + second)
@@ -298,9 +314,14 @@ def test_sources_that_need_another_template_are_told(first: str, second: str) ->
     [
         (
             "micro_batch_size: 3\ngradient_accumulation_steps: 5\nsequence_len: 4096",
-            {"train.batch_tokens": 61440, "train.capacity": 12288},
+            {"train.batch_rows": 15, "train.capacity": 4096},
         ),
-        ("micro_batch_size: 2\nbatch_size: 8\nsequence_len: 32768", {"train.batch_tokens": 262144, "train.capacity": 32768}),
+        ("micro_batch_size: 2\nbatch_size: 8\nsequence_len: 32768", {"train.batch_rows": 8, "train.capacity": 32768}),
+        ("micro_batch_size: 2\nsequence_len: 100", {"train.batch_rows": 2, "train.capacity": 200}),
+        (
+            "micro_batch_size: 3\ngradient_accumulation_steps: 5\nsequence_len: 4096\nsample_packing: true",
+            {"train.batch_tokens": 61440, "train.batch_rows": None, "train.capacity": 12288},
+        ),
         ("bf16: false\nfp16: true", {"precision": "fp16"}),
         ("bf16: false\nfp16: false", {"precision": "fp32"}),
         ("bf16: 'yes'", {"precision": "bf16"}),

@@ -12,7 +12,8 @@ from tiny import check_converted
 
 from pronghorn.convert.converting import convert_file, convert_text
 from pronghorn.errors import CommandError
-from pronghorn.recipe_file import parse_recipe, read_yaml
+from pronghorn.recipe_file import parse_recipe
+from pronghorn.yaml_file import read_yaml
 from tables import table
 
 CONFIGS = Path(__file__).parent / "llamafactory"
@@ -37,20 +38,20 @@ EXPECTED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
             "data.train": (f"{DATA}/ranked_talks.json",),
             "data.template": "llama-3",
             "data.max_length": 2048,
-            "train.batch_tokens": 32768,  # 8 pairs of two answers
-            "train.capacity": 16384,
+            "train.batch_rows": 8,  # pairs, of two answers each
+            "train.capacity": 4096,
         },
-        ["per_device_train_batch_size", "ref_model"],
+        ["ref_model"],
     ),
     "lora-kto.yaml": (
         "marked",
-        {"objective.name": "kto", "objective.beta": 0.2, "objective.undesirable_weight": 0.5, "train.batch_tokens": 8192},
-        ["per_device_train_batch_size"],
+        {"objective.name": "kto", "objective.beta": 0.2, "objective.undesirable_weight": 0.5, "train.batch_rows": 8},
+        [],
     ),
     "lora-reward.yaml": (
         "ranked",
         {"objective.name": "reward", "objective.center_weight": 0.0, "eval.generations": 0, "data.format": "auto"},
-        ["per_device_train_batch_size"],
+        [],
     ),
     "lora-sft.yaml": (
         "alpaca",
@@ -69,7 +70,7 @@ EXPECTED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
             "data.eval": 0.1,
             "data.workers": 4,
             "train.epochs": 3,
-            "train.batch_tokens": 16384,
+            "train.batch_rows": 8,
             "train.lr": 1e-4,
             "train.schedule": "cosine",
             "train.warmup": 0.1,
@@ -78,7 +79,7 @@ EXPECTED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
             "checkpoint.every": 500,
             "output": "saves/qwen3-4b/lora/sft",
         },
-        ["trust_remote_code", "per_device_train_batch_size"],
+        ["trust_remote_code"],
     ),
     "qlora-sft.yaml": (
         "questions",
@@ -99,9 +100,9 @@ EXPECTED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
             "train.optimizer": "paged_adamw_8bit",
             "train.warmup": 20,
             "checkpoint.every": 0.5,
-            "train.batch_tokens": 8192,
+            "train.batch_rows": 8,
         },
-        ["trust_remote_code", "additional_target", "per_device_train_batch_size"],
+        ["trust_remote_code", "additional_target"],
     ),
     "lora-pretrain.yaml": (
         "text",
@@ -136,7 +137,7 @@ EXPECTED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
             "data.train": (f"{DATA}/calls.json", "Open-Orca/SlimOrca"),
             "train.steps": 50,
             "train.epochs": 3,
-            "train.batch_tokens": 16384,
+            "train.batch_rows": 8,
             "train.schedule": "linear",
             "train.warmup": 0.0,
             "lora.alpha": 16,
@@ -212,6 +213,17 @@ def test_the_list_of_data_sets_is_given_found_or_asked_for(tmp_path: Path) -> No
     assert parse_recipe(found.recipe).data.train == ("a/b:en:validation",)
 
 
+def test_slices_of_a_split(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text(json.dumps([{"instruction": "a", "output": "b"}] * 10))
+    for split, rows, said in (("train[:20%]", 2, ""), ("train[:3]", 3, ""), ("train[50%:]", None, "not supported")):
+        info(tmp_path, x={"file_name": "rows.json", "split": split})
+        found = convert_text(BASE, str(tmp_path / "c.yaml"))
+        assert parse_recipe(found.recipe).data.max_rows == rows
+        assert said in told(BASE, tmp_path)["dataset"][1]
+    info(tmp_path, x={"hf_hub_url": "a/b", "split": "train[50%:]"})
+    assert parse_recipe(convert_text(BASE, str(tmp_path / "c.yaml")).recipe).data.train == ("a/b:train[50%:]",)
+
+
 @table("text", ["{", "[]", "3", "{" * 100_000])
 def test_a_list_of_data_sets_that_is_none_is_an_error(text: str, tmp_path: Path) -> None:
     (tmp_path / "dataset_info.json").write_text(text)
@@ -284,6 +296,6 @@ def test_the_newer_form_of_a_config() -> None:
         "c.yaml",
     )
     recipe = parse_recipe(found.recipe)
-    assert flat(recipe, "lora.r", "lora.alpha", "train.batch_tokens", "train.steps") == [16, 32, 8192, 10]
+    assert flat(recipe, "lora.r", "lora.alpha", "train.batch_rows", "train.steps") == [16, 32, 8, 10]
     assert {"dist_config", "train_dataset", "peft_config.strange"} <= set(not_honoured(found))
     assert "NAME-OF-YOUR-DATA" in recipe.data.train[0]

@@ -66,13 +66,15 @@ def check_converted(config: Path, kind: str, model: Path, folder: Path) -> int:
     """`pronghorn check` of the converted recipe, with a model and data that are here; everything else is the recipe's."""
     recipe = folder / "recipe.yaml"
     assert main(["new", "--from", str(config), "-o", str(recipe)]) == 0
+    rows = "batch_rows:" in recipe.read_text(encoding="utf-8")
     own = {
         "model": model,
         "data.train": write_data(folder, kind),
         "data.max_length": 64,
         "train.capacity": 512,
-        "train.batch_tokens": 512,
         "output": folder / "run",
         "report.to": "[]",  # an optional package
     }
+    if not rows:
+        own["train.batch_tokens"] = 512
     return main(["check", str(recipe), *(f"{key}={value}" for key, value in own.items())])

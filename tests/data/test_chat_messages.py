@@ -9,14 +9,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pronghorn.data.chat_messages import SPEAKERS, UnfitError, objects, to_message, to_tools
+from pronghorn.data.chat_messages import (
+    CONTENT_KEYS,
+    LIKE_A_MARK,
+    REASONING,
+    SPEAKERS,
+    UnfitError,
+    media_name,
+    objects,
+    only_read,
+    to_message,
+    to_tools,
+    unused_keys,
+)
 from tables import table
 
 ARGUMENTS = {"city": "Oslo", "days": 2}
 FUNCTION = {"name": "weather", "arguments": ARGUMENTS}
 CALL = {"type": "function", "function": FUNCTION}
 
-READ = ("role", "from", "content", "value", "tool_calls", "function_call", "weight", "train", "training", "train_detail")
+READ = ("role", "from", *CONTENT_KEYS, "tool_calls", "function_call", *REASONING)
+
+
+def says_nothing(key: str) -> bool:
+    return key not in READ and not LIKE_A_MARK.search(key) and not media_name(key) and key != "training"
 
 
 def unfit(message: dict[str, Any]) -> str:
@@ -47,11 +63,7 @@ def test_who_speaks_in_any_spelling(word: str, role: str, keys: tuple[str, str])
     assert to_message({keys[0]: word, keys[1]: "hi"}, 1) == {"role": role, "content": "hi"}
 
 
-@given(
-    st.sampled_from(sorted(SPEAKERS)),
-    st.text(),
-    st.dictionaries(st.text().filter(lambda key: key not in READ), st.text() | st.integers()),
-)
+@given(st.sampled_from(sorted(SPEAKERS)), st.text(), st.dictionaries(st.text().filter(says_nothing), st.text() | st.integers()))
 def test_nothing_of_a_message_is_lost_or_changed(who: str, said: str, more: dict[str, Any]) -> None:
     made = to_message({"from": who, "value": said, **more}, 1)
     assert made == more | {"role": SPEAKERS[who], "content": said}
@@ -107,6 +119,7 @@ def test_what_stands_beside_a_call_stays() -> None:
         ({"role": "user", "content": "a", "tool_calls": [CALL]}, "(user) calls a tool"),
         ({"role": "user", "from": "gpt", "content": "a"}, "two roles"),
         ({"role": "user", "content": "a", "value": "b"}, "they differ"),
+        ({"role": "user", "content": "a", "text": "b"}, "`content` and `text`, and they differ"),
         ({"role": "user", "content": {"text": "a"}}, "not text"),
         ({"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "thinking", "thinking": "b"}]}, "after its"),
         ({"role": "assistant", "content": [{"type": "thinking"}]}, "part without text"),
@@ -130,6 +143,77 @@ def test_thinking_in_parts() -> None:
         assert made == {"role": "assistant", "content": "ho", "reasoning_content": "hm"}
 
 
+@table(
+    ("mark", "read"),
+    [
+        ({"weight": 0}, True),
+        ({"weight": 1}, False),
+        ({"loss_weight": 0.0}, True),
+        ({"loss_weight": 1}, False),
+        ({"train": False}, True),
+        ({"training": True}, False),
+        ({"loss": False}, True),
+        ({"trainable": False}, True),
+        ({"masked": True}, True),
+        ({"masked": False}, False),
+        ({"mask": True}, True),
+        ({"loss": None, "masked": None}, False),
+        ({"weight": 0, "loss": False, "masked": True}, True),
+    ],
+)
+def test_a_message_says_whether_it_carries_loss(mark: dict[str, Any], read: bool) -> None:
+    assert only_read(to_message({"role": "assistant", "content": "a", **mark}, 1)) is read
+
+
+@table(
+    ("more", "why", "fix"),
+    [
+        ({"loss_weight": 0.5}, "has the loss_weight 0.5", "0 or 1"),
+        ({"loss": "no"}, "has `loss` 'no'", "true or false"),
+        ({"mask": 1}, "has `mask` 1", "true or false"),
+        ({"weight": [0]}, "has the weight [0]", "0 or 1"),
+        ({"masked": "yes"}, "has `masked` 'yes'", "true or false"),
+        ({"train": True, "masked": True}, "contradicts itself", "keep one"),
+        ({"loss_mask": [0, 1]}, "unknown key `loss_mask`", "data.message_fields: {train: loss_mask}"),
+        ({"train_on_turn": False}, "unknown key `train_on_turn`", "{masked: train_on_turn}"),
+        (
+            {"reasoning_content": "b", "reasoning": "c"},
+            "`reasoning_content` and `reasoning`, each with a different",
+            "keep one",
+        ),
+        ({"thinking": ["b"]}, "`thinking` is not text", "as a text"),
+        ({"images": ["a.png"]}, "has `images`; Pronghorn trains on text only", "remove `images`"),
+        ({"audio": {"data": "x"}}, "has `audio`", "or the row"),
+        ({"role": None}, "has an empty `role`", "write who speaks"),
+        ({"role": ""}, "has an empty `role`", "system, user, assistant or tool"),
+        ({"content": [{"inlineData": {"data": "x"}}]}, "a part of type `inlineData`", "remove the part"),
+        ({"content": [{"functionCall": {"name": "f"}}]}, "a part of type `functionCall`", "`tool_calls`"),
+    ],
+)
+def test_what_could_change_training_is_never_ignored(more: dict[str, Any], why: str, fix: str) -> None:
+    with pytest.raises(UnfitError) as caught:
+        to_message({"role": "assistant", "content": "a", **more}, 3)
+    assert why in str(caught.value)
+    assert fix in caught.value.fix
+
+
+def test_a_text_beside_a_content_that_is_null_is_what_is_said() -> None:
+    """As Arrow fills in the keys of other messages."""
+    assert to_message({"role": "user", "content": None, "text": "a", "value": None}, 1) == {"role": "user", "content": "a"}
+    assert to_message({"role": "user", "content": "a", "text": "a"}, 1) == {"role": "user", "content": "a"}
+
+
+def test_the_same_reasoning_twice_and_empty_lists_of_images_are_fine() -> None:
+    message = {"role": "assistant", "content": "a", "reasoning_content": "b", "thinking": "b", "reasoning": "", "images": []}
+    assert to_message(message, 1)["reasoning_content"] == "b"
+
+
+def test_keys_that_nothing_reads_are_known_by_name() -> None:
+    turns = [{"role": "user", "content": "a", "time": 3, "mood": None}, {"from": "gpt", "value": "b", "id": 1, "score": 0}]
+    assert unused_keys(turns) == {"time", "score"}
+    assert unused_keys("text") == unused_keys([3]) == set()
+
+
 def test_tools_have_one_form() -> None:
     plain = {"name": "f", "parameters": {"type": "object"}}
     tool = {"type": "function", "function": plain}
@@ -137,9 +221,35 @@ def test_tools_have_one_form() -> None:
     for given_ in ([tool], [plain], *texts):
         assert to_tools(given_, "tools") == (tool,)
     assert to_tools(" [] ", "tools") is None
-    for wrong in ("f", 3, ["f"], [plain | {"parameters": "x"}]):
-        with pytest.raises(UnfitError):
-            to_tools(wrong, "tools")
+    assert to_tools([{"name": "f", "input_schema": plain["parameters"]}], "tools") == (tool,)  # Anthropic's
+    assert to_tools([{"functionDeclarations": [plain, plain]}], "tools") == (tool, tool)  # Gemini's
+
+
+@table(
+    "wrong",
+    [
+        "f",
+        3,
+        ["f"],
+        [3],
+        [[{"name": "f"}]],
+        [{"name": "f", "parameters": "x"}],
+        [{"name": "f", "parameters": [5]}],
+        [{"type": "function", "function": "x"}],
+        [{"type": "function", "function": {}}],
+        [{"type": "function", "function": {"name": 5}}],
+        [{"type": "function", "function": [{"name": "f"}]}],
+        [{"type": "function"}],
+        [{"name": ""}],
+        [{"functionDeclarations": "f"}],
+        {"a": 1},
+    ],
+)
+def test_tools_that_are_none_are_told_with_a_fix(wrong: Any) -> None:
+    with pytest.raises(UnfitError) as caught:
+        to_tools(wrong, "tools")
+    assert str(caught.value).startswith("`tools`")
+    assert "write" in caught.value.fix
 
 
 def test_an_object_of_lists_is_a_list_of_objects() -> None:

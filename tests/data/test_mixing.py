@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from pronghorn.data.mixing import repeated
-from pronghorn.data.prepare import Prepared, hold_out, prepare
+from pronghorn.data.prepare import Prepared, prepare
 from pronghorn.data.reading import SourceCount
+from pronghorn.data.splitting import apart
 from pronghorn.data.tokens import TokenizerFiles
 from pronghorn.errors import DataError
 from pronghorn.recipe import Data
@@ -58,7 +59,9 @@ def test_the_same_rows_every_time_and_none_tokenized_again(model: Path, monkeypa
     monkeypatch.setattr(TokenizerFiles, "load", lambda self: pytest.fail("the tokenizer was loaded"))
     assert asked(prepared(model, {"path": "a.jsonl", "weight": 0.5})) == asked(first)
     assert len(prepared(model, {"path": "a.jsonl", "weight": 4}).tokens) == 40
-    train, held = hold_out(prepared(model, {"path": "a.jsonl", "weight": 4}).tokens, 0.2, seed=1)
+    sides = apart(prepared(model, {"path": "a.jsonl", "weight": 4}), None, Data(train=("a.jsonl",), eval=0.2), seed=1)
+    train, held = sides.train, sides.held
+    assert held is not None
     assert (len(train), len(held)) == (32, 8)  # all copies of a row are on one side
     assert not {train.row(i) for i in range(32)} & {held.row(i) for i in range(8)}
 

@@ -61,6 +61,15 @@ WRITTEN = {
         "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nho<|im_end|>\n<|im_start|>user\n2?<|im_end|>\n",
         "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n", "<|im_start|>assistant\n<think>\n",
     ),
+    "gemma-chatml": (
+        "<s><start_of_turn>user\nhi<end_of_turn>\n<start_of_turn>assistant\nho<end_of_turn>\n"
+        "<start_of_turn>user\n2?<end_of_turn>\n",
+        "<s><start_of_turn>system\ns<end_of_turn>\n<start_of_turn>user\nhi<end_of_turn>\n", "<start_of_turn>assistant\n",
+    ),
+    "starling": (
+        "<s>GPT4 Correct User: hi<|end_of_turn|>GPT4 Correct Assistant: ho<|end_of_turn|>GPT4 Correct User: 2?<|end_of_turn|>",
+        "<s>GPT4 Correct System: s<|end_of_turn|>GPT4 Correct User: hi<|end_of_turn|>", "GPT4 Correct Assistant:",
+    ),
     "zephyr": (
         "<|user|>\nhi</s>\n<|assistant|>\nho</s>\n<|user|>\n2?</s>\n",
         "<|system|>\ns</s>\n<|user|>\nhi</s>\n", "<|assistant|>\n",
@@ -142,6 +151,12 @@ def test_what_only_a_models_own_template_writes_is_refused() -> None:
 def test_names_lead_to_rows_and_an_end_of_turn_can_be_another() -> None:
     assert all(named(name) for name in [*TEMPLATES, *SAME_AS])
     assert named("llama-3.2") is TEMPLATES["llama-3.1"]
+    for name, row in {"gemma3n": "gemma-3", "gptoss": "gpt-oss", "phi-35": "phi-3", "qwen-25": "qwen-2.5",
+                      "Qwen2.5": "qwen-2.5", "gemma2_chatml": "gemma-chatml", "gemma_chatml": "gemma-chatml",
+                      "llama-33": "llama-3.1",
+                      "llama_31": "llama-3.1", "qwen-3": "qwen3", "qwen3_instruct": "qwen3-instruct", "phi4": "phi-4",
+                      "yi-chat": "chatml", "openchat": "starling"}.items():  # fmt: skip
+        assert named(name) is TEMPLATES[row], name
     assert named("nothing") is None
     row = ending_with(NamedTemplate(TEMPLATES["chatml"].body, "<|im_end|>"), "</s>")
     assert write(whole(row), CHAT[:1]) == "<|im_start|>user\nhi</s>\n"

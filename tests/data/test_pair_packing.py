@@ -127,6 +127,13 @@ def test_ranks_know_the_tokens_of_each_other() -> None:
     assert first[0].tokens == first[1].tokens == sum(step.batches[0].tokens for step in first)
 
 
+def test_a_step_of_so_many_rows_has_so_many_pairs() -> None:
+    table = preference_table(20, shared=True)
+    loader = BatchLoader(table, capacity=256, rows_per_step=8, seed=5, workers=0)
+    steps = [step for step, _ in zip(loader, range(3), strict=False)]
+    assert [sum(len(batch.documents) for batch in step.batches) for step in steps] == [16, 16, 8]
+
+
 def test_a_pack_of_nothing_and_the_beginning_of_a_pack() -> None:
     table = preference_table(4, shared=True)
     empty = build_batch(table, np.zeros(0, np.int64), 64)

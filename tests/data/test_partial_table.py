@@ -111,8 +111,18 @@ def test_killed_in_the_middle_of_any_write(tmp_path: Path, whole: Any, monkeypat
         assert (seal, content(path.parent)) == whole
 
 
+def test_the_folder_of_another_table_is_not_gone_on_with(tmp_path: Path, whole: Any) -> None:
+    other = tmp_path / "x" / "other.arrow"
+    interrupted(other, 7)
+    (folder,) = other.parent.iterdir()
+    folder.rename(folder.with_name(".t.partial"))
+    seal, there = write(tmp_path / "x" / "t.arrow")
+    assert there == 0
+    assert (seal, content(other.parent)) == whole
+
+
 @pytest.mark.parametrize("name", ["table", "bad.jsonl", "journal"])
-@pytest.mark.parametrize("damage", ["a bit", "cut", "gone", "zeros"])
+@pytest.mark.parametrize("damage", ["a bit", "cut", "gone", "zeros", "a device", "a pipe"])
 def test_what_the_checksums_do_not_confirm_is_made_again(tmp_path: Path, whole: Any, name: str, damage: str) -> None:
     path = tmp_path / "x" / "t.arrow"
     interrupted(path, 7)
@@ -124,12 +134,19 @@ def test_what_the_checksums_do_not_confirm_is_made_again(tmp_path: Path, whole: 
         "a bit": good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :],
         "cut": good[:place],
         "zeros": good[:place] + bytes(len(good) - place),
-        "gone": b"",
-    }[damage]
+    }.get(damage, b"")
     file.write_bytes(damaged)
+    if damage == "a device":
+        file.unlink()
+        file.symlink_to("/dev/zero")
+    elif damage == "a pipe":
+        file.unlink()
+        os.mkfifo(file)
     seal, there = write(path)
     assert there < 7
-    assert (there > 0) == (damage != "gone" or name == "bad.jsonl")  # its first chunk set nothing aside
+    assert (there > 0) == (
+        damage not in ("gone", "a device", "a pipe") or name == "bad.jsonl"
+    )  # its first chunk set nothing aside
     assert (seal, content(path.parent)) == whole
 
 

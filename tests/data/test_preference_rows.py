@@ -11,7 +11,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from pronghorn.data.batches import build_batch
-from pronghorn.data.prepare import Prepared, hold_out, prepare
+from pronghorn.data.prepare import Prepared, prepare
+from pronghorn.data.splitting import apart
 from pronghorn.errors import DataError
 from pronghorn.recipe import Data
 from samples import make_tokenizer, write_rows
@@ -67,6 +68,21 @@ def read(found: Prepared) -> list[tuple[str, list[str]]]:
         ({"instruction": "q", "input": "", "output": "", "chosen": "good", "rejected": "bad"}, ASKED, PAIR),
         ({"instruction": "a", "input": "b", "chosen": "good", "rejected": "bad"}, ASKED.replace("q", "a\n\nb", 1), PAIR),
         ({"prompt": "q", "chosen_response": [A], "rejected_response": [B]}, ASKED, PAIR),
+        # a question is never left out
+        ({"question": "q", "chosen": "good", "rejected": "bad"}, ASKED, PAIR),
+        ({"system": "s", "question": "q", "chosen": "good", "rejected": "bad"}, SYSTEM + ASKED, PAIR),
+        (
+            {"system": "s", "input": "q", "chosen": "the good", "rejected": "the bad"},
+            SYSTEM + ASKED,
+            [f"the {one}" for one in PAIR],
+        ),
+        ({"query": "q", "question": "q", "chosen": A, "rejected": [B]}, ASKED, PAIR),
+        (
+            {"input": {"messages": [S, Q], "tools": []}, "preferred_output": [A], "non_preferred_output": [B]},
+            SYSTEM + ASKED,
+            PAIR,
+        ),
+        ({"messages": [S, Q, A], "rejected_response": "bad"}, SYSTEM + ASKED, PAIR),
         ({"prompt": [Q], "chosen": [A], "rejected": ["bad", "worse"]}, ASKED, [*PAIR, "worse<|im_end|>"]),
         ({"prompt": [Q], "chosen": [A], "rejected": [[B], [{**B, "content": "worse"}]]}, ASKED, [*PAIR, "worse<|im_end|>"]),
         (
@@ -96,6 +112,7 @@ def test_every_layout_of_pairs(tmp_path: Path, row: dict[str, Any], prompt: str,
         ({"prompt": "q", "completion": "good", "label": True}, "q", PAIR[0]),
         ({"prompt": [Q], "completion": [A], "label": 1}, ASKED, PAIR[0]),
         ({"messages": [Q, A], "label": "true"}, ASKED, PAIR[0]),
+        ({"messages": [Q, A], "label": 1.0}, ASKED, PAIR[0]),
         ({"conversations": [HUMAN, GPT[0]], "kto_tag": True}, ASKED, PAIR[0]),
         ({"messages": [Q, B, Q, A], "label": True}, f"{ASKED}bad<|im_end|>\n{ASKED}", PAIR[0]),  # the last answer is marked
         ({"instruction": "q", "output": "good", "label": True}, ASKED, PAIR[0]),
@@ -175,6 +192,55 @@ def test_names_of_columns_come_from_the_recipe(tmp_path: Path) -> None:
         ({"prompt": 3, "chosen": "a", "rejected": "b"}, "pairs", "`prompt` is not text, but a number", "quotes"),
         ({"prompt": [Q], "chosen": [Q], "rejected": [B]}, "pairs", "no assistant turn in `chosen`", "add an answer"),
         ({"text": "t", "label": True}, "marked", "plain text has no answer", "prompt and completion"),
+        (
+            {"topic_text": "q", "chosen": "so a", "rejected": "so b"},
+            "pairs",
+            "`topic_text` is a text that nothing",
+            "{prompt: topic_",
+        ),
+        ({"prompt": "q", "context": "c", "chosen": "a", "rejected": "b"}, "pairs", "`context` is a text", "input: context}"),
+        ({"prompt": "q", "context": "c", "completion": "a", "label": True}, "marked", "`context` is a text", "input: context"),
+        (
+            {"question": "q", "query": "p", "chosen": "a", "rejected": "b"},
+            "pairs",
+            "`question` and `query` differ",
+            "prompt: COLUMN",
+        ),
+        ({"context": "c", "chosen": [Q, A], "rejected": [Q, B]}, "pairs", "`context` is a text", "put `context` into both"),
+        ({"chosen": "a", "rejected": "b"}, "pairs", "do not begin alike", "a column `prompt`"),
+        (
+            {"system": "s", "chosen": "so a", "rejected": "so b"},
+            "pairs",
+            "the row has `system`, but no prompt",
+            "a column `prompt`",
+        ),
+        (
+            {"prompt": "q", "chosen": "a", "rejected": "b", "images": ["x"]},
+            "pairs",
+            "`images` holds images",
+            "remove the column",
+        ),
+        (
+            {"prompt": "q", "completion": "a", "label": True, "image": "x"},
+            "marked",
+            "`image` holds images",
+            "remove the column",
+        ),
+        ({"prompt": "q", "chosen": "a", "rejected": ""}, "pairs", "`rejected` is empty in every row", "fill in `rejected`"),
+        ({"prompt": "q", "chosen": "", "rejected": "b"}, "pairs", "`chosen` is empty in every row", "fill in `chosen`"),
+        (
+            {"prompt": "q", "response_a": "a", "response_b": "b"},
+            "pairs",
+            "no preference data",
+            "chosen: .response_a, rejected: .resp",
+        ),
+        (
+            {"prompt": "q", "completion": "a", "label": "good"},
+            "marked",
+            "`label` is 'good', not true or false",
+            "jq -c '.label =",
+        ),
+        ({"prompt": "q", "completion": "a", "label": 4}, "marked", "`label` is a rating", "jq -c '.label ="),
     ],
 )
 def test_rows_that_are_no_preferences_are_told(tmp_path: Path, row: dict[str, Any], wanted: str, what: str, fix: str) -> None:
@@ -219,11 +285,13 @@ def test_copies_are_copies_of_whole_pairs(tmp_path: Path) -> None:
 
 def test_weights_and_holding_out_keep_pairs_whole(tmp_path: Path) -> None:
     path = pairs(tmp_path, [(n, 2 * n) for n in range(3, 13)])
-    data = Data.model_validate({"train": {"path": str(path), "weight": 2}})
+    data = Data.model_validate({"train": {"path": str(path), "weight": 2}, "eval": 0.2})
     twice = prepare(data.train, data, TOKENIZER, wanted="pairs")
     assert twice.tokens.pairs is not None
     assert twice.tokens.pairs.sizes.tolist() == [2] * 20
-    train, held = hold_out(twice.tokens, 0.2, seed=1)
+    sides = apart(twice, None, data, seed=1)
+    train, held = sides.train, sides.held
+    assert held is not None
     assert (len(train), len(held)) == (32, 8)  # two pairs of ten, each of them twice
     assert held.pairs is not None
     assert held.pairs.sizes.tolist() == [2] * 4

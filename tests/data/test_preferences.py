@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from pronghorn.data.preferences import preference, refused
+import pytest
+
+from pronghorn.data.preferences import preference, refuse_ratings, refused
+from pronghorn.data.source_files import RawRow
+from pronghorn.errors import DataError
 from tables import table
 
 CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
@@ -51,3 +55,30 @@ def test_other_data_is_not(fields: dict[str, Any]) -> None:
 
 def test_a_class_beside_plain_text_is_no_preference() -> None:
     assert preference({"text": "t", "label": 1}, chat=False) is None
+
+
+def rows(*labels: Any) -> list[RawRow]:
+    return [RawRow({"prompt": "q", "completion": "a", "label": label}, "x:1") for label in labels]
+
+
+@table(
+    ("labels", "good"),
+    [((1, 2, 3, 4, 5), "> 3"), (("1", "2", "5"), "> 3"), ((0, 1, 2), "> 1"), ((0.0, 0.5, 1.0), "> 0.5"), ((1, 10), "> 5.5")],
+)
+def test_ratings_are_no_marks(labels: tuple[Any, ...], good: str) -> None:
+    for marked, fix in ((True, "jq -c '.label = ("), (False, "jq -c 'del(.label)'")):
+        with pytest.raises(DataError, match="`label` is a rating or a class") as caught:
+            refuse_ratings(rows(*labels), "x", marked=marked)
+        assert fix in caught.value.fix
+        assert good in caught.value.fix
+
+
+@table("labels", [(True, False), (0, 1), ("0", "1"), ("true", "false"), (None, True), ("good", "bad"), (float("nan"), 1)])
+def test_marks_are_no_ratings(labels: tuple[Any, ...]) -> None:
+    refuse_ratings(rows(*labels), "x", marked=True)
+
+
+def test_a_supervised_run_leaves_numbers_alone_that_nothing_takes_for_marks() -> None:
+    refuse_ratings(rows(3, 4, 5), "x")
+    with pytest.raises(DataError):
+        refuse_ratings(rows(3, 4, 5), "x", marked=True)

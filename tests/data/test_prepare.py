@@ -15,8 +15,9 @@ import pytest
 from pronghorn.data import cached_rows as module_of_rows
 from pronghorn.data import prepare as module
 from pronghorn.data.cached_rows import tokenized_rows
-from pronghorn.data.prepare import Prepared, findings, hold_out, prepare
+from pronghorn.data.prepare import Prepared, findings, prepare
 from pronghorn.data.tokens import TokenizerFiles
+from pronghorn.digests import read_sealed, write_sealed
 from pronghorn.errors import DataError, EnvironmentFault
 from pronghorn.recipe import Data
 from samples import chat_rows, make_tokenizer, write_rows
@@ -72,7 +73,9 @@ def test_the_second_time_nothing_is_loaded(model: Path, tmp_path: Path, monkeypa
         prepared(model, path)
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "no sidecar", "bad sidecar", "a count", "no Arrow", "a bit"])
+@pytest.mark.parametrize("damage", [
+    "cut", "empty", "no sidecar", "bad sidecar", "a count", "no Arrow", "a bit", "a device", "a pipe", "a table from a pipe",
+])  # fmt: skip
 def test_a_damaged_cache_is_made_again_and_that_is_told(model: Path, tmp_path: Path, cache: Path, damage: str) -> None:
     path = write_rows(tmp_path / "a.jsonl", chat_rows(20))
     first = prepared(model, path).counts
@@ -83,6 +86,13 @@ def test_a_damaged_cache_is_made_again_and_that_is_told(model: Path, tmp_path: P
         sidecar.unlink()
     elif damage == "bad sidecar":
         sidecar.write_text("{")
+    elif damage == "a device":
+        sidecar.unlink()
+        sidecar.symlink_to("/dev/zero")
+    elif damage.endswith("a pipe"):
+        file = sidecar if damage == "a pipe" else table
+        file.unlink()
+        os.mkfifo(file)
     elif damage == "a count":
         sidecar.write_text(note.replace('"read": 20', '"read": 21'))
     else:
@@ -96,6 +106,55 @@ def test_a_damaged_cache_is_made_again_and_that_is_told(model: Path, tmp_path: P
     assert (table.read_bytes(), sidecar.read_text()) == (content, note)
     assert ("damaged" in " ".join(again.remarks)) == (damage != "no sidecar")  # without it, whoever wrote was stopped
     assert prepared(model, path).remarks == ()
+
+
+def test_files_in_each_others_places_are_damage(model: Path, tmp_path: Path, cache: Path) -> None:
+    """Each is whole, and carries its checksum; both caches are made again."""
+    paths = [write_rows(tmp_path / f"{seed}.jsonl", chat_rows(20, seed=seed)) for seed in (1, 2)]
+    spec = {"duplicates": "drop-exact"}
+    first = [prepared(model, path, **spec) for path in paths]
+    by_kind = [sorted(cache.glob(pattern)) for pattern in ("*.arrow", "????????????????????????????????.json", "*findings*")]
+    for one, two in [*by_kind, *zip(*by_kind[1:], strict=True)]:  # those of two tables, and two of one table
+        content = one.read_bytes(), two.read_bytes()
+        one.write_bytes(content[1])
+        two.write_bytes(content[0])
+        again = [prepared(model, path, **spec) for path in paths]
+        assert "damaged" in " ".join(remark for found in again for remark in found.remarks)
+        assert [found.tokens.content for found in again] == [found.tokens.content for found in first]
+        assert [found.counts for found in again] == [found.counts for found in first]
+        assert (one.read_bytes(), two.read_bytes()) == content
+
+
+def test_a_note_with_a_right_checksum_and_a_wrong_content_is_damage(model: Path, tmp_path: Path, cache: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", [row("a", "b"), row("a", "b"), row("c", "d")])
+    first = prepared(model, path, duplicates="drop-exact").counts
+    (table,), (found,) = cache.glob("*.arrow"), cache.glob("*findings*")
+    sidecar = table.with_suffix(".json")
+    good = json.loads(read_sealed(sidecar))
+    source = good["sources"][0]
+    notes: list[Any] = [
+        [], None, 5, "x", {}, good | {"read": "3"}, good | {"read": None}, good | {"read": 3.5}, good | {"sources": 5},
+        good | {"sources": []}, good | {"sources": [source, source]}, good | {"sources": [source | {"rows": 7}]},
+        good | {"sources": [source | {"unused": 5}]}, good | {"sources": [source | {"weight": []}]}, good | {"seal": []},
+        good | {"seal": good["seal"] | {"blocks": []}}, good | {"seal": good["seal"] | {"blocks": [1]}},
+        good | {"seal": good["seal"] | {"size": -1}}, good | {"seal": good["seal"] | {"content": None}}, good | {"aside": 1},
+    ]  # fmt: skip
+    findings: list[Any] = [
+        {},
+        [],
+        [1, 2, 3],
+        [{"a": 0}, {}, None],
+        [{"7": 0}, {}, None],
+        [{"-1": 0}, {}, None],
+        [{}, {"0": 1}, None],
+    ]
+    for file, content in [*((sidecar, note) for note in notes), *((found, one) for one in findings)]:
+        write_sealed(file, json.dumps(content))
+        again = prepared(model, path, duplicates="drop-exact")
+        assert "damaged" in " ".join(again.remarks), content
+        assert again.counts == first
+    write_sealed(sidecar, "[" * 100_000)
+    assert "damaged" in " ".join(prepared(model, path).remarks)
 
 
 def test_what_is_kept_beside_the_table_is_checked_too(model: Path, tmp_path: Path, cache: Path) -> None:
@@ -391,24 +450,6 @@ def test_stages_and_progress(model: Path, tmp_path: Path) -> None:
     assert set(stages) == {"read", "load", "tokenize"}
     assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
     assert told[-1][1] == 600
-
-
-# Evaluation
-
-
-def test_held_out_rows(model: Path, tmp_path: Path) -> None:
-    table = prepared(model, write_rows(tmp_path / "a.jsonl", chat_rows(100)), max_length=40, long="split").tokens
-    assert len(table) > 100  # some rows are two pieces
-    train, held = hold_out(table, 0.1, seed=1)
-    assert len(train) + len(held) == len(table)
-    assert {held.row(i) for i in range(len(held))}.isdisjoint({train.row(i) for i in range(len(train))})
-    assert len({held.row(i) for i in range(len(held))}) == 10
-    again, other = hold_out(table, 0.1, seed=1)[1], hold_out(table, 0.1, seed=2)[1]
-    places = [[one.where(i) for i in range(len(one))] for one in (held, again, other)]
-    assert places[0] == places[1] != places[2]
-    with pytest.raises(DataError, match=r"cannot be held out of 1 row\n") as caught:
-        hold_out(table.select([0]), 0.5, seed=1)
-    assert caught.value.where == "data.eval"
 
 
 def test_a_file_name_may_be_any_bytes(model: Path, tmp_path: Path) -> None:

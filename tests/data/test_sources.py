@@ -167,6 +167,38 @@ def test_a_bad_line_is_set_aside_with_line_and_excerpt(here: Path, line: str) ->
     assert 0 < len(bad[0].excerpt) <= 80
 
 
+@table(
+    ("line", "fix"),
+    [
+        ('{"text": "a", "text": "b"}', "keep one of the two"),
+        ('{"text": "a", "score": NaN}', "write null"),
+        ('{"text": "a", "score": 1e999}', "a finite number, or null"),
+    ],
+)
+def test_values_that_json_does_not_know_are_told_with_a_fix(here: Path, line: str, fix: str) -> None:
+    (here / "x.jsonl").write_text(f"{line}\n")
+    assert fix in read_all("x.jsonl")[1][0].fix
+
+
+def test_a_doubled_key_among_very_many_is_found_at_once(here: Path) -> None:
+    keys = ", ".join(f'"k{i}": 1' for i in range(200_000))  # one by one, each of these would be held against all others
+    (here / "x.jsonl").write_text(f'{{{keys}, "k199999": 2}}\n')
+    assert "`k199999` appears twice" in read_all("x.jsonl")[1][0].why
+
+
+def test_a_file_by_columns_is_told_from_one_without_rows(here: Path) -> None:
+    (here / "x.json").write_text('{"prompt": {"0": "q"}, "completion": {"0": "a"}}')
+    with pytest.raises(DataError, match="an object for each column") as caught:
+        read_all("x.json")
+    assert 'orient="records"' in caught.value.fix
+
+
+def test_columns_without_a_name_get_the_name_that_pandas_gives_them(here: Path) -> None:
+    (here / "x.csv").write_text(",prompt,\n0,q,1\n")
+    rows, _ = read_all("x.csv")
+    assert rows[0].fields == {"Unnamed: 0": "0", "prompt": "q", "Unnamed: 2": "1"}
+
+
 @table("item", ['{"a": 1, "a": 2}', '{"a": NaN}', r'{"a": "\udc00"}', "7", '{"a": ' + "1" * 5000 + "}"])
 def test_a_bad_item_of_a_list_does_not_hide_the_others(here: Path, item: str) -> None:
     (here / "x.json").write_text('[{"a": 1},\n' + item + ',\n{"a": 3}]')

@@ -39,7 +39,7 @@ def test_what_scripts_give_is_taken(tiny_model: Path, capsys: pytest.CaptureFixt
 @table(("options", "words"), [
     ({"fast_inference": True}, "model.generate"), ({"float8_kv_cache": True}, "not use vLLM"),
     ({"qat_scheme": "int4"}, "qat_scheme"),
-    ({"revision": "abc"}, "snapshot_download"), ({"rope_scaling": {"type": "linear"}}, "RoPE scaling"),
+    ({"revision": "abc"}, "snapshot_download"), ({"rope_scaling": {"type": "linear"}}, "RoPE is scaled linearly"),
     ({"attn_implementation": "kernels-community/flash-attn"}, "from a Hub repository"),
     ({"num_labels": 2}, "causal language models"),
     ({"auto_model": AutoModelForSequenceClassification}, "AutoModelForSequenceClassification"),

@@ -25,12 +25,17 @@ def read(file: Path, name: str) -> torch.Tensor:
     return torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
 
 
-def test_files_hold_the_merged_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both of one conversion; a tokenizer that is not given is the base model's. What is sent is what is written."""
-    base = tmp_path / "base"
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("known") / "base"
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 32, "vocab_size": 288}
-    make_model("llama", base, **sizes, eos_token_id=4)
-    known_tokenizer().save_pretrained(base)
+    make_model("llama", folder, **sizes, eos_token_id=4)
+    known_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_files_hold_the_merged_weights(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both of one conversion; a tokenizer that is not given is the base model's. What is sent is what is written."""
     model: Any = FastLanguageModel.get_peft_model(load(base)[0], r=4)
     down = model.get_submodule("base_model.model.model.layers.0.mlp.down_proj")
     torch.nn.init.normal_(down.lora_B["default"].weight, std=0.1)
@@ -54,3 +59,20 @@ def test_files_hold_the_merged_weights(tmp_path: Path, monkeypatch: pytest.Monke
     found = read(tmp_path / "tiny-Q8_0.gguf", "blk.0.ffn_down.weight")
     assert (found - merged).unflatten(1, (-1, 32)).abs().le(0.57 * step).all()  # its scale has 11 bits
     assert not torch.allclose(found, down.base_layer.weight.float(), atol=1e-2)
+
+
+def test_a_relative_folder_gets_the_same_bytes_each_time(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As scripts call it, after a chdir since loading, too."""
+    monkeypatch.setattr(child, "run", forked)
+    monkeypatch.chdir(base.parent)
+    model, _ = load(Path("base"))
+    monkeypatch.chdir(tmp_path)
+    known = known_tokenizer()
+    (one,) = model.save_pretrained_gguf("model", known, quantization_method="q8_0")
+    (two,) = model.save_pretrained_gguf(Path("deeper", "model"))
+    assert one == str(tmp_path / "model" / "model-Q8_0.gguf")
+    assert Path(one).read_bytes() == Path(two).read_bytes()
+    said = {key: field.contents() for key, field in gguf.GGUFReader(one).fields.items() if key.startswith("general.")}
+    assert said["general.name"] == "model"
+    assert not [key for key, value in said.items() if str(tmp_path) in str(value) or "converting" in str(value)]
+    assert [file.name for file in Path("model").iterdir()] == ["model-Q8_0.gguf"]

@@ -6,12 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from api_parts import LINEARS, adapted
 from image_text_models import save_image_text_model
-from pronghorn import FastModel
+from pronghorn import FastModel, FastVisionModel
 from pronghorn.dropin.targets import chosen_targets
-from pronghorn.errors import CommandError
+from pronghorn.errors import CommandError, ModelError
+from pronghorn.kernels.runtime import dispatch
+from pronghorn.model.hf_adapter import with_adapter
 from samples import make_model
 from tables import table
 
@@ -65,13 +69,56 @@ def test_the_adapter_that_is_there_is_trained_on(tiny_model: Path, capsys: pytes
         FastModel.get_peft_model(partly, r=4, target_modules="all-linear")
 
 
+def test_targets_mean_what_they_mean_to_peft(
+    tiny_model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names for several families in one list, as public scripts have it, and ends of paths: the same adapters as PEFT's."""
+    monkeypatch.setattr(dispatch, "_said", set())
+    asked = ["self_attn.q_proj", "mlp.down_proj", "layers.1.self_attn.o_proj", "shared_mlp.input_linear", "Wqkv", "v_porj"]
+    model, _ = adapted(tiny_model, target_modules=asked)
+    stock = get_peft_model(make_model(), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=asked))
+    paths = [{name for name, p in one.named_parameters() if p.requires_grad} for one in (model, stock)]
+    assert paths[0] == paths[1]
+    assert len(paths[0]) == 2 * (2 + 2 + 1)
+    said = capsys.readouterr().err
+    for name in ("shared_mlp.input_linear", "Wqkv", "v_porj"):
+        assert f"target_modules: {name} is left out: the model has no such linear layer" in said
+    assert "did you mean `v_proj`?" in said
+    assert FastModel.get_peft_model(model, r=4, target_modules=asked) is model
+    pattern = r".*layers\.1\..*(q_proj|up_proj)"
+    model, _ = adapted(tiny_model, target_modules=pattern)
+    stock = get_peft_model(make_model(), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=pattern))
+    paths = [{name for name, p in one.named_parameters() if p.requires_grad} for one in (model, stock)]
+    assert paths[0] == paths[1]
+    assert FastModel.get_peft_model(model, r=4, target_modules=pattern) is model
+    for options, words in (
+        ({}, "whole paths"),
+        ({"finetune_mlp_modules": False}, "switches"),
+        ({"target_modules": "("}, "regular"),
+    ):
+        with pytest.raises(CommandError) as caught:
+            adapted(tiny_model, **{"target_modules": "q_proj"} | options)
+        assert words in str(caught.value)
+    with pytest.raises(CommandError, match="layers are chosen"):
+        adapted(tiny_model, target_modules=pattern, layers_to_transform=[1])
+    small = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=2, n_positions=8))
+    first = with_adapter(small, target_modules=["c_attn", "q_proj"], modules_to_save=None, layers=None, seed=0, r=2)
+    assert {name.split(".")[-4] for name, p in first.named_parameters() if p.requires_grad} == {"c_attn"}
+    with pytest.raises(ModelError, match="`Wqkv` matches no linear layer"):
+        adapted(tiny_model, target_modules=["Wqkv", "out_proj"])
+
+
 def test_a_vision_tower_is_never_adapted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, _ = FastModel.from_pretrained(save_image_text_model("gemma3", tmp_path), max_seq_length=128, load_in_4bit=False)
     with pytest.raises(CommandError, match="finetune_vision_layers=True"):
-        FastModel.get_peft_model(model, finetune_vision_layers=True)
+        FastVisionModel.get_peft_model(model, finetune_vision_layers=True)
     with pytest.raises(CommandError, match="finetune_audio_layers=True"):
         FastModel.get_peft_model(model, finetune_audio_layers=True)
-    adapted = FastModel.get_peft_model(
+    assert "FastVisionModel" not in capsys.readouterr().err
+    with pytest.raises(CommandError, match="lora_dropout"):
+        FastVisionModel.get_peft_model(model, lora_dropout=2)
+    assert "FastVisionModel: only the text model gets an adapter" in capsys.readouterr().err
+    adapted = FastVisionModel.get_peft_model(
         model, r=4, target_modules=None, finetune_attention_modules=True, finetune_mlp_modules=False, **TEXT_ONLY
     )
     trained = [name for name, p in adapted.named_parameters() if p.requires_grad]

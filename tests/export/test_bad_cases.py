@@ -285,3 +285,32 @@ def test_another_base_is_offered_where_there_is_one_and_named(tmp_path: Path, re
     made.recipe = recipe_for(model=made.recipe.model)
     with pytest.raises(CommandError, match="--base original has no effect"):
         made.export(base="original")
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "b" * 253, "loop/out"])
+def test_a_target_that_cannot_be_a_folder(name: str, made: Made) -> None:
+    """A name that is too long, itself or with what the temporary folder adds to it; a loop of links."""
+    (made.folder / "loop").symlink_to("loop")
+    made.target = made.folder / name
+    with pytest.raises(CommandError, match="cannot write there") as caught:
+        made.export()
+    assert "--target" in caught.value.fix
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_settings_for_generation_that_transformers_does_not_write(method: str, tmp_path: Path, recipe_for: RecipeFor) -> None:
+    """`temperature` without `do_sample`, as many published models have it: the run and the export keep the base's bytes."""
+    model = make_model("llama", tmp_path / "model", num_hidden_layers=1)
+    make_tokenizer().save_pretrained(model)
+    settings = b'{"temperature": 0.6, "top_p": 0.9, "eos_token_id": [2, 4],\n"_from_model_config": true}'
+    (model / "generation_config.json").write_bytes(settings)
+    recipe = recipe_for(model=str(model), method=method, train={"steps": 1}, eval={"generations": 0})
+    result = train(recipe, display=SimpleNamespace(handle=print, progress=lambda *_: None, close=lambda: None))
+    for options in ({}, {"dtype": "bf16"}):
+        (written,) = run_file.export_run(
+            result.folder, "last", tmp_path / f"out{len(options)}", "merged", options=job_file.Options(**options)
+        )
+        assert written.verdict.passed
+        assert (written.folder / "generation_config.json").read_bytes() == settings
+    assert (model / "generation_config.json").read_bytes() == settings

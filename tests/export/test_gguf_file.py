@@ -39,6 +39,9 @@ LLAMA_8B, LLAMA_70B, TINYLLAMA = Model(32, 32, 8), Model(80, 64, 8), Model(22, 3
         (LLAMA_8B, "q5_k_m", {"q5_K": 193, "q6_K": 33}),
         (LLAMA_8B, "q6_k", {"q6_K": 226}),
         (LLAMA_8B, "q8_0", {"q8_0": 226}),
+        (LLAMA_8B, "q5_0", {"q5_0": 225, "q6_K": 1}),
+        (LLAMA_8B, "q4_0", {"q4_0": 225, "q6_K": 1}),
+        (LLAMA_8B, "q3_k_m", {"q3_K": 129, "q4_K": 92, "q5_K": 4, "q6_K": 1}),
         (TINYLLAMA, "q4_k_m", {"q4_K": 135, "q6_K": 21}),
         (LLAMA_70B, "q4_k_m", {"q4_K": 441, "q5_K": 40, "q6_K": 81}),
     ],
@@ -58,6 +61,26 @@ def test_mixture_of_a_small_tied_model() -> None:
     assert chosen["token_embd.weight"] == "q8_0"
     odd, _ = choose([Shape("blk.0.ffn_up.weight", 172, 2)], MIXTURES["q4_k_m"], Model(1))
     assert odd == {"blk.0.ffn_up.weight": "f16"}
+
+
+def test_three_and_four_bit_mixtures() -> None:
+    def kinds(mixture: str, model: Model) -> dict[str, str]:
+        chosen, _ = choose(shapes(model.layers), MIXTURES[mixture], model)
+        return {name.removesuffix(".weight").removeprefix("blk."): kind for name, kind in chosen.items()}
+
+    found = kinds("q3_k_m", Model(32, 32, 8))
+    assert [found[f"{i}.attn_v"] for i in (0, 1, 2, 31)] == ["q5_K", "q5_K", "q4_K", "q4_K"]
+    assert [found[f"{i}.ffn_down"] for i in (0, 1, 2, 31)] == ["q5_K", "q5_K", "q4_K", "q4_K"]
+    assert {found["9.attn_output"], found["9.attn_q"], found["9.ffn_up"]} == {"q4_K", "q3_K"}
+    found = kinds("iq4_xs", Model(32, 32, 8))  # four heads share values
+    assert [found[f"{i}.ffn_down"] for i in (0, 3, 4, 31)] == ["q5_K", "q5_K", "iq4_XS", "iq4_XS"]
+    assert found["9.attn_v"] == "q5_K"
+    assert kinds("iq4_xs", Model(32, 32, 16))["9.attn_v"] == found["9.attn_output"] == "iq4_XS"
+    for plain in ("q4_0", "q5_0"):
+        assert set(kinds(plain, Model(4, 8, 2)).values()) == {plain, "q6_K"}
+    narrow, fell = choose([Shape("blk.3.ffn_up.weight", 96, 2)], MIXTURES["q3_k_m"], Model(4))
+    assert narrow == {"blk.3.ffn_up.weight": "iq4_NL"}
+    assert fell == {"q3_K -> iq4_NL": 1}
 
 
 def test_mixture_of_experts() -> None:
@@ -132,6 +155,19 @@ def test_a_file_is_quantized_and_the_rest_stays(kind: str, tmp_path: Path, monke
         rms = np.sqrt(np.square(values - weights[one.name]).mean())
         assert rms < errors.get(one.tensor_type.name, 0.01), one.name
         assert one.data_offset % small.alignment == 0
+
+
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_every_mixture_is_read_back_within_its_steps(mixture: str, tmp_path: Path) -> None:
+    """As the check of an export does."""
+    write(tmp_path / "wide.gguf")
+    gguf_file.quantized(tmp_path / "wide.gguf", tmp_path / "small.gguf", mixture)
+    seen: list[tuple[int, int]] = []
+    told = gguf_file.differing(tmp_path / "wide.gguf", tmp_path / "small.gguf", lambda _, *amounts: seen.append(amounts))
+    assert told == []
+    assert seen[-1][0] <= seen[-1][1]
+    reader = gguf.GGUFReader(tmp_path / "small.gguf")
+    assert gguf.LlamaFileType(reader.fields["general.file_type"].contents()).name == f"MOSTLY_{mixture.upper()}"
 
 
 def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:

@@ -93,6 +93,10 @@ def test_llama_cpp_says_what_the_trained_model_says(exported: SimpleNamespace) -
     assert {file.name for file in folder.iterdir()} == {"run-Q4_K_M.gguf", "README.md", "export.json"}
     assert "llama-server -m path/to/this/folder/run-Q4_K_M.gguf" in (folder / "README.md").read_text()
     assert not [file for file in exported.folder.iterdir() if file.name.startswith(".")]
+    fields = gguf.GGUFReader(folder / "run-Q4_K_M.gguf").fields
+    assert {key: fields[key].contents() for key in ("general.name", "general.finetune") if key in fields} == {
+        "general.name": "run"
+    }  # and nothing of the temporary folder that it was converted in
 
 
 def tensor(reader: Any, name: str) -> Any:

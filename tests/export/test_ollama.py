@@ -13,6 +13,7 @@ import pytest
 
 from pronghorn.errors import CommandError
 from pronghorn.export import gguf_target, ollama
+from pronghorn.export.ahead import not_possible
 from pronghorn.export.job import Job
 from pronghorn.export.ollama_template import turns_of
 from pronghorn.export.targets import TARGETS, asked_for
@@ -32,6 +33,8 @@ LLAMA_2 = (
     "{% else %}{{ ' ' + m['content'] + '<|im_end|>' }}{% endif %}{% endfor %}"
 )
 NUMBERED = "{% for m in messages %}{{ loop.index }}. {{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+SHORT_TALKS = "{% if messages | length > 3 %}{{ raise_exception('too long') }}{% endif %}" + CHATML
+DIVIDES = "{% set share = 1 / (5 - messages | length) %}" + CHATML  # by zero
 FORGETS = "{% for m in messages[-1:] %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 
 
@@ -97,7 +100,14 @@ def test_the_first_token_is_ollamas() -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "why"), [(NUMBERED, "different text|depends"), (FORGETS, "drops a message"), (None, "no chat")]
+    ("template", "why"),
+    [
+        (NUMBERED, "different text|depends"),
+        (FORGETS, "drops a message"),
+        (None, "no chat"),
+        (SHORT_TALKS, "does not accept this conversation .*too long"),
+        (DIVIDES, "does not accept this conversation .*zero"),
+    ],
 )
 def test_other_templates_are_refused(template: str | None, why: str) -> None:
     with pytest.raises(CommandError) as caught:
@@ -134,3 +144,10 @@ def test_the_table() -> None:
     assert asked_for("ollama")[0].variant == "q8_0"
     assert "adapter" not in TARGETS["ollama"].variants
     assert "adapter" in TARGETS["gguf"].variants
+
+
+def test_check_says_what_will_be_refused(recipe_for: Callable[..., Recipe]) -> None:
+    recipe = recipe_for()
+    assert not_possible(recipe, make_tokenizer()) == []
+    (said,) = not_possible(recipe, make_tokenizer(SHORT_TALKS))
+    assert said.startswith("export --to ollama will be refused: the chat template cannot be written for Ollama")

@@ -1,4 +1,5 @@
-"""The token cache with one thing changed in one of its files, mostly a single bit: the rows must come out as they were."""
+"""The token cache with one thing changed in one of its files, mostly a single bit: the rows must come out as they were. Also a
+device, a pipe or another file of the cache, whole, in the place of a file."""
 
 from __future__ import annotations
 
@@ -37,18 +38,35 @@ def fuzz(count: int, seed: int, folder: Path) -> Counter[str]:
         table = [file for file in files if file.suffix == ".arrow"]
         name = table[0] if chance.random() < 0.5 else chance.choice(files)
         content = (whole / name).read_bytes()
-        if chance.random() < 0.8:
+        odd = chance.choice(("/dev/zero", "/dev/urandom", "pipe", "swap")) if chance.random() < 0.2 else ""
+        other_file = chance.choice([file for file in files if file != name])
+        if odd:
+            changed = (whole / other_file).read_bytes()
+            what = f"is {f'swapped with {other_file.suffixes}' if odd == 'swap' else odd}"
+        elif chance.random() < 0.8:
             at, bit = chance.randrange(len(content)), chance.randrange(8)
             changed, what = _flipped(content, at, bit), f"bit {bit} of byte {at} flipped"
         else:
             changed, what = mutated_bytes(content, chance)
         other = changed != content
 
-        def work(name: Path = name, changed: bytes = changed, other: bool = other) -> str:
+        def work(
+            name: Path = name,
+            changed: bytes = changed,
+            other: bool = other,
+            odd: str = odd,
+            swapped: tuple[Path, bytes] = (other_file, content),
+        ) -> str:
             place = folder / "changed"
             shutil.rmtree(place, ignore_errors=True)
             shutil.copytree(whole, place)
-            (place / name).write_bytes(changed)
+            if odd in ("", "swap"):
+                (place / name).write_bytes(changed)
+            else:
+                (place / name).unlink()
+                os.mkfifo(place / name) if odd == "pipe" else (place / name).symlink_to(odd)
+            if odd == "swap":
+                (place / swapped[0]).write_bytes(swapped[1])
             os.environ["PRONGHORN_CACHE"] = str(place)
             found = _content(spec, tokenizer)
             if {**found, "told": []} != {**truth, "told": []}:
@@ -67,7 +85,8 @@ def _flipped(content: bytes, at: int, bit: int) -> bytes:
 
 def _cured(file: Path, changed: bytes) -> bool:
     """Made again without a word that we heard, or not needed (the digests of files, which are only a short cut)."""
-    return not file.exists() or file.read_bytes() != changed or file.parent.name == "digests"
+    made = not file.exists() or (file.is_file() and not file.is_symlink() and file.read_bytes() != changed)
+    return made or file.parent.name == "digests"
 
 
 def _content(spec: Data, tokenizer: Any) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fuzz.outcomes import Tally, mutated_bytes, mutated_value
+from pronghorn.data.formats import only_read
 from pronghorn.data.prepare import Prepared, prepare
 from pronghorn.data.stats import collect
 from pronghorn.data.tokens import load_tokenizer
@@ -30,6 +31,7 @@ Rows = list[dict[str, Any]]
 SPEAKERS = {"user": "human", "assistant": "gpt"}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 OLD_CALL = {"name": "add", "arguments": '{"a": 1}'}
+MARKS = ({"loss_weight": 1, "name": "a"}, {"masked": False, "reasoning": "hm"}, {"loss": True, "thinking": "", "mood": 3})
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
 
@@ -63,6 +65,18 @@ def _rows(chance: random.Random) -> Rows:
         [{"instruction": row[0][1], "output": row[1][1], "history": [["a", "b"]]} for row in turns],
         [{"prompt": row[0][1], "chosen": row[1][1], "rejected": "no"} for row in turns],
         [{"messages": [turn | {"train": turn["role"] == "assistant"} for turn in row["messages"]]} for row in chats],
+        [{"messages": [turn | MARKS[i % len(MARKS)] for i, turn in enumerate(row["messages"])]} for row in chats],
+        [
+            {
+                "contents": [{"role": SPEAKERS[who].replace("gpt", "model"), "parts": [{"text": said}]} for who, said in row],
+                "systemInstruction": {"parts": [{"text": "be kind"}]},
+                "tools": [{"functionDeclarations": [TOOL["function"]]}],
+            }
+            for row in turns
+        ],
+        [{"conversation": [{"system": "be", "input": row[0][1], "output": row[1][1]}], "source": "web"} for row in turns],
+        [{"prompt": row[0][1], "completion": row[1][1], "context": "", "images": [], "label": 3} for row in turns],
+        [{"question": row[0][1], "answers": {"text": [row[1][1]], "start": [0]}, "context": "c"} for row in turns],
     )
     return chance.choice(kinds)
 
@@ -217,10 +231,7 @@ def _misread(found: Prepared, tokenizer: Any, loss_on: str) -> str:
             else [str(message["content"] or "") for message in example.messages if message["role"] == "assistant"]
         )
         said = answers[-1:] if loss_on == "completion" else answers
-        if example.kind == "chat" and any(
-            message.get("weight") == 0 or message.get("train") is False or message.get("training") is False
-            for message in example.messages
-        ):
+        if example.kind == "chat" and any(map(only_read, example.messages)):
             continue
         if trained.replace("<|im_end|>", "") != "".join(said).replace("<|im_end|>", ""):
             return f"{table.where(i)}: trained on {trained!r}, said was {said!r}"

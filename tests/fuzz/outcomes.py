@@ -200,6 +200,12 @@ VALUES = (
     [[]],
     {"": None},
     {"a": {"a": []}},
+    [[{"name": "x"}]],
+    [{"type": "function", "function": "x"}],
+    {"name": None, "arguments": [1]},
+    {"type": "image", "text": None},
+    float("nan"),
+    3,
 )
 
 
@@ -215,7 +221,7 @@ def mutated_value(value: object, chance: random.Random, path: str = "") -> tuple
         if kind < 0.08:
             return {k: v for k, v in value.items() if k != key}, f"{path}.{key} gone"
         if kind < 0.14:
-            name = chance.choice(("", key + "s", key.upper(), "x", "role", "text", "\x1b[31m"))
+            name = chance.choice(("", key + "s", key.upper(), "x", "role", "text", "\x1b[31m", "images", "loss_mask", "tools"))
             return {name if k == key else k: v for k, v in value.items()}, f"{path}.{key} is called {name!r}"
         changed, what = mutated_value(value[key], chance, f"{path}.{key}")
         return value | {key: changed}, what

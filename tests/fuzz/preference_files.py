@@ -44,6 +44,16 @@ def _rows(chance: random.Random) -> Rows:
         [{**row, "rejected": [row["rejected"], "no", ""]} for row in texts],
         [{"prompt": row["prompt"], "completion": row["chosen"], "label": i % 2 == 0} for i, row in enumerate(texts)],
         [{"messages": row["prompt"] + row["chosen"], "kto_tag": "true"} for row in pairs],
+        [
+            {"system": "be kind", "question": row["prompt"], "chosen": row["chosen"], "rejected": row["rejected"]}
+            for row in texts
+        ],
+        [
+            {"input": {"messages": row["prompt"]}, "preferred_output": row["chosen"], "non_preferred_output": row["rejected"]}
+            for row in pairs
+        ],
+        [{"messages": row["prompt"] + row["chosen"], "rejected_response": "no", "images": []} for row in pairs],
+        [{"chosen": f"so {row['chosen']}", "rejected": f"so {row['rejected']}", "source": "web"} for row in texts],
     )
     return chance.choice(kinds)
 

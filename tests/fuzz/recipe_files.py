@@ -1,9 +1,11 @@
-"""Recipes with one thing wrong in bytes, structure or override: refused with a sentence, or taken, and nothing ignored."""
+"""Recipes with one thing wrong in bytes, structure or override: refused with a sentence, or taken, and nothing ignored. Also
+deep and long ones, and files that are none; none may take long."""
 
 from __future__ import annotations
 
 import io
 import math
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,20 @@ WORDS = (
     "train.steps=9" + "9" * 5000,
     "a.b=1",
 )
+# In the place of a value: deeper, longer or more than any recipe.
+HEAVY = (
+    b"[" * 5000,
+    b"{a: " * 5000,
+    b"\n" + b"- " * 5000,
+    b"\n" + b"".join(b" " * n + b"a:\n" for n in range(1, 400)),
+    b"[" + b"1," * 100_000 + b"]",
+    b"x" * 5_000_000,
+    b"x " * 2_000_000,
+    b'"' + b"\\n" * 2_000_000 + b'"',
+    b"|\n" + b"  x\n" * 500_000,
+    b"1\n" + b"#\n" * 1_000_000,
+)
+SECONDS = 15.0  # half of one on an idle core
 
 
 def fuzz(count: int, seed: int, folder: Path) -> Counter[str]:
@@ -45,7 +61,12 @@ def fuzz(count: int, seed: int, folder: Path) -> Counter[str]:
     for number in range(count):
         chance = tally.random(number)
         words = tuple(chance.choice(WORDS) for _ in range(chance.choice((0, 0, 0, 1, 2))))
-        if chance.random() < 0.5:
+        odd = chance.choice(("/dev/zero", "/dev/urandom", "pipe")) if chance.random() < 0.02 else ""
+        if chance.random() < 0.1:
+            content, heavy = EXAMPLE.encode(), chance.choice(HEAVY)
+            at = chance.choice([at for at in range(len(content)) if content[at : at + 2] == b": "]) + 2
+            content, what = content[:at] + heavy + b"\n" + content[at:], f"{heavy[:20]!r}... inserted at {at}"
+        elif chance.random() < 0.5:
             content, what = EXAMPLE.encode(), ""
             for _ in range(chance.choice((1, 1, 2, 4))):
                 content, one = mutated_bytes(content, chance)
@@ -56,8 +77,12 @@ def fuzz(count: int, seed: int, folder: Path) -> Counter[str]:
             yaml.dump(changed, text)
             content = text.getvalue().encode("utf-8", "surrogatepass")
 
-        def work(content: bytes = content, words: tuple[str, ...] = words) -> str:
-            file.write_bytes(content)
+        def work(content: bytes = content, words: tuple[str, ...] = words, odd: str = odd) -> str:
+            file.unlink(missing_ok=True)
+            if odd:
+                os.mkfifo(file) if odd == "pipe" else file.symlink_to(odd)
+            else:
+                file.write_bytes(content)
             recipe = load_recipe(file, words)
             wrong = _ignored(recipe, content) if not words else ""
             again = Recipe.model_validate(recipe.model_dump())
@@ -65,7 +90,7 @@ def fuzz(count: int, seed: int, folder: Path) -> Counter[str]:
                 wrong = "it is another one when written and read again"
             return f"silent\n{wrong}" if wrong else "same"
 
-        tally.add(number, f"{words}: {what}", work)
+        tally.add(number, f"{words}: {odd or what}", work, SECONDS)
     return tally.outcomes
 
 

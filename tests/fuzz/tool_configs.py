@@ -10,7 +10,8 @@ from ruamel.yaml import YAML
 
 from fuzz.outcomes import Tally, mutated_bytes, mutated_value
 from pronghorn.convert.converting import convert_file
-from pronghorn.recipe_file import parse_recipe, read_yaml
+from pronghorn.recipe_file import parse_recipe
+from pronghorn.yaml_file import read_yaml
 
 CONFIGS = sorted((Path(__file__).parent.parent / "convert").glob("*/*.y*ml"))
 INFO = Path(__file__).parent.parent / "convert" / "llamafactory" / "data" / "dataset_info.json"

@@ -14,9 +14,11 @@ from real_layers import (
     TARGETS,
     TOKENS,
     bytes_of,
+    config_of,
     documents_of,
     forward,
     job_of,
+    model_of,
     recomputing,
     small_model,
 )
@@ -50,6 +52,7 @@ from pronghorn.memory.offload import bytes_needed
 from pronghorn.model.layers.fp8_linears import Fp8LinearGroup
 from pronghorn.model.layers.saved import Level, leave
 from pronghorn.model.lora_grad_buffer import LoraGradBuffer
+from pronghorn.recipe import Lora
 from tables import covering, table
 
 GIB = 2**30
@@ -149,12 +152,29 @@ def held_all_the_time(engine: Any) -> tuple[list[Any], list[Any]]:
 )
 def test_weights_and_adapters_are_counted_as_they_are_stored_and_shared(family: str, method: str) -> None:
     targets = TARGETS["experts" if family in EXPERTS and method != "full" else "linears"]
-    model = small_model(family, method, targets)
+    assert_counted(small_model(family, method, targets), job_of(family, method, targets=targets), method)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("method", ["lora", "qlora", "fp8", "full"])
+def test_a_reward_model_has_no_lm_head(method: str, tied: bool) -> None:
+    config = config_of("llama")
+    config.tie_word_embeddings = tied
+    model = model_of(config, method, Lora(r=4), scored=True)
+    language = Job(shape_of(config_of("llama")), TOKENS, rank=4, element=4, **METHODS[method])
+    job = replace(language, shape=shape_of(config), scored=True)
+    assert_counted(model, job, method)
+    assert job.rows == job.entries  # one for each document
+    assert head_bytes(job) < head_bytes(language)
+    assert predicted_costs(job, GPUS["h200"]).rest < predicted_costs(language, GPUS["h200"]).rest
+    assert job.may_keep_embeddings_on_host is (method != "full")
+
+
+def assert_counted(model: Any, job: Job, method: str) -> None:
     engine, saved = forward(model)
     with torch.no_grad():
         engine.layers[0].backward(torch.randn(TOKENS, 64), saved, documents_of(engine))
-    job, full = job_of(family, method, targets=targets), method.startswith("full")
-    trained = [p for p in model.parameters() if p.requires_grad]
+    full, trained = method.startswith("full"), [p for p in model.parameters() if p.requires_grad]
     adapters = set() if full else {p.data_ptr() for p in trained}
     own, shared = held_all_the_time(engine)
     own += [p for p in model.parameters() if p.data_ptr() not in adapters]

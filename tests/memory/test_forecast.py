@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -11,8 +12,7 @@ from real_layers import recomputing
 from pronghorn.bench.workloads import MODELS
 from pronghorn.errors import CommandError, RecipeError
 from pronghorn.memory.costs import LayerCosts
-from pronghorn.memory.forecast import HOST_BYTES, job_of, picture, plan_report
-from pronghorn.memory.gpus import GPUS
+from pronghorn.memory.forecast import HOST_BYTES, comparison, job_of, picture, plan_report, written_ms
 from pronghorn.memory.levels import KEEP, Level
 from pronghorn.recipe import Recipe
 from tables import table
@@ -28,19 +28,53 @@ def test_the_text_says_what_the_data_says() -> None:
     assert told["tokens"] == 100 * 65536
     assert told["cost"] == pytest.approx(told["hours"] * 3.59)
     assert told["hours"] == pytest.approx(told["tokens"] / told["tokens_per_second"] / 3600, rel=1e-4)
-    assert f"{forecast.step_ms:,.1f} ms" in text
+    assert f"step        {forecast.step_ms / 1000:,.1f} s, " in text
     assert f"{forecast.tokens_per_second:,.0f} tokens/s (predicted)" in text
     assert f"peak {forecast.plan.peak_bytes / 1e9:.1f} GB" in text
-    assert "list prices vary" in text
+    assert "a list price of" in text
     assert "4 micro-batches" in text
     for level, count in forecast.plan.counts().items():
         line = next(line for line in text.splitlines() if line.startswith(f"{level.name}  "))
         assert line.split(level.name)[1].split()[0] == str(count)
     assert max(len(line) for line in text.splitlines() if not line.startswith(("memory", "why", " "))) <= 100
     assert "kept on the GPU" not in forecast.text()
-    card, whole = GPUS["h200"].memory / 1e9, forecast.plan.device_bytes / 1e9
-    assert f"fits: {whole:.1f} GB of the GPU's {card:.1f} GB, with driver and fragmentation" in text
+    whole = forecast.plan.device_bytes / 1e9
+    assert f"fits: {whole:.1f} of the 150.1 GB (10^9 bytes) of a 141 GB card, with driver and fragmentation" in text
     assert f"the plan assumes that {HOST_BYTES / 1e9:.1f} GB" in text
+
+
+def test_host_ram_that_is_assumed_is_told_first_with_the_plan_without() -> None:
+    """An 8B model on a 24 GB card pinned 47.7 GB of RAM, told in the ninth line."""
+    guess = plan_report(recipe(), MODELS["llama-8b"], gpu="rtx4090")
+    lines = guess.text().splitlines()
+    assert lines[1].startswith("assumes     64 GB of host RAM can be pinned")
+    assert guess.without is not None
+    assert not guess.without.offloaded
+    rate = guess.step_tokens / guess.without.step_ms(guess.micro_batches) * 1000
+    (without,) = [line for line in lines if line.startswith("without it")]
+    assert f"{rate:,.0f} tokens/s" in without
+    known = plan_report(recipe(), MODELS["llama-8b"], gpu="rtx4090", host=0)
+    assert known.plan.levels == guess.without.levels
+    assert not any(line.startswith(("assumes", "without it")) for line in known.text().splitlines())
+    small = plan_report(recipe(), MODELS["llama-8b"], gpu="l4")
+    assert small.without is None
+    assert "without it  the run does not fit" in small.text()
+    table = comparison([guess, small]).splitlines()
+    assert table[0].startswith("Assumes 64 GB of host RAM")
+    assert [line.split()[1] for line in table[3:5]] == ["24", "24"]  # GB of memory
+    assert table[4].split("offloaded")[1].split()[1:4] == ["does", "not", "fit"]
+    assert table[5].startswith("Does not fit, or needs FP8: rtx3060, ")
+
+
+@table(("ms", "said"), [(0.04, "0.0 ms"), (412.34, "412.3 ms"), (20_768.3, "20.8 s")])
+def test_times_are_written_in_units_that_people_read(ms: float, said: str) -> None:
+    assert written_ms(ms) == said
+
+
+@pytest.mark.parametrize(("tokens", "said"), [(10**9, " h"), (10**7, " min"), (10**5, " s")])
+def test_a_short_run_has_seconds(tokens: int, said: str) -> None:
+    text = plan_report(recipe(), MODELS["llama-8b"], gpu="h200", tokens=tokens).text()
+    assert re.search(rf"tokens: [1-9][\d.,]*{said}", text)
 
 
 def test_the_parts_of_the_peak_add_up() -> None:
@@ -70,7 +104,7 @@ def test_a_price_of_ones_own_and_measured_costs() -> None:
     assert measured.step_ms == pytest.approx(4 * (32 * 22 + 40) + 0.4)
     assert "from times measured on this GPU" in measured.text()
     assert measured.as_dict()["predicted"] is False
-    assert "per 1,000,000,000 tokens" in measured.text()
+    assert "per billion tokens" in measured.text()
 
 
 def test_the_recipe_decides() -> None:
@@ -104,7 +138,7 @@ def test_tokens_a_second_on_an_h200(model: str, measured: float) -> None:
 
 
 def test_a_price_that_is_not_known_is_not_made_up() -> None:
-    unknown = plan_report(recipe(), MODELS["llama-8b"], gpu="rtx-pro-6000", tokens=10**9)
+    unknown = plan_report(recipe(), MODELS["llama-8b"], gpu="a10", tokens=10**9)
     assert (unknown.cost, unknown.cost_of_a_billion) == (None, None)
     assert "price       unknown" in unknown.text()
     assert "USD" not in unknown.text()

@@ -27,6 +27,10 @@ from tables import table
         ("NVIDIA GeForce RTX 3090", "rtx3090"),
         ("NVIDIA GeForce RTX 5090", "rtx5090"),
         ("NVIDIA L4", "l4"),
+        ("NVIDIA A10G", "a10"),
+        ("NVIDIA GeForce RTX 3060", "rtx3060"),
+        ("NVIDIA GeForce RTX 4060 Ti", "rtx4060ti-16"),
+        ("rtx5070ti", "rtx5070ti"),
         ("NVIDIA B200", "b200"),
         ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtx-pro-6000"),
     ],
@@ -42,11 +46,19 @@ def test_an_unknown_one_is_told_with_its_neighbour() -> None:
     assert "b200" in str(caught.value)
 
 
+@table("said", ["t4", "T4", "Tesla T4", "NVIDIA Tesla V100-SXM2-16GB", "rtx2080ti"])
+def test_one_that_is_too_old_is_known_as_such(said: str) -> None:
+    with pytest.raises(CommandError, match=r"compute capability [67]\.[05]") as caught:
+        find_gpu(said)
+    assert "8.0 (Ampere) and newer" in caught.value.why
+
+
 def test_the_table_has_no_holes() -> None:
     for name, gpu in GPUS.items():
         assert name == gpu.name
         assert min(gpu.memory_gb, gpu.bandwidth_gbs, gpu.bf16_tflops, gpu.link_gbs, gpu.price or 1.0) > 0
         assert gpu.fp8_tflops == 0 or gpu.fp8_tflops > gpu.bf16_tflops
+        assert 0.9 * gpu.card_gb < gpu.memory_gb * 1e9 / 2**30 <= gpu.card_gb  # what ECC and the driver leave of what is sold
 
 
 def test_gpus_and_chips_say_the_same() -> None:

@@ -51,6 +51,7 @@ def refused(folder: Path) -> ModelError:
         ({"hidden_size": -64}, "hidden_size: -64"),
         ({"hidden_size": 64.5}, "hidden_size: 64.5"),
         ({"hidden_size": True}, "hidden_size: True"),
+        *(({"architectures": value}, "architectures: ") for value in (5, True, 0.5, "LlamaForCausalLM", {"a": 1}, [None])),
         ({"hidden_size": 10**6}, "weights, but the weight files have"),
         ({"num_attention_heads": 0}, "num_attention_heads: 0"),
         ({"num_key_value_heads": 3}, "4 attention heads and 3 key/value heads"),

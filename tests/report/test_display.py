@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from synthetic_run import synthetic_events
+from terminal_screen import CTRL_C, Terminal
 
 from pronghorn.report.display import JsonDisplay, LiveDisplay, PlainDisplay, make_display
 from pronghorn.report.stages import Stages
@@ -144,6 +145,16 @@ def test_a_long_label_is_shown_whole_and_nothing_done_is_no_number(capsys):
     assert capsys.readouterr().out == "loading the model\n"
 
 
+def test_what_does_not_say_how_far_it_is_goes_away_when_something_else_goes_on():
+    _, display = live_display()
+    display.progress("reading the file", 0, 0)
+    display.progress("counting", 1, 5)
+    display.progress("loading the model", 0, 0)
+    display.progress("evaluating", 0, 8)
+    assert list(display._bars) == ["counting", "evaluating"]
+    display.close()
+
+
 def test_live_view_shows_step_loss_rate_time_and_stages():
     stages = Stages(started=time.monotonic() - 2.0)  # not this process's own start, which may be longer ago than a run's can be
     console, display = live_display(stages)
@@ -265,3 +276,94 @@ def test_a_plan_is_shown_line_by_line(capsys):
         "why         it fits",
         "memory measured: peak 1.00 GB (1.01 planned)",
     ]
+
+
+# Step 1 of 5 took 3 s; step 2 takes as long as nobody presses Ctrl-C, and a second more.
+RUN = """
+import time
+from pronghorn.report.display import make_display
+from pronghorn.report.stages import Stages
+from pronghorn.train.signals import StopRequest
+stages = Stages()
+display = make_display(False, stages)
+display.handle({"event": "start", "run": "r", "steps": 5, "recipe": {}})
+with StopRequest(say=lambda text: display.handle({"event": "stopping", "text": text})) as stop:
+    display.handle({"event": "step", "step": 1, "loss": 1.0, "lr": 1e-4, "tokens": 100, "seconds": 30.0})
+    with stages("step"):
+        while not stop.requested:
+            time.sleep(0.01)
+        time.sleep(SECONDS)
+    display.progress("saving", 0, 0)
+    time.sleep(0.5)
+    display.progress("saving", 1, 1)
+    time.sleep(0.5)
+    display.handle({"event": "checkpoint", "step": 2, "path": "runs/r/checkpoint-2", "bytes": 1, "seconds": 0.1})
+display.close()
+print("the end")
+"""
+
+
+def seconds_in(pattern, frames):
+    return [float(found[1]) for frame in frames if (found := re.search(pattern, frame))]
+
+
+def test_clock_and_time_left_go_on_while_a_step_does():
+    with Terminal("-c", RUN.replace("SECONDS", "0")) as terminal:
+        terminal.frames(lambda screen: "1 of 5" in screen)
+        later = time.monotonic() + 2.5
+        frames = terminal.frames(lambda _: time.monotonic() > later)
+    left = seconds_in(r"1 of 5 +(?:1 min )?([\d.]+) s left", frames)
+    clock = seconds_in(r"time +█+ ([\d.]+) s", frames)
+    assert len(set(clock)) >= 3, frames[-1]
+    assert len(set(left)) >= 2, frames[-1]
+    assert clock == sorted(clock)
+
+
+def test_ctrl_c_is_answered_at_once_and_the_answer_stays():
+    with Terminal("-c", RUN.replace("SECONDS", "1.5")) as terminal:
+        terminal.frames(lambda screen: "1 of 5" in screen)
+        terminal.type(CTRL_C)
+        terminal.frames(lambda screen: "stopping" in screen)
+        frames = terminal.frames(lambda screen: "saving; Ctrl-C again quits now" in screen)
+        frames_at_the_end = terminal.frames(lambda screen: "stopping    saved, writing the report" in screen)
+        rest = terminal.frames(lambda _: False)
+        assert terminal.process.wait(60) == 0
+    assert len(frames) >= 3
+    assert not any("step 3" in frame for frame in frames_at_the_end)  # there is no next one
+    for frame in frames[:-1]:
+        assert re.search(
+            r"^stopping    finishing step 2, then saving \(about [\d.]+ s\); Ctrl-C again quits now$", frame, re.M
+        ), frame
+        assert frame.count("stopping") == 1
+        assert "1 of 5" in frame  # the display goes on below and above it
+    assert "checkpoint at step 2" in rest[-1]
+    assert rest[-1].rstrip().endswith("the end")
+    assert "stopping" not in rest[-1]  # it is over
+
+
+def test_a_second_ctrl_c_says_what_it_did_and_the_cursor_is_back():
+    with Terminal("-c", RUN.replace("SECONDS", "60")) as terminal:
+        terminal.frames(lambda screen: "1 of 5" in screen)
+        terminal.type(CTRL_C)
+        terminal.frames(lambda screen: "stopping" in screen)
+        terminal.type(CTRL_C)
+        last = terminal.frames(lambda _: False)[-1]
+        assert terminal.process.wait(60) == 130
+    assert last.rstrip().endswith(
+        "quit without saving; complete checkpoints are intact, the same command resumes from the last one"
+    )
+    assert terminal.printed.rindex("\x1b[?25h") > terminal.printed.rindex("\x1b[?25l")
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_without_a_terminal_the_sentence_is_a_line_of_the_log(tmp_path, together):
+    code = RUN.replace("SECONDS", "0").replace(
+        "while not stop.requested:", "import os; os.kill(os.getpid(), 2)\n        while not stop.requested:"
+    )
+    with (tmp_path / "log").open("w") as log:
+        errors = log if together else subprocess.PIPE
+        done = subprocess.run([sys.executable, "-c", code], stdout=log, stderr=errors, timeout=60, check=True)
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert [line.split()[0] for line in lines] == ["r:", "step", "stopping:", "checkpoint", "the"]
+    if not together:
+        assert done.stderr.decode() == f"{lines[2]}\n"

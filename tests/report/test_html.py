@@ -207,11 +207,20 @@ def test_answers_stand_beside_what_was_expected_and_what_was_said_before(tmp_pat
              "step": 30, "scores": {"exact": float(i > 0)}, "base_scores": {"exact": 0.0}} for i in range(70)]  # fmt: skip
     write_answers(folder, rows)
     told = words(write_html(folder).read_text(encoding="utf-8"))
-    assert "exact 69 of 70 before training: 0 of 70" in told
+    assert told.index("exact 69 of 70 before training: 0 of 70") < told.index("evaluation loss")  # the result comes first
     assert "before training after step 30" in told
     assert "ask 29" in told
     assert "ask 30" not in told
     assert "24 more, 30 of 70 in all; every one is in answers.jsonl" in told
+    for wrong in (11, 69):
+        for i, row in enumerate(rows):
+            row["scores"] = {"exact": float(i < 70 - wrong)}
+        write_answers(folder, rows)
+        page = write_html(folder).read_text(encoding="utf-8")
+        at_once = page[page.index("<h2>Answers") :].partition("<details>")[0]
+        assert at_once.count(">ask ") == min(wrong, 30)  # no wrong answer is hidden
+        assert f"ask {70 - wrong}" in at_once
+        assert f"{wrong} of 70 wrong, listed first" in words(page)
     (folder / "answers.jsonl").write_bytes(b'{"prompt": 3}\n\xff\n[1]\n{"row"' + b"[" * 2000)
     assert [one.prompt for one in read_answers(folder)] == ["3"]
     assert "Answers" in words(write_html(folder).read_text(encoding="utf-8"))

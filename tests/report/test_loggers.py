@@ -27,6 +27,7 @@ from pronghorn.recipe import LoggerName, Recipe
 from pronghorn.report.loggers import beside
 from pronghorn.report.loggers.beside import logging_to
 from pronghorn.report.loggers.figures import figures
+from pronghorn.report.loggers.output import MOST
 from pronghorn.report.loggers.table import LOGGERS, require_installed
 from pronghorn.report.run_log import RunLog, read_log
 
@@ -274,3 +275,26 @@ def test_a_run_with_loggers_is_the_same_run(
     if works:
         curve: Any = of_tensorboard(outputs["logged"])["train/loss"]
         assert curve == [(step, pytest.approx(loss)) for step, loss in losses["logged"]]
+
+
+def test_what_a_logger_prints_is_kept_up_to_a_limit(
+    tmp_path: Path, stand_in: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From Python, past Python's buffers, and from a process of its own; what comes after it ends the logger."""
+    line = "'x' * 99"
+    stand_in(
+        "wandb",
+        "import os, subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'for _ in range(9000): print(99 * chr(120))'])\n"
+        f"for _ in range(9): os.write(2, ({line} * 1000).encode())\n"
+        f"for _ in range(9000): print({line})\n"
+        "child.wait()\nraise ValueError('at last')",
+    )
+    monkeypatch.setattr(beside, "PATIENCE", 120.0)
+    write_session(tmp_path / "run", range(1, 5), "wandb")
+    log = tmp_path / "run" / "wandb.log"
+    assert MOST < log.stat().st_size < MOST + 1000
+    assert log.read_text().endswith("[more than 1,000,000 bytes; the rest is not kept]\n")
+    printed, ended = notices(tmp_path / "run")
+    assert "wandb printed more than 1,000,000 bytes; the rest of its output is not kept" in printed
+    assert "wandb failed and has stopped logging: ValueError: at last" in ended

@@ -13,9 +13,9 @@ from pronghorn.report.runs import compare, comparison_table, list_runs, runs_tab
 from tables import table
 
 
-def shown(renderable, width=160):
-    console = Console(file=io.StringIO(), width=width)
-    console.print(renderable)
+def shown(renderable, width=160, *, terminal=True):
+    console = Console(file=io.StringIO(), width=width, force_terminal=terminal, color_system=None)
+    console.print(renderable, crop=terminal)  # as the command line prints
     return console.file.getvalue()
 
 
@@ -55,6 +55,27 @@ def test_a_narrow_terminal_shows_fewer_columns_and_whole_folder_names(tmp_path):
         before = len(heading.split())
     assert "last event" in heading
     assert "model" in heading
+
+
+def test_a_pipe_gets_all_columns_whole(tmp_path):
+    write_run(tmp_path / "one", synthetic_events(20))
+    runs = [replace(run, folder="runs/" + "a-long-name/" * 9) for run in list_runs(tmp_path)]
+    heading, line = shown(runs_table(runs), 80, terminal=False).rstrip("\n").split("\n")
+    assert runs[0].folder in line
+    assert {"model", "method", "tokens/s", "last"} <= set(heading.split())
+
+
+def test_the_score_that_selects_the_checkpoint_has_a_column(tmp_path):
+    events = synthetic_events(200)
+    for event in events:
+        if event["event"] == "eval":
+            event |= {"metrics": {"json_valid": 1.0, "exact_match": event["step"] / 250}, "samples": 35}
+        if event["event"] == "start":
+            event["recipe"] = event["recipe"] | {"eval": event["recipe"]["eval"] | {"best": "exact_match"}}
+    write_run(tmp_path / "one", events)
+    runs = list_runs(tmp_path)
+    assert (runs[0].metric, runs[0].score) == ("exact_match", 0.8)
+    assert "exact_match 0.8" in shown(runs_table([replace(runs[0], folder="runs/one")]), 80)
 
 
 def test_one_broken_log_does_not_hide_the_others(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from pronghorn.errors import CommandError
 from pronghorn.process import set_defaults
 from pronghorn.scripts.explain import ENVIRONMENT, INTO_ARGS, as_text, everything, of_script
-from pronghorn.scripts.fronts import MOVED
+from pronghorn.scripts.fronts import GONE, MOVED
 from pronghorn.scripts.modules import OURS
 from pronghorn.scripts.renames import BITSANDBYTES_ADAMW, LEFT_OUT, REFUSED, RENAMED, TRAINER_RENAMED
 from public_models import write_notebook
@@ -32,7 +32,7 @@ sort(data, tokenizer=1)
 
 def test_everything_that_is_adapted_is_listed() -> None:
     text = everything()
-    for name in (*RENAMED, *LEFT_OUT, *REFUSED, *TRAINER_RENAMED, *INTO_ARGS, *BITSANDBYTES_ADAMW, *MOVED, *OURS):
+    for name in (*RENAMED, *LEFT_OUT, *REFUSED, *TRAINER_RENAMED, *INTO_ARGS, *BITSANDBYTES_ADAMW, *MOVED, *GONE, *OURS):
         assert name in text, name
 
 
@@ -49,6 +49,7 @@ def test_a_script(tmp_path: Path) -> None:
     adapted = {one.what.split(":")[0] for one in found if not one.missing}
     assert adapted == {
         "from unsloth import FastLanguageModel",
+        "from unsloth import FastVisionModel",
         "from unsloth.chat_templates import get_chat_template",
         "from trl import ORPOTrainer",
         "SFTTrainer(tokenizer=) -> processing_class=",
@@ -60,7 +61,6 @@ def test_a_script(tmp_path: Path) -> None:
     }
     missing = [one.what for one in found if one.missing]
     assert [text.split(" ")[0] for text in missing] == [
-        "unsloth.FastVisionModel",
         "unsloth.made_up",
         "unsloth_zoo.rl_replacements",
         "fast_generate()",
@@ -68,10 +68,37 @@ def test_a_script(tmp_path: Path) -> None:
         "from_pretrained(load_in_8bit=True)",
         "save_pretrained_merged(save_method='merged_4bit')",
     ]
-    assert [text.endswith("(disabled by `if False`)") for text in missing] == [False] * 6 + [True]
+    assert [text.endswith("(disabled by `if False`)") for text in missing] == [False] * 5 + [True]
     text = as_text(path, found)
     assert "mine.py:2  from unsloth import FastLanguageModel: Pronghorn's" in text
     assert text.index("adapted:") < text.index("not supported:") < text.index("fast_generate()")
+
+
+def test_what_generates_while_it_trains_is_listed_as_missing(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from vllm import SamplingParams\nimport vllm\nfrom trl import GRPOTrainer, GRPOConfig, PPOTrainer\n"
+        "from trl import DataCollatorForCompletionOnlyLM\nGRPOConfig(use_vllm=True, max_completion_length=3)\n"
+        "KTOConfig(max_completion_length=3, rpo_alpha=1)\n",
+        encoding="utf-8",
+    )
+    found = of_script(path)
+    missing = {one.what.split(":")[0]: one.what for one in found if one.missing}
+    assert list(missing) == [
+        "from vllm import SamplingParams",
+        "import vllm",
+        "from trl import GRPOTrainer",
+        "from trl import GRPOConfig",
+        "from trl import PPOTrainer",
+        "GRPOConfig(use_vllm=) is not supported",
+        "KTOConfig(rpo_alpha=) is refused",
+    ]
+    assert all("instead: " in text or "loss_type=" in text for text in missing.values())
+    assert "model.generate()" in missing["from trl import GRPOTrainer"]
+    assert [one.what.split(":")[0] for one in found if not one.missing] == [
+        "from trl import DataCollatorForCompletionOnlyLM",
+        "KTOConfig(max_completion_length=) is dropped",
+    ]
 
 
 def test_a_notebook_and_what_cannot_be_read(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from pronghorn.scripts.running import run
 
 def script(text: str, notes: Notes | None = None) -> dict[str, Any]:
     """The names that a script has in the end."""
-    with Adaptor(notes or Notes(lambda text: None)) as adaptor:
-        names: dict[str, Any] = {"__name__": "__main__", "__builtins__": adaptor.builtins}
+    with Adaptor(notes or Notes(lambda text: None)):
+        names: dict[str, Any] = {"__name__": "__main__"}
         exec(text, names)
     return names
 
@@ -39,6 +39,19 @@ def test_only_the_script_sees_other_classes() -> None:
     assert names["AutoConfig"] is transformers.AutoConfig
     assert {name: getattr(trl, name) for name in before} == before
     assert (dict(vars(trl.SFTTrainer)), dict(vars(transformers.TrainingArguments))) == inside
+
+
+def test_what_trl_has_moved_or_dropped() -> None:
+    names = script(
+        "from trl import DataCollatorForCompletionOnlyLM, maybe_apply_chat_template\n"
+        "from trl.trainer import DataCollatorForCompletionOnlyLM as Again"
+    )
+    assert names["Again"] is names["DataCollatorForCompletionOnlyLM"]
+    with pytest.raises(ImportError, match="PPOTrainer is not in this TRL") as caught:
+        script("from trl import PPOTrainer")
+    assert "GRPOTrainer" in caught.value.fix  # type: ignore[attr-defined]
+    with pytest.raises(ImportError, match="cannot import name 'no_such_name'"):
+        script("from trl import no_such_name")
 
 
 def test_arguments_are_of_the_real_class() -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+import trl
 
 import pronghorn
 from pronghorn.errors import CommandError
@@ -37,6 +39,33 @@ def test_names_are_ours_and_only_inside(notes: Notes) -> None:
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("unsloth")
     assert notes.said == ["import unsloth gives pronghorn", "import unsloth.chat_templates gives pronghorn.chat_templates"]
+
+
+def test_internals_that_people_import(notes: Notes, tiny_model: Path) -> None:
+    """Some have a meaning here; classes of TRL and transformers are imported from wherever an editor found them."""
+    with Adaptor(notes):
+        from unsloth.models.rl import PatchFastRL
+        from unsloth.tokenizer_utils import SFTConfig, load_correct_tokenizer
+        from unsloth.trainer import SFTTrainer, _create_unsloth_optimizer
+
+        assert issubclass(SFTTrainer, trl.SFTTrainer)
+        assert SFTConfig(max_seq_length=5, report_to="none", bf16=False).max_length == 5
+        assert PatchFastRL is pronghorn.PatchFastRL
+        assert load_correct_tokenizer(tokenizer_name=str(tiny_model), padding_side="right").eos_token
+        for name, fix in (("unsloth.save", "save_pretrained_merged"), ("unsloth.kernels.utils", "FastLanguageModel"),
+                          ("unsloth.tokenizer_utils.check", "remove it"), ("unsloth_zoo.utils", "remove")):  # fmt: skip
+            with pytest.raises(NotHere) as caught:
+                importlib.import_module(name)
+            assert fix in caught.value.fix
+            assert "internal to the other library" in caught.value.why
+    model = torch.nn.Module()
+    model.embedding, model.linear = torch.nn.Embedding(3, 2), torch.nn.Linear(2, 2)
+    model.get_input_embeddings, model.get_output_embeddings = (lambda: model.embedding), lambda: None
+    optimizer = _create_unsloth_optimizer(model, torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.1}, embedding_lr=1e-5)
+    assert [(group["lr"], group["weight_decay"], len(group["params"])) for group in optimizer.param_groups] == [
+        (1e-3, 0.1, 2),
+        (1e-5, 0.1, 1),
+    ]
 
 
 def test_what_is_not_here_is_a_sentence_and_an_import_error(notes: Notes) -> None:

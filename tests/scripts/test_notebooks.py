@@ -37,6 +37,11 @@ def cells_of(tmp_path: Path, *texts: str) -> list[tuple[str, tuple[str, ...]]]:
         ("x = (7\n% 4)", "x = (7\n% 4)", ()),
         ('text = """\n!not a command\n"""', 'text = """\n!not a command\n"""', ()),
         ("x = y != 2", "x = y != 2", ()),
+        ("x = 7 \\\n% 4", "x = 7 \\\n% 4", ()),
+        ("x = ('(', \"#\",  # (\n!a", "x = ('(', \"#\",  # (\n!a", ()),
+        ('x = """a\\"""\nb?\n"""\n!ls', 'x = """a\\"""\nb?\n"""\npass', ("!ls",)),
+        ("%env A=1", "get_ipython().run_line_magic('env', 'A=1')", ()),
+        ("%time  f(1)\n%timeit -n 3 f(1)", "f(1)\npass", ("%timeit -n 3 f(1)",)),
     ],
 )
 def test_what_only_a_notebook_understands_is_left_out(tmp_path: Path, text: str, source: str, skipped: tuple[str, ...]) -> None:
@@ -49,6 +54,12 @@ def test_what_is_no_notebook_is_said(tmp_path: Path) -> None:
         (tmp_path / "some.ipynb").write_text(content, encoding="utf-8")
         with pytest.raises(CommandError, match="not a Jupyter notebook"):
             read_cells(tmp_path / "some.ipynb")
+
+
+def test_many_lines_of_a_shell(tmp_path: Path) -> None:
+    """In time that grows with their number: 20,000 lines took minutes when each parsed all before it."""
+    (cell,) = read_cells(write_notebook(tmp_path / "some.ipynb", ["x = 1\n" + "!echo\n" * 20_000]))
+    assert len(cell.skipped) == 20_000
 
 
 def test_markdown_is_passed_over(tmp_path: Path) -> None:
@@ -68,7 +79,7 @@ class Shell(SimpleNamespace):
 def test_the_extension(capsys: pytest.CaptureFixture[str]) -> None:
     import trl
 
-    names: dict[str, Any] = {"__builtins__": __builtins__}
+    names: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
     shell = Shell(user_ns=names)
     pronghorn.load_ipython_extension(shell)
     pronghorn.load_ipython_extension(shell)  # a cell run twice

@@ -19,10 +19,11 @@ from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
 
 import test_nothing_is_patched
+from image_text_models import save_image_text_model
 from pronghorn.errors import CommandError
 from pronghorn.scripts.notes import Notes
 from pronghorn.scripts.running import run
-from public_models import write_data, write_hub
+from public_models import COMMIT, write_data, write_hub
 from trl_on_a_cpu import TorchLogProbs
 
 pytestmark = pytest.mark.usefixtures("_no_gpu")  # small numbers, and a stand-in for the GPU
@@ -182,7 +183,11 @@ def test_a_script_for_inference_alone(notebook_room: Path) -> None:
     assert main["outputs"].shape[1] > 1
 
 
-def test_a_script_that_needs_what_is_not_here_ends_with_the_sentence(notebook_room: Path) -> None:
-    with pytest.raises(CommandError, match=r"FastVisionModel.from_pretrained is not supported") as caught:
+def test_a_script_that_needs_what_is_not_here_ends_with_the_sentence(notebook_room: Path, hub: Path) -> None:
+    folder = hub / "models--unsloth--Llama-3.2-11B-Vision-Instruct"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text(COMMIT, encoding="utf-8")
+    save_image_text_model("gemma3", folder / "snapshots" / COMMIT)
+    with pytest.raises(CommandError, match=r"finetune_vision_layers=True") as caught:
         run_script("vision.py")
-    assert "FastModel" in caught.value.fix
+    assert caught.value.fix == "finetune_vision_layers=False"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from transformers import Trainer, TrainingArguments
-from trl import DPOConfig, DPOTrainer, GRPOConfig, KTOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
 from pronghorn.errors import CommandError
 from pronghorn.scripts import renames
@@ -66,6 +66,25 @@ def test_what_cannot_be_translated_is_refused(notes: Notes) -> None:
         translate_arguments(SFTConfig, {"warmup_ratio": 2}, notes)
     with pytest.raises(CommandError, match=r"max_seq_length=10\) contradicts max_length=20"):
         translate_arguments(SFTConfig, {"max_seq_length": 10, "max_length": 20}, notes)
+
+
+def test_an_optimizer_that_transformers_had(notes: Notes) -> None:
+    assert translate_arguments(TrainingArguments, {"optim": "adamw_hf"}, notes)["optim"] == "adamw_torch"
+    assert "adamw_hf" in notes.said[0]
+
+
+def test_arguments_of_older_preference_trainers(notes: Notes) -> None:
+    """KTO and DPO have dropped them; ORPO and GRPO have not."""
+    old = {"max_completion_length": 64, "label_pad_token_id": -100, "generate_during_eval": False, "rpo_alpha": None}
+    assert translate_arguments(KTOConfig, {**old, "bf16": False}, notes) == {"bf16": False}
+    assert [line.split(" is dropped")[0] for line in notes.said] == [
+        f"KTOConfig({name}=...)" for name in ("max_completion_length", "label_pad_token_id", "generate_during_eval")
+    ]
+    assert translate_arguments(GRPOConfig, {"max_completion_length": 8, "bf16": False}, notes)["max_completion_length"] == 8
+    with pytest.raises(CommandError, match="rpo_alpha") as caught:
+        translate_arguments(DPOConfig, {"rpo_alpha": 1.0}, notes)
+    assert "loss_weights" in caught.value.fix
+    assert DPOConfig(loss_type=["sigmoid", "sft"], loss_weights=[1.0, 1.0], bf16=False, report_to="none").loss_weights
 
 
 def test_each_is_said_once(notes: Notes) -> None:

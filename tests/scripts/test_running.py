@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import builtins
+import os
 import sys
 from pathlib import Path
+from types import BuiltinFunctionType
 
 import pytest
 
 from pronghorn.errors import CommandError, HealthStop
+from pronghorn.scripts.explain import of_script
 from pronghorn.scripts.notes import Notes
 from pronghorn.scripts.running import as_python_shows_it, exit_code, run
 from public_models import write_notebook
+from tables import table
 
 
 def quiet() -> Notes:
@@ -136,6 +141,90 @@ display(x)
     ]
     with pytest.raises(NameError):  # a script that asks whether it is in a notebook is not
         run(write(tmp_path / "other.py", "get_ipython()\n"), notes=quiet())
+
+
+BUILTINS = """
+import builtins, types, sys
+is_module = isinstance(__builtins__, types.ModuleType) and __builtins__ is builtins
+import beside
+loud = shout('a')
+before, builtins.len = len, lambda x: 42
+four = len('four')
+builtins.len = before
+names, plain = {}, {'__name__': 'another'}
+exec('import transformers', names)
+exec('import transformers', plain)
+seen, unseen = (type(one['transformers']).__name__ for one in (names, plain))
+spec, annotations, shown = __spec__, __annotations__, repr(sys.modules['__main__'])
+"""
+
+
+def test_builtins_are_pythons_own(tmp_path: Path) -> None:
+    """What a script or a library sets there is seen by both; each of these is a line of some public script."""
+    write(tmp_path / "beside.py", "import builtins\nbuiltins.shout = lambda text: text.upper()\n")
+    main = run(write(tmp_path / "mine.py", BUILTINS), notes=quiet())
+    try:
+        assert (main.is_module, main.loud, main.four) == (True, "A", 42)
+        assert (main.seen, main.unseen) == ("View", "_LazyModule")
+        assert (main.spec, main.annotations, main.shown) == (None, {}, f"<module '__main__' from '{tmp_path / 'mine.py'}'>")
+    finally:
+        del builtins.shout  # type: ignore[attr-defined]
+    assert isinstance(builtins.__import__, BuiltinFunctionType)
+
+
+DEEP = 100_000
+
+
+@table(
+    ("source", "error"),
+    [
+        ("x = " + "-" * DEEP + "1", "nested too deeply"),
+        ("x = a" + ".b" * DEEP, "nested too deeply"),
+        ("x = " + "lambda: " * DEEP + "1", "nested too deeply"),
+        ("if 1:\n  pass\n" + "elif 1:\n  pass\n" * 20_000, "nested too deeply"),
+        ("x = '\ud800'", "surrogates not allowed"),
+    ],
+)
+def test_what_python_cannot_compile_is_a_sentence(tmp_path: Path, source: str, error: str) -> None:
+    path = write_notebook(tmp_path / "some.ipynb", [source])
+    for use in (lambda: run(str(path), notes=quiet()), lambda: of_script(path)):
+        with pytest.raises(CommandError, match=error) as caught:
+            use()
+        assert caught.value.what == "Python cannot compile this source"
+        assert "cell 1" in str(caught.value.where)
+
+
+def test_brackets_100_000_deep(tmp_path: Path) -> None:
+    with pytest.raises(SyntaxError, match="too many nested parentheses"):
+        run(str(write_notebook(tmp_path / "some.ipynb", ["x = " + "[" * DEEP])), notes=quiet())
+    for text in ("[" * DEEP, '{"cells": ' + "[" * DEEP + "]" * DEEP + "}"):
+        with pytest.raises(CommandError, match="its JSON is nested too deeply"):
+            run(write(tmp_path / "deep.ipynb", text), notes=quiet())
+
+
+def test_environment_variables_of_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FIRST", "SECOND", "THIRD", "FOURTH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HERE", "1")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "inner").mkdir()
+    notes = quiet()
+    text = (
+        "import os\nsize = 8\nif size:\n    %env FIRST=a b\n%set_env SECOND 2\n%env THIRD={size}/$size\nhere = %env HERE\n"
+        "%time half = size // 2\n%cd inner\nwhere = os.getcwd()\n%matplotlib inline\n"
+    )
+    main = run(str(write_notebook(tmp_path / "some.ipynb", [text])), notes=notes)
+    assert [os.environ[name] for name in ("FIRST", "SECOND", "THIRD")] == ["a b", "2", "8/8"]
+    assert (main.here, main.half, main.where) == ("1", 4, str(tmp_path / "inner"))
+    assert notes.said == ["cell 1: skipped %matplotlib inline"]
+    run(write(tmp_path / "was.py", "get_ipython().run_line_magic('env', 'FOURTH=4')\n"), notes=quiet())
+    assert os.environ["FOURTH"] == "4"
+
+
+def test_a_notebook_refuses_to_start_itself_again(tmp_path: Path) -> None:
+    text = "import multiprocessing\nmultiprocessing.get_context('spawn').Process(target=print).start()"
+    with pytest.raises(CommandError, match="each process would run all cells again"):
+        run(str(write_notebook(tmp_path / "some.ipynb", [text])), notes=quiet())
 
 
 def test_exit_is_the_scripts_own(tmp_path: Path) -> None:

@@ -8,17 +8,22 @@ import multiprocessing
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pronghorn.errors import PronghornError
+from pronghorn.train.folder_store import PLACE, FolderStore
+from pronghorn.train.heartbeat import LAUNCHER, who_am_i
 from pronghorn.train.ranks import join
 from pronghorn.train.world import World
 
 DEADLINE = 120.0  # seconds, so that nothing hangs
+
+
+LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")  # as /proc/net writes them
 
 
 class Silent:
@@ -26,9 +31,23 @@ class Silent:
     def progress(self, *_: Any) -> None: ...
 
 
-def _rank(rank: int, size: int, port: int, work: Callable[[World], Any], report: Path) -> None:
+def listening(processes: Sequence[int]) -> list[tuple[str, int]]:
+    """Addresses and ports of the TCP sockets on which these processes accept connections."""
+    inodes = set()
+    for process in processes:
+        for number in Path(f"/proc/{process}/fd").glob("*"):
+            try:
+                inodes.add(str(number.readlink()).removeprefix("socket:[").removesuffix("]"))
+            except OSError:
+                continue
+    rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    found = [row[1].split(":") for row in rows if row[3] == "0A" and row[9] in inodes]
+    return [(address, int(port, 16)) for address, port in found]
+
+
+def _rank(rank: int, size: int, place: dict[str, str], work: Callable[[World], Any], report: Path) -> None:
     """In a process of its own, forked: what this process has imported it has, too."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), **place}
     torch.set_num_threads(1)
     gc.freeze()  # a store that a test before left behind waits, when it is freed, for a thread that this process does not have
     code, what = 0, ""
@@ -43,15 +62,20 @@ def _rank(rank: int, size: int, port: int, work: Callable[[World], Any], report:
 
 
 def in_ranks(
-    work: Callable[[World], Any], folder: Path, size: int = 2, stopped: int | None = None
+    work: Callable[[World], Any], folder: Path, size: int = 2, stopped: int | None = None, private: bool = False
 ) -> list[tuple[int, str] | None]:
-    """Exit code and result or error of each rank; None of one that was killed. `stopped`: a rank that the others cannot end."""
+    """Exit code and result or error of each rank; None of one that was killed. `stopped`: a rank that the others cannot end.
+    `private`: they meet in a folder, as if this process were launch.py; otherwise rank 0 keeps a store."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
     folder.mkdir(exist_ok=True)
+    if private:
+        (meeting := folder / "meeting").mkdir(mode=0o700)
+        FolderStore(meeting).set(LAUNCHER, json.dumps(who_am_i()))
+        place = {PLACE: str(meeting)}
     context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=_rank, args=(rank, size, port, work, folder)) for rank in range(size)]
+    processes = [context.Process(target=_rank, args=(rank, size, place, work, folder)) for rank in range(size)]
     for process in processes:
         process.start()
     for rank, process in sorted(enumerate(processes), key=lambda one: one[0] == stopped):

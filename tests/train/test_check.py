@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,69 @@ def test_a_lora_section_beside_method_full_is_told(recipe_for: RecipeFor) -> Non
     assert told in check(recipe_for(method="full", lora={"r": 4})).notices
     assert told not in check(recipe_for(method="full", lora={"r": 16})).notices
     assert told not in check(recipe_for(lora={"r": 4})).notices
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train": {"epochs": 1, "capacity": 16384, "batch_tokens": 65536}},  # 1 step
+        {"train": {"epochs": 1}},
+        {"train": {"epochs": 3, "batch_tokens": 4096, "capacity": 4096}},
+        {"train": {"epochs": 1, "batch_tokens": 65536, "batch_rows": 20}},
+    ],
+)
+def test_where_steps_are_few_every_value_that_is_named_gives_the_steps_that_are_told(
+    recipe_for: RecipeFor, changes: dict[str, Any]
+) -> None:
+    facts = check(recipe_for(**changes))
+    (told,) = [notice for notice in facts.notices if notice.startswith("only")]
+    assert told.startswith(f"only {facts.steps} step")
+    named = re.findall(r"((?:train\.\w+: \d+(?: and )?)+) \((\d+) steps\)", told)
+    assert named
+    for keys, steps in named:
+        values = {key.split(": ")[0].removeprefix("train."): int(key.split(": ")[1]) for key in keys.split(" and ")}
+        rows = {"batch_tokens": 65536} if "batch_rows" in values else {"batch_rows": None}
+        assert check(recipe_for(**{"train": changes["train"] | rows | values})).steps == int(steps) > facts.steps
+
+
+def test_evaluations_that_never_come_are_told(recipe_for: RecipeFor) -> None:
+    (told,) = [notice for notice in check(recipe_for(eval={"every": 200})).notices if "eval.every" in notice]
+    assert told == "eval.every: 200 of 10 steps evaluates only at the end; set eval.every: 0.25 (every 3 steps)"
+    stops = recipe_for(eval={"every": 10, "stop": {"patience": 1}})
+    assert "so eval.stop never acts" in "\n".join(check(stops).notices)
+    for quiet in (recipe_for(eval={"every": 0.25}), recipe_for(eval={"every": 4}), recipe_for(data={"eval": None})):
+        assert "eval.every" not in "\n".join(check(quiet).notices)
+
+
+def test_packs_that_few_rows_leave_empty_are_told_with_a_capacity_that_fills_them(recipe_for: RecipeFor) -> None:
+    size = {"batch_tokens": 65536, "batch_rows": 4, "capacity": 2048}
+    facts = check(recipe_for(train=size))
+    assert (facts.rows_per_step, facts.micro_batches_per_step, facts.steps) == (4, 1, 20)
+    (told,) = [notice for notice in facts.notices if notice.startswith("packs are")]
+    found = re.fullmatch(r"packs are \d+% full, because a step has 4 rows; set train.capacity: (\d+) \((\d+)% full\)", told)
+    assert found
+    better = check(recipe_for(train=size | {"capacity": int(found[1])}))
+    assert round(better.packing_efficiency * 100) == int(found[2])
+    assert better.steps == facts.steps
+
+
+def test_copies_and_their_steps_are_told(recipe_for: RecipeFor, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"{n} {n * n} what comes next {n + 1}?"},
+                {"role": "assistant", "content": "?"},
+            ]
+        }
+        for n in range(30)
+    ]
+    path = write_rows(tmp_path / "twice.jsonl", [*rows, *rows[:10], *rows[:10]])
+    facts = check(recipe_for(data={"train": [str(path)], "eval": 0.2}))
+    assert (facts.copies, facts.near_copies) == (20, 0)
+    assert facts.steps_on_copies == pytest.approx(facts.steps * 20 / 50, abs=1)
+    Console(width=200, force_terminal=False).print(facts.table())
+    assert "20 rows like an earlier one (20 word for word): about" in capsys.readouterr().out
+    assert check(recipe_for(data={"train": [str(path)], "duplicates": "drop-exact"})).copies == 0
 
 
 def test_counting_the_steps_of_many_epochs_shows_how_far_it_is(recipe_for: RecipeFor) -> None:

@@ -17,9 +17,18 @@ from safetensors.torch import load_file, save_file
 from pronghorn.cli import main
 from pronghorn.data.batches import Cursor, StepBatch, build_batch
 from pronghorn.errors import HealthStop, ModelError, RecipeError
+from pronghorn.memory.dry_run import Allocations
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
-from pronghorn.train.health import BrokenWeights, Offenders, lower_lr, offending_rows, require_sound, require_trainable
+from pronghorn.train.health import (
+    BrokenWeights,
+    Offenders,
+    lower_lr,
+    not_finite,
+    offending_rows,
+    require_sound,
+    require_trainable,
+)
 from pronghorn.train.objectives import Supervised
 from pronghorn.train.setup import set_up
 from samples import ListTable, chat_rows, make_model, write_rows
@@ -182,3 +191,12 @@ def test_a_weight_that_is_not_finite_is_named_before_anything_trains(
     with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj.* NaN or infinity") as caught:
         set_up(recipe, Path(recipe.output), report=lambda *_: None, stage=lambda _: nullcontext())
     assert caught.value.where == str(folder)
+
+
+def test_looking_for_broken_numbers_takes_no_memory() -> None:
+    """A plan does not count it, and the embeddings of a large vocabulary are a large part of what is trained."""
+    weights = {"sound": torch.ones(1000, 100), "broken": torch.ones(1000, 100)}
+    weights["broken"][999, 99] = math.nan
+    with Allocations() as counted:
+        assert not_finite(weights) == ["broken"]
+    assert counted.peak < 100

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +18,7 @@ from rank_processes import Silent, in_ranks
 
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import read_log
-from pronghorn.train import heartbeat
+from pronghorn.train import heartbeat, ranks
 from pronghorn.train.checkpoint import latest_checkpoint
 from pronghorn.train.loop import train
 from pronghorn.train.objectives import Supervised
@@ -41,9 +43,9 @@ def sums(world: World, count: int = 1) -> float:
 
 
 @pytest.mark.usefixtures("_quick")
-@pytest.mark.parametrize("stopped", [0, 2])
-def test_a_stopped_rank_ends_the_others(stopped: int, tmp_path: Path) -> None:
-    """Rank 0 keeps the store here, which then answers nobody."""
+@pytest.mark.parametrize(("stopped", "private"), [(0, False), (2, False), (0, True)])
+def test_a_stopped_rank_ends_the_others(stopped: int, private: bool, tmp_path: Path) -> None:
+    """Without a folder rank 0 keeps the store, which then answers nobody."""
 
     def work(world: World) -> float:
         sums(world)
@@ -52,7 +54,7 @@ def test_a_stopped_rank_ends_the_others(stopped: int, tmp_path: Path) -> None:
         return sums(world)
 
     began = time.monotonic()
-    found = in_ranks(work, tmp_path, size=3, stopped=0 if stopped == 0 else None)
+    found = in_ranks(work, tmp_path, size=3, stopped=0 if stopped == 0 and not private else None, private=private)
     assert found[stopped] is None  # it was killed by the one that found it, or, with the store, by the test
     said = {one[1] for i, one in enumerate(found) if i != stopped and one is not None}
     assert {one[0] for one in found if one is not None} == {3}
@@ -130,6 +132,44 @@ def test_a_rank_that_stays_in_a_sum_is_named(tmp_path: Path) -> None:
     assert found[0] is not None
     assert found[0][0] == 3
     assert "rank 1 is still in a collective after" in found[0][1]
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_rank_of_another_machine_is_named(killed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody sees its process: its connections break, and its heartbeat stops. Rank 0 takes the store along."""
+    monkeypatch.setattr(heartbeat, "BEAT", 0.1)
+    monkeypatch.setattr(ranks, "ALSO", 1.0)
+    monkeypatch.setattr(heartbeat, "_machine", lambda: os.environ["RANK"])
+    monkeypatch.setattr(socket, "gethostname", lambda: f"host-{os.environ['RANK']}")
+
+    def work(world: World) -> float:
+        sums(world)
+        if world.rank == killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return sums(world)
+
+    found = in_ranks(work, tmp_path, size=3)
+    assert found[killed] is None
+    others = [one for one in found if one is not None]
+    assert [code for code, _ in others] == [3, 3]
+    assert all(f"rank {killed} on node {killed} (host-{killed}) ended without an error message" in what for _, what in others)
+
+
+@pytest.mark.usefixtures("_quick")
+def test_a_heartbeat_that_cannot_be_written_ends_the_run(tmp_path: Path) -> None:
+    """A full disk, for longer than a while."""
+
+    def work(world: World) -> None:
+        sums(world)
+        if world.rank == 1:
+            shutil.rmtree(tmp_path / "meeting")
+        while True:
+            sums(world)
+            time.sleep(0.05)
+
+    found = in_ranks(work, tmp_path, private=True)
+    assert {one and one[0] for one in found} == {3}
+    assert any("has not been able to write its heartbeat" in one[1] for one in found if one)
 
 
 CHANGES: dict[str, Any] = {

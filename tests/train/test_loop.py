@@ -106,10 +106,11 @@ def test_the_stages_sum_to_the_wall_clock(recipe_for: Callable[..., Recipe]) -> 
         {"lora": {"r": 4, "dropout": 0.3}},
         {"lora": {"r": 4, "dora": True, "plus_ratio": 4.0}},
         {"data": {"workers": 2}},
+        {"train": {"steps": 5, "batch_tokens": 65536, "batch_rows": 9}},
         {"method": "fp8"},
         {"method": "qlora", "compute": "fp8", "precision": "bf16"},
     ],
-    ids=["lora", "full", "dropout", "dora", "workers", "fp8", "qlora in fp8"],
+    ids=["lora", "full", "dropout", "dora", "workers", "rows", "fp8", "qlora in fp8"],
 )
 def test_a_run_stopped_at_any_step_ends_with_the_same_weights(
     recipe_for: Callable[..., Recipe], tmp_path: Path, changes: dict[str, Any]
@@ -285,6 +286,22 @@ def test_the_number_of_steps_is_exact(recipe_for: Callable[..., Recipe]) -> None
     assert (last["step"], last["epoch"]) == (data.total_steps, 2.0)
     manifest = json.loads((result.folder / f"checkpoint-{result.step}" / "manifest.json").read_text())
     assert manifest["values"]["cursor"] == {"epoch": 2, "pack": 0}
+
+
+def test_with_so_many_rows_in_a_step_losses_and_steps_do_not_depend_on_capacity(
+    recipe_for: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    found = []
+    for capacity in (128, 256, 1024):
+        size = {"batch_tokens": 65536, "batch_rows": 16, "capacity": capacity, "epochs": 2}
+        result = train(recipe_for(train=size, output=str(tmp_path / str(capacity))), display=Silent())
+        found.append([event for event in read_log(result.folder) if event["event"] == "step"])
+    one, *others = found
+    assert len(one) == 6  # 40 rows: 16, 16 and 8, twice
+    for other in others:
+        for key in ("step", "tokens", "loss_tokens", "lr"):
+            assert [event[key] for event in other] == [event[key] for event in one]
+        assert [event["loss"] for event in other] == pytest.approx([event["loss"] for event in one], rel=1e-5)
 
 
 @pytest.mark.parametrize(("method", "precision"), [("lora", "fp32"), ("lora", "fp16"), ("qlora", "bf16"), ("full", "bf16")])

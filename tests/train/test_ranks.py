@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rank_processes import Silent, in_ranks
+from rank_processes import LOOPBACK, Silent, in_ranks, listening
 from safetensors.torch import load_file
 
 from pronghorn.data.batches import BatchLoader, Shapes
@@ -54,9 +54,12 @@ CHANGES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("method", ["lora", "full"])
-def test_two_ranks_train_as_one(method: str, recipe_for: Callable[..., Recipe], tmp_path: Path) -> None:
-    recipe = recipe_for(**CHANGES, method=method)
+BY_ROWS = {"train": CHANGES["train"] | {"batch_tokens": 65536, "batch_rows": 16}}
+
+
+@pytest.mark.parametrize("changes", [{}, {"method": "full"}, BY_ROWS], ids=["lora", "full", "rows"])
+def test_two_ranks_train_as_one(changes: dict[str, Any], recipe_for: Callable[..., Recipe], tmp_path: Path) -> None:
+    recipe = recipe_for(**CHANGES | changes)
     two = recipe.model_copy(update={"output": recipe.output + "-two"})
     found = in_ranks(lambda world: train(two, display=Silent(), world=world).step, tmp_path / "told")
     alone = train(recipe, display=Silent())
@@ -77,7 +80,7 @@ def test_two_ranks_train_as_one(method: str, recipe_for: Callable[..., Recipe], 
     waited = summary(read_log(Path(two.output)))["ranks"]
     assert waited["ranks"] == len(waited["waited"]) == 2
     assert all(0 < share <= 1 for share in waited["waited"])
-    if method == "lora":
+    if recipe.method == "lora":
         name = f"checkpoint-{alone.step}/adapter_model.safetensors"
         one, other = (load_file(Path(run) / name) for run in (recipe.output, two.output))
         assert all(torch.allclose(other[key], one[key], rtol=1e-4, atol=1e-6) for key in one)
@@ -293,6 +296,26 @@ def test_a_step_needs_a_pack_for_each_rank(recipe_for: Callable[..., Recipe]) ->
     assert "batch_tokens: 768" in refused.value.fix
     uneven = recipe_for(train={"capacity": 256, "batch_tokens": 1024})
     assert "set train.batch_tokens: 1536" in agreed(uneven, {}, world)[0]
+
+
+def test_ranks_that_wait_because_a_step_has_few_rows_are_told(recipe_for: Callable[..., Recipe]) -> None:
+    world = World()
+    world.size = 3
+    recipe = recipe_for(train={"capacity": 1024, "batch_tokens": 65536, "batch_rows": 4}, data={"max_length": 128})
+    packs = pack(np.full(40, 60), 1024, seed=1, epoch=0, rows=4)
+    (told,) = agreed(recipe, {}, world, packs)
+    assert told.startswith(
+        "a step of 4 rows has 1.0 packs for 3 ranks, so some ranks wait; set train.capacity: 512, or start 1 rank"
+    )
+    assert agreed(recipe, {}, world, pack(np.full(40, 60), 64, seed=1, epoch=0, rows=4)) == []
+
+
+def test_the_store_of_ranks_on_one_machine_listens_on_loopback(tmp_path: Path) -> None:
+    """Where a scheduler starts them, rank 0 keeps a store; by itself torch opens it to all interfaces."""
+    found = in_ranks(lambda world: (world.wait(), [where for where, _ in listening([os.getpid()])])[1], tmp_path)
+    addresses = [literal_eval(one[1]) for one in found if one]
+    assert [len(one) for one in addresses] == [2, 1]  # gloo's, and the store
+    assert {where for one in addresses for where in one} <= set(LOOPBACK)
 
 
 def test_nccl_needs_a_gpu_for_each_rank() -> None:

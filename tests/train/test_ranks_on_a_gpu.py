@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_processes import Silent
+from rank_processes import LOOPBACK, Silent
 from test_graphed_step import graphed, losses, mixed_table, model_of, steps_of
 from test_ranks import apart, losses_of
 from test_runs_on_a_gpu import RecipeFor, gpu_recipe  # noqa: F401  # a fixture
@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import read_log
+from pronghorn.train.launch import launch
 from pronghorn.train.loop import train
 from pronghorn.train.ranks import Ranks, join
 from samples import make_tokenizer
@@ -82,6 +83,29 @@ def test_sums_over_nccl_are_part_of_the_update_graph(one_rank: Callable[[], Rank
     for (loss, norm), (loss_alone, norm_alone) in zip(found, expected, strict=True):
         assert loss == pytest.approx(2 * loss_alone, rel=0.02)
         assert norm == pytest.approx(2 * norm_alone, rel=0.2)
+
+
+JOINED = """import json, os, sys
+sys.path.insert(0, {tests!r})
+import torch
+from rank_processes import listening
+from pronghorn.train.ranks import join
+with join() as world:
+    tensor = torch.ones(4, device="cuda" if torch.cuda.is_available() else "cpu")
+    world.add_up([tensor])
+    found = [world.backend, tensor.tolist(), [where for where, _ in listening([os.getpid()])]]
+open({file!r}, "w").write(json.dumps(found))
+"""
+
+
+def test_nccl_listens_on_loopback_alone(tmp_path: Path) -> None:
+    """In a process as launch.py starts it, after a sum: NCCL is connected then."""
+    script = JOINED.format(tests=str(Path(__file__).parent), file=str(tmp_path / "found"))
+    launch(1, [sys.executable, "-c", script])
+    backend, total, addresses = json.loads((tmp_path / "found").read_text(encoding="utf-8"))
+    assert "nccl" in backend
+    assert total == [1.0] * 4
+    assert set(addresses) <= set(LOOPBACK)
 
 
 def train_on_two(recipe: Recipe, folder: Path) -> list[float]:

@@ -18,7 +18,7 @@ import torch
 import trl_losses as theirs
 from peft import PeftModel
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from pronghorn.data.pair_packing import ends_of
 from pronghorn.data.tokens import padding_id
@@ -26,6 +26,8 @@ from pronghorn.errors import CommandError, ModelError, RecipeError
 from pronghorn.export.run import export_run
 from pronghorn.model.causal_lm import install
 from pronghorn.model.config import read_config
+from pronghorn.model.formats.checkpoint import Shards
+from pronghorn.model.load import load_model
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.scored import require_head, set_padding, with_score
 from pronghorn.recipe import Lora, Recipe
@@ -246,3 +248,18 @@ def test_what_a_reward_model_cannot_is_refused(pairs: str, recipe_for: Callable[
         require_head(config, "model", scored=True)
     with pytest.raises(RecipeError):
         train(recipe_for(**settings(pairs, lora={"targets": ["lm_head"]}, output=str(tmp_path / "x"))), display=Silent())
+
+
+@pytest.mark.parametrize("storage", ["bf16", "nf4"])
+def test_the_lm_head_is_not_loaded_onto_the_device(tiny_model: Path, monkeypatch: pytest.MonkeyPatch, storage: str) -> None:
+    moved, read = [], []
+    to, get = PreTrainedModel.to, Shards.get
+    monkeypatch.setattr(PreTrainedModel, "to", lambda model, *device: moved.append(model) or to(model, *device))
+    monkeypatch.setattr(Shards, "get", lambda shards, key: read.append(key) or get(shards, key))
+    model = load_model(str(tiny_model), torch.float32, CPU, storage=storage, score_seed=3)
+    assert not any(hasattr(one, "lm_head") for one in moved)
+    assert "model.norm.weight" in read or moved
+    assert "lm_head.weight" not in read
+    assert torch.equal(model.score.weight, load_model(str(tiny_model), torch.float32, CPU, score_seed=3).score.weight)
+    assert model.score.weight.std() > 0
+    assert all(not parameter.is_meta for parameter in model.parameters())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -54,6 +55,20 @@ def test_rows_that_were_tokenized_before_are_counted(recipe_for: RecipeFor) -> N
     assert steps.tokens == 7 * recipe.train.batch_tokens
 
 
+def test_tokens_are_estimated_from_files_until_they_are_counted(recipe_for: RecipeFor, tmp_path: Path) -> None:
+    rows = Path(recipe_for().data.train[0])  # type: ignore[arg-type]
+    expected = rows.stat().st_size // 4
+    (found,) = forecast(recipe_for(train={"epochs": 2}), gpu="h200")
+    assert found.estimated
+    assert found.tokens == pytest.approx(2 * expected, abs=2)
+    assert found.hours is not None
+    packed = tmp_path / "packed.jsonl.gz"
+    packed.write_bytes(gzip.compress(rows.read_bytes()))
+    for unknown in ({"train": [str(packed)]}, {"train": [str(rows)], "max_rows": 5}, {"train": [str(tmp_path / "none.jsonl")]}):
+        (found,) = forecast(recipe_for(data=unknown), gpu="h200")
+        assert (found.tokens, found.estimated) == (None, False)
+
+
 def test_the_verb_says_it_to_people_and_to_machines(
     recipe_for: RecipeFor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -61,7 +76,7 @@ def test_the_verb_says_it_to_people_and_to_machines(
     file.write_text(json.dumps(recipe_for().model_dump(mode="json")), encoding="utf-8")
     assert main(["plan", str(file), "--gpu", "a100-80"]) == 0
     text = capsys.readouterr().out
-    for part in ("A100 80 GB", "tokens/s", "peak", "USD", "█ keeps all", "the data is not prepared yet", "fits: "):
+    for part in ("A100 80 GB", "tokens/s", "peak", "USD", "█ keeps all", "estimated from 4 bytes per token", "fits: "):
         assert part in text
     assert "copy each way" not in text
     assert main(["plan", str(file), "--gpu", "a100-80", "--verbose", "--host", "32GB"]) == 0

@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pronghorn.data.tokens import TokenRow, TokenTable
-from pronghorn.errors import CheckpointError, DataError
+from pronghorn.data.tokens import TokenRow, TokenTable, load_tokenizer
+from pronghorn.errors import CheckpointError, CommandError, DataError
 from pronghorn.recipe import Recipe
 from pronghorn.train import run_identity
 from pronghorn.train.loop import train
+from pronghorn.train.run_evaluation import evaluate_run
 from pronghorn.train.run_identity import data_key, in_background, require_same_data, weights_key
+from pronghorn.train.setup import prepare_data
 from pronghorn.train.trained_run import TrainedRun
 from samples import chat_rows, make_model, write_rows
 
@@ -159,3 +162,32 @@ def test_ranks_with_other_weights_are_told_apart() -> None:
     other = make_model()
     other.model.layers[1].mlp.up_proj.weight.data[0, 3] += 1e-6
     assert key != weights_key(other)
+
+
+def test_a_run_that_held_out_rows_one_by_one_is_not_resumed_with_another_split(
+    recipe_for: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    """Copies stay on one side now. Where there are none the split is the same, and the run goes on."""
+    recipe = recipe_for(data={"train": [str(write_rows(tmp_path / "rows.jsonl", chat_rows(30)))], "eval": 0.2}, train=SHORT)
+    found = prepare_data(
+        recipe, load_tokenizer(recipe.model, recipe.data), report=lambda *_: None, stage=lambda _: nullcontext()
+    )
+    then = {"data": data_key(found.train, 1), "held_out": data_key(found.evaluation, 1)}
+    with pytest.raises(CheckpointError, match="not what checkpoint-1 was trained on") as caught:
+        require_same_data(then, found.keys, found.train, "checkpoint-1", "run")
+    assert "keeps copies of a row on one side" in caught.value.why
+    assert require_same_data(found.keys, found.keys, found.train, "checkpoint-1", "run") == []
+    before = {name: key for name, key in found.keys.items() if name != "split"}
+    assert require_same_data(before, found.keys, found.train, "checkpoint-1", "run") == []
+
+
+def test_held_out_rows_that_changed_are_not_evaluated_as_if_they_were_the_runs(
+    recipe_for: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    rows = chat_rows(30)
+    recipe = recipe_for(data={"train": [str(write_rows(tmp_path / "rows.jsonl", rows))], "eval": 0.2}, train=SHORT)
+    run = train(recipe, display=Silent()).folder
+    assert evaluate_run(run, "last", data=None, report=lambda *_: None)["documents"] > 0
+    write_rows(tmp_path / "rows.jsonl", [*rows, rows[0]])
+    with pytest.raises(CommandError, match="cannot be found again"):
+        evaluate_run(run, "last", data=None, report=lambda *_: None)

@@ -46,7 +46,7 @@ def test_first_signal_lets_the_loop_save_and_leave(number: signal.Signals, exit_
     process.send_signal(number)
     out, err = process.communicate(timeout=50)
     assert out == "saving\nsaved\n"
-    assert err == "finishing this step, then saving; press Ctrl-C again to quit immediately\n"
+    assert err == "stopping: finishing this step, then saving; press Ctrl-C again to quit immediately\n"
     assert process.returncode == exit_code
 
 

@@ -257,6 +257,19 @@ def test_the_answer_is_that_of_the_trained_model(run: Path) -> None:
     assert Chat(run, "last", max_tokens=4).answer("add 1 and 2") == expected
 
 
+def test_the_base_model_answers_beside_it_and_goes_on_from_its_own_answers(run: Path) -> None:
+    talk = Chat(run, "last", max_tokens=6, base=True)
+    with torch.no_grad():
+        talk.model.get_base_model().lm_head.weight[:] = 0  # then the base always says token 0, which no text has
+    both = [talk.answers(message) for message in ("add 1 and 2", "again")]
+    said = talk.tokenizer.decode([0] * 6, skip_special_tokens=True).strip()
+    assert [one["base"] for one in both] == [said, said]
+    assert [message["content"] for message in talk._of_base[1::2]] == [said, said]
+    assert talk.messages[1]["content"] == both[0]["model"]
+    talk.show_base(False)
+    assert talk.answers("more").keys() == {"model"}
+
+
 def test_a_model_without_a_template_cannot_talk(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     make_model().save_pretrained(folder)

@@ -103,19 +103,22 @@ def test_held_out_loss_is_a_sum_over_all_ranks() -> None:
     assert all(part[2] > 0 for part in sums)
 
 
-def test_a_signal_to_one_rank_stops_all_of_them(recipe_for: Callable[..., Recipe]) -> None:
+@pytest.mark.parametrize(("at", "told"), [(1, "before the first step"), (3, "after step 2")])
+def test_a_signal_to_one_rank_stops_all_of_them(recipe_for: Callable[..., Recipe], at: int, told: str) -> None:
+    """They ask before the first step, and after every one."""
+
     class OtherIsStopped(World):
         asked = 0
 
         def largest(self, number: int) -> int:
             self.asked += 1
-            return 15 if self.asked == 2 else number
+            return 15 if self.asked == at else number
 
     recipe = recipe_for(train={"steps": 5})
-    with pytest.raises(Interrupted, match="after step 2") as stopped:
+    with pytest.raises(Interrupted, match=told) as stopped:
         train(recipe, display=Silent(), world=OtherIsStopped())
     assert stopped.value.exit_code == 143
-    assert (Path(recipe.output) / "checkpoint-2").is_dir()
+    assert [path.name for path in Path(recipe.output).glob("checkpoint-*")] == ["checkpoint-2"] * (at == 3)
 
 
 # ---- who writes ------------------------------------------------------------------------------------------------------

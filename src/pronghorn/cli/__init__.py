@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import argparse
 import errno
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from pronghorn import __version__
@@ -30,9 +30,10 @@ from pronghorn.cli.output import (
     show,
     show_error,
 )
-from pronghorn.cli.words import require_verb, unknown_words
+from pronghorn.cli.words import Parser, require_recipe, require_verb, unknown_words
 from pronghorn.errors import CommandError, EndedElsewhere, EnvironmentFault, Interrupted, PronghornError, counted
 from pronghorn.process import importing, offline_without_hub, set_defaults, started_as
+from pronghorn.program import command
 
 if TYPE_CHECKING:
     from pronghorn.recipe import Recipe
@@ -59,7 +60,8 @@ def main(words: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         ignore_ctrl_c(words)
-        print("stopped", file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":  # one of several ranks says so
+            print("stopped", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `pronghorn data show ... | head`
         forget_output()
@@ -86,6 +88,8 @@ def _parse(words: Sequence[str] | None) -> argparse.Namespace:
     ours, of_script = run_script.split(sys.argv[1:] if words is None else words)
     if ours[:1] == ["help"]:
         ours = [*ours[1:], "--help"]
+    if ours[:1] == ["version"]:
+        ours = ["--version"]
     if not ours:
         return argparse.Namespace(verb=lambda _: parser.print_help(), json=False)
     verbs = _verbs(parser)
@@ -107,12 +111,13 @@ def _verbs(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="pronghorn",
         description="Fine-tunes language models. No telemetry.",
-        epilog="start with: pronghorn demo, or pronghorn new my.yaml",
+        epilog=f"start with:\n  {command('demo')}\n  {command('new', 'my.yaml')}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # which breaks no command
     )
-    parser.add_argument("--version", action="version", version=f"pronghorn {__version__}")
+    parser.add_argument("-V", "--version", action="version", version=f"pronghorn {__version__}")
     verbs = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     def verb(name: str, function: Any, text: str, group: Any = verbs) -> argparse.ArgumentParser:
@@ -193,9 +198,10 @@ def check(arguments: argparse.Namespace) -> None:
     recipe = _recipe(arguments)
     with displaying(arguments) as display:
         with importing():
+            from pronghorn.export.ahead import not_possible
             from pronghorn.train.check import check_run
         display.progress(*STARTED)
-        facts = check_run(recipe, report=display.progress)
+        facts = check_run(recipe, report=display.progress, exports=not_possible)
     say(arguments, facts.as_dict(), facts.table())
 
 
@@ -267,8 +273,8 @@ def _show_summary(folder: Path, *, answers: bool = True) -> None:
     show(render(summary(history(read_log(folder)))))
     print(f"report:     {folder / 'report.html'}")
     if answers:
-        print(f"chat:       pronghorn chat {quote(str(folder))}")
-    print(f"export:     pronghorn export {quote(str(folder))} --to merged")
+        print(f"chat:       {command('chat', str(folder))}")
+    print(f"export:     {command('export', str(folder), '--to', 'merged')}")
 
 
 def evaluate(arguments: argparse.Namespace) -> None:
@@ -307,12 +313,14 @@ def chat(arguments: argparse.Namespace) -> None:
             max_tokens=arguments.max_tokens,
             system=arguments.system,
             temperature=arguments.temperature,
+            base=arguments.base,
         )
     if arguments.prompt is None:
         converse(talk)
         return
-    answer = talk.answer(arguments.prompt)
-    say(arguments, {"answer": answer}, answer)
+    found = talk.answers(arguments.prompt)
+    told = found["model"] if len(found) == 1 else "\n".join(f"{name}: {answer}" for name, answer in found.items())
+    say(arguments, {"answer": found.pop("model"), **found}, told)
 
 
 def serve(arguments: argparse.Namespace) -> None:
@@ -353,6 +361,7 @@ def runs(arguments: argparse.Namespace) -> None:
 def _recipe(arguments: argparse.Namespace) -> Recipe:
     from pronghorn.recipe_file import load_recipe
 
+    require_recipe(arguments.recipe, arguments.parser)
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     _look_for_hub(recipe.model)
     return recipe

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import re
+from contextlib import suppress
 from typing import Any
 
 from pronghorn.errors import CommandError, printable
@@ -12,13 +14,16 @@ COMMANDS = {
     "/help": ("/help", "this list"),
     "/new": ("/new", "start a new conversation with the same system message"),
     "/temperature": ("/temperature NUMBER", "0: greedy decoding; higher: more varied answers"),
+    "/base": ("/base", "show the base model's answers, too, or no longer"),
     "/quit": ("/quit", "quit; also an empty line or Ctrl-D"),
 }
+SAME = {"/clear": "/new", "/reset": "/new", "/exit": "/quit", "/bye": "/quit", "/q": "/quit", "/?": "/help"}
 
 
 def chat_options(one: argparse.ArgumentParser) -> None:
     one.add_argument("--prompt", help="answer this message and exit")
     one.add_argument("--system", help="system message, as in the training data")
+    one.add_argument("--base", action="store_true", help="also show the base model's answers")
     one.add_argument("--max-tokens", type=int, default=256, help="maximum tokens per answer (default: %(default)s)")
     one.add_argument(
         "--temperature",
@@ -50,25 +55,37 @@ def require_chat(arguments: argparse.Namespace) -> None:
 
 def converse(talk: Any) -> None:
     """`talk`: train/trained_run.py's Chat."""
+    with suppress(ImportError):
+        import readline  # noqa: F401 - from here on `input` edits lines and knows the earlier ones
     print("an empty line or Ctrl-D quits, /help lists the commands")
     while True:
         try:
             message = input("you: ").strip()
         except EOFError:
             return
-        if message in ("", "/quit"):
+        word, _, value = message.partition(" ")
+        word = SAME.get(word, word)
+        if word in ("", "/quit"):
             return
         require_letters(message)
-        if message.split()[0] in COMMANDS:
-            _obey(message, talk)
+        if word in COMMANDS:
+            _obey(word, value, talk)
+        elif re.fullmatch("/[a-z?]+", message):  # a typing error more often than a question
+            print(f"unknown command {message}; /help lists the commands")
         else:
-            print(f"model: {printable(talk.answer(message))}")
+            for name, answer in talk.answers(message).items():
+                print(f"{name}: {printable(answer)}")
 
 
-def _obey(message: str, talk: Any) -> None:
-    word, _, value = message.partition(" ")
+def _obey(word: str, value: str, talk: Any) -> None:
     if word == "/help":
-        print("\n".join(f"{name:22}{text}" for name, text in COMMANDS.values()))
+        others = ", ".join(f"{other} = {name}" for other, name in SAME.items())
+        print("\n".join(f"{name:22}{text}" for name, text in COMMANDS.values()) + f"\n{others}")
+    elif word == "/base":
+        try:
+            print("answers of the base model: " + ("shown" if talk.show_base(not talk.with_base) else "not shown"))
+        except CommandError as error:  # the conversation goes on
+            print(error)
     elif word == "/new":
         talk.forget()
         print("new conversation")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pronghorn.cli.output import displaying, say
 from pronghorn.errors import CheckFailed
+from pronghorn.export.gguf_mixture import TYPES
 from pronghorn.process import importing
 
 if TYPE_CHECKING:
@@ -17,10 +19,18 @@ if TYPE_CHECKING:
 
 TEXT = "export the trained model for another program, load the export there, and compare it with the trained model"
 NAMES = "adapter, merged, gguf, ollama, vllm, fp8, nvfp4"  # of export/targets.py, which imports torch
+EXPORTING, TICK = "exporting", 2.0  # seconds
+Report = Callable[[str, int, int], None]
 
 
 def options(one: argparse.ArgumentParser) -> None:
-    one.add_argument("--to", metavar="A,B", required=True, help=f"formats to write, separated by commas: {NAMES}")
+    one.add_argument(
+        "--to",
+        metavar="A,B",
+        required=True,
+        help=f"formats to write, separated by commas: {NAMES}; gguf and ollama with a type (gguf:q4_k_m): {', '.join(TYPES)} "
+        f"(default: {TYPES[0]}); gguf:adapter, fp8:base",
+    )
     one.add_argument("--target", help="output folder; several formats get one subfolder each (default: RUN/export-A)")
     one.add_argument(
         "--dtype", choices=("bf16", "fp16", "fp32"), help="data type of merged weights (default: the recipe's precision)"
@@ -44,7 +54,7 @@ def export(
     arguments: argparse.Namespace, base_of: Callable[[Path], str], loading: Callable[[str], AbstractContextManager[None]]
 ) -> None:
     run, target = Path(arguments.run), Path(arguments.target) if arguments.target else None
-    with displaying(arguments, label="exporting") as display:
+    with displaying(arguments, label=EXPORTING) as display, ticking(display.progress) as report:
         with importing():
             from pronghorn.export.job import Options
             from pronghorn.export.push import push, require_push
@@ -55,10 +65,10 @@ def export(
         with loading(base_of(run)):
             from pronghorn.export.run import export_run
         chosen = Options(arguments.dtype, arguments.base, check=not arguments.no_check)
-        written = export_run(run, arguments.checkpoint, target, arguments.to, options=chosen, report=display.progress)
+        written = export_run(run, arguments.checkpoint, target, arguments.to, options=chosen, report=report)
         pushed = ""
         if arguments.push_to_hub and written[0].verdict.passed is not False:
-            pushed = push(written[0].folder, arguments.push_to_hub, display.progress)
+            pushed = push(written[0].folder, arguments.push_to_hub, report)
     for one in written:
         more = {"pushed": pushed} if pushed else {}
         say(arguments, as_dict(one) | more, "\n".join([text(one), *(f"{key}: {value}" for key, value in more.items())]))
@@ -71,10 +81,39 @@ def export(
         )
 
 
+@contextmanager
+def ticking(progress: Report) -> Iterator[Report]:
+    """`progress`, and every 2 s again what it was told last: some parts of an export (loading a model, hashing its files) say
+    nothing for minutes, and lines of plain text appear only when something is said."""
+    lock, over, last = threading.Lock(), threading.Event(), [(EXPORTING, 0, 0)]
+
+    def report(label: str, done: int, total: int) -> None:
+        with lock:
+            last[0] = (label, done, total) if not total or done < total else (EXPORTING, 0, 0)
+            progress(label, done, total)
+
+    def again() -> None:
+        while not over.wait(TICK):
+            with lock:
+                progress(*last[0])
+
+    thread = threading.Thread(target=again, daemon=True)
+    thread.start()
+    try:
+        yield report
+    finally:
+        over.set()
+        thread.join()
+
+
 def as_dict(one: Written) -> dict[str, Any]:
     return {"written": str(one.folder), "target": one.name, "check": one.verdict.as_dict()}
 
 
 def text(one: Written) -> str:
-    runs = [f"{usage.program}: {line}" for usage in one.usages if "\n" not in (line := usage.in_folder(one.folder))]
-    return "\n".join([f"wrote {one.folder}", f"check: {one.verdict.sentence}", *runs])
+    """With the commands that run it; a program's lines are in the model card."""
+    lines = [f"wrote {one.folder}", f"check: {one.verdict.sentence}"]
+    for usage in one.usages if one.verdict.passed is not False else []:
+        if usage.language == "bash":
+            lines += [f"to run it with {usage.program}:", *(f"  {line}" for line in usage.in_folder(one.folder).splitlines())]
+    return "\n".join(lines)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from shlex import quote
 
 from pronghorn.cli.output import say
-from pronghorn.errors import CommandError, EnvironmentFault
+from pronghorn.errors import CommandError, EnvironmentFault, PronghornError, counted
+from pronghorn.program import command, runnable
+
+STEPS = 100  # that an epoch should have, if the data is enough for them
+LEAST = 2048  # tokens in a step: no less than a row of data.max_length
+FEW = 1_000_000  # tokens
+BYTES_PER_TOKEN = 4  # as in memory/forecast.py, which takes seconds to import
 
 
 def new_options(one: argparse.ArgumentParser) -> None:
@@ -39,12 +44,50 @@ def new(arguments: argparse.Namespace) -> None:
         raise CommandError(what="no output file given", fix="name one: pronghorn new my.yaml, or - for standard output")
     from pronghorn.recipe_file import example
 
-    text = example(model=arguments.model, data=arguments.data, method=arguments.method)
+    given = {"model": arguments.model, "data": arguments.data, "method": arguments.method}
+    text = example(**given, output=_output_of(target), sizes=_sizes(arguments.data))
     if target == "-":
         print(text, end="")
         return
     _write(target, text)
-    say(arguments, {"written": target}, f"wrote {target}; next: pronghorn check {quote(target)}")
+    say(arguments, {"written": target}, f"wrote {target}; next: {command('check', target)}")
+
+
+def _output_of(target: str) -> str | None:
+    """`my.yaml` trains into runs/my: two recipes would share the default, and each refuse the other's checkpoints."""
+    return None if target == "-" else f"runs/{Path(target).stem}"
+
+
+def _sizes(data: list[str]) -> dict[str, tuple[str, str]]:
+    """Values that fit the data, where its files tell how much there is: the beginning of a line -> value and comment."""
+    if not data or not all(Path(name).expanduser().exists() for name in data):
+        return {}
+    from pronghorn.data.reading import parts_of, text_bytes
+    from pronghorn.recipe import Data, Train
+
+    try:
+        amount = text_bytes(parts_of(data, Data(train=tuple(data))))
+    except (PronghornError, OSError):
+        return {}  # `check` tells what is wrong with it
+    tokens = int((amount or 0) / BYTES_PER_TOKEN)
+    size, usual = LEAST, Train()
+    while size * 2 * STEPS <= tokens and size < usual.batch_tokens:
+        size *= 2
+    if not tokens or size == usual.batch_tokens:
+        return {}
+    steps = max(1, tokens // size)
+    sizes = {
+        "  batch_tokens: ": (
+            str(size),
+            f"tokens per optimizer step: about {counted(steps, 'step')} of about {tokens:,} tokens",
+        ),
+        "  every: ": ("0.1", "a fraction of all steps, because there are few; or steps"),
+    }
+    if size < usual.capacity:
+        sizes["  capacity: "] = (str(size), "tokens per micro-batch, no more than batch_tokens")
+    if tokens < FEW:
+        sizes["  eval: "] = ("0.05", "a file, or the fraction of train to hold out; of little data more than of much")
+    return sizes
 
 
 def _target(arguments: argparse.Namespace) -> str | None:
@@ -67,6 +110,7 @@ def _target(arguments: argparse.Namespace) -> str | None:
 def _convert(arguments: argparse.Namespace, target: str) -> None:
     from pronghorn.convert.converting import convert_file
     from pronghorn.convert.writing import list_text
+    from pronghorn.recipe_file import scalar
 
     info = Path(arguments.dataset_info) if arguments.dataset_info else None
     found = convert_file(Path(arguments.config), arguments.format, info)
@@ -77,11 +121,14 @@ def _convert(arguments: argparse.Namespace, target: str) -> None:
         else:
             print(found.recipe, end="")
         return
-    _write(target, found.recipe)
+    recipe = found.recipe
+    if "\noutput: " not in recipe:  # the config names none
+        recipe = recipe.replace("\n\n", f"\noutput: {scalar(_output_of(target) or '')}\n\n", 1)
+    _write(target, recipe)
     say(
         arguments,
         {"written": target, "tool": found.tool, "keys": keys},
-        f"{list_text(found.fates)}\nwrote {target} (includes this list); next: pronghorn check {quote(target)}",
+        f"{runnable(list_text(found.fates))}\nwrote {target} (includes this list); next: {command('check', target)}",
     )
 
 

@@ -13,7 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pronghorn.errors import Interrupted, PronghornError
+from pronghorn.errors import Interrupted, Problems, PronghornError
+from pronghorn.program import runnable
 
 if TYPE_CHECKING:
     from pronghorn.report.display import Display
@@ -23,7 +24,10 @@ STARTING = "starting"
 
 
 def make_printable() -> None:
-    """A terminal that is not UTF-8 gets `?` for what it cannot show, and a process without standard output is no error."""
+    """A terminal that is not UTF-8 gets `?` for what it cannot show, and a process without standard output or error is no
+    error."""
+    if sys.stderr is None:
+        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - until the process ends
     if sys.stdout is None:
         sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - until the process ends
     elif isinstance(sys.stdout, io.TextIOWrapper):
@@ -42,6 +46,8 @@ def ignore_ctrl_c(words: Sequence[str] | None) -> None:
 
 
 def show_error(error: PronghornError, *, as_json: bool) -> None:
+    for one in error.problems if isinstance(error, Problems) else [error]:
+        one.fix = runnable(one.fix)
     if as_json:
         print(json.dumps(error.as_dict()))
         return
@@ -82,7 +88,8 @@ def say(arguments: argparse.Namespace, as_dict: dict[str, Any], for_people: Any)
 def show(renderable: Any) -> None:
     from pronghorn.report.console import result_console
 
-    result_console(soft_wrap=isinstance(renderable, str)).print(renderable)
+    console = result_console(soft_wrap=isinstance(renderable, str))
+    console.print(renderable, crop=console.is_terminal)  # a pipe has no width
 
 
 def coloured() -> bool:

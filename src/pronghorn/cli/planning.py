@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from pronghorn.cli.output import say
 from pronghorn.errors import CommandError
 from pronghorn.process import importing
+from pronghorn.program import runnable
 
 if TYPE_CHECKING:
     from pronghorn.recipe import Recipe
@@ -22,7 +23,8 @@ def options(one: argparse.ArgumentParser) -> None:
     one.add_argument(
         "--host",
         metavar="SIZE",
-        help="host RAM of that machine, such as 32GB, used for offloading (default: this machine's, or enough to pin 64 GB)",
+        help="host RAM of that machine, such as 32GB, used for offloading (default: this machine's; for another machine, 64 GB "
+        "that can be pinned, beside the plan without)",
     )
     one.add_argument("--longest", action="store_true", help="find the longest document that fits, with one document per step")
     one.add_argument("--price", type=float, metavar="USD", help="price per GPU hour in USD (default: a list price)")
@@ -62,15 +64,16 @@ def plan(arguments: argparse.Namespace, recipe: Recipe) -> None:
             arguments,
             found[0].as_dict(),
             f"{found[0].text(verbose=verbose)}\nlongest     one document of {tokens:,} tokens; to train it: "
-            f"data.max_length={tokens} train.capacity={tokens} train.batch_tokens={tokens}",
+            f"data.max_length={tokens} train.capacity={tokens} train.batch_"
+            f"{'rows=1' if recipe.train.batch_rows else f'tokens={tokens}'}",
         )
         return
     unknown = (
         ""
         if found[0].tokens is not None
-        else ("\nrun time and cost are unknown: the data is not prepared yet. Set --tokens, or run `pronghorn check` first")
+        else ("\nrun time and cost are unknown: the token count is not known yet. Set --tokens, or run `pronghorn check` first")
     )
-    text = (found[0].text(verbose=verbose) if len(found) == 1 else comparison(found)) + unknown
+    text = (found[0].text(verbose=verbose) if len(found) == 1 else comparison(found)) + runnable(unknown)
     say(arguments, found[0].as_dict() if len(found) == 1 else {"gpus": [one.as_dict() for one in found]}, text)
 
 

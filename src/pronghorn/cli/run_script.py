@@ -35,16 +35,15 @@ def run_script(arguments: argparse.Namespace) -> None:
         return
     if arguments.script is None:
         raise CommandError(what="no script to run", fix="pronghorn run script.py, or pronghorn run --explain")
-    from pronghorn.scripts.running import as_python_shows_it, exit_code, run
+    from pronghorn.scripts.running import exit_code, run, show
 
-    path, own_process = Path(arguments.script), arguments.own_process
+    path, own_process, hook = Path(arguments.script), arguments.own_process, sys.excepthook
     try:
         run(arguments.script, arguments.words, own_process=own_process)
     except SystemExit:
         raise  # the script's own
     except BaseException as error:  # noqa: BLE001 - whatever the script lets escape is shown as plain python shows it
-        sys.stdout.flush()
-        print(as_python_shows_it(error, path), end="", file=sys.stderr, flush=True)
+        show(error, path, hook)
         if isinstance(error, KeyboardInterrupt):
             ignore_ctrl_c(None)
         raise SystemExit(exit_code(error)) from None

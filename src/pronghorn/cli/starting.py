@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pronghorn.errors import CommandError, counted
+from pronghorn.errors import CommandError, EndedElsewhere, RecipeError, counted
 from pronghorn.process import importing
 
 if TYPE_CHECKING:
@@ -23,13 +23,15 @@ def options(one: argparse.ArgumentParser) -> None:
 def launched(arguments: argparse.Namespace, ranks: int, recipe: Recipe) -> bool:
     """Whether this command has run again as so many ranks, which find that they are ranks. `ranks`: those that this process
     is already one of."""
-    from pronghorn.train.heartbeat import TOLD
+    from pronghorn.train.folder_store import PLACE
+    from pronghorn.train.launch import launch, require_packs
 
     asked = arguments.gpus is not None or arguments.ranks is not None
     if not asked and "WORLD_SIZE" in os.environ:  # whoever started this process has decided
+        _started_elsewhere(ranks, recipe)
         return False
     if ranks > 1:
-        if TOLD in os.environ:  # one of them
+        if PLACE in os.environ:  # one of them
             return False
         raise CommandError(
             what=f"this process is already one of {ranks} ranks",
@@ -39,10 +41,24 @@ def launched(arguments: argparse.Namespace, ranks: int, recipe: Recipe) -> bool:
     wanted = _wanted(arguments) if asked else _by_itself(recipe)
     if wanted == 1:
         return False
-    with importing():
-        from pronghorn.train.launch import launch
+    require_packs(recipe, wanted)
     launch(wanted, [sys.executable, "-m", "pronghorn.cli", *arguments.given])
     return True
+
+
+def _started_elsewhere(ranks: int, recipe: Recipe) -> None:
+    """By torchrun or a scheduler: what ranks that this command starts have behind them."""
+    from pronghorn.train.launch import on_loopback, require_packs
+
+    try:
+        require_packs(recipe, ranks)
+    except RecipeError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            raise
+        raise EndedElsewhere(error.what, exit_code=error.exit_code, told=True) from None
+    if ranks > 1 and os.environ.get("LOCAL_WORLD_SIZE") == str(ranks):  # all on this machine
+        for name, value in on_loopback().items():
+            os.environ.setdefault(name, value)
 
 
 def _wanted(arguments: argparse.Namespace) -> int:
@@ -70,8 +86,10 @@ def _by_itself(recipe: Recipe) -> int:
     there = _there() if _may_be_several() else 1
     if there < 2:
         return 1
-    packs = recipe.train.packs
+    packs, rows = recipe.step_packs(), recipe.train.batch_rows
     wanted, why = min(there, packs), f"train.batch_tokens / train.capacity = {counted(packs, 'pack')} per step"
+    if rows:
+        why = f"train.batch_rows: {rows} of up to {recipe.data.max_length} tokens are {counted(packs, 'pack')} per step"
     if problem := _why_not_together(there):
         wanted, why = 1, problem
     told = f"{wanted} of {there} GPUs: {why}" if wanted < there else f"{there} GPUs; --gpus 1 uses one"

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import NoReturn
 
-from pronghorn.errors import CommandError
+from pronghorn.errors import CommandError, RecipeError
+from pronghorn.program import command
 
 VERBS = {
     "finetune": "train", "fine-tune": "train", "fit": "train", "sft": "train", "resume": "train", "continue": "train",
@@ -81,3 +85,78 @@ def unknown_words(left: Sequence[str], parser: argparse.ArgumentParser, takes_ke
             shown = value or (after[0] if after and not after[0].startswith("-") else "VALUE")
             return CommandError(what, fix=f"set recipe keys without dashes: {key}={shown}")
     return CommandError(what, fix=f"see `{parser.prog} --help`")
+
+
+SUFFIXES = (".yaml", ".yml")
+AFTER = {"export": ("--to", "merged")}  # what a verb needs besides
+MOST_NAMED = 10
+READ = 20_000  # characters of a file, to see whether it is a recipe
+
+
+class Parser(argparse.ArgumentParser):
+    """Where the recipe or the run is missing, those that are here are named."""
+
+    def error(self, message: str) -> NoReturn:
+        missing, verb = message.partition("arguments are required: ")[2].split(", ")[0], self.prog.split()[1:]
+        if missing == "recipe":
+            raise _not_given("recipe", _recipes_in(Path()), _recipes_in(Path("recipes")), verb, command("new", "my.yaml"))
+        if missing == "run":
+            logs = sorted(Path("runs").glob("*/run.jsonl"), key=_age)
+            raise _not_given("run", [log.parent for log in logs], [], verb, command("train", "my.yaml"))
+        super().error(message)
+
+
+def _not_given(kind: str, own: list[Path], examples: list[Path], verb: Sequence[str], first: str) -> CommandError:
+    """`own`: the newest first, which is probably meant; `first`: what makes one."""
+    found = [str(path) for path in (*own, *examples)]
+    more = f", and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
+    here = f"{kind}s here: {', '.join(found[:MOST_NAMED])}{more}" if found else f"there is no {kind} here"
+    fix = (
+        command(*verb, found[0], *AFTER.get(verb[0], ()))
+        if own
+        else f"name one: {command(*verb, 'FILE')}"
+        if found
+        else f"make one: {first}"
+    )
+    return CommandError(f"no {kind} given", why=here, fix=fix)
+
+
+def _age(path: Path) -> float:
+    return -path.stat().st_mtime if path.exists() else 0.0
+
+
+def _recipes_in(folder: Path) -> list[Path]:
+    """The newest first, those of one age by name."""
+    found = [path for path in folder.glob("*") if path.suffix in SUFFIXES and path.is_file() and _is_recipe(path)]
+    return sorted(found, key=lambda path: (_age(path), path))
+
+
+def _is_recipe(path: Path) -> bool:
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(READ)
+    except (OSError, UnicodeDecodeError):
+        return False
+    return all(re.search(rf"^{key}:", text, re.MULTILINE) for key in ("model", "data"))
+
+
+def require_recipe(name: str, parser: argparse.ArgumentParser) -> None:
+    """Where there is no file of this name, the one that was meant is told: another suffix, a typo, one of recipes/."""
+    path = Path(name)
+    if path.exists() or path.is_symlink():
+        return
+    if "=" in name and path.suffix not in SUFFIXES:  # train.lr=1e-4, and no file before it
+        parser.error("the following arguments are required: recipe")
+    places = dict.fromkeys((path.parent, Path(), Path("recipes")))
+    same = [folder / f"{stem}{suffix}" for folder in places for stem in (path.stem, path.name) for suffix in SUFFIXES]
+    meant = next((one for one in same if one.is_file()), None)
+    if meant is None:
+        there = {one.name: one for one in _recipes_in(path.parent)} if path.parent.is_dir() else {}
+        close = difflib.get_close_matches(path.name, there, n=1, cutoff=0.7)
+        meant = there[close[0]] if close else None
+    if meant is not None:
+        raise RecipeError(
+            what="cannot read the recipe: no such file",
+            where=name,
+            fix=f"did you mean `{command(*parser.prog.split()[1:], str(meant))}`?",
+        )

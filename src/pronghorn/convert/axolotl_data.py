@@ -8,6 +8,7 @@ from typing import Any
 from pronghorn.convert.axolotl_preference import compared
 from pronghorn.convert.data_sets import (
     OWN_TEMPLATE,
+    WHOLE_FILE,
     DataSet,
     chat_fields,
     first_rows,
@@ -117,11 +118,11 @@ class _Item:
             )
         local = is_local(path) or self.get("ds_type") is not None
         if local and split:
-            split, self.one.max_rows = first_rows(split)
+            split, self.one.max_rows = first_rows(split, path)
             if self.one.max_rows:
                 self.say("split", f"data.max_rows: {self.one.max_rows}")
             elif "[" in split:
-                self.no("split", "the whole file is read; data.max_rows: N uses its first N rows")
+                self.no("split", WHOLE_FILE)
             else:
                 self.quiet("split", "a file has one split")
         elif split:

@@ -9,7 +9,9 @@ from pronghorn.convert import axolotl, llamafactory
 from pronghorn.convert.draft import Draft, Fate, apply, finish
 from pronghorn.convert.writing import recipe_text
 from pronghorn.errors import CommandError, PronghornError, RecipeError, raise_all
-from pronghorn.recipe_file import KeyPath, parse_recipe, read_yaml
+from pronghorn.recipe_file import parse_recipe
+from pronghorn.small_files import read_small_text
+from pronghorn.yaml_file import LARGEST, KeyPath, read_yaml
 
 Format = Literal["axolotl", "llamafactory"]
 TOOLS = {"axolotl": axolotl, "llamafactory": llamafactory}
@@ -25,7 +27,7 @@ class Conversion(NamedTuple):
 def convert_file(path: Path, asked: Format | None = None, dataset_info: Path | None = None) -> Conversion:
     """`asked`: whose config it is, if that cannot be told; `dataset_info`: LLaMA-Factory's list of data sets."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_small_text(path, LARGEST)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise CommandError(what=f"cannot read the config: {reason}", where=str(path), fix=START) from error

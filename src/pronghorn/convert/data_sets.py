@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from pronghorn.convert.draft import Draft
 from pronghorn.convert.values import UnfitError
 from pronghorn.data.formats import CHAT_COLUMNS
-from pronghorn.data.named_templates import SAME_AS, TEMPLATES
+from pronghorn.data.named_templates import named
+from pronghorn.data.source_files import BadRow
+from pronghorn.data.sources import read, resolve
+from pronghorn.errors import DataError
 
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".gz", ".arrow", ".txt")
-SLICE = re.compile(r"(?P<split>[^\[\]]+)\[:(?P<rows>\d+)\]")
+SLICE = re.compile(r"(?P<split>[^\[\]]+)\[:(?P<rows>\d+)(?P<percent>%?)\]")
 LATER = "a recipe has one template and one data.long setting for all sources; write one recipe per template"
 KEYS = {  # keys of Axolotl's data sets, by what they say
     "format": ("type",),
@@ -32,6 +36,7 @@ KEYS = {  # keys of Axolotl's data sets, by what they say
         "template_thinking_key",
     ),
 }
+WHOLE_FILE = "the whole file is read; data.max_rows: N uses its first N rows"
 OWN_TEMPLATE = "the tokenizer's own template is used; instruct models have one"
 
 
@@ -82,10 +87,23 @@ def source_name(path: str, config: str, split: str) -> str:
     return path if split == "train" else f"{path}:{split}"
 
 
-def first_rows(split: str) -> tuple[str, int | None]:
-    """`train[:500]` of a file: its first rows. Of a hub data set the hub's own library reads the slice."""
+def first_rows(split: str, path: str) -> tuple[str, int | None]:
+    """`train[:500]` or `train[:20%]` of a file: its first rows; a percentage is counted now. Of a hub data set the hub's own
+    library reads the slice."""
     found = SLICE.fullmatch(split)
-    return (found["split"], int(found["rows"]) or None) if found else (split, None)
+    if not found:
+        return split, None
+    rows = int(found["rows"])
+    if found["percent"]:
+        if not Path(path).expanduser().exists():
+            return split, None
+        try:
+            bad: list[BadRow] = []
+            total = sum(1 for source in resolve(path) for _ in read(source, bad.append)) + len(bad)
+        except DataError:
+            return split, None
+        rows = round(total * rows / 100)
+    return found["split"], rows or None
 
 
 def chat_fields(column: str, role: str, content: str) -> tuple[dict[str, str], dict[str, str]]:
@@ -134,7 +152,7 @@ def _keys_of(draft: Draft, sets: list[DataSet], target: str) -> list[str]:
 
 
 def known_template(name: str) -> bool:
-    return name in TEMPLATES or name in SAME_AS
+    return named(name) is not None
 
 
 def set_template(draft: Draft, key: str, name: str, ours: str, *, for_all: bool = True) -> str:

@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pronghorn.convert.data_sets import LATER, DataSet, chat_fields, set_sources, source_name
+from pronghorn.convert.data_sets import LATER, WHOLE_FILE, DataSet, chat_fields, first_rows, set_sources, source_name
 from pronghorn.convert.draft import Draft
 from pronghorn.convert.values import UnfitError, plain, printed, text, whole, words, written
 from pronghorn.data.chat_messages import ROLES, SPEAKERS
 from pronghorn.errors import CommandError, PronghornError, raise_all
-from pronghorn.recipe_file import read_yaml
+from pronghorn.small_files import read_small_text
+from pronghorn.yaml_file import LARGEST, read_yaml
 
 FILE = "dataset_info.json"
 USUAL = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
@@ -36,7 +37,7 @@ class DataSets:
         if file is None:
             return
         try:
-            found = json.loads(file.read_text(encoding="utf-8"))
+            found = json.loads(read_small_text(file))
         except (OSError, ValueError, RecursionError) as error:
             raise CommandError(
                 what=f"cannot read {FILE}",
@@ -65,7 +66,7 @@ class DataSets:
         _refuse_others(name, entry, columns, objective)
         one = DataSet(key, self._place(name, entry))
         form = str(entry.get("formatting") or "alpaca")
-        notes: list[str] = []
+        notes = [] if plain(entry.get("hf_hub_url")) else _sliced(one, str(plain(entry.get("split")) or ""), name)
         if entry.get("num_samples"):
             notes.append(f"`{name}`: num_samples is not supported (max_rows uses the first rows)")
         usual = {} if columns else USUAL  # with some named, the others are not read
@@ -110,6 +111,15 @@ class DataSets:
             assert self.file is not None
             return _from_here(self.file.parent / text(file))
         raise UnfitError(f"`{name}` is neither a file nor on the Hugging Face Hub; download it and name the file")
+
+
+def _sliced(one: DataSet, split: str, name: str) -> list[str]:
+    """A file's `split: train[:20%]`, as max_rows; or what is to be said of it."""
+    if "[" not in split:
+        return []
+    _, rows = first_rows(split, one.name)
+    one.max_rows = min((count for count in (rows, one.max_rows) if count), default=None)
+    return [] if rows else [f"`{name}`: split {split} is not supported ({WHOLE_FILE})"]
 
 
 def _from_here(place: Path) -> str:
@@ -198,7 +208,7 @@ def _newer_list(name: str, key: str, folder: Path) -> list[DataSet]:
         raise UnfitError(f"dataset list {name} not found")
     problems: list[PronghornError] = []
     try:
-        listed, _ = read_yaml(place.read_text(encoding="utf-8"), str(place), problems, kind="list of datasets", start="")
+        listed, _ = read_yaml(read_small_text(place, LARGEST), str(place), problems, kind="list of datasets", start="")
         raise_all(problems)
     except (OSError, UnicodeDecodeError, PronghornError) as error:
         raise UnfitError(f"cannot read dataset list {name}: {str(error).splitlines()[0]}") from error
@@ -211,6 +221,8 @@ def _newer_list(name: str, key: str, folder: Path) -> list[DataSet]:
         one = DataSet(key, _from_here(local) if local else source_name(path, "", str(entry.get("split") or "")))
         one.format = "alpaca" if entry["converter"] == "alpaca" else "auto"
         one.max_rows = whole(entry["size"]) if entry.get("size") is not None else None
+        if local and (lost := _sliced(one, str(entry.get("split") or ""), name)):
+            raise UnfitError(lost[0])
         sets.append(one)
     return sets
 

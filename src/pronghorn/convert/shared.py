@@ -11,6 +11,7 @@ from pronghorn.convert.values import UnfitError, decimal, is_on, number, printed
 from pronghorn.recipe import LoggerName
 
 CAPACITY = 16384  # tokens in a micro-batch that a GPU works well on
+ROWS_CAPACITY = 4096  # the same where a step has so many rows: most are far below the maximum, and padding takes time
 AT_THE_END = 0.999999  # of all steps: the last one, in any run of less than a million
 
 ADAMW, ADAMW_8BIT, PAGED, PAGED_8BIT = "adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"
@@ -117,27 +118,28 @@ def batch(
     tokens = answers * longest
     if total and draft.get(total) is not None and draft.get(accumulation) is None:
         steps = max(1, int(or_default(draft, total, whole, rows)) // rows)
-    fits = [n for n in range(1, min(rows * steps, CAPACITY // tokens) + 1) if (rows * steps) % n == 0] or [1]
-    capacity, in_a_step = max(fits) * tokens, rows * steps * tokens
-    keys = [key for key in (micro, accumulation, total, length) if key and draft.get(key) is not None]
-    said = [key for key in keys if key not in draft.fates]
-    draft.set("train.batch_tokens", in_a_step, *said, note=f"{rows} x {steps} x {tokens} tokens per step, on one GPU")
-    if not packed:
-        told = (
-            f"Pronghorn always packs rows: a step has {in_a_step} tokens, the config's steps have {rows * steps} rows of "
-            "any length; if your rows are much shorter, lower train.batch_tokens to keep the number of steps"
-        )
-        asked = [key for key in (*packing, *said) if draft.get(key) is not None]
-        if asked:
-            draft.not_honoured(asked[0], told)
-    if not draft.origins["train.batch_tokens"]:
-        draft.defaults["train.batch_tokens"] = f"{draft.tool}'s defaults: {rows} x {steps} x {tokens}, packed"
-    draft.targets["train.capacity"], draft.defaults["train.capacity"] = (
-        capacity,
-        ("tokens per micro-batch; the tokens per step do not change"),
-    )
-    if length in said:
-        draft.set("data.max_length", longest, length, note=f"also part of train.batch_tokens: {in_a_step}")
+    in_a_step = rows * steps
+    parts: tuple[str, ...]
+    if packed:
+        fits = [n for n in range(1, min(in_a_step, CAPACITY // tokens) + 1) if in_a_step % n == 0] or [1]
+        target, value, capacity = "train.batch_tokens", in_a_step * tokens, max(fits) * tokens
+        shown, parts, same = f"{rows} x {steps} x {tokens}", (micro, accumulation, total, length), "tokens per step do"
+    else:
+        target, value, capacity = "train.batch_rows", in_a_step, min(in_a_step, max(1, ROWS_CAPACITY // tokens)) * tokens
+        shown, parts, same = f"{rows} x {steps}", (micro, accumulation, total), "rows per step do"
+    said = [key for key in parts if key and draft.get(key) is not None and key not in draft.fates]
+    what = target.rsplit("_", 1)[1]
+    draft.set(target, value, *said, note=f"{shown} {what} per step, on one GPU; with more GPUs, multiply by their number")
+    for key in packing if not packed else ():
+        if draft.get(key) is not None and key not in draft.fates:
+            draft.no_effect(key, f"a step has the same rows as in {draft.tool}; {PACKED}")
+    if not draft.origins[target]:
+        draft.defaults[target] = f"{draft.tool}'s defaults: {shown} {what} per step"
+    draft.targets["train.capacity"] = capacity
+    draft.defaults["train.capacity"] = f"tokens per micro-batch; the {same} not change"
+    if draft.get(length) is not None and length not in draft.fates:
+        note = f"also part of train.batch_tokens: {value}" if packed else ""
+        draft.set("data.max_length", longest, length, note=note)
     draft.default("data.max_length", longest)
 
 

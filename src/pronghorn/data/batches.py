@@ -292,6 +292,9 @@ class BatchLoader:
     With several ranks (`deal`: this one's number, and how many there are) the packs of a step are dealt out in turn. So a step
     trains on the same packs for any number of ranks, and each rank knows the counts of all. One that gets none has an empty
     pack; with `even`, so has one that gets fewer than others.
+
+    A step has `packs_per_step` packs or, with `rows_per_step`, so many rows (groups of preference rows) in as many packs as
+    they need.
     """
 
     def __init__(
@@ -299,9 +302,10 @@ class BatchLoader:
         table: TokenRows,
         *,
         capacity: int,
-        packs_per_step: int,
         seed: int,
         workers: int,
+        packs_per_step: int = 1,
+        rows_per_step: int | None = None,
         start: Cursor | None = None,
         pad_id: int = 0,
         pin: bool = False,
@@ -312,16 +316,17 @@ class BatchLoader:
         even: bool = False,
     ) -> None:
         self._table, self._capacity, self._packs_per_step = table, capacity, packs_per_step
+        self._rows_per_step = rows_per_step
         self._seed, self._workers, self._pad_id, self._pin, self._shapes = seed, workers, pad_id, pin, shapes
         self._complete, self._deal, self._even = complete, deal, even
         self._start, self._groups = start or Cursor(), groups_of(table, together)
         self.first_epoch = self._pack(self._start.epoch)
 
     def _pack(self, epoch: int) -> Packs:
-        return pack(self._groups, self._capacity, seed=self._seed, epoch=epoch)
+        return pack(self._groups, self._capacity, seed=self._seed, epoch=epoch, rows=self._rows_per_step)
 
     def _build(self, packs: Packs, at: Cursor) -> StepBatch:
-        stop = min(at.pack + self._packs_per_step, len(packs))
+        stop = packs.end_of_step(at.pack, self._packs_per_step)
         rank, ranks = self._deal
         mine = [packs[i] for i in range(at.pack + rank, stop, ranks)]
         mine += [packs.order[:0]] * ((-(-(stop - at.pack) // ranks) if self._even else 1) - len(mine))
@@ -338,7 +343,7 @@ class BatchLoader:
         return StepBatch(tuple(batches), self._next(packs, at), epoch=at.epoch + stop / len(packs), elsewhere=elsewhere)
 
     def _next(self, packs: Packs, at: Cursor) -> Cursor:
-        stop = at.pack + self._packs_per_step
+        stop = packs.end_of_step(at.pack, self._packs_per_step)
         return Cursor(at.epoch, stop) if stop < len(packs) else Cursor(at.epoch + 1, 0)
 
     def __iter__(self) -> Iterator[StepBatch]:
@@ -370,10 +375,6 @@ class BatchLoader:
                 yield waiting.popleft().result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-
-
-def steps_per_epoch(packs: int, packs_per_step: int) -> int:
-    return -(-packs // packs_per_step)
 
 
 def evaluation_batches(

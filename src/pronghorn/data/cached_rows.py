@@ -38,14 +38,14 @@ from pronghorn.data.reading import (
     told_of,
 )
 from pronghorn.data.source_files import BadRow
-from pronghorn.data.token_cache import DamagedError, Seal, bytes_digest, open_table, read_note, write_note
+from pronghorn.data.token_cache import DamagedError, Seal, bytes_digest, open_table, read_note_as, write_note
 from pronghorn.data.tokens import PAIR_SCHEMA, SCHEMA, TokenTable, fingerprint, loaded
 from pronghorn.errors import EnvironmentFault, counted
 from pronghorn.folders import cache_folder
 from pronghorn.recipe import Data
 from pronghorn.recipe_objective import Rows as Wanted
 
-CACHE_VERSION = 7  # raise it when the same input is tokenized or laid out differently
+CACHE_VERSION = 9  # raise it when the same input is tokenized or laid out differently
 
 COUNTED = ("read", "bad", "empty", "lost", "controls", "identical")  # rows, in notes and of all
 
@@ -137,17 +137,19 @@ def _key(found: Sequence[Part], spec: Data, tokenizer: str) -> str:
 
 def _open(path: Path, found: Sequence[Part]) -> Rows | None:
     """The cached rows; None when they are not there (or not whole: whoever wrote them was stopped before the note)."""
-    note = read_note(path.with_suffix(".json"))
-    if note is None or not path.exists():
+    meta: _Meta | None = read_note_as(path.with_suffix(".json"), _Meta)
+    if meta is None or not path.exists():
         return None
-    meta = json.loads(note)
-    if meta["bad"] and bytes_digest(path.with_suffix(".bad.jsonl")) != meta["aside"]:
+    if meta.bad and bytes_digest(path.with_suffix(".bad.jsonl")) != meta.aside:
         raise DamagedError("the file of bad rows was changed")
-    # JSON has lists where a count has tuples; how often rows come is the recipe's to say, and not kept here
-    given = zip(meta["sources"], found, strict=True)
-    counts = tuple(SourceCount(**source | {"unused": tuple(source["unused"]), "weight": part.weight}) for source, part in given)
-    known = {name: meta.get(name, 0) for name in COUNTED}
-    return Rows(open_table(path, Seal(**meta["seal"])), path, sources=counts, **known)
+    if len(meta.sources) != len(found):
+        raise DamagedError("its note has other sources")
+    # how often rows come is the recipe's to say, and not kept here
+    counts = tuple(replace(source, weight=part.weight) for source, part in zip(meta.sources, found, strict=True))
+    table = open_table(path, meta.seal)
+    if sum(source.rows for source in counts) != len(table):
+        raise DamagedError("its note has another number of rows")
+    return Rows(table, path, sources=counts, **{name: getattr(meta, name) for name in COUNTED})
 
 
 @dataclass(slots=True)
@@ -174,6 +176,14 @@ class _Counts:
             rows=before.rows + note["rows"],
             unused=tuple(sorted({*before.unused, *note["unused"]})),
         )
+
+
+@dataclass(slots=True)
+class _Meta(_Counts):
+    """The note beside the table."""
+
+    seal: Seal = field(kw_only=True)
+    aside: str = field(kw_only=True)  # SHA-256 of the file of bad rows
 
 
 class _Tokenizing:

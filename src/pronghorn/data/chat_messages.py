@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from typing import Any
 
 from pronghorn.data.json_rows import STRICT
@@ -36,12 +37,31 @@ SPEAKERS = {  # who speaks, in lower case, as data sets and the tools that read 
 }
 CALLERS = ("function_call", "tool_call")  # speakers whose text is a call, as JSON
 SPEAKERS_AND_CALLERS = {**SPEAKERS, **dict.fromkeys(CALLERS, "assistant")}
-TRAIN_KEYS = ("train", "training")  # Axolotl's documentation writes the one, its default is the other
-MARK_KEYS = ("weight", *TRAIN_KEYS)
-PARTS_KEY = "train_detail"  # there, offsets within a turn
+# What a turn says about being trained on, and whether 1 or true there means that it is: OpenAI's and Mistral's `weight`,
+# Axolotl's `train` (its documentation) or `training` (its default), `loss` of ms-swift and XTuner, torchtune's `masked`.
+MARKS = {
+    **dict.fromkeys(("weight", "loss_weight", "train", "training", "loss", "trainable"), True),
+    **dict.fromkeys(("masked", "mask"), False),
+}
+ASKING = tuple(key for key, trained in MARKS.items() if trained and "weight" not in key)  # a weight of 1 every message has
+NUMBERS = ("weight", "loss_weight")
+LIKE_A_MARK = re.compile(r"(?:^|_)(?:loss|un)?mask|(?:^|_)(?:loss|weight|train(?:ed|able)?|supervised?)(?:_|$)", re.IGNORECASE)
+PARTS_KEY = "train_detail"  # Axolotl's: offsets within a turn
+REASONING = ("reasoning_content", "reasoning", "thinking")
+PLAIN_KEYS = {"role", "content", "from", "value"}  # that nothing more need be asked of
+MEDIA = ("image", "audio", "video")  # also with an s
+CONTENT_KEYS = ("content", "value", "text", "parts")  # OpenAI's, ShareGPT's, OpenAssistant's, Gemini's
+READ_KEYS = {  # of a message; templates know some more of them than this program
+    *("role", "from", "tool_calls", "function_call", "tool_call_id", "name", "tool_name", "id", "channel", "recipient"),
+    *(*CONTENT_KEYS, *REASONING, *MARKS),
+}
 TEXT_PARTS = ("text", "input_text", "output_text")
+TEXT_ONLY = "Pronghorn trains on text only"
 THINKING_PARTS = ("thinking", "reasoning")
+# How Capybara and XTuner, Firefly, and others write a question and its answer as one item of a conversation.
+EXCHANGES = (("input", "output"), ("human", "assistant"), ("user", "assistant"), ("question", "answer"), ("prompt", "response"))
 CALL_FORM = '{"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}'
+TOOL_FORM = '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
 
 
 class UnfitError(Exception):
@@ -54,19 +74,32 @@ class UnfitError(Exception):
 
 def only_read(message: dict[str, Any]) -> bool:
     """Whether the message itself says that it is not trained on."""
-    return message.get("weight") == 0 or any(message.get(key) is False for key in TRAIN_KEYS)
+    return not MARKS.keys().isdisjoint(message) and any(
+        message.get(key) is not None and bool(message[key]) != trained for key, trained in MARKS.items()
+    )
 
 
 def asks_to_train(message: dict[str, Any]) -> bool:
     """By `train: true`; a `weight` of 1 is what every message has."""
-    return any(message.get(key) is True for key in TRAIN_KEYS)
+    return not MARKS.keys().isdisjoint(message) and any(message.get(key) is True for key in ASKING)
+
+
+def unused_keys(messages: Any) -> set[str]:
+    """Keys of these messages, as a file has them, that hold something and that nothing reads."""
+    if not isinstance(messages, list):
+        return set()
+    items = [item for item in messages if isinstance(item, dict) and not item.keys() <= PLAIN_KEYS]
+    turns = [turn for item in items for turn in _apart(item)]
+    return {key for turn in turns for key in turn.keys() - READ_KEYS if turn[key] not in (None, "", [], {})}
 
 
 def to_message(message: dict[str, Any], number: int) -> dict[str, Any]:
     name = f"message {number}"
     speaker, role = _speaker(message, name)
-    _require_marks(message, name)
-    key, content = _content(message, name)
+    if not message.keys() <= PLAIN_KEYS:
+        _require_marks(message, name)
+        _refuse_media(message, name)
+    content = _content(message, name)
     thinking = ""
     if isinstance(content, list):
         content, thinking = _parts(content, name)
@@ -83,11 +116,11 @@ def to_message(message: dict[str, Any], number: int) -> dict[str, Any]:
             )
         raise UnfitError(f"{name} ({role}) has a `content` that is not text", "write it as text (an object as JSON text)")
     # Templates ask `'tool_calls' in message`, so a null that only fills a column must not stand there.
-    taken = {"role", "from", "tool_calls", "function_call", key}
+    taken = {"role", "from", "tool_calls", "function_call", *CONTENT_KEYS}
     made = {key: item for key, item in message.items() if item is not None and key not in taken}
+    if made or thinking:
+        _require_one_reasoning(made, thinking, name)
     if thinking:
-        if made.get("reasoning_content", thinking) != thinking:
-            raise UnfitError(f"{name} has thinking parts and a different text in `reasoning_content`", "keep one of them")
         made["reasoning_content"] = thinking
     return {"role": role, "content": content} | made | ({"tool_calls": calls} if calls else {})
 
@@ -96,7 +129,13 @@ def _speaker(message: dict[str, Any], name: str) -> tuple[str, str]:
     """As the file writes it, in lower case, and the role."""
     word, other = message.get("role"), message.get("from")
     word, other = (other, None) if word is None else (word, other)
-    if word is None:
+    if word is None or word == "":
+        key = next((key for key in ("role", "from") if key in message), "")
+        if key:
+            raise UnfitError(
+                f"{name} has an empty `{key}`",
+                f"write who speaks into `{key}`: system, user, assistant or tool; or remove the row",
+            )
         raise UnfitError(
             f"{name} has no `role`; its keys are {', '.join(message)}",
             "set the key names of a message: data.message_fields: {role: KEY, content: KEY}",
@@ -121,39 +160,68 @@ def _role(word: Any, name: str) -> str:
     )
 
 
-def _content(message: dict[str, Any], name: str) -> tuple[str, Any]:
-    """The key that holds what is said, and that."""
-    given = {key: message[key] for key in ("content", "value") if message.get(key) is not None}
-    if len(given) > 1 and given["content"] != given["value"]:
-        raise UnfitError(f"{name} has both `content` and `value`, and they differ", "keep one of them")
-    if "content" not in message and "value" not in message:
-        return "text", message.get("text")
-    return next(iter(given.items()), ("content", None)) if len(given) < 2 else ("value", given["content"])
+def _content(message: dict[str, Any], name: str) -> Any:
+    """What is said, under whichever key."""
+    given = {key: message[key] for key in CONTENT_KEYS if message.get(key) is not None}
+    if any(said != next(iter(given.values())) for said in given.values()):
+        both = " and ".join(f"`{key}`" for key in given)
+        raise UnfitError(f"{name} has {both}, and they differ", "keep one of them")
+    return next(iter(given.values()), None)
 
 
 def _require_marks(message: dict[str, Any], name: str) -> None:
-    """What the turn itself says about being trained on: `weight` 0 or 1, as in OpenAI's and Mistral's formats, or `train` or
-    `training` false or true, as in Axolotl's."""
-    marks = {key: message[key] for key in MARK_KEYS if message.get(key) is not None}
-    if not marks and message.get(PARTS_KEY) is None:
-        return
-    if marks.get("weight", 1) not in (0, 1):
-        raise UnfitError(f"{name} has the weight {marks['weight']!r}; a turn carries loss (1) or not (0)", "set it to 0 or 1")
-    for key in TRAIN_KEYS:
-        if not isinstance(marks.get(key, True), bool):
-            raise UnfitError(
-                f"{name} has `{key}` {marks[key]!r}; a turn carries loss (true) or not (false)", "set it to true or false"
-            )
+    """What the turn itself says about being trained on is yes or no, and one of the two."""
+    marks = {key: message[key] for key in MARKS if message.get(key) is not None}
+    for key, mark in marks.items():
+        fits = mark in (0, 1) if key in NUMBERS and isinstance(mark, int | float) else isinstance(mark, bool)
+        if not fits:
+            shown, allowed = (f"the {key}", "0 or 1") if key in NUMBERS else (f"`{key}`", "true or false")
+            raise UnfitError(f"{name} has {shown} {mark!r}; a turn carries loss or not", f"set it to {allowed}")
     if message.get(PARTS_KEY) is not None:
         raise UnfitError(
             f"{name} has `{PARTS_KEY}`; only whole turns can be marked, with `train`",
             f"remove `{PARTS_KEY}`, and mark whole turns with `train`",
         )
-    if len({bool(mark) for mark in marks.values()}) > 1:
+    for key in message.keys() - READ_KEYS:
+        if LIKE_A_MARK.search(key) and message[key] is not None:
+            raise UnfitError(
+                f"{name} has the unknown key `{key}`, which may say whether the turn carries loss",
+                f"if true or 1 there means that it does, set data.message_fields: {{train: {key}}}; if it means the opposite, "
+                f"{{masked: {key}}}; else remove it",
+            )
+    if len({bool(mark) == MARKS[key] for key, mark in marks.items()}) > 1:
         raise UnfitError(
             f"{name} contradicts itself: " + ", ".join(f"`{key}` {mark!r}" for key, mark in marks.items()),
             "keep one of the marks",
         )
+
+
+def _require_one_reasoning(made: dict[str, Any], thinking: str, name: str) -> None:
+    texts = {key: made[key] for key in REASONING if made.get(key)}
+    wrong = next((key for key, text in texts.items() if not isinstance(text, str)), None)
+    if wrong:
+        raise UnfitError(f"{name}: `{wrong}` is not text", f"write the reasoning as a text in `{wrong}`, or remove it")
+    texts |= {"thinking parts": thinking} if thinking else {}
+    if len(set(texts.values())) > 1:
+        shown = " and ".join(f"`{key}`" if key in REASONING else key for key in texts)
+        raise UnfitError(f"{name} has {shown}, each with a different text", "keep one of them")
+
+
+def _refuse_media(message: dict[str, Any], name: str) -> None:
+    found = next((key for key in message if media_name(key) and holds_media(message[key])), None)
+    if found:
+        raise UnfitError(f"{name} has `{found}`; {TEXT_ONLY}", f"remove `{found}` and what the text says of it, or the row")
+
+
+def media_name(name: str) -> bool:
+    return name.lower().removesuffix("s") in MEDIA
+
+
+def holds_media(value: Any) -> bool:
+    """A path, bytes or an object; not a number or a flag of that name."""
+    if isinstance(value, list):
+        return any(map(holds_media, value))
+    return isinstance(value, str | bytes | dict) and bool(value)
 
 
 # Parts ----------------------------------------------------------------------------------------------------------------
@@ -165,7 +233,7 @@ def _parts(parts: list[Any], name: str) -> tuple[str, str]:
     thought: list[str] = []
     for part in parts:
         kind = part.get("type", "text") if isinstance(part, dict) else None
-        if kind in THINKING_PARTS:
+        if kind in THINKING_PARTS or (isinstance(part, dict) and part.get("thought") is True):  # the latter is Gemini's
             if said:
                 raise UnfitError(f"{name} has thinking after its text", "put the thinking before the text, or remove it")
             thought.append(_thought(part, name))
@@ -174,26 +242,29 @@ def _parts(parts: list[Any], name: str) -> tuple[str, str]:
     return "".join(said), "".join(thought)
 
 
+def text_of_parts(parts: list[Any], name: str) -> str:
+    return "".join(_part(part, name) for part in parts)
+
+
 def _thought(part: dict[str, Any], name: str) -> str:
     inner = next((part[key] for key in ("thinking", "reasoning", "text") if part.get(key) is not None), None)
     if isinstance(inner, list):  # Mistral's are text parts again
-        return "".join(_part(one, name) for one in inner)
+        return text_of_parts(inner, name)
     if not isinstance(inner, str):
         raise UnfitError(f"{name} has a thinking part without text", 'write {"type": "thinking", "thinking": "..."}')
     return inner
 
 
 def _part(part: Any, name: str) -> str:
-    text = part.get("text") if isinstance(part, dict) and part.get("type", "text") in TEXT_PARTS else None
+    text = None
+    if isinstance(part, dict) and part.get("type", "text") in TEXT_PARTS:
+        text = part.get("text", part.get("content"))  # the latter is torchtune's
     if not isinstance(text, str):
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        fix = {
-            "tool_use": f"write the call as `tool_calls`: [{CALL_FORM}]",
-            "tool_result": "write the result as a separate message with the role `tool`",
-        }
+        kind = part.get("type", next(iter(part), None)) if isinstance(part, dict) else type(part).__name__
+        called, result = f"write the call as `tool_calls`: [{CALL_FORM}]", "write the result as a message with the role `tool`"
+        fix = {"tool_use": called, "functionCall": called, "tool_result": result, "functionResponse": result}
         raise UnfitError(
-            f"{name} has a part of type `{kind}`; Pronghorn trains on text only",
-            fix.get(str(kind), "remove the part, or remove the row"),
+            f"{name} has a part of type `{kind}`; {TEXT_ONLY}", fix.get(str(kind), "remove the part, or remove the row")
         )
     return text
 
@@ -259,26 +330,37 @@ def _call(call: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def to_tools(value: Any, column: str) -> tuple[dict[str, Any], ...] | None:
-    """A list of tools, or its JSON text; a function without its wrapping gets one."""
+    """A list of tools, or its JSON text; a function without its wrapping gets one, and Gemini's list of them is taken apart."""
     if not value or (isinstance(value, str) and value.strip() in ("", "[]")):
         return None
     tools = from_json(value) if isinstance(value, str) else value
     tools = [from_json(tool) if isinstance(tool, str) else tool for tool in tools] if isinstance(tools, list) else None
-    return tuple(_tool(tool, column) for tool in objects(tools, column))
+    apart: list[Any] = []
+    for tool in objects(tools, column):
+        declared = next((tool[key] for key in ("functionDeclarations", "function_declarations") if tool.get(key)), [tool])
+        apart += objects(declared, column)
+    return tuple(_tool(tool, column, number) for number, tool in enumerate(apart, start=1))
 
 
-def _tool(tool: dict[str, Any], column: str) -> dict[str, Any]:
+def _tool(tool: dict[str, Any], column: str, number: int) -> dict[str, Any]:
     wrapped = tool if "function" in tool or "name" not in tool else {"type": "function", "function": tool}
     function = wrapped.get("function")
-    if isinstance(function, dict) and isinstance(function.get("parameters"), str):
-        parameters = from_json(function["parameters"])
-        if not isinstance(parameters, dict):
-            raise UnfitError(
-                f"`{column}`: the parameters of `{function.get('name')}` are not a JSON object",
-                "write them as an object, or as JSON text",
-            )
-        return wrapped | {"function": function | {"parameters": parameters}}
-    return wrapped
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise UnfitError(f"`{column}`: tool {number} has no function with a name", f"write {TOOL_FORM}")
+    key = next(
+        (key for key in ("parameters", "input_schema") if function.get(key) is not None), None
+    )  # the latter: Anthropic's
+    if key is None:
+        return wrapped
+    parameters = from_json(function[key]) if isinstance(function[key], str) else function[key]
+    if not isinstance(parameters, dict):
+        raise UnfitError(
+            f"`{column}`: the {key} of `{function['name']}` are not a JSON object", "write them as an object, or as JSON text"
+        )
+    if key == "parameters" and parameters is function[key]:
+        return wrapped
+    rest = {name: item for name, item in function.items() if name != key}
+    return wrapped | {"function": rest | {"parameters": parameters}}
 
 
 # Values ---------------------------------------------------------------------------------------------------------------
@@ -292,11 +374,7 @@ def objects(value: Any, column: str) -> list[dict[str, Any]]:
         if len(lengths) == 1:
             items = [dict(zip(items, row, strict=True)) for row in zip(*items.values(), strict=True)]
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-        form = (
-            '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
-            if column in ("tools", "functions")
-            else ('{"role": ..., "content": ...}')
-        )
+        form = TOOL_FORM if column in ("tools", "functions") else '{"role": ..., "content": ...}'
         fix = f"write `{column}` as [{form}, ...]"
         raise UnfitError(f"`{column}` is not a list of objects", fix)
     if not items:
@@ -315,4 +393,16 @@ def from_json(text: str) -> Any:
 
 
 def to_messages(value: Any, column: str) -> list[dict[str, Any]]:
-    return [to_message(message, number) for number, message in enumerate(objects(value, column), start=1)]
+    turns = [turn for item in objects(value, column) for turn in _apart(item)]
+    return [to_message(message, number) for number, message in enumerate(turns, start=1)]
+
+
+def _apart(item: dict[str, Any]) -> list[dict[str, Any]]:
+    """A question and its answer in one item are two messages."""
+    if "role" in item or "from" in item:
+        return [item]
+    for asked, answered in EXCHANGES:
+        if asked in item and answered in item and item.keys() <= {"system", asked, answered}:
+            said = {"system": item.get("system") or None, "user": item[asked] or None, "assistant": item[answered]}
+            return [{"role": role, "content": content} for role, content in said.items() if content is not None]
+    return [item]

@@ -99,18 +99,24 @@ class NearDuplicates:
 
 
 def _shingles(example: Example) -> list[str]:
-    words = WORD.findall(_compared_text(example).lower())
+    words = WORD.findall(compared_text(example).lower())
     if len(words) < SHINGLE:
         return [" ".join(words)] if words else []
     return list(map(" ".join, zip(*(words[i:] for i in range(SHINGLE)), strict=False)))
 
 
-def _compared_text(example: Example) -> str:
-    """All that is said, but for system messages: a long one shared by all rows would make them all alike."""
+def compared_text(example: Example, *, prompt: bool = False) -> str:
+    """All that is said, but for system messages: a long one shared by all rows would make them all alike. `prompt`: only what
+    comes before the answer, if something does."""
     if example.kind != "chat":
-        return f"{example.prompt}\n{example.completion}\n{example.text}"
-    spoken = [message for message in example.messages if message["role"] not in ("system", "developer")]
-    return "\n".join(_said(message) for message in spoken)
+        alone = prompt and example.prompt.strip()
+        return example.prompt if alone else f"{example.prompt}\n{example.completion}\n{example.text}"
+    spoken = [_said(message) for message in _spoken(example.messages[: example.prompt_messages])] if prompt else []
+    return "\n".join(spoken or [_said(message) for message in _spoken(example.messages)])
+
+
+def _spoken(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [message for message in messages if message["role"] not in ("system", "developer")]
 
 
 def _said(message: dict[str, Any]) -> str:

@@ -254,5 +254,5 @@ def _refuse_others_trained(example: Example) -> None:
             raise RowError(
                 f"message {number} ({message['role']}) is marked as carrying loss", where=example.where,
                 why="only assistant turns can carry loss (or everything: data.loss_on: all)",
-                fix="set train: false in this message",
+                fix="remove the mark from this message, or set it to false",
             )  # fmt: skip

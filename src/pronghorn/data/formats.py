@@ -9,13 +9,25 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Sequence
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from pronghorn.data.chat_messages import UnfitError, asks_to_train, from_json, only_read, to_messages, to_tools
-from pronghorn.data.preferences import preference, refused
+from pronghorn.data.chat_messages import (
+    UnfitError,
+    asks_to_train,
+    from_json,
+    only_read,
+    text_of_parts,
+    to_messages,
+    to_tools,
+    unused_keys,
+)
+from pronghorn.data.preferences import preference, refuse_ratings, refused
 from pronghorn.data.source_files import BadRow, RawRow, excerpt
+from pronghorn.data.unread import refuse_media, refuse_unread_texts
 from pronghorn.errors import DataError
 
 __all__ = ["Example", "Format", "asks_to_train", "detect_format", "only_read", "to_example", "unused_columns"]
@@ -26,7 +38,9 @@ Format = Literal["messages", "completion", "text", "alpaca", "sharegpt", "comple
 
 COLUMN = "choices"  # or the one that `data.fields.choices` names
 CHAT_COLUMNS = ("messages", "conversations", "conversation")
-SYSTEM_COLUMNS, TOOL_COLUMNS = ("system", "system_prompt"), ("tools", "functions")
+CONTENTS = "contents"  # Gemini's, where its items have `parts`; elsewhere it may be any text
+SYSTEM_COLUMNS = ("system", "system_prompt", "system_message", "systemInstruction", "system_instruction")
+TOOL_COLUMNS = ("tools", "functions")
 KNOWN: dict[Format, str] = {
     "messages": "messages: [{role, content}, ...]",
     "sharegpt": "conversations: [{from, value}, ...]",
@@ -42,13 +56,23 @@ READ: dict[Format, tuple[str, ...]] = {  # beside the column of the conversation
     "alpaca": ("instruction", "input", "output", "history"),
     "text": ("text",),
 }
+BESIDE: dict[Format, str] = {  # how a text beside these columns becomes part of the question
+    "completion": "read it with data.fields: {instruction: QUESTION, input: %s, output: ANSWER}",
+    "completion as chat": "read it with data.fields: {instruction: QUESTION, input: %s, output: ANSWER}",
+    "alpaca": "read it as the input, with data.fields: {input: %s}",
+}
 COLUMNS = (*CHAT_COLUMNS, "prompt", "completion", "instruction", "output", "text")
 OTHER_WORDS = {  # columns that mean one of ours; suggested, never assumed
     "question": "prompt",
     "query": "prompt",
+    "problem": "prompt",
     "input": "prompt",
     "response": "completion",
     "answer": "completion",
+    "answers": "completion",
+    "solution": "completion",
+    "summary": "completion",
+    "highlights": "completion",
     "target": "completion",
     "chosen": "completion",
     "dialogue": "messages",
@@ -57,7 +81,12 @@ OTHER_WORDS = {  # columns that mean one of ours; suggested, never assumed
     "content": "text",
     "body": "text",
     "document": "text",
+    "article": "text",
 }
+CONTEXTS = ("context", "article", "passage", "paragraph", "document", "schema")  # what a question is about
+TURNS_IN_A_TEXT = re.compile(
+    r"(?:^|\n)\s*(?:USER|Human|User|### Human):.*\n\s*(?:ASSISTANT|Assistant|### Assistant):", re.DOTALL
+)
 ALPACA_WORDS = {"response": "output", "answer": "output", "completion": "output", "context": "input"}  # beside `instruction`
 
 
@@ -82,17 +111,23 @@ class Example:
 def detect_format(rows: Sequence[RawRow], where: str, asked: str = "auto") -> Format:
     """The format most of these first rows of a source fit; `asked` is the recipe's own choice."""
     found = _most_frequent(rows, asked)
-    pairs = [(row, told) for row in rows if (told := preference(row.fields, chat=found != "text"))]
+    answers = found not in (None, "text")
+    if answers:
+        refuse_ratings(rows, where)
+    pairs = [(row, told) for row in rows if (told := preference(row.fields, chat=answers))]
     if pairs and 2 * len(pairs) > len(rows):
         raise refused(pairs[0][1], pairs[0][0].where)
     if found and asked == "auto":
         _require_one(rows)
+        if found == "text":
+            _refuse_single_messages(rows)
     if found:
         plain = (row.fields for row in rows if isinstance(row.fields.get("prompt"), str))
         return "completion as chat" if found == "completion" and any(map(beside, plain)) else found
     if not rows:
         raise DataError(what="no row can be read, so the format cannot be detected", where=where, fix="fix the rows")
     columns = list(dict.fromkeys(column for row in rows for column in row.fields))
+    _refuse_turns_in_a_text(rows)
     formats = KNOWN if asked == "auto" else {name: needs for name, needs in KNOWN.items() if name == asked}
     unmet = "unknown data format" if asked == "auto" else f"the columns do not match the format `{asked}`"
     named = "name the columns: data.fields: {prompt: COLUMN, completion: COLUMN}, or rename them"
@@ -100,7 +135,8 @@ def detect_format(rows: Sequence[RawRow], where: str, asked: str = "auto") -> Fo
         what=f"{unmet}; found " + ", ".join(f"`{column}`" for column in columns),
         where=where,
         why="; ".join(f"{name} needs {needs}" for name, needs in formats.items()),
-        fix=_better_names(columns) or ("set data.format: auto, or " * (asked != "auto") + named),
+        fix=_better_names({column: value for row in rows for column, value in row.fields.items()})
+        or ("set data.format: auto, or " * (asked != "auto") + named),
     )
 
 
@@ -134,7 +170,40 @@ def _has_columns(fields: dict[str, Any], wanted: Format) -> bool:
 
 
 def chat_column(fields: dict[str, Any]) -> str | None:
-    return next((column for column in CHAT_COLUMNS if column in fields), None)
+    found = next((column for column in CHAT_COLUMNS if column in fields), None)
+    if found is None and CONTENTS in fields:
+        turns = from_json(fields[CONTENTS]) if isinstance(fields[CONTENTS], str) else fields[CONTENTS]
+        first = turns[0] if isinstance(turns, list) and turns else None
+        return CONTENTS if isinstance(first, dict) and "parts" in first else None
+    return found
+
+
+def _refuse_single_messages(rows: Sequence[RawRow]) -> None:
+    """As OpenAssistant's sets have it: a row is one message, and others answer it."""
+    row = rows[0]
+    column = next((name for name in ("parent_id", "message_tree_id", "conversation_id") if name in row.fields), None)
+    if column and isinstance(row.fields.get("role"), str):
+        raise DataError(
+            f"each row is one message of a conversation: it has a `role` and `{column}`",
+            where=row.where,
+            why="a question and its answer must be in one row",
+            fix='write each conversation as one row: {"messages": [{"role": "user", "content": "..."}, ...]}; to train on the '
+            "messages as separate texts, set data.format: text",
+        )
+
+
+def _refuse_turns_in_a_text(rows: Sequence[RawRow]) -> None:
+    """As Glaive's sets have it: USER: ... ASSISTANT: ... in one text."""
+    for row in rows:
+        for column, value in row.fields.items():
+            if isinstance(value, str) and TURNS_IN_A_TEXT.search(value):
+                raise DataError(
+                    f"`{column}` is one text with several turns (USER: ... ASSISTANT: ...), not a list of messages",
+                    where=row.where,
+                    why="only a list of messages says for certain where an answer begins and ends",
+                    fix='write each turn as a message: {"messages": [{"role": "user", "content": "..."}, ...]}; or train on '
+                    f"the whole text: data.fields: {{text: {column}}}",
+                )
 
 
 def _require_one(rows: Sequence[RawRow]) -> None:
@@ -160,19 +229,46 @@ def _require_one(rows: Sequence[RawRow]) -> None:
         )
 
 
-def _better_names(columns: Sequence[str]) -> str:
-    missing = [column for column in COLUMNS if column not in columns]
-    asks = {"input": "instruction"} if "output" in columns else {}
-    words = OTHER_WORDS | (ALPACA_WORDS if "instruction" in columns else asks)
-    hints = {}
-    for column in columns:
+def _better_names(fields: dict[str, Any]) -> str:
+    """The columns of ours that these of a row may be, as a line of the recipe; or where to find texts inside an object."""
+    missing = [column for column in COLUMNS if column not in fields]
+    asks = {"input": "instruction"} if "output" in fields and isinstance(fields.get("input"), str) else {}
+    words = OTHER_WORDS | (ALPACA_WORDS if "instruction" in fields else asks)
+    hints: dict[str, str] = {}
+    for column, value in fields.items():
         close = difflib.get_close_matches(column.lower(), missing, n=1, cutoff=0.7)
         meant = words.get(column.lower(), close[0] if close else "")
-        if (meant in missing or (meant == "input" and meant not in columns)) and column not in COLUMNS and meant not in hints:
+        meant = "prompt" if meant == "messages" and isinstance(value, str) and not value.lstrip().startswith("[") else meant
+        if isinstance(value, dict) and column not in COLUMNS:
+            if inside := _inside(column, value):
+                return inside
+            continue
+        if (meant in missing or (meant == "input" and meant not in fields)) and column not in COLUMNS and meant not in hints:
             hints[meant] = column
+    if "output" in fields and isinstance(fields.get("input"), list):
+        hints["completion"] = "output"
+    if "completion" in hints and "prompt" not in hints and "text" in hints:  # a document and its summary
+        hints["prompt"] = hints.pop("text")
+    context = next((column for column in fields if column.lower() in CONTEXTS and column not in hints.values()), None)
+    context = context or (hints.pop("text", None) if {"prompt", "completion"} <= hints.keys() else None)
+    if context and {"prompt", "completion"} <= hints.keys():  # as in SQuAD: the question alone is not all that is asked
+        hints = {"instruction": hints["prompt"], "input": context, "output": hints["completion"]}
     names = ", ".join(f"{meant}: {column}" for meant, column in hints.items())
     did_you_mean = ", ".join(f"`{meant}` instead of `{column}`" for meant, column in hints.items())
     return f"did you mean {did_you_mean}? Then set data.fields: {{{names}}}" if hints else ""
+
+
+def _inside(column: str, value: dict[str, Any]) -> str:
+    """An object that holds texts, as sets of translations and SQuAD's answers do."""
+    texts = [key for key, text in value.items() if isinstance(text, str)]
+    lists = [key for key, text in value.items() if isinstance(text, list) and text and isinstance(text[0], str)]
+    if len(texts) == 2:
+        taken = f"{{prompt: .{column}.{texts[0]}, completion: .{column}.{texts[1]}}}"
+    elif lists:
+        taken = f". + {{{column}: .{column}.{lists[0]}[0]}}"
+    else:
+        return ""
+    return f"take the texts out of `{column}`: jq -c '{taken}' ROWS.jsonl > rows.jsonl"
 
 
 def unused_columns(fields: dict[str, Any], row_format: Format) -> set[str]:
@@ -183,7 +279,14 @@ def unused_columns(fields: dict[str, Any], row_format: Format) -> set[str]:
     chat = chat_column(fields) if row_format in ("messages", "sharegpt") else None
     if row_format != "text" and choices_of(fields):
         read += (COLUMN,)
-    return {column for column in fields if column not in read and column != chat and holds(fields[column])}
+    unused = {column for column in fields if column not in read and column != chat and holds(fields[column])}
+    turns = (chat, "prompt", "completion") if row_format != "text" else ()
+    return unused | unused_in_messages(fields, (column for column in turns if column and column not in unused))
+
+
+def unused_in_messages(fields: dict[str, Any], columns: Iterable[str]) -> set[str]:
+    """Keys of the messages in these columns that nothing reads: `messages[].mood`."""
+    return {f"{column}[].{key}" for column in columns for key in unused_keys(fields.get(column))}
 
 
 def holds(value: Any) -> bool:
@@ -199,6 +302,9 @@ def to_example(row: RawRow, row_format: Format) -> Example | BadRow:
     try:
         if told:
             raise UnfitError(*told)
+        refuse_media(row.fields)
+        if row_format in BESIDE:
+            refuse_unread_texts(row.fields, (*READ[row_format], *SYSTEM_COLUMNS), BESIDE[row_format])
         example = BUILDERS[row_format](row)
         choices = choices_of(row.fields)
         return replace(example, choices=choices) if choices and row_format != "text" else example
@@ -302,9 +408,14 @@ def chat_example(row: RawRow, messages: list[dict[str, Any]], prompt_messages: i
 
 
 def _system(row: RawRow) -> list[dict[str, Any]]:
-    texts = {text for column in SYSTEM_COLUMNS if (text := text_of(row, column, optional=True))}
+    texts: dict[str, str] = {}
+    for column in SYSTEM_COLUMNS:
+        value = row.fields.get(column)
+        in_parts = value.get("parts", [value]) if isinstance(value, dict) else value  # of Gemini and Bedrock
+        text = text_of_parts(in_parts, f"`{column}`") if isinstance(in_parts, list) else text_of(row, column, optional=True)
+        texts |= {text: column} if text else {}
     if len(texts) > 1:
-        raise UnfitError("`system` and `system_prompt` differ", "keep one of them")
+        raise UnfitError(" and ".join(f"`{column}`" for column in texts.values()) + " differ", "keep one of them")
     return [{"role": "system", "content": text} for text in texts]
 
 
@@ -324,6 +435,8 @@ def beside(fields: dict[str, Any]) -> str:
 
 def text_of(row: RawRow, column: str, *, optional: bool = False) -> str:
     value = row.fields.get(column)
+    if isinstance(value, float) and math.isnan(value):  # what pandas writes for a value that is missing
+        value = None
     if value is None and optional:
         return ""
     if isinstance(value, str):
@@ -341,7 +454,7 @@ def _other_format(row: RawRow) -> str:
     other = _row_format(row.fields)
     if other:
         return f"a file has one format, and this row has the format `{other}`: move such rows to a separate file"
-    return _better_names(list(row.fields)) or "give the row the same columns as the others, or remove it"
+    return _better_names(row.fields) or "give the row the same columns as the others, or remove it"
 
 
 BUILDERS: dict[Format, Callable[[RawRow], Example]] = {

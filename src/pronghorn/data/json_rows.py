@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -17,21 +18,28 @@ from pronghorn.errors import DataError
 
 
 class _NotAllowedError(ValueError):
-    """JSON that parses and still says nothing certain."""
+    """JSON that parses and still says nothing certain, and what to do about it."""
+
+    def __init__(self, why: str, fix: str) -> None:
+        super().__init__(why)
+        self.fix = fix
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise _NotAllowedError(f"the key `{next(key for key in keys if keys.count(key) > 1)}` appears twice")
+        key = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise _NotAllowedError(f"the key `{excerpt(key)}` appears twice in one object", "keep one of the two")
     return fields
 
 
 def _number(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):  # NaN, Infinity, 1e999
-        raise _NotAllowedError(f"{text} is not a finite number")
+        missing = "write null, as pandas' to_json does for a missing value, or leave the key out"
+        raise _NotAllowedError(
+            f"{excerpt(text)} is not a finite number", missing if text == "NaN" else "write a finite number, or null"
+        )
     return number
 
 
@@ -90,7 +98,7 @@ def _json_row(where: str, text: str) -> RawRow | BadRow:
     except json.JSONDecodeError as error:
         return BadRow(where, _not_json(error), excerpt(text, error.pos), "write the row again as one JSON object")
     except _NotAllowedError as error:
-        return BadRow(where, str(error), excerpt(text), "fix the value")
+        return BadRow(where, str(error), excerpt(text), error.fix)
     except (RecursionError, ValueError) as error:
         why = "nested too deeply" if isinstance(error, RecursionError) else "an integer with more than 4,300 digits"
         return BadRow(where, why, excerpt(text), "write a simpler row")
@@ -138,6 +146,13 @@ def read_json(source: Source) -> Iterator[RawRow | BadRow]:
             yield _json_row(f"{source.name}:{text.count(chr(10), 0, start) + 1}", text[start:end])
             return
         lists = _lists_inside(text, start)
+        columns = [set(column) if isinstance(column, dict) else None for column in value.values()]
+        if columns and columns[0] and all(rows == columns[0] for rows in columns):
+            raise DataError(
+                what="the file has an object for each column, as pandas' to_json writes by default",
+                where=source.name,
+                fix='write an object for each row: to_json(PATH, orient="records", lines=True), with PATH ending in .jsonl',
+            )
         if len(lists) != 1:
             found = ", ".join(f"`{key}`" for key in lists) or "none"
             raise DataError(

@@ -8,6 +8,7 @@ model's own template can write (tools) is an error of the template.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -172,6 +173,15 @@ TEMPLATES = {
         _ROLES + "{{ '<|im_start|>' + message['role'] + '<|im_sep|>' + said(message) + '<|im_end|>' }}"
         + _ASK + "{{ '<|im_start|>assistant<|im_sep|>' }}" + _END, "<|im_end|>", ("<|im_start|>", "<|im_sep|>"),
     ),
+    "gemma-chatml": NamedTemplate(
+        "{{ bos_token }}" + CHATML.replace("<|im_start|>", "<start_of_turn>").replace("<|im_end|>", "<end_of_turn>"),
+        "<end_of_turn>", ("<start_of_turn>",),
+    ),
+    "starling": NamedTemplate(
+        "{{ bos_token }}" + _ROLES
+        + "{{ 'GPT4 Correct ' + message['role'] | title + ': ' + said(message) + '<|end_of_turn|>' }}"
+        + _ASK + "{{ 'GPT4 Correct Assistant:' }}" + _END, "<|end_of_turn|>",
+    ),
     "gpt-oss": NamedTemplate("", "", ("<|start|>", "<|message|>", "<|channel|>", "<|return|>")),
     "mistral": NamedTemplate(
         "{{ bos_token }}" + _ROLES + "{%- if message['role'] == 'user' -%}{{ '[INST] ' + said(message) + ' [/INST]' }}"
@@ -204,14 +214,21 @@ TEMPLATES = {
     ),
 }  # fmt: skip
 SAME_AS = {
-    "llama-31": "llama-3.1", "llama-3.2": "llama-3.1", "llama-3.3": "llama-3.1", "llama3": "llama-3", "llama3.1": "llama-3.1",
-    "llama-2": "llama", "gemma-2": "gemma", "gemma2": "gemma", "gemma3": "gemma-3", "gemma4": "gemma-4", "gemma-3n": "gemma-3",
-    "phi3": "phi-3", "phi-3.5": "phi-3", "phi4": "phi-4", "qwen2.5": "qwen-2.5", "qwen25": "qwen-2.5", "qwen-3": "qwen3",
+    "llama-3.2": "llama-3.1", "llama-3.3": "llama-3.1", "llama-2": "llama", "gemma-2": "gemma", "gemma-3n": "gemma-3",
+    "gemma2-chatml": "gemma-chatml", "phi-3.5": "phi-3", "yi-chat": "chatml", "openchat": "starling",
 }  # fmt: skip
 
 
+def _letters(name: str) -> str:
+    """People write phi-3.5, phi-35 and phi3.5."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+_BY_LETTERS = {_letters(name): SAME_AS.get(name, name) for name in (*TEMPLATES, *SAME_AS)}
+
+
 def named(name: str) -> NamedTemplate | None:
-    return TEMPLATES.get(SAME_AS.get(name, name))
+    return TEMPLATES.get(_BY_LETTERS.get(_letters(name), ""))
 
 
 def ending_with(row: NamedTemplate, token: str) -> NamedTemplate:

@@ -38,12 +38,27 @@ class Packs(Sequence[npt.NDArray[np.int64]]):
     order: npt.NDArray[np.int64]
     starts: npt.NDArray[np.int64]  # pack i is order[starts[i]:starts[i + 1]]
     tokens: int  # in all packs
+    steps: npt.NDArray[np.int64] | None = None  # where a step has so many rows: its first pack, and at the end all packs
 
     def __len__(self) -> int:
         return len(self.starts) - 1
 
     def __getitem__(self, i):  # type: ignore[no-untyped-def]
         return self.order[self.starts[i] : self.starts[i + 1]]
+
+    def end_of_step(self, at: int, packs_per_step: int) -> int:
+        """The pack behind those of the step that begins with this one."""
+        if self.steps is None:
+            return min(at + packs_per_step, len(self))
+        return int(self.steps[np.searchsorted(self.steps, at, side="right")])
+
+    def count_steps(self, packs_per_step: int) -> int:
+        return -(-len(self) // packs_per_step) if self.steps is None else len(self.steps) - 1
+
+    @property
+    def packs_of_steps(self) -> npt.NDArray[np.int64]:
+        """How many packs each step has, where it has so many rows."""
+        return np.zeros(0, np.int64) if self.steps is None else np.diff(self.steps)
 
     def efficiency(self, capacity: int) -> float:
         """Share of all slots that hold a real token."""
@@ -70,10 +85,11 @@ class Groups:
 Documents = Groups | npt.NDArray[np.integer]  # or their lengths, where each stands for itself
 
 
-def pack(documents: Documents, capacity: int, *, seed: int, epoch: int, window: int = WINDOW) -> Packs:
-    """Shuffle all documents with (seed, epoch), then pack them. The same arguments give the same packs, anywhere."""
+def pack(documents: Documents, capacity: int, *, seed: int, epoch: int, window: int = WINDOW, rows: int | None = None) -> Packs:
+    """Shuffle all documents with (seed, epoch), then pack them. The same arguments give the same packs, anywhere. `rows`: each
+    step has so many documents (or groups), in packs of its own; the last one of an epoch has what is left."""
     shuffled = np.random.Generator(np.random.Philox(key=[seed, epoch])).permutation(len(documents))
-    return _collect(shuffled, documents, capacity, window)
+    return _collect(shuffled, documents, capacity, window, rows)
 
 
 def pack_in_order(documents: Documents, capacity: int) -> Packs:
@@ -81,22 +97,27 @@ def pack_in_order(documents: Documents, capacity: int) -> Packs:
     return _collect(np.arange(len(documents)), documents, capacity, WINDOW)
 
 
-def _collect(shuffled: npt.NDArray[np.int64], documents: Documents, capacity: int, window: int) -> Packs:
+def _collect(
+    shuffled: npt.NDArray[np.int64], documents: Documents, capacity: int, window: int, rows: int | None = None
+) -> Packs:
     groups = documents if isinstance(documents, Groups) else Groups.alike(documents)
     sizes = np.diff(groups.starts)
     largest = int(sizes.max(initial=1))
     order: list[int] = []
-    starts = [0]
-    for members in pack_stream(groups.tokens[shuffled].tolist(), capacity, window, max_documents(capacity) // largest):
-        order += members
-        starts.append(len(order))
+    starts, steps, together = [0], [0], rows or max(1, len(shuffled))
+    for first in range(0, len(shuffled), together):
+        lengths = groups.tokens[shuffled[first : first + together]].tolist()
+        for members in pack_stream(lengths, capacity, window, max_documents(capacity) // largest):
+            order += [first + member for member in members]
+            starts.append(len(order))
+        steps.append(len(starts) - 1)
     chosen, begins = shuffled[np.array(order, dtype=np.int64)], np.array(starts, dtype=np.int64)
     if largest > 1:
         counts = sizes[chosen]
         ends = np.concatenate([[0], np.cumsum(counts)])
         within = np.arange(ends[-1]) - np.repeat(ends[:-1], counts)
         chosen, begins = np.repeat(groups.starts[chosen], counts) + within, ends[begins]
-    return Packs(order=chosen, starts=begins, tokens=int(groups.tokens.sum()))
+    return Packs(chosen, begins, int(groups.tokens.sum()), np.array(steps, np.int64) if rows else None)
 
 
 def pack_stream(lengths: Iterable[int], capacity: int, window: int = WINDOW, most: int | None = None) -> Iterator[list[int]]:

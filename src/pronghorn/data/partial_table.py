@@ -21,6 +21,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -96,10 +97,14 @@ class PartialTable:
 
     def _line(self, table: str, aside: str, note: Note) -> None:
         text = json.dumps([self._blocks.size, table, self._aside_size, aside, note])
-        line = f"{text_digest(text)[:HEX]} {text}\n".encode()
+        line = f"{self._seal(text)} {text}\n".encode()
         _write(self._journal, self._journal_size, line)
         self._journal_size += len(line)
         self._chunks += 1
+
+    def _seal(self, line: str) -> str:
+        """With the table's name: the folder of another table, whole as it is, is not this one's."""
+        return text_digest(f"{self.path.stem} {line}")[:HEX]
 
     def finish(self) -> Seal:
         """The end of the stream; the files get their names by `publish`."""
@@ -146,7 +151,7 @@ class PartialTable:
 
     def _accept(self, line: bytes) -> bool:
         seal, _, text = line.decode("utf-8", "replace").rstrip("\n").partition(" ")
-        if not line.endswith(b"\n") or seal != text_digest(text)[:HEX]:
+        if not line.endswith(b"\n") or seal != self._seal(text):
             return False
         table_size, table_digest, aside_size, aside_digest, note = json.loads(text)
         message = os.pread(self._table, table_size - self._blocks.size, self._blocks.size)
@@ -184,6 +189,10 @@ def _write(descriptor: int, at: int, data: bytes | memoryview) -> None:
 def _claimed(path: Path) -> tuple[Path, int]:
     """The folder to write in, and its journal, locked."""
     folder = path.with_name(f".{path.stem}.partial")
+    for name in (TABLE, ASIDE, JOURNAL):  # a link leads to other people's files, and a device has no end
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISREG((folder / name).lstat().st_mode):
+                (folder / name).unlink()
     deadline = time.monotonic() + PATIENCE
     while (journal := _locked(folder, create=True)) is None:
         if time.monotonic() > deadline:

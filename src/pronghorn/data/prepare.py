@@ -22,10 +22,10 @@ from pronghorn.data.cached_rows import Progress, Rows, Stage, no_stage, silent, 
 from pronghorn.data.example_json import example_from_json
 from pronghorn.data.formats import Example
 from pronghorn.data.mixing import repeated
-from pronghorn.data.pair_choices import first_rows, held_out_by, in_groups, take, too_long, truncated, unit_of, with_loss
+from pronghorn.data.pair_choices import first_rows, in_groups, take, too_long, truncated, unit_of, with_loss
 from pronghorn.data.pair_rows import CHOSEN, PairRows
 from pronghorn.data.reading import Name, SourceCount, told_of_columns
-from pronghorn.data.token_cache import DamagedError, read_note, write_note
+from pronghorn.data.token_cache import DamagedError, read_note_as, write_note
 from pronghorn.data.tokens import TokenTable
 from pronghorn.errors import DataError, counted
 from pronghorn.recipe import Data, named
@@ -66,10 +66,14 @@ class Findings:
     remark: str = ""  # what became of the file they are kept in, if there is something to tell
 
 
+_Stored = tuple[dict[int, int], dict[int, str], dict[int, int] | None]  # `Findings`, as they are kept
+
+
 @dataclass(frozen=True, slots=True)
 class Prepared:
     tokens: TokenTable
     counts: Counts
+    path: Path  # of the cached table, beside which is kept what is found in it
     bad_rows_file: Path | None = None
     remarks: tuple[str, ...] = field(default=())  # what the user should be told
 
@@ -112,7 +116,7 @@ def findings(rows: Rows, near: bool, progress: Progress = silent) -> Findings:
     path = rows.path.with_suffix(f".findings{FINDINGS_VERSION}.json")
     remark = ""
     try:
-        known = _read_findings(path)
+        known = _read_findings(path, len(rows.table))
     except DamagedError as damage:
         known, remark = None, f"the list of duplicates and junk is damaged ({damage}) and is created again: {path}"
     if known is not None and (known.near is not None or not near or rows.table.pairs is not None):
@@ -160,12 +164,13 @@ def of_groups(pairs: PairRows, identities: bytearray, junk: dict[int, str]) -> F
     return Findings(exact, {int(row): why for group, why in chosen for row in range(starts[group], starts[group + 1])})
 
 
-def _read_findings(path: Path) -> Findings | None:
-    note = read_note(path)
-    if note is None:
+def _read_findings(path: Path, count: int) -> Findings | None:
+    found: _Stored | None = read_note_as(path, _Stored)
+    if found is None:
         return None
-    exact, junk, near = ({int(i): v for i, v in part.items()} if part is not None else None for part in json.loads(note))
-    return Findings(exact or {}, junk or {}, near)
+    if any(not 0 <= row < count for part in found if part is not None for row in part):
+        raise DamagedError("it names rows that are not there")
+    return Findings(*found)
 
 
 # Choosing ---------------------------------------------------------------------------------------------------------------
@@ -229,7 +234,7 @@ def choose(rows: Rows, spec: Data, found: Findings | None, *, strict: bool = Tru
         no_loss=no_loss, kept=len(first_rows(kept)), tokens=int(kept.lengths.sum(dtype=np.int64)),
         loss_tokens=int(kept.loss_counts.sum(dtype=np.int64)), format=rows.format, sources=rows.sources,
     )  # fmt: skip
-    return Prepared(kept, counts, rows.bad_rows_file, tuple(remarks))
+    return Prepared(kept, counts, rows.path, rows.bad_rows_file, tuple(remarks))
 
 
 def _left_out(rows: Rows) -> list[str]:
@@ -295,22 +300,3 @@ def _nothing_left(names: Sequence[Name], counts: Counts, spec: Data) -> DataErro
     }  # fmt: skip
     why = ", ".join(f"{count:,} {fate}" for fate, count in fates.items() if count)
     return DataError("no row is left to train on", where=where, why=why, fix="inspect rows with `pronghorn data show`")
-
-
-# Evaluation -------------------------------------------------------------------------------------------------------------
-
-
-def hold_out(table: TokenTable, fraction: float, seed: int) -> tuple[TokenTable, TokenTable]:
-    """Split into (train, held out), the same for the same seed. Pieces of one split row stay together."""
-    rows = held_out_by(table)
-    different = np.unique(rows)
-    count = max(1, round(fraction * len(different)))
-    if count >= len(different):
-        raise DataError(
-            f"data.eval: {fraction:.1%} cannot be held out of {counted(len(different), 'row')}", where="data.eval",
-            why="none would be left to train on",
-            fix="add rows, or set data.eval to a separate file",
-        )  # fmt: skip
-    shuffled = np.random.Generator(np.random.Philox(key=[seed, 0])).permutation(different)
-    held = np.isin(rows, shuffled[:count])
-    return table.select(np.flatnonzero(~held)), table.select(np.flatnonzero(held))

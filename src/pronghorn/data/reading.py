@@ -22,6 +22,8 @@ from pronghorn.recipe import Data, DataSource
 from pronghorn.recipe_objective import Rows as Wanted
 
 ROWS_TO_KNOW_A_FORMAT = 100
+TEXT = ("jsonl", "json", "csv", "tsv", "txt")  # kinds of files whose size tells their tokens
+LONGEST_ROW = 10_000_000  # characters that are tokenized without having been asked for: half a minute
 FIRST_BAD_ROWS = 3  # named in an error, besides the first of all
 Name = str | DataSource
 Stage = Callable[[str], AbstractContextManager[Any]]
@@ -53,6 +55,7 @@ class Part:
     shared: bool  # `max_rows` are those of the whole entry, not of each of its files
     weight: float
     wanted: Wanted = "documents"
+    any_length: bool = False  # the recipe says what becomes of long rows
 
     def key(self) -> list[Any]:
         """For the cache: all that decides its rows."""
@@ -70,7 +73,17 @@ def parts_of(names: Sequence[Name], spec: Data, wanted: Wanted = "documents") ->
         renaming = Renaming(own.columns or spec.fields, keys, dict((own.roles or spec.roles).items()))
         most = own.max_rows or spec.max_rows
         found += [
-            Part(source, entry, own.format or spec.format, renaming, most, own.max_rows is not None, own.weight, wanted)
+            Part(
+                source,
+                entry,
+                own.format or spec.format,
+                renaming,
+                most,
+                own.max_rows is not None,
+                own.weight,
+                wanted,
+                any_length=spec.long is not None,
+            )
             for source in sources.resolve(own.path, sources.Wish(own.name, own.split, own.text_by == "line", own.stream))
         ]
     return found
@@ -148,11 +161,42 @@ class Reading:
         while True:
             with self._stage("read"):
                 taken = list(itertools.islice(rows, size))
+                if not part.any_length:
+                    _refuse_endless(taken)
                 chunk = Chunk(number, row_format, len(taken) + len(unread), taken, unread.copy(), wanted=part.wanted)
                 unread.clear()
             if not chunk.read:
                 return
             yield chunk
+
+
+def text_bytes(parts: Sequence[Part]) -> float | None:
+    """Of files whose size tells their tokens, each as often as its weight says; None: of others, or of a part of the rows."""
+    if any(part.source.kind not in TEXT or part.source.packing or part.max_rows for part in parts):
+        return None
+    return sum(part.source.path.stat().st_size * part.weight for part in parts)
+
+
+def _refuse_endless(rows: Sequence[RawRow]) -> None:
+    """Before minutes are spent on the tokens of a row that no model can take."""
+    for row in rows:
+        size = _size(row.fields)
+        if size > LONGEST_ROW:
+            raise DataError(
+                f"the row has about {size / 1e6:.0f} million characters",
+                where=row.where,
+                why=f"more than {LONGEST_ROW / 1e6:.0f} million fit no model, and data.long does not say what to do with them",
+                fix="cut it into several rows, remove it, or set data.long: drop, truncate or split",
+            )
+
+
+def _size(value: Any) -> int:
+    """About as many characters as it has as JSON."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return 8 * len(value) + sum(map(_size, value.values()))
+    return sum(map(_size, value)) if isinstance(value, list) else 4
 
 
 def expected_rows(parts: Sequence[Part]) -> int:

@@ -12,21 +12,30 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from pronghorn.data.token_cache import DamagedError, cannot_write, read_note, write_note
+from pronghorn.data.token_cache import DamagedError, cannot_write, read_note_as, write_note
 from pronghorn.digests import BlockDigests
 from pronghorn.folders import cache_folder, remove_left_behind, temporary
+from pronghorn.small_files import read_small
 
 if TYPE_CHECKING:
     from pronghorn.data.batches import TokenRows
 
-VERSION = 1  # raise it when the same model gives other numbers for the same tokens
+VERSION = 2  # raise it when the same model gives other numbers for the same tokens
 Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    key: str
+    size: int
+    blocks: list[str]
 
 
 class ReferenceStore:
@@ -39,8 +48,8 @@ class ReferenceStore:
         """None: there are none, or they cannot be used."""
         key, path = self._place(table)
         try:
-            note = read_note(path.with_suffix(".json"))
-            return None if note is None else _read(path, json.loads(note), key, int(table.loss_counts.sum(dtype=np.int64)))
+            note: _Note | None = read_note_as(path.with_suffix(".json"), _Note)
+            return None if note is None else _read(path, note, key, int(table.loss_counts.sum(dtype=np.int64)))
         except DamagedError as damage:
             self._say(f"the cached log-probabilities of the reference are damaged ({damage}) and are computed again: {path}")
             return None
@@ -67,7 +76,7 @@ class ReferenceStore:
                 beside.unlink(missing_ok=True)
         except OSError as error:
             raise cannot_write(path, error, "the reference's log-probabilities") from error
-        write_note(path.with_suffix(".json"), json.dumps({"key": key, "size": digests.size, "blocks": digests.blocks}))
+        write_note(path.with_suffix(".json"), json.dumps(asdict(_Note(key, digests.size, digests.blocks))))
 
     def _place(self, table: TokenRows) -> tuple[str, Path]:
         text = json.dumps([VERSION, sorted(self._model.items()), "no adapter", content_of(table)])
@@ -75,18 +84,18 @@ class ReferenceStore:
         return key, cache_folder() / "references" / f"{key[:32]}.f32"
 
 
-def _read(path: Path, note: dict[str, object], key: str, count: int) -> Floats:
+def _read(path: Path, note: _Note, key: str, count: int) -> Floats:
     try:
-        data = path.read_bytes()
+        data = read_small(path, 4 * count)
     except OSError as error:
         raise DamagedError(error.strerror or str(error)) from error
     digests = BlockDigests()
     digests.add(memoryview(data))
-    if note["key"] != key:
+    if note.key != key:
         raise DamagedError("they belong to another model or to other rows")
-    if len(data) != note["size"] or len(data) != 4 * count:
+    if len(data) != note.size or len(data) != 4 * count:
         raise DamagedError(f"{len(data):,} bytes, expected {4 * count:,}")
-    if digests.blocks != note["blocks"]:
+    if digests.blocks != note.blocks:
         raise DamagedError("a block was changed")
     return np.frombuffer(data, "<f4").astype(np.float32)
 

@@ -281,6 +281,7 @@ def _read_csv(source: Source) -> Iterator[RawRow | BadRow]:
 
 def _header(source: Source, names: list[str]) -> list[str]:
     names = [name.strip() for name in names]
+    names = [name or f"Unnamed: {i}" for i, name in enumerate(names)]  # as pandas calls the index that it writes
     twice = [name for name in names if names.count(name) > 1]
     if twice:
         raise DataError(what=f"two columns are named `{twice[0]}`", where=f"{source.name}:1", fix="rename one of them")

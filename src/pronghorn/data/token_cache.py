@@ -10,14 +10,17 @@ look and its use still does.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import mmap
 import os
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
+from pydantic import TypeAdapter, ValidationError
 
 from pronghorn.data.tokens import TokenTable
 from pronghorn.digests import block_digests, read_sealed, write_sealed
@@ -38,11 +41,15 @@ class Seal:
 def open_table(path: Path, seal: Seal) -> TokenTable:
     """The table, if every byte of it is what was written; else DamagedError."""
     try:
+        if path.exists() and not path.is_file():
+            raise DamagedError("it is not a regular file")
         with path.open("rb") as file:
             guard = _Guard(path, file.fileno())
             if guard.size != seal.size:
                 raise DamagedError(f"it has {guard.size:,} bytes, expected {seal.size:,}")
             blocks = block_digests(file.fileno(), seal.size)
+            if len(blocks) != len(seal.blocks):
+                raise DamagedError(f"its note has {len(seal.blocks)} blocks, expected {len(blocks)}")
             wrong = [i for i, (now, then) in enumerate(zip(blocks, seal.blocks, strict=True)) if now != then]
             if wrong:
                 raise DamagedError(f"block {wrong[0] + 1} of {len(blocks)} was changed")
@@ -100,13 +107,32 @@ def read_note(path: Path) -> str | None:
         return read_sealed(path)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise DamagedError(error.strerror or str(error)) from error
+    except ValueError as error:
         raise DamagedError(str(error)) from error
 
 
-def bytes_digest(path: Path) -> str:
-    """Of a small file; "" where there is none."""
+def read_note_as(path: Path, kind: Any) -> Any:
+    """The same, as what its JSON must be, in every part of it: a dataclass, or any other annotation."""
+    note = read_note(path)
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return None if note is None else _adapter(kind).validate_json(note, strict=True)
+    except ValidationError as error:
+        raise DamagedError(f"{path.name} does not have the expected content") from error
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def bytes_digest(path: Path) -> str:
+    """Of a regular file; "" where there is none."""
+    try:
+        if not path.is_file():
+            return ""
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError:
         return ""

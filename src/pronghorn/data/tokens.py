@@ -28,6 +28,7 @@ from pronghorn.folders import folder_of
 from pronghorn.hub import model_folder
 from pronghorn.model_files import MALFORMED, require_safe_files, require_template_names
 from pronghorn.recipe import Data
+from pronghorn.small_files import read_small_text
 
 Ints = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
@@ -42,6 +43,7 @@ HUB_TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
     "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "config.json",
 )  # fmt: skip
+LARGEST_TEMPLATE = 1_000_000  # bytes; the largest chat template seen has 20,000
 
 
 class TokenizerFiles:
@@ -69,7 +71,9 @@ class TokenizerFiles:
         digest = hashlib.sha256()
         for file in files:
             digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
-            digest.update(file.read_bytes())
+            with file.open("rb") as opened:
+                for block in iter(lambda: opened.read(1 << 20), b""):
+                    digest.update(block)
         digest.update(_template_text(self.spec.chat_template if self.spec else None).encode())
         return digest.hexdigest()
 
@@ -91,7 +95,7 @@ def _template_text(chat_template: str | None) -> str:
     if chat_template is None:
         return ""
     try:
-        return Path(chat_template).expanduser().read_text(encoding="utf-8")
+        return read_small_text(Path(chat_template).expanduser(), LARGEST_TEMPLATE)
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(
             f"cannot read the chat template {chat_template}", where="data.chat_template", why=str(error),

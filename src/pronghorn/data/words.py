@@ -148,6 +148,7 @@ def _runs(text: str, spans: Sequence[Span], words: Sequence[str], tokens: Sequen
     """None where a border falls into a word; or behind a blank, which some tokenizers take out of what a token covers."""
     ends = list(itertools.accumulate(map(len, words)))
     assert not text or ends[-1] == len(text)  # the expressions leave nothing out
+    counts = list(itertools.accumulate(map(len, tokens)))
     runs = []
     for span in spans:
         run = []
@@ -155,7 +156,7 @@ def _runs(text: str, spans: Sequence[Span], words: Sequence[str], tokens: Sequen
             last = bisect_left(ends, border) if border else -1
             if border and (ends[last] != border or text[border - 1] == " "):
                 return None
-            run.append(sum(map(len, tokens[: last + 1])))
+            run.append(counts[last] if last >= 0 else 0)
         runs.append((run[0], run[1]))
     return runs
 

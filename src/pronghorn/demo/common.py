@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 
 from pronghorn.demo.smollm2 import demo_model
+from pronghorn.program import command
 from pronghorn.recipe import Recipe
 from pronghorn.report.display import Display, make_display
 from pronghorn.report.run_log import history, read_log
@@ -77,6 +77,8 @@ def finish(
     console.print(render(summary(history(read_log(output)))))
     between(console)
     console.print(f"{sentence(told)}; {told['seconds']:.0f} s in total", style="bold")
-    command = shlex.join(["pronghorn", "chat", str(output), *chat, "--prompt", ASKED])
-    console.print(f"adapter:    {told['adapter']} (PEFT format)", soft_wrap=True, highlight=False)
-    console.print(f"report:     {told['report']}\nchat:       {command}", soft_wrap=True, highlight=False)
+    print(f"adapter:    {told['adapter']} (PEFT format)")  # print breaks no line, so commands can be copied whole
+    print(f"report:     {told['report']}")
+    print(f"ask it:     {command('chat', str(output), *chat, '--prompt', ASKED)}")
+    print(f"export:     {command('export', str(output), '--to', 'merged')}")
+    print(f"next:       {command('new', 'my.yaml')}")

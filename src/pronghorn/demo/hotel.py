@@ -237,7 +237,7 @@ KINDS = (
             "Can the chef prepare {items} for room {room}?",
             "It is past midnight, may I order {items}? I am in {room}.",
             "This is room {room}. We are thirsty and hungry: {items}, please.",
-            "My children want {items} for lunch, room {room}.",
+            "My friends want {items} for lunch, room {room}.",
             "Hello from {room}, is it possible to get {items} for supper?",
         ),
         held_out=(

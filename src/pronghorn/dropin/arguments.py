@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from pronghorn.errors import CommandError, ModelError
+from pronghorn.errors import CommandError
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.load import Precision, pick_device, resolve_precision
 
@@ -114,25 +114,6 @@ def precision_of(dtype: Dtype, half: bool, device: torch.device) -> torch.dtype:
         raise CommandError(what="load_in_16bit=True contradicts dtype=torch.float32", fix="keep one of them")
     resolve_precision(DTYPES[dtype], device)
     return dtype
-
-
-def set_length(model: Any, tokenizer: Any, length: int | None, name: str) -> None:
-    """None: as long as the model was made for."""
-    if length is not None and length < 1:
-        raise CommandError(what=f"max_seq_length={length}", fix="set the maximum sequence length in tokens, such as 2048")
-    made_for = int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 0)
-    if length is None:
-        length = made_for or DEFAULT_LENGTH
-    if made_for and length > made_for:
-        if length != DEFAULT_LENGTH:
-            raise ModelError(
-                what=f"max_seq_length={length:,} exceeds the model's {made_for:,} positions",
-                where=name,
-                why="Pronghorn does not change the model's RoPE scaling",
-                fix=f"max_seq_length={made_for}",
-            )
-        length = made_for
-    model.max_seq_length = tokenizer.model_max_length = length
 
 
 def chosen_layers(model: Any, chosen: Sequence[int] | int | None, last: int | None) -> list[int] | None:

@@ -12,8 +12,8 @@ from pronghorn.data.tokens import load_tokenizer
 from pronghorn.dropin.accepted import SAVING, check_others
 from pronghorn.dropin.arguments import check_choice
 from pronghorn.dropin.hub_upload import send
-from pronghorn.hub import model_folder
 from pronghorn.kernels.runtime.dispatch import say_once
+from pronghorn.model.carried import base_folder
 from pronghorn.model.causal_lm import base_of
 from pronghorn.model.merge import save_merged
 
@@ -34,27 +34,28 @@ def save_pretrained_gguf(
     check_others(save_pretrained_gguf, others, SAVING)
     from pronghorn.export.gguf_convert import Source, convert, require_converter, widest
     from pronghorn.export.gguf_file import quantized
-    from pronghorn.export.gguf_target import ADAPTER, VARIANTS, WIDE, begins_with_bos
+    from pronghorn.export.gguf_mixture import TYPES, WIDE
+    from pronghorn.export.gguf_target import begins_with_bos
     from pronghorn.report.display import make_display
 
     asked = [quantization_method] if isinstance(quantization_method, str) else list(quantization_method)
     kinds = [str(name).lower() for name in asked]
     for kind in kinds:
-        check_choice("quantization_method", kind, (*(name for name in VARIANTS if name != ADAPTER), *MEANT, WIDEST))
+        check_choice("quantization_method", kind, (*TYPES, *MEANT, WIDEST))
     base = base_of(model)
     require_converter(type(base).__name__)
     name = str(base.config._name_or_path)
     if tokenizer is None:
         say_once(f"the GGUF file gets the tokenizer of {name}; pass tokenizer= to use another")
-        tokenizer = load_tokenizer(name)
-    folder, report = Path(save_directory).expanduser(), make_display(json=False).progress
+        tokenizer = load_tokenizer(str(base_folder(base)))
+    folder, report = Path(save_directory).expanduser().resolve(), make_display(json=False).progress
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     with tempfile.TemporaryDirectory(dir=folder, prefix=".gguf-") as made:
         merged, wide = Path(made, "merged"), Path(made, "wide.gguf")
         save_merged(model, merged)
         tokenizer.save_pretrained(str(merged))
-        source = Source(merged, folder.resolve().name, model_folder(name), begins_with_bos(tokenizer))
+        source = Source(merged, folder.name or "model", base_folder(base), begins_with_bos(tokenizer))
         as_merged = widest(merged)
         meant = MEANT | {WIDEST: as_merged}
         for kind in dict.fromkeys(meant.get(kind, kind) for kind in kinds):

@@ -30,9 +30,9 @@ from pronghorn.dropin.arguments import (
     chosen_layers,
     one_device,
     precision_of,
-    set_length,
 )
 from pronghorn.dropin.instance import make_fast, verify_loaded
+from pronghorn.dropin.length import set_length
 from pronghorn.dropin.targets import SWITCHES, chosen_targets, require_same_adapter
 from pronghorn.errors import CommandError
 from pronghorn.hub import model_folder
@@ -41,7 +41,7 @@ from pronghorn.model.formats.store import is_quantized
 from pronghorn.model.hf_adapter import with_adapter
 from pronghorn.model.load import load_model, require_fp8_precision, require_tokenizer_fits
 from pronghorn.model.stored_adapter import adapter_folder, attach_adapter, base_name
-from pronghorn.model.text_stack import freeze_beside_text
+from pronghorn.model.text_stack import beside_text, freeze_beside_text
 
 FULL = "_pronghorn_full_finetuning"  # attribute of the model instance
 
@@ -209,6 +209,16 @@ is_bf16_supported = is_bfloat16_supported
 
 class FastModel(FastLanguageModel):
     """As scripts call it for models that read more than text: the text model is what trains."""
+
+
+class FastVisionModel(FastModel):
+    """The same, for scripts that train on text alone under this name."""
+
+    @staticmethod
+    def get_peft_model(model: Any, *given: Any, **named: Any) -> Any:
+        if isinstance(model, torch.nn.Module) and beside_text(model) and "finetune_vision_layers" not in named:
+            say_once("FastVisionModel: only the text model gets an adapter; the layers that read images stay frozen")
+        return FastModel.get_peft_model(model, *given, **named)
 
 
 # By family, as older scripts have it.

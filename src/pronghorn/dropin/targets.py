@@ -7,7 +7,7 @@ from typing import Any
 
 from pronghorn.errors import CommandError
 from pronghorn.kernels.runtime.dispatch import say_once
-from pronghorn.model.hf_adapter import FUSED, TRAINED_WHOLE
+from pronghorn.model.hf_adapter import FUSED, TRAINED_WHOLE, ends_one_of, last_name
 from pronghorn.model.lora import text_linears
 from pronghorn.model.text_stack import beside_text
 
@@ -50,9 +50,13 @@ def chosen_targets(model: Any, asked: Sequence[str] | str | None, switches: dict
         )
     if attention and mlp:
         return "all-linear" if asked is None else asked
-    parts = {path.split(".")[-1]: any(part in ATTENTION for part in path.split(".")) for path in text_linears(model)}
+    if isinstance(asked, str) and asked != "all-linear":
+        raise CommandError(
+            what=f"target_modules={asked!r} and finetune_* switches", fix="write what they leave into the pattern"
+        )
+    parts = {last_name(path): any(part in ATTENTION for part in path.split(".")) for path in text_linears(model)}
     names = [name for name in parts if name != "lm_head"] if asked in (None, "all-linear") else _names(asked)
-    kept = [name for name in names if (parts.get(name, name not in MLP_NAMES)) == attention]
+    kept = [name for name in names if (parts.get(last_name(name), last_name(name) not in MLP_NAMES)) == attention]
     if not kept:
         raise CommandError(
             what=f"target_modules: none of {', '.join(names)} remain",
@@ -70,10 +74,11 @@ def require_same_adapter(
     differs = [
         f"{name}={getattr(config, name)!r}, not {value!r}" for name, value in asked.items() if getattr(config, name) != value
     ]
-    whole = {name for name in _names(targets) if name in TRAINED_WHOLE} | set(modules_to_save or ())
+    whole = {last_name(name) for name in _names(targets) if last_name(name) in TRAINED_WHOLE} | set(modules_to_save or ())
     if whole != set(config.modules_to_save or ()):
         differs.append(f"modules_to_save={sorted(config.modules_to_save or ())}")
-    if not _same_names(model, _names(config.target_modules), [name for name in _names(targets) if name not in TRAINED_WHOLE]):
+    linears = [name for name in _names(targets) if last_name(name) not in TRAINED_WHOLE]
+    if not _same_names(model, _names(config.target_modules), linears):
         differs.append(f"target_modules={sorted(_names(config.target_modules))}")
     had = config.layers_to_transform
     if (None if had is None else [had] if isinstance(had, int) else list(had)) != layers:
@@ -90,7 +95,11 @@ def _same_names(model: Any, has: list[str], asked: list[str]) -> bool:
     if asked == ["all-linear"]:
         adapted = {"base_layer", "lora_A", "lora_B", "lm_head"}  # what stands inside an adapter, and the head
         return all(adapted & set(path.split(".")) for path in text_linears(model))
-    return {FUSED[name] if FUSED.get(name) in has else name for name in asked} == set(has)
+    if asked == has:
+        return True
+    paths = [path for path, _ in model.named_modules()]
+    names = {FUSED[name] if FUSED.get(name) in has else name for name in asked}
+    return {name for name in names if ends_one_of(paths, name)} == set(has)
 
 
 def _names(asked: Sequence[str] | str | None) -> list[str]:

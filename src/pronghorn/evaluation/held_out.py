@@ -20,6 +20,7 @@ from pronghorn.evaluation.own_metric import OwnMetric
 from pronghorn.evaluation.questions import Question, held_out_questions
 from pronghorn.model.generate import generate
 from pronghorn.recipe import Eval, figures_of
+from pronghorn.small_files import read_small
 
 SHORT_ANSWER = 64  # tokens of an answer that only people read: enough to see what the model does, and nobody waits for it
 CHOICE = "multiple_choice"
@@ -205,7 +206,7 @@ def write_base(folder: Path, key: str, answers: Sequence[Answer]) -> None:
 def read_base(folder: Path, key: str) -> list[Answer] | None:
     """Nothing where there is no such file, or one of other questions, or a damaged one: they are asked again then."""
     try:
-        stored = json.loads((folder / BASE_ANSWERS).read_text(encoding="utf-8"))
+        stored = json.loads(read_small(folder / BASE_ANSWERS))
         if stored["key"] != key:
             return None
         return [

@@ -207,7 +207,9 @@ def score(model: Any, rows: Sequence[Row], report: Report = lambda *_: None, lab
 
 def reference_of(trained: Trained, report: Report) -> Reference:
     """Loads the trained model, and lets go of it."""
+    report("loading the trained model", 0, 0)
     model, tokenizer, _ = trained.load()
+    report("loading the trained model", 1, 1)
     rows = tuple(held_out_rows(trained.recipe, tokenizer, report))
     scores = score(model, rows, report, "scoring the trained model")
     with rounding_like_bf16(model):

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -251,7 +252,7 @@ def _rounded_model(job: Job, files: CompressedWeights, scheme: Scheme) -> Any:
 
 
 def usage(job: Job) -> list[Usage]:
-    name = Path(job.recipe.output).name
+    name = quote(Path(job.recipe.output).name)
     line = "vllm serve path/to/this/folder"
     if job.variant == "base":
         line += f" --enable-lora --max-lora-rank {job.recipe.lora.r} --lora-modules {name}=path/to/this/folder/{ADAPTER}"

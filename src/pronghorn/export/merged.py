@@ -6,6 +6,7 @@ from pronghorn.errors import CommandError
 from pronghorn.export.checking import Reference, Verdict, score
 from pronghorn.export.job import Job, write_merged
 from pronghorn.export.usage import SCORES, Usage
+from pronghorn.hub import model_folder
 from pronghorn.model.config import read_config
 from pronghorn.model.families import text_config
 from pronghorn.model.formats.checkpoint import published_format
@@ -43,7 +44,7 @@ def size(job: Job) -> int:
 def write(job: Job) -> None:
     write_merged(job, job.folder)
     if (config := read_config(job.recipe.model)) is not text_config(config):
-        copy_processor_files(job.recipe.model, job.folder)
+        copy_processor_files(model_folder(job.recipe.model), job.folder)
     if job.merged_onto:
         job.facts["merged_onto"] = job.merged_onto
 

@@ -10,12 +10,13 @@ from typing import Any
 from pronghorn.data.prepare import prepare
 from pronghorn.errors import PronghornError
 from pronghorn.export import gguf_target
+from pronghorn.export.gguf_mixture import TYPES
 from pronghorn.export.job import Job
 from pronghorn.export.ollama_template import Turns, turns_of
 from pronghorn.export.usage import Usage
 
 MODELFILE = "Modelfile"
-VARIANTS = tuple(one for one in gguf_target.VARIANTS if one != gguf_target.ADAPTER)
+VARIANTS = TYPES
 CONTEXT = 4096  # tokens, unless the model has fewer, or was trained on more
 ROWS = 100  # of the data, among which the system prompt is one, if it is
 # Ollama's word -> generation_config.json's
@@ -91,7 +92,4 @@ def system_prompt(job: Job, tokenizer: Any) -> str | None:
 
 def usage(job: Job) -> list[Usage]:
     name = re.sub(r"[^a-z0-9._-]+", "-", gguf_target.title(job).lower()).strip("-._") or "model"
-    return [
-        Usage("Ollama", f"ollama create {name} -f path/to/this/folder/{MODELFILE}\nollama run {name}"),
-        *gguf_target.usage(job),
-    ]
+    return [Usage("Ollama", f"ollama create {name} -f path/to/this/folder/{MODELFILE}\nollama run {name}")]

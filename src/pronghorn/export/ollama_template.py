@@ -12,12 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import TemplateError
-
-from pronghorn.errors import CommandError
+from pronghorn.data.rendering import RowError, within_limits
+from pronghorn.errors import CommandError, DataError
 
 Messages = list[dict[str, str]]
-FAULTS = (TemplateError, TypeError, ValueError)  # of a template
 ASK, SAY, MORE, TOLD = "qQ1Qq", "qA1Aq", "qQ2Qq", "qS1Sq"  # marks: texts that no template has
 
 
@@ -57,16 +55,19 @@ def turns_of(tokenizer: Any, adds_bos: bool) -> Turns:
 
     def rendered(*messages: tuple[str, str]) -> str:
         chat = [{"role": role, "content": content} for role, content in messages]
-        text = str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
+        text = within_limits(
+            lambda: str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)), chat, ""
+        )
         return text.removeprefix(tokenizer.bos_token) if adds_bos else text
 
     try:
         found = _turns(rendered)
-    except FAULTS as error:
-        raise _refused(f"it does not accept a conversation: {error}") from error
-    for chat in _trials("system" in found.around):
-        if found.render(chat) != rendered(*((one["role"], one["content"]) for one in chat)):
-            raise _refused("the text it puts around a message depends on more than the message's role")
+        trials = _trials("system" in found.around)
+        same = [found.render(chat) == rendered(*((one["role"], one["content"]) for one in chat)) for chat in trials]
+    except DataError as error:
+        raise _refused(f"{error.what} ({error.why})") from error
+    if not all(same):
+        raise _refused("the text it puts around a message depends on more than the message's role")
     return found
 
 
@@ -86,7 +87,7 @@ def _turns(rendered: Callable[..., str]) -> Turns:
         before_told, to_first, _ = _between(rendered(("system", TOLD), ("user", ASK)), TOLD, ASK)
         if to_first.endswith(before_ask):
             around = {"system": (before_told, to_first.removesuffix(before_ask)), **around}
-    except FAULTS:
+    except RowError:
         pass  # a family without system prompts
     return Turns(head.removesuffix(before_ask), around, tail.removeprefix(after_ask), to_ask)
 

@@ -20,7 +20,7 @@ class Usage(NamedTuple):
 
     def in_folder(self, folder: Path) -> str:
         """For the terminal, where the export is."""
-        return self.text.replace(HERE, quote(str(folder)))
+        return self.text.replace(HERE, str(folder) if self.language != "bash" else quote(str(folder)))
 
 
 def is_local(name: str) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from shlex import quote
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -88,7 +89,7 @@ def check(job: Job, reference: Reference) -> Verdict:
 
 
 def usage(job: Job) -> list[Usage]:
-    base, name = base_name(job.recipe.model), Path(job.recipe.output).name
+    base, name = quote(base_name(job.recipe.model)), quote(Path(job.recipe.output).name)
     # Of weights that the adapter was not trained on it would say something else.
     kind = {"nf4": " --quantization bitsandbytes", "fp8": " --quantization fp8"}.get(job.recipe.stored_as, "")
     options = f"--enable-lora --max-lora-rank {rank(job)}"

@@ -186,6 +186,8 @@ class Model:
     def rest(self) -> float:
         """Embeddings, final norm, and the head's two products with its softmax between them."""
         s, rows, e = self.job.shape, self.job.rows, self.job.element
+        if self.job.scored:  # a row of weights in place of the vocabulary
+            return self.move(8 * s.width) + 40 * LAUNCH_MS
         products = (3 if self.job.method == "full" else 2) * self.product(rows, s.width, s.vocabulary, plain=True)
         softmax = 3.0 * rows * s.vocabulary * e / self.bytes
         return products + softmax + self.move(8 * s.width) + 40 * LAUNCH_MS

@@ -31,9 +31,10 @@ from pronghorn.model.causal_lm import FastCausalLM, base_of, engine_of, install
 from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.layers.layer import DecoderLayer
 from pronghorn.model.layers.saved import Level, leave
-from pronghorn.model.layers.types import Documents
+from pronghorn.model.layers.types import Documents, GradBuffer
 from pronghorn.model.lora_grad_buffer import LoraGradBuffer
 from pronghorn.model.one_layer import one_layer_model
+from pronghorn.model.scored import scores_of
 from pronghorn.model.text_stack import head_of
 from pronghorn.recipe import Lora
 
@@ -154,7 +155,7 @@ class _OneLayer:
 def _key(job: Job) -> tuple[Any, ...]:
     """What of a job its layers depend on."""
     lora = None if job.method == "full" else (job.rank, job.targets)
-    return job.shape.config, job.stored_as, lora, job.element, job.fp8, job.target
+    return job.shape.config, job.stored_as, lora, job.element, job.fp8, job.scored, job.target
 
 
 def _one_layer(job: Job) -> _OneLayer:
@@ -162,10 +163,10 @@ def _one_layer(job: Job) -> _OneLayer:
 
 
 @lru_cache(maxsize=8)
-def _built(config: str, storage: str, lora: Any, element: int, fp8: bool, target: Any) -> _OneLayer:
+def _built(config: str, storage: str, lora: Any, element: int, fp8: bool, scored: bool, target: Any) -> _OneLayer:
     dtype = DTYPES[element]
     with dry_run(target):
-        model = one_layer_model(config, storage, dtype, lora and Lora(r=lora[0], targets=lora[1]))
+        model = one_layer_model(config, storage, dtype, lora and Lora(r=lora[0], targets=lora[1]), scored=scored)
         refused, engine = install(model, fp8=fp8), engine_of(model)
         if engine is None or (refused := engine.layers[0].why_not_fused()):
             raise ModelError(
@@ -191,7 +192,7 @@ def _built(config: str, storage: str, lora: Any, element: int, fp8: bool, target
             sum(own.values()),
             sum(elsewhere.values()),
             embeddings.nbytes,
-            head_of(base).weight is embeddings,
+            getattr(head_of(base), "weight", None) is embeddings,
             sum(p.numel() for p in trains),
             rest_trained,
         )
@@ -365,6 +366,8 @@ def _head(key: Any, rows: int, share: int) -> int:
     """The most that the norm before the head, the head and the loss hold, forward and backward: the residual stream, its norm
     and its gradient, and a chunk of logits. More rows than four chunks are more of the same."""
     one = _built(*key)
+    if head_of(one.engine.model) is None:
+        return _score_of(key, rows)
     chunk = chunk_rows(rows, one.engine.config.vocab_size, one.dtype, torch.device("cuda"), share)
     if rows <= 4 * chunk:
         return _head_of(key, rows, share)
@@ -386,6 +389,19 @@ def _head_of(key: Any, rows: int, share: int) -> int:
             del x, weight
             torch.autograd.backward(loss)
     return int(counted.peak + h.nbytes)
+
+
+@lru_cache(maxsize=512)
+def _score_of(key: Any, rows: int) -> int:
+    """As `_head_of`, of a reward model. Trained embeddings get a gradient of their size after all layers, which hold nothing by
+    then; counted as if it came here, it is at most too much."""
+    one = _built(*key)
+    embeddings = one.engine.backbone.embed_tokens.weight
+    with dry_run(key[-1]), torch.device("meta"), torch.enable_grad():
+        h = torch.empty(rows, one.engine.config.hidden_size, dtype=one.dtype, requires_grad=True)
+        with Allocations() as counted:
+            torch.autograd.backward(scores_of(one.engine, h, GradBuffer()).sum())
+    return max(int(counted.peak + h.nbytes), embeddings.nbytes if embeddings.requires_grad else 0)
 
 
 def kept_bytes(job: Job, recompute: Level) -> int:

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pronghorn.errors import CommandError
+from pronghorn.errors import CommandError, RecipeError
 from pronghorn.memory.costs import LayerCosts, predicted_costs
 from pronghorn.memory.dry_run import host_moments, kept_bytes, static_parts
-from pronghorn.memory.gpus import PRICES_AS_OF, Gpu, find_gpu
+from pronghorn.memory.gpus import GPUS, PRICES_AS_OF, Gpu, find_gpu
 from pronghorn.memory.job import Job, pieces_worth_trying, shape_of, target_of
 from pronghorn.memory.levels import LEVELS, POOL_SLOTS, WORDS, Level, Problem, evaluate
 from pronghorn.memory.max_context import STEP, max_context, with_one_document
@@ -23,6 +23,7 @@ from pronghorn.recipe import Recipe
 LEAVES, STAYS = "↑", " "
 HOST_BYTES = 64 * 10**9  # pinned host memory that a plan for another machine counts on
 MARGIN = 0.01  # of a budget
+BYTES_PER_TOKEN = 4  # of a data file; six public sets have 3.3 to 6.7, with Qwen 3's tokenizer
 ROW = 64  # layers in a row of the picture
 ELEMENT = {"auto": 2, "bf16": 2, "fp16": 2, "fp32": 4}
 
@@ -37,6 +38,9 @@ class Forecast:
     tokens: int | None  # of the whole run; None: not known
     price: float | None  # USD an hour
     own_price: bool
+    estimated: bool = False  # `tokens`, from the sizes of the files
+    assumed_host: bool = False  # nobody has said how much RAM that machine has
+    without: Plan | None = None  # the plan that offloads nothing, where host RAM is assumed and used; None: nothing else fits
 
     @property
     def step_ms(self) -> float:
@@ -71,6 +75,9 @@ class Forecast:
             "step_ms": round(self.step_ms, 3),
             "tokens_per_second": round(self.tokens_per_second, 1),
             "tokens": self.tokens,
+            "tokens_estimated": self.estimated,
+            "host_assumed": self.assumed_host,
+            "without_host": None if self.without is None else self.without.as_dict(),
             "hours": self.hours,
             "price_per_hour": self.price,
             "cost": self.cost,
@@ -84,26 +91,39 @@ class Forecast:
         length = "tokens per step" if self.micro_batches == 1 else f"tokens per step, {self.micro_batches} micro-batches"
         method = job.method + (", GEMMs in FP8" if job.compute == "fp8" and job.method != "fp8" else "")
         lines = [
-            f"{self.model}, {method}, {self.step_tokens:,} {length}, on {self.gpu.title}",
+            f"{self.model}, {method}, {self.step_tokens:,} {length}, on {self.gpu.sold_as}",
+            *([f"assumes     {_assumption(plan)}"] if self.assumed_host and plan.host_bytes else []),
             "",
             *picture(plan.levels),
             "",
-            *memory_lines(plan, self.gpu.memory),
+            *memory_lines(plan, self.gpu),
+            *self._without(),
             "",
         ]
-        lines += [f"step        {self.step_ms:,.1f} ms, {self.tokens_per_second:,.0f} tokens/s ({self._kind()})"]
+        lines += [f"step        {written_ms(self.step_ms)}, {self.tokens_per_second:,.0f} tokens/s ({self._kind()})"]
         if self.hours is not None:
             about = "" if self.cost is None else f", about {self.cost:,.2f} USD"
-            lines += [f"run         {self.tokens:,} tokens: {_hours(self.hours)}{about}"]
+            source = f" (estimated from {BYTES_PER_TOKEN} bytes per token; `pronghorn check` counts)" if self.estimated else ""
+            lines += [f"run         {self.tokens:,} tokens{source}: {_hours(self.hours)}{about}"]
         elif self.cost_of_a_billion is not None:
-            lines += [f"cost        about {self.cost_of_a_billion:,.2f} USD per 1,000,000,000 tokens"]
-        source = "your price" if self.own_price else f"list prices vary, this one is of {PRICES_AS_OF}; override with --price"
+            lines += [f"cost        about {self.cost_of_a_billion:,.2f} USD per billion tokens"]
+        source = "your price" if self.own_price else f"a list price of {PRICES_AS_OF}; they vary; override with --price"
         known = "unknown; set one with --price" if self.price is None else f"{self.price:.2f} USD per hour ({source})"
         lines += [f"price       {known}"]
         lines += [f"why         {reason}" for reason in plan.reasons]
         if verbose:
             lines += ["", *level_table(plan)]
         return "\n".join(lines)
+
+    def _without(self) -> list[str]:
+        """The same run on a machine without that RAM."""
+        if not (self.assumed_host and self.plan.host_bytes):
+            return []
+        if self.without is None:
+            return ["without it  the run does not fit: no plan works without pinned host RAM"]
+        slower = self.without.step_ms(self.micro_batches)
+        rate = f"{self.step_tokens / slower * 1000:,.0f} tokens/s, {self.step_ms / slower:.0%} of this plan's"
+        return [f"without it  {_levels(self.without)}; {written_ms(slower)} per step, {rate}"]
 
     def _kind(self) -> str:
         if self.plan.problem.costs.measured:
@@ -119,12 +139,16 @@ def plan_report(
     tokens: int | None = None,
     price: float | None = None,
     costs: LayerCosts | None = None,
-    host: int = HOST_BYTES,
+    host: int | None = None,
     attended: int | None = None,
     loss_share: float = 1.0,
+    estimated: bool = False,
+    row_tokens: float | None = None,
 ) -> Forecast:
-    """`config`: the model's Hugging Face config. `tokens`: of the whole run, over all epochs. `costs`: measured ones, if there
-    are any. `attended`: sum of squares of the documents' lengths over the sum of lengths. `loss_share`: of tokens with loss."""
+    """`config`: the model's Hugging Face config. `tokens`: of the whole run, over all epochs; `estimated`, or counted. `costs`:
+    measured ones, if there are any. `host`: bytes that can be pinned; None: not known. `attended`: sum of squares of the
+    documents' lengths over the sum of lengths. `loss_share`: of tokens with loss. `row_tokens`: of a row on average; None: not
+    known, so all rows count as data.max_length."""
     chosen = find_gpu(gpu) if isinstance(gpu, str) else gpu
     if price is not None and price < 0:
         raise CommandError(what=f"--price {price} is negative", fix="set the price per GPU hour in USD")
@@ -132,33 +156,48 @@ def plan_report(
     if job.fp8 and not chosen.fp8_tflops:
         raise CommandError(what=f"{chosen.title} does not support FP8", fix="choose another --gpu, or method: lora or qlora")
     budget = parse_budget(recipe.memory.budget, chosen.memory)
-    plan = make_plan(problem_of(job, costs or predicted_costs(job, chosen), budget, host))
+    costs, assumed = costs or predicted_costs(job, chosen), host is None
+    plan = make_plan(problem_of(job, costs, budget, HOST_BYTES if host is None else host))
+    without = _plan_or_none(problem_of(job, costs, budget, 0)) if assumed and plan.host_bytes else None
     if tokens is None and recipe.train.steps:
-        tokens = recipe.train.steps * recipe.train.batch_tokens
+        tokens = recipe.train.steps * recipe.step_tokens(row_tokens)
     return Forecast(
         recipe.model,
         chosen,
         plan,
-        recipe.train.batch_tokens // recipe.train.capacity,
-        recipe.train.batch_tokens,
+        recipe.step_packs(row_tokens),
+        recipe.step_tokens(row_tokens),
         tokens,
         chosen.price if price is None else price,
         price is not None,
+        estimated,
+        assumed,
+        without,
     )
 
 
+def _plan_or_none(problem: Problem) -> Plan | None:
+    try:
+        return make_plan(problem)
+    except RecipeError:
+        return None
+
+
 def max_context_report(
-    recipe: Recipe, config: Any, *, gpu: str | Gpu, price: float | None = None, host: int = HOST_BYTES, loss_share: float = 1.0
+    recipe: Recipe, config: Any, *, gpu: str | Gpu, price: float | None = None, host: int | None = None, loss_share: float = 1.0
 ) -> Forecast:
     """The same recipe with the longest document that fits, one a step."""
     chosen = find_gpu(gpu) if isinstance(gpu, str) else gpu
     job = job_of(recipe, config, chosen, loss_share=loss_share)
-    problem = problem_of(job, predicted_costs(job, chosen), parse_budget(recipe.memory.budget, chosen.memory), host)
+    room, budget = HOST_BYTES if host is None else host, parse_budget(recipe.memory.budget, chosen.memory)
+    problem = problem_of(job, predicted_costs(job, chosen), budget, room)
     if not (tokens := max_context(problem)):
         make_plan(with_one_document(problem, STEP))  # raises, with what would work
     longer = with_one_document(problem, tokens)
-    plan = make_plan(replace(longer, costs=predicted_costs(longer.job, chosen)))
-    return Forecast(recipe.model, chosen, plan, 1, tokens, None, chosen.price if price is None else price, price is not None)
+    longer = replace(longer, costs=predicted_costs(longer.job, chosen))
+    plan, assumed, paid = make_plan(longer), host is None, chosen.price if price is None else price
+    without = _plan_or_none(replace(longer, host=0)) if assumed and plan.host_bytes else None
+    return Forecast(recipe.model, chosen, plan, 1, tokens, None, paid, price is not None, False, assumed, without)
 
 
 def problem_of(job: Job, costs: LayerCosts, budget: int, host: int, aside: int = 0) -> Problem:
@@ -183,6 +222,7 @@ def job_of(recipe: Recipe, config: Any, gpu: Gpu | None = None, *, attended: int
         loss_rows=rows,
         optimizer=recipe.train.optimizer,
         storage=recipe.stored_as,
+        scored=recipe.objective.scored,
         target=target_of(gpu or find_gpu("h200")),
     )
     return job if attended is None else Job(**(vars(job) | {"attended": attended}))
@@ -235,8 +275,8 @@ def picture(levels: Sequence[Level]) -> list[str]:
     return [*lines, "            " + "  ".join(legend + ([f"{LEAVES} offloaded"] if any(x.offload for x in levels) else []))]
 
 
-def memory_lines(plan: Plan, card: int | None = None) -> list[str]:
-    """What the peak is made of, at its moment. `card`: all of the GPU's memory, where it is known."""
+def memory_lines(plan: Plan, gpu: Gpu | None = None) -> list[str]:
+    """What the peak is made of, at its moment. `gpu`: the one that is planned for, if it need not be here."""
     job, outcome = plan.problem.job, evaluate(plan.problem, plan.levels, plan.pieces)
     parts = {
         **static_parts(job),
@@ -245,27 +285,27 @@ def memory_lines(plan: Plan, card: int | None = None) -> list[str]:
         "offload buffers": POOL_SLOTS * plan.slot_bytes,
     }
     told = ", ".join(f"{name} {amount / 1e9:.2f}" for name, amount in parts.items() if amount)
-    lines = [f"memory      peak {plan.peak_bytes / 1e9:.1f} GB of tensors ({told})", f"            {fits(plan, card)}"]
+    lines = [f"memory      peak {plan.peak_bytes / 1e9:.1f} GB of tensors ({told})", f"            {fits(plan, gpu)}"]
     if moments := host_moments(job):
         lines.append(f"host        {moments / 1e9:.1f} GB of RAM pinned for the optimizer")
     room = plan.problem.host / 1e9
     if plan.host_bytes:
         lines.append(
             f"host        {plan.host_bytes / 1e9:.1f} GB of RAM pinned; the plan assumes that {room:.1f} GB can be "
-            "pinned" + " (--host)" * (card is not None)
+            "pinned" + " (--host)" * (gpu is not None)
         )
-    elif card is not None:
+    elif gpu is not None:
         lines.append(f"host        nothing is offloaded; {room:.1f} GB of RAM can be pinned (--host)")
     return lines
 
 
-def fits(plan: Plan, card: int | None = None) -> str:
-    """fits: 24.1 GB of the GPU's 25.3 GB, with driver and fragmentation"""
+def fits(plan: Plan, gpu: Gpu | None = None) -> str:
+    """fits: 24.1 of the 25.3 GB (10^9 bytes) of a 24 GB card, with driver and fragmentation"""
     budget = f"{plan.needed_bytes / 1e9:.1f} of {plan.problem.budget / 1e9:.1f} GB for tensors"
-    if card is None:
+    if gpu is None:
         return f"fits: {budget}; {plan.device_bytes / 1e9:.1f} GB on the GPU with driver and fragmentation"
-    whole = f"{plan.device_bytes / 1e9:.1f} GB of the GPU's {card / 1e9:.1f} GB, with driver and fragmentation"
-    return f"fits: {whole} ({budget})"
+    card = f"{gpu.memory_gb:.1f} GB (10^9 bytes) of a {gpu.card_gb} GB card"
+    return f"fits: {plan.device_bytes / 1e9:.1f} of the {card}, with driver and fragmentation ({budget})"
 
 
 def _mb(amount: int) -> str:
@@ -273,28 +313,51 @@ def _mb(amount: int) -> str:
 
 
 def _hours(hours: float) -> str:
-    return f"{hours:,.1f} h" if hours >= 1 else f"{hours * 60:,.0f} min"
+    if hours >= 1:
+        return f"{hours:,.1f} h"
+    return f"{hours * 60:,.0f} min" if hours >= 1 / 60 else f"{max(1.0, hours * 3600):.0f} s"
+
+
+def written_ms(ms: float) -> str:
+    return f"{ms:,.1f} ms" if ms < 1000 else f"{ms / 1000:,.1f} s"
+
+
+def _levels(plan: Plan) -> str:
+    return ", ".join(f"{count} {level.name}" for level, count in plan.counts().items())
+
+
+def _assumption(plan: Plan) -> str:
+    return f"{plan.problem.host / 1e9:.0f} GB of host RAM can be pinned; set that machine's RAM with --host 32GB"
 
 
 def comparison(forecasts: Sequence[Forecast]) -> str:
     """One line a GPU: what the same run would be on each."""
-    rows = [("GPU", "memory", "peak", "layers", "tokens/s", "hours", "USD", "USD per hour")]
+    assumed = [one for one in forecasts if one.assumed_host and one.plan.host_bytes]
+    rows: list[tuple[str, ...]] = [
+        ("GPU", "memory", "peak", "layers", "tokens/s", "without host RAM", "time", "USD", "USD per hour")
+    ]
     for one in forecasts:
-        kept = ", ".join(f"{count} {level.name}" for level, count in one.plan.counts().items())
+        slower = "" if one.without is None else f"{one.step_tokens / one.without.step_ms(one.micro_batches) * 1000:,.0f}"
         rows.append(
             (
                 one.gpu.name,
-                f"{one.gpu.memory_gb:.0f} GB",
+                f"{one.gpu.card_gb} GB",
                 f"{one.plan.peak_bytes / 1e9:.1f} GB",
-                kept,
+                _levels(one.plan),
                 f"{one.tokens_per_second:,.0f}",
-                "" if one.hours is None else f"{one.hours:,.2f}",
+                slower or ("does not fit" if one in assumed else ""),
+                "" if one.hours is None else _hours(one.hours),
                 "" if one.cost is None else f"{one.cost:,.2f}",
                 "" if one.price is None else f"{one.price:.2f}",
             )
         )
-    note = (
-        f"Predicted from data sheets; only the H200 has been measured. List prices of {PRICES_AS_OF}. Assumes "
-        f"{forecasts[0].plan.problem.host / 1e9:.0f} GB of pinned host RAM (--host)."
+    first = [f"Assumes {_assumption(assumed[0].plan)}", ""] if assumed else []
+    if not assumed:
+        rows = [row[:5] + row[6:] for row in rows]
+    guess = (
+        f" Tokens are estimated from {BYTES_PER_TOKEN} bytes each; `pronghorn check` counts." if forecasts[0].estimated else ""
     )
-    return "\n".join([*_aligned(rows, (0, 3)), "", note])
+    small = [name for name in GPUS if name not in {one.gpu.name for one in forecasts}]
+    misfits = [f"Does not fit, or needs FP8: {', '.join(small)}"] if small else []
+    note = f"Predicted from data sheets; only the H200 has been measured. List prices of {PRICES_AS_OF}.{guess}"
+    return "\n".join([*first, *_aligned(rows, (0, 3)), *misfits, "", note])

@@ -149,6 +149,7 @@ class Job:
     attended: int = 324  # sum of squares of the documents' lengths over the sum of lengths; 324: mean 207, log-normal
     ranks: int = 1  # that the weights are spread over (world.shard), with what is trained of them
     only_experts: bool = False  # whether those are the experts alone
+    scored: bool = False  # a reward model: a score of each document in place of the LM head (model/scored.py)
     target: Target = H200  # its chip decides which kernels there are
 
     @property
@@ -162,7 +163,8 @@ class Job:
 
     @property
     def rows(self) -> int:
-        return self.loss_rows or self.capacity
+        """That the head reads."""
+        return self.entries if self.scored else self.loss_rows or self.capacity
 
     @property
     def entries(self) -> int:
@@ -171,7 +173,8 @@ class Job:
     @property
     def may_keep_embeddings_on_host(self) -> bool:
         named = self.targets != "all-linear" and "embed_tokens" in self.targets
-        return self.method != "full" and not self.shape.tied and not named and self.ranks == 1
+        shared = self.shape.tied and not self.scored
+        return self.method != "full" and not shared and not named and self.ranks == 1
 
     def with_capacity(self, capacity: int) -> Job:
         def scaled(count: int) -> int:

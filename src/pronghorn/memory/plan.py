@@ -166,7 +166,7 @@ def _reasons(plan: Plan) -> tuple[str, ...]:
         saved = plan.ms - everything.ms
         said.append(
             f"saving all activations on the GPU would need {_gb_up(everything.peak + problem.aside)} and "
-            + (f"be faster by {saved:.1f} of {plan.ms:.1f} ms" if saved > 0.05 else "be no faster")
+            + (f"be faster by {saved:,.1f} of {plan.ms:,.1f} ms" if saved > 0.05 else "be no faster")
         )
     if plan.offloaded:
         stalled = (

@@ -25,7 +25,7 @@ from typing import Any
 from pronghorn.errors import CommandError, RecipeError, counted
 from pronghorn.memory.costs import LayerCosts, predicted_costs
 from pronghorn.memory.dry_run import layer_parts, stacks, static_parts, trained_parameters
-from pronghorn.memory.forecast import HOST_BYTES, job_of, problem_of
+from pronghorn.memory.forecast import HOST_BYTES, job_of, problem_of, written_ms
 from pronghorn.memory.gpus import Gpu, find_gpu
 from pronghorn.memory.job import FP32, Job
 from pronghorn.memory.plan import Plan, make_plan, parse_budget
@@ -38,6 +38,7 @@ BETWEEN = {True: 400.0, False: 100.0}  # Gbit/s of network for each GPU, where n
 PER_MACHINE = 8  # GPUs, in the table of sizes
 PLANNED = 16  # GPUs, up to which each size has a plan of its own
 SIZES = tuple(2**power for power in range(11))
+WITHOUT_NVLINK = 4  # times the GPUs asked for are the most in the table of sizes; nobody has a thousand desktop cards
 
 
 @dataclass(frozen=True)
@@ -128,8 +129,8 @@ class _Case:
 
     def spread(self, way: str, fleet: Fleet, plan: Plan | None = None) -> Spread:
         size, capacity = fleet.size, self.recipe.train.capacity
-        micro = max(1, ceil(self.recipe.train.batch_tokens / capacity / size))
-        found = Spread(way, fleet, micro, micro * size * capacity)
+        micro, rows = max(1, ceil(self.recipe.step_packs() / size)), self.recipe.train.batch_rows
+        found = Spread(way, fleet, micro, self.recipe.step_tokens() if rows else micro * size * capacity)
         if why := self.why_not(way, size):
             return replace(found, why=why)
         saved = self.saved(way, size)
@@ -262,7 +263,7 @@ class Scaling:
         where = f"{counted(fleet.size, 'GPU')} ({fleet.gpu.title}), {counted(fleet.machines, 'machine')}"
         lines = [f"{self.model}, {self.method}, on {where}: forecast, not measured", ""]
         rows: list[tuple[str, ...]] = [
-            ("world.shard", "memory per GPU", "tokens/s", "per GPU", "step", "communication", "USD per 1e9 tokens")
+            ("world.shard", "memory per GPU", "tokens/s", "per GPU", "step", "communication", "USD per billion tokens")
         ]
         rows += [self._line(one) for one in self.ways if one.plan]
         lines += _columns(rows)
@@ -276,11 +277,11 @@ class Scaling:
         cost = "" if self.price is None else f"{1e9 / one.tokens_per_second / 3600 * self.price * one.fleet.size:,.2f}"
         return (
             one.way,
-            f"{one.peak_bytes / 1e9:,.1f} of {one.fleet.gpu.memory_gb:.0f} GB",
+            f"{one.peak_bytes / 1e9:,.1f} of {one.fleet.gpu.memory_gb:.1f} GB",
             f"{one.tokens_per_second:,.0f}",
             f"{one.tokens_per_second / one.fleet.size:,.0f}",
-            f"{one.step_ms:,.0f} ms",
-            f"{one.exchange_ms:,.1f} ms",
+            written_ms(one.step_ms),
+            written_ms(one.exchange_ms),
             cost,
         )
 
@@ -317,7 +318,8 @@ def scaling(
         raise CommandError(what=f"{gpu.title} does not support FP8", fix="choose other --gpus, or method: lora or qlora")
     case = _Case(recipe, job, predicted_costs(job, gpu), parse_budget(recipe.memory.budget, gpu.memory), host)
     inside = max(PER_MACHINE, each)
-    sizes = [replace(fleet, each=min(size, inside), machines=ceil(size / inside)) for size in SIZES]
+    most = SIZES[-1] if gpu.name in NVLINK else max(PER_MACHINE, WITHOUT_NVLINK * fleet.size)
+    sizes = [replace(fleet, each=min(size, inside), machines=ceil(size / inside)) for size in SIZES if size <= most]
     table: list[tuple[Spread, ...]] = []
     for one in sizes:  # beyond some size what a plan may use hardly grows, and searching takes seconds
         table.append(case.row(one, table[-1] if one.size > PLANNED else ()))

@@ -30,9 +30,9 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from pronghorn.kernels.runtime.dispatch import keeps_graph, say_once
+from pronghorn.kernels.runtime.first_order import first_order
 from pronghorn.model.capture import Graphs, first_line
 from pronghorn.model.layers.linears import LinearGroup
 from pronghorn.model.layers.types import Waiting
@@ -395,7 +395,7 @@ class _Replayed(torch.autograd.Function):
         return pair.io[: len(h_TD)].clone()
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Any, ...]:
         if ctx.waiting is None:
             raise RuntimeError(

@@ -15,9 +15,15 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from pronghorn.errors import ModelError
 from pronghorn.folders import folder_of
 from pronghorn.hub import model_folder
-from pronghorn.model.config_check import require_consistent, require_generation_numbers, require_sane_numbers, require_token_ids
+from pronghorn.model.config_check import (
+    require_architectures,
+    require_consistent,
+    require_generation_numbers,
+    require_sane_numbers,
+    require_token_ids,
+)
 from pronghorn.model.text_stack import auto_class
-from pronghorn.model_files import GENERATION, MALFORMED, read_json, require_safe_files
+from pronghorn.model_files import CONFIG, GENERATION, MALFORMED, read_json, require_safe_files
 
 T = TypeVar("T")
 UNBUILDABLE = "config.json does not describe a valid model"
@@ -32,7 +38,8 @@ def read_config(name: str) -> Any:
     if not content:
         raise no_config(name)
     require_sane_numbers(content, name)
-    require_token_ids(content, "config.json", name)
+    require_token_ids(content, CONFIG, name)
+    require_architectures(content, name)
     config = constructed(name, UNBUILDABLE, lambda: AutoConfig.from_pretrained(str(folder), trust_remote_code=False))
     config._name_or_path = place(name)  # not where the hub's cache is
     constructed(name, UNBUILDABLE, lambda: require_consistent(config, name))
@@ -57,12 +64,14 @@ def empty_model(name: str, config: Any, dtype: torch.dtype | None = None) -> Pre
         )
 
 
-def generation_config(name: str, folder: Path) -> GenerationConfig | None:
-    """What generation_config.json says, the tokens that end an answer, for one; None: there is no such file."""
-    if not (folder / GENERATION).is_file():
-        return None
-    require_generation_numbers(read_json(folder / GENERATION, name), GENERATION, name)
-    return constructed(name, f"invalid {GENERATION}", lambda: GenerationConfig.from_pretrained(str(folder)))
+def generation_config(name: str, folder: Path) -> GenerationConfig:
+    """What generation_config.json says, the tokens that end an answer, for one; without such a file, what config.json says of
+    it, as transformers reads older models."""
+    if (folder / GENERATION).is_file():
+        require_generation_numbers(read_json(folder / GENERATION, name), GENERATION, name)
+        return constructed(name, f"invalid {GENERATION}", lambda: GenerationConfig.from_pretrained(str(folder)))
+    older = {"config_file_name": CONFIG, "_from_model_config": True}
+    return constructed(name, UNBUILDABLE, lambda: GenerationConfig.from_pretrained(str(folder), **older))
 
 
 def place(name: str) -> str:

@@ -140,6 +140,13 @@ def _changed(what: str, where: str, why: str = "", file: str = "config.json") ->
     return ModelError(what, where=where, why=why, fix=f"restore the model's original {file}")
 
 
+def require_architectures(content: Mapping[str, Any], where: str) -> None:
+    """transformers takes any value, and fails over it where it looks for a class."""
+    names = content.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise _changed(f"config.json says architectures: {str(names)[:40]!r}", where, "it must be a list of class names")
+
+
 def require_consistent(config: Any, where: str) -> None:
     """Of the config as transformers understands it: heads that divide each other, a head width that RoPE can halve."""
     text = config.get_text_config()

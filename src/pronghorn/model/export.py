@@ -13,6 +13,8 @@ from peft import PeftModel, get_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 
 from pronghorn.errors import EnvironmentFault, ModelError
+from pronghorn.model.carried import generation_apart, write_generation
+from pronghorn.model.config import read_config
 from pronghorn.model.load import load_model, without_progress_bars
 from pronghorn.model.lora import ADAPTER_WEIGHTS, load_adapter
 from pronghorn.recipe import Recipe
@@ -28,12 +30,13 @@ def save_model(model: Any, folder: Path, weights: Mapping[str, torch.Tensor] | N
         if isinstance(model, PeftModel):
             chosen = weights and {name: weights.get(name, p.detach()) for name, p in model.named_parameters()}
             model.save_pretrained(str(folder), save_embedding_layers=False, state_dict=chosen)
-        elif weights is None:
-            model.save_pretrained(str(folder))
-        else:
+            return
+        chosen = None
+        if weights is not None:
             names = {id(p): name for name, p in model.named_parameters()}
             held = model.state_dict(keep_vars=True)  # a tied head has a name of its own there
             chosen = {key: weights.get(names.get(id(tensor), ""), tensor.detach()) for key, tensor in held.items()}
+        with generation_apart(model, folder):
             model.save_pretrained(str(folder), state_dict=chosen)
 
 
@@ -71,9 +74,16 @@ def adapter_files(model: PeftModel, tokenizer: Any, folder: Path) -> AdapterFile
 def save_small_files(model: Any, tokenizer: Any, folder: Path) -> None:
     """Everything in a full model's folder except the weights."""
     model.config.save_pretrained(str(folder))
-    if getattr(model, "generation_config", None) is not None:
-        model.generation_config.save_pretrained(str(folder))
+    write_generation(model, folder)
     tokenizer.save_pretrained(str(folder))
+
+
+def try_small_files(name: str, tokenizer: Any, folder: Path) -> None:
+    """What a checkpoint and a merged export need of the base model beside its weights, before these are loaded."""
+    with savable("the tokenizer", name):
+        tokenizer.save_pretrained(str(folder))
+    with savable("the model's config", name):
+        read_config(name).save_pretrained(str(folder))
 
 
 @contextmanager
@@ -93,7 +103,7 @@ def savable(what: str, model: str) -> Iterator[None]:
         if type(error) is not Exception and not isinstance(error, (ValueError, TypeError, KeyError, AttributeError)):
             raise  # tokenizers raises plain exceptions
         raise ModelError(
-            what=f"cannot save {what}, so no checkpoint could be written",
+            what=f"cannot save {what}, so no checkpoint or export could be written",
             where=model,
             why=str(error).strip().split("\n")[0] or type(error).__name__,
             fix="repair the model's files (tokenizer_config.json, config.json, generation_config.json)",

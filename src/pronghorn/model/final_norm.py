@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from pronghorn.kernels.norm.rms_norm import rms_norm_backward, rms_norm_forward
+from pronghorn.kernels.runtime.first_order import first_order
 from pronghorn.model.layers.norms import Norm
 from pronghorn.model.layers.types import GradBuffer
 from pronghorn.model.rows import rows_like
@@ -34,7 +34,7 @@ class _FinalNorm(torch.autograd.Function):
         return y_ND
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
         h_ND, weight_D, rstd_N = ctx.saved_tensors
         dy_ND = incoming[0] if incoming[0].stride(-1) == 1 else incoming[0].contiguous()

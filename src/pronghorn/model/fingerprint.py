@@ -19,6 +19,7 @@ from typing import Any
 from pronghorn.digests import file_digest
 from pronghorn.errors import CheckpointError, EnvironmentFault
 from pronghorn.folders import folder_of
+from pronghorn.small_files import read_small
 
 BLOCKS, BLOCK = 256, 4096
 EVERY_BYTE = "sha256:"  # how a digest of all bytes begins
@@ -68,7 +69,7 @@ def settings(name: str, file: str) -> dict[str, str]:
     """Every value of a model's JSON file, as JSON, under its path; none where there is no such file, or it is not JSON."""
     folder = local_files(name)
     try:
-        values = json.loads((folder / file).read_text(encoding="utf-8")) if folder is not None else {}
+        values = json.loads(read_small(folder / file)) if folder is not None else {}
     except (OSError, ValueError, RecursionError):
         return {}
     return dict(_flat(values, "")) if isinstance(values, dict) else {}

@@ -17,6 +17,7 @@ from transformers.utils import logging
 from pronghorn.errors import ModelError, RecipeError, counted
 from pronghorn.hub import model_folder, no_such_model, pickled_weights
 from pronghorn.kernels.runtime.dispatch import say_once
+from pronghorn.model.carried import remember_folder
 from pronghorn.model.config import constructed, empty_model, generation_config, guarded, no_config, place, read_config
 from pronghorn.model.config_check import require_enough_weights, require_weights_for
 from pronghorn.model.families import FAMILIES, text_config
@@ -143,10 +144,15 @@ def load_model(
     _refuse_unreadable_folder(str(folder))
     require_weights_for(config, stored_weights(folder), name)
     generation_config(name, folder)  # refused before the weights are read
+
+    def head(model: Any) -> Any:
+        return model if score_seed is None else with_score(model, score_seed, device)
+
     if row.quantize is not None:
-        model = guarded(name, lambda: load_stored(folder, row, dtype, device, progress=progress, keep=keep))
+        model = guarded(name, lambda: load_stored(folder, row, dtype, device, progress=progress, keep=keep, head=head))
         model.config._name_or_path = model.name_or_path = place(name)  # adapters name their base by it
-        return model if score_seed is None else with_score(model, score_seed)  # type: ignore[no-any-return]
+        remember_folder(model, folder)
+        return head(model)  # type: ignore[no-any-return]  # a score that was in the files, in float32
     mxfp4 = published_format(config) == "mxfp4"
     _require_enough_weights_for(config, folder, name)
 
@@ -172,12 +178,12 @@ def load_model(
     if mxfp4:
         _forget_mxfp4(model, dtype)
     model.config._name_or_path = model.name_or_path = place(name)
+    remember_folder(model, folder)
     set_cache(model, False)
     keep_softcap(model)
     for layer in decoder_layers(model).items() if keep else ():
         keep(*layer)  # type: ignore[misc]
-    model = model.to(device)
-    return model if score_seed is None else with_score(model, score_seed)  # type: ignore[no-any-return]
+    return head(model).to(device)  # type: ignore[no-any-return]  # the LM head of a reward model stays behind
 
 
 def _require_enough_weights_for(config: Any, folder: Path, name: str) -> None:

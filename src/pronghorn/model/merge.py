@@ -12,6 +12,7 @@ from peft.tuners.lora import ParamWrapper
 from torch import Tensor
 
 from pronghorn.errors import ModelError
+from pronghorn.model.carried import base_folder, generation_apart
 from pronghorn.model.causal_lm import base_of
 from pronghorn.model.config import stays_wide
 from pronghorn.model.families import ties_embeddings
@@ -28,7 +29,7 @@ def save_merged(model: Any, folder: Path, dtype: torch.dtype | None = None) -> N
     base = base_of(model)
     dtype = dtype or (base.dtype if base.dtype in HALVES else torch.bfloat16)
     weights = merged_weights(model, dtype)
-    with without_progress_bars():
+    with without_progress_bars(), generation_apart(base, folder):
         base.save_pretrained(str(folder), state_dict=weights)
     finish_folder(base, folder, dtype, untied=ties_embeddings(base.config) and not _still_tied(base, weights))
 
@@ -42,7 +43,7 @@ def finish_folder(base: Any, folder: Path, dtype: torch.dtype, *, untied: bool) 
         values["tie_word_embeddings"] = False  # they were trained apart
     file.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     if beside_text(base):
-        copy_processor_files(base.name_or_path, folder)
+        copy_processor_files(base_folder(base), folder)
 
 
 def merged_weights(model: Any, dtype: torch.dtype) -> dict[str, Tensor]:

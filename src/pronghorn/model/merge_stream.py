@@ -22,6 +22,7 @@ from pronghorn.hub import model_folder
 from pronghorn.kernels.quant.fp8_cast import FP8Tensor
 from pronghorn.kernels.quant.stored import StoredTensor
 from pronghorn.kernels.runtime.dispatch import say_once
+from pronghorn.model.carried import remember_folder, write_generation
 from pronghorn.model.config import empty_model, generation_config, guarded, place, read_config, stays_wide
 from pronghorn.model.export import trained_model
 from pronghorn.model.families import ties_embeddings
@@ -101,8 +102,8 @@ class MergedWeights:
             model = with_score(model, seed=0)
             self.given = stored_score(adapter[0])
         model.config._name_or_path = model.name_or_path = place(base)
-        if (generation := generation_config(base, self.folder)) is not None:
-            model.generation_config = generation
+        remember_folder(model, self.folder)
+        model.generation_config = generation_config(base, self.folder)
         self.model, self.shards = model, Shards(self.folder, device, model)
         _untie(model, self.shards)
         self.experts = _expert_modules(model, storage)
@@ -330,8 +331,7 @@ def write_config(source: MergedWeights | WholeWeights, folder: Path, dtype: torc
     config = source.model.config
     config.architectures = [type(source.model).__name__]
     config.save_pretrained(str(folder))
-    if source.model.can_generate() and source.model.generation_config is not None:
-        source.model.generation_config.save_pretrained(str(folder))
+    write_generation(source.model, folder)
     finish_folder(source.model, folder, dtype, untied=source.untied and ties_embeddings(config))
 
 

@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from pronghorn.errors import ModelError, counted
 from pronghorn.model.causal_lm import FastCausalLM, base_of
 from pronghorn.model.final_norm import final_norm
+from pronghorn.model.layers.types import GradBuffer
 from pronghorn.model.text_stack import beside_text, in_use, is_classifier
 
 HEAD = "score"
@@ -48,16 +49,16 @@ def require_head(config: Any, name: str, *, scored: bool) -> None:
         )
 
 
-def with_score(model: Any, seed: int) -> Any:
+def with_score(model: Any, seed: int, device: torch.device | None = None) -> Any:
     """The classifier that has this model's layers. A head that is not in the files is drawn as transformers draws it, from the
-    seed."""
+    seed, on this device or, by default, on the embeddings'. An existing score becomes float32."""
     if not hasattr(model, HEAD):
-        model = _in_place_of_lm_head(model, seed)
+        model = _in_place_of_lm_head(model, seed, device)
     model.score = model.score.to(torch.float32)
     return model
 
 
-def _in_place_of_lm_head(model: Any, seed: int) -> Any:
+def _in_place_of_lm_head(model: Any, seed: int, device: torch.device | None) -> Any:
     config, text = model.config, model.config.get_text_config()
     kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
     config.num_labels, config.architectures = 1, [kind.__name__]
@@ -72,7 +73,7 @@ def _in_place_of_lm_head(model: Any, seed: int) -> Any:
     scored.model, scored.name_or_path = model.model, model.name_or_path
     if getattr(model, "_weight_conversions", None):
         scored._weight_conversions = model._weight_conversions
-    device = model.get_input_embeddings().weight.device
+    device = device or model.get_input_embeddings().weight.device
     drawn = torch.empty(1, text.hidden_size)
     drawn.normal_(0.0, float(getattr(text, "initializer_range", 0.02)), generator=torch.Generator().manual_seed(seed))
     trained = any(parameter.requires_grad for parameter in model.parameters())
@@ -90,8 +91,12 @@ def packed_scores(engine: FastCausalLM, **inputs: Any) -> Tensor:
     """[N] of the loss rows; `inputs` as `FastCausalLM.packed_rows` takes them."""
     rows = engine.packed_rows(**inputs)
     with torch.autocast(rows.h_ND.device.type, enabled=False):
-        x_ND = final_norm(rows.h_ND, engine.norm, rows.grad_buffer, engine.layers[-1].down.extra)
-        return _scores(engine.model, x_ND)
+        return scores_of(engine, rows.h_ND, rows.grad_buffer)
+
+
+def scores_of(engine: FastCausalLM, h_ND: Tensor, grad_buffer: GradBuffer) -> Tensor:
+    """[N] of rows out of `FastCausalLM.hidden`. Outside of autocast."""
+    return _scores(engine.model, final_norm(h_ND, engine.norm, grad_buffer, engine.layers[-1].down.extra))
 
 
 def own_scores(model: Any, rows: Tensor, **inputs: Any) -> Tensor:

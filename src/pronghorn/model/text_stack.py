@@ -23,7 +23,6 @@ from transformers.models.auto.modeling_auto import (
     AutoModelForSequenceClassification,
 )
 
-from pronghorn.hub import model_folder
 from pronghorn.model.families import text_config
 
 INNER = "language_model"
@@ -147,9 +146,8 @@ def stored_names(model: Any, keys: Iterable[str]) -> dict[str, str]:
     return names
 
 
-def copy_processor_files(model: str, folder: Path) -> None:
-    """Copies the image processor's files beside exported weights."""
-    source = model_folder(model)
+def copy_processor_files(source: Path, folder: Path) -> None:
+    """Copies the image processor's files of a model's folder beside exported weights."""
     for name in PROCESSOR_FILES:
         if (source / name).is_file() and not (folder / name).exists():
             shutil.copy2(source / name, folder / name)

@@ -90,6 +90,8 @@ def files_to_load(folder: Path) -> list[Path]:
 
 def _damage(file: Path) -> str:
     """What is wrong with a safetensors file; empty: nothing."""
+    if file.exists() and not file.is_file():
+        return "it is not a regular file"
     size = file.stat().st_size
     with file.open("rb") as opened:
         start = opened.read(len(LFS_POINTER))

@@ -21,11 +21,14 @@ STAGE_STYLES = {
     "read": "cyan",
     "tokenize": "dark_cyan",
     "pack": "blue",
+    "reference": "dark_orange3",
     "wait": "red",
     "step": "green",
     "optimizer": "dark_sea_green4",
     "evaluate": "yellow",
+    "answers": "gold3",
     "checkpoint": "magenta",
+    "report": "plum4",
     "other": "grey37",
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -27,3 +29,11 @@ class PipeConsole(SafeConsole):
 
 def result_console(**options: Any) -> Console:
     return PipeConsole(highlight=False, markup=False, **options)
+
+
+def say_now(line: str, terminal_code: str = "") -> None:
+    """Straight to file descriptor 2: `print` is not re-entrant, and a signal may arrive in the middle of one."""
+    with contextlib.suppress(OSError):  # stderr may be closed or its reader gone; the signal still counts
+        if os.isatty(2):
+            line = f"{terminal_code}\n{line}"  # the terminal has just echoed ^C
+        os.write(2, f"{line}\n".encode())

@@ -4,8 +4,9 @@
     PlainDisplay   no terminal (a file, a pipe, CI): short lines, never more than one a second for steps
     JsonDisplay    --json: the run's events, one JSON object a line
 
-Each is a listener of the run's log (`handle`) and a progress callback (`progress`). None of them can stop a run:
-when nobody reads the output any more, they fall silent. Call `close` before printing anything else.
+Each is a listener of the run's log (`handle`) and a progress callback (`progress`). The event `stopping` is not in the log: it
+comes from a signal's handler, in the middle of anything, so whoever handles it neither prints nor waits. None of them can stop
+a run: when nobody reads the output any more, they fall silent. Call `close` before printing anything else.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from rich.table import Table
 from rich.text import Text
 
 from pronghorn.errors import counted, printable
+from pronghorn.program import runnable
 from pronghorn.report import number_format
 from pronghorn.report.bars import sparkline, stage_bar, stage_legend
-from pronghorn.report.console import SafeConsole
+from pronghorn.report.console import SafeConsole, say_now
 from pronghorn.report.pace import Paces, Throughput, so_far
 from pronghorn.report.run_log import as_number
 from pronghorn.report.stages import Stages
@@ -40,6 +42,9 @@ KEPT_LOSSES = 400  # for the sparkline: its columns are means, and a longer past
 FIRST_MINUTE = 60.0  # plain lines: one a second in the first minute, then one every ten seconds
 PROGRESS_AFTER, PROGRESS_EVERY = 2.0, 5.0  # plain lines of a progress: none when it is over soon
 LABEL_WIDTH = 12
+STOPPING = "stopping"  # an event that is not in the log
+SAVING = "saving"  # and labels of progress
+EVALUATING = {"evaluating", "answering", "answers of the base model"}
 
 
 class Display(Protocol):
@@ -68,7 +73,10 @@ class JsonDisplay:
         self._line = _Line()
 
     def handle(self, event: dict[str, Any]) -> None:
-        self._line.say(json.dumps(event, allow_nan=False))  # ASCII, whatever the pipe's encoding
+        if event["event"] == STOPPING:
+            say_now(event["text"])
+        else:
+            self._line.say(json.dumps(event, allow_nan=False))  # ASCII, whatever the pipe's encoding
 
     def progress(self, label: str, done: int, total: int) -> None:
         """Not an event of the run."""
@@ -90,6 +98,11 @@ class PlainDisplay:
         self._open: set[str] = set()  # progress labels that have shown a line and not their end
 
     def handle(self, event: dict[str, Any]) -> None:
+        if event["event"] == STOPPING:
+            say_now(event["text"])
+            if not _same_file(1, 2):
+                self._line.later.append(event["text"])
+            return
         self._run.handle(event)
         if event["event"] == "step":
             now = self._clock()
@@ -129,12 +142,15 @@ class LiveDisplay:
         self._bars: dict[str, tuple[int, int]] = {}
         self._paces = Paces()
         self._live: Live | None = None
-        self._closed = self._gone = False
+        self._closed = self._gone = self._stopping = self._saving = False
         # Held only while numbers are stored or drawn, never while printing: rich holds a lock of its own there. Reentrant,
         # because a signal's handler may log a notice in the middle of `handle`.
         self._lock = threading.RLock()
 
     def handle(self, event: dict[str, Any]) -> None:
+        if event["event"] == STOPPING:
+            self._stopping = True  # rich's thread draws it
+            return
         with self._lock:
             self._run.handle(event)
             if event["event"] == "step":
@@ -147,10 +163,13 @@ class LiveDisplay:
 
     def progress(self, label: str, done: int, total: int) -> None:
         with self._lock:
+            self._saving = self._saving or label == SAVING
             if total and done >= total:
                 self._bars.pop(label, None)
                 self._paces.end(label)
             else:
+                # Who does not know how far it is does not tell its end either: it is over once something else goes on.
+                self._bars = {name: bar for name, bar in self._bars.items() if bar[1] or name == label}
                 self._bars[label] = (done, total)
                 self._paces.at(label, done, time.monotonic())
         self._start()
@@ -160,6 +179,7 @@ class LiveDisplay:
         if self._live is not None:
             with self._lock:
                 self._bars.clear()
+                self._stopping = False  # what follows says how it ended
             live, self._live = self._live, None
             with contextlib.suppress(OSError):
                 live.stop()
@@ -168,7 +188,7 @@ class LiveDisplay:
         """Above the live lines, where rich puts it. Text, not markup: a notice with [brackets] stays as it is."""
         if not self._gone:
             try:
-                self._console.print(text)
+                self._console.print(text, soft_wrap=True)  # the terminal breaks lines, so that commands can be copied whole
             except OSError:  # the terminal is gone; the run goes on
                 self._gone = True
 
@@ -198,14 +218,26 @@ class LiveDisplay:
             clock = f" {number_format.duration(sum(seconds.values()))}  "
             bar = stage_bar(seconds, _bar_width(width))
             rows.append(Text.assemble("time".ljust(LABEL_WIDTH), bar, clock, stage_legend(seconds, 3)))
+        if self._stopping:
+            rows.append(Text(self._stop_line(time.monotonic()), style="yellow"))
         for row in rows:
             if isinstance(row, Text):
                 row.no_wrap, row.overflow = True, "ellipsis"
         return Group(*rows)
 
+    def _stop_line(self, now: float) -> str:
+        """After Ctrl-C, until the end: what is still being done, and about how long."""
+        doing, left = f"finishing step {self._run.step + 1:,}, then saving", self._run.until_saved(now)
+        if self._saving:
+            doing, left = "saving" if SAVING in self._bars else "saved, writing the report", None
+        elif self._bars.keys() & EVALUATING:
+            doing, left = "finishing the evaluation, then saving", None  # its bar says how long
+        about = "" if left is None else f" (about {number_format.duration(max(1.0, left))})"
+        return f"{'stopping'.ljust(LABEL_WIDTH)}{doing}{about}; Ctrl-C again quits now"
+
     def _training(self, width: int) -> list[RenderableType]:
         run = self._run
-        left = run.rate.eta(max(0, run.steps - run.step))
+        left = run.left(time.monotonic())
         rest = "" if left is None else f"  {number_format.duration(left)} left" if run.step < run.steps else "  last step done"
         rows: list[RenderableType] = [_bar_row("step", run.step, run.steps, f"{run.step:,} of {run.steps:,}{rest}", width)]
         if run.losses:
@@ -228,9 +260,13 @@ class _Run:
         self.evaluation: float | None = None
         self.stages: dict[str, float] = {}
         self.rate = Throughput()
+        self.heard = time.monotonic()  # when a step, an evaluation or a checkpoint was over
+        self.saved_in = 0.0  # seconds of the last checkpoint
 
     def handle(self, event: dict[str, Any]) -> None:
         kind = event["event"]
+        if kind in ("start", "step", "eval", "checkpoint"):
+            self.heard = time.monotonic()
         if kind == "start":
             self.steps = int(event.get("steps") or 0)
             self.step = int(event.get("resumed_from") or 0)
@@ -244,6 +280,19 @@ class _Run:
             self.rate.pause(as_number(event.get("seconds")))
             if kind == "eval":
                 self.evaluation = as_number(event.get("loss"))
+            else:
+                self.saved_in = as_number(event.get("seconds"))
+
+    def left(self, now: float) -> float | None:
+        """Seconds until the end of the run. They pass while a step goes on, but not for longer than a step should take."""
+        steps = max(0, self.steps - self.step)
+        until_end = self.rate.eta(steps)
+        return None if until_end is None else max(self.rate.eta(max(0, steps - 1)) or 0.0, until_end - (now - self.heard))
+
+    def until_saved(self, now: float) -> float | None:
+        """Seconds until the step is done and saved; None before the first step."""
+        step = self.rate.eta(1)
+        return None if step is None else max(0.0, step - (now - self.heard)) + self.saved_in
 
 
 def _lines(run: _Run, event: dict[str, Any], width: int) -> list[str]:
@@ -295,7 +344,7 @@ def _say_checkpoint(run: _Run, event: dict[str, Any], width: int) -> list[str]:
 
 
 def _say_notice(run: _Run, event: dict[str, Any], width: int) -> list[str]:
-    return [number_format.one_line(str(event.get("text", "")), 2000)]
+    return [runnable(number_format.one_line(str(event.get("text", "")), 2000))]
 
 
 def _say_text(run: _Run, event: dict[str, Any], width: int) -> list[str]:
@@ -307,7 +356,8 @@ def _say_end(run: _Run, event: dict[str, Any], width: int) -> list[str]:
     steps = f"{event.get('step', 0):,} of {counted(run.steps, 'step')}" if run.steps else counted(event.get("step", 0), "step")
     if event.get("reason") == "done":
         return [f"finished: {steps}"]
-    why = f": {number_format.one_line(str(event['why']), 2000)}" if event.get("why") else ""
+    told = event.get("why") and event.get("reason") != "error"  # the command shows an error itself, with its fix
+    why = f": {number_format.one_line(str(event['why']), 2000)}" if told else ""
     reason = {"signal": "interrupted", "health": "health stop"}.get(str(event.get("reason", "")), event.get("reason", ""))
     return [f"{reason} after {steps}{why}"]
 
@@ -369,10 +419,13 @@ class _Line:
 
     def __init__(self) -> None:
         self._silent = False
+        self.later: list[str] = []  # lines from a signal's handler, which may not print
 
     def say(self, text: str) -> None:
         if self._silent:
             return
+        while self.later:
+            self.say(self.later.pop(0))
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         try:
             sys.stdout.write(printable(text).encode(encoding, "replace").decode(encoding) + "\n")
@@ -383,5 +436,14 @@ class _Line:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def flush(self) -> None:
+        while self.later:
+            self.say(self.later.pop(0))
         if not self._silent:
             sys.stdout.flush()
+
+
+def _same_file(one: int, other: int) -> bool:
+    try:
+        return os.path.sameopenfile(one, other)
+    except OSError:  # one of them is closed
+        return False

@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 from pronghorn.report import number_format
+from pronghorn.report.advice import advise, remark, saving
 from pronghorn.report.answers import Answer, read_answers
 from pronghorn.report.experts import experts_section
 from pronghorn.report.html_sections import (
@@ -24,16 +25,17 @@ from pronghorn.report.html_sections import (
     evaluations_section,
     mark,
     memory_section,
+    score_tiles,
 )
 from pronghorn.report.html_style import SCRIPT, STYLE
 from pronghorn.report.plots import Plot, Point, Series, draw, smooth
 from pronghorn.report.run_log import as_number, history, read_log
 from pronghorn.report.run_stats import RunStats, run_stats
 from pronghorn.report.stages import STAGES
-from pronghorn.report.summary import advise
 
 FILE_NAME = "report.html"
 MOST_GENERATIONS, MOST_NOTICES, MOST_SESSIONS = 30, 200, 100  # keeps the page below 2 MB whatever the run says
+TILES = 8  # two full rows; scores of answers take the place of the last ones
 FEW_STEPS = 40  # below this a smoothed line would say nothing that the points do not
 
 PILLS = {"done": "good", "early stop": "good", "running": "soft", "empty": "soft", "health stop": "bad", "error": "bad"}
@@ -61,7 +63,7 @@ def render_page(events: Sequence[dict[str, Any]], name: str = "run", answers: Se
     start: dict[str, Any] = next((e for e in reversed(kept) if e["event"] == "start"), {})
     title = run.name or name
     body = [
-        _header(run, title, steps), _tiles(run), _plots(run, kept, steps, evals),
+        _header(run, title, steps), _tiles(run, answers), _plots(run, kept, steps, evals),
         evaluations_section(evals, run.best_step), answers_section(answers) or _generations(evals), data_section(start),
         _stages(run), memory_section(kept), cost_section(run, kept), experts_section(kept), _recipe(run), _notices(events),
         _sessions(run),
@@ -110,7 +112,8 @@ def _live(run: RunStats, steps: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def _tiles(run: RunStats) -> str:
+def _tiles(run: RunStats, answers: Sequence[Answer]) -> str:
+    """The result first: what the answers score, beside the base model's."""
     at_best = f"best at step {run.best_eval_step:,}" if run.best_eval_step is not None else ""
     first = f"from {number_format.figure(run.first_loss)}" if run.first_loss is not None else ""
     planned = f"of {run.steps:,} planned" if run.steps else ""
@@ -118,18 +121,19 @@ def _tiles(run: RunStats) -> str:
     best_loss = f"at step {run.best_loss_step:,}" if run.best_loss_step is not None else ""
     sessions = f"in {len(run.sessions)} sessions" if len(run.sessions) > 1 else ""
     tiles = [
+        *score_tiles(answers),
         ("evaluation loss", number_format.figure(run.best_eval), at_best),
-        ("perplexity", number_format.figure(run.perplexity), "at the best evaluation" if run.perplexity is not None else ""),
         ("training loss, last", number_format.figure(run.last_loss), first),
-        ("training loss, best", number_format.figure(run.best_loss), best_loss),
         ("steps", f"{run.step:,}", planned),
-        ("tokens seen", number_format.count(run.tokens), full),
-        ("tokens per second", number_format.count(run.tokens_per_second), "real tokens, no padding"),
         ("wall-clock", number_format.duration(run.seconds), sessions),
+        ("tokens per second", number_format.count(run.tokens_per_second), "real tokens, no padding"),
+        ("tokens seen", number_format.count(run.tokens), full),
+        ("perplexity", number_format.figure(run.perplexity), "at the best evaluation" if run.perplexity is not None else ""),
+        ("training loss, best", number_format.figure(run.best_loss), best_loss),
     ]
     return '<dl class="tiles">' + "".join(
-        f'<div class="tile"><dt>{label}</dt><dd>{escape(value)}<small>{escape(more)}</small></dd></div>'
-        for label, value, more in tiles
+        f'<div class="tile"><dt>{escape(label)}</dt><dd>{escape(value)}<small>{escape(more)}</small></dd></div>'
+        for label, value, more in tiles[:TILES]
     ) + "</dl>"  # fmt: skip
 
 
@@ -215,8 +219,6 @@ def _stages(run: RunStats) -> str:
             f'<td class="n">{number_format.percent(share)}</td>'
             f'<td class="n">{number_format.duration(run.stages[stage])}</td></tr>'
         )
-    advice = advise(run)
-    why = f" <span>— {escape(advice.why)}</span>" if advice.why else ""
     missing = run.seconds - total
     note = ""
     if missing > 0.02 * run.seconds:
@@ -227,8 +229,14 @@ def _stages(run: RunStats) -> str:
     return (
         f'<h2>Where the time went</h2><div class="card"><div class="stack">{segments}</div>'
         f'<table class="stages">{"".join(rows)}</table>{note}</div>'
-        f'<p class="advice"><b>Suggestion:</b> {escape(advice.change)}{why}</p>'
+        f'<p class="advice"><b>Suggestion:</b> {_suggestions(run)}</p>'
     )
+
+
+def _suggestions(run: RunStats) -> str:
+    total = sum(run.stages.values())
+    shown = [f"{escape(one.change)} ({saving(one.as_dict(), total)}) <span>— {escape(one.why)}</span>" for one in advise(run)]
+    return "<br>".join(shown) or escape(remark(run))
 
 
 def _answers(evaluation: dict[str, Any]) -> dict[str, dict[str, str]]:

@@ -136,7 +136,8 @@ def _score(value: Any) -> str:
 
 
 def answers_section(answers: Sequence[Answer]) -> str:
-    """Held-out rows: what was expected, what the model said before training and what it says now."""
+    """Held-out rows: what was expected, what the model said before training and what it says now. Wrong answers come first,
+    and none of those that the page has room for is hidden."""
     if not answers:
         return ""
     before = any(one.base is not None for one in answers)
@@ -144,7 +145,8 @@ def answers_section(answers: Sequence[Answer]) -> str:
     now = f"after step {steps.pop():,}" if len(steps) == 1 else "after training"
     labels = ["prompt", "expected", *(["before training"] if before else []), now]
     rows = []
-    for one in answers[:MOST_ANSWERS]:
+    ordered = sorted(answers, key=lambda one: is_right(one.answer, one.expected, one.scores))
+    for one in ordered[:MOST_ANSWERS]:
         cells = [cell("prompt", one.prompt), cell("expected", one.expected)]
         if before:
             cells.append(cell("before training", number_format.MISSING if one.base is None else one.base,
@@ -152,38 +154,45 @@ def answers_section(answers: Sequence[Answer]) -> str:
         cells.append(cell(now, one.answer, mark(one.answer, one.expected, one.scores)))
         rows.append(f"<tr>{''.join(cells)}</tr>")
     of = f", {MOST_ANSWERS} of {len(answers):,} in all; every one is in answers.jsonl" if len(answers) > MOST_ANSWERS else ""
-    return f'<h2>Answers</h2>{_scores_line(answers)}<div class="card">{answers_table(labels, rows, of)}</div>'
+    wrong = sum(not is_right(one.answer, one.expected, one.scores) for one in ordered)
+    told = f"{wrong:,} of {len(answers):,} wrong, listed first" if wrong else f"all {len(answers):,} right"
+    table = answers_table(labels, rows, of, first=max(wrong, FIRST_ANSWERS))
+    return f'<h2>Answers</h2><div class="card"><p class="note">{told}</p>{table}</div>'
 
 
-def answers_table(labels: Sequence[str], rows: Sequence[str], note: str = "") -> str:
+def answers_table(labels: Sequence[str], rows: Sequence[str], note: str = "", *, first: int = FIRST_ANSWERS) -> str:
     """The first rows, and the others behind a word to click on."""
     head = "".join(f"<th>{escape(label)}</th>" for label in labels)
     table = '<table class="answers"><thead><tr>{}</tr></thead><tbody>{}</tbody></table>'
-    first, others = rows[:FIRST_ANSWERS], rows[FIRST_ANSWERS:]
-    shown = table.format(head, "".join(first))
+    shown, others = table.format(head, "".join(rows[:first])), rows[first:]
     if not others:
         return shown
     return f"{shown}<details><summary>{len(others)} more{note}</summary>{table.format(head, ''.join(others))}</details>"
 
 
-def _scores_line(answers: Sequence[Answer]) -> str:
+def score_tiles(answers: Sequence[Answer]) -> list[tuple[str, str, str]]:
+    """What the answers score: name, value, and the base model's."""
     tiles = []
     for name, (before, after) in mean_scores(answers).items():
         whole = all(one.scores.get(name) in (0.0, 1.0) for one in answers)
         value = _of(after, len(answers)) if whole else f"{after:.4g}"
         was = "" if before is None else f"before training: {_of(before, len(answers)) if whole else f'{before:.4g}'}"
-        tiles.append(f'<div class="tile"><dt>{escape(name)}</dt><dd>{value}<small>{was}</small></dd></div>')
-    return f'<dl class="tiles scores">{"".join(tiles)}</dl>' if tiles else ""
+        tiles.append((name, value, was))
+    return tiles
 
 
 def _of(mean: float, rows: int) -> str:
     return f"{round(mean * rows):,} of {rows:,}"
 
 
-def mark(answer: str, expected: str, scores: dict[str, float]) -> str:
+def is_right(answer: str, expected: str, scores: dict[str, float]) -> bool:
     """By the first score, if there is one; else by whether the answer is the expected one."""
     value = next(iter(scores.values()), None)
-    right = answer.strip() == expected.strip() if value is None else value >= 1.0
+    return answer.strip() == expected.strip() if value is None else value >= 1.0
+
+
+def mark(answer: str, expected: str, scores: dict[str, float]) -> str:
+    right = is_right(answer, expected, scores)
     return '<span class="mark ok" title="right">✓</span>' if right else '<span class="mark ko" title="not right">✗</span>'
 
 

@@ -4,13 +4,15 @@ STYLE = """
 :root{color-scheme:light dark;
 --paper:#faf9f7;--card:#fff;--ink:#1d1b18;--soft:#6b665e;--faint:#a39d93;--line:#e7e3dc;--grid:#efece6;
 --train:#c05a1c;--eval:#2563a8;--good:#2f7d4f;--bad:#b3261e;--warn:#9a6700;
---s-imports:#c9c4bb;--s-load:#a8a29a;--s-read:#8fc1c9;--s-tokenize:#5a9fae;--s-pack:#4779a6;--s-wait:#c8453b;
---s-step:#c05a1c;--s-optimizer:#e39a5b;--s-evaluate:#e3c04f;--s-checkpoint:#8f6bb0;--s-other:#dedad3}
+--s-imports:#c9c4bb;--s-load:#a8a29a;--s-read:#8fc1c9;--s-tokenize:#5a9fae;--s-pack:#4779a6;--s-reference:#7c8a3c;
+--s-wait:#c8453b;--s-step:#c05a1c;--s-optimizer:#e39a5b;--s-evaluate:#e3c04f;--s-answers:#b99a2e;--s-checkpoint:#8f6bb0;
+--s-report:#b79cc9;--s-other:#dedad3}
 @media(prefers-color-scheme:dark){:root{
 --paper:#151412;--card:#1d1b19;--ink:#edeae5;--soft:#a09a90;--faint:#6e6961;--line:#302d29;--grid:#282522;
 --train:#f0894a;--eval:#72a8e6;--good:#6cc28d;--bad:#f2827a;--warn:#e0b04c;
---s-imports:#56524c;--s-load:#716c65;--s-read:#77aab3;--s-tokenize:#4b8d9b;--s-pack:#4f82b3;--s-wait:#d8584e;
---s-step:#e07b3c;--s-optimizer:#a8673a;--s-evaluate:#cfae48;--s-checkpoint:#9a78bd;--s-other:#3b3834}}
+--s-imports:#56524c;--s-load:#716c65;--s-read:#77aab3;--s-tokenize:#4b8d9b;--s-pack:#4f82b3;--s-reference:#8d9b4a;
+--s-wait:#d8584e;--s-step:#e07b3c;--s-optimizer:#a8673a;--s-evaluate:#cfae48;--s-answers:#a78a2f;--s-checkpoint:#9a78bd;
+--s-report:#77608f;--s-other:#3b3834}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--paper);color:var(--ink);font:15px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,
 "Helvetica Neue",Arial,sans-serif;-webkit-font-smoothing:antialiased}
@@ -118,7 +120,6 @@ font-variant-numeric:tabular-nums}
 white-space:nowrap;font-variant-numeric:tabular-nums}
 .hist div:nth-child(even) b{display:none}
 .spaced{margin-top:20px}td.path{overflow-wrap:anywhere}
-.scores{margin:0 0 16px;grid-template-columns:repeat(auto-fit,minmax(170px,1fr))}
 .evals th:last-child{color:var(--eval);padding-left:14px;width:1%;border-bottom:1px solid var(--line);padding-top:7px}
 .evals tr:last-child th{border:0}.evals .best td{color:var(--eval);font-weight:600}
 details{margin-top:14px}summary{cursor:pointer;color:var(--soft)}pre{font-size:12.5px;margin:10px 0 0}
@@ -129,7 +130,8 @@ footer{margin-top:56px;color:var(--faint);font-size:12.5px}
 @media(max-width:900px){.grid3{grid-template-columns:minmax(0,1fr)}.recipe{columns:2}
 .grid2{grid-template-columns:minmax(0,1fr)}.tiles{grid-template-columns:repeat(2,1fr)}}
 @media(max-width:640px){main{padding:28px 16px 48px}h1{font-size:27px}h2{margin-top:40px}.recipe{columns:1}
-.card,.plot{padding:15px 14px}.tall .frame{grid-template-rows:240px 40px}.unit{height:240px}
+.card,.plot{padding:15px 14px}.card{overflow-x:auto}td,th{padding-right:9px}
+.tall .frame{grid-template-rows:240px 40px}.unit{height:240px}
 .tile{padding:12px 14px 10px}.tile dd{font-size:21px}
 .stages .bar{display:none}.stages .key{width:auto}
 .answers thead{display:none}.answers td{display:block;width:auto;border:0;padding:4px 0}

@@ -22,15 +22,19 @@ WINDOW = 30.0  # seconds that count: what follows is like what was just now, not
 EVERY = 0.5  # seconds between two looks that are kept
 
 
+def unit_of(label: str) -> str:
+    return UNITS.get(label, "bytes" if label.startswith("downloading ") else "")
+
+
 def amount_of(label: str, number: int) -> str:
     """`50,000 rows`, `16.1 GB`"""
-    unit = UNITS.get(label, "")
+    unit = unit_of(label)
     return number_format.size(number) if unit == "bytes" else f"{number:,} {unit}".rstrip()
 
 
 def so_far(label: str, done: int, total: int) -> str:
     """`12,800 of 50,000 rows`, `2.1 GB of 16.1 GB`"""
-    of = amount_of(label, done) if UNITS.get(label) == "bytes" else f"{done:,}"
+    of = amount_of(label, done) if unit_of(label) == "bytes" else f"{done:,}"
     return f"{of} of {amount_of(label, total)}"
 
 
@@ -54,7 +58,7 @@ class Paces:
         """For people; "" where there is nothing to say yet. `total` 0: unknown."""
         if not done and not total:
             return ""
-        unit, rate = UNITS.get(label, ""), self._rate(label, done, now)
+        unit, rate = unit_of(label), self._rate(label, done, now)
         parts = [f"{done / total:.0%}"] if total else []
         if rate and total:
             parts.append(f"{number_format.duration((total - done) / rate)} left")

@@ -66,6 +66,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "epoch_after": _COUNT,
     "pack_after": _COUNT,
 }
+LARGEST = 2_000_000_000  # bytes; a step has 300
 LONGEST_TIME = 1e11  # seconds since 1970: the year 5138; beyond it there is no date to show
 
 
@@ -133,6 +134,12 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     """All events of a run.jsonl (or of the folder that holds one), as written. A torn last line is overlooked."""
     path = path / FILE_NAME if path.is_dir() else path
     _require_file(path)
+    if path.exists() and path.stat().st_size > LARGEST:
+        raise DataError(
+            f"the run's log is larger than {LARGEST:,} bytes",
+            where=str(path),
+            fix="move it away; the next run creates a new one",
+        )
     lines = path.read_bytes().split(b"\n")  # not splitlines: an answer may hold other line separators
     lines.pop()  # what follows the last line break: nothing, or a torn line
     events: list[dict[str, Any]] = []

@@ -82,6 +82,11 @@ class RunStats:
     ranks: int = 1
     price: float | None = None  # USD for an hour of one GPU, as the log has it
     price_note: str = ""
+    eval_documents: int = 0
+    data_tokens: int = 0
+    room_for_larger_packs: bool = True  # in memory, as far as it was planned
+    checkpoint_steps: tuple[int, ...] = ()
+    improved_steps: tuple[int, ...] = ()  # whose evaluation was the best so far: a checkpoint is due there
     recipe: dict[str, Any] = field(default_factory=dict)
     sessions: tuple[Session, ...] = ()
 
@@ -149,6 +154,11 @@ def run_stats(events: Sequence[dict[str, Any]], now: float | None = None) -> Run
         gpus=0 if not device or device.removeprefix(f"{ranks} x ").lower().startswith("cpu") else ranks,
         price=hourly if math.isfinite(hourly) else None,
         price_note=str(price.get("note", "")),
+        eval_documents=int(start.get("eval_documents") or 0),
+        data_tokens=int(data.get("tokens") or 0),
+        room_for_larger_packs=_has_room(kept),
+        checkpoint_steps=tuple(e["step"] for e in kept if e["event"] == "checkpoint" and "step" in e),
+        improved_steps=tuple(e["step"] for e in evals if e.get("best") and "step" in e),
         recipe=recipe,
         sessions=_sessions(events),
     )
@@ -172,6 +182,12 @@ def _loss(events: Sequence[dict[str, Any]]) -> float | None:
 def _best(events: Sequence[dict[str, Any]]) -> tuple[float | None, int | None]:
     finite = [(as_number(e.get("loss")), e.get("step")) for e in events if math.isfinite(as_number(e.get("loss")))]
     return min(finite, key=lambda pair: pair[0]) if finite else (None, None)
+
+
+def _has_room(kept: Sequence[dict[str, Any]]) -> bool:
+    """Whether the memory plan, if there is one, leaves as much free as it takes."""
+    plan = next((e.get("plan") for e in reversed(kept) if e["event"] == "plan"), None)
+    return not isinstance(plan, dict) or 2 * as_number(plan.get("peak_bytes")) <= as_number(plan.get("budget"))
 
 
 def _metrics(kept: Sequence[dict[str, Any]], evals: Sequence[dict[str, Any]]) -> dict[str, MetricFigures]:

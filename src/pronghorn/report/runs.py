@@ -36,6 +36,8 @@ class RunInfo:
     best_eval: float | None
     tokens_per_second: float
     when: float | None  # time of the last event
+    metric: str = ""  # that selects the best checkpoint, or the first of those that were measured
+    score: float | None = None  # its best value
     ranks: int = 1
     problem: str = ""  # why the log cannot be read
 
@@ -70,7 +72,9 @@ def _info(folder: Path) -> RunInfo:
         return RunInfo(str(folder), folder.name, "", "", "unreadable", 0, 0, None, None, 0.0, when, problem=str(error))
     same = ("model", "method", "state", "step", "steps", "last_loss", "best_eval", "tokens_per_second", "ranks")
     facts = {name: getattr(run, name) for name in same}
-    return RunInfo(str(folder), run.name or folder.name, when=run.last, **facts)
+    metric = run.decides if run.decides in run.metrics else next(iter(run.metrics), "")
+    score = run.metrics[metric].best if metric else None
+    return RunInfo(str(folder), run.name or folder.name, when=run.last, metric=metric, score=score, **facts)
 
 
 # In the order in which a narrow terminal goes without them: `--json` has all.
@@ -86,14 +90,18 @@ def runs_table(runs: Sequence[RunInfo]) -> RenderableType:
 
 @dataclass(frozen=True, slots=True)
 class _RunsTable:
-    """Folder names stay whole, to be copied."""
+    """Folder names stay whole, to be copied. A pipe has no width: all columns, a line for each run."""
 
     runs: Sequence[RunInfo]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide = options.update(width=10_000)
+        if not console.is_terminal:
+            yield from console.render(self._without(()), wide)
+            return
         for count in range(len(DISPENSABLE) + 1):
             table = self._without(DISPENSABLE[:count])
-            if Measurement.get(console, options.update(width=10_000), table).maximum <= options.max_width:
+            if Measurement.get(console, wide, table).maximum <= options.max_width:
                 break
         yield table
 
@@ -101,7 +109,7 @@ class _RunsTable:
         table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
         columns = {name: cells for name, cells in self._columns().items() if name not in left_out}
         for name in columns:
-            left = name in ("folder", "model", "method", "state", "last event")
+            left = name in ("folder", "model", "method", "state", "score", "last event")
             table.add_column(name, justify="left" if left else "right", overflow="fold")
         for cells in zip(*columns.values(), strict=True):
             table.add_row(*cells)
@@ -119,6 +127,8 @@ class _RunsTable:
             "best eval": [Text(number_format.figure(run.best_eval)) for run in runs],
             "tokens/s": [Text(number_format.count(run.tokens_per_second)) for run in runs],
         }
+        if any(run.metric for run in runs):
+            columns["score"] = [Text(f"{run.metric} {number_format.score(run.score)}" if run.metric else "") for run in runs]
         if any(run.ranks > 1 for run in runs):
             columns["ranks"] = [Text(f"{run.ranks}") for run in runs]
         return columns | {"last event": [Text(number_format.moment(run.when)) for run in runs]}

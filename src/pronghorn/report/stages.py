@@ -22,7 +22,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-STAGES = ("imports", "load", "read", "tokenize", "pack", "wait", "step", "optimizer", "evaluate", "checkpoint", "other")
+STAGES = (
+    "imports", "load", "read", "tokenize", "pack", "reference", "wait", "step", "optimizer", "evaluate", "answers",
+    "checkpoint", "report", "other",
+)  # fmt: skip
 
 # A process older than this was not started for this run (a notebook, a server): its past is not the run's. A choice, not
 # a measurement: far above what imports should take, even from a slow disk.
@@ -38,7 +41,7 @@ class Stages:
         began = now - int(process_age() * 1e9) if started is None else min(now, int(started * 1e9))
         self._spent = dict.fromkeys(STAGES, 0)  # whole nanoseconds: no rounding, the sum is exact
         self._spent["imports"] = now - began
-        self._mark = now  # up to here the time is booked
+        self._began, self._mark = began, now  # `_mark`: up to here the time is booked
         self._stack = ["other"]
         self._thread = threading.get_ident()
         self._contexts = {name: _Stage(self, name) for name in STAGES}
@@ -51,10 +54,14 @@ class Stages:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds of each stage until now, the running one included, in the order of STAGES."""
+        """Seconds of each stage until now, the running one included, in the order of STAGES. Another thread (a display's) books
+        nothing: there the running stage has what the others leave of the wall-clock, so it grows while a step goes on."""
         if threading.get_ident() == self._thread:
             self._book()
-        return {name: spent / 1e9 for name, spent in self._spent.items()}
+            return {name: spent / 1e9 for name, spent in self._spent.items()}
+        running, spent = self._stack[-1], dict(self._spent)
+        spent[running] += time.monotonic_ns() - self._began - sum(spent.values())
+        return {name: nanoseconds / 1e9 for name, nanoseconds in spent.items()}
 
     def total(self) -> float:
         return sum(self.seconds.values())

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from pronghorn.errors import CommandError
-from pronghorn.scripts.fronts import MOVED, SEEN_THROUGH
+from pronghorn.scripts.fronts import GONE, MOVED, SEEN_THROUGH
 from pronghorn.scripts.modules import OURS, STOOD_IN_FOR, not_here
-from pronghorn.scripts.notebooks import Cell, read_cells
+from pronghorn.scripts.notebooks import NOT_COMPILED, Cell, cannot_compile, read_cells
 from pronghorn.scripts.renames import BITSANDBYTES_ADAMW, LEFT_OUT, REFUSED, RENAMED, TRAINER_RENAMED
 
 # Arguments that trainers took themselves, and that are part of their args now.
@@ -36,6 +36,21 @@ ENVIRONMENT = (
     "HF_HUB_DISABLE_TELEMETRY",
     "HF_UPDATE_DOWNLOAD_COUNTS",
 )
+# Trainers that generate while they train, and what scripts generate with.
+GENERATING = ("GRPOTrainer", "GRPOConfig", "RLOOTrainer", "RLOOConfig", "OnlineDPOTrainer", "OnlineDPOConfig")
+SLOW_ROLLOUTS = (
+    "Pronghorn has no fast rollouts; instead: TRL's own trainer runs with model.generate(), slowly, without use_vllm=True and "
+    "fast_inference=True; or train on preference pairs with DPOTrainer"
+)
+NOT_HERE_AT_ALL = {
+    "vllm": "Pronghorn does not use vLLM; instead: generate with model.generate(...), or serve what pronghorn export --to vllm "
+    "writes in a process of its own"
+}
+# What some classes still take of what others no longer do.
+TAKEN = {"GRPOConfig": ("max_completion_length",), "RLOOConfig": ("max_completion_length",), "OnlineDPOConfig": (),
+         "ORPOConfig": ("max_completion_length", "is_encoder_decoder", "padding_value", "generate_during_eval"),
+         "CPOConfig": ("max_completion_length", "is_encoder_decoder", "generate_during_eval"),
+         "DPOConfig": ("truncation_mode",), "SFTConfig": ("truncation_mode",)}  # fmt: skip
 OFF = " (disabled by `if False`)"
 
 
@@ -56,8 +71,13 @@ def everything() -> str:
         "  SFTTrainer(args=TrainingArguments(...)) -> an SFTConfig with the same values; also for DPO, KTO, ...",
         "  SFTTrainer without max_length -> the model's max_seq_length, not TRL's default of 1024",
         "  SFTTrainer(formatting_func=) written for batches -> called with batches of one row",
+        "  SFTTrainer(data_collator=DataCollatorForLanguageModeling(...)) is dropped: TRL's own trains on the same tokens",
+        "  RewardTrainer's columns input_ids_chosen, input_ids_rejected -> chosen_ids, rejected_ids",
+        "  DPOTrainer, ...: a column prompt of texts beside answers of messages -> messages, or removed if they contain it",
+        "  Trainer with a language-modelling collator: a column labels that equals input_ids is removed, another one refused",
         "  SFTTrainer's dataset -> trains on the script's text column; a duplicate BOS token is removed",
         *(f"  from trl import {name} -> {home}" for name, home in MOVED.items()),
+        *(f"  from trl import {name} is refused: {why}" for name, (why, _) in GONE.items()),
         "",
         "arguments",
     ]
@@ -66,6 +86,7 @@ def everything() -> str:
         "  warmup_ratio= -> warmup_steps=, a fraction of all steps",
         '  group_by_length=True -> train_sampling_strategy="group_by_length"',
         f"  optim={', '.join(sorted(BITSANDBYTES_ADAMW))} -> adamw_torch_fused, if bitsandbytes is not installed",
+        "  optim=adamw_hf -> adamw_torch",
         "  GRPOConfig(per_device_train_batch_size=) -> num_generations, if a batch does not hold whole groups",
         "  fp16=True, and bf16 if not set -> False, without a GPU",
     ]
@@ -78,6 +99,7 @@ def everything() -> str:
         "",
         "environment variables, set by every pronghorn command unless already set",
         f"  {', '.join(ENVIRONMENT)}",
+        "and by pronghorn run: PRONGHORN_SCRIPT, the script's path, for processes that it starts",
     ]
     return "\n".join(lines)
 
@@ -98,8 +120,10 @@ def of_script(path: Path) -> list[Found]:
         found += [Found(name, f"skipped: {line}") for line in (cell.skipped if cell else ())]
         try:
             tree = ast.parse(source)
-        except (SyntaxError, ValueError) as error:
+        except SyntaxError as error:
             raise CommandError(what=f"invalid Python: {error}", where=name, fix="fix the syntax error first") from error
+        except NOT_COMPILED as error:
+            raise cannot_compile(error, name) from error
         off = {id(node) for block in ast.walk(tree) if _is_off(block) for one in block.body for node in ast.walk(one)}
         for node in sorted((node for node in ast.walk(tree) if hasattr(node, "lineno")), key=lambda node: node.lineno):
             found += [
@@ -131,9 +155,16 @@ def _of_node(node: Any) -> list[tuple[str, bool]]:
 
 
 def _of_import(module: str, name: str) -> list[tuple[str, bool]]:
-    if module == "trl" and name in MOVED:
-        return [(f"from trl import {name}: imported from {MOVED[name]}", False)]
-    if module.partition(".")[0] not in STOOD_IN_FOR:
+    top = module.partition(".")[0]
+    if top in NOT_HERE_AT_ALL:
+        return [(f"{'from ' + module + ' ' if name else ''}import {name or module}: {NOT_HERE_AT_ALL[top]}", True)]
+    if top == "trl" and name in MOVED:
+        return [(f"from {module} import {name}: imported from {MOVED[name]}", False)]
+    if top == "trl" and name in GONE:
+        return [(f"from {module} import {name}: {'; instead: '.join(GONE[name])}", True)]
+    if top == "trl" and name in GENERATING:
+        return [(f"from {module} import {name}: {SLOW_ROLLOUTS}", True)]
+    if top not in STOOD_IN_FOR:
         return []
     if module not in OURS:
         return [(_sentence(module), True)]
@@ -172,12 +203,14 @@ def _of_call(name: str, words: list[ast.keyword]) -> list[tuple[str, bool]]:
             found.append((f"{name}({old}=) -> moved into its args as {RENAMED.get(old, old)}=", False))
         elif not name.endswith(("Trainer", "Config", "TrainingArguments")):
             continue
-        elif old in LEFT_OUT:
+        elif old in LEFT_OUT and old not in TAKEN.get(name, ()):
             found.append((f"{name}({old}=) is dropped: {LEFT_OUT[old]}", False))
         elif old in REFUSED:
             found.append((f"{name}({old}=) is refused: {REFUSED[old][0]}; {REFUSED[old][1]}", True))
         elif old == "warmup_ratio" or old in RENAMED:
             found.append((f"{name}({old}=) -> {RENAMED.get(old, 'warmup_steps')}=", False))
+        elif old == "use_vllm" and value is not False:
+            found.append((f"{name}(use_vllm=) is not supported: {NOT_HERE_AT_ALL['vllm']}", True))
         elif old == "optim" and value in BITSANDBYTES_ADAMW:
             found.append((f'{name}(optim="{value}") -> adamw_torch_fused, if bitsandbytes is not installed', False))
     return found

@@ -11,16 +11,33 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from pronghorn.scripts.modules import NotHere
 from pronghorn.scripts.notes import Notes
 from pronghorn.scripts.renames import by_name, is_arguments, is_trainer, remember, translate_arguments, translate_trainer
 from pronghorn.scripts.trainer_data import translate_data
 
 SEEN_THROUGH = ("trl", "transformers")
 # What `from trl import ...` gave before, and where it is now.
-MOVED = {name: "trl.experimental." + home for home, names in {
-    "orpo": ("ORPOConfig", "ORPOTrainer"), "cpo": ("CPOConfig", "CPOTrainer"), "gkd": ("GKDConfig", "GKDTrainer"),
-    "online_dpo": ("OnlineDPOConfig", "OnlineDPOTrainer"),
+MOVED = {name: home for home, names in {
+    "trl.experimental.orpo": ("ORPOConfig", "ORPOTrainer"), "trl.experimental.cpo": ("CPOConfig", "CPOTrainer"),
+    "trl.experimental.gkd": ("GKDConfig", "GKDTrainer"),
+    "trl.experimental.online_dpo": ("OnlineDPOConfig", "OnlineDPOTrainer"),
+    "trl.data_utils": ("apply_chat_template", "extract_prompt", "is_conversational", "maybe_apply_chat_template",
+                       "maybe_extract_prompt", "pack_dataset", "unpair_preference_dataset"),
+    "pronghorn.scripts.completion_only": ("DataCollatorForCompletionOnlyLM",),
 }.items() for name in names}  # fmt: skip
+_NO_PPO = ("TRL no longer has PPO", "use GRPOTrainer, RLOOTrainer or DPOTrainer")
+_OWN_COLLATOR = ("TRL's trainers supply their own", "remove data_collator=")
+# What it gave before, and no longer does.
+GONE = {
+    "PPOTrainer": _NO_PPO, "PPOConfig": _NO_PPO, "PPOv2Trainer": _NO_PPO, "PPOv2Config": _NO_PPO,
+    "AutoModelForCausalLMWithValueHead": _NO_PPO, "AutoModelForSeq2SeqLMWithValueHead": _NO_PPO,
+    "create_reference_model": ("DPOTrainer makes the reference itself", "pass ref_model=None"),
+    "DPODataCollatorWithPadding": _OWN_COLLATOR, "RewardDataCollatorWithPadding": _OWN_COLLATOR,
+    "ConstantLengthDataset": ("SFTTrainer packs by itself", "SFTTrainer(packing=True)"),
+    "setup_chat_format": ("it resized the embeddings",
+                          'tokenizer = get_chat_template(tokenizer, "chatml"), from unsloth.chat_templates'),
+}  # fmt: skip
 GIVES_TOKENIZER = ("AutoTokenizer", "AutoProcessor")
 
 
@@ -38,7 +55,11 @@ class View(ModuleType):
         try:
             value = getattr(self._real, name)
         except AttributeError:
-            home = MOVED.get(name) if self.__name__ == "trl" else None
+            top = self.__name__.partition(".")[0]
+            if top == "trl" and name in GONE:
+                why, fix = GONE[name]
+                raise NotHere(what=f"{self.__name__}.{name} is not in this TRL", why=why, fix=fix) from None
+            home = MOVED.get(name) if top == "trl" else None
             if home is None:
                 raise
             self._fronts.notes.say(f"from trl import {name}: imported from {home}")
@@ -84,11 +105,6 @@ class Fronts:
         if value.__name__ == "get_chat_template" and value.__module__.startswith("pronghorn."):
             return returning_ids(value)
         return value
-
-    def import_module(self, name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:  # noqa: A002
-        """`__import__` of the script's own files."""
-        found = __import__(name, globals, locals, fromlist, level)
-        return self.offered(found) if level == 0 and name.partition(".")[0] in SEEN_THROUGH else found
 
 
 def trainer_front(real: type, notes: Notes) -> type:

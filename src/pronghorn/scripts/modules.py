@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -19,13 +20,24 @@ OURS = {
     "unsloth": "pronghorn",
     "unsloth.chat_templates": "pronghorn.chat_templates",
     "unsloth.trainer": "pronghorn.trainer",
+    "unsloth.tokenizer_utils": "pronghorn.dropin.internals",
     "unsloth.models": "pronghorn",
     "unsloth.models.loader": "pronghorn",
     "unsloth.models.llama": "pronghorn",
+    "unsloth.models.rl": "pronghorn",
+    "unsloth.models.vision": "pronghorn",
     "unsloth_zoo": "",
 }
 INSIDES = "it is internal to the other library"
+LENT_BY = ("trl", "transformers")  # editors also import their classes from modules that happen to hold them
 WHY = {
+    "unsloth.save": (INSIDES, "call the model's methods: save_pretrained_merged, save_pretrained_gguf, save_lora"),
+    "unsloth.kernels": (INSIDES, "use FastLanguageModel, which runs Pronghorn's kernels"),
+    "unsloth.ollama_template_mappers": (INSIDES, "export a run with pronghorn export --to ollama"),
+    "unsloth_zoo.dataset_utils": (
+        INSIDES,
+        "import train_on_responses_only and standardize_data_formats from unsloth.chat_templates",
+    ),
     "unsloth.dataprep": ("it generates data with its own server", "generate the data beforehand and load it from a file"),
     "unsloth_zoo.vision_utils": (
         "Pronghorn trains on text only",
@@ -34,13 +46,17 @@ WHY = {
 }
 
 
+def _with_parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+
+
 class NotHere(CommandError, ImportError):
     """A name that we do not have. An ImportError too: a script may ask for it and go on without."""
 
 
 def not_here(name: str) -> NotHere:
-    module = name if name in WHY else name.rpartition(".")[0]
-    why, fix = WHY.get(module, (INSIDES if name.startswith("unsloth_zoo") else "", "remove it"))
+    why, fix = next((WHY[part] for part in _with_parents(name) if part in WHY), (INSIDES, "remove it"))
     return NotHere(what=f"{name} is not in Pronghorn", why=why, fix=fix)
 
 
@@ -52,6 +68,9 @@ def find_name(module: str, name: str) -> Any:
         except AttributeError as error:
             if error.name not in (name, None) or module.startswith("pronghorn"):
                 raise
+        for package in LENT_BY if name[:1].isupper() and not name.startswith(("Fast", "Unsloth")) else ():
+            if find_spec(package) is not None and hasattr(import_module(package), name):
+                return getattr(import_module(package), name)
     raise not_here(f"{module}.{name}")
 
 

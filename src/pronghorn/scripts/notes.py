@@ -13,9 +13,11 @@ def to_stderr(text: str) -> None:
 class Notes:
     def __init__(self, tell: Callable[[str], None] = to_stderr) -> None:
         self.said: list[str] = []
+        self._known = set[str]()
         self._tell = tell
 
     def say(self, text: str) -> None:
-        if text not in self.said:
+        if text not in self._known:
+            self._known.add(text)
             self.said.append(text)
             self._tell(text)

@@ -30,6 +30,24 @@ RENAMED = {
 # gone, and why leaving it out is right
 LEFT_OUT = {
     "max_prompt_length": "TRL no longer truncates prompts separately; max_length, if set, truncates prompt plus answer",
+    "max_completion_length": "TRL no longer truncates answers separately; max_length, if set, truncates prompt plus answer",
+    "max_target_length": "TRL no longer truncates answers separately; max_length, if set, truncates prompt plus answer",
+    "truncation_mode": "TRL cuts the end of a row that exceeds max_length",
+    "label_pad_token_id": "padding carries no loss",
+    "padding_value": "padding carries no loss",
+    "is_encoder_decoder": "TRL reads it from the model",
+    "generate_during_eval": "it logged sample answers only",
+    "use_logits_to_keep": "it affected memory only, not the result",
+    "use_num_logits_to_keep": "it affected memory only, not the result",
+    "base_model_attribute_name": "TRL finds the base model itself",
+    "force_use_ref_model": "a ref_model that is passed is used",
+    "use_mps_device": "the device is chosen automatically",
+    "use_ipex": "transformers no longer uses it",
+    "jit_mode_eval": "transformers no longer uses it",
+    "tpu_num_cores": "transformers no longer uses it",
+    "tpu_metrics_debug": "transformers no longer uses it",
+    "past_index": "transformers no longer uses it",
+    "ray_scope": "transformers no longer uses it",
     "overwrite_output_dir": "transformers always writes into the output folder",
     "logging_dir": "set the environment variable TENSORBOARD_LOGGING_DIR instead",
     "save_safetensors": "checkpoints are always safetensors",
@@ -41,8 +59,17 @@ LEFT_OUT = {
     "fp16_backend": "torch autocast is the only backend",
     "include_tokens_per_second": "it affected logging only",
 }
+# gone, and not to be left out; a value that is off (None, False, 0) is
+_TWO_ADAPTERS = ("TRL takes the model without its adapter as the reference", "merge the adapter first, and pass ref_model=None")
 REFUSED = {
-    "vllm_sampling_params": ("it exists in the other library only", "pass temperature, top_p, top_k and min_p as arguments")
+    "vllm_sampling_params": ("it exists in the other library only", "pass temperature, top_p, top_k and min_p as arguments"),
+    "reference_free": ("TRL no longer has it", 'use CPOTrainer with loss_type="simpo", which needs no reference'),
+    "rpo_alpha": ("TRL no longer has it", 'loss_type=["sigmoid", "sft"], loss_weights=[1.0, rpo_alpha]'),
+    "model_adapter_name": _TWO_ADAPTERS,
+    "ref_adapter_name": _TWO_ADAPTERS,
+    "ref_model_init_kwargs": ("TRL loads no reference model by name here", "load ref_model yourself and pass it"),
+    "adafactor": ("transformers no longer has it", 'optim="adafactor"'),
+    "include_inputs_for_metrics": ("transformers no longer has it", 'include_for_metrics=["inputs"]'),
 }
 TRAINER_RENAMED = {"tokenizer": "processing_class"}
 # AdamW with states in 8 bits or in pages needs bitsandbytes; the same steps with states in 32 bits do not.
@@ -105,11 +132,12 @@ def translate_arguments(cls: type, given: dict[str, Any], notes: Notes) -> dict[
     for old, value in given.items():
         if old in known:
             continue
-        if old in REFUSED:
+        if old in REFUSED and value:
             why, fix = REFUSED[old]
             raise CommandError(what=f"{name}({old}=...) is not supported", why=why, fix=fix)
-        if old in LEFT_OUT:
-            notes.say(f"{name}({old}=...) is dropped: {LEFT_OUT[old]}")
+        if old in LEFT_OUT or old in REFUSED:
+            if value is not None and old in LEFT_OUT:
+                notes.say(f"{name}({old}=...) is dropped: {LEFT_OUT[old]}")
         elif old == "warmup_ratio":
             _warm_up(name, value, result, notes)
         elif old == "group_by_length":
@@ -167,6 +195,9 @@ def _whole_groups(cls: type, result: dict[str, Any], notes: Notes) -> None:
 
 def _optimizer(cls: str, result: dict[str, Any], notes: Notes) -> None:
     asked = str(getattr(result.get("optim"), "value", result.get("optim")))
+    if asked == "adamw_hf":
+        result["optim"] = "adamw_torch"
+        notes.say(f'{cls}(optim="adamw_hf") becomes "adamw_torch": transformers has no AdamW of its own any more; same updates')
     if asked in BITSANDBYTES_ADAMW and find_spec("bitsandbytes") is None:
         result["optim"] = "adamw_torch_fused"
         notes.say(
@@ -206,7 +237,7 @@ def translate_trainer(cls: type, given: dict[str, Any], notes: Notes) -> dict[st
         else:
             _put(name, key, new, value, result, notes)
     for key in [key for key in result if key not in known]:
-        if key in fields_of(config) or key in LEFT_OUT or RENAMED.get(key) in fields_of(config):
+        if key in fields_of(config) or key in (*LEFT_OUT, *REFUSED) or RENAMED.get(key) in fields_of(config):
             moved[key] = result.pop(key)
     settings = result.get("args")
     if is_arguments(type(settings)) and not isinstance(settings, config):
@@ -252,9 +283,9 @@ def _with(settings: Any, config: type, moved: dict[str, Any], trainer: str, note
     quiet = Notes(lambda text: None)
     wanted = translate_arguments(config, moved, quiet)
     for old in moved:
-        if old in LEFT_OUT:
+        if old in LEFT_OUT and old not in fields_of(config):
             notes.say(f"{trainer}({old}=...) is dropped: {LEFT_OUT[old]}")
-        else:
+        elif old not in REFUSED:
             notes.say(f"{trainer}({old}=...) moves into its args: {config.__name__}({RENAMED.get(old, old)}=...)")
     if settings is None:
         return remember(config(**wanted), wanted)

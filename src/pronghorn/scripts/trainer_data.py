@@ -7,20 +7,32 @@ tokenizer's first token, as chat templates write it, gets a second one.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
-from pronghorn.errors import DataError
+from pronghorn.errors import CommandError, DataError
 from pronghorn.scripts.notes import Notes
 
+TOKENS_OF_PAIRS = {"input_ids_chosen": "chosen_ids", "input_ids_rejected": "rejected_ids"}
+ROWS_COMPARED = 100  # a script masks labels in every row, or in none
 GO_BEFORE_TEXT = ("prompt", "completion", "messages", "conversations", "chosen", "rejected")
 
 
 def translate_data(trainer: type, given: dict[str, Any], notes: Notes) -> dict[str, Any]:
-    """The same arguments of an SFTTrainer, with data that this TRL reads as it was meant."""
+    """The same arguments of a trainer, with data that this TRL reads as it was meant."""
+    given = _without_doubled_labels(given, notes)
     if not any(base.__name__ == "SFTTrainer" for base in trainer.__mro__):
-        return given
+        return _with_prompts_as_messages(_with_renamed_columns(given, notes), notes)
     result = dict(given)
+    if _makes_labels(given.get("data_collator")):
+        del result["data_collator"]
+        tokenizer = given["data_collator"].tokenizer
+        ends = "; end tokens carry loss, too" if tokenizer.pad_token_id == tokenizer.eos_token_id else ""
+        notes.say(
+            f"{trainer.__name__}(data_collator=DataCollatorForLanguageModeling(...)) is dropped: it cannot pad the labels that "
+            f"TRL prepares, and TRL's own collator trains on the same tokens{ends}"
+        )
     field = getattr(given.get("args"), "dataset_text_field", "text")
     formatting = result.pop("formatting_func", None)
     reader = Reader(field, formatting, given.get("processing_class"), notes)
@@ -31,6 +43,75 @@ def translate_data(trainer: type, given: dict[str, Any], notes: Notes) -> dict[s
         elif data is not None:
             result[key] = reader.read(data, key)
     return result
+
+
+def _without_doubled_labels(given: dict[str, Any], notes: Notes) -> dict[str, Any]:
+    """A language-modelling collator makes labels of the ids: a column of labels is then in its way, since it is not padded; or
+    it is replaced, which matters where the labels leave something out."""
+    collator, result = given.get("data_collator"), dict(given)
+    if not _makes_labels(collator):
+        return given
+    padding = getattr(getattr(collator, "tokenizer", None), "pad_token_id", None)
+    for key in ("train_dataset", "eval_dataset"):
+        data: Any = given.get(key)
+        if not {"input_ids", "labels"} <= set(getattr(data, "column_names", None) or ()):
+            continue
+        if not all(_same_labels(row, padding) for row in itertools.islice(iter(data), ROWS_COMPARED)):
+            raise CommandError(
+                what=f"{key} has masked labels, and DataCollatorForLanguageModeling would replace them",
+                why="it trains on every token",
+                fix="data_collator=DataCollatorForSeq2Seq(tokenizer) pads the labels as they are; or remove the column labels",
+            )
+        notes.say(f"{key}: the column labels equals input_ids and is removed, because the collator makes the same labels")
+        result[key] = data.remove_columns("labels")
+    return result
+
+
+def _makes_labels(collator: Any) -> bool:
+    cls = type(collator)
+    ours = cls.__name__ == "DataCollatorForLanguageModeling" and cls.__module__.startswith("transformers.")
+    return ours and not getattr(collator, "mlm", False)
+
+
+def _with_renamed_columns(given: dict[str, Any], notes: Notes) -> dict[str, Any]:
+    """Tokens that a script prepared for a RewardTrainer of before."""
+    result = dict(given)
+    for key in ("train_dataset", "eval_dataset"):
+        data: Any = given.get(key)
+        found = {old: new for old, new in TOKENS_OF_PAIRS.items() if old in (getattr(data, "column_names", None) or ())}
+        if len(found) == len(TOKENS_OF_PAIRS):
+            notes.say(f"{key}: " + ", ".join(f"column {old} becomes {new}" for old, new in found.items()))
+            result[key] = data.rename_columns(found)
+    return result
+
+
+def _with_prompts_as_messages(given: dict[str, Any], notes: Notes) -> dict[str, Any]:
+    """Preference data with a prompt as text beside answers as messages, as a well-known public set has it: TRL took the prompt
+    out of the answers then, and fails now."""
+    result = dict(given)
+    for key in ("train_dataset", "eval_dataset"):
+        data: Any = given.get(key)
+        if not {"prompt", "chosen", "rejected"} <= set(getattr(data, "column_names", None) or ()):
+            continue
+        first = next(iter(data), {"prompt": None})
+        if not isinstance(first["prompt"], str) or not isinstance(first["chosen"], list):
+            continue
+        if len(first["chosen"]) > 1:
+            notes.say(f"{key}: the column prompt is removed, because chosen and rejected contain the prompt as messages")
+            result[key] = data.remove_columns("prompt")
+        else:
+            notes.say(f"{key}: the column prompt becomes a user message, because chosen and rejected are messages")
+            # A new column: the type of a column stays in a map that returns its name.
+            asked = data.map(lambda row: {"asked": [{"role": "user", "content": row["prompt"]}]})
+            result[key] = asked.remove_columns("prompt").rename_column("asked", "prompt")
+    return result
+
+
+def _same_labels(row: dict[str, Any], padding: int | None) -> bool:
+    pairs = zip(row["labels"], row["input_ids"], strict=False)
+    return len(row["labels"]) == len(row["input_ids"]) and all(
+        label == token or (label == -100 and token == padding) for label, token in pairs
+    )
 
 
 class Reader:

@@ -15,6 +15,9 @@ from pronghorn.serve.asked import DEFAULT_TOKENS, Asked, RequestError
 from pronghorn.serve.models import Models, Served
 
 BROKEN = "\ufffd"  # of a letter whose last bytes are in the next token
+LETTERS = 16  # a token, at most, over a whole prompt: English has 4.5, indented code up to 8
+PART = 1 << 16  # letters that are tokenized at once to see how many tokens a long text has
+MORE_IN_PARTS = 1.02  # tokens: a word at the border of two parts may have some more than in the whole text
 
 
 @dataclass(frozen=True)
@@ -35,25 +38,93 @@ class Answer:
     finish_reason: str = "length"
 
 
-def answer(models: Models, one: Served, asked: Asked, on_text: Callable[[str, list[Token]], bool]) -> Answer:
-    """`on_text` gets each piece of text with its tokens, and returns whether to stop: nobody reads any more."""
-    prompt = _prompt(one, asked)
-    room = models.context - len(prompt)
-    if room < (asked.max_tokens or 1):
-        wanted = f" and {asked.max_tokens} answer tokens" if asked.max_tokens else ""
-        raise RequestError(
-            f"{len(prompt)} prompt tokens{wanted} exceed the context length of {models.context}",
-            param="messages" if asked.chat else "prompt",
-            code="context_length_exceeded",
+def prompt_of(models: Models, one: Served, asked: Asked) -> list[int]:
+    """Its tokens. A prompt that is far too long is refused after a time that depends on the model's context, not on its
+    length: 8 MB of text take 15 s to tokenize."""
+    if asked.chat:
+        letters = sum(len(message["content"]) for message in asked.messages)
+        _require_room(models, "messages", letters=letters, messages=len(asked.messages))
+        text, special = _rendered(one, asked), False
+    elif isinstance(asked.prompt, list):
+        _require_room(models, "prompt", tokens=len(asked.prompt))
+        if not all(0 <= token < len(one.tokenizer) for token in asked.prompt):
+            raise RequestError("`prompt` has tokens that are not in the vocabulary", param="prompt")
+        return _that_fits(models, asked, asked.prompt)
+    else:
+        text, special = asked.prompt, True
+        _require_room(models, "prompt", letters=len(text))
+
+    def tokens(part: str) -> list[int]:
+        return list(one.tokenizer(part, add_special_tokens=special, verbose=False)["input_ids"])
+
+    if len(text) > PART:
+        found = 0
+        for start in range(0, len(text), PART):
+            found += len(tokens(text[start : start + PART]))
+            if found > models.context * MORE_IN_PARTS + PART // LETTERS:
+                raise _too_long(models, f"over {models.context}", asked)
+    return _that_fits(models, asked, tokens(text))
+
+
+def _that_fits(models: Models, asked: Asked, prompt: list[int]) -> list[int]:
+    if not prompt:
+        raise RequestError("the prompt has no tokens", param="messages" if asked.chat else "prompt")
+    if models.context - len(prompt) < (asked.max_tokens or 1):
+        raise _too_long(models, str(len(prompt)), asked)
+    return prompt
+
+
+def _require_room(models: Models, param: str, **counts: int) -> None:
+    """Before anything is done with them. Each message, like each id, is at least one token."""
+    for name, count in counts.items():
+        if count > models.context * (LETTERS if name == "letters" else 1):
+            raise RequestError(
+                f"a prompt of {count:,} {name} exceeds the context length of {models.context} tokens",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+
+def _too_long(models: Models, count: str, asked: Asked) -> RequestError:
+    wanted = f" and {asked.max_tokens} answer tokens" if asked.max_tokens else ""
+    return RequestError(
+        f"{count} prompt tokens{wanted} exceed the context length of {models.context}",
+        param="messages" if asked.chat else "prompt",
+        code="context_length_exceeded",
+    )
+
+
+def _rendered(one: Served, asked: Asked) -> str:
+    tokenizer = one.tokenizer
+    if tokenizer.chat_template is None:
+        raise RequestError(f"{one.name} has no chat template; use /v1/completions", param="messages")
+    try:
+        return within_limits(
+            lambda: str(tokenizer.apply_chat_template(asked.messages, add_generation_prompt=True, tokenize=False)),
+            asked.messages,
+            "",
         )
+    except DataError as error:
+        raise RequestError(f"{error.what}: {error.why}", param="messages") from error
+
+
+def answer(
+    models: Models,
+    one: Served,
+    asked: Asked,
+    prompt: list[int],
+    on_text: Callable[[str, list[Token]], None],
+    over: Callable[[], bool],
+) -> Answer:
+    """`on_text` gets each piece of text with its tokens. `over` is asked at every token: whether nobody reads any more."""
     with models.using(one) as model:
         growing = _Growing(one.tokenizer, asked, len(prompt), set(end_tokens(model, one.tokenizer)), on_text)
         stream_tokens(
             model,
             one.tokenizer,
             prompt,
-            growing.add,
-            max_new_tokens=asked.max_tokens or min(room, DEFAULT_TOKENS),
+            lambda token, logits: growing.add(token, logits) or over(),
+            max_new_tokens=asked.max_tokens or min(models.context - len(prompt), DEFAULT_TOKENS),
             temperature=asked.temperature,
             top_p=asked.top_p,
             seed=asked.seed,
@@ -61,29 +132,9 @@ def answer(models: Models, one: Served, asked: Asked, on_text: Callable[[str, li
     return growing.finished()
 
 
-def _prompt(one: Served, asked: Asked) -> list[int]:
-    tokenizer = one.tokenizer
-    if not asked.chat:
-        ids = asked.prompt if isinstance(asked.prompt, list) else tokenizer(asked.prompt)["input_ids"]
-        if not ids or not all(0 <= token < len(tokenizer) for token in ids):
-            raise RequestError("`prompt` has tokens that are not in the vocabulary", param="prompt")
-        return list(ids)
-    if tokenizer.chat_template is None:
-        raise RequestError(f"{one.name} has no chat template; use /v1/completions", param="messages")
-    try:
-        ids = within_limits(
-            lambda: tokenizer.apply_chat_template(asked.messages, add_generation_prompt=True, tokenize=True, return_dict=False),
-            asked.messages,
-            "",
-        )
-    except DataError as error:
-        raise RequestError(f"{error.what}: {error.why}", param="messages") from error
-    return list(ids)
-
-
 class _Growing:
     def __init__(
-        self, tokenizer: Any, asked: Asked, prompt_tokens: int, ends: set[int], on_text: Callable[[str, list[Token]], bool]
+        self, tokenizer: Any, asked: Asked, prompt_tokens: int, ends: set[int], on_text: Callable[[str, list[Token]], None]
     ) -> None:
         self._tokenizer, self._asked, self._ends, self._on_text = tokenizer, asked, ends, on_text
         self._answer = Answer(prompt_tokens)
@@ -102,7 +153,7 @@ class _Growing:
         self._ids.append(token)
         if self._asked.logprobs:
             self._waiting.append(self._measured(token, logits))
-        return self._hand_on(self._new_text())
+        return self._stops(self._new_text())
 
     def finished(self) -> Answer:
         """What was held back turned out to be text."""
@@ -121,7 +172,8 @@ class _Growing:
     def _decode(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
-    def _hand_on(self, text: str) -> bool:
+    def _stops(self, text: str) -> bool:
+        """Hands the text on, up to a stop string: whether there is one."""
         whole, self._held = self._held + text, ""
         found = [at for stop in self._asked.stop if (at := whole.find(stop)) >= 0]
         if found:
@@ -130,15 +182,16 @@ class _Growing:
             return True
         held = max((_overlap(whole, stop) for stop in self._asked.stop), default=0)
         self._held = whole[len(whole) - held :]
-        return self._send(whole[: len(whole) - held])
+        self._send(whole[: len(whole) - held])
+        return False
 
-    def _send(self, text: str, *, last: bool = False) -> bool:
+    def _send(self, text: str, *, last: bool = False) -> None:
         if not text and not (last and self._waiting):
-            return False
+            return
         tokens, self._waiting = self._waiting, []
         self._answer.text += text
         self._answer.tokens += tokens
-        return self._on_text(text, tokens)
+        self._on_text(text, tokens)
 
     def _measured(self, token: int, logits: torch.Tensor) -> Token:
         logprobs = logits.float().log_softmax(-1)

@@ -9,6 +9,7 @@ from typing import Any
 from pronghorn.errors import PronghornError
 
 MOST_STOPS, MOST_LOGPROBS = 16, 20
+SHOWN = 80  # letters of what a client sent, in an error
 DEFAULT_TOKENS = 1024  # of an answer, where the request does not say; less where the context is shorter
 # Parameters that change nothing here.
 HARMLESS = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
@@ -23,11 +24,21 @@ OWN = {True: {"messages", "max_completion_tokens", "top_logprobs"}, False: {"pro
 
 
 class RequestError(PronghornError):
-    """A request that cannot be answered, with the status and the fields of OpenAI's error."""
+    """A request that cannot be answered, with the status and the fields of OpenAI's error. `headers`: more of the answer's."""
 
-    def __init__(self, what: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        what: str,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        allow: str | None = None,
+        retry: int | None = None,
+    ) -> None:
         super().__init__(what)
         self.status, self.param, self.code = status, param, code
+        self.headers = {name: str(value) for name, value in (("Allow", allow), ("Retry-After", retry)) if value is not None}
 
     def as_openai(self) -> dict[str, Any]:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
@@ -90,7 +101,8 @@ def _require_known(values: dict[str, Any], chat: bool) -> None:
                     f"`{name}` is not supported by this server; remove it", param=name, code="unsupported_parameter"
                 )
         elif name not in SHARED | OWN[chat] | HARMLESS:
-            raise RequestError(f"unknown parameter `{name}`", param=name, code="unknown_parameter")
+            short = name[:SHOWN]
+            raise RequestError(f"unknown parameter `{short}`", param=short, code="unknown_parameter")
 
 
 def _model(values: dict[str, Any]) -> str:
@@ -132,8 +144,10 @@ def _prompt(prompt: Any) -> str | list[int]:
 
 
 def _require_letters(text: str, where: str) -> None:
-    if any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise RequestError(f"`{where}` contains half of a surrogate pair, which is not valid text", param=where)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RequestError(f"`{where}` contains half of a surrogate pair, which is not valid text", param=where) from None
 
 
 def _stops(stop: Any) -> tuple[str, ...]:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.table import Table
 
 from pronghorn.data.batches import Shapes
+from pronghorn.data.copies import Side, families
 from pronghorn.errors import counted
 from pronghorn.memory.dry_run import static_parts
 from pronghorn.model.config import read_config
+from pronghorn.model.export import savable, try_small_files
 from pronghorn.recipe import Recipe
 from pronghorn.report.loggers.table import require_installed
 from pronghorn.train.memory import plan_memory, plan_of_everything
-from pronghorn.train.setup import look_ahead, notices, prepare_data
+from pronghorn.train.setup import RunData, look_ahead, prepare_data
+from pronghorn.train.sizes import notices
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,10 @@ class Facts:
     sources: tuple[str, ...] = ()  # where there are several
     plan: tuple[str, ...] = ()  # how the layers would be kept, where there is a GPU or a budget
     no_memory: str = ""  # why memory is not estimated
+    rows_per_step: int | None = None  # where the recipe says it
+    copies: int = 0  # rows that say what another row says, word for word
+    near_copies: int = 0  # or almost
+    steps_on_copies: int = 0  # of `steps`, about
 
     @property
     def memory(self) -> int:
@@ -61,9 +71,10 @@ class Facts:
             ("trained", f"{self.trainable:,} parameters, {self.precision} on {self.device}"),
             ("data", f"{counted(self.documents, 'document')}, {self.tokens:,} tokens, {share:.0%} of them carry loss"),
             *(("", text) for text in self.sources),
+            *(("copies", self._copies()) for _ in range(bool(self.copies + self.near_copies))),
             ("held out", counted(self.eval_documents, "document")),
             ("packing", f"{counted(self.packs, 'pack')} per epoch, {self.packing_efficiency:.1%} full"),
-            ("steps", f"{self.steps:,}, with {counted(self.micro_batches_per_step, 'micro-batch', 'micro-batches')} each"),
+            ("steps", self._steps()),
             ("memory", f"not estimated: {self.no_memory}" if self.no_memory else memory),
             *(("plan", text) for text in self.plan),
             *(("note", text) for text in self.notices),
@@ -71,19 +82,58 @@ class Facts:
             table.add_row(name, value)
         return table
 
+    def _steps(self) -> str:
+        packs = counted(self.micro_batches_per_step, "micro-batch", "micro-batches")
+        if self.rows_per_step is None:
+            return f"{self.steps:,}, with {packs} each"
+        return f"{self.steps:,}, with {counted(self.rows_per_step, 'row')} each, in about {packs}"
 
-def check_run(recipe: Recipe, *, report: Callable[[str, int, int], None]) -> Facts:
-    """Everything a run would check before its first step, except loading the weights."""
+    def _copies(self) -> str:
+        share = (
+            f"{f'about {self.steps_on_copies:,}' if self.steps_on_copies else 'less than one'} of {counted(self.steps, 'step')}"
+        )
+        near = f" and {self.near_copies:,} almost" if self.near_copies else ""
+        drop = "drop-near" if self.near_copies else "drop-exact"
+        rows = counted(self.copies + self.near_copies, "row")
+        told = f"{rows} like an earlier one ({self.copies:,} word for word{near}): {share}"
+        return f"{told}; data.duplicates: {drop} drops such rows"
+
+
+def _copies(data: RunData, report: Callable[[str, int, int], None]) -> dict[str, int]:
+    """Of all rows, also those held out. Preference rows that share a prompt are no copies."""
+    prepared, table = data.prepared, data.prepared.tokens
+    if table.pairs is not None:
+        return {}
+    side = Side.of(table)
+    kin, own = families(side, prepared.path, report), np.arange(len(side))
+    tokens = int(table.lengths[side.rows(kin.near != own)].sum(dtype=np.int64))
+    exact = int((kin.exact != own).sum())
+    return {
+        "copies": exact,
+        "near_copies": int((kin.near != own).sum()) - exact,
+        "steps_on_copies": round(data.total_steps * tokens / int(table.lengths.sum(dtype=np.int64))),
+    }
+
+
+def check_run(
+    recipe: Recipe, *, report: Callable[[str, int, int], None], exports: Callable[[Recipe, Any], Sequence[str]] = lambda *_: ()
+) -> Facts:
+    """Everything a run would check before its first step, except loading the weights. `exports`: what recipe and tokenizer
+    tell of the exports to come."""
     from contextlib import nullcontext
 
     require_installed(recipe.report.to)
     device, precision, facts, tokenizer = look_ahead(recipe)
+    with savable("the tokenizer", recipe.model), tempfile.TemporaryDirectory(prefix="pronghorn-") as place:
+        try_small_files(recipe.model, tokenizer, Path(place))
     data = prepare_data(recipe, tokenizer, report=report, stage=lambda _: nullcontext())
     summary = data.summary(recipe.train.capacity)
     trainable = facts.parameters if recipe.method == "full" else facts.adapter_parameters
     shapes = Shapes.planned(data.train, data.first_epoch, recipe.train.capacity)
     config = read_config(recipe.model)
-    planned = plan_memory(recipe, config, shapes, device, precision, evaluates=data.evaluation is not None)
+    planned = plan_memory(
+        recipe, config, shapes, device, precision, evaluates=data.evaluation is not None, packs=data.packs_per_step
+    )
     plan = planned.plan if planned else plan_of_everything(recipe, config, shapes, device, precision)
     weights = training = activations = 0
     if not isinstance(plan, str):
@@ -103,7 +153,8 @@ def check_run(recipe: Recipe, *, report: Callable[[str, int, int], None]) -> Fac
         eval_documents=len(data.evaluation) if data.evaluation is not None else 0,
         packs=summary["packs"],
         packing_efficiency=summary["efficiency"],
-        micro_batches_per_step=recipe.train.packs,
+        micro_batches_per_step=data.packs_per_step or recipe.step_packs(),
+        rows_per_step=recipe.train.batch_rows,
         steps=data.total_steps,
         memory_weights=weights,
         memory_training=training,
@@ -111,5 +162,6 @@ def check_run(recipe: Recipe, *, report: Callable[[str, int, int], None]) -> Fac
         sources=tuple(map(str, data.counts.sources)) if len(data.counts.sources) > 1 else (),
         plan=tuple(planned.text()) if planned else (),
         no_memory=plan if isinstance(plan, str) else "",
-        notices=tuple(notices(recipe, data, device, precision, facts)),
+        notices=(*notices(recipe, data, device, precision, facts), *exports(recipe, tokenizer)),
+        **_copies(data, report),
     )

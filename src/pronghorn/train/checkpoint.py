@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from pronghorn.errors import CheckpointError, EnvironmentFault
+from pronghorn.small_files import read_small_text
 from pronghorn.train.run_folder import require_free_disk
 
 if TYPE_CHECKING:
@@ -380,7 +381,7 @@ def _intact_manifest(path: Path) -> dict[str, Any]:
 def _read_manifest(path: Path) -> dict[str, Any]:
     file = path / MANIFEST
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_small_text(file)
         manifest = json.loads(text)
     except FileNotFoundError:
         raise _DamageError(

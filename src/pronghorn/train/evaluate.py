@@ -49,6 +49,8 @@ def evaluate(
     total, counts = (torch.zeros(objective.terms, dtype=torch.float64) for _ in range(2))
     watched = torch.zeros(len(objective.watched), dtype=torch.float64)
     total, watched, tokens, seen = total.to(device), watched.to(device), 0, 0
+    if progress:
+        progress("evaluating", 0, len(table))  # the first batch alone may take many seconds on a CPU
     for batch in evaluation_batches(table, capacity, pad_id, objective.together, (world.rank, world.size)):
         with autocast():
             sums = objective.sums(model, objective.complete(batch, table).to(device))

@@ -24,12 +24,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pronghorn.errors import EndedElsewhere, EnvironmentFault
+from pronghorn.train.folder_store import FolderStore, tell
 
 BEAT = 1.0  # seconds
 STOPPED = 10.0
@@ -38,7 +39,20 @@ STUCK = 600.0  # a step may compute on the GPU for minutes, in which the host on
 HUNG, SLOWEST = 20.0, 20e6  # seconds, and bytes a second: less is no network
 CONNECTING = 120.0  # instead of HUNG before the second step: NCCL connects a thousand ranks in its first sum
 FORCE = 120.0  # after a verdict, for a main thread that waits for something that will not come
-TOLD = "PRONGHORN_TOLD"  # a file, by which who started the ranks learns that one of them has shown its message
+LAUNCHER, VERDICT = "launcher", "verdict"  # keys: who started the ranks (launch.py), and why the run ends
+
+
+class Peer(NamedTuple):
+    """A rank, as the others know it."""
+
+    gpu: str  # empty: none
+    host: str
+    group: str  # torchrun's number of its own, several of which may run on one machine
+
+    @property
+    def node(self) -> str:
+        """The same for ranks whose output people see in one place."""
+        return f"{self.host} {self.group}"
 
 
 class Beat(NamedTuple):
@@ -51,10 +65,30 @@ class Beat(NamedTuple):
     size: int  # bytes of the last of them
 
 
+def beat_key(rank: int) -> str:
+    return f"beat-{rank}"
+
+
+def told_verdict(what: str, rank: int) -> dict[str, Any]:
+    """Of who started the ranks, and shows it."""
+    return {"what": what, "why": "", "exit_code": EnvironmentFault.exit_code, "rank": rank, "told": True, "by": -1}
+
+
+def who_am_i() -> Beat:
+    return Beat(0, os.getpid(), _started(os.getpid()) or "", _machine(), 0, False, 0)
+
+
+def _launcher(store: Any) -> Beat | None:
+    known = isinstance(store, FolderStore) and store.check([LAUNCHER])
+    return Beat(*json.loads(store.get(LAUNCHER))) if known else None
+
+
 class Watch:
-    def __init__(self, store: Any, rank: int, size: int, *, agent: bool) -> None:
+    def __init__(self, store: Any, rank: int, peers: Sequence[Peer], *, agent: bool) -> None:
         """`agent`: the store belongs to who started the ranks, and not to rank 0."""
-        self.rank, self.size, self._agent = rank, size, agent
+        self.rank, self.size, self._peers, self._agent = rank, len(peers), peers, agent
+        self._nodes = list(dict.fromkeys(peer.node for peer in peers))
+        self._launcher, self._parent = _launcher(store), os.getppid()
         self._store = store.clone()  # a connection of its own: one that hangs blocks nobody else
         self._main = threading.main_thread()
         self._sums, self._since, self._bytes, self._steps = 0, 0.0, 0, 0
@@ -72,6 +106,7 @@ class Watch:
     @contextmanager
     def waiting(self, size: int = 0, *, step: bool = False) -> Iterator[None]:
         """Around what all ranks do together; `size`: bytes of it. `step`: the run is past what may take long at its start."""
+        self.check()
         self._sums, self._bytes, self._steps = self._sums + 1, size, self._steps + step
         self._since = time.monotonic()
         try:
@@ -93,42 +128,86 @@ class Watch:
 
     def end(self, what: str, *, why: str = "", exit_code: int = EnvironmentFault.exit_code, rank: int, told: bool) -> None:
         """A verdict, if there is none yet. `rank`: the cause. `told`: nobody else need show it."""
-        mine = {"what": what, "why": why, "exit_code": exit_code, "rank": rank, "told": told, "by": self.rank}
-        if (
-            self._beating.is_alive() and time.monotonic() - self._answered < 5 * BEAT
-        ):  # else the store would block this thread too
+        mine = self._verdict(what, why, exit_code, rank=rank, told=told)
+        if self._answers():
             with suppress(RuntimeError):
-                mine = json.loads(self._store.compare_set("verdict", "", json.dumps(mine)))
+                mine = json.loads(self._store.compare_set(VERDICT, "", json.dumps(mine)))
         self._found = self._found or mine
+
+    def _verdict(self, what: str, why: str, exit_code: int = 3, *, rank: int, told: bool) -> dict[str, Any]:
+        return {"what": what, "why": why, "exit_code": exit_code, "rank": rank, "told": told, "by": self.rank}
+
+    def _answers(self) -> bool:
+        """Whether the store does; else it would block this thread too."""
+        return self._beating.is_alive() and time.monotonic() - self._answered < 5 * BEAT
+
+    def broken(self, cause: str, patience: float) -> EndedElsewhere:
+        """A connection broke: what a rank that knows more says, or who has no heartbeat any more."""
+        before = self._heartbeats()
+        if found := self.verdict(patience):
+            return found
+        after = self._heartbeats()
+        lost = [rank for rank in before.keys() & after.keys() if rank != self.rank and before[rank] == after[rank] != b"null"]
+        if not after and not self._agent:
+            lost = [0]  # it keeps the store
+        who = " and ".join(map(self.name, sorted(lost))) if lost else "another rank"
+        if not after and self._agent:
+            who = f"what started the ranks on node 0 ({self._peers[0].host})"
+        what, told = f"{who} ended without an error message; it was probably killed", self._launcher is not None
+        self.end(what, why=cause, rank=min(lost, default=-1), told=told)
+        return self._error()
+
+    def _heartbeats(self) -> dict[int, bytes]:
+        found = dict[int, bytes]()
+        with suppress(RuntimeError):
+            for rank in range(self.size):
+                if self._answers() and self._store.check([beat_key(rank)]):
+                    found[rank] = self._store.get(beat_key(rank))
+        return found if self._answers() else {}
 
     def leave(self) -> None:
         """This rank ends, for whatever reason: from here on nobody misses it."""
+        lost = not self._beating.is_alive()  # and the store with it, of which torch would write a page
         self._ending.set()
         self._beating.join(5 * BEAT)
-        if not self._beating.is_alive():  # it does not wait for the store
+        if not lost and not self._beating.is_alive():  # it does not wait for the store
             with suppress(RuntimeError):
-                self._store.set(self._key(self.rank), json.dumps(None))
+                self._store.set(beat_key(self.rank), json.dumps(None))
         self._left.set()
 
     def outlast(self, patience: float) -> None:
-        """Where this rank keeps the store: until the others have left, or so many seconds."""
-        lost = (self.rank, self._found.get("rank"))
-        until, others = time.monotonic() + patience, [self._key(rank) for rank in range(self.size) if rank not in lost]
+        """Where this rank keeps the store, or torchrun on its node, which ends with it: until the others have left and know
+        why, or so many seconds."""
+        node, first = self._peers[self.rank].node, self._peers[0].node
+        if self._launcher is not None or (node != first if self._agent else self.rank > 0):
+            return
+        others = [rank for rank, peer in enumerate(self._peers) if (peer.node != node if self._agent else rank > 0)]
+        keys, until = [beat_key(rank) for rank in others if rank != self._found.get("rank")], time.monotonic() + patience
         with suppress(RuntimeError):
-            while not self._agent and self.rank == 0 and time.monotonic() < until:
-                if all(json.loads(beat) is None for beat in self._store.multi_get(others)):
-                    return
+            while time.monotonic() < until and any(json.loads(beat) is not None for beat in self._store.multi_get(keys)):
                 time.sleep(0.05)
 
     def _error(self) -> EndedElsewhere:
         found = self._found
-        told = found["told"] or found["by"] != self.rank
+        told = found["told"] if found["by"] == self.rank else not self.shows(found["by"], found["rank"])
         return EndedElsewhere(found["what"], why=found["why"], exit_code=found["exit_code"], told=told)
 
-    # ---- heartbeats ------------------------------------------------------------------------------------------------------
+    def shows(self, by: int, lost: int | None = None) -> bool:
+        """Whether this rank shows what rank `by` shows where it runs: on every other node one does, which is not `lost`."""
+        if by < 0 or self._peers[by].node == self._peers[self.rank].node:  # below 0: who started the ranks
+            return False
+        return self._leads(lost)
 
-    def _key(self, rank: int) -> str:
-        return f"beat-{rank}"
+    def _leads(self, lost: int | None) -> bool:
+        node = self._peers[self.rank].node
+        return self.rank == next(rank for rank, peer in enumerate(self._peers) if peer.node == node and rank != lost)
+
+    def name(self, rank: int) -> str:
+        """With its node, where there are several."""
+        peer = self._peers[rank]
+        return f"rank {rank} on node {self._nodes.index(peer.node)} ({peer.host})" if len(self._nodes) > 1 else f"rank {rank}"
+
+    # ---- heartbeats ------------------------------------------------------------------------------------------------------
 
     def _beats(self) -> None:
         number, next_one = 0, (self.rank + 1) % self.size
@@ -137,9 +216,15 @@ class Watch:
             number, before = number + 1, self._answered
             try:
                 self._beat(number)
-                theirs = self._store.get(self._key(next_one)) if self._store.check([self._key(next_one)]) else b""
+                theirs = self._store.get(beat_key(next_one)) if self._store.check([beat_key(next_one)]) else b""
                 self._look()
-            except RuntimeError:
+            except RuntimeError as error:
+                if self._launcher and not self._orphaned():  # a full disk, which may have room again
+                    self._unwritten(str(error))
+                    continue
+                self._lost()
+                return
+            if self._orphaned():
                 self._lost()
                 return
             self._answered = now = time.monotonic()
@@ -151,12 +236,12 @@ class Watch:
                 self._judge_sums(now)
 
     def _beat(self, number: int) -> None:
-        mine = Beat(number, os.getpid(), _started(os.getpid()) or "", _machine(), self._sums, self._since > 0, self._bytes)
-        self._store.set(self._key(self.rank), json.dumps(mine))
+        mine = who_am_i()._replace(number=number, sums=self._sums, inside=self._since > 0, size=self._bytes)
+        self._store.set(beat_key(self.rank), json.dumps(mine))
 
     def _look(self) -> None:
-        if not self._found and self._store.check(["verdict"]):
-            self._found = json.loads(self._store.get("verdict"))
+        if not self._found and self._store.check([VERDICT]):
+            self._found = json.loads(self._store.get(VERDICT))
 
     def _judge(self, rank: int, theirs: bytes, silent: float) -> None:
         beat = json.loads(theirs)
@@ -166,16 +251,16 @@ class Watch:
         state = _state(beat) if beat.machine == _machine() else "elsewhere"
         if state == "gone":
             self.end(
-                f"rank {rank} ended without an error message; it was probably killed",
+                f"{self.name(rank)} ended without an error message; it was probably killed",
                 why="its process is gone; the operating system kills processes when memory runs out",
                 rank=rank,
-                told=TOLD in os.environ,  # who started it knows which signal it was
+                told=self._launcher is not None,  # it knows which signal it was
             )
         elif state == "stopped" and silent >= STOPPED:
             self._stopped(rank, beat, silent)
         elif silent >= SILENT:
             self.end(
-                f"rank {rank} has not answered for {silent:.0f} s",
+                f"{self.name(rank)} has not answered for {silent:.0f} s",
                 why="its machine or the network to it is down" if state == "elsewhere" else "its process is not running",
                 rank=rank,
                 told=False,
@@ -183,7 +268,7 @@ class Watch:
 
     def _stopped(self, rank: int, beat: Beat, silent: float) -> None:
         self.end(
-            f"rank {rank} has been stopped for {silent:.0f} s",
+            f"{self.name(rank)} has been stopped for {silent:.0f} s",
             why=f"its process {beat.pid} received SIGSTOP, or a debugger is holding it",
             rank=rank,
             told=False,
@@ -198,7 +283,7 @@ class Watch:
             self._waiting_in = []
             return
         with suppress(RuntimeError):
-            found = [json.loads(beat) for beat in self._store.multi_get([self._key(rank) for rank in range(self.size)])]
+            found = [json.loads(beat) for beat in self._store.multi_get([beat_key(rank) for rank in range(self.size)])]
             beats = [Beat(*beat) for beat in found if beat and Beat(*beat).inside]
             waiting_in = [beat.sums for beat in beats] if len(beats) == self.size and self._since == since else []
             if not waiting_in or waiting_in != self._waiting_in:
@@ -218,6 +303,15 @@ class Watch:
                 why = f"it has {beats[late[0]].size / 1e6:,.1f} MB; the network to this rank is failing, or its GPU"
             self.end(what, why=why, rank=late[0], told=False)
 
+    def _orphaned(self) -> bool:
+        return self._launcher is not None and (os.getppid() != self._parent or _state(self._launcher) == "gone")
+
+    def _unwritten(self, why: str) -> None:
+        silent = time.monotonic() - self._answered
+        if silent > SILENT / 2 and not self._found:
+            what = f"rank {self.rank} has not been able to write its heartbeat for {silent:.0f} s"
+            self._found = self._verdict(what, why, rank=self.rank, told=False)
+
     def _lost(self) -> None:
         if self._agent and not self._ending.is_set():
             os.kill(os.getpid(), signal.SIGTERM)  # who started the ranks is gone: save and end
@@ -235,9 +329,9 @@ class Watch:
                 if now - max(still, found_at) > FORCE:
                     self._end_now()
             elif not self._agent and self.rank and now - self._answered > SILENT:
-                self._found = {"what": f"rank 0 has not answered for {now - self._answered:.0f} s", "rank": 0, "by": self.rank,
-                               "why": "its process is stopped, or its machine or the network to it is down", "exit_code": 3,
-                               "told": self.rank > 1}  # fmt: skip
+                what = f"{self.name(0)} has not answered for {now - self._answered:.0f} s"
+                why = "its process is stopped, or its machine or the network to it is down"
+                self._found = self._verdict(what, why, rank=0, told=not self._leads(0))
             elif self._steps and not self._since and now - still > STUCK:
                 what = f"rank {self.rank} has made no progress and used no CPU for {now - still:.0f} s"
                 self.end(what, why=f"its main thread is at {self._place()}", rank=self.rank, told=False)
@@ -276,13 +370,6 @@ def end_at_exit(code: int) -> None:
         os._exit(code)
 
     atexit.register(leave)
-
-
-def tell() -> None:
-    """This rank shows its message: who started it need not."""
-    if place := os.environ.get(TOLD):
-        with suppress(OSError):
-            Path(place).touch()
 
 
 # ---- processes of this machine --------------------------------------------------------------------------------

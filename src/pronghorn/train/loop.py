@@ -21,6 +21,7 @@ from pronghorn.data.batches import StepBatch
 from pronghorn.errors import EnvironmentFault, HealthStop, Interrupted, PronghornError
 from pronghorn.evaluation.own_metric import OwnMetric
 from pronghorn.recipe import Recipe, steps_between
+from pronghorn.report.display import SAVING, STOPPING
 from pronghorn.report.live import LiveReport
 from pronghorn.report.loggers.beside import logging_to
 from pronghorn.report.loggers.table import require_installed
@@ -86,7 +87,8 @@ def train(
             session = _ready(recipe, folder, display, stages, allow, world)
             if old:
                 session.notices.insert(0, f"the previous run was moved to {old}")
-            with _log_of(world, folder, recipe, display) as log, StopRequest(quiet=not world.writes) as stop:
+            said = StopRequest(quiet=not world.writes, say=lambda text: display.handle({"event": STOPPING, "text": text}))
+            with _log_of(world, folder, recipe, display) as log, said as stop:
                 started = True
                 while True:
                     try:
@@ -117,7 +119,7 @@ def _log_of(world: World, folder: Path, recipe: Recipe, display: Display) -> Ite
 
 
 def _ready(recipe: Recipe, folder: Path, display: Display, stages: Stages, allow: Collection[str], world: World) -> Session:
-    with main_memory(recipe, lambda: "before the first step"):
+    with stages("load"), main_memory(recipe, lambda: "before the first step"):
         return set_up(
             recipe,
             folder,
@@ -159,10 +161,12 @@ class _Run:
         log_start(self.session, self.folder, self.log)
         self._tell()
         self._log_plan()
-        self._page.refresh(news=True)
+        self._refresh_page(news=True)
         with self._saver, self._logged_end() as end, main_memory(self.session.recipe, self._doing):
-            with self.stages("evaluate"):
+            with self.stages("answers"):
                 self.session.on_writer(self._answers.before_training)
+            if signal_number := self.session.world.largest(stop.signal_number or 0):
+                self._leave_for(signal_number)
             reason, why = self._steps(stop)
             self._save_what_is_not_saved()
             end.update(reason=reason, why=why)
@@ -213,7 +217,7 @@ class _Run:
         if session.step % self._save_every == 0 or last or best_now or verdict:
             self._saver.save()
         if not last:
-            self._page.refresh(news=evaluates)
+            self._refresh_page(news=evaluates)
         self._mark = time.perf_counter()
         return verdict
 
@@ -323,7 +327,7 @@ class _Run:
         )
         log_remarks(session, self.log, result.figures)
         self._compare_with_plan(now - self._mark)
-        self._mark = time.perf_counter() if self._page.refresh() else now  # a page is no part of the next step's time
+        self._mark = time.perf_counter() if self._refresh_page() else now  # a page is no part of the next step's time
         self._saver.finished(session.step)
 
     def _look_at_loss(self, done: _UnderWay, loss: float) -> None:
@@ -396,6 +400,7 @@ class _Run:
                 objective=session.objective,
                 world=session.world,
             )
+        with self.stages("answers"):
             answered = session.on_writer(self._answers.evaluate)
         if result.figures:
             answered = answered | {"metrics": result.figures | answered.get("metrics", {})}
@@ -413,13 +418,15 @@ class _Run:
         )
         return session.progress.verdict(recipe.eval.stop)
 
-    def _leave_for(self, signal_number: int) -> None:
+    def _leave_for(self, signal_number: int) -> NoReturn:
         self._finish_all()
-        self._save_what_is_not_saved()
-        raise Interrupted(
-            what=f"Stopped after step {self.session.step}; saved to {self._saver.checkpoint}. Run the same command to resume.",
-            signal_number=signal_number,
-        )
+        what = "Stopped before the first step. Run the same command to start again."
+        if self.session.step:
+            self.display.progress(SAVING, 0, 0)
+            self._save_what_is_not_saved()
+            self.display.progress(SAVING, 1, 1)
+            what = f"Stopped after step {self.session.step}; saved to {self._saver.checkpoint}. Run the same command to resume."
+        raise Interrupted(what=what, signal_number=signal_number)
 
     def _doing(self) -> str:
         return f"step {self.session.step + max(1, len(self._under_way))}"
@@ -451,6 +458,10 @@ class _Run:
             looked = {"seconds": now - self._looked, "waited": waited, **foretold(self.session)}
             self.log.write("ranks", step=self.session.step, **looked)
             world.waited, self._looked = 0.0, now
+
+    def _refresh_page(self, *, news: bool = False) -> bool:
+        with self.stages("report"):
+            return self._page.refresh(news=news)
 
     def _tell(self) -> None:
         while self.session.notices:

@@ -61,9 +61,10 @@ def plan_memory(
     *,
     evaluates: bool = False,
     ranks: int = 1,
+    packs: int = 0,
 ) -> RunMemory | None:
     """None where there is nothing to plan. An error if the budget is too small, with the smallest that works. `ranks`: that the
-    weights are spread over."""
+    weights are spread over. `packs`: of a step, where the recipe does not say."""
     explicit = recipe.memory.budget != "auto"
     if device.type != "cuda" and not explicit:
         return None
@@ -90,7 +91,7 @@ def plan_memory(
         make_plan(problem),
         device,
         local_gpu(device) is not None,
-        recipe.train.batch_tokens // recipe.train.capacity,
+        packs or recipe.step_packs(),
         explicit=explicit,
         remark=remark,
     )

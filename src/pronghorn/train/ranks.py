@@ -1,4 +1,4 @@
-"""Several ranks, as `torchrun` (or Slurm, or Kubernetes) starts them: one process each, joined by torch.distributed.
+"""Several ranks, as launch.py, `torchrun`, Slurm or Kubernetes starts them: a process each, joined by torch.distributed.
 
 Sums of tensors go over NCCL where every rank of a machine has a GPU of its own, and over gloo otherwise; numbers and texts go
 over gloo, as bytes of JSON. A rank that fails leaves its message in the store that all of them found each other by and ends;
@@ -22,17 +22,20 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from pronghorn.errors import CommandError, EndedElsewhere, EnvironmentFault, HealthStop, Interrupted, PronghornError
-from pronghorn.train.heartbeat import TOLD, Watch, end_at_exit, tell
+from pronghorn.train.folder_store import PLACE, FolderStore, tell
+from pronghorn.train.heartbeat import Peer, Watch, end_at_exit
 from pronghorn.train.world import Pending, World
 
 T = TypeVar("T")
 # torch's own, which knows no difference between a rank that works alone (answers to held-out rows) and one that hangs;
 # heartbeat.py does, and ends a run within minutes.
 PATIENCE = timedelta(hours=2)
+MEETING = timedelta(minutes=5)
 LOOK = timedelta(seconds=1)  # between two looks at whether there is still something to wait for
 ALSO = 5.0  # seconds in which rank 0 would fail in the same way
 SAVED = 600.0  # seconds for rank 0 to save where all stop: an agent kills what is left 30 s after the first rank has ended
@@ -44,43 +47,69 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def join() -> Ranks:
-    """Finds the other ranks by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
+    """Finds the other ranks in the folder that launch.py made, or by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
+    place = os.environ.get(PLACE, "")
     try:
-        store, rank, size = next(iter(rendezvous("env://", timeout=timedelta(minutes=5))))
-        backend = "cpu:gloo,cuda:nccl" if _own_gpus(store, rank, size) else "gloo"
-        dist.init_process_group(backend, store=PrefixStore("pronghorn", store), rank=rank, world_size=size, timeout=PATIENCE)
-    except (RuntimeError, ValueError) as error:
+        store, torch_store, rank, size = _in_folder(place) if place else _over_tcp()
+        peers = _peers(store, rank, size)
+        backend = "cpu:gloo,cuda:nccl" if all_different([peer.gpu for peer in peers]) else "gloo"
+        dist.init_process_group(backend, store=torch_store, rank=rank, world_size=size, timeout=PATIENCE)
+    except (RuntimeError, ValueError, OSError) as error:
+        variables = "check RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or start with torchrun"
         raise EnvironmentFault(
             what="the ranks could not connect to each other",
             why=str(error).split("\n", 1)[0],
-            fix="check RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or start with torchrun",
+            fix=f"set TMPDIR to a folder on a local disk; {place} is on none, or is full" if place else variables,
         ) from error
-    return Ranks(store, rank, size, backend)
+    return Ranks(store, rank, peers, backend)
 
 
-def _own_gpus(store: Any, rank: int, size: int) -> bool:
-    """Whether every rank has a GPU that no other has. Schedulers show a process all GPUs of its machine, or its own one."""
-    mine = ""
+def _in_folder(place: str) -> tuple[Any, Any, int, int]:
+    torch_store = FileStore(f"{place}/torch", -1)  # -1: whoever made the folder removes it
+    return FolderStore(place), torch_store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def _over_tcp() -> tuple[Any, Any, int, int]:
+    rank, size, here = (int(os.environ.get(name, "-1")) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if rank == 0 and size in (here, 1) and not _has_agent():
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listening = socket.create_server((address, port), family=family).detach()  # torch would listen on all interfaces
+        store = TCPStore(address, port, size, is_master=True, timeout=MEETING, multi_tenant=True, master_listen_fd=listening)
+    else:
+        store, rank, size = next(iter(rendezvous("env://", timeout=MEETING)))
+    return store, PrefixStore("pronghorn", store), rank, size
+
+
+def _has_agent() -> bool:
+    """torchrun, which keeps the store."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _peers(store: Any, rank: int, size: int) -> list[Peer]:
+    """Schedulers show a process all GPUs of its machine, or its own one."""
+    gpu, host = "", socket.gethostname()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-        mine = f"{socket.gethostname()} {torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
-    store.set(f"gpu-{rank}", mine)
-    return all_different([name.decode() for name in store.multi_get([f"gpu-{other}" for other in range(size)])])
+        gpu = f"{host} {torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+    store.set(f"peer-{rank}", json.dumps(Peer(gpu, host, os.environ.get("GROUP_RANK", ""))))
+    return [Peer(*json.loads(peer)) for peer in store.multi_get([f"peer-{other}" for other in range(size)])]
 
 
 def all_different(gpus: Sequence[str]) -> bool:
+    """Whether every rank has a GPU that no other has."""
     return all(gpus) and len(set(gpus)) == len(gpus)
 
 
 class Ranks(World):
     """`with join() as world:` until the run is over."""
 
-    def __init__(self, store: Any, rank: int, size: int, backend: str) -> None:
-        self.rank, self.size, self.backend = rank, size, backend
+    def __init__(self, store: Any, rank: int, peers: Sequence[Peer], backend: str) -> None:
+        self.rank, self.size, self.backend = rank, len(peers), backend
         self.captures = self.ordered = "nccl" in backend  # NCCL has one stream; gloo has threads
         self._store, self._given_up = store, False
         self._before_parting: list[weakref.WeakMethod[Callable[[], None]]] = []
-        self._watch = Watch(store, rank, size, agent=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True")
+        self._watch = Watch(store, rank, peers, agent=isinstance(store, FolderStore) or _has_agent())
 
     def __enter__(self) -> Self:
         return self
@@ -119,9 +148,12 @@ class Ranks(World):
         self._store.set(f"ended-{self.rank}", last)
         together = self.rank > 0 and isinstance(error, (HealthStop, Interrupted))  # as all decided, of which one has to save
         if not together:
-            self._watch.end(f"rank {self.rank} ended: {what}", exit_code=code, rank=self.rank, told=True)
+            self._watch.end(f"{self._watch.name(self.rank)} ended: {what}", exit_code=code, rank=self.rank, told=True)
             self._disconnect()
-        if self.rank and isinstance(error, PronghornError) and self._last_of_writer(SAVED if together else ALSO) == last:
+        as_writer = (
+            self.rank and isinstance(error, PronghornError) and self._last_of_writer(SAVED if together else ALSO) == last
+        )
+        if as_writer and not self._watch.shows(0):
             raise EndedElsewhere(what, exit_code=code, told=True) from error
         tell()
 
@@ -300,11 +332,8 @@ class Ranks(World):
             raise self._ended_elsewhere(str(error)) from error
 
     def _ended_elsewhere(self, why: str) -> EndedElsewhere:
-        if found := self._watch.verdict(ALSO):
-            return found
         cause = re.sub(r"^\[[^]]*\] *", "", why.split("\n", 1)[0]).split(". ")[0]  # without a place in gloo's source
-        what = "another rank ended without an error message; it was probably killed"
-        return EndedElsewhere(what, why=cause, told=TOLD in os.environ)
+        return self._watch.broken(cause, ALSO)
 
 
 class _Begun(Pending):

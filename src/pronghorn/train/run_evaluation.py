@@ -24,6 +24,7 @@ from pronghorn.report.answers import write_answers
 from pronghorn.train.evaluate import evaluate
 from pronghorn.train.objectives import objective_of
 from pronghorn.train.preference_data import reference_store, shares_prompts
+from pronghorn.train.run_identity import EVERY_TOKEN
 from pronghorn.train.setup import prepare_data
 from pronghorn.train.trained_run import TrainedRun
 
@@ -57,6 +58,17 @@ def evaluate_run(run: Path, which: str, *, data: str | None, report: Report, ask
         prepared = prepare_data(recipe, tokenizer, report=report, stage=lambda _: nullcontext())
         if prepared.evaluation is None:
             raise CommandError(what="the run has no held-out data", where=str(run), fix="pass some: --data FILE")
+        if (
+            isinstance(recipe.data.eval, float)
+            and trained.data.startswith(EVERY_TOKEN)
+            and trained.data != prepared.keys["data"]
+        ):
+            raise CommandError(
+                what="the rows that the run held out cannot be found again",
+                where=str(run),
+                why="the data changed, or the run is from a version that did not keep copies of a row on one side",
+                fix="restore the files of data.train, or pass rows that were not trained on: --data FILE",
+            )
         table, pad_id = prepared.evaluation, prepared.pad_id
     measured, capture = bool(spec.metrics) or own is not None, recipe.train.graph != "off"
     if not measured and (asked.base or asked.answers):

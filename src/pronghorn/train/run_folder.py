@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from pronghorn.errors import CommandError, EnvironmentFault
+from pronghorn.small_files import read_small
 
 LOCK_NAME = "run.lock"
 # Any of these says that a folder is a run's; --fresh renames nothing else, whatever `output` was set to by mistake.
@@ -206,8 +207,8 @@ def _unlock(descriptor: int) -> None:
 
 def _holder(file: Path) -> dict[str, Any]:
     """What the lock's holder wrote into it; empty if it has not written yet."""
-    with contextlib.suppress(OSError, ValueError):
-        holder = json.loads(file.read_text())
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        holder = json.loads(read_small(file))
         if isinstance(holder, dict):
             return holder
     return {}

@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 
-from pronghorn.data.prepare import hold_out, prepare
+from pronghorn.data.pair_choices import first_rows
+from pronghorn.data.prepare import prepare
+from pronghorn.data.reading import parts_of, text_bytes
+from pronghorn.data.splitting import apart
 from pronghorn.data.tokens import TokenizerFiles
 from pronghorn.errors import CommandError, PronghornError, RecipeError
-from pronghorn.memory.forecast import HOST_BYTES, Forecast, comparison, max_context_report, plan_report
+from pronghorn.memory.forecast import BYTES_PER_TOKEN, HOST_BYTES, Forecast, comparison, max_context_report, plan_report
 from pronghorn.memory.gpus import GPUS, find_gpu
 from pronghorn.memory.job import why_not_planned
 from pronghorn.memory.plan import host_room, parse_host
@@ -47,6 +50,7 @@ class DataFacts:
     tokens: int  # of the whole run
     loss_share: float
     attended: int
+    row_tokens: float  # of a row, or of a pair, on average
 
 
 class _NotPrepared(Exception):
@@ -62,18 +66,31 @@ def cached_data(recipe: Recipe) -> DataFacts | None:
     """From rows that some earlier command tokenized; None where that would have to be done first."""
     try:
         spec, wanted, capacity = recipe.data, recipe.objective.rows, recipe.train.capacity
-        table = prepare(spec.train, spec, _CachedOnly(recipe.model, spec), wanted=wanted, capacity=capacity).tokens
+        prepared = prepare(spec.train, spec, _CachedOnly(recipe.model, spec), wanted=wanted, capacity=capacity)
+        held_out = isinstance(spec.eval, float)
+        table = apart(prepared, None, spec, recipe.train.seed).train if held_out else prepared.tokens
     except (_NotPrepared, PronghornError):
         return None
-    if isinstance(recipe.data.eval, float):
-        table, _ = hold_out(table, recipe.data.eval, recipe.train.seed)
     lengths = table.lengths.astype("int64")
     tokens = int(lengths.sum())
     return DataFacts(
         tokens * recipe.train.epochs,
         float(table.loss_counts.sum()) / max(1, tokens),
         int((lengths * lengths).sum()) // max(1, tokens),
+        tokens / max(1, len(first_rows(table))),
     )
+
+
+def estimated_tokens(recipe: Recipe) -> int | None:
+    """From the sizes of the files; None where they say little: packed files, Hub data sets, a part of the rows."""
+    try:
+        amount = text_bytes(parts_of(recipe.data.train, recipe.data, recipe.objective.rows))
+    except (PronghornError, OSError):
+        return None
+    if amount is None:
+        return None
+    held_out = recipe.data.eval if isinstance(recipe.data.eval, float) else 0.0
+    return int(amount / BYTES_PER_TOKEN * (1 - held_out) * recipe.train.epochs) or None
 
 
 def forecast(
@@ -94,12 +111,12 @@ def forecast(
             what=f"--tokens {tokens} is not a valid token count", fix="set the total tokens of the run, over all epochs"
         )
     chosen = find_gpu(gpu) if gpu else None  # refused before anything is read
-    room = HOST_BYTES if host is None else parse_host(host)
+    room = None if host is None else parse_host(host)
     if chosen is None and torch.cuda.is_available():
         chosen = find_gpu(torch.cuda.get_device_name())
         room = host_room() if host is None else room  # as a run here would
     config, data = _planned(recipe), cached_data(recipe)
-    known = data.tokens if data and not recipe.train.steps else None
+    known = (data.tokens if data else estimated_tokens(recipe)) if not recipe.train.steps else None
     if longest:
         if chosen is None:
             raise CommandError(
@@ -109,9 +126,10 @@ def forecast(
         return [
             max_context_report(recipe, config, gpu=chosen, price=price, host=room, loss_share=data.loss_share if data else 1.0)
         ]
-    options: dict[str, Any] = {"tokens": tokens or known, "price": price, "host": room}
+    guessed = tokens is None and known is not None and data is None
+    options: dict[str, Any] = {"tokens": tokens or known, "price": price, "host": room, "estimated": guessed}
     if data is not None:
-        options |= {"attended": data.attended, "loss_share": data.loss_share}
+        options |= {"attended": data.attended, "loss_share": data.loss_share, "row_tokens": data.row_tokens}
     if chosen is not None:
         return [plan_report(recipe, config, gpu=chosen, **options)]
     found: list[Forecast] = []

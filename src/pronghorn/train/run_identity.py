@@ -57,6 +57,8 @@ def require_same_data(then: dict[str, Any], now: dict[str, str], train: TokenTab
     old = not key.startswith(EVERY_TOKEN)
     if key != (_sampled_key(train) if old else now["data"]):
         why = "its tokens or its loss mask differ"
+        if now.get("split") and "split" not in then:
+            raise _split_otherwise(checkpoint, where)
         raise _changed("training data", "data.train", checkpoint, where, why)
     if "held_out" in then and then["held_out"] != now["held_out"]:
         why = "losses on different rows cannot be compared"
@@ -67,6 +69,15 @@ def require_same_data(then: dict[str, Any], now: dict[str, str], train: TokenTab
         f"{checkpoint} is from an older version, which recorded only the tokens of a thousand rows and neither held-out "
         "data nor config.json: changes of these are not detected"
     ]
+
+
+def _split_otherwise(checkpoint: str, where: str) -> CheckpointError:
+    return CheckpointError(
+        what=f"the training data is not what {checkpoint} was trained on",
+        where=where,
+        why="it is from a version that held out rows one by one; this one keeps copies of a row on one side. Or files changed",
+        fix="finish the run with the version that began it, or start over with --fresh (the old folder is renamed)",
+    )
 
 
 def _changed(what: str, key: str, checkpoint: str, where: str, why: str) -> CheckpointError:

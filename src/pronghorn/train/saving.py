@@ -21,7 +21,7 @@ from torch import Tensor
 from pronghorn.data.batches import StepBatch
 from pronghorn.errors import EnvironmentFault
 from pronghorn.memory.job import moment_bytes
-from pronghorn.model.export import AdapterFiles, adapter_files, savable, save_model, save_small_files
+from pronghorn.model.export import AdapterFiles, adapter_files, savable, save_model, save_small_files, try_small_files
 from pronghorn.model.load import ModelFacts
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import RunLog
@@ -37,11 +37,10 @@ from pronghorn.train.trained_shards import trained_shards_of
 
 
 def try_first_save(recipe: Recipe, folder: Path, facts: ModelFacts, tokenizer: Any) -> None:
-    """Before weights load: the tokenizer's files, written beside the checkpoints to come and removed, and room for all of these
-    (those kept, the best one and the one being written)."""
+    """Before weights load: the tokenizer's files and the model's config, written beside the checkpoints to come and removed,
+    and room for all of these (those kept, the best one and the one being written)."""
     with scratch(folder) as place:
-        with savable("the tokenizer", recipe.model):
-            tokenizer.save_pretrained(str(place))
+        try_small_files(recipe.model, tokenizer, place)
         small = bytes_of(place)
     trained = facts.parameters if recipe.method == "full" else facts.adapter_parameters
     one = 4 * trained + sum(moment_bytes(recipe.train.optimizer, trained)) + small

@@ -13,13 +13,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from pronghorn.data.batches import BatchLoader, Cursor, Shapes, build_batch, steps_per_epoch
-from pronghorn.data.packing import Groups, Packs, pack
+from pronghorn.data.batches import BatchLoader, Cursor, Shapes, build_batch
+from pronghorn.data.packing import Packs, pack
 from pronghorn.data.pair_packing import groups_of
-from pronghorn.data.prepare import Counts, Prepared, hold_out, prepare
+from pronghorn.data.prepare import Counts, Prepared, prepare
 from pronghorn.data.reading import Name
+from pronghorn.data.splitting import apart
 from pronghorn.data.tokens import TokenTable, load_tokenizer, padding_id
-from pronghorn.errors import DataError, ModelError, RecipeError, counted
+from pronghorn.errors import DataError, ModelError, RecipeError
 from pronghorn.model.causal_lm import engine_of, install, require_isolated_documents
 from pronghorn.model.config import read_config
 from pronghorn.model.families import ties_embeddings, why_not_fast
@@ -40,13 +41,14 @@ from pronghorn.model.lora import add_adapter, restore_adapter
 from pronghorn.model.scored import set_padding
 from pronghorn.model.text_stack import freeze_beside_text
 from pronghorn.model.weight_files import require_whole_weights
-from pronghorn.recipe import Lora, Recipe
+from pronghorn.recipe import Recipe
 from pronghorn.train.checkpoint import TrainState, restore_rng
 from pronghorn.train.data_facts import data_facts
 from pronghorn.train.evaluate import Progress
 from pronghorn.train.expert_shards import shares_of, spread
 from pronghorn.train.graphed_step import make_step
 from pronghorn.train.health import refuse_broken_weights, require_trainable
+from pronghorn.train.launch import require_packs
 from pronghorn.train.memory import RunMemory, plan_memory
 from pronghorn.train.objectives import Objective, objective_of
 from pronghorn.train.optim import make_optimizer, restore_optimizer
@@ -54,6 +56,7 @@ from pronghorn.train.preference_data import reference_store, shares_prompts
 from pronghorn.train.resume import find_checkpoint, require_allowable
 from pronghorn.train.run_identity import data_key, in_background, require_same_data, run_facts, weights_key
 from pronghorn.train.shards import Shards, Shares, shard_of, shards_of, told_of
+from pronghorn.train.sizes import notices, ranks_without_packs, steps_in_all
 from pronghorn.train.spikes import Spikes, losses_of
 from pronghorn.train.step import StageTimer, Step, autocast, no_graph
 from pronghorn.train.trained_shards import trained_shards_of
@@ -61,7 +64,6 @@ from pronghorn.train.world import World
 
 T = TypeVar("T")
 Report = Callable[[str, int, int], None]
-FEW_STEPS = 10  # below this, warm-up and schedule hardly act; people usually meant a smaller batch
 
 
 @dataclass(frozen=True)
@@ -74,12 +76,25 @@ class RunData:
     first_epoch: Packs
     total_steps: int
     pad_id: int
-    counts: Counts  # what became of the rows of data.train
+    prepared: Prepared  # all rows of data.train, also those held out
+    split: str = ""  # by what a fraction of them was held out (data/splitting.py)
+
+    @property
+    def counts(self) -> Counts:
+        """What became of the rows of data.train."""
+        return self.prepared.counts
 
     @property
     def keys(self) -> dict[str, str]:
         """Tell whether a resumed run sees the data it began with."""
-        return {"data": data_key(self.train, self.pad_id), "held_out": data_key(self.evaluation, self.pad_id)}
+        keys = {"data": data_key(self.train, self.pad_id), "held_out": data_key(self.evaluation, self.pad_id)}
+        return keys | ({"split": self.split} if self.split else {})
+
+    @property
+    def packs_per_step(self) -> int:
+        """With train.batch_rows, on average; else 0: as the recipe says."""
+        packs = self.first_epoch.packs_of_steps
+        return max(1, round(float(packs.mean()))) if len(packs) else 0
 
     def summary(self, capacity: int) -> dict[str, Any]:
         return {
@@ -165,12 +180,11 @@ def prepare_data(recipe: Recipe, tokenizer: Any, *, report: Report, stage: Stage
         return prepare(names, recipe.data, tokenizer, progress=report, stage=stage, wanted=wanted, capacity=capacity)
 
     prepared = read(recipe.data.train)
-    train, evaluation, remarks = prepared.tokens.sharing(shared), None, (*prepared.remarks, *told)
-    if isinstance(recipe.data.eval, str):
-        held_out = read((recipe.data.eval,))
-        evaluation, remarks = held_out.tokens.sharing(shared), remarks + held_out.remarks
-    elif recipe.data.eval is not None:
-        train, evaluation = hold_out(train, recipe.data.eval, spec.seed)
+    held_out = read((recipe.data.eval,)) if isinstance(recipe.data.eval, str) else None
+    with stage("read"):
+        sides = apart(prepared, held_out, recipe.data, spec.seed, report)
+    train, evaluation = sides.train.sharing(shared), None if sides.held is None else sides.held.sharing(shared)
+    remarks = (*prepared.remarks, *told, *(held_out.remarks if held_out else ()), *sides.remarks)
     if recipe.eval.stop and evaluation is None:
         raise RecipeError(
             what="eval.stop needs held-out data",
@@ -181,33 +195,18 @@ def prepare_data(recipe: Recipe, tokenizer: Any, *, report: Report, stage: Stage
         raise DataError(what="no rows are left to train on", fix="run `pronghorn data stats` to see what was dropped and why")
     with stage("pack"):
         groups = groups_of(train, objective_of(recipe).together)
-        first = pack(groups, spec.capacity, seed=spec.seed, epoch=0)
-        total = spec.steps or _steps(recipe, groups, first, report)
-    return RunData(train, evaluation, remarks, first, total, padding_id(tokenizer), prepared.counts)
+        first = pack(groups, spec.capacity, seed=spec.seed, epoch=0, rows=spec.batch_rows)
+        total = spec.steps or steps_in_all(spec, groups, first, report)
+    return RunData(train, evaluation, remarks, first, total, padding_id(tokenizer), prepared, sides.rule)
 
 
-def _steps(recipe: Recipe, groups: Groups, first: Packs, report: Report) -> int:
-    """Counted, not estimated: an epoch's number of packs depends on its shuffle, and the schedule needs the exact total."""
-    spec = recipe.train
-    total = steps_per_epoch(len(first), recipe.train.packs)
-    for epoch in range(1, spec.epochs):
-        report("counting steps of epochs", epoch, spec.epochs)
-        packs = pack(groups, spec.capacity, seed=spec.seed, epoch=epoch)
-        total += steps_per_epoch(len(packs), recipe.train.packs)
-    report("counting steps of epochs", spec.epochs, spec.epochs)
-    return total
-
-
-def agreed(recipe: Recipe, keys: dict[str, str], world: World) -> list[str]:
-    """All ranks train the same run, and a step has a pack for each. Returns what should be told."""
+def agreed(recipe: Recipe, keys: dict[str, str], world: World, first: Packs | None = None) -> list[str]:
+    """All ranks train the same run, and a step has a pack for each. Returns what should be told. `first`: the first epoch's."""
     world.require_same(lambda: run_facts(recipe, keys))
-    packs, capacity = recipe.train.packs, recipe.train.capacity
-    if packs < world.size:
-        raise RecipeError(
-            what=f"train.batch_tokens: a step has {counted(packs, 'pack')} for {world.size} ranks",
-            why=f"each rank trains on whole packs of train.capacity: {capacity} tokens",
-            fix=f"set train.batch_tokens: {world.size * capacity} or more, or start {counted(packs, 'rank')}",
-        )
+    if recipe.train.batch_rows is not None:
+        return [] if first is None else ranks_without_packs(recipe, first, world.size)
+    require_packs(recipe, world.size)
+    packs, capacity = recipe.step_packs(), recipe.train.capacity
     if packs % world.size:
         return [
             f"a step has {packs} packs for {world.size} ranks, so some ranks wait for others; set train.batch_tokens: "
@@ -275,15 +274,15 @@ def set_up(
         device, precision, facts, tokenizer = look_ahead(recipe)
         shard = shard_of(recipe, world, device, facts)
         world.on_writer(lambda: before_loading(facts, tokenizer))
-    with world.writer_first():  # it fills the cache of tokens
+    with stage("read"), world.writer_first():  # it fills the cache of tokens
         data = prepare_data(recipe, tokenizer, report=report, stage=stage)
-    told = agreed(recipe, keys := data.keys, world) + told_of(shard, world)
+    told = agreed(recipe, keys := data.keys, world, data.first_epoch) + told_of(shard, world)
     if found:
         told += require_same_data(found[1].values, keys, data.train, found[0].name, str(run))
     shapes = Shapes.planned(data.train, data.first_epoch, recipe.train.capacity)
     memory = plan_memory(
         recipe, read_config(recipe.model), shapes, device, precision, evaluates=data.evaluation is not None,
-        ranks=1 if shard == "none" else world.size,
+        ranks=1 if shard == "none" else world.size, packs=data.packs_per_step,
     )  # fmt: skip
     with stage("load"):
         if found and recipe.method != "full":  # there, the checkpoint has all of the weights itself
@@ -316,8 +315,8 @@ def set_up(
             said.append,
             timed=shards is None,  # ranks would run a layer, which gathers, as often as each likes
         )
-    objective = objective_of(recipe, reference_store(recipe, said.append, writes=world.writes), data.pad_id)
-    _prepare(objective, recipe, data, model, device, precision, report, resumed=found is not None)
+    with stage("reference"):
+        objective = _objective(recipe, data, model, device, precision, report, said, world, resumed=found is not None)
     step = _step(recipe, model, optimizer, device, precision, said, objective, world)
     values = found[1].values if found else None
     cursor = Cursor(**values["cursor"]) if values else Cursor()
@@ -333,25 +332,28 @@ def set_up(
     return session
 
 
-def _prepare(
-    objective: Objective,
+def _objective(
     recipe: Recipe,
     data: RunData,
     model: Any,
     device: torch.device,
     precision: Precision,
     report: Report,
+    said: list[str],
+    world: World,
     *,
     resumed: bool,
-) -> None:
+) -> Objective:
     """A reference is asked before the first step, about held-out rows, too: where all weights train it is gone after it, and
     switching adapters off during the run costs new CUDA graphs."""
+    objective = objective_of(recipe, reference_store(recipe, said.append, writes=world.writes), data.pad_id)
     full = recipe.method == "full"
     objective.trained, objective.progress = full and resumed, report
     for table in (data.train, data.evaluation):
         if table is not None:
             objective.prepare(model, table, device, lambda: autocast(precision, device))
     objective.trained = full
+    return objective
 
 
 def _loader(
@@ -360,7 +362,8 @@ def _loader(
     return BatchLoader(
         data.train,
         capacity=recipe.train.capacity,
-        packs_per_step=recipe.train.packs,
+        packs_per_step=recipe.step_packs(),
+        rows_per_step=recipe.train.batch_rows,
         seed=recipe.train.seed,
         workers=recipe.data.workers,
         start=start,
@@ -472,21 +475,3 @@ def _put_back(session: Session, state: TrainState) -> None:
         )
     session.spikes = Spikes(session.recipe.health.spike, losses_of(values))
     restore_rng(state.rng)
-
-
-def notices(recipe: Recipe, data: RunData, device: torch.device, precision: Precision, facts: ModelFacts) -> list[str]:
-    """What is allowed but probably not meant."""
-    said = list(data.remarks)
-    if data.total_steps < FEW_STEPS and not recipe.train.steps:
-        steps = counted(data.total_steps, "step")
-        said.append(f"only {steps}; lower train.batch_tokens (now {recipe.train.batch_tokens:,}) for more steps")
-    if recipe.method == "full" and recipe.lora != Lora():
-        said.append("method: full trains all weights; the lora section of the recipe is ignored")
-    if device.type == "cpu" and precision != "fp32":
-        said.append(f"precision: {precision} is much slower than fp32 on most CPUs")
-    pairs = data.train.pairs
-    if pairs is not None and pairs.margins.any() and not recipe.objective.scored:
-        said.append(f"the data's margins have no effect: objective {recipe.objective.name} does not use them (reward does)")
-    if facts.longest and recipe.data.max_length > facts.longest:
-        said.append(f"data.max_length: {recipe.data.max_length:,} exceeds the model's {facts.longest:,} positions")
-    return said

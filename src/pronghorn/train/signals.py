@@ -10,7 +10,6 @@ at once.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
@@ -18,18 +17,21 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Self
 
+from pronghorn.report.console import say_now
+
 _WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal is closed, or the connection lost
-_FIRST = "finishing this step, then saving; press Ctrl-C again to quit immediately"
-_SECOND = "quit; the previous checkpoint is intact, the same command resumes from it"
+_FIRST = "stopping: finishing this step, then saving; press Ctrl-C again to quit immediately"
+_SECOND = "quit without saving; complete checkpoints are intact, the same command resumes from the last one"
 _SHOW_CURSOR = "\x1b[?25h"  # a live display hides the cursor, and os._exit gives it no chance to bring it back
 
 
 class StopRequest:
     """Catches these signals inside a `with`; outside the main thread, where Python allows none, it does nothing."""
 
-    def __init__(self, *, quiet: bool = False) -> None:
-        """`quiet`: another rank of the run shows that it stops."""
-        self._quiet = quiet
+    def __init__(self, *, quiet: bool = False, say: Callable[[str], None] | None = None) -> None:
+        """`quiet`: another rank of the run shows that it stops. `say`: shows it; called inside a signal's handler, so it may
+        neither wait for a lock of this thread's nor print. Without it: a line on standard error."""
+        self._quiet, self._say_first = quiet, say or say_now
         self.signal_number: int | None = None  # of the first signal: 2 for Ctrl-C, 15 for SIGTERM, 1 for SIGHUP
         self._process = os.getpid()
         self._old: dict[signal.Signals, Callable[[int, FrameType | None], Any] | int | signal.Handlers | None] = {}
@@ -58,9 +60,9 @@ class StopRequest:
         elif self.signal_number is None:
             self.signal_number = number
             if not self._quiet:
-                _say(_FIRST)
+                self._say_first(_FIRST)
         elif number == signal.SIGINT:
-            _say(_SECOND, _SHOW_CURSOR)
+            say_now(_SECOND, _SHOW_CURSOR)
             os._exit(128 + signal.SIGINT)
         # A second SIGTERM changes nothing: schedulers repeat it while the checkpoint is being written.
 
@@ -71,11 +73,3 @@ def _receive_in_forked_worker(number: int) -> None:
     if number == signal.SIGTERM:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _say(line: str, terminal_code: str = "") -> None:
-    """Straight to file descriptor 2: `print` is not re-entrant, and a signal may arrive in the middle of one."""
-    with contextlib.suppress(OSError):  # stderr may be closed or its reader gone; the signal still counts
-        if os.isatty(2):
-            line = f"{terminal_code}\n{line}"  # the terminal has just echoed ^C
-        os.write(2, f"{line}\n".encode())

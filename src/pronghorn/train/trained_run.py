@@ -117,14 +117,19 @@ def _found_again(recipe: Recipe, run: Path) -> Recipe:
 
 
 class Chat:
-    """A conversation. `temperature` 0: always the likeliest token."""
+    """A conversation, or two: with the base model, too. `temperature` 0: always the likeliest token."""
 
-    def __init__(self, run: Path, which: str, *, max_tokens: int, system: str | None = None, temperature: float = 0.0) -> None:
+    def __init__(
+        self, run: Path, which: str, *, max_tokens: int, system: str | None = None, temperature: float = 0.0, base: bool = False
+    ) -> None:
         trained = TrainedRun(run, which)
         trained.require_answers()
+        self._adapted = trained.recipe.method != "full"
+        self.show_base(base)
         self.model, self.tokenizer, _ = trained.load()
         self.max_tokens, self.temperature = max_tokens, temperature
-        self.messages = [{"role": "system", "content": system}] if system else []
+        self._opening = [{"role": "system", "content": system}] if system else []
+        self.forget()
         if self.tokenizer.chat_template is None:
             raise CommandError(
                 what="the tokenizer has no chat template",
@@ -133,13 +138,32 @@ class Chat:
                 fix="use the exported model with your own prompts",
             )
 
+    def show_base(self, asked: bool) -> bool:
+        if asked and not self._adapted:
+            raise CommandError(
+                what="the base model cannot answer beside this run's model",
+                why="method: full changes the weights themselves, so the base would be a second model in memory",
+                fix="chat without --base; `pronghorn eval RUN --base` compares the two",
+            )
+        self.with_base = asked
+        return asked
+
     def answer(self, message: str) -> str:
-        self.messages.append({"role": "user", "content": message})
+        return self._answer(self.messages, message)
+
+    def answers(self, message: str) -> dict[str, str]:
+        """The base model's, if it is asked for, and the trained model's; each goes on from its own answers."""
+        found = {}
+        if self.with_base:
+            with self.model.disable_adapter():
+                found["base"] = self._answer(self._of_base, message)
+        return found | {"model": self.answer(message)}
+
+    def _answer(self, messages: list[dict[str, str]], message: str) -> str:
+        messages.append({"role": "user", "content": message})
         ids = within_limits(
-            lambda: self.tokenizer.apply_chat_template(
-                self.messages, add_generation_prompt=True, tokenize=True, return_dict=False
-            ),
-            self.messages,
+            lambda: self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False),
+            messages,
             "",
         )
         if self.temperature > 0:
@@ -148,9 +172,9 @@ class Chat:
             )
         else:
             answer = generate_answers(self.model, self.tokenizer, [ids], max_new_tokens=self.max_tokens)[0]
-        self.messages.append({"role": "assistant", "content": answer})
+        messages.append({"role": "assistant", "content": answer})
         return answer
 
     def forget(self) -> None:
         """All but the system message."""
-        self.messages = [message for message in self.messages[:1] if message["role"] == "system"]
+        self.messages, self._of_base = list(self._opening), list(self._opening)

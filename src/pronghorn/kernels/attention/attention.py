@@ -26,12 +26,12 @@ from typing import Any, Literal, Required, TypedDict, Unpack
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from pronghorn.errors import EnvironmentFault
 from pronghorn.kernels.attention import attention_flash, attention_flex, attention_shared, attention_short, attention_torch
 from pronghorn.kernels.attention.attention_torch import Backend, Computed, Grads, Packed, Parts
 from pronghorn.kernels.runtime.dispatch import HAS_TRITON, Target, cuda_capability, dry, on_gpu, pretended, say_once
+from pronghorn.kernels.runtime.first_order import first_order
 
 MAX_FLASH_WIDTH = 256  # widest head of FlashAttention-2, and of flash-attn-4 on Hopper
 HALF = (torch.bfloat16, torch.float16)
@@ -295,7 +295,7 @@ class _Attention(torch.autograd.Function):
         return out  # type: ignore[no-any-return]
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         done = Computed(*ctx.saved_tensors)
         with torch.no_grad():

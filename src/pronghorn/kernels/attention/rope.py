@@ -15,10 +15,10 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from pronghorn.kernels.norm.rms_norm import rms_norm_backward, rms_norm_forward, rms_norm_reference, sum_rows
 from pronghorn.kernels.runtime.dispatch import jit, processor_count, tl, triton, use_triton
+from pronghorn.kernels.runtime.first_order import first_order
 
 NormKind = Literal["per_head", "full"]
 Grads = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
@@ -467,7 +467,7 @@ class _QkRope(torch.autograd.Function):
         return q, k, v.clone()
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         qkv_TX, cos_TP, sin_TP, q_norm_H, k_norm_H, rstd = ctx.saved_tensors
         dq, dk, dv = (grad.contiguous() for grad in grads)

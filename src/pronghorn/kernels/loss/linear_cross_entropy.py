@@ -25,13 +25,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from pronghorn.kernels.gemm.mm import mm
 from pronghorn.kernels.loss.cross_entropy_powers import powers_for
 from pronghorn.kernels.loss.cross_entropy_rows import IGNORED, Terms, loss_and_gradient, takes_factors
 from pronghorn.kernels.runtime.dispatch import jit, keeps_graph, on_gpu, tl, triton, use_triton
+from pronghorn.kernels.runtime.first_order import first_order
 
 # Largest chunk of logits, the only scratch memory beside the outputs. 2,048 rows at V = 128,256: 525 MB, GEMMs
 # of 2.15 TFLOP each (about 3 ms) beside some 0.3 ms of softmax, and 16 x 16 tiles of 128 x 256 for the hidden gradient at
@@ -284,7 +284,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return result.loss, result.row_losses
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *incoming: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError(

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from pronghorn.kernels.loss.cross_entropy_rows import Terms
 from pronghorn.kernels.loss.linear_cross_entropy import HeadLoss, _precise, _scale_in_place, linear_cross_entropy_forward
 from pronghorn.kernels.runtime.dispatch import keeps_graph
+from pronghorn.kernels.runtime.first_order import first_order
 
 ROWS = 4096  # at a time, in fp32: three times 67 MB at D = 4096
 
@@ -84,7 +84,7 @@ class _LinearLogProbs(torch.autograd.Function):
         return -found.row_losses, _entropy(found, hidden) if entropy else None, likeliest
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
         of_log_probs, of_entropy, _ = incoming
         if of_entropy is not None:
@@ -116,7 +116,7 @@ class _TrainedHeadLogProbs(torch.autograd.Function):
         return -found.row_losses
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels = ctx.saved_tensors
         rows = -incoming[0].contiguous()

@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from pronghorn.kernels.runtime.dispatch import jit, tl, triton, use_triton
+from pronghorn.kernels.runtime.first_order import first_order
 
 Kind = Literal["silu", "gelu_tanh"]
 # GELU's tanh form is g * (1 + tanh(z)) / 2 = g * sigmoid(2z), z = sqrt(2 / pi) * (g + 0.044715 g^3), with
@@ -171,7 +171,7 @@ class _GatedActivation(torch.autograd.Function):
         return gated_activation_forward(gu_TG, kind)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, da_TF: torch.Tensor) -> tuple[torch.Tensor, None]:
         (gu_TG,) = ctx.saved_tensors
         da_TF = da_TF if da_TF.stride(-1) == 1 else da_TF.contiguous()  # autograd may hand over an expanded tensor

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from pronghorn.kernels.runtime.add_dot import EXACT_INNER, add_dot
 from pronghorn.kernels.runtime.dispatch import (
@@ -37,6 +36,7 @@ from pronghorn.kernels.runtime.dispatch import (
     triton,
     use_triton,
 )
+from pronghorn.kernels.runtime.first_order import first_order
 
 THIN = 64  # up to so many outputs the GEMM is bound by memory
 
@@ -321,7 +321,7 @@ class _GroupedLinear(torch.autograd.Function):
         return grouped_linear_forward(x_SD, weight_EOD, offsets_E1, bias_EO)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         dy_SO = grad_outputs[0] if grad_outputs[0].stride(-1) == 1 else grad_outputs[0].contiguous()
         x_SD, weight_EOD, offsets_E1 = ctx.saved_tensors

@@ -21,9 +21,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from pronghorn.kernels.runtime.dispatch import jit, tl, triton, use_triton
+from pronghorn.kernels.runtime.first_order import first_order
 
 ExpertKind = Literal["silu", "clamped"]
 
@@ -247,7 +247,7 @@ class _ExpertGated(torch.autograd.Function):
         return expert_gated_forward(gu_SG, activation)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         (gu_SG,) = ctx.saved_tensors
         da_SF = grad_outputs[0] if grad_outputs[0].stride(-1) == 1 else grad_outputs[0].contiguous()

@@ -16,9 +16,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from pronghorn.kernels.runtime.dispatch import jit, processor_count, tl, triton, use_triton
+from pronghorn.kernels.runtime.first_order import first_order
 
 
 def rms_norm_reference(
@@ -377,7 +377,7 @@ class _RmsNorm(torch.autograd.Function):
         return y_TD if residual_TD is None else (y_TD, h_TD)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dy_TD: torch.Tensor | None, dh_TD: torch.Tensor | None = None) -> tuple[torch.Tensor | None, ...]:
         h_TD, weight_D, rstd_T = ctx.saved_tensors
         if dy_TD is None:

@@ -134,20 +134,22 @@ def load_stored(
     *,
     progress: Progress | None = None,
     keep: Callable[[str, nn.Module], None] | None = None,
+    head: Callable[[Any], Any] = lambda model: model,
 ) -> PreTrainedModel:
     """Linears that a 4-bit checkpoint has in 16 bits stay in 16 bits: whoever made it left them out. `keep` is called with
-    each decoder layer as soon as its weights are read, and may keep a part of it (model/shards.py)."""
+    each decoder layer as soon as its weights are read, and may keep a part of it (model/shards.py). `head` gives the empty
+    model another head before anything is read (scored.py); what it makes is not looked for in the files."""
     config = read_config(str(folder))
     refuse_unreadable(config, storage, str(folder))
     published = FORMATS.get(published_format(config))
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # it asks for bitsandbytes
-    model: Any = empty_model(str(folder), config, dtype)
+    model: Any = head(empty_model(str(folder), config, dtype))
     shards, experts = Shards(folder, device, model), stored_experts_(model, storage)
     _untie(model, shards)
     linears, beside = {full: (parent, name) for parent, name, full, _ in linears_of(model, nn.Linear)}, beside_text(model)
     tied, workspace = _tied(model), Workspace()
-    keys = dict.fromkeys([key for key, _ in model.named_parameters()])
+    keys = dict.fromkeys([key for key, parameter in model.named_parameters() if parameter.is_meta])
     keys |= dict.fromkeys(key for key, _ in model.named_buffers() if key in model.state_dict())
     stacks = {f"{owner}.{name}": module for owner, module in experts.items() for name in STACKS}
     _refuse_missing([key for key in keys if key not in tied], stacks, shards, folder)
@@ -187,8 +189,7 @@ def load_stored(
         )
     model.tie_weights()
     _fill_computed_buffers(model, device)
-    if (generation := generation_config(str(folder), folder)) is not None:
-        model.generation_config = generation
+    model.generation_config = generation_config(str(folder), folder)
     set_cache(model, False)
     keep_softcap(model)
     model.requires_grad_(False)

@@ -19,12 +19,12 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from pronghorn.kernels.lora.lora_linear import NormOf
 from pronghorn.kernels.lora.multi_gather import GatherJob
 from pronghorn.kernels.runtime.dispatch import keeps_graph
+from pronghorn.kernels.runtime.first_order import first_order
 from pronghorn.model.families import Family
 from pronghorn.model.layers.attention import OF_ATTENTION, AttentionHalf
 from pronghorn.model.layers.composed import composed_layer
@@ -222,7 +222,7 @@ class _Layer(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Any, ...]:
         left = ctx.left
         if left is None:

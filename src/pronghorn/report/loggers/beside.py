@@ -23,6 +23,7 @@ from pronghorn.errors import PronghornError
 from pronghorn.report.run_log import RunLog
 
 PROCESS = "pronghorn.report.loggers.process"
+LONGEST_LINE = 1 << 16
 PATIENCE = 20.0  # seconds after the end of the run, for what is still to be sent
 
 
@@ -113,13 +114,15 @@ class _Beside:
             self._popen.wait()
 
     def _read(self, answers: IO[bytes]) -> None:
-        for line in answers:
+        for line in iter(lambda: answers.readline(LONGEST_LINE), b""):
             with contextlib.suppress(ValueError):
                 said = json.loads(line)
-                if "place" in said:
-                    self._news.put(f"{self._name}: {said['place']}")
-                else:
+                if "failed" in said:
                     self._fail(said["failed"])
+                elif "told" in said:
+                    self._news.put(f"{self._name} {said['told']} ({self._output})")
+                else:
+                    self._news.put(f"{self._name}: {said['place']}")
 
     def _fail(self, why: str) -> None:
         self._failed = True

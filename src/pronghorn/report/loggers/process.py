@@ -2,7 +2,8 @@
 
 It reads run.jsonl as it grows, so the file is the queue: the run sends nothing, waits for nothing, and a logger that is slow or
 hangs takes no memory. A word on standard input, or its end, means that the run is over: the rest of the file is read, and the
-logger ends. What is said to the run is one JSON object a line on standard output; what libraries print goes to a file.
+logger ends. What is said to the run is one JSON object a line on standard output; what libraries print goes to a file, up to a
+limit (output.py).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from pronghorn.report.loggers.figures import figures
+from pronghorn.report.loggers.output import bounded
 from pronghorn.report.loggers.table import LOGGERS, PROJECT, About, Logger
 from pronghorn.report.run_log import FILE_NAME
 
@@ -34,8 +36,7 @@ def main(words: list[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the run decides
         signal.signal(number, signal.SIG_IGN)
     os.nice(_NICENESS)
-    with os.fdopen(os.dup(1), "w") as answers:
-        os.dup2(2, 1)
+    with os.fdopen(os.dup(1), "wb", buffering=0) as answers, bounded(lambda text: _say(answers, told=text)):
         try:
             _follow(name, Path(folder), int(offset), project, answers)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a library raises ends the logger, not the run
@@ -46,7 +47,7 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def _follow(name: str, folder: Path, offset: int, project: str, answers: IO[str]) -> None:
+def _follow(name: str, folder: Path, offset: int, project: str, answers: IO[bytes]) -> None:
     row, logger, code = LOGGERS[name], None, CUT_OFF
     project = project or os.environ.get(row.project, "") or PROJECT
     for event in _events(folder / FILE_NAME, offset):
@@ -98,9 +99,8 @@ def _events(path: Path, offset: int) -> Iterator[dict[str, Any]]:
             over = bool(select.select([0], [], [], EVERY)[0])  # then once more: the last lines may have come meanwhile
 
 
-def _say(answers: IO[str], **fields: str) -> None:
-    answers.write(json.dumps(fields) + "\n")
-    answers.flush()
+def _say(answers: IO[bytes], **fields: str) -> None:
+    answers.write(json.dumps(fields).encode() + b"\n")  # at once: two threads say something
 
 
 if __name__ == "__main__":

@@ -81,6 +81,7 @@ def reference_log_probs(
     was_training = model.training
     model.eval()
     done = 0
+    progress("scoring with the reference model", done, len(table))
     try:
         with without_adapters(model), autocast():
             for batch in evaluation_batches(table, capacity):

@@ -1,0 +1,55 @@
+"""The data that the example recipes name: `python -m pronghorn.demo.recipe_data data` writes these files, always the same.
+
+train.jsonl           a guest's request to a hotel, and the JSON command for it (hotel.py)
+eval.jsonl            the same with sentences and rooms that train.jsonl does not have
+pairs.jsonl           a request with a formal reply, which is preferred, and a casual one (replies.py)
+conversations.jsonl   two to four requests of a guest, each with its reply
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pronghorn.demo import hotel, replies
+
+SEED = 7
+TRAIN, EVAL, PAIRS, CONVERSATIONS = 480, 60, 240, 120
+MOST_TURNS = 4
+
+
+def conversations(count: int) -> list[dict[str, Any]]:
+    chance = random.Random(f"conversations {SEED}")
+    pairs = iter(replies.generate(count * MOST_TURNS, SEED + 1))
+    talks = []
+    for _ in range(count):
+        turns = [next(pairs) for _ in range(chance.randint(2, MOST_TURNS))]
+        talks.append({"messages": [message for turn in turns for message in (*turn["prompt"], *turn["chosen"])]})
+    return talks
+
+
+def files() -> dict[str, Sequence[Mapping[str, Any]]]:
+    return {
+        "train.jsonl": hotel.generate(TRAIN, SEED),
+        "eval.jsonl": hotel.generate(EVAL, SEED, "held_out"),
+        "pairs.jsonl": replies.generate(PAIRS, SEED),
+        "conversations.jsonl": conversations(CONVERSATIONS),
+    }
+
+
+def as_lines(rows: Sequence[Mapping[str, Any]]) -> str:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def main(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in files().items():
+        (folder / name).write_text(as_lines(rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "data"))
