@@ -185,6 +185,9 @@ GOES_ON = (
 )
 
 
+ONLY_USERS = GOES_ON.replace("<|message|>{{", "{{ raise_exception('no') if m.role == 'system' }}<|message|>{{")
+
+
 @table("text", ["\U000f0000\U000f0001", "\U000f0005so", "so \U000ffffd", "\U00100000\U000ffffc", "\ue000"])
 def test_private_use_characters_in_the_data_are_left_alone(text: str) -> None:
     """Marks are others then: no end is lost, no row refused."""
@@ -197,7 +200,8 @@ def test_private_use_characters_in_the_data_are_left_alone(text: str) -> None:
 @table("text", [" so", "\n\nso", "\tso\n", "<think></think>", "</think>", "\u3000<think></think>", "", " "])
 def test_no_text_of_the_user_trains_the_opener_of_its_turn(text: str) -> None:
     talk = [TALK[0], TALK[1], {"role": "user", "content": text}, TALK[3]]
-    for template in (GOES_ON, CHATML, LLAMA3, QWEN3, HARMONY, NO_END):
+    assert said(ONLY_USERS, talk) == said(GOES_ON, talk) == ["Hello<|im_end|>", "think<|im_end|>"]
+    for template in (CHATML, LLAMA3, QWEN3, HARMONY, NO_END):
         assert said(template, talk) == said(template, [*TALK[:2], {"role": "user", "content": "so"}, TALK[3]])
 
 
