@@ -89,7 +89,9 @@ class Facts:
         return f"{self.steps:,}, with {counted(self.rows_per_step, 'row')} each, in about {packs}"
 
     def _copies(self) -> str:
-        share = f"about {self.steps_on_copies:,} of {counted(self.steps, 'step')}"
+        share = (
+            f"{f'about {self.steps_on_copies:,}' if self.steps_on_copies else 'less than one'} of {counted(self.steps, 'step')}"
+        )
         near = f" and {self.near_copies:,} almost" if self.near_copies else ""
         drop = "drop-near" if self.near_copies else "drop-exact"
         rows = counted(self.copies + self.near_copies, "row")

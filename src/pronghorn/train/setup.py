@@ -5,7 +5,6 @@ The order is by cost: what can be refused in a second is refused before data is 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -95,7 +94,7 @@ class RunData:
     def packs_per_step(self) -> int:
         """With train.batch_rows, on average; else 0: as the recipe says."""
         packs = self.first_epoch.packs_of_steps
-        return math.ceil(packs.mean()) if len(packs) else 0
+        return max(1, round(float(packs.mean()))) if len(packs) else 0
 
     def summary(self, capacity: int) -> dict[str, Any]:
         return {
