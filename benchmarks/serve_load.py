@@ -133,7 +133,7 @@ def burst(place: Place, count: int) -> Counter[str]:
 
     def one(number: int) -> None:
         ready.wait()
-        found[ask(place, KINDS["stream" if number % 2 else "good"], random.Random(number))] += 1
+        found[ask(place, KINDS["stream" if number % 2 else "good"], random.Random(number), seconds=600.0)] += 1
 
     _together([threading.Thread(target=one, args=(number,)) for number in range(count)])
     return found

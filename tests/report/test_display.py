@@ -296,6 +296,7 @@ with StopRequest(say=lambda text: display.handle({"event": "stopping", "text": t
     display.progress("saving", 0, 0)
     time.sleep(0.5)
     display.progress("saving", 1, 1)
+    time.sleep(0.5)
     display.handle({"event": "checkpoint", "step": 2, "path": "runs/r/checkpoint-2", "bytes": 1, "seconds": 0.1})
 display.close()
 print("the end")
@@ -324,9 +325,11 @@ def test_ctrl_c_is_answered_at_once_and_the_answer_stays():
         terminal.type(CTRL_C)
         terminal.frames(lambda screen: "stopping" in screen)
         frames = terminal.frames(lambda screen: "saving; Ctrl-C again quits now" in screen)
+        frames_at_the_end = terminal.frames(lambda screen: "stopping    saved, writing the report" in screen)
         rest = terminal.frames(lambda _: False)
         assert terminal.process.wait(60) == 0
     assert len(frames) >= 3
+    assert not any("step 3" in frame for frame in frames_at_the_end)  # there is no next one
     for frame in frames[:-1]:
         assert re.search(
             r"^stopping    finishing step 2, then saving \(about [\d.]+ s\); Ctrl-C again quits now$", frame, re.M

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from pronghorn.cli.output import say
 from pronghorn.errors import CommandError
 from pronghorn.process import importing
+from pronghorn.program import runnable
 
 if TYPE_CHECKING:
     from pronghorn.recipe import Recipe
@@ -72,7 +73,7 @@ def plan(arguments: argparse.Namespace, recipe: Recipe) -> None:
         if found[0].tokens is not None
         else ("\nrun time and cost are unknown: the token count is not known yet. Set --tokens, or run `pronghorn check` first")
     )
-    text = (found[0].text(verbose=verbose) if len(found) == 1 else comparison(found)) + unknown
+    text = (found[0].text(verbose=verbose) if len(found) == 1 else comparison(found)) + runnable(unknown)
     say(arguments, found[0].as_dict() if len(found) == 1 else {"gpus": [one.as_dict() for one in found]}, text)
 
 

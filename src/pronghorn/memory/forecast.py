@@ -333,7 +333,9 @@ def _assumption(plan: Plan) -> str:
 def comparison(forecasts: Sequence[Forecast]) -> str:
     """One line a GPU: what the same run would be on each."""
     assumed = [one for one in forecasts if one.assumed_host and one.plan.host_bytes]
-    rows = [("GPU", "memory", "peak", "layers", "tokens/s", "without host RAM", "time", "USD", "USD per hour")]
+    rows: list[tuple[str, ...]] = [
+        ("GPU", "memory", "peak", "layers", "tokens/s", "without host RAM", "time", "USD", "USD per hour")
+    ]
     for one in forecasts:
         slower = "" if one.without is None else f"{one.step_tokens / one.without.step_ms(one.micro_batches) * 1000:,.0f}"
         rows.append(

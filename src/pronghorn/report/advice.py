@@ -81,7 +81,8 @@ def is_valid(run: RunStats, settings: Mapping[str, Any]) -> bool:
         recipe = Recipe.model_validate(changed(run.recipe, settings))
     except ValidationError:
         return False
-    return recipe.step_packs() % run.ranks == 0 and (recipe.eval.stop is None or recipe.data.eval is not None)
+    dealt = recipe.train.batch_rows is not None or recipe.step_packs() % run.ranks == 0
+    return dealt and (recipe.eval.stop is None or recipe.data.eval is not None)
 
 
 def changed(recipe: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:

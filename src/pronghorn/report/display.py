@@ -142,7 +142,7 @@ class LiveDisplay:
         self._bars: dict[str, tuple[int, int]] = {}
         self._paces = Paces()
         self._live: Live | None = None
-        self._closed = self._gone = self._stopping = False
+        self._closed = self._gone = self._stopping = self._saving = False
         # Held only while numbers are stored or drawn, never while printing: rich holds a lock of its own there. Reentrant,
         # because a signal's handler may log a notice in the middle of `handle`.
         self._lock = threading.RLock()
@@ -163,6 +163,7 @@ class LiveDisplay:
 
     def progress(self, label: str, done: int, total: int) -> None:
         with self._lock:
+            self._saving = self._saving or label == SAVING
             if total and done >= total:
                 self._bars.pop(label, None)
                 self._paces.end(label)
@@ -227,8 +228,8 @@ class LiveDisplay:
     def _stop_line(self, now: float) -> str:
         """After Ctrl-C, until the end: what is still being done, and about how long."""
         doing, left = f"finishing step {self._run.step + 1:,}, then saving", self._run.until_saved(now)
-        if SAVING in self._bars:
-            doing, left = "saving", None
+        if self._saving:
+            doing, left = "saving" if SAVING in self._bars else "saved, writing the report", None
         elif self._bars.keys() & EVALUATING:
             doing, left = "finishing the evaluation, then saving", None  # its bar says how long
         about = "" if left is None else f" (about {number_format.duration(max(1.0, left))})"

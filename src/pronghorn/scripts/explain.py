@@ -99,6 +99,7 @@ def everything() -> str:
         "",
         "environment variables, set by every pronghorn command unless already set",
         f"  {', '.join(ENVIRONMENT)}",
+        "and by pronghorn run: PRONGHORN_SCRIPT, the script's path, for processes that it starts",
     ]
     return "\n".join(lines)
 

@@ -42,14 +42,15 @@ class Handler(BaseHTTPRequestHandler):
     def setup(self) -> None:
         super().setup()
         self._reader, self._writer = Reader(self.connection), Writer(self.connection)
-        self.rfile, self.wfile = io.BufferedReader(self._reader), self._writer
+        self._lines = io.BufferedReader(self._reader)
+        self.rfile, self.wfile = self._lines, self._writer
         self._unread = self._streaming = False
 
     def handle_one_request(self) -> None:
         self._unread = self._streaming = False
         try:
             self._reader.allow(IDLE, HEAD_BYTES)
-            if not self.rfile.peek(1):
+            if not self._lines.peek(1):
                 self.close_connection = True
                 return
         except TimeoutError:

@@ -56,14 +56,17 @@ def launch(ranks: int, command: Sequence[str]) -> None:
     """Raises where not every rank ended well; ranks show their own messages."""
     with TemporaryDirectory(prefix="pronghorn-ranks-", ignore_cleanup_errors=True) as folder, _caught() as caught:
         store, processes = FolderStore(folder), list[subprocess.Popen[bytes]]()
-        store.set(LAUNCHER, json.dumps(who_am_i()))
         try:
+            store.set(LAUNCHER, json.dumps(who_am_i()))
             for rank in range(ranks):
                 environment = _environment(folder, rank, ranks)
                 processes.append(subprocess.Popen(command, env=environment, start_new_session=True))
             _Watched(processes, store, caught).wait()
         except OSError as error:
             raise EnvironmentFault.of(error, f"rank {len(processes)} could not start", command[0]) from error
+        except RuntimeError as error:  # of the folder
+            fix = "set TMPDIR to a folder with free space"
+            raise EnvironmentFault("the ranks could not start", why=str(error), fix=fix) from error
         finally:
             for process in processes:
                 process.kill()
