@@ -81,7 +81,7 @@ def is_valid(run: RunStats, settings: Mapping[str, Any]) -> bool:
         recipe = Recipe.model_validate(changed(run.recipe, settings))
     except ValidationError:
         return False
-    return recipe.train.packs % run.ranks == 0 and (recipe.eval.stop is None or recipe.data.eval is not None)
+    return recipe.step_packs() % run.ranks == 0 and (recipe.eval.stop is None or recipe.data.eval is not None)
 
 
 def changed(recipe: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
