@@ -176,9 +176,54 @@ def test_no_content_confuses_the_borders(pairs: list[tuple[str, str]]) -> None:
     assert said(LLAMA3, messages) == [f"{answer.strip()}<|eot_id|>" for _, answer in pairs]
 
 
-def test_private_use_characters_in_the_data_are_left_alone() -> None:
-    marks = "\U000f0000\U000f0001"
-    assert said(CHATML, [{"role": "user", "content": marks}, {"role": "assistant", "content": marks}]) == [f"{marks}<|im_end|>"]
+# A turn is closed by what follows it, and a turn that calls goes on behind the result.
+GOES_ON = (
+    "<|start|>You are.<|end|>{% set ns = namespace(open=false) %}{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{{ '<|im_start|>' if not ns.open }}{{ m.content }}{% set ns.open = true %}{% else %}{{ '<|im_end|>' if ns.open }}"
+    "{% set ns.open = false %}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+)
+
+
+ONLY_USERS = GOES_ON.replace("<|message|>{{", "{{ raise_exception('no') if m.role == 'system' }}<|message|>{{")
+
+
+@table("text", ["\U000f0000\U000f0001", "\U000f0005so", "so \U000ffffd", "\U00100000\U000ffffc", "\ue000"])
+def test_private_use_characters_in_the_data_are_left_alone(text: str) -> None:
+    """Marks are others then: no end is lost, no row refused."""
+    talk = [{"role": role, "content": text} for role in ("user", "assistant", "user", "assistant")]
+    assert said(CHATML, talk) == [f"{text}<|im_end|>"] * 2
+    assert said(GOES_ON, talk) == [f"{text}<|im_end|>"] * 2
+    assert said(QWEN3, [*CALLING[:2], {"role": "tool", "content": text}, talk[1]])[1].endswith(f"{text}<|im_end|>")
+
+
+@table("text", [" so", "\n\nso", "\tso\n", "<think></think>", "</think>", "\u3000<think></think>", "", " "])
+def test_no_text_of_the_user_trains_the_opener_of_its_turn(text: str) -> None:
+    talk = [TALK[0], TALK[1], {"role": "user", "content": text}, TALK[3]]
+    assert said(ONLY_USERS, talk) == said(GOES_ON, talk) == ["Hello<|im_end|>", "think<|im_end|>"]
+    for template in (CHATML, LLAMA3, QWEN3, HARMONY, NO_END):
+        assert said(template, talk) == said(template, [*TALK[:2], {"role": "user", "content": "so"}, TALK[3]])
+
+
+def test_whitespace_around_an_answer_is_said_where_the_template_keeps_it() -> None:
+    talk = [TALK[0], {"role": "assistant", "content": "\n so \n"}, TALK[2], {"role": "assistant", "content": " so\n"}]
+    assert said(CHATML, talk) == ["\n so \n<|im_end|>", " so\n<|im_end|>"]
+    assert said(GOES_ON, talk) == ["\n so \n<|im_end|>", " so\n<|im_end|>"]
+    assert said(LLAMA3, talk) == ["so<|eot_id|>", "so<|eot_id|>"]
+
+
+def test_tags_in_an_answer_stay_before_its_end() -> None:
+    talk = [TALK[0], {"role": "assistant", "content": "so</think>"}, *TALK[2:]]
+    assert said(GOES_ON, talk)[0] == "so</think><|im_end|>"
+
+
+def test_an_empty_answer_is_refused_as_one() -> None:
+    silent = GOES_ON.replace("{{ '<|im_start|>' if not ns.open }}", "{{ '<|im_start|>' if not ns.open and m.content }}")
+    raising = CHATML.replace("{% for", "{% if not messages[1].content %}{{ raise_exception('none') }}{% endif %}{% for", 1)
+    for template in (silent, raising):
+        with pytest.raises(RowError, match=r"message 2 \(assistant\) is empty") as caught:
+            said(template, [TALK[0], {"role": "assistant", "content": ""}])
+        assert "remove it" in caught.value.fix
 
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"city": "Oslo", "days": 3}}}

@@ -118,7 +118,7 @@ class Borders:
     def _begins(self, row: Row, i: int, before: int | None, gap: str) -> int | None:
         """Of the gap before a turn, how much belongs to the prompt."""
         if before is None and gap.strip() in ("", self._bos):
-            return len(gap)  # the first message, without any header
+            return gap.index(self._bos) + len(self._bos) if gap.strip() else 0  # the first message, without any header
         found = [at for at in (self._by_header(gap), self._by_tail(row, i, before, gap)) if at is not None]
         return max(found, default=None)
 
@@ -225,7 +225,8 @@ class Borders:
 
     def _closing(self, row: Row, i: int, roles: Sequence[str], gap: str) -> str:
         """What closes a turn that messages of these roles follow, up to its last token; without one, all that looks like it."""
-        followers = {other: text for other, text in self._followers(row, i) if other not in roles}
+        # One that is written as these are tells nothing.
+        followers = {other: text for other, text in self._followers(row, i) if other not in roles and text != gap}
         shared = {other: self._closed(self._common(gap, text)) for other, text in followers.items()}
         # Blank: a template that joins the two messages. The generation prompt may begin as a message of another role does.
         speakers = [text for other, text in shared.items() if text.strip() and other != "assistant"]
