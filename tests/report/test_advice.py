@@ -101,6 +101,7 @@ def test_a_suggestion_that_the_recipe_refuses_is_not_made() -> None:
     assert {"train.capacity": 32768} in settings(run_with(efficiency=0.6))
     assert settings(run_with(efficiency=0.6, recipe=one_pack)) == []
     assert settings(run_with(efficiency=0.6, ranks=4)) == []  # of 4 packs 2 are left, for 4 ranks
+    assert settings(run_with(efficiency=0.6, recipe=values_in(RECIPE, {"train": {"batch_rows": 8}}))) == []
     assert settings(run_with(efficiency=0.6, room_for_larger_packs=False)) == []
     assert settings(run_with(efficiency=0.6, data_tokens=33_000)) == []  # two packs of which one is nearly empty stay that
     assert settings(run_with({"step": 50, "wait": 50}, recipe={"train": {"capacity": 0}})) == []  # no recipe of ours

@@ -202,6 +202,8 @@ def _cores() -> int:
 def _packing(run: RunStats) -> Iterable[Candidate]:
     """Larger packs, where memory has room for them: about as many tokens are left over in each, of half as many packs."""
     capacity = _setting(run.recipe, "train", "capacity")
+    if _setting(run.recipe, "train", "batch_rows"):  # a step's few rows fill larger packs even less; check names a smaller one
+        return
     if run.efficiency is None or not isinstance(capacity, int) or capacity < 1 or not run.room_for_larger_packs:
         return
     packs = max(1, -(-run.data_tokens // (2 * capacity)))  # as few as there can be: one is not full, of few packs
