@@ -54,7 +54,7 @@ def steps_of(recipe: Recipe) -> int:
 @contextmanager
 def started(recipe: Recipe, *commands: Sequence[str], **environment: str) -> Iterator[list[subprocess.Popen[str]]]:
     """A run that is past its first step. Process n writes to out-n, beside the run."""
-    beside = Path(recipe.output).parent
+    beside, others = Path(recipe.output).parent, set(family())  # of tests before this one
     processes = []
     for number, command in enumerate(commands):
         with (beside / f"out-{number}").open("w") as out:
@@ -67,7 +67,7 @@ def started(recipe: Recipe, *commands: Sequence[str], **environment: str) -> Ite
         for process in processes:
             process.kill()
             process.wait()
-        wait_for(lambda: len(family()) < 2)  # all but the one that the next test's processes are forks of
+        wait_for(lambda: len({*family()} - others) < 2)  # all but the one that the next test's processes are forks of
 
 
 def train_on_two(recipe: Recipe) -> list[str]:
