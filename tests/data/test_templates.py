@@ -217,6 +217,16 @@ def test_tags_in_an_answer_stay_before_its_end() -> None:
     assert said(GOES_ON, talk)[0] == "so</think><|im_end|>"
 
 
+def test_a_text_and_a_call_that_are_two_turns_are_refused() -> None:
+    """The model would stop behind the first; its end token and the next header would be trained as if it said them."""
+    apart = QWEN3.replace(
+        "{% for call in m.tool_calls or [] %}", "{% for call in m.tool_calls or [] %}<|im_end|>\n<|im_start|>assistant\n"
+    )
+    with pytest.raises(RowError, match="cannot determine") as caught:
+        said(apart, [TALK[0], {"role": "assistant", "content": "So.", "tool_calls": [CALL]}])
+    assert "as two turns" in caught.value.why
+
+
 def test_an_empty_answer_is_refused_as_one() -> None:
     silent = GOES_ON.replace("{{ '<|im_start|>' if not ns.open }}", "{{ '<|im_start|>' if not ns.open and m.content }}")
     raising = CHATML.replace("{% for", "{% if not messages[1].content %}{{ raise_exception('none') }}{% endif %}{% for", 1)

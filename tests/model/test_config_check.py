@@ -104,6 +104,7 @@ def test_bounds_hold_without_weights(folder: Path) -> None:
         b'{"temperature": {}}',
         b"[]",
         b'{"do_sample": 1}',
+        b'{"output_hidden_states": [{"type": "function"}]}',
         b'{"num_beams": 10000000}',
         b'{"top_p": NaN}',
         b"\xff",

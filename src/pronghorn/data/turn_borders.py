@@ -174,7 +174,8 @@ class Borders:
             if slot.message == i and place is not None and slot.what != "reasoning"
         )
         between = (row.placed.text[a[1] : b[0]] for (a, is_text), (b, other_is) in pairwise(own) if is_text != other_is)
-        return any(end + self._unopened in gap for gap in between)
+        again = re.compile(rf"{re.escape(end)}\s*{re.escape(self._unopened.strip())}")
+        return any(again.search(gap) for gap in between)
 
     # Where a turn ends
 

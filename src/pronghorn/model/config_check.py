@@ -93,7 +93,10 @@ NUMBERS = (
     "max_time",
 )
 COUNTS = {"num_beams": 64, "num_return_sequences": 64}
-SWITCHES = ("do_sample", "use_cache", "renormalize_logits", "remove_invalid_values")
+SWITCHES = (
+    *("do_sample", "use_cache", "renormalize_logits", "remove_invalid_values", "return_dict_in_generate", "token_healing"),
+    *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "disable_compile", "low_memory"),
+)
 VALUES_A_BYTE = 8  # no checkpoint packs more
 
 
