@@ -37,7 +37,7 @@ from benchmarks.data_rows import write_conversations
 from benchmarks.record import record, write
 
 LOOK_EVERY = 0.25  # seconds between two looks at the memory
-PACKAGES = ("pronghorn", "datasets", "tokenizers", "transformers", "pyarrow", "numpy", "rensa")
+PACKAGES = ("pronghorn", "datasets", "tokenizers", "transformers", "pyarrow", "numpy")
 UNITS = {"MB": 10**6, "GB": 10**9}
 
 

@@ -121,7 +121,7 @@ def test_unknown_forms_are_refused(tiny_model: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what is installed there is less anyway")
 def test_it_needs_only_what_a_bare_gpu_machine_has() -> None:
     """Our files are imported once more, beside torch and the others that are there already: a process takes 9 s for those."""
-    absent = ["rich", "pyarrow", "datasets", "rensa", "gguf", "pandas", "bitsandbytes", "trl"]
+    absent = ["rich", "pyarrow", "datasets", "gguf", "pandas", "bitsandbytes", "trl"]
     before = dict(sys.modules)
     for name in before:
         if name.split(".")[0] in ("benchmarks", "pronghorn", *absent):

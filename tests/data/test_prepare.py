@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -232,10 +233,10 @@ def test_bad_rows_are_set_aside(model: Path, tmp_path: Path) -> None:
     for _ in range(2):  # made, and from the cache
         found = prepared(model, path, bad_rows="skip")
         assert (found.counts.read, found.counts.bad, found.counts.kept) == (4, 2, 2)
-        assert found.bad_rows_file is not None
-        aside = [json.loads(line) for line in found.bad_rows_file.read_text().splitlines()]
+        assert found.rows.bad_rows_file is not None
+        aside = [json.loads(line) for line in found.rows.bad_rows_file.read_text().splitlines()]
         assert {bad["where"] for bad in aside} == {f"{path}:2", f"{path}:3"}
-        assert str(found.bad_rows_file) in " ".join(found.remarks)
+        assert str(found.rows.bad_rows_file) in " ".join(found.remarks)
     with pytest.raises(DataError, match="drops the call") as caught:
         prepared(model, write_rows(tmp_path / "b.jsonl", [refused, row("a", "b")]))
     assert caught.value.where == f"{tmp_path / 'b.jsonl'}:1"
@@ -429,10 +430,13 @@ def test_findings_are_looked_for_once(model: Path, tmp_path: Path, monkeypatch: 
     first = findings(rows, near=True)
     assert (first.exact, first.near) == ({2: 1}, {2: 1, 3: 0})
     assert set(first.junk) == {4, 5}
-    monkeypatch.setattr(module.clean, "NearDuplicates", lambda *_, **__: pytest.fail("looked again"))
+    monkeypatch.setattr(module.clean, "identity", lambda _: pytest.fail("looked again"))
+    monkeypatch.setattr("pronghorn.data.copies._marks", lambda *_: pytest.fail("compared again"))
     assert findings(rows, near=True) == first
-    next(rows.path.parent.glob("*.findings*")).write_text("{")
-    assert findings(rows, near=False).exact == first.exact  # damaged: made again
+    monkeypatch.undo()
+    for kept in ("findings", "copies"):  # damaged: made again
+        next(rows.path.parent.glob(f"*.{kept}*")).write_text("{")
+        assert replace(findings(rows, near=True), remark="") == first
 
 
 def test_stages_and_progress(model: Path, tmp_path: Path) -> None:

@@ -13,10 +13,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from pronghorn.data import clean
-from pronghorn.data.stats import Stats, _bar, collect, length_bins
+from pronghorn.data.stats import Found, Stats, _bar, collect, length_bins
 from pronghorn.data.tokens import load_tokenizer
-from pronghorn.errors import CommandError
 from pronghorn.recipe import Data
 from samples import chat_rows, make_tokenizer, write_rows
 
@@ -69,15 +67,14 @@ def test_too_many_long_rows_are_a_remark_here(tmp_path: Path) -> None:
     assert "data.long" in shown(stats)
 
 
-def test_without_the_library_for_near_duplicates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(*_: Any, **__: Any) -> Any:
-        raise CommandError("near duplicates need a library", fix="pip install it")
-
-    monkeypatch.setattr(clean, "NearDuplicates", missing)
-    stats = stats_of(tmp_path / "b.jsonl", [*chat_rows(3), *chat_rows(3)])
-    assert stats.near_duplicates is None
-    assert stats.exact_duplicates.rows == 3
-    assert "pip install it" in shown(stats)
+def test_near_duplicates_are_those_that_drop_near_drops(tmp_path: Path) -> None:
+    words = [f"word{n}" for n in range(60)]
+    rows = [{"text": " ".join(each)} for each in (words, words, [*words[:59], "other"], words[::-1])]
+    found = stats_of(tmp_path / "a.jsonl", rows)
+    assert (found.exact_duplicates.rows, found.counts.near_duplicates) == (1, 0)
+    assert found.near_duplicates == Found(1, f"{tmp_path / 'a.jsonl'}:3")
+    dropping = stats_of(tmp_path / "a.jsonl", rows, duplicates="drop-near")
+    assert (dropping.counts.exact_duplicates, dropping.counts.near_duplicates, dropping.counts.kept) == (1, 1, 2)
 
 
 def test_bins_hold_every_row() -> None:

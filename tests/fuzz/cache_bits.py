@@ -93,7 +93,7 @@ def _content(spec: Data, tokenizer: Any) -> dict[str, Any]:
     """All that a run takes from the cache."""
     found = prepare(spec.train, spec, tokenizer)
     table = found.tokens
-    aside = found.bad_rows_file.read_text() if found.bad_rows_file else ""
+    aside = found.rows.bad_rows_file.read_text() if found.rows.bad_rows_file else ""
     return {
         "rows": [
             (table.ids(i).tolist(), table.loss(i).tolist(), table.where(i), table.example_json(i), table.row(i))

@@ -201,6 +201,21 @@ def test_copies_and_their_steps_are_told(recipe_for: RecipeFor, tmp_path: Path, 
     assert check(recipe_for(data={"train": [str(path)], "duplicates": "drop-exact"})).copies == 0
 
 
+def test_copies_are_what_the_settings_drop(recipe_for: RecipeFor, tmp_path: Path) -> None:
+    """A row in capitals is no exact duplicate."""
+    asked = [f"{n} {n * n} what comes next {n + 1}?" for n in range(30)]
+    texts = [*asked, asked[3], asked[3].upper()]
+    path = write_rows(
+        tmp_path / "a.jsonl",
+        [{"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "?"}]} for text in texts],
+    )
+    left = {}
+    for duplicates in ("keep", "drop-exact", "drop-near"):
+        facts = check(recipe_for(data={"train": [str(path)], "duplicates": duplicates}))
+        left[duplicates] = (facts.copies, facts.near_copies, facts.documents)
+    assert left == {"keep": (1, 1, 32), "drop-exact": (0, 1, 31), "drop-near": (0, 0, 30)}
+
+
 def test_counting_the_steps_of_many_epochs_shows_how_far_it_is(recipe_for: RecipeFor) -> None:
     shown: list[tuple[str, int, int]] = []
     check_run(recipe_for(train={"epochs": 3}), report=lambda *how_far: shown.append(how_far))

@@ -1,20 +1,27 @@
 """Which rows say the same: copies and near copies inside one table, and between two.
 
 Rows are compared by what is said in them, in lower case, without system messages; preference rows by their prompt, because
-another answer to a known prompt is not a new question. Two rows are near copies if MinHash estimates the Jaccard similarity of
-their shingles of three words at 0.7 or more: that finds 99 % of those alike at 0.8, and 1 % of those alike at 0.6. Passages
-that a quarter of all rows share, such as an instruction in front of every question, do not count.
+another answer to a known prompt is not a new question. Two rows are near copies if the Jaccard similarity of their shingles of
+three words is large, as MinHash estimates it. Passages that a quarter of all rows share, such as an instruction in front of
+every question, do not count.
 
-Plain numpy, without the library that `data.duplicates: drop-near` uses: which rows are held out decides what a run trains on,
-and a resumed run must hold out the same on a machine without that library. 7,473 rows of 150 words take 1 s; what is found is
-kept beside the cached table. U = units: rows, or groups of preference rows. P = values of a MinHash.
+Held-out rows must not be trained on, so all that near copies link stays on one side, from an estimate of 0.7 on: that finds
+99 % of those alike at 0.8, and 1 % of those alike at 0.6. What `data.duplicates: drop-near` drops is lost, so it must be like
+an earlier row that stays, from an estimate of 0.8 on: that drops all alike at 0.9, 95 % at 0.85, half at 0.8, 13 % at 0.75 and
+1 % at 0.7.
+
+Plain numpy, the same on every machine: a resumed run holds out and drops the same rows. On one core, 7,473 rows of 150 words
+take 1.2 to 2 s and 100,000 take 22 to 29 s, all but 2 s of it for the MinHashes. What is found is kept beside the cached table.
+U = units: rows, or groups of preference rows. P = values of a MinHash.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +30,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pronghorn.data.cached_rows import Progress, silent
-from pronghorn.data.clean import BAND_ROWS, BANDS, BATCH, SEED, SHINGLE, WORD, compared_text
+from pronghorn.data.clean import BATCH, said
 from pronghorn.data.example_json import example_from_json
+from pronghorn.data.formats import Example
 from pronghorn.data.pair_choices import held_out_by
 from pronghorn.data.token_cache import DamagedError, read_note, write_note
 from pronghorn.data.tokens import TokenTable
@@ -32,11 +40,18 @@ from pronghorn.data.tokens import TokenTable
 Longs = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
-COPIES_VERSION = 1  # raise it when other rows are copies
-ALIKE = 0.7  # estimated with a standard error of 0.04; clean.py drops rows from 0.8 on
+COPIES_VERSION = 2  # raise it when other rows are copies
+# A word, one sign of a script that writes no spaces, or one punctuation mark: `2+2` and `2*2` are different things.
+WORD = re.compile(r"[\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff]|\w+|[^\w\s]")
+SHINGLE = 3  # words in a row; with 3, one changed word among 50 leaves a similarity of 0.89
+# 20 bands of 6 values: a pair that is alike at 0.8 becomes a candidate with 99.8 %, one at 0.5 with 27 %, at 0.3 with 1 %.
+BANDS, BAND_ROWS = 20, 6
+SEED = 20  # of MinHash; fixed, so that the same data loses the same rows
+ALIKE, DROPPED = 0.7, 0.8  # kept on one side, dropped: estimates, with a standard error of 0.04
 SAMPLED, SHARED_BY, FEWEST = 1000, 0.25, 20  # rows looked at for shared passages; by how many; below so many rows none is
 BESIDE = 4  # rows of a bucket that a row is compared with, and its first: a cloud of near copies is linked all the same
 MOST_PAIRS = 500_000  # compared in one band, between two tables
+MOST_STAYING = 64  # rows of a bucket that later ones are compared with; near copies meet in other bands, too
 PAIRS = 65_536  # compared in one call: 16 MB
 _P = BANDS * BAND_ROWS
 _chance = np.random.Generator(np.random.Philox(key=[SEED, 0]))
@@ -80,12 +95,27 @@ class Side:
             yield [compared_text(example, prompt=self.table.pairs is not None).lower() for example in examples]
 
 
+def compared_text(example: Example, *, prompt: bool = False) -> str:
+    """All that is said, but for system messages: a long one shared by all rows would make them all alike. `prompt`: only what
+    comes before the answer, if something does."""
+    if example.kind != "chat":
+        alone = prompt and example.prompt.strip()
+        return example.prompt if alone else f"{example.prompt}\n{example.completion}\n{example.text}"
+    before = _spoken(example.messages[: example.prompt_messages]) if prompt else []
+    return "\n".join(before or _spoken(example.messages))
+
+
+def _spoken(messages: Sequence[dict[str, Any]]) -> list[str]:
+    return [said(message) for message in messages if message["role"] not in ("system", "developer")]
+
+
 @dataclass(frozen=True, slots=True)
 class Families:
     """Of each unit, the first one that says the same; itself where none does."""
 
     exact: Longs
-    near: Longs  # the exact ones are near, too
+    near: Longs  # linked, one by one, by near copies; the exact ones are near, too
+    dropped: Longs  # of those that `drop-near` drops, the first like it of those that stay
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +129,15 @@ class Leaks:
 
 
 def families(side: Side, cache: Path, progress: Progress = silent) -> Families:
-    def look() -> list[Any]:
-        marks = _marks(side, progress)
-        found = _families(marks)
-        return [{int(i): int(found_by[i]) for i in np.flatnonzero(found_by != np.arange(len(side)))} for found_by in found]
+    own, found = np.arange(len(side)), []
 
-    found = []
-    for copies in _kept(cache, side.content, look):
-        firsts = np.arange(len(side))
-        firsts[[int(i) for i in copies]] = list(copies.values())
-        found.append(firsts)
+    def look() -> list[Any]:
+        every = [(np.flatnonzero(firsts != own), firsts) for firsts in _families(_marks(side, progress))]
+        return [[copies.tolist(), firsts[copies].tolist()] for copies, firsts in every]
+
+    for copies, first in _kept(cache, side.content, look):
+        found.append(firsts := own.copy())
+        firsts[copies] = first
     return Families(*found)
 
 
@@ -218,23 +247,54 @@ def _buckets(signs: npt.NDArray[np.uint16]) -> Iterator[npt.NDArray[np.uint64]]:
         yield number
 
 
-def _alike(a: npt.NDArray[np.uint16], i: Longs, b: npt.NDArray[np.uint16], j: Longs) -> Flags:
+def _alike(a: npt.NDArray[np.uint16], i: Longs, b: npt.NDArray[np.uint16], j: Longs, least: float = ALIKE) -> Flags:
     """Which of the pairs (a[i], b[j]) are near copies."""
     same = [np.zeros(0, np.bool_)]
     for at in range(0, len(i), PAIRS):
         part = slice(at, at + PAIRS)
-        same.append((a[i[part]] == b[j[part]]).sum(1) >= ALIKE * _P)
+        same.append((a[i[part]] == b[j[part]]).sum(1) >= least * _P)
     return np.concatenate(same)
 
 
 # Comparing ----------------------------------------------------------------------------------------------------------------
 
 
-def _families(marks: _Marks) -> tuple[Longs, Longs]:
+def _families(marks: _Marks) -> tuple[Longs, Longs, Longs]:
     _, first, inverse = np.unique(marks.keys, return_index=True, return_inverse=True)
     exact = first[inverse]
     members = np.unique(exact[marks.some[exact]])
-    signs, codes = marks.signs[members], np.zeros(0, np.int64)
+    signs = marks.signs[members]
+    goes = np.arange(len(exact))
+    goes[members] = members[_dropped(signs)]
+    i, j = _linked(signs)
+    return exact, _joined(exact, members[i], members[j]), goes[exact]
+
+
+def _dropped(signs: npt.NDArray[np.uint16]) -> Longs:
+    """Of each row, the first that stays and is like it. A row is compared with those that stay, so that of a chain a ~ b ~ c
+    whose ends differ only b goes."""
+    first = np.arange(len(signs))
+    shared: list[list[int]] = [[] for _ in signs]  # of each row, the buckets that it is not alone in
+    for band, numbers in enumerate(_buckets(signs)):
+        _, number, size = np.unique(numbers, return_inverse=True, return_counts=True)
+        for i in np.flatnonzero(size[number] > 1).tolist():
+            shared[i].append(int(number[i]) * BANDS + band)
+    staying = defaultdict[int, list[int]](list)
+    for i, buckets in enumerate(shared):
+        near = np.array(sorted({j for bucket in buckets for j in staying[bucket]}), np.int64)
+        near = near[_alike(signs, near, signs, np.full(len(near), i), DROPPED)]
+        if len(near):
+            first[i] = near[0]
+            continue
+        for bucket in buckets:
+            if len(staying[bucket]) < MOST_STAYING:
+                staying[bucket].append(i)
+    return first
+
+
+def _linked(signs: npt.NDArray[np.uint16]) -> tuple[Longs, Longs]:
+    """Pairs of near copies, through which all of a cloud of them are linked."""
+    codes = np.zeros(0, np.int64)
     for numbers in _buckets(signs):
         order = np.argsort(numbers, kind="stable")
         ordered = numbers[order]
@@ -246,10 +306,10 @@ def _families(marks: _Marks) -> tuple[Longs, Longs]:
             earlier.append(order[:-apart][same])
             later.append(order[apart:][same])
         a, b = np.concatenate(earlier), np.concatenate(later)
-        codes = np.union1d(codes, (np.minimum(a, b) * len(members) + np.maximum(a, b))[a != b])
-    i, j = codes // max(1, len(members)), codes % max(1, len(members))
+        codes = np.union1d(codes, (np.minimum(a, b) * len(signs) + np.maximum(a, b))[a != b])
+    i, j = codes // max(1, len(signs)), codes % max(1, len(signs))
     near = _alike(signs, i, signs, j)
-    return exact, _joined(exact, members[i[near]], members[j[near]])
+    return i[near], j[near]
 
 
 def _joined(labels: Longs, i: Longs, j: Longs) -> Longs:

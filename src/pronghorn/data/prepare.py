@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from pronghorn.data import clean
 from pronghorn.data.cached_rows import Progress, Rows, Stage, no_stage, silent, tokenized_rows
+from pronghorn.data.copies import Side, families
 from pronghorn.data.example_json import example_from_json
 from pronghorn.data.formats import Example
 from pronghorn.data.mixing import repeated
@@ -31,7 +32,7 @@ from pronghorn.errors import DataError, counted
 from pronghorn.recipe import Data, named
 from pronghorn.recipe_objective import Rows as Wanted
 
-FINDINGS_VERSION = 2  # raise it when clean.py finds other things
+FINDINGS_VERSION = 3  # raise it when clean.py finds other things; for near copies, COPIES_VERSION
 SILENT_SHARE = 0.01  # of rows may be too long and dropped without having been asked for
 
 
@@ -66,15 +67,14 @@ class Findings:
     remark: str = ""  # what became of the file they are kept in, if there is something to tell
 
 
-_Stored = tuple[dict[int, int], dict[int, str], dict[int, int] | None]  # `Findings`, as they are kept
+_Stored = tuple[dict[int, int], dict[int, str]]  # exact and junk, as they are kept
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
     tokens: TokenTable
     counts: Counts
-    path: Path  # of the cached table, beside which is kept what is found in it
-    bad_rows_file: Path | None = None
+    rows: Rows  # all of them; what is found is kept beside their cached table
     remarks: tuple[str, ...] = field(default=())  # what the user should be told
 
     def example(self, i: int) -> Example:
@@ -119,16 +119,17 @@ def findings(rows: Rows, near: bool, progress: Progress = silent) -> Findings:
         known = _read_findings(path, len(rows.table))
     except DamagedError as damage:
         known, remark = None, f"the list of duplicates and junk is damaged ({damage}) and is created again: {path}"
-    if known is not None and (known.near is not None or not near or rows.table.pairs is not None):
-        return known
-    known = _look(rows.table, near, progress)
-    write_note(path, json.dumps([known.exact, known.junk, known.near]))
-    return replace(known, remark=remark)
+    if known is None:
+        known = _look(rows.table, progress)
+        write_note(path, json.dumps(known))
+    if not near or rows.table.pairs is not None:  # answers that are compared are alike
+        return Findings(*known, None, remark)
+    first = families(Side.of(rows.table), rows.path, progress).dropped
+    return Findings(*known, {int(i): int(first[i]) for i in np.flatnonzero(first != np.arange(len(first)))}, remark)
 
 
-def _look(table: TokenTable, near: bool, progress: Progress) -> Findings:
-    """In one pass, so that each row is read and parsed once, and a batch of them at a time."""
-    alike = clean.NearDuplicates(lambda i: example_of(table, i)) if near and table.pairs is None else None
+def _look(table: TokenTable, progress: Progress) -> _Stored:
+    """A batch of rows at a time."""
     identities, reasons = bytearray(), dict[int, str]()
     for start in range(0, len(table), clean.BATCH):
         progress("duplicates and junk", start, len(table))
@@ -137,17 +138,15 @@ def _look(table: TokenTable, near: bool, progress: Progress) -> Findings:
             identities += clean.identity(example)
             if reason := clean.junk(example):
                 reasons[i] = reason
-        if alike is not None:
-            alike.add(batch)
     progress("duplicates and junk", len(table), len(table))
     if table.pairs is not None:
         return of_groups(table.pairs, identities, reasons)
-    return Findings(clean.copies_of(identities), reasons, alike.copies if alike is not None else None)
+    return clean.copies_of(identities), reasons
 
 
-def of_groups(pairs: PairRows, identities: bytearray, junk: dict[int, str]) -> Findings:
+def of_groups(pairs: PairRows, identities: bytearray, junk: dict[int, str]) -> _Stored:
     """A group is a copy if all its answers are those of another, in the same roles; it is junk if its chosen answer is. All
-    its rows are named. Near copies are not looked for: answers that are compared are alike."""
+    its rows are named."""
     starts = pairs.starts
     rows = np.frombuffer(identities, np.uint8).reshape(-1, 16)
     of_group = bytearray()
@@ -161,16 +160,14 @@ def of_groups(pairs: PairRows, identities: bytearray, junk: dict[int, str]) -> F
     }
     groups = [(group, junk[int(start)]) for group, start in enumerate(starts[:-1]) if int(start) in junk]
     chosen = [(group, why) for group, why in groups if pairs.roles[starts[group]] == CHOSEN]
-    return Findings(exact, {int(row): why for group, why in chosen for row in range(starts[group], starts[group + 1])})
+    return exact, {int(row): why for group, why in chosen for row in range(starts[group], starts[group + 1])}
 
 
-def _read_findings(path: Path, count: int) -> Findings | None:
+def _read_findings(path: Path, count: int) -> _Stored | None:
     found: _Stored | None = read_note_as(path, _Stored)
-    if found is None:
-        return None
-    if any(not 0 <= row < count for part in found if part is not None for row in part):
+    if any(not 0 <= row < count for part in found or () for row in part):
         raise DamagedError("it names rows that are not there")
-    return Findings(*found)
+    return found
 
 
 # Choosing ---------------------------------------------------------------------------------------------------------------
@@ -234,7 +231,7 @@ def choose(rows: Rows, spec: Data, found: Findings | None, *, strict: bool = Tru
         no_loss=no_loss, kept=len(first_rows(kept)), tokens=int(kept.lengths.sum(dtype=np.int64)),
         loss_tokens=int(kept.loss_counts.sum(dtype=np.int64)), format=rows.format, sources=rows.sources,
     )  # fmt: skip
-    return Prepared(kept, counts, rows.path, rows.bad_rows_file, tuple(remarks))
+    return Prepared(kept, counts, rows, tuple(remarks))
 
 
 def _left_out(rows: Rows) -> list[str]:

@@ -37,12 +37,12 @@ def apart(prepared: Prepared, held: Prepared | None, spec: Data, seed: int, prog
     train = Side.of(prepared.tokens)
     if held is not None:
         other = Side.of(held.tokens)
-        found = leaks(train, other, prepared.path, progress)
+        found = leaks(train, other, prepared.rows.path, progress)
         return _policy(train, other, found, spec, str(spec.eval), "")
     if spec.eval is None:
         return Apart(prepared.tokens)
     assert not isinstance(spec.eval, str)
-    return hold_out(train, spec.eval, seed, spec, prepared.path, progress)
+    return hold_out(train, spec.eval, seed, spec, prepared.rows.path, progress)
 
 
 def hold_out(side: Side, fraction: float, seed: int, spec: Data, cache: Path, progress: Progress = silent) -> Apart:

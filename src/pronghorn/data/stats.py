@@ -17,8 +17,8 @@ from rich.text import Text
 from pronghorn.data.cached_rows import Rows, tokenized_rows
 from pronghorn.data.pair_choices import first_rows
 from pronghorn.data.pair_stats import PairStats, pair_stats
-from pronghorn.data.prepare import Counts, Findings, choose, findings
-from pronghorn.errors import CommandError, counted
+from pronghorn.data.prepare import Counts, choose, findings
+from pronghorn.errors import counted
 from pronghorn.recipe import Data
 from pronghorn.recipe_objective import Rows as Wanted
 
@@ -67,7 +67,7 @@ class Stats:
     loss_share: float
     lengths: Lengths  # of all rows that could be tokenized, before any is dropped
     exact_duplicates: Found
-    near_duplicates: Found | None  # beyond the exact ones; None: could not be looked for
+    near_duplicates: Found | None  # beyond the exact ones; None: preference data, whose answers are alike
     junk: dict[str, Found]
     packing: Packing
     bad_rows_file: str
@@ -101,29 +101,21 @@ def collect(
     from pronghorn.data.pair_packing import groups_of
 
     rows = tokenized_rows(spec.train, spec, tokenizer, progress=progress, wanted=wanted)
-    remarks: list[str] = []
-    try:
-        found = findings(rows, near=True, progress=progress)
-    except CommandError as missing_library:
-        found = findings(rows, near=False, progress=progress)
-        remarks.append(f"{missing_library.what}: {missing_library.fix}")
+    found = findings(rows, near=True, progress=progress)
     chosen = choose(rows, spec, found, strict=False, capacity=capacity)
     counts, pairs = chosen.counts, pair_stats(chosen.tokens)
     packs = pack(groups_of(chosen.tokens.sharing(wanted == "pairs")), capacity, seed=seed, epoch=0)
     return Stats(
         counts=counts, max_length=spec.max_length,
         loss_share=counts.loss_tokens / counts.tokens if counts.tokens else 0.0,
-        lengths=_lengths(rows), exact_duplicates=_found(rows, list(found.exact)), near_duplicates=_near(rows, found),
+        lengths=_lengths(rows), exact_duplicates=_found(rows, list(found.exact)),
+        near_duplicates=None if found.near is None else _found(rows, [i for i in found.near if i not in found.exact]),
         junk={why: _found(rows, [i for i, reason in found.junk.items() if reason == why])
               for why in sorted(set(found.junk.values()))},
         packing=Packing(capacity, len(packs), packs.efficiency(capacity)),
         bad_rows_file=str(rows.bad_rows_file or ""), pairs=pairs,
-        remarks=(*remarks, *chosen.remarks, *(pairs.remarks if pairs else ())),
+        remarks=(*chosen.remarks, *(pairs.remarks if pairs else ())),
     )  # fmt: skip
-
-
-def _near(rows: Rows, found: Findings) -> Found | None:
-    return None if found.near is None else _found(rows, [i for i in found.near if i not in found.exact])
 
 
 def _found(rows: Rows, numbers: list[int]) -> Found:

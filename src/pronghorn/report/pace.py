@@ -14,7 +14,7 @@ UNITS = {
     "tokenizing": "rows",
     "reading cached tokens": "rows",
     "duplicates and junk": "rows",
-    "near duplicates": "rows",
+    "comparing rows": "rows",
     **dict.fromkeys(("merging", "quantizing", "converting", "uploading"), "bytes"),
 }
 SURE_AFTER = 2.0  # seconds; before that a pace says little

@@ -12,7 +12,8 @@ import numpy as np
 from rich.table import Table
 
 from pronghorn.data.batches import Shapes
-from pronghorn.data.copies import Side, families
+from pronghorn.data.pair_choices import held_out_by
+from pronghorn.data.prepare import findings
 from pronghorn.errors import counted
 from pronghorn.memory.dry_run import static_parts
 from pronghorn.model.config import read_config
@@ -48,8 +49,8 @@ class Facts:
     plan: tuple[str, ...] = ()  # how the layers would be kept, where there is a GPU or a budget
     no_memory: str = ""  # why memory is not estimated
     rows_per_step: int | None = None  # where the recipe says it
-    copies: int = 0  # rows that say what another row says, word for word
-    near_copies: int = 0  # or almost
+    copies: int = 0  # rows that data.duplicates: drop-exact would drop
+    near_copies: int = 0  # and those that drop-near would drop besides
     steps_on_copies: int = 0  # of `steps`, about
 
     @property
@@ -100,17 +101,15 @@ class Facts:
 
 
 def _copies(data: RunData, report: Callable[[str, int, int], None]) -> dict[str, int]:
-    """Of all rows, also those held out. Preference rows that share a prompt are no copies."""
-    prepared, table = data.prepared, data.prepared.tokens
-    if table.pairs is not None:
-        return {}
-    side = Side.of(table)
-    kin, own = families(side, prepared.path, report), np.arange(len(side))
-    tokens = int(table.lengths[side.rows(kin.near != own)].sum(dtype=np.int64))
-    exact = int((kin.exact != own).sum())
+    """Of all rows, also those held out; of preference data, of all pairs or marked answers."""
+    table, found = data.prepared.tokens, findings(data.prepared.rows, near=True, progress=report)
+    rows = held_out_by(table)
+    exact = np.isin(rows, list(found.exact))
+    copies = exact | np.isin(rows, list(found.near or ()))
+    tokens = int(table.lengths[copies].sum(dtype=np.int64))
     return {
-        "copies": exact,
-        "near_copies": int((kin.near != own).sum()) - exact,
+        "copies": len(np.unique(rows[exact])),
+        "near_copies": len(np.unique(rows[copies & ~exact])),
         "steps_on_copies": round(data.total_steps * tokens / int(table.lengths.sum(dtype=np.int64))),
     }
 
