@@ -440,3 +440,14 @@ def test_a_source_with_something_wrong_is_told_as_a_source(train: str, what: str
         parse_recipe(f"model: m\ndata:\n  train: {train}\n")
     assert (caught.value.what, caught.value.where) == (what, "recipe:3")
     assert fix in caught.value.fix
+
+
+def test_a_step_s_size_on_the_command_line_takes_the_place_of_the_file_s() -> None:
+    """`check` suggests train.batch_rows, and a recipe that `new` has written says batch_tokens."""
+    text = "model: m\ndata: {train: a.jsonl}\ntrain: {batch_tokens: 4096, capacity: 2048}\n"
+    train = parse_recipe(text, ["train.batch_rows=4"]).train
+    assert (train.batch_rows, train.batch_tokens) == (4, 65536)
+    by_rows = text.replace("batch_tokens: 4096", "batch_rows: 4")
+    assert parse_recipe(by_rows, ["train.batch_tokens=4096"]).train.batch_rows is None
+    with pytest.raises(RecipeError, match="batch_tokens is set as well"):
+        parse_recipe(text, ["train.batch_rows=4", "train.batch_tokens=4096"])

@@ -146,7 +146,8 @@ def example(
             lines.append(filled.ljust(column - 1) + f" #{comment}" if mark else filled)
         else:
             lines.append(line)
-    return "\n".join(lines) + "\n"
+    text = "\n".join(lines) + "\n"
+    return text.replace("except data.eval;", "except data.eval and sizes;") if sizes else text
 
 
 def scalar(text: str) -> str:
@@ -179,6 +180,7 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), name: str = "recipe")
         values["objective"] = {"name": values["objective"]}  # so that objective.beta=0.3 fits beside it
     for word in overrides:
         _apply_override(values, places, word, problems)
+    _replace_batch(values, [word.partition("=")[0] for word in overrides])
     recipe = None
     try:
         recipe = Recipe.model_validate(values)
@@ -188,6 +190,14 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), name: str = "recipe")
     raise_all(_once(problems))
     assert recipe is not None  # raise_all left no problem, so validation went through
     return recipe
+
+
+def _replace_batch(values: dict[str, Any], given: Sequence[str]) -> None:
+    """A step's size on the command line takes the place of the file's, which may count it the other way."""
+    train = values.get("train")
+    for key, other in (("batch_rows", "batch_tokens"), ("batch_tokens", "batch_rows")):
+        if f"train.{key}" in given and f"train.{other}" not in given and isinstance(train, dict):
+            train.pop(other, None)
 
 
 def _each(detail: Any) -> list[Any]:

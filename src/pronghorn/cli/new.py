@@ -50,7 +50,9 @@ def new(arguments: argparse.Namespace) -> None:
         print(text, end="")
         return
     _write(target, text)
-    say(arguments, {"written": target}, f"wrote {target}; next: {command('check', target)}")
+    files = [name for name in arguments.data or () if Path(name).suffix and not Path(name).expanduser().exists()]
+    missing = f"{files[0]} does not exist here; " if files else ""
+    say(arguments, {"written": target}, f"wrote {target}; {missing}next: {command('check', target)}")
 
 
 def _output_of(target: str) -> str | None:

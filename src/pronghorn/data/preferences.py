@@ -29,7 +29,7 @@ def preference(fields: dict[str, Any], *, chat: bool) -> tuple[str, str] | None:
     columns = answer_columns(fields)
     if columns:
         told = f"preference data: `{columns[0]}` is the better of two answers, `{columns[1]}` the worse one; a supervised loss"
-        return f"{told} cannot use this", _take(fields, columns[0])
+        return f"{told} cannot use this", f"set objective: dpo; {_take(fields, columns[0])}"
     mark = mark_column(fields) if chat else None
     if mark:
         told = f"preference data: `{mark}` marks good answers, and a supervised loss would also train on the bad ones"

@@ -95,7 +95,7 @@ class ChatTemplate:
                 "chat template missing: the data is conversations, but the tokenizer has no chat template",
                 where=str(getattr(tokenizer, "name_or_path", "")),
                 why="without a template, the format of a turn is unknown",
-                fix="use an -Instruct model, set data.chat_template: file.jinja, or use prompt/completion data",
+                fix="use an -Instruct model, set data.template: NAME or data.chat_template: FILE, or use prompt/completion",
             )
         self._tokenizer = tokenizer
         self._tracked = any(GENERATION_TAG.search(text) for text in _template_texts(tokenizer.chat_template))

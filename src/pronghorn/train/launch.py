@@ -166,7 +166,7 @@ class _Watched:
     def _failure(self, rank: int, code: int) -> PronghornError:
         if code < 0 and not self._store.check(["told"]):  # else a rank has shown what happened, and to whom
             why, fix = KILLED.get(-code, CRASHED)
-            fix = f"{fix}, then run the same command again: it resumes"
+            fix = f"{fix}, then run the same command again: it goes on from its last checkpoint, if it has one"
             return EnvironmentFault(what=f"rank {rank} was killed by {_name(-code)}", why=why, fix=fix)
         if code > 0 and (found := self._left_early()):
             return found
