@@ -28,10 +28,10 @@ from benchmarks.odd_rows import SEED, judge_odd, odd_chats
 from benchmarks.record import RESULTS, record, write
 from benchmarks.template_facts import FACTS
 from benchmarks.template_oracle import Answer, Chat, Facts, Message, Refusal, Verdict, chats, judge
-from pronghorn.data.encode import Encoder
-from pronghorn.data.formats import Example
-from pronghorn.data.templates import chat_template
-from pronghorn.data.tokens import load_tokenizer
+from pronghorn.data.encode.encode import Encoder
+from pronghorn.data.encode.tokens import load_tokenizer
+from pronghorn.data.read.formats import Example
+from pronghorn.data.template.templates import chat_template
 from pronghorn.errors import DataError
 
 SPECIAL = re.compile(r"<\|[^|<>\s\"'{}]{1,40}\|>|<｜[^｜<>{}]{1,40}｜>|\[/?[A-Z][A-Z_]+\]|<(?:start|end)_of_turn>")

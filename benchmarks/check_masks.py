@@ -17,9 +17,9 @@ import unicodedata
 from pathlib import Path
 from typing import Any
 
-from pronghorn.data.encode import Encoder
-from pronghorn.data.formats import Example
-from pronghorn.data.tokens import TokenRow, load_tokenizer
+from pronghorn.data.encode.encode import Encoder
+from pronghorn.data.encode.tokens import TokenRow, load_tokenizer
+from pronghorn.data.read.formats import Example
 
 LEADS = ("", "<think>\n\n</think>\n\n", "<|channel|>final<|message|>")
 ENDS = ("<|im_end|>", "<|end|>", "<|return|>", "<|eot_id|>", "<end_of_turn>", "</s>")

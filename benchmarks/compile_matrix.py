@@ -38,9 +38,9 @@ from benchmarks.without_numbers import WithoutNumbers
 from pronghorn.bench.meter import machine
 from pronghorn.bench.pairs import Pair, PairTable
 from pronghorn.bench.workloads import MODELS
-from pronghorn.data.batches import PackedBatch, Shapes, build_batch
-from pronghorn.data.packing import pack_in_order
-from pronghorn.data.pair_packing import groups_of
+from pronghorn.data.pack.batches import PackedBatch, Shapes, build_batch
+from pronghorn.data.pack.packing import pack_in_order
+from pronghorn.data.preference.pair_packing import groups_of
 from pronghorn.kernels.loss import cross_entropy_powers
 from pronghorn.kernels.quant.fp8_cast import fp8_cast_rows, fp8_supported
 from pronghorn.kernels.quant.mxfp4 import mxfp4_dequantize, mxfp4_quantize
@@ -53,10 +53,10 @@ from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.load import DTYPES
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
-from pronghorn.train.fused_adamw import FusedAdamW
-from pronghorn.train.graphed_step import GraphedStep
 from pronghorn.train.objectives import Supervised
 from pronghorn.train.objectives.cpo import SimPo
+from pronghorn.train.step.fused_adamw import FusedAdamW
+from pronghorn.train.step.graphed_step import GraphedStep
 
 RESULTS = Path(__file__).parent / "results"
 NAME = "compile-matrix"

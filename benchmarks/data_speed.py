@@ -58,8 +58,8 @@ def measured(work: Callable[[], Any]) -> dict[str, Any]:
 
 def prepare_rows(options: argparse.Namespace) -> dict[str, Any]:
     """As `pronghorn train` does it before its first step."""
+    from pronghorn.data.encode.tokens import TokenizerFiles
     from pronghorn.data.prepare import prepare
-    from pronghorn.data.tokens import TokenizerFiles
     from pronghorn.recipe import Data
     from pronghorn.report.display import PlainDisplay
 

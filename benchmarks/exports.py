@@ -24,7 +24,7 @@ from filelock import FileLock
 
 from benchmarks.export_models import known_tokenizer, make_model, write_pieces
 from benchmarks.record import RESULTS, ROOT, commit, read, record, write
-from pronghorn.data.tokens import load_tokenizer
+from pronghorn.data.encode.tokens import load_tokenizer
 from pronghorn.demo.smollm2 import NAME as SMOLLM2
 from pronghorn.digests import file_digest
 from pronghorn.errors import PronghornError
@@ -34,7 +34,7 @@ from pronghorn.export.targets import TARGETS, asked_for
 from pronghorn.folders import cache_folder
 from pronghorn.recipe import Data, Recipe
 from pronghorn.train.loop import train
-from pronghorn.train.trained_run import TrainedRun
+from pronghorn.train.run.trained_run import TrainedRun
 
 FILE, DOC = RESULTS / "exports.json", ROOT / "docs" / "export.md"
 BEGIN, END = "<!-- table: python -m benchmarks.exports --write -->", "<!-- end of the table -->"

@@ -24,7 +24,7 @@ from pronghorn.export.llama_cpp import Asked, ask
 from pronghorn.export.run import export_run
 from pronghorn.model.generate import generate_answers
 from pronghorn.recipe import named
-from pronghorn.train.trained_run import TrainedRun
+from pronghorn.train.run.trained_run import TrainedRun
 
 
 def right(answers: list[str], expected: list[str]) -> int:

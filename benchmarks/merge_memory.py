@@ -32,7 +32,7 @@ from pronghorn.model.config import empty_model, read_config
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.sharded import write_sharded
 from pronghorn.recipe import Lora, Recipe
-from pronghorn.train.trained_run import Trained
+from pronghorn.train.run.trained_run import Trained
 
 SCALE = 0.02
 

@@ -49,7 +49,7 @@ class Switch:
         from pronghorn.memory.levels import SLOT_PADDING
         from pronghorn.memory.offload import OffloadPool
         from pronghorn.model.causal_lm import engine_of
-        from pronghorn.train.graphed_step import make_step
+        from pronghorn.train.step.graphed_step import make_step
 
         ours = self.ours
         ours.step.abandon()

@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.ops import DEVICE, Line, compare, replaced
 from pronghorn.kernels.optim import adamw as op
-from pronghorn.train.fused_adamw import FusedAdamW
+from pronghorn.train.step.fused_adamw import FusedAdamW
 
 RANK = 16
 CLIP = 1.0

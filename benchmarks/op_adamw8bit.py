@@ -17,7 +17,7 @@ from benchmarks.op_adamw import CLIP, MODELS
 from benchmarks.ops import DEVICE, Line, compare, replaced
 from pronghorn.kernels.optim import adamw8bit as op
 from pronghorn.kernels.optim.adamw import adamw_step
-from pronghorn.train.fused_adamw import FusedAdamW
+from pronghorn.train.step.fused_adamw import FusedAdamW
 
 LAYERS = {"Llama-3.1-8B": 2, "Llama-3.2-1B": 4}
 # name: 8 bits, paged, bytes a parameter of whatever bounds it

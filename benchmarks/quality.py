@@ -27,17 +27,17 @@ import torch
 
 from benchmarks.quality_picture import draw
 from benchmarks.record import record, write
-from pronghorn.data.batches import BatchLoader, Shapes, StepBatch
-from pronghorn.data.packing import pack
+from pronghorn.data.pack.batches import BatchLoader, Shapes, StepBatch
+from pronghorn.data.pack.packing import pack
 from pronghorn.errors import CommandError
 from pronghorn.model.causal_lm import install
 from pronghorn.model.formats.store import dequantize_
 from pronghorn.model.load import DTYPES, Precision, load_model, pick_device, require_fp8_precision
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Recipe
-from pronghorn.train.evaluate import evaluate
-from pronghorn.train.graphed_step import make_step
-from pronghorn.train.optim import lr_scale, make_optimizer, set_lr
+from pronghorn.train.run.evaluate import evaluate
+from pronghorn.train.step.graphed_step import make_step
+from pronghorn.train.step.optim import lr_scale, make_optimizer, set_lr
 
 SEED = 3407
 WHAT = (

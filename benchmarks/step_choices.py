@@ -39,7 +39,7 @@ from pronghorn.kernels.loss import cross_entropy_powers, cross_entropy_rows, lin
 from pronghorn.kernels.norm import rms_norm
 from pronghorn.model.layers import attention as attention_half
 from pronghorn.model.layers import linears
-from pronghorn.train.graphed_step import GraphedStep
+from pronghorn.train.step.graphed_step import GraphedStep
 
 ROOT = Path(__file__).parent.parent
 REPLAYS = 6  # of a choice in a turn, after one that nobody times

@@ -35,8 +35,8 @@ def measure(workload: str, *, warmup: int, steps: int, blocks: int) -> dict[str,
     from pronghorn.bench.ours import Ours
     from pronghorn.bench.weights import make_model_folder
     from pronghorn.bench.workloads import WORKLOADS
-    from pronghorn.train.ranks import join
-    from pronghorn.train.world import World
+    from pronghorn.train.dist.ranks import join
+    from pronghorn.train.dist.world import World
 
     make_model_folder(WORKLOADS[workload].model)
 

@@ -165,7 +165,7 @@ def one_layer_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def own_writer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Checkpoints are written by a process that begins and ends with its run, as always outside of tests (quick_runs.py)."""
-    from pronghorn.train import checkpoint_writer
+    from pronghorn.train.checkpoint import checkpoint_writer
 
     kept = checkpoint_writer._Process
     monkeypatch.setattr(checkpoint_writer, "_Process", getattr(kept, "when_new", kept))

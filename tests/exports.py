@@ -16,7 +16,7 @@ from pronghorn.export.job import Options
 from pronghorn.export.run import Written, export_trained
 from pronghorn.export.targets import asked_for
 from pronghorn.recipe import Recipe
-from pronghorn.train.trained_run import Trained
+from pronghorn.train.run.trained_run import Trained
 
 child_run = child.run
 

@@ -23,7 +23,7 @@ def quicken_runs() -> None:
     """For the rest of this process."""
     importlib.metadata.version = functools.cache(importlib.metadata.version)  # parses a package's whole metadata each time
     _compile_shared_templates_once()
-    writing = sys.modules.get("pronghorn.train.checkpoint_writer")
+    writing = sys.modules.get("pronghorn.train.checkpoint.checkpoint_writer")
     if writing is not None and not torch.cuda.is_available():
         _keep_writers(writing)
 

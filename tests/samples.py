@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pronghorn.data.pair_rows import PairRows
+from pronghorn.data.preference.pair_rows import PairRows
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"

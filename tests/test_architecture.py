@@ -17,7 +17,7 @@ EVERYBODY = {"recipe", "recipe_objective", "errors", "program", "folders", "dige
 # room -> rooms it may import; `cli`, `demo` and `bench` stand at the top.
 ARROWS = {
     "cli": {
-        "scripts",
+        "compat",
         "process",
         "evaluation",
         "export",
@@ -59,12 +59,11 @@ ARROWS = {
     "model_files": set(),
     "small_files": set(),
     "process": set(),
-    "scripts": {"dropin"},
     "unsloth": {"cli"},
-    "dropin": {"export", "model", "data", "report", "kernels", "memory"},
-    "chat_templates": {"dropin", "data"},
-    "trainer": {"dropin"},
-    "__init__": {"scripts", "dropin", "chat_templates", "trainer", "recipe_file"},
+    "compat": {"export", "model", "data", "report", "kernels", "memory"},
+    "chat_templates": {"compat", "data"},
+    "trainer": {"compat"},
+    "__init__": {"compat", "chat_templates", "trainer", "recipe_file"},
 }
 # Inside kernels/, the same by folder.
 KERNEL_ARROWS = {
@@ -84,11 +83,11 @@ KERNEL_ARROWS = {
 LAZY = {
     "cli",
     "bench/worker.py",
-    "scripts/explain.py",
-    "scripts/fronts.py",
-    "dropin/gguf.py",
-    "dropin/instance.py",
-    "dropin/saving.py",
+    "compat/scripts/explain.py",
+    "compat/scripts/fronts.py",
+    "compat/dropin/gguf.py",
+    "compat/dropin/instance.py",
+    "compat/dropin/saving.py",
     "data/stats.py",
     "kernels/runtime/dispatch.py",
     "hub.py",
@@ -205,7 +204,7 @@ def test_only_triton_kernels_have_no_types() -> None:
 
 def test_transformers_and_triton_stay_in_their_rooms() -> None:
     # bench/weights.py makes random models, bench/peers.py runs transformers as one of the other systems
-    others = {"data/tokens.py", "bench/weights.py", "bench/peers.py"}
+    others = {"data/encode/tokens.py", "bench/weights.py", "bench/peers.py"}
     wrong = []
     for file in FILES:
         used = {name.split(".")[0] for name in imports(file)}
@@ -217,9 +216,9 @@ def test_transformers_and_triton_stay_in_their_rooms() -> None:
 
 
 def test_ranks_talk_in_one_place() -> None:
-    """What ranks must agree on goes through a World (train/world.py), and several of them through torch.distributed."""
+    """What ranks must agree on goes through a World (train/dist/world.py), and several of them through torch.distributed."""
     users = [short(file) for file in FILES if any(name.startswith("torch.distributed") for name in imports(file))]
-    assert users == ["train/ranks.py"]
+    assert users == ["train/dist/ranks.py"]
 
 
 def test_files_and_functions_stay_small() -> None:
@@ -240,7 +239,7 @@ def test_nothing_is_ever_unpickled() -> None:
         text = file.read_text()
         assert "pickle" not in {name.split(".")[0] for name in imports(file)}
         for forbidden in ("torch.load(", "trust_remote_code=True", "eval(", "exec("):
-            if forbidden == "exec(" and file == SOURCE / "scripts" / "running.py":
+            if forbidden == "exec(" and file == SOURCE / "compat" / "scripts" / "running.py":
                 continue  # `pronghorn run` runs the script that it is given
             assert f" {forbidden}" not in text, f"{file}: {forbidden}"
             assert f"({forbidden}" not in text, f"{file}: {forbidden}"
@@ -248,16 +247,16 @@ def test_nothing_is_ever_unpickled() -> None:
 
 # Files of train/ that write, and how only the rank that writes gets there: world.py.
 WRITERS = {
-    "answers.py": "on_writer",
-    "checkpoint.py": "saving.py",
-    "checkpoint_process.py": "saving.py",
-    "folder_store.py": "the ranks' own folder",
+    "run/answers.py": "on_writer",
+    "checkpoint/checkpoint.py": "saving.py",
+    "checkpoint/checkpoint_process.py": "saving.py",
+    "dist/folder_store.py": "the ranks' own folder",
     "loop.py": "world.writes",
-    "resume.py": "writer_first",
-    "run_events.py": "world.writes",
-    "run_evaluation.py": "a command of its own",
-    "run_folder.py": "world.writes",
-    "saving.py": "world.writes",
+    "checkpoint/resume.py": "writer_first",
+    "run/run_events.py": "world.writes",
+    "run/run_evaluation.py": "a command of its own",
+    "run/run_folder.py": "world.writes",
+    "checkpoint/saving.py": "world.writes",
 }
 WRITING = {
     "RunLog",

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pronghorn.cli import main
-from pronghorn.train import run_folder
+from pronghorn.train.run import run_folder
 from samples import chat_rows, make_model, make_tokenizer, write_rows
 
 

@@ -13,8 +13,8 @@ import torch
 from pronghorn.cli import starting
 from pronghorn.errors import CommandError, EndedElsewhere, RecipeError
 from pronghorn.recipe import Data, Recipe, Train
-from pronghorn.train import launch
-from pronghorn.train.folder_store import PLACE
+from pronghorn.train.dist import launch
+from pronghorn.train.dist.folder_store import PLACE
 from tables import table
 
 RECIPE = Recipe(model="m", data=Data(train="d.jsonl"))  # four packs a step
@@ -82,7 +82,7 @@ def test_too_few_packs_are_refused_before_ranks_start(started: list[int], monkey
 
 def test_ranks_start_without_torch() -> None:
     """Which takes seconds to import: what is refused before is refused at once."""
-    script = "import sys, pronghorn.cli.starting, pronghorn.train.launch; sys.exit('torch' in sys.modules)"
+    script = "import sys, pronghorn.cli.starting, pronghorn.train.dist.launch; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 

@@ -196,7 +196,7 @@ def test_what_is_exported_has_the_logits_of_what_was_trained(
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    from pronghorn.train.trained_run import TrainedRun
+    from pronghorn.train.run.trained_run import TrainedRun
 
     target = tmp_path / "out"
     (said,) = lines(capsys, "export", str(place.run), "--to", to, "--target", str(target))

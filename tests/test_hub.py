@@ -18,8 +18,8 @@ import torch
 
 from pronghorn import hub
 from pronghorn.cli import main
-from pronghorn.data.sources import fingerprint, resolve
-from pronghorn.data.tokens import load_tokenizer
+from pronghorn.data.encode.tokens import load_tokenizer
+from pronghorn.data.read.sources import fingerprint, resolve
 from pronghorn.errors import DataError, EnvironmentFault, ModelError
 from pronghorn.hub import model_folder, refusal
 from pronghorn.model.load import load_model

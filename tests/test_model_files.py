@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pronghorn.data.tokens import load_tokenizer
+from pronghorn.data.encode.tokens import load_tokenizer
 from pronghorn.errors import ModelError
 from pronghorn.model.load import inspect_model, load_model
 from pronghorn.model_files import CONFIG, FILES, GENERATION, NAMED_CODE, TOKENIZER, NamedCode, read_json, require_safe_files

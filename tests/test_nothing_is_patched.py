@@ -150,7 +150,7 @@ def compare_in_this_process(folder: str) -> dict[str, list[str]]:
         return changes(before, snapshot()) + (["the environment was changed"] if dict(os.environ) != environment else [])
 
     import pronghorn
-    import pronghorn.dropin.language_model
+    import pronghorn.compat.dropin.language_model
 
     assert pronghorn.FastLanguageModel
     imported = [f"import: {change}" for change in changes(before, snapshot())]

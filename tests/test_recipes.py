@@ -15,8 +15,8 @@ from pronghorn.demo.recipe_data import as_lines, files
 from pronghorn.recipe import Recipe, named
 from pronghorn.recipe_file import load_recipe, parse_recipe
 from pronghorn.report.display import JsonDisplay
-from pronghorn.train.check import check_run
 from pronghorn.train.loop import train
+from pronghorn.train.setup.check import check_run
 
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))

@@ -11,14 +11,14 @@ if TYPE_CHECKING:
         to_sharegpt,
         train_on_responses_only,
     )
-    from pronghorn.dropin.language_model import FastLanguageModel, FastModel, is_bf16_supported, is_bfloat16_supported
+    from pronghorn.compat.dropin.language_model import FastLanguageModel, FastModel, is_bf16_supported, is_bfloat16_supported
     from pronghorn.recipe import Recipe
     from pronghorn.trainer import PatchDPOTrainer
 
 __version__ = "0.1.0"
 _HOMES = {
     "recipe": ("Recipe",),
-    "dropin.language_model": (
+    "compat.dropin.language_model": (
         "FastLanguageModel", "FastModel", "FastLlamaModel", "FastMistralModel", "FastGemmaModel", "FastGemma2Model",
         "FastQwen2Model", "FastQwen3Model", "FastQwen3MoeModel", "FastVisionModel", "is_bf16_supported",
         "is_bfloat16_supported",
@@ -31,7 +31,7 @@ _HOMES = {
         "PatchDPOTrainer", "PatchFastRL", "PatchKTOTrainer", "PronghornTrainer", "PronghornTrainingArguments", "UnslothTrainer",
         "UnslothTrainingArguments", "UnslothVisionDataCollator", "unsloth_train",
     ),
-    "dropin.absent": (
+    "compat.dropin.absent": (
         "FastSentenceTransformer", "add_new_tokens", "check_python_modules", "create_locked_down_function",
         "execute_with_time_limit", "is_port_open", "launch_openenv",
     ),
@@ -58,12 +58,12 @@ def __dir__() -> list[str]:
 
 def load_ipython_extension(shell: Any) -> None:
     """`%load_ext pronghorn`"""
-    from pronghorn.scripts.notebooks import load
+    from pronghorn.compat.scripts.notebooks import load
 
     load(shell)
 
 
 def unload_ipython_extension(shell: Any) -> None:
-    from pronghorn.scripts.notebooks import unload
+    from pronghorn.compat.scripts.notebooks import unload
 
     unload(shell)

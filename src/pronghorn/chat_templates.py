@@ -1,6 +1,6 @@
 """Conversations for training: templates by name, data sets brought into one form, labels on answers only."""
 
-from pronghorn.dropin.conversations import (
+from pronghorn.compat.dropin.conversations import (
     CHAT_TEMPLATES,
     apply_chat_template,
     get_chat_template,
@@ -8,7 +8,7 @@ from pronghorn.dropin.conversations import (
     standardize_sharegpt,
     to_sharegpt,
 )
-from pronghorn.dropin.responses import train_on_responses_only
+from pronghorn.compat.dropin.responses import train_on_responses_only
 
 __all__ = [
     "CHAT_TEMPLATES",

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from pronghorn.dropin.absent import ABSENT
-from pronghorn.dropin.internals import _create_unsloth_optimizer
-from pronghorn.dropin.training import (
+from pronghorn.compat.dropin.absent import ABSENT
+from pronghorn.compat.dropin.internals import _create_unsloth_optimizer
+from pronghorn.compat.dropin.training import (
     PatchDPOTrainer,
     PatchFastRL,
     PatchKTOTrainer,

@@ -9,7 +9,7 @@ import pytest
 from tiny import check_converted
 
 from pronghorn.convert.converting import Conversion, convert_file, convert_text
-from pronghorn.data.sources import resolve
+from pronghorn.data.read.sources import resolve
 from pronghorn.errors import CommandError
 from pronghorn.recipe import Recipe, named
 from pronghorn.recipe_file import parse_recipe

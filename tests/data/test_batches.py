@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from pronghorn.data.batches import IGNORED, BatchLoader, Cursor, Shapes, build_batch, evaluation_batches
-from pronghorn.data.packing import max_documents, pack
+from pronghorn.data.pack.batches import IGNORED, BatchLoader, Cursor, Shapes, build_batch, evaluation_batches
+from pronghorn.data.pack.packing import max_documents, pack
 from samples import ListTable, random_table
 
 

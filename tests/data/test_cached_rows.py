@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from pronghorn.data import cached_rows, encoding_pool, reading
-from pronghorn.data.cached_rows import Rows, tokenized_rows
-from pronghorn.data.encode import Encoder
-from pronghorn.data.partial_table import PartialTable
-from pronghorn.data.tokens import load_tokenizer
+from pronghorn.data.encode import cached_rows, encoding_pool
+from pronghorn.data.encode.cached_rows import Rows, tokenized_rows
+from pronghorn.data.encode.encode import Encoder
+from pronghorn.data.encode.partial_table import PartialTable
+from pronghorn.data.encode.tokens import load_tokenizer
+from pronghorn.data.read import reading
 from pronghorn.errors import DataError
 from pronghorn.recipe import Data
 from samples import chat_rows, make_tokenizer, write_rows

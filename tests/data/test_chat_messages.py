@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pronghorn.data.chat_messages import (
+from pronghorn.data.template.chat_messages import (
     CONTENT_KEYS,
     LIKE_A_MARK,
     REASONING,

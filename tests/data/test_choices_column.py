@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pronghorn.data.formats import choices_of, unused_columns
 from pronghorn.data.prepare import prepare
+from pronghorn.data.read.formats import choices_of, unused_columns
 from pronghorn.evaluation.questions import held_out_questions
 from pronghorn.recipe import Data
 from samples import make_tokenizer, write_rows

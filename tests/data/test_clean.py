@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from pronghorn.data.clean import copies_of, identity, junk
-from pronghorn.data.formats import Example
+from pronghorn.data.read.clean import copies_of, identity, junk
+from pronghorn.data.read.formats import Example
 from tables import table
 
 

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pronghorn.data import copies
-from pronghorn.data.cached_rows import tokenized_rows
+from pronghorn.data.encode.cached_rows import tokenized_rows
+from pronghorn.data.encode.tokens import TokenizerFiles
 from pronghorn.data.prepare import findings
-from pronghorn.data.tokens import TokenizerFiles
+from pronghorn.data.read import copies
 from pronghorn.recipe import Data
 from samples import make_tokenizer, write_rows
 
@@ -156,7 +156,7 @@ def test_the_same_rows_go_in_every_process_without_an_extra_package(tmp_path: Pa
 import sys
 sys.modules.update(dict.fromkeys(["rensa", "datasets", "gguf", "pandas", "scipy", "sklearn", "triton", "torch"]))
 from pronghorn.data.prepare import prepare
-from pronghorn.data.tokens import TokenizerFiles
+from pronghorn.data.encode.tokens import TokenizerFiles
 from pronghorn.recipe import Data
 data = Data(train={str(path)!r}, duplicates="drop-near")
 rows = prepare(data.train, data, TokenizerFiles({str(tmp_path / "model")!r})).tokens

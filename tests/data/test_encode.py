@@ -10,10 +10,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from pronghorn.data.encode import Encoder
-from pronghorn.data.example_json import example_from_json, example_to_json
-from pronghorn.data.formats import Example
-from pronghorn.data.rendering import RowError
+from pronghorn.data.encode.encode import Encoder
+from pronghorn.data.read.example_json import example_from_json, example_to_json
+from pronghorn.data.read.formats import Example
+from pronghorn.data.template.rendering import RowError
 from pronghorn.errors import DataError
 from samples import CHATML, make_tokenizer
 from tables import table

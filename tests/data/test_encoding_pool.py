@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from pronghorn.data import encoding_pool
-from pronghorn.data.encode import Encoder
-from pronghorn.data.encoding_pool import EncodingPool
-from pronghorn.data.formats import Example
+from pronghorn.data.encode import encoding_pool
+from pronghorn.data.encode.encode import Encoder
+from pronghorn.data.encode.encoding_pool import EncodingPool
+from pronghorn.data.read.formats import Example
 from pronghorn.errors import EnvironmentFault
 from samples import CHATML, make_tokenizer
 
@@ -128,8 +128,9 @@ def test_workers_leave_with_a_killed_parent() -> None:
     code = textwrap.dedent("""
         import sys, time; sys.path.insert(0, sys.argv[1])
         from samples import make_tokenizer
-        from pronghorn.data import encode, encoding_pool
-        from pronghorn.data.formats import Example
+        from pronghorn.data.encode import encode
+        from pronghorn.data.encode import encoding_pool
+        from pronghorn.data.read.formats import Example
         encoding_pool.ROWS_WORTH_A_POOL = 0
         pool = encoding_pool.EncodingPool(encode.Encoder(make_tokenizer()), cores=2)
         list(pool.give([Example("text", "", text="a")])); list(pool.rest())
@@ -156,8 +157,9 @@ def test_an_interrupt_while_workers_are_made_is_not_lost() -> None:
     code = textwrap.dedent("""
         import os, signal, sys, time; sys.path.insert(0, sys.argv[1])
         from samples import make_tokenizer
-        from pronghorn.data import encode, encoding_pool
-        from pronghorn.data.formats import Example
+        from pronghorn.data.encode import encode
+        from pronghorn.data.encode import encoding_pool
+        from pronghorn.data.read.formats import Example
         encoding_pool.ROWS_WORTH_A_POOL = 0
         signal.signal(signal.SIGINT, signal.default_int_handler)
         interrupts = iter([True])

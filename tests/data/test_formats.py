@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pronghorn.data.formats import Example, Format, detect_format, to_example
-from pronghorn.data.source_files import BadRow
-from pronghorn.data.sources import RawRow
+from pronghorn.data.read.formats import Example, Format, detect_format, to_example
+from pronghorn.data.read.source_files import BadRow
+from pronghorn.data.read.sources import RawRow
 from pronghorn.errors import DataError
 from tables import table
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pronghorn.data.mixing import repeated
+from pronghorn.data.encode.tokens import TokenizerFiles
 from pronghorn.data.prepare import Prepared, prepare
-from pronghorn.data.reading import SourceCount
-from pronghorn.data.splitting import apart
-from pronghorn.data.tokens import TokenizerFiles
+from pronghorn.data.read.mixing import repeated
+from pronghorn.data.read.reading import SourceCount
+from pronghorn.data.read.splitting import apart
 from pronghorn.errors import DataError
 from pronghorn.recipe import Data
 from samples import make_tokenizer, write_rows

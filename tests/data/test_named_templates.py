@@ -7,7 +7,7 @@ from typing import Any
 import jinja2
 import pytest
 
-from pronghorn.data.named_templates import SAME_AS, TEMPLATES, NamedTemplate, ending_with, named, whole
+from pronghorn.data.template.named_templates import SAME_AS, TEMPLATES, NamedTemplate, ending_with, named, whole
 from samples import make_tokenizer
 from tables import table
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pronghorn.data.packing import Groups, max_documents, pack, pack_in_order, pack_stream
+from pronghorn.data.pack.packing import Groups, max_documents, pack, pack_in_order, pack_stream
 from pronghorn.errors import DataError
 
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from pronghorn.data.batches import IGNORED, BatchLoader, PackedBatch, Shapes, build_batch, evaluation_batches
-from pronghorn.data.packing import pack
-from pronghorn.data.pair_packing import groups_of, split_groups, tokens_in
-from pronghorn.data.pair_rows import PairRows
+from pronghorn.data.pack.batches import IGNORED, BatchLoader, PackedBatch, Shapes, build_batch, evaluation_batches
+from pronghorn.data.pack.packing import pack
+from pronghorn.data.preference.pair_packing import groups_of, split_groups, tokens_in
+from pronghorn.data.preference.pair_rows import PairRows
 from pronghorn.errors import DataError
 from samples import ListTable, preference_table
 

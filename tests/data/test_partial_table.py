@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from token_rows import some_rows
 
-from pronghorn.data import partial_table
-from pronghorn.data.partial_table import PartialTable
-from pronghorn.data.source_files import BadRow
-from pronghorn.data.token_cache import Seal, open_table
-from pronghorn.data.tokens import TokenTable, record_batch
+from pronghorn.data.encode import partial_table
+from pronghorn.data.encode.partial_table import PartialTable
+from pronghorn.data.encode.token_cache import Seal, open_table
+from pronghorn.data.encode.tokens import TokenTable, record_batch
+from pronghorn.data.read.source_files import BadRow
 from pronghorn.errors import DataError, EnvironmentFault
 from pronghorn.folders import this_process
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from pronghorn.data.batches import build_batch
+from pronghorn.data.pack.batches import build_batch
 from pronghorn.data.prepare import Prepared, prepare
-from pronghorn.data.splitting import apart
+from pronghorn.data.read.splitting import apart
 from pronghorn.errors import DataError
 from pronghorn.recipe import Data
 from samples import make_tokenizer, write_rows

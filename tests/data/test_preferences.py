@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from pronghorn.data.preferences import preference, refuse_ratings, refused
-from pronghorn.data.source_files import RawRow
+from pronghorn.data.preference.preferences import preference, refuse_ratings, refused
+from pronghorn.data.read.source_files import RawRow
 from pronghorn.errors import DataError
 from tables import table
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from pronghorn.data import cached_rows as module_of_rows
 from pronghorn.data import prepare as module
-from pronghorn.data.cached_rows import tokenized_rows
+from pronghorn.data.encode import cached_rows as module_of_rows
+from pronghorn.data.encode.cached_rows import tokenized_rows
+from pronghorn.data.encode.tokens import TokenizerFiles
 from pronghorn.data.prepare import Prepared, findings, prepare
-from pronghorn.data.tokens import TokenizerFiles
 from pronghorn.digests import read_sealed, write_sealed
 from pronghorn.errors import DataError, EnvironmentFault
 from pronghorn.recipe import Data
@@ -431,7 +431,7 @@ def test_findings_are_looked_for_once(model: Path, tmp_path: Path, monkeypatch: 
     assert (first.exact, first.near) == ({2: 1}, {2: 1, 3: 0})
     assert set(first.junk) == {4, 5}
     monkeypatch.setattr(module.clean, "identity", lambda _: pytest.fail("looked again"))
-    monkeypatch.setattr("pronghorn.data.copies._marks", lambda *_: pytest.fail("compared again"))
+    monkeypatch.setattr("pronghorn.data.read.copies._marks", lambda *_: pytest.fail("compared again"))
     assert findings(rows, near=True) == first
     monkeypatch.undo()
     for kept in ("findings", "copies"):  # damaged: made again

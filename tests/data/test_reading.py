@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from pronghorn.data import reading
-from pronghorn.data.reading import Reading, parts_of
+from pronghorn.data.read import reading
+from pronghorn.data.read.reading import Reading, parts_of
 from pronghorn.errors import DataError
 from pronghorn.recipe import Data
 from samples import write_rows

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pronghorn.data.reference_store import ReferenceStore, content_of
+from pronghorn.data.preference.reference_store import ReferenceStore, content_of
 from pronghorn.errors import EnvironmentFault
 from samples import ListTable, preference_table
 

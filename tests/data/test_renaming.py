@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from pronghorn.data.encode.tokens import TokenizerFiles
 from pronghorn.data.prepare import Prepared, prepare
-from pronghorn.data.tokens import TokenizerFiles
 from pronghorn.errors import DataError
 from pronghorn.recipe import Data
 from samples import make_tokenizer, write_rows

@@ -10,11 +10,11 @@ import time
 
 import pytest
 
-from pronghorn.data import rendering
-from pronghorn.data.encode import Encoder
-from pronghorn.data.formats import Example
-from pronghorn.data.rendering import RowError, within_limits
-from pronghorn.data.templates import chat_template
+from pronghorn.data.encode.encode import Encoder
+from pronghorn.data.read.formats import Example
+from pronghorn.data.template import rendering
+from pronghorn.data.template.rendering import RowError, within_limits
+from pronghorn.data.template.templates import chat_template
 from pronghorn.errors import DataError
 from samples import CHATML, make_tokenizer
 from tables import table

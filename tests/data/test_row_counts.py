@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pronghorn.data import row_counts
-from pronghorn.data.row_counts import expected_rows
-from pronghorn.data.sources import resolve
+from pronghorn.data.read import row_counts
+from pronghorn.data.read.row_counts import expected_rows
+from pronghorn.data.read.sources import resolve
 
 
 def count(*files: Path, at_most: int | None = None) -> int:

@@ -13,11 +13,11 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from pronghorn.data.encode import Encoder
-from pronghorn.data.formats import Example
-from pronghorn.data.preference_rows import Group
+from pronghorn.data.encode.encode import Encoder
+from pronghorn.data.encode.tokens import TokenRow, TokenTable
+from pronghorn.data.preference.preference_rows import Group
+from pronghorn.data.read.formats import Example
 from pronghorn.data.show import LOSS_STYLES, REJECTED_STYLES, as_dict, as_text, count_of, render_row, row_as_dict, row_as_text
-from pronghorn.data.tokens import TokenRow, TokenTable
 from pronghorn.report.console import SafeConsole
 from samples import make_tokenizer
 

@@ -18,8 +18,8 @@ import pyarrow.parquet as pq
 import pytest
 from test_sources import fields, read_all, refused
 
-from pronghorn.data.source_files import BadRow
-from pronghorn.data.sources import Wish, read, resolve
+from pronghorn.data.read.source_files import BadRow
+from pronghorn.data.read.sources import Wish, read, resolve
 from pronghorn.errors import DataError
 from tables import table
 
@@ -41,7 +41,7 @@ def test_hub_names(here: Path, name: str, hub: tuple[str, str | None, str]) -> N
 
 
 HUB_SCRIPT = """
-from pronghorn.data.sources import fingerprint, read, resolve
+from pronghorn.data.read.sources import fingerprint, read, resolve
 from pronghorn.errors import DataError
 for name in ("someone/tiny", "someone/tiny:default:train[1:]", "someone/tiny:test", "someone/else"):
     (source,) = resolve(name)
@@ -175,8 +175,8 @@ def test_what_a_source_says_of_a_hub_data_set(here: Path, name: str, wish: Any, 
 
 STREAM_SCRIPT = """
 import datasets
-from pronghorn.data import arrow_rows
-from pronghorn.data.sources import Wish, fingerprint, read, resolve
+from pronghorn.data.read import arrow_rows
+from pronghorn.data.read.sources import Wish, fingerprint, read, resolve
 from pronghorn.errors import PronghornError
 
 load = datasets.load_dataset

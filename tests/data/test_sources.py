@@ -19,8 +19,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pronghorn.data.source_files import EXCERPT, BadRow, excerpt
-from pronghorn.data.sources import RawRow, fingerprint, read, resolve
+from pronghorn.data.read.source_files import EXCERPT, BadRow, excerpt
+from pronghorn.data.read.sources import RawRow, fingerprint, read, resolve
 from pronghorn.errors import DataError
 from tables import table
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pronghorn.data.encode.tokens import TokenTable
 from pronghorn.data.prepare import prepare
-from pronghorn.data.splitting import Apart, apart
-from pronghorn.data.tokens import TokenTable
+from pronghorn.data.read.splitting import Apart, apart
 from pronghorn.errors import DataError
 from pronghorn.recipe import Data
 from pronghorn.recipe_objective import Rows as Wanted
@@ -176,6 +176,6 @@ def test_the_fraction_is_met_as_nearly_as_copies_allow(tmp_path: Path) -> None:
 def test_what_is_found_is_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [*chat_rows(40), *chat_rows(40)]
     first = lines(split(rows, tmp_path).held)
-    monkeypatch.setattr("pronghorn.data.copies._marks", lambda *_: pytest.fail("compared again"))
+    monkeypatch.setattr("pronghorn.data.read.copies._marks", lambda *_: pytest.fail("compared again"))
     assert lines(split(rows, tmp_path).held) == first
     assert lines(split(rows, tmp_path, max_length=1000).held) == first

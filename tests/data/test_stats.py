@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from pronghorn.data.encode.tokens import load_tokenizer
 from pronghorn.data.stats import Found, Stats, _bar, collect, length_bins
-from pronghorn.data.tokens import load_tokenizer
 from pronghorn.recipe import Data
 from samples import chat_rows, make_tokenizer, write_rows
 
@@ -99,7 +99,7 @@ def test_the_second_time_needs_no_torch(tmp_path: Path, monkeypatch: pytest.Monk
     path = write_rows(tmp_path / "a.jsonl", chat_rows(30))
     first = collect(Data(train=str(path)), 512, 1, load_tokenizer(str(tmp_path / "model"), None))
     code = (
-        "import sys; from pronghorn.data.stats import collect; from pronghorn.data.tokens import TokenizerFiles;"
+        "import sys; from pronghorn.data.stats import collect; from pronghorn.data.encode.tokens import TokenizerFiles;"
         f"from pronghorn.recipe import Data; stats = collect(Data(train={str(path)!r}), 512, 1,"
         f" TokenizerFiles({str(tmp_path / 'model')!r})); stats.table();"
         "print(stats.counts.tokens, sorted({'torch', 'transformers'} & set(sys.modules)))"

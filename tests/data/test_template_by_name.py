@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pronghorn.data.named_templates import TEMPLATES, whole
-from pronghorn.data.template_by_name import with_template
+from pronghorn.data.template.named_templates import TEMPLATES, whole
+from pronghorn.data.template.template_by_name import with_template
 from pronghorn.errors import CommandError
 from samples import CHATML, make_tokenizer
 

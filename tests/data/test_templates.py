@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pronghorn.data.rendering import RowError
-from pronghorn.data.templates import ChatTemplate, chat_template
+from pronghorn.data.template.rendering import RowError
+from pronghorn.data.template.templates import ChatTemplate, chat_template
 from pronghorn.errors import DataError
 from samples import CHATML, make_tokenizer
 from tables import table

@@ -13,9 +13,9 @@ import pytest
 from token_rows import mask_of, some_rows, write_table
 
 from pronghorn import digests
-from pronghorn.data import token_cache
-from pronghorn.data.token_cache import DamagedError, open_table, read_note, write_note
-from pronghorn.data.tokens import TokenTable, record_batch
+from pronghorn.data.encode import token_cache
+from pronghorn.data.encode.token_cache import DamagedError, open_table, read_note, write_note
+from pronghorn.data.encode.tokens import TokenTable, record_batch
 from pronghorn.errors import EnvironmentFault
 
 
@@ -41,7 +41,7 @@ def test_a_table_is_opened_without_pandas(tmp_path: Path) -> None:
     code = f"""
 import sys
 from pathlib import Path
-from pronghorn.data.token_cache import Seal, open_table
+from pronghorn.data.encode.token_cache import Seal, open_table
 table = open_table(Path(sys.argv[1]), {seal})
 assert len(table) == 3 and len(table.ids(2)) == table.lengths[2]
 sys.exit("pandas" in sys.modules)

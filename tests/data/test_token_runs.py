@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from pronghorn.data import token_runs
-from pronghorn.data.token_runs import runs_by_offsets, runs_of
+from pronghorn.data.template import token_runs
+from pronghorn.data.template.token_runs import runs_by_offsets, runs_of
 
 WORDS = [
     "the cat sat on the mat, and the dog sat there too.",

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from pronghorn.data.encode import Encoder
-from pronghorn.data.formats import Example
-from pronghorn.data.tokens import TokenizerFiles, fingerprint, load_tokenizer
+from pronghorn.data.encode.encode import Encoder
+from pronghorn.data.encode.tokens import TokenizerFiles, fingerprint, load_tokenizer
+from pronghorn.data.read.formats import Example
 from pronghorn.errors import RecipeError
 from pronghorn.model.generate import end_tokens
 from pronghorn.recipe import Data

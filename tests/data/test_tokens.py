@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 from token_rows import mask_of, some_rows
 
-from pronghorn.data.tokens import TokenizerFiles, TokenRow, TokenTable, fingerprint, load_tokenizer, record_batch
+from pronghorn.data.encode.tokens import TokenizerFiles, TokenRow, TokenTable, fingerprint, load_tokenizer, record_batch
 from pronghorn.errors import ModelError, RecipeError
 from pronghorn.recipe import Data
 from samples import CHATML, make_tokenizer
@@ -127,7 +127,7 @@ def test_a_fingerprint_follows_the_files_and_the_template(folder: Path, tmp_path
 
 def test_a_fingerprint_needs_neither_transformers_nor_torch(folder: Path) -> None:
     code = (
-        "import sys; from pronghorn.data.prepare import prepare; from pronghorn.data.tokens import TokenizerFiles;"
+        "import sys; from pronghorn.data.prepare import prepare; from pronghorn.data.encode.tokens import TokenizerFiles;"
         f"TokenizerFiles({str(folder)!r}).fingerprint(); print(sorted({{'torch', 'transformers'}} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

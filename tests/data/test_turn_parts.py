@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pronghorn.data.named_templates import TEMPLATES, whole
-from pronghorn.data.turn_parts import turn_parts
+from pronghorn.data.template.named_templates import TEMPLATES, whole
+from pronghorn.data.template.turn_parts import turn_parts
 from pronghorn.errors import CommandError
 from samples import make_tokenizer
 from tables import table

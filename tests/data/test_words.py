@@ -12,10 +12,10 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from pronghorn.data import words
-from pronghorn.data.encode import Encoder
-from pronghorn.data.formats import Example
-from pronghorn.data.words import EASY, GPT2, GPT2_BETWEEN_DIGITS, PATTERNS, Words, in_python, words_of
+from pronghorn.data.encode import words
+from pronghorn.data.encode.encode import Encoder
+from pronghorn.data.encode.words import EASY, GPT2, GPT2_BETWEEN_DIGITS, PATTERNS, Words, in_python, words_of
+from pronghorn.data.read.formats import Example
 from tables import table
 
 KINDS = ("a", "Z", "s", "'", "1", " ", "\n", "\r", "\t", ".", "/", "\u00e9", "\u00aa", "\u00b2", "\xa0", "\u2019")

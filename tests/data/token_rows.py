@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from pronghorn.data.partial_table import PartialTable
-from pronghorn.data.token_cache import Seal
-from pronghorn.data.tokens import TokenRow
+from pronghorn.data.encode.partial_table import PartialTable
+from pronghorn.data.encode.token_cache import Seal
+from pronghorn.data.encode.tokens import TokenRow
 
 
 def some_rows(count: int) -> list[TokenRow]:

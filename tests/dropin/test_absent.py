@@ -8,7 +8,7 @@ import importlib
 import pytest
 
 import pronghorn
-from pronghorn.dropin.absent import ABSENT
+from pronghorn.compat.dropin.absent import ABSENT
 from pronghorn.errors import CommandError
 from tables import table
 
@@ -29,6 +29,6 @@ def test_modules_have_their_names() -> None:
     trainer = importlib.import_module("pronghorn.trainer")
     assert trainer.UnslothVisionDataCollator is ABSENT["UnslothVisionDataCollator"]
     with pytest.raises(AttributeError):
-        importlib.import_module("pronghorn.dropin.absent").nothing  # noqa: B018
+        importlib.import_module("pronghorn.compat.dropin.absent").nothing  # noqa: B018
     missing = [name for name in dir(pronghorn) if not name.startswith("_") and not hasattr(pronghorn, name)]
     assert not missing

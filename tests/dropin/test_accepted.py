@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from api_parts import load
 from pronghorn import FastLanguageModel
-from pronghorn.dropin.accepted import ADAPTING, LOADING, SAVING, check_others, one_dtype
+from pronghorn.compat.dropin.accepted import ADAPTING, LOADING, SAVING, check_others, one_dtype
 from pronghorn.errors import CommandError
 from tables import table
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pronghorn.chat_templates import CHAT_TEMPLATES, get_chat_template
-from pronghorn.data.named_templates import TEMPLATES
+from pronghorn.data.template.named_templates import TEMPLATES
 from samples import make_tokenizer
 
 

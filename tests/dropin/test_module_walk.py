@@ -1,4 +1,4 @@
-"""The walks of dropin/module_walk.py against torch's own: the same names, the same objects, the same order."""
+"""The walks of compat/dropin/module_walk.py against torch's own: the same names, the same objects, the same order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 from torch import nn
 
-from pronghorn.dropin.module_walk import remember_walks
+from pronghorn.compat.dropin.module_walk import remember_walks
 
 
 class ItsOwn(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jinja2
 import pytest
 
-from pronghorn.dropin.prompt_format import DEFAULT_SYSTEM, Pieces, pieces_of, template_of
+from pronghorn.compat.dropin.prompt_format import DEFAULT_SYSTEM, Pieces, pieces_of, template_of
 from pronghorn.errors import CommandError
 from samples import make_tokenizer
 from tables import table

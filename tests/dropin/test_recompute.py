@@ -11,8 +11,8 @@ import torch
 
 import api_parts
 from pronghorn import FastLanguageModel
-from pronghorn.dropin import recompute
-from pronghorn.dropin.recompute import KeptByMemory, job_of
+from pronghorn.compat.dropin import recompute
+from pronghorn.compat.dropin.recompute import KeptByMemory, job_of
 from pronghorn.memory.dry_run import groups, kept_bytes
 from pronghorn.model.causal_lm import FastCausalLM, base_of, engine_of
 from samples import make_model, make_tokenizer

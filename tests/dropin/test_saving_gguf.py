@@ -12,7 +12,7 @@ from api_parts import load
 from benchmarks.export_models import known_tokenizer, make_model
 from exports import forked
 from pronghorn import FastLanguageModel
-from pronghorn.dropin import gguf as saving
+from pronghorn.compat.dropin import gguf as saving
 from pronghorn.export import child
 from pronghorn.export.gguf_convert import find_converter
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from api_parts import adapted, load, step
-from pronghorn.dropin.saving import LATER
+from pronghorn.compat.dropin.saving import LATER
 from pronghorn.errors import CommandError, EnvironmentFault, ModelError
 from tables import table
 

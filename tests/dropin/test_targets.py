@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from api_parts import LINEARS, adapted
 from image_text_models import save_image_text_model
 from pronghorn import FastModel, FastVisionModel
-from pronghorn.dropin.targets import chosen_targets
+from pronghorn.compat.dropin.targets import chosen_targets
 from pronghorn.errors import CommandError, ModelError
 from pronghorn.kernels.runtime import dispatch
 from pronghorn.model.hf_adapter import with_adapter

@@ -14,7 +14,7 @@ from trl import SFTConfig, SFTTrainer
 
 from api_parts import adapted
 from pronghorn import PatchDPOTrainer, UnslothTrainer, UnslothTrainingArguments
-from pronghorn.dropin import training
+from pronghorn.compat.dropin import training
 from pronghorn.errors import CommandError, EnvironmentFault
 from samples import chat_rows
 from trl_on_a_cpu import TorchLogProbs

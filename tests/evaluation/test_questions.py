@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from pronghorn.data.encode.tokens import TokenTable
 from pronghorn.data.prepare import prepare
-from pronghorn.data.tokens import TokenTable
 from pronghorn.errors import DataError
 from pronghorn.evaluation.questions import held_out_questions
 from pronghorn.recipe import Data

@@ -23,7 +23,7 @@ from pronghorn.export import run as run_file
 from pronghorn.model import sharded
 from pronghorn.recipe import Recipe
 from pronghorn.train.loop import train
-from pronghorn.train.trained_run import Trained
+from pronghorn.train.run.trained_run import Trained
 from samples import make_tokenizer
 
 RecipeFor = Callable[..., Recipe]

@@ -27,9 +27,9 @@ from pronghorn.model.formats.store import store_linears_
 from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Recipe
-from pronghorn.train.checkpoint import TrainState
-from pronghorn.train.checkpoint_writer import CheckpointWriter
-from pronghorn.train.trained_run import Trained
+from pronghorn.train.checkpoint.checkpoint import TrainState
+from pronghorn.train.checkpoint.checkpoint_writer import CheckpointWriter
+from pronghorn.train.run.trained_run import Trained
 from samples import make_model, make_tokenizer
 
 RecipeFor = Callable[..., Recipe]

@@ -26,7 +26,7 @@ from pronghorn.export.checking import Reference, Verdict, reference_of
 from pronghorn.export.gguf_convert import find_converter
 from pronghorn.export.job import Job
 from pronghorn.recipe import Recipe
-from pronghorn.train.trained_run import Trained
+from pronghorn.train.run.trained_run import Trained
 from samples import chat_rows, write_rows
 from tables import table
 

@@ -20,7 +20,7 @@ from pronghorn.export.checking import GROSS, Reference, Scores, Verdict, referen
 from pronghorn.export.job import Job, Options
 from pronghorn.export.targets import asked_for
 from pronghorn.recipe import Recipe
-from pronghorn.train.trained_run import Trained
+from pronghorn.train.run.trained_run import Trained
 from samples import chat_rows, make_tokenizer, write_rows
 
 Q = "layers.1.self_attn.q_proj"

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fuzz.outcomes import Tally, mutated_bytes
+from pronghorn.data.encode.tokens import load_tokenizer
 from pronghorn.data.prepare import prepare
-from pronghorn.data.tokens import load_tokenizer
 from pronghorn.recipe import Data
 from samples import chat_rows, make_tokenizer
 

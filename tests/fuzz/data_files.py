@@ -20,10 +20,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fuzz.outcomes import Tally, mutated_bytes, mutated_value
-from pronghorn.data.formats import only_read
+from pronghorn.data.encode.tokens import load_tokenizer
 from pronghorn.data.prepare import Prepared, prepare
+from pronghorn.data.read.formats import only_read
 from pronghorn.data.stats import collect
-from pronghorn.data.tokens import load_tokenizer
 from pronghorn.recipe import Data
 from samples import chat_rows, make_tokenizer
 

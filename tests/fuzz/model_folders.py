@@ -209,7 +209,7 @@ def _mutated_header(content: bytes, chance: random.Random) -> tuple[bytes, str]:
 def _tried(model: Path, folder: Path, rows: Path, *, used: bool) -> str:
     """What is wrong with the result; empty: nothing. `check`, then loading, then one forward beside transformers' own."""
     from pronghorn.recipe import Recipe
-    from pronghorn.train.check import check_run
+    from pronghorn.train.setup.check import check_run
 
     recipe = Recipe.model_validate({
         "model": str(model), "precision": "fp32", "lora": {"r": 4}, "output": str(folder / "run"),
@@ -227,7 +227,7 @@ def _use(model: str, target: Path) -> None:
     """What a run does with it later: an answer, in 4 bits, and a checkpoint's tokenizer."""
     import torch
 
-    from pronghorn.data.tokens import load_tokenizer
+    from pronghorn.data.encode.tokens import load_tokenizer
     from pronghorn.model.generate import generate_answers
     from pronghorn.model.load import load_model
 
@@ -241,7 +241,7 @@ def _use(model: str, target: Path) -> None:
 def _wrong_tokenizer(model: str) -> str:
     from transformers import AutoTokenizer
 
-    from pronghorn.data.tokens import load_tokenizer
+    from pronghorn.data.encode.tokens import load_tokenizer
 
     stock = AutoTokenizer.from_pretrained(model)
     stock.backend_tokenizer.no_truncation()

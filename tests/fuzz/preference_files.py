@@ -13,12 +13,12 @@ import numpy as np
 
 from fuzz.data_files import Rows, spoilt
 from fuzz.outcomes import Tally
-from pronghorn.data.batches import build_batch
-from pronghorn.data.packing import pack_in_order
-from pronghorn.data.pair_packing import groups_of
+from pronghorn.data.encode.tokens import load_tokenizer
+from pronghorn.data.pack.batches import build_batch
+from pronghorn.data.pack.packing import pack_in_order
+from pronghorn.data.preference.pair_packing import groups_of
 from pronghorn.data.prepare import Prepared, prepare
 from pronghorn.data.stats import collect
-from pronghorn.data.tokens import load_tokenizer
 from pronghorn.recipe import Data
 from samples import make_tokenizer, pair_rows
 

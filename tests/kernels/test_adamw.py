@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pronghorn.kernels.optim.adamw import CONFIG, AdamWTensors, adamw_step
-from pronghorn.train.fused_adamw import FusedAdamW
+from pronghorn.train.step.fused_adamw import FusedAdamW
 from tables import table
 
 CUDA = torch.cuda.is_available()

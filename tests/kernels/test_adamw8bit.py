@@ -22,7 +22,7 @@ from pronghorn.kernels.optim.adamw8bit import (
 )
 from pronghorn.kernels.quant.nf4 import dynamic_code
 from pronghorn.kernels.runtime.host_memory import device_shift
-from pronghorn.train.fused_adamw import FusedAdamW
+from pronghorn.train.step.fused_adamw import FusedAdamW
 from tables import table
 
 CUDA = torch.cuda.is_available()

@@ -180,7 +180,7 @@ def small_model(device: str) -> Callable[[], tuple[float, dict[str, Tensor]]]:
     """Of two layers with adapters everywhere; (loss, what the adapters' gradients add up to) as the captured step has them."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    from pronghorn.data.batches import build_batch
+    from pronghorn.data.pack.batches import build_batch
     from pronghorn.model.causal_lm import engine_of, install
     from pronghorn.model.lora import add_adapter
     from pronghorn.model.lora_grad_buffer import LoraGradBuffer

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
 
-from pronghorn.data.batches import build_batch
+from pronghorn.data.pack.batches import build_batch
 from pronghorn.memory.host_embeddings import move_embeddings, why_embeddings_stay
 from pronghorn.model.causal_lm import FastCausalLM, engine_of, install
 from pronghorn.model.lora import add_adapter

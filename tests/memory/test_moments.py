@@ -15,7 +15,7 @@ from pronghorn.memory.gpus import GPUS
 from pronghorn.memory.job import Job, Optimizer, moment_bytes, shape_of
 from pronghorn.memory.levels import Problem
 from pronghorn.memory.plan import make_plan
-from pronghorn.train.fused_adamw import FusedAdamW
+from pronghorn.train.step.fused_adamw import FusedAdamW
 
 LLAMA_8B: dict[str, Any] = {
     "model_type": "llama",

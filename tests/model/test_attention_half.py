@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Phi3Config, Qwen3Config
 
-from pronghorn.data.batches import build_batch
+from pronghorn.data.pack.batches import build_batch
 from pronghorn.kernels.attention import attention
 from pronghorn.kernels.attention.attention_torch import PlainTorch
 from pronghorn.kernels.attention.rope import _rotate

@@ -27,7 +27,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from pronghorn.data.batches import IGNORED, PackedBatch, build_batch
+from pronghorn.data.pack.batches import IGNORED, PackedBatch, build_batch
 from pronghorn.kernels.attention.rope import _rotate
 from pronghorn.kernels.mlp.gated_mlp import gated_activation_reference
 from pronghorn.model.causal_lm import engine_of, install

@@ -28,7 +28,7 @@ from test_decoder_layer import (
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
-from pronghorn.data.batches import IGNORED, PackedBatch
+from pronghorn.data.pack.batches import IGNORED, PackedBatch
 from pronghorn.errors import RecipeError
 from pronghorn.memory.offload import OffloadPool
 from pronghorn.model.causal_lm import base_of, engine_of, install

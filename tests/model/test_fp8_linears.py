@@ -28,7 +28,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from pronghorn.data.batches import PackedBatch, build_batch
+from pronghorn.data.pack.batches import PackedBatch, build_batch
 from pronghorn.memory.offload import OffloadPool
 from pronghorn.model.causal_lm import FastCausalLM, engine_of, install
 from pronghorn.model.formats import table

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Olmo2Config, Phi3Config, Qwen2Config, Qwen3Config
 
-from pronghorn.data.batches import PackedBatch, build_batch
+from pronghorn.data.pack.batches import PackedBatch, build_batch
 from pronghorn.kernels.quant.nf4 import nf4_quantize
 from pronghorn.model.causal_lm import base_of, engine_of, install
 from pronghorn.model.formats.linear import StoredLinear

@@ -18,7 +18,7 @@ from test_experts import own_loss
 from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
 from exports import export
-from pronghorn.dropin.arguments import SEVEN_LINEARS
+from pronghorn.compat.dropin.arguments import SEVEN_LINEARS
 from pronghorn.errors import ModelError
 from pronghorn.kernels.quant.mxfp4 import MXFP4Tensor, mxfp4_dequantize_reference, mxfp4_quantize
 from pronghorn.model import experts

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Olmo2Config, Qwen3Config
 
-from pronghorn.data.batches import PackedBatch, build_batch
+from pronghorn.data.pack.batches import PackedBatch, build_batch
 from pronghorn.memory.offload import OffloadPool, bytes_needed
 from pronghorn.model.causal_lm import FastCausalLM, engine_of, install
 from pronghorn.model.layers.saved import Level, Saved, leave, restore

@@ -21,8 +21,8 @@ from pronghorn.model.load import load_model, without_load_report
 from pronghorn.model.weight_files import require_whole_weights
 from pronghorn.recipe import Recipe
 from pronghorn.report.display import JsonDisplay
-from pronghorn.train.check import check_run
 from pronghorn.train.loop import train
+from pronghorn.train.setup.check import check_run
 from samples import make_model, make_tokenizer
 from tables import table
 

@@ -18,7 +18,7 @@ from pronghorn.report import advice as module
 from pronghorn.report.advice import advise, changed, remark
 from pronghorn.report.run_stats import RunStats, run_stats
 from pronghorn.report.summary import render, summary
-from pronghorn.train.check import check_run
+from pronghorn.train.setup.check import check_run
 from tables import table
 
 TOLD = {"metrics": ["exact_match"], "samples": 80}

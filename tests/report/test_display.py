@@ -283,7 +283,7 @@ RUN = """
 import time
 from pronghorn.report.display import make_display
 from pronghorn.report.stages import Stages
-from pronghorn.train.signals import StopRequest
+from pronghorn.train.run.signals import StopRequest
 stages = Stages()
 display = make_display(False, stages)
 display.handle({"event": "start", "run": "r", "steps": 5, "recipe": {}})

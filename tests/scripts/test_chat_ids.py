@@ -9,7 +9,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from pronghorn.scripts.chat_ids import Ids, with_ids
+from pronghorn.compat.scripts.chat_ids import Ids, with_ids
 from samples import make_model, make_tokenizer
 
 ASKED = [{"role": "user", "content": "add 1 and 2"}]

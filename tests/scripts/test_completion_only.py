@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from pronghorn.compat.scripts.completion_only import DataCollatorForCompletionOnlyLM
 from pronghorn.errors import CommandError
-from pronghorn.scripts.completion_only import DataCollatorForCompletionOnlyLM
 from samples import make_tokenizer
 from tables import table
 

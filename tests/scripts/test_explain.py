@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from pronghorn.compat.scripts.explain import ENVIRONMENT, INTO_ARGS, as_text, everything, of_script
+from pronghorn.compat.scripts.fronts import GONE, MOVED
+from pronghorn.compat.scripts.modules import OURS
+from pronghorn.compat.scripts.renames import BITSANDBYTES_ADAMW, LEFT_OUT, REFUSED, RENAMED, TRAINER_RENAMED
 from pronghorn.errors import CommandError
 from pronghorn.process import set_defaults
-from pronghorn.scripts.explain import ENVIRONMENT, INTO_ARGS, as_text, everything, of_script
-from pronghorn.scripts.fronts import GONE, MOVED
-from pronghorn.scripts.modules import OURS
-from pronghorn.scripts.renames import BITSANDBYTES_ADAMW, LEFT_OUT, REFUSED, RENAMED, TRAINER_RENAMED
 from public_models import write_notebook
 
 SCRIPT = """

@@ -12,9 +12,9 @@ import transformers
 import trl
 from transformers import HfArgumentParser
 
-from pronghorn.scripts.adaptor import Adaptor
-from pronghorn.scripts.notes import Notes
-from pronghorn.scripts.running import run
+from pronghorn.compat.scripts.adaptor import Adaptor
+from pronghorn.compat.scripts.notes import Notes
+from pronghorn.compat.scripts.running import run
 
 
 def script(text: str, notes: Notes | None = None) -> dict[str, Any]:

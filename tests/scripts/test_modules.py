@@ -12,10 +12,10 @@ import torch
 import trl
 
 import pronghorn
+from pronghorn.compat.scripts.adaptor import Adaptor
+from pronghorn.compat.scripts.modules import NotHere
+from pronghorn.compat.scripts.notes import Notes
 from pronghorn.errors import CommandError
-from pronghorn.scripts.adaptor import Adaptor
-from pronghorn.scripts.modules import NotHere
-from pronghorn.scripts.notes import Notes
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import pronghorn
+from pronghorn.compat.scripts.notebooks import read_cells
 from pronghorn.errors import CommandError
-from pronghorn.scripts.notebooks import read_cells
 from public_models import write_notebook
 from tables import table
 

@@ -12,8 +12,8 @@ import pytest
 from safetensors.torch import load_file
 from test_public_scripts import CudaIsCpu, hub, notebook_room  # noqa: F401
 
-from pronghorn.scripts.notes import Notes
-from pronghorn.scripts.running import run
+from pronghorn.compat.scripts.notes import Notes
+from pronghorn.compat.scripts.running import run
 
 pytestmark = pytest.mark.usefixtures("_no_gpu")
 OTHERS = Path(__file__).parent / "public" / "others"

@@ -20,9 +20,9 @@ from torch.overrides import TorchFunctionMode
 
 import test_nothing_is_patched
 from image_text_models import save_image_text_model
+from pronghorn.compat.scripts.notes import Notes
+from pronghorn.compat.scripts.running import run
 from pronghorn.errors import CommandError
-from pronghorn.scripts.notes import Notes
-from pronghorn.scripts.running import run
 from public_models import COMMIT, write_data, write_hub
 from trl_on_a_cpu import TorchLogProbs
 

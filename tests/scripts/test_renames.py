@@ -9,10 +9,10 @@ import pytest
 from transformers import Trainer, TrainingArguments
 from trl import DPOConfig, DPOTrainer, GRPOConfig, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
+from pronghorn.compat.scripts import renames
+from pronghorn.compat.scripts.notes import Notes
+from pronghorn.compat.scripts.renames import arguments_class, by_name, remember, translate_arguments, translate_trainer
 from pronghorn.errors import CommandError
-from pronghorn.scripts import renames
-from pronghorn.scripts.notes import Notes
-from pronghorn.scripts.renames import arguments_class, by_name, remember, translate_arguments, translate_trainer
 
 pytestmark = pytest.mark.usefixtures("_no_gpu")
 

@@ -10,10 +10,10 @@ from types import BuiltinFunctionType
 
 import pytest
 
+from pronghorn.compat.scripts.explain import of_script
+from pronghorn.compat.scripts.notes import Notes
+from pronghorn.compat.scripts.running import as_python_shows_it, exit_code, run
 from pronghorn.errors import CommandError, HealthStop
-from pronghorn.scripts.explain import of_script
-from pronghorn.scripts.notes import Notes
-from pronghorn.scripts.running import as_python_shows_it, exit_code, run
 from public_models import write_notebook
 from tables import table
 

@@ -10,9 +10,9 @@ from transformers import DataCollatorForLanguageModeling, DataCollatorForSeq2Seq
 from trl import DPOTrainer, RewardTrainer, SFTConfig, SFTTrainer
 from trl.data_utils import extract_prompt
 
+from pronghorn.compat.scripts.notes import Notes
+from pronghorn.compat.scripts.trainer_data import per_row, translate_data
 from pronghorn.errors import CommandError, DataError
-from pronghorn.scripts.notes import Notes
-from pronghorn.scripts.trainer_data import per_row, translate_data
 from public_models import LLAMA3, make_tokenizer
 from tables import table
 

@@ -24,7 +24,7 @@ from pronghorn.serve.answering import Answer, _Growing, answer
 from pronghorn.serve.asked import Asked, RequestError, read
 from pronghorn.serve.models import Models, Served, load
 from pronghorn.serve.server import Server
-from pronghorn.train.trained_run import Chat
+from pronghorn.train.run.trained_run import Chat
 from tables import table
 
 QUESTION = {"messages": [{"role": "user", "content": "add 1 and 2"}], "max_tokens": 32, "temperature": 1, "seed": 5}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from pronghorn.train.checkpoint import TrainState, save_checkpoint
+from pronghorn.train.checkpoint.checkpoint import TrainState, save_checkpoint
 
 
 def state(step: int, **values: Any) -> TrainState:

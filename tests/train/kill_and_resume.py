@@ -32,9 +32,9 @@ from pronghorn.recipe import Recipe
 from pronghorn.report.display import JsonDisplay
 from pronghorn.report.run_log import FILE_NAME, read_log
 from pronghorn.report.stages import Stages
-from pronghorn.train.check import check_run
-from pronghorn.train.checkpoint import latest_checkpoint, verify_checkpoint
+from pronghorn.train.checkpoint.checkpoint import latest_checkpoint, verify_checkpoint
 from pronghorn.train.loop import train
+from pronghorn.train.setup.check import check_run
 from samples import chat_rows, pair_rows, write_rows
 
 

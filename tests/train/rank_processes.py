@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from pronghorn.errors import PronghornError
-from pronghorn.train.folder_store import PLACE, FolderStore
-from pronghorn.train.heartbeat import LAUNCHER, who_am_i
-from pronghorn.train.ranks import join
-from pronghorn.train.world import World
+from pronghorn.train.dist.folder_store import PLACE, FolderStore
+from pronghorn.train.dist.heartbeat import LAUNCHER, who_am_i
+from pronghorn.train.dist.ranks import join
+from pronghorn.train.dist.world import World
 
 DEADLINE = 120.0  # seconds, so that nothing hangs
 

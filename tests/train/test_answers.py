@@ -14,16 +14,16 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from pronghorn.data.tokens import load_tokenizer
+from pronghorn.data.encode.tokens import load_tokenizer
 from pronghorn.errors import CommandError, Interrupted, RecipeError
 from pronghorn.evaluation.questions import held_out_questions
 from pronghorn.model.generate import generate_answers
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import history, read_log
 from pronghorn.report.run_stats import run_stats
-from pronghorn.train.checkpoint import verify_checkpoint
+from pronghorn.train.checkpoint.checkpoint import verify_checkpoint
 from pronghorn.train.loop import train
-from pronghorn.train.setup import prepare_data
+from pronghorn.train.setup.setup import prepare_data
 from samples import make_lively_model, make_tokenizer
 
 # What a model of random weights says differs from step to step; so does this figure of it, and it is drawn from thin air.

@@ -15,8 +15,8 @@ from pronghorn.errors import DataError, EnvironmentFault, ModelError, RecipeErro
 from pronghorn.recipe import Recipe
 from pronghorn.report.display import JsonDisplay
 from pronghorn.report.run_log import read_log
-from pronghorn.train.check import Facts, check_run
 from pronghorn.train.loop import train
+from pronghorn.train.setup.check import Facts, check_run
 from samples import chat_rows, make_model, make_tokenizer, write_rows
 
 RecipeFor = Callable[..., Recipe]

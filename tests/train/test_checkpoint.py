@@ -21,8 +21,8 @@ from checkpoint_samples import names, save, snapshot, state, write_model
 from safetensors.torch import load_file
 
 from pronghorn.errors import CheckpointError, EnvironmentFault
-from pronghorn.train import checkpoint
-from pronghorn.train.checkpoint import (
+from pronghorn.train.checkpoint import checkpoint
+from pronghorn.train.checkpoint.checkpoint import (
     MANIFEST,
     TENSORS,
     TrainState,
@@ -251,7 +251,7 @@ def test_killed_before_the_replaced_one_is_removed_the_new_one_is_found(tmp_path
 SAVE_FOREVER = """
 import os, sys, torch
 from pathlib import Path
-from pronghorn.train.checkpoint import *
+from pronghorn.train.checkpoint.checkpoint import *
 run, parent = Path(sys.argv[1]), os.getppid()
 def write(folder):
     for part in range(3):
@@ -270,7 +270,7 @@ while os.getppid() == parent:  # a failing test leaves nobody behind
 FORK_SERVER = f"""
 import os, sys
 import torch
-from pronghorn.train import checkpoint
+from pronghorn.train.checkpoint import checkpoint
 torch.set_num_threads(1)
 code = compile({SAVE_FOREVER!r}, "save_forever", "exec")
 for line in sys.stdin:

@@ -14,8 +14,8 @@ import torch
 from checkpoint_samples import names, save, snapshot, state, write_model
 
 from pronghorn.errors import CheckpointError, EnvironmentFault
-from pronghorn.train import checkpoint
-from pronghorn.train.checkpoint import (
+from pronghorn.train.checkpoint import checkpoint
+from pronghorn.train.checkpoint.checkpoint import (
     MANIFEST,
     TENSORS,
     TrainState,

@@ -8,7 +8,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from pronghorn.train.checkpoint_image import Image, TensorFile, plan, safetensors_header
+from pronghorn.train.checkpoint.checkpoint_image import Image, TensorFile, plan, safetensors_header
 from tables import table
 
 CPU = torch.device("cpu")

@@ -22,8 +22,8 @@ from checkpoint_samples import snapshot as content_of
 from safetensors.torch import load_file, save_file
 
 from pronghorn.errors import EnvironmentFault
-from pronghorn.train import checkpoint_writer
-from pronghorn.train.checkpoint import (
+from pronghorn.train.checkpoint import checkpoint_writer
+from pronghorn.train.checkpoint.checkpoint import (
     TENSORS,
     TrainState,
     capture_rng,
@@ -32,7 +32,7 @@ from pronghorn.train.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from pronghorn.train.checkpoint_writer import CheckpointWriter
+from pronghorn.train.checkpoint.checkpoint_writer import CheckpointWriter
 
 pytestmark = pytest.mark.usefixtures("own_writer")
 CPU = torch.device("cpu")

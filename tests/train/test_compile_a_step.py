@@ -29,8 +29,8 @@ from triton.runtime.driver import driver
 
 import pronghorn.kernels
 from benchmarks.without_numbers import WithoutNumbers
-from pronghorn.data.batches import PackedBatch, Shapes, build_batch
-from pronghorn.data.packing import pack
+from pronghorn.data.pack.batches import PackedBatch, Shapes, build_batch
+from pronghorn.data.pack.packing import pack
 from pronghorn.kernels.attention import attention
 from pronghorn.kernels.runtime.compile_ahead import Kernel
 from pronghorn.kernels.runtime.dispatch import compile_kernels
@@ -39,8 +39,8 @@ from pronghorn.model.formats.store import store_linears_
 from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
-from pronghorn.train.fused_adamw import FusedAdamW
-from pronghorn.train.graphed_step import DRY_TOKENS, GraphedStep
+from pronghorn.train.step.fused_adamw import FusedAdamW
+from pronghorn.train.step.graphed_step import DRY_TOKENS, GraphedStep
 from samples import random_table
 
 LORA = {"adamw", "attention_short", "cross_entropy_rows", "gated_lora", "gated_lora_thin", "linear_cross_entropy",

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
-from pronghorn.data.tokens import load_tokenizer
+from pronghorn.data.encode.tokens import load_tokenizer
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import plain
-from pronghorn.train.setup import prepare_data
+from pronghorn.train.setup.setup import prepare_data
 from samples import chat_rows, write_rows
 
 

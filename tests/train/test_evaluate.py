@@ -12,7 +12,7 @@ import torch
 
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora, Stop
-from pronghorn.train.evaluate import Evaluation, Progress, evaluate
+from pronghorn.train.run.evaluate import Evaluation, Progress, evaluate
 from samples import ListTable, make_model, random_table
 from tables import table
 

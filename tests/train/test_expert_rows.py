@@ -11,9 +11,9 @@ from test_moe_steps import model_of
 
 from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.families import num_experts
-from pronghorn.train.expert_shards import ExpertRows
+from pronghorn.train.dist.expert_shards import ExpertRows
+from pronghorn.train.dist.world import World
 from pronghorn.train.objectives import Supervised
-from pronghorn.train.world import World
 
 
 @pytest.mark.parametrize(("family", "bits"), [("qwen2_moe", None), ("gpt_oss", None), ("mixtral", 8)])

@@ -21,10 +21,10 @@ from pronghorn.kernels.moe.routing import sort_by_expert
 from pronghorn.model.load import ModelFacts
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import read_log
-from pronghorn.train.expert_shards import ExpertRows, ExpertShards, experts_of
+from pronghorn.train.dist.expert_shards import ExpertRows, ExpertShards, experts_of
+from pronghorn.train.dist.shards import shard_of
+from pronghorn.train.dist.world import World
 from pronghorn.train.loop import train
-from pronghorn.train.shards import shard_of
-from pronghorn.train.world import World
 from samples import make_tokenizer
 
 CPU = torch.device("cpu")

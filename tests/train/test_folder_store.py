@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pronghorn.train import folder_store
-from pronghorn.train.folder_store import PLACE, FolderStore, tell
+from pronghorn.train.dist import folder_store
+from pronghorn.train.dist.folder_store import PLACE, FolderStore, tell
 
 
 def test_keys_are_set_replaced_and_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

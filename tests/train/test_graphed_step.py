@@ -11,14 +11,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from pronghorn.data.batches import BatchLoader, Shapes, StepBatch
-from pronghorn.data.packing import pack
+from pronghorn.data.pack.batches import BatchLoader, Shapes, StepBatch
+from pronghorn.data.pack.packing import pack
 from pronghorn.model.causal_lm import install
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
-from pronghorn.train.fused_adamw import FusedAdamW
-from pronghorn.train.graphed_step import GraphedStep, make_step, shared_gradients
-from pronghorn.train.step import EagerStep
+from pronghorn.train.step.fused_adamw import FusedAdamW
+from pronghorn.train.step.graphed_step import GraphedStep, make_step, shared_gradients
+from pronghorn.train.step.step import EagerStep
 from samples import ListTable
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -15,12 +15,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pronghorn.cli import main
-from pronghorn.data.batches import Cursor, StepBatch, build_batch
+from pronghorn.data.pack.batches import Cursor, StepBatch, build_batch
 from pronghorn.errors import HealthStop, ModelError, RecipeError
 from pronghorn.memory.dry_run import Allocations
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
-from pronghorn.train.health import (
+from pronghorn.train.objectives import Supervised
+from pronghorn.train.setup.setup import set_up
+from pronghorn.train.step.health import (
     BrokenWeights,
     Offenders,
     lower_lr,
@@ -29,8 +31,6 @@ from pronghorn.train.health import (
     require_sound,
     require_trainable,
 )
-from pronghorn.train.objectives import Supervised
-from pronghorn.train.setup import set_up
 from samples import ListTable, chat_rows, make_model, write_rows
 from tables import table
 

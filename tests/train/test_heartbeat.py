@@ -18,11 +18,11 @@ from rank_processes import Silent, in_ranks
 
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import read_log
-from pronghorn.train import heartbeat, ranks
-from pronghorn.train.checkpoint import latest_checkpoint
+from pronghorn.train.checkpoint.checkpoint import latest_checkpoint
+from pronghorn.train.dist import heartbeat, ranks
+from pronghorn.train.dist.world import World
 from pronghorn.train.loop import train
 from pronghorn.train.objectives import Supervised
-from pronghorn.train.world import World
 
 pytestmark = pytest.mark.usefixtures("_no_gpu")  # ranks are forked here, and CUDA cannot be
 QUICK = {"BEAT": 0.1, "STOPPED": 0.5, "SILENT": 3.0, "STUCK": 3.0, "HUNG": 3.0, "CONNECTING": 3.0, "FORCE": 20.0}

@@ -16,8 +16,8 @@ from pronghorn.cli import main
 from pronghorn.export.run import export_run
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import history, read_log
-from pronghorn.train.run_evaluation import evaluate_run
-from pronghorn.train.trained_run import Chat
+from pronghorn.train.run.run_evaluation import evaluate_run
+from pronghorn.train.run.trained_run import Chat
 
 pytestmark = pytest.mark.usefixtures("short_export_check")
 

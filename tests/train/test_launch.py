@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pronghorn.errors import EndedElsewhere, EnvironmentFault
-from pronghorn.train.launch import launch
+from pronghorn.train.dist.launch import launch
 
 RANK = "import os, signal, sys, time; rank = int(os.environ['RANK'])\n"  # quick to start: nothing else is imported
 
@@ -83,7 +83,7 @@ def test_a_signal_is_passed_on_and_its_code_kept(tmp_path: Path) -> None:
         "open(folder + f'ready-{rank}', 'w').close(); time.sleep(300)"
     )
     script = (
-        "from pronghorn.train.launch import launch; from pronghorn.errors import EndedElsewhere; import sys\n"
+        "from pronghorn.train.dist.launch import launch; from pronghorn.errors import EndedElsewhere; import sys\n"
         f"try: launch(2, {command(f'folder = {str(tmp_path) + chr(47)!r}' + chr(10) + saving)!r})\n"
         "except EndedElsewhere as ended: sys.exit(ended.exit_code)"
     )

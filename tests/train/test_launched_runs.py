@@ -22,7 +22,7 @@ import pronghorn
 import pronghorn.train.loop  # what the runs import, which are forks
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import read_log
-from pronghorn.train.checkpoint import latest_checkpoint
+from pronghorn.train.checkpoint.checkpoint import latest_checkpoint
 
 pytestmark = [
     pytest.mark.usefixtures("_no_gpu", "imported_python"),

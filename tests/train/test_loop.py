@@ -17,11 +17,13 @@ from pronghorn.errors import CheckpointError, EnvironmentFault, HealthStop, Inte
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import history, read_log
 from pronghorn.report.stages import Stages
-from pronghorn.train import loop, run_folder, setup
-from pronghorn.train.checkpoint import LEAST_MARGIN
+from pronghorn.train import loop
+from pronghorn.train.checkpoint.checkpoint import LEAST_MARGIN
 from pronghorn.train.loop import train
 from pronghorn.train.objectives import Supervised
-from pronghorn.train.setup import prepare_data
+from pronghorn.train.run import run_folder
+from pronghorn.train.setup import setup
+from pronghorn.train.setup.setup import prepare_data
 from samples import chat_rows, write_rows
 
 
@@ -277,7 +279,7 @@ def test_a_fresh_start_that_is_refused_leaves_the_old_run_where_it_was(recipe_fo
 def test_the_number_of_steps_is_exact(recipe_for: Callable[..., Recipe]) -> None:
     from contextlib import nullcontext
 
-    from pronghorn.data.tokens import load_tokenizer
+    from pronghorn.data.encode.tokens import load_tokenizer
 
     recipe = recipe_for(train={"epochs": 2}, data={"eval": None})
     data = prepare_data(recipe, load_tokenizer(recipe.model, None), report=lambda *a: None, stage=lambda _: nullcontext())

@@ -11,7 +11,7 @@ import pytest
 import torch
 from test_loop import Silent, same, weights
 
-from pronghorn.data.batches import Shapes
+from pronghorn.data.pack.batches import Shapes
 from pronghorn.errors import EnvironmentFault, Interrupted, RecipeError
 from pronghorn.kernels.runtime.dispatch import CHIPS, Target
 from pronghorn.memory import job as job_module
@@ -28,12 +28,12 @@ from pronghorn.model.config import read_config
 from pronghorn.model.layers.layer import DecoderLayer
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import history, read_log
-from pronghorn.train import setup
-from pronghorn.train.fused_adamw import FusedAdamW
-from pronghorn.train.graphed_step import GraphedStep
 from pronghorn.train.loop import RunResult, train
-from pronghorn.train.memory import RunMemory, evaluation_capacity, plan_memory, run_job
-from pronghorn.train.setup import Session, set_up
+from pronghorn.train.setup import setup
+from pronghorn.train.setup.setup import Session, set_up
+from pronghorn.train.step.fused_adamw import FusedAdamW
+from pronghorn.train.step.graphed_step import GraphedStep
+from pronghorn.train.step.memory import RunMemory, evaluation_capacity, plan_memory, run_job
 
 RecipeFor = Callable[..., Recipe]
 CPU = torch.device("cpu")
@@ -150,7 +150,7 @@ def _small(recipe: Recipe, share: float) -> str:
 def test_where_a_layer_does_not_fit_a_part_of_its_tokens_is_timed(
     deep_recipe: RecipeFor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pronghorn.train import memory as planning
+    from pronghorn.train.step import memory as planning
 
     asked, real = [], planning.calibrate
 
@@ -432,7 +432,7 @@ def test_a_budget_that_would_be_ignored_is_refused(recipe_for: RecipeFor, change
 
 
 def test_check_tells_the_plan_and_refuses_what_a_run_would(deep_recipe: RecipeFor) -> None:
-    from pronghorn.train.check import check_run
+    from pronghorn.train.setup.check import check_run
 
     facts = check_run(deep_recipe(memory=between(deep_recipe(), 0.3)), report=lambda *_: None)
     assert any("recomputes" in line for line in facts.plan)
@@ -445,7 +445,7 @@ def test_check_tells_the_plan_and_refuses_what_a_run_would(deep_recipe: RecipeFo
 def test_the_plan_is_for_this_machines_gpu_and_the_lengths_of_this_runs_documents(
     recipe_for: RecipeFor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pronghorn.train.memory.local_target", lambda device: Target(CHIPS[8, 9]))
+    monkeypatch.setattr("pronghorn.train.step.memory.local_target", lambda device: Target(CHIPS[8, 9]))
     recipe = recipe_for()
     shapes = shapes_of(recipe)
     job = run_job(recipe, read_config(recipe.model), shapes, CPU, "bf16")

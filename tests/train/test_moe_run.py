@@ -23,7 +23,7 @@ from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import history, read_log
 from pronghorn.report.stages import Stages
 from pronghorn.train.loop import train
-from pronghorn.train.run_forecast import why_no_plan
+from pronghorn.train.run.run_forecast import why_no_plan
 from samples import make_tokenizer
 
 SIZES: dict[str, Any] = {
@@ -146,7 +146,7 @@ def test_experts_that_leave_for_the_host_train_the_same_numbers(
     """Half of the layers of each kind, whatever the planner would choose."""
     from pronghorn.memory.levels import Level
     from pronghorn.memory.plan import plan_of
-    from pronghorn.train.memory import RunMemory
+    from pronghorn.train.step.memory import RunMemory
 
     free, real = train(deep_recipe("qwen2_moe", "free", method=method), display=Silent()), RunMemory._install
 

@@ -11,7 +11,7 @@ import torch
 from test_graphed_step import DEVICE, ON_GPU, SMALL, eager, graphed, losses, mixed_table, steps_of
 from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
-from pronghorn.data.batches import build_batch
+from pronghorn.data.pack.batches import build_batch
 from pronghorn.model.causal_lm import base_of, engine_of, install
 from pronghorn.model.formats.store import store_experts_, store_linears_
 from pronghorn.model.formats.table import FORMATS

@@ -19,22 +19,23 @@ from test_step import model_of as family_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, Qwen3MoeConfig
 
-from pronghorn.data.batches import BatchLoader, PackedBatch, Shapes, StepBatch, build_batch
-from pronghorn.data.packing import pack, pack_in_order
-from pronghorn.data.pair_packing import groups_of
+from pronghorn.data.pack.batches import BatchLoader, PackedBatch, Shapes, StepBatch, build_batch
+from pronghorn.data.pack.packing import pack, pack_in_order
+from pronghorn.data.preference.pair_packing import groups_of
 from pronghorn.model.causal_lm import install
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora, Recipe
 from pronghorn.report.run_log import read_log
-from pronghorn.train import loop, setup
-from pronghorn.train.evaluate import evaluate
-from pronghorn.train.fused_adamw import FusedAdamW
-from pronghorn.train.graphed_step import GraphedStep
-from pronghorn.train.health import offending_rows
+from pronghorn.train import loop
+from pronghorn.train.dist.world import World
 from pronghorn.train.objectives import Objective, Supervised
 from pronghorn.train.objectives.objective import Sums, log_probs_of
-from pronghorn.train.step import EagerStep, Step
-from pronghorn.train.world import World
+from pronghorn.train.run.evaluate import evaluate
+from pronghorn.train.setup import setup
+from pronghorn.train.step.fused_adamw import FusedAdamW
+from pronghorn.train.step.graphed_step import GraphedStep
+from pronghorn.train.step.health import offending_rows
+from pronghorn.train.step.step import EagerStep, Step
 from samples import make_model, random_table
 from tables import table
 

@@ -12,7 +12,7 @@ import torch
 from pronghorn.errors import CheckpointError
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora, Recipe, Train
-from pronghorn.train.optim import lr_scale, make_optimizer, optimizer_tensors, restore_optimizer, set_lr, trainable
+from pronghorn.train.step.optim import lr_scale, make_optimizer, optimizer_tensors, restore_optimizer, set_lr, trainable
 from samples import make_model
 from tables import table
 

@@ -16,9 +16,9 @@ from test_optim import assert_goes_on_the_same
 from pronghorn.errors import CheckpointError, Interrupted
 from pronghorn.kernels.optim.adamw8bit import SMALL, blocks_of
 from pronghorn.recipe import Recipe
-from pronghorn.train.fused_adamw import FusedAdamW
 from pronghorn.train.loop import train
-from pronghorn.train.optim import make_optimizer, optimizer_tensors, restore_optimizer, trainable
+from pronghorn.train.step.fused_adamw import FusedAdamW
+from pronghorn.train.step.optim import make_optimizer, optimizer_tensors, restore_optimizer, trainable
 from samples import make_model
 
 RecipeFor = Callable[..., Recipe]

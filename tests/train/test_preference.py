@@ -14,17 +14,16 @@ import trl_losses as theirs
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, LlamaConfig, Qwen3Config
 
-from pronghorn.data.batches import BatchLoader, PackedBatch, Shapes, StepBatch, build_batch
-from pronghorn.data.packing import pack_in_order
-from pronghorn.data.pair_packing import groups_of
-from pronghorn.data.pair_rows import PairRows
+from pronghorn.data.pack.batches import BatchLoader, PackedBatch, Shapes, StepBatch, build_batch
+from pronghorn.data.pack.packing import pack_in_order
+from pronghorn.data.preference.pair_packing import groups_of
+from pronghorn.data.preference.pair_rows import PairRows
 from pronghorn.errors import RecipeError
 from pronghorn.model.causal_lm import install
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.shared_prefix import why_not_shared
 from pronghorn.recipe import Lora
-from pronghorn.train.fused_adamw import FusedAdamW
-from pronghorn.train.graphed_step import GraphedStep
+from pronghorn.train.dist.world import World
 from pronghorn.train.objectives.cpo import Cpo, SimPo
 from pronghorn.train.objectives.dpo import Dpo
 from pronghorn.train.objectives.kto import Kto
@@ -32,8 +31,9 @@ from pronghorn.train.objectives.objective import Objective, mean_of
 from pronghorn.train.objectives.orpo import Orpo
 from pronghorn.train.objectives.preference import Answers
 from pronghorn.train.objectives.reference import Reference
-from pronghorn.train.step import EagerStep
-from pronghorn.train.world import World
+from pronghorn.train.step.fused_adamw import FusedAdamW
+from pronghorn.train.step.graphed_step import GraphedStep
+from pronghorn.train.step.step import EagerStep
 from samples import ListTable
 from tables import covering
 from trl_on_a_cpu import TorchLogProbs

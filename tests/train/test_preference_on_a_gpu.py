@@ -14,9 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from pronghorn.bench.pairs import Pair, PairTable
-from pronghorn.data.batches import Shapes, build_batch
-from pronghorn.data.packing import pack_in_order
-from pronghorn.data.pair_packing import groups_of
+from pronghorn.data.pack.batches import Shapes, build_batch
+from pronghorn.data.pack.packing import pack_in_order
+from pronghorn.data.preference.pair_packing import groups_of
 from pronghorn.memory.dry_run import LIBRARY_BYTES
 from pronghorn.model.causal_lm import install
 from pronghorn.recipe import Recipe

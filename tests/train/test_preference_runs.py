@@ -17,7 +17,7 @@ from pronghorn.report.html import render_page
 from pronghorn.report.run_log import read_log
 from pronghorn.report.stages import Stages
 from pronghorn.train.loop import FIRST_STEP, train
-from pronghorn.train.run_evaluation import evaluate_run
+from pronghorn.train.run.run_evaluation import evaluate_run
 from samples import pair_rows
 
 NAMES = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected")

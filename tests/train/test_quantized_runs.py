@@ -22,11 +22,11 @@ from pronghorn.model.formats.store import store_linears_
 from pronghorn.model.formats.table import FORMATS, storage_of
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import history, read_log
-from pronghorn.train import setup
-from pronghorn.train.check import check_run
 from pronghorn.train.loop import train
-from pronghorn.train.run_evaluation import evaluate_run
-from pronghorn.train.trained_run import Chat
+from pronghorn.train.run.run_evaluation import evaluate_run
+from pronghorn.train.run.trained_run import Chat
+from pronghorn.train.setup import setup
+from pronghorn.train.setup.check import check_run
 from samples import make_tokenizer
 
 pytestmark = pytest.mark.usefixtures("short_export_check")

@@ -16,8 +16,8 @@ import torch
 from rank_processes import LOOPBACK, Silent, in_ranks, listening
 from safetensors.torch import load_file
 
-from pronghorn.data.batches import BatchLoader, Shapes
-from pronghorn.data.packing import pack
+from pronghorn.data.pack.batches import BatchLoader, Shapes
+from pronghorn.data.pack.packing import pack
 from pronghorn.errors import HealthStop, RecipeError
 from pronghorn.model.capture import Graphs, Work
 from pronghorn.model.causal_lm import install
@@ -25,13 +25,13 @@ from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora, Recipe
 from pronghorn.report.run_log import read_log
 from pronghorn.report.summary import summary
-from pronghorn.train.fused_adamw import FusedAdamW
-from pronghorn.train.graphed_step import GraphedStep
+from pronghorn.train.dist.ranks import all_different
+from pronghorn.train.dist.world import World
 from pronghorn.train.loop import train
 from pronghorn.train.objectives import Supervised
-from pronghorn.train.ranks import all_different
-from pronghorn.train.setup import agreed
-from pronghorn.train.world import World
+from pronghorn.train.setup.setup import agreed
+from pronghorn.train.step.fused_adamw import FusedAdamW
+from pronghorn.train.step.graphed_step import GraphedStep
 from samples import make_model, random_table
 
 pytestmark = pytest.mark.usefixtures("_no_gpu")  # ranks are forked here, and CUDA cannot be

@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import read_log
-from pronghorn.train.launch import launch
+from pronghorn.train.dist.launch import launch
+from pronghorn.train.dist.ranks import Ranks, join
 from pronghorn.train.loop import train
-from pronghorn.train.ranks import Ranks, join
 from samples import make_tokenizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -89,7 +89,7 @@ JOINED = """import json, os, sys
 sys.path.insert(0, {tests!r})
 import torch
 from rank_processes import listening
-from pronghorn.train.ranks import join
+from pronghorn.train.dist.ranks import join
 with join() as world:
     tensor = torch.ones(4, device="cuda" if torch.cuda.is_available() else "cpu")
     world.add_up([tensor])

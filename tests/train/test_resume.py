@@ -13,10 +13,10 @@ import pytest
 from pronghorn.errors import CheckpointError, CommandError
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import read_log
-from pronghorn.train.checkpoint import MANIFEST, TENSORS, _as_text, _with_checksum, list_checkpoints
+from pronghorn.train.checkpoint.checkpoint import MANIFEST, TENSORS, _as_text, _with_checksum, list_checkpoints
+from pronghorn.train.checkpoint.resume import find_checkpoint
 from pronghorn.train.loop import train
-from pronghorn.train.resume import find_checkpoint
-from pronghorn.train.trained_run import TrainedRun
+from pronghorn.train.run.trained_run import TrainedRun
 
 
 class Silent:

@@ -20,8 +20,8 @@ from peft import PeftModel
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
-from pronghorn.data.pair_packing import ends_of
-from pronghorn.data.tokens import padding_id
+from pronghorn.data.encode.tokens import padding_id
+from pronghorn.data.preference.pair_packing import ends_of
 from pronghorn.errors import CommandError, ModelError, RecipeError
 from pronghorn.export.run import export_run
 from pronghorn.model.causal_lm import install
@@ -35,13 +35,13 @@ from pronghorn.report.html import render_page
 from pronghorn.report.run_log import read_log
 from pronghorn.report.summary import render, summary
 from pronghorn.serve.models import load as load_served
-from pronghorn.train.fused_adamw import FusedAdamW
-from pronghorn.train.graphed_step import GraphedStep
 from pronghorn.train.loop import train
 from pronghorn.train.objectives.reward import Reward
-from pronghorn.train.run_evaluation import Asked, evaluate_run
-from pronghorn.train.step import EagerStep
-from pronghorn.train.trained_run import Chat, TrainedRun
+from pronghorn.train.run.run_evaluation import Asked, evaluate_run
+from pronghorn.train.run.trained_run import Chat, TrainedRun
+from pronghorn.train.step.fused_adamw import FusedAdamW
+from pronghorn.train.step.graphed_step import GraphedStep
+from pronghorn.train.step.step import EagerStep
 from samples import ListTable, pair_rows
 from train.test_memory import between, curve, deep_recipe
 from train.test_preference import CPU, FAMILIES, assert_near, batches_of, gradients, pairs_of, stepped, table_of

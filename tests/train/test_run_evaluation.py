@@ -14,9 +14,9 @@ from pronghorn.errors import CommandError
 from pronghorn.recipe import Recipe
 from pronghorn.report.display import JsonDisplay
 from pronghorn.report.run_log import read_log
-from pronghorn.train import run_evaluation
 from pronghorn.train.loop import train
-from pronghorn.train.run_evaluation import Asked, evaluate_run
+from pronghorn.train.run import run_evaluation
+from pronghorn.train.run.run_evaluation import Asked, evaluate_run
 from samples import chat_rows, make_lively_model, make_tokenizer, write_rows
 from tables import table
 

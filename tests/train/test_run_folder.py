@@ -17,13 +17,13 @@ from pathlib import Path
 import pytest
 
 from pronghorn.errors import CommandError, EnvironmentFault
-from pronghorn.train import run_folder
-from pronghorn.train.run_folder import LOCK_NAME, RunFolder, readable_bytes, require_free_disk, set_aside
+from pronghorn.train.run import run_folder
+from pronghorn.train.run.run_folder import LOCK_NAME, RunFolder, readable_bytes, require_free_disk, set_aside
 from tables import table
 
 HOLD = """
 import sys, time
-from pronghorn.train.run_folder import RunFolder
+from pronghorn.train.run.run_folder import RunFolder
 with RunFolder(sys.argv[1]) as run:
     (run.path / "run.jsonl").write_text("{}\\n")
     print("held", flush=True)
@@ -124,7 +124,7 @@ RACE = """
 import sys, time
 from pathlib import Path
 from pronghorn.errors import CommandError
-from pronghorn.train.run_folder import RunFolder
+from pronghorn.train.run.run_folder import RunFolder
 folder, mark, won = Path(sys.argv[1]), Path(sys.argv[2]), 0
 print("ready", flush=True)
 sys.stdin.readline()

@@ -17,7 +17,7 @@ from pronghorn.errors import CommandError, RecipeError
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import read_log
 from pronghorn.train.loop import train
-from pronghorn.train.run_forecast import cached_data, forecast
+from pronghorn.train.run.run_forecast import cached_data, forecast
 
 RecipeFor = Callable[..., Recipe]
 

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pronghorn.data.tokens import TokenRow, TokenTable, load_tokenizer
+from pronghorn.data.encode.tokens import TokenRow, TokenTable, load_tokenizer
 from pronghorn.errors import CheckpointError, CommandError, DataError
 from pronghorn.recipe import Recipe
-from pronghorn.train import run_identity
 from pronghorn.train.loop import train
-from pronghorn.train.run_evaluation import evaluate_run
-from pronghorn.train.run_identity import data_key, in_background, require_same_data, weights_key
-from pronghorn.train.setup import prepare_data
-from pronghorn.train.trained_run import TrainedRun
+from pronghorn.train.run import run_identity
+from pronghorn.train.run.run_evaluation import evaluate_run
+from pronghorn.train.run.run_identity import data_key, in_background, require_same_data, weights_key
+from pronghorn.train.run.trained_run import TrainedRun
+from pronghorn.train.setup.setup import prepare_data
 from samples import chat_rows, make_model, write_rows
 
 SHORT = {"epochs": 1, "batch_tokens": 512, "capacity": 256, "steps": 1}

@@ -19,7 +19,7 @@ from pronghorn.model.config import read_config
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import read_log
 from pronghorn.train.loop import train
-from pronghorn.train.memory import plan_memory
+from pronghorn.train.step.memory import plan_memory
 from samples import make_model, make_tokenizer
 
 RecipeFor = Callable[..., Recipe]

@@ -19,11 +19,12 @@ from safetensors.torch import load_file
 from pronghorn.errors import EnvironmentFault, HealthStop, ModelError
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import read_log
-from pronghorn.train import run_folder, setup
-from pronghorn.train.checkpoint import TENSORS
-from pronghorn.train.checkpoint_image import Image, TensorFile
+from pronghorn.train.checkpoint.checkpoint import TENSORS
+from pronghorn.train.checkpoint.checkpoint_image import Image, TensorFile
+from pronghorn.train.checkpoint.saving import WritingSaver as Saver
 from pronghorn.train.loop import train
-from pronghorn.train.saving import WritingSaver as Saver
+from pronghorn.train.run import run_folder
+from pronghorn.train.setup import setup
 from tables import table
 
 

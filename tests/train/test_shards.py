@@ -25,10 +25,10 @@ from pronghorn.model.config import read_config
 from pronghorn.model.load import ModelFacts
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import read_log
+from pronghorn.train.dist.shards import Shards, shard_of
+from pronghorn.train.dist.world import World
 from pronghorn.train.loop import train
 from pronghorn.train.objectives import Supervised
-from pronghorn.train.shards import Shards, shard_of
-from pronghorn.train.world import World
 from samples import make_model, make_tokenizer
 
 CPU = torch.device("cpu")

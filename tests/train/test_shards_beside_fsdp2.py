@@ -13,15 +13,15 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from rank_processes import in_ranks
 
-from pronghorn.data.batches import BatchLoader, Shapes
-from pronghorn.data.packing import pack
+from pronghorn.data.pack.batches import BatchLoader, Shapes
+from pronghorn.data.pack.packing import pack
 from pronghorn.model.causal_lm import install
 from pronghorn.model.text_stack import decoder_layers
+from pronghorn.train.dist.shards import Shares
+from pronghorn.train.dist.trained_shards import TrainedShards
+from pronghorn.train.dist.world import World
 from pronghorn.train.objectives.objective import own_forward
-from pronghorn.train.shards import Shares
-from pronghorn.train.step import EagerStep
-from pronghorn.train.trained_shards import TrainedShards
-from pronghorn.train.world import World
+from pronghorn.train.step.step import EagerStep
 from samples import make_model, random_table
 
 CPU = torch.device("cpu")

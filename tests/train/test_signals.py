@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from pronghorn.train.signals import StopRequest
+from pronghorn.train.run.signals import StopRequest
 
 # Says `ready`, then works in steps of 10 ms; when asked to stop, finishes the step, "saves" for `saving` seconds, leaves.
 LOOP = """
 import sys, time
-from pronghorn.train.signals import StopRequest
+from pronghorn.train.run.signals import StopRequest
 with StopRequest() as stop:
     print("ready", flush=True)
     while not stop.requested:
@@ -94,7 +94,7 @@ def test_closed_stderr_does_not_lose_the_request() -> None:
 
 FORKING = """
 import os, signal, sys, time
-from pronghorn.train.signals import StopRequest
+from pronghorn.train.run.signals import StopRequest
 with StopRequest() as stop:
     child = os.fork()
     if child == 0:
@@ -141,6 +141,6 @@ def test_outside_the_main_thread_it_does_nothing() -> None:
 
 
 def test_tests_run_the_package_from_this_tree() -> None:
-    code = "import pronghorn.train.signals as s; print(s.__file__)"
+    code = "import pronghorn.train.run.signals as s; print(s.__file__)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     assert Path(out) == Path(sys.modules[StopRequest.__module__].__file__ or "")

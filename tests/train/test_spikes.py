@@ -16,9 +16,9 @@ import pytest
 from pronghorn.errors import DataError, HealthStop, Interrupted
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import history, read_log
-from pronghorn.train import spikes
 from pronghorn.train.loop import train
-from pronghorn.train.spikes import MOST_IN_A_ROW, WINDOW, GaveUp, LeftOut, Spikes, losses_of
+from pronghorn.train.step import spikes
+from pronghorn.train.step.spikes import MOST_IN_A_ROW, WINDOW, GaveUp, LeftOut, Spikes, losses_of
 from samples import write_rows
 
 # The limit --------------------------------------------------------------------------------------------------------------

@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Phi3Config, Qwen3Config
 
-from pronghorn.data.batches import Cursor, StepBatch, build_batch
-from pronghorn.data.packing import pack_in_order
+from pronghorn.data.pack.batches import Cursor, StepBatch, build_batch
+from pronghorn.data.pack.packing import pack_in_order
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
-from pronghorn.train.step import EagerStep, StepResult
+from pronghorn.train.step.step import EagerStep, StepResult
 from samples import ListTable, random_table
 
 SMALL: dict[str, Any] = {

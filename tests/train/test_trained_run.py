@@ -20,8 +20,8 @@ from pronghorn.recipe import Recipe
 from pronghorn.report.display import JsonDisplay
 from pronghorn.report.run_log import history, read_log
 from pronghorn.train.loop import train
-from pronghorn.train.run_evaluation import evaluate_run
-from pronghorn.train.trained_run import Chat, TrainedRun
+from pronghorn.train.run.run_evaluation import evaluate_run
+from pronghorn.train.run.trained_run import Chat, TrainedRun
 from samples import chat_rows, make_model, make_tokenizer, write_rows
 from tables import table
 
@@ -59,7 +59,7 @@ def run(one_layer_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 def with_best(run: Path, copy: Path, step: int | None) -> Path:
     """The run as if its best evaluation had been at `step`: the newest manifest says so."""
-    from pronghorn.train.checkpoint import _as_text, _with_checksum
+    from pronghorn.train.checkpoint.checkpoint import _as_text, _with_checksum
 
     shutil.copytree(run, copy)
     newest = max(copy.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
@@ -296,7 +296,7 @@ def test_the_export_s_card_holds_the_run_s_figures(run: Path, tmp_path: Path) ->
 
 def with_pickled_adapter(run: Path, copy: Path, canary: Path) -> Path:
     """The run as someone would forge it: a pickle for the adapter, and manifests that agree."""
-    from pronghorn.train.checkpoint import _as_text, _sealed, _with_checksum
+    from pronghorn.train.checkpoint.checkpoint import _as_text, _sealed, _with_checksum
 
     shutil.copytree(run, copy)
     for folder in copy.glob("checkpoint-*"):

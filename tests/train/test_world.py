@@ -22,12 +22,12 @@ from pronghorn.model.causal_lm import install
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora, Recipe
 from pronghorn.report.run_log import read_log
-from pronghorn.train.evaluate import evaluate
-from pronghorn.train.fused_adamw import FusedAdamW
-from pronghorn.train.graphed_step import GraphedStep
+from pronghorn.train.dist.world import World
 from pronghorn.train.loop import train
-from pronghorn.train.step import EagerStep, Step, StepResult
-from pronghorn.train.world import World
+from pronghorn.train.run.evaluate import evaluate
+from pronghorn.train.step.fused_adamw import FusedAdamW
+from pronghorn.train.step.graphed_step import GraphedStep
+from pronghorn.train.step.step import EagerStep, Step, StepResult
 from samples import make_model, random_table
 
 CPU = torch.device("cpu")

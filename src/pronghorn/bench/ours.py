@@ -11,9 +11,9 @@ from pronghorn.bench.meter import Meter
 from pronghorn.bench.pairs import PairTable, pairs
 from pronghorn.bench.weights import model_folder
 from pronghorn.bench.workloads import CLIP, LEARNING_RATE, SEED, DocumentTable, Workload, documents
-from pronghorn.data.batches import BatchLoader, PackedBatch, Shapes, TokenRows, build_batch
-from pronghorn.data.packing import pack
-from pronghorn.data.pair_packing import groups_of
+from pronghorn.data.pack.batches import BatchLoader, PackedBatch, Shapes, TokenRows, build_batch
+from pronghorn.data.pack.packing import pack
+from pronghorn.data.preference.pair_packing import groups_of
 from pronghorn.kernels.attention.attention import pick_backend
 from pronghorn.model.causal_lm import base_of, install
 from pronghorn.model.config import read_config
@@ -21,11 +21,11 @@ from pronghorn.model.load import DTYPES, Precision, load_model, pick_device, res
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.shared_prefix import why_not_shared
 from pronghorn.recipe import Recipe
-from pronghorn.train.graphed_step import make_step
-from pronghorn.train.memory import plan_memory, run_job
 from pronghorn.train.objectives import Objective, objective_of
-from pronghorn.train.optim import make_optimizer, trainable
-from pronghorn.train.step import StepResult, autocast
+from pronghorn.train.step.graphed_step import make_step
+from pronghorn.train.step.memory import plan_memory, run_job
+from pronghorn.train.step.optim import make_optimizer, trainable
+from pronghorn.train.step.step import StepResult, autocast
 
 Graph = Literal["auto", "on", "off"]
 

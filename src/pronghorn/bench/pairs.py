@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pronghorn.bench.workloads import SEED, Workload, instruction_lengths
-from pronghorn.data.pair_rows import PairRows
+from pronghorn.data.preference.pair_rows import PairRows
 
 Ids = npt.NDArray[np.int32]
 LETTER_A, LETTERS = 64, 26  # ids of a to z in the byte tokenizer: peers read the pairs as text

@@ -33,7 +33,7 @@ from pronghorn.bench.workloads import (
     Workload,
     documents,
 )
-from pronghorn.data.packing import pack
+from pronghorn.data.pack.packing import pack
 
 PADDED_DOCUMENTS = 8  # in a padded micro-batch; a step accumulates as many of them as make the workload's tokens
 # Unsloth's trainer ignores `packing` for these ("unsupported model type"), and takes rows for documents: it gets as many in one

@@ -199,7 +199,7 @@ def check(arguments: argparse.Namespace) -> None:
     with displaying(arguments) as display:
         with importing():
             from pronghorn.export.ahead import not_possible
-            from pronghorn.train.check import check_run
+            from pronghorn.train.setup.check import check_run
         display.progress(*STARTED)
         facts = check_run(recipe, report=display.progress, exports=not_possible)
     say(arguments, facts.as_dict(), facts.table())
@@ -229,8 +229,8 @@ def data_show(arguments: argparse.Namespace) -> None:
 def data_stats(arguments: argparse.Namespace) -> None:
     recipe = _recipe(arguments)
     with displaying(arguments) as display:
+        from pronghorn.data.encode.tokens import TokenizerFiles
         from pronghorn.data.stats import collect
-        from pronghorn.data.tokens import TokenizerFiles
 
         display.progress(*STARTED)
         tokenizer = TokenizerFiles(recipe.model, recipe.data)  # read only if the rows are not cached
@@ -248,8 +248,8 @@ def train(arguments: argparse.Namespace) -> None:
         return
     with displaying(arguments, stages, quiet=rank > 0) as display:
         with stages("imports"), _importing(recipe.model):
+            from pronghorn.train.dist.ranks import join
             from pronghorn.train.loop import train as run
-            from pronghorn.train.ranks import join
         display.progress(*STARTED)
         with join() if ranks > 1 else nullcontext() as world:
             result = run(
@@ -283,7 +283,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
     base = _base_of(Path(arguments.run))
     with displaying(arguments) as display:
         with _importing(base):
-            from pronghorn.train.run_evaluation import Asked, evaluate_run, evaluate_tasks
+            from pronghorn.train.run.run_evaluation import Asked, evaluate_run, evaluate_tasks
         display.progress(*STARTED)
         run, which = Path(arguments.run), arguments.checkpoint
         if arguments.lm_eval:
@@ -306,7 +306,7 @@ def chat(arguments: argparse.Namespace) -> None:
     base = _base_of(Path(arguments.run))
     with displaying(arguments, label="loading the model"):
         with _importing(base):
-            from pronghorn.train.trained_run import Chat
+            from pronghorn.train.run.trained_run import Chat
         talk = Chat(
             Path(arguments.run),
             arguments.checkpoint,
@@ -394,8 +394,8 @@ def _importing(model: str) -> Iterator[None]:
 
 def _prepared(recipe: Recipe, arguments: argparse.Namespace) -> tuple[Any, Any]:
     with displaying(arguments) as display:
+        from pronghorn.data.encode.tokens import load_tokenizer
         from pronghorn.data.prepare import prepare
-        from pronghorn.data.tokens import load_tokenizer
 
         display.progress(*STARTED)
         tokenizer = load_tokenizer(recipe.model, recipe.data)

@@ -54,7 +54,7 @@ def require_chat(arguments: argparse.Namespace) -> None:
 
 
 def converse(talk: Any) -> None:
-    """`talk`: train/trained_run.py's Chat."""
+    """`talk`: train/run/trained_run.py's Chat."""
     with suppress(ImportError):
         import readline  # noqa: F401 - from here on `input` edits lines and knows the earlier ones
     print("an empty line or Ctrl-D quits, /help lists the commands")

@@ -64,7 +64,7 @@ def _sizes(data: list[str]) -> dict[str, tuple[str, str]]:
     """Values that fit the data, where its files tell how much there is: the beginning of a line -> value and comment."""
     if not data or not all(Path(name).expanduser().exists() for name in data):
         return {}
-    from pronghorn.data.reading import parts_of, text_bytes
+    from pronghorn.data.read.reading import parts_of, text_bytes
     from pronghorn.recipe import Data, Train
 
     try:

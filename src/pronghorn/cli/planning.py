@@ -48,7 +48,7 @@ def plan(arguments: argparse.Namespace, recipe: Recipe) -> None:
     if arguments.nodes is not None or arguments.link is not None:
         raise CommandError(what="--nodes and --link need --gpus", fix="add --gpus 8xh100")
     with importing():
-        from pronghorn.train.run_forecast import comparison, forecast
+        from pronghorn.train.run.run_forecast import comparison, forecast
     found = forecast(
         recipe,
         gpu=arguments.gpu,
@@ -82,7 +82,7 @@ def _plan_many(arguments: argparse.Namespace, recipe: Recipe) -> None:
     if ignored:
         raise CommandError(what=f"--{ignored[0]} cannot be combined with --gpus", fix="remove one of them")
     with importing():
-        from pronghorn.train.run_forecast import forecast_of_many
+        from pronghorn.train.run.run_forecast import forecast_of_many
     found = forecast_of_many(
         recipe,
         arguments.gpus,

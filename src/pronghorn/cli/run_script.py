@@ -35,7 +35,7 @@ def run_script(arguments: argparse.Namespace) -> None:
         return
     if arguments.script is None:
         raise CommandError(what="no script to run", fix="pronghorn run script.py, or pronghorn run --explain")
-    from pronghorn.scripts.running import exit_code, run, show
+    from pronghorn.compat.scripts.running import exit_code, run, show
 
     path, own_process, hook = Path(arguments.script), arguments.own_process, sys.excepthook
     try:
@@ -50,7 +50,7 @@ def run_script(arguments: argparse.Namespace) -> None:
 
 
 def _explain(arguments: argparse.Namespace) -> None:
-    from pronghorn.scripts.explain import as_text, everything, of_script
+    from pronghorn.compat.scripts.explain import as_text, everything, of_script
 
     if arguments.script is None:
         say(arguments, {"adapted": everything().splitlines()}, everything())

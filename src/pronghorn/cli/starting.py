@@ -23,8 +23,8 @@ def options(one: argparse.ArgumentParser) -> None:
 def launched(arguments: argparse.Namespace, ranks: int, recipe: Recipe) -> bool:
     """Whether this command has run again as so many ranks, which find that they are ranks. `ranks`: those that this process
     is already one of."""
-    from pronghorn.train.folder_store import PLACE
-    from pronghorn.train.launch import launch, require_packs
+    from pronghorn.train.dist.folder_store import PLACE
+    from pronghorn.train.dist.launch import launch, require_packs
 
     asked = arguments.gpus is not None or arguments.ranks is not None
     if not asked and "WORLD_SIZE" in os.environ:  # whoever started this process has decided
@@ -48,7 +48,7 @@ def launched(arguments: argparse.Namespace, ranks: int, recipe: Recipe) -> bool:
 
 def _started_elsewhere(ranks: int, recipe: Recipe) -> None:
     """By torchrun or a scheduler: what ranks that this command starts have behind them."""
-    from pronghorn.train.launch import on_loopback, require_packs
+    from pronghorn.train.dist.launch import on_loopback, require_packs
 
     try:
         require_packs(recipe, ranks)

@@ -19,7 +19,7 @@ from pronghorn.convert.data_sets import (
 )
 from pronghorn.convert.draft import Draft
 from pronghorn.convert.values import UnfitError, is_on, plain, printed, text, words
-from pronghorn.data.chat_messages import ROLES, SPEAKERS
+from pronghorn.data.template.chat_messages import ROLES, SPEAKERS
 
 TEMPLATES = {  # Axolotl's names: ours
     "chatml": "chatml", "llama3": "llama-3", "gemma": "gemma", "gemma3": "gemma-3", "gemma3n": "gemma-3", "gemma4": "gemma-4",

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from pronghorn.convert.draft import Draft
 from pronghorn.convert.values import UnfitError
-from pronghorn.data.formats import CHAT_COLUMNS
-from pronghorn.data.named_templates import named
-from pronghorn.data.source_files import BadRow
-from pronghorn.data.sources import read, resolve
+from pronghorn.data.read.formats import CHAT_COLUMNS
+from pronghorn.data.read.source_files import BadRow
+from pronghorn.data.read.sources import read, resolve
+from pronghorn.data.template.named_templates import named
 from pronghorn.errors import DataError
 
 SUFFIXES = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".gz", ".arrow", ".txt")

@@ -9,7 +9,7 @@ from typing import Any
 from pronghorn.convert.data_sets import LATER, WHOLE_FILE, DataSet, chat_fields, first_rows, set_sources, source_name
 from pronghorn.convert.draft import Draft
 from pronghorn.convert.values import UnfitError, plain, printed, text, whole, words, written
-from pronghorn.data.chat_messages import ROLES, SPEAKERS
+from pronghorn.data.template.chat_messages import ROLES, SPEAKERS
 from pronghorn.errors import CommandError, PronghornError, raise_all
 from pronghorn.small_files import read_small_text
 from pronghorn.yaml_file import LARGEST, read_yaml

@@ -17,17 +17,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pronghorn.data import clean
-from pronghorn.data.cached_rows import Progress, Rows, Stage, no_stage, silent, tokenized_rows
-from pronghorn.data.copies import Side, families
-from pronghorn.data.example_json import example_from_json
-from pronghorn.data.formats import Example
-from pronghorn.data.mixing import repeated
-from pronghorn.data.pair_choices import first_rows, in_groups, take, too_long, truncated, unit_of, with_loss
-from pronghorn.data.pair_rows import CHOSEN, PairRows
-from pronghorn.data.reading import Name, SourceCount, told_of_columns
-from pronghorn.data.token_cache import DamagedError, read_note_as, write_note
-from pronghorn.data.tokens import TokenTable
+from pronghorn.data.encode.cached_rows import Progress, Rows, Stage, no_stage, silent, tokenized_rows
+from pronghorn.data.encode.token_cache import DamagedError, read_note_as, write_note
+from pronghorn.data.encode.tokens import TokenTable
+from pronghorn.data.preference.pair_choices import first_rows, in_groups, take, too_long, truncated, unit_of, with_loss
+from pronghorn.data.preference.pair_rows import CHOSEN, PairRows
+from pronghorn.data.read import clean
+from pronghorn.data.read.copies import Side, families
+from pronghorn.data.read.example_json import example_from_json
+from pronghorn.data.read.formats import Example
+from pronghorn.data.read.mixing import repeated
+from pronghorn.data.read.reading import Name, SourceCount, told_of_columns
 from pronghorn.errors import DataError, counted
 from pronghorn.recipe import Data, named
 from pronghorn.recipe_objective import Rows as Wanted

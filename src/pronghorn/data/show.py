@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.text import Text
 
-from pronghorn.data.pair_rows import CHOSEN
-from pronghorn.data.tokens import TokenTable
+from pronghorn.data.encode.tokens import TokenTable
+from pronghorn.data.preference.pair_rows import CHOSEN
 from pronghorn.errors import counted
 
 # Two shades of each, taken in turn, so that the borders of tokens show.

@@ -14,9 +14,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pronghorn.data.cached_rows import Rows, tokenized_rows
-from pronghorn.data.pair_choices import first_rows
-from pronghorn.data.pair_stats import PairStats, pair_stats
+from pronghorn.data.encode.cached_rows import Rows, tokenized_rows
+from pronghorn.data.preference.pair_choices import first_rows
+from pronghorn.data.preference.pair_stats import PairStats, pair_stats
 from pronghorn.data.prepare import Counts, choose, findings
 from pronghorn.errors import counted
 from pronghorn.recipe import Data
@@ -97,8 +97,8 @@ def collect(
     wanted: Wanted = "documents",
 ) -> Stats:
     """`tokenizer` may be a `TokenizerFiles`, which is not even loaded when the rows are in the cache."""
-    from pronghorn.data.packing import pack
-    from pronghorn.data.pair_packing import groups_of
+    from pronghorn.data.pack.packing import pack
+    from pronghorn.data.preference.pair_packing import groups_of
 
     rows = tokenized_rows(spec.train, spec, tokenizer, progress=progress, wanted=wanted)
     found = findings(rows, near=True, progress=progress)

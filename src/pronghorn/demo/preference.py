@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from pronghorn.data.tokens import TokenTable
+from pronghorn.data.encode.tokens import TokenTable
 from pronghorn.demo import replies
 from pronghorn.demo.common import finish, recipe_of, started
 from pronghorn.model.causal_lm import install
 from pronghorn.recipe import Recipe
 from pronghorn.train.loop import train
 from pronghorn.train.objectives.reference import Floats, reference_log_probs
-from pronghorn.train.setup import prepare_data
-from pronghorn.train.trained_run import TrainedRun
+from pronghorn.train.run.trained_run import TrainedRun
+from pronghorn.train.setup.setup import prepare_data
 
 TRAIN, HELD_OUT = 96, 48  # pairs; a style is learnt within the first fifty
 PACK = 512  # tokens: about six pairs

@@ -24,7 +24,7 @@ from pronghorn.report.answers import Answer, mean_scores, read_answers
 from pronghorn.report.display import Display
 from pronghorn.report.stages import Stages
 from pronghorn.train.loop import train
-from pronghorn.train.run_evaluation import Asked, evaluate_run
+from pronghorn.train.run.run_evaluation import Asked, evaluate_run
 
 METRIC = "json_match"
 

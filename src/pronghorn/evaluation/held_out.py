@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pronghorn.data.tokens import TokenTable
+from pronghorn.data.encode.tokens import TokenTable
 from pronghorn.errors import CommandError, DataError, EnvironmentFault, RecipeError, counted
 from pronghorn.evaluation import strict_json
 from pronghorn.evaluation.choices import ask_choices

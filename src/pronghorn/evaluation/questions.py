@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from pronghorn.data.encode import Encoder
-from pronghorn.data.formats import Example
-from pronghorn.data.pair_rows import CHOSEN
+from pronghorn.data.encode.encode import Encoder
+from pronghorn.data.encode.tokens import TokenTable, loaded
+from pronghorn.data.preference.pair_rows import CHOSEN
 from pronghorn.data.prepare import example_of
-from pronghorn.data.tokens import TokenTable, loaded
+from pronghorn.data.read.formats import Example
 from pronghorn.errors import DataError
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pronghorn.data.tokens import padding_id
+from pronghorn.data.encode.tokens import padding_id
 from pronghorn.errors import CommandError
 from pronghorn.export.checking import Reference, Verdict, score
 from pronghorn.export.job import Job, copy_files

@@ -24,8 +24,8 @@ import torch
 from pronghorn.data.prepare import prepare
 from pronghorn.errors import DataError, EnvironmentFault, PronghornError, RecipeError
 from pronghorn.recipe import Recipe
-from pronghorn.train.setup import prepare_data
-from pronghorn.train.trained_run import Trained
+from pronghorn.train.run.trained_run import Trained
+from pronghorn.train.setup.setup import prepare_data
 
 Report = Callable[[str, int, int], None]
 ROWS, LONGEST = 8, 192  # rows, and tokens of a row, that are compared

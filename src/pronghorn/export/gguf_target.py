@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pronghorn.data.rendering import RowError, within_limits
+from pronghorn.data.template.rendering import RowError, within_limits
 from pronghorn.errors import CommandError, ModelError
 from pronghorn.export import gguf_lora, llama_cpp, merged
 from pronghorn.export.checking import Reference, Scores, Verdict, difference

@@ -25,7 +25,7 @@ import torch
 from safetensors import SafetensorError
 
 from pronghorn import __version__
-from pronghorn.data.tokens import padding_id
+from pronghorn.data.encode.tokens import padding_id
 from pronghorn.digests import file_digest
 from pronghorn.errors import CommandError, EnvironmentFault
 from pronghorn.export.checking import EXACT, GROSS, Reference, Scores, Tolerance, Verdict, difference, score
@@ -43,7 +43,7 @@ from pronghorn.model.text_stack import auto_class
 from pronghorn.recipe import Recipe
 from pronghorn.report.number_format import size
 from pronghorn.small_files import read_small
-from pronghorn.train.trained_run import Trained
+from pronghorn.train.run.trained_run import Trained
 
 NOTE = ".made-of"
 SHARDS = "model-*-of-*.safetensors"

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from pronghorn.data.rendering import RowError, within_limits
+from pronghorn.data.template.rendering import RowError, within_limits
 from pronghorn.errors import CommandError, DataError
 
 Messages = list[dict[str, str]]

@@ -29,7 +29,7 @@ from pronghorn.export.targets import Asked, asked_for
 from pronghorn.export.usage import Usage
 from pronghorn.model.load import require_tokenizer_fits
 from pronghorn.report.run_log import FILE_NAME, history, read_log
-from pronghorn.train.trained_run import Trained, TrainedRun
+from pronghorn.train.run.trained_run import Trained, TrainedRun
 
 
 @dataclass(frozen=True)

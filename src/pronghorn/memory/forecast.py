@@ -209,7 +209,7 @@ def problem_of(job: Job, costs: LayerCosts, budget: int, host: int, aside: int =
 def job_of(recipe: Recipe, config: Any, gpu: Gpu | None = None, *, attended: int | None = None, loss_share: float = 1.0) -> Job:
     """`gpu`: the one that it is planned for; None: an H200."""
     capacity, targets = recipe.train.capacity, recipe.lora.targets
-    step = max(16, capacity // 16)  # loss rows are padded to sixteenths: data/batches.py
+    step = max(16, capacity // 16)  # loss rows are padded to sixteenths: data/pack/batches.py
     rows = min(capacity, -(-int(capacity * loss_share) // step) * step)
     job = Job(
         shape_of(config),

@@ -11,7 +11,7 @@ from pronghorn.memory.plan import smallest_bytes
 STEP = 1024  # tokens: lengths are multiples of it
 MOST = 4096  # steps: beyond, offsets within a tensor are no longer tried by anybody
 EXACT = 128  # the answer is short of the truth by less than one of so many parts
-ENTRIES = 32  # of cu_seqlens: the fewest there are (data/batches.py)
+ENTRIES = 32  # of cu_seqlens: the fewest there are (data/pack/batches.py)
 
 
 def with_one_document(problem: Problem, tokens: int) -> Problem:

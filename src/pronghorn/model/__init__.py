@@ -1,1 +1,1 @@
-"""A checkpoint in, a model that trains out; the only room besides data/tokens.py that knows transformers."""
+"""A checkpoint in, a model that trains out; the only room besides data/encode/tokens.py that knows transformers."""

@@ -2,8 +2,8 @@
 
 What is needed at the same time is a unit: the weights of a decoder layer, the embeddings, the LM head. A unit's tensors stay
 where they are found (a parameter, a scale beside it, a stack of experts), and keep name, shape and dtype, but own no memory:
-once the parts of all ranks were gathered into a buffer (train/shards.py), they are views of it, until the buffer gets another
-unit. Stored bytes travel as they are: a weight in 4 bits takes 4 bits, its scales included.
+once the parts of all ranks were gathered into a buffer (train/dist/shards.py), they are views of it, until the buffer gets
+another unit. Stored bytes travel as they are: a weight in 4 bits takes 4 bits, its scales included.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pronghorn.data.rendering import within_limits
+from pronghorn.data.template.rendering import within_limits
 from pronghorn.errors import DataError
 from pronghorn.model.generate import end_tokens, stream_tokens
 from pronghorn.serve.asked import DEFAULT_TOKENS, Asked, RequestError

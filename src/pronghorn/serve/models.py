@@ -11,7 +11,7 @@ from typing import Any
 from pronghorn.errors import CommandError
 from pronghorn.model.load import DTYPES, pick_device, resolve_precision
 from pronghorn.model.several_adapters import with_adapters
-from pronghorn.train.trained_run import TrainedRun
+from pronghorn.train.run.trained_run import TrainedRun
 
 FIRST = "default"  # PEFT's name of the first adapter
 

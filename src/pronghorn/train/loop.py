@@ -17,7 +17,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
-from pronghorn.data.batches import StepBatch
+from pronghorn.data.pack.batches import StepBatch
 from pronghorn.errors import EnvironmentFault, HealthStop, Interrupted, PronghornError
 from pronghorn.evaluation.own_metric import OwnMetric
 from pronghorn.recipe import Recipe, steps_between
@@ -27,19 +27,19 @@ from pronghorn.report.loggers.beside import logging_to
 from pronghorn.report.loggers.table import require_installed
 from pronghorn.report.run_log import RunLog, SilentLog
 from pronghorn.report.stages import Stages
-from pronghorn.train.answers import RunAnswers
-from pronghorn.train.checkpoint import capture_rng, clean_leftovers, restore_rng
-from pronghorn.train.evaluate import evaluate
-from pronghorn.train.health import BrokenWeights, Offenders, listed, offending_rows, require_sound
-from pronghorn.train.memory import COMPARED_AFTER, WARM_UP, evaluation_capacity, main_memory, out_of_memory
-from pronghorn.train.optim import lr_scale, set_lr
-from pronghorn.train.run_events import foretold, log_end, log_experts, log_remarks, log_start
-from pronghorn.train.run_folder import RunFolder, set_aside
-from pronghorn.train.saving import saver_of, try_first_save
-from pronghorn.train.setup import Session, set_up
-from pronghorn.train.signals import StopRequest
-from pronghorn.train.spikes import GaveUp, LeftOut, Rewind
-from pronghorn.train.world import World
+from pronghorn.train.checkpoint.checkpoint import capture_rng, clean_leftovers, restore_rng
+from pronghorn.train.checkpoint.saving import saver_of, try_first_save
+from pronghorn.train.dist.world import World
+from pronghorn.train.run.answers import RunAnswers
+from pronghorn.train.run.evaluate import evaluate
+from pronghorn.train.run.run_events import foretold, log_end, log_experts, log_remarks, log_start
+from pronghorn.train.run.run_folder import RunFolder, set_aside
+from pronghorn.train.run.signals import StopRequest
+from pronghorn.train.setup.setup import Session, set_up
+from pronghorn.train.step.health import BrokenWeights, Offenders, listed, offending_rows, require_sound
+from pronghorn.train.step.memory import COMPARED_AFTER, WARM_UP, evaluation_capacity, main_memory, out_of_memory
+from pronghorn.train.step.optim import lr_scale, set_lr
+from pronghorn.train.step.spikes import GaveUp, LeftOut, Rewind
 
 FIRST_STEP = "first step"  # a progress of its own
 

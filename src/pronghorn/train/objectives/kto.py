@@ -19,12 +19,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pronghorn.data.batches import PackedBatch, StepBatch, TokenRows, build_batch
-from pronghorn.data.packing import pack_in_order
+from pronghorn.data.pack.batches import PackedBatch, StepBatch, TokenRows, build_batch
+from pronghorn.data.pack.packing import pack_in_order
+from pronghorn.train.dist.world import World
 from pronghorn.train.objectives.objective import Autocast, Objective, log_probs_of
 from pronghorn.train.objectives.preference import answers_of
 from pronghorn.train.objectives.reference import Reference
-from pronghorn.train.world import World
 
 HELD_OUT = 256  # rows of a table whose mismatched documents are enough for an evaluation's z
 

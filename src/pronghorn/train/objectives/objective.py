@@ -22,10 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pronghorn.data.batches import IGNORED, PackedBatch, StepBatch, TokenRows
+from pronghorn.data.pack.batches import IGNORED, PackedBatch, StepBatch, TokenRows
 from pronghorn.model.causal_lm import base_of, engine_of
 from pronghorn.model.token_log_probs import PackedLogProbs, packed_log_probs
-from pronghorn.train.world import World
+from pronghorn.train.dist.world import World
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 Progress = Callable[[str, int, int], None]  # what, how many are done, of how many

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pronghorn.data.batches import IGNORED, PackedBatch, TokenRows
-from pronghorn.data.pair_packing import ends_of
+from pronghorn.data.pack.batches import IGNORED, PackedBatch, TokenRows
+from pronghorn.data.preference.pair_packing import ends_of
 from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.scored import own_scores, packed_scores
 from pronghorn.model.token_log_probs import PackedLogProbs

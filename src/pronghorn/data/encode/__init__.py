@@ -1,0 +1,1 @@
+"""Rows to tokens: tokenizers, worker processes, the cache of encoded rows."""

@@ -1,0 +1,1 @@
+"""Encoded rows to packed batches."""

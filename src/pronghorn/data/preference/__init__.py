@@ -1,0 +1,1 @@
+"""Pairs of answers and single judged answers: rows, packs, reference log-probs."""

@@ -1,0 +1,1 @@
+"""Rows out of people's files: sources, columns, copies, mixing, splitting."""

@@ -1,0 +1,264 @@
+"""The sources of a recipe as examples, in order and in chunks: names, columns and formats settled, everything counted.
+
+A source is read as the recipe says for all, or as its own entry says: `data.train: [{path: a.jsonl, max_rows: 1000}]`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from pronghorn.data.preference.preference_rows import Group, detect_groups, to_groups, unused_in_groups
+from pronghorn.data.read import clean, row_counts, sources
+from pronghorn.data.read.formats import Example, Format, detect_format, to_example, unused_columns
+from pronghorn.data.read.renaming import Renaming
+from pronghorn.data.read.source_files import BadRow, RawRow, Source
+from pronghorn.errors import DataError, counted
+from pronghorn.recipe import Data, DataSource
+from pronghorn.recipe_objective import Rows as Wanted
+
+ROWS_TO_KNOW_A_FORMAT = 100
+TEXT = ("jsonl", "json", "csv", "tsv", "txt")  # kinds of files whose size tells their tokens
+LONGEST_ROW = 10_000_000  # characters that are tokenized without having been asked for: half a minute
+FIRST_BAD_ROWS = 3  # named in an error, besides the first of all
+Name = str | DataSource
+Stage = Callable[[str], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceCount:
+    name: str
+    format: str
+    read: int
+    rows: int = 0  # of the table, which holds the sources' rows one after the other
+    unused: tuple[str, ...] = ()  # columns that hold something and are not trained on
+    weight: float = 1.0  # how often each row comes in an epoch; not of the cache, but of the recipe
+
+    def __str__(self) -> str:
+        more = f", weight {self.weight:g}" if self.weight != 1 else ""
+        return f"{self.name}: {counted(self.read, 'row')}, {self.format or 'none needed'}{more}"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One file or data set, and how it is read."""
+
+    source: Source
+    entry: int  # the number of the entry of `data.train` that it belongs to
+    format: str
+    renaming: Renaming
+    max_rows: int | None
+    shared: bool  # `max_rows` are those of the whole entry, not of each of its files
+    weight: float
+    wanted: Wanted = "documents"
+    any_length: bool = False  # the recipe says what becomes of long rows
+
+    def key(self) -> list[Any]:
+        """For the cache: all that decides its rows."""
+        rows = [self.max_rows, self.entry if self.shared else None] if self.max_rows else []
+        wanted = [] if self.wanted == "documents" else [self.wanted]
+        return [self.source.name, sources.fingerprint(self.source), self.format, self.renaming.key(), rows, *wanted]
+
+
+def parts_of(names: Sequence[Name], spec: Data, wanted: Wanted = "documents") -> list[Part]:
+    """The files and data sets behind the names, each with what the recipe says of it."""
+    found: list[Part] = []
+    for entry, name in enumerate(names):
+        own = name if isinstance(name, DataSource) else DataSource(path=name)
+        keys = spec.message_fields if own.message_fields is None else own.message_fields
+        renaming = Renaming(own.columns or spec.fields, keys, dict((own.roles or spec.roles).items()))
+        most = own.max_rows or spec.max_rows
+        found += [
+            Part(
+                source,
+                entry,
+                own.format or spec.format,
+                renaming,
+                most,
+                own.max_rows is not None,
+                own.weight,
+                wanted,
+                any_length=spec.long is not None,
+            )
+            for source in sources.resolve(own.path, sources.Wish(own.name, own.split, own.text_by == "line", own.stream))
+        ]
+    return found
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Rows of one part that are tokenized together. Read only, until it is filled."""
+
+    part: int
+    format: str  # `Format`; of preference data what `detect_groups` found
+    read: int
+    raw: list[RawRow]
+    bad: list[BadRow] = field(default_factory=list)  # that could not be read, or are no example
+    examples: list[Example] | list[Group] = field(default_factory=list)
+    empty: int = 0
+    unused: set[str] = field(default_factory=set)
+    wanted: Wanted = "documents"
+
+    def fill(self) -> None:
+        if self.wanted == "documents":
+            self._fill_with_documents(cast(Format, self.format))
+            return
+        found = [to_groups(row, self.format, self.wanted) for row in self.raw]
+        self.bad += [item for item in found if isinstance(item, BadRow)]
+        self.examples = [group for item in found if not isinstance(item, BadRow) for group in item]
+        self.unused.update(*(unused_in_groups(row.fields, self.format) for row in self.raw))
+
+    def _fill_with_documents(self, row_format: Format) -> None:
+        made = [to_example(row, row_format) for row in self.raw]
+        self.bad += [item for item in made if isinstance(item, BadRow)]
+        examples = self.examples = [item for item in made if isinstance(item, Example)]
+        self.empty = sum(clean.says_nothing(example) for example in examples)
+        self.unused.update(*(unused_columns(row.fields, row_format) for row in self.raw))
+
+    def note(self) -> dict[str, Any]:
+        """What is known of it before it is tokenized."""
+        return {"part": self.part, "format": self.format, "read": self.read, "empty": self.empty, "unused": sorted(self.unused)}
+
+
+class Reading:
+    """One pass over the parts; no more is held than a chunk."""
+
+    def __init__(self, parts: Sequence[Part], stage: Stage) -> None:
+        self._parts, self._stage = parts, stage
+
+    def chunks(self, size: int) -> Iterator[Chunk]:
+        left = {part.entry: part.max_rows for part in self._parts if part.shared}
+        for number, part in enumerate(self._parts):
+            most = left[part.entry] if part.shared else part.max_rows
+            if most == 0:
+                continue
+            taken = 0
+            for chunk in self._of(number, part, most, size):
+                taken += len(chunk.raw)
+                yield chunk
+            if part.shared and most is not None:
+                left[part.entry] = most - taken
+
+    def _of(self, number: int, part: Part, most: int | None, size: int) -> Iterator[Chunk]:
+        unread: list[BadRow] = []  # rows that are not even JSON
+        reader: Iterator[RawRow] = itertools.islice(sources.read(part.source, unread.append), most)
+        with self._stage("read"):
+            head = list(itertools.islice(reader, ROWS_TO_KNOW_A_FORMAT))
+            if not head and unread:
+                raise bad_rows(unread, len(unread), len(unread))
+            if not part.renaming.nothing:
+                part.renaming.require_columns(head, part.source.name)
+                head, reader = [part.renaming(row) for row in head], map(part.renaming, reader)
+            if part.wanted == "documents":
+                row_format: str = detect_format(head, part.source.name, part.format)
+            else:
+                row_format = detect_groups(head, part.source.name, part.format, part.wanted)
+        rows: Iterator[RawRow] = itertools.chain(head, reader)
+        while True:
+            with self._stage("read"):
+                taken = list(itertools.islice(rows, size))
+                if not part.any_length:
+                    _refuse_endless(taken)
+                chunk = Chunk(number, row_format, len(taken) + len(unread), taken, unread.copy(), wanted=part.wanted)
+                unread.clear()
+            if not chunk.read:
+                return
+            yield chunk
+
+
+def text_bytes(parts: Sequence[Part]) -> float | None:
+    """Of files whose size tells their tokens, each as often as its weight says; None: of others, or of a part of the rows."""
+    if any(part.source.kind not in TEXT or part.source.packing or part.max_rows for part in parts):
+        return None
+    return sum(part.source.path.stat().st_size * part.weight for part in parts)
+
+
+def _refuse_endless(rows: Sequence[RawRow]) -> None:
+    """Before minutes are spent on the tokens of a row that no model can take."""
+    for row in rows:
+        size = _size(row.fields)
+        if size > LONGEST_ROW:
+            raise DataError(
+                f"the row has about {size / 1e6:.0f} million characters",
+                where=row.where,
+                why=f"more than {LONGEST_ROW / 1e6:.0f} million fit no model, and data.long does not say what to do with them",
+                fix="cut it into several rows, remove it, or set data.long: drop, truncate or split",
+            )
+
+
+def _size(value: Any) -> int:
+    """About as many characters as it has as JSON."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return 8 * len(value) + sum(map(_size, value.values()))
+    return sum(map(_size, value)) if isinstance(value, list) else 4
+
+
+def expected_rows(parts: Sequence[Part]) -> int:
+    """Of all parts together, or 0 where that is not known without reading them."""
+    total, of_entry = 0, dict[int, int]()
+    for part in parts:
+        count = row_counts.expected_rows([part.source], part.max_rows)
+        if not count:
+            return 0
+        if part.shared:  # no more than `max_rows` of the whole entry
+            before = of_entry.get(part.entry, 0)
+            count = min(count, (part.max_rows or count) - before)
+            of_entry[part.entry] = before + count
+        total += count
+    return total
+
+
+def bad_rows(first: Sequence[BadRow], bad: int, read: int) -> DataError:
+    """`first`: of the bad rows."""
+    row, more = first[0], bad - 1
+    others = f" ({counted(more, 'more bad row')}: {_some([one.where for one in first[1:]], more)})" if more else ""
+    fix = f"{row.fix or 'fix the row'}; or set data.bad_rows: skip to write such rows to a file and continue"
+    if bad == read:  # then nothing would be left
+        fix = row.fix or "no row can be used: check data.format, the columns and the chat template"
+    return DataError(f"{row.why}{others}", where=row.where, why=f"the row is: {row.excerpt}", fix=fix)
+
+
+def _some(places: Sequence[str], count: int) -> str:
+    return ", ".join(places[:FIRST_BAD_ROWS]) + (", ..." if count > FIRST_BAD_ROWS else "")
+
+
+def told_of(parts: Sequence[Part]) -> list[str]:
+    """How files were taken, where that could be another way."""
+    told = list(
+        dict.fromkeys(
+            f"files not read in {part.source.folder}: {_listed(part.source.beside, 5)}" for part in parts if part.source.beside
+        )
+    )
+    texts = [part.source.name for part in parts if part.source.kind == "txt" and not part.source.by_line]
+    if texts:
+        by_line = f"{{path: {texts[0]}, text_by: line}}"
+        told.append(f"each .txt file is one document: {_listed(texts, 3)}; for one document per line: {by_line}")
+    return told
+
+
+def told_of_columns(counts: Sequence[SourceCount]) -> list[str]:
+    """Which columns are not trained on, a sentence for each set of them; sources with the same share one."""
+    chats = [count.name for count in counts if count.format == "completion as chat"]
+    told = []
+    if chats:
+        told.append(f"prompt and completion with a system message or tools are read as conversations: {_listed(chats, 3)}")
+    found: dict[tuple[str, ...], list[str]] = {}
+    for count in counts:
+        if count.unused:
+            found.setdefault(tuple(count.unused), []).append(count.name)
+    return told + [f"unused columns: {_listed(columns, 10)} ({_listed(names, 3)})" for columns, names in found.items()]
+
+
+def _listed(names: Sequence[str], most: int) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
+
+
+def key_of(parts: Sequence[Part]) -> str:
+    """Of all that decides their rows."""
+    return json.dumps([part.key() for part in parts])

@@ -1,0 +1,146 @@
+"""Where a run goes on: the newest checkpoint that is intact, if it belongs to this recipe.
+
+A damaged one is set aside as `checkpoint-N.damaged`, and the one before it is taken; the run tells how many steps that costs.
+It refuses only where none is intact. What the recipe may change in between is told by recipe.py: nothing that touches the
+numbers, unless --allow-change names it, and then with the old and the new value in the log.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import shlex
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pronghorn.data.pack.batches import Cursor
+from pronghorn.errors import CheckpointError, CommandError, EnvironmentFault, counted
+from pronghorn.recipe import Recipe, why_fixed
+from pronghorn.train.checkpoint.checkpoint import (
+    MANIFEST,
+    OtherVersionError,
+    TrainState,
+    list_checkpoints,
+    load_checkpoint,
+    restore_rng,
+    way_out,
+)
+from pronghorn.train.run.evaluate import Progress
+from pronghorn.train.step.spikes import losses_of
+
+# What a manifest that fits none of our types raises on its way into them. pydantic's error is a ValueError.
+_MISFITS = (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RuntimeError)
+
+
+@dataclass(frozen=True)
+class Described:
+    """What a manifest says of a run, in our own types."""
+
+    recipe: Recipe
+    cursor: Cursor
+    progress: Progress
+    seen_tokens: int
+
+
+def described(path: Path, recipe: dict[str, Any], values: dict[str, Any]) -> Described:
+    """CheckpointError where the sums are right and the content is not ours."""
+    try:
+        cursor = Cursor(**values["cursor"])
+        if not all(isinstance(number, int) and number >= 0 for number in (cursor.epoch, cursor.pack, values["seen_tokens"])):
+            raise ValueError("a counter is not a number")
+        if not isinstance(values["scaler"], dict) or not isinstance(values["data"], str):
+            raise ValueError("the loss scale or the data key has the wrong type")
+        losses_of(values)
+        return Described(Recipe.model_validate(recipe), cursor, Progress.from_dict(values["progress"]), values["seen_tokens"])
+    except _MISFITS as error:
+        raise _not_ours(path, error) from error
+
+
+def find_checkpoint(
+    recipe: Recipe, run: Path, *, allow: Collection[str] = (), say: Callable[[str], None] = lambda _: None
+) -> tuple[Path, TrainState] | None:
+    """The newest intact checkpoint, if the folder has one; refused if it belongs to another recipe. With the run's lock."""
+    damaged: list[tuple[Path, CheckpointError]] = []
+    for path in reversed(list_checkpoints(run)):
+        try:
+            state = load_checkpoint(path)
+            before = described(path, state.recipe, state.values).recipe
+            _require_rng(path, state)
+        except OtherVersionError:
+            raise
+        except CheckpointError as error:
+            damaged.append((path, error))
+            continue
+        _refuse_or_tell(before.differences(recipe), allow, path, run, say)
+        for broken, damage in damaged:
+            aside = set_aside_damaged(broken)
+            lost = counted(int(broken.name.split("-")[1].split(".")[0]) - state.step, "step")
+            say(
+                f"{broken.name}: {damage.what} ({damage.where}); it is renamed to {aside.name}, and the run resumes from "
+                f"{path.name}: {lost} lost, to be repeated"
+            )
+        return path, state
+    if damaged:
+        raise damaged[0][1]
+    return None
+
+
+def require_allowable(allow: Collection[str], recipe: Recipe) -> None:
+    """What --allow-change names is a key, and one that a resumed run can follow."""
+    for key in allow:
+        if key not in recipe.keys:
+            close = difflib.get_close_matches(key, recipe.keys, n=1)
+            raise CommandError(
+                what=f"--allow-change {key}: the recipe has no such key",
+                fix=f"did you mean `{close[0]}`?" if close else "name a key such as train.lr",
+            )
+        if why := why_fixed(key):
+            raise CommandError(
+                what=f"--allow-change {key}: this key cannot change on resume",
+                why=why,
+                fix="choose another output, or start over with --fresh (the old folder is renamed, not deleted)",
+            )
+
+
+def _refuse_or_tell(changed: dict[str, str], allow: Collection[str], path: Path, run: Path, say: Callable[[str], None]) -> None:
+    if refused := {key: change for key, change in changed.items() if key not in allow}:
+        listed = "; ".join(f"{key}: {change}" for key, change in refused.items())
+        meant = shlex.join(word for key in refused for word in ("--allow-change", key))
+        go_on = "" if any(why_fixed(key) for key in refused) else f"resume with the change: {meant}; or "
+        raise CheckpointError(
+            what=f"the recipe changed since {path.name}: {listed}",
+            where=str(run),
+            why="resuming with changed settings would mix two different runs",
+            fix=f"{go_on}undo the change, choose another output, or start over with --fresh (the old folder is renamed, not "
+            "deleted)",
+        )
+    for key, change in changed.items():
+        say(f"{key}: {change} since {path.name}, allowed by --allow-change")
+
+
+def _require_rng(path: Path, state: TrainState) -> None:
+    """Put back here and, once everything is seeded and built, again."""
+    try:
+        restore_rng(state.rng)
+    except _MISFITS as error:
+        raise _not_ours(path, error) from error
+
+
+def _not_ours(path: Path, error: Exception) -> CheckpointError:
+    text = f"missing {error}" if isinstance(error, KeyError) else str(error).split("\n", 1)[0]
+    return CheckpointError("the manifest does not describe a run", where=str(path / MANIFEST), why=text, fix=way_out(path))
+
+
+def set_aside_damaged(path: Path) -> Path:
+    number, aside = 1, path.with_name(f"{path.name}.damaged")
+    while os.path.lexists(aside):
+        number += 1
+        aside = path.with_name(f"{path.name}.damaged-{number}")
+    try:
+        path.rename(aside)
+    except OSError as error:
+        fix = "move it away, then run the same command again"
+        raise EnvironmentFault.of(error, "cannot rename a damaged checkpoint", path, fix) from error
+    return aside

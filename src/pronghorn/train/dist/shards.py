@@ -1,0 +1,282 @@
+"""Weights that are spread over the ranks of a run (`world.shard`), gathered a layer ahead in both directions.
+
+    forward     enter(k): waits for k ── compute k ───────────── enter(k+1): its weights are there
+    network               └─ gather k+1, into the buffer that k-1 has left
+    backward    enter(k): waits for k ── compute k ── take(k): its gradients leave ── enter(k-1)
+    network               └─ gather k-1                       └─ reduce-scatter k      (world.shard: full)
+
+A rank holds its part of every unit (model/shards.py) and two buffers of the largest unit's size; a unit has its buffer, so its
+weights have one address for good. With `full`, what is trained is the rank's part: the optimizer, and `trainable`, see a slice
+of each parameter, of which the gradients are summed over ranks as each layer's backward ends.
+
+Why not torch's `fully_shard`: it swaps a module's parameters around the module's forward, while our layers read stored bytes
+and scales at fixed addresses inside one autograd node. Its parameters become DTensors, which every other part of a run
+(kernels, checkpoints, export) would have to know. The same ring serves frozen bytes and trained weights.
+
+All ranks gather the same units in the same order. Where one of them works alone (answers to held-out rows), it says before each
+gather which unit it needs, and the others take part (`led_by`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from pronghorn.errors import RecipeError
+from pronghorn.kernels.lora.stored_lora import Workspace
+from pronghorn.model.causal_lm import FastCausalLM, engine_of
+from pronghorn.model.config import read_config
+from pronghorn.model.families import FAMILIES, num_experts, text_config, why_not_fast
+from pronghorn.model.formats.table import FORMATS
+from pronghorn.model.layers.types import Grads
+from pronghorn.model.load import ModelFacts
+from pronghorn.model.shards import Unit, tensors_of
+from pronghorn.model.text_stack import decoder_layers, head_of
+from pronghorn.recipe import Recipe
+from pronghorn.train.dist.world import Pending, World
+
+T = TypeVar("T")
+BUFFERS = 2  # one unit computes while the next one arrives
+ROOM = 0.7  # of a GPU's memory, which weights may take before they are spread by themselves
+MASTER_BYTES = 16  # of a trained parameter: itself, its gradient and two moments, in float32
+END = -1  # what a rank that leads says last
+STATE = "optimizer/{}/{}"  # as optim.py names moments
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Shares:
+    """The parts of a model's weights that this rank keeps, taken while the model loads."""
+
+    def __init__(self, world: World, device: torch.device, *, trained: bool) -> None:
+        self.world, self.device, self.trained = world, device, trained
+        self.layers: list[Unit] = []
+        self.ends: list[Unit] = []
+
+    def keep(self, name: str, module: nn.Module) -> None:
+        self.layers.append(self._unit(name, module))
+
+    def keep_ends(self, model: Any) -> None:
+        """Embeddings, and the LM head where it has weights of its own."""
+        modules = [model.get_input_embeddings()]
+        if head_of(model).weight is not modules[0].weight:
+            modules.append(head_of(model))
+        names = {module: name for name, module in model.named_modules()}
+        self.ends = [self._unit(names[module], module) for module in modules]
+
+    def engine_of(self, model: Any) -> FastCausalLM:
+        """Or why its weights cannot be spread."""
+        engine = engine_of(model)
+        why = "the model uses the transformers layers" if engine is None else ""
+        why = why or next((why for layer in engine.layers if (why := layer.why_not_fused())), "")  # type: ignore[union-attr]
+        if why:
+            raise _not_sharded(why)
+        assert engine is not None
+        return engine
+
+    def _unit(self, name: str, module: nn.Module) -> Unit:
+        found = list(tensors_of(module, name, trained=self.trained))
+        return Unit(name, found, self.world.rank, self.world.size, self.device)
+
+
+class Shards:
+    """The units of a model in the order of its forward: embeddings, layers, head. `engine.shards` and `layer.shards`."""
+
+    trains = False  # whether a rank trains what only it has
+    leads = True  # whether a rank can run the model alone
+
+    def __init__(self, shares: Shares, engine: FastCausalLM) -> None:
+        self.world, self._engine = shares.world, engine
+        self.units = [shares.ends[0], *shares.layers, *shares.ends[1:]]
+        self._buffers = [
+            torch.zeros(max(unit.size for unit in self.units[i::BUFFERS]), dtype=torch.uint8, device=shares.device)
+            for i in range(min(BUFFERS, len(self.units)))
+        ]
+        self._held: list[int | None] = [None] * len(self._buffers)  # the unit in each buffer, or on its way there
+        self._pending: list[Pending | None] = [None] * len(self._buffers)
+        self._dtype = torch.float32
+        self._entered: int | None = None  # the layer whose turn it is
+        self._leads = False
+        for number, unit in enumerate(self.units):
+            unit.show_in(self._buffer(number))
+        self._install()
+
+    @property
+    def key(self) -> str:
+        """Of what was loaded: the same on all ranks."""
+        return hashlib.sha256("".join(unit.key for unit in self.units).encode()).hexdigest()[:12]
+
+    def spreads(self, tensor: Tensor) -> bool:
+        """Whether it is a view of a buffer here."""
+        return any(tensor.untyped_storage().data_ptr() == buffer.data_ptr() for buffer in self._buffers)
+
+    @property
+    def nbytes(self) -> int:
+        """Of weights on this rank: its parts, and the buffers."""
+        return sum(unit.part.nbytes for unit in self.units) + sum(buffer.nbytes for buffer in self._buffers)
+
+    def _install(self) -> None:
+        engine, workspace = self._engine, Workspace()
+        engine.shards = self
+        for layer in engine.layers:
+            layer.shards = self
+            for group in layer.groups:
+                group.borrow(workspace)
+        # What runs the model's own modules (generation) finds the weights in their places as well.
+        for number, module in enumerate(decoder_layers(engine.model).values()):
+            module.register_forward_pre_hook(self._before(1 + number))
+        engine.model.get_input_embeddings().register_forward_pre_hook(lambda *_: self._turn(0, 1))
+        head_of(engine.model).register_forward_pre_hook(self._before(self._head))
+
+    def _before(self, unit: int) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            if torch.is_grad_enabled():
+                raise RuntimeError("the transformers layers cannot train sharded weights")
+            self._turn(unit, 0)
+
+        return hook
+
+    # ---- as the model calls it -----------------------------------------------------------------------------------------------
+
+    @property
+    def _head(self) -> int:
+        """The LM head's unit; tied to the embeddings, theirs."""
+        return len(self.units) - 1 if len(self.units) > 1 + len(self._engine.layers) else 0
+
+    def prepare(self, dtype: torch.dtype) -> bool:
+        self._dtype = dtype
+        return True
+
+    def enter(self, layer: int, step: int) -> None:
+        if self._entered not in (None, layer):
+            self._engine.layers[self._entered].let_go()
+        self._turn(1 + layer, step)
+        self._engine.layers[layer].prepare(self._dtype)
+        self._entered = layer
+
+    def head(self) -> None:
+        self._turn(self._head, 0)
+
+    def take(self, layer: int, parameters: Sequence[Tensor], gradients: Grads) -> Grads:
+        return gradients
+
+    # ---- the ring ------------------------------------------------------------------------------------------------------------
+
+    def _turn(self, unit: int, step: int) -> None:
+        """Its weights are there until the turn after the next one; those of the unit `step` further begin to arrive."""
+        if self._leads and self._held[unit % BUFFERS] != unit:
+            self.world.sent_by(self.world.rank, lambda: unit)
+        self._arrive(unit)
+        following = unit + step
+        if step and not self._leads and 0 < following < len(self.units):
+            self._start(following)
+
+    def _start(self, unit: int) -> None:
+        buffer = unit % BUFFERS
+        if self._held[buffer] != unit:
+            if not self.world.ordered:
+                self._settle(buffer)
+            self._pending[buffer] = self.world.gather(self._buffer(unit), self.units[unit].part)
+            self._held[buffer] = unit
+
+    def _arrive(self, unit: int) -> None:
+        self._start(unit)
+        self._settle(unit % BUFFERS)
+
+    def _settle(self, buffer: int) -> None:
+        pending, self._pending[buffer] = self._pending[buffer], None
+        if pending is not None:
+            pending.wait()
+
+    def forget(self) -> None:
+        """The weights change now, or the buffers are used for something else: they are gathered again."""
+        for buffer in range(len(self._buffers)):
+            self._settle(buffer)
+            self._held[buffer] = None
+
+    def _buffer(self, unit: int) -> Tensor:
+        return self._buffers[unit % BUFFERS][: self.units[unit].size]
+
+    # ---- one rank works, the others take part --------------------------------------------------------------------------------
+
+    def led_by(self, rank: int, work: Callable[[], T]) -> T:
+        """Every rank gets its result, which is plain JSON."""
+        if self.world.rank != rank:
+            while (unit := self.world.sent_by(rank, lambda: END)) != END:
+                self._arrive(unit)
+            return self.world.sent_by(rank, work)
+        self._leads = True
+        try:
+            result = work()
+        finally:
+            self._leads = False
+        self.world.sent_by(rank, lambda: END)
+        return self.world.sent_by(rank, lambda: result)
+
+
+def norm_over_ranks(world: World, mine: Sequence[Tensor], shared: Sequence[Tensor], beside: Sequence[Tensor]) -> Tensor:
+    """Of all gradients. Those that are `shared` by all ranks, and what is `beside` them, are summed up; others are whole."""
+    squares = torch.nn.utils.get_total_norm(mine).square() if mine else torch.zeros_like(beside[0])
+    world.add_up([*beside, squares, *shared])
+    return (squares + torch.nn.utils.get_total_norm(shared).square()).sqrt() if shared else squares.sqrt()
+
+
+def shards_of(model: Any) -> Shards | None:
+    engine = engine_of(model)
+    return None if engine is None else engine.shards  # type: ignore[return-value]
+
+
+# ---- whether ----------------------------------------------------------------------------------------------------------------
+
+
+def shard_of(
+    recipe: Recipe, world: World, device: torch.device, facts: ModelFacts
+) -> Literal["none", "base", "full", "experts"]:
+    """What this run spreads. Refuses what cannot be, before anything is read. One rank has nothing to spread."""
+    asked, kind = recipe.world.shard, "full" if recipe.method == "full" else "base"
+    if world.size == 1 or asked == "none":
+        return "none"
+    config = read_config(recipe.model)
+    why = recipe.why_not_sharded or why_not_fast(config)
+    if recipe.train.graph == "on":
+        why = why or "train.graph: on is set, and steps that gather weights cannot be captured; set train.graph: auto"
+    if asked == "experts":
+        kind, why = "experts", why or _why_not_experts(text_config(config), world.size)
+    if asked == "auto":
+        return "none" if why or _fits(recipe, device, facts) else kind  # type: ignore[return-value]
+    if why:
+        raise _not_sharded(why)
+    return kind  # type: ignore[return-value]
+
+
+def told_of(shard: str, world: World) -> list[str]:
+    """What the run says about it."""
+    what = {"base": "frozen weights", "full": "weights, gradients and moments", "experts": "experts"}.get(shard)
+    if what is None:
+        return []
+    return [f"world.shard: {shard}: each rank keeps 1/{world.size} of the {what}; steps are not captured as CUDA graphs"]
+
+
+def _why_not_experts(config: Any, ranks: int) -> str:
+    family = FAMILIES[config.model_type]
+    if family.experts is None:
+        return "the model has no experts"
+    experts = num_experts(config)
+    return f"the model has {experts} experts, too few for {ranks} ranks" if experts < ranks else ""
+
+
+def _fits(recipe: Recipe, device: torch.device, facts: ModelFacts) -> bool:
+    """Whether a rank has room for all weights and what is trained of them, beside activations. The host's memory always has."""
+    if device.type != "cuda":
+        return True
+    each = MASTER_BYTES if recipe.method == "full" else FORMATS[recipe.stored_as].bytes_each
+    return facts.parameters * each < ROOM * torch.cuda.get_device_properties(device).total_memory
+
+
+def _not_sharded(why: str) -> RecipeError:
+    return RecipeError(
+        what="world.shard: the weights of this run cannot be sharded over ranks", why=why, fix="set world.shard: none"
+    )

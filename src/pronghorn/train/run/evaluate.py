@@ -1,0 +1,113 @@
+"""Held-out loss, and the decision to go on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from pronghorn.data.pack.batches import TokenRows, evaluation_batches
+from pronghorn.errors import counted
+from pronghorn.recipe import Stop
+from pronghorn.train.dist.world import World
+from pronghorn.train.objectives import Objective, Supervised
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    loss: float
+    tokens: int  # held-out tokens that carry loss
+    figures: dict[str, float] = field(default_factory=dict)  # what else the objective shows
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss) if self.loss < 700 else math.inf  # e**710 is beyond a float
+
+
+@torch.no_grad()
+def evaluate(
+    model: Any,
+    table: TokenRows,
+    *,
+    capacity: int,
+    device: torch.device,
+    pad_id: int,
+    autocast: Callable[[], AbstractContextManager[Any]],
+    progress: Callable[[str, int, int], None] | None = None,
+    objective: Objective | None = None,
+    world: World | None = None,
+) -> Evaluation:
+    """Mean over all held-out tokens with loss, or over what the objective counts: the same number for any capacity."""
+    objective, world = objective or Supervised(), world or World()
+    was_training = model.training
+    model.eval()
+    objective.prepare(model, table, device, autocast)
+    total, counts = (torch.zeros(objective.terms, dtype=torch.float64) for _ in range(2))
+    watched = torch.zeros(len(objective.watched), dtype=torch.float64)
+    total, watched, tokens, seen = total.to(device), watched.to(device), 0, 0
+    if progress:
+        progress("evaluating", 0, len(table))  # the first batch alone may take many seconds on a CPU
+    for batch in evaluation_batches(table, capacity, pad_id, objective.together, (world.rank, world.size)):
+        with autocast():
+            sums = objective.sums(model, objective.complete(batch, table).to(device))
+        total += sums.loss.double()
+        watched += 0.0 if sums.watched is None else sums.watched.double()
+        counts += objective.count(batch)
+        tokens += batch.loss_tokens
+        seen += len(batch.documents)
+        if progress:
+            progress("evaluating", seen, len(table))
+    model.train(was_training)
+    found = world.total(*total.tolist(), *counts.tolist(), tokens, *watched.tolist())
+    loss = sum(found[i] / found[objective.terms + i] for i in range(objective.terms))
+    return Evaluation(loss, int(found[2 * objective.terms]), objective.figures(found[2 * objective.terms + 1 :]))
+
+
+LOWER_IS_BETTER = ("loss",)  # every metric of answers is better when it is higher
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the held-out loss, or the metric of eval.best, has come: saved in checkpoints, so that patience survives a
+    resume."""
+
+    metric: str = "loss"
+    best: float | None = None
+    best_step: int | None = None
+    without_gain: int = 0  # evaluations in a row that gained less than min_delta over `reference`
+    reference: float | None = None
+
+    def after(self, value: float, step: int, stop: Stop | None) -> Progress:
+        better = replace(self, best=value, best_step=step) if self._beyond(value, self.best, 0.0) else self
+        if self._beyond(value, self.reference, stop.min_delta if stop else 0.0):
+            return replace(better, reference=value, without_gain=0)
+        return replace(better, without_gain=self.without_gain + 1)
+
+    def _beyond(self, value: float, before: float | None, by: float) -> bool:
+        if before is None:
+            return math.isfinite(value)
+        return value < before - by if self.metric in LOWER_IS_BETTER else value > before + by
+
+    def verdict(self, stop: Stop | None) -> str:
+        """Why the run should end, or nothing."""
+        if stop is None or self.without_gain < stop.patience:
+            return ""
+        evaluations = counted(self.without_gain, "evaluation")
+        best = "" if self.best is None else f"; best {self.best:.4f} at step {self.best_step}"
+        return f"held-out {self.metric} improved by less than {stop.min_delta} in {evaluations} in a row{best}"
+
+    def by(self, metric: str) -> Progress:
+        """Itself, or from the beginning where another metric decides now."""
+        return self if metric == self.metric else Progress(metric)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Progress:
+        """Also of checkpoints from before there were metrics, where it was the best loss."""
+        return cls(**{"best" if key == "best_loss" else key: value for key, value in values.items()})

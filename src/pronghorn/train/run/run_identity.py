@@ -1,0 +1,128 @@
+"""What a resumed run must find as it left it: its training data, its held-out data, and the model below an adapter.
+
+The data's key is a digest over every token and every loss mark that the run sees, in order, so that the same rows from another
+place are the same, and one digit in one row is not. The held-out data has a key of its own: a loss on other rows cannot be
+compared with the best one so far. The base model's is in model/fingerprint.py. A checkpoint from before held the lengths of all
+rows and the tokens of a thousand of them; it is compared by that, and the user is told how little that is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from importlib.metadata import version
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from pronghorn import __version__
+from pronghorn.data.encode.tokens import TokenTable
+from pronghorn.errors import CheckpointError, PronghornError
+from pronghorn.recipe import Recipe
+
+T = TypeVar("T")
+
+
+class Spread(Protocol):
+    """train.shards.Shards, as it is told apart here."""
+
+    @property
+    def key(self) -> str: ...
+    def spreads(self, tensor: torch.Tensor) -> bool: ...
+
+
+FIRST = 64  # elements of each weight
+EVERY_TOKEN = "tokens:"  # how a key over all of them begins
+
+
+def data_key(table: TokenTable | None, pad_id: int) -> str:
+    """Empty where there is no such data."""
+    return "" if table is None else EVERY_TOKEN + hashlib.sha256(f"{table.content} {pad_id}".encode()).hexdigest()
+
+
+def _sampled_key(table: TokenTable) -> str:
+    """As checkpoints had it before."""
+    digest = hashlib.sha256(table.lengths.tobytes() + table.loss_counts.tobytes())
+    for i in range(0, len(table), max(1, len(table) // 1000)):
+        digest.update(table.ids(i).tobytes())
+    return digest.hexdigest()
+
+
+def require_same_data(then: dict[str, Any], now: dict[str, str], train: TokenTable, checkpoint: str, where: str) -> list[str]:
+    """`then`: a checkpoint's values. Returns what should be told."""
+    key = then.get("data", "")
+    old = not key.startswith(EVERY_TOKEN)
+    if key != (_sampled_key(train) if old else now["data"]):
+        why = "its tokens or its loss mask differ"
+        if now.get("split") and "split" not in then:
+            raise _split_otherwise(checkpoint, where)
+        raise _changed("training data", "data.train", checkpoint, where, why)
+    if "held_out" in then and then["held_out"] != now["held_out"]:
+        why = "losses on different rows cannot be compared"
+        raise _changed("held-out data", "data.eval", checkpoint, where, why)
+    if not old:
+        return []
+    return [
+        f"{checkpoint} is from an older version, which recorded only the tokens of a thousand rows and neither held-out "
+        "data nor config.json: changes of these are not detected"
+    ]
+
+
+def _split_otherwise(checkpoint: str, where: str) -> CheckpointError:
+    return CheckpointError(
+        what=f"the training data is not what {checkpoint} was trained on",
+        where=where,
+        why="it is from a version that held out rows one by one; this one keeps copies of a row on one side. Or files changed",
+        fix="finish the run with the version that began it, or start over with --fresh (the old folder is renamed)",
+    )
+
+
+def _changed(what: str, key: str, checkpoint: str, where: str, why: str) -> CheckpointError:
+    return CheckpointError(
+        what=f"the {what} changed since {checkpoint}",
+        where=where,
+        why=why,
+        fix=f"restore the files of {key}, the model's tokenizer and the chat template, or start over with --fresh (the old "
+        "folder is renamed, not deleted)",
+    )
+
+
+def run_facts(recipe: Recipe, keys: dict[str, str]) -> dict[str, str]:
+    """What ranks that train together have in common."""
+    versions = {name: version(name) for name in ("torch", "transformers", "peft", "numpy")}
+    text = json.dumps(recipe.model_dump(mode="json"), sort_keys=True)
+    return {
+        "recipe": hashlib.sha256(text.encode()).hexdigest()[:12],
+        "pronghorn": __version__,
+        **versions,
+        **{name: key[-12:] for name, key in keys.items()},
+    }
+
+
+def weights_key(model: torch.nn.Module, shards: Spread | None = None) -> str:
+    """Of names, shapes and the first bytes of all weights: enough to tell one model's files, or checkpoint, from another's.
+    Those that are spread over ranks were looked at when they were loaded."""
+    digest = hashlib.sha256(b"" if shards is None else shards.key.encode())
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if shards is not None and shards.spreads(tensor):
+            continue
+        first = tensor.detach().reshape(-1)[:FIRST].contiguous().view(torch.uint8).cpu()
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode() + first.numpy().tobytes())
+    return digest.hexdigest()[:12]
+
+
+def in_background(work: Callable[[], T]) -> Future[T]:
+    """In a thread of its own that nobody has to wait for at the end."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except PronghornError as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future

@@ -1,0 +1,1 @@
+"""What is decided and refused before the first step."""

@@ -1,0 +1,32 @@
+"""What a run's log says of its data, for the report: rows read, dropped and why, their sources, and how long they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pronghorn.data.encode.tokens import TokenTable
+from pronghorn.data.prepare import Counts
+from pronghorn.data.stats import length_bins
+
+MOST_SOURCES = 200  # named in the log: a folder can hold a hundred thousand files
+
+
+def data_facts(counts: Counts, train: TokenTable) -> dict[str, Any]:
+    """Plain values. `train`: the rows that are trained on, without those held out."""
+    lengths = train.lengths
+    low, median, p95, high = (int(x) for x in np.quantile(lengths, [0, 0.5, 0.95, 1], method="nearest"))
+    dropped = {
+        "bad row": counts.bad, "exact duplicate": counts.exact_duplicates, "near duplicate": counts.near_duplicates,
+        "junk": counts.junk, "too long": counts.dropped_long, "nothing to train on": counts.no_loss,
+    }  # fmt: skip
+    return {
+        "read": counts.read, "format": counts.format, "dropped": {why: number for why, number in dropped.items() if number},
+        "truncated": counts.truncated, "split_into": counts.split_into,
+        "sources": [{"name": one.name, "format": one.format, "rows": one.read, "weight": one.weight}
+                    for one in counts.sources[:MOST_SOURCES]],
+        "unused_columns": sorted({column for one in counts.sources for column in one.unused}),
+        "lengths": {"shortest": low, "median": median, "mean": float(lengths.mean()), "p95": p95, "longest": high,
+                    "bins": [[one.low, one.high, one.rows] for one in length_bins(lengths)]},
+    }  # fmt: skip

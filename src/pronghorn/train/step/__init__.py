@@ -1,0 +1,1 @@
+"""One optimizer step: forward, backward, update, its health and its memory."""
