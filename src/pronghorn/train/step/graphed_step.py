@@ -2,8 +2,8 @@
 
 A packed batch has one of a few shapes (data/pack/batches.py: `Shapes`), so forward, loss, backward and the accumulation of
 gradients are captured once a shape, on first use, all out of one memory pool, and replayed for ever. The host only copies the
-next batch into place, on a stream of its own while the device still computes, and reads loss and gradient norm one step later. Whether a
-step is sound is judged by the update itself, on the device (adamw.py): an unsound one changes nothing, nor does any
+next batch into place, on a stream of its own while the device still computes, and reads loss and gradient norm one step later.
+Whether a step is sound is judged by the update itself, on the device (adamw.py): an unsound one changes nothing, nor does any
 after it, until the host has seen it and stops the run.
 
     copy stream      batch k+1 -> staging          batch k+2 -> staging
