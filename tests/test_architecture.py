@@ -40,7 +40,7 @@ ARROWS = {
     "train": {"evaluation", "memory", "model", "data", "report", "kernels"},
     "evaluation": {"model", "data"},
     "memory": {"model", "kernels"},
-    "model": {"kernels", "compat"},  # until the forwards are attached from outside
+    "model": {"kernels"},
     "data": set(),
     "convert": {"data", "recipe_file", "yaml_file"},
     "report": set(),

@@ -15,20 +15,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from peft.tuners.lora import ParamWrapper
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from torch.nn.modules import module as torch_module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from pronghorn.model.causal_lm import FastCausalLM, is_known
 from pronghorn.model.formats.linear import dequantizes
 from pronghorn.model.formats.table import storage_of
-
-if TYPE_CHECKING:
-    from pronghorn.model.causal_lm import FastCausalLM
+from pronghorn.model.text_stack import inner_of
 
 # What may replace a module later:
 #   linear      one of the same kind and size, or PEFT's wrapper around one: looked up at each forward (linears.py)
@@ -62,9 +60,7 @@ CONFIG = (
     "rope_parameters",
     "original_max_position_embeddings",
 )
-ENGINE = "_pronghorn_engine"  # attribute of a model instance: its fast layers
 OURS = "of_pronghorn"  # attribute of a forward that hf_forward.py set
-KNOWN_PACKAGES = ("torch", "transformers", "peft", "pronghorn")
 CAPTURING = "transformers.utils.output_capturing"  # its hooks stay after one `output_hidden_states`, and do nothing
 WEIGHTS = {nn.Parameter, type(None)}
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -259,13 +255,6 @@ def _place(path: str, within: str, module: nn.Module, norms: set[int], stacks: s
     return Place(path, kind, inner, type(inner), _numbers(inner), children)
 
 
-def inner_of(module: Any) -> Any:
-    """The model's own, inside PEFT's wrappers."""
-    while isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
-        module = module.base_layer if isinstance(module, BaseTunerLayer) else module.original_module
-    return module
-
-
 def _fits(place: Place, now: Any, inner: Any) -> bool:
     then = place.module
     if place.kind == "fixed":
@@ -338,11 +327,6 @@ def _why_hooked(path: str, hooks: Iterable[Mapping[int, Any]]) -> str:
             if getattr(source, "__module__", "") != CAPTURING:
                 return f"{path} has a hook ({name})"
     return ""
-
-
-def is_known(function: Any) -> bool:
-    """Whether a known library defines it, with which the fast layers were compared."""
-    return str(getattr(function, "__module__", "")).split(".")[0] in KNOWN_PACKAGES
 
 
 def _name(function: Any) -> str:

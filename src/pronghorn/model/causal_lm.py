@@ -1,23 +1,19 @@
 """A causal language model on fast layers: hidden states and loss of packed documents, beside the model's own forward.
 
-`FastCausalLM` is an object beside the Hugging Face model. `install` makes the model *instance* use it where it applies
-(training without a cache), by setting `forward` on the instance and on its backbone; classes and modules stay untouched, and
-everything else (generation, output of attentions, unusual masks) runs the family's own forward.
+`FastCausalLM` is an object beside the Hugging Face model, whose classes, modules and forward stay untouched. Training calls the
+engine, generation the model. Loops of other libraries call the model: compat/hf_forward.py sets forwards on the instance.
 """
 
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from pronghorn.compat.captured_layers import CapturedLayers
-from pronghorn.compat.changes import ENGINE, Changes, inner_of, is_known
-from pronghorn.compat.hf_forward import set_forwards
-from pronghorn.compat.same_weights import Weights
 from pronghorn.errors import ModelError
 from pronghorn.kernels.attention.attention_shared import shared_spans
 from pronghorn.kernels.attention.attention_torch import spans
@@ -38,7 +34,10 @@ from pronghorn.model.layers.saved import Elsewhere
 from pronghorn.model.layers.types import Documents, GradBuffer, Shards
 from pronghorn.model.positions import Positions
 from pronghorn.model.router_stats import ExpertCounts, RouterStats, padding_mask
-from pronghorn.model.text_stack import backbone, head_of, in_mode, is_classifier
+from pronghorn.model.text_stack import backbone, head_of, in_mode, inner_of, is_classifier
+
+ENGINE = "_pronghorn_engine"  # attribute of a model instance: its fast layers
+KNOWN_PACKAGES = ("torch", "transformers", "peft", "pronghorn")
 
 
 class Offload(Elsewhere, Protocol):
@@ -48,11 +47,11 @@ class Offload(Elsewhere, Protocol):
     def finish(self) -> None: ...
 
 
-class Chooser(Protocol):
-    """dropin.recompute.KeptByMemory, as the model uses it."""
+class OuterLoop(Protocol):
+    """compat.outer_loop.OuterLoop, as the model uses it: a loop of another library, which calls the model itself."""
 
-    def before(self, tokens: int) -> None: ...  # a batch that trains
-    def lower(self) -> bool: ...  # after its forward ran out of memory: whether the layers save less now
+    def own_layers(self) -> AbstractContextManager[None]: ...  # calls of the model run on its own layers
+    def forget_graphs(self) -> None: ...  # which read buffers that are replaced now
 
 
 class FastCausalLM:
@@ -81,12 +80,7 @@ class FastCausalLM:
         self.host_embeddings = False  # whether they are in pinned host memory (memory/host_embeddings.py)
         self.prepared = 0  # how often
         self.rebuilt = 0  # how often buffers that the layers read were rebuilt: a graph captured before reads freed ones
-        self.paused = False  # use the model's own layers, for one call
-        self.changes = Changes(self)
-        # For other libraries' training loops:
-        self.captured = CapturedLayers(self)
-        self.chooser: Chooser | None = None  # of what the layers save
-        self.trained_with: tuple[Any, ...] | None = None  # adapters of the latest forward that recorded gradients
+        self.outer_loop: OuterLoop | None = None
         scaling = float(getattr(config, "logits_scaling", None) or 1.0)
         self.head_terms: dict[str, Any] = {
             "softcap": float(getattr(config, "final_logit_softcapping", None) or 0.0),
@@ -140,8 +134,6 @@ class FastCausalLM:
     def hidden(self, h_TD: Tensor, documents: Documents, rows: Tensor | None = None) -> Tensor:
         """The residual stream after the last layer, before the final norm: of all tokens, or of `rows`."""
         self.prepare(h_TD.dtype)
-        if documents.guarded and torch.is_grad_enabled():
-            documents = replace(documents, weights=Weights(self, h_TD.dtype))
         load = documents.load
         late = rows is not None and load is not None and load.coefficient != 0.0  # the auxiliary loss counts all tokens
         with torch.autocast(h_TD.device.type, enabled=False):  # the layers choose their precision themselves
@@ -204,7 +196,8 @@ class FastCausalLM:
         if any(moved):
             self.rebuilt += 1
             self._adapters = None  # holds the buffers, too
-            self.captured.forget()
+            if self.outer_loop is not None:
+                self.outer_loop.forget_graphs()
 
     def loss(self, h_ND: Tensor, labels_N: Tensor, grad_buffer: GradBuffer | None = None) -> tuple[Tensor, Tensor]:
         """(sum of the losses, loss of each row, detached), of rows out of `hidden`. `grad_buffer`: the layers'."""
@@ -300,23 +293,37 @@ def left_behind() -> None:
 
 
 def install(model: Any, *, fp8: bool = False) -> str:
-    """Gives a Hugging Face causal LM instance fast layers. Returns the reason if it cannot, else an empty string; the model
+    """Gives a Hugging Face causal LM instance an engine. Returns the reason if it cannot, else an empty string; the model
     trains either way. `fp8`: as in `FastCausalLM`."""
     base = base_of(model)
     if why := why_not_fast(base.config):
         return why
     if getattr(base, ENGINE, None) is None:
         parts = (base, base.model, backbone(base))
-        for part in parts if hasattr(base, ENGINE) else ():
-            if getattr(vars(part).get("forward"), "__func__", None) is type(part).forward:
-                del part.forward  # its own: a pickle leaves it so
         if any("forward" in vars(part) for part in parts):
             return "its forward is already replaced on the instance"
         if others := next((type(module) for module in parts if not is_known(type(module).forward)), None):
             return f"{others.__name__} defines its own forward"
         object.__setattr__(base, ENGINE, FastCausalLM(base, fp8=fp8))
-        set_forwards(base, getattr(base, ENGINE))
+        if _separate_weights not in base._state_dict_pre_hooks.values():  # as in a model that was pickled
+            base.register_state_dict_pre_hook(_separate_weights)
     return ""
+
+
+def is_known(function: Any) -> bool:
+    """Whether a known library defines it, with which the fast layers were compared."""
+    return str(getattr(function, "__module__", "")).split(".")[0] in KNOWN_PACKAGES
+
+
+def _separate_weights(model: Any, prefix: str, keep_vars: bool) -> None:
+    """Before `state_dict` of the model itself: saving needs each weight in its own memory, not as views of one buffer.
+
+    Inside a PEFT model (`prefix` is not empty) it does nothing: checkpoints hold only the adapter. One group of linears is
+    copied at a time, so the peak rises by the largest (0.24 GB of an 8B model); the next training step joins them again.
+    """
+    engine = engine_of(model)
+    if not prefix and engine is not None:
+        engine.separate()
 
 
 def base_of(model: Any) -> Any:

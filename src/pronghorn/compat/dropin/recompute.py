@@ -16,6 +16,7 @@ import torch
 
 from pronghorn.compat.captured_layers import rounded
 from pronghorn.compat.dropin.arguments import Recompute
+from pronghorn.compat.outer_loop import loop_of
 from pronghorn.errors import EnvironmentFault, ModelError, RecipeError
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.memory.costs import predicted_costs
@@ -44,7 +45,7 @@ def set_recompute(model: Any, asked: Recompute | None) -> None:
         _of_own_layers(base, bool(stands))
         return
     plans = stands == PLANNED and engine.backbone.embed_tokens.weight.is_cuda
-    engine.chooser = KeptByMemory(engine) if plans else None
+    loop_of(base).chooser = KeptByMemory(engine) if plans else None
     for layer in engine.layers:
         layer.recompute, layer.planned = None if plans else bool(stands), plans
     base.gradient_checkpointing_enable = types.MethodType(gradient_checkpointing_enable, base)
@@ -99,7 +100,7 @@ class KeptByMemory:
         if tokens <= self._planned_for:
             return
         first, self._planned_for = not self._planned_for, rounded(tokens)
-        self.engine.captured.forget()  # whose memory counts as free
+        loop_of(self.engine.model).forget_graphs()  # whose memory counts as free
         try:
             job = job_of(self.engine, self._planned_for)
         except ModelError as error:  # nobody has written its sizes down
@@ -188,7 +189,7 @@ def job_of(engine: FastCausalLM, tokens: int) -> Job:
         rank,
         tuple(sorted({name for name, _ in adapters})),
         engine.backbone.embed_tokens.weight.element_size(),
-        graphed=engine.captured.on,
+        graphed=loop_of(engine.model).captured.on,
         storage=stored.name if stored and stored.read else "auto",
         scored=is_classifier(engine.model.config),
         target=local_target(engine.backbone.embed_tokens.weight.device),
