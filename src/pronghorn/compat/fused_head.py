@@ -12,7 +12,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from peft import PeftModel
@@ -27,6 +27,9 @@ from pronghorn.kernels.loss.linear_log_probs import linear_log_probs
 from pronghorn.model.causal_lm import FastCausalLM, engine_of
 from pronghorn.model.text_stack import head_of
 
+if TYPE_CHECKING:
+    from pronghorn.model.hf_types import HFModel
+
 COMPUTED = {"log_probs", "entropy", "is_top1"}
 OF_PEFT = {"adapter_names", "alora_offsets"}  # arguments that its wrapper takes for itself
 TRLS = ("trl.trainer.utils", "_fused_forward")
@@ -39,7 +42,7 @@ class Asked(NamedTuple):
     output_class: Any
 
 
-def answer_fused_heads(model: Any) -> None:
+def answer_fused_heads(model: HFModel) -> None:
     """On this instance only."""
     if isinstance(model, PeftModel) and "forward" not in vars(model):
         model.forward = types.MethodType(_in_place_of(type(model).forward), model)
@@ -59,7 +62,7 @@ def _in_place_of(own: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _answer(model: Any, inputs: dict[str, Any]) -> Any:
+def _answer(model: HFModel, inputs: dict[str, Any]) -> Any:
     """None: TRL computes it."""
     engine = engine_of(model)
     if engine is None or not torch.is_grad_enabled() or inputs.keys() & OF_PEFT:

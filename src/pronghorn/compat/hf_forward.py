@@ -91,7 +91,7 @@ def _backbone_forward(module: PreTrainedModel, loop: OuterLoop, inputs: Inputs) 
 def _around_forward(around: PreTrainedModel, loop: OuterLoop, inputs: Inputs) -> ModelOutput | None:
     """For the module that merges images into the embeddings, called without images."""
     inner = loop.engine.backbone
-    if getattr(around, INNER, None) is not inner or why_called(INNER, inner) or not hasattr(vars(inner).get("forward"), OURS):
+    if why_called(INNER, inner) or getattr(around, INNER, None) is not inner or not hasattr(vars(inner).get("forward"), OURS):
         return None  # it must be called itself
     found = _backbone_forward(around, loop, inputs)
     if found is not None:

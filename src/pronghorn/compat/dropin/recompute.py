@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from pronghorn.compat.captured_layers import rounded
 from pronghorn.compat.dropin.arguments import Recompute
@@ -27,6 +28,7 @@ from pronghorn.memory.levels import KEEP, Problem
 from pronghorn.memory.plan import Plan, make_plan
 from pronghorn.model.causal_lm import FastCausalLM, base_of, engine_of
 from pronghorn.model.formats.table import storage_of
+from pronghorn.model.hf_types import HFModel
 from pronghorn.model.load import without_progress_bars
 from pronghorn.model.text_stack import is_classifier
 
@@ -36,7 +38,7 @@ ASIDE = 2**30  # bytes that are left for a trainer's own loss and metrics
 MARGIN = 0.03  # of what is free, for fragments and what a prediction does not know
 
 
-def set_recompute(model: Any, asked: Recompute | None) -> None:
+def set_recompute(model: HFModel, asked: Recompute | None) -> None:
     """What was asked for before stands where nothing definite is asked for now."""
     base, engine = base_of(model), engine_of(model)
     stands = asked if isinstance(asked, bool) else getattr(base, ASKED, PLANNED)
@@ -52,7 +54,7 @@ def set_recompute(model: Any, asked: Recompute | None) -> None:
     base.enable_input_require_grads = types.MethodType(enable_input_require_grads, base)
 
 
-def _of_own_layers(base: Any, recompute: bool) -> None:
+def _of_own_layers(base: PreTrainedModel, recompute: bool) -> None:
     if recompute:
         with without_progress_bars():
             base.gradient_checkpointing_enable()
@@ -64,7 +66,7 @@ def _of_own_layers(base: Any, recompute: bool) -> None:
 # ---- what trainers call, on the instance: named as the methods whose place they take, which a pickle goes by -----------------
 
 
-def gradient_checkpointing_enable(base: Any, *args: Any, **kwargs: Any) -> None:
+def gradient_checkpointing_enable(base: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
     stands = getattr(base, ASKED, PLANNED)
     if stands is False:
         say_once("gradient checkpointing stays off: use_gradient_checkpointing=False overrides the trainer's default")
@@ -77,7 +79,7 @@ def gradient_checkpointing_enable(base: Any, *args: Any, **kwargs: Any) -> None:
         type(base).gradient_checkpointing_enable(base, *args, **kwargs)  # for calls that run on the model's own layers
 
 
-def enable_input_require_grads(base: Any) -> None:
+def enable_input_require_grads(base: PreTrainedModel) -> None:
     """Reentrant checkpoints need embeddings with a gradient; ours do not, and the gradient would cost time."""
 
 
