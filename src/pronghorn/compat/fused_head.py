@@ -12,7 +12,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from peft import PeftModel
@@ -25,10 +25,8 @@ from pronghorn.compat.rows_to_documents import Inputs
 from pronghorn.kernels.loss.cross_entropy_rows import IGNORED
 from pronghorn.kernels.loss.linear_log_probs import linear_log_probs
 from pronghorn.model.causal_lm import FastCausalLM, engine_of
+from pronghorn.model.hf_types import HFModel
 from pronghorn.model.text_stack import head_of
-
-if TYPE_CHECKING:
-    from pronghorn.model.hf_types import HFModel
 
 COMPUTED = {"log_probs", "entropy", "is_top1"}
 OF_PEFT = {"adapter_names", "alora_offsets"}  # arguments that its wrapper takes for itself

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 from pronghorn.errors import CommandError, EnvironmentFault
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.causal_lm import base_of
+from pronghorn.model.hf_types import HFModel
 
 if TYPE_CHECKING:
     from transformers import Trainer
-
-    from pronghorn.model.hf_types import HFModel
 
 HOME = "pronghorn.trainer"  # where a pickle finds the classes
 # What scripts still give the trainer, and what its arguments call it.

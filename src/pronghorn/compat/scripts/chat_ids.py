@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import BatchEncoding
 
-if TYPE_CHECKING:
-    from transformers import BatchEncoding
-
-    from pronghorn.model.hf_types import Tokenizer
+from pronghorn.model.hf_types import Tokenizer
 
 METHOD = "apply_chat_template"
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from pronghorn.compat.scripts.notes import Notes
 from pronghorn.errors import CommandError
-
-if TYPE_CHECKING:
-    from pronghorn.model.hf_types import Tokenizer
+from pronghorn.model.hf_types import Tokenizer
 
 READ = ("input_ids", "attention_mask")  # what else a row has is not for the model
 
