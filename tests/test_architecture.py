@@ -38,7 +38,7 @@ ARROWS = {
     "train": {"evaluation", "memory", "model", "data", "report", "kernels"},
     "evaluation": {"model", "data"},
     "memory": {"model", "kernels"},
-    "model": {"kernels"},
+    "model": {"kernels", "compat"},  # until the forwards are attached from outside
     "data": set(),
     "convert": {"data", "recipe_file", "yaml_file"},
     "report": set(),
@@ -204,7 +204,7 @@ def test_transformers_and_triton_stay_in_their_rooms() -> None:
     wrong = []
     for file in FILES:
         used = {name.split(".")[0] for name in imports(file)}
-        if used & {"transformers", "peft"} and room(file) != "model" and short(file) not in others:
+        if used & {"transformers", "peft"} and room(file) not in ("model", "compat") and short(file) not in others:
             wrong.append(f"{short(file)}: transformers or peft")
         if "triton" in used and room(file) != "kernels":
             wrong.append(f"{short(file)}: triton")
