@@ -78,7 +78,7 @@ class TrainedRun(Trained):
         path = self._choose(found, which, run)
         manifest = verify_checkpoint(path)
         recipe = _found_again(described(path, manifest["recipe"], manifest["values"]).recipe, run)
-        super().__init__(path, recipe, manifest["step"], str(manifest["values"].get("data", "")))
+        super().__init__(path, recipe, manifest["step"], manifest["values"]["data"])
         if self.recipe.method != "full":
             require_same_base(self.recipe.model, manifest["values"], self.path.name)
 

@@ -78,7 +78,6 @@ class RunData:
     total_steps: int
     pad_id: int
     prepared: Prepared  # all rows of data.train, also those held out
-    split: str = ""  # by what a fraction of them was held out (data/read/splitting.py)
 
     @property
     def counts(self) -> Counts:
@@ -88,8 +87,7 @@ class RunData:
     @property
     def keys(self) -> dict[str, str]:
         """Tell whether a resumed run sees the data it began with."""
-        keys = {"data": data_key(self.train, self.pad_id), "held_out": data_key(self.evaluation, self.pad_id)}
-        return keys | ({"split": self.split} if self.split else {})
+        return {"data": data_key(self.train, self.pad_id), "held_out": data_key(self.evaluation, self.pad_id)}
 
     @property
     def packs_per_step(self) -> int:
@@ -198,7 +196,7 @@ def prepare_data(recipe: Recipe, tokenizer: Any, *, report: Report, stage: Stage
         groups = groups_of(train, objective_of(recipe).together)
         first = pack(groups, spec.capacity, seed=spec.seed, epoch=0, rows=spec.batch_rows)
         total = spec.steps or steps_in_all(spec, groups, first, report)
-    return RunData(train, evaluation, remarks, first, total, padding_id(tokenizer), prepared, sides.rule)
+    return RunData(train, evaluation, remarks, first, total, padding_id(tokenizer), prepared)
 
 
 def agreed(recipe: Recipe, keys: dict[str, str], world: World, first: Packs | None = None) -> list[str]:
@@ -279,7 +277,7 @@ def set_up(
         data = prepare_data(recipe, tokenizer, report=report, stage=stage)
     told = agreed(recipe, keys := data.keys, world, data.first_epoch) + told_of(shard, world)
     if found:
-        told += require_same_data(found[1].values, keys, data.train, found[0].name, str(run))
+        require_same_data(found[1].values, keys, found[0].name, str(run))
     shapes = Shapes.planned(data.train, data.first_epoch, recipe.train.capacity)
     memory = plan_memory(
         recipe, read_config(recipe.model), shapes, device, precision, evaluates=data.evaluation is not None,
@@ -464,7 +462,7 @@ def _put_back(session: Session, state: TrainState) -> None:
         session.take_step.scaler.load_state_dict(values["scaler"])
     session.step = session.resumed_from = state.step
     session.seen_tokens = values["seen_tokens"]
-    before = Progress.from_dict(values["progress"])
+    before = Progress(**values["progress"])
     session.progress = before.by(session.recipe.eval.best)
     if session.progress != before:
         session.notices.append(
