@@ -44,8 +44,8 @@ def serve(
     base = base_of(folders[0])
     with displaying(arguments, label="loading the model"):
         with loading(base):
-            from pronghorn.serve.models import load
             from pronghorn.serve.handler import Handler
+            from pronghorn.serve.models import load
             from pronghorn.serve.server import Server
         models = load(folders, arguments.checkpoint)
     log = _Log()

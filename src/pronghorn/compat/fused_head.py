@@ -86,7 +86,7 @@ def _token_log_probs(engine: FastCausalLM, inputs: Inputs, outputs: tuple[str, .
     loop, head = loop_of(engine.model), head_of(engine.model)
     if type(head) is not torch.nn.Linear or head.bias is not None or head.weight.requires_grad:
         return None
-    if engine.expert_layers or engine.head_terms["softcap"]:
+    if engine.expert_layers or engine.lm.terms["softcap"]:
         return None
     pack, targets = loop.with_labels(inputs) or (None, None)
     if pack is None or targets is None:
@@ -94,9 +94,9 @@ def _token_log_probs(engine: FastCausalLM, inputs: Inputs, outputs: tuple[str, .
     rows = (targets != IGNORED).nonzero().flatten()  # synchronizes while the device is idle
     h = loop.run(inputs, pack).index_select(0, rows)
     with torch.autocast(h.device.type, enabled=False):
-        x, weight, _ = engine.head_inputs(h)
+        x, weight, _ = engine.lm.inputs(h)
         found = linear_log_probs(
-            x, weight, targets[rows], entropy="entropy" in outputs, top="is_top1" in outputs, **engine.head_terms
+            x, weight, targets[rows], entropy="entropy" in outputs, top="is_top1" in outputs, **engine.lm.terms
         )
     places, shape = rows if pack.real is None else pack.real[rows], pack.shape
     values = {
@@ -123,7 +123,7 @@ def _asked(engine: FastCausalLM) -> Asked | None:
         "temperature": 1.0,
         "cast_lm_head_to_fp32": False,
         "final_logit_softcapping": None,
-        "logit_scale": engine.head_terms["logit_scale"],
+        "logit_scale": engine.lm.terms["logit_scale"],
     }
     if any(name not in given or given[name] != value for name, value in usual.items()):
         return None

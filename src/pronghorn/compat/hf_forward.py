@@ -28,7 +28,7 @@ from pronghorn.kernels.norm.rms_norm import rms_norm
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model import causal_lm
 from pronghorn.model.causal_lm import ENGINE, FastCausalLM, base_of
-from pronghorn.model.text_stack import INNER, backbone, is_classifier
+from pronghorn.model.text_stack import INNER, backbone
 
 Answer = Callable[[PreTrainedModel, OuterLoop, Inputs], ModelOutput | None]
 
@@ -46,7 +46,7 @@ def install(model: PreTrainedModel, *, fp8: bool = False) -> str:
         return ""
     engine.outer_loop = OuterLoop(engine)
     around = [] if base.model is engine.backbone else [(base.model, _around_forward)]
-    own = [] if is_classifier(base.config) else [(base, _model_forward)]  # its forward calls the backbone
+    own = [(base, _model_forward)] if engine.head.generates else []  # the forward of another head calls the backbone
     for module, forward in ((engine.backbone, _backbone_forward), *around, *own):
         object.__setattr__(module, ENGINE, engine)
         module.forward = types.MethodType(_in_place_of(type(module).forward, forward), module)
@@ -114,7 +114,7 @@ def _model_forward(model: PreTrainedModel, loop: OuterLoop, inputs: Inputs) -> M
     load = engine.load_of()
     rows = (targets != IGNORED).nonzero().flatten()  # synchronizes while the device is still idle
     h = loop.run(inputs, pack, load)
-    loss_sum, _ = engine.loss(h.index_select(0, rows), targets[rows])
+    loss_sum, _ = engine.lm.loss(h.index_select(0, rows), targets[rows])
     count = inputs.get("num_items_in_batch")
     count = len(rows) if count is None else count.to(loss_sum.device) if isinstance(count, Tensor) else count
     output = Output(loss=loss_sum / count, logits=LateLogits(engine, h, pack))
@@ -141,8 +141,8 @@ class LateLogits:
         """Differentiable while gradients are recorded, so an additional loss on logits trains, too."""
         engine = self._engine
         logits: Tensor = engine.model.get_output_embeddings()(self._pack.unpacked(_normed(engine, self._h)))
-        logits = logits * engine.head_terms["logit_scale"]
-        cap = engine.head_terms["softcap"]
+        logits = logits * engine.lm.terms["logit_scale"]
+        cap = engine.lm.terms["softcap"]
         return torch.tanh(logits / cap) * cap if cap else logits
 
 

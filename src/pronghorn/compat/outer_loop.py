@@ -90,7 +90,7 @@ class OuterLoop:
             h = engine.embed(ids if pack.real is None else ids[pack.real])
         else:
             h = embedded.flatten(0, 1)  # backward reads it, and the program may change its own
-            h = engine.scaled(h.clone() if pack.real is None else h[pack.real])
+            h = engine.embed.scaled(h.clone() if pack.real is None else h[pack.real])
         chooser = self.chooser if torch.is_grad_enabled() else None
         if chooser is not None:
             chooser.before(len(h))

@@ -30,7 +30,6 @@ from pronghorn.model.causal_lm import FastCausalLM, base_of, engine_of
 from pronghorn.model.formats.table import storage_of
 from pronghorn.model.hf_types import HFModel
 from pronghorn.model.load import without_progress_bars
-from pronghorn.model.text_stack import is_classifier
 
 ASKED = "_pronghorn_recompute"  # attribute of the model instance: the user's word
 PLANNED: Recompute = "unsloth"
@@ -193,7 +192,7 @@ def job_of(engine: FastCausalLM, tokens: int) -> Job:
         engine.backbone.embed_tokens.weight.element_size(),
         graphed=loop_of(engine.model).captured.on,
         storage=stored.name if stored and stored.read else "auto",
-        scored=is_classifier(engine.model.config),
+        head=engine.head.name,
         target=local_target(engine.backbone.embed_tokens.weight.device),
     )
 
