@@ -19,6 +19,7 @@ from pronghorn.model.causal_lm import FastCausalLM, base_of
 from pronghorn.model.final_norm import final_norm
 from pronghorn.model.layers.types import GradBuffer
 from pronghorn.model.text_stack import beside_text, in_use, is_classifier
+from pronghorn.packs import PackedBatch
 
 HEAD = "score"
 
@@ -87,9 +88,9 @@ def set_padding(model: Any, pad_id: int) -> None:
     config.pad_token_id = config.get_text_config().pad_token_id = pad_id
 
 
-def packed_scores(engine: FastCausalLM, **inputs: Any) -> Tensor:
-    """[N] of the loss rows; `inputs` as `FastCausalLM.packed_rows` takes them."""
-    rows = engine.packed_rows(**inputs)
+def packed_scores(engine: FastCausalLM, pack: PackedBatch) -> Tensor:
+    """[N] of the loss rows."""
+    rows = engine.packed_rows(pack)
     with torch.autocast(rows.h_ND.device.type, enabled=False):
         return scores_of(engine, rows.h_ND, rows.grad_buffer)
 

@@ -19,6 +19,7 @@ from pronghorn.model.final_norm import final_norm
 from pronghorn.model.hf_forward import _covered, _has_labels, _head_and_backbone_as_made, _pack, _plain_loss, _run, _targets
 from pronghorn.model.layers.types import GradBuffer
 from pronghorn.model.text_stack import head_of
+from pronghorn.packs import PackedBatch
 
 
 class PackedLogProbs(NamedTuple):
@@ -26,9 +27,9 @@ class PackedLogProbs(NamedTuple):
     balance: Tensor | None = None  # the routers' auxiliary loss times its coefficient, where the config asks for it
 
 
-def packed_log_probs(engine: FastCausalLM, *pack: Any, **options: Any) -> PackedLogProbs:
-    """For any objective; arguments as of `FastCausalLM.packed_rows`."""
-    rows = engine.packed_rows(*pack, **options)
+def packed_log_probs(engine: FastCausalLM, pack: PackedBatch) -> PackedLogProbs:
+    """For any objective."""
+    rows = engine.packed_rows(pack)
     with torch.autocast(rows.h_ND.device.type, enabled=False):
         x_ND, weight, bias = engine.head_inputs(rows.h_ND, rows.grad_buffer)
         found = linear_log_probs(x_ND, weight, rows.labels_N, bias_V=bias, **engine.head_terms)

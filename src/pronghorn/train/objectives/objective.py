@@ -22,9 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pronghorn.data.pack.batches import IGNORED, PackedBatch, StepBatch, TokenRows
+from pronghorn.data.pack.batches import StepBatch, TokenRows
 from pronghorn.model.causal_lm import base_of, engine_of
 from pronghorn.model.token_log_probs import PackedLogProbs, packed_log_probs
+from pronghorn.packs import IGNORED, PackedBatch
 from pronghorn.train.dist.world import World
 
 Autocast = Callable[[], AbstractContextManager[Any]]
@@ -118,24 +119,11 @@ def mean_of(sums: Tensor, divisor: Divisor) -> Tensor:
     return sums / divisor
 
 
-def engine_inputs(batch: PackedBatch) -> dict[str, Any]:
-    """The batch as `FastCausalLM.packed_rows` takes it."""
-    return {
-        "ids_T": batch.ids_T,
-        "positions_T": batch.positions_T,
-        "cu_seqlens": batch.cu_seqlens,
-        "longest": batch.longest,
-        "labels_T": batch.labels_T,
-        "loss_rows": None if batch.every_row else batch.loss_rows,
-        "typical": batch.typical,
-    } | {name: value for name in ("labels_N", "prompt_of_S") if (value := getattr(batch, name)) is not None}
-
-
 def log_probs_of(model: Any, batch: PackedBatch) -> PackedLogProbs:
     """Of the label of each loss row, differentiable, on whatever layers the model has."""
     engine = engine_of(model)
     if engine is not None:
-        return packed_log_probs(engine, **engine_inputs(batch))
+        return packed_log_probs(engine, batch)
     output = own_forward(model, batch)
     log_probs_N = -F.cross_entropy(output.logits[0].float(), batch.row_labels, reduction="none")
     return PackedLogProbs(log_probs_N, own_balance(model, output))
@@ -143,9 +131,8 @@ def log_probs_of(model: Any, batch: PackedBatch) -> PackedLogProbs:
 
 def own_forward(model: Any, batch: PackedBatch) -> Any:
     """Of a model on transformers' layers: logits of the loss rows."""
-    return model(
-        input_ids=batch.ids_T[None], position_ids=batch.positions_T[None], use_cache=False, logits_to_keep=batch.loss_rows
-    )
+    inputs = {"input_ids": batch.ids_T[None], "position_ids": batch.position_ids}
+    return model(**inputs, use_cache=False, logits_to_keep=batch.loss_rows)
 
 
 def own_balance(model: Any, output: Any) -> Tensor | None:

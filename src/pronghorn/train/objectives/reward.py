@@ -17,12 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pronghorn.data.pack.batches import IGNORED, PackedBatch, TokenRows
+from pronghorn.data.pack.batches import TokenRows
 from pronghorn.data.preference.pair_packing import ends_of
 from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.scored import own_scores, packed_scores
 from pronghorn.model.token_log_probs import PackedLogProbs
-from pronghorn.train.objectives.objective import Objective, engine_inputs
+from pronghorn.packs import IGNORED, PackedBatch
+from pronghorn.train.objectives.objective import Objective
 from pronghorn.train.objectives.watch import Watch
 
 
@@ -48,8 +49,8 @@ class Reward(Objective):
         """Scores in place of log-probabilities."""
         engine = engine_of(model)
         if engine is not None:
-            return PackedLogProbs(packed_scores(engine, **engine_inputs(batch)))
-        inputs = {"input_ids": batch.ids_T[None], "position_ids": batch.positions_T[None]}
+            return PackedLogProbs(packed_scores(engine, batch))
+        inputs = {"input_ids": batch.ids_T[None], "position_ids": batch.position_ids}
         return PackedLogProbs(own_scores(model, batch.loss_rows, **inputs))
 
     def loss(self, log_probs_N: Tensor, batch: PackedBatch) -> Tensor:

@@ -7,10 +7,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from pronghorn.data.pack.batches import PackedBatch, StepBatch
+from pronghorn.data.pack.batches import StepBatch
 from pronghorn.model.causal_lm import engine_of
+from pronghorn.packs import PackedBatch
 from pronghorn.train.dist.world import World
-from pronghorn.train.objectives.objective import Objective, Sums, engine_inputs, own_balance, own_forward
+from pronghorn.train.objectives.objective import Objective, Sums, own_balance, own_forward
 
 
 class Supervised(Objective):
@@ -24,9 +25,9 @@ class Supervised(Objective):
         """Fused: the loss and its gradient in one pass over the logits, since every row's weight is known to be one."""
         engine = engine_of(model)
         if engine is not None:
-            return engine.packed_loss(**engine_inputs(batch))[0]
+            return engine.packed_loss(batch)[0]
         output = own_forward(model, batch)
-        loss = F.cross_entropy(output.logits[0].float(), batch.labels_T[batch.loss_rows], reduction="sum")
+        loss = F.cross_entropy(output.logits[0].float(), batch.row_labels, reduction="sum")
         balance = own_balance(model, output)
         return loss if balance is None else loss + balance * batch.loss_tokens
 
