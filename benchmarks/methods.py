@@ -19,11 +19,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.bench.weights import make_model_folder, model_folder
+from benchmarks.bench.workloads import MODELS
 from benchmarks.record import read, record, write
-from pronghorn.bench.weights import make_model_folder, model_folder
-from pronghorn.bench.workloads import MODELS
-from pronghorn.model.layers.types import Documents
-from pronghorn.packs import PackedDocuments
 
 SHAPES = ("llama-1b", "qwen3-0.6b", "gemma3-1b", "gpt-oss-20b-4layers")
 METHODS: dict[str, dict[str, Any]] = {
@@ -96,8 +94,10 @@ def forwards(file: Path) -> dict[str, float]:
     import torch
 
     from pronghorn.model.causal_lm import engine_of, install
+    from pronghorn.model.layers.types import Documents
     from pronghorn.model.load import DTYPES, load_model, pick_device
     from pronghorn.model.lora import add_adapter
+    from pronghorn.packs import PackedDocuments
     from pronghorn.recipe import Recipe
 
     recipe = Recipe.model_validate(json.loads(file.read_text(encoding="utf-8")))

@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent.parent))
-
 from benchmarks import context
+from benchmarks.bench.weights import make_model_folder, model_folder
 from benchmarks.context import NO_ROOM, TRAINED, Results, longest, outcome, search_among, search_down, table
-from pronghorn.bench.weights import make_model_folder, model_folder
 
 
 def fits(limit: int, tried: list[int]) -> Callable[[int], dict[str, Any]]:

@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ET
 
 from bench_rows import several
 
-from pronghorn.bench.picture import LEFT, RIGHT, WIDTH, draw
+from benchmarks.bench.picture import LEFT, RIGHT, WIDTH, draw
 
 SVG = "{http://www.w3.org/2000/svg}"
 

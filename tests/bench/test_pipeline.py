@@ -5,16 +5,12 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from samples import chat_rows, write_rows
-
-sys.path.insert(0, str(Path(__file__).parent.parent.parent))
-
 from benchmarks.pipeline import busy, one_run, union
+from samples import chat_rows, write_rows
 
 
 def test_union_counts_overlaps_once() -> None:

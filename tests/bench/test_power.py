@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pronghorn.bench.power import PowerWatch, Sample, sample_of, summary
+from benchmarks.bench.power import PowerWatch, Sample, sample_of, summary
 
 
 def test_a_line_of_nvidia_smi() -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from bench_rows import MACHINE
-
-sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 
 from benchmarks import record, result_tables
 

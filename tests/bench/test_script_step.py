@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks import script_step
+from benchmarks.bench.weights import make_model_folder
 from benchmarks.script_step import PROFILED, summary, told
-from pronghorn.bench.weights import make_model_folder
 
 
 def event(name: str, begin: float, end: float, device: str = "CUDA") -> Any:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks import step_choices
+from benchmarks.bench.workloads import WORKLOADS
 from benchmarks.step_choices import AS_IT_IS, NotOffered, _choose, choices, in_turns
-from pronghorn.bench.workloads import WORKLOADS
 from pronghorn.kernels.attention import attention_short
 from pronghorn.kernels.gemm import cublaslt, hopper_gemm
 from pronghorn.kernels.gemm.cublaslt import LONG, NARROW, WIDE

@@ -23,7 +23,7 @@ from real_layers import (
     small_model,
 )
 
-from pronghorn.bench.workloads import MODELS
+from benchmarks.bench.workloads import MODELS
 from pronghorn.kernels.lora.gated_lora import THIN_CONFIGS
 from pronghorn.kernels.lora.gated_lora_thin import ThinSums
 from pronghorn.kernels.runtime.dispatch import CHIPS, HOPPER, Target, dry_run

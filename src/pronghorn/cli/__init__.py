@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pronghorn import __version__
-from pronghorn.cli import benching, evaluating, exporting, planning, run_script, serving, starting
+from pronghorn.cli import evaluating, exporting, planning, run_script, serving, starting
 from pronghorn.cli.chat import chat_options, converse, require_chat, require_letters
 from pronghorn.cli.new import new, new_options
 from pronghorn.cli.output import (
@@ -177,7 +177,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
 
     run_script.options(verb("run", run_script.run_script, run_script.TEXT))
-    benching.options(verb("bench", benching.bench, "benchmark this machine: Pronghorn next to other installed systems"))
     one = verb("runs", runs, "list runs, or compare several")
     one.add_argument("folders", nargs="*", help="runs to compare; without any, list all runs under --root")
     one.add_argument("--root", default="runs", help="folder to search (default: %(default)s)")

@@ -14,6 +14,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from pronghorn.compat.captured_layers import CapturedLayers
+from pronghorn.compat.changes import ENGINE, Changes, inner_of, is_known
+from pronghorn.compat.hf_forward import set_forwards
+from pronghorn.compat.same_weights import Weights
 from pronghorn.errors import ModelError
 from pronghorn.kernels.embedding.host_embedding import host_embedding
 from pronghorn.kernels.lora.fp8_lora import SplitTable
@@ -21,11 +25,8 @@ from pronghorn.kernels.lora.multi_copy import CopyTable
 from pronghorn.kernels.loss.cross_entropy_rows import IGNORED
 from pronghorn.kernels.loss.linear_cross_entropy import linear_cross_entropy
 from pronghorn.kernels.runtime.dispatch import say_once
-from pronghorn.model.captured_layers import CapturedLayers
-from pronghorn.model.changes import ENGINE, Changes, inner_of, is_known
 from pronghorn.model.families import family_of, num_experts, why_not_fast
 from pronghorn.model.final_norm import final_norm
-from pronghorn.model.hf_forward import set_forwards
 from pronghorn.model.layers.build import build_layer
 from pronghorn.model.layers.fp8_linears import Fp8Workspace, trains_whole
 from pronghorn.model.layers.layer import DecoderLayer
@@ -35,7 +36,6 @@ from pronghorn.model.layers.saved import Elsewhere
 from pronghorn.model.layers.types import Documents, GradBuffer, Shards
 from pronghorn.model.positions import Positions
 from pronghorn.model.router_stats import ExpertCounts, RouterStats, padding_mask
-from pronghorn.model.same_weights import Weights
 from pronghorn.model.text_stack import backbone, head_of, in_mode, is_classifier
 from pronghorn.packs import PackedBatch, PackedDocuments
 

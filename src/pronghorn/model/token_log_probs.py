@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pronghorn.compat.hf_forward import _covered, _has_labels, _head_and_backbone_as_made, _pack, _plain_loss, _run, _targets
 from pronghorn.kernels.loss.cross_entropy_rows import IGNORED
 from pronghorn.kernels.loss.linear_log_probs import linear_log_probs
 from pronghorn.model.causal_lm import FastCausalLM
 from pronghorn.model.final_norm import final_norm
-from pronghorn.model.hf_forward import _covered, _has_labels, _head_and_backbone_as_made, _pack, _plain_loss, _run, _targets
 from pronghorn.model.layers.types import GradBuffer
 from pronghorn.model.text_stack import head_of
 from pronghorn.packs import PackedBatch

@@ -2,8 +2,8 @@
 
 N = loss rows, D = slots for documents (data/pack/batches.py), C = terms of the loss. An answer's log-probability is the sum of
 its labels', its score the sum or the mean of them, less the reference's where there is one. Every rejected answer is a
-comparison with the chosen one of its group. The loss is a mean over the comparisons of the step; with a supervised part, its second term
-is a mean over the labels of the chosen answers. So it does not depend on how groups fall into packs.
+comparison with the chosen one of its group. The loss is a mean over the comparisons of the step; with a supervised part, its
+second term is a mean over the labels of the chosen answers. So it does not depend on how groups fall into packs.
 
 Sums over the rows of a document go through a mask [D, N] and not through index_add, whose order on a GPU changes.
 """

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pronghorn.bench.results import CEILING, Row, by_workload, rate, speed_of, unsloths_best
-from pronghorn.bench.workloads import SYSTEMS, WORKLOADS
+from benchmarks.bench.results import CEILING, Row, by_workload, rate, speed_of, unsloths_best
+from benchmarks.bench.workloads import SYSTEMS, WORKLOADS
 
 if TYPE_CHECKING:
     from rich.console import Group

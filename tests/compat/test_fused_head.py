@@ -14,7 +14,7 @@ from trl import SFTConfig, SFTTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from api_parts import adapted
-from pronghorn.model import fused_head
+from pronghorn.compat import fused_head
 from pronghorn.model.causal_lm import base_of, engine_of
 from samples import make_model, make_tokenizer
 from trl_on_a_cpu import TorchLogProbs

@@ -8,8 +8,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from pronghorn.compat.same_weights import Weights, as_at_forward, require_same, stamp
 from pronghorn.model.causal_lm import base_of, engine_of, install
-from pronghorn.model.same_weights import Weights, as_at_forward, require_same, stamp
 from samples import make_model, one_document
 
 IDS = torch.randint(3, 259, (2, 9), generator=torch.Generator().manual_seed(0))

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pronghorn.bench.workloads import WORKLOADS, Workload
+from benchmarks.bench.workloads import WORKLOADS, Workload
 from pronghorn.errors import CommandError
 
 Row = dict[str, Any]

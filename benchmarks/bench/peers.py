@@ -18,10 +18,10 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-from pronghorn.bench.meter import Meter
-from pronghorn.bench.pairs import LETTER_A, Pair, pairs, pairs_a_step
-from pronghorn.bench.weights import model_folder
-from pronghorn.bench.workloads import (
+from benchmarks.bench.meter import Meter
+from benchmarks.bench.pairs import LETTER_A, Pair, pairs, pairs_a_step
+from benchmarks.bench.weights import model_folder
+from benchmarks.bench.workloads import (
     ATTENTION,
     CLIP,
     EXPERTS,

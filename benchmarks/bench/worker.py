@@ -1,6 +1,6 @@
 """One system on one workload, in its own process; the last line it prints is `RESULT {json}`.
 
-    python -m pronghorn.bench.worker --system pronghorn --workload llama-1b [--warmup 10] [--steps 20] [--out FILE]
+    python -m benchmarks.bench.worker --system pronghorn --workload llama-1b [--warmup 10] [--steps 20] [--out FILE]
 
 Imports nothing heavy before the system's own library, which may want to be first.
 """
@@ -18,8 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pronghorn.bench.weights import model_folder
-from pronghorn.bench.workloads import SYSTEMS, WORKLOADS, System, Workload
+from benchmarks.bench.weights import model_folder
+from benchmarks.bench.workloads import SYSTEMS, WORKLOADS, System, Workload
 from pronghorn.model.read_ahead import read_ahead
 from pronghorn.process import importing, set_defaults
 from pronghorn.report.stages import process_age
@@ -42,23 +42,23 @@ def measure(
         set_defaults()
         read_ahead(str(model_folder(workload.model)))
         with importing():
-            importlib.import_module("pronghorn.bench.ours")
+            importlib.import_module("benchmarks.bench.ours")
     if system.script:
         importlib.import_module(system.script)  # before torch and transformers, as Unsloth's README asks
-    from pronghorn.bench.meter import Meter, machine
+    from benchmarks.bench.meter import Meter, machine
 
     if system.script:  # libraries that import their parts when somebody asks for them
         importlib.import_module("peft")
         _ = importlib.import_module("trl").SFTTrainer
-    importlib.import_module("pronghorn.bench.ours" if system.name == "pronghorn" else "pronghorn.bench.peers")
+    importlib.import_module("benchmarks.bench.ours" if system.name == "pronghorn" else "benchmarks.bench.peers")
     waited = 0.0 if turn is None else _wait_for(turn)
     meter = Meter(began=BEGAN + waited, warmup=warmup, steps=steps, peak_from_first_step=system.captures)
     if system.name == "pronghorn":
-        from pronghorn.bench import ours
+        from benchmarks.bench import ours
 
         figures = ours.measure(workload, meter, lengths)
     else:
-        from pronghorn.bench import peers
+        from benchmarks.bench import peers
 
         figures = peers.measure(system.name, workload, meter, lengths)
     ahead = {} if turn is None else {"imported": "while another system was measured"}

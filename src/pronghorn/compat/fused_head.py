@@ -18,8 +18,8 @@ import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraModel
 
+from pronghorn.compat.changes import OURS, why_called
 from pronghorn.model.causal_lm import FastCausalLM, engine_of
-from pronghorn.model.changes import OURS, why_called
 from pronghorn.model.token_log_probs import token_log_probs
 
 COMPUTED = {"log_probs", "entropy", "is_top1"}

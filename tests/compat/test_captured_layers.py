@@ -12,8 +12,8 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
-from pronghorn.model import captured_layers
-from pronghorn.model.captured_layers import CapturedLayers, power_of_2, rounded
+from pronghorn.compat import captured_layers
+from pronghorn.compat.captured_layers import CapturedLayers, power_of_2, rounded
 from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.formats.store import store_linears_
 from pronghorn.model.formats.table import FORMATS

@@ -1,6 +1,6 @@
 """What the frozen weights' matrix products alone take: no version of the step is faster without computing less.
 
-    python -m pronghorn.bench.ceiling --workload llama-1b
+    python -m benchmarks.bench.ceiling --workload llama-1b
 
 One step in bf16 (float32 without a GPU): for every linear of every layer the product forward and the one for the input's
 gradient (not for layer 0's q, k and v, below which nothing is trained), and both of the head, for every token; q, k, v as one
@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from pronghorn.bench.meter import machine
-from pronghorn.bench.workloads import WORKLOADS, Workload
+from benchmarks.bench.meter import machine
+from benchmarks.bench.workloads import WORKLOADS, Workload
 from pronghorn.kernels.gemm.mm import mm
 from pronghorn.kernels.lora.fp8 import fp8_mm
 from pronghorn.kernels.moe.grouped_gemm import grouped_linear_backward_input, grouped_linear_forward

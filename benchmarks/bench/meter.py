@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from pronghorn.bench.power import PowerWatch, summary
+from benchmarks.bench.power import PowerWatch, summary
 
 GIB = 2**30
 PACKAGES = (

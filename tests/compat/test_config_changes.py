@@ -12,8 +12,8 @@ from test_decoder_layer import FAMILIES as DENSE
 from test_experts import ROWS as MIXTURES
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from pronghorn.compat.changes import CONFIG
 from pronghorn.model.causal_lm import base_of, engine_of, install
-from pronghorn.model.changes import CONFIG
 from pronghorn.model.families import FAMILIES
 
 # Of every config, read at every call, and without an effect on a text model's numbers.

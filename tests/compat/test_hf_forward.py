@@ -23,7 +23,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from pronghorn.model import hf_forward
+from pronghorn.compat import hf_forward
 from pronghorn.model.causal_lm import base_of, engine_of, install
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.text_stack import keep_softcap

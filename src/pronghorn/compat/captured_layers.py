@@ -31,14 +31,14 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from pronghorn.compat.same_weights import Weights, as_at_forward, stamp
+from pronghorn.compat.watched import Watched
 from pronghorn.kernels.runtime.dispatch import keeps_graph, say_once
 from pronghorn.kernels.runtime.first_order import first_order
 from pronghorn.model.capture import Graphs, first_line
 from pronghorn.model.layers.linears import LinearGroup
 from pronghorn.model.layers.types import Documents, Waiting
 from pronghorn.model.lora_grad_buffer import GradientBuffers, LoraGradBuffer
-from pronghorn.model.same_weights import Weights, as_at_forward, stamp
-from pronghorn.model.watched import Watched
 from pronghorn.packs import PackedDocuments
 
 if TYPE_CHECKING:

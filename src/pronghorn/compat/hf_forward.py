@@ -22,10 +22,10 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast, MoeModelOutputWithPast
 
+from pronghorn.compat.changes import ENGINE, OURS, inner_of, is_plain_table, why_called
 from pronghorn.kernels.loss.cross_entropy_rows import IGNORED
 from pronghorn.kernels.norm.rms_norm import rms_norm
 from pronghorn.kernels.runtime.dispatch import say_once
-from pronghorn.model.changes import ENGINE, OURS, inner_of, is_plain_table, why_called
 from pronghorn.model.layers.types import Documents
 from pronghorn.model.router_stats import RouterStats
 from pronghorn.model.text_stack import INNER, head_of, in_use, is_classifier

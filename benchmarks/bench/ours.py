@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 import torch
 
-from pronghorn.bench.meter import Meter
-from pronghorn.bench.pairs import PairTable, pairs
-from pronghorn.bench.weights import model_folder
-from pronghorn.bench.workloads import CLIP, LEARNING_RATE, SEED, DocumentTable, Workload, documents
+from benchmarks.bench.meter import Meter
+from benchmarks.bench.pairs import PairTable, pairs
+from benchmarks.bench.weights import model_folder
+from benchmarks.bench.workloads import CLIP, LEARNING_RATE, SEED, DocumentTable, Workload, documents
 from pronghorn.data.pack.batches import BatchLoader, Shapes, TokenRows, build_batch
 from pronghorn.data.pack.packing import pack
 from pronghorn.data.preference.pair_packing import groups_of

@@ -1,6 +1,6 @@
 """A model folder with random weights of a real architecture and a byte tokenizer, made once a machine.
 
-    python -m pronghorn.bench.weights --model llama-1b
+    python -m benchmarks.bench.weights --model llama-1b
 
 Every system loads the same folder, so that the time to the first step is comparable.
 """
@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pronghorn.bench.workloads import MODELS
+from benchmarks.bench.workloads import MODELS
 
 
 def models_folder() -> Path:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pronghorn.bench.workloads import SEED, Workload, instruction_lengths
+from benchmarks.bench.workloads import SEED, Workload, instruction_lengths
 from pronghorn.data.preference.pair_rows import PairRows
 
 Ids = npt.NDArray[np.int32]

@@ -1,4 +1,4 @@
-"""`pronghorn bench`: every system on every workload, one process after another, and the table and picture of what came out.
+"""`python -m benchmarks.bench`: every system on every workload, one process after another; its table and picture.
 
 With --ahead a process imports its libraries while the one before it measures, and then waits for its turn: half the time.
 Each result is in the file as soon as it is there. The same command goes on with what is missing, so that a machine lent for a
@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import pronghorn
-from pronghorn.bench.picture import draw
-from pronghorn.bench.results import CEILING, NAME, Results, Row, rate, speed_of
-from pronghorn.bench.table import why_not
-from pronghorn.bench.weights import model_folder
-from pronghorn.bench.workloads import SYSTEMS, WORKLOADS, Workload
+from benchmarks.bench.picture import draw
+from benchmarks.bench.results import CEILING, NAME, Results, Row, rate, speed_of
+from benchmarks.bench.table import why_not
+from benchmarks.bench.weights import model_folder
+from benchmarks.bench.workloads import SYSTEMS, WORKLOADS, Workload
 from pronghorn.errors import CommandError
 
 PICTURE = "side-by-side.svg"
@@ -149,11 +149,11 @@ def _now() -> str:
 def _first_part(plan: Plan, workload: Workload, system: str) -> _Process | Row:
     """A process that has begun, or what there is to say instead."""
     if system != CEILING and not model_folder(workload.model).is_dir():
-        made = _process(plan, workload, WEIGHTS, ["-m", "pronghorn.bench.weights", "--model", workload.model]).result(plan)
+        made = _process(plan, workload, WEIGHTS, ["-m", "benchmarks.bench.weights", "--model", workload.model]).result(plan)
         if made["status"] != "measured":
             return made | {"why": f"cannot create the model folder: {made['why']}"}
     if system == CEILING:
-        return _process(plan, workload, system, ["-m", "pronghorn.bench.ceiling", "--workload", workload.name]).result(plan)
+        return _process(plan, workload, system, ["-m", "benchmarks.bench.ceiling", "--workload", workload.name]).result(plan)
     return _worker(plan, workload, system)
 
 
@@ -169,7 +169,7 @@ def _waits_its_turn(workload: Workload, system: str) -> bool:
 def _worker(plan: Plan, workload: Workload, system: str) -> _Process:
     words = [
         "-m",
-        "pronghorn.bench.worker",
+        "benchmarks.bench.worker",
         "--system",
         system,
         "--workload",
@@ -243,8 +243,8 @@ def environment(plan: Plan, system: str) -> dict[str, str]:
     own = SYSTEMS[system].name.split("-")[0] if system in SYSTEMS else system
     chosen = plan.paths.get(system) or plan.paths.get(own) or plan.paths.get("all") or ""
     inherited = os.environ.get("PYTHONPATH", "") if not chosen else ""
-    here = str(Path(pronghorn.__file__).resolve().parent.parent)
-    folders = [str(Path(folder).resolve()) for folder in (*chosen.split(":"), here, *inherited.split(":")) if folder]
+    ours = (str(Path(__file__).parents[2]), str(Path(pronghorn.__file__).parent.parent))
+    folders = [str(Path(folder).resolve()) for folder in (*chosen.split(":"), *ours, *inherited.split(":")) if folder]
     peer = system in SYSTEMS and system != "pronghorn" and SYSTEMS[system].script != "pronghorn"
     return {**(PEERS_ALLOCATOR if peer else {}), **os.environ, **OFFLINE, "PYTHONPATH": ":".join(folders)}
 

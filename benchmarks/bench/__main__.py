@@ -1,16 +1,19 @@
-"""`pronghorn bench`: its options, and what it prints."""
+"""`python -m benchmarks.bench`: this machine, Pronghorn next to other installed systems: its options, and what it prints."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
-from pronghorn.cli.output import show
-from pronghorn.errors import CommandError
+from pronghorn.cli.output import show, show_error
+from pronghorn.errors import CommandError, PronghornError
 
 
-def options(one: argparse.ArgumentParser) -> None:
+def options() -> argparse.ArgumentParser:
+    one = argparse.ArgumentParser(prog="python -m benchmarks.bench", description="Pronghorn next to other installed systems.")
+    one.add_argument("--json", action="store_true", help="one JSON object per result")
     one.add_argument(
         "--workloads", default="", metavar="A,B", help="workloads to run (default: all except tiny, which is for CPUs)"
     )
@@ -45,12 +48,23 @@ def options(one: argparse.ArgumentParser) -> None:
         "the first step are not comparable",
     )
     one.add_argument("--lengths", metavar="FILE", help="JSON list of document lengths to sample from")
+    return one
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    arguments = options().parse_args(words)
+    try:
+        bench(arguments)
+    except PronghornError as error:
+        show_error(error, as_json=arguments.json)
+        return error.exit_code
+    return 0
 
 
 def bench(arguments: argparse.Namespace) -> None:
-    from pronghorn.bench.side_by_side import PICTURE, Plan, parse_paths, run
-    from pronghorn.bench.table import terminal
-    from pronghorn.bench.workloads import DEFAULT_WORKLOADS, SYSTEMS, WORKLOADS, pick
+    from benchmarks.bench.side_by_side import PICTURE, Plan, parse_paths, run
+    from benchmarks.bench.table import terminal
+    from benchmarks.bench.workloads import DEFAULT_WORKLOADS, SYSTEMS, WORKLOADS, pick
 
     if arguments.steps < 1 or arguments.warmup < 1:
         raise CommandError(
@@ -81,7 +95,11 @@ def bench(arguments: argparse.Namespace) -> None:
 def _command(arguments: argparse.Namespace) -> str:
     """For the results file: how often and how long; folders are this machine's own business."""
     return (
-        f"pronghorn bench --steps {arguments.steps} --warmup {arguments.warmup}"
+        f"python -m benchmarks.bench --steps {arguments.steps} --warmup {arguments.warmup}"
         + "".join(f" --{name} {value}" for name in ("workloads", "systems") if (value := getattr(arguments, name)))
         + (" --ahead" if arguments.ahead else "")
     )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

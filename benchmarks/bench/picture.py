@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from pronghorn.bench.results import CEILING, Row, by_workload, rate, speed_of, unsloths_best
-from pronghorn.bench.table import dates, why_not
-from pronghorn.bench.workloads import SYSTEMS, WORKLOADS
+from benchmarks.bench.results import CEILING, Row, by_workload, rate, speed_of, unsloths_best
+from benchmarks.bench.table import dates, why_not
+from benchmarks.bench.workloads import SYSTEMS, WORKLOADS
 
 WIDTH, LEFT, RIGHT, BAR, GAP, TOP = 960, 276, 206, 19, 6, 84
 STYLE = """
