@@ -210,7 +210,7 @@ def take_step(case: Case) -> None:
     engine = engine_of(model)
     assert engine is not None
     if case.pieces > 1:
-        engine.host_embeddings = not engine.backbone.embed_tokens.weight.requires_grad
+        engine.embed.on_host = not engine.backbone.embed_tokens.weight.requires_grad
         for layer in engine.layers:
             layer.level, layer.mlp_chunks = "gate_up", case.pieces
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -233,7 +233,7 @@ def data_stats(arguments: argparse.Namespace) -> None:
 
         display.progress(*STARTED)
         tokenizer = TokenizerFiles(recipe.model, recipe.data)  # read only if the rows are not cached
-        size, seed, wanted = recipe.train.capacity, recipe.train.seed, recipe.objective.rows
+        size, seed, wanted = recipe.train.capacity, recipe.train.seed, recipe.objective.kind.reads
         stats = collect(recipe.data, size, seed, tokenizer, progress=display.progress, wanted=wanted)
     say(arguments, stats.as_dict(), stats.table())
 
@@ -261,7 +261,7 @@ def train(arguments: argparse.Namespace) -> None:
                 world=world,
             )
     if not arguments.json and rank == 0:
-        _show_summary(result.folder, answers=not recipe.objective.scored)
+        _show_summary(result.folder, answers=recipe.objective.kind.answers)
 
 
 def _show_summary(folder: Path, *, answers: bool = True) -> None:
@@ -398,6 +398,6 @@ def _prepared(recipe: Recipe, arguments: argparse.Namespace) -> tuple[Any, Any]:
 
         display.progress(*STARTED)
         tokenizer = load_tokenizer(recipe.model, recipe.data)
-        wanted, size = recipe.objective.rows, recipe.train.capacity
+        wanted, size = recipe.objective.kind.reads, recipe.train.capacity
         spec, told = recipe.data, display.progress
         return tokenizer, prepare(spec.train, spec, tokenizer, progress=told, wanted=wanted, capacity=size)

@@ -89,7 +89,7 @@ def _asked(engine: FastCausalLM) -> Asked | None:
         "temperature": 1.0,
         "cast_lm_head_to_fp32": False,
         "final_logit_softcapping": None,
-        "logit_scale": engine.head_terms["logit_scale"],
+        "logit_scale": engine.lm.terms["logit_scale"],
     }
     if any(name not in given or given[name] != value for name, value in usual.items()):
         return None

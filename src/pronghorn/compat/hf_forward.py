@@ -28,7 +28,7 @@ from pronghorn.kernels.norm.rms_norm import rms_norm
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.layers.types import Documents
 from pronghorn.model.router_stats import RouterStats
-from pronghorn.model.text_stack import INNER, head_of, in_use, is_classifier
+from pronghorn.model.text_stack import INNER, head_of, in_use
 from pronghorn.packs import PackedDocuments
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ OF_THE_OWN_FORWARD = {"past_key_values", "output_attentions", "output_hidden_sta
 def set_forwards(model: Any, engine: FastCausalLM) -> None:
     """On this instance only."""
     around = [] if model.model is engine.backbone else [(model.model, _around_forward)]
-    own = [] if is_classifier(model.config) else [(model, _model_forward)]  # its forward calls the backbone
+    own = [(model, _model_forward)] if engine.head.generates else []  # the forward of another head calls the backbone
     object.__setattr__(model, ENGINE, engine)
     for module, forward in ((engine.backbone, _backbone_forward), *around, *own):
         object.__setattr__(module, ENGINE, engine)
@@ -144,7 +144,7 @@ def _model_forward(model: Any, engine: FastCausalLM, inputs: dict[str, Any]) -> 
     load = engine.load_of()
     rows = (targets != IGNORED).nonzero().flatten()  # synchronizes while the device is still idle
     h = _run(engine, inputs, pack, load)
-    loss_sum, _ = engine.loss(h.index_select(0, rows), targets[rows])
+    loss_sum, _ = engine.lm.loss(h.index_select(0, rows), targets[rows])
     count = inputs.get("num_items_in_batch")
     count = len(rows) if count is None else count.to(loss_sum.device) if isinstance(count, Tensor) else count
     output = Output(loss=loss_sum / count, logits=LateLogits(engine, h, pack))
@@ -207,7 +207,7 @@ def _run(engine: FastCausalLM, inputs: dict[str, Any], pack: Pack, load: RouterS
         h = engine.embed(ids if pack.real is None else ids[pack.real])
     else:
         h = embedded.flatten(0, 1)  # backward reads it, and the program may change its own
-        h = engine.scaled(h.clone() if pack.real is None else h[pack.real])
+        h = engine.embed.scaled(h.clone() if pack.real is None else h[pack.real])
     chooser = engine.chooser if torch.is_grad_enabled() else None
     if chooser is not None:
         chooser.before(len(h))
@@ -432,8 +432,8 @@ class LateLogits:
         """Differentiable while gradients are recorded, so an additional loss on logits trains, too."""
         engine = self._engine
         logits: Tensor = engine.model.get_output_embeddings()(self._pack.unpacked(_normed(engine, self._h)))
-        logits = logits * engine.head_terms["logit_scale"]
-        cap = engine.head_terms["softcap"]
+        logits = logits * engine.lm.terms["logit_scale"]
+        cap = engine.lm.terms["softcap"]
         return torch.tanh(logits / cap) * cap if cap else logits
 
 

@@ -27,7 +27,6 @@ from pronghorn.memory.plan import Plan, make_plan
 from pronghorn.model.causal_lm import FastCausalLM, base_of, engine_of
 from pronghorn.model.formats.table import storage_of
 from pronghorn.model.load import without_progress_bars
-from pronghorn.model.text_stack import is_classifier
 
 ASKED = "_pronghorn_recompute"  # attribute of the model instance: the user's word
 PLANNED: Recompute = "unsloth"
@@ -190,7 +189,7 @@ def job_of(engine: FastCausalLM, tokens: int) -> Job:
         engine.backbone.embed_tokens.weight.element_size(),
         graphed=engine.captured.on,
         storage=stored.name if stored and stored.read else "auto",
-        scored=is_classifier(engine.model.config),
+        head=engine.head.name,
         target=local_target(engine.backbone.embed_tokens.weight.device),
     )
 

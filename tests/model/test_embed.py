@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
 
 from pronghorn.data.pack.batches import build_batch
-from pronghorn.memory.host_embeddings import move_embeddings, why_embeddings_stay
 from pronghorn.model.causal_lm import FastCausalLM, engine_of, install
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
@@ -39,15 +38,15 @@ def model_of(config: Any, device: str = "cpu") -> tuple[Any, FastCausalLM]:
 
 def test_who_shares_or_trains_them_keeps_them() -> None:
     _, tied = model_of(LlamaConfig(**SMALL, tie_word_embeddings=True))
-    assert why_embeddings_stay(tied) == "the LM head shares them"
+    assert tied.embed.why_not_on_host() == "the LM head shares them"
     _, trained = model_of(LlamaConfig(**SMALL))
     trained.backbone.embed_tokens.weight.requires_grad_()
-    assert why_embeddings_stay(trained) == "they are trained"
+    assert trained.embed.why_not_on_host() == "they are trained"
     _, scaled = model_of(Gemma2Config(**SMALL, head_dim=8, tie_word_embeddings=False))
-    assert "Embedding" in why_embeddings_stay(scaled)  # a class of its own, which multiplies them
+    assert "Embedding" in scaled.embed.why_not_on_host()  # a class of its own, which multiplies them
     for engine in (tied, trained, scaled):
-        move_embeddings(engine)
-        assert not engine.host_embeddings
+        engine.embed.move_to_host()
+        assert not engine.embed.on_host
 
 
 def test_numbers_and_names_stay() -> None:
@@ -55,8 +54,8 @@ def test_numbers_and_names_stay() -> None:
     names = {name: (value.shape, value.dtype) for name, value in model.state_dict().items()}
     batch = build_batch(random_table(12), np.arange(12), 512)
     before = float(Supervised().loss_sum(model, batch).detach())
-    move_embeddings(engine)
-    assert engine.host_embeddings
+    engine.embed.move_to_host()
+    assert engine.embed.on_host
     assert float(Supervised().loss_sum(model, batch).detach()) == before
     assert {name: (value.shape, value.dtype) for name, value in model.state_dict().items()} == names
 
@@ -69,7 +68,7 @@ def test_on_a_gpu_their_memory_is_free_and_they_read_as_ever() -> None:
     copy, ids = weight.detach().cpu(), torch.randint(60_000, (100,), device="cuda")
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    move_embeddings(engine)
+    engine.embed.move_to_host()
     assert before - torch.cuda.memory_allocated() >= copy.nbytes
     assert weight.is_cuda
     assert weight is engine.backbone.embed_tokens.weight
