@@ -169,8 +169,7 @@ def small_model(device: str) -> Callable[[], tuple[float, dict[str, Tensor]]]:
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         sums = LoraGradBuffer(engine, torch.bfloat16)
-        loss = engine.packed_loss(batch.ids_T, batch.positions_T, batch.cu_seqlens, batch.longest, loss_rows=batch.loss_rows,
-                                  labels_T=batch.labels_T)[0]  # fmt: skip
+        loss = engine.packed_loss(batch)[0]
         loss.backward()
         sums.collect()
         sums.release()
