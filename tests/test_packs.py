@@ -20,7 +20,7 @@ from samples import ListTable, random_table
 @dataclass(frozen=True, kw_only=True)
 class WithImages(PackedBatch):
     image_rows_V: Annotated[torch.Tensor, Column("V", torch.int64, -1, of="T")]
-    grids_C2: Annotated[torch.Tensor | None, Column("C 2", torch.uint8, 9)] = None
+    grids_G2: Annotated[torch.Tensor | None, Column("G 2", torch.uint8, 9)] = None
 
 
 class Rows:
@@ -39,7 +39,7 @@ def table_with_images(count: int) -> ListTable:
     lengths = table.lengths.tolist()
     table.extras = {
         "image_rows_V": Rows([np.arange(1, 1 + min(length - 1, i % 4)) for i, length in enumerate(lengths)]),
-        "grids_C2": Rows([np.full((i % 4, 2), i % 7, np.uint8) for i in range(count)]),
+        "grids_G2": Rows([np.full((i % 4, 2), i % 7, np.uint8) for i in range(count)]),
         "positions_T": Rows([np.arange(length) * np.array([[1], [2], [3]]) for length in lengths], axis=1),
     }
     return table
@@ -50,20 +50,20 @@ def test_what_rows_have_beside_tokens_is_put_together_and_padded_to_few_sizes(mo
     table = table_with_images(200)
     packs = pack(table.lengths, 256, seed=5, epoch=0)
     shapes = Shapes.planned(table, packs, 256)
-    assert shapes.sizes.keys() == {"E", "N", "V", "C"}
+    assert shapes.sizes.keys() == {"E", "N", "V", "G"}
     loader = BatchLoader(table, capacity=256, seed=5, workers=0, shapes=shapes)
     steps = list(islice(loader, 3 * len(packs)))
     assert len({step.batches[0].shape for step in steps}) <= 8
     for batch in (step.batches[0] for step in steps):
         assert isinstance(batch, WithImages)
-        assert batch.grids_C2 is not None
+        assert batch.grids_G2 is not None
         places, grids, at = [], [], 0
         for row in batch.documents:
             places += (table.extras["image_rows_V"][row] + at).tolist()
-            grids += table.extras["grids_C2"][row].tolist()
+            grids += table.extras["grids_G2"][row].tolist()
             at += int(table.lengths[row])
         assert batch.image_rows_V.tolist() == places + [255] * (len(batch.image_rows_V) - len(places))
-        assert batch.grids_C2.tolist() == grids + [[9, 9]] * (len(batch.grids_C2) - len(grids))
+        assert batch.grids_G2.tolist() == grids + [[9, 9]] * (len(batch.grids_G2) - len(grids))
         assert batch.positions_T.shape == (3, 256)
         assert batch.position_ids.shape == (3, 1, 256)
         assert batch.positions_T[:, :at].tolist() == [
@@ -73,7 +73,7 @@ def test_what_rows_have_beside_tokens_is_put_together_and_padded_to_few_sizes(mo
     assert {axis: sizes[0] for axis, sizes in shapes.sizes.items()}.items() <= empty.sizes.items()
     assert empty.positions_T.shape == (3, 256)
     exact = build_batch(table, np.arange(4), 256)
-    assert (exact.sizes["V"], exact.sizes["C"]) == (6, 6)
+    assert (exact.sizes["V"], exact.sizes["G"]) == (6, 6)
 
 
 def test_a_cut_takes_places_beyond_it_for_padding() -> None:
@@ -118,4 +118,4 @@ def test_a_pack_of_nothing_has_the_tensors_that_every_pack_has() -> None:
     blank = WithImages.blank({"T": 64, "E": 32, "N": 16, "V": 4}, "cpu", longest=64)
     assert blank.image_rows_V.tolist() == [63] * 4
     assert blank.cu_seqlens.unique().tolist() == [64]
-    assert blank.prompt_of_S is blank.grids_C2 is None
+    assert blank.prompt_of_S is blank.grids_G2 is None
