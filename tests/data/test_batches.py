@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from pronghorn.data.pack.batches import BatchLoader, Cursor, Shapes, build_batch, evaluation_batches
+from pronghorn.data.pack.batches import BatchLoader, Cursor, Shapes, build_batch
 from pronghorn.data.pack.packing import max_documents, pack
 from pronghorn.packs import IGNORED
 from samples import ListTable, random_table
@@ -89,11 +89,6 @@ def test_a_full_pack_of_the_most_documents_fits_its_metadata() -> None:
     assert batch.cu_seqlens[-1] == 256
 
 
-def test_loss_rows_count_what_the_table_says() -> None:
-    table = random_table(60)
-    assert sum(len(b.loss_rows) for b in evaluation_batches(table, 256)) == table.loss_counts.sum()
-
-
 def flat(steps: list) -> list[list[int]]:
     return [b.ids_T.tolist() for step in steps for b in step.batches]
 
@@ -154,12 +149,6 @@ def test_ranks_share_the_packs_of_a_step_of_so_many_rows() -> None:
         rows = [row for step in three for batch in step.batches for row in batch.documents]
         assert sorted(rows) == sorted(row for batch in alone.batches for row in batch.documents)
         assert {(step.tokens, step.loss_tokens) for step in three} == {(alone.tokens, alone.loss_tokens)}
-
-
-def test_progress_is_told_in_epochs() -> None:
-    steps = list(islice(BatchLoader(random_table(100), capacity=256, packs_per_step=3, seed=5, workers=0), 10))
-    ends = [step.epoch for step in steps if step.after.pack == 0]
-    assert ends[:2] == [1.0, 2.0]
 
 
 def test_an_error_in_a_worker_reaches_the_loop() -> None:
