@@ -38,8 +38,9 @@ from pronghorn.kernels.runtime.first_order import first_order
 from pronghorn.model.capture import Graphs, first_line
 from pronghorn.model.causal_lm import FastCausalLM
 from pronghorn.model.layers.linears import LinearGroup
-from pronghorn.model.layers.types import Waiting
+from pronghorn.model.layers.types import Documents, Waiting
 from pronghorn.model.lora_grad_buffer import GradientBuffers, LoraGradBuffer
+from pronghorn.packs import PackedDocuments
 
 # Eager runs of a size before its capture, which takes as long as five steps and saves a fraction of one: the first size may be
 # the only one (packed rows), others must occur often.
@@ -341,7 +342,10 @@ class _Pair:
         with torch.enable_grad():
             embedded = self.h0.detach().requires_grad_(size.needs_dh)
             leaves = [p.detach().requires_grad_() for p in self.state.parameters]
-            documents = engine.documents(self.cu_seqlens, size.longest, self.positions, self.typical)
+            pack = PackedDocuments(
+                cu_seqlens=self.cu_seqlens, positions_T=self.positions, longest=size.longest, typical=self.typical
+            )
+            documents = Documents.of(pack, engine.positions)
             documents = replace(documents, leaves=dict(zip(map(id, self.state.parameters), leaves, strict=True)))
             return _Ends(embedded, leaves, engine.hidden(embedded, documents))
 

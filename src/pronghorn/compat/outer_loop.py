@@ -23,8 +23,10 @@ from pronghorn.compat.rows_to_documents import Inputs, Pack, packed, targets_of
 from pronghorn.compat.same_weights import SameWeights
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.causal_lm import FastCausalLM, engine_of
+from pronghorn.model.layers.types import Documents
 from pronghorn.model.router_stats import RouterStats
 from pronghorn.model.text_stack import INNER, head_of, in_use, inner_of
+from pronghorn.packs import PackedDocuments
 
 Adapters = tuple[bool, tuple[str, ...]] | tuple[()]  # whether they are off, which are active; () without any
 LOSSES = ("ForCausalLM", "ForConditionalGeneration")  # transformers' names for the shifted cross-entropy
@@ -105,7 +107,8 @@ class OuterLoop:
         out = self.captured.hidden(h, pack.cu_seqlens, pack.longest, pack.positions)
         if out is not None:
             return out
-        documents = self.engine.documents(pack.cu_seqlens, pack.longest, pack.positions)
+        packed = PackedDocuments(cu_seqlens=pack.cu_seqlens, longest=pack.longest, positions_T=pack.positions)
+        documents = Documents.of(packed, self.engine.positions)
         return self.engine.hidden(h, replace(documents, load=load, guard=SameWeights(self.engine, h.dtype)))
 
     # ---- what is covered -----------------------------------------------------------------------------------------

@@ -10,7 +10,9 @@ from torch import Tensor
 from pronghorn.errors import ModelError
 from pronghorn.model.causal_lm import base_of, engine_of
 from pronghorn.model.heads import head_in
+from pronghorn.model.layers.types import Documents
 from pronghorn.model.text_stack import in_mode
+from pronghorn.packs import PackedDocuments
 
 
 def require_isolated_documents(model: Any, device: torch.device, vocabulary: int) -> None:
@@ -22,6 +24,7 @@ def require_isolated_documents(model: Any, device: torch.device, vocabulary: int
     """
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5]], device=device)
     bounds = torch.tensor([0, 5, 11], dtype=torch.int32, device=device)
+    pack = PackedDocuments(cu_seqlens=bounds, positions_T=positions[0], longest=6)
     ids = torch.arange(11, device=device)[None] % vocabulary
     changed = ids.clone()
     changed[0, :5] = (ids[0, :5] + 7) % vocabulary
@@ -35,7 +38,7 @@ def require_isolated_documents(model: Any, device: torch.device, vocabulary: int
             return embedded[0]
 
         if engine is not None:
-            return engine.hidden(leaf(None, None, engine.embed(x[0])), engine.documents(bounds, 6, positions[0]))[5:]
+            return engine.hidden(leaf(None, None, engine.embed(x[0])), Documents.of(pack, engine.positions))[5:]
         hook = model.get_input_embeddings().register_forward_hook(leaf)
         try:
             inputs, base = {"input_ids": x, "position_ids": positions, "use_cache": False}, base_of(model)

@@ -19,8 +19,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pronghorn.data.pack.batches import PackedBatch, StepBatch, TokenRows, build_batch
+from pronghorn.data.pack.batches import StepBatch, TokenRows, build_batch
 from pronghorn.data.pack.packing import pack_in_order
+from pronghorn.packs import PackedBatch
 from pronghorn.train.dist.world import World
 from pronghorn.train.objectives.objective import Autocast, Objective, outputs_of
 from pronghorn.train.objectives.preference import answers_of
