@@ -149,7 +149,7 @@ class Job:
         return score(model, reference.rows, self.report)
 
     def limit(self) -> Tolerance:
-        """The limit of the loss against the trained model. On another base it is another model, as the user asked: the difference
+        """The limit of the loss against the trained model. On another base it is another model, as asked: the difference
         is reported, not judged."""
         return GROSS if self.options.base == "trained" else Tolerance()
 
