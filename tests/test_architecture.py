@@ -267,7 +267,7 @@ def test_nothing_is_ever_unpickled() -> None:
 WRITERS = {
     "run/answers.py": "on_writer",
     "checkpoint/checkpoint.py": "saving.py",
-    "checkpoint/checkpoint_process.py": "saving.py",
+    "checkpoint/checkpoint_writer.py": "saving.py",
     "dist/folder_store.py": "the ranks' own folder",
     "loop.py": "world.writes",
     "checkpoint/resume.py": "writer_first",
