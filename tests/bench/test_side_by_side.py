@@ -220,9 +220,9 @@ def test_only_peers_get_another_allocator(tmp_path: Path, monkeypatch: pytest.Mo
     assert "PYTORCH_CUDA_ALLOC_CONF" not in environment(plan, "pronghorn")
 
 
-@table("words", [
-    "--workloads llama-2b", "--systems nobody", "--steps 0", "--resume no.json", "--path unsloth", "--again nobody",
-])  # fmt: skip
+@table(
+    "words", ["--workloads llama-2b", "--systems nobody", "--steps 0", "--resume no.json", "--path unsloth", "--again nobody"]
+)
 def test_a_command_that_cannot_be_meant_starts_nothing(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--out", str(tmp_path / "out"), "--workloads", "tiny", *words.split()]) == 2
     assert not (tmp_path / "out").exists()

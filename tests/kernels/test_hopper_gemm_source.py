@@ -51,9 +51,9 @@ def launched_by(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], tuple[Any, .
     return run
 
 
-@pytest.mark.parametrize(("what", "kernel"), [
-    ("silu", "GATED"), ("gelu_tanh", "GATED"), ("powers", "POWERS"), ("rope", "ROPE"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("what", "kernel"), [("silu", "GATED"), ("gelu_tanh", "GATED"), ("powers", "POWERS"), ("rope", "ROPE")]
+)
 def test_a_product_launches_its_own_kernel(launched_by: Callable[[str], tuple[Any, ...]], what: str, kernel: str) -> None:
     source, name, blocks, threads, shared, arguments = launched_by(what)
     definitions = dict(source.definitions)
