@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import ctypes
 
 import pytest
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.gemm import cublaslt
-from pronghorn.kernels.gemm.cublaslt import (
-    LONG,
-    NARROW,
-    WIDE,
-    Algorithm,
-    _Library,
-    _prepared,
-    choose,
-    favoured,
-    offered,
-    taken,
-    try_mm,
-)
+from pronghorn.kernels.gemm.cublaslt import LONG, NARROW, WIDE, Algorithm, _Offer, choose, favoured, offered, taken, try_mm
 from pronghorn.kernels.gemm.mm import mm_add
 from tables import gpu_rows, table
 
@@ -58,13 +45,9 @@ def test_where_none_is_offered_torch_chooses_unless_any_will_do() -> None:
     assert choose([], [WIDE], any_will_do=True) is None
 
 
-def test_a_library_that_refuses_leaves_it_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = object.__new__(_Library)
-    library.functions = SimpleNamespace(**dict.fromkeys(cublaslt._SIGNATURES, lambda *_: 7))
-    monkeypatch.setattr(cublaslt, "_library", lambda device: library)
-    assert _prepared.__wrapped__(0, 2048, 24, 3072, cublaslt._Strides(24, 24, True, 3072, None)) is None
-    with pytest.raises(OSError, match="cublasLtCreate failed with status 7"):
-        library.made("cublasLtCreate")
+def test_an_offer_is_as_long_as_the_librarys() -> None:
+    """Eight words of an algorithm, and 32 bytes: the library writes an array of them."""
+    assert ctypes.sizeof(_Offer) == 96
 
 
 def test_a_cpu_is_left_to_torch() -> None:
@@ -165,16 +148,3 @@ def test_what_is_not_covered_is_left_to_torch(why: str) -> None:
         a = a.T.contiguous().T
     assert not try_mm(a, b, out)
     assert not out.any()
-
-
-def test_a_product_adds_freely_where_the_library_covers_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(cublaslt, "_library", lambda device: object() if device == 0 else None)
-    monkeypatch.setattr(cublaslt, "cuda_capability", lambda device: (9, 0))
-    assert cublaslt.adds_freely(torch.bfloat16, torch.device("cuda", 0))
-    assert cublaslt.adds_freely(torch.bfloat16, torch.device("cuda"))
-    assert not cublaslt.adds_freely(torch.float16, torch.device("cuda", 0))
-    assert not cublaslt.adds_freely(torch.bfloat16, torch.device("cuda", 1))
-    assert not cublaslt.adds_freely(torch.bfloat16, torch.device("cpu"))
-    monkeypatch.setattr(cublaslt, "cuda_capability", lambda device: (8, 0))
-    assert not cublaslt.adds_freely(torch.bfloat16, torch.device("cuda", 0))

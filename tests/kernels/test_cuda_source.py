@@ -1,4 +1,4 @@
-"""CUDA C++ is compiled once, kept, and where it cannot be compiled nothing is launched. Launches: test_hopper_gemm.py."""
+"""CUDA C++ compiled once, kept on disk, and said to be missing. test_hopper_gemm.py compiles and launches it on a GPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import ctypes
 import importlib
 import sysconfig
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,54 +24,40 @@ TEXT = "first\n@LINE@\nlast\n"
 BROKEN = "no such instruction"
 
 
-class Answer(Future[bytes]):
-    """One that nobody gives is an error, and no test that hangs."""
-
-    def result(self, timeout: float | None = 20) -> bytes:
-        return super().result(timeout)
-
-
 class Compiler:
-    """In place of NVRTC, which the tests on a GPU call (test_hopper_gemm.py)."""
+    """Answers for NVRTC: its version, and code that tells what it was made of."""
 
     def __init__(self) -> None:
         self.version = (13, 0)
-        self.compiled: list[tuple[str, str, list[str]]] = []
+        self.made: list[str] = []
 
-    def nvrtcVersion(self, major: Any, minor: Any) -> None:  # noqa: N802  (the library's name)
+    def nvrtcVersion(self, major: Any, minor: Any) -> None:  # noqa: N802  (as C names it)
         major._obj.value, minor._obj.value = self.version
 
-    def made(self, compiler: Any, file: str, text: str, options: list[str]) -> bytes:
-        assert compiler is self
-        self.compiled.append((file, text, options))
+    def make(self, _: Any, file: str, text: str, options: Sequence[str]) -> bytes:
+        self.made.append(f"{text}{options}{self.version}")
         if BROKEN in text:
-            raise NotCompiled(f"{file} does not compile")
-        return f"{text}{options}{self.version}".encode()
+            raise NotCompiled(f"{file} does not compile: {BROKEN}")
+        return self.made[-1].encode()
 
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Compiler:
     """Sources lie in tmp_path, what is made of them in a folder there. All that is kept in the process is put aside."""
     pytest.importorskip("triton")  # keeps the files
-    found = Compiler()
+    fake = Compiler()
     (tmp_path / SOURCE.file).write_text(TEXT, encoding="utf-8")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kept"))
     monkeypatch.setattr(cuda_source, "__file__", str(tmp_path / "runtime" / "cuda_source.py"))
-    monkeypatch.setattr(cuda_source, "_compiler", lambda: found)
-    monkeypatch.setattr(cuda_source, "_made", found.made)
+    monkeypatch.setattr(cuda_source, "_compiler", lambda: fake)
+    monkeypatch.setattr(cuda_source, "_made", fake.make)
     monkeypatch.setattr(cuda_source, "_compiled", {})
-    monkeypatch.setattr(cuda_source, "Future", Answer)
-    monkeypatch.setattr(cuda_source, "_driver", lambda: pytest.fail("something is launched"))
     monkeypatch.setattr(dispatch, "_said", set())
-    return found
+    return fake
 
 
-def go(source: Source = SOURCE) -> bool:
-    return launch(source, "a_kernel", 132, 384, 5000, ())
-
-
-def kept(folder: Path) -> list[str]:
-    return [file.name for file in folder.rglob("*") if file.is_file()]
+def go(source: Source = SOURCE, arguments: tuple[Any, ...] = ()) -> bool:
+    return launch(source, "a_kernel", 132, 384, 5000, arguments)
 
 
 # ---- compiling ---------------------------------------------------------------------------------------------------------------
@@ -105,7 +92,6 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Source]:
         return source.file.encode()
 
     monkeypatch.setattr(cuda_source, "_lock", lock)
-    monkeypatch.setattr(cuda_source, "Future", Answer)
     monkeypatch.setattr(cuda_source, "_compiled", {})
     monkeypatch.setattr(cuda_source, "_cached_or_compiled", make)
     return found
@@ -133,31 +119,27 @@ def test_all_who_ask_are_given_the_error(made: list[Source]) -> None:
     assert made == [broken]
 
 
-def test_another_process_finds_it_on_disk(compiler: Compiler, tmp_path: Path) -> None:
-    code = compiled(SOURCE)
-    options = ["--gpu-architecture=sm_90a", "--std=c++17", "-DGATED=1", "-DHALF=96"]
-    assert compiler.compiled == [("small.cu", "first\n  multiply();\nlast\n", options)]
-    assert kept(tmp_path / "kept") == ["small.cubin"]
-    cuda_source._compiled.clear()
-    assert compiled(SOURCE) == code
-    assert len(compiler.compiled) == 1
+def test_what_is_kept_on_disk_is_found_again_for_this_text_and_compiler_alone(compiler: Compiler, tmp_path: Path) -> None:
+    def again(source: Source = SOURCE) -> int:
+        cuda_source._compiled.clear()  # as another process
+        assert compiled(source) == compiler.made[-1].encode()
+        return len(compiler.made)
+
+    assert [again(), again()] == [1, 1]
+    assert again(SOURCE._replace(line=("@LINE@", "  divide();"))) == 2
+    assert again(SOURCE._replace(definitions=(("GATED", 1), ("HALF", 64)))) == 3
+    for number, version in enumerate([(12, 0), (13, 1)], start=4):
+        compiler.version = version
+        assert again() == number
+    (tmp_path / SOURCE.file).write_text(TEXT + "more\n", encoding="utf-8")
+    assert again() == 6
 
 
-@pytest.mark.parametrize("changed", ["text", "line", "definitions", "major version", "minor version"])
-def test_what_is_on_disk_is_of_this_text_and_compiler(compiler: Compiler, tmp_path: Path, changed: str) -> None:
-    before, source = compiled(SOURCE), SOURCE
-    cuda_source._compiled.clear()
-    if changed == "text":
-        (tmp_path / SOURCE.file).write_text(TEXT + "more\n", encoding="utf-8")
-    elif changed == "line":
-        source = SOURCE._replace(line=("@LINE@", "  divide();"))
-    elif changed == "definitions":
-        source = SOURCE._replace(definitions=(("GATED", 1), ("HALF", 64)))
-    else:
-        compiler.version = (12, 0) if changed == "major version" else (13, 1)
-    assert compiled(source) != before
-    assert len(compiler.compiled) == 2
-    assert kept(tmp_path / "kept") == ["small.cubin"] * 2
+def test_a_source_that_does_not_compile_is_told_once(compiler: Compiler, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = SOURCE._replace(line=("@LINE@", BROKEN))
+    assert [go(broken), go(broken)] == [False, False]
+    assert capsys.readouterr().err.count("small.cu does not compile") == 1
+    assert len(compiler.made) == 1
 
 
 @pytest.fixture
@@ -195,24 +177,6 @@ def test_the_compiler_is_found_by_its_name_or_beside_torch(
     assert available()
     assert cuda_source._compiler() == "the library"
     assert capsys.readouterr().err == ""
-
-
-# ---- launching ---------------------------------------------------------------------------------------------------------------
-
-
-def test_a_source_that_does_not_compile_is_told_once_and_nothing_is_launched(
-    compiler: Compiler, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Also where it was compiled ahead, which says nothing."""
-    ahead, broken = importlib.import_module("pronghorn.kernels.runtime.compile_ahead"), SOURCE._replace(line=("@LINE@", BROKEN))
-    done: list[bool] = []
-    ahead.compile_ahead(lambda: done.extend(go(source) for source in (SOURCE, broken, broken)))
-    assert done == [True] * 3
-    assert capsys.readouterr().err == ""
-    assert not go(broken)
-    assert not go(broken)
-    assert capsys.readouterr().err.count("small.cu does not compile") == 1
-    assert len(compiler.compiled) == 2
 
 
 def test_no_thread_waits_for_what_another_compiles_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
