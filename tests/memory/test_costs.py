@@ -98,8 +98,7 @@ def test_its_parts_are_those_of_the_profile(
     assert layers * (forward.thin + backward.thin) == pytest.approx(thin, rel=0.15)
 
 
-@table(("model", "length", "measured"), [("llama-8b", 1024, 1.59), ("llama-8b", 4096, 5.473),
-                                                           ("llama-1b", 1024, 0.848)])  # fmt: skip
+@table(("model", "length", "measured"), [("llama-8b", 1024, 1.59), ("llama-8b", 4096, 5.473), ("llama-1b", 1024, 0.848)])
 def test_our_own_attention_over_documents_that_are_not_short_is_foretold(model: str, length: int, measured: float) -> None:
     """One rate for all lengths, by the times of the kernel alone; by flash-attn-4's rate 4,096 tokens would take a fifth
     less."""
