@@ -115,6 +115,13 @@ def covering(*axes: Iterable[Any], together: Sequence[int] = ()) -> list[tuple[A
     return [tuple(lists[a][row[a]] for a in range(len(lists))) for row in rows]
 
 
+def first_of(rows: Iterable[Any], count: int = 1) -> list[Any]:
+    """The first rows in every run of the tests. The others show the same of a further family, method or format: they run with
+    `--every-case` (`make every-case`), and where there is a GPU."""
+    values = [row if isinstance(row, tuple) else (row,) for row in rows]
+    return [pytest.param(*value, marks=() if number < count else pytest.mark.later) for number, value in enumerate(values)]
+
+
 def gpu_rows(rows: Iterable[Any]) -> list[Any]:
     """The rows of a test that needs a GPU: all of them where there is one, else the first, which stands for them as skipped."""
     import torch
