@@ -21,6 +21,7 @@ os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.
 
 import pytest
 
+import tables
 from imported_python import ImportedPython, forks_have_threads
 from order import long_first
 from pronghorn.process import importing
@@ -47,6 +48,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="all uses of a trainer with all kinds of model, all golden steps, what is marked later: minutes",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    tables.EVERY_CASE = config.getoption("--every-case")
 
 
 # Files with tests of several seconds: they come first in every process, so that none is alone with one in the end.
