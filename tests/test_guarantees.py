@@ -26,7 +26,7 @@ def test_every_guarantee_of_the_readme_has_a_row() -> None:
 
 
 def test_nothing_asks_for_tf32() -> None:
-    """torch takes it only where it is told to. Triton takes it unless it is told not to. convert/ says that it has no effect."""
+    """torch takes it only where it is told to, and Triton is told not to; convert/ says that it has no effect."""
     files = [
         file for file in (ROOT / "src").rglob("*.py") if re.search("tf32|matmul_precision", file.read_text(encoding="utf-8"))
     ]
