@@ -27,7 +27,8 @@ import torch
 
 from benchmarks.quality_picture import draw
 from benchmarks.record import record, write
-from pronghorn.data.pack.batches import BatchLoader, Shapes, StepBatch
+from pronghorn.data.pack.batches import Shapes
+from pronghorn.data.pack.loader import BatchLoader, StepBatch
 from pronghorn.data.pack.packing import pack
 from pronghorn.errors import CommandError
 from pronghorn.model.causal_lm import install

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from pronghorn.data.pack.batches import IGNORED, BatchLoader, PackedBatch, Shapes, build_batch, evaluation_batches
+from pronghorn.data.pack.batches import IGNORED, PackedBatch, Shapes, build_batch
+from pronghorn.data.pack.loader import BatchLoader, evaluation_batches
 from pronghorn.data.pack.packing import pack
 from pronghorn.data.preference.pair_packing import groups_of, split_groups, tokens_in
 from pronghorn.data.preference.pair_rows import PairRows

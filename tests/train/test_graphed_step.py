@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from pronghorn.data.pack.batches import BatchLoader, Shapes, StepBatch
+from pronghorn.data.pack.batches import Shapes
+from pronghorn.data.pack.loader import BatchLoader, StepBatch
 from pronghorn.data.pack.packing import pack
 from pronghorn.model.causal_lm import install
 from pronghorn.model.lora import add_adapter

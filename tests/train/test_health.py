@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pronghorn.cli import main
-from pronghorn.data.pack.batches import Cursor, StepBatch, build_batch
+from pronghorn.data.pack.batches import build_batch
+from pronghorn.data.pack.loader import Cursor, StepBatch
 from pronghorn.errors import HealthStop, ModelError, RecipeError
 from pronghorn.memory.dry_run import Allocations
 from pronghorn.model.lora import add_adapter

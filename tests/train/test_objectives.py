@@ -19,7 +19,8 @@ from test_step import model_of as family_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, Qwen3MoeConfig
 
-from pronghorn.data.pack.batches import BatchLoader, PackedBatch, Shapes, StepBatch, build_batch
+from pronghorn.data.pack.batches import PackedBatch, Shapes, build_batch
+from pronghorn.data.pack.loader import BatchLoader, StepBatch
 from pronghorn.data.pack.packing import pack, pack_in_order
 from pronghorn.data.preference.pair_packing import groups_of
 from pronghorn.model.causal_lm import install

@@ -14,7 +14,8 @@ import trl_losses as theirs
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, LlamaConfig, Qwen3Config
 
-from pronghorn.data.pack.batches import BatchLoader, PackedBatch, Shapes, StepBatch, build_batch
+from pronghorn.data.pack.batches import PackedBatch, Shapes, build_batch
+from pronghorn.data.pack.loader import BatchLoader, StepBatch
 from pronghorn.data.pack.packing import pack_in_order
 from pronghorn.data.preference.pair_packing import groups_of
 from pronghorn.data.preference.pair_rows import PairRows

@@ -16,7 +16,8 @@ import torch
 from rank_processes import LOOPBACK, Silent, in_ranks, listening
 from safetensors.torch import load_file
 
-from pronghorn.data.pack.batches import BatchLoader, Shapes
+from pronghorn.data.pack.batches import Shapes
+from pronghorn.data.pack.loader import BatchLoader
 from pronghorn.data.pack.packing import pack
 from pronghorn.errors import HealthStop, RecipeError
 from pronghorn.model.capture import Graphs, Work

@@ -13,7 +13,8 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from rank_processes import in_ranks
 
-from pronghorn.data.pack.batches import BatchLoader, Shapes
+from pronghorn.data.pack.batches import Shapes
+from pronghorn.data.pack.loader import BatchLoader
 from pronghorn.data.pack.packing import pack
 from pronghorn.model.causal_lm import install
 from pronghorn.model.text_stack import decoder_layers

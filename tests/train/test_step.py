@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Phi3Config, Qwen3Config
 
-from pronghorn.data.pack.batches import Cursor, StepBatch, build_batch
+from pronghorn.data.pack.batches import build_batch
+from pronghorn.data.pack.loader import Cursor, StepBatch
 from pronghorn.data.pack.packing import pack_in_order
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora

@@ -11,7 +11,8 @@ from pronghorn.bench.meter import Meter
 from pronghorn.bench.pairs import PairTable, pairs
 from pronghorn.bench.weights import model_folder
 from pronghorn.bench.workloads import CLIP, LEARNING_RATE, SEED, DocumentTable, Workload, documents
-from pronghorn.data.pack.batches import BatchLoader, PackedBatch, Shapes, TokenRows, build_batch
+from pronghorn.data.pack.batches import PackedBatch, Shapes, TokenRows, build_batch
+from pronghorn.data.pack.loader import BatchLoader
 from pronghorn.data.pack.packing import pack
 from pronghorn.data.preference.pair_packing import groups_of
 from pronghorn.kernels.attention.attention import pick_backend

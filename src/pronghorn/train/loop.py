@@ -17,7 +17,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
-from pronghorn.data.pack.batches import StepBatch
+from pronghorn.data.pack.loader import StepBatch
 from pronghorn.errors import EnvironmentFault, HealthStop, Interrupted, PronghornError
 from pronghorn.evaluation.own_metric import OwnMetric
 from pronghorn.recipe import Recipe, steps_between

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pronghorn.data.pack.batches import Cursor
+from pronghorn.data.pack.loader import Cursor
 from pronghorn.errors import CheckpointError, CommandError, EnvironmentFault, counted
 from pronghorn.recipe import Recipe, why_fixed
 from pronghorn.train.checkpoint.checkpoint import (

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from pronghorn.data.pack.batches import StepBatch
+from pronghorn.data.pack.loader import StepBatch
 from pronghorn.errors import EnvironmentFault
 from pronghorn.memory.job import moment_bytes
 from pronghorn.model.export import AdapterFiles, adapter_files, savable, save_model, save_small_files, try_small_files

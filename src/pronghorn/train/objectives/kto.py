@@ -19,7 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pronghorn.data.pack.batches import PackedBatch, StepBatch, TokenRows, build_batch
+from pronghorn.data.pack.batches import PackedBatch, TokenRows, build_batch
+from pronghorn.data.pack.loader import StepBatch
 from pronghorn.data.pack.packing import pack_in_order
 from pronghorn.train.dist.world import World
 from pronghorn.train.objectives.objective import Autocast, Objective, log_probs_of

@@ -22,7 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pronghorn.data.pack.batches import IGNORED, PackedBatch, StepBatch, TokenRows
+from pronghorn.data.pack.batches import IGNORED, PackedBatch, TokenRows
+from pronghorn.data.pack.loader import StepBatch
 from pronghorn.model.causal_lm import base_of, engine_of
 from pronghorn.model.token_log_probs import PackedLogProbs, packed_log_probs
 from pronghorn.train.dist.world import World

@@ -7,7 +7,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from pronghorn.data.pack.batches import PackedBatch, StepBatch
+from pronghorn.data.pack.batches import PackedBatch
+from pronghorn.data.pack.loader import StepBatch
 from pronghorn.model.causal_lm import engine_of
 from pronghorn.train.dist.world import World
 from pronghorn.train.objectives.objective import Objective, Sums, engine_inputs, own_balance, own_forward

@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 import torch
 
 from pronghorn.data.encode.tokens import TokenTable, load_tokenizer, padding_id
-from pronghorn.data.pack.batches import BatchLoader, Cursor, Shapes, build_batch
+from pronghorn.data.pack.batches import Shapes, build_batch
+from pronghorn.data.pack.loader import BatchLoader, Cursor
 from pronghorn.data.pack.packing import Packs, pack
 from pronghorn.data.preference.pair_packing import groups_of
 from pronghorn.data.prepare import Counts, Prepared, prepare

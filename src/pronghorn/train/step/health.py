@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from pronghorn.data.pack.batches import StepBatch, TokenRows, build_batch
+from pronghorn.data.pack.batches import TokenRows, build_batch
+from pronghorn.data.pack.loader import StepBatch
 from pronghorn.data.preference.pair_packing import split_groups
 from pronghorn.errors import HealthStop, ModelError, RecipeError, counted
 from pronghorn.train.objectives import Objective, Supervised

@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from pronghorn.data.pack.batches import Cursor
+from pronghorn.data.pack.loader import Cursor
 from pronghorn.errors import HealthStop
 from pronghorn.report.run_log import FILE_NAME, read_log
 from pronghorn.train.step.health import lower_lr
