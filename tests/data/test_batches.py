@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from pronghorn.data.pack.batches import IGNORED, Shapes, build_batch
-from pronghorn.data.pack.loader import BatchLoader
+from pronghorn.data.pack.loader import BatchLoader, StepPacking
 from pronghorn.data.pack.packing import max_documents, pack
 from samples import ListTable, random_table
 
@@ -28,7 +28,7 @@ def test_a_batch_by_hand() -> None:
 def test_the_batches_of_a_run_have_few_shapes_whatever_the_epoch() -> None:
     table = random_table(400)
     shapes = Shapes.planned(table, pack(table.lengths, 256, seed=5, epoch=0), 256)
-    loader = BatchLoader(table, capacity=256, packs_per_step=2, seed=5, workers=0, shapes=shapes)
+    loader = BatchLoader(table, StepPacking(256, shapes=shapes), packs_per_step=2, seed=5, workers=0)
     batches = [batch for step in islice(loader, 150) for batch in step.batches]
     assert batches[-1].documents  # several epochs
     assert len({batch.shape for batch in batches}) <= 4

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, Qwen3MoeConfig
 
 from pronghorn.data.pack.batches import PackedBatch, Shapes, build_batch
-from pronghorn.data.pack.loader import BatchLoader, StepBatch
+from pronghorn.data.pack.loader import BatchLoader, StepBatch, StepPacking
 from pronghorn.data.pack.packing import pack, pack_in_order
 from pronghorn.data.preference.pair_packing import groups_of
 from pronghorn.model.causal_lm import install
@@ -131,13 +131,11 @@ def steps_of(pairs: Any, objective: Objective, capacity: int, packs: int, count:
     first = pack(groups_of(pairs, 2), capacity, seed=1, epoch=0)
     loader = BatchLoader(
         pairs,
-        capacity=capacity,
+        StepPacking(capacity, complete=objective.complete, shapes=Shapes.planned(pairs, first, capacity)),
         packs_per_step=packs,
         seed=1,
         workers=0,
         together=2,
-        complete=objective.complete,
-        shapes=Shapes.planned(pairs, first, capacity),
     )
     return list(islice(loader, count))
 
@@ -200,9 +198,9 @@ def test_rows_that_break_a_step_are_found_with_their_partners() -> None:
     objective.prepare(model, pairs, CPU, nullcontext)
     (batch,) = steps_of(pairs, objective, 512, 1, 1)
     objective.references[id(pairs)][5][:] = math.nan  # of the third pair
-    found = offending_rows(model, batch, pairs, str, CPU, nullcontext, objective)
-    assert sorted(found.rows) == ["4", "5"]
-    assert sorted(found.of) == [str(row) for row in range(8)]
+    found = offending_rows(model, batch, CPU, nullcontext, objective)
+    assert sorted(found.rows) == ["row 4", "row 5"]
+    assert sorted(found.of) == [f"row {row}" for row in range(8)]
 
 
 def test_a_run_uses_the_objective_of_its_recipe(recipe_for: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +228,7 @@ def test_a_run_uses_the_objective_of_its_recipe(recipe_for: Any, monkeypatch: py
 
 def test_supervised_counts_what_the_loader_counted() -> None:
     rows = random_table(20)
-    batch = StepBatch(tuple(build_batch(rows, p, 256) for p in pack_in_order(rows.lengths, 256)), None, 0.0)  # type: ignore[arg-type]
+    batch = StepBatch(tuple(build_batch(rows, p, 256) for p in pack_in_order(rows.lengths, 256)), rows, {}, 0.0)
     assert Supervised().divisor(batch, World()) == Objective.divisor(Supervised(), batch, World()) == batch.loss_tokens
     model = family_model(next(iter(FAMILIES)))
     assert gradients(model, batch)[0] == pytest.approx(

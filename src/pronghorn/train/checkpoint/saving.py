@@ -219,7 +219,7 @@ class WritingSaver(Saver):
             step=session.step + len(ahead),
             tensors=optimizer_tensors(session.optimizer, session.model),
             values={
-                "cursor": (ahead[-1].after if ahead else session.cursor).as_dict(),
+                "cursor": ahead[-1].after if ahead else session.cursor,
                 "seen_tokens": session.seen_tokens + sum(batch.tokens for batch in ahead),
                 **session.identity,
                 "progress": session.progress.as_dict(),

@@ -141,8 +141,7 @@ class Kto(Objective):
 
     def before_step(self, model: Any, step_batch: StepBatch, device: torch.device, autocast: Autocast, world: World) -> None:
         if self.kind == "kto" and self._training is not None:
-            rows = np.array([row for batch in step_batch.batches for row in batch.documents], dtype=np.int64)
-            self._estimate(model, self._tables[id(self._training)], rows, device, autocast, world)
+            self._estimate(model, self._tables[id(self._training)], step_batch.documents, device, autocast, world)
 
     @torch.no_grad()
     def _estimate(
