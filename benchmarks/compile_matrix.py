@@ -32,12 +32,12 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.bench.meter import machine
+from benchmarks.bench.pairs import Pair, PairTable
+from benchmarks.bench.workloads import MODELS
 from benchmarks.compile_for import Build, compiling_for
 from benchmarks.ops import replaced
 from benchmarks.without_numbers import WithoutNumbers
-from pronghorn.bench.meter import machine
-from pronghorn.bench.pairs import Pair, PairTable
-from pronghorn.bench.workloads import MODELS
 from pronghorn.data.pack.batches import PackedBatch, Shapes, build_batch
 from pronghorn.data.pack.packing import pack_in_order
 from pronghorn.data.preference.pair_packing import groups_of
@@ -209,7 +209,7 @@ def take_step(case: Case) -> None:
     engine = engine_of(model)
     assert engine is not None
     if case.pieces > 1:
-        engine.host_embeddings = not engine.backbone.embed_tokens.weight.requires_grad
+        engine.embed.on_host = not engine.backbone.embed_tokens.weight.requires_grad
         for layer in engine.layers:
             layer.level, layer.mlp_chunks = "gate_up", case.pieces
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -19,9 +19,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.bench.weights import make_model_folder, model_folder
+from benchmarks.bench.workloads import MODELS
 from benchmarks.record import read, record, write
-from pronghorn.bench.weights import make_model_folder, model_folder
-from pronghorn.bench.workloads import MODELS
 
 SHAPES = ("llama-1b", "qwen3-0.6b", "gemma3-1b", "gpt-oss-20b-4layers")
 METHODS: dict[str, dict[str, Any]] = {

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+from benchmarks.bench.picture import STYLE
 from benchmarks.record import record, write
-from pronghorn.bench.picture import STYLE
 from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora

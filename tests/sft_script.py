@@ -164,7 +164,7 @@ def difference(one: list[float], other: list[float]) -> tuple[float, float, str]
 
 def write(path: Path, curves: dict[str, list[float]], model: str, arguments: list[str]) -> None:
     """The curves, and how far they are from each other."""
-    from pronghorn.bench.meter import machine
+    from benchmarks.bench.meter import machine
 
     names = list(curves)
     distances = {

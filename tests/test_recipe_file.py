@@ -383,7 +383,9 @@ def test_an_objective_is_a_name_or_a_section() -> None:
     assert (ipo.objective.name, ipo.objective.loss, ipo.objective.beta) == ("dpo", "ipo", 0.3)
     assert parse_recipe(SMALLEST, ["objective=kto", "objective.beta=0.2"]).objective.beta == 0.2
     assert Recipe.model_validate_json(ipo.model_dump_json()) == ipo
-    rows = {name: parse_recipe(SMALLEST, [f"objective={name}"]).objective.rows for name in ("supervised", "kto", "reward")}
+    rows = {
+        name: parse_recipe(SMALLEST, [f"objective={name}"]).objective.kind.reads for name in ("supervised", "kto", "reward")
+    }
     assert rows == {"supervised": "documents", "kto": "marked", "reward": "pairs"}
 
 

@@ -8,12 +8,12 @@ import time
 import numpy as np
 import pytest
 
-from pronghorn.bench import ours, peers
-from pronghorn.bench.meter import Meter
-from pronghorn.bench.pairs import MEAN, PairTable, pairs, pairs_a_step
-from pronghorn.bench.results import rate
-from pronghorn.bench.weights import byte_tokenizer, make_model_folder
-from pronghorn.bench.workloads import WORKLOADS
+from benchmarks.bench import ours, peers
+from benchmarks.bench.meter import Meter
+from benchmarks.bench.pairs import MEAN, PairTable, pairs, pairs_a_step
+from benchmarks.bench.results import rate
+from benchmarks.bench.weights import byte_tokenizer, make_model_folder
+from benchmarks.bench.workloads import WORKLOADS
 from pronghorn.model.causal_lm import engine_of
 from trl_on_a_cpu import TorchLogProbs
 

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 from bench_rows import measured
 
-from pronghorn.bench.meter import machine
-from pronghorn.bench.results import NAME, Results
-from pronghorn.bench.side_by_side import PICTURE, Plan, environment, last_error, parse_paths, run
-from pronghorn.bench.weights import model_folder
-from pronghorn.bench.worker import missing
-from pronghorn.bench.workloads import SYSTEMS, WORKLOADS, System
-from pronghorn.cli import main
+from benchmarks.bench.__main__ import main
+from benchmarks.bench.meter import machine
+from benchmarks.bench.results import NAME, Results
+from benchmarks.bench.side_by_side import PICTURE, Plan, environment, last_error, parse_paths, run
+from benchmarks.bench.weights import model_folder
+from benchmarks.bench.worker import missing
+from benchmarks.bench.workloads import SYSTEMS, WORKLOADS, System
 from pronghorn.errors import CommandError
 from tables import table
 
@@ -76,7 +76,7 @@ def test_a_system_trains_in_its_process_and_is_told_beside_the_others(tmp_path: 
         warmup=2,
         steps=3,
         time_limit=240,
-        command="pronghorn bench",
+        command="python -m benchmarks.bench",
     )
     results, text = said(plan)
     assert {(row["system"], row["status"]) for row in results.rows} == {
@@ -86,7 +86,7 @@ def test_a_system_trains_in_its_process_and_is_told_beside_the_others(tmp_path: 
     assert ours["seconds_to_first_step"] == ours["marks"]["first_step"] > ours["marks"]["imports"] > 0
     assert ours["changed_share"] > 0.9
     content = json.loads((tmp_path / NAME).read_text())
-    assert (content["results"], content["commands"]) == (results.rows, ["pronghorn bench"])
+    assert (content["results"], content["commands"]) == (results.rows, ["python -m benchmarks.bench"])
     assert len(text.splitlines()) == 1
     assert "Pronghorn" in (tmp_path / PICTURE).read_text()
     assert "RESULT" in (tmp_path / "logs" / "tiny.pronghorn.log").read_text()
@@ -117,7 +117,7 @@ def test_the_next_system_imports_while_one_measures_and_then_waits(tmp_path: Pat
 
     turn = tmp_path / "turn"
     code = (
-        f"import time; from pathlib import Path; from pronghorn.bench.worker import _wait_for\n"
+        f"import time; from pathlib import Path; from benchmarks.bench.worker import _wait_for\n"
         f"waited = _wait_for(Path({str(turn)!r})); time.sleep(1.0); print(waited)"
     )
     both = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
@@ -153,8 +153,8 @@ def test_a_run_that_is_ended_keeps_what_it_has_and_leaves_no_process(tmp_path: P
         tmp_path / "slow",
         f"import os, pathlib, time; pathlib.Path({str(mark)!r}).write_text(str(os.getpid()))\ntime.sleep(120)",
     )
-    words = ["bench", "--workloads", "tiny", "--systems", "unsloth", "--path", f"unsloth={slow}", "--out", str(out)]
-    process = subprocess.Popen([sys.executable, "-m", "pronghorn.cli", *words], stdout=subprocess.PIPE, text=True)
+    words = ["--workloads", "tiny", "--systems", "unsloth", "--path", f"unsloth={slow}", "--out", str(out)]
+    process = subprocess.Popen([sys.executable, "-m", "benchmarks.bench", *words], stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 40
     while not (mark.exists() and mark.read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -224,6 +224,6 @@ def test_only_peers_get_another_allocator(tmp_path: Path, monkeypatch: pytest.Mo
     "--workloads llama-2b", "--systems nobody", "--steps 0", "--resume no.json", "--path unsloth", "--again nobody",
 ])  # fmt: skip
 def test_a_command_that_cannot_be_meant_starts_nothing(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--out", str(tmp_path / "out"), "--workloads", "tiny", *words.split()]) == 2
+    assert main(["--out", str(tmp_path / "out"), "--workloads", "tiny", *words.split()]) == 2
     assert not (tmp_path / "out").exists()
     assert capsys.readouterr().err

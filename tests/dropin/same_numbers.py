@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, GptOssConfig, L
 
 from api_parts import LINEARS
 from pronghorn import FastLanguageModel
-from pronghorn.model.captured_layers import CapturedLayers
+from pronghorn.compat.captured_layers import CapturedLayers
 from pronghorn.model.causal_lm import FastCausalLM, engine_of
 from samples import make_tokenizer
 

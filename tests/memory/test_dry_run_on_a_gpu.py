@@ -11,7 +11,7 @@ import torch
 from real_layers import METHODS, TARGETS, model_of
 from transformers import AutoConfig
 
-from pronghorn.bench.workloads import MODELS
+from benchmarks.bench.workloads import MODELS
 from pronghorn.kernels.moe.grouped_fp8 import fp8_grouped_supported
 from pronghorn.kernels.quant.fp8_cast import fp8_supported
 from pronghorn.memory.dry_run import held

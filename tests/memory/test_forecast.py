@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from real_layers import recomputing
 
-from pronghorn.bench.workloads import MODELS
+from benchmarks.bench.workloads import MODELS
 from pronghorn.errors import CommandError, RecipeError
 from pronghorn.memory.costs import LayerCosts
 from pronghorn.memory.forecast import HOST_BYTES, comparison, job_of, picture, plan_report, written_ms

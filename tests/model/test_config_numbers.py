@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig
 
+from pronghorn.compat.changes import ENGINE
 from pronghorn.errors import ModelError
 from pronghorn.model import causal_lm
 from pronghorn.model.causal_lm import FastCausalLM, install
-from pronghorn.model.changes import ENGINE
 from pronghorn.model.verify import verify
 
 SMALL: dict[str, Any] = {

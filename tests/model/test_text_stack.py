@@ -12,13 +12,13 @@ from transformers import AutoConfig, AutoModelForImageTextToText, LlamaConfig
 
 from image_text_models import PARTS, make_image_text_model, published_name, save_image_text_model, stored
 from pronghorn import FastLanguageModel
+from pronghorn.compat.hf_forward import Output
 from pronghorn.errors import RecipeError
 from pronghorn.memory.dry_run import static_parts
 from pronghorn.memory.job import Job, shape_of
 from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.families import ties_embeddings, why_not_fast
 from pronghorn.model.formats.linear import StoredLinear
-from pronghorn.model.hf_forward import Output
 from pronghorn.model.load import inspect_model, load_model
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.text_stack import beside_text, freeze_beside_text, is_beside

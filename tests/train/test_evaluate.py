@@ -137,8 +137,8 @@ def test_a_loss_that_is_not_a_number_is_no_gain_and_never_the_best() -> None:
 def test_progress_survives_json(losses: list[float]) -> None:
     progress = after(losses, STOP)
     stored = json.loads(json.dumps(progress.as_dict(), allow_nan=False))
-    assert Progress.from_dict(stored) == progress
-    assert Progress.from_dict(stored).after(2.0, 9, STOP) == progress.after(2.0, 9, STOP)
+    assert Progress(**stored) == progress
+    assert Progress(**stored).after(2.0, 9, STOP) == progress.after(2.0, 9, STOP)
 
 
 def test_a_metric_of_answers_is_better_when_it_is_higher() -> None:
@@ -155,10 +155,3 @@ def test_another_metric_begins_anew() -> None:
     progress = after([3.0, 2.0], STOP)
     assert progress.by("loss") is progress
     assert progress.by("rouge_l") == Progress("rouge_l")
-
-
-def test_progress_of_a_checkpoint_from_before_there_were_metrics() -> None:
-    stored = {"best_loss": 2.5, "best_step": 4, "without_gain": 1, "reference": 2.6}
-    assert Progress.from_dict(stored) == Progress("loss", 2.5, 4, 1, 2.6)
-    empty = {"best_loss": None, "best_step": None, "without_gain": 0, "reference": None}
-    assert Progress.from_dict(empty) == Progress()

@@ -268,8 +268,8 @@ def test_the_smallest_budget_does_the_mlp_in_pieces_and_reads_embeddings_from_th
     plan = session.memory.plan
     assert plan.pieces > 1
     assert {layer.mlp_chunks for layer in engine.layers} == {plan.pieces}
-    assert engine.host_embeddings
-    assert engine.head_terms["chunk_share"] == max(1, plan.pieces // 4)
+    assert engine.embed.on_host
+    assert engine.lm.terms["chunk_share"] == max(1, plan.pieces // 4)
     assert any("chunks" in line for line in session.memory.text())
 
     def interrupt(step: int) -> None:

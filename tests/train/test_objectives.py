@@ -30,7 +30,7 @@ from pronghorn.report.run_log import read_log
 from pronghorn.train import loop
 from pronghorn.train.dist.world import World
 from pronghorn.train.objectives import Objective, Supervised
-from pronghorn.train.objectives.objective import Sums, log_probs_of
+from pronghorn.train.objectives.objective import Sums, outputs_of
 from pronghorn.train.run.evaluate import evaluate
 from pronghorn.train.setup import setup
 from pronghorn.train.step.fused_adamw import FusedAdamW
@@ -116,7 +116,7 @@ def test_padding_has_a_log_probability_of_zero_and_no_gradient() -> None:
     model, rows = small_model(), random_table(6)
     packs = pack_in_order(rows.lengths, 512)
     batch = build_batch(rows, packs[0], 512, shapes=Shapes.planned(rows, packs, 512))
-    found = log_probs_of(model, batch).log_probs_N
+    found = outputs_of(model, batch).values_N
     real = batch.labels_T[batch.loss_rows] != -100
     assert 0 < int(real.sum()) == batch.loss_tokens < len(found)
     assert not found[~real].any()

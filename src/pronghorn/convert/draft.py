@@ -126,6 +126,11 @@ def _unknown(draft: Draft, key: str) -> None:
 # Rows -------------------------------------------------------------------------------------------------------------------
 
 
+def rows(keys: str, row: Row) -> dict[str, Row]:
+    """Several keys, or prefixes of keys, that become the same."""
+    return dict.fromkeys(keys.split(), row)
+
+
 def to(target: str, read: Callable[[Any], Any], note: str = "") -> Row:
     """The value, as it is read, under another name."""
     return lambda draft, key: draft.set(target, read(draft.get(key)), key, note=note)

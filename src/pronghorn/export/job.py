@@ -25,7 +25,6 @@ import torch
 from safetensors import SafetensorError
 
 from pronghorn import __version__
-from pronghorn.data.encode.tokens import padding_id
 from pronghorn.digests import file_digest
 from pronghorn.errors import CommandError, EnvironmentFault
 from pronghorn.export.checking import EXACT, GROSS, Reference, Scores, Tolerance, Verdict, difference, score
@@ -36,10 +35,8 @@ from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.load import DTYPES, ModelFacts, inspect_model, pick_device, resolve_precision
 from pronghorn.model.lora import PICKLED
 from pronghorn.model.merge_stream import MergedWeights, merging, write_config
-from pronghorn.model.scored import set_padding
 from pronghorn.model.sharded import write_sharded
 from pronghorn.model.stock import stock_adapter, stock_model
-from pronghorn.model.text_stack import auto_class
 from pronghorn.recipe import Recipe
 from pronghorn.report.number_format import size
 from pronghorn.small_files import read_small
@@ -96,14 +93,12 @@ class Job:
     def model_facts(self) -> ModelFacts:
         """Of the model that the adapter is for, or of the trained one; from its config alone."""
         name = self.recipe.model if self.has_adapter else str(self.checkpoint)
-        return inspect_model(name, storage=self.recipe.stored_as, scored=self.recipe.objective.scored)
+        return inspect_model(name, storage=self.recipe.stored_as, head=self.trained.head.name)
 
     @property
     def loaded_with(self) -> str:
         """transformers' class that loads the model."""
-        if self.recipe.objective.scored:
-            return "AutoModelForSequenceClassification"
-        return str(auto_class(read_config(self.recipe.model)).__name__)
+        return str(self.trained.head.auto_class(read_config(self.recipe.model)).__name__)
 
     @property
     def merged_onto(self) -> str:
@@ -150,8 +145,7 @@ class Job:
         if not recipe.fp8 and recipe == self.recipe:
             return reference.scores
         model = stock_adapter(recipe, self.checkpoint) if self.has_adapter else stock_model(self.checkpoint)
-        if recipe.objective.scored:
-            set_padding(model, padding_id(self.trained.tokenizer()))
+        self.trained.set_padding(model)
         return score(model, reference.rows, self.report)
 
     def limit(self) -> Tolerance:
@@ -212,8 +206,7 @@ def write_merged(job: Job, folder: Path) -> None:
     whole = job.has_adapter or job.options.dtype is not None
     if whole:
         source = merging(job.checkpoint, job.recipe, job.dtype, original=job.options.base == "original")
-        if job.recipe.objective.scored:
-            set_padding(source.model, padding_id(job.trained.tokenizer()))
+        job.trained.set_padding(source.model)
         write_sharded(folder, source, job.report, label="merging")
         write_config(source, folder, job.dtype)
     copy_files(job.checkpoint, folder, lambda name: not (whole and name.startswith(("adapter_", "model"))))

@@ -16,7 +16,6 @@ from pronghorn.memory.measure import LayerWork, measure_costs
 from pronghorn.model.causal_lm import FastCausalLM
 from pronghorn.model.layers.saved import FROM_INPUT, Level, Saved
 from pronghorn.model.layers.types import Documents
-from pronghorn.model.text_stack import head_of
 
 PIECES = 4  # in which the MLP's rows are timed; each further one is taken to cost the same
 
@@ -37,11 +36,9 @@ def layer_work(engine: FastCausalLM, documents: Documents, tokens: int, rows: in
     saved = layer.forward_at("nothing", h, documents)[1].at("gate_up")
 
     def rest() -> None:
-        if head_of(engine.model) is None:
-            return  # a reward model's head is one row of weights
-        with torch.enable_grad():
+        with torch.enable_grad(), torch.autocast(device.type, enabled=False):
             x = head.detach().requires_grad_()
-            torch.autograd.grad(engine.loss(x, labels)[0], x)
+            torch.autograd.grad(engine.head.sample_loss(x, labels), x)
 
     def with_weights_loaded_anew(work: Callable[[], object]) -> Callable[[], object]:
         """Weights in 4 bits are dequantized once for a forward and once for recomputing and backward together."""

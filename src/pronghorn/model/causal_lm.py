@@ -9,36 +9,37 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from pronghorn.compat.captured_layers import CapturedLayers
+from pronghorn.compat.changes import ENGINE, Changes, inner_of, is_known
+from pronghorn.compat.hf_forward import set_forwards
+from pronghorn.compat.same_weights import Weights
 from pronghorn.errors import ModelError
 from pronghorn.kernels.attention.attention_shared import shared_spans
 from pronghorn.kernels.attention.attention_torch import spans
-from pronghorn.kernels.embedding.host_embedding import host_embedding
 from pronghorn.kernels.lora.fp8_lora import SplitTable
 from pronghorn.kernels.lora.multi_copy import CopyTable
 from pronghorn.kernels.loss.cross_entropy_rows import IGNORED
-from pronghorn.kernels.loss.linear_cross_entropy import linear_cross_entropy
 from pronghorn.kernels.runtime.dispatch import say_once
-from pronghorn.model.captured_layers import CapturedLayers
-from pronghorn.model.changes import ENGINE, Changes, inner_of, is_known
 from pronghorn.model.families import family_of, num_experts, why_not_fast
-from pronghorn.model.final_norm import final_norm
-from pronghorn.model.hf_forward import set_forwards
+from pronghorn.model.head import PackedRows
+from pronghorn.model.heads import head_in
+from pronghorn.model.heads.lm import LmHead
+from pronghorn.model.inputs.embed import Embed
 from pronghorn.model.layers.build import build_layer
 from pronghorn.model.layers.fp8_linears import Fp8Workspace, trains_whole
 from pronghorn.model.layers.layer import DecoderLayer
 from pronghorn.model.layers.linears import LinearGroup
 from pronghorn.model.layers.norms import Norm
 from pronghorn.model.layers.saved import Elsewhere
-from pronghorn.model.layers.types import Documents, GradBuffer, Shards
+from pronghorn.model.layers.types import Documents, Shards
 from pronghorn.model.positions import Positions
 from pronghorn.model.router_stats import ExpertCounts, RouterStats, padding_mask
-from pronghorn.model.same_weights import Weights
-from pronghorn.model.text_stack import backbone, head_of, in_mode, is_classifier
+from pronghorn.model.text_stack import backbone, in_mode
 
 
 class Offload(Elsewhere, Protocol):
@@ -72,13 +73,14 @@ class FastCausalLM:
         asked = self.expert_layers and getattr(config, "output_router_logits", False)
         # weight of the routers' auxiliary loss, which a classifier has not
         self.balance = float(getattr(model, "router_aux_loss_coef", 0.0)) if asked else 0.0
+        self.embed = Embed(model, self.backbone, config)
         self.norm = Norm(self.backbone.norm, family.one_plus)
+        self.head = head_in(model.config)(self)
         self.positions = Positions(self.backbone, config, self.layers[0].attention.head_width)
         self._adapters: CopyTable | None = None
         self._adapters_fp8 = SplitTable([])
         self.offload: Offload | None = None  # shared by the layers that offload
         self.shards: Shards | None = None  # of weights that are spread over ranks; the layers have it, too
-        self.host_embeddings = False  # whether they are in pinned host memory (memory/host_embeddings.py)
         self.prepared = 0  # how often
         self.rebuilt = 0  # how often buffers that the layers read were rebuilt: a graph captured before reads freed ones
         self.paused = False  # use the model's own layers, for one call
@@ -87,11 +89,6 @@ class FastCausalLM:
         self.captured = CapturedLayers(self)
         self.chooser: Chooser | None = None  # of what the layers save
         self.trained_with: tuple[Any, ...] | None = None  # adapters of the latest forward that recorded gradients
-        scaling = float(getattr(config, "logits_scaling", None) or 1.0)
-        self.head_terms: dict[str, Any] = {
-            "softcap": float(getattr(config, "final_logit_softcapping", None) or 0.0),
-            "logit_scale": scaling if family.logits_times else 1.0 / scaling,
-        }
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FastCausalLM:
         """Belongs to the copied model."""
@@ -116,7 +113,7 @@ class FastCausalLM:
         FP8, which keeps weights that kernels cast; not with offloading, which holds whole batches only."""
         groups = [group for layer in self.layers for group in layer.groups]
         fp8 = any(group.fp8 for group in groups)
-        return not (self.expert_layers or fp8 or self.offload or self.host_embeddings)
+        return not (self.expert_layers or fp8 or self.offload or self.embed.on_host)
 
     def accumulate_weights(self, on: bool) -> None:
         """Whether GEMMs accumulate weight gradients in `.grad` themselves, without autograd."""
@@ -125,17 +122,16 @@ class FastCausalLM:
                 if isinstance(group, LinearGroup):
                     group.accumulate_weights = on
 
-    def embed(self, ids_T: Tensor) -> Tensor:
-        if self.host_embeddings:
-            return self.scaled(host_embedding(self.backbone.embed_tokens.weight.detach(), ids_T))
-        return self.scaled(self.backbone.embed_tokens(ids_T))
+    @property
+    def lm(self) -> LmHead:
+        """The head, of a language model."""
+        assert isinstance(self.head, LmHead)
+        return self.head
 
-    def scaled(self, h_TD: Tensor) -> Tensor:
-        """Embeddings as the first layer gets them."""
-        if torch.is_autocast_enabled(h_TD.device.type):
-            h_TD = h_TD.to(torch.get_autocast_dtype(h_TD.device.type))
-        multiplier = float(getattr(self.config, "embedding_multiplier", 1.0))
-        return h_TD if multiplier == 1.0 else h_TD * multiplier
+    @property
+    def extra(self) -> int:
+        """Columns that the last layer adds to the gradient of the head's rows."""
+        return self.layers[-1].down.extra
 
     def hidden(self, h_TD: Tensor, documents: Documents, rows: Tensor | None = None) -> Tensor:
         """The residual stream after the last layer, before the final norm: of all tokens, or of `rows`."""
@@ -206,26 +202,6 @@ class FastCausalLM:
             self._adapters = None  # holds the buffers, too
             self.captured.forget()
 
-    def loss(self, h_ND: Tensor, labels_N: Tensor, grad_buffer: GradBuffer | None = None) -> tuple[Tensor, Tensor]:
-        """(sum of the losses, loss of each row, detached), of rows out of `hidden`. `grad_buffer`: the layers'."""
-        with torch.autocast(h_ND.device.type, enabled=False):
-            x_ND, weight, bias = self.head_inputs(h_ND, grad_buffer)
-            return linear_cross_entropy(x_ND, weight, labels_N, bias_V=bias, **self.head_terms)
-
-    def head_inputs(self, h_ND: Tensor, grad_buffer: GradBuffer | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What the LM head multiplies: normed rows, its weight in their dtype, its bias. Outside of autocast."""
-        x_ND = final_norm(h_ND, self.norm, GradBuffer() if grad_buffer is None else grad_buffer, self.layers[-1].down.extra)
-        if self.shards is not None:
-            self.shards.head()
-        head = head_of(self.model)
-        if type(head) is not torch.nn.Linear:
-            raise ModelError(
-                what=f"the LM head is {type(head).__name__}, not a linear layer",
-                why="the fused loss needs a plain linear LM head",
-                fix="remove lm_head from lora.targets and modules_to_save",
-            )
-        return x_ND, head.weight if head.weight.dtype == x_ND.dtype else head.weight.to(x_ND.dtype), head.bias
-
     def documents(
         self,
         cu_seqlens: Tensor,
@@ -275,20 +251,7 @@ class FastCausalLM:
 
     def packed_loss(self, *pack: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """(sum of the losses, loss of each row, detached): supervised training. Arguments as of `packed_rows`."""
-        rows = self.packed_rows(*pack, **options)
-        total, each = self.loss(rows.h_ND, rows.labels_N, rows.grad_buffer)
-        if rows.load is not None and rows.load.loss is not None:  # transformers adds it to the mean over the labels
-            total = total + self.balance * rows.load.loss * (rows.labels_N != IGNORED).sum()
-        return total, each
-
-
-class PackedRows(NamedTuple):
-    """The rows of a packed batch that have labels, after the last layer."""
-
-    h_ND: Tensor
-    labels_N: Tensor
-    grad_buffer: GradBuffer  # the layers'
-    load: RouterStats | None  # of a mixture in training
+        return self.lm.losses(self.packed_rows(*pack, **options))
 
 
 def left_behind() -> None:
@@ -353,10 +316,9 @@ def require_isolated_documents(model: Any, device: torch.device, vocabulary: int
             return engine.hidden(leaf(None, None, engine.embed(x[0])), engine.documents(bounds, 6, positions[0]))[5:]
         hook = model.get_input_embeddings().register_forward_hook(leaf)
         try:
-            if is_classifier(base_of(model).config):  # its own forward gives one number
-                found: Tensor = base_of(model).model(input_ids=x, position_ids=positions, use_cache=False).last_hidden_state
-            else:
-                found = model(input_ids=x, position_ids=positions, use_cache=False).logits
+            inputs, base = {"input_ids": x, "position_ids": positions, "use_cache": False}, base_of(model)
+            generates = head_in(base.config).generates  # else its own forward may give a number for a whole text
+            found: Tensor = model(**inputs).logits if generates else base.model(**inputs).last_hidden_state
         finally:
             hook.remove()
         return found[0, 5:]

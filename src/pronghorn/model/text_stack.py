@@ -15,13 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from peft.utils import ModulesToSaveWrapper
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSequenceClassification,
-)
 
 from pronghorn.model.families import text_config
 
@@ -34,19 +27,6 @@ PROCESSOR_FILES = (
     "chat_template.json",
     "chat_template.jinja",
 )
-
-
-def auto_class(config: Any) -> Any:
-    """transformers' class that loads the whole model."""
-    if is_classifier(config):
-        return AutoModelForSequenceClassification
-    only_with_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-    return AutoModelForImageTextToText if only_with_images else AutoModelForCausalLM
-
-
-def is_classifier(config: Any) -> bool:
-    """Whether the model has a head that scores whole texts in place of the LM head (scored.py)."""
-    return any(str(name).endswith("ForSequenceClassification") for name in getattr(config, "architectures", None) or ())
 
 
 def backbone(model: Any) -> Any:

@@ -25,10 +25,10 @@ import torch.nn.functional as F
 from rich.table import Table
 from torch import Tensor
 
+from pronghorn.compat.hf_forward import paused
 from pronghorn.errors import ModelError
 from pronghorn.model.causal_lm import FastCausalLM, base_of, engine_of, install
 from pronghorn.model.families import rope_parameters, window
-from pronghorn.model.hf_forward import paused
 from pronghorn.model.text_stack import in_mode
 
 DOCUMENTS = (37, 5, 64, 1, 20)  # tokens; short enough for any model, odd enough to show a wrong boundary

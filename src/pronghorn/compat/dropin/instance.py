@@ -9,9 +9,9 @@ from pronghorn.compat.dropin import saving
 from pronghorn.compat.dropin.arguments import Recompute, check_recompute
 from pronghorn.compat.dropin.module_walk import remember_walks
 from pronghorn.compat.dropin.recompute import set_recompute
+from pronghorn.compat.fused_head import answer_fused_heads
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.causal_lm import base_of, install
-from pronghorn.model.fused_head import answer_fused_heads
 from pronghorn.model.text_stack import set_cache
 
 

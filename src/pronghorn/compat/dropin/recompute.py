@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from pronghorn.compat.captured_layers import rounded
 from pronghorn.compat.dropin.arguments import Recompute
 from pronghorn.errors import EnvironmentFault, ModelError, RecipeError
 from pronghorn.kernels.runtime.dispatch import say_once
@@ -23,11 +24,9 @@ from pronghorn.memory.gpus import local_gpu, reckoned_with
 from pronghorn.memory.job import FP32, Job, Method, local_target, shape_of
 from pronghorn.memory.levels import KEEP, Problem
 from pronghorn.memory.plan import Plan, make_plan
-from pronghorn.model.captured_layers import rounded
 from pronghorn.model.causal_lm import FastCausalLM, base_of, engine_of
 from pronghorn.model.formats.table import storage_of
 from pronghorn.model.load import without_progress_bars
-from pronghorn.model.text_stack import is_classifier
 
 ASKED = "_pronghorn_recompute"  # attribute of the model instance: the user's word
 PLANNED: Recompute = "unsloth"
@@ -190,7 +189,7 @@ def job_of(engine: FastCausalLM, tokens: int) -> Job:
         engine.backbone.embed_tokens.weight.element_size(),
         graphed=engine.captured.on,
         storage=stored.name if stored and stored.read else "auto",
-        scored=is_classifier(engine.model.config),
+        head=engine.head.name,
         target=local_target(engine.backbone.embed_tokens.weight.device),
     )
 

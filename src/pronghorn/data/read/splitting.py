@@ -21,7 +21,6 @@ from pronghorn.errors import DataError, counted
 from pronghorn.recipe import Data
 
 NAMED = 3  # leaks named in a message
-BY_ROW = "row"  # how rows were held out before copies were looked for; told of in checkpoints (run_identity.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ def hold_out(side: Side, fraction: float, seed: int, spec: Data, cache: Path, pr
         )  # fmt: skip
     order = np.random.Generator(np.random.Philox(key=[seed, 0])).permutation(len(side))
     kin, remarks = families(side, cache, progress), []
-    rule, held = BY_ROW, np.zeros(len(side), np.bool_)
+    rule, held = "row", np.zeros(len(side), np.bool_)
     held[order[:target]] = True
     for name, family in (("copies", kin.exact), ("near copies", kin.near)):  # the stricter rule, if the fraction allows it
         together = _held(family, order, target)

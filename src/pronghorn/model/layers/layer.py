@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from pronghorn.compat.same_weights import as_at_forward, stamp
 from pronghorn.kernels.lora.lora_linear import NormOf
 from pronghorn.kernels.lora.multi_gather import GatherJob
 from pronghorn.kernels.runtime.dispatch import keeps_graph
@@ -36,7 +37,6 @@ from pronghorn.model.layers.residual import add_branch, back_through_norm, grad_
 from pronghorn.model.layers.saved import Elsewhere, Left, Level, Saved, copied, leave, restore
 from pronghorn.model.layers.types import Documents, Grads, Shards, Waiting
 from pronghorn.model.rows import spread
-from pronghorn.model.same_weights import as_at_forward, stamp
 
 
 class DecoderLayer:

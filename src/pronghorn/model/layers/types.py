@@ -9,10 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from pronghorn.compat.same_weights import Weights
 from pronghorn.kernels.moe.routing import Routing
 from pronghorn.kernels.runtime.dispatch import address
 from pronghorn.model.router_stats import RouterStats
-from pronghorn.model.same_weights import Weights
 
 Grads = list[Tensor | None]  # of parameters, in order; None: frozen, or accumulated elsewhere
 
@@ -50,7 +50,7 @@ class Documents:
     grad_buffer: GradBuffer = field(default_factory=GradBuffer)
     guarded: bool = False  # whether other code may run between forward and backward
     weights: Weights | None = None  # if so: those of this forward
-    leaves: dict[int, Tensor] | None = None  # by a parameter's id: its replacement for autograd (model/captured_layers.py)
+    leaves: dict[int, Tensor] | None = None  # by a parameter's id: its replacement for autograd (compat/captured_layers.py)
 
 
 class Shards(Protocol):

@@ -50,10 +50,10 @@ def described(path: Path, recipe: dict[str, Any], values: dict[str, Any]) -> Des
         kind_of(trained).require_state(values["cursor"])
         if not isinstance(values["seen_tokens"], int) or values["seen_tokens"] < 0:
             raise ValueError("a counter is not a number")
-        if not isinstance(values["scaler"], dict) or not isinstance(values["data"], str):
+        if not isinstance(values["scaler"], dict) or not all(isinstance(values[key], str) for key in ("data", "held_out")):
             raise ValueError("the loss scale or the data key has the wrong type")
         losses_of(values)
-        return Described(trained, Progress.from_dict(values["progress"]), values["seen_tokens"])
+        return Described(trained, Progress(**values["progress"]), values["seen_tokens"])
     except _MISFITS as error:
         raise _not_ours(path, error) from error
 

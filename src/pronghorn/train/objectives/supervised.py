@@ -9,9 +9,10 @@ from torch import Tensor
 
 from pronghorn.data.pack.batches import PackedBatch
 from pronghorn.data.pack.loader import StepBatch
-from pronghorn.model.causal_lm import engine_of
+from pronghorn.model.causal_lm import base_of, engine_of
+from pronghorn.model.heads.lm import own_logits
 from pronghorn.train.dist.world import World
-from pronghorn.train.objectives.objective import Objective, Sums, engine_inputs, own_balance, own_forward
+from pronghorn.train.objectives.objective import Objective, Sums, engine_inputs, own_inputs
 
 
 class Supervised(Objective):
@@ -26,9 +27,8 @@ class Supervised(Objective):
         engine = engine_of(model)
         if engine is not None:
             return engine.packed_loss(**engine_inputs(batch))[0]
-        output = own_forward(model, batch)
-        loss = F.cross_entropy(output.logits[0].float(), batch.labels_T[batch.loss_rows], reduction="sum")
-        balance = own_balance(model, output)
+        logits, balance = own_logits(base_of(model), **own_inputs(batch))
+        loss = F.cross_entropy(logits, batch.labels_T[batch.loss_rows], reduction="sum")
         return loss if balance is None else loss + balance * batch.loss_tokens
 
     def divisor(self, step_batch: StepBatch, world: World) -> float:

@@ -50,7 +50,7 @@ def evaluate_run(run: Path, which: str, *, data: str | None, report: Report, ask
     spec = spec_of(recipe.eval, asked.spec)
     tokenizer = trained.tokenizer()
     if data:
-        wanted, capacity = recipe.objective.rows, recipe.train.capacity
+        wanted, capacity = recipe.objective.kind.reads, recipe.train.capacity
         table = prepare((data,), recipe.data, tokenizer, progress=report, wanted=wanted, capacity=capacity).tokens
         table, pad_id = table.sharing(shares_prompts(recipe)[0]), padding_id(tokenizer)
     else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from importlib.metadata import version
 from typing import Any, Protocol, TypeVar
@@ -41,24 +41,23 @@ def data_key(table: TokenTable | None, pad_id: int) -> str:
     return "" if table is None else "tokens:" + hashlib.sha256(f"{table.content} {pad_id}".encode()).hexdigest()
 
 
-# Key -> what it is of, where that comes from, and why it may not change.
-COMPARED = {
-    "data": ("training data", "data.train", "its tokens or its loss mask differ"),
-    "held_out": ("held-out data", "data.eval", "losses on different rows cannot be compared"),
-}
-
-
-def require_same_data(then: Mapping[str, Any], now: Mapping[str, str], checkpoint: str, where: str) -> None:
+def require_same_data(then: dict[str, Any], now: dict[str, str], checkpoint: str, where: str) -> None:
     """`then`: a checkpoint's values."""
-    for key, (what, files, why) in COMPARED.items():
-        if then.get(key) != now[key]:
-            raise CheckpointError(
-                what=f"the {what} changed since {checkpoint}",
-                where=where,
-                why=why,
-                fix=f"restore the files of {files}, the model's tokenizer and the chat template, or start over with --fresh "
-                "(the old folder is renamed, not deleted)",
-            )
+    if then["data"] != now["data"]:
+        raise _changed("training data", "data.train", checkpoint, where, "its tokens or its loss mask differ")
+    if then["held_out"] != now["held_out"]:
+        why = "losses on different rows cannot be compared"
+        raise _changed("held-out data", "data.eval", checkpoint, where, why)
+
+
+def _changed(what: str, key: str, checkpoint: str, where: str, why: str) -> CheckpointError:
+    return CheckpointError(
+        what=f"the {what} changed since {checkpoint}",
+        where=where,
+        why=why,
+        fix=f"restore the files of {key}, the model's tokenizer and the chat template, or start over with --fresh (the old "
+        "folder is renamed, not deleted)",
+    )
 
 
 def run_facts(recipe: Recipe, keys: dict[str, str]) -> dict[str, str]:

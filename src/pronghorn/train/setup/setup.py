@@ -20,11 +20,13 @@ from pronghorn.model.causal_lm import engine_of, install, require_isolated_docum
 from pronghorn.model.config import read_config
 from pronghorn.model.families import ties_embeddings, why_not_fast
 from pronghorn.model.fingerprint import base_of, require_same_base
+from pronghorn.model.heads import HEADS
 from pronghorn.model.load import (
     DTYPES,
     ModelFacts,
     Precision,
     inspect_model,
+    load_base,
     load_model,
     pick_device,
     require_fp8_precision,
@@ -33,7 +35,6 @@ from pronghorn.model.load import (
     resolve_precision,
 )
 from pronghorn.model.lora import add_adapter, restore_adapter
-from pronghorn.model.scored import set_padding
 from pronghorn.model.text_stack import freeze_beside_text
 from pronghorn.model.weight_files import require_whole_weights
 from pronghorn.recipe import Recipe
@@ -133,8 +134,8 @@ def look_ahead(recipe: Recipe) -> tuple[torch.device, Precision, ModelFacts, Any
     if recipe.fp8:
         require_fp8_precision(device, precision)
     _refuse_adapted_head(recipe)
-    lora, scored = None if recipe.method == "full" else recipe.lora, recipe.objective.scored
-    facts = inspect_model(recipe.model, lora, storage=recipe.stored_as, scored=scored)
+    lora = None if recipe.method == "full" else recipe.lora
+    facts = inspect_model(recipe.model, lora, storage=recipe.stored_as, head=recipe.objective.kind.head)
     require_fp8_products(recipe, facts)
     require_whole_weights(recipe.model, any_name=recipe.stored_as != "bf16")
     tokenizer = load_tokenizer(recipe.model, recipe.data)
@@ -300,17 +301,14 @@ def _build_model(
     keep = shares.keep if shares else None
     if recipe.method == "full":
         # float32 master weights under autocast: an update of 1e-5 of a weight is lost in bf16's 8 bits.
-        model = load_model(str(checkpoint or recipe.model), torch.float32, device, keep=keep, score_seed=recipe.score_seed)
+        name, head = str(checkpoint or recipe.model), recipe.objective.kind.head
+        model = load_model(name, torch.float32, device, keep=keep, head=head, seed=recipe.train.seed)
         freeze_beside_text(model)
         if shares:
             shares.keep_ends(model)
-        if recipe.objective.scored:
-            set_padding(model, pad_id)  # its config is saved
+        HEADS[head].set_padding(model, pad_id)  # its config is saved
         return model
-    base = load_model(
-        recipe.model, DTYPES[precision], device,
-        storage=recipe.stored_as, progress=report, keep=keep, score_seed=recipe.score_seed,
-    )  # fmt: skip
+    base = load_base(recipe, DTYPES[precision], device, progress=report, keep=keep)
     if shares:
         shares.keep_ends(base)
     model = add_adapter(base, recipe.lora, recipe.train.seed)
@@ -352,7 +350,7 @@ def _put_back(session: Session, state: TrainState) -> None:
         session.take_step.scaler.load_state_dict(values["scaler"])
     session.step = session.resumed_from = state.step
     session.seen_tokens = values["seen_tokens"]
-    before = Progress.from_dict(values["progress"])
+    before = Progress(**values["progress"])
     session.progress = before.by(session.recipe.eval.best)
     if session.progress != before:
         session.notices.append(

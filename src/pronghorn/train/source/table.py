@@ -49,7 +49,7 @@ class TableSource(Source):
         shared, told = shares_prompts(recipe)
 
         def read(names: Sequence[Name]) -> Prepared:
-            wanted, capacity = recipe.objective.rows, recipe.train.capacity
+            wanted, capacity = recipe.objective.kind.reads, recipe.train.capacity
             return prepare(names, recipe.data, tokenizer, progress=report, stage=stage, wanted=wanted, capacity=capacity)
 
         prepared = read(recipe.data.train)
@@ -75,7 +75,7 @@ class TableSource(Source):
     @classmethod
     def foreseen(cls, recipe: Recipe) -> Foreseen:
         """From rows that some earlier command tokenized, else from the sizes of the files."""
-        spec, wanted = recipe.data, recipe.objective.rows
+        spec, wanted = recipe.data, recipe.objective.kind.reads
         try:
             files = _CachedOnly(recipe.model, spec)
             prepared = prepare(spec.train, spec, files, wanted=wanted, capacity=recipe.train.capacity)
@@ -114,8 +114,8 @@ class TableSource(Source):
     def notices(self) -> list[str]:
         recipe, table, first = self.recipe, self.train, self.first_epoch
         said = [*self.remarks, *too_few_steps(recipe, table, self.total), *empty_packs(recipe, table, first)]
-        if table.pairs is not None and table.pairs.margins.any() and not recipe.objective.scored:
-            said.append(f"the data's margins have no effect: objective {recipe.objective.name} does not use them (reward does)")
+        if table.pairs is not None and table.pairs.margins.any() and not recipe.objective.kind.margins:
+            said.append(f"the data's margins have no effect: objective {recipe.objective} does not use them (reward does)")
         return said
 
     def dealt(self, ranks: int) -> list[str]:
@@ -173,7 +173,7 @@ class _CachedOnly(TokenizerFiles):
 def _estimated_tokens(recipe: Recipe) -> int | None:
     """From the sizes of the files; None where they say little: packed files, Hub data sets, a part of the rows."""
     try:
-        amount = text_bytes(parts_of(recipe.data.train, recipe.data, recipe.objective.rows))
+        amount = text_bytes(parts_of(recipe.data.train, recipe.data, recipe.objective.kind.reads))
     except (PronghornError, OSError):
         return None
     if amount is None:

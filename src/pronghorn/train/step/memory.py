@@ -24,7 +24,6 @@ from pronghorn.memory.costs import LayerCosts, predicted_costs
 from pronghorn.memory.dry_run import evaluation_bytes, host_moments
 from pronghorn.memory.forecast import job_of, memory_lines, picture, problem_of
 from pronghorn.memory.gpus import local_gpu, reckoned_with
-from pronghorn.memory.host_embeddings import move_embeddings, why_embeddings_stay
 from pronghorn.memory.job import CONTEXT_BYTES, Job, head_share, local_target
 from pronghorn.memory.levels import KEEP
 from pronghorn.memory.offload import OffloadPool
@@ -192,7 +191,7 @@ class RunMemory:
             return False
         if self.remark:
             say(self.remark)
-        if self.plan.problem.job.host_embeddings and why_embeddings_stay(engine):
+        if self.plan.problem.job.host_embeddings and engine.embed.why_not_on_host():
             self.plan = make_plan(replace(self.plan.problem, embeddings=(False,)))
         self._limit()
         if timed and not self.keeps_everything:
@@ -216,7 +215,7 @@ class RunMemory:
         """The plan by times measured here: of all tokens of a micro-batch or, where memory is too short, of a part of them."""
         problem, here = self.plan.problem, batch.to(self.device)
         if problem.job.host_embeddings:  # makes room for the layer that is timed
-            move_embeddings(engine)
+            engine.embed.move_to_host()
             problem = replace(problem, embeddings=(True,))
 
         def documents(tokens: int) -> Documents:
@@ -258,12 +257,12 @@ class RunMemory:
     def _install(self, engine: Any) -> None:
         plan = self.plan
         if plan.problem.job.host_embeddings:
-            move_embeddings(engine)
+            engine.embed.move_to_host()
             self._empty_cache()
         if plan.offloaded:
             self.pool = OffloadPool(len(plan.offloaded), plan.slot_bytes, self.device)
         engine.offload = self.pool
-        engine.head_terms["chunk_share"] = head_share(plan.pieces)
+        engine.head.set_chunk_share(head_share(plan.pieces))
         for layer, level in zip(engine.layers, plan.levels, strict=True):
             layer.level, layer.mlp_chunks, layer.offload = level.recompute, plan.pieces, self.pool if level.offload else None
 
