@@ -23,6 +23,8 @@ import torch
 from pronghorn.data.encode.tokens import TokenRow, TokenTable
 from pronghorn.data.pack.batches import PackedBatch, Shapes, build_batch
 from pronghorn.data.pack.loader import State, StepBatch, StepPacking
+from pronghorn.data.pack.packing import Packs, pack_in_order
+from pronghorn.data.preference.pair_packing import groups_of
 from pronghorn.recipe import Recipe
 from pronghorn.train.dist.world import World
 from pronghorn.train.objectives import Objective
@@ -99,9 +101,8 @@ class Source(ABC):
 
     def example(self) -> PackedBatch:
         """A batch of the run's shapes, by which a layer is timed. Here: rows of the longest length."""
-        longest, capacity = self.shapes.longest, self.recipe.train.capacity
-        rows = [TokenRow(np.full(longest, self.pad_id, np.int32), ((0, longest),), "")] * (capacity // longest)
-        return build_batch(TokenTable.of(rows), np.arange(len(rows)), capacity, self.pad_id, self.shapes)
+        rows, packs = self._longest_rows(self.shapes.longest)
+        return build_batch(rows, packs[0], self.recipe.train.capacity, self.pad_id, self.shapes)
 
     def start(
         self,
@@ -124,6 +125,23 @@ class Source(ABC):
             even=even,
             pin=device.type == "cuda",
         )
+
+    def _longest_rows(self, longest: int) -> tuple[TokenTable, Packs]:
+        """A pack of them: all that is known of rows that are made during the run."""
+        capacity = self.recipe.train.capacity
+        row = TokenRow(np.full(longest, self.pad_id, np.int32), ((0, longest),), "")
+        table = TokenTable.of([row] * (capacity // longest))
+        return table, pack_in_order(table.lengths, capacity)
+
+    def declared(self, longest: int) -> Shapes:
+        """Shapes that any pack fits, of rows that are made during the run, of up to so many tokens."""
+        return Shapes.planned(*self._longest_rows(longest), self.recipe.train.capacity)
+
+    def made(self, rows: Sequence[TokenRow], after: State, epoch: float) -> StepBatch:
+        """A step of rows that were made for it: the same on all ranks, which share its packs."""
+        table = TokenTable.of(rows)
+        packs = pack_in_order(groups_of(table, self.objective.together), self.packing.capacity)
+        return self.packing.step(table, list(packs), after, epoch)
 
     @abstractmethod
     def next(self, model: Any) -> StepBatch:
