@@ -13,7 +13,18 @@ FILES = sorted(SOURCE.rglob("*.py"))
 MODULES = {
     ".".join(("pronghorn", *file.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__"): file for file in FILES
 }
-EVERYBODY = {"recipe", "recipe_objective", "errors", "program", "folders", "digests", "hub", "model_files", "small_files"}
+EVERYBODY = {
+    "recipe",
+    "recipe_objective",
+    "errors",
+    "program",
+    "folders",
+    "digests",
+    "hub",
+    "model_files",
+    "small_files",
+    "packs",
+}
 # room -> rooms it may import; `cli` and `demo` stand at the top.
 ARROWS = {
     "cli": {
@@ -56,6 +67,7 @@ ARROWS = {
     "hub": set(),
     "model_files": set(),
     "small_files": set(),
+    "packs": set(),
     "process": set(),
     "unsloth": {"cli"},
     "compat": {"export", "model", "data", "report", "kernels", "memory"},
@@ -99,6 +111,7 @@ MAY_BE_USED_BY_ALL = {
     "hub": {"errors", "folders"},
     "model_files": {"errors", "small_files"},
     "small_files": set(),
+    "packs": set(),
     "kernels": {"errors"},
 }
 

@@ -11,7 +11,7 @@ from benchmarks.bench.meter import Meter
 from benchmarks.bench.pairs import PairTable, pairs
 from benchmarks.bench.weights import model_folder
 from benchmarks.bench.workloads import CLIP, LEARNING_RATE, SEED, DocumentTable, Workload, documents
-from pronghorn.data.pack.batches import PackedBatch, Shapes, TokenRows, build_batch
+from pronghorn.data.pack.batches import Shapes, TokenRows, build_batch
 from pronghorn.data.pack.loader import BatchLoader, StepPacking
 from pronghorn.data.pack.packing import pack
 from pronghorn.data.preference.pair_packing import groups_of
@@ -21,6 +21,7 @@ from pronghorn.model.config import read_config
 from pronghorn.model.load import DTYPES, Precision, load_model, pick_device, resolve_precision
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.shared_prefix import why_not_shared
+from pronghorn.packs import PackedBatch
 from pronghorn.recipe import Recipe
 from pronghorn.train.objectives import Objective, objective_of
 from pronghorn.train.step.graphed_step import make_step

@@ -56,6 +56,7 @@ KINDS: dict[str, Kind] = {
     ),
 }
 LOSSES_OF_DPO = ("ipo", "hinge")  # `objective: ipo` is DPO with this loss
+NAMES = (*KINDS, *LOSSES_OF_DPO)
 
 
 class Objective(Section):

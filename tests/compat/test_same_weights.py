@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 
 from pronghorn.compat.same_weights import Weights, as_at_forward, require_same, stamp
 from pronghorn.model.causal_lm import base_of, engine_of, install
-from samples import make_model
+from samples import make_model, one_document
 
 IDS = torch.randint(3, 259, (2, 9), generator=torch.Generator().manual_seed(0))
 
@@ -97,8 +97,7 @@ def test_training_runs_of_our_own_do_not_ask() -> None:
     """Nothing comes between their forward and backward."""
     model = fast_model()
     engine = engine_of(model)
-    positions, bounds = torch.arange(9), torch.tensor([0, 9], dtype=torch.int32)
-    total, _ = engine.packed_loss(IDS[0], positions, bounds, 9, labels_T=IDS[0])
+    total, _ = engine.packed_loss(one_document(IDS[0]))
     with torch.no_grad():
         base_of(model).model.layers[0].input_layernorm.weight.mul_(1)
     total.backward()

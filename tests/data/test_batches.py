@@ -6,9 +6,10 @@ from itertools import islice
 import numpy as np
 import torch
 
-from pronghorn.data.pack.batches import IGNORED, Shapes, build_batch
+from pronghorn.data.pack.batches import Shapes, build_batch
 from pronghorn.data.pack.loader import BatchLoader, StepPacking
 from pronghorn.data.pack.packing import max_documents, pack
+from pronghorn.packs import IGNORED
 from samples import ListTable, random_table
 
 
@@ -47,12 +48,12 @@ def test_the_batches_of_a_run_have_few_shapes_whatever_the_epoch() -> None:
 
 def test_padding_rows_name_a_token_without_a_label_and_every_row_needs_none() -> None:
     table = ListTable([[5, 6, 7, 8]] * 16, [[False, False, True, True]] * 16)
-    few = Shapes(entries=(32,), rows=(48, 64), longest=16, typical=4)
+    few = Shapes({"E": (32,), "N": (48, 64)}, longest=16, typical=4)
     half = build_batch(table, np.arange(16), 64, shapes=few)
     assert not half.every_row
     assert half.loss_rows[32:].tolist() == [63] * 16
     assert half.labels_T[63] == IGNORED
-    whole = build_batch(table, np.arange(16), 64, shapes=Shapes(entries=(32,), rows=(64,), longest=16, typical=4))
+    whole = build_batch(table, np.arange(16), 64, shapes=Shapes({"E": (32,), "N": (64,)}, longest=16, typical=4))
     assert whole.every_row
     assert whole.loss_rows.tolist() == list(range(64))
 
@@ -76,7 +77,7 @@ def test_the_beginning_of_a_batch_is_one_of_its_kind() -> None:
 
 def test_padding_is_cut_into_documents_no_longer_than_the_longest() -> None:
     table = ListTable([[5, 6, 7]])
-    batch = build_batch(table, np.array([0]), 64, shapes=Shapes(entries=(32,), rows=(64,), longest=16, typical=4))
+    batch = build_batch(table, np.array([0]), 64, shapes=Shapes({"E": (32,), "N": (64,)}, longest=16, typical=4))
     assert batch.cu_seqlens[:6].tolist() == [0, 3, 19, 35, 51, 64]
     assert batch.positions_T.max() == 15
 

@@ -5,14 +5,9 @@ from itertools import chain, islice
 
 import pytest
 
-from pronghorn.data.pack.loader import BatchLoader, State, StepPacking, evaluation_batches
+from pronghorn.data.pack.loader import BatchLoader, State, StepPacking
 from pronghorn.data.pack.packing import pack
 from samples import random_table
-
-
-def test_loss_rows_count_what_the_table_says() -> None:
-    table = random_table(60)
-    assert sum(len(b.loss_rows) for b in evaluation_batches(table, 256)) == table.loss_counts.sum()
 
 
 def flat(steps: list) -> list[list[int]]:
@@ -75,12 +70,6 @@ def test_ranks_share_the_packs_of_a_step_of_so_many_rows() -> None:
         rows = [row for step in three for batch in step.batches for row in batch.documents]
         assert sorted(rows) == sorted(row for batch in alone.batches for row in batch.documents)
         assert {(step.tokens, step.loss_tokens) for step in three} == {(alone.tokens, alone.loss_tokens)}
-
-
-def test_progress_is_told_in_epochs() -> None:
-    steps = list(islice(BatchLoader(random_table(100), StepPacking(256), packs_per_step=3, seed=5, workers=0), 10))
-    ends = [step.epoch for step in steps if step.after["pack"] == 0]
-    assert ends[:2] == [1.0, 2.0]
 
 
 def test_an_error_in_a_worker_reaches_the_loop() -> None:

@@ -13,7 +13,9 @@ from pronghorn.model.formats.store import store_experts_, store_linears_
 from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.heads import HEADS
 from pronghorn.model.layers.saved import Saved
+from pronghorn.model.layers.types import Documents
 from pronghorn.model.lora import add_adapter
+from pronghorn.packs import PackedDocuments
 from pronghorn.recipe import Lora
 
 SMALL: dict[str, Any] = {
@@ -115,7 +117,8 @@ def forward(model: Any) -> tuple[Any, Saved]:
 
 
 def documents_of(engine: Any) -> Any:
-    return engine.documents(torch.tensor([0, 20, TOKENS], dtype=torch.int32), 28, torch.arange(TOKENS))
+    bounds = torch.tensor([0, 20, TOKENS], dtype=torch.int32)
+    return Documents.of(PackedDocuments(cu_seqlens=bounds, positions_T=torch.arange(TOKENS), longest=28), engine.positions)
 
 
 def bytes_of(*values: Any) -> int:

@@ -27,13 +27,14 @@ from transformers import (
     Qwen3Config,
 )
 
-from pronghorn.data.pack.batches import IGNORED, PackedBatch, build_batch
+from pronghorn.data.pack.batches import build_batch
 from pronghorn.kernels.attention.rope import _rotate
 from pronghorn.kernels.mlp.gated_mlp import gated_activation_reference
 from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.layers import linears
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.text_stack import keep_softcap
+from pronghorn.packs import IGNORED, PackedBatch
 from pronghorn.recipe import Lora
 from samples import random_table
 
@@ -144,9 +145,7 @@ def own_loss(model: Any, batch: PackedBatch) -> torch.Tensor:
 def fast_loss(model: Any, batch: PackedBatch) -> torch.Tensor:
     engine = engine_of(model)
     assert engine is not None
-    return engine.packed_loss(
-        batch.ids_T, batch.positions_T, batch.cu_seqlens, batch.longest, loss_rows=batch.loss_rows, labels_T=batch.labels_T
-    )[0]
+    return engine.packed_loss(batch)[0]
 
 
 def gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:

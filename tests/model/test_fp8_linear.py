@@ -21,6 +21,7 @@ from pronghorn.model.formats.store import dequantize_, store_linears_
 from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
+from samples import one_document
 
 SMALL: dict[str, Any] = {
     "vocab_size": 259,
@@ -114,10 +115,9 @@ def test_names_and_values_stay_while_fast_layers_use_the_bytes() -> None:
     model = add_adapter(model, Lora(r=4), seed=1)
     before = copy.deepcopy(model.state_dict())
     assert install(model) == ""
-    ids, positions = torch.arange(40) % 259, torch.arange(40)
     engine = engine_of(model)
     assert engine is not None
-    engine.packed_loss(ids, positions, torch.tensor([0, 40], dtype=torch.int32), 40, labels_T=ids)[0].backward()
+    engine.packed_loss(one_document(torch.arange(40) % 259))[0].backward()
     up = model.get_base_model().model.layers[0].mlp.up_proj.base_layer
     assert up.weight.stride(0) > up.in_features  # part of the group's matrix
     after = model.state_dict()

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Olmo2Config, Phi3Config, Qwen2Config, Qwen3Config
 
-from pronghorn.data.pack.batches import PackedBatch, build_batch
+from pronghorn.data.pack.batches import build_batch
 from pronghorn.kernels.quant.nf4 import nf4_quantize
 from pronghorn.model.causal_lm import base_of, engine_of, install
 from pronghorn.model.formats.linear import StoredLinear
@@ -25,6 +25,7 @@ from pronghorn.model.layers.linears import StoredLoraGroup
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.lora_grad_buffer import LoraGradBuffer
 from pronghorn.model.verify import verify
+from pronghorn.packs import PackedBatch
 from pronghorn.recipe import Lora
 from samples import random_table
 
@@ -101,9 +102,7 @@ def batch_of(seed: int = 0, documents: int = 6) -> PackedBatch:
 def loss_of(model: Any, batch: PackedBatch) -> torch.Tensor:
     engine = engine_of(model)
     assert engine is not None
-    return engine.packed_loss(
-        batch.ids_T, batch.positions_T, batch.cu_seqlens, batch.longest, loss_rows=batch.loss_rows, labels_T=batch.labels_T
-    )[0]
+    return engine.packed_loss(batch)[0]
 
 
 def step_of(model: Any, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

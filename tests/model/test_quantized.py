@@ -27,6 +27,8 @@ from pronghorn.model.formats.linear import StoredLinear
 from pronghorn.model.formats.store import count_parameters, dequantize_, store_linears_
 from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.layers import linears
+from pronghorn.model.layers.types import Documents
+from samples import one_document
 from tables import table
 from tests.samples import make_model
 
@@ -324,10 +326,10 @@ def test_the_first_forward_takes_the_path_of_all_later_ones(monkeypatch: pytest.
     assert not install(model)
     engine = engine_of(model)
     assert engine is not None
-    bounds, positions = torch.tensor([0, 12], dtype=torch.int32), torch.arange(12)
+    documents = Documents.of(one_document(IDS[0]), engine.positions)
     counts = []
     for _ in range(2):
         asked.clear()
-        engine.hidden(engine.embed(IDS[0]), engine.documents(bounds, 12, positions))
+        engine.hidden(engine.embed(IDS[0]), documents)
         counts.append((len(asked), all(asked)))
     assert counts == [(4, True), (4, True)]  # q, k and v, gate and up of two layers

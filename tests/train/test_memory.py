@@ -57,7 +57,7 @@ def deep_recipe(recipe_for: RecipeFor, tmp_path: Path) -> RecipeFor:
 
 def shapes_of(recipe: Recipe) -> Shapes:
     capacity = recipe.train.capacity
-    return Shapes((32, 160), (capacity // 2, capacity), 128, 60)
+    return Shapes({"E": (32, 160), "N": (capacity // 2, capacity)}, 128, 60)
 
 
 def budgets(recipe: Recipe) -> tuple[int, int]:

@@ -19,12 +19,13 @@ from test_step import model_of as family_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, Qwen3MoeConfig
 
-from pronghorn.data.pack.batches import PackedBatch, Shapes, build_batch
+from pronghorn.data.pack.batches import Shapes, build_batch
 from pronghorn.data.pack.loader import BatchLoader, StepBatch, StepPacking
 from pronghorn.data.pack.packing import pack, pack_in_order
 from pronghorn.data.preference.pair_packing import groups_of
 from pronghorn.model.causal_lm import install
 from pronghorn.model.lora import add_adapter
+from pronghorn.packs import PackedBatch
 from pronghorn.recipe import Lora, Recipe
 from pronghorn.report.run_log import read_log
 from pronghorn.train import loop

@@ -17,8 +17,8 @@ import torch
 from test_graphed_step import DEVICE, eager, graphed, losses, mixed_table, steps_of
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from pronghorn.data.pack.batches import PackedBatch
 from pronghorn.model.causal_lm import base_of, engine_of, install
+from pronghorn.packs import PackedBatch
 from pronghorn.train.objectives.objective import outputs_of
 
 GPU = DEVICE.type == "cuda"

@@ -43,7 +43,7 @@ from pronghorn.train.run.trained_run import Chat, TrainedRun
 from pronghorn.train.step.fused_adamw import FusedAdamW
 from pronghorn.train.step.graphed_step import GraphedStep
 from pronghorn.train.step.step import EagerStep
-from samples import ListTable, pair_rows
+from samples import ListTable, make_model, pair_rows
 from train.test_memory import between, curve, deep_recipe
 from train.test_preference import CPU, FAMILIES, assert_near, batches_of, gradients, pairs_of, stepped, table_of
 from train.test_preference_runs import Silent
@@ -252,15 +252,16 @@ def test_what_a_reward_model_cannot_is_refused(pairs: str, recipe_for: Callable[
 
 
 @pytest.mark.parametrize("storage", ["bf16", "nf4"])
-def test_the_lm_head_is_not_loaded_onto_the_device(tiny_model: Path, monkeypatch: pytest.MonkeyPatch, storage: str) -> None:
+def test_the_lm_head_is_not_loaded_onto_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str) -> None:
+    make_model(tie_word_embeddings=False).save_pretrained(tmp_path)  # a tied one is not in the files
     moved, read = [], []
     to, get = PreTrainedModel.to, Shards.get
     monkeypatch.setattr(PreTrainedModel, "to", lambda model, *device: moved.append(model) or to(model, *device))
     monkeypatch.setattr(Shards, "get", lambda shards, key: read.append(key) or get(shards, key))
-    model = load_model(str(tiny_model), torch.float32, CPU, storage=storage, head="score", seed=3)
+    model = load_model(str(tmp_path), torch.float32, CPU, storage=storage, head="score", seed=3)
     assert not any(hasattr(one, "lm_head") for one in moved)
     assert "model.norm.weight" in read or moved
     assert "lm_head.weight" not in read
-    assert torch.equal(model.score.weight, load_model(str(tiny_model), torch.float32, CPU, head="score", seed=3).score.weight)
+    assert torch.equal(model.score.weight, load_model(str(tmp_path), torch.float32, CPU, head="score", seed=3).score.weight)
     assert model.score.weight.std() > 0
     assert all(not parameter.is_meta for parameter in model.parameters())

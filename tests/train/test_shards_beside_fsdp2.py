@@ -22,7 +22,6 @@ from pronghorn.model.text_stack import decoder_layers
 from pronghorn.train.dist.shards import Shares
 from pronghorn.train.dist.trained_shards import TrainedShards
 from pronghorn.train.dist.world import World
-from pronghorn.train.objectives.objective import own_inputs
 from pronghorn.train.step.step import EagerStep
 from samples import make_model, random_table
 
@@ -76,7 +75,7 @@ def theirs(world: World) -> list[float]:
     for step_batch in batches(world):
         total = 0.0
         for batch in step_batch.batches:
-            logits, labels = own_logits(model, **own_inputs(batch))[0], batch.labels_T[batch.loss_rows]
+            logits, labels = own_logits(model, batch)[0], batch.row_labels
             loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / step_batch.loss_tokens
             accelerator.backward(loss * world.size)  # FSDP takes the mean over ranks
             total += float(loss.detach())

@@ -37,8 +37,9 @@ from pronghorn.kernels.runtime.dispatch import keeps_graph, say_once
 from pronghorn.kernels.runtime.first_order import first_order
 from pronghorn.model.capture import Graphs, first_line
 from pronghorn.model.layers.linears import LinearGroup
-from pronghorn.model.layers.types import Waiting
+from pronghorn.model.layers.types import Documents, Waiting
 from pronghorn.model.lora_grad_buffer import GradientBuffers, LoraGradBuffer
+from pronghorn.packs import PackedDocuments
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -345,7 +346,10 @@ class _Pair:
         with torch.enable_grad():
             embedded = self.h0.detach().requires_grad_(size.needs_dh)
             leaves = [p.detach().requires_grad_() for p in self.state.parameters]
-            documents = engine.documents(self.cu_seqlens, size.longest, self.positions, self.typical)
+            pack = PackedDocuments(
+                cu_seqlens=self.cu_seqlens, positions_T=self.positions, longest=size.longest, typical=self.typical
+            )
+            documents = Documents.of(pack, engine.positions)
             documents = replace(documents, leaves=dict(zip(map(id, self.state.parameters), leaves, strict=True)))
             return _Ends(embedded, leaves, engine.hidden(embedded, documents))
 

@@ -26,8 +26,10 @@ from pronghorn.compat.changes import ENGINE, OURS, inner_of, is_plain_table, why
 from pronghorn.kernels.loss.cross_entropy_rows import IGNORED
 from pronghorn.kernels.norm.rms_norm import rms_norm
 from pronghorn.kernels.runtime.dispatch import say_once
+from pronghorn.model.layers.types import Documents
 from pronghorn.model.router_stats import RouterStats
 from pronghorn.model.text_stack import INNER, head_of, in_use
+from pronghorn.packs import PackedDocuments
 
 if TYPE_CHECKING:
     from pronghorn.model.causal_lm import FastCausalLM
@@ -221,7 +223,8 @@ def _hidden(engine: FastCausalLM, h: Tensor, pack: Pack, load: RouterStats | Non
     out = engine.captured.hidden(h, pack.cu_seqlens, pack.longest, pack.positions)
     if out is not None:
         return out
-    documents = engine.documents(pack.cu_seqlens, pack.longest, pack.positions)
+    packed = PackedDocuments(cu_seqlens=pack.cu_seqlens, longest=pack.longest, positions_T=pack.positions)
+    documents = Documents.of(packed, engine.positions)
     return engine.hidden(h, replace(documents, load=load, guarded=True))
 
 

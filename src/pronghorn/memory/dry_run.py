@@ -34,6 +34,7 @@ from pronghorn.model.layers.types import Documents
 from pronghorn.model.lora_grad_buffer import LoraGradBuffer
 from pronghorn.model.one_layer import one_layer_model
 from pronghorn.model.text_stack import head_of
+from pronghorn.packs import PackedDocuments
 from pronghorn.recipe import Lora
 
 LIBRARY_BYTES = 96 << 20  # cuBLAS workspaces, tables of addresses, batches waiting for their turn
@@ -321,8 +322,9 @@ class Held(NamedTuple):
 
 def _documents(engine: FastCausalLM, batch: _Batch) -> Documents:
     with torch.device("meta"):
-        bounds, positions = torch.empty(batch.entries, dtype=torch.int32), torch.empty(batch.tokens, dtype=torch.int64)
-        return engine.documents(bounds, batch.tokens, positions, batch.typical)
+        sizes = {"T": batch.tokens, "E": batch.entries}
+        pack = PackedDocuments.blank(sizes, "meta", longest=batch.tokens, typical=batch.typical)
+        return Documents.of(pack, engine.positions)
 
 
 @torch.no_grad()

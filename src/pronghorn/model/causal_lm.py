@@ -19,8 +19,6 @@ from pronghorn.compat.changes import ENGINE, Changes, inner_of, is_known
 from pronghorn.compat.hf_forward import set_forwards
 from pronghorn.compat.same_weights import Weights
 from pronghorn.errors import ModelError
-from pronghorn.kernels.attention.attention_shared import shared_spans
-from pronghorn.kernels.attention.attention_torch import spans
 from pronghorn.kernels.lora.fp8_lora import SplitTable
 from pronghorn.kernels.lora.multi_copy import CopyTable
 from pronghorn.kernels.loss.cross_entropy_rows import IGNORED
@@ -40,6 +38,7 @@ from pronghorn.model.layers.types import Documents, Shards
 from pronghorn.model.positions import Positions
 from pronghorn.model.router_stats import ExpertCounts, RouterStats, padding_mask
 from pronghorn.model.text_stack import backbone, in_mode
+from pronghorn.packs import PackedBatch, PackedDocuments
 
 
 class Offload(Elsewhere, Protocol):
@@ -202,56 +201,17 @@ class FastCausalLM:
             self._adapters = None  # holds the buffers, too
             self.captured.forget()
 
-    def documents(
-        self,
-        cu_seqlens: Tensor,
-        longest: int,
-        positions_T: Tensor,
-        typical: int | None = None,
-        prompt_of_S: Tensor | None = None,
-    ) -> Documents:
-        """What the layers share about a pack. `typical`: mean document length, weighted by tokens; default: tokens divided by
-        the number of boundaries. `prompt_of_S`: of each segment that of the prompt it shares with others (shared_prefix.py)."""
-        tokens, prefix_2T = len(positions_T), None
-        if prompt_of_S is None:
-            spans_2T = spans(cu_seqlens, tokens)
-        else:
-            spans_2T, prefix_2T = shared_spans(cu_seqlens, prompt_of_S, tokens)
-        return Documents(
-            cu_seqlens,
-            longest,
-            self.positions.rotary(positions_T, spans_2T),
-            spans_2T,
-            tokens // max(1, len(cu_seqlens) - 1) if typical is None else typical,
-            prefix_2T=prefix_2T,
-            query_scale_T=self.positions.query_scale(positions_T),
-        )
-
-    def packed_rows(
-        self,
-        ids_T: Tensor,
-        positions_T: Tensor,
-        cu_seqlens: Tensor,
-        longest: int,
-        *,
-        labels_T: Tensor,
-        loss_rows: Tensor | None = None,
-        typical: int | None = None,
-        labels_N: Tensor | None = None,
-        prompt_of_S: Tensor | None = None,
-    ) -> PackedRows:
-        """One packed batch through the layers, metadata built by the loader. `loss_rows`: only these have labels. `labels_N`:
-        theirs, if not those of `labels_T`."""
-        documents = self.documents(cu_seqlens, longest, positions_T, typical, prompt_of_S)
-        if labels_N is None:
-            labels_N = labels_T if loss_rows is None else labels_T.index_select(0, loss_rows)
+    def packed_rows(self, pack: PackedBatch) -> PackedRows:
+        """One packed batch through the layers, metadata built by the loader."""
+        documents, labels_N = Documents.of(pack, self.positions), pack.row_labels
+        loss_rows = None if pack.every_row else pack.loss_rows
         load = self.load_of(labels_N, documents.spans_2T, loss_rows)
-        h_ND = self.hidden(self.embed(ids_T), replace(documents, load=load), loss_rows)
+        h_ND = self.hidden(self.embed(pack.ids_T), replace(documents, load=load), loss_rows)
         return PackedRows(h_ND, labels_N, documents.grad_buffer, load)
 
-    def packed_loss(self, *pack: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        """(sum of the losses, loss of each row, detached): supervised training. Arguments as of `packed_rows`."""
-        return self.lm.losses(self.packed_rows(*pack, **options))
+    def packed_loss(self, pack: PackedBatch) -> tuple[Tensor, Tensor]:
+        """(sum of the losses, loss of each row, detached): supervised training."""
+        return self.lm.losses(self.packed_rows(pack))
 
 
 def left_behind() -> None:
@@ -300,6 +260,7 @@ def require_isolated_documents(model: Any, device: torch.device, vocabulary: int
     """
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5]], device=device)
     bounds = torch.tensor([0, 5, 11], dtype=torch.int32, device=device)
+    pack = PackedDocuments(cu_seqlens=bounds, positions_T=positions[0], longest=6)
     ids = torch.arange(11, device=device)[None] % vocabulary
     changed = ids.clone()
     changed[0, :5] = (ids[0, :5] + 7) % vocabulary
@@ -313,7 +274,7 @@ def require_isolated_documents(model: Any, device: torch.device, vocabulary: int
             return embedded[0]
 
         if engine is not None:
-            return engine.hidden(leaf(None, None, engine.embed(x[0])), engine.documents(bounds, 6, positions[0]))[5:]
+            return engine.hidden(leaf(None, None, engine.embed(x[0])), Documents.of(pack, engine.positions))[5:]
         hook = model.get_input_embeddings().register_forward_hook(leaf)
         try:
             inputs, base = {"input_ids": x, "position_ids": positions, "use_cache": False}, base_of(model)

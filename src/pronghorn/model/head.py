@@ -22,6 +22,7 @@ from pronghorn.model.final_norm import final_norm
 from pronghorn.model.layers.norms import Norm
 from pronghorn.model.layers.types import GradBuffer, Shards
 from pronghorn.model.router_stats import RouterStats
+from pronghorn.packs import PackedBatch
 
 
 class PackedRows(NamedTuple):
@@ -106,8 +107,8 @@ class Head(ABC):
 
     @classmethod
     @abstractmethod
-    def own_outputs(cls, base: Any, labels_N: Tensor, rows: Tensor, **inputs: Any) -> Outputs:
-        """The same on transformers' layers. `inputs`: of the model's forward, one packed batch; `rows`: those with labels."""
+    def own_outputs(cls, base: Any, pack: PackedBatch) -> Outputs:
+        """The same on transformers' layers."""
 
     @abstractmethod
     def sample_loss(self, h_ND: Tensor, labels_N: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from pronghorn.recipe import Lora
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
+LEFT_OUT = ("CAUSAL_LM", "SEQ_CLS")  # PEFT's own all-linear (0.21) adapts the heads of other tasks
 GATED = ("gate_proj", "up_proj", "down_proj")  # of an MLP
 
 
@@ -85,7 +86,8 @@ def _targets(model: torch.nn.Module, lora: Lora) -> tuple[str | list[str], list[
     asked: list[str] = [lora.targets] if isinstance(lora.targets, str) else list(lora.targets)
     if not stacks:
         if asked == ["all-linear"]:
-            return linear_names(model) if beside_text(model) else "all-linear", None
+            by_name = beside_text(model) or head_in(model.config).task not in LEFT_OUT
+            return linear_names(model) if by_name else "all-linear", None
         return asked, None
     modules = [name for name in asked if name not in ("all-linear", EXPERTS)]
     if "all-linear" in asked:

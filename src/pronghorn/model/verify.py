@@ -30,6 +30,7 @@ from pronghorn.errors import ModelError
 from pronghorn.model.causal_lm import FastCausalLM, base_of, engine_of, install
 from pronghorn.model.families import rope_parameters, window
 from pronghorn.model.text_stack import in_mode
+from pronghorn.packs import PackedBatch
 
 DOCUMENTS = (37, 5, 64, 1, 20)  # tokens; short enough for any model, odd enough to show a wrong boundary
 FAR = (48, 40)  # tokens of a document that reaches through the whole context, and of one at its end
@@ -107,12 +108,12 @@ def verify(model: Any, seed: int = 0) -> Verdict:
     ids, positions, bounds = _documents(config, next(model.parameters()).device, seed)
     ends = torch.isin(torch.arange(1, len(ids) + 1, device=ids.device), bounds)
     rows = (~ends).nonzero().flatten()  # the last token of a document predicts nothing
-    labels = torch.cat([ids[1:], ids[:1]])
+    pack = PackedBatch(
+        ids_T=ids, labels_T=ids.roll(-1), positions_T=positions, cu_seqlens=bounds, loss_rows=rows, longest=max(DOCUMENTS + FAR)
+    )
     with in_mode(model, training=True), _random_adapters(model, seed), _narrow_windows(engine, config):
         own = _gradients(model, lambda: _own_loss(model, ids, positions, bounds))
-        fast = _gradients(
-            model, lambda: engine.packed_loss(ids, positions, bounds, max(DOCUMENTS + FAR), loss_rows=rows, labels_T=labels)[0]
-        )
+        fast = _gradients(model, lambda: engine.packed_loss(pack)[0])
     dtype = next(engine.backbone.parameters()).dtype
     in_fp8 = any(layer.fp8 for layer in engine.layers)
     verdict = _compare(own, fast, dtype, FP8_TOLERANCE if in_fp8 else TOLERANCES[dtype])

@@ -36,6 +36,7 @@ def save_pretrained_gguf(
     from pronghorn.export.gguf_file import quantized
     from pronghorn.export.gguf_mixture import TYPES, WIDE
     from pronghorn.export.gguf_target import begins_with_bos
+    from pronghorn.export.quantizer import require_quantizer
     from pronghorn.report.display import make_display
 
     asked = [quantization_method] if isinstance(quantization_method, str) else list(quantization_method)
@@ -44,6 +45,8 @@ def save_pretrained_gguf(
         check_choice("quantization_method", kind, (*TYPES, *MEANT, WIDEST))
     base = base_of(model)
     require_converter(type(base).__name__)
+    for kind in kinds:
+        require_quantizer(MEANT.get(kind, kind))
     name = str(base.config._name_or_path)
     if tokenizer is None:
         say_once(f"the GGUF file gets the tokenizer of {name}; pass tokenizer= to use another")

@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pronghorn.data.pack.batches import PackedBatch, Shapes, TokenRows, build_batch
+from pronghorn.data.pack.batches import Shapes, TokenRows, build_batch
 from pronghorn.data.pack.packing import Packs, pack, pack_in_order
 from pronghorn.data.preference.pair_packing import groups_of, tokens_in
+from pronghorn.packs import PackedBatch
 
 State = dict[str, Any]  # JSON: where a source of steps stands. Checkpoints keep it, and only the source reads it
 Complete = Callable[[PackedBatch, TokenRows], PackedBatch]  # adds what the run's objective knows of the rows

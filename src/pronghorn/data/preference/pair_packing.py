@@ -131,13 +131,8 @@ def ends_of(table: TokenRows, rows: Longs, pad_id: int) -> Longs:
     return np.array(ends, np.int64)
 
 
-def slots(pairs: PairRows, rows: Longs, size: int) -> dict[str, npt.NDArray[Any]]:
-    """`roles_D`, `firsts_D` and `margins_D` of a pack with these rows, D = `size`."""
-    roles, margins = np.full(size, -1, np.int64), np.zeros(size, np.float32)
-    firsts = np.arange(size)
-    count = len(rows)
-    if count:
-        roles[:count], margins[:count] = pairs.roles[rows], pairs.margins[rows]
-        new = np.diff(pairs.groups[rows], prepend=-1) != 0
-        firsts[:count] = np.flatnonzero(new)[np.cumsum(new) - 1]
-    return {"roles_D": roles, "firsts_D": firsts, "margins_D": margins}
+def slots(pairs: PairRows, rows: Longs) -> dict[str, npt.NDArray[Any]]:
+    """`roles_D`, `firsts_D` and `margins_D` of a pack with these rows."""
+    new = np.diff(pairs.groups[rows], prepend=-1) != 0
+    firsts = np.flatnonzero(new)[np.cumsum(new) - 1]
+    return {"roles_D": pairs.roles[rows], "firsts_D": firsts, "margins_D": pairs.margins[rows]}

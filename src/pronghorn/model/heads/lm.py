@@ -26,6 +26,7 @@ from pronghorn.model.families import family_of
 from pronghorn.model.head import Head, Outputs, PackedRows, Stack
 from pronghorn.model.layers.types import GradBuffer
 from pronghorn.model.text_stack import head_of
+from pronghorn.packs import PackedBatch
 
 
 class LmHead(Head):
@@ -89,9 +90,9 @@ class LmHead(Head):
         return Outputs(found.log_probs, None if balance is None else self.stack.balance * balance)
 
     @classmethod
-    def own_outputs(cls, base: Any, labels_N: Tensor, rows: Tensor, **inputs: Any) -> Outputs:
-        logits, balance = own_logits(base, rows, **inputs)
-        return Outputs(-F.cross_entropy(logits, labels_N, reduction="none"), balance)
+    def own_outputs(cls, base: Any, pack: PackedBatch) -> Outputs:
+        logits, balance = own_logits(base, pack)
+        return Outputs(-F.cross_entropy(logits, pack.row_labels, reduction="none"), balance)
 
     def sample_loss(self, h_ND: Tensor, labels_N: Tensor) -> Tensor:
         return self._loss(h_ND, labels_N)[0]
@@ -103,10 +104,10 @@ class LmHead(Head):
         return chunk_rows(rows, int(self.stack.config.vocab_size), dtype, torch.device("cuda"), share)
 
 
-def own_logits(base: Any, rows: Tensor, **inputs: Any) -> tuple[Tensor, Tensor | None]:
-    """Of a model on transformers' layers: float32 logits of these rows, and the routers' auxiliary loss times its coefficient,
-    where the config asks for it (that of our layers leaves padding out)."""
-    output = base(**inputs, use_cache=False, logits_to_keep=rows)
+def own_logits(base: Any, pack: PackedBatch) -> tuple[Tensor, Tensor | None]:
+    """Of a model on transformers' layers: float32 logits of the loss rows, and the routers' auxiliary loss times its
+    coefficient, where the config asks for it (that of our layers leaves padding out)."""
+    output = base(input_ids=pack.ids_T[None], position_ids=pack.position_ids, use_cache=False, logits_to_keep=pack.loss_rows)
     balance = getattr(output, "aux_loss", None)
     trains = balance is not None and torch.is_grad_enabled()
     return output.logits[0].float(), base.router_aux_loss_coef * balance if trains else None

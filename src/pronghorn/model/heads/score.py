@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from pronghorn.errors import ModelError, counted
 from pronghorn.model.head import Head, Outputs, PackedRows
 from pronghorn.model.text_stack import beside_text, in_use
+from pronghorn.packs import PackedBatch
 
 
 class ScoreHead(Head):
@@ -100,10 +101,10 @@ reward = model(**inputs).logits[:, 0]"""
             return Outputs(self.scores(self.stack.model, self.normed(rows.h_ND, rows.grad_buffer)))
 
     @classmethod
-    def own_outputs(cls, base: Any, labels_N: Tensor, rows: Tensor, **inputs: Any) -> Outputs:
-        x_TD = base.model(**inputs, use_cache=False).last_hidden_state[0]
+    def own_outputs(cls, base: Any, pack: PackedBatch) -> Outputs:
+        x_TD = base.model(input_ids=pack.ids_T[None], position_ids=pack.position_ids, use_cache=False).last_hidden_state[0]
         with torch.autocast(x_TD.device.type, enabled=False):
-            return Outputs(cls.scores(base, x_TD.index_select(0, rows)))
+            return Outputs(cls.scores(base, x_TD.index_select(0, pack.loss_rows)))
 
     def sample_loss(self, h_ND: Tensor, labels_N: Tensor) -> Tensor:
         return self.scores(self.stack.model, self.normed(h_ND)).sum()

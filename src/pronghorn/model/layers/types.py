@@ -10,9 +10,13 @@ import torch
 from torch import Tensor
 
 from pronghorn.compat.same_weights import Weights
+from pronghorn.kernels.attention.attention_shared import shared_spans
+from pronghorn.kernels.attention.attention_torch import spans
 from pronghorn.kernels.moe.routing import Routing
 from pronghorn.kernels.runtime.dispatch import address
+from pronghorn.model.positions import Positions
 from pronghorn.model.router_stats import RouterStats
+from pronghorn.packs import PackedDocuments
 
 Grads = list[Tensor | None]  # of parameters, in order; None: frozen, or accumulated elsewhere
 
@@ -51,6 +55,24 @@ class Documents:
     guarded: bool = False  # whether other code may run between forward and backward
     weights: Weights | None = None  # if so: those of this forward
     leaves: dict[int, Tensor] | None = None  # by a parameter's id: its replacement for autograd (compat/captured_layers.py)
+
+    @classmethod
+    def of(cls, pack: PackedDocuments, positions: Positions) -> Documents:
+        """`positions`: the model's. On the pack's device, without synchronization."""
+        tokens, prefix_2T = pack.sizes["T"], None
+        if pack.prompt_of_S is None:
+            spans_2T = spans(pack.cu_seqlens, tokens)
+        else:
+            spans_2T, prefix_2T = shared_spans(pack.cu_seqlens, pack.prompt_of_S, tokens)
+        return cls(
+            pack.cu_seqlens,
+            pack.longest,
+            positions.rotary(pack.positions_T, spans_2T),
+            spans_2T,
+            pack.typical or tokens // max(1, len(pack.cu_seqlens) - 1),
+            prefix_2T=prefix_2T,
+            query_scale_T=positions.query_scale(pack.positions_T),
+        )
 
 
 class Shards(Protocol):

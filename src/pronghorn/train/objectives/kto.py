@@ -19,9 +19,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pronghorn.data.pack.batches import PackedBatch, TokenRows, build_batch
+from pronghorn.data.pack.batches import TokenRows, build_batch
 from pronghorn.data.pack.loader import StepBatch
 from pronghorn.data.pack.packing import pack_in_order
+from pronghorn.packs import PackedBatch
 from pronghorn.train.dist.world import World
 from pronghorn.train.objectives.objective import Autocast, Objective, outputs_of
 from pronghorn.train.objectives.preference import answers_of

@@ -22,11 +22,12 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from pronghorn.data.pack.batches import IGNORED, PackedBatch, TokenRows
+from pronghorn.data.pack.batches import TokenRows
 from pronghorn.data.pack.loader import StepBatch
 from pronghorn.model.causal_lm import base_of, engine_of
 from pronghorn.model.head import Outputs
 from pronghorn.model.heads import head_in
+from pronghorn.packs import IGNORED, PackedBatch
 from pronghorn.train.dist.world import World
 
 Autocast = Callable[[], AbstractContextManager[Any]]
@@ -116,27 +117,9 @@ def mean_of(sums: Tensor, divisor: Divisor) -> Tensor:
     return sums / divisor
 
 
-def engine_inputs(batch: PackedBatch) -> dict[str, Any]:
-    """The batch as `FastCausalLM.packed_rows` takes it."""
-    return {
-        "ids_T": batch.ids_T,
-        "positions_T": batch.positions_T,
-        "cu_seqlens": batch.cu_seqlens,
-        "longest": batch.longest,
-        "labels_T": batch.labels_T,
-        "loss_rows": None if batch.every_row else batch.loss_rows,
-        "typical": batch.typical,
-    } | {name: value for name in ("labels_N", "prompt_of_S") if (value := getattr(batch, name)) is not None}
-
-
-def own_inputs(batch: PackedBatch) -> dict[str, Any]:
-    """The batch as models on transformers' layers take it."""
-    return {"rows": batch.loss_rows, "input_ids": batch.ids_T[None], "position_ids": batch.positions_T[None]}
-
-
 def outputs_of(model: Any, batch: PackedBatch) -> Outputs:
     """What the model's head gives of each loss row, differentiable, on whatever layers the model has."""
     engine, base = engine_of(model), base_of(model)
     if engine is not None:
-        return engine.head.outputs(engine.packed_rows(**engine_inputs(batch)))
-    return head_in(base.config).own_outputs(base, batch.row_labels, **own_inputs(batch))
+        return engine.head.outputs(engine.packed_rows(batch))
+    return head_in(base.config).own_outputs(base, batch)

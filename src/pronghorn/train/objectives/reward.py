@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pronghorn.data.pack.batches import IGNORED, PackedBatch, TokenRows
+from pronghorn.data.pack.batches import TokenRows
 from pronghorn.data.preference.pair_packing import ends_of
+from pronghorn.packs import IGNORED, PackedBatch
 from pronghorn.train.objectives.objective import Objective
 from pronghorn.train.objectives.watch import Watch
 

@@ -7,12 +7,12 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from pronghorn.data.pack.batches import PackedBatch
 from pronghorn.data.pack.loader import StepBatch
 from pronghorn.model.causal_lm import base_of, engine_of
 from pronghorn.model.heads.lm import own_logits
+from pronghorn.packs import PackedBatch
 from pronghorn.train.dist.world import World
-from pronghorn.train.objectives.objective import Objective, Sums, engine_inputs, own_inputs
+from pronghorn.train.objectives.objective import Objective, Sums
 
 
 class Supervised(Objective):
@@ -26,9 +26,9 @@ class Supervised(Objective):
         """Fused: the loss and its gradient in one pass over the logits, since every row's weight is known to be one."""
         engine = engine_of(model)
         if engine is not None:
-            return engine.packed_loss(**engine_inputs(batch))[0]
-        logits, balance = own_logits(base_of(model), **own_inputs(batch))
-        loss = F.cross_entropy(logits, batch.labels_T[batch.loss_rows], reduction="sum")
+            return engine.packed_loss(batch)[0]
+        logits, balance = own_logits(base_of(model), batch)
+        loss = F.cross_entropy(logits, batch.row_labels, reduction="sum")
         return loss if balance is None else loss + balance * batch.loss_tokens
 
     def divisor(self, step_batch: StepBatch, world: World) -> float:

@@ -21,10 +21,11 @@ import numpy as np
 import torch
 
 from pronghorn.data.encode.tokens import TokenRow, TokenTable
-from pronghorn.data.pack.batches import PackedBatch, Shapes, build_batch
+from pronghorn.data.pack.batches import Shapes, build_batch
 from pronghorn.data.pack.loader import State, StepBatch, StepPacking
 from pronghorn.data.pack.packing import Packs, pack_in_order
 from pronghorn.data.preference.pair_packing import groups_of
+from pronghorn.packs import PackedBatch
 from pronghorn.recipe import Recipe
 from pronghorn.train.dist.world import World
 from pronghorn.train.objectives import Objective

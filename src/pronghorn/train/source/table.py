@@ -8,7 +8,7 @@ from typing import Any, Self
 import numpy as np
 
 from pronghorn.data.encode.tokens import TokenizerFiles, TokenTable, padding_id
-from pronghorn.data.pack.batches import PackedBatch, Shapes, build_batch
+from pronghorn.data.pack.batches import Shapes, build_batch
 from pronghorn.data.pack.loader import BatchLoader, Place, State, StepBatch
 from pronghorn.data.pack.packing import Packs, pack
 from pronghorn.data.preference.pair_choices import first_rows, held_out_by
@@ -18,6 +18,7 @@ from pronghorn.data.read.reading import Name, parts_of, text_bytes
 from pronghorn.data.read.splitting import apart
 from pronghorn.errors import DataError, PronghornError, RecipeError
 from pronghorn.memory.forecast import BYTES_PER_TOKEN
+from pronghorn.packs import PackedBatch
 from pronghorn.recipe import Recipe
 from pronghorn.train.objectives import Objective, objective_of
 from pronghorn.train.run.run_identity import data_key

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from pronghorn.data.pack.batches import PackedBatch, Shapes
+from pronghorn.data.pack.batches import Shapes
 from pronghorn.errors import EnvironmentFault, ModelError, RecipeError
 from pronghorn.memory.calibrate import calibrate
 from pronghorn.memory.costs import LayerCosts, predicted_costs
@@ -29,8 +29,8 @@ from pronghorn.memory.levels import KEEP
 from pronghorn.memory.offload import OffloadPool
 from pronghorn.memory.plan import Plan, host_room, make_plan, parse_budget, plan_of
 from pronghorn.model.causal_lm import engine_of
-from pronghorn.model.layers.types import Documents
 from pronghorn.model.load import DTYPES, Precision
+from pronghorn.packs import PackedBatch
 from pronghorn.recipe import Recipe
 from pronghorn.train.run.run_forecast import why_no_plan
 
@@ -125,8 +125,8 @@ def run_job(recipe: Recipe, config: Any, shapes: Shapes, device: torch.device, p
     return replace(
         job_of(recipe, config),
         element=DTYPES[precision].itemsize,
-        loss_rows=usual(shapes.rows),
-        documents=usual(shapes.entries),
+        loss_rows=usual(shapes.sizes["N"]),
+        documents=usual(shapes.sizes["E"]),
         attended=shapes.typical,
         graphed=graphed,
         ranks=ranks,
@@ -218,24 +218,12 @@ class RunMemory:
             engine.embed.move_to_host()
             problem = replace(problem, embeddings=(True,))
 
-        def documents(tokens: int) -> Documents:
-            found: Documents = engine.documents(
-                here.cu_seqlens.clamp(max=tokens), min(here.longest, tokens), here.positions_T[:tokens], here.typical
-            )
-            return found
-
         costs = None
         for share in (1, 2, 4):
             try:
-                costs = calibrate(
-                    engine,
-                    documents,
-                    tokens=len(here.ids_T) // share,
-                    rows=len(here.loss_rows) // share,
-                    dtype=dtype,
-                    device=self.device,
-                    piece=problem.costs.piece / share,
-                ).times(share)
+                part = here.cut(T=len(here.ids_T) // share, N=len(here.loss_rows) // share)
+                part = replace(part, longest=min(part.longest, len(part.ids_T)))
+                costs = calibrate(engine, part, dtype, self.device, piece=problem.costs.piece / share).times(share)
                 break
             except torch.OutOfMemoryError:
                 costs = None
