@@ -58,7 +58,6 @@ class Facts:
         return asdict(self) | {"memory": self.memory}
 
     def table(self) -> Table:
-        known_packs = [] if self.packs is None else [self.packs]
         table = Table(show_header=False, box=None, pad_edge=False)
         parts = (self.memory, self.memory_weights, self.memory_training, self.memory_activations)
         memory = "about {} GB: weights {}, adapters, gradients and optimizer {}, activations {}".format(
@@ -71,7 +70,7 @@ class Facts:
             *(("", text) for text in self.sources),
             *(("copies", self._copies()) for _ in range(bool(self.copies + self.near_copies))),
             ("held out", counted(self.eval_documents, "document")),
-            *(("packing", f"{counted(packs, 'pack')} per epoch, {self.packing_efficiency:.1%} full") for packs in known_packs),
+            *(("packing", self._packing()) for _ in range(self.packs is not None)),
             ("steps", self._steps()),
             ("memory", f"not estimated: {self.no_memory}" if self.no_memory else memory),
             *(("plan", text) for text in self.plan),
@@ -81,10 +80,12 @@ class Facts:
         return table
 
     def _data(self) -> str:
-        share = (
-            f", {self.tokens:,} tokens, {(self.loss_tokens or 0) / self.tokens:.0%} of them carry loss" if self.tokens else ""
-        )
-        return counted(self.documents or 0, "document") + share
+        share = (self.loss_tokens or 0) / (self.tokens or 1)
+        tokens = f", {self.tokens:,} tokens, {share:.0%} of them carry loss" if self.tokens else ""
+        return counted(self.documents or 0, "document") + tokens
+
+    def _packing(self) -> str:
+        return f"{counted(self.packs or 0, 'pack')} per epoch, {self.packing_efficiency:.1%} full"
 
     def _steps(self) -> str:
         packs = counted(self.micro_batches_per_step, "micro-batch", "micro-batches")
@@ -146,9 +147,8 @@ def check_run(
         memory_weights=weights,
         memory_training=training,
         memory_activations=activations,
-        sources=source.origins(),
         plan=tuple(planned.text()) if planned else (),
         no_memory=plan if isinstance(plan, str) else "",
         notices=(*notices(recipe, source, device, precision, facts), *exports(recipe, tokenizer)),
-        **source.copies(report),
+        **source.checked(report),
     )

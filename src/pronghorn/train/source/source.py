@@ -90,12 +90,8 @@ class Source(ABC):
         """Refuses what cannot be dealt out to so many ranks; returns what should be told."""
         return []
 
-    def origins(self) -> tuple[str, ...]:
-        """Where the rows come from, for `check`, if there are several places."""
-        return ()
-
-    def copies(self, report: Report) -> dict[str, int]:
-        """Rows that are like an earlier one, as `check` shows them (`check.Facts`)."""
+    def checked(self, report: Report) -> dict[str, Any]:
+        """What only `check` shows, since it takes long: fields of `check.Facts`, `copies` for one."""
         return {}
 
     # ---- during the run ------------------------------------------------------------------------------------------

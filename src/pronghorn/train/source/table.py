@@ -122,18 +122,15 @@ class TableSource(Source):
     def dealt(self, ranks: int) -> list[str]:
         return dealt(self.recipe, ranks, self.first_epoch)
 
-    def origins(self) -> tuple[str, ...]:
-        found = self.prepared.counts.sources
-        return tuple(map(str, found)) if len(found) > 1 else ()
-
-    def copies(self, report: Report) -> dict[str, int]:
-        """Of all rows, also those held out; of preference data, of all pairs or marked answers."""
+    def checked(self, report: Report) -> dict[str, Any]:
+        """Copies are counted of all rows, also those held out; of preference data, of all pairs or marked answers."""
         table, found = self.prepared.tokens, findings(self.prepared.rows, near=True, progress=report)
         rows = held_out_by(table)
         exact = np.isin(rows, list(found.exact))
         copies = exact | np.isin(rows, list(found.near or ()))
-        tokens = int(table.lengths[copies].sum(dtype=np.int64))
+        tokens, places = int(table.lengths[copies].sum(dtype=np.int64)), self.prepared.counts.sources
         return {
+            "sources": tuple(map(str, places)) if len(places) > 1 else (),
             "copies": len(np.unique(rows[exact])),
             "near_copies": len(np.unique(rows[copies & ~exact])),
             "steps_on_copies": round(self.total * tokens / int(table.lengths.sum(dtype=np.int64))),
