@@ -373,21 +373,6 @@ def test_one_node_serves_a_layer_and_dora_does_not_take_it() -> None:
     assert nodes == {"lora": [True] * 2, "full": [True] * 2, "dora": [False] * 2}
 
 
-def test_lora_dropout_drops_in_training_only() -> None:
-    torch.manual_seed(0)
-    model = add_adapter(AutoModelForCausalLM.from_config(FAMILIES["llama"]), Lora(r=4, dropout=0.5), seed=1)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.5)
-    assert not install(model)
-    batch = build_batch(random_table(6), np.arange(6), 512)
-    with torch.no_grad():
-        assert float(fast_loss(model.train(), batch)) != float(fast_loss(model, batch))
-        still = float(fast_loss(model.eval(), batch))
-        assert still == float(fast_loss(model, batch))
-        assert still == pytest.approx(float(own_loss(model, batch)), rel=1e-6)
-
-
 def test_state_dict_keys_and_values_never_change() -> None:
     model = model_of("llama", "lora", torch.float32)
     before = {key: value.clone() for key, value in model.state_dict().items()}

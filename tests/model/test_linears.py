@@ -7,7 +7,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -243,32 +243,6 @@ def test_micro_batches_looks_in_between_and_updates(recompute: bool) -> None:
         found.append((losses, taken(each)))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
     assert_same(found[0][1], found[1][1], 1e-5)
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_one_load_serves_recompute_and_backward(recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_of()
-    assert not install(model)
-    engine = engine_of(model)
-    assert engine is not None
-    for layer in engine.layers:
-        layer.recompute = recompute
-    step_of(model, batch_of())
-    loads = 0
-    for layer in engine.layers:
-        for group in layer.groups:
-            table = cast("StoredLoraGroup", group._group)._unpack
-
-            def counted(own: Callable[[], None] = table.run) -> None:
-                nonlocal loads
-                loads += 1
-                own()
-
-            monkeypatch.setattr(table, "run", counted)
-    for _ in range(2):
-        loads = 0
-        step_of(model, batch_of())
-        assert loads == 4 * (3 + 2)  # four groups: forward of three layers; backward of all but the last, which is still there
 
 
 def test_what_stands_in_the_buffer_before_a_step_does_not_matter() -> None:

@@ -70,29 +70,6 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
 # ---- the linear ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_linear_is_the_product_with_its_dequantized_weight(dtype: torch.dtype) -> None:
-    plain = nn.Linear(128, 96).to(dtype)
-    module = StoredLinear.from_linear(plain, NF4)
-    module.bias.requires_grad_(True)
-    twin = module.to_own(dtype)
-    twin.bias.requires_grad_(True)
-    x = torch.randn(2, 5, 128, dtype=dtype, requires_grad=True)
-    results: list[tuple[torch.Tensor, ...]] = []
-    for linear in (module, twin):
-        x.grad = None
-        y = linear(x)
-        y.square().sum().backward()
-        assert x.grad is not None
-        assert linear.bias.grad is not None
-        results.append((y.detach(), x.grad, linear.bias.grad))
-    for got, expected in zip(*results, strict=True):
-        assert torch.equal(got, expected)
-    assert isinstance(module, nn.Linear)
-    assert module.weight.dtype == torch.uint8
-    assert float((twin.weight - plain.weight.detach()).abs().max()) < 0.2 * float(plain.weight.detach().abs().max())
-
-
 def test_backward_keeps_no_weight() -> None:
     """Only x may be kept by autograd, and the bytes, which are there anyway."""
     module, kept = StoredLinear.from_linear(nn.Linear(256, 256, bias=False), NF4), []
@@ -100,16 +77,6 @@ def test_backward_keeps_no_weight() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):  # type: ignore[func-returns-value]
         module(x).sum().backward()
     assert all(count <= x.numel() for count in kept)
-
-
-def test_casting_a_model_leaves_the_scales_alone() -> None:
-    module = StoredLinear.from_linear(nn.Linear(128, 64), NF4)
-    before = module.dequantize()
-    nn.Sequential(module).to(torch.bfloat16)
-    assert module.nested_absmax is not None
-    assert module.nested_absmax.dtype == torch.float32
-    assert module.bias.dtype == torch.bfloat16
-    assert torch.equal(module.dequantize(), before)
 
 
 # ---- PEFT ------------------------------------------------------------------------------------------------------------------

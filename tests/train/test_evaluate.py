@@ -61,26 +61,6 @@ def test_dropout_is_off_and_the_mode_is_put_back() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_progress_is_told_to_the_last_document() -> None:
-    told: list[tuple[str, int, int]] = []
-    evaluate(
-        make_model(),
-        random_table(12),
-        capacity=64,
-        device=CPU,
-        pad_id=0,
-        autocast=nullcontext,
-        progress=lambda *a: told.append(a),
-    )
-    assert len(told) > 1
-    assert told[-1] == ("evaluating", 12, 12)
-
-
-def test_a_perplexity_beyond_a_float_is_infinite() -> None:
-    assert Evaluation(loss=1000.0, tokens=1).perplexity == math.inf
-    assert math.isfinite(Evaluation(loss=699.0, tokens=1).perplexity)
-
-
 # Progress ---------------------------------------------------------------------------------------------------------------
 
 
@@ -119,12 +99,6 @@ def test_the_verdict_comes_when_patience_is_used_up_and_gives_its_reason() -> No
     said = after([3.0, 2.95, 3.1], STOP).verdict(STOP)
     assert said == "held-out loss improved by less than 0.1 in 2 evaluations in a row; best 2.9500 at step 2"
     assert after([3.0, 3.0], Stop(patience=1, min_delta=0.0)).verdict(Stop(patience=1, min_delta=0.0))  # no gain at all
-
-
-def test_without_early_stopping_there_is_never_a_verdict() -> None:
-    progress = after([1.0, 2.0, 3.0, 4.0, 5.0], None)
-    assert progress.verdict(None) == ""
-    assert (progress.best, progress.best_step) == (1.0, 1)
 
 
 def test_a_loss_that_is_not_a_number_is_no_gain_and_never_the_best() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from pairs import Pairs, pair_table
-from test_step import FAMILIES, SMALL, gradients, worst
+from test_step import SMALL, worst
 from test_step import model_of as family_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, Qwen3MoeConfig
@@ -225,13 +225,3 @@ def test_a_run_uses_the_objective_of_its_recipe(recipe_for: Any, monkeypatch: py
     assert losses[0] == pytest.approx(math.log(2), rel=1e-6)
     assert losses[-1] != losses[0]
     assert [event["loss"] for event in events if event["event"] == "eval"][-1] < 0.8
-
-
-def test_supervised_counts_what_the_loader_counted() -> None:
-    rows = random_table(20)
-    batch = StepBatch(tuple(build_batch(rows, p, 256) for p in pack_in_order(rows.lengths, 256)), rows, {}, 0.0)
-    assert Supervised().divisor(batch, World()) == Objective.divisor(Supervised(), batch, World()) == batch.loss_tokens
-    model = family_model(next(iter(FAMILIES)))
-    assert gradients(model, batch)[0] == pytest.approx(
-        float(sum(Supervised().loss_sum(model, micro).detach() for micro in batch.batches)) / batch.loss_tokens, rel=1e-6
-    )

@@ -354,7 +354,7 @@ class _Pair:
             return _Ends(embedded, leaves, engine.hidden(embedded, documents))
 
     def gradients(self, ends: _Ends) -> tuple[Tensor | None, ...]:
-        """Of the embedded tokens, if they are asked for, and of every parameter."""
+        """Gradients: of the embedded tokens where they are needed, then of every parameter."""
         inputs = [*([ends.embedded] if self.size.needs_dh else []), *ends.leaves]
         found = torch.autograd.grad(ends.result, inputs, self.io, allow_unused=True)
         return found if self.size.needs_dh else (None, *found)

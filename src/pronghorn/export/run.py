@@ -75,7 +75,7 @@ def _place(run: Path, target: Path | None, asked: Asked, count: int) -> Path:
 
 
 def figures_of(run: Path, trained: Trained) -> dict[str, Any]:
-    """Of the run's log, at the checkpoint's step."""
+    """Figures of the run's log, at the checkpoint's step."""
     events = read_log(run) if (run / FILE_NAME).exists() else []  # a checkpoint is whole without it
     here = {event["event"]: event for event in history(events) if event.get("step") == trained.step}
     step, held_out = here.get("step", {}), here.get("eval", {})

@@ -102,7 +102,7 @@ class Asked(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of its folder, and in export.json."""
+        """The name of its folder, and in export.json."""
         default = self.target.variants[:1] in ((), (self.variant,))
         return self.target.name if default else f"{self.target.name}-{self.variant}"
 

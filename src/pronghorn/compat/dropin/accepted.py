@@ -92,7 +92,7 @@ def check_others(function: Any, given: dict[str, Any], rows: dict[str, Row]) -> 
 
 
 def check_local(model_name: str, local_files_only: bool) -> None:
-    """Of a folder nothing is fetched anyway."""
+    """`local_files_only` with a Hub name; a folder never fetches anything."""
     from huggingface_hub import constants
 
     if local_files_only and not (Path(model_name).expanduser().is_dir() or constants.HF_HUB_OFFLINE):

@@ -1,4 +1,4 @@
-"""Who decides whether layers are computed again in backward (gradient checkpointing), in scripts with a trainer of their own.
+"""Gradient checkpointing in scripts with a trainer of their own: which setting decides whether layers recompute in backward.
 
 `use_gradient_checkpointing` True or False is the user's word: it stands, whatever a trainer does by default (TRL's turns
 recomputing on). "unsloth", and saying nothing, leaves it to the memory that there is: at the first batch, and at every
