@@ -108,7 +108,6 @@ TYPE_CIRCLES = [
     ("pronghorn.model.layers.composed", "pronghorn.model.layers.layer"),
     ("pronghorn.model.layers.composed", "pronghorn.model.layers.mlp"),
     ("pronghorn.data.preference.pair_packing", "pronghorn.data.pack.batches"),
-    ("pronghorn.train.step.sizes", "pronghorn.train.setup.setup"),
 ]
 MAY_BE_USED_BY_ALL = {
     "report": {"errors", "program", "recipe"},

@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from pronghorn.data.pack.batches import BatchLoader, Shapes, StepBatch
+from pronghorn.data.pack.batches import Shapes
+from pronghorn.data.pack.loader import BatchLoader, StepBatch, StepPacking
 from pronghorn.data.pack.packing import pack
 from pronghorn.model.causal_lm import install
 from pronghorn.model.lora import add_adapter
@@ -56,7 +57,7 @@ def mixed_table(count: int) -> ListTable:
 def steps_of(table: ListTable, count: int, packs: int = 2) -> list[StepBatch]:
     shapes = Shapes.planned(table, pack(table.lengths, CAPACITY, seed=1, epoch=0), CAPACITY)
     loader = BatchLoader(
-        table, capacity=CAPACITY, packs_per_step=packs, seed=1, workers=0, shapes=shapes, pin=DEVICE.type == "cuda"
+        table, StepPacking(CAPACITY, shapes=shapes, pin=DEVICE.type == "cuda"), packs_per_step=packs, seed=1, workers=0
     )
     return list(islice(loader, count))
 

@@ -34,7 +34,7 @@ class RunAnswers:
         self._session, self._folder, self._log, self._progress = session, folder, log, progress
         with _random_numbers_kept():
             beside = session.objective.scores
-            self._held_out = HeldOut.of(session.data.evaluation, session.tokenizer, session.recipe.eval, own, beside)
+            self._held_out = HeldOut.of(session.source.held_out, session.tokenizer, session.recipe.eval, own, beside)
         self._base: Judged | None = None
         self._told = False
 
