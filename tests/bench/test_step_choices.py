@@ -17,14 +17,14 @@ from pronghorn.kernels.lora import gated_lora, lora_grad_gemm, lora_linear
 from pronghorn.kernels.lora.lora_linear import Adapter, LoraGroup
 from pronghorn.kernels.loss import cross_entropy_powers, cross_entropy_rows, linear_cross_entropy
 from pronghorn.kernels.norm import rms_norm
-from pronghorn.model.layers import attention as attention_half
 from pronghorn.model.layers import linears
 from pronghorn.model.layers.linears import LinearGroup
+from pronghorn.model.layers.mixers import attention as mixer
 
 
 def test_a_choice_is_made_and_undone() -> None:
     modules = (attention_short, cross_entropy_rows, cublaslt, gated_lora, linear_cross_entropy, lora_linear, rms_norm,
-               lora_grad_gemm, attention_half, LoraGroup, linears, LinearGroup, cross_entropy_powers, hopper_gemm)  # fmt: skip
+               lora_grad_gemm, mixer, LoraGroup, linears, LinearGroup, cross_entropy_powers, hopper_gemm)  # fmt: skip
     before = [dict(vars(module)) for module in modules]
     found = choices(WORKLOADS["llama-1b"], [])
     for name, choice in found.items():

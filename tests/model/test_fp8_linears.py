@@ -332,13 +332,13 @@ def test_pieces_hold_a_part_of_gate_and_up_and_write_the_gradient_where_it_was()
     engine(model).prepare(torch.float32)
     seen: list[int] = []
     assert layer.fp8
-    real = layer.gate_up.apply
+    real = layer.mlp.gate_up.apply
 
     def apply(x: Any) -> Any:
         seen.append(len(x.values))
         return real(x)
 
-    layer.gate_up.apply = apply  # type: ignore[method-assign]
+    layer.mlp.gate_up.apply = apply  # type: ignore[method-assign]
     with torch.no_grad():
         h = engine(model).embed(batch.ids_T)
         documents.grad_buffer.buffer = torch.randn_like(h)

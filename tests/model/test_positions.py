@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pronghorn.kernels.attention.attention_torch import spans
+from pronghorn.model.families import rope_kind
 from pronghorn.model.positions import Positions
 from tables import table
 
@@ -33,9 +34,13 @@ BOUNDS = (0, 16, 17, 40, 48, 48)  # tokens of documents: 16, 1, 23, 8, none
 
 def tables_of(kind: str, **values: Any) -> tuple[Any, dict[str, tuple[torch.Tensor, torch.Tensor]], torch.Tensor | None]:
     backbone = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL, **values)).model
-    found = Positions(backbone, backbone.config, 8)
+    found = Positions(backbone, backbone.config, head_widths(backbone))
     cu_seqlens = torch.tensor(BOUNDS, dtype=torch.int32)
     return backbone, found.rotary(positions(), spans(cu_seqlens, 48)), found.query_scale(positions())
+
+
+def head_widths(backbone: Any) -> dict[str, int]:
+    return {rope_kind(backbone.config, i): 8 for i in range(len(backbone.layers))}
 
 
 def positions() -> torch.Tensor:
@@ -111,7 +116,7 @@ def test_queries_grow_with_their_place_in_their_own_document() -> None:
 def test_the_host_asks_the_device_for_nothing(kind: str, values: dict[str, Any]) -> None:
     """So a captured step may have all of it inside. Tensors without values have no answer to give."""
     backbone = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL, **values)).model.to("meta")
-    found = Positions(backbone, backbone.config, 8)
+    found = Positions(backbone, backbone.config, head_widths(backbone))
     place = positions().to("meta")
     tables = found.rotary(place, torch.zeros(2, 48, dtype=torch.int32, device="meta"))
     assert {tuple(table.shape) for both in tables.values() for table in both} == {(48, 4)}

@@ -204,12 +204,12 @@ def _built(config: str, storage: str, lora: Any, element: int, fp8: bool, scored
 
 def groups(job: Job) -> dict[str, Group]:
     """Of linears; of a mixture of experts, the expert's that all tokens share."""
-    layer = _one_layer(job).layer
+    layer: Any = _one_layer(job).layer
     named: dict[str, Any] = {
-        "qkv": layer.qkv,
-        "out": layer.out,
-        "gate_up": layer.gate_up,
-        "down": layer.down,
+        "qkv": layer.mixer.into,
+        "out": layer.mixer.out,
+        "gate_up": layer.mlp.gate_up,
+        "down": layer.mlp.down,
         "shared_gate": getattr(layer.mlp, "shared_gate", None),
     }
     return {name: _group(group) for name, group in named.items() if group is not None and group.names}
@@ -234,9 +234,9 @@ def stacks(job: Job) -> tuple[Group, ...]:
 
 def attends_itself(job: Job) -> bool:
     """Whether attention is our own kernel's."""
-    half = _one_layer(job).layer.attention
+    mixer: Any = _one_layer(job).layer.mixer
     with dry_run(job.target):
-        return half.backend(torch.device("meta"), DTYPES[job.element], job.attended) == "short"
+        return bool(mixer.backend(torch.device("meta"), DTYPES[job.element], job.attended) == "short")
 
 
 def trained_parameters(job: Job) -> int:
@@ -340,7 +340,7 @@ def _run(one: _OneLayer, batch: _Batch, level: Level, pieces: int = 1, *, last: 
         forward, size = counted.peak, sum(_storages(saved.values()).values())
         left = leave(saved, 0, None)
         del saved
-        documents.grad_buffer.buffer = buffer = out.new_empty(len(out), out.shape[1] + layer.down.extra)
+        documents.grad_buffer.buffer = buffer = out.new_empty(len(out), out.shape[1] + layer.extra)
         dh = buffer[:, : h.shape[1]]
         del buffer, out
         counted.peak = counted.alive

@@ -66,14 +66,16 @@ class FastCausalLM:
         self.expert_layers: list[int] = []  # indices of layers with experts
         for i, layer in enumerate(self.backbone.layers):
             slot = len(self.expert_layers) if family.experts and hasattr(layer.mlp, "experts") else None
-            self.layers.append(build_layer(layer, family, config, i, shared, slot=slot, fp8=fp8))
+            below = self.layers[-1] if self.layers else None
+            self.layers.append(build_layer(layer, family, config, i, shared, below, slot=slot, fp8=fp8))
             self.expert_layers += [i] if slot is not None else []
         self.expert_counts: ExpertCounts | None = None  # made by the first step
         asked = self.expert_layers and getattr(config, "output_router_logits", False)
         # weight of the routers' auxiliary loss, which a classifier has not
         self.balance = float(getattr(model, "router_aux_loss_coef", 0.0)) if asked else 0.0
-        self.norm = Norm(self.backbone.norm, family.one_plus)
-        self.positions = Positions(self.backbone, config, self.layers[0].attention.head_width)
+        self.norm = Norm(self.backbone, "norm", family.one_plus)
+        mixers = [layer.mixer for layer in self.layers if layer.mixer is not None]
+        self.positions = Positions(self.backbone, config, {m.rope: m.head_width for m in mixers if m.rope is not None})
         self._adapters: CopyTable | None = None
         self._adapters_fp8 = SplitTable([])
         self.offload: Offload | None = None  # shared by the layers that offload
@@ -105,7 +107,7 @@ class FastCausalLM:
 
     @property
     def can_chunk_mlp(self) -> bool:
-        """Whether the layers can run their MLP in chunks (model/layers/mlp.py): not mixtures of experts, nor FP8 with trained
+        """Whether the layers can run their MLP in chunks (layers/mlps/dense.py): not mixtures of experts, nor FP8 with trained
         weights, which has not been tried."""
         trained = any(group.fp8 and any(map(trains_whole, group.modules())) for layer in self.layers for group in layer.groups)
         return not trained and not self.expert_layers
@@ -214,7 +216,7 @@ class FastCausalLM:
 
     def head_inputs(self, h_ND: Tensor, grad_buffer: GradBuffer | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
         """What the LM head multiplies: normed rows, its weight in their dtype, its bias. Outside of autocast."""
-        x_ND = final_norm(h_ND, self.norm, GradBuffer() if grad_buffer is None else grad_buffer, self.layers[-1].down.extra)
+        x_ND = final_norm(h_ND, self.norm, GradBuffer() if grad_buffer is None else grad_buffer, self.layers[-1].extra)
         if self.shards is not None:
             self.shards.head()
         head = head_of(self.model)

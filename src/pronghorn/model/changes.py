@@ -24,8 +24,10 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from pronghorn.model.experts import Adapted
 from pronghorn.model.formats.linear import dequantizes
 from pronghorn.model.formats.table import storage_of
+from pronghorn.model.layers.mixers.attention import Attention
 
 if TYPE_CHECKING:
     from pronghorn.model.causal_lm import FastCausalLM
@@ -97,13 +99,12 @@ class Changes:
     def __init__(self, engine: FastCausalLM) -> None:
         self.backbone, self.config = engine.backbone, engine.backbone.config
         self.layers = [layer.layer for layer in engine.layers]
-        halves = [layer.attention for layer in engine.layers]
-        self.pairs = [(half.q_norm, half.k_norm) for half in halves if half.q_norm and half.k_norm]
+        mixers = [layer.mixer for layer in engine.layers if isinstance(layer.mixer, Attention)]
+        self.pairs = [(mixer.q_norm, mixer.k_norm) for mixer in mixers if mixer.q_norm and mixer.k_norm]
         norms = {id(norm.module) for layer in engine.layers for norm in layer.norms}
-        experts = engine.layers[0].family.experts
-        stacks = {f"mlp.{name}" for name in ("experts", experts.router)} if experts else set()
-        self.places = [_place(f"layers.{i}", "", layer, norms, stacks) for i, layer in enumerate(self.layers)]
-        self.norm = _place("norm", "", self.backbone.norm, {id(self.backbone.norm)}, set())
+        stacks = {id(group.module()) for layer in engine.layers for group in layer.groups if isinstance(group, Adapted)}
+        self.places = [_place(f"layers.{i}", layer, norms, stacks) for i, layer in enumerate(self.layers)]
+        self.norm = _place("norm", self.backbone.norm, {id(self.backbone.norm)}, set())
         self.rotary = _rotary_of(self.backbone)
         self.values = copy.deepcopy(self._values())
         self.why = ""  # of the latest look
@@ -236,23 +237,20 @@ def _rotary_of(backbone: Any) -> dict[str, nn.Module]:
     return {name: module for name, module in backbone._modules.items() if name.startswith("rotary")}
 
 
-def _place(path: str, within: str, module: nn.Module, norms: set[int], stacks: set[str]) -> Place:
+def _place(path: str, module: nn.Module, norms: set[int], stacks: set[int]) -> Place:
+    """`norms`, `stacks`: ids of norms, and of routers and stacks of experts."""
     inner = inner_of(module)
     kind: Kind = "fixed"
     if id(module) in norms or id(inner) in norms:
         kind = "norm"
     elif isinstance(inner, nn.Linear):
         kind = "linear"
-    elif within in stacks:
+    elif id(inner) in stacks:
         kind = "stack"
     elif not any(True for _ in inner.parameters()) and not inner._modules:
         kind = "stateless"
     children = (
-        {
-            name: _place(f"{path}.{name}", f"{within}.{name}".lstrip("."), child, norms, stacks)
-            for name, child in inner._modules.items()
-            if child is not None
-        }
+        {name: _place(f"{path}.{name}", child, norms, stacks) for name, child in inner._modules.items() if child is not None}
         if kind == "fixed"
         else {}
     )

@@ -186,13 +186,8 @@ def paused(engine: FastCausalLM) -> Iterator[None]:
 
 def _look_at_norms(engine: FastCausalLM) -> None:
     """Uses the current norm modules: PEFT's modules_to_save may have replaced them since installation."""
-    engine.norm.module = in_use(engine.backbone.norm)
-    for fast in engine.layers:
-        for norm in fast.norms:
-            if norm.slot in ("q_norm", "k_norm"):
-                norm.module = in_use(getattr(fast.layer.self_attn, norm.slot))
-            else:
-                norm.module = in_use(getattr(fast.layer, getattr(fast.family.norms, norm.slot)))
+    for norm in (engine.norm, *(norm for layer in engine.layers for norm in layer.norms)):
+        norm.module = in_use(getattr(norm.parent, norm.name))
 
 
 def _run(engine: FastCausalLM, inputs: dict[str, Any], pack: Pack, load: RouterStats | None = None) -> Tensor:

@@ -96,7 +96,7 @@ def packed_scores(engine: FastCausalLM, **inputs: Any) -> Tensor:
 
 def scores_of(engine: FastCausalLM, h_ND: Tensor, grad_buffer: GradBuffer) -> Tensor:
     """[N] of rows out of `FastCausalLM.hidden`. Outside of autocast."""
-    return _scores(engine.model, final_norm(h_ND, engine.norm, grad_buffer, engine.layers[-1].down.extra))
+    return _scores(engine.model, final_norm(h_ND, engine.norm, grad_buffer, engine.layers[-1].extra))
 
 
 def own_scores(model: Any, rows: Tensor, **inputs: Any) -> Tensor:

@@ -61,7 +61,7 @@ def token_log_probs(
     rows = (targets != IGNORED).nonzero().flatten()  # synchronizes while the device is idle
     h = _run(engine, inputs, pack).index_select(0, rows)
     with torch.autocast(h.device.type, enabled=False):
-        x = final_norm(h, engine.norm, GradBuffer(), engine.layers[-1].down.extra)
+        x = final_norm(h, engine.norm, GradBuffer(), engine.layers[-1].extra)
         weight = head.weight if head.weight.dtype == x.dtype else head.weight.to(x.dtype)
         found = linear_log_probs(x, weight, targets[rows], entropy=entropy, top=top, **engine.head_terms)
     places = rows if pack.real is None else pack.real[rows]

@@ -26,7 +26,7 @@ from pronghorn.kernels.moe.routing import Routing, sort_by_expert
 from pronghorn.model.causal_lm import FastCausalLM
 from pronghorn.model.experts import OwnExperts
 from pronghorn.model.formats.experts import STACKS, StoredExperts
-from pronghorn.model.layers.moe import ExpertsMlp
+from pronghorn.model.layers.mlps.experts import ExpertsMlp
 from pronghorn.model.layers.types import Grads
 from pronghorn.model.shards import FIRST
 from pronghorn.train.dist.shards import MOMENTS, STATE, Shards, Shares, norm_over_ranks
