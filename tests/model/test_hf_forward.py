@@ -343,7 +343,7 @@ def test_recomputing_keeps_only_the_layers_input() -> None:
             todo += [following for following, _ in one.next_functions]
         return found
 
-    assert [value.only_input() for value in kept(node)] == [False, False]
+    assert ["q" in value for value in kept(node)] == [True, True]
     fast.gradient_checkpointing_enable()
     node = fast(**batch("full"), num_items_in_batch=1).loss.grad_fn
     assert [(list(value), tuple(value["h"].shape)) for value in kept(node)] == [(["h"], (42, 32))] * 2

@@ -182,7 +182,7 @@ def _built(config: str, storage: str, lora: Any, element: int, fp8: bool, scored
         frozen = [p for p in base.parameters() if lora is None or not p.requires_grad]
         elsewhere = {number: size for number, size in _storages(frozen).items() if number not in own}
         rest_trained = sum(p.numel() for p in base.parameters() if p.requires_grad) - sum(p.numel() for p in trains)
-        embeddings = engine.backbone.embed_tokens.weight
+        embeddings = engine.embeddings.weight
         for parameter in base.parameters():
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         found = _OneLayer(
@@ -396,7 +396,7 @@ def _score_of(key: Any, rows: int) -> int:
     """As `_head_of`, of a reward model. Trained embeddings get a gradient of their size after all layers, which hold nothing by
     then; counted as if it came here, it is at most too much."""
     one = _built(*key)
-    embeddings = one.engine.backbone.embed_tokens.weight
+    embeddings = one.engine.embeddings.weight
     with dry_run(key[-1]), torch.device("meta"), torch.enable_grad():
         h = torch.empty(rows, one.engine.config.hidden_size, dtype=one.dtype, requires_grad=True)
         with Allocations() as counted:

@@ -19,7 +19,7 @@ from pronghorn.model.text_stack import head_of
 
 def why_embeddings_stay(engine: FastCausalLM) -> str:
     """Empty where they can wait on the host."""
-    module = engine.backbone.embed_tokens
+    module = engine.embeddings
     if type(module) is not torch.nn.Embedding:
         return f"they have the type {type(module).__name__}"
     if module.weight.requires_grad:
@@ -33,7 +33,7 @@ def move_embeddings(engine: FastCausalLM) -> None:
     """Once, before anything is captured. Without a GPU they are where they would go to."""
     if engine.host_embeddings or why_embeddings_stay(engine):
         return
-    weight = engine.backbone.embed_tokens.weight
+    weight = engine.embeddings.weight
     if weight.is_cuda:
         host = torch.empty(weight.shape, dtype=weight.dtype)
         host.copy_(weight.detach())

@@ -60,12 +60,12 @@ class FastCausalLM:
         """`fp8`: layers stored in 4 bits, and trained ones, multiply in FP8, as those stored in FP8 always do."""
         config = model.config.get_text_config()
         family = family_of(config)
-        self.model, self.config, self.backbone = model, config, backbone(model)
+        self.model, self.config, self.backbone, self.names = model, config, backbone(model), family.names
         shared = Fp8Workspace()
         self.layers: list[DecoderLayer] = []
         self.expert_layers: list[int] = []  # indices of layers with experts
         for i, layer in enumerate(self.backbone.layers):
-            slot = len(self.expert_layers) if family.experts and hasattr(layer.mlp, "experts") else None
+            slot = len(self.expert_layers) if family.experts and hasattr(getattr(layer, family.names.mlp), "experts") else None
             below = self.layers[-1] if self.layers else None
             self.layers.append(build_layer(layer, family, config, i, shared, below, slot=slot, fp8=fp8))
             self.expert_layers += [i] if slot is not None else []
@@ -73,7 +73,7 @@ class FastCausalLM:
         asked = self.expert_layers and getattr(config, "output_router_logits", False)
         # weight of the routers' auxiliary loss, which a classifier has not
         self.balance = float(getattr(model, "router_aux_loss_coef", 0.0)) if asked else 0.0
-        self.norm = Norm(self.backbone, "norm", family.one_plus)
+        self.norm = Norm(self.backbone, family.names.last_norm, family.one_plus)
         mixers = [layer.mixer for layer in self.layers if layer.mixer is not None]
         self.positions = Positions(self.backbone, config, {m.rope: m.head_width for m in mixers if m.rope is not None})
         self._adapters: CopyTable | None = None
@@ -127,10 +127,14 @@ class FastCausalLM:
                 if isinstance(group, LinearGroup):
                     group.accumulate_weights = on
 
+    @property
+    def embeddings(self) -> Any:
+        return getattr(self.backbone, self.names.embeddings)
+
     def embed(self, ids_T: Tensor) -> Tensor:
         if self.host_embeddings:
-            return self.scaled(host_embedding(self.backbone.embed_tokens.weight.detach(), ids_T))
-        return self.scaled(self.backbone.embed_tokens(ids_T))
+            return self.scaled(host_embedding(self.embeddings.weight.detach(), ids_T))
+        return self.scaled(self.embeddings(ids_T))
 
     def scaled(self, h_TD: Tensor) -> Tensor:
         """Embeddings as the first layer gets them."""
@@ -178,7 +182,7 @@ class FastCausalLM:
         return RouterStats(
             len(self.expert_layers),
             num_experts(self.config),
-            inner_of(self.backbone.embed_tokens).weight.device,
+            inner_of(self.embeddings).weight.device,
             coefficient=self.balance,
             real_T=real_T,
             real_rows=real_rows,

@@ -104,8 +104,9 @@ class Changes:
         norms = {id(norm.module) for layer in engine.layers for norm in layer.norms}
         stacks = {id(group.module()) for layer in engine.layers for group in layer.groups if isinstance(group, Adapted)}
         self.places = [_place(f"layers.{i}", layer, norms, stacks) for i, layer in enumerate(self.layers)]
-        self.norm = _place("norm", self.backbone.norm, {id(self.backbone.norm)}, set())
-        self.rotary = _rotary_of(self.backbone)
+        self.names, last = engine.names, engine.norm.module
+        self.norm = _place(self.names.last_norm, last, {id(last)}, set())
+        self.rotary = self._rotary_now()
         self.values = copy.deepcopy(self._values())
         self.why = ""  # of the latest look
         self.seen: list[Seen] = []
@@ -129,7 +130,7 @@ class Changes:
         modules, called = self.backbone._modules, []
         if (
             list(modules["layers"]._modules.values()) != self._stack
-            or modules["norm"] is not self._norm
+            or modules[self.names.last_norm] is not self._norm
             or any(modules.get(name) is not module for name, module in self._rotary.items())
         ):
             return None
@@ -177,7 +178,7 @@ class Changes:
     def _look(self) -> None:
         modules = self.backbone._modules
         self._stack = list(modules["layers"]._modules.values())
-        self._norm, self._rotary = modules["norm"], _rotary_of(self.backbone)
+        self._norm, self._rotary = modules[self.names.last_norm], self._rotary_now()
         self.seen = []
         whys = [
             self._why_layers(),
@@ -194,6 +195,9 @@ class Changes:
             if forward is not self.first_forwards[cls] or not is_known(forward)
         ]
         self.why = next(filter(None, whys), "")
+
+    def _rotary_now(self) -> dict[str, nn.Module]:
+        return {name: module for name, module in self.backbone._modules.items() if name.startswith(self.names.rotary)}
 
     def _why_layers(self) -> str:
         if self._stack == self.layers:
@@ -231,10 +235,6 @@ class Changes:
         if place.kind != "fixed":
             return ""
         return next(filter(None, (self._at(child, now._modules.get(name)) for name, child in place.children.items())), "")
-
-
-def _rotary_of(backbone: Any) -> dict[str, nn.Module]:
-    return {name: module for name, module in backbone._modules.items() if name.startswith("rotary")}
 
 
 def _place(path: str, module: nn.Module, norms: set[int], stacks: set[int]) -> Place:

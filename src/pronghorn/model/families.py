@@ -28,6 +28,21 @@ class Norms:
     after_mlp: str | None = None
 
 
+@dataclass(frozen=True)
+class Names:
+    """Submodules of the backbone, then of a layer, where a family has another name than Llama."""
+
+    embeddings: str = "embed_tokens"
+    rotary: str = "rotary_emb"
+    last_norm: str = "norm"
+    attention: str = "self_attn"
+    out: str = "o_proj"
+    q_norm: str = "q_norm"
+    k_norm: str = "k_norm"
+    mlp: str = "mlp"
+    down: str = "down_proj"
+
+
 SANDWICH = Norms(
     after_attention="post_attention_layernorm", before_mlp="pre_feedforward_layernorm", after_mlp="post_feedforward_layernorm"
 )
@@ -51,6 +66,8 @@ class Experts:
     shared: str = "shared_expert"  # name of the shared expert
     shared_gated: bool = True  # and whether it has a gate
     shared_adapted: bool = True  # PEFT treats its linears as linears, not as parts of the experts (model/lora.py)
+    choice_bias: str = "e_score_correction_bias"  # name of the bias of the choice
+    tiny: float = 1e-20  # added to the sum of sigmoids that divides them
     float32: bool = False  # logits are computed in float32 whatever the weights are
     published_in: str = ""  # the 4-bit format of its published experts (model/formats/table.py)
 
@@ -63,6 +80,9 @@ DEEPSEEK_V3 = Experts(
 @dataclass(frozen=True)
 class Family:
     norms: Norms = Norms()
+    names: Names = Names()
+    mixers: tuple[str, ...] = ("full_attention", "sliding_attention")  # values of the config's `layer_types`
+    activation: str = ""  # where the config does not say it
     one_plus: bool = False  # norms multiply by 1 + weight
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
@@ -159,6 +179,8 @@ def why_not_fast(config: Any) -> str:
             return f"{name} is {value:g} in config.json, which the fast layers do not apply; set it to 0 there to use them"
     if why := why_not_routed(config):
         return why
+    if others := sorted(set(getattr(config, "layer_types", None) or ()) - set(family.mixers)):
+        return f"the fast layers do not support layers of the type {others[0]} in {config.model_type}"
     if getattr(config, "use_bidirectional_attention", False):
         return "its attention is not causal"
     if float(getattr(config, "residual_multiplier", 1.0)) != 1.0:
@@ -215,8 +237,8 @@ def rope_parameters(config: Any) -> list[dict[str, Any]]:
 
 
 def activation_name(config: Any) -> str:
-    fields = fields_of(config)
-    return next(str(name) for key in ACTIVATION if key in fields and (name := getattr(config, key)) is not None)
+    fields, fixed = fields_of(config), FAMILIES[config.model_type].activation
+    return fixed or next(str(name) for key in ACTIVATION if key in fields and (name := getattr(config, key)) is not None)
 
 
 def num_experts(config: Any) -> int:
@@ -225,7 +247,7 @@ def num_experts(config: Any) -> int:
 
 
 def layer_type(config: Any, index: int) -> str:
-    """`full_attention` or `sliding_attention`."""
+    """Its mixer: `full_attention`, `sliding_attention`, or another of the family's row."""
     types = getattr(config, "layer_types", None)
     if types:
         return str(types[index])

@@ -192,7 +192,7 @@ def _look_at_norms(engine: FastCausalLM) -> None:
 
 def _run(engine: FastCausalLM, inputs: dict[str, Any], pack: Pack, load: RouterStats | None = None) -> Tensor:
     _look_at_norms(engine)
-    embedded, table = inputs.get("inputs_embeds"), engine.backbone.embed_tokens
+    embedded, table = inputs.get("inputs_embeds"), engine.embeddings
     if embedded is None and not is_plain_table(table):
         embedded = table(inputs["input_ids"])  # a hook (NEFTune's noise) needs rows of sequences, padding included
     if embedded is None:
@@ -292,7 +292,7 @@ def _same_adapters(engine: FastCausalLM) -> bool:
 
 def _same_precision(engine: FastCausalLM) -> bool:
     """Autocast over frozen weights of another dtype: the buffers of weights and adapters have one dtype only."""
-    weight = inner_of(engine.backbone.embed_tokens).weight
+    weight = inner_of(engine.embeddings).weight
     kind = weight.device.type
     asked = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
     if asked == weight.dtype or not _adapters_in_use(engine):

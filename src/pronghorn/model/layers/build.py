@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from pronghorn.model.families import ACTIVATIONS, Family, activation_name
+from pronghorn.model.families import ACTIVATIONS, Family, activation_name, layer_type
 from pronghorn.model.formats.linear import StoredLinear
 from pronghorn.model.layers.fp8_linears import Fp8LinearGroup, Fp8Workspace, trains_whole
 from pronghorn.model.layers.layer import DecoderLayer
@@ -13,7 +14,9 @@ from pronghorn.model.layers.mixers.attention import Attention
 from pronghorn.model.layers.mlps.dense import DenseMlp
 from pronghorn.model.layers.mlps.experts import ExpertsMlp
 from pronghorn.model.layers.norms import Norm
-from pronghorn.model.layers.part import Part
+from pronghorn.model.layers.part import Around, Mixer, Part
+
+MIXERS: dict[str, Callable[..., Mixer]] = {"full_attention": Attention, "sliding_attention": Attention}  # by layer type
 
 
 def build_layer(
@@ -40,20 +43,19 @@ def build_layer(
         name = getattr(family.norms, slot)
         return Norm(layer, name, family.one_plus, slot) if name else None
 
-    own, mlp = layer.self_attn, layer.mlp
-    multiplier = float(getattr(config, "residual_multiplier", 1.0))
+    names, multiplier = family.names, float(getattr(config, "residual_multiplier", 1.0))
     activation = ACTIVATIONS[activation_name(config)]
-    around = norm("before_attention"), norm("after_attention")
-    mixer = Attention(own, family, config, index, multiplier, around, group(own, family.qkv), group(own, ("o_proj",)))
-    before, after = norm("before_mlp"), norm("after_mlp")
+    around = Around(norm("before_attention"), norm("after_attention"), multiplier)
+    mixer = MIXERS[layer_type(config, index)](layer, family, config, index, around, group)
+    mlp, around = getattr(layer, names.mlp), Around(norm("before_mlp"), norm("after_mlp"), multiplier)
     part: Part
     if slot is None:
-        part = DenseMlp((before, after), multiplier, group(mlp, family.gate_up), group(mlp, ("down_proj",)), activation)
+        part = DenseMlp(around, group(mlp, family.gate_up), group(mlp, (names.down,)), activation)
     else:
         assert family.experts
-        assert before is not None
+        assert around.before is not None
         shared = getattr(mlp, family.experts.shared, None)
-        names = (family.gate_up, ("down_proj",)) if shared is not None else ((), ())
-        gate_up, down = (group(mlp if shared is None else shared, linears) for linears in names)
-        part = ExpertsMlp(mlp, family, config, slot, workspace, before, multiplier, gate_up, down, activation)
+        linears = (family.gate_up, (names.down,)) if shared is not None else ((), ())
+        gate_up, down = (group(mlp if shared is None else shared, each) for each in linears)
+        part = ExpertsMlp(mlp, family, config, slot, workspace, around, gate_up, down, activation)
     return DecoderLayer(layer, index, mixer, part, below)

@@ -16,8 +16,8 @@ With a norm after it (Gemma, OLMo 2) the branch's output is saved as well (y1), 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
-from typing import Any, ClassVar
+from collections.abc import Callable, Hashable
+from typing import Any, ClassVar, NamedTuple
 
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor
@@ -33,6 +33,16 @@ from pronghorn.model.layers.saved import Kept, Level, Saved
 from pronghorn.model.layers.types import Documents, Grads
 from pronghorn.model.rows import spread
 
+MakeGroup = Callable[[Any, tuple[str, ...]], LinearGroup]  # of linears of a module, by their names
+
+
+class Around(NamedTuple):
+    """What is alike around every part."""
+
+    before: Norm | None  # of its input
+    after: Norm | None  # of its branch's output
+    multiplier: float = 1.0  # of the branch
+
 
 class Part(ABC):
     input: ClassVar[str]  # the name of its input among what is saved: "h" or "h2"
@@ -42,9 +52,8 @@ class Part(ABC):
     may_chunk: ClassVar[bool] = False
     chunks = 1  # of its rows, where it is recomputed
 
-    def __init__(self, before: Norm | None, after: Norm | None, multiplier: float) -> None:
-        """`before`, `after`: norms of its input and of its branch's output. `multiplier`: of the branch."""
-        self.before, self.after, self.multiplier = before, after, multiplier
+    def __init__(self, around: Around) -> None:
+        self.before, self.after, self.multiplier = around
         self.first = False  # whether it is the layer's first part, whose input every level keeps
 
     # ---- what it owns ------------------------------------------------------------------------------------------
@@ -64,9 +73,13 @@ class Part(ABC):
         return [norm for norm in (self.before, self.after) if norm is not None]
 
     @property
-    def bare(self) -> list[Tensor]:
-        """Parameters that are in no linear and no norm."""
+    def bare_names(self) -> list[tuple[Any, str]]:
+        """Parameters that are in no linear and no norm: modules, and the parameters' names in them."""
         return []
+
+    @property
+    def bare(self) -> list[Tensor]:
+        return [getattr(module, name) for module, name in self.bare_names]
 
     def parameters(self) -> list[Tensor]:
         """Everything that backward may return a gradient for, in its order."""
@@ -139,9 +152,10 @@ class Mixer(Part):
     recomputed_from: ClassVar[str]  # a name that is saved unless all of it is to be recomputed
     rope: str | None = None  # which of the model's cos and sin tables it reads (families.rope_kind)
     head_width = 0
+    out_width: int  # of what the output projection reads
 
-    def __init__(self, before: Norm | None, after: Norm | None, multiplier: float, into: LinearGroup, out: LinearGroup) -> None:
-        super().__init__(before, after, multiplier)
+    def __init__(self, around: Around, into: LinearGroup, out: LinearGroup) -> None:
+        super().__init__(around)
         self.into, self.out = into, out
 
     @property
@@ -151,11 +165,6 @@ class Mixer(Part):
     @property
     def last(self) -> LinearGroup:
         return self.out
-
-    @property
-    @abstractmethod
-    def out_width(self) -> int:
-        """Of what the output projection reads."""
 
     def gather_jobs(self) -> list[GatherJob]:
         return self.jobs_of(self.into, self.out)

@@ -26,9 +26,9 @@ from pronghorn.kernels.attention.attention import (
 from pronghorn.kernels.attention.attention_torch import Backend
 from pronghorn.kernels.attention.rope import qk_rope, qk_rope_backward, qk_rope_forward
 from pronghorn.model.families import Family, rope_kind, window
-from pronghorn.model.layers.linears import LinearGroup, Operand
+from pronghorn.model.layers.linears import Operand
 from pronghorn.model.layers.norms import Norm
-from pronghorn.model.layers.part import Mixer
+from pronghorn.model.layers.part import Around, MakeGroup, Mixer
 from pronghorn.model.layers.saved import Kept, Saved
 from pronghorn.model.layers.types import Documents
 from pronghorn.model.rows import rows_like
@@ -47,38 +47,29 @@ class Attention(Mixer):
     recomputed_from = "q"
     rope: str
 
-    def __init__(
-        self,
-        module: Any,
-        family: Family,
-        config: Any,
-        index: int,
-        multiplier: float,
-        norms: tuple[Norm | None, Norm | None],
-        qkv: LinearGroup,
-        out: LinearGroup,
-    ) -> None:
-        """`module`: the model's own, whose parameters are only read. `norms`: before and after it."""
-        super().__init__(*norms, multiplier, qkv, out)
-        self.module, self.family, self.qkv = module, family, qkv
+    def __init__(self, layer: Any, family: Family, config: Any, index: int, around: Around, group: MakeGroup) -> None:
+        module = getattr(layer, family.names.attention)  # the model's own, whose parameters are only read
+        super().__init__(around, group(module, family.qkv), group(module, (family.names.out,)))
+        self.module, self.family, self.qkv = module, family, self.into
         self.rope = rope_kind(config, index)
         self.heads, self.kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
         self.head_width = int(module.head_dim)
+        self.out_width = self.heads * self.head_width
         self.options: dict[str, Any] = {
             "scale": float(module.scaling),
             "window": window(config, index),
             "softcap": getattr(config, "attn_logit_softcapping", None),
         }
-        self.q_norm = Norm(module, "q_norm", family.one_plus, "q_norm") if family.qk_norm else None
-        self.k_norm = Norm(module, "k_norm", family.one_plus, "k_norm") if family.qk_norm else None
+        self.q_norm = Norm(module, family.names.q_norm, family.one_plus, "q_norm") if family.qk_norm else None
+        self.k_norm = Norm(module, family.names.k_norm, family.one_plus, "k_norm") if family.qk_norm else None
 
     @property
     def norms(self) -> list[Norm]:
         return [*super().norms, *(norm for norm in (self.q_norm, self.k_norm) if norm is not None)]
 
     @property
-    def bare(self) -> list[Tensor]:
-        return [] if self.sinks is None else [self.sinks]
+    def bare_names(self) -> list[tuple[Any, str]]:
+        return [] if self.sinks is None else [(self.module, "sinks")]
 
     @property
     def shape(self) -> tuple[Hashable, ...]:
@@ -96,10 +87,6 @@ class Attention(Mixer):
     @property
     def qkv_width(self) -> int:
         return (self.heads + 2 * self.kv_heads) * self.head_width
-
-    @property
-    def out_width(self) -> int:
-        return self.heads * self.head_width
 
     # ---- forward -----------------------------------------------------------------------------------------------
 

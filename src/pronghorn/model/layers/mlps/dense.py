@@ -30,8 +30,7 @@ from pronghorn.kernels.lora.multi_gather import GatherJob
 from pronghorn.kernels.mlp.gated_mlp import Kind, gated_activation
 from pronghorn.model.layers.composed import normed, projected
 from pronghorn.model.layers.linears import Group, LinearGroup, Operand
-from pronghorn.model.layers.norms import Norm
-from pronghorn.model.layers.part import Part
+from pronghorn.model.layers.part import Around, Part
 from pronghorn.model.layers.residual import (
     add_branch,
     back_through_norm,
@@ -52,16 +51,8 @@ class DenseMlp(Part):
     }  # a A^T of `down` (T x R) saves running its GEMM twice
     may_chunk = True
 
-    def __init__(
-        self,
-        norms: tuple[Norm | None, Norm | None],
-        multiplier: float,
-        gate_up: LinearGroup,
-        down: LinearGroup,
-        activation: Kind,
-    ) -> None:
-        """`norms`: before and after it."""
-        super().__init__(*norms, multiplier)
+    def __init__(self, around: Around, gate_up: LinearGroup, down: LinearGroup, activation: Kind) -> None:
+        super().__init__(around)
         self.gate_up, self.down, self.activation = gate_up, down, activation
 
     @property

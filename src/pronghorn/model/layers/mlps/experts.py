@@ -48,7 +48,7 @@ from pronghorn.model.layers.composed import normed
 from pronghorn.model.layers.fp8_linears import Fp8Workspace
 from pronghorn.model.layers.linears import Group, LinearGroup, Rows
 from pronghorn.model.layers.norms import Norm, normed_rows, normed_sum
-from pronghorn.model.layers.part import Part
+from pronghorn.model.layers.part import Around, Part
 from pronghorn.model.layers.residual import back_through_norm, gradients_after_norm
 from pronghorn.model.layers.saved import Kept, Level, Saved
 from pronghorn.model.layers.types import Documents, ExpertRows, Grads
@@ -88,22 +88,22 @@ class ExpertsMlp(Part):
         config: Any,
         slot: int,
         workspace: Fp8Workspace,
-        before: Norm,
-        multiplier: float,
+        around: Around,
         gate_up: LinearGroup,
         down: LinearGroup,
         activation: Kind,
     ) -> None:
         """`slot`: its number among the layers with experts. `workspace`: shared by all layers, for stacks in FP8. `gate_up` and
         `down`: the shared expert's; empty without one."""
-        super().__init__(before, None, multiplier)
+        super().__init__(around)
         assert family.experts
         experts = family.experts
         self.module, self.slot = module, slot
         self.K = int(config.num_experts_per_tok)
-        self.router = Router(module, experts.router, wide=experts.float32)
+        self.router = Router(module, experts.router, experts.choice_bias, wide=experts.float32)
         self.beforealise = bool(getattr(config, "norm_topk_prob", True))
         self.scale = float(getattr(config, experts.scale)) if experts.scale else 1.0
+        self.tiny = experts.tiny
         self.groups_of_experts = expert_groups(config) if experts.sigmoid else None
         self.expert_gate_up, self.expert_down = (
             ExpertStack(module, name, transposed=experts.transposed, scratch=workspace.transposed)
@@ -146,7 +146,7 @@ class ExpertsMlp(Part):
     def _rule(self) -> dict[str, Any]:
         """Routing options, for kernels/moe/routing.py."""
         groups = self.groups_of_experts
-        sigmoid = None if groups is None else Sigmoid(self.router.choice_bias_E, *groups)
+        sigmoid = None if groups is None else Sigmoid(self.router.choice_bias_E, *groups, self.tiny)
         return {"normalise": self.beforealise, "scale": self.scale, "sigmoid": sigmoid}
 
     # ---- forward -----------------------------------------------------------------------------------------------
