@@ -13,6 +13,7 @@ from pronghorn.kernels.mlp.gated_mlp import Kind
 from pronghorn.kernels.moe.moe_gated import ExpertKind
 from pronghorn.model.config_keys import ACTIVATION, DROPOUTS, QUERY_SCALE, ROPE_KEYS, fields_of, unknown_key
 
+ATTENTION = ("full_attention", "sliding_attention")  # layer types whose mixer is attention
 EXPERTS = "experts"  # among lora.targets: every stack of experts
 
 ACTIVATIONS: dict[str, Kind] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -33,7 +34,7 @@ class Names:
     """Submodules of the backbone, then of a layer, where a family has another name than Llama."""
 
     embeddings: str = "embed_tokens"
-    rotary: str = "rotary_emb"
+    rotary: tuple[str, ...] = ("rotary_emb",)  # the first that there is
     last_norm: str = "norm"
     attention: str = "self_attn"
     out: str = "o_proj"
@@ -81,7 +82,7 @@ DEEPSEEK_V3 = Experts(
 class Family:
     norms: Norms = Norms()
     names: Names = Names()
-    mixers: tuple[str, ...] = ("full_attention", "sliding_attention")  # values of the config's `layer_types`
+    mixers: tuple[str, ...] = ATTENTION  # values of the config's `layer_types`
     activation: str = ""  # where the config does not say it
     one_plus: bool = False  # norms multiply by 1 + weight
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
@@ -179,7 +180,7 @@ def why_not_fast(config: Any) -> str:
             return f"{name} is {value:g} in config.json, which the fast layers do not apply; set it to 0 there to use them"
     if why := why_not_routed(config):
         return why
-    if others := sorted(set(getattr(config, "layer_types", None) or ()) - set(family.mixers)):
+    if others := [kind for kind in other_mixers(config) if kind not in family.mixers]:
         return f"the fast layers do not support layers of the type {others[0]} in {config.model_type}"
     if getattr(config, "use_bidirectional_attention", False):
         return "its attention is not causal"
@@ -252,6 +253,11 @@ def layer_type(config: Any, index: int) -> str:
     if types:
         return str(types[index])
     return "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+
+
+def other_mixers(config: Any) -> list[str]:
+    """Layer types of a model whose mixer is not attention."""
+    return sorted(set(getattr(config, "layer_types", None) or ()) - set(ATTENTION))
 
 
 def window(config: Any, index: int) -> int | None:

@@ -19,7 +19,7 @@ class Positions:
     def __init__(self, backbone: Any, config: Any, head_widths: dict[str, int]) -> None:
         """`head_widths`: by kind of RoPE (families.rope_kind), those that some layer has."""
         self.backbone, self.head_widths = backbone, head_widths
-        self.kinds, self.name = sorted(head_widths), FAMILIES[config.model_type].names.rotary
+        self.kinds, self.names = sorted(head_widths), FAMILIES[config.model_type].names.rotary
         self._scale = query_scale(config)
         self._long: dict[str, Tensor] = {}  # frequencies of LongRoPE by kind; made by the first batch, before any capture
 
@@ -47,7 +47,7 @@ class Positions:
 
     def _module(self, kind: str) -> Any:
         if not kind.startswith("theta "):
-            return getattr(self.backbone, self.name)
+            return next(getattr(self.backbone, name) for name in self.names if hasattr(self.backbone, name))
         theta = float(kind.removeprefix("theta "))
         return next(m for m in self.backbone.rotary_embs if float(m.config.rope_parameters["rope_theta"]) == theta)
 
