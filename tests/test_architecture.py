@@ -78,6 +78,7 @@ KERNEL_ARROWS = {
     "loss": {"runtime", "gemm"},
     "optim": {"runtime", "quant"},
     "embedding": {"runtime"},
+    "conv": {"runtime"},
 }
 # Imports inside functions: what a command needs is loaded when it runs, and some things only where there is a use for them.
 LAZY = {
