@@ -379,7 +379,8 @@ class ExpertsMlp(Part):
         y_TD: Tensor = (found[0] if isinstance(found, tuple) else found)[0].to(x_TD.dtype)
         if documents.load is None:
             return y_TD
-        logits_TE: Tensor = getattr(self.module, self.router.name)(x_TD)[0]
+        bias = getattr(self.module, self.router.choice_bias, None)  # a router that has none of its own is given it
+        logits_TE: Tensor = getattr(self.module, self.router.name)(x_TD, *(() if bias is None else (bias,)))[0]
         fixed = logits_TE.detach()
         documents.load.add(self.slot, fixed, routing_forward(fixed, self.K, **self._rule()).ids_TK, few=False)
         out: Tensor = BalancedLogits.apply(y_TD, logits_TE, documents.load)  # type: ignore[no-untyped-call]
