@@ -95,6 +95,23 @@ class Family:
     experts: Experts | None = None
 
 
+LFM2 = Family(
+    norms=Norms(before_attention="operator_norm", before_mlp="ffn_norm"),
+    names=Names(
+        rotary=("rotary_emb", "pos_emb"),
+        last_norm="embedding_norm",
+        out="out_proj",
+        q_norm="q_layernorm",
+        k_norm="k_layernorm",
+        mlp="feed_forward",
+        down="w2",
+    ),
+    mixers=("full_attention", "conv"),
+    activation="silu",
+    gate_up=("w1", "w3"),
+    qk_norm="per_head",
+)
+
 FAMILIES = {
     "llama": Family(),
     "mistral": Family(),
@@ -131,6 +148,10 @@ FAMILIES = {
     "solar_open": Family(experts=DEEPSEEK_V3),
     "minimax_m2": Family(qk_norm="full", experts=Experts(sigmoid=True)),
     "hy_v3": Family(qk_norm="per_head", experts=replace(DEEPSEEK_V3, scale="router_scaling_factor", shared_adapted=True)),
+    "lfm2": LFM2,
+    "lfm2_moe": replace(
+        LFM2, experts=Experts(sigmoid=True, scale="routed_scaling_factor", choice_bias="expert_bias", tiny=1e-6)
+    ),
     # Text models of multimodal ones. Their positions are three numbers, which are equal for text.
     "qwen2_vl_text": Family(),
     "qwen2_5_vl_text": Family(),

@@ -11,12 +11,17 @@ from pronghorn.model.layers.fp8_linears import Fp8LinearGroup, Fp8Workspace, tra
 from pronghorn.model.layers.layer import DecoderLayer
 from pronghorn.model.layers.linears import LinearGroup
 from pronghorn.model.layers.mixers.attention import Attention
+from pronghorn.model.layers.mixers.short_conv import ShortConv
 from pronghorn.model.layers.mlps.dense import DenseMlp
 from pronghorn.model.layers.mlps.experts import ExpertsMlp
 from pronghorn.model.layers.norms import Norm
 from pronghorn.model.layers.part import Around, Mixer, Part
 
-MIXERS: dict[str, Callable[..., Mixer]] = {"full_attention": Attention, "sliding_attention": Attention}  # by layer type
+MIXERS: dict[str, Callable[..., Mixer]] = {  # by layer type
+    "full_attention": Attention,
+    "sliding_attention": Attention,
+    "conv": ShortConv,
+}
 
 
 def build_layer(
