@@ -56,8 +56,8 @@ AFTER_ONLY = Norms(
 
 @dataclass(frozen=True)
 class Experts:
-    """Layers whose MLP is a mixture of experts (model/layers/moe.py). The config gives their number and the normalization of
-    their weights; the modules tell whether there is a shared expert, a gate for it, and a bias of the choice."""
+    """Layers whose MLP is a mixture of experts (layers/mlps/experts.py). The config gives their number and the normalization
+    of their weights; the modules tell whether there is a shared expert, a gate for it, and a bias of the choice."""
 
     router: str = "gate"
     transposed: bool = False  # weights are stored [E, inputs, outputs]
