@@ -40,7 +40,7 @@ fuzz: $(READY)
 # BENCH passes options on, for instance BENCH='--workloads llama-1b --path unsloth=/opt/peers'; what is there is not measured again.
 bench: $(READY)
 	$(BIN)/python -m benchmarks.ops --json benchmarks/results/ops.json
-	$(BIN)/pronghorn bench --out benchmarks/results $(BENCH)
+	$(BIN)/python -m benchmarks.bench --out benchmarks/results $(BENCH)
 	$(BIN)/python -m benchmarks.table --write
 
 # A new pip first: the 23.2 that comes with Python 3.11 needs 55 s of CPU time for these packages, 26.3 needs 29. torch goes

@@ -32,13 +32,13 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.bench.meter import machine
+from benchmarks.bench.pairs import Pair, PairTable
+from benchmarks.bench.workloads import MODELS
 from benchmarks.compile_for import Build, compiling_for
 from benchmarks.ops import replaced
 from benchmarks.without_numbers import WithoutNumbers
-from pronghorn.bench.meter import machine
-from pronghorn.bench.pairs import Pair, PairTable
-from pronghorn.bench.workloads import MODELS
-from pronghorn.data.pack.batches import PackedBatch, Shapes, build_batch
+from pronghorn.data.pack.batches import Shapes, build_batch
 from pronghorn.data.pack.packing import pack_in_order
 from pronghorn.data.preference.pair_packing import groups_of
 from pronghorn.kernels.loss import cross_entropy_powers
@@ -52,6 +52,7 @@ from pronghorn.model.formats.store import store_experts_, store_linears_
 from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.load import DTYPES
 from pronghorn.model.lora import add_adapter
+from pronghorn.packs import PackedBatch
 from pronghorn.recipe import Lora
 from pronghorn.train.objectives import Supervised
 from pronghorn.train.objectives.cpo import SimPo
@@ -167,11 +168,11 @@ def batch(tokens: int) -> PackedBatch:
     rows = torch.arange(0, tokens - length, 2)
     labels = torch.full((tokens,), -100).index_fill(0, rows, 1)
     return PackedBatch(
-        torch.ones(tokens, dtype=torch.int64),
-        labels,
-        positions,
-        bounds,
-        rows,
+        ids_T=torch.ones(tokens, dtype=torch.int64),
+        labels_T=labels,
+        positions_T=positions,
+        cu_seqlens=bounds,
+        loss_rows=rows,
         longest=128,
         typical=length,
         tokens=tokens,
@@ -219,7 +220,7 @@ def take_step(case: Case) -> None:
     engine = engine_of(model)
     assert engine is not None
     if case.pieces > 1:
-        engine.host_embeddings = not engine.backbone.embed_tokens.weight.requires_grad
+        engine.embed.on_host = not engine.backbone.embed_tokens.weight.requires_grad
         for layer in engine.layers:
             layer.level, layer.mlp_chunks = "gate_up", case.pieces
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

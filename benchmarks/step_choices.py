@@ -22,15 +22,15 @@ from typing import Any
 
 import torch
 
+from benchmarks.bench.ceiling import products
+from benchmarks.bench.meter import Meter
+from benchmarks.bench.ours import Ours
+from benchmarks.bench.weights import make_model_folder
+from benchmarks.bench.workloads import WORKLOADS, Workload
 from benchmarks.ops import replaced
 from benchmarks.products import of_calls
 from benchmarks.record import record, write
 from benchmarks.step_absences import WITHOUT, Choice, of_absences
-from pronghorn.bench.ceiling import products
-from pronghorn.bench.meter import Meter
-from pronghorn.bench.ours import Ours
-from pronghorn.bench.weights import make_model_folder
-from pronghorn.bench.workloads import WORKLOADS, Workload
 from pronghorn.kernels.attention import attention_short
 from pronghorn.kernels.gemm import cublaslt, hopper_gemm
 from pronghorn.kernels.lora import gated_lora, lora_grad_gemm, lora_linear

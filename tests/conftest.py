@@ -49,7 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 # Files with tests of several seconds: they come first in every process, so that none is alone with one in the end.
 LONG = ("test_kill_and_resume.py", "test_nothing_is_patched.py", "test_run_script.py", "test_compile_matrix.py",
-        "test_compile_a_step.py", "test_compile_ahead.py", "test_heartbeat.py", "test_sanitize.py", "test_ranks_on_a_gpu.py",
+        "test_compile_a_step.py", "test_compile_ahead.py", "test_heartbeat.py", "test_ranks_on_a_gpu.py",
         "test_rope.py", "test_rms_norm.py", "test_routing.py")  # fmt: skip
 
 
@@ -108,11 +108,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         forks_have_threads()
 
 
-def pytest_sessionfinish() -> None:
-    if quick := sys.modules.get("quick_runs"):
-        quick.end_writers()
-
-
 _imported: list[ImportedPython] = []
 
 
@@ -160,15 +155,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def one_layer_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with one layer, for whole runs, which it makes a third shorter."""
     return _written(tmp_path_factory.mktemp("one-layer-llama"), num_hidden_layers=1)
-
-
-@pytest.fixture
-def own_writer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checkpoints are written by a process that begins and ends with its run, as always outside of tests (quick_runs.py)."""
-    from pronghorn.train.checkpoint import checkpoint_writer
-
-    kept = checkpoint_writer._Process
-    monkeypatch.setattr(checkpoint_writer, "_Process", getattr(kept, "when_new", kept))
 
 
 @pytest.fixture

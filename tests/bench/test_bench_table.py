@@ -3,8 +3,8 @@ from __future__ import annotations
 from bench_rows import measured, several
 from rich.console import Console
 
+from benchmarks.bench.table import cells, terminal
 from benchmarks.side_by_side_tables import HEAD, SUMMARY_HEAD, markdown, summary
-from pronghorn.bench.table import cells, terminal
 
 
 def test_ratio_is_to_the_faster_way_of_unsloth_and_share_is_of_the_ceiling() -> None:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from bench_rows import measured, several
 
-from pronghorn.bench.results import NAME, Results
-from pronghorn.bench.side_by_side import PICTURE
-
-sys.path.insert(0, str(Path(__file__).parent.parent.parent))
-
 from benchmarks import ops, result_tables, table
+from benchmarks.bench.results import NAME, Results
+from benchmarks.bench.side_by_side import PICTURE
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from bench_rows import MACHINE, measured
 
-from pronghorn.bench.results import Results, fastest, rate
+from benchmarks.bench.results import Results, fastest, rate
 from pronghorn.errors import CommandError
 
 

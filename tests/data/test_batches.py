@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from pronghorn.data.pack.batches import IGNORED, BatchLoader, Cursor, Shapes, build_batch, evaluation_batches
+from pronghorn.data.pack.batches import BatchLoader, Cursor, Shapes, build_batch
 from pronghorn.data.pack.packing import max_documents, pack
+from pronghorn.packs import IGNORED
 from samples import ListTable, random_table
 
 
@@ -47,12 +48,12 @@ def test_the_batches_of_a_run_have_few_shapes_whatever_the_epoch() -> None:
 
 def test_padding_rows_name_a_token_without_a_label_and_every_row_needs_none() -> None:
     table = ListTable([[5, 6, 7, 8]] * 16, [[False, False, True, True]] * 16)
-    few = Shapes(entries=(32,), rows=(48, 64), longest=16, typical=4)
+    few = Shapes({"E": (32,), "N": (48, 64)}, longest=16, typical=4)
     half = build_batch(table, np.arange(16), 64, shapes=few)
     assert not half.every_row
     assert half.loss_rows[32:].tolist() == [63] * 16
     assert half.labels_T[63] == IGNORED
-    whole = build_batch(table, np.arange(16), 64, shapes=Shapes(entries=(32,), rows=(64,), longest=16, typical=4))
+    whole = build_batch(table, np.arange(16), 64, shapes=Shapes({"E": (32,), "N": (64,)}, longest=16, typical=4))
     assert whole.every_row
     assert whole.loss_rows.tolist() == list(range(64))
 
@@ -76,7 +77,7 @@ def test_the_beginning_of_a_batch_is_one_of_its_kind() -> None:
 
 def test_padding_is_cut_into_documents_no_longer_than_the_longest() -> None:
     table = ListTable([[5, 6, 7]])
-    batch = build_batch(table, np.array([0]), 64, shapes=Shapes(entries=(32,), rows=(64,), longest=16, typical=4))
+    batch = build_batch(table, np.array([0]), 64, shapes=Shapes({"E": (32,), "N": (64,)}, longest=16, typical=4))
     assert batch.cu_seqlens[:6].tolist() == [0, 3, 19, 35, 51, 64]
     assert batch.positions_T.max() == 15
 
@@ -86,11 +87,6 @@ def test_a_full_pack_of_the_most_documents_fits_its_metadata() -> None:
     batch = build_batch(table, np.arange(16), 256)
     assert batch.tokens == 256
     assert batch.cu_seqlens[-1] == 256
-
-
-def test_loss_rows_count_what_the_table_says() -> None:
-    table = random_table(60)
-    assert sum(len(b.loss_rows) for b in evaluation_batches(table, 256)) == table.loss_counts.sum()
 
 
 def flat(steps: list) -> list[list[int]]:
@@ -153,12 +149,6 @@ def test_ranks_share_the_packs_of_a_step_of_so_many_rows() -> None:
         rows = [row for step in three for batch in step.batches for row in batch.documents]
         assert sorted(rows) == sorted(row for batch in alone.batches for row in batch.documents)
         assert {(step.tokens, step.loss_tokens) for step in three} == {(alone.tokens, alone.loss_tokens)}
-
-
-def test_progress_is_told_in_epochs() -> None:
-    steps = list(islice(BatchLoader(random_table(100), capacity=256, packs_per_step=3, seed=5, workers=0), 10))
-    ends = [step.epoch for step in steps if step.after.pack == 0]
-    assert ends[:2] == [1.0, 2.0]
 
 
 def test_an_error_in_a_worker_reaches_the_loop() -> None:

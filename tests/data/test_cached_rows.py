@@ -155,16 +155,3 @@ def test_no_more_rows_are_held_than_are_under_way(
     rows_of(Data(train=(str(path),)), tokenizer, tmp_path / "cache", monkeypatch)
     assert at == {"read": 600, "written": 600}
     assert CHUNK <= most[0] <= (2 * cores + 2) * CHUNK
-
-
-def test_progress_knows_how_much_is_left_and_ends(
-    data: Data, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PRONGHORN_CACHE", str(tmp_path / "cache"))
-    told: list[tuple[str, int, int]] = []
-    tokenized_rows(data.train, data, tokenizer, progress=lambda *now: told.append(now))
-    assert {label for label, _, _ in told} == {"tokenizing"}
-    assert {total for _, _, total in told} == {61}
-    assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
-    assert told[-1] == ("tokenizing", 61, 61)
-    assert sum(done == total for _, done, total in told) == 1  # a bar that is full is taken away

@@ -105,7 +105,7 @@ def test_what_all_rows_share_does_not_make_them_alike(tmp_path: Path) -> None:
 
 
 def test_marks_and_scripts_without_spaces_count(tmp_path: Path) -> None:
-    assert near_copies(tmp_path, ["2 + 2 = 4 ; 3 + 3 = 6", "2 * 2 = 4 ; 3 * 3 = 9"]) == {}
+    assert near_copies(tmp_path, ["2 + 2 = 4", "2 * 2 = 4", "2 / 2 = 4"]) == {}
     assert near_copies(tmp_path, ["今天天气很好我们去公园散步吧好不好", "今天天气很好我们去公园散步吧好不"]) == {1: 0}
     assert near_copies(tmp_path, ["今天天气很好", "明天我们开会"]) == {}
 

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from pronghorn.data.pack.batches import IGNORED, BatchLoader, PackedBatch, Shapes, build_batch, evaluation_batches
+from pronghorn.data.pack.batches import BatchLoader, Shapes, build_batch, evaluation_batches
 from pronghorn.data.pack.packing import pack
 from pronghorn.data.preference.pair_packing import groups_of, split_groups, tokens_in
 from pronghorn.data.preference.pair_rows import PairRows
 from pronghorn.errors import DataError
+from pronghorn.packs import IGNORED, PackedBatch
 from samples import ListTable, preference_table
 
 Document = tuple[list[int], list[int], list[int]]  # ids, positions, (position, label) of what is learned
@@ -49,17 +50,17 @@ def test_what_a_pack_says_of_its_documents(shared: bool) -> None:
     batch = build_batch(two_pairs(shared), np.array([2, 3, 0, 1]), capacity=32)
     slots = len(batch.cu_seqlens)
     assert batch.roles_D.tolist() == [0, 1, 0, 1] + [-1] * (slots - 4)
-    assert batch.firsts_D.tolist() == [0, 0, 2, 2, *range(4, slots)]
+    assert batch.firsts_D.tolist() == [0, 0, 2, 2] + [slots - 1] * (slots - 4)
     assert batch.margins_D.tolist() == [0, 0, 0.5, 0.5] + [0] * (slots - 4)
     assert batch.document_N.tolist() == [0, 1, 2, 2, 3]
     assert batch.row_labels.tolist() == [2, 1, 7, 8, 9]
-    shapes = Shapes(entries=(32,), rows=(16, 32), longest=16, typical=4)
+    shapes = Shapes({"E": (32,), "N": (16, 32)}, longest=16, typical=4)
     padded = build_batch(two_pairs(shared), np.array([2, 3]), capacity=32, shapes=shapes)
     assert padded.document_N.tolist() == [0, 1] + [31] * 14
     assert padded.roles_D[31] == -1
     assert padded.row_labels[2:].unique().tolist() == [IGNORED]
     assert padded.loss_rows[2:].unique().tolist() == [31]
-    every = build_batch(two_pairs(shared), np.arange(4), 32, shapes=Shapes(entries=(32,), rows=(32,), longest=16, typical=4))
+    every = build_batch(two_pairs(shared), np.arange(4), 32, shapes=Shapes({"E": (32,), "N": (32,)}, longest=16, typical=4))
     assert every.every_row != shared
     assert every.document_N[every.row_labels != IGNORED].tolist() == [0, 0, 1, 2, 3]
     assert (every.document_N[every.row_labels == IGNORED] == 31).all()

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from pronghorn.data.template import token_runs
 from pronghorn.data.template.token_runs import runs_by_offsets, runs_of
 
 WORDS = [
@@ -75,15 +74,3 @@ def test_every_border_of_every_text(core: Tokenizer, text: str) -> None:
     spans = list(itertools.combinations_with_replacement(range(len(text) + 1), 2))
     assert [runs_of(encoding, [span], len(text))[0] for span in spans] == runs_by_offsets(encoding, spans)
     assert runs_of(encoding, [], len(text)) == []
-
-
-def test_the_list_of_offsets_is_made_only_where_a_border_cuts_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "the cat sat<end>"
-    encoding = TOKENIZERS[1].encode(text, add_special_tokens=False)
-    made: list[int] = []
-    monkeypatch.setattr(token_runs, "runs_by_offsets", lambda *_: made.append(1) or [])
-    runs = runs_of(encoding, [(3, 7), (7, len(text))], len(text))
-    assert TOKENIZERS[1].decode(encoding.ids[slice(*runs[0])]) == " cat"
-    assert made == []
-    runs_of(encoding, [(5, 7)], len(text))
-    assert made == [1]

@@ -67,7 +67,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_said", set())
-    monkeypatch.setattr("pronghorn.model.captured_layers.EAGER_TIMES", 0)
+    monkeypatch.setattr("pronghorn.compat.captured_layers.EAGER_TIMES", 0)
 
 
 def test_an_adapter_trains_as_with_stock_libraries(

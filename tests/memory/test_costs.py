@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pronghorn.bench.workloads import MODELS, WORKLOADS
+from benchmarks.bench.workloads import MODELS, WORKLOADS
 from pronghorn.kernels.runtime.dispatch import HOPPER, Target
 from pronghorn.memory.costs import Model, predicted_costs
 from pronghorn.memory.forecast import problem_of

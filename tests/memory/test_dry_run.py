@@ -23,7 +23,7 @@ from real_layers import (
     small_model,
 )
 
-from pronghorn.bench.workloads import MODELS
+from benchmarks.bench.workloads import MODELS
 from pronghorn.kernels.lora.gated_lora import THIN_CONFIGS
 from pronghorn.kernels.lora.gated_lora_thin import ThinSums
 from pronghorn.kernels.runtime.dispatch import CHIPS, HOPPER, Target, dry_run
@@ -161,9 +161,9 @@ def test_weights_and_adapters_are_counted_as_they_are_stored_and_shared(family: 
 def test_a_reward_model_has_no_lm_head(method: str, tied: bool) -> None:
     config = config_of("llama")
     config.tie_word_embeddings = tied
-    model = model_of(config, method, Lora(r=4), scored=True)
+    model = model_of(config, method, Lora(r=4), head="score")
     language = Job(shape_of(config_of("llama")), TOKENS, rank=4, element=4, **METHODS[method])
-    job = replace(language, shape=shape_of(config), scored=True)
+    job = replace(language, shape=shape_of(config), head="score")
     assert_counted(model, job, method)
     assert job.rows == job.entries  # one for each document
     assert head_bytes(job) < head_bytes(language)

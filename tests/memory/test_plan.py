@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from real_layers import recomputing
 
-from pronghorn.bench.workloads import MODELS
+from benchmarks.bench.workloads import MODELS
 from pronghorn.errors import EnvironmentFault, RecipeError
 from pronghorn.memory import levels
 from pronghorn.memory.costs import predicted_costs

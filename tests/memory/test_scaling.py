@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pronghorn.bench.workloads import MODELS
+from benchmarks.bench.workloads import MODELS
 from pronghorn.errors import CommandError
 from pronghorn.memory.dry_run import layer_parts, static_parts, trained_parameters
 from pronghorn.memory.forecast import plan_report

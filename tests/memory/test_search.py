@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from test_plan import each_size_once
 
-from pronghorn.bench.workloads import MODELS
+from benchmarks.bench.workloads import MODELS
 from pronghorn.memory.costs import predicted_costs
 from pronghorn.memory.forecast import problem_of
 from pronghorn.memory.gpus import GPUS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -58,15 +59,7 @@ def gradients(model: Any) -> dict[str, Tensor]:
     batch = build_batch(random_table(6), np.arange(6), 256)
     engine = engine_of(model)
     assert engine is not None
-    engine.packed_loss(
-        batch.ids_T,
-        batch.positions_T,
-        batch.cu_seqlens,
-        batch.longest,
-        labels_T=batch.labels_T,
-        loss_rows=batch.loss_rows,
-        typical=40,
-    )[0].backward()  # type: ignore[no-untyped-call]
+    engine.packed_loss(replace(batch, typical=40))[0].backward()  # type: ignore[no-untyped-call]
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return found

@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig
 
 from pronghorn.errors import ModelError
 from pronghorn.model import causal_lm
-from pronghorn.model.causal_lm import FastCausalLM, install
-from pronghorn.model.changes import ENGINE
+from pronghorn.model.causal_lm import ENGINE, FastCausalLM, install
 from pronghorn.model.verify import verify
+from samples import one_document
 
 SMALL: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -119,9 +119,7 @@ def own_loss(model: Any, ids: torch.Tensor) -> float:
 
 @torch.no_grad()
 def fast_loss(engine: FastCausalLM, ids: torch.Tensor) -> float:
-    bounds, rows = torch.tensor([0, TOKENS], dtype=torch.int32), torch.arange(TOKENS - 1)
-    labels = torch.cat([ids[1:], ids[:1]])
-    return float(engine.packed_loss(ids, torch.arange(TOKENS), bounds, TOKENS, labels_T=labels, loss_rows=rows)[0])
+    return float(engine.packed_loss(one_document(ids, ids.roll(-1), torch.arange(TOKENS - 1)))[0])
 
 
 def found(model: Any) -> bool:

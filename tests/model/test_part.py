@@ -15,6 +15,7 @@ from pronghorn.model.layers.layer import DecoderLayer
 from pronghorn.model.layers.saved import Level
 from pronghorn.model.layers.types import Documents
 from pronghorn.model.lora import add_adapter
+from pronghorn.packs import PackedDocuments
 from pronghorn.recipe import Lora
 
 SMALL: dict[str, Any] = {
@@ -47,9 +48,13 @@ def engine_for(kind: str = "llama", lora: Lora | None = None, **values: Any) -> 
     return engine
 
 
+def documents_of(engine: FastCausalLM) -> Documents:
+    return Documents.of(PackedDocuments(positions_T=POSITIONS, cu_seqlens=BOUNDS, longest=12), engine.positions)
+
+
 def gradients(layers: list[DecoderLayer], engine: FastCausalLM, rows: Tensor | None) -> tuple[Tensor, list[Tensor]]:
     h = torch.randn(20, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).requires_grad_()
-    documents: Documents = engine.documents(BOUNDS, 12, POSITIONS)
+    documents = documents_of(engine)
     assert torch.equal(documents.spans_2T, spans(BOUNDS, 20))
     out = h
     for layer in layers:
@@ -90,11 +95,11 @@ def test_a_part_names_all_that_it_saves() -> None:
         layer = engine.layers[1]
         h = torch.randn(20, 32, dtype=torch.float64)
         with torch.no_grad():
-            saved = layer.forward_at("nothing", h, engine.documents(BOUNDS, 12, POSITIONS))[1]
+            saved = layer.forward_at("nothing", h, documents_of(engine))[1]
             assert {"h", "h2", "gu"} <= saved.keys()
             assert saved.keys() == layer.kept(saved, "nothing").keys()
             for level in ("gate_up", "around_attention", "layer"):
-                left = layer.forward_at(level, h, engine.documents(BOUNDS, 12, POSITIONS))[1]
+                left = layer.forward_at(level, h, documents_of(engine))[1]
                 assert left.keys() == layer.kept(saved, level).keys()  # type: ignore[arg-type]
 
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Olmo2Config, Qwen3Config
 
-from pronghorn.data.pack.batches import PackedBatch, build_batch
+from pronghorn.data.pack.batches import build_batch
 from pronghorn.memory.offload import OffloadPool, bytes_needed
 from pronghorn.model.causal_lm import FastCausalLM, engine_of, install
 from pronghorn.model.layers.saved import Level, Saved, leave, restore
 from pronghorn.model.lora import add_adapter
+from pronghorn.packs import PackedBatch
 from pronghorn.recipe import Lora
 from pronghorn.train.objectives import Supervised
 from samples import random_table

@@ -4,8 +4,6 @@ Stock transformers lets the convolutions of a pack see other documents, so each 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -16,14 +14,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pronghorn.errors import ModelError
 from pronghorn.memory.job import shape_of
-from pronghorn.model.causal_lm import FastCausalLM, engine_of, install, require_isolated_documents
+from pronghorn.model.causal_lm import FastCausalLM, engine_of, install
 from pronghorn.model.families import why_not_fast
 from pronghorn.model.formats.store import dequantize_, store_experts_, store_linears_
 from pronghorn.model.formats.table import FORMATS
-from pronghorn.model.hf_forward import paused
+from pronghorn.model.isolated_documents import require_isolated_documents
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.shared_prefix import why_not_shared
 from pronghorn.model.verify import verify
+from pronghorn.packs import IGNORED, PackedBatch
 from pronghorn.recipe import Lora
 
 LENGTHS = (1, 2, 3, 63, 64, 65, 150)
@@ -89,32 +88,28 @@ def batch(lengths: tuple[int, ...] = LENGTHS) -> tuple[Tensor, Tensor, Tensor]:
     return ids, torch.cat([torch.arange(length) for length in lengths]), bounds
 
 
-def labels_of(ids: Tensor, bounds: Tensor) -> Tensor:
-    labels = torch.cat([ids[1:], ids[:1]])
-    labels[bounds[1:].long() - 1] = -100
-    return labels
-
-
 def fast(model: Any, lengths: tuple[int, ...] = LENGTHS) -> tuple[float, dict[str, Tensor]]:
     ids, positions, bounds = batch(lengths)
-    loss = engine(model).packed_loss(ids, positions, bounds, max(lengths), labels_T=labels_of(ids, bounds))[0]
-    return gradients(model, loss)
+    labels = torch.cat([ids[1:], ids[:1]])
+    labels[bounds[1:].long() - 1] = IGNORED
+    pack = PackedBatch(
+        ids_T=ids,
+        labels_T=labels,
+        positions_T=positions,
+        cu_seqlens=bounds,
+        loss_rows=(labels != IGNORED).nonzero()[:, 0],
+        longest=max(lengths),
+        tokens=len(ids),
+        loss_tokens=int((labels != IGNORED).sum()),
+        documents=tuple(range(len(lengths))),
+    )
+    return gradients(model, engine(model).packed_loss(pack)[0])
 
 
 def own(model: Any, lengths: tuple[int, ...] = LENGTHS) -> tuple[float, dict[str, Tensor]]:
     ids, _, bounds = batch(lengths)
-    with alone(model):
-        parts = [_document(model, ids[start:stop]) for start, stop in pairwise(bounds.tolist()) if stop - start > 1]
+    parts = [_document(model, ids[start:stop]) for start, stop in pairwise(bounds.tolist()) if stop - start > 1]
     return gradients(model, torch.stack(parts).sum())
-
-
-@contextmanager
-def alone(model: Any) -> Iterator[None]:
-    if engine_of(model) is None:
-        yield
-        return
-    with paused(engine(model)):
-        yield
 
 
 def _document(model: Any, ids: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.layers.types import GradBuffer
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
+from samples import one_document
 
 
 @pytest.mark.parametrize("pieces", [1, 3])
@@ -45,6 +46,5 @@ def test_the_last_layer_copies_nothing(pieces: int, some_rows: bool, monkeypatch
     rows = torch.tensor([1, 4, 7]) if some_rows else None
     labels = torch.full((9,), -100)
     labels[[1, 4, 7]] = 5
-    bounds = torch.tensor([0, 9], dtype=torch.int32)
-    engine.packed_loss(ids, torch.arange(9), bounds, 9, labels_T=labels, loss_rows=rows)[0].backward()
+    engine.packed_loss(one_document(ids, labels, rows))[0].backward()
     assert found[0]  # the first that looks is the last layer's MLP

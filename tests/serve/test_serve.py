@@ -22,6 +22,7 @@ from pronghorn.cli import main
 from pronghorn.errors import CommandError
 from pronghorn.serve.answering import Answer, _Growing, answer
 from pronghorn.serve.asked import Asked, RequestError, read
+from pronghorn.serve.handler import Handler
 from pronghorn.serve.models import Models, Served, load
 from pronghorn.serve.server import Server
 from pronghorn.train.run.trained_run import Chat
@@ -38,7 +39,7 @@ def models(place: Place) -> Models:
 
 @pytest.fixture(scope="module")
 def server(models: Models) -> Iterator[Server]:
-    server = Server(models, "127.0.0.1", 0)
+    server = Server(models, "127.0.0.1", 0, Handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield server

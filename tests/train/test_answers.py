@@ -147,24 +147,6 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(recipe_for: Callable[..., R
     assert len(events_of(tmp_path / "parts", "base")) == 1  # found again, not asked again
 
 
-def test_patience_is_with_the_metric(recipe_for: Callable[..., Recipe]) -> None:
-    recipe = recipe_for(
-        train={"steps": 9}, eval={"every": 1, "metrics": "exact_match", "best": "exact_match", "stop": {"patience": 2}}
-    )
-    result = train(recipe, display=Silent())
-    assert (result.reason, result.step) == ("early stop", 3)  # it is 0 three times; the loss falls all the while
-    assert "held-out exact_match improved by less than" in result.why
-
-
-def test_another_metric_may_decide_from_a_resume_on(recipe_for: Callable[..., Recipe]) -> None:
-    with pytest.raises(Interrupted):
-        train(recipe_for(train={"steps": 6}, eval={"every": 2}), display=stop_at(3))
-    recipe = recipe_for(train={"steps": 6}, eval={"every": 2, "metrics": "rouge_l", "best": "rouge_l"})
-    result = train(recipe, display=Silent())
-    assert result.best_step in (4, 6)
-    assert any("rouge_l replaces loss" in event["text"] for event in events_of(result.folder, "notice"))
-
-
 def test_a_base_model_that_is_gone_is_told_of(recipe_for: Callable[..., Recipe]) -> None:
     with pytest.raises(Interrupted):
         train(recipe_for(method="full", train={"steps": 4}), display=stop_at(1))

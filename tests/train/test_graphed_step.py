@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
@@ -17,7 +16,7 @@ from pronghorn.model.causal_lm import install
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
 from pronghorn.train.step.fused_adamw import FusedAdamW
-from pronghorn.train.step.graphed_step import GraphedStep, make_step, shared_gradients
+from pronghorn.train.step.graphed_step import GraphedStep
 from pronghorn.train.step.step import EagerStep
 from samples import ListTable
 
@@ -168,46 +167,6 @@ def test_going_through_it_without_kernels_leaves_nothing(full: bool) -> None:
     assert losses(step, batches) == losses(graphed(model_of(full=full)), batches)
 
 
-def test_kernels_that_cannot_be_compiled_ahead_stop_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    batches, said = steps_of(mixed_table(60), 2), []  # type: ignore[var-annotated]
-    step = graphed(model_of(), said=said)
-    step._set_up(batches[0].batches[0])
-
-    def fails(work: Any) -> None:
-        step._loss += float("nan")
-        raise RuntimeError("no room\nfor it")
-
-    monkeypatch.setattr(step._graphs, "attempt", fails)
-    step._compile(batches[0].batches[0])
-    monkeypatch.undo()
-    assert any("one by one" in line and "no room" in line for line in said)
-    assert losses(step, batches) == losses(graphed(model_of()), batches)
-
-
-def test_work_that_fails_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it launched before may still add to the sums, which are cleared on the other stream next."""
-    order: list[str] = []
-
-    class Stream:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def wait_stream(self, other: Stream) -> None:
-            order.append(f"{self.name} waits for {other.name}")
-
-    def fails() -> None:
-        order.append("work")
-        raise RuntimeError("half-way")
-
-    step, usual = graphed(model_of()), Stream("usual")
-    monkeypatch.setattr(step._graphs, "_stream", Stream("capture"), raising=False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: usual)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    with pytest.raises(RuntimeError, match="half-way"):
-        step._graphs.attempt(fails)
-    assert order == ["capture waits for usual", "work", "usual waits for capture"]
-
-
 @ON_GPU
 def test_sums_are_clear_after_work_that_fails() -> None:
     step, total = graphed(model_of()), torch.zeros(1000, device=DEVICE)
@@ -324,19 +283,6 @@ def test_the_learning_rate_of_each_step_is_its_own() -> None:
     assert not all(torch.equal(p, before[name]) for name, p in weights(model).items())
 
 
-def test_gradients_share_one_buffer_in_aligned_places() -> None:
-    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((3, 5), (7,), (64, 2))]
-    (buffer,) = shared_gradients(parameters)
-    for parameter in parameters:
-        assert parameter.grad is not None
-        assert parameter.grad.shape == parameter.shape
-        assert (parameter.grad.data_ptr() - buffer.data_ptr()) % 256 == 0
-        parameter.grad.fill_(1.0)
-    assert buffer.sum() == 15 + 7 + 128
-    buffer.zero_()
-    assert all(float(p.grad.abs().sum()) == 0 for p in parameters if p.grad is not None)
-
-
 @ON_GPU
 def test_nothing_in_a_step_waits_for_the_device() -> None:
     model = model_of(dtype=torch.bfloat16)
@@ -368,13 +314,3 @@ def test_a_capture_that_fails_falls_back_with_one_line(monkeypatch: pytest.Monke
     assert len([line for line in said if "run eagerly" in line]) == 1
     expected = losses(graphed(model_of(dtype=torch.bfloat16), "bf16"), batches)
     assert found[-1][0] == pytest.approx(expected[-1][0], rel=2e-3)
-
-
-def test_what_stands_against_a_graph_is_said() -> None:
-    model, said = model_of(), []
-    options: dict[str, Any] = {"precision": "fp32", "clip": 1.0, "say": said.append}
-    step = make_step(model, optimizer_of(model), device=torch.device("cpu"), graph="auto", **options)
-    assert isinstance(step, EagerStep)
-    with pytest.raises(Exception, match="cannot be captured") as error:
-        make_step(model, optimizer_of(model), device=torch.device("cpu"), graph="on", **options)
-    assert "no NVIDIA GPU" in str(error.value.why)

@@ -17,20 +17,11 @@ from safetensors.torch import load_file, save_file
 from pronghorn.cli import main
 from pronghorn.data.pack.batches import Cursor, StepBatch, build_batch
 from pronghorn.errors import HealthStop, ModelError, RecipeError
-from pronghorn.memory.dry_run import Allocations
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
 from pronghorn.train.objectives import Supervised
 from pronghorn.train.setup.setup import set_up
-from pronghorn.train.step.health import (
-    BrokenWeights,
-    Offenders,
-    lower_lr,
-    not_finite,
-    offending_rows,
-    require_sound,
-    require_trainable,
-)
+from pronghorn.train.step.health import BrokenWeights, Offenders, lower_lr, offending_rows, require_sound, require_trainable
 from samples import ListTable, chat_rows, make_model, write_rows
 from tables import table
 
@@ -39,11 +30,6 @@ CPU = torch.device("cpu")
 
 def never() -> Offenders:
     raise AssertionError("asked for offenders although nothing is wrong")
-
-
-def test_sound_numbers_pass_and_nothing_is_computed() -> None:
-    require_sound(2.0, 0.5, 1, never, "runs/x", "fp32")
-    require_sound(0.0, 1e-30, 1, never, "runs/x", "fp32")
 
 
 @table(
@@ -82,12 +68,6 @@ def test_rows_are_not_blamed_where_all_or_none_of_them_is_bad(found: Offenders, 
         require_sound(math.nan, 1.0, 1, lambda: found, "runs/x", "fp32")
     assert (caught.value.why, caught.value.fix) == (why, lower_lr())  # the precision is what it would advise
     assert isinstance(caught.value, BrokenWeights) == ("weights" in why)
-
-
-def test_at_most_five_rows_are_named() -> None:
-    with pytest.raises(HealthStop) as caught:
-        require_sound(math.nan, 1.0, 1, lambda: Offenders([f"a:{i}" for i in range(12)], ["a:0"] * 40), "runs/x", "fp32")
-    assert caught.value.why == "caused by a:0, a:1, a:2, a:3, a:4 and 7 more"
 
 
 def test_gradients_that_are_all_zero() -> None:
@@ -145,10 +125,6 @@ def test_a_gradient_that_overflows_is_found_though_the_loss_is_finite() -> None:
     assert found.rows == ["row 1", "row 4"]
 
 
-def test_none_is_named_when_none_is_bad_alone() -> None:
-    assert offenders(make_model(), ROWS) == ([], [f"row {i}" for i in range(len(ROWS))])
-
-
 def test_a_whole_run_names_the_line_of_its_file(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], recipe_for: Callable[..., Any]
 ) -> None:
@@ -191,12 +167,3 @@ def test_a_weight_that_is_not_finite_is_named_before_anything_trains(
     with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj.* NaN or infinity") as caught:
         set_up(recipe, Path(recipe.output), report=lambda *_: None, stage=lambda _: nullcontext())
     assert caught.value.where == str(folder)
-
-
-def test_looking_for_broken_numbers_takes_no_memory() -> None:
-    """A plan does not count it, and the embeddings of a large vocabulary are a large part of what is trained."""
-    weights = {"sound": torch.ones(1000, 100), "broken": torch.ones(1000, 100)}
-    weights["broken"][999, 99] = math.nan
-    with Allocations() as counted:
-        assert not_finite(weights) == ["broken"]
-    assert counted.peak < 100

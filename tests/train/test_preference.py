@@ -14,7 +14,7 @@ import trl_losses as theirs
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, LlamaConfig, Qwen3Config
 
-from pronghorn.data.pack.batches import BatchLoader, PackedBatch, Shapes, StepBatch, build_batch
+from pronghorn.data.pack.batches import BatchLoader, Shapes, StepBatch, build_batch
 from pronghorn.data.pack.packing import pack_in_order
 from pronghorn.data.preference.pair_packing import groups_of
 from pronghorn.data.preference.pair_rows import PairRows
@@ -22,6 +22,7 @@ from pronghorn.errors import RecipeError
 from pronghorn.model.causal_lm import install
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.shared_prefix import why_not_shared
+from pronghorn.packs import PackedBatch
 from pronghorn.recipe import Lora
 from pronghorn.train.dist.world import World
 from pronghorn.train.objectives.cpo import Cpo, SimPo

@@ -25,7 +25,6 @@ from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora, Recipe
 from pronghorn.report.run_log import read_log
 from pronghorn.report.summary import summary
-from pronghorn.train.dist.ranks import all_different
 from pronghorn.train.dist.world import World
 from pronghorn.train.loop import train
 from pronghorn.train.objectives import Supervised
@@ -298,27 +297,9 @@ def test_a_step_needs_a_pack_for_each_rank(recipe_for: Callable[..., Recipe]) ->
     assert "set train.batch_tokens: 1536" in agreed(uneven, {}, world)[0]
 
 
-def test_ranks_that_wait_because_a_step_has_few_rows_are_told(recipe_for: Callable[..., Recipe]) -> None:
-    world = World()
-    world.size = 3
-    recipe = recipe_for(train={"capacity": 1024, "batch_tokens": 65536, "batch_rows": 4}, data={"max_length": 128})
-    packs = pack(np.full(40, 60), 1024, seed=1, epoch=0, rows=4)
-    (told,) = agreed(recipe, {}, world, packs)
-    assert told.startswith(
-        "a step of 4 rows has 1.0 packs for 3 ranks, so some ranks wait; set train.capacity: 512, or start 1 rank"
-    )
-    assert agreed(recipe, {}, world, pack(np.full(40, 60), 64, seed=1, epoch=0, rows=4)) == []
-
-
 def test_the_store_of_ranks_on_one_machine_listens_on_loopback(tmp_path: Path) -> None:
     """Where a scheduler starts them, rank 0 keeps a store; by itself torch opens it to all interfaces."""
     found = in_ranks(lambda world: (world.wait(), [where for where, _ in listening([os.getpid()])])[1], tmp_path)
     addresses = [literal_eval(one[1]) for one in found if one]
     assert [len(one) for one in addresses] == [2, 1]  # gloo's, and the store
     assert {where for one in addresses for where in one} <= set(LOOPBACK)
-
-
-def test_nccl_needs_a_gpu_for_each_rank() -> None:
-    assert all_different(["a 0", "a 1", "b 0"])
-    assert not all_different(["a 0", "a 0"])
-    assert not all_different(["a 0", ""])

@@ -16,11 +16,11 @@ from rank_processes import in_ranks
 from pronghorn.data.pack.batches import BatchLoader, Shapes
 from pronghorn.data.pack.packing import pack
 from pronghorn.model.causal_lm import install
+from pronghorn.model.heads.lm import own_logits
 from pronghorn.model.text_stack import decoder_layers
 from pronghorn.train.dist.shards import Shares
 from pronghorn.train.dist.trained_shards import TrainedShards
 from pronghorn.train.dist.world import World
-from pronghorn.train.objectives.objective import own_forward
 from pronghorn.train.step.step import EagerStep
 from samples import make_model, random_table
 
@@ -74,7 +74,7 @@ def theirs(world: World) -> list[float]:
     for step_batch in batches(world):
         total = 0.0
         for batch in step_batch.batches:
-            logits, labels = own_forward(model, batch).logits[0], batch.labels_T[batch.loss_rows]
+            logits, labels = own_logits(model, batch)[0], batch.row_labels
             loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / step_batch.loss_tokens
             accelerator.backward(loss * world.size)  # FSDP takes the mean over ranks
             total += float(loss.detach())

@@ -21,7 +21,7 @@ VERBS = {
     "generate": "chat", "infer": "chat", "inference": "chat", "predict": "chat", "ask": "chat", "talk": "chat",
     "server": "serve", "api": "serve", "merge":
     "export --to merged", "save": "export", "list": "runs", "ls": "runs", "compare": "runs", "history": "runs",
-    "benchmark": "bench", "stats": "data stats", "show": "data show", "inspect": "data show", "preview": "data show",
+    "stats": "data stats", "show": "data show", "inspect": "data show", "preview": "data show",
     "dataset": "data",
 }  # fmt: skip
 # Options of other tools: what to do instead.

@@ -119,7 +119,7 @@ def collect(
 
 
 def _found(rows: Rows, numbers: list[int]) -> Found:
-    """Of preference data, groups of them."""
+    """How many rows have these numbers, and the first of them; in preference data, groups."""
     first = np.isin(first_rows(rows.table), numbers).sum()
     return Found(int(first), rows.table.where(numbers[0]) if numbers else "")
 

@@ -20,6 +20,7 @@ from pronghorn.export.gguf_convert import INSTALL, Converter, Source, convert, r
 from pronghorn.export.gguf_file import differing, quantized
 from pronghorn.export.gguf_mixture import MIXTURES, TYPES, WIDE
 from pronghorn.export.job import Job, write_base
+from pronghorn.export.quantizer import require_quantizer
 from pronghorn.export.usage import Usage, base_name
 from pronghorn.hub import model_folder
 
@@ -55,6 +56,7 @@ def refuse(job: Job) -> None:
     merged.refuse(job)
     source = job.checkpoint if not job.has_adapter else model_folder(job.recipe.model)
     require_convertible(source)
+    require_quantizer(job.variant)
     if job.variant == ADAPTER:
         if not job.has_adapter:
             raise CommandError("the run has no adapter", why="method: full trains the whole model", fix="use --to gguf:q8_0")

@@ -75,7 +75,7 @@ def _place(run: Path, target: Path | None, asked: Asked, count: int) -> Path:
 
 
 def figures_of(run: Path, trained: Trained) -> dict[str, Any]:
-    """Of the run's log, at the checkpoint's step."""
+    """Figures of the run's log, at the checkpoint's step."""
     events = read_log(run) if (run / FILE_NAME).exists() else []  # a checkpoint is whole without it
     here = {event["event"]: event for event in history(events) if event.get("step") == trained.step}
     step, held_out = here.get("step", {}), here.get("eval", {})
@@ -105,11 +105,11 @@ def export_trained(
     needed = 0
     for (asked, place), job in zip(places, jobs, strict=True):
         refuse_existing(place)
-        if trained.recipe.objective.scored and not asked.target.scores:
+        if not trained.head.generates and not asked.target.any_head:
             raise CommandError(
-                what=f"--to {asked.name} does not support reward models",
-                why="it is for programs that generate text, and a reward model has a score head in place of the LM head",
-                fix="use --to merged, or adapter: transformers loads them with AutoModelForSequenceClassification",
+                what=f"--to {asked.name} does not support {trained.head.title}",
+                why=f"it is for programs that generate text; the model has a {trained.head.name} head in place of the LM head",
+                fix=f"use --to merged, or adapter: transformers loads them with {jobs[0].loaded_with}",
             )
         asked.target.refuse(job)
         needed += asked.target.size(job)

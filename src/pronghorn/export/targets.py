@@ -24,7 +24,7 @@ class Target:
     size: Callable[[Job], int]
     refuse: Callable[[Job], None] = lambda _: None
     variants: tuple[str, ...] = ()
-    scores: bool = False  # whether it can hold a reward model, whose head is a score
+    any_head: bool = False  # whether it can hold a model that writes no text
 
 
 TARGETS: dict[str, Target] = {
@@ -38,7 +38,7 @@ TARGETS: dict[str, Target] = {
             adapter.usage,
             adapter.size,
             adapter.refuse,
-            scores=True,
+            any_head=True,
         ),
         Target(
             "merged",
@@ -48,7 +48,7 @@ TARGETS: dict[str, Target] = {
             merged.usage,
             merged.size,
             merged.refuse,
-            scores=True,
+            any_head=True,
         ),
         Target(
             "gguf",
@@ -102,7 +102,7 @@ class Asked(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of its folder, and in export.json."""
+        """The name of its folder, and in export.json."""
         default = self.target.variants[:1] in ((), (self.variant,))
         return self.target.name if default else f"{self.target.name}-{self.variant}"
 

@@ -16,16 +16,17 @@ from pronghorn.memory.measure import LayerWork, measure_costs
 from pronghorn.model.causal_lm import FastCausalLM
 from pronghorn.model.layers.saved import FROM_INPUT, Level, Saved
 from pronghorn.model.layers.types import Documents
-from pronghorn.model.text_stack import head_of
+from pronghorn.packs import PackedBatch
 
 PIECES = 4  # in which the MLP's rows are timed; each further one is taken to cost the same
 
 
-def layer_work(engine: FastCausalLM, documents: Documents, tokens: int, rows: int, dtype: torch.dtype) -> LayerWork:
-    """`rows`: tokens with a loss, which the head is computed for. `backward` is timed together with what computes gate and up
+def layer_work(engine: FastCausalLM, pack: PackedBatch, dtype: torch.dtype) -> LayerWork:
+    """The head is computed for the pack's loss rows. `backward` is timed together with what computes gate and up
     again, since it writes over them: data that is zero after the first run would be multiplied faster than a step's."""
     layer, width = engine.layers[len(engine.layers) // 2], int(engine.config.hidden_size)
-    device = documents.cu_seqlens.device
+    documents, device = Documents.of(pack, engine.positions), pack.ids_T.device
+    tokens, rows = len(pack.ids_T), len(pack.loss_rows)
     generator = torch.Generator(device).manual_seed(0)  # its own: the run's random numbers stay where they are
 
     def random(count: int, scale: float = 1.0) -> torch.Tensor:
@@ -37,11 +38,9 @@ def layer_work(engine: FastCausalLM, documents: Documents, tokens: int, rows: in
     saved = layer.forward_at("gate_up", h, documents)[1]
 
     def rest() -> None:
-        if head_of(engine.model) is None:
-            return  # a reward model's head is one row of weights
-        with torch.enable_grad():
+        with torch.enable_grad(), torch.autocast(device.type, enabled=False):
             x = head.detach().requires_grad_()
-            torch.autograd.grad(engine.loss(x, labels)[0], x)
+            torch.autograd.grad(engine.head.sample_loss(x, labels), x)
 
     def with_weights_loaded_anew(work: Callable[[], object]) -> Callable[[], object]:
         """Weights in 4 bits are dequantized once for a forward and once for recomputing and backward together."""
@@ -86,19 +85,12 @@ def layer_work(engine: FastCausalLM, documents: Documents, tokens: int, rows: in
 
 @torch.no_grad()
 def calibrate(
-    engine: FastCausalLM,
-    documents: Callable[[int], Documents],
-    *,
-    tokens: int,
-    rows: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    piece: float = 0.0,
+    engine: FastCausalLM, pack: PackedBatch, dtype: torch.dtype, device: torch.device, *, piece: float = 0.0
 ) -> LayerCosts:
-    """`documents`: what the layers share about the first so many tokens. `piece`: where it cannot be timed. The optimizer's
+    """`pack`: one of the run's, or a part of it. `piece`: where it cannot be timed. The optimizer's
     time is left out: an update cannot be tried without changing the weights. On a CPU, where only tests plan, each is timed
     once."""
-    work = layer_work(engine, documents(tokens), tokens, rows, dtype)
+    work = layer_work(engine, pack, dtype)
     if device.type == "cuda":
         return measure_costs(work, device, piece=piece)
     return measure_costs(work, device, repeats=1, copy_bytes=1 << 20, warm_up=1, piece=piece)

@@ -17,6 +17,7 @@ from pronghorn.memory.dry_run import Group, attends_itself, groups, shared_bytes
 from pronghorn.memory.gpus import Gpu
 from pronghorn.memory.job import FP32, RECOMPUTES, Job, Recompute, moment_bytes
 from pronghorn.model.formats.table import FORMATS
+from pronghorn.model.heads import HEADS
 
 PRODUCTS = 0.73  # of the bf16 rate, bytes aside: what is left of 752 TFLOP/s of 989 in a step, at the power limit
 FP8_PRODUCTS = 0.65  # 1,160 to 1,380 of 1,979 at layer shapes
@@ -186,7 +187,7 @@ class Model:
     def rest(self) -> float:
         """Embeddings, final norm, and the head's two products with its softmax between them."""
         s, rows, e = self.job.shape, self.job.rows, self.job.element
-        if self.job.scored:  # a row of weights in place of the vocabulary
+        if not HEADS[self.job.head].generates:  # few rows of weights in place of the vocabulary
             return self.move(8 * s.width) + 40 * LAUNCH_MS
         products = (3 if self.job.method == "full" else 2) * self.product(rows, s.width, s.vocabulary, plain=True)
         softmax = 3.0 * rows * s.vocabulary * e / self.bytes

@@ -24,18 +24,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pronghorn.errors import ModelError
-from pronghorn.kernels.loss.linear_cross_entropy import chunk_rows, linear_cross_entropy
 from pronghorn.kernels.runtime.dispatch import dry_run
 from pronghorn.memory.job import FP32, Job, head_share, moment_bytes
 from pronghorn.model.causal_lm import FastCausalLM, base_of, engine_of, install
 from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.layers.layer import DecoderLayer
 from pronghorn.model.layers.saved import Level, leave
-from pronghorn.model.layers.types import Documents, GradBuffer
+from pronghorn.model.layers.types import Documents
 from pronghorn.model.lora_grad_buffer import LoraGradBuffer
 from pronghorn.model.one_layer import one_layer_model
-from pronghorn.model.scored import scores_of
 from pronghorn.model.text_stack import head_of
+from pronghorn.packs import PackedDocuments
 from pronghorn.recipe import Lora
 
 LIBRARY_BYTES = 96 << 20  # cuBLAS workspaces, tables of addresses, batches waiting for their turn
@@ -155,7 +154,7 @@ class _OneLayer:
 def _key(job: Job) -> tuple[Any, ...]:
     """What of a job its layers depend on."""
     lora = None if job.method == "full" else (job.rank, job.targets)
-    return job.shape.config, job.stored_as, lora, job.element, job.fp8, job.scored, job.target
+    return job.shape.config, job.stored_as, lora, job.element, job.fp8, job.head, job.target
 
 
 def _one_layer(job: Job) -> _OneLayer:
@@ -163,10 +162,10 @@ def _one_layer(job: Job) -> _OneLayer:
 
 
 @lru_cache(maxsize=8)
-def _built(config: str, storage: str, lora: Any, element: int, fp8: bool, scored: bool, target: Any) -> _OneLayer:
+def _built(config: str, storage: str, lora: Any, element: int, fp8: bool, head: str, target: Any) -> _OneLayer:
     dtype = DTYPES[element]
     with dry_run(target):
-        model = one_layer_model(config, storage, dtype, lora and Lora(r=lora[0], targets=lora[1]), scored=scored)
+        model = one_layer_model(config, storage, dtype, lora and Lora(r=lora[0], targets=lora[1]), head)
         refused, engine = install(model, fp8=fp8), engine_of(model)
         if engine is None or (refused := engine.layers[0].why_not_fused()):
             raise ModelError(
@@ -323,8 +322,9 @@ class Held(NamedTuple):
 
 def _documents(engine: FastCausalLM, batch: _Batch) -> Documents:
     with torch.device("meta"):
-        bounds, positions = torch.empty(batch.entries, dtype=torch.int32), torch.empty(batch.tokens, dtype=torch.int64)
-        return engine.documents(bounds, batch.tokens, positions, batch.typical)
+        sizes = {"T": batch.tokens, "E": batch.entries}
+        pack = PackedDocuments.blank(sizes, "meta", longest=batch.tokens, typical=batch.typical)
+        return Documents.of(pack, engine.positions)
 
 
 @torch.no_grad()
@@ -366,9 +366,7 @@ def _head(key: Any, rows: int, share: int) -> int:
     """The most that the norm before the head, the head and the loss hold, forward and backward: the residual stream, its norm
     and its gradient, and a chunk of logits. More rows than four chunks are more of the same."""
     one = _built(*key)
-    if head_of(one.engine.model) is None:
-        return _score_of(key, rows)
-    chunk = chunk_rows(rows, one.engine.config.vocab_size, one.dtype, torch.device("cuda"), share)
+    chunk = one.engine.head.chunk_rows(rows, one.dtype, share)
     if rows <= 4 * chunk:
         return _head_of(key, rows, share)
     two, four = (_head_of(key, chunks * chunk, share) for chunks in (2, 4))
@@ -377,30 +375,16 @@ def _head(key: Any, rows: int, share: int) -> int:
 
 @lru_cache(maxsize=512)
 def _head_of(key: Any, rows: int, share: int) -> int:
+    """Trained embeddings get a gradient of their size after all layers, which hold nothing by then; counted as if it came here,
+    it is at most too much."""
     one = _built(*key)
-    engine = one.engine
-    with dry_run(key[-1]), torch.device("meta"), torch.enable_grad():
-        h = torch.empty(rows, engine.config.hidden_size, dtype=one.dtype, requires_grad=True)
-        labels = torch.empty(rows, dtype=torch.int64)
-        engine.head_terms["chunk_share"] = share
-        with Allocations() as counted:
-            x, weight, bias = engine.head_inputs(h)
-            loss = linear_cross_entropy(x, weight, labels, bias_V=bias, **engine.head_terms)[0]
-            del x, weight
-            torch.autograd.backward(loss)
-    return int(counted.peak + h.nbytes)
-
-
-@lru_cache(maxsize=512)
-def _score_of(key: Any, rows: int) -> int:
-    """As `_head_of`, of a reward model. Trained embeddings get a gradient of their size after all layers, which hold nothing by
-    then; counted as if it came here, it is at most too much."""
-    one = _built(*key)
-    embeddings = one.engine.embeddings.weight
+    head, embeddings = one.engine.head, one.engine.embeddings.weight
     with dry_run(key[-1]), torch.device("meta"), torch.enable_grad():
         h = torch.empty(rows, one.engine.config.hidden_size, dtype=one.dtype, requires_grad=True)
+        labels = torch.empty(rows, dtype=torch.int64)
+        head.set_chunk_share(share)
         with Allocations() as counted:
-            torch.autograd.backward(scores_of(one.engine, h, GradBuffer()).sum())
+            torch.autograd.backward(head.sample_loss(h, labels))
     return max(int(counted.peak + h.nbytes), embeddings.nbytes if embeddings.requires_grad else 0)
 
 

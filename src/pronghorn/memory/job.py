@@ -26,6 +26,7 @@ from pronghorn.model.families import (
     ties_embeddings,
     why_not_fast,
 )
+from pronghorn.model.heads import HEADS
 from pronghorn.model.layers import saved
 from pronghorn.model.one_layer import as_config, written
 
@@ -152,7 +153,7 @@ class Job:
     attended: int = 324  # sum of squares of the documents' lengths over the sum of lengths; 324: mean 207, log-normal
     ranks: int = 1  # that the weights are spread over (world.shard), with what is trained of them
     only_experts: bool = False  # whether those are the experts alone
-    scored: bool = False  # a reward model: a score of each document in place of the LM head (model/scored.py)
+    head: str = "lm"  # a name of model/heads/
     target: Target = H200  # its chip decides which kernels there are
 
     @property
@@ -167,7 +168,7 @@ class Job:
     @property
     def rows(self) -> int:
         """That the head reads."""
-        return self.entries if self.scored else self.loss_rows or self.capacity
+        return self.entries if HEADS[self.head].one_per_document else self.loss_rows or self.capacity
 
     @property
     def entries(self) -> int:
@@ -176,7 +177,7 @@ class Job:
     @property
     def may_keep_embeddings_on_host(self) -> bool:
         named = self.targets != "all-linear" and "embed_tokens" in self.targets
-        shared = self.shape.tied and not self.scored
+        shared = self.shape.tied and HEADS[self.head].generates
         return self.method != "full" and not shared and not named and self.ranks == 1
 
     def with_capacity(self, capacity: int) -> Job:

@@ -17,8 +17,8 @@ from pronghorn.model.formats.checkpoint import published_format
 from pronghorn.model.formats.experts import StoredExperts
 from pronghorn.model.formats.store import store_experts_, store_linears_
 from pronghorn.model.formats.table import FORMATS
+from pronghorn.model.heads import HEADS
 from pronghorn.model.lora import with_adapter
-from pronghorn.model.scored import with_score
 from pronghorn.model.text_stack import beside_text, freeze_beside_text
 from pronghorn.recipe import Lora
 
@@ -33,11 +33,11 @@ def written(config: Any) -> str:
     return str(config.to_json_string(use_diff=False))
 
 
-def one_layer_model(written_config: str, storage: str, dtype: torch.dtype, lora: Lora | None, *, scored: bool = False) -> Any:
-    """`storage`: a row of the formats' table. `lora`: None if the weights are trained themselves, in float32. `scored`: a
-    reward model."""
+def one_layer_model(written_config: str, storage: str, dtype: torch.dtype, lora: Lora | None, head: str = "lm") -> Any:
+    """`storage`: a row of the formats' table. `lora`: None if the weights are trained themselves, in float32. `head`: a
+    name of model/heads/."""
     config, row = AutoConfig.for_model(**json.loads(written_config)), FORMATS[storage]
-    config.architectures = None  # a reward model's may have been trained before: its score is added to a language model here
+    config.architectures = None  # a head that is already there is added to a language model here
     text, layers = text_config(config), int(text_config(config).num_hidden_layers)
     for name, value in list(vars(text).items()):  # what is said of each layer
         if isinstance(value, list) and len(value) == layers:
@@ -47,8 +47,7 @@ def one_layer_model(written_config: str, storage: str, dtype: torch.dtype, lora:
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # sizes are those of the model it was made from
     model: Any = empty_model(config.model_type, config, torch.float32 if lora is None else dtype)
-    if scored:
-        model = with_score(model, seed=0)
+    model = HEADS[head].attach(model, seed=0)
     if lora is None:
         model.requires_grad_(True)
         freeze_beside_text(model)

@@ -1,7 +1,8 @@
 """cos and sin of each kind of RoPE, and the queries' position-dependent scale, computed once per batch.
 
-T = packed tokens, P = rotary width. On the device, without synchronization, so a captured step contains it. Frequencies are
-those of the model's own (scaled) RoPE modules; everything is float32, whatever the weights are.
+T = packed tokens, P = rotary width. Positions are [T] or, for models that read images (M-RoPE), [3, T]: time, row, column. On
+the device, without synchronization, so a captured step contains it. Frequencies are those of the model's own (scaled) RoPE
+modules; everything is float32, whatever the weights are.
 """
 
 from __future__ import annotations
@@ -29,18 +30,23 @@ class Positions:
 
     def _tables(self, kind: str, positions_T: Tensor, spans_2T: Tensor) -> tuple[Tensor, Tensor]:
         if kind == NO_ROPE:
-            still = torch.zeros(len(positions_T), self.head_widths[kind] // 2, dtype=torch.float32, device=positions_T.device)
+            still = torch.zeros(
+                positions_T.shape[-1], self.head_widths[kind] // 2, dtype=torch.float32, device=positions_T.device
+            )
             return still + 1.0, still
         module, prefix = self._module(kind), ""
         if hasattr(module, f"{kind}_inv_freq"):  # one module has the frequencies of all types of layers
             prefix = f"{kind}_"
         rope_type = module.rope_type[kind] if prefix else module.rope_type
+        sections = hasattr(module, "mrope_section")
+        if positions_T.dim() > 1 and not sections:
+            raise ValueError(f"positions {list(positions_T.shape)}: {type(module).__name__} takes one row")
         if rope_type == "longrope":
             return self._long_or_short(module, kind, prefix, positions_T, spans_2T)
         like = torch.empty(0, dtype=torch.float32, device=positions_T.device)
-        given = positions_T[None]
-        if hasattr(module, "mrope_section"):  # of a model that reads images: text has the same number in all three rows
-            given = given[None].expand(3, 1, -1)
+        given = positions_T.unsqueeze(-2)
+        if sections:  # text has the same number in all three rows
+            given = given.expand(3, 1, -1)
         cos, sin = module(like, given, kind) if prefix else module(like, given)
         half = getattr(module, f"{prefix}inv_freq").shape[0]  # in most, both halves are the same
         return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()

@@ -179,7 +179,7 @@ def _plots(
 
 
 def _preference_plots(steps: Sequence[dict[str, Any]], evals: Sequence[dict[str, Any]]) -> list[Plot]:
-    """Of a run that compares answers; the held-out figures as dots."""
+    """Plots of a run that compares answers; held-out figures as dots."""
 
     def line(label: str, name: str, colour: str) -> list[Series]:
         points = [(x, y) for x, y in _column(steps, name) if math.isfinite(y)]

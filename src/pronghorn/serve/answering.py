@@ -161,7 +161,7 @@ class _Growing:
         return self._answer
 
     def _new_text(self, *, last: bool = False) -> str:
-        """Of the tokens that came since; a letter in several tokens waits for the last one."""
+        """The text of the tokens since the last call; a character of several tokens waits for its last one."""
         known = self._decode(self._ids[self._window : self._read])
         text = self._decode(self._ids[self._window :])
         if text.endswith(BROKEN) and not last:

@@ -14,17 +14,15 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from pronghorn.serve import gate, shapes
 from pronghorn.serve.answering import Token, answer, prompt_of
 from pronghorn.serve.asked import SHOWN, Asked, RequestError, read
 from pronghorn.serve.models import Served
+from pronghorn.serve.server import Server
 from pronghorn.serve.wire import Reader, Writer, linger
-
-if TYPE_CHECKING:
-    from pronghorn.serve.server import Server
 
 IDLE = 20.0  # seconds between two requests of a connection
 HEAD_SECONDS, BODY_SECONDS = 10.0, 30.0  # for the headers, and for the body, to arrive

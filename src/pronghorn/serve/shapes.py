@@ -12,7 +12,7 @@ from pronghorn.serve.asked import Asked
 
 
 class Shapes:
-    """Of the answers to one request."""
+    """The JSON of the answers to one request."""
 
     def __init__(self, asked: Asked) -> None:
         self._chat, self._logprobs = asked.chat, asked.logprobs
@@ -30,7 +30,7 @@ class Shapes:
         return {**self._head, "object": self._object, "choices": [choice], "usage": usage(answer)}
 
     def first(self) -> dict[str, Any] | None:
-        """Of a stream: who speaks."""
+        """The first chunk of a stream, which has the role."""
         return self._chunk({"delta": {"role": "assistant", "content": ""}}, [], None) if self._chat else None
 
     def piece(self, text: str, tokens: Sequence[Token]) -> dict[str, Any]:

@@ -78,7 +78,7 @@ BYTES = _byte_letters()
 
 
 class Words:
-    """Of one tokenizer, as `words_of` found it."""
+    """The word look-up of one tokenizer, as `words_of` found it."""
 
     def __init__(self, backend: Any, word: re.Pattern[str], added: dict[str, int]) -> None:
         self._tokenize: Callable[[str], list[Any]] = backend.model.tokenize

@@ -4,16 +4,12 @@ adapters, unknown linears. The linears run as modules; norms, RoPE, attention an
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from pronghorn.kernels.norm.rms_norm import rms_norm
-
-if TYPE_CHECKING:
-    from pronghorn.model.layers.linears import LinearGroup
-    from pronghorn.model.layers.norms import Norm
+from pronghorn.model.layers.linears import LinearGroup
+from pronghorn.model.layers.norms import Norm
 
 
 def normed(norm: Norm | None, x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ class Norm:
     """
 
     def __init__(self, parent: Any, name: str, one_plus: bool, slot: str = "") -> None:
-        """`parent`, `name`: where the module is; another one may take its place (model/hf_forward.py)."""
+        """`parent`, `name`: where the module is; another one may take its place (compat/outer_loop.py)."""
         self.parent, self.name, self.module = parent, name, getattr(parent, name)
         self.one_plus, self.slot = one_plus, slot
         self.rstd = f"rstd.{slot}"  # its name among the saved tensors

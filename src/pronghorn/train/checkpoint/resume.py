@@ -50,10 +50,10 @@ def described(path: Path, recipe: dict[str, Any], values: dict[str, Any]) -> Des
         cursor = Cursor(**values["cursor"])
         if not all(isinstance(number, int) and number >= 0 for number in (cursor.epoch, cursor.pack, values["seen_tokens"])):
             raise ValueError("a counter is not a number")
-        if not isinstance(values["scaler"], dict) or not isinstance(values["data"], str):
+        if not isinstance(values["scaler"], dict) or not all(isinstance(values[key], str) for key in ("data", "held_out")):
             raise ValueError("the loss scale or the data key has the wrong type")
         losses_of(values)
-        return Described(Recipe.model_validate(recipe), cursor, Progress.from_dict(values["progress"]), values["seen_tokens"])
+        return Described(Recipe.model_validate(recipe), cursor, Progress(**values["progress"]), values["seen_tokens"])
     except _MISFITS as error:
         raise _not_ours(path, error) from error
 

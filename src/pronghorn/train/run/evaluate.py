@@ -106,8 +106,3 @@ class Progress:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Progress:
-        """Also of checkpoints from before there were metrics, where it was the best loss."""
-        return cls(**{"best" if key == "best_loss" else key: value for key, value in values.items()})

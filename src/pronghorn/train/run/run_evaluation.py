@@ -23,7 +23,6 @@ from pronghorn.recipe import METRICS, Eval
 from pronghorn.report.answers import write_answers
 from pronghorn.train.objectives import objective_of
 from pronghorn.train.run.evaluate import evaluate
-from pronghorn.train.run.run_identity import EVERY_TOKEN
 from pronghorn.train.run.trained_run import TrainedRun
 from pronghorn.train.setup.preference_data import reference_store, shares_prompts
 from pronghorn.train.setup.setup import prepare_data
@@ -51,22 +50,18 @@ def evaluate_run(run: Path, which: str, *, data: str | None, report: Report, ask
     spec = spec_of(recipe.eval, asked.spec)
     tokenizer = trained.tokenizer()
     if data:
-        wanted, capacity = recipe.objective.rows, recipe.train.capacity
+        wanted, capacity = recipe.objective.kind.reads, recipe.train.capacity
         table = prepare((data,), recipe.data, tokenizer, progress=report, wanted=wanted, capacity=capacity).tokens
         table, pad_id = table.sharing(shares_prompts(recipe)[0]), padding_id(tokenizer)
     else:
         prepared = prepare_data(recipe, tokenizer, report=report, stage=lambda _: nullcontext())
         if prepared.evaluation is None:
             raise CommandError(what="the run has no held-out data", where=str(run), fix="pass some: --data FILE")
-        if (
-            isinstance(recipe.data.eval, float)
-            and trained.data.startswith(EVERY_TOKEN)
-            and trained.data != prepared.keys["data"]
-        ):
+        if isinstance(recipe.data.eval, float) and trained.data != prepared.keys["data"]:
             raise CommandError(
                 what="the rows that the run held out cannot be found again",
                 where=str(run),
-                why="the data changed, or the run is from a version that did not keep copies of a row on one side",
+                why="the data changed",
                 fix="restore the files of data.train, or pass rows that were not trained on: --data FILE",
             )
         table, pad_id = prepared.evaluation, prepared.pad_id

@@ -65,7 +65,7 @@ class _CachedOnly(TokenizerFiles):
 def cached_data(recipe: Recipe) -> DataFacts | None:
     """From rows that some earlier command tokenized; None where that would have to be done first."""
     try:
-        spec, wanted, capacity = recipe.data, recipe.objective.rows, recipe.train.capacity
+        spec, wanted, capacity = recipe.data, recipe.objective.kind.reads, recipe.train.capacity
         prepared = prepare(spec.train, spec, _CachedOnly(recipe.model, spec), wanted=wanted, capacity=capacity)
         held_out = isinstance(spec.eval, float)
         table = apart(prepared, None, spec, recipe.train.seed).train if held_out else prepared.tokens
@@ -84,7 +84,7 @@ def cached_data(recipe: Recipe) -> DataFacts | None:
 def estimated_tokens(recipe: Recipe) -> int | None:
     """From the sizes of the files; None where they say little: packed files, Hub data sets, a part of the rows."""
     try:
-        amount = text_bytes(parts_of(recipe.data.train, recipe.data, recipe.objective.rows))
+        amount = text_bytes(parts_of(recipe.data.train, recipe.data, recipe.objective.kind.reads))
     except (PronghornError, OSError):
         return None
     if amount is None:

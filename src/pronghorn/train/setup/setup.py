@@ -21,15 +21,18 @@ from pronghorn.data.prepare import Counts, Prepared, prepare
 from pronghorn.data.read.reading import Name
 from pronghorn.data.read.splitting import apart
 from pronghorn.errors import DataError, ModelError, RecipeError
-from pronghorn.model.causal_lm import engine_of, install, require_isolated_documents
+from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.config import read_config
 from pronghorn.model.families import ties_embeddings, why_not_fast
 from pronghorn.model.fingerprint import base_of, require_same_base
+from pronghorn.model.heads import HEADS
+from pronghorn.model.isolated_documents import require_isolated_documents
 from pronghorn.model.load import (
     DTYPES,
     ModelFacts,
     Precision,
     inspect_model,
+    load_base,
     load_model,
     pick_device,
     require_fp8_precision,
@@ -38,7 +41,6 @@ from pronghorn.model.load import (
     resolve_precision,
 )
 from pronghorn.model.lora import add_adapter, restore_adapter
-from pronghorn.model.scored import set_padding
 from pronghorn.model.text_stack import freeze_beside_text
 from pronghorn.model.weight_files import require_whole_weights
 from pronghorn.recipe import Recipe
@@ -77,7 +79,6 @@ class RunData:
     total_steps: int
     pad_id: int
     prepared: Prepared  # all rows of data.train, also those held out
-    split: str = ""  # by what a fraction of them was held out (data/read/splitting.py)
 
     @property
     def counts(self) -> Counts:
@@ -87,8 +88,7 @@ class RunData:
     @property
     def keys(self) -> dict[str, str]:
         """Tell whether a resumed run sees the data it began with."""
-        keys = {"data": data_key(self.train, self.pad_id), "held_out": data_key(self.evaluation, self.pad_id)}
-        return keys | ({"split": self.split} if self.split else {})
+        return {"data": data_key(self.train, self.pad_id), "held_out": data_key(self.evaluation, self.pad_id)}
 
     @property
     def packs_per_step(self) -> int:
@@ -176,7 +176,7 @@ def prepare_data(recipe: Recipe, tokenizer: Any, *, report: Report, stage: Stage
     shared, told = shares_prompts(recipe)
 
     def read(names: Sequence[Name]) -> Prepared:
-        wanted, capacity = recipe.objective.rows, spec.capacity
+        wanted, capacity = recipe.objective.kind.reads, spec.capacity
         return prepare(names, recipe.data, tokenizer, progress=report, stage=stage, wanted=wanted, capacity=capacity)
 
     prepared = read(recipe.data.train)
@@ -197,7 +197,7 @@ def prepare_data(recipe: Recipe, tokenizer: Any, *, report: Report, stage: Stage
         groups = groups_of(train, objective_of(recipe).together)
         first = pack(groups, spec.capacity, seed=spec.seed, epoch=0, rows=spec.batch_rows)
         total = spec.steps or steps_in_all(spec, groups, first, report)
-    return RunData(train, evaluation, remarks, first, total, padding_id(tokenizer), prepared, sides.rule)
+    return RunData(train, evaluation, remarks, first, total, padding_id(tokenizer), prepared)
 
 
 def agreed(recipe: Recipe, keys: dict[str, str], world: World, first: Packs | None = None) -> list[str]:
@@ -225,8 +225,8 @@ def look_ahead(recipe: Recipe) -> tuple[torch.device, Precision, ModelFacts, Any
     if recipe.fp8:
         require_fp8_precision(device, precision)
     _refuse_adapted_head(recipe)
-    lora, scored = None if recipe.method == "full" else recipe.lora, recipe.objective.scored
-    facts = inspect_model(recipe.model, lora, storage=recipe.stored_as, scored=scored)
+    lora = None if recipe.method == "full" else recipe.lora
+    facts = inspect_model(recipe.model, lora, storage=recipe.stored_as, head=recipe.objective.kind.head)
     require_fp8_products(recipe, facts)
     require_whole_weights(recipe.model, any_name=recipe.stored_as != "bf16")
     tokenizer = load_tokenizer(recipe.model, recipe.data)
@@ -278,7 +278,7 @@ def set_up(
         data = prepare_data(recipe, tokenizer, report=report, stage=stage)
     told = agreed(recipe, keys := data.keys, world, data.first_epoch) + told_of(shard, world)
     if found:
-        told += require_same_data(found[1].values, keys, data.train, found[0].name, str(run))
+        require_same_data(found[1].values, keys, found[0].name, str(run))
     shapes = Shapes.planned(data.train, data.first_epoch, recipe.train.capacity)
     memory = plan_memory(
         recipe, read_config(recipe.model), shapes, device, precision, evaluates=data.evaluation is not None,
@@ -414,17 +414,14 @@ def _build_model(
     keep = shares.keep if shares else None
     if recipe.method == "full":
         # float32 master weights under autocast: an update of 1e-5 of a weight is lost in bf16's 8 bits.
-        model = load_model(str(checkpoint or recipe.model), torch.float32, device, keep=keep, score_seed=recipe.score_seed)
+        name, head = str(checkpoint or recipe.model), recipe.objective.kind.head
+        model = load_model(name, torch.float32, device, keep=keep, head=head, seed=recipe.train.seed)
         freeze_beside_text(model)
         if shares:
             shares.keep_ends(model)
-        if recipe.objective.scored:
-            set_padding(model, pad_id)  # its config is saved
+        HEADS[head].set_padding(model, pad_id)  # its config is saved
         return model
-    base = load_model(
-        recipe.model, DTYPES[precision], device,
-        storage=recipe.stored_as, progress=report, keep=keep, score_seed=recipe.score_seed,
-    )  # fmt: skip
+    base = load_base(recipe, DTYPES[precision], device, progress=report, keep=keep)
     if shares:
         shares.keep_ends(base)
     model = add_adapter(base, recipe.lora, recipe.train.seed)
@@ -466,7 +463,7 @@ def _put_back(session: Session, state: TrainState) -> None:
         session.take_step.scaler.load_state_dict(values["scaler"])
     session.step = session.resumed_from = state.step
     session.seen_tokens = values["seen_tokens"]
-    before = Progress.from_dict(values["progress"])
+    before = Progress(**values["progress"])
     session.progress = before.by(session.recipe.eval.best)
     if session.progress != before:
         session.notices.append(

@@ -124,8 +124,8 @@ def notices(recipe: Recipe, data: RunData, device: torch.device, precision: Prec
     if device.type == "cpu" and precision != "fp32":
         said.append(f"precision: {precision} is much slower than fp32 on most CPUs")
     pairs = data.train.pairs
-    if pairs is not None and pairs.margins.any() and not recipe.objective.scored:
-        said.append(f"the data's margins have no effect: objective {recipe.objective.name} does not use them (reward does)")
+    if pairs is not None and pairs.margins.any() and not recipe.objective.kind.margins:
+        said.append(f"the data's margins have no effect: objective {recipe.objective} does not use them (reward does)")
     if facts.longest and recipe.data.max_length > facts.longest:
         said.append(f"data.max_length: {recipe.data.max_length:,} exceeds the model's {facts.longest:,} positions")
     return said

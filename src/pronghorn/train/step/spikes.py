@@ -53,8 +53,8 @@ class Rewind(Exception):
 
 
 def losses_of(values: dict[str, Any]) -> list[tuple[int, float]]:
-    """Of a checkpoint; none in those of earlier versions."""
-    return [(int(step), float(loss)) for step, loss in values.get("losses", [])]
+    """A checkpoint's."""
+    return [(int(step), float(loss)) for step, loss in values["losses"]]
 
 
 class Spikes:
