@@ -40,6 +40,7 @@ FIRST = (
     "gpt-oss-20b-4layers, full, num_local_experts=8",
     "llama-8b, lora, head_dim=64, num_attention_heads=32, num_key_value_heads=8, r=16",
     "llama-70b, lora, r=16",
+    "lfm2-1.2b, full",
 )
 
 

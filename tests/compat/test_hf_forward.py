@@ -292,7 +292,7 @@ def test_recomputing_keeps_only_the_layers_input() -> None:
             todo += [following for following, _ in one.next_functions]
         return found
 
-    assert [value.only_input() for value in kept(node)] == [False, False]
+    assert ["q" in value for value in kept(node)] == [True, True]
     fast.gradient_checkpointing_enable()
     node = fast(**batch("full"), num_items_in_batch=1).loss.grad_fn
     assert [(list(value), tuple(value["h"].shape)) for value in kept(node)] == [(["h"], (42, 32))] * 2
@@ -379,7 +379,7 @@ def test_releasing_weights_frees_the_buffers() -> None:
     _, fast = pair()
     fast(**batch("full")).loss.backward()
     engine = engine_of(fast)
-    buffer = weakref.ref(engine.layers[0].gate_up._group)
+    buffer = weakref.ref(engine.layers[0].mlp.gate_up._group)
     base_of(fast).state_dict()
     gc.collect()
     assert buffer() is None

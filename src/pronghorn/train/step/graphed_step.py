@@ -247,7 +247,7 @@ class GraphedStep(Step):
         gradients = shared_gradients(self._parameters)
         engine = engine_of(self.model)
         assert engine is not None
-        compute = engine.backbone.embed_tokens.weight.dtype if self.precision == "fp32" else DTYPES[self.precision]
+        compute = engine.embeddings.weight.dtype if self.precision == "fp32" else DTYPES[self.precision]
         self._sums = LoraGradBuffer(engine, compute)
         engine.accumulate_weights(True)
         self._added_up = [self._loss, self._sums.buffer, *gradients, *([self._watched] if len(self._watched) else [])]
