@@ -124,11 +124,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         forks_have_threads()
 
 
-def pytest_sessionfinish() -> None:
-    if quick := sys.modules.get("quick_runs"):
-        quick.end_writers()
-
-
 _imported: list[ImportedPython] = []
 
 
@@ -176,15 +171,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def one_layer_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with one layer, for whole runs, which it makes a third shorter."""
     return _written(tmp_path_factory.mktemp("one-layer-llama"), num_hidden_layers=1)
-
-
-@pytest.fixture
-def own_writer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checkpoints are written by a process that begins and ends with its run, as always outside of tests (quick_runs.py)."""
-    from pronghorn.train.checkpoint import checkpoint_writer
-
-    kept = checkpoint_writer._Process
-    monkeypatch.setattr(checkpoint_writer, "_Process", getattr(kept, "when_new", kept))
 
 
 @pytest.fixture

@@ -160,7 +160,7 @@ def trained_runs(checkout: Path, folder: Path, room: Path, only: str) -> dict[st
         (room / f"{name}.yaml").write_text(json.dumps(recipe), encoding="utf-8")  # JSON is YAML
         commands[name] = ["train", str(room / f"{name}.yaml"), *(["--ranks", str(ranks)] if ranks > 1 else [])]
     alone = [command for command in commands.values() if "--ranks" not in command]
-    for together in (alone, *([command] for command in commands.values() if "--ranks" in command)):
+    for together in (*([alone] if alone else []), *([command] for command in commands.values() if "--ranks" in command)):
         ended = subprocess.run(
             [sys.executable, "-c", TRAIN, json.dumps(together)],
             env=environment(checkout),

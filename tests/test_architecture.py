@@ -49,7 +49,7 @@ ARROWS = {
     "train": {"evaluation", "memory", "model", "data", "report", "kernels"},
     "evaluation": {"model", "data"},
     "memory": {"model", "kernels"},
-    "model": {"kernels", "compat"},  # until the forwards are attached from outside
+    "model": {"kernels"},
     "data": set(),
     "convert": {"data", "recipe_file", "yaml_file"},
     "report": set(),
@@ -102,6 +102,14 @@ LAZY = {
     "hub.py",
     "__init__.py",
 }
+# Imports of types that still close a circle.
+TYPE_CIRCLES = [
+    ("pronghorn.model.layers.gated", "pronghorn.model.layers.linears"),
+    ("pronghorn.model.layers.composed", "pronghorn.model.layers.layer"),
+    ("pronghorn.model.layers.composed", "pronghorn.model.layers.mlp"),
+    ("pronghorn.data.preference.pair_packing", "pronghorn.data.pack.batches"),
+    ("pronghorn.train.step.sizes", "pronghorn.train.setup.setup"),
+]
 MAY_BE_USED_BY_ALL = {
     "report": {"errors", "program", "recipe"},
     "recipe": set(),
@@ -137,13 +145,11 @@ def imports(file: Path) -> list[str]:
 
 @cache
 def imported(file: Path) -> dict[str, bool]:
-    """Our modules that a file imports -> whether inside a function. What only a type checker reads does not count."""
+    """Our modules that a file imports -> whether inside a function. Also what only a type checker reads."""
     found: dict[str, bool] = {}
 
     def visit(node: ast.AST, inside: bool) -> None:
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.If) and getattr(child.test, "id", "") == "TYPE_CHECKING":
-                continue
             if isinstance(child, ast.ImportFrom):
                 for name in (child.module or "", *(f"{child.module}.{alias.name}" for alias in child.names)):
                     found[name] = found.get(name, True) and inside
@@ -174,8 +180,11 @@ def test_a_file_imports_only_along_the_arrows() -> None:
 
 
 def test_no_file_imports_itself_by_way_of_others() -> None:
-    """Also by imports inside functions, which hide a circle and do not break it. (`pronghorn` itself only has a version.)"""
+    """Also by imports inside functions and those of types, which hide a circle and do not break it. (`pronghorn` itself only
+    has a version.)"""
     graph = {name: imported(file).keys() - {"pronghorn", name} for name, file in MODULES.items() if name != "pronghorn"}
+    for one, other in TYPE_CIRCLES:
+        graph[one].remove(other)
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -258,7 +267,7 @@ def test_nothing_is_ever_unpickled() -> None:
 WRITERS = {
     "run/answers.py": "on_writer",
     "checkpoint/checkpoint.py": "saving.py",
-    "checkpoint/checkpoint_process.py": "saving.py",
+    "checkpoint/checkpoint_writer.py": "saving.py",
     "dist/folder_store.py": "the ranks' own folder",
     "loop.py": "world.writes",
     "checkpoint/resume.py": "writer_first",

@@ -30,7 +30,7 @@ LARGEST_SEALED = 1 << 30  # bytes; the copies among ten million rows take half o
 
 
 def block_digests(descriptor: int, size: int) -> list[str]:
-    """Of each block of an open file, in order; a file that ends early has other digests. Raises OSError."""
+    """SHA-256 of each block of an open file, in order; a file that ends early has other digests. Raises OSError."""
     count = -(-size // BLOCK)
     found, errors, numbers = [""] * count, list[OSError](), iter(range(count))
 
@@ -83,7 +83,7 @@ class BlockDigests:
 
 
 def file_digest(path: Path) -> str:
-    """Of all bytes of a file; raises OSError when it cannot be read."""
+    """SHA-256 of a whole file; raises OSError when it cannot be read."""
     now = time.time_ns()
     with path.open("rb") as file:
         before = _state(file.fileno())

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, NamedTuple, Self, get_type_hints
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Self, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,8 @@ from torch import Tensor, float32, int32, int64
 IGNORED = -100  # torch's cross-entropy skips this label
 
 
-class Column(NamedTuple):
+@dataclass(frozen=True)
+class Column:
     """The declaration of a tensor."""
 
     axes: str  # names, or fixed sizes: "C 2"; "... T": any number of dimensions before the last one
@@ -30,22 +32,26 @@ class Column(NamedTuple):
     fill: float = 0  # what padding holds; with `of`, counted from the end of that axis
     of: str = ""  # the axis that the values are places on
 
-    @property
+    @cached_property
     def dims(self) -> dict[str, int]:
         """Axis -> dimension, counted from the last one."""
         axes = self.axes.split()
         return {axis: i - len(axes) for i, axis in enumerate(axes) if axis.isalpha()}
 
+    @cached_property
+    def _numpy(self) -> np.dtype[Any]:
+        return torch.empty(0, dtype=self.dtype).numpy().dtype
+
     def filled(self, sizes: Mapping[str, int]) -> float:
         return self.fill + sizes[self.of] if self.of else self.fill
 
     def padded(self, values: npt.NDArray[Any], sizes: Mapping[str, int]) -> npt.NDArray[Any]:
-        dtype, shape = torch.empty(0, dtype=self.dtype).numpy().dtype, list(values.shape)
+        shape = list(values.shape)
         for axis, dim in self.dims.items():
             shape[dim] = sizes[axis]
         if values.shape == tuple(shape):
-            return values.astype(dtype, copy=False)
-        result = np.full(shape, self.filled(sizes), dtype)
+            return values.astype(self._numpy, copy=False)
+        result = np.full(shape, self.filled(sizes), self._numpy)
         result[tuple(map(slice, values.shape))] = values
         return result
 

@@ -410,7 +410,7 @@ class Recipe(Section):
         return ""
 
     def step_tokens(self, row_tokens: float | None = None) -> int:
-        """Of a step, on all ranks together; of rows (pairs) of so many tokens on average, or as long as they may be."""
+        """Tokens of a step on all ranks together. `row_tokens`: mean tokens of a row or pair; default: the maximum."""
         if self.train.batch_rows is None:
             return self.train.batch_tokens
         longest = self.data.max_length * (2 if self.objective.kind.reads == "pairs" else 1)

@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen2C
 
 from pronghorn.compat import captured_layers
 from pronghorn.compat.captured_layers import CapturedLayers, power_of_2, rounded
-from pronghorn.model.causal_lm import engine_of, install
+from pronghorn.compat.hf_forward import install
+from pronghorn.compat.outer_loop import loop_of
+from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.formats.store import store_linears_
 from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.lora import add_adapter
@@ -50,8 +52,9 @@ def model_of(kind: str = "llama", *, captured: bool = True, four_bit: bool = Fal
     assert install(model) == ""
     engine = engine_of(model)
     assert engine is not None
-    engine.captured = CapturedLayers(engine, simulated=DEVICE.type == "cpu")
-    engine.captured.on = captured
+    loop = loop_of(model)
+    loop.captured = CapturedLayers(engine, simulated=DEVICE.type == "cpu")
+    loop.captured.on = captured
     return model.train()
 
 
@@ -79,7 +82,7 @@ def gradients(model: Any) -> dict[str, Tensor]:
 
 def taken(model: Any) -> int:
     """Pairs of graphs that there are."""
-    state = engine_of(model).captured._state  # type: ignore[union-attr]
+    state = loop_of(model).captured._state
     return 0 if state is None else len(state.pairs)
 
 
@@ -153,7 +156,7 @@ def test_a_smaller_batch_takes_a_graph_that_has_room_for_it() -> None:
     both(lambda model: steps(model, 4, lambda i: batch_of(i, 8, (150, 110)[i % 2])), pairs=1)  # too small: eagerly
     model = model_of()
     steps(model, 2, lambda i: batch_of(i, 8, 150))
-    state = engine_of(model).captured._state  # type: ignore[union-attr]
+    state = loop_of(model).captured._state
     assert state is not None
     (known,) = state.pairs
     smaller = known._replace(tokens=known.tokens - 128)
@@ -372,7 +375,7 @@ def test_memory_that_runs_out_is_taken_from_the_graphs(monkeypatch: pytest.Monke
     assert model(**batch_of(0, 5, 200)).loss > 0  # a size that runs eagerly
     assert failed
     assert taken(model) == 0
-    assert not engine.captured.on
+    assert not loop_of(model).captured.on
     assert steps(model)
     assert expected
     failed.clear()

@@ -15,8 +15,9 @@ from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, Qwen3Config
 from transformers.modeling_utils import AttentionInterface
 
+from pronghorn.compat.hf_forward import install
 from pronghorn.kernels.runtime import dispatch
-from pronghorn.model.causal_lm import base_of, engine_of, install
+from pronghorn.model.causal_lm import base_of, engine_of
 from tables import table
 
 SIZES: dict[str, Any] = {

@@ -26,7 +26,8 @@ from test_changes import CONFIGS, IDS, LINEARS, _said, assert_same_look, assert_
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from pronghorn.model.causal_lm import base_of, engine_of, install
+from pronghorn.compat.hf_forward import install
+from pronghorn.model.causal_lm import base_of, engine_of
 from tables import table
 
 pytestmark = pytest.mark.usefixtures("_said")

@@ -13,7 +13,9 @@ from test_experts import ROWS as MIXTURES
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pronghorn.compat.changes import CONFIG
-from pronghorn.model.causal_lm import base_of, engine_of, install
+from pronghorn.compat.hf_forward import install
+from pronghorn.compat.outer_loop import loop_of
+from pronghorn.model.causal_lm import base_of
 from pronghorn.model.families import FAMILIES
 
 # Of every config, read at every call, and without an effect on a text model's numbers.
@@ -68,7 +70,7 @@ def test_every_config_value_that_a_forward_reads_is_looked_at(monkeypatch: pytes
 def test_what_stays_as_it_was_needs_no_walk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor do adapters that are switched, trained or saved, modes, or hooks of transformers that have nothing to do."""
     _, fast = pair()
-    changes = engine_of(fast).changes
+    changes = loop_of(fast).changes
     step(fast)
     looks: list[bool] = []
     own = changes._look
@@ -84,8 +86,8 @@ def test_what_stays_as_it_was_needs_no_walk(monkeypatch: pytest.MonkeyPatch) -> 
     assert not looks
     assert changes.why_not_now() == ""
     copied = copy.deepcopy(fast)
-    assert engine_of(copied).changes.why_not_now() == ""
-    assert engine_of(copied).changes.seen[0].module is base_of(copied).model.layers[0]
+    assert loop_of(copied).changes.why_not_now() == ""
+    assert loop_of(copied).changes.seen[0].module is base_of(copied).model.layers[0]
 
 
 def test_a_scale_of_queries_changed_after_loading() -> None:

@@ -24,7 +24,8 @@ from transformers import (
 )
 
 from pronghorn.compat import hf_forward
-from pronghorn.model.causal_lm import base_of, engine_of, install
+from pronghorn.compat.hf_forward import install
+from pronghorn.model.causal_lm import base_of, engine_of
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.text_stack import keep_softcap
 from pronghorn.recipe import Lora

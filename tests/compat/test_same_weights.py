@@ -8,8 +8,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from pronghorn.compat.same_weights import Weights, as_at_forward, require_same, stamp
-from pronghorn.model.causal_lm import base_of, engine_of, install
+from pronghorn.compat.hf_forward import install
+from pronghorn.compat.same_weights import SameWeights, require_same, stamp
+from pronghorn.model.causal_lm import base_of, engine_of
 from samples import make_model, one_document
 
 IDS = torch.randint(3, 259, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -54,17 +55,15 @@ def test_another_forward_with_other_values_in_between() -> None:
 def test_within_a_backward_the_same_weights_train_as_at_the_forward() -> None:
     model = fast_model()
     adapters = [p for p in model.parameters() if p.requires_grad]
-    then, weights = stamp(adapters), Weights(engine_of(model), torch.float32)
+    same = SameWeights(engine_of(model), torch.float32).remember(adapters, lambda: adapters, "decoder layer 0")
     adapters[0].requires_grad_(False)
-    with as_at_forward(weights, then, lambda: adapters, "decoder layer 0") as others:
+    with same() as others:
         assert all(p.requires_grad for p in adapters)
         assert not others
     assert [p.requires_grad for p in adapters] == [False] + [True] * (len(adapters) - 1)
     loss_of(model)
-    with as_at_forward(weights, then, lambda: adapters, "decoder layer 0") as others:
+    with same() as others:
         assert others, "another forward was there"
-    with as_at_forward(None, None, list, "") as others:
-        assert not others
 
 
 @pytest.mark.parametrize(

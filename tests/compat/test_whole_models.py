@@ -17,8 +17,10 @@ from test_quantized_experts import GPT_OSS
 from transformers import AutoModelForCausalLM
 
 from pronghorn import FastLanguageModel
+from pronghorn.compat.hf_forward import install
+from pronghorn.compat.outer_loop import loop_of
 from pronghorn.errors import ModelError
-from pronghorn.model.causal_lm import base_of, engine_of, install
+from pronghorn.model.causal_lm import base_of, engine_of
 from samples import make_tokenizer
 
 pytestmark = pytest.mark.usefixtures("_said")
@@ -105,8 +107,8 @@ def test_a_copy_has_layers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     ran, never = runs(twin, monkeypatch), runs(fast, monkeypatch)
     assert_same_step(plain, twin)
     twin.base_model.model.model.layers[1].mlp.register_forward_hook(lambda _, args, out: 2 * out)
-    assert engine_of(fast).changes.why_not_now() == ""
-    assert engine_of(twin).changes.why_not_now()
+    assert loop_of(fast).changes.why_not_now() == ""
+    assert loop_of(twin).changes.why_not_now()
     assert len(ran) == 1
     assert not never
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from pronghorn.data.encode import words
 from pronghorn.data.encode.encode import Encoder
-from pronghorn.data.encode.words import EASY, GPT2, GPT2_BETWEEN_DIGITS, PATTERNS, Words, in_python, words_of
+from pronghorn.data.encode.words import EASY, GPT2, GPT2_BETWEEN_DIGITS, PATTERNS, WordTable, in_python, words_of
 from pronghorn.data.read.formats import Example
 from tables import table
 
@@ -117,7 +117,7 @@ def test_tokens_and_runs_are_those_of_the_text(way: str, trim: bool) -> None:
     """With spans anywhere: what is found is what the tokenizer gives, and between words something is found."""
     work = encoder(core(WAYS[way], normalizer=normalizers.NFC(), trim=trim))
     chance, found = random.Random(5), 0
-    assert isinstance(work._words, Words)
+    assert isinstance(work._words, WordTable)
     for _ in range(300):
         text = "".join(chance.choices(PIECES, k=chance.randint(0, 12)))
         if chance.random() < 0.1:

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from api_parts import adapted, load, step, stock
 from pronghorn import FastLanguageModel
+from pronghorn.compat.outer_loop import loop_of
 from pronghorn.errors import CommandError
 from pronghorn.model.causal_lm import base_of, engine_of
 from samples import make_model, make_tokenizer
@@ -40,7 +41,7 @@ def test_options_of_the_adapter_train_as_in_peft(tmp_path: Path, options: dict[s
     ids = torch.randint(3, 259, (2, 11))
     found = []
     for paused in (False, True):
-        engine_of(fast).paused = paused
+        loop_of(fast).paused = paused
         torch.manual_seed(5)
         loss = fast(input_ids=ids, labels=ids).loss
         loss.backward()

@@ -12,10 +12,9 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig
 
-from pronghorn.compat.changes import ENGINE
 from pronghorn.errors import ModelError
 from pronghorn.model import causal_lm
-from pronghorn.model.causal_lm import FastCausalLM, install
+from pronghorn.model.causal_lm import ENGINE, FastCausalLM, install
 from pronghorn.model.verify import verify
 from samples import one_document
 from tables import first_of

@@ -28,9 +28,10 @@ from test_decoder_layer import (
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
+from pronghorn.compat.hf_forward import install
 from pronghorn.errors import RecipeError
 from pronghorn.memory.offload import OffloadPool
-from pronghorn.model.causal_lm import base_of, engine_of, install
+from pronghorn.model.causal_lm import base_of, engine_of
 from pronghorn.model.export import save_model
 from pronghorn.model.layers.saved import Level
 from pronghorn.model.lora import add_adapter

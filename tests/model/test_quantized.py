@@ -18,9 +18,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from nf4_checkpoints import save_nf4
+from pronghorn.compat.hf_forward import install
 from pronghorn.errors import ModelError
 from pronghorn.kernels.quant.nf4 import nf4_dequantize, nf4_quantize
-from pronghorn.model.causal_lm import engine_of, install
+from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.formats.bitsandbytes import nf4_of_state, nf4_state
 from pronghorn.model.formats.checkpoint import load_stored
 from pronghorn.model.formats.linear import StoredLinear

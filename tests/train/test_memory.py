@@ -20,6 +20,7 @@ from pronghorn.memory.plan import smallest_budget
 from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.config import read_config
 from pronghorn.model.layers.layer import DecoderLayer
+from pronghorn.packs import PackedBatch
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import history, read_log
 from pronghorn.train.loop import RunResult, train
@@ -148,11 +149,12 @@ def test_where_a_layer_does_not_fit_a_part_of_its_tokens_is_timed(
 
     asked, real = [], planning.calibrate
 
-    def calibrate(*args: Any, tokens: int, **options: Any) -> LayerCosts:
-        asked.append(tokens)
-        if tokens > limit:
+    def calibrate(engine: Any, pack: PackedBatch, *args: Any, **options: Any) -> LayerCosts:
+        asked.append(len(pack.ids_T))
+        assert pack.longest <= len(pack.ids_T) >= pack.cu_seqlens.max()
+        if len(pack.ids_T) > limit:
             raise torch.OutOfMemoryError("no room")
-        return replace(real(*args, tokens=tokens, **options), forward=1.0, to_host=5.0)
+        return replace(real(engine, pack, *args, **options), forward=1.0, to_host=5.0)
 
     monkeypatch.setattr(planning, "calibrate", calibrate)
     limit, recipe = 128, deep_recipe(memory=between(deep_recipe(), 0.4))

@@ -20,7 +20,7 @@ from pronghorn.errors import EnvironmentFault, HealthStop, ModelError
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import read_log
 from pronghorn.train.checkpoint.checkpoint import TENSORS
-from pronghorn.train.checkpoint.checkpoint_image import Image, TensorFile
+from pronghorn.train.checkpoint.checkpoint_writer import Copy
 from pronghorn.train.checkpoint.saving import WritingSaver as Saver
 from pronghorn.train.loop import train
 from pronghorn.train.run import run_folder
@@ -45,14 +45,14 @@ class Watching:
 
 @table("value", [math.nan, math.inf, -math.inf])
 @table("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_an_image_knows_what_in_it_is_not_finite(value: float, dtype: torch.dtype) -> None:
+def test_a_copy_knows_what_in_it_is_not_finite(value: float, dtype: torch.dtype) -> None:
     tensors = {"a": torch.ones(7, dtype=dtype), "b": torch.ones(3, 4, dtype=dtype), "bytes": torch.ones(9).byte()}
-    image = Image(torch.device("cpu"), None, print)
-    image.take({}, [TensorFile("x", tensors), TensorFile("y", {"c": torch.ones(2), "none": torch.empty(0)})])
-    assert image.not_finite() == []
+    copy = Copy(torch.device("cpu"), print)
+    copy.take([tensors, {"c": torch.ones(2), "none": torch.empty(0)}])
+    assert copy.not_finite() == []
     tensors["b"][1, 2] = value
-    image.take({}, [TensorFile("x", tensors), TensorFile("y", {"c": torch.ones(2), "none": torch.empty(0)})])
-    assert image.not_finite() == ["b"]
+    copy.take([tensors, {"c": torch.ones(2), "none": torch.empty(0)}])
+    assert copy.not_finite() == ["b"]
 
 
 def all_finite(checkpoint: Path) -> bool:

@@ -22,29 +22,25 @@ from __future__ import annotations
 import copy
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from pronghorn.compat.same_weights import Weights, as_at_forward, stamp
+from pronghorn.compat.same_weights import SameWeights
 from pronghorn.compat.watched import Watched
 from pronghorn.kernels.runtime.dispatch import keeps_graph, say_once
 from pronghorn.kernels.runtime.first_order import first_order
 from pronghorn.model.capture import Graphs, first_line
+from pronghorn.model.causal_lm import FastCausalLM
 from pronghorn.model.layers.linears import LinearGroup
 from pronghorn.model.layers.types import Documents, Waiting
 from pronghorn.model.lora_grad_buffer import GradientBuffers, LoraGradBuffer
 from pronghorn.packs import PackedDocuments
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from pronghorn.model.causal_lm import FastCausalLM
 
 # Eager runs of a size before its capture, which takes as long as five steps and saves a fraction of one: the first size may be
 # the only one (packed rows), others must occur often.
@@ -354,7 +350,7 @@ class _Pair:
             return _Ends(embedded, leaves, engine.hidden(embedded, documents))
 
     def gradients(self, ends: _Ends) -> tuple[Tensor | None, ...]:
-        """Of the embedded tokens, if they are asked for, and of every parameter."""
+        """Gradients: of the embedded tokens where they are needed, then of every parameter."""
         inputs = [*([ends.embedded] if self.size.needs_dh else []), *ends.leaves]
         found = torch.autograd.grad(ends.result, inputs, self.io, allow_unused=True)
         return found if self.size.needs_dh else (None, *found)
@@ -392,7 +388,7 @@ class _Replayed(torch.autograd.Function):
         state.forget_weights()
         state.engine.prepared += 1  # by the graph
         ctx.state, ctx.pair, ctx.tokens = state, pair, len(h_TD)
-        ctx.weights, ctx.stamp = Weights(state.engine, h_TD.dtype), stamp(state.read())
+        ctx.same_weights = SameWeights(state.engine, h_TD.dtype).remember(state.read(), state.read, "a decoder layer")
         ctx.waiting = Waiting()
         state.under_way.add(ctx.waiting)
         state.engine.layers[0].waiting.add(ctx.waiting)
@@ -414,7 +410,7 @@ class _Replayed(torch.autograd.Function):
             ctx.waiting = None
         # A graph's backward leaves nothing for a second one, and another forward may have overwritten its inputs:
         # recompute the forward outside the graph.
-        with as_at_forward(ctx.weights, ctx.stamp, state.read, "a decoder layer") as others:
+        with ctx.same_weights() as others:
             if keeps or others:
                 dh, *gradients = pair.gradients(pair.eager())
             else:

@@ -13,22 +13,20 @@ on a core where `prepare` takes 231 and 696 us.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from peft.tuners.lora import ParamWrapper
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from torch.nn.modules import module as torch_module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from pronghorn.model.causal_lm import FastCausalLM, is_known
 from pronghorn.model.formats.linear import dequantizes
 from pronghorn.model.formats.table import storage_of
-
-if TYPE_CHECKING:
-    from pronghorn.model.causal_lm import FastCausalLM
+from pronghorn.model.text_stack import inner_of
 
 # What may replace a module later:
 #   linear      one of the same kind and size, or PEFT's wrapper around one: looked up at each forward (linears.py)
@@ -62,9 +60,7 @@ CONFIG = (
     "rope_parameters",
     "original_max_position_embeddings",
 )
-ENGINE = "_pronghorn_engine"  # attribute of a model instance: its fast layers
 OURS = "of_pronghorn"  # attribute of a forward that hf_forward.py set
-KNOWN_PACKAGES = ("torch", "transformers", "peft", "pronghorn")
 CAPTURING = "transformers.utils.output_capturing"  # its hooks stay after one `output_hidden_states`, and do nothing
 WEIGHTS = {nn.Parameter, type(None)}
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -211,7 +207,7 @@ class Changes:
         )
         return "" if kinds == were else "the RoPE modules were replaced"
 
-    def _at(self, place: Place, now: Any) -> str:
+    def _at(self, place: Place, now: nn.Module | None) -> str:
         """Why what stands in this place is not what the fast layers know."""
         if now is None:
             return f"{place.path} was removed"
@@ -232,8 +228,8 @@ class Changes:
         return next(filter(None, (self._at(child, now._modules.get(name)) for name, child in place.children.items())), "")
 
 
-def _rotary_of(backbone: Any) -> dict[str, nn.Module]:
-    return {name: module for name, module in backbone._modules.items() if name.startswith("rotary")}
+def _rotary_of(backbone: nn.Module) -> dict[str, nn.Module]:
+    return {name: module for name, module in backbone.named_children() if name.startswith("rotary")}
 
 
 def _place(path: str, within: str, module: nn.Module, norms: set[int], stacks: set[str]) -> Place:
@@ -257,13 +253,6 @@ def _place(path: str, within: str, module: nn.Module, norms: set[int], stacks: s
         else {}
     )
     return Place(path, kind, inner, type(inner), _numbers(inner), children)
-
-
-def inner_of(module: Any) -> Any:
-    """The model's own, inside PEFT's wrappers."""
-    while isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
-        module = module.base_layer if isinstance(module, BaseTunerLayer) else module.original_module
-    return module
 
 
 def _fits(place: Place, now: Any, inner: Any) -> bool:
@@ -292,11 +281,10 @@ def _numbers(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _seen(path: str, module: Any, *, with_numbers: bool = False) -> Seen:
-    names = list(_numbers(module)) if with_numbers and module is not None else []
+def _seen(path: str, module: nn.Module, *, with_numbers: bool = False) -> Seen:
+    names = list(_numbers(module)) if with_numbers else []
     read: itemgetter[Any] | None = itemgetter(*names) if names else None
-    children = tuple(getattr(module, "_modules", {}).values())
-    return Seen(path, module, type(module), children, read, read(vars(module)) if read else None)
+    return Seen(path, module, type(module), tuple(module._modules.values()), read, read(vars(module)) if read else None)
 
 
 def _whole(path: str, module: nn.Module, numbers_of: nn.Module | None = None) -> Iterator[Seen]:
@@ -310,7 +298,7 @@ def _whole(path: str, module: nn.Module, numbers_of: nn.Module | None = None) ->
 # ---- what is called --------------------------------------------------------------------------------------------------
 
 
-def why_called(path: str, module: Any) -> str:
+def why_called(path: str, module: nn.Module) -> str:
     """Why a module must be called and cannot be replaced by its computation; empty if it can."""
     state = module.__dict__
     if "forward" in state and not hasattr(state["forward"], OURS):
@@ -323,7 +311,7 @@ def why_called(path: str, module: Any) -> str:
     return ""
 
 
-def is_plain_table(module: Any) -> bool:
+def is_plain_table(module: nn.Module) -> bool:
     """Embeddings without hooks that treat a flat list of tokens like rows of tokens."""
     return isinstance(module, nn.Embedding) and is_known(type(module).forward) and not why_called("", module)
 
@@ -340,10 +328,5 @@ def _why_hooked(path: str, hooks: Iterable[Mapping[int, Any]]) -> str:
     return ""
 
 
-def is_known(function: Any) -> bool:
-    """Whether a known library defines it, with which the fast layers were compared."""
-    return str(getattr(function, "__module__", "")).split(".")[0] in KNOWN_PACKAGES
-
-
-def _name(function: Any) -> str:
+def _name(function: Callable[..., Any]) -> str:
     return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}".lstrip(".")

@@ -8,16 +8,17 @@ torch does.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from operator import attrgetter, is_
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from pronghorn.model.causal_lm import FastCausalLM
+
 VERSION = attrgetter("_version")  # how often torch has seen a weight changed
-
-
 TRAINS = attrgetter("requires_grad")
 
 
@@ -31,49 +32,44 @@ def stamp(weights: Sequence[Tensor]) -> Stamp:
     return Stamp(weights, list(map(VERSION, weights)), list(map(TRAINS, weights)))
 
 
-class Prepared(Protocol):
-    """FastCausalLM, as used here."""
+class SameWeights:
+    """The guard (model/layers/types.py) of one forward; all layers share it."""
 
-    prepared: int  # how often
+    def __init__(self, engine: FastCausalLM, dtype: torch.dtype) -> None:
+        self.engine, self.dtype = engine, dtype
+        self._prepared: int | None = None  # which `prepare` filled the buffers; known when the first layer runs
 
-    def prepare(self, dtype: torch.dtype) -> None: ...
+    def remember(
+        self, weights: Sequence[Tensor], now: Callable[[], Sequence[Tensor]], where: str
+    ) -> Callable[[], AbstractContextManager[bool]]:
+        """What to enter around the backward; gives whether another forward came in between. `requires_grad` is there as at
+        the forward: loops that train two parts alternately may have switched."""
+        if self._prepared is None:
+            self._prepared = self.engine.prepared
+        return partial(self._as_at_forward, stamp(weights), now, where)
 
-
-class Weights:
-    """As one forward found them."""
-
-    def __init__(self, model: Prepared, dtype: torch.dtype) -> None:
-        self.model, self.dtype = model, dtype
-        self.prepared = model.prepared
-
-    def restore(self) -> bool:
-        """Before a layer's backward. Returns whether another forward had replaced them."""
-        others = self.model.prepared != self.prepared
-        if others:
-            self.model.prepare(self.dtype)
-            self.prepared = self.model.prepared
-        return others
-
-
-@contextmanager
-def as_at_forward(
-    weights: Weights | None, then: Stamp | None, now: Callable[[], Sequence[Tensor]], where: str
-) -> Iterator[bool]:
-    """Around a backward; yields whether another forward came in between. `requires_grad` is as at the forward: loops that train
-    two parts alternately may have switched."""
-    if weights is None or then is None:
-        yield False
-        return
-    switched = [weight for weight, trains in zip(then.weights, then.trains, strict=True) if weight.requires_grad is not trains]
-    for weight in switched:
-        weight.requires_grad_(not weight.requires_grad)
-    try:
-        others = weights.restore()
-        require_same(then, now(), where)
-        yield others
-    finally:
+    @contextmanager
+    def _as_at_forward(self, then: Stamp, now: Callable[[], Sequence[Tensor]], where: str) -> Iterator[bool]:
+        switched = [
+            weight for weight, trains in zip(then.weights, then.trains, strict=True) if weight.requires_grad is not trains
+        ]
         for weight in switched:
             weight.requires_grad_(not weight.requires_grad)
+        try:
+            others = self._restore()
+            require_same(then, now(), where)
+            yield others
+        finally:
+            for weight in switched:
+                weight.requires_grad_(not weight.requires_grad)
+
+    def _restore(self) -> bool:
+        """Returns whether another forward had refilled the buffers."""
+        others = self.engine.prepared != self._prepared
+        if others:
+            self.engine.prepare(self.dtype)
+            self._prepared = self.engine.prepared
+        return others
 
 
 def require_same(then: Stamp, now: Sequence[Tensor], where: str) -> None:
@@ -82,15 +78,12 @@ def require_same(then: Stamp, now: Sequence[Tensor], where: str) -> None:
             f"the weights of {where} changed between forward and backward: call backward before replacing "
             "weights or switching adapters"
         )
-    versions = list(map(VERSION, now))
-    if versions != then.versions:
-        shape, was, found = next(
-            (list(weight.shape), was, found)
-            for weight, was, found in zip(now, then.versions, versions, strict=True)
-            if was != found
-        )
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: a weight of "
-            f"{where}, {shape}, is at version {found}; expected version {was} instead. Call backward before the "
-            "optimizer's step, or compute the loss again after it"
-        )
+    if list(map(VERSION, now)) == then.versions:
+        return
+    for weight, was in zip(now, then.versions, strict=True):
+        if weight._version != was:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a weight of "
+                f"{where}, {list(weight.shape)}, is at version {weight._version}; expected version {was} instead. Call "
+                "backward before the optimizer's step, or compute the loss again after it"
+            )

@@ -8,15 +8,13 @@ its adapter.
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
+from pronghorn.model.causal_lm import FastCausalLM
 from pronghorn.model.layers.linears import LinearGroup
-
-if TYPE_CHECKING:
-    from pronghorn.model.causal_lm import FastCausalLM
 
 _OF_AN_ADAPTER = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling", "training")
 

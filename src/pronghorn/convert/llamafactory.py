@@ -149,7 +149,7 @@ def _lora(draft: Draft) -> None:
 
 
 def _peft_config(draft: Draft, peft: dict[str, object]) -> None:
-    """Of the newer form of a config."""
+    """The section `peft` of newer configs."""
     kind = values.plain(peft.get("name"))
     if kind not in ("lora", "qlora"):
         draft.nearest("method", "lora", "peft_config", "Pronghorn trains a LoRA adapter or the whole model")

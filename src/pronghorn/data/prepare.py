@@ -235,7 +235,7 @@ def choose(rows: Rows, spec: Data, found: Findings | None, *, strict: bool = Tru
 
 
 def _left_out(rows: Rows) -> list[str]:
-    """Of preference data: what teaches nothing, and is not in the table."""
+    """Sentences about preference rows that teach nothing and were left out."""
     unit, found = unit_of(rows.table), {"an empty answer": rows.empty, "identical answers": rows.identical}
     return [f"left out {counted(count, unit)} with {what}" for what, count in found.items() if count]
 

@@ -28,7 +28,7 @@ SYSTEM_PROMPT = "Answer with one JSON command."  # short: it is paid for in ever
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class SlotNames:
     """Names that fill a slot; `unseen` ones appear in held-out requests only."""
 
     seen: tuple[str, ...]
@@ -52,7 +52,7 @@ class Kind:
 
 # ---- slot values -------------------------------------------------------------------------------------------
 
-DESTINATIONS = Words(
+DESTINATIONS = SlotNames(
     seen=(
         "the airport", "the central station", "the opera house", "the old harbour", "the city museum", "the university",
         "the fish market", "the rose garden", "the football stadium", "the castle", "the conference centre",
@@ -62,7 +62,7 @@ DESTINATIONS = Words(
     ),
     unseen=("the bus station", "the art museum", "the south beach", "the concert hall", "the food market", "the city park"),
 )  # fmt: skip
-RESTAURANTS = Words(
+RESTAURANTS = SlotNames(
     seen=(
         "The Olive Tree", "Sakura", "Casa Marina", "The Copper Pot", "Le Jardin", "Blue Lagoon", "Trattoria Roma",
         "The Garden Room", "Spice Route", "The Lighthouse", "Golden Dragon", "Central Park", "The Wine Cellar",
@@ -71,7 +71,7 @@ RESTAURANTS = Words(
     ),
     unseen=("The Old Mill", "Blue Door", "The Green Room", "Golden Spoon", "The White Swan", "Garden View"),
 )  # fmt: skip
-DISHES = Words(
+DISHES = SlotNames(
     seen=(
         "a club sandwich", "a pot of coffee", "a cheese pizza", "an onion soup", "a mushroom omelette", "a fruit salad",
         "a green tea", "an orange juice", "a bottle of water", "a steak", "a chocolate cake", "a glass of red wine",
@@ -81,7 +81,7 @@ DISHES = Words(
     ),
     unseen=("a tomato soup", "a cheese sandwich", "a glass of white wine", "a chicken salad", "an iced tea", "a fish soup"),
 )  # fmt: skip
-SUPPLIES = Words(
+SUPPLIES = SlotNames(
     seen=(
         "some fresh towels", "some extra pillows", "a warm blanket", "some shampoo", "a bathrobe", "some soap",
         "some clean sheets", "a hair dryer", "some toilet paper", "some coffee cups", "an iron", "some hangers",
@@ -94,7 +94,7 @@ SUPPLIES = Words(
         "an extra blanket",
     ),
 )  # fmt: skip
-PROBLEMS = Words(
+PROBLEMS = SlotNames(
     seen=(
         "a dripping tap", "a broken lamp", "a blocked sink", "a loud fridge", "a cold radiator", "a stuck window",
         "a flickering light", "a cracked mirror", "a broken shower", "a leaking toilet", "a dead remote control",
@@ -126,7 +126,7 @@ def _time(first_hour: int, last_hour: int) -> Callable[[random.Random, Split], S
     return pick
 
 
-def _name(words: Words) -> Callable[[random.Random, Split], Slot]:
+def _name(words: SlotNames) -> Callable[[random.Random, Split], Slot]:
     def pick(chance: random.Random, split: Split) -> Slot:
         name = words.pick(chance, split)
         return name, name
@@ -138,7 +138,7 @@ def _without_article(said: str) -> str:
     return said.split(" ", 1)[1]
 
 
-def _thing(words: Words) -> Callable[[random.Random, Split], Slot]:
+def _thing(words: SlotNames) -> Callable[[random.Random, Split], Slot]:
     def pick(chance: random.Random, split: Split) -> Slot:
         said = words.pick(chance, split)
         return said, _without_article(said)
@@ -146,7 +146,7 @@ def _thing(words: Words) -> Callable[[random.Random, Split], Slot]:
     return pick
 
 
-def _things(words: Words) -> Callable[[random.Random, Split], Slot]:
+def _things(words: SlotNames) -> Callable[[random.Random, Split], Slot]:
     def pick(chance: random.Random, split: Split) -> Slot:
         count, chosen = chance.choice((1, 2, 2, 3)), list[str]()
         while len(chosen) < count:

@@ -61,7 +61,7 @@ def preferred(run: Path, report: Any) -> tuple[int, int, int]:
 
 
 def _likelier(table: TokenTable, values: Floats) -> Any:
-    """Of each pair: whether the chosen answer's labels have the larger sum."""
+    """For each pair: whether the chosen answer's labels have the larger sum."""
     sums = np.add.reduceat(values, np.concatenate([[0], np.cumsum(table.loss_counts)[:-1]]))
     return sums[0::2] > sums[1::2]
 

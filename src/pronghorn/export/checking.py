@@ -40,7 +40,7 @@ PLAIN = (  # where the run's own data is gone
 
 @dataclass(frozen=True)
 class Difference:
-    """Of what two models make of the same rows."""
+    """How two models' scores of the same rows differ."""
 
     tokens: int
     agreement: float  # greedy
@@ -94,7 +94,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Scores:
-    """Of one row, a number for each scored token; of a reward model one, and no `best`."""
+    """Scores of one row: a number for each scored token; a reward model has one, and no `best`."""
 
     best: tuple[int, ...]
     log_probs: tuple[float, ...]
@@ -144,7 +144,7 @@ class Reference:
     noise: tuple[tuple[Scores, ...], ...] = ()  # the same with bf16's rounding in it, some times
 
     def tolerance(self, dtype: torch.dtype) -> Tolerance:
-        """Of the same model, computed in `dtype`."""
+        """The difference allowed to the same model computed in `dtype`."""
         apart = [difference(self.scores, one) for one in self.noise]
         scale = MARGIN * rounding_of(dtype) / rounding_of(torch.bfloat16)
         mean = sum(one.mean for one in apart) / len(apart)

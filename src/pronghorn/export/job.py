@@ -82,7 +82,7 @@ class Job:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights in a merged folder."""
+        """The dtype of the weights in a merged folder."""
         if self.options.dtype:
             return DTYPES[self.options.dtype]  # type: ignore[index]
         if self.recipe.stored_as != "bf16":
@@ -91,7 +91,7 @@ class Job:
 
     @cached_property
     def model_facts(self) -> ModelFacts:
-        """Of the model that the adapter is for, or of the trained one; from its config alone."""
+        """Facts about the adapter's base or the trained model, from its config alone."""
         name = self.recipe.model if self.has_adapter else str(self.checkpoint)
         return inspect_model(name, storage=self.recipe.stored_as, head=self.trained.head.name)
 
@@ -110,7 +110,7 @@ class Job:
         return f"the weights it was trained on: the base model in {FORMATS[self.recipe.stored_as].title}, dequantized"
 
     def key(self, name: str) -> str:
-        """Of all that decides the bytes of this export: only its own files are continued."""
+        """Digest of all that decides the bytes of this export: only files with the same key are continued."""
         files = [file for file in sorted(self.checkpoint.iterdir()) if file.is_file() and file.name not in NOT_EXPORTED]
         made_of = {
             "checkpoint": {file.name: file_digest(file) for file in files},
@@ -128,14 +128,14 @@ class Job:
         return self.recipe.model_copy(update={"method": "lora"}) if self.options.base == "original" else self.recipe
 
     def coarser(self, dtype: torch.dtype) -> torch.dtype:
-        """Of a file's dtype and what the run computed in."""
+        """The coarser of a file's dtype and the run's compute dtype."""
         kinds = {dtype, DTYPES[resolve_precision(self.recipe.precision, pick_device())]}
         if torch.bfloat16 in kinds or torch.cuda.is_available():
             return torch.bfloat16
         return torch.float16 if torch.float16 in kinds else torch.float32
 
     def tolerance(self, reference: Reference, dtype: torch.dtype) -> Tolerance:
-        """Of a file that has the trained weights in `dtype`."""
+        """The difference allowed to a file that has the trained weights in `dtype`."""
         coarser = self.coarser(dtype)
         return EXACT if coarser == torch.float32 else reference.tolerance(coarser)
 
@@ -149,12 +149,12 @@ class Job:
         return score(model, reference.rows, self.report)
 
     def limit(self) -> Tolerance:
-        """Of the loss against the trained model. Onto a base that it was not trained on it is another model, by the user's own
-        wish: how much it differs is told, and not judged."""
+        """The limit of the loss against the trained model. On another base it is another model, as asked: the difference
+        is reported, not judged."""
         return GROSS if self.options.base == "trained" else Tolerance()
 
     def judged(self, reference: Reference, found: Sequence[Scores], loaded_with: str, recipe: Recipe) -> Verdict:
-        """Of an export that has the trained weights in `dtype`."""
+        """The verdict on an export that has the trained weights in `dtype`."""
         expected, tolerance = self.expected(reference, recipe), self.tolerance(reference, self.dtype)
         if expected is reference.scores:
             return reference.verdict(found, tolerance, loaded_with)

@@ -1,24 +1,19 @@
 """A causal language model on fast layers: hidden states and loss of packed documents, beside the model's own forward.
 
-`FastCausalLM` is an object beside the Hugging Face model. `install` makes the model *instance* use it where it applies
-(training without a cache), by setting `forward` on the instance and on its backbone; classes and modules stay untouched, and
-everything else (generation, output of attentions, unusual masks) runs the family's own forward.
+`FastCausalLM` is an object beside the Hugging Face model, whose classes, modules and forward stay untouched. Training calls the
+engine, generation the model. Loops of other libraries call the model: compat/hf_forward.py sets forwards on the instance.
 """
 
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from pronghorn.compat.captured_layers import CapturedLayers
-from pronghorn.compat.changes import ENGINE, Changes, inner_of, is_known
-from pronghorn.compat.hf_forward import set_forwards
-from pronghorn.compat.same_weights import Weights
-from pronghorn.errors import ModelError
 from pronghorn.kernels.lora.fp8_lora import SplitTable
 from pronghorn.kernels.lora.multi_copy import CopyTable
 from pronghorn.kernels.loss.cross_entropy_rows import IGNORED
@@ -37,8 +32,11 @@ from pronghorn.model.layers.saved import Elsewhere
 from pronghorn.model.layers.types import Documents, Shards
 from pronghorn.model.positions import Positions
 from pronghorn.model.router_stats import ExpertCounts, RouterStats, padding_mask
-from pronghorn.model.text_stack import backbone, in_mode
-from pronghorn.packs import PackedBatch, PackedDocuments
+from pronghorn.model.text_stack import backbone, inner_of
+from pronghorn.packs import PackedBatch
+
+ENGINE = "_pronghorn_engine"  # attribute of a model instance: its fast layers
+KNOWN_PACKAGES = ("torch", "transformers", "peft", "pronghorn")
 
 
 class Offload(Elsewhere, Protocol):
@@ -48,11 +46,11 @@ class Offload(Elsewhere, Protocol):
     def finish(self) -> None: ...
 
 
-class Chooser(Protocol):
-    """dropin.recompute.KeptByMemory, as the model uses it."""
+class OuterLoop(Protocol):
+    """compat.outer_loop.OuterLoop, as the model uses it: a loop of another library, which calls the model itself."""
 
-    def before(self, tokens: int) -> None: ...  # a batch that trains
-    def lower(self) -> bool: ...  # after its forward ran out of memory: whether the layers save less now
+    def own_layers(self) -> AbstractContextManager[None]: ...  # calls of the model run on its own layers
+    def forget_graphs(self) -> None: ...  # which read buffers that are replaced now
 
 
 class FastCausalLM:
@@ -82,12 +80,7 @@ class FastCausalLM:
         self.shards: Shards | None = None  # of weights that are spread over ranks; the layers have it, too
         self.prepared = 0  # how often
         self.rebuilt = 0  # how often buffers that the layers read were rebuilt: a graph captured before reads freed ones
-        self.paused = False  # use the model's own layers, for one call
-        self.changes = Changes(self)
-        # For other libraries' training loops:
-        self.captured = CapturedLayers(self)
-        self.chooser: Chooser | None = None  # of what the layers save
-        self.trained_with: tuple[Any, ...] | None = None  # adapters of the latest forward that recorded gradients
+        self.outer_loop: OuterLoop | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FastCausalLM:
         """Belongs to the copied model."""
@@ -135,8 +128,6 @@ class FastCausalLM:
     def hidden(self, h_TD: Tensor, documents: Documents, rows: Tensor | None = None) -> Tensor:
         """The residual stream after the last layer, before the final norm: of all tokens, or of `rows`."""
         self.prepare(h_TD.dtype)
-        if documents.guarded and torch.is_grad_enabled():
-            documents = replace(documents, weights=Weights(self, h_TD.dtype))
         load = documents.load
         late = rows is not None and load is not None and load.coefficient != 0.0  # the auxiliary loss counts all tokens
         with torch.autocast(h_TD.device.type, enabled=False):  # the layers choose their precision themselves
@@ -199,7 +190,8 @@ class FastCausalLM:
         if any(moved):
             self.rebuilt += 1
             self._adapters = None  # holds the buffers, too
-            self.captured.forget()
+            if self.outer_loop is not None:
+                self.outer_loop.forget_graphs()
 
     def packed_rows(self, pack: PackedBatch) -> PackedRows:
         """One packed batch through the layers, metadata built by the loader."""
@@ -223,23 +215,37 @@ def left_behind() -> None:
 
 
 def install(model: Any, *, fp8: bool = False) -> str:
-    """Gives a Hugging Face causal LM instance fast layers. Returns the reason if it cannot, else an empty string; the model
+    """Gives a Hugging Face causal LM instance an engine. Returns the reason if it cannot, else an empty string; the model
     trains either way. `fp8`: as in `FastCausalLM`."""
     base = base_of(model)
     if why := why_not_fast(base.config):
         return why
     if getattr(base, ENGINE, None) is None:
         parts = (base, base.model, backbone(base))
-        for part in parts if hasattr(base, ENGINE) else ():
-            if getattr(vars(part).get("forward"), "__func__", None) is type(part).forward:
-                del part.forward  # its own: a pickle leaves it so
         if any("forward" in vars(part) for part in parts):
             return "its forward is already replaced on the instance"
         if others := next((type(module) for module in parts if not is_known(type(module).forward)), None):
             return f"{others.__name__} defines its own forward"
         object.__setattr__(base, ENGINE, FastCausalLM(base, fp8=fp8))
-        set_forwards(base, getattr(base, ENGINE))
+        if _separate_weights not in base._state_dict_pre_hooks.values():  # as in a model that was pickled
+            base.register_state_dict_pre_hook(_separate_weights)
     return ""
+
+
+def is_known(function: Any) -> bool:
+    """Whether a known library defines it, with which the fast layers were compared."""
+    return str(getattr(function, "__module__", "")).split(".")[0] in KNOWN_PACKAGES
+
+
+def _separate_weights(model: Any, prefix: str, keep_vars: bool) -> None:
+    """Before `state_dict` of the model itself: saving needs each weight in its own memory, not as views of one buffer.
+
+    Inside a PEFT model (`prefix` is not empty) it does nothing: checkpoints hold only the adapter. One group of linears is
+    copied at a time, so the peak rises by the largest (0.24 GB of an 8B model); the next training step joins them again.
+    """
+    engine = engine_of(model)
+    if not prefix and engine is not None:
+        engine.separate()
 
 
 def base_of(model: Any) -> Any:
@@ -249,54 +255,3 @@ def base_of(model: Any) -> Any:
 
 def engine_of(model: Any) -> FastCausalLM | None:
     return getattr(base_of(model), ENGINE, None)
-
-
-def require_isolated_documents(model: Any, device: torch.device, vocabulary: int) -> None:
-    """With two documents in one pack, changing the first must not change the second. Takes milliseconds, before training, on
-    the layers that will train.
-
-    Equal bits pass. Different bits are a leak, or sums in another order (experts multiply the tokens of all documents
-    together). The gradient decides: what a document does not depend on has a gradient of exactly zero.
-    """
-    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5]], device=device)
-    bounds = torch.tensor([0, 5, 11], dtype=torch.int32, device=device)
-    pack = PackedDocuments(cu_seqlens=bounds, positions_T=positions[0], longest=6)
-    ids = torch.arange(11, device=device)[None] % vocabulary
-    changed = ids.clone()
-    changed[0, :5] = (ids[0, :5] + 7) % vocabulary
-    engine = engine_of(model)
-
-    def second(x: Tensor, embedded: list[Tensor]) -> Tensor:
-        """The second document's result; the embeddings of both documents are appended to the list."""
-
-        def leaf(_module: Any, _inputs: Any, h: Tensor) -> Tensor:
-            embedded.append(h.detach().requires_grad_())
-            return embedded[0]
-
-        if engine is not None:
-            return engine.hidden(leaf(None, None, engine.embed(x[0])), Documents.of(pack, engine.positions))[5:]
-        hook = model.get_input_embeddings().register_forward_hook(leaf)
-        try:
-            inputs, base = {"input_ids": x, "position_ids": positions, "use_cache": False}, base_of(model)
-            generates = head_in(base.config).generates  # else its own forward may give a number for a whole text
-            found: Tensor = model(**inputs).logits if generates else base.model(**inputs).last_hidden_state
-        finally:
-            hook.remove()
-        return found[0, 5:]
-
-    def leaked() -> bool:
-        embedded: list[Tensor] = []
-        (gradient,) = torch.autograd.grad(second(ids, embedded).float().sum(), embedded[:1])
-        return bool(gradient.view(11, -1)[:5].any())  # NaN counts
-
-    with in_mode(model, training=False):
-        with torch.no_grad():
-            one, other = second(ids, []), second(changed, [])
-        apart = float((one - other).abs().max())
-        mixed = apart != 0.0 and leaked()
-    if mixed:
-        raise ModelError(
-            what=f"packed documents attend to each other in this model (results differ by {apart:.2g})",
-            why="its layers do not separate documents by position ids, so packing would mix documents",
-            fix="use a model type whose transformers layers do: Llama, Qwen, Gemma, Mistral, Phi-3, ...",
-        )

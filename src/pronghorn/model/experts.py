@@ -37,7 +37,7 @@ CHOICE_BIAS = "e_score_correction_bias"
 
 @dataclass
 class OwnExperts:
-    """Of a stack whose experts are spread over ranks. The model's own parameters keep their shapes, without memory."""
+    """A stack whose experts are sharded over ranks. The model's own parameters keep their shapes, without memory."""
 
     experts: slice
     weight: Tensor | QuantizedStack  # in the model's layout
@@ -131,7 +131,7 @@ class Router(Adapted):
 
     @property
     def choice_bias_E(self) -> Tensor | None:  # noqa: N802
-        """Of the choice alone; a buffer of the router or of the module around it."""
+        """The bias of the choice alone; a buffer of the router or of the module around it."""
         found: Tensor | None = getattr(self.module(), CHOICE_BIAS, None)
         return getattr(self.parent, CHOICE_BIAS, None) if found is None else found
 
@@ -313,7 +313,7 @@ class ExpertStack(Adapted):
         self._borrowed = True
 
     def let_go(self) -> None:
-        """Of a buffer with 16-bit weights, or of trained ones in the compute dtype."""
+        """Frees a buffer of 16-bit weights, or of trained weights in the compute dtype."""
         if self.stored() is None:
             vars(self).pop("group", None)
             self._built_for = ()
@@ -322,7 +322,7 @@ class ExpertStack(Adapted):
 
     @property
     def grad_shapes(self) -> tuple[tuple[int, int], tuple[int, int]] | None:
-        """Of dA [E r, D] and of dB^T [r E, O], in the order in which PEFT keeps the columns of B."""
+        """Sizes of dA [E r, D] and dB^T [r E, O], in the order in which PEFT keeps the columns of B."""
         if not self.adapters:
             return None
         adapter = self.adapters[0]

@@ -128,7 +128,7 @@ def family_of(config: Any) -> Family:
 
 
 def text_config(config: Any) -> Any:
-    """Of the text model: the config itself, unless there is more than text."""
+    """The text model's config: the config itself, unless there is more than text."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 

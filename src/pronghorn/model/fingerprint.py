@@ -33,7 +33,7 @@ def base_of(name: str) -> dict[str, Any]:
 
 
 def fingerprint(name: str) -> str:
-    """Of a folder's weights, or a hub model's as it lies in the cache; empty where its files are somewhere else."""
+    """Digest of a folder's weights, or of a Hub model's in the cache; empty where its files are somewhere else."""
     folder = local_files(name)
     files = [] if folder is None else sorted([*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")])
     digest = hashlib.sha256()

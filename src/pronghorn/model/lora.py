@@ -38,7 +38,7 @@ def attach(model: torch.nn.Module, **config: Any) -> PeftModel:
 
 
 def task_of(model: Any) -> dict[str, Any]:
-    """Of PEFT's config. With SEQ_CLS it trains the head (`score`) whole."""
+    """The task type for PEFT's config. With SEQ_CLS, PEFT trains the head (`score`) whole."""
     return {"task_type": head_in(model.config).task}
 
 

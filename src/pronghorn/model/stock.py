@@ -53,7 +53,7 @@ def _refuse_named_modules(folder: Path) -> None:
 
 
 class CompressedWeights(NamedTuple):
-    """Of a checkpoint of compressed-tensors, by the names of its files."""
+    """Weights of a compressed-tensors checkpoint, by the names in its files."""
 
     config: Any  # without what it says of the format
     plain: dict[str, Tensor]  # as they are

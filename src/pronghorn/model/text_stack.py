@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from peft.utils import ModulesToSaveWrapper
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
 from pronghorn.model.families import text_config
 
@@ -53,6 +54,13 @@ def in_use(module: Any) -> Any:
     active = module.active_adapters
     trained = active and not module.disable_adapters and all(name in module.modules_to_save for name in active)
     return module.modules_to_save[active[0]] if trained else module.original_module
+
+
+def inner_of(module: Any) -> Any:
+    """The model's own module, inside PEFT's wrappers."""
+    while isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
+        module = module.base_layer if isinstance(module, BaseTunerLayer) else module.original_module
+    return module
 
 
 def beside_text(model: Any) -> list[str]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -25,7 +25,6 @@ import torch.nn.functional as F
 from rich.table import Table
 from torch import Tensor
 
-from pronghorn.compat.hf_forward import paused
 from pronghorn.errors import ModelError
 from pronghorn.model.causal_lm import FastCausalLM, base_of, engine_of, install
 from pronghorn.model.families import rope_parameters, window
@@ -194,7 +193,7 @@ def _own_loss(model: Any, ids: Tensor, positions: Tensor, bounds: Tensor) -> Ten
     """The family's own forward."""
     engine = engine_of(model)
     assert engine is not None
-    with paused(engine):
+    with engine.outer_loop.own_layers() if engine.outer_loop else nullcontext():
         return sum(
             (_document_loss(model, ids, positions, start, stop) for start, stop in pairwise(bounds.tolist())),
             torch.zeros((), device=ids.device),

@@ -309,7 +309,7 @@ def _say_step(run: _Run, event: dict[str, Any], width: int) -> list[str]:
 
 
 def _preference(event: dict[str, Any]) -> str:
-    """Of a step that compares answers."""
+    """The figures of a step that compares answers."""
     shown = [("accuracy", "rewards/accuracies"), ("margin", "rewards/margins"), ("kl", "kl")]
     shown += [("accuracy", "accuracy"), ("margin", "margin")]  # of a reward model
     return "".join(f"  {label} {number_format.score(as_number(event[name]))}" for label, name in shown if name in event)

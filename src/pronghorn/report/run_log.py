@@ -118,7 +118,7 @@ class RunLog:
 
 
 class SilentLog(RunLog):
-    """Of a rank that leaves the run's files to another: nothing is written, and nobody is told."""
+    """The log of a rank that does not write the run's files: it keeps and reports nothing."""
 
     def __init__(self) -> None:
         pass

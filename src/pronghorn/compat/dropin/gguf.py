@@ -15,6 +15,7 @@ from pronghorn.data.encode.tokens import load_tokenizer
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.carried import base_folder
 from pronghorn.model.causal_lm import base_of
+from pronghorn.model.hf_types import HFModel, Tokenizer
 from pronghorn.model.merge import save_merged
 
 WIDEST = "not_quantized"
@@ -22,9 +23,9 @@ MEANT = {"fast_quantized": "q8_0", "quantized": "q4_k_m"}
 
 
 def save_pretrained_gguf(
-    model: Any,
+    model: HFModel,
     save_directory: str | Path,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer | None = None,
     quantization_method: str | Sequence[str] = "fast_quantized",
     first_conversion: str | None = None,
     **others: Any,
@@ -76,9 +77,9 @@ def save_pretrained_gguf(
 
 
 def push_to_hub_gguf(
-    model: Any,
+    model: HFModel,
     repo_id: str,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer | None = None,
     quantization_method: str | Sequence[str] = "fast_quantized",
     first_conversion: str | None = None,
     token: str | bool | None = None,

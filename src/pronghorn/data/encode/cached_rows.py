@@ -165,7 +165,7 @@ class _Counts:
     sources: list[SourceCount] = field(default_factory=list)  # of all parts, also of those without a row
 
     def add(self, note: Note) -> None:
-        """Of one chunk more."""
+        """Adds the counts of one more chunk."""
         for name in COUNTED:
             setattr(self, name, getattr(self, name) + note.get(name, 0))
         before = self.sources[note["part"]]

@@ -166,7 +166,7 @@ def _constructed(folder: Path, name: str, *, from_hub: bool) -> Any:
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """Of a tokenizer or of `TokenizerFiles`: equal when the same text gives the same tokens."""
+    """Digest of a tokenizer or of `TokenizerFiles`: equal when the same text gives the same tokens."""
     if isinstance(tokenizer, TokenizerFiles):
         return tokenizer.fingerprint()
     files: TokenizerFiles | None = getattr(tokenizer, "pronghorn_files", None)
@@ -328,12 +328,12 @@ class TokenTable:
         return self._base.text("example", self._rows[i])
 
     def examples_json(self, start: int, stop: int) -> list[str]:
-        """Of many rows at once, which is ten times as fast."""
+        """The examples of many rows at once, ten times as fast as one by one."""
         return self._base.texts("example", self._rows[start:stop])
 
     @property
     def content_of_all(self) -> str:
-        """Of the table that this is a view of; kept beside it in the cache."""
+        """Digest of the whole table that this is a view of."""
         return self._base.content()
 
     @property
@@ -361,7 +361,7 @@ class TokenTable:
         return TokenTable(self._base, rows, starts, stops, counts, pairs)
 
     def select_groups(self, groups: npt.NDArray[np.int64]) -> TokenTable:
-        """Of preference data: these groups, counted in this table; one that is named twice is there twice."""
+        """These groups of preference data, by their number in this table; a number given twice repeats its group."""
         assert self.pairs is not None
         rows, pairs = self.pairs.select_groups(groups)
         return self.select(rows).with_pairs(pairs)
@@ -412,7 +412,7 @@ class _Columns:
         return PairRows(np.cumsum(begins, dtype=np.int64) - 1, roles, prefixes, margins)
 
     def content(self) -> str:
-        """Of all tokens and marks, however they are cut into record batches; the cache knows it without reading them."""
+        """Digest of all tokens and loss marks, independent of record batches; the cache knows it without reading them."""
         if not self._content:
             digest = ContentDigest()
             for ids, loss in zip(self._ids, self._loss, strict=True):

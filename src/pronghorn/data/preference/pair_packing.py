@@ -33,13 +33,13 @@ def groups_of(table: TokenRows, together: int = 1) -> Groups:
 
 
 def tokens_in(table: TokenRows, rows: Longs) -> int:
-    """That these rows, whole groups of them, take in a pack."""
+    """Tokens that these rows, whole groups of them, take in a pack."""
     pairs = pairs_of(table)
     return int(table.lengths[rows].sum() if pairs is None else _tokens(table, pairs, rows).sum())
 
 
 def _tokens(table: TokenRows, pairs: PairRows, rows: Any) -> Longs:
-    """Of each row; a shared prompt is counted with the first row of its group."""
+    """Tokens of each row; a shared prompt counts with the first row of its group."""
     lengths: Longs = table.lengths[rows].astype(np.int64)
     if not pairs.shared:
         return lengths

@@ -174,7 +174,7 @@ def _refuse_other_marks(rows: Sequence[RawRow], where: str) -> None:
 
 
 def _require_answers(rows: Sequence[RawRow], where: str) -> None:
-    """That a side is empty now and then is told by its count, later."""
+    """Refuses a file in which one side is empty in every row; a few empty ones are counted later."""
     found = [(columns, row.fields) for row in rows if (columns := answer_columns(row.fields, empty=True))]
     for side, other in ((0, 1), (1, 0)):
         if all(fields[columns[side]] in ("", [], {}) for columns, fields in found):
@@ -188,7 +188,7 @@ def _require_answers(rows: Sequence[RawRow], where: str) -> None:
 
 
 def _how_to_name(columns: Sequence[str]) -> str:
-    """Of a file without pairs: what to do about its columns."""
+    """The fix for a file without pairs: how to name its columns."""
     for first, second in TWO_ANSWERS:
         two = [column for column in columns if re.fullmatch(first, column, re.IGNORECASE)]
         other = [column for column in columns if re.fullmatch(second, column, re.IGNORECASE)]

@@ -101,7 +101,7 @@ def _read(path: Path, note: _Note, key: str, count: int) -> Floats:
 
 
 def content_of(table: TokenRows) -> str:
-    """Of all tokens and loss marks that the table shows."""
+    """Digest of all tokens and loss marks in the table."""
     known: str | None = getattr(table, "content", None)
     if known is not None:
         return known

@@ -171,7 +171,7 @@ class Reading:
 
 
 def text_bytes(parts: Sequence[Part]) -> float | None:
-    """Of files whose size tells their tokens, each as often as its weight says; None: of others, or of a part of the rows."""
+    """Bytes of text in files, times their weights; None where sizes do not tell it, or only a part of the rows is used."""
     if any(part.source.kind not in TEXT or part.source.packing or part.max_rows for part in parts):
         return None
     return sum(part.source.path.stat().st_size * part.weight for part in parts)
@@ -200,7 +200,7 @@ def _size(value: Any) -> int:
 
 
 def expected_rows(parts: Sequence[Part]) -> int:
-    """Of all parts together, or 0 where that is not known without reading them."""
+    """Rows of all parts together; 0 where that is unknown without reading them."""
     total, of_entry = 0, dict[int, int]()
     for part in parts:
         count = row_counts.expected_rows([part.source], part.max_rows)
@@ -260,5 +260,5 @@ def _listed(names: Sequence[str], most: int) -> str:
 
 
 def key_of(parts: Sequence[Part]) -> str:
-    """Of all that decides their rows."""
+    """Digest of everything that decides their rows."""
     return json.dumps([part.key() for part in parts])

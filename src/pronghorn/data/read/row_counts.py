@@ -11,7 +11,7 @@ BLOCK = 1 << 20
 
 
 def expected_rows(sources: Sequence[Source], at_most: int | None = None) -> int:
-    """Of all of them together; `at_most` rows of each are taken."""
+    """Rows of all sources together; at most `at_most` of each count."""
     counts = [_rows(source) for source in sources]
     if not all(counts):
         return 0
@@ -32,7 +32,7 @@ def _rows(source: Source) -> int:
 
 
 def _lines(source: Source) -> int:
-    """Of a CSV file this is the most that it can have: a row may go over several lines."""
+    """Lines of a file. For CSV an upper bound of its rows, since a row may have several lines."""
     count, last = 0, b"\n"
     with source.path.open("rb") as file:
         while block := file.read(BLOCK):

@@ -294,7 +294,7 @@ def _decoded(value: Any) -> Any:
 
 
 def _spoken_calls(value: Any, name: str) -> list[dict[str, Any]]:
-    """Of ShareGPT's `function_call`: one call as JSON text, or a list of them."""
+    """Calls in ShareGPT's `function_call`: one as JSON text, or a list."""
     call = from_json(value) if isinstance(value, str) else None
     calls = call if isinstance(call, list) else [call]
     made = [_call(one, name) for one in calls if isinstance(one, dict) and ("name" in one or "function" in one)]

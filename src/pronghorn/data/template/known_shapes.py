@@ -83,7 +83,7 @@ class KnownShapes:
 
 
 def _places(messages: Sequence[Message]) -> list[Place] | None:
-    """Of all gaps; None where a message is more than a role and one text without space around it."""
+    """The place of every gap; None where a message is more than a role and one text without space around it."""
     for message in messages:
         content = message.get("content")
         if message.keys() != PLAIN or not isinstance(content, str) or not content or content != content.strip():

@@ -152,7 +152,7 @@ class Fp8ExpertGroup(AdaptedBesideExperts):
 
     @property
     def transposed_bytes(self) -> int:
-        """Of the buffer in which `backward_input` transposes the stack."""
+        """Bytes of the buffer in which `backward_input` transposes the stack."""
         return self.q_EOD.numel()
 
     def forward(self, x8_SD: Tensor, scale_S: Tensor, xa_SR: Tensor | None, offsets_E1: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ class Sigmoid:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routing:
-    """Of one layer and batch: int32, weights fp32, all on the device, with sizes that follow from T, E and K."""
+    """The routing of one layer and batch: int32, weights fp32, all on the device, with sizes that follow from T, E and K."""
 
     ids_TK: Tensor
     weights_TK: Tensor

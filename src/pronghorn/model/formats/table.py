@@ -63,7 +63,7 @@ class Format:
 
     @cached_property
     def bytes_each(self) -> float:
-        """Of a value, its share of the scales included."""
+        """Bytes per value, its share of the scales included."""
         like = torch.empty(1024, 1024, dtype=torch.bfloat16, device="meta")
         return (like.nbytes if self.quantize is None else self.quantize(like).nbytes) / like.numel()
 
@@ -176,6 +176,6 @@ def format_of(stored: StoredTensor) -> Format:
 
 
 def storage_of(module: nn.Module) -> Format | None:
-    """Of a linear or of experts; None where they are not in few bits."""
+    """The storage format of a linear or of experts; None where they are not quantized."""
     found = getattr(module, "storage", None)
     return found if isinstance(found, Format) else None

@@ -14,6 +14,7 @@ first layer the gradient of frozen embeddings.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 from weakref import WeakSet
 
@@ -21,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from pronghorn.compat.same_weights import as_at_forward, stamp
 from pronghorn.kernels.lora.lora_linear import NormOf
 from pronghorn.kernels.lora.multi_gather import GatherJob
 from pronghorn.kernels.runtime.dispatch import keeps_graph
@@ -215,7 +215,9 @@ class _Layer(torch.autograd.Function):
     ) -> Tensor:
         out, saved = layer.forward_at(layer.effective_level, h, documents, rows)
         ctx.layer, ctx.documents, ctx.rows = layer, documents, rows
-        ctx.stamp = stamp(parameters) if documents.weights else None
+        ctx.same_weights = nullcontext
+        if documents.guard is not None:
+            ctx.same_weights = documents.guard.remember(parameters, layer.parameters, f"decoder layer {layer.index}")
         ctx.left = leave(saved, layer.index, layer.offload)
         ctx.waiting = Waiting()
         layer.waiting.add(ctx.waiting)
@@ -237,7 +239,7 @@ class _Layer(torch.autograd.Function):
         shards: Shards | None = ctx.layer.shards
         if shards is not None:
             shards.enter(ctx.layer.index, -1)
-        with as_at_forward(ctx.documents.weights, ctx.stamp, ctx.layer.parameters, f"decoder layer {ctx.layer.index}"):
+        with ctx.same_weights():
             saved = ctx.layer.restored(left, ctx.documents, ctx.rows)
             del left
             dh, gradients = ctx.layer.backward(incoming[0], saved, ctx.documents, ctx.rows, ctx.needs_input_grad[0])

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from pronghorn.compat.same_weights import Weights
 from pronghorn.kernels.attention.attention_shared import shared_spans
 from pronghorn.kernels.attention.attention_torch import spans
 from pronghorn.kernels.moe.routing import Routing
@@ -39,6 +39,14 @@ class GradBuffer:
         return self.buffer is not None and address(dh) == address(self.buffer) and dh.stride() == self.buffer.stride()
 
 
+class Guard(Protocol):
+    """Ensures that a layer's backward reads the weights that its forward read (compat/same_weights.py)."""
+
+    def remember(
+        self, weights: Sequence[Tensor], now: Callable[[], Sequence[Tensor]], where: str
+    ) -> Callable[[], AbstractContextManager[object]]: ...  # what to enter around the backward
+
+
 @dataclass(frozen=True)
 class Documents:
     """What every layer of a step shares about the pack. Built once per batch, never by a layer."""
@@ -52,9 +60,8 @@ class Documents:
     query_scale_T: Tensor | None = None  # factor of each token's queries, where the model has one
     load: RouterStats | None = None  # of the experts in this step
     grad_buffer: GradBuffer = field(default_factory=GradBuffer)
-    guarded: bool = False  # whether other code may run between forward and backward
-    weights: Weights | None = None  # if so: those of this forward
-    leaves: dict[int, Tensor] | None = None  # by a parameter's id: its replacement for autograd (compat/captured_layers.py)
+    guard: Guard | None = None  # where other code may run between forward and backward
+    leaves: dict[int, Tensor] | None = None  # by a parameter's id: its replacement for autograd, for captured layers
 
     @classmethod
     def of(cls, pack: PackedDocuments, positions: Positions) -> Documents:

@@ -63,8 +63,9 @@ def preferred(deltas: Tensor, smoothing: float) -> Tensor:
 
 
 class Preference(Objective):
-    """Pairs. A subclass says what an answer's reward is (`rewards`) and what a comparison costs (`compared`)."""
+    """Pairs. A subclass says what a comparison costs (`compared`), and what an answer's reward is (`shown`, `rewards`)."""
 
+    beta: float
     scores: ClassVar[tuple[str, ...]] = ("rewards/accuracies", "rewards/margins")
     watched: ClassVar[tuple[str, ...]] = (
         "comparisons",
@@ -84,9 +85,9 @@ class Preference(Objective):
         self.terms = 2 if sft_weight else 1
         self._watch = Watch()
 
-    @abstractmethod
     def rewards(self, answers: Answers) -> Tensor:
         """[D], as people read them."""
+        return self.beta * self.shown(answers)
 
     @abstractmethod
     def compared(self, answers: Answers, firsts_D: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ HARNESS_BATCH = 8
 
 
 @dataclass(frozen=True)
-class Asked:
+class EvaluationRequest:
     """What the command line asks for; `spec`: keys of eval: that differ from the run's recipe."""
 
     spec: Mapping[str, Any] = field(default_factory=dict)
@@ -41,9 +41,11 @@ class Asked:
     answers: Path | None = None  # where to write them
 
 
-def evaluate_run(run: Path, which: str, *, data: str | None, report: Report, asked: Asked | None = None) -> dict[str, Any]:
+def evaluate_run(
+    run: Path, which: str, *, data: str | None, report: Report, asked: EvaluationRequest | None = None
+) -> dict[str, Any]:
     """`data`: another file than the run's held-out rows."""
-    asked = asked or Asked()
+    asked = asked or EvaluationRequest()
     own = OwnMetric(asked.metric_file) if asked.metric_file is not None else None
     trained = TrainedRun(run, which)
     recipe = trained.recipe

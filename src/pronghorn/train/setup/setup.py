@@ -21,11 +21,12 @@ from pronghorn.data.prepare import Counts, Prepared, prepare
 from pronghorn.data.read.reading import Name
 from pronghorn.data.read.splitting import apart
 from pronghorn.errors import DataError, ModelError, RecipeError
-from pronghorn.model.causal_lm import engine_of, install, require_isolated_documents
+from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.config import read_config
 from pronghorn.model.families import ties_embeddings, why_not_fast
 from pronghorn.model.fingerprint import base_of, require_same_base
 from pronghorn.model.heads import HEADS
+from pronghorn.model.isolated_documents import require_isolated_documents
 from pronghorn.model.load import (
     DTYPES,
     ModelFacts,
