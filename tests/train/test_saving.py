@@ -6,7 +6,6 @@ import math
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,19 +115,6 @@ def test_a_moment_that_is_not_finite_is_named_and_the_checkpoint_before_kept(
 
 
 # Before step 1
-
-
-@pytest.mark.parametrize("kind", ["missing", "a file"])
-def test_the_temporary_folder_is_not_needed(
-    kind: str, recipe_for: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = tmp_path / "tmp"
-    if kind == "a file":
-        place.touch()
-    monkeypatch.setattr(tempfile, "tempdir", str(place))  # what TMPDIR becomes
-    result = train(recipe_for(train={"steps": 2}, checkpoint={"every": 1}), display=Watching())
-    assert result.checkpoint
-    assert not list(result.folder.glob(".checkpoint*"))
 
 
 @pytest.mark.parametrize(
