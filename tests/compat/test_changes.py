@@ -326,7 +326,7 @@ ACTS: dict[str, Act] = {
     "rope replaced": replaced("model.rotary_emb", copy.deepcopy),
     "number of layers in the config": config("num_hidden_layers", 1),
     "class of an MLP": lambda model: setattr(at("model.layers.1.mlp")(model), "__class__", _OtherMLP),
-}  # fmt: skip
+}
 
 
 class _OtherMLP(nn.Module):

@@ -123,8 +123,8 @@ def said(template: str, messages: list[dict[str, Any]], eos: str = "<|im_end|>",
         (TAGGED_IN_MACRO, ["Hello<|im_end|>", "think<|im_end|>"]),
         (NO_END, [" Hello", " think\n<|im_end|>"]),
         (END_AT_LAST, [" Hello", " think<|im_end|>"]),
-    ]
-)  # fmt: skip
+    ],
+)
 def test_spans_are_the_turns_and_their_end_tokens(template: str, expected: list[str]) -> None:
     assert said(template, TALK) == expected
 

@@ -69,8 +69,8 @@ def test_held_out_requests_are_unseen_in_wording_and_in_values() -> None:
     kinds = {kind.name: kind for kind in hotel.KINDS}
     for row in held_out:  # no held-out wording is one that training has
         kind = kinds[json.loads(answer(row))["command"]]
-        assert matches(request(row), kind.held_out)
-        assert not matches(request(row), kind.train)
+        assert matches(request(row), kind.requests["held_out"])
+        assert not matches(request(row), kind.requests["train"])
 
     def rooms(rows: list[hotel.Row]) -> set[int]:
         return {json.loads(answer(row)).get("room", 0) for row in rows} - {0}
