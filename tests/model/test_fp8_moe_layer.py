@@ -39,7 +39,7 @@ from pronghorn.model.layers import fp8_linears
 from pronghorn.model.lora_grad_buffer import LoraGradBuffer
 from pronghorn.model.verify import verify
 from pronghorn.recipe import Lora
-from tables import gpu_rows
+from tables import first_of, gpu_rows
 
 
 def model_of(family: str, targets: str, *, fast: bool = True, dtype: torch.dtype = torch.float32) -> Any:
@@ -114,7 +114,7 @@ def rounded(family: str, targets: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", first_of(CONFIGS, 2))
 def test_loss_and_every_gradient_follow_the_dequantized_model(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every token goes to all experts, so that rounding cannot choose others. Measured: cosine of the whole gradient 0.975 to
     0.998, of the modules' own products 0.985 to 0.999; errors 0.9 to 1.2 times theirs."""
