@@ -207,15 +207,6 @@ def test_notch_by_notch_down_to_the_smallest_plan() -> None:
         plan.one_notch_lower()
 
 
-def test_a_plan_is_plain_data() -> None:
-    plan = make_plan(problem_of(32, 40))
-    told = plan.as_dict()
-    assert len(told["levels"]) == 32
-    assert told["peak_bytes"] == plan.peak_bytes <= told["budget"] < told["device_bytes"] + 10**9
-    assert plan.step_ms(4) == pytest.approx(4 * plan.ms + plan.problem.costs.optimizer)
-    assert sum(plan.counts().values()) == 32
-
-
 @table(
     ("text", "expected"),
     [

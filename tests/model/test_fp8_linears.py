@@ -250,7 +250,7 @@ def assert_same(one: Result, other: Result) -> None:
     assert all(torch.equal(one[1][name], other[1][name]) for name in one[1])
 
 
-@pytest.mark.parametrize("family", FEW)
+@pytest.mark.parametrize("family", first_of(FEW, 2))
 def test_every_level_gives_the_same_bits(family: str) -> None:
     model, batch = model_of(family), batch_of()
     expected = gradients(model, fast_loss(model, batch))
@@ -374,7 +374,7 @@ def test_a_kept_turned_weight_gives_the_same_bits_and_follows_the_adapters() -> 
                         parameter.mul_(-1.5)
 
 
-@pytest.mark.parametrize("family", FEW)
+@pytest.mark.parametrize("family", first_of(FEW, 2))
 def test_rows_without_a_loss_can_be_left_out(family: str) -> None:
     model, batch = model_of(family), batch_of()
     loss, some = gradients(model, fast_loss(model, batch))

@@ -16,6 +16,7 @@ from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
 from pronghorn.train.step.step import EagerStep, StepResult
 from samples import ListTable, random_table
+from tables import first_of
 
 SMALL: dict[str, Any] = {
     "vocab_size": 259,
@@ -99,7 +100,7 @@ def test_gradients_do_not_depend_on_the_number_of_micro_batches(family: str) -> 
         assert worst(other, reference) < 1e-5
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", first_of(FAMILIES, 3))
 def test_changing_one_document_changes_no_other(family: str) -> None:
     model, table = model_of(family), random_table(10, longest=30)
     batch = build_batch(table, np.arange(10), 512)
