@@ -107,7 +107,6 @@ LAZY = {
 TYPE_CIRCLES = [
     ("pronghorn.model.layers.gated", "pronghorn.model.layers.linears"),
     ("pronghorn.data.preference.pair_packing", "pronghorn.data.pack.batches"),
-    ("pronghorn.train.step.sizes", "pronghorn.train.setup.setup"),
 ]
 MAY_BE_USED_BY_ALL = {
     "report": {"errors", "program", "recipe"},

@@ -29,6 +29,7 @@ from pronghorn.model.causal_lm import base_of, engine_of
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.text_stack import keep_softcap
 from pronghorn.recipe import Lora
+from tables import first_of
 
 SIZES: dict[str, Any] = {
     "vocab_size": 67,
@@ -143,7 +144,7 @@ def test_loss_and_gradients_with_labels(family: str, kind: str, monkeypatch: pyt
     assert ran
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", first_of(FAMILIES, 4))
 def test_greedy_generation_is_token_identical(family: str) -> None:
     plain, fast = pair(family)
     fast(**batch("full")).loss.backward()  # weights have become views of the layers' buffers

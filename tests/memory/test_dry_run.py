@@ -69,7 +69,7 @@ CASES = sorted(
 )
 
 
-@table(("family", "method", "adapters"), CASES)
+@table(("family", "method", "adapters"), CASES, one_in=3)
 def test_a_layer_saves_what_the_dry_run_says(family: str, method: str, adapters: str) -> None:
     """To the byte."""
     job = job_of(family, method, targets=TARGETS[adapters])
@@ -150,6 +150,7 @@ def held_all_the_time(engine: Any) -> tuple[list[Any], list[Any]]:
             for method in ("lora", "qlora", "qlora, nvfp4", "fp8", "full")
         ),
     ],
+    one_in=2,
 )
 def test_weights_and_adapters_are_counted_as_they_are_stored_and_shared(family: str, method: str) -> None:
     targets = TARGETS["experts" if family in EXPERTS and method != "full" else "linears"]

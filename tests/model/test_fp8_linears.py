@@ -42,6 +42,7 @@ from pronghorn.model.lora_grad_buffer import LoraGradBuffer
 from pronghorn.packs import PackedBatch
 from pronghorn.recipe import Lora
 from samples import random_table
+from tables import first_of
 
 SMALL: dict[str, Any] = {
     "vocab_size": 259,
@@ -167,7 +168,7 @@ def result_of(model: Any, batch: PackedBatch) -> Result:
     return result
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", first_of(sorted(FAMILIES, key=lambda family: family not in FEW), len(FEW)))
 def test_loss_and_every_gradient_follow_the_dequantized_model(family: str) -> None:
     """Measured: cosine of the whole gradient from 0.989 (OLMo 2) over 0.997 (Llama) to 0.9997; errors 1.02 to 1.12 times those
     of the modules' own products."""
@@ -249,7 +250,7 @@ def assert_same(one: Result, other: Result) -> None:
     assert all(torch.equal(one[1][name], other[1][name]) for name in one[1])
 
 
-@pytest.mark.parametrize("family", FEW)
+@pytest.mark.parametrize("family", first_of(FEW, 2))
 def test_every_level_gives_the_same_bits(family: str) -> None:
     model, batch = model_of(family), batch_of()
     expected = gradients(model, fast_loss(model, batch))
@@ -373,7 +374,7 @@ def test_a_kept_turned_weight_gives_the_same_bits_and_follows_the_adapters() -> 
                         parameter.mul_(-1.5)
 
 
-@pytest.mark.parametrize("family", FEW)
+@pytest.mark.parametrize("family", first_of(FEW, 2))
 def test_rows_without_a_loss_can_be_left_out(family: str) -> None:
     model, batch = model_of(family), batch_of()
     loss, some = gradients(model, fast_loss(model, batch))

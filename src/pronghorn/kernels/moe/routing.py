@@ -144,8 +144,8 @@ def _route_rows(block: int) -> int:
 
 @jit
 def _without_lesser_groups(
-    choice, expert, E: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_BLOCK: tl.constexpr, KEPT: tl.constexpr,
-):  # fmt: skip
+    choice, expert, E: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_BLOCK: tl.constexpr, KEPT: tl.constexpr
+):
     """choice [ROWS, E_BLOCK], -inf outside the KEPT groups with the largest sum of two largest choices."""
     group = tl.where(expert < E, expert // (E // GROUPS), -1)
     number = tl.arange(0, GROUPS_BLOCK)

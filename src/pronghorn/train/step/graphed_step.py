@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 import torch
 
-from pronghorn.data.pack.batches import StepBatch
+from pronghorn.data.pack.loader import StepBatch
 from pronghorn.errors import EnvironmentFault
 from pronghorn.kernels.runtime.dispatch import compile_kernels
 from pronghorn.model.capture import Graphs, Work, first_line, raise_if_out_of_memory
