@@ -169,7 +169,7 @@ HOOKS: dict[str, Act] = {
 }
 
 
-@table("path", HOOKED)
+@table("path", HOOKED, one_in=3)
 def test_hooks_are_called_and_what_they_return_counts(
     path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -393,7 +393,7 @@ def after(act: Act, *, adapter: bool, harmless: bool) -> tuple[Any, Any]:
     return plain, fast
 
 
-@table("name", ACTS)
+@table("name", ACTS, one_in=2)
 def test_what_is_done_to_a_model_after_loading_counts(name: str) -> None:
     assert_same_look(*after(ACTS[name], adapter=True, harmless=name in HARMLESS), generate=name in GENERATED)
 

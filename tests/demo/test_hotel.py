@@ -84,7 +84,7 @@ def test_held_out_requests_are_unseen_in_wording_and_in_values() -> None:
 WORDS = (hotel.DESTINATIONS, hotel.RESTAURANTS, hotel.DISHES, hotel.SUPPLIES, hotel.PROBLEMS)
 
 
-def in_commands(words: hotel.Words, names: tuple[str, ...]) -> list[str]:
+def in_commands(words: hotel.SlotNames, names: tuple[str, ...]) -> list[str]:
     return list(names) if words is hotel.RESTAURANTS else [name.split(" ", 1)[1] for name in names]
 
 

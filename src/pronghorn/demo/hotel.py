@@ -28,7 +28,7 @@ SYSTEM_PROMPT = "Answer with one JSON command."  # short: it is paid for in ever
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class SlotNames:
     """Names that fill a slot; `unseen` ones appear in held-out requests only."""
 
     seen: Sequence[str]
@@ -52,7 +52,7 @@ class Kind:
 # ---- slot values -------------------------------------------------------------------------------------------
 
 _DATA: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "hotel_sentences.json").read_text("utf-8"))
-DESTINATIONS, RESTAURANTS, DISHES, SUPPLIES, PROBLEMS = (Words(**words) for words in _DATA["words"].values())
+DESTINATIONS, RESTAURANTS, DISHES, SUPPLIES, PROBLEMS = (SlotNames(**words) for words in _DATA["words"].values())
 ROOMS: dict[Split, list[int]] = {  # one room in four is kept for the held-out requests
     "train": [room for room in range(101, 980) if room % 4 != 3],
     "held_out": [room for room in range(101, 980) if room % 4 == 3],
@@ -74,7 +74,7 @@ def _time(first_hour: int, last_hour: int) -> Callable[[random.Random, Split], S
     return pick
 
 
-def _name(words: Words) -> Callable[[random.Random, Split], Slot]:
+def _name(words: SlotNames) -> Callable[[random.Random, Split], Slot]:
     def pick(chance: random.Random, split: Split) -> Slot:
         name = words.pick(chance, split)
         return name, name
@@ -86,7 +86,7 @@ def _without_article(said: str) -> str:
     return said.split(" ", 1)[1]
 
 
-def _thing(words: Words) -> Callable[[random.Random, Split], Slot]:
+def _thing(words: SlotNames) -> Callable[[random.Random, Split], Slot]:
     def pick(chance: random.Random, split: Split) -> Slot:
         said = words.pick(chance, split)
         return said, _without_article(said)
@@ -94,7 +94,7 @@ def _thing(words: Words) -> Callable[[random.Random, Split], Slot]:
     return pick
 
 
-def _things(words: Words) -> Callable[[random.Random, Split], Slot]:
+def _things(words: SlotNames) -> Callable[[random.Random, Split], Slot]:
     def pick(chance: random.Random, split: Split) -> Slot:
         count, chosen = chance.choice((1, 2, 2, 3)), list[str]()
         while len(chosen) < count:

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pronghorn.data.pack.batches import TokenRows, evaluation_batches
+from pronghorn.data.pack.batches import TokenRows
+from pronghorn.data.pack.loader import evaluation_batches
 from pronghorn.errors import RecipeError
 from pronghorn.packs import IGNORED, PackedBatch
 from pronghorn.train.objectives.objective import Autocast, Progress, outputs_of
