@@ -18,19 +18,8 @@ from typing import Any, Literal
 from pronghorn.data.preference.preferences import preference, refuse_ratings, refused
 from pronghorn.data.read.source_files import BadRow, RawRow, excerpt
 from pronghorn.data.read.unread import refuse_media, refuse_unread_texts
-from pronghorn.data.template.chat_messages import (
-    UnfitError,
-    asks_to_train,
-    from_json,
-    only_read,
-    text_of_parts,
-    to_messages,
-    to_tools,
-    unused_keys,
-)
+from pronghorn.data.template.chat_messages import UnfitError, from_json, text_of_parts, to_messages, to_tools, unused_keys
 from pronghorn.errors import DataError
-
-__all__ = ["Example", "Format", "asks_to_train", "detect_format", "only_read", "to_example", "unused_columns"]
 
 # The names of recipe.RowFormat; and prompt/completion in plain text with a system text or tools beside them, which only a
 # conversation can hold: so all rows of such a file are conversations.

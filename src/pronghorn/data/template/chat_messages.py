@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from pronghorn.data.read.json_rows import STRICT
@@ -380,6 +381,15 @@ def objects(value: Any, column: str) -> list[dict[str, Any]]:
     if not items:
         raise UnfitError(f"`{column}` is empty", "add a conversation, or remove the row")
     return items
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Every text in a JSON value, keys apart."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from texts_in(item)
 
 
 def from_json(text: str) -> Any:
