@@ -12,7 +12,8 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from pronghorn.data.template.chat_messages import MEDIA, TEXT_ONLY, UnfitError, holds_media, texts_in
+from pronghorn.data.read.source_files import UnfitError
+from pronghorn.data.template.chat_messages import MEDIA, TEXT_ONLY, holds_media, texts_in
 
 MEDIA_COLUMN = re.compile(rf"(?:{'|'.join(MEDIA)})s?(?:_(?:path|url|file|bytes|data|content)s?)?", re.IGNORECASE)
 # How files of images, sound and video begin (WebP and WAV: RIFF; FLAC, Ogg, MP3, TIFF, Matroska).
