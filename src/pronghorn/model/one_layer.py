@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
+from pronghorn.hf_types import HFConfig, HFModel
 from pronghorn.model.config import empty_model
 from pronghorn.model.families import text_config
 from pronghorn.model.formats.checkpoint import published_format
@@ -23,12 +24,12 @@ from pronghorn.model.text_stack import beside_text, freeze_beside_text
 from pronghorn.recipe import Lora
 
 
-def as_config(config: Any) -> Any:
+def as_config(config: HFConfig) -> Any:
     """Hugging Face's config object, of itself or of a plain dict of its values."""
     return AutoConfig.for_model(**config) if isinstance(config, dict) else config
 
 
-def written(config: Any) -> str:
+def written(config: HFConfig) -> str:
     """As JSON: equal for equal models."""
     return str(config.to_json_string(use_diff=False))
 
@@ -46,7 +47,7 @@ def one_layer_model(written_config: str, storage: str, dtype: torch.dtype, lora:
     published = FORMATS.get(published_format(config))
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # sizes are those of the model it was made from
-    model: Any = empty_model(config.model_type, config, torch.float32 if lora is None else dtype)
+    model: HFModel = empty_model(config.model_type, config, torch.float32 if lora is None else dtype)
     model = HEADS[head].attach(model, seed=0)
     if lora is None:
         model.requires_grad_(True)

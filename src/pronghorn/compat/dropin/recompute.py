@@ -19,6 +19,7 @@ from pronghorn.compat.captured_layers import rounded
 from pronghorn.compat.dropin.arguments import Recompute
 from pronghorn.compat.outer_loop import loop_of
 from pronghorn.errors import EnvironmentFault, ModelError, RecipeError
+from pronghorn.hf_types import HFModel
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.memory.costs import predicted_costs
 from pronghorn.memory.dry_run import static_parts
@@ -28,7 +29,6 @@ from pronghorn.memory.levels import KEEP, Problem
 from pronghorn.memory.plan import Plan, make_plan
 from pronghorn.model.causal_lm import FastCausalLM, base_of, engine_of
 from pronghorn.model.formats.table import storage_of
-from pronghorn.model.hf_types import HFModel
 from pronghorn.model.load import without_progress_bars
 
 ASKED = "_pronghorn_recompute"  # attribute of the model instance: the user's word

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from pronghorn.errors import CommandError, PronghornError, RecipeError
+from pronghorn.hf_types import HFConfig
 from pronghorn.memory.forecast import HOST_BYTES, Forecast, comparison, max_context_report, plan_report
 from pronghorn.memory.gpus import GPUS, find_gpu
 from pronghorn.memory.job import why_not_planned
@@ -20,7 +21,7 @@ from pronghorn.train.source import kind_of
 __all__ = ["comparison", "forecast", "forecast_of_many"]
 
 
-def why_no_plan(recipe: Recipe, config: Any) -> str:
+def why_no_plan(recipe: Recipe, config: HFConfig) -> str:
     if recipe.layers == "own":
         return "layers: own uses the transformers layers, whose memory is not planned"
     text = config.get_text_config()
