@@ -72,11 +72,6 @@ class BlockDigests:
                 self._blocks.append(self._open.hexdigest()[:HEX])
                 self._open = hashlib.sha256()
 
-    def copy(self) -> BlockDigests:
-        other = BlockDigests()
-        other.size, other._blocks, other._open = self.size, list(self._blocks), self._open.copy()
-        return other
-
     @property
     def blocks(self) -> list[str]:
         return [*self._blocks, *([self._open.hexdigest()[:HEX]] if self.size % BLOCK else [])]

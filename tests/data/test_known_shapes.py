@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from pronghorn.data.template import known_shapes, templates
+from pronghorn.data.template.known_shapes import Rendered
 from pronghorn.data.template.named_templates import TEMPLATES as NAMED
 from pronghorn.data.template.named_templates import whole
-from pronghorn.data.template.templates import ChatTemplate, Rendered
+from pronghorn.data.template.templates import ChatTemplate
 from pronghorn.errors import DataError
 from samples import CHATML, make_tokenizer
 from tables import table

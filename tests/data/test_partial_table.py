@@ -72,15 +72,15 @@ def test_killed_in_the_middle_of_any_write(tmp_path: Path, whole: Any, monkeypat
     def until(kill_at: int) -> Callable[..., None]:
         writes = iter(range(1000))
 
-        def work(descriptor: int, at: int, data: bytes | memoryview) -> None:
+        def work(descriptor: int, data: bytes | memoryview) -> None:
             if next(writes) == kill_at and os.getpid() != parent:
-                write_all(descriptor, at, memoryview(data)[: len(data) // 2])
+                write_all(descriptor, memoryview(data)[: len(data) // 2])
                 os.kill(os.getpid(), signal.SIGKILL)
-            write_all(descriptor, at, data)
+            write_all(descriptor, data)
 
         return work
 
-    for kill_at in range(7, 10):  # the schema, and three writes a chunk
+    for kill_at in (5, 6):  # the schema, and two writes a chunk
         path = tmp_path / f"at {kill_at}" / "t.arrow"
         monkeypatch.setattr(partial_table, "_write", until(kill_at))
         child = multiprocessing.get_context("fork").Process(target=write, args=(path,))
@@ -103,7 +103,7 @@ def test_the_folder_of_another_table_is_not_gone_on_with(tmp_path: Path, whole: 
     assert (seal, content(other.parent)) == whole
 
 
-@pytest.mark.parametrize("name", ["table", "bad.jsonl", "journal"])
+@pytest.mark.parametrize("name", ["table", "journal"])
 @pytest.mark.parametrize("damage", ["a bit", "cut", "gone", "zeros", "a device", "a pipe"])
 def test_what_the_checksums_do_not_confirm_is_made_again(tmp_path: Path, whole: Any, name: str, damage: str) -> None:
     path = tmp_path / "x" / "t.arrow"
@@ -126,9 +126,7 @@ def test_what_the_checksums_do_not_confirm_is_made_again(tmp_path: Path, whole: 
         os.mkfifo(file)
     seal, there = write(path)
     assert there < 7
-    assert (there > 0) == (
-        damage not in ("gone", "a device", "a pipe") or name == "bad.jsonl"
-    )  # its first chunk set nothing aside
+    assert (there > 0) == (damage not in ("gone", "a device", "a pipe"))
     assert (seal, content(path.parent)) == whole
 
 

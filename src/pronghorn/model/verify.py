@@ -141,7 +141,7 @@ def _documents(config: Any, device: torch.device, seed: int) -> tuple[Tensor, Te
 
 
 def _last_position(config: Any) -> int:
-    """Of the context, and beyond the length with which a scaled RoPE began."""
+    """A position at the end of the context, beyond the length with which a scaled RoPE began."""
     first = [int(parameters.get("original_max_position_embeddings") or 0) for parameters in rope_parameters(config)]
     return min(LAST, max(int(getattr(config, "max_position_embeddings", 0) or 0), 2 * max(first), *FAR)) - 1
 
@@ -164,7 +164,7 @@ def _attending(engine: FastCausalLM) -> list[tuple[DecoderLayer, Attention]]:
 
 @contextmanager
 def _narrow_windows(engine: FastCausalLM, config: Any) -> Iterator[None]:
-    """Of the family's layers, which read the config (masks) or the attention module, and of ours."""
+    """Narrows the windows of the family's layers, which read the config (masks) or the attention module, and of ours."""
     mixers = [mixer for _, mixer in _attending(engine)]
     holders = [config, *(mixer.module for mixer in mixers)]
     theirs = [(one, wide) for one in holders if (wide := getattr(one, "sliding_window", None) or 0) > NARROW]

@@ -15,7 +15,6 @@ before it, exactly as a supervised row would be; only the answer carries loss.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
@@ -42,9 +41,9 @@ from pronghorn.data.read.formats import (
     unused_columns,
     unused_in_messages,
 )
-from pronghorn.data.read.source_files import BadRow, RawRow, excerpt
+from pronghorn.data.read.source_files import BadRow, RawRow, UnfitError, excerpt
 from pronghorn.data.read.unread import refuse_media, refuse_unread_texts
-from pronghorn.data.template.chat_messages import SPEAKERS_AND_CALLERS, UnfitError, from_json, to_messages
+from pronghorn.data.template.chat_messages import SPEAKERS_AND_CALLERS, from_json, to_messages
 from pronghorn.errors import DataError
 from pronghorn.recipe_objective import Rows
 
@@ -238,8 +237,7 @@ def to_groups(row: RawRow, layout: str, wanted: Rows) -> list[Group] | BadRow:
             return _marked(row, name)  # type: ignore[arg-type]
         group = _pair(row, next(known for known in LAYOUTS if known == name))
     except UnfitError as error:
-        shown = excerpt(json.dumps(row.fields, ensure_ascii=False, default=str))
-        return BadRow(row.where, str(error), shown, error.fix)
+        return error.bad(row)
     if wanted == "pairs":
         return [group]
     return [

@@ -88,7 +88,7 @@ class Saver:
         pass
 
     def save(self) -> None:
-        """Of a run that has finished every step it began."""
+        """Saves a run that has finished every step it began."""
         self._whole()
         self._saved(self._session.step)
 
@@ -103,7 +103,7 @@ class Saver:
             self._saved(self._copied.popleft())
 
     def forget_snapshots(self) -> None:
-        """Of steps that changed nothing."""
+        """Drops the snapshots of steps that changed nothing."""
         self._copied.clear()
 
     def wait(self) -> None:

@@ -41,7 +41,7 @@ def experts_of(rank: int, ranks: int, experts: int) -> slice:
 
 
 class ExpertRows:
-    """Of one layer: R ranks, E experts, S rows of this rank, N rows that this rank's experts get."""
+    """Rows of one layer's experts, sent to their ranks and back: R ranks, E experts, S rows of this rank, N rows that this rank's experts get."""
 
     def __init__(self, world: World, experts: int) -> None:
         self._world = world
@@ -171,7 +171,7 @@ class ExpertShards:
         return found
 
     def _part(self, name: str, tensor: Tensor, own: slice) -> Tensor:
-        """Of this rank, in the same layout."""
+        """This rank's part, in the same layout."""
         found = self._by_expert(name, tensor, self._whole[name][1])[own]
         return self._joined(name, found)
 
@@ -190,7 +190,7 @@ class ExpertShards:
 
     @property
     def nbytes(self) -> int:
-        """Of experts' weights on this rank."""
+        """Bytes of experts' weights on this rank."""
         found = (own.weight for own in self._own.values())
         return sum(weight.nbytes if isinstance(weight, Tensor) else weight.stored.nbytes for weight in found)
 

@@ -37,7 +37,7 @@ Divisor = float | tuple[float, ...]  # of each term
 
 
 class Sums(NamedTuple):
-    """Of a batch."""
+    """Summed loss and watched figures of a batch."""
 
     loss: Tensor  # float32: a number, or [C]
     watched: Tensor | None = None  # [W] float32, detached
@@ -104,7 +104,7 @@ class Objective(ABC):
             return Sums(total, self.watch(found.values_N.detach(), batch))
 
     def divisor(self, step_batch: StepBatch, world: World) -> Divisor:
-        """Of the whole step, so that the loss does not depend on how its rows fell into micro-batches and ranks."""
+        """The divisor of the whole step, so that the loss does not depend on how its rows fell into micro-batches and ranks."""
         counts = torch.stack([self.count(batch).reshape(self.terms) for batch in step_batch.batches]).sum(0)
         found = world.total(*counts.tolist())
         return found[0] if self.terms == 1 else tuple(max(1.0, count) for count in found)

@@ -76,7 +76,7 @@ class Attention(Mixer):
         return self.heads, self.kv_heads, self.head_width, self.rope, *self.options.values(), self.sinks is not None
 
     def options_for(self, documents: Documents) -> dict[str, Any]:
-        """Of attention over these documents."""
+        """Options of attention over these documents."""
         shared = ("cu_seqlens", "longest", "typical", "spans_2T", "prefix_2T")
         return {**self.options, "sinks_N": self.sinks, **{name: getattr(documents, name) for name in shared}}
 

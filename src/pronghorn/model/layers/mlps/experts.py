@@ -198,7 +198,7 @@ class ExpertsMlp(Part):
     # ---- rows of other ranks --------------------------------------------------------------------------------------
 
     def _there(self, saved: Saved, routing: Routing) -> Routing:
-        """Of the rows that this rank's experts get."""
+        """The routing of the rows that this rank's experts get."""
         return routing if self.spread is None else self.spread.routing(saved["counts"], saved["weights_there"])
 
     def _sent(self, x_TD: Tensor, saved: Saved, routing: Routing) -> Tensor:
