@@ -194,7 +194,8 @@ def choose(rows: Rows, spec: Data, found: Findings | None, *, strict: bool = Tru
     remarks = [*rows.remarks, *told_of_columns(rows.sources), *mixed]
     remarks += [found.remark] if found is not None and found.remark else []
     if rows.table.pairs is not None:
-        remarks += _left_out(rows)
+        nothing_learned = {"an empty answer": rows.empty, "identical answers": rows.identical}
+        remarks += [f"left out {counted(count, unit)} with {what}" for what, count in nothing_learned.items() if count]
     elif rows.empty and spec.junk == "keep":
         remarks.append(
             f"{counted(rows.empty, 'row')} with an empty answer: only the end token carries loss; data.junk: drop removes them"
@@ -229,15 +230,9 @@ def choose(rows: Rows, spec: Data, found: Findings | None, *, strict: bool = Tru
         read=rows.read, bad=rows.bad, exact_duplicates=exact, near_duplicates=near, junk=junk,
         too_long=affected, dropped_long=dropped_long, truncated=shortened, split_into=split_into,
         no_loss=no_loss, kept=len(first_rows(kept)), tokens=int(kept.lengths.sum(dtype=np.int64)),
-        loss_tokens=int(kept.loss_counts.sum(dtype=np.int64)), format=rows.format, sources=rows.sources,
+        loss_tokens=int(kept.loss_counts.sum(dtype=np.int64)), format=rows.format, sources=tuple(rows.sources),
     )  # fmt: skip
     return Prepared(kept, counts, rows, tuple(remarks))
-
-
-def _left_out(rows: Rows) -> list[str]:
-    """Sentences about preference rows that teach nothing and were left out."""
-    unit, found = unit_of(rows.table), {"an empty answer": rows.empty, "identical answers": rows.identical}
-    return [f"left out {counted(count, unit)} with {what}" for what, count in found.items() if count]
 
 
 def _cut(

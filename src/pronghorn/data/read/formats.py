@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from pronghorn.data.preference.preferences import preference, refuse_ratings, refused
+from pronghorn.data.preference.preferences import WHY, preference, refuse_ratings
 from pronghorn.data.read.json_rows import speaks
 from pronghorn.data.read.source_files import BadRow, RawRow, UnfitError
 from pronghorn.data.read.unread import refuse_media, refuse_unread_texts
@@ -90,7 +90,8 @@ def detect_format(rows: Sequence[RawRow], where: str, asked: str = "auto") -> Fo
         refuse_ratings(rows, where)
     pairs = [(row, told) for row in rows if (told := preference(row.fields, chat=answers))]
     if pairs and 2 * len(pairs) > len(rows):
-        raise refused(pairs[0][1], pairs[0][0].where)
+        row, (what, fix) = pairs[0]
+        raise DataError(what, where=row.where, why=WHY, fix=fix)
     if found and asked == "auto":
         _require_one(rows)
         if found == "text":
@@ -263,7 +264,7 @@ def unused_in_messages(fields: dict[str, Any], columns: Iterable[str]) -> set[st
     return {f"{column}[].{key}" for column in columns for key in unused_keys(fields.get(column))}
 
 
-def holds(value: Any) -> bool:
+def holds(value: object) -> bool:
     return value is not None and value not in ("", [], {})
 
 
