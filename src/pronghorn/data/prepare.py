@@ -17,17 +17,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pronghorn.data.encode.cached_rows import Progress, Rows, Stage, no_stage, silent, tokenized_rows
+from pronghorn.data.encode.cached_rows import Progress, Rows, no_stage, silent, tokenized_rows
 from pronghorn.data.encode.token_cache import DamagedError, read_note_as, write_note
 from pronghorn.data.encode.tokens import TokenTable
 from pronghorn.data.preference.pair_choices import first_rows, in_groups, take, too_long, truncated, unit_of, with_loss
 from pronghorn.data.preference.pair_rows import CHOSEN, PairRows
 from pronghorn.data.read import clean
 from pronghorn.data.read.copies import Side, families
-from pronghorn.data.read.example_json import example_from_json
 from pronghorn.data.read.formats import Example
 from pronghorn.data.read.mixing import repeated
-from pronghorn.data.read.reading import Name, SourceCount, told_of_columns
+from pronghorn.data.read.reading import Name, SourceCount, Stage, told_of_columns
 from pronghorn.errors import DataError, counted
 from pronghorn.recipe import Data, named
 from pronghorn.recipe_objective import Rows as Wanted
@@ -82,7 +81,7 @@ class Prepared:
 
 
 def example_of(table: TokenTable, i: int) -> Example:
-    return example_from_json(table.example_json(i), table.where(i))
+    return Example.from_json(table.example_json(i), table.where(i))
 
 
 def prepare(
@@ -133,7 +132,7 @@ def _look(table: TokenTable, progress: Progress) -> _Stored:
     identities, reasons = bytearray(), dict[int, str]()
     for start in range(0, len(table), clean.BATCH):
         progress("duplicates and junk", start, len(table))
-        batch = [example_from_json(text, "") for text in table.examples_json(start, start + clean.BATCH)]
+        batch = [Example.from_json(text, "") for text in table.examples_json(start, start + clean.BATCH)]
         for i, example in enumerate(batch, start=start):
             identities += clean.identity(example)
             if reason := clean.junk(example):

@@ -8,6 +8,7 @@ pairs of better and worse answers, and answers marked as good or bad, are refuse
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -77,6 +78,17 @@ class Example:
     text: str = ""
     prompt_messages: int = 0  # chat: the first so many messages are a given prompt and never carry loss
     choices: tuple[str, ...] = ()  # answers to choose from, of which one is the right one: for evaluation alone
+
+    def to_json(self) -> str:
+        """The form in which the token table keeps it; its place is a column of its own."""
+        fields = {name: getattr(self, name) for name in Example.__slots__ if name != "where"}
+        return json.dumps({name: value for name, value in fields.items() if value}, ensure_ascii=False, default=str)
+
+    @classmethod
+    def from_json(cls, text: str, where: str) -> Example:
+        fields = json.loads(text)
+        lists = {name: tuple(fields[name]) for name in ("messages", "tools", "choices") if name in fields}
+        return cls(where=where, **(fields | lists))
 
 
 # The format of a file ---------------------------------------------------------------------------------------------------

@@ -24,10 +24,6 @@ def span(gaps: Gaps, start: int, stop: int) -> tuple[int, int]:
     return start + gaps[before][2], stop + gaps[behind][2]
 
 
-def has_outer_space(placed: Placed) -> bool:
-    return any(any(slot.around) for slot in placed.marks.slots)
-
-
 def carried(trimmed: Placed, placed: Placed) -> Gaps | None:
     """None where the two differ in more than whitespace around texts."""
     if [place is None for place in trimmed.at] != [place is None for place in placed.at]:

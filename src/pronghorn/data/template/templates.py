@@ -44,7 +44,7 @@ from pronghorn.data.template.marks import (
     says_nothing,
     ways_to_mark,
 )  # fmt: skip
-from pronghorn.data.template.outer_space import Gaps, carried, has_outer_space, span
+from pronghorn.data.template.outer_space import Gaps, carried, span
 from pronghorn.data.template.rendering import RowError, special_tokens, within_limits
 from pronghorn.data.template.turn_borders import Borders, Row, misspelt
 from pronghorn.errors import DataError
@@ -270,7 +270,7 @@ class ChatTemplate:
 
     def _trimmed(self, row: Row) -> tuple[Row, Gaps | None]:
         """The row without whitespace around its texts, and the way back; the row itself where there is none."""
-        if not has_outer_space(row.placed):
+        if not any(any(slot.around) for slot in row.marks.slots):
             return row, None
         marks = row.marks.trimmed(row.spelling.messages)
         marked = self._attempt(marks.messages, row.spelling)
