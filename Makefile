@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # Empty is unset: some containers set it, and every process that a test starts would compile what it imports again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint suite dropin-cases gpu-test bench clean fuzz
+.PHONY: demo test lint suite every-case dropin-cases gpu-test bench clean fuzz
 
 demo: $(READY)
 	$(BIN)/pronghorn demo
@@ -27,6 +27,10 @@ suite: $(READY)
 # Needs a GPU machine. A change to kernels/, model/, memory/ or train/ ends with its result, benchmarks/results/gpu-test.json.
 gpu-test: $(READY)
 	$(BIN)/python tests/gpu_gate.py
+
+# The suite, with all cases that tests/tables.py keeps for later.
+every-case: $(READY)
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n 2 --dist worksteal --every-case
 
 # Every use of other people's trainers with every kind of model beside stock libraries (10 minutes on one core); the suite has a part.
 dropin-cases: $(READY)

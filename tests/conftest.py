@@ -21,6 +21,7 @@ os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.
 
 import pytest
 
+import tables
 from imported_python import ImportedPython, forks_have_threads
 from order import long_first
 from pronghorn.process import importing
@@ -43,8 +44,14 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-cpu-path", action="store_true", help="leave out cases of the `device` fixture that are plain torch")
     parser.addoption(
-        "--every-case", action="store_true", help="all uses of a trainer with all kinds of model, all golden steps: minutes"
+        "--every-case",
+        action="store_true",
+        help="all uses of a trainer with all kinds of model, all golden steps, what is marked later: minutes",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    tables.EVERY_CASE = config.getoption("--every-case")
 
 
 # Files with tests of several seconds: they come first in every process, so that none is alone with one in the end.
@@ -53,12 +60,21 @@ LONG = ("test_kill_and_resume.py", "test_nothing_is_patched.py", "test_run_scrip
         "test_rope.py", "test_rms_norm.py", "test_routing.py")  # fmt: skip
 
 
+def _has_a_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 @pytest.hookimpl(trylast=True)  # what is deselected is gone
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--no-cpu-path"):
         plain = {item for item in items if getattr(item, "callspec", None) and item.callspec.params.get("device") == "torch"}
         config.hook.pytest_deselected(items=list(plain))
         items[:] = [item for item in items if item not in plain]
+    if not config.getoption("--every-case") and any(item.get_closest_marker("later") for item in items) and not _has_a_gpu():
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("later")])
+        items[:] = [item for item in items if not item.get_closest_marker("later")]
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     items[:] = long_first(items, lambda item: item.path.name in LONG, processes)
 

@@ -88,6 +88,7 @@ KERNEL_ARROWS = {
     "loss": {"runtime", "gemm"},
     "optim": {"runtime", "quant"},
     "embedding": {"runtime"},
+    "conv": {"runtime"},
 }
 # Imports inside functions: what a command needs is loaded when it runs, and some things only where there is a use for them.
 LAZY = {
@@ -105,10 +106,7 @@ LAZY = {
 # Imports of types that still close a circle.
 TYPE_CIRCLES = [
     ("pronghorn.model.layers.gated", "pronghorn.model.layers.linears"),
-    ("pronghorn.model.layers.composed", "pronghorn.model.layers.layer"),
-    ("pronghorn.model.layers.composed", "pronghorn.model.layers.mlp"),
     ("pronghorn.data.preference.pair_packing", "pronghorn.data.pack.batches"),
-    ("pronghorn.train.step.sizes", "pronghorn.train.setup.setup"),
 ]
 MAY_BE_USED_BY_ALL = {
     "report": {"errors", "program", "recipe"},

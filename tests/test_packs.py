@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from pronghorn.data.pack import batches
-from pronghorn.data.pack.batches import BatchLoader, Shapes, build_batch
+from pronghorn.data.pack.batches import Shapes, build_batch
+from pronghorn.data.pack.loader import BatchLoader, StepPacking
 from pronghorn.data.pack.packing import pack
 from pronghorn.packs import Column, PackedBatch, PackedDocuments
 from samples import ListTable, random_table
@@ -51,7 +52,7 @@ def test_what_rows_have_beside_tokens_is_put_together_and_padded_to_few_sizes(mo
     packs = pack(table.lengths, 256, seed=5, epoch=0)
     shapes = Shapes.planned(table, packs, 256)
     assert shapes.sizes.keys() == {"E", "N", "V", "G"}
-    loader = BatchLoader(table, capacity=256, seed=5, workers=0, shapes=shapes)
+    loader = BatchLoader(table, StepPacking(256, shapes=shapes), seed=5, workers=0)
     steps = list(islice(loader, 3 * len(packs)))
     assert len({step.batches[0].shape for step in steps}) <= 8
     for batch in (step.batches[0] for step in steps):

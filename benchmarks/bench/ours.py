@@ -11,7 +11,8 @@ from benchmarks.bench.meter import Meter
 from benchmarks.bench.pairs import PairTable, pairs
 from benchmarks.bench.weights import model_folder
 from benchmarks.bench.workloads import CLIP, LEARNING_RATE, SEED, DocumentTable, Workload, documents
-from pronghorn.data.pack.batches import BatchLoader, Shapes, TokenRows, build_batch
+from pronghorn.data.pack.batches import Shapes, TokenRows, build_batch
+from pronghorn.data.pack.loader import BatchLoader, StepPacking
 from pronghorn.data.pack.packing import pack
 from pronghorn.data.preference.pair_packing import groups_of
 from pronghorn.kernels.attention.attention import pick_backend
@@ -73,13 +74,9 @@ def make_loader(
     shapes = Shapes.planned(table, packs, capacity)
     loader = BatchLoader(
         table,
-        capacity=capacity,
-        packs_per_step=1,
+        StepPacking(capacity, shapes=shapes, complete=None if objective is None else objective.complete, pin=pin),
         seed=SEED,
         workers=recipe.data.workers,
-        pin=pin,
-        shapes=shapes,
-        complete=None if objective is None else objective.complete,
     )
     return loader, shapes, build_batch(table, packs[0], capacity, shapes=shapes)
 

@@ -169,7 +169,7 @@ HOOKS: dict[str, Act] = {
 }
 
 
-@table("path", HOOKED)
+@table("path", HOOKED, one_in=3)
 def test_hooks_are_called_and_what_they_return_counts(
     path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -326,7 +326,7 @@ ACTS: dict[str, Act] = {
     "rope replaced": replaced("model.rotary_emb", copy.deepcopy),
     "number of layers in the config": config("num_hidden_layers", 1),
     "class of an MLP": lambda model: setattr(at("model.layers.1.mlp")(model), "__class__", _OtherMLP),
-}  # fmt: skip
+}
 
 
 class _OtherMLP(nn.Module):
@@ -393,7 +393,7 @@ def after(act: Act, *, adapter: bool, harmless: bool) -> tuple[Any, Any]:
     return plain, fast
 
 
-@table("name", ACTS)
+@table("name", ACTS, one_in=2)
 def test_what_is_done_to_a_model_after_loading_counts(name: str) -> None:
     assert_same_look(*after(ACTS[name], adapter=True, harmless=name in HARMLESS), generate=name in GENERATED)
 

@@ -91,7 +91,7 @@ CASES: dict[str, Any] = {
     "prompt": PromptTuningConfig(task_type=CAUSAL, num_virtual_tokens=3),
     "prompt encoder": PromptEncoderConfig(task_type=CAUSAL, num_virtual_tokens=3, encoder_hidden_size=8),
     "prefix": PrefixTuningConfig(task_type=CAUSAL, num_virtual_tokens=3),
-}  # fmt: skip
+}
 
 
 @table("name", CASES)
@@ -164,7 +164,7 @@ ACTS: dict[str, Act] = {
     "scaled": scaled,
     "a base weight trains": lambda model: base_of(model).model.layers[0].mlp.up_proj.base_layer.weight.requires_grad_(True),
     "A replaced": lambda model: base_of(model).model.layers[0].mlp.up_proj.lora_A.update({"default": Halved(32, 4, False)}),
-}  # fmt: skip
+}
 
 
 class Halved(nn.Linear):

@@ -7,15 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_changes import IDS, SIZES, assert_same_step, pair, step
+from test_changes import IDS, SIZES, assert_same_step
 from test_decoder_layer import FAMILIES as DENSE
 from test_experts import ROWS as MIXTURES
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pronghorn.compat.changes import CONFIG
 from pronghorn.compat.hf_forward import install
-from pronghorn.compat.outer_loop import loop_of
-from pronghorn.model.causal_lm import base_of
 from pronghorn.model.families import FAMILIES
 
 # Of every config, read at every call, and without an effect on a text model's numbers.
@@ -65,29 +63,6 @@ def test_every_config_value_that_a_forward_reads_is_looked_at(monkeypatch: pytes
         read = {name for name in read if not name.startswith("__")}
         assert "layer_types" in read, kind  # it was watched
         assert read - NO_EFFECT <= set(CONFIG), kind
-
-
-def test_what_stays_as_it_was_needs_no_walk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor do adapters that are switched, trained or saved, modes, or hooks of transformers that have nothing to do."""
-    _, fast = pair()
-    changes = loop_of(fast).changes
-    step(fast)
-    looks: list[bool] = []
-    own = changes._look
-    monkeypatch.setattr(changes, "_look", lambda: looks.append(True) or own())
-    step(fast)
-    with torch.no_grad(), fast.disable_adapter():
-        fast(input_ids=IDS, labels=IDS)
-    fast.eval()(input_ids=IDS, output_hidden_states=True)
-    fast.train()
-    fast.gradient_checkpointing_enable()
-    base_of(fast).state_dict()
-    step(fast)
-    assert not looks
-    assert changes.why_not_now() == ""
-    copied = copy.deepcopy(fast)
-    assert loop_of(copied).changes.why_not_now() == ""
-    assert loop_of(copied).changes.seen[0].module is base_of(copied).model.layers[0]
 
 
 def test_a_scale_of_queries_changed_after_loading() -> None:

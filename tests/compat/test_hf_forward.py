@@ -29,6 +29,7 @@ from pronghorn.model.causal_lm import base_of, engine_of
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.text_stack import keep_softcap
 from pronghorn.recipe import Lora
+from tables import first_of
 
 SIZES: dict[str, Any] = {
     "vocab_size": 67,
@@ -143,7 +144,7 @@ def test_loss_and_gradients_with_labels(family: str, kind: str, monkeypatch: pyt
     assert ran
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", first_of(FAMILIES, 4))
 def test_greedy_generation_is_token_identical(family: str) -> None:
     plain, fast = pair(family)
     fast(**batch("full")).loss.backward()  # weights have become views of the layers' buffers
@@ -291,7 +292,7 @@ def test_recomputing_keeps_only_the_layers_input() -> None:
             todo += [following for following, _ in one.next_functions]
         return found
 
-    assert [value.only_input() for value in kept(node)] == [False, False]
+    assert ["q" in value for value in kept(node)] == [True, True]
     fast.gradient_checkpointing_enable()
     node = fast(**batch("full"), num_items_in_batch=1).loss.grad_fn
     assert [(list(value), tuple(value["h"].shape)) for value in kept(node)] == [(["h"], (42, 32))] * 2
@@ -378,7 +379,7 @@ def test_releasing_weights_frees_the_buffers() -> None:
     _, fast = pair()
     fast(**batch("full")).loss.backward()
     engine = engine_of(fast)
-    buffer = weakref.ref(engine.layers[0].gate_up._group)
+    buffer = weakref.ref(engine.layers[0].mlp.gate_up._group)
     base_of(fast).state_dict()
     gc.collect()
     assert buffer() is None

@@ -18,7 +18,6 @@ from pronghorn.data.encode.encode import Encoder
 from pronghorn.data.encode.partial_table import PartialTable
 from pronghorn.data.encode.tokens import load_tokenizer
 from pronghorn.data.read import reading
-from pronghorn.errors import DataError
 from pronghorn.recipe import Data
 from samples import chat_rows, make_tokenizer, write_rows
 
@@ -118,15 +117,6 @@ def test_killed_with_its_workers_at_work(data: Data, tokenizer: Any, tmp_path: P
     rows = rows_of(data, tokenizer, tmp_path / "killed", monkeypatch)
     assert "resumed after the first" in rows.remarks[0]
     assert files(tmp_path / "killed") == files(tmp_path / "whole")
-
-
-def test_a_bad_row_that_stops_leaves_nothing(
-    data: Data, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(DataError, match=r"10 more bad rows: .*:17, .*:18, .*:19, \.\.\.") as caught:
-        rows_of(data.model_copy(update={"bad_rows": "stop"}), tokenizer, tmp_path / "cache", monkeypatch)
-    assert caught.value.where.endswith("a.jsonl:11")
-    assert list((tmp_path / "cache" / "tokens").iterdir()) == []
 
 
 @pytest.mark.parametrize("cores", [1, 2])

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pronghorn.data.template.chat_messages import (
@@ -62,6 +62,7 @@ def test_who_speaks_in_any_spelling(word: str, role: str, keys: tuple[str, str])
     assert to_message({keys[0]: word, keys[1]: "hi"}, 1) == {"role": role, "content": "hi"}
 
 
+@settings(max_examples=10, deadline=None)
 @given(st.sampled_from(sorted(SPEAKERS)), st.text(), st.dictionaries(st.text().filter(says_nothing), st.text() | st.integers()))
 def test_nothing_of_a_message_is_lost_or_changed(who: str, said: str, more: dict[str, Any]) -> None:
     made = to_message({"from": who, "value": said, **more}, 1)

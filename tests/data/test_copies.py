@@ -110,11 +110,6 @@ def test_marks_and_scripts_without_spaces_count(tmp_path: Path) -> None:
     assert near_copies(tmp_path, ["今天天气很好", "明天我们开会"]) == {}
 
 
-def test_case_space_and_system_message_do_not_count(tmp_path: Path) -> None:
-    rows = [chat("Who is it?", "Me."), chat("who  is it?", "ME.", system="Be brief."), chat("Who is it?", "You.")]
-    assert near_copies(tmp_path, rows) == {1: 0}
-
-
 def test_tool_calls_are_part_of_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def calling(city: str) -> dict[str, Any]:
         call = {"function": {"name": "weather", "arguments": {"city": city, "unit": city * 2}}}
@@ -126,11 +121,6 @@ def test_tool_calls_are_part_of_what_is_said(tmp_path: Path, monkeypatch: pytest
     )
     monkeypatch.setattr(TOKENIZER, "chat_template", template)
     assert near_copies(tmp_path, [calling("Oslo"), calling("Rome"), calling("Oslo")]) == {2: 0}
-
-
-def test_short_rows(tmp_path: Path) -> None:
-    assert near_copies(tmp_path, ["yes", "yes", "no", "yes no"]) == {1: 0}
-    assert near_copies(tmp_path, [chat("", ""), chat("a", ""), chat("", "a")]) == {2: 1}
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from pronghorn.data.pack.batches import BatchLoader, Shapes, build_batch, evaluation_batches
+from pronghorn.data.pack.batches import Shapes, build_batch
+from pronghorn.data.pack.loader import BatchLoader, StepPacking, evaluation_batches
 from pronghorn.data.pack.packing import pack
 from pronghorn.data.preference.pair_packing import groups_of, split_groups, tokens_in
 from pronghorn.data.preference.pair_rows import PairRows
@@ -94,7 +95,7 @@ def test_sharing_changes_no_document_and_no_group_splits(answers: int) -> None:
         groups = groups_of(table)
         packs = pack(groups, 256, seed=5, epoch=0)
         assert packs.tokens == tokens_in(table, packs.order) == groups.tokens.sum()
-        loader = BatchLoader(table, capacity=256, packs_per_step=1, seed=5, workers=0, shapes=Shapes.planned(table, packs, 256))
+        loader = BatchLoader(table, StepPacking(256, shapes=Shapes.planned(table, packs, 256)), seed=5, workers=0)
         steps = list(islice(loader, len(packs)))
         assert len({step.batches[0].shape for step in steps}) <= 4
         seen[table.pairs.shared] = {}
@@ -123,14 +124,14 @@ def test_evaluation_sees_every_pair_once_and_in_order() -> None:
 
 def test_ranks_know_the_tokens_of_each_other() -> None:
     table = preference_table(40, shared=True)
-    ranks = [BatchLoader(table, capacity=256, packs_per_step=2, seed=5, workers=0, deal=(rank, 2)) for rank in (0, 1)]
+    ranks = [BatchLoader(table, StepPacking(256, deal=(rank, 2)), packs_per_step=2, seed=5, workers=0) for rank in (0, 1)]
     first = [next(iter(rank)) for rank in ranks]
     assert first[0].tokens == first[1].tokens == sum(step.batches[0].tokens for step in first)
 
 
 def test_a_step_of_so_many_rows_has_so_many_pairs() -> None:
     table = preference_table(20, shared=True)
-    loader = BatchLoader(table, capacity=256, rows_per_step=8, seed=5, workers=0)
+    loader = BatchLoader(table, StepPacking(256), rows_per_step=8, seed=5, workers=0)
     steps = [step for step, _ in zip(loader, range(3), strict=False)]
     assert [sum(len(batch.documents) for batch in step.batches) for step in steps] == [16, 16, 8]
 

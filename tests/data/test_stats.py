@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from pronghorn.data.encode.tokens import load_tokenizer
-from pronghorn.data.stats import Found, Stats, collect
+from pronghorn.data.stats import Droppable, Stats, collect
 from pronghorn.recipe import Data
 from samples import chat_rows, make_tokenizer, write_rows
 
@@ -71,7 +71,7 @@ def test_near_duplicates_are_those_that_drop_near_drops(tmp_path: Path) -> None:
     rows = [{"text": " ".join(each)} for each in (words, words, [*words[:59], "other"], words[::-1])]
     found = stats_of(tmp_path / "a.jsonl", rows)
     assert (found.exact_duplicates.rows, found.counts.near_duplicates) == (1, 0)
-    assert found.near_duplicates == Found(1, f"{tmp_path / 'a.jsonl'}:3")
+    assert found.near_duplicates == Droppable(1, f"{tmp_path / 'a.jsonl'}:3")
     dropping = stats_of(tmp_path / "a.jsonl", rows, duplicates="drop-near")
     assert (dropping.counts.exact_duplicates, dropping.counts.near_duplicates, dropping.counts.kept) == (1, 1, 2)
 

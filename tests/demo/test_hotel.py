@@ -69,8 +69,8 @@ def test_held_out_requests_are_unseen_in_wording_and_in_values() -> None:
     kinds = {kind.name: kind for kind in hotel.KINDS}
     for row in held_out:  # no held-out wording is one that training has
         kind = kinds[json.loads(answer(row))["command"]]
-        assert matches(request(row), kind.held_out)
-        assert not matches(request(row), kind.train)
+        assert matches(request(row), kind.requests["held_out"])
+        assert not matches(request(row), kind.requests["train"])
 
     def rooms(rows: list[hotel.Row]) -> set[int]:
         return {json.loads(answer(row)).get("room", 0) for row in rows} - {0}
@@ -84,7 +84,7 @@ def test_held_out_requests_are_unseen_in_wording_and_in_values() -> None:
 WORDS = (hotel.DESTINATIONS, hotel.RESTAURANTS, hotel.DISHES, hotel.SUPPLIES, hotel.PROBLEMS)
 
 
-def in_commands(words: hotel.Words, names: tuple[str, ...]) -> list[str]:
+def in_commands(words: hotel.SlotNames, names: tuple[str, ...]) -> list[str]:
     return list(names) if words is hotel.RESTAURANTS else [name.split(" ", 1)[1] for name in names]
 
 

@@ -204,9 +204,9 @@ def test_merging_a_head_that_was_trained_apart_from_the_embeddings(tiny_model: P
     assert (found - expected).abs().max() < 0.03 * expected.abs().max()
 
 
-@pytest.mark.parametrize(("method", "words"), [
-    ("merged_4bit", "not supported"), ("merged_16bits", "did you mean 'merged_16bit'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("method", "words"), [("merged_4bit", "not supported"), ("merged_16bits", "did you mean 'merged_16bit'")]
+)
 def test_ways_to_save_that_are_not_there(method: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(CommandError) as caught:
         FastLanguageModel.save_pretrained_merged(make_model(), tmp_path, save_method=method)

@@ -50,7 +50,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     names, families, ways = {
         "test_an_adapter_trains_as_with_stock_libraries": (sorted(USES if full else set(USES) - SLOW), ADAPTED, LAYERS),
         "test_a_whole_model_trains_as_with_stock_libraries": (
-            sorted({*LOOPS, *MODELS} if full else {*sorted({*LOOPS, *MODELS})[::3], *SLOW}),
+            sorted({*LOOPS, *MODELS} if full else {*sorted({*LOOPS, *MODELS})[::6], *SLOW}),
             WHOLE,
             LAYERS[:2],
         ),

@@ -49,9 +49,8 @@ class Problem:
         }
         weights = None if self.weights is None else self.weights.to(torch.promote_types(dtype, torch.float32))
         loss, rows = linear_cross_entropy_reference(
-            leaves["d_hidden"], leaves["d_weight"], self.labels,
-            bias_V=leaves.get("d_bias"), weights_N=weights, **self.terms,
-        )  # fmt: skip
+            leaves["d_hidden"], leaves["d_weight"], self.labels, bias_V=leaves.get("d_bias"), weights_N=weights, **self.terms
+        )
         grads = torch.autograd.grad(loss, list(leaves.values()), torch.full_like(loss, grad_scale))
         return {"loss": loss.detach(), "row_losses": rows, **dict(zip(leaves, grads, strict=True))}
 

@@ -17,8 +17,7 @@ SHAPES = [(4, 2, 64, 64), (3, 1, 96, 96), (5, 5, 80, 32), (20, 3, 128, 128), (1,
 NORMS = [None, "per_head", "full"]
 # (shape, dtype, neighbours, norm): every pair of values of any two of the four, in 15 cases instead of 90. The interpreter
 # takes 20 ms a program, and on a GPU every combination of constants is a compilation (of two to eight kernels).
-CASES = [(shape, DTYPES[(i + j) % 3], (i + j) % 2 == 1, norm)
-         for i, shape in enumerate(SHAPES) for j, norm in enumerate(NORMS)]  # fmt: skip
+CASES = [(shape, DTYPES[(i + j) % 3], (i + j) % 2 == 1, norm) for i, shape in enumerate(SHAPES) for j, norm in enumerate(NORMS)]
 
 
 def angles(T: int, width: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:

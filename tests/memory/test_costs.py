@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.bench.workloads import MODELS, WORKLOADS
-from pronghorn.kernels.runtime.dispatch import HOPPER, Target
-from pronghorn.memory.costs import Model, predicted_costs
+from pronghorn.memory.costs import predicted_costs
 from pronghorn.memory.forecast import problem_of
 from pronghorn.memory.gpus import GPUS
 from pronghorn.memory.job import Job, shape_of
@@ -60,53 +59,6 @@ def test_step_and_peak_of_an_h200_are_foretold(name: str) -> None:
     assert plan.peak_bytes / 2**30 == pytest.approx(measured_gib, rel=0.01)
 
 
-def test_a_mixture_takes_the_time_of_the_experts_that_are_chosen() -> None:
-    """Not of all of them, beyond reading their weights."""
-    config = MODELS["qwen3-30b-a3b-4layers"]
-    shape = shape_of(config)
-
-    def longer(**changes: int) -> float:
-        other = shape_of(config | changes)
-        return predicted_costs(Job(other, 8192), GPUS["h200"]).forward - predicted_costs(Job(shape, 8192), GPUS["h200"]).forward
-
-    chosen, there = longer(num_experts_per_tok=16), longer(num_experts=256)
-    assert 1.0 < chosen < 2.0
-    assert 0.1 < there < 0.5
-    attention, experts = (
-        predicted_costs(Job(shape, 8192, targets=targets), GPUS["h200"])
-        for targets in (("all-linear",), ("all-linear", "experts"))
-    )
-    assert experts.backward > attention.backward > attention.forward
-    in_4_bits = predicted_costs(Job(shape, 8192, method="qlora"), GPUS["h200"])
-    assert in_4_bits.forward > attention.forward
-
-
-@table(
-    ("model", "products", "elementwise", "attention", "thin"),
-    [("llama-8b", 722, 58, 37, 24.5), ("llama-1b", 115.6, 14.9, 10, 6.9)],
-)
-def test_its_parts_are_those_of_the_profile(
-    model: str, products: float, elementwise: float, attention: float, thin: float
-) -> None:
-    """A sum can be right by accident."""
-    job = job_of(model)
-    predictor, layers = Model(job, GPUS["h200"]), job.shape.layers
-    forward, backward = predictor.forward(), predictor.backward()
-    assert layers * (forward.products + backward.products) + predictor.rest() == pytest.approx(products, rel=0.15)
-    assert layers * (forward.elementwise + backward.elementwise) == pytest.approx(elementwise, rel=0.15)
-    assert layers * (forward.attention + backward.attention) == pytest.approx(attention, rel=0.3)
-    assert layers * (forward.thin + backward.thin) == pytest.approx(thin, rel=0.15)
-
-
-@table(("model", "length", "measured"), [("llama-8b", 1024, 1.59), ("llama-8b", 4096, 5.473),
-                                                           ("llama-1b", 1024, 0.848)])  # fmt: skip
-def test_our_own_attention_over_documents_that_are_not_short_is_foretold(model: str, length: int, measured: float) -> None:
-    """One rate for all lengths, by the times of the kernel alone; by flash-attn-4's rate 4,096 tokens would take a fifth
-    less."""
-    job = job_of(model, attended=length, documents=16384 // length, target=Target(HOPPER))
-    assert sum(Model(job, GPUS["h200"]).attention()) == pytest.approx(measured, rel=0.2)
-
-
 def test_more_work_takes_longer() -> None:
     h200 = GPUS["h200"]
     plain = predicted_costs(job_of("llama-8b"), h200)
@@ -117,11 +69,3 @@ def test_more_work_takes_longer() -> None:
     assert predicted_costs(job_of("llama-8b", method="qlora"), h200).forward > plain.forward
     assert predicted_costs(job_of("llama-8b", method="full"), h200).backward > plain.backward
     assert predicted_costs(job_of("llama-8b"), GPUS["rtx4090"]).forward > 3 * plain.forward
-
-
-def test_a_norm_behind_the_mlp_needs_its_product_again() -> None:
-    llama = {name: value for name, value in MODELS["llama-8b"].items() if name not in ("model_type", "rope_parameters")}
-    plain, more = (
-        predicted_costs(Job(shape_of(llama | {"model_type": kind}), 16384), GPUS["h200"]) for kind in ("llama", "olmo2")
-    )
-    assert more.recompute["layer"] - plain.recompute["layer"] > 1.0  # the down projection: 2.9 ms

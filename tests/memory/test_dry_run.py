@@ -69,7 +69,7 @@ CASES = sorted(
 )
 
 
-@table(("family", "method", "adapters"), CASES)
+@table(("family", "method", "adapters"), CASES, one_in=3)
 def test_a_layer_saves_what_the_dry_run_says(family: str, method: str, adapters: str) -> None:
     """To the byte."""
     job = job_of(family, method, targets=TARGETS[adapters])
@@ -98,7 +98,8 @@ def test_what_leaves_fits_into_its_slot(level: Level) -> None:
 
     for method in ("lora", "fp8"):
         job, place = job_of("qwen2_moe", method, targets=TARGETS["experts"]), Place()
-        leave(forward(small_model("qwen2_moe", method, TARGETS["experts"]))[1].at(level), 0, place)
+        engine, saved = forward(small_model("qwen2_moe", method, TARGETS["experts"]))
+        leave(engine.layers[0].kept(saved, level), 0, place)
         slot = problem_of(job, predicted_costs(job, GPUS["h200"]), 10**9, 10**9).slot(level)
         assert slot - 2 * 16 * 256 <= place.needed <= slot
 
@@ -149,6 +150,7 @@ def held_all_the_time(engine: Any) -> tuple[list[Any], list[Any]]:
             for method in ("lora", "qlora", "qlora, nvfp4", "fp8", "full")
         ),
     ],
+    one_in=2,
 )
 def test_weights_and_adapters_are_counted_as_they_are_stored_and_shared(family: str, method: str) -> None:
     targets = TARGETS["experts" if family in EXPERTS and method != "full" else "linears"]
@@ -222,7 +224,8 @@ HELD: dict[tuple[str, str, Level, int], tuple[int, int]] = {
     ("llama-8b-fp8", "linears", "nothing", 1): (2508, 2747),
     ("llama-8b-fp8", "linears", "layer", 4): (802, 1333),
     ("gpt-oss-20b-4layers", "experts", "gate_up", 1): (1055, 1624),
-    ("qwen3-30b-a3b-4layers", "linears", "layer", 1): (904, 904),
+    # its forward: 904 before a layer freed what its mixer does not keep ahead of the experts
+    ("qwen3-30b-a3b-4layers", "linears", "layer", 1): (674, 904),
 }
 
 

@@ -105,7 +105,7 @@ def agree(family: str, method: str, adapters: str, recompute: Recompute, pieces:
     h, found = torch.randn(tokens, D, device="cuda", dtype=torch.bfloat16), {}
     with torch.no_grad():
         for _ in range(2):  # kernels are compiled, and what layers and libraries share is made, in the first round
-            shared.grad_buffer.buffer = torch.empty(tokens, D + layer.down.extra, device="cuda", dtype=torch.bfloat16).normal_()
+            shared.grad_buffer.buffer = torch.empty(tokens, D + layer.extra, device="cuda", dtype=torch.bfloat16).normal_()
             dh = shared.grad_buffer.buffer[:, :D]
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()

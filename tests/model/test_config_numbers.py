@@ -17,6 +17,7 @@ from pronghorn.model import causal_lm
 from pronghorn.model.causal_lm import ENGINE, FastCausalLM, install
 from pronghorn.model.verify import verify
 from samples import one_document
+from tables import first_of
 
 SMALL: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -67,6 +68,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **({"swiglu_limit": 0.5} if hasattr(GptOssConfig(), "swiglu_limit") else {}),
     },
 }
+FIRST = ("phi3", "gemma2", "granite_swa", "ministral3", "gpt_oss")  # which have all kinds of numbers
 # Other shapes, or other tokens: not numbers of the formula.
 SIZES = {*SMALL, "num_experts", "num_local_experts", "moe_intermediate_size", "shared_expert_intermediate_size", "bos_token_id",
          "eos_token_id", "tie_word_embeddings", "chunk_size_feed_forward", "attention_bias", "mlp_bias", "qkv_bias", "use_bias",
@@ -130,7 +132,7 @@ def found(model: Any) -> bool:
     return False
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", first_of(sorted(CONFIGS, key=lambda kind: kind not in FIRST), len(FIRST)))
 def test_a_number_is_followed_or_refused_and_never_ignored(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = AutoConfig.for_model(kind, **(SMALL | CONFIGS[kind]))
     base = model_of(config)

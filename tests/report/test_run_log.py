@@ -173,7 +173,7 @@ def test_whatever_stands_in_a_log_its_readers_refuse_it_or_understand_it(tmp_pat
         *synthetic_events(200, resume_at=150),
         {"event": "experts", "step": 100, "counts": {"0": [1, 2]}},
         {"event": "plan", "text": ["a"]},
-        {"event": "rewind", "to": 3, "epoch_after": 0, "pack_after": 2},
+        {"event": "rewind", "to": 3, "after": {"epoch": 0, "pack": 2}},
     ]:
         samples.setdefault(event["event"], event)
     places = [(kind, (key,)) for kind, event in samples.items() for key in event]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.serve_load import burst, chat, mix, post
+from benchmarks.serve_load import burst, chat, post
 from pronghorn.serve import handler
 from pronghorn.serve.handler import Handler
 from pronghorn.serve.models import Models, Served
@@ -130,13 +130,6 @@ def test_200_clients_at_once_are_all_answered(server: Server, monkeypatch: pytes
     """The model is not asked: what is tested is that every one gets in, waits, and is answered."""
     monkeypatch.setattr("pronghorn.serve.answering.stream_tokens", lambda *_, **__: time.sleep(0.001))
     assert burst(place(server), 200) == {"200": 100, "200 ended": 100}
-
-
-def test_a_short_mixed_load(server: Server, told: list[str]) -> None:
-    counts, wrong = mix(place(server), seconds=3, clients=8, pause=0.01)
-    assert sum(counts.values()) > 8
-    assert not wrong
-    assert not [line for line in told if "Traceback" in line]
 
 
 @table(("content", "words"), [

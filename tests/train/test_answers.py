@@ -23,7 +23,7 @@ from pronghorn.report.run_log import history, read_log
 from pronghorn.report.run_stats import run_stats
 from pronghorn.train.checkpoint.checkpoint import verify_checkpoint
 from pronghorn.train.loop import train
-from pronghorn.train.setup.setup import prepare_data
+from pronghorn.train.source import source_of
 from samples import make_lively_model, make_tokenizer
 
 # What a model of random weights says differs from step to step; so does this figure of it, and it is drawn from thin air.
@@ -72,7 +72,7 @@ def untrained_answers(recipe: Recipe) -> list[str]:
     from contextlib import nullcontext
 
     tokenizer = load_tokenizer(recipe.model, recipe.data)
-    table = prepare_data(recipe, tokenizer, report=lambda *_: None, stage=lambda _: nullcontext()).evaluation
+    table = source_of(recipe, tokenizer, report=lambda *_: None, stage=lambda _: nullcontext()).held_out
     asked = held_out_questions(table, tokenizer, 100)
     model = AutoModelForCausalLM.from_pretrained(recipe.model, dtype=torch.float32)
     return generate_answers(model, tokenizer, [question.ids for question in asked], max_new_tokens=3)

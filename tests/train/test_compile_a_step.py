@@ -141,6 +141,7 @@ def model_of(kind: str) -> Any:
     return model.train()
 
 
+@pytest.mark.later
 def test_a_few_tokens_need_the_kernels_of_a_whole_batch() -> None:
     whole = batch()
     with WithoutNumbers():

@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pronghorn.cli import main
-from pronghorn.data.pack.batches import Cursor, StepBatch, build_batch
+from pronghorn.data.pack.batches import build_batch
+from pronghorn.data.pack.loader import StepBatch
 from pronghorn.errors import HealthStop, ModelError, RecipeError
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
@@ -93,12 +94,12 @@ POISON = 200
 def poisoned_step(rows: list[list[int]], capacity: int = 64) -> tuple[ListTable, StepBatch]:
     table = ListTable(rows)
     halves = np.array_split(np.arange(len(rows)), 2)
-    return table, StepBatch(tuple(build_batch(table, half, capacity) for half in halves), Cursor(), 0.0)
+    return table, StepBatch(tuple(build_batch(table, half, capacity) for half in halves), table, {}, 0.0)
 
 
 def offenders(model: Any, rows: list[list[int]]) -> Offenders:
-    table, step = poisoned_step(rows)
-    return offending_rows(model, step, table, lambda row: f"row {row}", CPU, nullcontext)
+    _, step = poisoned_step(rows)
+    return offending_rows(model, step, CPU, nullcontext)
 
 
 ROWS = [[10, 11, 12, 13], [20, POISON, 22], [30, 31, 32, 33, 34], [40, 41], [50, 51, POISON, 53], [60, 61, 62]]
@@ -121,7 +122,7 @@ def test_a_gradient_that_overflows_is_found_though_the_loss_is_finite() -> None:
     table, step = poisoned_step(ROWS)
     alone = [build_batch(table, np.array([i]), len(row)) for i, row in enumerate(ROWS)]
     assert all(torch.isfinite(Supervised().loss_sum(model, batch)) for batch in alone)
-    found = offending_rows(model, step, table, lambda row: f"row {row}", CPU, nullcontext)
+    found = offending_rows(model, step, CPU, nullcontext)
     assert found.rows == ["row 1", "row 4"]
 
 

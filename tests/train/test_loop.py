@@ -23,7 +23,7 @@ from pronghorn.train.loop import train
 from pronghorn.train.objectives import Supervised
 from pronghorn.train.run import run_folder
 from pronghorn.train.setup import setup
-from pronghorn.train.setup.setup import prepare_data
+from pronghorn.train.source import source_of
 from samples import chat_rows, write_rows
 
 
@@ -268,10 +268,10 @@ def test_the_number_of_steps_is_exact(recipe_for: Callable[..., Recipe]) -> None
     from pronghorn.data.encode.tokens import load_tokenizer
 
     recipe = recipe_for(train={"epochs": 2}, data={"eval": None})
-    data = prepare_data(recipe, load_tokenizer(recipe.model, None), report=lambda *a: None, stage=lambda _: nullcontext())
+    data = source_of(recipe, load_tokenizer(recipe.model, None), report=lambda *a: None, stage=lambda _: nullcontext())
     result = train(recipe, display=Silent())
     last = [e for e in read_log(result.folder) if e["event"] == "step"][-1]
-    assert (last["step"], last["epoch"]) == (data.total_steps, 2.0)
+    assert (last["step"], last["epoch"]) == (data.total, 2.0)
     manifest = json.loads((result.folder / f"checkpoint-{result.step}" / "manifest.json").read_text())
     assert manifest["values"]["cursor"] == {"epoch": 2, "pack": 0}
 

@@ -19,7 +19,8 @@ from test_step import model_of as family_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, Qwen3MoeConfig
 
-from pronghorn.data.pack.batches import BatchLoader, Shapes, StepBatch, build_batch
+from pronghorn.data.pack.batches import Shapes, build_batch
+from pronghorn.data.pack.loader import BatchLoader, StepBatch, StepPacking
 from pronghorn.data.pack.packing import pack, pack_in_order
 from pronghorn.data.preference.pair_packing import groups_of
 from pronghorn.model.causal_lm import install
@@ -131,13 +132,11 @@ def steps_of(pairs: Any, objective: Objective, capacity: int, packs: int, count:
     first = pack(groups_of(pairs, 2), capacity, seed=1, epoch=0)
     loader = BatchLoader(
         pairs,
-        capacity=capacity,
+        StepPacking(capacity, complete=objective.complete, shapes=Shapes.planned(pairs, first, capacity)),
         packs_per_step=packs,
         seed=1,
         workers=0,
         together=2,
-        complete=objective.complete,
-        shapes=Shapes.planned(pairs, first, capacity),
     )
     return list(islice(loader, count))
 
@@ -200,9 +199,9 @@ def test_rows_that_break_a_step_are_found_with_their_partners() -> None:
     objective.prepare(model, pairs, CPU, nullcontext)
     (batch,) = steps_of(pairs, objective, 512, 1, 1)
     objective.references[id(pairs)][5][:] = math.nan  # of the third pair
-    found = offending_rows(model, batch, pairs, str, CPU, nullcontext, objective)
-    assert sorted(found.rows) == ["4", "5"]
-    assert sorted(found.of) == [str(row) for row in range(8)]
+    found = offending_rows(model, batch, CPU, nullcontext, objective)
+    assert sorted(found.rows) == ["row 4", "row 5"]
+    assert sorted(found.of) == [f"row {row}" for row in range(8)]
 
 
 def test_a_run_uses_the_objective_of_its_recipe(recipe_for: Any, monkeypatch: pytest.MonkeyPatch) -> None:

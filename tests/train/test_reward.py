@@ -38,7 +38,7 @@ from pronghorn.report.summary import render, summary
 from pronghorn.serve.models import load as load_served
 from pronghorn.train.loop import train
 from pronghorn.train.objectives.reward import Reward
-from pronghorn.train.run.run_evaluation import Asked, evaluate_run
+from pronghorn.train.run.run_evaluation import EvaluationRequest, evaluate_run
 from pronghorn.train.run.trained_run import Chat, TrainedRun
 from pronghorn.train.step.fused_adamw import FusedAdamW
 from pronghorn.train.step.graphed_step import GraphedStep
@@ -230,7 +230,7 @@ def test_what_a_reward_model_cannot_is_refused(pairs: str, recipe_for: Callable[
     for to in ("gguf", "ollama", "vllm", "fp8"):
         with pytest.raises(CommandError, match="does not support a reward model"):
             export_run(run, "last", tmp_path / to, to)
-    metrics = Asked({"metrics": ("exact_match",)})
+    metrics = EvaluationRequest({"metrics": ("exact_match",)})
     for use in (
         lambda: Chat(run, "last", max_tokens=3),
         lambda: load_served([run], "last"),

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from pronghorn.data.encode.tokens import TokenRow, TokenTable
-from pronghorn.errors import CheckpointError, CommandError, DataError
+from pronghorn.errors import CheckpointError, CommandError
 from pronghorn.recipe import Recipe
 from pronghorn.train.loop import train
 from pronghorn.train.run.run_evaluation import evaluate_run
-from pronghorn.train.run.run_identity import data_key, in_background, require_same_data, weights_key
+from pronghorn.train.run.run_identity import data_key, require_same_data, weights_key
 from pronghorn.train.run.trained_run import TrainedRun
 from samples import chat_rows, make_model, write_rows
 
@@ -130,15 +130,6 @@ def test_other_settings_for_answers_are_told_and_no_reason_to_stop(
     train(recipe, display=display)
     told = [event["text"] for event in display.events if event["event"] == "notice"]
     assert any("repetition_penalty unset -> 1.5" in text for text in told)
-
-
-def test_work_in_the_background_brings_its_result_or_its_error() -> None:
-    def fail() -> int:
-        raise DataError("no")
-
-    assert in_background(lambda: 17).result(60) == 17
-    with pytest.raises(DataError):
-        in_background(fail).result(60)
 
 
 def test_ranks_with_other_weights_are_told_apart() -> None:

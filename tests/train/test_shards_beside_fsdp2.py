@@ -13,7 +13,8 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from rank_processes import in_ranks
 
-from pronghorn.data.pack.batches import BatchLoader, Shapes
+from pronghorn.data.pack.batches import Shapes
+from pronghorn.data.pack.loader import BatchLoader, StepPacking
 from pronghorn.data.pack.packing import pack
 from pronghorn.model.causal_lm import install
 from pronghorn.model.heads.lm import own_logits
@@ -33,7 +34,7 @@ def batches(world: World) -> list[Any]:
     table = random_table(60)
     shapes = Shapes.planned(table, pack(table.lengths, 256, seed=1, epoch=0), 256)
     loader = BatchLoader(
-        table, capacity=256, packs_per_step=3, seed=1, workers=0, shapes=shapes, deal=(world.rank, world.size), even=True
+        table, StepPacking(256, shapes=shapes, deal=(world.rank, world.size), even=True), packs_per_step=3, seed=1, workers=0
     )
     return list(islice(loader, STEPS))
 

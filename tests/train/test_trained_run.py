@@ -96,13 +96,6 @@ def test_a_checkpoint_that_is_not_there(run: Path, which: str) -> None:
     assert ", ".join(map(str, steps_of(run))) in caught.value.fix
 
 
-def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
-    for folder in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(CommandError, match="no checkpoint found") as caught:
-            TrainedRun(folder, "best")
-        assert "pronghorn runs" in caught.value.fix
-
-
 def test_a_damaged_checkpoint_is_never_used(run: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "copy"))
     file = copy / f"checkpoint-{steps_of(copy)[-1]}" / "adapter_model.safetensors"

@@ -282,7 +282,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
     base = _base_of(Path(arguments.run))
     with displaying(arguments) as display:
         with _importing(base):
-            from pronghorn.train.run.run_evaluation import Asked, evaluate_run, evaluate_tasks
+            from pronghorn.train.run.run_evaluation import EvaluationRequest, evaluate_run, evaluate_tasks
         display.progress(*STARTED)
         run, which = Path(arguments.run), arguments.checkpoint
         if arguments.lm_eval:
@@ -295,7 +295,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
                 chat=arguments.lm_eval_chat,
             )
         else:
-            asked = Asked(evaluating.spec(arguments), arguments.metric_file, arguments.base, arguments.answers)
+            asked = EvaluationRequest(evaluating.spec(arguments), arguments.metric_file, arguments.base, arguments.answers)
             figures = evaluate_run(run, which, data=arguments.data, report=display.progress, asked=asked)
     say(arguments, figures, evaluating.text(figures))
 

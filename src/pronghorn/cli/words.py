@@ -37,7 +37,7 @@ OPTIONS = {
     "num_gpus": "`pronghorn train` uses all visible GPUs; --gpus 1 uses one",
     "gpus": "`pronghorn train` uses all visible GPUs; --gpus 1 uses one",
     "device": "the GPU is used if there is one; select it with CUDA_VISIBLE_DEVICES (empty: CPU)",
-}  # fmt: skip
+}
 
 
 def require_verb(words: Sequence[str], verbs: Collection[str], data_verbs: Collection[str]) -> None:

@@ -24,8 +24,10 @@ from torch.nn.modules import module as torch_module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from pronghorn.model.causal_lm import FastCausalLM, is_known
+from pronghorn.model.experts import Adapted
 from pronghorn.model.formats.linear import dequantizes
 from pronghorn.model.formats.table import storage_of
+from pronghorn.model.layers.mixers.attention import Attention
 from pronghorn.model.text_stack import inner_of
 
 # What may replace a module later:
@@ -93,14 +95,14 @@ class Changes:
     def __init__(self, engine: FastCausalLM) -> None:
         self.backbone, self.config = engine.backbone, engine.backbone.config
         self.layers = [layer.layer for layer in engine.layers]
-        halves = [layer.attention for layer in engine.layers]
-        self.pairs = [(half.q_norm, half.k_norm) for half in halves if half.q_norm and half.k_norm]
+        mixers = [layer.mixer for layer in engine.layers if isinstance(layer.mixer, Attention)]
+        self.pairs = [(mixer.q_norm, mixer.k_norm) for mixer in mixers if mixer.q_norm and mixer.k_norm]
         norms = {id(norm.module) for layer in engine.layers for norm in layer.norms}
-        experts = engine.layers[0].family.experts
-        stacks = {f"mlp.{name}" for name in ("experts", experts.router)} if experts else set()
-        self.places = [_place(f"layers.{i}", "", layer, norms, stacks) for i, layer in enumerate(self.layers)]
-        self.norm = _place("norm", "", self.backbone.norm, {id(self.backbone.norm)}, set())
-        self.rotary = _rotary_of(self.backbone)
+        stacks = {id(group.module()) for layer in engine.layers for group in layer.groups if isinstance(group, Adapted)}
+        self.places = [_place(f"layers.{i}", layer, norms, stacks) for i, layer in enumerate(self.layers)]
+        self.names, last = engine.names, engine.norm.module
+        self.norm = _place(self.names.last_norm, last, {id(last)}, set())
+        self.rotary = self._rotary_now()
         self.values = copy.deepcopy(self._values())
         self.why = ""  # of the latest look
         self.seen: list[Seen] = []
@@ -124,7 +126,7 @@ class Changes:
         modules, called = self.backbone._modules, []
         if (
             list(modules["layers"]._modules.values()) != self._stack
-            or modules["norm"] is not self._norm
+            or modules[self.names.last_norm] is not self._norm
             or any(modules.get(name) is not module for name, module in self._rotary.items())
         ):
             return None
@@ -172,7 +174,7 @@ class Changes:
     def _look(self) -> None:
         modules = self.backbone._modules
         self._stack = list(modules["layers"]._modules.values())
-        self._norm, self._rotary = modules["norm"], _rotary_of(self.backbone)
+        self._norm, self._rotary = modules[self.names.last_norm], self._rotary_now()
         self.seen = []
         whys = [
             self._why_layers(),
@@ -189,6 +191,9 @@ class Changes:
             if forward is not self.first_forwards[cls] or not is_known(forward)
         ]
         self.why = next(filter(None, whys), "")
+
+    def _rotary_now(self) -> dict[str, nn.Module]:
+        return {name: module for name, module in self.backbone._modules.items() if name.startswith(self.names.rotary)}
 
     def _why_layers(self) -> str:
         if self._stack == self.layers:
@@ -228,27 +233,20 @@ class Changes:
         return next(filter(None, (self._at(child, now._modules.get(name)) for name, child in place.children.items())), "")
 
 
-def _rotary_of(backbone: nn.Module) -> dict[str, nn.Module]:
-    return {name: module for name, module in backbone.named_children() if name.startswith("rotary")}
-
-
-def _place(path: str, within: str, module: nn.Module, norms: set[int], stacks: set[str]) -> Place:
+def _place(path: str, module: nn.Module, norms: set[int], stacks: set[int]) -> Place:
+    """`norms`, `stacks`: ids of norms, and of routers and stacks of experts."""
     inner = inner_of(module)
     kind: Kind = "fixed"
     if id(module) in norms or id(inner) in norms:
         kind = "norm"
     elif isinstance(inner, nn.Linear):
         kind = "linear"
-    elif within in stacks:
+    elif id(inner) in stacks:
         kind = "stack"
     elif not any(True for _ in inner.parameters()) and not inner._modules:
         kind = "stateless"
     children = (
-        {
-            name: _place(f"{path}.{name}", f"{within}.{name}".lstrip("."), child, norms, stacks)
-            for name, child in inner._modules.items()
-            if child is not None
-        }
+        {name: _place(f"{path}.{name}", child, norms, stacks) for name, child in inner._modules.items() if child is not None}
         if kind == "fixed"
         else {}
     )

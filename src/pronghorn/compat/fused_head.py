@@ -33,7 +33,7 @@ OF_PEFT = {"adapter_names", "alora_offsets"}  # arguments that its wrapper takes
 TRLS = ("trl.trainer.utils", "_fused_forward")
 
 
-class Asked(NamedTuple):
+class HeadSettings(NamedTuple):
     """What TRL's head was set up with."""
 
     outputs: tuple[str, ...]
@@ -112,7 +112,7 @@ def _token_log_probs(engine: FastCausalLM, inputs: Inputs, outputs: tuple[str, .
     }
 
 
-def _asked(engine: FastCausalLM) -> Asked | None:
+def _asked(engine: FastCausalLM) -> HeadSettings | None:
     """None: the model's forward is not TRL's, or needs what is not computed here."""
     function = getattr(vars(engine.model).get("forward"), "__func__", None)
     if function is None or (function.__globals__.get("__name__"), function.__code__.co_name) != TRLS:
@@ -130,4 +130,4 @@ def _asked(engine: FastCausalLM) -> Asked | None:
     outputs, original = given.get("outputs"), getattr(given.get("original_forward"), "__func__", None)
     if not isinstance(outputs, tuple) or not COMPUTED.issuperset(outputs) or not hasattr(original, OURS):
         return None
-    return Asked(outputs, function.__globals__["FusedCausalLMOutput"])
+    return HeadSettings(outputs, function.__globals__["FusedCausalLMOutput"])

@@ -84,7 +84,7 @@ class OuterLoop:
         """The residual stream after the last layer."""
         engine = self.engine
         look_at_norms(engine)
-        embedded, table = inputs.get("inputs_embeds"), engine.backbone.embed_tokens
+        embedded, table = inputs.get("inputs_embeds"), engine.embeddings
         if embedded is None and not is_plain_table(table):
             embedded = table(inputs["input_ids"])  # a hook (NEFTune's noise) needs rows of sequences, padding included
         if embedded is None:
@@ -165,7 +165,7 @@ class OuterLoop:
 
     def _same_precision(self) -> bool:
         """Autocast over frozen weights of another dtype: the buffers of weights and adapters have one dtype only."""
-        weight = inner_of(self.engine.backbone.embed_tokens).weight
+        weight = inner_of(self.engine.embeddings).weight
         kind = weight.device.type
         asked = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
         if asked == weight.dtype or not self._adapters_in_use():
@@ -227,7 +227,7 @@ def _is_absent(value: object) -> bool:
 
 
 def loop_of(model: PreTrainedModel) -> OuterLoop:
-    """Of a model whose calls the fast layers answer."""
+    """The outer loop of a model whose calls the fast layers answer."""
     engine = engine_of(model)
     assert engine is not None
     assert isinstance(engine.outer_loop, OuterLoop)
@@ -236,10 +236,5 @@ def loop_of(model: PreTrainedModel) -> OuterLoop:
 
 def look_at_norms(engine: FastCausalLM) -> None:
     """Uses the current norm modules: PEFT's modules_to_save may have replaced them since installation."""
-    engine.norm.module = in_use(engine.backbone.norm)
-    for fast in engine.layers:
-        for norm in fast.norms:
-            if norm.slot in ("q_norm", "k_norm"):
-                norm.module = in_use(getattr(fast.layer.self_attn, norm.slot))
-            else:
-                norm.module = in_use(getattr(fast.layer, getattr(fast.family.norms, norm.slot)))
+    for norm in (engine.norm, *(norm for layer in engine.layers for norm in layer.norms)):
+        norm.module = in_use(getattr(norm.parent, norm.name))

@@ -27,12 +27,15 @@ class Watched:
         self._tensors: list[tuple[Tensor, int, bool]] = []  # (tensor, address, whether it trains)
         self._is(vars(engine), "_adapters")
         for name, module in engine.backbone._modules.items():
-            for part in module.modules() if "rotary" in name else ():
+            for part in module.modules() if name.startswith(engine.names.rotary) else ():
                 self._module(part)
         for layer in engine.layers:
             for group in layer.groups:
                 assert isinstance(group, LinearGroup)
                 self._group(group)
+            for module, name in (bare for part in layer.parts for bare in part.bare_names):
+                self._is(module._parameters, name)
+                self._module(module)
             for norm in layer.norms:
                 self._is(vars(norm), "module")
                 self._module(norm.module)

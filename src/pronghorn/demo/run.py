@@ -20,7 +20,7 @@ from pronghorn.demo.machine_speed import ANSWER_TOKENS, STEP_TOKENS, Work, choos
 from pronghorn.errors import printable
 from pronghorn.model.load import DTYPES, load_model, pick_device, resolve_precision
 from pronghorn.recipe import Recipe
-from pronghorn.report.answers import Answer, read_answers
+from pronghorn.report.answers import AnswerRow, read_answers
 from pronghorn.report.display import Display
 from pronghorn.report.stages import Stages
 from pronghorn.train.loop import train
@@ -79,7 +79,7 @@ def exact(scores: list[dict[str, float]]) -> int:
     return sum(one.get(METRIC) == 1.0 for one in scores)
 
 
-def _table(console: Console, answers: list[Answer]) -> None:
+def _table(console: Console, answers: list[AnswerRow]) -> None:
     table = Table(title="three held-out requests", show_lines=True)
     for column in ("the guest says", "before", "after"):
         table.add_column(column, overflow="fold")

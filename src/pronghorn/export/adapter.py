@@ -34,7 +34,7 @@ def check(job: Job, reference: Reference) -> Verdict:
 
 def usage(job: Job) -> list[Usage]:
     kind, head = job.loaded_with, job.trained.head
-    options = head.loading_options(padding_id(job.trained.tokenizer()))
+    options = "" if head.generates else head.loading_options(padding_id(job.trained.tokenizer()))
     text = f"""\
 from peft import PeftModel
 from transformers import {kind}, AutoTokenizer

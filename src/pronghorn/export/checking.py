@@ -26,7 +26,7 @@ from pronghorn.errors import DataError, EnvironmentFault, PronghornError, Recipe
 from pronghorn.model.heads import head_in
 from pronghorn.recipe import Recipe
 from pronghorn.train.run.trained_run import Trained
-from pronghorn.train.setup.setup import prepare_data
+from pronghorn.train.source import source_of
 
 Report = Callable[[str, int, int], None]
 ROWS, LONGEST = 8, 192  # rows, and tokens of a row, that are compared
@@ -250,8 +250,7 @@ def held_out_rows(recipe: Recipe, tokenizer: Any, report: Report) -> list[Row]:
             wanted = recipe.objective.kind.reads
             table = prepare((recipe.data.eval,), recipe.data, tokenizer, progress=report, wanted=wanted).tokens
         else:
-            prepared = prepare_data(recipe, tokenizer, report=report, stage=lambda _: nullcontext())
-            table = prepared.train if prepared.evaluation is None else prepared.evaluation
+            table = source_of(recipe, tokenizer, report=report, stage=lambda _: nullcontext()).known[-1]
         rows = [_row(table.ids(i).tolist(), table.loss(i).tolist()) for i in range(min(ROWS, len(table)))]
     except (DataError, EnvironmentFault, RecipeError, PronghornError):
         rows = [_row(tokenizer(text)["input_ids"], []) for text in PLAIN]

@@ -25,7 +25,7 @@ from pronghorn.export.job import (
     writing,
 )
 from pronghorn.export.record import write_card, write_record
-from pronghorn.export.targets import Asked, asked_for
+from pronghorn.export.targets import AskedTarget, asked_for
 from pronghorn.export.usage import Usage
 from pronghorn.model.load import require_tokenizer_fits
 from pronghorn.report.run_log import FILE_NAME, history, read_log
@@ -68,7 +68,7 @@ def export_run(
         ) from error
 
 
-def _place(run: Path, target: Path | None, asked: Asked, count: int) -> Path:
+def _place(run: Path, target: Path | None, asked: AskedTarget, count: int) -> Path:
     if target is None:
         return run / f"export-{asked.name}"
     return target if count == 1 else target / asked.name
@@ -91,7 +91,7 @@ def figures_of(run: Path, trained: Trained) -> dict[str, Any]:
 
 def export_trained(
     trained: Trained,
-    places: list[tuple[Asked, Path]],
+    places: list[tuple[AskedTarget, Path]],
     figures: dict[str, Any],
     options: Options | None = None,
     report: Report = lambda *_: None,
@@ -135,7 +135,7 @@ def export_trained(
     return found
 
 
-def _finished(asked: Asked, job: Job, figures: dict[str, Any], verdict: Verdict) -> Written:
+def _finished(asked: AskedTarget, job: Job, figures: dict[str, Any], verdict: Verdict) -> Written:
     """Put in place, with its card and record: under its name, or, where it says something else than the trained model, beside
     it, so that nobody takes it for the export."""
     usages, place = asked.target.usage(job), job.target

@@ -96,7 +96,7 @@ TARGETS: dict[str, Target] = {
 }
 
 
-class Asked(NamedTuple):
+class AskedTarget(NamedTuple):
     target: Target
     variant: str
 
@@ -107,7 +107,7 @@ class Asked(NamedTuple):
         return self.target.name if default else f"{self.target.name}-{self.variant}"
 
 
-def asked_for(words: str) -> list[Asked]:
+def asked_for(words: str) -> list[AskedTarget]:
     """`adapter,gguf:q8_0`"""
     found = []
     for word in dict.fromkeys(part.strip() for part in words.split(",") if part.strip()):
@@ -118,7 +118,7 @@ def asked_for(words: str) -> list[Asked]:
         if variant and variant not in row.variants:
             known = ", ".join(f"{name}:{one}" for one in row.variants)
             raise CommandError(what=f"--to {word} is not supported", fix=f"use {known or name}")
-        found.append(Asked(row, variant or (row.variants[0] if row.variants else "")))
+        found.append(AskedTarget(row, variant or (row.variants[0] if row.variants else "")))
     if not found:
         raise CommandError(what="no target after --to", fix=f"use one or several of {', '.join(TARGETS)}")
     return found

@@ -35,7 +35,7 @@ def layer_work(engine: FastCausalLM, pack: PackedBatch, dtype: torch.dtype) -> L
     h, dh, head = random(tokens), random(tokens, 1e-3), random(rows)
     labels = torch.randint(int(engine.config.vocab_size), (rows,), device=device, generator=generator)
     engine.prepare(dtype)
-    saved = layer.forward_at("nothing", h, documents)[1].at("gate_up")
+    saved = layer.forward_at("gate_up", h, documents)[1]
 
     def rest() -> None:
         with torch.enable_grad(), torch.autocast(device.type, enabled=False):
@@ -56,13 +56,12 @@ def layer_work(engine: FastCausalLM, pack: PackedBatch, dtype: torch.dtype) -> L
         # A copy of what was saved, since backward takes out what it has used; q, k, v must not give their place to a gradient,
         # nor may the gate and up of an expert that all tokens share, which are not recomputed with the others'.
         copy = Saved(saved)
-        if layer.attention.q_norm is None:
-            copy.release("qkv")
-        copy.put(shared_gu=None if copy["shared_gu"] is None else copy["shared_gu"].clone())
+        for part in layer.parts:
+            part.protect(copy)
         return layer.restored(copy, documents, None)
 
     def recomputed(level: Level) -> Saved:
-        return layer.restored(Saved({name: saved[name] for name in FROM_INPUT[level] if name in saved}), documents, None)
+        return layer.restored(layer.kept(saved, level), documents, None)
 
     def whole_layer(pieces: int) -> Callable[[], object]:
         def run() -> None:

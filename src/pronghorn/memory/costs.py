@@ -214,7 +214,7 @@ class Model:
 
 
 class MixtureModel(Model):
-    """Of layers with experts (layers/moe.py): attention, and a shared expert if there is one, are any layer's; beside them
+    """Of layers with experts (mlps/experts.py): attention, and a shared expert if there is one, are any layer's; beside them
     are the products of the K experts that each token chose, and what sorts its K rows and adds them up."""
 
     def __init__(self, job: Job, gpu: Gpu) -> None:

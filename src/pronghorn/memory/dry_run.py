@@ -181,7 +181,7 @@ def _built(config: str, storage: str, lora: Any, element: int, fp8: bool, head: 
         frozen = [p for p in base.parameters() if lora is None or not p.requires_grad]
         elsewhere = {number: size for number, size in _storages(frozen).items() if number not in own}
         rest_trained = sum(p.numel() for p in base.parameters() if p.requires_grad) - sum(p.numel() for p in trains)
-        embeddings = engine.backbone.embed_tokens.weight
+        embeddings = engine.embeddings.weight
         for parameter in base.parameters():
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         found = _OneLayer(
@@ -203,12 +203,12 @@ def _built(config: str, storage: str, lora: Any, element: int, fp8: bool, head: 
 
 def groups(job: Job) -> dict[str, Group]:
     """Of linears; of a mixture of experts, the expert's that all tokens share."""
-    layer = _one_layer(job).layer
+    layer: Any = _one_layer(job).layer
     named: dict[str, Any] = {
-        "qkv": layer.qkv,
-        "out": layer.out,
-        "gate_up": layer.gate_up,
-        "down": layer.down,
+        "qkv": layer.mixer.into,
+        "out": layer.mixer.out,
+        "gate_up": layer.mlp.gate_up,
+        "down": layer.mlp.down,
         "shared_gate": getattr(layer.mlp, "shared_gate", None),
     }
     return {name: _group(group) for name, group in named.items() if group is not None and group.names}
@@ -233,9 +233,9 @@ def stacks(job: Job) -> tuple[Group, ...]:
 
 def attends_itself(job: Job) -> bool:
     """Whether attention is our own kernel's."""
-    half = _one_layer(job).layer.attention
+    mixer: Any = _one_layer(job).layer.mixer
     with dry_run(job.target):
-        return half.backend(torch.device("meta"), DTYPES[job.element], job.attended) == "short"
+        return bool(mixer.backend(torch.device("meta"), DTYPES[job.element], job.attended) == "short")
 
 
 def trained_parameters(job: Job) -> int:
@@ -340,7 +340,7 @@ def _run(one: _OneLayer, batch: _Batch, level: Level, pieces: int = 1, *, last: 
         forward, size = counted.peak, sum(_storages(saved.values()).values())
         left = leave(saved, 0, None)
         del saved
-        documents.grad_buffer.buffer = buffer = out.new_empty(len(out), out.shape[1] + layer.down.extra)
+        documents.grad_buffer.buffer = buffer = out.new_empty(len(out), out.shape[1] + layer.extra)
         dh = buffer[:, : h.shape[1]]
         del buffer, out
         counted.peak = counted.alive
@@ -378,7 +378,7 @@ def _head_of(key: Any, rows: int, share: int) -> int:
     """Trained embeddings get a gradient of their size after all layers, which hold nothing by then; counted as if it came here,
     it is at most too much."""
     one = _built(*key)
-    head, embeddings = one.engine.head, one.engine.backbone.embed_tokens.weight
+    head, embeddings = one.engine.head, one.engine.embeddings.weight
     with dry_run(key[-1]), torch.device("meta"), torch.enable_grad():
         h = torch.empty(rows, one.engine.config.hidden_size, dtype=one.dtype, requires_grad=True)
         labels = torch.empty(rows, dtype=torch.int64)

@@ -20,6 +20,7 @@ from pronghorn.model.families import (
     family_of,
     layer_type,
     num_experts,
+    other_mixers,
     rope_kind,
     text_config,
     ties_embeddings,
@@ -125,6 +126,8 @@ def _shared_width(config: Any) -> int:
 
 def why_not_planned(config: Any) -> str:
     """Plans take all layers for alike."""
+    if others := other_mixers(config):
+        return f"some layers are of the type {others[0]}; the plan needs identical layers"
     if FAMILIES[config.model_type].experts is None:
         return ""
     some = getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1

@@ -58,22 +58,24 @@ class FastCausalLM:
         """`fp8`: layers stored in 4 bits, and trained ones, multiply in FP8, as those stored in FP8 always do."""
         config = model.config.get_text_config()
         family = family_of(config)
-        self.model, self.config, self.backbone = model, config, backbone(model)
+        self.model, self.config, self.backbone, self.names = model, config, backbone(model), family.names
         shared = Fp8Workspace()
         self.layers: list[DecoderLayer] = []
         self.expert_layers: list[int] = []  # indices of layers with experts
         for i, layer in enumerate(self.backbone.layers):
-            slot = len(self.expert_layers) if family.experts and hasattr(layer.mlp, "experts") else None
-            self.layers.append(build_layer(layer, family, config, i, shared, slot=slot, fp8=fp8))
+            slot = len(self.expert_layers) if family.experts and hasattr(getattr(layer, family.names.mlp), "experts") else None
+            below = self.layers[-1] if self.layers else None
+            self.layers.append(build_layer(layer, family, config, i, shared, below, slot=slot, fp8=fp8))
             self.expert_layers += [i] if slot is not None else []
         self.expert_counts: ExpertCounts | None = None  # made by the first step
         asked = self.expert_layers and getattr(config, "output_router_logits", False)
         # weight of the routers' auxiliary loss, which a classifier has not
         self.balance = float(getattr(model, "router_aux_loss_coef", 0.0)) if asked else 0.0
-        self.embed = Embed(model, self.backbone, config)
-        self.norm = Norm(self.backbone.norm, family.one_plus)
+        self.embed = Embed(model, self.backbone, family.names.embeddings, config)
+        self.norm = Norm(self.backbone, family.names.last_norm, family.one_plus)
         self.head = head_in(model.config)(self)
-        self.positions = Positions(self.backbone, config, self.layers[0].attention.head_width)
+        mixers = [layer.mixer for layer in self.layers if layer.mixer is not None]
+        self.positions = Positions(self.backbone, config, {m.rope: m.head_width for m in mixers if m.rope is not None})
         self._adapters: CopyTable | None = None
         self._adapters_fp8 = SplitTable([])
         self.offload: Offload | None = None  # shared by the layers that offload
@@ -94,7 +96,7 @@ class FastCausalLM:
 
     @property
     def can_chunk_mlp(self) -> bool:
-        """Whether the layers can run their MLP in chunks (model/layers/mlp.py): not mixtures of experts, nor FP8 with trained
+        """Whether the layers can run their MLP in chunks (layers/mlps/dense.py): not mixtures of experts, nor FP8 with trained
         weights, which has not been tried."""
         trained = any(group.fp8 and any(map(trains_whole, group.modules())) for layer in self.layers for group in layer.groups)
         return not trained and not self.expert_layers
@@ -115,6 +117,11 @@ class FastCausalLM:
                     group.accumulate_weights = on
 
     @property
+    def embeddings(self) -> Any:
+        """The table's module, or PEFT's wrapper around it."""
+        return self.embed.table
+
+    @property
     def lm(self) -> LmHead:
         """The head, of a language model."""
         assert isinstance(self.head, LmHead)
@@ -123,7 +130,7 @@ class FastCausalLM:
     @property
     def extra(self) -> int:
         """Columns that the last layer adds to the gradient of the head's rows."""
-        return self.layers[-1].down.extra
+        return self.layers[-1].extra
 
     def hidden(self, h_TD: Tensor, documents: Documents, rows: Tensor | None = None) -> Tensor:
         """The residual stream after the last layer, before the final norm: of all tokens, or of `rows`."""
@@ -162,7 +169,7 @@ class FastCausalLM:
         return RouterStats(
             len(self.expert_layers),
             num_experts(self.config),
-            inner_of(self.backbone.embed_tokens).weight.device,
+            inner_of(self.embeddings).weight.device,
             coefficient=self.balance,
             real_T=real_T,
             real_rows=real_rows,

@@ -32,8 +32,6 @@ from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.formats.table import format_of
 from pronghorn.model.layers.fp8_linears import SharedBytes
 
-CHOICE_BIAS = "e_score_correction_bias"
-
 
 @dataclass
 class OwnExperts:
@@ -125,15 +123,15 @@ class Router(Adapted):
     """logits_TE = x W^T + bias, frozen or trained, with or without an adapter on W. `wide`: in float32, whatever x is: bf16's 8
     bits do not separate experts with sigmoids near 0.5."""
 
-    def __init__(self, parent: nn.Module, name: str, *, wide: bool = False) -> None:
+    def __init__(self, parent: nn.Module, name: str, choice_bias: str, *, wide: bool = False) -> None:
         super().__init__(parent, name)
-        self.wide = wide
+        self.choice_bias, self.wide = choice_bias, wide
 
     @property
     def choice_bias_E(self) -> Tensor | None:  # noqa: N802
         """The bias of the choice alone; a buffer of the router or of the module around it."""
-        found: Tensor | None = getattr(self.module(), CHOICE_BIAS, None)
-        return getattr(self.parent, CHOICE_BIAS, None) if found is None else found
+        found: Tensor | None = getattr(self.module(), self.choice_bias, None)
+        return getattr(self.parent, self.choice_bias, None) if found is None else found
 
     def why_not_fused(self) -> str:
         module = self.module()

@@ -96,7 +96,7 @@ class Head(ABC):
 
     @classmethod
     def loading_options(cls, pad_id: int) -> str:
-        """Of `from_pretrained`, as code, where the base is a language model."""
+        """Options of `from_pretrained`, as code, where the base is a language model."""
         return ""
 
     # ---- packed rows -------------------------------------------------------------------------------------------------

@@ -100,7 +100,8 @@ def linear_names(model: torch.nn.Module, *, beside_experts: bool = False) -> lis
     takes the names of a Qwen3-MoE's dense MLPs for its experts."""
     names = text_linears(model)
     if beside_experts:
-        layers = tuple({f"{name.rsplit('.', 3)[0]}." for name, p in model.named_parameters() if p.ndim == 3})
+        stacks = tuple(f".{stack}" for stack in expert_stacks(model))
+        layers = tuple({f"{name.rsplit('.', 3)[0]}." for name, _ in model.named_parameters() if name.endswith(stacks)})
         names = [name for name in names if name.startswith(layers)]
     names = sorted({name.rsplit(".", 1)[-1] for name in names} - {"lm_head", *WHOLE})
     return [name for name in names if name not in taken_for_experts(model, names)] if beside_experts else names

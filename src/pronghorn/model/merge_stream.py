@@ -168,7 +168,7 @@ class MergedWeights:
         return found
 
     def expert_adapters(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Of each expert's linears, by the files' names without `.weight`: A [r, D] and B [O, r]."""
+        """Adapters of each expert's linears, by the files' names without `.weight`: A [r, D] and B [O, r]."""
         for key, module in self.adapted.items():
             if not isinstance(module, ParamWrapper):
                 continue

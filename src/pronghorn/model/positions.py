@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from pronghorn.model.families import NO_ROPE, query_scale, rope_kind
+from pronghorn.model.families import FAMILIES, NO_ROPE, query_scale
 
 
 class Positions:
-    def __init__(self, backbone: Any, config: Any, head_width: int) -> None:
-        self.backbone, self.head_width = backbone, head_width
-        self.kinds = sorted({rope_kind(config, i) for i in range(len(backbone.layers))})
+    def __init__(self, backbone: Any, config: Any, head_widths: dict[str, int]) -> None:
+        """`head_widths`: by kind of RoPE (families.rope_kind), those that some layer has."""
+        self.backbone, self.head_widths = backbone, head_widths
+        self.kinds, self.names = sorted(head_widths), FAMILIES[config.model_type].names.rotary
         self._scale = query_scale(config)
         self._long: dict[str, Tensor] = {}  # frequencies of LongRoPE by kind; made by the first batch, before any capture
 
@@ -29,7 +30,9 @@ class Positions:
 
     def _tables(self, kind: str, positions_T: Tensor, spans_2T: Tensor) -> tuple[Tensor, Tensor]:
         if kind == NO_ROPE:
-            still = torch.zeros(positions_T.shape[-1], self.head_width // 2, dtype=torch.float32, device=positions_T.device)
+            still = torch.zeros(
+                positions_T.shape[-1], self.head_widths[kind] // 2, dtype=torch.float32, device=positions_T.device
+            )
             return still + 1.0, still
         module, prefix = self._module(kind), ""
         if hasattr(module, f"{kind}_inv_freq"):  # one module has the frequencies of all types of layers
@@ -50,7 +53,7 @@ class Positions:
 
     def _module(self, kind: str) -> Any:
         if not kind.startswith("theta "):
-            return self.backbone.rotary_emb
+            return next(getattr(self.backbone, name) for name in self.names if hasattr(self.backbone, name))
         theta = float(kind.removeprefix("theta "))
         return next(m for m in self.backbone.rotary_embs if float(m.config.rope_parameters["rope_theta"]) == theta)
 

@@ -28,6 +28,8 @@ from torch import Tensor
 from pronghorn.errors import ModelError
 from pronghorn.model.causal_lm import FastCausalLM, base_of, engine_of, install
 from pronghorn.model.families import rope_parameters, window
+from pronghorn.model.layers.layer import DecoderLayer
+from pronghorn.model.layers.mixers.attention import Attention
 from pronghorn.model.text_stack import in_mode
 from pronghorn.packs import PackedBatch
 
@@ -139,14 +141,14 @@ def _documents(config: Any, device: torch.device, seed: int) -> tuple[Tensor, Te
 
 
 def _last_position(config: Any) -> int:
-    """Of the context, and beyond the length with which a scaled RoPE began."""
+    """A position at the end of the context, beyond the length with which a scaled RoPE began."""
     first = [int(parameters.get("original_max_position_embeddings") or 0) for parameters in rope_parameters(config)]
     return min(LAST, max(int(getattr(config, "max_position_embeddings", 0) or 0), 2 * max(first), *FAR)) - 1
 
 
 def _require_windows(engine: FastCausalLM, config: Any) -> None:
-    for layer in engine.layers:
-        ours, theirs = layer.attention.options["window"], window(config, layer.index)
+    for layer, mixer in _attending(engine):
+        ours, theirs = mixer.options["window"], window(config, layer.index)
         if ours != theirs:
             raise ModelError(
                 what=f"the fast layers differ from the transformers layers: layer {layer.index} has the window "
@@ -156,12 +158,17 @@ def _require_windows(engine: FastCausalLM, config: Any) -> None:
             )
 
 
+def _attending(engine: FastCausalLM) -> list[tuple[DecoderLayer, Attention]]:
+    return [(layer, layer.mixer) for layer in engine.layers if isinstance(layer.mixer, Attention)]
+
+
 @contextmanager
 def _narrow_windows(engine: FastCausalLM, config: Any) -> Iterator[None]:
-    """Of the family's layers, which read the config (masks) or the attention module, and of ours."""
-    holders = [config, *(layer.layer.self_attn for layer in engine.layers)]
+    """Narrows the windows of the family's layers, which read the config (masks) or the attention module, and of ours."""
+    mixers = [mixer for _, mixer in _attending(engine)]
+    holders = [config, *(mixer.module for mixer in mixers)]
     theirs = [(one, wide) for one in holders if (wide := getattr(one, "sliding_window", None) or 0) > NARROW]
-    ours = [(options, wide) for layer in engine.layers if (wide := (options := layer.attention.options)["window"]) is not None]
+    ours = [(mixer.options, wide) for mixer in mixers if (wide := mixer.options["window"]) is not None]
     try:
         for holder, _ in theirs:
             holder.sliding_window = NARROW

@@ -45,7 +45,7 @@ def set_recompute(model: HFModel, asked: Recompute | None) -> None:
     if engine is None:
         _of_own_layers(base, bool(stands))
         return
-    plans = stands == PLANNED and engine.backbone.embed_tokens.weight.is_cuda
+    plans = stands == PLANNED and engine.embeddings.weight.is_cuda
     loop_of(base).chooser = KeptByMemory(engine) if plans else None
     for layer in engine.layers:
         layer.recompute, layer.planned = None if plans else bool(stands), plans
@@ -148,7 +148,7 @@ class KeptByMemory:
 
     @property
     def _device(self) -> torch.device:
-        device: torch.device = self.engine.backbone.embed_tokens.weight.device
+        device: torch.device = self.engine.embeddings.weight.device
         return device
 
     def _free_on_device(self) -> int:
@@ -189,11 +189,11 @@ def job_of(engine: FastCausalLM, tokens: int) -> Job:
         method,
         rank,
         tuple(sorted({name for name, _ in adapters})),
-        engine.backbone.embed_tokens.weight.element_size(),
+        engine.embeddings.weight.element_size(),
         graphed=loop_of(engine.model).captured.on,
         storage=stored.name if stored and stored.read else "auto",
         head=engine.head.name,
-        target=local_target(engine.backbone.embed_tokens.weight.device),
+        target=local_target(engine.embeddings.weight.device),
     )
 
 

@@ -43,7 +43,7 @@ from pronghorn.data.template.marks import (
     lost_values,
     says_nothing,
     ways_to_mark,
-)  # fmt: skip
+)
 from pronghorn.data.template.outer_space import Gaps, carried, span
 from pronghorn.data.template.rendering import RowError, special_tokens, within_limits
 from pronghorn.data.template.turn_borders import Borders, Row, misspelt
@@ -191,9 +191,8 @@ class ChatTemplate:
         if isinstance(problem, CannotTellError) or not empty or self._attempt(filled, Spelling(filled, tools)) is None:
             return None
         return RowError(
-            f"message {empty[0] + 1} (assistant) is empty", where=problem.where, why=problem.why,
-            fix=GIVE_IT_A_TEXT,
-        )  # fmt: skip
+            f"message {empty[0] + 1} (assistant) is empty", where=problem.where, why=problem.why, fix=GIVE_IT_A_TEXT
+        )
 
     def _spellings(self, messages: Sequence[Message], tools: Tools, kind_of: tuple[bool, bool, bool]) -> Iterator[Spelling]:
         liked = self._liked.get(kind_of)
@@ -421,7 +420,7 @@ class ChatTemplate:
                     where="data.chat_template",
                     why="it would be split into several tokens, and generation would not stop there",
                     fix="use the model's own template, data.template: chatml, or a template for this model",
-                )  # fmt: skip
+                )
 
 
 def _within_blocks(turns: Sequence[Turn], blocks: Sequence[Span], row: Row) -> list[Turn]:

@@ -63,8 +63,8 @@ def fp8_cast_grad_rows_reference(
 
 @jit
 def _cast_grad_kernel(
-    dy, dy_row, column_scale, ids, order, out, out_row, scale, K, D: tl.constexpr, BLOCK: tl.constexpr, GATHER: tl.constexpr,
-):  # fmt: skip
+    dy, dy_row, column_scale, ids, order, out, out_row, scale, K, D: tl.constexpr, BLOCK: tl.constexpr, GATHER: tl.constexpr
+):
     """One row a program, read twice, the second time from the cache."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(order + row).to(tl.int64)

@@ -105,7 +105,7 @@ class LmHead(Head):
 
 
 def own_logits(base: Any, pack: PackedBatch) -> tuple[Tensor, Tensor | None]:
-    """Of a model on transformers' layers: float32 logits of the loss rows, and the routers' auxiliary loss times its
+    """A model on transformers' layers: float32 logits of the loss rows, and the routers' auxiliary loss times its
     coefficient, where the config asks for it (that of our layers leaves padding out)."""
     output = base(input_ids=pack.ids_T[None], position_ids=pack.position_ids, use_cache=False, logits_to_keep=pack.loss_rows)
     balance = getattr(output, "aux_loss", None)

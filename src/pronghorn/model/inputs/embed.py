@@ -19,12 +19,18 @@ from pronghorn.model.text_stack import head_of
 
 
 class Embed:
-    def __init__(self, model: Any, backbone: Any, config: Any) -> None:
-        self._model, self._backbone, self._config = model, backbone, config
+    def __init__(self, model: Any, backbone: Any, name: str, config: Any) -> None:
+        """`name`: the table's, in the backbone."""
+        self._model, self._backbone, self._name, self._config = model, backbone, name, config
         self.on_host = False
 
+    @property
+    def table(self) -> Any:
+        """The module, or PEFT's wrapper around it."""
+        return getattr(self._backbone, self._name)
+
     def __call__(self, ids_T: Tensor) -> Tensor:
-        table = self._backbone.embed_tokens
+        table = self.table
         return self.scaled(host_embedding(table.weight.detach(), ids_T) if self.on_host else table(ids_T))
 
     def scaled(self, h_TD: Tensor) -> Tensor:
@@ -36,7 +42,7 @@ class Embed:
 
     def why_not_on_host(self) -> str:
         """Empty where the table can wait there."""
-        table = self._backbone.embed_tokens
+        table = self.table
         if type(table) is not torch.nn.Embedding:
             return f"they have the type {type(table).__name__}"
         if table.weight.requires_grad:
@@ -49,7 +55,7 @@ class Embed:
         """Once, before anything is captured. Without a GPU the table is where it would go to."""
         if self.on_host or self.why_not_on_host():
             return
-        weight = self._backbone.embed_tokens.weight
+        weight = self.table.weight
         if weight.is_cuda:
             host = torch.empty(weight.shape, dtype=weight.dtype)
             host.copy_(weight.detach())

@@ -1,7 +1,7 @@
 """Experts that are spread over the ranks of a run (`world.shard: experts`), frozen, with or without adapters.
 
 Rank r of R has experts r E/R to (r + 1) E/R of every layer, and what is trained of them. Every rank has everything else.
-Tokens' rows, sorted by expert, go to the rank of their expert and come back (model/layers/moe.py):
+Tokens' rows, sorted by expert, go to the rank of their expert and come back (model/layers/mlps/experts.py):
 
     forward     counts, x and routing weights there ── gate, up, down ── y back
     backward    dy there ── x there again, where an adapter needs it ── dx and dweights back
@@ -26,7 +26,7 @@ from pronghorn.kernels.moe.routing import Routing, sort_by_expert
 from pronghorn.model.causal_lm import FastCausalLM
 from pronghorn.model.experts import OwnExperts
 from pronghorn.model.formats.experts import STACKS, StoredExperts
-from pronghorn.model.layers.moe import ExpertsMlp
+from pronghorn.model.layers.mlps.experts import ExpertsMlp
 from pronghorn.model.layers.types import Grads
 from pronghorn.model.shards import FIRST
 from pronghorn.train.dist.shards import MOMENTS, STATE, Shards, Shares, norm_over_ranks
@@ -41,7 +41,7 @@ def experts_of(rank: int, ranks: int, experts: int) -> slice:
 
 
 class ExpertRows:
-    """Of one layer: R ranks, E experts, S rows of this rank, N rows that this rank's experts get."""
+    """Rows of one layer's experts, sent to their ranks and back: R ranks, E experts, S rows of this rank, N rows that this rank's experts get."""
 
     def __init__(self, world: World, experts: int) -> None:
         self._world = world
@@ -171,7 +171,7 @@ class ExpertShards:
         return found
 
     def _part(self, name: str, tensor: Tensor, own: slice) -> Tensor:
-        """Of this rank, in the same layout."""
+        """This rank's part, in the same layout."""
         found = self._by_expert(name, tensor, self._whole[name][1])[own]
         return self._joined(name, found)
 
@@ -190,7 +190,7 @@ class ExpertShards:
 
     @property
     def nbytes(self) -> int:
-        """Of experts' weights on this rank."""
+        """Bytes of experts' weights on this rank."""
         found = (own.weight for own in self._own.values())
         return sum(weight.nbytes if isinstance(weight, Tensor) else weight.stored.nbytes for weight in found)
 

@@ -106,7 +106,7 @@ class Shards:
 
     @property
     def key(self) -> str:
-        """Of what was loaded: the same on all ranks."""
+        """Digest of the loaded weights: the same on all ranks."""
         return hashlib.sha256("".join(unit.key for unit in self.units).encode()).hexdigest()[:12]
 
     def spreads(self, tensor: Tensor) -> bool:
@@ -115,7 +115,7 @@ class Shards:
 
     @property
     def nbytes(self) -> int:
-        """Of weights on this rank: its parts, and the buffers."""
+        """Bytes of weights on this rank: its parts, and the buffers."""
         return sum(unit.part.nbytes for unit in self.units) + sum(buffer.nbytes for buffer in self._buffers)
 
     def _install(self) -> None:
@@ -218,7 +218,7 @@ class Shards:
 
 
 def norm_over_ranks(world: World, mine: Sequence[Tensor], shared: Sequence[Tensor], beside: Sequence[Tensor]) -> Tensor:
-    """Of all gradients. Those that are `shared` by all ranks, and what is `beside` them, are summed up; others are whole."""
+    """The norm of all gradients. Those that are `shared` by all ranks, and what is `beside` them, are summed up; others are whole."""
     squares = torch.nn.utils.get_total_norm(mine).square() if mine else torch.zeros_like(beside[0])
     world.add_up([*beside, squares, *shared])
     return (squares + torch.nn.utils.get_total_norm(shared).square()).sqrt() if shared else squares.sqrt()

@@ -64,8 +64,8 @@ class TrainedShards(Shards):
         return self._reduce(1 + layer, parameters, gradients)
 
     def _reduce_end(self, number: int) -> Any:
-        """Of embeddings and head, whose gradients come by autograd. It holds its hooks where Python's garbage collector does
-        not look, so they hold nothing."""
+        """A hook that reduces the gradients of embeddings and head, which come by autograd. Autograd holds it out of sight of
+        Python's garbage collector, so it keeps no reference to the shards."""
         me = weakref.ref(self)
 
         def hook(parameter: Tensor) -> None:

@@ -19,7 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pronghorn.data.pack.batches import StepBatch, TokenRows, build_batch
+from pronghorn.data.pack.batches import TokenRows, build_batch
+from pronghorn.data.pack.loader import StepBatch
 from pronghorn.data.pack.packing import pack_in_order
 from pronghorn.packs import PackedBatch
 from pronghorn.train.dist.world import World
@@ -142,8 +143,7 @@ class Kto(Objective):
 
     def before_step(self, model: Any, step_batch: StepBatch, device: torch.device, autocast: Autocast, world: World) -> None:
         if self.kind == "kto" and self._training is not None:
-            rows = np.array([row for batch in step_batch.batches for row in batch.documents], dtype=np.int64)
-            self._estimate(model, self._tables[id(self._training)], rows, device, autocast, world)
+            self._estimate(model, self._tables[id(self._training)], step_batch.documents, device, autocast, world)
 
     @torch.no_grad()
     def _estimate(

@@ -22,7 +22,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from pronghorn.data.pack.batches import StepBatch, TokenRows
+from pronghorn.data.pack.batches import TokenRows
+from pronghorn.data.pack.loader import StepBatch
 from pronghorn.model.causal_lm import base_of, engine_of
 from pronghorn.model.head import Outputs
 from pronghorn.model.heads import head_in
@@ -36,7 +37,7 @@ Divisor = float | tuple[float, ...]  # of each term
 
 
 class Sums(NamedTuple):
-    """Of a batch."""
+    """Summed loss and watched figures of a batch."""
 
     loss: Tensor  # float32: a number, or [C]
     watched: Tensor | None = None  # [W] float32, detached
@@ -103,7 +104,7 @@ class Objective(ABC):
             return Sums(total, self.watch(found.values_N.detach(), batch))
 
     def divisor(self, step_batch: StepBatch, world: World) -> Divisor:
-        """Of the whole step, so that the loss does not depend on how its rows fell into micro-batches and ranks."""
+        """The divisor of the whole step, so that the loss does not depend on how its rows fell into micro-batches and ranks."""
         counts = torch.stack([self.count(batch).reshape(self.terms) for batch in step_batch.batches]).sum(0)
         found = world.total(*counts.tolist())
         return found[0] if self.terms == 1 else tuple(max(1.0, count) for count in found)

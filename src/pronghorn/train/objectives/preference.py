@@ -26,7 +26,7 @@ from pronghorn.train.objectives.watch import Watch
 
 
 class Answers(NamedTuple):
-    """Of each slot."""
+    """Figures of each document slot."""
 
     log_probs_D: Tensor  # sums
     reference_D: Tensor  # the reference's, 0 without one

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pronghorn.data.pack.batches import TokenRows, evaluation_batches
+from pronghorn.data.pack.batches import TokenRows
+from pronghorn.data.pack.loader import evaluation_batches
 from pronghorn.errors import RecipeError
 from pronghorn.packs import IGNORED, PackedBatch
 from pronghorn.train.objectives.objective import Autocast, Progress, outputs_of
@@ -29,7 +30,7 @@ class Store(Protocol):
 
 
 class Reference:
-    """Of each table: a number for each label, in the order of its rows."""
+    """The reference's log-probabilities: for each table a number per label, in the order of its rows."""
 
     def __init__(self, capacity: int, store: Store | None = None) -> None:
         self._capacity, self._store = capacity, store
@@ -76,7 +77,7 @@ class Reference:
 def reference_log_probs(
     model: Any, table: TokenRows, capacity: int, device: torch.device, autocast: Autocast, progress: Progress = lambda *_: None
 ) -> Floats:
-    """Of all labels of the table, row by row."""
+    """Log-probabilities of all labels of the table, row by row."""
     begins = np.concatenate([[0], np.cumsum(table.loss_counts, dtype=np.int64)])
     found = np.zeros(int(begins[-1]), dtype=np.float32)
     was_training = model.training

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from pronghorn.data.pack.batches import TokenRows, evaluation_batches
+from pronghorn.data.pack.batches import TokenRows
+from pronghorn.data.pack.loader import evaluation_batches
 from pronghorn.errors import counted
 from pronghorn.recipe import Stop
 from pronghorn.train.dist.world import World

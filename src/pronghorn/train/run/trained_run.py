@@ -45,7 +45,8 @@ class Trained:
 
     def set_padding(self, model: Any) -> None:
         """For the model's own forward, where its head needs to know."""
-        self.head.set_padding(base_of(model), padding_id(self.tokenizer()))
+        if not self.head.generates:
+            self.head.set_padding(base_of(model), padding_id(self.tokenizer()))
 
     def require_answers(self) -> None:
         """Refuses a model that writes no text where some is to be written."""

@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 import torch
 
-from pronghorn.data.pack.batches import StepBatch
+from pronghorn.data.pack.loader import StepBatch
 from pronghorn.errors import EnvironmentFault
 from pronghorn.kernels.runtime.dispatch import compile_kernels
 from pronghorn.model.capture import Graphs, Work, first_line, raise_if_out_of_memory
@@ -247,7 +247,7 @@ class GraphedStep(Step):
         gradients = shared_gradients(self._parameters)
         engine = engine_of(self.model)
         assert engine is not None
-        compute = engine.backbone.embed_tokens.weight.dtype if self.precision == "fp32" else DTYPES[self.precision]
+        compute = engine.embeddings.weight.dtype if self.precision == "fp32" else DTYPES[self.precision]
         self._sums = LoraGradBuffer(engine, compute)
         engine.accumulate_weights(True)
         self._added_up = [self._loss, self._sums.buffer, *gradients, *([self._watched] if len(self._watched) else [])]

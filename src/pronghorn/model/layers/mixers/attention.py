@@ -1,23 +1,22 @@
-"""The attention half of a decoder layer: norm, q, k, v, RoPE, attention over the documents of a pack, forward and backward.
+"""Attention over the documents of a pack as a mixer: q, k, v, RoPE, attention, forward and backward.
 
 T = packed tokens, N = query heads, K = key/value heads, H = head width, X = (N + 2K) H. Saved for backward (saved.py): *
 
-   *h;  x = norm(h)                      backward recomputes x only for trained weights
-    qkv_TX = x Wqkv                      one GEMM, with LoRA as extra columns (kernels/lora/lora_linear.py)
+    qkv_TX = x Wqkv                      norm and GEMM as in every mixer (part.py)
    *q, k, v = rope(qk_norm(qkv))         in place without qk-norm (else *qkv too); its gradient may be, too
    *o, lse = attention(q, k, v)
-
-The output projection belongs to this half; its GEMM adds the residual, or the norm before the MLP does (layer.py).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Hashable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from pronghorn.kernels.attention.attention import (
+    attention,
     attention_backward,
     attention_forward,
     gradients_in_place,
@@ -25,16 +24,16 @@ from pronghorn.kernels.attention.attention import (
     unrotates,
 )
 from pronghorn.kernels.attention.attention_torch import Backend
-from pronghorn.kernels.attention.rope import qk_rope_backward, qk_rope_forward
+from pronghorn.kernels.attention.rope import qk_rope, qk_rope_backward, qk_rope_forward
 from pronghorn.model.families import Family, rope_kind, window
-from pronghorn.model.layers.linears import LinearGroup, Operand
+from pronghorn.model.layers.linears import Operand
 from pronghorn.model.layers.norms import Norm
-from pronghorn.model.layers.saved import Saved
+from pronghorn.model.layers.part import Around, MakeGroup, Mixer
+from pronghorn.model.layers.saved import Kept, Saved
 from pronghorn.model.layers.types import Documents
 from pronghorn.model.rows import rows_like
 
 Parts = tuple[Tensor, Tensor, Tensor]  # q, k, v or their gradients
-OF_ATTENTION = ("q", "k", "v", "o", "o_rows", "lse", "qkv", "y1")  # freed after attention's backward
 
 
 def scaled_queries(q_TNH: Tensor, documents: Documents) -> Tensor:
@@ -42,25 +41,42 @@ def scaled_queries(q_TNH: Tensor, documents: Documents) -> Tensor:
     return q_TNH if documents.query_scale_T is None else q_TNH.mul_(documents.query_scale_T[:, None, None])
 
 
-class AttentionHalf:
-    def __init__(
-        self, module: Any, family: Family, config: Any, index: int, qkv: LinearGroup, out: LinearGroup, before: Norm | None
-    ) -> None:
-        """`module`: the model's own, whose parameters are only read."""
-        self.module, self.family, self.qkv, self.out, self.before = module, family, qkv, out, before
+class Attention(Mixer):
+    saves = ("q", "k", "v", "qkv", "qk_rstd", "o", "o_rows", "lse", "xa1", "xa_o", "y1")
+    kept: ClassVar[Kept] = {"around_attention": ("o", "lse"), "layer": ()}
+    recomputed_from = "q"
+    rope: str
+
+    def __init__(self, layer: Any, family: Family, config: Any, index: int, around: Around, group: MakeGroup) -> None:
+        module = getattr(layer, family.names.attention)  # the model's own, whose parameters are only read
+        super().__init__(around, group(module, family.qkv), group(module, (family.names.out,)))
+        self.module, self.family, self.qkv = module, family, self.into
         self.rope = rope_kind(config, index)
         self.heads, self.kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
         self.head_width = int(module.head_dim)
+        self.out_width = self.heads * self.head_width
         self.options: dict[str, Any] = {
             "scale": float(module.scaling),
             "window": window(config, index),
             "softcap": getattr(config, "attn_logit_softcapping", None),
         }
-        self.q_norm = Norm(module.q_norm, family.one_plus, "q_norm") if family.qk_norm else None
-        self.k_norm = Norm(module.k_norm, family.one_plus, "k_norm") if family.qk_norm else None
+        self.q_norm = Norm(module, family.names.q_norm, family.one_plus, "q_norm") if family.qk_norm else None
+        self.k_norm = Norm(module, family.names.k_norm, family.one_plus, "k_norm") if family.qk_norm else None
+
+    @property
+    def norms(self) -> list[Norm]:
+        return [*super().norms, *(norm for norm in (self.q_norm, self.k_norm) if norm is not None)]
+
+    @property
+    def bare_names(self) -> list[tuple[Any, str]]:
+        return [] if self.sinks is None else [(self.module, "sinks")]
+
+    @property
+    def shape(self) -> tuple[Hashable, ...]:
+        return self.heads, self.kv_heads, self.head_width, self.rope, *self.options.values(), self.sinks is not None
 
     def options_for(self, documents: Documents) -> dict[str, Any]:
-        """Of attention over these documents."""
+        """Options of attention over these documents."""
         shared = ("cu_seqlens", "longest", "typical", "spans_2T", "prefix_2T")
         return {**self.options, "sinks_N": self.sinks, **{name: getattr(documents, name) for name in shared}}
 
@@ -72,23 +88,17 @@ class AttentionHalf:
     def qkv_width(self) -> int:
         return (self.heads + 2 * self.kv_heads) * self.head_width
 
-    @property
-    def out_width(self) -> int:
-        return self.heads * self.head_width
-
     # ---- forward -----------------------------------------------------------------------------------------------
 
-    def forward(self, saved: Saved, documents: Documents, rows: Tensor | None) -> None:
-        """Everything before the output projection, from `h`, and from `o` and `lse` if saved. `rows`: those that pass
-        attention."""
+    def mix(self, saved: Saved, documents: Documents) -> Tensor:
         h, o, lse = saved["h"], saved["o"], saved["lse"]
         self._project(self.qkv.of_norm(self.before, h, saved), saved, documents)
         if o is None or lse is None:
             o = rows_like(h, self.out_width + self.out.extra)
             parts = saved["q"], saved["k"], saved["v"]
             _, lse = attention_forward(*parts, out=self.heads_of(o), **self.options_for(documents))
-        o_rows, h_rows = (o, h) if rows is None else (o.index_select(0, rows), h.index_select(0, rows))
-        saved.put(o=o, lse=lse, o_rows=o_rows, h_rows=h_rows)
+        saved.put(lse=lse)
+        return o
 
     def _project(self, x: Operand, saved: Saved, documents: Documents) -> None:
         """Saves q, k and v after RoPE, their norms' rstd, the qkv buffer or its values before qk-norm, and x A^T."""
@@ -146,12 +156,12 @@ class AttentionHalf:
 
     # ---- backward ----------------------------------------------------------------------------------------------
 
-    def xa_of_out(self, saved: Saved) -> Tensor | None:
-        """o A^T of the output projection: saved separately, or in o's LoRA columns."""
-        return saved["o_rows"][:, self.out_width :] if self.out.extra else saved["xa_o"]
+    def protect(self, saved: Saved) -> None:
+        if self.q_norm is None:
+            saved.release("qkv")  # so that no gradient overwrites q, k and v
 
-    def backward(self, do: Tensor, saved: Saved, documents: Documents) -> tuple[Tensor, Tensor | None]:
-        """(the gradient of q, k and v before RoPE and qk-norm, in rows with spare columns; that of the sinks)"""
+    def mix_backward(self, do: Tensor, saved: Saved, documents: Documents) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """The gradients of q, k and v are those before RoPE and qk-norm."""
         backend = self.backend(do.device, do.dtype, documents.typical, shared=documents.prefix_2T is not None)
         dqkv_ext = self._dqkv_buffer(do, saved["qkv"], backend)
         options, sinks, rotary = self.options_for(documents), self.sinks, documents.rotary[self.rope]
@@ -174,7 +184,7 @@ class AttentionHalf:
         scaled_queries(dq, documents)  # one factor per token commutes with RoPE
         if not rotates:
             self._back_through_rope((dq, dk, dv), dqkv_ext, saved, documents)
-        return dqkv_ext, dsinks
+        return dqkv_ext, () if sinks is None else (dsinks,)
 
     def backend(self, device: torch.device, dtype: torch.dtype, typical: int, *, shared: bool = False) -> Backend:
         """The backend of the backward."""
@@ -206,3 +216,12 @@ class AttentionHalf:
             }
         found = qk_rope_backward(*grads, cos, sin, out=dqkv_ext[:, : self.qkv_width], **options)
         _, saved.norm_grads["q_norm"], saved.norm_grads["k_norm"] = found
+
+    # ---- as separate ops ---------------------------------------------------------------------------------------
+
+    def composed_mix(self, y: Tensor, documents: Documents) -> Tensor:
+        cos, sin = documents.rotary[self.rope]
+        q, k, v = qk_rope(y, cos, sin, **self.rope_options())
+        if documents.query_scale_T is not None:
+            q = (q * documents.query_scale_T[:, None, None]).to(q.dtype)
+        return attention(q, k, v, **self.options_for(documents)).flatten(1)

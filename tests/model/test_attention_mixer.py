@@ -16,7 +16,7 @@ from pronghorn.kernels.attention import attention
 from pronghorn.kernels.attention.attention_torch import PlainTorch
 from pronghorn.kernels.attention.rope import _rotate
 from pronghorn.model.causal_lm import engine_of, install
-from pronghorn.model.layers import attention as attention_half
+from pronghorn.model.layers.mixers import attention as mixer
 from samples import random_table
 
 SMALL: dict[str, Any] = {
@@ -83,7 +83,7 @@ def test_gradients_are_rotated_back_once(config: Any, rotated: int, monkeypatch:
     expected = gradients(model)
     monkeypatch.setattr(Unrotates, "rotated", 0)
     monkeypatch.setitem(attention.BACKENDS, "short", Unrotates)
-    monkeypatch.setattr(attention_half, "pick_backend", lambda *_, **__: "short")
+    monkeypatch.setattr(mixer, "pick_backend", lambda *_, **__: "short")
     found = gradients(model)
     assert Unrotates.rotated == rotated
     assert found.keys() == expected.keys()

@@ -12,25 +12,25 @@ On Hopper the activation is in the epilogue of the GEMM before it (kernels/gemm/
 Gate and up, the activation and their gradients are the largest tensors of a layer: at 16,384 tokens of an 8B model 1.4 GB, of
 which four chunks hold a quarter at a time. Rows are independent except in the parameters' gradients, which are summed over the
 chunks. GEMMs of 4,096 rows are as fast as those of 16,384; each chunk rereads the weights. Chunks need a level that recomputes
-gate and up. Where h2 is recomputed too, h3 overwrites it in forward, and backward starts from the attention branch's output,
+gate and up. Where h2 is recomputed too, h3 overwrites it in forward, and backward starts from the mixer branch's output,
 which the first pass over a chunk turns into h2. Every row goes through the same operations; GEMMs of fewer rows may sum in
 another order, and sums over chunks do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Hashable, Iterator
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.lora.lora_linear import NormOf, Part
+from pronghorn.kernels.lora.lora_linear import Part as GradPart
 from pronghorn.kernels.lora.multi_gather import GatherJob
-from pronghorn.kernels.mlp.gated_mlp import Kind
-from pronghorn.model.layers.composed import composed_mlp
+from pronghorn.kernels.mlp.gated_mlp import Kind, gated_activation
+from pronghorn.model.layers.composed import normed, projected
 from pronghorn.model.layers.linears import Group, LinearGroup, Operand
-from pronghorn.model.layers.norms import Norm
+from pronghorn.model.layers.part import Around, Part
 from pronghorn.model.layers.residual import (
     add_branch,
     back_through_norm,
@@ -38,45 +38,46 @@ from pronghorn.model.layers.residual import (
     grad_of_branch,
     gradients_after_norm,
 )
-from pronghorn.model.layers.saved import FROM_INPUT, Level, Saved
+from pronghorn.model.layers.saved import Kept, Level, Saved
 from pronghorn.model.layers.types import Documents, GradBuffer, Grads
 
-OF_MLP = ("h2", "gu", "xa2", "xa3", "y2")  # freed after the MLP's backward
 
-
-class DenseMlp:
+class DenseMlp(Part):
+    input = "h2"
+    saves = ("h2", "gu", "xa2", "xa3", "y2")
+    kept: ClassVar[Kept] = {
+        "around_attention": ("xa3",),
+        "layer": ("xa3",),
+    }  # a A^T of `down` (T x R) saves running its GEMM twice
     may_chunk = True
 
-    def __init__(
-        self,
-        gate_up: LinearGroup,
-        down: LinearGroup,
-        activation: Kind,
-        multiplier: float,
-        before: Norm | None,
-        after: Norm | None,
-    ) -> None:
-        self.gate_up, self.down, self.activation, self.multiplier = gate_up, down, activation, multiplier
-        self.before, self.after = before, after
-        self.chunks = 1
+    def __init__(self, around: Around, gate_up: LinearGroup, down: LinearGroup, activation: Kind) -> None:
+        super().__init__(around)
+        self.gate_up, self.down, self.activation = gate_up, down, activation
 
     @property
     def groups(self) -> tuple[Group, ...]:
         return self.gate_up, self.down
 
-    def gather_jobs(self) -> list[GatherJob]:
-        norm = self.before
-        of_norm = NormOf(norm.weight, norm.weight, norm.one_plus) if norm else None
-        return [*self.gate_up.gather_jobs(of_norm), *self.down.gather_jobs(None)]
+    @property
+    def last(self) -> LinearGroup:
+        return self.down
 
-    def composed(self, x_TD: Tensor, documents: Documents) -> Tensor:
-        """As separate differentiable ops."""
-        return composed_mlp(self, x_TD)
+    @property
+    def shape(self) -> tuple[Hashable, ...]:
+        return (self.activation,)
+
+    def gather_jobs(self) -> list[GatherJob]:
+        return self.jobs_of(self.gate_up, self.down)
+
+    def composed(self, h_TD: Tensor, documents: Documents) -> Tensor:
+        gu = projected(self.gate_up, normed(self.before, h_TD))
+        return h_TD + self.multiplier * normed(self.after, projected(self.down, gated_activation(gu, self.activation)))
 
     # ---- forward -----------------------------------------------------------------------------------------------
 
-    def forward(self, saved: Saved, level: Level, documents: Documents, rows: Tensor | None) -> Tensor:
-        """h3, from h2, or from h_rows and the attention branch's output saved as h2."""
+    def forward(self, saved: Saved, level: Level, documents: Documents, rows: Tensor | None, norm_adds: bool) -> Tensor:
+        """h3, from h2, or from h_rows and the mixer branch's output saved as h2."""
         if self.chunks > 1 and level != "nothing":
             return self._forward_in_chunks(saved, level)
         x2 = self._input(saved["h2"], saved.pop("h_rows", None), saved)
@@ -101,8 +102,8 @@ class DenseMlp:
     def _activated(self, gu_ext: Tensor) -> Operand:
         return self.down.of_activation(gu_ext[:, : gu_ext.shape[1] - self.gate_up.extra], self.activation)
 
-    def recompute(self, saved: Saved, documents: Documents) -> None:
-        """Recomputes what backward needs of the MLP and was not saved; chunks recompute gate and up themselves."""
+    def recompute(self, saved: Saved, documents: Documents, rows: Tensor | None, norm_adds: bool) -> None:
+        """Chunks recompute gate and up themselves."""
         if self.chunks > 1 or saved["gu"] is not None:
             return
         x2 = self._input(saved["h2"], saved.pop("h_rows", None), saved)
@@ -117,10 +118,15 @@ class DenseMlp:
 
     # ---- backward ----------------------------------------------------------------------------------------------
 
-    def backward(self, dh3: Tensor, saved: Saved, documents: Documents, extra: int) -> tuple[Tensor, Grads]:
-        """(the gradient of h2 with `extra` spare columns; gradients of gate, up and down)"""
-        if saved["gu"] is None:
-            return self._backward_in_chunks(dh3, saved, documents, extra)
+    def backward(
+        self, dh: Tensor, saved: Saved, documents: Documents, rows: Tensor | None, extra: int, need_dh: bool
+    ) -> tuple[Tensor, Grads]:
+        back = self._backward_in_chunks if saved["gu"] is None else self._backward_at_once
+        dh2, grads = back(dh, saved, documents, extra)
+        saved.release(*self.saves)
+        return dh2, self.all_gradients(grads, saved)
+
+    def _backward_at_once(self, dh3: Tensor, saved: Saved, documents: Documents, extra: int) -> tuple[Tensor, Grads]:
         dx2, dgu, fused, down_grads = self._back_to_input(dh3, saved, documents.grad_buffer, thin=True)
         dh2 = back_through_norm(self.before, dx2, saved["h2"], dh3, saved, extra, documents.grad_buffer)
         return dh2, [*self._gate_up_grads(dgu, saved, fused), *down_grads]
@@ -137,16 +143,14 @@ class DenseMlp:
         return *self.gate_up.back(dgu), fused, down_grads
 
     def _gate_up_grads(self, dgu: Any, saved: Saved, fused: bool) -> Grads:
-        without: Part | None = "dB" if fused else None
+        without: GradPart | None = "dB" if fused else None
         return gradients_after_norm(self.gate_up, dgu, self.before, saved["h2"], saved["xa2"], saved, without)
 
     # ---- in chunks ---------------------------------------------------------------------------------------------
 
     def _forward_in_chunks(self, saved: Saved, level: Level) -> Tensor:
         y, h_rows = saved["h2"], saved.pop("h_rows", None)
-        recomputed = level in FROM_INPUT
-        if recomputed:
-            saved.release(*(name for name in list(saved) if name not in FROM_INPUT[level]))
+        recomputed = "h2" not in self.keeps(level)
         h3 = y if recomputed else y.new_empty(y.shape)
         parts: dict[str, list[Tensor]] = {}
         for chunk in chunks_of(len(y), self.chunks):

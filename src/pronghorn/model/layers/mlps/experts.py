@@ -1,4 +1,4 @@
-"""The MLP as a mixture of experts: the same interface as mlp.py.
+"""The MLP as a mixture of experts.
 
 T = packed tokens, D = model width, E = experts, K = experts a token, S = T * K rows sorted by expert, F = an expert's width.
 Saved for backward (saved.py): *; adapters (kernels/moe/grouped_lora.py) in [ ]:
@@ -28,7 +28,8 @@ tokens with one expert each; y, dx and dweights come back. Router, shared expert
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Hashable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -43,37 +44,42 @@ from pronghorn.kernels.moe.routing import Routing, Sigmoid, route_backward, rout
 from pronghorn.kernels.runtime.copy_rows import copy_rows
 from pronghorn.model.experts import ExpertStack, Router
 from pronghorn.model.families import Family, expert_groups
+from pronghorn.model.layers.composed import normed
 from pronghorn.model.layers.fp8_linears import Fp8Workspace
 from pronghorn.model.layers.linears import Group, LinearGroup, Rows
 from pronghorn.model.layers.norms import Norm, normed_rows, normed_sum
+from pronghorn.model.layers.part import Around, Part
 from pronghorn.model.layers.residual import back_through_norm, gradients_after_norm
-from pronghorn.model.layers.saved import Level, Saved
+from pronghorn.model.layers.saved import Kept, Level, Saved
 from pronghorn.model.layers.types import Documents, ExpertRows, Grads
 from pronghorn.model.router_stats import BalancedLogits
 from pronghorn.model.rows import rows_like
 
 SILU = ExpertActivation("silu")
-OF_EXPERTS = (
-    "logits",
-    "ids",
-    "weights",
-    "order",
-    "inverse",
-    "offsets",
-    "shared_gu",
-    "shared_xa2",
-    "shared_xa3",
-    "shared_weight",
-    "gate_xa",
-    "counts",
-    "weights_there",
-)
 
 
-class ExpertsMlp:
-    may_chunk = False  # chunks would leave most experts too few rows
-    after: Norm | None = None
-    chunks = 1
+class ExpertsMlp(Part):
+    before: Norm  # always there
+    input = "h2"
+    saves = (
+        "h2",
+        "gu",
+        "xa2",
+        "logits",
+        "ids",
+        "weights",
+        "order",
+        "inverse",
+        "offsets",
+        "shared_gu",
+        "shared_xa2",
+        "shared_xa3",
+        "shared_weight",
+        "gate_xa",
+        "counts",
+        "weights_there",
+    )
+    kept: ClassVar[Kept] = {"around_attention": (), "layer": ()}
 
     def __init__(
         self,
@@ -82,21 +88,22 @@ class ExpertsMlp:
         config: Any,
         slot: int,
         workspace: Fp8Workspace,
+        around: Around,
         gate_up: LinearGroup,
         down: LinearGroup,
         activation: Kind,
-        multiplier: float,
-        before: Norm,
     ) -> None:
         """`slot`: its number among the layers with experts. `workspace`: shared by all layers, for stacks in FP8. `gate_up` and
         `down`: the shared expert's; empty without one."""
+        super().__init__(around)
         assert family.experts
         experts = family.experts
-        self.module, self.slot, self.before, self.multiplier = module, slot, before, multiplier
+        self.module, self.slot = module, slot
         self.K = int(config.num_experts_per_tok)
-        self.router = Router(module, experts.router, wide=experts.float32)
-        self.normalise = bool(getattr(config, "norm_topk_prob", True))
+        self.router = Router(module, experts.router, experts.choice_bias, wide=experts.float32)
+        self.beforealise = bool(getattr(config, "norm_topk_prob", True))
         self.scale = float(getattr(config, experts.scale)) if experts.scale else 1.0
+        self.tiny = experts.tiny
         self.groups_of_experts = expert_groups(config) if experts.sigmoid else None
         self.expert_gate_up, self.expert_down = (
             ExpertStack(module, name, transposed=experts.transposed, scratch=workspace.transposed)
@@ -113,14 +120,24 @@ class ExpertsMlp:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """In the order in which backward returns their gradients."""
         return self.gate_up, self.down, self.shared_gate, self.router, self.expert_gate_up, self.expert_down
+
+    @property
+    def last(self) -> LinearGroup:
+        return self.down
+
+    @property
+    def shape(self) -> tuple[Hashable, ...]:
+        return self.K, self.groups_of_experts, self.expert_activation
+
+    def protect(self, saved: Saved) -> None:
+        if saved["shared_gu"] is not None:
+            saved["shared_gu"] = saved["shared_gu"].clone()
 
     def gather_jobs(self) -> list[GatherJob]:
         of_norm = NormOf(self.before.weight, self.before.weight, self.before.one_plus)
         return [
-            *self.gate_up.gather_jobs(of_norm),
-            *self.down.gather_jobs(None),
+            *self.jobs_of(self.gate_up, self.down),
             *self.shared_gate.gather_jobs(of_norm),
             *self.expert_gate_up.gather_jobs(),
             *self.expert_down.gather_jobs(),
@@ -129,12 +146,12 @@ class ExpertsMlp:
     def _rule(self) -> dict[str, Any]:
         """Routing options, for kernels/moe/routing.py."""
         groups = self.groups_of_experts
-        sigmoid = None if groups is None else Sigmoid(self.router.choice_bias_E, *groups)
-        return {"normalise": self.normalise, "scale": self.scale, "sigmoid": sigmoid}
+        sigmoid = None if groups is None else Sigmoid(self.router.choice_bias_E, *groups, self.tiny)
+        return {"normalise": self.beforealise, "scale": self.scale, "sigmoid": sigmoid}
 
     # ---- forward -----------------------------------------------------------------------------------------------
 
-    def forward(self, saved: Saved, level: Level, documents: Documents, rows: Tensor | None) -> Tensor:
+    def forward(self, saved: Saved, level: Level, documents: Documents, rows: Tensor | None, norm_adds: bool) -> Tensor:
         self._to_gate_up(saved)
         if documents.load is not None:
             documents.load.add(self.slot, saved["logits"], saved["ids"], rows is not None)
@@ -181,7 +198,7 @@ class ExpertsMlp:
     # ---- rows of other ranks --------------------------------------------------------------------------------------
 
     def _there(self, saved: Saved, routing: Routing) -> Routing:
-        """Of the rows that this rank's experts get."""
+        """The routing of the rows that this rank's experts get."""
         return routing if self.spread is None else self.spread.routing(saved["counts"], saved["weights_there"])
 
     def _sent(self, x_TD: Tensor, saved: Saved, routing: Routing) -> Tensor:
@@ -221,8 +238,7 @@ class ExpertsMlp:
         gu_ext = saved["shared_gu"]
         return gu_ext[:, : gu_ext.shape[1] - self.gate_up.extra]
 
-    def recompute(self, saved: Saved, documents: Documents) -> None:
-        """Recomputes what backward needs of the MLP and was not saved."""
+    def recompute(self, saved: Saved, documents: Documents, rows: Tensor | None, norm_adds: bool) -> None:
         if "logits" not in saved:  # from the layer's input
             self._to_gate_up(saved)
             if self.has_shared and self.down.adapters:
@@ -237,8 +253,10 @@ class ExpertsMlp:
 
     # ---- backward ----------------------------------------------------------------------------------------------
 
-    def backward(self, dh3: Tensor, saved: Saved, documents: Documents, extra: int) -> tuple[Tensor, Grads]:
-        """(the gradient of h2 with `extra` spare columns; gradients of `groups`)"""
+    def backward(
+        self, dh: Tensor, saved: Saved, documents: Documents, rows: Tensor | None, extra: int, need_dh: bool
+    ) -> tuple[Tensor, Grads]:
+        dh3 = dh
         routing, logits = self._routing(saved), saved["logits"]
         there = self._there(saved, routing)
         dgu_ext, dweights, down_grads = self._backward_down(dh3, saved, routing, there)
@@ -262,8 +280,8 @@ class ExpertsMlp:
         up_grads = self.expert_gate_up.backward_parameters(dgu_ext, x_ext, there, weighted=False)
         del dgu_ext, dx_S, x_ext, x2
         dh2 = back_through_norm(self.before, dx2, saved["h2"], dh3, saved, extra, documents.grad_buffer)
-        saved.release(*OF_EXPERTS)
-        return dh2, [*shared_grads, *router_grads, *up_grads, *down_grads]
+        saved.release(*self.saves)
+        return dh2, self.all_gradients([*shared_grads, *router_grads, *up_grads, *down_grads], saved)
 
     def _backward_down(self, dh3: Tensor, saved: Saved, routing: Routing, there: Routing) -> tuple[Tensor, Tensor, Grads]:
         """(dgu with spare columns for gate and up's adapters, the routing weights' gradient, those of down's parameters)"""
@@ -352,13 +370,17 @@ class ExpertsMlp:
 
     # ---- as separate ops ---------------------------------------------------------------------------------------
 
-    def composed(self, x_TD: Tensor, documents: Documents) -> Tensor:
-        """The family's own module; only attention is ours then."""
+    def composed(self, h_TD: Tensor, documents: Documents) -> Tensor:
+        """The family's own module; only the mixer is ours then."""
+        return h_TD + self.multiplier * self._composed_branch(normed(self.before, h_TD), documents)
+
+    def _composed_branch(self, x_TD: Tensor, documents: Documents) -> Tensor:
         found = self.module(x_TD[None])
         y_TD: Tensor = (found[0] if isinstance(found, tuple) else found)[0].to(x_TD.dtype)
         if documents.load is None:
             return y_TD
-        logits_TE: Tensor = getattr(self.module, self.router.name)(x_TD)[0]
+        bias = getattr(self.module, self.router.choice_bias, None)  # a router that has none of its own is given it
+        logits_TE: Tensor = getattr(self.module, self.router.name)(x_TD, *(() if bias is None else (bias,)))[0]
         fixed = logits_TE.detach()
         documents.load.add(self.slot, fixed, routing_forward(fixed, self.K, **self._rule()).ids_TK, few=False)
         out: Tensor = BalancedLogits.apply(y_TD, logits_TE, documents.load)  # type: ignore[no-untyped-call]

@@ -6,23 +6,20 @@ A value that is named here is one that `check` accepts: batch_tokens is a multip
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
+from pronghorn.data.encode.tokens import TokenTable
 from pronghorn.data.pack.packing import Groups, Packs, pack
 from pronghorn.data.preference.pair_choices import unit_of
 from pronghorn.data.preference.pair_packing import groups_of
 from pronghorn.errors import counted
 from pronghorn.model.load import ModelFacts, Precision
 from pronghorn.recipe import Lora, Recipe, Train, steps_between
+from pronghorn.train.dist.launch import require_packs
 from pronghorn.train.objectives import objective_of
+from pronghorn.train.source.source import Report, Source
 
-if TYPE_CHECKING:
-    from pronghorn.train.setup.setup import RunData
-
-Report = Callable[[str, int, int], None]
 FEW_STEPS = 20  # below this, warm-up and schedule hardly act; people usually meant a smaller batch
 ENOUGH = 50  # steps that a named value leads to, where there are rows enough
 ROWS = (32, 16, 8, 4, 2, 1)  # in a step
@@ -45,15 +42,25 @@ def _packs(spec: Train) -> int:
     return spec.batch_tokens // spec.capacity
 
 
-def ranks_without_packs(recipe: Recipe, first: Packs, ranks: int) -> list[str]:
-    """With train.batch_rows, where a step has fewer packs than there are ranks."""
-    packs, rows = float(first.packs_of_steps.mean()), recipe.train.batch_rows
+def dealt(recipe: Recipe, ranks: int, first: Packs) -> list[str]:
+    """Refuses steps without a pack for each rank, and tells where some ranks wait for others. `first`: the first epoch's."""
+    capacity, rows = recipe.train.capacity, recipe.train.batch_rows
+    if rows is None:
+        require_packs(recipe, ranks)
+        whole = -(-recipe.step_packs() // ranks) * ranks
+        if whole == recipe.step_packs():
+            return []
+        return [
+            f"a step has {recipe.step_packs()} packs for {ranks} ranks, so some ranks wait for others; set "
+            f"train.batch_tokens: {whole * capacity}"
+        ]
+    packs = float(first.packs_of_steps.mean())
     if packs >= ranks or ranks == 1:
         return []
     fix = f"start {counted(max(1, math.ceil(packs)), 'rank')}"
-    if (smaller := max(recipe.data.max_length, _whole(packs * recipe.train.capacity / ranks))) < recipe.train.capacity:
+    if (smaller := max(recipe.data.max_length, _whole(packs * capacity / ranks))) < capacity:
         fix = f"set train.capacity: {smaller}, or {fix}"
-    return [f"a step of {counted(rows or 0, 'row')} has {packs:.1f} packs for {ranks} ranks, so some ranks wait; {fix}"]
+    return [f"a step of {counted(rows, 'row')} has {packs:.1f} packs for {ranks} ranks, so some ranks wait; {fix}"]
 
 
 def _whole(tokens: float) -> int:
@@ -61,12 +68,12 @@ def _whole(tokens: float) -> int:
     return int(2 ** math.ceil(math.log2(max(tokens, 8))))
 
 
-def too_few_steps(recipe: Recipe, data: RunData) -> list[str]:
+def too_few_steps(recipe: Recipe, table: TokenTable, few: int) -> list[str]:
     """Where the run has few steps, which values give more."""
-    spec, few = recipe.train, data.total_steps
+    spec = recipe.train
     if few >= FEW_STEPS or spec.steps:
         return []
-    groups = groups_of(data.train, objective_of(recipe).together)
+    groups = groups_of(table, objective_of(recipe).together)
     named = []
     tokens = int(groups.tokens.sum()) * spec.epochs
     least = _whole(max(recipe.data.max_length, int(groups.tokens.max()), 8 * groups.tokens.mean()))
@@ -83,14 +90,14 @@ def too_few_steps(recipe: Recipe, data: RunData) -> list[str]:
     if counts[rows] > few:
         named.append(f"train.batch_rows: {rows} ({counts[rows]} steps)")
     what = f"only {counted(few, 'step')}: too few to learn much from"
-    unit = unit_of(data.train)
+    unit = unit_of(table)
     return [f"{what}; set {' or '.join(named)}" if named else f"{what}; the data has {counted(len(groups), unit)}: add more"]
 
 
-def evaluated_once(recipe: Recipe, data: RunData) -> list[str]:
+def evaluated_once(recipe: Recipe, source: Source) -> list[str]:
     """Where eval.every is no less than the whole run."""
-    every, total = recipe.eval.every, data.total_steps
-    if data.evaluation is None or every < 1 or steps_between(every, total) < total or total < 2:
+    every, total = recipe.eval.every, source.total
+    if source.held_out is None or every < 1 or steps_between(every, total) < total or total < 2:
         return []
     stop = ", so eval.stop never acts" if recipe.eval.stop else ""
     return [
@@ -99,12 +106,12 @@ def evaluated_once(recipe: Recipe, data: RunData) -> list[str]:
     ]
 
 
-def empty_packs(recipe: Recipe, data: RunData) -> list[str]:
+def empty_packs(recipe: Recipe, table: TokenTable, first: Packs) -> list[str]:
     """A step of few rows may fill a small part of its packs, and padding takes as long as rows do."""
-    spec, full = recipe.train, data.first_epoch.efficiency(recipe.train.capacity)
+    spec, full = recipe.train, first.efficiency(recipe.train.capacity)
     if spec.batch_rows is None or full >= EMPTY:
         return []
-    groups = groups_of(data.train, objective_of(recipe).together)
+    groups = groups_of(table, objective_of(recipe).together)
     longest = max(recipe.data.max_length, int(groups.tokens.max()))
     sizes = [size for size in (spec.capacity >> n for n in range(1, 12)) if size >= longest]
     found = {size: pack(groups, size, seed=spec.seed, epoch=0, rows=spec.batch_rows).efficiency(size) for size in sizes}
@@ -115,17 +122,13 @@ def empty_packs(recipe: Recipe, data: RunData) -> list[str]:
     return [f"{told}; set train.capacity: {best} ({found[best]:.0%} full)"]
 
 
-def notices(recipe: Recipe, data: RunData, device: torch.device, precision: Precision, facts: ModelFacts) -> list[str]:
+def notices(recipe: Recipe, source: Source, device: torch.device, precision: Precision, facts: ModelFacts) -> list[str]:
     """What is allowed but probably not meant."""
-    said = list(data.remarks)
-    said += too_few_steps(recipe, data) + evaluated_once(recipe, data) + empty_packs(recipe, data)
+    said = source.notices() + evaluated_once(recipe, source)
     if recipe.method == "full" and recipe.lora != Lora():
         said.append("method: full trains all weights; the lora section of the recipe is ignored")
     if device.type == "cpu" and precision != "fp32":
         said.append(f"precision: {precision} is much slower than fp32 on most CPUs")
-    pairs = data.train.pairs
-    if pairs is not None and pairs.margins.any() and not recipe.objective.kind.margins:
-        said.append(f"the data's margins have no effect: objective {recipe.objective} does not use them (reward does)")
     if facts.longest and recipe.data.max_length > facts.longest:
         said.append(f"data.max_length: {recipe.data.max_length:,} exceeds the model's {facts.longest:,} positions")
     return said
