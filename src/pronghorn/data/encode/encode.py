@@ -19,7 +19,6 @@ from pronghorn.data.encode.encode_groups import bad_row, rows_of_groups
 from pronghorn.data.encode.tokens import Ints, Span, TokenRow, record_batch
 from pronghorn.data.encode.words import words_of
 from pronghorn.data.preference.preference_rows import Group
-from pronghorn.data.read.example_json import example_to_json
 from pronghorn.data.read.formats import Example
 from pronghorn.data.read.source_files import BadRow, excerpt
 from pronghorn.data.template.chat_messages import asks_to_train, only_read
@@ -73,7 +72,7 @@ class Encoder:
         if before:
             ids = np.concatenate([np.array(before, np.int32), ids])
             runs = [(start + len(before), stop + len(before)) for start, stop in runs]
-        return TokenRow(ids, tuple(runs), example.where, example_to_json(example), lost, len(literal))
+        return TokenRow(ids, tuple(runs), example.where, example.to_json(), lost, len(literal))
 
     def encode_many(self, examples: Sequence[Example] | Sequence[Group]) -> tuple[Any, list[BadRow], Told]:
         """A record batch of the rows that could be encoded, the others, and how many of the first are not as given."""

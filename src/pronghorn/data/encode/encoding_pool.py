@@ -26,6 +26,7 @@ from pronghorn.data.encode.encode import Encoder, Told
 from pronghorn.data.preference.preference_rows import Group
 from pronghorn.data.read.formats import Example
 from pronghorn.data.read.source_files import BadRow
+from pronghorn.digests import cores as usable_cores
 from pronghorn.errors import EnvironmentFault
 
 CHUNK = 256  # rows a worker takes at once: about 0.1 s of work, and one record batch of the file
@@ -44,7 +45,7 @@ class EncodingPool:
 
     def __init__(self, encoder: Encoder, cores: int | None = None, waiting: Callable[[], None] = lambda: None) -> None:
         self._encoder = encoder
-        self._cores = cores or _cores()
+        self._cores = cores or usable_cores()
         self._tell = waiting
         self._given = 0
         self._executor: ProcessPoolExecutor | None = None
@@ -157,11 +158,6 @@ def _process(pid: int | None) -> list[str]:
 
 def _how(code: int | None) -> str:
     return f"was ended by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with exit code {code}"
-
-
-def _cores() -> int:
-    """Cores this process may use, which in a container are fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _fork_is_safe() -> bool:
