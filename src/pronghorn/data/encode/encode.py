@@ -10,6 +10,7 @@ Where the tokenizer allows it, a text is put together of the tokens of its words
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -252,8 +253,8 @@ class Encoder:
 
 def _runs(encoding: Encoding, spans: Sequence[Span]) -> list[Span]:
     """The run of tokens of each span of characters: a border falls before the first token that starts at it or behind it."""
-    starts = np.array(encoding.offsets, np.int64).reshape(-1, 2)[:, 0]
-    return [(int(a), int(b)) for a, b in np.searchsorted(starts, np.array(spans).reshape(-1, 2), side="left")]
+    starts = [start for start, _ in encoding.offsets]
+    return [(bisect_left(starts, first), bisect_left(starts, last)) for first, last in spans]
 
 
 def _refuse_others_trained(example: Example) -> None:
