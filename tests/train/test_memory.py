@@ -15,8 +15,8 @@ from pronghorn.data.pack.batches import Shapes
 from pronghorn.errors import EnvironmentFault, Interrupted, RecipeError
 from pronghorn.kernels.runtime.dispatch import CHIPS, Target
 from pronghorn.memory import job as job_module
-from pronghorn.memory.costs import LayerCosts, predicted_costs
-from pronghorn.memory.dry_run import attends_itself
+from pronghorn.memory.costs import Costs, predicted_costs
+from pronghorn.memory.dry_run import held
 from pronghorn.memory.forecast import problem_of
 from pronghorn.memory.gpus import GPUS
 from pronghorn.memory.levels import KEEP
@@ -95,13 +95,13 @@ def test_the_layers_follow_the_plan(deep_recipe: RecipeFor) -> None:
         assert session.memory is not None
         plan, engine = session.memory.plan, engine_of(session.model)
         assert engine is not None
-        assert [layer.level for layer in engine.layers] == [level.recompute for level in plan.levels]
-        assert [layer.offload is not None for layer in engine.layers] == [level.offload for level in plan.levels]
+        assert [layer.level for layer in engine.layers] == [choice.level for choice in plan.choices]
+        assert [layer.offload is not None for layer in engine.layers] == [choice.offload for choice in plan.choices]
         assert (engine.offload is not None) == bool(plan.offloaded)
         assert plan.needed_bytes <= plan.problem.budget
-        assert plan.problem.costs.measured == (set(plan.levels) != {KEEP})  # timed only where there is a choice
-        kinds |= {level.recompute for level in plan.levels}
-    assert set(plan.levels) == {KEEP}
+        assert plan.problem.costs.measured == (set(plan.choices) != {KEEP})  # timed only where there is a choice
+        kinds |= {choice.level for choice in plan.choices}
+    assert set(plan.choices) == {KEEP}
     assert len(kinds) > 1
 
 
@@ -154,11 +154,12 @@ def test_where_a_layer_does_not_fit_a_part_of_its_tokens_is_timed(
 
     asked, real = [], planning.calibrate
 
-    def calibrate(*args: Any, tokens: int, **options: Any) -> LayerCosts:
+    def calibrate(*args: Any, tokens: int, **options: Any) -> Costs:
         asked.append(tokens)
         if tokens > limit:
             raise torch.OutOfMemoryError("no room")
-        return replace(real(*args, tokens=tokens, **options), forward=1.0, to_host=5.0)
+        found = real(*args, tokens=tokens, **options)
+        return replace(found, kinds=(replace(found.kinds[0], forward=1.0),), to_host=5.0)
 
     monkeypatch.setattr(planning, "calibrate", calibrate)
     limit, recipe = 128, deep_recipe(memory=between(deep_recipe(), 0.4))
@@ -166,7 +167,7 @@ def test_where_a_layer_does_not_fit_a_part_of_its_tokens_is_timed(
     assert session.memory is not None
     costs = session.memory.plan.problem.costs
     assert asked == [256, 128]
-    assert (costs.forward, costs.to_host, costs.measured) == (2.0, 5.0, True)
+    assert (costs.kinds[0].forward, costs.to_host, costs.measured) == (2.0, 5.0, True)
     limit = 0
     session = set_up_silently(recipe)
     assert session.memory is not None
@@ -176,19 +177,19 @@ def test_where_a_layer_does_not_fit_a_part_of_its_tokens_is_timed(
 
 def offload_everything(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The planner's choice is replaced: half of the layers leave for the host, the last one among them."""
-    from pronghorn.memory.levels import Level, evaluate
+    from pronghorn.memory.levels import Choice, evaluate
 
     pools, real = [], RunMemory._install
 
     def install(self: RunMemory, engine: Any) -> None:
         from dataclasses import replace
 
-        levels = tuple(
-            Level(level, offload=i % 2 == 1) for i, level in enumerate(("layer", "around_attention", "gate_up", "nothing"))
+        choices = tuple(
+            Choice(level, offload=i % 2 == 1) for i, level in enumerate(("layer", "around_attention", "gate_up", "nothing"))
         )
-        outcome = evaluate(self.plan.problem, levels)
-        slot = max(self.plan.problem.slot(level.recompute) for level in levels if level.offload)
-        self.plan = replace(self.plan, levels=levels, peak_bytes=outcome.peak, host_bytes=outcome.host, slot_bytes=slot)
+        outcome = evaluate(self.plan.problem, choices)
+        slot = max(self.plan.problem.slot(choice.level) for choice in choices if choice.offload)
+        self.plan = replace(self.plan, choices=choices, peak_bytes=outcome.peak, host_bytes=outcome.host, slot_bytes=slot)
         real(self, engine)
         pools.append(self.pool)
 
@@ -450,9 +451,9 @@ def test_the_plan_is_for_this_machines_gpu_and_the_lengths_of_this_runs_document
     shapes = shapes_of(recipe)
     job = run_job(recipe, read_config(recipe.model), shapes, CPU, "bf16")
     assert (job.target.chip.capability, job.attended) == ((8, 9), shapes.typical)
-    assert attends_itself(job)
+    assert "short_forward" in held(job, "nothing").forward_work.flops
     problem = problem_of(job, predicted_costs(job, GPUS["h200"]), 10**9, 10**9)
-    assert not attends_itself(with_one_document(problem, 4096).job)
+    assert "flash2_forward" in held(with_one_document(problem, 4096).job, "nothing").forward_work.flops
 
 
 def test_evaluation_is_paid_for_where_a_captured_step_keeps_its_memory(recipe_for: RecipeFor) -> None:

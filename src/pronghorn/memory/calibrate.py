@@ -1,19 +1,20 @@
-"""One real layer and the head, run by themselves on random data, as work for measure.py to time.
+"""One real layer of each kind and the head, run by themselves on random data, as work for measure.py to time.
 
-The layer is one from the middle: the first needs no gradient of its input, the last computes only rows with a loss. Its own
-functions are called, the ones a step calls, on buffers of the run's size; nothing of the model changes.
+A layer is one from the middle of its kind: the first needs no gradient of its input, the last computes only rows with a loss.
+Its own functions are called, the ones a step calls, on buffers of the run's size; nothing of the model changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
-from pronghorn.memory.costs import LayerCosts
+from pronghorn.memory.costs import Costs
 from pronghorn.memory.measure import LayerWork, measure_costs
 from pronghorn.model.causal_lm import FastCausalLM
+from pronghorn.model.layers.layer import DecoderLayer
 from pronghorn.model.layers.saved import FROM_INPUT, Level, Saved
 from pronghorn.model.layers.types import Documents
 from pronghorn.model.text_stack import head_of
@@ -21,27 +22,17 @@ from pronghorn.model.text_stack import head_of
 PIECES = 4  # in which the MLP's rows are timed; each further one is taken to cost the same
 
 
-def layer_work(engine: FastCausalLM, documents: Documents, tokens: int, rows: int, dtype: torch.dtype) -> LayerWork:
-    """`rows`: tokens with a loss, which the head is computed for. `backward` is timed together with what computes gate and up
-    again, since it writes over them: data that is zero after the first run would be multiplied faster than a step's."""
-    layer, width = engine.layers[len(engine.layers) // 2], int(engine.config.hidden_size)
-    device = documents.cu_seqlens.device
-    generator = torch.Generator(device).manual_seed(0)  # its own: the run's random numbers stay where they are
+def _random(rows: int, engine: FastCausalLM, like: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+    generator = torch.Generator(like.device).manual_seed(0)  # its own: the run's random numbers stay where they are
+    size = rows, int(engine.config.hidden_size)
+    return torch.randn(size, dtype=dtype, device=like.device, generator=generator).mul_(scale)
 
-    def random(count: int, scale: float = 1.0) -> torch.Tensor:
-        return torch.randn(count, width, dtype=dtype, device=device, generator=generator).mul_(scale)
 
-    h, dh, head = random(tokens), random(tokens, 1e-3), random(rows)
-    labels = torch.randint(int(engine.config.vocab_size), (rows,), device=device, generator=generator)
-    engine.prepare(dtype)
+def layer_work(engine: FastCausalLM, layer: DecoderLayer, documents: Documents, tokens: int, dtype: torch.dtype) -> LayerWork:
+    """`backward` is timed together with what computes gate and up again, since it writes over them: data that is zero after
+    the first run would be multiplied faster than a step's."""
+    h, dh = (_random(tokens, engine, documents.cu_seqlens, dtype, scale) for scale in (1.0, 1e-3))
     saved = layer.forward_at("nothing", h, documents)[1].at("gate_up")
-
-    def rest() -> None:
-        if head_of(engine.model) is None:
-            return  # a reward model's head is one row of weights
-        with torch.enable_grad():
-            x = head.detach().requires_grad_()
-            torch.autograd.grad(engine.loss(x, labels)[0], x)
 
     def with_weights_loaded_anew(work: Callable[[], object]) -> Callable[[], object]:
         """Weights in 4 bits are dequantized once for a forward and once for recomputing and backward together."""
@@ -80,14 +71,29 @@ def layer_work(engine: FastCausalLM, documents: Documents, tokens: int, rows: in
         forward=with_weights_loaded_anew(lambda: layer.forward_at("nothing", h, documents)),
         gate_up_and_backward=with_weights_loaded_anew(lambda: layer.backward(dh, gate_up_again(), documents)),
         recompute={"gate_up": gate_up_again, **{level: partial(recomputed, level) for level in FROM_INPUT}},
-        rest=rest,
         pieces=(whole_layer(1), whole_layer(PIECES), PIECES) if engine.can_chunk_mlp and tokens >= PIECES else None,
     )
+
+
+def head_work(engine: FastCausalLM, rows: int, like: torch.Tensor, dtype: torch.dtype) -> Callable[[], None]:
+    """`rows`: tokens with a loss."""
+    head = _random(rows, engine, like, dtype)
+    labels = torch.randint(int(engine.config.vocab_size), (rows,), device=like.device, generator=torch.Generator(like.device))
+
+    def rest() -> None:
+        if head_of(engine.model) is None:
+            return  # a reward model's head is one row of weights
+        with torch.enable_grad():
+            x = head.detach().requires_grad_()
+            torch.autograd.grad(engine.loss(x, labels)[0], x)
+
+    return rest
 
 
 @torch.no_grad()
 def calibrate(
     engine: FastCausalLM,
+    kinds: Sequence[int],
     documents: Callable[[int], Documents],
     *,
     tokens: int,
@@ -95,11 +101,14 @@ def calibrate(
     dtype: torch.dtype,
     device: torch.device,
     piece: float = 0.0,
-) -> LayerCosts:
-    """`documents`: what the layers share about the first so many tokens. `piece`: where it cannot be timed. The optimizer's
-    time is left out: an update cannot be tried without changing the weights. On a CPU, where only tests plan, each is timed
-    once."""
-    work = layer_work(engine, documents(tokens), tokens, rows, dtype)
+) -> Costs:
+    """`kinds`: of each layer. `documents`: what the layers share about the first so many tokens. `piece`: where it cannot be
+    timed. On a CPU, where only tests plan, each is timed once."""
+    engine.prepare(dtype)
+    shared, alike = documents(tokens), [[i for i, of in enumerate(kinds) if of == kind] for kind in range(max(kinds) + 1)]
+    middle = [engine.layers[numbers[len(numbers) // 2]] for numbers in alike]
+    work = (layer_work(engine, layer, shared, tokens, dtype) for layer in middle)  # one after the other: it takes memory
+    rest = head_work(engine, rows, shared.cu_seqlens, dtype)
     if device.type == "cuda":
-        return measure_costs(work, device, piece=piece)
-    return measure_costs(work, device, repeats=1, copy_bytes=1 << 20, warm_up=1, piece=piece)
+        return measure_costs(work, device, rest=rest, piece=piece)
+    return measure_costs(work, device, rest=rest, repeats=1, copy_bytes=1 << 20, warm_up=1, piece=piece)

@@ -20,7 +20,7 @@ import torch
 from pronghorn.data.pack.batches import PackedBatch, Shapes
 from pronghorn.errors import EnvironmentFault, ModelError, RecipeError
 from pronghorn.memory.calibrate import calibrate
-from pronghorn.memory.costs import LayerCosts, predicted_costs
+from pronghorn.memory.costs import Costs, predicted_costs
 from pronghorn.memory.dry_run import evaluation_bytes, host_moments
 from pronghorn.memory.forecast import job_of, memory_lines, picture, problem_of
 from pronghorn.memory.gpus import local_gpu, reckoned_with
@@ -105,7 +105,7 @@ def plan_of_everything(recipe: Recipe, config: Any, shapes: Shapes, device: torc
 
 def _job_and_costs(
     recipe: Recipe, config: Any, shapes: Shapes, device: torch.device, precision: Precision, ranks: int = 1
-) -> tuple[Job, LayerCosts] | str:
+) -> tuple[Job, Costs] | str:
     """Or why the run cannot be planned."""
     if why := why_no_plan(recipe, config):
         return why
@@ -165,7 +165,7 @@ class RunMemory:
 
     @property
     def keeps_everything(self) -> bool:
-        return set(self.plan.levels) == {KEEP}
+        return set(self.plan.choices) == {KEEP}
 
     def apply(
         self,
@@ -230,12 +230,13 @@ class RunMemory:
             try:
                 costs = calibrate(
                     engine,
+                    problem.job.shape.kinds,
                     documents,
                     tokens=len(here.ids_T) // share,
                     rows=len(here.loss_rows) // share,
                     dtype=dtype,
                     device=self.device,
-                    piece=problem.costs.piece / share,
+                    piece=max(kind.piece for kind in problem.costs.kinds) / share,
                 ).times(share)
                 break
             except torch.OutOfMemoryError:
@@ -264,8 +265,8 @@ class RunMemory:
             self.pool = OffloadPool(len(plan.offloaded), plan.slot_bytes, self.device)
         engine.offload = self.pool
         engine.head_terms["chunk_share"] = head_share(plan.pieces)
-        for layer, level in zip(engine.layers, plan.levels, strict=True):
-            layer.level, layer.mlp_chunks, layer.offload = level.recompute, plan.pieces, self.pool if level.offload else None
+        for layer, choice in zip(engine.layers, plan.choices, strict=True):
+            layer.level, layer.mlp_chunks, layer.offload = choice.level, plan.pieces, self.pool if choice.offload else None
 
     def lower(self, model: Any) -> None:
         """After an allocation failed and its step was given up: a plan that takes less. Results stay the same: to the bit, or,
@@ -310,7 +311,7 @@ class RunMemory:
                 f"{plan.needed_bytes / 1e9:.2f} of {plan.problem.budget / 1e9:.2f} GB for tensors, about "
                 f"{plan.device_bytes / 1e9:.2f} GB with driver and fragmentation; {step}"
             ]
-        lines = ["memory:", *picture(plan.levels), *memory_lines(plan)]
+        lines = ["memory:", *picture(plan.choices), *memory_lines(plan)]
         if self.pool is not None:
             lines.append(f"pool        {self.pool.host_bytes / 1e9:.2f} GB of host RAM in {self.pool.slots - 1} slots")
         return [*lines, f"step        {step}", *(f"why         {reason}" for reason in plan.reasons)]
