@@ -84,8 +84,7 @@ def test_a_mixture_takes_the_time_of_the_experts_that_are_chosen() -> None:
     assert 1.0 < chosen < 2.0
     assert 0.1 < there < 0.5
     attention, experts = (
-        costs_of(Job(shape, 8192, targets=targets))
-        for targets in (("all-linear",), ("all-linear", "experts"))
+        costs_of(Job(shape, 8192, targets=targets)) for targets in (("all-linear",), ("all-linear", "experts"))
     )
     assert experts.backward > attention.backward > attention.forward
     in_4_bits = costs_of(Job(shape, 8192, method="qlora"))

@@ -129,11 +129,11 @@ class Outcomes(NamedTuple):
     peak: Numbers
     ms: Numbers
     host: Numbers
-    kept: Numbers  # [n, moments]: by the layers at each moment of a step: backward of each layer, and `LATER`
+    kept: Numbers  # [n, moments]: by the layers in the backward of each, in the forward of each, and `TOP`
     work: Numbers  # [n, moments]
 
 
-LATER = ("backward of the last layer", "forward of a layer", "the head")
+TOP = ("backward of the last layer", "the head")
 
 
 @lru_cache(maxsize=64)
@@ -169,10 +169,10 @@ class Tables:
         kept = np.cumsum(np.where(leaves, 0.0, self.kept[kinds, levels]), axis=1)
         slots = np.where(leaves, self.slots[kinds, levels], 0.0)
         work = self.working[kinds, levels]
-        own = slots[:, -1]  # the last layer leaves, but not yet
-        forward = own + self.forward[kinds, levels].max(axis=1)
-        later = np.stack([work[:, -1] + self.top[levels[:, -1]], forward, np.full(len(kept), self.head)], axis=1)
-        kept, work = np.concatenate([kept, np.repeat(kept[:, -1:], 3, axis=1)], axis=1), np.concatenate([work, later], axis=1)
+        top = work[:, -1:] + self.top[levels[:, -1:]]
+        forward = slots + self.forward[kinds, levels]  # what leaves is still there
+        kept = np.concatenate([kept, kept, kept[:, -1:], kept[:, -1:]], axis=1)
+        work = np.concatenate([work, forward, top, np.full(top.shape, self.head)], axis=1)
         peak = self.static + POOL_SLOTS * slots.max(axis=1) + (kept + work).max(axis=1)
         back = self.back_ms[kinds, levels]
         ms = self.problem.rest_ms + self.forward_ms.sum() + back.sum(axis=1)
@@ -198,6 +198,7 @@ def evaluate(problem: Problem, choices: Sequence[Choice], pieces: int = 1) -> Ou
     levels = np.array([[LEVELS.index(choice.level) for choice in choices]])
     found = Tables(problem, pieces).outcomes(levels, np.array([[choice.offload for choice in choices]]))
     at = int(np.argmax(found.kept + found.work))
-    moment = f"backward of layer {at}" if at < len(choices) else LATER[at - len(choices)]
+    way, layer = divmod(at, len(choices))
+    moment = TOP[layer] if way > 1 else f"{('backward', 'forward')[way]} of layer {layer}"
     kept, work = int(found.kept[0, at]), int(found.work[0, at])
     return Outcome(int(found.peak[0]), float(found.ms[0]), int(found.host[0]), kept, work, moment)
