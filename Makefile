@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # Empty is unset: some containers set it, and every process that a test starts would compile what it imports again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test lint suite dropin-cases gpu-test bench clean fuzz
+.PHONY: demo test lint suite every-case dropin-cases gpu-test bench clean fuzz
 
 demo: $(READY)
 	$(BIN)/pronghorn demo
@@ -28,6 +28,10 @@ suite: $(READY)
 gpu-test: $(READY)
 	$(BIN)/python tests/gpu_gate.py
 
+# The suite, with all cases that tests/tables.py keeps for later.
+every-case: $(READY)
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n 2 --dist worksteal --every-case
+
 # Every use of other people's trainers with every kind of model beside stock libraries (10 minutes on one core); the suite has a part.
 dropin-cases: $(READY)
 	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest --every-case tests/dropin/test_trainer_uses.py tests/dropin/test_trl_cases.py tests/scripts/test_public_scripts.py tests/scripts/test_other_scripts.py
@@ -40,7 +44,7 @@ fuzz: $(READY)
 # BENCH passes options on, for instance BENCH='--workloads llama-1b --path unsloth=/opt/peers'; what is there is not measured again.
 bench: $(READY)
 	$(BIN)/python -m benchmarks.ops --json benchmarks/results/ops.json
-	$(BIN)/pronghorn bench --out benchmarks/results $(BENCH)
+	$(BIN)/python -m benchmarks.bench --out benchmarks/results $(BENCH)
 	$(BIN)/python -m benchmarks.table --write
 
 # A new pip first: the 23.2 that comes with Python 3.11 needs 55 s of CPU time for these packages, 26.3 needs 29. torch goes

@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: the op benchmarks. Whole training steps are `pronghorn bench`; `make bench` runs both."""
+"""`python -m benchmarks`: the op benchmarks. Whole training steps are `python -m benchmarks.bench`; `make bench` runs both."""
 
 from __future__ import annotations
 

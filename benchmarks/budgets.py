@@ -16,10 +16,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bench.side_by_side import OFFLINE, last_error
+from benchmarks.bench.weights import make_model_folder
+from benchmarks.bench.workloads import WORKLOADS
 from benchmarks.record import record, write
-from pronghorn.bench.side_by_side import OFFLINE, last_error
-from pronghorn.bench.weights import make_model_folder
-from pronghorn.bench.workloads import WORKLOADS
 
 ROOT = Path(__file__).parent.parent
 BUDGETS = "18GB,20GB,24GB,40GB,80GB"
@@ -29,7 +29,7 @@ Row = dict[str, Any]
 
 
 def measure(workload: str, budget: str, *, warmup: int, steps: int) -> Row:
-    words = [sys.executable, "-m", "pronghorn.bench.worker", "--system", "pronghorn", "--workload", workload]
+    words = [sys.executable, "-m", "benchmarks.bench.worker", "--system", "pronghorn", "--workload", workload]
     words += ["--budget", budget, "--warmup", str(warmup), "--steps", str(steps)]
     try:
         done = subprocess.run(

@@ -32,13 +32,13 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.bench.meter import machine
+from benchmarks.bench.pairs import Pair, PairTable
+from benchmarks.bench.workloads import MODELS
 from benchmarks.compile_for import Build, compiling_for
 from benchmarks.ops import replaced
 from benchmarks.without_numbers import WithoutNumbers
-from pronghorn.bench.meter import machine
-from pronghorn.bench.pairs import Pair, PairTable
-from pronghorn.bench.workloads import MODELS
-from pronghorn.data.pack.batches import PackedBatch, Shapes, build_batch
+from pronghorn.data.pack.batches import Shapes, build_batch
 from pronghorn.data.pack.packing import pack_in_order
 from pronghorn.data.preference.pair_packing import groups_of
 from pronghorn.kernels.loss import cross_entropy_powers
@@ -52,6 +52,7 @@ from pronghorn.model.formats.store import store_experts_, store_linears_
 from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.load import DTYPES
 from pronghorn.model.lora import add_adapter
+from pronghorn.packs import PackedBatch
 from pronghorn.recipe import Lora
 from pronghorn.train.objectives import Supervised
 from pronghorn.train.objectives.cpo import SimPo
@@ -95,6 +96,15 @@ SIZES: dict[str, dict[str, Any]] = MODELS | {  # more published sizes; Gemma 2 h
         "n_routed_experts": 128,
         "num_experts_per_tok": 8,
         "first_k_dense_replace": 0,
+    },
+    "lfm2-1.2b": {
+        "model_type": "lfm2",
+        "vocab_size": 65536,
+        "hidden_size": 2048,
+        "intermediate_size": 12288,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "layer_types": ["conv"],
     },
 }
 
@@ -145,6 +155,7 @@ CASES = (  # sizes are shared where they do not matter: a constant that differs 
     Case("llama-8b", changes=heads(64, 32, 8), shared=True), Case("llama-8b", shared=True),
     Case("gemma-3-4b", shared=True), Case("gemma-2-9b", changes={"head_dim": 256}, shared=True),
     Case("gpt-oss-20b-4layers", shared=True), Case("glm-4.5-air"), Case("glm-4.5-air", changes={"n_group": 8, "topk_group": 4}),
+    Case("lfm2-1.2b"), Case("lfm2-1.2b", "full"),
     Case("gpt-oss-20b-4layers", "full", changes={"num_local_experts": 8}), Case("qwen3-30b-a3b-4layers", "full", tokens=256),
 )  # fmt: skip
 
@@ -157,11 +168,11 @@ def batch(tokens: int) -> PackedBatch:
     rows = torch.arange(0, tokens - length, 2)
     labels = torch.full((tokens,), -100).index_fill(0, rows, 1)
     return PackedBatch(
-        torch.ones(tokens, dtype=torch.int64),
-        labels,
-        positions,
-        bounds,
-        rows,
+        ids_T=torch.ones(tokens, dtype=torch.int64),
+        labels_T=labels,
+        positions_T=positions,
+        cu_seqlens=bounds,
+        loss_rows=rows,
         longest=128,
         typical=length,
         tokens=tokens,
@@ -209,7 +220,7 @@ def take_step(case: Case) -> None:
     engine = engine_of(model)
     assert engine is not None
     if case.pieces > 1:
-        engine.host_embeddings = not engine.backbone.embed_tokens.weight.requires_grad
+        engine.embed.on_host = not engine.backbone.embed_tokens.weight.requires_grad
         for layer in engine.layers:
             layer.level, layer.mlp_chunks = "gate_up", case.pieces
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -30,11 +30,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
+from benchmarks.bench.side_by_side import OFFLINE, PEERS_ALLOCATOR, last_error, parse_paths
+from benchmarks.bench.weights import model_folder
+from benchmarks.bench.worker import BEGAN, missing
+from benchmarks.bench.workloads import LORA_RANK, MODELS, SYSTEMS, Workload
 from benchmarks.record import write
-from pronghorn.bench.side_by_side import OFFLINE, PEERS_ALLOCATOR, last_error, parse_paths
-from pronghorn.bench.weights import model_folder
-from pronghorn.bench.worker import BEGAN, missing
-from pronghorn.bench.workloads import LORA_RANK, MODELS, SYSTEMS, Workload
 from pronghorn.process import set_defaults
 
 ROOT = Path(__file__).parent.parent
@@ -72,7 +72,7 @@ def one_step(system: str, model: str, method: Method, tokens: int, budget: str) 
         importlib.import_module("unsloth")  # before torch and transformers, as its README asks
     import torch
 
-    from pronghorn.bench.meter import OneStep, machine
+    from benchmarks.bench.meter import OneStep, machine
     from pronghorn.errors import RecipeError
 
     occupied = limit(bytes_of(budget), occupy=True)
@@ -80,13 +80,13 @@ def one_step(system: str, model: str, method: Method, tokens: int, budget: str) 
     try:
         meter = OneStep(began=BEGAN)
         if system == "pronghorn":
-            from pronghorn.bench.ours import Ours
+            from benchmarks.bench.ours import Ours
 
             ours = Ours(workload, meter, graph="off", calibrate=False)
             limit(bytes_of(budget))  # a run of ours sets one of its own, with room for fragments
             figures = ours.run()
         else:
-            from pronghorn.bench import peers
+            from benchmarks.bench import peers
 
             figures = peers.measure(system, workload, meter, None)
     except torch.OutOfMemoryError as error:
@@ -291,7 +291,7 @@ def prepare(model: str) -> None:
     short, folder = model.removesuffix("-long"), model_folder(model)
     source = model_folder(short)
     if not source.is_dir():  # in a process of its own, which leaves no memory taken
-        subprocess.run([sys.executable, "-m", "pronghorn.bench.weights", "--model", short], check=True)
+        subprocess.run([sys.executable, "-m", "benchmarks.bench.weights", "--model", short], check=True)
     if short == model or folder.is_dir():
         return
     folder.mkdir()

@@ -20,7 +20,7 @@ from pronghorn.demo.machine_speed import ANSWER_TOKENS
 from pronghorn.evaluation.metrics import json_match
 from pronghorn.export.gguf_target import rendered
 from pronghorn.export.job import Options
-from pronghorn.export.llama_cpp import Asked, ask
+from pronghorn.export.llama_cpp import Questions, ask
 from pronghorn.export.run import export_run
 from pronghorn.model.generate import generate_answers
 from pronghorn.recipe import named
@@ -44,7 +44,7 @@ def measured(run: Path, held_out: int, variants: list[str]) -> list[dict[str, An
         answers = generate_answers(model, tokenizer, prompts, max_new_tokens=ANSWER_TOKENS)
         found = [{"in": "trained model", "right": right(answers, expected), "of": held_out}]
         del model
-        asked = Asked(prompts=[{"ids": ids, "longest": ANSWER_TOKENS} for ids in prompts])
+        asked = Questions(prompts=[{"ids": ids, "longest": ANSWER_TOKENS} for ids in prompts])
         for variant in variants:
             export_run(run, "last", folder / variant, f"gguf:{variant}", options=Options(check=False))
             file = next((folder / variant).glob("*.gguf"))

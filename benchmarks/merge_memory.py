@@ -23,8 +23,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pronghorn.bench.weights import byte_tokenizer
-from pronghorn.bench.workloads import MODELS
+from benchmarks.bench.weights import byte_tokenizer
+from benchmarks.bench.workloads import MODELS
 from pronghorn.export.job import Options
 from pronghorn.export.run import export_trained
 from pronghorn.export.targets import asked_for

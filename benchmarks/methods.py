@@ -19,9 +19,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.bench.weights import make_model_folder, model_folder
+from benchmarks.bench.workloads import MODELS
 from benchmarks.record import read, record, write
-from pronghorn.bench.weights import make_model_folder, model_folder
-from pronghorn.bench.workloads import MODELS
 
 SHAPES = ("llama-1b", "qwen3-0.6b", "gemma3-1b", "gpt-oss-20b-4layers")
 METHODS: dict[str, dict[str, Any]] = {
@@ -94,8 +94,10 @@ def forwards(file: Path) -> dict[str, float]:
     import torch
 
     from pronghorn.model.causal_lm import engine_of, install
+    from pronghorn.model.layers.types import Documents
     from pronghorn.model.load import DTYPES, load_model, pick_device
     from pronghorn.model.lora import add_adapter
+    from pronghorn.packs import PackedDocuments
     from pronghorn.recipe import Recipe
 
     recipe = Recipe.model_validate(json.loads(file.read_text(encoding="utf-8")))
@@ -111,7 +113,9 @@ def forwards(file: Path) -> dict[str, float]:
         bounds = torch.tensor([0, tokens // 2, tokens], dtype=torch.int32, device=device)
         positions = torch.cat([torch.arange(tokens // 2), torch.arange(tokens - tokens // 2)]).to(device)
         with torch.no_grad():
-            results = [engine.hidden(engine.embed(ids), engine.documents(bounds, tokens, positions)).float() for _ in range(3)]
+            pack = PackedDocuments(cu_seqlens=bounds, positions_T=positions, longest=tokens)
+            documents = (Documents.of(pack, engine.positions) for _ in range(3))
+            results = [engine.hidden(engine.embed(ids), one).float() for one in documents]
         found[str(tokens)] = max(float((other - results[0]).abs().max()) for other in results[1:])
         del engine, model
     return found

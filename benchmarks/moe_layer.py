@@ -26,10 +26,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+from benchmarks.bench.picture import STYLE
 from benchmarks.record import record, write
-from pronghorn.bench.picture import STYLE
 from pronghorn.model.causal_lm import engine_of, install
+from pronghorn.model.layers.types import Documents
 from pronghorn.model.lora import add_adapter
+from pronghorn.packs import PackedDocuments
 from pronghorn.recipe import Lora
 
 EXPERTS = (8, 32, 128)
@@ -68,7 +70,8 @@ class Case:
         self.dh = torch.randn_like(self.h) * 1e-2
         positions = torch.arange(DOCUMENT, device=DEVICE).repeat(tokens // DOCUMENT)
         bounds = torch.arange(0, tokens + 1, DOCUMENT, dtype=torch.int32, device=DEVICE)
-        self.documents = engine.documents(bounds, DOCUMENT, positions, DOCUMENT)
+        pack = PackedDocuments(cu_seqlens=bounds, positions_T=positions, longest=DOCUMENT, typical=DOCUMENT)
+        self.documents = Documents.of(pack, engine.positions)
         self.rotary = base.model.rotary_emb(self.h, positions[None, :DOCUMENT])
         self.parameters = [p for p in self.layer.parameters() if p.requires_grad]
 

@@ -34,7 +34,7 @@ from benchmarks.template_oracle import (
     chats,
     says_nothing,
     wrong_row,
-)  # fmt: skip
+)
 
 SEED = 20261118
 SPACES = (" ", "\n", "\n\n", "  \n ", "\t", "\r\n", "\xa0", "\u3000", "\u2028", "\x85", "\x1f", "\u200b", "\ufeff")

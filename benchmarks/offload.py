@@ -19,9 +19,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bench.weights import make_model_folder
+from benchmarks.bench.workloads import WORKLOADS
 from benchmarks.record import record, write
-from pronghorn.bench.weights import make_model_folder
-from pronghorn.bench.workloads import WORKLOADS
 from pronghorn.process import set_defaults
 
 ROOT = Path(__file__).parent.parent
@@ -35,8 +35,8 @@ class Switch:
     """One model, whose layers change between steps what they do."""
 
     def __init__(self, workload: str, steps: int) -> None:
-        from pronghorn.bench.meter import Meter
-        from pronghorn.bench.ours import Ours
+        from benchmarks.bench.meter import Meter
+        from benchmarks.bench.ours import Ours
 
         self.ours = Ours(WORKLOADS[workload], Meter(began=time.time(), warmup=1, steps=steps))
         self.pools: dict[str, int] = {}

@@ -8,6 +8,7 @@ for those of 8 bits. Moments in host memory take 8 and 2 bytes over the link eac
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -84,13 +85,24 @@ def run(case: dict[str, Any]) -> list[Line]:
     truth = _truth(data)
     for name, (eight_bit, paged, each) in OURS.items():
         lines += compare("adamw8bit", data.name, {name: _ours(data, eight_bit, paged)}, truth, moved_bytes=data.numbers * each)
+    for name, make, each in _others():
+        call = _theirs(data, torch.float32, make)
+        lines += compare("adamw8bit", data.name, {name: call}, truth, moved_bytes=data.numbers * each)
+    return lines
+
+
+def _others() -> list[tuple[str, Any, int]]:
+    """Name, class, bytes a parameter; those that are installed."""
+    found: list[tuple[str, Any, int]] = [("torch fused, 32 bit", partial(torch.optim.AdamW, fused=True), 32)]
+    if find_spec("torchao"):
+        from torchao import optim
+
+        found.append(("torchao", optim.AdamW8bit, 20))
     if find_spec("bitsandbytes") and DEVICE == "cuda":
         from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit
 
-        for name, make, each in (("bitsandbytes", AdamW8bit, 20), ("bitsandbytes, paged", PagedAdamW8bit, 4)):
-            call = _theirs(data, torch.float32, make)
-            lines += compare("adamw8bit", data.name, {name: call}, truth, moved_bytes=data.numbers * each)
-    return lines
+        found += [("bitsandbytes", AdamW8bit, 20), ("bitsandbytes, paged", PagedAdamW8bit, 4)]
+    return found
 
 
 def sweep(case: dict[str, Any]) -> list[Line]:

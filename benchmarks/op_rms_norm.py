@@ -22,9 +22,7 @@ class _Data:
     def __init__(self, case: dict[str, Any]) -> None:
         torch.manual_seed(0)
         shape = (case["T"], case["D"])
-        self.x, self.residual, self.dy, self.dh = (
-            torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(4)
-        )  # fmt: skip
+        self.x, self.residual, self.dy, self.dh = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
         self.weight = torch.randn(case["D"], device=DEVICE, dtype=torch.bfloat16)
         self.rstd = op.rms_norm_forward(self.x, self.weight, EPS)[2]
         self.name = f"T={case['T']} D={case['D']} bf16 {case['pass']}"

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.bench.ceiling import products
+from benchmarks.bench.workloads import MODELS
 from benchmarks.record import record, write
-from pronghorn.bench.ceiling import products
-from pronghorn.bench.workloads import MODELS
 from pronghorn.kernels.gemm import cublaslt
 from pronghorn.kernels.gemm.mm import mm, mm_add
 from pronghorn.kernels.lora.lora_linear import default_padding

@@ -27,7 +27,8 @@ import torch
 
 from benchmarks.quality_picture import draw
 from benchmarks.record import record, write
-from pronghorn.data.pack.batches import BatchLoader, Shapes, StepBatch
+from pronghorn.data.pack.batches import Shapes
+from pronghorn.data.pack.loader import BatchLoader, StepBatch, StepPacking
 from pronghorn.data.pack.packing import pack
 from pronghorn.errors import CommandError
 from pronghorn.model.causal_lm import install
@@ -273,14 +274,7 @@ def main(words: Sequence[str] | None = None) -> dict[str, Any]:
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     shapes = Shapes.planned(rows, pack(rows.lengths, options.tokens, seed=SEED, epoch=0), options.tokens)
     loader = BatchLoader(
-        rows,
-        capacity=options.tokens,
-        packs_per_step=1,
-        seed=SEED,
-        workers=0,
-        pad_id=pad,
-        shapes=shapes,
-        pin=torch.cuda.is_available(),
+        rows, StepPacking(options.tokens, pad_id=pad, shapes=shapes, pin=torch.cuda.is_available()), seed=SEED, workers=0
     )
     batches = list(itertools.islice(loader, options.steps))
     data = {

@@ -1,6 +1,6 @@
 """The curves of quality.py as one SVG: held-out losses on the left, how far each is from what it is held against on the right.
 
-As bench/picture.py's, it brings its own ground and follows the reader's light or dark.
+As benchmarks/bench/picture.py's, it brings its own ground and follows the reader's light or dark.
 """
 
 from __future__ import annotations

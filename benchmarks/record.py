@@ -23,7 +23,7 @@ def record(what: str, command: str, results: Sequence[Any], machine: Mapping[str
            **more: Any) -> dict[str, Any]:  # fmt: skip
     """The content of a results file; `machine` is this one where nothing is given."""
     if machine is None:
-        from pronghorn.bench.meter import machine as here  # torch: seconds that not every caller needs
+        from benchmarks.bench.meter import machine as here  # torch: seconds that not every caller needs
 
         machine = here()
     return {"what": what, "command": command, "commit": commit(), "machine": dict(machine), **more, "results": list(results)}

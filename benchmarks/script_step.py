@@ -1,4 +1,4 @@
-"""Where a step of somebody's script goes: the same script as `pronghorn bench` runs in TRL's trainer, under torch's profiler.
+"""Where a step of somebody's script goes: the script that `python -m benchmarks.bench` runs in TRL's trainer, profiled.
 
     python -m benchmarks.script_step --workload llama-1b-trl-qlora [--systems dropin-true,unsloth-true] [--out FILE]
 
@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pronghorn.bench.workloads import SYSTEMS, WORKLOADS, pick
+from benchmarks.bench.workloads import SYSTEMS, WORKLOADS, pick
 
 PROFILED = 3  # steps
 SHOWN = 25  # kernels, and pairs of kernels with idle time between them
@@ -33,8 +33,8 @@ def measure(system: str, workload: str, *, warmup: int, steps: int) -> Row:
     importlib.import_module(SYSTEMS[system].script)  # before torch and transformers, as Unsloth's README asks
     import torch
 
-    from pronghorn.bench import peers
-    from pronghorn.bench.meter import Meter, machine
+    from benchmarks.bench import peers
+    from benchmarks.bench.meter import Meter, machine
 
     cuda = torch.cuda.is_available()
     kind = torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU
@@ -128,7 +128,7 @@ def main() -> int:
     if options.here:
         print("RESULT " + json.dumps(measure(systems[0], options.workload, warmup=options.warmup, steps=options.steps)))
         return 0
-    subprocess.run([sys.executable, "-m", "pronghorn.bench.weights", "--model", WORKLOADS[options.workload].model], check=True)
+    subprocess.run([sys.executable, "-m", "benchmarks.bench.weights", "--model", WORKLOADS[options.workload].model], check=True)
     rows, command = (
         [],
         [

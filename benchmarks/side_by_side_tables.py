@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pronghorn.bench.results import CEILING, Row, by_workload, fastest, rate, speed_of, unsloths_best
-from pronghorn.bench.table import cells, ratio_to, why_not
-from pronghorn.bench.workloads import SYSTEMS, WORKLOADS
+from benchmarks.bench.results import CEILING, Row, by_workload, fastest, rate, speed_of, unsloths_best
+from benchmarks.bench.table import cells, ratio_to, why_not
+from benchmarks.bench.workloads import SYSTEMS, WORKLOADS
 
 SUMMARY_HEAD = (
     "workload",

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
+from benchmarks.bench.ceiling import products
+from benchmarks.bench.workloads import Workload
 from benchmarks.ops import replaced
-from pronghorn.bench.ceiling import products
-from pronghorn.bench.workloads import Workload
 from pronghorn.kernels.lora.lora_linear import LoraGroup
 from pronghorn.model.layers import linears
 from pronghorn.model.layers.linears import LinearGroup

@@ -22,23 +22,23 @@ from typing import Any
 
 import torch
 
+from benchmarks.bench.ceiling import products
+from benchmarks.bench.meter import Meter
+from benchmarks.bench.ours import Ours
+from benchmarks.bench.weights import make_model_folder
+from benchmarks.bench.workloads import WORKLOADS, Workload
 from benchmarks.ops import replaced
 from benchmarks.products import of_calls
 from benchmarks.record import record, write
 from benchmarks.step_absences import WITHOUT, Choice, of_absences
-from pronghorn.bench.ceiling import products
-from pronghorn.bench.meter import Meter
-from pronghorn.bench.ours import Ours
-from pronghorn.bench.weights import make_model_folder
-from pronghorn.bench.workloads import WORKLOADS, Workload
 from pronghorn.kernels.attention import attention_short
 from pronghorn.kernels.gemm import cublaslt, hopper_gemm
 from pronghorn.kernels.lora import gated_lora, lora_grad_gemm, lora_linear
 from pronghorn.kernels.lora.lora_linear import default_padding
 from pronghorn.kernels.loss import cross_entropy_powers, cross_entropy_rows, linear_cross_entropy
 from pronghorn.kernels.norm import rms_norm
-from pronghorn.model.layers import attention as attention_half
 from pronghorn.model.layers import linears
+from pronghorn.model.layers.mixers import attention as mixer
 from pronghorn.train.step.graphed_step import GraphedStep
 
 ROOT = Path(__file__).parent.parent
@@ -120,7 +120,7 @@ def of_tiles(workload: Workload) -> Iterator[tuple[str, Choice]]:
     for tile in NORM_TILES:
         yield f"norms {tuple(tile)}", lambda t=tile: replaced(rms_norm, "_tile", lambda *_: t)
     yield from of_products_with_more(workload)
-    yield "RoPE's gradient apart", lambda: replaced(attention_half, "unrotates", lambda *_: False)
+    yield "RoPE's gradient apart", lambda: replaced(mixer, "unrotates", lambda *_: False)
 
 
 def of_products_with_more(workload: Workload) -> Iterator[tuple[str, Choice]]:

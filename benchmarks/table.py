@@ -13,14 +13,14 @@ import argparse
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from benchmarks.bench.picture import draw
+from benchmarks.bench.results import CEILING, NAME, Results, Row, rate, unsloths_best
+from benchmarks.bench.side_by_side import PICTURE
+from benchmarks.bench.table import dates
+from benchmarks.bench.workloads import SYSTEMS, WORKLOADS
 from benchmarks.record import RESULTS, ROOT, read
 from benchmarks.result_tables import BLOCKS
 from benchmarks.side_by_side_tables import IN_TRL, brief, in_trl, markdown, summary
-from pronghorn.bench.picture import draw
-from pronghorn.bench.results import CEILING, NAME, Results, Row, rate, unsloths_best
-from pronghorn.bench.side_by_side import PICTURE
-from pronghorn.bench.table import dates
-from pronghorn.bench.workloads import SYSTEMS, WORKLOADS
 
 LOG = ROOT / "docs" / "log"
 EVERY_STEP = ("losses",)  # one number per step: left out where rows of several runs are kept together

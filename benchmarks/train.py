@@ -3,7 +3,7 @@
     python -m benchmarks.train --workload llama-1b [--layers fast|own] [--graph auto|on|off] [--products ours|torch] [--profile]
     python -m benchmarks.train --workload llama-8b --tokens 8192 --document 2048
 
-Prints where a step's time goes (--profile) and the same RESULT line as `python -m pronghorn.bench.worker`.
+Prints where a step's time goes (--profile) and the same RESULT line as `python -m benchmarks.bench.worker`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from pronghorn.bench.meter import Meter, machine
-from pronghorn.bench.ours import Ours
-from pronghorn.bench.weights import make_model_folder
-from pronghorn.bench.workloads import WORKLOADS
+from benchmarks.bench.meter import Meter, machine
+from benchmarks.bench.ours import Ours
+from benchmarks.bench.weights import make_model_folder
+from benchmarks.bench.workloads import WORKLOADS
 from pronghorn.kernels.gemm import mm
 from pronghorn.report.stages import process_age
 

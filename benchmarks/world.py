@@ -31,10 +31,10 @@ LIMIT = 0.005  # of a step
 def measure(workload: str, *, warmup: int, steps: int, blocks: int) -> dict[str, Any]:
     import torch
 
-    from pronghorn.bench.meter import Meter
-    from pronghorn.bench.ours import Ours
-    from pronghorn.bench.weights import make_model_folder
-    from pronghorn.bench.workloads import WORKLOADS
+    from benchmarks.bench.meter import Meter
+    from benchmarks.bench.ours import Ours
+    from benchmarks.bench.weights import make_model_folder
+    from benchmarks.bench.workloads import WORKLOADS
     from pronghorn.train.dist.ranks import join
     from pronghorn.train.dist.world import World
 

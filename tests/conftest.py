@@ -21,6 +21,7 @@ os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.
 
 import pytest
 
+import tables
 from imported_python import ImportedPython, forks_have_threads
 from order import long_first
 from pronghorn.process import importing
@@ -43,14 +44,26 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-cpu-path", action="store_true", help="leave out cases of the `device` fixture that are plain torch")
     parser.addoption(
-        "--every-case", action="store_true", help="all uses of a trainer with all kinds of model, all golden steps: minutes"
+        "--every-case",
+        action="store_true",
+        help="all uses of a trainer with all kinds of model, all golden steps, what is marked later: minutes",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    tables.EVERY_CASE = config.getoption("--every-case")
 
 
 # Files with tests of several seconds: they come first in every process, so that none is alone with one in the end.
 LONG = ("test_kill_and_resume.py", "test_nothing_is_patched.py", "test_run_script.py", "test_compile_matrix.py",
-        "test_compile_a_step.py", "test_compile_ahead.py", "test_heartbeat.py", "test_sanitize.py", "test_ranks_on_a_gpu.py",
+        "test_compile_a_step.py", "test_compile_ahead.py", "test_heartbeat.py", "test_ranks_on_a_gpu.py",
         "test_rope.py", "test_rms_norm.py", "test_routing.py")  # fmt: skip
+
+
+def _has_a_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 @pytest.hookimpl(trylast=True)  # what is deselected is gone
@@ -59,6 +72,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         plain = {item for item in items if getattr(item, "callspec", None) and item.callspec.params.get("device") == "torch"}
         config.hook.pytest_deselected(items=list(plain))
         items[:] = [item for item in items if item not in plain]
+    if not config.getoption("--every-case") and any(item.get_closest_marker("later") for item in items) and not _has_a_gpu():
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("later")])
+        items[:] = [item for item in items if not item.get_closest_marker("later")]
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     items[:] = long_first(items, lambda item: item.path.name in LONG, processes)
 
@@ -108,11 +124,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         forks_have_threads()
 
 
-def pytest_sessionfinish() -> None:
-    if quick := sys.modules.get("quick_runs"):
-        quick.end_writers()
-
-
 _imported: list[ImportedPython] = []
 
 
@@ -160,15 +171,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def one_layer_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with one layer, for whole runs, which it makes a third shorter."""
     return _written(tmp_path_factory.mktemp("one-layer-llama"), num_hidden_layers=1)
-
-
-@pytest.fixture
-def own_writer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checkpoints are written by a process that begins and ends with its run, as always outside of tests (quick_runs.py)."""
-    from pronghorn.train.checkpoint import checkpoint_writer
-
-    kept = checkpoint_writer._Process
-    monkeypatch.setattr(checkpoint_writer, "_Process", getattr(kept, "when_new", kept))
 
 
 @pytest.fixture

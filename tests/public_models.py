@@ -34,7 +34,6 @@ LLAMA3 = (
     ],
 )
 CHATML = (None, "<|im_end|>", "<|endoftext|>", ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"])
-PHI4 = (None, "<|im_end|>", "<|endoftext|>", ["<|endoftext|>", "<|im_start|>", "<|im_sep|>", "<|im_end|>"])
 GEMMA = ("<bos>", "<eos>", "<pad>", ["<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"])
 MISTRAL = ("<s>", "</s>", "<unk>", ["<unk>", "<s>", "</s>"])
 HARMONY = (
@@ -69,7 +68,6 @@ MODELS: dict[str, tuple[str, Any, str | None, dict[str, Any]]] = {
     "unsloth/Llama-3.2-1B-Instruct": ("LlamaConfig", LLAMA3, LLAMA_TEMPLATE, {}),
     "unsloth/llama-3-8b": ("LlamaConfig", LLAMA3, None, {}),
     "unsloth/Qwen3-4B": ("Qwen3Config", CHATML, QWEN_TEMPLATE, {}),
-    "unsloth/Phi-4": ("Phi3Config", PHI4, None, {}),
     "unsloth/gemma-3-270m-it": ("Gemma3TextConfig", GEMMA, GEMMA_TEMPLATE, {"query_pre_attn_scalar": 8}),
     "unsloth/mistral-7b-v0.3": ("MistralConfig", MISTRAL, None, {}),
     "unsloth/zephyr-sft": ("MistralConfig", CHATML, QWEN_TEMPLATE, {}),

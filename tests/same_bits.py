@@ -4,7 +4,9 @@
 
 For a change that is to change nothing. Models and batches are made once, by transformers alone; each checkout runs in processes
 of its own, through what users call: `FastLanguageModel` for every family x method x recompute, and `pronghorn train` for a few
-steps of every method. What one of them refuses must be refused by the other. Told is what differs, and by how much.
+steps of every method, of preference objectives and a reward model (also on transformers' layers), and of two ranks. What one of
+them refuses must be refused by the other. Told is what differs, and by how much. `--only train` leaves the families out,
+`--only dpo` takes one run.
 """
 
 from __future__ import annotations
@@ -28,15 +30,34 @@ METHODS: dict[str, dict[str, Any]] = {
     "fp8": {"load_in_fp8": True},
     "full": {"load_in_4bit": False, "full_finetuning": True},
 }
-RUNS: dict[str, dict[str, str]] = {
+RUNS: dict[str, dict[str, Any]] = {
     **{method: {"method": method} for method in METHODS},
     "qlora, compute fp8": {"method": "qlora", "compute": "fp8"},
+    "lora, own layers": {"layers": "own"},
+    **{name: {"objective": name} for name in ("dpo", "orpo", "kto", "reward")},
+    "dpo, full, own layers": {"objective": {"name": "dpo", "share_prompt": "off"}, "method": "full", "layers": "own"},
+    "reward, full": {"objective": "reward", "method": "full"},
+    "reward, own layers": {"objective": {"name": "reward", "share_prompt": "off"}, "layers": "own"},
+    "lora, two ranks": {"ranks": 2},
+    "dpo, two ranks": {"objective": "dpo", "ranks": 2},
+    "full, sharded over two ranks": {"method": "full", "world": {"shard": "full"}, "ranks": 2},
 }
 RECIPE: dict[str, Any] = {
+    "method": "lora",
+    "precision": "fp32",
     "lora": {"r": 4},
-    "data": {"max_length": 128},
+    "data": {"max_length": 128, "eval": 0.1},
+    "eval": {"every": 2, "generations": 0},
     "train": {"capacity": 256, "batch_tokens": 512, "steps": 4, "lr": 1e-3, "warmup": 0},
 }
+
+
+TRAIN = """
+import json, sys
+from pronghorn.cli import main
+sys.exit(max(main(words) for words in json.loads(sys.argv[1])))
+"""
+RESULTS = ("step", "loss", "grad_norm", "tokens", "kl", "accuracy", "margin", "mean_reward", "perplexity", "metrics")
 
 
 def write_models(folder: Path, only: str) -> list[str]:
@@ -46,7 +67,7 @@ def write_models(folder: Path, only: str) -> list[str]:
     import test_experts
     import torch
 
-    from samples import chat_rows, make_model, make_tokenizer, write_rows
+    from samples import chat_rows, make_model, make_tokenizer, pair_rows, write_rows
 
     names = []
     for table in (test_decoder_layer, test_experts):
@@ -59,6 +80,7 @@ def write_models(folder: Path, only: str) -> list[str]:
     make_model().save_pretrained(folder / "train" / "model")
     make_tokenizer().save_pretrained(folder / "train" / "model")
     write_rows(folder / "train" / "rows.jsonl", chat_rows(60))
+    write_rows(folder / "train" / "pairs.jsonl", [row | {"margin": i % 3 / 2} for i, row in enumerate(pair_rows(40))])
     return names
 
 
@@ -125,35 +147,46 @@ def two_steps(model: Any) -> dict[str, Any]:
     return {"steps": steps}
 
 
-def trained_runs(checkout: Path, folder: Path, room: Path) -> dict[str, Any]:
-    """`pronghorn train` of every method: the losses and gradient norms in run.jsonl."""
-    found: dict[str, Any] = {}
-    for method, keys in RUNS.items():
-        recipe = RECIPE | {"model": str(folder / "train" / "model"), "precision": "fp32", "output": str(room / method)} | keys
-        recipe["data"] = RECIPE["data"] | {"train": str(folder / "train" / "rows.jsonl")}
-        file = room / f"{method}.yaml"
-        file.write_text(json.dumps(recipe), encoding="utf-8")  # JSON is YAML
+def trained_runs(checkout: Path, folder: Path, room: Path, only: str) -> dict[str, Any]:
+    """`pronghorn train`: losses, gradient norms and held-out figures in run.jsonl. One process for all but the ranks' runs."""
+    asked = {name: f"train / {name}" for name in RUNS if only in f"train / {name}"}
+    commands: dict[str, list[str]] = {}
+    for name in asked:
+        keys = dict(RUNS[name])
+        ranks = keys.pop("ranks", 1)
+        rows = folder / "train" / ("pairs.jsonl" if "objective" in keys else "rows.jsonl")
+        recipe = RECIPE | {"model": str(folder / "train" / "model"), "output": str(room / name)} | keys
+        recipe["data"] = RECIPE["data"] | {"train": str(rows)}
+        (room / f"{name}.yaml").write_text(json.dumps(recipe), encoding="utf-8")  # JSON is YAML
+        commands[name] = ["train", str(room / f"{name}.yaml"), *(["--ranks", str(ranks)] if ranks > 1 else [])]
+    alone = [command for command in commands.values() if "--ranks" not in command]
+    for together in (*([alone] if alone else []), *([command] for command in commands.values() if "--ranks" in command)):
         ended = subprocess.run(
-            [sys.executable, "-m", "pronghorn.cli", "train", str(file)],
+            [sys.executable, "-c", TRAIN, json.dumps(together)],
             env=environment(checkout),
             capture_output=True,
             text=True,
             check=False,
         )
-        log = room / method / "run.jsonl"
-        rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.exists() else []
-        steps = [(row["step"], row["loss"], row["grad_norm"]) for row in rows if "loss" in row and "grad_norm" in row]
-        if ended.returncode or len(steps) != RECIPE["train"]["steps"]:
+        if ended.returncode:
             raise SystemExit(f"pronghorn train of {checkout} ended with exit code {ended.returncode}:\n{ended.stderr}")
-        found[f"train / {method}"] = {"exit": ended.returncode, "steps": steps}
-    return found
+    return {case: {"exit": 0, "steps": _logged(room / name / "run.jsonl")} for name, case in asked.items()}
+
+
+def _logged(file: Path) -> list[dict[str, Any]]:
+    """What of a run's log are results: not its times."""
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    steps = [row for row in rows if "loss" in row and ("grad_norm" in row or row.get("event") == "eval")]
+    if sum("grad_norm" in row for row in steps) != RECIPE["train"]["steps"]:
+        raise SystemExit(f"{file} has {len(steps)} steps")
+    return [{name: value for name, value in row.items() if name in RESULTS or "/" in name} for row in steps]
 
 
 def environment(checkout: Path) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(checkout / "src"), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
 
 
-def of_checkout(checkout: Path, folder: Path, names: list[str], room: Path) -> dict[str, Any]:
+def of_checkout(checkout: Path, folder: Path, names: list[str], room: Path, only: str) -> dict[str, Any]:
     room.mkdir()
     result = room / "result.json"
     subprocess.run(
@@ -163,7 +196,7 @@ def of_checkout(checkout: Path, folder: Path, names: list[str], room: Path) -> d
         stdout=subprocess.DEVNULL,
     )
     found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
-    return found | json.loads(json.dumps(trained_runs(checkout, folder, room)))
+    return found | trained_runs(checkout, folder, room, only)
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
@@ -198,14 +231,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
-    parser.add_argument("--only", default="", help="families whose name holds this")
+    parser.add_argument("--only", default="", help="families, and runs (train / dpo), whose name holds this")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         names = write_models(folder, options.only)
         sides = [
-            of_checkout(checkout.resolve(), folder, names, folder / f"side-{i}")
+            of_checkout(checkout.resolve(), folder, names, folder / f"side-{i}", options.only)
             for i, checkout in enumerate((options.before, options.after))
         ]
     found = differences(*sides)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pronghorn.data.preference.pair_rows import PairRows
+
+if TYPE_CHECKING:
+    import torch
+
+    from pronghorn.packs import PackedBatch
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -116,6 +121,23 @@ class ListTable:
 
     def loss(self, i: int) -> np.ndarray:
         return self.marks[i]
+
+
+def one_document(ids: torch.Tensor, labels: torch.Tensor | None = None, rows: torch.Tensor | None = None) -> PackedBatch:
+    """A pack of one document. Without `labels`, each token is its own; without `rows`, each has a loss."""
+    import torch
+
+    from pronghorn.packs import PackedBatch
+
+    count = len(ids)
+    return PackedBatch(
+        ids_T=ids,
+        labels_T=ids if labels is None else labels,
+        positions_T=torch.arange(count),
+        cu_seqlens=torch.tensor([0, count], dtype=torch.int32),
+        loss_rows=torch.arange(count) if rows is None else rows,
+        longest=count,
+    )
 
 
 def preference_table(groups: int, *, answers: int = 2, shared: bool = False, seed: int = 0) -> ListTable:

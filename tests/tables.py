@@ -28,8 +28,12 @@ import pytest
 _PARAM = type(pytest.param())
 
 
-def table(names: str | Sequence[str], rows: Iterable[Any]) -> Callable[..., Any]:
-    """As pytest.mark.parametrize, in one case: all rows run, and the ones that fail are reported together."""
+EVERY_CASE = False  # set by conftest.py: `--every-case`
+
+
+def table(names: str | Sequence[str], rows: Iterable[Any], *, one_in: int = 1) -> Callable[..., Any]:
+    """As pytest.mark.parametrize, in one case: all rows run, and the ones that fail are reported together. `one_in`: without
+    `--every-case` one row in so many runs."""
     columns = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
     values = [tuple(row.values) if isinstance(row, _PARAM) else tuple(row) if len(columns) > 1 else (row,) for row in rows]
     assert values, "a table without rows tests nothing"
@@ -41,7 +45,7 @@ def table(names: str | Sequence[str], rows: Iterable[Any]) -> Callable[..., Any]
         @functools.wraps(test)
         def all_rows(**fixtures: Any) -> None:
             failed: list[Exception] = []
-            for i, row in enumerate(values):
+            for i, row in list(enumerate(values))[:: 1 if EVERY_CASE else one_in]:
                 if "torch" in sys.modules:  # a row draws what it would draw alone
                     sys.modules["torch"].manual_seed(0)
                 with ExitStack() as stack:
@@ -113,6 +117,13 @@ def covering(*axes: Iterable[Any], together: Sequence[int] = ()) -> list[tuple[A
         axis, value = max(missing, key=lambda m: len(lists[m[0]]))
         add({axis: value}, [a for a in [*others, *together] if a != axis])
     return [tuple(lists[a][row[a]] for a in range(len(lists))) for row in rows]
+
+
+def first_of(rows: Iterable[Any], count: int = 1) -> list[Any]:
+    """The first rows in every run of the tests. The others show the same of a further family, method or format: they run with
+    `--every-case` (`make every-case`), and where there is a GPU."""
+    values = [row if isinstance(row, tuple) else (row,) for row in rows]
+    return [pytest.param(*value, marks=() if number < count else pytest.mark.later) for number, value in enumerate(values)]
 
 
 def gpu_rows(rows: Iterable[Any]) -> list[Any]:

@@ -15,6 +15,7 @@ import torch
 
 from cli_parts import lines, shown
 from pronghorn.cli import main
+from pronghorn.serve.handler import Handler
 from pronghorn.serve.models import load
 from pronghorn.serve.server import Server
 from samples import chat_rows, make_model, make_tokenizer, write_rows
@@ -68,7 +69,7 @@ def test_eval_and_chat_there_and_without_a_gpu(
 
 
 def test_it_serves(run: Path) -> None:
-    server = Server(load([run], "last"), "127.0.0.1", 0)
+    server = Server(load([run], "last"), "127.0.0.1", 0, Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         connection = HTTPConnection(*server.server_address[:2], timeout=60)

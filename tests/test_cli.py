@@ -135,15 +135,6 @@ def test_without_a_verb_there_is_help(capsys: pytest.CaptureFixture[str]) -> Non
     assert "usage: pronghorn train" in capsys.readouterr().out
 
 
-def test_every_verb_that_is_meant_is_one() -> None:
-    from pronghorn.cli.words import VERBS as MEANT
-
-    for meant in MEANT.values():
-        verb = meant.split()[0]
-        assert verb in cli._verbs(build_parser()), meant
-    assert not set(MEANT) & set(cli._verbs(build_parser()))
-
-
 @table(
     ("error", "code"),
     [
@@ -173,32 +164,6 @@ def test_exit_codes(
         assert err.strip()
 
 
-@pytest.mark.parametrize("as_json", [False, True], ids=["people", "machines"])
-def test_a_right_that_is_missing_is_no_bug_of_ours(
-    as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(_: Any) -> None:
-        raise PermissionError(13, "Permission denied", "model/tokenizer.json")
-
-    monkeypatch.setattr(cli, "runs", fail)
-    assert main(["runs", *(["--json"] if as_json else [])]) == 3
-    told = "".join(capsys.readouterr())
-    assert "model/tokenizer.json" in told
-    assert "change its permissions" in told
-
-
-def test_ctrl_c_before_the_words_are_read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def interrupted() -> Any:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(cli, "build_parser", interrupted)
-    assert main(["runs"]) == 130
-    assert capsys.readouterr().err == "stopped\n"
-    monkeypatch.setenv("RANK", "1")  # of several, the first says so
-    assert main(["runs"]) == 130
-    assert capsys.readouterr().err == ""
-
-
 @pytest.mark.parametrize("words", [["train"], ["check"], ["data", "show"], ["train", "train.lr=1e-4"]])
 def test_without_a_recipe_those_that_are_here_are_named(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -221,20 +186,6 @@ def test_without_a_recipe_those_that_are_here_are_named(
     )
     Path("my own.yaml").write_text("# mine\nmodel: m\ndata: {train: a}\n", encoding="utf-8")
     assert f"  fix: pronghorn {verb} 'my own.yaml'\n" in told()
-
-
-@pytest.mark.parametrize(("verb", "rest"), [("chat", ""), ("export", " --to merged"), ("eval", ""), ("serve", "")])
-def test_without_a_run_the_newest_is_named(
-    verb: str, rest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for age, name in enumerate(("new", "old")):
-        log = tmp_path / "runs" / name / "run.jsonl"
-        log.parent.mkdir(parents=True)
-        log.write_text("")
-        os.utime(log, (100 - age, 100 - age))
-    assert main([verb]) == 2
-    assert f"runs here: runs/new, runs/old\n  fix: pronghorn {verb} runs/new{rest}\n" in capsys.readouterr().err
 
 
 @table(
@@ -288,43 +239,6 @@ def test_a_second_ctrl_c_leaves_no_traceback_of_the_end_and_a_caller_s_handler_s
     """
     ended = subprocess.run([sys.executable, "-c", code, "runs"], capture_output=True, text=True, check=True, timeout=60)
     assert ended.stdout.splitlines() == ["130 True", "130 True"]
-
-
-def test_something_is_shown_before_the_seconds_of_heavy_imports(tmp_path: Path) -> None:
-    recipe = tmp_path / "r.yaml"
-    recipe.write_text("model: m\ndata: {train: a.jsonl}\n")
-    code = """if True:
-        import sys
-        from pronghorn import cli
-        from pronghorn.report import display
-        class Shown(Exception):
-            pass
-        class Recorder:
-            def progress(self, label, done, total):
-                raise Shown(label)
-            def close(self):
-                pass
-        display.make_display = lambda json, stages=None: Recorder()
-        for words in sys.argv[2:]:
-            try:
-                cli.main([word.replace("RECIPE", sys.argv[1]) for word in words.split()])
-            except Shown:
-                print(words, not {"torch", "transformers"} & set(sys.modules))
-    """
-    verbs = [
-        "train RECIPE",
-        "check RECIPE",
-        "data show RECIPE",
-        "data stats RECIPE",
-        "eval r",
-        "chat r",
-        "export r --to merged",
-        "verify m",
-    ]
-    ended = subprocess.run(
-        [sys.executable, "-c", code, str(recipe), *verbs], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert ended.stdout.splitlines() == [f"{verb} True" for verb in verbs]
 
 
 def test_an_output_that_cannot_show_every_letter_is_no_error(

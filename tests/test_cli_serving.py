@@ -15,8 +15,6 @@ import pytest
 
 from benchmarks.serve_load import chat, post
 from cli_parts import Place
-from pronghorn.cli.output import make_printable
-from pronghorn.cli.serving import _Log
 
 
 def started(place: Place, stderr: Any) -> tuple[subprocess.Popen[bytes], tuple[str, int]]:
@@ -86,31 +84,3 @@ def test_standard_error_that_cannot_be_written_is_nobodys_problem(place: Place, 
     os.close(writing)
     if kind != "gone":
         os.close(reading)
-
-
-def test_lost_lines_are_counted(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    import pronghorn.cli.serving as module
-
-    log, write, broken = _Log(), module._write, [True]
-
-    def sometimes(text: str) -> None:
-        if broken:
-            raise OSError("no space")
-        write(text)
-
-    monkeypatch.setattr(module, "_write", sometimes)
-    log("one")
-    log("two")
-    assert log.close()
-    broken.clear()
-    log("three\x1b[31m")
-    assert log.close()
-    assert capfd.readouterr().err == "2 lines could not be written here\nthree\\x1b[31m\n"
-
-
-def test_a_process_without_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", None)
-    make_printable()
-    print("nowhere", file=sys.stderr)
-    assert Path(sys.stderr.name) == Path(os.devnull)  # type: ignore[union-attr]
-    sys.stderr.close()  # type: ignore[union-attr]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import pytest
 import torch
 from huggingface_hub.utils import get_session
 
-from cli_parts import ESCAPE, Place, in_a_process, lines, shown, write_recipe
+from cli_parts import ESCAPE, Place, in_a_process, lines, shown
 from pronghorn.cli import main
 from pronghorn.cli.new import BYTES_PER_TOKEN
 from pronghorn.memory import forecast
@@ -85,21 +84,6 @@ def test_check_for_machines(place: Place, capsys: pytest.CaptureFixture[str]) ->
     (once,) = lines(capsys, "check", str(place.recipe))
     assert facts["steps"] == 2 * once["steps"] > 0
     assert (facts["documents"], facts["eval_documents"]) == (30, 4)
-
-
-def test_one_is_never_counted_as_many(tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run of one row, one pack, one step and one held-out row."""
-    recipe = write_recipe(tmp_path, tiny_model)
-    train, held_out = (write_rows(tmp_path / f"{name}.jsonl", chat_rows(1)) for name in ("one", "held"))
-    own = [f"data.train={train}", f"data.eval={held_out}", "train.batch_tokens=256", "eval.every=1"]
-    for verb in ("check", "data stats", "data show", "train"):
-        assert main([*verb.split(), str(recipe), *own]) == 0
-    assert main(["eval", str(tmp_path / "runs" / "run")]) == 0
-    assert main(["data", "show", str(recipe), *own, "--row", "2"]) == 2
-    printed = "".join(capsys.readouterr())
-    assert re.findall(r"\b1 [a-z-]+\b", printed).count("1 step") >= 2
-    assert not re.findall(r"(?<![.,\d])1 [a-z-]+s\b(?<!has)", printed)
-    assert "1 row\n" in printed
 
 
 def test_data_stats_for_machines(place: Place, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,49 +6,13 @@ import json
 
 import pytest
 
-from pronghorn import errors
-from pronghorn.errors import (
-    DataError,
-    EnvironmentFault,
-    HealthStop,
-    Interrupted,
-    Problems,
-    PronghornError,
-    RecipeError,
-    counted,
-    printable,
-    raise_all,
-)
+from pronghorn.errors import DataError, Interrupted, Problems, RecipeError, counted, printable, raise_all
 from tables import table
 
 
 def test_all_four_parts_are_said_in_order() -> None:
     error = DataError("a row is empty", where="train.jsonl:17", why="it has no text", fix="remove it")
     assert str(error).splitlines() == ["train.jsonl:17: a row is empty", "  why: it has no text", "  fix: remove it"]
-
-
-def test_parts_that_are_not_known_leave_no_trace() -> None:
-    assert str(DataError("a row is empty")) == "a row is empty"
-    assert DataError("a row is empty").as_dict() == {"error": "DataError", "exit_code": 2, "what": "a row is empty"}
-
-
-@table(
-    ("name", "code"),
-    [
-        ("CommandError", 2),
-        ("RecipeError", 2),
-        ("DataError", 2),
-        ("ModelError", 2),
-        ("CheckpointError", 2),
-        ("EnvironmentFault", 3),
-        ("HealthStop", 4),
-    ],
-)
-def test_exit_codes(name: str, code: int) -> None:
-    error = getattr(errors, name)("something")
-    assert isinstance(error, PronghornError)
-    assert error.exit_code == code
-    assert error.as_dict()["error"] == name
 
 
 @pytest.mark.parametrize(("signal_number", "code"), [(2, 130), (15, 143)])
@@ -66,11 +30,6 @@ def test_several_problems_are_raised_together_and_one_as_itself() -> None:
     with pytest.raises(Problems) as both:
         raise_all([one, other])
     assert str(both.value) == "2 problems:\nfirst\n  fix: do this\nr.yaml:3: second"
-
-
-def test_several_problems_take_the_first_one_s_exit_code() -> None:
-    assert Problems([EnvironmentFault("disk"), RecipeError("key")]).exit_code == 3
-    assert Problems([HealthStop("nan"), RecipeError("key")]).exit_code == 4
 
 
 def test_problems_are_plain_json() -> None:

@@ -34,11 +34,6 @@ def test_then_the_home_folder(monkeypatch: pytest.MonkeyPatch, xdg: str | None) 
     assert cache_folder() == Path("/home/somebody/.cache/pronghorn")
 
 
-def test_asking_creates_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PRONGHORN_CACHE", str(tmp_path / "cache"))
-    assert not cache_folder().exists()
-
-
 def test_a_name_that_is_a_folder_and_many_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "here").mkdir()

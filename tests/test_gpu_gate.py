@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpu_gate import chosen_files, outcome, tree_hash
-from order import long_first
+from gpu_gate import outcome, tree_hash
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
@@ -49,21 +48,3 @@ def test_failures_and_errors_are_counted_and_named(tmp_path: Path) -> None:
         {"test": "tests.a::wrong", "why": "assert 1 == 2"},
         {"test": "tests.b::broken", "why": "failed on setup"},
     ]
-
-
-def test_kernels_and_all_that_mentions_a_gpu_are_chosen() -> None:
-    chosen = chosen_files()
-    beside = {"tests/train/test_runs_on_a_gpu.py", "tests/dropin/test_dropin_on_a_gpu.py"}
-    assert {"tests/kernels/test_rope.py", *beside} <= set(chosen)
-    assert "tests/report/test_bars.py" not in chosen
-
-
-@pytest.mark.parametrize(("count", "parts"), [(20, 3), (7, 7), (3, 5), (12, 1)])
-def test_every_process_begins_with_its_share_of_the_long_tests(count: int, parts: int) -> None:
-    ordered = long_first(list(range(count)), lambda number: number % 3 == 2, parts)
-    assert sorted(ordered) == list(range(count))
-    left = list(ordered)
-    for part in range(parts):  # as pytest-xdist's `worksteal` cuts
-        mine, left = left[: len(left) // (parts - part)], left[len(left) // (parts - part) :]
-        kinds = [number % 3 == 2 for number in mine]
-        assert kinds == sorted(kinds, reverse=True)

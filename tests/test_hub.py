@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,10 +19,9 @@ from pronghorn.cli import main
 from pronghorn.data.encode.tokens import load_tokenizer
 from pronghorn.data.read.sources import fingerprint, resolve
 from pronghorn.errors import DataError, EnvironmentFault, ModelError
-from pronghorn.hub import model_folder, refusal
+from pronghorn.hub import model_folder
 from pronghorn.model.load import load_model
 from samples import chat_rows, write_rows
-from tables import table
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 CPU = torch.device("cpu")
@@ -291,20 +288,6 @@ def test_bytes_that_arrive_keep_a_download_alive(tmp_path: Path, monkeypatch: py
     assert hub._watched(lambda: time.sleep(1.2) or "there", tmp_path, "somebody/tiny") == "there"
 
 
-@table("name", ["a/b/c", "./nowhere", "/nowhere", "~/nowhere", "a b", "org/"])
-def test_what_is_no_hub_name_is_not_asked_for(name: str) -> None:
-    with pytest.raises(ModelError, match="no such model folder"):
-        model_folder(name)
-
-
-def test_a_data_set_has_a_page_of_its_own() -> None:
-    from huggingface_hub.errors import GatedRepoError
-
-    told = refusal(GatedRepoError.__new__(GatedRepoError), "somebody/rows", kind="data set")
-    assert "/datasets/somebody/rows" in told.why
-    assert "data set" in told.what
-
-
 def test_who_is_offline_by_choice_and_who_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError, match="not in the Hub cache"):
         model_folder("somebody/no-such-model")
@@ -312,9 +295,3 @@ def test_who_is_offline_by_choice_and_who_is_not(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(EnvironmentFault, match="the Hub cannot be reached") as caught:
         model_folder("somebody/no-such-model")
     assert caught.value.why == "Connection refused"
-
-
-def test_importing_it_imports_no_library() -> None:
-    code = "import sys, pronghorn.hub; print({'huggingface_hub', 'transformers', 'torch'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"

@@ -24,7 +24,7 @@ REGISTRIES = {
     "torch.utils._pytree:SERIALIZED_TYPE_TO_PYTHON_TYPE", "torch.export.dynamic_shapes:SUPPORTED_NODES",
     "transformers.utils.generic:_registered_model_output_types",
 }  # fmt: skip
-OUR_CLASS = "pronghorn.model.hf_forward.Output"
+OUR_CLASS = "pronghorn.compat.hf_forward.Output"
 
 Snapshot = dict[str, Any]
 

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import gc
-import importlib
 import os
 import socket
 import subprocess
@@ -15,7 +13,7 @@ import pytest
 from pronghorn import process
 from pronghorn.errors import CommandError
 from pronghorn.hub import SILENT
-from pronghorn.process import PROXIES, importing, offline_without_hub, set_defaults, started_as
+from pronghorn.process import PROXIES, offline_without_hub, set_defaults, started_as
 from tables import table
 
 
@@ -31,19 +29,6 @@ def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.delenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
 
 
-@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_an_allocator_setting_by_either_name_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
-    monkeypatch.setattr(os, "environ", {"PRONGHORN_CACHE": str(tmp_path), name: "backend:cudaMallocAsync"})
-    set_defaults()
-    assert {key: value for key, value in os.environ.items() if "ALLOC_CONF" in key} == {name: "backend:cudaMallocAsync"}
-
-
-def test_memory_grows_in_pieces_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(os, "environ", {"PRONGHORN_CACHE": str(tmp_path)})
-    set_defaults()
-    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
-
-
 def test_the_hub_s_libraries_send_nothing_but_requests_for_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "environ", {"PRONGHORN_CACHE": str(tmp_path)})
     set_defaults()
@@ -52,30 +37,6 @@ def test_the_hub_s_libraries_send_nothing_but_requests_for_files(monkeypatch: py
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "0"
     set_defaults()
     assert os.environ["HF_HUB_DISABLE_TELEMETRY"] == "0"  # whoever has decided
-
-
-def test_the_collector_rests_while_modules_are_imported() -> None:
-    set_aside = gc.get_freeze_count()  # by the tests' own collection
-    with importing():
-        assert not gc.isenabled()
-        made: list[list[int]] = [[] for _ in range(1000)]  # of a module, say
-    assert gc.isenabled()
-    assert gc.get_freeze_count() >= set_aside + len(made)
-    with importing(), pytest.raises(ImportError):
-        importlib.import_module("pronghorn.no_such_module")
-    assert gc.isenabled()
-
-
-def test_a_collector_that_somebody_stopped_stays_stopped() -> None:
-    set_aside = gc.get_freeze_count()
-    gc.disable()
-    try:
-        with importing():
-            assert not gc.isenabled()
-        assert not gc.isenabled()
-        assert gc.get_freeze_count() <= set_aside
-    finally:
-        gc.enable()
 
 
 def test_a_process_ends_without_a_word_about_what_was_set_aside() -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from pronghorn.cli import build_parser, main
+from pronghorn.cli import main
 from pronghorn.cli.output import show_error
 from pronghorn.errors import CommandError, Problems
-from pronghorn.program import VERBS, command, program, runnable
+from pronghorn.program import command, program, runnable
 from pronghorn.report.display import PlainDisplay
 
 
@@ -84,8 +84,3 @@ def test_new_prints_a_command_that_can_be_typed(script: Path, capsys: pytest.Cap
     assert main(["new", "my recipe.yaml"]) == 0
     told = capsys.readouterr().out
     assert shlex.split(told.partition("next: ")[2]) == ["my venv/bin/pronghorn", "check", "my recipe.yaml"]
-
-
-def test_every_verb_is_known() -> None:
-    choices = next(iter(build_parser()._subparsers._group_actions)).choices  # type: ignore[union-attr]
-    assert set(choices) - set(VERBS.split("|")) <= {"version"}

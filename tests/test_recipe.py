@@ -90,11 +90,6 @@ def test_values_that_make_no_sense_are_refused(changes: dict[str, Any]) -> None:
         recipe(**changes)
 
 
-@table("budget", ["auto", "24GB", "24 GiB", "1.5GB", "80%", "900MB"])
-def test_budgets_people_write(budget: str) -> None:
-    assert recipe(memory={"budget": budget}).memory.budget == budget
-
-
 def test_a_step_is_a_whole_number_of_packs_and_a_pack_holds_the_longest_document() -> None:
     with pytest.raises(ValidationError, match=r"train.batch_tokens: 5000 is not a multiple .* set train.batch_tokens: 4096"):
         recipe(train={"batch_tokens": 5000, "capacity": 4096})
@@ -106,11 +101,6 @@ def test_a_step_is_a_whole_number_of_packs_and_a_pack_holds_the_longest_document
     by_rows = recipe(train={"batch_rows": 8, "capacity": 5000})  # of which the default of batch_tokens is no multiple
     assert (by_rows.step_tokens(), by_rows.step_packs(), by_rows.step_packs(100.0)) == (8 * 2048, 4, 1)
     assert Recipe.model_validate(by_rows.model_dump()) == by_rows
-
-
-def test_a_batch_smaller_than_a_pack_is_told_a_batch_that_works() -> None:
-    with pytest.raises(ValidationError, match=r"set train.batch_tokens: 16384"):
-        recipe(train={"batch_tokens": 4096})
 
 
 @table(
@@ -176,13 +166,6 @@ def test_a_resumed_run_keeps_its_storage_format() -> None:
     assert "this format" in why_fixed("storage")
 
 
-def test_both_misfits_are_told_at_once() -> None:
-    with pytest.raises(ValidationError) as caught:
-        recipe(train={"capacity": 1000})
-    assert "train.batch_tokens" in str(caught.value)
-    assert "data.max_length" in str(caught.value)
-
-
 def test_what_a_resume_may_not_change_is_named_with_both_values() -> None:
     one = recipe()
     other = recipe(train={"lr": 1e-4}, data={"train": "b.jsonl"}, lora={"targets": ["q_proj"]})
@@ -223,12 +206,6 @@ def test_what_does_not_touch_the_numbers_is_no_difference(changes: dict[str, Any
 )
 def test_what_touches_the_numbers_is_a_difference(changes: dict[str, Any]) -> None:
     assert recipe().differences(recipe(**changes))
-
-
-def test_which_keys_a_resumed_run_can_follow() -> None:
-    assert not any(why_fixed(key) for key in ("train.lr", "train.clip", "precision", "lora.dropout", "data.workers", "output"))
-    assert all(why_fixed(key) for key in ("model", "method", "lora.r", "data.train", "data.eval", "train.capacity"))
-    assert {"train.lr", "lora.r", "data.train", "model"} <= set(recipe().keys)
 
 
 def test_sources_of_a_checkpoint_are_those_of_the_recipe() -> None:

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from pronghorn.cli import main
 from pronghorn.demo.recipe_data import as_lines, files
-from pronghorn.recipe import Recipe, named
+from pronghorn.recipe import Recipe
 from pronghorn.recipe_file import load_recipe, parse_recipe
 from pronghorn.report.display import JsonDisplay
 from pronghorn.train.loop import train
@@ -21,13 +20,6 @@ from pronghorn.train.setup.check import check_run
 ROOT = Path(__file__).parent.parent
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 SMALL = [path for path in RECIPES if path.stem.endswith("-laptop")]
-AXOLOTL = """\
-base_model: HuggingFaceTB/SmolLM2-135M
-adapter: lora
-sequence_len: 512
-datasets: [{path: rows.jsonl, type: chat_template}]
-micro_batch_size: 2
-"""
 # What a dense model on a CPU does not have.
 ELSEWHERE = {"qwen3-30b-a3b-experts": ["lora.targets=all-linear"]}
 
@@ -83,32 +75,3 @@ def test_held_out_requests_are_not_in_the_training_data() -> None:
     assert not asked["train.jsonl"] & asked["eval.jsonl"]
     longest = max(len(json.dumps(row)) for rows in files().values() for row in rows)
     assert longest < 4096  # no recipe has to cut a row
-
-
-def test_files_that_recipes_name_are_there() -> None:
-    for path in RECIPES:
-        data = load_recipe(path).data
-        paths = [*map(named, data.train), *([data.eval] if isinstance(data.eval, str) else [])]
-        assert [one for one in paths if not (ROOT / one).is_file()] == []
-
-
-@pytest.mark.parametrize(("file", "output"), [("my.yaml", "runs/my"), ("deep/a b.yml", "runs/a b"), ("-", "runs/default")])
-def test_new_names_the_output_after_the_recipe(
-    file: str, output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "deep").mkdir()
-    assert main(["new", file]) == 0
-    printed = capsys.readouterr().out
-    text = printed if file == "-" else Path(file).read_text(encoding="utf-8")
-    assert parse_recipe(text).output == output
-
-
-@pytest.mark.parametrize(("given", "output"), [("", "runs/converted"), ("output_dir: out/theirs\n", "out/theirs")])
-def test_a_converted_config_without_an_output_is_named_after_its_recipe(
-    given: str, output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("axolotl.yaml").write_text(AXOLOTL + given, encoding="utf-8")
-    assert main(["new", "--from", "axolotl.yaml", "-o", "converted.yaml"]) == 0
-    assert load_recipe("converted.yaml").output == output

@@ -30,7 +30,7 @@ LARGEST_SEALED = 1 << 30  # bytes; the copies among ten million rows take half o
 
 
 def block_digests(descriptor: int, size: int) -> list[str]:
-    """Of each block of an open file, in order; a file that ends early has other digests. Raises OSError."""
+    """SHA-256 of each block of an open file, in order; a file that ends early has other digests. Raises OSError."""
     count = -(-size // BLOCK)
     found, errors, numbers = [""] * count, list[OSError](), iter(range(count))
 
@@ -72,18 +72,13 @@ class BlockDigests:
                 self._blocks.append(self._open.hexdigest()[:HEX])
                 self._open = hashlib.sha256()
 
-    def copy(self) -> BlockDigests:
-        other = BlockDigests()
-        other.size, other._blocks, other._open = self.size, list(self._blocks), self._open.copy()
-        return other
-
     @property
     def blocks(self) -> list[str]:
         return [*self._blocks, *([self._open.hexdigest()[:HEX]] if self.size % BLOCK else [])]
 
 
 def file_digest(path: Path) -> str:
-    """Of all bytes of a file; raises OSError when it cannot be read."""
+    """SHA-256 of a whole file; raises OSError when it cannot be read."""
     now = time.time_ns()
     with path.open("rb") as file:
         before = _state(file.fileno())

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Discriminator, Field, NonNegativeInt, PositiveInt, Tag, field_validator, model_validator
 
-from pronghorn.recipe_objective import Objective
+from pronghorn.recipe_objective import KINDS, Objective
 from pronghorn.recipe_section import Fraction, NonNegative, Positive, Section
 
 
@@ -277,13 +277,14 @@ class Recipe(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _reward_models_answer_nothing(cls, values: Any) -> Any:
-        """Without a word of it in the recipe, `eval.generations` is 0 for them."""
+    def _no_answers_from_some(cls, values: Any) -> Any:
+        """Without a word of it in the recipe, `eval.generations` is 0 where the model writes no text."""
         if not isinstance(values, dict):
             return values
         objective, evaluated = values.get("objective"), values.get("eval", {})
         name = objective.get("name") if isinstance(objective, dict) else getattr(objective, "name", objective)
-        if name != "reward" or not isinstance(evaluated, dict):
+        kind = KINDS.get(name) if isinstance(name, str) else None
+        if kind is None or kind.answers or not isinstance(evaluated, dict):
             return values
         return values | {"eval": {"generations": 0, **evaluated}}
 
@@ -307,9 +308,9 @@ class Recipe(Section):
             problems.append("data.template: data.chat_template is set as well; remove one of them")
         if self.eval.metrics and self.data.eval is None:
             problems.append("eval.metrics: metrics need held-out data; set data.eval: 0.05, or a file")
-        if self.objective.scored and (self.eval.metrics or self.eval.generations):
+        if not self.objective.kind.answers and (self.eval.metrics or self.eval.generations):
             key = "metrics" if self.eval.metrics else "generations"
-            problems.append(f"eval.{key}: a reward model gives scores, not answers; remove eval.{key}")
+            problems.append(f"eval.{key}: objective {self.objective} trains a model that writes no answers; remove eval.{key}")
         problems += [*self.eval.misfits, *self.objective.misfits, *self._preference_misfits()]
         problems += self._compute_misfits()
         problems += self._shard_misfits()
@@ -323,9 +324,9 @@ class Recipe(Section):
         return self
 
     def _preference_misfits(self) -> list[str]:
-        if self.objective.rows == "documents":
+        if self.objective.kind.reads == "documents":
             return []
-        name, wrong = self.objective.name, []
+        wrong = []
         if self.data.long == "split":
             wrong.append("long: split would separate answers from their prompts; set data.long: drop or truncate")
         if self.data.duplicates == "drop-near":
@@ -333,7 +334,7 @@ class Recipe(Section):
                 "duplicates: drop-near would drop compared answers, which resemble each other; set data.duplicates: drop-exact"
             )
         if self.data.loss_on == "all":
-            wrong.append(f"loss_on: objective {name} compares answers, not prompts; remove data.loss_on")
+            wrong.append(f"loss_on: objective {self.objective} compares answers, not prompts; remove data.loss_on")
         return [f"data.{one}" for one in wrong]
 
     def _compute_misfits(self) -> list[str]:
@@ -395,9 +396,8 @@ class Recipe(Section):
         """What of the recipe needs whole weights on each rank; empty if nothing."""
         if self.layers == "own":
             return "layers: own, which keeps whole weights for backward"
-        if self.objective.name in ("kto", "reward"):
-            why = "which replaces the LM head" if self.objective.scored else "for which the ranks run unequal forward passes"
-            return f"objective: {self.objective.name}, {why}"
+        if why := self.objective.kind.whole_weights:
+            return f"objective: {self.objective}, {why}"
         if self.method != "full" and (self.lora.dropout or self.lora.dora):
             return "lora.dropout or lora.dora, whose layers keep whole weights for backward"
         parts = self.method == "full" or self.world.shard == "experts"  # ranks train what others have not
@@ -410,10 +410,10 @@ class Recipe(Section):
         return ""
 
     def step_tokens(self, row_tokens: float | None = None) -> int:
-        """Of a step, on all ranks together; of rows (pairs) of so many tokens on average, or as long as they may be."""
+        """Tokens of a step on all ranks together. `row_tokens`: mean tokens of a row or pair; default: the maximum."""
         if self.train.batch_rows is None:
             return self.train.batch_tokens
-        longest = self.data.max_length * (2 if self.objective.rows == "pairs" else 1)
+        longest = self.data.max_length * (2 if self.objective.kind.reads == "pairs" else 1)
         return max(1, round(self.train.batch_rows * (row_tokens or longest)))
 
     def step_packs(self, row_tokens: float | None = None) -> int:
@@ -426,11 +426,6 @@ class Recipe(Section):
         if self.method == "qlora":
             return "nf4" if self.storage == "auto" else self.storage
         return "fp8" if self.method == "fp8" else "bf16"
-
-    @property
-    def score_seed(self) -> int | None:
-        """Of the score that a reward model has in place of the LM head (model/scored.py); None: a language model."""
-        return self.train.seed if self.objective.scored else None
 
     @property
     def fp8(self) -> bool:

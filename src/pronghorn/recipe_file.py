@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pronghorn.errors import PronghornError, RecipeError, raise_all
 from pronghorn.recipe import Recipe
 from pronghorn.recipe_keys import default_of, key_like, keys_in, source_key_like
+from pronghorn.recipe_objective import NAMES
 from pronghorn.small_files import read_small_text
 from pronghorn.yaml_file import LARGEST, KeyPath, read_value, read_yaml
 from pronghorn.yaml_file import dotted as _dotted
@@ -36,7 +37,7 @@ lora:
   rslora: false                              # scale by alpha / sqrt(r)
   dora: false
   plus_ratio: 1.0                            # LoRA+: learning rate of B divided by that of A
-objective: {name: supervised}                # supervised | dpo | ipo | rpo | simpo | cpo | orpo | kto | reward
+objective: {name: supervised}                # OBJECTIVES
 # with all parameters: {name: dpo, beta: 0.1, loss: sigmoid, label_smoothing: 0.0, length_normalized: false, sft_weight: 0.0}
 #   all objectives on pairs also have {share_prompt: auto}; simpo has {gamma: 1.0}, reward has {center_weight: 0.0},
 #   kto has {desirable_weight: 1.0, undesirable_weight: 1.0}
@@ -99,7 +100,7 @@ report:
   # project: my-project                      # project in wandb and trackio, experiment in mlflow (default: pronghorn)
 world: {shard: auto}                         # what is sharded over ranks: auto | none | base (frozen weights) | full | experts
 output: runs/default
-"""
+""".replace("OBJECTIVES", " | ".join(NAMES))
 
 # What to write where a key takes one of several kinds; pydantic's own message tells of one kind only.
 KINDS = {

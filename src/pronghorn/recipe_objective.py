@@ -6,6 +6,7 @@ and is refused where somebody sets it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -17,21 +18,45 @@ Loss = Literal["sigmoid", "ipo", "hinge", "kto", "apo_zero"]
 # What the rows of the data are: documents; a better answer with worse ones; answers marked as good or bad.
 Rows = Literal["documents", "pairs", "marked"]
 
+
+@dataclass(frozen=True)
+class Kind:
+    """What an objective declares, for all who prepare data, load, plan, check, export or show a run."""
+
+    parameters: dict[str, Any]  # with their defaults
+    losses: tuple[Loss, ...] = ()  # values of its parameter `loss`
+    reads: Rows = "pairs"
+    head: str = "lm"  # of the model that it trains: a file in model/heads/
+    answers: bool = True  # whether that model writes text
+    reference: bool = False  # whether it compares with the model before training
+    margins: bool = False  # whether it reads those of pairs
+    whole_weights: str = ""  # why each rank needs them; empty: they may be sharded
+
+
 _PAIRS = {"share_prompt": "auto"}
 _REFERENCE = {"beta": 0.1, "loss": "sigmoid", "label_smoothing": 0.0, "length_normalized": False, **_PAIRS}
-DEFAULTS: dict[str, dict[str, Any]] = {  # the parameters of each objective
-    "supervised": {},
-    "dpo": {**_REFERENCE, "sft_weight": 0.0},
-    "rpo": {**_REFERENCE, "sft_weight": 1.0},  # DPO, and the supervised loss of the chosen answer
-    "cpo": {"beta": 0.1, "loss": "sigmoid", "label_smoothing": 0.0, "sft_weight": 1.0, **_PAIRS},
-    "simpo": {"beta": 2.0, "gamma": 1.0, "label_smoothing": 0.0, "sft_weight": 0.0, **_PAIRS},
-    "orpo": {"beta": 0.1, **_PAIRS},
-    "kto": {"beta": 0.1, "loss": "kto", "desirable_weight": 1.0, "undesirable_weight": 1.0},
-    "reward": {"center_weight": 0.0, **_PAIRS},
+_LOSSES: tuple[Loss, ...] = ("sigmoid", "ipo", "hinge")
+KINDS: dict[str, Kind] = {
+    "supervised": Kind({}, reads="documents"),
+    "dpo": Kind({**_REFERENCE, "sft_weight": 0.0}, _LOSSES, reference=True),
+    # DPO, and the supervised loss of the chosen answer
+    "rpo": Kind({**_REFERENCE, "sft_weight": 1.0}, _LOSSES, reference=True),
+    "cpo": Kind({"beta": 0.1, "loss": "sigmoid", "label_smoothing": 0.0, "sft_weight": 1.0, **_PAIRS}, _LOSSES),
+    "simpo": Kind({"beta": 2.0, "gamma": 1.0, "label_smoothing": 0.0, "sft_weight": 0.0, **_PAIRS}),
+    "orpo": Kind({"beta": 0.1, **_PAIRS}),
+    "kto": Kind(
+        {"beta": 0.1, "loss": "kto", "desirable_weight": 1.0, "undesirable_weight": 1.0},
+        ("kto", "apo_zero"),
+        reads="marked",
+        reference=True,
+        whole_weights="for which the ranks run unequal forward passes",
+    ),
+    "reward": Kind(
+        {"center_weight": 0.0, **_PAIRS}, head="score", answers=False, margins=True, whole_weights="which replaces the LM head"
+    ),
 }
-LOSSES = {"dpo": ("sigmoid", "ipo", "hinge"), "kto": ("kto", "apo_zero")}
-LOSSES |= {"rpo": LOSSES["dpo"], "cpo": LOSSES["dpo"]}
 LOSSES_OF_DPO = ("ipo", "hinge")  # `objective: ipo` is DPO with this loss
+NAMES = (*KINDS, *LOSSES_OF_DPO)
 
 
 class Objective(Section):
@@ -58,20 +83,21 @@ class Objective(Section):
         if values.get("name") in LOSSES_OF_DPO:
             values = {"loss": values["name"], **values, "name": "dpo"}
         name = values.get("name", "supervised")
-        own = DEFAULTS.get(name, {}) if isinstance(name, str) else {}
+        own = KINDS[name].parameters if isinstance(name, str) and name in KINDS else {}
         return values | {key: default for key, default in own.items() if values.get(key) is None}
 
     @property
     def misfits(self) -> list[str]:
         """`key: what; fix`, of what does not belong to this objective."""
-        own, problems = DEFAULTS[self.name], []
+        own, problems = self.kind.parameters, []
         for key in type(self).model_fields:
             if key != "name" and key not in own and getattr(self, key) is not None:
-                of = [name for name, parameters in DEFAULTS.items() if key in parameters]
-                has = f"objective {self.name} has {', '.join(own)}" if own else "objective supervised has no parameters"
-                problems.append(f"objective.{key}: not a parameter of {self.name} but of {', '.join(of)}; remove it ({has})")
-        if self.loss is not None and self.loss not in LOSSES.get(self.name, (self.loss,)):
-            problems.append(f"objective.loss: {self.name} has no loss {self.loss}; use one of: {', '.join(LOSSES[self.name])}")
+                of = [name for name, kind in KINDS.items() if key in kind.parameters]
+                has = f"objective {self} has {', '.join(own) or 'no parameters'}"
+                problems.append(f"objective.{key}: not a parameter of {self} but of {', '.join(of)}; remove it ({has})")
+        losses = self.kind.losses
+        if self.loss is not None and losses and self.loss not in losses:
+            problems.append(f"objective.loss: {self} has no loss {self.loss}; use one of: {', '.join(losses)}")
         if self.loss == "ipo" and self.label_smoothing:
             problems.append(
                 "objective.label_smoothing: the loss ipo has no label smoothing; remove it, or set objective.loss: sigmoid"
@@ -79,10 +105,13 @@ class Objective(Section):
         return problems
 
     @property
-    def scored(self) -> bool:
-        """Whether the model has a score in place of the LM head."""
-        return self.name == "reward"
+    def kind(self) -> Kind:
+        return KINDS[self.name]
 
     @property
-    def rows(self) -> Rows:
-        return "documents" if self.name == "supervised" else "marked" if self.name == "kto" else "pairs"
+    def given(self) -> dict[str, Any]:
+        """The parameters of the objective's class (train/objectives/)."""
+        return {key: getattr(self, key) for key in self.kind.parameters if key != "share_prompt"}
+
+    def __str__(self) -> str:
+        return self.name

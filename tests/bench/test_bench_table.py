@@ -1,10 +1,9 @@
 from __future__ import annotations
 
 from bench_rows import measured, several
-from rich.console import Console
 
-from benchmarks.side_by_side_tables import HEAD, SUMMARY_HEAD, markdown, summary
-from pronghorn.bench.table import cells, terminal
+from benchmarks.bench.table import cells
+from benchmarks.side_by_side_tables import SUMMARY_HEAD, summary
 
 
 def test_ratio_is_to_the_faster_way_of_unsloth_and_share_is_of_the_ceiling() -> None:
@@ -20,28 +19,6 @@ def test_ours_comes_first_and_nothing_is_left_out() -> None:
     assert [line[1] for line in lines[:4]] == ["Pronghorn", "Unsloth", "Unsloth, its checkpointing", "transformers + Liger"]
     assert lines[3][2].startswith("failed: OutOfMemoryError")
     assert lines[-1][:3] == ("qwen3-14b", "Pronghorn", "not installed: no module peft")
-
-
-def test_markdown_is_not_broken_by_what_a_system_says() -> None:
-    text = markdown(several())
-    assert all(line.replace("\\|", "").count("|") == len(HEAD) + 1 for line in text.splitlines())
-    assert "<CUDA>" not in text
-
-
-def test_the_terminal_tells_the_reasons_below_the_table() -> None:
-    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
-    console.print(terminal(several()))
-    text = console.export_text()
-    assert "llama-1b, transformers + Liger: failed: OutOfMemoryError: <CUDA> | out of memory" in text
-    assert "120,000" in text
-
-
-def test_a_ceiling_that_failed_is_told() -> None:
-    rows = [row for row in several() if row["system"] != "ceiling"]
-    rows.append({"workload": "llama-1b", "system": "ceiling", "status": "timed out", "why": "not done after 5 s"})
-    lines = {line[1]: line for line in cells(rows) if line[0] == "llama-1b"}
-    assert lines["matrix products alone"][2] == "timed out: not done after 5 s"
-    assert lines["Pronghorn"][4] == ""
 
 
 def test_unsloths_speed_is_that_of_the_same_work_under_another_name() -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pronghorn.bench.ceiling import experts_of, flops, measure, products, stacks
-from pronghorn.bench.workloads import WORKLOADS
+from benchmarks.bench.ceiling import experts_of, flops, measure, products, stacks
+from benchmarks.bench.workloads import WORKLOADS
 from tables import table
 
 

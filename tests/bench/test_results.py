@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from bench_rows import MACHINE, measured
 
-from pronghorn.bench.results import Results, fastest, rate
+from benchmarks.bench.results import Results
 from pronghorn.errors import CommandError
 
 
@@ -22,15 +22,6 @@ def test_every_row_is_on_disk_at_once_and_read_again(tmp_path: Path) -> None:
     again = Results(path)
     assert again.rows == results.rows
     assert again.commands == ["pronghorn bench"]
-
-
-def test_a_newer_row_takes_the_place_of_the_older(tmp_path: Path) -> None:
-    results = Results(tmp_path / "r.json")
-    results.add(measured("llama-1b", "pronghorn", 100.0))
-    results.add(measured("llama-1b", "pronghorn", 110.0))
-    assert [row["tokens_per_second"] for row in results.rows] == [110.0]
-    assert results.get("llama-1b", "pronghorn") == results.rows[0]
-    assert results.get("llama-8b", "pronghorn") is None
 
 
 def test_rows_of_another_file_are_taken_over_where_there_are_none(tmp_path: Path) -> None:
@@ -58,9 +49,3 @@ def test_a_foreign_file_is_refused_and_left_alone(tmp_path: Path) -> None:
     with pytest.raises(CommandError, match="not a results file"):
         Results(path)
     assert path.read_text() == "[1]"
-
-
-def test_the_best_of_a_system_is_its_fastest_way() -> None:
-    rows = [measured("llama-1b", "unsloth", 2.0), measured("llama-1b", "unsloth-ckpt", 3.0), measured("llama-1b", "liger", 9.0)]
-    assert rate(fastest(rows, "unsloth")) == 3.0
-    assert fastest(rows, "packed") is None

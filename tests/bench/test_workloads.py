@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pronghorn.bench.workloads import (
+from benchmarks.bench.workloads import (
     DEFAULT_WORKLOADS,
     MODELS,
     SYSTEMS,

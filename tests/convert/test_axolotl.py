@@ -370,7 +370,7 @@ def test_values_keep_their_meaning(lines: str, expected: dict[str, Any]) -> None
         ("rl: kto\nkto_undesirable_weight: 0.2\ntrl: {beta: 0.3}", {"name": "kto", "undesirable_weight": 0.2, "beta": 0.3}),
         ("rl_beta: 0.3", {"name": "supervised"}),
     ],
-)  # fmt: skip
+)
 def test_objectives_keep_their_parameters(lines: str, expected: dict[str, Any]) -> None:
     recipe, _ = converted(f"{BASE}adapter: lora\ndatasets: [{{path: a.jsonl, type: chat_template.argilla}}]\n{lines}\n")
     assert {name: getattr(recipe.objective, name) for name in expected} == expected

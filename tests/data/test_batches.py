@@ -1,14 +1,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import islice
 
 import numpy as np
-import pytest
 import torch
 
-from pronghorn.data.pack.batches import IGNORED, BatchLoader, Cursor, Shapes, build_batch, evaluation_batches
+from pronghorn.data.pack.batches import Shapes, build_batch
+from pronghorn.data.pack.loader import BatchLoader, StepPacking
 from pronghorn.data.pack.packing import max_documents, pack
+from pronghorn.packs import IGNORED
 from samples import ListTable, random_table
 
 
@@ -28,7 +29,7 @@ def test_a_batch_by_hand() -> None:
 def test_the_batches_of_a_run_have_few_shapes_whatever_the_epoch() -> None:
     table = random_table(400)
     shapes = Shapes.planned(table, pack(table.lengths, 256, seed=5, epoch=0), 256)
-    loader = BatchLoader(table, capacity=256, packs_per_step=2, seed=5, workers=0, shapes=shapes)
+    loader = BatchLoader(table, StepPacking(256, shapes=shapes), packs_per_step=2, seed=5, workers=0)
     batches = [batch for step in islice(loader, 150) for batch in step.batches]
     assert batches[-1].documents  # several epochs
     assert len({batch.shape for batch in batches}) <= 4
@@ -47,12 +48,12 @@ def test_the_batches_of_a_run_have_few_shapes_whatever_the_epoch() -> None:
 
 def test_padding_rows_name_a_token_without_a_label_and_every_row_needs_none() -> None:
     table = ListTable([[5, 6, 7, 8]] * 16, [[False, False, True, True]] * 16)
-    few = Shapes(entries=(32,), rows=(48, 64), longest=16, typical=4)
+    few = Shapes({"E": (32,), "N": (48, 64)}, longest=16, typical=4)
     half = build_batch(table, np.arange(16), 64, shapes=few)
     assert not half.every_row
     assert half.loss_rows[32:].tolist() == [63] * 16
     assert half.labels_T[63] == IGNORED
-    whole = build_batch(table, np.arange(16), 64, shapes=Shapes(entries=(32,), rows=(64,), longest=16, typical=4))
+    whole = build_batch(table, np.arange(16), 64, shapes=Shapes({"E": (32,), "N": (64,)}, longest=16, typical=4))
     assert whole.every_row
     assert whole.loss_rows.tolist() == list(range(64))
 
@@ -76,7 +77,7 @@ def test_the_beginning_of_a_batch_is_one_of_its_kind() -> None:
 
 def test_padding_is_cut_into_documents_no_longer_than_the_longest() -> None:
     table = ListTable([[5, 6, 7]])
-    batch = build_batch(table, np.array([0]), 64, shapes=Shapes(entries=(32,), rows=(64,), longest=16, typical=4))
+    batch = build_batch(table, np.array([0]), 64, shapes=Shapes({"E": (32,), "N": (64,)}, longest=16, typical=4))
     assert batch.cu_seqlens[:6].tolist() == [0, 3, 19, 35, 51, 64]
     assert batch.positions_T.max() == 15
 
@@ -86,83 +87,3 @@ def test_a_full_pack_of_the_most_documents_fits_its_metadata() -> None:
     batch = build_batch(table, np.arange(16), 256)
     assert batch.tokens == 256
     assert batch.cu_seqlens[-1] == 256
-
-
-def test_loss_rows_count_what_the_table_says() -> None:
-    table = random_table(60)
-    assert sum(len(b.loss_rows) for b in evaluation_batches(table, 256)) == table.loss_counts.sum()
-
-
-def flat(steps: list) -> list[list[int]]:
-    return [b.ids_T.tolist() for step in steps for b in step.batches]
-
-
-@pytest.mark.parametrize("workers", [0, 1, 2, 5])
-@pytest.mark.parametrize("size", [{"packs_per_step": 3}, {"rows_per_step": 23}], ids=["packs", "rows"])
-def test_any_number_of_workers_and_any_restart_give_the_same_steps(workers: int, size: dict[str, int]) -> None:
-    table = random_table(100)
-
-    def loader(start: Cursor, workers: int) -> BatchLoader:
-        return BatchLoader(table, capacity=256, seed=5, workers=workers, start=start, **size)
-
-    whole = list(islice(loader(Cursor(), 0), 12))
-    assert whole[-1].after.epoch >= 2  # the comparison crosses two ends of an epoch
-    assert flat(list(islice(loader(Cursor(), workers), 12))) == flat(whole)
-    for done in (1, 4, 5, 9):
-        resumed = list(islice(loader(Cursor(**whole[done - 1].after.as_dict()), workers), 12 - done))
-        assert flat(resumed) == flat(whole[done:])
-
-
-def test_an_epoch_sees_every_document_once_and_the_next_in_another_order() -> None:
-    table = random_table(100)
-    steps = list(islice(BatchLoader(table, capacity=256, packs_per_step=3, seed=5, workers=2), 30))
-    epochs: dict[int, list[int]] = {}
-    epoch = 0
-    for step in steps:
-        epochs.setdefault(epoch, []).extend(row for batch in step.batches for row in batch.documents)
-        epoch = step.after.epoch
-    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(100))
-    assert epochs[0] != epochs[1]
-
-
-@pytest.mark.parametrize("capacity", [64, 256, 4096])
-def test_a_step_of_so_many_rows_has_them_in_as_many_packs_as_they_need(capacity: int) -> None:
-    table = random_table(100)
-    steps = list(islice(BatchLoader(table, capacity=capacity, rows_per_step=16, seed=5, workers=2), 14))
-    rows = [sorted(row for batch in step.batches for row in batch.documents) for step in steps]
-    assert [len(one) for one in rows] == [16, 16, 16, 16, 16, 16, 4] * 2
-    assert sorted(chain(*rows[:7])) == sorted(chain(*rows[7:])) == list(range(100))
-    assert [step.epoch for step in steps if step.after.pack == 0] == [1.0, 2.0]
-    other = islice(
-        BatchLoader(table, capacity=300, rows_per_step=16, seed=5, workers=0), 14
-    )  # no pack decides what is in a step
-    assert [sorted(row for batch in step.batches for row in batch.documents) for step in other] == rows
-    packs = pack(table.lengths, capacity, seed=5, epoch=0, rows=16)
-    assert [len(step.batches) for step in steps[:7]] == packs.packs_of_steps.tolist()
-    assert packs.count_steps(1) == 7
-
-
-def test_ranks_share_the_packs_of_a_step_of_so_many_rows() -> None:
-    table = random_table(100)
-    loaders = [
-        BatchLoader(table, capacity=128, rows_per_step=16, seed=5, workers=0, deal=(rank, ranks))
-        for ranks in (1, 3)
-        for rank in range(ranks)
-    ]
-    for alone, *three in islice(zip(*loaders, strict=True), 9):
-        rows = [row for step in three for batch in step.batches for row in batch.documents]
-        assert sorted(rows) == sorted(row for batch in alone.batches for row in batch.documents)
-        assert {(step.tokens, step.loss_tokens) for step in three} == {(alone.tokens, alone.loss_tokens)}
-
-
-def test_progress_is_told_in_epochs() -> None:
-    steps = list(islice(BatchLoader(random_table(100), capacity=256, packs_per_step=3, seed=5, workers=0), 10))
-    ends = [step.epoch for step in steps if step.after.pack == 0]
-    assert ends[:2] == [1.0, 2.0]
-
-
-def test_an_error_in_a_worker_reaches_the_loop() -> None:
-    table = random_table(20)
-    table.rows[3] = table.rows[3][:-1]  # shorter than the table says
-    with pytest.raises(ValueError, match="broadcast"):
-        list(islice(BatchLoader(table, capacity=2048, packs_per_step=1, seed=5, workers=2), 1))

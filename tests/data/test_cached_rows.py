@@ -18,7 +18,6 @@ from pronghorn.data.encode.encode import Encoder
 from pronghorn.data.encode.partial_table import PartialTable
 from pronghorn.data.encode.tokens import load_tokenizer
 from pronghorn.data.read import reading
-from pronghorn.errors import DataError
 from pronghorn.recipe import Data
 from samples import chat_rows, make_tokenizer, write_rows
 
@@ -120,15 +119,6 @@ def test_killed_with_its_workers_at_work(data: Data, tokenizer: Any, tmp_path: P
     assert files(tmp_path / "killed") == files(tmp_path / "whole")
 
 
-def test_a_bad_row_that_stops_leaves_nothing(
-    data: Data, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(DataError, match=r"10 more bad rows: .*:17, .*:18, .*:19, \.\.\.") as caught:
-        rows_of(data.model_copy(update={"bad_rows": "stop"}), tokenizer, tmp_path / "cache", monkeypatch)
-    assert caught.value.where.endswith("a.jsonl:11")
-    assert list((tmp_path / "cache" / "tokens").iterdir()) == []
-
-
 @pytest.mark.parametrize("cores", [1, 2])
 def test_no_more_rows_are_held_than_are_under_way(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int
@@ -155,16 +145,3 @@ def test_no_more_rows_are_held_than_are_under_way(
     rows_of(Data(train=(str(path),)), tokenizer, tmp_path / "cache", monkeypatch)
     assert at == {"read": 600, "written": 600}
     assert CHUNK <= most[0] <= (2 * cores + 2) * CHUNK
-
-
-def test_progress_knows_how_much_is_left_and_ends(
-    data: Data, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PRONGHORN_CACHE", str(tmp_path / "cache"))
-    told: list[tuple[str, int, int]] = []
-    tokenized_rows(data.train, data, tokenizer, progress=lambda *now: told.append(now))
-    assert {label for label, _, _ in told} == {"tokenizing"}
-    assert {total for _, _, total in told} == {61}
-    assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
-    assert told[-1] == ("tokenizing", 61, 61)
-    assert sum(done == total for _, done, total in told) == 1  # a bar that is full is taken away

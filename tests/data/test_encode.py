@@ -5,13 +5,11 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from pronghorn.data.encode.encode import Encoder
-from pronghorn.data.read.example_json import example_from_json, example_to_json
 from pronghorn.data.read.formats import Example
 from pronghorn.data.template.rendering import RowError
 from pronghorn.errors import DataError
@@ -149,16 +147,6 @@ def test_the_prompt_for_an_answer() -> None:
     encoder = Encoder(tokenizer)
     assert tokenizer.decode(encoder.prompt_ids(chat(*TALK[:3]))).endswith("user: so?\nassistant: ")
     assert encoder.prompt_ids(Example("completion", "", prompt="yes"))[0] == 0
-
-
-def test_examples_survive_the_table() -> None:
-    for example in (chat(*TALK, tools=({"name": "f"},), prompt_messages=2), Example("text", "a.jsonl:1", text="é")):
-        assert example_from_json(example_to_json(example), "a.jsonl:1") == example
-
-
-def test_ids_are_small_integers() -> None:
-    row = chat({"role": "user", "content": "or no?"}, {"role": "assistant", "content": "yes"})
-    assert Encoder(make_tokenizer(CHATML)).encode(row).ids.dtype == np.int32
 
 
 def test_control_tokens_inside_a_message_stay_text() -> None:

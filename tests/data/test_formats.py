@@ -23,13 +23,6 @@ def row(**fields: Any) -> RawRow:
     return RawRow(fields, "x.jsonl:7")
 
 
-def example(**fields: Any) -> Example:
-    made = to_example(row(**fields), detect_format([row(**fields)], "x.jsonl"))
-    assert isinstance(made, Example), made
-    assert made.where == "x.jsonl:7"
-    return made
-
-
 def why_not(row_format: Format, **fields: Any) -> str:
     made = to_example(row(**fields), row_format)
     assert isinstance(made, BadRow), made
@@ -64,55 +57,6 @@ def test_formats_are_found_and_read(fields: dict[str, Any], found: Format, expec
     assert detect_format(rows, "x.jsonl") == found
     assert detect_format(rows, "x.jsonl", found) == found
     assert to_example(rows[0], found) == expected
-
-
-def test_alpaca_input_follows_a_blank_line_and_system_comes_first() -> None:
-    made = example(instruction="Add.", input="2 and 2", output="4", system="Be brief.")
-    assert [m["content"] for m in made.messages] == ["Be brief.", "Add.\n\n2 and 2", "4"]
-    assert [m["role"] for m in made.messages] == ["system", "user", "assistant"]
-
-
-def test_sharegpt_speakers_and_function_calls() -> None:
-    made = example(
-        system="s",
-        tools=json.dumps([TOOL]),
-        conversations=[
-            {"from": "human", "value": "q"},
-            {"from": "function_call", "value": '{"name": "weather", "arguments": {"city": "Oslo"}}'},
-            {"from": "observation", "value": "rain"},
-            {"from": "gpt", "value": "a"},
-        ],
-    )
-    assert [m["role"] for m in made.messages] == ["system", "user", "assistant", "tool", "assistant"]
-    assert made.messages[2]["tool_calls"][0]["function"] == CALL["function"]
-    assert made.messages[2]["content"] is None
-    assert made.tools == (TOOL,)
-    assert "function call" in why_not("sharegpt", conversations=[{"from": "function_call", "value": "weather()"}])
-
-
-def test_tool_calls_without_content_and_what_else_a_message_carries() -> None:
-    made = example(
-        tools=[TOOL],
-        messages=[
-            USER,
-            {"role": "assistant", "tool_calls": [CALL], "reasoning_content": "hm"},
-            {"role": "tool", "tool_call_id": "1", "content": "rain"},
-            {"role": "assistant", "content": "a", "tool_calls": None},
-        ],
-    )
-    assert made.messages[1] == {"role": "assistant", "tool_calls": [CALL], "reasoning_content": "hm", "content": None}
-    assert made.messages[2]["tool_call_id"] == "1"
-    assert "tool_calls" not in made.messages[3]
-
-
-@table("tools", [None, [], "", "[]"])
-def test_no_tools_is_none(tools: Any) -> None:
-    assert example(messages=[USER, ASSISTANT], tools=tools).tools is None
-
-
-def test_text_parts_are_joined() -> None:
-    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
-    assert example(messages=[{"role": "user", "content": parts}, ASSISTANT]).messages[0]["content"] == "one two"
 
 
 @table(

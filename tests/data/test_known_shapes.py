@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from pronghorn.data.template import known_shapes, templates
+from pronghorn.data.template.known_shapes import Rendered
 from pronghorn.data.template.named_templates import TEMPLATES as NAMED
 from pronghorn.data.template.named_templates import whole
-from pronghorn.data.template.templates import ChatTemplate, Rendered
+from pronghorn.data.template.templates import ChatTemplate
 from pronghorn.errors import DataError
 from samples import CHATML, make_tokenizer
 from tables import table
@@ -96,19 +97,6 @@ def test_of_every_template_that_has_a_name(name: str, monkeypatch: pytest.Monkey
     compared(whole(NAMED[name]), monkeypatch, rows=30)
 
 
-def test_a_known_row_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokenizer = make_tokenizer(CHATML)
-    chat = ChatTemplate(tokenizer)
-    talk = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
-    for _ in range(3):  # learned, and checked
-        chat.render(talk)
-    renders: list[int] = []
-    apply = type(tokenizer).apply_chat_template
-    monkeypatch.setattr(tokenizer, "apply_chat_template", lambda *a, **k: renders.append(1) or apply(tokenizer, *a, **k))
-    chat.render([{"role": "user", "content": "3+3?"}, {"role": "assistant", "content": "6"}])
-    assert len(renders) == 1
-
-
 def test_one_row_in_so_many_goes_both_ways_and_a_difference_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_shapes, "CHECK_EVERY", 4)
     chat = ChatTemplate(make_tokenizer(CHATML))
@@ -119,15 +107,3 @@ def test_one_row_in_so_many_goes_both_ways_and_a_difference_stops(monkeypatch: p
     chat._known._gaps[place] = templates.replace(gap, start=gap.start - 1)  # a border that is elsewhere
     with pytest.raises(RuntimeError, match="different turns"):
         [chat.render(talk) for _ in range(4)]
-
-
-def test_where_rows_are_never_known_nobody_looks_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_shapes, "ENOUGH_TRIES", 6)
-    counter = (
-        "{% for m in messages %}<|im_start|>{{ m['role'] }} {{ messages[0]['content'] | length }}\n"
-        "{{ m['content'] }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    shapes = known_shapes.KnownShapes(make_tokenizer(counter).apply_chat_template)
-    for _ in range(20):
-        shapes.find([{"role": "user", "content": "?"}])
-    assert (shapes.hits, shapes._tries) == (0, 6)

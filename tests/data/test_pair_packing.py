@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from pronghorn.data.pack.batches import IGNORED, BatchLoader, PackedBatch, Shapes, build_batch, evaluation_batches
+from pronghorn.data.pack.batches import Shapes, build_batch
+from pronghorn.data.pack.loader import BatchLoader, StepPacking, evaluation_batches
 from pronghorn.data.pack.packing import pack
 from pronghorn.data.preference.pair_packing import groups_of, split_groups, tokens_in
 from pronghorn.data.preference.pair_rows import PairRows
 from pronghorn.errors import DataError
+from pronghorn.packs import IGNORED, PackedBatch
 from samples import ListTable, preference_table
 
 Document = tuple[list[int], list[int], list[int]]  # ids, positions, (position, label) of what is learned
@@ -49,17 +51,17 @@ def test_what_a_pack_says_of_its_documents(shared: bool) -> None:
     batch = build_batch(two_pairs(shared), np.array([2, 3, 0, 1]), capacity=32)
     slots = len(batch.cu_seqlens)
     assert batch.roles_D.tolist() == [0, 1, 0, 1] + [-1] * (slots - 4)
-    assert batch.firsts_D.tolist() == [0, 0, 2, 2, *range(4, slots)]
+    assert batch.firsts_D.tolist() == [0, 0, 2, 2] + [slots - 1] * (slots - 4)
     assert batch.margins_D.tolist() == [0, 0, 0.5, 0.5] + [0] * (slots - 4)
     assert batch.document_N.tolist() == [0, 1, 2, 2, 3]
     assert batch.row_labels.tolist() == [2, 1, 7, 8, 9]
-    shapes = Shapes(entries=(32,), rows=(16, 32), longest=16, typical=4)
+    shapes = Shapes({"E": (32,), "N": (16, 32)}, longest=16, typical=4)
     padded = build_batch(two_pairs(shared), np.array([2, 3]), capacity=32, shapes=shapes)
     assert padded.document_N.tolist() == [0, 1] + [31] * 14
     assert padded.roles_D[31] == -1
     assert padded.row_labels[2:].unique().tolist() == [IGNORED]
     assert padded.loss_rows[2:].unique().tolist() == [31]
-    every = build_batch(two_pairs(shared), np.arange(4), 32, shapes=Shapes(entries=(32,), rows=(32,), longest=16, typical=4))
+    every = build_batch(two_pairs(shared), np.arange(4), 32, shapes=Shapes({"E": (32,), "N": (32,)}, longest=16, typical=4))
     assert every.every_row != shared
     assert every.document_N[every.row_labels != IGNORED].tolist() == [0, 0, 1, 2, 3]
     assert (every.document_N[every.row_labels == IGNORED] == 31).all()
@@ -93,7 +95,7 @@ def test_sharing_changes_no_document_and_no_group_splits(answers: int) -> None:
         groups = groups_of(table)
         packs = pack(groups, 256, seed=5, epoch=0)
         assert packs.tokens == tokens_in(table, packs.order) == groups.tokens.sum()
-        loader = BatchLoader(table, capacity=256, packs_per_step=1, seed=5, workers=0, shapes=Shapes.planned(table, packs, 256))
+        loader = BatchLoader(table, StepPacking(256, shapes=Shapes.planned(table, packs, 256)), seed=5, workers=0)
         steps = list(islice(loader, len(packs)))
         assert len({step.batches[0].shape for step in steps}) <= 4
         seen[table.pairs.shared] = {}
@@ -122,14 +124,14 @@ def test_evaluation_sees_every_pair_once_and_in_order() -> None:
 
 def test_ranks_know_the_tokens_of_each_other() -> None:
     table = preference_table(40, shared=True)
-    ranks = [BatchLoader(table, capacity=256, packs_per_step=2, seed=5, workers=0, deal=(rank, 2)) for rank in (0, 1)]
+    ranks = [BatchLoader(table, StepPacking(256, deal=(rank, 2)), packs_per_step=2, seed=5, workers=0) for rank in (0, 1)]
     first = [next(iter(rank)) for rank in ranks]
     assert first[0].tokens == first[1].tokens == sum(step.batches[0].tokens for step in first)
 
 
 def test_a_step_of_so_many_rows_has_so_many_pairs() -> None:
     table = preference_table(20, shared=True)
-    loader = BatchLoader(table, capacity=256, rows_per_step=8, seed=5, workers=0)
+    loader = BatchLoader(table, StepPacking(256), rows_per_step=8, seed=5, workers=0)
     steps = [step for step, _ in zip(loader, range(3), strict=False)]
     assert [sum(len(batch.documents) for batch in step.batches) for step in steps] == [16, 16, 8]
 

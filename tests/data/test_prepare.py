@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -109,23 +107,6 @@ def test_a_damaged_cache_is_made_again_and_that_is_told(model: Path, tmp_path: P
     assert prepared(model, path).remarks == ()
 
 
-def test_files_in_each_others_places_are_damage(model: Path, tmp_path: Path, cache: Path) -> None:
-    """Each is whole, and carries its checksum; both caches are made again."""
-    paths = [write_rows(tmp_path / f"{seed}.jsonl", chat_rows(20, seed=seed)) for seed in (1, 2)]
-    spec = {"duplicates": "drop-exact"}
-    first = [prepared(model, path, **spec) for path in paths]
-    by_kind = [sorted(cache.glob(pattern)) for pattern in ("*.arrow", "????????????????????????????????.json", "*findings*")]
-    for one, two in [*by_kind, *zip(*by_kind[1:], strict=True)]:  # those of two tables, and two of one table
-        content = one.read_bytes(), two.read_bytes()
-        one.write_bytes(content[1])
-        two.write_bytes(content[0])
-        again = [prepared(model, path, **spec) for path in paths]
-        assert "damaged" in " ".join(remark for found in again for remark in found.remarks)
-        assert [found.tokens.content for found in again] == [found.tokens.content for found in first]
-        assert [found.counts for found in again] == [found.counts for found in first]
-        assert (one.read_bytes(), two.read_bytes()) == content
-
-
 def test_a_note_with_a_right_checksum_and_a_wrong_content_is_damage(model: Path, tmp_path: Path, cache: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", [row("a", "b"), row("a", "b"), row("c", "d")])
     first = prepared(model, path, duplicates="drop-exact").counts
@@ -156,21 +137,6 @@ def test_a_note_with_a_right_checksum_and_a_wrong_content_is_damage(model: Path,
         assert again.counts == first
     write_sealed(sidecar, "[" * 100_000)
     assert "damaged" in " ".join(prepared(model, path).remarks)
-
-
-def test_what_is_kept_beside_the_table_is_checked_too(model: Path, tmp_path: Path, cache: Path) -> None:
-    rows = [row("a", "b"), row("a", "b"), {"messages": []}]
-    path = write_rows(tmp_path / "a.jsonl", rows)
-    spec = {"bad_rows": "skip", "duplicates": "drop-exact"}
-    first = prepared(model, path, **spec)
-    (findings_file,), (aside,) = cache.glob("*findings*"), cache.glob("*.bad.jsonl")
-    for file, old, new in ((findings_file, b'{"1": 0}', b'{"0": 0}'), (aside, b"a.jsonl:3", b"a.jsonl:2")):
-        content = file.read_bytes()
-        assert old in content
-        file.write_bytes(content.replace(old, new))
-        again = prepared(model, path, **spec)
-        assert "damaged" in again.remarks[0]
-        assert (again.counts, again.tokens.content, file.read_bytes()) == (first.counts, first.tokens.content, content)
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(
@@ -437,23 +403,6 @@ def test_findings_are_looked_for_once(model: Path, tmp_path: Path, monkeypatch: 
     for kept in ("findings", "copies"):  # damaged: made again
         next(rows.path.parent.glob(f"*.{kept}*")).write_text("{")
         assert replace(findings(rows, near=True), remark="") == first
-
-
-def test_stages_and_progress(model: Path, tmp_path: Path) -> None:
-    stages: Counter[str] = Counter()
-    told: list[tuple[str, int, int]] = []
-
-    @contextmanager
-    def stage(name: str) -> Iterator[None]:
-        stages[name] += 1
-        yield
-
-    path = write_rows(tmp_path / "a.jsonl", chat_rows(600))
-    data = Data(train=(str(path),))
-    prepare(data.train, data, TokenizerFiles(str(model)), progress=lambda *now: told.append(now), stage=stage)
-    assert set(stages) == {"read", "load", "tokenize"}
-    assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
-    assert told[-1][1] == 600
 
 
 def test_a_file_name_may_be_any_bytes(model: Path, tmp_path: Path) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from pronghorn.data.read import reading
-from pronghorn.data.read.reading import Reading, parts_of
+from pronghorn.data.read.reading import expected_rows, parts_of, read_chunks
 from pronghorn.errors import DataError
 from pronghorn.recipe import Data
 from samples import write_rows
@@ -20,7 +23,7 @@ TURN = {"role": "user", "content": "a" * 10}
 
 def read(path: Path, **spec: Any) -> int:
     data = Data(train=(str(path),), **spec)
-    chunks = Reading(parts_of(data.train, data), lambda _: nullcontext()).chunks(100)
+    chunks = read_chunks(parts_of(data.train, data), 100, lambda _: nullcontext())
     return sum(chunk.read for chunk in chunks)
 
 
@@ -39,3 +42,27 @@ def test_a_row_without_end_is_refused_unless_the_recipe_says_what_becomes_of_it(
     assert "data.long: drop, truncate or split" in caught.value.fix
     assert read(path, long="drop") == 2
     assert read(write_rows(tmp_path / "b.jsonl", [short] * 200)) == 200  # each is short
+
+
+def count(*files: Path, at_most: int | None = None) -> int:
+    data = Data(train=tuple(map(str, files)), max_rows=at_most)
+    return expected_rows(parts_of(data.train, data))
+
+
+def test_rows_of_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "BLOCK", 7)
+    lines, table, packed, listed = (tmp_path / name for name in ("a.jsonl", "b.csv", "c.jsonl.gz", "d.json"))
+    lines.write_text('{"text": "x"}\n' * 5)
+    table.write_text("text\nx\ny")
+    packed.write_bytes(gzip.compress(b'{"text": "x"}\n'))
+    listed.write_text('[{"text": "x"}]')
+    parquet, damaged = tmp_path / "e.parquet", tmp_path / "f.parquet"
+    pq.write_table(pa.table({"text": ["x"] * 11}), parquet)
+    damaged.write_bytes(b"PAR1, and no more")
+    assert [count(lines), count(table), count(parquet)] == [5, 2, 11]
+    assert count(lines, table, parquet) == 18
+    assert count(lines, table, at_most=3) == 5
+    assert [count(file) for file in (packed, listed, damaged)] == [0, 0, 0]
+    assert count(lines, packed) == 0  # not all of it is known
+    lines.write_text('{"text": "x"}\n{"text": "y"}')
+    assert count(lines) == 2

@@ -67,7 +67,7 @@ def test_what_is_damaged_is_told_and_made_again(folder: Path) -> None:
     assert "No such file" in said.pop()
     store.save(table, values)
     text = note.read_text()
-    note.write_text(text.replace('"size"', '"sizes"'))
+    note.write_text(text.replace('"digest"', '"digests"'))
     assert store.load(table) is None
     assert "checksum" in said.pop()
     store.save(table, values)

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from rich.console import Console
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
@@ -17,7 +16,7 @@ from pronghorn.data.encode.encode import Encoder
 from pronghorn.data.encode.tokens import TokenRow, TokenTable
 from pronghorn.data.preference.preference_rows import Group
 from pronghorn.data.read.formats import Example
-from pronghorn.data.show import LOSS_STYLES, REJECTED_STYLES, as_dict, as_text, count_of, render_row, row_as_dict, row_as_text
+from pronghorn.data.show import as_dict, as_text, count_of, render_row, row_as_dict, row_as_text
 from pronghorn.report.console import SafeConsole
 from samples import make_tokenizer
 
@@ -37,17 +36,6 @@ def table(tokenizer: Any) -> TokenTable:
 def test_without_colour_brackets_stand_around_what_carries_loss(tokenizer: Any, table: TokenTable) -> None:
     text = render_row(tokenizer, table, 0, coloured=False).plain
     assert text == ("<|im_start|>user↵\nhé→\t1\\x07<|im_end|>↵\n<|im_start|>assistant↵\n«ça va 👍↵\nyes<|im_end|>»↵\n")
-
-
-def test_with_colour_the_styles_say_it(tokenizer: Any, table: TokenTable) -> None:
-    text = render_row(tokenizer, table, 0)
-    green = "".join(text.plain[s.start : s.end] for s in text.spans if str(s.style).startswith(tuple(LOSS_STYLES)))
-    assert green == "ça va 👍↵\nyes<|im_end|>"
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=True, color_system="truecolor", no_color=False)
-    console.print(row_as_text(tokenizer, table, 0, coloured=True))
-    assert "\x1b[" in out.getvalue()
-    assert "\x07" not in out.getvalue()
 
 
 def test_machines_get_every_token(tokenizer: Any, table: TokenTable) -> None:
@@ -103,13 +91,6 @@ def test_a_pair_is_shown_with_its_prompt_once(tokenizer: Any, pairs: TokenTable)
         "<|im_start|>user↵\nhé→\t1\\x07<|im_end|>↵\n<|im_start|>assistant↵\n"
         "\n\nchosen: 5 tokens with loss\n«good<|im_end|>»↵\n\n\nrejected: 4 tokens with loss\n«bad<|im_end|>»↵\n"
     )
-
-
-def test_the_two_answers_have_different_colours(tokenizer: Any, pairs: TokenTable) -> None:
-    text = as_text(tokenizer, pairs, 0, coloured=True)
-    styles = {text.plain[span.start]: str(span.style) for span in text.spans if text.plain[span.start] in "gb"}
-    assert styles["g"] in LOSS_STYLES
-    assert styles["b"] in REJECTED_STYLES
 
 
 def test_machines_get_both_answers(tokenizer: Any, pairs: TokenTable) -> None:

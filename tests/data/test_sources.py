@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pronghorn.data.read.source_files import EXCERPT, BadRow, excerpt
+from pronghorn.data.read.source_files import BadRow
 from pronghorn.data.read.sources import RawRow, fingerprint, read, resolve
 from pronghorn.errors import DataError
 from tables import table
@@ -180,23 +180,11 @@ def test_values_that_json_does_not_know_are_told_with_a_fix(here: Path, line: st
     assert fix in read_all("x.jsonl")[1][0].fix
 
 
-def test_a_doubled_key_among_very_many_is_found_at_once(here: Path) -> None:
-    keys = ", ".join(f'"k{i}": 1' for i in range(200_000))  # one by one, each of these would be held against all others
-    (here / "x.jsonl").write_text(f'{{{keys}, "k199999": 2}}\n')
-    assert "`k199999` appears twice" in read_all("x.jsonl")[1][0].why
-
-
 def test_a_file_by_columns_is_told_from_one_without_rows(here: Path) -> None:
     (here / "x.json").write_text('{"prompt": {"0": "q"}, "completion": {"0": "a"}}')
     with pytest.raises(DataError, match="an object for each column") as caught:
         read_all("x.json")
     assert 'orient="records"' in caught.value.fix
-
-
-def test_columns_without_a_name_get_the_name_that_pandas_gives_them(here: Path) -> None:
-    (here / "x.csv").write_text(",prompt,\n0,q,1\n")
-    rows, _ = read_all("x.csv")
-    assert rows[0].fields == {"Unnamed: 0": "0", "prompt": "q", "Unnamed: 2": "1"}
 
 
 @table("item", ['{"a": 1, "a": 2}', '{"a": NaN}', r'{"a": "\udc00"}', "7", '{"a": ' + "1" * 5000 + "}"])
@@ -207,54 +195,12 @@ def test_a_bad_item_of_a_list_does_not_hide_the_others(here: Path, item: str) ->
     assert [row.where for row in bad] == ["x.json:2"]
 
 
-def test_items_of_a_list_on_one_line_have_a_number(here: Path) -> None:
-    """json.dump writes a list on one line: its line alone would name no row."""
-    (here / "x.json").write_text('[{"a": 1}, 7, {"a": 3},\n {"a": 4}, {"a": 5}]')
-    rows, bad = read_all("x.json")
-    assert [row.where for row in rows] == ["x.json:1", "x.json:1 row 3", "x.json:2", "x.json:2 row 5"]
-    assert [row.where for row in bad] == ["x.json:1 row 2"]
-
-
-@pytest.mark.parametrize(("name", "text"), [("x.json", '[{"a": "b'), ("x.jsonl", '{"a": "b')])
-def test_what_is_wrong_with_json_reads_well(here: Path, name: str, text: str) -> None:
-    (here / name).write_text(text)
-    try:
-        _, bad = read_all(name)
-        said = bad[0].why
-    except DataError as error:
-        said = error.what
-    assert said == f"not JSON: Unterminated string starting at column {len(text) - 1}"
-
-
-def test_the_excerpt_shows_the_trouble_of_a_long_line(here: Path) -> None:
-    (here / "x.jsonl").write_text('{"text": "' + "a" * 500 + '" "HERE": 1, "more": "' + "b" * 500 + '"}')
-    _, bad = read_all("x.jsonl")
-    assert '"HERE"' in bad[0].excerpt
-    assert bad[0].excerpt.startswith("…")
-    assert bad[0].excerpt.endswith("…")
-
-
-@given(text=st.text(max_size=300), around=st.integers(0, 300))
-def test_an_excerpt_is_short_printable_and_on_one_line(text: str, around: int) -> None:
-    shown = excerpt(text, around)
-    assert len(shown) == min(len(text), EXCERPT)
-    assert all(c.isprintable() or c == " " for c in shown)
-
-
 @table("content", [b"", b"\n\n", b"\xef\xbb\xbf", b"[]", b'{"data": []}', b"  "])
 def test_an_empty_file_is_refused(here: Path, content: bytes) -> None:
     kinds = ["jsonl", "json", "csv"] if not content.strip().startswith((b"[", b"{")) else ["json"]
     for kind in kinds:
         (here / f"x.{kind}").write_bytes(content)
         assert "no row" in refused(f"x.{kind}").what
-
-
-def test_files_with_no_rows_of_other_kinds_are_refused(here: Path) -> None:
-    (here / "x.csv").write_text("prompt,completion\n")
-    pq.write_table(pa.table({"text": pa.array([], pa.string())}), here / "x.parquet")
-    (here / "x.jsonl.gz").write_bytes(gzip.compress(b""))
-    for name in ("x.csv", "x.parquet", "x.jsonl.gz"):
-        assert "no row" in refused(name).what
 
 
 @pytest.mark.parametrize(
@@ -406,17 +352,6 @@ def test_a_missing_file_suggests_its_neighbours(here: Path) -> None:
     assert "no data files" in refused("empty").what
 
 
-def test_a_file_that_vanishes(here: Path) -> None:
-    for name in ("x.jsonl", "x.json", "x.csv", "x.parquet"):
-        (here / name).write_text("{}")
-        (source,) = resolve(name)
-        (here / name).unlink()
-        for use in (lambda source=source: list(read(source, print)), lambda source=source: fingerprint(source)):
-            with pytest.raises(DataError, match="cannot read the file: No such file") as caught:
-                use()
-            assert caught.value.where == name
-
-
 @pytest.fixture
 def ordinary_user() -> Iterator[None]:
     """Root may read everything, so as root the test gives that up while it reads."""
@@ -437,16 +372,6 @@ def test_a_file_without_permission(here: Path, name: str, request: pytest.Fixtur
         with pytest.raises(DataError, match="cannot read the file: Permission denied") as caught:
             use()
         assert caught.value.fix == f"chmod u+r {name}"
-
-
-def test_trouble_of_the_caller_is_not_blamed_on_the_file(here: Path) -> None:
-    (here / "x.jsonl").write_text("broken\n")
-
-    def disk_full(_: BadRow) -> None:
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(OSError, match="No space left"):
-        list(read(resolve("x.jsonl")[0], disk_full))
 
 
 def test_the_fingerprint_is_that_of_the_content(here: Path) -> None:

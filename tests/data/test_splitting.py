@@ -14,7 +14,7 @@ from pronghorn.data.read.splitting import Apart, apart
 from pronghorn.errors import DataError
 from pronghorn.recipe import Data
 from pronghorn.recipe_objective import Rows as Wanted
-from samples import chat_rows, make_tokenizer, write_rows
+from samples import make_tokenizer, write_rows
 
 TOKENIZER = make_tokenizer()
 WORDS = [f"{a}{b}{c}" for a in "bdfgklmnprst" for b in "aeiou" for c in "nrstx"]
@@ -162,20 +162,3 @@ def test_a_file_is_compared_with_the_training_rows(tmp_path: Path) -> None:
     assert split(rows, tmp_path, held[:20], leaks="refuse").remarks == ()
     with pytest.raises(DataError, match="leaves no row"):
         split(rows, tmp_path, rows, leaks="drop")
-
-
-def test_the_fraction_is_met_as_nearly_as_copies_allow(tmp_path: Path) -> None:
-    rows = [row for row in different(10) for _ in range(7)]
-    found = split(rows, tmp_path, 0.1)
-    assert (len(lines(found.held)), found.remarks) == (7, ())
-    found = split(rows, tmp_path, 0.04)
-    assert len(lines(found.held)) == 7
-    assert found.remarks == ("held out 7 of 70 rows instead of 3: copies stay together",)
-
-
-def test_what_is_found_is_found_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [*chat_rows(40), *chat_rows(40)]
-    first = lines(split(rows, tmp_path).held)
-    monkeypatch.setattr("pronghorn.data.read.copies._marks", lambda *_: pytest.fail("compared again"))
-    assert lines(split(rows, tmp_path).held) == first
-    assert lines(split(rows, tmp_path, max_length=1000).held) == first

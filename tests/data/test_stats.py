@@ -9,12 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from rich.console import Console
 
 from pronghorn.data.encode.tokens import load_tokenizer
-from pronghorn.data.stats import Found, Stats, _bar, collect, length_bins
+from pronghorn.data.stats import Droppable, Stats, collect
 from pronghorn.recipe import Data
 from samples import chat_rows, make_tokenizer, write_rows
 
@@ -72,25 +71,9 @@ def test_near_duplicates_are_those_that_drop_near_drops(tmp_path: Path) -> None:
     rows = [{"text": " ".join(each)} for each in (words, words, [*words[:59], "other"], words[::-1])]
     found = stats_of(tmp_path / "a.jsonl", rows)
     assert (found.exact_duplicates.rows, found.counts.near_duplicates) == (1, 0)
-    assert found.near_duplicates == Found(1, f"{tmp_path / 'a.jsonl'}:3")
+    assert found.near_duplicates == Droppable(1, f"{tmp_path / 'a.jsonl'}:3")
     dropping = stats_of(tmp_path / "a.jsonl", rows, duplicates="drop-near")
     assert (dropping.counts.exact_duplicates, dropping.counts.near_duplicates, dropping.counts.kept) == (1, 1, 2)
-
-
-def test_bins_hold_every_row() -> None:
-    lengths = np.array([1, 5, 99, 100, 101, 5000] * 50, np.int32)
-    bins = length_bins(lengths)
-    assert sum(one.rows for one in bins) == len(lengths)
-    for one in bins:
-        assert one.rows == int(((lengths >= one.low) & (lengths < (one.high or 10**9))).sum())
-    assert [one.low for one in length_bins(np.array([3], np.int32))] == [0, 1, 2, 3]
-
-
-def test_bars() -> None:
-    assert len(_bar(1.0)) == 40
-    assert _bar(0.0) == ""
-    assert _bar(1e-9) == "▏"
-    assert _bar(0.5) == "█" * 20
 
 
 def test_the_second_time_needs_no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,8 +88,6 @@ TAGGED_IN_MACRO = "{% macro say(m) %}{% generation %}{{ m.content }}{% endgenera
 NO_END = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 END_AT_LAST = NO_END.replace("\n{% endfor", "{{ eos_token if loop.last and m.role == 'assistant' }}\n{% endfor")
 
-NO_END_WITH_CALLS = NO_END.replace("\n{% endfor", "{{ m.tool_calls | tojson if m.tool_calls }}\n{% endfor")
-
 TALK = [
     {"role": "user", "content": "Hi <|im_start|>assistant\n you"},
     {"role": "assistant", "content": "Hello"},
@@ -125,16 +123,10 @@ def said(template: str, messages: list[dict[str, Any]], eos: str = "<|im_end|>",
         (TAGGED_IN_MACRO, ["Hello<|im_end|>", "think<|im_end|>"]),
         (NO_END, [" Hello", " think\n<|im_end|>"]),
         (END_AT_LAST, [" Hello", " think<|im_end|>"]),
-    ]
-)  # fmt: skip
+    ],
+)
 def test_spans_are_the_turns_and_their_end_tokens(template: str, expected: list[str]) -> None:
     assert said(template, TALK) == expected
-
-
-@table("template", [CHATML, LLAMA2, LLAMA3, GEMMA, QWEN3, HARMONY])
-def test_a_system_message_is_not_said(template: str) -> None:
-    system = {"role": "system", "content": "Hello"}
-    assert said(template, [system, *TALK]) == said(template, TALK)
 
 
 @table("template", [CHATML, LLAMA2, LLAMA3, GEMMA, QWEN3, HARMONY, TAGGED])
@@ -205,18 +197,6 @@ def test_no_text_of_the_user_trains_the_opener_of_its_turn(text: str) -> None:
         assert said(template, talk) == said(template, [*TALK[:2], {"role": "user", "content": "so"}, TALK[3]])
 
 
-def test_whitespace_around_an_answer_is_said_where_the_template_keeps_it() -> None:
-    talk = [TALK[0], {"role": "assistant", "content": "\n so \n"}, TALK[2], {"role": "assistant", "content": " so\n"}]
-    assert said(CHATML, talk) == ["\n so \n<|im_end|>", " so\n<|im_end|>"]
-    assert said(GOES_ON, talk) == ["\n so \n<|im_end|>", " so\n<|im_end|>"]
-    assert said(LLAMA3, talk) == ["so<|eot_id|>", "so<|eot_id|>"]
-
-
-def test_tags_in_an_answer_stay_before_its_end() -> None:
-    talk = [TALK[0], {"role": "assistant", "content": "so</think>"}, *TALK[2:]]
-    assert said(GOES_ON, talk)[0] == "so</think><|im_end|>"
-
-
 def test_a_text_and_a_call_that_are_two_turns_are_refused() -> None:
     """The model would stop behind the first; its end token and the next header would be trained as if it said them."""
     apart = QWEN3.replace(
@@ -263,24 +243,9 @@ def test_calls_are_said_up_to_their_end_token() -> None:
     assert said(HARMONY, CALLING, allow_lost=True) == [command, "<|channel|>final<|message|>Rain.<|return|>"]
 
 
-def test_calls_without_any_end_token() -> None:
-    call = ' [{"type": "function", "function": {"name": "f", "arguments": {"city": "Oslo", "days": 3}}}]'
-    assert said(NO_END_WITH_CALLS, CALLING, allow_lost=True) == [call, " Rain.\n<|im_end|>"]
-    assert said(NO_END_WITH_CALLS, CALLING[:2], allow_lost=True) == [call + "\n<|im_end|>"]
-
-
 def test_a_call_that_the_template_leaves_out_is_an_error() -> None:
     with pytest.raises(RowError, match="drops the call of `f` in message 2"):  # counted from 1, as in all messages
         chat_template(tokenizer_for(CHATML)).render(CALLING)
-
-
-def test_thinking_inside_the_content() -> None:
-    answer = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nYes"}
-    assert said(QWEN3, [TALK[0], answer]) == ["<think>\nhm\n</think>\n\nYes<|im_end|>"]
-    talk = [TALK[0], answer, TALK[2], answer]
-    with pytest.raises(RowError, match="drops part of its content in message 2"):
-        said(QWEN3, talk)
-    assert said(QWEN3, talk, allow_lost=True) == ["Yes<|im_end|>", "<think>\nhm\n</think>\n\nYes<|im_end|>"]
 
 
 def test_a_template_that_looks_at_how_the_users_text_begins() -> None:

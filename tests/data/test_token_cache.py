@@ -50,12 +50,6 @@ sys.exit("pandas" in sys.modules)
     assert done.returncode == 0, done.stderr
 
 
-def test_an_empty_table(tmp_path: Path) -> None:
-    seal = write_table(tmp_path / "t.arrow", [])
-    assert len(open_table(tmp_path / "t.arrow", seal)) == 0
-    assert len(TokenTable.of([]).lengths) == 0
-
-
 def test_damage_is_noticed_before_arrow_reads_a_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "t.arrow"
     monkeypatch.setattr(digests, "BLOCK", 1024)  # several blocks, in threads
@@ -114,9 +108,3 @@ def test_notes_carry_their_own_checksum(tmp_path: Path) -> None:
         path.write_bytes(damaged)
         with pytest.raises(DamagedError):
             read_note(path)
-
-
-def test_a_full_disk_can_be_repaired_and_the_command_repeated() -> None:
-    with pytest.raises(EnvironmentFault) as caught:
-        write_table(Path("/dev/null/t.arrow"), [])
-    assert "PRONGHORN_CACHE" in caught.value.fix

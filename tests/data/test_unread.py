@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from pronghorn.data.read.source_files import UnfitError
 from pronghorn.data.read.unread import refuse_media, refuse_unread_texts
-from pronghorn.data.template.chat_messages import UnfitError
 from tables import table
 
 PNG, MP4 = b"\x89PNG\r\n\x1a\n", b"\x00\x00\x00\x20ftypisom"

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from pronghorn.data.encode import words
 from pronghorn.data.encode.encode import Encoder
-from pronghorn.data.encode.words import EASY, GPT2, GPT2_BETWEEN_DIGITS, PATTERNS, Words, in_python, words_of
+from pronghorn.data.encode.words import EASY, GPT2, GPT2_BETWEEN_DIGITS, PATTERNS, WordTable, in_python, words_of
 from pronghorn.data.read.formats import Example
 from tables import table
 
@@ -117,7 +117,7 @@ def test_tokens_and_runs_are_those_of_the_text(way: str, trim: bool) -> None:
     """With spans anywhere: what is found is what the tokenizer gives, and between words something is found."""
     work = encoder(core(WAYS[way], normalizer=normalizers.NFC(), trim=trim))
     chance, found = random.Random(5), 0
-    assert isinstance(work._words, Words)
+    assert isinstance(work._words, WordTable)
     for _ in range(300):
         text = "".join(chance.choices(PIECES, k=chance.randint(0, 12)))
         if chance.random() < 0.1:
@@ -188,28 +188,3 @@ def test_one_row_in_many_goes_both_ways() -> None:
         assert 1 in work.encode(row).ids
     with pytest.raises(RuntimeError, match="the tokens of its words"):
         work.encode(row)
-
-
-def test_the_words_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(words, "KEPT", 100)
-    made = words_of(core(pre_tokenizers.ByteLevel(False)))
-    assert made is not None
-    for number in range(50):
-        text = " ".join(f"x{chr(97 + number % 26) * (1 + number // 26)}{chr(97 + k)}" for k in range(20)) + "y" * 1000
-        found = made.find(text, [(0, len(text))])
-        assert found is not None
-        assert found[1] == [(0, len(found[0]))]
-        assert len(made._known) <= 100 + 20 + len(SPECIALS)
-        assert max(map(len, made._known)) <= words.LONGEST
-
-
-def test_nothing_is_looked_up_where_most_words_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(words, "ENOUGH", 200)
-    known, new = (words_of(core(pre_tokenizers.ByteLevel(False))) for _ in range(2))
-    assert known is not None
-    assert new is not None
-    for number in range(150):
-        letters = "".join(chr(97 + int(digit)) for digit in str(number))
-        assert known.find("yes no", [(0, 6)]) is not None
-        text = f"q{letters} w{letters}"
-        assert (new.find(text, [(0, len(text))]) is not None) == (number < 100)

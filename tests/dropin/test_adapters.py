@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from api_parts import adapted, load, step, stock
 from pronghorn import FastLanguageModel
+from pronghorn.compat.outer_loop import loop_of
 from pronghorn.errors import CommandError
 from pronghorn.model.causal_lm import base_of, engine_of
 from samples import make_model, make_tokenizer
@@ -40,7 +41,7 @@ def test_options_of_the_adapter_train_as_in_peft(tmp_path: Path, options: dict[s
     ids = torch.randint(3, 259, (2, 11))
     found = []
     for paused in (False, True):
-        engine_of(fast).paused = paused
+        loop_of(fast).paused = paused
         torch.manual_seed(5)
         loss = fast(input_ids=ids, labels=ids).loss
         loss.backward()
@@ -203,9 +204,9 @@ def test_merging_a_head_that_was_trained_apart_from_the_embeddings(tiny_model: P
     assert (found - expected).abs().max() < 0.03 * expected.abs().max()
 
 
-@pytest.mark.parametrize(("method", "words"), [
-    ("merged_4bit", "not supported"), ("merged_16bits", "did you mean 'merged_16bit'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("method", "words"), [("merged_4bit", "not supported"), ("merged_16bits", "did you mean 'merged_16bit'")]
+)
 def test_ways_to_save_that_are_not_there(method: str, words: str, tmp_path: Path) -> None:
     with pytest.raises(CommandError) as caught:
         FastLanguageModel.save_pretrained_merged(make_model(), tmp_path, save_method=method)

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from api_parts import SCRIPT
 from pronghorn import FastLanguageModel
-from pronghorn.model.causal_lm import base_of, engine_of
+from pronghorn.compat.outer_loop import loop_of
+from pronghorn.model.causal_lm import base_of
 from samples import chat_rows, make_model, make_tokenizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -55,13 +56,13 @@ def test_a_model_trains_generates_and_merges_where_the_gpu_is(usual_model: Path,
     assert curve[-1] < 0.9 * curve[0]
     gradients, values = [], []
     for paused in (False, True):
-        engine_of(model).paused = paused
+        loop_of(model).paused = paused
         output = model(input_ids=ids, labels=ids)
         output.loss.backward()
         values.append(float(output.loss.detach()))
         gradients.append(torch.cat([p.grad.flatten().float() for p in model.parameters() if p.grad is not None]))
         model.zero_grad()
-    engine_of(model).paused = False
+    loop_of(model).paused = False
     assert abs(values[0] - values[1]) < 2e-2 * values[1]
     assert torch.cosine_similarity(*gradients, dim=0) > 0.97
     prompt = tokenizer("add 1 and 2", return_tensors="pt").to(model.device)
@@ -81,7 +82,7 @@ def test_hooks_count_on_a_gpu_too(usual_model: Path) -> None:
         before = model(input_ids=ids, labels=ids).loss
         base_of(model).model.layers[0].mlp.down_proj.register_forward_hook(lambda _, args, out: 0 * out)
         after = model(input_ids=ids, labels=ids).loss
-        engine_of(model).paused = True
+        loop_of(model).paused = True
         own = model(input_ids=ids, labels=ids).loss
     assert torch.equal(after, own)
     assert not torch.equal(after, before)

@@ -13,6 +13,7 @@ import api_parts
 from pronghorn import FastLanguageModel
 from pronghorn.compat.dropin import recompute
 from pronghorn.compat.dropin.recompute import KeptByMemory, job_of
+from pronghorn.compat.outer_loop import loop_of
 from pronghorn.memory.dry_run import kept_bytes, kinds_of
 from pronghorn.model.causal_lm import FastCausalLM, base_of, engine_of
 from samples import make_model, make_tokenizer
@@ -82,7 +83,7 @@ def planned(folder: Path, free: int, **options: Any) -> tuple[Any, KeptByMemory]
     model, _ = load(folder, **options)
     model = FastLanguageModel.get_peft_model(model, r=4)
     engine = engine_in(model)
-    chooser = engine.chooser = KeptByMemory(engine, free=lambda: free)
+    chooser = loop_of(model).chooser = KeptByMemory(engine, free=lambda: free)
     for layer in engine.layers:
         layer.recompute, layer.planned = None, True
     return model, chooser
@@ -163,7 +164,7 @@ def test_a_forward_that_runs_out_of_memory_is_repeated_with_less_kept(folder: Pa
 def test_a_copy_of_the_model_plans_for_itself(folder: Path) -> None:
     model, chooser = planned(folder, 10**12)
     twin = copy.deepcopy(model)
-    theirs = engine_in(twin).chooser
+    theirs = loop_of(twin).chooser
     assert isinstance(theirs, KeptByMemory)
     assert theirs is not chooser
     assert theirs.engine is engine_in(twin)

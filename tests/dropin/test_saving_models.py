@@ -22,17 +22,6 @@ def trained(tiny_model: Path) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def test_positional_and_named_ways_to_save(trained: tuple[Any, Any], tmp_path: Path) -> None:
-    model, tokenizer = trained
-    model.save_pretrained_merged(str(tmp_path / "a"), tokenizer, "merged_16bit", maximum_memory_usage=0.5, token="")
-    model.save_pretrained_merged(str(tmp_path / "b"), tokenizer=tokenizer, save_method=None)
-    one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in "ab")
-    assert one == two
-    assert (tmp_path / "a" / "tokenizer.json").is_file()
-    model.save_pretrained_merged(str(tmp_path / "c"), tokenizer, save_method="lora")
-    assert (tmp_path / "c" / "adapter_model.safetensors").is_file()
-
-
 @table(("call", "words"), [
     (lambda model: model.save_pretrained_gguf("model", None, quantization_method="q4_k_s"), "did you mean 'q4_k_m'?"),
     (lambda model: model.push_to_hub_gguf("hf/model", None, quantization_method=["q8_0", "iq2"], token=""), "use one of: q8_0"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import pickle
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,7 @@ from trl import SFTConfig, SFTTrainer
 
 from api_parts import adapted
 from pronghorn import PatchDPOTrainer, UnslothTrainer, UnslothTrainingArguments
-from pronghorn.compat.dropin import training
-from pronghorn.errors import CommandError, EnvironmentFault
+from pronghorn.errors import CommandError
 from samples import chat_rows
 from trl_on_a_cpu import TorchLogProbs
 
@@ -112,10 +110,3 @@ def test_names_and_pickles(tmp_path: Path) -> None:
     assert pronghorn.unsloth_train(trainer, resume_from_checkpoint="x") == "x"
     with pytest.raises(AttributeError):
         pronghorn.trainer.nothing  # noqa: B018
-
-
-def test_without_trl_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "find_spec", lambda name: None if name == "trl" else importlib.util.find_spec(name))
-    training.trainer_class.cache_clear()
-    with pytest.raises(EnvironmentFault, match="trl is not installed"):
-        training.trainer_class()

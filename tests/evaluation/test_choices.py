@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from pronghorn.compat.hf_forward import install
 from pronghorn.errors import DataError, RecipeError
 from pronghorn.evaluation import choices
 from pronghorn.evaluation.choices import ask_choices, log_probs
 from pronghorn.evaluation.held_out import HeldOut
 from pronghorn.evaluation.questions import Question
-from pronghorn.model.causal_lm import install
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Eval, Lora
 from samples import make_lively_model, make_tokenizer

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pronghorn.errors import DataError, EnvironmentFault, RecipeError
-from pronghorn.evaluation.held_out import Answer, HeldOut, read_base, write_base
+from pronghorn.evaluation.held_out import HeldOut, ModelAnswer, read_base, write_base
 from pronghorn.evaluation.own_metric import OwnMetric
 from pronghorn.evaluation.questions import Question
 from pronghorn.recipe import Eval
@@ -29,7 +29,9 @@ def held_out(*, own: OwnMetric | None = None, **spec: Any) -> HeldOut:
 
 
 def test_means_are_over_all_rows_and_unended_answers_are_counted() -> None:
-    judged = held_out(metrics=["exact_match", "json_valid"]).judge([Answer("1"), Answer("2", cut=True), Answer("x")])
+    judged = held_out(metrics=["exact_match", "json_valid"]).judge(
+        [ModelAnswer("1"), ModelAnswer("2", cut=True), ModelAnswer("x")]
+    )
     assert judged.metrics == {"exact_match": pytest.approx(1 / 3), "json_valid": pytest.approx(2 / 3)}
     assert judged.rows[1] == {"exact_match": 0.0, "json_valid": 1.0}
     assert judged.cut == 1
@@ -52,13 +54,13 @@ def test_an_answer_has_room_for_the_longest_expected_one_and_a_little_more() -> 
 def test_a_metric_of_ones_own_is_tried_first_and_scores_beside_the_others(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def metric(prompt, expected, answer):\n    return {'length': len(answer)}\n")
     asked = held_out(own=OwnMetric(tmp_path / "mine.py"), metrics=["exact_match"], best="length")
-    judged = asked.judge([Answer("1"), Answer("22"), Answer("333")])
+    judged = asked.judge([ModelAnswer("1"), ModelAnswer("22"), ModelAnswer("333")])
     assert judged.metrics == {"exact_match": pytest.approx(1 / 3), "length": 2.0}
 
 
 def test_where_ones_own_metric_fails_there_is_no_mean(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def metric(prompt, expected, answer):\n    return 1 / int(answer)\n")
-    judged = held_out(own=OwnMetric(tmp_path / "mine.py")).judge([Answer("1"), Answer("0"), Answer("x")])
+    judged = held_out(own=OwnMetric(tmp_path / "mine.py")).judge([ModelAnswer("1"), ModelAnswer("0"), ModelAnswer("x")])
     assert math.isnan(judged.metrics["mine"])
     assert judged.unscored.startswith("2 answers without a score")
     assert "a:1: the metric failed: ZeroDivisionError" in judged.unscored
@@ -89,7 +91,7 @@ def test_metrics_need_rows_that_ask() -> None:
 
 def test_a_line_for_each_row_has_the_answer_beside_the_others() -> None:
     asked = held_out(metrics=["exact_match"])
-    judged, base = (asked.judge([Answer(text)] * 3) for text in ("1", "b"))
+    judged, base = (asked.judge([ModelAnswer(text)] * 3) for text in ("1", "b"))
     assert asked.table(judged, base, 7)[0] == {
         "row": "a:0",
         "prompt": "hello",
@@ -105,7 +107,7 @@ def test_a_line_for_each_row_has_the_answer_beside_the_others() -> None:
 
 def test_the_base_models_answers_are_found_again_only_for_the_same_questions(tmp_path: Path) -> None:
     asked = held_out()
-    answers = [Answer("1", cut=True, chosen={"a": 0.5}), Answer("ü"), Answer("")]
+    answers = [ModelAnswer("1", cut=True, chosen={"a": 0.5}), ModelAnswer("ü"), ModelAnswer("")]
     key = asked.key("model")
     assert read_base(tmp_path, key) is None
     write_base(tmp_path, key, answers)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pronghorn.evaluation.metrics import NEED_JSON, TEXT_METRICS, judge_of
-from pronghorn.recipe import METRICS
+from pronghorn.evaluation.metrics import judge_of
 from tables import table
 
 
@@ -50,16 +49,6 @@ def test_a_pattern_compares_what_its_group_finds_or_asks_to_be_found(
     pattern: str, expected: str, answer: str, score: float
 ) -> None:
     assert judge_of(["regex"], pattern)("asked", expected, answer) == {"regex": score}
-
-
-def test_one_judge_gives_every_score_that_is_asked_for_and_no_other() -> None:
-    scores = judge_of(["rouge_l", "json_valid", "regex"], "a")("asked", "a", "a")
-    assert scores == {"rouge_l": 1.0, "json_valid": 0.0, "regex": 1.0}
-
-
-def test_every_metric_of_a_recipe_is_known_here() -> None:
-    assert set(METRICS) == {*TEXT_METRICS, "regex", "multiple_choice"}
-    assert set(NEED_JSON) < set(TEXT_METRICS)
 
 
 EXPECTED = '{"command":"room_service","room":412,"items":["green tea","apple pie"]}'

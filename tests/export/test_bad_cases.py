@@ -17,13 +17,12 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.export_models import make_checkpoint, make_model
 from exports import export
-from pronghorn.errors import CheckpointError, CommandError, EnvironmentFault, Interrupted, ModelError
+from pronghorn.errors import CheckpointError, CommandError, EnvironmentFault, ModelError
 from pronghorn.export import job as job_file
 from pronghorn.export import run as run_file
 from pronghorn.model import sharded
 from pronghorn.recipe import Recipe
 from pronghorn.train.loop import train
-from pronghorn.train.run.trained_run import Trained
 from samples import make_tokenizer
 
 RecipeFor = Callable[..., Recipe]
@@ -116,19 +115,6 @@ def test_stopped_halfway_leaves_whole_files_only_and_goes_on_from_there(
     assert made.left() == []
 
 
-def test_ctrl_c_says_what_is_left(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_file, "TrainedRun", lambda *_: Trained(made.checkpoint, made.recipe))
-
-    def stops(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(Interrupted, match="the export was stopped") as caught:
-        run_file.export_run(made.folder, "last", made.target, "merged", report=stops)
-    assert caught.value.exit_code == 130
-    assert caught.value.why == "no files remain"
-    assert made.left() == []
-
-
 def test_killed_halfway_and_repeated(made: Made, small_files: None) -> None:
     """The process dies as by the system's out-of-memory killer, in the middle of a file."""
     truth = expected(made)
@@ -174,14 +160,6 @@ def test_the_disk_is_asked_before_anything_is_written(made: Made, monkeypatch: p
         made.export()
     assert not made.target.exists()
     assert made.left() == []
-
-
-def test_a_base_model_that_was_moved(made: Made) -> None:
-    Path(made.recipe.model).rename(made.folder / "elsewhere")
-    for to in ("merged", "adapter"):
-        with pytest.raises(ModelError, match="no such model folder"):
-            made.export(to)
-        assert not made.target.exists()
 
 
 def test_a_base_model_that_changed(tmp_path: Path, recipe_for: RecipeFor) -> None:
@@ -285,17 +263,6 @@ def test_another_base_is_offered_where_there_is_one_and_named(tmp_path: Path, re
     made.recipe = recipe_for(model=made.recipe.model)
     with pytest.raises(CommandError, match="--base original has no effect"):
         made.export(base="original")
-
-
-@pytest.mark.parametrize("name", ["a" * 300, "b" * 253, "loop/out"])
-def test_a_target_that_cannot_be_a_folder(name: str, made: Made) -> None:
-    """A name that is too long, itself or with what the temporary folder adds to it; a loop of links."""
-    (made.folder / "loop").symlink_to("loop")
-    made.target = made.folder / name
-    with pytest.raises(CommandError, match="cannot write there") as caught:
-        made.export()
-    assert "--target" in caught.value.fix
-    assert len(str(caught.value)) < 400
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])

@@ -212,27 +212,6 @@ def test_an_export_never_overwrites(recipe_for: RecipeFor, tmp_path: Path) -> No
     assert (tmp_path / "file").read_text() == (tmp_path / "folder" / "mine").read_text() == "mine"
 
 
-def test_an_empty_folder_is_filled_also_the_current_one(
-    recipe_for: RecipeFor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe = recipe_for()
-    checkpoint = checkpoint_of(recipe, tmp_path / "checkpoint-3")
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    export(checkpoint, recipe, Path(), "adapter", {})
-    assert (tmp_path / "here" / "adapter_config.json").is_file()
-    export(checkpoint, recipe, tmp_path / "new" / "deeper", "adapter", {})
-    assert (tmp_path / "new" / "deeper" / "adapter_config.json").is_file()
-
-
-def test_a_place_that_cannot_be_written(recipe_for: RecipeFor, tmp_path: Path) -> None:
-    recipe = recipe_for()
-    checkpoint = checkpoint_of(recipe, tmp_path / "checkpoint-3")
-    with pytest.raises(CommandError, match="cannot write there") as caught:
-        export(checkpoint, recipe, Path("/proc/pronghorn/export"), "adapter", {})
-    assert "--target" in caught.value.fix
-
-
 def test_an_export_that_fails_leaves_nothing(recipe_for: RecipeFor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_for()
     checkpoint = checkpoint_of(recipe, tmp_path / "checkpoint-3")
@@ -308,9 +287,3 @@ def test_what_a_killed_export_left_is_not_in_the_next(recipe_for: RecipeFor, tmp
     export(checkpoint_of(recipe_for(), tmp_path / "checkpoint"), recipe_for(), tmp_path / "out", "adapter", {})
     assert not (tmp_path / "out" / "model-00007.safetensors").exists()
     assert not (tmp_path / "out" / "deep").exists()
-
-
-def test_a_target_that_is_a_loop_of_links(recipe_for: RecipeFor, tmp_path: Path) -> None:
-    (tmp_path / "out").symlink_to(tmp_path / "out")
-    with pytest.raises(CommandError, match="cannot write there"):
-        export(checkpoint_of(recipe_for(), tmp_path / "checkpoint"), recipe_for(), tmp_path / "out", "adapter", {})

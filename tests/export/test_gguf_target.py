@@ -330,4 +330,4 @@ def test_an_adapter_whose_base_cannot_be_converted_is_not_checked(monkeypatch: p
 def test_a_broken_file_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(b"GGUF and no more")
     with pytest.raises(ModelError, match="cannot run this file"):
-        llama_cpp.ask(tmp_path / "x.gguf", llama_cpp.Asked(texts=["a"]))
+        llama_cpp.ask(tmp_path / "x.gguf", llama_cpp.Questions(texts=["a"]))

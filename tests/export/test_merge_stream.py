@@ -20,6 +20,7 @@ from pronghorn.model.merge_stream import MergedWeights, merging, write_config
 from pronghorn.model.sharded import shards_of, write_sharded
 from pronghorn.recipe import Recipe
 from samples import make_tokenizer
+from tables import first_of
 
 RecipeFor = Callable[..., Recipe]
 CPU = torch.device("cpu")
@@ -43,7 +44,7 @@ def files_of(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-@pytest.mark.parametrize(("family", "changes"), CASES)
+@pytest.mark.parametrize(("family", "changes"), first_of([*CASES[::2], *CASES[1::2]], 6))
 def test_a_layer_at_a_time_gives_the_same_bits(
     family: str, changes: dict[str, Any], recipe_for: RecipeFor, tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ from pronghorn.export import gguf_target, ollama
 from pronghorn.export.ahead import not_possible
 from pronghorn.export.job import Job
 from pronghorn.export.ollama_template import turns_of
-from pronghorn.export.targets import TARGETS, asked_for
+from pronghorn.export.targets import asked_for
 from pronghorn.recipe import Recipe
 from samples import CHATML, make_tokenizer, write_rows
 from tables import table
@@ -138,12 +138,6 @@ def test_the_folder(recipe_for: Callable[..., Recipe], one_layer_model: Path, tm
     asked = asked_for("ollama")[0].name  # RUN/export-NAME
     assert f"ollama create first -f runs/first/export-{asked}/Modelfile" in readme
     assert "ollama run first" in readme
-
-
-def test_the_table() -> None:
-    assert asked_for("ollama")[0].variant == "q8_0"
-    assert "adapter" not in TARGETS["ollama"].variants
-    assert "adapter" in TARGETS["gguf"].variants
 
 
 def test_check_says_what_will_be_refused(recipe_for: Callable[..., Recipe]) -> None:

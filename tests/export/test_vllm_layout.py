@@ -13,9 +13,7 @@ from safetensors.torch import load_file
 
 from benchmarks.export_models import make_checkpoint, make_model
 from exports import export
-from pronghorn.cli.exporting import NAMES
 from pronghorn.errors import CommandError
-from pronghorn.export.targets import TARGETS
 from pronghorn.model.export import trained_model
 from pronghorn.recipe import Recipe
 from samples import make_tokenizer
@@ -26,10 +24,6 @@ RecipeFor = Callable[..., Recipe]
 def made(recipe_for: RecipeFor, folder: Path, family: str, **changes: Any) -> tuple[Path, Recipe]:
     recipe = recipe_for(model=str(make_model(family, folder / "model")), **changes)
     return make_checkpoint(recipe, folder / "checkpoint", make_tokenizer()), recipe
-
-
-def test_help_names_every_target() -> None:
-    assert [name.strip() for name in NAMES.split(",")] == list(TARGETS)
 
 
 def test_every_expert_has_its_own_adapter(recipe_for: RecipeFor, tmp_path: Path) -> None:

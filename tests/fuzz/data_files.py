@@ -22,8 +22,8 @@ import pyarrow.parquet as pq
 from fuzz.outcomes import Tally, mutated_bytes, mutated_value
 from pronghorn.data.encode.tokens import load_tokenizer
 from pronghorn.data.prepare import Prepared, prepare
-from pronghorn.data.read.formats import only_read
 from pronghorn.data.stats import collect
+from pronghorn.data.template.chat_messages import only_read
 from pronghorn.recipe import Data
 from samples import chat_rows, make_tokenizer
 

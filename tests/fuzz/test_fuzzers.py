@@ -14,7 +14,7 @@ from pronghorn.errors import DataError, EnvironmentFault, HealthStop
 
 
 @pytest.mark.parametrize(("subject", "count"), [
-    (cache_bits, 8), (data_files, 20), (preference_files, 20), (recipe_files, 30), (tool_configs, 40), (adapter_folders, 20),
+    (cache_bits, 5), (data_files, 12), (preference_files, 10), (recipe_files, 20), (tool_configs, 20), (adapter_folders, 10),
 ], ids=lambda one: getattr(one, "__name__", None))  # fmt: skip
 def test_nothing_bad_comes_of_a_damaged_file(
     subject: object, count: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]

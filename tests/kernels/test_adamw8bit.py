@@ -21,7 +21,6 @@ from pronghorn.kernels.optim.adamw8bit import (
     quantize_moment,
 )
 from pronghorn.kernels.quant.nf4 import dynamic_code
-from pronghorn.kernels.runtime.host_memory import device_shift
 from pronghorn.train.step.fused_adamw import FusedAdamW
 from tables import table
 
@@ -79,24 +78,6 @@ def agree(codes: torch.Tensor, absmax: torch.Tensor, moment: torch.Tensor, *, si
 # The format -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("signed", [True, False])
-def test_levels_are_seven_decades(signed: bool) -> None:
-    levels = dynamic_code(signed=signed).double()
-    assert len(levels) == 256
-    assert (levels.diff() > 0).all()
-    positive = levels[levels > 0]
-    for decade in range(7):
-        inside = positive[(positive > 10.0 ** (decade - 7)) & (positive < 10.0 ** (decade - 6))]
-        assert len(inside) == (1 if signed else 2) * 2**decade
-        if len(inside) > 1:
-            torch.testing.assert_close(inside.diff(), inside.diff()[:1].expand(len(inside) - 1), rtol=1e-4, atol=0)
-    assert float(positive[0]) == pytest.approx(5.5e-7 if signed else 3.25e-7, rel=1e-6)
-    assert 0.0 in levels
-    assert levels[-1] == 1
-    if signed:
-        assert torch.equal(levels[:127], -levels[128:255].flip(0))
-
-
 @pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 @pytest.mark.parametrize("signed", [True, False])
 def test_levels_are_those_of_bitsandbytes(signed: bool) -> None:
@@ -122,15 +103,6 @@ def test_every_byte_is_the_nearest_level(signed: bool) -> None:
     large = x.abs() > 1e-4 * scale
     # The widest gap in the top three decades: 8 or 16 levels over a decade's 90 %, at its lower end.
     assert float(((back - x).abs() / x.abs())[large].max()) < (0.45 / 8 / 0.1 if signed else 0.45 / 16 / 0.1)
-
-
-def test_levels_come_back_as_themselves() -> None:
-    for signed in (True, False):
-        bytes_ = torch.arange(256, dtype=torch.uint8)
-        values = dequantize_moment(bytes_, torch.tensor([0.37]), signed=signed)
-        again, absmax = quantize_moment(values, signed=signed)
-        assert torch.equal(again, bytes_)
-        assert float(absmax[0]) == pytest.approx(0.37)
 
 
 # The step -------------------------------------------------------------------------------------------------------------------
@@ -278,20 +250,6 @@ def test_a_gradient_that_is_not_finite_changes_nothing(device: str, bad: float) 
     assert all(changed[: len(SHAPES)])
 
 
-def test_wrong_tensors_are_told(device: str) -> None:
-    good = tensors_of(device, [(300,)])
-    columns = (good.params, good.grads, good.exp_avgs, good.exp_avg_sqs, good.steps)
-    settings: dict[str, Any] = {"weight_decays": [0.0]}
-    with pytest.raises(ValueError, match="without absmax"):
-        AdamW8bitTensors(*columns, absmaxes=[None], **settings)
-    short = torch.zeros(1, device=device)
-    with pytest.raises(ValueError, match="one fp32 value per 256"):
-        AdamW8bitTensors(*columns, absmaxes=[(short, short)], **settings)
-    floats = [torch.zeros(300, device=device)]
-    with pytest.raises(ValueError, match="with absmax"):
-        AdamW8bitTensors(*columns[:2], floats, floats, columns[4], absmaxes=good.absmaxes, **settings)
-
-
 # The optimizer --------------------------------------------------------------------------------------------------------------
 
 
@@ -344,27 +302,6 @@ def test_paged_moments_are_the_same_ones_elsewhere(device: str, eight_bit: bool)
             assert state["exp_avg"].is_pinned()
     storages = {state[key].untyped_storage().data_ptr() for state in paged.state.values() for key in ("exp_avg", "exp_avg_sq")}
     assert len(storages) == 2 * len(params), "each has a storage of its own, as files want them"
-
-
-def test_a_quadratic_converges() -> None:
-    """Curvatures over three decades; 8 bits end where 32 bits do. On the CPU: 300 steps are many for the interpreter."""
-    curvature = torch.logspace(-3, 0, SMALL)
-    ends = []
-    for eight_bit in (False, True):
-        x = torch.nn.Parameter(torch.ones(SMALL))
-        optimizer = FusedAdamW([x], lr=0.05, weight_decay=0.0, eight_bit=eight_bit)
-        for step in range(300):
-            optimizer.param_groups[0]["lr"] = 0.05 * (1 - step / 300)
-            x.grad = curvature * x.detach()
-            optimizer.step()
-        ends.append(float((curvature * x.detach().square()).sum() / curvature.sum()))
-    assert ends[0] < 1e-9
-    assert ends[1] < 1e-9
-
-
-def test_host_memory_has_an_address(device: str) -> None:
-    memory = torch.zeros(1 << 16, dtype=torch.uint8, pin_memory=CUDA and device == "cuda")
-    assert device_shift(memory, torch.device(device)) == 0  # true on Linux
 
 
 @pytest.mark.gpu

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from pronghorn.kernels.attention import attention as attention_module
 from pronghorn.kernels.attention import attention_torch
 from pronghorn.kernels.attention.attention import (
     _Case,
@@ -20,11 +19,9 @@ from pronghorn.kernels.attention.attention import (
     attention_backward,
     attention_forward,
     attention_reference,
-    pick_backend,
 )
 from pronghorn.kernels.attention.attention_flex import block_mask
 from pronghorn.kernels.attention.attention_torch import Packed
-from pronghorn.kernels.runtime import dispatch
 from tables import covering, gpu_rows, table
 
 CUDA = torch.cuda.is_available()
@@ -241,67 +238,6 @@ def test_block_mask_has_exactly_the_blocks_with_something_to_see(lengths: tuple[
     expected = padded.view(blocks, 128, blocks, 128).any(3).any(1)
     mask = block_mask(Packed(cu, max(lengths), 1.0, window), tokens, torch.device("cpu"))
     assert torch.equal(mask.to_dense()[0, 0].bool(), expected)
-
-
-def test_the_choice_is_said_once_and_why(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_said", set())
-    monkeypatch.setattr(attention_module, "HAS_TRITON", False)
-    attention_module._pick.cache_clear()
-    for _ in range(2):
-        assert pick_backend(torch.device("cuda"), torch.float32, 48, softcap=True) == "torch"
-    said = capsys.readouterr().err
-    attention_module._pick.cache_clear()
-    assert said.startswith("attention on a GPU: plain torch for float32, head width 48, soft-cap (Pronghorn's kernel for short")
-    assert "flash-attn-4: " in said
-    assert said.count("\n") == 1
-
-
-def test_a_cpu_has_nothing_to_tell(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_said", set())
-    assert pick_backend(torch.device("cpu"), torch.float32, 47, softcap=True) == "torch"
-    assert capsys.readouterr().err == ""
-
-
-def test_every_refusal_of_a_flash_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = torch.device("cuda", 0)
-    chip = (9, 0)
-    monkeypatch.setattr("pronghorn.kernels.attention.attention.cuda_capability", lambda device: chip)
-    monkeypatch.setattr("pronghorn.kernels.attention.attention_flash.why_no_flash4", lambda: None)
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    assert _no_flash4(_Case(cuda, torch.bfloat16, 128, True, True)) is None
-    assert _no_flash2(_Case(cuda, torch.bfloat16, 256, False, True)) is None
-    assert "soft-cap" in (_no_flash2(_Case(cuda, torch.bfloat16, 128, True, False)) or "")
-    for refusal in (_no_flash4, _no_flash2):
-        assert "bf16" in (refusal(_Case(cuda, torch.float32, 128, False, False)) or "")
-        for width in (100, 264):
-            assert "head widths" in (refusal(_Case(cuda, torch.float16, width, False, False)) or "")
-    chip = (10, 0)
-    assert _no_flash4(_Case(cuda, torch.bfloat16, 256, False, False)) is None
-    assert "Blackwell" in (_no_flash4(_Case(cuda, torch.bfloat16, 256, True, False)) or "")
-    chip = (8, 6)
-    assert "Hopper" in (_no_flash4(_Case(cuda, torch.bfloat16, 128, False, False)) or "")
-    chip = (7, 5)
-    assert "Ampere" in (_no_flash2(_Case(cuda, torch.bfloat16, 128, False, False)) or "")
-
-
-@table(
-    ("chip", "flash4", "typical", "expected"),
-    [((9, 0), False, 513, "short"), ((9, 0), False, 16_384, "short"), ((9, 0), False, 16_385, "flash2"),
-     ((9, 0), False, None, "flash2"), ((9, 0), True, 512, "short"), ((9, 0), True, 513, "flash4"),
-     ((8, 9), False, 512, "short"), ((8, 9), False, 513, "flash2"), ((10, 0), False, 513, "flash2")])  # fmt: skip
-def test_documents_of_middle_length_are_ours_on_a_hopper_without_flash_attn_4(
-    monkeypatch: pytest.MonkeyPatch, chip: tuple[int, int], flash4: bool, typical: int | None, expected: str
-) -> None:
-    """Where it was measured to be faster than FlashAttention-2, and nowhere else."""
-    monkeypatch.setattr(attention_module, "HAS_TRITON", True)
-    monkeypatch.setattr(attention_module, "cuda_capability", lambda device: chip)
-    monkeypatch.setattr(attention_module.attention_flash, "why_no_flash4", lambda: None if flash4 else "not installed")
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    attention_module._pick.cache_clear()
-    for width in (64, 128):
-        assert pick_backend(torch.device("cuda", 0), torch.bfloat16, width, typical=typical) == expected
-    assert pick_backend(torch.device("cuda", 0), torch.bfloat16, 256, typical=typical) == ("flash4" if flash4 else "flash2")
-    attention_module._pick.cache_clear()
 
 
 @pytest.mark.skipif(not CUDA, reason="no CUDA device")

@@ -11,15 +11,8 @@ import torch
 
 from pronghorn.kernels.attention import attention_flash
 from pronghorn.kernels.attention.attention import gradients_in_place
-from pronghorn.kernels.attention.attention_flash import Flash4, backward_chunks
+from pronghorn.kernels.attention.attention_flash import Flash4
 from pronghorn.kernels.attention.attention_torch import Computed, Packed, PlainTorch
-
-
-def test_chunks_begin_where_the_sums_are_large() -> None:
-    assert [backward_chunks(tokens, 32, 8, 128) for tokens in (16384, 65536, 131072, 200_000, 524288)] == [1, 1, 2, 4, 8]
-    assert backward_chunks(10**6, 32, 8, 128) == 8  # one key head a chunk
-    assert backward_chunks(10**6, 40, 10, 128) == 2  # 10 is no multiple of 4
-    assert backward_chunks(10**6, 4, 1, 128) == 1
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 4])
@@ -48,14 +41,6 @@ def test_chunks_do_what_one_does(chunks: int, monkeypatch: pytest.MonkeyPatch) -
     for mine, theirs in zip(found[:3], truth[:3], strict=True):
         torch.testing.assert_close(mine, theirs)
     assert found[0].data_ptr() == qkv.data_ptr()
-
-
-def test_gradients_may_take_the_place_of_q_k_v_only_where_they_are_written_last() -> None:
-    assert gradients_in_place("flash4", 32, 8, 128)
-    assert not gradients_in_place("flash4", 32, 32, 128)  # dk and dv are written while others read
-    assert not gradients_in_place("flash4", 16, 8, 256)
-    assert not gradients_in_place("short", 32, 8, 128)
-    assert not gradients_in_place("flex", 32, 8, 128)
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (2, None), (None, 5.0)])

@@ -190,18 +190,6 @@ def test_two_heads_in_a_program_give_the_bits_of_one(
             assert torch.equal(bits(one), bits(two))
 
 
-def test_heads_are_paired_where_they_are_even_and_a_tile_holds_a_whole_group() -> None:
-    tiles = Tiles(64, 32, 4, 3, pair=True)
-    assert tiles.pairs(group=4, kv_heads=8)
-    assert tiles.pairs(group=1, kv_heads=2)
-    assert not tiles.pairs(group=4, kv_heads=1)
-    assert not tiles.pairs(group=4, kv_heads=3)
-    assert not tiles.pairs(group=6, kv_heads=2)  # 2 heads a tile
-    assert not tiles.pairs(group=16, kv_heads=2)  # 8
-    assert not tiles._replace(heads=2).pairs(group=4, kv_heads=8)
-    assert not tiles._replace(pair=False).pairs(group=4, kv_heads=8)
-
-
 def test_results_go_where_they_are_asked_for_and_repeat_bit_for_bit(where: str) -> None:
     tensors, cu, options = make(where, torch.float16, kv_heads=1)
     dout, q, k, v = tensors

@@ -3,29 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 
 import pytest
 import torch
-from fake_cublaslt import FakeCublasLt
 from torch import Tensor
 
-from pronghorn.kernels.gemm import cublaslt
-from pronghorn.kernels.gemm.cublaslt import (
-    LONG,
-    NARROW,
-    WIDE,
-    Algorithm,
-    _Library,
-    _Offer,
-    _prepared,
-    _strides,
-    choose,
-    favoured,
-    offered,
-    taken,
-    try_mm,
-)
+from pronghorn.kernels.gemm.cublaslt import LONG, NARROW, WIDE, Algorithm, _Offer, choose, favoured, offered, taken, try_mm
 from pronghorn.kernels.gemm.mm import mm_add
 from tables import gpu_rows, table
 
@@ -72,68 +55,6 @@ def test_a_cpu_is_left_to_torch() -> None:
     assert not try_mm(a, b, out)
     assert not out.any()
     assert offered(a, b, out) == {}
-
-
-# ---- the library's functions, played on the CPU ------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCublasLt]:
-    library = FakeCublasLt([OTHER, NARROW, WIDE])
-    found = _Library(library)
-    monkeypatch.setattr(cublaslt, "_library", lambda device: found)
-    _prepared.cache_clear()
-    yield library
-    _prepared.cache_clear()
-    assert library.errors == []
-
-
-def multiplied(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None = None, alpha: float = 1.0) -> bool:
-    """As `multiply` does it, of tensors on the CPU."""
-    prepared = _prepared(0, a.shape[0], a.shape[1], b.shape[1], _strides(a, b, out, add))
-    return prepared is not None and prepared.run(a, b, out, add, alpha, 77)
-
-
-@pytest.mark.parametrize(("by_rows", "inner", "expected"), [(True, 24, WIDE), (False, 24, NARROW)])
-def test_the_library_is_told_what_to_multiply(fake: FakeCublasLt, by_rows: bool, inner: int, expected: Algorithm) -> None:
-    """Strided rows on all sides; the favoured algorithm is taken out of the middle of those offered."""
-    torch.manual_seed(0)
-    a = torch.randn(2048, inner + 8).bfloat16()[:, :inner]
-    b = torch.randn(3072, inner + 16).bfloat16()[:, :inner].T if by_rows else torch.randn(inner, 3080).bfloat16()[:, :3072]
-    out = torch.zeros(2048, 3136).bfloat16()
-    assert multiplied(a, b, out[:, :3072])
-    assert torch.equal(out[:, :3072], (a.double() @ b.double()).bfloat16())
-    assert not out[:, 3072:].any()
-    assert fake.ran == [expected]
-
-
-def test_what_is_added_is_read_where_it_lies(fake: FakeCublasLt) -> None:
-    torch.manual_seed(0)
-    a, b, h = torch.randn(5, 16).bfloat16(), torch.randn(8, 16).bfloat16().T, torch.randn(5, 24).bfloat16()[:, :8]
-    before, out = h.clone(), torch.zeros(5, 8).bfloat16()
-    assert multiplied(a, b, out, h, 0.5)
-    assert torch.equal(out, (h.double() + 0.5 * (a.double() @ b.double())).bfloat16())
-    assert torch.equal(h, before)
-    assert fake.ran == [OTHER]  # the library's favourite: no shape of ours
-
-
-def test_nothing_is_left_behind(fake: FakeCublasLt) -> None:
-    a, b, out = torch.zeros(2048, 8).bfloat16(), torch.zeros(3072, 8).bfloat16().T, torch.zeros(2048, 3072).bfloat16()
-    assert multiplied(a, b, out)
-    assert len(fake.alive) == 1 + 1 + 4  # the handle, a description and its four layouts
-    _prepared.cache_clear()
-    assert list(fake.alive.values()) == ["handle"]
-
-
-def test_where_the_library_offers_nothing_or_refuses_torch_multiplies(fake: FakeCublasLt) -> None:
-    a, b, out = torch.zeros(2048, 8).bfloat16(), torch.zeros(3072, 8).bfloat16().T, torch.zeros(2048, 3072).bfloat16()
-    fake.offers = [OTHER]
-    assert not multiplied(a, b, out)
-    _prepared.cache_clear()
-    fake.offers, fake.refuses = [WIDE], True
-    assert not multiplied(a, b, out)
-    assert list(fake.alive.values()) == ["handle"]
-    assert fake.ran == []
 
 
 # ---- on a GPU ----------------------------------------------------------------------------------------------------------------
@@ -227,15 +148,3 @@ def test_what_is_not_covered_is_left_to_torch(why: str) -> None:
         a = a.T.contiguous().T
     assert not try_mm(a, b, out)
     assert not out.any()
-
-
-def test_a_product_adds_freely_where_the_library_covers_it(monkeypatch: pytest.MonkeyPatch, fake: FakeCublasLt) -> None:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(cublaslt, "cuda_capability", lambda device: (9, 0))
-    assert cublaslt.adds_freely(torch.bfloat16, torch.device("cuda", 0))
-    assert cublaslt.adds_freely(torch.bfloat16, torch.device("cuda"))
-    assert not cublaslt.adds_freely(torch.float16, torch.device("cuda", 0))
-    assert not cublaslt.adds_freely(torch.bfloat16, torch.device("cuda", 1))
-    assert not cublaslt.adds_freely(torch.bfloat16, torch.device("cpu"))
-    monkeypatch.setattr(cublaslt, "cuda_capability", lambda device: (8, 0))
-    assert not cublaslt.adds_freely(torch.bfloat16, torch.device("cuda", 0))

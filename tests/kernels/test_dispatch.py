@@ -72,31 +72,12 @@ def test_the_triton_path_of_these_tests_is_really_taken(device: str, monkeypatch
     assert bool(launched) == dispatch.use_triton(torch.ones(1))
 
 
-def test_a_text_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
-    for _ in range(3):
-        dispatch.say_once("attention: no fast path here")
-    dispatch.say_once("another thing")
-    assert capsys.readouterr().err == "attention: no fast path here\nanother thing\n"
-
-
-def test_a_device_that_is_not_cuda_has_no_capability() -> None:
-    assert dispatch.cuda_capability("cpu") < (8, 0)
-    assert dispatch.processor_count(torch.device("cpu")) == 2
-
-
 @table(("capability", "taken"), [((9, 0), 90), ((8, 7), 86), ((10, 3), 100), ((12, 1), 120), ((7, 5), 86), ((0, 0), 86)])
 def test_a_chip_that_is_not_in_the_table_has_what_an_older_one_has(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], taken: int
 ) -> None:
     monkeypatch.setattr(dispatch, "cuda_capability", lambda device: capability)
     assert dispatch.chip_of("cuda").sm == taken
-
-
-def test_chips_offer_what_nvidia_says() -> None:
-    """Technical specifications by compute capability: shared memory of a block and of a multiprocessor, resident warps."""
-    said = {chip.sm: (chip.shared / 1024, chip.all_shared / 1024, chip.warps) for chip in dispatch.CHIPS.values()}
-    small = (99, 100, 48)
-    assert said == {80: (163, 164, 64), 86: small, 89: small, 90: (227, 228, 64), 100: (227, 228, 64), 120: small}
 
 
 def test_ops_can_do_what_they_would_do_on_a_chip(monkeypatch: pytest.MonkeyPatch) -> None:

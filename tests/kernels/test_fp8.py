@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from fp8_interpreter import interpreter_casts_as_a_gpu
@@ -19,23 +17,17 @@ from pronghorn.kernels.lora.fp8 import (
 )
 from pronghorn.kernels.lora.fp8_lora import SplitJob, SplitTable, fp8_extend, split_reference, split_reference_job
 from pronghorn.kernels.lora.lora_linear import Adapter
-from pronghorn.kernels.mlp.fp8_gated import gated_activation_fp8_backward, gated_activation_fp8_forward
-from pronghorn.kernels.mlp.gated_mlp import gated_activation_reference
-from pronghorn.kernels.norm.rms_norm import rms_norm_backward, rms_norm_reference
 from pronghorn.kernels.quant.fp8_cast import (
     E4M3,
     fp8_cast_rows,
     fp8_dequantize,
     fp8_quantize_weight,
-    fp8_rows,
     fp8_supported,
     fp8_transpose,
 )
-from pronghorn.kernels.quant.fp8_norm import rms_norm_fp8_forward
 from tables import table
 
 BF16 = torch.bfloat16
-CUDA = torch.cuda.is_available()
 
 
 @pytest.fixture(autouse=True)
@@ -309,98 +301,3 @@ def test_extend(device: str, tokens: int, rank: int) -> None:
     inside = true.abs() <= 448
     assert torch.equal(hi, again)
     assert ((hi + lo).double() - true).abs()[inside].le((true.abs() * 2**-8 + 2**-9)[inside]).all()
-
-
-def some(*tensors: torch.Tensor | None) -> list[torch.Tensor]:
-    """All of them, and there are all."""
-    found = [tensor for tensor in tensors if tensor is not None]
-    assert len(found) == len(tensors)
-    return found
-
-
-def test_an_mlp_as_a_layer_runs_it(place: str) -> None:
-    """h + down(act(gate(norm(h))) * up(norm(h))), both ways, every cast made by the kernel that makes the values; beside the
-    same in float64 with the same weights."""
-    T, D, F = 48, 64, 128
-    h, dh = torch.randn(T, D, device=place).to(BF16), torch.randn(T, D, device=place).to(BF16)
-    norm = (torch.rand(D, device=place) + 0.5).to(BF16)
-    groups, whole = [], []
-    for outputs, inputs in (([F, F], D), ([D], F)):
-        stored = [fp8_quantize_weight(torch.randn(width, inputs, device=place) / inputs**0.5) for width in outputs]
-        adapters = []
-        for i, width in enumerate(outputs):
-            A, B = torch.randn(8, inputs, device=place) / inputs**0.5, torch.randn(width, 8, device=place) * 0.05
-            adapters.append(Adapter(i, A, B, 2.0))
-        groups.append(Fp8Group(stored, adapters))
-        whole.append(torch.cat([fp8_dequantize(q, scale) for q, scale in stored]).double())
-    gate_up, down = groups
-
-    x8 = fp8_rows(T, gate_up.input_width, place)
-    normed = rms_norm_fp8_forward(h, norm, 1e-6, bound=gate_up.bound, out8=x8[:, :D])
-    xa = gate_up.extend(normed.y_TD, x8, normed.scale_T)
-    gu = gate_up.forward(x8, normed.scale_T)
-    a8 = fp8_rows(T, down.input_width, place)
-    a, _, scale = gated_activation_fp8_forward(gu, "silu", bound=down.bound, out8=a8[:, :F])
-    aa = down.extend(a, a8, scale)
-    out = h + down.forward(a8, scale)
-
-    buffer = torch.empty(max(g.transposed_bytes for g in groups), device=place, dtype=E4M3)  # all layers share one
-    dy8 = torch.empty(T, down.grad_width, device=place, dtype=E4M3)
-    scale = fp8_cast_rows(dh, down.scale_O, bound=down.bound_grad, out=dy8[:, :D])[1]
-    dyb = down.extend_grad(dh, dy8, scale)
-    da = down.backward_input(dy8, scale, down.transposed(buffer))
-    dgu8 = torch.empty(T, gate_up.grad_width, device=place, dtype=E4M3)
-    dgu, _, scale, a = gated_activation_fp8_backward(
-        da, gu, "silu", gate_up.scale_O, bound=gate_up.bound_grad, out=gu, out8=dgu8[:, : 2 * F], activation_out=da
-    )
-    grads = down.adapter_grads(*some(dh, dyb, a, aa))
-    dgub = gate_up.extend_grad(dgu, dgu8, scale)
-    dx = gate_up.backward_input(dgu8, scale, gate_up.transposed(buffer))
-    grads += gate_up.adapter_grads(*some(dgu, dgub, normed.y_TD, xa))
-    dh_in, _ = rms_norm_backward(dx, h, norm, normed.rstd_T, add_TD=dh)
-
-    parameters = [p for group in (down, gate_up) for adapter in group.adapters for p in (adapter.A_RD, adapter.B_OR)]
-    true = [t.double().requires_grad_() for t in (h, *parameters)]
-    wide = rms_norm_reference(true[0], norm.double(), 1e-6)[0]
-
-    def linear(x: torch.Tensor, weight: torch.Tensor, *pairs: torch.Tensor) -> torch.Tensor:
-        added = [2 * (x @ A.T) @ B.T for A, B in zip(pairs[::2], pairs[1::2], strict=True)]
-        return x @ weight.T + torch.cat(added, dim=1)
-
-    activated = gated_activation_reference(linear(wide, whole[0], *true[3:]), "silu")
-    truth = true[0] + linear(activated, whole[1], *true[1:3])
-    truth.backward(dh.double())
-    assert relative(out, truth.detach()) < 0.05
-    for got, expected in zip([dh_in, *(g for pair in grads for g in pair)], true, strict=True):
-        assert expected.grad is not None
-        assert relative(got, expected.grad) < 0.07
-
-
-@pytest.mark.skipif(not CUDA, reason="needs a GPU")
-def test_a_layer_of_it_is_captured() -> None:
-    group: Any
-    group, weight = group_of("cuda", 1e-3, rank=16)
-    x = torch.randn(64, 64, device="cuda").to(BF16)
-    x8 = torch.zeros(64, group.input_width, device="cuda").to(E4M3)
-
-    def step() -> torch.Tensor:
-        group.refresh()
-        _, scale = fp8_cast_rows(x, bound=group.bound, out=x8[:, : group.D])
-        group.extend(x, x8, scale)
-        y = group.forward(x8, scale)
-        dy8 = torch.empty(64, group.grad_width, dtype=E4M3, device="cuda")
-        _, scale = fp8_cast_rows(y, group.scale_O, bound=group.bound_grad, out=dy8[:, : group.O])
-        group.extend_grad(y, dy8, scale)
-        return group.backward_input(dy8, scale, group.transposed())
-
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
-    x.copy_(torch.randn(64, 64, device="cuda"))
-    for adapter in group.adapters:
-        adapter.B_OR.mul_(5)
-    graph.replay()
-    assert torch.equal(out, step())
-    assert weight.isfinite().all()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pronghorn.kernels.lora import gated_lora
 from pronghorn.kernels.lora.gated_lora import Tile, gated_lora_backward, why_not_thin
-from pronghorn.kernels.lora.gated_lora_thin import WIDTH, ThinSums
+from pronghorn.kernels.lora.gated_lora_thin import ThinSums
 from pronghorn.kernels.runtime.dispatch import use_triton
 from tables import table
 
@@ -142,40 +142,6 @@ def test_numbers_at_the_ends_of_the_range(device: str, largest: float) -> None:
     assert torch.equal(dyb[0], truth)
 
 
-def test_the_sums_are_kept_in_eleven_bits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the second kernel reads: each block's share of a row, the largest at 2^14 to 2^15."""
-    case, sB = Case.make(33, 130, 16, GATE, UP, torch.bfloat16, device), weight_behind(130, GATE, UP, device)
-    if not use_triton(case.gu):
-        pytest.skip("plain torch has no partial sums")
-    kept: list[ThinSums] = []
-    monkeypatch.setattr(ThinSums, "add_up", lambda sums, _: kept.append(sums))
-    dgu = run(case, sB)[0]
-    (thin,) = kept
-    assert thin.sums_BTW.shape == (3, 33, WIDTH)
-    largest = thin.sums_BTW.float().abs().amax(2)
-    assert (largest >= 2**14).all()
-    assert (largest <= 2**15).all()
-    for block in range(3):
-        columns = torch.arange(64 * block, min(130, 64 * block + 64), device=dgu.device)
-        both = torch.cat([columns, 130 + columns])
-        truth = (dgu[:, both].double() @ sB[both].double())[:, :WIDTH]
-        found = thin.sums_BTW[block].double() * 2.0 ** (thin.powers_BT[block].double()[:, None] - 141)
-        assert ((found - truth).abs() <= 2**-10.99 * truth.abs() + 1e-6 * truth.abs().amax(1, keepdim=True)).all()
-
-
-def test_who_goes_this_way(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    gu = torch.empty(2, 8, dtype=torch.bfloat16, device=device)
-    assert (why_not_thin(gu, 16, GATE, UP) == "") == use_triton(gu)
-    assert (why_not_thin(gu, 0, slice(0, 3), slice(3, 6)) == "") == use_triton(gu)
-    for other in (gu.float(), gu.half(), gu.double()):
-        assert why_not_thin(other, 16, GATE, UP)
-    for down, gate, up in ((16, None, UP), (16, GATE, None), (16, GATE, GATE), (16, slice(0, 8), UP), (32, GATE, UP),
-                           (16, slice(0, 17), slice(17, 34)), (16, UP, slice(32, 48))):  # fmt: skip
-        assert why_not_thin(gu, down, gate, up)
-    monkeypatch.setattr(gated_lora, "_thin_tile", lambda: None)
-    assert why_not_thin(gu, 16, GATE, UP)
-
-
 def small_model(device: str) -> Callable[[], tuple[float, dict[str, Tensor]]]:
     """Of two layers with adapters everywhere; (loss, what the adapters' gradients add up to) as the captured step has them."""
     from transformers import AutoModelForCausalLM, LlamaConfig
@@ -203,8 +169,7 @@ def small_model(device: str) -> Callable[[], tuple[float, dict[str, Tensor]]]:
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         sums = LoraGradBuffer(engine, torch.bfloat16)
-        loss = engine.packed_loss(batch.ids_T, batch.positions_T, batch.cu_seqlens, batch.longest, loss_rows=batch.loss_rows,
-                                  labels_T=batch.labels_T)[0]  # fmt: skip
+        loss = engine.packed_loss(batch)[0]
         loss.backward()
         sums.collect()
         sums.release()

@@ -17,9 +17,7 @@ from pronghorn.kernels.moe.grouped_gemm import (
 )
 from pronghorn.kernels.runtime.dispatch import use_triton
 
-LOADS = {
-    "odd": [0, 1, 70, 83], "empty": [0, 0, 0, 37, 37], "one": [0, 0, 131], "single": [0, 3],
-}  # fmt: skip
+LOADS = {"odd": [0, 1, 70, 83], "empty": [0, 0, 0, 37, 37], "one": [0, 0, 131], "single": [0, 3]}
 SIZES = [(64, 96), (40, 130), (16, 33)]  # D, outputs
 # Every load with every size, and every dtype with every load and every size.
 # Loads and sizes meet in the tiles' borders: each load with two of the three sizes, and in each dtype.

@@ -5,24 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from pronghorn.kernels.lora import lora_grad_gemm as op
-from pronghorn.kernels.lora.lora_grad_gemm import (
-    CONFIGS,
-    MOST_RANKS,
-    LoraGradJob,
-    Tile,
-    covered,
-    lora_grad_gemm,
-    lora_grad_gemm_reference,
-)
-from pronghorn.kernels.runtime.dispatch import use_triton
-from tables import table
+from pronghorn.kernels.lora.lora_grad_gemm import CONFIGS, LoraGradJob, Tile, lora_grad_gemm, lora_grad_gemm_reference
 
 DTYPES = [torch.bfloat16, torch.float16]
 SMALL = Tile(16, 32, 4, 3, 1)
@@ -174,48 +163,6 @@ def test_offsets_beyond_an_int32(where: str) -> None:
     lora_grad_gemm(jobs)
     for one, other in zip(near, jobs, strict=True):
         assert torch.equal(one.total_SD, other.total_SD)
-
-
-def test_what_it_takes(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = job_of(20, 16, 40, torch.float16, where, scaled=True)
-    assert covered(job)
-    assert covered(job_of(20, MOST_RANKS, 40, torch.bfloat16, where, scaled=False))
-    assert not covered(job_of(20, MOST_RANKS + 1, 40, torch.float16, where, scaled=False))
-    assert not covered(job_of(20, 16, 40, torch.float32, where, scaled=False))
-    assert not covered(job._replace(total_SD=job.total_SD.double()))
-    assert not covered(job._replace(total_SD=job.total_SD.half()))
-    assert not covered(job._replace(thin_TS=job.thin_TS.bfloat16()))
-    assert not covered(job._replace(wide_TD=job.wide_TD.T.contiguous().T))
-    assert job.rstd_T is not None
-    assert not covered(job._replace(rstd_T=job.rstd_T.repeat_interleave(2)[::2]))
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert use_triton(job.wide_TD) == covered(job) == (where == "cuda")
-
-
-def test_jobs_that_do_not_fit_each_other(where: str) -> None:
-    job = job_of(20, 16, 40, torch.float16, where, scaled=False)
-    others: list[Any] = [
-        job_of(21, 16, 40, torch.float16, where, scaled=False),
-        job_of(20, 16, 40, torch.bfloat16, where, scaled=False),
-    ]
-    for other in others:
-        with pytest.raises(AssertionError):
-            lora_grad_gemm([job, other])
-    with pytest.raises(AssertionError):
-        lora_grad_gemm([job, job, job])
-
-
-@table(("widths", "ranks"), [((2048, 2048), 16), ((2048, 3072), 48), ((2048,), 32), ((2048,), 16), ((4096, 6144), 48)])
-def test_programs_fill_a_gpu_and_partial_sums_are_small(widths: tuple[int, ...], ranks: int) -> None:
-    """On 132 multiprocessors at 16,384 tokens, of Llama 1B and 8B."""
-    block = 64 if ranks == 48 else ranks
-    tile = op._tile(block)
-    assert tile.programs(block) == 3
-    columns = sum(-(-width // tile.columns) for width in widths)
-    rows = op._rows_of_a_program(16384, columns, tile, 132 * 3)
-    shares = -(-16384 // rows)
-    assert 0.8 * 396 <= shares * columns <= 396
-    assert shares * ranks * sum(widths) * 4 < 10e6
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

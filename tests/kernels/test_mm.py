@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
-from pronghorn.kernels.gemm import mm as file
 from pronghorn.kernels.gemm.mm import mm, mm_accumulate_, mm_add
 
 
@@ -39,28 +37,6 @@ def test_mm_add(where: str) -> None:
     assert found == pytest.approx(expected, abs=1e-6)
     assert out is None or found is out
     assert where == "in place" or torch.equal(h, before)
-
-
-@pytest.mark.parametrize("where", ["elsewhere", "in place"])
-def test_a_sum_in_place_is_made_elsewhere_first_where_the_library_would_round_twice(
-    monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
-    asked: list[bool] = []
-
-    def try_mm(a: Tensor, b: Tensor, out: Tensor, add: Tensor, alpha: float) -> bool:
-        asked.append(out.data_ptr() == add.data_ptr())
-        out.copy_(add + alpha * (a @ b))
-        return True
-
-    monkeypatch.setattr(file, "covered", lambda *_: True)
-    monkeypatch.setattr(file, "try_mm", try_mm)
-    torch.manual_seed(0)
-    h, a, b = torch.randn(6, 4), torch.randn(6, 9), torch.randn(9, 4)
-    out = h[:] if where == "in place" else torch.full((6, 4), float("nan"))
-    expected = h + 0.25 * (a @ b)
-    assert mm_add(h, a, b, 0.25, out) is out
-    assert torch.equal(out, expected)
-    assert asked == [False]
 
 
 def test_mm_accumulate_sums_in_the_totals_dtype() -> None:

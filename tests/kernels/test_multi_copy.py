@@ -31,8 +31,3 @@ def test_a_change_that_torch_does_not_count_is_copied_too(device: str) -> None:
     assert source._version == version
     table.run()
     assert torch.equal(target, source * 2)
-
-
-def test_no_jobs_is_no_work() -> None:
-    table = CopyTable([])
-    table.run()

@@ -33,7 +33,3 @@ def test_the_definition() -> None:
     assert multi_gather_reference(transposed).tolist() == [[2.0, 8.0], [4.0, 10.0], [6.0, 12.0]]
     weighted = GatherJob(source, torch.zeros(2, 3), weight=torch.tensor([0.0, 1.0, -1.0]), one_plus=True)
     assert multi_gather_reference(weighted).tolist() == [[1.0, 4.0, 0.0], [4.0, 10.0, 0.0]]
-
-
-def test_no_jobs_is_no_work() -> None:
-    GatherTable([]).run()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 
 from pronghorn.kernels.attention.rope import qk_rope, qk_rope_backward, qk_rope_forward, qk_rope_reference
@@ -18,8 +17,7 @@ SHAPES = [(4, 2, 64, 64), (3, 1, 96, 96), (5, 5, 80, 32), (20, 3, 128, 128), (1,
 NORMS = [None, "per_head", "full"]
 # (shape, dtype, neighbours, norm): every pair of values of any two of the four, in 15 cases instead of 90. The interpreter
 # takes 20 ms a program, and on a GPU every combination of constants is a compilation (of two to eight kernels).
-CASES = [(shape, DTYPES[(i + j) % 3], (i + j) % 2 == 1, norm)
-         for i, shape in enumerate(SHAPES) for j, norm in enumerate(NORMS)]  # fmt: skip
+CASES = [(shape, DTYPES[(i + j) % 3], (i + j) % 2 == 1, norm) for i, shape in enumerate(SHAPES) for j, norm in enumerate(NORMS)]
 
 
 def angles(T: int, width: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,11 +131,3 @@ def test_the_norm_gradients_are_the_same_every_time(device: str) -> None:
     grads = [torch.randn_like(x) for x in (q, k, v)]
     first, second = (backward_of(given, grads, rstd, need_norm_grad=True) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def test_what_cannot_work_is_refused() -> None:
-    given = case(2, (4, 2, 64, 64), torch.float32, "cpu", "per_head")
-    with pytest.raises(ValueError, match="in place"):
-        qk_rope_forward(**given, in_place=True)
-    with pytest.raises(ValueError, match="a weight for queries and one for keys"):
-        qk_rope_forward(**(given | {"k_norm_H": None}))

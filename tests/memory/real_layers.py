@@ -11,9 +11,11 @@ from pronghorn.memory.job import Job, shape_of
 from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.formats.store import store_experts_, store_linears_
 from pronghorn.model.formats.table import FORMATS
+from pronghorn.model.heads import HEADS
 from pronghorn.model.layers.saved import Level, Saved
+from pronghorn.model.layers.types import Documents
 from pronghorn.model.lora import add_adapter
-from pronghorn.model.scored import with_score
+from pronghorn.packs import PackedDocuments
 from pronghorn.recipe import Lora
 
 SMALL: dict[str, Any] = {
@@ -92,12 +94,11 @@ def job_of(family: str, method: str = "lora", **changes: Any) -> Job:
     return Job(shape_of(config_of(family)), TOKENS, rank=4, element=4, **(METHODS[method] | changes))
 
 
-def model_of(config: Any, method: str, lora: Lora, dtype: torch.dtype = torch.float32, *, scored: bool = False) -> Any:
-    """On torch's default device. `scored`: a reward model."""
+def model_of(config: Any, method: str, lora: Lora, dtype: torch.dtype = torch.float32, head: str = "lm") -> Any:
+    """On torch's default device. `head`: a name of model/heads/."""
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    if scored:
-        model = with_score(model, seed=0)
+    model = HEADS[head].attach(model, seed=0)
     trains = METHODS[method].get("method")
     if trains in ("qlora", "fp8"):
         row = FORMATS[METHODS[method].get("storage", "nf4" if trains == "qlora" else "fp8")]
@@ -124,7 +125,8 @@ def forward(model: Any) -> tuple[Any, Saved]:
 
 
 def documents_of(engine: Any) -> Any:
-    return engine.documents(torch.tensor([0, 20, TOKENS], dtype=torch.int32), 28, torch.arange(TOKENS))
+    bounds = torch.tensor([0, 20, TOKENS], dtype=torch.int32)
+    return Documents.of(PackedDocuments(cu_seqlens=bounds, positions_T=torch.arange(TOKENS), longest=28), engine.positions)
 
 
 def bytes_of(*values: Any) -> int:

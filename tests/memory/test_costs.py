@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pronghorn.bench.workloads import MODELS, WORKLOADS
+from benchmarks.bench.workloads import MODELS, WORKLOADS
 from pronghorn.kernels.runtime.dispatch import HOPPER, Target
 from pronghorn.kernels.runtime.work import Work
 from pronghorn.memory.costs import LayerCosts, milliseconds, predicted_costs

@@ -25,13 +25,11 @@ from real_layers import (
     recomputing,
     small_model,
 )
-
 from transformers import AutoConfig
 
-from pronghorn.bench.workloads import MODELS
+from benchmarks.bench.workloads import MODELS
 from pronghorn.kernels.lora.gated_lora import THIN_CONFIGS
 from pronghorn.kernels.lora.gated_lora_thin import ThinSums
-from pronghorn.kernels.loss.linear_cross_entropy import linear_cross_entropy
 from pronghorn.kernels.runtime.dispatch import CHIPS, HOPPER, Target, dry_run
 from pronghorn.kernels.runtime.work import Work, counting, launched
 from pronghorn.memory.costs import Costs, LayerCosts, predicted_costs
@@ -59,7 +57,9 @@ from pronghorn.memory.plan import make_plan, smallest_budget
 from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.layers.fp8_linears import Fp8LinearGroup
 from pronghorn.model.layers.saved import Level, leave
+from pronghorn.model.layers.types import Documents
 from pronghorn.model.lora_grad_buffer import LoraGradBuffer
+from pronghorn.packs import PackedDocuments
 from pronghorn.recipe import Lora
 from tables import covering, table
 
@@ -77,7 +77,7 @@ CASES = sorted(
 )
 
 
-@table(("family", "method", "adapters"), CASES)
+@table(("family", "method", "adapters"), CASES, one_in=3)
 def test_a_layer_saves_what_the_dry_run_says(family: str, method: str, adapters: str) -> None:
     """To the byte."""
     job = job_of(family, method, targets=TARGETS[adapters])
@@ -106,7 +106,8 @@ def test_what_leaves_fits_into_its_slot(level: Level) -> None:
 
     for method in ("lora", "fp8"):
         job, place = job_of("qwen2_moe", method, targets=TARGETS["experts"]), Place()
-        leave(forward(small_model("qwen2_moe", method, TARGETS["experts"]))[1].at(level), 0, place)
+        engine, saved = forward(small_model("qwen2_moe", method, TARGETS["experts"]))
+        leave(engine.layers[0].kept(saved, level), 0, place)
         slot = problem_of(job, predicted_costs(job, GPUS["h200"]), 10**9, 10**9).slot(level)
         assert slot - 2 * 16 * 256 <= place.needed <= slot
 
@@ -168,9 +169,9 @@ def test_weights_and_adapters_are_counted_as_they_are_stored_and_shared(family: 
 def test_a_reward_model_has_no_lm_head(method: str, tied: bool) -> None:
     config = config_of("llama")
     config.tie_word_embeddings = tied
-    model = model_of(config, method, Lora(r=4), scored=True)
+    model = model_of(config, method, Lora(r=4), head="score")
     language = Job(shape_of(config_of("llama")), TOKENS, rank=4, element=4, **METHODS[method])
-    job = replace(language, shape=shape_of(config), scored=True)
+    job = replace(language, shape=shape_of(config), head="score")
     assert_counted(model, job, method)
     assert job.rows == job.entries  # one for each document
     assert head_bytes(job) < head_bytes(language)
@@ -232,7 +233,8 @@ HELD: dict[tuple[str, str, Level, int], tuple[int, int]] = {
     ("llama-8b-fp8", "linears", "nothing", 1): (2508, 2747),
     ("llama-8b-fp8", "linears", "layer", 4): (802, 1333),
     ("gpt-oss-20b-4layers", "experts", "gate_up", 1): (1055, 1624),
-    ("qwen3-30b-a3b-4layers", "linears", "layer", 1): (904, 904),
+    # its forward: 904 before a layer freed what its mixer does not keep ahead of the experts
+    ("qwen3-30b-a3b-4layers", "linears", "layer", 1): (674, 904),
 }
 
 
@@ -297,8 +299,9 @@ def peak_of_a_whole_step(job: Job, choices: Sequence[Choice]) -> int:
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         LoraGradBuffer(engine, torch.bfloat16)
         with torch.device("meta"):
-            bounds, positions = torch.empty(job.entries, dtype=torch.int32), torch.empty(job.capacity, dtype=torch.int64)
-            documents = engine.documents(bounds, job.capacity, positions, job.attended)
+            sizes = {"T": job.capacity, "E": job.entries}
+            pack = PackedDocuments.blank(sizes, "meta", longest=job.capacity, typical=job.attended)
+            documents = Documents.of(pack, engine.positions)
             h, labels = torch.empty(job.capacity, job.shape.width, dtype=torch.bfloat16), torch.empty(job.capacity).long()
         inputs = h.nbytes
         with Allocations() as counted:
@@ -309,11 +312,10 @@ def peak_of_a_whole_step(job: Job, choices: Sequence[Choice]) -> int:
                 del saved
             with torch.enable_grad():
                 top = h.detach().requires_grad_()
-                x, weight, bias = engine.head_inputs(top)
-                (dh,) = torch.autograd.grad(linear_cross_entropy(x, weight, labels, bias_V=bias, **engine.head_terms)[0], top)
-            del x, top, h
+                (dh,) = torch.autograd.grad(engine.head.sample_loss(top, labels), top)
+            del top, h
             for layer in reversed(engine.layers):
-                wide = dh.new_empty(len(dh), dh.shape[1] + layer.down.extra)
+                wide = dh.new_empty(len(dh), dh.shape[1] + layer.extra)
                 documents.grad_buffer.buffer, dh = wide, wide[:, : dh.shape[1]]
                 del wide
                 dh = layer.backward(dh, layer.restored(left.pop(), documents, None), documents)[0]

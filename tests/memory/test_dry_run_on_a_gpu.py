@@ -11,14 +11,16 @@ import torch
 from real_layers import METHODS, TARGETS, model_of
 from transformers import AutoConfig
 
-from pronghorn.bench.workloads import MODELS
+from benchmarks.bench.workloads import MODELS
 from pronghorn.kernels.moe.grouped_fp8 import fp8_grouped_supported
 from pronghorn.kernels.quant.fp8_cast import fp8_supported
 from pronghorn.memory.dry_run import held
 from pronghorn.memory.job import Job, local_target, shape_of
 from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.layers.saved import Level, leave
+from pronghorn.model.layers.types import Documents
 from pronghorn.model.lora_grad_buffer import LoraGradBuffer
+from pronghorn.packs import PackedDocuments
 from pronghorn.recipe import Lora
 from tables import gpu_rows
 
@@ -86,7 +88,9 @@ def agree(family: str, method: str, adapters: str, recompute: Level, pieces: int
     sums = LoraGradBuffer(engine, torch.bfloat16)
     engine.accumulate_weights(True)
     bounds = torch.arange(0, tokens + 1, 256, dtype=torch.int32, device="cuda")
-    shared = engine.documents(bounds, 256, torch.arange(tokens, device="cuda") % 256, 256)
+    positions = torch.arange(tokens, device="cuda") % 256
+    pack = PackedDocuments(cu_seqlens=bounds, positions_T=positions, longest=256, typical=256)
+    shared = Documents.of(pack, engine.positions)
     layer, D = engine.layers[0], int(config.hidden_size)
     job = Job(
         shape_of(config),
@@ -101,7 +105,7 @@ def agree(family: str, method: str, adapters: str, recompute: Level, pieces: int
     h, found = torch.randn(tokens, D, device="cuda", dtype=torch.bfloat16), {}
     with torch.no_grad():
         for _ in range(2):  # kernels are compiled, and what layers and libraries share is made, in the first round
-            shared.grad_buffer.buffer = torch.empty(tokens, D + layer.down.extra, device="cuda", dtype=torch.bfloat16).normal_()
+            shared.grad_buffer.buffer = torch.empty(tokens, D + layer.extra, device="cuda", dtype=torch.bfloat16).normal_()
             dh = shared.grad_buffer.buffer[:, :D]
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()

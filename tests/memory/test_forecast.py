@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 import pytest
 from real_layers import recomputing
 
-from pronghorn.bench.workloads import MODELS
+from benchmarks.bench.workloads import MODELS
 from pronghorn.errors import CommandError, RecipeError
 from pronghorn.memory.costs import Costs, LayerCosts
-from pronghorn.memory.forecast import HOST_BYTES, comparison, job_of, picture, plan_report, written_ms
-from pronghorn.memory.levels import KEEP, Choice
+from pronghorn.memory.forecast import HOST_BYTES, comparison, job_of, plan_report
 from pronghorn.recipe import Recipe
 from tables import table
 
@@ -66,32 +64,12 @@ def test_host_ram_that_is_assumed_is_told_first_with_the_plan_without() -> None:
     assert table[5].startswith("Does not fit, or needs FP8: rtx3060, ")
 
 
-@table(("ms", "said"), [(0.04, "0.0 ms"), (412.34, "412.3 ms"), (20_768.3, "20.8 s")])
-def test_times_are_written_in_units_that_people_read(ms: float, said: str) -> None:
-    assert written_ms(ms) == said
-
-
-@pytest.mark.parametrize(("tokens", "said"), [(10**9, " h"), (10**7, " min"), (10**5, " s")])
-def test_a_short_run_has_seconds(tokens: int, said: str) -> None:
-    text = plan_report(recipe(), MODELS["llama-8b"], gpu="h200", tokens=tokens).text()
-    assert re.search(rf"tokens: [1-9][\d.,]*{said}", text)
-
-
 def test_the_parts_of_the_peak_add_up() -> None:
     for budget in ("24GB", "40GB", "auto"):
         text = plan_report(recipe(memory={"budget": budget}), MODELS["llama-8b"]).text()
         line = next(line for line in text.splitlines() if line.startswith("memory"))
         parts = [float(part.split()[-1]) for part in line[line.index("(") + 1 : line.index(")")].split(",")]
         assert sum(parts) == pytest.approx(float(line.split()[2]), abs=0.1)
-
-
-def test_the_picture_shows_every_layer_once() -> None:
-    levels = [Choice("layer", offload=True), Choice("layer"), Choice("gate_up"), KEEP]
-    assert picture(levels)[:2] == ["layers   0  ░░▓█", "      host  ↑"]
-    assert "█ keeps all" in picture(levels)[2]
-    long = picture([KEEP] * 80)
-    assert sum(line.count("█") for line in long[:-1]) == 80
-    assert "offloaded" not in long[-1]
 
 
 def test_a_price_of_ones_own_and_measured_costs() -> None:

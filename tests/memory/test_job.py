@@ -8,7 +8,7 @@ import pytest
 from real_layers import DENSE, EXPERTS, SMALL
 from transformers import AutoConfig
 
-from pronghorn.bench.workloads import MODELS
+from benchmarks.bench.workloads import MODELS
 from pronghorn.errors import ModelError
 from pronghorn.kernels.runtime.dispatch import CHIPS, HOPPER
 from pronghorn.memory.gpus import GPUS

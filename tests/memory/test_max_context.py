@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pronghorn.bench.workloads import MODELS
+from benchmarks.bench.workloads import MODELS
 from pronghorn.errors import RecipeError
 from pronghorn.kernels.runtime.dispatch import CHIPS, Target
 from pronghorn.memory import job as job_module

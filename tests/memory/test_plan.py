@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from real_layers import recomputing
 
-from pronghorn.bench.workloads import MODELS
+from benchmarks.bench.workloads import MODELS
 from pronghorn.errors import EnvironmentFault, RecipeError
 from pronghorn.memory.costs import predicted_costs
 from pronghorn.memory.forecast import problem_of as problem_for

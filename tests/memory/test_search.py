@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pronghorn.bench.workloads import MODELS
+from benchmarks.bench.workloads import MODELS
 from pronghorn.memory.costs import predicted_costs
 from pronghorn.memory.forecast import problem_of
 from pronghorn.memory.gpus import GPUS

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from pronghorn.errors import EnvironmentFault
 from pronghorn.model.capture import Graphs, Work, first_line
 from tables import table
 
@@ -83,30 +82,3 @@ def test_on_a_gpu_the_capture_after_a_failed_one_works() -> None:
     assert (calls, told, graphs.captures) == ([False, True, False, True], [], True)
     replay()
     assert total.tolist() == [3.0] * 4  # two trials and the replay
-
-
-def test_what_no_trial_would_change_is_not_repeated() -> None:
-    graphs = Failing([EnvironmentFault(what="no")])
-    assert graphs.captured(work) == [work]
-    assert graphs.trials == 1
-
-
-def test_memory_that_ran_out_is_told_as_such() -> None:
-    try:
-        raise RuntimeError("during capture") from torch.OutOfMemoryError("no memory")
-    except RuntimeError as error:
-        graphs = Failing([error])
-    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
-        graphs.captured(work)
-
-
-def test_an_error_without_its_context() -> None:
-    def translated() -> None:
-        try:
-            raise RuntimeError("a detail")
-        except RuntimeError:
-            raise ValueError("what it means\nand more") from None
-
-    with pytest.raises(ValueError, match="what it means") as raised:
-        translated()
-    assert first_line(raised.value) == "what it means"

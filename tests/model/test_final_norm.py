@@ -19,7 +19,7 @@ def test_gradients_are_plain_torch_s_with_room_behind(trains: bool) -> None:
     weight = torch.nn.Parameter(torch.randn(12, dtype=torch.float64), requires_grad=trains)
     h, dy = torch.randn(5, 12, dtype=torch.float64, requires_grad=True), torch.randn(5, 12, dtype=torch.float64)
     grad_buffer = GradBuffer()
-    norm = Norm(SimpleNamespace(weight=weight, variance_epsilon=1e-6), one_plus=False)
+    norm = Norm(SimpleNamespace(norm=SimpleNamespace(weight=weight, variance_epsilon=1e-6)), "norm", one_plus=False)
     wanted = [h, weight] if trains else [h]
     y = final_norm(h, norm, grad_buffer, 16)
     found = torch.autograd.grad(y, wanted, dy)

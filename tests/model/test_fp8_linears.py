@@ -10,6 +10,7 @@ by float32, nothing may differ at all.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,17 +29,20 @@ from transformers import (
     Qwen3Config,
 )
 
-from pronghorn.data.pack.batches import PackedBatch, build_batch
+from pronghorn.data.pack.batches import build_batch
 from pronghorn.memory.offload import OffloadPool
 from pronghorn.model.causal_lm import FastCausalLM, engine_of, install
 from pronghorn.model.formats import table
 from pronghorn.model.formats.store import dequantize_, store_linears_
 from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.layers import fp8_linears
+from pronghorn.model.layers.types import Documents
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.lora_grad_buffer import LoraGradBuffer
+from pronghorn.packs import PackedBatch
 from pronghorn.recipe import Lora
 from samples import random_table
+from tables import first_of
 
 SMALL: dict[str, Any] = {
     "vocab_size": 259,
@@ -128,14 +132,8 @@ def own_loss(model: Any, batch: PackedBatch) -> torch.Tensor:
 
 
 def fast_loss(model: Any, batch: PackedBatch, *, rows: bool = True) -> torch.Tensor:
-    return engine(model).packed_loss(
-        batch.ids_T,
-        batch.positions_T,
-        batch.cu_seqlens,
-        batch.longest,
-        labels_T=batch.labels_T,
-        loss_rows=batch.loss_rows if rows else None,
-    )[0]
+    every = torch.arange(len(batch.ids_T))
+    return engine(model).packed_loss(batch if rows else replace(batch, loss_rows=every))[0]
 
 
 def gradients(model: Any, loss: torch.Tensor) -> Result:
@@ -170,7 +168,7 @@ def result_of(model: Any, batch: PackedBatch) -> Result:
     return result
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", first_of(sorted(FAMILIES, key=lambda family: family not in FEW), len(FEW)))
 def test_loss_and_every_gradient_follow_the_dequantized_model(family: str) -> None:
     """Measured: cosine of the whole gradient from 0.989 (OLMo 2) over 0.997 (Llama) to 0.9997; errors 1.02 to 1.12 times those
     of the modules' own products."""
@@ -252,7 +250,7 @@ def assert_same(one: Result, other: Result) -> None:
     assert all(torch.equal(one[1][name], other[1][name]) for name in one[1])
 
 
-@pytest.mark.parametrize("family", FEW)
+@pytest.mark.parametrize("family", first_of(FEW, 2))
 def test_every_level_gives_the_same_bits(family: str) -> None:
     model, batch = model_of(family), batch_of()
     expected = gradients(model, fast_loss(model, batch))
@@ -328,23 +326,23 @@ def test_pieces_hold_a_part_of_gate_and_up_and_write_the_gradient_where_it_was()
     model, batch = model_of("llama"), batch_of()
     set_layers(model, ["layer"] * 3, 4)
     layer = engine(model).layers[0]
-    documents = engine(model).documents(batch.cu_seqlens, batch.longest, batch.positions_T)
+    documents = Documents.of(batch, engine(model).positions)
     engine(model).prepare(torch.float32)
     seen: list[int] = []
     assert layer.fp8
-    real = layer.gate_up.apply
+    real = layer.mlp.gate_up.apply
 
     def apply(x: Any) -> Any:
         seen.append(len(x.values))
         return real(x)
 
-    layer.gate_up.apply = apply  # type: ignore[method-assign]
+    layer.mlp.gate_up.apply = apply  # type: ignore[method-assign]
     with torch.no_grad():
         h = engine(model).embed(batch.ids_T)
         documents.grad_buffer.buffer = torch.randn_like(h)
         dh, buffer = documents.grad_buffer.buffer.clone(), documents.grad_buffer.buffer
         kept = layer.forward_at("layer", h, documents)[1]
-        assert kept.only_input()
+        assert kept.keys() == {"h", "xa3"}
         ours, _ = layer.backward(buffer, layer.restored(kept, documents, None), documents)
         assert not torch.equal(buffer, dh)  # the gradient of h2
         theirs, _ = layer.backward(dh.clone(), layer.restored(kept, documents, None), documents)
@@ -376,7 +374,7 @@ def test_a_kept_turned_weight_gives_the_same_bits_and_follows_the_adapters() -> 
                         parameter.mul_(-1.5)
 
 
-@pytest.mark.parametrize("family", FEW)
+@pytest.mark.parametrize("family", first_of(FEW, 2))
 def test_rows_without_a_loss_can_be_left_out(family: str) -> None:
     model, batch = model_of(family), batch_of()
     loss, some = gradients(model, fast_loss(model, batch))
@@ -414,7 +412,6 @@ def test_an_update_reaches_the_next_forward() -> None:
     after = float(fast_loss(model, batch).detach())
     assert after < 0.97 * before
     dequantize_(model, torch.float32)
-    model.get_base_model()._pronghorn_engine.paused = True
     assert after == pytest.approx(float(own_loss(model, batch).detach()), rel=0.01)
 
 

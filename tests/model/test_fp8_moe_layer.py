@@ -26,7 +26,7 @@ from pronghorn.kernels.lora.fp8 import fp8_linear as fp8_linear_of
 from pronghorn.kernels.mlp import fp8_gated
 from pronghorn.kernels.moe import grouped_fp8
 from pronghorn.kernels.moe.grouped_fp8 import Fp8ExpertGroup, fp8_grouped_supported
-from pronghorn.kernels.moe.grouped_quantized import QuantizedExpertGroup, QuantizedStack
+from pronghorn.kernels.moe.grouped_quantized import QuantizedExpertGroup
 from pronghorn.kernels.quant import fp8_cast, fp8_norm
 from pronghorn.memory.offload import OffloadPool
 from pronghorn.model import experts
@@ -39,7 +39,7 @@ from pronghorn.model.layers import fp8_linears
 from pronghorn.model.lora_grad_buffer import LoraGradBuffer
 from pronghorn.model.verify import verify
 from pronghorn.recipe import Lora
-from tables import gpu_rows
+from tables import first_of, gpu_rows
 
 
 def model_of(family: str, targets: str, *, fast: bool = True, dtype: torch.dtype = torch.float32) -> Any:
@@ -114,7 +114,7 @@ def rounded(family: str, targets: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", first_of(CONFIGS, 2))
 def test_loss_and_every_gradient_follow_the_dequantized_model(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every token goes to all experts, so that rounding cannot choose others. Measured: cosine of the whole gradient 0.975 to
     0.998, of the modules' own products 0.985 to 0.999; errors 0.9 to 1.2 times theirs."""
@@ -187,21 +187,6 @@ def test_a_dense_layer_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, truth = result_of(model_of("mixed", "experts"), batch), gradients(reference, own_loss(reference, batch))
     assert ours[1].keys() == truth.keys()
     assert all(cosine(ours[1][name], truth[name]) > 0.95 for name in truth)
-
-
-def test_nothing_dequantizes_a_stack(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batch = model_of("qwen2_moe", "experts"), packed_batch()
-
-    def refuse(self: QuantizedStack, dtype: torch.dtype) -> torch.Tensor:
-        raise AssertionError("a whole stack")
-
-    monkeypatch.setattr(QuantizedStack, "dequantized", refuse)
-    result_of(model, batch)
-    for module in model.modules():
-        if isinstance(module, StoredExperts):
-            for stack in module.stacks.values():
-                packed, scales = stack.stored.kernel_parts
-                assert (packed.itemsize, scales.shape) == (1, stack.shape[:2])
 
 
 def test_a_chip_without_grouped_fp8_products_multiplies_in_16_bits(

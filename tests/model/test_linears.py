@@ -7,7 +7,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Olmo2Config, Phi3Config, Qwen2Config, Qwen3Config
 
-from pronghorn.data.pack.batches import PackedBatch, build_batch
+from pronghorn.data.pack.batches import build_batch
 from pronghorn.kernels.quant.nf4 import nf4_quantize
 from pronghorn.model.causal_lm import base_of, engine_of, install
 from pronghorn.model.formats.linear import StoredLinear
@@ -25,6 +25,7 @@ from pronghorn.model.layers.linears import StoredLoraGroup
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.lora_grad_buffer import LoraGradBuffer
 from pronghorn.model.verify import verify
+from pronghorn.packs import PackedBatch
 from pronghorn.recipe import Lora
 from samples import random_table
 
@@ -101,9 +102,7 @@ def batch_of(seed: int = 0, documents: int = 6) -> PackedBatch:
 def loss_of(model: Any, batch: PackedBatch) -> torch.Tensor:
     engine = engine_of(model)
     assert engine is not None
-    return engine.packed_loss(
-        batch.ids_T, batch.positions_T, batch.cu_seqlens, batch.longest, loss_rows=batch.loss_rows, labels_T=batch.labels_T
-    )[0]
+    return engine.packed_loss(batch)[0]
 
 
 def step_of(model: Any, batch: PackedBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -244,32 +243,6 @@ def test_micro_batches_looks_in_between_and_updates(recompute: bool) -> None:
         found.append((losses, taken(each)))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
     assert_same(found[0][1], found[1][1], 1e-5)
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_one_load_serves_recompute_and_backward(recompute: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_of()
-    assert not install(model)
-    engine = engine_of(model)
-    assert engine is not None
-    for layer in engine.layers:
-        layer.recompute = recompute
-    step_of(model, batch_of())
-    loads = 0
-    for layer in engine.layers:
-        for group in layer.groups:
-            table = cast("StoredLoraGroup", group._group)._unpack
-
-            def counted(own: Callable[[], None] = table.run) -> None:
-                nonlocal loads
-                loads += 1
-                own()
-
-            monkeypatch.setattr(table, "run", counted)
-    for _ in range(2):
-        loads = 0
-        step_of(model, batch_of())
-        assert loads == 4 * (3 + 2)  # four groups: forward of three layers; backward of all but the last, which is still there
 
 
 def test_what_stands_in_the_buffer_before_a_step_does_not_matter() -> None:

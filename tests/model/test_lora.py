@@ -138,26 +138,6 @@ def test_a_target_that_matches_nothing_is_refused(target: str, hint: str) -> Non
     assert hint in caught.value.fix
 
 
-def test_only_the_adapter_is_stored(tmp_path: Path) -> None:
-    save_model(add_adapter(make_model(), Lora(r=4), seed=1), tmp_path)
-    assert all(".lora_" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
-
-
-PICKLE = b"\x80\x04cposix\nsystem\n(S'touch %s'\ntR."
-
-
-def test_a_pickled_adapter_is_never_opened(tmp_path: Path) -> None:
-    model = add_adapter(make_model(), Lora(r=4), seed=1)
-    save_model(model, tmp_path)
-    (tmp_path / "adapter_model.safetensors").unlink()
-    (tmp_path / "adapter_model.bin").write_bytes(PICKLE % str(tmp_path / "ran").encode())
-    for open_it in (lambda: restore_adapter(model, tmp_path), lambda: load_adapter(make_model(), tmp_path, Lora(r=4), 1)):
-        with pytest.raises(CheckpointError, match=r"adapter_model.safetensors is missing") as caught:
-            open_it()
-        assert "adapter_model.bin, a pickle" in caught.value.why
-    assert not (tmp_path / "ran").exists()
-
-
 def test_what_adapter_config_says_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """PEFT imports the module that `megatron_core` names, and other kinds of adapters bring other classes."""
     ours = stirred(add_adapter(make_model(), Lora(r=4), seed=1))

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from image_text_models import make_image_text_model
 from pronghorn.kernels.attention.attention_torch import spans
+from pronghorn.model.causal_lm import engine_of, install
+from pronghorn.model.families import rope_kind
+from pronghorn.model.layers.types import Documents
 from pronghorn.model.positions import Positions
+from samples import one_document
 from tables import table
 
 SMALL: dict[str, Any] = {
@@ -33,9 +40,13 @@ BOUNDS = (0, 16, 17, 40, 48, 48)  # tokens of documents: 16, 1, 23, 8, none
 
 def tables_of(kind: str, **values: Any) -> tuple[Any, dict[str, tuple[torch.Tensor, torch.Tensor]], torch.Tensor | None]:
     backbone = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL, **values)).model
-    found = Positions(backbone, backbone.config, 8)
+    found = Positions(backbone, backbone.config, head_widths(backbone))
     cu_seqlens = torch.tensor(BOUNDS, dtype=torch.int32)
     return backbone, found.rotary(positions(), spans(cu_seqlens, 48)), found.query_scale(positions())
+
+
+def head_widths(backbone: Any) -> dict[str, int]:
+    return {rope_kind(backbone.config, i): 8 for i in range(len(backbone.layers))}
 
 
 def positions() -> torch.Tensor:
@@ -111,9 +122,35 @@ def test_queries_grow_with_their_place_in_their_own_document() -> None:
 def test_the_host_asks_the_device_for_nothing(kind: str, values: dict[str, Any]) -> None:
     """So a captured step may have all of it inside. Tensors without values have no answer to give."""
     backbone = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL, **values)).model.to("meta")
-    found = Positions(backbone, backbone.config, 8)
+    found = Positions(backbone, backbone.config, head_widths(backbone))
     place = positions().to("meta")
     tables = found.rotary(place, torch.zeros(2, 48, dtype=torch.int32, device="meta"))
     assert {tuple(table.shape) for both in tables.values() for table in both} == {(48, 4)}
     scale = found.query_scale(place)
     assert (scale is not None) == (kind == "ministral3")
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])  # sections side by side, interleaved
+def test_positions_of_three_rows_are_those_of_the_models_own_layers(kind: str) -> None:
+    own, fast = make_image_text_model(kind), make_image_text_model(kind)
+    assert not install(fast)
+    engine = engine_of(fast)
+    assert engine is not None
+    ids, rows = torch.arange(3, 15), 20 * torch.stack([torch.arange(12) // 3, torch.arange(12) % 5, torch.arange(12)])
+    pack = replace(one_document(ids), positions_T=rows)
+    with torch.no_grad():
+        hidden = engine.hidden(engine.embed(ids), Documents.of(pack, engine.positions))
+        truth, text = (
+            own.model.language_model(input_ids=ids[None], position_ids=given, use_cache=False).last_hidden_state[0]
+            for given in (pack.position_ids, rows[:1])
+        )
+        found = engine.backbone.norm(hidden)
+    torch.testing.assert_close(found, truth, rtol=0, atol=1e-6)
+    assert (found - text).abs().max() > 1e-4
+
+
+def test_three_rows_are_refused_where_the_layers_know_one() -> None:
+    backbone = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SMALL)).model
+    pack = replace(one_document(torch.arange(4)), positions_T=torch.zeros(3, 4, dtype=torch.int64))
+    with pytest.raises(ValueError, match="takes one row"):
+        Documents.of(pack, Positions(backbone, backbone.config, head_widths(backbone)))

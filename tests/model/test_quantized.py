@@ -18,15 +18,18 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from nf4_checkpoints import save_nf4
+from pronghorn.compat.hf_forward import install
 from pronghorn.errors import ModelError
 from pronghorn.kernels.quant.nf4 import nf4_dequantize, nf4_quantize
-from pronghorn.model.causal_lm import engine_of, install
+from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.formats.bitsandbytes import nf4_of_state, nf4_state
 from pronghorn.model.formats.checkpoint import load_stored
 from pronghorn.model.formats.linear import StoredLinear
 from pronghorn.model.formats.store import count_parameters, dequantize_, store_linears_
 from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.layers import linears
+from pronghorn.model.layers.types import Documents
+from samples import one_document
 from tables import table
 from tests.samples import make_model
 
@@ -68,29 +71,6 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
 # ---- the linear ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_linear_is_the_product_with_its_dequantized_weight(dtype: torch.dtype) -> None:
-    plain = nn.Linear(128, 96).to(dtype)
-    module = StoredLinear.from_linear(plain, NF4)
-    module.bias.requires_grad_(True)
-    twin = module.to_own(dtype)
-    twin.bias.requires_grad_(True)
-    x = torch.randn(2, 5, 128, dtype=dtype, requires_grad=True)
-    results: list[tuple[torch.Tensor, ...]] = []
-    for linear in (module, twin):
-        x.grad = None
-        y = linear(x)
-        y.square().sum().backward()
-        assert x.grad is not None
-        assert linear.bias.grad is not None
-        results.append((y.detach(), x.grad, linear.bias.grad))
-    for got, expected in zip(*results, strict=True):
-        assert torch.equal(got, expected)
-    assert isinstance(module, nn.Linear)
-    assert module.weight.dtype == torch.uint8
-    assert float((twin.weight - plain.weight.detach()).abs().max()) < 0.2 * float(plain.weight.detach().abs().max())
-
-
 def test_backward_keeps_no_weight() -> None:
     """Only x may be kept by autograd, and the bytes, which are there anyway."""
     module, kept = StoredLinear.from_linear(nn.Linear(256, 256, bias=False), NF4), []
@@ -98,16 +78,6 @@ def test_backward_keeps_no_weight() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):  # type: ignore[func-returns-value]
         module(x).sum().backward()
     assert all(count <= x.numel() for count in kept)
-
-
-def test_casting_a_model_leaves_the_scales_alone() -> None:
-    module = StoredLinear.from_linear(nn.Linear(128, 64), NF4)
-    before = module.dequantize()
-    nn.Sequential(module).to(torch.bfloat16)
-    assert module.nested_absmax is not None
-    assert module.nested_absmax.dtype == torch.float32
-    assert module.bias.dtype == torch.bfloat16
-    assert torch.equal(module.dequantize(), before)
 
 
 # ---- PEFT ------------------------------------------------------------------------------------------------------------------
@@ -324,10 +294,10 @@ def test_the_first_forward_takes_the_path_of_all_later_ones(monkeypatch: pytest.
     assert not install(model)
     engine = engine_of(model)
     assert engine is not None
-    bounds, positions = torch.tensor([0, 12], dtype=torch.int32), torch.arange(12)
+    documents = Documents.of(one_document(IDS[0]), engine.positions)
     counts = []
     for _ in range(2):
         asked.clear()
-        engine.hidden(engine.embed(IDS[0]), engine.documents(bounds, 12, positions))
+        engine.hidden(engine.embed(IDS[0]), documents)
         counts.append((len(asked), all(asked)))
     assert counts == [(4, True), (4, True)]  # q, k and v, gate and up of two layers

@@ -24,26 +24,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    found: list[tuple[str, int]] = []
-
-    def in_cache(file: int, at: int) -> bool:
-        found.append((Path(f"/proc/self/fd/{file}").readlink().name, at))
-        return len(found) % 2 == 0
-
-    monkeypatch.setattr(module, "_in_cache", in_cache)
-    return found
-
-
-def test_files_are_gone_through_in_order(folder: Path, asked: list[tuple[str, int]]) -> None:
-    thread = read_ahead(str(folder))
-    assert thread is not None
-    assert thread.daemon  # nothing waits for it
-    thread.join(10)
-    assert asked == [(name, at) for name in NAMES for at in (0, 100, 200, 300)]
-
-
 @pytest.mark.parametrize(("free", "reads"), [("1 kB", True), ("0 kB", False), (None, False)])
 def test_only_what_fits_into_memory_is_read(
     folder: Path, tmp_path: Path, free: str | None, reads: bool, monkeypatch: pytest.MonkeyPatch

@@ -12,7 +12,7 @@ from pronghorn.model.layers import linears
 
 def added_by_norm(layer: Any) -> bool:
     """Whether the norm before the MLP adds the residual."""
-    return layer.after_attention is None and layer.mlp.before is not None and layer.out.leaves_residual_to_norm(1.0)
+    return layer.mixer.after is None and layer.mlp.before is not None and layer.mixer.out.leaves_residual_to_norm(1.0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

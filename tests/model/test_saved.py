@@ -9,11 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Olmo2Config, Qwen3Config
 
-from pronghorn.data.pack.batches import PackedBatch, build_batch
+from pronghorn.data.pack.batches import build_batch
 from pronghorn.memory.offload import OffloadPool, bytes_needed
 from pronghorn.model.causal_lm import FastCausalLM, engine_of, install
 from pronghorn.model.layers.saved import Level, Saved, leave, restore
 from pronghorn.model.lora import add_adapter
+from pronghorn.packs import PackedBatch
 from pronghorn.recipe import Lora
 from pronghorn.train.objectives import Supervised
 from samples import random_table
@@ -102,13 +103,15 @@ def test_what_waits_elsewhere_comes_back_bit_for_bit(family: str) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_level_holds_on_to_what_it_says(level: Level) -> None:
+    _, engine = model_of("llama", lora=False)
+
     def tensor() -> torch.Tensor:
         return torch.randn(3, 4)
 
     names = ("h", "q", "k", "v", "lse", "o", "h2", "gu", "xa3", "rstd.before_mlp")
     saved = Saved({name: tensor() for name in names})
     everything = dict(saved)
-    left = saved.at(level)
+    left = engine.layers[0].kept(saved, level)
     expected = {
         "nothing": set(names),
         "gate_up": {*names} - {"gu"},
@@ -117,7 +120,6 @@ def test_a_level_holds_on_to_what_it_says(level: Level) -> None:
     }[level]
     assert left.keys() == expected
     assert all(left[name] is everything[name] for name in expected)
-    assert left.only_input() is (level in ("around_attention", "layer"))
     assert left["y1"] is None  # a name that is not there
     pool = OffloadPool(1, bytes_needed([tensor() for _ in range(20)]), torch.device("cpu"))
     away = leave(left, 0, pool)

@@ -12,13 +12,14 @@ from transformers import AutoConfig, AutoModelForImageTextToText, LlamaConfig
 
 from image_text_models import PARTS, make_image_text_model, published_name, save_image_text_model, stored
 from pronghorn import FastLanguageModel
+from pronghorn.compat.hf_forward import Output, install
+from pronghorn.compat.outer_loop import loop_of
 from pronghorn.errors import RecipeError
 from pronghorn.memory.dry_run import static_parts
 from pronghorn.memory.job import Job, shape_of
-from pronghorn.model.causal_lm import engine_of, install
+from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.families import ties_embeddings, why_not_fast
 from pronghorn.model.formats.linear import StoredLinear
-from pronghorn.model.hf_forward import Output
 from pronghorn.model.load import inspect_model, load_model
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.text_stack import beside_text, freeze_beside_text, is_beside
@@ -34,13 +35,8 @@ def beside(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def own(model: Any, **inputs: Any) -> Any:
-    engine = engine_of(model)
-    assert engine is not None
-    engine.paused = True
-    try:
+    with loop_of(model).own_layers():
         return model(**inputs)
-    finally:
-        engine.paused = False
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -48,6 +44,7 @@ def test_fast_layers_compute_what_the_whole_model_computes(kind: str) -> None:
     """Loss and every adapter's gradient; and for rows with padding, with labels and without, what its own forward gives."""
     model = add_adapter(make_image_text_model(kind), Lora(r=4), seed=0)
     verdict = verify(model)
+    assert install(model) == ""
     assert verdict.loss_difference < 1e-6
     assert len(verdict.gradients) == 2 * 7 * 2
     ids = torch.randint(3, 250, (2, 20), generator=torch.Generator().manual_seed(1))

@@ -8,7 +8,8 @@ import torch
 from pronghorn.errors import ModelError
 from pronghorn.model import causal_lm
 from pronghorn.model.families import FAMILIES, Family
-from pronghorn.model.layers import attention, gated, norms
+from pronghorn.model.layers import gated, norms
+from pronghorn.model.layers.mixers import attention
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.verify import TOLERANCES, Gradient, Verdict, verify
 from pronghorn.recipe import Lora
@@ -122,7 +123,7 @@ def test_windows_are_narrow_for_the_moment_only() -> None:
     verify(model)
     engine = causal_lm.engine_of(model)
     assert engine is not None
-    assert model.config.sliding_window == engine.layers[0].attention.options["window"] == 4096
+    assert model.config.sliding_window == engine.layers[0].mixer.options["window"] == 4096
     model.config.sliding_window = 2048
     with pytest.raises(ModelError, match="has the window 4096, but the config says 2048"):
         verify(model)

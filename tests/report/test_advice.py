@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from rich.console import Console
 from synthetic_run import RECIPE, synthetic_events
 
 from pronghorn.recipe import Recipe
 from pronghorn.recipe_file import parse_recipe
 from pronghorn.report import advice as module
-from pronghorn.report.advice import advise, changed, remark
+from pronghorn.report.advice import advise, changed
 from pronghorn.report.run_stats import RunStats, run_stats
-from pronghorn.report.summary import render, summary
 from pronghorn.train.setup.check import check_run
 from tables import table
 
@@ -107,36 +104,6 @@ def test_a_suggestion_that_the_recipe_refuses_is_not_made() -> None:
     assert settings(run_with({"step": 50, "wait": 50}, recipe={"train": {"capacity": 0}})) == []  # no recipe of ours
 
 
-@table(
-    ("stages", "changes"),
-    [
-        ({"step": 95, "wait": 5}, {}),
-        ({"step": 61, "load": 39}, {}),
-        ({"step": 9, "evaluate": 9}, {}),  # half the time, and less than ten seconds
-        ({"step": 94, "checkpoint": 6}, {"improved_steps": (100, 200, 300, 400, 500, 600, 700, 800)}),  # written anyway
-        ({"step": 60, "optimizer": 40}, {"step": 100}),  # too few steps to make them fewer
-        ({"step": 100}, {"best_eval": 0.5, "best_eval_step": 400, "last_eval": 0.505}),  # noise
-        ({"step": 100}, {"best_eval": 0.5, "best_eval_step": 700, "last_eval": 0.9}),  # one evaluation later it was the end
-    ],
-)
-def test_what_saves_too_little_is_not_suggested(stages: dict[str, float], changes: dict[str, Any]) -> None:
-    assert settings(run_with(stages, efficiency=0.95, **changes)) == []
-
-
-def test_a_single_evaluation_is_not_made_rarer() -> None:
-    single = values_in(RECIPE, {"eval": {"every": 800}, "data": {"eval": "held_out.jsonl"}})
-    assert settings(run_with({"step": 70, "evaluate": 30}, recipe=single)) == []
-    assert settings(run_with({"step": 70, "evaluate": 30}, recipe=RECIPE, step=58))[:1] == [{"data.eval": 0.01}]
-
-
-def test_evaluation_is_made_rare_enough_but_not_rarer() -> None:
-    """0.05 of 800 steps are 40: 20 evaluations of 54 s. Eight times rarer, 3 are left, and take less than a tenth."""
-    often = values_in(RECIPE, {"eval": {"every": 0.05, "stop": None}})
-    assert settings(run_with({"step": 46, "evaluate": 54}, recipe=often))[0] == {"eval.every": 320}
-    assert settings(run_with({"step": 75, "evaluate": 25}, recipe=often))[0] == {"eval.every": 160}
-    assert {"eval.every": 320} not in settings(run_with({"step": 46, "evaluate": 54}, recipe=often, state="early stop"))
-
-
 @table(("cores", "workers", "wanted"), [(3, 2, 3), (16, 12, 16), (4, None, 4), (2, 0, 2), (2, 2, None), (2, 8, None)])
 def test_no_more_workers_are_suggested_than_there_are_cores(
     monkeypatch: pytest.MonkeyPatch, cores: int, workers: int | None, wanted: int | None
@@ -144,31 +111,3 @@ def test_no_more_workers_are_suggested_than_there_are_cores(
     monkeypatch.setattr(module, "_cores", lambda: cores)
     recipe = {**RECIPE, "data": {"train": ["a"], "eval": "b"} | ({} if workers is None else {"workers": workers})}
     assert settings(run_with({"step": 50, "wait": 50}, recipe)) == ([] if wanted is None else [{"data.workers": wanted}])
-
-
-@table(
-    ("stages", "text"),
-    [
-        ({"step": 75, "tokenize": 20, "read": 5}, "none: reading and tokenizing took 25 % of the time"),
-        ({"step": 50, "imports": 20, "load": 30}, "none: imports and loading took 50 % of a short run"),
-        ({"step": 70, "reference": 30}, "none: scoring with the reference model took 30 % of the time"),
-        ({"step": 85, "other": 15}, "none: 15 % of the time was in no recorded stage"),
-        ({"step": 95, "load": 5}, "none: training took 95 % of the time"),
-        ({"load": 5}, "none yet: no training step is recorded"),
-    ],
-)
-def test_without_a_suggestion_the_largest_other_share_is_told(stages: dict[str, float], text: str) -> None:
-    assert remark(run_with(stages)).startswith(text)
-
-
-def test_suggestions_are_shown_with_what_they_save() -> None:
-    events = synthetic_events(800)
-    for event in events:
-        if event["event"] == "stages":
-            event["seconds"] = {"step": 460.0, "evaluate": 540.0}
-    console = Console(file=io.StringIO(), width=100)
-    console.print(render(summary(events)))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "suggestions for the next run" in text
-    assert "  set eval.every: 200 (now 100): saves about" in text
-    assert "8 evaluations took 54 % of the time; this leaves 4 of them" in text

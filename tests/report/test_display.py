@@ -62,45 +62,6 @@ def test_rare_events_always_get_their_line(capsys):
         assert word in text, word
 
 
-def test_metrics_of_answers_are_said_with_the_evaluation(capsys):
-    display = PlainDisplay(clock=lambda: 0.0)
-    display.handle({"event": "base", "metrics": {"exact_match": 0.0}, "samples": 70, "cut": 1})
-    display.handle(
-        {
-            "event": "eval",
-            "step": 9,
-            "loss": 1.0,
-            "perplexity": 2.7,
-            "metrics": {"exact_match": 0.93, "mine": "nan"},
-            "samples": 70,
-            "cut": 0,
-            "best": True,
-        }
-    )
-    assert capsys.readouterr().out.splitlines() == [
-        "base model, 70 held-out rows: exact_match 0, 1 answer truncated at eval.max_new_tokens",
-        "evaluation at step 9: loss 1.0000, perplexity 2.7000, exact_match 0.93, mine nan, best so far",
-    ]
-
-
-def test_plain_progress_is_silent_when_it_is_over_soon(capsys):
-    now = [0.0]
-    display = PlainDisplay(clock=lambda: now[0])
-    for done in range(0, 101, 10):
-        display.progress("read", done, 100)
-    assert capsys.readouterr().out == ""
-    for done in range(0, 1001):
-        now[0] += 0.02
-        display.progress("tokenize", done, 1000)
-    lines = capsys.readouterr().out.splitlines()
-    assert 3 <= len(lines) <= 6
-    assert lines[-1] == "tokenize: 1,000 of 1,000"
-    for _ in range(3):
-        now[0] += 6
-        display.progress("pack", 7, 0)
-    assert capsys.readouterr().out.splitlines() == ["pack: 7", "pack: 7"]
-
-
 @pytest.mark.parametrize("flag", ["True", "False"])
 def test_a_reader_that_goes_away_does_not_stop_the_run(flag):
     code = (
@@ -116,13 +77,6 @@ def test_a_reader_that_goes_away_does_not_stop_the_run(flag):
     assert child.wait(20) == 0
 
 
-def test_letters_that_the_output_cannot_hold_are_replaced(monkeypatch):
-    raw = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
-    PlainDisplay().handle({"event": "notice", "text": "naïve 日本"})
-    assert raw.getvalue() == b"na?ve ??\n"
-
-
 def live_display(stages=None):
     console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system="truecolor", _environ={})
     return console, LiveDisplay(console, stages)
@@ -130,29 +84,6 @@ def live_display(stages=None):
 
 def plain_text(console):
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())
-
-
-def test_a_long_label_is_shown_whole_and_nothing_done_is_no_number(capsys):
-    console, display = live_display()
-    display.progress("loading the model", 0, 0)
-    time.sleep(0.3)
-    display.close()
-    assert re.search(r"loading the model ━+ *[\r\n]", plain_text(console))
-    now = [0.0]
-    plain = PlainDisplay(clock=lambda: now[0])
-    for now[0] in (0.0, 3.0):
-        plain.progress("loading the model", 0, 0)
-    assert capsys.readouterr().out == "loading the model\n"
-
-
-def test_what_does_not_say_how_far_it_is_goes_away_when_something_else_goes_on():
-    _, display = live_display()
-    display.progress("reading the file", 0, 0)
-    display.progress("counting", 1, 5)
-    display.progress("loading the model", 0, 0)
-    display.progress("evaluating", 0, 8)
-    assert list(display._bars) == ["counting", "evaluating"]
-    display.close()
 
 
 def test_live_view_shows_step_loss_rate_time_and_stages():
@@ -175,25 +106,6 @@ def test_live_view_shows_step_loss_rate_time_and_stages():
     assert "imports" in last
     assert "tokenize" not in last
     assert console.file.getvalue().rstrip().endswith("\x1b[?25h")  # the cursor is back
-
-
-def test_live_notices_are_shown_as_they_are():
-    console, display = live_display()
-    display.handle({"event": "start", "run": "r", "steps": 5, "recipe": {}})
-    display.handle({"event": "notice", "text": "kept [bold]brackets[/bold] and \x1b[2J escapes"})
-    display.close()
-    assert "kept [bold]brackets[/bold] and \ufffd[2J escapes" in plain_text(console)
-
-
-def test_live_view_does_not_slow_the_loop():
-    _, display = live_display()
-    events = [STEP | {"step": i} for i in range(5000)]
-    began = time.perf_counter()
-    for event in events:
-        display.handle(event)
-    each = (time.perf_counter() - began) / len(events)
-    display.close()
-    assert each < 0.0005  # 1.3 to 6.4 microseconds in twelve rounds on two busy CPU cores; room for slow machines
 
 
 def test_live_view_survives_events_while_it_draws(monkeypatch):
@@ -265,19 +177,6 @@ def test_the_factory_looks_at_standard_output(capsys):
     assert "step 60/60" in dumb
 
 
-def test_a_plan_is_shown_line_by_line(capsys):
-    display = PlainDisplay()
-    display.handle({"event": "plan", "plan": {}, "text": ["memory:", "layers   0  ###", "why         it fits"]})
-    display.handle({"event": "measured", "text": ["memory measured: peak 1.00 GB (1.01 planned)"]})
-    display.handle({"event": "plan"})
-    assert capsys.readouterr().out.splitlines() == [
-        "memory:",
-        "layers   0  ###",
-        "why         it fits",
-        "memory measured: peak 1.00 GB (1.01 planned)",
-    ]
-
-
 # Step 1 of 5 took 3 s; step 2 takes as long as nobody presses Ctrl-C, and a second more.
 RUN = """
 import time
@@ -301,22 +200,6 @@ with StopRequest(say=lambda text: display.handle({"event": "stopping", "text": t
 display.close()
 print("the end")
 """
-
-
-def seconds_in(pattern, frames):
-    return [float(found[1]) for frame in frames if (found := re.search(pattern, frame))]
-
-
-def test_clock_and_time_left_go_on_while_a_step_does():
-    with Terminal("-c", RUN.replace("SECONDS", "0")) as terminal:
-        terminal.frames(lambda screen: "1 of 5" in screen)
-        later = time.monotonic() + 2.5
-        frames = terminal.frames(lambda _: time.monotonic() > later)
-    left = seconds_in(r"1 of 5 +(?:1 min )?([\d.]+) s left", frames)
-    clock = seconds_in(r"time +█+ ([\d.]+) s", frames)
-    assert len(set(clock)) >= 3, frames[-1]
-    assert len(set(left)) >= 2, frames[-1]
-    assert clock == sorted(clock)
 
 
 def test_ctrl_c_is_answered_at_once_and_the_answer_stays():

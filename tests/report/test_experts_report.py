@@ -32,11 +32,6 @@ def test_counts_add_up_and_void_ones_do_not() -> None:
     assert loads[1].imbalance == 1.0
 
 
-def test_all_tokens_to_one_expert_is_as_uneven_as_there_are_experts() -> None:
-    assert LayerLoad(0, (9, 0, 0)).imbalance == 3.0
-    assert LayerLoad(0, (0, 0, 0)).imbalance == 1.0  # nothing counted yet
-
-
 def test_page_and_summary_tell_it() -> None:
     plain = list(synthetic_events())
     assert experts_summary(plain) is None

@@ -10,7 +10,6 @@ from synthetic_run import synthetic_events, write_run
 from pronghorn.errors import EnvironmentFault
 from pronghorn.report.answers import read_answers, write_answers
 from pronghorn.report.html import render_page, write_html
-from tables import table
 
 EVIL = '<script>alert("x")</script><img src=x onerror=alert(1)>\'"&'
 VOID = {"meta", "br", "img", "link", "input", "hr"}
@@ -152,13 +151,6 @@ def test_a_run_at_work_says_how_far_it_is_and_follows_its_file():
     assert "updated at" not in words(done)
 
 
-def test_the_end_of_a_whole_run_is_no_warning():
-    events = synthetic_events(50)
-    events[-1]["why"] = "held-out loss gained nothing"
-    assert 'class="why good"' in render_page(events)
-    assert 'class="why bad"' in render_page([*events[:-1], events[-1] | {"reason": "health"}])
-
-
 def with_data(**data):
     events = synthetic_events(30)
     for event in events:
@@ -182,14 +174,6 @@ def test_the_data_section_tells_rows_drops_lengths_sources_and_columns():
     assert 'title="100 to 199 tokens: 480 rows"' in page
     assert 'title="200 or more tokens: 1 rows"' in page
     assert "<img" not in page
-
-
-@table("harm", [
-    {"dropped": [1]}, {"lengths": 3}, {"lengths": {"bins": 7}}, {"lengths": {"bins": [[1, 2], "x", [0, 1, "nan"]]}},
-    {"sources": {"a": 1}}, {"sources": [1, {"rows": []}]}, {"unused_columns": 5}, {"read": [1]}, {"tokens": 0},
-])  # fmt: skip
-def test_odd_values_in_the_data_section_still_give_a_page(harm):
-    Outline(render_page(with_data(**harm)))
 
 
 def test_answers_are_written_whole_or_not_at_all(tmp_path):
@@ -226,29 +210,3 @@ def test_answers_stand_beside_what_was_expected_and_what_was_said_before(tmp_pat
     assert "Answers" in words(write_html(folder).read_text(encoding="utf-8"))
     (folder / "answers.jsonl").unlink()
     assert "answer at step 30" in words(write_html(folder).read_text(encoding="utf-8"))  # what the evaluations logged
-
-
-def test_memory_and_cost_are_told_beside_what_was_predicted():
-    events = synthetic_events(30)
-    events[0]["price"] = {"usd_an_hour": 3.5, "note": "a list price of then"}
-    place = {"time": events[1]["time"], "session": 1}
-    events[1:1] = [{"event": "plan", "plan": {"peak_bytes": 23.1e9, "device_bytes": 24.1e9, "budget": 23.5e9},
-                    "text": ["a <plan>"], "step_seconds": 0.4, **place},
-                   {"event": "measured", "peak_bytes": 22.9e9, "step_seconds": 0.5, "text": ["m"], **place}]  # fmt: skip
-    events[-1]["host_peak_bytes"] = 3_200_000_000
-    told = words(render_page(events))
-    for word in ("tensors on the GPU, peak 23.10 GB 22.90 GB", "time per step 0.40 s 0.50 s",
-                 "RAM of the process, peak – 3.20 GB", "a <plan>",
-                 "USD at 3.50 USD per hour (a list price of then)", "GPU hours"):  # fmt: skip
-        assert word in told, word
-    assert "Memory" not in words(render_page(synthetic_events(30)))
-
-
-def test_metrics_stand_in_the_table_of_evaluations():
-    events = synthetic_events(300)
-    for event in events:
-        if event["event"] == "eval":
-            event["metrics"] = {"exact_match": event["step"] / 300}
-    told = words(render_page(events))
-    assert "step loss perplexity exact_match time" in told
-    assert re.search(r"300 0\.\d+ 1\.\d+ 1 4\.1 s", told)

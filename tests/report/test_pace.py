@@ -25,14 +25,6 @@ def test_the_last_half_minute_counts_and_no_more_is_held() -> None:
     assert len(paces._looks["tokenizing"]) <= 2 * WINDOW + 2
 
 
-def test_nothing_to_say_and_things_without_a_unit() -> None:
-    paces = Paces()
-    assert paces.told("loading", 0, 0, 0.0) == ""
-    paces.at("loading", 0, 0.0)
-    assert paces.told("loading", 1, 4, 1.0) == "25%, 1 of 4"  # too early
-    assert paces.told("loading", 1, 4, 10.0) == "25%, 30 s left, 1 of 4"
-
-
 def test_lines_of_a_log_say_it(capsys) -> None:  # type: ignore[no-untyped-def]
     now = [0.0]
     display = PlainDisplay(clock=lambda: now[0])

@@ -1,10 +1,9 @@
-import itertools
 import json
 import math
 import random
 import re
 
-from pronghorn.report.plots import MOST_POINTS, Plot, Scale, Series, as_json, draw, log_ticks, smooth, thin, tick_text, ticks
+from pronghorn.report.plots import MOST_POINTS, Plot, Series, as_json, draw, thin
 
 
 def test_thinning_keeps_peaks_ends_and_order():
@@ -20,22 +19,6 @@ def test_thinning_keeps_peaks_ends_and_order():
     assert kept[-1] == points[-1]
     assert {(54_321.0, 99.0), (77_777.0, -99.0)} <= set(kept)
     assert thin(points[:50]) == points[:50]
-
-
-def test_smoothing_follows_a_straight_line_and_calms_noise():
-    line = [(float(i), 3.0 - i) for i in range(100)]
-    assert all(abs(a[1] - b[1]) < 1e-9 for a, b in zip(smooth(line, 10)[:90], line[:90], strict=True))
-    noise = random.Random(0)
-    noisy = [(float(i), noise.gauss(0, 1)) for i in range(5000)]
-    assert max(abs(y) for _, y in smooth(noisy)[100:]) < 0.6
-    assert smooth([(1.0, 2.0)]) == [(1.0, 2.0)]
-
-
-def test_ticks_are_round_and_inside():
-    assert ticks(0, 800, 4) == [0, 200, 400, 600, 800]
-    assert [round(t, 6) for t in ticks(0.37, 0.62, 5)] == [0.4, 0.45, 0.5, 0.55, 0.6]
-    assert ticks(3, 3) == [3]
-    assert [tick_text(t) for t in (0, 0.5, 2e-4, 1500, 150_000, 2.5e6)] == ["0", "0.5", "2e-4", "1,500", "150k", "2.5M"]
 
 
 def numbers_of(page):
@@ -77,27 +60,3 @@ def test_json_cannot_end_its_script():
     text = as_json({"name": "</script><script>alert(1)"})
     assert "<" not in text
     assert json.loads(text)["name"] == "</script><script>alert(1)"
-
-
-def test_a_logarithmic_axis_has_equal_room_for_equal_ratios_and_round_ticks():
-    scale = Scale(0, 1, 0.01, 1, log=True)
-    assert math.isclose(scale.y(0.1), 0.5)
-    assert scale.y(0) == scale.y(-1) == 0  # what has no logarithm lies on the lower edge
-    assert [tick_text(t) for t in log_ticks(0.35, 3.6)] == ["0.5", "1", "2"]
-    assert [tick_text(t) for t in log_ticks(0.0009, 12)] == ["0.001", "0.01", "0.1", "1", "10"]
-    assert len(log_ticks(0.61, 0.66)) >= 3
-    assert len(log_ticks(1e-30, 1e30)) < 12
-
-
-def test_the_switch_is_there_only_where_a_logarithm_is():
-    rising = [(float(i), 10.0**-i) for i in range(1, 5)]
-    page = draw(Plot("Loss", [Series("a", "train", rising)], tall=True, log=True, unit="loss per token"))
-    assert page.count('class="frame') == 2
-    assert 'type="checkbox"' in page
-    log_path = re.findall(r'class="line train" d="M([^"]+)"', page)[1]
-    heights = [float(pair.split()[1]) for pair in log_path.split("L")]
-    steps = [b - a for a, b in itertools.pairwise(heights)]
-    assert max(steps) - min(steps) < 1
-    flat = draw(Plot("Loss", [Series("a", "train", [(1.0, 0.0), (2.0, -1.0)])], tall=True, log=True))
-    assert "checkbox" not in flat
-    assert "checkbox" not in draw(Plot("Loss", [Series("a", "train", rising)], tall=True))

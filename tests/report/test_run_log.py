@@ -33,14 +33,6 @@ def test_every_event_has_its_kind_time_and_session_and_listeners_get_what_was_wr
     assert abs(event["time"] - time.time()) < 5
 
 
-def test_each_start_is_a_new_session(tmp_path):
-    for _ in range(3):
-        log = RunLog(tmp_path)
-        log.write("notice", text="hello")
-        log.close()
-    assert [e["session"] for e in read_log(tmp_path)] == [1, 2, 3]
-
-
 def test_non_finite_numbers_are_strings_and_every_line_is_strict_json(tmp_path):
     with RunLog(tmp_path) as log:
         log.write("step", loss=math.nan, grad_norm=math.inf, deep={"x": [-math.inf]}, numpy=np.float32("nan"))
@@ -85,20 +77,6 @@ def test_a_torn_last_line_is_overlooked_by_readers_and_cut_off_by_the_next_start
         assert (tmp_path / "run.jsonl").read_bytes() == whole
         log.write("step", step=2)
     assert [(e["step"], e["session"]) for e in read_log(tmp_path)] == [(1, 1), (2, 2)]
-
-
-def test_a_log_of_nothing_but_a_torn_line_starts_over(tmp_path):
-    (tmp_path / "run.jsonl").write_bytes(b'{"event":')
-    assert read_log(tmp_path) == []
-    with RunLog(tmp_path) as log:
-        assert log.session == 1
-    assert (tmp_path / "run.jsonl").read_bytes() == b""
-
-
-def test_last_line_longer_than_a_block_still_gives_the_session(tmp_path):
-    with RunLog(tmp_path) as log:
-        log.write("eval", text="a" * (3 * TAIL_BLOCK))
-    assert RunLog(tmp_path).session == 2
 
 
 def test_a_broken_line_in_the_middle_is_named(tmp_path):
@@ -195,7 +173,7 @@ def test_whatever_stands_in_a_log_its_readers_refuse_it_or_understand_it(tmp_pat
         *synthetic_events(200, resume_at=150),
         {"event": "experts", "step": 100, "counts": {"0": [1, 2]}},
         {"event": "plan", "text": ["a"]},
-        {"event": "rewind", "to": 3, "epoch_after": 0, "pack_after": 2},
+        {"event": "rewind", "to": 3, "after": {"epoch": 0, "pack": 2}},
     ]:
         samples.setdefault(event["event"], event)
     places = [(kind, (key,)) for kind, event in samples.items() for key in event]

@@ -3,7 +3,7 @@
 import pytest
 from synthetic_run import START, synthetic_events
 
-from pronghorn.report.run_stats import SILENT_AFTER, flat, run_stats
+from pronghorn.report.run_stats import SILENT_AFTER, run_stats
 from tables import table
 
 
@@ -61,10 +61,6 @@ def test_logs_that_say_little():
     assert one.best_loss is None
     assert str(one.last_loss) == "nan"
     assert one.tokens_per_second == pytest.approx(6)
-
-
-def test_flat():
-    assert flat({"a": 1, "b": {"c": {"d": 2}, "e": []}, "f": {}}) == {"a": 1, "b.c.d": 2, "b.e": [], "f": {}}
 
 
 def measured(step, value, **more):

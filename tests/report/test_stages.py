@@ -3,12 +3,11 @@
 import json
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
 
-from pronghorn.report.stages import OLDEST_START, STAGES, Stages, process_age
+from pronghorn.report.stages import STAGES, Stages
 
 
 class Clock:
@@ -72,47 +71,8 @@ def test_an_exception_leaves_the_stage():
     assert stages.seconds["load"] == load
 
 
-def test_the_running_stage_is_included():
-    stages = Stages(started=time.monotonic())
-    with stages("tokenize"):
-        time.sleep(0.03)
-        assert stages.seconds["tokenize"] >= 0.03
-
-
-def test_unknown_names_other_threads_and_crossed_stages_are_refused():
-    stages = Stages()
-    with pytest.raises(ValueError, match="tokenize"):
-        stages("tokenise")
-    failures = []
-
-    def work():
-        try:
-            with stages("wait"):
-                pass
-        except RuntimeError as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert len(failures) == 1
-    outer, inner = stages("step"), stages("wait")
-    outer.__enter__()
-    inner.__enter__()
-    with pytest.raises(RuntimeError, match="nest"):
-        outer.__exit__(None, None, None)
-
-
 def test_time_before_the_first_line_of_python_counts_as_imports():
     code = "import time; time.sleep(0.3)\nfrom pronghorn.report.stages import Stages\nprint(Stages().seconds['imports'])"
     began = time.monotonic()
     imports = float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
     assert 0.28 <= imports <= time.monotonic() - began + 0.02  # the kernel's clock tick is 0.01 s
-
-
-def test_process_age_is_never_absurd():
-    assert 0.0 <= process_age() <= OLDEST_START
-
-
-def test_a_start_in_the_future_is_now():
-    assert Stages(started=time.monotonic() + 100).seconds["imports"] == 0.0

@@ -53,28 +53,3 @@ def test_a_run_that_ended_badly_says_why_and_odd_logs_render():
     assert "health stop after 20 of 20 steps: loss is nan at [step] 20" in shown(events)
     assert "suggestion: none yet" in shown([])
     assert "nan" in shown([{"event": "step", "time": 1.0, "session": 1, "step": 1, "loss": "nan", "tokens": 1, "seconds": 1}])
-
-
-def test_metrics_stand_in_the_table_with_the_base_models():
-    base = {"event": "base", "time": 1.0, "session": 1, "metrics": {"exact_match": 0.0}, "samples": 70}
-    evaluation = {
-        "event": "eval",
-        "time": 1.0,
-        "session": 1,
-        "step": 60,
-        "loss": 1.0,
-        "metrics": {"exact_match": 0.93},
-        "samples": 70,
-    }
-    text = shown([*synthetic_events(20), base, evaluation])
-    assert "exact_match" in text
-    assert "0 (base) → 0.93   best 0.93 at step 60, 70 rows" in text
-    assert "(base)" not in shown([evaluation])
-
-
-def test_one_evaluation_is_one_figure():
-    events = [e for e in synthetic_events(50) if e["event"] != "eval" or e["step"] == 0]
-    line = next(line for line in shown(events).splitlines() if line.startswith("evaluation"))
-    assert "→" not in line
-    assert line.count(".") <= 2  # loss and perplexity
-    assert "at step 0" in line

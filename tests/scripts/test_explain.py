@@ -6,12 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pronghorn.compat.scripts.explain import ENVIRONMENT, INTO_ARGS, as_text, everything, of_script
-from pronghorn.compat.scripts.fronts import GONE, MOVED
-from pronghorn.compat.scripts.modules import OURS
-from pronghorn.compat.scripts.renames import BITSANDBYTES_ADAMW, LEFT_OUT, REFUSED, RENAMED, TRAINER_RENAMED
+from pronghorn.compat.scripts.explain import as_text, of_script
 from pronghorn.errors import CommandError
-from pronghorn.process import set_defaults
 from public_models import write_notebook
 
 SCRIPT = """
@@ -28,18 +24,6 @@ if False:
     model.save_pretrained_gguf("model", tokenizer)
 sort(data, tokenizer=1)
 """
-
-
-def test_everything_that_is_adapted_is_listed() -> None:
-    text = everything()
-    for name in (*RENAMED, *LEFT_OUT, *REFUSED, *TRAINER_RENAMED, *INTO_ARGS, *BITSANDBYTES_ADAMW, *MOVED, *GONE, *OURS):
-        assert name in text, name
-
-
-def test_the_environment_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.environ", found := {"HOME": "/somewhere"})
-    set_defaults()
-    assert set(found) - {"HOME"} == set(ENVIRONMENT)
 
 
 def test_a_script(tmp_path: Path) -> None:

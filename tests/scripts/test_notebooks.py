@@ -62,13 +62,6 @@ def test_many_lines_of_a_shell(tmp_path: Path) -> None:
     assert len(cell.skipped) == 20_000
 
 
-def test_markdown_is_passed_over(tmp_path: Path) -> None:
-    path = write_notebook(tmp_path / "some.ipynb", ["x = 1"])
-    text = path.read_text(encoding="utf-8")
-    path.write_text(text.replace('"cells": [', '"cells": [{"cell_type": "markdown", "source": ["#"]},'), encoding="utf-8")
-    assert [cell.number for cell in read_cells(path)] == [1]
-
-
 class Shell(SimpleNamespace):
     """What IPython's shell is for an extension: the names of the cells."""
 

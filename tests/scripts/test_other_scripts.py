@@ -20,7 +20,6 @@ OTHERS = Path(__file__).parent / "public" / "others"
 # script -> (its folder, its arguments, its first loss where that is known)
 SCRIPTS: dict[str, tuple[str, list[str], float | None]] = {
     "dpo_argparse.py": ("dpo-out", ["--lr", "2e-3", "--steps", "6"], math.log(2)),
-    "orpo_mixed_prompts.py": ("orpo-out", [], None),
     "kto_unpaired.py": ("kto-out", ["--rank", "8"], 0.5),
     "pretrain_blocks.py": ("pretrain-out", [], None),
     "sequence_classifier.py": ("classifier-out", [], None),
@@ -31,9 +30,9 @@ SCRIPTS: dict[str, tuple[str, list[str], float | None]] = {
     "spawned_cleaning.py": ("spawn-out", [], None),
     "long_context.py": ("long-out", [], None),
 }
-# Like another but for the data (orpo_llama3.py), or mostly imports of a new process (test_run_script.py has one that is
+# Mostly imports of a new process (test_run_script.py has one that is
 # shorter); `make dropin-cases` takes them all.
-LATER = {"orpo_mixed_prompts.py", "spawned_cleaning.py"}
+LATER = {"spawned_cleaning.py"}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -54,11 +54,6 @@ def test_bitsandbytes_optimizers_stay_where_it_is_installed(notes: Notes, monkey
     assert not any("optim" in line for line in notes.said)
 
 
-def test_a_share_of_the_steps_is_the_same_share() -> None:
-    settings = SFTConfig(**translate_arguments(SFTConfig, {"warmup_ratio": 0.25, "max_steps": 40}, Notes(lambda text: None)))
-    assert settings.get_warmup_steps(40) == 10
-
-
 def test_what_cannot_be_translated_is_refused(notes: Notes) -> None:
     with pytest.raises(CommandError, match=r"vllm_sampling_params=...\) is not supported"):
         translate_arguments(GRPOConfig, {"vllm_sampling_params": object()}, notes)
@@ -66,11 +61,6 @@ def test_what_cannot_be_translated_is_refused(notes: Notes) -> None:
         translate_arguments(SFTConfig, {"warmup_ratio": 2}, notes)
     with pytest.raises(CommandError, match=r"max_seq_length=10\) contradicts max_length=20"):
         translate_arguments(SFTConfig, {"max_seq_length": 10, "max_length": 20}, notes)
-
-
-def test_an_optimizer_that_transformers_had(notes: Notes) -> None:
-    assert translate_arguments(TrainingArguments, {"optim": "adamw_hf"}, notes)["optim"] == "adamw_torch"
-    assert "adamw_hf" in notes.said[0]
 
 
 def test_arguments_of_older_preference_trainers(notes: Notes) -> None:
@@ -87,12 +77,6 @@ def test_arguments_of_older_preference_trainers(notes: Notes) -> None:
     assert DPOConfig(loss_type=["sigmoid", "sft"], loss_weights=[1.0, 1.0], bf16=False, report_to="none").loss_weights
 
 
-def test_each_is_said_once(notes: Notes) -> None:
-    for _ in range(2):
-        translate_arguments(SFTConfig, {"max_seq_length": 512, "bf16": False}, notes)
-    assert notes.said == ["SFTConfig(max_seq_length=...) becomes max_length=..."]
-
-
 @pytest.mark.parametrize(
     ("given", "batch"),
     [
@@ -106,12 +90,6 @@ def test_all_answers_to_a_prompt_go_through_together(given: dict[str, Any], batc
     made = translate_arguments(GRPOConfig, given, notes)
     assert GRPOConfig(**made, report_to="none").per_device_train_batch_size == batch
     assert any("num_generations completions" in line for line in notes.said) == (batch != given["per_device_train_batch_size"])
-
-
-def test_what_a_gpu_trains_in_is_left_alone(monkeypatch: pytest.MonkeyPatch, notes: Notes) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert translate_arguments(SFTConfig, {"fp16": True}, notes) == {"fp16": True}
-    assert notes.said == []
 
 
 def test_a_class_of_arguments_for_each_trainer() -> None:
@@ -178,11 +156,6 @@ def test_preference_trainers(notes: Notes) -> None:
     assert type(made["args"]) is DPOConfig
     assert (made["args"].beta, made["args"].max_length) == (0.3, 99)
     assert any("max_prompt_length=...) is dropped" in line for line in notes.said)
-
-
-def test_a_trainer_of_transformers_keeps_its_arguments(notes: Notes) -> None:
-    settings = TrainingArguments(output_dir="somewhere", report_to="none")
-    assert translate_trainer(Trainer, {"args": settings, "tokenizer": 1}, notes) == {"args": settings, "processing_class": 1}
 
 
 def test_what_is_given_by_place() -> None:

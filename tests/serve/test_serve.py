@@ -20,8 +20,9 @@ import torch
 from cli_parts import Place
 from pronghorn.cli import main
 from pronghorn.errors import CommandError
-from pronghorn.serve.answering import Answer, _Growing, answer
-from pronghorn.serve.asked import Asked, RequestError, read
+from pronghorn.serve.answering import Generated, _Growing, answer
+from pronghorn.serve.asked import Request, RequestError, read
+from pronghorn.serve.handler import Handler
 from pronghorn.serve.models import Models, Served, load
 from pronghorn.serve.server import Server
 from pronghorn.train.run.trained_run import Chat
@@ -38,7 +39,7 @@ def models(place: Place) -> Models:
 
 @pytest.fixture(scope="module")
 def server(models: Models) -> Iterator[Server]:
-    server = Server(models, "127.0.0.1", 0)
+    server = Server(models, "127.0.0.1", 0, Handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     yield server
@@ -198,7 +199,7 @@ def test_one_at_a_time_and_nobody_waits_for_a_client_that_left(
 ) -> None:
     long, left = 300, list[int]()  # pieces of its answer
 
-    def remembered(models: Models, one: Served, asked: Asked, prompt: list[int], on_text: Any, over: Any) -> Answer:
+    def remembered(models: Models, one: Served, asked: Request, prompt: list[int], on_text: Any, over: Any) -> Generated:
         pieces: list[str] = []
         try:
             return answer(models, one, asked, prompt, lambda *piece: (pieces.append(piece[0]), on_text(*piece))[1], over)

@@ -26,12 +26,17 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parent))
+from making import BestAnswers
+
+import pronghorn.train.source as sources
 from cpu_products import quicken_products
 from imported_python import forks_have_threads
 from pronghorn.recipe import Recipe
 from pronghorn.report.display import JsonDisplay
 from pronghorn.report.run_log import FILE_NAME, read_log
 from pronghorn.report.stages import Stages
+from pronghorn.train.checkpoint import resume
 from pronghorn.train.checkpoint.checkpoint import latest_checkpoint, verify_checkpoint
 from pronghorn.train.loop import train
 from pronghorn.train.setup.check import check_run
@@ -95,7 +100,10 @@ def main() -> None:
     parser.add_argument("--workers", type=lambda words: [int(word) for word in words.split(",")], default=[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--objective", default="supervised")
+    parser.add_argument("--source", default="table", choices=["table", "made"])  # made: the model makes its rows (making.py)
     arguments = parser.parse_args()
+    if arguments.source == "made":
+        sources.kind_of = resume.kind_of = lambda recipe: BestAnswers
     torch.set_num_threads(1)  # a fork may not inherit a pool of threads
     forks_have_threads()
     quicken_products()

@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pronghorn.data.pack.batches import IGNORED, PackedBatch, TokenRows, evaluation_batches
-from pronghorn.train.objectives.objective import Autocast, Objective, log_probs_of
+from pronghorn.data.pack.batches import TokenRows
+from pronghorn.data.pack.loader import evaluation_batches
+from pronghorn.packs import IGNORED, PackedBatch
+from pronghorn.train.objectives.objective import Autocast, Objective, outputs_of
 from samples import ListTable
 
 
@@ -37,7 +39,7 @@ class Pairs(Objective):
         self.references[id(table)] = found = {}
         with torch.no_grad(), model.disable_adapter(), autocast():
             for batch in evaluation_batches(table, 512, together=2):
-                log_probs_N = log_probs_of(model, batch.to(device)).log_probs_N.cpu()
+                log_probs_N = outputs_of(model, batch.to(device)).values_N.cpu()
                 counts = table.loss_counts[list(batch.documents)].tolist()
                 found.update(zip(batch.documents, log_probs_N.split(counts), strict=True))
 

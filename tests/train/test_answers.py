@@ -23,7 +23,7 @@ from pronghorn.report.run_log import history, read_log
 from pronghorn.report.run_stats import run_stats
 from pronghorn.train.checkpoint.checkpoint import verify_checkpoint
 from pronghorn.train.loop import train
-from pronghorn.train.setup.setup import prepare_data
+from pronghorn.train.source import source_of
 from samples import make_lively_model, make_tokenizer
 
 # What a model of random weights says differs from step to step; so does this figure of it, and it is drawn from thin air.
@@ -72,7 +72,7 @@ def untrained_answers(recipe: Recipe) -> list[str]:
     from contextlib import nullcontext
 
     tokenizer = load_tokenizer(recipe.model, recipe.data)
-    table = prepare_data(recipe, tokenizer, report=lambda *_: None, stage=lambda _: nullcontext()).evaluation
+    table = source_of(recipe, tokenizer, report=lambda *_: None, stage=lambda _: nullcontext()).held_out
     asked = held_out_questions(table, tokenizer, 100)
     model = AutoModelForCausalLM.from_pretrained(recipe.model, dtype=torch.float32)
     return generate_answers(model, tokenizer, [question.ids for question in asked], max_new_tokens=3)
@@ -145,24 +145,6 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(recipe_for: Callable[..., R
     assert verify_checkpoint(ends[0])["values"]["progress"] == verify_checkpoint(ends[1])["values"]["progress"]
     assert lines_of(tmp_path / "whole") == lines_of(tmp_path / "parts")
     assert len(events_of(tmp_path / "parts", "base")) == 1  # found again, not asked again
-
-
-def test_patience_is_with_the_metric(recipe_for: Callable[..., Recipe]) -> None:
-    recipe = recipe_for(
-        train={"steps": 9}, eval={"every": 1, "metrics": "exact_match", "best": "exact_match", "stop": {"patience": 2}}
-    )
-    result = train(recipe, display=Silent())
-    assert (result.reason, result.step) == ("early stop", 3)  # it is 0 three times; the loss falls all the while
-    assert "held-out exact_match improved by less than" in result.why
-
-
-def test_another_metric_may_decide_from_a_resume_on(recipe_for: Callable[..., Recipe]) -> None:
-    with pytest.raises(Interrupted):
-        train(recipe_for(train={"steps": 6}, eval={"every": 2}), display=stop_at(3))
-    recipe = recipe_for(train={"steps": 6}, eval={"every": 2, "metrics": "rouge_l", "best": "rouge_l"})
-    result = train(recipe, display=Silent())
-    assert result.best_step in (4, 6)
-    assert any("rouge_l replaces loss" in event["text"] for event in events_of(result.folder, "notice"))
 
 
 def test_a_base_model_that_is_gone_is_told_of(recipe_for: Callable[..., Recipe]) -> None:

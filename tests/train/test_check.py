@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from pronghorn.errors import DataError, EnvironmentFault, ModelError, RecipeError
 from pronghorn.recipe import Recipe
@@ -67,16 +65,6 @@ def test_memory_is_the_planners_and_follows_the_recipe(recipe_for: RecipeFor) ->
     assert (own.memory, own.no_memory) == (0, "layers: own uses the transformers layers, whose memory is not planned")
 
 
-def test_the_table_and_the_json_say_the_same(recipe_for: RecipeFor, capsys: pytest.CaptureFixture[str]) -> None:
-    facts = check(recipe_for())
-    assert json.loads(json.dumps(facts.as_dict()))["memory"] == facts.memory
-    Console(width=200, force_terminal=False).print(facts.table())
-    shown = capsys.readouterr().out
-    for figure in (facts.parameters, facts.trainable, facts.documents, facts.tokens, facts.steps):
-        assert f"{figure:,}" in shown
-    assert "activations" in shown
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -131,13 +119,6 @@ def test_an_adapter_on_the_head_is_refused_where_it_would_break_something(
     assert why in caught.value.why
 
 
-def test_a_lora_section_beside_method_full_is_told(recipe_for: RecipeFor) -> None:
-    told = "method: full trains all weights; the lora section of the recipe is ignored"
-    assert told in check(recipe_for(method="full", lora={"r": 4})).notices
-    assert told not in check(recipe_for(method="full", lora={"r": 16})).notices
-    assert told not in check(recipe_for(lora={"r": 4})).notices
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -161,15 +142,6 @@ def test_where_steps_are_few_every_value_that_is_named_gives_the_steps_that_are_
         assert check(recipe_for(**{"train": changes["train"] | rows | values})).steps == int(steps) > facts.steps
 
 
-def test_evaluations_that_never_come_are_told(recipe_for: RecipeFor) -> None:
-    (told,) = [notice for notice in check(recipe_for(eval={"every": 200})).notices if "eval.every" in notice]
-    assert told == "eval.every: 200 of 10 steps evaluates only at the end; set eval.every: 0.25 (every 3 steps)"
-    stops = recipe_for(eval={"every": 10, "stop": {"patience": 1}})
-    assert "so eval.stop never acts" in "\n".join(check(stops).notices)
-    for quiet in (recipe_for(eval={"every": 0.25}), recipe_for(eval={"every": 4}), recipe_for(data={"eval": None})):
-        assert "eval.every" not in "\n".join(check(quiet).notices)
-
-
 def test_packs_that_few_rows_leave_empty_are_told_with_a_capacity_that_fills_them(recipe_for: RecipeFor) -> None:
     size = {"batch_tokens": 65536, "batch_rows": 4, "capacity": 2048}
     facts = check(recipe_for(train=size))
@@ -180,25 +152,6 @@ def test_packs_that_few_rows_leave_empty_are_told_with_a_capacity_that_fills_the
     better = check(recipe_for(train=size | {"capacity": int(found[1])}))
     assert round(better.packing_efficiency * 100) == int(found[2])
     assert better.steps == facts.steps
-
-
-def test_copies_and_their_steps_are_told(recipe_for: RecipeFor, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": f"{n} {n * n} what comes next {n + 1}?"},
-                {"role": "assistant", "content": "?"},
-            ]
-        }
-        for n in range(30)
-    ]
-    path = write_rows(tmp_path / "twice.jsonl", [*rows, *rows[:10], *rows[:10]])
-    facts = check(recipe_for(data={"train": [str(path)], "eval": 0.2}))
-    assert (facts.copies, facts.near_copies) == (20, 0)
-    assert facts.steps_on_copies == pytest.approx(facts.steps * 20 / 50, abs=1)
-    Console(width=200, force_terminal=False).print(facts.table())
-    assert "20 rows like an earlier one (20 word for word): about" in capsys.readouterr().out
-    assert check(recipe_for(data={"train": [str(path)], "duplicates": "drop-exact"})).copies == 0
 
 
 def test_copies_are_what_the_settings_drop(recipe_for: RecipeFor, tmp_path: Path) -> None:
@@ -214,14 +167,6 @@ def test_copies_are_what_the_settings_drop(recipe_for: RecipeFor, tmp_path: Path
         facts = check(recipe_for(data={"train": [str(path)], "duplicates": duplicates}))
         left[duplicates] = (facts.copies, facts.near_copies, facts.documents)
     assert left == {"keep": (1, 1, 32), "drop-exact": (0, 1, 31), "drop-near": (0, 0, 30)}
-
-
-def test_counting_the_steps_of_many_epochs_shows_how_far_it_is(recipe_for: RecipeFor) -> None:
-    shown: list[tuple[str, int, int]] = []
-    check_run(recipe_for(train={"epochs": 3}), report=lambda *how_far: shown.append(how_far))
-    assert [how_far for how_far in shown if "steps" in how_far[0]] == [
-        ("counting steps of epochs", done, 3) for done in (1, 2, 3)
-    ]
 
 
 def test_sources_unused_columns_and_empty_answers_are_told_by_check_and_train(recipe_for: RecipeFor, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ class TestCuda:
         with writer_at(tmp_path, device) as writer:
             writer.write(writer.snapshot(adapter, first), keep=9, best_step=None)  # allocates and pins
             writer.wait()
-            assert writer._images[0]._pinned is not None
+            assert writer._copies[0]._pinned
             adapter.tensors["lora_B"].data.fill_(7)
             expected = {name: tensor.detach().cpu() for name, tensor in adapter.tensors.items()}
             torch.cuda.synchronize()

@@ -29,7 +29,7 @@ from triton.runtime.driver import driver
 
 import pronghorn.kernels
 from benchmarks.without_numbers import WithoutNumbers
-from pronghorn.data.pack.batches import PackedBatch, Shapes, build_batch
+from pronghorn.data.pack.batches import Shapes, build_batch
 from pronghorn.data.pack.packing import pack
 from pronghorn.kernels.attention import attention
 from pronghorn.kernels.runtime.compile_ahead import Kernel
@@ -38,6 +38,7 @@ from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.formats.store import store_linears_
 from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.lora import add_adapter
+from pronghorn.packs import PackedBatch
 from pronghorn.recipe import Lora
 from pronghorn.train.step.fused_adamw import FusedAdamW
 from pronghorn.train.step.graphed_step import DRY_TOKENS, GraphedStep
@@ -140,6 +141,7 @@ def model_of(kind: str) -> Any:
     return model.train()
 
 
+@pytest.mark.later
 def test_a_few_tokens_need_the_kernels_of_a_whole_batch() -> None:
     whole = batch()
     with WithoutNumbers():

@@ -9,7 +9,7 @@ from pathlib import Path
 from pronghorn.data.encode.tokens import load_tokenizer
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import plain
-from pronghorn.train.setup.setup import prepare_data
+from pronghorn.train.source import source_of
 from samples import chat_rows, write_rows
 
 
@@ -19,13 +19,13 @@ def test_rows_drops_sources_and_lengths(recipe_for: Callable[..., Recipe], tmp_p
     one, two = write_rows(tmp_path / "one.jsonl", rows), write_rows(tmp_path / "two.jsonl", chat_rows(5, seed=9))
     recipe = recipe_for(data={"train": [str(one), str(two)], "duplicates": "drop-exact", "long": "drop", "eval": 0.2})
     tokenizer = load_tokenizer(recipe.model, recipe.data)
-    data = prepare_data(recipe, tokenizer, report=lambda *_: None, stage=lambda _: nullcontext())
-    facts = data.summary(recipe.train.capacity)
+    data = source_of(recipe, tokenizer, report=lambda *_: None, stage=lambda _: nullcontext())
+    facts = data.summary()
     assert plain(facts) == facts
     assert facts["read"] == 27
     assert facts["dropped"] == {"exact duplicate": 1, "too long": 1}
-    assert data.evaluation is not None
-    assert facts["documents"] + len(data.evaluation) == 25
+    assert data.held_out is not None
+    assert facts["documents"] + len(data.held_out) == 25
     assert [(Path(source["name"]).name, source["rows"]) for source in facts["sources"]] == [("one.jsonl", 22), ("two.jsonl", 5)]
     lengths = facts["lengths"]
     assert sum(rows for _, _, rows in lengths["bins"]) == facts["documents"]

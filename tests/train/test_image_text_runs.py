@@ -18,6 +18,7 @@ from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import history, read_log
 from pronghorn.train.run.run_evaluation import evaluate_run
 from pronghorn.train.run.trained_run import Chat
+from tables import first_of
 
 pytestmark = pytest.mark.usefixtures("short_export_check")
 
@@ -26,14 +27,17 @@ RecipeFor = Callable[..., Recipe]
 
 @pytest.mark.parametrize(
     ("kind", "method"),
-    [
-        ("gemma3", "lora"),
-        ("gemma3", "qlora"),
-        ("gemma3", "full"),
-        ("mistral3", "fp8"),
-        ("qwen2_5_vl", "lora"),
-        ("qwen3_vl", "full"),
-    ],
+    first_of(
+        [
+            ("gemma3", "qlora"),
+            ("mistral3", "fp8"),
+            ("qwen3_vl", "full"),
+            ("gemma3", "lora"),
+            ("gemma3", "full"),
+            ("qwen2_5_vl", "lora"),
+        ],
+        3,
+    ),
 )
 def test_text_is_trained_and_everything_else_comes_back(
     kind: str, method: str, recipe_for: RecipeFor, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -65,18 +65,6 @@ def test_lora_plus_makes_b_learn_faster_than_a(recipe_for: RecipeFor) -> None:
     assert sorted({group["lr"] for group in optimizer.param_groups}) == pytest.approx([2.5e-4, 4e-3])
 
 
-def test_without_lora_plus_there_is_one_rate(recipe_for: RecipeFor) -> None:
-    model = add_adapter(make_model(), Lora(r=4), seed=1)
-    assert len(make_optimizer(model, recipe_for()).param_groups) == 1
-
-
-def test_only_what_is_trained_is_held(recipe_for: RecipeFor) -> None:
-    model = add_adapter(make_model(), Lora(r=4), seed=1)
-    assert set.union(*names_of(make_optimizer(model, recipe_for()), model)) == {
-        name for name, _ in model.named_parameters() if ".lora_" in name
-    }
-
-
 # AdamW ------------------------------------------------------------------------------------------------------------------
 
 
@@ -197,11 +185,6 @@ def test_restored_state_is_a_copy(recipe_for: RecipeFor) -> None:
     random_grads(model, 5)
     optimizer.step()
     assert all(torch.equal(stored[name], kept[name]) for name in kept)
-
-
-def test_nothing_is_stored_before_the_first_step(recipe_for: RecipeFor) -> None:
-    model, optimizer = stepped(recipe_for(), steps=0)
-    assert optimizer_tensors(optimizer, model) == {}
 
 
 def test_a_state_of_another_adapter_is_refused(recipe_for: RecipeFor) -> None:

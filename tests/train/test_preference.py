@@ -14,7 +14,8 @@ import trl_losses as theirs
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, LlamaConfig, Qwen3Config
 
-from pronghorn.data.pack.batches import BatchLoader, PackedBatch, Shapes, StepBatch, build_batch
+from pronghorn.data.pack.batches import Shapes, build_batch
+from pronghorn.data.pack.loader import BatchLoader, StepBatch, StepPacking
 from pronghorn.data.pack.packing import pack_in_order
 from pronghorn.data.preference.pair_packing import groups_of
 from pronghorn.data.preference.pair_rows import PairRows
@@ -22,6 +23,7 @@ from pronghorn.errors import RecipeError
 from pronghorn.model.causal_lm import install
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.shared_prefix import why_not_shared
+from pronghorn.packs import PackedBatch
 from pronghorn.recipe import Lora
 from pronghorn.train.dist.world import World
 from pronghorn.train.objectives.cpo import Cpo, SimPo
@@ -135,11 +137,7 @@ def batches_of(table: ListTable, capacity: int, padded: bool = False) -> tuple[P
 def stepped(model: Any, objective: Objective, table: ListTable, capacity: int, padded: bool = False) -> tuple[Any, ...]:
     """(loss, gradients, figures) of one step over the whole table."""
     objective.prepare(model, table, CPU, nullcontext)
-    step = StepBatch(
-        tuple(objective.complete(batch, table) for batch in batches_of(table, capacity, padded)),
-        None,  # type: ignore[arg-type]
-        0.0,
-    )
+    step = StepBatch(tuple(objective.complete(batch, table) for batch in batches_of(table, capacity, padded)), table, {}, 0.0)
     model.zero_grad(set_to_none=True)
     objective.before_step(model, step, CPU, nullcontext, World())
     divisor, total, watched = objective.divisor(step, World()), 0.0, torch.zeros(len(objective.watched))
@@ -247,12 +245,10 @@ def test_both_steps_train_alike_and_show_the_same_figures() -> None:
         packs = pack_in_order(groups_of(table), 64)
         loader = BatchLoader(
             table,
-            capacity=64,
+            StepPacking(64, shapes=Shapes.planned(table, packs, 64), complete=objective.complete),
             packs_per_step=len(packs),
             seed=0,
             workers=0,
-            shapes=Shapes.planned(table, packs, 64),
-            complete=objective.complete,
         )
         results = []
         for batch in islice(loader, 3):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from pronghorn.bench.pairs import Pair, PairTable
+from benchmarks.bench.pairs import Pair, PairTable
 from pronghorn.data.pack.batches import Shapes, build_batch
 from pronghorn.data.pack.packing import pack_in_order
 from pronghorn.data.preference.pair_packing import groups_of
@@ -22,7 +22,7 @@ from pronghorn.model.causal_lm import install
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import read_log
 from pronghorn.train.loop import train
-from pronghorn.train.objectives.objective import log_probs_of
+from pronghorn.train.objectives.objective import outputs_of
 from samples import make_model, make_tokenizer, pair_rows, write_rows
 from train.test_preference_runs import Silent
 
@@ -49,7 +49,7 @@ def test_answers_in_bf16_are_as_near_to_the_truth_shared_or_not() -> None:
         for rows in packs:
             batch = build_batch(table, rows, 2048, shapes=Shapes.planned(table, packs, 2048)).to(device)
             with torch.no_grad():
-                log_probs = log_probs_of(of, batch).log_probs_N.double().cpu()
+                log_probs = outputs_of(of, batch).values_N.double().cpu()
             assert batch.document_N is not None
             places = torch.tensor([*rows.tolist(), *([0] * (len(batch.cu_seqlens) - len(rows)))])
             found.index_add_(0, places[batch.document_N.cpu()], log_probs)  # 0 where it is padding

@@ -15,7 +15,6 @@ from pronghorn.folders import cache_folder
 from pronghorn.recipe import Recipe
 from pronghorn.report.html import render_page
 from pronghorn.report.run_log import read_log
-from pronghorn.report.stages import Stages
 from pronghorn.train.loop import FIRST_STEP, train
 from pronghorn.train.run.run_evaluation import evaluate_run
 from samples import pair_rows
@@ -86,31 +85,6 @@ def test_the_reference_pass_ends_before_the_first_step_and_unused_margins_are_to
     assert not [told for told in seen[first_step:] if told in asked]
     notices = [event["text"] for event in read_log(Path(recipe.output)) if event["event"] == "notice"]
     assert any("margins have no effect" in text for text in notices)
-
-
-def test_what_takes_long_has_a_stage_of_its_own(pairs: str, recipe_for: Callable[..., Recipe]) -> None:
-    """Else its time is counted as `other`, and nobody can tell what it was."""
-    stages, seen = Stages(), dict[str, set[str]]()
-
-    class Noting(Silent):
-        def handle(self, event: dict[str, Any]) -> None:
-            seen.setdefault(event["event"], set()).add(stages._stack[-1])
-
-        def progress(self, label: str, done: int, total: int) -> None:
-            seen.setdefault(label, set()).add(stages._stack[-1])
-
-    answered = {"eval": {"every": 2, "generations": 1, "best": "loss"}}
-    train(recipe_for(**settings(pairs, **answered)), display=Noting(), stages=stages)
-    for label, stage in {
-        "tokenizing": "read",
-        "loading the model": "load",
-        "scoring with the reference model": "reference",
-        "evaluating": "evaluate",
-        "answering": "answers",
-        "answers of the base model": "answers",
-    }.items():
-        assert seen[label] == {stage}, label
-    assert all(stages.seconds[name] > 0 for name in ("reference", "answers", "report", "checkpoint"))
 
 
 def test_with_all_weights_trained_the_reference_is_the_model_before(pairs: str, recipe_for: Callable[..., Recipe]) -> None:

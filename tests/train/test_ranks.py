@@ -16,7 +16,8 @@ import torch
 from rank_processes import LOOPBACK, Silent, in_ranks, listening
 from safetensors.torch import load_file
 
-from pronghorn.data.pack.batches import BatchLoader, Shapes
+from pronghorn.data.pack.batches import Shapes
+from pronghorn.data.pack.loader import BatchLoader, StepPacking
 from pronghorn.data.pack.packing import pack
 from pronghorn.errors import HealthStop, RecipeError
 from pronghorn.model.capture import Graphs, Work
@@ -25,11 +26,10 @@ from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora, Recipe
 from pronghorn.report.run_log import read_log
 from pronghorn.report.summary import summary
-from pronghorn.train.dist.ranks import all_different
 from pronghorn.train.dist.world import World
 from pronghorn.train.loop import train
 from pronghorn.train.objectives import Supervised
-from pronghorn.train.setup.setup import agreed
+from pronghorn.train.source.sizes import dealt
 from pronghorn.train.step.fused_adamw import FusedAdamW
 from pronghorn.train.step.graphed_step import GraphedStep
 from samples import make_model, random_table
@@ -195,7 +195,7 @@ def test_the_captured_step_is_summed_between_its_graphs(tmp_path: Path) -> None:
         optimizer = FusedAdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         step = GraphedStep(model, optimizer, device=torch.device("cpu"), precision="fp32", clip=0.5, say=print, world=world)
         loader = BatchLoader(
-            table, capacity=256, packs_per_step=3, seed=1, workers=0, shapes=shapes, deal=(world.rank, world.size)
+            table, StepPacking(256, shapes=shapes, deal=(world.rank, world.size)), packs_per_step=3, seed=1, workers=0
         )
         results = []
         for batch in islice(loader, 3):
@@ -250,7 +250,7 @@ def test_sums_in_the_update_graph_are_those_of_all_ranks_or_of_none(failed: str)
     step._graphs = Captured(torch.device("cpu"), failed=lambda error: None)
     step._graphs.captures, step._compile = True, lambda inputs: None  # type: ignore[method-assign]
     shapes = Shapes.planned(table, pack(table.lengths, 256, seed=1, epoch=0), 256)
-    for batch in islice(BatchLoader(table, capacity=256, packs_per_step=1, seed=1, workers=0, shapes=shapes), 3):
+    for batch in islice(BatchLoader(table, StepPacking(256, shapes=shapes), seed=1, workers=0), 3):
         step.begin(batch)
         assert step.finish().grad_norm > 0
     assert world.sums == 1 + 3  # one before the capture
@@ -267,7 +267,7 @@ def test_packs_are_dealt_and_every_rank_knows_the_whole_step() -> None:
     table = random_table(30)
     shapes = Shapes.planned(table, pack(table.lengths, 256, seed=1, epoch=0), 256)
     loaders = [
-        iter(BatchLoader(table, capacity=256, packs_per_step=3, seed=1, workers=0, shapes=shapes, deal=deal))
+        iter(BatchLoader(table, StepPacking(256, shapes=shapes, deal=deal), packs_per_step=3, seed=1, workers=0))
         for deal in ((0, 1), (0, 2), (1, 2), (3, 4))
     ]
     for _ in range(4):
@@ -288,26 +288,13 @@ def test_packs_are_dealt_and_every_rank_knows_the_whole_step() -> None:
 
 
 def test_a_step_needs_a_pack_for_each_rank(recipe_for: Callable[..., Recipe]) -> None:
-    world = World()
-    world.size = 3
+    packs = pack(np.full(40, 60), 256, seed=1, epoch=0)
     recipe = recipe_for(train={"capacity": 256, "batch_tokens": 512})
     with pytest.raises(RecipeError, match="2 packs for 3 ranks") as refused:
-        agreed(recipe, {}, world)
+        dealt(recipe, 3, packs)
     assert "batch_tokens: 768" in refused.value.fix
     uneven = recipe_for(train={"capacity": 256, "batch_tokens": 1024})
-    assert "set train.batch_tokens: 1536" in agreed(uneven, {}, world)[0]
-
-
-def test_ranks_that_wait_because_a_step_has_few_rows_are_told(recipe_for: Callable[..., Recipe]) -> None:
-    world = World()
-    world.size = 3
-    recipe = recipe_for(train={"capacity": 1024, "batch_tokens": 65536, "batch_rows": 4}, data={"max_length": 128})
-    packs = pack(np.full(40, 60), 1024, seed=1, epoch=0, rows=4)
-    (told,) = agreed(recipe, {}, world, packs)
-    assert told.startswith(
-        "a step of 4 rows has 1.0 packs for 3 ranks, so some ranks wait; set train.capacity: 512, or start 1 rank"
-    )
-    assert agreed(recipe, {}, world, pack(np.full(40, 60), 64, seed=1, epoch=0, rows=4)) == []
+    assert "set train.batch_tokens: 1536" in dealt(uneven, 3, packs)[0]
 
 
 def test_the_store_of_ranks_on_one_machine_listens_on_loopback(tmp_path: Path) -> None:
@@ -316,9 +303,3 @@ def test_the_store_of_ranks_on_one_machine_listens_on_loopback(tmp_path: Path) -
     addresses = [literal_eval(one[1]) for one in found if one]
     assert [len(one) for one in addresses] == [2, 1]  # gloo's, and the store
     assert {where for one in addresses for where in one} <= set(LOOPBACK)
-
-
-def test_nccl_needs_a_gpu_for_each_rank() -> None:
-    assert all_different(["a 0", "a 1", "b 0"])
-    assert not all_different(["a 0", "a 0"])
-    assert not all_different(["a 0", ""])

@@ -17,9 +17,9 @@ import torch
 from test_graphed_step import DEVICE, eager, graphed, losses, mixed_table, steps_of
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from pronghorn.data.pack.batches import PackedBatch
 from pronghorn.model.causal_lm import base_of, engine_of, install
-from pronghorn.train.objectives.objective import log_probs_of
+from pronghorn.packs import PackedBatch
+from pronghorn.train.objectives.objective import outputs_of
 
 GPU = DEVICE.type == "cuda"
 FP8_DTYPE = torch.bfloat16 if GPU else torch.float32  # FP8 GEMMs of a GPU give bf16
@@ -35,7 +35,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 def adapters_off(model: Any, batch: PackedBatch) -> None:
     with torch.no_grad(), model.disable_adapter():
-        log_probs_of(model, batch.to(DEVICE))
+        outputs_of(model, batch.to(DEVICE))
 
 
 def weights_saved(model: Any, batch: PackedBatch) -> None:

@@ -27,9 +27,10 @@ from pronghorn.export.run import export_run
 from pronghorn.model.causal_lm import install
 from pronghorn.model.config import read_config
 from pronghorn.model.formats.checkpoint import Shards
+from pronghorn.model.heads import require_head
+from pronghorn.model.heads.score import ScoreHead
 from pronghorn.model.load import load_model
 from pronghorn.model.lora import add_adapter
-from pronghorn.model.scored import require_head, set_padding, with_score
 from pronghorn.recipe import Lora, Recipe
 from pronghorn.report.html import render_page
 from pronghorn.report.run_log import read_log
@@ -37,12 +38,12 @@ from pronghorn.report.summary import render, summary
 from pronghorn.serve.models import load as load_served
 from pronghorn.train.loop import train
 from pronghorn.train.objectives.reward import Reward
-from pronghorn.train.run.run_evaluation import Asked, evaluate_run
+from pronghorn.train.run.run_evaluation import EvaluationRequest, evaluate_run
 from pronghorn.train.run.trained_run import Chat, TrainedRun
 from pronghorn.train.step.fused_adamw import FusedAdamW
 from pronghorn.train.step.graphed_step import GraphedStep
 from pronghorn.train.step.step import EagerStep
-from samples import ListTable, pair_rows
+from samples import ListTable, make_model, pair_rows
 from train.test_memory import between, curve, deep_recipe
 from train.test_preference import CPU, FAMILIES, assert_near, batches_of, gradients, pairs_of, stepped, table_of
 from train.test_preference_runs import Silent
@@ -57,8 +58,8 @@ def scored(family: str, *, full: bool = False) -> tuple[Any, Any]:
     models = []
     for fast in (False, True):
         torch.manual_seed(3)
-        model = with_score(AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES[family])), seed=4)
-        set_padding(model, 0)
+        model = ScoreHead.attach(AutoModelForCausalLM.from_config(copy.deepcopy(FAMILIES[family])), seed=4)
+        ScoreHead.set_padding(model, 0)
         torch.nn.init.normal_(model.score.weight, std=0.3)
         if not full:
             model = add_adapter(model, Lora(r=4, targets=("q_proj", "v_proj", "o_proj")), seed=1)
@@ -218,7 +219,7 @@ def test_stock_transformers_loads_what_a_run_trained(method: str, pairs: str, re
 
 
 def test_what_a_reward_model_cannot_is_refused(pairs: str, recipe_for: Callable[..., Recipe], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="gives scores, not answers"):
+    with pytest.raises(ValueError, match="writes no answers"):
         recipe_for(**settings(pairs, eval={"generations": 2}))
     recipe = recipe_for(**settings(pairs, method="full", train={"steps": 1}))
     unsaid = Recipe.model_validate({"model": "m", "objective": "reward", "data": {"train": [pairs]}})
@@ -227,9 +228,9 @@ def test_what_a_reward_model_cannot_is_refused(pairs: str, recipe_for: Callable[
     train(recipe, display=Silent())
     run = Path(recipe.output)
     for to in ("gguf", "ollama", "vllm", "fp8"):
-        with pytest.raises(CommandError, match="does not support reward models"):
+        with pytest.raises(CommandError, match="does not support a reward model"):
             export_run(run, "last", tmp_path / to, to)
-    metrics = Asked({"metrics": ("exact_match",)})
+    metrics = EvaluationRequest({"metrics": ("exact_match",)})
     for use in (
         lambda: Chat(run, "last", max_tokens=3),
         lambda: load_served([run], "last"),
@@ -238,28 +239,29 @@ def test_what_a_reward_model_cannot_is_refused(pairs: str, recipe_for: Callable[
         with pytest.raises(CommandError, match="trained a reward model"):
             use()
     classifier = str(next(run.glob("checkpoint-1")))
-    with pytest.raises(ModelError, match="is a sequence classifier"):
+    with pytest.raises(ModelError, match="the head of a reward model"):
         train(recipe_for(model=classifier, output=str(tmp_path / "other")), display=Silent())
     further = recipe_for(**settings(pairs, model=classifier, output=str(tmp_path / "further"), train={"steps": 1}))
     train(further, display=Silent())  # its own score goes on
     config = read_config(recipe.model)
     config.architectures, config.num_labels = ["LlamaForSequenceClassification"], 3
     with pytest.raises(ModelError, match="with 3 labels"):
-        require_head(config, "model", scored=True)
+        require_head(config, "model", "score")
     with pytest.raises(RecipeError):
         train(recipe_for(**settings(pairs, lora={"targets": ["lm_head"]}, output=str(tmp_path / "x"))), display=Silent())
 
 
 @pytest.mark.parametrize("storage", ["bf16", "nf4"])
-def test_the_lm_head_is_not_loaded_onto_the_device(tiny_model: Path, monkeypatch: pytest.MonkeyPatch, storage: str) -> None:
+def test_the_lm_head_is_not_loaded_onto_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str) -> None:
+    make_model(tie_word_embeddings=False).save_pretrained(tmp_path)  # a tied one is not in the files
     moved, read = [], []
     to, get = PreTrainedModel.to, Shards.get
     monkeypatch.setattr(PreTrainedModel, "to", lambda model, *device: moved.append(model) or to(model, *device))
     monkeypatch.setattr(Shards, "get", lambda shards, key: read.append(key) or get(shards, key))
-    model = load_model(str(tiny_model), torch.float32, CPU, storage=storage, score_seed=3)
+    model = load_model(str(tmp_path), torch.float32, CPU, storage=storage, head="score", seed=3)
     assert not any(hasattr(one, "lm_head") for one in moved)
     assert "model.norm.weight" in read or moved
     assert "lm_head.weight" not in read
-    assert torch.equal(model.score.weight, load_model(str(tiny_model), torch.float32, CPU, score_seed=3).score.weight)
+    assert torch.equal(model.score.weight, load_model(str(tmp_path), torch.float32, CPU, head="score", seed=3).score.weight)
     assert model.score.weight.std() > 0
     assert all(not parameter.is_meta for parameter in model.parameters())

@@ -16,7 +16,7 @@ from pronghorn.report.display import JsonDisplay
 from pronghorn.report.run_log import read_log
 from pronghorn.train.loop import train
 from pronghorn.train.run import run_evaluation
-from pronghorn.train.run.run_evaluation import Asked, evaluate_run
+from pronghorn.train.run.run_evaluation import EvaluationRequest, evaluate_run
 from samples import chat_rows, make_lively_model, make_tokenizer, write_rows
 from tables import table
 
@@ -50,7 +50,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def evaluated(run: Path, **asked: Any) -> dict[str, Any]:
-    return evaluate_run(run, "last", data=None, report=lambda *_: None, asked=Asked(**asked))
+    return evaluate_run(run, "last", data=None, report=lambda *_: None, asked=EvaluationRequest(**asked))
 
 
 def test_its_scores_and_the_base_models_are_those_of_the_run(run: Path, tmp_path: Path) -> None:

@@ -17,14 +17,15 @@ from pronghorn.errors import CommandError, RecipeError
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import read_log
 from pronghorn.train.loop import train
-from pronghorn.train.run.run_forecast import cached_data, forecast
+from pronghorn.train.run.run_forecast import forecast
+from pronghorn.train.source import TableSource
 
 RecipeFor = Callable[..., Recipe]
 
 
 def test_a_forecast_needs_neither_gpu_nor_weights_nor_data(recipe_for: RecipeFor, tmp_path: Path) -> None:
     recipe = recipe_for()
-    assert cached_data(recipe) is None
+    assert not TableSource.foreseen(recipe).rows
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "config.json").write_bytes((Path(recipe.model) / "config.json").read_bytes())
@@ -48,9 +49,7 @@ def test_rows_that_were_tokenized_before_are_counted(recipe_for: RecipeFor) -> N
     start = read_log(result.folder)[0]["data"]
     (found,) = forecast(recipe, gpu="h200")
     assert found.tokens == 3 * start["tokens"]
-    data = cached_data(recipe)
-    assert data is not None
-    assert data.loss_share == pytest.approx(start["loss_tokens"] / start["tokens"])
+    assert TableSource.foreseen(recipe).rows["loss_share"] == pytest.approx(start["loss_tokens"] / start["tokens"])
     (steps,) = forecast(recipe_for(train={"steps": 7}), gpu="h200")
     assert steps.tokens == 7 * recipe.train.batch_tokens
 

@@ -13,14 +13,15 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from rank_processes import in_ranks
 
-from pronghorn.data.pack.batches import BatchLoader, Shapes
+from pronghorn.data.pack.batches import Shapes
+from pronghorn.data.pack.loader import BatchLoader, StepPacking
 from pronghorn.data.pack.packing import pack
 from pronghorn.model.causal_lm import install
+from pronghorn.model.heads.lm import own_logits
 from pronghorn.model.text_stack import decoder_layers
 from pronghorn.train.dist.shards import Shares
 from pronghorn.train.dist.trained_shards import TrainedShards
 from pronghorn.train.dist.world import World
-from pronghorn.train.objectives.objective import own_forward
 from pronghorn.train.step.step import EagerStep
 from samples import make_model, random_table
 
@@ -33,7 +34,7 @@ def batches(world: World) -> list[Any]:
     table = random_table(60)
     shapes = Shapes.planned(table, pack(table.lengths, 256, seed=1, epoch=0), 256)
     loader = BatchLoader(
-        table, capacity=256, packs_per_step=3, seed=1, workers=0, shapes=shapes, deal=(world.rank, world.size), even=True
+        table, StepPacking(256, shapes=shapes, deal=(world.rank, world.size), even=True), packs_per_step=3, seed=1, workers=0
     )
     return list(islice(loader, STEPS))
 
@@ -74,7 +75,7 @@ def theirs(world: World) -> list[float]:
     for step_batch in batches(world):
         total = 0.0
         for batch in step_batch.batches:
-            logits, labels = own_forward(model, batch).logits[0], batch.labels_T[batch.loss_rows]
+            logits, labels = own_logits(model, batch)[0], batch.row_labels
             loss = torch.nn.functional.cross_entropy(logits, labels, reduction="sum") / step_batch.loss_tokens
             accelerator.backward(loss * world.size)  # FSDP takes the mean over ranks
             total += float(loss.detach())

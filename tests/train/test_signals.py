@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -138,9 +137,3 @@ def test_outside_the_main_thread_it_does_nothing() -> None:
     thread.start()
     thread.join()
     assert seen == [before, False]
-
-
-def test_tests_run_the_package_from_this_tree() -> None:
-    code = "import pronghorn.train.run.signals as s; print(s.__file__)"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    assert Path(out) == Path(sys.modules[StopRequest.__module__].__file__ or "")

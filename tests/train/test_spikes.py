@@ -75,9 +75,9 @@ def test_a_level_that_stays_is_no_spike_for_long_and_skipping_gives_up() -> None
 
 
 def test_a_checkpoint_is_gone_back_to_three_times() -> None:
-    LeftOut(frozenset(), (4, 4, 8, 8, 8)).require_one_more(4, 9, 7.0, "runs/x")
+    LeftOut((), (4, 4, 8, 8, 8)).require_one_more(4, 9, 7.0, "runs/x")
     with pytest.raises(GaveUp, match="again after 3 rewinds to checkpoint-8"):
-        LeftOut(frozenset(), (4, 4, 8, 8, 8)).require_one_more(8, 9, 7.0, "runs/x")
+        LeftOut((), (4, 4, 8, 8, 8)).require_one_more(8, 9, 7.0, "runs/x")
 
 
 # Runs -------------------------------------------------------------------------------------------------------------------

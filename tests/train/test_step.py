@@ -9,12 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Phi3Config, Qwen3Config
 
-from pronghorn.data.pack.batches import Cursor, StepBatch, build_batch
+from pronghorn.data.pack.batches import build_batch
+from pronghorn.data.pack.loader import StepBatch
 from pronghorn.data.pack.packing import pack_in_order
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
 from pronghorn.train.step.step import EagerStep, StepResult
 from samples import ListTable, random_table
+from tables import first_of
 
 SMALL: dict[str, Any] = {
     "vocab_size": 259,
@@ -46,7 +48,7 @@ def model_of(family: str, lora: bool = True) -> Any:
 
 def step_of(table: ListTable, capacity: int) -> StepBatch:
     batches = [build_batch(table, rows, capacity) for rows in pack_in_order(table.lengths, capacity)]
-    return StepBatch(tuple(batches), after=Cursor(), epoch=0.0)
+    return StepBatch(tuple(batches), table, after={}, epoch=0.0)
 
 
 def take(step: EagerStep, step_batch: StepBatch) -> StepResult:
@@ -80,7 +82,7 @@ def test_a_packed_batch_equals_its_documents_alone(family: str, lora: bool) -> N
     together = step_of(table, 512)
     assert len(together.batches) == 1
     packed_loss, packed = gradients(model, together)
-    alone = StepBatch(tuple(build_batch(table, np.array([i]), int(table.lengths[i])) for i in range(16)), Cursor(), 0.0)
+    alone = StepBatch(tuple(build_batch(table, np.array([i]), int(table.lengths[i])) for i in range(16)), table, {}, 0.0)
     alone_loss, single = gradients(model, alone)
     assert packed_loss == pytest.approx(alone_loss, rel=1e-6)
     assert worst(packed, single) < 1e-5
@@ -98,7 +100,7 @@ def test_gradients_do_not_depend_on_the_number_of_micro_batches(family: str) -> 
         assert worst(other, reference) < 1e-5
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", first_of(FAMILIES, 3))
 def test_changing_one_document_changes_no_other(family: str) -> None:
     model, table = model_of(family), random_table(10, longest=30)
     batch = build_batch(table, np.arange(10), 512)

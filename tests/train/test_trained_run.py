@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from pronghorn.errors import CheckpointError, CommandError
 from pronghorn.export.run import export_run
@@ -97,13 +96,6 @@ def test_a_checkpoint_that_is_not_there(run: Path, which: str) -> None:
     assert ", ".join(map(str, steps_of(run))) in caught.value.fix
 
 
-def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
-    for folder in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(CommandError, match="no checkpoint found") as caught:
-            TrainedRun(folder, "best")
-        assert "pronghorn runs" in caught.value.fix
-
-
 def test_a_damaged_checkpoint_is_never_used(run: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "copy"))
     file = copy / f"checkpoint-{steps_of(copy)[-1]}" / "adapter_model.safetensors"
@@ -120,28 +112,6 @@ def test_the_held_out_loss_is_the_one_the_run_saw(run: Path) -> None:
         assert figures["loss"] == pytest.approx(seen[step], rel=1e-5)
         assert figures["checkpoint"].endswith(f"checkpoint-{step}")
         assert figures["documents"] == 8
-
-
-def test_a_4_bit_run_is_evaluated_talked_to_and_exported(one_layer_model: Path, tmp_path: Path) -> None:
-    recipe = recipe_at(tmp_path, one_layer_model, method="qlora", train={"epochs": 1})
-    folder = train(recipe, display=JsonDisplay()).folder
-    seen = {e["step"]: e["loss"] for e in history(read_log(folder)) if e["event"] == "eval"}
-    figures = evaluate_run(folder, "last", data=None, report=lambda *_: None)
-    assert figures["loss"] == pytest.approx(seen[max(seen)], rel=1e-5)
-    export_run(folder, "last", tmp_path / "adapter", "adapter")
-    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == str(one_layer_model)
-    export_run(folder, "last", tmp_path / "merged", "merged")
-    talk = Chat(folder, "last", max_tokens=4)
-    ids = talk.tokenizer.apply_chat_template(
-        [{"role": "user", "content": "add 1 and 2"}], add_generation_prompt=True, return_tensors="pt", return_dict=False
-    )
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    answer = merged.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)[0, ids.shape[1] :]
-    assert talk.answer("add 1 and 2") == talk.tokenizer.decode(answer, skip_special_tokens=True).strip()
-    again = recipe_at(tmp_path, tmp_path / "merged", method="full", train={"steps": 1, "lr": 1e-9}, output=str(tmp_path / "b"))
-    (held_out,) = (e["loss"] for e in read_log(train(again, display=JsonDisplay()).folder) if e["event"] == "eval")
-    assert held_out == pytest.approx(seen[max(seen)], rel=1e-4)  # the merged model is the trained one
 
 
 def test_a_run_keeps_its_template_its_special_tokens_and_what_ends_a_turn(tmp_path: Path) -> None:
@@ -270,17 +240,6 @@ def test_the_base_model_answers_beside_it_and_goes_on_from_its_own_answers(run: 
     assert talk.answers("more").keys() == {"model"}
 
 
-def test_a_model_without_a_template_cannot_talk(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    make_model().save_pretrained(folder)
-    make_tokenizer(chat_template=None).save_pretrained(folder)
-    data = write_rows(tmp_path / "text.jsonl", [{"text": f"a line about number {n}"} for n in range(20)])
-    recipe = recipe_at(tmp_path, folder, data={"train": str(data), "eval": None}, train={"steps": 1})
-    run = train(recipe, display=JsonDisplay()).folder
-    with pytest.raises(CommandError, match="no chat template"):
-        Chat(run, "last", max_tokens=4)
-
-
 def test_the_export_s_card_holds_the_run_s_figures(run: Path, tmp_path: Path) -> None:
     step = steps_of(run)[0]
     export_run(run, str(step), tmp_path / "out", "adapter")
@@ -329,10 +288,3 @@ def test_a_pickled_adapter_is_never_opened(run: Path, tmp_path: Path, use: Any, 
     assert opened == []
     assert not (tmp_path / "ran").exists()
     assert not (tmp_path / "target").exists()
-
-
-def test_a_run_without_its_log_is_exported_all_the_same(run: Path, tmp_path: Path) -> None:
-    shutil.copytree(run, tmp_path / "run")
-    (tmp_path / "run" / "run.jsonl").unlink()
-    export_run(tmp_path / "run", "last", tmp_path / "out", "adapter")
-    assert "training loss at this step | unknown" in (tmp_path / "out" / "README.md").read_text()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pronghorn import __version__
-from pronghorn.cli import benching, evaluating, exporting, planning, run_script, serving, starting
+from pronghorn.cli import evaluating, exporting, planning, run_script, serving, starting
 from pronghorn.cli.chat import chat_options, converse, require_chat, require_letters
 from pronghorn.cli.new import new, new_options
 from pronghorn.cli.output import (
@@ -177,7 +177,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
 
     run_script.options(verb("run", run_script.run_script, run_script.TEXT))
-    benching.options(verb("bench", benching.bench, "benchmark this machine: Pronghorn next to other installed systems"))
     one = verb("runs", runs, "list runs, or compare several")
     one.add_argument("folders", nargs="*", help="runs to compare; without any, list all runs under --root")
     one.add_argument("--root", default="runs", help="folder to search (default: %(default)s)")
@@ -234,7 +233,7 @@ def data_stats(arguments: argparse.Namespace) -> None:
 
         display.progress(*STARTED)
         tokenizer = TokenizerFiles(recipe.model, recipe.data)  # read only if the rows are not cached
-        size, seed, wanted = recipe.train.capacity, recipe.train.seed, recipe.objective.rows
+        size, seed, wanted = recipe.train.capacity, recipe.train.seed, recipe.objective.kind.reads
         stats = collect(recipe.data, size, seed, tokenizer, progress=display.progress, wanted=wanted)
     say(arguments, stats.as_dict(), stats.table())
 
@@ -262,7 +261,7 @@ def train(arguments: argparse.Namespace) -> None:
                 world=world,
             )
     if not arguments.json and rank == 0:
-        _show_summary(result.folder, answers=not recipe.objective.scored)
+        _show_summary(result.folder, answers=recipe.objective.kind.answers)
 
 
 def _show_summary(folder: Path, *, answers: bool = True) -> None:
@@ -283,7 +282,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
     base = _base_of(Path(arguments.run))
     with displaying(arguments) as display:
         with _importing(base):
-            from pronghorn.train.run.run_evaluation import Asked, evaluate_run, evaluate_tasks
+            from pronghorn.train.run.run_evaluation import EvaluationRequest, evaluate_run, evaluate_tasks
         display.progress(*STARTED)
         run, which = Path(arguments.run), arguments.checkpoint
         if arguments.lm_eval:
@@ -296,7 +295,7 @@ def evaluate(arguments: argparse.Namespace) -> None:
                 chat=arguments.lm_eval_chat,
             )
         else:
-            asked = Asked(evaluating.spec(arguments), arguments.metric_file, arguments.base, arguments.answers)
+            asked = EvaluationRequest(evaluating.spec(arguments), arguments.metric_file, arguments.base, arguments.answers)
             figures = evaluate_run(run, which, data=arguments.data, report=display.progress, asked=asked)
     say(arguments, figures, evaluating.text(figures))
 
@@ -399,6 +398,6 @@ def _prepared(recipe: Recipe, arguments: argparse.Namespace) -> tuple[Any, Any]:
 
         display.progress(*STARTED)
         tokenizer = load_tokenizer(recipe.model, recipe.data)
-        wanted, size = recipe.objective.rows, recipe.train.capacity
+        wanted, size = recipe.objective.kind.reads, recipe.train.capacity
         spec, told = recipe.data, display.progress
         return tokenizer, prepare(spec.train, spec, tokenizer, progress=told, wanted=wanted, capacity=size)

@@ -44,11 +44,12 @@ def serve(
     base = base_of(folders[0])
     with displaying(arguments, label="loading the model"):
         with loading(base):
+            from pronghorn.serve.handler import Handler
             from pronghorn.serve.models import load
             from pronghorn.serve.server import Server
         models = load(folders, arguments.checkpoint)
     log = _Log()
-    server = Server(models, arguments.host, arguments.port, told=log)
+    server = Server(models, arguments.host, arguments.port, Handler, told=log)
     if not server.local:
         log(f"warning: anyone who can reach {arguments.host} can use the model; there is no API key and no encryption")
     names = ", ".join(models.names)

@@ -21,7 +21,7 @@ VERBS = {
     "generate": "chat", "infer": "chat", "inference": "chat", "predict": "chat", "ask": "chat", "talk": "chat",
     "server": "serve", "api": "serve", "merge":
     "export --to merged", "save": "export", "list": "runs", "ls": "runs", "compare": "runs", "history": "runs",
-    "benchmark": "bench", "stats": "data stats", "show": "data show", "inspect": "data show", "preview": "data show",
+    "stats": "data stats", "show": "data show", "inspect": "data show", "preview": "data show",
     "dataset": "data",
 }  # fmt: skip
 # Options of other tools: what to do instead.
@@ -37,7 +37,7 @@ OPTIONS = {
     "num_gpus": "`pronghorn train` uses all visible GPUs; --gpus 1 uses one",
     "gpus": "`pronghorn train` uses all visible GPUs; --gpus 1 uses one",
     "device": "the GPU is used if there is one; select it with CUDA_VISIBLE_DEVICES (empty: CPU)",
-}  # fmt: skip
+}
 
 
 def require_verb(words: Sequence[str], verbs: Collection[str], data_verbs: Collection[str]) -> None:

@@ -45,7 +45,7 @@ PLAIN_FORMAT = ("{instruction}", "")
 
 
 def data_sets(draft: Draft, key: str) -> list[DataSet]:
-    """Of `datasets`, `test_datasets` or `pretraining_dataset`, with something said about every key in them."""
+    """The data sets under `datasets`, `test_datasets` or `pretraining_dataset`; every key in them gets its fate."""
     value = draft.get(key)
     items = value if isinstance(value, list) else [value]
     found = []

@@ -90,7 +90,7 @@ class Draft:
             self.targets[target], self.defaults[target] = value, f"{self.tool}'s default" + (f"; {note}" if note else "")
 
     def all_fates(self) -> list[Fate]:
-        """Of every key, by line; a key of which nobody said anything is within one of which somebody did."""
+        """The fate of every key, by line. A key without one stands inside a key that has one."""
         found = []
         for key, line in self.lines.items():
             if key in self.fates:
@@ -124,6 +124,11 @@ def _unknown(draft: Draft, key: str) -> None:
 
 
 # Rows -------------------------------------------------------------------------------------------------------------------
+
+
+def rows(keys: str, row: Row) -> dict[str, Row]:
+    """Several keys, or prefixes of keys, that become the same."""
+    return dict.fromkeys(keys.split(), row)
 
 
 def to(target: str, read: Callable[[Any], Any], note: str = "") -> Row:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pronghorn.convert import shared, values
 from pronghorn.convert.data_sets import OWN_TEMPLATE, set_template
-from pronghorn.convert.draft import Draft, Row, choice, not_here, nothing, only_if_one, refused, to
+from pronghorn.convert.draft import Draft, Row, choice, not_here, nothing, only_if_one, refused, rows, to
 from pronghorn.convert.llamafactory_data import convert_data, newer_data
 from pronghorn.convert.objectives import ONLINE, REFERENCE, llamafactory_objective
 
@@ -149,7 +149,7 @@ def _lora(draft: Draft) -> None:
 
 
 def _peft_config(draft: Draft, peft: dict[str, object]) -> None:
-    """Of the newer form of a config."""
+    """The section `peft` of newer configs."""
     kind = values.plain(peft.get("name"))
     if kind not in ("lora", "qlora"):
         draft.nearest("method", "lora", "peft_config", "Pronghorn trains a LoRA adapter or the whole model")
@@ -231,9 +231,7 @@ def _report(draft: Draft, key: str) -> None:
 
 
 ROWS: dict[str, Row] = {
-    # model
-    "model_name_or_path": to("model", values.text),
-    "model": to("model", values.text),
+    **rows("model_name_or_path model", to("model", values.text)),
     "model_class": nothing(shared.MODEL),
     "trust_remote_code": not_here(shared.NO_CODE, "Pronghorn runs no code from model repositories either"),
     "model_revision": lambda draft, key: (
@@ -241,38 +239,35 @@ ROWS: dict[str, Row] = {
         if draft.get(key) == "main"
         else draft.not_honoured(key, "Pronghorn loads the main revision; download the other one and name its folder")
     ),
-    "adapter_name_or_path": not_here("training starts from a new adapter; merge the old one into the model first"),
-    "adapter_folder": not_here("training starts from a new adapter; merge the old one into the model first"),
+    **rows(
+        "adapter_name_or_path adapter_folder",
+        not_here("training starts from a new adapter; merge the old one into the model first"),
+    ),
     "create_new_adapter": nothing("same as Pronghorn: training starts from a new adapter"),
     "cache_dir": nothing("HF_HOME sets the model cache"),
     "use_fast_tokenizer": nothing("tokenizer.json is used"),
-    "resize_vocab": not_here(shared.NEW_TOKENS),
+    **rows("resize_vocab add_tokens add_special_tokens new_special_tokens_config", not_here(shared.NEW_TOKENS)),
     "split_special_tokens": not_here("special tokens always stay single tokens"),
-    "add_tokens": not_here(shared.NEW_TOKENS),
-    "add_special_tokens": not_here(shared.NEW_TOKENS),
-    "new_special_tokens_config": not_here(shared.NEW_TOKENS),
     "init_special_tokens": nothing("adding tokens is not supported"),
-    "rope_scaling": not_here("the model's config.json is used"),
+    **rows("rope_scaling moe_aux_loss_coef", not_here("the model's config.json is used")),
     "shift_attn": not_here("shifted sparse attention is not supported"),
-    "mixture_of_depths": not_here(OTHER_WAY),
-    "moe_aux_loss_coef": not_here("the model's config.json is used"),
+    **rows("mixture_of_depths use_kt", not_here(OTHER_WAY)),
     "train_from_scratch": not_here("training starts from the model's weights"),
-    "init_config": nothing(shared.PLAN),
-    "low_cpu_mem_usage": nothing(shared.PLAN),
-    "device_map": nothing(shared.PLAN),
+    **rows(
+        "init_config low_cpu_mem_usage device_map quantization_device_map gradient_checkpointing "
+        "disable_gradient_checkpointing use_reentrant_gc use_unsloth_gc",
+        nothing(shared.PLAN),
+    ),
     "upcast_layernorm": nothing("accumulation is always in fp32"),
     "upcast_lmhead_output": nothing("the loss is always computed in fp32"),
     "print_param_status": nothing("use `pronghorn check`"),
-    "use_kv_cache": nothing(GENERATION),
-    "block_diag_attn": nothing(shared.PACKED),
+    **rows("use_kv_cache max_new_tokens", nothing(GENERATION)),
+    **rows("block_diag_attn group_by_length packing neat_packing batching_strategy", nothing(shared.PACKED)),
     "compute_dtype": nothing("set by `precision`"),
     "model_max_length": nothing("set by data.max_length"),
-    "quantization_method": nothing("Pronghorn's NF4 layout is fixed"),
+    **rows("quantization_method double_quantization", nothing("Pronghorn's NF4 layout is fixed")),
     "quantization_type": nothing("NF4"),
-    "double_quantization": nothing("Pronghorn's NF4 layout is fixed"),
-    "quantization_device_map": nothing(shared.PLAN),
     "quant_config": not_here("use method: qlora (NF4) or fp8"),
-    # method
     "stage": lambda draft, key: draft.no_effect(
         key, "trains on plain text" if draft.get(key) == "pt" else "trains on answers, same as Pronghorn"
     ),
@@ -286,12 +281,13 @@ ROWS: dict[str, Row] = {
     "loraplus_lr_embedding": nothing("embeddings cannot have an adapter"),
     "additional_target": not_here(shared.FROZEN),
     "fp8": shared.fp8_products,
-    "fp8_backend": nothing(shared.KERNELS),
+    **rows(
+        "fp8_backend use_unsloth enable_liger_kernel flash_attn use_v1_kernels kernel_config torch_compile use_cce",
+        nothing(shared.KERNELS),
+    ),
     "pissa_convert": nothing("the adapter is not a PiSSA adapter"),
-    "freeze_vision_tower": _freeze,
-    "freeze_multi_modal_projector": _freeze,
-    "freeze_language_model": not_here(shared.IMAGES),
-    # training
+    **rows("freeze_vision_tower freeze_multi_modal_projector", _freeze),
+    **rows("freeze_language_model media_dir", not_here(shared.IMAGES)),
     "learning_rate": to("train.lr", values.decimal),
     "optim": choice("train.optimizer", shared.OPTIMIZERS, shared.NEAR_OPTIMIZERS, shared.OTHER_OPTIMIZER),
     "lr_scheduler_type": choice("train.schedule", shared.SCHEDULES, {}, shared.OTHER_SCHEDULE),
@@ -305,15 +301,10 @@ ROWS: dict[str, Row] = {
     "neftune_noise_alpha": not_here("embedding noise (NEFTune) is not supported"),
     "label_smoothing_factor": not_here(OBJECTIVE),
     "per_device_eval_batch_size": nothing("evaluation chooses its batch size itself"),
-    "group_by_length": nothing(shared.PACKED),
     "disable_shuffling": not_here("rows are reshuffled every epoch"),
     "compute_accuracy": not_here("held-out loss and perplexity are reported"),
     "eval_on_each_dataset": not_here("one held-out loss is reported"),
-    # data
     "max_samples": to("data.max_rows", values.whole, "the first rows of each dataset, as in LLaMA-Factory"),
-    "packing": nothing(shared.PACKED),
-    "neat_packing": nothing(shared.PACKED),
-    "batching_strategy": nothing(shared.PACKED),
     "mix_strategy": lambda draft, key: (
         draft.no_effect(key, "same as Pronghorn: sources are concatenated, then shuffled")
         if draft.get(key) == "concat"
@@ -321,125 +312,66 @@ ROWS: dict[str, Row] = {
     ),
     "interleave_probs": not_here("sources are concatenated; set weights in data.train"),
     "streaming": nothing("rows are read and tokenized once, before training"),
-    "buffer_size": nothing(HOST),
-    "overwrite_cache": nothing(HOST),
-    "preprocessing_batch_size": nothing(HOST),
-    "preprocessing_num_workers": nothing(HOST),
-    "tokenized_path": nothing(HOST),
-    "data_shared_file_system": nothing(HOST),
+    **rows(
+        "buffer_size overwrite_cache preprocessing_batch_size preprocessing_num_workers tokenized_path data_shared_file_system",
+        nothing(HOST),
+    ),
     "dataloader_num_workers": to("data.workers", values.whole),
     "ignore_pad_token_for_loss": nothing("padding never carries loss"),
     "tool_format": not_here(f"the chat template renders tools; {OWN_TEMPLATE}"),
     "default_system": not_here("put the system message into the rows or into your own template"),
     "enable_thinking": nothing("reasoning in the rows carries loss as the template renders it"),
     "preserve_thinking": not_here("the chat template decides which earlier reasoning is kept"),
-    "media_dir": not_here(shared.IMAGES),
-    # run
     "output_dir": to("output", values.text),
     "save_total_limit": to("checkpoint.keep", values.whole),
     "overwrite_output_dir": nothing("the same command resumes; `pronghorn train --fresh` starts over"),
     "resume_from_checkpoint": not_here(shared.RESUME),
-    "logging_steps": nothing("every step is logged"),
-    "logging_strategy": nothing("every step is logged"),
+    **rows("logging_steps logging_strategy logging_first_step", nothing("every step is logged")),
     "logging_dir": nothing(shared.NOTHING_SENT),
-    "logging_first_step": nothing("every step is logged"),
     "plot_loss": nothing("report.html shows the curve"),
     "report_to": _report,
     "run_name": nothing("the output folder names the run"),
     "save_only_model": nothing("every checkpoint can be resumed"),
     "save_safetensors": nothing("Pronghorn writes safetensors only"),
     "load_best_model_at_end": nothing("`eval`, `chat` and `export` use the best checkpoint by default"),
-    "metric_for_best_model": nothing("the best checkpoint has the lowest held-out loss"),
-    "greater_is_better": nothing("the best checkpoint has the lowest held-out loss"),
+    **rows("metric_for_best_model greater_is_better", nothing("the best checkpoint has the lowest held-out loss")),
     "do_eval": nothing("held-out data is always evaluated"),
     "do_predict": not_here("use `pronghorn eval` and `pronghorn chat`"),
     "predict_with_generate": nothing("eval.generations answers are shown at each evaluation"),
     "include_num_input_tokens_seen": nothing("Pronghorn counts tokens"),
     "include_effective_tokens_per_second": nothing("Pronghorn reports tokens per second"),
     "push_to_hub": not_here("training uploads nothing; `pronghorn export --push-to-hub` uploads an export"),
-    "gradient_checkpointing": nothing(shared.PLAN),
-    "disable_gradient_checkpointing": nothing(shared.PLAN),
-    "use_reentrant_gc": nothing(shared.PLAN),
-    "use_unsloth": nothing(shared.KERNELS),
-    "use_unsloth_gc": nothing(shared.PLAN),
-    "enable_liger_kernel": nothing(shared.KERNELS),
-    "flash_attn": nothing(shared.KERNELS),
-    "use_v1_kernels": nothing(shared.KERNELS),
-    "kernel_config": nothing(shared.KERNELS),
-    "torch_compile": nothing(shared.KERNELS),
-    "use_cce": nothing(shared.KERNELS),
-    "use_kt": not_here(OTHER_WAY),
-    "max_new_tokens": nothing(GENERATION),
-    "deepspeed": not_here(shared.GPUS),
-    "fsdp": not_here(shared.GPUS),
+    **rows("deepspeed fsdp dist_config", not_here(shared.GPUS)),
     "local_rank": nothing(shared.RANKS),
-    "dist_config": not_here(shared.GPUS),
     "use_mca": refused(shared.GPUS, "convert a config without use_mca"),
 }
 PREFIXES: dict[str, Row] = {
     "ddp_": nothing(shared.RANKS),
-    **dict.fromkeys(
-        (
-            "fsdp_",
-            "ray_",
-            "master_",
-            "tensor_model_parallel",
-            "pipeline_model_parallel",
-            "expert_model_parallel",
-            "sequence_parallel",
-            "context_parallel",
-            "fp8_enable_fsdp",
-            "use_distributed",
-            "overlap_",
-        ),
+    **rows(
+        "fsdp_ ray_ master_ tensor_model_parallel pipeline_model_parallel expert_model_parallel sequence_parallel "
+        "context_parallel fp8_enable_fsdp use_distributed overlap_",
         only_if_one(shared.GPUS),
     ),
-    **dict.fromkeys(
-        (
-            "swanlab_",
-            "use_swanlab",
-            "wandb_",
-            "hub_",
-            "hf_hub",
-            "ms_hub",
-            "om_hub",
-            "profiler_",
-            "enable_torch_profiler",
-            "profile_",
-        ),
+    **rows(
+        "swanlab_ use_swanlab wandb_ hub_ hf_hub ms_hub om_hub profiler_ enable_torch_profiler profile_",
         nothing(shared.NOTHING_SENT),
     ),
-    **dict.fromkeys(
-        ("use_galore", "galore_", "use_apollo", "apollo_", "use_badam", "badam_", "use_adam_mini", "use_muon", "muon_"),
+    **rows(
+        "use_galore galore_ use_apollo apollo_ use_badam badam_ use_adam_mini use_muon muon_",
         not_here(shared.OTHER_OPTIMIZER[1] + "; the recipe uses AdamW"),
     ),
-    **dict.fromkeys(("use_dft", "use_asft", "asft_", "use_eaft", "eaft_"), not_here(OBJECTIVE)),
-    **dict.fromkeys(
-        ("use_llama_pro", "freeze_", "pissa_", "oft_", "module_dropout", "kt_", "use_hyper", "hyper_"), not_here(OTHER_WAY)
-    ),
-    **dict.fromkeys(("pref_", "dpo_", "kto_", "simpo_", "ld_alpha"), not_here("this variant of the loss is not supported")),
-    **dict.fromkeys(("ppo_", "reward_model"), not_here(ONLINE)),
+    **rows("use_dft use_asft asft_ use_eaft eaft_", not_here(OBJECTIVE)),
+    **rows("use_llama_pro freeze_ pissa_ oft_ module_dropout kt_ use_hyper hyper_", not_here(OTHER_WAY)),
+    **rows("pref_ dpo_ kto_ simpo_ ld_alpha", not_here("this variant of the loss is not supported")),
+    **rows("ppo_ reward_model", not_here(ONLINE)),
     "ref_model": not_here(REFERENCE),
-    **dict.fromkeys(("image_", "video_", "audio_", "use_audio", "crop_to"), not_here(shared.IMAGES)),
+    **rows("image_ video_ audio_ use_audio crop_to", not_here(shared.IMAGES)),
     "export_": nothing(EXPORT),
-    **dict.fromkeys(
-        (
-            "infer_",
-            "vllm_",
-            "sglang_",
-            "sample_backend",
-            "do_sample",
-            "temperature",
-            "top_",
-            "num_beams",
-            "max_length",
-            "repetition_",
-            "length_penalty",
-            "skip_special",
-            "eval_num_beams",
-        ),
+    **rows(
+        "infer_ vllm_ sglang_ sample_backend do_sample temperature top_ num_beams max_length repetition_ "
+        "length_penalty skip_special eval_num_beams",
         nothing(GENERATION),
     ),
-    **dict.fromkeys(("offload_", "torch_empty", "bias_activation", "apply_rope", "moe_", "recompute_"), nothing(shared.PLAN)),
+    **rows("offload_ torch_empty bias_activation apply_rope moe_ recompute_", nothing(shared.PLAN)),
     "dataloader_": nothing(HOST),
 }

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from pronghorn.convert.draft import Draft
 from pronghorn.convert.values import UnfitError, is_on, number, printed, words
-from pronghorn.recipe_objective import DEFAULTS, LOSSES_OF_DPO
+from pronghorn.recipe_objective import KINDS, LOSSES_OF_DPO
 
 ONLINE = "training on answers that the model generates (PPO, GRPO) is not supported"
 ONLINE_FIX = "use preference pairs with objective: dpo, or answers with a label with objective: kto"
@@ -42,7 +42,7 @@ def axolotl_objective(draft: Draft) -> str:
         return ""
     else:
         name, key = str(asked).strip().lower(), "rl"
-        if (name not in DEFAULTS and name not in LOSSES_OF_DPO) or name in ("supervised", "reward"):
+        if name not in LOSSES_OF_DPO and not (name in KINDS and KINDS[name].reads != "documents" and KINDS[name].answers):
             draft.refuse("rl", ONLINE if "po" in name else f"unknown objective `{printed(name)}`", ONLINE_FIX)
     draft.set("objective.name", name, key)
     _nested_beta(draft)
@@ -114,7 +114,7 @@ def _dpo_loss(draft: Draft, name: str) -> None:
 
 
 def _parameters(draft: Draft, name: str, keys: Mapping[str, str]) -> None:
-    own = DEFAULTS["dpo" if name in LOSSES_OF_DPO else name]
+    own = KINDS["dpo" if name in LOSSES_OF_DPO else name].parameters
     for key, parameter in keys.items():
         target, value = f"objective.{parameter}", draft.get(key)
         if value is None or key in draft.fates:

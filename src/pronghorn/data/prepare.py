@@ -235,7 +235,7 @@ def choose(rows: Rows, spec: Data, found: Findings | None, *, strict: bool = Tru
 
 
 def _left_out(rows: Rows) -> list[str]:
-    """Of preference data: what teaches nothing, and is not in the table."""
+    """Sentences about preference rows that teach nothing and were left out."""
     unit, found = unit_of(rows.table), {"an empty answer": rows.empty, "identical answers": rows.identical}
     return [f"left out {counted(count, unit)} with {what}" for what, count in found.items() if count]
 
@@ -259,22 +259,16 @@ def _cut(
 def _too_many_long(table: TokenTable, limit: int, affected: int, capacity: int | None) -> DataError:
     longest = int(table.lengths.argmax())
     enough = int(np.quantile(table.lengths, 1 - SILENT_SHARE, method="higher"))
-    share, unit = affected / len(first_rows(table)), unit_of(table)
+    units, unit = len(first_rows(table)), unit_of(table)
+    have, ways = f"{'has' if affected == 1 else 'have'} more than {limit:,} tokens", "drop, truncate or split"
     if table.pairs is not None:
         packed = f", or with all answers together more than train.capacity: {capacity:,}" if capacity and unit == "pair" else ""
-        return DataError(
-            f"{affected:,} of {counted(len(first_rows(table)), unit)} ({share:.1%}) have a prompt and answer of more than"
-            f" {limit:,} tokens{packed}", where="data.max_length",
-            why=f"the longest has {table.lengths[longest]:,} tokens ({table.where(longest)}); dropping"
-                " more than 1 % needs an explicit setting",
-            fix=f"set data.long: drop or truncate, or data.max_length: {enough} or more",
-        )  # fmt: skip
+        have, ways = f"have a prompt and answer of more than {limit:,} tokens{packed}", "drop or truncate"
     return DataError(
-        f"{affected:,} of {counted(len(table), 'row')} ({share:.1%}) {'has' if affected == 1 else 'have'} more than"
-        f" {limit:,} tokens", where="data.max_length",
+        f"{affected:,} of {counted(units, unit)} ({affected / units:.1%}) {have}", where="data.max_length",
         why=f"the longest has {table.lengths[longest]:,} tokens ({table.where(longest)}); dropping more than 1 % needs an "
             "explicit setting",
-        fix=f"set data.long: drop, truncate or split, or data.max_length: {enough} or more",
+        fix=f"set data.long: {ways}, or data.max_length: {enough} or more",
     )  # fmt: skip
 
 

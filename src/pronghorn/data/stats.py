@@ -35,7 +35,7 @@ class Bin:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Droppable:
     """Rows that could be dropped, and one of them to look at."""
 
     rows: int
@@ -66,9 +66,9 @@ class Stats:
     max_length: int
     loss_share: float
     lengths: Lengths  # of all rows that could be tokenized, before any is dropped
-    exact_duplicates: Found
-    near_duplicates: Found | None  # beyond the exact ones; None: preference data, whose answers are alike
-    junk: dict[str, Found]
+    exact_duplicates: Droppable
+    near_duplicates: Droppable | None  # beyond the exact ones; None: preference data, whose answers are alike
+    junk: dict[str, Droppable]
     packing: Packing
     bad_rows_file: str
     remarks: tuple[str, ...]
@@ -118,10 +118,10 @@ def collect(
     )  # fmt: skip
 
 
-def _found(rows: Rows, numbers: list[int]) -> Found:
-    """Of preference data, groups of them."""
+def _found(rows: Rows, numbers: list[int]) -> Droppable:
+    """How many rows have these numbers, and the first of them; in preference data, groups."""
     first = np.isin(first_rows(rows.table), numbers).sum()
-    return Found(int(first), rows.table.where(numbers[0]) if numbers else "")
+    return Droppable(int(first), rows.table.where(numbers[0]) if numbers else "")
 
 
 def _lengths(rows: Rows) -> Lengths:
@@ -199,7 +199,7 @@ def _fates(stats: Stats) -> RenderableType:
     row("exact duplicates", stats.exact_duplicates.rows, counts.exact_duplicates, stats.exact_duplicates.example)
     near = stats.near_duplicates
     row("near duplicates", near.rows if near else "?", counts.near_duplicates, near.example if near else "")
-    for why, found in stats.junk.items() or {"junk": Found(0)}.items():
+    for why, found in stats.junk.items() or {"junk": Droppable(0)}.items():
         row(f"junk: {why}" if found.rows else why, found.rows, "" if len(stats.junk) > 1 else counts.junk, found.example)
     if len(stats.junk) > 1:
         row("junk, total", sum(found.rows for found in stats.junk.values()), counts.junk)

@@ -20,7 +20,7 @@ from pronghorn.recipe import Recipe
 from pronghorn.train.loop import train
 from pronghorn.train.objectives.reference import Floats, reference_log_probs
 from pronghorn.train.run.trained_run import TrainedRun
-from pronghorn.train.setup.setup import prepare_data
+from pronghorn.train.source import source_of
 
 TRAIN, HELD_OUT = 96, 48  # pairs; a style is learnt within the first fifty
 PACK = 512  # tokens: about six pairs
@@ -48,7 +48,7 @@ def preferred(run: Path, report: Any) -> tuple[int, int, int]:
     """Held-out pairs whose chosen reply is the likelier one: to the model before, and after; and how many there are."""
     trained = TrainedRun(run, "last")
     model, tokenizer, device = trained.load()
-    table = prepare_data(trained.recipe, tokenizer, report=report, stage=lambda _: nullcontext()).evaluation
+    table = source_of(trained.recipe, tokenizer, report=report, stage=lambda _: nullcontext()).held_out
     assert table is not None
     install(model)
     capacity = trained.recipe.train.capacity
@@ -61,7 +61,7 @@ def preferred(run: Path, report: Any) -> tuple[int, int, int]:
 
 
 def _likelier(table: TokenTable, values: Floats) -> Any:
-    """Of each pair: whether the chosen answer's labels have the larger sum."""
+    """For each pair: whether the chosen answer's labels have the larger sum."""
     sums = np.add.reduceat(values, np.concatenate([[0], np.cumsum(table.loss_counts)[:-1]]))
     return sums[0::2] > sums[1::2]
 

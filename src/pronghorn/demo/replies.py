@@ -16,14 +16,14 @@ import random
 from typing import Any
 
 from pronghorn.demo import hotel
-from pronghorn.demo.hotel import Split, Words
+from pronghorn.demo.hotel import SlotNames, Split
 
 FORMAL = (
-    Words(
+    SlotNames(
         seen=("Certainly.", "Of course.", "Very well.", "Indeed.", "Thank you.", "Yes, of course."),
         unseen=("Most certainly.", "Yes, certainly."),
     ),
-    Words(
+    SlotNames(
         seen=(
             "We will take care of it.", "Your request has been noted.", "We will be happy to help you.",
             "It will be arranged for you.", "We will attend to it shortly.", "Your request will be handled promptly.",
@@ -32,11 +32,11 @@ FORMAL = (
     ),
 )  # fmt: skip
 CASUAL = (
-    Words(
+    SlotNames(
         seen=("Sure thing!", "No problem!", "Okay!", "You got it!", "Alright!", "Yep!"),
         unseen=("No worries!", "Sure!"),
     ),
-    Words(
+    SlotNames(
         seen=(
             "We'll get right on it.", "We're on it now.", "It'll be done in no time.", "We'll sort it out for you.",
             "Someone will be there soon.", "I'll let the guys know.",
@@ -46,7 +46,7 @@ CASUAL = (
 )  # fmt: skip
 
 
-def _reply(style: tuple[Words, Words], chance: random.Random, split: Split) -> list[dict[str, str]]:
+def _reply(style: tuple[SlotNames, SlotNames], chance: random.Random, split: Split) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": " ".join(words.pick(chance, split) for words in style)}]
 
 

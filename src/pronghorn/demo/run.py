@@ -20,11 +20,10 @@ from pronghorn.demo.machine_speed import ANSWER_TOKENS, STEP_TOKENS, Work, choos
 from pronghorn.errors import printable
 from pronghorn.model.load import DTYPES, load_model, pick_device, resolve_precision
 from pronghorn.recipe import Recipe
-from pronghorn.report.answers import Answer, mean_scores, read_answers
+from pronghorn.report.answers import AnswerRow, read_answers
 from pronghorn.report.display import Display
 from pronghorn.report.stages import Stages
 from pronghorn.train.loop import train
-from pronghorn.train.run.run_evaluation import Asked, evaluate_run
 
 METRIC = "json_match"
 
@@ -44,11 +43,6 @@ def run_demo(output: Path, *, as_json: bool) -> None:
             display.handle({"event": "notice", "text": work.told})
         result = train(recipe, display=display, stages=stages)
         answers = read_answers(output)
-        if METRIC not in mean_scores(answers):  # a finished run of an earlier version, which measured nothing
-            with stages("evaluate"):
-                asked = Asked({"metrics": [METRIC], "max_new_tokens": ANSWER_TOKENS}, base=True, answers=output)
-                evaluate_run(output, "last", data=None, report=display.progress, asked=asked)
-            answers = read_answers(output)
     before, after = (exact([getattr(one, which) for one in answers]) for which in ("base_scores", "scores"))
     figures = {"held_out": len(answers), "exact_before": before, "exact_after": after}
     chat = ("--system", hotel.SYSTEM_PROMPT)
@@ -85,7 +79,7 @@ def exact(scores: list[dict[str, float]]) -> int:
     return sum(one.get(METRIC) == 1.0 for one in scores)
 
 
-def _table(console: Console, answers: list[Answer]) -> None:
+def _table(console: Console, answers: list[AnswerRow]) -> None:
     table = Table(title="three held-out requests", show_lines=True)
     for column in ("the guest says", "before", "after"):
         table.add_column(column, overflow="fold")

@@ -53,7 +53,7 @@ def log_probs(
     pad: int,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> list[float]:
-    """Of each continuation after its prompt, the sum over its tokens. Rows of like length share a batch, padded on the left."""
+    """Summed log-probability of each continuation after its prompt. Rows of like length share a batch, padded on the left."""
     device = next(model.parameters()).device
     vocabulary = model.get_output_embeddings().weight.shape[0]
     sums = [0.0] * len(pairs)

@@ -31,7 +31,7 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ModelAnswer:
     """What a model makes of one question."""
 
     text: str
@@ -41,7 +41,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    answers: Sequence[Answer]
+    answers: Sequence[ModelAnswer]
     metrics: Scores  # the mean of each; nan where a row has no score
     rows: list[Scores]
     cut: int  # answers that did not end
@@ -92,19 +92,19 @@ class HeldOut:
             )
         return cls(questions, spec, tokenizer, own, beside)
 
-    def ask(self, model: Any, progress: Progress | None = None, *, capture: bool = True) -> list[Answer]:
+    def ask(self, model: Any, progress: Progress | None = None, *, capture: bool = True) -> list[ModelAnswer]:
         """Greedily, many at a time; multiple choice without a word, where nothing else is asked for. `capture`: on a GPU, out
         of a CUDA graph."""
         chosen = None
         if CHOICE in self.spec.metrics:
             chosen = ask_choices(model, self.tokenizer, self.questions, progress)
             if not self._says:
-                return [Answer(text, chosen=scores) for text, scores in chosen]
+                return [ModelAnswer(text, chosen=scores) for text, scores in chosen]
         prompts = [question.ids for question in self.questions]
         said = generate(model, self.tokenizer, prompts, max_new_tokens=self.max_new_tokens, progress=progress, capture=capture)
-        return [Answer(one.text, one.cut, chosen[i][1] if chosen else {}) for i, one in enumerate(said)]
+        return [ModelAnswer(one.text, one.cut, chosen[i][1] if chosen else {}) for i, one in enumerate(said)]
 
-    def judge(self, answers: Sequence[Answer]) -> Judged:
+    def judge(self, answers: Sequence[ModelAnswer]) -> Judged:
         rows: list[Scores] = []
         failed: list[str] = []
         for question, answer in zip(self.questions, answers, strict=True):
@@ -192,7 +192,7 @@ def _require_best(spec: Eval, own: OwnMetric | None, beside: Sequence[str]) -> N
 # Files of a run -----------------------------------------------------------------------------------------------------------
 
 
-def write_base(folder: Path, key: str, answers: Sequence[Answer]) -> None:
+def write_base(folder: Path, key: str, answers: Sequence[ModelAnswer]) -> None:
     """Whole or not at all."""
     path, beside = folder / BASE_ANSWERS, folder / f".{BASE_ANSWERS}.tmp"
     try:
@@ -203,14 +203,14 @@ def write_base(folder: Path, key: str, answers: Sequence[Answer]) -> None:
         raise EnvironmentFault.of(error, "cannot write the base model's answers", path, fix) from error
 
 
-def read_base(folder: Path, key: str) -> list[Answer] | None:
+def read_base(folder: Path, key: str) -> list[ModelAnswer] | None:
     """Nothing where there is no such file, or one of other questions, or a damaged one: they are asked again then."""
     try:
         stored = json.loads(read_small(folder / BASE_ANSWERS))
         if stored["key"] != key:
             return None
         return [
-            Answer(str(one["text"]), bool(one["cut"]), {str(k): float(v) for k, v in one["chosen"].items()})
+            ModelAnswer(str(one["text"]), bool(one["cut"]), {str(k): float(v) for k, v in one["chosen"].items()})
             for one in stored["answers"]
         ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):

@@ -31,7 +31,7 @@ class Question:
 
 
 def held_out_questions(table: TokenTable, tokenizer: Any, count: int, *, system: str | None = None) -> list[Question]:
-    """Of at most `count` rows that ask something: all of them, or as many drawn evenly, always the same; in the table's order.
+    """Questions out of at most `count` rows: all of them, or an even, always equal draw; in the table's order.
     `system`: in the place of the rows' own system message."""
     tokenizer = loaded(tokenizer)
     encoder = Encoder(tokenizer)

@@ -6,9 +6,8 @@ from pronghorn.data.encode.tokens import padding_id
 from pronghorn.errors import CommandError
 from pronghorn.export.checking import Reference, Verdict, score
 from pronghorn.export.job import Job, copy_files
-from pronghorn.export.usage import SCORES, Usage, base_name
+from pronghorn.export.usage import Usage, base_name
 from pronghorn.model.lora import require_adapter
-from pronghorn.model.scored import set_padding
 from pronghorn.model.stock import stock_adapter
 
 
@@ -29,14 +28,13 @@ def write(job: Job) -> None:
 def check(job: Job, reference: Reference) -> Verdict:
     """On the base as it was trained on: a stock library has no NF4 or FP8 of ours, but loads the dequantized weights."""
     model = stock_adapter(job.recipe, job.folder)
-    if job.recipe.objective.scored:
-        set_padding(model, padding_id(job.trained.tokenizer()))
+    job.trained.set_padding(model)
     return job.judged(reference, score(model, reference.rows, job.report), "transformers and PEFT", job.recipe)
 
 
 def usage(job: Job) -> list[Usage]:
-    kind, scored = job.loaded_with, job.recipe.objective.scored
-    options = f", num_labels=1, pad_token_id={padding_id(job.trained.tokenizer())}" if scored else ""
+    kind, head = job.loaded_with, job.trained.head
+    options = "" if head.generates else head.loading_options(padding_id(job.trained.tokenizer()))
     text = f"""\
 from peft import PeftModel
 from transformers import {kind}, AutoTokenizer
@@ -45,5 +43,4 @@ folder = "path/to/this/folder"
 tokenizer = AutoTokenizer.from_pretrained(folder)
 base = {kind}.from_pretrained("{base_name(job.recipe.model)}"{options})
 model = PeftModel.from_pretrained(base, folder)"""
-    text += f"\n{SCORES}" if scored else ""
-    return [Usage("PEFT", text, "python")]
+    return [Usage("PEFT", "\n".join(filter(None, (text, head.usage))), "python")]

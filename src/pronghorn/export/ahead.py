@@ -14,8 +14,8 @@ from pronghorn.recipe import Recipe
 
 def not_possible(recipe: Recipe, tokenizer: Any) -> list[str]:
     """A notice for each such target. A package that is missing can still be installed."""
-    if recipe.objective.scored:
-        return []  # a reward model has none that generates text
+    if not recipe.objective.kind.answers:
+        return []  # it has none that generates text
     for targets, attempt in (
         ("gguf or ollama", lambda: require_convertible(model_folder(recipe.model))),
         ("ollama", lambda: turns_of(tokenizer, begins_with_bos(tokenizer))),

@@ -23,9 +23,10 @@ import torch
 
 from pronghorn.data.prepare import prepare
 from pronghorn.errors import DataError, EnvironmentFault, PronghornError, RecipeError
+from pronghorn.model.heads import head_in
 from pronghorn.recipe import Recipe
 from pronghorn.train.run.trained_run import Trained
-from pronghorn.train.setup.setup import prepare_data
+from pronghorn.train.source import source_of
 
 Report = Callable[[str, int, int], None]
 ROWS, LONGEST = 8, 192  # rows, and tokens of a row, that are compared
@@ -39,7 +40,7 @@ PLAIN = (  # where the run's own data is gone
 
 @dataclass(frozen=True)
 class Difference:
-    """Of what two models make of the same rows."""
+    """How two models' scores of the same rows differ."""
 
     tokens: int
     agreement: float  # greedy
@@ -93,7 +94,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Scores:
-    """Of one row, a number for each scored token; of a reward model one, and no `best`."""
+    """Scores of one row: a number for each scored token; a reward model has one, and no `best`."""
 
     best: tuple[int, ...]
     log_probs: tuple[float, ...]
@@ -143,7 +144,7 @@ class Reference:
     noise: tuple[tuple[Scores, ...], ...] = ()  # the same with bf16's rounding in it, some times
 
     def tolerance(self, dtype: torch.dtype) -> Tolerance:
-        """Of the same model, computed in `dtype`."""
+        """The difference allowed to the same model computed in `dtype`."""
         apart = [difference(self.scores, one) for one in self.noise]
         scale = MARGIN * rounding_of(dtype) / rounding_of(torch.bfloat16)
         mean = sum(one.mean for one in apart) / len(apart)
@@ -190,13 +191,13 @@ class Reference:
 @torch.no_grad()
 def score(model: Any, rows: Sequence[Row], report: Report = lambda *_: None, label: str = "checking") -> tuple[Scores, ...]:
     """By a model with transformers' forward."""
-    device, found = next(model.parameters()).device, []
+    device, found, generates = next(model.parameters()).device, [], head_in(model.config).generates
     for number, row in enumerate(rows):
         report(label, number, len(rows))
         ids = torch.tensor(row.ids, device=device)
         logits = model(input_ids=ids[None], attention_mask=torch.ones_like(ids)[None], use_cache=False).logits[0]
-        if logits.ndim == 1:  # a classifier's
-            found.append(Scores((), (float(logits[0]),)))
+        if not generates:
+            found.append(Scores((), tuple(logits.float().flatten().tolist())))
             continue
         wide = logits[row.start - 1 : -1].float().log_softmax(-1)
         chosen = wide.gather(1, ids[row.start :, None])[:, 0]
@@ -246,11 +247,10 @@ def held_out_rows(recipe: Recipe, tokenizer: Any, report: Report) -> list[Row]:
     """The run's held-out rows, else rows that it was trained on, else (the data is gone) some sentences."""
     try:
         if isinstance(recipe.data.eval, str):
-            wanted = recipe.objective.rows
+            wanted = recipe.objective.kind.reads
             table = prepare((recipe.data.eval,), recipe.data, tokenizer, progress=report, wanted=wanted).tokens
         else:
-            prepared = prepare_data(recipe, tokenizer, report=report, stage=lambda _: nullcontext())
-            table = prepared.train if prepared.evaluation is None else prepared.evaluation
+            table = source_of(recipe, tokenizer, report=report, stage=lambda _: nullcontext()).known[-1]
         rows = [_row(table.ids(i).tolist(), table.loss(i).tolist()) for i in range(min(ROWS, len(table)))]
     except (DataError, EnvironmentFault, RecipeError, PronghornError):
         rows = [_row(tokenizer(text)["input_ids"], []) for text in PLAIN]

@@ -211,7 +211,7 @@ def write(job: Job, kind: str) -> None:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Of what is not quantized: programs that load such files compute in 16 bits."""
+    """The dtype of what is not quantized: programs that load such files compute in 16 bits."""
     return torch.bfloat16 if dtype == torch.float32 else dtype
 
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from pronghorn.errors import ModelError
-from pronghorn.export import iq4_quants, k_quants
 from pronghorn.export.gguf_mixture import MIXTURES, Model, Shape, choose
+from pronghorn.export.quantizer import packed
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -170,12 +170,3 @@ def _parts(one: Any, kind: str | None) -> Iterator[tuple[bytes, int]]:
         if not weights.isfinite().all():
             raise ModelError(f"{one.name} has NaN or infinite weights", fix="export an earlier checkpoint")
         yield packed(weights, kind).tobytes(), part.nbytes
-
-
-def packed(rows: Tensor, kind: str) -> Any:
-    from gguf import GGMLQuantizationType, quants
-
-    for ours in (k_quants, iq4_quants):
-        if kind in ours.BLOCK_BYTES:
-            return ours.quantize(rows, kind).numpy()
-    return quants.quantize(rows.numpy(), GGMLQuantizationType[kind.upper()])

@@ -20,6 +20,7 @@ from pronghorn.export.gguf_convert import INSTALL, Converter, Source, convert, r
 from pronghorn.export.gguf_file import differing, quantized
 from pronghorn.export.gguf_mixture import MIXTURES, TYPES, WIDE
 from pronghorn.export.job import Job, write_base
+from pronghorn.export.quantizer import require_quantizer
 from pronghorn.export.usage import Usage, base_name
 from pronghorn.hub import model_folder
 
@@ -55,6 +56,7 @@ def refuse(job: Job) -> None:
     merged.refuse(job)
     source = job.checkpoint if not job.has_adapter else model_folder(job.recipe.model)
     require_convertible(source)
+    require_quantizer(job.variant)
     if job.variant == ADAPTER:
         if not job.has_adapter:
             raise CommandError("the run has no adapter", why="method: full trains the whole model", fix="use --to gguf:q8_0")
@@ -127,7 +129,7 @@ def check(job: Job, reference: Reference) -> Verdict:
     chats = [(chat, ids) for chat in CHATS if (ids := rendered(tokenizer, chat)) is not None]
     texts = [(text, tokenizer(text, add_special_tokens=False)["input_ids"]) for text in TEXTS]
     rows = [{"ids": list(row.ids), "start": row.start} for row in reference.rows]
-    asked = llama_cpp.Asked([chat for chat, _ in chats], [text for text, _ in texts], rows)
+    asked = llama_cpp.Questions([chat for chat, _ in chats], [text for text, _ in texts], rows)
     if job.variant == ADAPTER:
         try:
             found, kind = _beside_its_base(job, asked)
@@ -149,7 +151,7 @@ def check(job: Job, reference: Reference) -> Verdict:
     if job.variant in MIXTURES:
         wide = _wide_file(job)
         wrong += differing(wide.file, job.folder / file_name(job), job.report)
-        wide.scores = wide.scores or _scores(llama_cpp.ask(wide.file, llama_cpp.Asked(rows=rows), job.report))
+        wide.scores = wide.scores or _scores(llama_cpp.ask(wide.file, llama_cpp.Questions(rows=rows), job.report))
         unrounded = wide.scores
     beyond = difference(job.expected(reference, job.recipe if job.variant == ADAPTER else job.base_recipe), unrounded)
     wrong += job.tolerance(reference, ARITHMETIC[kind]).exceeded(beyond)
@@ -171,7 +173,7 @@ def rendered(tokenizer: Any, chat: list[dict[str, str]]) -> list[int] | None:
         return None
 
 
-def _beside_its_base(job: Job, asked: llama_cpp.Asked) -> tuple[llama_cpp.Answers, str]:
+def _beside_its_base(job: Job, asked: llama_cpp.Questions) -> tuple[llama_cpp.Answers, str]:
     """The base as a GGUF file, for this check only: with the weights that the adapter was trained on. And that file's type."""
     original = model_folder(job.recipe.model, weights=True)
     with tempfile.TemporaryDirectory(dir=job.folder, prefix=".base-") as name:

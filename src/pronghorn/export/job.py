@@ -25,7 +25,6 @@ import torch
 from safetensors import SafetensorError
 
 from pronghorn import __version__
-from pronghorn.data.encode.tokens import padding_id
 from pronghorn.digests import file_digest
 from pronghorn.errors import CommandError, EnvironmentFault
 from pronghorn.export.checking import EXACT, GROSS, Reference, Scores, Tolerance, Verdict, difference, score
@@ -36,10 +35,8 @@ from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.load import DTYPES, ModelFacts, inspect_model, pick_device, resolve_precision
 from pronghorn.model.lora import PICKLED
 from pronghorn.model.merge_stream import MergedWeights, merging, write_config
-from pronghorn.model.scored import set_padding
 from pronghorn.model.sharded import write_sharded
 from pronghorn.model.stock import stock_adapter, stock_model
-from pronghorn.model.text_stack import auto_class
 from pronghorn.recipe import Recipe
 from pronghorn.report.number_format import size
 from pronghorn.small_files import read_small
@@ -85,7 +82,7 @@ class Job:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights in a merged folder."""
+        """The dtype of the weights in a merged folder."""
         if self.options.dtype:
             return DTYPES[self.options.dtype]  # type: ignore[index]
         if self.recipe.stored_as != "bf16":
@@ -94,16 +91,14 @@ class Job:
 
     @cached_property
     def model_facts(self) -> ModelFacts:
-        """Of the model that the adapter is for, or of the trained one; from its config alone."""
+        """Facts about the adapter's base or the trained model, from its config alone."""
         name = self.recipe.model if self.has_adapter else str(self.checkpoint)
-        return inspect_model(name, storage=self.recipe.stored_as, scored=self.recipe.objective.scored)
+        return inspect_model(name, storage=self.recipe.stored_as, head=self.trained.head.name)
 
     @property
     def loaded_with(self) -> str:
         """transformers' class that loads the model."""
-        if self.recipe.objective.scored:
-            return "AutoModelForSequenceClassification"
-        return str(auto_class(read_config(self.recipe.model)).__name__)
+        return str(self.trained.head.auto_class(read_config(self.recipe.model)).__name__)
 
     @property
     def merged_onto(self) -> str:
@@ -115,7 +110,7 @@ class Job:
         return f"the weights it was trained on: the base model in {FORMATS[self.recipe.stored_as].title}, dequantized"
 
     def key(self, name: str) -> str:
-        """Of all that decides the bytes of this export: only its own files are continued."""
+        """Digest of all that decides the bytes of this export: only files with the same key are continued."""
         files = [file for file in sorted(self.checkpoint.iterdir()) if file.is_file() and file.name not in NOT_EXPORTED]
         made_of = {
             "checkpoint": {file.name: file_digest(file) for file in files},
@@ -133,14 +128,14 @@ class Job:
         return self.recipe.model_copy(update={"method": "lora"}) if self.options.base == "original" else self.recipe
 
     def coarser(self, dtype: torch.dtype) -> torch.dtype:
-        """Of a file's dtype and what the run computed in."""
+        """The coarser of a file's dtype and the run's compute dtype."""
         kinds = {dtype, DTYPES[resolve_precision(self.recipe.precision, pick_device())]}
         if torch.bfloat16 in kinds or torch.cuda.is_available():
             return torch.bfloat16
         return torch.float16 if torch.float16 in kinds else torch.float32
 
     def tolerance(self, reference: Reference, dtype: torch.dtype) -> Tolerance:
-        """Of a file that has the trained weights in `dtype`."""
+        """The difference allowed to a file that has the trained weights in `dtype`."""
         coarser = self.coarser(dtype)
         return EXACT if coarser == torch.float32 else reference.tolerance(coarser)
 
@@ -150,17 +145,16 @@ class Job:
         if not recipe.fp8 and recipe == self.recipe:
             return reference.scores
         model = stock_adapter(recipe, self.checkpoint) if self.has_adapter else stock_model(self.checkpoint)
-        if recipe.objective.scored:
-            set_padding(model, padding_id(self.trained.tokenizer()))
+        self.trained.set_padding(model)
         return score(model, reference.rows, self.report)
 
     def limit(self) -> Tolerance:
-        """Of the loss against the trained model. Onto a base that it was not trained on it is another model, by the user's own
-        wish: how much it differs is told, and not judged."""
+        """The limit of the loss against the trained model. On another base it is another model, as asked: the difference
+        is reported, not judged."""
         return GROSS if self.options.base == "trained" else Tolerance()
 
     def judged(self, reference: Reference, found: Sequence[Scores], loaded_with: str, recipe: Recipe) -> Verdict:
-        """Of an export that has the trained weights in `dtype`."""
+        """The verdict on an export that has the trained weights in `dtype`."""
         expected, tolerance = self.expected(reference, recipe), self.tolerance(reference, self.dtype)
         if expected is reference.scores:
             return reference.verdict(found, tolerance, loaded_with)
@@ -212,8 +206,7 @@ def write_merged(job: Job, folder: Path) -> None:
     whole = job.has_adapter or job.options.dtype is not None
     if whole:
         source = merging(job.checkpoint, job.recipe, job.dtype, original=job.options.base == "original")
-        if job.recipe.objective.scored:
-            set_padding(source.model, padding_id(job.trained.tokenizer()))
+        job.trained.set_padding(source.model)
         write_sharded(folder, source, job.report, label="merging")
         write_config(source, folder, job.dtype)
     copy_files(job.checkpoint, folder, lambda name: not (whole and name.startswith(("adapter_", "model"))))

@@ -23,7 +23,7 @@ MARGIN = 8  # tokens of context beyond the longest row
 
 
 @dataclass(frozen=True)
-class Asked:
+class Questions:
     """Rows: {ids, start}; prompts: {ids, longest}. Answers come in this order."""
 
     messages: Sequence[list[dict[str, str]]] = ()
@@ -50,7 +50,7 @@ def version() -> str | None:
         return f"llama.cpp in {PACKAGE}"
 
 
-def ask(model: Path, asked: Asked, report: Report = lambda *_: None, *, lora: Path | None = None) -> Answers:
+def ask(model: Path, asked: Questions, report: Report = lambda *_: None, *, lora: Path | None = None) -> Answers:
     """Raises ModelError if llama.cpp cannot load the file."""
     sizes = [len(row["ids"]) for row in asked.rows] + [len(one["ids"]) + one["longest"] for one in asked.prompts]
     total = len(asked.messages) + len(asked.texts) + len(asked.rows) + len(asked.prompts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pronghorn.errors import CommandError
 from pronghorn.export.checking import Reference, Verdict, score
 from pronghorn.export.job import Job, write_merged
-from pronghorn.export.usage import SCORES, Usage
+from pronghorn.export.usage import Usage
 from pronghorn.hub import model_folder
 from pronghorn.model.config import read_config
 from pronghorn.model.families import text_config
@@ -62,6 +62,7 @@ from transformers import {kind}, AutoTokenizer
 folder = "path/to/this/folder"
 tokenizer = AutoTokenizer.from_pretrained(folder)
 model = {kind}.from_pretrained(folder)"""
-    if job.recipe.objective.scored:
-        return [Usage("transformers", f"{text}\n{SCORES}", "python")]
+    head = job.trained.head
+    if not head.generates:
+        return [Usage("transformers", f"{text}\n{head.usage}", "python")]
     return [Usage("transformers", text, "python"), Usage("vLLM", "vllm serve path/to/this/folder")]

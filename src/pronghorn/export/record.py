@@ -15,6 +15,7 @@ from pronghorn import __version__
 from pronghorn.export.checking import Verdict
 from pronghorn.export.job import NOTE, Job
 from pronghorn.export.usage import Usage, is_local, public_name
+from pronghorn.model.heads import HEADS
 from pronghorn.recipe import Recipe, named
 from pronghorn.report.run_log import plain
 
@@ -67,7 +68,7 @@ def model_card(recipe: Recipe, to: str, figures: dict[str, Any], usages: list[Us
     library = ", ".join(f"{name} {number}" for name, number in versions().items())
     return f"""---
 {"" if local else f"base_model: {base}{chr(10)}"}library_name: {LIBRARIES.get(to, "transformers")}
-pipeline_tag: {"text-classification" if recipe.objective.scored else "text-generation"}
+pipeline_tag: {HEADS[recipe.objective.kind.head].pipeline}
 tags: [pronghorn, {recipe.method}]
 ---
 # {Path(recipe.output).name}

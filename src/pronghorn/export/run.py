@@ -25,7 +25,7 @@ from pronghorn.export.job import (
     writing,
 )
 from pronghorn.export.record import write_card, write_record
-from pronghorn.export.targets import Asked, asked_for
+from pronghorn.export.targets import AskedTarget, asked_for
 from pronghorn.export.usage import Usage
 from pronghorn.model.load import require_tokenizer_fits
 from pronghorn.report.run_log import FILE_NAME, history, read_log
@@ -68,14 +68,14 @@ def export_run(
         ) from error
 
 
-def _place(run: Path, target: Path | None, asked: Asked, count: int) -> Path:
+def _place(run: Path, target: Path | None, asked: AskedTarget, count: int) -> Path:
     if target is None:
         return run / f"export-{asked.name}"
     return target if count == 1 else target / asked.name
 
 
 def figures_of(run: Path, trained: Trained) -> dict[str, Any]:
-    """Of the run's log, at the checkpoint's step."""
+    """Figures of the run's log, at the checkpoint's step."""
     events = read_log(run) if (run / FILE_NAME).exists() else []  # a checkpoint is whole without it
     here = {event["event"]: event for event in history(events) if event.get("step") == trained.step}
     step, held_out = here.get("step", {}), here.get("eval", {})
@@ -91,7 +91,7 @@ def figures_of(run: Path, trained: Trained) -> dict[str, Any]:
 
 def export_trained(
     trained: Trained,
-    places: list[tuple[Asked, Path]],
+    places: list[tuple[AskedTarget, Path]],
     figures: dict[str, Any],
     options: Options | None = None,
     report: Report = lambda *_: None,
@@ -105,11 +105,11 @@ def export_trained(
     needed = 0
     for (asked, place), job in zip(places, jobs, strict=True):
         refuse_existing(place)
-        if trained.recipe.objective.scored and not asked.target.scores:
+        if not trained.head.generates and not asked.target.any_head:
             raise CommandError(
-                what=f"--to {asked.name} does not support reward models",
-                why="it is for programs that generate text, and a reward model has a score head in place of the LM head",
-                fix="use --to merged, or adapter: transformers loads them with AutoModelForSequenceClassification",
+                what=f"--to {asked.name} does not support {trained.head.title}",
+                why=f"it is for programs that generate text; the model has a {trained.head.name} head in place of the LM head",
+                fix=f"use --to merged, or adapter: transformers loads them with {jobs[0].loaded_with}",
             )
         asked.target.refuse(job)
         needed += asked.target.size(job)
@@ -135,7 +135,7 @@ def export_trained(
     return found
 
 
-def _finished(asked: Asked, job: Job, figures: dict[str, Any], verdict: Verdict) -> Written:
+def _finished(asked: AskedTarget, job: Job, figures: dict[str, Any], verdict: Verdict) -> Written:
     """Put in place, with its card and record: under its name, or, where it says something else than the trained model, beside
     it, so that nobody takes it for the export."""
     usages, place = asked.target.usage(job), job.target

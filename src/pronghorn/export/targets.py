@@ -24,7 +24,7 @@ class Target:
     size: Callable[[Job], int]
     refuse: Callable[[Job], None] = lambda _: None
     variants: tuple[str, ...] = ()
-    scores: bool = False  # whether it can hold a reward model, whose head is a score
+    any_head: bool = False  # whether it can hold a model that writes no text
 
 
 TARGETS: dict[str, Target] = {
@@ -38,7 +38,7 @@ TARGETS: dict[str, Target] = {
             adapter.usage,
             adapter.size,
             adapter.refuse,
-            scores=True,
+            any_head=True,
         ),
         Target(
             "merged",
@@ -48,7 +48,7 @@ TARGETS: dict[str, Target] = {
             merged.usage,
             merged.size,
             merged.refuse,
-            scores=True,
+            any_head=True,
         ),
         Target(
             "gguf",
@@ -96,18 +96,18 @@ TARGETS: dict[str, Target] = {
 }
 
 
-class Asked(NamedTuple):
+class AskedTarget(NamedTuple):
     target: Target
     variant: str
 
     @property
     def name(self) -> str:
-        """Of its folder, and in export.json."""
+        """The name of its folder, and in export.json."""
         default = self.target.variants[:1] in ((), (self.variant,))
         return self.target.name if default else f"{self.target.name}-{self.variant}"
 
 
-def asked_for(words: str) -> list[Asked]:
+def asked_for(words: str) -> list[AskedTarget]:
     """`adapter,gguf:q8_0`"""
     found = []
     for word in dict.fromkeys(part.strip() for part in words.split(",") if part.strip()):
@@ -118,7 +118,7 @@ def asked_for(words: str) -> list[Asked]:
         if variant and variant not in row.variants:
             known = ", ".join(f"{name}:{one}" for one in row.variants)
             raise CommandError(what=f"--to {word} is not supported", fix=f"use {known or name}")
-        found.append(Asked(row, variant or (row.variants[0] if row.variants else "")))
+        found.append(AskedTarget(row, variant or (row.variants[0] if row.variants else "")))
     if not found:
         raise CommandError(what="no target after --to", fix=f"use one or several of {', '.join(TARGETS)}")
     return found

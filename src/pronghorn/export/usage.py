@@ -7,10 +7,6 @@ from shlex import quote
 from typing import NamedTuple
 
 HERE = "path/to/this/folder"
-SCORES = """\
-rows = [[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]]
-inputs = tokenizer.apply_chat_template(rows, return_dict=True, return_tensors="pt")
-reward = model(**inputs).logits[:, 0]"""  # of a reward model
 
 
 class Usage(NamedTuple):

@@ -55,7 +55,7 @@ def _has_experts(job: Job) -> bool:
 
 
 def rank(job: Job) -> int:
-    """That vLLM has to be started with."""
+    """The `--max-lora-rank` that vLLM has to be started with."""
     return next(one for one in RANKS if one >= job.recipe.lora.r)
 
 

@@ -17,7 +17,7 @@ from pronghorn.model.causal_lm import FastCausalLM
 from pronghorn.model.layers.layer import DecoderLayer
 from pronghorn.model.layers.saved import FROM_INPUT, Level, Saved
 from pronghorn.model.layers.types import Documents
-from pronghorn.model.text_stack import head_of
+from pronghorn.packs import PackedBatch
 
 PIECES = 4  # in which the MLP's rows are timed; each further one is taken to cost the same
 
@@ -32,7 +32,7 @@ def layer_work(engine: FastCausalLM, layer: DecoderLayer, documents: Documents, 
     """`backward` is timed together with what computes gate and up again, since it writes over them: data that is zero after
     the first run would be multiplied faster than a step's."""
     h, dh = (_random(tokens, engine, documents.cu_seqlens, dtype, scale) for scale in (1.0, 1e-3))
-    saved = layer.forward_at("nothing", h, documents)[1].at("gate_up")
+    saved = layer.forward_at("gate_up", h, documents)[1]
 
     def with_weights_loaded_anew(work: Callable[[], object]) -> Callable[[], object]:
         """Weights in 4 bits are dequantized once for a forward and once for recomputing and backward together."""
@@ -48,13 +48,12 @@ def layer_work(engine: FastCausalLM, layer: DecoderLayer, documents: Documents, 
         # A copy of what was saved, since backward takes out what it has used; q, k, v must not give their place to a gradient,
         # nor may the gate and up of an expert that all tokens share, which are not recomputed with the others'.
         copy = Saved(saved)
-        if layer.attention.q_norm is None:
-            copy.release("qkv")
-        copy.put(shared_gu=None if copy["shared_gu"] is None else copy["shared_gu"].clone())
+        for part in layer.parts:
+            part.protect(copy)
         return layer.restored(copy, documents, None)
 
     def recomputed(level: Level) -> Saved:
-        return layer.restored(Saved({name: saved[name] for name in FROM_INPUT[level] if name in saved}), documents, None)
+        return layer.restored(layer.kept(saved, level), documents, None)
 
     def whole_layer(pieces: int) -> Callable[[], object]:
         def run() -> None:
@@ -75,17 +74,17 @@ def layer_work(engine: FastCausalLM, layer: DecoderLayer, documents: Documents, 
     )
 
 
-def head_work(engine: FastCausalLM, rows: int, like: torch.Tensor, dtype: torch.dtype) -> Callable[[], None]:
-    """`rows`: tokens with a loss."""
-    head = _random(rows, engine, like, dtype)
-    labels = torch.randint(int(engine.config.vocab_size), (rows,), device=like.device, generator=torch.Generator(like.device))
+def head_work(engine: FastCausalLM, pack: PackedBatch, dtype: torch.dtype) -> Callable[[], None]:
+    """For the pack's loss rows."""
+    rows, device = len(pack.loss_rows), pack.ids_T.device
+    head = _random(rows, engine, pack.ids_T, dtype)
+    generator = torch.Generator(device).manual_seed(0)
+    labels = torch.randint(int(engine.config.vocab_size), (rows,), device=device, generator=generator)
 
     def rest() -> None:
-        if head_of(engine.model) is None:
-            return  # a reward model's head is one row of weights
-        with torch.enable_grad():
+        with torch.enable_grad(), torch.autocast(device.type, enabled=False):
             x = head.detach().requires_grad_()
-            torch.autograd.grad(engine.loss(x, labels)[0], x)
+            torch.autograd.grad(engine.head.sample_loss(x, labels), x)
 
     return rest
 
@@ -94,21 +93,22 @@ def head_work(engine: FastCausalLM, rows: int, like: torch.Tensor, dtype: torch.
 def calibrate(
     engine: FastCausalLM,
     kinds: Sequence[int],
-    documents: Callable[[int], Documents],
-    *,
-    tokens: int,
-    rows: int,
+    pack: PackedBatch,
     dtype: torch.dtype,
     device: torch.device,
+    *,
     piece: float = 0.0,
 ) -> Costs:
-    """`kinds`: of each layer. `documents`: what the layers share about the first so many tokens. `piece`: where it cannot be
-    timed. On a CPU, where only tests plan, each is timed once."""
+    """`kinds`: of each layer. `pack`: one of the run's, or a part of it. `piece`: where it cannot be timed. On a CPU, where
+    only tests plan, each is timed once."""
     engine.prepare(dtype)
-    shared, alike = documents(tokens), [[i for i, of in enumerate(kinds) if of == kind] for kind in range(max(kinds) + 1)]
+    documents, alike = (
+        Documents.of(pack, engine.positions),
+        [[i for i, of in enumerate(kinds) if of == kind] for kind in set(kinds)],
+    )
     middle = [engine.layers[numbers[len(numbers) // 2]] for numbers in alike]
-    work = (layer_work(engine, layer, shared, tokens, dtype) for layer in middle)  # one after the other: it takes memory
-    rest = head_work(engine, rows, shared.cu_seqlens, dtype)
+    work = (layer_work(engine, layer, documents, len(pack.ids_T), dtype) for layer in middle)  # one by one: it takes memory
+    rest = head_work(engine, pack, dtype)
     if device.type == "cuda":
         return measure_costs(work, device, rest=rest, piece=piece)
     return measure_costs(work, device, rest=rest, repeats=1, copy_bytes=1 << 20, warm_up=1, piece=piece)

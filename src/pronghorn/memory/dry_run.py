@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pronghorn.errors import ModelError
-from pronghorn.kernels.loss.linear_cross_entropy import chunk_rows, linear_cross_entropy
 from pronghorn.kernels.runtime.dispatch import dry_run
 from pronghorn.kernels.runtime.work import Work, count_mm, counting, launched
 from pronghorn.memory.job import FP32, Job, head_share, moment_bytes
@@ -34,11 +33,11 @@ from pronghorn.model.experts import ExpertStack
 from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.layers.layer import DecoderLayer
 from pronghorn.model.layers.saved import Level, leave
-from pronghorn.model.layers.types import Documents, GradBuffer
+from pronghorn.model.layers.types import Documents
 from pronghorn.model.lora_grad_buffer import ALIGNMENT, LoraGradBuffer
 from pronghorn.model.one_layer import one_layer_of_each_kind
-from pronghorn.model.scored import scores_of
 from pronghorn.model.text_stack import head_of
+from pronghorn.packs import PackedDocuments
 from pronghorn.recipe import Lora
 
 LIBRARY_BYTES = 96 << 20  # cuBLAS workspaces, tables of addresses, batches waiting for their turn
@@ -161,7 +160,7 @@ class _Model:
 def _key(job: Job) -> tuple[Any, ...]:
     """What of a job its layers depend on."""
     lora = None if job.method == "full" else (job.rank, job.targets)
-    return job.shape.config, job.stored_as, lora, job.element, job.fp8, job.scored, job.target
+    return job.shape.config, job.stored_as, lora, job.element, job.fp8, job.head, job.target
 
 
 def _model(job: Job) -> _Model:
@@ -169,10 +168,10 @@ def _model(job: Job) -> _Model:
 
 
 @lru_cache(maxsize=8)
-def _built(config: str, storage: str, lora: Any, element: int, fp8: bool, scored: bool, target: Any) -> _Model:
+def _built(config: str, storage: str, lora: Any, element: int, fp8: bool, head: str, target: Any) -> _Model:
     dtype = DTYPES[element]
     with dry_run(target):
-        model = one_layer_of_each_kind(config, storage, dtype, lora and Lora(r=lora[0], targets=lora[1]), scored=scored)
+        model = one_layer_of_each_kind(config, storage, dtype, lora and Lora(r=lora[0], targets=lora[1]), head)
         refused, engine = install(model, fp8=fp8), engine_of(model)
         if engine is None or (refused := next((why for layer in engine.layers if (why := layer.why_not_fused())), "")):
             raise ModelError(
@@ -181,11 +180,14 @@ def _built(config: str, storage: str, lora: Any, element: int, fp8: bool, scored
                 fix="remove memory.budget to train without a plan",
             )
         engine.prepare(dtype)
-        base, embeddings = base_of(model), engine.backbone.embed_tokens.weight
+        base, embeddings = base_of(model), engine.embeddings.weight
         for parameter in base.parameters():
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         adapters = set() if lora is None else set(_storages(p for p in base.parameters() if p.requires_grad))
-        own = [_own(layer, adapters) for layer in engine.layers]
+        own = [
+            {number: size for number, size in _held_by(layer, engine).items() if number not in adapters}
+            for layer in engine.layers
+        ]
         sums = LoraGradBuffer(engine, dtype)
         kinds = [_kind(layer, sum(sizes.values()), sums) for layer, sizes in zip(engine.layers, own, strict=True)]
         frozen = _storages(p for p in base.parameters() if lora is None or not p.requires_grad)
@@ -200,16 +202,17 @@ def _built(config: str, storage: str, lora: Any, element: int, fp8: bool, scored
             getattr(head_of(base), "weight", None) is embeddings,
             sum(p.numel() for p in base.parameters() if p.requires_grad) - sum(kind.trained for kind in kinds),
         )
-        before = {number for layer in engine.layers for number in _storages(_tensors(layer, set()))}
+        before = {number for layer in engine.layers for number in _held_by(layer, engine)}
         for number in range(len(kinds)):
             _run(found, number, _SMALL, "nothing")
-        after = {number: size for layer in engine.layers for number, size in _storages(_tensors(layer, set())).items()}
+        after = {number: size for layer in engine.layers for number, size in _held_by(layer, engine).items()}
         found.shared_bytes = sum(size for number, size in after.items() if number not in before)
     return found
 
 
-def _own(layer: DecoderLayer, adapters: set[int]) -> dict[int, int]:
-    return {number: size for number, size in _storages(_tensors(layer, set())).items() if number not in adapters}
+def _held_by(layer: DecoderLayer, engine: FastCausalLM) -> dict[int, int]:
+    """Bytes by storage; without those of other layers, which it may know."""
+    return _storages(_tensors(layer, {id(other) for other in engine.layers if other is not layer}))
 
 
 def _kind(layer: DecoderLayer, stored: int, sums: LoraGradBuffer) -> Kind:
@@ -313,8 +316,9 @@ class Held(NamedTuple):
 
 def _documents(engine: FastCausalLM, batch: _Batch) -> Documents:
     with torch.device("meta"):
-        bounds, positions = torch.empty(batch.entries, dtype=torch.int32), torch.empty(batch.tokens, dtype=torch.int64)
-        return engine.documents(bounds, batch.tokens, positions, batch.typical)
+        sizes = {"T": batch.tokens, "E": batch.entries}
+        pack = PackedDocuments.blank(sizes, "meta", longest=batch.tokens, typical=batch.typical)
+        return Documents.of(pack, engine.positions)
 
 
 @torch.no_grad()
@@ -333,7 +337,7 @@ def _run(one: _Model, kind: int, batch: _Batch, level: Level, pieces: int = 1, *
         forward, size = counted.peak, sum(_storages(saved.values()).values())
         left = leave(saved, 0, None)
         del saved
-        documents.grad_buffer.buffer = buffer = out.new_empty(len(out), out.shape[1] + layer.down.extra)
+        documents.grad_buffer.buffer = buffer = out.new_empty(len(out), out.shape[1] + layer.extra)
         dh = buffer[:, : h.shape[1]]
         del buffer, out
         counted.peak = counted.alive
@@ -372,9 +376,7 @@ def head(job: Job, pieces: int = 1) -> Head:
     """The norm before the head, the head and the loss, forward and backward: the residual stream, its norm and its gradient,
     and a chunk of logits. More rows than four chunks are more of the same."""
     key, one, rows, share = _key(job), _model(job), job.rows, head_share(pieces)
-    if head_of(one.engine.model) is None:
-        return _score_of(key, rows)
-    chunk = chunk_rows(rows, one.engine.config.vocab_size, one.dtype, torch.device("cuda"), share)
+    chunk = one.engine.head.chunk_rows(rows, one.dtype, share)
     if rows <= 4 * chunk:
         return _head_of(key, rows, share)
     two, four = (_head_of(key, chunks * chunk, share) for chunks in (2, 4))
@@ -384,30 +386,16 @@ def head(job: Job, pieces: int = 1) -> Head:
 
 @lru_cache(maxsize=512)
 def _head_of(key: Any, rows: int, share: int) -> Head:
+    """Trained embeddings get a gradient of their size after all layers, which hold nothing by then; counted as if it came here,
+    it is at most too much."""
     one = _built(*key)
-    engine = one.engine
-    with dry_run(key[-1]), torch.device("meta"), torch.enable_grad():
-        h = torch.empty(rows, engine.config.hidden_size, dtype=one.dtype, requires_grad=True)
-        labels = torch.empty(rows, dtype=torch.int64)
-        engine.head_terms["chunk_share"] = share
-        with Allocations() as counted, counting(Work()) as done:
-            x, weight, bias = engine.head_inputs(h)
-            loss = linear_cross_entropy(x, weight, labels, bias_V=bias, **engine.head_terms)[0]
-            del x, weight
-            torch.autograd.backward(loss)
-    return Head(int(counted.peak + h.nbytes), done)
-
-
-@lru_cache(maxsize=512)
-def _score_of(key: Any, rows: int) -> Head:
-    """As `_head_of`, of a reward model. Trained embeddings get a gradient of their size after all layers, which hold nothing by
-    then; counted as if it came here, it is at most too much."""
-    one = _built(*key)
-    embeddings = one.engine.backbone.embed_tokens.weight
+    head, embeddings = one.engine.head, one.engine.embeddings.weight
     with dry_run(key[-1]), torch.device("meta"), torch.enable_grad():
         h = torch.empty(rows, one.engine.config.hidden_size, dtype=one.dtype, requires_grad=True)
+        labels = torch.empty(rows, dtype=torch.int64)
+        head.set_chunk_share(share)
         with Allocations() as counted, counting(Work()) as done:
-            torch.autograd.backward(scores_of(one.engine, h, GradBuffer()).sum())
+            torch.autograd.backward(head.sample_loss(h, labels))
     return Head(max(int(counted.peak + h.nbytes), embeddings.nbytes if embeddings.requires_grad else 0), done)
 
 

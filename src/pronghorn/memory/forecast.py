@@ -222,7 +222,7 @@ def job_of(recipe: Recipe, config: Any, gpu: Gpu | None = None, *, attended: int
         loss_rows=rows,
         optimizer=recipe.train.optimizer,
         storage=recipe.stored_as,
-        scored=recipe.objective.scored,
+        head=recipe.objective.kind.head,
         target=target_of(gpu or find_gpu("h200")),
     )
     return job if attended is None else Job(**(vars(job) | {"attended": attended}))

@@ -17,6 +17,7 @@ from pronghorn.kernels.optim.adamw8bit import BLOCK as MOMENT_BLOCK
 from pronghorn.kernels.runtime.dispatch import CHIPS, HOPPER, Target, chip_of, processor_count
 from pronghorn.memory.gpus import Gpu
 from pronghorn.model.families import FAMILIES, num_experts, rope_kind, text_config, ties_embeddings, why_not_fast
+from pronghorn.model.heads import HEADS
 from pronghorn.model.layers.saved import Level
 from pronghorn.model.one_layer import as_config, layer_kinds, written
 
@@ -95,7 +96,7 @@ class Job:
     attended: int = 324  # sum of squares of the documents' lengths over the sum of lengths; 324: mean 207, log-normal
     ranks: int = 1  # that the weights are spread over (world.shard), with what is trained of them
     only_experts: bool = False  # whether those are the experts alone
-    scored: bool = False  # a reward model: a score of each document in place of the LM head (model/scored.py)
+    head: str = "lm"  # a name of model/heads/
     target: Target = H200  # its chip decides which kernels there are
 
     @property
@@ -110,7 +111,7 @@ class Job:
     @property
     def rows(self) -> int:
         """That the head reads."""
-        return self.entries if self.scored else self.loss_rows or self.capacity
+        return self.entries if HEADS[self.head].one_per_document else self.loss_rows or self.capacity
 
     @property
     def entries(self) -> int:
@@ -119,7 +120,7 @@ class Job:
     @property
     def may_keep_embeddings_on_host(self) -> bool:
         named = self.targets != "all-linear" and "embed_tokens" in self.targets
-        shared = self.shape.tied and not self.scored
+        shared = self.shape.tied and HEADS[self.head].generates
         return self.method != "full" and not shared and not named and self.ranks == 1
 
     def with_capacity(self, capacity: int) -> Job:

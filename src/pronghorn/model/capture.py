@@ -97,8 +97,7 @@ class Graphs:
 
 
 def first_line(error: BaseException) -> str:
-    """Of the first error: a broken capture ends with a second one that only refers to it. CUDA's and Triton's have many
-    lines."""
+    """The first line of the first error: a broken capture ends with a second one that only refers to it."""
     while before := error.__cause__ or (None if error.__suppress_context__ else error.__context__):
         error = before
     return str(error).strip().split("\n")[0]

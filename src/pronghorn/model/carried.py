@@ -21,7 +21,7 @@ FOLDER = "_base_folder"  # a loaded model's attribute: a relative name means ano
 
 
 def remember_folder(model: Any, folder: Path) -> None:
-    """Of a model that was loaded from there."""
+    """Notes the folder that a model was loaded from."""
     setattr(model, FOLDER, folder.resolve())
 
 

@@ -22,7 +22,7 @@ from pronghorn.model.config_check import (
     require_sane_numbers,
     require_token_ids,
 )
-from pronghorn.model.text_stack import auto_class
+from pronghorn.model.heads import auto_class
 from pronghorn.model_files import CONFIG, GENERATION, MALFORMED, read_json, require_safe_files
 
 T = TypeVar("T")

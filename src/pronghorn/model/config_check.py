@@ -101,7 +101,7 @@ VALUES_A_BYTE = 8  # no checkpoint packs more
 
 
 def require_sane_numbers(content: Mapping[str, Any], where: str, path: str = "") -> None:
-    """Of config.json as it stands in the file: config classes make lists as long as the number of layers."""
+    """Refuses absurd numbers in config.json before a config class makes lists as long as the number of layers."""
     for key, value in content.items():
         here = f"{path}{key}"
         if key in OBJECTS and not (value is None or isinstance(value, dict)):
@@ -151,7 +151,7 @@ def require_architectures(content: Mapping[str, Any], where: str) -> None:
 
 
 def require_consistent(config: Any, where: str) -> None:
-    """Of the config as transformers understands it: heads that divide each other, a head width that RoPE can halve."""
+    """Checks the config as transformers understands it: heads that divide each other, a head width that RoPE can halve."""
     text = config.get_text_config()
     heads = getattr(text, "num_attention_heads", None)
     if not isinstance(heads, int) or heads < 1:

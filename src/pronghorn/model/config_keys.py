@@ -24,6 +24,9 @@ HONOURED = frozenset(
         "vocab_size",
         "hidden_size",
         "intermediate_size",
+        "block_multiple_of",
+        "block_ffn_dim_multiplier",
+        "block_auto_adjust_ff_dim",
         "num_hidden_layers",
         "num_attention_heads",
         "num_key_value_heads",
@@ -37,6 +40,7 @@ HONOURED = frozenset(
         "use_bias",
         "attention_out_bias",
         "rms_norm_eps",
+        "norm_eps",
         "hidden_act",
         "hidden_activation",
         *DROPOUTS,
@@ -47,6 +51,8 @@ HONOURED = frozenset(
         "max_window_layers",
         "sliding_window_pattern",
         "layer_types",
+        "full_attn_idxs",
+        "conv_L_cache",
         "query_pre_attn_scalar",
         "attention_multiplier",
         "attn_logit_softcapping",
@@ -82,6 +88,8 @@ HONOURED = frozenset(
         "routed_scaling_factor",
         "router_scaling_factor",
         "first_k_dense_replace",
+        "num_dense_layers",
+        "use_expert_bias",
         "use_qk_norm",
         "enable_moe_fp32_combine",  # they are added up in float32 anyway
     }
@@ -192,6 +200,17 @@ HARMLESS = frozenset(
         "use_mtp",
         "mtp_transformer_layers",
         "qk_norm_type",
+        "block_dim",
+        "block_mlp_init_scale",
+        "block_norm_eps",
+        "block_out_init_scale",
+        "block_use_swiglu",
+        "block_use_xavier_init",
+        "conv_dim",
+        "conv_dim_out",
+        "conv_use_xavier_init",
+        "use_pos_enc",
+        "num_heads",
     }
 )
 # The fast layers find these in the config, not in the model's modules; so do transformers' masks with `is_causal`.

@@ -32,12 +32,10 @@ from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.formats.table import format_of
 from pronghorn.model.layers.fp8_linears import SharedBytes
 
-CHOICE_BIAS = "e_score_correction_bias"
-
 
 @dataclass
 class OwnExperts:
-    """Of a stack whose experts are spread over ranks. The model's own parameters keep their shapes, without memory."""
+    """A stack whose experts are sharded over ranks. The model's own parameters keep their shapes, without memory."""
 
     experts: slice
     weight: Tensor | QuantizedStack  # in the model's layout
@@ -125,15 +123,15 @@ class Router(Adapted):
     """logits_TE = x W^T + bias, frozen or trained, with or without an adapter on W. `wide`: in float32, whatever x is: bf16's 8
     bits do not separate experts with sigmoids near 0.5."""
 
-    def __init__(self, parent: nn.Module, name: str, *, wide: bool = False) -> None:
+    def __init__(self, parent: nn.Module, name: str, choice_bias: str, *, wide: bool = False) -> None:
         super().__init__(parent, name)
-        self.wide = wide
+        self.choice_bias, self.wide = choice_bias, wide
 
     @property
     def choice_bias_E(self) -> Tensor | None:  # noqa: N802
-        """Of the choice alone; a buffer of the router or of the module around it."""
-        found: Tensor | None = getattr(self.module(), CHOICE_BIAS, None)
-        return getattr(self.parent, CHOICE_BIAS, None) if found is None else found
+        """The bias of the choice alone; a buffer of the router or of the module around it."""
+        found: Tensor | None = getattr(self.module(), self.choice_bias, None)
+        return getattr(self.parent, self.choice_bias, None) if found is None else found
 
     def why_not_fused(self) -> str:
         module = self.module()
@@ -313,7 +311,7 @@ class ExpertStack(Adapted):
         self._borrowed = True
 
     def let_go(self) -> None:
-        """Of a buffer with 16-bit weights, or of trained ones in the compute dtype."""
+        """Frees a buffer of 16-bit weights, or of trained weights in the compute dtype."""
         if self.stored() is None:
             vars(self).pop("group", None)
             self._built_for = ()
@@ -322,7 +320,7 @@ class ExpertStack(Adapted):
 
     @property
     def grad_shapes(self) -> tuple[tuple[int, int], tuple[int, int]] | None:
-        """Of dA [E r, D] and of dB^T [r E, O], in the order in which PEFT keeps the columns of B."""
+        """Sizes of dA [E r, D] and dB^T [r E, O], in the order in which PEFT keeps the columns of B."""
         if not self.adapters:
             return None
         adapter = self.adapters[0]

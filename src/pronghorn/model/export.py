@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from pronghorn.errors import EnvironmentFault, ModelError
 from pronghorn.model.carried import generation_apart, write_generation
 from pronghorn.model.config import read_config
-from pronghorn.model.load import load_model, without_progress_bars
+from pronghorn.model.load import load_base, load_model, without_progress_bars
 from pronghorn.model.lora import ADAPTER_WEIGHTS, load_adapter
 from pronghorn.recipe import Recipe
 
@@ -112,8 +112,7 @@ def savable(what: str, model: str) -> Iterator[None]:
 
 def trained_model(checkpoint: Path, recipe: Recipe, dtype: torch.dtype, device: torch.device) -> Any:
     """The model with what was trained, for evaluation and chat."""
-    seed = recipe.score_seed
     if recipe.method == "full":
-        return load_model(str(checkpoint), dtype, device, score_seed=seed)
-    base = load_model(recipe.model, dtype, device, storage=recipe.stored_as, score_seed=seed)
+        return load_model(str(checkpoint), dtype, device, head=recipe.objective.kind.head)
+    base = load_base(recipe, dtype, device)
     return load_adapter(base, checkpoint, recipe.lora, recipe.train.seed)

@@ -13,6 +13,7 @@ from pronghorn.kernels.mlp.gated_mlp import Kind
 from pronghorn.kernels.moe.moe_gated import ExpertKind
 from pronghorn.model.config_keys import ACTIVATION, DROPOUTS, QUERY_SCALE, ROPE_KEYS, fields_of, unknown_key
 
+ATTENTION = ("full_attention", "sliding_attention")  # layer types whose mixer is attention
 EXPERTS = "experts"  # among lora.targets: every stack of experts
 
 ACTIVATIONS: dict[str, Kind] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -28,6 +29,21 @@ class Norms:
     after_mlp: str | None = None
 
 
+@dataclass(frozen=True)
+class Names:
+    """Submodules of the backbone, then of a layer, where a family has another name than Llama."""
+
+    embeddings: str = "embed_tokens"
+    rotary: tuple[str, ...] = ("rotary_emb",)  # the first that there is
+    last_norm: str = "norm"
+    attention: str = "self_attn"
+    out: str = "o_proj"
+    q_norm: str = "q_norm"
+    k_norm: str = "k_norm"
+    mlp: str = "mlp"
+    down: str = "down_proj"
+
+
 SANDWICH = Norms(
     after_attention="post_attention_layernorm", before_mlp="pre_feedforward_layernorm", after_mlp="post_feedforward_layernorm"
 )
@@ -40,8 +56,8 @@ AFTER_ONLY = Norms(
 
 @dataclass(frozen=True)
 class Experts:
-    """Layers whose MLP is a mixture of experts (model/layers/moe.py). The config gives their number and the normalization of
-    their weights; the modules tell whether there is a shared expert, a gate for it, and a bias of the choice."""
+    """Layers whose MLP is a mixture of experts (layers/mlps/experts.py). The config gives their number and the normalization
+    of their weights; the modules tell whether there is a shared expert, a gate for it, and a bias of the choice."""
 
     router: str = "gate"
     transposed: bool = False  # weights are stored [E, inputs, outputs]
@@ -51,6 +67,8 @@ class Experts:
     shared: str = "shared_expert"  # name of the shared expert
     shared_gated: bool = True  # and whether it has a gate
     shared_adapted: bool = True  # PEFT treats its linears as linears, not as parts of the experts (model/lora.py)
+    choice_bias: str = "e_score_correction_bias"  # name of the bias of the choice
+    tiny: float = 1e-20  # added to the sum of sigmoids that divides them
     float32: bool = False  # logits are computed in float32 whatever the weights are
     published_in: str = ""  # the 4-bit format of its published experts (model/formats/table.py)
 
@@ -63,6 +81,9 @@ DEEPSEEK_V3 = Experts(
 @dataclass(frozen=True)
 class Family:
     norms: Norms = Norms()
+    names: Names = Names()
+    mixers: tuple[str, ...] = ATTENTION  # values of the config's `layer_types`
+    activation: str = ""  # where the config does not say it
     one_plus: bool = False  # norms multiply by 1 + weight
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
@@ -73,6 +94,23 @@ class Family:
     logits_times: bool = False  # `logits_scaling` multiplies the logits; elsewhere it divides them
     experts: Experts | None = None
 
+
+LFM2 = Family(
+    norms=Norms(before_attention="operator_norm", before_mlp="ffn_norm"),
+    names=Names(
+        rotary=("rotary_emb", "pos_emb"),
+        last_norm="embedding_norm",
+        out="out_proj",
+        q_norm="q_layernorm",
+        k_norm="k_layernorm",
+        mlp="feed_forward",
+        down="w2",
+    ),
+    mixers=("full_attention", "conv"),
+    activation="silu",
+    gate_up=("w1", "w3"),
+    qk_norm="per_head",
+)
 
 FAMILIES = {
     "llama": Family(),
@@ -110,6 +148,10 @@ FAMILIES = {
     "solar_open": Family(experts=DEEPSEEK_V3),
     "minimax_m2": Family(qk_norm="full", experts=Experts(sigmoid=True)),
     "hy_v3": Family(qk_norm="per_head", experts=replace(DEEPSEEK_V3, scale="router_scaling_factor", shared_adapted=True)),
+    "lfm2": LFM2,
+    "lfm2_moe": replace(
+        LFM2, experts=Experts(sigmoid=True, scale="routed_scaling_factor", choice_bias="expert_bias", tiny=1e-6)
+    ),
     # Text models of multimodal ones. Their positions are three numbers, which are equal for text.
     "qwen2_vl_text": Family(),
     "qwen2_5_vl_text": Family(),
@@ -128,7 +170,7 @@ def family_of(config: Any) -> Family:
 
 
 def text_config(config: Any) -> Any:
-    """Of the text model: the config itself, unless there is more than text."""
+    """The text model's config: the config itself, unless there is more than text."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
@@ -159,6 +201,8 @@ def why_not_fast(config: Any) -> str:
             return f"{name} is {value:g} in config.json, which the fast layers do not apply; set it to 0 there to use them"
     if why := why_not_routed(config):
         return why
+    if others := [kind for kind in other_mixers(config) if kind not in family.mixers]:
+        return f"the fast layers do not support layers of the type {others[0]} in {config.model_type}"
     if getattr(config, "use_bidirectional_attention", False):
         return "its attention is not causal"
     if float(getattr(config, "residual_multiplier", 1.0)) != 1.0:
@@ -215,8 +259,8 @@ def rope_parameters(config: Any) -> list[dict[str, Any]]:
 
 
 def activation_name(config: Any) -> str:
-    fields = fields_of(config)
-    return next(str(name) for key in ACTIVATION if key in fields and (name := getattr(config, key)) is not None)
+    fields, fixed = fields_of(config), FAMILIES[config.model_type].activation
+    return fixed or next(str(name) for key in ACTIVATION if key in fields and (name := getattr(config, key)) is not None)
 
 
 def num_experts(config: Any) -> int:
@@ -225,11 +269,16 @@ def num_experts(config: Any) -> int:
 
 
 def layer_type(config: Any, index: int) -> str:
-    """`full_attention` or `sliding_attention`."""
+    """Its mixer: `full_attention`, `sliding_attention`, or another of the family's row."""
     types = getattr(config, "layer_types", None)
     if types:
         return str(types[index])
     return "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+
+
+def other_mixers(config: Any) -> list[str]:
+    """Layer types of a model whose mixer is not attention."""
+    return sorted(set(getattr(config, "layer_types", None) or ()) - set(ATTENTION))
 
 
 def window(config: Any, index: int) -> int | None:

@@ -4,8 +4,6 @@ An adapter fits the weights it was trained on and no others, and nothing in its 
 newer revision of a hub name, by another run's export into the same folder, by one edited number of config.json. So a checkpoint
 keeps a digest of every byte of the weight files (digests.py: at the speed of the disk, and remembered) and every value of
 config.json. generation_config.json decides answers that are shown and no number of the run: its change is told, not refused.
-
-Checkpoints from before this had a digest of 256 blocks of 4 KB of each file; they are compared by that.
 """
 
 from __future__ import annotations
@@ -21,8 +19,6 @@ from pronghorn.errors import CheckpointError, EnvironmentFault
 from pronghorn.folders import folder_of
 from pronghorn.small_files import read_small
 
-BLOCKS, BLOCK = 256, 4096
-EVERY_BYTE = "sha256:"  # how a digest of all bytes begins
 NO_NUMBERS = ("_name_or_path", "transformers_version")  # of config.json
 MOST_SHOWN = 3  # changed values that a message names
 
@@ -37,7 +33,7 @@ def base_of(name: str) -> dict[str, Any]:
 
 
 def fingerprint(name: str) -> str:
-    """Of a folder's weights, or a hub model's as it lies in the cache; empty where its files are somewhere else."""
+    """Digest of a folder's weights, or of a Hub model's in the cache; empty where its files are somewhere else."""
     folder = local_files(name)
     files = [] if folder is None else sorted([*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")])
     digest = hashlib.sha256()
@@ -47,22 +43,7 @@ def fingerprint(name: str) -> str:
         except OSError as error:
             fix = "check the disk, then run the same command again"
             raise EnvironmentFault.of(error, "cannot read a weight file", file, fix) from error
-    return EVERY_BYTE + digest.hexdigest() if files else ""
-
-
-def _sampled(name: str) -> str:
-    """As checkpoints had it before."""
-    folder = local_files(name)
-    files = [] if folder is None else sorted(folder.glob("*.safetensors"))
-    digest = hashlib.sha256()
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"{file.name}\0{size}\0".encode())
-        with file.open("rb") as opened:
-            for number in range(BLOCKS):
-                opened.seek(max(0, size - BLOCK) * number // (BLOCKS - 1))
-                digest.update(opened.read(BLOCK))
-    return digest.hexdigest() if files else ""
+    return "sha256:" + digest.hexdigest() if files else ""
 
 
 def settings(name: str, file: str) -> dict[str, str]:
@@ -87,22 +68,12 @@ def require_same_base(name: str, then: dict[str, Any], checkpoint: str) -> list[
     """`then`: what `base_of` gave when the checkpoint was saved. What was not known then or is not now is no difference.
     Returns what should be told."""
     weights, config, generation = then.get("weights", ""), then.get("config"), then.get("generation")
-    if weights:
-        now = fingerprint(name) if weights.startswith(EVERY_BYTE) else _sampled(name)
-        if now and now != weights:
-            raise _another(
-                "the model's weights differ from those",
-                name,
-                checkpoint,
-                "an adapter works only with the weights it was trained on",
-            )
+    if weights and (now := fingerprint(name)) and now != weights:
+        why = "an adapter works only with the weights it was trained on"
+        raise _another("the model's weights differ from those", name, checkpoint, why)
     if config and (changed := _changes(config, settings(name, "config.json"))):
-        raise _another(
-            "the model's config.json differs from that",
-            name,
-            checkpoint,
-            f"{changed}; with these settings the same weights give different results",
-        )
+        why = f"{changed}; with these settings the same weights give different results"
+        raise _another("the model's config.json differs from that", name, checkpoint, why)
     if generation is not None and (changed := _changes(generation, settings(name, "generation_config.json"))):
         return [f"generation_config.json of {name} changed since {checkpoint} ({changed}): generated answers may differ"]
     return []

@@ -23,9 +23,9 @@ from pronghorn.model.config_check import require_enough_weights, require_weights
 from pronghorn.model.families import FAMILIES, text_config
 from pronghorn.model.formats.checkpoint import load_stored, published_format, refuse_unreadable
 from pronghorn.model.formats.table import FORMATS, require_fp8
+from pronghorn.model.heads import HEADS, auto_class, require_head
 from pronghorn.model.lora import PICKLED, add_adapter
-from pronghorn.model.scored import require_head, with_score
-from pronghorn.model.text_stack import auto_class, decoder_layers, keep_softcap, set_cache
+from pronghorn.model.text_stack import decoder_layers, keep_softcap, set_cache
 from pronghorn.model.weight_files import stored_weights, wrong_weights
 from pronghorn.recipe import Lora, Recipe
 
@@ -89,12 +89,12 @@ def require_fp8_products(recipe: Recipe, facts: ModelFacts) -> None:
     )
 
 
-def inspect_model(name: str, lora: Lora | None = None, *, storage: str = "bf16", scored: bool = False) -> ModelFacts:
+def inspect_model(name: str, lora: Lora | None = None, *, storage: str = "bf16", head: str = "lm") -> ModelFacts:
     """Reads the config, allocates nothing. With `lora`, also counts the adapter and refuses targets that match nothing.
-    `scored`: with a score in place of the LM head (scored.py)."""
+    `head`: a name of model/heads/."""
     _refuse_unreadable_folder(name)
     config = read_config(name)
-    require_head(config, name, scored=scored)
+    require_head(config, name, head)
     refuse_unreadable(config, FORMATS[storage], name)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # its sizes are those of the original model
@@ -104,8 +104,7 @@ def inspect_model(name: str, lora: Lora | None = None, *, storage: str = "bf16",
     text, parameters = text_config(config), sum(p.numel() for p in model.parameters())
     require_enough_weights(parameters, stored, name)
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
-    if scored:
-        model = with_score(model, seed=0)
+    model = HEADS[head].attach(model, seed=0)
     if lora:
         with torch.device("meta"):
             model = add_adapter(model, lora, seed=0)
@@ -128,31 +127,32 @@ def load_model(
     storage: str = "bf16",
     progress: Callable[[str, int, int], None] | None = None,
     keep: Callable[[str, torch.nn.Module], None] | None = None,
-    score_seed: int | None = None,
+    head: str = "lm",
+    seed: int = 0,
 ) -> PreTrainedModel:
     """The family's own layers, weights from safetensors only. No code from the model's folder is ever run.
 
     `storage`: a row of model/formats/table.py, in which linears and stacks of experts are stored. `keep`: gets each decoder
     layer before it goes to the device, or as soon as it is quantized there, and need not leave it whole (model/shards.py).
-    `score_seed`: with a score in place of the LM head (scored.py), drawn from this seed where the files have none.
+    `head`: a name of model/heads/; drawn from the seed where the files have none.
     """
     _refuse_unreadable_folder(name)
     config, row = read_config(name), FORMATS[storage]
-    require_head(config, name, scored=score_seed is not None)
+    require_head(config, name, head)
     refuse_unreadable(config, row, name)
     folder = model_folder(name, weights=True)
     _refuse_unreadable_folder(str(folder))
     require_weights_for(config, stored_weights(folder), name)
     generation_config(name, folder)  # refused before the weights are read
 
-    def head(model: Any) -> Any:
-        return model if score_seed is None else with_score(model, score_seed, device)
+    def with_head(model: Any) -> Any:
+        return HEADS[head].attach(model, seed, device)
 
     if row.quantize is not None:
-        model = guarded(name, lambda: load_stored(folder, row, dtype, device, progress=progress, keep=keep, head=head))
+        model = guarded(name, lambda: load_stored(folder, row, dtype, device, progress=progress, keep=keep, head=with_head))
         model.config._name_or_path = model.name_or_path = place(name)  # adapters name their base by it
         remember_folder(model, folder)
-        return head(model)  # type: ignore[no-any-return]  # a score that was in the files, in float32
+        return with_head(model)  # type: ignore[no-any-return]  # a score that was in the files, in float32
     mxfp4 = published_format(config) == "mxfp4"
     _require_enough_weights_for(config, folder, name)
 
@@ -183,7 +183,13 @@ def load_model(
     keep_softcap(model)
     for layer in decoder_layers(model).items() if keep else ():
         keep(*layer)  # type: ignore[misc]
-    return head(model).to(device)  # type: ignore[no-any-return]  # the LM head of a reward model stays behind
+    return with_head(model).to(device)  # type: ignore[no-any-return]  # an LM head that another replaces stays behind
+
+
+def load_base(recipe: Recipe, dtype: torch.dtype, device: torch.device, **options: Any) -> PreTrainedModel:
+    """The model that a recipe's adapter is for, with the head of its objective. `options`: as of `load_model`."""
+    head, seed = recipe.objective.kind.head, recipe.train.seed
+    return load_model(recipe.model, dtype, device, storage=recipe.stored_as, head=head, seed=seed, **options)
 
 
 def _require_enough_weights_for(config: Any, folder: Path, name: str) -> None:

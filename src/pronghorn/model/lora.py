@@ -17,12 +17,14 @@ from safetensors.torch import load_file
 from pronghorn.errors import CheckpointError, ModelError, RecipeError
 from pronghorn.model.families import EXPERTS
 from pronghorn.model.formats.store import is_quantized
-from pronghorn.model.text_stack import beside_text, is_beside, is_classifier, not_adapted
+from pronghorn.model.heads import WHOLE, head_in
+from pronghorn.model.text_stack import beside_text, is_beside, not_adapted
 from pronghorn.recipe import Lora
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
+LEFT_OUT = ("CAUSAL_LM", "SEQ_CLS")  # PEFT's own all-linear (0.21) adapts the heads of other tasks
 GATED = ("gate_proj", "up_proj", "down_proj")  # of an MLP
 
 
@@ -36,10 +38,8 @@ def attach(model: torch.nn.Module, **config: Any) -> PeftModel:
 
 
 def task_of(model: Any) -> dict[str, Any]:
-    """Of PEFT's config. With SEQ_CLS it trains the head (`score`) whole."""
-    if is_classifier(model.config):
-        return {"task_type": "SEQ_CLS"}
-    return {"task_type": "CAUSAL_LM"}
+    """The task type for PEFT's config. With SEQ_CLS, PEFT trains the head (`score`) whole."""
+    return {"task_type": head_in(model.config).task}
 
 
 def _merge(adapted: PeftModel, merge: Callable[..., Any], *rest: Any, **options: Any) -> Any:
@@ -86,7 +86,8 @@ def _targets(model: torch.nn.Module, lora: Lora) -> tuple[str | list[str], list[
     asked: list[str] = [lora.targets] if isinstance(lora.targets, str) else list(lora.targets)
     if not stacks:
         if asked == ["all-linear"]:
-            return linear_names(model) if beside_text(model) else "all-linear", None
+            by_name = beside_text(model) or head_in(model.config).task not in LEFT_OUT
+            return linear_names(model) if by_name else "all-linear", None
         return asked, None
     modules = [name for name in asked if name not in ("all-linear", EXPERTS)]
     if "all-linear" in asked:
@@ -99,9 +100,10 @@ def linear_names(model: torch.nn.Module, *, beside_experts: bool = False) -> lis
     takes the names of a Qwen3-MoE's dense MLPs for its experts."""
     names = text_linears(model)
     if beside_experts:
-        layers = tuple({f"{name.rsplit('.', 3)[0]}." for name, p in model.named_parameters() if p.ndim == 3})
+        stacks = tuple(f".{stack}" for stack in expert_stacks(model))
+        layers = tuple({f"{name.rsplit('.', 3)[0]}." for name, _ in model.named_parameters() if name.endswith(stacks)})
         names = [name for name in names if name.startswith(layers)]
-    names = sorted({name.rsplit(".", 1)[-1] for name in names} - {"lm_head", "score"})
+    names = sorted({name.rsplit(".", 1)[-1] for name in names} - {"lm_head", *WHOLE})
     return [name for name in names if name not in taken_for_experts(model, names)] if beside_experts else names
 
 
@@ -157,18 +159,24 @@ def restore_adapter(model: PeftModel, folder: Path, adapter: str = "default") ->
         raise _not_this_adapter(folder, strange[0])
 
 
-def stored_score(folder: Path) -> dict[str, torch.Tensor]:
-    """The head of a checkpoint's reward model, by the model's name of it."""
+def stored_head(folder: Path, weights: Sequence[str]) -> dict[str, torch.Tensor]:
+    """The weights of a checkpoint's head that are trained whole, by the model's names of them."""
+    if not weights:
+        return {}
     require_adapter(folder)
     stored = load_file(folder / ADAPTER_WEIGHTS)
-    found = {name.removeprefix("base_model.model."): tensor for name, tensor in stored.items() if "score" in name.split(".")}
-    if set(found) != {"score.weight"}:
-        raise _not_this_adapter(folder, "it has no score.weight")
+    found = {name.removeprefix("base_model.model."): tensor for name, tensor in stored.items() if _of_head(name)}
+    if set(found) != set(weights):
+        raise _not_this_adapter(folder, f"it has no {' and '.join(weights)}")
     return found
 
 
 def _adapts(name: str) -> bool:
-    return "lora_" in name or "score" in name.split(".")
+    return "lora_" in name or _of_head(name)
+
+
+def _of_head(name: str) -> bool:
+    return not WHOLE.isdisjoint(name.split("."))
 
 
 def require_adapter(folder: Path) -> None:

@@ -30,7 +30,7 @@ class LoraGradBuffer:
         shapes = [shape for _, pair in groups if pair is not None for shape in pair]
         places = [-(-rows * columns // ALIGNMENT) * ALIGNMENT for rows, columns in shapes]
         parameter = next((adapter.A_RD for group, _ in groups for adapter in group.adapters), None)
-        like = engine.backbone.embed_tokens.weight if parameter is None else parameter
+        like = engine.embeddings.weight if parameter is None else parameter
         self.buffer = torch.zeros(sum(places), dtype=like.dtype, device=like.device)
         parts = iter(
             part[: rows * columns].view(rows, columns)

@@ -42,10 +42,10 @@ from pronghorn.model.formats.checkpoint import (
 from pronghorn.model.formats.experts import STACKS, StoredExperts, stored_experts_
 from pronghorn.model.formats.store import linears_of
 from pronghorn.model.formats.table import FORMATS, Format
+from pronghorn.model.heads import HEADS
 from pronghorn.model.load import DTYPES, pick_device, resolve_precision
-from pronghorn.model.lora import add_adapter, restore_adapter, stored_score
+from pronghorn.model.lora import add_adapter, restore_adapter, stored_head
 from pronghorn.model.merge import _still_tied, _unwrapped, _with_deltas, finish_folder, merged_weights
-from pronghorn.model.scored import with_score
 from pronghorn.model.text_stack import beside_text, is_beside
 from pronghorn.recipe import Recipe
 
@@ -98,9 +98,9 @@ class MergedWeights:
             del config.quantization_config
         model: Any = guarded(base, lambda: empty_model(str(self.folder), config, compute))
         self.given: dict[str, Tensor] = {}  # what the checkpoint has whole
-        if adapter is not None and adapter[1].objective.scored:
-            model = with_score(model, seed=0)
-            self.given = stored_score(adapter[0])
+        if adapter is not None:
+            head = HEADS[adapter[1].objective.kind.head]
+            model, self.given = head.attach(model, seed=0), stored_head(adapter[0], head.weights)
         model.config._name_or_path = model.name_or_path = place(base)
         remember_folder(model, self.folder)
         model.generation_config = generation_config(base, self.folder)

@@ -19,8 +19,8 @@ from pronghorn.model.formats.checkpoint import published_format
 from pronghorn.model.formats.experts import StoredExperts
 from pronghorn.model.formats.store import store_experts_, store_linears_
 from pronghorn.model.formats.table import FORMATS
+from pronghorn.model.heads import HEADS
 from pronghorn.model.lora import with_adapter
-from pronghorn.model.scored import with_score
 from pronghorn.model.text_stack import backbone, beside_text, freeze_beside_text
 from pronghorn.recipe import Lora
 
@@ -50,7 +50,7 @@ def layer_kinds(written_config: str) -> tuple[int, ...]:
 
 def _plain(written_config: str) -> Any:
     config = AutoConfig.for_model(**json.loads(written_config))
-    config.architectures = None  # a reward model's may have been trained before: its score is added to a language model here
+    config.architectures = None  # a head that is already there is added to a language model here
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # sizes are those of the model it was made from
     return config
@@ -75,16 +75,13 @@ def _few_layers(config: Any, kept: Sequence[int], dtype: torch.dtype) -> Any:
     return model
 
 
-def one_layer_of_each_kind(
-    written_config: str, storage: str, dtype: torch.dtype, lora: Lora | None, *, scored: bool = False
-) -> Any:
-    """`storage`: a row of the formats' table. `lora`: None if the weights are trained themselves, in float32. `scored`: a
-    reward model."""
+def one_layer_of_each_kind(written_config: str, storage: str, dtype: torch.dtype, lora: Lora | None, head: str = "lm") -> Any:
+    """`storage`: a row of the formats' table. `lora`: None if the weights are trained themselves, in float32. `head`: a
+    name of model/heads/."""
     row, firsts = FORMATS[storage], sorted(set(layer_kinds(written_config)))
     published = FORMATS.get(published_format(AutoConfig.for_model(**json.loads(written_config))))
     model = _few_layers(_plain(written_config), firsts, torch.float32 if lora is None else dtype)
-    if scored:
-        model = with_score(model, seed=0)
+    model = HEADS[head].attach(model, seed=0)
     if lora is None:
         model.requires_grad_(True)
         freeze_beside_text(model)

@@ -1,7 +1,8 @@
 """cos and sin of each kind of RoPE, and the queries' position-dependent scale, computed once per batch.
 
-T = packed tokens, P = rotary width. On the device, without synchronization, so a captured step contains it. Frequencies are
-those of the model's own (scaled) RoPE modules; everything is float32, whatever the weights are.
+T = packed tokens, P = rotary width. Positions are [T] or, for models that read images (M-RoPE), [3, T]: time, row, column. On
+the device, without synchronization, so a captured step contains it. Frequencies are those of the model's own (scaled) RoPE
+modules; everything is float32, whatever the weights are.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from pronghorn.model.families import NO_ROPE, query_scale, rope_kind
+from pronghorn.model.families import FAMILIES, NO_ROPE, query_scale
 
 
 class Positions:
-    def __init__(self, backbone: Any, config: Any, head_width: int) -> None:
-        self.backbone, self.head_width = backbone, head_width
-        self.kinds = sorted({rope_kind(config, i) for i in range(len(backbone.layers))})
+    def __init__(self, backbone: Any, config: Any, head_widths: dict[str, int]) -> None:
+        """`head_widths`: by kind of RoPE (families.rope_kind), those that some layer has."""
+        self.backbone, self.head_widths = backbone, head_widths
+        self.kinds, self.names = sorted(head_widths), FAMILIES[config.model_type].names.rotary
         self._scale = query_scale(config)
         self._long: dict[str, Tensor] = {}  # frequencies of LongRoPE by kind; made by the first batch, before any capture
 
@@ -28,25 +30,30 @@ class Positions:
 
     def _tables(self, kind: str, positions_T: Tensor, spans_2T: Tensor) -> tuple[Tensor, Tensor]:
         if kind == NO_ROPE:
-            still = torch.zeros(len(positions_T), self.head_width // 2, dtype=torch.float32, device=positions_T.device)
+            still = torch.zeros(
+                positions_T.shape[-1], self.head_widths[kind] // 2, dtype=torch.float32, device=positions_T.device
+            )
             return still + 1.0, still
         module, prefix = self._module(kind), ""
         if hasattr(module, f"{kind}_inv_freq"):  # one module has the frequencies of all types of layers
             prefix = f"{kind}_"
         rope_type = module.rope_type[kind] if prefix else module.rope_type
+        sections = hasattr(module, "mrope_section")
+        if positions_T.dim() > 1 and not sections:
+            raise ValueError(f"positions {list(positions_T.shape)}: {type(module).__name__} takes one row")
         if rope_type == "longrope":
             return self._long_or_short(module, kind, prefix, positions_T, spans_2T)
         like = torch.empty(0, dtype=torch.float32, device=positions_T.device)
-        given = positions_T[None]
-        if hasattr(module, "mrope_section"):  # of a model that reads images: text has the same number in all three rows
-            given = given[None].expand(3, 1, -1)
+        given = positions_T.unsqueeze(-2)
+        if sections:  # text has the same number in all three rows
+            given = given.expand(3, 1, -1)
         cos, sin = module(like, given, kind) if prefix else module(like, given)
         half = getattr(module, f"{prefix}inv_freq").shape[0]  # in most, both halves are the same
         return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
 
     def _module(self, kind: str) -> Any:
         if not kind.startswith("theta "):
-            return self.backbone.rotary_emb
+            return next(getattr(self.backbone, name) for name in self.names if hasattr(self.backbone, name))
         theta = float(kind.removeprefix("theta "))
         return next(m for m in self.backbone.rotary_embs if float(m.config.rope_parameters["rope_theta"]) == theta)
 

@@ -21,7 +21,7 @@ from pronghorn.kernels.moe.load_balance import add_load_balancing_grad, add_rout
 
 
 class RouterStats:
-    """Of one forward."""
+    """Router statistics of one forward."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class BalancedLogits(torch.autograd.Function):
 
 
 class ExpertCounts:
-    """Of all the steps so far: how often each expert was chosen, [L, E], on the device. A CUDA graph adds to it as well."""
+    """How often each expert was chosen in all steps so far, [L, E], on the device. A CUDA graph adds to it as well."""
 
     def __init__(self, layers: list[int], experts: int, device: torch.device) -> None:
         """`layers`: their numbers in the model."""

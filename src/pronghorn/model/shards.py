@@ -23,7 +23,7 @@ ALIGNMENT = 256  # bytes: where each tensor begins, and a multiple of which each
 FIRST = 64  # elements of each tensor that tell one model from another
 
 
-class Found(NamedTuple):
+class FoundTensor(NamedTuple):
     """A tensor of a module, and how another one is put in its place."""
 
     name: str
@@ -46,22 +46,22 @@ class Place:
         return whole[self.start : self.start + self.size].view(self.dtype).view(self.shape)
 
 
-def tensors_of(module: nn.Module, prefix: str, *, trained: bool) -> Iterator[Found]:
+def tensors_of(module: nn.Module, prefix: str, *, trained: bool) -> Iterator[FoundTensor]:
     """What is worth spreading of a module: matrices and what is stored beside them; of a trained one, all parameters."""
     for name, inner in module.named_modules(prefix=prefix):
         stacks = inner.stacks if isinstance(inner, StoredExperts) else {}
         for stack, found in stacks.items():
             for part, tensor in found.stored.tensors().items():
                 if part not in found.stored.shared:
-                    yield Found(f"{name}.{stack}.{part}", tensor, _into_stack(inner, stack, part))
+                    yield FoundTensor(f"{name}.{stack}.{part}", tensor, _into_stack(inner, stack, part))
         if isinstance(inner, StoredLinear):
             shared = inner.stored.shared
             for scale in inner.scale_names:
                 if scale not in shared:
-                    yield Found(f"{name}.{scale}", inner._buffers[scale], _into_buffer(inner, scale))  # type: ignore[arg-type]
+                    yield FoundTensor(f"{name}.{scale}", inner._buffers[scale], _into_buffer(inner, scale))  # type: ignore[arg-type]
         for leaf, parameter in inner.named_parameters(recurse=False):
             if leaf not in stacks and (trained or parameter.ndim >= 2):
-                yield Found(f"{name}.{leaf}", parameter, _into_parameter(parameter))
+                yield FoundTensor(f"{name}.{leaf}", parameter, _into_parameter(parameter))
 
 
 def _into_parameter(parameter: nn.Parameter) -> Callable[[Tensor], None]:
@@ -88,7 +88,7 @@ def _into_stack(experts: StoredExperts, stack: str, part: str) -> Callable[[Any]
 class Unit:
     """A rank's part of weights that are gathered together."""
 
-    def __init__(self, name: str, found: Sequence[Found], rank: int, ranks: int, device: torch.device) -> None:
+    def __init__(self, name: str, found: Sequence[FoundTensor], rank: int, ranks: int, device: torch.device) -> None:
         """The tensors give up their memory; the rank's part of it stays, on `device`."""
         self.name = name
         self.places: list[Place] = []

@@ -13,8 +13,9 @@ from torch import Tensor
 from pronghorn.errors import CheckpointError
 from pronghorn.model.config import empty_model, read_config
 from pronghorn.model.formats.store import dequantize_
-from pronghorn.model.load import DTYPES, load_model, pick_device, resolve_precision, without_progress_bars
-from pronghorn.model.text_stack import auto_class, keep_softcap
+from pronghorn.model.heads import auto_class
+from pronghorn.model.load import DTYPES, load_base, pick_device, resolve_precision, without_progress_bars
+from pronghorn.model.text_stack import keep_softcap
 from pronghorn.model.weight_files import files_to_load
 from pronghorn.model_files import ADAPTER, read_json
 from pronghorn.recipe import Recipe
@@ -35,7 +36,7 @@ def stock_adapter(recipe: Recipe, folder: Path) -> Any:
     _refuse_named_modules(folder)
     device = pick_device()
     dtype = DTYPES[resolve_precision(recipe.precision, device)]
-    base = load_model(recipe.model, dtype, device, storage=recipe.stored_as, score_seed=recipe.score_seed)
+    base = load_base(recipe, dtype, device)
     dequantize_(base, dtype, device)
     return PeftModel.from_pretrained(base, str(folder), is_trainable=False, use_safetensors=True).eval()
 
@@ -52,7 +53,7 @@ def _refuse_named_modules(folder: Path) -> None:
 
 
 class CompressedWeights(NamedTuple):
-    """Of a checkpoint of compressed-tensors, by the names of its files."""
+    """Weights of a compressed-tensors checkpoint, by the names in its files."""
 
     config: Any  # without what it says of the format
     plain: dict[str, Tensor]  # as they are

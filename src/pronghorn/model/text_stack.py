@@ -14,14 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from peft.utils import ModulesToSaveWrapper
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoModelForSequenceClassification,
-)
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
 from pronghorn.model.families import text_config
 
@@ -34,19 +28,6 @@ PROCESSOR_FILES = (
     "chat_template.json",
     "chat_template.jinja",
 )
-
-
-def auto_class(config: Any) -> Any:
-    """transformers' class that loads the whole model."""
-    if is_classifier(config):
-        return AutoModelForSequenceClassification
-    only_with_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-    return AutoModelForImageTextToText if only_with_images else AutoModelForCausalLM
-
-
-def is_classifier(config: Any) -> bool:
-    """Whether the model has a head that scores whole texts in place of the LM head (scored.py)."""
-    return any(str(name).endswith("ForSequenceClassification") for name in getattr(config, "architectures", None) or ())
 
 
 def backbone(model: Any) -> Any:
@@ -73,6 +54,13 @@ def in_use(module: Any) -> Any:
     active = module.active_adapters
     trained = active and not module.disable_adapters and all(name in module.modules_to_save for name in active)
     return module.modules_to_save[active[0]] if trained else module.original_module
+
+
+def inner_of(module: Any) -> Any:
+    """The model's own module, inside PEFT's wrappers."""
+    while isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
+        module = module.base_layer if isinstance(module, BaseTunerLayer) else module.original_module
+    return module
 
 
 def beside_text(model: Any) -> list[str]:

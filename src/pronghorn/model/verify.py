@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -28,8 +28,10 @@ from torch import Tensor
 from pronghorn.errors import ModelError
 from pronghorn.model.causal_lm import FastCausalLM, base_of, engine_of, install
 from pronghorn.model.families import rope_parameters, window
-from pronghorn.model.hf_forward import paused
+from pronghorn.model.layers.layer import DecoderLayer
+from pronghorn.model.layers.mixers.attention import Attention
 from pronghorn.model.text_stack import in_mode
+from pronghorn.packs import PackedBatch
 
 DOCUMENTS = (37, 5, 64, 1, 20)  # tokens; short enough for any model, odd enough to show a wrong boundary
 FAR = (48, 40)  # tokens of a document that reaches through the whole context, and of one at its end
@@ -107,12 +109,12 @@ def verify(model: Any, seed: int = 0) -> Verdict:
     ids, positions, bounds = _documents(config, next(model.parameters()).device, seed)
     ends = torch.isin(torch.arange(1, len(ids) + 1, device=ids.device), bounds)
     rows = (~ends).nonzero().flatten()  # the last token of a document predicts nothing
-    labels = torch.cat([ids[1:], ids[:1]])
+    pack = PackedBatch(
+        ids_T=ids, labels_T=ids.roll(-1), positions_T=positions, cu_seqlens=bounds, loss_rows=rows, longest=max(DOCUMENTS + FAR)
+    )
     with in_mode(model, training=True), _random_adapters(model, seed), _narrow_windows(engine, config):
         own = _gradients(model, lambda: _own_loss(model, ids, positions, bounds))
-        fast = _gradients(
-            model, lambda: engine.packed_loss(ids, positions, bounds, max(DOCUMENTS + FAR), loss_rows=rows, labels_T=labels)[0]
-        )
+        fast = _gradients(model, lambda: engine.packed_loss(pack)[0])
     dtype = next(engine.backbone.parameters()).dtype
     in_fp8 = any(layer.fp8 for layer in engine.layers)
     verdict = _compare(own, fast, dtype, FP8_TOLERANCE if in_fp8 else TOLERANCES[dtype])
@@ -145,8 +147,8 @@ def _last_position(config: Any) -> int:
 
 
 def _require_windows(engine: FastCausalLM, config: Any) -> None:
-    for layer in engine.layers:
-        ours, theirs = layer.attention.options["window"], window(config, layer.index)
+    for layer, mixer in _attending(engine):
+        ours, theirs = mixer.options["window"], window(config, layer.index)
         if ours != theirs:
             raise ModelError(
                 what=f"the fast layers differ from the transformers layers: layer {layer.index} has the window "
@@ -156,12 +158,17 @@ def _require_windows(engine: FastCausalLM, config: Any) -> None:
             )
 
 
+def _attending(engine: FastCausalLM) -> list[tuple[DecoderLayer, Attention]]:
+    return [(layer, layer.mixer) for layer in engine.layers if isinstance(layer.mixer, Attention)]
+
+
 @contextmanager
 def _narrow_windows(engine: FastCausalLM, config: Any) -> Iterator[None]:
     """Of the family's layers, which read the config (masks) or the attention module, and of ours."""
-    holders = [config, *(layer.layer.self_attn for layer in engine.layers)]
+    mixers = [mixer for _, mixer in _attending(engine)]
+    holders = [config, *(mixer.module for mixer in mixers)]
     theirs = [(one, wide) for one in holders if (wide := getattr(one, "sliding_window", None) or 0) > NARROW]
-    ours = [(options, wide) for layer in engine.layers if (wide := (options := layer.attention.options)["window"]) is not None]
+    ours = [(mixer.options, wide) for mixer in mixers if (wide := mixer.options["window"]) is not None]
     try:
         for holder, _ in theirs:
             holder.sliding_window = NARROW
@@ -193,7 +200,7 @@ def _own_loss(model: Any, ids: Tensor, positions: Tensor, bounds: Tensor) -> Ten
     """The family's own forward."""
     engine = engine_of(model)
     assert engine is not None
-    with paused(engine):
+    with engine.outer_loop.own_layers() if engine.outer_loop else nullcontext():
         return sum(
             (_document_loss(model, ids, positions, start, stop) for start, stop in pairwise(bounds.tolist())),
             torch.zeros((), device=ids.device),

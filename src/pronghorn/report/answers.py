@@ -23,7 +23,7 @@ LONGEST_LINE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AnswerRow:
     row: str
     prompt: str
     expected: str
@@ -48,7 +48,7 @@ def write_answers(place: Path, answers: Sequence[dict[str, Any]]) -> Path:
     return path
 
 
-def read_answers(folder: Path) -> list[Answer]:
+def read_answers(folder: Path) -> list[AnswerRow]:
     path = folder / FILE_NAME
     if not path.is_file():
         return []
@@ -64,7 +64,7 @@ def read_answers(folder: Path) -> list[Answer]:
     return found
 
 
-def mean_scores(answers: Sequence[Answer]) -> dict[str, tuple[float | None, float]]:
+def mean_scores(answers: Sequence[AnswerRow]) -> dict[str, tuple[float | None, float]]:
     """By name: the mean before training, where every row has one, and after it."""
     names = dict.fromkeys(name for one in answers for name in one.scores)
     result: dict[str, tuple[float | None, float]] = {}
@@ -75,9 +75,9 @@ def mean_scores(answers: Sequence[Answer]) -> dict[str, tuple[float | None, floa
     return result
 
 
-def _answer(one: dict[str, Any]) -> Answer:
+def _answer(one: dict[str, Any]) -> AnswerRow:
     step, base = one.get("step"), one.get("base")
-    return Answer(
+    return AnswerRow(
         row=_text(one.get("row")), prompt=_text(one.get("prompt")), expected=_text(one.get("expected")),
         base=None if base is None else _text(base), answer=_text(one.get("answer")),
         step=step if isinstance(step, int) and 0 <= step < 2**63 else None,

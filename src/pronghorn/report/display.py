@@ -309,7 +309,7 @@ def _say_step(run: _Run, event: dict[str, Any], width: int) -> list[str]:
 
 
 def _preference(event: dict[str, Any]) -> str:
-    """Of a step that compares answers."""
+    """The figures of a step that compares answers."""
     shown = [("accuracy", "rewards/accuracies"), ("margin", "rewards/margins"), ("kl", "kl")]
     shown += [("accuracy", "accuracy"), ("margin", "margin")]  # of a reward model
     return "".join(f"  {label} {number_format.score(as_number(event[name]))}" for label, name in shown if name in event)
@@ -375,7 +375,7 @@ def _say_start(run: _Run, event: dict[str, Any], width: int) -> list[str]:
         amounts = [parameters.get("trainable"), parameters.get("total"), data.get("documents"), data.get("tokens")]
         trainable, total, documents, tokens = (number_format.count(amount) for amount in amounts)
         documents += " document" if documents == "1" else " documents"
-        what = f"trains {trainable} of {total} parameters on {documents}, {tokens} tokens"
+        what = f"trains {trainable} of {total} parameters on {documents}" + f", {tokens} tokens" * ("tokens" in data)
         lines.append(f"  {what}, {counted(event.get('steps', 0), 'step')}")
     return lines
 

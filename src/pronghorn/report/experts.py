@@ -35,7 +35,7 @@ class LayerLoad:
 
 
 def expert_load(kept: Sequence[dict[str, Any]]) -> list[LayerLoad]:
-    """Of the whole run, layer by layer; empty for a model without experts. `kept`: as `history` gives it."""
+    """Expert load of the whole run, layer by layer; empty for a model without experts. `kept`: as `history` gives it."""
     sums: dict[int, list[int]] = {}
     for event in kept:
         if event["event"] != "experts":

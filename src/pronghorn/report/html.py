@@ -13,7 +13,7 @@ from typing import Any
 
 from pronghorn.report import number_format
 from pronghorn.report.advice import advise, remark, saving
-from pronghorn.report.answers import Answer, read_answers
+from pronghorn.report.answers import AnswerRow, read_answers
 from pronghorn.report.experts import experts_section
 from pronghorn.report.html_sections import (
     MOST_TEXT,
@@ -55,7 +55,7 @@ def write_html(folder: Path) -> Path:
     return target
 
 
-def render_page(events: Sequence[dict[str, Any]], name: str = "run", answers: Sequence[Answer] = ()) -> str:
+def render_page(events: Sequence[dict[str, Any]], name: str = "run", answers: Sequence[AnswerRow] = ()) -> str:
     """`name`: for a log that does not say its own."""
     run, kept = run_stats(events), history(events)
     steps = [e for e in kept if e["event"] == "step"]
@@ -112,7 +112,7 @@ def _live(run: RunStats, steps: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def _tiles(run: RunStats, answers: Sequence[Answer]) -> str:
+def _tiles(run: RunStats, answers: Sequence[AnswerRow]) -> str:
     """The result first: what the answers score, beside the base model's."""
     at_best = f"best at step {run.best_eval_step:,}" if run.best_eval_step is not None else ""
     first = f"from {number_format.figure(run.first_loss)}" if run.first_loss is not None else ""
@@ -179,7 +179,7 @@ def _plots(
 
 
 def _preference_plots(steps: Sequence[dict[str, Any]], evals: Sequence[dict[str, Any]]) -> list[Plot]:
-    """Of a run that compares answers; the held-out figures as dots."""
+    """Plots of a run that compares answers; held-out figures as dots."""
 
     def line(label: str, name: str, colour: str) -> list[Series]:
         points = [(x, y) for x, y in _column(steps, name) if math.isfinite(y)]

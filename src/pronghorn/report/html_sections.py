@@ -9,7 +9,7 @@ from html import escape
 from typing import Any
 
 from pronghorn.report import number_format
-from pronghorn.report.answers import Answer, mean_scores
+from pronghorn.report.answers import AnswerRow, mean_scores
 from pronghorn.report.ranks import ranks_summary
 from pronghorn.report.run_log import as_number
 from pronghorn.report.run_stats import RunStats, cost
@@ -135,7 +135,7 @@ def _score(value: Any) -> str:
     return f"{number:.4g}" if math.isfinite(number) else number_format.MISSING
 
 
-def answers_section(answers: Sequence[Answer]) -> str:
+def answers_section(answers: Sequence[AnswerRow]) -> str:
     """Held-out rows: what was expected, what the model said before training and what it says now. Wrong answers come first,
     and none of those that the page has room for is hidden."""
     if not answers:
@@ -170,7 +170,7 @@ def answers_table(labels: Sequence[str], rows: Sequence[str], note: str = "", *,
     return f"{shown}<details><summary>{len(others)} more{note}</summary>{table.format(head, ''.join(others))}</details>"
 
 
-def score_tiles(answers: Sequence[Answer]) -> list[tuple[str, str, str]]:
+def score_tiles(answers: Sequence[AnswerRow]) -> list[tuple[str, str, str]]:
     """What the answers score: name, value, and the base model's."""
     tiles = []
     for name, (before, after) in mean_scores(answers).items():

@@ -39,7 +39,7 @@ def so_far(label: str, done: int, total: int) -> str:
 
 
 class Paces:
-    """Of everything that has a progress, by its label."""
+    """The pace of everything that has a progress, by its label."""
 
     def __init__(self) -> None:
         self._looks: dict[str, deque[tuple[float, int]]] = {}

@@ -63,8 +63,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "parameters.total": _COUNT,
     "parameters.trainable": _COUNT,
     "to": _COUNT,
-    "epoch_after": _COUNT,
-    "pack_after": _COUNT,
+    "after": ("map",),
 }
 LARGEST = 2_000_000_000  # bytes; a step has 300
 LONGEST_TIME = 1e11  # seconds since 1970: the year 5138; beyond it there is no date to show
@@ -118,7 +117,7 @@ class RunLog:
 
 
 class SilentLog(RunLog):
-    """Of a rank that leaves the run's files to another: nothing is written, and nobody is told."""
+    """The log of a rank that does not write the run's files: it keeps and reports nothing."""
 
     def __init__(self) -> None:
         pass
@@ -224,7 +223,7 @@ def _as_written(event: dict[str, Any]) -> bool:
         return False
     if isinstance(seconds, dict) and not all(_kind(value) in _NUMBER for value in seconds.values()):
         return False
-    if kind == "rewind" and not {"to", "epoch_after", "pack_after"} <= event.keys():  # a resumed run relies on them
+    if kind == "rewind" and not {"to", "after"} <= event.keys():  # a resumed run relies on them
         return False
     rows = (event.get("counts") or {}).items()
     experts = all(layer.isdecimal() and _kind(row) == "list" and all(_kind(n) == "count" for n in row) for layer, row in rows)

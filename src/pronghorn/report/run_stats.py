@@ -92,7 +92,7 @@ class RunStats:
 
     @property
     def best_step(self) -> int | None:
-        """Of the best checkpoint, by what decides."""
+        """The step of the best checkpoint, by the figure that decides."""
         return self.metrics[self.decides].best_step if self.decides in self.metrics else self.best_eval_step
 
     def share(self, *stages: str) -> float:

@@ -11,7 +11,7 @@ import torch
 from pronghorn.data.template.rendering import within_limits
 from pronghorn.errors import DataError
 from pronghorn.model.generate import end_tokens, stream_tokens
-from pronghorn.serve.asked import DEFAULT_TOKENS, Asked, RequestError
+from pronghorn.serve.asked import DEFAULT_TOKENS, Request, RequestError
 from pronghorn.serve.models import Models, Served
 
 BROKEN = "\ufffd"  # of a letter whose last bytes are in the next token
@@ -28,7 +28,7 @@ class Token:
 
 
 @dataclass
-class Answer:
+class Generated:
     """`text` grows while it is generated."""
 
     prompt_tokens: int
@@ -38,7 +38,7 @@ class Answer:
     finish_reason: str = "length"
 
 
-def prompt_of(models: Models, one: Served, asked: Asked) -> list[int]:
+def prompt_of(models: Models, one: Served, asked: Request) -> list[int]:
     """Its tokens. A prompt that is far too long is refused after a time that depends on the model's context, not on its
     length: 8 MB of text take 15 s to tokenize."""
     if asked.chat:
@@ -66,7 +66,7 @@ def prompt_of(models: Models, one: Served, asked: Asked) -> list[int]:
     return _that_fits(models, asked, tokens(text))
 
 
-def _that_fits(models: Models, asked: Asked, prompt: list[int]) -> list[int]:
+def _that_fits(models: Models, asked: Request, prompt: list[int]) -> list[int]:
     if not prompt:
         raise RequestError("the prompt has no tokens", param="messages" if asked.chat else "prompt")
     if models.context - len(prompt) < (asked.max_tokens or 1):
@@ -85,7 +85,7 @@ def _require_room(models: Models, param: str, **counts: int) -> None:
             )
 
 
-def _too_long(models: Models, count: str, asked: Asked) -> RequestError:
+def _too_long(models: Models, count: str, asked: Request) -> RequestError:
     wanted = f" and {asked.max_tokens} answer tokens" if asked.max_tokens else ""
     return RequestError(
         f"{count} prompt tokens{wanted} exceed the context length of {models.context}",
@@ -94,7 +94,7 @@ def _too_long(models: Models, count: str, asked: Asked) -> RequestError:
     )
 
 
-def _rendered(one: Served, asked: Asked) -> str:
+def _rendered(one: Served, asked: Request) -> str:
     tokenizer = one.tokenizer
     if tokenizer.chat_template is None:
         raise RequestError(f"{one.name} has no chat template; use /v1/completions", param="messages")
@@ -111,11 +111,11 @@ def _rendered(one: Served, asked: Asked) -> str:
 def answer(
     models: Models,
     one: Served,
-    asked: Asked,
+    asked: Request,
     prompt: list[int],
     on_text: Callable[[str, list[Token]], None],
     over: Callable[[], bool],
-) -> Answer:
+) -> Generated:
     """`on_text` gets each piece of text with its tokens. `over` is asked at every token: whether nobody reads any more."""
     with models.using(one) as model:
         growing = _Growing(one.tokenizer, asked, len(prompt), set(end_tokens(model, one.tokenizer)), on_text)
@@ -134,10 +134,10 @@ def answer(
 
 class _Growing:
     def __init__(
-        self, tokenizer: Any, asked: Asked, prompt_tokens: int, ends: set[int], on_text: Callable[[str, list[Token]], None]
+        self, tokenizer: Any, asked: Request, prompt_tokens: int, ends: set[int], on_text: Callable[[str, list[Token]], None]
     ) -> None:
         self._tokenizer, self._asked, self._ends, self._on_text = tokenizer, asked, ends, on_text
-        self._answer = Answer(prompt_tokens)
+        self._answer = Generated(prompt_tokens)
         self._ids: list[int] = []
         self._window = self._read = 0  # tokens before which nothing changes any more; tokens whose text is known
         self._held = ""  # may be the beginning of a stop string
@@ -155,13 +155,13 @@ class _Growing:
             self._waiting.append(self._measured(token, logits))
         return self._stops(self._new_text())
 
-    def finished(self) -> Answer:
+    def finished(self) -> Generated:
         """What was held back turned out to be text."""
         self._send(self._held + self._new_text(last=True), last=True)
         return self._answer
 
     def _new_text(self, *, last: bool = False) -> str:
-        """Of the tokens that came since; a letter in several tokens waits for the last one."""
+        """The text of the tokens since the last call; a character of several tokens waits for its last one."""
         known = self._decode(self._ids[self._window : self._read])
         text = self._decode(self._ids[self._window :])
         if text.endswith(BROKEN) and not last:

@@ -46,7 +46,7 @@ class RequestError(PronghornError):
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     chat: bool  # or a completion of plain text
     model: str
     messages: list[dict[str, Any]]  # of a chat
@@ -62,7 +62,7 @@ class Asked:
     top_logprobs: int
 
 
-def read(body: bytes, *, chat: bool) -> Asked:
+def read(body: bytes, *, chat: bool) -> Request:
     try:
         values = json.loads(body)
     except (ValueError, RecursionError):
@@ -76,7 +76,7 @@ def read(body: bytes, *, chat: bool) -> Asked:
     if not isinstance(options, dict) or not isinstance(options.get("include_usage", False), bool):
         raise RequestError("`stream_options` is not an object with include_usage: true or false", param="stream_options")
     logprobs, top = _logprobs(values, chat)
-    return Asked(
+    return Request(
         chat=chat,
         model=_model(values),
         messages=_messages(values.get("messages")) if chat else [],

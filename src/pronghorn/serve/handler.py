@@ -14,17 +14,15 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from pronghorn.serve import gate, shapes
 from pronghorn.serve.answering import Token, answer, prompt_of
-from pronghorn.serve.asked import SHOWN, Asked, RequestError, read
+from pronghorn.serve.asked import SHOWN, Request, RequestError, read
 from pronghorn.serve.models import Served
+from pronghorn.serve.server import Server
 from pronghorn.serve.wire import Reader, Writer, linger
-
-if TYPE_CHECKING:
-    from pronghorn.serve.server import Server
 
 IDLE = 20.0  # seconds between two requests of a connection
 HEAD_SECONDS, BODY_SECONDS = 10.0, 30.0  # for the headers, and for the body, to arrive
@@ -148,7 +146,7 @@ class Handler(BaseHTTPRequestHandler):
         self._unread = False
         return body
 
-    def _read(self, body: bytes, *, chat: bool) -> tuple[Served, Asked, list[int]]:
+    def _read(self, body: bytes, *, chat: bool) -> tuple[Served, Request, list[int]]:
         """Which model, what is wanted, and the prompt's tokens; the texts of the request are not kept."""
         with self.server.room.to_read(len(body)):
             asked = read(body, chat=chat)
@@ -163,7 +161,7 @@ class Handler(BaseHTTPRequestHandler):
                 )
             return one, replace(asked, messages=[], prompt=""), prompt_of(self.server.models, one, asked)
 
-    def _answer(self, one: Served, asked: Asked, prompt: list[int]) -> None:
+    def _answer(self, one: Served, asked: Request, prompt: list[int]) -> None:
         shape = shapes.Shapes(asked)
 
         def on_text(text: str, tokens: list[Token]) -> None:

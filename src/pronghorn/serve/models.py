@@ -87,7 +87,7 @@ def load(folders: Sequence[Path], which: str) -> Models:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Of the folders; with what is above them where two are called the same."""
+    """Model names: the folders', with their parents where two are the same."""
     places = [folder.resolve() for folder in folders]
     if len(set(places)) < len(places):
         raise CommandError(what="the same run is named twice", fix="name each run once")

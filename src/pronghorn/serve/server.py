@@ -11,12 +11,11 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from pronghorn.errors import EnvironmentFault
 from pronghorn.serve.gate import is_loopback
-from pronghorn.serve.handler import Handler
 from pronghorn.serve.models import Models
 from pronghorn.serve.turns import Room, Turns
 
@@ -32,7 +31,14 @@ class Server(ThreadingHTTPServer):
     allow_reuse_address = True
     request_queue_size = MOST_QUEUED
 
-    def __init__(self, models: Models, host: str, port: int, told: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(
+        self,
+        models: Models,
+        host: str,
+        port: int,
+        handler: type[BaseHTTPRequestHandler],
+        told: Callable[[str], None] = lambda line: None,
+    ) -> None:
         self.models, self.told, self.since = models, told, int(time.time())
         self.turns, self.room = Turns(), Room(MOST_BODIES, SMALL_BODY)  # the model answers one request at a time
         self.ending = False
@@ -43,7 +49,7 @@ class Server(ThreadingHTTPServer):
         self._changed = threading.Condition()
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            super().__init__((host, port), Handler)
+            super().__init__((host, port), handler)
         except (OSError, OverflowError) as error:
             taken = getattr(error, "errno", None) == errno.EADDRINUSE
             raise EnvironmentFault(

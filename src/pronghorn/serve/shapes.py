@@ -7,14 +7,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from pronghorn.serve.answering import Answer, Token
-from pronghorn.serve.asked import Asked
+from pronghorn.serve.answering import Generated, Token
+from pronghorn.serve.asked import Request
 
 
 class Shapes:
-    """Of the answers to one request."""
+    """The JSON of the answers to one request."""
 
-    def __init__(self, asked: Asked) -> None:
+    def __init__(self, asked: Request) -> None:
         self._chat, self._logprobs = asked.chat, asked.logprobs
         kind = "chat.completion" if asked.chat else "text_completion"
         mark = "chatcmpl" if asked.chat else "cmpl"
@@ -22,7 +22,7 @@ class Shapes:
         self._object, self._piece = kind, f"{kind}.chunk" if asked.chat else kind
         self._letters = 0  # of the text so far: text_offset counts them
 
-    def whole(self, answer: Answer) -> dict[str, Any]:
+    def whole(self, answer: Generated) -> dict[str, Any]:
         content: dict[str, Any] = (
             {"message": {"role": "assistant", "content": answer.text, "refusal": None}} if self._chat else {"text": answer.text}
         )
@@ -30,16 +30,16 @@ class Shapes:
         return {**self._head, "object": self._object, "choices": [choice], "usage": usage(answer)}
 
     def first(self) -> dict[str, Any] | None:
-        """Of a stream: who speaks."""
+        """The first chunk of a stream, which has the role."""
         return self._chunk({"delta": {"role": "assistant", "content": ""}}, [], None) if self._chat else None
 
     def piece(self, text: str, tokens: Sequence[Token]) -> dict[str, Any]:
         return self._chunk({"delta": {"content": text}} if self._chat else {"text": text}, tokens, None)
 
-    def last(self, answer: Answer) -> dict[str, Any]:
+    def last(self, answer: Generated) -> dict[str, Any]:
         return self._chunk({"delta": {}} if self._chat else {"text": ""}, [], answer.finish_reason)
 
-    def used(self, answer: Answer) -> dict[str, Any]:
+    def used(self, answer: Generated) -> dict[str, Any]:
         """After the last piece, where the client asks for it."""
         return {**self._head, "object": self._piece, "choices": [], "usage": usage(answer)}
 
@@ -67,7 +67,7 @@ class Shapes:
         }
 
 
-def usage(answer: Answer) -> dict[str, int]:
+def usage(answer: Generated) -> dict[str, int]:
     total = answer.prompt_tokens + answer.count
     return {"prompt_tokens": answer.prompt_tokens, "completion_tokens": answer.count, "total_tokens": total}
 

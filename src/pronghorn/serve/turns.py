@@ -1,4 +1,4 @@
-"""Who waits for what: the model, which answers one request at a time, and memory for large requests."""
+"""Queues: for the model, which answers one request at a time, and for memory of large requests."""
 
 from __future__ import annotations
 

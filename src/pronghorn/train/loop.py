@@ -17,7 +17,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
-from pronghorn.data.pack.batches import StepBatch
+from pronghorn.data.pack.loader import StepBatch
 from pronghorn.errors import EnvironmentFault, HealthStop, Interrupted, PronghornError
 from pronghorn.evaluation.own_metric import OwnMetric
 from pronghorn.recipe import Recipe, steps_between
@@ -154,8 +154,8 @@ class _Run:
         self._page = LiveReport(folder, writes=session.world.writes)
         self._answers = RunAnswers(session, folder, log, own, display.progress)
         self._seconds: list[float] = []  # of the first steps under the plan
-        self._eval_every = steps_between(session.recipe.eval.every, session.data.total_steps)
-        self._save_every = steps_between(session.recipe.checkpoint.every, session.data.total_steps)
+        self._eval_every = steps_between(session.recipe.eval.every, session.source.total)
+        self._save_every = steps_between(session.recipe.checkpoint.every, session.source.total)
 
     def go(self, stop: StopRequest) -> RunResult:
         log_start(self.session, self.folder, self.log)
@@ -174,23 +174,24 @@ class _Run:
 
     def _steps(self, stop: StopRequest) -> tuple[str, str]:
         """Steps are begun ahead of being read (`Step.depth`); where the run looks at itself, all of them are finished first."""
-        session, recipe = self.session, self.session.recipe
-        total = session.data.total_steps
-        verdict = session.progress.verdict(recipe.eval.stop)
-        batches = iter(session.loader)
+        session, source = self.session, self.session.source
+        total = source.total
+        verdict = session.progress.verdict(session.recipe.eval.stop)
         if session.step < total and not verdict:
             self.display.progress(FIRST_STEP, 0, 0)  # on a GPU kernels are compiled in it, 12 s on a new machine; until it ends
         self._mark = time.perf_counter()
         while session.step < total and not verdict:
-            with self.stages("wait"):
-                step_batch = next(batches)
+            if not source.ahead:
+                self._finish_all()
+            with self.stages(source.stage):
+                step_batch = source.next(session.model)
             if step_batch.after in self._left_out.steps:
                 self._pass_over(step_batch)
             else:
                 self._begin(step_batch)
             begun = session.step + len(self._under_way)
             last = begun == total
-            evaluates = session.data.evaluation is not None and (begun % self._eval_every == 0 or last)
+            evaluates = source.held_out is not None and (begun % self._eval_every == 0 or last)
             saves = begun % self._save_every == 0
             if evaluates or last or (saves and (self._saver.waits or not self._under_way)):
                 verdict = self._pause(evaluates, last)
@@ -230,7 +231,7 @@ class _Run:
         """Not if memory ran out: then the steps before it are finished, the plan is lower, and the step is to be repeated."""
         session = self.session
         number = session.step + len(self._under_way)
-        lr = set_lr(session.optimizer, lr_scale(number, session.data.total_steps, session.recipe.train))
+        lr = set_lr(session.optimizer, lr_scale(number, session.source.total, session.recipe.train))
         # 160 µs: a step that is refused leaves no trace, not even in the random numbers
         limit = session.take_step.loss_limit = session.spikes.limit(number + 1)
         self._under_way.append(_UnderWay(step_batch, lr, capture_rng(), limit))
@@ -341,9 +342,7 @@ class _Run:
         except GaveUp:
             self._forget_what_is_under_way()
             raise
-        rows = session.world.joined(
-            [session.data.train.where(row) for batch in done.step_batch.batches for row in batch.documents]
-        )
+        rows = session.world.joined(done.step_batch.names(done.step_batch.documents))
         text = f"step {step}: loss spike: {loss:.4g} exceeds the limit of {done.limit:.4g}; rows of this step: {listed(rows)}"
         if session.spikes.policy == "rewind":
             self._rewind(done, text, step=step, loss=loss, rows=rows)
@@ -352,7 +351,7 @@ class _Run:
     def _rewind(self, done: _UnderWay, text: str, **facts: Any) -> NoReturn:
         """To the last checkpoint that is on disk, or on its way there. From then on the step is left out, after a kill as well:
         the log says so."""
-        to, after = self._saver.saved_step or 0, done.step_batch.after
+        to = self._saver.saved_step or 0
         self._forget_what_is_under_way()
         back = f"checkpoint-{to}" if to else "the start"
         self.log.write(
@@ -360,8 +359,7 @@ class _Run:
             **facts,
             limit=done.limit,
             to=to,
-            epoch_after=after.epoch,
-            pack_after=after.pack,
+            after=done.step_batch.after,
             text=f"{text}; rewinding to {back} and skipping these rows",
         )
         raise Rewind
@@ -377,24 +375,23 @@ class _Run:
     def _offenders(self, step_batch: StepBatch) -> Offenders:
         session = self.session
         session.take_step.release()
-        table, objective = session.data.train, session.objective
         found = session.in_turns(
-            lambda: offending_rows(session.model, step_batch, table, table.where, session.device, session.autocast, objective)
+            lambda: offending_rows(session.model, step_batch, session.device, session.autocast, session.objective)
         )
         return Offenders(session.world.joined(found[0]), session.world.joined(found[1]))
 
     def _evaluate(self) -> str:
         """Returns the reason to stop, or nothing."""
         session, recipe = self.session, self.session.recipe
-        assert session.data.evaluation is not None
+        assert session.source.held_out is not None
         began = time.perf_counter()
         with self.stages("evaluate"):
             result = evaluate(
                 session.model,
-                session.data.evaluation,
+                session.source.held_out,
                 capacity=evaluation_capacity(recipe),
                 device=session.device,
-                pad_id=session.data.pad_id,
+                pad_id=session.source.pad_id,
                 autocast=session.autocast,
                 progress=self.display.progress,
                 objective=session.objective,

@@ -6,6 +6,7 @@ Any other value is refused with a sentence. What might surprise is told once.
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ SAVING = {
 }  # fmt: skip
 
 
-def check_others(function: Any, given: dict[str, Any], rows: dict[str, Row]) -> None:
+def check_others(function: Callable[..., Any], given: dict[str, Any], rows: dict[str, Row]) -> None:
     """What was given beside the arguments of `function`."""
     known = [name for name in function.__annotations__ if name not in ("others", "return")]
     for name, value in given.items():
@@ -92,7 +93,7 @@ def check_others(function: Any, given: dict[str, Any], rows: dict[str, Row]) -> 
 
 
 def check_local(model_name: str, local_files_only: bool) -> None:
-    """Of a folder nothing is fetched anyway."""
+    """`local_files_only` with a Hub name; a folder never fetches anything."""
     from huggingface_hub import constants
 
     if local_files_only and not (Path(model_name).expanduser().is_dir() or constants.HF_HUB_OFFLINE):

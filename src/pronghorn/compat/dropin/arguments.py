@@ -10,6 +10,7 @@ import torch
 
 from pronghorn.errors import CommandError
 from pronghorn.kernels.runtime.dispatch import say_once
+from pronghorn.model.hf_types import HFModel
 from pronghorn.model.load import Precision, pick_device, resolve_precision
 
 SEVEN_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -116,7 +117,7 @@ def precision_of(dtype: Dtype, half: bool, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def chosen_layers(model: Any, chosen: Sequence[int] | int | None, last: int | None) -> list[int] | None:
+def chosen_layers(model: HFModel, chosen: Sequence[int] | int | None, last: int | None) -> list[int] | None:
     if chosen is None and last is None:
         return None
     if chosen is not None and last is not None:

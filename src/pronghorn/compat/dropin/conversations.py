@@ -7,13 +7,18 @@ import math
 import random
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pronghorn.compat.dropin.prompt_format import template_of
 from pronghorn.data.template.named_templates import TEMPLATES, named
 from pronghorn.data.template.template_by_name import with_template
 from pronghorn.errors import DataError, counted
 from pronghorn.kernels.runtime.dispatch import say_once
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from pronghorn.model.hf_types import Tokenizer
 
 COLUMNS = ("conversations", "messages", "conversation", "dialogue", "dialog", "chat")
 ROLE_KEYS, CONTENT_KEYS = ("role", "from"), ("content", "value")
@@ -23,8 +28,8 @@ COLUMN = re.compile(r"\{([^{}]+)\}")
 
 
 def standardize_data_formats(
-    dataset: Any,
-    tokenizer: Any = None,
+    dataset: Dataset,
+    tokenizer: Tokenizer | None = None,
     aliases_for_system: Sequence[str] = SYSTEM,
     aliases_for_user: Sequence[str] = USER,
     aliases_for_assistant: Sequence[str] = ASSISTANT,
@@ -53,7 +58,7 @@ def standardize_data_formats(
 standardize_sharegpt = standardize_data_formats
 
 
-def _columns(dataset: Any) -> list[str]:
+def _columns(dataset: Dataset) -> list[str]:
     names = getattr(dataset, "column_names", None)
     if names is None:
         first = next(iter(dataset), None)
@@ -61,7 +66,7 @@ def _columns(dataset: Any) -> list[str]:
     return list(next(iter(names.values()), [])) if isinstance(names, dict) else list(names)
 
 
-def _messages_of(dataset: Any) -> tuple[str | None, tuple[str, str]]:
+def _messages_of(dataset: Dataset) -> tuple[str | None, tuple[str, str]]:
     """The column of conversations, and what its messages call role and content."""
     if not hasattr(dataset, "map"):
         raise DataError(what=f"expected a dataset, got {type(dataset).__name__}", fix="datasets.Dataset.from_list(rows)")
@@ -88,7 +93,7 @@ def _message(message: dict[str, Any], keys: tuple[str, str], roles: dict[str, st
 
 
 def to_sharegpt(
-    dataset: Any,
+    dataset: Dataset,
     merged_prompt: str = "",
     merged_column_name: str = "instruction",
     output_column_name: str = "output",
@@ -154,8 +159,8 @@ def _filled(prompt: str, row: dict[str, Any], index: int) -> str:
 
 
 def apply_chat_template(
-    dataset: Any,
-    tokenizer: Any,
+    dataset: Dataset,
+    tokenizer: Tokenizer,
     chat_template: str | None = None,
     default_system_message: str | None = None,
     extra_eos_tokens: Sequence[str] | None = None,
@@ -207,7 +212,7 @@ CHAT_TEMPLATES = {name: (row.template, row.end_of_turn or "eos_token") for name,
 
 
 def get_chat_template(
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     chat_template: str | tuple[str, str] = "chatml",
     mapping: Mapping[str, str] | None = None,
     map_eos_token: bool = True,

@@ -15,6 +15,7 @@ from pronghorn.data.encode.tokens import load_tokenizer
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.carried import base_folder
 from pronghorn.model.causal_lm import base_of
+from pronghorn.model.hf_types import HFModel, Tokenizer
 from pronghorn.model.merge import save_merged
 
 WIDEST = "not_quantized"
@@ -22,9 +23,9 @@ MEANT = {"fast_quantized": "q8_0", "quantized": "q4_k_m"}
 
 
 def save_pretrained_gguf(
-    model: Any,
+    model: HFModel,
     save_directory: str | Path,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer | None = None,
     quantization_method: str | Sequence[str] = "fast_quantized",
     first_conversion: str | None = None,
     **others: Any,
@@ -36,6 +37,7 @@ def save_pretrained_gguf(
     from pronghorn.export.gguf_file import quantized
     from pronghorn.export.gguf_mixture import TYPES, WIDE
     from pronghorn.export.gguf_target import begins_with_bos
+    from pronghorn.export.quantizer import require_quantizer
     from pronghorn.report.display import make_display
 
     asked = [quantization_method] if isinstance(quantization_method, str) else list(quantization_method)
@@ -44,6 +46,8 @@ def save_pretrained_gguf(
         check_choice("quantization_method", kind, (*TYPES, *MEANT, WIDEST))
     base = base_of(model)
     require_converter(type(base).__name__)
+    for kind in kinds:
+        require_quantizer(MEANT.get(kind, kind))
     name = str(base.config._name_or_path)
     if tokenizer is None:
         say_once(f"the GGUF file gets the tokenizer of {name}; pass tokenizer= to use another")
@@ -73,9 +77,9 @@ def save_pretrained_gguf(
 
 
 def push_to_hub_gguf(
-    model: Any,
+    model: HFModel,
     repo_id: str,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer | None = None,
     quantization_method: str | Sequence[str] = "fast_quantized",
     first_conversion: str | None = None,
     token: str | bool | None = None,

@@ -9,13 +9,15 @@ from pronghorn.compat.dropin import saving
 from pronghorn.compat.dropin.arguments import Recompute, check_recompute
 from pronghorn.compat.dropin.module_walk import remember_walks
 from pronghorn.compat.dropin.recompute import set_recompute
+from pronghorn.compat.fused_head import answer_fused_heads
+from pronghorn.compat.hf_forward import install
 from pronghorn.kernels.runtime.dispatch import say_once
-from pronghorn.model.causal_lm import base_of, install
-from pronghorn.model.fused_head import answer_fused_heads
+from pronghorn.model.causal_lm import base_of
+from pronghorn.model.hf_types import HFModel
 from pronghorn.model.text_stack import set_cache
 
 
-def make_fast(model: Any, recompute: Recompute | None) -> None:
+def make_fast(model: HFModel, recompute: Recompute | None) -> None:
     if why := install(model):
         say_once(f"{base_of(model).config.model_type} uses the transformers layers (slower): {why}")
     set_recompute(model, recompute)
@@ -26,7 +28,7 @@ def make_fast(model: Any, recompute: Recompute | None) -> None:
     remember_walks(base_of(model))  # the FLOP count walks the model inside PEFT's
 
 
-def train(model: Any, mode: bool = True) -> Any:
+def train(model: HFModel, mode: bool = True) -> Any:
     """As ever, but a model that is in this mode is left alone. A trainer asks before every step, while the GPU is idle: to set
     what is set in an adapter's 1,300 modules takes 11 ms of an ARM core, to look at it 0.6."""
     if any(module.training is not mode for module in model.modules()):
@@ -34,14 +36,14 @@ def train(model: Any, mode: bool = True) -> Any:
     return model
 
 
-def for_inference(model: Any) -> Any:
+def for_inference(model: HFModel) -> Any:
     """Ready to generate: no dropout, and a cache."""
     model.eval()
     set_cache(base_of(model), True)
     return model
 
 
-def for_training(model: Any, use_gradient_checkpointing: Recompute | None = None) -> Any:
+def for_training(model: HFModel, use_gradient_checkpointing: Recompute | None = None) -> Any:
     """`use_gradient_checkpointing` None: as it was asked for before."""
     check_recompute(use_gradient_checkpointing)
     model.train()
@@ -50,7 +52,7 @@ def for_training(model: Any, use_gradient_checkpointing: Recompute | None = None
     return model
 
 
-def verify_loaded(model: Any, full: bool) -> None:
+def verify_loaded(model: HFModel, full: bool) -> None:
     """A frozen model has no gradients to compare: its norms get them for the moment, since they stand in every layer and
     cost next to no memory."""
     from pronghorn.model.verify import verify

@@ -6,6 +6,7 @@ from typing import Any
 
 from pronghorn.compat.dropin.training import set_embedding_rate
 from pronghorn.data.encode.tokens import load_tokenizer
+from pronghorn.model.hf_types import HFModel
 
 
 def load_correct_tokenizer(tokenizer_name: str, **_: Any) -> Any:
@@ -14,7 +15,7 @@ def load_correct_tokenizer(tokenizer_name: str, **_: Any) -> Any:
 
 
 def _create_unsloth_optimizer(
-    model: Any, optimizer_cls: Any, optimizer_kwargs: dict[str, Any], embedding_lr: float = 5e-5
+    model: HFModel, optimizer_cls: Any, optimizer_kwargs: dict[str, Any], embedding_lr: float = 5e-5
 ) -> Any:
     """An optimizer of what trains, with a learning rate of their own for embeddings and head."""
     optimizer = optimizer_cls([p for p in model.parameters() if p.requires_grad], **optimizer_kwargs)

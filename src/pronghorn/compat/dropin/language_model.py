@@ -39,6 +39,7 @@ from pronghorn.hub import model_folder
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.formats.store import is_quantized
 from pronghorn.model.hf_adapter import with_adapter
+from pronghorn.model.hf_types import HFModel
 from pronghorn.model.load import load_model, require_fp8_precision, require_tokenizer_fits
 from pronghorn.model.stored_adapter import adapter_folder, attach_adapter, base_name
 from pronghorn.model.text_stack import beside_text, freeze_beside_text
@@ -104,7 +105,7 @@ class FastLanguageModel:
         tokenizer = load_tokenizer(tokenizer_name or (str(adapter) if adapter and _has_tokenizer(adapter) else source))
         four_bit = load_in_4bit and not (load_in_16bit or full_finetuning)
         storage = "fp8" if load_in_fp8 else "nf4" if four_bit else "bf16"
-        model: Any = load_model(source, precision, device, storage=storage)
+        model: HFModel = load_model(source, precision, device, storage=storage)
         model.config._name_or_path = model.name_or_path = name  # adapters name their base by it
         require_tokenizer_fits(tokenizer, int(model.get_input_embeddings().weight.shape[0]), name)
         set_length(model, tokenizer, max_seq_length, name)
@@ -122,7 +123,7 @@ class FastLanguageModel:
 
     @staticmethod
     def get_peft_model(
-        model: Any, r: int = 16, target_modules: Sequence[str] | str | None = SEVEN_LINEARS, lora_alpha: float = 16,
+        model: HFModel, r: int = 16, target_modules: Sequence[str] | str | None = SEVEN_LINEARS, lora_alpha: float = 16,
         lora_dropout: float = 0.0, bias: str = "none", use_gradient_checkpointing: Recompute = "unsloth",
         use_rslora: bool = False, use_dora: bool = False, modules_to_save: Sequence[str] | None = None,
         init_lora_weights: bool | str = True, loftq_config: dict[str, Any] | None = None,
@@ -190,7 +191,7 @@ class FastLanguageModel:
     save_pretrained_merged = staticmethod(saving.save_pretrained_merged)
 
 
-def _with_length(adapted: Any, length: int | None) -> Any:
+def _with_length(adapted: HFModel, length: int | None) -> Any:
     adapted.max_seq_length = length
     return adapted
 
@@ -215,7 +216,7 @@ class FastVisionModel(FastModel):
     """The same, for scripts that train on text alone under this name."""
 
     @staticmethod
-    def get_peft_model(model: Any, *given: Any, **named: Any) -> Any:
+    def get_peft_model(model: HFModel, *given: Any, **named: Any) -> Any:
         if isinstance(model, torch.nn.Module) and beside_text(model) and "finetune_vision_layers" not in named:
             say_once("FastVisionModel: only the text model gets an adapter; the layers that read images stay frozen")
         return FastModel.get_peft_model(model, *given, **named)

@@ -10,13 +10,14 @@ import torch
 from pronghorn.compat.dropin.arguments import DEFAULT_LENGTH
 from pronghorn.errors import CommandError, ModelError
 from pronghorn.kernels.runtime.dispatch import say_once
+from pronghorn.model.hf_types import HFModel, Tokenizer
 from pronghorn.model.text_stack import backbone
 
 STRETCHED = ("default", "linear")  # types of RoPE whose frequencies are divided by the factor
 KEPT = ("llama3", "yarn")  # made for long texts: they go on behind their last position as they are
 
 
-def set_length(model: Any, tokenizer: Any, length: int | None, name: str) -> None:
+def set_length(model: HFModel, tokenizer: Tokenizer, length: int | None, name: str) -> None:
     """None: as long as the model was made for."""
     if length is not None and length < 1:
         raise CommandError(what=f"max_seq_length={length}", fix="set the maximum sequence length in tokens, such as 2048")
@@ -32,7 +33,7 @@ def set_length(model: Any, tokenizer: Any, length: int | None, name: str) -> Non
     model.max_seq_length = tokenizer.model_max_length = length
 
 
-def _scale_rope(model: Any, length: int, made_for: int, name: str) -> None:
+def _scale_rope(model: HFModel, length: int, made_for: int, name: str) -> None:
     """RoPE for `length` positions, in the model's config, which exports write, and in its module. The module is built by the
     family's own class, and its frequencies must be those of before, divided by the factor: a family that computes them in
     another way is refused."""

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pronghorn.errors import CommandError
+
+if TYPE_CHECKING:
+    from pronghorn.model.hf_types import Tokenizer
 
 SYSTEM, INPUT, OUTPUT = "{SYSTEM}", "{INPUT}", "{OUTPUT}"
 DEFAULT_SYSTEM = (
@@ -25,7 +28,7 @@ class Pieces(NamedTuple):
     end: str  # behind an answer
 
 
-def template_of(text: str, tokenizer: Any, system: str | None = None) -> str:
+def template_of(text: str, tokenizer: Tokenizer, system: str | None = None) -> str:
     """A chat template for this tokenizer. `system` stands for {SYSTEM} where a conversation has no system message."""
     start = tokenizer.bos_token or ""
     pieces = pieces_of(text.removeprefix(start))
@@ -97,7 +100,7 @@ def _two_turns(head: str, answer: str, tail: str) -> Pieces:
     return Pieces(opening.removesuffix(gap), question, answer, closing)
 
 
-def _ends(text: str, tokenizer: Any) -> bool:
+def _ends(text: str, tokenizer: Tokenizer) -> bool:
     return any(token in text for token in {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special})
 
 

@@ -1,4 +1,4 @@
-"""Who decides whether layers are computed again in backward (gradient checkpointing), in scripts with a trainer of their own.
+"""Gradient checkpointing in scripts with a trainer of their own: which setting decides whether layers recompute in backward.
 
 `use_gradient_checkpointing` True or False is the user's word: it stands, whatever a trainer does by default (TRL's turns
 recomputing on). "unsloth", and saying nothing, leaves it to the memory that there is: at the first batch, and at every
@@ -13,8 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
+from pronghorn.compat.captured_layers import rounded
 from pronghorn.compat.dropin.arguments import Recompute
+from pronghorn.compat.outer_loop import loop_of
 from pronghorn.errors import EnvironmentFault, ModelError, RecipeError
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.memory.costs import predicted_costs
@@ -23,11 +26,10 @@ from pronghorn.memory.gpus import local_gpu, reckoned_with
 from pronghorn.memory.job import FP32, Job, Method, local_target, shape_of
 from pronghorn.memory.levels import KEEP, Problem
 from pronghorn.memory.plan import Plan, make_plan
-from pronghorn.model.captured_layers import rounded
 from pronghorn.model.causal_lm import FastCausalLM, base_of, engine_of
 from pronghorn.model.formats.table import storage_of
+from pronghorn.model.hf_types import HFModel
 from pronghorn.model.load import without_progress_bars
-from pronghorn.model.text_stack import is_classifier
 
 ASKED = "_pronghorn_recompute"  # attribute of the model instance: the user's word
 PLANNED: Recompute = "unsloth"
@@ -35,7 +37,7 @@ ASIDE = 2**30  # bytes that are left for a trainer's own loss and metrics
 MARGIN = 0.03  # of what is free, for fragments and what a prediction does not know
 
 
-def set_recompute(model: Any, asked: Recompute | None) -> None:
+def set_recompute(model: HFModel, asked: Recompute | None) -> None:
     """What was asked for before stands where nothing definite is asked for now."""
     base, engine = base_of(model), engine_of(model)
     stands = asked if isinstance(asked, bool) else getattr(base, ASKED, PLANNED)
@@ -43,15 +45,15 @@ def set_recompute(model: Any, asked: Recompute | None) -> None:
     if engine is None:
         _of_own_layers(base, bool(stands))
         return
-    plans = stands == PLANNED and engine.backbone.embed_tokens.weight.is_cuda
-    engine.chooser = KeptByMemory(engine) if plans else None
+    plans = stands == PLANNED and engine.embeddings.weight.is_cuda
+    loop_of(base).chooser = KeptByMemory(engine) if plans else None
     for layer in engine.layers:
         layer.recompute, layer.planned = None if plans else bool(stands), plans
     base.gradient_checkpointing_enable = types.MethodType(gradient_checkpointing_enable, base)
     base.enable_input_require_grads = types.MethodType(enable_input_require_grads, base)
 
 
-def _of_own_layers(base: Any, recompute: bool) -> None:
+def _of_own_layers(base: PreTrainedModel, recompute: bool) -> None:
     if recompute:
         with without_progress_bars():
             base.gradient_checkpointing_enable()
@@ -63,7 +65,7 @@ def _of_own_layers(base: Any, recompute: bool) -> None:
 # ---- what trainers call, on the instance: named as the methods whose place they take, which a pickle goes by -----------------
 
 
-def gradient_checkpointing_enable(base: Any, *args: Any, **kwargs: Any) -> None:
+def gradient_checkpointing_enable(base: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
     stands = getattr(base, ASKED, PLANNED)
     if stands is False:
         say_once("gradient checkpointing stays off: use_gradient_checkpointing=False overrides the trainer's default")
@@ -76,7 +78,7 @@ def gradient_checkpointing_enable(base: Any, *args: Any, **kwargs: Any) -> None:
         type(base).gradient_checkpointing_enable(base, *args, **kwargs)  # for calls that run on the model's own layers
 
 
-def enable_input_require_grads(base: Any) -> None:
+def enable_input_require_grads(base: PreTrainedModel) -> None:
     """Reentrant checkpoints need embeddings with a gradient; ours do not, and the gradient would cost time."""
 
 
@@ -99,7 +101,7 @@ class KeptByMemory:
         if tokens <= self._planned_for:
             return
         first, self._planned_for = not self._planned_for, rounded(tokens)
-        self.engine.captured.forget()  # whose memory counts as free
+        loop_of(self.engine.model).forget_graphs()  # whose memory counts as free
         try:
             job = job_of(self.engine, self._planned_for)
         except ModelError as error:  # nobody has written its sizes down
@@ -146,7 +148,7 @@ class KeptByMemory:
 
     @property
     def _device(self) -> torch.device:
-        device: torch.device = self.engine.backbone.embed_tokens.weight.device
+        device: torch.device = self.engine.embeddings.weight.device
         return device
 
     def _free_on_device(self) -> int:
@@ -187,11 +189,11 @@ def job_of(engine: FastCausalLM, tokens: int) -> Job:
         method,
         rank,
         tuple(sorted({name for name, _ in adapters})),
-        engine.backbone.embed_tokens.weight.element_size(),
-        graphed=engine.captured.on,
+        engine.embeddings.weight.element_size(),
+        graphed=loop_of(engine.model).captured.on,
         storage=stored.name if stored and stored.read else "auto",
-        scored=is_classifier(engine.model.config),
-        target=local_target(engine.backbone.embed_tokens.weight.device),
+        head=engine.head.name,
+        target=local_target(engine.embeddings.weight.device),
     )
 
 

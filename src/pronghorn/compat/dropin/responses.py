@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pronghorn.data.template.turn_parts import IGNORED, Marker, turn_parts
 from pronghorn.errors import CommandError, DataError, counted
 from pronghorn.kernels.runtime.dispatch import say_once
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import Trainer
+
+    from pronghorn.model.hf_types import Tokenizer
+
 
 def train_on_responses_only(
-    trainer: Any = None,
+    trainer: Trainer | None = None,
     instruction_part: str | None = None,
     response_part: str | None = None,
     force_match: bool = True,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer | None = None,
     return_function: bool = False,
     num_proc: int | None = None,
     last_response_only: bool = False,
@@ -35,7 +41,7 @@ def train_on_responses_only(
     if tokenizer is None:
         raise CommandError(what="this trainer has no tokenizer", fix="pass processing_class=tokenizer to the trainer")
     marker = _marker(getattr(tokenizer, "tokenizer", tokenizer), instruction_part, response_part, last_response_only)
-    if return_function:
+    if trainer is None or return_function:
         return marker
     collator = type(trainer.data_collator)
     if collator.__name__ == "DataCollatorForLanguageModeling" and collator.__module__.startswith("transformers."):
@@ -45,7 +51,7 @@ def train_on_responses_only(
             fix="pass data_collator=DataCollatorForSeq2Seq(tokenizer), or use SFTTrainer",
         )
 
-    def labelled(data: Any, name: str) -> Any:
+    def labelled(data: Dataset, name: str) -> Any:
         return _labelled(data, marker, name, num_proc)
 
     if trainer.train_dataset is not None:
@@ -58,7 +64,7 @@ def train_on_responses_only(
     return trainer
 
 
-def _marker(tokenizer: Any, instruction: str | None, response: str | None, last_only: bool) -> Marker:
+def _marker(tokenizer: Tokenizer, instruction: str | None, response: str | None, last_only: bool) -> Marker:
     if (instruction is None) != (response is None):
         raise CommandError(what="only one of instruction_part and response_part is set", fix="set both, or neither")
     if instruction is None or response is None:
@@ -66,7 +72,7 @@ def _marker(tokenizer: Any, instruction: str | None, response: str | None, last_
     return Marker(tokenizer, instruction, response, last_only=last_only)
 
 
-def _labelled(data: Any, marker: Marker, name: str, processes: int | None) -> Any:
+def _labelled(data: Dataset, marker: Marker, name: str, processes: int | None) -> Any:
     if "input_ids" not in (data.column_names or ()):
         raise DataError(
             what="the dataset is not tokenized",

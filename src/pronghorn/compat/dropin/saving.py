@@ -11,6 +11,7 @@ from pronghorn.compat.dropin.arguments import check_choice
 from pronghorn.compat.dropin.gguf import push_to_hub_gguf, save_pretrained_gguf
 from pronghorn.compat.dropin.hub_upload import send
 from pronghorn.errors import CommandError
+from pronghorn.model.hf_types import HFModel, Tokenizer
 from pronghorn.model.merge import save_merged
 
 METHODS = ("merged_16bit", "lora")
@@ -32,7 +33,11 @@ def _later(name: str, shown: str) -> NoReturn:
 
 
 def save_pretrained_merged(
-    model: Any, save_directory: str | Path, tokenizer: Any = None, save_method: str | None = "merged_16bit", **others: Any
+    model: HFModel,
+    save_directory: str | Path,
+    tokenizer: Tokenizer | None = None,
+    save_method: str | None = "merged_16bit",
+    **others: Any,
 ) -> None:
     """merged_16bit: one model folder, adapter added in float32 and rounded once; lora: the adapter, as PEFT has it."""
     check_others(save_pretrained_merged, others, SAVING)
@@ -55,7 +60,7 @@ def _method(asked: str | None) -> str:
     return method
 
 
-def save_lora(model: Any, save_directory: str | Path, **others: Any) -> None:
+def save_lora(model: HFModel, save_directory: str | Path, **others: Any) -> None:
     """The adapter, in PEFT's layout."""
     check_others(save_lora, others, SAVING)
     if not hasattr(model, "peft_config"):
@@ -65,7 +70,7 @@ def save_lora(model: Any, save_directory: str | Path, **others: Any) -> None:
     model.save_pretrained(str(Path(save_directory).expanduser()))
 
 
-def load_lora(model: Any, folder: str | Path, load_tensors: bool = True) -> Any:
+def load_lora(model: HFModel, folder: str | Path, load_tensors: bool = True) -> Any:
     """Puts the adapter of a folder into the model's own, which has to be like it. Returns the model."""
     from pronghorn.model.stored_adapter import replace_weights
 
@@ -86,9 +91,9 @@ def load_lora(model: Any, folder: str | Path, load_tensors: bool = True) -> Any:
 
 
 def push_to_hub_merged(
-    model: Any,
+    model: HFModel,
     repo_id: str,
-    tokenizer: Any = None,
+    tokenizer: Tokenizer | None = None,
     save_method: str | None = "merged_16bit",
     token: str | bool | None = None,
     private: bool | None = None,
@@ -108,11 +113,11 @@ def push_to_hub_merged(
         )  # fmt: skip
 
 
-def save_pretrained_torchao(_model: Any, *_: Any, **__: Any) -> NoReturn:
+def save_pretrained_torchao(_model: HFModel, *_: Any, **__: Any) -> NoReturn:
     _later("save_pretrained_torchao", "save_pretrained_torchao")
 
 
-def fast_generate(_model: Any, *_: Any, **__: Any) -> NoReturn:
+def fast_generate(_model: HFModel, *_: Any, **__: Any) -> NoReturn:
     raise CommandError(
         what="fast_generate is not supported",
         why="it is vLLM's generate, and Pronghorn does not use vLLM",

@@ -8,6 +8,7 @@ from typing import Any
 from pronghorn.errors import CommandError
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.hf_adapter import FUSED, TRAINED_WHOLE, ends_one_of, last_name
+from pronghorn.model.hf_types import HFModel
 from pronghorn.model.lora import text_linears
 from pronghorn.model.text_stack import beside_text
 
@@ -23,7 +24,7 @@ ATTENTION = ("attn", "attention", "self_attn", "self_attention", "linear_attn", 
 MLP_NAMES = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "experts")
 
 
-def chosen_targets(model: Any, asked: Sequence[str] | str | None, switches: dict[str, Any]) -> Sequence[str] | str:
+def chosen_targets(model: HFModel, asked: Sequence[str] | str | None, switches: dict[str, Any]) -> Sequence[str] | str:
     """`switches`: those that were given. The text model is what trains, whatever else there is."""
     beside = beside_text(model)
     for name, what in SENSES.items():
@@ -67,7 +68,11 @@ def chosen_targets(model: Any, asked: Sequence[str] | str | None, switches: dict
 
 
 def require_same_adapter(
-    model: Any, targets: Sequence[str] | str, modules_to_save: Sequence[str] | None, layers: Sequence[int] | None, **asked: Any
+    model: HFModel,
+    targets: Sequence[str] | str,
+    modules_to_save: Sequence[str] | None,
+    layers: Sequence[int] | None,
+    **asked: Any,
 ) -> None:
     """For a model that has an adapter: refuses another one than it has."""
     config = model.peft_config[model.active_adapter]
@@ -91,7 +96,7 @@ def require_same_adapter(
     say_once("get_peft_model: the model already has this adapter; training continues with it")
 
 
-def _same_names(model: Any, has: list[str], asked: list[str]) -> bool:
+def _same_names(model: HFModel, has: list[str], asked: list[str]) -> bool:
     if asked == ["all-linear"]:
         adapted = {"base_layer", "lora_A", "lora_B", "lm_head"}  # what stands inside an adapter, and the head
         return all(adapted & set(path.split(".")) for path in text_linears(model))

@@ -10,11 +10,15 @@ import functools
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pronghorn.errors import CommandError, EnvironmentFault
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.causal_lm import base_of
+from pronghorn.model.hf_types import HFModel
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 HOME = "pronghorn.trainer"  # where a pickle finds the classes
 # What scripts still give the trainer, and what its arguments call it.
@@ -37,7 +41,7 @@ def PatchFastRL(*_: Any, **__: Any) -> None:  # noqa: N802
     """Nothing to do, as above."""
 
 
-def unsloth_train(trainer: Any, *given: Any, **named: Any) -> Any:
+def unsloth_train(trainer: Trainer, *given: Any, **named: Any) -> Any:
     """`trainer.train()`: older scripts call it so, for sums that transformers has right by now."""
     return trainer.train(*given, **named)
 
@@ -115,7 +119,7 @@ def _with_arguments(given: tuple[Any, ...], named: dict[str, Any], moved: dict[s
     return given, named | {"args": arguments}
 
 
-def set_embedding_rate(optimizer: Any, model: Any, rate: float) -> None:
+def set_embedding_rate(optimizer: Any, model: HFModel, rate: float) -> None:
     """Puts what trains of embeddings and head into groups with this learning rate. Before the first step."""
     base = base_of(model)
     ends = (base.get_input_embeddings(), base.get_output_embeddings())

@@ -12,6 +12,9 @@ import functools
 from typing import Any
 
 import torch
+from transformers import BatchEncoding
+
+from pronghorn.model.hf_types import Tokenizer
 
 METHOD = "apply_chat_template"
 
@@ -19,11 +22,11 @@ METHOD = "apply_chat_template"
 class Ids(torch.Tensor):
     """Token ids, and beside them what else the tokenizer gave. Whatever is computed from it is a plain tensor."""
 
-    encoding: Any
+    encoding: BatchEncoding
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def of(encoding: Any) -> Ids:
+    def of(encoding: BatchEncoding) -> Ids:
         ids: Ids = encoding["input_ids"].as_subclass(Ids)
         ids.encoding = encoding
         return ids
@@ -52,7 +55,7 @@ class Ids(torch.Tensor):
         return self.encoding["attention_mask"]
 
 
-def with_ids(tokenizer: Any) -> Any:
+def with_ids(tokenizer: Tokenizer) -> Any:
     """The same tokenizer, whose chat template gives ids. It answers as before to who says `return_dict`."""
     inner = getattr(tokenizer, "tokenizer", None)  # of a processor; it has the same method
     for one in (tokenizer, inner):
@@ -61,7 +64,7 @@ def with_ids(tokenizer: Any) -> Any:
     return tokenizer
 
 
-def _apply(tokenizer: Any, *args: Any, **kwargs: Any) -> Any:
+def _apply(tokenizer: Tokenizer, *args: Any, **kwargs: Any) -> Any:
     result = getattr(type(tokenizer), METHOD)(tokenizer, *args, **kwargs)
     if "return_dict" in kwargs or kwargs.get("return_assistant_tokens_mask") or not hasattr(result, "data"):
         return result

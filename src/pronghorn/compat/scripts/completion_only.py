@@ -9,6 +9,7 @@ import torch
 
 from pronghorn.compat.scripts.notes import Notes
 from pronghorn.errors import CommandError
+from pronghorn.model.hf_types import Tokenizer
 
 READ = ("input_ids", "attention_mask")  # what else a row has is not for the model
 
@@ -23,7 +24,7 @@ class DataCollatorForCompletionOnlyLM:
         response_template: str | Sequence[int],
         instruction_template: str | Sequence[int] | None = None,
         *,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         mlm: bool = False,
         ignore_index: int = -100,
         padding_free: bool = False,

@@ -105,19 +105,19 @@ def everything() -> str:
 
 
 @dataclass(frozen=True)
-class Found:
+class Finding:
     where: str
     what: str
     missing: bool = False
 
 
-def of_script(path: Path) -> list[Found]:
+def of_script(path: Path) -> list[Finding]:
     """What of a script is adapted or missing, in its order."""
     if not path.is_file():
         raise CommandError(what="script not found", where=str(path), fix="pronghorn run --explain script.py")
-    found: list[Found] = []
+    found: list[Finding] = []
     for name, source, cell in _sources(path):
-        found += [Found(name, f"skipped: {line}") for line in (cell.skipped if cell else ())]
+        found += [Finding(name, f"skipped: {line}") for line in (cell.skipped if cell else ())]
         try:
             tree = ast.parse(source)
         except SyntaxError as error:
@@ -127,7 +127,7 @@ def of_script(path: Path) -> list[Found]:
         off = {id(node) for block in ast.walk(tree) if _is_off(block) for one in block.body for node in ast.walk(one)}
         for node in sorted((node for node in ast.walk(tree) if hasattr(node, "lineno")), key=lambda node: node.lineno):
             found += [
-                Found(f"{name}:{node.lineno}", what + (OFF if id(node) in off else ""), missing)
+                Finding(f"{name}:{node.lineno}", what + (OFF if id(node) in off else ""), missing)
                 for what, missing in _of_node(node)
             ]
     return found
@@ -239,7 +239,7 @@ def _of_model_call(name: str, given: dict[str, Any]) -> list[tuple[str, bool]]:
     return [(f"{name}({what}) is not supported: {why}", True) for what, why in refused.items()]
 
 
-def as_text(path: Path, found: list[Found]) -> str:
+def as_text(path: Path, found: list[Finding]) -> str:
     lines = []
     for title, missing in (("adapted", False), ("not supported", True)):
         rows = [one for one in found if one.missing is missing]

@@ -7,6 +7,7 @@ too, which gives objects of the real class: trainers save them, by the name of t
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -145,7 +146,7 @@ def with_plain_ids(real: type, first: int | None) -> type:
     return _derived(real, type(real), {"from_pretrained": staticmethod(wrapped)})
 
 
-def returning_ids(function: Any) -> Any:
+def returning_ids(function: Callable[..., Any]) -> Any:
     @functools.wraps(function)
     def wrapped(*given: Any, **named: Any) -> Any:
         from pronghorn.compat.scripts.chat_ids import with_ids

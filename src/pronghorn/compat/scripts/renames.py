@@ -11,10 +11,15 @@ import inspect
 import sys
 from collections.abc import Iterable
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pronghorn.compat.scripts.notes import Notes
 from pronghorn.errors import CommandError
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+    from pronghorn.model.hf_types import HFModel
 
 # old -> new, with the same meaning
 RENAMED = {
@@ -251,18 +256,18 @@ def translate_trainer(cls: type, given: dict[str, Any], notes: Notes) -> dict[st
     return result
 
 
-def _values(settings: Any) -> dict[str, Any]:
+def _values(settings: TrainingArguments) -> dict[str, Any]:
     """As TRL itself makes one of its own out of TrainingArguments."""
     return {**settings.to_dict(), "hub_token": settings.hub_token}
 
 
-def remember(settings: Any, given: Iterable[str]) -> Any:
+def remember(settings: TrainingArguments, given: Iterable[str]) -> Any:
     """Which values are the script's own: an object does not tell them from defaults."""
     setattr(settings, GIVEN, frozenset(given))
     return settings
 
 
-def _with_length(cls: type, settings: Any, moved: dict[str, Any], model: Any, notes: Notes) -> Any:
+def _with_length(cls: type, settings: TrainingArguments, moved: dict[str, Any], model: HFModel, notes: Notes) -> Any:
     """Where no trainer is told a length, scripts mean the model's; TRL 1.15 would cut every row after its own 1,024 tokens."""
     length = getattr(model, "max_seq_length", None)
     said = {"max_length", "max_seq_length"} & {*moved, *getattr(settings, GIVEN, {"max_length"})}
@@ -278,7 +283,7 @@ def _with_length(cls: type, settings: Any, moved: dict[str, Any], model: Any, no
     return settings
 
 
-def _with(settings: Any, config: type, moved: dict[str, Any], trainer: str, notes: Notes) -> Any:
+def _with(settings: TrainingArguments, config: type, moved: dict[str, Any], trainer: str, notes: Notes) -> Any:
     """A copy with these values; what a trainer is given itself goes before what its arguments say."""
     quiet = Notes(lambda text: None)
     wanted = translate_arguments(config, moved, quiet)

@@ -7,7 +7,7 @@ import linecache
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
@@ -152,7 +152,7 @@ def exit_code(error: BaseException) -> int:
     return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
-def show(error: BaseException, path: Path, hook: Any) -> None:
+def show(error: BaseException, path: Path, hook: Callable[..., Any]) -> None:
     """On stderr; or through `sys.excepthook`, where that is no longer `hook`: the script has set another, or a library has."""
     sys.stdout.flush()
     if sys.excepthook is hook or isinstance(error, SystemExit):

@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pronghorn.compat.scripts.notes import Notes
 from pronghorn.errors import CommandError, DataError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    from pronghorn.model.hf_types import Tokenizer
 
 TOKENS_OF_PAIRS = {"input_ids_chosen": "chosen_ids", "input_ids_rejected": "rejected_ids"}
 ROWS_COMPARED = 100  # a script masks labels in every row, or in none
@@ -53,7 +58,7 @@ def _without_doubled_labels(given: dict[str, Any], notes: Notes) -> dict[str, An
         return given
     padding = getattr(getattr(collator, "tokenizer", None), "pad_token_id", None)
     for key in ("train_dataset", "eval_dataset"):
-        data: Any = given.get(key)
+        data: Dataset = given.get(key)
         if not {"input_ids", "labels"} <= set(getattr(data, "column_names", None) or ()):
             continue
         if not all(_same_labels(row, padding) for row in itertools.islice(iter(data), ROWS_COMPARED)):
@@ -77,7 +82,7 @@ def _with_renamed_columns(given: dict[str, Any], notes: Notes) -> dict[str, Any]
     """Tokens that a script prepared for a RewardTrainer of before."""
     result = dict(given)
     for key in ("train_dataset", "eval_dataset"):
-        data: Any = given.get(key)
+        data: Dataset = given.get(key)
         found = {old: new for old, new in TOKENS_OF_PAIRS.items() if old in (getattr(data, "column_names", None) or ())}
         if len(found) == len(TOKENS_OF_PAIRS):
             notes.say(f"{key}: " + ", ".join(f"column {old} becomes {new}" for old, new in found.items()))
@@ -90,7 +95,7 @@ def _with_prompts_as_messages(given: dict[str, Any], notes: Notes) -> dict[str, 
     out of the answers then, and fails now."""
     result = dict(given)
     for key in ("train_dataset", "eval_dataset"):
-        data: Any = given.get(key)
+        data: Dataset = given.get(key)
         if not {"prompt", "chosen", "rejected"} <= set(getattr(data, "column_names", None) or ()):
             continue
         first = next(iter(data), {"prompt": None})
@@ -115,11 +120,11 @@ def _same_labels(row: dict[str, Any], padding: int | None) -> bool:
 
 
 class Reader:
-    def __init__(self, field: str, formatting: Callable[[Any], Any] | None, tokenizer: Any, notes: Notes) -> None:
+    def __init__(self, field: str, formatting: Callable[[Any], Any] | None, tokenizer: Tokenizer, notes: Notes) -> None:
         self.field, self.formatting, self.notes = field, formatting, notes
         self.tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
 
-    def read(self, data: Any, name: str) -> Any:
+    def read(self, data: Dataset, name: str) -> Any:
         columns = list(getattr(data, "column_names", None) or ())
         if "input_ids" in columns or not columns:
             return data
@@ -136,7 +141,7 @@ class Reader:
             data = data.remove_columns(beside)
         return self._with_one_first_token(data, name)
 
-    def _with_one_first_token(self, data: Any, name: str) -> Any:
+    def _with_one_first_token(self, data: Dataset, name: str) -> Any:
         first = getattr(self.tokenizer, "bos_token", None)
         rows: Any = iter(data)
         text = next(rows, {self.field: None})[self.field]

@@ -31,15 +31,14 @@ from pronghorn.data.read.reading import (
     Chunk,
     Name,
     Part,
-    Reading,
     SourceCount,
     bad_rows,
     expected_rows,
     key_of,
     parts_of,
+    read_chunks,
     told_of,
 )
-from pronghorn.data.read.source_files import BadRow
 from pronghorn.errors import EnvironmentFault, counted
 from pronghorn.folders import cache_folder
 from pronghorn.recipe import Data
@@ -165,7 +164,7 @@ class _Counts:
     sources: list[SourceCount] = field(default_factory=list)  # of all parts, also of those without a row
 
     def add(self, note: Note) -> None:
-        """Of one chunk more."""
+        """Adds the counts of one more chunk."""
         for name in COUNTED:
             setattr(self, name, getattr(self, name) + note.get(name, 0))
         before = self.sources[note["part"]]
@@ -215,7 +214,7 @@ class _Tokenizing:
         with self._stage("read"):
             self._expected = expected_rows(self._found)
         with EncodingPool(self._encoder, waiting=self._progress) as pool:
-            for chunk in Reading(self._found, self._stage).chunks(CHUNK):
+            for chunk in read_chunks(self._found, CHUNK, self._stage):
                 if self._is_there(chunk):
                     continue
                 with self._stage("read"):
@@ -234,9 +233,7 @@ class _Tokenizing:
             sources.require_unchanged(part.source, state)  # else the cache would have these rows under the digest of others
         counts = self.counts
         if counts.bad and (self._spec.bad_rows == "stop" or counts.bad == counts.read):
-            with partial.aside.open(encoding="utf-8") as lines:
-                first = [BadRow(**json.loads(line)) for line in itertools.islice(lines, 1 + FIRST_BAD_ROWS)]
-            raise bad_rows(first, counts.bad, counts.read)
+            raise bad_rows(list(itertools.islice(partial.bad(), 1 + FIRST_BAD_ROWS)), counts.bad, counts.read)
         self._tell("tokenizing", counts.read, counts.read)
 
     def _write(self, partial: PartialTable, done: Sequence[Encoded]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
@@ -20,12 +20,15 @@ from pronghorn.data.encode.tokens import Ints, Span, TokenRow, record_batch
 from pronghorn.data.encode.words import words_of
 from pronghorn.data.preference.preference_rows import Group
 from pronghorn.data.read.example_json import example_to_json
-from pronghorn.data.read.formats import Example, asks_to_train, only_read
+from pronghorn.data.read.formats import Example
 from pronghorn.data.read.source_files import BadRow, excerpt
+from pronghorn.data.template.chat_messages import asks_to_train, only_read
 from pronghorn.data.template.rendering import RowError
 from pronghorn.data.template.templates import ChatTemplate, chat_template
-from pronghorn.data.template.token_runs import runs_of
 from pronghorn.errors import DataError
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding
 
 LossOn = Literal["auto", "assistant", "completion", "all"]
 Lose = Literal["refuse", "allow"]  # recipe.Data.lost
@@ -197,7 +200,7 @@ class Encoder:
     def _tokens_of_text(self, text: str, spans: Sequence[Span]) -> tuple[Ints, list[Span]]:
         """Tokenized whole, or in parts where a token straddles a border."""
         encoding = self._backend.encode(text, add_special_tokens=False)
-        ids, runs = np.array(encoding.ids, np.int32), runs_of(encoding, spans, len(text)) if spans else []
+        ids, runs = np.array(encoding.ids, np.int32), _runs(encoding, spans) if spans else []
         return (ids, runs) if self._first_wrong(ids, runs, text, spans) is None else self._tokens_of_parts(text, spans)
 
     def _tokens_of_parts(self, text: str, spans: Sequence[Span], literal: Sequence[Span] = ()) -> tuple[Ints, list[Span]]:
@@ -246,6 +249,12 @@ class Encoder:
             return True
         # A SentencePiece decoder drops the space before the first token: look at it in its place.
         return self._decode(ids[:last]).removeprefix(self._decode(ids[:first])) == said
+
+
+def _runs(encoding: Encoding, spans: Sequence[Span]) -> list[Span]:
+    """The run of tokens of each span of characters: a border falls before the first token that starts at it or behind it."""
+    starts = np.array(encoding.offsets, np.int64).reshape(-1, 2)[:, 0]
+    return [(int(a), int(b)) for a, b in np.searchsorted(starts, np.array(spans).reshape(-1, 2), side="left")]
 
 
 def _refuse_others_trained(example: Example) -> None:

@@ -128,7 +128,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def bytes_digest(path: Path) -> str:
-    """Of a regular file; "" where there is none."""
+    """SHA-256 of a regular file; "" where there is none."""
     try:
         if not path.is_file():
             return ""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pronghorn.data.template.rendering import within_limits
+from pronghorn.data.template.rendering import rendered
 from pronghorn.data.template.template_by_name import with_template
 from pronghorn.errors import CommandError, DataError, RecipeError
 from pronghorn.recipe import Data
@@ -54,10 +54,10 @@ def _ends_an_answer(tokenizer: Any, token: str) -> bool:
     if not tokenizer.chat_template:
         return False
     try:
-        said = within_limits(lambda: str(tokenizer.apply_chat_template(talk, tokenize=False)), talk, "")
+        said = rendered(tokenizer, talk)
     except DataError:
         return False  # told where rows are read
-    return said.rstrip().endswith(token)
+    return said is not None and said.rstrip().endswith(token)
 
 
 def _require_known(token: str, vocabulary: dict[str, int], where: str) -> None:

@@ -166,7 +166,7 @@ def _constructed(folder: Path, name: str, *, from_hub: bool) -> Any:
 
 
 def fingerprint(tokenizer: Any) -> str:
-    """Of a tokenizer or of `TokenizerFiles`: equal when the same text gives the same tokens."""
+    """Digest of a tokenizer or of `TokenizerFiles`: equal when the same text gives the same tokens."""
     if isinstance(tokenizer, TokenizerFiles):
         return tokenizer.fingerprint()
     files: TokenizerFiles | None = getattr(tokenizer, "pronghorn_files", None)
@@ -258,25 +258,16 @@ class ContentDigest:
 
     def __init__(self) -> None:
         self._parts = [hashlib.sha256() for _ in range(4)]
-        self._pairs: Any = None
 
-    def add(self, batch: Any) -> None:
-        self.add_columns(_flat(batch.column("ids")), _flat(batch.column("loss")))
-        if len(batch.schema) > len(SCHEMA):
-            self.add_pairs(_pair_columns(batch))
-
-    def add_columns(self, ids: tuple[Ints, Ints], loss: tuple[Ints, Ints]) -> None:
-        (ids_offsets, values), (loss_offsets, borders) = ids, loss
-        for part, array in zip(self._parts, (np.diff(ids_offsets), values, np.diff(loss_offsets), borders), strict=True):
-            part.update(np.ascontiguousarray(array).data)
-
-    def add_pairs(self, columns: Sequence[npt.NDArray[Any]]) -> None:
-        self._pairs = self._pairs or [hashlib.sha256() for _ in columns]
-        for part, array in zip(self._pairs, columns, strict=True):
+    def add(self, batch: pa.RecordBatch) -> None:
+        (ids_offsets, values), (loss_offsets, borders) = _flat(batch.column("ids")), _flat(batch.column("loss"))
+        arrays = [np.diff(ids_offsets), values, np.diff(loss_offsets), borders, *_pair_columns(batch)]
+        self._parts += [hashlib.sha256() for _ in arrays[len(self._parts) :]]
+        for part, array in zip(self._parts, arrays, strict=True):
             part.update(np.ascontiguousarray(array).data)
 
     def hexdigest(self) -> str:
-        return " ".join(part.hexdigest() for part in [*self._parts, *(self._pairs or ())])
+        return " ".join(part.hexdigest() for part in self._parts)
 
 
 class TokenTable:
@@ -302,7 +293,7 @@ class TokenTable:
         return cls.of_arrow(pa.Table.from_batches([record_batch(rows)]))
 
     @classmethod
-    def of_arrow(cls, table: Any, guard: Callable[[], None] | None = None, content: str = "") -> TokenTable:
+    def of_arrow(cls, table: pa.Table, guard: Callable[[], None] | None = None, content: str = "") -> TokenTable:
         """`guard` is called before rows are read, and may raise; `content`: where it is known."""
         base = _Columns(table, guard, content)
         rows = np.arange(base.count, dtype=np.int64)
@@ -328,12 +319,12 @@ class TokenTable:
         return self._base.text("example", self._rows[i])
 
     def examples_json(self, start: int, stop: int) -> list[str]:
-        """Of many rows at once, which is ten times as fast."""
+        """The examples of many rows at once, ten times as fast as one by one."""
         return self._base.texts("example", self._rows[start:stop])
 
     @property
     def content_of_all(self) -> str:
-        """Of the table that this is a view of; kept beside it in the cache."""
+        """Digest of the whole table that this is a view of."""
         return self._base.content()
 
     @property
@@ -361,7 +352,7 @@ class TokenTable:
         return TokenTable(self._base, rows, starts, stops, counts, pairs)
 
     def select_groups(self, groups: npt.NDArray[np.int64]) -> TokenTable:
-        """Of preference data: these groups, counted in this table; one that is named twice is there twice."""
+        """These groups of preference data, by their number in this table; a number given twice repeats its group."""
         assert self.pairs is not None
         rows, pairs = self.pairs.select_groups(groups)
         return self.select(rows).with_pairs(pairs)
@@ -392,63 +383,51 @@ class TokenTable:
 class _Columns:
     """The mapped columns as numpy views, one set per record batch."""
 
-    def __init__(self, table: Any, guard: Callable[[], None] | None, content: str) -> None:
+    def __init__(self, table: pa.Table, guard: Callable[[], None] | None, content: str) -> None:
         self.count: int = table.num_rows
-        self._guard, self._content = guard, content
-        self._text = {name: table.column(name) for name in ("where", "example")}
-        self._ids = [_flat(chunk) for chunk in table.column("ids").chunks]
-        self._loss = [_flat(chunk) for chunk in table.column("loss").chunks]
+        self._guard, self._content, self._table = guard or (lambda: None), content, table
+        self._ids, self._loss = ([_flat(chunk) for chunk in table.column(name).chunks] for name in ("ids", "loss"))
         sizes = [len(offsets) - 1 for offsets, _ in self._ids]
         self._first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         lengths = [np.diff(offsets) for offsets, _ in self._ids]
         self.lengths: Ints = np.concatenate([np.zeros(0, np.int32), *lengths]).astype(np.int32)
-        self._pairs = [_pair_columns(batch) for batch in table.to_batches()] if len(table.schema) > len(SCHEMA) else None
 
     def pairs(self) -> PairRows | None:
-        if self._pairs is None:
+        if len(self._table.schema) == len(SCHEMA):
             return None
-        none = [np.zeros(0, np.bool_), np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.float32)]
-        begins, roles, prefixes, margins = (np.concatenate(columns) for columns in zip(none, *self._pairs, strict=True))
+        begins, roles, prefixes, margins = _pair_columns(self._table)
         return PairRows(np.cumsum(begins, dtype=np.int64) - 1, roles, prefixes, margins)
 
     def content(self) -> str:
-        """Of all tokens and marks, however they are cut into record batches; the cache knows it without reading them."""
+        """Digest of all tokens and loss marks, independent of record batches; the cache knows it without reading them."""
         if not self._content:
             digest = ContentDigest()
-            for ids, loss in zip(self._ids, self._loss, strict=True):
-                digest.add_columns(ids, loss)
-            for columns in self._pairs or ():
-                digest.add_pairs(columns)
+            for batch in self._table.to_batches():
+                digest.add(batch)
             self._content = digest.hexdigest()
         return self._content
 
-    def _locate(self, row: int) -> tuple[int, int]:
-        if self._guard is not None:
-            self._guard()
-        chunk = int(np.searchsorted(self._first, row, side="right")) - 1
-        return chunk, int(row - self._first[chunk])
-
     def ids(self, row: int) -> Ints:
-        chunk, at = self._locate(row)
-        offsets, values = self._ids[chunk]
-        return values[offsets[at] : offsets[at + 1]]
+        return self._values(self._ids, row)
 
     def runs(self, row: int) -> Ints:
-        chunk, at = self._locate(row)
-        offsets, values = self._loss[chunk]
+        return self._values(self._loss, row)
+
+    def _values(self, chunks: Sequence[tuple[Ints, Ints]], row: int) -> Ints:
+        self._guard()
+        chunk = int(np.searchsorted(self._first, row, side="right")) - 1
+        at, (offsets, values) = int(row - self._first[chunk]), chunks[chunk]
         return values[offsets[at] : offsets[at + 1]]
 
     def text(self, name: str, row: int) -> str:
-        if self._guard is not None:
-            self._guard()
-        return str(self._text[name][int(row)].as_py())
+        self._guard()
+        return str(self._table.column(name)[int(row)].as_py())
 
     def texts(self, name: str, rows: npt.NDArray[np.int64]) -> list[str]:
         if not len(rows) or (np.diff(rows) != 1).any():
             return [self.text(name, int(row)) for row in rows]
-        if self._guard is not None:
-            self._guard()
-        return list(self._text[name].slice(int(rows[0]), len(rows)).to_pylist())
+        self._guard()
+        return list(self._table.column(name).slice(int(rows[0]), len(rows)).to_pylist())
 
     def label_counts(self) -> Ints:
         counts = [np.zeros(0, np.int64)]
@@ -463,11 +442,12 @@ class _Columns:
         return np.concatenate(counts).astype(np.int32)
 
 
-def _pair_columns(batch: Any) -> list[npt.NDArray[Any]]:
-    types = (np.bool_, np.int32, np.int32, np.float32)
-    return [np.array(batch.column(name).to_pylist(), of) for (name, _), of in zip(PAIR_FIELDS, types, strict=True)]
+def _pair_columns(batch: pa.RecordBatch | pa.Table) -> list[npt.NDArray[Any]]:
+    """Those of PAIR_FIELDS; none where rows stand for themselves."""
+    types = (np.bool_, np.int32, np.int32, np.float32) if len(batch.schema) > len(SCHEMA) else ()
+    return [np.array(batch.column(name).to_pylist(), of) for (name, _), of in zip(PAIR_FIELDS, types, strict=False)]
 
 
-def _flat(chunk: Any) -> tuple[Ints, Ints]:
+def _flat(chunk: pa.ListArray) -> tuple[Ints, Ints]:
     """Views of its buffers. `to_numpy` would import pandas first, where it is installed: 0.5 s of every start."""
     return cast(Ints, np.from_dlpack(chunk.offsets)), cast(Ints, np.from_dlpack(chunk.values))

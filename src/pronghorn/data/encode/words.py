@@ -77,8 +77,8 @@ def _byte_letters() -> list[str]:
 BYTES = _byte_letters()
 
 
-class Words:
-    """Of one tokenizer, as `words_of` found it."""
+class WordTable:
+    """The word look-up of one tokenizer, as `words_of` found it."""
 
     def __init__(self, backend: Any, word: re.Pattern[str], added: dict[str, int]) -> None:
         self._tokenize: Callable[[str], list[Any]] = backend.model.tokenize
@@ -164,7 +164,7 @@ def _runs(text: str, spans: Sequence[Span], words: Sequence[str], tokens: Sequen
 # Which tokenizers ---------------------------------------------------------------------------------------------------------
 
 
-def words_of(backend: Any) -> Words | None:
+def words_of(backend: Any) -> WordTable | None:
     """None for a tokenizer that does not go about it like this, or of which it is not known."""
     pattern = _pattern(_state(backend.pre_tokenizer))
     normalizer, added = _state(backend.normalizer), backend.get_added_tokens_decoder()
@@ -181,7 +181,7 @@ def words_of(backend: Any) -> Words | None:
         return None
     if any(backend.decode([number], skip_special_tokens=False) != token.content for number, token in added.items()):
         return None
-    return Words(backend, re.compile(in_python(pattern)), {token.content: number for number, token in added.items()})
+    return WordTable(backend, re.compile(in_python(pattern)), {token.content: number for number, token in added.items()})
 
 
 def _state(part: Any) -> Any:

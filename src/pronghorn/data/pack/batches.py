@@ -1,30 +1,27 @@
 """Packs into tensors: one `PackedBatch` a micro-batch, with all metadata built once, on the host, ahead of the step.
 
-T = capacity (tokens in a pack, padding included). The batches of a run have one of a few shapes (`Shapes`), so that a step can
-be captured once and replayed for ever.
+T = capacity (tokens in a pack, padding included); packs.py has the other axes. The batches of a run have one of a few shapes
+(`Shapes`), so that a step can be captured once and replayed for ever.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from pronghorn.data.pack.packing import Packs, max_documents, pack, pack_in_order
-from pronghorn.data.preference.pair_packing import groups_of, segments_of, shared_segments, slots, tokens_in
+from pronghorn.data.pack.packing import Packs, max_documents
+from pronghorn.data.preference.pair_packing import segments_of, shared_segments, slots
 from pronghorn.data.preference.pair_rows import pairs_of
+from pronghorn.packs import IGNORED, PackedBatch
 
 # Document boundaries come in multiples of this many. Kernels pay for each entry (FlashAttention-2's backward holds 128 rows of
 # float32 for every one of them, 2 GB for 1,026 entries of an 8B layer), so there is little padding.
 ENTRIES = 32
-ROW_STEPS = 16  # loss rows come in sixteenths of the capacity: the head computes 3 % too many rows on average, at most 6 %
-IGNORED = -100  # torch's cross-entropy skips this label
+STEPS = 16  # other axes come in sixteenths of their largest size: the head computes 3 % too many rows on average, at most 6 %
 
 
 class TokenRows(Protocol):
@@ -38,98 +35,19 @@ class TokenRows(Protocol):
     def loss(self, i: int) -> npt.NDArray[np.bool_]: ...
 
 
-@dataclass(frozen=True)
-class PackedBatch:
-    """One micro-batch. E = entries of `cu_seqlens`, N = loss rows, D = E slots for documents, of which the last is never used.
+class RowColumn(Protocol):
+    """What rows have beside tokens: one tensor of a pack (packs.py), row by row. Values that are places on T count from the
+    row's first token."""
 
-    Batches of preference data say of each document what it is in its group (`document_N`, `roles_D`, `firsts_D`), so that an
-    objective adds up log-probabilities by `index_add(0, document_N, ...)` into D sums and compares `sums[firsts_D]` with
-    `sums` wherever `roles_D > 0`.
+    counts: npt.NDArray[np.integer]  # entries of each row on the first axis that is named
 
-    A batch with shared prompts (`shares_prompts`) has the tokens that all answers of a group begin with only once. Its segments
-    follow each other group by group, each prompt right before its answers, then padding:
+    def __getitem__(self, row: int) -> npt.NDArray[Any]: ...
 
-        [prompt 1 | chosen 1 | rejected 1 | prompt 2 | chosen 2 | rejected 2 | ... | padding]
 
-    Each segment is a causal document of its own in `cu_seqlens`, and an answer also attends to all rows of its prompt
-    (`prompt_of_S`; kernels/attention/attention_shared.py, which reads keys from the prompt's first row to the answer's last: so
-    what is between them costs time). With a window positions count: `positions_T` goes on from the prompt's length in every
-    answer. The label of an answer's first token is predicted by the last row of its prompt: this row stands in `loss_rows` once
-    for each answer of the group, with its own `labels_N` and `document_N`. A group without a common token has no segment for
-    its prompt.
-    """
-
-    ids_T: torch.Tensor  # int64
-    labels_T: torch.Tensor  # int64, already shifted: labels_T[t] is the token to predict at t, or IGNORED; or see labels_N
-    positions_T: torch.Tensor  # int64, from 0 in each document; in an answer from its shared prompt's length on
-    cu_seqlens: torch.Tensor  # int32, document boundaries, padded by repeating T
-    loss_rows: torch.Tensor  # int64, the t with a label, padded with T - 1, which never has one
-    longest: int  # tokens in the longest document
-    typical: int  # mean length of the documents, each token counted
-    tokens: int  # real tokens: T less padding
-    loss_tokens: int  # labels: `loss_rows` less padding
-    documents: tuple[int, ...]  # row numbers in the table
-    given_KN: torch.Tensor | None = None  # float32, what an objective knows of each loss row (a reference's log-probabilities)
-    # of preference data:
-    document_N: torch.Tensor | None = None  # int64, the place in `documents` of each loss row's label; D - 1 in padding
-    roles_D: torch.Tensor | None = None  # int64: 0 chosen (KTO: desirable), 1 rejected (undesirable), 2.. more rejected; or -1
-    firsts_D: torch.Tensor | None = None  # int64, the place of the group's first document, the chosen one; its own where none
-    margins_D: torch.Tensor | None = None  # float32, the group's margin; 0 where the data has none
-    # of shared prompts:
-    labels_N: torch.Tensor | None = None  # int64, the label of each loss row, IGNORED in padding; replaces labels_T[loss_rows]
-    prompt_of_S: torch.Tensor | None = None  # int32 [E - 1], of each segment of `cu_seqlens` that of its prompt; -1 none
-
-    @property
-    def shares_prompts(self) -> bool:
-        return self.prompt_of_S is not None
-
-    @property
-    def row_labels(self) -> torch.Tensor:
-        """The label of each loss row, whether or not prompts are shared."""
-        return self.labels_T[self.loss_rows] if self.labels_N is None else self.labels_N
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """What makes two batches the same work: they may run through the same captured step."""
-        return len(self.ids_T), len(self.cu_seqlens), len(self.loss_rows), self.longest
-
-    @property
-    def every_row(self) -> bool:
-        """Whether `loss_rows` is simply every t: nothing has to be gathered."""
-        return self.labels_N is None and len(self.loss_rows) == len(self.ids_T)
-
-    def map(self, change: Any) -> PackedBatch:
-        """The same batch with `change` done to each tensor."""
-        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: change(t) for name, t in tensors.items() if isinstance(t, torch.Tensor)})
-
-    def beginning(self, tokens: int) -> PackedBatch:
-        """The first so many tokens, for who looks at shapes alone: every row has a loss if every row had one, else at most
-        half of them."""
-        rows = self.loss_rows[:tokens] if self.every_row else self.loss_rows.clamp(max=tokens - 1)[: tokens // 2]
-        given = None if self.given_KN is None else self.given_KN[:, : len(rows)]
-        labels, places = (None if known is None else known[: len(rows)] for known in (self.labels_N, self.document_N))
-        return replace(
-            self,
-            labels_N=labels,
-            document_N=places,
-            ids_T=self.ids_T[:tokens],
-            labels_T=self.labels_T[:tokens],
-            positions_T=self.positions_T[:tokens],
-            cu_seqlens=self.cu_seqlens.clamp(max=tokens),
-            loss_rows=rows,
-            given_KN=given,
-        )
-
-    def copy_from(self, other: PackedBatch) -> None:
-        """Overwrite the tensors, in place, with those of a batch of the same shape."""
-        for field in fields(self):
-            mine = getattr(self, field.name)
-            if isinstance(mine, torch.Tensor):
-                mine.copy_(getattr(other, field.name), non_blocking=True)
-
-    def to(self, device: torch.device | str) -> PackedBatch:
-        return self.map(lambda tensor: tensor.to(device, non_blocking=True))
+def extras_of(table: object) -> Mapping[str, RowColumn]:
+    """By the names of the pack's tensors; a table of text has none."""
+    found: Mapping[str, RowColumn] = getattr(table, "extras", {})
+    return found
 
 
 @dataclass(frozen=True)
@@ -140,10 +58,12 @@ class Shapes:
     same shape as the run it goes on with, so its sums have the same order.
     """
 
-    entries: tuple[int, ...]  # of cu_seqlens
-    rows: tuple[int, ...]  # of loss_rows; the last one is the capacity
+    sizes: Mapping[str, tuple[int, ...]]  # by axis; the largest of N is the capacity
     longest: int
     typical: int  # mean length of all documents, each token counted
+
+    def fit(self, axis: str, needed: int) -> int:
+        return next(size for size in self.sizes[axis] if size >= needed)
 
     @classmethod
     def planned(cls, table: TokenRows, packs: Packs, capacity: int) -> Shapes:
@@ -151,18 +71,25 @@ class Shapes:
         fits any pack there can be. Few sizes, because a step is captured for each."""
         starts, pairs, lengths = packs.starts[:-1], pairs_of(table), segments_of(table)
         documents = np.diff(packs.starts) + 2
-        rows = np.add.reduceat(table.loss_counts[packs.order], starts)
         longest = min(capacity, _rounded(int(lengths.max()), 128))
         most = max_documents(capacity) + 2 + capacity // longest
         if pairs is not None and pairs.shared:  # each group has one segment more, and two documents at least
             documents += np.add.reduceat(np.diff(pairs.groups[packs.order], prepend=-1) != 0, starts, dtype=np.int64)
             most += max_documents(capacity) // 2
-        return cls(
-            entries=tuple(sorted({*_sizes(documents, ENTRIES, 2 * ENTRIES), _rounded(most, ENTRIES)})),
-            rows=tuple(sorted({*_sizes(rows, max(16, capacity // ROW_STEPS), capacity // 8, capacity), capacity})),
-            longest=longest,
-            typical=_typical(lengths),
-        )
+
+        def of_counts(counts: npt.NDArray[np.integer], most: int) -> tuple[int, ...]:
+            needed = np.add.reduceat(counts[packs.order], starts)
+            return tuple(sorted({*_sizes(needed, max(16, most // STEPS), most // 8, most), most}))
+
+        sizes = {
+            "E": tuple(sorted({*_sizes(documents, ENTRIES, 2 * ENTRIES), _rounded(most, ENTRIES)})),
+            "N": of_counts(table.loss_counts, capacity),
+        }
+        for name, extra in extras_of(table).items():
+            axis, densest = next(iter(PackedBatch.columns[name].dims)), float((extra.counts / table.lengths).max())
+            if axis != "T":
+                sizes[axis] = of_counts(extra.counts, int(np.ceil(densest * capacity)))
+        return cls(sizes, longest=longest, typical=_typical(lengths))
 
 
 def _typical(lengths: npt.NDArray[np.integer]) -> int:
@@ -181,16 +108,12 @@ def _rounded(value: float, multiple: int) -> int:
     return max(1, -(-int(np.ceil(value)) // multiple)) * multiple
 
 
-def _padded(values: npt.NDArray[Any], size: int, fill: int) -> npt.NDArray[Any]:
-    return np.concatenate([values, np.full(size - len(values), fill, dtype=values.dtype)])
-
-
 def build_batch(
     table: TokenRows, rows: npt.NDArray[np.int64], capacity: int, pad_id: int = 0, shapes: Shapes | None = None
 ) -> PackedBatch:
     """Padding at the end is one more document, or several of the longest's length, without labels: attention needs no special
-    case for it. Without `rows`, all of it is padding. Without `shapes` the loss rows are not padded, and `longest` is this
-    pack's own.
+    case for it. Without `rows`, all of it is padding. Without `shapes` only tokens and boundaries are padded, and `longest` is
+    this pack's own.
     """
     documents = tuple(int(row) for row in rows)
     pairs = pairs_of(table)
@@ -217,172 +140,42 @@ def build_batch(
         once = np.bincount(loss_rows, minlength=capacity)[loss_rows] == 1
         labels[loss_rows[once]] = shared.labels[once]
 
-    count, entries, longest = len(loss_rows), _rounded(len(bounds), ENTRIES), int(document_lengths.max())
-    typical = _typical(document_lengths)
+    count, longest, typical = len(loss_rows), int(document_lengths.max()), _typical(document_lengths)
+    sizes = {"T": capacity, "N": count, "E": _rounded(len(bounds), ENTRIES)}
+    values: dict[str, npt.NDArray[Any]]
+    values = {"ids_T": ids, "labels_T": labels, "positions_T": positions, "cu_seqlens": bounds, "loss_rows": loss_rows}
+    assert shared is None or not extras_of(table), "prompts that have more than tokens cannot be shared"
+    values |= _extra_values(table, documents, begins)
+    for name in extras_of(table):
+        sizes |= {axis: values[name].shape[dim] for axis, dim in PackedBatch.columns[name].dims.items() if axis != "T"}
     if shapes is not None:
-        size = next(size for size in shapes.rows if size >= count)
-        every = size == capacity and shared is None
-        loss_rows = np.arange(capacity) if every else _padded(loss_rows, size, capacity - 1)
-        entries = next(size for size in shapes.entries if size >= len(bounds))
+        needed = sizes | {"E": len(bounds)}
+        sizes |= {axis: shapes.fit(axis, needed[axis]) for axis in shapes.sizes}
         longest, typical = shapes.longest, shapes.typical
-    known: dict[str, npt.NDArray[Any]] = {}
+        if sizes["N"] == capacity and shared is None:
+            values["loss_rows"] = loss_rows = np.arange(capacity)
+    entries = sizes["E"]
+    sizes |= {"D": entries, "S": entries - 1}
     if pairs is not None:
-        known = slots(pairs, rows, entries)
+        values |= slots(pairs, rows)
         if shared is None:
             place = np.searchsorted(bounds, loss_rows, side="right") - 1
-            known["document_N"] = np.where(labels[loss_rows] == IGNORED, entries - 1, place)
+            values["document_N"] = np.where(labels[loss_rows] == IGNORED, entries - 1, place)
         else:
-            known["document_N"] = _padded(shared.documents, len(loss_rows), entries - 1)
-            known["labels_N"] = _padded(shared.labels, len(loss_rows), IGNORED)
-            known["prompt_of_S"] = _padded(shared.prompts, entries - 1, -1)
-    return PackedBatch(
-        ids_T=torch.from_numpy(ids),
-        labels_T=torch.from_numpy(labels),
-        positions_T=torch.from_numpy(positions),
-        cu_seqlens=torch.from_numpy(_padded(bounds, entries, capacity)),
-        loss_rows=torch.from_numpy(loss_rows),
-        longest=longest,
-        typical=typical,
-        tokens=tokens,
-        loss_tokens=count,
-        documents=documents,
-        **{name: torch.from_numpy(values) for name, values in known.items()},
+            values |= {"document_N": shared.documents, "labels_N": shared.labels, "prompt_of_S": shared.prompts}
+    return PackedBatch.padded(
+        sizes, values, longest=longest, typical=typical, tokens=tokens, loss_tokens=count, documents=documents
     )
 
 
-@dataclass(frozen=True)
-class Cursor:
-    """Where the loader stands: the next pack to train on. All there is to save; the packs follow from (seed, epoch)."""
-
-    epoch: int = 0
-    pack: int = 0
-
-    def as_dict(self) -> dict[str, int]:
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class StepBatch:
-    """The micro-batches of one optimizer step; with several ranks, those of this one. Counts are of all ranks."""
-
-    batches: tuple[PackedBatch, ...]
-    after: Cursor  # where the loader stands once this step is done
-    epoch: float  # progress after this step, in epochs
-    elsewhere: tuple[int, int] = (0, 0)  # tokens and loss tokens of other ranks
-
-    @property
-    def tokens(self) -> int:
-        return sum(batch.tokens for batch in self.batches) + self.elsewhere[0]
-
-    @property
-    def loss_tokens(self) -> int:
-        """What the step's summed loss is divided by, however its tokens fell into micro-batches."""
-        return sum(batch.loss_tokens for batch in self.batches) + self.elsewhere[1]
-
-
-Complete = Callable[[PackedBatch, TokenRows], PackedBatch]  # adds what the run's objective knows of the rows
-
-
-class BatchLoader:
-    """Optimizer steps from `start` on, for ever, each built ahead of time by background threads.
-
-    Threads rather than processes: building 16,384 tokens of 79 documents takes 0.3 ms, nearly all of it in numpy, so a
-    thread never holds the step up, starts at once, and can pin memory. The order does not depend on how many there are.
-
-    With several ranks (`deal`: this one's number, and how many there are) the packs of a step are dealt out in turn. So a step
-    trains on the same packs for any number of ranks, and each rank knows the counts of all. One that gets none has an empty
-    pack; with `even`, so has one that gets fewer than others.
-
-    A step has `packs_per_step` packs or, with `rows_per_step`, so many rows (groups of preference rows) in as many packs as
-    they need.
-    """
-
-    def __init__(
-        self,
-        table: TokenRows,
-        *,
-        capacity: int,
-        seed: int,
-        workers: int,
-        packs_per_step: int = 1,
-        rows_per_step: int | None = None,
-        start: Cursor | None = None,
-        pad_id: int = 0,
-        pin: bool = False,
-        shapes: Shapes | None = None,
-        together: int = 1,
-        complete: Complete | None = None,
-        deal: tuple[int, int] = (0, 1),
-        even: bool = False,
-    ) -> None:
-        self._table, self._capacity, self._packs_per_step = table, capacity, packs_per_step
-        self._rows_per_step = rows_per_step
-        self._seed, self._workers, self._pad_id, self._pin, self._shapes = seed, workers, pad_id, pin, shapes
-        self._complete, self._deal, self._even = complete, deal, even
-        self._start, self._groups = start or Cursor(), groups_of(table, together)
-        self.first_epoch = self._pack(self._start.epoch)
-
-    def _pack(self, epoch: int) -> Packs:
-        return pack(self._groups, self._capacity, seed=self._seed, epoch=epoch, rows=self._rows_per_step)
-
-    def _build(self, packs: Packs, at: Cursor) -> StepBatch:
-        stop = packs.end_of_step(at.pack, self._packs_per_step)
-        rank, ranks = self._deal
-        mine = [packs[i] for i in range(at.pack + rank, stop, ranks)]
-        mine += [packs.order[:0]] * ((-(-(stop - at.pack) // ranks) if self._even else 1) - len(mine))
-        others = [packs[i] for i in range(at.pack, stop) if (i - at.pack) % ranks != rank]
-        batches = [build_batch(self._table, rows, self._capacity, self._pad_id, self._shapes) for rows in mine]
-        if self._complete is not None:
-            batches = [self._complete(batch, self._table) for batch in batches]
-        if self._pin:
-            batches = [batch.map(torch.Tensor.pin_memory) for batch in batches]
-        elsewhere = (
-            sum(tokens_in(self._table, rows) for rows in others),
-            sum(int(self._table.loss_counts[rows].sum()) for rows in others),
-        )
-        return StepBatch(tuple(batches), self._next(packs, at), epoch=at.epoch + stop / len(packs), elsewhere=elsewhere)
-
-    def _next(self, packs: Packs, at: Cursor) -> Cursor:
-        stop = packs.end_of_step(at.pack, self._packs_per_step)
-        return Cursor(at.epoch, stop) if stop < len(packs) else Cursor(at.epoch + 1, 0)
-
-    def __iter__(self) -> Iterator[StepBatch]:
-        return self._ahead() if self._workers else self._inline()
-
-    def _inline(self) -> Iterator[StepBatch]:
-        at, packs = self._start, self.first_epoch
-        while True:
-            yield self._build(packs, at)
-            following = self._next(packs, at)
-            if following.epoch != at.epoch:
-                packs = self._pack(following.epoch)
-            at = following
-
-    def _ahead(self) -> Iterator[StepBatch]:
-        pool = ThreadPoolExecutor(self._workers + 1, thread_name_prefix="pack")
-        try:
-            at, packs = self._start, self.first_epoch
-            next_packs = pool.submit(self._pack, at.epoch + 1)
-            waiting: deque[Future[StepBatch]] = deque()
-            while True:
-                while len(waiting) < self._workers + 1:
-                    waiting.append(pool.submit(self._build, packs, at))
-                    following = self._next(packs, at)
-                    if following.epoch != at.epoch:
-                        packs = next_packs.result()
-                        next_packs = pool.submit(self._pack, following.epoch + 1)
-                    at = following
-                yield waiting.popleft().result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
-def evaluation_batches(
-    table: TokenRows, capacity: int, pad_id: int = 0, together: int = 1, deal: tuple[int, int] = (0, 1)
-) -> Iterator[PackedBatch]:
-    """Every document once, in the table's order as far as packing allows; with several ranks, dealt out to them in turn, to
-    each as many packs as to any other: the last may be empty."""
-    packs, (rank, ranks) = pack_in_order(groups_of(table, together), capacity), deal
-    for first in range(0, len(packs), ranks):
-        rows = packs[first + rank] if first + rank < len(packs) else packs.order[:0]
-        yield build_batch(table, rows, capacity, pad_id)
+def _extra_values(table: TokenRows, documents: tuple[int, ...], begins: npt.NDArray[np.integer]) -> dict[str, npt.NDArray[Any]]:
+    """What the rows of a pack have beside tokens, one row behind the other."""
+    found = {}
+    for name, extra in extras_of(table).items():
+        column = PackedBatch.columns[name]
+        along = next(iter(column.dims.values()))
+        parts = [extra[row] for row in documents]
+        if column.of == "T":
+            parts = [part + begin for part, begin in zip(parts, begins, strict=True)]
+        found[name] = np.concatenate(parts or [extra[0].take(range(0), axis=along)], axis=along)
+    return found

@@ -33,13 +33,13 @@ def groups_of(table: TokenRows, together: int = 1) -> Groups:
 
 
 def tokens_in(table: TokenRows, rows: Longs) -> int:
-    """That these rows, whole groups of them, take in a pack."""
+    """Tokens that these rows, whole groups of them, take in a pack."""
     pairs = pairs_of(table)
     return int(table.lengths[rows].sum() if pairs is None else _tokens(table, pairs, rows).sum())
 
 
 def _tokens(table: TokenRows, pairs: PairRows, rows: Any) -> Longs:
-    """Of each row; a shared prompt is counted with the first row of its group."""
+    """Tokens of each row; a shared prompt counts with the first row of its group."""
     lengths: Longs = table.lengths[rows].astype(np.int64)
     if not pairs.shared:
         return lengths
@@ -131,13 +131,8 @@ def ends_of(table: TokenRows, rows: Longs, pad_id: int) -> Longs:
     return np.array(ends, np.int64)
 
 
-def slots(pairs: PairRows, rows: Longs, size: int) -> dict[str, npt.NDArray[Any]]:
-    """`roles_D`, `firsts_D` and `margins_D` of a pack with these rows, D = `size`."""
-    roles, margins = np.full(size, -1, np.int64), np.zeros(size, np.float32)
-    firsts = np.arange(size)
-    count = len(rows)
-    if count:
-        roles[:count], margins[:count] = pairs.roles[rows], pairs.margins[rows]
-        new = np.diff(pairs.groups[rows], prepend=-1) != 0
-        firsts[:count] = np.flatnonzero(new)[np.cumsum(new) - 1]
-    return {"roles_D": roles, "firsts_D": firsts, "margins_D": margins}
+def slots(pairs: PairRows, rows: Longs) -> dict[str, npt.NDArray[Any]]:
+    """`roles_D`, `firsts_D` and `margins_D` of a pack with these rows."""
+    new = np.diff(pairs.groups[rows], prepend=-1) != 0
+    firsts = np.flatnonzero(new)[np.cumsum(new) - 1]
+    return {"roles_D": pairs.roles[rows], "firsts_D": firsts, "margins_D": pairs.margins[rows]}

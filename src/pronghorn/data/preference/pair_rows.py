@@ -38,7 +38,7 @@ class PairRows:
         return rows, replace(self.select(rows), groups=np.repeat(np.arange(len(groups)), sizes))
 
     def cut(self, lengths: npt.NDArray[np.int32]) -> PairRows:
-        """Of rows that were cut to these lengths."""
+        """The same groups, with rows cut to these lengths."""
         return replace(self, prefixes=np.minimum(self.prefixes, lengths))
 
     @property
@@ -54,6 +54,6 @@ class PairRows:
 
 
 def pairs_of(table: object) -> PairRows | None:
-    """Of a table of preference data; None where rows stand for themselves."""
+    """The groups of a table of preference data; None where rows stand for themselves."""
     found: PairRows | None = getattr(table, "pairs", None)
     return found

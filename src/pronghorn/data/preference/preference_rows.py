@@ -15,7 +15,6 @@ before it, exactly as a supervised row would be; only the answer carries loss.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
@@ -42,9 +41,9 @@ from pronghorn.data.read.formats import (
     unused_columns,
     unused_in_messages,
 )
-from pronghorn.data.read.source_files import BadRow, RawRow, excerpt
+from pronghorn.data.read.source_files import BadRow, RawRow, UnfitError, excerpt
 from pronghorn.data.read.unread import refuse_media, refuse_unread_texts
-from pronghorn.data.template.chat_messages import SPEAKERS_AND_CALLERS, UnfitError, from_json, to_messages
+from pronghorn.data.template.chat_messages import SPEAKERS_AND_CALLERS, from_json, to_messages
 from pronghorn.errors import DataError
 from pronghorn.recipe_objective import Rows
 
@@ -174,7 +173,7 @@ def _refuse_other_marks(rows: Sequence[RawRow], where: str) -> None:
 
 
 def _require_answers(rows: Sequence[RawRow], where: str) -> None:
-    """That a side is empty now and then is told by its count, later."""
+    """Refuses a file in which one side is empty in every row; a few empty ones are counted later."""
     found = [(columns, row.fields) for row in rows if (columns := answer_columns(row.fields, empty=True))]
     for side, other in ((0, 1), (1, 0)):
         if all(fields[columns[side]] in ("", [], {}) for columns, fields in found):
@@ -188,7 +187,7 @@ def _require_answers(rows: Sequence[RawRow], where: str) -> None:
 
 
 def _how_to_name(columns: Sequence[str]) -> str:
-    """Of a file without pairs: what to do about its columns."""
+    """The fix for a file without pairs: how to name its columns."""
     for first, second in TWO_ANSWERS:
         two = [column for column in columns if re.fullmatch(first, column, re.IGNORECASE)]
         other = [column for column in columns if re.fullmatch(second, column, re.IGNORECASE)]
@@ -238,8 +237,7 @@ def to_groups(row: RawRow, layout: str, wanted: Rows) -> list[Group] | BadRow:
             return _marked(row, name)  # type: ignore[arg-type]
         group = _pair(row, next(known for known in LAYOUTS if known == name))
     except UnfitError as error:
-        shown = excerpt(json.dumps(row.fields, ensure_ascii=False, default=str))
-        return BadRow(row.where, str(error), shown, error.fix)
+        return error.bad(row)
     if wanted == "pairs":
         return [group]
     return [

@@ -111,7 +111,7 @@ def _spoken(messages: Sequence[dict[str, Any]]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Families:
-    """Of each unit, the first one that says the same; itself where none does."""
+    """For each unit the first one with the same text; itself where there is none."""
 
     exact: Longs
     near: Longs  # linked, one by one, by near copies; the exact ones are near, too
@@ -238,7 +238,7 @@ def _signs(hashes: npt.NDArray[np.uint64], owners: Longs, rows: int) -> npt.NDAr
 
 
 def _buckets(signs: npt.NDArray[np.uint16]) -> Iterator[npt.NDArray[np.uint64]]:
-    """Of each band, one number a row: rows that agree in the band have the same."""
+    """For each band a number per row: rows that agree in the band have the same number."""
     for start in range(0, _P, BAND_ROWS):
         number = np.zeros(len(signs), np.uint64)
         for place in range(BAND_ROWS):
@@ -271,7 +271,7 @@ def _families(marks: _Marks) -> tuple[Longs, Longs, Longs]:
 
 
 def _dropped(signs: npt.NDArray[np.uint16]) -> Longs:
-    """Of each row, the first that stays and is like it. A row is compared with those that stay, so that of a chain a ~ b ~ c
+    """For each row the first kept row that it resembles. Rows are compared with kept ones alone, so that of a chain a ~ b ~ c
     whose ends differ only b goes."""
     first = np.arange(len(signs))
     shared: list[list[int]] = [[] for _ in signs]  # of each row, the buckets that it is not alone in

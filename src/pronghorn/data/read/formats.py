@@ -8,7 +8,6 @@ pairs of better and worse answers, and answers marked as good or bad, are refuse
 from __future__ import annotations
 
 import difflib
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -16,21 +15,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pronghorn.data.preference.preferences import preference, refuse_ratings, refused
-from pronghorn.data.read.source_files import BadRow, RawRow, excerpt
+from pronghorn.data.read.json_rows import speaks
+from pronghorn.data.read.source_files import BadRow, RawRow, UnfitError
 from pronghorn.data.read.unread import refuse_media, refuse_unread_texts
-from pronghorn.data.template.chat_messages import (
-    UnfitError,
-    asks_to_train,
-    from_json,
-    only_read,
-    text_of_parts,
-    to_messages,
-    to_tools,
-    unused_keys,
-)
+from pronghorn.data.template.chat_messages import from_json, text_of_parts, to_messages, to_tools, unused_keys
 from pronghorn.errors import DataError
-
-__all__ = ["Example", "Format", "asks_to_train", "detect_format", "only_read", "to_example", "unused_columns"]
 
 # The names of recipe.RowFormat; and prompt/completion in plain text with a system text or tools beside them, which only a
 # conversation can hold: so all rows of such a file are conversations.
@@ -63,25 +52,10 @@ BESIDE: dict[Format, str] = {  # how a text beside these columns becomes part of
 }
 COLUMNS = (*CHAT_COLUMNS, "prompt", "completion", "instruction", "output", "text")
 OTHER_WORDS = {  # columns that mean one of ours; suggested, never assumed
-    "question": "prompt",
-    "query": "prompt",
-    "problem": "prompt",
-    "input": "prompt",
-    "response": "completion",
-    "answer": "completion",
-    "answers": "completion",
-    "solution": "completion",
-    "summary": "completion",
-    "highlights": "completion",
-    "target": "completion",
-    "chosen": "completion",
-    "dialogue": "messages",
-    "dialog": "messages",
-    "chat": "messages",
-    "content": "text",
-    "body": "text",
-    "document": "text",
-    "article": "text",
+    **dict.fromkeys(("question", "query", "problem", "input"), "prompt"),
+    **dict.fromkeys(("response", "answer", "answers", "solution", "summary", "highlights", "target", "chosen"), "completion"),
+    **dict.fromkeys(("dialogue", "dialog", "chat"), "messages"),
+    **dict.fromkeys(("content", "body", "document", "article"), "text"),
 }
 CONTEXTS = ("context", "article", "passage", "paragraph", "document", "schema")  # what a question is about
 TURNS_IN_A_TEXT = re.compile(
@@ -309,8 +283,7 @@ def to_example(row: RawRow, row_format: Format) -> Example | BadRow:
         choices = choices_of(row.fields)
         return replace(example, choices=choices) if choices and row_format != "text" else example
     except UnfitError as error:
-        shown = excerpt(json.dumps(row.fields, ensure_ascii=False, default=str))
-        return BadRow(row.where, str(error), shown, error.fix)
+        return error.bad(row)
 
 
 def _from_chat(row: RawRow) -> Example:
@@ -376,12 +349,7 @@ def _pair(row: RawRow) -> tuple[Any, Any]:
     for column in ("prompt", "completion"):
         value = row.fields[column]
         items = from_json(value) if isinstance(value, str) and value.lstrip().startswith("[") else None
-        messages = (
-            isinstance(items, list)
-            and bool(items)
-            and all(isinstance(item, dict) and ("role" in item or "from" in item) for item in items)
-        )
-        value = items if messages else value
+        value = items if speaks(items) else value
         found.append(value if isinstance(value, list | dict) else text_of(row, column))
     return found[0], found[1]
 

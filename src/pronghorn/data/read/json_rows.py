@@ -13,23 +13,15 @@ from collections import Counter
 from collections.abc import Generator, Iterator
 from typing import Any
 
-from pronghorn.data.read.source_files import BadRow, RawRow, Source, decoded, decodes, excerpt, not_utf8, opened
+from pronghorn.data.read.source_files import BadRow, RawRow, Source, UnfitError, decoded, decodes, excerpt, not_utf8, opened
 from pronghorn.errors import DataError
-
-
-class _NotAllowedError(ValueError):
-    """JSON that parses and still says nothing certain, and what to do about it."""
-
-    def __init__(self, why: str, fix: str) -> None:
-        super().__init__(why)
-        self.fix = fix
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
         key = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise _NotAllowedError(f"the key `{excerpt(key)}` appears twice in one object", "keep one of the two")
+        raise UnfitError(f"the key `{excerpt(key)}` appears twice in one object", "keep one of the two")
     return fields
 
 
@@ -37,7 +29,7 @@ def _number(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):  # NaN, Infinity, 1e999
         missing = "write null, as pandas' to_json does for a missing value, or leave the key out"
-        raise _NotAllowedError(
+        raise UnfitError(
             f"{excerpt(text)} is not a finite number", missing if text == "NaN" else "write a finite number, or null"
         )
     return number
@@ -78,12 +70,12 @@ def _not_json(error: json.JSONDecodeError) -> str:
 
 def _is_conversation(line: bytes) -> bool:
     try:
-        return _speaks(STRICT.decode(line.decode()))
+        return speaks(STRICT.decode(line.decode()))
     except (ValueError, RecursionError):
         return False
 
 
-def _speaks(value: Any) -> bool:
+def speaks(value: Any) -> bool:
     """Whether it is a list of messages without a column around it."""
     return (
         isinstance(value, list)
@@ -97,12 +89,12 @@ def _json_row(where: str, text: str) -> RawRow | BadRow:
         fields = STRICT.decode(text)
     except json.JSONDecodeError as error:
         return BadRow(where, _not_json(error), excerpt(text, error.pos), "write the row again as one JSON object")
-    except _NotAllowedError as error:
+    except UnfitError as error:
         return BadRow(where, str(error), excerpt(text), error.fix)
     except (RecursionError, ValueError) as error:
         why = "nested too deeply" if isinstance(error, RecursionError) else "an integer with more than 4,300 digits"
         return BadRow(where, why, excerpt(text), "write a simpler row")
-    if _speaks(fields):
+    if speaks(fields):
         fields = {"messages": fields}
     if not isinstance(fields, dict):
         return BadRow(where, "not an object with columns", excerpt(text), 'write an object, such as {"text": "..."}')

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from pronghorn.data.preference.preference_rows import Group, detect_groups, to_groups, unused_in_groups
-from pronghorn.data.read import clean, row_counts, sources
+from pronghorn.data.read import clean, sources
 from pronghorn.data.read.formats import Example, Format, detect_format, to_example, unused_columns
 from pronghorn.data.read.renaming import Renaming
 from pronghorn.data.read.source_files import BadRow, RawRow, Source
@@ -24,6 +24,7 @@ from pronghorn.recipe_objective import Rows as Wanted
 ROWS_TO_KNOW_A_FORMAT = 100
 TEXT = ("jsonl", "json", "csv", "tsv", "txt")  # kinds of files whose size tells their tokens
 LONGEST_ROW = 10_000_000  # characters that are tokenized without having been asked for: half a minute
+BLOCK = 1 << 20  # bytes read at once to count lines
 FIRST_BAD_ROWS = 3  # named in an error, besides the first of all
 Name = str | DataSource
 Stage = Callable[[str], AbstractContextManager[Any]]
@@ -124,54 +125,50 @@ class Chunk:
         return {"part": self.part, "format": self.format, "read": self.read, "empty": self.empty, "unused": sorted(self.unused)}
 
 
-class Reading:
+def read_chunks(parts: Sequence[Part], size: int, stage: Stage) -> Iterator[Chunk]:
     """One pass over the parts; no more is held than a chunk."""
-
-    def __init__(self, parts: Sequence[Part], stage: Stage) -> None:
-        self._parts, self._stage = parts, stage
-
-    def chunks(self, size: int) -> Iterator[Chunk]:
-        left = {part.entry: part.max_rows for part in self._parts if part.shared}
-        for number, part in enumerate(self._parts):
-            most = left[part.entry] if part.shared else part.max_rows
-            if most == 0:
-                continue
-            taken = 0
-            for chunk in self._of(number, part, most, size):
-                taken += len(chunk.raw)
-                yield chunk
-            if part.shared and most is not None:
-                left[part.entry] = most - taken
-
-    def _of(self, number: int, part: Part, most: int | None, size: int) -> Iterator[Chunk]:
-        unread: list[BadRow] = []  # rows that are not even JSON
-        reader: Iterator[RawRow] = itertools.islice(sources.read(part.source, unread.append), most)
-        with self._stage("read"):
-            head = list(itertools.islice(reader, ROWS_TO_KNOW_A_FORMAT))
-            if not head and unread:
-                raise bad_rows(unread, len(unread), len(unread))
-            if not part.renaming.nothing:
-                part.renaming.require_columns(head, part.source.name)
-                head, reader = [part.renaming(row) for row in head], map(part.renaming, reader)
-            if part.wanted == "documents":
-                row_format: str = detect_format(head, part.source.name, part.format)
-            else:
-                row_format = detect_groups(head, part.source.name, part.format, part.wanted)
-        rows: Iterator[RawRow] = itertools.chain(head, reader)
-        while True:
-            with self._stage("read"):
-                taken = list(itertools.islice(rows, size))
-                if not part.any_length:
-                    _refuse_endless(taken)
-                chunk = Chunk(number, row_format, len(taken) + len(unread), taken, unread.copy(), wanted=part.wanted)
-                unread.clear()
-            if not chunk.read:
-                return
+    left = {part.entry: part.max_rows for part in parts if part.shared}
+    for number, part in enumerate(parts):
+        most = left[part.entry] if part.shared else part.max_rows
+        if most == 0:
+            continue
+        taken = 0
+        for chunk in _chunks_of(number, part, most, size, stage):
+            taken += len(chunk.raw)
             yield chunk
+        if part.shared and most is not None:
+            left[part.entry] = most - taken
+
+
+def _chunks_of(number: int, part: Part, most: int | None, size: int, stage: Stage) -> Iterator[Chunk]:
+    unread: list[BadRow] = []  # rows that are not even JSON
+    reader: Iterator[RawRow] = itertools.islice(sources.read(part.source, unread.append), most)
+    with stage("read"):
+        head = list(itertools.islice(reader, ROWS_TO_KNOW_A_FORMAT))
+        if not head and unread:
+            raise bad_rows(unread, len(unread), len(unread))
+        if not part.renaming.nothing:
+            part.renaming.require_columns(head, part.source.name)
+            head, reader = [part.renaming(row) for row in head], map(part.renaming, reader)
+        if part.wanted == "documents":
+            row_format: str = detect_format(head, part.source.name, part.format)
+        else:
+            row_format = detect_groups(head, part.source.name, part.format, part.wanted)
+    rows: Iterator[RawRow] = itertools.chain(head, reader)
+    while True:
+        with stage("read"):
+            taken = list(itertools.islice(rows, size))
+            if not part.any_length:
+                _refuse_endless(taken)
+            chunk = Chunk(number, row_format, len(taken) + len(unread), taken, unread.copy(), wanted=part.wanted)
+            unread.clear()
+        if not chunk.read:
+            return
+        yield chunk
 
 
 def text_bytes(parts: Sequence[Part]) -> float | None:
-    """Of files whose size tells their tokens, each as often as its weight says; None: of others, or of a part of the rows."""
+    """Bytes of text in files, times their weights; None where sizes do not tell it, or only a part of the rows is used."""
     if any(part.source.kind not in TEXT or part.source.packing or part.max_rows for part in parts):
         return None
     return sum(part.source.path.stat().st_size * part.weight for part in parts)
@@ -200,18 +197,38 @@ def _size(value: Any) -> int:
 
 
 def expected_rows(parts: Sequence[Part]) -> int:
-    """Of all parts together, or 0 where that is not known without reading them."""
+    """Rows of all parts together; 0 where that is unknown without reading them."""
     total, of_entry = 0, dict[int, int]()
     for part in parts:
-        count = row_counts.expected_rows([part.source], part.max_rows)
+        count = _expected(part.source)
         if not count:
             return 0
-        if part.shared:  # no more than `max_rows` of the whole entry
-            before = of_entry.get(part.entry, 0)
-            count = min(count, (part.max_rows or count) - before)
-            of_entry[part.entry] = before + count
+        before = of_entry.get(part.entry, 0) if part.shared else 0  # `max_rows` are those of the whole entry
+        count = min(count, part.max_rows - before) if part.max_rows else count
+        of_entry[part.entry] = before + count
         total += count
     return total
+
+
+def _expected(source: Source) -> int:
+    """Rows of a source; 0 where nobody knows without reading them: packed files, JSON that is no line a row, hub data sets. For
+    CSV an upper bound, since a row may have several lines."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        if source.kind in ("jsonl", "csv", "tsv") and not source.packing:
+            with source.path.open("rb") as file:
+                count, last = 0, b"\n"
+                while block := file.read(BLOCK):
+                    count, last = count + block.count(b"\n"), block[-1:]
+            return count + (last != b"\n") - (source.kind != "jsonl")
+        if source.kind == "parquet":
+            with source.path.open("rb") as file:
+                return int(pq.ParquetFile(file).metadata.num_rows)
+    except (OSError, pa.ArrowException):
+        return 0  # whoever reads it says so
+    return int(source.kind == "txt" and not source.by_line)
 
 
 def bad_rows(first: Sequence[BadRow], bad: int, read: int) -> DataError:
@@ -260,5 +277,5 @@ def _listed(names: Sequence[str], most: int) -> str:
 
 
 def key_of(parts: Sequence[Part]) -> str:
-    """Of all that decides their rows."""
+    """Digest of everything that decides their rows."""
     return json.dumps([part.key() for part in parts])

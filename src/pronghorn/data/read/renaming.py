@@ -54,7 +54,7 @@ class Renaming:
         return RawRow(fields, row.where)
 
     def _messages(self, value: Any) -> Any:
-        """Of a list of objects, which CSV holds as JSON text; whatever else stands there is judged later, as it is."""
+        """Renames the keys in a list of messages, which CSV holds as JSON text. Other values are judged later."""
         if isinstance(value, str) and value.lstrip().startswith("["):
             try:
                 value = STRICT.decode(value)

@@ -11,6 +11,7 @@ import codecs
 import difflib
 import gzip
 import io
+import json
 import lzma
 import shlex
 from collections.abc import Callable, Iterator
@@ -87,6 +88,17 @@ class BadRow:
     why: str
     excerpt: str  # at most EXCERPT characters, printable, on one line
     fix: str = ""  # what to do about this row
+
+
+class UnfitError(ValueError):
+    """Why a row does not fit, and what to do about it; becomes a BadRow."""
+
+    def __init__(self, why: str, fix: str) -> None:
+        super().__init__(why)
+        self.fix = fix
+
+    def bad(self, row: RawRow) -> BadRow:
+        return BadRow(row.where, str(self), excerpt(json.dumps(row.fields, ensure_ascii=False, default=str)), self.fix)
 
 
 EXCERPT = 80

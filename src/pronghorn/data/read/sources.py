@@ -131,7 +131,7 @@ def fingerprint(source: Source) -> str:
 
 
 def state(source: Source) -> tuple[int, ...]:
-    """Of a file: what changes when it is written to or replaced."""
+    """Stat values of a file that change when it is written to or replaced."""
     if source.hub:
         return ()
     try:

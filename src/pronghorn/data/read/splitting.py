@@ -21,7 +21,6 @@ from pronghorn.errors import DataError, counted
 from pronghorn.recipe import Data
 
 NAMED = 3  # leaks named in a message
-BY_ROW = "row"  # how rows were held out before copies were looked for; told of in checkpoints (run_identity.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,6 @@ class Apart:
     train: TokenTable
     held: TokenTable | None = None
     remarks: tuple[str, ...] = field(default=())
-    rule: str = ""  # by what rows were held out, where a fraction was: near copies, copies or rows
 
 
 def apart(prepared: Prepared, held: Prepared | None, spec: Data, seed: int, progress: Progress = silent) -> Apart:
@@ -38,7 +36,7 @@ def apart(prepared: Prepared, held: Prepared | None, spec: Data, seed: int, prog
     if held is not None:
         other = Side.of(held.tokens)
         found = leaks(train, other, prepared.rows.path, progress)
-        return _policy(train, other, found, spec, str(spec.eval), "")
+        return _policy(train, other, found, spec, str(spec.eval))
     if spec.eval is None:
         return Apart(prepared.tokens)
     assert not isinstance(spec.eval, str)
@@ -55,7 +53,7 @@ def hold_out(side: Side, fraction: float, seed: int, spec: Data, cache: Path, pr
         )  # fmt: skip
     order = np.random.Generator(np.random.Philox(key=[seed, 0])).permutation(len(side))
     kin, remarks = families(side, cache, progress), []
-    rule, held = BY_ROW, np.zeros(len(side), np.bool_)
+    rule, held = "row", np.zeros(len(side), np.bool_)
     held[order[:target]] = True
     for name, family in (("copies", kin.exact), ("near copies", kin.near)):  # the stricter rule, if the fraction allows it
         together = _held(family, order, target)
@@ -68,8 +66,8 @@ def hold_out(side: Side, fraction: float, seed: int, spec: Data, cache: Path, pr
     both = np.intersect1d(kin.near[held], kin.near[~held])
     trained, measured = (Side.of(side.table.select(side.rows(chosen))) for chosen in (~held, held))
     found = _between(kin, held, both)
-    done = _policy(trained, measured, found, spec, "data.eval", rule)
-    return Apart(done.train, done.held, (*remarks, *done.remarks), rule)
+    done = _policy(trained, measured, found, spec, "data.eval")
+    return Apart(done.train, done.held, (*remarks, *done.remarks))
 
 
 def _held(family: Longs, order: Longs, target: int) -> Flags:
@@ -108,10 +106,10 @@ def _between(kin: Families, held: Flags, both: Longs) -> Leaks:
     return Leaks(place[at], place[copy], np.isin(kin.exact[at], kin.exact[ours]), place[ours])
 
 
-def _policy(train: Side, held: Side, found: Leaks, spec: Data, where: str, rule: str) -> Apart:
+def _policy(train: Side, held: Side, found: Leaks, spec: Data, where: str) -> Apart:
     """What `data.leaks` says, done to what was found."""
     if not len(found.held):
-        return Apart(train.table, held.table, rule=rule)
+        return Apart(train.table, held.table)
     unit, exact = unit_of(held.table), int(found.exact.sum())
     same = "prompt" if held.table.pairs is not None else "text"
     kinds = " and ".join(f"{count:,} {kind}" for count, kind in ((exact, "exact"), (len(found.held) - exact, "near")) if count)
@@ -126,7 +124,7 @@ def _policy(train: Side, held: Side, found: Leaks, spec: Data, where: str, rule:
         )  # fmt: skip
     if spec.leaks == "warn":
         told = f"{what}, so the held-out loss is too low: {rows}; data.leaks: drop removes them from training"
-        return Apart(train.table, held.table, (told,), rule)
+        return Apart(train.table, held.table, (told,))
     leaked = np.zeros(len(train), np.bool_)
     leaked[found.train] = True
     if leaked.all():
@@ -135,4 +133,4 @@ def _policy(train: Side, held: Side, found: Leaks, spec: Data, where: str, rule:
             fix="set data.eval to other rows",
         )  # fmt: skip
     told = f"dropped {counted(int(leaked.sum()), unit)} of the training data, because the held-out data has them, too: {rows}"
-    return Apart(train.table.select(~train.rows(leaked)), held.table, (told,), rule)
+    return Apart(train.table.select(~train.rows(leaked)), held.table, (told,))

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
-from pronghorn.data.template.chat_messages import MEDIA, TEXT_ONLY, UnfitError, holds_media
+from pronghorn.data.read.source_files import UnfitError
+from pronghorn.data.template.chat_messages import MEDIA, TEXT_ONLY, holds_media, texts_in
 
 MEDIA_COLUMN = re.compile(rf"(?:{'|'.join(MEDIA)})s?(?:_(?:path|url|file|bytes|data|content)s?)?", re.IGNORECASE)
 # How files of images, sound and video begin (WebP and WAV: RIFF; FLAC, Ogg, MP3, TIFF, Matroska).
@@ -57,7 +58,7 @@ def refuse_unread_texts(fields: dict[str, Any], read: Collection[str], fix: str,
     for column, value in fields.items():
         if not _asks(column, guessed) or column in read or not isinstance(value, str) or not value.strip():
             continue
-        if not any(value.strip() in text for name in read for text in _texts(fields.get(name))):
+        if not any(value.strip() in text for name in read for text in texts_in(fields.get(name))):
             raise UnfitError(
                 f"`{column}` is a text that nothing reads, and it may belong to the prompt",
                 f"{fix % column}; if it does not belong to the prompt, remove the column from the file",
@@ -67,11 +68,3 @@ def refuse_unread_texts(fields: dict[str, Any], read: Collection[str], fix: str,
 @functools.lru_cache(maxsize=1024)
 def _asks(column: str, guessed: bool) -> bool:
     return column.lower() in QUESTION_COLUMNS or (guessed and not ABOUT_ROWS.fullmatch(column))
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _texts(item)

@@ -11,29 +11,18 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from pronghorn.data.read.json_rows import STRICT
-from pronghorn.data.read.source_files import excerpt
+from pronghorn.data.read.source_files import UnfitError, excerpt
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython")
 SPEAKERS = {  # who speaks, in lower case, as data sets and the tools that read them write it
     **{role: role for role in ROLES},
-    "human": "user",
-    "prompter": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "claude": "assistant",
-    "ai": "assistant",
-    "bot": "assistant",
-    "chatbot": "assistant",
-    "function": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-    "tool_response": "tool",
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "model", "bing", "bard", "claude", "ai", "bot", "chatbot"), "assistant"),
+    **dict.fromkeys(("function", "observation", "function_response", "tool_response"), "tool"),
 }
 CALLERS = ("function_call", "tool_call")  # speakers whose text is a call, as JSON
 SPEAKERS_AND_CALLERS = {**SPEAKERS, **dict.fromkeys(CALLERS, "assistant")}
@@ -62,14 +51,6 @@ THINKING_PARTS = ("thinking", "reasoning")
 EXCHANGES = (("input", "output"), ("human", "assistant"), ("user", "assistant"), ("question", "answer"), ("prompt", "response"))
 CALL_FORM = '{"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}'
 TOOL_FORM = '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
-
-
-class UnfitError(Exception):
-    """Why a row does not fit, and what to do about it; becomes a BadRow."""
-
-    def __init__(self, why: str, fix: str) -> None:
-        super().__init__(why)
-        self.fix = fix
 
 
 def only_read(message: dict[str, Any]) -> bool:
@@ -294,7 +275,7 @@ def _decoded(value: Any) -> Any:
 
 
 def _spoken_calls(value: Any, name: str) -> list[dict[str, Any]]:
-    """Of ShareGPT's `function_call`: one call as JSON text, or a list of them."""
+    """Calls in ShareGPT's `function_call`: one as JSON text, or a list."""
     call = from_json(value) if isinstance(value, str) else None
     calls = call if isinstance(call, list) else [call]
     made = [_call(one, name) for one in calls if isinstance(one, dict) and ("name" in one or "function" in one)]
@@ -380,6 +361,15 @@ def objects(value: Any, column: str) -> list[dict[str, Any]]:
     if not items:
         raise UnfitError(f"`{column}` is empty", "add a conversation, or remove the row")
     return items
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Every text in a JSON value, keys apart."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from texts_in(item)
 
 
 def from_json(text: str) -> Any:

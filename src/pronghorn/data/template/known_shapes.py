@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import NamedTuple
 
-Message = dict[str, Any]
+from pronghorn.data.template.marks import Lost, Message
+
 Span = tuple[int, int]
 Place = tuple[str, str, bool, bool]  # the roles before and behind; whether the conversation begins, or ends, right there
 PLAIN = {"role", "content"}
@@ -35,14 +36,27 @@ class Gap:
     written: str | None = None  # of the last one: what the template wrote, where it was given another end
 
 
+class Turn(NamedTuple):
+    """Characters start:stop of the text are what the assistant says in messages[message]."""
+
+    message: int
+    start: int
+    stop: int
+
+
 @dataclass(frozen=True, slots=True)
-class Known:
-    """A conversation put together: the turns of the assistant as (message, start, stop), and where each text is."""
+class Rendered:
+    """A conversation as text."""
 
     text: str
-    turns: list[tuple[int, int, int]]
-    contents: tuple[Span, ...]
-    written: str = ""  # by the template, where that is something else
+    turns: tuple[Turn, ...]
+    lost: tuple[Lost, ...] = ()  # what the messages hold and the text does not
+    contents: tuple[Span, ...] = ()  # where the text is the messages' own, and not the template's
+    written: str = ""  # by the template, where an end was added to that
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        return tuple((turn.start, turn.stop) for turn in self.turns)
 
 
 class KnownShapes:
@@ -52,7 +66,7 @@ class KnownShapes:
         self._gaps: dict[Place, Gap] = {}
         self.hits = self._tries = 0
 
-    def find(self, messages: Sequence[Message]) -> Known | None:
+    def find(self, messages: Sequence[Message]) -> Rendered | None:
         """None: to go the long way."""
         if self._tries >= ENOUGH_TRIES and 2 * self.hits < self._tries:
             return None
@@ -74,7 +88,7 @@ class KnownShapes:
         """Whether the row that was found just now is one of those that go both ways."""
         return self.hits % CHECK_EVERY == 1
 
-    def learn(self, messages: Sequence[Message], row: Known) -> None:
+    def learn(self, messages: Sequence[Message], row: Rendered) -> None:
         """The gaps of a row that went the long way and lost nothing."""
         places = _places(messages)
         gaps = _gaps_of(messages, row) if places is not None and len(row.contents) == len(messages) else None
@@ -83,7 +97,7 @@ class KnownShapes:
 
 
 def _places(messages: Sequence[Message]) -> list[Place] | None:
-    """Of all gaps; None where a message is more than a role and one text without space around it."""
+    """The place of every gap; None where a message is more than a role and one text without space around it."""
     for message in messages:
         content = message.get("content")
         if message.keys() != PLAIN or not isinstance(content, str) or not content or content != content.strip():
@@ -95,22 +109,23 @@ def _places(messages: Sequence[Message]) -> list[Place] | None:
     return [(roles[i], roles[i + 1], i <= 1, i + 1 >= last) for i in range(last + 1)]
 
 
-def _together(messages: Sequence[Message], gaps: Sequence[Gap]) -> Known:
-    parts, turns, contents = [gaps[0].text], list[tuple[int, int, int]](), list[Span]()
+def _together(messages: Sequence[Message], gaps: Sequence[Gap]) -> Rendered:
+    parts, turns, contents = [gaps[0].text], list[Turn](), list[Span]()
     at = len(gaps[0].text)
     for i, message in enumerate(messages):
         before, behind = gaps[i], gaps[i + 1]
         end = at + len(message["content"])
         contents.append((at, end))
         if message["role"] == "assistant":
-            turns.append((i, at - len(before.text) + before.start, end + behind.stop))
+            turns.append(Turn(i, at - len(before.text) + before.start, end + behind.stop))
         parts += (message["content"], behind.text)
         at = end + len(behind.text)
     last = gaps[-1].written
-    return Known("".join(parts), turns, tuple(contents), "" if last is None else "".join([*parts[:-1], last]))
+    written = "" if last is None else "".join([*parts[:-1], last])
+    return Rendered("".join(parts), tuple(turns), (), tuple(contents), written)
 
 
-def _gaps_of(messages: Sequence[Message], row: Known) -> list[Gap] | None:
+def _gaps_of(messages: Sequence[Message], row: Rendered) -> list[Gap] | None:
     """None where the row is not its texts in order, one turn for each of the assistant's, its borders in the gaps."""
     text, contents = row.text, row.contents
     if any(text[start:stop] != message["content"] for message, (start, stop) in zip(messages, contents, strict=True)):

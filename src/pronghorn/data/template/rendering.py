@@ -47,6 +47,25 @@ class SandboxError(RowError):
     """The template changes a list or a dictionary, which the sandbox that transformers runs it in does not allow."""
 
 
+def rendered(tokenizer: Any, messages: Sequence[dict[str, Any]], ask: bool = False, template: str | None = None) -> str | None:
+    """The text of a conversation, with the generation prompt if `ask`; None where the template refuses it. `template`: another
+    one than the tokenizer's."""
+    options = {"tokenize": False, "add_generation_prompt": ask, "chat_template": template}
+    try:
+        return within_limits(lambda: str(tokenizer.apply_chat_template(list(messages), **options)), messages, "")
+    except RowError:
+        return None
+
+
+def special_tokens(tokenizer: Any) -> re.Pattern[str]:
+    """Matches every special token, and those that `data.eot_tokens` names."""
+    # Read once: transformers builds this list from the vocabulary at every call.
+    found = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    found |= {*tokenizer.all_special_tokens, *getattr(tokenizer, "pronghorn_eot_tokens", ())}
+    longest_first = sorted((token for token in found if token), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")  # (?!) matches nothing
+
+
 class _TimeIsUpError(BaseException):
     """Not an Exception, so that nothing on its way takes it for one of its own."""
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pronghorn.data.template.named_templates import SAME_AS, TEMPLATES, NamedTemplate, ending_with, named, whole
-from pronghorn.data.template.rendering import RowError, within_limits
+from pronghorn.data.template.rendering import rendered
 from pronghorn.errors import CommandError
 
 ASK, ANSWER = {"role": "user", "content": " q "}, {"role": "assistant", "content": " a "}
@@ -114,21 +114,7 @@ def _writes_the_same(tokenizer: Any, template: str) -> bool:
     if not isinstance(tokenizer.chat_template, str):
         return False
     return all(
-        _rendered(tokenizer, tokenizer.chat_template, probe, ask) == _rendered(tokenizer, template, probe, ask)
+        rendered(tokenizer, probe, ask) == rendered(tokenizer, probe, ask, template)
         for probe in PROBES
         for ask in (False, True)
     )
-
-
-def _rendered(tokenizer: Any, template: str, messages: list[dict[str, str]], ask: bool) -> str | None:
-    """None where the template refuses the conversation."""
-    try:
-        return within_limits(
-            lambda: str(
-                tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, add_generation_prompt=ask)
-            ),
-            messages,
-            "",
-        )
-    except RowError:
-        return None

@@ -23,16 +23,16 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 from pronghorn.data.encode.tokens import Span, render_tracked
 from pronghorn.data.read.spellings import Spelling, kind, spelling, spellings
-from pronghorn.data.template.known_shapes import Known, KnownShapes
+from pronghorn.data.template.chat_messages import texts_in
+from pronghorn.data.template.known_shapes import KnownShapes, Rendered, Turn
 from pronghorn.data.template.marks import (
-    Lost,
     Marks,
     Message,
     alphabet_for,
@@ -42,9 +42,9 @@ from pronghorn.data.template.marks import (
     lost_values,
     says_nothing,
     ways_to_mark,
-)  # fmt: skip
+)
 from pronghorn.data.template.outer_space import Carried, carried, has_outer_space
-from pronghorn.data.template.rendering import RowError, within_limits
+from pronghorn.data.template.rendering import RowError, special_tokens, within_limits
 from pronghorn.data.template.turn_borders import Borders, Row, misspelt
 from pronghorn.errors import DataError
 
@@ -52,28 +52,6 @@ GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 LOOKS_SPECIAL = re.compile(r"<\|[^|<>\s]+\|>|<｜[^｜<>\s]+｜>|</?s>|</?[a-z]+_of_[a-z]+>|\[/?[A-Z_]{3,}\]")
 GIVE_IT_A_TEXT = "give it a text, remove it, or set data.bad_rows: skip to drop the row"
 ASK, ANSWER = {"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """Characters start:stop of the text are what the assistant says in messages[message]."""
-
-    message: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class Rendered:
-    text: str
-    turns: tuple[Turn, ...]
-    lost: tuple[Lost, ...] = ()  # what the messages hold and the text does not
-    contents: tuple[Span, ...] = ()  # where the text is the messages' own, and not the template's
-    written: str = ""  # by the template, where an end was added to that
-
-    @property
-    def spans(self) -> tuple[Span, ...]:
-        return tuple((turn.start, turn.stop) for turn in self.turns)
 
 
 @lru_cache(maxsize=4)
@@ -99,12 +77,7 @@ class ChatTemplate:
             )
         self._tokenizer = tokenizer
         self._tracked = any(GENERATION_TAG.search(text) for text in _template_texts(tokenizer.chat_template))
-        # Read once: transformers builds this list from the vocabulary at every call.
-        specials = set(tokenizer.all_special_tokens)
-        specials |= {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-        specials |= set(getattr(tokenizer, "pronghorn_eot_tokens", ()))  # data.eot_tokens
-        longest_first = sorted((token for token in specials if token), key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")  # (?!) matches nothing
+        self._special = special_tokens(tokenizer)
         self._where = ""  # the row at hand: a template that runs away may do so in an attempt
         self._no_tools, self._options = self._how_to_call()
         self._borders = Borders(self._attempt, self._special, str(tokenizer.bos_token or ""))
@@ -166,18 +139,14 @@ class ChatTemplate:
     def render(self, messages: Sequence[Message], tools: Any = None, where: str = "", **options: Any) -> Rendered:
         """Options as of `render_at_length`."""
         self._where = where
-        found = self._known.find(messages) if not tools else None
-        known = None
-        if found is not None:
-            known = Rendered(found.text, tuple(Turn(*turn) for turn in found.turns), (), found.contents, found.written)
+        known = self._known.find(messages) if not tools else None
         if known is not None and not self._known.to_be_checked:
             return known
         rendered = self.render_at_length(messages, tools, where, **options)
         if known is not None and known != rendered:
             raise RuntimeError(f"{where}: known gaps and marks give different turns: {known.turns} and {rendered.turns}")
         if not tools and not rendered.lost:
-            turns = [(turn.message, turn.start, turn.stop) for turn in rendered.turns]
-            self._known.learn(messages, Known(rendered.text, turns, rendered.contents, rendered.written))
+            self._known.learn(messages, rendered)
         return rendered
 
     def render_at_length(
@@ -221,9 +190,8 @@ class ChatTemplate:
         if isinstance(problem, CannotTellError) or not empty or self._attempt(filled, Spelling(filled, tools)) is None:
             return None
         return RowError(
-            f"message {empty[0] + 1} (assistant) is empty", where=problem.where, why=problem.why,
-            fix=GIVE_IT_A_TEXT,
-        )  # fmt: skip
+            f"message {empty[0] + 1} (assistant) is empty", where=problem.where, why=problem.why, fix=GIVE_IT_A_TEXT
+        )
 
     def _spellings(self, messages: Sequence[Message], tools: Any, kind_of: tuple[bool, bool, bool]) -> Any:
         liked = self._liked.get(kind_of)
@@ -234,7 +202,7 @@ class ChatTemplate:
     def control_tokens(self, rendered: Rendered, messages: Sequence[Message]) -> list[Span]:
         """Where the texts of the messages hold control tokens of the tokenizer. Tags of thinking are none: templates read them
         in a content."""
-        if not any(isinstance(text, str) and self._special.search(text) for text in _texts(messages)):
+        if not any(map(self._special.search, texts_in(messages))):
             return []
         found = (
             token.span()
@@ -267,12 +235,12 @@ class ChatTemplate:
         lost = [*row.placed.lost(), *lost_tools(said.tools, text)]
         contents = tuple(place for place in row.placed.at if place is not None)
         turns, missing, ended = self._turns(row, speaking, where, Rendered(text, (), tuple(lost), contents))
-        if misspelt(row, [(turn.message, turn.start, turn.stop) for turn in turns]) or self._writes_none(said, text):
+        if misspelt(row, turns) or self._writes_none(said, text):
             raise RowError("the chat template does not know this spelling", where=where)
         if blocks:
             turns = _within_blocks(turns, blocks, row)
         rendered = self._with_end(text, turns, said, where, missing, ended)
-        lost += lost_values(said.messages, [(turn.message, turn.start, turn.stop) for turn in turns], rendered.text)
+        lost += lost_values(said.messages, turns, rendered.text)
         return replace(rendered, lost=tuple(dict.fromkeys(lost)), contents=contents)
 
     def _writes_none(self, said: Spelling, text: str) -> bool:
@@ -285,7 +253,7 @@ class ChatTemplate:
 
     def _marked(self, said: Spelling, text: str) -> Row | None:
         """None where every way of marking disturbs the template."""
-        alphabet = alphabet_for([text, *_texts(said.messages)])
+        alphabet = alphabet_for([text, *texts_in(said.messages)])
         for way in ways_to_mark(said.messages):
             marks = Marks(said.messages, alphabet, **way)
             marked = None if marks.too_many else self._attempt(marks.messages, said)
@@ -451,7 +419,7 @@ class ChatTemplate:
                     where="data.chat_template",
                     why="it would be split into several tokens, and generation would not stop there",
                     fix="use the model's own template, data.template: chatml, or a template for this model",
-                )  # fmt: skip
+                )
 
 
 def _within_blocks(turns: Sequence[Turn], blocks: Sequence[Span], row: Row) -> list[Turn]:
@@ -465,17 +433,6 @@ def _within_blocks(turns: Sequence[Turn], blocks: Sequence[Span], row: Row) -> l
         if block is not None:
             chosen.append(Turn(turn.message, max(turn.start, block[0]), turn.stop))
     return chosen if len(chosen) == len(blocks) else list(turns)
-
-
-def _texts(value: Any) -> Iterator[Any]:
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _texts(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _texts(item)
-    else:
-        yield value
 
 
 def _template_texts(template: Any) -> list[str]:

@@ -116,7 +116,7 @@ class Borders:
         known[key] = value
 
     def _begins(self, row: Row, i: int, before: int | None, gap: str) -> int | None:
-        """Of the gap before a turn, how much belongs to the prompt."""
+        """How much of the gap before a turn belongs to the prompt."""
         if before is None and gap.strip() in ("", self._bos):
             return gap.index(self._bos) + len(self._bos) if gap.strip() else 0  # the first message, without any header
         found = [at for at in (self._by_header(gap), self._by_tail(row, i, before, gap)) if at is not None]

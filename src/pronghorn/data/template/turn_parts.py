@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
-from pronghorn.data.template.rendering import RowError, within_limits
+from pronghorn.data.template.rendering import rendered, special_tokens
 from pronghorn.data.template.templates import chat_template
 from pronghorn.errors import CommandError, DataError
 
@@ -84,7 +84,7 @@ def turn_parts(tokenizer: Any) -> tuple[str, str]:
     """(instruction_part, response_part); CommandError where they cannot be derived."""
     if not tokenizer.chat_template:
         raise _cannot("the tokenizer has no chat template")
-    special = _special_tokens(tokenizer)
+    special = special_tokens(tokenizer)
     ask_1, between, ask_2, tail = _around_probes(tokenizer)
     instruction = between[len(_common_start(between, tail)) :].lstrip()
     if (end := _leading(special, between)) and _leading(special, tail):  # each turn ends with a token of its own
@@ -106,35 +106,19 @@ def _cannot(why: str) -> CommandError:
     )
 
 
-def _special_tokens(tokenizer: Any) -> re.Pattern[str]:
-    found = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    found |= set(tokenizer.all_special_tokens)
-    return re.compile("|".join(re.escape(token) for token in sorted(found, key=len, reverse=True) if token) or r"(?!)")
-
-
-def _render(tokenizer: Any, messages: Sequence[dict[str, str]], ask: bool = False) -> str | None:
-    """None where the template refuses the conversation."""
-    try:
-        return within_limits(
-            lambda: str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=ask)), messages, ""
-        )
-    except RowError:
-        return None
-
-
 def _around_probes(tokenizer: Any) -> list[str]:
     """What stands behind each of the four texts of a conversation."""
     roles = ("user", "assistant", "user", "assistant")
     probes = [{"role": role, "content": probe} for role, probe in zip(roles, PROBES, strict=True)]
     for before in ([], [SYSTEM]):
-        text = _render(tokenizer, [*before, *probes])
+        text = rendered(tokenizer, [*before, *probes])
         if text is not None and [letter for letter in text if letter in PROBES] == list(PROBES):
             return re.split("|".join(PROBES), text)[1:]
     raise _cannot("the template does not write two questions and their answers in sequence")
 
 
 def _generation_prompt(tokenizer: Any) -> str:
-    plain, asked = (_render(tokenizer, CHAT[:1], ask) for ask in (False, True))
+    plain, asked = (rendered(tokenizer, CHAT[:1], ask) for ask in (False, True))
     return asked[len(plain) :] if plain and asked and asked.startswith(plain) else ""
 
 

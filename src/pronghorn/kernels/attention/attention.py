@@ -53,16 +53,9 @@ BACKENDS: dict[Backend, Any] = {
 
 
 def attention_reference(
-    q_TNH: Tensor,
-    k_TKH: Tensor,
-    v_TKH: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks_N: Tensor | None = None,
-) -> Tensor:
+    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, *, scale: float,
+    window: int | None = None, softcap: float | None = None, sinks_N: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The definition, document by document, differentiable. For tests."""
     outs = []
     group = q_TNH.shape[1] // k_TKH.shape[1]

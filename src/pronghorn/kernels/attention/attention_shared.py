@@ -59,16 +59,9 @@ def shared_spans(cu_seqlens: Tensor, prompt_of_S: Tensor, tokens: int) -> Shared
 
 
 def attention_shared_reference(
-    q_TNH: Tensor,
-    k_TKH: Tensor,
-    v_TKH: Tensor,
-    spans: SharedSpans,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks_N: Tensor | None = None,
-) -> Tensor:
+    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, spans: SharedSpans, *, scale: float,
+    window: int | None = None, softcap: float | None = None, sinks_N: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The definition, with a mask, differentiable. For tests."""
     group = q_TNH.shape[1] // k_TKH.shape[1]
     k_NTH, v_NTH = (x.transpose(0, 1).repeat_interleave(group, 0) for x in (k_TKH, v_TKH))

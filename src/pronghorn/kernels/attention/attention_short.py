@@ -241,9 +241,8 @@ def _online_softmax(scores, factor, values, largest, total, result, PRECISION: t
 
 @jit
 def _store_attention(
-    out, out_row, lse, sinks, token, head, column, inside, largest, total, result, T, H: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-):  # fmt: skip
+    out, out_row, lse, sinks, token, head, column, inside, largest, total, result, T, H: tl.constexpr, HAS_SINKS: tl.constexpr
+):
     """Adds the sinks, divides by the total, stores."""
     if HAS_SINKS:
         sink = tl.load(sinks + head).to(tl.float32)

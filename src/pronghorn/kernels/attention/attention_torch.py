@@ -123,7 +123,7 @@ def forward_document(
     q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, packed: Packed, start: int, end: int, out_TNH: Tensor, lse_NT: Tensor,
     first: int | None = None,
 ) -> None:  # fmt: skip
-    """Of the rows `start : end`, which see nothing else. `first`: of the rows from it on only."""
+    """Attention of the rows `start : end`, which see nothing else. `first`: only of the rows from there on."""
     rows = slice(start, end)
     if first is None and _has_torch_kernel(q_TNH, packed, end - start):
         out_KGLH, lse_KGL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(

@@ -115,8 +115,8 @@ def _load_pairs(at, inside, ROWS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.co
 
 @jit
 def _store_pairs(
-    at, inside, first, second, ROWS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, NEIGHBOURS: tl.constexpr,
-):  # fmt: skip
+    at, inside, first, second, ROWS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, NEIGHBOURS: tl.constexpr
+):
     if NEIGHBOURS:
         column = tl.arange(0, 2 * BLOCK)
         mask = inside[:, None] & (column < 2 * HALF)[None, :]

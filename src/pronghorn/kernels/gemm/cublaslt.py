@@ -175,7 +175,7 @@ class _Library:
         return made
 
     def layout(self, rows: int, columns: int, stride: int) -> ctypes.c_void_p:
-        """Of a matrix whose columns lie one after the other: the library's view of our rows."""
+        """The layout of a column-major matrix: the library's view of our rows."""
         return self.made("cublasLtMatrixLayoutCreate", _BF16, rows, columns, stride)
 
     def description(self, transpose_a: bool) -> ctypes.c_void_p:

@@ -165,12 +165,12 @@ class Fp8Group(AdapterGroup):
 
     @property
     def matrix_bytes(self) -> int:
-        """Of M."""
+        """Bytes of M."""
         return (self.O + self.E) * fp8_pitch(self.input_width)
 
     @property
     def transposed_bytes(self) -> int:
-        """Of what `transposed` makes."""
+        """Bytes of what `transposed` makes."""
         return self.D * fp8_pitch(self.grad_width)
 
     def weight_view(self, linear: int) -> Tensor:

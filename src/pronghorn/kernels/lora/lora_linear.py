@@ -110,7 +110,7 @@ class AdapterGroup:
 
     @property
     def grad_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Of dA [S, D] and dB^T [S, O]. S: the used columns. R may be padded further for speed, which would make these
+        """Sizes of dA [S, D] and dB^T [S, O]. S: the used columns. R may be padded further for speed, which would make these
         sums 1.5 times as large."""
         return (self.used, self.D), (self.used, self.O)
 

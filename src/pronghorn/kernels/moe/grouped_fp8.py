@@ -64,8 +64,8 @@ def fp8_cast_grad_rows_reference(
 
 @jit
 def _cast_grad_kernel(
-    dy, dy_row, column_scale, ids, order, out, out_row, scale, K, D: tl.constexpr, BLOCK: tl.constexpr, GATHER: tl.constexpr,
-):  # fmt: skip
+    dy, dy_row, column_scale, ids, order, out, out_row, scale, K, D: tl.constexpr, BLOCK: tl.constexpr, GATHER: tl.constexpr
+):
     """One row a program, read twice, the second time from the cache."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(order + row).to(tl.int64)
@@ -155,7 +155,7 @@ class Fp8ExpertGroup(AdaptedBesideExperts):
 
     @property
     def transposed_bytes(self) -> int:
-        """Of the buffer in which `backward_input` transposes the stack."""
+        """Bytes of the buffer in which `backward_input` transposes the stack."""
         return self.q_EOD.numel()
 
     def forward(self, x8_SD: Tensor, scale_S: Tensor, xa_SR: Tensor | None, offsets_E1: Tensor) -> Tensor:

@@ -175,8 +175,8 @@ def _weight_kernel(
 
 @jit
 def _bias_kernel(
-    dy, dy_row, order, weights, out, offsets, OUTPUTS, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WEIGHTED: tl.constexpr,
-):  # fmt: skip
+    dy, dy_row, order, weights, out, offsets, OUTPUTS, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WEIGHTED: tl.constexpr
+):
     tiles = tl.cdiv(OUTPUTS, COLUMNS)
     expert = (tl.program_id(0) // tiles).to(tl.int64)
     column = (tl.program_id(0) % tiles) * COLUMNS + tl.arange(0, COLUMNS)

@@ -33,22 +33,22 @@ from pronghorn.kernels.runtime.dispatch import jit, tl, triton, use_triton
 SLOTS = 128  # slots per program of the sort, compared pairwise
 LOWEST = -3.0e38  # lower bound of a logit; columns that are no experts are below it
 _LOWEST = tl.constexpr(LOWEST)
-TINY = 1e-20  # added to the sum of sigmoids before the division, as in transformers
-_TINY = tl.constexpr(TINY)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sigmoid:
-    """Sigmoid scores. `bias_E`: added for the choice. `groups`: groups of equal size, of which `kept` are chosen."""
+    """Sigmoid scores. `bias_E`: added for the choice. `groups`: groups of equal size, of which `kept` are chosen. `tiny`: added
+    to the sum of the chosen before the division, as in transformers."""
 
     bias_E: Tensor | None = None
     groups: int = 1
     kept: int = 1
+    tiny: float = 1e-20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routing:
-    """Of one layer and batch: int32, weights fp32, all on the device, with sizes that follow from T, E and K."""
+    """The routing of one layer and batch: int32, weights fp32, all on the device, with sizes that follow from T, E and K."""
 
     ids_TK: Tensor
     weights_TK: Tensor
@@ -93,7 +93,7 @@ def _sigmoid_reference(logits_TE: Tensor, K: int, normalise: bool, scale: float,
     ids_TK = torch.sort(choice_TE, dim=-1, descending=True, stable=True)[1][:, :K]
     weights_TK = scores_TE.gather(1, ids_TK)
     if normalise:
-        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + TINY)
+        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + rule.tiny)
     return weights_TK * scale, ids_TK.int()
 
 
@@ -108,14 +108,20 @@ def sort_by_expert_reference(ids_TK: Tensor, E: int) -> tuple[Tensor, Tensor, Te
 
 
 def _route_backward_torch(
-    dweights_TK: Tensor, logits_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor, normalise: bool, scale: float, sigmoid: bool
+    dweights_TK: Tensor,
+    logits_TE: Tensor,
+    weights_TK: Tensor,
+    ids_TK: Tensor,
+    normalise: bool,
+    scale: float,
+    rule: Sigmoid | None,
 ) -> Tensor:
     wide = torch.promote_types(logits_TE.dtype, torch.float32)
     grad_TK, ids = dweights_TK.to(wide) * scale, ids_TK.long()
-    if sigmoid:
+    if rule is not None:
         scores_TK = torch.sigmoid(logits_TE.to(wide).gather(1, ids))
         if normalise:
-            total_T1 = scores_TK.sum(-1, keepdim=True) + TINY
+            total_T1 = scores_TK.sum(-1, keepdim=True) + rule.tiny
             grad_TK = (grad_TK - (scores_TK / total_T1 * grad_TK).sum(-1, keepdim=True)) / total_T1
         chosen_TK = grad_TK * scores_TK * (1 - scores_TK)
         return torch.zeros_like(logits_TE).scatter_(1, ids, chosen_TK.to(logits_TE.dtype))
@@ -138,8 +144,8 @@ def _route_rows(block: int) -> int:
 
 @jit
 def _without_lesser_groups(
-    choice, expert, E: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_BLOCK: tl.constexpr, KEPT: tl.constexpr,
-):  # fmt: skip
+    choice, expert, E: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_BLOCK: tl.constexpr, KEPT: tl.constexpr
+):
     """choice [ROWS, E_BLOCK], -inf outside the KEPT groups with the largest sum of two largest choices."""
     group = tl.where(expert < E, expert // (E // GROUPS), -1)
     number = tl.arange(0, GROUPS_BLOCK)
@@ -162,7 +168,7 @@ def _without_lesser_groups(
 def _route_kernel(
     logits, logits_row, bias, weights, ids, T, scale, E: tl.constexpr, K: tl.constexpr, E_BLOCK: tl.constexpr,
     K_BLOCK: tl.constexpr, ROWS: tl.constexpr, NORMALISE: tl.constexpr, SIGMOID: tl.constexpr, BIASED: tl.constexpr,
-    GROUPS: tl.constexpr, GROUPS_BLOCK: tl.constexpr, KEPT: tl.constexpr,
+    GROUPS: tl.constexpr, GROUPS_BLOCK: tl.constexpr, KEPT: tl.constexpr, TINY: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     expert = tl.arange(0, E_BLOCK)
@@ -189,7 +195,7 @@ def _route_kernel(
     if SIGMOID:
         result = tl.where(place[None, :] < K, value, 0.0)
         if NORMALISE:
-            result = result / (tl.sum(result, axis=1) + _TINY)[:, None]
+            result = result / (tl.sum(result, axis=1) + TINY)[:, None]
         result *= scale
     else:
         largest = tl.max(value, axis=1)
@@ -208,7 +214,7 @@ def _route_kernel(
 @jit
 def _route_backward_kernel(
     dweights, logits, logits_row, weights, ids, dlogits, dlogits_row, T, scale, E: tl.constexpr, K: tl.constexpr,
-    E_BLOCK: tl.constexpr, ROWS: tl.constexpr, NORMALISE: tl.constexpr, SIGMOID: tl.constexpr,
+    E_BLOCK: tl.constexpr, ROWS: tl.constexpr, NORMALISE: tl.constexpr, SIGMOID: tl.constexpr, TINY: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     expert = tl.arange(0, E_BLOCK)
@@ -228,7 +234,7 @@ def _route_backward_kernel(
         given = tl.load(logits + row[:, None] * logits_row + expert[None, :], mask=inside, other=0.0).to(tl.float32)
         score = tl.where(taken > 0, 1.0 / (1.0 + tl.exp(-given)), 0.0)
         if NORMALISE:
-            total = tl.sum(score, axis=1) + _TINY
+            total = tl.sum(score, axis=1) + TINY
             grad = (grad - (tl.sum(score * grad, axis=1) / total)[:, None]) / total[:, None]
         result = grad * score * (1.0 - score)
     elif NORMALISE:
@@ -308,6 +314,7 @@ def route_forward(
         logits_TE, logits_TE.stride(0), logits_TE if rule.bias_E is None else rule.bias_E, weights_TK, ids_TK, T, scale, E=E,
         K=K, E_BLOCK=block, K_BLOCK=triton.next_power_of_2(K), ROWS=rows, NORMALISE=normalise, SIGMOID=sigmoid is not None,
         BIASED=rule.bias_E is not None, GROUPS=rule.groups, GROUPS_BLOCK=triton.next_power_of_2(rule.groups), KEPT=rule.kept,
+        TINY=rule.tiny,
         num_warps=8 if rule.groups > 1 else 4,  # with 4, groups of 128 experts spill on 8.0
     )  # fmt: skip
     return weights_TK, ids_TK
@@ -321,15 +328,13 @@ def route_backward(
     T, E = logits_TE.shape
     dlogits_TE = torch.empty(T, E, dtype=logits_TE.dtype, device=logits_TE.device) if out is None else out
     if not use_triton(logits_TE):
-        return dlogits_TE.copy_(
-            _route_backward_torch(dweights_TK, logits_TE, weights_TK, ids_TK, normalise, scale, sigmoid is not None)
-        )
+        return dlogits_TE.copy_(_route_backward_torch(dweights_TK, logits_TE, weights_TK, ids_TK, normalise, scale, sigmoid))
     block = triton.next_power_of_2(E)
     rows = _route_rows(block)
     _route_backward_kernel[(triton.cdiv(T, rows),)](
         dweights_TK.contiguous(), logits_TE, logits_TE.stride(0), weights_TK, ids_TK, dlogits_TE, dlogits_TE.stride(0), T,
         scale, E=E, K=ids_TK.shape[1], E_BLOCK=block, ROWS=rows, NORMALISE=normalise,
-        SIGMOID=sigmoid is not None, num_warps=4,
+        SIGMOID=sigmoid is not None, TINY=(sigmoid or Sigmoid()).tiny, num_warps=4,
     )  # fmt: skip
     return dlogits_TE
 

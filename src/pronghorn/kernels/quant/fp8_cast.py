@@ -224,8 +224,8 @@ def _give_part(out, values, first, D: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def fp8_cast_rows(
-    x_TD: Tensor, column_scale_D: Tensor | None = None, *, bound: Tensor | None = None, out: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x_TD: Tensor, column_scale_D: Tensor | None = None, *, bound: Tensor | None = None, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """(x8_TD, scale_T): x * column_scale = x8 * scale, to half a step of e4m3. column_scale and bound (one value) are fp32."""
     T, D = x_TD.shape
     x8_TD = torch.empty(T, D, dtype=E4M3, device=x_TD.device) if out is None else out

@@ -63,9 +63,8 @@ def _read(
 
 @jit
 def _norm_part(
-    y, y_row, value, inverse, weight, row, T, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
-    ONE_PLUS: tl.constexpr,
-):  # fmt: skip
+    y, y_row, value, inverse, weight, row, T, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ONE_PLUS: tl.constexpr
+):
     """Stores the norm and returns its rounded value, so that the FP8 rows match what the adapters read."""
     result = value * inverse[:, None] * _scale_of(_take_weight(weight, FIRST, WIDTH, D), ONE_PLUS)
     stored = result.to(y.dtype.element_ty)

@@ -71,7 +71,7 @@ def _scales_of(weight_OD: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _inverse(scales: Tensor, tensor_scale: Tensor) -> Tensor:
-    """Of what a block's numbers are multiplied with; 0 for a block so small that its scale is 0."""
+    """The inverse of a block's factor; 0 for a block so small that its scale is 0."""
     wide = scales.float() * tensor_scale
     return torch.where(wide > 0, 1 / wide, 0.0)
 

@@ -138,7 +138,7 @@ def load_stored(
 ) -> PreTrainedModel:
     """Linears that a 4-bit checkpoint has in 16 bits stay in 16 bits: whoever made it left them out. `keep` is called with
     each decoder layer as soon as its weights are read, and may keep a part of it (model/shards.py). `head` gives the empty
-    model another head before anything is read (scored.py); what it makes is not looked for in the files."""
+    model another head before anything is read (heads/); what it makes is not looked for in the files."""
     config = read_config(str(folder))
     refuse_unreadable(config, storage, str(folder))
     published = FORMATS.get(published_format(config))

@@ -31,6 +31,7 @@ from pronghorn.kernels.quant.nvfp4 import BLOCK as NVFP4_BLOCK
 from pronghorn.kernels.quant.nvfp4 import NVFP4Tensor, nvfp4_quantize
 from pronghorn.kernels.quant.stored import StoredTensor
 from pronghorn.model.formats.bitsandbytes import nf4_of_state, nf4_state
+from pronghorn.model.heads import WHOLE
 
 Storage = Literal["bf16", "nf4", "nvfp4", "mxfp4", "fp8"]
 
@@ -55,14 +56,14 @@ class Format:
     read_stack: Callable[..., StoredTensor] | None = None  # of those tensors, and the dtype
     published: str = ""  # whose checkpoints have weights in it, where those are read
     as_published: bool = False  # what is published in another format of as many bits keeps that
-    wide: tuple[str, ...] = ("lm_head", "score")  # linears that stay in the compute dtype
+    wide: tuple[str, ...] = ("lm_head", *WHOLE)  # linears that stay in the compute dtype
     in_fp8: bool = False  # products read the bytes themselves; else weights are dequantized for them
     product: Callable[[Tensor, Any, Tensor | None], Tensor | None] | None = None  # by itself, where it can; else dequantized
     to_fp8: ToFp8 | None = None  # for compute: fp8
 
     @cached_property
     def bytes_each(self) -> float:
-        """Of a value, its share of the scales included."""
+        """Bytes per value, its share of the scales included."""
         like = torch.empty(1024, 1024, dtype=torch.bfloat16, device="meta")
         return (like.nbytes if self.quantize is None else self.quantize(like).nbytes) / like.numel()
 
@@ -162,7 +163,7 @@ FORMATS: dict[str, Format] = {
             fp8_quantize,
             _fp8_state,
             _fp8_of_state,
-            wide=("lm_head", "score", "shared_expert_gate"),
+            wide=("lm_head", *WHOLE, "shared_expert_gate"),
             in_fp8=True,
             product=_fp8_product,
         ),
@@ -175,6 +176,6 @@ def format_of(stored: StoredTensor) -> Format:
 
 
 def storage_of(module: nn.Module) -> Format | None:
-    """Of a linear or of experts; None where they are not in few bits."""
+    """The storage format of a linear or of experts; None where they are not quantized."""
     found = getattr(module, "storage", None)
     return found if isinstance(found, Format) else None

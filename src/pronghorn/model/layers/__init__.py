@@ -1,1 +1,1 @@
-"""One decoder layer for every family: an attention half and an MLP, over groups of linears."""
+"""One decoder layer for every family: a mixer and an MLP, over groups of linears."""

@@ -1,19 +1,17 @@
 """One decoder layer for every family, with a hand-written backward: one autograd node that decides what it saves.
 
 The layer is a plain object beside the model's own layer module: it only reads that module's parameters, so names, hooks,
-checkpoints and generation stay the family's. It is made of an attention half (attention.py) and an MLP,
-dense (mlp.py) or of experts (moe.py); what they save for backward is in saved.py, with the recompute levels. Between the two:
+checkpoints and generation stay the family's. It is a mixer (mixers/) and an MLP (mlps/), with one interface (part.py); either
+may be absent. What they save for backward is in saved.py, with the recompute levels: a level is what each part keeps.
 
-   *h2 = h + o Wo, or h + norm(o Wo)     added by the GEMM, or by the norm before the MLP
-
-With norms after attention or MLP (Gemma, OLMo 2) the branch's output is saved as well, since its norm needs it.
-
-Two things are skipped if unused: in the last layer everything after attention for rows without a loss (`rows`), and below the
+Two things are skipped if unused: in the last layer everything after the mixer for rows without a loss (`rows`), and below the
 first layer the gradient of frozen embeddings.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from contextlib import nullcontext
 from typing import Any
 from weakref import WeakSet
 
@@ -21,44 +19,25 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from pronghorn.kernels.lora.lora_linear import NormOf
 from pronghorn.kernels.lora.multi_gather import GatherJob
 from pronghorn.kernels.runtime.dispatch import keeps_graph
 from pronghorn.kernels.runtime.first_order import first_order
-from pronghorn.model.families import Family
-from pronghorn.model.layers.attention import OF_ATTENTION, AttentionHalf
-from pronghorn.model.layers.composed import composed_layer
 from pronghorn.model.layers.linears import Group
-from pronghorn.model.layers.mlp import OF_MLP, DenseMlp
-from pronghorn.model.layers.moe import ExpertsMlp
-from pronghorn.model.layers.norms import Norm
-from pronghorn.model.layers.residual import add_branch, back_through_norm, grad_of_branch, gradients_after_norm
+from pronghorn.model.layers.part import Mixer, Part
 from pronghorn.model.layers.saved import Elsewhere, Left, Level, Saved, copied, leave, restore
 from pronghorn.model.layers.types import Documents, Grads, Shards, Waiting
 from pronghorn.model.rows import spread
-from pronghorn.model.same_weights import as_at_forward, stamp
 
 
 class DecoderLayer:
-    def __init__(
-        self,
-        layer: Any,
-        family: Family,
-        index: int,
-        multiplier: float,
-        attention: AttentionHalf,
-        mlp: DenseMlp | ExpertsMlp,
-        after_attention: Norm | None,
-    ) -> None:
-        """`layer`: the model's own."""
-        self.layer, self.family, self.index, self.multiplier = layer, family, index, multiplier
-        self.attention, self.mlp, self.after_attention = attention, mlp, after_attention
-        self.qkv, self.out = attention.qkv, attention.out
-        self.gate_up, self.down = mlp.gate_up, mlp.down  # with experts: the shared expert's; empty without one
-        self.groups: tuple[Group, ...] = (self.qkv, self.out, *mlp.groups)
-        self.fp8 = self.qkv.fp8  # whether its linears multiply in FP8
-        norms = (attention.before, after_attention, mlp.before, mlp.after, attention.q_norm, attention.k_norm)
-        self.norms = [norm for norm in norms if norm is not None]
+    def __init__(self, layer: Any, index: int, mixer: Mixer | None, mlp: Part | None, below: DecoderLayer | None) -> None:
+        """`layer`: the model's own. `below`: the layer that this one's gradient goes to."""
+        self.layer, self.index, self.mixer, self.mlp, self.below = layer, index, mixer, mlp, below
+        self.parts: list[Part] = [part for part in (mixer, mlp) if part is not None]
+        self.parts[0].first = True
+        self.groups: tuple[Group, ...] = tuple(group for part in self.parts for group in part.groups)
+        self.fp8 = self.groups[0].fp8  # whether its linears multiply in FP8
+        self.norms = [norm for part in self.parts for norm in part.norms]
         self.fused = False  # set by `prepare`
         self.level: Level = "nothing"  # what backward recomputes (saved.py)
         # Gradient checkpointing requested by a user: all or nothing, whatever the level. None: not requested.
@@ -69,14 +48,24 @@ class DecoderLayer:
         self.waiting: WeakSet[Waiting] = WeakSet()  # forwards whose backward will read this layer's state
 
     @property
+    def kind(self) -> Hashable:
+        """Equal for layers that cost the same time and memory, whatever their weights are."""
+        return tuple(part.kind for part in self.parts)
+
+    @property
+    def extra(self) -> int:
+        """LoRA columns that the gradient from above may carry."""
+        return self.parts[-1].last.extra
+
+    @property
     def mlp_chunks(self) -> int:
         """Chunks of the MLP's rows, where gate and up are recomputed."""
-        return self.mlp.chunks
+        return self.parts[-1].chunks
 
     @mlp_chunks.setter
     def mlp_chunks(self, chunks: int) -> None:
-        if self.mlp.may_chunk:
-            self.mlp.chunks = chunks
+        if self.parts[-1].may_chunk:
+            self.parts[-1].chunks = chunks
 
     def keep_transposed(self, keep: bool) -> None:
         """Whether FP8 weights transposed for backward stay: twice the bytes, no transposing. Call before the first backward."""
@@ -116,15 +105,11 @@ class DecoderLayer:
 
     def parameters(self) -> list[Tensor]:
         """Everything the node may return a gradient for, in the order in which backward returns them."""
-        own = [p for group in self.groups for p in group.parameters] + [norm.weight for norm in self.norms]
-        sinks = self.attention.sinks
-        return own if sinks is None else [*own, sinks]
+        return [parameter for part in self.parts for parameter in part.parameters()]
 
     def gather_jobs(self) -> list[GatherJob]:
         """Jobs that gather the adapters' gradients (model/lora_grad_buffer.py)."""
-        norm = self.attention.before
-        of_norm = NormOf(norm.weight, norm.weight, norm.one_plus) if norm else None
-        return [*self.qkv.gather_jobs(of_norm), *self.out.gather_jobs(None), *self.mlp.gather_jobs()]
+        return [job for part in self.parts for job in part.gather_jobs()]
 
     # ---- forward -----------------------------------------------------------------------------------------------------
 
@@ -135,9 +120,9 @@ class DecoderLayer:
             self.shards.enter(self.index, 1)
         if not self.fused:
             if self.recomputes and torch.is_grad_enabled():  # torch's own: it also restores the random state of dropout
-                out: Tensor = checkpoint(composed_layer, self, h_TD, documents, use_reentrant=False)
+                out: Tensor = checkpoint(self.composed, h_TD, documents, use_reentrant=False)
             else:
-                out = composed_layer(self, h_TD, documents)
+                out = self.composed(h_TD, documents)
             return out if rows is None else out.index_select(0, rows)
         if not torch.is_grad_enabled():
             return self.forward_at("layer", h_TD, documents, rows)[0]
@@ -146,35 +131,44 @@ class DecoderLayer:
         out = _Layer.apply(h_TD, self, documents, rows, *given)  # type: ignore[no-untyped-call]
         return out
 
+    def composed(self, h_TD: Tensor, documents: Documents) -> Tensor:
+        """As separate differentiable ops (composed.py)."""
+        for part in self.parts:
+            h_TD = part.composed(h_TD, documents)
+        return h_TD
+
     def forward_at(self, level: Level, h: Tensor, documents: Documents, rows: Tensor | None = None) -> tuple[Tensor, Saved]:
         """(the residual stream after the layer, what the level saves)"""
-        saved = Saved(h=h)
-        self._to_mlp(saved, documents, rows)
-        h3 = self.mlp.forward(saved, level, documents, rows)
-        return h3, saved.at(level)
-
-    def _to_mlp(self, saved: Saved, documents: Documents, rows: Tensor | None) -> None:
-        """Saves h2; or, if the norm before the MLP adds the residual, the attention branch's output as h2, and h_rows."""
-        self.attention.forward(saved, documents, rows)
-        out, h_rows = self.out, saved.pop("h_rows")
-        follows = self.mlp.before is not None and self.after_attention is None
-        o = out.of_rows(saved["o_rows"])
-        if follows and out.leaves_residual_to_norm(self.multiplier):
-            y, xa = out.apply(o)
-            saved.put(h2=y, h_rows=h_rows)
+        if self.mixer is None:
+            saved = Saved(h2=h if rows is None else h.index_select(0, rows))
         else:
-            h2, y1, xa = add_branch(out, o, h_rows, self.multiplier, self.after_attention, saved)
-            saved.put(h2=h2, y1=y1)
-        if out.fp8:  # else it is in o's LoRA columns
-            saved.put(xa_o=xa)
+            saved = Saved(h=h)
+            h = self.mixer.forward(saved, level, documents, rows, self._norm_adds)
+            self.mixer.drop(saved, level)
+            if self.mlp is None:
+                return h, saved
+            saved["h2"] = h
+        assert self.mlp is not None
+        del h
+        h3 = self.mlp.forward(saved, level, documents, rows, False)
+        self.mlp.drop(saved, level)
+        return h3, saved
+
+    @property
+    def _norm_adds(self) -> bool:
+        """Whether the norm before the MLP may add the mixer's branch to the residual stream."""
+        return self.mlp is not None and self.mlp.before is not None
+
+    def kept(self, saved: Saved, level: Level) -> Saved:
+        """What a level keeps of what level "nothing" saved."""
+        names = {name for part in self.parts for name in part.keeps(level)}
+        return Saved({name: tensor for name, tensor in saved.items() if name in names})
 
     def restored(self, left: Left, documents: Documents, rows: Tensor | None) -> Saved:
         """What backward needs: restored from offloading, and recomputed where not saved."""
-        saved = restore(left, self.index, self.offload)
-        if saved.only_input():
-            saved = Saved(saved)
-            self._to_mlp(saved, documents, rows)
-        self.mlp.recompute(saved, documents)
+        saved = Saved(restore(left, self.index, self.offload))
+        for part in self.parts:
+            part.recompute(saved, documents, rows, self._norm_adds)
         return saved
 
     # ---- backward ----------------------------------------------------------------------------------------------------
@@ -183,29 +177,21 @@ class DecoderLayer:
         self, dh3: Tensor, saved: Saved, documents: Documents, rows: Tensor | None = None, need_dh: bool = True
     ) -> tuple[Tensor | None, Grads]:
         """The gradient of the layer's input (of all tokens, if it is needed), and of `parameters()` in their order."""
-        dh3 = dh3 if dh3.stride(-1) == 1 else dh3.contiguous()
-        dh, mlp_grads = self.mlp.backward(dh3, saved, documents, self.out.extra)
-        saved.release(*OF_MLP)
-        attention, grad_buffer = self.attention, documents.grad_buffer
-        dy = grad_of_branch(self.out, dh, saved["y1"], self.multiplier, self.after_attention, saved, grad_buffer)
-        do, of_out = self.out.back(dy)
-        out_grads = self.out.gradients(of_out, saved["o_rows"][:, : attention.out_width], attention.xa_of_out(saved))
-        if rows is not None:
-            repeated = documents.prefix_2T is not None
-            do, dh = (spread(x, rows, len(saved["h"]), repeated=repeated) for x in (do, dh))
-        dqkv, dsinks = attention.backward(do, saved, documents)
-        del do, dy, of_out
-        saved.release(*OF_ATTENTION)
-        dqkv_rows = self.qkv.of_rows(dqkv)
-        if need_dh or (attention.before and attention.before.trains()):
-            dx, of_qkv = self.qkv.back(dqkv_rows)
-            # `down` of the layer below has as many extra columns
-            dh = back_through_norm(attention.before, dx, saved["h"], dh, saved, self.down.extra, grad_buffer)
-        else:
-            of_qkv = self.qkv.back_adapters(dqkv_rows)
-        qkv_grads = gradients_after_norm(self.qkv, of_qkv, attention.before, saved["h"], saved["xa1"], saved)
-        norm_grads = [saved.norm_grads.get(norm.slot) for norm in self.norms]
-        return dh, [*qkv_grads, *out_grads, *mlp_grads, *norm_grads, *([] if attention.sinks is None else [dsinks])]
+        dh: Tensor | None = dh3 if dh3.stride(-1) == 1 else dh3.contiguous()
+        assert dh is not None
+        del dh3
+        below = (self.below or self).extra
+        mlp_grads: Grads = []
+        if self.mlp is not None:
+            extra = below if self.mixer is None else self.mixer.out.extra
+            dh, mlp_grads = self.mlp.backward(dh, saved, documents, rows, extra, need_dh or self.mixer is not None)
+        if self.mixer is None:
+            if dh is not None and rows is not None:
+                dh = spread(dh, rows, documents.spans_2T.shape[1], repeated=documents.prefix_2T is not None)
+            return dh, mlp_grads
+        assert dh is not None
+        dh, grads = self.mixer.backward(dh, saved, documents, rows, below, need_dh)
+        return dh, [*grads, *mlp_grads]
 
 
 class _Layer(torch.autograd.Function):
@@ -215,7 +201,9 @@ class _Layer(torch.autograd.Function):
     ) -> Tensor:
         out, saved = layer.forward_at(layer.effective_level, h, documents, rows)
         ctx.layer, ctx.documents, ctx.rows = layer, documents, rows
-        ctx.stamp = stamp(parameters) if documents.weights else None
+        ctx.same_weights = nullcontext
+        if documents.guard is not None:
+            ctx.same_weights = documents.guard.remember(parameters, layer.parameters, f"decoder layer {layer.index}")
         ctx.left = leave(saved, layer.index, layer.offload)
         ctx.waiting = Waiting()
         layer.waiting.add(ctx.waiting)
@@ -237,7 +225,7 @@ class _Layer(torch.autograd.Function):
         shards: Shards | None = ctx.layer.shards
         if shards is not None:
             shards.enter(ctx.layer.index, -1)
-        with as_at_forward(ctx.documents.weights, ctx.stamp, ctx.layer.parameters, f"decoder layer {ctx.layer.index}"):
+        with ctx.same_weights():
             saved = ctx.layer.restored(left, ctx.documents, ctx.rows)
             del left
             dh, gradients = ctx.layer.backward(incoming[0], saved, ctx.documents, ctx.rows, ctx.needs_input_grad[0])

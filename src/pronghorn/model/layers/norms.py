@@ -18,8 +18,10 @@ class Norm:
     `slot`: its position in the layer (before_attention, after_attention, before_mlp, after_mlp, q_norm, k_norm).
     """
 
-    def __init__(self, module: Any, one_plus: bool, slot: str = "") -> None:
-        self.module, self.one_plus, self.slot = module, one_plus, slot
+    def __init__(self, parent: Any, name: str, one_plus: bool, slot: str = "") -> None:
+        """`parent`, `name`: where the module is; another one may take its place (compat/outer_loop.py)."""
+        self.parent, self.name, self.module = parent, name, getattr(parent, name)
+        self.one_plus, self.slot = one_plus, slot
         self.rstd = f"rstd.{slot}"  # its name among the saved tensors
 
     @property

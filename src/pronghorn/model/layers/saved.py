@@ -25,10 +25,8 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 Level = Literal["nothing", "gate_up", "around_attention", "layer"]  # what backward recomputes
-FROM_INPUT: dict[Level, tuple[str, ...]] = {  # levels that recompute from the layer's input, and what they save
-    "layer": ("h", "xa3"),
-    "around_attention": ("h", "xa3", "o", "lse"),
-}
+Kept = Mapping[Level, tuple[str, ...]]  # names, by level
+FROM_INPUT: tuple[Level, ...] = ("layer", "around_attention")  # levels that recompute from the layer's input
 
 
 class Saved(dict[str, Tensor]):
@@ -49,18 +47,6 @@ class Saved(dict[str, Tensor]):
         """Frees tensors that backward no longer needs."""
         for name in names:
             self.pop(name, None)
-
-    def at(self, level: Level) -> Saved:
-        """What this level saves."""
-        if level in FROM_INPUT:
-            return Saved({name: self[name] for name in FROM_INPUT[level] if name in self})
-        if level == "gate_up":
-            self.release("gu")
-        return self
-
-    def only_input(self) -> bool:
-        """Whether the layer has to be recomputed from its input."""
-        return "q" not in self
 
 
 class Elsewhere(Protocol):

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from pronghorn.kernels.attention.attention_shared import shared_spans
+from pronghorn.kernels.attention.attention_torch import spans
 from pronghorn.kernels.moe.routing import Routing
 from pronghorn.kernels.runtime.dispatch import address
+from pronghorn.model.positions import Positions
 from pronghorn.model.router_stats import RouterStats
-from pronghorn.model.same_weights import Weights
+from pronghorn.packs import PackedDocuments
 
 Grads = list[Tensor | None]  # of parameters, in order; None: frozen, or accumulated elsewhere
 
@@ -35,6 +39,14 @@ class GradBuffer:
         return self.buffer is not None and address(dh) == address(self.buffer) and dh.stride() == self.buffer.stride()
 
 
+class Guard(Protocol):
+    """Ensures that a layer's backward reads the weights that its forward read (compat/same_weights.py)."""
+
+    def remember(
+        self, weights: Sequence[Tensor], now: Callable[[], Sequence[Tensor]], where: str
+    ) -> Callable[[], AbstractContextManager[object]]: ...  # what to enter around the backward
+
+
 @dataclass(frozen=True)
 class Documents:
     """What every layer of a step shares about the pack. Built once per batch, never by a layer."""
@@ -48,9 +60,26 @@ class Documents:
     query_scale_T: Tensor | None = None  # factor of each token's queries, where the model has one
     load: RouterStats | None = None  # of the experts in this step
     grad_buffer: GradBuffer = field(default_factory=GradBuffer)
-    guarded: bool = False  # whether other code may run between forward and backward
-    weights: Weights | None = None  # if so: those of this forward
-    leaves: dict[int, Tensor] | None = None  # by a parameter's id: its replacement for autograd (model/captured_layers.py)
+    guard: Guard | None = None  # where other code may run between forward and backward
+    leaves: dict[int, Tensor] | None = None  # by a parameter's id: its replacement for autograd, for captured layers
+
+    @classmethod
+    def of(cls, pack: PackedDocuments, positions: Positions) -> Documents:
+        """`positions`: the model's. On the pack's device, without synchronization."""
+        tokens, prefix_2T = pack.sizes["T"], None
+        if pack.prompt_of_S is None:
+            spans_2T = spans(pack.cu_seqlens, tokens)
+        else:
+            spans_2T, prefix_2T = shared_spans(pack.cu_seqlens, pack.prompt_of_S, tokens)
+        return cls(
+            pack.cu_seqlens,
+            pack.longest,
+            positions.rotary(pack.positions_T, spans_2T),
+            spans_2T,
+            pack.typical or tokens // max(1, len(pack.cu_seqlens) - 1),
+            prefix_2T=prefix_2T,
+            query_scale_T=positions.query_scale(pack.positions_T),
+        )
 
 
 class Shards(Protocol):

@@ -1,4 +1,4 @@
-"""Checkpoints that the run does not wait for: copied beside the kernels, written by a process of their own.
+"""Checkpoints that the run does not wait for: copied beside the kernels, written by a thread.
 
     with CheckpointWriter(run, device, say=...) as writer:
         for ...:
@@ -6,11 +6,13 @@
             (optimizer)
             snapshot = writer.snapshot(adapter, state)       # queues copies on a side stream
             writer.write(snapshot, keep=3, best_step=None)   # or writer.drop(snapshot)
-            for written in writer.finished(): ...            # every step: hands over what is copied, tells what is written
+            for written in writer.finished(): ...            # every step: tells what is written
 
 Nothing above waits for the device or the disk, but for one thing: there is memory for two checkpoints (for one only, where
-two would take over 2 GB), so a snapshot waits while that many are still on their way to the disk. The process writes one at a
-time, in the order of the snapshots, by the protocol of checkpoint.py. If it fails or dies, the next call of any method says so.
+two would take over 2 GB), so a snapshot waits while that many are still on their way to the disk. The thread writes one at a
+time, in the order of the snapshots, by the protocol of checkpoint.py; what it raises, the next call of any method raises.
+safetensors writes and hashlib reads without Python's lock. A kill takes the thread along: what is half-written then has a
+temporary name, which the next start removes.
 
 It is for runs that train an adapter. Full fine-tuning saves with `save_checkpoint`, and waits: its weights and moments are
 gigabytes that may not fit into main memory a second time, and how they are split into files is known to transformers only.
@@ -20,36 +22,35 @@ Do not call `save_checkpoint` or `clean_leftovers` before `wait()` has returned:
 from __future__ import annotations
 
 import contextlib
-import json
+import math
 import os
-import signal
-import subprocess
-import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Protocol, Self
+from queue import SimpleQueue
+from typing import Any, Protocol, Self
 
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
 from pronghorn.errors import EnvironmentFault, PronghornError
-from pronghorn.train.checkpoint.checkpoint import TENSORS, TrainState, manifest_of, refuse_foreign, what_resumes
-from pronghorn.train.checkpoint.checkpoint_image import Image, TensorFile
-from pronghorn.train.checkpoint.checkpoint_process import END, write_image
-from pronghorn.train.step.health import refused_checkpoint
+from pronghorn.kernels.runtime.host_memory import pin, unpin
+from pronghorn.train.checkpoint import checkpoint
+from pronghorn.train.checkpoint.checkpoint import TENSORS, TrainState
+from pronghorn.train.run.run_folder import readable_bytes
+from pronghorn.train.step.health import not_finite, refused_checkpoint
 
-PROCESS = "pronghorn.train.checkpoint.checkpoint_process"
-# Up to here two images, so that a snapshot need not wait for the disk. An 8B model with r=16 everywhere takes 0.5 GB each.
-TWO_IMAGES_UP_TO = 2_000_000_000
-_PATIENCE_S = 5.0  # for a process that was told to end, or that has closed its pipe
-# How long it may be stopped (SIGSTOP, a debugger), and how long it may be silent beside the time that its bytes take on the
-# slowest disk there is. Then it is killed, and the run ends; the checkpoint before stays.
-STOPPED_S, SILENT_S, SLOWEST_DISK = 30.0, 300.0, 1_000_000
-_LOOK_S = 1.0  # between two looks at it
+# Up to here two copies, so that a snapshot need not wait for the disk. An 8B model with r=16 everywhere takes 0.5 GB each.
+TWO_COPIES_UP_TO = 2_000_000_000
+# How long the run waits for a checkpoint, beside the time that its bytes take on the slowest disk there is.
+SILENT_S, SLOWEST_DISK = 300.0, 1_000_000
+_PATIENCE_S = 5.0  # for a thread that was told to end
+_ALIGNED = 64  # bytes, for every tensor
 
 
 class ModelFiles(Protocol):
@@ -58,7 +59,7 @@ class ModelFiles(Protocol):
     @property
     def name(self) -> str: ...  # of the file with the tensors
     @property
-    def tensors(self) -> Mapping[str, torch.Tensor]: ...  # by stored name; copied anew for every snapshot
+    def tensors(self) -> Mapping[str, Tensor]: ...  # by stored name; copied anew for every snapshot
     @property
     def metadata(self) -> Mapping[str, str] | None: ...
     @property
@@ -70,7 +71,127 @@ class Written:
     step: int
     path: Path
     bytes: int
-    seconds: float  # that the process took, beside the run
+    seconds: float  # that the thread took, beside the run
+
+
+class Copy:
+    """Host memory for the tensors of one checkpoint, pinned for CUDA; used again for every next one."""
+
+    def __init__(self, device: torch.device, say: Callable[[str], None]) -> None:
+        self._device, self._say = device, say
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._memory: Tensor | None = None
+        self._pinned = False
+        self._shapes: list[Any] = []
+        self._sources: list[Tensor] = []  # kept until they are copied: their memory must not be used for others
+        self._largest: Tensor | None = None  # absolute value in what was taken, in host memory; NaN if one is NaN
+        self._event: torch.cuda.Event | None = None
+        self.places: list[dict[str, Tensor]] = []  # the copies, by name, of each file
+
+    @property
+    def size(self) -> int:
+        return 0 if self._memory is None else self._memory.nbytes
+
+    def take(self, files: Sequence[Mapping[str, Tensor]]) -> torch.cuda.Event | None:
+        """Start to copy; on CUDA, returns the event of its end without waiting for anything, except when the memory has to
+        be allocated first: the first time, or when tensors have other names or shapes than the last time."""
+        self.settle()
+        self._fit(files)
+        self._sources = [tensor.detach() for file in files for tensor in file.values()]
+        if self._stream is None:
+            self._copy()
+            self._sources = []
+            return None
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            self._copy()
+        self._event = torch.cuda.Event(blocking=True)
+        self._event.record(self._stream)
+        return self._event
+
+    def settle(self) -> None:
+        """Wait for the copy, and let go of what was copied."""
+        if self._event is not None:
+            self._event.synchronize()
+        self._event = None
+        self._sources = []
+
+    def not_finite(self) -> list[str]:
+        """Names of the tensors that hold NaN or infinity, once it is settled. The device has looked; the host reads one number,
+        and only if that is not finite all of them."""
+        if self._largest is None or all(map(math.isfinite, self._largest.tolist())):
+            return []
+        return [name for places in self.places for name in not_finite(places)]
+
+    def free(self) -> None:
+        self.settle()
+        if self._pinned and self._memory is not None:
+            unpin(self._memory, self._device)
+        self._memory, self._pinned, self._shapes, self.places = None, False, [], []
+
+    def _copy(self) -> None:
+        places = (place for file in self.places for place in file.values())
+        with torch.no_grad():
+            for place, source in zip(places, self._sources, strict=True):
+                place.copy_(source, non_blocking=True)
+            self._largest = _largest(self._sources, pinned=self._stream is not None)
+
+    def _fit(self, files: Sequence[Mapping[str, Tensor]]) -> None:
+        shapes = [[(name, tensor.dtype, tensor.shape) for name, tensor in file.items()] for file in files]
+        if shapes == self._shapes:
+            return
+        size = sum(_aligned(tensor.nbytes) for file in files for tensor in file.values())
+        if self._memory is None or size > self._memory.nbytes:
+            self.free()
+            self._memory = self._allocate(size)
+        end, self.places = 0, []
+        for file in files:
+            self.places.append({})
+            for name, tensor in file.items():
+                place = self._memory[end : end + tensor.nbytes]
+                self.places[-1][name] = place.view(tensor.dtype).view(tensor.shape)
+                end += _aligned(tensor.nbytes)
+        self._shapes = shapes
+
+    def _allocate(self, size: int) -> Tensor:
+        try:
+            memory = torch.empty(size, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise EnvironmentFault(
+                f"not enough host RAM to copy the checkpoint: it needs {readable_bytes(size)}",
+                why=str(error).split("\n", 1)[0],
+                fix="free host RAM, then run the same command again",
+            ) from error
+        if self._stream is not None and size:
+            try:
+                pin(memory, "save less often")
+                self._pinned = True
+            except EnvironmentFault as fault:  # without it, copies are right as well, but the run waits for them
+                self._say(f"checkpoints: {fault.what} ({fault.why}); copies are slower")
+                # CUDA keeps the error for whoever asks next, which would be some kernel of the run: ask now.
+                with contextlib.suppress(RuntimeError):
+                    torch.ones(1, device=self._device)
+        return memory
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def _largest(tensors: Sequence[Tensor], *, pinned: bool) -> Tensor | None:
+    """One a device (moments may be paged into host memory), on the host, once the stream is there. Everything is read once:
+    0.2 ms for the 0.5 GB of an 8B model's adapter and moments (computed, at 3 TB/s). Quantized moments are whole numbers."""
+    of_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.is_floating_point() and tensor.element_size() > 1 and tensor.numel():
+            of_device.setdefault(tensor.device, []).append(tensor)
+    if not of_device:
+        return None
+    found = torch.empty(len(of_device), pin_memory=pinned)
+    for place, members in zip(found, of_device.values(), strict=True):
+        norms = torch._foreach_norm(members, float("inf"))
+        place.copy_(torch.stack([norm.float() for norm in norms]).amax(), non_blocking=True)
+    return found
 
 
 @dataclass(eq=False)
@@ -79,8 +200,12 @@ class Snapshot:
 
     step: int
     event: torch.cuda.Event | None  # None: already there
-    _image: Image
-    _job: dict[str, Any]
+    model: ModelFiles
+    manifest: dict[str, Any]
+    copy: Copy
+    keep: int = 0
+    best_step: int | None = None
+    written: Future[Written] = field(default_factory=Future)
 
     def hold(self, stream: torch.cuda.Stream | None = None) -> None:
         """Make `stream` (by default the current one) wait, on the device, until all is copied. Call it before queueing
@@ -94,85 +219,73 @@ class Snapshot:
 
 class CheckpointWriter:
     def __init__(self, run: Path, device: torch.device, *, say: Callable[[str], None]) -> None:
-        """Only starts the process, 1 ms. From the thread that lives as long as the run: the process dies with it."""
         self._run, self._owner = run, os.getpid()
-        self._waiting: deque[Snapshot] = deque()  # to be handed over, oldest first
-        self._in_flight: Snapshot | None = None
+        self._copies = [Copy(device, say) for _ in range(2)]
         self._taken: list[Snapshot] = []  # neither handed over nor dropped
+        self._in_flight: deque[Snapshot] = deque()  # handed over, oldest first
         self._done: list[Written] = []
-        self._broken: PronghornError | None = None
-        self._looked = self._stopped_for = self._silent_for = 0.0
-        self._process: _Process | None = None
+        self._hung: EnvironmentFault | None = None
         self._closed = False
-        try:
-            self._process = _Process()
-        except (AttributeError, OSError) as error:  # not Linux, or no process to be had
-            say(f"checkpoints are written by the training process, which waits for each one: {error}")
-        memories: list[int | None] = [*self._process.memories] if self._process else [None, None]
-        self._images = [Image(device, memory, say) for memory in memories]
+        self._queue: SimpleQueue[Snapshot | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="checkpoints", daemon=True)
+        self._thread.start()
 
     def snapshot(self, model: ModelFiles, state: TrainState) -> Snapshot:
         """The tensors' values at this point of the current stream; `state` must not be changed afterwards."""
         if self._closed:
             raise RuntimeError("the checkpoint writer is closed")
-        self._advance()
-        refuse_foreign([model.name, *model.small])
-        manifest = manifest_of(state)
-        image = self._free_image()
-        files = [TensorFile(model.name, model.tensors, model.metadata), TensorFile(TENSORS, state.tensors)]
-        event = image.take(model.small, files)
-        job = {
-            "run": str(self._run),
-            "image": self._images.index(image),
-            "size": image.layout.size,
-            "files": image.layout.files,
-            "manifest": manifest,
-        }
-        snapshot = Snapshot(state.step, event, image, job)
-        self._taken.append(snapshot)
-        return snapshot
+        self._collect()
+        checkpoint.refuse_foreign([model.name, *model.small])
+        manifest, copy = checkpoint.manifest_of(state), self._free_copy()
+        taken = Snapshot(state.step, copy.take([model.tensors, state.tensors]), model, manifest, copy)
+        self._taken.append(taken)
+        return taken
 
     def write(self, snapshot: Snapshot, *, keep: int, best_step: int | None, values: Mapping[str, Any] | None = None) -> None:
         """As `save_checkpoint` would, as soon as it is copied and the one before is written. `values`: what is known only now,
         in plain JSON."""
         if keep < 1:
             raise ValueError(f"keep is {keep}; the newest checkpoint is always kept")
-        if snapshot not in self._taken or snapshot in self._waiting:
+        if snapshot not in self._taken:
             raise ValueError(f"the snapshot of step {snapshot.step} is already written or dropped")
-        snapshot._job.update(keep=keep, best_step=best_step)
-        snapshot._job["manifest"]["values"] |= values or {}
-        self._waiting.append(snapshot)
-        self._advance()
+        self._taken.remove(snapshot)
+        if snapshot.event is None:
+            self._require_finite(snapshot)
+        snapshot.keep, snapshot.best_step = keep, best_step
+        snapshot.manifest["values"] |= values or {}
+        self._in_flight.append(snapshot)
+        self._queue.put(snapshot)
 
     def drop(self, snapshot: Snapshot) -> None:
         """It is not to be written; its memory is free for the next."""
-        if snapshot in self._waiting:
+        if snapshot not in self._taken:
             raise ValueError(f"the snapshot of step {snapshot.step} is already being written")
         self._taken.remove(snapshot)
 
     def finished(self) -> list[Written]:
-        """What is on disk since the last call. Raises the writer's EnvironmentFault, or says that it died."""
-        self._advance()
-        return self._hand_out()
+        """What is on disk since the last call. Raises what the thread raised."""
+        self._collect()
+        done, self._done = self._done, []
+        return done
 
     def wait(self) -> list[Written]:
         """Until everything is on disk that `write` was called for."""
-        self._drain()
-        return self._hand_out()
+        while self._in_flight:
+            self._wait_for_oldest()
+        return self.finished()
 
     def close(self) -> None:
-        """End the process. What is not written yet is lost: `wait()` before, or leave by the `with`, which waits."""
-        if os.getpid() != self._owner:  # a forked data worker that unwinds has no say over its parent's process
+        """End the thread. What is not written yet is lost: `wait()` before, or leave by the `with`, which waits."""
+        if os.getpid() != self._owner:  # a forked data worker that unwinds has no say over its parent's checkpoints
             return
-        self._closed, self._in_flight = True, None
-        self._waiting.clear()
+        self._closed = True
+        self._queue.put(None)
+        self._thread.join(_PATIENCE_S)
         self._taken.clear()
-        if self._process is not None:
-            self._process.end()
-            self._process = None
-        for image in self._images:
+        self._in_flight.clear()
+        for copy in self._copies:
             with contextlib.suppress(RuntimeError):  # CUDA's, when it is CUDA that has failed
-                image.free()
+                copy.free()
 
     def __enter__(self) -> Self:
         return self
@@ -183,196 +296,78 @@ class CheckpointWriter:
             return
         try:
             if kind is None:
-                self._drain()
+                self._done = self.wait()
             elif issubclass(kind, Exception):
                 # What went wrong in the run is what to report. RuntimeError: also CUDA's, when the copy itself has failed.
                 with contextlib.suppress(PronghornError, RuntimeError):
-                    self._drain()
+                    self._done = self.wait()
         finally:
             self.close()
 
-    def _drain(self) -> None:
-        while self._waiting or self._in_flight:
-            self._advance(wait=True)
-        self._advance()
+    def _collect(self) -> None:
+        if self._hung and not self._closed:
+            raise self._hung
+        while self._in_flight and self._in_flight[0].written.done():
+            self._done.append(self._in_flight.popleft().written.result())
 
-    def _advance(self, *, wait: bool = False) -> None:
-        """One thing further: take in the answer about the one in flight, hand over the next."""
-        if self._closed:
+    def _wait_for_oldest(self) -> None:
+        self._collect()
+        if not self._in_flight:
             return
-        if self._broken:
-            raise self._broken
-        if self._process is not None:
-            while wait and self._in_flight and not self._process.has_answer(_LOOK_S):
-                self._watch(self._process)
-            if self._process.has_answer():
-                self._take_in(self._process)
-            elif self._in_flight and time.monotonic() > self._looked + _LOOK_S:
-                self._watch(self._process)
-        if self._waiting and not self._in_flight and (wait or self._waiting[0].copied()):
-            self._hand_over(self._waiting.popleft())
-
-    def _hand_over(self, snapshot: Snapshot) -> None:
-        snapshot._image.settle()
-        self._taken.remove(snapshot)
-        if broken := snapshot._image.not_finite():
-            raise refused_checkpoint(snapshot.step, broken, str(self._run))
-        if self._process is None:
-            assert snapshot._image.memory is not None
-            self._note(write_image(snapshot._job, snapshot._image.memory))
-            return
-        self._in_flight = snapshot
-        self._looked, self._stopped_for, self._silent_for = time.monotonic(), 0.0, 0.0
+        oldest = self._in_flight[0]
+        patience = SILENT_S + oldest.copy.size / SLOWEST_DISK
         try:
-            self._process.send(snapshot._job)
-        except OSError:
-            raise self._death(self._process) from None
+            oldest.written.exception(patience)
+        except TimeoutError:
+            self._hung = EnvironmentFault(
+                f"checkpoint-{oldest.step} is not written",
+                where=str(self._run),
+                why=f"the disk has not responded for {patience:.0f} s",
+                fix=f"check the disk; then {checkpoint.what_resumes(self._run)}",
+            )
+        self._collect()
 
-    def _watch(self, process: _Process) -> None:
-        """No answer yet. A look counts for two seconds at most: a machine that slept is no fault of the writer's."""
-        assert self._in_flight is not None
-        now = time.monotonic()
-        passed, self._looked = min(now - self._looked, 2 * _LOOK_S), now
-        self._silent_for += passed
-        self._stopped_for = self._stopped_for + passed if process.is_stopped() else 0.0
-        step, size = self._in_flight.step, self._in_flight._job["size"]
-        if self._stopped_for >= STOPPED_S:
-            why = f"it was stopped by a signal (SIGSTOP) or a debugger for {STOPPED_S:.0f} s"
-        elif self._silent_for >= SILENT_S + size / SLOWEST_DISK:
-            why = f"it has not responded for {self._silent_for:.0f} s; check whether the disk responds"
-        else:
-            return
-        process.kill()
-        self._in_flight = None
-        self._broken = EnvironmentFault(
-            f"the checkpoint writer process hangs; checkpoint-{step} is not written",
-            where=str(self._run),
-            why=why,
-            fix=what_resumes(self._run),
-        )
-        raise self._broken
-
-    def _take_in(self, process: _Process) -> None:
-        try:
-            answer = process.receive()
-        except (EOFError, OSError):
-            raise self._death(process) from None
-        self._in_flight = None
-        if "bug" in answer:
-            raise RuntimeError(f"the checkpoint writer failed:\n{answer['bug']}")
-        if "fault" in answer:
-            raise EnvironmentFault(**answer["fault"])
-        self._note(answer["written"])
-
-    def _note(self, written: dict[str, Any]) -> None:
-        self._done.append(Written(**written | {"path": Path(written["path"])}))
-
-    def _hand_out(self) -> list[Written]:
-        done, self._done = self._done, []
-        return done
-
-    def _free_image(self) -> Image:
-        """Waits only if every image is on its way to the disk."""
+    def _free_copy(self) -> Copy:
+        """Waits only if every copy is on its way to the disk."""
         while True:
-            in_use = [snapshot._image for snapshot in [*self._taken, *([self._in_flight] if self._in_flight else [])]]
-            size = max(image.layout.size for image in self._images)
-            usable = self._images if 2 * size <= TWO_IMAGES_UP_TO else self._images[:1]
-            free = next((image for image in usable if image not in in_use), None)
+            in_use = [snapshot.copy for snapshot in (*self._taken, *self._in_flight)]
+            size = max(copy.size for copy in self._copies)
+            usable = self._copies if 2 * size <= TWO_COPIES_UP_TO else self._copies[:1]
+            free = next((copy for copy in usable if copy not in in_use), None)
             if free is not None:
                 return free
-            if not (self._in_flight or self._waiting):
+            if not self._in_flight:
                 raise RuntimeError("no memory for another snapshot: earlier snapshots are neither written nor dropped")
-            self._advance(wait=True)
+            self._wait_for_oldest()
 
-    def _death(self, process: _Process) -> EnvironmentFault:
-        """Also for every later call: this writer will not write again."""
-        step = self._in_flight.step if self._in_flight else None
-        self._in_flight = None
-        doing = f" while writing checkpoint-{step}, which is removed" if step is not None else ""
-        self._broken = EnvironmentFault(
-            f"the checkpoint writer process died{doing}",
-            where=str(self._run),
-            why=process.last_words(),
-            fix=f"if it ran out of memory, free host RAM; then {what_resumes(self._run)}",
-        )
-        return self._broken
+    def _require_finite(self, snapshot: Snapshot) -> None:
+        if broken := snapshot.copy.not_finite():
+            raise refused_checkpoint(snapshot.step, broken, str(self._run))
 
+    # The thread
 
-class _Process:
-    """checkpoint_process.py, running, with a pipe to it."""
+    def _work(self) -> None:
+        """At the run's own priority: a lower one would make the run wait for whoever holds Python's lock and has no core."""
+        while (snapshot := self._queue.get()) is not None and not (self._closed or self._hung):
+            try:
+                snapshot.written.set_result(self._write(snapshot))
+            except BaseException as error:  # noqa: BLE001  (the run raises it)
+                snapshot.written.set_exception(error)
 
-    def __init__(self) -> None:
-        """AttributeError where there is no shared memory of this kind, OSError where there is no process to be had."""
-        self.memories = [os.memfd_create(f"checkpoint-{number}") for number in range(2)]  # a file, and empty: no memory yet
-        # as long as the process; in memory, since TMPDIR may be full, missing or a file
-        self._errors: IO[bytes] = os.fdopen(os.memfd_create("checkpoint-errors"), "w+b")
-        self._pipe: Connection[Any, Any]
-        self._pipe, theirs = Pipe()
-        path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)  # it must find what we have found
-        descriptors = [theirs.fileno(), *self.memories]
-        try:
-            self._popen = subprocess.Popen(
-                [sys.executable, "-P", "-m", PROCESS, *(str(number) for number in (os.getpid(), *descriptors))],
-                stdin=subprocess.DEVNULL,
-                stdout=self._errors,
-                stderr=self._errors,
-                pass_fds=descriptors,
-                env=os.environ | {"PYTHONPATH": path},
-                start_new_session=True,  # Ctrl-C goes to the whole group of the terminal: not to this one
-            )
-        except OSError:
-            self._release()
-            raise
-        finally:
-            theirs.close()
-        self.pid = self._popen.pid
+    def _write(self, snapshot: Snapshot) -> Written:
+        snapshot.copy.settle()
+        self._require_finite(snapshot)
+        began, model, (weights, state) = time.perf_counter(), snapshot.model, snapshot.copy.places
 
-    def send(self, job: dict[str, Any] | str) -> None:
-        self._pipe.send_bytes(json.dumps(job).encode())
+        def fill(folder: Path) -> None:
+            for name, content in model.small.items():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_bytes(content)
+            save_file(weights, folder / model.name, dict(model.metadata) if model.metadata else None)
+            save_file(state, folder / TENSORS)
 
-    def has_answer(self, within: float = 0.0) -> bool:
-        """Or the news of its death."""
-        try:
-            return self._pipe.poll(within)
-        except OSError:
-            return True
-
-    def receive(self) -> dict[str, Any]:
-        answer: dict[str, Any] = json.loads(self._pipe.recv_bytes())
-        return answer
-
-    def is_stopped(self) -> bool:
-        with contextlib.suppress(OSError):
-            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
-            return state in ("T", "t")
-        return False
-
-    def kill(self) -> None:
-        self._popen.kill()
-
-    def last_words(self) -> str:
-        code = self._end_of(self._popen)
-        self._errors.seek(0)
-        text = self._errors.read().decode(errors="replace").strip()
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
-        return f"{how}: {text.splitlines()[-1]}" if text else how
-
-    def end(self) -> None:
-        with contextlib.suppress(OSError):  # dead already
-            self.send(END)
-        self._end_of(self._popen)
-        self._release()
-
-    def _release(self) -> None:
-        self._pipe.close()
-        self._errors.close()
-        for memory in self.memories:
-            os.close(memory)
-
-    @staticmethod
-    def _end_of(popen: subprocess.Popen[bytes]) -> int:
-        try:
-            return popen.wait(_PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            popen.kill()
-            return popen.wait()
+        tensors = sum(tensor.nbytes for tensor in (*weights.values(), *state.values()))
+        needed, keep, best = tensors + sum(map(len, model.small.values())), snapshot.keep, snapshot.best_step
+        path = checkpoint.write_checkpoint(self._run, snapshot.manifest, fill, keep=keep, best_step=best, needed_bytes=needed)
+        written = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        return Written(snapshot.step, path, written, time.perf_counter() - began)

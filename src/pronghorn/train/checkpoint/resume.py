@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pronghorn.data.pack.batches import Cursor
 from pronghorn.errors import CheckpointError, CommandError, EnvironmentFault, counted
 from pronghorn.recipe import Recipe, why_fixed
 from pronghorn.train.checkpoint.checkpoint import (
@@ -28,6 +27,7 @@ from pronghorn.train.checkpoint.checkpoint import (
     way_out,
 )
 from pronghorn.train.run.evaluate import Progress
+from pronghorn.train.source import kind_of
 from pronghorn.train.step.spikes import losses_of
 
 # What a manifest that fits none of our types raises on its way into them. pydantic's error is a ValueError.
@@ -39,7 +39,6 @@ class Described:
     """What a manifest says of a run, in our own types."""
 
     recipe: Recipe
-    cursor: Cursor
     progress: Progress
     seen_tokens: int
 
@@ -47,13 +46,14 @@ class Described:
 def described(path: Path, recipe: dict[str, Any], values: dict[str, Any]) -> Described:
     """CheckpointError where the sums are right and the content is not ours."""
     try:
-        cursor = Cursor(**values["cursor"])
-        if not all(isinstance(number, int) and number >= 0 for number in (cursor.epoch, cursor.pack, values["seen_tokens"])):
+        trained = Recipe.model_validate(recipe)
+        kind_of(trained).require_state(values["cursor"])
+        if not isinstance(values["seen_tokens"], int) or values["seen_tokens"] < 0:
             raise ValueError("a counter is not a number")
-        if not isinstance(values["scaler"], dict) or not isinstance(values["data"], str):
+        if not isinstance(values["scaler"], dict) or not all(isinstance(values[key], str) for key in ("data", "held_out")):
             raise ValueError("the loss scale or the data key has the wrong type")
         losses_of(values)
-        return Described(Recipe.model_validate(recipe), cursor, Progress.from_dict(values["progress"]), values["seen_tokens"])
+        return Described(trained, Progress(**values["progress"]), values["seen_tokens"])
     except _MISFITS as error:
         raise _not_ours(path, error) from error
 

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from pronghorn.data.pack.batches import StepBatch
+from pronghorn.data.pack.loader import StepBatch
 from pronghorn.errors import EnvironmentFault
 from pronghorn.memory.job import moment_bytes
 from pronghorn.model.export import AdapterFiles, adapter_files, savable, save_model, save_small_files, try_small_files
@@ -219,7 +219,7 @@ class WritingSaver(Saver):
             step=session.step + len(ahead),
             tensors=optimizer_tensors(session.optimizer, session.model),
             values={
-                "cursor": (ahead[-1].after if ahead else session.cursor).as_dict(),
+                "cursor": ahead[-1].after if ahead else session.cursor,
                 "seen_tokens": session.seen_tokens + sum(batch.tokens for batch in ahead),
                 **session.identity,
                 "progress": session.progress.as_dict(),

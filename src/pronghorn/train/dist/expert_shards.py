@@ -1,7 +1,7 @@
 """Experts that are spread over the ranks of a run (`world.shard: experts`), frozen, with or without adapters.
 
 Rank r of R has experts r E/R to (r + 1) E/R of every layer, and what is trained of them. Every rank has everything else.
-Tokens' rows, sorted by expert, go to the rank of their expert and come back (model/layers/moe.py):
+Tokens' rows, sorted by expert, go to the rank of their expert and come back (model/layers/mlps/experts.py):
 
     forward     counts, x and routing weights there ── gate, up, down ── y back
     backward    dy there ── x there again, where an adapter needs it ── dx and dweights back
@@ -26,7 +26,7 @@ from pronghorn.kernels.moe.routing import Routing, sort_by_expert
 from pronghorn.model.causal_lm import FastCausalLM
 from pronghorn.model.experts import OwnExperts
 from pronghorn.model.formats.experts import STACKS, StoredExperts
-from pronghorn.model.layers.moe import ExpertsMlp
+from pronghorn.model.layers.mlps.experts import ExpertsMlp
 from pronghorn.model.layers.types import Grads
 from pronghorn.model.shards import FIRST
 from pronghorn.train.dist.shards import MOMENTS, STATE, Shards, Shares, norm_over_ranks

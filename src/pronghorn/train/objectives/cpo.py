@@ -22,9 +22,6 @@ class Cpo(Preference):
     def shown(self, answers: Answers) -> Tensor:
         return answers.means(answers.log_probs_D) if self.kind == "ipo" else answers.log_probs_D
 
-    def rewards(self, answers: Answers) -> Tensor:
-        return self.beta * self.shown(answers)
-
     def compared(self, answers: Answers, firsts_D: Tensor) -> Tensor:
         scores = self.shown(answers)
         return cost_of(self.kind, scores.index_select(0, firsts_D) - scores, self.beta, self.smoothing)
@@ -37,9 +34,6 @@ class SimPo(Preference):
 
     def shown(self, answers: Answers) -> Tensor:
         return answers.means(answers.log_probs_D)
-
-    def rewards(self, answers: Answers) -> Tensor:
-        return self.beta * self.shown(answers)
 
     def compared(self, answers: Answers, firsts_D: Tensor) -> Tensor:
         scores = self.shown(answers)

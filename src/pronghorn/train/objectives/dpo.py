@@ -13,6 +13,7 @@ RPO adds the chosen answers' supervised loss.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ def cost_of(loss: str, deltas: Tensor, beta: float, smoothing: float) -> Tensor:
 
 
 class Dpo(Preference):
+    needs: ClassVar[tuple[str, ...]] = ("reference",)
+
     def __init__(
         self,
         reference: Reference,

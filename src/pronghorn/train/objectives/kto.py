@@ -19,10 +19,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pronghorn.data.pack.batches import PackedBatch, StepBatch, TokenRows, build_batch
+from pronghorn.data.pack.batches import TokenRows, build_batch
+from pronghorn.data.pack.loader import StepBatch
 from pronghorn.data.pack.packing import pack_in_order
+from pronghorn.packs import PackedBatch
 from pronghorn.train.dist.world import World
-from pronghorn.train.objectives.objective import Autocast, Objective, log_probs_of
+from pronghorn.train.objectives.objective import Autocast, Objective, outputs_of
 from pronghorn.train.objectives.preference import answers_of
 from pronghorn.train.objectives.reference import Reference
 
@@ -61,6 +63,7 @@ class Mismatched:
 
 
 class Kto(Objective):
+    needs: ClassVar[tuple[str, ...]] = ("reference", "capacity")
     scores: ClassVar[tuple[str, ...]] = ("rewards/margins",)
     watched: ClassVar[tuple[str, ...]] = (
         "chosen",
@@ -140,8 +143,7 @@ class Kto(Objective):
 
     def before_step(self, model: Any, step_batch: StepBatch, device: torch.device, autocast: Autocast, world: World) -> None:
         if self.kind == "kto" and self._training is not None:
-            rows = np.array([row for batch in step_batch.batches for row in batch.documents], dtype=np.int64)
-            self._estimate(model, self._tables[id(self._training)], rows, device, autocast, world)
+            self._estimate(model, self._tables[id(self._training)], step_batch.documents, device, autocast, world)
 
     @torch.no_grad()
     def _estimate(
@@ -152,7 +154,7 @@ class Kto(Objective):
             batch = self.reference.complete(build_batch(table, rows[members], self._capacity), table).to(device)
             assert batch.given_KN is not None
             with autocast():
-                found = log_probs_of(model, batch).log_probs_N
+                found = outputs_of(model, batch).values_N
             total += (found - batch.given_KN[0])[: batch.loss_tokens].sum(dtype=torch.float64)
         summed, count = world.total(float(total), len(rows))
         self.divergence.fill_(max(0.0, summed / max(1.0, count)))

@@ -1,9 +1,10 @@
-"""What every objective is: a function of the log-probabilities of a packed batch's labels. It never sees logits.
+"""What every objective is: a function of what the model's head gives of a packed batch's loss rows (model/head.py). Of the
+LM head these are the log-probabilities of labels, never logits; of a reward model, scores.
 
-An objective says how the log-probabilities of a micro-batch become a loss, and what the step's summed loss is divided by. It
-may keep rows of the data together in one pack (the two answers of a preference pair), look at the model before the first step
-(a reference's log-probabilities), and give the loss rows of every batch numbers of its own. Steps, evaluation and the search
-for rows that break a step call `sums` and `count`, and know nothing else about it.
+An objective says how they become a loss, and what the step's summed loss is divided by. It may keep rows of the data together
+in one pack (the two answers of a preference pair), look at the model before the first step (a reference's log-probabilities),
+and give the loss rows of every batch numbers of its own. Steps, evaluation and the search for rows that break a step call
+`sums` and `count`, and know nothing else about it. What others need to know of it is in its row of recipe_objective.py.
 
 A loss of several terms, each a mean over something else (pairs; tokens of the chosen answers), has a sum and a count for each.
 What people watch (rewards, accuracies) are further sums of the same forward.
@@ -19,12 +20,14 @@ from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from pronghorn.data.pack.batches import IGNORED, PackedBatch, StepBatch, TokenRows
+from pronghorn.data.pack.batches import TokenRows
+from pronghorn.data.pack.loader import StepBatch
 from pronghorn.model.causal_lm import base_of, engine_of
-from pronghorn.model.token_log_probs import PackedLogProbs, packed_log_probs
+from pronghorn.model.head import Outputs
+from pronghorn.model.heads import head_in
+from pronghorn.packs import IGNORED, PackedBatch
 from pronghorn.train.dist.world import World
 
 Autocast = Callable[[], AbstractContextManager[Any]]
@@ -41,6 +44,7 @@ class Sums(NamedTuple):
 
 
 class Objective(ABC):
+    needs: ClassVar[tuple[str, ...]] = ()  # what it is made of beside its parameters: reference, capacity, pad_id
     terms = 1  # C
     watched: ClassVar[tuple[str, ...]] = ()  # what the W sums are; `figures` makes what people read of them
     scores: ClassVar[tuple[str, ...]] = ()  # figures that are better when they are higher: eval.best may name one
@@ -49,17 +53,16 @@ class Objective(ABC):
     together = 1  # rows of the table, one after the other, that stay in one pack, side by side
 
     @abstractmethod
-    def loss(self, log_probs_N: Tensor, batch: PackedBatch) -> Tensor:
-        """The batch's summed loss, float32, or the sums of its terms. `log_probs_N`: of the label of each of `batch.loss_rows`,
-        0 where it is padding. Captured in a CUDA graph: shapes are those of the batch, and nothing asks the device for a
-        number."""
+    def loss(self, values_N: Tensor, batch: PackedBatch) -> Tensor:
+        """The batch's summed loss, float32, or the sums of its terms. `values_N`: of each of `batch.loss_rows`. Captured in a
+        CUDA graph: shapes are those of the batch, and nothing asks the device for a number."""
 
     def count(self, batch: PackedBatch) -> Tensor:
         """What the batch adds to the number that the step's summed loss is divided by: its labels. [C] if there are several
         terms. From its tensors alone, on their device."""
         return (batch.labels_T != IGNORED).sum()
 
-    def watch(self, log_probs_N: Tensor, batch: PackedBatch) -> Tensor | None:
+    def watch(self, values_N: Tensor, batch: PackedBatch) -> Tensor | None:
         """[W], under the same rules as `loss`; not differentiated."""
         return None
 
@@ -91,18 +94,14 @@ class Objective(ABC):
         return self.sums(model, batch).loss
 
     def sums(self, model: Any, batch: PackedBatch) -> Sums:
-        found = self.outputs(model, batch)
-        total = self.loss(found.log_probs_N, batch)
+        found = outputs_of(model, batch)
+        total = self.loss(found.values_N, batch)
         if found.balance is not None:
             count = self.count(batch)
             first = count if self.terms == 1 else torch.cat([count[:1], torch.zeros_like(count[1:])])
             total = total + found.balance * first
         with torch.no_grad():
-            return Sums(total, self.watch(found.log_probs_N.detach(), batch))
-
-    def outputs(self, model: Any, batch: PackedBatch) -> PackedLogProbs:
-        """What `loss` and `watch` get of each loss row."""
-        return log_probs_of(model, batch)
+            return Sums(total, self.watch(found.values_N.detach(), batch))
 
     def divisor(self, step_batch: StepBatch, world: World) -> Divisor:
         """Of the whole step, so that the loss does not depend on how its rows fell into micro-batches and ranks."""
@@ -118,39 +117,9 @@ def mean_of(sums: Tensor, divisor: Divisor) -> Tensor:
     return sums / divisor
 
 
-def engine_inputs(batch: PackedBatch) -> dict[str, Any]:
-    """The batch as `FastCausalLM.packed_rows` takes it."""
-    return {
-        "ids_T": batch.ids_T,
-        "positions_T": batch.positions_T,
-        "cu_seqlens": batch.cu_seqlens,
-        "longest": batch.longest,
-        "labels_T": batch.labels_T,
-        "loss_rows": None if batch.every_row else batch.loss_rows,
-        "typical": batch.typical,
-    } | {name: value for name in ("labels_N", "prompt_of_S") if (value := getattr(batch, name)) is not None}
-
-
-def log_probs_of(model: Any, batch: PackedBatch) -> PackedLogProbs:
-    """Of the label of each loss row, differentiable, on whatever layers the model has."""
-    engine = engine_of(model)
+def outputs_of(model: Any, batch: PackedBatch) -> Outputs:
+    """What the model's head gives of each loss row, differentiable, on whatever layers the model has."""
+    engine, base = engine_of(model), base_of(model)
     if engine is not None:
-        return packed_log_probs(engine, **engine_inputs(batch))
-    output = own_forward(model, batch)
-    log_probs_N = -F.cross_entropy(output.logits[0].float(), batch.row_labels, reduction="none")
-    return PackedLogProbs(log_probs_N, own_balance(model, output))
-
-
-def own_forward(model: Any, batch: PackedBatch) -> Any:
-    """Of a model on transformers' layers: logits of the loss rows."""
-    return model(
-        input_ids=batch.ids_T[None], position_ids=batch.positions_T[None], use_cache=False, logits_to_keep=batch.loss_rows
-    )
-
-
-def own_balance(model: Any, output: Any) -> Tensor | None:
-    """The auxiliary loss of routers, where the config asks for it; that of our layers leaves padding out."""
-    balance = getattr(output, "aux_loss", None)
-    if balance is None or not torch.is_grad_enabled():
-        return None
-    return base_of(model).router_aux_loss_coef * balance  # type: ignore[no-any-return]
+        return engine.head.outputs(engine.packed_rows(batch))
+    return head_in(base.config).own_outputs(base, batch)

@@ -28,9 +28,6 @@ class Orpo(Preference):
     def shown(self, answers: Answers) -> Tensor:
         return answers.means(answers.log_probs_D)
 
-    def rewards(self, answers: Answers) -> Tensor:
-        return self.beta * self.shown(answers)
-
     def compared(self, answers: Answers, firsts_D: Tensor) -> Tensor:
         mean_D = self.shown(answers)
         log_odds_D = mean_D - log_one_less_exp(mean_D)

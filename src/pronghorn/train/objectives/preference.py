@@ -2,8 +2,8 @@
 
 N = loss rows, D = slots for documents (data/pack/batches.py), C = terms of the loss. An answer's log-probability is the sum of
 its labels', its score the sum or the mean of them, less the reference's where there is one. Every rejected answer is a
-comparison with the chosen one of its group. The loss is a mean over the comparisons of the step; with a supervised part, its second term
-is a mean over the labels of the chosen answers. So it does not depend on how groups fall into packs.
+comparison with the chosen one of its group. The loss is a mean over the comparisons of the step; with a supervised part, its
+second term is a mean over the labels of the chosen answers. So it does not depend on how groups fall into packs.
 
 Sums over the rows of a document go through a mask [D, N] and not through index_add, whose order on a GPU changes.
 """
@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pronghorn.data.pack.batches import IGNORED, PackedBatch, TokenRows
+from pronghorn.data.pack.batches import TokenRows
+from pronghorn.packs import IGNORED, PackedBatch
 from pronghorn.train.objectives.objective import Autocast, Objective
 from pronghorn.train.objectives.reference import Reference
 from pronghorn.train.objectives.watch import Watch
@@ -62,8 +63,9 @@ def preferred(deltas: Tensor, smoothing: float) -> Tensor:
 
 
 class Preference(Objective):
-    """Pairs. A subclass says what an answer's reward is (`rewards`) and what a comparison costs (`compared`)."""
+    """Pairs. A subclass says what a comparison costs (`compared`), and what an answer's reward is (`shown`, `rewards`)."""
 
+    beta: float
     scores: ClassVar[tuple[str, ...]] = ("rewards/accuracies", "rewards/margins")
     watched: ClassVar[tuple[str, ...]] = (
         "comparisons",
@@ -83,9 +85,9 @@ class Preference(Objective):
         self.terms = 2 if sft_weight else 1
         self._watch = Watch()
 
-    @abstractmethod
     def rewards(self, answers: Answers) -> Tensor:
         """[D], as people read them."""
+        return self.beta * self.shown(answers)
 
     @abstractmethod
     def compared(self, answers: Answers, firsts_D: Tensor) -> Tensor:

@@ -13,9 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pronghorn.data.pack.batches import IGNORED, PackedBatch, TokenRows, evaluation_batches
+from pronghorn.data.pack.batches import TokenRows
+from pronghorn.data.pack.loader import evaluation_batches
 from pronghorn.errors import RecipeError
-from pronghorn.train.objectives.objective import Autocast, Progress, log_probs_of
+from pronghorn.packs import IGNORED, PackedBatch
+from pronghorn.train.objectives.objective import Autocast, Progress, outputs_of
 
 Floats = npt.NDArray[np.float32]
 
@@ -85,7 +87,7 @@ def reference_log_probs(
     try:
         with without_adapters(model), autocast():
             for batch in evaluation_batches(table, capacity):
-                log_probs = log_probs_of(model, batch.to(device)).log_probs_N[: batch.loss_tokens].float().cpu().numpy()
+                log_probs = outputs_of(model, batch.to(device)).values_N[: batch.loss_tokens].float().cpu().numpy()
                 at = 0
                 for row in batch.documents:
                     count = int(table.loss_counts[row])

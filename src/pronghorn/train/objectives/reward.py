@@ -1,4 +1,4 @@
-"""A reward model: Bradley-Terry on scores that a linear head reads at the end of each answer (model/scored.py).
+"""A reward model: Bradley-Terry on scores that a linear head reads at the end of each answer (model/heads/score.py).
 
     cost = -log sigma(r_chosen - r_rejected - margin) + c (r_chosen + r_rejected)^2          c: center_weight
 
@@ -10,25 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pronghorn.data.pack.batches import IGNORED, PackedBatch, TokenRows
+from pronghorn.data.pack.batches import TokenRows
 from pronghorn.data.preference.pair_packing import ends_of
-from pronghorn.model.causal_lm import engine_of
-from pronghorn.model.scored import own_scores, packed_scores
-from pronghorn.model.token_log_probs import PackedLogProbs
-from pronghorn.train.objectives.objective import Objective, engine_inputs
+from pronghorn.packs import IGNORED, PackedBatch
+from pronghorn.train.objectives.objective import Objective
 from pronghorn.train.objectives.watch import Watch
 
 
 class Reward(Objective):
     """Figures have the names of TRL's RewardTrainer (whose least and greatest reward of a batch are no sums, and left out)."""
 
+    needs: ClassVar[tuple[str, ...]] = ("pad_id",)
     scores: ClassVar[tuple[str, ...]] = ("accuracy", "margin")
     watched: ClassVar[tuple[str, ...]] = ("comparisons", "answers", "accuracy", "margin", "mean_reward")
 
@@ -44,16 +43,8 @@ class Reward(Objective):
         rows[: len(ends)], labels[: len(ends)] = torch.from_numpy(ends), 0  # any label: it marks what is no padding
         return replace(batch, loss_rows=rows, labels_N=labels, document_N=torch.arange(slots))
 
-    def outputs(self, model: Any, batch: PackedBatch) -> PackedLogProbs:
-        """Scores in place of log-probabilities."""
-        engine = engine_of(model)
-        if engine is not None:
-            return PackedLogProbs(packed_scores(engine, **engine_inputs(batch)))
-        inputs = {"input_ids": batch.ids_T[None], "position_ids": batch.positions_T[None]}
-        return PackedLogProbs(own_scores(model, batch.loss_rows, **inputs))
-
-    def loss(self, log_probs_N: Tensor, batch: PackedBatch) -> Tensor:
-        scores_D = _of_slots(log_probs_N, batch)
+    def loss(self, scores_N: Tensor, batch: PackedBatch) -> Tensor:
+        scores_D = _of_slots(scores_N, batch)
         assert batch.firsts_D is not None
         assert batch.margins_D is not None
         assert batch.roles_D is not None
@@ -67,8 +58,8 @@ class Reward(Objective):
         assert batch.roles_D is not None
         return (batch.roles_D > 0).sum()
 
-    def watch(self, log_probs_N: Tensor, batch: PackedBatch) -> Tensor:
-        scores_D = _of_slots(log_probs_N, batch)
+    def watch(self, scores_N: Tensor, batch: PackedBatch) -> Tensor:
+        scores_D = _of_slots(scores_N, batch)
         assert batch.roles_D is not None
         rejected, answers = ((batch.roles_D >= least).to(scores_D.dtype) for least in (1, 0))
         ahead = scores_D[batch.firsts_D] - scores_D

@@ -7,10 +7,12 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from pronghorn.data.pack.batches import PackedBatch, StepBatch
-from pronghorn.model.causal_lm import engine_of
+from pronghorn.data.pack.loader import StepBatch
+from pronghorn.model.causal_lm import base_of, engine_of
+from pronghorn.model.heads.lm import own_logits
+from pronghorn.packs import PackedBatch
 from pronghorn.train.dist.world import World
-from pronghorn.train.objectives.objective import Objective, Sums, engine_inputs, own_balance, own_forward
+from pronghorn.train.objectives.objective import Objective, Sums
 
 
 class Supervised(Objective):
@@ -24,10 +26,9 @@ class Supervised(Objective):
         """Fused: the loss and its gradient in one pass over the logits, since every row's weight is known to be one."""
         engine = engine_of(model)
         if engine is not None:
-            return engine.packed_loss(**engine_inputs(batch))[0]
-        output = own_forward(model, batch)
-        loss = F.cross_entropy(output.logits[0].float(), batch.labels_T[batch.loss_rows], reduction="sum")
-        balance = own_balance(model, output)
+            return engine.packed_loss(batch)[0]
+        logits, balance = own_logits(base_of(model), batch)
+        loss = F.cross_entropy(logits, batch.row_labels, reduction="sum")
         return loss if balance is None else loss + balance * batch.loss_tokens
 
     def divisor(self, step_batch: StepBatch, world: World) -> float:

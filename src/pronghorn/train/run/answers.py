@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pronghorn.evaluation.held_out import Answer, HeldOut, Judged, read_base, write_base
+from pronghorn.evaluation.held_out import HeldOut, Judged, ModelAnswer, read_base, write_base
 from pronghorn.evaluation.own_metric import OwnMetric
 from pronghorn.report.answers import write_answers
 from pronghorn.report.run_log import RunLog
@@ -34,7 +34,7 @@ class RunAnswers:
         self._session, self._folder, self._log, self._progress = session, folder, log, progress
         with _random_numbers_kept():
             beside = session.objective.scores
-            self._held_out = HeldOut.of(session.data.evaluation, session.tokenizer, session.recipe.eval, own, beside)
+            self._held_out = HeldOut.of(session.source.held_out, session.tokenizer, session.recipe.eval, own, beside)
         self._base: Judged | None = None
         self._told = False
 
@@ -60,7 +60,7 @@ class RunAnswers:
             return {"generations": shown}
         return {"generations": shown, "metrics": judged.metrics, "samples": len(questions), "cut": judged.cut}
 
-    def _ask(self, label: str) -> list[Answer]:
+    def _ask(self, label: str) -> list[ModelAnswer]:
         with self._session.autocast():
             return self._held_out.ask(
                 self._session.model,
@@ -68,7 +68,7 @@ class RunAnswers:
                 capture=self._session.recipe.train.graph != "off" and self._session.shards is None,
             )
 
-    def _judged(self, answers: list[Answer]) -> Judged:
+    def _judged(self, answers: list[ModelAnswer]) -> Judged:
         with _random_numbers_kept():
             judged = self._held_out.judge(answers)
         if judged.unscored:

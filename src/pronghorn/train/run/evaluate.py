@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from pronghorn.data.pack.batches import TokenRows, evaluation_batches
+from pronghorn.data.pack.batches import TokenRows
+from pronghorn.data.pack.loader import evaluation_batches
 from pronghorn.errors import counted
 from pronghorn.recipe import Stop
 from pronghorn.train.dist.world import World
@@ -106,8 +107,3 @@ class Progress:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Progress:
-        """Also of checkpoints from before there were metrics, where it was the best loss."""
-        return cls(**{"best" if key == "best_loss" else key: value for key, value in values.items()})

@@ -23,17 +23,16 @@ from pronghorn.recipe import METRICS, Eval
 from pronghorn.report.answers import write_answers
 from pronghorn.train.objectives import objective_of
 from pronghorn.train.run.evaluate import evaluate
-from pronghorn.train.run.run_identity import EVERY_TOKEN
 from pronghorn.train.run.trained_run import TrainedRun
 from pronghorn.train.setup.preference_data import reference_store, shares_prompts
-from pronghorn.train.setup.setup import prepare_data
+from pronghorn.train.source import source_of
 
 Report = Callable[[str, int, int], None]
 HARNESS_BATCH = 8
 
 
 @dataclass(frozen=True)
-class Asked:
+class EvaluationRequest:
     """What the command line asks for; `spec`: keys of eval: that differ from the run's recipe."""
 
     spec: Mapping[str, Any] = field(default_factory=dict)
@@ -42,34 +41,32 @@ class Asked:
     answers: Path | None = None  # where to write them
 
 
-def evaluate_run(run: Path, which: str, *, data: str | None, report: Report, asked: Asked | None = None) -> dict[str, Any]:
+def evaluate_run(
+    run: Path, which: str, *, data: str | None, report: Report, asked: EvaluationRequest | None = None
+) -> dict[str, Any]:
     """`data`: another file than the run's held-out rows."""
-    asked = asked or Asked()
+    asked = asked or EvaluationRequest()
     own = OwnMetric(asked.metric_file) if asked.metric_file is not None else None
     trained = TrainedRun(run, which)
     recipe = trained.recipe
     spec = spec_of(recipe.eval, asked.spec)
     tokenizer = trained.tokenizer()
     if data:
-        wanted, capacity = recipe.objective.rows, recipe.train.capacity
+        wanted, capacity = recipe.objective.kind.reads, recipe.train.capacity
         table = prepare((data,), recipe.data, tokenizer, progress=report, wanted=wanted, capacity=capacity).tokens
         table, pad_id = table.sharing(shares_prompts(recipe)[0]), padding_id(tokenizer)
     else:
-        prepared = prepare_data(recipe, tokenizer, report=report, stage=lambda _: nullcontext())
-        if prepared.evaluation is None:
+        source = source_of(recipe, tokenizer, report=report, stage=lambda _: nullcontext())
+        if source.held_out is None:
             raise CommandError(what="the run has no held-out data", where=str(run), fix="pass some: --data FILE")
-        if (
-            isinstance(recipe.data.eval, float)
-            and trained.data.startswith(EVERY_TOKEN)
-            and trained.data != prepared.keys["data"]
-        ):
+        if isinstance(recipe.data.eval, float) and trained.data != source.keys["data"]:
             raise CommandError(
                 what="the rows that the run held out cannot be found again",
                 where=str(run),
-                why="the data changed, or the run is from a version that did not keep copies of a row on one side",
+                why="the data changed since the run",
                 fix="restore the files of data.train, or pass rows that were not trained on: --data FILE",
             )
-        table, pad_id = prepared.evaluation, prepared.pad_id
+        table, pad_id = source.held_out, source.pad_id
     measured, capture = bool(spec.metrics) or own is not None, recipe.train.graph != "off"
     if not measured and (asked.base or asked.answers):
         raise CommandError(

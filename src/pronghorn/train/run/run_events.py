@@ -43,10 +43,10 @@ def log_start(session: Session, folder: Path, log: RunLog) -> None:
         ranks=session.world.size,
         precision=session.precision,
         resumed_from=session.resumed_from,
-        steps=session.data.total_steps,
+        steps=session.source.total,
         parameters={"total": count_parameters(model), "trainable": require_trainable(model)},
-        data=session.data.summary(session.recipe.train.capacity),
-        eval_documents=len(session.data.evaluation) if session.data.evaluation is not None else 0,
+        data=session.source.summary(),
+        eval_documents=len(session.source.held_out or ()),
         **_price(session.device),
     )
 

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from pronghorn.data.encode.tokens import TokenizerFiles
-from pronghorn.data.preference.pair_choices import first_rows
-from pronghorn.data.prepare import prepare
-from pronghorn.data.read.reading import parts_of, text_bytes
-from pronghorn.data.read.splitting import apart
 from pronghorn.errors import CommandError, PronghornError, RecipeError
-from pronghorn.memory.forecast import BYTES_PER_TOKEN, HOST_BYTES, Forecast, comparison, max_context_report, plan_report
+from pronghorn.memory.forecast import HOST_BYTES, Forecast, comparison, max_context_report, plan_report
 from pronghorn.memory.gpus import GPUS, find_gpu
 from pronghorn.memory.plan import host_room, parse_host
 from pronghorn.memory.scaling import Scaling, parse_gpus, scaling
 from pronghorn.model.config import read_config
 from pronghorn.model.families import FAMILIES, why_not_fast
 from pronghorn.recipe import Recipe
+from pronghorn.train.source import kind_of
 
 __all__ = ["comparison", "forecast", "forecast_of_many"]
 
@@ -40,56 +35,6 @@ def why_no_plan(recipe: Recipe, config: Any) -> str:
     if recipe.method != "full" and (recipe.lora.dropout or recipe.lora.dora):
         return "lora.dropout and lora.dora run layers as separate operations, whose memory is not planned"
     return ""
-
-
-@dataclass(frozen=True)
-class DataFacts:
-    """What a forecast wants to know of the rows."""
-
-    tokens: int  # of the whole run
-    loss_share: float
-    attended: int
-    row_tokens: float  # of a row, or of a pair, on average
-
-
-class _NotPrepared(Exception):
-    """The rows were not tokenized yet."""
-
-
-class _CachedOnly(TokenizerFiles):
-    def load(self) -> Any:
-        raise _NotPrepared
-
-
-def cached_data(recipe: Recipe) -> DataFacts | None:
-    """From rows that some earlier command tokenized; None where that would have to be done first."""
-    try:
-        spec, wanted, capacity = recipe.data, recipe.objective.rows, recipe.train.capacity
-        prepared = prepare(spec.train, spec, _CachedOnly(recipe.model, spec), wanted=wanted, capacity=capacity)
-        held_out = isinstance(spec.eval, float)
-        table = apart(prepared, None, spec, recipe.train.seed).train if held_out else prepared.tokens
-    except (_NotPrepared, PronghornError):
-        return None
-    lengths = table.lengths.astype("int64")
-    tokens = int(lengths.sum())
-    return DataFacts(
-        tokens * recipe.train.epochs,
-        float(table.loss_counts.sum()) / max(1, tokens),
-        int((lengths * lengths).sum()) // max(1, tokens),
-        tokens / max(1, len(first_rows(table))),
-    )
-
-
-def estimated_tokens(recipe: Recipe) -> int | None:
-    """From the sizes of the files; None where they say little: packed files, Hub data sets, a part of the rows."""
-    try:
-        amount = text_bytes(parts_of(recipe.data.train, recipe.data, recipe.objective.rows))
-    except (PronghornError, OSError):
-        return None
-    if amount is None:
-        return None
-    held_out = recipe.data.eval if isinstance(recipe.data.eval, float) else 0.0
-    return int(amount / BYTES_PER_TOKEN * (1 - held_out) * recipe.train.epochs) or None
 
 
 def forecast(
@@ -114,8 +59,8 @@ def forecast(
     if chosen is None and torch.cuda.is_available():
         chosen = find_gpu(torch.cuda.get_device_name())
         room = host_room() if host is None else room  # as a run here would
-    config, data = _planned(recipe), cached_data(recipe)
-    known = (data.tokens if data else estimated_tokens(recipe)) if not recipe.train.steps else None
+    config, data = _planned(recipe), kind_of(recipe).foreseen(recipe)
+    known = None if recipe.train.steps else data.tokens
     if longest:
         if chosen is None:
             raise CommandError(
@@ -123,12 +68,10 @@ def forecast(
                 fix="name one with --gpu; set memory.budget to use only part of its memory",
             )
         return [
-            max_context_report(recipe, config, gpu=chosen, price=price, host=room, loss_share=data.loss_share if data else 1.0)
+            max_context_report(recipe, config, gpu=chosen, price=price, host=room, loss_share=data.rows.get("loss_share", 1.0))
         ]
-    guessed = tokens is None and known is not None and data is None
-    options: dict[str, Any] = {"tokens": tokens or known, "price": price, "host": room, "estimated": guessed}
-    if data is not None:
-        options |= {"attended": data.attended, "loss_share": data.loss_share, "row_tokens": data.row_tokens}
+    guessed = tokens is None and known is not None and data.estimated
+    options: dict[str, Any] = {"tokens": tokens or known, "price": price, "host": room, "estimated": guessed, **data.rows}
     if chosen is not None:
         return [plan_report(recipe, config, gpu=chosen, **options)]
     found: list[Forecast] = []
@@ -149,8 +92,8 @@ def forecast_of_many(
     """On several GPUs of several machines, for each way to spread the run over them."""
     parse_gpus(gpus)  # refused before anything is read
     room = HOST_BYTES if host is None else parse_host(host)
-    config, data = _planned(recipe), cached_data(recipe)
-    facts: dict[str, Any] = {} if data is None else {"attended": data.attended, "loss_share": data.loss_share}
+    config, rows = _planned(recipe), kind_of(recipe).foreseen(recipe).rows
+    facts = {name: rows[name] for name in ("attended", "loss_share") if name in rows}
     return scaling(recipe, config, gpus=gpus, machines=machines, link=link, price=price, host=room, **facts)
 
 

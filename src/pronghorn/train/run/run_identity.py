@@ -2,8 +2,7 @@
 
 The data's key is a digest over every token and every loss mark that the run sees, in order, so that the same rows from another
 place are the same, and one digit in one row is not. The held-out data has a key of its own: a loss on other rows cannot be
-compared with the best one so far. The base model's is in model/fingerprint.py. A checkpoint from before held the lengths of all
-rows and the tokens of a thousand of them; it is compared by that, and the user is told how little that is.
+compared with the best one so far. The base model's is in model/fingerprint.py.
 """
 
 from __future__ import annotations
@@ -35,49 +34,20 @@ class Spread(Protocol):
 
 
 FIRST = 64  # elements of each weight
-EVERY_TOKEN = "tokens:"  # how a key over all of them begins
 
 
 def data_key(table: TokenTable | None, pad_id: int) -> str:
     """Empty where there is no such data."""
-    return "" if table is None else EVERY_TOKEN + hashlib.sha256(f"{table.content} {pad_id}".encode()).hexdigest()
+    return "" if table is None else "tokens:" + hashlib.sha256(f"{table.content} {pad_id}".encode()).hexdigest()
 
 
-def _sampled_key(table: TokenTable) -> str:
-    """As checkpoints had it before."""
-    digest = hashlib.sha256(table.lengths.tobytes() + table.loss_counts.tobytes())
-    for i in range(0, len(table), max(1, len(table) // 1000)):
-        digest.update(table.ids(i).tobytes())
-    return digest.hexdigest()
-
-
-def require_same_data(then: dict[str, Any], now: dict[str, str], train: TokenTable, checkpoint: str, where: str) -> list[str]:
-    """`then`: a checkpoint's values. Returns what should be told."""
-    key = then.get("data", "")
-    old = not key.startswith(EVERY_TOKEN)
-    if key != (_sampled_key(train) if old else now["data"]):
-        why = "its tokens or its loss mask differ"
-        if now.get("split") and "split" not in then:
-            raise _split_otherwise(checkpoint, where)
-        raise _changed("training data", "data.train", checkpoint, where, why)
-    if "held_out" in then and then["held_out"] != now["held_out"]:
+def require_same_data(then: dict[str, Any], now: dict[str, str], checkpoint: str, where: str) -> None:
+    """`then`: a checkpoint's values."""
+    if then["data"] != now["data"]:
+        raise _changed("training data", "data.train", checkpoint, where, "its tokens or its loss mask differ")
+    if then["held_out"] != now["held_out"]:
         why = "losses on different rows cannot be compared"
         raise _changed("held-out data", "data.eval", checkpoint, where, why)
-    if not old:
-        return []
-    return [
-        f"{checkpoint} is from an older version, which recorded only the tokens of a thousand rows and neither held-out "
-        "data nor config.json: changes of these are not detected"
-    ]
-
-
-def _split_otherwise(checkpoint: str, where: str) -> CheckpointError:
-    return CheckpointError(
-        what=f"the training data is not what {checkpoint} was trained on",
-        where=where,
-        why="it is from a version that held out rows one by one; this one keeps copies of a row on one side. Or files changed",
-        fix="finish the run with the version that began it, or start over with --fresh (the old folder is renamed)",
-    )
 
 
 def _changed(what: str, key: str, checkpoint: str, where: str, why: str) -> CheckpointError:

@@ -10,11 +10,13 @@ import torch
 from pronghorn.data.encode.tokens import load_tokenizer, padding_id
 from pronghorn.data.template.rendering import within_limits
 from pronghorn.errors import CommandError
+from pronghorn.model.causal_lm import base_of
 from pronghorn.model.export import trained_model
 from pronghorn.model.fingerprint import require_same_base
 from pronghorn.model.generate import generate_answers, sample_answer
+from pronghorn.model.head import Head
+from pronghorn.model.heads import HEADS
 from pronghorn.model.load import DTYPES, pick_device, resolve_precision
-from pronghorn.model.scored import set_padding
 from pronghorn.recipe import Data, Recipe
 from pronghorn.train.checkpoint.checkpoint import list_checkpoints, verify_checkpoint
 from pronghorn.train.checkpoint.resume import described
@@ -34,18 +36,26 @@ class Trained:
         model = trained_model(self.path, self.recipe, DTYPES[precision], device)
         model.eval()
         tokenizer = self.tokenizer()
-        if self.recipe.objective.scored:
-            set_padding(model, padding_id(tokenizer))
+        self.set_padding(model)
         return model, tokenizer, device
 
+    @property
+    def head(self) -> type[Head]:
+        return HEADS[self.recipe.objective.kind.head]
+
+    def set_padding(self, model: Any) -> None:
+        """For the model's own forward, where its head needs to know."""
+        if not self.head.generates:
+            self.head.set_padding(base_of(model), padding_id(self.tokenizer()))
+
     def require_answers(self) -> None:
-        """Refuses a reward model where text is to be written."""
-        if self.recipe.objective.scored:
+        """Refuses a model that writes no text where some is to be written."""
+        if not self.head.generates:
             raise CommandError(
-                what="the run trained a reward model, which gives scores, not answers",
+                what=f"the run trained {self.head.title}, which gives {self.head.gives}, not answers",
                 where=str(self.path),
-                why="it has a score head in place of the LM head",
-                fix="export it (--to merged) and load it with AutoModelForSequenceClassification, or name another run",
+                why=f"it has a {self.head.name} head in place of the LM head",
+                fix=f"export it (--to merged) and load it with {self.head.auto_class(None).__name__}, or name another run",
             )
 
     def tokenizer(self) -> Any:
@@ -69,7 +79,7 @@ class TrainedRun(Trained):
         path = self._choose(found, which, run)
         manifest = verify_checkpoint(path)
         recipe = _found_again(described(path, manifest["recipe"], manifest["values"]).recipe, run)
-        super().__init__(path, recipe, manifest["step"], str(manifest["values"].get("data", "")))
+        super().__init__(path, recipe, manifest["step"], manifest["values"]["data"])
         if self.recipe.method != "full":
             require_same_base(self.recipe.model, manifest["values"], self.path.name)
 

@@ -8,21 +8,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.table import Table
 
-from pronghorn.data.pack.batches import Shapes
-from pronghorn.data.preference.pair_choices import held_out_by
-from pronghorn.data.prepare import findings
 from pronghorn.errors import counted
 from pronghorn.memory.dry_run import static_parts
 from pronghorn.model.config import read_config
 from pronghorn.model.export import savable, try_small_files
 from pronghorn.recipe import Recipe
 from pronghorn.report.loggers.table import require_installed
-from pronghorn.train.setup.setup import RunData, look_ahead, prepare_data
+from pronghorn.train.setup.setup import look_ahead
+from pronghorn.train.source import source_of
+from pronghorn.train.source.sizes import notices
 from pronghorn.train.step.memory import plan_memory, plan_of_everything
-from pronghorn.train.step.sizes import notices
 
 
 @dataclass(frozen=True)
@@ -33,12 +30,12 @@ class Facts:
     trainable: int
     device: str
     precision: str
-    documents: int
+    documents: int | None  # this and those of tokens and packs: None where the rows are made during the run
     eval_documents: int
-    tokens: int
-    loss_tokens: int
-    packs: int
-    packing_efficiency: float
+    tokens: int | None
+    loss_tokens: int | None
+    packs: int | None
+    packing_efficiency: float | None
     micro_batches_per_step: int
     steps: int
     memory_weights: int  # this and the next two: 0 where nobody counts them
@@ -62,7 +59,6 @@ class Facts:
 
     def table(self) -> Table:
         table = Table(show_header=False, box=None, pad_edge=False)
-        share = self.loss_tokens / self.tokens
         parts = (self.memory, self.memory_weights, self.memory_training, self.memory_activations)
         memory = "about {} GB: weights {}, adapters, gradients and optimizer {}, activations {}".format(
             *(f"{part / 1e9:.1f}" for part in parts)
@@ -70,11 +66,11 @@ class Facts:
         for name, value in (
             ("model", f"{self.model} ({self.model_type}, {self.parameters:,} parameters)"),
             ("trained", f"{self.trainable:,} parameters, {self.precision} on {self.device}"),
-            ("data", f"{counted(self.documents, 'document')}, {self.tokens:,} tokens, {share:.0%} of them carry loss"),
+            *(("data", self._data()) for _ in range(self.documents is not None)),
             *(("", text) for text in self.sources),
             *(("copies", self._copies()) for _ in range(bool(self.copies + self.near_copies))),
             ("held out", counted(self.eval_documents, "document")),
-            ("packing", f"{counted(self.packs, 'pack')} per epoch, {self.packing_efficiency:.1%} full"),
+            *(("packing", self._packing()) for _ in range(self.packs is not None)),
             ("steps", self._steps()),
             ("memory", f"not estimated: {self.no_memory}" if self.no_memory else memory),
             *(("plan", text) for text in self.plan),
@@ -82,6 +78,14 @@ class Facts:
         ):
             table.add_row(name, value)
         return table
+
+    def _data(self) -> str:
+        share = (self.loss_tokens or 0) / (self.tokens or 1)
+        tokens = f", {self.tokens:,} tokens, {share:.0%} of them carry loss" if self.tokens else ""
+        return counted(self.documents or 0, "document") + tokens
+
+    def _packing(self) -> str:
+        return f"{counted(self.packs or 0, 'pack')} per epoch, {self.packing_efficiency:.1%} full"
 
     def _steps(self) -> str:
         packs = counted(self.micro_batches_per_step, "micro-batch", "micro-batches")
@@ -100,20 +104,6 @@ class Facts:
         return f"{told}; data.duplicates: {drop} drops such rows"
 
 
-def _copies(data: RunData, report: Callable[[str, int, int], None]) -> dict[str, int]:
-    """Of all rows, also those held out; of preference data, of all pairs or marked answers."""
-    table, found = data.prepared.tokens, findings(data.prepared.rows, near=True, progress=report)
-    rows = held_out_by(table)
-    exact = np.isin(rows, list(found.exact))
-    copies = exact | np.isin(rows, list(found.near or ()))
-    tokens = int(table.lengths[copies].sum(dtype=np.int64))
-    return {
-        "copies": len(np.unique(rows[exact])),
-        "near_copies": len(np.unique(rows[copies & ~exact])),
-        "steps_on_copies": round(data.total_steps * tokens / int(table.lengths.sum(dtype=np.int64))),
-    }
-
-
 def check_run(
     recipe: Recipe, *, report: Callable[[str, int, int], None], exports: Callable[[Recipe, Any], Sequence[str]] = lambda *_: ()
 ) -> Facts:
@@ -125,15 +115,14 @@ def check_run(
     device, precision, facts, tokenizer = look_ahead(recipe)
     with savable("the tokenizer", recipe.model), tempfile.TemporaryDirectory(prefix="pronghorn-") as place:
         try_small_files(recipe.model, tokenizer, Path(place))
-    data = prepare_data(recipe, tokenizer, report=report, stage=lambda _: nullcontext())
-    summary = data.summary(recipe.train.capacity)
+    source = source_of(recipe, tokenizer, report=report, stage=lambda _: nullcontext())
+    summary = source.summary()
     trainable = facts.parameters if recipe.method == "full" else facts.adapter_parameters
-    shapes = Shapes.planned(data.train, data.first_epoch, recipe.train.capacity)
     config = read_config(recipe.model)
     planned = plan_memory(
-        recipe, config, shapes, device, precision, evaluates=data.evaluation is not None, packs=data.packs_per_step
+        recipe, config, source.shapes, device, precision, evaluates=source.held_out is not None, packs=source.packs_per_step
     )
-    plan = planned.plan if planned else plan_of_everything(recipe, config, shapes, device, precision)
+    plan = planned.plan if planned else plan_of_everything(recipe, config, source.shapes, device, precision)
     weights = training = activations = 0
     if not isinstance(plan, str):
         parts = static_parts(plan.problem.job)
@@ -146,21 +135,20 @@ def check_run(
         trainable=trainable,
         device=device.type,
         precision=precision,
-        documents=summary["documents"],
-        tokens=summary["tokens"],
-        loss_tokens=summary["loss_tokens"],
-        eval_documents=len(data.evaluation) if data.evaluation is not None else 0,
-        packs=summary["packs"],
-        packing_efficiency=summary["efficiency"],
-        micro_batches_per_step=data.packs_per_step or recipe.step_packs(),
+        documents=summary.get("documents"),
+        tokens=summary.get("tokens"),
+        loss_tokens=summary.get("loss_tokens"),
+        eval_documents=len(source.held_out or ()),
+        packs=summary.get("packs"),
+        packing_efficiency=summary.get("efficiency"),
+        micro_batches_per_step=source.packs_per_step or recipe.step_packs(),
         rows_per_step=recipe.train.batch_rows,
-        steps=data.total_steps,
+        steps=source.total,
         memory_weights=weights,
         memory_training=training,
         memory_activations=activations,
-        sources=tuple(map(str, data.counts.sources)) if len(data.counts.sources) > 1 else (),
         plan=tuple(planned.text()) if planned else (),
         no_memory=plan if isinstance(plan, str) else "",
-        notices=(*notices(recipe, data, device, precision, facts), *exports(recipe, tokenizer)),
-        **_copies(data, report),
+        notices=(*notices(recipe, source, device, precision, facts), *exports(recipe, tokenizer)),
+        **source.checked(report),
     )

@@ -18,7 +18,7 @@ def shares_prompts(recipe: Recipe) -> tuple[bool, list[str]]:
     """Whether a pack has the prompt of a pair once, and what should be told. Decided before weights are loaded: the number of
     steps depends on it."""
     asked = recipe.objective.share_prompt
-    if recipe.objective.rows != "pairs" or asked in (None, "off"):
+    if recipe.objective.kind.reads != "pairs" or asked in (None, "off"):
         return False, []
     device = pick_device()
     precision = resolve_precision(recipe.precision, device)
@@ -35,7 +35,7 @@ def shares_prompts(recipe: Recipe) -> tuple[bool, list[str]]:
 
 def reference_store(recipe: Recipe, say: Callable[[str], None], *, writes: bool = True) -> ReferenceStore | None:
     """None: the objective has no reference, or its files are not where they could be compared. `writes`: on one rank."""
-    weights = fingerprint(recipe.model) if recipe.objective.name in ("dpo", "rpo", "kto") else ""
+    weights = fingerprint(recipe.model) if recipe.objective.kind.reference else ""
     if not weights:
         return None
     device = pick_device()

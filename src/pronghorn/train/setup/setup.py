@@ -13,23 +13,21 @@ from typing import Any, TypeVar
 
 import torch
 
-from pronghorn.data.encode.tokens import TokenTable, load_tokenizer, padding_id
-from pronghorn.data.pack.batches import BatchLoader, Cursor, Shapes, build_batch
-from pronghorn.data.pack.packing import Packs, pack
-from pronghorn.data.preference.pair_packing import groups_of
-from pronghorn.data.prepare import Counts, Prepared, prepare
-from pronghorn.data.read.reading import Name
-from pronghorn.data.read.splitting import apart
-from pronghorn.errors import DataError, ModelError, RecipeError
-from pronghorn.model.causal_lm import engine_of, install, require_isolated_documents
+from pronghorn.data.encode.tokens import load_tokenizer
+from pronghorn.data.pack.loader import State
+from pronghorn.errors import ModelError, RecipeError
+from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.config import read_config
 from pronghorn.model.families import ties_embeddings, why_not_fast
 from pronghorn.model.fingerprint import base_of, require_same_base
+from pronghorn.model.heads import HEADS
+from pronghorn.model.isolated_documents import require_isolated_documents
 from pronghorn.model.load import (
     DTYPES,
     ModelFacts,
     Precision,
     inspect_model,
+    load_base,
     load_model,
     pick_device,
     require_fp8_precision,
@@ -38,73 +36,30 @@ from pronghorn.model.load import (
     resolve_precision,
 )
 from pronghorn.model.lora import add_adapter, restore_adapter
-from pronghorn.model.scored import set_padding
 from pronghorn.model.text_stack import freeze_beside_text
 from pronghorn.model.weight_files import require_whole_weights
 from pronghorn.recipe import Recipe
 from pronghorn.train.checkpoint.checkpoint import TrainState, restore_rng
 from pronghorn.train.checkpoint.resume import find_checkpoint, require_allowable
 from pronghorn.train.dist.expert_shards import shares_of, spread
-from pronghorn.train.dist.launch import require_packs
 from pronghorn.train.dist.shards import Shards, Shares, shard_of, shards_of, told_of
 from pronghorn.train.dist.trained_shards import trained_shards_of
 from pronghorn.train.dist.world import World
 from pronghorn.train.objectives import Objective, objective_of
 from pronghorn.train.run.evaluate import Progress
-from pronghorn.train.run.run_identity import data_key, in_background, require_same_data, run_facts, weights_key
-from pronghorn.train.setup.data_facts import data_facts
-from pronghorn.train.setup.preference_data import reference_store, shares_prompts
+from pronghorn.train.run.run_identity import in_background, require_same_data, run_facts, weights_key
+from pronghorn.train.setup.preference_data import reference_store
+from pronghorn.train.source import Source, source_of
+from pronghorn.train.source.sizes import notices
+from pronghorn.train.source.source import Report
 from pronghorn.train.step.graphed_step import make_step
 from pronghorn.train.step.health import refuse_broken_weights, require_trainable
 from pronghorn.train.step.memory import RunMemory, plan_memory
 from pronghorn.train.step.optim import make_optimizer, restore_optimizer
-from pronghorn.train.step.sizes import notices, ranks_without_packs, steps_in_all
 from pronghorn.train.step.spikes import Spikes, losses_of
 from pronghorn.train.step.step import StageTimer, Step, autocast, no_graph
 
 T = TypeVar("T")
-Report = Callable[[str, int, int], None]
-
-
-@dataclass(frozen=True)
-class RunData:
-    """Tokenized rows, and how many steps they make."""
-
-    train: TokenTable
-    evaluation: TokenTable | None
-    remarks: tuple[str, ...]  # what reading and cutting the rows has to tell
-    first_epoch: Packs
-    total_steps: int
-    pad_id: int
-    prepared: Prepared  # all rows of data.train, also those held out
-    split: str = ""  # by what a fraction of them was held out (data/read/splitting.py)
-
-    @property
-    def counts(self) -> Counts:
-        """What became of the rows of data.train."""
-        return self.prepared.counts
-
-    @property
-    def keys(self) -> dict[str, str]:
-        """Tell whether a resumed run sees the data it began with."""
-        keys = {"data": data_key(self.train, self.pad_id), "held_out": data_key(self.evaluation, self.pad_id)}
-        return keys | ({"split": self.split} if self.split else {})
-
-    @property
-    def packs_per_step(self) -> int:
-        """With train.batch_rows, on average; else 0: as the recipe says."""
-        packs = self.first_epoch.packs_of_steps
-        return max(1, round(float(packs.mean()))) if len(packs) else 0
-
-    def summary(self, capacity: int) -> dict[str, Any]:
-        return {
-            "documents": len(self.train),
-            "tokens": int(self.train.lengths.sum()),
-            "loss_tokens": int(self.train.loss_counts.sum()),
-            "packs": len(self.first_epoch),
-            "efficiency": self.first_epoch.efficiency(capacity),
-            **data_facts(self.counts, self.train),
-        }
 
 
 @dataclass
@@ -112,12 +67,11 @@ class Session:
     """A run that stands ready before step `step` + 1."""
 
     recipe: Recipe
-    data: RunData
+    source: Source
     tokenizer: Any
     model: Any
     optimizer: torch.optim.Optimizer
     take_step: Step
-    loader: BatchLoader
     device: torch.device
     precision: Precision
     notices: list[str]  # to be told: the run empties it into its log
@@ -127,7 +81,7 @@ class Session:
     world: World
     memory: RunMemory | None = None  # the plan that the layers follow
     step: int = 0
-    cursor: Cursor = field(default_factory=Cursor)
+    cursor: State | None = None  # where the source stands after this step
     seen_tokens: int = 0
     progress: Progress = field(default_factory=Progress)  # by eval.best
     resumed_from: int | None = None
@@ -171,50 +125,6 @@ class Session:
             self.take_step.scaler.load_state_dict(scale)
 
 
-def prepare_data(recipe: Recipe, tokenizer: Any, *, report: Report, stage: StageTimer) -> RunData:
-    spec = recipe.train
-    shared, told = shares_prompts(recipe)
-
-    def read(names: Sequence[Name]) -> Prepared:
-        wanted, capacity = recipe.objective.rows, spec.capacity
-        return prepare(names, recipe.data, tokenizer, progress=report, stage=stage, wanted=wanted, capacity=capacity)
-
-    prepared = read(recipe.data.train)
-    held_out = read((recipe.data.eval,)) if isinstance(recipe.data.eval, str) else None
-    with stage("read"):
-        sides = apart(prepared, held_out, recipe.data, spec.seed, report)
-    train, evaluation = sides.train.sharing(shared), None if sides.held is None else sides.held.sharing(shared)
-    remarks = (*prepared.remarks, *told, *(held_out.remarks if held_out else ()), *sides.remarks)
-    if recipe.eval.stop and evaluation is None:
-        raise RecipeError(
-            what="eval.stop needs held-out data",
-            why="early stopping needs a held-out loss",
-            fix="set data.eval to a file, or to a fraction such as 0.02",
-        )
-    if not len(train):
-        raise DataError(what="no rows are left to train on", fix="run `pronghorn data stats` to see what was dropped and why")
-    with stage("pack"):
-        groups = groups_of(train, objective_of(recipe).together)
-        first = pack(groups, spec.capacity, seed=spec.seed, epoch=0, rows=spec.batch_rows)
-        total = spec.steps or steps_in_all(spec, groups, first, report)
-    return RunData(train, evaluation, remarks, first, total, padding_id(tokenizer), prepared, sides.rule)
-
-
-def agreed(recipe: Recipe, keys: dict[str, str], world: World, first: Packs | None = None) -> list[str]:
-    """All ranks train the same run, and a step has a pack for each. Returns what should be told. `first`: the first epoch's."""
-    world.require_same(lambda: run_facts(recipe, keys))
-    if recipe.train.batch_rows is not None:
-        return [] if first is None else ranks_without_packs(recipe, first, world.size)
-    require_packs(recipe, world.size)
-    packs, capacity = recipe.step_packs(), recipe.train.capacity
-    if packs % world.size:
-        return [
-            f"a step has {packs} packs for {world.size} ranks, so some ranks wait for others; set train.batch_tokens: "
-            f"{-(-packs // world.size) * world.size * capacity}"
-        ]
-    return []
-
-
 def look_ahead(recipe: Recipe) -> tuple[torch.device, Precision, ModelFacts, Any]:
     """Refuses what can be refused before data is read and weights are loaded, for `train` and `check` alike. Returns device,
     precision, what is known of the model, and the tokenizer."""
@@ -225,8 +135,8 @@ def look_ahead(recipe: Recipe) -> tuple[torch.device, Precision, ModelFacts, Any
     if recipe.fp8:
         require_fp8_precision(device, precision)
     _refuse_adapted_head(recipe)
-    lora, scored = None if recipe.method == "full" else recipe.lora, recipe.objective.scored
-    facts = inspect_model(recipe.model, lora, storage=recipe.stored_as, scored=scored)
+    lora = None if recipe.method == "full" else recipe.lora
+    facts = inspect_model(recipe.model, lora, storage=recipe.stored_as, head=recipe.objective.kind.head)
     require_fp8_products(recipe, facts)
     require_whole_weights(recipe.model, any_name=recipe.stored_as != "bf16")
     tokenizer = load_tokenizer(recipe.model, recipe.data)
@@ -275,21 +185,22 @@ def set_up(
         shard = shard_of(recipe, world, device, facts)
         world.on_writer(lambda: before_loading(facts, tokenizer))
     with stage("read"), world.writer_first():  # it fills the cache of tokens
-        data = prepare_data(recipe, tokenizer, report=report, stage=stage)
-    told = agreed(recipe, keys := data.keys, world, data.first_epoch) + told_of(shard, world)
+        source = source_of(recipe, tokenizer, report=report, stage=stage)
+    keys = source.keys
+    world.require_same(lambda: run_facts(recipe, keys))
+    told = source.dealt(world.size) + told_of(shard, world)
     if found:
-        told += require_same_data(found[1].values, keys, data.train, found[0].name, str(run))
-    shapes = Shapes.planned(data.train, data.first_epoch, recipe.train.capacity)
+        require_same_data(found[1].values, keys, found[0].name, str(run))
     memory = plan_memory(
-        recipe, read_config(recipe.model), shapes, device, precision, evaluates=data.evaluation is not None,
-        ranks=1 if shard == "none" else world.size, packs=data.packs_per_step,
+        recipe, read_config(recipe.model), source.shapes, device, precision, evaluates=source.held_out is not None,
+        ranks=1 if shard == "none" else world.size, packs=source.packs_per_step,
     )  # fmt: skip
     with stage("load"):
         if found and recipe.method != "full":  # there, the checkpoint has all of the weights itself
             told += require_same_base(recipe.model, found[1].values, found[0].name)
         report("loading the model", 0, 0)
         shares = shares_of(shard, world, device, str(memory and memory.plan.counts()))
-        model = _build_model(recipe, precision, device, found[0] if found else None, report, shares, data.pad_id)
+        model = _build_model(recipe, precision, device, found[0] if found else None, report, shares, source.pad_id)
         # Every byte of the weights is read once more (what the hub has is here by now), beside all that follows.
         # For checkpoints, so the writer alone does it.
         base = in_background(lambda: base_of(recipe.model) if recipe.method != "full" and world.writes else {})
@@ -304,26 +215,25 @@ def set_up(
             raise
         torch.manual_seed(recipe.train.seed)
         optimizer = make_optimizer(model, recipe)
-    said += told + notices(recipe, data, device, precision, facts)
+    said += told + notices(recipe, source, device, precision, facts)
     if why_own_layers:
         said.append(f"training uses the transformers layers (slower): {why_own_layers}")
     with stage("load"):
         planned = memory is not None and memory.apply(
             model,
-            lambda: build_batch(data.train, data.first_epoch[0], recipe.train.capacity, data.pad_id, shapes),
+            source.example,
             DTYPES[precision],
             said.append,
             timed=shards is None,  # ranks would run a layer, which gathers, as often as each likes
         )
     with stage("reference"):
-        objective = _objective(recipe, data, model, device, precision, report, said, world, resumed=found is not None)
+        objective = _objective(recipe, source, model, device, precision, report, said, world, resumed=found is not None)
     step = _step(recipe, model, optimizer, device, precision, said, objective, world)
-    values = found[1].values if found else None
-    cursor = Cursor(**values["cursor"]) if values else Cursor()
+    cursor = found[1].values["cursor"] if found else None
     with stage("pack"):
-        loader = _loader(recipe, data, shapes, objective, world, start=cursor, pin=device.type == "cuda", even=bool(shards))
+        source.start(cursor, objective=objective, world=world, device=device, autocast=step.autocast, even=bool(shards))
     session = Session(
-        recipe, data, tokenizer, model, optimizer, step, loader, device, precision, notices=said, keys=keys, base=base,
+        recipe, source, tokenizer, model, optimizer, step, device, precision, notices=said, keys=keys, base=base,
         objective=objective, world=world, memory=memory if planned else None, cursor=cursor,
         spikes=Spikes(recipe.health.spike), progress=Progress(recipe.eval.best),
     )  # fmt: skip
@@ -334,7 +244,7 @@ def set_up(
 
 def _objective(
     recipe: Recipe,
-    data: RunData,
+    source: Source,
     model: Any,
     device: torch.device,
     precision: Precision,
@@ -346,35 +256,13 @@ def _objective(
 ) -> Objective:
     """A reference is asked before the first step, about held-out rows, too: where all weights train it is gone after it, and
     switching adapters off during the run costs new CUDA graphs."""
-    objective = objective_of(recipe, reference_store(recipe, said.append, writes=world.writes), data.pad_id)
+    objective = objective_of(recipe, reference_store(recipe, said.append, writes=world.writes), source.pad_id)
     full = recipe.method == "full"
     objective.trained, objective.progress = full and resumed, report
-    for table in (data.train, data.evaluation):
-        if table is not None:
-            objective.prepare(model, table, device, lambda: autocast(precision, device))
+    for table in source.known:
+        objective.prepare(model, table, device, lambda: autocast(precision, device))
     objective.trained = full
     return objective
-
-
-def _loader(
-    recipe: Recipe, data: RunData, shapes: Shapes, objective: Objective, world: World, *, start: Cursor, pin: bool, even: bool
-) -> BatchLoader:
-    return BatchLoader(
-        data.train,
-        capacity=recipe.train.capacity,
-        packs_per_step=recipe.step_packs(),
-        rows_per_step=recipe.train.batch_rows,
-        seed=recipe.train.seed,
-        workers=recipe.data.workers,
-        start=start,
-        pad_id=data.pad_id,
-        pin=pin,
-        shapes=shapes,
-        together=objective.together,
-        complete=objective.complete,
-        deal=(world.rank, world.size),
-        even=even,
-    )
 
 
 def _step(
@@ -414,17 +302,14 @@ def _build_model(
     keep = shares.keep if shares else None
     if recipe.method == "full":
         # float32 master weights under autocast: an update of 1e-5 of a weight is lost in bf16's 8 bits.
-        model = load_model(str(checkpoint or recipe.model), torch.float32, device, keep=keep, score_seed=recipe.score_seed)
+        name, head = str(checkpoint or recipe.model), recipe.objective.kind.head
+        model = load_model(name, torch.float32, device, keep=keep, head=head, seed=recipe.train.seed)
         freeze_beside_text(model)
         if shares:
             shares.keep_ends(model)
-        if recipe.objective.scored:
-            set_padding(model, pad_id)  # its config is saved
+        HEADS[head].set_padding(model, pad_id)  # its config is saved
         return model
-    base = load_model(
-        recipe.model, DTYPES[precision], device,
-        storage=recipe.stored_as, progress=report, keep=keep, score_seed=recipe.score_seed,
-    )  # fmt: skip
+    base = load_base(recipe, DTYPES[precision], device, progress=report, keep=keep)
     if shares:
         shares.keep_ends(base)
     model = add_adapter(base, recipe.lora, recipe.train.seed)
@@ -466,7 +351,7 @@ def _put_back(session: Session, state: TrainState) -> None:
         session.take_step.scaler.load_state_dict(values["scaler"])
     session.step = session.resumed_from = state.step
     session.seen_tokens = values["seen_tokens"]
-    before = Progress.from_dict(values["progress"])
+    before = Progress(**values["progress"])
     session.progress = before.by(session.recipe.eval.best)
     if session.progress != before:
         session.notices.append(

@@ -27,13 +27,14 @@ from typing import Any, Literal
 
 import torch
 
-from pronghorn.data.pack.batches import PackedBatch, StepBatch
+from pronghorn.data.pack.loader import StepBatch
 from pronghorn.errors import EnvironmentFault
 from pronghorn.kernels.runtime.dispatch import compile_kernels
 from pronghorn.model.capture import Graphs, Work, first_line, raise_if_out_of_memory
 from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.load import DTYPES, Precision
 from pronghorn.model.lora_grad_buffer import LoraGradBuffer, shared_gradients
+from pronghorn.packs import PackedBatch
 from pronghorn.train.dist.world import World
 from pronghorn.train.objectives import Objective
 from pronghorn.train.objectives.objective import Divisor
@@ -82,8 +83,8 @@ class GraphedStep(Step):
         self._graphs = Graphs(device, failed=self._capture_failed)
         self._built = 0  # the engine's `rebuilt` that the graphs belong to
         self._accumulated = False  # whether the step under way has gradients already
-        self._micros: dict[tuple[int, ...], _Micro] = {}
-        self._staging: dict[tuple[int, ...], deque[_Staging]] = {}
+        self._micros: dict[tuple[Any, ...], _Micro] = {}  # by the shape of a pack
+        self._staging: dict[tuple[Any, ...], deque[_Staging]] = {}
         self._update: Work | None = None
         self._sums_captured = False  # whether the update's graph has the sums over ranks
         self._added_up: list[torch.Tensor] = []
@@ -246,7 +247,7 @@ class GraphedStep(Step):
         gradients = shared_gradients(self._parameters)
         engine = engine_of(self.model)
         assert engine is not None
-        compute = engine.backbone.embed_tokens.weight.dtype if self.precision == "fp32" else DTYPES[self.precision]
+        compute = engine.embeddings.weight.dtype if self.precision == "fp32" else DTYPES[self.precision]
         self._sums = LoraGradBuffer(engine, compute)
         engine.accumulate_weights(True)
         self._added_up = [self._loss, self._sums.buffer, *gradients, *([self._watched] if len(self._watched) else [])]
@@ -302,7 +303,7 @@ class GraphedStep(Step):
             self._copies.wait_stream(torch.cuda.current_stream())
             self._staging[batch.shape] = deque(_Staging(copy, torch.cuda.Event(), torch.cuda.Event()) for copy in copies)
         if self._graphs.captures:
-            tokens, entries, rows, _ = batch.shape
+            tokens, rows, entries = (batch.sizes[axis] for axis in "TNE")
             self._say(
                 f"captured a CUDA graph for {tokens:,} tokens, {rows:,} of them with loss, up to {entries - 1} documents "
                 f"({time.perf_counter() - began:.1f} s)"

@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-from pronghorn.data.pack.batches import StepBatch, TokenRows, build_batch
+from pronghorn.data.pack.batches import build_batch
+from pronghorn.data.pack.loader import StepBatch
 from pronghorn.data.preference.pair_packing import split_groups
 from pronghorn.errors import HealthStop, ModelError, RecipeError, counted
 from pronghorn.train.objectives import Objective, Supervised
@@ -118,19 +118,12 @@ def listed(rows: Iterable[str]) -> str:
 
 
 def offending_rows(
-    model: Any,
-    step_batch: StepBatch,
-    table: TokenRows,
-    where: Callable[[int], str],
-    device: torch.device,
-    autocast: Callable[[], Any],
-    objective: Objective | None = None,
+    model: Any, step_batch: StepBatch, device: torch.device, autocast: Callable[[], Any], objective: Objective | None = None
 ) -> Offenders:
     """Each row of the step alone, or each group of rows that the objective keeps together."""
-    objective = objective or Supervised()
-    documents = [row for batch in step_batch.batches for row in batch.documents]
-    guilty = []
-    for rows in split_groups(table, np.array(documents), objective.together):
+    objective, table = objective or Supervised(), step_batch.rows
+    guilty: list[str] = []
+    for rows in split_groups(table, step_batch.documents, objective.together):
         model.zero_grad(set_to_none=True)
         batch = objective.complete(build_batch(table, rows, int(table.lengths[rows].sum())), table).to(device)
         with autocast():
@@ -138,6 +131,6 @@ def offending_rows(
         loss.backward()  # type: ignore[no-untyped-call]
         grads = [p.grad for p in model.parameters() if p.grad is not None]
         if not torch.isfinite(loss) or not all(bool(torch.isfinite(grad).all()) for grad in grads):
-            guilty += [where(int(row)) for row in rows]
+            guilty += step_batch.names(rows)
     model.zero_grad(set_to_none=True)
-    return Offenders(guilty, [where(row) for row in documents])
+    return Offenders(guilty, step_batch.names(step_batch.documents))

@@ -17,21 +17,20 @@ from typing import Any
 
 import torch
 
-from pronghorn.data.pack.batches import PackedBatch, Shapes
+from pronghorn.data.pack.batches import Shapes
 from pronghorn.errors import EnvironmentFault, ModelError, RecipeError
 from pronghorn.memory.calibrate import calibrate
 from pronghorn.memory.costs import Costs, predicted_costs
 from pronghorn.memory.dry_run import evaluation_bytes, host_moments
 from pronghorn.memory.forecast import job_of, memory_lines, picture, problem_of
 from pronghorn.memory.gpus import local_gpu, reckoned_with
-from pronghorn.memory.host_embeddings import move_embeddings, why_embeddings_stay
 from pronghorn.memory.job import CONTEXT_BYTES, Job, head_share, local_target
 from pronghorn.memory.levels import KEEP
 from pronghorn.memory.offload import OffloadPool
 from pronghorn.memory.plan import Plan, host_room, make_plan, parse_budget, plan_of
 from pronghorn.model.causal_lm import engine_of
-from pronghorn.model.layers.types import Documents
 from pronghorn.model.load import DTYPES, Precision
+from pronghorn.packs import PackedBatch
 from pronghorn.recipe import Recipe
 from pronghorn.train.run.run_forecast import why_no_plan
 
@@ -126,8 +125,8 @@ def run_job(recipe: Recipe, config: Any, shapes: Shapes, device: torch.device, p
     return replace(
         job_of(recipe, config),
         element=DTYPES[precision].itemsize,
-        loss_rows=usual(shapes.rows),
-        documents=usual(shapes.entries),
+        loss_rows=usual(shapes.sizes["N"]),
+        documents=usual(shapes.sizes["E"]),
         attended=shapes.typical,
         graphed=graphed,
         ranks=ranks,
@@ -192,7 +191,7 @@ class RunMemory:
             return False
         if self.remark:
             say(self.remark)
-        if self.plan.problem.job.host_embeddings and why_embeddings_stay(engine):
+        if self.plan.problem.job.host_embeddings and engine.embed.why_not_on_host():
             self.plan = make_plan(replace(self.plan.problem, embeddings=(False,)))
         self._limit()
         if timed and not self.keeps_everything:
@@ -216,28 +215,16 @@ class RunMemory:
         """The plan by times measured here: of all tokens of a micro-batch or, where memory is too short, of a part of them."""
         problem, here = self.plan.problem, batch.to(self.device)
         if problem.job.host_embeddings:  # makes room for the layer that is timed
-            move_embeddings(engine)
+            engine.embed.move_to_host()
             problem = replace(problem, embeddings=(True,))
-
-        def documents(tokens: int) -> Documents:
-            found: Documents = engine.documents(
-                here.cu_seqlens.clamp(max=tokens), min(here.longest, tokens), here.positions_T[:tokens], here.typical
-            )
-            return found
 
         costs = None
         for share in (1, 2, 4):
             try:
-                costs = calibrate(
-                    engine,
-                    problem.job.shape.kinds,
-                    documents,
-                    tokens=len(here.ids_T) // share,
-                    rows=len(here.loss_rows) // share,
-                    dtype=dtype,
-                    device=self.device,
-                    piece=max(kind.piece for kind in problem.costs.kinds) / share,
-                ).times(share)
+                part = here.cut(T=len(here.ids_T) // share, N=len(here.loss_rows) // share)
+                part = replace(part, longest=min(part.longest, len(part.ids_T)))
+                kinds, piece = problem.job.shape.kinds, max(kind.piece for kind in problem.costs.kinds) / share
+                costs = calibrate(engine, kinds, part, dtype, self.device, piece=piece).times(share)
                 break
             except torch.OutOfMemoryError:
                 costs = None
@@ -259,12 +246,12 @@ class RunMemory:
     def _install(self, engine: Any) -> None:
         plan = self.plan
         if plan.problem.job.host_embeddings:
-            move_embeddings(engine)
+            engine.embed.move_to_host()
             self._empty_cache()
         if plan.offloaded:
             self.pool = OffloadPool(len(plan.offloaded), plan.slot_bytes, self.device)
         engine.offload = self.pool
-        engine.head_terms["chunk_share"] = head_share(plan.pieces)
+        engine.head.set_chunk_share(head_share(plan.pieces))
         for layer, choice in zip(engine.layers, plan.choices, strict=True):
             layer.level, layer.mlp_chunks, layer.offload = choice.level, plan.pieces, self.pool if choice.offload else None
 

@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from pronghorn.data.pack.batches import Cursor
+from pronghorn.data.pack.loader import State
 from pronghorn.errors import HealthStop
 from pronghorn.report.run_log import FILE_NAME, read_log
 from pronghorn.train.step.health import lower_lr
@@ -53,8 +53,8 @@ class Rewind(Exception):
 
 
 def losses_of(values: dict[str, Any]) -> list[tuple[int, float]]:
-    """Of a checkpoint; none in those of earlier versions."""
-    return [(int(step), float(loss)) for step, loss in values.get("losses", [])]
+    """A checkpoint's."""
+    return [(int(step), float(loss)) for step, loss in values["losses"]]
 
 
 class Spikes:
@@ -101,17 +101,14 @@ class Spikes:
 class LeftOut:
     """What earlier rewinds of this run decided, out of its log: the same after a kill, whatever checkpoint comes next."""
 
-    steps: frozenset[Cursor]  # where the loader stands after each step that is left out
+    steps: tuple[State, ...]  # where the source stands after each step that is left out
     rewinds: tuple[int, ...]  # the steps of the checkpoints that they went back to
 
     @classmethod
     def of(cls, run: Path) -> LeftOut:
         events: list[dict[str, Any]] = read_log(run) if (run / FILE_NAME).exists() else []
         found = [event for event in events if event["event"] == "rewind"]
-        return cls(
-            frozenset(Cursor(event["epoch_after"], event["pack_after"]) for event in found),
-            tuple(event["to"] for event in found),
-        )
+        return cls(tuple(event["after"] for event in found), tuple(event["to"] for event in found))
 
     def require_one_more(self, to: int, step: int, loss: float, folder: str) -> None:
         if self.rewinds.count(to) >= MOST_REWINDS:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from pronghorn.data.pack.batches import StepBatch
+from pronghorn.data.pack.loader import StepBatch
 from pronghorn.errors import EnvironmentFault, HealthStop
 from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.load import DTYPES, Precision

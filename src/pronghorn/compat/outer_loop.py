@@ -1,0 +1,240 @@
+"""A loop of another library, which calls the model itself: what the fast layers cover, and how they run then.
+
+Rows, padded or packed, become packed documents (rows_to_documents.py): padding is removed before the first layer, so it costs
+nothing. Other code may run between forward and backward (same_weights.py), change the model at any time (changes.py) and take
+all memory that is left (`Chooser`). Calls that are not covered go to the model's own forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from peft.tuners.lora import LoraLayer
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from pronghorn.compat.captured_layers import CapturedLayers
+from pronghorn.compat.changes import OURS, Changes, is_plain_table, why_called
+from pronghorn.compat.rows_to_documents import Inputs, Pack, packed, targets_of
+from pronghorn.compat.same_weights import SameWeights
+from pronghorn.kernels.runtime.dispatch import say_once
+from pronghorn.model.causal_lm import FastCausalLM, engine_of
+from pronghorn.model.layers.types import Documents
+from pronghorn.model.router_stats import RouterStats
+from pronghorn.model.text_stack import INNER, head_of, in_use, inner_of
+from pronghorn.packs import PackedDocuments
+
+Adapters = tuple[bool, tuple[str, ...]] | tuple[()]  # whether they are off, which are active; () without any
+LOSSES = ("ForCausalLM", "ForConditionalGeneration")  # transformers' names for the shifted cross-entropy
+# What the fast path reads, and what has no effect on it; any other argument with a value goes to the model's own forward.
+READ = {
+    "input_ids",
+    "inputs_embeds",
+    "attention_mask",
+    "position_ids",
+    "labels",
+    "shift_labels",
+    "num_items_in_batch",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "use_cache",
+    "return_dict",
+}
+WITHOUT_EFFECT = {"cache_position", "seq_idx", "token_type_ids", "vision_feature_layer", "margin"}  # of TRL's RewardTrainer
+OF_THE_OWN_FORWARD = {"past_key_values", "output_attentions", "output_hidden_states", "logits_to_keep"}  # no notice
+
+
+class Chooser(Protocol):
+    """dropin.recompute.KeptByMemory, as used here."""
+
+    def before(self, tokens: int) -> None: ...  # a batch that trains
+    def lower(self) -> bool: ...  # after its forward ran out of memory: whether the layers save less now
+
+
+class OuterLoop:
+    """What a loop of another library needs beside the engine, of one model."""
+
+    def __init__(self, engine: FastCausalLM) -> None:
+        self.engine = engine
+        self.changes = Changes(engine)
+        self.captured = CapturedLayers(engine)
+        self.chooser: Chooser | None = None  # of what the layers save
+        self.paused = False  # calls run on the model's own layers
+        self._trained_with: Adapters | None = None  # by the latest forward that recorded gradients
+
+    @contextmanager
+    def own_layers(self) -> Iterator[None]:
+        """Calls run on the model's own layers."""
+        self.paused = True
+        try:
+            yield
+        finally:
+            self.paused = False
+
+    def forget_graphs(self) -> None:
+        self.captured.forget()
+
+    def run(self, inputs: Inputs, pack: Pack, load: RouterStats | None = None) -> Tensor:
+        """The residual stream after the last layer."""
+        engine = self.engine
+        look_at_norms(engine)
+        embedded, table = inputs.get("inputs_embeds"), engine.embeddings
+        if embedded is None and not is_plain_table(table):
+            embedded = table(inputs["input_ids"])  # a hook (NEFTune's noise) needs rows of sequences, padding included
+        if embedded is None:
+            ids = inputs["input_ids"].reshape(-1)
+            h = engine.embed(ids if pack.real is None else ids[pack.real])
+        else:
+            h = embedded.flatten(0, 1)  # backward reads it, and the program may change its own
+            h = engine.embed.scaled(h.clone() if pack.real is None else h[pack.real])
+        chooser = self.chooser if torch.is_grad_enabled() else None
+        if chooser is not None:
+            chooser.before(len(h))
+        while True:
+            try:
+                return self._hidden(h, pack, load)
+            except torch.OutOfMemoryError:  # the forward is repeated and saves less; it has had no effect yet
+                if not (self.captured.give_back() or (chooser is not None and chooser.lower())):
+                    raise
+
+    def _hidden(self, h: Tensor, pack: Pack, load: RouterStats | None) -> Tensor:
+        out = self.captured.hidden(h, pack.cu_seqlens, pack.longest, pack.positions)
+        if out is not None:
+            return out
+        packed = PackedDocuments(cu_seqlens=pack.cu_seqlens, longest=pack.longest, positions_T=pack.positions)
+        documents = Documents.of(packed, self.engine.positions)
+        return self.engine.hidden(h, replace(documents, load=load, guard=SameWeights(self.engine, h.dtype)))
+
+    # ---- what is covered -----------------------------------------------------------------------------------------
+
+    def covers(self, inputs: Inputs) -> bool:
+        """Whether the fast layers compute what the model's own forward would, as far as the host can tell."""
+        model, config = self.engine.model, self.engine.config
+        given = {name for name, value in inputs.items() if not _is_absent(value)} - WITHOUT_EFFECT
+        if not isinstance(inputs.get("logits_to_keep", 0), Tensor) and not inputs.get("logits_to_keep", 0):
+            given.discard("logits_to_keep")
+        if not given <= READ:
+            if odd := given - READ - OF_THE_OWN_FORWARD:
+                hint = "; set SFTConfig(router_aux_loss_coef=0.0) to avoid it" if "output_router_logits" in odd else ""
+                say_once(
+                    f"{', '.join(sorted(odd))}: not supported by the fast layers; such calls run on the transformers layers "
+                    f"(slower){hint}"
+                )
+            return False
+        if ("input_ids" in given) == ("inputs_embeds" in given):
+            return False  # the own forward raises its error
+        mask = inputs.get("attention_mask")
+        if self.paused or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
+            return False
+        if (positions := inputs.get("position_ids")) is not None and positions.ndim != 2:
+            return False  # of images: a row for each direction
+        if self.engine.balance and not torch.is_grad_enabled():
+            return False  # the model adds other losses
+        as_tuple = inputs.get("return_dict") is False or not getattr(config, "return_dict", True)
+        if as_tuple or getattr(config, "output_attentions", False) or getattr(config, "output_hidden_states", False):
+            return False
+        has_labels = "labels" in given or "shift_labels" in given
+        caches = inputs.get("use_cache")
+        caches = (bool(getattr(config, "use_cache", False)) and not has_labels) if caches is None else bool(caches)
+        if caches and not model.training:
+            return False
+        return self._as_made() and self._same_precision() and self._same_adapters()
+
+    def _same_adapters(self) -> bool:
+        """A forward with other adapters (the reference of DPO: same weights, adapter off) may come between a forward and its
+        backward, which reads the layers' state; such forwards run on the own layers."""
+        now = self._adapters_in_use()
+        if self._trained_with not in (None, now):
+            if not torch.is_grad_enabled():
+                return False
+            if any(layer.waiting for layer in self.engine.layers):
+                say_once(
+                    "a forward with other adapters has not run its backward yet: this forward runs on the transformers "
+                    "layers (slower)"
+                )
+                return False
+        if torch.is_grad_enabled():
+            self._trained_with = now
+        return True
+
+    def _same_precision(self) -> bool:
+        """Autocast over frozen weights of another dtype: the buffers of weights and adapters have one dtype only."""
+        weight = inner_of(self.engine.embeddings).weight
+        kind = weight.device.type
+        asked = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        if asked == weight.dtype or not self._adapters_in_use():
+            return True
+        say_once(
+            f"autocast to {asked} over {weight.dtype} weights with an adapter: such calls run on the transformers layers "
+            f"(slower); load the model in that dtype"
+        )
+        return False
+
+    def _adapters_in_use(self) -> Adapters:
+        for layer in self.engine.layers:
+            for group in layer.groups:
+                for module in group.modules():
+                    if isinstance(module, LoraLayer):
+                        return bool(module.disable_adapters), tuple(module.active_adapters)
+        return ()
+
+    def _as_made(self) -> bool:
+        """Whether the modules are still those that the fast layers compute."""
+        if why := self.changes.why_not_now():
+            say_once(f"{why}: the model runs on the transformers layers (slower) until this is undone")
+        return not why
+
+    def with_labels(self, inputs: Inputs) -> tuple[Pack, Tensor | None] | None:
+        """A batch whose loss depends on the layers' output, and its targets (None: padding has targets). None: the model's own
+        forward must run."""
+        model = self.engine.model
+        usual = getattr(model, "loss_type", "") in LOSSES and "_loss_function" not in vars(model)
+        if not usual or type(head_of(model)) is not torch.nn.Linear:
+            return None
+        if inputs.get("labels") is None and inputs.get("shift_labels") is None:
+            return None
+        pack = packed(self.engine, inputs) if self.covers(inputs) and self._needs_no_call() else None
+        return None if pack is None else (pack, targets_of(inputs, pack))
+
+    def _needs_no_call(self) -> bool:
+        """Whether backbone and head need not be called: the loss is computed from the layers' output, without them."""
+        model, backbone = self.engine.model, self.engine.backbone
+        around = vars(model)["_modules"].get("model")  # the backbone itself, or what has it inside
+        if backbone not in (around, getattr(around, INNER, None)):
+            return False  # wrapped: it must be called
+        if not all(hasattr(vars(module).get("forward"), OURS) for module in (around, backbone)):
+            return False  # a forward was removed or replaced
+        head = model.get_output_embeddings()
+        named = {
+            "the backbone": backbone,
+            "the wrapper of the backbone": around,
+            "the head": head,
+            "the head's trained copy": head_of(model),
+        }
+        if why := next((why for name, module in named.items() if (why := why_called(name, module))), ""):
+            say_once(f"{why}: the head is called separately, so training computes full logits")
+        return not why
+
+
+def _is_absent(value: object) -> bool:
+    return value is None or value is False or (isinstance(value, dict) and not value)  # outputs of no image
+
+
+def loop_of(model: PreTrainedModel) -> OuterLoop:
+    """Of a model whose calls the fast layers answer."""
+    engine = engine_of(model)
+    assert engine is not None
+    assert isinstance(engine.outer_loop, OuterLoop)
+    return engine.outer_loop
+
+
+def look_at_norms(engine: FastCausalLM) -> None:
+    """Uses the current norm modules: PEFT's modules_to_save may have replaced them since installation."""
+    for norm in (engine.norm, *(norm for layer in engine.layers for norm in layer.norms)):
+        norm.module = in_use(getattr(norm.parent, norm.name))

@@ -1,0 +1,1 @@
+"""Short convolutions along the tokens of a document."""

@@ -1,0 +1,1 @@
+"""What precedes the first layer."""

@@ -1,0 +1,65 @@
+"""What precedes the first layer: token ids become rows of the embedding table, which may be in pinned host memory.
+
+1.05 GB of an 8B model are its table, of which a step reads 134 MB, over the link. The weight stays the module's parameter, with
+its name, shape, dtype and device: a tensor of the GPU whose memory is the host's (host_embedding.py). So saving, exporting and
+the model's own forward work as ever; training gathers the rows with a kernel made for it. T = tokens, D = model width.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pronghorn.kernels.embedding.host_embedding import host_embedding, seen_by_gpu
+from pronghorn.kernels.runtime.host_memory import pin, unpin
+from pronghorn.model.text_stack import head_of
+
+
+class Embed:
+    def __init__(self, model: Any, backbone: Any, name: str, config: Any) -> None:
+        """`name`: the table's, in the backbone."""
+        self._model, self._backbone, self._name, self._config = model, backbone, name, config
+        self.on_host = False
+
+    @property
+    def table(self) -> Any:
+        """The module, or PEFT's wrapper around it."""
+        return getattr(self._backbone, self._name)
+
+    def __call__(self, ids_T: Tensor) -> Tensor:
+        table = self.table
+        return self.scaled(host_embedding(table.weight.detach(), ids_T) if self.on_host else table(ids_T))
+
+    def scaled(self, h_TD: Tensor) -> Tensor:
+        """Embeddings as the first layer gets them."""
+        if torch.is_autocast_enabled(h_TD.device.type):
+            h_TD = h_TD.to(torch.get_autocast_dtype(h_TD.device.type))
+        multiplier = float(getattr(self._config, "embedding_multiplier", 1.0))
+        return h_TD if multiplier == 1.0 else h_TD * multiplier
+
+    def why_not_on_host(self) -> str:
+        """Empty where the table can wait there."""
+        table = self.table
+        if type(table) is not torch.nn.Embedding:
+            return f"they have the type {type(table).__name__}"
+        if table.weight.requires_grad:
+            return "they are trained"
+        if getattr(head_of(self._model), "weight", None) is table.weight:
+            return "the LM head shares them"
+        return ""
+
+    def move_to_host(self) -> None:
+        """Once, before anything is captured. Without a GPU the table is where it would go to."""
+        if self.on_host or self.why_not_on_host():
+            return
+        weight = self.table.weight
+        if weight.is_cuda:
+            host = torch.empty(weight.shape, dtype=weight.dtype)
+            host.copy_(weight.detach())
+            pin(host, "raise memory.budget so that the embeddings stay on the GPU")
+            weakref.finalize(weight, unpin, host, weight.device).atexit = False  # a process that ends takes it along
+            weight.data = seen_by_gpu(host)
+        self.on_host = True

@@ -1,0 +1,1 @@
+"""What mixes the tokens of a document: one file for each kind."""

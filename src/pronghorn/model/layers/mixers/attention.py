@@ -1,0 +1,227 @@
+"""Attention over the documents of a pack as a mixer: q, k, v, RoPE, attention, forward and backward.
+
+T = packed tokens, N = query heads, K = key/value heads, H = head width, X = (N + 2K) H. Saved for backward (saved.py): *
+
+    qkv_TX = x Wqkv                      norm and GEMM as in every mixer (part.py)
+   *q, k, v = rope(qk_norm(qkv))         in place without qk-norm (else *qkv too); its gradient may be, too
+   *o, lse = attention(q, k, v)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from pronghorn.kernels.attention.attention import (
+    attention,
+    attention_backward,
+    attention_forward,
+    gradients_in_place,
+    pick_backend,
+    unrotates,
+)
+from pronghorn.kernels.attention.attention_torch import Backend
+from pronghorn.kernels.attention.rope import qk_rope, qk_rope_backward, qk_rope_forward
+from pronghorn.model.families import Family, rope_kind, window
+from pronghorn.model.layers.linears import Operand
+from pronghorn.model.layers.norms import Norm
+from pronghorn.model.layers.part import Around, MakeGroup, Mixer
+from pronghorn.model.layers.saved import Kept, Saved
+from pronghorn.model.layers.types import Documents
+from pronghorn.model.rows import rows_like
+
+Parts = tuple[Tensor, Tensor, Tensor]  # q, k, v or their gradients
+
+
+def scaled_queries(q_TNH: Tensor, documents: Documents) -> Tensor:
+    """Queries times the factor of their position, in place; their gradients likewise."""
+    return q_TNH if documents.query_scale_T is None else q_TNH.mul_(documents.query_scale_T[:, None, None])
+
+
+class Attention(Mixer):
+    saves = ("q", "k", "v", "qkv", "qk_rstd", "o", "o_rows", "lse", "xa1", "xa_o", "y1")
+    kept: ClassVar[Kept] = {"around_attention": ("o", "lse"), "layer": ()}
+    recomputed_from = "q"
+    rope: str
+
+    def __init__(self, layer: Any, family: Family, config: Any, index: int, around: Around, group: MakeGroup) -> None:
+        module = getattr(layer, family.names.attention)  # the model's own, whose parameters are only read
+        super().__init__(around, group(module, family.qkv), group(module, (family.names.out,)))
+        self.module, self.family, self.qkv = module, family, self.into
+        self.rope = rope_kind(config, index)
+        self.heads, self.kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
+        self.head_width = int(module.head_dim)
+        self.out_width = self.heads * self.head_width
+        self.options: dict[str, Any] = {
+            "scale": float(module.scaling),
+            "window": window(config, index),
+            "softcap": getattr(config, "attn_logit_softcapping", None),
+        }
+        self.q_norm = Norm(module, family.names.q_norm, family.one_plus, "q_norm") if family.qk_norm else None
+        self.k_norm = Norm(module, family.names.k_norm, family.one_plus, "k_norm") if family.qk_norm else None
+
+    @property
+    def norms(self) -> list[Norm]:
+        return [*super().norms, *(norm for norm in (self.q_norm, self.k_norm) if norm is not None)]
+
+    @property
+    def bare_names(self) -> list[tuple[Any, str]]:
+        return [] if self.sinks is None else [(self.module, "sinks")]
+
+    @property
+    def shape(self) -> tuple[Hashable, ...]:
+        return self.heads, self.kv_heads, self.head_width, self.rope, *self.options.values(), self.sinks is not None
+
+    def options_for(self, documents: Documents) -> dict[str, Any]:
+        """Of attention over these documents."""
+        shared = ("cu_seqlens", "longest", "typical", "spans_2T", "prefix_2T")
+        return {**self.options, "sinks_N": self.sinks, **{name: getattr(documents, name) for name in shared}}
+
+    @property
+    def sinks(self) -> Tensor | None:  # gpt-oss
+        return getattr(self.module, "sinks", None)
+
+    @property
+    def qkv_width(self) -> int:
+        return (self.heads + 2 * self.kv_heads) * self.head_width
+
+    # ---- forward -----------------------------------------------------------------------------------------------
+
+    def mix(self, saved: Saved, documents: Documents) -> Tensor:
+        h, o, lse = saved["h"], saved["o"], saved["lse"]
+        self._project(self.qkv.of_norm(self.before, h, saved), saved, documents)
+        if o is None or lse is None:
+            o = rows_like(h, self.out_width + self.out.extra)
+            parts = saved["q"], saved["k"], saved["v"]
+            _, lse = attention_forward(*parts, out=self.heads_of(o), **self.options_for(documents))
+        saved.put(lse=lse)
+        return o
+
+    def _project(self, x: Operand, saved: Saved, documents: Documents) -> None:
+        """Saves q, k and v after RoPE, their norms' rstd, the qkv buffer or its values before qk-norm, and x A^T."""
+        if self.q_norm:
+            qkv, xa = self.qkv.apply(x)
+            self._rotate(qkv, saved, documents)
+            saved.put(qkv=qkv, xa1=self.qkv.owned(xa))
+            return
+        found = None
+        if not self.family.neighbours:
+            rotated = self.heads + self.kv_heads
+            found = self.qkv.apply_rotated(x, *documents.rotary[self.rope], rotated, self.head_width)
+        if found is not None:
+            qkv, xa = found
+            q, k, v = self.parts_of(qkv)
+            saved.put(q=scaled_queries(q, documents), k=k, v=v)
+        else:
+            qkv, xa = self.qkv.apply_spare(x)
+            self._rotate(qkv[:, : self.qkv_width], saved, documents)
+        saved.put(qkv=None if self.qkv.fp8 else qkv, xa1=xa)  # FP8: no spare columns, so the gradient does not overwrite it
+
+    def _rotate(self, qkv: Tensor, saved: Saved, documents: Documents) -> None:
+        cos, sin = documents.rotary[self.rope]
+        q, k, v, rstd = qk_rope_forward(qkv, cos, sin, **self.rope_options(), in_place=self.q_norm is None)
+        saved.put(q=scaled_queries(q, documents), k=k, v=v, qk_rstd=rstd)
+
+    def rope_options(self) -> dict[str, Any]:
+        options: dict[str, Any] = {
+            "heads": self.heads,
+            "kv_heads": self.kv_heads,
+            "head_width": self.head_width,
+            "neighbours": self.family.neighbours,
+        }
+        return options | ({"eps": self.q_norm.eps, **self._norm_options()} if self.q_norm else {})
+
+    def _norm_options(self) -> dict[str, Any]:
+        assert self.q_norm
+        assert self.k_norm
+        return {
+            "q_norm_H": self.q_norm.weight,
+            "k_norm_H": self.k_norm.weight,
+            "one_plus": self.family.one_plus,
+            "norm_kind": self.family.qk_norm,
+        }
+
+    def heads_of(self, o: Tensor) -> Tensor:
+        of_heads: Tensor = o[:, : self.out_width].unflatten(1, (self.heads, self.head_width))
+        return of_heads
+
+    def parts_of(self, qkv_ext: Tensor) -> Parts:
+        heads = (self.heads, self.kv_heads, self.kv_heads)
+        parts = qkv_ext[:, : self.qkv_width].split([n * self.head_width for n in heads], dim=1)
+        q, k, v = (part.unflatten(1, (n, self.head_width)) for part, n in zip(parts, heads, strict=True))
+        return q, k, v
+
+    # ---- backward ----------------------------------------------------------------------------------------------
+
+    def protect(self, saved: Saved) -> None:
+        if self.q_norm is None:
+            saved.release("qkv")  # so that no gradient overwrites q, k and v
+
+    def mix_backward(self, do: Tensor, saved: Saved, documents: Documents) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """The gradients of q, k and v are those before RoPE and qk-norm."""
+        backend = self.backend(do.device, do.dtype, documents.typical, shared=documents.prefix_2T is not None)
+        dqkv_ext = self._dqkv_buffer(do, saved["qkv"], backend)
+        options, sinks, rotary = self.options_for(documents), self.sinks, documents.rotary[self.rope]
+        if sinks is not None and not sinks.requires_grad and backend in ("short", "flash2"):
+            options["sinks_N"] = None  # lse contains them; only their own gradient needs them
+        rotates = self.q_norm is None and unrotates(backend, self.head_width, rotary[0], self.family.neighbours)
+        dq, dk, dv, dsinks = attention_backward(
+            self.heads_of(do),
+            saved["q"],
+            saved["k"],
+            saved["v"],
+            self.heads_of(saved["o"]),
+            saved["lse"],
+            **options,
+            backend=backend,
+            # FlashAttention-2 would have to copy; RoPE's backward reads its tensors directly.
+            grads=None if backend == "flash2" else self.parts_of(dqkv_ext),
+            rotated=rotary if rotates else None,
+        )
+        scaled_queries(dq, documents)  # one factor per token commutes with RoPE
+        if not rotates:
+            self._back_through_rope((dq, dk, dv), dqkv_ext, saved, documents)
+        return dqkv_ext, () if sinks is None else (dsinks,)
+
+    def backend(self, device: torch.device, dtype: torch.dtype, typical: int, *, shared: bool = False) -> Backend:
+        """The backend of the backward."""
+        return pick_backend(
+            device,
+            dtype,
+            self.head_width,
+            softcap=self.options["softcap"] is not None,
+            sinks=self.sinks is not None,
+            typical=typical,
+            shared=shared,
+        )
+
+    def _dqkv_buffer(self, do: Tensor, qkv: Tensor | None, backend: Backend) -> Tensor:
+        """Overwrites q, k and v, if attention reads them before it writes; not with qk-norm, which needs them."""
+        if qkv is not None and not self.q_norm and gradients_in_place(backend, self.heads, self.kv_heads, self.head_width):
+            return qkv
+        return rows_like(do, self.qkv_width + self.qkv.extra)
+
+    def _back_through_rope(self, grads: Parts, dqkv_ext: Tensor, saved: Saved, documents: Documents) -> None:
+        cos, sin = documents.rotary[self.rope]
+        options: dict[str, Any] = {"neighbours": self.family.neighbours}
+        if self.q_norm and self.k_norm:
+            options |= {
+                "qkv_TX": saved["qkv"],
+                "rstd": saved["qk_rstd"],
+                **self._norm_options(),
+                "need_norm_grad": self.q_norm.trains() or self.k_norm.trains(),
+            }
+        found = qk_rope_backward(*grads, cos, sin, out=dqkv_ext[:, : self.qkv_width], **options)
+        _, saved.norm_grads["q_norm"], saved.norm_grads["k_norm"] = found
+
+    # ---- as separate ops ---------------------------------------------------------------------------------------
+
+    def composed_mix(self, y: Tensor, documents: Documents) -> Tensor:
+        cos, sin = documents.rotary[self.rope]
+        q, k, v = qk_rope(y, cos, sin, **self.rope_options())
+        if documents.query_scale_T is not None:
+            q = (q * documents.query_scale_T[:, None, None]).to(q.dtype)
+        return attention(q, k, v, **self.options_for(documents)).flatten(1)

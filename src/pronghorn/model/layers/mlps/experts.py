@@ -1,0 +1,387 @@
+"""The MLP as a mixture of experts.
+
+T = packed tokens, D = model width, E = experts, K = experts a token, S = T * K rows sorted by expert, F = an expert's width.
+Saved for backward (saved.py): *; adapters (kernels/moe/grouped_lora.py) in [ ]:
+
+    x2 = norm(h2)                                        recomputed only if weights or adapters need it
+   *logits_TE = x2 Wrouter                               their softmax, K largest and sort: *routing (kernels/moe/routing.py)
+    x_S [| xa] = x2 of each row's token                  one gather; *xa
+   *gu_S2F = x_S Wgu                                     one grouped GEMM over all experts
+    a_SF [| aa] = act(gate, up), with the expert's bias
+    y_SD = a Wdown
+    h3 = h2 + sum of each token's K rows of y, weighted  plus the down bias and a shared expert's output
+
+    dy = dh3 of each row's token, unweighted             one gather
+    da = dy Wdown;  dgu, dweights, w a                   one kernel applies the routing weights
+    dx2 = sum of each token's K rows of dgu Wgu, + dlogits Wrouter;  dh2 = dh3 + the norm's gradient
+
+No token is dropped, whatever the balance. Shapes depend on T, E and K alone and the host never reads the routing, so a CUDA
+graph can capture all of it. A shared expert is a gated MLP of all tokens, with a gate (Qwen2-MoE) or without (GLM-4.5);
+backward treats it as an expert with that gate, or 1, as its routing weight.
+
+With FP8 stacks (model/experts.py) x2 is cast once per token and gathered as bytes; dy and dgu are cast with the scales of the
+row's expert; router, shared expert's gate and adapters stay in 16 bits.
+
+With `spread` (world.shard: experts) x_S and dy go to the ranks that have the experts, which treat the rows of all ranks as
+tokens with one expert each; y, dx and dweights come back. Router, shared expert and the weighted sums are at home.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from pronghorn.kernels.lora.lora_linear import NormOf
+from pronghorn.kernels.lora.multi_gather import GatherJob
+from pronghorn.kernels.mlp.gated_mlp import Kind
+from pronghorn.kernels.moe.moe_combine import combine
+from pronghorn.kernels.moe.moe_gated import ExpertActivation, expert_gated_backward, expert_gated_forward
+from pronghorn.kernels.moe.moe_gather import gather_rows
+from pronghorn.kernels.moe.routing import Routing, Sigmoid, route_backward, routing_forward
+from pronghorn.kernels.runtime.copy_rows import copy_rows
+from pronghorn.model.experts import ExpertStack, Router
+from pronghorn.model.families import Family, expert_groups
+from pronghorn.model.layers.composed import normed
+from pronghorn.model.layers.fp8_linears import Fp8Workspace
+from pronghorn.model.layers.linears import Group, LinearGroup, Rows
+from pronghorn.model.layers.norms import Norm, normed_rows, normed_sum
+from pronghorn.model.layers.part import Around, Part
+from pronghorn.model.layers.residual import back_through_norm, gradients_after_norm
+from pronghorn.model.layers.saved import Kept, Level, Saved
+from pronghorn.model.layers.types import Documents, ExpertRows, Grads
+from pronghorn.model.router_stats import BalancedLogits
+from pronghorn.model.rows import rows_like
+
+SILU = ExpertActivation("silu")
+
+
+class ExpertsMlp(Part):
+    before: Norm  # always there
+    input = "h2"
+    saves = (
+        "h2",
+        "gu",
+        "xa2",
+        "logits",
+        "ids",
+        "weights",
+        "order",
+        "inverse",
+        "offsets",
+        "shared_gu",
+        "shared_xa2",
+        "shared_xa3",
+        "shared_weight",
+        "gate_xa",
+        "counts",
+        "weights_there",
+    )
+    kept: ClassVar[Kept] = {"around_attention": (), "layer": ()}
+
+    def __init__(
+        self,
+        module: Any,
+        family: Family,
+        config: Any,
+        slot: int,
+        workspace: Fp8Workspace,
+        around: Around,
+        gate_up: LinearGroup,
+        down: LinearGroup,
+        activation: Kind,
+    ) -> None:
+        """`slot`: its number among the layers with experts. `workspace`: shared by all layers, for stacks in FP8. `gate_up` and
+        `down`: the shared expert's; empty without one."""
+        super().__init__(around)
+        assert family.experts
+        experts = family.experts
+        self.module, self.slot = module, slot
+        self.K = int(config.num_experts_per_tok)
+        self.router = Router(module, experts.router, experts.choice_bias, wide=experts.float32)
+        self.beforealise = bool(getattr(config, "norm_topk_prob", True))
+        self.scale = float(getattr(config, experts.scale)) if experts.scale else 1.0
+        self.tiny = experts.tiny
+        self.groups_of_experts = expert_groups(config) if experts.sigmoid else None
+        self.expert_gate_up, self.expert_down = (
+            ExpertStack(module, name, transposed=experts.transposed, scratch=workspace.transposed)
+            for name in ("gate_up_proj", "down_proj")
+        )
+        self.spread: ExpertRows | None = None  # where ranks have some of the experts each
+        self.has_shared = hasattr(module, experts.shared)
+        self.gate_up, self.down, self.activation = gate_up, down, activation
+        self.shared_gate = LinearGroup(module, ("shared_expert_gate",) if hasattr(module, "shared_expert_gate") else ())
+        own = self.expert_down.module()
+        self.expert_activation = SILU
+        if experts.activation == "clamped":
+            self.expert_activation = ExpertActivation("clamped", float(own.limit), float(own.alpha))
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        return self.gate_up, self.down, self.shared_gate, self.router, self.expert_gate_up, self.expert_down
+
+    @property
+    def last(self) -> LinearGroup:
+        return self.down
+
+    @property
+    def shape(self) -> tuple[Hashable, ...]:
+        return self.K, self.groups_of_experts, self.expert_activation
+
+    def protect(self, saved: Saved) -> None:
+        if saved["shared_gu"] is not None:
+            saved["shared_gu"] = saved["shared_gu"].clone()
+
+    def gather_jobs(self) -> list[GatherJob]:
+        of_norm = NormOf(self.before.weight, self.before.weight, self.before.one_plus)
+        return [
+            *self.jobs_of(self.gate_up, self.down),
+            *self.shared_gate.gather_jobs(of_norm),
+            *self.expert_gate_up.gather_jobs(),
+            *self.expert_down.gather_jobs(),
+        ]
+
+    def _rule(self) -> dict[str, Any]:
+        """Routing options, for kernels/moe/routing.py."""
+        groups = self.groups_of_experts
+        sigmoid = None if groups is None else Sigmoid(self.router.choice_bias_E, *groups, self.tiny)
+        return {"normalise": self.beforealise, "scale": self.scale, "sigmoid": sigmoid}
+
+    # ---- forward -----------------------------------------------------------------------------------------------
+
+    def forward(self, saved: Saved, level: Level, documents: Documents, rows: Tensor | None, norm_adds: bool) -> Tensor:
+        self._to_gate_up(saved)
+        if documents.load is not None:
+            documents.load.add(self.slot, saved["logits"], saved["ids"], rows is not None)
+        return self._after_gate_up(saved)
+
+    def _to_gate_up(self, saved: Saved) -> None:
+        """From the residual stream to gate and up."""
+        h2, h_rows = saved["h2"], saved.pop("h_rows", None)
+        extra = self.gate_up.extra
+        if h_rows is None:
+            x2_ext = normed_rows(self.before, h2, extra, saved)
+        else:
+            x2_ext = normed_sum(self.before, h2, h_rows, self.multiplier, extra, saved)
+        x2 = x2_ext[:, : h2.shape[1]]
+        logits = self.router.forward(x2)
+        routing = routing_forward(logits, self.K, **self._rule())
+        if self.spread is not None:
+            counts, weights_S = self.spread.counts(routing.offsets_E1), routing.weights_TK.view(-1, 1)[routing.order_S.long()]
+            saved.put(counts=counts, weights_there=self.spread.out(weights_S, counts))
+        gu, xa2 = self.expert_gate_up.group.forward_tokens(self._sent(x2, saved, routing), self._there(saved, routing))
+        saved.put(
+            gu=gu,
+            xa2=xa2,
+            logits=logits,
+            ids=routing.ids_TK,
+            weights=routing.weights_TK,
+            order=routing.order_S,
+            inverse=routing.inverse_TK,
+            offsets=routing.offsets_E1,
+        )
+        if self.has_shared:
+            shared_gu, shared_xa2 = self.gate_up.apply_spare(self.gate_up.of_rows(x2_ext))
+            saved.put(shared_gu=shared_gu, shared_xa2=shared_xa2)
+        if self.shared_gate.names:
+            x2_gate = x2 if not self.shared_gate.extra else rows_like(x2, x2.shape[1] + self.shared_gate.extra)
+            if self.shared_gate.extra:
+                copy_rows(x2, x2_gate[:, : x2.shape[1]])
+            gate, xa = self.shared_gate.apply(self.shared_gate.of_rows(x2_gate))
+            saved.put(gate_xa=self.shared_gate.owned(xa), shared_weight=torch.sigmoid(gate.to(routing.weights_TK.dtype)))
+
+    def _routing(self, saved: Saved) -> Routing:
+        return Routing(*(saved[name] for name in ("ids", "weights", "order", "inverse", "offsets")))
+
+    # ---- rows of other ranks --------------------------------------------------------------------------------------
+
+    def _there(self, saved: Saved, routing: Routing) -> Routing:
+        """Of the rows that this rank's experts get."""
+        return routing if self.spread is None else self.spread.routing(saved["counts"], saved["weights_there"])
+
+    def _sent(self, x_TD: Tensor, saved: Saved, routing: Routing) -> Tensor:
+        """What takes the tokens' place there."""
+        return x_TD if self.spread is None else self.spread.out(gather_rows(x_TD, routing.order_S, self.K), saved["counts"])
+
+    def _returned(self, rows: Tensor, saved: Saved, there: Routing) -> Tensor:
+        """Rows sorted by expert, as their tokens' rank has them."""
+        return rows if self.spread is None else self.spread.back(combine(rows, there.inverse_TK), saved["counts"])
+
+    def _after_gate_up(self, saved: Saved) -> Tensor:
+        routing, down, h2 = self._routing(saved), self.expert_down.group, saved["h2"]
+        there = self._there(saved, routing)
+        a_ext = rows_like(saved["gu"], down.input_width)
+        expert_gated_forward(
+            saved["gu"],
+            self.expert_activation,
+            bias_EG=self.expert_gate_up.own_bias_EO,
+            ids_TK=there.ids_TK,
+            order_S=there.order_S,
+            out=a_ext[:, : down.D],
+        )
+        down.extend(a_ext, there.offsets_E1)
+        y = self._returned(down.forward_rows(a_ext, there), saved, there)
+        base = h2
+        if self.has_shared:
+            out, xa3 = self.down.apply(self.down.of_activation(self._shared_gu(saved), self.activation))
+            saved.put(shared_xa3=self.down.owned(xa3))
+            del xa3  # may be a part of the activation
+            gate = saved["shared_weight"]
+            base = h2 + out if gate is None else torch.addcmul(h2, out, gate.to(out.dtype))
+        return combine(
+            y, routing.inverse_TK, routing.weights_TK, bias_ED=self.expert_down.bias_EO, ids_TK=routing.ids_TK, add_TD=base
+        )
+
+    def _shared_gu(self, saved: Saved) -> Tensor:
+        gu_ext = saved["shared_gu"]
+        return gu_ext[:, : gu_ext.shape[1] - self.gate_up.extra]
+
+    def recompute(self, saved: Saved, documents: Documents, rows: Tensor | None, norm_adds: bool) -> None:
+        if "logits" not in saved:  # from the layer's input
+            self._to_gate_up(saved)
+            if self.has_shared and self.down.adapters:
+                saved.put(shared_xa3=self.down.adapters_of_activation(self._shared_gu(saved), self.activation))
+        elif saved["gu"] is None:
+            routing = self._routing(saved)
+            x2 = self._sent(self._recomputed_input(saved), saved, routing)
+            saved["gu"], _ = self.expert_gate_up.group.forward_tokens(x2, self._there(saved, routing))
+
+    def _recomputed_input(self, saved: Saved) -> Tensor:
+        return self.before.forward(saved["h2"])[0]
+
+    # ---- backward ----------------------------------------------------------------------------------------------
+
+    def backward(
+        self, dh: Tensor, saved: Saved, documents: Documents, rows: Tensor | None, extra: int, need_dh: bool
+    ) -> tuple[Tensor, Grads]:
+        dh3 = dh
+        routing, logits = self._routing(saved), saved["logits"]
+        there = self._there(saved, routing)
+        dgu_ext, dweights, down_grads = self._backward_down(dh3, saved, routing, there)
+        dlogits = route_backward(dweights, logits, routing.weights_TK, routing.ids_TK, **self._rule())
+        if documents.load is not None:
+            dlogits = documents.load.add_grad(dlogits, logits)
+        dx2 = self.router.backward_input(dlogits)
+        shared_grads: Grads = []
+        if self.has_shared:
+            dshared, shared_grads = self._backward_shared(dh3, saved, documents)
+            dx2 += dshared
+        up = self.expert_gate_up.group
+        up.extend_grad(dgu_ext, there.offsets_E1)
+        dx_S = self._returned(self.expert_gate_up.backward_rows(dgu_ext, there), saved, there)
+        dx2 = combine(dx_S, routing.inverse_TK, add_TD=dx2, out=dx2)
+        x2 = self._recomputed_input(saved) if self.router.needs_input or self.expert_gate_up.needs_input else None
+        router_grads = self.router.backward_parameters(dlogits, x2 if self.router.needs_input else None)
+        x_ext = None
+        if self.expert_gate_up.needs_input and x2 is not None:
+            x_ext = self._recomputed_sorted(self._sent(x2, saved, routing), saved["xa2"], there)
+        up_grads = self.expert_gate_up.backward_parameters(dgu_ext, x_ext, there, weighted=False)
+        del dgu_ext, dx_S, x_ext, x2
+        dh2 = back_through_norm(self.before, dx2, saved["h2"], dh3, saved, extra, documents.grad_buffer)
+        saved.release(*self.saves)
+        return dh2, self.all_gradients([*shared_grads, *router_grads, *up_grads, *down_grads], saved)
+
+    def _backward_down(self, dh3: Tensor, saved: Saved, routing: Routing, there: Routing) -> tuple[Tensor, Tensor, Grads]:
+        """(dgu with spare columns for gate and up's adapters, the routing weights' gradient, those of down's parameters)"""
+        down, up = self.expert_down.group, self.expert_gate_up.group
+        gu = saved.pop("gu")
+        da, dy_ext = self.expert_down.backward_tokens(self._sent(dh3, saved, routing), there)
+        dgu_ext = rows_like(da, up.grad_width) if up.R else gu
+        needs_a = self.expert_down.needs_input
+        a_ext = rows_like(da, down.input_width) if down.R else da
+        _, dweights, _ = expert_gated_backward(
+            da,
+            gu,
+            self.expert_activation,
+            there.order_S,
+            weights_TK=there.weights_TK,
+            bias_EG=self.expert_gate_up.own_bias_EO,
+            ids_TK=there.ids_TK,
+            need_activation=needs_a,
+            out=dgu_ext[:, : up.outputs],
+            activation_out=a_ext[:, : down.D] if needs_a else None,
+        )
+        assert dweights is not None
+        del gu
+        if self.spread is not None:
+            dweights = self.spread.back(dweights, saved["counts"])[:, 0][routing.inverse_TK.long()]
+        if (bias_ED := self.expert_down.bias_EO) is not None:  # `combine` adds it before it weights
+            dweights += torch.mm(dh3, bias_ED.T).to(dweights.dtype).gather(1, routing.ids_TK.long())
+        if down.R:
+            down.extend(a_ext, there.offsets_E1)
+        grads = self.expert_down.backward_parameters(dy_ext, a_ext if needs_a else None, there, weighted=True)
+        return dgu_ext, dweights, grads
+
+    def _recomputed_sorted(self, x2: Tensor, xa2: Tensor | None, routing: Routing) -> Tensor:
+        """x sorted by expert, recomputed; x A^T was saved."""
+        group, K = self.expert_gate_up.group, routing.ids_TK.shape[1]
+        if not group.R:
+            return gather_rows(x2, routing.order_S, K)
+        assert xa2 is not None
+        x_ext = rows_like(xa2, group.input_width)
+        gather_rows(x2, routing.order_S, K, out=x_ext[:, : group.D])
+        copy_rows(xa2, x_ext[:, group.D :])
+        return x_ext
+
+    def _backward_shared(self, dh3: Tensor, saved: Saved, documents: Documents) -> tuple[Tensor, Grads]:
+        """(the shared expert's part of x2's gradient; gradients of gate and up, of down, and of its gate)"""
+        gate = saved["shared_weight"]
+        if gate is None:  # an expert with weight 1 for all tokens
+            wide = torch.promote_types(dh3.dtype, torch.float32)
+            always = torch.ones(len(dh3), 1, dtype=wide, device=dh3.device)
+            dx, _, grads = self._backward_shared_mlp(dh3, always, saved, documents)
+            return dx, grads
+        dx, dgate, grads = self._backward_shared_mlp(dh3, gate, saved, documents)
+        dlogit_ext = rows_like(dh3, 1 + self.shared_gate.extra)
+        dlogit_ext[:, :1] = dgate * gate * (1 - gate)
+        dgate_x, dlogit = self.shared_gate.back(Rows(dlogit_ext))
+        dx += dgate_x
+        gate_grads = gradients_after_norm(self.shared_gate, dlogit, self.before, saved["h2"], saved["gate_xa"], saved)
+        return dx, [*grads, *gate_grads]
+
+    def _backward_shared_mlp(
+        self, dh3: Tensor, gate: Tensor, saved: Saved, documents: Documents
+    ) -> tuple[Tensor, Tensor, Grads]:
+        """(its input's gradient, the gate's, those of gate and up, and down)"""
+        dy = (
+            self.down.grad_of_residual(dh3, 1.0, documents.grad_buffer)
+            if self.down.extra or self.down.fp8
+            else self.down.of_rows(dh3)
+        )
+        da, of_down = self.down.back(dy)
+        gu = saved["shared_gu"][:, : 2 * da.shape[1]]
+        dgate = self._through_shared_activation(da, gu, gate)
+        xa3 = saved["shared_xa3"]
+        down_grads = self.down.gradients(of_down, da, None if xa3 is None else xa3 * gate.to(xa3.dtype))
+        dx, dgu = self.gate_up.back(self.gate_up.of_rows(saved["shared_gu"]))
+        up_grads = gradients_after_norm(self.gate_up, dgu, self.before, saved["h2"], saved["shared_xa2"], saved)
+        return dx, dgate, [*up_grads, *down_grads]
+
+    def _through_shared_activation(self, da: Tensor, gu: Tensor, gate: Tensor) -> Tensor:
+        """Returns the gate's gradient. Overwrites gu with dgu, and da with the activation times the gate."""
+        each = torch.arange(len(da), dtype=torch.int32, device=da.device)
+        _, dgate, _ = expert_gated_backward(
+            da, gu, SILU, each, weights_TK=gate, need_activation=self.down.needs_input, out=gu, activation_out=da
+        )
+        assert dgate is not None
+        return dgate
+
+    # ---- as separate ops ---------------------------------------------------------------------------------------
+
+    def composed(self, h_TD: Tensor, documents: Documents) -> Tensor:
+        """The family's own module; only the mixer is ours then."""
+        return h_TD + self.multiplier * self._composed_branch(normed(self.before, h_TD), documents)
+
+    def _composed_branch(self, x_TD: Tensor, documents: Documents) -> Tensor:
+        found = self.module(x_TD[None])
+        y_TD: Tensor = (found[0] if isinstance(found, tuple) else found)[0].to(x_TD.dtype)
+        if documents.load is None:
+            return y_TD
+        bias = getattr(self.module, self.router.choice_bias, None)  # a router that has none of its own is given it
+        logits_TE: Tensor = getattr(self.module, self.router.name)(x_TD, *(() if bias is None else (bias,)))[0]
+        fixed = logits_TE.detach()
+        documents.load.add(self.slot, fixed, routing_forward(fixed, self.K, **self._rule()).ids_TK, few=False)
+        out: Tensor = BalancedLogits.apply(y_TD, logits_TE, documents.load)  # type: ignore[no-untyped-call]
+        return out
