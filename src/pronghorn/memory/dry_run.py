@@ -234,7 +234,7 @@ def kinds_of(job: Job) -> list[Kind]:
 
 
 def layers_of(job: Job) -> list[Kind]:
-    """Of each layer its kind."""
+    """The kind of each layer."""
     kinds = kinds_of(job)
     return [kinds[number] for number in job.shape.kinds]
 
@@ -273,7 +273,7 @@ def static_parts(job: Job) -> dict[str, int]:
 
 
 def expert_bytes(job: Job) -> int:
-    """Of all layers' experts, as they are stored."""
+    """Bytes of all layers' experts, as they are stored."""
     row = FORMATS[job.stored_as]
     each = job.element if row.quantize is None else row.bytes_each
     return int(sum(layer.experts for layer in layers_of(job)) * each)

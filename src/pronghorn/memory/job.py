@@ -110,7 +110,7 @@ class Job:
 
     @property
     def rows(self) -> int:
-        """That the head reads."""
+        """Rows that the head reads."""
         return self.entries if HEADS[self.head].one_per_document else self.loss_rows or self.capacity
 
     @property

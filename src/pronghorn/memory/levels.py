@@ -101,7 +101,7 @@ class Problem:
 
     @property
     def rest_ms(self) -> float:
-        """Of a micro-batch, outside the layers."""
+        """Milliseconds of a micro-batch, outside the layers."""
         rows = self.job.capacity * self.job.shape.width * self.job.element
         return self.costs.rest + (rows / self.costs.from_host if self.job.host_embeddings else 0.0)
 
@@ -124,7 +124,7 @@ EQUAL_MS = 1e-6  # steps that differ by less take the same time
 
 
 class Outcomes(NamedTuple):
-    """Of n plans."""
+    """Bytes and milliseconds of n plans."""
 
     peak: Numbers
     ms: Numbers
@@ -194,7 +194,7 @@ def _waits(compute: Numbers, copies: Numbers, leaves: Numbers) -> Numbers:
 
 
 def evaluate(problem: Problem, choices: Sequence[Choice], pieces: int = 1) -> Outcome:
-    """Of any choices in any order."""
+    """Bytes and milliseconds of a choice for each layer, in any order."""
     levels = np.array([[LEVELS.index(choice.level) for choice in choices]])
     found = Tables(problem, pieces).outcomes(levels, np.array([[choice.offload for choice in choices]]))
     at = int(np.argmax(found.kept + found.work))

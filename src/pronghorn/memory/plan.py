@@ -109,7 +109,7 @@ def make_plan(problem: Problem) -> Plan:
 
 
 def smallest_bytes(problem: Problem) -> int:
-    """That tensors can do with."""
+    """The smallest number of bytes that tensors can do with."""
     return _plan(smallest(problem)).needed_bytes
 
 
@@ -208,7 +208,7 @@ def parse_budget(text: str, total: int, free: int | None = None) -> int:
 
 
 def pinnable(available: int) -> int:
-    """Of so much free host memory, what may be pinned."""
+    """How much of this free host memory may be pinned."""
     return max(int(available * SHARE_OF_HOST), available - LEFT_TO_HOST)
 
 

@@ -48,7 +48,7 @@ class Links:
     network_gbit: float  # of each GPU
 
     def gbs(self, machines: int, each: int) -> float:
-        """Of a ring over all GPUs: every machine's network cards together carry what one link inside does."""
+        """The speed of a ring over all GPUs in GB/s: every machine's network cards together carry what one link inside does."""
         network = self.network_gbit / 8 * NETWORK_SHARE * each
         return self.inside_gbs if machines == 1 else min(self.inside_gbs, network)
 
@@ -65,7 +65,7 @@ class Fleet:
         return self.each * self.machines
 
     def ms(self, amount: float, *, both: bool = False) -> float:
-        """Of a gather of so many bytes, or of a sum (`both`)."""
+        """Milliseconds of a gather of so many bytes, or of a sum (`both`)."""
         if self.size == 1:
             return 0.0
         sent = amount * (self.size - 1) / self.size * (2 if both else 1)

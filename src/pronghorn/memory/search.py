@@ -115,7 +115,7 @@ class _Case:
         return peak <= limit and host <= self.host
 
     def likely(self, limit: float) -> list[Numbers]:
-        """Of the rough plans that fit, the fastest ones for each largest level that is offloaded."""
+        """The fastest of the rough plans that fit, for each largest level that is offloaded."""
         plans = _rough(tuple(map(int, self.sizes)), self.allowed)
         found = self.outcomes(plans)
         order = np.lexsort([found.peak, found.host, found.ms])

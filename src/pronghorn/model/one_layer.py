@@ -38,7 +38,7 @@ def written(config: HFConfig) -> str:
 
 @lru_cache(maxsize=64)
 def layer_kinds(written_config: str) -> tuple[int, ...]:
-    """Of each layer, the number of the first one that has the same modules and sizes and attends in the same way."""
+    """For each layer the number of the first one that has the same modules and sizes and attends in the same way."""
     config = _plain(written_config)
     text, firsts = text_config(config), dict[Any, int]()
     layers = backbone(empty_model(config.model_type, config)).layers
