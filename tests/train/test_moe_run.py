@@ -152,7 +152,7 @@ def test_experts_that_leave_for_the_host_train_the_same_numbers(
     method: str, deep_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half of the layers of each kind, whatever the planner would choose."""
-    from pronghorn.memory.levels import Level
+    from pronghorn.memory.levels import Choice
     from pronghorn.memory.plan import plan_of
     from pronghorn.train.step.memory import RunMemory
 
@@ -160,8 +160,8 @@ def test_experts_that_leave_for_the_host_train_the_same_numbers(
 
     def install(self: RunMemory, engine: Any) -> None:
         assert all(layer.fp8 == (method == "fp8") for layer in engine.layers)
-        levels = [Level("layer", True), Level("around_attention", True), Level("gate_up"), Level("nothing", True)]
-        self.plan = plan_of(self.plan.problem, levels, 1)
+        choices = [Choice("layer", True), Choice("around_attention", True), Choice("gate_up"), Choice("nothing", True)]
+        self.plan = plan_of(self.plan.problem, choices, 1)
         real(self, engine)
 
     monkeypatch.setattr(RunMemory, "_install", install)

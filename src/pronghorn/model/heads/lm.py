@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from pronghorn.errors import ModelError
+from pronghorn.hf_types import HFConfig
 from pronghorn.kernels.loss.cross_entropy_rows import IGNORED
 from pronghorn.kernels.loss.linear_cross_entropy import chunk_rows, linear_cross_entropy
 from pronghorn.kernels.loss.linear_log_probs import linear_log_probs
@@ -46,7 +47,7 @@ class LmHead(Head):
         return architecture.endswith(("ForCausalLM", "ForConditionalGeneration"))
 
     @classmethod
-    def auto_class(cls, config: Any) -> Any:
+    def auto_class(cls, config: HFConfig) -> Any:
         only_with_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
         only_with_images &= type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
         return AutoModelForImageTextToText if only_with_images else AutoModelForCausalLM

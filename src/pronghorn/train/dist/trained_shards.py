@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pronghorn.hf_types import HFModel
 from pronghorn.model.causal_lm import FastCausalLM
 from pronghorn.model.layers.types import Grads
 from pronghorn.model.shards import Place
@@ -154,7 +155,7 @@ class TrainedShards(Shards):
         return found
 
 
-def trained_shards_of(model: Any) -> TrainedShards | None:
+def trained_shards_of(model: HFModel) -> TrainedShards | None:
     """Or `ExpertShards`, which has the same methods for what is trained."""
     found = shards_of(model)
     return found if found is not None and found.trains else None  # type: ignore[return-value]

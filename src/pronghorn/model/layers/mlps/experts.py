@@ -34,6 +34,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from pronghorn.hf_types import HFConfig
 from pronghorn.kernels.lora.lora_linear import NormOf
 from pronghorn.kernels.lora.multi_gather import GatherJob
 from pronghorn.kernels.mlp.gated_mlp import Kind
@@ -85,7 +86,7 @@ class ExpertsMlp(Part):
         self,
         module: Any,
         family: Family,
-        config: Any,
+        config: HFConfig,
         slot: int,
         workspace: Fp8Workspace,
         around: Around,
