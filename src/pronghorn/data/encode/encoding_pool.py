@@ -58,12 +58,9 @@ class EncodingPool:
     def __exit__(self, kind: object, *_: object) -> None:
         if self._executor is not None:
             if kind is not None:  # a worker that was stopped would never end by itself
-                self._end_workers()
+                for worker in self._workers:
+                    worker.kill()
             self._executor.shutdown(wait=True, cancel_futures=True)
-
-    def _end_workers(self) -> None:
-        for worker in self._workers:
-            worker.kill()
 
     def give(self, examples: Sequence[Example] | Sequence[Group]) -> Iterator[Encoded]:
         """Take one chunk; returns what is ready, waiting only while more than two chunks a core are under way."""
@@ -135,12 +132,10 @@ class EncodingPool:
         return [(worker.pid, worker.exitcode) for worker in self._workers if worker.exitcode not in (None, 0, -signal.SIGTERM)]
 
     def _killed(self) -> EnvironmentFault:
-        ended = self._ended()
         for _ in range(100):  # the pool is broken as soon as a pipe closes, and how its process ended is known a moment later
-            if ended:
+            if ended := self._ended():
                 break
             time.sleep(0.01)
-            ended = self._ended()
         who = f"tokenizer process {ended[0][0]} {_how(ended[0][1])}" if ended else ("a tokenizer process was killed")
         rows = f"{self._waiting[0][1]} and following rows" if self._waiting else ""
         return EnvironmentFault(
