@@ -32,7 +32,7 @@ POOL_SLOTS = 3  # layers' worth of device memory that offloading takes: two buff
 SLOT_PADDING = 16 * 256  # bytes: what aligning a layer's tensors costs at most; one with experts has twice as many
 
 
-class Words(NamedTuple):
+class LevelNames(NamedTuple):
     """How a level is called in a plan's table, and its block and legend in a plan's picture."""
 
     name: str
@@ -40,11 +40,11 @@ class Words(NamedTuple):
     legend: str
 
 
-WORDS: dict[Level, Words] = {
-    "nothing": Words("keep", "█", "keeps all"),
-    "gate_up": Words("recompute gate/up", "▓", "recomputes gate and up"),
-    "around_attention": Words("keep attention", "▒", "keeps attention only"),
-    "layer": Words("recompute all", "░", "recomputes all"),
+WORDS: dict[Level, LevelNames] = {
+    "nothing": LevelNames("keep", "█", "keeps all"),
+    "gate_up": LevelNames("recompute gate/up", "▓", "recomputes gate and up"),
+    "around_attention": LevelNames("keep attention", "▒", "keeps attention only"),
+    "layer": LevelNames("recompute all", "░", "recomputes all"),
 }
 
 

@@ -17,7 +17,7 @@ from pronghorn.errors import CommandError, EnvironmentFault, RecipeError, counte
 from pronghorn.memory.dry_run import static_parts
 from pronghorn.memory.job import Job, device_bytes, peak_within
 from pronghorn.memory.levels import CHOICES, KEEP, Choice, Problem, evaluate
-from pronghorn.memory.search import Found, fastest, smallest
+from pronghorn.memory.search import SearchResult, fastest, smallest
 
 NOTCH = 0.94  # after an allocation failed, the next plan uses no more than this of what the failed one expected
 UNITS = {"GB": 10**9, "MB": 10**6, "GiB": 2**30, "MiB": 2**20}
@@ -138,7 +138,7 @@ def _ways_out(problem: Problem, needed: int | None = None) -> str:
     return "set " + ", or ".join([*(fitting or others), *more]) if fitting or others or more else "use a smaller model"
 
 
-def _plan(found: Found) -> Plan:
+def _plan(found: SearchResult) -> Plan:
     return plan_of(found.problem, found.choices, found.pieces)
 
 

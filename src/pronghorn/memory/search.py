@@ -28,13 +28,13 @@ LIKELY, THOROUGH = 20, 6  # plans, the fastest, that are improved by moves, and 
 MANY = 360  # unless there are more moves than this: then as many times fewer. 32 layers of a kind have 336
 
 
-class Found(NamedTuple):
+class SearchResult(NamedTuple):
     problem: Problem
     pieces: int
     choices: tuple[Choice, ...]
 
 
-def fastest(problem: Problem) -> Found | None:
+def fastest(problem: Problem) -> SearchResult | None:
     """Under the budget; None if nothing is."""
     limit = problem.usable - problem.aside
     tried = [(case, plan) for case in _cases(problem) for plan in case.likely(limit)]
@@ -47,7 +47,7 @@ def fastest(problem: Problem) -> Found | None:
     return next((case.found(plan) for case, plan in _first(tried)), None)
 
 
-def smallest(problem: Problem) -> Found:
+def smallest(problem: Problem) -> SearchResult:
     """The least peak; of those the fastest."""
     case, plan = _smallest(problem)
     return case.found(plan)
@@ -101,10 +101,10 @@ class _Case:
     def outcomes(self, plans: Numbers) -> Outcomes:
         return self.tables.outcomes(*self.layers(plans))
 
-    def found(self, plan: Numbers) -> Found:
+    def found(self, plan: Numbers) -> SearchResult:
         levels, leaves = self.layers(plan[None])
         choices = tuple(Choice(LEVELS[level], bool(leaf)) for level, leaf in zip(levels[0], leaves[0], strict=True))
-        return Found(self.tables.problem, self.tables.pieces, choices)
+        return SearchResult(self.tables.problem, self.tables.pieces, choices)
 
     def key(self, plan: Numbers) -> tuple[float, float, float]:
         found = self.outcomes(plan[None])
