@@ -164,17 +164,6 @@ def run_stats(events: Sequence[dict[str, Any]], now: float | None = None) -> Run
     )
 
 
-def flat(recipe: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"train": {"lr": 1}} as {"train.lr": 1}"""
-    keys: dict[str, Any] = {}
-    for key, value in recipe.items():
-        if isinstance(value, dict) and value:
-            keys |= flat(value, f"{prefix}{key}.")
-        else:
-            keys[prefix + key] = value
-    return keys
-
-
 def _loss(events: Sequence[dict[str, Any]]) -> float | None:
     return as_number(events[0].get("loss")) if events else None
 

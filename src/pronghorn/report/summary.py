@@ -36,7 +36,7 @@ def summary(events: Sequence[dict[str, Any]], gpus: int | None = None, price_per
         "shares": {stage: run.share(stage) for stage in run.stages},
         "cost_most": largest,
         "cost": asdict(spent),
-        "advice": [one.as_dict() for one in advise(run)],
+        "advice": [asdict(one) for one in advise(run)],
         "remark": remark(run),
         "experts": experts_summary(history(events)),
         "ranks": ranks_summary(history(events)),
@@ -82,7 +82,8 @@ def render(facts: dict[str, Any]) -> RenderableType:
     if facts["advice"]:
         closing = [Text("suggestions for the next run", style="bold")]
     for one in facts["advice"]:
-        closing += [Text(f"  {one['change']}: {saving(one, total)}"), Padding(Text(one["why"], style="dim"), (0, 0, 0, 4))]
+        closing.append(Text(f"  {one['change']}: {saving(one['seconds'], total)}"))
+        closing.append(Padding(Text(one["why"], style="dim"), (0, 0, 0, 4)))
     head = [Text("\nwhere the time went", style="bold")] if shares else []
     return Group(table, *head, stages, Text(), *closing)
 

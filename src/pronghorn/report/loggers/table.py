@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pronghorn.errors import EnvironmentFault, raise_all
+from pronghorn.recipe import flat
 
 
 @dataclass(frozen=True)
@@ -136,10 +137,13 @@ class MLflow(Logger):
             self._client.update_run(self._id, status="RUNNING")
         else:
             self._id = self._client.create_run(experiment, run_name=about.name, tags={self.TAG: about.id}).info.run_id
-            params = [Param(name, value[: self.LONGEST]) for name, value in _flat(about.config).items()]
+            params = [Param(name, self._text(value)) for name, value in flat(about.config).items()]
             for start in range(0, len(params), self.MOST):
                 self._client.log_batch(self._id, params=params[start : start + self.MOST])
         self.place = f"run {self._id} at {self._client.tracking_uri}"
+
+    def _text(self, value: object) -> str:
+        return (value if isinstance(value, str) else json.dumps(value))[: self.LONGEST]
 
     def log(self, step: int, figures: dict[str, float], time: float) -> None:
         at, names = int(time * 1000), {name: re.sub(r"[^\w\-. /]", "_", name) for name in figures}
@@ -149,16 +153,6 @@ class MLflow(Logger):
 
     def end(self, code: int) -> None:
         self._client.set_terminated(self._id, "FINISHED" if code == 0 else "KILLED" if code > 128 else "FAILED")
-
-
-def _flat(config: dict[str, object], above: str = "") -> dict[str, str]:
-    flat: dict[str, str] = {}
-    for key, value in config.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{above}{key}.")
-        else:
-            flat[above + key] = value if isinstance(value, str) else json.dumps(value)
-    return flat
 
 
 @dataclass(frozen=True)
