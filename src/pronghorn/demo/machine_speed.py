@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,7 +84,7 @@ def measure(model: Any) -> Speed:
             weight.requires_grad_(True)
 
 
-def _second_time(work: Any) -> float:
+def _second_time(work: Callable[[], None]) -> float:
     work()
     began = time.perf_counter()
     work()
