@@ -193,7 +193,7 @@ def ours_longest(model: str, method: Method, budget: str) -> int:
     from pronghorn.memory.max_context import max_context
     from pronghorn.memory.plan import host_room
 
-    job = Job(shape_of(MODELS[model]), 16384, method, LORA_RANK, graphed=False, in_place=True)  # by flash-attn-4
+    job = Job(shape_of(MODELS[model]), 16384, method, LORA_RANK, graphed=False)
     problem = problem_of(job, predicted_costs(job, find_gpu("h200")), bytes_of(budget), host_room())  # times do not matter
     return rounded(max_context(problem) * 0.99)
 

@@ -43,7 +43,7 @@ def block_digests(descriptor: int, size: int) -> list[str]:
             errors.append(error)
 
     # Daemons, so that Ctrl-C does not wait for the rest of a large file.
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(count, MOST_THREADS, _cores()) - 1)]
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(count, MOST_THREADS, cores()) - 1)]
     for thread in threads:
         thread.start()
     work()
@@ -112,7 +112,8 @@ def _remembered(name: Path, state: list[int]) -> str:
         return ""  # it is read again
 
 
-def _cores() -> int:
+def cores() -> int:
+    """Cores this process may use, which in a container are fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -98,7 +98,7 @@ def test_interrupted_at_any_chunk_the_cache_has_the_same_bytes(
 def test_killed_with_its_workers_at_work(data: Data, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows_of(data, tokenizer, tmp_path / "whole", monkeypatch)
     monkeypatch.setattr(encoding_pool, "ROWS_WORTH_A_POOL", 10)
-    monkeypatch.setattr(encoding_pool, "_cores", lambda: 2)
+    monkeypatch.setattr(encoding_pool, "usable_cores", lambda: 2)
     add, parent, done = PartialTable.add, os.getpid(), list[int]()
 
     def dies(self: PartialTable, *chunk: Any) -> None:
@@ -125,7 +125,7 @@ def test_no_more_rows_are_held_than_are_under_way(
 ) -> None:
     """Of 600 rows, so many more are read than are written."""
     monkeypatch.setattr(encoding_pool, "ROWS_WORTH_A_POOL", 10)
-    monkeypatch.setattr(encoding_pool, "_cores", lambda: cores)
+    monkeypatch.setattr(encoding_pool, "usable_cores", lambda: cores)
     path = write_rows(tmp_path / "a.jsonl", chat_rows(600))
     read, add = cached_rows.sources.read, PartialTable.add
     at, most = {"read": 0, "written": 0}, [0]

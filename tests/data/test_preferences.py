@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from pronghorn.data.preference.preferences import preference, refuse_ratings, refused
+from pronghorn.data.preference.preferences import preference, refuse_ratings
+from pronghorn.data.read.formats import detect_format
 from pronghorn.data.read.source_files import RawRow
 from pronghorn.errors import DataError
 from tables import table
@@ -34,7 +35,9 @@ def test_preference_data_is_known(fields: dict[str, Any], fix: str) -> None:
     assert told is not None
     assert told[0].startswith("preference data: ")
     assert fix in told[1]
-    assert "supervised loss" in refused(told, "x:1").why
+    with pytest.raises(DataError) as caught:
+        detect_format([RawRow(fields, "x:1")], "x")
+    assert "supervised loss" in caught.value.why
 
 
 @table(

@@ -16,7 +16,7 @@ from pronghorn.data.encode.encode import Encoder
 from pronghorn.data.encode.tokens import TokenRow, TokenTable
 from pronghorn.data.preference.preference_rows import Group
 from pronghorn.data.read.formats import Example
-from pronghorn.data.show import as_dict, as_text, count_of, render_row, row_as_dict, row_as_text
+from pronghorn.data.show import as_dict, as_text, count_of, pieces, rendered, row_as_dict, row_as_text
 from pronghorn.report.console import SafeConsole
 from samples import make_tokenizer
 
@@ -34,7 +34,7 @@ def table(tokenizer: Any) -> TokenTable:
 
 
 def test_without_colour_brackets_stand_around_what_carries_loss(tokenizer: Any, table: TokenTable) -> None:
-    text = render_row(tokenizer, table, 0, coloured=False).plain
+    text = rendered(pieces(tokenizer, table, 0), coloured=False).plain
     assert text == ("<|im_start|>user↵\nhé→\t1\\x07<|im_end|>↵\n<|im_start|>assistant↵\n«ça va 👍↵\nyes<|im_end|>»↵\n")
 
 
@@ -49,7 +49,7 @@ def test_machines_get_every_token(tokenizer: Any, table: TokenTable) -> None:
 
 def test_the_first_token_is_never_learned(tokenizer: Any) -> None:
     table = TokenTable.of([Encoder(tokenizer).encode(Example("text", "a.txt:1", text="abc"))])
-    assert render_row(tokenizer, table, 0, coloured=False).plain == "a«bc<|im_end|>»"
+    assert rendered(pieces(tokenizer, table, 0), coloured=False).plain == "a«bc<|im_end|>»"
 
 
 def test_the_spaces_of_sentencepiece_are_shown() -> None:
@@ -62,7 +62,7 @@ def test_the_spaces_of_sentencepiece_are_shown() -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
     ids = np.array([0, 3, 4, 6, 7, 8, 5, 10, 11, 9, 1], np.int32)
     table = TokenTable.of([TokenRow(ids, ((3, 11),), "a:1")])
-    text = render_row(tokenizer, table, 0, coloured=False).plain
+    text = rendered(pieces(tokenizer, table, 0), coloured=False).plain
     assert text == "<s> Natalia sold« clips 48é friends</s>»"
     assert row_as_dict(tokenizer, table, 0)["trained_on"] == [" clips 48é friends</s>"]
 

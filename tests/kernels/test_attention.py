@@ -22,7 +22,7 @@ from pronghorn.kernels.attention.attention import (
 )
 from pronghorn.kernels.attention.attention_flex import block_mask
 from pronghorn.kernels.attention.attention_torch import Packed
-from tables import covering, gpu_rows, table
+from tables import covering, first_of, gpu_rows, table
 
 CUDA = torch.cuda.is_available()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -211,7 +211,7 @@ def test_lengths_on_the_host_say_the_same_as_cu_seqlens() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("name", ["gemma2", "all"])
+@pytest.mark.parametrize("name", first_of(["all", "gemma2"]))
 def test_flex_sees_and_caps_the_same(name: str) -> None:
     """Forward, uncompiled: on the CPU flex has no backward. (On a GPU the first test covers both, compiled.)"""
     (_, q, k, v, *sinks), cu, options = make("cpu", torch.float32, **CASES[name])

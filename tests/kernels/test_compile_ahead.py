@@ -19,6 +19,7 @@ triton = pytest.importorskip("triton")
 ahead = importlib.import_module("pronghorn.kernels.runtime.compile_ahead")
 
 
+@pytest.mark.later  # test_compile_matrix.py compiles the heaviest kernels in every run
 @pytest.mark.usefixtures("imported_python")
 def test_kernels_compile_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
     """Triton's own compiler, in threads: attention's kernels once, with what launches them, and none spills its registers. In

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pronghorn.memory.job import Job, Recompute, shape_of
+from pronghorn.memory.job import Job, shape_of
 from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.formats.store import store_experts_, store_linears_
 from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.heads import HEADS
-from pronghorn.model.layers.saved import Saved
+from pronghorn.model.layers.saved import Level, Saved
 from pronghorn.model.layers.types import Documents
 from pronghorn.model.lora import add_adapter
 from pronghorn.packs import PackedDocuments
@@ -55,6 +55,14 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "n_shared_experts": 2,
         "head_dim": 16,
         "sliding_window": None,
+    },
+    "glm4_moe": {
+        "moe_intermediate_size": 64,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 1,
+        "head_dim": 16,
+        "first_k_dense_replace": 1,
     },
     "hy_v3": {
         "moe_intermediate_size": 64,
@@ -128,6 +136,6 @@ def bytes_of(*values: Any) -> int:
     )
 
 
-def recomputing(gate_up: float, around_attention: float, layer: float) -> dict[Recompute, float]:
+def recomputing(gate_up: float, around_attention: float, layer: float) -> dict[Level, float]:
     """Milliseconds of each level."""
     return {"nothing": 0.0, "gate_up": gate_up, "around_attention": around_attention, "layer": layer}

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from benchmarks.bench.workloads import MODELS, WORKLOADS
-from pronghorn.memory.costs import predicted_costs
+from pronghorn.kernels.runtime.dispatch import HOPPER, Target
+from pronghorn.kernels.runtime.work import Work
+from pronghorn.memory.costs import LayerCosts, milliseconds, predicted_costs
+from pronghorn.memory.dry_run import held
 from pronghorn.memory.forecast import problem_of
 from pronghorn.memory.gpus import GPUS
 from pronghorn.memory.job import Job, shape_of
-from pronghorn.memory.plan import make_plan
+from pronghorn.memory.levels import KEEP, Choice
+from pronghorn.memory.plan import make_plan, plan_of
 from tables import table
 
 
@@ -19,8 +24,12 @@ def job_of(model: str, **changes: object) -> Job:
     return replace(Job(shape_of(MODELS[model]), 16384), **changes)  # type: ignore[arg-type]
 
 
-# ms and GiB of a step that was measured on an H200 with everything kept, in November 2026. The rates of the predictor were set
-# with the times in view, so they say that one set of rates serves all of these; the bytes were not fitted.
+def costs_of(job: Job, gpu: str = "h200") -> LayerCosts:
+    return predicted_costs(job, GPUS[gpu]).kinds[0]
+
+
+# ms and GiB of a step that was measured on an H200 with everything kept, in November 2026. Bytes were not fitted. Most ceilings
+# are those of single kernels; which of them to use, and fp8's within its range, was decided with these times in view.
 MEASURED = {
     "qwen3-0.6b": (103.72, 17.27),
     "llama-1b": (145.33, 16.01),
@@ -33,6 +42,9 @@ MEASURED = {
     "qwen3-30b-a3b-4layers-experts": (38.83, 9.52),
     "gpt-oss-20b-4layers": (65.41, 11.25),
     "gpt-oss-20b-4layers-experts": (71.05, 12.27),
+    "llama-1b-full": (224.01, 34.98),
+    "llama-1b-r64": (150.58, 17.02),
+    "llama-1b-fp8": (117.5, 15.1),
 }
 
 
@@ -44,6 +56,7 @@ def job_measured(name: str) -> Job:
         capacity=workload.tokens,
         method=workload.ours or workload.method,
         compute="fp8" if workload.fp8 else "bf16",
+        rank=workload.rank,
         targets=("all-linear", "experts") if workload.adapters == "experts" else "all-linear",
         **lengths,
     )
@@ -53,19 +66,78 @@ def job_measured(name: str) -> Job:
 def test_step_and_peak_of_an_h200_are_foretold(name: str) -> None:
     job, (measured_ms, measured_gib) = job_measured(name), MEASURED[name]
     costs = predicted_costs(job, GPUS["h200"])
-    ms = job.shape.layers * (costs.forward + costs.backward) + costs.rest + costs.optimizer
     plan = make_plan(problem_of(job, costs, GPUS["h200"].memory, 0))
-    assert ms == pytest.approx(measured_ms, rel=0.15)
+    assert plan.step_ms() == pytest.approx(measured_ms, rel=0.1)
     assert plan.peak_bytes / 2**30 == pytest.approx(measured_gib, rel=0.01)
 
 
+def test_a_mixture_takes_the_time_of_the_experts_that_are_chosen() -> None:
+    """Not of all of them, beyond reading their weights."""
+    config = MODELS["qwen3-30b-a3b-4layers"]
+    shape = shape_of(config)
+
+    def longer(**changes: int) -> float:
+        other = shape_of(config | changes)
+        return costs_of(Job(other, 8192)).forward - costs_of(Job(shape, 8192)).forward
+
+    chosen, there = longer(num_experts_per_tok=16), longer(num_experts=256)
+    assert 1.0 < chosen < 2.0
+    assert 0.1 < there < 0.5
+    attention, experts = (
+        costs_of(Job(shape, 8192, targets=targets)) for targets in (("all-linear",), ("all-linear", "experts"))
+    )
+    assert experts.backward > attention.backward > attention.forward
+    in_4_bits = costs_of(Job(shape, 8192, method="qlora"))
+    assert in_4_bits.forward > attention.forward
+
+
+@table(("model", "length", "measured"), [("llama-8b", 1024, 1.59), ("llama-8b", 4096, 5.473),
+                                                           ("llama-1b", 1024, 0.848)])  # fmt: skip
+def test_our_own_attention_over_documents_that_are_not_short_is_foretold(model: str, length: int, measured: float) -> None:
+    """One rate for all lengths, by the times of the kernel alone; by flash-attn-4's rate 4,096 tokens would take a fifth
+    less."""
+    job = job_of(model, attended=length, documents=16384 // length, target=Target(HOPPER))
+    found = held(job, "nothing")
+    flops = [(found.forward_work, "short_forward"), (found.backward_work, "short_backward")]
+    alone = sum(milliseconds(Work(Counter({unit: work.flops[unit]})), GPUS["h200"]) for work, unit in flops)
+    assert alone == pytest.approx(measured, rel=0.25)
+
+
 def test_more_work_takes_longer() -> None:
-    h200 = GPUS["h200"]
-    plain = predicted_costs(job_of("llama-8b"), h200)
+    plain = costs_of(job_of("llama-8b"))
     recompute = plain.recompute
     assert recompute["nothing"] == 0 < recompute["gate_up"] < recompute["around_attention"] < recompute["layer"] < plain.forward
-    assert predicted_costs(job_of("llama-8b", attended=16384), h200).backward > plain.backward
-    assert predicted_costs(job_of("llama-8b", method="fp8"), h200).forward < plain.forward
-    assert predicted_costs(job_of("llama-8b", method="qlora"), h200).forward > plain.forward
-    assert predicted_costs(job_of("llama-8b", method="full"), h200).backward > plain.backward
-    assert predicted_costs(job_of("llama-8b"), GPUS["rtx4090"]).forward > 3 * plain.forward
+    assert costs_of(job_of("llama-8b", attended=16384)).backward > plain.backward
+    assert costs_of(job_of("llama-8b", method="fp8")).forward < plain.forward
+    assert costs_of(job_of("llama-8b", method="qlora")).forward > plain.forward
+    assert costs_of(job_of("llama-8b", method="full")).backward > plain.backward
+    assert costs_of(job_of("llama-8b"), "rtx4090").forward > 3 * plain.forward
+    assert 0.1 < plain.piece < 0.5  # the weights of an MLP are read again, three times
+    windows = predicted_costs(job_of("gpt-oss-20b", attended=4096), GPUS["h200"]).kinds
+    assert [kind.forward < windows[1].forward for kind in windows] == [True, False]  # 128 tokens are seen, or all
+
+
+def test_a_norm_behind_the_mlp_needs_its_product_again() -> None:
+    llama = {name: value for name, value in MODELS["llama-8b"].items() if name not in ("model_type", "rope_parameters")}
+    plain, more = (costs_of(Job(shape_of(llama | {"model_type": kind}), 16384)) for kind in ("llama", "olmo2"))
+    assert more.recompute["layer"] - plain.recompute["layer"] > 1.0  # the down projection: 2.9 ms
+
+
+# Peak in GB and ms that plans took on an H200: the choices are given, their peak and time are foretold.
+@table(
+    ("workload", "counts", "pieces", "measured_gb", "measured_ms"),
+    [
+        ("llama-8b-20gb", {Choice("gate_up", True): 31, Choice("gate_up"): 1}, 2, 19.630, 1048.9),
+        ("qwen3-14b-12gib", {Choice("layer", True): 39, KEEP: 1}, 2, 12.745, 1061.9),
+        ("llama-8b", {Choice("layer", True): 31, Choice("layer"): 1}, 4, 17.771, 1133.7),
+        ("llama-8b", {Choice("gate_up", True): 29, KEEP: 3}, 2, 23.682, 1029.5),
+    ],
+)
+def test_plans_within_budgets_are_foretold(
+    workload: str, counts: dict[Choice, int], pieces: int, measured_gb: float, measured_ms: float
+) -> None:
+    job = replace(job_measured(workload), host_embeddings=True)
+    problem = problem_of(job, predicted_costs(job, GPUS["h200"]), GPUS["h200"].memory, 10**12)
+    plan = plan_of(problem, [choice for choice, count in counts.items() for _ in range(count)], pieces)
+    assert plan.peak_bytes / 1e9 == pytest.approx(measured_gb, rel=0.01)
+    assert plan.step_ms() == pytest.approx(measured_ms, rel=0.1)

@@ -15,9 +15,9 @@ from benchmarks.bench.workloads import MODELS
 from pronghorn.kernels.moe.grouped_fp8 import fp8_grouped_supported
 from pronghorn.kernels.quant.fp8_cast import fp8_supported
 from pronghorn.memory.dry_run import held
-from pronghorn.memory.job import Job, Recompute, local_target, shape_of
+from pronghorn.memory.job import Job, local_target, shape_of
 from pronghorn.model.causal_lm import engine_of
-from pronghorn.model.layers.saved import leave
+from pronghorn.model.layers.saved import Level, leave
 from pronghorn.model.layers.types import Documents
 from pronghorn.model.lora_grad_buffer import LoraGradBuffer
 from pronghorn.packs import PackedDocuments
@@ -26,8 +26,8 @@ from tables import gpu_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-LEVELS: list[Recompute] = ["nothing", "gate_up", "around_attention", "layer"]
-CASES: list[tuple[Recompute, int]] = [
+LEVELS: list[Level] = ["nothing", "gate_up", "around_attention", "layer"]
+CASES: list[tuple[Level, int]] = [
     ("nothing", 1),
     ("gate_up", 1),
     ("gate_up", 2),
@@ -70,7 +70,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def agree(family: str, method: str, adapters: str, recompute: Recompute, pieces: int, tokens: int, *, tolerance: float) -> None:
+def agree(family: str, method: str, adapters: str, recompute: Level, pieces: int, tokens: int, *, tolerance: float) -> None:
     gc.collect()  # models of earlier tests, which would be counted as freed in the middle of this one
     config = AutoConfig.for_model(**(SIZES[family] | {"num_hidden_layers": 2, "vocab_size": 512, "pad_token_id": 0}))
     targets = TARGETS[adapters]
@@ -129,7 +129,7 @@ def agree(family: str, method: str, adapters: str, recompute: Recompute, pieces:
 
 
 @pytest.mark.parametrize(("recompute", "pieces"), gpu_rows(CASES))
-def test_of_a_dense_layer(recompute: Recompute, pieces: int) -> None:
+def test_of_a_dense_layer(recompute: Level, pieces: int) -> None:
     agree("llama", "lora", "linears", recompute, pieces, 16384, tolerance=0.01)
 
 
@@ -151,7 +151,7 @@ def test_of_a_dense_layer(recompute: Recompute, pieces: int) -> None:
         ]
     ),
 )
-def test_of_other_methods_and_norms_after_a_branch(family: str, method: str, recompute: Recompute, pieces: int) -> None:
+def test_of_other_methods_and_norms_after_a_branch(family: str, method: str, recompute: Level, pieces: int) -> None:
     if "fp8" in method and (why := fp8_supported("cuda")):
         pytest.skip(why)
     agree(family, method, "linears", recompute, pieces, 16384, tolerance=0.02)
@@ -161,7 +161,7 @@ def test_of_other_methods_and_norms_after_a_branch(family: str, method: str, rec
     ("family", "adapters", "recompute"),
     gpu_rows(itertools.product(["gpt_oss", "qwen3_moe", "qwen2_moe"], ["linears", "experts"], LEVELS)),
 )
-def test_of_experts(family: str, adapters: str, recompute: Recompute) -> None:
+def test_of_experts(family: str, adapters: str, recompute: Level) -> None:
     agree(family, "lora", adapters, recompute, 1, 8192, tolerance=0.03)
 
 
@@ -169,7 +169,7 @@ def test_of_experts(family: str, adapters: str, recompute: Recompute) -> None:
     ("family", "adapters", "recompute"),
     gpu_rows(itertools.product(["gpt_oss", "qwen3_moe", "qwen2_moe", "mixtral"], ["linears", "experts"], LEVELS)),
 )
-def test_of_experts_in_fp8(family: str, adapters: str, recompute: Recompute) -> None:
+def test_of_experts_in_fp8(family: str, adapters: str, recompute: Level) -> None:
     if why := fp8_supported("cuda") or fp8_grouped_supported("cuda"):
         pytest.skip(why)
     agree(family, "fp8", adapters, recompute, 1, 8192, tolerance=0.03)

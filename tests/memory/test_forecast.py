@@ -10,7 +10,7 @@ from real_layers import recomputing
 
 from benchmarks.bench.workloads import MODELS
 from pronghorn.errors import CommandError, RecipeError
-from pronghorn.memory.costs import LayerCosts
+from pronghorn.memory.costs import Costs, LayerCosts
 from pronghorn.memory.forecast import HOST_BYTES, comparison, job_of, plan_report
 from pronghorn.recipe import Recipe
 from tables import table
@@ -52,7 +52,7 @@ def test_host_ram_that_is_assumed_is_told_first_with_the_plan_without() -> None:
     (without,) = [line for line in lines if line.startswith("without it")]
     assert f"{rate:,.0f} tokens/s" in without
     known = plan_report(recipe(), MODELS["llama-8b"], gpu="rtx4090", host=0)
-    assert known.plan.levels == guess.without.levels
+    assert known.plan.choices == guess.without.choices
     assert not any(line.startswith(("assumes", "without it")) for line in known.text().splitlines())
     small = plan_report(recipe(), MODELS["llama-8b"], gpu="l4")
     assert small.without is None
@@ -77,7 +77,7 @@ def test_a_price_of_ones_own_and_measured_costs() -> None:
     assert own.cost == pytest.approx((own.hours or 0) * 10)
     assert "your price" in own.text()
     assert "not measured on this GPU" in own.text()
-    costs = LayerCosts(10, 12, recomputing(5, 7, 8), 40, 0.4, 5e7, 5e7, measured=True)
+    costs = Costs((LayerCosts(10, 12, recomputing(5, 7, 8)),), 40, 0.4, 5e7, 5e7, measured=True)
     measured = plan_report(recipe(), MODELS["llama-8b"], costs=costs)
     assert measured.step_ms == pytest.approx(4 * (32 * 22 + 40) + 0.4)
     assert "from times measured on this GPU" in measured.text()

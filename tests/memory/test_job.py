@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from real_layers import EXPERTS, SMALL
+from real_layers import DENSE, EXPERTS, SMALL
 from transformers import AutoConfig
 
 from benchmarks.bench.workloads import MODELS
 from pronghorn.errors import ModelError
 from pronghorn.kernels.runtime.dispatch import CHIPS, HOPPER
 from pronghorn.memory.gpus import GPUS
-from pronghorn.memory.job import Job, Mixture, pieces_worth_trying, shape_of, target_of
+from pronghorn.memory.job import Job, pieces_worth_trying, shape_of, target_of
+from tables import table
 
 
 def test_a_family_without_fast_layers_is_refused() -> None:
@@ -18,16 +21,29 @@ def test_a_family_without_fast_layers_is_refused() -> None:
         shape_of({"model_type": "mamba"})
 
 
-def test_layers_that_are_not_alike_are_refused() -> None:
-    for changes in ({"mlp_only_layers": [1]}, {"decoder_sparse_step": 2}):
-        with pytest.raises(ModelError, match="does not support this model") as refused:
-            shape_of({"model_type": "qwen3_moe"} | SMALL | EXPERTS["qwen3_moe"] | changes)
-        assert "some do not" in str(refused.value)
+KINDS: dict[str, tuple[dict[str, Any], str]] = {  # of five layers
+    "qwen3_moe": ({"mlp_only_layers": [1, 4]}, "abaab"),
+    "qwen2_moe": ({"decoder_sparse_step": 2}, "ababa"),
+    "dots1": ({"first_k_dense_replace": 2}, "aabbb"),
+    "glm4_moe": ({"first_k_dense_replace": 1}, "abbbb"),
+    "hy_v3": ({"mlp_layer_types": ["dense", "sparse", "sparse", "sparse", "dense"]}, "abbba"),
+    "gpt_oss": ({}, "ababa"),
+    "granite_swa": ({"layer_rope_theta": [0, 500.0, 500.0, 500.0, 0], "layer_types": ["full_attention"] * 5}, "abbba"),
+    "llama": ({}, "aaaaa"),
+}
+
+
+@table("family", KINDS)
+def test_layers_are_of_one_kind_if_they_have_the_same_modules_and_attend_alike(family: str) -> None:
+    """Dense or with experts, with a window, without RoPE."""
+    changes, kinds = KINDS[family]
+    shape = shape_of({"model_type": family} | SMALL | (DENSE | EXPERTS)[family] | {"num_hidden_layers": 5, **changes})
+    assert "".join("abc"[kind] for kind in shape.kinds) == kinds
 
 
 def test_the_shape_is_the_configs() -> None:
     shape = shape_of(MODELS["gpt-oss-20b"])
-    assert (shape.mixture, shape.mlp_width) == (Mixture(32, 4, 2880), 0)
+    assert (shape.experts, shape.chosen, shape.layers) == (32, 4, 24)
     assert shape_of(MODELS["llama-8b"]) == shape_of(AutoConfig.for_model(**MODELS["llama-8b"]))
     assert shape_of(MODELS["llama-8b"]) != shape_of(MODELS["llama-8b"] | {"attention_bias": True})
 

@@ -30,7 +30,7 @@ def _few_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def problem(budget: float, host: float = 0.0, **changes: Any) -> Problem:
-    job = Job(replace(shape_of(MODELS["tiny"]), layers=8), 4096, "qlora", **changes)
+    job = Job(shape_of(MODELS["tiny"] | {"num_hidden_layers": 8}), 4096, "qlora", **changes)
     return problem_of(job, predicted_costs(job, H200), int(budget), int(host))
 
 

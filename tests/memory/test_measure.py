@@ -40,22 +40,22 @@ def test_times_are_those_of_the_work_and_go_where_they_belong(clock: Clock) -> N
         forward=clock.work(4),
         gate_up_and_backward=clock.work(150),
         recompute={"gate_up": clock.work(2), "layer": clock.work(3)},
-        rest=clock.work(6),
         pieces=(clock.work(10), clock.work(130), 4),
     )
-    costs = measure_costs(work, CPU, repeats=3, copy_bytes=1 << 16)
+    costs = measure_costs([work], CPU, rest=clock.work(6), repeats=3, copy_bytes=1 << 16)
+    layer = costs.kinds[0]
     assert costs.measured
     for measured, took in (
-        (costs.forward, 4),
-        (costs.recompute["gate_up"], 2),
-        (costs.recompute["layer"], 3),
-        (costs.recompute["nothing"], 0),
+        (layer.forward, 4),
+        (layer.recompute["gate_up"], 2),
+        (layer.recompute["layer"], 3),
+        (layer.recompute["nothing"], 0),
         (costs.rest, 6),
     ):
         assert measured == pytest.approx(took, abs=0.01)
-    assert costs.backward == pytest.approx(148, abs=0.01)  # without what was computed again before it
-    assert costs.piece == pytest.approx(40, abs=0.01)  # each of three further turns
-    assert costs.times(2).backward == 2 * costs.backward
+    assert layer.backward == pytest.approx(148, abs=0.01)  # without what was computed again before it
+    assert layer.piece == pytest.approx(40, abs=0.01)  # each of three further turns
+    assert costs.times(2).kinds[0].backward == 2 * layer.backward
     assert costs.times(2).to_host == costs.to_host
     assert costs.optimizer == 0
     assert costs.to_host > 0
@@ -70,6 +70,13 @@ def test_the_median_forgives_one_slow_run_and_warm_up_is_not_counted(clock: Cloc
 
     assert milliseconds(work, CPU, repeats=5, warm_up=1) == pytest.approx(3, abs=0.01)
     assert len(calls) == 6
+
+
+def test_known_rates_are_taken_as_they_are() -> None:
+    nothing = LayerWork(lambda: None, lambda: None, {"gate_up": lambda: None})
+    costs = measure_costs([nothing], CPU, repeats=2, rates=(5.0, 7.0), piece=0.5)
+    assert (costs.to_host, costs.from_host, costs.kinds[0].piece) == (5.0, 7.0, 0.5)
+    assert costs.kinds[0].forward > 0
 
 
 @pytest.mark.gpu

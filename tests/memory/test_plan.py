@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 from real_layers import recomputing
 
 from benchmarks.bench.workloads import MODELS
 from pronghorn.errors import EnvironmentFault, RecipeError
-from pronghorn.memory import levels
 from pronghorn.memory.costs import predicted_costs
 from pronghorn.memory.forecast import problem_of as problem_for
 from pronghorn.memory.gpus import GPUS
-from pronghorn.memory.job import Job, peak_within, shape_of
-from pronghorn.memory.levels import KEEP, LEVELS, Level, Outcome, Problem, evaluate
+from pronghorn.memory.job import LEVELS, Job, peak_within, shape_of
+from pronghorn.memory.levels import KEEP, Choice, Problem, Tables, evaluate
 from pronghorn.memory.plan import host_room, make_plan, parse_budget, plan_of, smallest_budget
-from pronghorn.memory.search import worth_its_memory
-from tables import first_of, table
+from tables import table
 
 GB = 10**9
 HOST = 64 * GB
@@ -31,29 +27,20 @@ HOST = 64 * GB
 def problem_of(
     layers: int = 32, budget: float = 1000, host: int = HOST, pieces: tuple[int, ...] = (1,), **costs: float
 ) -> Problem:
-    shape = replace(shape_of(MODELS["llama-8b"]), layers=layers)
-    job = Job(shape, 16384)
-    return Problem(job, replace(predicted_costs(job, GPUS["h200"]), **costs), int(budget * GB), host, pieces)  # type: ignore[arg-type]
+    job = Job(shape_of(MODELS["llama-8b"] | {"num_hidden_layers": layers}), 16384)
+    foretold = predicted_costs(job, GPUS["h200"])
+    kind = replace(foretold.kinds[0], **{name: costs.pop(name) for name in ("recompute",) if name in costs})  # type: ignore[arg-type]
+    foretold = replace(foretold, kinds=(kind,))
+    return Problem(job, replace(foretold, **costs), int(budget * GB), host, pieces)  # type: ignore[arg-type]
 
 
-@contextmanager
-def each_size_once() -> Iterator[None]:
-    """For many calls of `evaluate`, which asks for the same few sizes each time: a tenth of their time."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("kept_bytes", "working_bytes", "top_bytes", "forward_bytes", "head_bytes", "static_parts"):
-            patch.setattr(levels, name, lru_cache(getattr(levels, name)))
-        yield
-
-
-def everything(problem: Problem) -> list[Outcome]:
-    """Of all assignments of a level to each layer, in all orders, and all pieces."""
-    tried = [level for level in LEVELS if level.recompute != "around_attention" or worth_its_memory(problem)]
-    with each_size_once():
-        return [
-            evaluate(problem, each, pieces)
-            for pieces in problem.pieces
-            for each in itertools.product(tried, repeat=problem.job.shape.layers)
-        ]
+def everything(problem: Problem) -> list[tuple[float, float, float]]:
+    """(ms, host, peak) of all assignments of a choice to each layer, in all orders, and all pieces."""
+    levels = np.array(list(itertools.product(range(len(LEVELS)), repeat=problem.job.shape.layers)))
+    leaves = np.array(list(itertools.product((False, True), repeat=problem.job.shape.layers)))
+    each = np.repeat(levels, len(leaves), axis=0), np.tile(leaves, (len(levels), 1))
+    found = [Tables(problem, pieces).outcomes(*each) for pieces in problem.pieces]
+    return [row for one in found for row in zip(one.ms.tolist(), one.host.tolist(), one.peak.tolist(), strict=True)]
 
 
 COSTS: dict[str, dict[str, float]] = {
@@ -65,14 +52,14 @@ COSTS: dict[str, dict[str, float]] = {
 }
 
 
-@pytest.mark.parametrize("costs", first_of(COSTS.values()), ids=list(COSTS))
+@pytest.mark.parametrize("costs", COSTS.values(), ids=COSTS)
 def test_no_assignment_of_levels_is_faster(costs: dict[str, float]) -> None:
     outcomes, met = everything(problem_of(4, **costs)), 0
     for host in (0, 2 * GB, HOST):
         least = smallest_budget(problem_of(4, host=host, **costs)) / GB
         for more in (-0.01, 0.001, 0.5, 1.2, 2.1, 3.3, 6):
             problem = problem_of(4, least + more, host, **costs)
-            fitting = [(o.ms, o.host) for o in outcomes if o.peak <= problem.budget and o.host <= host]
+            fitting = [(ms, bytes_) for ms, bytes_, peak in outcomes if peak <= problem.budget and bytes_ <= host]
             if not fitting:
                 with pytest.raises(RecipeError):
                     make_plan(problem)
@@ -90,7 +77,7 @@ def test_no_assignment_of_levels_is_faster(costs: dict[str, float]) -> None:
 def test_the_smallest_budget_is_the_smallest(host: int, costs: dict[str, float]) -> None:
     problem = problem_of(3, host=host, pieces=(1, 2), **costs)
     least = smallest_budget(problem)
-    assert least == min(outcome.peak for outcome in everything(problem) if outcome.host <= host)
+    assert least == min(peak for _, bytes_, peak in everything(problem) if bytes_ <= host)
     assert make_plan(replace(problem, budget=least)).needed_bytes == least
     with pytest.raises(RecipeError):
         make_plan(replace(problem, budget=least - 1))
@@ -104,10 +91,10 @@ def test_more_memory_is_never_slower_and_is_used() -> None:
     assert plans[-1].counts() == {KEEP: 32}
     assert plans[-1].reasons == ("all activations fit: nothing is recomputed",)
     for plan in plans:
-        assert len(plan.levels) == 32
+        assert len(plan.choices) == 32
         assert plan.needed_bytes <= plan.problem.budget
         assert plan.host_bytes <= HOST
-        assert plan.peak_bytes == evaluate(plan.problem, plan.levels, plan.pieces).peak
+        assert plan.peak_bytes == evaluate(plan.problem, plan.choices, plan.pieces).peak
 
 
 def test_where_the_link_is_slow_nothing_leaves() -> None:
@@ -130,8 +117,8 @@ def test_pieces_make_smaller_budgets_possible() -> None:
 def test_reasons_name_what_happens() -> None:
     """Turns of an MLP are for layers that compute it again; a plan without such has smaller chunks of logits only."""
     problem = problem_of(4, pieces=(1, 8))
-    kept, again = ([Level(what, offload=True)] * 4 for what in ("nothing", "gate_up"))
-    told = {what: " ".join(plan_of(problem, levels, 8).reasons) for what, levels in (("kept", kept), ("again", again))}
+    kept, again = ([Choice(what, offload=True)] * 4 for what in ("nothing", "gate_up"))
+    told = {what: " ".join(plan_of(problem, choices, 8).reasons) for what, choices in (("kept", kept), ("again", again))}
     assert "MLP runs in 8 chunks" in told["again"]
     assert "logits are computed in smaller chunks" in told["kept"]
     assert "MLP" not in told["kept"]
@@ -207,6 +194,15 @@ def test_notch_by_notch_down_to_the_smallest_plan() -> None:
         plan.one_notch_lower()
 
 
+def test_a_plan_is_plain_data() -> None:
+    plan = make_plan(problem_of(32, 40))
+    told = plan.as_dict()
+    assert len(told["levels"]) == 32
+    assert told["peak_bytes"] == plan.peak_bytes <= told["budget"] < told["device_bytes"] + 10**9
+    assert plan.step_ms(4) == pytest.approx(4 * plan.ms + plan.problem.costs.optimizer)
+    assert sum(plan.counts().values()) == 32
+
+
 @table(
     ("text", "expected"),
     [
@@ -256,4 +252,4 @@ def test_where_everything_fits_nothing_leaves(gpu: str) -> None:
     problem = Problem(job, predicted_costs(job, GPUS[gpu]), 82 * GB, HOST)
     assert make_plan(problem).counts() == {KEEP: 32}
     less = make_plan(replace(problem, budget=make_plan(problem).needed_bytes - 1))
-    assert less.levels.count(KEEP) == 28  # two layers wait in buffers and one is on its way: four must leave to save one
+    assert less.choices.count(KEEP) == 28  # two layers wait in buffers and one is on its way: four must leave to save one

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.bench.workloads import MODELS
 from pronghorn.errors import CommandError
-from pronghorn.memory.dry_run import layer_parts, static_parts, trained_parameters
+from pronghorn.memory.dry_run import embedding_bytes, kinds_of, static_parts, trained_parameters
 from pronghorn.memory.forecast import plan_report
 from pronghorn.memory.gpus import GPUS
 from pronghorn.memory.scaling import LATENCY, Spread, foretold_sum, scaling
@@ -47,13 +47,13 @@ def test_bytes_over_links_by_hand() -> None:
     alone = plan_report(recipe(train={"batch_tokens": 16384}), MODELS["llama-1b"], gpu="h100")
     assert none.step_ms == pytest.approx(alone.step_ms + none.exchange_ms)
     assert foretold_sum(GPUS["h100"], 2, 1, 360_000_000) == pytest.approx(0.001 + LATENCY / 1000)
-    weights, (stored, _, embeddings) = static_parts(job)["weights"], layer_parts(job)
+    weights, stored, embeddings = static_parts(job)["weights"], kinds_of(job)[0].stored, embedding_bytes(job)
     assert none.peak_bytes - base.peak_bytes == pytest.approx(7 / 8 * weights - 2 * embeddings - stored, rel=1e-6)
     gathered = (2 * job.shape.layers - 2) * stored + 2 * embeddings
     assert base.exchanged_bytes == pytest.approx(none.exchanged_bytes + 7 / 8 * gathered, rel=1e-6)
     gather = 7 / 8 * stored / network + 3 * LATENCY
-    assert gather < none.plan.problem.costs.forward  # hidden, but for the first layer's
-    rest = 7 / 8 * embeddings / network + 3 * LATENCY - none.plan.problem.costs.backward
+    assert gather < none.plan.problem.costs.kinds[0].forward  # hidden, but for the first layer's
+    rest = 7 / 8 * embeddings / network + 3 * LATENCY - none.plan.problem.costs.kinds[0].backward
     assert base.exchange_ms == pytest.approx(none.exchange_ms + gather + 2 * max(0.0, rest))
 
 
@@ -62,11 +62,11 @@ def test_slow_links_are_not_hidden() -> None:
     assert fast["base"].tokens_per_second > slow["base"].tokens_per_second
     slowest = ways(scaling(recipe(), MODELS["llama-1b"], gpus="8xh100", machines=2, link="1gbit"))["base"]
     assert slowest.plan is not None
-    costs, job = slowest.plan.problem.costs, slowest.plan.problem.job
-    gather = 15 / 16 * layer_parts(job).stored / (8 * 1 / 8 * 0.85 * 1e6) + 4 * LATENCY
+    costs, job = slowest.plan.problem.costs.kinds[0], slowest.plan.problem.job
+    gather = 15 / 16 * kinds_of(job)[0].stored / (8 * 1 / 8 * 0.85 * 1e6) + 4 * LATENCY
     assert gather > costs.backward
     sums = 2 * 15 / 16 * 4 * trained_parameters(job) / (8 * 1 / 8 * 0.85 * 1e6) + 4 * LATENCY
-    rest = 15 / 16 * layer_parts(job).table / (8 * 1 / 8 * 0.85 * 1e6) + 4 * LATENCY - costs.backward
+    rest = 15 / 16 * embedding_bytes(job) / (8 * 1 / 8 * 0.85 * 1e6) + 4 * LATENCY - costs.backward
     waits = job.shape.layers * (2 * gather - costs.forward - costs.backward) + gather + 2 * rest
     assert slowest.exchange_ms == pytest.approx(waits + sums)
 
@@ -79,13 +79,13 @@ def test_full_fine_tuning_is_spread_until_it_fits() -> None:
     assert "does not fit: needs" in eight["none"].why
     assert eight["full"].plan is not None
     job = eight["full"].plan.problem.job
-    parts, static, trained = layer_parts(job), static_parts(job), trained_parameters(job)
+    (parts,), table_bytes, static, trained = kinds_of(job), embedding_bytes(job), static_parts(job), trained_parameters(job)
     copy = parts.stored - 4 * parts.trained  # of a layer, in bf16; alone, all layers have theirs
-    here = 4 * 4 * trained / 8 + 2 * parts.table + copy
+    here = 4 * 4 * trained / 8 + 2 * table_bytes + copy
     elsewhere = static["weights"] + static["gradients and optimizer"] - here
-    assert parts.table > parts.stored
+    assert table_bytes > parts.stored
     assert eight["full"].plan.peak_bytes - eight["full"].peak_bytes == pytest.approx(elsewhere, rel=1e-6)
-    gathered = (2 * job.shape.layers - 1) * 4 * parts.trained + 2 * parts.table
+    gathered = (2 * job.shape.layers - 1) * 4 * parts.trained + 2 * table_bytes
     assert eight["full"].exchanged_bytes == pytest.approx(7 / 8 * (gathered + 4 * trained), rel=1e-6)
     memory = [row[2].peak_bytes for row in found.table if row[2].plan]
     assert memory[-1] < memory[0]

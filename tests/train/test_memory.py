@@ -14,7 +14,7 @@ from test_loop import Silent, same, weights
 from pronghorn.data.pack.batches import Shapes
 from pronghorn.errors import EnvironmentFault, Interrupted, RecipeError
 from pronghorn.memory import job as job_module
-from pronghorn.memory.costs import LayerCosts
+from pronghorn.memory.costs import Costs
 from pronghorn.memory.levels import KEEP
 from pronghorn.memory.plan import smallest_budget
 from pronghorn.model.causal_lm import engine_of
@@ -90,13 +90,13 @@ def test_the_layers_follow_the_plan(deep_recipe: RecipeFor) -> None:
         assert session.memory is not None
         plan, engine = session.memory.plan, engine_of(session.model)
         assert engine is not None
-        assert [layer.level for layer in engine.layers] == [level.recompute for level in plan.levels]
-        assert [layer.offload is not None for layer in engine.layers] == [level.offload for level in plan.levels]
+        assert [layer.level for layer in engine.layers] == [choice.level for choice in plan.choices]
+        assert [layer.offload is not None for layer in engine.layers] == [choice.offload for choice in plan.choices]
         assert (engine.offload is not None) == bool(plan.offloaded)
         assert plan.needed_bytes <= plan.problem.budget
-        assert plan.problem.costs.measured == (set(plan.levels) != {KEEP})  # timed only where there is a choice
-        kinds |= {level.recompute for level in plan.levels}
-    assert set(plan.levels) == {KEEP}
+        assert plan.problem.costs.measured == (set(plan.choices) != {KEEP})  # timed only where there is a choice
+        kinds |= {choice.level for choice in plan.choices}
+    assert set(plan.choices) == {KEEP}
     assert len(kinds) > 1
 
 
@@ -149,12 +149,13 @@ def test_where_a_layer_does_not_fit_a_part_of_its_tokens_is_timed(
 
     asked, real = [], planning.calibrate
 
-    def calibrate(engine: Any, pack: PackedBatch, *args: Any, **options: Any) -> LayerCosts:
+    def calibrate(engine: Any, kinds: Any, pack: PackedBatch, *args: Any, **options: Any) -> Any:
         asked.append(len(pack.ids_T))
         assert pack.longest <= len(pack.ids_T) >= pack.cu_seqlens.max()
         if len(pack.ids_T) > limit:
             raise torch.OutOfMemoryError("no room")
-        return replace(real(engine, pack, *args, **options), forward=1.0, to_host=5.0)
+        found = real(engine, kinds, pack, *args, **options)
+        return replace(found, kinds=(replace(found.kinds[0], forward=1.0),), to_host=5.0)
 
     monkeypatch.setattr(planning, "calibrate", calibrate)
     limit, recipe = 128, deep_recipe(memory=between(deep_recipe(), 0.4))
@@ -162,7 +163,7 @@ def test_where_a_layer_does_not_fit_a_part_of_its_tokens_is_timed(
     assert session.memory is not None
     costs = session.memory.plan.problem.costs
     assert asked == [256, 128]
-    assert (costs.forward, costs.to_host, costs.measured) == (2.0, 5.0, True)
+    assert (costs.kinds[0].forward, costs.to_host, costs.measured) == (2.0, 5.0, True)
     limit = 0
     session = set_up_silently(recipe)
     assert session.memory is not None
@@ -172,19 +173,19 @@ def test_where_a_layer_does_not_fit_a_part_of_its_tokens_is_timed(
 
 def offload_everything(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The planner's choice is replaced: half of the layers leave for the host, the last one among them."""
-    from pronghorn.memory.levels import Level, evaluate
+    from pronghorn.memory.levels import Choice, evaluate
 
     pools, real = [], RunMemory._install
 
     def install(self: RunMemory, engine: Any) -> None:
         from dataclasses import replace
 
-        levels = tuple(
-            Level(level, offload=i % 2 == 1) for i, level in enumerate(("layer", "around_attention", "gate_up", "nothing"))
+        choices = tuple(
+            Choice(level, offload=i % 2 == 1) for i, level in enumerate(("layer", "around_attention", "gate_up", "nothing"))
         )
-        outcome = evaluate(self.plan.problem, levels)
-        slot = max(self.plan.problem.slot(level.recompute) for level in levels if level.offload)
-        self.plan = replace(self.plan, levels=levels, peak_bytes=outcome.peak, host_bytes=outcome.host, slot_bytes=slot)
+        outcome = evaluate(self.plan.problem, choices)
+        slot = max(self.plan.problem.slot(choice.level) for choice in choices if choice.offload)
+        self.plan = replace(self.plan, choices=choices, peak_bytes=outcome.peak, host_bytes=outcome.host, slot_bytes=slot)
         real(self, engine)
         pools.append(self.pool)
 

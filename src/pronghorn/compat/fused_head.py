@@ -22,10 +22,10 @@ from torch import Tensor
 from pronghorn.compat.changes import OURS, why_called
 from pronghorn.compat.outer_loop import loop_of
 from pronghorn.compat.rows_to_documents import Inputs
+from pronghorn.hf_types import HFModel
 from pronghorn.kernels.loss.cross_entropy_rows import IGNORED
 from pronghorn.kernels.loss.linear_log_probs import linear_log_probs
 from pronghorn.model.causal_lm import FastCausalLM, engine_of
-from pronghorn.model.hf_types import HFModel
 from pronghorn.model.text_stack import head_of
 
 COMPUTED = {"log_probs", "entropy", "is_top1"}

@@ -227,7 +227,7 @@ def _is_absent(value: object) -> bool:
 
 
 def loop_of(model: PreTrainedModel) -> OuterLoop:
-    """Of a model whose calls the fast layers answer."""
+    """The outer loop of a model whose calls the fast layers answer."""
     engine = engine_of(model)
     assert engine is not None
     assert isinstance(engine.outer_loop, OuterLoop)

@@ -17,17 +17,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pronghorn.data.encode.cached_rows import Progress, Rows, Stage, no_stage, silent, tokenized_rows
+from pronghorn.data.encode.cached_rows import Progress, Rows, no_stage, silent, tokenized_rows
 from pronghorn.data.encode.token_cache import DamagedError, read_note_as, write_note
 from pronghorn.data.encode.tokens import TokenTable
 from pronghorn.data.preference.pair_choices import first_rows, in_groups, take, too_long, truncated, unit_of, with_loss
 from pronghorn.data.preference.pair_rows import CHOSEN, PairRows
 from pronghorn.data.read import clean
 from pronghorn.data.read.copies import Side, families
-from pronghorn.data.read.example_json import example_from_json
 from pronghorn.data.read.formats import Example
 from pronghorn.data.read.mixing import repeated
-from pronghorn.data.read.reading import Name, SourceCount, told_of_columns
+from pronghorn.data.read.reading import Name, SourceCount, Stage, told_of_columns
 from pronghorn.errors import DataError, counted
 from pronghorn.recipe import Data, named
 from pronghorn.recipe_objective import Rows as Wanted
@@ -82,7 +81,7 @@ class Prepared:
 
 
 def example_of(table: TokenTable, i: int) -> Example:
-    return example_from_json(table.example_json(i), table.where(i))
+    return Example.from_json(table.example_json(i), table.where(i))
 
 
 def prepare(
@@ -133,7 +132,7 @@ def _look(table: TokenTable, progress: Progress) -> _Stored:
     identities, reasons = bytearray(), dict[int, str]()
     for start in range(0, len(table), clean.BATCH):
         progress("duplicates and junk", start, len(table))
-        batch = [example_from_json(text, "") for text in table.examples_json(start, start + clean.BATCH)]
+        batch = [Example.from_json(text, "") for text in table.examples_json(start, start + clean.BATCH)]
         for i, example in enumerate(batch, start=start):
             identities += clean.identity(example)
             if reason := clean.junk(example):
@@ -194,7 +193,8 @@ def choose(rows: Rows, spec: Data, found: Findings | None, *, strict: bool = Tru
     remarks = [*rows.remarks, *told_of_columns(rows.sources), *mixed]
     remarks += [found.remark] if found is not None and found.remark else []
     if rows.table.pairs is not None:
-        remarks += _left_out(rows)
+        nothing_learned = {"an empty answer": rows.empty, "identical answers": rows.identical}
+        remarks += [f"left out {counted(count, unit)} with {what}" for what, count in nothing_learned.items() if count]
     elif rows.empty and spec.junk == "keep":
         remarks.append(
             f"{counted(rows.empty, 'row')} with an empty answer: only the end token carries loss; data.junk: drop removes them"
@@ -229,15 +229,9 @@ def choose(rows: Rows, spec: Data, found: Findings | None, *, strict: bool = Tru
         read=rows.read, bad=rows.bad, exact_duplicates=exact, near_duplicates=near, junk=junk,
         too_long=affected, dropped_long=dropped_long, truncated=shortened, split_into=split_into,
         no_loss=no_loss, kept=len(first_rows(kept)), tokens=int(kept.lengths.sum(dtype=np.int64)),
-        loss_tokens=int(kept.loss_counts.sum(dtype=np.int64)), format=rows.format, sources=rows.sources,
+        loss_tokens=int(kept.loss_counts.sum(dtype=np.int64)), format=rows.format, sources=tuple(rows.sources),
     )  # fmt: skip
     return Prepared(kept, counts, rows, tuple(remarks))
-
-
-def _left_out(rows: Rows) -> list[str]:
-    """Sentences about preference rows that teach nothing and were left out."""
-    unit, found = unit_of(rows.table), {"an empty answer": rows.empty, "identical answers": rows.identical}
-    return [f"left out {counted(count, unit)} with {what}" for what, count in found.items() if count]
 
 
 def _cut(

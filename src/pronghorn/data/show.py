@@ -56,12 +56,8 @@ def _spelt(tokenizer: Any, ids: list[int], before: int, at: int, stop: int) -> s
     return placed if placed.endswith(alone) else alone
 
 
-def render_row(tokenizer: Any, table: TokenTable, i: int, *, coloured: bool = True) -> Text:
+def rendered(shown: Iterable[Piece], coloured: bool, styles: tuple[str, str] = LOSS_STYLES) -> Text:
     """Tokens with loss on green, the others dim; without colour, what carries loss stands in « »."""
-    return _rendered(pieces(tokenizer, table, i), coloured)
-
-
-def _rendered(shown: Iterable[Piece], coloured: bool, styles: tuple[str, str] = LOSS_STYLES) -> Text:
     text = Text()
     for loss, run in groupby(shown, key=lambda piece: piece.loss):
         if not coloured and loss:
@@ -76,10 +72,8 @@ def _rendered(shown: Iterable[Piece], coloured: bool, styles: tuple[str, str] = 
 
 def _visible(text: str) -> str:
     """Newlines, tabs and other control characters as signs, so that nothing in a row is invisible."""
-    shown = "".join(
-        {"\n": "↵\n", "\t": "→\t"}.get(c, c) if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text
-    )
-    return shown
+    signs = {"\n": "↵\n", "\t": "→\t"}
+    return "".join(signs.get(c) or (c if c.isprintable() else f"\\x{ord(c):02x}") for c in text)
 
 
 def row_as_text(tokenizer: Any, table: TokenTable, i: int, *, coloured: bool) -> Text:
@@ -87,7 +81,7 @@ def row_as_text(tokenizer: Any, table: TokenTable, i: int, *, coloured: bool) ->
     count, length = int(table.loss_counts[i]), int(table.lengths[i])
     carry = "carries" if count == 1 else "carry"
     head = Text(f"{table.where(i)}: {counted(length, 'token')}, {count:,} {carry} loss ({count / max(1, length):.0%})\n\n")
-    head.append(render_row(tokenizer, table, i, coloured=coloured))
+    head.append(rendered(pieces(tokenizer, table, i), coloured))
     return head
 
 
@@ -120,12 +114,12 @@ def as_text(tokenizer: Any, table: TokenTable, number: int, *, coloured: bool) -
     shared = int(table.pairs.prefixes[rows[0]])
     alike = f", margin {table.pairs.margins[rows[0]]:g}" if table.pairs.margins[rows[0]] else ""
     text = Text(f"{table.where(rows[0])}: {counted(len(rows), 'answer')}, {counted(shared, 'token')} shared{alike}\n\n")
-    text.append(_rendered(_pieces_of(tokenizer, table, rows[0], 0, shared), coloured))
+    text.append(rendered(_pieces_of(tokenizer, table, rows[0], 0, shared), coloured))
     for i in rows:
         role = int(table.pairs.roles[i])
         text.append(f"\n\n{_name(table, role)}: {counted(int(table.loss_counts[i]), 'token')} with loss\n", style="bold")
         styles = LOSS_STYLES if role == CHOSEN else REJECTED_STYLES
-        text.append(_rendered(_pieces_of(tokenizer, table, i, shared, int(table.lengths[i])), coloured, styles))
+        text.append(rendered(_pieces_of(tokenizer, table, i, shared, int(table.lengths[i])), coloured, styles))
     return text
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from pronghorn.hf_types import HFModel
+
 STEP_TOKENS = 512
 PROBE_TOKENS = 128  # timed, in the place of a whole step
 ROW_TOKENS = 67  # of a training row, on average
@@ -58,7 +60,7 @@ def expected(speed: Speed, train_rows: int, held_out_rows: int) -> float:
     return ELSE + steps * speed.step + 2 * batches * ANSWER_TOKENS * AROUND * speed.token
 
 
-def measure(model: Any) -> Speed:
+def measure(model: HFModel) -> Speed:
     """Two passes of each kind, of which the second counts. A LoRA step costs what a pass forward and back through frozen
     weights does, with the head on the third of the tokens that carry loss."""
     ids = torch.arange(BATCH)[:, None] % model.config.vocab_size

@@ -7,12 +7,12 @@ Nothing is generated. A choice follows the prompt as an answer would, and its to
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from pronghorn.evaluation.metrics import Scores
 from pronghorn.evaluation.questions import Question
+from pronghorn.hf_types import HFModel, Tokenizer
 from pronghorn.model.text_stack import in_mode
 
 TOKENS = 16_384  # of a batch, padding included
@@ -20,7 +20,7 @@ LOGITS = 1 << 26  # of a batch: 256 MB in float32
 
 
 def ask_choices(
-    model: Any, tokenizer: Any, questions: Sequence[Question], progress: Callable[[str, int, int], None] | None = None
+    model: HFModel, tokenizer: Tokenizer, questions: Sequence[Question], progress: Callable[[str, int, int], None] | None = None
 ) -> list[tuple[str, Scores]]:
     """For each question the choice that is likeliest by its sum, and whether the right one is, by both measures."""
     backend = tokenizer.backend_tokenizer
@@ -47,7 +47,7 @@ def ask_choices(
 
 @torch.no_grad()
 def log_probs(
-    model: Any,
+    model: HFModel,
     pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
     *,
     pad: int,

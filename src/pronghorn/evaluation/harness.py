@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pronghorn.errors import CommandError, EnvironmentFault
+from pronghorn.hf_types import HFModel, Tokenizer
 
 INSTALL = 'pip install "lm-eval>=0.4.9"'
 
@@ -35,7 +36,7 @@ def require_harness(tasks: Sequence[str], own: Path | None = None) -> Any:
 
 
 def run_tasks(
-    model: Any, tokenizer: Any, tasks: Sequence[str], table: Any, *, limit: int | None, chat: bool, batch_size: int
+    model: HFModel, tokenizer: Tokenizer, tasks: Sequence[str], table: Any, *, limit: int | None, chat: bool, batch_size: int
 ) -> dict[str, dict[str, float]]:
     """By task: what the harness measured, by its own names. `chat`: the questions go through the chat template."""
     import lm_eval

@@ -18,6 +18,7 @@ from pronghorn.evaluation.choices import ask_choices
 from pronghorn.evaluation.metrics import NEED_JSON, Scores, final_part, found, judge_of
 from pronghorn.evaluation.own_metric import OwnMetric
 from pronghorn.evaluation.questions import Question, held_out_questions
+from pronghorn.hf_types import HFModel, Tokenizer
 from pronghorn.model.generate import generate
 from pronghorn.recipe import Eval, figures_of
 from pronghorn.small_files import read_small
@@ -55,7 +56,7 @@ class HeldOut:
         self,
         questions: Sequence[Question],
         spec: Eval,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         own: OwnMetric | None = None,
         beside: Sequence[str] = (),
     ) -> None:
@@ -73,7 +74,12 @@ class HeldOut:
 
     @classmethod
     def of(
-        cls, table: TokenTable | None, tokenizer: Any, spec: Eval, own: OwnMetric | None = None, beside: Sequence[str] = ()
+        cls,
+        table: TokenTable | None,
+        tokenizer: Tokenizer,
+        spec: Eval,
+        own: OwnMetric | None = None,
+        beside: Sequence[str] = (),
     ) -> HeldOut:
         measured = bool(spec.metrics) or own is not None
         count = max(spec.generations, spec.samples if measured else 0)
@@ -88,7 +94,7 @@ class HeldOut:
             )
         return cls(questions, spec, tokenizer, own, beside)
 
-    def ask(self, model: Any, progress: Progress | None = None, *, capture: bool = True) -> list[ModelAnswer]:
+    def ask(self, model: HFModel, progress: Progress | None = None, *, capture: bool = True) -> list[ModelAnswer]:
         """Greedily, many at a time; multiple choice without a word, where nothing else is asked for. `capture`: on a GPU, out
         of a CUDA graph."""
         chosen = None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from pronghorn.data.preference.pair_rows import CHOSEN
 from pronghorn.data.prepare import example_of
 from pronghorn.data.read.formats import Example
 from pronghorn.errors import DataError
+from pronghorn.hf_types import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Question:
     choices: tuple[str, ...] = ()
 
 
-def held_out_questions(table: TokenTable, tokenizer: Any, count: int, *, system: str | None = None) -> list[Question]:
+def held_out_questions(table: TokenTable, tokenizer: Tokenizer, count: int, *, system: str | None = None) -> list[Question]:
     """Questions out of at most `count` rows: all of them, or an even, always equal draw; in the table's order.
     `system`: in the place of the rows' own system message."""
     tokenizer = loaded(tokenizer)
@@ -72,7 +72,7 @@ def _question(example: Example) -> Example | None:
     return Example("chat", example.where, messages=example.messages[:last], tools=example.tools)
 
 
-def _expected(example: Example, table: TokenTable, i: int, tokenizer: Any) -> str:
+def _expected(example: Example, table: TokenTable, i: int, tokenizer: Tokenizer) -> str:
     """What the turn says. Where it calls tools, that is what the template makes of it: the tokens that carry loss."""
     if example.kind == "completion":
         return example.completion

@@ -23,6 +23,7 @@ import torch
 
 from pronghorn.data.prepare import prepare
 from pronghorn.errors import PronghornError
+from pronghorn.hf_types import HFModel, Tokenizer
 from pronghorn.model.heads import head_in
 from pronghorn.recipe import Recipe
 from pronghorn.train.run.trained_run import Trained
@@ -179,7 +180,7 @@ class Reference:
 
 
 @torch.no_grad()
-def score(model: Any, rows: Sequence[Row], report: Report = lambda *_: None, label: str = "checking") -> tuple[Scores, ...]:
+def score(model: HFModel, rows: Sequence[Row], report: Report = lambda *_: None, label: str = "checking") -> tuple[Scores, ...]:
     """By a model with transformers' forward."""
     device, found, generates = next(model.parameters()).device, [], head_in(model.config).generates
     for number, row in enumerate(rows):
@@ -233,7 +234,7 @@ def rounding_like_bf16(model: torch.nn.Module) -> Iterator[None]:
             hook.remove()
 
 
-def held_out_rows(recipe: Recipe, tokenizer: Any, report: Report) -> list[Row]:
+def held_out_rows(recipe: Recipe, tokenizer: Tokenizer, report: Report) -> list[Row]:
     """The run's held-out rows, else rows that it was trained on, else (the data is gone) some sentences."""
     try:
         if isinstance(recipe.data.eval, str):

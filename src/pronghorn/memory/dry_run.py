@@ -1,9 +1,10 @@
-"""Bytes of a training step, counted by running it: one layer and the head, on torch's `meta` device, as on a given GPU.
+"""Bytes and work of a training step, counted by running it: a layer of each kind and the head, on torch's `meta` device.
 
 A dry run takes the path of the target's chip and launches nothing (kernels/runtime/dispatch.py), so each tensor that a GPU
-would allocate is allocated here without memory, and given back at the same moment. Layers are alike: one is run for each choice
-that a plan has (what backward recomputes, in how many pieces the MLP is done) and counts for all. The peak of a step is at one
-of three moments (levels.py: `evaluate`): in the head, when every layer has saved its share; in the forward of a layer; or in
+would allocate is allocated here without memory, and given back at the same moment; what kernels would compute and move is
+counted (kernels/runtime/work.py). Layers of a kind are alike (model/one_layer.py): one is run for each choice that a plan has
+(what backward recomputes, in how many pieces the MLP is done) and counts for all. The peak of a step is at one of three moments
+(levels.py): in the head, when every layer has saved its share; in the forward of a layer; or in
 the backward of one, when the layers above it have given theirs back:
 
     static + sum of saved over the layers up to this one + the most that this one's backward holds beside
@@ -25,14 +26,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pronghorn.errors import ModelError
 from pronghorn.kernels.runtime.dispatch import dry_run
+from pronghorn.kernels.runtime.work import Work, count_mm, counting, launched
 from pronghorn.memory.job import FP32, Job, head_share, moment_bytes
 from pronghorn.model.causal_lm import FastCausalLM, base_of, engine_of, install
+from pronghorn.model.experts import ExpertStack
 from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.layers.layer import DecoderLayer
 from pronghorn.model.layers.saved import Level, leave
 from pronghorn.model.layers.types import Documents
-from pronghorn.model.lora_grad_buffer import LoraGradBuffer
-from pronghorn.model.one_layer import one_layer_model
+from pronghorn.model.lora_grad_buffer import ALIGNMENT, LoraGradBuffer
+from pronghorn.model.one_layer import one_layer_of_each_kind
 from pronghorn.model.text_stack import head_of
 from pronghorn.packs import PackedDocuments
 from pronghorn.recipe import Lora
@@ -55,7 +58,7 @@ _IN_PLACE = {
 
 
 class Allocations(TorchDispatchMode):
-    """`alive` and `peak`: bytes of storages that were made while this was active."""
+    """`alive` and `peak`: bytes of storages that were made while this was active. Torch's own kernels are counted as work."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -63,30 +66,42 @@ class Allocations(TorchDispatchMode):
         self._known: dict[int, Any] = {}  # storages by their number: a reference to one that is counted, or None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _IN_PLACE:
-            return args[0]
-        if kwargs and "out" in kwargs:
-            return kwargs["out"]
+        if func in _IN_PLACE or (kwargs and "out" in kwargs):
+            result = args[0] if func in _IN_PLACE else kwargs["out"]
+            _count(func, args, result)
+            return result
         result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, list | tuple) else (result,):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                if (number := storage._cdata) not in self._known:
-                    self._add(number, storage, args)
+        found = [x for x in (result if isinstance(result, list | tuple) else (result,)) if isinstance(x, Tensor)]
+        new = [self._add(x.untyped_storage(), args) for x in found]
+        if any(new) and not func._schema.name.endswith(("empty", "empty_strided", "empty_like")):
+            _count(func, args, result)
         return result
 
-    def _add(self, number: int, storage: Any, args: Any) -> None:
+    def _add(self, storage: Any, args: Any) -> bool:
+        """Whether it was made just now."""
+        if (number := storage._cdata) in self._known:
+            return False
         if any(isinstance(x, Tensor) and x.untyped_storage()._cdata == number for x in args):  # a view of what was there before
             self._known[number] = None
-            return
+            return False
         size = storage.nbytes()
         self._known[number] = weakref.ref(storage, partial(self._gone, number, size))
         self.alive += size
         self.peak = max(self.peak, self.alive)
+        return True
 
     def _gone(self, number: int, size: int, _: Any) -> None:
         del self._known[number]
         self.alive -= size
+
+
+def _count(func: Any, args: Any, result: Any) -> None:
+    """A kernel of torch's."""
+    factors = [x for x in args if isinstance(x, Tensor)][-2:]
+    if func._schema.name.startswith(("aten::mm", "aten::addmm")):
+        count_mm(*factors, result)
+    else:
+        launched((*args, *(result if isinstance(result, list | tuple) else (result,))))
 
 
 def _tensors(thing: Any, seen: set[int]) -> Iterator[Tensor]:
@@ -113,42 +128,33 @@ def _storages(tensors: Any) -> dict[int, int]:
     return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
 
 
-# ---- a model of one layer ----------------------------------------------------------------------------------------------------
+# ---- a model with one layer of each kind -------------------------------------------------------------------------------------
 
 
-class Group(NamedTuple):
-    """Linears that share an input, as one product; or all experts' gate and up, or down."""
+class Kind(NamedTuple):
+    """One layer, as it lies in memory."""
 
-    inputs: int
-    outputs: tuple[int, ...]  # of each linear
-    adapters: int
-    extra: int  # columns that carry them
-    rank: int = 0  # of an expert's adapter
-    experts: int = 1
-
-    @property
-    def weights(self) -> int:
-        return self.experts * self.inputs * sum(self.outputs)
+    layer: DecoderLayer
+    stored: int  # bytes of frozen weights, or of all if they are trained
+    trained: int  # parameters
+    sums: int  # bytes in which its adapters' gradients are added up
+    experts: int  # weights of experts
+    experts_trained: int  # parameters of their adapters
 
 
 @dataclass
-class _OneLayer:
-    """An engine with one layer, and the bytes of what is there all the time."""
+class _Model:
+    """An engine with one layer of each kind, and the bytes of what is there all the time."""
 
     engine: FastCausalLM
     dtype: torch.dtype  # of activations
     sums: LoraGradBuffer
-    layer_bytes: int  # of a layer's frozen weights, or of all if they are trained
+    kinds: list[Kind]
     rest_bytes: int  # of what is not in a layer: embeddings, head, the last norm, a vision tower
     embedding_bytes: int
     tied: bool  # whether the head is the embeddings
-    layer_trained: int  # parameters
     rest_trained: int
     shared_bytes: int = 0  # where layers make weights ready to multiply
-
-    @property
-    def layer(self) -> DecoderLayer:
-        return self.engine.layers[0]
 
 
 def _key(job: Job) -> tuple[Any, ...]:
@@ -157,134 +163,120 @@ def _key(job: Job) -> tuple[Any, ...]:
     return job.shape.config, job.stored_as, lora, job.element, job.fp8, job.head, job.target
 
 
-def _one_layer(job: Job) -> _OneLayer:
+def _model(job: Job) -> _Model:
     return _built(*_key(job))
 
 
 @lru_cache(maxsize=8)
-def _built(config: str, storage: str, lora: Any, element: int, fp8: bool, head: str, target: Any) -> _OneLayer:
+def _built(config: str, storage: str, lora: Any, element: int, fp8: bool, head: str, target: Any) -> _Model:
     dtype = DTYPES[element]
     with dry_run(target):
-        model = one_layer_model(config, storage, dtype, lora and Lora(r=lora[0], targets=lora[1]), head)
+        model = one_layer_of_each_kind(config, storage, dtype, lora and Lora(r=lora[0], targets=lora[1]), head)
         refused, engine = install(model, fp8=fp8), engine_of(model)
-        if engine is None or (refused := engine.layers[0].why_not_fused()):
+        if engine is None or (refused := next((why for layer in engine.layers if (why := layer.why_not_fused())), "")):
             raise ModelError(
                 what="the memory plan does not support this model",
                 why=refused,
                 fix="remove memory.budget to train without a plan",
             )
         engine.prepare(dtype)
-        layer, base = engine.layers[0], base_of(model)
-        trains = [p for p in layer.parameters() if p.requires_grad]
-        adapters = set() if lora is None else {p.untyped_storage()._cdata for p in trains}
-        own = {number: size for number, size in _storages(_tensors(layer, set())).items() if number not in adapters}
-        frozen = [p for p in base.parameters() if lora is None or not p.requires_grad]
-        elsewhere = {number: size for number, size in _storages(frozen).items() if number not in own}
-        rest_trained = sum(p.numel() for p in base.parameters() if p.requires_grad) - sum(p.numel() for p in trains)
-        embeddings = engine.embeddings.weight
+        base, embeddings = base_of(model), engine.embeddings.weight
         for parameter in base.parameters():
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-        found = _OneLayer(
+        adapters = set() if lora is None else set(_storages(p for p in base.parameters() if p.requires_grad))
+        own = [
+            {number: size for number, size in _held_by(layer, engine).items() if number not in adapters}
+            for layer in engine.layers
+        ]
+        sums = LoraGradBuffer(engine, dtype)
+        kinds = [_kind(layer, sum(sizes.values()), sums) for layer, sizes in zip(engine.layers, own, strict=True)]
+        frozen = _storages(p for p in base.parameters() if lora is None or not p.requires_grad)
+        elsewhere = set(frozen).difference(*own)
+        found = _Model(
             engine,
             dtype,
-            LoraGradBuffer(engine, dtype),
-            sum(own.values()),
-            sum(elsewhere.values()),
+            sums,
+            kinds,
+            sum(frozen[number] for number in elsewhere),
             embeddings.nbytes,
             getattr(head_of(base), "weight", None) is embeddings,
-            sum(p.numel() for p in trains),
-            rest_trained,
+            sum(p.numel() for p in base.parameters() if p.requires_grad) - sum(kind.trained for kind in kinds),
         )
-        before = _storages(_tensors(layer, set()))
-        _run(found, _SMALL, "nothing")
-        found.shared_bytes = sum(size for number, size in _storages(_tensors(layer, set())).items() if number not in before)
+        before = {number for layer in engine.layers for number in _held_by(layer, engine)}
+        for number in range(len(kinds)):
+            _run(found, number, _SMALL, "nothing")
+        after = {number: size for layer in engine.layers for number, size in _held_by(layer, engine).items()}
+        found.shared_bytes = sum(size for number, size in after.items() if number not in before)
     return found
 
 
-def groups(job: Job) -> dict[str, Group]:
-    """Of linears; of a mixture of experts, the expert's that all tokens share."""
-    layer: Any = _one_layer(job).layer
-    named: dict[str, Any] = {
-        "qkv": layer.mixer.into,
-        "out": layer.mixer.out,
-        "gate_up": layer.mlp.gate_up,
-        "down": layer.mlp.down,
-        "shared_gate": getattr(layer.mlp, "shared_gate", None),
-    }
-    return {name: _group(group) for name, group in named.items() if group is not None and group.names}
+def _held_by(layer: DecoderLayer, engine: FastCausalLM) -> dict[int, int]:
+    """Bytes by storage; without those of other layers, which it may know."""
+    return _storages(_tensors(layer, {id(other) for other in engine.layers if other is not layer}))
 
 
-def _group(group: Any) -> Group:
-    extra = group._group.R if group._group else 0
-    return Group(group.linears[0].in_features, tuple(group.widths), len(group.adapters), extra)
+def _kind(layer: DecoderLayer, stored: int, sums: LoraGradBuffer) -> Kind:
+    shapes = [shape for group in layer.groups for shape in group.grad_shapes or ()]
+    places = sum(-(-rows * columns // ALIGNMENT) * ALIGNMENT for rows, columns in shapes)
+    stacks = [group for group in layer.groups if isinstance(group, ExpertStack)]
+    return Kind(
+        layer,
+        stored,
+        sum(p.numel() for p in layer.parameters() if p.requires_grad),
+        places * sums.buffer.element_size(),
+        sum(stack.experts * stack.group.D * stack.group.outputs for stack in stacks),
+        sum(p.numel() for stack in stacks for p in stack.parameters if p.requires_grad),
+    )
 
 
-def stacks(job: Job) -> tuple[Group, ...]:
-    """Gate and up, and down, of all experts."""
-    mlp: Any = _one_layer(job).layer.mlp
-    if job.shape.mixture is None:
-        return ()
-    found = []
-    for stack in (mlp.expert_gate_up, mlp.expert_down):
-        group, rank = stack.group, sum(len(adapter.A_RD) // stack.experts for adapter in stack.adapters)
-        found.append(Group(group.D, (group.outputs,), len(stack.adapters), group.R, rank, stack.experts))
-    return tuple(found)
+def kinds_of(job: Job) -> list[Kind]:
+    return _model(job).kinds
 
 
-def attends_itself(job: Job) -> bool:
-    """Whether attention is our own kernel's."""
-    mixer: Any = _one_layer(job).layer.mixer
-    with dry_run(job.target):
-        return bool(mixer.backend(torch.device("meta"), DTYPES[job.element], job.attended) == "short")
+def layers_of(job: Job) -> list[Kind]:
+    """The kind of each layer."""
+    kinds = kinds_of(job)
+    return [kinds[number] for number in job.shape.kinds]
 
 
 def trained_parameters(job: Job) -> int:
-    one = _one_layer(job)
-    return job.shape.layers * one.layer_trained + one.rest_trained
+    return sum(layer.trained for layer in layers_of(job)) + _model(job).rest_trained
 
 
-class LayerParts(NamedTuple):
-    """Of one layer, as it lies in memory."""
-
-    stored: int  # bytes of frozen weights, or of all if they are trained
-    trained: int  # parameters
-    table: int  # bytes of the embeddings, for comparison
-
-
-def layer_parts(job: Job) -> LayerParts:
-    one = _one_layer(job)
-    return LayerParts(one.layer_bytes, one.layer_trained, one.embedding_bytes)
+def embedding_bytes(job: Job) -> int:
+    return _model(job).embedding_bytes
 
 
 def static_parts(job: Job) -> dict[str, int]:
     """Bytes that do not come and go within a step, by what they are for."""
-    one, s, trained = _one_layer(job), job.shape, trained_parameters(job)
-    tables = (one.tied and not s.tied) - job.host_embeddings  # files may have a head of its own (families.ties_embeddings)
-    weights = s.layers * one.layer_bytes + one.rest_bytes + tables * one.embedding_bytes
+    one, layers, trained = _model(job), layers_of(job), trained_parameters(job)
+    tables = (one.tied and not job.shape.tied) - job.host_embeddings  # files may have a head of its own
+    weights = sum(layer.stored for layer in layers) + one.rest_bytes + tables * one.embedding_bytes
     full = job.method == "full"
     tuned = trained * (1 if full else 2) * FP32 + moment_bytes(job.optimizer, trained)[0]
     if job.only_experts:
         weights -= expert_bytes(job) * (job.ranks - 1) // job.ranks
     elif job.ranks > 1:  # two units arrive and compute; the one that computes lies beside its adapters, or its copy in 16 bits
-        each, spread = (FP32 * one.layer_trained, FP32 * trained) if full else (one.layer_bytes, weights)
-        beside = one.layer_bytes - each if full else 0 if one.shared_bytes else one.layer_bytes
+        most, stored = max(layer.trained for layer in layers), max(layer.stored for layer in layers)
+        each, spread = (FP32 * most, FP32 * trained) if full else (stored, weights)
+        beside = stored - each if full else 0 if one.shared_bytes else stored
         weights = spread // job.ranks + 2 * max(each, one.embedding_bytes) + beside
         tuned = tuned // job.ranks if full else tuned
     parts = {
         "weights": weights,
         "gradients and optimizer" if full else "adapters and optimizer": tuned,
-        "rope and libraries": job.capacity * s.head_width * s.rope_tables * FP32 + LIBRARY_BYTES,
+        "rope and libraries": job.capacity * job.shape.head_width * job.shape.rope_tables * FP32 + LIBRARY_BYTES,
     }
     if job.graphed and not full:
-        parts["adapter sums"] = s.layers * one.sums.buffer.nbytes
+        parts["adapter sums"] = sum(layer.sums for layer in layers)
     return parts
 
 
 def expert_bytes(job: Job) -> int:
-    """Of all layers' experts, as they are stored."""
+    """Bytes of all layers' experts, as they are stored."""
     row = FORMATS[job.stored_as]
     each = job.element if row.quantize is None else row.bytes_each
-    return int(job.shape.layers * sum(stack.weights for stack in stacks(job)) * each)
+    return int(sum(layer.experts for layer in layers_of(job)) * each)
 
 
 def host_moments(job: Job) -> int:
@@ -293,7 +285,7 @@ def host_moments(job: Job) -> int:
 
 def shared_bytes(job: Job) -> int:
     """Where layers make weights ready to multiply, one after the other."""
-    return _one_layer(job).shared_bytes
+    return _model(job).shared_bytes
 
 
 # ---- runs --------------------------------------------------------------------------------------------------------------------
@@ -313,11 +305,13 @@ _SMALL = _Batch(64, 64, 2, 32, graphed=False)
 
 
 class Held(NamedTuple):
-    """Bytes of a layer: what it saves, and the most that its forward and its backward hold, that included."""
+    """A layer's run: bytes that it saves, the most that its forward and its backward hold, that included, and their work."""
 
     saved: int
     forward: int
     backward: int
+    forward_work: Work
+    backward_work: Work  # with what is computed again
 
 
 def _documents(engine: FastCausalLM, batch: _Batch) -> Documents:
@@ -328,15 +322,18 @@ def _documents(engine: FastCausalLM, batch: _Batch) -> Documents:
 
 
 @torch.no_grad()
-def _run(one: _OneLayer, batch: _Batch, level: Level, pieces: int = 1, *, last: bool = False) -> Held:
+def _run(one: _Model, kind: int, batch: _Batch, level: Level, pieces: int = 1, *, last: bool = False) -> Held:
     """`last`: of the last layer, which goes on with some rows only."""
-    layer, documents = one.layer, _documents(one.engine, batch)
+    layer, documents = one.kinds[kind].layer, _documents(one.engine, batch)
     layer.mlp_chunks, rows = pieces, torch.empty(batch.rows, dtype=torch.int64, device="meta") if last else None
     one.sums.attach() if batch.graphed else one.sums.release()
     one.engine.accumulate_weights(batch.graphed)
     h = torch.empty(batch.tokens, one.engine.config.hidden_size, dtype=one.dtype, device="meta")
+    done = Work(), Work()
     with Allocations() as counted:
-        out, saved = layer.forward_at(level, h, documents, rows)
+        _forget_weights(layer)
+        with counting(done[0]):
+            out, saved = layer.forward_at(level, h, documents, rows)
         forward, size = counted.peak, sum(_storages(saved.values()).values())
         left = leave(saved, 0, None)
         del saved
@@ -344,37 +341,51 @@ def _run(one: _OneLayer, batch: _Batch, level: Level, pieces: int = 1, *, last: 
         dh = buffer[:, : h.shape[1]]
         del buffer, out
         counted.peak = counted.alive
-        restored = layer.restored(left, documents, rows)
-        del left
-        layer.backward(dh, restored, documents, rows)
+        _forget_weights(layer)
+        with counting(done[1]):
+            restored = layer.restored(left, documents, rows)
+            del left
+            layer.backward(dh, restored, documents, rows)
     layer.mlp_chunks = 1
-    return Held(size, forward + h.nbytes, counted.peak + h.nbytes)
+    return Held(size, forward + h.nbytes, counted.peak + h.nbytes, *done)
 
 
-def held(job: Job, level: Level, pieces: int = 1, *, last: bool = False) -> Held:
+def _forget_weights(layer: DecoderLayer) -> None:
+    """Other layers have used what is shared since."""
+    for group in layer.groups:
+        group.forget_weights()
+
+
+def held(job: Job, level: Level, pieces: int = 1, *, kind: int = 0, last: bool = False) -> Held:
     batch = _Batch(job.capacity, job.rows, job.entries, job.attended, job.graphed)
-    return _held(_key(job), batch, level, pieces if level != "nothing" else 1, last)
+    return _held(_key(job), kind, batch, level, pieces if level != "nothing" else 1, last)
 
 
 @lru_cache(maxsize=4096)
-def _held(key: Any, batch: _Batch, level: Level, pieces: int, last: bool) -> Held:
+def _held(key: Any, kind: int, batch: _Batch, level: Level, pieces: int, last: bool) -> Held:
     with dry_run(key[-1]):
-        return _run(_built(*key), batch, level, pieces, last=last)
+        return _run(_built(*key), kind, batch, level, pieces, last=last)
 
 
-def _head(key: Any, rows: int, share: int) -> int:
-    """The most that the norm before the head, the head and the loss hold, forward and backward: the residual stream, its norm
-    and its gradient, and a chunk of logits. More rows than four chunks are more of the same."""
-    one = _built(*key)
+class Head(NamedTuple):
+    held: int  # the most bytes, forward and backward
+    work: Work
+
+
+def head(job: Job, pieces: int = 1) -> Head:
+    """The norm before the head, the head and the loss, forward and backward: the residual stream, its norm and its gradient,
+    and a chunk of logits. More rows than four chunks are more of the same."""
+    key, one, rows, share = _key(job), _model(job), job.rows, head_share(pieces)
     chunk = one.engine.head.chunk_rows(rows, one.dtype, share)
     if rows <= 4 * chunk:
         return _head_of(key, rows, share)
     two, four = (_head_of(key, chunks * chunk, share) for chunks in (2, 4))
-    return four + (four - two) * (rows - 4 * chunk) // (2 * chunk)
+    more = (rows - 4 * chunk) / (2 * chunk)
+    return Head(four.held + int((four.held - two.held) * more), four.work + (four.work - two.work) * more)
 
 
 @lru_cache(maxsize=512)
-def _head_of(key: Any, rows: int, share: int) -> int:
+def _head_of(key: Any, rows: int, share: int) -> Head:
     """Trained embeddings get a gradient of their size after all layers, which hold nothing by then; counted as if it came here,
     it is at most too much."""
     one = _built(*key)
@@ -383,39 +394,41 @@ def _head_of(key: Any, rows: int, share: int) -> int:
         h = torch.empty(rows, one.engine.config.hidden_size, dtype=one.dtype, requires_grad=True)
         labels = torch.empty(rows, dtype=torch.int64)
         head.set_chunk_share(share)
-        with Allocations() as counted:
+        with Allocations() as counted, counting(Work()) as done:
             torch.autograd.backward(head.sample_loss(h, labels))
-    return max(int(counted.peak + h.nbytes), embeddings.nbytes if embeddings.requires_grad else 0)
+    return Head(max(int(counted.peak + h.nbytes), embeddings.nbytes if embeddings.requires_grad else 0), done)
 
 
-def kept_bytes(job: Job, recompute: Level) -> int:
-    return held(job, recompute).saved
+def kept_bytes(job: Job, level: Level, kind: int = 0) -> int:
+    return held(job, level, kind=kind).saved
 
 
-def forward_bytes(job: Job, recompute: Level, pieces: int = 1) -> int:
+def forward_bytes(job: Job, level: Level, pieces: int = 1, kind: int = 0) -> int:
     """The most that a layer's forward holds beside what it saves."""
-    found = held(job, recompute, pieces)
+    found = held(job, level, pieces, kind=kind)
     return found.forward - found.saved + shared_bytes(job)
 
 
-def working_bytes(job: Job, recompute: Level, pieces: int = 1) -> int:
+def working_bytes(job: Job, level: Level, pieces: int = 1, kind: int = 0) -> int:
     """The most that a layer's backward holds beside what is saved."""
-    found = held(job, recompute, pieces)
+    found = held(job, level, pieces, kind=kind)
     return found.backward - found.saved + shared_bytes(job)
 
 
-def top_bytes(job: Job, recompute: Level, pieces: int = 1) -> int:
+def top_bytes(job: Job, level: Level, pieces: int = 1, kind: int = 0) -> int:
     """What the last layer's backward holds more than another's, where only some rows have a loss: copies of those."""
     if job.rows == job.capacity:
         return 0
-    return max(0, held(job, recompute, pieces, last=True).backward - held(job, recompute, pieces).backward)
+    more = held(job, level, pieces, kind=kind, last=True).backward - held(job, level, pieces, kind=kind).backward
+    return max(0, more)
 
 
 def head_bytes(job: Job, pieces: int = 1) -> int:
-    return _head(_key(job), job.rows, head_share(pieces)) + shared_bytes(job)
+    return head(job, pieces).held + shared_bytes(job)
 
 
 def evaluation_bytes(job: Job, tokens: int) -> int:
     """The most that the loss of a pack of so many tokens takes without gradients, beside the weights."""
     small = replace(job.with_capacity(tokens), loss_rows=0)
-    return max(held(small, "layer").forward + shared_bytes(job), head_bytes(small))
+    layers = max(held(small, "layer", kind=kind).forward for kind in set(job.shape.kinds))
+    return max(layers + shared_bytes(job), head_bytes(small))

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pronghorn.errors import CommandError, RecipeError
-from pronghorn.memory.costs import LayerCosts, predicted_costs
+from pronghorn.memory.costs import Costs, predicted_costs
 from pronghorn.memory.dry_run import host_moments, kept_bytes, static_parts
 from pronghorn.memory.gpus import GPUS, PRICES_AS_OF, Gpu, find_gpu
 from pronghorn.memory.job import Job, pieces_worth_trying, shape_of, target_of
-from pronghorn.memory.levels import LEVELS, POOL_SLOTS, WORDS, Level, Problem, evaluate
+from pronghorn.memory.levels import CHOICES, POOL_SLOTS, WORDS, Choice, Problem, evaluate
 from pronghorn.memory.max_context import STEP, max_context, with_one_document
 from pronghorn.memory.plan import Plan, make_plan, parse_budget
 from pronghorn.recipe import Recipe
@@ -94,7 +94,7 @@ class Forecast:
             f"{self.model}, {method}, {self.step_tokens:,} {length}, on {self.gpu.sold_as}",
             *([f"assumes     {_assumption(plan)}"] if self.assumed_host and plan.host_bytes else []),
             "",
-            *picture(plan.levels),
+            *picture(plan.choices),
             "",
             *memory_lines(plan, self.gpu),
             *self._without(),
@@ -138,7 +138,7 @@ def plan_report(
     gpu: str | Gpu = "h200",
     tokens: int | None = None,
     price: float | None = None,
-    costs: LayerCosts | None = None,
+    costs: Costs | None = None,
     host: int | None = None,
     attended: int | None = None,
     loss_share: float = 1.0,
@@ -200,7 +200,7 @@ def max_context_report(
     return Forecast(recipe.model, chosen, plan, 1, tokens, None, paid, price is not None, False, assumed, without)
 
 
-def problem_of(job: Job, costs: LayerCosts, budget: int, host: int, aside: int = 0) -> Problem:
+def problem_of(job: Job, costs: Costs, budget: int, host: int, aside: int = 0) -> Problem:
     """With every choice that the layers of this job leave to a plan."""
     embeddings = (False, True) if job.may_keep_embeddings_on_host else (False,)
     return Problem(job, costs, budget, host, pieces_worth_trying(job), embeddings, MARGIN, aside)
@@ -232,23 +232,27 @@ def job_of(recipe: Recipe, config: Any, gpu: Gpu | None = None, *, attended: int
 
 
 def level_table(plan: Plan) -> list[str]:
-    """One line a level: how many layers chose it, and what one layer at it keeps and takes."""
-    problem, counts = plan.problem, plan.counts()
-    rows = [("level", "layers", "kept on the GPU", "in host RAM", "recompute", "copy each way")]
-    for level in LEVELS:
-        kept = kept_bytes(problem.job, level.recompute)
-        copy = kept / problem.costs.to_host
-        rows.append(
-            (
-                level.name,
-                str(counts.get(level, 0)),
-                "0 MB" if level.offload else _mb(kept),
-                _mb(kept) if level.offload else "",
-                f"{problem.costs.recompute[level.recompute]:.2f} ms",
-                f"{copy:.2f} ms" if level.offload else "",
+    """One line a level, for each kind of layer: how many layers chose it, and what one layer at it keeps and takes."""
+    problem, kinds, lines = plan.problem, plan.problem.job.shape.kinds, list[str]()
+    for kind, costs in enumerate(problem.costs.kinds):
+        rows = [("level", "layers", "kept on the GPU", "in host RAM", "recompute", "copy each way")]
+        chosen = [choice for choice, of in zip(plan.choices, kinds, strict=True) if of == kind]
+        for choice in CHOICES:
+            kept = kept_bytes(problem.job, choice.level, kind)
+            rows.append(
+                (
+                    choice.name,
+                    str(chosen.count(choice)),
+                    "0 MB" if choice.offload else _mb(kept),
+                    _mb(kept) if choice.offload else "",
+                    f"{costs.recompute[choice.level]:.2f} ms",
+                    f"{kept / problem.costs.to_host:.2f} ms" if choice.offload else "",
+                )
             )
-        )
-    return _aligned(rows)
+        if len(problem.costs.kinds) > 1:
+            lines += [*[""] * bool(kind), f"{len(chosen)} layers like layer {kinds.index(kind)}"]
+        lines += _aligned(rows)
+    return lines
 
 
 def _aligned(rows: Sequence[Sequence[str]], left: tuple[int, ...] = (0,)) -> list[str]:
@@ -262,22 +266,22 @@ def _aligned(rows: Sequence[Sequence[str]], left: tuple[int, ...] = (0,)) -> lis
     return [line(row) for row in rows]
 
 
-def picture(levels: Sequence[Level]) -> list[str]:
+def picture(choices: Sequence[Choice]) -> list[str]:
     """The layers from first to last, a block each; an arrow below those that leave for the host."""
     lines = []
-    for start in range(0, len(levels), ROW):
-        some = levels[start : start + ROW]
-        lines.append(f"layers {start:3d}  " + "".join(WORDS[level.recompute].block for level in some))
-        if any(level.offload for level in some):
-            lines.append("      host  " + "".join(LEAVES if level.offload else STAYS for level in some).rstrip())
-    shown = {level.recompute for level in levels}
-    legend = [f"{words.block} {words.legend}" for kind, words in WORDS.items() if kind in shown]
-    return [*lines, "            " + "  ".join(legend + ([f"{LEAVES} offloaded"] if any(x.offload for x in levels) else []))]
+    for start in range(0, len(choices), ROW):
+        some = choices[start : start + ROW]
+        lines.append(f"layers {start:3d}  " + "".join(WORDS[choice.level].block for choice in some))
+        if any(choice.offload for choice in some):
+            lines.append("      host  " + "".join(LEAVES if choice.offload else STAYS for choice in some).rstrip())
+    shown = {choice.level for choice in choices}
+    legend = [f"{words.block} {words.legend}" for level, words in WORDS.items() if level in shown]
+    return [*lines, "            " + "  ".join(legend + ([f"{LEAVES} offloaded"] if any(x.offload for x in choices) else []))]
 
 
 def memory_lines(plan: Plan, gpu: Gpu | None = None) -> list[str]:
     """What the peak is made of, at its moment. `gpu`: the one that is planned for, if it need not be here."""
-    job, outcome = plan.problem.job, evaluate(plan.problem, plan.levels, plan.pieces)
+    job, outcome = plan.problem.job, evaluate(plan.problem, plan.choices, plan.pieces)
     parts = {
         **static_parts(job),
         "saved activations": outcome.kept,
@@ -323,7 +327,7 @@ def written_ms(ms: float) -> str:
 
 
 def _levels(plan: Plan) -> str:
-    return ", ".join(f"{count} {level.name}" for level, count in plan.counts().items())
+    return ", ".join(f"{count} {choice.name}" for choice, count in plan.counts().items())
 
 
 def _assumption(plan: Plan) -> str:

@@ -1,6 +1,7 @@
 """A run, as far as its memory goes: the model's sizes, what is trained and how, and the GPU it is planned for.
 
-Bytes are counted by running a layer of it without memory (dry_run.py), times are foretold from shapes (costs.py).
+Bytes and work are counted by running its layers without memory (dry_run.py); milliseconds are that work at a GPU's rates
+(costs.py).
 """
 
 from __future__ import annotations
@@ -15,25 +16,14 @@ from pronghorn.kernels.attention.attention_flash import why_no_flash4
 from pronghorn.kernels.optim.adamw8bit import BLOCK as MOMENT_BLOCK
 from pronghorn.kernels.runtime.dispatch import CHIPS, HOPPER, Target, chip_of, processor_count
 from pronghorn.memory.gpus import Gpu
-from pronghorn.model.families import (
-    FAMILIES,
-    family_of,
-    layer_type,
-    num_experts,
-    other_mixers,
-    rope_kind,
-    text_config,
-    ties_embeddings,
-    why_not_fast,
-)
+from pronghorn.model.families import FAMILIES, num_experts, rope_kind, text_config, ties_embeddings, why_not_fast
 from pronghorn.model.heads import HEADS
-from pronghorn.model.layers import saved
-from pronghorn.model.one_layer import as_config, written
+from pronghorn.model.layers.saved import Level
+from pronghorn.model.one_layer import as_config, layer_kinds, written
 
 Method = Literal["lora", "qlora", "fp8", "full"]
 Optimizer = Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"]
-Recompute = saved.Level  # what backward recomputes
-RECOMPUTES: tuple[Recompute, ...] = get_args(Recompute)[::-1]  # the largest working set first
+LEVELS: tuple[Level, ...] = get_args(Level)[::-1]  # the largest working set first
 
 FP32 = 4
 CONTEXT_BYTES = 600_000_000  # what the driver takes for itself before the first tensor; not in the allocator's peak
@@ -44,95 +34,48 @@ H200 = Target(HOPPER, flash4=True)
 
 
 @dataclass(frozen=True)
-class Mixture:
-    """A layer's experts."""
-
-    experts: int
-    chosen: int  # of them, by each token
-    width: int
-
-
-@dataclass(frozen=True)
 class ModelShape:
     """The sizes of a model that our layers serve."""
 
-    layers: int
+    kinds: tuple[int, ...]  # of each layer: the number of its kind, counted in the order in which kinds first appear
     width: int
-    heads: int
-    kv_heads: int
     head_width: int
-    mlp_width: int  # of a mixture of experts: of the expert that all tokens share; 0 without one
     vocabulary: int
     tied: bool
-    qk_norm: Literal["per_head", "full"] | None
-    norms: tuple[str, ...]  # slots of families.Norms that are filled
-    windows: tuple[int, ...]  # of the layers whose attention looks back only so far
-    mixture: Mixture | None  # its layers have experts
+    experts: int  # of a layer that has some; 0: no layer has
+    chosen: int  # of them, by each token
     rope_tables: int  # of cos and sin: kinds of RoPE that its layers have
     config: str = field(repr=False)  # Hugging Face's, as JSON, for one_layer.py
 
     @property
-    def qkv_width(self) -> int:
-        return (self.heads + 2 * self.kv_heads) * self.head_width
-
-    @property
-    def out_width(self) -> int:
-        """Of the attention's output."""
-        return self.heads * self.head_width
+    def layers(self) -> int:
+        return len(self.kinds)
 
 
 def shape_of(config: Any) -> ModelShape:
     """From a Hugging Face config, or a plain dict of its values."""
     whole = as_config(config)
     config = text_config(whole)
-    if why := why_not_fast(whole) or why_not_planned(config):
+    if why := why_not_fast(whole):
         raise ModelError(
             what="the memory plan does not support this model",
             why=why,
             fix="remove memory.budget to train without a plan; unsupported layers run on the transformers layers",
         )
-    family, heads, layers = family_of(config), int(config.num_attention_heads), int(config.num_hidden_layers)
-    sliding = [i for i in range(layers) if layer_type(config, i) == "sliding_attention"]
-    slots = ("before_attention", "after_attention", "before_mlp", "after_mlp")
-    mixture = None
-    if family.experts is not None:
-        width = int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
-        mixture = Mixture(num_experts(config), int(config.num_experts_per_tok), width)
+    experts, text = FAMILIES[config.model_type].experts, written(whole)
+    firsts = layer_kinds(text)
+    numbers = {first: number for number, first in enumerate(sorted(set(firsts)))}
     return ModelShape(
-        layers=layers,
+        kinds=tuple(numbers[first] for first in firsts),
         width=int(config.hidden_size),
-        heads=heads,
-        kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
-        head_width=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
-        mlp_width=_shared_width(config) if mixture else int(config.intermediate_size),
+        head_width=int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads),
         vocabulary=int(config.vocab_size),
         tied=ties_embeddings(whole),
-        qk_norm=family.qk_norm,
-        norms=tuple(slot for slot in slots if getattr(family.norms, slot)),
-        windows=tuple(int(config.sliding_window) for _ in sliding),
-        mixture=mixture,
-        rope_tables=len({rope_kind(config, i) for i in range(layers)}),
-        config=written(whole),
+        experts=num_experts(config) if experts else 0,
+        chosen=int(config.num_experts_per_tok) if experts else 0,
+        rope_tables=len({rope_kind(config, i) for i in range(len(firsts))}),
+        config=text,
     )
-
-
-def _shared_width(config: Any) -> int:
-    """Of the expert that all tokens go through; 0: there is none."""
-    several = getattr(config, "n_shared_experts", None) or getattr(config, "num_shared_experts", None)
-    if several:  # as wide as so many of the others
-        return int(several) * int(config.moe_intermediate_size)
-    return int(getattr(config, "shared_expert_intermediate_size", None) or 0)
-
-
-def why_not_planned(config: Any) -> str:
-    """Plans take all layers for alike."""
-    if others := other_mixers(config):
-        return f"some layers are of the type {others[0]}; the plan needs identical layers"
-    if FAMILIES[config.model_type].experts is None:
-        return ""
-    some = getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1
-    some = some or "dense" in (getattr(config, "mlp_layer_types", None) or ()) or getattr(config, "first_k_dense_replace", 0)
-    return "some layers have experts and some do not; the plan needs identical layers" if some else ""
 
 
 @dataclass(frozen=True)
@@ -167,7 +110,7 @@ class Job:
 
     @property
     def rows(self) -> int:
-        """That the head reads."""
+        """Rows that the head reads."""
         return self.entries if HEADS[self.head].one_per_document else self.loss_rows or self.capacity
 
     @property
@@ -208,7 +151,7 @@ def local_target(device: torch.device) -> Target:
 def pieces_worth_trying(job: Job) -> tuple[int, ...]:
     """Mixtures do their MLP at once: rows of a piece would be too few for most experts. So do FP8 layers that are trained
     themselves."""
-    counts, pieces, at_once = [1], 2, job.shape.mixture is not None or (job.fp8 and job.method == "full")
+    counts, pieces, at_once = [1], 2, job.shape.experts > 0 or (job.fp8 and job.method == "full")
     while pieces <= MOST_PIECES and job.capacity // pieces >= SMALLEST_PIECE and not at_once:
         counts.append(pieces)
         pieces *= 2

@@ -1,35 +1,38 @@
-"""What a plan is made of: levels for layers, the problem, and what given levels take and cost.
+"""What a plan is made of: a choice for each layer, the problem, and what given choices take and cost.
 
-A level is what backward computes again (nothing; gate and up; all but attention; the whole layer from its input), and whether
-what is kept leaves for pinned host memory in between.
+A choice is what backward computes again (model/layers/saved.py: nothing; gate and up; all but attention; the whole layer from
+its input), and whether what is kept leaves for pinned host memory in between.
 
-- Memory. Going down in backward, a layer's tensors are given back before the next one works. So the layers with the largest
-  working set stand at the bottom (recomputing layers, first in forward) and those that keep everything at the top. No other
-  order has a smaller peak: exchanging two neighbours shows it, and a test tries all orders.
+- Memory. Going down in backward, a layer's tensors are given back before the next one works. So among the layers of a kind
+  those with the largest working set stand at the bottom (recomputing layers, first in forward) and those that keep everything
+  at the top. Where all layers are alike no other order has a smaller peak: exchanging two neighbours shows it, and a test tries
+  all orders.
 - Pieces. Where gate and up are computed again, the MLP's rows can be done in several turns, the same number in all layers.
 - Embeddings. Frozen ones that no head shares can wait in host memory; the GPU reads the few rows it needs over the link.
-- Time. Layers that offload are spread evenly among those that recompute the same, and one copy may run while the layers up to
-  the next one that offloads compute: that stretch takes max(copy, compute), forward and backward.
+- Time. One copy may run while the layers up to the next one that offloads compute: that stretch takes max(copy, compute),
+  forward and backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from pronghorn.memory.costs import LayerCosts
+from pronghorn.memory.costs import Costs
 from pronghorn.memory.dry_run import forward_bytes, head_bytes, host_moments, kept_bytes, static_parts, top_bytes, working_bytes
-from pronghorn.memory.job import RECOMPUTES, Job, Recompute
+from pronghorn.memory.job import LEVELS, Job
+from pronghorn.model.layers.saved import Level
 
 POOL_SLOTS = 3  # layers' worth of device memory that offloading takes: two buffers for the way back, one layer on its way out
 SLOT_PADDING = 16 * 256  # bytes: what aligning a layer's tensors costs at most; one with experts has twice as many
 
 
-class Words(NamedTuple):
+class LevelNames(NamedTuple):
     """How a level is called in a plan's table, and its block and legend in a plan's picture."""
 
     name: str
@@ -37,29 +40,25 @@ class Words(NamedTuple):
     legend: str
 
 
-WORDS: dict[Recompute, Words] = {
-    "nothing": Words("keep", "█", "keeps all"),
-    "gate_up": Words("recompute gate/up", "▓", "recomputes gate and up"),
-    "around_attention": Words("keep attention", "▒", "keeps attention only"),
-    "layer": Words("recompute all", "░", "recomputes all"),
+WORDS: dict[Level, LevelNames] = {
+    "nothing": LevelNames("keep", "█", "keeps all"),
+    "gate_up": LevelNames("recompute gate/up", "▓", "recomputes gate and up"),
+    "around_attention": LevelNames("keep attention", "▒", "keeps attention only"),
+    "layer": LevelNames("recompute all", "░", "recomputes all"),
 }
 
 
-@dataclass(frozen=True)
-class Level:
-    recompute: Recompute
+class Choice(NamedTuple):
+    level: Level
     offload: bool = False
 
     @property
     def name(self) -> str:
-        return WORDS[self.recompute].name + (", offloaded" if self.offload else "")
-
-    def __str__(self) -> str:
-        return self.name
+        return WORDS[self.level].name + (", offloaded" if self.offload else "")
 
 
-LEVELS = tuple(Level(recompute, offload) for recompute in reversed(RECOMPUTES) for offload in (False, True))
-KEEP = Level("nothing")
+CHOICES = tuple(Choice(level, offload) for level in reversed(LEVELS) for offload in (False, True))
+KEEP = Choice("nothing")
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Problem:
     """All that a plan is made from."""
 
     job: Job
-    costs: LayerCosts
+    costs: Costs
     budget: int  # bytes that tensors may take on the device; what the driver takes and what lies in fragments comes on top
     host: int = 0  # bytes of host memory that may be pinned; 0: nothing is offloaded. The optimizer's come first
     pieces: tuple[int, ...] = (1,)  # turns in which layers can do their MLP
@@ -102,12 +101,12 @@ class Problem:
 
     @property
     def rest_ms(self) -> float:
-        """Of a micro-batch, outside the layers."""
+        """Milliseconds of a micro-batch, outside the layers."""
         rows = self.job.capacity * self.job.shape.width * self.job.element
         return self.costs.rest + (rows / self.costs.from_host if self.job.host_embeddings else 0.0)
 
-    def slot(self, recompute: Recompute) -> int:
-        return kept_bytes(self.job, recompute) + SLOT_PADDING * (2 if self.job.shape.mixture else 1)
+    def slot(self, level: Level, kind: int = 0) -> int:
+        return kept_bytes(self.job, level, kind) + SLOT_PADDING * (2 if self.job.shape.experts else 1)
 
 
 @dataclass(frozen=True)
@@ -120,45 +119,86 @@ class Outcome:
     moment: str
 
 
-def evaluate(problem: Problem, levels: Sequence[Level], pieces: int = 1) -> Outcome:
-    """Of any levels in any order; layers that offload count as evenly spread among their kind."""
-    job, costs = problem.job, problem.costs
-    slots = [problem.slot(level.recompute) for level in levels if level.offload]
-    fixed = sum(static_parts(job).values()) + POOL_SLOTS * max(slots, default=0)
-    kept, moments = 0, []
-    for number, level in enumerate(levels):
-        kept += 0 if level.offload else kept_bytes(job, level.recompute)
-        moments.append((kept, working_bytes(job, level.recompute, pieces), f"backward of layer {number}"))
-    more = top_bytes(job, levels[-1].recompute, pieces)
-    moments.append((kept, moments[-1][1] + more, "backward of the last layer"))
-    top = [level for level in levels if level.recompute == uppermost(levels)]
-    own = problem.slot(top[0].recompute) if all(level.offload for level in top) else 0  # the last layer leaves, but not yet
-    forward = max(forward_bytes(job, level.recompute, pieces) for level in set(levels))
-    moments += [(kept, own + forward, "forward of a layer"), (kept, head_bytes(job, pieces), "the head")]
-    peak = max(moments, key=lambda moment: moment[0] + moment[1])
-    again = sum(level.recompute != "nothing" for level in levels)
-    ms = problem.rest_ms + again * (pieces - 1) * costs.piece
-    for recompute in RECOMPUTES:
-        alike = [level for level in levels if level.recompute == recompute]
-        leaving = np.array(sum(level.offload for level in alike))
-        ms += float(milliseconds_of(costs, recompute, problem.slot(recompute), np.array(len(alike)), leaving))
-    return Outcome(fixed + peak[0] + peak[1], ms, sum(slots), *peak)
+Numbers = npt.NDArray[Any]
+EQUAL_MS = 1e-6  # steps that differ by less take the same time
 
 
-def uppermost(levels: Sequence[Level]) -> Recompute:
-    """Of the kinds that are there, the one that stands at the top."""
-    return max((level.recompute for level in levels), key=RECOMPUTES.index)
+class Outcomes(NamedTuple):
+    """Bytes and milliseconds of n plans."""
+
+    peak: Numbers
+    ms: Numbers
+    host: Numbers
+    kept: Numbers  # [n, moments]: by the layers in the backward of each, in the forward of each, and `TOP`
+    work: Numbers  # [n, moments]
 
 
-Counts = npt.NDArray[Any]
+TOP = ("backward of the last layer", "the head")
 
 
-def milliseconds_of(costs: LayerCosts, recompute: Recompute, slot: float, count: Counts, leaving: Counts) -> Counts:
-    """Of `count` layers that recompute the same, `leaving` of them offloaded: both ways, without the rest of the step."""
-    gap, longer = np.divmod(count, np.maximum(leaving, 1))  # `longer` of the stretches have one layer more
+@lru_cache(maxsize=64)
+class Tables:
+    """Bytes and milliseconds of each kind at each level, [kinds, levels], for a problem with its MLP in so many pieces."""
 
-    def way(compute: float, copy: float) -> Counts:
-        spread = longer * np.maximum((gap + 1) * compute, copy) + (leaving - longer) * np.maximum(gap * compute, copy)
-        return np.where(leaving > 0, spread, count * compute)
+    def __init__(self, problem: Problem, pieces: int) -> None:
+        job, costs = problem.job, problem.costs
+        self.problem, self.pieces, self.kinds = problem, pieces, np.array(job.shape.kinds)
+        known = range(max(job.shape.kinds) + 1)
 
-    return way(costs.forward, slot / costs.to_host) + way(costs.backward + costs.recompute[recompute], slot / costs.from_host)
+        def table(size: Any) -> Numbers:
+            return np.array([[size(kind, level) for level in LEVELS] for kind in known], dtype=np.float64)
+
+        self.kept = table(lambda kind, level: kept_bytes(job, level, kind))
+        self.slots = table(lambda kind, level: problem.slot(level, kind))
+        self.working = table(lambda kind, level: working_bytes(job, level, pieces, kind))
+        self.forward = table(lambda kind, level: forward_bytes(job, level, pieces, kind))
+        last = job.shape.kinds[-1]
+        self.top = np.array([top_bytes(job, level, pieces, last) for level in LEVELS], dtype=np.float64)
+        self.static, self.head = sum(static_parts(job).values()), head_bytes(job, pieces)
+        self.forward_ms = np.array([costs.kinds[kind].forward for kind in job.shape.kinds])
+
+        def back(kind: int, level: Level) -> float:
+            one = costs.kinds[kind]
+            return one.backward + one.recompute[level] + (pieces - 1) * one.piece * (level != "nothing")
+
+        self.back_ms = table(back)
+
+    def outcomes(self, levels: Numbers, leaves: Numbers) -> Outcomes:
+        """`levels`: numbers of LEVELS, [n, layers]; `leaves`: whether a layer offloads."""
+        kinds, costs = self.kinds, self.problem.costs
+        kept = np.cumsum(np.where(leaves, 0.0, self.kept[kinds, levels]), axis=1)
+        slots = np.where(leaves, self.slots[kinds, levels], 0.0)
+        work = self.working[kinds, levels]
+        top = work[:, -1:] + self.top[levels[:, -1:]]
+        forward = slots + self.forward[kinds, levels]  # what leaves is still there
+        kept = np.concatenate([kept, kept, kept[:, -1:], kept[:, -1:]], axis=1)
+        work = np.concatenate([work, forward, top, np.full(top.shape, self.head)], axis=1)
+        peak = self.static + POOL_SLOTS * slots.max(axis=1) + (kept + work).max(axis=1)
+        back = self.back_ms[kinds, levels]
+        ms = self.problem.rest_ms + self.forward_ms.sum() + back.sum(axis=1)
+        if leaves.any():
+            ms = ms + _waits(np.broadcast_to(self.forward_ms, back.shape), slots / costs.to_host, leaves)
+            ms = ms + _waits(back, slots / costs.from_host, leaves)
+        return Outcomes(peak, np.round(ms / EQUAL_MS) * EQUAL_MS, slots.sum(axis=1), kept, work)
+
+
+def _waits(compute: Numbers, copies: Numbers, leaves: Numbers) -> Numbers:
+    """Milliseconds by which copies take longer than the layers up to the next one that offloads."""
+    layers = compute.shape[1]
+    until = np.concatenate([np.zeros((len(compute), 1)), np.cumsum(compute, axis=1)], axis=1)
+    following = np.minimum.accumulate(np.where(leaves, np.arange(layers), layers)[:, ::-1], axis=1)[:, ::-1]
+    following = np.concatenate([following[:, 1:], np.full((len(compute), 1), layers)], axis=1)
+    stretch = np.take_along_axis(until, following, axis=1) - until[:, :-1]
+    waits: Numbers = np.where(leaves, np.maximum(copies - stretch, 0.0), 0.0).sum(axis=1)
+    return waits
+
+
+def evaluate(problem: Problem, choices: Sequence[Choice], pieces: int = 1) -> Outcome:
+    """Bytes and milliseconds of a choice for each layer, in any order."""
+    levels = np.array([[LEVELS.index(choice.level) for choice in choices]])
+    found = Tables(problem, pieces).outcomes(levels, np.array([[choice.offload for choice in choices]]))
+    at = int(np.argmax(found.kept + found.work))
+    way, layer = divmod(at, len(choices))
+    moment = TOP[layer] if way > 1 else f"{('backward', 'forward')[way]} of layer {layer}"
+    kept, work = int(found.kept[0, at]), int(found.work[0, at])
+    return Outcome(int(found.peak[0]), float(found.ms[0]), int(found.host[0]), kept, work, moment)

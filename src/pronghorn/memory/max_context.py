@@ -24,7 +24,7 @@ def with_one_document(problem: Problem, tokens: int) -> Problem:
 
 
 def max_context(problem: Problem) -> int:
-    """In tokens; 0 if not even STEP of them fit. Costs are looked at by nobody. Bytes are nearly a straight line over the
+    """In tokens; 0 if not even STEP of them fit. Costs play no part. Bytes are nearly a straight line over the
     length, so the next length to try is where the line through the two nearest ones meets the budget."""
     fits, too_long, step, needed = 0, MOST + 1, 16, {0: 0}
     while too_long - fits > max(1, fits // EXACT):

@@ -1,6 +1,6 @@
-"""Calibration: what one layer, the rest of a step and the link to the host take on this machine, in milliseconds.
+"""Calibration: what a layer of each kind, the rest of a step and the link to the host take on this machine, in milliseconds.
 
-The callers give the work as functions that can be run again and again; what is timed is one layer's forward, its backward, and
+The callers give the work as functions that can be run again and again; what is timed is a layer's forward, its backward, and
 what each level computes again. On a GPU the time is the device's own, between two events; on the CPU it is the clock's. The
 result is plain data for the planner.
 """
@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from pronghorn.memory.costs import LayerCosts
-from pronghorn.memory.job import Recompute
+from pronghorn.memory.costs import Costs, LayerCosts
+from pronghorn.model.layers.saved import Level
 
 Work = Callable[[], Any]
 WARM_UP = 2  # runs that compile kernels and fill caches
@@ -28,47 +28,42 @@ LEAST_PIECE_MS = 0.01  # five launches: without a need for memory, one turn is b
 
 @dataclass(frozen=True)
 class LayerWork:
-    """What is timed."""
+    """What is timed of a layer."""
 
     forward: Work
     gate_up_and_backward: Work  # gate and up once more, then backward
-    recompute: Mapping[Recompute, Work]  # of each level but "nothing"
-    rest: Work | None = None  # embeddings, head and loss, both ways
-    optimizer: Work | None = None
+    recompute: Mapping[Level, Work]  # of each level but "nothing"
     pieces: tuple[Work, Work, int] | None = None  # a whole layer with its MLP at once, and in so many turns
 
 
 def measure_costs(
-    work: LayerWork,
+    kinds: Iterable[LayerWork],
     device: torch.device,
     *,
+    rest: Work | None = None,
     repeats: int = REPEATS,
     copy_bytes: int = COPY_BYTES,
     rates: tuple[float, float] | None = None,
     piece: float = 0.0,
     warm_up: int = WARM_UP,
-) -> LayerCosts:
-    """`rates`: of the copies, where they are known already. `piece`: where there is nothing to time it with."""
+) -> Costs:
+    """`rest`: embeddings, head and loss, both ways. `rates`: of the copies, where they are known already. `piece`: where there
+    is nothing to time it with. The optimizer's time is left out: an update cannot be tried without changing the weights."""
     to_host, from_host = rates or copy_rates(device, copy_bytes, repeats=repeats)
 
     def timed(one: Work | None) -> float:
         return milliseconds(one, device, repeats=repeats, warm_up=warm_up) if one else 0.0
 
-    if work.pieces is not None:
-        at_once, in_turns, count = work.pieces
-        piece = max((timed(in_turns) - timed(at_once)) / (count - 1), LEAST_PIECE_MS)
-    recompute: dict[Recompute, float] = {"nothing": 0.0, **{level: timed(one) for level, one in work.recompute.items()}}
-    return LayerCosts(
-        forward=timed(work.forward),
-        backward=max(timed(work.gate_up_and_backward) - recompute["gate_up"], LEAST_MS),
-        recompute=recompute,
-        rest=timed(work.rest),
-        optimizer=timed(work.optimizer),
-        to_host=to_host,
-        from_host=from_host,
-        piece=piece,
-        measured=True,
-    )
+    def layer(work: LayerWork) -> LayerCosts:
+        further = piece
+        if work.pieces is not None:
+            at_once, in_turns, count = work.pieces
+            further = max((timed(in_turns) - timed(at_once)) / (count - 1), LEAST_PIECE_MS)
+        recompute: dict[Level, float] = {"nothing": 0.0, **{level: timed(one) for level, one in work.recompute.items()}}
+        backward = max(timed(work.gate_up_and_backward) - recompute["gate_up"], LEAST_MS)
+        return LayerCosts(timed(work.forward), backward, recompute, further)
+
+    return Costs(tuple(map(layer, kinds)), timed(rest), 0.0, to_host, from_host, measured=True)
 
 
 def milliseconds(work: Work, device: torch.device, *, repeats: int = REPEATS, warm_up: int = WARM_UP) -> float:

@@ -77,8 +77,8 @@ def bytes_needed(tensors: Sequence[Tensor | None]) -> int:
 @dataclass(eq=False)
 class OffloadPool:
     """`slots` layers of `slot_bytes` each, all but the last of them on the host. One forward, then one backward, at a time:
-    layers leave in order and come back in the opposite one. Call `turn` once between the two, so that the way back begins under
-    the head."""
+    layers leave in order and come back in the opposite one. Call `start_prefetch` once between the two, so that the way
+    back begins under the head."""
 
     slots: int
     slot_bytes: int

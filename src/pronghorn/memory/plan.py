@@ -1,7 +1,7 @@
 """The planner: which layers keep everything, which compute what again, and whose tensors wait in host memory.
 
-Layers are alike, so a plan is a count for each level (levels.py). Under the budget the shortest step wins (search.py); among
-equals the one that uses less of the host, then of the device.
+A plan is a choice for each layer (levels.py). Under the budget the shortest step wins (search.py); among equals the one that
+uses less of the host, then of the device.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 
 from pronghorn.errors import CommandError, EnvironmentFault, RecipeError, counted
 from pronghorn.memory.dry_run import static_parts
-from pronghorn.memory.job import RECOMPUTES, Job, device_bytes, peak_within
-from pronghorn.memory.levels import KEEP, LEVELS, Level, Problem, evaluate
-from pronghorn.memory.search import Found, fastest, smallest
+from pronghorn.memory.job import Job, device_bytes, peak_within
+from pronghorn.memory.levels import CHOICES, KEEP, Choice, Problem, evaluate
+from pronghorn.memory.search import SearchResult, fastest, smallest
 
 NOTCH = 0.94  # after an allocation failed, the next plan uses no more than this of what the failed one expected
 UNITS = {"GB": 10**9, "MB": 10**6, "GiB": 2**30, "MiB": 2**20}
@@ -28,7 +28,7 @@ LEFT_TO_HOST = 24 * 10**9  # of which, on a large machine, they need no more tha
 
 @dataclass(frozen=True)
 class Plan:
-    levels: tuple[Level, ...]  # of each layer, the first layer first
+    choices: tuple[Choice, ...]  # of each layer, the first layer first
     pieces: int
     peak_bytes: int  # of the allocator, predicted
     ms: float  # of a micro-batch, predicted
@@ -50,11 +50,11 @@ class Plan:
     @property
     def offloaded(self) -> tuple[int, ...]:
         """Numbers of the layers that offload."""
-        return tuple(i for i, level in enumerate(self.levels) if level.offload)
+        return tuple(i for i, choice in enumerate(self.choices) if choice.offload)
 
-    def counts(self) -> dict[Level, int]:
-        found = Counter(self.levels)
-        return {level: found[level] for level in LEVELS if found[level]}
+    def counts(self) -> dict[Choice, int]:
+        found = Counter(self.choices)
+        return {choice: found[choice] for choice in CHOICES if found[choice]}
 
     def step_ms(self, micro_batches: int = 1) -> float:
         return micro_batches * self.ms + self.problem.costs.optimizer
@@ -77,7 +77,7 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "levels": [level.name for level in self.levels],
+            "levels": [choice.name for choice in self.choices],
             "pieces": self.pieces,
             "host_embeddings": self.problem.job.host_embeddings,
             "peak_bytes": self.peak_bytes,
@@ -109,7 +109,7 @@ def make_plan(problem: Problem) -> Plan:
 
 
 def smallest_bytes(problem: Problem) -> int:
-    """That tensors can do with."""
+    """The smallest number of bytes that tensors can do with."""
     return _plan(smallest(problem)).needed_bytes
 
 
@@ -138,26 +138,21 @@ def _ways_out(problem: Problem, needed: int | None = None) -> str:
     return "set " + ", or ".join([*(fitting or others), *more]) if fitting or others or more else "use a smaller model"
 
 
-def _plan(found: Found) -> Plan:
-    levels: list[Level] = []
-    for recompute, staying, leaving in zip(RECOMPUTES, found.staying, found.leaving, strict=True):
-        count = staying + leaving
-        # evenly spread, the first of them first: the last layer, which backward needs at once, is the last to be chosen
-        starts = {number * count // leaving for number in range(leaving)} if leaving else set()
-        levels += [Level(recompute, number in starts) for number in range(count)]
-    return plan_of(found.problem, levels, found.pieces)
+def _plan(found: SearchResult) -> Plan:
+    return plan_of(found.problem, found.choices, found.pieces)
 
 
-def plan_of(problem: Problem, levels: Sequence[Level], pieces: int) -> Plan:
-    """What these levels would take and cost, whether they fit or not."""
-    outcome = evaluate(problem, levels, pieces)
-    slot = max((problem.slot(level.recompute) for level in levels if level.offload), default=0)
-    plan = Plan(tuple(levels), pieces, outcome.peak, outcome.ms, outcome.host, slot, (), problem)
+def plan_of(problem: Problem, choices: Sequence[Choice], pieces: int) -> Plan:
+    """What these choices would take and cost, whether they fit or not."""
+    outcome = evaluate(problem, choices, pieces)
+    leaving = [problem.slot(one.level, kind) for one, kind in zip(choices, problem.job.shape.kinds, strict=True) if one.offload]
+    slot = max(leaving, default=0)
+    plan = Plan(tuple(choices), pieces, outcome.peak, outcome.ms, outcome.host, slot, (), problem)
     return replace(plan, reasons=_reasons(plan))
 
 
 def _reasons(plan: Plan) -> tuple[str, ...]:
-    problem, layers = plan.problem, len(plan.levels)
+    problem, layers = plan.problem, len(plan.choices)
     said = []
     if plan.counts() == {KEEP: layers}:
         said.append("all activations fit: nothing is recomputed")
@@ -172,7 +167,7 @@ def _reasons(plan: Plan) -> tuple[str, ...]:
         stalled = (
             plan.ms
             - evaluate(
-                replace(problem, costs=replace(problem.costs, to_host=1e18, from_host=1e18)), plan.levels, plan.pieces
+                replace(problem, costs=replace(problem.costs, to_host=1e18, from_host=1e18)), plan.choices, plan.pieces
             ).ms
         )
         layers_told = counted(len(plan.offloaded), "layer")
@@ -180,7 +175,7 @@ def _reasons(plan: Plan) -> tuple[str, ...]:
             f"activations of {layers_told} are offloaded to host RAM ({_gb(plan.host_bytes)} pinned), which costs "
             + (f"{stalled:.1f} ms per micro-batch" if stalled > 0.05 else "no time: the copies overlap with compute")
         )
-    if plan.pieces > 1 and any(level.recompute != "nothing" for level in plan.levels):
+    if plan.pieces > 1 and any(choice.level != "nothing" for choice in plan.choices):
         said.append(f"the MLP runs in {plan.pieces} chunks to save memory")
     elif plan.pieces > 1:
         said.append("logits are computed in smaller chunks to save memory")
@@ -213,7 +208,7 @@ def parse_budget(text: str, total: int, free: int | None = None) -> int:
 
 
 def pinnable(available: int) -> int:
-    """Of so much free host memory, what may be pinned."""
+    """How much of this free host memory may be pinned."""
     return max(int(available * SHARE_OF_HOST), available - LEFT_TO_HOST)
 
 

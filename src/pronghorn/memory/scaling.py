@@ -23,8 +23,8 @@ from math import ceil, log2
 from typing import Any
 
 from pronghorn.errors import CommandError, RecipeError, counted
-from pronghorn.memory.costs import LayerCosts, predicted_costs
-from pronghorn.memory.dry_run import layer_parts, stacks, static_parts, trained_parameters
+from pronghorn.memory.costs import Costs, predicted_costs
+from pronghorn.memory.dry_run import embedding_bytes, layers_of, static_parts, trained_parameters
 from pronghorn.memory.forecast import HOST_BYTES, job_of, problem_of, written_ms
 from pronghorn.memory.gpus import Gpu, find_gpu
 from pronghorn.memory.job import FP32, Job
@@ -48,7 +48,7 @@ class Links:
     network_gbit: float  # of each GPU
 
     def gbs(self, machines: int, each: int) -> float:
-        """Of a ring over all GPUs: every machine's network cards together carry what one link inside does."""
+        """The speed of a ring over all GPUs in GB/s: every machine's network cards together carry what one link inside does."""
         network = self.network_gbit / 8 * NETWORK_SHARE * each
         return self.inside_gbs if machines == 1 else min(self.inside_gbs, network)
 
@@ -65,7 +65,7 @@ class Fleet:
         return self.each * self.machines
 
     def ms(self, amount: float, *, both: bool = False) -> float:
-        """Of a gather of so many bytes, or of a sum (`both`)."""
+        """Milliseconds of a gather of so many bytes, or of a sum (`both`)."""
         if self.size == 1:
             return 0.0
         sent = amount * (self.size - 1) / self.size * (2 if both else 1)
@@ -118,7 +118,7 @@ class _Case:
 
     recipe: Recipe
     job: Job
-    costs: LayerCosts
+    costs: Costs
     budget: int
     host: int
 
@@ -149,17 +149,17 @@ class _Case:
         )
 
     def why_not(self, way: str, size: int) -> str:
-        full, mixture = self.job.method == "full", self.job.shape.mixture
+        full, experts = self.job.method == "full", self.job.shape.experts
         if way == "base" and full:
             return "method: full has no frozen weights"
         if way == "full" and not full:
             return f"method: {self.job.method} trains adapters only"
-        if way == "experts" and mixture is None:
+        if way == "experts" and not experts:
             return "the model has no experts"
         if way == "experts" and full:
             return "method: full trains the experts"
-        if way == "experts" and mixture is not None and size > mixture.experts:
-            return f"the model has {mixture.experts} experts"
+        if way == "experts" and size > experts:
+            return f"the model has {experts} experts"
         return ""
 
     def saved(self, way: str, size: int) -> int:
@@ -173,33 +173,30 @@ class _Case:
         """Milliseconds a step that no computing hides, and bytes a step that one GPU sends."""
         if fleet.size == 1:
             return 0.0, 0.0
-        layers, parts, costs = self.job.shape.layers, layer_parts(self.job), self.costs
-        share = (fleet.size - 1) / fleet.size
-        of_experts = layers * sum(
-            stack.experts * stack.rank * (stack.inputs + sum(stack.outputs)) for stack in stacks(self.job)
-        )
-        trained = trained_parameters(self.job) - (of_experts if way == "experts" else 0)
-        gradients = 0.0 if way == "full" else FP32 * trained
+        layers, costs, share = layers_of(self.job), self.costs, (fleet.size - 1) / fleet.size
+        of_experts = sum(layer.experts_trained for layer in layers)
+        trained = trained_parameters(self.job)
+        gradients = 0.0 if way == "full" else FP32 * (trained - (of_experts if way == "experts" else 0))
         exposed, sent = fleet.ms(gradients, both=True) if gradients else 0.0, 2 * share * gradients
         if way == "experts":
-            assert self.job.shape.mixture is not None
-            rows = self.job.capacity * self.job.shape.mixture.chosen * self.job.shape.width * self.job.element
+            rows = self.job.capacity * self.job.shape.chosen * self.job.shape.width * self.job.element
             times = 5 if of_experts else 4  # forward and backward, there and back; adapters need their input once more
-            exposed += micro * layers * times * fleet.ms(rows)
-            sent += micro * layers * times * share * rows
+            times *= micro * sum(layer.experts > 0 for layer in layers)
+            exposed += times * fleet.ms(rows)
+            sent += times * share * rows
         elif way in ("base", "full"):
-            full = way == "full"
-            each = FP32 * parts.trained if full else parts.stored  # trained ones in fp32, whatever they are multiplied in
+            full, table = way == "full", embedding_bytes(self.job)
+            each = [FP32 * layer.trained if full else layer.stored for layer in layers]  # trained ones in fp32
             # The last layer and the head are still there when backward begins, a frozen first layer when it has ended.
-            gathered = (2 * layers - (1 if full else 2)) * each + 2 * parts.table
-            scattered = FP32 * trained_parameters(self.job) if full else 0
-            back = float(each) if full else 0.0
-            again = sum(costs.recompute[level.recompute] for level in plan.levels) / layers
-            gather, scatter = fleet.ms(each), fleet.ms(back) if back else 0.0
-            waits = max(0.0, gather - costs.forward) + max(0.0, gather + scatter - costs.backward - again)
-            rest = max(0.0, fleet.ms(parts.table) - costs.backward)  # embeddings, and head
-            exposed += micro * (layers * waits + 2 * rest + gather)  # the first layer's hides behind nothing
-            sent += micro * share * (gathered + scattered)
+            sent += micro * share * (2 * sum(each) - each[-1] - (0 if full else each[0]) + 2 * table + full * FP32 * trained)
+            exposed += micro * (
+                2 * max(0.0, fleet.ms(table) - costs.kinds[self.job.shape.kinds[0]].backward) + fleet.ms(each[0])
+            )
+            for amount, kind, choice in zip(each, self.job.shape.kinds, plan.choices, strict=True):
+                one, gather = costs.kinds[kind], fleet.ms(amount)
+                back = 2 * gather if full else gather  # gradients leave, too
+                exposed += micro * max(0.0, gather - one.forward)
+                exposed += micro * max(0.0, back - one.backward - one.recompute[choice.level])
         return exposed, sent
 
 

@@ -1,221 +1,208 @@
-"""The search for the levels of all layers: the fastest under the budget, and the smallest there is.
+"""The search for the choices of all layers: the fastest under the budget, and the smallest there is.
 
-A split says how many layers recompute what; for each split some of each kind offload. There are thousands of splits (91,881 for
-80 layers) and thousands of offloadings of each, so a bound comes first, for all splits at once: what has no room on the device
-must leave, and takes what does not hide behind the compute of its own kind. Splits are then looked at in the order of their
-bounds, every offloading of each, until no bound is left below the best that was found. So nothing faster is missed.
+Layers of a kind are alike, so a plan is a number of layers for each kind and choice: [kinds, choices]. A move gives some layers
+of a kind (1, 2, 4, ...) another choice. From everything kept, the moves that cost the fewest milliseconds for each byte of the
+peak are made until the plan fits; from there, moves and pairs of moves, one that frees memory and one that uses it, are made as
+long as the step gets faster. Every plan is judged by its exact peak and milliseconds (levels.py).
 
-Of one split's offloadings, the kind with the most layers takes none or the least that fits, given those of the others: more
-would only take more time (merging two stretches of layers saves a copy) and host.
+What moves alone do not find is tried as a case of its own: pieces, embeddings, and which levels may be used and offloaded,
+since the pool is as large as the largest layer that offloads. Tests compare with all choices of small models.
 """
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
 
-from pronghorn.memory.dry_run import forward_bytes, head_bytes, kept_bytes, static_parts, top_bytes, working_bytes
-from pronghorn.memory.job import RECOMPUTES, Recompute
-from pronghorn.memory.levels import POOL_SLOTS, Counts, Problem, milliseconds_of
+from pronghorn.memory.job import LEVELS
+from pronghorn.memory.levels import Choice, Numbers, Outcomes, Problem, Tables
 
-KINDS, AROUND = len(RECOMPUTES), RECOMPUTES.index("around_attention")
-MANY = 256  # splits looked at together: a hundred cost little more time than one
-EQUAL_MS = 1e-6  # steps that differ by less take the same time
+CHOSEN = tuple(Choice(level, offload) for level in LEVELS for offload in (False, True))  # columns of a plan's numbers
+BEST, FEW = 10, (1, 2, 3, 4, 5, 6, 8)  # moves of each sort that are tried in pairs, and layers of each
+EACH = 2  # rough plans for each largest level that is offloaded
+LIKELY, THOROUGH = 20, 6  # plans, the fastest, that are improved by moves, and by pairs of them,
+MANY = 360  # unless there are more moves than this: then as many times fewer. 32 layers of a kind have 336
 
 
-class Found(NamedTuple):
-    """Layers that stay and layers that offload, for each of RECOMPUTES; and with what else."""
-
+class SearchResult(NamedTuple):
     problem: Problem
     pieces: int
-    staying: tuple[int, ...]
-    leaving: tuple[int, ...]
+    choices: tuple[Choice, ...]
 
 
-def fastest(problem: Problem) -> Found | None:
+def fastest(problem: Problem) -> SearchResult | None:
     """Under the budget; None if nothing is."""
-    limit = problem.usable - problem.aside + 1  # peaks below
-    grids = _grids(problem)
-    splits = splits_of(problem.job.shape.layers)
-    if not worth_its_memory(problem):
-        splits = splits[splits[:, AROUND] == 0]
-    bounds = [grid.bounds(splits, limit) for grid in grids]
-    possible = [np.flatnonzero(np.isfinite(bound)) for bound in bounds]
-    of_grid = np.concatenate([np.full(len(rows), number) for number, rows in enumerate(possible)])
-    rows = np.concatenate(possible)
-    bound = np.concatenate([found[where] for found, where in zip(bounds, possible, strict=True)])
-    best: tuple[tuple[float, ...], Found] | None = None
-    order, begin, some = np.argsort(bound, kind="stable"), 0, 8
-    while begin < len(order) and (best is None or bound[order[begin]] <= best[0][0]):
-        next_ones = order[begin : begin + some]
-        for number in np.unique(of_grid[next_ones]):
-            grid = grids[number]
-            table = grid.table(splits[rows[next_ones[of_grid[next_ones] == number]]], limit)
-            fits = (table.peak < limit) & (table.host <= grid.problem.host_left)
-            found = table.first("ms", "host", "peak", where=fits)
-            if found and (best is None or found[0] < best[0]):
-                best = found[0], grid.found(*found[1])
-        begin, some = begin + some, min(2 * some, MANY)
-    return best and best[1]
+    limit = problem.usable - problem.aside
+    tried = [(case, plan) for case in _cases(problem) for plan in case.likely(limit)]
+    if not tried:
+        case, plan = _smallest(problem)
+        tried = [(case, plan)] if case.fits(plan, limit) else []
+    for most, pairs in ((LIKELY, False), (THOROUGH, True)):
+        some = -(-most // (1 + len(tried and tried[0][0].moves) // MANY))
+        tried = [(case, case.improved(plan, limit, pairs=pairs)) for case, plan in _first(tried)[:some]]
+    return next((case.found(plan) for case, plan in _first(tried)), None)
 
 
-def smallest(problem: Problem) -> Found:
-    """The least peak; of those the fastest. Of at most two kinds of layers: a third adds to what stays or to the work."""
-    best: tuple[tuple[float, ...], Found] | None = None
-    for grid in _grids(problem):
-        table = grid.extremes()
-        found = table.first("peak", "ms", "host", where=table.host <= grid.problem.host_left)
-        if found and (best is None or found[0] < best[0]):
-            best = found[0], grid.found(*found[1])
-    assert best is not None  # without any offloading every split is allowed
-    return best[1]
+def smallest(problem: Problem) -> SearchResult:
+    """The least peak; of those the fastest."""
+    case, plan = _smallest(problem)
+    return case.found(plan)
 
 
-def _grids(problem: Problem) -> list[_Grid]:
-    return [_Grid(case, pieces) for case in problem.cases() for pieces in problem.pieces]
+def _first(tried: Sequence[tuple[_Case, Numbers]]) -> list[tuple[_Case, Numbers]]:
+    """The fastest first."""
+    return [tried[number] for _, number in sorted((case.key(plan), number) for number, (case, plan) in enumerate(tried))]
 
 
-def worth_its_memory(problem: Problem) -> bool:
-    """Whether keeping attention's result alone saves more time a byte than keeping all but gate and up, as it does where
-    documents are long: else such layers are not looked at."""
-
-    def time_a_byte(kept: Recompute) -> float:
-        saved = problem.costs.recompute["layer"] - problem.costs.recompute[kept]
-        return saved / (kept_bytes(problem.job, kept) - kept_bytes(problem.job, "layer"))
-
-    return time_a_byte("around_attention") > time_a_byte("gate_up")
+def _smallest(problem: Problem) -> tuple[_Case, Numbers]:
+    found = [(case, case.smallest()) for case in _cases(problem)]
+    keys = [case.key(plan) for case, plan in found]
+    return found[min(range(len(found)), key=lambda i: (keys[i][2], keys[i][0], keys[i][1]))]
 
 
-@lru_cache(maxsize=4)
-def splits_of(layers: int) -> Counts:
-    """All ways to write `layers` as a sum over the kinds: [n, KINDS]"""
-    bars = np.array(list(itertools.combinations(range(layers + KINDS - 1), KINDS - 1)), dtype=np.int64)
-    edges = np.column_stack([np.full(len(bars), -1), bars, np.full(len(bars), layers + KINDS - 1)])
-    return np.diff(edges, axis=1) - 1
+def _cases(problem: Problem) -> list[_Case]:
+    return [_Case(Tables(case, pieces)) for case in problem.cases() for pieces in problem.pieces]
 
 
-@dataclass(frozen=True)
-class _Table:
-    """Layers that stay and that leave, [n, KINDS] each, and what comes of it."""
+class _Case:
+    def __init__(self, tables: Tables) -> None:
+        self.tables = tables
+        self.sizes = np.bincount(tables.kinds)  # layers of each kind
+        self.host = tables.problem.host_left
+        self.allowed = tuple(i for i, choice in enumerate(CHOSEN) if self.host or not choice.offload)
+        self.moves = _moves(tuple(map(int, self.sizes)), self.allowed)
 
-    staying: Counts
-    leaving: Counts
-    peak: Counts
-    ms: Counts
-    host: Counts
-    slot: Counts  # the largest of a layer that offloads
+    def uniform(self, choice: Choice) -> Numbers:
+        plan = np.zeros((len(self.sizes), len(CHOSEN)), dtype=np.int64)
+        plan[:, CHOSEN.index(choice)] = self.sizes
+        return plan
 
-    def first(self, *order: str, where: Counts) -> tuple[tuple[float, ...], tuple[Counts, Counts]] | None:
-        """The row that is least by these columns: (their values, its counts)."""
-        rows = np.flatnonzero(where)
-        if not len(rows):
+    def layers(self, plans: Numbers) -> tuple[Numbers, Numbers]:
+        """Levels and offloading of each layer. Of a kind, the largest working set is at the bottom; layers that offload are
+        spread evenly among those of their level, the first of them first: the last layer, which backward needs at once, is the
+        last to be chosen."""
+        levels = np.zeros((len(plans), len(self.tables.kinds)), dtype=np.int64)
+        leaves = np.zeros(levels.shape, dtype=bool)
+        for kind, size in enumerate(self.sizes):
+            of_level = plans[:, kind].reshape(len(plans), len(LEVELS), 2)
+            counts = of_level.sum(axis=2)
+            ends, number = np.cumsum(counts, axis=1), np.arange(size)
+            level = (number[None, :, None] >= ends[:, None, :]).sum(axis=2)
+            inside = number - np.take_along_axis(ends - counts, level, axis=1)
+            leaving, count = (np.take_along_axis(x, level, axis=1) for x in (of_level[:, :, 1], counts))
+            at = self.tables.kinds == kind
+            levels[:, at], leaves[:, at] = level, (-inside * leaving) % count < leaving
+        return levels, leaves
+
+    def outcomes(self, plans: Numbers) -> Outcomes:
+        return self.tables.outcomes(*self.layers(plans))
+
+    def found(self, plan: Numbers) -> SearchResult:
+        levels, leaves = self.layers(plan[None])
+        choices = tuple(Choice(LEVELS[level], bool(leaf)) for level, leaf in zip(levels[0], leaves[0], strict=True))
+        return SearchResult(self.tables.problem, self.tables.pieces, choices)
+
+    def key(self, plan: Numbers) -> tuple[float, float, float]:
+        found = self.outcomes(plan[None])
+        return float(found.ms[0]), float(found.host[0]), float(found.peak[0])
+
+    def fits(self, plan: Numbers, limit: float) -> bool:
+        _, host, peak = self.key(plan)
+        return peak <= limit and host <= self.host
+
+    def likely(self, limit: float) -> list[Numbers]:
+        """The fastest of the rough plans that fit, for each largest level that is offloaded."""
+        plans = _rough(tuple(map(int, self.sizes)), self.allowed)
+        found = self.outcomes(plans)
+        order = np.lexsort([found.peak, found.host, found.ms])
+        order = order[((found.peak <= limit) & (found.host <= self.host))[order]]
+        largest = (plans[:, :, 1::2].sum(axis=1) > 0) @ (1 << np.arange(len(LEVELS)))
+        largest = np.array([int(bits).bit_length() for bits in largest])
+        return [plans[i] for level in range(len(LEVELS) + 1) for i in order[largest[order] == level][:EACH]]
+
+    def smallest(self) -> Numbers:
+        """The least peak."""
+
+        def order(found: Outcomes) -> list[Numbers]:
+            return [found.peak, found.ms, found.host]
+
+        starts = [plan for choice in CHOSEN if self.key(plan := self.uniform(choice))[1] <= self.host]
+        ends = np.array([self._descended(start, order) for start in starts])
+        best: Numbers = ends[np.lexsort(order(self.outcomes(ends))[::-1])[0]]
+        return best
+
+    def improved(self, plan: Numbers, limit: float, *, pairs: bool) -> Numbers:
+        """As fast as moves, and pairs of them, can make it within `limit`."""
+
+        def order(found: Outcomes) -> list[Numbers]:
+            return [np.maximum(found.peak, limit), found.ms, found.host, found.peak]
+
+        return self._descended(plan, order, pairs=pairs)
+
+    def _descended(self, plan: Numbers, order: Callable[[Outcomes], list[Numbers]], *, pairs: bool = False) -> Numbers:
+        """The best of all moves, made as long as one is better in this order; then of pairs of them."""
+        while True:
+            plans = np.concatenate([plan[None], plan + self.moves])
+            plans = plans[(plans >= 0).all(axis=(1, 2))]
+            better = self._best(plans, self.outcomes(plans), order)
+            if better is None and pairs:
+                plans = np.concatenate([plan[None], self._pairs(plan)])
+                better = self._best(plans, self.outcomes(plans), order)
+            if better is None:
+                return plan
+            plan = better
+
+    def _best(self, plans: Numbers, found: Outcomes, order: Callable[[Outcomes], list[Numbers]]) -> Numbers | None:
+        """None: it is the first one."""
+        allowed = np.flatnonzero(found.host <= self.host)
+        columns = [column[allowed] for column in order(found)]
+        first = np.lexsort(columns[::-1])[0]
+        if all(column[first] == column[0] for column in columns):
             return None
-        columns = [getattr(self, name)[rows] for name in order]
-        at = rows[np.lexsort(columns[::-1])[0]]
-        return tuple(float(getattr(self, name)[at]) for name in order), (self.staying[at], self.leaving[at])
+        best: Numbers = plans[allowed[first]]
+        return best
+
+    def _pairs(self, plan: Numbers) -> Numbers:
+        """Two moves away: some that make it faster, and some that free memory of the device or of the host, a few layers of
+        each. Those come first that save the most milliseconds for a byte, or that cost the fewest."""
+        moves = self.moves[np.abs(self.moves).max(axis=(1, 2)) == 1]
+        moves = moves[(plan + moves >= 0).all(axis=(1, 2))]
+        ms, peak, host = (column[1:] - column[0] for column in self.outcomes(np.concatenate([plan[None], plan + moves]))[:3])
+        gains, frees = np.flatnonzero(ms < 0), np.flatnonzero((peak < 0) | (host < 0))
+        gains = gains[np.argsort(ms[gains] / np.maximum(peak[gains], 1.0), kind="stable")[:BEST]]
+        frees = frees[np.argsort(ms[frees] / np.maximum(-peak[frees], 1.0), kind="stable")[:BEST]]
+        some = np.array(FEW)[:, None, None, None]
+        gained, freed = ((some * moves[which]).reshape(-1, *plan.shape) for which in (gains, frees))
+        both = (plan + gained[:, None] + freed[None]).reshape(-1, *plan.shape)
+        found: Numbers = both[(both >= 0).all(axis=(1, 2))]
+        return found
 
 
-class _Grid:
-    """What levels.evaluate computes, for many counts at once."""
-
-    def __init__(self, problem: Problem, pieces: int) -> None:
-        job, self.problem, self.pieces = problem.job, problem, pieces
-        self.layers, costs = job.shape.layers, problem.costs
-        self.kept = np.array([kept_bytes(job, r) for r in RECOMPUTES], dtype=np.float64)
-        self.working = np.array([working_bytes(job, r, pieces) for r in RECOMPUTES], dtype=np.float64)
-        self.slots = np.array([problem.slot(r) for r in RECOMPUTES], dtype=np.float64)
-        self.forward = np.array([forward_bytes(job, r, pieces) for r in RECOMPUTES], dtype=np.float64)
-        self.top = np.array([top_bytes(job, r, pieces) for r in RECOMPUTES], dtype=np.float64)
-        self.static, self.head = sum(static_parts(job).values()), head_bytes(job, pieces)
-        self.pieces_ms = np.array([(pieces - 1) * costs.piece if r != "nothing" else 0.0 for r in RECOMPUTES])
-        self.back_ms = np.array([costs.backward + costs.recompute[r] for r in RECOMPUTES])
-
-    def found(self, staying: Counts, leaving: Counts) -> Found:
-        return Found(self.problem, self.pieces, tuple(map(int, staying)), tuple(map(int, leaving)))
-
-    def bounds(self, splits: Counts, limit: float) -> Counts:
-        """No offloading of a split takes less time; infinite where none fits. A hair less than that, since the sums are done
-        in another order than in `table`."""
-        costs, present = self.problem.costs, splits > 0
-        kept = splits @ self.kept
-        at_least = np.where(present, self.working, 0).max(axis=1)  # of the lowest layer of the kind that needs most
-        end = np.maximum((self.working + self.top)[_uppermost(splits)], self.head)
-        end = np.maximum(end, np.where(present, self.forward, 0).max(axis=1))
-        below = np.where(present, np.cumsum(splits * self.kept, axis=1) + self.working, 0).max(axis=1)
-        stays = self.static + np.maximum(below, kept + end) < limit
-        pool = POOL_SLOTS * np.where(present, self.slots, np.inf).min(axis=1)
-        room = limit - self.static - pool - end
-        leaves = np.where(stays, 0.0, np.maximum(kept - room, 0.0))
-        possible = stays | ((room > 0) & (self.static + pool + at_least < limit) & (leaves <= self.problem.host_left))
-        # Bytes that leave while their own kind computes, and that come back so.
-        hidden = splits @ np.minimum(self.slots, costs.forward * costs.to_host)
-        forward = self.layers * costs.forward + np.maximum(leaves - hidden, 0.0) / costs.to_host
-        hidden = splits @ np.minimum(self.slots, self.back_ms * costs.from_host)
-        back = splits @ self.back_ms + np.maximum(leaves - hidden, 0.0) / costs.from_host
-        return np.where(possible, self.problem.rest_ms + forward + back + splits @ self.pieces_ms - EQUAL_MS, np.inf)
-
-    def table(self, splits: Counts, limit: float) -> _Table:
-        """The offloadings of some splits that are worth trying."""
-        if not self.problem.host_left:
-            return self._evaluated(splits, np.zeros_like(splits))
-        most = np.argmax(splits, axis=1)
-        of_each = [_of_the_others(tuple(map(int, split)), int(kind)) for split, kind in zip(splits, most, strict=True)]
-        none, lengths = np.concatenate(of_each), [len(rows) for rows in of_each]
-        few = none @ self.slots <= self.problem.host_left
-        layers, most, none = np.repeat(splits, lengths, axis=0)[few], np.repeat(most, lengths)[few], none[few]
-        before = self._evaluated(layers, none)
-        more_pool = POOL_SLOTS * (np.maximum(before.slot, self.slots[most]) - before.slot)
-        least = np.ceil((before.peak + more_pool - limit) / self.kept[most])
-        some, each = none.copy(), np.arange(len(none))
-        some[each, most] = least.clip(1, layers[each, most])
-        return self._evaluated(np.concatenate([layers, layers]), np.concatenate([none, some]))
-
-    def extremes(self) -> _Table:
-        """Layers of one kind or two. Of a kind none offload, all but one, which then need not wait for its copy at the top, or
-        all; as far as the host has room, for either kind first."""
-        one = np.arange(self.layers + 1)
-        rows = []
-        for pair in itertools.permutations(range(KINDS), 2):
-            split = np.zeros((len(one), KINDS), dtype=np.int64)
-            split[:, pair[0]], split[:, pair[1]] = one, self.layers - one
-            for stay in itertools.product((self.layers, 1, 0), repeat=2) if self.problem.host_left else [(self.layers,) * 2]:
-                leaving, room = np.zeros_like(split), np.full(len(one), float(self.problem.host_left))
-                for kind, staying in zip(pair, stay, strict=True):
-                    leaving[:, kind] = np.minimum(np.maximum(split[:, kind] - staying, 0), room // self.slots[kind])
-                    room -= leaving[:, kind] * self.slots[kind]
-                rows.append((split, leaving))
-        return self._evaluated(np.concatenate([split for split, _ in rows]), np.concatenate([leaving for _, leaving in rows]))
-
-    def _evaluated(self, layers: Counts, leaving: Counts) -> _Table:
-        """`layers` by kind, and how many of them leave."""
-        staying = layers - leaving
-        below = np.cumsum(staying * self.kept, axis=1)  # kept by the layers up to the last of each kind
-        largest = np.where(layers > 0, below + self.working, 0).max(axis=1)
-        slot = np.where(leaving > 0, self.slots, 0).max(axis=1)
-        top = _uppermost(layers)
-        own = np.where(staying[np.arange(len(staying)), top] == 0, self.slots[top], 0)
-        last = np.maximum((self.working + self.top)[top], self.head)
-        last = below[:, -1] + np.maximum(last, own + np.where(layers > 0, self.forward, 0).max(axis=1))
-        peak = self.static + POOL_SLOTS * slot + np.maximum(largest, last)
-        ms = self.problem.rest_ms + layers @ self.pieces_ms
-        for kind, recompute in enumerate(RECOMPUTES):
-            ms = ms + milliseconds_of(self.problem.costs, recompute, self.slots[kind], layers[:, kind], leaving[:, kind])
-        ms = np.round(ms / EQUAL_MS) * EQUAL_MS  # copies that hide change the last bit of a sum, and must not win by it
-        return _Table(staying, leaving, peak, ms, leaving @ self.slots, slot)
+@lru_cache(maxsize=16)
+def _rough(sizes: tuple[int, ...], allowed: tuple[int, ...]) -> Numbers:
+    """Plans of at most three choices, in eighths of each kind's layers, or sixteenths: [n, kinds, choices]."""
+    all_of_it = 16 if sum(sizes) <= 20 else 8
+    shares = [(a, b, all_of_it - a - b) for a in range(all_of_it + 1) for b in range(all_of_it + 1 - a)]
+    plans = np.zeros((len(shares), len(list(combinations(allowed, 3))), len(sizes), len(CHOSEN)), dtype=np.int64)
+    for i, chosen in enumerate(combinations(allowed, 3)):
+        for j, parts in enumerate(shares):
+            ends = np.cumsum([0, *parts])[:, None] * np.array(sizes) // all_of_it
+            plans[j, i][:, chosen] = np.diff(ends, axis=0).T
+    found: Numbers = np.unique(plans.reshape(-1, len(sizes), len(CHOSEN)), axis=0)
+    return found
 
 
-@lru_cache(maxsize=4096)
-def _of_the_others(split: tuple[int, ...], most: int) -> Counts:
-    """Every number of each kind that can leave, and none of the kind with the most layers."""
-    choices = [np.arange(1 if kind == most else n + 1) for kind, n in enumerate(split)]
-    return np.stack([axis.ravel() for axis in np.meshgrid(*choices, indexing="ij")], axis=1)
-
-
-def _uppermost(layers: Counts) -> Counts:
-    """Of the kinds that are there, the one that stands at the top."""
-    above: Counts = np.argmax(layers[:, ::-1] > 0, axis=1)
-    return KINDS - 1 - above
+@lru_cache(maxsize=64)
+def _moves(sizes: tuple[int, ...], allowed: tuple[int, ...]) -> Numbers:
+    """[n, kinds, choices]: some layers of a kind leave a choice for another one."""
+    moves = []
+    for kind, size in enumerate(sizes):
+        for count, a, b in ((2**power, a, b) for power in range(size.bit_length()) for a in allowed for b in allowed if a != b):
+            move = np.zeros((len(sizes), len(CHOSEN)), dtype=np.int64)
+            move[kind, a], move[kind, b] = -count, count
+            moves.append(move)
+    return np.array(moves)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from pronghorn.hf_types import HFModel
 from pronghorn.kernels.lora.fp8_lora import SplitTable
 from pronghorn.kernels.lora.multi_copy import CopyTable
 from pronghorn.kernels.loss.cross_entropy_rows import IGNORED
@@ -54,7 +55,7 @@ class OuterLoop(Protocol):
 
 
 class FastCausalLM:
-    def __init__(self, model: Any, *, fp8: bool = False) -> None:
+    def __init__(self, model: HFModel, *, fp8: bool = False) -> None:
         """`fp8`: layers stored in 4 bits, and trained ones, multiply in FP8, as those stored in FP8 always do."""
         config = model.config.get_text_config()
         family = family_of(config)
@@ -221,7 +222,7 @@ def left_behind() -> None:
     )
 
 
-def install(model: Any, *, fp8: bool = False) -> str:
+def install(model: HFModel, *, fp8: bool = False) -> str:
     """Gives a Hugging Face causal LM instance an engine. Returns the reason if it cannot, else an empty string; the model
     trains either way. `fp8`: as in `FastCausalLM`."""
     base = base_of(model)
@@ -244,7 +245,7 @@ def is_known(function: Any) -> bool:
     return str(getattr(function, "__module__", "")).split(".")[0] in KNOWN_PACKAGES
 
 
-def _separate_weights(model: Any, prefix: str, keep_vars: bool) -> None:
+def _separate_weights(model: HFModel, prefix: str, keep_vars: bool) -> None:
     """Before `state_dict` of the model itself: saving needs each weight in its own memory, not as views of one buffer.
 
     Inside a PEFT model (`prefix` is not empty) it does nothing: checkpoints hold only the adapter. One group of linears is
@@ -255,10 +256,10 @@ def _separate_weights(model: Any, prefix: str, keep_vars: bool) -> None:
         engine.separate()
 
 
-def base_of(model: Any) -> Any:
+def base_of(model: HFModel) -> Any:
     """The Hugging Face model inside PEFT's wrapper, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def engine_of(model: Any) -> FastCausalLM | None:
+def engine_of(model: HFModel) -> FastCausalLM | None:
     return getattr(base_of(model), ENGINE, None)

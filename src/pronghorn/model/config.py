@@ -14,6 +14,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from pronghorn.errors import ModelError
 from pronghorn.folders import folder_of
+from pronghorn.hf_types import HFConfig, HFModel
 from pronghorn.hub import model_folder
 from pronghorn.model.config_check import (
     require_architectures,
@@ -55,7 +56,7 @@ def no_config(name: str) -> ModelError:
     )
 
 
-def empty_model(name: str, config: Any, dtype: torch.dtype | None = None) -> PreTrainedModel:
+def empty_model(name: str, config: HFConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """The family's own modules without memory."""
     options = {} if dtype is None else {"dtype": dtype}
     with torch.device("meta"):
@@ -118,7 +119,7 @@ def _told(name: str, error: BaseException, what: str) -> ModelError:
     return ModelError(what=what, where=name, why=first[:300], fix=fix)
 
 
-def stays_wide(model: Any, name: str) -> bool:
+def stays_wide(model: HFModel, name: str) -> bool:
     """Whether this parameter or buffer stays in float32 whatever the model's dtype, as transformers loads it: the bias of a
     router's choice, for one, whose steps of 0.001 bf16 would lose beside a value near 1."""
     kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pronghorn.errors import ModelError, counted
+from pronghorn.hf_types import HFConfig
 from pronghorn.model.weight_files import Stored, wrong_weights
 
 # The most that is believed, about ten times what the largest known model has: 126 layers (Llama 3.1 405B), a width of 18,432,
@@ -150,7 +151,7 @@ def require_architectures(content: Mapping[str, Any], where: str) -> None:
         raise _changed(f"config.json says architectures: {str(names)[:40]!r}", where, "it must be a list of class names")
 
 
-def require_consistent(config: Any, where: str) -> None:
+def require_consistent(config: HFConfig, where: str) -> None:
     """Checks the config as transformers understands it: heads that divide each other, a head width that RoPE can halve."""
     text = config.get_text_config()
     heads = getattr(text, "num_attention_heads", None)
@@ -172,7 +173,7 @@ def require_consistent(config: Any, where: str) -> None:
         raise _changed(f"config.json says {counted(layers, 'layer')} but lists {len(types)} layer types", where)
 
 
-def require_weights_for(config: Any, stored: Stored | None, where: str) -> None:
+def require_weights_for(config: HFConfig, stored: Stored | None, where: str) -> None:
     """Before the model is built, even without memory: as many layers as the files have, and embeddings that they can hold.
     `stored` None: the files are not there to look at."""
     if stored is None or not stored.tensors:

@@ -15,6 +15,8 @@ import dataclasses
 from functools import cache
 from typing import Any
 
+from pronghorn.hf_types import HFConfig
+
 DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop", "residual_dropout", "router_jitter_noise")
 QUERY_SCALE = "llama_4_scaling_beta"
 
@@ -266,7 +268,7 @@ ROPE_KEYS = frozenset(
 )
 
 
-def unknown_key(config: Any) -> str:
+def unknown_key(config: HFConfig) -> str:
     """A key that may change what the model computes and that the fast layers do not know, in a sentence; else empty."""
     kind = type(config)
     if not dataclasses.is_dataclass(kind):
@@ -294,7 +296,7 @@ def _may_count(key: str, value: Any) -> bool:
     return bool(value) and key not in HONOURED  # a size or a bias: the fast layers ask the module
 
 
-def fields_of(config: Any) -> set[str]:
+def fields_of(config: HFConfig) -> set[str]:
     """Keys that transformers reads; of a plain object, all it has."""
     kind = type(config)
     if not dataclasses.is_dataclass(kind):

@@ -13,6 +13,7 @@ from peft import PeftModel, get_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 
 from pronghorn.errors import EnvironmentFault, ModelError
+from pronghorn.hf_types import HFModel, Tokenizer
 from pronghorn.model.carried import generation_apart, write_generation
 from pronghorn.model.config import read_config
 from pronghorn.model.load import load_base, load_model, without_progress_bars
@@ -23,7 +24,7 @@ from pronghorn.recipe import Recipe
 NOT_EXPORTED = ("manifest.json", "training_state.safetensors", "README.md")
 
 
-def save_model(model: Any, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+def save_model(model: HFModel, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
     """An adapter in PEFT's layout, or the whole model in Hugging Face's, perhaps with other `weights` than it holds, by the
     names of its parameters. Without network access."""
     with without_progress_bars():
@@ -50,7 +51,7 @@ class AdapterFiles:
     small: dict[str, bytes]  # every other file
 
 
-def adapter_files(model: PeftModel, tokenizer: Any, folder: Path) -> AdapterFiles:
+def adapter_files(model: PeftModel, tokenizer: Tokenizer, folder: Path) -> AdapterFiles:
     """Once per run, before its first step. PEFT writes its files with empty tensors, which gives the names. `folder`: empty."""
     empty = {name: torch.empty(0) for name, _ in model.named_parameters()}
     with without_progress_bars():
@@ -71,14 +72,14 @@ def adapter_files(model: PeftModel, tokenizer: Any, folder: Path) -> AdapterFile
     return AdapterFiles(ADAPTER_WEIGHTS, tensors, metadata, small)
 
 
-def save_small_files(model: Any, tokenizer: Any, folder: Path) -> None:
+def save_small_files(model: HFModel, tokenizer: Tokenizer, folder: Path) -> None:
     """Everything in a full model's folder except the weights."""
     model.config.save_pretrained(str(folder))
     write_generation(model, folder)
     tokenizer.save_pretrained(str(folder))
 
 
-def try_small_files(name: str, tokenizer: Any, folder: Path) -> None:
+def try_small_files(name: str, tokenizer: Tokenizer, folder: Path) -> None:
     """What a checkpoint and a merged export need of the base model beside its weights, before these are loaded."""
     with savable("the tokenizer", name):
         tokenizer.save_pretrained(str(folder))

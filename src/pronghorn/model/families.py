@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from pronghorn.hf_types import HFConfig
 from pronghorn.kernels.mlp.gated_mlp import Kind
 from pronghorn.kernels.moe.moe_gated import ExpertKind
 from pronghorn.model.config_keys import ACTIVATION, DROPOUTS, QUERY_SCALE, ROPE_KEYS, fields_of, unknown_key
@@ -162,19 +163,19 @@ FAMILIES = {
 WRAPPERS = ("gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
-def family_of(config: Any) -> Family:
+def family_of(config: HFConfig) -> Family:
     """The row of a text model's config; without qk-norm if the config turns it off."""
     family = FAMILIES[config.model_type]
     left_out = "use_qk_norm" in fields_of(config) and not config.use_qk_norm
     return replace(family, qk_norm=None) if left_out else family
 
 
-def text_config(config: Any) -> Any:
+def text_config(config: HFConfig) -> Any:
     """The text model's config: the config itself, unless there is more than text."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def ties_embeddings(config: Any) -> bool:
+def ties_embeddings(config: HFConfig) -> bool:
     """Whether the head is the embeddings. A model that reads images says it itself, and its text model may say otherwise
     (Mistral 3, whose default is yes): then the files decide, and what needs to know before counts both."""
     whole = bool(getattr(config, "tie_word_embeddings", False))
@@ -184,7 +185,7 @@ def ties_embeddings(config: Any) -> bool:
 NO_ROPE = "none"  # the kind of RoPE of layers that have none
 
 
-def why_not_fast(config: Any) -> str:
+def why_not_fast(config: HFConfig) -> str:
     """Why a model of this config trains on its own layers; empty if the fast ones support it."""
     whole, config = config, text_config(config)
     if whole is not config and whole.model_type not in WRAPPERS:
@@ -213,7 +214,7 @@ def why_not_fast(config: Any) -> str:
     return why_not_rope(config) or unknown_key(config)
 
 
-def why_not_routed(config: Any) -> str:
+def why_not_routed(config: HFConfig) -> str:
     """What of the routing the fast layers do not support; empty if they support all of it."""
     experts = FAMILIES[config.model_type].experts
     if experts is None:
@@ -233,13 +234,13 @@ def why_not_routed(config: Any) -> str:
     return ""
 
 
-def expert_groups(config: Any) -> tuple[int, int]:
+def expert_groups(config: HFConfig) -> tuple[int, int]:
     """(groups of experts, how many of them a token chooses from)"""
     groups = int(getattr(config, "n_group", None) or 1)
     return groups, int(getattr(config, "topk_group", None) or groups)
 
 
-def why_not_rope(config: Any) -> str:
+def why_not_rope(config: HFConfig) -> str:
     """Which RoPE parameters the fast layers do not support; empty if they support all."""
     family = FAMILIES[config.model_type]
     for parameters in rope_parameters(config):
@@ -251,24 +252,24 @@ def why_not_rope(config: Any) -> str:
     return ""
 
 
-def rope_parameters(config: Any) -> list[dict[str, Any]]:
+def rope_parameters(config: HFConfig) -> list[dict[str, Any]]:
     """One set for all layers, or one for each type of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
     by_type = [value for value in parameters.values() if isinstance(value, dict)]
     return by_type or [parameters]
 
 
-def activation_name(config: Any) -> str:
+def activation_name(config: HFConfig) -> str:
     fields, fixed = fields_of(config), FAMILIES[config.model_type].activation
     return fixed or next(str(name) for key in ACTIVATION if key in fields and (name := getattr(config, key)) is not None)
 
 
-def num_experts(config: Any) -> int:
+def num_experts(config: HFConfig) -> int:
     names = ("num_local_experts", "n_routed_experts", "num_experts")
     return next((int(count) for name in names if (count := getattr(config, name, None))), 0)
 
 
-def layer_type(config: Any, index: int) -> str:
+def layer_type(config: HFConfig, index: int) -> str:
     """Its mixer: `full_attention`, `sliding_attention`, or another of the family's row."""
     types = getattr(config, "layer_types", None)
     if types:
@@ -276,16 +277,16 @@ def layer_type(config: Any, index: int) -> str:
     return "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
 
 
-def other_mixers(config: Any) -> list[str]:
+def other_mixers(config: HFConfig) -> list[str]:
     """Layer types of a model whose mixer is not attention."""
     return sorted(set(getattr(config, "layer_types", None) or ()) - set(ATTENTION))
 
 
-def window(config: Any, index: int) -> int | None:
+def window(config: HFConfig, index: int) -> int | None:
     return int(config.sliding_window) if layer_type(config, index) == "sliding_attention" else None
 
 
-def rope_kind(config: Any, index: int) -> str:
+def rope_kind(config: HFConfig, index: int) -> str:
     """Which of the model's cos and sin tables the layer reads; NO_ROPE: none."""
     flags, thetas = getattr(config, "no_rope_layers", None), getattr(config, "layer_rope_theta", None)
     if flags and not flags[index]:
@@ -298,7 +299,7 @@ def rope_kind(config: Any, index: int) -> str:
     return kind if kind in (getattr(config, "rope_parameters", None) or {}) else "every layer"
 
 
-def query_scale(config: Any) -> tuple[float, int] | None:
+def query_scale(config: HFConfig) -> tuple[float, int] | None:
     """beta and L: queries at position p are multiplied by 1 + beta log(1 + p // L)."""
     if not FAMILIES[config.model_type].query_scale:
         return None

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from pronghorn.hf_types import HFModel, Tokenizer
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.static_decode import StaticDecoding, why_not_static
 from pronghorn.model.text_stack import in_mode
@@ -24,7 +25,7 @@ class Generated:
     cut: bool  # truncated at the limit
 
 
-def end_tokens(model: Any, tokenizer: Any) -> list[int]:
+def end_tokens(model: HFModel, tokenizer: Tokenizer) -> list[int]:
     """Every token that ends an answer: the model's own list, the tokenizer's, and the recipe's (of data.eot_tokens)."""
     own = getattr(model.generation_config, "eos_token_id", None)
     ids = set(own if isinstance(own, list) else [own]) | {tokenizer.eos_token_id}
@@ -32,12 +33,12 @@ def end_tokens(model: Any, tokenizer: Any) -> list[int]:
     return sorted(i for i in ids if i is not None)
 
 
-def generate_answers(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], **options: Any) -> list[str]:
+def generate_answers(model: HFModel, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], **options: Any) -> list[str]:
     """The texts of `generate`."""
     return [one.text for one in generate(model, tokenizer, prompts, **options)]
 
 
-def _endings(model: Any, tokenizer: Any) -> dict[str, Any]:
+def _endings(model: HFModel, tokenizer: Tokenizer) -> dict[str, Any]:
     """How `model.generate` ends an answer, and pads."""
     stops = end_tokens(model, tokenizer)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stops or [0])[0]
@@ -46,8 +47,8 @@ def _endings(model: Any, tokenizer: Any) -> dict[str, Any]:
 
 @torch.no_grad()
 def generate(
-    model: Any,
-    tokenizer: Any,
+    model: HFModel,
+    tokenizer: Tokenizer,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -123,7 +124,9 @@ def _padded(prompts: Sequence[Sequence[int]], pad: int, device: torch.device) ->
 GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
 
 
-def _generated(model: Any, ids_BT: torch.Tensor, mask_BT: torch.Tensor, new: int, ending: dict[str, Any]) -> list[list[int]]:
+def _generated(
+    model: HFModel, ids_BT: torch.Tensor, mask_BT: torch.Tensor, new: int, ending: dict[str, Any]
+) -> list[list[int]]:
     out = model.generate(input_ids=ids_BT, attention_mask=mask_BT, max_new_tokens=new, **GREEDY, **ending)
     rows: list[list[int]] = out[:, ids_BT.shape[1] :].tolist()
     return rows
@@ -135,7 +138,9 @@ def _empty_cache(device: torch.device) -> None:
 
 
 @torch.no_grad()
-def sample_answer(model: Any, tokenizer: Any, prompt: Sequence[int], *, max_new_tokens: int, temperature: float) -> str:
+def sample_answer(
+    model: HFModel, tokenizer: Tokenizer, prompt: Sequence[int], *, max_new_tokens: int, temperature: float
+) -> str:
     """One answer drawn from the model's own probabilities, flattened (above 1) or sharpened by the temperature."""
     ids = torch.tensor([list(prompt)], device=next(model.parameters()).device)
     out = model.generate(
@@ -170,8 +175,8 @@ class _Listener:
 
 @torch.no_grad()
 def stream_tokens(
-    model: Any,
-    tokenizer: Any,
+    model: HFModel,
+    tokenizer: Tokenizer,
     prompt: Sequence[int],
     on_token: Callable[[int, torch.Tensor], bool],
     *,

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from pronghorn.hf_types import HFConfig, HFModel
 from pronghorn.model.final_norm import final_norm
 from pronghorn.model.layers.norms import Norm
 from pronghorn.model.layers.types import GradBuffer, Shards
@@ -44,8 +45,8 @@ class Outputs(NamedTuple):
 class Stack(Protocol):
     """The layers below (FastCausalLM), as a head uses them."""
 
-    model: Any
-    config: Any
+    model: HFModel
+    config: HFConfig
     norm: Norm
     shards: Shards | None
     balance: float
@@ -77,15 +78,15 @@ class Head(ABC):
 
     @classmethod
     @abstractmethod
-    def auto_class(cls, config: Any) -> Any:
+    def auto_class(cls, config: HFConfig) -> Any:
         """transformers' class that loads the whole model."""
 
     @classmethod  # noqa: B027  (the LM head asks for nothing)
-    def require(cls, config: Any, name: str) -> None:
+    def require(cls, config: HFConfig, name: str) -> None:
         """Refuses a model that has not the head and cannot get it. `name`: for the error."""
 
     @classmethod
-    def attach(cls, model: Any, seed: int, device: torch.device | None = None) -> Any:
+    def attach(cls, model: HFModel, seed: int, device: torch.device | None = None) -> Any:
         """The model with this head. One that is not in the files is drawn from the seed, on this device or, by default, on the
         embeddings'."""
         return model
@@ -96,7 +97,7 @@ class Head(ABC):
 
     @classmethod
     def loading_options(cls, pad_id: int) -> str:
-        """Of `from_pretrained`, as code, where the base is a language model."""
+        """Options of `from_pretrained`, as code, where the base is a language model."""
         return ""
 
     # ---- packed rows -------------------------------------------------------------------------------------------------

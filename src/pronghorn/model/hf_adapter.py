@@ -5,13 +5,13 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from peft import PeftModel
 from transformers.pytorch_utils import Conv1D  # GPT-2's linears
 
 from pronghorn.errors import CommandError, ModelError
+from pronghorn.hf_types import HFConfig, HFModel
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.families import EXPERTS
 from pronghorn.model.formats.store import stored_modules
@@ -29,13 +29,13 @@ TRAINED_WHOLE = ("embed_tokens", "lm_head")
 
 
 def with_adapter(
-    model: Any,
+    model: HFModel,
     *,
     target_modules: Sequence[str] | str,
     modules_to_save: Sequence[str] | None,
     layers: Sequence[int] | None,
     seed: int,
-    **config: Any,
+    **config: HFConfig,
 ) -> PeftModel:
     linears, other, stacks = _targets(model, target_modules)
     whole = [*other, *(name for name in modules_to_save or () if name not in other)]
@@ -74,7 +74,7 @@ def with_adapter(
     )
 
 
-def _targets(model: Any, asked: Sequence[str] | str) -> tuple[list[str] | str, list[str], list[str]]:
+def _targets(model: HFModel, asked: Sequence[str] | str) -> tuple[list[str] | str, list[str], list[str]]:
     """(names of linears for an adapter, modules to train whole, stacks of experts for an adapter).
 
     A name means what it means to PEFT: the end of a module's path, such as `q_proj` or `self_attn.q_proj`. One that no linear
@@ -109,7 +109,7 @@ def _targets(model: Any, asked: Sequence[str] | str) -> tuple[list[str] | str, l
     return list(dict.fromkeys(names)), whole, sorted(set(adapted))
 
 
-def _pattern(model: Any, asked: str, stacks: list[str]) -> str:
+def _pattern(model: HFModel, asked: str, stacks: list[str]) -> str:
     """A text is a regular expression to PEFT, which must match whole paths."""
     fix = 'use a list of names, or "all-linear"'
     try:

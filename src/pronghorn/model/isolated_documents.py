@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.errors import ModelError
+from pronghorn.hf_types import HFModel
 from pronghorn.model.causal_lm import base_of, engine_of
 from pronghorn.model.heads import head_in
 from pronghorn.model.layers.types import Documents
@@ -15,7 +16,7 @@ from pronghorn.model.text_stack import in_mode
 from pronghorn.packs import PackedDocuments
 
 
-def require_isolated_documents(model: Any, device: torch.device, vocabulary: int) -> None:
+def require_isolated_documents(model: HFModel, device: torch.device, vocabulary: int) -> None:
     """With two documents in one pack, changing the first must not change the second. Takes milliseconds, before training, on
     the layers that will train.
 

@@ -15,6 +15,7 @@ from transformers import Mxfp4Config, PreTrainedModel
 from transformers.utils import logging
 
 from pronghorn.errors import ModelError, RecipeError, counted
+from pronghorn.hf_types import HFConfig, HFModel, Tokenizer
 from pronghorn.hub import model_folder, no_such_model, pickled_weights
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.carried import remember_folder
@@ -100,7 +101,7 @@ def inspect_model(name: str, lora: Lora | None = None, *, storage: str = "bf16",
         del config.quantization_config  # its sizes are those of the original model
     stored = stored_weights(model_folder(name))
     require_weights_for(config, stored, name)
-    model: Any = empty_model(name, config)
+    model: HFModel = empty_model(name, config)
     text, parameters = text_config(config), sum(p.numel() for p in model.parameters())
     require_enough_weights(parameters, stored, name)
     vocabulary = int(model.get_input_embeddings().weight.shape[0])
@@ -145,7 +146,7 @@ def load_model(
     require_weights_for(config, stored_weights(folder), name)
     generation_config(name, folder)  # refused before the weights are read
 
-    def with_head(model: Any) -> Any:
+    def with_head(model: HFModel) -> Any:
         return HEADS[head].attach(model, seed, device)
 
     if row.quantize is not None:
@@ -192,7 +193,7 @@ def load_base(recipe: Recipe, dtype: torch.dtype, device: torch.device, **option
     return load_model(recipe.model, dtype, device, storage=recipe.stored_as, head=head, seed=seed, **options)
 
 
-def _require_enough_weights_for(config: Any, folder: Path, name: str) -> None:
+def _require_enough_weights_for(config: HFConfig, folder: Path, name: str) -> None:
     """transformers allocates whatever the files lack, however much it is."""
     plain = copy.deepcopy(config)
     if hasattr(plain, "quantization_config"):
@@ -200,7 +201,7 @@ def _require_enough_weights_for(config: Any, folder: Path, name: str) -> None:
     require_enough_weights(sum(p.numel() for p in empty_model(name, plain).parameters()), stored_weights(folder), name)
 
 
-def _forget_mxfp4(model: Any, dtype: torch.dtype) -> None:
+def _forget_mxfp4(model: HFModel, dtype: torch.dtype) -> None:
     """transformers (5.22) dequantizes experts to bf16 whatever the config, and would save them in 16 bits under their 4-bit
     names, which nothing reads."""
     for parameter in model.parameters():
@@ -246,7 +247,7 @@ def without_load_report(name: str) -> Iterator[None]:
         logger.removeFilter(errors_only)
 
 
-def require_tokenizer_fits(tokenizer: Any, vocabulary: int, name: str) -> None:
+def require_tokenizer_fits(tokenizer: Tokenizer, vocabulary: int, name: str) -> None:
     """A token id beyond the embeddings would read out of bounds on a GPU."""
     largest = max(tokenizer.get_vocab().values())
     if largest >= vocabulary:

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from pronghorn.errors import CheckpointError, ModelError, RecipeError
+from pronghorn.hf_types import HFConfig, HFModel
 from pronghorn.model.families import EXPERTS
 from pronghorn.model.formats.store import is_quantized
 from pronghorn.model.heads import WHOLE, head_in
@@ -28,7 +29,7 @@ LEFT_OUT = ("CAUSAL_LM", "SEQ_CLS")  # PEFT's own all-linear (0.21) adapts the h
 GATED = ("gate_proj", "up_proj", "down_proj")  # of an MLP
 
 
-def attach(model: torch.nn.Module, **config: Any) -> PeftModel:
+def attach(model: torch.nn.Module, **config: HFConfig) -> PeftModel:
     """PEFT's model around ours, by the keys of its config. Adapter weights are float32 whatever the base's precision, because
     small updates vanish in bf16. They are not merged in place while the base is quantized (merge.py)."""
     adapted: PeftModel = get_peft_model(model, LoraConfig(**task_of(model), **config), autocast_adapter_dtype=True)
@@ -37,7 +38,7 @@ def attach(model: torch.nn.Module, **config: Any) -> PeftModel:
     return adapted
 
 
-def task_of(model: Any) -> dict[str, Any]:
+def task_of(model: HFModel) -> dict[str, Any]:
     """The task type for PEFT's config. With SEQ_CLS, PEFT trains the head (`score`) whole."""
     return {"task_type": head_in(model.config).task}
 

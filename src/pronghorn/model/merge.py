@@ -12,6 +12,7 @@ from peft.tuners.lora import ParamWrapper
 from torch import Tensor
 
 from pronghorn.errors import ModelError
+from pronghorn.hf_types import HFModel
 from pronghorn.model.carried import base_folder, generation_apart
 from pronghorn.model.causal_lm import base_of
 from pronghorn.model.config import stays_wide
@@ -23,7 +24,7 @@ from pronghorn.model.text_stack import beside_text, copy_processor_files
 HALVES = (torch.bfloat16, torch.float16)
 
 
-def save_merged(model: Any, folder: Path, dtype: torch.dtype | None = None) -> None:
+def save_merged(model: HFModel, folder: Path, dtype: torch.dtype | None = None) -> None:
     """One Hugging Face folder in `dtype`, by default in 16 bits. The model itself stays as it is: weights are merged one by
     one, onto the CPU."""
     base = base_of(model)
@@ -46,7 +47,7 @@ def finish_folder(base: Any, folder: Path, dtype: torch.dtype, *, untied: bool) 
         copy_processor_files(base_folder(base), folder)
 
 
-def merged_weights(model: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+def merged_weights(model: HFModel, dtype: torch.dtype) -> dict[str, Tensor]:
     """Names as the model was loaded with. Adapters are added in float32 and rounded once; to weights in 4 or 8 bits as they
     are trained on, dequantized in the model's dtype."""
     base = base_of(model)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from pronghorn.errors import ModelError
+from pronghorn.hf_types import HFModel
 from pronghorn.hub import model_folder
 from pronghorn.kernels.quant.fp8_cast import FP8Tensor
 from pronghorn.kernels.quant.stored import StoredTensor
@@ -96,7 +97,7 @@ class MergedWeights:
         self.published = FORMATS.get(published_format(config))
         if hasattr(config, "quantization_config"):
             del config.quantization_config
-        model: Any = guarded(base, lambda: empty_model(str(self.folder), config, compute))
+        model: HFModel = guarded(base, lambda: empty_model(str(self.folder), config, compute))
         self.given: dict[str, Tensor] = {}  # what the checkpoint has whole
         if adapter is not None:
             head = HEADS[adapter[1].objective.kind.head]
@@ -168,7 +169,7 @@ class MergedWeights:
         return found
 
     def expert_adapters(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Of each expert's linears, by the files' names without `.weight`: A [r, D] and B [O, r]."""
+        """Adapters of each expert's linears, by the files' names without `.weight`: A [r, D] and B [O, r]."""
         for key, module in self.adapted.items():
             if not isinstance(module, ParamWrapper):
                 continue
@@ -335,7 +336,7 @@ def write_config(source: MergedWeights | WholeWeights, folder: Path, dtype: torc
     finish_folder(source.model, folder, dtype, untied=source.untied and ties_embeddings(config))
 
 
-def _expert_modules(model: Any, storage: Format) -> dict[str, StoredExperts]:
+def _expert_modules(model: HFModel, storage: Format) -> dict[str, StoredExperts]:
     """They replace the family's own where the run had them in few bits; else they only read what is published so."""
     if storage.quantize is not None:
         return stored_experts_(model, storage)

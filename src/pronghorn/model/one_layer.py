@@ -1,4 +1,4 @@
-"""A model of one decoder layer on torch's `meta` device, stored and adapted as a training method does it: sizes, no contents.
+"""A model of one decoder layer of each kind on torch's `meta` device, stored and adapted as a training method does it.
 
 For plans (memory/dry_run.py). Within `dispatch.dry_run`, whose target decides how weights in FP8 are multiplied.
 """
@@ -6,47 +6,82 @@ For plans (memory/dry_run.py). Within `dispatch.dry_run`, whose target decides h
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from transformers import AutoConfig
 
+from pronghorn.hf_types import HFConfig
 from pronghorn.model.config import empty_model
-from pronghorn.model.families import text_config
+from pronghorn.model.families import NO_ROPE, rope_kind, text_config, window
 from pronghorn.model.formats.checkpoint import published_format
 from pronghorn.model.formats.experts import StoredExperts
 from pronghorn.model.formats.store import store_experts_, store_linears_
 from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.heads import HEADS
 from pronghorn.model.lora import with_adapter
-from pronghorn.model.text_stack import beside_text, freeze_beside_text
+from pronghorn.model.text_stack import backbone, beside_text, freeze_beside_text
 from pronghorn.recipe import Lora
 
 
-def as_config(config: Any) -> Any:
+def as_config(config: HFConfig) -> Any:
     """Hugging Face's config object, of itself or of a plain dict of its values."""
     return AutoConfig.for_model(**config) if isinstance(config, dict) else config
 
 
-def written(config: Any) -> str:
+def written(config: HFConfig) -> str:
     """As JSON: equal for equal models."""
     return str(config.to_json_string(use_diff=False))
 
 
-def one_layer_model(written_config: str, storage: str, dtype: torch.dtype, lora: Lora | None, head: str = "lm") -> Any:
-    """`storage`: a row of the formats' table. `lora`: None if the weights are trained themselves, in float32. `head`: a
-    name of model/heads/."""
-    config, row = AutoConfig.for_model(**json.loads(written_config)), FORMATS[storage]
+@lru_cache(maxsize=64)
+def layer_kinds(written_config: str) -> tuple[int, ...]:
+    """For each layer the number of the first one that has the same modules and sizes and attends in the same way."""
+    config = _plain(written_config)
+    text, firsts = text_config(config), dict[Any, int]()
+    layers = backbone(empty_model(config.model_type, config)).layers
+    found = []
+    for i, layer in enumerate(layers):
+        sizes = tuple((name, parameter.shape) for name, parameter in layer.named_parameters())
+        found.append(firsts.setdefault((sizes, window(text, i), rope_kind(text, i) == NO_ROPE), i))
+    return tuple(found)
+
+
+def _plain(written_config: str) -> Any:
+    config = AutoConfig.for_model(**json.loads(written_config))
     config.architectures = None  # a head that is already there is added to a language model here
-    text, layers = text_config(config), int(text_config(config).num_hidden_layers)
-    for name, value in list(vars(text).items()):  # what is said of each layer
-        if isinstance(value, list) and len(value) == layers:
-            setattr(text, name, value[:1])
-    text.num_hidden_layers = 1
-    published = FORMATS.get(published_format(config))
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # sizes are those of the model it was made from
-    model: Any = empty_model(config.model_type, config, torch.float32 if lora is None else dtype)
+    return config
+
+
+def _few_layers(config: Any, kept: Sequence[int], dtype: torch.dtype) -> Any:
+    """These layers alone, the others gone."""
+    text = text_config(config)
+
+    def cut(numbers: Sequence[int]) -> None:
+        layers = int(text.num_hidden_layers)
+        for name, value in list(vars(text).items()):  # what is said of each layer
+            if isinstance(value, list) and len(value) == layers:
+                setattr(text, name, [value[number] for number in numbers])
+        text.num_hidden_layers = len(numbers)
+
+    cut(range(max(kept) + 1))
+    model: Any = empty_model(config.model_type, config, dtype)
+    layers = backbone(model).layers
+    backbone(model).layers = torch.nn.ModuleList([layers[number] for number in kept])
+    cut(kept)
+    return model
+
+
+def one_layer_of_each_kind(written_config: str, storage: str, dtype: torch.dtype, lora: Lora | None, head: str = "lm") -> Any:
+    """`storage`: a row of the formats' table. `lora`: None if the weights are trained themselves, in float32. `head`: a
+    name of model/heads/."""
+    row, firsts = FORMATS[storage], sorted(set(layer_kinds(written_config)))
+    published = FORMATS.get(published_format(AutoConfig.for_model(**json.loads(written_config))))
+    model = _few_layers(_plain(written_config), firsts, torch.float32 if lora is None else dtype)
     model = HEADS[head].attach(model, seed=0)
     if lora is None:
         model.requires_grad_(True)

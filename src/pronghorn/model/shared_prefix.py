@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
+from pronghorn.hf_types import HFConfig
 from pronghorn.kernels.attention.attention import pick_backend
 from pronghorn.kernels.attention.attention_short import MAX_WIDTH, SHARED_WIDTH
 from pronghorn.model.families import other_mixers, why_not_fast
 
 
-def why_not_shared(config: Any, device: torch.device, dtype: torch.dtype) -> str:
+def why_not_shared(config: HFConfig, device: torch.device, dtype: torch.dtype) -> str:
     """Empty where it can, on the fast layers. `dtype`: what they compute in. Asked before weights are loaded: packs depend on
     it."""
     if why := why_not_fast(config):

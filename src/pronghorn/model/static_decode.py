@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import StaticCache, StaticLayer
 
+from pronghorn.hf_types import HFModel
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.capture import Graphs, first_line
 from pronghorn.model.causal_lm import base_of
@@ -25,7 +26,7 @@ LOOKS = 8  # steps between two looks at whether all answers have ended
 CHECKED = 2  # steps of a graph that are compared; one alone would not show a position that stands still
 
 
-def why_not_static(model: Any) -> str:
+def why_not_static(model: HFModel) -> str:
     """Why a model's answers need transformers' `generate`; empty if they do not."""
     base = base_of(model)
     if not getattr(base, "_can_compile_fullgraph", False):
@@ -45,7 +46,7 @@ class _OneDtype(StaticLayer):  # type: ignore[misc]
 
 
 class StaticDecoding:
-    def __init__(self, model: Any, ids_BT: Tensor, mask_BT: Tensor, *, new: int, stops: list[int], pad: int) -> None:
+    def __init__(self, model: HFModel, ids_BT: Tensor, mask_BT: Tensor, *, new: int, stops: list[int], pad: int) -> None:
         """Prompts, padded on the left, on the model's device."""
         self._model, self._new, self._pad, device = model, new, pad, ids_BT.device
         B, T = ids_BT.shape

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from pronghorn.errors import CheckpointError
+from pronghorn.hf_types import HFConfig
 from pronghorn.model.config import empty_model, read_config
 from pronghorn.model.formats.store import dequantize_
 from pronghorn.model.heads import auto_class
@@ -55,7 +56,7 @@ def _refuse_named_modules(folder: Path) -> None:
 class CompressedWeights(NamedTuple):
     """Weights of a compressed-tensors checkpoint, by the names in its files."""
 
-    config: Any  # without what it says of the format
+    config: HFConfig  # without what it says of the format
     plain: dict[str, Tensor]  # as they are
     read: dict[str, Tensor]  # in few bits, read by that library
 
@@ -80,7 +81,7 @@ def read_compressed(folder: Path) -> CompressedWeights:
     return CompressedWeights(config, stored, read)
 
 
-def stock_of(config: Any, weights: dict[str, Tensor], adapter: Path | None = None) -> Any:
+def stock_of(config: HFConfig, weights: dict[str, Tensor], adapter: Path | None = None) -> Any:
     """A model by transformers, of weights by the files' names, in float32."""
     with without_progress_bars():
         kind: Any = type(empty_model("", config))
@@ -90,5 +91,5 @@ def stock_of(config: Any, weights: dict[str, Tensor], adapter: Path | None = Non
     return (PeftModel.from_pretrained(model, str(adapter)) if adapter else model).eval()
 
 
-def _as_dict(config: Any) -> dict[str, Any]:
+def _as_dict(config: HFConfig) -> dict[str, Any]:
     return config if isinstance(config, dict) else config.to_dict()  # type: ignore[no-any-return]

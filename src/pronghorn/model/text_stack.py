@@ -17,6 +17,7 @@ from typing import Any
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
+from pronghorn.hf_types import HFModel
 from pronghorn.model.families import text_config
 
 INNER = "language_model"
@@ -30,19 +31,19 @@ PROCESSOR_FILES = (
 )
 
 
-def backbone(model: Any) -> Any:
+def backbone(model: HFModel) -> Any:
     """The module with the embeddings, the decoder layers and the last norm."""
     return getattr(model.model, INNER, model.model)
 
 
-def decoder_layers(model: Any) -> dict[str, Any]:
+def decoder_layers(model: HFModel) -> dict[str, Any]:
     """By name, in their order."""
     layers = backbone(model).layers
     prefix = next(name for name, module in model.named_modules() if module is layers)
     return {f"{prefix}.{number}": layer for number, layer in enumerate(layers)}
 
 
-def head_of(model: Any) -> Any:
+def head_of(model: HFModel) -> Any:
     """The LM head, or PEFT's trained copy if modules_to_save names it."""
     return in_use(model.get_output_embeddings())
 
@@ -63,7 +64,7 @@ def inner_of(module: Any) -> Any:
     return module
 
 
-def beside_text(model: Any) -> list[str]:
+def beside_text(model: HFModel) -> list[str]:
     """Names of modules outside the text model. Empty for a text-only model."""
     inner = getattr(model, "model", None)
     if inner is None or not hasattr(inner, INNER):
@@ -76,13 +77,13 @@ def is_beside(name: str, modules: Iterable[str]) -> bool:
     return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
-def not_adapted(model: Any) -> str | None:
+def not_adapted(model: HFModel) -> str | None:
     """PEFT's `exclude_modules`: vision towers have linears of the same names."""
     found = beside_text(model)
     return f"({'|'.join(map(re.escape, found))})(\\..*)?" if found else None
 
 
-def freeze_beside_text(model: Any) -> int:
+def freeze_beside_text(model: HFModel) -> int:
     """Freezes everything outside the text model. Returns the number of parameters."""
     modules = beside_text(model)
     found = [parameter for name, parameter in model.named_parameters() if is_beside(name, modules)]
@@ -91,13 +92,13 @@ def freeze_beside_text(model: Any) -> int:
     return sum(parameter.numel() for parameter in found)
 
 
-def set_cache(model: Any, keeps: bool) -> None:
+def set_cache(model: HFModel, keeps: bool) -> None:
     """Switches the KV cache, for generation. The text model reads its own config."""
     model.config.use_cache = text_config(model.config).use_cache = keeps
 
 
 @contextmanager
-def in_mode(model: Any, *, training: bool) -> Iterator[None]:
+def in_mode(model: HFModel, *, training: bool) -> Iterator[None]:
     """The model trains or evaluates; then it is as before."""
     before = model.training
     model.train(training)
@@ -107,14 +108,14 @@ def in_mode(model: Any, *, training: bool) -> Iterator[None]:
         model.train(before)
 
 
-def keep_softcap(model: Any) -> None:
+def keep_softcap(model: HFModel) -> None:
     """transformers 5.17 runs Gemma 2 on SDPA, which leaves `attn_logit_softcapping` out without a word; eager attention has it.
     For whatever runs on the model's own layers: generation, logits, the check against them."""
     if getattr(text_config(model.config), "attn_logit_softcapping", None) and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation("eager")
 
 
-def stored_names(model: Any, keys: Iterable[str]) -> dict[str, str]:
+def stored_names(model: HFModel, keys: Iterable[str]) -> dict[str, str]:
     """The files' name of each weight of the model, where it is another: Gemma 3's files say `language_model.model`, as
     transformers named it when they were made, and Hunyuan 3's `shared_mlp`. A model with more than text saves itself under the
     files' names afterwards; the others do so anyway."""

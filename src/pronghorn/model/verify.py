@@ -26,6 +26,7 @@ from rich.table import Table
 from torch import Tensor
 
 from pronghorn.errors import ModelError
+from pronghorn.hf_types import HFConfig, HFModel
 from pronghorn.model.causal_lm import FastCausalLM, base_of, engine_of, install
 from pronghorn.model.families import rope_parameters, window
 from pronghorn.model.layers.layer import DecoderLayer
@@ -94,7 +95,7 @@ class Verdict:
         return table
 
 
-def verify(model: Any, seed: int = 0) -> Verdict:
+def verify(model: HFModel, seed: int = 0) -> Verdict:
     """Raises ModelError that names what is wrong. The model's own gradients are put back as they were."""
     if why := install(model):
         raise ModelError(
@@ -127,7 +128,7 @@ def verify(model: Any, seed: int = 0) -> Verdict:
     return verdict
 
 
-def _documents(config: Any, device: torch.device, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+def _documents(config: HFConfig, device: torch.device, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     chance = torch.Generator().manual_seed(seed)
     lengths = DOCUMENTS + FAR
     ids = torch.randint(0, config.vocab_size, (sum(lengths),), generator=chance)
@@ -140,13 +141,13 @@ def _documents(config: Any, device: torch.device, seed: int) -> tuple[Tensor, Te
     return ids.to(device), positions.to(device), bounds.to(device)
 
 
-def _last_position(config: Any) -> int:
-    """Of the context, and beyond the length with which a scaled RoPE began."""
+def _last_position(config: HFConfig) -> int:
+    """A position at the end of the context, beyond the length with which a scaled RoPE began."""
     first = [int(parameters.get("original_max_position_embeddings") or 0) for parameters in rope_parameters(config)]
     return min(LAST, max(int(getattr(config, "max_position_embeddings", 0) or 0), 2 * max(first), *FAR)) - 1
 
 
-def _require_windows(engine: FastCausalLM, config: Any) -> None:
+def _require_windows(engine: FastCausalLM, config: HFConfig) -> None:
     for layer, mixer in _attending(engine):
         ours, theirs = mixer.options["window"], window(config, layer.index)
         if ours != theirs:
@@ -163,8 +164,8 @@ def _attending(engine: FastCausalLM) -> list[tuple[DecoderLayer, Attention]]:
 
 
 @contextmanager
-def _narrow_windows(engine: FastCausalLM, config: Any) -> Iterator[None]:
-    """Of the family's layers, which read the config (masks) or the attention module, and of ours."""
+def _narrow_windows(engine: FastCausalLM, config: HFConfig) -> Iterator[None]:
+    """Narrows the windows of the family's layers, which read the config (masks) or the attention module, and of ours."""
     mixers = [mixer for _, mixer in _attending(engine)]
     holders = [config, *(mixer.module for mixer in mixers)]
     theirs = [(one, wide) for one in holders if (wide := getattr(one, "sliding_window", None) or 0) > NARROW]
@@ -183,7 +184,7 @@ def _narrow_windows(engine: FastCausalLM, config: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _random_adapters(model: Any, seed: int) -> Iterator[None]:
+def _random_adapters(model: HFModel, seed: int) -> Iterator[None]:
     """LoRA's B is zero at the start, so A would have no gradient and half of the adapter would go unchecked."""
     zeros = [p for name, p in model.named_parameters() if "lora_B" in name and p.requires_grad and not p.any()]
     chance = torch.Generator().manual_seed(seed)
@@ -196,7 +197,7 @@ def _random_adapters(model: Any, seed: int) -> Iterator[None]:
             parameter.detach().zero_()
 
 
-def _own_loss(model: Any, ids: Tensor, positions: Tensor, bounds: Tensor) -> Tensor:
+def _own_loss(model: HFModel, ids: Tensor, positions: Tensor, bounds: Tensor) -> Tensor:
     """The family's own forward."""
     engine = engine_of(model)
     assert engine is not None
@@ -207,7 +208,7 @@ def _own_loss(model: Any, ids: Tensor, positions: Tensor, bounds: Tensor) -> Ten
         )
 
 
-def _document_loss(model: Any, ids: Tensor, positions: Tensor, start: int, stop: int) -> Tensor:
+def _document_loss(model: HFModel, ids: Tensor, positions: Tensor, start: int, stop: int) -> Tensor:
     """One after the other: in a pack, some families let documents see each other (gpt-oss in transformers 5.22). With a mask,
     gaps between positions begin no new document."""
     if stop - start < 2:
@@ -219,7 +220,7 @@ def _document_loss(model: Any, ids: Tensor, positions: Tensor, start: int, stop:
     return F.cross_entropy(logits.float(), ids[start + 1 : stop], reduction="sum")
 
 
-def _gradients(model: Any, loss_of: Any) -> tuple[float, dict[str, Tensor]]:
+def _gradients(model: HFModel, loss_of: Any) -> tuple[float, dict[str, Tensor]]:
     before = {name: p.grad for name, p in model.named_parameters()}
     for parameter in model.parameters():
         parameter.grad = None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from pronghorn.data.template.rendering import within_limits
 from pronghorn.errors import DataError
+from pronghorn.hf_types import Tokenizer
 from pronghorn.model.generate import end_tokens, stream_tokens
 from pronghorn.serve.asked import DEFAULT_TOKENS, Request, RequestError
 from pronghorn.serve.models import Models, Served
@@ -134,7 +134,12 @@ def answer(
 
 class _Growing:
     def __init__(
-        self, tokenizer: Any, asked: Request, prompt_tokens: int, ends: set[int], on_text: Callable[[str, list[Token]], None]
+        self,
+        tokenizer: Tokenizer,
+        asked: Request,
+        prompt_tokens: int,
+        ends: set[int],
+        on_text: Callable[[str, list[Token]], None],
     ) -> None:
         self._tokenizer, self._asked, self._ends, self._on_text = tokenizer, asked, ends, on_text
         self._answer = Generated(prompt_tokens)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pronghorn.errors import CommandError
+from pronghorn.hf_types import HFModel, Tokenizer
 from pronghorn.model.load import DTYPES, pick_device, resolve_precision
 from pronghorn.model.several_adapters import with_adapters
 from pronghorn.train.run.trained_run import TrainedRun
@@ -20,11 +21,11 @@ FIRST = "default"  # PEFT's name of the first adapter
 class Served:
     name: str
     adapter: str | None  # PEFT's name of it; None: the base, or a model without adapters
-    tokenizer: Any
+    tokenizer: Tokenizer
 
 
 class Models:
-    def __init__(self, model: Any, served: Sequence[Served], *, adapters: bool) -> None:
+    def __init__(self, model: HFModel, served: Sequence[Served], *, adapters: bool) -> None:
         self.model, self._adapters = model, adapters
         self._served = {one.name: one for one in served}
 

@@ -434,7 +434,7 @@ class _Run:
         self._saver.wait()
 
     def _save_after(self, stopped: HealthStop) -> HealthStop:
-        """What is left of the last good step, and what to tell: the worse of two things."""
+        """The health stop to report, after the last good step was saved: the worse of the two verdicts."""
         try:
             if isinstance(stopped, BrokenWeights):
                 self._saver.wait()

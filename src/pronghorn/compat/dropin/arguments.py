@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 
 from pronghorn.errors import CommandError
+from pronghorn.hf_types import HFModel
 from pronghorn.kernels.runtime.dispatch import say_once
-from pronghorn.model.hf_types import HFModel
 from pronghorn.model.load import Precision, pick_device, resolve_precision
 
 SEVEN_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

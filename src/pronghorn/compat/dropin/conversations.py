@@ -18,7 +18,7 @@ from pronghorn.kernels.runtime.dispatch import say_once
 if TYPE_CHECKING:
     from datasets import Dataset
 
-    from pronghorn.model.hf_types import Tokenizer
+    from pronghorn.hf_types import Tokenizer
 
 COLUMNS = ("conversations", "messages", "conversation", "dialogue", "dialog", "chat")
 ROLE_KEYS, CONTENT_KEYS = ("role", "from"), ("content", "value")

@@ -12,10 +12,10 @@ from pronghorn.compat.dropin.accepted import SAVING, check_others
 from pronghorn.compat.dropin.arguments import check_choice
 from pronghorn.compat.dropin.hub_upload import send
 from pronghorn.data.encode.tokens import load_tokenizer
+from pronghorn.hf_types import HFModel, Tokenizer
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.carried import base_folder
 from pronghorn.model.causal_lm import base_of
-from pronghorn.model.hf_types import HFModel, Tokenizer
 from pronghorn.model.merge import save_merged
 
 WIDEST = "not_quantized"

@@ -11,9 +11,9 @@ from pronghorn.compat.dropin.module_walk import remember_walks
 from pronghorn.compat.dropin.recompute import set_recompute
 from pronghorn.compat.fused_head import answer_fused_heads
 from pronghorn.compat.hf_forward import install
+from pronghorn.hf_types import HFModel
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.causal_lm import base_of
-from pronghorn.model.hf_types import HFModel
 from pronghorn.model.text_stack import set_cache
 
 

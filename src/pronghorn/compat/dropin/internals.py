@@ -6,7 +6,7 @@ from typing import Any
 
 from pronghorn.compat.dropin.training import set_embedding_rate
 from pronghorn.data.encode.tokens import load_tokenizer
-from pronghorn.model.hf_types import HFModel
+from pronghorn.hf_types import HFModel
 
 
 def load_correct_tokenizer(tokenizer_name: str, **_: Any) -> Any:

@@ -35,11 +35,11 @@ from pronghorn.compat.dropin.length import set_length
 from pronghorn.compat.dropin.targets import SWITCHES, chosen_targets, require_same_adapter
 from pronghorn.data.encode.tokens import load_tokenizer
 from pronghorn.errors import CommandError
+from pronghorn.hf_types import HFModel
 from pronghorn.hub import model_folder
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.formats.store import is_quantized
 from pronghorn.model.hf_adapter import with_adapter
-from pronghorn.model.hf_types import HFModel
 from pronghorn.model.load import load_model, require_fp8_precision, require_tokenizer_fits
 from pronghorn.model.stored_adapter import adapter_folder, attach_adapter, base_name
 from pronghorn.model.text_stack import beside_text, freeze_beside_text

@@ -9,8 +9,8 @@ import torch
 
 from pronghorn.compat.dropin.arguments import DEFAULT_LENGTH
 from pronghorn.errors import CommandError, ModelError
+from pronghorn.hf_types import HFModel, Tokenizer
 from pronghorn.kernels.runtime.dispatch import say_once
-from pronghorn.model.hf_types import HFModel, Tokenizer
 from pronghorn.model.text_stack import backbone
 
 STRETCHED = ("default", "linear")  # types of RoPE whose frequencies are divided by the factor

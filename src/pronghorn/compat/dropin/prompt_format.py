@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pronghorn.errors import CommandError
 
 if TYPE_CHECKING:
-    from pronghorn.model.hf_types import Tokenizer
+    from pronghorn.hf_types import Tokenizer
 
 SYSTEM, INPUT, OUTPUT = "{SYSTEM}", "{INPUT}", "{OUTPUT}"
 DEFAULT_SYSTEM = (

@@ -19,6 +19,7 @@ from pronghorn.compat.captured_layers import rounded
 from pronghorn.compat.dropin.arguments import Recompute
 from pronghorn.compat.outer_loop import loop_of
 from pronghorn.errors import EnvironmentFault, ModelError, RecipeError
+from pronghorn.hf_types import HFModel
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.memory.costs import predicted_costs
 from pronghorn.memory.dry_run import static_parts
@@ -28,7 +29,6 @@ from pronghorn.memory.levels import KEEP, Problem
 from pronghorn.memory.plan import Plan, make_plan
 from pronghorn.model.causal_lm import FastCausalLM, base_of, engine_of
 from pronghorn.model.formats.table import storage_of
-from pronghorn.model.hf_types import HFModel
 from pronghorn.model.load import without_progress_bars
 
 ASKED = "_pronghorn_recompute"  # attribute of the model instance: the user's word
@@ -143,7 +143,7 @@ class KeptByMemory:
         """None: nothing but the layers' inputs."""
         self._plan = plan
         for number, layer in enumerate(self.engine.layers):
-            layer.level = "layer" if plan is None else plan.levels[number].recompute
+            layer.level = "layer" if plan is None else plan.choices[number].level
         say_once(f"memory: {text}")
 
     @property
@@ -157,13 +157,13 @@ class KeptByMemory:
 
 
 def told(plan: Plan, tokens: int) -> str:
-    again = [level.recompute for level in plan.levels if level != KEEP]
+    again = [choice.level for choice in plan.choices if choice != KEEP]
     if not again:
         return f"activations of all layers are saved for batches of up to {tokens:,} tokens; nothing is recomputed in backward"
-    whole = sum(recompute != "gate_up" for recompute in again)
+    whole = sum(level != "gate_up" for level in again)
     parts = [f"{whole} fully"] * bool(whole) + [f"{len(again) - whole} partly"] * (len(again) > whole)
     return (
-        f"{len(again)} of {len(plan.levels)} layers are recomputed in backward ({', '.join(parts)}); the others save "
+        f"{len(again)} of {len(plan.choices)} layers are recomputed in backward ({', '.join(parts)}); the others save "
         "their activations"
     )
 

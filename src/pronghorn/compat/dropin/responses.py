@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import Trainer
 
-    from pronghorn.model.hf_types import Tokenizer
+    from pronghorn.hf_types import Tokenizer
 
 
 def train_on_responses_only(

@@ -11,7 +11,7 @@ from pronghorn.compat.dropin.arguments import check_choice
 from pronghorn.compat.dropin.gguf import push_to_hub_gguf, save_pretrained_gguf
 from pronghorn.compat.dropin.hub_upload import send
 from pronghorn.errors import CommandError
-from pronghorn.model.hf_types import HFModel, Tokenizer
+from pronghorn.hf_types import HFModel, Tokenizer
 from pronghorn.model.merge import save_merged
 
 METHODS = ("merged_16bit", "lora")

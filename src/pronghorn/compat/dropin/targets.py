@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from pronghorn.errors import CommandError
+from pronghorn.hf_types import HFModel
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.hf_adapter import FUSED, TRAINED_WHOLE, ends_one_of, last_name
-from pronghorn.model.hf_types import HFModel
 from pronghorn.model.lora import text_linears
 from pronghorn.model.text_stack import beside_text
 

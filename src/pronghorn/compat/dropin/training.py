@@ -13,9 +13,9 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from pronghorn.errors import CommandError, EnvironmentFault
+from pronghorn.hf_types import HFModel
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.causal_lm import base_of
-from pronghorn.model.hf_types import HFModel
 
 if TYPE_CHECKING:
     from transformers import Trainer

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import BatchEncoding
 
-from pronghorn.model.hf_types import Tokenizer
+from pronghorn.hf_types import Tokenizer
 
 METHOD = "apply_chat_template"
 

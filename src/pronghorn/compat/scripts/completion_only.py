@@ -9,7 +9,7 @@ import torch
 
 from pronghorn.compat.scripts.notes import Notes
 from pronghorn.errors import CommandError
-from pronghorn.model.hf_types import Tokenizer
+from pronghorn.hf_types import Tokenizer
 
 READ = ("input_ids", "attention_mask")  # what else a row has is not for the model
 

@@ -19,7 +19,7 @@ from pronghorn.errors import CommandError
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-    from pronghorn.model.hf_types import HFModel
+    from pronghorn.hf_types import HFModel
 
 # old -> new, with the same meaning
 RENAMED = {

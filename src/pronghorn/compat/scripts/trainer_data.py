@@ -17,7 +17,7 @@ from pronghorn.errors import CommandError, DataError
 if TYPE_CHECKING:
     from datasets import Dataset
 
-    from pronghorn.model.hf_types import Tokenizer
+    from pronghorn.hf_types import Tokenizer
 
 TOKENS_OF_PAIRS = {"input_ids_chosen": "chosen_ids", "input_ids_rejected": "rejected_ids"}
 ROWS_COMPARED = 100  # a script masks labels in every row, or in none

@@ -32,6 +32,7 @@ from pronghorn.data.read.reading import (
     Name,
     Part,
     SourceCount,
+    Stage,
     bad_rows,
     expected_rows,
     key_of,
@@ -49,7 +50,6 @@ CACHE_VERSION = 9  # raise it when the same input is tokenized or laid out diffe
 COUNTED = ("read", "bad", "empty", "lost", "controls", "identical")  # rows, in notes and of all
 
 Progress = Callable[[str, int, int], None]
-Stage = Callable[[str], AbstractContextManager[Any]]
 
 
 def silent(label: str, done: int, total: int) -> None:
@@ -60,20 +60,47 @@ def no_stage(name: str) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """All rows of the sources that could be tokenized, before anything is dropped."""
+@dataclass(slots=True)
+class _Counts:
+    """What is known of all rows of the chunks that are written."""
 
-    table: TokenTable
-    path: Path  # of the cached table; its sidecars stand beside it
-    read: int
-    bad: int
-    empty: int  # with an answer that says nothing: junk, whether it is dropped or not
-    sources: tuple[SourceCount, ...]
+    read: int = 0
+    bad: int = 0
+    empty: int = 0  # with an answer that says nothing: junk, whether it is dropped or not
     lost: int = 0  # of which the chat template left something out, which data.lost allowed
     controls: int = 0  # whose texts hold control tokens
     identical: int = 0  # of preference data: with a rejected answer that is the chosen one; these and empty ones are left out
-    remarks: tuple[str, ...] = ()  # what became of the cache, if there is something to tell
+    sources: list[SourceCount] = field(default_factory=list)  # of all parts, also of those without a row
+
+    def add(self, note: Note) -> None:
+        """Adds the counts of one more chunk."""
+        for name in COUNTED:
+            setattr(self, name, getattr(self, name) + note.get(name, 0))
+        before = self.sources[note["part"]]
+        self.sources[note["part"]] = replace(
+            before,
+            format=note["format"],
+            read=before.read + note["read"],
+            rows=before.rows + note["rows"],
+            unused=tuple(sorted({*before.unused, *note["unused"]})),
+        )
+
+
+@dataclass(slots=True)
+class _Meta(_Counts):
+    """The note beside the table."""
+
+    seal: Seal = field(kw_only=True)
+    aside: str = field(kw_only=True)  # SHA-256 of the file of bad rows
+
+
+@dataclass(slots=True)
+class Rows(_Counts):
+    """All rows of the sources that could be tokenized, before anything is dropped."""
+
+    table: TokenTable = field(kw_only=True)
+    path: Path = field(kw_only=True)  # of the cached table; its sidecars stand beside it
+    remarks: tuple[str, ...] = field(default=(), kw_only=True)  # what became of the cache, if there is something to tell
 
     @property
     def bad_rows_file(self) -> Path | None:
@@ -144,45 +171,11 @@ def _open(path: Path, found: Sequence[Part]) -> Rows | None:
     if len(meta.sources) != len(found):
         raise DamagedError("its note has other sources")
     # how often rows come is the recipe's to say, and not kept here
-    counts = tuple(replace(source, weight=part.weight) for source, part in zip(meta.sources, found, strict=True))
+    counts = [replace(source, weight=part.weight) for source, part in zip(meta.sources, found, strict=True)]
     table = open_table(path, meta.seal)
     if sum(source.rows for source in counts) != len(table):
         raise DamagedError("its note has another number of rows")
-    return Rows(table, path, sources=counts, **{name: getattr(meta, name) for name in COUNTED})
-
-
-@dataclass(slots=True)
-class _Counts:
-    """What is known of all rows of the chunks that are written."""
-
-    read: int = 0
-    bad: int = 0
-    empty: int = 0
-    lost: int = 0
-    controls: int = 0
-    identical: int = 0
-    sources: list[SourceCount] = field(default_factory=list)  # of all parts, also of those without a row
-
-    def add(self, note: Note) -> None:
-        """Adds the counts of one more chunk."""
-        for name in COUNTED:
-            setattr(self, name, getattr(self, name) + note.get(name, 0))
-        before = self.sources[note["part"]]
-        self.sources[note["part"]] = replace(
-            before,
-            format=note["format"],
-            read=before.read + note["read"],
-            rows=before.rows + note["rows"],
-            unused=tuple(sorted({*before.unused, *note["unused"]})),
-        )
-
-
-@dataclass(slots=True)
-class _Meta(_Counts):
-    """The note beside the table."""
-
-    seal: Seal = field(kw_only=True)
-    aside: str = field(kw_only=True)  # SHA-256 of the file of bad rows
+    return Rows(table=table, path=path, sources=counts, **{name: getattr(meta, name) for name in COUNTED})
 
 
 class _Tokenizing:

@@ -10,6 +10,7 @@ Where the tokenizer allows it, a text is put together of the tokens of its words
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -19,7 +20,6 @@ from pronghorn.data.encode.encode_groups import bad_row, rows_of_groups
 from pronghorn.data.encode.tokens import Ints, Span, TokenRow, record_batch
 from pronghorn.data.encode.words import words_of
 from pronghorn.data.preference.preference_rows import Group
-from pronghorn.data.read.example_json import example_to_json
 from pronghorn.data.read.formats import Example
 from pronghorn.data.read.source_files import BadRow, excerpt
 from pronghorn.data.template.chat_messages import asks_to_train, only_read
@@ -73,7 +73,7 @@ class Encoder:
         if before:
             ids = np.concatenate([np.array(before, np.int32), ids])
             runs = [(start + len(before), stop + len(before)) for start, stop in runs]
-        return TokenRow(ids, tuple(runs), example.where, example_to_json(example), lost, len(literal))
+        return TokenRow(ids, tuple(runs), example.where, example.to_json(), lost, len(literal))
 
     def encode_many(self, examples: Sequence[Example] | Sequence[Group]) -> tuple[Any, list[BadRow], Told]:
         """A record batch of the rows that could be encoded, the others, and how many of the first are not as given."""
@@ -253,8 +253,8 @@ class Encoder:
 
 def _runs(encoding: Encoding, spans: Sequence[Span]) -> list[Span]:
     """The run of tokens of each span of characters: a border falls before the first token that starts at it or behind it."""
-    starts = np.array(encoding.offsets, np.int64).reshape(-1, 2)[:, 0]
-    return [(int(a), int(b)) for a, b in np.searchsorted(starts, np.array(spans).reshape(-1, 2), side="left")]
+    starts = [start for start, _ in encoding.offsets]
+    return [(bisect_left(starts, first), bisect_left(starts, last)) for first, last in spans]
 
 
 def _refuse_others_trained(example: Example) -> None:

@@ -20,7 +20,6 @@ from pronghorn.data.encode.tokens import TokenRow
 from pronghorn.data.preference.pair_rows import CHOSEN
 from pronghorn.data.preference.preference_rows import Group
 from pronghorn.data.read import clean
-from pronghorn.data.read.example_json import example_to_json
 from pronghorn.data.read.formats import Example
 from pronghorn.data.read.source_files import BadRow, excerpt
 from pronghorn.data.template.rendering import RowError
@@ -53,7 +52,7 @@ def rows_of_groups(
 
 def bad_row(example: Example, error: RowError) -> BadRow:
     why = error.what if not error.why else f"{error.what}; {error.why}"
-    return BadRow(example.where, why, excerpt(example_to_json(example)), error.fix)
+    return BadRow(example.where, why, excerpt(example.to_json()), error.fix)
 
 
 def _group(

@@ -26,6 +26,7 @@ from pronghorn.data.encode.encode import Encoder, Told
 from pronghorn.data.preference.preference_rows import Group
 from pronghorn.data.read.formats import Example
 from pronghorn.data.read.source_files import BadRow
+from pronghorn.digests import cores as usable_cores
 from pronghorn.errors import EnvironmentFault
 
 CHUNK = 256  # rows a worker takes at once: about 0.1 s of work, and one record batch of the file
@@ -44,7 +45,7 @@ class EncodingPool:
 
     def __init__(self, encoder: Encoder, cores: int | None = None, waiting: Callable[[], None] = lambda: None) -> None:
         self._encoder = encoder
-        self._cores = cores or _cores()
+        self._cores = cores or usable_cores()
         self._tell = waiting
         self._given = 0
         self._executor: ProcessPoolExecutor | None = None
@@ -57,12 +58,9 @@ class EncodingPool:
     def __exit__(self, kind: object, *_: object) -> None:
         if self._executor is not None:
             if kind is not None:  # a worker that was stopped would never end by itself
-                self._end_workers()
+                for worker in self._workers:
+                    worker.kill()
             self._executor.shutdown(wait=True, cancel_futures=True)
-
-    def _end_workers(self) -> None:
-        for worker in self._workers:
-            worker.kill()
 
     def give(self, examples: Sequence[Example] | Sequence[Group]) -> Iterator[Encoded]:
         """Take one chunk; returns what is ready, waiting only while more than two chunks a core are under way."""
@@ -134,12 +132,10 @@ class EncodingPool:
         return [(worker.pid, worker.exitcode) for worker in self._workers if worker.exitcode not in (None, 0, -signal.SIGTERM)]
 
     def _killed(self) -> EnvironmentFault:
-        ended = self._ended()
         for _ in range(100):  # the pool is broken as soon as a pipe closes, and how its process ended is known a moment later
-            if ended:
+            if ended := self._ended():
                 break
             time.sleep(0.01)
-            ended = self._ended()
         who = f"tokenizer process {ended[0][0]} {_how(ended[0][1])}" if ended else ("a tokenizer process was killed")
         rows = f"{self._waiting[0][1]} and following rows" if self._waiting else ""
         return EnvironmentFault(
@@ -157,11 +153,6 @@ def _process(pid: int | None) -> list[str]:
 
 def _how(code: int | None) -> str:
     return f"was ended by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with exit code {code}"
-
-
-def _cores() -> int:
-    """Cores this process may use, which in a container are fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _fork_is_safe() -> bool:

@@ -97,8 +97,8 @@ class PartialTable:
         self._chunks += 1
 
     def _seal(self, line: str) -> str:
-        """With the table's name: the folder of another table, whole as it is, is not this one's."""
-        return text_digest(f"{self.path.stem} {line}")[:HEX]
+        """With the table's name: the folder of another table, whole as it is, is not this one's. 2: the form of a line."""
+        return text_digest(f"2 {self.path.stem} {line}")[:HEX]
 
     def bad(self) -> Iterator[BadRow]:
         """The rows that were set aside, in order."""

@@ -213,13 +213,13 @@ def _value(value: Any) -> Any:
     return items if isinstance(inside, dict) and ("role" in inside or "from" in inside) else value
 
 
-def _is_conversation(answer: Any) -> bool:
+def _is_conversation(answer: object) -> bool:
     """Messages that begin with somebody else than the assistant."""
     first = answer[0] if isinstance(answer, list) and len(answer) > 1 else None
     return (_speaker(first) if isinstance(first, dict) else "assistant") != "assistant"
 
 
-def _speaker(turn: Any) -> str | None:
+def _speaker(turn: object) -> str | None:
     word = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
     return SPEAKERS_AND_CALLERS.get(str(word).strip().lower())
 
@@ -302,7 +302,7 @@ def _pair(row: RawRow, layout: Layout) -> Group:
     return Group(row.where, tuple(answers), tuple(range(len(answers))), _margin(row))
 
 
-def _several(rejected: Any) -> list[Any]:
+def _several(rejected: object) -> list[Any]:
     """One answer, or a list of them; a list of messages is one answer."""
     if isinstance(rejected, list) and rejected and not isinstance(rejected[0], dict):
         return [_value(one) for one in rejected]
@@ -348,7 +348,7 @@ def _prompt(row: RawRow, layout: Layout) -> str | list[dict[str, Any]]:
     return text_of(row, "prompt") if layout == "prompt" else [{"role": "user", "content": text_of(row, "prompt")}]
 
 
-def _answer(row: RawRow, prompt: str | list[dict[str, Any]], said: Any, column: str) -> Example:
+def _answer(row: RawRow, prompt: str | list[dict[str, Any]], said: object, column: str) -> Example:
     if isinstance(prompt, str) and isinstance(said, str):
         if column_beside := beside(row.fields):
             raise UnfitError(
@@ -360,7 +360,7 @@ def _answer(row: RawRow, prompt: str | list[dict[str, Any]], said: Any, column: 
     return chat_example(row, before + _turns(said, column), prompt_messages=len(before))
 
 
-def _turns(said: Any, column: str) -> list[dict[str, Any]]:
+def _turns(said: object, column: str) -> list[dict[str, Any]]:
     if isinstance(said, str):
         return [{"role": "assistant", "content": said}]
     turns = to_messages(said if isinstance(said, list) else [said], column)

@@ -55,24 +55,18 @@ def answer_columns(fields: dict[str, Any], *, empty: bool = False) -> tuple[str,
 
 def mark_column(fields: dict[str, Any]) -> str | None:
     """The column that says whether the row's answer is a good one."""
-    return next((column for column in MARKS if _is_truth(fields.get(column))), None)
-
-
-def ratings(rows: Sequence[RawRow]) -> tuple[str, list[float]] | None:
-    """A column by the name of a mark that holds other numbers than 0 and 1, and all of them."""
-    for column in MARKS:
-        found = {number for row in rows if (number := _number(row.fields.get(column))) is not None}
-        if found - {0, 1}:
-            return column, sorted(found)
-    return None
+    given = ((column, fields.get(column)) for column in MARKS)
+    return next((column for column, mark in given if isinstance(mark, str | int | float) and mark in TRUTHS), None)
 
 
 def refuse_ratings(rows: Sequence[RawRow], where: str, *, marked: bool = False) -> None:
-    """`marked`: of an objective that learns from marks. Else only where some of the numbers would be read as marks."""
-    found = ratings(rows)
-    if found is None or not (marked or {0, 1} & set(found[1])):
+    """Refuses a column by the name of a mark that holds other numbers than 0 and 1. `marked`: the objective learns from marks;
+    else only where some of the numbers would be read as marks."""
+    found = {column: {_number(row.fields.get(column)) for row in rows} - {None} for column in MARKS}
+    column = next((column for column, given in found.items() if given - {0, 1}), None)
+    if column is None or not (marked or {0, 1} & found[column]):
         return
-    column, numbers = found
+    numbers = sorted(number for number in found[column] if number is not None)
     some = ", ".join(f"{number:g}" for number in numbers[:8]) + ", ..." * (len(numbers) > 8)
     good = f"(.{column} | tonumber) > {(numbers[0] + numbers[-1]) / 2:g}"
     fix = f"for example, jq -c '.{column} = ({good})' ROWS.jsonl > marked.jsonl"
@@ -89,7 +83,7 @@ def refuse_ratings(rows: Sequence[RawRow], where: str, *, marked: bool = False) 
     )
 
 
-def _number(value: Any) -> float | None:
+def _number(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -99,16 +93,8 @@ def _number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def refused(told: tuple[str, str], where: str) -> DataError:
-    return DataError(told[0], where=where, why=WHY, fix=told[1])
-
-
-def _holds_answer(value: Any, empty: bool) -> bool:
+def _holds_answer(value: object, empty: bool) -> bool:
     return isinstance(value, str | list | dict) and (bool(value) or empty)
-
-
-def _is_truth(value: Any) -> bool:
-    return isinstance(value, str | bool | int | float) and value in TRUTHS
 
 
 def _take(fields: dict[str, Any], chosen: str) -> str:

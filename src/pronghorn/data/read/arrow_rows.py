@@ -21,30 +21,31 @@ BATCH_ROWS = 1024  # rows turned into Python values at a time; bounds memory, an
 def read_parquet(source: Source) -> Iterator[RawRow | BadRow]:
     import pyarrow.parquet as pq
 
-    with source.path.open("rb") as file:
-        content = content_of(file.read(32))
-        if content and content[0] != "a Parquet file":
-            raise DataError(what=f"this is {content[0]}", where=source.name, fix=content[1])
-        with _damage_told(source, "this Parquet file is damaged or not a Parquet file"):
-            batches = pq.ParquetFile(file).iter_batches(BATCH_ROWS)
-            yield from _arrow_rows(batches, lambda index: f"{source.name} row {index + 1}")
+    _content(source, "a Parquet file")
+    with source.path.open("rb") as file, _damage_told(source, "this Parquet file is damaged or not a Parquet file"):
+        batches = pq.ParquetFile(file).iter_batches(BATCH_ROWS)
+        yield from _arrow_rows(batches, lambda index: f"{source.name} row {index + 1}")
 
 
 def read_arrow(source: Source) -> Iterator[RawRow | BadRow]:
     """An Arrow file (also Feather), or a stream, which is what `datasets` keeps in its cache and writes to disk."""
     import pyarrow as pa
 
-    with source.path.open("rb") as file:
-        head = file.read(32)
-    content = content_of(head)
-    is_stream = content is not None and content[0].startswith("an Arrow stream")
-    if content and not is_stream and content[0] != "an Arrow file":
-        raise DataError(what=f"this is {content[0]}", where=source.name, fix=content[1])
+    is_stream = _content(source, "an Arrow file", "an Arrow stream (`datasets` cache)").startswith("an Arrow stream")
     with _damage_told(source, "this Arrow file is damaged or not an Arrow file"), pa.OSFile(str(source.path)) as file:
         if is_stream:
             _require_end(source)
         batches = _checked(pa.ipc.open_stream(file) if is_stream else _batches(pa.ipc.open_file(file)))
         yield from _arrow_rows(batches, lambda index: f"{source.name} row {index + 1}")
+
+
+def _content(source: Source, *allowed: str) -> str:
+    """What the file's first bytes say it is, or ""; refuses what is plainly something else."""
+    with source.path.open("rb") as file:
+        name, fix = content_of(file.read(32)) or ("", "")
+    if name and name not in allowed:
+        raise DataError(what=f"this is {name}", where=source.name, fix=fix)
+    return name
 
 
 @contextmanager

@@ -34,7 +34,6 @@ from pronghorn.data.encode.token_cache import DamagedError, read_note, write_not
 from pronghorn.data.encode.tokens import TokenTable
 from pronghorn.data.preference.pair_choices import held_out_by
 from pronghorn.data.read.clean import BATCH, said
-from pronghorn.data.read.example_json import example_from_json
 from pronghorn.data.read.formats import Example
 
 Longs = npt.NDArray[np.int64]
@@ -91,7 +90,7 @@ class Side:
     def texts(self) -> Iterator[list[str]]:
         once = self.table.select(self.first)
         for start in range(0, len(self), BATCH):
-            examples = (example_from_json(text, "") for text in once.examples_json(start, start + BATCH))
+            examples = (Example.from_json(text, "") for text in once.examples_json(start, start + BATCH))
             yield [compared_text(example, prompt=self.table.pairs is not None).lower() for example in examples]
 
 

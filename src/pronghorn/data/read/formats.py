@@ -8,13 +8,14 @@ pairs of better and worse answers, and answers marked as good or bad, are refuse
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from pronghorn.data.preference.preferences import preference, refuse_ratings, refused
+from pronghorn.data.preference.preferences import WHY, preference, refuse_ratings
 from pronghorn.data.read.json_rows import speaks
 from pronghorn.data.read.source_files import BadRow, RawRow, UnfitError
 from pronghorn.data.read.unread import refuse_media, refuse_unread_texts
@@ -78,6 +79,17 @@ class Example:
     prompt_messages: int = 0  # chat: the first so many messages are a given prompt and never carry loss
     choices: tuple[str, ...] = ()  # answers to choose from, of which one is the right one: for evaluation alone
 
+    def to_json(self) -> str:
+        """The form in which the token table keeps it; its place is a column of its own."""
+        fields = {name: getattr(self, name) for name in Example.__slots__ if name != "where"}
+        return json.dumps({name: value for name, value in fields.items() if value}, ensure_ascii=False, default=str)
+
+    @classmethod
+    def from_json(cls, text: str, where: str) -> Example:
+        fields = json.loads(text)
+        lists = {name: tuple(fields[name]) for name in ("messages", "tools", "choices") if name in fields}
+        return cls(where=where, **(fields | lists))
+
 
 # The format of a file ---------------------------------------------------------------------------------------------------
 
@@ -90,7 +102,8 @@ def detect_format(rows: Sequence[RawRow], where: str, asked: str = "auto") -> Fo
         refuse_ratings(rows, where)
     pairs = [(row, told) for row in rows if (told := preference(row.fields, chat=answers))]
     if pairs and 2 * len(pairs) > len(rows):
-        raise refused(pairs[0][1], pairs[0][0].where)
+        row, (what, fix) = pairs[0]
+        raise DataError(what, where=row.where, why=WHY, fix=fix)
     if found and asked == "auto":
         _require_one(rows)
         if found == "text":
@@ -263,7 +276,7 @@ def unused_in_messages(fields: dict[str, Any], columns: Iterable[str]) -> set[st
     return {f"{column}[].{key}" for column in columns for key in unused_keys(fields.get(column))}
 
 
-def holds(value: Any) -> bool:
+def holds(value: object) -> bool:
     return value is not None and value not in ("", [], {})
 
 

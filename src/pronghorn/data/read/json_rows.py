@@ -42,7 +42,7 @@ ONE_ROW = {"messages", "conversations", "conversation", "text"}  # an object wit
 HALF_OF_A_PAIR = re.compile(r"\\u[dD][89a-fA-F]")  # escapes that may be a surrogate on its own
 
 
-def encodes(value: Any) -> bool:
+def encodes(value: object) -> bool:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -75,7 +75,7 @@ def _is_conversation(line: bytes) -> bool:
         return False
 
 
-def speaks(value: Any) -> bool:
+def speaks(value: object) -> bool:
     """Whether it is a list of messages without a column around it."""
     return (
         isinstance(value, list)

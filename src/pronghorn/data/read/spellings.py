@@ -11,9 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pronghorn.data.template.marks import REASONING
-
-Message = dict[str, Any]
+from pronghorn.data.template.marks import REASONING, Message, Tools
 
 # What templates call the switch for thinking, and the one for keeping the thoughts of earlier turns.
 THINKING = {"enable_thinking": True, "thinking": True}
@@ -29,7 +27,7 @@ KEPT = THINKING | {
 @dataclass(frozen=True)
 class Spelling:
     messages: list[Message]
-    tools: Any
+    tools: Tools
     options: dict[str, Any] = field(default_factory=dict)  # variables of the template
     name: tuple[int, int] = (0, 0)
 
@@ -45,7 +43,7 @@ def kind(messages: Sequence[Message]) -> tuple[bool, bool, bool]:
     )
 
 
-def spellings(messages: Sequence[Message], tools: Any) -> Iterator[Spelling]:
+def spellings(messages: Sequence[Message], tools: Tools) -> Iterator[Spelling]:
     reasons, calls, silent = kind(messages)
     ways_to_think = range(5 if reasons else 1)
     ways_to_call = [0, *([1] if silent else []), *([2] if calls else []), *([3] if silent else [])]
@@ -54,7 +52,7 @@ def spellings(messages: Sequence[Message], tools: Any) -> Iterator[Spelling]:
         yield spelling(messages, tools, (think, call))
 
 
-def spelling(messages: Sequence[Message], tools: Any, name: tuple[int, int]) -> Spelling:
+def spelling(messages: Sequence[Message], tools: Tools, name: tuple[int, int]) -> Spelling:
     think, call = name
     said = [_called(_thought(message, think), call) for message in messages]
     return Spelling(said, tools, [{}, {}, THINKING, KEPT, {}][think], name)

@@ -44,7 +44,7 @@ def _names_media(column: str) -> bool:
     return MEDIA_COLUMN.fullmatch(column) is not None
 
 
-def _is_media(value: Any) -> bool:
+def _is_media(value: object) -> bool:
     """As `datasets` stores it: {"bytes": ..., "path": ...}, or bytes as a file has them."""
     if isinstance(value, list):
         return bool(value) and _is_media(value[0])

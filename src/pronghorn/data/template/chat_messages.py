@@ -65,7 +65,7 @@ def asks_to_train(message: dict[str, Any]) -> bool:
     return not MARKS.keys().isdisjoint(message) and any(message.get(key) is True for key in ASKING)
 
 
-def unused_keys(messages: Any) -> set[str]:
+def unused_keys(messages: object) -> set[str]:
     """Keys of these messages, as a file has them, that hold something and that nothing reads."""
     if not isinstance(messages, list):
         return set()
@@ -127,7 +127,7 @@ def _speaker(message: dict[str, Any], name: str) -> tuple[str, str]:
     return word.strip().lower(), role
 
 
-def _role(word: Any, name: str) -> str:
+def _role(word: object, name: str) -> str:
     known = SPEAKERS_AND_CALLERS
     plain = word.strip().lower() if isinstance(word, str) else ""
     if plain in known:
@@ -198,7 +198,7 @@ def media_name(name: str) -> bool:
     return name.lower().removesuffix("s") in MEDIA
 
 
-def holds_media(value: Any) -> bool:
+def holds_media(value: object) -> bool:
     """A path, bytes or an object; not a number or a flag of that name."""
     if isinstance(value, list):
         return any(map(holds_media, value))
@@ -236,7 +236,7 @@ def _thought(part: dict[str, Any], name: str) -> str:
     return inner
 
 
-def _part(part: Any, name: str) -> str:
+def _part(part: object, name: str) -> str:
     text = None
     if isinstance(part, dict) and part.get("type", "text") in TEXT_PARTS:
         text = part.get("text", part.get("content"))  # the latter is torchtune's
@@ -274,7 +274,7 @@ def _decoded(value: Any) -> Any:
     return (value if decoded is None else decoded) if value.strip() else None
 
 
-def _spoken_calls(value: Any, name: str) -> list[dict[str, Any]]:
+def _spoken_calls(value: object, name: str) -> list[dict[str, Any]]:
     """Calls in ShareGPT's `function_call`: one as JSON text, or a list."""
     call = from_json(value) if isinstance(value, str) else None
     calls = call if isinstance(call, list) else [call]
@@ -310,7 +310,7 @@ def _call(call: dict[str, Any], name: str) -> dict[str, Any]:
     return {"type": "function"} | outer | {"function": inner | {"name": function["name"], "arguments": arguments}}
 
 
-def to_tools(value: Any, column: str) -> tuple[dict[str, Any], ...] | None:
+def to_tools(value: object, column: str) -> tuple[dict[str, Any], ...] | None:
     """A list of tools, or its JSON text; a function without its wrapping gets one, and Gemini's list of them is taken apart."""
     if not value or (isinstance(value, str) and value.strip() in ("", "[]")):
         return None
@@ -347,7 +347,7 @@ def _tool(tool: dict[str, Any], column: str, number: int) -> dict[str, Any]:
 # Values ---------------------------------------------------------------------------------------------------------------
 
 
-def objects(value: Any, column: str) -> list[dict[str, Any]]:
+def objects(value: object, column: str) -> list[dict[str, Any]]:
     """A list of objects, which CSV can only hold as JSON text, and `datasets` may hold as an object of lists."""
     items = from_json(value) if isinstance(value, str) else value
     if isinstance(items, dict) and items and all(isinstance(one, list) for one in items.values()):
@@ -363,7 +363,7 @@ def objects(value: Any, column: str) -> list[dict[str, Any]]:
     return items
 
 
-def texts_in(value: Any) -> Iterator[str]:
+def texts_in(value: object) -> Iterator[str]:
     """Every text in a JSON value, keys apart."""
     if isinstance(value, str):
         yield value
@@ -382,7 +382,7 @@ def from_json(text: str) -> Any:
     return value
 
 
-def to_messages(value: Any, column: str) -> list[dict[str, Any]]:
+def to_messages(value: object, column: str) -> list[dict[str, Any]]:
     turns = [turn for item in objects(value, column) for turn in _apart(item)]
     return [to_message(message, number) for number, message in enumerate(turns, start=1)]
 

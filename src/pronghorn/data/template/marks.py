@@ -20,6 +20,7 @@ from typing import Any, Literal
 from pronghorn.data.template.rendering import RowError
 
 Message = dict[str, Any]
+Tools = Sequence[Message] | None
 What = Literal["content", "reasoning", "name", "argument"]
 
 PRIVATE = (0xF0000, 0xFFFFD), (0x100000, 0x10FFFD)  # the private-use planes
@@ -269,7 +270,8 @@ class Placed:
         return sorted((place[0], slot.message) for slot, place in zip(self.marks.slots, self.at, strict=True) if place)
 
     @cached_property
-    def _mixed(self) -> set[int]:
+    def mixed(self) -> set[int]:
+        """Messages between two of whose texts one of another message stands."""
         runs = [message for message, _ in groupby(message for _, message in self._in_order)]
         return {message for message, count in Counter(runs).items() if count > 1}
 
@@ -278,10 +280,6 @@ class Placed:
         at = bisect_left(self._in_order, (self.stop[i] or 0, -1))
         later = (self._in_order[k] for k in range(at, len(self._in_order)))
         return next(((start, message) for start, message in later if message != i), (len(self.text), None))
-
-    def mixed(self, i: int) -> bool:
-        """Whether a text of another message stands between two of this one."""
-        return i in self._mixed
 
     def holds_another(self, i: int) -> bool:
         """Whether a text of another message stands here too, between two of this one: a tool's result that the template writes
@@ -345,7 +343,7 @@ def lost_values(messages: Sequence[Message], spans: Sequence[tuple[int, int, int
                 yield Lost(i, f"an argument of the call of `{called.get('name')}`")
 
 
-def _leaves(value: Any) -> Iterator[tuple[str, ...]]:
+def _leaves(value: object) -> Iterator[tuple[str, ...]]:
     if isinstance(value, dict):
         for key, item in value.items():
             yield (str(key), json.dumps(str(key))[1:-1])
@@ -357,7 +355,7 @@ def _leaves(value: Any) -> Iterator[tuple[str, ...]]:
         yield (json.dumps(value), str(value))
 
 
-def lost_by_text(messages: Sequence[Message], tools: Any, text: str) -> list[Lost]:
+def lost_by_text(messages: Sequence[Message], tools: Tools, text: str) -> list[Lost]:
     """Without marks: what of the messages cannot be read in the text."""
     lost = lost_tools(tools, text)
     for i, message in enumerate(messages):
@@ -373,7 +371,7 @@ def lost_by_text(messages: Sequence[Message], tools: Any, text: str) -> list[Los
     return lost
 
 
-def lost_tools(tools: Any, text: str) -> list[Lost]:
+def lost_tools(tools: Tools, text: str) -> list[Lost]:
     names = [str((tool.get("function") or tool).get("name") or "") for tool in tools or [] if isinstance(tool, dict)]
     gone = [name for name in names if name not in text]
     return [Lost(-1, f"the tool `{gone[0]}`")] if gone else []

@@ -13,24 +13,18 @@ from itertools import chain
 
 from pronghorn.data.template.marks import Placed
 
-
-class Carried:
-    """Places between the texts of a trimmed conversation, in the conversation as it is."""
-
-    def __init__(self, gaps: Sequence[tuple[int, int, int]]) -> None:
-        self._begins, self._ends, self._shifts = zip(*gaps, strict=True)  # of each gap: from, to, and how far it is moved
-
-    def span(self, start: int, stop: int) -> tuple[int, int]:
-        """A turn begins before its first whitespace, and ends behind its last."""
-        before, behind = bisect_left(self._ends, start), bisect_right(self._begins, stop) - 1
-        return start + self._shifts[before], stop + self._shifts[behind]
+Gaps = Sequence[tuple[int, int, int]]  # between texts of a trimmed conversation: from, to, and how far it is moved
 
 
-def has_outer_space(placed: Placed) -> bool:
-    return any(any(slot.around) for slot in placed.marks.slots)
+def span(gaps: Gaps, start: int, stop: int) -> tuple[int, int]:
+    """A turn of the trimmed conversation, in the conversation as it is: it begins before its first whitespace, and ends behind
+    its last."""
+    before = bisect_left(gaps, start, key=lambda gap: gap[1])
+    behind = bisect_right(gaps, stop, key=lambda gap: gap[0]) - 1
+    return start + gaps[before][2], stop + gaps[behind][2]
 
 
-def carried(trimmed: Placed, placed: Placed) -> Carried | None:
+def carried(trimmed: Placed, placed: Placed) -> Gaps | None:
     """None where the two differ in more than whitespace around texts."""
     if [place is None for place in trimmed.at] != [place is None for place in placed.at]:
         return None
@@ -50,7 +44,7 @@ def carried(trimmed: Placed, placed: Placed) -> Carried | None:
             return None
         gaps.append((end_trimmed, there[0], end + kept - end_trimmed))
         end, end_trimmed, trail = place[1], there[1], behind
-    return Carried(gaps)
+    return gaps
 
 
 def _kept(gap: str, trimmed: str, trail: str, lead: str) -> int | None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -35,6 +35,7 @@ from pronghorn.data.template.known_shapes import KnownShapes, Rendered, Turn
 from pronghorn.data.template.marks import (
     Marks,
     Message,
+    Tools,
     alphabet_for,
     lost_by_text,
     lost_error,
@@ -43,7 +44,7 @@ from pronghorn.data.template.marks import (
     says_nothing,
     ways_to_mark,
 )
-from pronghorn.data.template.outer_space import Carried, carried, has_outer_space
+from pronghorn.data.template.outer_space import Gaps, carried, span
 from pronghorn.data.template.rendering import RowError, special_tokens, within_limits
 from pronghorn.data.template.turn_borders import Borders, Row, misspelt
 from pronghorn.errors import DataError
@@ -112,7 +113,7 @@ class ChatTemplate:
         """Some templates fail without a list of tools, some want it under another name."""
         today = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
 
-        def other_names(tools: Any) -> dict[str, Any]:
+        def other_names(tools: Tools) -> dict[str, Any]:
             return {"functions": json.dumps(tools or [], ensure_ascii=False, indent=4), "datetime": today}
 
         ways: list[tuple[Any, Callable[[Any], dict[str, Any]]]]
@@ -123,12 +124,12 @@ class ChatTemplate:
                 return way
         return ways[0]
 
-    def prompt_text(self, messages: Sequence[Message], tools: Any = None, where: str = "") -> str:
+    def prompt_text(self, messages: Sequence[Message], tools: Tools = None, where: str = "") -> str:
         """The conversation so far, and the generation prompt."""
         said = spelling(messages, list(tools) if tools else None, self._liked.get(kind(messages), (0, 0)))
         return self._render(said.messages, said, where, prompt=True)
 
-    def plain(self, messages: Sequence[Message], tools: Any = None, where: str = "", allow_lost: bool = False) -> Rendered:
+    def plain(self, messages: Sequence[Message], tools: Tools = None, where: str = "", allow_lost: bool = False) -> Rendered:
         """The whole conversation, when nobody asks who says what."""
         try:
             rendered = self.render(messages, tools, where, allow_lost=allow_lost)
@@ -136,7 +137,7 @@ class ChatTemplate:
             rendered = error.rendered
         return replace(rendered, turns=())
 
-    def render(self, messages: Sequence[Message], tools: Any = None, where: str = "", **options: Any) -> Rendered:
+    def render(self, messages: Sequence[Message], tools: Tools = None, where: str = "", **options: Any) -> Rendered:
         """Options as of `render_at_length`."""
         self._where = where
         known = self._known.find(messages) if not tools else None
@@ -152,7 +153,7 @@ class ChatTemplate:
     def render_at_length(
         self,
         messages: Sequence[Message],
-        tools: Any = None,
+        tools: Tools = None,
         where: str = "",
         *,
         allow_lost: bool = False,
@@ -183,7 +184,7 @@ class ChatTemplate:
             raise lost_error(first.lost, messages, where)
         return first
 
-    def _because_empty(self, problem: RowError, messages: Sequence[Message], tools: Any) -> RowError | None:
+    def _because_empty(self, problem: RowError, messages: Sequence[Message], tools: Tools) -> RowError | None:
         """The same problem in other words, if a text in an empty answer would solve it."""
         empty = [i for i, message in enumerate(messages) if message.get("role") == "assistant" and says_nothing(message)]
         filled = [message | {"content": "!"} if i in empty else message for i, message in enumerate(messages)]
@@ -193,7 +194,7 @@ class ChatTemplate:
             f"message {empty[0] + 1} (assistant) is empty", where=problem.where, why=problem.why, fix=GIVE_IT_A_TEXT
         )
 
-    def _spellings(self, messages: Sequence[Message], tools: Any, kind_of: tuple[bool, bool, bool]) -> Any:
+    def _spellings(self, messages: Sequence[Message], tools: Tools, kind_of: tuple[bool, bool, bool]) -> Iterator[Spelling]:
         liked = self._liked.get(kind_of)
         if liked is not None:
             yield spelling(messages, tools, liked)
@@ -266,9 +267,9 @@ class ChatTemplate:
                 return row
         return None
 
-    def _trimmed(self, row: Row) -> tuple[Row, Carried | None]:
+    def _trimmed(self, row: Row) -> tuple[Row, Gaps | None]:
         """The row without whitespace around its texts, and the way back; the row itself where there is none."""
-        if not has_outer_space(row.placed):
+        if not any(any(slot.around) for slot in row.marks.slots):
             return row, None
         marks = row.marks.trimmed(row.spelling.messages)
         marked = self._attempt(marks.messages, row.spelling)
@@ -288,7 +289,7 @@ class ChatTemplate:
         messages = row.spelling.messages
         trimmed, back = self._trimmed(row)
         for i in speaking:
-            if row.placed.mixed(i):
+            if i in row.placed.mixed:
                 raise _cannot_tell(messages, i, where, "the template writes part of it after the following message", so_far)
             if messages[i].get("tool_calls") and self._borders.opened_again(row, i, str(self._tokenizer.eos_token or "")):
                 raise _cannot_tell(messages, i, where, "the template writes its text and its calls as two turns", so_far)
@@ -315,7 +316,7 @@ class ChatTemplate:
                 turns.append(Turn(i, *found))
                 missing, ended = "", self._closings[1]
             else:
-                turns.append(Turn(i, *(back.span(start, stop[0]) if back is not None else (start, stop[0]))))
+                turns.append(Turn(i, *(span(back, start, stop[0]) if back is not None else (start, stop[0]))))
                 missing, ended = stop[1].missing, stop[1].ended
             if len(turns) > 1 and turns[-1].start < turns[-2].stop:
                 raise _cannot_tell(messages, i, where, "the template writes it before the end of the previous turn", so_far)
@@ -435,7 +436,7 @@ def _within_blocks(turns: Sequence[Turn], blocks: Sequence[Span], row: Row) -> l
     return chosen if len(chosen) == len(blocks) else list(turns)
 
 
-def _template_texts(template: Any) -> list[str]:
+def _template_texts(template: str | dict[str, str]) -> list[str]:
     return [template] if isinstance(template, str) else [str(text) for text in dict(template).values()]
 
 

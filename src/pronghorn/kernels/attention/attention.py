@@ -32,6 +32,7 @@ from pronghorn.kernels.attention import attention_flash, attention_flex, attenti
 from pronghorn.kernels.attention.attention_torch import Backend, Computed, Grads, Packed, Parts
 from pronghorn.kernels.runtime.dispatch import HAS_TRITON, Target, cuda_capability, dry, on_gpu, pretended, say_once
 from pronghorn.kernels.runtime.first_order import first_order
+from pronghorn.kernels.runtime.work import count, launched
 
 MAX_FLASH_WIDTH = 256  # widest head of FlashAttention-2, and of flash-attn-4 on Hopper
 HALF = (torch.bfloat16, torch.float16)
@@ -40,6 +41,7 @@ NO_SHARING = "does not support shared prefixes"
 # kernel and flash-attn-4 were even at 512. FlashAttention-2, the choice where flash-attn-4 is not installed, takes 1.5
 # times as long as ours at 1,024 tokens, 1.24 times at 4,096, and as long at 32,768 (benchmarks/results/ops.json).
 SHORT, MIDDLE = 512, 16_384
+SHORT_WASTES, WASTES = 700, 512  # tokens by which documents are longer for a kernel: half empty tiles, masks, exponentials
 Length = Literal["short", "middle", "long"]
 BACKENDS: dict[Backend, Any] = {
     "short": attention_short.Short,
@@ -214,6 +216,7 @@ def attention_forward(
     `typical`: see `pick_backend`."""
     packed = _packed(cu_seqlens, longest, options)
     chosen = backend or _backend_for(q_TNH, packed, typical)
+    _count(chosen, "forward", 2.0, packed, typical, q_TNH, k_TKH, v_TKH, out)
     with torch.no_grad():
         out_TNH, lse_NT = _computing(chosen, packed).forward(q_TNH, k_TKH, v_TKH, packed, out)
     return out_TNH, lse_NT
@@ -232,10 +235,22 @@ def attention_backward(
     packed = _packed(cu_seqlens, longest, options)
     chosen = backend or _backend_for(q_TNH, packed, typical)
     done = Computed(q_TNH, k_TKH, v_TKH, out_TNH, lse_NT)
+    _count(chosen, "backward", 5.0, packed, typical, *done, dout_TNH, *(grads or done[:3]))
     with torch.no_grad():
         more = () if rotated is None else (rotated,)
         dq, dk, dv, dsinks = _computing(chosen, packed).backward(dout_TNH, done, packed, grads, *more)
     return dq, dk, dv, dsinks
+
+
+def _count(
+    backend: Backend, way: str, products: float, packed: Packed, typical: int | None, q_TNH: Tensor, *others: Tensor | None
+) -> None:
+    """For plans. Half of a document's square is seen; a product takes two operations for each query, key and channel."""
+    seen = min(typical or packed.longest, 2 * (packed.window or packed.longest))
+    seen += SHORT_WASTES if backend == "short" else WASTES
+    count(f"{backend}_{way}", products * seen * q_TNH.numel())
+    if backend != "short":  # whose launches count themselves
+        launched((q_TNH, *others))
 
 
 def gradients_in_place(backend: Backend, heads: int, kv_heads: int, head_width: int) -> bool:

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.kernels.runtime.dispatch import address, cuda_capability, dry, is_gpu, say_once
+from pronghorn.kernels.runtime.work import count_mm
 
 
 class Algorithm(NamedTuple):
@@ -65,6 +66,7 @@ def try_mm(a: Tensor, b: Tensor, out: Tensor, add: Tensor | None = None, alpha: 
     in float32 and rounds once; in place it would round twice."""
     assert add is None or not a.is_cuda or add.data_ptr() != out.data_ptr()
     if out.is_meta:
+        count_mm(a, b, out, add)
         return True
     prepared = _prepared_for(a, b, out, add)
     return prepared is not None and prepared.run(a, b, out, add, alpha, torch.cuda.current_stream().cuda_stream)

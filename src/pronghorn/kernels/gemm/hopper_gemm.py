@@ -30,6 +30,7 @@ from pronghorn.kernels.mlp.gated_mlp import Kind
 from pronghorn.kernels.runtime import cuda_source
 from pronghorn.kernels.runtime.cuda_source import Source, TensorMap, launch
 from pronghorn.kernels.runtime.dispatch import HAS_TRITON, address, cuda_capability, is_gpu, processor_count
+from pronghorn.kernels.runtime.work import count_mm
 
 ROWS, TERMS, HALF = 128, 64, 96  # of a tile, which has 2 HALF columns: gate and up of 96 neurons, or 192 logits
 COLUMNS = 2 * HALF
@@ -57,6 +58,7 @@ def gated_mm(
     if F % 8 or not _fit(x_TK, lora_TR, weight_GK, gu_out, a_out):
         return False
     if x_TK.is_meta:
+        count_mm(x_TK, weight_GK.T, gu_out, a_out)
         return True
     box = (NARROW_CHUNK, 1, ROWS // 2)
     rows, K = _rows(x_TK, lora_TR)
@@ -96,6 +98,8 @@ def powers_mm(
     if not _fit(x_CK, None, weight_VK, out):
         return False
     if x_CK.is_meta:
+        if wanted is None:  # a correction that is hardly ever wanted is not counted
+            count_mm(x_CK, weight_VK.T, out)
         return True
     assert sums_2NC.shape == (2, column_tiles(V), C)
     assert all(x.is_contiguous() for x in (sums_2NC, *rows))
@@ -140,6 +144,7 @@ def rope_mm(
     if not fits or head_width % (2 * NARROW_CHUNK) or not _fit(x_TK, lora_TR, weight_XK, out):
         return False
     if x_TK.is_meta:
+        count_mm(x_TK, weight_XK.T, out)
         return True
     rows, K = _rows(x_TK, lora_TR)
     maps = [

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from pronghorn.kernels.gemm.cublaslt import covered, try_mm
 from pronghorn.kernels.runtime.dispatch import address, is_gpu
+from pronghorn.kernels.runtime.work import count_mm
 
 
 def mm(a: Tensor, b: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
@@ -22,7 +23,9 @@ def mm(a: Tensor, b: Tensor, dtype: torch.dtype | None = None, out: Tensor | Non
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=dtype) if out is None else torch.mm(a, b, out_dtype=dtype, out=out)
     if is_gpu(a):
-        return a.new_empty(a.shape[0], b.shape[1], dtype=dtype) if out is None else out
+        out = a.new_empty(a.shape[0], b.shape[1], dtype=dtype) if out is None else out
+        count_mm(a, b, out)
+        return out
     result = torch.mm(a.to(dtype), b.to(dtype))
     return result if out is None else out.copy_(result)
 
@@ -35,6 +38,8 @@ def mm_accumulate_(total: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)  # type: ignore[call-overload]
     elif not is_gpu(a):
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
+    else:
+        count_mm(a, b, total)
 
 
 def mm_add(h: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0, out: Tensor | None = None) -> Tensor:

@@ -32,6 +32,7 @@ from pronghorn.kernels.lora.fp8_lora import SplitJob, SplitTable, fp8_extend
 from pronghorn.kernels.lora.lora_linear import Adapter, AdapterGroup, linear_backward_weight
 from pronghorn.kernels.lora.multi_copy import CopyJob, CopyTable
 from pronghorn.kernels.quant.fp8_cast import E4M3, fp8_cast_rows, fp8_dequantize, fp8_pitch, fp8_rows, fp8_transpose
+from pronghorn.kernels.runtime.work import count_mm
 
 RANK_MULTIPLE = 16  # inner dimensions of FP8 GEMMs are multiples of 16
 
@@ -49,7 +50,9 @@ def fp8_mm(
     """(a8 * scale_T) (b8 * scale_O)^T + bias, rounded once. Fast accumulation keeps the sum in the tensor cores, with about 14
     bits: a smaller error than the operands' rounding."""
     if a8_TK.is_meta:
-        return a8_TK.new_empty(len(a8_TK), len(b8_OK), dtype=dtype) if out is None else out
+        out = a8_TK.new_empty(len(a8_TK), len(b8_OK), dtype=dtype) if out is None else out
+        count_mm(a8_TK, b8_OK.T, out)
+        return out
     if not a8_TK.is_cuda:
         scale = scale_T[:, None] if scale_O is None else scale_T[:, None] * scale_O
         y = (a8_TK.float() @ b8_OK.float().T) * scale

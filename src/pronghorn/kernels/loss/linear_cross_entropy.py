@@ -32,6 +32,7 @@ from pronghorn.kernels.loss.cross_entropy_powers import powers_for
 from pronghorn.kernels.loss.cross_entropy_rows import IGNORED, Terms, loss_and_gradient, takes_factors
 from pronghorn.kernels.runtime.dispatch import jit, keeps_graph, on_gpu, tl, triton, use_triton
 from pronghorn.kernels.runtime.first_order import first_order
+from pronghorn.kernels.runtime.work import count_mm
 
 # Largest chunk of logits, the only scratch memory beside the outputs. 2,048 rows at V = 128,256: 525 MB, GEMMs
 # of 2.15 TFLOP each (about 3 ms) beside some 0.3 ms of softmax, and 16 x 16 tiles of 128 x 256 for the hidden gradient at
@@ -133,6 +134,7 @@ def _add_weight_grad(d_weight_VD: torch.Tensor, d_logits_CV: torch.Tensor, hidde
     chunk at 128,256 x 4,096 (4.2 GB) beside about 9 ms of GEMMs. The first chunk writes without reading.
     """
     if d_logits_CV.is_meta:
+        count_mm(d_logits_CV.t(), hidden_CD, d_weight_VD)
         return
     if d_logits_CV.is_cuda and d_logits_CV.dtype != d_weight_VD.dtype:
         if first:

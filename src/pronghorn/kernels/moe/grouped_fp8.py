@@ -36,6 +36,7 @@ from pronghorn.kernels.quant.fp8_cast import (
     fp8_transpose,
 )
 from pronghorn.kernels.runtime.dispatch import cuda_capability, jit, on_gpu, tl, triton, use_triton
+from pronghorn.kernels.runtime.work import count_mm
 
 BLOCK = 2048  # columns of one step through a row
 WIDTH_MULTIPLE = 16  # of both dimensions of an expert's weight
@@ -125,7 +126,9 @@ def fp8_grouped_mm(
 ) -> Tensor:  # fmt: skip
     """(a8 * scale_S) (b8 * scale_EO)^T of each row's expert, rounded once."""
     if a8_SD.is_meta:
-        return a8_SD.new_empty(len(a8_SD), b8_EOD.shape[1], dtype=dtype)
+        product = a8_SD.new_empty(len(a8_SD), b8_EOD.shape[1], dtype=dtype)
+        count_mm(a8_SD, b8_EOD.transpose(1, 2), product)
+        return product
     if not a8_SD.is_cuda:
         y = torch.empty(len(a8_SD), b8_EOD.shape[1], dtype=dtype)
         for expert, (start, stop) in enumerate(pairwise(offsets_E1.tolist())):
@@ -133,7 +136,7 @@ def fp8_grouped_mm(
             y[start:stop] = (rows if scale_EO is None else rows * scale_EO[expert]).to(dtype)
         return y
     columns = _ones(len(b8_EOD), b8_EOD.shape[1], a8_SD.device) if scale_EO is None else scale_EO
-    product: Tensor = torch._scaled_grouped_mm(
+    product = torch._scaled_grouped_mm(
         a8_SD, b8_EOD.transpose(1, 2), scale_S, columns, offs=offsets_E1[1:], out_dtype=dtype, use_fast_accum=True
     )
     return product

@@ -37,6 +37,7 @@ from pronghorn.kernels.runtime.dispatch import (
     use_triton,
 )
 from pronghorn.kernels.runtime.first_order import first_order
+from pronghorn.kernels.runtime.work import count, count_mm
 
 THIN = 64  # up to so many outputs the GEMM is bound by memory
 
@@ -234,8 +235,10 @@ def grouped_linear_forward(
     plain = bias_EO is None and order_S is None and out is None and outputs > THIN
     if plain and _torch_can(x_SD, weight_EOD, (9, 10)):
         if x_SD.is_meta:
-            return x_SD.new_empty(S, outputs)
-        product: Tensor = torch._grouped_mm(x_SD, weight_EOD.transpose(1, 2), offs=offsets_E1[1:])
+            product = x_SD.new_empty(S, outputs)
+            count_mm(x_SD, weight_EOD.transpose(1, 2), product)
+            return product
+        product = torch._grouped_mm(x_SD, weight_EOD.transpose(1, 2), offs=offsets_E1[1:])
         return product
     y_SO = torch.empty(S, outputs, dtype=x_SD.dtype, device=x_SD.device) if out is None else out
     if not use_triton(x_SD):
@@ -245,6 +248,7 @@ def grouped_linear_forward(
             y = y if bias_EO is None else y + bias_EO[expert]
             y_SO[start:stop] = y_SO[start:stop] + y if add else y
         return y_SO
+    count("bf16", 2.0 * S * D * outputs)
     tile = _tile(S, E, outputs, x_SD.dtype, chip_of(x_SD.device))
     _product_kernel[((triton.cdiv(S, tile.rows) + E) * triton.cdiv(outputs, tile.columns),)](
         x_SD, x_SD.stride(0), offsets_E1 if order_S is None else order_S, weight_EOD, *weight_EOD.stride(),
@@ -273,8 +277,10 @@ def grouped_linear_backward_weight(
     dtype = (dtype or x_SD.dtype) if out is None else out.dtype
     if out is None and dtype == torch.bfloat16 and min(outputs, D) > THIN and _torch_can(dy_SO, x_SD, (9,)):
         if x_SD.is_meta:
-            return x_SD.new_empty(E, outputs, D)
-        product: Tensor = torch._grouped_mm(dy_SO.T, x_SD, offs=offsets_E1[1:])
+            product = x_SD.new_empty(E, outputs, D)
+            count_mm(dy_SO.T, x_SD, product)
+            return product
+        product = torch._grouped_mm(dy_SO.T, x_SD, offs=offsets_E1[1:])
         return product
     dW_EOD = torch.empty(E, outputs, D, dtype=dtype, device=x_SD.device) if out is None else out
     if not use_triton(x_SD):
@@ -283,6 +289,7 @@ def grouped_linear_backward_weight(
             sums = dy_SO[start:stop].to(wide).T @ x_SD[start:stop].to(wide)
             dW_EOD[expert] = dW_EOD[expert] + sums if add else sums
         return dW_EOD
+    count("bf16", 2.0 * len(x_SD) * D * outputs)
     tile = _weight_tile(outputs, D, x_SD.dtype, chip_of(x_SD.device))
     _weight_kernel[(E * triton.cdiv(outputs, tile.rows) * triton.cdiv(D, tile.columns),)](
         dy_SO, dy_SO.stride(0), x_SD, x_SD.stride(0), dW_EOD, *dW_EOD.stride(), offsets_E1, outputs, D, ROWS=tile.rows,

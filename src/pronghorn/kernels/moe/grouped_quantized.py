@@ -38,6 +38,7 @@ from pronghorn.kernels.quant.nvfp4 import nvfp4_level, nvfp4_scale
 from pronghorn.kernels.quant.stored import StoredTensor
 from pronghorn.kernels.runtime.add_dot import EXACT_INNER, add_dot
 from pronghorn.kernels.runtime.dispatch import KERNELS_ARE_INTERPRETED, Chip, chip_of, jit, tl, triton, use_triton
+from pronghorn.kernels.runtime.work import count
 
 DEPTH = 64  # columns of W in a tile: a block of NF4, two of MXFP4, four of NVFP4
 MOST_PARTS = 6  # tensors of a stored stack that the kernels take
@@ -205,6 +206,7 @@ def grouped_quantized_forward(
         y = grouped_linear_forward(x_ext[:, :D], stack.dequantized(x_ext.dtype), offsets_E1)
         return y_SO.copy_(y if sB_EOR is None else y + grouped_linear_forward(x_ext[:, D:], sB_EOR, offsets_E1))
     assert D % DEPTH == 0 or y_SO.is_meta, f"a row of {D} values is not a multiple of {DEPTH}"
+    count("stored", 2.0 * S * D * outputs)
     tile = _tile(S, E, x_ext.dtype, chip_of(x_ext.device))
     thin = x_ext if sB_EOR is None else sB_EOR
     _forward_kernel[((triton.cdiv(S, tile.rows) + E) * triton.cdiv(outputs, tile.columns),)](
@@ -226,6 +228,7 @@ def grouped_quantized_backward(
         dx = grouped_linear_backward_input(dy_ext[:, :outputs].contiguous(), weight_EOD, offsets_E1)
         return dx_SD.copy_(dx if A_ERD is None else dx + grouped_linear_backward_input(dy_ext[:, outputs:], A_ERD, offsets_E1))
     assert D % DEPTH == 0 or dx_SD.is_meta, f"a row of {D} values is not a multiple of {DEPTH}"
+    count("stored", 2.0 * S * D * outputs)
     tile = _tile(S, E, dy_ext.dtype, chip_of(dy_ext.device))
     thin = dy_ext if A_ERD is None else A_ERD
     _backward_kernel[((triton.cdiv(S, tile.rows) + E) * triton.cdiv(D, tile.columns),)](

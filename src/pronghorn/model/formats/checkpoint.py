@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pronghorn.errors import ModelError, counted
+from pronghorn.hf_types import HFConfig, HFModel
 from pronghorn.kernels.lora.stored_lora import Workspace
 from pronghorn.kernels.quant.stored import StoredTensor
 from pronghorn.model.config import empty_model, generation_config, read_config, stays_wide
@@ -30,7 +31,7 @@ from pronghorn.model.weight_files import files_to_load, wrong_weights
 Progress = Callable[[str, int, int], None]
 
 
-def published_format(config: Any) -> str:
+def published_format(config: HFConfig) -> str:
     """The quantized format that a checkpoint's config names, in the table or not; empty if there is none."""
     found = getattr(config, "quantization_config", None)
     if not found:
@@ -46,7 +47,7 @@ def published_format(config: Any) -> str:
     return str(facts.get("bnb_4bit_quant_type", "fp4"))
 
 
-def refuse_unreadable(config: Any, storage: Format, where: str) -> None:
+def refuse_unreadable(config: HFConfig, storage: Format, where: str) -> None:
     """Refuses checkpoints whose format cannot be read, or not with this storage."""
     found = published_format(config)
     known = {row.name: row for row in FORMATS.values() if row.published}
@@ -144,7 +145,7 @@ def load_stored(
     published = FORMATS.get(published_format(config))
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # it asks for bitsandbytes
-    model: Any = head(empty_model(str(folder), config, dtype))
+    model: HFModel = head(empty_model(str(folder), config, dtype))
     shards, experts = Shards(folder, device, model), stored_experts_(model, storage)
     _untie(model, shards)
     linears, beside = {full: (parent, name) for parent, name, full, _ in linears_of(model, nn.Linear)}, beside_text(model)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pronghorn.errors import ModelError
+from pronghorn.hf_types import HFModel
 from pronghorn.kernels.moe.grouped_gemm import grouped_linear
 from pronghorn.kernels.moe.grouped_quantized import DEPTH, QuantizedStack, grouped_quantized_backward, grouped_quantized_forward
 from pronghorn.kernels.moe.moe_combine import combine
@@ -137,7 +138,7 @@ class StoredExperts(nn.Module):
         return self
 
 
-def stored_experts_(model: Any, storage: Format) -> dict[str, StoredExperts]:
+def stored_experts_(model: HFModel, storage: Format) -> dict[str, StoredExperts]:
     """Replaces every layer's experts by StoredExperts without weights yet, and returns them by name. Their format is the one
     that the family is published in (families.py), if `storage` allows it."""
     family, found = FAMILIES.get(text_config(model.config).model_type), {}

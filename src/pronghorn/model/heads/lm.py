@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from pronghorn.errors import ModelError
+from pronghorn.hf_types import HFConfig
 from pronghorn.kernels.loss.cross_entropy_rows import IGNORED
 from pronghorn.kernels.loss.linear_cross_entropy import chunk_rows, linear_cross_entropy
 from pronghorn.kernels.loss.linear_log_probs import linear_log_probs
@@ -46,7 +47,7 @@ class LmHead(Head):
         return architecture.endswith(("ForCausalLM", "ForConditionalGeneration"))
 
     @classmethod
-    def auto_class(cls, config: Any) -> Any:
+    def auto_class(cls, config: HFConfig) -> Any:
         only_with_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
         only_with_images &= type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
         return AutoModelForImageTextToText if only_with_images else AutoModelForCausalLM
@@ -105,7 +106,7 @@ class LmHead(Head):
 
 
 def own_logits(base: Any, pack: PackedBatch) -> tuple[Tensor, Tensor | None]:
-    """Of a model on transformers' layers: float32 logits of the loss rows, and the routers' auxiliary loss times its
+    """A model on transformers' layers: float32 logits of the loss rows, and the routers' auxiliary loss times its
     coefficient, where the config asks for it (that of our layers leaves padding out)."""
     output = base(input_ids=pack.ids_T[None], position_ids=pack.position_ids, use_cache=False, logits_to_keep=pack.loss_rows)
     balance = getattr(output, "aux_loss", None)

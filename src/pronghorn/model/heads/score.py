@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelForSequenceClassification
 
 from pronghorn.errors import ModelError, counted
+from pronghorn.hf_types import HFConfig, HFModel
 from pronghorn.model.head import Head, Outputs, PackedRows
 from pronghorn.model.text_stack import beside_text, in_use
 from pronghorn.packs import PackedBatch
@@ -35,11 +36,11 @@ reward = model(**inputs).logits[:, 0]"""
         return architecture.endswith(cls.suffix)
 
     @classmethod
-    def auto_class(cls, config: Any) -> Any:
+    def auto_class(cls, config: HFConfig) -> Any:
         return AutoModelForSequenceClassification
 
     @classmethod
-    def require(cls, config: Any, name: str) -> None:
+    def require(cls, config: HFConfig, name: str) -> None:
         if any(map(cls.fits, getattr(config, "architectures", None) or ())):
             if config.num_labels != 1:
                 raise ModelError(
@@ -52,7 +53,7 @@ reward = model(**inputs).logits[:, 0]"""
             raise cls._not_supported(config, f"transformers has no class {cls.suffix} of this family", name)
 
     @classmethod
-    def _not_supported(cls, config: Any, why: str, where: str = "") -> ModelError:
+    def _not_supported(cls, config: HFConfig, why: str, where: str = "") -> ModelError:
         return ModelError(
             what=f"{config.model_type} cannot become {cls.title}",
             where=where,
@@ -61,7 +62,7 @@ reward = model(**inputs).logits[:, 0]"""
         )
 
     @classmethod
-    def attach(cls, model: Any, seed: int, device: torch.device | None = None) -> Any:
+    def attach(cls, model: HFModel, seed: int, device: torch.device | None = None) -> Any:
         """The classifier that has this model's layers. Its head is drawn as transformers draws it."""
         if not hasattr(model, "score"):
             model = cls._in_place_of_lm_head(model, seed, device)
@@ -69,7 +70,7 @@ reward = model(**inputs).logits[:, 0]"""
         return model
 
     @classmethod
-    def _in_place_of_lm_head(cls, model: Any, seed: int, device: torch.device | None) -> Any:
+    def _in_place_of_lm_head(cls, model: HFModel, seed: int, device: torch.device | None) -> Any:
         config, text = model.config, model.config.get_text_config()
         kind = cls.kinds[type(config)]
         config.num_labels, config.architectures = 1, [kind.__name__]

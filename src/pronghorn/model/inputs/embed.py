@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pronghorn.hf_types import HFConfig, HFModel
 from pronghorn.kernels.embedding.host_embedding import host_embedding, seen_by_gpu
 from pronghorn.kernels.runtime.host_memory import pin, unpin
 from pronghorn.model.text_stack import head_of
 
 
 class Embed:
-    def __init__(self, model: Any, backbone: Any, name: str, config: Any) -> None:
+    def __init__(self, model: HFModel, backbone: Any, name: str, config: HFConfig) -> None:
         """`name`: the table's, in the backbone."""
         self._model, self._backbone, self._name, self._config = model, backbone, name, config
         self.on_host = False

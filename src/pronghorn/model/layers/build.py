@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from pronghorn.hf_types import HFConfig
 from pronghorn.model.families import ACTIVATIONS, Family, activation_name, layer_type
 from pronghorn.model.formats.linear import StoredLinear
 from pronghorn.model.layers.fp8_linears import Fp8LinearGroup, Fp8Workspace, trains_whole
@@ -27,7 +28,7 @@ MIXERS: dict[str, Callable[..., Mixer]] = {  # by layer type
 def build_layer(
     layer: Any,
     family: Family,
-    config: Any,
+    config: HFConfig,
     index: int,
     workspace: Fp8Workspace,
     below: DecoderLayer | None,

@@ -305,7 +305,7 @@ class Fp8LinearGroup(LinearGroup):
         return buffer if grad_buffer.holds(dh) and buffer is not None and buffer.shape == dh.shape else None
 
     def back(self, dy: Operand) -> tuple[Tensor, Any]:
-        """Of rows in FP8 with the weight's scales folded in, or cast here."""
+        """The input's gradient, from rows in FP8 with the weight's scales folded in, or cast here."""
         group = self.group
         if isinstance(dy, Tensor):
             bytes_ext = self.grad_byte_buffer(dy)

@@ -82,7 +82,7 @@ class DecoderLayer:
         return any(moved)
 
     def let_go(self) -> None:
-        """Of weights that are another's memory, once it is the next layer's turn: nothing made of them stays."""
+        """Frees what was made of borrowed weights, before the next layer gets their memory."""
         for group in self.groups:
             group.let_go()
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pronghorn.data.pack.loader import StepBatch
 from pronghorn.errors import EnvironmentFault
+from pronghorn.hf_types import Tokenizer
 from pronghorn.memory.job import moment_bytes
 from pronghorn.model.export import AdapterFiles, adapter_files, savable, save_model, save_small_files, try_small_files
 from pronghorn.model.load import ModelFacts
@@ -36,7 +37,7 @@ from pronghorn.train.step.health import not_finite, refused_checkpoint
 from pronghorn.train.step.optim import optimizer_tensors, trainable
 
 
-def try_first_save(recipe: Recipe, folder: Path, facts: ModelFacts, tokenizer: Any) -> None:
+def try_first_save(recipe: Recipe, folder: Path, facts: ModelFacts, tokenizer: Tokenizer) -> None:
     """Before weights load: the tokenizer's files and the model's config, written beside the checkpoints to come and removed,
     and room for all of these (those kept, the best one and the one being written)."""
     with scratch(folder) as place:
@@ -88,7 +89,7 @@ class Saver:
         pass
 
     def save(self) -> None:
-        """Of a run that has finished every step it began."""
+        """Saves a run that has finished every step it began."""
         self._whole()
         self._saved(self._session.step)
 
@@ -103,7 +104,7 @@ class Saver:
             self._saved(self._copied.popleft())
 
     def forget_snapshots(self) -> None:
-        """Of steps that changed nothing."""
+        """Drops the snapshots of steps that changed nothing."""
         self._copied.clear()
 
     def wait(self) -> None:

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from pronghorn.hf_types import HFModel
 from pronghorn.kernels.moe.grouped_quantized import QuantizedStack
 from pronghorn.kernels.moe.routing import Routing, sort_by_expert
 from pronghorn.model.causal_lm import FastCausalLM
@@ -41,7 +42,7 @@ def experts_of(rank: int, ranks: int, experts: int) -> slice:
 
 
 class ExpertRows:
-    """Of one layer: R ranks, E experts, S rows of this rank, N rows that this rank's experts get."""
+    """Rows of one layer's experts, sent to their ranks and back: R ranks, E experts, S rows of this rank, N rows that this rank's experts get."""
 
     def __init__(self, world: World, experts: int) -> None:
         self._world = world
@@ -91,7 +92,7 @@ class ExpertShares(Shares):
             for stack in STACKS if all(getattr(getattr(inner, stack, None), "ndim", 0) == 3 for stack in STACKS) else ():
                 self.own[inner, stack] = self._cut(f"{inner_name}.{stack}", inner, stack)
 
-    def keep_ends(self, model: Any) -> None:
+    def keep_ends(self, model: HFModel) -> None:
         """They are everybody's."""
 
     def _cut(self, name: str, module: nn.Module, stack: str) -> OwnExperts:
@@ -171,7 +172,7 @@ class ExpertShards:
         return found
 
     def _part(self, name: str, tensor: Tensor, own: slice) -> Tensor:
-        """Of this rank, in the same layout."""
+        """This rank's part, in the same layout."""
         found = self._by_expert(name, tensor, self._whole[name][1])[own]
         return self._joined(name, found)
 
@@ -190,7 +191,7 @@ class ExpertShards:
 
     @property
     def nbytes(self) -> int:
-        """Of experts' weights on this rank."""
+        """Bytes of experts' weights on this rank."""
         found = (own.weight for own in self._own.values())
         return sum(weight.nbytes if isinstance(weight, Tensor) else weight.stored.nbytes for weight in found)
 
@@ -278,7 +279,7 @@ def shares_of(shard: str, world: World, device: torch.device, plan: str) -> Shar
     return None if shard == "none" else Shares(world, device, trained=shard == "full")
 
 
-def spread(shares: Shares, model: Any) -> Shards:
+def spread(shares: Shares, model: HFModel) -> Shards:
     engine = shares.engine_of(model)
     if isinstance(shares, ExpertShares):
         return ExpertShards(shares, engine, model)  # type: ignore[return-value]  # it has the methods that a run calls

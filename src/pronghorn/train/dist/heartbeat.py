@@ -70,7 +70,7 @@ def beat_key(rank: int) -> str:
 
 
 def told_verdict(what: str, rank: int) -> dict[str, Any]:
-    """Of who started the ranks, and shows it."""
+    """The verdict of the launcher, which shows it itself."""
     return {"what": what, "why": "", "exit_code": EnvironmentFault.exit_code, "rank": rank, "told": True, "by": -1}
 
 
@@ -338,7 +338,7 @@ class Watch:
                 self._end_now()
 
     def _position(self) -> tuple[Any, ...]:
-        """Of the main thread: the places in its functions, and tenths of a second that it has computed."""
+        """Where the main thread is in its functions, and its CPU time in tenths of a second."""
         places, frame = [], sys._current_frames().get(self._main.ident or 0)
         while frame is not None:
             places.append((id(frame), frame.f_lasti))

@@ -174,7 +174,7 @@ class _Watched:
         return EndedElsewhere(ended, exit_code=code if code > 0 else EnvironmentFault.exit_code, told=True)
 
     def _left_early(self) -> PronghornError | None:
-        """Of a rank that ended well, though the others were not done: nobody else knows how."""
+        """The error of a rank that ended without one before the others were done."""
         verdict = json.loads(self._store.get(VERDICT)) if self._store.check([VERDICT]) else {"rank": -1}
         if verdict["rank"] < 0 or self._codes[verdict["rank"]] != 0 or self._store.check(["told"]):
             return None

@@ -341,7 +341,7 @@ class _Begun(Pending):
         self._ranks, self._work, self._tensor = ranks, work, tensor
 
     def wait(self) -> None:
-        """Once: gloo writes its result in here, and again each time that it is asked."""
+        """A buffer made once: gloo writes its result into it, on every call."""
         work, self._work = self._work, None
         if work is not None:
             with self._ranks.together(self._tensor.nbytes):

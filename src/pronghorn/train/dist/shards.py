@@ -26,6 +26,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
+from pronghorn.hf_types import HFConfig, HFModel
 from pronghorn.errors import RecipeError
 from pronghorn.kernels.lora.stored_lora import Workspace
 from pronghorn.model.causal_lm import FastCausalLM, engine_of
@@ -59,7 +60,7 @@ class Shares:
     def keep(self, name: str, module: nn.Module) -> None:
         self.layers.append(self._unit(name, module))
 
-    def keep_ends(self, model: Any) -> None:
+    def keep_ends(self, model: HFModel) -> None:
         """Embeddings, and the LM head where it has weights of its own."""
         modules = [model.get_input_embeddings()]
         if head_of(model).weight is not modules[0].weight:
@@ -67,7 +68,7 @@ class Shares:
         names = {module: name for name, module in model.named_modules()}
         self.ends = [self._unit(names[module], module) for module in modules]
 
-    def engine_of(self, model: Any) -> FastCausalLM:
+    def engine_of(self, model: HFModel) -> FastCausalLM:
         """Or why its weights cannot be spread."""
         engine = engine_of(model)
         why = "the model uses the transformers layers" if engine is None else ""
@@ -106,7 +107,7 @@ class Shards:
 
     @property
     def key(self) -> str:
-        """Of what was loaded: the same on all ranks."""
+        """Digest of the loaded weights: the same on all ranks."""
         return hashlib.sha256("".join(unit.key for unit in self.units).encode()).hexdigest()[:12]
 
     def spreads(self, tensor: Tensor) -> bool:
@@ -115,7 +116,7 @@ class Shards:
 
     @property
     def nbytes(self) -> int:
-        """Of weights on this rank: its parts, and the buffers."""
+        """Bytes of weights on this rank: its parts, and the buffers."""
         return sum(unit.part.nbytes for unit in self.units) + sum(buffer.nbytes for buffer in self._buffers)
 
     def _install(self) -> None:
@@ -218,13 +219,13 @@ class Shards:
 
 
 def norm_over_ranks(world: World, mine: Sequence[Tensor], shared: Sequence[Tensor], beside: Sequence[Tensor]) -> Tensor:
-    """Of all gradients. Those that are `shared` by all ranks, and what is `beside` them, are summed up; others are whole."""
+    """The norm of all gradients. Those that are `shared` by all ranks, and what is `beside` them, are summed up; others are whole."""
     squares = torch.nn.utils.get_total_norm(mine).square() if mine else torch.zeros_like(beside[0])
     world.add_up([*beside, squares, *shared])
     return (squares + torch.nn.utils.get_total_norm(shared).square()).sqrt() if shared else squares.sqrt()
 
 
-def shards_of(model: Any) -> Shards | None:
+def shards_of(model: HFModel) -> Shards | None:
     engine = engine_of(model)
     return None if engine is None else engine.shards  # type: ignore[return-value]
 
@@ -260,7 +261,7 @@ def told_of(shard: str, world: World) -> list[str]:
     return [f"world.shard: {shard}: each rank keeps 1/{world.size} of the {what}; steps are not captured as CUDA graphs"]
 
 
-def _why_not_experts(config: Any, ranks: int) -> str:
+def _why_not_experts(config: HFConfig, ranks: int) -> str:
     family = FAMILIES[config.model_type]
     if family.experts is None:
         return "the model has no experts"

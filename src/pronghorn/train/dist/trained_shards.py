@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pronghorn.hf_types import HFModel
 from pronghorn.model.causal_lm import FastCausalLM
 from pronghorn.model.layers.types import Grads
 from pronghorn.model.shards import Place
@@ -64,8 +65,8 @@ class TrainedShards(Shards):
         return self._reduce(1 + layer, parameters, gradients)
 
     def _reduce_end(self, number: int) -> Any:
-        """Of embeddings and head, whose gradients come by autograd. It holds its hooks where Python's garbage collector does
-        not look, so they hold nothing."""
+        """A hook that reduces the gradients of embeddings and head, which come by autograd. Autograd holds it out of sight of
+        Python's garbage collector, so it keeps no reference to the shards."""
         me = weakref.ref(self)
 
         def hook(parameter: Tensor) -> None:
@@ -154,7 +155,7 @@ class TrainedShards(Shards):
         return found
 
 
-def trained_shards_of(model: Any) -> TrainedShards | None:
+def trained_shards_of(model: HFModel) -> TrainedShards | None:
     """Or `ExpertShards`, which has the same methods for what is trained."""
     found = shards_of(model)
     return found if found is not None and found.trains else None  # type: ignore[return-value]

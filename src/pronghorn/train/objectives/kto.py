@@ -22,6 +22,7 @@ from torch import Tensor
 from pronghorn.data.pack.batches import TokenRows, build_batch
 from pronghorn.data.pack.loader import StepBatch
 from pronghorn.data.pack.packing import pack_in_order
+from pronghorn.hf_types import HFModel
 from pronghorn.packs import PackedBatch
 from pronghorn.train.dist.world import World
 from pronghorn.train.objectives.objective import Autocast, Objective, outputs_of
@@ -123,7 +124,7 @@ class Kto(Objective):
 
     # ---- the reference, and the divergence from it -------------------------------------------------------------------
 
-    def prepare(self, model: Any, table: TokenRows, device: torch.device, autocast: Autocast) -> None:
+    def prepare(self, model: HFModel, table: TokenRows, device: torch.device, autocast: Autocast) -> None:
         self.reference.prepare(model, table, device, autocast, trained=self.trained, progress=self.progress)
         if self._training is None:
             self._training, self.divergence = table, self.divergence.to(device)
@@ -141,13 +142,21 @@ class Kto(Objective):
     def complete(self, batch: PackedBatch, table: TokenRows) -> PackedBatch:
         return self.reference.complete(batch, table)
 
-    def before_step(self, model: Any, step_batch: StepBatch, device: torch.device, autocast: Autocast, world: World) -> None:
+    def before_step(
+        self, model: HFModel, step_batch: StepBatch, device: torch.device, autocast: Autocast, world: World
+    ) -> None:
         if self.kind == "kto" and self._training is not None:
             self._estimate(model, self._tables[id(self._training)], step_batch.documents, device, autocast, world)
 
     @torch.no_grad()
     def _estimate(
-        self, model: Any, table: Mismatched, rows: npt.NDArray[np.int64], device: torch.device, autocast: Autocast, world: World
+        self,
+        model: HFModel,
+        table: Mismatched,
+        rows: npt.NDArray[np.int64],
+        device: torch.device,
+        autocast: Autocast,
+        world: World,
     ) -> None:
         total = torch.zeros((), dtype=torch.float64, device=device)
         for members in pack_in_order(table.lengths[rows], self._capacity):

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from pronghorn.data.pack.batches import TokenRows
 from pronghorn.data.pack.loader import StepBatch
+from pronghorn.hf_types import HFModel
 from pronghorn.model.causal_lm import base_of, engine_of
 from pronghorn.model.head import Outputs
 from pronghorn.model.heads import head_in
@@ -37,7 +38,7 @@ Divisor = float | tuple[float, ...]  # of each term
 
 
 class Sums(NamedTuple):
-    """Of a batch."""
+    """Summed loss and watched figures of a batch."""
 
     loss: Tensor  # float32: a number, or [C]
     watched: Tensor | None = None  # [W] float32, detached
@@ -75,12 +76,14 @@ class Objective(ABC):
         return []
 
     def prepare(  # noqa: B027  (most objectives need nothing)
-        self, model: Any, table: TokenRows, device: torch.device, autocast: Autocast
+        self, model: HFModel, table: TokenRows, device: torch.device, autocast: Autocast
     ) -> None:
         """Before the first step on `table`, and before each evaluation on it: what has to be known of its rows. The model may
         be in the middle of training: a reference is its base, without adapters."""
 
-    def before_step(self, model: Any, step_batch: StepBatch, device: torch.device, autocast: Autocast, world: World) -> None:  # noqa: B027
+    def before_step(  # noqa: B027
+        self, model: HFModel, step_batch: StepBatch, device: torch.device, autocast: Autocast, world: World
+    ) -> None:
         """Outside of what is captured, before the step's batches: what its loss needs to know of all of them."""
 
     def complete(self, batch: PackedBatch, table: TokenRows) -> PackedBatch:
@@ -89,11 +92,11 @@ class Objective(ABC):
 
     # ---- what steps and evaluation call --------------------------------------------------------------------------
 
-    def loss_sum(self, model: Any, batch: PackedBatch) -> Tensor:
+    def loss_sum(self, model: HFModel, batch: PackedBatch) -> Tensor:
         """The batch's summed loss, and in training the routers' auxiliary loss. The head is computed for the loss rows only."""
         return self.sums(model, batch).loss
 
-    def sums(self, model: Any, batch: PackedBatch) -> Sums:
+    def sums(self, model: HFModel, batch: PackedBatch) -> Sums:
         found = outputs_of(model, batch)
         total = self.loss(found.values_N, batch)
         if found.balance is not None:
@@ -104,7 +107,7 @@ class Objective(ABC):
             return Sums(total, self.watch(found.values_N.detach(), batch))
 
     def divisor(self, step_batch: StepBatch, world: World) -> Divisor:
-        """Of the whole step, so that the loss does not depend on how its rows fell into micro-batches and ranks."""
+        """The divisor of the whole step, so that the loss does not depend on how its rows fell into micro-batches and ranks."""
         counts = torch.stack([self.count(batch).reshape(self.terms) for batch in step_batch.batches]).sum(0)
         found = world.total(*counts.tolist())
         return found[0] if self.terms == 1 else tuple(max(1.0, count) for count in found)
@@ -117,7 +120,7 @@ def mean_of(sums: Tensor, divisor: Divisor) -> Tensor:
     return sums / divisor
 
 
-def outputs_of(model: Any, batch: PackedBatch) -> Outputs:
+def outputs_of(model: HFModel, batch: PackedBatch) -> Outputs:
     """What the model's head gives of each loss row, differentiable, on whatever layers the model has."""
     engine, base = engine_of(model), base_of(model)
     if engine is not None:

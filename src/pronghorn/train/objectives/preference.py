@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from pronghorn.data.pack.batches import TokenRows
+from pronghorn.hf_types import HFModel
 from pronghorn.packs import IGNORED, PackedBatch
 from pronghorn.train.objectives.objective import Autocast, Objective
 from pronghorn.train.objectives.reference import Reference
@@ -26,7 +27,7 @@ from pronghorn.train.objectives.watch import Watch
 
 
 class Answers(NamedTuple):
-    """Of each slot."""
+    """Figures of each document slot."""
 
     log_probs_D: Tensor  # sums
     reference_D: Tensor  # the reference's, 0 without one
@@ -140,7 +141,7 @@ class Preference(Objective):
     def remarks(self, step: int, figures: Mapping[str, float]) -> list[str]:
         return self._watch.look(step, figures, None)
 
-    def prepare(self, model: Any, table: TokenRows, device: torch.device, autocast: Autocast) -> None:
+    def prepare(self, model: HFModel, table: TokenRows, device: torch.device, autocast: Autocast) -> None:
         if self.reference is not None:
             self.reference.prepare(model, table, device, autocast, trained=self.trained, progress=self.progress)
 

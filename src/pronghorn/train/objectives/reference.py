@@ -16,6 +16,7 @@ import torch
 from pronghorn.data.pack.batches import TokenRows
 from pronghorn.data.pack.loader import evaluation_batches
 from pronghorn.errors import RecipeError
+from pronghorn.hf_types import HFModel
 from pronghorn.packs import IGNORED, PackedBatch
 from pronghorn.train.objectives.objective import Autocast, Progress, outputs_of
 
@@ -30,7 +31,7 @@ class Store(Protocol):
 
 
 class Reference:
-    """Of each table: a number for each label, in the order of its rows."""
+    """The reference's log-probabilities: for each table a number per label, in the order of its rows."""
 
     def __init__(self, capacity: int, store: Store | None = None) -> None:
         self._capacity, self._store = capacity, store
@@ -38,7 +39,7 @@ class Reference:
 
     def prepare(
         self,
-        model: Any,
+        model: HFModel,
         table: TokenRows,
         device: torch.device,
         autocast: Autocast,
@@ -75,9 +76,14 @@ class Reference:
 
 @torch.no_grad()
 def reference_log_probs(
-    model: Any, table: TokenRows, capacity: int, device: torch.device, autocast: Autocast, progress: Progress = lambda *_: None
+    model: HFModel,
+    table: TokenRows,
+    capacity: int,
+    device: torch.device,
+    autocast: Autocast,
+    progress: Progress = lambda *_: None,
 ) -> Floats:
-    """Of all labels of the table, row by row."""
+    """Log-probabilities of all labels of the table, row by row."""
     begins = np.concatenate([[0], np.cumsum(table.loss_counts, dtype=np.int64)])
     found = np.zeros(int(begins[-1]), dtype=np.float32)
     was_training = model.training
@@ -100,5 +106,5 @@ def reference_log_probs(
     return found
 
 
-def without_adapters(model: Any) -> AbstractContextManager[Any]:
+def without_adapters(model: HFModel) -> AbstractContextManager[Any]:
     return model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext()  # type: ignore[no-any-return]

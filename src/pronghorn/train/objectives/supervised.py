@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.nn.functional as F
 from torch import Tensor
 
 from pronghorn.data.pack.loader import StepBatch
+from pronghorn.hf_types import HFModel
 from pronghorn.model.causal_lm import base_of, engine_of
 from pronghorn.model.heads.lm import own_logits
 from pronghorn.packs import PackedBatch
@@ -19,10 +18,10 @@ class Supervised(Objective):
     def loss(self, log_probs_N: Tensor, batch: PackedBatch) -> Tensor:
         return -log_probs_N.sum()
 
-    def sums(self, model: Any, batch: PackedBatch) -> Sums:
+    def sums(self, model: HFModel, batch: PackedBatch) -> Sums:
         return Sums(self.loss_sum(model, batch))
 
-    def loss_sum(self, model: Any, batch: PackedBatch) -> Tensor:
+    def loss_sum(self, model: HFModel, batch: PackedBatch) -> Tensor:
         """Fused: the loss and its gradient in one pass over the logits, since every row's weight is known to be one."""
         engine = engine_of(model)
         if engine is not None:

@@ -13,6 +13,7 @@ import torch
 from pronghorn.data.pack.batches import TokenRows
 from pronghorn.data.pack.loader import evaluation_batches
 from pronghorn.errors import counted
+from pronghorn.hf_types import HFModel
 from pronghorn.recipe import Stop
 from pronghorn.train.dist.world import World
 from pronghorn.train.objectives import Objective, Supervised
@@ -31,7 +32,7 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    model: Any,
+    model: HFModel,
     table: TokenRows,
     *,
     capacity: int,

@@ -17,6 +17,7 @@ from pronghorn.errors import CommandError
 from pronghorn.evaluation.harness import require_harness, run_tasks
 from pronghorn.evaluation.held_out import HeldOut, Judged
 from pronghorn.evaluation.own_metric import OwnMetric
+from pronghorn.hf_types import HFModel
 from pronghorn.model.causal_lm import install
 from pronghorn.model.load import DTYPES, load_model, resolve_precision
 from pronghorn.recipe import METRICS, Eval
@@ -118,7 +119,7 @@ def evaluate_run(
     return figures | ({} if base is None else {"base_metrics": base.metrics})
 
 
-def _judged(held_out: HeldOut, model: Any, report: Report, capture: bool) -> Judged:
+def _judged(held_out: HeldOut, model: HFModel, report: Report, capture: bool) -> Judged:
     judged = held_out.judge(held_out.ask(model, report, capture=capture))
     if judged.unscored:  # here, where nothing is lost by it, a metric that fails is an error
         raise CommandError(what=judged.unscored, where=str(held_out.own.path if held_out.own else ""), fix="fix the metric")

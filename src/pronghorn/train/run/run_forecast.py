@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from pronghorn.errors import CommandError, PronghornError, RecipeError
+from pronghorn.hf_types import HFConfig
 from pronghorn.memory.forecast import HOST_BYTES, Forecast, comparison, max_context_report, plan_report
 from pronghorn.memory.gpus import GPUS, find_gpu
-from pronghorn.memory.job import why_not_planned
 from pronghorn.memory.plan import host_room, parse_host
 from pronghorn.memory.scaling import Scaling, parse_gpus, scaling
 from pronghorn.model.config import read_config
@@ -20,11 +20,11 @@ from pronghorn.train.source import kind_of
 __all__ = ["comparison", "forecast", "forecast_of_many"]
 
 
-def why_no_plan(recipe: Recipe, config: Any) -> str:
+def why_no_plan(recipe: Recipe, config: HFConfig) -> str:
     if recipe.layers == "own":
         return "layers: own uses the transformers layers, whose memory is not planned"
     text = config.get_text_config()
-    if why := why_not_fast(config) or why_not_planned(text):
+    if why := why_not_fast(config):
         return why
     if recipe.fp8 and recipe.method != "fp8" and FAMILIES[text.model_type].experts:
         return (

@@ -73,7 +73,7 @@ def run_facts(recipe: Recipe, keys: dict[str, str]) -> dict[str, str]:
 
 
 def weights_key(model: torch.nn.Module, shards: Spread | None = None) -> str:
-    """Of names, shapes and the first bytes of all weights: enough to tell one model's files, or checkpoint, from another's.
+    """Digest of names, shapes and first bytes of all weights: enough to tell one model's files or checkpoint from another's.
     Those that are spread over ranks were looked at when they were loaded."""
     digest = hashlib.sha256(b"" if shards is None else shards.key.encode())
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

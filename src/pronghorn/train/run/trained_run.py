@@ -10,6 +10,7 @@ import torch
 from pronghorn.data.encode.tokens import load_tokenizer, padding_id
 from pronghorn.data.template.rendering import within_limits
 from pronghorn.errors import CommandError
+from pronghorn.hf_types import HFModel
 from pronghorn.model.causal_lm import base_of
 from pronghorn.model.export import trained_model
 from pronghorn.model.fingerprint import require_same_base
@@ -43,7 +44,7 @@ class Trained:
     def head(self) -> type[Head]:
         return HEADS[self.recipe.objective.kind.head]
 
-    def set_padding(self, model: Any) -> None:
+    def set_padding(self, model: HFModel) -> None:
         """For the model's own forward, where its head needs to know."""
         if not self.head.generates:
             self.head.set_padding(base_of(model), padding_id(self.tokenizer()))

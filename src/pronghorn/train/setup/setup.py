@@ -16,6 +16,7 @@ import torch
 from pronghorn.data.encode.tokens import load_tokenizer
 from pronghorn.data.pack.loader import State
 from pronghorn.errors import ModelError, RecipeError
+from pronghorn.hf_types import HFModel, Tokenizer
 from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.config import read_config
 from pronghorn.model.families import ties_embeddings, why_not_fast
@@ -68,8 +69,8 @@ class Session:
 
     recipe: Recipe
     source: Source
-    tokenizer: Any
-    model: Any
+    tokenizer: Tokenizer
+    model: HFModel
     optimizer: torch.optim.Optimizer
     take_step: Step
     device: torch.device
@@ -245,7 +246,7 @@ def set_up(
 def _objective(
     recipe: Recipe,
     source: Source,
-    model: Any,
+    model: HFModel,
     device: torch.device,
     precision: Precision,
     report: Report,
@@ -267,7 +268,7 @@ def _objective(
 
 def _step(
     recipe: Recipe,
-    model: Any,
+    model: HFModel,
     optimizer: torch.optim.Optimizer,
     device: torch.device,
     precision: Precision,
@@ -318,7 +319,7 @@ def _build_model(
     return model
 
 
-def _installed(recipe: Recipe, model: Any, shares: Shares | None) -> tuple[str, Shards | None]:
+def _installed(recipe: Recipe, model: HFModel, shares: Shares | None) -> tuple[str, Shards | None]:
     """(why the model uses transformers' layers, or nothing; its weights, where they are spread)"""
     why_own_layers = "the recipe sets layers: own" if recipe.layers == "own" else install(model, fp8=recipe.fp8)
     if recipe.compute == "fp8":
@@ -326,7 +327,7 @@ def _installed(recipe: Recipe, model: Any, shares: Shares | None) -> tuple[str, 
     return why_own_layers, None if shares is None else spread(shares, model)
 
 
-def _require_fp8_layers(model: Any, why_own_layers: str) -> None:
+def _require_fp8_layers(model: HFModel, why_own_layers: str) -> None:
     """Weights that are not stored in FP8 are multiplied so by our layers alone; elsewhere the recipe would be ignored."""
     engine = engine_of(model)
     layers = [] if engine is None else engine.layers

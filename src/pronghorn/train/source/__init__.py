@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from pronghorn.hf_types import Tokenizer
 from pronghorn.recipe import Recipe
 from pronghorn.train.source.source import Report, Source
 from pronghorn.train.source.table import TableSource
@@ -16,5 +15,5 @@ def kind_of(recipe: Recipe) -> type[Source]:
     return TableSource
 
 
-def source_of(recipe: Recipe, tokenizer: Any, *, report: Report, stage: StageTimer) -> Source:
+def source_of(recipe: Recipe, tokenizer: Tokenizer, *, report: Report, stage: StageTimer) -> Source:
     return kind_of(recipe).of(recipe, tokenizer, report=report, stage=stage)

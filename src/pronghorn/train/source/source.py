@@ -25,6 +25,7 @@ from pronghorn.data.pack.batches import Shapes, build_batch
 from pronghorn.data.pack.loader import State, StepBatch, StepPacking
 from pronghorn.data.pack.packing import Packs, pack_in_order
 from pronghorn.data.preference.pair_packing import groups_of
+from pronghorn.hf_types import HFModel, Tokenizer
 from pronghorn.packs import PackedBatch
 from pronghorn.recipe import Recipe
 from pronghorn.train.dist.world import World
@@ -60,7 +61,7 @@ class Source(ABC):
 
     @classmethod
     @abstractmethod
-    def of(cls, recipe: Recipe, tokenizer: Any, *, report: Report, stage: StageTimer) -> Self:
+    def of(cls, recipe: Recipe, tokenizer: Tokenizer, *, report: Report, stage: StageTimer) -> Self:
         """Reads and refuses whatever can be refused without the model."""
 
     @classmethod
@@ -141,5 +142,5 @@ class Source(ABC):
         return self.packing.step(table, list(packs), after, epoch)
 
     @abstractmethod
-    def next(self, model: Any) -> StepBatch:
+    def next(self, model: HFModel) -> StepBatch:
         """The next step. `model`: with the weights after the step before, unless `ahead`."""

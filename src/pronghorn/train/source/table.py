@@ -17,6 +17,7 @@ from pronghorn.data.prepare import Prepared, findings, prepare
 from pronghorn.data.read.reading import Name, parts_of, text_bytes
 from pronghorn.data.read.splitting import apart
 from pronghorn.errors import DataError, PronghornError, RecipeError
+from pronghorn.hf_types import HFModel, Tokenizer
 from pronghorn.memory.forecast import BYTES_PER_TOKEN
 from pronghorn.packs import PackedBatch
 from pronghorn.recipe import Recipe
@@ -46,7 +47,7 @@ class TableSource(Source):
         self.packs_per_step = max(1, round(float(packs.mean()))) if len(packs) else 0
 
     @classmethod
-    def of(cls, recipe: Recipe, tokenizer: Any, *, report: Report, stage: StageTimer) -> Self:
+    def of(cls, recipe: Recipe, tokenizer: Tokenizer, *, report: Report, stage: StageTimer) -> Self:
         shared, told = shares_prompts(recipe)
 
         def read(names: Sequence[Name]) -> Prepared:
@@ -155,7 +156,7 @@ class TableSource(Source):
             )
         )
 
-    def next(self, model: Any) -> StepBatch:
+    def next(self, model: HFModel) -> StepBatch:
         return next(self._steps)
 
 

@@ -29,6 +29,7 @@ import torch
 
 from pronghorn.data.pack.loader import StepBatch
 from pronghorn.errors import EnvironmentFault
+from pronghorn.hf_types import HFModel
 from pronghorn.kernels.runtime.dispatch import compile_kernels
 from pronghorn.model.capture import Graphs, Work, first_line, raise_if_out_of_memory
 from pronghorn.model.causal_lm import engine_of
@@ -66,7 +67,7 @@ class GraphedStep(Step):
 
     def __init__(
         self,
-        model: Any,
+        model: HFModel,
         optimizer: FusedAdamW,
         *,
         device: torch.device,
@@ -340,7 +341,7 @@ class GraphedStep(Step):
 
 
 def make_step(
-    model: Any,
+    model: HFModel,
     optimizer: torch.optim.Optimizer,
     *,
     device: torch.device,

@@ -12,6 +12,7 @@ from pronghorn.data.pack.batches import build_batch
 from pronghorn.data.pack.loader import StepBatch
 from pronghorn.data.preference.pair_packing import split_groups
 from pronghorn.errors import HealthStop, ModelError, RecipeError, counted
+from pronghorn.hf_types import HFModel
 from pronghorn.train.objectives import Objective, Supervised
 
 NAMED = 5  # rows named in a message; more would not be read
@@ -118,7 +119,7 @@ def listed(rows: Iterable[str]) -> str:
 
 
 def offending_rows(
-    model: Any, step_batch: StepBatch, device: torch.device, autocast: Callable[[], Any], objective: Objective | None = None
+    model: HFModel, step_batch: StepBatch, device: torch.device, autocast: Callable[[], Any], objective: Objective | None = None
 ) -> Offenders:
     """Each row of the step alone, or each group of rows that the objective keeps together."""
     objective, table = objective or Supervised(), step_batch.rows

@@ -20,7 +20,7 @@ import torch
 from pronghorn.data.pack.batches import Shapes
 from pronghorn.errors import EnvironmentFault, ModelError, RecipeError
 from pronghorn.memory.calibrate import calibrate
-from pronghorn.memory.costs import LayerCosts, predicted_costs
+from pronghorn.memory.costs import Costs, predicted_costs
 from pronghorn.memory.dry_run import evaluation_bytes, host_moments
 from pronghorn.memory.forecast import job_of, memory_lines, picture, problem_of
 from pronghorn.memory.gpus import local_gpu, reckoned_with
@@ -104,7 +104,7 @@ def plan_of_everything(recipe: Recipe, config: Any, shapes: Shapes, device: torc
 
 def _job_and_costs(
     recipe: Recipe, config: Any, shapes: Shapes, device: torch.device, precision: Precision, ranks: int = 1
-) -> tuple[Job, LayerCosts] | str:
+) -> tuple[Job, Costs] | str:
     """Or why the run cannot be planned."""
     if why := why_no_plan(recipe, config):
         return why
@@ -164,7 +164,7 @@ class RunMemory:
 
     @property
     def keeps_everything(self) -> bool:
-        return set(self.plan.levels) == {KEEP}
+        return set(self.plan.choices) == {KEEP}
 
     def apply(
         self,
@@ -223,7 +223,8 @@ class RunMemory:
             try:
                 part = here.cut(T=len(here.ids_T) // share, N=len(here.loss_rows) // share)
                 part = replace(part, longest=min(part.longest, len(part.ids_T)))
-                costs = calibrate(engine, part, dtype, self.device, piece=problem.costs.piece / share).times(share)
+                kinds, piece = problem.job.shape.kinds, max(kind.piece for kind in problem.costs.kinds) / share
+                costs = calibrate(engine, kinds, part, dtype, self.device, piece=piece).times(share)
                 break
             except torch.OutOfMemoryError:
                 costs = None
@@ -251,8 +252,8 @@ class RunMemory:
             self.pool = OffloadPool(len(plan.offloaded), plan.slot_bytes, self.device)
         engine.offload = self.pool
         engine.head.set_chunk_share(head_share(plan.pieces))
-        for layer, level in zip(engine.layers, plan.levels, strict=True):
-            layer.level, layer.mlp_chunks, layer.offload = level.recompute, plan.pieces, self.pool if level.offload else None
+        for layer, choice in zip(engine.layers, plan.choices, strict=True):
+            layer.level, layer.mlp_chunks, layer.offload = choice.level, plan.pieces, self.pool if choice.offload else None
 
     def lower(self, model: Any) -> None:
         """After an allocation failed and its step was given up: a plan that takes less. Results stay the same: to the bit, or,
@@ -297,7 +298,7 @@ class RunMemory:
                 f"{plan.needed_bytes / 1e9:.2f} of {plan.problem.budget / 1e9:.2f} GB for tensors, about "
                 f"{plan.device_bytes / 1e9:.2f} GB with driver and fragmentation; {step}"
             ]
-        lines = ["memory:", *picture(plan.levels), *memory_lines(plan)]
+        lines = ["memory:", *picture(plan.choices), *memory_lines(plan)]
         if self.pool is not None:
             lines.append(f"pool        {self.pool.host_bytes / 1e9:.2f} GB of host RAM in {self.pool.slots - 1} slots")
         return [*lines, f"step        {step}", *(f"why         {reason}" for reason in plan.reasons)]

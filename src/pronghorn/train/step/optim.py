@@ -36,7 +36,7 @@ def make_optimizer(model: torch.nn.Module, recipe: Recipe) -> torch.optim.Optimi
 
 
 def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Of trained weights that are spread over ranks: what this rank has of each."""
+    """Trained parameters by name; of sharded ones, this rank's part."""
     if (spread := trained_shards_of(model)) is not None:
         return spread.trained
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -88,7 +88,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, model: torch.nn.Module, 
 
 
 def _fresh_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Of torch's fused AdamW, which keeps its step counter beside the parameter."""
+    """State of torch's fused AdamW, which keeps its step counter on the parameter's device."""
     return {
         "exp_avg": torch.zeros_like(parameter),
         "exp_avg_sq": torch.zeros_like(parameter),

@@ -17,6 +17,7 @@ import torch
 
 from pronghorn.data.pack.loader import StepBatch
 from pronghorn.errors import EnvironmentFault, HealthStop
+from pronghorn.hf_types import HFModel
 from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.load import DTYPES, Precision
 from pronghorn.train.dist.trained_shards import trained_shards_of
@@ -48,7 +49,7 @@ class Step(ABC):
 
     def __init__(
         self,
-        model: Any,
+        model: HFModel,
         optimizer: torch.optim.Optimizer,
         *,
         device: torch.device,
@@ -101,7 +102,7 @@ class Step(ABC):
         return autocast(self.precision, self.device)
 
 
-def finish_backward(model: Any) -> None:
+def finish_backward(model: HFModel) -> None:
     """After a micro-batch's backward, also one that was broken off: nothing waits in host memory any more."""
     engine = engine_of(model)
     if engine is not None and engine.offload is not None:
@@ -196,7 +197,7 @@ def no_graph(why: str) -> EnvironmentFault:
     )
 
 
-def why_not_graphed(model: Any, optimizer: torch.optim.Optimizer, device: torch.device, precision: Precision) -> str:
+def why_not_graphed(model: HFModel, optimizer: torch.optim.Optimizer, device: torch.device, precision: Precision) -> str:
     if device.type != "cuda":
         return "no NVIDIA GPU found"
     if precision == "fp16":

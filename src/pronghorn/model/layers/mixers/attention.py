@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from pronghorn.hf_types import HFConfig
 from pronghorn.kernels.attention.attention import (
     attention,
     attention_backward,
@@ -47,7 +48,7 @@ class Attention(Mixer):
     recomputed_from = "q"
     rope: str
 
-    def __init__(self, layer: Any, family: Family, config: Any, index: int, around: Around, group: MakeGroup) -> None:
+    def __init__(self, layer: Any, family: Family, config: HFConfig, index: int, around: Around, group: MakeGroup) -> None:
         module = getattr(layer, family.names.attention)  # the model's own, whose parameters are only read
         super().__init__(around, group(module, family.qkv), group(module, (family.names.out,)))
         self.module, self.family, self.qkv = module, family, self.into
@@ -76,7 +77,7 @@ class Attention(Mixer):
         return self.heads, self.kv_heads, self.head_width, self.rope, *self.options.values(), self.sinks is not None
 
     def options_for(self, documents: Documents) -> dict[str, Any]:
-        """Of attention over these documents."""
+        """Options of attention over these documents."""
         shared = ("cu_seqlens", "longest", "typical", "spans_2T", "prefix_2T")
         return {**self.options, "sinks_N": self.sinks, **{name: getattr(documents, name) for name in shared}}
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from pronghorn.hf_types import HFConfig
 from pronghorn.kernels.conv.short_conv import short_conv, short_conv_backward, short_conv_forward
 from pronghorn.model.families import Family
 from pronghorn.model.layers.part import Around, MakeGroup, Mixer
@@ -25,7 +26,7 @@ class ShortConv(Mixer):
     kept: ClassVar[Kept] = {"around_attention": (), "layer": ()}  # the convolution is cheaper than what precedes it
     recomputed_from = "bcx"
 
-    def __init__(self, layer: Any, family: Family, config: Any, index: int, around: Around, group: MakeGroup) -> None:
+    def __init__(self, layer: Any, family: Family, config: HFConfig, index: int, around: Around, group: MakeGroup) -> None:
         self.module = layer.conv  # the model's own, whose parameters are only read
         super().__init__(around, group(self.module, ("in_proj",)), group(self.module, (family.names.out,)))
         self.out_width = int(config.hidden_size)

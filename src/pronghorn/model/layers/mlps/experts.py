@@ -34,6 +34,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from pronghorn.hf_types import HFConfig
 from pronghorn.kernels.lora.lora_linear import NormOf
 from pronghorn.kernels.lora.multi_gather import GatherJob
 from pronghorn.kernels.mlp.gated_mlp import Kind
@@ -85,7 +86,7 @@ class ExpertsMlp(Part):
         self,
         module: Any,
         family: Family,
-        config: Any,
+        config: HFConfig,
         slot: int,
         workspace: Fp8Workspace,
         around: Around,
@@ -198,7 +199,7 @@ class ExpertsMlp(Part):
     # ---- rows of other ranks --------------------------------------------------------------------------------------
 
     def _there(self, saved: Saved, routing: Routing) -> Routing:
-        """Of the rows that this rank's experts get."""
+        """The routing of the rows that this rank's experts get."""
         return routing if self.spread is None else self.spread.routing(saved["counts"], saved["weights_there"])
 
     def _sent(self, x_TD: Tensor, saved: Saved, routing: Routing) -> Tensor:
