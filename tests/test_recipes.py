@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from pronghorn.demo.recipe_data import as_lines, files
+from pronghorn.demo.hotel import as_lines
+from pronghorn.demo.recipe_data import files
 from pronghorn.recipe import Recipe
 from pronghorn.recipe_file import load_recipe, parse_recipe
 from pronghorn.report.display import JsonDisplay

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Discriminator, Field, NonNegativeInt, PositiveInt, Tag, field_validator, model_validator
@@ -434,10 +434,10 @@ class Recipe(Section):
 
     def differences(self, other: Recipe) -> dict[str, str]:
         """Keys whose change would make a resumed run another run, each with what changed: `0.0002 -> 0.0001`."""
-        old, new = _flat(self.model_dump()), _flat(other.model_dump())
-        for flat, recipe in ((old, self), (new, other)):
-            flat["train.optimizer"] = flat["train.optimizer"].removeprefix("paged_")  # where moments lie does not change them
-            flat["storage"] = recipe.stored_as if self.method == other.method else ""  # another method says enough
+        old, new = flat(self.model_dump()), flat(other.model_dump())
+        for values, recipe in ((old, self), (new, other)):
+            values["train.optimizer"] = values["train.optimizer"].removeprefix("paged_")  # where moments lie changes nothing
+            values["storage"] = recipe.stored_as if self.method == other.method else ""  # another method says enough
         return {
             key: f"{old.get(key)} -> {new.get(key)}"
             for key in sorted(old.keys() | new.keys())
@@ -447,7 +447,7 @@ class Recipe(Section):
     @property
     def keys(self) -> list[str]:
         """All of them, as `train.lr`."""
-        return sorted(_flat(self.model_dump()))
+        return sorted(flat(self.model_dump()))
 
 
 # What does not touch the numbers of the run may change between two starts of it.
@@ -482,11 +482,12 @@ def why_fixed(key: str) -> str:
     return FIXED_ON_RESUME.get(key) or FIXED_ON_RESUME.get(whole_section, "")
 
 
-def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"train": {"lr": 1}} as {"train.lr": 1}"""
+    found: dict[str, Any] = {}
     for key, item in value.items():
         if isinstance(item, dict):
-            flat |= _flat(item, f"{prefix}{key}.")
+            found |= flat(item, f"{prefix}{key}.")
         else:
-            flat[prefix + key] = item
-    return flat
+            found[prefix + key] = item
+    return found

@@ -10,7 +10,7 @@ import argparse
 import errno
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +38,7 @@ from pronghorn.program import command
 if TYPE_CHECKING:
     from pronghorn.recipe import Recipe
 
+Verb = Callable[[argparse.Namespace], None]
 STARTED = (STARTING, 1, 1)  # the end of that progress
 OVERRIDES = "any recipe key: train.lr=1e-4 output=runs/second"
 
@@ -120,7 +121,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("-V", "--version", action="version", version=f"pronghorn {__version__}")
     verbs = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    def verb(name: str, function: Any, text: str, group: Any = verbs) -> argparse.ArgumentParser:
+    def verb(name: str, function: Verb, text: str, group: Any = verbs) -> argparse.ArgumentParser:
         one: argparse.ArgumentParser = group.add_parser(name, help=text, description=text)
         one.set_defaults(verb=function, parser=one)
         one.add_argument("--json", action="store_true", help="machine-readable output: one JSON object per line")
@@ -210,10 +211,15 @@ def plan(arguments: argparse.Namespace) -> None:
 
 def data_show(arguments: argparse.Namespace) -> None:
     recipe = _recipe(arguments)
-    from pronghorn.data.show import as_dict, as_text, count_of
+    with displaying(arguments) as display:
+        from pronghorn.data.encode.tokens import load_tokenizer
+        from pronghorn.data.prepare import prepare
+        from pronghorn.data.show import as_dict, as_text, count_of
 
-    tokenizer, prepared = _prepared(recipe, arguments)
-    table = prepared.tokens
+        display.progress(*STARTED)
+        tokenizer, spec = load_tokenizer(recipe.model, recipe.data), recipe.data
+        wanted, size = recipe.objective.kind.reads, recipe.train.capacity
+        table = prepare(spec.train, spec, tokenizer, progress=display.progress, wanted=wanted, capacity=size).tokens
     count = count_of(table)
     if not 1 <= arguments.row <= count:
         raise CommandError(
@@ -389,15 +395,3 @@ def _importing(model: str) -> Iterator[None]:
     read_ahead(model)
     with importing():
         yield
-
-
-def _prepared(recipe: Recipe, arguments: argparse.Namespace) -> tuple[Any, Any]:
-    with displaying(arguments) as display:
-        from pronghorn.data.encode.tokens import load_tokenizer
-        from pronghorn.data.prepare import prepare
-
-        display.progress(*STARTED)
-        tokenizer = load_tokenizer(recipe.model, recipe.data)
-        wanted, size = recipe.objective.kind.reads, recipe.train.capacity
-        spec, told = recipe.data, display.progress
-        return tokenizer, prepare(spec.train, spec, tokenizer, progress=told, wanted=wanted, capacity=size)

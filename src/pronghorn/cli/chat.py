@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import re
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pronghorn.errors import CommandError, printable
+
+if TYPE_CHECKING:
+    from pronghorn.train.run.trained_run import Chat
 
 MOST_TEMPERATURE = 5.0
 COMMANDS = {
@@ -53,8 +56,7 @@ def require_chat(arguments: argparse.Namespace) -> None:
         require_letters(text or "")
 
 
-def converse(talk: Any) -> None:
-    """`talk`: train/run/trained_run.py's Chat."""
+def converse(talk: Chat) -> None:
     with suppress(ImportError):
         import readline  # noqa: F401 - from here on `input` edits lines and knows the earlier ones
     print("an empty line or Ctrl-D quits, /help lists the commands")
@@ -77,7 +79,7 @@ def converse(talk: Any) -> None:
                 print(f"{name}: {printable(answer)}")
 
 
-def _obey(word: str, value: str, talk: Any) -> None:
+def _obey(word: str, value: str, talk: Chat) -> None:
     if word == "/help":
         others = ", ".join(f"{other} = {name}" for other, name in SAME.items())
         print("\n".join(f"{name:22}{text}" for name, text in COMMANDS.values()) + f"\n{others}")

@@ -46,12 +46,7 @@ def options(one: argparse.ArgumentParser) -> None:
 
 def spec(arguments: argparse.Namespace) -> dict[str, Any]:
     """What differs from the run's recipe."""
-    given = {
-        "regex": arguments.regex,
-        "samples": arguments.samples,
-        "max_new_tokens": arguments.max_new_tokens,
-        "system": arguments.system,
-    }
+    given = {name: getattr(arguments, name) for name in ("regex", "samples", "max_new_tokens", "system")}
     found = {key: value for key, value in given.items() if value is not None}
     if arguments.metrics is not None:
         found["metrics"] = names(arguments.metrics)
@@ -64,25 +59,13 @@ def names(words: str) -> list[str]:
 
 def require_one_kind(arguments: argparse.Namespace) -> None:
     """An option that would be ignored is refused."""
-    ours = [
-        name
-        for name in ("data", "metrics", "regex", "samples", "max_new_tokens", "system", "base", "answers", "metric_file")
-        if getattr(arguments, name)
-    ]
-    theirs = [name for name in ("limit", "lm_eval_chat", "lm_eval_path") if getattr(arguments, name)]
-    odd = ours if arguments.lm_eval else theirs
-    if odd:
-        option = f"--{odd[0].replace('_', '-')}"
-        why = (
-            "lm-evaluation-harness brings its own data and metrics"
-            if arguments.lm_eval
-            else "it applies to lm-evaluation-harness tasks only"
-        )
-        raise CommandError(
-            what=f"{option} cannot be used {'with' if arguments.lm_eval else 'without'} --lm-eval",
-            why=why,
-            fix=f"remove {option}" if arguments.lm_eval else "add --lm-eval TASKS",
-        )
+    ours = ["data", "metrics", "regex", "samples", "max_new_tokens", "system", "base", "answers", "metric_file"]
+    theirs = ["limit", "lm_eval_chat", "lm_eval_path"]
+    word, names, why, fix = "without", theirs, "it applies to lm-evaluation-harness tasks only", "add --lm-eval TASKS"
+    if arguments.lm_eval:
+        word, names, why, fix = "with", ours, "lm-evaluation-harness brings its own data and metrics", "remove {}"
+    if odd := [f"--{name.replace('_', '-')}" for name in names if getattr(arguments, name)]:
+        raise CommandError(what=f"{odd[0]} cannot be used {word} --lm-eval", why=why, fix=fix.format(odd[0]))
     if arguments.limit is not None and arguments.limit < 1:
         raise CommandError(what=f"--limit {arguments.limit} is too small", fix="use 1 or more")
 

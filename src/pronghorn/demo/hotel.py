@@ -74,22 +74,16 @@ def _time(first_hour: int, last_hour: int) -> Callable[[random.Random, Split], S
     return pick
 
 
-def _name(words: SlotNames) -> Callable[[random.Random, Split], Slot]:
-    def pick(chance: random.Random, split: Split) -> Slot:
-        name = words.pick(chance, split)
-        return name, name
-
-    return pick
-
-
 def _without_article(said: str) -> str:
     return said.split(" ", 1)[1]
 
 
-def _thing(words: SlotNames) -> Callable[[random.Random, Split], Slot]:
+def _one(words: SlotNames, held: Callable[[str], str] = _without_article) -> Callable[[random.Random, Split], Slot]:
+    """`held`: what the command holds of it."""
+
     def pick(chance: random.Random, split: Split) -> Slot:
         said = words.pick(chance, split)
-        return said, _without_article(said)
+        return said, held(said)
 
     return pick
 
@@ -112,21 +106,16 @@ def _people(chance: random.Random, split: Split) -> Slot:
     return chance.choice((str(number), NUMBERS[number - 1])), number
 
 
-def _destination(chance: random.Random, split: Split) -> Slot:
-    said = DESTINATIONS.pick(chance, split)
-    return said, _without_article(said)
-
-
 # ---- commands ----------------------------------------------------------------------------------------------
 
 _SLOTS: dict[str, dict[str, Callable[[random.Random, Split], Slot]]] = {
     "wake_up_call": {"room": _room, "time": _time(4, 10)},
-    "taxi": {"time": _time(5, 22), "destination": _destination},
+    "taxi": {"time": _time(5, 22), "destination": _one(DESTINATIONS)},
     "room_service": {"room": _room, "items": _things(DISHES)},
     "housekeeping": {"room": _room, "items": _things(SUPPLIES)},
-    "book_table": {"restaurant": _name(RESTAURANTS), "people": _people, "time": _time(12, 22)},
+    "book_table": {"restaurant": _one(RESTAURANTS, str), "people": _people, "time": _time(12, 22)},
     "late_checkout": {"room": _room, "time": _time(12, 17)},
-    "maintenance": {"room": _room, "problem": _thing(PROBLEMS)},
+    "maintenance": {"room": _room, "problem": _one(PROBLEMS)},
 }
 KINDS = tuple(Kind(name, slots, _DATA["requests"][name]) for name, slots in _SLOTS.items())
 GREETINGS = ("", "", "", "Hello! ", "Good morning. ", "Good evening. ")
@@ -174,8 +163,16 @@ def write(
     generate: Callable[[int, int, Split], Sequence[Mapping[str, Any]]] = generate,
 ) -> tuple[Path, Path]:
     """Write `train.jsonl` and `held_out.jsonl`; give back where they are."""
+    rows = {"train.jsonl": generate(train, seed, "train"), "held_out.jsonl": generate(held_out, seed, "held_out")}
+    write_lines(folder, rows)
+    return folder / "train.jsonl", folder / "held_out.jsonl"
+
+
+def write_lines(folder: Path, files: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    paths = folder / "train.jsonl", folder / "held_out.jsonl"
-    for path, rows in zip(paths, (generate(train, seed, "train"), generate(held_out, seed, "held_out")), strict=True):
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-    return paths
+    for name, rows in files.items():
+        (folder / name).write_text(as_lines(rows), encoding="utf-8")
+
+
+def as_lines(rows: Sequence[Mapping[str, Any]]) -> str:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

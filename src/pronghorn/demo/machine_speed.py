@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -85,7 +85,7 @@ def measure(model: HFModel) -> Speed:
             weight.requires_grad_(True)
 
 
-def _second_time(work: Any) -> float:
+def _second_time(work: Callable[[], None]) -> float:
     work()
     began = time.perf_counter()
     work()

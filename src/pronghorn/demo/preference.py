@@ -6,6 +6,7 @@ after. Both come from log-probabilities of whole replies, so nothing has to be g
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def run_preference_demo(output: Path, *, as_json: bool) -> None:
     finish(demo, output, result, figures, _sentence, as_json=as_json)
 
 
-def preferred(run: Path, report: Any) -> tuple[int, int, int]:
+def preferred(run: Path, report: Callable[[str, int, int], None]) -> tuple[int, int, int]:
     """Held-out pairs whose chosen reply is the likelier one: to the model before, and after; and how many there are."""
     trained = TrainedRun(run, "last")
     model, tokenizer, device = trained.load()

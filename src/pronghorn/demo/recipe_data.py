@@ -8,7 +8,6 @@ conversations.jsonl   two to four requests of a guest, each with its reply
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 from collections.abc import Mapping, Sequence
@@ -41,15 +40,5 @@ def files() -> dict[str, Sequence[Mapping[str, Any]]]:
     }
 
 
-def as_lines(rows: Sequence[Mapping[str, Any]]) -> str:
-    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-
-
-def main(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, rows in files().items():
-        (folder / name).write_text(as_lines(rows), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "data"))
+    hotel.write_lines(Path(sys.argv[1] if len(sys.argv) > 1 else "data"), files())

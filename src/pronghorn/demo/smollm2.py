@@ -24,12 +24,13 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pronghorn.errors import EnvironmentFault, ModelError
 from pronghorn.folders import cache_folder
+from pronghorn.hub import hub_errors
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -166,15 +167,12 @@ def _nowhere(pip_said: str, hub_said: str) -> EnvironmentFault:
 def _hub_snapshot(*, local_files_only: bool) -> Path | str:
     """The hub's own folder for the model, or the reason why there is none."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
 
-    # OSError and the base error of the HTTP library that this hub release uses; a broken transfer may raise either.
-    network_errors = cast(tuple[type[Exception], ...], HfHubHTTPError.__bases__)
     try:
         files = [*NEEDED_FILES, "generation_config.json", "special_tokens_map.json"]
         wanted = list(NEEDED_FILES) if local_files_only else files
         folder = Path(snapshot_download(HUB_NAME, allow_patterns=wanted, local_files_only=local_files_only))
-    except network_errors as fault:
+    except hub_errors() as fault:
         return " ".join(str(fault).split("\n")[0].split())
     return folder if _complete(folder) else f"{folder} has no safetensors weights"
 

@@ -85,15 +85,11 @@ class HeldOut:
         count = max(spec.generations, spec.samples if measured else 0)
         questions = held_out_questions(table, tokenizer, count, system=spec.system) if table is not None and count else []
         if measured and not questions:
-            why = (
-                "the run has no held-out data"
-                if table is None
-                else ("metrics compare answers to questions, and plain text contains none")
-            )
+            plain = "metrics compare answers to questions, and plain text contains none"
             raise DataError(
                 "no held-out row contains a question",
                 where="data.eval",
-                why=why,
+                why="the run has no held-out data" if table is None else plain,
                 fix="remove eval.metrics, or hold out conversations or prompts with data.eval",
             )
         return cls(questions, spec, tokenizer, own, beside)
@@ -146,45 +142,33 @@ class HeldOut:
 
 def _require_expected(questions: Sequence[Question], spec: Eval) -> None:
     """A metric that could never be met is refused, not counted as 0."""
-    if CHOICE in spec.metrics:
-        _require_choices(questions)
     pattern = re.compile(spec.regex) if spec.regex else None
+    needs = [name for name in spec.metrics if name in NEED_JSON]
     for question in questions:
-        expected = final_part(question.expected)
-        if not strict_json.is_json(expected) and (needs := [name for name in spec.metrics if name in NEED_JSON]):
-            raise DataError(
-                f"eval.metrics: {needs[0]}: the expected answer is not JSON",
-                where=question.where,
-                why=f"it is {expected[:80]!r}",
-                fix="remove the metric, or fix the row",
-            )
-        if pattern is not None and pattern.groups and found(pattern, expected) is None:
-            raise DataError(
-                "eval.regex: the pattern does not match the expected answer",
-                where=question.where,
-                why=f"it is {expected[:80]!r}",
-                fix="fix the pattern or the row",
-            )
+        expected, what, fix = final_part(question.expected), "", ""
+        why = f"it is {expected[:80]!r}"
+        if CHOICE in spec.metrics and (wrong := _wrong_choices(question)):
+            what, why, fix = wrong
+        elif needs and not strict_json.is_json(expected):
+            what = f"eval.metrics: {needs[0]}: the expected answer is not JSON"
+            fix = "remove the metric, or fix the row"
+        elif pattern is not None and pattern.groups and found(pattern, expected) is None:
+            what, fix = "eval.regex: the pattern does not match the expected answer", "fix the pattern or the row"
+        if what:
+            raise DataError(what, where=question.where, why=why, fix=fix)
 
 
-def _require_choices(questions: Sequence[Question]) -> None:
-    for question in questions:
-        choices = [choice.strip() for choice in question.choices]
-        if not choices:
-            raise DataError(
-                f"eval.metrics: {CHOICE}: the row has no choices",
-                where=question.where,
-                why="the row needs a column `choices` with a list of two or more texts",
-                fix="add the column, or set its name in data.fields.choices",
-            )
-        if len(set(choices)) < len(choices) or question.expected.strip() not in choices:
-            why = f"it is {question.expected[:80]!r}, the choices are {', '.join(map(repr, choices))[:200]}"
-            raise DataError(
-                f"eval.metrics: {CHOICE}: the expected answer is not one of the choices",
-                where=question.where,
-                why=why,
-                fix="make the expected answer equal one choice, and list each choice once",
-            )
+def _wrong_choices(question: Question) -> tuple[str, str, str] | None:
+    """What, why and fix, where the right one is not one of several different choices."""
+    choices = [choice.strip() for choice in question.choices]
+    if not choices:
+        why = "the row needs a column `choices` with a list of two or more texts"
+        return f"eval.metrics: {CHOICE}: the row has no choices", why, "add the column, or set its name in data.fields.choices"
+    if len(set(choices)) < len(choices) or question.expected.strip() not in choices:
+        why = f"it is {question.expected[:80]!r}, the choices are {', '.join(map(repr, choices))[:200]}"
+        what = f"eval.metrics: {CHOICE}: the expected answer is not one of the choices"
+        return what, why, "make the expected answer equal one choice, and list each choice once"
+    return None
 
 
 def _require_best(spec: Eval, own: OwnMetric | None, beside: Sequence[str]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +29,7 @@ from pronghorn.export.job import Job, copy_files
 from pronghorn.export.usage import Usage
 from pronghorn.kernels.quant.fp8_cast import fp8_quantize
 from pronghorn.kernels.quant.nvfp4 import BLOCK, nvfp4_quantize
+from pronghorn.kernels.quant.stored import StoredTensor
 from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.lora import require_adapter
 from pronghorn.model.merge_stream import MergedWeights, merging, whole_weights, write_config
@@ -40,42 +41,16 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 ADAPTER = "adapter"  # its folder beside the weights of `fp8:base`
 
 
-def _fp8(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for name, weight in weights.items():
-        q = fp8_quantize(weight)
-        found |= {name: q.values.view(torch.float8_e4m3fn), f"{name}_scale": q.scales[:, None]}
-    return found
-
-
-def _fp8_rounded(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: fp8_quantize(weight).dequantize(dtype=torch.float32) for name, weight in weights.items()}
-
-
-def _nvfp4(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for names in _together(list(weights)):
-        q = nvfp4_quantize(torch.cat([weights[name] for name in names]))
-        rows = [len(weights[name]) for name in names]
-        for name, packed, scales in zip(names, q.packed.split(rows), q.scales.split(rows), strict=True):
-            found |= _nvfp4_names(name, packed, scales, q.tensor_scale)
-    return found
-
-
-def _nvfp4_rounded(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for names in _together(list(weights)):
-        values = nvfp4_quantize(torch.cat([weights[name] for name in names])).dequantize(dtype=torch.float32)
-        found |= dict(zip(names, values.split([len(weights[name]) for name in names]), strict=True))
-    return found
-
-
 def _nvfp4_names(name: str, packed: Tensor, scales: Tensor, whole: Tensor) -> dict[str, Tensor]:
     """compressed-tensors divides by the scale of the whole tensor."""
     return {f"{name}_packed": packed, f"{name}_scale": scales, f"{name}_global_scale": 1 / whole.float().reshape(1)}
 
 
-def _together(names: list[str]) -> list[list[str]]:
+def _fp8_names(name: str, values: Tensor, scales: Tensor) -> dict[str, Tensor]:
+    return {name: values.view(torch.float8_e4m3fn), f"{name}_scale": scales[:, None]}
+
+
+def _together(names: Iterable[str]) -> list[list[str]]:
     clusters: dict[tuple[str, str], list[str]] = {}
     for name in names:
         owner, _, part = name.removesuffix(".weight").rpartition(".")
@@ -90,10 +65,32 @@ class Scheme:
     layout: str  # compressed-tensors' name
     weights: dict[str, Any]
     activations: dict[str, Any] | None
-    quantize: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+    quantize: Callable[[Tensor], StoredTensor]
+    named: Callable[..., dict[str, Tensor]]  # a weight's parts, as files name them
     multiple: int  # a row's values, or the weight stays wide
     bytes_each: float
-    rounded: Callable[[dict[str, Tensor]], dict[str, Tensor]]  # there and back
+    one_scale: bool = False  # of what is multiplied as one matrix
+
+    def stored(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """As files have them."""
+        found: dict[str, Tensor] = {}
+        for names, rows, q in self._quantized(weights):
+            values, scales, *whole = q.tensors().values()
+            for name, own_values, own_scales in zip(names, values.split(rows), scales.split(rows), strict=True):
+                found |= self.named(name, own_values, own_scales, *whole)
+        return found
+
+    def rounded(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """There and back."""
+        found: dict[str, Tensor] = {}
+        for names, rows, q in self._quantized(weights):
+            found |= dict(zip(names, q.dequantize(dtype=torch.float32).split(rows), strict=True))
+        return found
+
+    def _quantized(self, weights: dict[str, Tensor]) -> Iterator[tuple[list[str], list[int], StoredTensor]]:
+        """With names and rows of the weights in it."""
+        for names in _together(weights) if self.one_scale else [[name] for name in weights]:
+            yield names, [len(weights[name]) for name in names], self.quantize(torch.cat([weights[name] for name in names]))
 
 
 FLOAT: dict[str, Any] = {"type": "float", "symmetric": True}
@@ -103,10 +100,10 @@ SCHEMES = {
         "float-quantized",
         {**FLOAT, "num_bits": 8, "strategy": "channel", "dynamic": False},
         {**FLOAT, "num_bits": 8, "strategy": "token", "dynamic": True},
-        _fp8,
+        fp8_quantize,
+        _fp8_names,
         1,
         1.01,
-        _fp8_rounded,
     ),
     "nvfp4": Scheme(
         "nvfp4",
@@ -114,10 +111,11 @@ SCHEMES = {
         {**FLOAT, "num_bits": 4, "strategy": "tensor_group", "group_size": BLOCK, "dynamic": False,
          "scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"},
         None,
-        _nvfp4,
+        nvfp4_quantize,
+        _nvfp4_names,
         BLOCK,
         0.57,
-        _nvfp4_rounded,
+        one_scale=True,
     ),
 }  # fmt: skip
 
@@ -147,7 +145,7 @@ class Compressed:
                 found[name] = tensor.to(self.dtype)
             else:
                 to_quantize[name] = tensor
-        return found | self.scheme.quantize(to_quantize)
+        return found | self.scheme.stored(to_quantize)
 
     def wide(self) -> list[str]:
         """Modules with a matrix that stay as they are: compressed-tensors' `ignore`."""
@@ -202,7 +200,7 @@ def write(job: Job, kind: str) -> None:
     config = json.loads(file.read_text(encoding="utf-8"))
     config["quantization_config"] = quantization_config(scheme, _short(packed.wide()))
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    copy_files(job.checkpoint, job.folder, lambda name: not name.startswith(("adapter_", "model", "config", "generation")))
+    job.copy_tokenizer()
     if trained is None:
         (job.folder / ADAPTER).mkdir()
         copy_files(job.checkpoint, job.folder / ADAPTER)

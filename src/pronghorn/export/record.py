@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import json
-import platform
-from importlib.metadata import PackageNotFoundError, version
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
 
-from pronghorn import __version__
 from pronghorn.export.checking import Verdict
 from pronghorn.export.job import NOTE, Job
 from pronghorn.export.usage import Usage, is_local, public_name
 from pronghorn.model.heads import HEADS
 from pronghorn.recipe import Recipe, named
 from pronghorn.report.run_log import plain
+from pronghorn.train.run.run_events import versions
 
 RECORD = "export.json"
 LIBRARIES = {"adapter": "peft"}  # the card's library_name; else transformers
-PACKAGES = ("torch", "transformers", "peft", "safetensors")
 
 
 def write_record(job: Job, name: str, figures: dict[str, Any], verdict: Verdict) -> dict[str, Any]:
@@ -41,16 +38,6 @@ def write_record(job: Job, name: str, figures: dict[str, Any], verdict: Verdict)
     }
     (job.folder / RECORD).write_text(json.dumps(plain(record), indent=2, allow_nan=False) + "\n", encoding="utf-8")
     return record
-
-
-def versions() -> dict[str, str]:
-    found = {"pronghorn": __version__, "python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def write_card(job: Job, name: str, figures: dict[str, Any], usages: list[Usage], verdict: Verdict | None = None) -> None:

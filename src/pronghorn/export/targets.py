@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pronghorn.errors import CommandError
 from pronghorn.export import adapter, compressed, gguf_target, merged, ollama, vllm
@@ -14,84 +13,33 @@ from pronghorn.export.job import Job
 from pronghorn.export.usage import Usage
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     name: str
-    title: str  # what it writes, for --help
+    refuse: Callable[[Job], None]
+    size: Callable[[Job], int]
     write: Callable[[Job], None]
     check: Callable[[Job, Reference], Verdict]
     usage: Callable[[Job], list[Usage]]
-    size: Callable[[Job], int]
-    refuse: Callable[[Job], None] = lambda _: None
     variants: tuple[str, ...] = ()
     any_head: bool = False  # whether it can hold a model that writes no text
+
+
+def _row(name: str, module: Any, variants: tuple[str, ...] = (), *, any_head: bool = False, **kind: str) -> Target:
+    """A module with the five functions. `kind`: of what it writes, where it serves several rows."""
+    size, write, check = (partial(function, **kind) for function in (module.size, module.write, module.check))
+    return Target(name, module.refuse, size, write, check, module.usage, variants, any_head)
 
 
 TARGETS: dict[str, Target] = {
     row.name: row
     for row in (
-        Target(
-            "adapter",
-            "the adapter in PEFT's layout",
-            adapter.write,
-            adapter.check,
-            adapter.usage,
-            adapter.size,
-            adapter.refuse,
-            any_head=True,
-        ),
-        Target(
-            "merged",
-            "one Hugging Face folder with the adapter merged in",
-            merged.write,
-            merged.check,
-            merged.usage,
-            merged.size,
-            merged.refuse,
-            any_head=True,
-        ),
-        Target(
-            "gguf",
-            "one file for llama.cpp and programs built on it",
-            gguf_target.write,
-            gguf_target.check,
-            gguf_target.usage,
-            gguf_target.size,
-            gguf_target.refuse,
-            gguf_target.VARIANTS,
-        ),
-        Target(
-            "ollama",
-            "a GGUF file and a Modelfile for Ollama",
-            ollama.write,
-            ollama.check,
-            ollama.usage,
-            ollama.size,
-            ollama.refuse,
-            ollama.VARIANTS,
-        ),
-        Target(
-            "vllm",
-            "the adapter in the layout that vLLM and SGLang serve",
-            vllm.write,
-            vllm.check,
-            vllm.usage,
-            adapter.size,
-            vllm.refuse,
-        ),
-        *(
-            Target(
-                kind,
-                f"{title} for vLLM, SGLang and transformers, in compressed-tensors' layout",
-                partial(compressed.write, kind=kind),
-                partial(compressed.check, kind=kind),
-                compressed.usage,
-                partial(compressed.size, kind=kind),
-                compressed.refuse,
-                variants,
-            )
-            for kind, title, variants in (("fp8", "FP8 weights", ("merged", "base")), ("nvfp4", "4-bit (NVFP4) weights", ()))
-        ),
+        _row("adapter", adapter, any_head=True),
+        _row("merged", merged, any_head=True),
+        _row("gguf", gguf_target, gguf_target.VARIANTS),
+        _row("ollama", ollama, ollama.VARIANTS),
+        _row("vllm", vllm),
+        _row("fp8", compressed, ("merged", "base"), kind="fp8"),
+        _row("nvfp4", compressed, kind="nvfp4"),
     )
 }
 

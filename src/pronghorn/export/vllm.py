@@ -28,6 +28,7 @@ from pronghorn.model.stock import stock_adapter
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can be started with
 CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
+size = adapter.size
 
 
 def refuse(job: Job) -> None:

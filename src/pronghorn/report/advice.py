@@ -10,7 +10,7 @@ import copy
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -29,19 +29,9 @@ FEWEST_EVALUATIONS, FEWEST_ANSWERS, FEWEST_HELD_OUT, FEWEST_STEPS = 4, 10, 100, 
 @dataclass(frozen=True, slots=True)
 class Advice:
     settings: dict[str, Any]  # recipe keys, dotted, with their new values
-    change: str  # the same for people
-    why: str
     seconds: float  # that this run would have taken less
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    settings: dict[str, Any]
-    seconds: float
     why: str
+    change: str = ""  # the settings for people
 
 
 def advise(run: RunStats) -> tuple[Advice, ...]:
@@ -53,14 +43,14 @@ def advise(run: RunStats) -> tuple[Advice, ...]:
     for one in found:
         if one.seconds >= worth and tuple(one.settings) not in kept and is_valid(run, one.settings):
             change = f"set {', '.join(_changed(run.recipe, key, value) for key, value in one.settings.items())}"
-            kept[tuple(one.settings)] = Advice(one.settings, change, one.why, one.seconds)
+            kept[tuple(one.settings)] = replace(one, change=change)
     return tuple(kept.values())[:MOST]
 
 
-def saving(advice: Mapping[str, Any], total: float) -> str:
+def saving(seconds: float, total: float) -> str:
     """`saves about 40 s (27 %)`"""
-    share = number_format.percent(advice["seconds"] / total) if total > 0 else ""
-    return f"saves about {number_format.duration(advice['seconds'])} ({share})"
+    share = number_format.percent(seconds / total) if total > 0 else ""
+    return f"saves about {number_format.duration(seconds)} ({share})"
 
 
 def remark(run: RunStats) -> str:
@@ -129,7 +119,7 @@ def _times(every: int, steps: int) -> int:
 # ---- rules ----
 
 
-def _evaluating(run: RunStats) -> Iterable[Candidate]:
+def _evaluating(run: RunStats) -> Iterable[Advice]:
     """Rarer evaluations. Not of a run that stopped early: it would have stopped later."""
     every, spent, answers = _every(run, "eval"), run.stages.get("evaluate", 0.0), run.stages.get("answers", 0.0)
     if not every or run.state == "early stop" or (now := _times(every, run.step)) < 2:
@@ -143,35 +133,35 @@ def _evaluating(run: RunStats) -> Iterable[Candidate]:
         if left <= FEWEST_EVALUATIONS or spent + answers - saved <= EVALUATED * (total - saved):
             break
     share = number_format.percent(run.share("evaluate", "answers"))
-    yield Candidate(
+    yield Advice(
         {"eval.every": new}, saved, f"{counted(now, 'evaluation')} took {share} of the time; this leaves {left} of them"
     )
 
 
-def _answering(run: RunStats) -> Iterable[Candidate]:
+def _answering(run: RunStats) -> Iterable[Advice]:
     spent = run.stages.get("answers", 0.0)
     why = f"generating answers to held-out rows took {number_format.percent(run.share('answers'))} of the time"
     if not _setting(run.recipe, "eval", "metrics"):
         if _setting(run.recipe, "eval", "generations"):
-            yield Candidate({"eval.generations": 0}, spent, f"{why}; they are shown, and no metric uses them")
+            yield Advice({"eval.generations": 0}, spent, f"{why}; they are shown, and no metric uses them")
         return
     asked = _setting(run.recipe, "eval", "samples")
     asked = min(asked, run.eval_documents) if isinstance(asked, int) else 0
     fewer = max(FEWEST_ANSWERS, asked // 2)
     if fewer < asked:
         text = f"{why}; with {fewer} rows instead of {asked} the metric is less precise"
-        yield Candidate({"eval.samples": fewer}, spent * (1 - fewer / asked), text)
+        yield Advice({"eval.samples": fewer}, spent * (1 - fewer / asked), text)
 
 
-def _holding_out(run: RunStats) -> Iterable[Candidate]:
+def _holding_out(run: RunStats) -> Iterable[Advice]:
     fraction = _setting(run.recipe, "data", "eval")
     if isinstance(fraction, float) and run.eval_documents >= 2 * FEWEST_HELD_OUT:
         share = number_format.percent(run.share("evaluate"))
         why = f"the held-out loss of {run.eval_documents:,} rows took {share} of the time; half of them are trained on instead"
-        yield Candidate({"data.eval": round(fraction / 2, 6)}, run.stages.get("evaluate", 0.0) / 2, why)
+        yield Advice({"data.eval": round(fraction / 2, 6)}, run.stages.get("evaluate", 0.0) / 2, why)
 
 
-def _saving(run: RunStats) -> Iterable[Candidate]:
+def _saving(run: RunStats) -> Iterable[Advice]:
     """Rarer checkpoints. The best ones are written anyway."""
     every = _every(run, "checkpoint")
     written = set(run.checkpoint_steps)
@@ -182,16 +172,16 @@ def _saving(run: RunStats) -> Iterable[Candidate]:
     share = number_format.percent(run.share("checkpoint"))
     saved = run.stages.get("checkpoint", 0.0) * len(due) / len(written)
     why = f"writing {counted(len(written), 'checkpoint')} took {share} of the time; this leaves {len(written) - len(due)}"
-    yield Candidate({"checkpoint.every": 2 * every}, saved, why)
+    yield Advice({"checkpoint.every": 2 * every}, saved, why)
 
 
-def _waiting(run: RunStats) -> Iterable[Candidate]:
+def _waiting(run: RunStats) -> Iterable[Advice]:
     workers, cores = _setting(run.recipe, "data", "workers"), _cores()
     now = workers if isinstance(workers, int) else 2
     wanted = min(cores, max(2, 2 * now))
     if wanted > now:
         why = f"training waited for data {number_format.percent(run.share('wait'))} of the time"
-        yield Candidate({"data.workers": wanted}, run.stages.get("wait", 0.0) * (1 - max(now, 1) / max(wanted, 2)), why)
+        yield Advice({"data.workers": wanted}, run.stages.get("wait", 0.0) * (1 - max(now, 1) / max(wanted, 2)), why)
 
 
 def _cores() -> int:
@@ -199,7 +189,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _packing(run: RunStats) -> Iterable[Candidate]:
+def _packing(run: RunStats) -> Iterable[Advice]:
     """Larger packs, where memory has room for them: about as many tokens are left over in each, of half as many packs."""
     capacity = _setting(run.recipe, "train", "capacity")
     if _setting(run.recipe, "train", "batch_rows"):  # a step's few rows fill larger packs even less; check names a smaller one
@@ -211,20 +201,20 @@ def _packing(run: RunStats) -> Iterable[Candidate]:
     if reached > run.efficiency:
         spent = sum(run.stages.get(stage, 0.0) for stage in TRAINING)
         why = f"packs are {number_format.percent(run.efficiency)} full, the rest is padding; larger packs need more memory"
-        yield Candidate({"train.capacity": 2 * capacity}, spent * (1 - run.efficiency / reached), why)
+        yield Advice({"train.capacity": 2 * capacity}, spent * (1 - run.efficiency / reached), why)
 
 
-def _updating(run: RunStats) -> Iterable[Candidate]:
+def _updating(run: RunStats) -> Iterable[Advice]:
     """Not where the number of steps is fixed: they would only become longer."""
     tokens = _setting(run.recipe, "train", "batch_tokens")
     fixed = _setting(run.recipe, "train", "steps") or _setting(run.recipe, "train", "batch_rows")
     if isinstance(tokens, int) and not fixed and run.step >= FEWEST_STEPS:
         share = number_format.percent(run.share("optimizer"))
         why = f"the optimizer took {share} of the time; half as many, larger steps need it half as often and learn differently"
-        yield Candidate({"train.batch_tokens": 2 * tokens}, run.stages.get("optimizer", 0.0) / 2, why)
+        yield Advice({"train.batch_tokens": 2 * tokens}, run.stages.get("optimizer", 0.0) / 2, why)
 
 
-def _too_long(run: RunStats) -> Iterable[Candidate]:
+def _too_long(run: RunStats) -> Iterable[Advice]:
     """Everything after the best evaluation made the model worse; a rise of up to 2 % is taken for noise."""
     every = _every(run, "eval")
     if not every or run.decides != "loss" or run.best_eval is None or run.last_eval is None or run.best_eval_step is None:
@@ -238,10 +228,10 @@ def _too_long(run: RunStats) -> Iterable[Candidate]:
     for patience in range(1, min(4, now)):
         steps = run.step - (run.best_eval_step + patience * every)
         value = {**(stop or {}), "patience": patience}
-        yield Candidate({"eval.stop": value}, spent * max(0, steps) / run.step, why)
+        yield Advice({"eval.stop": value}, spent * max(0, steps) / run.step, why)
 
 
-RULES: tuple[Callable[[RunStats], Iterable[Candidate]], ...] = (
+RULES: tuple[Callable[[RunStats], Iterable[Advice]], ...] = (
     _evaluating,
     _answering,
     _holding_out,

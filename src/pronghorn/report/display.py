@@ -35,6 +35,7 @@ from pronghorn.report.bars import sparkline, stage_bar, stage_legend
 from pronghorn.report.console import SafeConsole, say_now
 from pronghorn.report.pace import Paces, Throughput, so_far
 from pronghorn.report.run_log import as_number
+from pronghorn.report.run_stats import STATES, ending
 from pronghorn.report.stages import Stages
 
 REFRESH_PER_SECOND = 4
@@ -353,13 +354,10 @@ def _say_text(run: _Run, event: dict[str, Any], width: int) -> list[str]:
 
 
 def _say_end(run: _Run, event: dict[str, Any], width: int) -> list[str]:
-    steps = f"{event.get('step', 0):,} of {counted(run.steps, 'step')}" if run.steps else counted(event.get("step", 0), "step")
-    if event.get("reason") == "done":
-        return [f"finished: {steps}"]
-    told = event.get("why") and event.get("reason") != "error"  # the command shows an error itself, with its fix
-    why = f": {number_format.one_line(str(event['why']), 2000)}" if told else ""
-    reason = {"signal": "interrupted", "health": "health stop"}.get(str(event.get("reason", "")), event.get("reason", ""))
-    return [f"{reason} after {steps}{why}"]
+    reason = str(event.get("reason", ""))
+    told = event.get("why") if reason != "error" else ""  # the command shows an error itself, with its fix
+    why = number_format.one_line(str(told or ""), 2000)
+    return [ending(STATES.get(reason, reason), event.get("step", 0), run.steps, why)]
 
 
 def _say_start(run: _Run, event: dict[str, Any], width: int) -> list[str]:

@@ -18,12 +18,9 @@ from pronghorn.report.experts import experts_section
 from pronghorn.report.html_sections import (
     MOST_TEXT,
     answers_section,
-    answers_table,
-    cell,
     cost_section,
     data_section,
     evaluations_section,
-    mark,
     memory_section,
     score_tiles,
 )
@@ -34,7 +31,7 @@ from pronghorn.report.run_stats import RunStats, run_stats
 from pronghorn.report.stages import STAGES
 
 FILE_NAME = "report.html"
-MOST_GENERATIONS, MOST_NOTICES, MOST_SESSIONS = 30, 200, 100  # keeps the page below 2 MB whatever the run says
+MOST_NOTICES, MOST_SESSIONS = 200, 100  # keeps the page below 2 MB whatever the run says
 TILES = 8  # two full rows; scores of answers take the place of the last ones
 FEW_STEPS = 40  # below this a smoothed line would say nothing that the points do not
 
@@ -235,7 +232,7 @@ def _stages(run: RunStats) -> str:
 
 def _suggestions(run: RunStats) -> str:
     total = sum(run.stages.values())
-    shown = [f"{escape(one.change)} ({saving(one.as_dict(), total)}) <span>— {escape(one.why)}</span>" for one in advise(run)]
+    shown = [f"{escape(one.change)} ({saving(one.seconds, total)}) <span>— {escape(one.why)}</span>" for one in advise(run)]
     return "<br>".join(shown) or escape(remark(run))
 
 
@@ -246,21 +243,16 @@ def _answers(evaluation: dict[str, Any]) -> dict[str, dict[str, str]]:
 
 
 def _generations(evals: Sequence[dict[str, Any]]) -> str:
-    told = [e for e in evals if _answers(e)]
+    """What the evaluations logged: the newest answers beside the first ones."""
+    told = [(f"answer at step {e.get('step', 0):,}", found) for e in evals if (found := _answers(e))]
     if not told:
         return ""
-    newest, first = told[-1], told[0]
-    columns = [first, newest] if newest is not first else [newest]
-    labels = [f"answer at step {e.get('step', 0):,}" for e in columns]
-    rows = []
-    for prompt, said in list(_answers(newest).items())[:MOST_GENERATIONS]:
-        cells = [cell("prompt", prompt), cell("expected", said["expected"])]
-        for evaluation, label in zip(columns, labels, strict=True):
-            answer = _answers(evaluation).get(prompt, {}).get("answer", number_format.MISSING)
-            cells.append(cell(label, answer, mark(answer, said["expected"], {})))
-        rows.append(f"<tr>{''.join(cells)}</tr>")
-    table = answers_table(("prompt", "expected", *labels), rows)
-    return f'<h2>Answers</h2><div class="card">{table}</div>'
+    (before, first), (now, newest) = told[0] if len(told) > 1 else ("", {}), told[-1]
+    rows = [
+        AnswerRow("", prompt, said["expected"], first.get(prompt, {}).get("answer"), said["answer"], None, {}, {})
+        for prompt, said in newest.items()
+    ]
+    return answers_section(rows, before, now)
 
 
 def _recipe(run: RunStats) -> str:

@@ -135,39 +135,34 @@ def _score(value: Any) -> str:
     return f"{number:.4g}" if math.isfinite(number) else number_format.MISSING
 
 
-def answers_section(answers: Sequence[AnswerRow]) -> str:
+def answers_section(answers: Sequence[AnswerRow], before: str = "before training", now: str = "") -> str:
     """Held-out rows: what was expected, what the model said before training and what it says now. Wrong answers come first,
     and none of those that the page has room for is hidden."""
     if not answers:
         return ""
-    before = any(one.base is not None for one in answers)
     steps = {one.step for one in answers if one.step is not None}
-    now = f"after step {steps.pop():,}" if len(steps) == 1 else "after training"
-    labels = ["prompt", "expected", *(["before training"] if before else []), now]
+    elsewhere = "" if now else "; every one is in answers.jsonl"
+    now = now or (f"after step {steps.pop():,}" if len(steps) == 1 else "after training")
+    compared = any(one.base is not None for one in answers)
     rows = []
-    ordered = sorted(answers, key=lambda one: is_right(one.answer, one.expected, one.scores))
+    ordered = sorted(answers, key=lambda one: _is_right(one.answer, one.expected, one.scores))
     for one in ordered[:MOST_ANSWERS]:
-        cells = [cell("prompt", one.prompt), cell("expected", one.expected)]
-        if before:
-            cells.append(cell("before training", number_format.MISSING if one.base is None else one.base,
-                              mark(one.base or "", one.expected, one.base_scores)))  # fmt: skip
-        cells.append(cell(now, one.answer, mark(one.answer, one.expected, one.scores)))
+        cells = [_cell("prompt", one.prompt), _cell("expected", one.expected)]
+        if compared:
+            said = number_format.MISSING if one.base is None else one.base
+            cells.append(_cell(before, said, _mark(one.base or "", one.expected, one.base_scores)))
+        cells.append(_cell(now, one.answer, _mark(one.answer, one.expected, one.scores)))
         rows.append(f"<tr>{''.join(cells)}</tr>")
-    of = f", {MOST_ANSWERS} of {len(answers):,} in all; every one is in answers.jsonl" if len(answers) > MOST_ANSWERS else ""
-    wrong = sum(not is_right(one.answer, one.expected, one.scores) for one in ordered)
+    wrong = sum(not _is_right(one.answer, one.expected, one.scores) for one in ordered)
     told = f"{wrong:,} of {len(answers):,} wrong, listed first" if wrong else f"all {len(answers):,} right"
-    table = answers_table(labels, rows, of, first=max(wrong, FIRST_ANSWERS))
-    return f'<h2>Answers</h2><div class="card"><p class="note">{told}</p>{table}</div>'
-
-
-def answers_table(labels: Sequence[str], rows: Sequence[str], note: str = "", *, first: int = FIRST_ANSWERS) -> str:
-    """The first rows, and the others behind a word to click on."""
-    head = "".join(f"<th>{escape(label)}</th>" for label in labels)
-    table = '<table class="answers"><thead><tr>{}</tr></thead><tbody>{}</tbody></table>'
-    shown, others = table.format(head, "".join(rows[:first])), rows[first:]
-    if not others:
-        return shown
-    return f"{shown}<details><summary>{len(others)} more{note}</summary>{table.format(head, ''.join(others))}</details>"
+    head = "".join(f"<th>{escape(label)}</th>" for label in ("prompt", "expected", *[before] * compared, now))
+    table = f'<table class="answers"><thead><tr>{head}</tr></thead><tbody>{{}}</tbody></table>'
+    first = max(wrong, FIRST_ANSWERS)
+    shown, others = table.format("".join(rows[:first])), rows[first:]
+    if others:
+        of = f", {MOST_ANSWERS} of {len(answers):,} in all{elsewhere}" * (len(answers) > MOST_ANSWERS)
+        shown += f"<details><summary>{len(others)} more{of}</summary>{table.format(''.join(others))}</details>"
+    return f'<h2>Answers</h2><div class="card"><p class="note">{told}</p>{shown}</div>'
 
 
 def score_tiles(answers: Sequence[AnswerRow]) -> list[tuple[str, str, str]]:
@@ -185,18 +180,18 @@ def _of(mean: float, rows: int) -> str:
     return f"{round(mean * rows):,} of {rows:,}"
 
 
-def is_right(answer: str, expected: str, scores: dict[str, float]) -> bool:
+def _is_right(answer: str, expected: str, scores: dict[str, float]) -> bool:
     """By the first score, if there is one; else by whether the answer is the expected one."""
     value = next(iter(scores.values()), None)
     return answer.strip() == expected.strip() if value is None else value >= 1.0
 
 
-def mark(answer: str, expected: str, scores: dict[str, float]) -> str:
-    right = is_right(answer, expected, scores)
+def _mark(answer: str, expected: str, scores: dict[str, float]) -> str:
+    right = _is_right(answer, expected, scores)
     return '<span class="mark ok" title="right">✓</span>' if right else '<span class="mark ko" title="not right">✗</span>'
 
 
-def cell(label: str, text: str, sign: str = "") -> str:
+def _cell(label: str, text: str, sign: str = "") -> str:
     short = text if len(text) <= MOST_TEXT else text[:MOST_TEXT] + " …"
     return f'<td data-label="{escape(label)}">{sign}<div class="said">{escape(short)}</div></td>'
 

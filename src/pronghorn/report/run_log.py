@@ -27,42 +27,18 @@ TAIL_BLOCK = 1 << 16  # bytes read at a time when looking for the last line
 ANY = ("count", "number", "text", "map", "list", "truth", "nothing", "too large")
 _COUNT, _NUMBER, _MAP = ("count",), ("count", "number"), ("map", "nothing")
 _FIGURE = ("count", "number", "text")  # "nan" is written as text
+_COUNTED = "session step tokens loss_tokens seen_tokens bytes steps ranks eval_documents exit_code samples cut to"
+_COUNTED += " data.documents data.tokens parameters.total parameters.trainable"
 KINDS: dict[str, tuple[str, ...]] = {
-    "session": _COUNT,
-    "step": _COUNT,
-    "tokens": _COUNT,
-    "loss_tokens": _COUNT,
-    "seen_tokens": _COUNT,
-    "bytes": _COUNT,
-    "steps": _COUNT,
-    "ranks": _COUNT,
+    **dict.fromkeys(_COUNTED.split(), _COUNT),
+    **dict.fromkeys(("time", "epoch", "total"), _NUMBER),
+    **dict.fromkeys(("loss", "grad_norm", "lr", "perplexity"), _FIGURE),
+    **dict.fromkeys(("recipe", "data", "parameters", "versions", "counts", "metrics"), _MAP),
     "resumed_from": ("count", "nothing"),
-    "eval_documents": _COUNT,
-    "exit_code": _COUNT,
-    "time": _NUMBER,
-    "epoch": _NUMBER,
-    "loss": _FIGURE,
-    "grad_norm": _FIGURE,
-    "lr": _FIGURE,
-    "perplexity": _FIGURE,
-    "total": _NUMBER,
-    "recipe": _MAP,
-    "data": _MAP,
-    "parameters": _MAP,
-    "versions": _MAP,
-    "counts": _MAP,
-    "metrics": _MAP,
-    "samples": _COUNT,
-    "cut": _COUNT,
     "generations": ("list", "nothing"),
     "text": ("text", "list", "nothing"),
     "seconds": (*_FIGURE, *_MAP),
     "data.efficiency": (*_NUMBER, "nothing"),
-    "data.documents": _COUNT,
-    "data.tokens": _COUNT,
-    "parameters.total": _COUNT,
-    "parameters.trainable": _COUNT,
-    "to": _COUNT,
     "after": ("map",),
 }
 LARGEST = 2_000_000_000  # bytes; a step has 300

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pronghorn.errors import counted
 from pronghorn.report.run_log import as_number, history
 from pronghorn.report.stages import STAGES
 
@@ -15,6 +16,12 @@ from pronghorn.report.stages import STAGES
 SILENT_AFTER = 600.0
 
 STATES = {"done": "done", "early stop": "early stop", "signal": "interrupted", "health": "health stop", "error": "error"}
+
+
+def ending(state: str, step: int, steps: int, why: str) -> str:
+    """finished: 6 of 6 steps · early stop after 4 of 6 steps: held-out loss ... · interrupted after 2 of 6 steps"""
+    done = f"{step:,} of {counted(steps, 'step')}" if steps else counted(step, "step")
+    return f"finished: {done}" if state == "done" else f"{state} after {done}" + (f": {why}" if why else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,17 +169,6 @@ def run_stats(events: Sequence[dict[str, Any]], now: float | None = None) -> Run
         recipe=recipe,
         sessions=_sessions(events),
     )
-
-
-def flat(recipe: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"train": {"lr": 1}} as {"train.lr": 1}"""
-    keys: dict[str, Any] = {}
-    for key, value in recipe.items():
-        if isinstance(value, dict) and value:
-            keys |= flat(value, f"{prefix}{key}.")
-        else:
-            keys[prefix + key] = value
-    return keys
 
 
 def _loss(events: Sequence[dict[str, Any]]) -> float | None:

@@ -15,9 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from pronghorn.errors import CommandError, DataError
+from pronghorn.recipe import flat
 from pronghorn.report import number_format, run_log
 from pronghorn.report.run_log import as_number, history, plain, read_log
-from pronghorn.report.run_stats import RunStats, flat, run_stats
+from pronghorn.report.run_stats import RunStats, run_stats
 
 MARKS = (0.1, 0.25, 0.5, 0.75, 1.0)  # where losses are compared: shares of the tokens that every run has seen
 WINDOW = 0.05  # each loss is the mean over this share of those tokens before the mark, to even out single steps

@@ -17,9 +17,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 STAGES = (
@@ -44,13 +44,11 @@ class Stages:
         self._began, self._mark = began, now  # `_mark`: up to here the time is booked
         self._stack = ["other"]
         self._thread = threading.get_ident()
-        self._contexts = {name: _Stage(self, name) for name in STAGES}
 
     def __call__(self, name: str) -> AbstractContextManager[None]:
-        try:
-            return self._contexts[name]
-        except KeyError:
-            raise ValueError(f"{name!r} is not a stage; the stages are {', '.join(STAGES)}") from None
+        if name not in STAGES:
+            raise ValueError(f"{name!r} is not a stage; the stages are {', '.join(STAGES)}")
+        return self._during(name)
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -76,32 +74,19 @@ class Stages:
         self._spent[self._stack[-1]] += now - self._mark
         self._mark = now
 
-    def _enter(self, name: str) -> None:
+    @contextmanager
+    def _during(self, name: str) -> Iterator[None]:
         if threading.get_ident() != self._thread:
             raise RuntimeError(f"stage {name!r} entered in a different thread than the one that owns the accounting")
         self._book()
         self._stack.append(name)
-
-    def _leave(self, name: str) -> None:
-        if self._stack[-1] != name:
-            raise RuntimeError(f"stage {name!r} left while in {self._stack[-1]!r}: stages must nest (no yield inside one)")
-        self._book()
-        self._stack.pop()
-
-
-class _Stage:
-    """One name's context manager; it holds no state of its own, so one object serves every `with`."""
-
-    __slots__ = ("_name", "_stages")
-
-    def __init__(self, stages: Stages, name: str) -> None:
-        self._stages, self._name = stages, name
-
-    def __enter__(self) -> None:
-        self._stages._enter(self._name)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._stages._leave(self._name)
+        try:
+            yield
+        finally:
+            if self._stack[-1] != name:
+                raise RuntimeError(f"stage {name!r} left while in {self._stack[-1]!r}: stages must nest (no yield inside one)")
+            self._book()
+            self._stack.pop()
 
 
 def process_age() -> float:

@@ -18,7 +18,7 @@ from pronghorn.report.bars import STAGE_STYLES, share_bar
 from pronghorn.report.experts import experts_summary
 from pronghorn.report.ranks import ranks_summary
 from pronghorn.report.run_log import history, plain
-from pronghorn.report.run_stats import cost, run_stats
+from pronghorn.report.run_stats import cost, ending, run_stats
 
 SHOWN = 0.005  # seconds of a stage; less is 0.00 s
 
@@ -36,7 +36,7 @@ def summary(events: Sequence[dict[str, Any]], gpus: int | None = None, price_per
         "shares": {stage: run.share(stage) for stage in run.stages},
         "cost_most": largest,
         "cost": asdict(spent),
-        "advice": [one.as_dict() for one in advise(run)],
+        "advice": [asdict(one) for one in advise(run)],
         "remark": remark(run),
         "experts": experts_summary(history(events)),
         "ranks": ranks_summary(history(events)),
@@ -52,7 +52,7 @@ def render(facts: dict[str, Any]) -> RenderableType:
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
     table.add_row("run", Text(" · ".join(p for p in (facts["name"], facts["model"], facts["method"], facts["device"]) if p)))
-    table.add_row("ended", Text(_end_line(facts)))
+    table.add_row("ended", Text(ending(facts["state"], facts["step"], facts["steps"], facts["why"])))
     for label, kind in (("loss", "loss"), ("evaluation", "eval")):
         if facts[f"first_{kind}"] is not None:
             perplexity = number(facts["perplexity"]) if kind == "eval" else None
@@ -82,17 +82,10 @@ def render(facts: dict[str, Any]) -> RenderableType:
     if facts["advice"]:
         closing = [Text("suggestions for the next run", style="bold")]
     for one in facts["advice"]:
-        closing += [Text(f"  {one['change']}: {saving(one, total)}"), Padding(Text(one["why"], style="dim"), (0, 0, 0, 4))]
+        closing.append(Text(f"  {one['change']}: {saving(one['seconds'], total)}"))
+        closing.append(Padding(Text(one["why"], style="dim"), (0, 0, 0, 4)))
     head = [Text("\nwhere the time went", style="bold")] if shares else []
     return Group(table, *head, stages, Text(), *closing)
-
-
-def _end_line(facts: dict[str, Any]) -> str:
-    """finished: 6 of 6 steps · early stop after 4 of 6 steps: held-out loss ... · interrupted after 2 of 6 steps"""
-    steps = f"{facts['step']:,} of {counted(facts['steps'], 'step')}" if facts["steps"] else counted(facts["step"], "step")
-    if facts["state"] == "done":
-        return f"finished: {steps}"
-    return f"{facts['state']} after {steps}" + (f": {facts['why']}" if facts["why"] else "")
 
 
 def _float(value: Any) -> float | None:

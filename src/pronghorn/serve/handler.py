@@ -100,7 +100,8 @@ class Handler(BaseHTTPRequestHandler):
         gate.require_known_names(self.headers, self.request_version, local=self.server.local)
         length = gate.body_length(self.headers, needed=self.command == "POST")
         path = self._path()
-        allowed = ("POST",) if path in ROUTES else READING if self._is_known(path) else ()
+        found = self._looked_up(path)
+        allowed = ("POST",) if path in ROUTES else READING if found is not None else ()
         if not allowed:
             raise RequestError(f"unknown path {path[:SHOWN]}", status=404, code="not_found")
         if self.command not in allowed:
@@ -108,8 +109,8 @@ class Handler(BaseHTTPRequestHandler):
         with self.server.room.for_body(length):
             body = self._body(length)
             self._until_answered.enter_context(self.server.busy())
-            if self.command != "POST":
-                self._send(200, self._looked_up(path))
+            if found is not None:
+                self._send(200, found)
                 return
             one, asked, prompt = self._read(body, chat=ROUTES[path])
             del body
@@ -121,16 +122,12 @@ class Handler(BaseHTTPRequestHandler):
         except ValueError:
             raise RequestError(f"`{self.path[:SHOWN]}` is not a path") from None
 
-    def _is_known(self, path: str) -> bool:
-        named = path.startswith("/v1/models/") and unquote(path.removeprefix("/v1/models/")) in self.server.models.names
-        return named or path in ("/v1/models", "/health")
-
-    def _looked_up(self, path: str) -> dict[str, Any]:
-        if path == "/health":
-            return {"status": "ok"}
-        if path == "/v1/models":
-            return shapes.models(self.server.models.names, self.server.since)
-        return shapes.model(unquote(path.removeprefix("/v1/models/")), self.server.since)
+    def _looked_up(self, path: str) -> dict[str, Any] | None:
+        """What GET answers; None: the path is unknown."""
+        names, name = self.server.models.names, unquote(path.removeprefix("/v1/models/"))
+        if path.startswith("/v1/models/") and name in names:
+            return shapes.model(name, self.server.since)
+        return {"/health": {"status": "ok"}, "/v1/models": shapes.models(names, self.server.since)}.get(path)
 
     def _body(self, length: int) -> bytes:
         if self.headers.get("Expect", "").lower() == "100-continue":

@@ -48,13 +48,13 @@ def main(words: list[str]) -> int:
 
 
 def _follow(name: str, folder: Path, offset: int, project: str, answers: IO[bytes]) -> None:
-    row, logger, code = LOGGERS[name], None, CUT_OFF
-    project = project or os.environ.get(row.project, "") or PROJECT
+    kind, logger, code = LOGGERS[name], None, CUT_OFF
+    project = project or os.environ.get(kind.variable, "") or PROJECT
     for event in _events(folder / FILE_NAME, offset):
         if event["event"] == "start":
             if logger is None:
                 about = _about(event, folder, project)
-                logger = row.begin(about)
+                logger = kind(about)
                 _say(answers, place=logger.place)
             else:  # after a rewind
                 logger.again(int(event.get("resumed_from") or 0))

@@ -1,17 +1,18 @@
-"""The loggers that report.to may name. A new one is a subclass of `Logger` and a row of `LOGGERS`."""
+"""The loggers that report.to may name. A new one is a subclass of `Logger`, in `LOGGERS`."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pronghorn.errors import EnvironmentFault, raise_all
+from pronghorn.recipe import flat
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,11 @@ class About:
 
 
 class Logger:
+    variable: ClassVar[str] = ""  # that names the project, where the recipe does not
     place: str  # where people find what was logged
+
+    def __init__(self, about: About) -> None:
+        """The run begins."""
 
     def log(self, step: int, figures: dict[str, float], time: float) -> None:
         """Figures of one step. `time`: unix seconds."""
@@ -72,6 +77,7 @@ class TensorBoard(Logger):
 class Wandb(Logger):
     """Weights & Biases. `WANDB_MODE=offline` sends nothing: the run lies in RUN/wandb until `wandb sync`."""
 
+    variable = "WANDB_PROJECT"
     AXIS = "train/global_step"  # the axis of every curve: W&B's own count never goes back, and a resumed run does
 
     def __init__(self, about: About) -> None:
@@ -100,6 +106,8 @@ class Wandb(Logger):
 class Trackio(Logger):
     """A database in TRACKIO_DIR, or a Space where TRACKIO_SPACE_ID names one. Shown by `trackio show`."""
 
+    variable = "TRACKIO_PROJECT"
+
     def __init__(self, about: About) -> None:
         import trackio
 
@@ -119,6 +127,7 @@ class Trackio(Logger):
 class MLflow(Logger):
     """A server where MLFLOW_TRACKING_URI names one, else mlflow.db in the folder the run was started in (`mlflow ui`)."""
 
+    variable = "MLFLOW_EXPERIMENT_NAME"
     TAG = "pronghorn.run"  # by which a resumed run finds itself: MLflow chooses the ids of runs
     LONGEST = 500  # letters of a parameter's value, which older servers allow
     MOST = 100  # parameters in one call
@@ -136,10 +145,13 @@ class MLflow(Logger):
             self._client.update_run(self._id, status="RUNNING")
         else:
             self._id = self._client.create_run(experiment, run_name=about.name, tags={self.TAG: about.id}).info.run_id
-            params = [Param(name, value[: self.LONGEST]) for name, value in _flat(about.config).items()]
+            params = [Param(name, self._text(value)) for name, value in flat(about.config).items()]
             for start in range(0, len(params), self.MOST):
                 self._client.log_batch(self._id, params=params[start : start + self.MOST])
         self.place = f"run {self._id} at {self._client.tracking_uri}"
+
+    def _text(self, value: object) -> str:
+        return (value if isinstance(value, str) else json.dumps(value))[: self.LONGEST]
 
     def log(self, step: int, figures: dict[str, float], time: float) -> None:
         at, names = int(time * 1000), {name: re.sub(r"[^\w\-. /]", "_", name) for name in figures}
@@ -151,30 +163,8 @@ class MLflow(Logger):
         self._client.set_terminated(self._id, "FINISHED" if code == 0 else "KILLED" if code > 128 else "FAILED")
 
 
-def _flat(config: dict[str, object], above: str = "") -> dict[str, str]:
-    flat: dict[str, str] = {}
-    for key, value in config.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{above}{key}.")
-        else:
-            flat[above + key] = value if isinstance(value, str) else json.dumps(value)
-    return flat
-
-
-@dataclass(frozen=True)
-class Row:
-    """The name is that of the library, and of the extra that installs it."""
-
-    begin: Callable[[About], Logger]
-    project: str = ""  # the variable that names the project, where the recipe does not
-
-
-LOGGERS = {
-    "tensorboard": Row(TensorBoard),
-    "wandb": Row(Wandb, "WANDB_PROJECT"),
-    "trackio": Row(Trackio, "TRACKIO_PROJECT"),
-    "mlflow": Row(MLflow, "MLFLOW_EXPERIMENT_NAME"),
-}
+# The name is that of the library, and of the extra that installs it.
+LOGGERS: dict[str, type[Logger]] = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio, "mlflow": MLflow}
 PROJECT = "pronghorn"  # where nobody names one
 
 

@@ -37,7 +37,7 @@ def log_start(session: Session, folder: Path, log: RunLog) -> None:
         "start",
         run=folder.resolve().name,
         recipe=session.recipe.model_dump(mode="json"),
-        versions=_versions(),
+        versions=versions(),
         device=_device_name(session.device, session.world.size),
         threads=torch.get_num_threads(),
         ranks=session.world.size,
@@ -91,12 +91,12 @@ def _write_report(folder: Path, *, must: bool) -> None:
 
 
 @functools.cache
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     """Read once a process: a package's version is found by parsing all its metadata, 8 ms each."""
     return {
         "python": platform.python_version(),
         "pronghorn": __version__,
-        **{name: version(name) for name in ("torch", "transformers", "peft")},
+        **{name: version(name) for name in ("torch", "transformers", "peft", "safetensors")},
     }
 
 
