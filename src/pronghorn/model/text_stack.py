@@ -16,6 +16,7 @@ from typing import Any
 
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from torch import nn
 
 from pronghorn.hf_types import HFModel
 from pronghorn.model.families import text_config
@@ -48,7 +49,7 @@ def head_of(model: HFModel) -> Any:
     return in_use(model.get_output_embeddings())
 
 
-def in_use(module: Any) -> Any:
+def in_use(module: nn.Module) -> Any:
     """The module, or PEFT's trained copy if its wrapper runs that."""
     if not isinstance(module, ModulesToSaveWrapper):
         return module
@@ -57,7 +58,7 @@ def in_use(module: Any) -> Any:
     return module.modules_to_save[active[0]] if trained else module.original_module
 
 
-def inner_of(module: Any) -> Any:
+def inner_of(module: nn.Module) -> Any:
     """The model's own module, inside PEFT's wrappers."""
     while isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
         module = module.base_layer if isinstance(module, BaseTunerLayer) else module.original_module

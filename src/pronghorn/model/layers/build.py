@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+
+from torch import nn
 
 from pronghorn.hf_types import HFConfig
 from pronghorn.model.families import ACTIVATIONS, Family, activation_name, layer_type
@@ -26,7 +27,7 @@ MIXERS: dict[str, Callable[..., Mixer]] = {  # by layer type
 
 
 def build_layer(
-    layer: Any,
+    layer: nn.Module,
     family: Family,
     config: HFConfig,
     index: int,
@@ -42,7 +43,7 @@ def build_layer(
     rows = [module.storage for module in layer.modules() if isinstance(module, StoredLinear)]
     in_fp8 = any(row.in_fp8 or (asked and row.to_fp8) for row in rows) or (asked and any(map(trains_whole, layer.modules())))
 
-    def group(parent: Any, names: tuple[str, ...]) -> LinearGroup:
+    def group(parent: nn.Module, names: tuple[str, ...]) -> LinearGroup:
         return Fp8LinearGroup(parent, names, workspace) if in_fp8 and names else LinearGroup(parent, names)
 
     def norm(slot: str) -> Norm | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from pronghorn.kernels.norm.rms_norm import rms_norm_backward, rms_norm_forward, rms_norm_then_add_forward
 from pronghorn.kernels.runtime.copy_rows import copy_rows
@@ -18,7 +18,7 @@ class Norm:
     `slot`: its position in the layer (before_attention, after_attention, before_mlp, after_mlp, q_norm, k_norm).
     """
 
-    def __init__(self, parent: Any, name: str, one_plus: bool, slot: str = "") -> None:
+    def __init__(self, parent: nn.Module, name: str, one_plus: bool, slot: str = "") -> None:
         """`parent`, `name`: where the module is; another one may take its place (compat/outer_loop.py)."""
         self.parent, self.name, self.module = parent, name, getattr(parent, name)
         self.one_plus, self.slot = one_plus, slot
