@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from itertools import pairwise
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from pronghorn.data.encode.encode import Encoder
+from pronghorn.data.encode.encode import Encoder, _runs
 from pronghorn.data.read.formats import Example
 from pronghorn.data.template.rendering import RowError
 from pronghorn.errors import DataError
@@ -184,3 +185,13 @@ def test_a_template_for_another_vocabulary_is_refused() -> None:
     tokenizer.pronghorn_own_template = True  # as data.chat_template sets it
     with pytest.raises(DataError, match=r"ends turns with <\|eot_id\|>, but the tokenizer has no such token"):
         Encoder(tokenizer).encode(chat(*TALK))
+
+
+def test_a_border_falls_before_the_first_token_that_starts_there_or_behind() -> None:
+    """Also inside a token and inside a character of several tokens."""
+    text = "the cat, na\u00efve \U0001f600\n<|im_end|>  sat"
+    encoding = make_tokenizer().backend_tokenizer.encode(text, add_special_tokens=False)
+    assert len(encoding.ids) != len(text)
+    spans = list(itertools.combinations_with_replacement(range(len(text) + 1), 2))
+    before = [sum(start < border for start, _ in encoding.offsets) for border in range(len(text) + 1)]
+    assert _runs(encoding, spans) == [(before[start], before[stop]) for start, stop in spans]

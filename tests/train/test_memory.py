@@ -14,7 +14,6 @@ from test_loop import Silent, same, weights
 from pronghorn.data.pack.batches import Shapes
 from pronghorn.errors import EnvironmentFault, Interrupted, RecipeError
 from pronghorn.memory import job as job_module
-from pronghorn.memory.costs import Costs
 from pronghorn.memory.levels import KEEP
 from pronghorn.memory.plan import smallest_budget
 from pronghorn.model.causal_lm import engine_of

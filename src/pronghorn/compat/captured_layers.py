@@ -34,7 +34,7 @@ from torch import Tensor
 from pronghorn.compat.same_weights import SameWeights
 from pronghorn.compat.watched import Watched
 from pronghorn.kernels.runtime.dispatch import keeps_graph, say_once
-from pronghorn.kernels.runtime.first_order import first_order
+from pronghorn.kernels.runtime.first_order import Ctx, first_order
 from pronghorn.model.capture import Graphs, first_line
 from pronghorn.model.causal_lm import FastCausalLM
 from pronghorn.model.layers.linears import LinearGroup
@@ -381,7 +381,7 @@ class _Pair:
 class _Replayed(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, h_TD: Tensor, state: _State, pair: _Pair, cu_seqlens: Tensor, positions_T: Tensor, *parameters: Tensor
+        ctx: Ctx, h_TD: Tensor, state: _State, pair: _Pair, cu_seqlens: Tensor, positions_T: Tensor, *parameters: Tensor
     ) -> Tensor:
         pair.load(h_TD, cu_seqlens, positions_T)
         pair.forward()
@@ -396,7 +396,7 @@ class _Replayed(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, *incoming: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Ctx, *incoming: Tensor) -> tuple[Any, ...]:
         if ctx.waiting is None:
             raise RuntimeError(
                 "backward was already called, and it released the saved activations: recompute the loss, or "

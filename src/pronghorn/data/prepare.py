@@ -12,7 +12,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +27,7 @@ from pronghorn.data.read.formats import Example
 from pronghorn.data.read.mixing import repeated
 from pronghorn.data.read.reading import Name, SourceCount, Stage, told_of_columns
 from pronghorn.errors import DataError, counted
+from pronghorn.hf_types import Tokenizer
 from pronghorn.recipe import Data, named
 from pronghorn.recipe_objective import Rows as Wanted
 
@@ -87,7 +87,7 @@ def example_of(table: TokenTable, i: int) -> Example:
 def prepare(
     names: Sequence[Name],
     spec: Data,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     *,
     progress: Progress = silent,
     stage: Stage = no_stage,

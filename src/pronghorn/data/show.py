@@ -12,6 +12,7 @@ from rich.text import Text
 from pronghorn.data.encode.tokens import TokenTable
 from pronghorn.data.preference.pair_rows import CHOSEN
 from pronghorn.errors import counted
+from pronghorn.hf_types import Tokenizer
 
 # Two shades of each, taken in turn, so that the borders of tokens show.
 LOSS_STYLES = ("bold white on green4", "bold white on dark_green")
@@ -31,7 +32,7 @@ class Piece:
     special: bool
 
 
-def pieces(tokenizer: Any, table: TokenTable, i: int) -> Iterator[Piece]:
+def pieces(tokenizer: Tokenizer, table: TokenTable, i: int) -> Iterator[Piece]:
     ids, loss = table.ids(i).tolist(), table.loss(i)
     loss[:1] = False  # nothing predicts the first token
     special = set(tokenizer.all_special_ids) | {n for n, token in tokenizer.added_tokens_decoder.items() if token.special}
@@ -46,7 +47,7 @@ def pieces(tokenizer: Any, table: TokenTable, i: int) -> Iterator[Piece]:
         before, at = at, stop
 
 
-def _spelt(tokenizer: Any, ids: list[int], before: int, at: int, stop: int) -> str:
+def _spelt(tokenizer: Tokenizer, ids: list[int], before: int, at: int, stop: int) -> str:
     """What the tokens at:stop spell in their place: alone, a SentencePiece decoder takes the first one's space away."""
     decode = tokenizer.backend_tokenizer.decode
     alone = str(decode(ids[at:stop], skip_special_tokens=False))
@@ -76,7 +77,7 @@ def _visible(text: str) -> str:
     return "".join(signs.get(c) or (c if c.isprintable() else f"\\x{ord(c):02x}") for c in text)
 
 
-def row_as_text(tokenizer: Any, table: TokenTable, i: int, *, coloured: bool) -> Text:
+def row_as_text(tokenizer: Tokenizer, table: TokenTable, i: int, *, coloured: bool) -> Text:
     """The row under a line that says where it came from and how much of it carries loss."""
     count, length = int(table.loss_counts[i]), int(table.lengths[i])
     carry = "carries" if count == 1 else "carry"
@@ -85,7 +86,7 @@ def row_as_text(tokenizer: Any, table: TokenTable, i: int, *, coloured: bool) ->
     return head
 
 
-def row_as_dict(tokenizer: Any, table: TokenTable, i: int) -> dict[str, Any]:
+def row_as_dict(tokenizer: Tokenizer, table: TokenTable, i: int) -> dict[str, Any]:
     """For `--json`."""
     shown = list(pieces(tokenizer, table, i))
     spans = ["".join(piece.text for piece in run) for loss, run in groupby(shown, key=lambda piece: piece.loss) if loss]
@@ -106,7 +107,7 @@ def count_of(table: TokenTable) -> int:
     return len(table) if table.pairs is None else len(table.pairs.sizes)
 
 
-def as_text(tokenizer: Any, table: TokenTable, number: int, *, coloured: bool) -> Text:
+def as_text(tokenizer: Tokenizer, table: TokenTable, number: int, *, coloured: bool) -> Text:
     """A row; of preference data the prompt once, then each answer: the chosen one on green, others on red."""
     if table.pairs is None:
         return row_as_text(tokenizer, table, number, coloured=coloured)
@@ -123,7 +124,7 @@ def as_text(tokenizer: Any, table: TokenTable, number: int, *, coloured: bool) -
     return text
 
 
-def as_dict(tokenizer: Any, table: TokenTable, number: int) -> dict[str, Any]:
+def as_dict(tokenizer: Tokenizer, table: TokenTable, number: int) -> dict[str, Any]:
     """For `--json`."""
     if table.pairs is None:
         return row_as_dict(tokenizer, table, number)
@@ -147,7 +148,7 @@ def _name(table: TokenTable, role: int) -> str:
     return ("desirable", "undesirable")[role] if marked else "chosen" if role == CHOSEN else "rejected"
 
 
-def _pieces_of(tokenizer: Any, table: TokenTable, i: int, start: int, stop: int) -> Iterator[Piece]:
+def _pieces_of(tokenizer: Tokenizer, table: TokenTable, i: int, start: int, stop: int) -> Iterator[Piece]:
     """Those that begin between two tokens."""
     at = 0
     for piece in pieces(tokenizer, table, i):

@@ -19,6 +19,7 @@ from pronghorn.data.preference.pair_choices import first_rows
 from pronghorn.data.preference.pair_stats import PairStats, pair_stats
 from pronghorn.data.prepare import Counts, choose, findings
 from pronghorn.errors import counted
+from pronghorn.hf_types import Tokenizer
 from pronghorn.recipe import Data
 from pronghorn.recipe_objective import Rows as Wanted
 
@@ -91,7 +92,7 @@ def collect(
     spec: Data,
     capacity: int,
     seed: int,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     *,
     progress: Callable[[str, int, int], None] = lambda *_: None,
     wanted: Wanted = "documents",

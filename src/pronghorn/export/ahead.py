@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pronghorn.errors import EnvironmentFault, PronghornError
 from pronghorn.export.gguf_convert import require_convertible
 from pronghorn.export.gguf_target import begins_with_bos
 from pronghorn.export.ollama_template import turns_of
+from pronghorn.hf_types import Tokenizer
 from pronghorn.hub import model_folder
 from pronghorn.recipe import Recipe
 
 
-def not_possible(recipe: Recipe, tokenizer: Any) -> list[str]:
+def not_possible(recipe: Recipe, tokenizer: Tokenizer) -> list[str]:
     """A notice for each such target. A package that is missing can still be installed."""
     if not recipe.objective.kind.answers:
         return []  # it has none that generates text

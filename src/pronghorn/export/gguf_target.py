@@ -8,7 +8,6 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
 import torch
 
@@ -22,6 +21,7 @@ from pronghorn.export.gguf_mixture import MIXTURES, TYPES, WIDE
 from pronghorn.export.job import Job, write_base
 from pronghorn.export.quantizer import require_quantizer
 from pronghorn.export.usage import Usage, base_name
+from pronghorn.hf_types import Tokenizer
 from pronghorn.hub import model_folder
 
 ADAPTER = "adapter"
@@ -112,7 +112,7 @@ def _converted(job: Job, target: Path, kind: str) -> Converter:
     return convert(Source(job.merged(), title(job), model_folder(job.recipe.model), bos), target, kind, job.report)
 
 
-def begins_with_bos(tokenizer: Any) -> bool:
+def begins_with_bos(tokenizer: Tokenizer) -> bool:
     """Whether llama.cpp is to put that token before every text. It would, in some families (those with sentencepiece), unless
     the file says otherwise; in a chat that was one token more than the model was trained with."""
     texts = [tokenizer("a")["input_ids"], rendered(tokenizer, CHATS[0])]
@@ -162,7 +162,7 @@ def _scores(found: llama_cpp.Answers) -> list[Scores]:
     return [Scores(tuple(one["best"]), tuple(one["log_probs"])) for one in found.scores]
 
 
-def rendered(tokenizer: Any, chat: list[dict[str, str]]) -> list[int] | None:
+def rendered(tokenizer: Tokenizer, chat: list[dict[str, str]]) -> list[int] | None:
     """None: there is no template, or it refuses (a system prompt, often)."""
     if not tokenizer.chat_template:
         return None

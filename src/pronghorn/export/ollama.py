@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 from pronghorn.data.prepare import prepare
 from pronghorn.errors import PronghornError
@@ -14,6 +13,7 @@ from pronghorn.export.gguf_mixture import TYPES
 from pronghorn.export.job import Job
 from pronghorn.export.ollama_template import Turns, turns_of
 from pronghorn.export.usage import Usage
+from pronghorn.hf_types import Tokenizer
 
 MODELFILE = "Modelfile"
 VARIANTS = TYPES
@@ -29,7 +29,7 @@ def refuse(job: Job) -> None:
     _turns(job.trained.tokenizer())
 
 
-def _turns(tokenizer: Any) -> Turns:
+def _turns(tokenizer: Tokenizer) -> Turns:
     return turns_of(tokenizer, gguf_target.begins_with_bos(tokenizer))
 
 
@@ -58,7 +58,7 @@ def modelfile(file: str, turns: Turns, parameters: list[tuple[str, str]], system
     return "\n".join(lines) + "\n"
 
 
-def stops(tokenizer: Any, turns: Turns) -> list[str]:
+def stops(tokenizer: Tokenizer, turns: Turns) -> list[str]:
     """The token that ends a text, and the one that ends an answer, if it is another."""
     special = sorted(map(str, tokenizer.get_added_vocab()), key=len, reverse=True)
     ends = turns.ends.lstrip()
@@ -74,7 +74,7 @@ def sampling(folder: Path) -> list[tuple[str, str]]:
     return [*found, ("repeat_penalty", f"{settings.get('repetition_penalty') or 1:g}")]
 
 
-def system_prompt(job: Job, tokenizer: Any) -> str | None:
+def system_prompt(job: Job, tokenizer: Tokenizer) -> str | None:
     """The one that all rows of the data begin with."""
     data = job.recipe.data
     try:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from pronghorn.data.template.rendering import RowError, applied
 from pronghorn.errors import CommandError, DataError
+from pronghorn.hf_types import Tokenizer
 
 Messages = list[dict[str, str]]
 ASK, SAY, MORE, TOLD = "qQ1Qq", "qA1Aq", "qQ2Qq", "qS1Sq"  # marks: texts that no template has
@@ -48,7 +48,7 @@ class Turns:
         return f"{opening}{{{{ range .Messages }}}}{''.join(roles)}{{{{ end }}}}{{{{ end }}}}{literal(self.prompt)}"
 
 
-def turns_of(tokenizer: Any, adds_bos: bool) -> Turns:
+def turns_of(tokenizer: Tokenizer, adds_bos: bool) -> Turns:
     """`adds_bos`: Ollama begins every text with that token, so the template does not."""
     if not tokenizer.chat_template:
         raise _refused("the tokenizer has no chat template")

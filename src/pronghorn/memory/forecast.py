@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pronghorn.errors import CommandError, RecipeError
+from pronghorn.hf_types import HFConfig
 from pronghorn.memory.costs import Costs, predicted_costs
 from pronghorn.memory.dry_run import host_moments, kept_bytes, static_parts
 from pronghorn.memory.gpus import GPUS, PRICES_AS_OF, Gpu, find_gpu
@@ -133,7 +134,7 @@ class Forecast:
 
 def plan_report(
     recipe: Recipe,
-    config: Any,
+    config: HFConfig,
     *,
     gpu: str | Gpu = "h200",
     tokens: int | None = None,
@@ -184,7 +185,13 @@ def _plan_or_none(problem: Problem) -> Plan | None:
 
 
 def max_context_report(
-    recipe: Recipe, config: Any, *, gpu: str | Gpu, price: float | None = None, host: int | None = None, loss_share: float = 1.0
+    recipe: Recipe,
+    config: HFConfig,
+    *,
+    gpu: str | Gpu,
+    price: float | None = None,
+    host: int | None = None,
+    loss_share: float = 1.0,
 ) -> Forecast:
     """The same recipe with the longest document that fits, one a step."""
     chosen = find_gpu(gpu) if isinstance(gpu, str) else gpu
@@ -206,7 +213,9 @@ def problem_of(job: Job, costs: Costs, budget: int, host: int, aside: int = 0) -
     return Problem(job, costs, budget, host, pieces_worth_trying(job), embeddings, MARGIN, aside)
 
 
-def job_of(recipe: Recipe, config: Any, gpu: Gpu | None = None, *, attended: int | None = None, loss_share: float = 1.0) -> Job:
+def job_of(
+    recipe: Recipe, config: HFConfig, gpu: Gpu | None = None, *, attended: int | None = None, loss_share: float = 1.0
+) -> Job:
     """`gpu`: the one that it is planned for; None: an H200."""
     capacity, targets = recipe.train.capacity, recipe.lora.targets
     step = max(16, capacity // 16)  # loss rows are padded to sixteenths: data/pack/batches.py

@@ -7,11 +7,12 @@ Bytes and work are counted by running its layers without memory (dry_run.py); mi
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 
 from pronghorn.errors import ModelError
+from pronghorn.hf_types import HFConfig
 from pronghorn.kernels.attention.attention_flash import why_no_flash4
 from pronghorn.kernels.optim.adamw8bit import BLOCK as MOMENT_BLOCK
 from pronghorn.kernels.runtime.dispatch import CHIPS, HOPPER, Target, chip_of, processor_count
@@ -52,7 +53,7 @@ class ModelShape:
         return len(self.kinds)
 
 
-def shape_of(config: Any) -> ModelShape:
+def shape_of(config: HFConfig) -> ModelShape:
     """From a Hugging Face config, or a plain dict of its values."""
     whole = as_config(config)
     config = text_config(whole)

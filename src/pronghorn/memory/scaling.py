@@ -23,6 +23,7 @@ from math import ceil, log2
 from typing import Any
 
 from pronghorn.errors import CommandError, RecipeError, counted
+from pronghorn.hf_types import HFConfig
 from pronghorn.memory.costs import Costs, predicted_costs
 from pronghorn.memory.dry_run import embedding_bytes, layers_of, static_parts, trained_parameters
 from pronghorn.memory.forecast import HOST_BYTES, job_of, problem_of, written_ms
@@ -295,7 +296,7 @@ class Scaling:
 
 def scaling(
     recipe: Recipe,
-    config: Any,
+    config: HFConfig,
     *,
     gpus: str,
     machines: int = 1,

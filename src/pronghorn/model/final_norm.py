@@ -6,13 +6,11 @@ backward would hold a copy, T x D, at the memory peak of a step with long docume
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from pronghorn.kernels.norm.rms_norm import rms_norm_backward, rms_norm_forward
-from pronghorn.kernels.runtime.first_order import first_order
+from pronghorn.kernels.runtime.first_order import Ctx, first_order
 from pronghorn.model.layers.norms import Norm
 from pronghorn.model.layers.types import GradBuffer
 from pronghorn.model.rows import rows_like
@@ -26,7 +24,7 @@ def final_norm(h_ND: Tensor, norm: Norm, grad_buffer: GradBuffer, extra: int) ->
 class _FinalNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, h_ND: Tensor, weight_D: Tensor, eps: float, one_plus: bool, grad_buffer: GradBuffer, extra: int
+        ctx: Ctx, h_ND: Tensor, weight_D: Tensor, eps: float, one_plus: bool, grad_buffer: GradBuffer, extra: int
     ) -> Tensor:
         y_ND, _, rstd_N = rms_norm_forward(h_ND, weight_D, eps, one_plus=one_plus)
         ctx.save_for_backward(h_ND, weight_D, rstd_N)
@@ -35,7 +33,7 @@ class _FinalNorm(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Ctx, *incoming: Tensor) -> tuple[Tensor | None, ...]:
         h_ND, weight_D, rstd_N = ctx.saved_tensors
         dy_ND = incoming[0] if incoming[0].stride(-1) == 1 else incoming[0].contiguous()
         width = h_ND.shape[1]

@@ -92,7 +92,7 @@ class Head(ABC):
         return model
 
     @classmethod  # noqa: B027
-    def set_padding(cls, base: Any, pad_id: int) -> None:
+    def set_padding(cls, base: HFModel, pad_id: int) -> None:
         """Tells a model's own forward which token is none."""
 
     @classmethod
@@ -108,7 +108,7 @@ class Head(ABC):
 
     @classmethod
     @abstractmethod
-    def own_outputs(cls, base: Any, pack: PackedBatch) -> Outputs:
+    def own_outputs(cls, base: HFModel, pack: PackedBatch) -> Outputs:
         """The same on transformers' layers."""
 
     @abstractmethod

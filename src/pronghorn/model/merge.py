@@ -35,7 +35,7 @@ def save_merged(model: HFModel, folder: Path, dtype: torch.dtype | None = None) 
     finish_folder(base, folder, dtype, untied=ties_embeddings(base.config) and not _still_tied(base, weights))
 
 
-def finish_folder(base: Any, folder: Path, dtype: torch.dtype, *, untied: bool) -> None:
+def finish_folder(base: HFModel, folder: Path, dtype: torch.dtype, *, untied: bool) -> None:
     """Says in config.json what the merged weights are, and adds the files of an image processor."""
     file = folder / "config.json"
     values = json.loads(file.read_text(encoding="utf-8"))
@@ -124,7 +124,7 @@ def _with_deltas(weight: Tensor, module: Any) -> Tensor:
     return total
 
 
-def _still_tied(base: Any, weights: dict[str, Tensor]) -> bool:
+def _still_tied(base: HFModel, weights: dict[str, Tensor]) -> bool:
     if base.get_output_embeddings() is None:
         return True  # a classifier
     names = {id(module): name for name, module in base.named_modules()}

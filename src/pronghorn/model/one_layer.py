@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from pronghorn.hf_types import HFConfig
+from pronghorn.hf_types import HFConfig, HFModel
 from pronghorn.model.config import empty_model
 from pronghorn.model.families import NO_ROPE, rope_kind, text_config, window
 from pronghorn.model.formats.checkpoint import published_format
@@ -57,7 +57,7 @@ def _plain(written_config: str) -> Any:
     return config
 
 
-def _few_layers(config: Any, kept: Sequence[int], dtype: torch.dtype) -> Any:
+def _few_layers(config: HFConfig, kept: Sequence[int], dtype: torch.dtype) -> Any:
     """These layers alone, the others gone."""
     text = text_config(config)
 
@@ -69,7 +69,7 @@ def _few_layers(config: Any, kept: Sequence[int], dtype: torch.dtype) -> Any:
         text.num_hidden_layers = len(numbers)
 
     cut(range(max(kept) + 1))
-    model: Any = empty_model(config.model_type, config, dtype)
+    model: HFModel = empty_model(config.model_type, config, dtype)
     layers = backbone(model).layers
     backbone(model).layers = torch.nn.ModuleList([layers[number] for number in kept])
     cut(kept)

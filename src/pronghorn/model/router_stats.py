@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.kernels.moe.load_balance import add_load_balancing_grad, add_router_statistics, load_balancing_loss
+from pronghorn.kernels.runtime.first_order import Ctx
 
 
 class RouterStats:
@@ -70,13 +71,13 @@ class RouterStats:
 
 class _Balance(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, h_TD: Tensor, load: RouterStats) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Ctx, h_TD: Tensor, load: RouterStats) -> tuple[Tensor, Tensor]:
         load.totals_2E = load.stats_L2E.sum(0)
         ctx.load = load
         return h_TD.view_as(h_TD), load_balancing_loss(load.totals_2E, load.rows)
 
     @staticmethod
-    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Ctx, *incoming: Tensor) -> tuple[Tensor, None]:
         ctx.load.factor = incoming[1]
         return incoming[0], None
 
@@ -85,13 +86,13 @@ class BalancedLogits(torch.autograd.Function):
     """For an MLP that the model computes itself: returns its output, and adds the auxiliary loss' gradient to the logits."""
 
     @staticmethod
-    def forward(ctx: Any, y_TD: Tensor, logits_TE: Tensor, load: RouterStats) -> Tensor:
+    def forward(ctx: Ctx, y_TD: Tensor, logits_TE: Tensor, load: RouterStats) -> Tensor:
         ctx.save_for_backward(logits_TE)
         ctx.load = load
         return y_TD.view_as(y_TD)
 
     @staticmethod
-    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Ctx, *incoming: Tensor) -> tuple[Tensor, Tensor, None]:
         (logits_TE,) = ctx.saved_tensors
         return incoming[0], ctx.load.add_grad(torch.zeros_like(logits_TE), logits_TE), None
 

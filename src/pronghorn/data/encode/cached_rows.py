@@ -42,6 +42,7 @@ from pronghorn.data.read.reading import (
 )
 from pronghorn.errors import EnvironmentFault, counted
 from pronghorn.folders import cache_folder
+from pronghorn.hf_types import Tokenizer
 from pronghorn.recipe import Data
 from pronghorn.recipe_objective import Rows as Wanted
 
@@ -114,7 +115,7 @@ class Rows(_Counts):
 def tokenized_rows(
     names: Sequence[Name],
     spec: Data,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     *,
     progress: Progress = silent,
     stage: Stage = no_stage,

@@ -26,6 +26,7 @@ from pronghorn.data.template.chat_messages import asks_to_train, only_read
 from pronghorn.data.template.rendering import RowError
 from pronghorn.data.template.templates import ChatTemplate, chat_template
 from pronghorn.errors import DataError
+from pronghorn.hf_types import Tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
@@ -41,7 +42,9 @@ T = TypeVar("T")
 class Encoder:
     """One tokenizer and one choice of what carries loss."""
 
-    def __init__(self, tokenizer: Any, loss_on: LossOn = "auto", lost: Lose = "refuse", controls: Controls = "escape") -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, loss_on: LossOn = "auto", lost: Lose = "refuse", controls: Controls = "escape"
+    ) -> None:
         self._tokenizer, self._loss_on, self._lost, self._controls = tokenizer, loss_on, lost, controls
         self._backend = tokenizer.backend_tokenizer
         self._words = words_of(self._backend)

@@ -10,6 +10,7 @@ from typing import Any
 from pronghorn.data.template.rendering import rendered
 from pronghorn.data.template.template_by_name import with_template
 from pronghorn.errors import CommandError, DataError, RecipeError
+from pronghorn.hf_types import Tokenizer
 from pronghorn.recipe import Data
 
 
@@ -18,7 +19,7 @@ def changes_tokens(spec: Data | None) -> bool:
     return spec is not None and bool(spec.template or spec.eot_tokens or any(spec.special_tokens.model_dump().values()))
 
 
-def changed(tokenizer: Any, spec: Data) -> Any:
+def changed(tokenizer: Tokenizer, spec: Data) -> Any:
     """The tokenizer as the recipe wants it: itself, or a copy where a template has a name."""
     if spec.template is not None:
         try:
@@ -47,7 +48,7 @@ def changed(tokenizer: Any, spec: Data) -> Any:
     return tokenizer
 
 
-def _ends_an_answer(tokenizer: Any, token: str) -> bool:
+def _ends_an_answer(tokenizer: Tokenizer, token: str) -> bool:
     """Whether the template writes it after the last answer. Not after what only stands before it: Harmony's <|end|> closes the
     thoughts, and a generation that stops there never answers."""
     talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]

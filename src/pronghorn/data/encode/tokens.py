@@ -25,6 +25,7 @@ from pronghorn.data.encode.tokenizer_changes import changed, changes_tokens
 from pronghorn.data.preference.pair_rows import PairRows
 from pronghorn.errors import ModelError, RecipeError
 from pronghorn.folders import folder_of
+from pronghorn.hf_types import Tokenizer
 from pronghorn.hub import model_folder
 from pronghorn.model_files import MALFORMED, require_safe_files, require_template_names
 from pronghorn.recipe import Data
@@ -103,7 +104,7 @@ def _template_text(chat_template: str | None) -> str:
         ) from error  # fmt: skip
 
 
-def padding_id(tokenizer: Any) -> int:
+def padding_id(tokenizer: Tokenizer) -> int:
     """The token that fills a pack, and that a classifier takes for no part of a row."""
     return int(next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, 0) if i is not None))
 
@@ -165,7 +166,7 @@ def _constructed(folder: Path, name: str, *, from_hub: bool) -> Any:
     return tokenizer
 
 
-def fingerprint(tokenizer: Any) -> str:
+def fingerprint(tokenizer: Tokenizer) -> str:
     """Digest of a tokenizer or of `TokenizerFiles`: equal when the same text gives the same tokens."""
     if isinstance(tokenizer, TokenizerFiles):
         return tokenizer.fingerprint()
@@ -175,7 +176,7 @@ def fingerprint(tokenizer: Any) -> str:
     return _content_fingerprint(tokenizer)  # made or changed in Python
 
 
-def _content_fingerprint(tokenizer: Any) -> str:
+def _content_fingerprint(tokenizer: Tokenizer) -> str:
     parts = (
         tokenizer.backend_tokenizer.to_str(),
         str(tokenizer.chat_template),
@@ -185,11 +186,13 @@ def _content_fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
-def loaded(tokenizer: Any) -> Any:
+def loaded(tokenizer: Tokenizer) -> Any:
     return tokenizer.load() if isinstance(tokenizer, TokenizerFiles) else tokenizer
 
 
-def render_tracked(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Any, **options: Any) -> tuple[str, list[Span]]:
+def render_tracked(
+    tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], tools: Any, **options: Any
+) -> tuple[str, list[Span]]:
     """Text, and the character ranges inside `{% generation %}` blocks as transformers tracks them.
 
     `apply_chat_template` gives this only as a token mask, which is too wide where a token straddles the border.

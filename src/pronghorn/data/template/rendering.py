@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import jinja2
 
 from pronghorn.errors import DataError
+from pronghorn.hf_types import Tokenizer
 
 T = TypeVar("T")
 CHANGING = re.compile(r"attribute '([a-z]\w*)' of '(list|dict|set)' object")
@@ -47,7 +48,9 @@ class SandboxError(RowError):
     """The template changes a list or a dictionary, which the sandbox that transformers runs it in does not allow."""
 
 
-def rendered(tokenizer: Any, messages: Sequence[dict[str, Any]], ask: bool = False, template: str | None = None) -> str | None:
+def rendered(
+    tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], ask: bool = False, template: str | None = None
+) -> str | None:
     """The text of a conversation, with the generation prompt if `ask`; None where the template refuses it. `template`: another
     one than the tokenizer's."""
     options = {"tokenize": False, "add_generation_prompt": ask, "chat_template": template}
@@ -57,13 +60,13 @@ def rendered(tokenizer: Any, messages: Sequence[dict[str, Any]], ask: bool = Fal
         return None
 
 
-def applied(tokenizer: Any, messages: Sequence[dict[str, Any]], **options: Any) -> Any:
+def applied(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], **options: Any) -> Any:
     """The template applied to a conversation, with the generation prompt unless `options` say otherwise. Raises RowError."""
     asked = {"add_generation_prompt": True, "return_dict": False, **options}
     return within_limits(lambda: tokenizer.apply_chat_template(list(messages), **asked), messages, "")
 
 
-def special_tokens(tokenizer: Any) -> re.Pattern[str]:
+def special_tokens(tokenizer: Tokenizer) -> re.Pattern[str]:
     """Matches every special token, and those that `data.eot_tokens` names."""
     # Read once: transformers builds this list from the vocabulary at every call.
     found = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}

@@ -10,6 +10,7 @@ from typing import Any
 from pronghorn.data.template.named_templates import SAME_AS, TEMPLATES, NamedTemplate, ending_with, named, whole
 from pronghorn.data.template.rendering import rendered
 from pronghorn.errors import CommandError
+from pronghorn.hf_types import Tokenizer
 
 ASK, ANSWER = {"role": "user", "content": " q "}, {"role": "assistant", "content": " a "}
 THOUGHT = {"role": "assistant", "content": "<think>\nt\n</think>\n\na"}
@@ -19,7 +20,7 @@ MAPPED = ("role", "content", "system", "user", "assistant", "tool")
 
 
 def with_template(
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     chat_template: str | tuple[str, str],
     mapping: Mapping[str, str] | None = None,
     map_eos_token: bool = True,
@@ -67,7 +68,7 @@ def _row(name: str) -> NamedTemplate:
     return row
 
 
-def _own_row(given: tuple[str, str] | list[str], tokenizer: Any) -> NamedTemplate:
+def _own_row(given: tuple[str, str] | list[str], tokenizer: Tokenizer) -> NamedTemplate:
     if len(given) != 2 or not all(isinstance(text, str) for text in given):
         raise CommandError(what="chat_template is not a valid tuple", fix="use (template, end_of_turn), two strings")
     body, end = given
@@ -80,7 +81,7 @@ def _own_row(given: tuple[str, str] | list[str], tokenizer: Any) -> NamedTemplat
     return NamedTemplate(body, "" if end == "eos_token" else end, needs_nothing=True)
 
 
-def _fitting(row: NamedTemplate, name: str, tokenizer: Any, say: Callable[[str], None] | None) -> NamedTemplate:
+def _fitting(row: NamedTemplate, name: str, tokenizer: Tokenizer, say: Callable[[str], None] | None) -> NamedTemplate:
     """The row for this vocabulary: where it has no such end of turn, the tokenizer's end token stands in for it."""
     vocabulary = tokenizer.get_vocab()
     missing = [token for token in row.tokens if token not in vocabulary]
@@ -110,7 +111,7 @@ def _fitting(row: NamedTemplate, name: str, tokenizer: Any, say: Callable[[str],
     return row
 
 
-def _writes_the_same(tokenizer: Any, template: str) -> bool:
+def _writes_the_same(tokenizer: Tokenizer, template: str) -> bool:
     if not isinstance(tokenizer.chat_template, str):
         return False
     return all(

@@ -48,6 +48,7 @@ from pronghorn.data.template.outer_space import Gaps, carried, span
 from pronghorn.data.template.rendering import RowError, special_tokens, within_limits
 from pronghorn.data.template.turn_borders import Borders, Row, misspelt
 from pronghorn.errors import DataError
+from pronghorn.hf_types import Tokenizer
 
 GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 LOOKS_SPECIAL = re.compile(r"<\|[^|<>\s]+\|>|<｜[^｜<>\s]+｜>|</?s>|</?[a-z]+_of_[a-z]+>|\[/?[A-Z_]{3,}\]")
@@ -56,11 +57,11 @@ ASK, ANSWER = {"role": "user", "content": "?"}, {"role": "assistant", "content":
 
 
 @lru_cache(maxsize=4)
-def _probed(tokenizer: Any, template: str) -> ChatTemplate:
+def _probed(tokenizer: Tokenizer, template: str) -> ChatTemplate:
     return ChatTemplate(tokenizer)
 
 
-def chat_template(tokenizer: Any) -> ChatTemplate:
+def chat_template(tokenizer: Tokenizer) -> ChatTemplate:
     """The tokenizer's template, probed once."""
     return _probed(tokenizer, str(tokenizer.chat_template))
 
@@ -68,7 +69,7 @@ def chat_template(tokenizer: Any) -> ChatTemplate:
 class ChatTemplate:
     """A template and what probing it once tells: how it wants to be called, its generation prompt, what ends a turn."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         if not tokenizer.chat_template:
             raise DataError(
                 "chat template missing: the data is conversations, but the tokenizer has no chat template",

@@ -14,6 +14,7 @@ from typing import Any
 from pronghorn.data.template.rendering import rendered, special_tokens
 from pronghorn.data.template.templates import chat_template
 from pronghorn.errors import CommandError, DataError
+from pronghorn.hf_types import Tokenizer
 
 IGNORED = -100
 SPACE = "▁"  # SentencePiece puts one before a text that begins a line
@@ -22,7 +23,7 @@ SPACE = "▁"  # SentencePiece puts one before a text that begins a line
 class Marker:
     """Labels rows of tokens: `label_row` one, a call one or a batch."""
 
-    def __init__(self, tokenizer: Any, instruction_part: str, response_part: str, *, last_only: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer, instruction_part: str, response_part: str, *, last_only: bool = False) -> None:
         self.last_only = last_only
         self.tokenizer, self.instruction, self.response = tokenizer, instruction_part, response_part
         self._instruction, self._response = (self._spelling(part) for part in (instruction_part, response_part))
@@ -80,7 +81,7 @@ MORE = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "I
 CHATS: tuple[Chat, ...] = (CHAT, [*CHAT, *MORE], [SYSTEM, *CHAT, *MORE])
 
 
-def turn_parts(tokenizer: Any) -> tuple[str, str]:
+def turn_parts(tokenizer: Tokenizer) -> tuple[str, str]:
     """(instruction_part, response_part); CommandError where they cannot be derived."""
     if not tokenizer.chat_template:
         raise _cannot("the tokenizer has no chat template")
@@ -106,7 +107,7 @@ def _cannot(why: str) -> CommandError:
     )
 
 
-def _around_probes(tokenizer: Any) -> list[str]:
+def _around_probes(tokenizer: Tokenizer) -> list[str]:
     """What stands behind each of the four texts of a conversation."""
     roles = ("user", "assistant", "user", "assistant")
     probes = [{"role": role, "content": probe} for role, probe in zip(roles, PROBES, strict=True)]
@@ -117,7 +118,7 @@ def _around_probes(tokenizer: Any) -> list[str]:
     raise _cannot("the template does not write two questions and their answers in sequence")
 
 
-def _generation_prompt(tokenizer: Any) -> str:
+def _generation_prompt(tokenizer: Tokenizer) -> str:
     plain, asked = (rendered(tokenizer, CHAT[:1], ask) for ask in (False, True))
     return asked[len(plain) :] if plain and asked and asked.startswith(plain) else ""
 
@@ -139,7 +140,7 @@ def _common_start(one: str, other: str) -> str:
     return one[: next(same, min(len(one), len(other)))]
 
 
-def _require_exact(tokenizer: Any, special: re.Pattern[str], instruction: str, response: str, opening: str) -> None:
+def _require_exact(tokenizer: Tokenizer, special: re.Pattern[str], instruction: str, response: str, opening: str) -> None:
     """`opening`: what the generation prompt has behind the response part, such as `<think>`; it may be trained on, too."""
     marker, checked = Marker(tokenizer, instruction, response), 0
     for chat in CHATS:

@@ -31,7 +31,7 @@ from pronghorn.errors import EnvironmentFault
 from pronghorn.kernels.attention import attention_flash, attention_flex, attention_shared, attention_short, attention_torch
 from pronghorn.kernels.attention.attention_torch import Backend, Computed, Grads, Packed, Parts
 from pronghorn.kernels.runtime.dispatch import HAS_TRITON, Target, cuda_capability, dry, on_gpu, pretended, say_once
-from pronghorn.kernels.runtime.first_order import first_order
+from pronghorn.kernels.runtime.first_order import Ctx, first_order
 from pronghorn.kernels.runtime.work import count, launched
 
 MAX_FLASH_WIDTH = 256  # widest head of FlashAttention-2, and of flash-attn-4 on Hopper
@@ -296,7 +296,7 @@ def _backend_for(q_TNH: Tensor, packed: Packed, typical: int | None) -> Backend:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks_N: Tensor | None, packed: Packed, backend: Backend) -> Tensor:
+    def forward(ctx: Ctx, q: Tensor, k: Tensor, v: Tensor, sinks_N: Tensor | None, packed: Packed, backend: Backend) -> Tensor:
         out, lse = _computing(backend, packed).forward(q, k, v, packed, None)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.packed, ctx.backend = packed, backend
@@ -304,7 +304,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+    def backward(ctx: Ctx, *grad_outputs: Any) -> Any:
         done = Computed(*ctx.saved_tensors)
         with torch.no_grad():
             grads = _computing(ctx.backend, ctx.packed).backward(grad_outputs[0], done, ctx.packed, None)

@@ -18,7 +18,7 @@ import torch
 
 from pronghorn.kernels.norm.rms_norm import rms_norm_backward, rms_norm_forward, rms_norm_reference, sum_rows
 from pronghorn.kernels.runtime.dispatch import jit, processor_count, tl, triton, use_triton
-from pronghorn.kernels.runtime.first_order import first_order
+from pronghorn.kernels.runtime.first_order import Ctx, first_order
 
 NormKind = Literal["per_head", "full"]
 Grads = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
@@ -458,7 +458,7 @@ def qk_rope_backward(
 class _QkRope(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv_TX: torch.Tensor, cos_TP: torch.Tensor, sin_TP: torch.Tensor, q_norm_H: torch.Tensor | None,
+        ctx: Ctx, qkv_TX: torch.Tensor, cos_TP: torch.Tensor, sin_TP: torch.Tensor, q_norm_H: torch.Tensor | None,
         k_norm_H: torch.Tensor | None, settings: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         q, k, v, rstd = qk_rope_forward(qkv_TX, cos_TP, sin_TP, q_norm_H=q_norm_H, k_norm_H=k_norm_H, **settings)
@@ -468,7 +468,7 @@ class _QkRope(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Ctx, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         qkv_TX, cos_TP, sin_TP, q_norm_H, k_norm_H, rstd = ctx.saved_tensors
         dq, dk, dv = (grad.contiguous() for grad in grads)
         norm = {"qkv_TX": qkv_TX, "rstd": rstd, "q_norm_H": q_norm_H, "k_norm_H": k_norm_H}

@@ -16,13 +16,11 @@ from the cache. The taps' gradient is only made if they are trained.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from pronghorn.kernels.runtime.dispatch import jit, tl, triton, use_triton
-from pronghorn.kernels.runtime.first_order import first_order
+from pronghorn.kernels.runtime.first_order import Ctx, first_order
 
 ROWS, COLUMNS = 16, 128  # of a tile; with 32 rows the backward spills registers on sm_90
 
@@ -160,13 +158,13 @@ def _backward_torch(
 
 class _ShortConv(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, bcx_TX: Tensor, taps_DW: Tensor, spans_2T: Tensor) -> Tensor:
+    def forward(ctx: Ctx, bcx_TX: Tensor, taps_DW: Tensor, spans_2T: Tensor) -> Tensor:
         ctx.save_for_backward(bcx_TX, taps_DW, spans_2T)
         return short_conv_forward(bcx_TX, taps_DW, spans_2T)
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Ctx, *incoming: Tensor) -> tuple[Tensor | None, ...]:
         bcx_TX, taps_DW, spans_2T = ctx.saved_tensors
         dy_TD = incoming[0] if incoming[0].stride(-1) == 1 else incoming[0].contiguous()
         dbcx_TX, dtaps_DW = short_conv_backward(dy_TD, bcx_TX, taps_DW, spans_2T, need_taps=ctx.needs_input_grad[1])

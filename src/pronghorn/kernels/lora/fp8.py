@@ -32,6 +32,7 @@ from pronghorn.kernels.lora.fp8_lora import SplitJob, SplitTable, fp8_extend
 from pronghorn.kernels.lora.lora_linear import Adapter, AdapterGroup, linear_backward_weight
 from pronghorn.kernels.lora.multi_copy import CopyJob, CopyTable
 from pronghorn.kernels.quant.fp8_cast import E4M3, fp8_cast_rows, fp8_dequantize, fp8_pitch, fp8_rows, fp8_transpose
+from pronghorn.kernels.runtime.first_order import Ctx
 from pronghorn.kernels.runtime.work import count_mm
 
 RANK_MULTIPLE = 16  # inner dimensions of FP8 GEMMs are multiples of 16
@@ -242,7 +243,7 @@ def fp8_linear_backward(dy_TO: Tensor, q_OD: Tensor, scale_O: Tensor, q_DO: Tens
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TD: Tensor, q_OD: Tensor, scale_O: Tensor, bias_O: Tensor | None, weight_OD: Tensor | None
+        ctx: Ctx, x_TD: Tensor, q_OD: Tensor, scale_O: Tensor, bias_O: Tensor | None, weight_OD: Tensor | None
     ) -> Tensor:
         ctx.trains = weight_OD is not None and ctx.needs_input_grad[4]
         ctx.weight_dtype = None if weight_OD is None else weight_OD.dtype
@@ -250,7 +251,7 @@ class _Fp8Linear(torch.autograd.Function):
         return fp8_linear_forward(x_TD, q_OD, scale_O, bias_O)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+    def backward(ctx: Ctx, *grad_outputs: Any) -> Any:
         q_OD, scale_O, *kept = ctx.saved_tensors
         dy_TO = grad_outputs[0] if grad_outputs[0].stride(-1) == 1 else grad_outputs[0].contiguous()
         dx_TD = fp8_linear_backward(dy_TO, q_OD, scale_O) if ctx.needs_input_grad[0] else None

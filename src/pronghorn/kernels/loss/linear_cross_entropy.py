@@ -31,7 +31,7 @@ from pronghorn.kernels.gemm.mm import mm
 from pronghorn.kernels.loss.cross_entropy_powers import powers_for
 from pronghorn.kernels.loss.cross_entropy_rows import IGNORED, Terms, loss_and_gradient, takes_factors
 from pronghorn.kernels.runtime.dispatch import jit, keeps_graph, on_gpu, tl, triton, use_triton
-from pronghorn.kernels.runtime.first_order import first_order
+from pronghorn.kernels.runtime.first_order import Ctx, first_order
 from pronghorn.kernels.runtime.work import count_mm
 
 # Largest chunk of logits, the only scratch memory beside the outputs. 2,048 rows at V = 128,256: 525 MB, GEMMs
@@ -274,7 +274,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     factors."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor,
+    def forward(ctx: Ctx, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor,
                 weights: torch.Tensor | None, terms: Terms, wanted: bool) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         needs = [bool(needed) and wanted for needed in ctx.needs_input_grad[:3]]
         result = linear_cross_entropy_forward(
@@ -287,7 +287,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, *incoming: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Ctx, *incoming: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError(
                 "linear_cross_entropy: backward was already called and released its gradients: recompute the "

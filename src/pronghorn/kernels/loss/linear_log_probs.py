@@ -24,7 +24,7 @@ from torch import Tensor
 from pronghorn.kernels.loss.cross_entropy_rows import Terms
 from pronghorn.kernels.loss.linear_cross_entropy import HeadLoss, _precise, _scale_in_place, linear_cross_entropy_forward
 from pronghorn.kernels.runtime.dispatch import keeps_graph
-from pronghorn.kernels.runtime.first_order import first_order
+from pronghorn.kernels.runtime.first_order import Ctx, first_order
 
 ROWS = 4096  # at a time, in fp32: three times 67 MB at D = 4096
 
@@ -70,7 +70,7 @@ def linear_log_probs(
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, terms: Terms, asked: Asked
+        ctx: Ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, terms: Terms, asked: Asked
     ) -> tuple[Tensor | None, ...]:
         wanted, entropy, top = asked
         ctx.set_materialize_grads(False)  # so that a gradient of the entropy is noticed
@@ -85,7 +85,7 @@ class _LinearLogProbs(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Ctx, *incoming: Tensor | None) -> tuple[Tensor | None, ...]:
         of_log_probs, of_entropy, _ = incoming
         if of_entropy is not None:
             raise RuntimeError("the entropy of the fused LM head has no gradient: detach it, or compute it from logits")
@@ -109,7 +109,7 @@ class _LinearLogProbs(torch.autograd.Function):
 
 class _TrainedHeadLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, terms: Terms) -> Tensor:
+    def forward(ctx: Ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, terms: Terms) -> Tensor:
         found = linear_cross_entropy_forward(hidden, weight, labels, bias_V=bias, terms=terms, needs=(False,) * 3)
         ctx.save_for_backward(hidden, weight, bias, labels)
         ctx.terms = terms
@@ -117,7 +117,7 @@ class _TrainedHeadLogProbs(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Ctx, *incoming: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels = ctx.saved_tensors
         rows = -incoming[0].contiguous()
         scale: float | Tensor = 1.0

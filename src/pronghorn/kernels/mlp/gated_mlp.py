@@ -8,13 +8,13 @@ recomputed, which costs less than saving it.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch.nn import functional
 
 from pronghorn.kernels.runtime.dispatch import jit, tl, triton, use_triton
-from pronghorn.kernels.runtime.first_order import first_order
+from pronghorn.kernels.runtime.first_order import Ctx, first_order
 
 Kind = Literal["silu", "gelu_tanh"]
 # GELU's tanh form is g * (1 + tanh(z)) / 2 = g * sigmoid(2z), z = sqrt(2 / pi) * (g + 0.044715 g^3), with
@@ -165,14 +165,14 @@ def gated_activation_backward(
 
 class _GatedActivation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gu_TG: torch.Tensor, kind: Kind) -> torch.Tensor:
+    def forward(ctx: Ctx, gu_TG: torch.Tensor, kind: Kind) -> torch.Tensor:
         ctx.save_for_backward(gu_TG)
         ctx.kind = kind
         return gated_activation_forward(gu_TG, kind)
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, da_TF: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Ctx, da_TF: torch.Tensor) -> tuple[torch.Tensor, None]:
         (gu_TG,) = ctx.saved_tensors
         da_TF = da_TF if da_TF.stride(-1) == 1 else da_TF.contiguous()  # autograd may hand over an expanded tensor
         return gated_activation_backward(da_TF, gu_TG, ctx.kind, need_activation=False)[0], None

@@ -36,7 +36,7 @@ from pronghorn.kernels.runtime.dispatch import (
     triton,
     use_triton,
 )
-from pronghorn.kernels.runtime.first_order import first_order
+from pronghorn.kernels.runtime.first_order import Ctx, first_order
 from pronghorn.kernels.runtime.work import count, count_mm
 
 THIN = 64  # up to so many outputs the GEMM is bound by memory
@@ -322,14 +322,14 @@ def grouped_linear_backward_bias(
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_SD: Tensor, weight_EOD: Tensor, offsets_E1: Tensor, bias_EO: Tensor | None) -> Tensor:
+    def forward(ctx: Ctx, x_SD: Tensor, weight_EOD: Tensor, offsets_E1: Tensor, bias_EO: Tensor | None) -> Tensor:
         ctx.save_for_backward(x_SD, weight_EOD, offsets_E1)
         ctx.bias_dtype = None if bias_EO is None else bias_EO.dtype
         return grouped_linear_forward(x_SD, weight_EOD, offsets_E1, bias_EO)
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+    def backward(ctx: Ctx, *grad_outputs: Any) -> Any:
         dy_SO = grad_outputs[0] if grad_outputs[0].stride(-1) == 1 else grad_outputs[0].contiguous()
         x_SD, weight_EOD, offsets_E1 = ctx.saved_tensors
         need_x, need_weight, _, need_bias = ctx.needs_input_grad

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.kernels.runtime.dispatch import jit, tl, triton, use_triton
-from pronghorn.kernels.runtime.first_order import first_order
+from pronghorn.kernels.runtime.first_order import Ctx, first_order
 
 ExpertKind = Literal["silu", "clamped"]
 
@@ -241,14 +241,14 @@ def _backward_torch(
 
 class _ExpertGated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gu_SG: Tensor, activation: ExpertActivation) -> Tensor:
+    def forward(ctx: Ctx, gu_SG: Tensor, activation: ExpertActivation) -> Tensor:
         ctx.save_for_backward(gu_SG)
         ctx.activation = activation
         return expert_gated_forward(gu_SG, activation)
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+    def backward(ctx: Ctx, *grad_outputs: Any) -> Any:
         (gu_SG,) = ctx.saved_tensors
         da_SF = grad_outputs[0] if grad_outputs[0].stride(-1) == 1 else grad_outputs[0].contiguous()
         order_S = torch.arange(len(gu_SG), dtype=torch.int32, device=gu_SG.device)

@@ -13,12 +13,12 @@ rounded once. Bound by memory: each tensor is read or written once, a row stays 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from pronghorn.kernels.runtime.dispatch import jit, processor_count, tl, triton, use_triton
-from pronghorn.kernels.runtime.first_order import first_order
+from pronghorn.kernels.runtime.first_order import Ctx, first_order
 
 
 def rms_norm_reference(
@@ -368,7 +368,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_TD: torch.Tensor, weight_D: torch.Tensor, residual_TD: torch.Tensor | None, eps: float, one_plus: bool
+        ctx: Ctx, x_TD: torch.Tensor, weight_D: torch.Tensor, residual_TD: torch.Tensor | None, eps: float, one_plus: bool
     ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
         y_TD, h_TD, rstd_T = rms_norm_forward(x_TD, weight_D, eps, one_plus=one_plus, residual_TD=residual_TD)
         ctx.save_for_backward(h_TD, weight_D, rstd_T)
@@ -378,7 +378,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dy_TD: torch.Tensor | None, dh_TD: torch.Tensor | None = None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Ctx, dy_TD: torch.Tensor | None, dh_TD: torch.Tensor | None = None) -> tuple[torch.Tensor | None, ...]:
         h_TD, weight_D, rstd_T = ctx.saved_tensors
         if dy_TD is None:
             return dh_TD, None, dh_TD, None, None

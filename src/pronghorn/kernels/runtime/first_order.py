@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,13 +16,20 @@ from torch import Tensor
 from pronghorn.errors import ModelError
 
 
+class Ctx(Protocol):
+    """The context of a torch.autograd.Function: what forward puts on it, backward reads."""
+
+    def __getattr__(self, name: str) -> Any: ...
+    def __setattr__(self, name: str, value: Any) -> None: ...
+
+
 class _Refused(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
+    def forward(ctx: Ctx, value: Tensor) -> Tensor:
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Tensor:
+    def backward(ctx: Ctx, *_: Tensor) -> Tensor:
         raise ModelError(
             "gradients of gradients are not available from Pronghorn's layers",
             why="their backward is hand-written, and has no backward of its own",
@@ -37,7 +44,7 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
         return _Refused.apply(value.detach().requires_grad_()) if isinstance(value, Tensor) else value  # type: ignore[no-untyped-call]
 
     @functools.wraps(backward)
-    def wrapped(ctx: Any, *incoming: Any) -> Any:
+    def wrapped(ctx: Ctx, *incoming: Any) -> Any:
         with torch.no_grad():
             found = backward(ctx, *incoming)
         if not torch.is_grad_enabled():  # only with create_graph=True

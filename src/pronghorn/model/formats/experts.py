@@ -24,6 +24,7 @@ from pronghorn.kernels.moe.moe_gated import ExpertActivation, expert_gated, expe
 from pronghorn.kernels.moe.moe_gather import gather_rows
 from pronghorn.kernels.moe.routing import sort_by_expert
 from pronghorn.kernels.quant.stored import StoredTensor
+from pronghorn.kernels.runtime.first_order import Ctx
 from pronghorn.model.families import FAMILIES, text_config
 from pronghorn.model.formats.table import FORMATS, Format
 
@@ -34,12 +35,12 @@ class _StackProduct(torch.autograd.Function):
     """One grouped product with a quantized stack, differentiable in its rows. Only tiles of the stack are dequantized."""
 
     @staticmethod
-    def forward(ctx: Any, x_SD: Tensor, stack: QuantizedStack, offsets_E1: Tensor) -> Tensor:
+    def forward(ctx: Ctx, x_SD: Tensor, stack: QuantizedStack, offsets_E1: Tensor) -> Tensor:
         ctx.stack, ctx.offsets_E1 = stack, offsets_E1
         return grouped_quantized_forward(x_SD, stack, offsets_E1)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+    def backward(ctx: Ctx, *grad_outputs: Any) -> Any:
         return grouped_quantized_backward(grad_outputs[0].contiguous(), ctx.stack, ctx.offsets_E1), None, None
 
 

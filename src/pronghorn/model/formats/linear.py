@@ -21,6 +21,7 @@ from torch.nn.functional import linear
 
 from pronghorn.kernels.lora.stored_lora import Workspace
 from pronghorn.kernels.quant.stored import StoredTensor
+from pronghorn.kernels.runtime.first_order import Ctx
 from pronghorn.model.formats.table import Format, format_of
 
 
@@ -28,12 +29,12 @@ class _Product(torch.autograd.Function):
     """x W^T + bias. Backward dequantizes the weight again instead of keeping it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, q: StoredTensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Ctx, x: Tensor, q: StoredTensor, bias: Tensor | None) -> Tensor:
         ctx.q, ctx.dtype = q, x.dtype
         return linear(x, q.dequantize(dtype=x.dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+    def backward(ctx: Ctx, *grad_outputs: Any) -> Any:
         dy = grad_outputs[0]
         dx = (dy @ ctx.q.dequantize(dtype=dy.dtype)).to(ctx.dtype) if ctx.needs_input_grad[0] else None
         return dx, None, dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None

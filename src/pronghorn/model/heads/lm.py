@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from pronghorn.errors import ModelError
-from pronghorn.hf_types import HFConfig
+from pronghorn.hf_types import HFConfig, HFModel
 from pronghorn.kernels.loss.cross_entropy_rows import IGNORED
 from pronghorn.kernels.loss.linear_cross_entropy import chunk_rows, linear_cross_entropy
 from pronghorn.kernels.loss.linear_log_probs import linear_log_probs
@@ -91,7 +91,7 @@ class LmHead(Head):
         return Outputs(found.log_probs, None if balance is None else self.stack.balance * balance)
 
     @classmethod
-    def own_outputs(cls, base: Any, pack: PackedBatch) -> Outputs:
+    def own_outputs(cls, base: HFModel, pack: PackedBatch) -> Outputs:
         logits, balance = own_logits(base, pack)
         return Outputs(-F.cross_entropy(logits, pack.row_labels, reduction="none"), balance)
 
@@ -105,7 +105,7 @@ class LmHead(Head):
         return chunk_rows(rows, int(self.stack.config.vocab_size), dtype, torch.device("cuda"), share)
 
 
-def own_logits(base: Any, pack: PackedBatch) -> tuple[Tensor, Tensor | None]:
+def own_logits(base: HFModel, pack: PackedBatch) -> tuple[Tensor, Tensor | None]:
     """A model on transformers' layers: float32 logits of the loss rows, and the routers' auxiliary loss times its
     coefficient, where the config asks for it (that of our layers leaves padding out)."""
     output = base(input_ids=pack.ids_T[None], position_ids=pack.position_ids, use_cache=False, logits_to_keep=pack.loss_rows)

@@ -89,7 +89,7 @@ reward = model(**inputs).logits[:, 0]"""
         return scored.train(model.training)
 
     @classmethod
-    def set_padding(cls, base: Any, pad_id: int) -> None:
+    def set_padding(cls, base: HFModel, pad_id: int) -> None:
         """The classifier's own forward reads the score at a row's last token that is not this one."""
         base.config.pad_token_id = base.config.get_text_config().pad_token_id = pad_id
 
@@ -102,7 +102,7 @@ reward = model(**inputs).logits[:, 0]"""
             return Outputs(self.scores(self.stack.model, self.normed(rows.h_ND, rows.grad_buffer)))
 
     @classmethod
-    def own_outputs(cls, base: Any, pack: PackedBatch) -> Outputs:
+    def own_outputs(cls, base: HFModel, pack: PackedBatch) -> Outputs:
         x_TD = base.model(input_ids=pack.ids_T[None], position_ids=pack.position_ids, use_cache=False).last_hidden_state[0]
         with torch.autocast(x_TD.device.type, enabled=False):
             return Outputs(cls.scores(base, x_TD.index_select(0, pack.loss_rows)))
@@ -111,7 +111,7 @@ reward = model(**inputs).logits[:, 0]"""
         return self.scores(self.stack.model, self.normed(h_ND)).sum()
 
     @classmethod
-    def scores(cls, base: Any, x_ND: Tensor) -> Tensor:
+    def scores(cls, base: HFModel, x_ND: Tensor) -> Tensor:
         wide = torch.promote_types(x_ND.dtype, torch.float32)
         return F.linear(x_ND.to(wide), in_use(base.score).weight.to(wide))[:, 0]
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pronghorn.kernels.lora.multi_gather import GatherJob
 from pronghorn.kernels.runtime.dispatch import keeps_graph
-from pronghorn.kernels.runtime.first_order import first_order
+from pronghorn.kernels.runtime.first_order import Ctx, first_order
 from pronghorn.model.layers.linears import Group
 from pronghorn.model.layers.part import Mixer, Part
 from pronghorn.model.layers.saved import Elsewhere, Left, Level, Saved, copied, leave, restore
@@ -197,7 +197,7 @@ class DecoderLayer:
 class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, h: Tensor, layer: DecoderLayer, documents: Documents, rows: Tensor | None, *parameters: Tensor
+        ctx: Ctx, h: Tensor, layer: DecoderLayer, documents: Documents, rows: Tensor | None, *parameters: Tensor
     ) -> Tensor:
         out, saved = layer.forward_at(layer.effective_level, h, documents, rows)
         ctx.layer, ctx.documents, ctx.rows = layer, documents, rows
@@ -211,7 +211,7 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, *incoming: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Ctx, *incoming: Tensor) -> tuple[Any, ...]:
         left = ctx.left
         if left is None:
             raise RuntimeError(

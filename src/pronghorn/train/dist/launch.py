@@ -134,7 +134,7 @@ class _Watched:
                 process.kill()
 
     def _first_of(self, failed: Mapping[int, int]) -> int:
-        """Whom the ranks blame; otherwise one that was killed: others may have ended because of it since the last look."""
+        """The rank that the others blame; else one that was killed: others may have ended because of it since the last look."""
         if self._store.check([VERDICT]):
             blamed = json.loads(self._store.get(VERDICT))["rank"]
             if blamed in failed:

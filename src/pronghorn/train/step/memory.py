@@ -19,6 +19,7 @@ import torch
 
 from pronghorn.data.pack.batches import Shapes
 from pronghorn.errors import EnvironmentFault, ModelError, RecipeError
+from pronghorn.hf_types import HFConfig, HFModel
 from pronghorn.memory.calibrate import calibrate
 from pronghorn.memory.costs import Costs, predicted_costs
 from pronghorn.memory.dry_run import evaluation_bytes, host_moments
@@ -53,7 +54,7 @@ def evaluation_capacity(recipe: Recipe) -> int:
 
 def plan_memory(
     recipe: Recipe,
-    config: Any,
+    config: HFConfig,
     shapes: Shapes,
     device: torch.device,
     precision: Precision,
@@ -96,14 +97,16 @@ def plan_memory(
     )
 
 
-def plan_of_everything(recipe: Recipe, config: Any, shapes: Shapes, device: torch.device, precision: Precision) -> Plan | str:
+def plan_of_everything(
+    recipe: Recipe, config: HFConfig, shapes: Shapes, device: torch.device, precision: Precision
+) -> Plan | str:
     """What the run would take with all activations saved, on this machine's GPU or on an H200; or why nobody knows."""
     found = _job_and_costs(recipe, config, shapes, device, precision)
     return found if isinstance(found, str) else plan_of(problem_of(*found, 0, 0), (KEEP,) * found[0].shape.layers, 1)
 
 
 def _job_and_costs(
-    recipe: Recipe, config: Any, shapes: Shapes, device: torch.device, precision: Precision, ranks: int = 1
+    recipe: Recipe, config: HFConfig, shapes: Shapes, device: torch.device, precision: Precision, ranks: int = 1
 ) -> tuple[Job, Costs] | str:
     """Or why the run cannot be planned."""
     if why := why_no_plan(recipe, config):
@@ -115,7 +118,9 @@ def _job_and_costs(
         return error.why
 
 
-def run_job(recipe: Recipe, config: Any, shapes: Shapes, device: torch.device, precision: Precision, ranks: int = 1) -> Job:
+def run_job(
+    recipe: Recipe, config: HFConfig, shapes: Shapes, device: torch.device, precision: Precision, ranks: int = 1
+) -> Job:
     """With the sizes of the first epoch's batches. A pack of a later one may be larger; it would re-plan the run."""
 
     def usual(sizes: tuple[int, ...]) -> int:  # the last one fits whatever could come
@@ -168,7 +173,7 @@ class RunMemory:
 
     def apply(
         self,
-        model: Any,
+        model: HFModel,
         batch: Callable[[], PackedBatch],
         dtype: torch.dtype,
         say: Callable[[str], None],
@@ -255,7 +260,7 @@ class RunMemory:
         for layer, choice in zip(engine.layers, plan.choices, strict=True):
             layer.level, layer.mlp_chunks, layer.offload = choice.level, plan.pieces, self.pool if choice.offload else None
 
-    def lower(self, model: Any) -> None:
+    def lower(self, model: HFModel) -> None:
         """After an allocation failed and its step was given up: a plan that takes less. Results stay the same: to the bit, or,
         where the MLP is done in more pieces, to the rounding of sums in another order."""
         engine = engine_of(model)
