@@ -11,7 +11,7 @@ from shlex import quote
 
 import torch
 
-from pronghorn.data.template.rendering import RowError, within_limits
+from pronghorn.data.template.rendering import RowError, applied
 from pronghorn.errors import CommandError, ModelError
 from pronghorn.export import gguf_lora, llama_cpp, merged
 from pronghorn.export.checking import Reference, Scores, Verdict, difference
@@ -164,11 +164,10 @@ def _scores(found: llama_cpp.Answers) -> list[Scores]:
 
 def rendered(tokenizer: Tokenizer, chat: list[dict[str, str]]) -> list[int] | None:
     """None: there is no template, or it refuses (a system prompt, often)."""
-    options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
     if not tokenizer.chat_template:
         return None
     try:
-        return list(within_limits(lambda: tokenizer.apply_chat_template(chat, **options), chat, ""))
+        return list(applied(tokenizer, chat))
     except RowError:
         return None
 

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pronghorn.data.template.rendering import RowError, within_limits
+from pronghorn.data.template.rendering import RowError, applied
 from pronghorn.errors import CommandError, DataError
 from pronghorn.hf_types import Tokenizer
 
@@ -55,9 +55,7 @@ def turns_of(tokenizer: Tokenizer, adds_bos: bool) -> Turns:
 
     def rendered(*messages: tuple[str, str]) -> str:
         chat = [{"role": role, "content": content} for role, content in messages]
-        text = within_limits(
-            lambda: str(tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)), chat, ""
-        )
+        text = str(applied(tokenizer, chat, tokenize=False))
         return text.removeprefix(tokenizer.bos_token) if adds_bos else text
 
     try:

@@ -4,7 +4,7 @@ to show. Values of the log are looked at before they are used: a damaged log sti
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
@@ -27,9 +27,20 @@ def _number(value: Any) -> float:
     return as_number(value) if not isinstance(value, bool) else math.nan
 
 
-def _count(value: Any) -> str:
-    number = _number(value)
-    return f"{number:,.0f}" if math.isfinite(number) else ""
+def _shown_as(form: Callable[[float], str], otherwise: str = "") -> Callable[[Any], str]:
+    """A function that shows a value of the log which is a finite number, and `otherwise` for any other."""
+
+    def shown(value: Any) -> str:
+        number = _number(value)
+        return form(number) if math.isfinite(number) else otherwise
+
+    return shown
+
+
+_count = _shown_as("{:,.0f}".format)
+_score = _shown_as("{:.4g}".format, number_format.MISSING)
+_gb = _shown_as(lambda number: f"{number / 1e9:,.2f} GB")
+_seconds = _shown_as(number_format.duration)
 
 
 # ---- data ----------------------------------------------------------------------------------------------------------------
@@ -130,11 +141,6 @@ def _metrics(evaluation: dict[str, Any]) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _score(value: Any) -> str:
-    number = _number(value)
-    return f"{number:.4g}" if math.isfinite(number) else number_format.MISSING
-
-
 def answers_section(answers: Sequence[AnswerRow], before: str = "before training", now: str = "") -> str:
     """Held-out rows: what was expected, what the model said before training and what it says now. Wrong answers come first,
     and none of those that the page has room for is hidden."""
@@ -229,16 +235,6 @@ def memory_section(kept: Sequence[dict[str, Any]]) -> str:
         return ""
     table = f'<table><tr><th></th><th class="n">predicted</th><th class="n">measured</th></tr>{shown}</table>' if shown else ""
     return f'<h2>Memory</h2><div class="card">{table}{details}</div>'
-
-
-def _gb(value: Any) -> str:
-    number = _number(value)
-    return f"{number / 1e9:,.2f} GB" if math.isfinite(number) else ""
-
-
-def _seconds(value: Any) -> str:
-    number = _number(value)
-    return number_format.duration(number) if math.isfinite(number) else ""
 
 
 def cost_section(run: RunStats, kept: Sequence[dict[str, Any]]) -> str:

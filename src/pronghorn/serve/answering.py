@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pronghorn.data.template.rendering import within_limits
+from pronghorn.data.template.rendering import applied
 from pronghorn.errors import DataError
 from pronghorn.hf_types import Tokenizer
 from pronghorn.model.generate import end_tokens, stream_tokens
@@ -99,11 +99,7 @@ def _rendered(one: Served, asked: Request) -> str:
     if tokenizer.chat_template is None:
         raise RequestError(f"{one.name} has no chat template; use /v1/completions", param="messages")
     try:
-        return within_limits(
-            lambda: str(tokenizer.apply_chat_template(asked.messages, add_generation_prompt=True, tokenize=False)),
-            asked.messages,
-            "",
-        )
+        return str(applied(tokenizer, asked.messages, tokenize=False))
     except DataError as error:
         raise RequestError(f"{error.what}: {error.why}", param="messages") from error
 

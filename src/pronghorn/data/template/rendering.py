@@ -55,9 +55,15 @@ def rendered(
     one than the tokenizer's."""
     options = {"tokenize": False, "add_generation_prompt": ask, "chat_template": template}
     try:
-        return within_limits(lambda: str(tokenizer.apply_chat_template(list(messages), **options)), messages, "")
+        return str(applied(tokenizer, messages, **options))
     except RowError:
         return None
+
+
+def applied(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], **options: Any) -> Any:
+    """The template applied to a conversation, with the generation prompt unless `options` say otherwise. Raises RowError."""
+    asked = {"add_generation_prompt": True, "return_dict": False, **options}
+    return within_limits(lambda: tokenizer.apply_chat_template(list(messages), **asked), messages, "")
 
 
 def special_tokens(tokenizer: Tokenizer) -> re.Pattern[str]:

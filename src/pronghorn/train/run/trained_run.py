@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pronghorn.data.encode.tokens import load_tokenizer, padding_id
-from pronghorn.data.template.rendering import within_limits
+from pronghorn.data.template.rendering import applied
 from pronghorn.errors import CommandError
 from pronghorn.hf_types import HFModel
 from pronghorn.model.causal_lm import base_of
@@ -172,11 +172,7 @@ class Chat:
 
     def _answer(self, messages: list[dict[str, str]], message: str) -> str:
         messages.append({"role": "user", "content": message})
-        ids = within_limits(
-            lambda: self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False),
-            messages,
-            "",
-        )
+        ids = applied(self.tokenizer, messages)
         if self.temperature > 0:
             answer = sample_answer(
                 self.model, self.tokenizer, ids, max_new_tokens=self.max_tokens, temperature=self.temperature
