@@ -10,6 +10,7 @@ import torch
 from test_changes import IDS, SIZES, assert_same_step
 from test_decoder_layer import FAMILIES as DENSE
 from test_experts import ROWS as MIXTURES
+from test_short_conv_mixer import CONFIGS as CONVOLUTIONS
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pronghorn.compat.changes import CONFIG
@@ -31,6 +32,7 @@ NO_EFFECT = {
     "text_config",
     "is_encoder_decoder",
     "num_kv_shared_layers",
+    "number_of_conv_states",  # of a cache
     "return_dict",
     "use_cache",
     "output_attentions",
@@ -46,11 +48,12 @@ OF_IMAGES = {"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"}  # text models
 
 def test_every_config_value_that_a_forward_reads_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """What each family's own forward, loss and masks ask the config for: looked at here, or without effect on the result."""
-    configs = {config.model_type: config for config in (*DENSE.values(), *MIXTURES.values())}
+    configs = {config.model_type: config for config in (*DENSE.values(), *MIXTURES.values(), *CONVOLUTIONS.values())}
     assert configs.keys() == FAMILIES.keys() - OF_IMAGES
     for kind, config in configs.items():
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
         read: set[str] = set()
+        ids = IDS % config.vocab_size
         own = type(config).__getattribute__
 
         def noted(self: Any, name: str, own: Any = own, read: set[str] = read) -> Any:
@@ -59,7 +62,7 @@ def test_every_config_value_that_a_forward_reads_is_looked_at(monkeypatch: pytes
 
         with monkeypatch.context() as watching:
             watching.setattr(type(config), "__getattribute__", noted)
-            model(input_ids=IDS, labels=IDS)
+            model(input_ids=ids, labels=ids)
         read = {name for name in read if not name.startswith("__")}
         assert "layer_types" in read, kind  # it was watched
         assert read - NO_EFFECT <= set(CONFIG), kind

@@ -322,11 +322,19 @@ def peak_of_a_whole_step(job: Job, choices: Sequence[Choice]) -> int:
     return int(counted.peak) + inputs
 
 
-@table(("family", "levels"), [(family, levels) for family in ("glm4_moe", "dots1") for levels in ("", "layer", "mixed")])
-def test_the_peak_of_a_model_with_dense_layers_first_is_that_of_the_whole_model(family: str, levels: str) -> None:
+CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "full_attention", "full_attention"], "block_ff_dim": 1024}
+MIXED = {  # model types with layers of several kinds: dense layers before experts, short convolutions beside attention
+    "glm4_moe": {"first_k_dense_replace": 1},
+    "dots1": {"first_k_dense_replace": 1},
+    "lfm2": CONVOLUTIONS,
+}
+
+
+@table(("family", "levels"), [(family, levels) for family in MIXED for levels in ("", "layer", "mixed")])
+def test_the_peak_of_a_model_with_layers_of_several_kinds_is_that_of_the_whole_model(family: str, levels: str) -> None:
     """Each kind is run once; the whole model, layer after layer, holds as much."""
-    sizes = {"num_hidden_layers": 4, "first_k_dense_replace": 1, "intermediate_size": 1024, "vocab_size": 512}
-    config = AutoConfig.for_model(family, **(SMALL | EXPERTS[family] | sizes))
+    sizes = {"num_hidden_layers": 4, "intermediate_size": 1024, "vocab_size": 512}
+    config = AutoConfig.for_model(family, **(SMALL | EXPERTS.get(family, {}) | sizes | MIXED[family]))
     job = Job(shape_of(config), 2048, rank=4, optimizer="adamw")
     assert job.shape.kinds == (0, 1, 1, 1)
     problem = problem_of(job, predicted_costs(job, GPUS["h200"]), 10**9, 0)
