@@ -29,8 +29,8 @@ def make_fast(model: HFModel, recompute: Recompute | None) -> None:
 
 
 def train(model: HFModel, mode: bool = True) -> Any:
-    """As ever, but a model that is in this mode is left alone. A trainer asks before every step, while the GPU is idle: to set
-    what is set in an adapter's 1,300 modules takes 11 ms of an ARM core, to look at it 0.6."""
+    """`model.train(mode)` that changes nothing if all modules are in this mode. A trainer calls it before every step, while
+    the GPU is idle: setting the 1,300 modules of an adapted model takes 11 ms of an ARM core, reading them 0.6."""
     if any(module.training is not mode for module in model.modules()):
         type(model).train(model, mode)
     return model

@@ -67,7 +67,7 @@ class KnownShapes:
         self.hits = self._tries = 0
 
     def find(self, messages: Sequence[Message]) -> Rendered | None:
-        """None: to go the long way."""
+        """The conversation put together from known gaps; None if it has to go the long way."""
         if self._tries >= ENOUGH_TRIES and 2 * self.hits < self._tries:
             return None
         self._tries += 1

@@ -29,8 +29,8 @@ PATIENCE = 20.0  # seconds after the end of the run, for what is still to be sen
 
 @contextlib.contextmanager
 def logging_to(names: Sequence[str], project: str | None, log: RunLog) -> Iterator[None]:
-    """Around a run whose log this is."""
-    loggers = [_Beside(name, project or "", log.path) for name in names]
+    """Keeps the loggers running around a run that writes this log."""
+    loggers = [_LoggerProcess(name, project or "", log.path) for name in names]
 
     def tell(_event: dict[str, Any] | None = None) -> None:
         for text in [text for logger in loggers for text in logger.news()]:
@@ -53,8 +53,8 @@ def logging_to(names: Sequence[str], project: str | None, log: RunLog) -> Iterat
             tell()
 
 
-class _Beside:
-    """One of them."""
+class _LoggerProcess:
+    """The process of one logger."""
 
     def __init__(self, name: str, project: str, log: Path) -> None:
         self._name, self._output = name, log.parent / f"{name}.log"
@@ -81,14 +81,14 @@ class _Beside:
         self._reader.start()
 
     def news(self) -> list[str]:
-        """What was not told yet."""
+        """Notices since the last call."""
         if self._popen is not None and not self._failed and self._popen.poll() and not self._reader.is_alive():
             self._fail(f"its process ended with code {self._popen.returncode}")
         return [self._news.get() for _ in range(self._news.qsize())]
 
     def ask_for_the_end(self) -> None:
         if self._popen is not None and self._popen.stdin is not None:
-            # A word beside closing the pipe: a data worker forked from this process still holds its end of it.
+            # `end` as well as a closed pipe: a data worker forked from this process still holds its end of it.
             with contextlib.suppress(OSError):
                 self._popen.stdin.write(b"end\n")
                 self._popen.stdin.close()
@@ -107,7 +107,7 @@ class _Beside:
         self._reader.join(1.0)  # its last word
 
     def stop(self) -> None:
-        """If it is still there: with the library's own processes, which are of its group."""
+        """Kills it if it still runs, with the library's own processes, which are in its group."""
         if self._popen is not None and self._popen.poll() is None:
             with contextlib.suppress(OSError):
                 os.killpg(self._popen.pid, signal.SIGKILL)

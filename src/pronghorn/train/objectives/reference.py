@@ -24,7 +24,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class Store(Protocol):
-    """Where they outlive the run's process."""
+    """Keeps the log-probabilities beyond the run's process."""
 
     def load(self, table: TokenRows) -> Floats | None: ...
     def save(self, table: TokenRows, values: Floats) -> None: ...
@@ -47,7 +47,7 @@ class Reference:
         trained: bool = False,
         progress: Progress = lambda *_: None,
     ) -> None:
-        """`trained`: all weights train and have, so a reference can no longer be computed."""
+        """`trained`: all weights train and have changed, so a reference can no longer be computed."""
         if id(table) in self._known:
             return
         values = None if self._store is None else self._store.load(table)
@@ -65,7 +65,7 @@ class Reference:
         self._known[id(table)] = (table, values, begins)
 
     def complete(self, batch: PackedBatch, table: TokenRows) -> PackedBatch:
-        """`given_KN`, K = 1."""
+        """Adds the reference's log-probabilities to a batch, as `given_KN` with K = 1."""
         _, values, begins = self._known[id(table)]
         given_N = torch.zeros(len(batch.loss_rows))
         if batch.documents:

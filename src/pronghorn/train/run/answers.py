@@ -39,7 +39,7 @@ class RunAnswers:
         self._told = False
 
     def before_training(self) -> None:
-        """What cannot be asked later."""
+        """Asks the base model now if training will overwrite it (method: full)."""
         if self._held_out.questions and self._session.recipe.method == "full" and self._session.step == 0:
             self._base = self._asked_of_base()
 

@@ -1,6 +1,6 @@
-"""How many steps a run takes, and what is told where its batch or its evaluations do not fit the data.
+"""How many steps a run takes, and notices about a batch or an evaluation interval that does not fit the data.
 
-A value that is named here is one that `check` accepts: batch_tokens is a multiple of capacity, and capacity holds a row.
+Every value that a notice names is one that `check` accepts: batch_tokens is a multiple of capacity, and capacity holds a row.
 """
 
 from __future__ import annotations

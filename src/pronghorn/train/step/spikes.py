@@ -49,11 +49,11 @@ class GaveUp(HealthStop):
 
 
 class Rewind(Exception):
-    """To the run's own start: set up again from the last checkpoint."""
+    """Raised to set up the run again from its last checkpoint."""
 
 
 def losses_of(values: dict[str, Any]) -> list[tuple[int, float]]:
-    """A checkpoint's."""
+    """(step, loss) pairs of a checkpoint."""
     return [(int(step), float(loss)) for step, loss in values["losses"]]
 
 
