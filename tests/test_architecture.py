@@ -106,10 +106,7 @@ LAZY = {
     "__init__.py",
 }
 # Imports of types that still close a circle.
-TYPE_CIRCLES = [
-    ("pronghorn.model.layers.gated", "pronghorn.model.layers.linears"),
-    ("pronghorn.data.preference.pair_packing", "pronghorn.data.pack.batches"),
-]
+TYPE_CIRCLES = [("pronghorn.model.layers.gated", "pronghorn.model.layers.linears")]
 MAY_BE_USED_BY_ALL = {
     "report": {"errors", "program", "recipe"},
     "recipe": set(),

@@ -11,9 +11,9 @@ from benchmarks.bench.meter import Meter
 from benchmarks.bench.pairs import PairTable, pairs
 from benchmarks.bench.weights import model_folder
 from benchmarks.bench.workloads import CLIP, LEARNING_RATE, SEED, DocumentTable, Workload, documents
-from pronghorn.data.pack.batches import Shapes, TokenRows, build_batch
+from pronghorn.data.pack.batches import Shapes, build_batch
 from pronghorn.data.pack.loader import BatchLoader, StepPacking
-from pronghorn.data.pack.packing import pack
+from pronghorn.data.pack.packing import TokenRows, pack
 from pronghorn.data.preference.pair_packing import groups_of
 from pronghorn.kernels.attention.attention import pick_backend
 from pronghorn.model.causal_lm import base_of, install

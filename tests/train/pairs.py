@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pronghorn.data.pack.batches import TokenRows
 from pronghorn.data.pack.loader import evaluation_batches
+from pronghorn.data.pack.packing import TokenRows
 from pronghorn.packs import IGNORED, PackedBatch
 from pronghorn.train.objectives.objective import Autocast, Objective, outputs_of
 from samples import ListTable

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pronghorn.data.pack.packing import Packs, max_documents
+from pronghorn.data.pack.packing import Packs, TokenRows, max_documents
 from pronghorn.data.preference.pair_packing import segments_of, shared_segments, slots
 from pronghorn.data.preference.pair_rows import pairs_of
 from pronghorn.packs import IGNORED, PackedBatch
@@ -22,17 +22,6 @@ from pronghorn.packs import IGNORED, PackedBatch
 # float32 for every one of them, 2 GB for 1,026 entries of an 8B layer), so there is little padding.
 ENTRIES = 32
 STEPS = 16  # other axes come in sixteenths of their largest size: the head computes 3 % too many rows on average, at most 6 %
-
-
-class TokenRows(Protocol):
-    """What a table of tokenized documents offers (data/encode/tokens.py has the memory-mapped one)."""
-
-    lengths: npt.NDArray[np.int32]
-    loss_counts: npt.NDArray[np.int32]
-
-    def __len__(self) -> int: ...
-    def ids(self, i: int) -> npt.NDArray[np.int32]: ...
-    def loss(self, i: int) -> npt.NDArray[np.bool_]: ...
 
 
 class RowColumn(Protocol):

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pronghorn.data.pack.batches import Shapes, TokenRows, build_batch
-from pronghorn.data.pack.packing import Packs, pack, pack_in_order
+from pronghorn.data.pack.batches import Shapes, build_batch
+from pronghorn.data.pack.packing import Packs, TokenRows, pack, pack_in_order
 from pronghorn.data.preference.pair_packing import groups_of, tokens_in
 from pronghorn.packs import PackedBatch
 

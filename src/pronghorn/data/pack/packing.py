@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,17 @@ WINDOW = 1024
 # A bound on the documents of a pack, so that its metadata has a fixed length. Below 16 tokens a document on average,
 # packs close early; instruction data has about 80 documents in 16,384 tokens.
 TOKENS_PER_DOCUMENT = 16
+
+
+class TokenRows(Protocol):
+    """What a table of tokenized documents offers (data/encode/tokens.py has the memory-mapped one)."""
+
+    lengths: npt.NDArray[np.int32]
+    loss_counts: npt.NDArray[np.int32]
+
+    def __len__(self) -> int: ...
+    def ids(self, i: int) -> npt.NDArray[np.int32]: ...
+    def loss(self, i: int) -> npt.NDArray[np.bool_]: ...
 
 
 def max_documents(capacity: int) -> int:

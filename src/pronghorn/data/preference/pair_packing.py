@@ -17,7 +17,7 @@ from pronghorn.data.pack.packing import Groups
 from pronghorn.data.preference.pair_rows import PairRows, pairs_of
 
 if TYPE_CHECKING:
-    from pronghorn.data.pack.batches import TokenRows
+    from pronghorn.data.pack.packing import TokenRows
 
 Longs = npt.NDArray[np.int64]
 

@@ -24,7 +24,7 @@ from pronghorn.folders import cache_folder, remove_left_behind, temporary
 from pronghorn.small_files import read_small
 
 if TYPE_CHECKING:
-    from pronghorn.data.pack.batches import TokenRows
+    from pronghorn.data.pack.packing import TokenRows
 
 VERSION = 3  # raise it when the same model gives other numbers for the same tokens
 Floats = npt.NDArray[np.float32]

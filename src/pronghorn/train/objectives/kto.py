@@ -19,9 +19,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pronghorn.data.pack.batches import TokenRows, build_batch
+from pronghorn.data.pack.batches import build_batch
 from pronghorn.data.pack.loader import StepBatch
-from pronghorn.data.pack.packing import pack_in_order
+from pronghorn.data.pack.packing import TokenRows, pack_in_order
 from pronghorn.hf_types import HFModel
 from pronghorn.packs import PackedBatch
 from pronghorn.train.dist.world import World

@@ -22,8 +22,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from pronghorn.data.pack.batches import TokenRows
 from pronghorn.data.pack.loader import StepBatch
+from pronghorn.data.pack.packing import TokenRows
 from pronghorn.hf_types import HFModel
 from pronghorn.model.causal_lm import base_of, engine_of
 from pronghorn.model.head import Outputs

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pronghorn.data.pack.batches import TokenRows
+from pronghorn.data.pack.packing import TokenRows
 from pronghorn.hf_types import HFModel
 from pronghorn.packs import IGNORED, PackedBatch
 from pronghorn.train.objectives.objective import Autocast, Objective

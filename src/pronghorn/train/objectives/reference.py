@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pronghorn.data.pack.batches import TokenRows
 from pronghorn.data.pack.loader import evaluation_batches
+from pronghorn.data.pack.packing import TokenRows
 from pronghorn.errors import RecipeError
 from pronghorn.hf_types import HFModel
 from pronghorn.packs import IGNORED, PackedBatch

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pronghorn.data.pack.batches import TokenRows
+from pronghorn.data.pack.packing import TokenRows
 from pronghorn.data.preference.pair_packing import ends_of
 from pronghorn.packs import IGNORED, PackedBatch
 from pronghorn.train.objectives.objective import Objective

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from pronghorn.data.pack.batches import TokenRows
 from pronghorn.data.pack.loader import evaluation_batches
+from pronghorn.data.pack.packing import TokenRows
 from pronghorn.errors import counted
 from pronghorn.hf_types import HFModel
 from pronghorn.recipe import Stop
