@@ -41,14 +41,20 @@ def chosen_files() -> list[str]:
     return [str(file.relative_to(ROOT)) for file in sorted((ROOT / "tests").rglob("test_*.py")) if chosen(file)]
 
 
+NO_FILES = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"  # git's name of a tree without entries
+
+
 def tree_hash(folder: Path) -> str:
-    """What git calls this folder's tree, made from the files themselves: a copy without .git has one too."""
+    """What git calls this folder's tree, made from the files themselves: a copy without .git has one too. Git has no empty
+    folders."""
     entries = []
     for path in folder.iterdir():
         if path.name == "__pycache__" or path.suffix == ".pyc":
             continue
         if path.is_dir():
-            entries.append((path.name + "/", b"40000 " + path.name.encode() + b"\0" + bytes.fromhex(tree_hash(path))))
+            inner = tree_hash(path)
+            if inner != NO_FILES:
+                entries.append((path.name + "/", b"40000 " + path.name.encode() + b"\0" + bytes.fromhex(inner)))
         else:
             mode = b"100755 " if os.access(path, os.X_OK) else b"100644 "
             entries.append((path.name, mode + path.name.encode() + b"\0" + bytes.fromhex(_object("blob", path.read_bytes()))))

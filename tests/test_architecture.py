@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import tomllib
 from collections import Counter
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -305,3 +307,16 @@ def test_test_files_have_names_of_their_own() -> None:
     """Two of one name cannot be imported by one process: pytest reports an error, and runs no test of the second."""
     names = Counter(file.name for file in Path(__file__).parent.rglob("test_*.py"))
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_an_installed_package_has_every_file() -> None:
+    """setuptools leaves out folders without __init__.py, and files that are not Python and not in package-data."""
+    packages = {file.parent for file in FILES}
+    assert [str(folder) for folder in packages if not (folder / "__init__.py").is_file()] == []
+    data = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["pronghorn"]
+    others = [file.relative_to(SOURCE) for file in SOURCE.rglob("*") if file.is_file() and file.suffix not in (".py", ".pyc")]
+    assert [str(file) for file in others if not any(file.match(pattern) for pattern in data)] == []
+    tracked = subprocess.run(["git", "ls-files", "src"], cwd=SOURCE.parents[1], capture_output=True, text=True, check=False)
+    if tracked.stdout:  # a copy without its history has none
+        names = {SOURCE.parents[1] / name for name in tracked.stdout.split()}
+        assert [str(file) for file in FILES if file not in names] == []

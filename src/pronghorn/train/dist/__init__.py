@@ -1,0 +1,1 @@
+"""Several ranks: launching, collectives, sharded weights."""
