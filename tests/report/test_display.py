@@ -90,12 +90,13 @@ def test_live_view_shows_step_loss_rate_time_and_stages():
     stages = Stages(started=time.monotonic() - 2.0)  # not this process's own start, which may be longer ago than a run's can be
     console, display = live_display(stages)
     display.progress("tokenize", 30, 100)
-    time.sleep(0.3)
+    until = time.monotonic() + 30  # it draws in a thread of its own, which a busy machine may keep waiting
+    while "30 of 100" not in plain_text(console) and time.monotonic() < until:
+        time.sleep(0.05)
     assert "30 of 100" in plain_text(console)
     for event in synthetic_events(60):
         with stages("step"):
             display.handle(event)
-    time.sleep(0.3)
     display.close()
     display.close()
     last = "\n".join(plain_text(console).splitlines()[-3:])

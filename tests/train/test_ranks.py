@@ -157,6 +157,28 @@ def test_a_rank_that_ends_takes_the_others_along(recipe_for: Callable[..., Recip
     assert found == [(2, "EndedElsewhere: rank 1 ended: only here"), (2, "RecipeError: only here")]
 
 
+class EndsAfterItsTimeout:
+    """A collective that ends between the timeout of `wait` and the next look at it."""
+
+    def __init__(self, work: Any) -> None:
+        self._work, self.is_completed = work, work.is_completed
+
+    def wait(self, timeout: Any = None) -> None:
+        self._work.wait()
+        if timeout is not None:
+            raise RuntimeError("Operation timed out!")
+
+
+def test_a_collective_that_ends_just_after_a_timeout_has_not_failed(tmp_path: Path) -> None:
+    def go(world: Any) -> float:
+        number = torch.tensor(1.0 + world.rank)
+        with world.together():
+            world.finish(EndsAfterItsTimeout(torch.distributed.all_reduce(number, async_op=True)), number)
+        return float(number)
+
+    assert in_ranks(go, tmp_path) == [(0, "3.0"), (0, "3.0")]
+
+
 def test_a_number_that_is_not_finite_on_one_rank_stops_all(recipe_for: Callable[..., Recipe], tmp_path: Path) -> None:
     """And the rank that does not have the row names it."""
     recipe = recipe_for(**CHANGES)

@@ -218,8 +218,9 @@ class Ranks(World):
                 work.wait(LOOK)
                 return
             except RuntimeError:
-                if work.is_completed():  # with an error
-                    raise
+                if work.is_completed():
+                    work.wait()  # raises the error it ended with; none where it ended between the timeout and this look
+                    return
                 self._check()
 
     def _check(self) -> None:
