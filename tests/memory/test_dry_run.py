@@ -55,7 +55,6 @@ from pronghorn.memory.levels import KEEP, Choice, Problem, evaluate
 from pronghorn.memory.offload import bytes_needed
 from pronghorn.memory.plan import make_plan, smallest_budget
 from pronghorn.model.causal_lm import engine_of
-from pronghorn.model.layers.fp8_linears import Fp8LinearGroup
 from pronghorn.model.layers.saved import Level, leave
 from pronghorn.model.layers.types import Documents
 from pronghorn.model.lora_grad_buffer import LoraGradBuffer
@@ -114,7 +113,8 @@ def test_what_leaves_fits_into_its_slot(level: Level) -> None:
 
 def held_all_the_time(engine: Any) -> tuple[list[Any], list[Any]]:
     """(what layers hold beside their adapters' parameters, what they share), after a backward."""
-    own, shared = [], []
+    own: list[Any] = []
+    shared = [one._buffer for one in engine.buffers._buffers.values()]
     for layer in engine.layers:
         for group in layer.groups:
             own += [getattr(group, name, None) for name in ("_bias", "weight_ED", "_bias_E", "bias_EO")]
@@ -137,10 +137,6 @@ def held_all_the_time(engine: Any) -> tuple[list[Any], list[Any]]:
                 "weight_EOD",
             )
             found = {name: getattr(inner, name, None) for name in names}
-            if isinstance(group, Fp8LinearGroup):
-                shared += [group.workspace.transposed._buffer, *(one._buffer for one in group.workspace._matrices.values())]
-            if hasattr(inner, "scratch"):
-                shared.append(inner.scratch._buffer)
             in_shared = {t.untyped_storage().data_ptr() for t in shared if t is not None}
             own += [t for t in found.values() if t is not None and t.untyped_storage().data_ptr() not in in_shared]
             stored = getattr(group, "stored", lambda: None)()

@@ -30,6 +30,7 @@ from transformers import (
 )
 
 from pronghorn.data.pack.batches import build_batch
+from pronghorn.kernels.lora.shared_buffers import SharedBuffers
 from pronghorn.memory.offload import OffloadPool
 from pronghorn.model.causal_lm import FastCausalLM, engine_of, install
 from pronghorn.model.formats import table
@@ -192,7 +193,8 @@ def test_without_the_rounding_nothing_differs(family: str, monkeypatch: pytest.M
         vars(table)["nf4_to_fp8"],
         group["fp8_mm"],
         group["fp8_extend"],
-        functions_of["SharedBytes"].take,
+        functions_of["SharedFp8Group"].load,
+        SharedBuffers.transposed,
     ]
     for function in functions:
         monkeypatch.setitem(function.__globals__, "E4M3", torch.float32)

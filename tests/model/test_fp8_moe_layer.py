@@ -21,7 +21,7 @@ from test_quantized_experts import CONFIGS, SIZES, TARGETS, quantized_model
 from transformers import Qwen3MoeConfig
 
 from pronghorn.errors import EnvironmentFault
-from pronghorn.kernels.lora import fp8, fp8_lora
+from pronghorn.kernels.lora import fp8, fp8_lora, shared_buffers
 from pronghorn.kernels.lora.fp8 import fp8_linear as fp8_linear_of
 from pronghorn.kernels.mlp import fp8_gated
 from pronghorn.kernels.moe import grouped_fp8
@@ -72,7 +72,7 @@ def result_of(model: Any, batch: Any) -> tuple[float, dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("family", CONFIGS)
 def test_without_the_rounding_nothing_differs(family: str, targets: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """float32 in the place of e4m3 everywhere: of weights, rows and gradients. Measured: 5e-6 at most."""
-    modules = (fp8, fp8_cast, fp8_gated, fp8_lora, fp8_norm, fp8_linears, grouped_fp8)
+    modules = (fp8, fp8_cast, fp8_gated, fp8_lora, fp8_norm, fp8_linears, grouped_fp8, shared_buffers)
     for module in modules:
         if hasattr(module, "E4M3"):
             monkeypatch.setattr(module, "E4M3", torch.float32)

@@ -17,6 +17,7 @@ from torch import Tensor
 from pronghorn.hf_types import HFModel
 from pronghorn.kernels.lora.fp8_lora import SplitTable
 from pronghorn.kernels.lora.multi_copy import CopyTable
+from pronghorn.kernels.lora.shared_buffers import SharedBuffers
 from pronghorn.kernels.loss.cross_entropy_rows import IGNORED
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.families import family_of, num_experts, why_not_fast
@@ -25,7 +26,7 @@ from pronghorn.model.heads import head_in
 from pronghorn.model.heads.lm import LmHead
 from pronghorn.model.inputs.embed import Embed
 from pronghorn.model.layers.build import build_layer
-from pronghorn.model.layers.fp8_linears import Fp8Workspace, trains_whole
+from pronghorn.model.layers.fp8_linears import trains_whole
 from pronghorn.model.layers.layer import DecoderLayer
 from pronghorn.model.layers.linears import LinearGroup
 from pronghorn.model.layers.norms import Norm
@@ -60,13 +61,13 @@ class FastCausalLM:
         config = model.config.get_text_config()
         family = family_of(config)
         self.model, self.config, self.backbone, self.names = model, config, backbone(model), family.names
-        shared = Fp8Workspace()
+        self.buffers = SharedBuffers()
         self.layers: list[DecoderLayer] = []
         self.expert_layers: list[int] = []  # indices of layers with experts
         for i, layer in enumerate(self.backbone.layers):
             slot = len(self.expert_layers) if family.experts and hasattr(getattr(layer, family.names.mlp), "experts") else None
             below = self.layers[-1] if self.layers else None
-            self.layers.append(build_layer(layer, family, config, i, shared, below, slot=slot, fp8=fp8))
+            self.layers.append(build_layer(layer, family, config, i, self.buffers, below, slot=slot, fp8=fp8))
             self.expert_layers += [i] if slot is not None else []
         self.expert_counts: ExpertCounts | None = None  # made by the first step
         asked = self.expert_layers and getattr(config, "output_router_logits", False)

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from torch import nn
 
 from pronghorn.hf_types import HFConfig
+from pronghorn.kernels.lora.shared_buffers import SharedBuffers
 from pronghorn.model.families import ACTIVATIONS, Family, activation_name, layer_type
 from pronghorn.model.formats.linear import StoredLinear
-from pronghorn.model.layers.fp8_linears import Fp8LinearGroup, Fp8Workspace, trains_whole
+from pronghorn.model.layers.fp8_linears import Fp8LinearGroup, trains_whole
 from pronghorn.model.layers.layer import DecoderLayer
 from pronghorn.model.layers.linears import LinearGroup
 from pronghorn.model.layers.mixers.attention import Attention
@@ -31,7 +32,7 @@ def build_layer(
     family: Family,
     config: HFConfig,
     index: int,
-    workspace: Fp8Workspace,
+    buffers: SharedBuffers,
     below: DecoderLayer | None,
     *,
     slot: int | None,
@@ -44,7 +45,7 @@ def build_layer(
     in_fp8 = any(row.in_fp8 or (asked and row.to_fp8) for row in rows) or (asked and any(map(trains_whole, layer.modules())))
 
     def group(parent: nn.Module, names: tuple[str, ...]) -> LinearGroup:
-        return Fp8LinearGroup(parent, names, workspace) if in_fp8 and names else LinearGroup(parent, names)
+        return (Fp8LinearGroup if in_fp8 and names else LinearGroup)(parent, names, buffers)
 
     def norm(slot: str) -> Norm | None:
         name = getattr(family.norms, slot)
@@ -64,5 +65,5 @@ def build_layer(
         shared = getattr(mlp, family.experts.shared, None)
         linears = (family.gate_up, (names.down,)) if shared is not None else ((), ())
         gate_up, down = (group(mlp if shared is None else shared, each) for each in linears)
-        part = ExpertsMlp(mlp, family, config, slot, workspace, around, gate_up, down, activation)
+        part = ExpertsMlp(mlp, family, config, slot, buffers, around, gate_up, down, activation)
     return DecoderLayer(layer, index, mixer, part, below)

@@ -23,6 +23,7 @@ from pronghorn.kernels.gemm.mm import mm
 from pronghorn.kernels.lora.fp8 import Fp8Group
 from pronghorn.kernels.lora.fp8_lora import SplitJob
 from pronghorn.kernels.lora.lora_linear import Adapter, NormOf, Part
+from pronghorn.kernels.lora.shared_buffers import SharedBuffer, SharedBuffers
 from pronghorn.kernels.mlp.fp8_gated import gated_activation_fp8_backward, gated_activation_fp8_forward
 from pronghorn.kernels.mlp.gated_mlp import Kind, gated_activation_forward
 from pronghorn.kernels.quant.fp8_cast import E4M3, fp8_cast_rows, fp8_rows, fp8_transpose
@@ -57,40 +58,11 @@ class ByteRows(NamedTuple):
     scale_T: Tensor
 
 
-class SharedBytes:
-    """A flat e4m3 buffer of the largest user's size, allocated on first use; and its current owner."""
-
-    def __init__(self) -> None:
-        self.owner: Any = None
-        self._size = 0
-        self._buffer: Tensor | None = None
-
-    def reserve(self, size: int) -> None:
-        self._size = max(self._size, size)
-
-    def take(self, device: torch.device) -> Tensor:
-        if self._buffer is None or self._buffer.numel() < self._size or self._buffer.device != device:
-            self._buffer, self.owner = torch.empty(self._size, dtype=E4M3, device=device), None
-        return self._buffer
-
-
-class Fp8Workspace:
-    """What the layers of one model share: the weight transposed for backward and, for weights in fewer bits, one matrix
-    in FP8 for each kind of group."""
-
-    def __init__(self) -> None:
-        self.transposed = SharedBytes()
-        self._matrices: dict[tuple[str, ...], SharedBytes] = {}
-
-    def matrix(self, kind: tuple[str, ...]) -> SharedBytes:
-        return self._matrices.setdefault(kind, SharedBytes())
-
-
 class SharedFp8Group(Fp8Group):
     """An `Fp8Group` whose matrix, made from weights in fewer bits, is valid from `load` until another group loads.
 
     One load serves a layer's recomputed forward and its backward. The order of calls determines the owner, so a CUDA graph
-    contains every load it needs, provided that its calls begin with `owner = None` (kernels/lora/stored_lora.py).
+    contains every load it needs, provided that its calls begin with `owner = None` (kernels/lora/shared_buffers.py).
     """
 
     def __init__(
@@ -98,7 +70,7 @@ class SharedFp8Group(Fp8Group):
         weights: Sequence[StoredTensor],
         to_fp8: ToFp8,
         adapters: Sequence[Adapter],
-        matrix: SharedBytes,
+        matrix: SharedBuffer,
         dtype: torch.dtype,
     ) -> None:
         self._stored, self._cast, self._matrix = list(weights), to_fp8.cast, matrix
@@ -113,13 +85,13 @@ class SharedFp8Group(Fp8Group):
     def load(self) -> None:
         if self._matrix.owner is self:
             return
-        self.borrow(self._matrix.take(self.scale_O.device))
+        self.borrow(self._matrix.take())
         for number, (q, rows) in enumerate(zip(self._stored, self.rows, strict=True)):
             self._cast(q, self.scale_O[rows], out=self.weight_view(number))
         self._matrix.owner = self
 
     def forget(self) -> None:
-        self._matrix.owner = None
+        self._matrix.forget()
 
 
 class Fp8Gradient(NamedTuple):
@@ -136,9 +108,8 @@ class Fp8LinearGroup(LinearGroup):
 
     _group: Fp8Group | None  # type: ignore[assignment]
 
-    def __init__(self, parent: nn.Module, names: tuple[str, ...], workspace: Fp8Workspace) -> None:
-        super().__init__(parent, names)
-        self.workspace = workspace
+    def __init__(self, parent: nn.Module, names: tuple[str, ...], buffers: SharedBuffers) -> None:
+        super().__init__(parent, names, buffers)
         self.keep_transposed = False  # whether the transposed weight stays, for twice the bytes, or is made in each backward
         self._transposed: Tensor | None = None
 
@@ -170,7 +141,7 @@ class Fp8LinearGroup(LinearGroup):
             self._built_for = (*self._identity(), dtype)
         elif self.trains_weights:
             self.group.requantize([linear.weight for linear in self.linears])
-        elif self.borrowed is not None:
+        elif self.borrowed:
             self.group.refresh()  # layers take turns, and so have no table of all their adapters
         self.forget_weights()  # earlier loads are stale
         return rebuilt
@@ -188,15 +159,15 @@ class Fp8LinearGroup(LinearGroup):
         stored = [linear for linear in self.linears if isinstance(linear, StoredLinear)]
         if not stored:
             self._group = Fp8Group([fp8_cast_rows(linear.weight.detach()) for linear in self.linears], dtype=dtype)
-        elif (to_fp8 := stored[0].storage.to_fp8 or (AS_STORED if self.borrowed is not None else None)) is not None:
-            matrix = self.workspace.matrix(self.names)
+        elif (to_fp8 := stored[0].storage.to_fp8 or (AS_STORED if self.borrowed else None)) is not None:
+            matrix = self.buffers.matrix(self.names, E4M3, device)
             self._group = SharedFp8Group([linear.stored for linear in stored], to_fp8, self.adapters, matrix, dtype)
         else:
             weights = [(q, scale_O) for linear in stored for q, scale_O in (linear.stored.kernel_parts,)]
             self._group = Fp8Group(weights, self.adapters, dtype=dtype)
             for number, linear in enumerate(stored):
                 linear.weight.data = self._group.weight_view(number).view(torch.uint8)
-        self.workspace.transposed.reserve(self._group.transposed_bytes)
+        self.buffers.transposed(device).reserve(self._group.transposed_bytes)
 
     @property
     def group(self) -> Fp8Group:
@@ -343,6 +314,6 @@ class Fp8LinearGroup(LinearGroup):
             return self._transposed
         group.load()
         if not self.keep_transposed:
-            return group.transposed(self.workspace.transposed.take(group.scale_O.device))
+            return group.transposed(self.buffers.transposed(group.scale_O.device).take())
         self._transposed = group.transposed()
         return self._transposed

@@ -30,7 +30,8 @@ from pronghorn.kernels.lora.gated_lora import gated_lora_forward, why_not
 from pronghorn.kernels.lora.lora_linear import Adapter, LoraGroup, NormOf, Part
 from pronghorn.kernels.lora.multi_copy import CopyJob
 from pronghorn.kernels.lora.multi_gather import GatherJob
-from pronghorn.kernels.lora.stored_lora import StoredLoraGroup, Workspace
+from pronghorn.kernels.lora.shared_buffers import SharedBuffers
+from pronghorn.kernels.lora.stored_lora import StoredLoraGroup
 from pronghorn.kernels.mlp.gated_mlp import Kind, gated_activation_forward
 from pronghorn.kernels.runtime.copy_rows import copy_rows
 from pronghorn.kernels.runtime.dispatch import address
@@ -64,7 +65,7 @@ class Group(Protocol):
     def accumulate_in(self, sums: tuple[Tensor, Tensor] | None) -> None: ...
     def forget_weights(self) -> None: ...
     def separate(self) -> bool: ...
-    def borrow(self, workspace: Workspace) -> None: ...
+    def borrow(self) -> None: ...
     def let_go(self) -> None: ...
 
 
@@ -78,8 +79,8 @@ class Rows(NamedTuple):
 class LinearGroup:
     fp8 = False
 
-    def __init__(self, parent: nn.Module, names: tuple[str, ...]) -> None:
-        self.parent, self.names = parent, names
+    def __init__(self, parent: nn.Module, names: tuple[str, ...], buffers: SharedBuffers) -> None:
+        self.parent, self.names, self.buffers = parent, names, buffers
         self.linears: list[nn.Linear] = []  # this and what follows: set by `prepare`, before every forward
         self.adapters: list[Adapter] = []
         self.parameters: list[Tensor] = []  # weights, biases, then A and B of each adapter: gradients come in this order
@@ -91,7 +92,7 @@ class LinearGroup:
         self._weights: list[Tensor] = []  # without adapters: the weights in the compute dtype
         self.accumulate_weights = False  # whether weight gradients are accumulated in `.grad` here
         self.adds_freely = False  # whether a GEMM adds the residual at no cost
-        self.borrowed: Workspace | None = None  # where to join weights that are another's memory; None: they are their own
+        self.borrowed = False  # whether the weights are another's memory, and are joined for each use
 
     def modules(self) -> list[Any]:
         """Looked up at each use, because adding an adapter replaces them."""
@@ -139,10 +140,8 @@ class LinearGroup:
         """
         self._bias = joined_bias(self.linears, dtype)
         self.adds_freely = bool(self.linears) and adds_freely(dtype, self.linears[0].weight.device)
-        if (stored := self._stored()) is not None:
-            return self._prepare_stored(stored.workspace, dtype)
-        if self.borrowed is not None and self.adapters:
-            return self._prepare_stored(self.borrowed, dtype)
+        if self._stored() or (self.borrowed and self.adapters):
+            return self._prepare_stored(dtype)
         if not self.adapters:
             had_group, self._group = self._group is not None, None
             # float32 master weights, cast to the activations' dtype. Each time, because torch's fused optimizers do not bump
@@ -157,12 +156,12 @@ class LinearGroup:
         self._built_for = self._identity()
         return True
 
-    def _prepare_stored(self, workspace: Workspace, dtype: torch.dtype) -> bool:
+    def _prepare_stored(self, dtype: torch.dtype) -> bool:
         """Adapters are read at each load, so earlier loads are stale."""
         identity = (*self._identity(), dtype)
         rebuilt = self._group is None or self._built_for != identity
         if rebuilt:
-            scratch = workspace.scratch(self.names, dtype, self.linears[0].weight.device)
+            scratch = self.buffers.matrix(self.names, dtype, self.linears[0].weight.device)
             weights = [linear.stored if isinstance(linear, StoredLinear) else linear.weight.detach() for linear in self.linears]
             self._group = StoredLoraGroup(weights, self.adapters, scratch)
             self._built_for = identity
@@ -174,9 +173,9 @@ class LinearGroup:
         if self._group:
             self._group.forget()
 
-    def borrow(self, workspace: Workspace) -> None:
+    def borrow(self) -> None:
         """The weights are another's memory, and only there when it is their layer's turn: they are joined for each use."""
-        self.borrowed = workspace
+        self.borrowed = True
 
     def let_go(self) -> None:
         self._weights = []

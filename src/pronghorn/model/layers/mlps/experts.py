@@ -37,6 +37,7 @@ from torch import Tensor
 from pronghorn.hf_types import HFConfig
 from pronghorn.kernels.lora.lora_linear import NormOf
 from pronghorn.kernels.lora.multi_gather import GatherJob
+from pronghorn.kernels.lora.shared_buffers import SharedBuffers
 from pronghorn.kernels.mlp.gated_mlp import Kind
 from pronghorn.kernels.moe.moe_combine import combine
 from pronghorn.kernels.moe.moe_gated import ExpertActivation, expert_gated_backward, expert_gated_forward
@@ -46,7 +47,6 @@ from pronghorn.kernels.runtime.copy_rows import copy_rows
 from pronghorn.model.experts import ExpertStack, Router
 from pronghorn.model.families import Family, expert_groups
 from pronghorn.model.layers.composed import normed
-from pronghorn.model.layers.fp8_linears import Fp8Workspace
 from pronghorn.model.layers.linears import Group, LinearGroup, Rows
 from pronghorn.model.layers.norms import Norm, normed_rows, normed_sum
 from pronghorn.model.layers.part import Around, Part
@@ -88,14 +88,13 @@ class ExpertsMlp(Part):
         family: Family,
         config: HFConfig,
         slot: int,
-        workspace: Fp8Workspace,
+        buffers: SharedBuffers,
         around: Around,
         gate_up: LinearGroup,
         down: LinearGroup,
         activation: Kind,
     ) -> None:
-        """`slot`: its number among the layers with experts. `workspace`: shared by all layers, for stacks in FP8. `gate_up` and
-        `down`: the shared expert's; empty without one."""
+        """`slot`: its number among the layers with experts. `gate_up` and `down`: the shared expert's; empty without one."""
         super().__init__(around)
         assert family.experts
         experts = family.experts
@@ -107,13 +106,14 @@ class ExpertsMlp(Part):
         self.tiny = experts.tiny
         self.groups_of_experts = expert_groups(config) if experts.sigmoid else None
         self.expert_gate_up, self.expert_down = (
-            ExpertStack(module, name, transposed=experts.transposed, scratch=workspace.transposed)
-            for name in ("gate_up_proj", "down_proj")
+            ExpertStack(module, name, transposed=experts.transposed, buffers=buffers) for name in ("gate_up_proj", "down_proj")
         )
         self.spread: ExpertRows | None = None  # where ranks have some of the experts each
         self.has_shared = hasattr(module, experts.shared)
         self.gate_up, self.down, self.activation = gate_up, down, activation
-        self.shared_gate = LinearGroup(module, ("shared_expert_gate",) if hasattr(module, "shared_expert_gate") else ())
+        self.shared_gate = LinearGroup(
+            module, ("shared_expert_gate",) if hasattr(module, "shared_expert_gate") else (), buffers
+        )
         own = self.expert_down.module()
         self.expert_activation = SILU
         if experts.activation == "clamped":
