@@ -117,9 +117,10 @@ def held_all_the_time(engine: Any) -> tuple[list[Any], list[Any]]:
     shared = [one._buffer for one in engine.buffers._buffers.values()]
     for layer in engine.layers:
         for group in layer.groups:
+            gemms = getattr(group, "gemms", None)
             own += [getattr(group, name, None) for name in ("_bias", "weight_ED", "_bias_E", "bias_EO")]
-            own += getattr(group, "_weights", [])
-            inner = getattr(group, "_group", None) or getattr(group, "group", None)
+            own += [] if gemms is None else [gemms.bias, *gemms.weights]
+            inner = getattr(group, "group", None) if gemms is None else gemms.matrix
             names = (
                 "M",
                 "scale_O",

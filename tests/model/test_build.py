@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 
 import pytest
-from test_fp8_linears import FAMILIES, batch_of, engine, fast_loss, model_of
+from test_fp8_gemms import FAMILIES, batch_of, engine, fast_loss, model_of
 from transformers import AutoModelForCausalLM
 
 from pronghorn.errors import EnvironmentFault

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from test_saved import FAMILIES, close, gradients, model_of
 
-from pronghorn.model.layers import linears
+from pronghorn.model.layers import wide_gemms
 
 
 def added_by_norm(layer: Any) -> bool:
@@ -22,7 +22,7 @@ def test_the_residual_added_by_a_product_gives_the_same_gradients(family: str, m
     loss, expected = gradients(model)
     by_norm = [added_by_norm(layer) for layer in engine.layers]
     assert by_norm == [family in ("llama", "qwen3")] * 4
-    monkeypatch.setattr(linears, "adds_freely", lambda *_: True)
+    monkeypatch.setattr(wide_gemms, "adds_freely", lambda *_: True)
     for pieces in (1, 3):
         for layer in engine.layers:
             layer.level, layer.mlp_chunks = "layer", pieces

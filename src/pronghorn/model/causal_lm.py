@@ -26,7 +26,7 @@ from pronghorn.model.heads import head_in
 from pronghorn.model.heads.lm import LmHead
 from pronghorn.model.inputs.embed import Embed
 from pronghorn.model.layers.build import build_layer
-from pronghorn.model.layers.fp8_linears import trains_whole
+from pronghorn.model.layers.fp8_gemms import trains_whole
 from pronghorn.model.layers.layer import DecoderLayer
 from pronghorn.model.layers.linears import LinearGroup
 from pronghorn.model.layers.norms import Norm

@@ -18,9 +18,7 @@ import torch
 from peft.tuners.lora import ParamWrapper
 from torch import Tensor, nn
 
-from pronghorn.kernels.lora.fp8_lora import SplitJob
 from pronghorn.kernels.lora.lora_linear import Adapter
-from pronghorn.kernels.lora.multi_copy import CopyJob
 from pronghorn.kernels.lora.multi_gather import GatherJob
 from pronghorn.kernels.lora.shared_buffers import SharedBuffers
 from pronghorn.kernels.moe.grouped_fp8 import WIDTH_MULTIPLE, Fp8ExpertGroup, fp8_grouped_supported
@@ -30,6 +28,7 @@ from pronghorn.kernels.moe.grouped_quantized import QuantizedExpertGroup, Quanti
 from pronghorn.kernels.moe.routing import Routing
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.formats.table import format_of
+from pronghorn.model.layers.group import Group
 
 
 @dataclass
@@ -41,13 +40,12 @@ class OwnExperts:
     adapter: tuple[nn.Parameter, nn.Parameter] | None = None  # A and B, in PEFT's layout of so many experts
 
 
-class Adapted:
-    """A module whose parameters PEFT may have wrapped, with the interface of a layer's parameter group."""
+class Adapted(Group):
+    """A module whose parameters PEFT may have wrapped. Its adapters are read by `prepare`."""
 
     def __init__(self, parent: nn.Module, name: str) -> None:
+        super().__init__()
         self.parent, self.name = parent, name
-        self.parameters: list[Tensor] = []  # gradients come in this order
-        self.adapters: list[Adapter] = []
 
     def modules(self) -> list[Any]:
         return [getattr(self.parent, self.name)]
@@ -89,33 +87,6 @@ class Adapted:
         if getattr(self.module(), parameter).requires_grad:
             return "a weight is trained in addition to its adapter"
         return ""
-
-    fp8 = False
-    copy_jobs: tuple[CopyJob, ...] = ()  # adapters are read by `prepare`
-    split_jobs: tuple[SplitJob, ...] = ()
-
-    @property
-    def grad_shapes(self) -> tuple[tuple[int, int], tuple[int, int]] | None:
-        """Shapes of the accumulation buffers of dA and dB^T; None: autograd accumulates."""
-        return None
-
-    def accumulate_in(self, sums: tuple[Tensor, Tensor] | None) -> None:
-        assert sums is None
-
-    def gather_jobs(self) -> list[GatherJob]:
-        return []
-
-    def forget_weights(self) -> None:
-        """Nothing is dequantized ahead of its use."""
-
-    def separate(self) -> bool:
-        """The parameters in memory of their own; whether they were not."""
-        return False
-
-    def borrow(self) -> None:
-        """As in layers/linears.py."""
-
-    def let_go(self) -> None: ...
 
 
 class Router(Adapted):

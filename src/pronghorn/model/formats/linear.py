@@ -4,7 +4,7 @@ It is an `nn.Linear` whose `weight` holds the packed values and whose scales are
 any linear, and adapters have their usual names. Its `state_dict` has the names and bytes that the format's row says
 (table.py), which other libraries read. Embeddings, norms, routers and the head stay in the compute dtype.
 
-The fast layers read `stored` (layers/linears.py, layers/fp8_linears.py). `forward` is for everything else: generation, DoRA,
+The fast layers read `stored` (layers/wide_gemms.py, layers/fp8_gemms.py). `forward` is for everything else: generation, DoRA,
 LoRA dropout. Before adapters are merged, `dequantize_` (store.py) restores the weights that they were trained on.
 """
 

@@ -19,15 +19,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from typing import Any, ClassVar, NamedTuple
 
-from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor
 
 from pronghorn.kernels.lora.lora_linear import NormOf
 from pronghorn.kernels.lora.multi_gather import GatherJob
 from pronghorn.model.formats.table import storage_of
 from pronghorn.model.layers.composed import normed, projected
-from pronghorn.model.layers.linears import Group, LinearGroup
+from pronghorn.model.layers.group import Group
+from pronghorn.model.layers.linears import LinearGroup
+from pronghorn.model.layers.lora_modules import base_of
 from pronghorn.model.layers.norms import Norm
+from pronghorn.model.layers.operand import Operand
 from pronghorn.model.layers.residual import add_branch, back_through_norm, grad_of_branch, gradients_after_norm
 from pronghorn.model.layers.saved import Kept, Level, Saved
 from pronghorn.model.layers.types import Documents, Grads
@@ -181,12 +183,12 @@ class Mixer(Part):
         saved.put(o=o, o_rows=o_rows)
         del o
         if norm_adds and self.after is None and self.out.leaves_residual_to_norm(self.multiplier):
-            h2, xa = self.out.apply(self.out.of_rows(o_rows))
+            h2, xa = self.out.apply(Operand(o_rows))
             saved.put(h_rows=h_rows)
         else:
-            h2, y1, xa = add_branch(self.out, self.out.of_rows(o_rows), h_rows, self.multiplier, self.after, saved)
+            h2, y1, xa = add_branch(self.out, Operand(o_rows), h_rows, self.multiplier, self.after, saved)
             saved.put(y1=y1)
-        if self.out.fp8:  # else it is in o's LoRA columns
+        if not self.out.extra:  # else it is in o's LoRA columns
             saved.put(xa_o=xa)
         return h2
 
@@ -214,12 +216,11 @@ class Mixer(Part):
         dinto, bare = self.mix_backward(do, saved, documents)
         del do, dy, of_out, xa_o
         saved.release(*(name for name in self.saves if name != "xa1" and name in saved))
-        dinto_rows = self.into.of_rows(dinto)
         if need_dh or (before and before.trains()):
-            dx, of_into = self.into.back(dinto_rows)
+            dx, of_into = self.into.back(Operand(dinto))
             dh = back_through_norm(before, dx, saved["h"], dh, saved, extra, grad_buffer)
         else:
-            of_into = self.into.back_adapters(dinto_rows)
+            of_into = self.into.back_adapters(Operand(dinto))
         into_grads = gradients_after_norm(self.into, of_into, before, saved["h"], saved["xa1"], saved)
         return dh, self.all_gradients([*into_grads, *out_grads], saved, *bare)
 
@@ -238,8 +239,7 @@ def _kind_of(group: Group) -> Hashable:
     """Sizes and formats of its weights and adapters, and which of them train."""
     found: list[Any] = [group.fp8]
     for module in group.modules():
-        linear = module.get_base_layer() if isinstance(module, LoraLinear) else module
-        row = storage_of(linear)
+        row = storage_of(base_of(module))
         tensors = [*module.parameters(), *module.buffers()]
         found.append((row and row.name, tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)))
     return tuple(found)

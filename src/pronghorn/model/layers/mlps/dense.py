@@ -20,7 +20,7 @@ another order, and sums over chunks do.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -29,7 +29,9 @@ from pronghorn.kernels.lora.lora_linear import Part as GradPart
 from pronghorn.kernels.lora.multi_gather import GatherJob
 from pronghorn.kernels.mlp.gated_mlp import Kind, gated_activation
 from pronghorn.model.layers.composed import normed, projected
-from pronghorn.model.layers.linears import Group, LinearGroup, Operand
+from pronghorn.model.layers.group import Group
+from pronghorn.model.layers.linears import LinearGroup
+from pronghorn.model.layers.operand import Operand, OutputGrad
 from pronghorn.model.layers.part import Around, Part
 from pronghorn.model.layers.residual import (
     add_branch,
@@ -133,7 +135,7 @@ class DenseMlp(Part):
 
     def _back_to_input(
         self, dh3: Tensor, saved: Saved, grad_buffer: GradBuffer, *, thin: bool
-    ) -> tuple[Tensor, Any, bool, Grads]:
+    ) -> tuple[Tensor, OutputGrad, bool, Grads]:
         """(the gradient of gate and up's input, dgu, whether dB is already accumulated, down's gradients)"""
         dy = grad_of_branch(self.down, dh3, saved["y2"], self.multiplier, self.after, saved, grad_buffer)
         da, of_down = self.down.back(dy)
@@ -142,7 +144,7 @@ class DenseMlp(Part):
         del da, dy, of_down
         return *self.gate_up.back(dgu), fused, down_grads
 
-    def _gate_up_grads(self, dgu: Any, saved: Saved, fused: bool) -> Grads:
+    def _gate_up_grads(self, dgu: OutputGrad, saved: Saved, fused: bool) -> Grads:
         without: GradPart | None = "dB" if fused else None
         return gradients_after_norm(self.gate_up, dgu, self.before, saved["h2"], saved["xa2"], saved, without)
 
@@ -172,7 +174,8 @@ class DenseMlp(Part):
         return h3
 
     def _backward_in_chunks(self, dh3: Tensor, saved: Saved, documents: Documents, extra: int) -> tuple[Tensor, Grads]:
-        width, own = dh3.shape[1], self.down.shared_buffer(dh3, documents.grad_buffer)
+        width = dh3.shape[1]
+        own = documents.grad_buffer.with_columns(dh3, self.down.extra, or_none=self.down.fp8)  # dh2 may overwrite dh3 there
         dh2_ext = own
         if dh2_ext is None or dh2_ext.shape[1] != width + extra:
             dh2_ext = dh3.new_empty(len(dh3), width + extra)

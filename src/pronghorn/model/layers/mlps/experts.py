@@ -47,8 +47,10 @@ from pronghorn.kernels.runtime.copy_rows import copy_rows
 from pronghorn.model.experts import ExpertStack, Router
 from pronghorn.model.families import Family, expert_groups
 from pronghorn.model.layers.composed import normed
-from pronghorn.model.layers.linears import Group, LinearGroup, Rows
+from pronghorn.model.layers.group import Group
+from pronghorn.model.layers.linears import LinearGroup
 from pronghorn.model.layers.norms import Norm, normed_rows, normed_sum
+from pronghorn.model.layers.operand import Operand
 from pronghorn.model.layers.part import Around, Part
 from pronghorn.model.layers.residual import back_through_norm, gradients_after_norm
 from pronghorn.model.layers.saved import Kept, Level, Saved
@@ -184,13 +186,13 @@ class ExpertsMlp(Part):
             offsets=routing.offsets_E1,
         )
         if self.has_shared:
-            shared_gu, shared_xa2 = self.gate_up.apply_spare(self.gate_up.of_rows(x2_ext))
+            shared_gu, shared_xa2 = self.gate_up.apply_spare(Operand(x2_ext))
             saved.put(shared_gu=shared_gu, shared_xa2=shared_xa2)
         if self.shared_gate.names:
             x2_gate = x2 if not self.shared_gate.extra else rows_like(x2, x2.shape[1] + self.shared_gate.extra)
             if self.shared_gate.extra:
                 copy_rows(x2, x2_gate[:, : x2.shape[1]])
-            gate, xa = self.shared_gate.apply(self.shared_gate.of_rows(x2_gate))
+            gate, xa = self.shared_gate.apply(Operand(x2_gate))
             saved.put(gate_xa=self.shared_gate.owned(xa), shared_weight=torch.sigmoid(gate.to(routing.weights_TK.dtype)))
 
     def _routing(self, saved: Saved) -> Routing:
@@ -337,7 +339,7 @@ class ExpertsMlp(Part):
         dx, dgate, grads = self._backward_shared_mlp(dh3, gate, saved, documents)
         dlogit_ext = rows_like(dh3, 1 + self.shared_gate.extra)
         dlogit_ext[:, :1] = dgate * gate * (1 - gate)
-        dgate_x, dlogit = self.shared_gate.back(Rows(dlogit_ext))
+        dgate_x, dlogit = self.shared_gate.back(Operand(dlogit_ext))
         dx += dgate_x
         gate_grads = gradients_after_norm(self.shared_gate, dlogit, self.before, saved["h2"], saved["gate_xa"], saved)
         return dx, [*grads, *gate_grads]
@@ -346,17 +348,13 @@ class ExpertsMlp(Part):
         self, dh3: Tensor, gate: Tensor, saved: Saved, documents: Documents
     ) -> tuple[Tensor, Tensor, Grads]:
         """(its input's gradient, the gate's, those of gate and up, and down)"""
-        dy = (
-            self.down.grad_of_residual(dh3, 1.0, documents.grad_buffer)
-            if self.down.extra or self.down.fp8
-            else self.down.of_rows(dh3)
-        )
+        dy = self.down.grad_of_residual(dh3, 1.0, documents.grad_buffer) if self.down.extra or self.down.fp8 else Operand(dh3)
         da, of_down = self.down.back(dy)
         gu = saved["shared_gu"][:, : 2 * da.shape[1]]
         dgate = self._through_shared_activation(da, gu, gate)
         xa3 = saved["shared_xa3"]
         down_grads = self.down.gradients(of_down, da, None if xa3 is None else xa3 * gate.to(xa3.dtype))
-        dx, dgu = self.gate_up.back(self.gate_up.of_rows(saved["shared_gu"]))
+        dx, dgu = self.gate_up.back(Operand(saved["shared_gu"]))
         up_grads = gradients_after_norm(self.gate_up, dgu, self.before, saved["h2"], saved["shared_xa2"], saved)
         return dx, dgate, [*up_grads, *down_grads]
 

@@ -36,7 +36,7 @@ from pronghorn.model.causal_lm import FastCausalLM, engine_of, install
 from pronghorn.model.formats import table
 from pronghorn.model.formats.store import dequantize_, store_linears_
 from pronghorn.model.formats.table import FORMATS
-from pronghorn.model.layers import fp8_linears
+from pronghorn.model.layers import fp8_gemms
 from pronghorn.model.layers.types import Documents
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.lora_grad_buffer import LoraGradBuffer
@@ -186,7 +186,7 @@ def test_loss_and_every_gradient_follow_the_dequantized_model(family: str) -> No
 @pytest.mark.parametrize("family", [*FAMILIES, *SWITCHED])
 def test_without_the_rounding_nothing_differs(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """float32 in the place of e4m3 everywhere, on weights stored in 4 bits, which are the same in both."""
-    functions_of = vars(fp8_linears)
+    functions_of = vars(fp8_gemms)
     group = functions_of["Fp8Group"].transposed.__globals__
     functions = [
         *(functions_of[name] for name in ("fp8_cast_rows", "rms_norm_fp8_forward", "gated_activation_fp8_forward")),
@@ -332,13 +332,13 @@ def test_pieces_hold_a_part_of_gate_and_up_and_write_the_gradient_where_it_was()
     engine(model).prepare(torch.float32)
     seen: list[int] = []
     assert layer.fp8
-    real = layer.mlp.gate_up.apply
+    real = layer.mlp.gate_up.gemms.apply
 
     def apply(x: Any) -> Any:
-        seen.append(len(x.values))
+        seen.append(len(x.rows))
         return real(x)
 
-    layer.mlp.gate_up.apply = apply  # type: ignore[method-assign]
+    layer.mlp.gate_up.gemms.apply = apply  # type: ignore[method-assign]
     with torch.no_grad():
         h = engine(model).embed(batch.ids_T)
         documents.grad_buffer.buffer = torch.randn_like(h)
