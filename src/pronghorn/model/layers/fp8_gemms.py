@@ -31,7 +31,7 @@ from pronghorn.model.formats.linear import StoredLinear
 from pronghorn.model.formats.table import ToFp8, fits_fp8, require_fp8, storage_of
 from pronghorn.model.layers.lora_modules import base_of, joined_bias
 from pronghorn.model.layers.norms import Norm
-from pronghorn.model.layers.operand import Gemms, InFp8, Operand, OutputGrad
+from pronghorn.model.layers.operand import Gemms, InFp8, Operand, OutGrad
 from pronghorn.model.layers.saved import Saved
 from pronghorn.model.layers.types import GradBuffer
 
@@ -208,7 +208,7 @@ class Fp8Gemms(Gemms):
         )
         return Operand(dgu, fp8=InFp8(bytes_ext, scale)), False
 
-    def back(self, dy: Operand) -> tuple[Tensor, OutputGrad]:
+    def back(self, dy: Operand) -> tuple[Tensor, OutGrad]:
         """From rows in FP8 with the weight's scales folded in, or cast here."""
         matrix, given = self._ready, dy.fp8
         if given is None:
@@ -218,10 +218,10 @@ class Fp8Gemms(Gemms):
             )
         dyb_TR = matrix.extend_grad(dy.rows, *given)
         dx_TD = matrix.backward_input(*given, self._transposed_weight())
-        return dx_TD, OutputGrad(dy.rows, dyb_TR)
+        return dx_TD, OutGrad(dy.rows, dyb_TR)
 
-    def back_adapters(self, dy: Operand) -> OutputGrad:
-        return OutputGrad(dy.rows, self._ready.extend_grad(dy.rows, None, None))
+    def back_adapters(self, dy: Operand) -> OutGrad:
+        return OutGrad(dy.rows, self._ready.extend_grad(dy.rows, None, None))
 
     def _transposed_weight(self) -> Tensor:
         matrix = self._ready

@@ -56,7 +56,7 @@ class DecoderLayer:
     @property
     def extra(self) -> int:
         """LoRA columns that the gradient from above may carry."""
-        return self.parts[-1].last.extra
+        return self.parts[-1].extra
 
     @property
     def mlp_chunks(self) -> int:
@@ -184,7 +184,7 @@ class DecoderLayer:
         below = (self.below or self).extra
         mlp_grads: Grads = []
         if self.mlp is not None:
-            extra = below if self.mixer is None else self.mixer.out.extra
+            extra = below if self.mixer is None else self.mixer.extra
             dh, mlp_grads = self.mlp.backward(dh, saved, documents, rows, extra, need_dh or self.mixer is not None)
         if self.mixer is None:
             if dh is not None and rows is not None:

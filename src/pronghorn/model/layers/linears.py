@@ -29,7 +29,7 @@ from pronghorn.kernels.mlp.gated_mlp import Kind
 from pronghorn.model.layers.fp8_gemms import Fp8Gemms
 from pronghorn.model.layers.lora_modules import Linears, base_of, weight_and_bias_grads, why_only_peft
 from pronghorn.model.layers.norms import Norm, normed_rows
-from pronghorn.model.layers.operand import Operand, OutputGrad
+from pronghorn.model.layers.operand import Operand, OutGrad
 from pronghorn.model.layers.saved import Saved
 from pronghorn.model.layers.types import GradBuffer, Grads
 from pronghorn.model.layers.wide_gemms import WideGemms
@@ -173,16 +173,16 @@ class LinearGroup(Linears):
         da with the activation, if down's gradients need it. `thin`: dgu sB may be made in the same pass."""
         return self.gemms.grad_of_activation(da, gu_ext, kind, down.gemms, dy, xa, thin)
 
-    def back(self, dy: Operand) -> tuple[Tensor, OutputGrad]:
+    def back(self, dy: Operand) -> tuple[Tensor, OutGrad]:
         """(dx_TD, what `gradients` reads). Fills the LoRA columns of dy, unless it has them already."""
         return self.gemms.back(dy)
 
-    def back_adapters(self, dy: Operand) -> OutputGrad:
+    def back_adapters(self, dy: Operand) -> OutGrad:
         """What `gradients` reads, without dx."""
         return self.gemms.back_adapters(dy)
 
     def gradients(
-        self, grad: OutputGrad, x: Tensor, xa: Tensor | None, norm: NormOf | None = None, without: Part | None = None
+        self, grad: OutGrad, x: Tensor, xa: Tensor | None, norm: NormOf | None = None, without: Part | None = None
     ) -> Grads:
         """Gradients of `parameters`, None where frozen. With `norm`, x is that norm's input, and dyb may be scaled in place.
         `without`: what another kernel already accumulated."""

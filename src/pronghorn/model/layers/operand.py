@@ -27,7 +27,7 @@ class Operand(NamedTuple):
     fp8: InFp8 | None = None  # the same rows; None: the GEMM casts them, if it is one in FP8
 
 
-class OutputGrad(NamedTuple):
+class OutGrad(NamedTuple):
     """What the parameters' gradients are made of, besides the input."""
 
     dy_TO: Tensor

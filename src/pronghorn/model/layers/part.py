@@ -67,8 +67,8 @@ class Part(ABC):
 
     @property
     @abstractmethod
-    def last(self) -> LinearGroup:
-        """Its last linears, whose LoRA columns the gradient from above may carry."""
+    def extra(self) -> int:
+        """LoRA columns of its last linears, which the gradient from above may carry."""
 
     @property
     def norms(self) -> list[Norm]:
@@ -165,8 +165,8 @@ class Mixer(Part):
         return self.into, self.out
 
     @property
-    def last(self) -> LinearGroup:
-        return self.out
+    def extra(self) -> int:
+        return self.out.extra
 
     def gather_jobs(self) -> list[GatherJob]:
         return self.jobs_of(self.into, self.out)

@@ -8,7 +8,7 @@ from torch import Tensor
 from pronghorn.kernels.lora.lora_linear import NormOf, Part
 from pronghorn.model.layers.linears import LinearGroup
 from pronghorn.model.layers.norms import Norm
-from pronghorn.model.layers.operand import Operand, OutputGrad
+from pronghorn.model.layers.operand import Operand, OutGrad
 from pronghorn.model.layers.saved import Saved
 from pronghorn.model.layers.types import GradBuffer, Grads
 from pronghorn.model.rows import rows_like
@@ -58,13 +58,7 @@ def back_through_norm_into(out: Tensor, norm: Norm | None, dx: Tensor, h: Tensor
 
 
 def gradients_after_norm(
-    group: LinearGroup,
-    dy: OutputGrad,
-    norm: Norm | None,
-    h: Tensor,
-    xa: Tensor | None,
-    saved: Saved,
-    without: Part | None = None,
+    group: LinearGroup, dy: OutGrad, norm: Norm | None, h: Tensor, xa: Tensor | None, saved: Saved, without: Part | None = None
 ) -> Grads:
     """Adapters' gradients use h, which is saved; trained weights need norm(h), which is recomputed."""
     if norm is None:

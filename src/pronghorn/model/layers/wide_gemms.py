@@ -25,7 +25,7 @@ from pronghorn.kernels.runtime.copy_rows import copy_rows
 from pronghorn.model.formats.linear import StoredLinear, dequantizes
 from pronghorn.model.layers.lora_modules import base_of, joined_bias
 from pronghorn.model.layers.norms import Norm, normed_rows, normed_sum
-from pronghorn.model.layers.operand import Gemms, Operand, OutputGrad
+from pronghorn.model.layers.operand import Gemms, Operand, OutGrad
 from pronghorn.model.layers.saved import Saved
 from pronghorn.model.layers.types import GradBuffer
 from pronghorn.model.rows import rows_like
@@ -43,7 +43,7 @@ class WideGemms(Gemms):
     def prepare(self, dtype: torch.dtype) -> bool:
         linears, adapters = self.linears.linears, self.linears.adapters
         self.bias = joined_bias(linears, dtype)
-        self.adds_freely = bool(linears) and adds_freely(dtype, linears[0].weight.device)
+        self.adds_freely = adds_freely(dtype, linears[0].weight.device)
         if self.linears.quantized or (self.borrowed and adapters):
             return self._prepare_stored(dtype)
         if not adapters:
@@ -199,7 +199,7 @@ class WideGemms(Gemms):
         copy_rows(dh, dy_ext[:, : dh.shape[1]], multiplier)
         return Operand(dy_ext)
 
-    def back(self, dy: Operand) -> tuple[Tensor, OutputGrad]:
+    def back(self, dy: Operand) -> tuple[Tensor, OutGrad]:
         grad = self._output_grad(dy) if dy.extended else self.back_adapters(dy)
         if self.matrix:
             self.matrix.load()
@@ -210,15 +210,15 @@ class WideGemms(Gemms):
             dx.addmm_(part, weight)
         return dx, grad
 
-    def back_adapters(self, dy: Operand) -> OutputGrad:
+    def back_adapters(self, dy: Operand) -> OutGrad:
         """Fills the LoRA columns of dy, which the adapters' gradients need."""
         if self.matrix:
             self.matrix.load()
             self.matrix.extend_grad(dy.rows)
         return self._output_grad(dy)
 
-    def _output_grad(self, dy: Operand) -> OutputGrad:
-        return OutputGrad(dy.rows[:, : self.outputs], dy.rows[:, self.outputs :])
+    def _output_grad(self, dy: Operand) -> OutGrad:
+        return OutGrad(dy.rows[:, : self.outputs], dy.rows[:, self.outputs :])
 
     # ---- through the gated activation, as gate and up ------------------------------------------------------------
 
