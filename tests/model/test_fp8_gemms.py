@@ -362,20 +362,6 @@ def test_a_step_in_fp8_is_not_gone_through_without_kernels() -> None:
     assert not engine.can_run_dry
 
 
-def test_a_kept_turned_weight_gives_the_same_bits_and_follows_the_adapters() -> None:
-    model, other, batch = model_of("llama"), model_of("llama"), batch_of()
-    for layer in engine(model).layers:
-        assert layer.fp8
-        layer.keep_transposed(True)
-    for _ in range(2):
-        assert_same(gradients(model, fast_loss(model, batch)), gradients(other, fast_loss(other, batch)))
-        for either in (model, other):
-            with torch.no_grad():
-                for name, parameter in either.named_parameters():
-                    if "lora_" in name:
-                        parameter.mul_(-1.5)
-
-
 @pytest.mark.parametrize("family", first_of(FEW, 2))
 def test_rows_without_a_loss_can_be_left_out(family: str) -> None:
     model, batch = model_of(family), batch_of()

@@ -28,7 +28,6 @@ from pronghorn.model.inputs.embed import Embed
 from pronghorn.model.layers.build import build_layer
 from pronghorn.model.layers.fp8_gemms import trains_whole
 from pronghorn.model.layers.layer import DecoderLayer
-from pronghorn.model.layers.linears import LinearGroup
 from pronghorn.model.layers.norms import Norm
 from pronghorn.model.layers.saved import Elsewhere
 from pronghorn.model.layers.types import Documents, Shards
@@ -115,8 +114,7 @@ class FastCausalLM:
         """Whether GEMMs accumulate weight gradients in `.grad` themselves, without autograd."""
         for layer in self.layers:
             for group in layer.groups:
-                if isinstance(group, LinearGroup):
-                    group.accumulate_weights = on
+                group.accumulate_weights = on
 
     @property
     def embeddings(self) -> Any:

@@ -24,12 +24,12 @@ from pronghorn.kernels.lora.lora_linear import Adapter
 from pronghorn.kernels.lora.shared_buffers import SharedBuffer
 from pronghorn.kernels.mlp.fp8_gated import gated_activation_fp8_backward, gated_activation_fp8_forward
 from pronghorn.kernels.mlp.gated_mlp import Kind, gated_activation_forward
-from pronghorn.kernels.quant.fp8_cast import E4M3, fp8_cast_rows, fp8_rows, fp8_transpose
+from pronghorn.kernels.quant.fp8_cast import E4M3, fp8_cast_rows, fp8_rows
 from pronghorn.kernels.quant.fp8_norm import rms_norm_fp8_forward
 from pronghorn.kernels.quant.stored import StoredTensor
 from pronghorn.model.formats.linear import StoredLinear
 from pronghorn.model.formats.table import ToFp8, fits_fp8, require_fp8, storage_of
-from pronghorn.model.layers.lora_modules import base_of, joined_bias
+from pronghorn.model.layers.lora_modules import joined_bias, linear_of
 from pronghorn.model.layers.norms import Norm
 from pronghorn.model.layers.operand import Gemms, InFp8, Operand, OutGrad
 from pronghorn.model.layers.saved import Saved
@@ -88,12 +88,11 @@ class Fp8Gemms(Gemms):
     """16-bit rows have no LoRA columns, and are cast where the operand has no bytes of them."""
 
     matrix: Fp8Group | None = None
-    _transposed: Tensor | None = None  # where it stays
 
     def why_not(self, modules: list[Any]) -> str:
         formats = set()
         for module in modules:
-            linear = base_of(module)
+            linear = linear_of(module)
             formats.add(row := storage_of(linear))
             if not trains_whole(module) and not (row and (row.in_fp8 or row.to_fp8)):
                 return f"{type(linear).__name__}, stored as {row.name if row else 'it is'}, is not multiplied in FP8"
@@ -127,7 +126,6 @@ class Fp8Gemms(Gemms):
                 why="cuBLAS FP8 GEMMs return bf16",
                 fix="set precision: bf16",
             )
-        self._transposed = None
         stored = [linear for linear in linears if isinstance(linear, StoredLinear)]
         if not stored:
             self.matrix = Fp8Group([fp8_cast_rows(linear.weight.detach()) for linear in linears], dtype=dtype)
@@ -148,18 +146,23 @@ class Fp8Gemms(Gemms):
 
     # ---- operands of the forward GEMM --------------------------------------------------------------------------------
 
-    def of_norm(self, norm: Norm, h: Tensor, saved: Saved, **options: Any) -> Operand:
+    def of_norm(self, norm: Norm, x: Tensor, saved: Saved, residual: Tensor | None, multiplier: float) -> Operand:
         """Norm and cast in one pass, with the residual if there is one."""
         matrix = self._ready
-        bytes_ext = fp8_rows(len(h), matrix.input_width, h.device)
+        bytes_ext = fp8_rows(len(x), matrix.input_width, x.device)
         normed = rms_norm_fp8_forward(
-            h, norm.weight, norm.eps, one_plus=norm.one_plus, bound=matrix.bound, out8=bytes_ext[:, : h.shape[1]], **options
+            x,
+            norm.weight,
+            norm.eps,
+            one_plus=norm.one_plus,
+            bound=matrix.bound,
+            out8=bytes_ext[:, : x.shape[1]],
+            residual_TD=residual,
+            multiplier=1.0 if residual is None else multiplier,
+            h_out=x,
         )
         saved[norm.rstd] = normed.rstd_T
         return Operand(normed.y_TD, fp8=InFp8(bytes_ext, normed.scale_T))
-
-    def of_norm_of_sum(self, norm: Norm, y: Tensor, h: Tensor, multiplier: float, saved: Saved) -> Operand:
-        return self.of_norm(norm, y, saved, residual_TD=h, multiplier=multiplier, h_out=y)
 
     def of_activation(self, gu: Tensor, kind: Kind) -> Operand:
         matrix = self._ready
@@ -217,20 +220,10 @@ class Fp8Gemms(Gemms):
                 bytes_ext, fp8_cast_rows(dy.rows, matrix.scale_O, bound=matrix.bound_grad, out=bytes_ext[:, : matrix.O])[1]
             )
         dyb_TR = matrix.extend_grad(dy.rows, *given)
-        dx_TD = matrix.backward_input(*given, self._transposed_weight())
+        matrix.load()
+        transposed = matrix.transposed(self.buffers.transposed(matrix.scale_O.device).take())
+        dx_TD = matrix.backward_input(*given, transposed)
         return dx_TD, OutGrad(dy.rows, dyb_TR)
 
     def back_adapters(self, dy: Operand) -> OutGrad:
         return OutGrad(dy.rows, self._ready.extend_grad(dy.rows, None, None))
-
-    def _transposed_weight(self) -> Tensor:
-        matrix = self._ready
-        if self.keep_transposed and self._transposed is not None:
-            for job in matrix.split_jobs:  # only the adapters' part changes
-                fp8_transpose(job.rows_ED, self._transposed[:, matrix.O :])
-            return self._transposed
-        matrix.load()
-        if not self.keep_transposed:
-            return matrix.transposed(self.buffers.transposed(matrix.scale_O.device).take())
-        self._transposed = matrix.transposed()
-        return self._transposed

@@ -16,6 +16,7 @@ from pronghorn.kernels.lora.multi_copy import CopyJob
 
 class Group(ABC):
     fp8 = False  # whether it multiplies in FP8
+    accumulate_weights = False  # whether the GEMMs of linears accumulate weight gradients in `.grad`
 
     def __init__(self) -> None:
         self.parameters: list[Tensor] = []  # gradients come in this order; this and the next: read by `why_not_fused`

@@ -23,7 +23,6 @@ from pronghorn.kernels.lora.multi_gather import GatherJob
 from pronghorn.kernels.runtime.dispatch import keeps_graph
 from pronghorn.kernels.runtime.first_order import Ctx, first_order
 from pronghorn.model.layers.group import Group
-from pronghorn.model.layers.linears import LinearGroup
 from pronghorn.model.layers.part import Mixer, Part
 from pronghorn.model.layers.saved import Elsewhere, Left, Level, Saved, copied, leave, restore
 from pronghorn.model.layers.types import Documents, Grads, Shards, Waiting
@@ -67,12 +66,6 @@ class DecoderLayer:
     def mlp_chunks(self, chunks: int) -> None:
         if self.parts[-1].may_chunk:
             self.parts[-1].chunks = chunks
-
-    def keep_transposed(self, keep: bool) -> None:
-        """Whether FP8 weights transposed for backward stay: twice the bytes, no transposing. Call before the first backward."""
-        for group in self.groups:
-            if isinstance(group, LinearGroup):
-                group.gemms.keep_transposed = keep
 
     # ---- state -------------------------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from pronghorn.kernels.lora.multi_gather import GatherJob
 from pronghorn.kernels.lora.shared_buffers import SharedBuffers
 from pronghorn.kernels.mlp.gated_mlp import Kind
 from pronghorn.model.layers.fp8_gemms import Fp8Gemms
-from pronghorn.model.layers.lora_modules import Linears, base_of, weight_and_bias_grads, why_only_peft
+from pronghorn.model.layers.lora_modules import Linears, linear_of, weight_and_bias_grads, why_only_peft
 from pronghorn.model.layers.norms import Norm, normed_rows
 from pronghorn.model.layers.operand import Operand, OutGrad
 from pronghorn.model.layers.saved import Saved
@@ -41,7 +41,6 @@ class LinearGroup(Linears):
         super().__init__(parent, names)
         self.fp8 = fp8
         self.gemms: WideGemms | Fp8Gemms = (Fp8Gemms if fp8 else WideGemms)(self, buffers)
-        self.accumulate_weights = False  # whether weight gradients are accumulated in `.grad` here
 
     def why_not_fused(self) -> str:
         modules = self.modules()
@@ -70,7 +69,7 @@ class LinearGroup(Linears):
         self.gemms.weights = []
 
     def separate(self) -> bool:
-        linears = [base_of(module) for module in self.modules()]
+        linears = [linear_of(module) for module in self.modules()]
         views = [linear for linear in linears if type(linear) is nn.Linear and not linear.weight.is_contiguous()]
         if views:
             self.gemms.matrix = None
@@ -105,15 +104,15 @@ class LinearGroup(Linears):
 
     # ---- operands of the forward GEMM --------------------------------------------------------------------------------
 
-    def of_norm(self, norm: Norm | None, h: Tensor, saved: Saved) -> Operand:
-        """norm(h); h itself where there is neither norm nor adapter."""
+    def of_norm(
+        self, norm: Norm | None, x: Tensor, saved: Saved, residual: Tensor | None = None, multiplier: float = 1.0
+    ) -> Operand:
+        """norm(x); x itself where there is neither norm nor adapter. With a residual, norm(residual + multiplier * x), with the
+        sum written over x: both in one pass."""
         if norm is None:
-            return Operand(normed_rows(None, h, self.extra, saved) if self.extra else h)
-        return self.gemms.of_norm(norm, h, saved)
-
-    def of_norm_of_sum(self, norm: Norm, y: Tensor, h: Tensor, multiplier: float, saved: Saved) -> Operand:
-        """norm(h + multiplier * y), with the sum written over y: residual and norm in one pass."""
-        return self.gemms.of_norm_of_sum(norm, y, h, multiplier, saved)
+            assert residual is None
+            return Operand(normed_rows(None, x, self.extra, saved) if self.extra else x)
+        return self.gemms.of_norm(norm, x, saved, residual, multiplier)
 
     def of_activation(self, gu: Tensor, kind: Kind) -> Operand:
         """act(gate) * up; in 16 bits with its LoRA columns a A^T, in one pass where the rank allows."""

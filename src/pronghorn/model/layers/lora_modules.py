@@ -33,7 +33,7 @@ class Linears(Group):
     def look(self) -> None:
         """Reads the current modules, once per forward."""
         modules = self.modules()
-        self.linears = [base_of(module) for module in modules]
+        self.linears = [linear_of(module) for module in modules]
         self.adapters = active_adapters(modules)
         weights = [linear.weight for linear in self.linears]
         biases = [linear.bias for linear in self.linears if linear.bias is not None]
@@ -57,7 +57,7 @@ class Linears(Group):
         return adapters, tuple(address(linear.weight) for linear in self.linears)
 
 
-def base_of(module: Any) -> Any:
+def linear_of(module: Any) -> Any:
     """The linear inside PEFT's wrapper, or the module itself."""
     return module.get_base_layer() if isinstance(module, LoraLinear) else module
 

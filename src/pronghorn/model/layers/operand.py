@@ -45,7 +45,6 @@ class Gemms:
         self.bias: Tensor | None = None
         self.weights: list[Tensor] = []  # without a matrix: the weights in the compute dtype
         self.borrowed = False  # whether the weights are another's memory, and are joined for each use
-        self.keep_transposed = False  # whether an FP8 weight transposed for backward stays, for twice the bytes
         self._built_for: tuple[Any, ...] = ()
 
     @property

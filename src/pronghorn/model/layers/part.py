@@ -27,7 +27,7 @@ from pronghorn.model.formats.table import storage_of
 from pronghorn.model.layers.composed import normed, projected
 from pronghorn.model.layers.group import Group
 from pronghorn.model.layers.linears import LinearGroup
-from pronghorn.model.layers.lora_modules import base_of
+from pronghorn.model.layers.lora_modules import linear_of
 from pronghorn.model.layers.norms import Norm
 from pronghorn.model.layers.operand import Operand
 from pronghorn.model.layers.residual import add_branch, back_through_norm, grad_of_branch, gradients_after_norm
@@ -239,7 +239,7 @@ def _kind_of(group: Group) -> Hashable:
     """Sizes and formats of its weights and adapters, and which of them train."""
     found: list[Any] = [group.fp8]
     for module in group.modules():
-        row = storage_of(base_of(module))
+        row = storage_of(linear_of(module))
         tensors = [*module.parameters(), *module.buffers()]
         found.append((row and row.name, tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)))
     return tuple(found)

@@ -23,8 +23,8 @@ from pronghorn.kernels.lora.stored_lora import StoredLoraGroup
 from pronghorn.kernels.mlp.gated_mlp import Kind, gated_activation_backward, gated_activation_forward
 from pronghorn.kernels.runtime.copy_rows import copy_rows
 from pronghorn.model.formats.linear import StoredLinear, dequantizes
-from pronghorn.model.layers.lora_modules import base_of, joined_bias
-from pronghorn.model.layers.norms import Norm, normed_rows, normed_sum
+from pronghorn.model.layers.lora_modules import joined_bias, linear_of
+from pronghorn.model.layers.norms import Norm, normed_rows
 from pronghorn.model.layers.operand import Gemms, Operand, OutGrad
 from pronghorn.model.layers.saved import Saved
 from pronghorn.model.layers.types import GradBuffer
@@ -35,7 +35,7 @@ class WideGemms(Gemms):
     matrix: LoraGroup | None = None
 
     def why_not(self, modules: list[Any]) -> str:
-        linears = map(base_of, modules)
+        linears = map(linear_of, modules)
         return next((f"{type(x).__name__} is not a supported linear layer" for x in linears if not dequantizes(x)), "")
 
     # ---- state ---------------------------------------------------------------------------------------------------
@@ -83,11 +83,8 @@ class WideGemms(Gemms):
 
     # ---- operands of the forward GEMM --------------------------------------------------------------------------------
 
-    def of_norm(self, norm: Norm, h: Tensor, saved: Saved) -> Operand:
-        return Operand(normed_rows(norm, h, self.extra, saved))
-
-    def of_norm_of_sum(self, norm: Norm, y: Tensor, h: Tensor, multiplier: float, saved: Saved) -> Operand:
-        return Operand(normed_sum(norm, y, h, multiplier, self.extra, saved))
+    def of_norm(self, norm: Norm, x: Tensor, saved: Saved, residual: Tensor | None, multiplier: float) -> Operand:
+        return Operand(normed_rows(norm, x, self.extra, saved, residual, multiplier))
 
     def of_activation(self, gu: Tensor, kind: Kind) -> Operand:
         width, matrix = gu.shape[1] // 2, self.matrix

@@ -98,9 +98,7 @@ class DenseMlp(Part):
 
     def _input(self, y: Tensor, h: Tensor | None, saved: Saved) -> Operand:
         """norm(h + y), with the sum written over y; norm(y) without h."""
-        if h is None or self.before is None:
-            return self.gate_up.of_norm(self.before, y, saved)
-        return self.gate_up.of_norm_of_sum(self.before, y, h, self.multiplier, saved)
+        return self.gate_up.of_norm(self.before, y, saved, h, self.multiplier)
 
     def activated(self, gu_ext: Tensor) -> Operand:
         """The operand of `down`."""

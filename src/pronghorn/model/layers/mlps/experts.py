@@ -49,7 +49,7 @@ from pronghorn.model.layers.composed import normed
 from pronghorn.model.layers.group import Group
 from pronghorn.model.layers.linears import LinearGroup
 from pronghorn.model.layers.mlps.dense import DenseMlp
-from pronghorn.model.layers.norms import Norm, normed_rows, normed_sum
+from pronghorn.model.layers.norms import Norm, normed_rows
 from pronghorn.model.layers.operand import Operand
 from pronghorn.model.layers.part import Around, Part
 from pronghorn.model.layers.residual import back_through_norm, gradients_after_norm
@@ -159,10 +159,7 @@ class ExpertsMlp(Part):
         """From the residual stream to gate and up."""
         h2, h_rows = saved["h2"], saved.pop("h_rows", None)
         extra = 0 if self.shared is None else self.shared.gate_up.extra
-        if h_rows is None:
-            x2_ext = normed_rows(self.before, h2, extra, saved)
-        else:
-            x2_ext = normed_sum(self.before, h2, h_rows, self.multiplier, extra, saved)
+        x2_ext = normed_rows(self.before, h2, extra, saved, h_rows, self.multiplier)
         x2 = x2_ext[:, : h2.shape[1]]
         logits = self.router.forward(x2)
         routing = routing_forward(logits, self.K, **self._rule())
