@@ -161,6 +161,11 @@ def test_weights_and_adapters_are_counted_as_they_are_stored_and_shared(family: 
     assert_counted(small_model(family, method, targets), job_of(family, method, targets=targets), method)
 
 
+def test_weights_of_every_4_bit_format_are_made_ready_in_equal_bytes() -> None:
+    nf4, nvfp4 = (job_of("llama", method, targets=TARGETS["attention"]) for method in ("qlora", "qlora, nvfp4"))
+    assert shared_bytes(nf4) == shared_bytes(nvfp4) > 0
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("method", ["lora", "qlora", "fp8", "full"])
 def test_a_reward_model_has_no_lm_head(method: str, tied: bool) -> None:

@@ -154,7 +154,7 @@ class DenseMlp(Part):
         """(the gradients of its input, of the weights, of its linears), where `weight_T1` multiplies its output: as the shared
         expert of a mixture. Only that kernel differs from the above."""
         gu, xa3, down = saved["gu"], saved["xa3"], self.down
-        dy = down.grad_of_residual(dh3, 1.0, grad_buffer) if down.extra or down.fp8 else Operand(dh3)
+        dy = down.grad_of_residual(dh3, 1.0, grad_buffer) if down.extra else Operand(dh3)
         da, of_down = down.back(dy)
         dgu, each = gu[:, : 2 * da.shape[1]], torch.arange(len(da), dtype=torch.int32, device=da.device)
         _, dweight, _ = expert_gated_backward(
