@@ -27,18 +27,8 @@ SCRIPTS: dict[str, tuple[str, list[str], float | None]] = {
     "own_loop.py": ("loop-out", [], None),
     "weighted_trainer.py": ("weighted-out", [], None),
     "completion_callbacks.py": ("callback-out", [], None),
-    "spawned_cleaning.py": ("spawn-out", [], None),
     "long_context.py": ("long-out", [], None),
 }
-# Mostly imports of a new process (test_run_script.py has one that is
-# shorter); `make dropin-cases` takes them all.
-LATER = {"spawned_cleaning.py"}
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "script" in metafunc.fixturenames:
-        every = metafunc.config.getoption("--every-case")
-        metafunc.parametrize("script", [name for name in SCRIPTS if every or name not in LATER])
 
 
 def losses_in(folder: Path) -> list[float]:
@@ -48,6 +38,7 @@ def losses_in(folder: Path) -> list[float]:
     return [row["loss"] for row in state["log_history"] if "loss" in row]
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_of_other_people_as_it_is(script: str, notebook_room: Path) -> None:  # noqa: F811
     folder, words, first = SCRIPTS[script]
     notes = Notes(lambda text: None)

@@ -123,3 +123,13 @@ if True:
 
 inputs = tokenizer.apply_chat_template(messages, tokenize = True, add_generation_prompt = True, return_tensors = "pt").to("cuda")
 outputs = model.generate(input_ids = inputs, max_new_tokens = 4, use_cache = True)
+
+if True: model.save_pretrained_merged("model", tokenizer, save_method = "merged_16bit",)
+if False: model.push_to_hub_merged("hf/model", tokenizer, save_method = "merged_16bit", token = "")
+if True: model.save_pretrained_merged("lora_only", tokenizer, save_method = "lora",)
+if False: model.save_pretrained_gguf("model", tokenizer, quantization_method = ["q4_k_m", "q8_0", "q5_k_m",])
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained("model")
+tokenizer = AutoTokenizer.from_pretrained("model")
+outputs = model.generate(inputs, max_new_tokens = 4)

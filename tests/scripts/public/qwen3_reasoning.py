@@ -43,8 +43,8 @@ reasoning_conversations = tokenizer.apply_chat_template(
     tokenize = False,
 )
 
-from unsloth.chat_templates import standardize_sharegpt
-dataset = standardize_sharegpt(non_reasoning_dataset)
+from unsloth.chat_templates import standardize_data_formats
+dataset = standardize_data_formats(non_reasoning_dataset)
 non_reasoning_conversations = tokenizer.apply_chat_template(
     list(dataset["conversations"]),
     tokenize = False,

@@ -15,7 +15,7 @@ def rows():
 def train(model, tokenizer, folder, steps):
     trainer = SFTTrainer(
         model = model,
-        tokenizer = tokenizer,
+        processing_class = tokenizer,
         train_dataset = rows(),
         args = SFTConfig(
             output_dir = folder + "_outputs",
@@ -30,7 +30,9 @@ def train(model, tokenizer, folder, steps):
             bf16 = is_bfloat16_supported(),
             logging_steps = 1,
             max_seq_length = 256,
-            report_to = "none",
+            packing = True,
+            save_strategy = "no",
+            report_to = [],
         ),
     )
     trainer.train()
