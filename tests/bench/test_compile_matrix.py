@@ -78,7 +78,7 @@ def test_training_launches_every_kernel_in_some_case() -> None:
     assert launched == kernels().keys()
 
 
-@pytest.mark.parametrize(("capability", "case", "names"), first_of(HEAVIEST, 2))
+@pytest.mark.parametrize(("capability", "case", "names"), first_of(HEAVIEST))
 def test_the_heaviest_kernels_fit_chips_that_are_not_here(
     capability: tuple[int, int], case: str, names: tuple[str, ...]
 ) -> None:

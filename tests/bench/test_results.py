@@ -41,11 +41,3 @@ def test_two_machines_do_not_share_a_file(tmp_path: Path) -> None:
     results.add(measured("llama-1b", "pronghorn", 1.0))
     with pytest.raises(CommandError, match="this machine has a Other card"):
         results.add(measured("llama-1b", "unsloth", 1.0, machine={**MACHINE, "hardware": "Other card"}))
-
-
-def test_a_foreign_file_is_refused_and_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "r.json"
-    path.write_text("[1]")
-    with pytest.raises(CommandError, match="not a results file"):
-        Results(path)
-    assert path.read_text() == "[1]"
