@@ -242,9 +242,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.fixture(scope="module")
-def place(one_layer_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Two trained runs (cli_parts.Place)."""
+@pytest.fixture(scope="session")
+def place(one_layer_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Two trained runs (cli_parts.Place). Tests leave them as they are."""
     from cli_parts import Place, write_recipe
     from pronghorn.cli import main
 
@@ -254,4 +254,4 @@ def place(one_layer_model: Path, tmp_path_factory: pytest.TempPathFactory) -> It
         place = Place(folder, one_layer_model)
         assert main(["train", str(place.recipe), "--json"]) == 0
         assert main(["train", str(write_recipe(folder, one_layer_model, "slow", lr=1e-4)), "--json"]) == 0
-        yield place
+    return place

@@ -71,7 +71,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     from huggingface_hub import close_session
 
     hub = Hub()
-    threading.Thread(target=hub.serve_forever, daemon=True).start()
+    threading.Thread(target=lambda: hub.serve_forever(poll_interval=0.01), daemon=True).start()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{hub.server_port}")
     monkeypatch.setenv("HF_TOKEN", "hf_of_a_test")
