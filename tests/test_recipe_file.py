@@ -173,15 +173,6 @@ def test_aliases_that_never_end_or_make_billions_are_refused_at_once() -> None:
     assert parse_recipe("model: some/model\ndata: {train: &f a.jsonl, eval: *f}\n").data.eval == "a.jsonl"
 
 
-@table("value", ["", "[]", "7"])
-def test_training_data_that_is_no_name_is_told_what_is(value: str) -> None:
-    ((where, what, hint),) = told(f"model: a\ndata:\n  train: {value}\n")
-    assert where == "r.yaml:3"
-    assert what.startswith("data.train: ")
-    assert hint.startswith("write a file, a folder or a Hub dataset, a list of them, or sources such as {path: ")
-    assert not {"tuple", "NoneType"} & set(what.split())
-
-
 # Command line -----------------------------------------------------------------------------------------------------------
 
 
@@ -244,13 +235,6 @@ def test_what_other_tools_call_a_key_names_a_key() -> None:
     assert not set(MEANS) & {key for key in all_keys() if "." not in key}
     for name, key in MEANS.items():
         assert key_like([name]) == key
-
-
-def test_what_the_example_has_commented_out_is_valid_too() -> None:
-    text = EXAMPLE.replace("  # long:", "  long:").replace("  # stop:", "  stop:").replace("  # steps:", "  steps:")
-    recipe = parse_recipe(text)
-    assert recipe.data.long == "drop"
-    assert recipe.eval.stop == type(recipe.eval.stop)()  # type: ignore[misc]
 
 
 def test_every_commented_key_of_the_example_is_one() -> None:

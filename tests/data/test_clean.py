@@ -50,11 +50,6 @@ def test_of_many_copies_the_first_one_counts() -> None:
     assert exact_duplicates([]) == exact_duplicates([text("a")]) == {}
 
 
-def test_key_order_and_place_make_no_difference() -> None:
-    turned = tuple(dict(reversed(message.items())) for message in chat("a", "b").messages)
-    assert exact_duplicates([chat("a", "b"), Example("chat", "elsewhere", messages=turned)]) == {1: 0}
-
-
 @table(
     ("example", "reason"),
     [

@@ -107,22 +107,6 @@ def test_a_slow_worker_is_not_a_stopped_one(monkeypatch: pytest.MonkeyPatch) -> 
         assert sum(batch.num_rows for batch, _, _ in [*pool.give(ROWS[:8]), *pool.rest()]) == 8
 
 
-def test_an_interrupt_does_not_wait_for_a_stopped_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding_pool, "ROWS_WORTH_A_POOL", 0)
-    pool = EncodingPool(Encoder(make_tokenizer(CHATML)), cores=2)
-
-    def stop_and_interrupt() -> None:
-        with pool:
-            list(pool.give(ROWS[:8]))
-            for worker in pool._workers:
-                os.kill(worker.pid or 0, signal.SIGSTOP)
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        stop_and_interrupt()
-    assert not any(alive(worker.pid or 0) for worker in pool._workers)
-
-
 @pytest.mark.usefixtures("imported_python")
 def test_workers_leave_with_a_killed_parent() -> None:
     code = textwrap.dedent("""

@@ -253,37 +253,10 @@ def test_turns_of_weight_0_are_read_and_not_trained_on(model: Path, tmp_path: Pa
     assert "without a token that carries loss" in caught.value.why
 
 
-@pytest.mark.parametrize("column", ["messages", "conversations"])
-def test_a_weight_that_is_neither_0_nor_1_is_refused(model: Path, tmp_path: Path, column: str) -> None:
-    names = ("role", "content", "user", "assistant") if column == "messages" else ("from", "value", "human", "gpt")
-    who, said, asks, answers = names
-    turns = [{who: asks, said: "q"}, {who: answers, said: "a", "weight": 0.5}]
-    with pytest.raises(DataError, match=r"(message|turn) 2 has the weight 0.5"):
-        prepared(model, write_rows(tmp_path / "a.jsonl", [{column: turns}]))
-
-
-@pytest.mark.parametrize("key", ["train", "training"])
-def test_turns_of_train_false_are_read_and_not_trained_on(model: Path, tmp_path: Path, key: str) -> None:
-    turns: list[dict[str, Any]] = [
-        {"role": "user", "content": "q", key: False}, {"role": "assistant", "content": "bad", key: False},
-        {"role": "user", "content": "r"}, {"role": "assistant", "content": "good", key: True},
-    ]  # fmt: skip
-    speakers = {"user": "human", "assistant": "gpt"}
-    shared = [{"from": speakers[turn["role"]], "value": turn["content"], key: turn.get(key)} for turn in turns]
-    tokenizer = make_tokenizer()
-    for column, said in (("messages", turns), ("conversations", shared)):
-        tokens = prepared(model, write_rows(tmp_path / f"{column}.jsonl", [{column: said}])).tokens
-        assert tokenizer.decode(tokens.ids(0)[tokens.loss(0)]) == "good<|im_end|>"
-    # and loss_on: all is stronger than any mark, as with weights
-    whole = prepared(model, tmp_path / "messages.jsonl", loss_on="all").tokens
-    assert whole.loss(0).all()
-
-
 @table(
     ("marks", "who", "why"),
     [
-        ({"train": "no"}, 2, "message 2 has `train` 'no'"),
-        ({"training": 0}, 2, "message 2 has `training` 0"),
+        ({"weight": 0.5}, 2, "message 2 has the weight 0.5"),
         ({"train": True, "weight": 0}, 2, "message 2 contradicts itself: `weight` 0, `train` True"),
         ({"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": True}]}, 2, "message 2 has `train_detail`; only"),
         ({"train": True}, 1, r"message 1 \(user\) is marked as carrying loss; only assistant turns"),
@@ -338,17 +311,6 @@ def test_long_rows(model: Path, tmp_path: Path) -> None:
     assert split.tokens.lengths.max() == limit
 
 
-def test_one_percent_goes_without_asking(model: Path, tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "a.jsonl", [row("q", "x" * 200), *(row("q", f"{n}") for n in range(99))])
-    assert prepared(model, path, max_length=100).counts.dropped_long == 1
-
-
-def test_truncation_that_leaves_nothing_to_learn(model: Path, tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "a.jsonl", [row("q" * 100, "x"), row("q", "x" * 200)])
-    counts = prepared(model, path, max_length=100, long="truncate").counts
-    assert (counts.too_long, counts.truncated, counts.dropped_long, counts.kept) == (2, 1, 1, 1)
-
-
 def test_all_rows_too_long(model: Path, tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", chat_rows(5))
     for long, said in (("drop", "all rows are too long"), ("truncate", "within its first 8 tokens")):
@@ -356,16 +318,6 @@ def test_all_rows_too_long(model: Path, tmp_path: Path) -> None:
             prepared(model, path, max_length=8, long=long)
         assert "max_length" in caught.value.fix
         assert long not in caught.value.fix  # it is what was asked for
-
-
-def test_rows_without_loss_are_counted(model: Path, tmp_path: Path) -> None:
-    empty = {"prompt": [{"role": "user", "content": "?"}], "completion": [{"role": "assistant", "content": ""}]}
-    full = {"prompt": [{"role": "user", "content": "?"}], "completion": [{"role": "assistant", "content": "yes"}]}
-    counts = prepared(model, write_rows(tmp_path / "a.jsonl", [empty, full])).counts
-    assert (counts.kept, counts.no_loss) == (2, 0)  # an empty answer still has its end token to learn
-    pieces = prepared(model, write_rows(tmp_path / "b.jsonl", [row("q" * 300, "x")]), max_length=50, long="split").counts
-    assert pieces.no_loss > 0
-    assert pieces.kept + pieces.no_loss == pieces.split_into
 
 
 # Duplicates and junk

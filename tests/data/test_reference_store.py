@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pronghorn.data.preference.reference_store import ReferenceStore, content_of
+from pronghorn.data.preference.reference_store import ReferenceStore
 from pronghorn.errors import EnvironmentFault
 from samples import ListTable, preference_table
 
@@ -114,10 +114,3 @@ def test_a_disk_that_cannot_be_written_is_told_and_a_rank_that_does_not_write_do
     folder.write_text("a file where a folder should be")
     with pytest.raises(EnvironmentFault, match="cannot write the reference"):
         ReferenceStore(MODEL, print).save(table, values)
-
-
-def test_the_content_of_a_plain_table_is_its_tokens_and_marks() -> None:
-    one, two = ListTable([[1, 2, 3], [4]]), ListTable([[1, 2], [3, 4]])
-    assert content_of(one) != content_of(two)
-    assert content_of(one) != content_of(ListTable([[1, 2, 3], [4]], [[True, True, False], [True]]))
-    assert content_of(one) == content_of(ListTable([[1, 2, 3], [4]]))

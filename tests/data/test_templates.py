@@ -129,15 +129,6 @@ def test_spans_are_the_turns_and_their_end_tokens(template: str, expected: list[
     assert said(template, TALK) == expected
 
 
-@table("template", [CHATML, LLAMA2, LLAMA3, GEMMA, QWEN3, HARMONY, TAGGED])
-def test_the_prompt_and_the_span_make_the_text(template: str) -> None:
-    """What the last span starts after is exactly what the model is given at inference."""
-    tokenizer = tokenizer_for(template)
-    rendered = chat_template(tokenizer).render(TALK)
-    prompt = tokenizer.apply_chat_template(TALK[:-1], tokenize=False, add_generation_prompt=True)
-    assert rendered.text[: rendered.turns[-1].start] == prompt
-
-
 @table("template", [CHATML, LLAMA2, QWEN3, HARMONY, TAGGED])
 def test_a_long_conversation_takes_two_renders(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = tokenizer_for(template)
@@ -241,11 +232,6 @@ def test_calls_are_said_up_to_their_end_token() -> None:
     command = ' to=functions.f<|channel|>commentary json<|message|>{"city": "Oslo", "days": 3}<|call|>'
     assert said(HARMONY, CALLING[:2]) == [analysis + command]
     assert said(HARMONY, CALLING, allow_lost=True) == [command, "<|channel|>final<|message|>Rain.<|return|>"]
-
-
-def test_a_call_that_the_template_leaves_out_is_an_error() -> None:
-    with pytest.raises(RowError, match="drops the call of `f` in message 2"):  # counted from 1, as in all messages
-        chat_template(tokenizer_for(CHATML)).render(CALLING)
 
 
 def test_a_template_that_looks_at_how_the_users_text_begins() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,7 +12,7 @@ from token_rows import mask_of, some_rows, write_table
 
 from pronghorn import digests
 from pronghorn.data.encode import token_cache
-from pronghorn.data.encode.token_cache import DamagedError, open_table, read_note, write_note
+from pronghorn.data.encode.token_cache import DamagedError, open_table
 from pronghorn.data.encode.tokens import TokenTable, record_batch
 from pronghorn.errors import EnvironmentFault
 
@@ -33,21 +31,6 @@ def test_a_table_on_disk_is_its_rows(tmp_path: Path) -> None:
         assert (table.lengths[i], table.where(i), table.example_json(i)) == (len(row.ids), row.where, row.example)
     assert [path.name for path in tmp_path.iterdir()] == ["t.arrow"]
     assert table.content == TokenTable.of(rows).content  # however the rows are cut into batches
-
-
-def test_a_table_is_opened_without_pandas(tmp_path: Path) -> None:
-    """pyarrow imports it for `to_numpy`, where it is installed: 0.5 s of every start."""
-    seal = write_table(tmp_path / "table", [record_batch(some_rows(3))])
-    code = f"""
-import sys
-from pathlib import Path
-from pronghorn.data.encode.token_cache import Seal, open_table
-table = open_table(Path(sys.argv[1]), {seal})
-assert len(table) == 3 and len(table.ids(2)) == table.lengths[2]
-sys.exit("pandas" in sys.modules)
-"""
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "table")], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 def test_damage_is_noticed_before_arrow_reads_a_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,14 +80,3 @@ def test_a_file_that_is_replaced_or_removed_stays_what_it_was(tmp_path: Path) ->
     write_table(path, [record_batch(some_rows(2))])
     path.unlink()
     assert table.ids(3).tolist() == before
-
-
-def test_notes_carry_their_own_checksum(tmp_path: Path) -> None:
-    path = tmp_path / "note.json"
-    assert read_note(path) is None
-    write_note(path, '{"read": 20}')
-    assert read_note(path) == '{"read": 20}'
-    for damaged in (path.read_bytes().replace(b"20", b"21"), b"", b"\xff\xfe", path.read_bytes()[1:]):
-        path.write_bytes(damaged)
-        with pytest.raises(DamagedError):
-            read_note(path)
