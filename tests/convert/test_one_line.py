@@ -9,63 +9,14 @@ from ruamel.yaml import YAML
 from pronghorn.convert.one_line import one_line
 from tables import table
 
+NUMBERS = [0, -3, 0.05, 1e-5, 1e9, 2.5e-7, 10**15]
+WORDS = ["a", "no", "null", "1e-4", "12", "<|im_end|>", "~/x", "ä水", "train[:1%]", "2020-01-01", "0x10", ".5"]
+SIGNS = ["-", "#x", "[x]", "{x}", "'", '"', "*a", "&a", "!a", "%a", "@a", "`a`", "|", ">", "=", "<<"]
+TEXTS = ["", "a: b", "a #b", "x, y", "a b", " a", "a ", "? x"]
+NESTED: list[Any] = [[], {}, ["a, b", 1], {"role": "from"}, {"a b": [1, {"c": None}]}]
 
-@table(
-    "value",
-    [
-        None,
-        True,
-        False,
-        0,
-        -3,
-        0.05,
-        1e-5,
-        1e9,
-        2.5e-7,
-        10**15,
-        "",
-        "a",
-        "no",
-        "null",
-        "1e-4",
-        "12",
-        "-",
-        "a: b",
-        "#x",
-        "a #b",
-        "[x]",
-        "{x}",
-        "x, y",
-        "<|im_end|>",
-        "~/x",
-        "a b",
-        " a",
-        "a ",
-        "'",
-        '"',
-        "ä水",
-        "train[:1%]",
-        "*a",
-        "&a",
-        "!a",
-        "%a",
-        "@a",
-        "`a`",
-        "|",
-        ">",
-        "? x",
-        "2020-01-01",
-        "0x10",
-        ".5",
-        "=",
-        "<<",
-        [],
-        {},
-        ["a, b", 1],
-        {"role": "from"},
-        {"a b": [1, {"c": None}]},
-    ],
-)
+
+@table("value", [None, True, False, *NUMBERS, *WORDS, *SIGNS, *TEXTS, *NESTED])
 def test_a_value_reads_back_as_itself(value: Any) -> None:
     line = one_line(value)
     assert "\n" not in line

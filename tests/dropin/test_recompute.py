@@ -110,7 +110,7 @@ def test_with_less_some_layers_are_computed_again(folder: Path, monkeypatch: pyt
     job = job_of(engine_in(model), 4096)
     more = kept_bytes(job, "nothing") - kept_bytes(job, "layer")
     found = []
-    for free in range(0, 400 * more, more // 2):
+    for free in range(0, 400 * more, 2 * more):
         chooser = KeptByMemory(engine_in(model), free=lambda free=free: free)  # type: ignore[misc]
         chooser.before(4000)
         found.append([layer.level for layer in engine_in(model).layers])

@@ -105,9 +105,9 @@ def test_every_kind_of_poor_log_gives_a_page(tmp_path):
 def test_a_long_run_stays_small_and_quick(tmp_path):
     step = {"event": "step", "session": 1, "lr": 1e-4, "tokens": 1000, "seconds": 0.1}
     events = [step | {"time": float(i), "step": i, "loss": 1 + (i * 7919 % 1000) / 999.7, "grad_norm": (i * 31 % 977) / 97}
-              for i in range(1, 100_001)]  # fmt: skip
-    events[60_000]["loss"] = 0.123
-    for i in range(0, 100_000, 500):
+              for i in range(1, 30_001)]  # fmt: skip
+    events[20_000]["loss"] = 0.123
+    for i in range(0, 30_000, 150):
         events.append({"event": "eval", "time": 1.0, "session": 1, "step": i, "loss": 1.0, "best": False,
                        "generations": [{"prompt": "p" * 9000, "answer": "a" * 9000, "expected": "e"}] * 100})  # fmt: skip
         events.append({"event": "notice", "time": 1.0, "session": 1, "text": "n" * 100})
