@@ -298,45 +298,6 @@ def test_recomputing_keeps_only_the_layers_input() -> None:
     assert [(list(value), tuple(value["h"].shape)) for value in kept(node)] == [(["h"], (42, 32))] * 2
 
 
-def test_modules_to_save_added_after_the_layers_were_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norms, embeddings and head that PEFT trains as copies: the copies must be what the fast layers read."""
-    from peft import LoraConfig, get_peft_model
-
-    models = []
-    for quick in (False, True):
-        model = make(adapter=False)
-        if quick:
-            assert install(model) == ""
-        torch.manual_seed(3)
-        config = LoraConfig(
-            task_type="CAUSAL_LM",
-            r=4,
-            target_modules=["q_proj"],
-            modules_to_save=["input_layernorm", "norm", "lm_head", "embed_tokens"],
-        )
-        models.append(get_peft_model(model, config).train())
-    plain, fast = models
-    for model in models:
-        for name, parameter in model.named_parameters():
-            if "modules_to_save" in name:
-                parameter.data.mul_(1.1)
-    ran = fast_layers_ran(fast, monkeypatch)
-    inputs = batch("full")
-    assert torch.allclose(fast(**inputs).loss, plain(**inputs).loss, rtol=1e-5)
-    for model in models:
-        model(**inputs).loss.backward()
-    assert ran
-    assert_same_gradients(plain, fast)
-
-
-def test_an_adapter_on_the_head_runs_it_through_peft() -> None:
-    plain, fast = pair(targets=("q_proj", "lm_head"))
-    inputs = batch("full")
-    for model in (plain, fast):
-        model(**inputs).loss.backward()
-    assert_same_gradients(plain, fast)
-
-
 def test_a_forward_replaced_by_others_is_left_alone() -> None:
     model = make(adapter=False)
     model.forward = model.forward
