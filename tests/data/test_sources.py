@@ -149,13 +149,6 @@ def test_a_bad_line_is_set_aside_with_line_and_excerpt(here: Path, line: str) ->
     assert 0 < len(bad[0].excerpt) <= 80
 
 
-def test_a_file_by_columns_is_told_from_one_without_rows(here: Path) -> None:
-    (here / "x.json").write_text('{"prompt": {"0": "q"}, "completion": {"0": "a"}}')
-    with pytest.raises(DataError, match="an object for each column") as caught:
-        read_all("x.json")
-    assert 'orient="records"' in caught.value.fix
-
-
 @table("item", ['{"a": 1, "a": 2}', '{"a": NaN}', r'{"a": "\udc00"}', "7", '{"a": ' + "1" * 5000 + "}"])
 def test_a_bad_item_of_a_list_does_not_hide_the_others(here: Path, item: str) -> None:
     (here / "x.json").write_text('[{"a": 1},\n' + item + ',\n{"a": 3}]')

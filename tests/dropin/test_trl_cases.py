@@ -148,22 +148,9 @@ SFT = {
     "accumulation": Case("text", {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}, family="gemma3"),
 }
 LOSSES = [
-    "sigmoid",
-    "hinge",
-    "ipo",
-    "exo_pair",
-    "nca_pair",
-    "robust",
-    "bco_pair",
-    "sppo_hard",
-    "aot",
-    "aot_unpaired",
-    "apo_zero",
-    "apo_down",
-    "discopop",
-    "sft",
-    "sigmoid_norm",
-]
+    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero",
+    "apo_down", "discopop", "sft", "sigmoid_norm",
+]  # fmt: skip
 DPO = {
     "pairs": Case("pairs"),
     "conversations": Case("messages pairs", family="qwen3"),

@@ -20,7 +20,6 @@ def train(model, tokenizer, folder, steps):
         args = SFTConfig(
             output_dir = folder + "_outputs",
             per_device_train_batch_size = 2,
-            gradient_accumulation_steps = 1,
             max_steps = steps,
             learning_rate = 1e-3,
             warmup_ratio = 0.1,
