@@ -1,4 +1,4 @@
-"""Five configs after Axolotl's own examples: what becomes of them, and that `check` takes the recipes."""
+"""Six configs after Axolotl's own examples: what becomes of them, and that `check` takes the recipes."""
 
 from __future__ import annotations
 
@@ -103,19 +103,6 @@ EXPECTED: dict[str, tuple[str, dict[str, Any], list[str]]] = {
             "checkpoint.every": 0.25,
         },
         [],
-    ),
-    "lora-8bit.yml": (
-        "messages",
-        {
-            "data.template": "llama-3",
-            "train.batch_rows": 8,
-            "eval.every": 0.0625,
-            "eval.stop.patience": 3,
-            "checkpoint.every": 0.125,
-            "checkpoint.keep": 2,
-            "train.capacity": 4096,
-        },
-        ["load_in_8bit"],
     ),
     "full-sharded.yml": (
         "talks",
@@ -246,6 +233,11 @@ def test_what_a_data_set_asks_for_in_vain_is_told(lines: str, key: str) -> None:
     assert fates[key][0] == "not honoured"
 
 
+def test_8_bits_are_told() -> None:
+    _, fates = converted(f"{CHAT}    type: chat_template\nload_in_8bit: true\n")
+    assert fates["load_in_8bit"][0] == "not honoured"
+
+
 def test_slices_of_a_split(tmp_path: Path) -> None:
     """Of a file the first rows, counted now; of a Hub data set the hub's library reads any slice."""
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n' * 10)
@@ -310,6 +302,11 @@ def test_sources_that_need_another_template_are_told(first: str, second: str) ->
         ("save_strategy: 'no'", {"checkpoint.every": 0.999999}),
         ("val_set_size: 500", {"data.eval": None}),
         ("excess_length_strategy: truncate", {"data.long": "truncate"}),
+        (
+            "num_epochs: 4\nevals_per_epoch: 4\nsaves_per_epoch: 2\nsave_total_limit: 2\nearly_stopping_patience: 3\n"
+            "val_set_size: 0.05",
+            {"eval.every": 0.0625, "eval.stop.patience": 3, "checkpoint.every": 0.125, "checkpoint.keep": 2},
+        ),
         ("adapter: lora\nlora_target_modules: 'model.layers.[0-9]+.mlp'", {"lora.targets": "all-linear"}),
         ("fp8: true", {"compute": "fp8"}),
         ("use_wandb: true\nuse_mlflow: false\nuse_tensorboard: true", {"report.to": ("wandb", "tensorboard")}),

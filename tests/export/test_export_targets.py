@@ -276,11 +276,3 @@ def test_of_two_exports_to_one_target_one_is_refused(
     with pytest.raises(CommandError, match="already exists"):
         export(checkpoint, recipe_for(), tmp_path / "out", "adapter", {})
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".out")) == []
-
-
-def test_what_a_killed_export_left_is_not_in_the_next(recipe_for: RecipeFor, tmp_path: Path) -> None:
-    (tmp_path / ".out.tmp" / "deep").mkdir(parents=True)
-    (tmp_path / ".out.tmp" / "model-00007.safetensors").touch()
-    export(checkpoint_of(recipe_for(), tmp_path / "checkpoint"), recipe_for(), tmp_path / "out", "adapter", {})
-    assert not (tmp_path / "out" / "model-00007.safetensors").exists()
-    assert not (tmp_path / "out" / "deep").exists()
