@@ -16,7 +16,7 @@ import pytest
 import torch
 from huggingface_hub.utils import get_session
 
-from cli_parts import ESCAPE, Place, in_a_process, lines, shown
+from cli_parts import Place, lines, shown
 from pronghorn.cli import main
 from pronghorn.cli.new import BYTES_PER_TOKEN
 from pronghorn.memory import forecast
@@ -240,19 +240,6 @@ def test_colours_on_a_terminal_unless_no_color(place: Place) -> None:
     plain = on_a_terminal(*words, NO_COLOR="1")
     assert b"done" in plain
     assert b"\x1b[32m" not in plain
-
-
-def test_the_command_as_a_process(place: Place, tmp_path: Path) -> None:
-    """Exit code, streams and JSON as a script sees them, with the network forbidden."""
-    bad = tmp_path / "bad.yaml"
-    bad.write_text("modl: x\n")
-    done = in_a_process("check", str(bad), HF_HUB_OFFLINE="1")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "did you mean `model`?" in done.stderr
-    assert ESCAPE not in done.stderr
-    assert "Traceback" not in done.stderr
-    told = in_a_process("check", str(bad), "--json", HF_HUB_OFFLINE="1")
-    assert (told.returncode, json.loads(told.stdout)["exit_code"], told.stderr) == (2, 2, "")
 
 
 @pytest.mark.parametrize("words", ["", "--json"], ids=["people", "machines"])

@@ -56,7 +56,6 @@ SPECIALS = (
     "<|i|>", "<|/i|>", "<|/c|>", "<|/o|>", "<|open|>", "<|close|>", "<|sep|>", "<|msg|>", "<|text|>", "<|/text|>",
     "<|think|>", "<|/think|>", "<|bot|>",
 )  # fmt: skip
-KEPT_WHY = "{% if why %}<think>{{ why }}</think>{% endif %}"
 
 BY_ROLE = {"system": "<|y|>{{ m.content }}", "tool": "<|o|>{{ m.content }}", "before": TOOLS}
 

@@ -52,23 +52,6 @@ def test_messages_that_do_not_fit(messages: Any, why: str) -> None:
     assert why_not("messages", messages=messages).startswith(why)
 
 
-def test_other_rows_that_do_not_fit() -> None:
-    assert why_not("messages", text="t") == "no column `messages`"
-    assert why_not("messages", messages=[USER, ASSISTANT], tools="{}") == "`tools` is not a list of objects"
-    assert why_not("text", text=None) == "`text` is not text, but empty (null)"
-    assert why_not("text", prompt="q") == "no column `text`"
-    assert why_not("alpaca", instruction="q", output=None) == "`output` is not text, but empty (null)"
-    assert why_not("alpaca", instruction="q", output="a", input=3) == "`input` is not text, but a number"
-    assert why_not("completion", prompt="q") == "no column `prompt` or no column `completion`"
-    assert why_not("completion", prompt="q", completion=[ASSISTANT]).startswith("`completion` is a list of messages")
-    no_answer = why_not("completion", prompt=[USER, ASSISTANT], completion=[USER])
-    assert no_answer == "no assistant turn in the completion: nothing carries loss"
-    assert why_not("sharegpt", text="t") == "no column `messages`"
-    assert why_not("sharegpt", conversations=[{"from": "humn", "value": "q"}]).endswith("did you mean `human`?")
-    assert why_not("sharegpt", conversations=[{"from": ["human"], "value": "q"}]).startswith("message 1 has the role")
-    assert why_not("sharegpt", conversations=[{"from": "human", "value": None}]) == "message 1 (user) has no `content`"
-
-
 def refused(columns: dict[str, Any], asked: Any = "auto") -> DataError:
     with pytest.raises(DataError) as caught:
         detect_format([row(**columns)] * 5, "data/x.jsonl", asked)

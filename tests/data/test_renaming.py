@@ -39,16 +39,3 @@ def test_a_column_that_is_not_there_is_one_error(model: Path) -> None:
     with pytest.raises(DataError, match=r"data.fields.messages: no column `dialog`") as caught:
         prepared(model, [{"dialogue": []}] * 3, fields={"messages": "dialog"})
     assert "`dialogue`" in caught.value.why
-
-
-def test_max_rows_are_the_first_of_each_file(model: Path) -> None:
-    rows = [{"messages": [{"role": "user", "content": str(n)}, {"role": "assistant", "content": "ho"}]} for n in range(120)]
-    for name in ("a.jsonl", "b.jsonl"):
-        write_rows(model.parent / name, rows)
-    names = [str(model.parent / name) for name in ("a.jsonl", "b.jsonl")]
-    files = TokenizerFiles(str(model))
-    some = prepare(names, Data(train=names, max_rows=3), files)
-    assert [some.example(i).messages[0]["content"] for i in range(len(some.tokens))] == ["0", "1", "2"] * 2
-    assert some.counts.read == 6
-    assert len(prepare(names, Data(train=names), files).tokens) == 240  # not the cached six
-    assert len(prepare(names, Data(train=names, max_rows=110), files).tokens) == 220  # more than tell the format
