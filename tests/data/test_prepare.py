@@ -16,7 +16,6 @@ from pronghorn.data.encode import cached_rows as module_of_rows
 from pronghorn.data.encode.cached_rows import tokenized_rows
 from pronghorn.data.encode.tokens import TokenizerFiles
 from pronghorn.data.prepare import Prepared, findings, prepare
-from pronghorn.digests import read_sealed, write_sealed
 from pronghorn.errors import DataError, EnvironmentFault
 from pronghorn.recipe import Data
 from samples import chat_rows, make_tokenizer, write_rows
@@ -105,38 +104,6 @@ def test_a_damaged_cache_is_made_again_and_that_is_told(model: Path, tmp_path: P
     assert (table.read_bytes(), sidecar.read_text()) == (content, note)
     assert ("damaged" in " ".join(again.remarks)) == (damage != "no sidecar")  # without it, whoever wrote was stopped
     assert prepared(model, path).remarks == ()
-
-
-def test_a_note_with_a_right_checksum_and_a_wrong_content_is_damage(model: Path, tmp_path: Path, cache: Path) -> None:
-    path = write_rows(tmp_path / "a.jsonl", [row("a", "b"), row("a", "b"), row("c", "d")])
-    first = prepared(model, path, duplicates="drop-exact").counts
-    (table,), (found,) = cache.glob("*.arrow"), cache.glob("*findings*")
-    sidecar = table.with_suffix(".json")
-    good = json.loads(read_sealed(sidecar))
-    source = good["sources"][0]
-    notes: list[Any] = [
-        [], None, 5, "x", {}, good | {"read": "3"}, good | {"read": None}, good | {"read": 3.5}, good | {"sources": 5},
-        good | {"sources": []}, good | {"sources": [source, source]}, good | {"sources": [source | {"rows": 7}]},
-        good | {"sources": [source | {"unused": 5}]}, good | {"sources": [source | {"weight": []}]}, good | {"seal": []},
-        good | {"seal": good["seal"] | {"blocks": []}}, good | {"seal": good["seal"] | {"blocks": [1]}},
-        good | {"seal": good["seal"] | {"size": -1}}, good | {"seal": good["seal"] | {"content": None}}, good | {"aside": 1},
-    ]  # fmt: skip
-    findings: list[Any] = [
-        {},
-        [],
-        [1, 2, 3],
-        [{"a": 0}, {}, None],
-        [{"7": 0}, {}, None],
-        [{"-1": 0}, {}, None],
-        [{}, {"0": 1}, None],
-    ]
-    for file, content in [*((sidecar, note) for note in notes), *((found, one) for one in findings)]:
-        write_sealed(file, json.dumps(content))
-        again = prepared(model, path, duplicates="drop-exact")
-        assert "damaged" in " ".join(again.remarks), content
-        assert again.counts == first
-    write_sealed(sidecar, "[" * 100_000)
-    assert "damaged" in " ".join(prepared(model, path).remarks)
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(

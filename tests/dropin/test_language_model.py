@@ -206,22 +206,6 @@ def test_importing_is_light_and_names_are_found() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_modes_are_set_where_they_differ(tiny_model: Path) -> None:
-    model = FastLanguageModel.get_peft_model(FastLanguageModel.from_pretrained(str(tiny_model), load_in_4bit=False)[0])
-    some = next(module for name, module in model.named_modules() if name.endswith("q_proj"))
-    for mode in (True, False, True):
-        some.training = not mode  # alone
-        assert model.train(mode) is model
-        assert all(module.training is mode for module in model.modules())
-    assert not any(module.training for module in model.eval().modules())
-    called: list[bool] = []
-    some.train = called.append  # of somebody else
-    model.eval()
-    assert called == []  # nothing to set
-    with pytest.raises(ValueError, match="boolean"):
-        model.train("yes")
-
-
 def test_a_copy_of_a_fast_model_saves_itself(tiny_model: Path, tmp_path: Path) -> None:
     model, _ = adapted(tiny_model)
     twin = copy.deepcopy(model)

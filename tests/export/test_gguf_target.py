@@ -197,22 +197,6 @@ def test_the_adapter_alone_beside_its_base(
     assert {one.name for one in reader.tensors} >= {"blk.0.attn_q.weight.lora_a", "blk.0.ffn_down.weight.lora_b"}
 
 
-def test_factors_keep_alpha_where_one_number_says_all(base: Path, recipe_for: RecipeFor, tmp_path: Path) -> None:
-    plain = make_checkpoint(recipe_for(model=str(base), lora={"alpha": 8}), tmp_path / "plain", known_tokenizer())
-    found, alpha = gguf_lora.plain_factors(plain)
-    assert alpha == 8
-    stored = load_file(plain / "adapter_model.safetensors")
-    name = "model.layers.0.self_attn.q_proj"
-    assert torch.equal(found[f"{name}.B"], stored[f"base_model.model.{name}.lora_B.weight"])
-
-    settings = json.loads((plain / "adapter_config.json").read_text())
-    (plain / "adapter_config.json").write_text(json.dumps({**settings, "alpha_pattern": {"q_proj": 6}}))
-    scaled, alpha = gguf_lora.plain_factors(plain)
-    assert alpha == 0
-    assert torch.allclose(scaled[f"{name}.B"], found[f"{name}.B"] * 6 / 4)
-    assert torch.allclose(scaled["model.layers.0.mlp.up_proj.B"], found["model.layers.0.mlp.up_proj.B"] * 8 / 4)
-
-
 @table(
     ("changes", "said"),
     [

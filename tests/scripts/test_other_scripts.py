@@ -1,4 +1,4 @@
-"""Scripts in the ways of other people than the other library's authors, as they are: preference tuning, classifiers,
+"""Scripts in the ways of other people than the other library's authors, as they are: preference tuning,
 trainers and callbacks of their own. Each trains to a lower loss and leaves what it saves."""
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ SCRIPTS: dict[str, tuple[str, list[str], float | None]] = {
     "dpo_argparse.py": ("dpo-out", ["--lr", "2e-3", "--steps", "6"], math.log(2)),
     "kto_unpaired.py": ("kto-out", ["--rank", "8"], 0.5),
     "pretrain_blocks.py": ("pretrain-out", [], None),
-    "sequence_classifier.py": ("classifier-out", [], None),
     "reward_model.py": ("reward-out", [], None),
     "weighted_trainer.py": ("weighted-out", [], None),
     "completion_callbacks.py": ("callback-out", [], None),
@@ -60,13 +59,6 @@ def blocks(main: dict[str, Any], _: Path, notes: Notes) -> None:
     )
 
 
-def classified(main: dict[str, Any], folder: Path, _: Notes) -> None:
-    assert main["scores"]["eval_accuracy"] == max(
-        row["eval_accuracy"] for row in main["trainer"].state.log_history if "eval_accuracy" in row
-    )
-    assert any("score" in name for name in load_file(folder / "adapter_model.safetensors"))
-
-
 def called_back(main: dict[str, Any], folder: Path, _: Notes) -> None:
     assert len((folder / "log.jsonl").read_text(encoding="utf-8").splitlines()) == len(main["recorder"].rows) == 6
     assert len(main["sampler"].samples) == 2
@@ -77,7 +69,6 @@ def called_back(main: dict[str, Any], folder: Path, _: Notes) -> None:
 
 CHECKS = {
     "pretrain_blocks.py": blocks,
-    "sequence_classifier.py": classified,
     "weighted_trainer.py": lambda main, *_: all(main["trainer"].penalties) or pytest.fail("no penalty"),
     "completion_callbacks.py": called_back,
 }
