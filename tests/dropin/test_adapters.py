@@ -169,22 +169,6 @@ def test_merging_into_weights_in_4_or_8_bits_is_dequantize_then_add(tiny_model: 
         assert torch.allclose(again(input_ids=ids).logits, trained, atol=1e-5)
 
 
-@pytest.mark.parametrize("stored", first_of([{"four_bit": True}, {}, {"fp8": True}]))
-def test_dora_trains_saves_and_merges(tiny_model: Path, tmp_path: Path, stored: dict[str, bool]) -> None:
-    model, _ = adapted(tiny_model, use_dora=True, **stored)
-    base = base_of(model).model.layers[0].mlp.up_proj
-    before = base.lora_magnitude_vector["default"].weight.detach().clone()
-    ids = step(model)
-    assert not torch.equal(base.lora_magnitude_vector["default"].weight, before)
-    model.save_pretrained_merged(tmp_path / "merged")
-    model.save_pretrained(tmp_path / "adapter")
-    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["use_dora"] is True
-    with torch.no_grad():
-        expected = FastLanguageModel.for_inference(model)(input_ids=ids).logits
-        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
-        assert (merged(input_ids=ids).logits - expected).abs().max() < 0.03 * expected.abs().max()
-
-
 @pytest.mark.parametrize("option", [{"use_dora": True}, {"lora_dropout": 0.1}], ids=str)
 def test_dora_and_dropout_do_not_go_with_experts(option: dict[str, Any]) -> None:
     from transformers import Qwen3MoeConfig
