@@ -16,7 +16,6 @@ from pronghorn.data.template.chat_messages import (
     SPEAKERS,
     UnfitError,
     media_name,
-    objects,
     only_read,
     to_message,
     to_tools,
@@ -189,10 +188,3 @@ def test_tools_that_are_none_are_told_with_a_fix(wrong: Any) -> None:
         to_tools(wrong, "tools")
     assert str(caught.value).startswith("`tools`")
     assert "write" in caught.value.fix
-
-
-def test_an_object_of_lists_is_a_list_of_objects() -> None:
-    found = objects({"role": ["a", "b"], "content": ["c", "d"]}, "x")
-    assert found == [{"role": "a", "content": "c"}, {"role": "b", "content": "d"}]
-    with pytest.raises(UnfitError):
-        objects({"role": ["a", "b"], "content": ["c"]}, "x")

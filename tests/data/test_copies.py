@@ -86,13 +86,6 @@ def test_a_chain_loses_only_its_middle(tmp_path: Path) -> None:
     assert near_copies(tmp_path, [first, second, third]) == {1: 0}
 
 
-def test_of_many_the_first_stays(tmp_path: Path) -> None:
-    rng = random.Random(5)
-    words, others = sentence(rng), [" ".join(sentence(rng)) for _ in range(400)]
-    alike = [" ".join(changed(words, rng.randrange(60))) for _ in range(100)]
-    assert near_copies(tmp_path, [*others, " ".join(words), *alike]) == {401 + i: 400 for i in range(100)}
-
-
 def test_what_all_rows_share_does_not_make_them_alike(tmp_path: Path) -> None:
     told = "You turn a request into one JSON command and say nothing else. " * 5
     rows = [chat(f"{word} please", f'{{"do": "{word}"}}', system=told) for word in ("towels", "taxi", "wake me")]

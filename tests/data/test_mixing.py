@@ -85,13 +85,3 @@ def test_rows_of_a_source_and_of_each_file(model: Path, tmp_path: Path) -> None:
     assert some == ["a0", "a1", "a2"] + [f"b{n}" for n in range(10)]
     assert asked(prepared(model, "both", max_rows=2)) == ["a0", "a1", "b0", "b1"]
     assert asked(prepared(model, {"path": "both", "max_rows": 3}, max_rows=2)) == ["a0", "a1", "a2"]
-
-
-def test_columns_that_are_not_used_are_named(model: Path, tmp_path: Path) -> None:
-    row = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
-    for name in ("x.jsonl", "y.jsonl"):
-        write_rows(tmp_path / name, [row | {"id": 1, "score": 0.5, "nothing": None}, row | {"late": "x"}])
-    for _ in range(2):  # made, and from the cache
-        found = prepared(model, "a.jsonl", "x.jsonl", "y.jsonl")
-        assert found.remarks == ("unused columns: id, late, score (x.jsonl, y.jsonl)",)
-        assert found.counts.sources[1].unused == ("id", "late", "score")

@@ -136,20 +136,6 @@ def test_answers_that_teach_nothing_are_left_out_and_told(tmp_path: Path) -> Non
     assert again.remarks == found.remarks
 
 
-def test_margins_and_columns_that_nobody_reads(tmp_path: Path) -> None:
-    row = {"prompt": "q", "chosen": "good", "rejected": "bad", "margin": "0.5", "score_chosen": 3}
-    found = prepared(write_rows(tmp_path / "a.jsonl", [row]))
-    assert found.tokens.pairs is not None
-    assert found.tokens.pairs.margins.tolist() == [0.5, 0.5]
-    assert any("unused columns: score_chosen" in remark for remark in found.remarks)
-
-
-def test_names_of_columns_come_from_the_recipe(tmp_path: Path) -> None:
-    row = {"question": "q", "better": "good", "worse": "bad"}
-    fields = {"prompt": "question", "chosen": "better", "rejected": "worse"}
-    assert read(prepared(write_rows(tmp_path / "a.jsonl", [row]), fields=fields)) == [("q", PAIR)]
-
-
 @table(
     ("row", "wanted", "what", "fix"),
     [

@@ -52,17 +52,6 @@ def test_a_run_without_an_end_is_running_until_its_log_is_silent():
     assert run_stats(resumed, now=last).state == "running"  # the end of an earlier session is not the run's
 
 
-def test_logs_that_say_little():
-    empty = run_stats([])
-    assert (empty.state, empty.step, empty.last_loss, empty.best_eval, empty.seconds) == ("empty", 0, None, None, 0)
-    one = run_stats(
-        [{"event": "step", "time": 5.0, "session": 1, "step": 1, "loss": "nan", "tokens": 3, "seconds": 0.5}], now=5.0
-    )
-    assert one.best_loss is None
-    assert str(one.last_loss) == "nan"
-    assert one.tokens_per_second == pytest.approx(6)
-
-
 def measured(step, value, **more):
     metrics = {"match": value}
     return {"event": "eval", "time": 5.0, "session": 1, "step": step, "loss": 1.0, "metrics": metrics, "samples": 9, **more}
