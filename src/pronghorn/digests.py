@@ -16,6 +16,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from pronghorn.folders import cache_folder, remove_left_behind, temporary
@@ -25,20 +26,22 @@ BLOCK = 4 << 20
 MOST_THREADS = 8
 WORTH_REMEMBERING = 64 << 20  # bytes; a smaller file is read in 40 ms
 SURE_AFTER = 2 * 10**9  # nanoseconds; the coarsest clock of a file system in use (FAT) ticks every 2 s
-HEX = 32  # of a block's digest: 128 bits
+HEX = 32  # of a digest among others: 128 bits
 LARGEST_SEALED = 1 << 30  # bytes; the copies among ten million rows take half of it
 
 
-def block_digests(descriptor: int, size: int) -> list[str]:
-    """SHA-256 of each block of an open file, in order; a file that ends early has other digests. Raises OSError."""
-    count = -(-size // BLOCK)
+def digests_between(descriptor: int, borders: Sequence[int]) -> list[str]:
+    """SHA-256 of each part of an open file, from border to border; a file that ends early has other digests. Raises OSError."""
+    count = len(borders) - 1
     found, errors, numbers = [""] * count, list[OSError](), iter(range(count))
 
     def work() -> None:
         try:
             for number in numbers:  # the threads share the iterator
-                block = os.pread(descriptor, min(BLOCK, size - number * BLOCK), number * BLOCK)
-                found[number] = hashlib.sha256(block).hexdigest()[:HEX]
+                digest = hashlib.sha256()
+                for at in range(borders[number], borders[number + 1], BLOCK):
+                    digest.update(os.pread(descriptor, min(BLOCK, borders[number + 1] - at), at))
+                found[number] = digest.hexdigest()
         except OSError as error:
             errors.append(error)
 
@@ -54,29 +57,6 @@ def block_digests(descriptor: int, size: int) -> list[str]:
     return found
 
 
-class BlockDigests:
-    """The same digests, of what is written, piece by piece."""
-
-    def __init__(self) -> None:
-        self.size = 0
-        self._blocks: list[str] = []
-        self._open = hashlib.sha256()
-
-    def add(self, data: memoryview) -> None:
-        while len(data):
-            room = BLOCK - self.size % BLOCK
-            self._open.update(data[:room])
-            self.size += len(data[:room])
-            data = data[room:]
-            if self.size % BLOCK == 0:
-                self._blocks.append(self._open.hexdigest()[:HEX])
-                self._open = hashlib.sha256()
-
-    @property
-    def blocks(self) -> list[str]:
-        return [*self._blocks, *([self._open.hexdigest()[:HEX]] if self.size % BLOCK else [])]
-
-
 def file_digest(path: Path) -> str:
     """SHA-256 of a whole file; raises OSError when it cannot be read."""
     now = time.time_ns()
@@ -87,8 +67,8 @@ def file_digest(path: Path) -> str:
         worth = before[2] >= WORTH_REMEMBERING
         if worth and (known := _remembered(name, before)):
             return known
-        blocks = block_digests(file.fileno(), before[2])
-        digest = hashlib.sha256("".join([str(before[2]), *blocks]).encode()).hexdigest()
+        blocks = digests_between(file.fileno(), [*range(0, before[2], BLOCK), before[2]])
+        digest = hashlib.sha256("".join([str(before[2]), *(block[:HEX] for block in blocks)]).encode()).hexdigest()
         if worth and _state(file.fileno()) == before and now - max(before[3:]) > SURE_AFTER:
             try:
                 name.parent.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from pronghorn.data.encode import cached_rows as module_of_rows
 from pronghorn.data.encode.cached_rows import tokenized_rows
 from pronghorn.data.encode.tokens import TokenizerFiles
 from pronghorn.data.prepare import Prepared, findings, prepare
-from pronghorn.digests import read_sealed, write_sealed
+from pronghorn.digests import text_digest, write_sealed
 from pronghorn.errors import DataError, EnvironmentFault
 from pronghorn.recipe import Data
 from samples import chat_rows, make_tokenizer, write_rows
@@ -78,7 +78,7 @@ def test_the_second_time_nothing_is_loaded(model: Path, tmp_path: Path, monkeypa
 def test_a_damaged_cache_is_made_again_and_that_is_told(model: Path, tmp_path: Path, cache: Path, damage: str) -> None:
     path = write_rows(tmp_path / "a.jsonl", chat_rows(20))
     first = prepared(model, path).counts
-    (table,), (sidecar,) = cache.glob("*.arrow"), cache.glob("*.json")
+    (table,), (sidecar,) = cache.glob("*/table"), cache.glob("*/journal")
     note = sidecar.read_text()
     content = table.read_bytes()
     if damage == "no sidecar":
@@ -94,6 +94,7 @@ def test_a_damaged_cache_is_made_again_and_that_is_told(model: Path, tmp_path: P
         os.mkfifo(file)
     elif damage == "a count":
         sidecar.write_text(note.replace('"read": 20', '"read": 21'))
+        assert sidecar.read_text() != note
     else:
         place = len(content) // 2
         bit = content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
@@ -103,24 +104,22 @@ def test_a_damaged_cache_is_made_again_and_that_is_told(model: Path, tmp_path: P
     again = prepared(model, path)
     assert again.counts == first
     assert (table.read_bytes(), sidecar.read_text()) == (content, note)
-    assert ("damaged" in " ".join(again.remarks)) == (damage != "no sidecar")  # without it, whoever wrote was stopped
+    assert "damaged" in " ".join(again.remarks)
     assert prepared(model, path).remarks == ()
 
 
 def test_a_note_with_a_right_checksum_and_a_wrong_content_is_damage(model: Path, tmp_path: Path, cache: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", [row("a", "b"), row("a", "b"), row("c", "d")])
     first = prepared(model, path, duplicates="drop-exact").counts
-    (table,), (found,) = cache.glob("*.arrow"), cache.glob("*findings*")
-    sidecar = table.with_suffix(".json")
-    good = json.loads(read_sealed(sidecar))
-    source = good["sources"][0]
-    notes: list[Any] = [
-        [], None, 5, "x", {}, good | {"read": "3"}, good | {"read": None}, good | {"read": 3.5}, good | {"sources": 5},
-        good | {"sources": []}, good | {"sources": [source, source]}, good | {"sources": [source | {"rows": 7}]},
-        good | {"sources": [source | {"unused": 5}]}, good | {"sources": [source | {"weight": []}]}, good | {"seal": []},
-        good | {"seal": good["seal"] | {"blocks": []}}, good | {"seal": good["seal"] | {"blocks": [1]}},
-        good | {"seal": good["seal"] | {"size": -1}}, good | {"seal": good["seal"] | {"content": None}}, good | {"aside": 1},
-    ]  # fmt: skip
+    (table,), (found,) = cache.glob("*/table"), cache.glob("*findings*")
+    journal, name = table.with_name("journal"), table.parent.name
+    lines = journal.read_bytes().splitlines(keepends=True)
+    size, digest, note, *rest = json.loads(lines[1].partition(b" ")[2])
+    for wrong in ({"part": 1}, {"part": -1}, {"rows": 7}, {"rows": "3"}, {"unused": 5}):
+        text = json.dumps([size, digest, note | wrong, *rest])
+        journal.write_bytes(lines[0] + f"{text_digest(f'3 {name} {text}')} {text}\n".encode() + lines[2])
+        again = prepared(model, path, duplicates="drop-exact")
+        assert ("damaged" in " ".join(again.remarks), again.counts) == (True, first), wrong
     findings: list[Any] = [
         {},
         [],
@@ -130,13 +129,25 @@ def test_a_note_with_a_right_checksum_and_a_wrong_content_is_damage(model: Path,
         [{"-1": 0}, {}, None],
         [{}, {"0": 1}, None],
     ]
-    for file, content in [*((sidecar, note) for note in notes), *((found, one) for one in findings)]:
-        write_sealed(file, json.dumps(content))
+    for content in findings:
+        write_sealed(found, json.dumps(content))
         again = prepared(model, path, duplicates="drop-exact")
         assert "damaged" in " ".join(again.remarks), content
         assert again.counts == first
-    write_sealed(sidecar, "[" * 100_000)
-    assert "damaged" in " ".join(prepared(model, path).remarks)
+    write_sealed(found, "[" * 100_000)
+    assert "damaged" in " ".join(prepared(model, path, duplicates="drop-exact").remarks)
+
+
+def test_the_file_of_bad_rows_is_what_the_table_says(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps(row("a", "b")) + "\n{\n")
+    file = prepared(model, tmp_path / "a.jsonl", bad_rows="skip").rows.bad_rows_file
+    assert file is not None
+    good = file.read_text()
+    assert json.loads(good)["where"].endswith("a.jsonl:2")
+    for damage in (lambda: file.write_text("x"), file.unlink, lambda: (file.unlink(), os.mkfifo(file))):
+        damage()
+        prepared(model, tmp_path / "a.jsonl", bad_rows="skip")
+        assert file.read_text() == good
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(
@@ -152,7 +163,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
     monkeypatch.setattr(module_of_rows.sources, "read", changing)
     with pytest.raises(DataError, match="changed while it was being read"):
         prepared(model, path)
-    assert not list(cache.glob("*.arrow"))
+    assert not list(cache.glob("*"))
 
 
 def test_empty_answers_are_told_of_and_dropped_as_junk(model: Path, tmp_path: Path) -> None:

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from pronghorn.data.encode.cached_rows import Progress, Rows, no_stage, silent, tokenized_rows
-from pronghorn.data.encode.token_cache import DamagedError, read_note_as, write_note
+from pronghorn.data.encode.token_cache import kept
 from pronghorn.data.encode.tokens import TokenTable
 from pronghorn.data.preference.pair_choices import first_rows, in_groups, take, too_long, truncated, unit_of, with_loss
 from pronghorn.data.preference.pair_rows import CHOSEN, PairRows
@@ -113,14 +111,8 @@ def prepare(
 def findings(rows: Rows, near: bool, progress: Progress = silent) -> Findings:
     """Duplicates and junk among the rows; looked for once, then kept beside the cached table."""
     path = rows.path.with_suffix(f".findings{FINDINGS_VERSION}.json")
-    remark = ""
-    try:
-        known = _read_findings(path, len(rows.table))
-    except DamagedError as damage:
-        known, remark = None, f"the list of duplicates and junk is damaged ({damage}) and is created again: {path}"
-    if known is None:
-        known = _look(rows.table, progress)
-        write_note(path, json.dumps(known))
+    known, wrong = kept(path, _Stored, lambda: _look(rows.table, progress), lambda found: _names_rows(found, len(rows.table)))
+    remark = f"the list of duplicates and junk is damaged ({wrong}) and is created again: {path}" if wrong else ""
     if not near or rows.table.pairs is not None:  # answers that are compared are alike
         return Findings(*known, None, remark)
     first = families(Side.of(rows.table), rows.path, progress).dropped
@@ -162,11 +154,8 @@ def of_groups(pairs: PairRows, identities: bytearray, junk: dict[int, str]) -> _
     return exact, {int(row): why for group, why in chosen for row in range(starts[group], starts[group + 1])}
 
 
-def _read_findings(path: Path, count: int) -> _Stored | None:
-    found: _Stored | None = read_note_as(path, _Stored)
-    if any(not 0 <= row < count for part in found or () for row in part):
-        raise DamagedError("it names rows that are not there")
-    return found
+def _names_rows(found: _Stored, count: int) -> bool:
+    return all(0 <= row < count for part in found for row in part)
 
 
 # Choosing ---------------------------------------------------------------------------------------------------------------

@@ -256,23 +256,6 @@ def record_batch(rows: Sequence[TokenRow]) -> Any:
     return pa.RecordBatch.from_arrays(columns, schema=PAIR_SCHEMA)
 
 
-class ContentDigest:
-    """`TokenTable.content_of_all`, batch by batch."""
-
-    def __init__(self) -> None:
-        self._parts = [hashlib.sha256() for _ in range(4)]
-
-    def add(self, batch: pa.RecordBatch) -> None:
-        (ids_offsets, values), (loss_offsets, borders) = _flat(batch.column("ids")), _flat(batch.column("loss"))
-        arrays = [np.diff(ids_offsets), values, np.diff(loss_offsets), borders, *_pair_columns(batch)]
-        self._parts += [hashlib.sha256() for _ in arrays[len(self._parts) :]]
-        for part, array in zip(self._parts, arrays, strict=True):
-            part.update(np.ascontiguousarray(array).data)
-
-    def hexdigest(self) -> str:
-        return " ".join(part.hexdigest() for part in self._parts)
-
-
 class TokenTable:
     """Tokenized rows. A view holds (row, start, stop) for each of its rows; the tokens stay in the mapped file."""
 
@@ -404,10 +387,10 @@ class _Columns:
     def content(self) -> str:
         """Digest of all tokens and loss marks, independent of record batches; the cache knows it without reading them."""
         if not self._content:
-            digest = ContentDigest()
-            for batch in self._table.to_batches():
-                digest.add(batch)
-            self._content = digest.hexdigest()
+            lists = (self._ids, self._loss)
+            columns = [arrays for chunks in lists for arrays in ([np.diff(at) for at, _ in chunks], [one for _, one in chunks])]
+            columns += [[column] for column in _pair_columns(self._table)]
+            self._content = " ".join(_digest(arrays) for arrays in columns)
         return self._content
 
     def ids(self, row: int) -> Ints:
@@ -445,10 +428,17 @@ class _Columns:
         return np.concatenate(counts).astype(np.int32)
 
 
-def _pair_columns(batch: pa.RecordBatch | pa.Table) -> list[npt.NDArray[Any]]:
+def _digest(arrays: Sequence[npt.NDArray[Any]]) -> str:
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
+
+
+def _pair_columns(table: pa.Table) -> list[npt.NDArray[Any]]:
     """Those of PAIR_FIELDS; none where rows stand for themselves."""
-    types = (np.bool_, np.int32, np.int32, np.float32) if len(batch.schema) > len(SCHEMA) else ()
-    return [np.array(batch.column(name).to_pylist(), of) for (name, _), of in zip(PAIR_FIELDS, types, strict=False)]
+    types = (np.bool_, np.int32, np.int32, np.float32) if len(table.schema) > len(SCHEMA) else ()
+    return [np.array(table.column(name).to_pylist(), of) for (name, _), of in zip(PAIR_FIELDS, types, strict=False)]
 
 
 def _flat(chunk: pa.ListArray) -> tuple[Ints, Ints]:

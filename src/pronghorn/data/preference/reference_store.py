@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from pronghorn.data.encode.token_cache import DamagedError, cannot_write, read_note_as, write_note
+from pronghorn.data.encode.token_cache import DamagedError, cannot_write, read_note, write_note
 from pronghorn.folders import cache_folder, remove_left_behind, temporary
 from pronghorn.small_files import read_small
 
@@ -46,7 +46,7 @@ class ReferenceStore:
         """None: there are none, or they cannot be used."""
         key, path = self._place(table)
         try:
-            note: _Note | None = read_note_as(path.with_suffix(".json"), _Note)
+            note: _Note | None = read_note(path.with_suffix(".json"), _Note)
             return None if note is None else _read(path, note, key, int(table.loss_counts.sum(dtype=np.int64)))
         except DamagedError as damage:
             self._say(f"the cached log-probabilities of the reference are damaged ({damage}) and are computed again: {path}")
@@ -72,7 +72,7 @@ class ReferenceStore:
                 beside.unlink(missing_ok=True)
         except OSError as error:
             raise cannot_write(path, error, "the reference's log-probabilities") from error
-        write_note(path.with_suffix(".json"), json.dumps(asdict(_Note(key, hashlib.sha256(data).hexdigest()))))
+        write_note(path.with_suffix(".json"), asdict(_Note(key, hashlib.sha256(data).hexdigest())))
 
     def _place(self, table: TokenRows) -> tuple[str, Path]:
         text = json.dumps([VERSION, sorted(self._model.items()), "no adapter", content_of(table)])

@@ -91,7 +91,7 @@ def read_hub(source: Source) -> Iterator[RawRow | BadRow]:
 
 def _streamed(source: Source) -> Iterator[RawRow | BadRow]:
     """As it comes over the network, some rows at a time: nothing of it is put on the disk. Always the revision that the
-    fingerprint names. A network that fails leaves what is tokenized; the same command goes on behind it (partial_table.py)."""
+    fingerprint names. A network that fails leaves what is tokenized; the same command goes on behind it (token_cache.py)."""
     data = hub_dataset(source)
     try:
         yield from _arrow_rows(data.with_format("arrow").iter(BATCH_ROWS), lambda index: f"{source.name}[{index}]")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -90,6 +90,22 @@ def parts_of(names: Sequence[Name], spec: Data, wanted: Wanted = "documents") ->
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What was counted in a chunk. Row counts, but for the first two."""
+
+    part: int
+    format: str
+    read: int
+    rows: int  # of the table
+    bad: int
+    empty: int = 0  # with an answer that says nothing: junk, whether it is dropped or not
+    lost: int = 0  # of which the chat template left something out, which data.lost allowed
+    controls: int = 0  # whose texts hold control tokens
+    identical: int = 0  # of preference data: with a rejected answer that is the chosen one; these and empty ones are left out
+    unused: tuple[str, ...] = ()
+
+
 @dataclass(slots=True)
 class Chunk:
     """Rows of one part that are tokenized together. Read only, until it is filled."""
@@ -120,9 +136,10 @@ class Chunk:
         self.empty = sum(clean.says_nothing(example) for example in examples)
         self.unused.update(*(unused_columns(row.fields, row_format) for row in self.raw))
 
-    def note(self) -> dict[str, Any]:
-        """What is known of it before it is tokenized."""
-        return {"part": self.part, "format": self.format, "read": self.read, "empty": self.empty, "unused": sorted(self.unused)}
+    def note(self, rows: int, bad: int, told: Mapping[str, int]) -> Note:
+        """Once it is tokenized. `told`: how many rows are not as they were."""
+        known = {"empty": self.empty, **told}
+        return Note(self.part, self.format, self.read, rows, len(self.bad) + bad, unused=tuple(sorted(self.unused)), **known)
 
 
 def read_chunks(parts: Sequence[Part], size: int, stage: Stage) -> Iterator[Chunk]:
