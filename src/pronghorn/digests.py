@@ -28,6 +28,7 @@ WORTH_REMEMBERING = 64 << 20  # bytes; a smaller file is read in 40 ms
 SURE_AFTER = 2 * 10**9  # nanoseconds; the coarsest clock of a file system in use (FAT) ticks every 2 s
 HEX = 32  # of a digest among others: 128 bits
 LARGEST_SEALED = 1 << 30  # bytes; the copies among ten million rows take half of it
+SEAL = 65  # bytes that a seal takes, with the end of its line
 
 
 def digests_between(descriptor: int, borders: Sequence[int]) -> list[str]:
@@ -73,7 +74,7 @@ def file_digest(path: Path) -> str:
             try:
                 name.parent.mkdir(parents=True, exist_ok=True)
                 remove_left_behind(name.parent)
-                write_sealed(name, json.dumps({"state": before, "digest": digest}))
+                write_sealed(name, json.dumps({"state": before, "digest": digest}).encode())
             except OSError:
                 pass  # nothing is lost but the time to read it again
     return digest
@@ -100,27 +101,33 @@ def cores() -> int:
 # Small files that carry their digest ------------------------------------------------------------------------------------
 
 
-def write_sealed(path: Path, text: str) -> None:
-    """The text under a line with the SHA-256 of its name and content; appears whole or not at all. Raises OSError."""
+def write_sealed(path: Path, content: bytes) -> None:
+    """The content under a line with the SHA-256 of it and of the file's name; appears whole or not at all. Raises OSError."""
     beside = temporary(path)
     try:
-        beside.write_text(f"{_seal(path, text)}\n{text}", encoding="utf-8")
+        with beside.open("wb") as file:
+            file.writelines([seal_of(path.name, content), b"\n", content])
+            file.flush()
+            os.fsync(file.fileno())
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
 
 
-def read_sealed(path: Path) -> str:
-    """The text; OSError or ValueError when it is not what was written under this name. Another sealed file in its place, whole
-    as it may be, is not."""
-    seal, _, text = read_small(path, LARGEST_SEALED).decode("utf-8").partition("\n")
-    if seal != _seal(path, text):
+def read_sealed(path: Path, most: int = LARGEST_SEALED) -> bytes:
+    """The content; OSError or ValueError when it is not what was written under this name. Another sealed file in its place,
+    whole as it may be, is not."""
+    seal, _, content = read_small(path, most + SEAL).partition(b"\n")
+    if seal != seal_of(path.name, content):
         raise ValueError("its checksum does not match")
-    return text
+    return content
 
 
-def _seal(path: Path, text: str) -> str:
-    return text_digest(f"{path.name}\n{text}")
+def seal_of(name: str, content: bytes) -> bytes:
+    """With the name: what belongs elsewhere, whole as it may be, is not sealed here."""
+    digest = hashlib.sha256(name.encode() + b"\n")
+    digest.update(content)
+    return digest.hexdigest().encode()
 
 
 def text_digest(text: str) -> str:

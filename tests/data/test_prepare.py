@@ -16,7 +16,7 @@ from pronghorn.data.encode import cached_rows as module_of_rows
 from pronghorn.data.encode.cached_rows import tokenized_rows
 from pronghorn.data.encode.tokens import TokenizerFiles
 from pronghorn.data.prepare import Prepared, findings, prepare
-from pronghorn.digests import text_digest, write_sealed
+from pronghorn.digests import seal_of, write_sealed
 from pronghorn.errors import DataError, EnvironmentFault
 from pronghorn.recipe import Data
 from samples import chat_rows, make_tokenizer, write_rows
@@ -116,8 +116,8 @@ def test_a_note_with_a_right_checksum_and_a_wrong_content_is_damage(model: Path,
     lines = journal.read_bytes().splitlines(keepends=True)
     size, digest, note, *rest = json.loads(lines[1].partition(b" ")[2])
     for wrong in ({"part": 1}, {"part": -1}, {"rows": 7}, {"rows": "3"}, {"unused": 5}):
-        text = json.dumps([size, digest, note | wrong, *rest])
-        journal.write_bytes(lines[0] + f"{text_digest(f'3 {name} {text}')} {text}\n".encode() + lines[2])
+        text = json.dumps([size, digest, note | wrong, *rest]).encode()
+        journal.write_bytes(lines[0] + seal_of(name, text) + b" " + text + b"\n" + lines[2])
         again = prepared(model, path, duplicates="drop-exact")
         assert ("damaged" in " ".join(again.remarks), again.counts) == (True, first), wrong
     findings: list[Any] = [
@@ -130,11 +130,11 @@ def test_a_note_with_a_right_checksum_and_a_wrong_content_is_damage(model: Path,
         [{}, {"0": 1}, None],
     ]
     for content in findings:
-        write_sealed(found, json.dumps(content))
+        write_sealed(found, json.dumps(content).encode())
         again = prepared(model, path, duplicates="drop-exact")
         assert "damaged" in " ".join(again.remarks), content
         assert again.counts == first
-    write_sealed(found, "[" * 100_000)
+    write_sealed(found, b"[" * 100_000)
     assert "damaged" in " ".join(prepared(model, path, duplicates="drop-exact").remarks)
 
 

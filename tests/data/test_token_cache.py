@@ -100,10 +100,10 @@ def test_damage_is_noticed_before_arrow_reads_a_byte(tmp_path: Path, monkeypatch
 ])  # fmt: skip
 def test_a_line_with_a_right_checksum_and_a_wrong_content_is_damage(tmp_path: Path, entry: Any) -> None:
     write_table(tmp_path / "t", [record_batch(some_rows(3))])
-    text = json.dumps(entry)
+    text = json.dumps(entry).encode()
     journal = tmp_path / "t" / "journal"
     lines = journal.read_bytes().splitlines(keepends=True)
-    journal.write_bytes(b"".join([*lines[:-1], f"{digests.text_digest(f'3 t {text}')} {text}\n".encode()]))
+    journal.write_bytes(b"".join([*lines[:-1], digests.seal_of("t", text), b" ", text, b"\n"]))
     with pytest.raises(DamagedError, match="journal was changed"):
         open_table(tmp_path / "t")
 

@@ -41,7 +41,7 @@ from pronghorn.data.encode.tokens import SCHEMA, TokenTable
 from pronghorn.data.read.arrow_rows import END_OF_STREAM
 from pronghorn.data.read.reading import Note
 from pronghorn.data.read.source_files import BadRow
-from pronghorn.digests import LARGEST_SEALED, digests_between, read_sealed, text_digest, write_sealed
+from pronghorn.digests import LARGEST_SEALED, digests_between, read_sealed, seal_of, write_sealed
 from pronghorn.errors import EnvironmentFault, PronghornError
 from pronghorn.folders import has_ended, remove_left_behind, this_process
 from pronghorn.small_files import read_small
@@ -67,22 +67,21 @@ class Entry(NamedTuple):
     content: str = ""  # at the end: `TokenTable.content_of_all`
 
     def line(self, name: str) -> bytes:
-        """With the table's name: the folder of another table, whole as it is, is not this one's. 3: the form of a line."""
-        text = json.dumps(self, default=asdict)
-        return f"{text_digest(f'3 {name} {text}')} {text}\n".encode()
+        text = json.dumps(self, default=asdict).encode()
+        return seal_of(name, text) + b" " + text + b"\n"
 
 
 def _read_journal(folder: Path, name: str) -> list[Entry]:
     """Up to the first line that is not what was written. Raises OSError."""
     entries: list[Entry] = []
     for line in read_small(folder / JOURNAL, LARGEST_SEALED).splitlines(keepends=True):
+        seal, _, text = line.partition(b" ")
+        if not text.endswith(b"\n") or seal != seal_of(name, text[:-1]):
+            break
         try:
-            entry = _adapter(Entry).validate_json(line.partition(b" ")[2], strict=True)
+            entries.append(_adapter(Entry).validate_json(text, strict=True))
         except ValidationError:
             break
-        if entry.line(name) != line:
-            break
-        entries.append(entry)
     return entries
 
 
@@ -304,7 +303,7 @@ def kept(path: Path, kind: Any, look: Callable[[], T], fits: Callable[[T], bool]
 def write_note(path: Path, note: Any) -> None:
     """As JSON."""
     try:
-        write_sealed(path, json.dumps(note))
+        write_sealed(path, json.dumps(note).encode())
     except OSError as error:
         raise cannot_write(path, error) from error
 
