@@ -19,8 +19,9 @@ import pytest
 from test_sources import fields, read_all, refused
 
 from pronghorn.data.read.source_files import BadRow
-from pronghorn.data.read.sources import Wish, read, resolve
+from pronghorn.data.read.sources import read, resolve
 from pronghorn.errors import DataError
+from pronghorn.recipe import DataSource
 from tables import table
 
 
@@ -130,7 +131,7 @@ def test_text_files_are_documents_or_lines(here: Path) -> None:
     (here / "a.txt").write_bytes("\N{BYTE ORDER MARK}one\r\n\r\ntwo".encode())
     rows, _ = read_all("a.txt")
     assert [(row.fields, row.where) for row in rows] == [({"text": "one\r\n\r\ntwo"}, "a.txt")]
-    (source,) = resolve("a.txt", Wish(by_line=True))
+    (source,) = resolve(DataSource(path="a.txt", text_by="line"))
     bad: list[BadRow] = []
     assert [(row.fields["text"], row.where) for row in read(source, bad.append)] == [("one", "a.txt:1"), ("two", "a.txt:3")]
     (here / "a.txt").write_bytes("süß\n".encode() * 3 + b"s\xfc\xdf\n")
@@ -139,7 +140,7 @@ def test_text_files_are_documents_or_lines(here: Path) -> None:
     assert refused("a.txt").where == "a.txt:4"
     (here / "a.jsonl").write_text('{"text": "x"}')
     with pytest.raises(DataError, match="text_by"):
-        resolve("a.jsonl", Wish(by_line=True))
+        resolve(DataSource(path="a.jsonl", text_by="line"))
 
 
 def test_splits_of_a_folder(here: Path) -> None:
@@ -147,9 +148,9 @@ def test_splits_of_a_folder(here: Path) -> None:
         (here / name).parent.mkdir(exist_ok=True)
         (here / name).write_text('{"text": "x"}')
     for split, names in (("train", ["d/train.jsonl"]), ("test", ["d/test-00000-of-00001.jsonl"]), ("dev", ["d/dev/x.jsonl"])):
-        assert [source.name for source in resolve("d", Wish(split=split))] == names
+        assert [source.name for source in resolve(DataSource(path="d", split=split))] == names
     with pytest.raises(DataError, match="no split `eval`") as caught:
-        resolve("d", Wish(split="eval"))
+        resolve(DataSource(path="d", split="eval"))
     assert "dev, test-00000-of-00001.jsonl" in caught.value.why
     (here / "e/dev").mkdir(parents=True)
     (here / "d/dev/x.jsonl").rename(here / "e/dev/x.jsonl")
@@ -162,22 +163,23 @@ def test_splits_of_a_folder(here: Path) -> None:
     ("name", "wish", "hub", "shown"),
     [
         ("a/b", {"split": "test"}, ("a/b", None, "test"), "a/b:test"),
-        ("a/b", {"config": "c"}, ("a/b", "c", "train"), "a/b:c:train"),
-        ("a/b:c:test", {"config": "c"}, ("a/b", "c", "test"), "a/b:c:test"),
+        ("a/b", {"name": "c"}, ("a/b", "c", "train"), "a/b:c:train"),
+        ("a/b:c:test", {"name": "c"}, ("a/b", "c", "test"), "a/b:c:test"),
     ],
 )
 def test_what_a_source_says_of_a_hub_data_set(here: Path, name: str, wish: Any, hub: Any, shown: str) -> None:
-    (source,) = resolve(name, Wish(**wish))
+    (source,) = resolve(DataSource(path=name, **wish))
     assert (source.hub, source.name) == (hub, shown)
     with pytest.raises(DataError, match="two values"):
-        resolve(f"{hub[0]}:other", Wish(split="test"))
+        resolve(DataSource(path=f"{hub[0]}:other", split="test"))
 
 
 STREAM_SCRIPT = """
 import datasets
 from pronghorn.data.read import arrow_rows
-from pronghorn.data.read.sources import Wish, fingerprint, read, resolve
+from pronghorn.data.read.sources import fingerprint, read, resolve
 from pronghorn.errors import PronghornError
+from pronghorn.recipe import DataSource
 
 load = datasets.load_dataset
 arrow_rows.data_set_revision = lambda name: f"commit of {name}"
@@ -189,11 +191,11 @@ def from_the_hub(name, config, split, streaming, revision):
     return load("hub", split=split, streaming=True)
 
 datasets.load_dataset = from_the_hub
-(source,) = resolve("someone/large", Wish(stream=True))
+(source,) = resolve(DataSource(path="someone/large", stream=True))
 print(fingerprint(source), [(row.where, row.fields) for row in read(source, print)])
 for name in ("someone/large:train[:5]", "someone/full", "hub"):
     try:
-        (source,) = resolve(name, Wish(stream=True))
+        (source,) = resolve(DataSource(path=name, stream=True))
         fingerprint(source), list(read(source, print))
     except PronghornError as error:
         print(error.what, "|", error.fix)
@@ -202,7 +204,7 @@ def broken(*_, **__):
     yield from load("hub", split="train", streaming=True).with_format("arrow").iter(1)
     raise ConnectionResetError("gone")
 
-(source,) = resolve("someone/large", Wish(stream=True))
+(source,) = resolve(DataSource(path="someone/large", stream=True))
 arrow_rows.hub_dataset(source).with_format = lambda _: type("Data", (), {"iter": broken})()
 try:
     list(read(source, print))

@@ -35,7 +35,8 @@ def read_arrow(source: Source) -> Iterator[RawRow | BadRow]:
     with _damage_told(source, "this Arrow file is damaged or not an Arrow file"), pa.OSFile(str(source.path)) as file:
         if is_stream:
             _require_end(source)
-        batches = _checked(pa.ipc.open_stream(file) if is_stream else _batches(pa.ipc.open_file(file)))
+        reader = pa.ipc.open_stream(file) if is_stream else pa.ipc.open_file(file)
+        batches = _checked(reader if is_stream else map(reader.get_batch, range(reader.num_record_batches)))
         yield from _arrow_rows(batches, lambda index: f"{source.name} row {index + 1}")
 
 
@@ -59,11 +60,6 @@ def _damage_told(source: Source, what: str) -> Iterator[None]:
         raise DataError(what, where=source.name, why=why, fix=AGAIN) from error
 
 
-def _batches(reader: Any) -> Iterator[Any]:
-    for number in range(reader.num_record_batches):
-        yield reader.get_batch(number)
-
-
 def _checked(batches: Iterable[Any]) -> Iterator[Any]:
     """Arrow's reader trusts lengths and offsets: without the look at all of them, a flipped bit ends the process."""
     for batch in batches:
@@ -82,20 +78,14 @@ def _require_end(source: Source) -> None:
 
 
 def read_hub(source: Source) -> Iterator[RawRow | BadRow]:
-    if source.stream:
-        yield from _streamed(source)
-        return
-    batches = hub_dataset(source).with_format("arrow").iter(BATCH_ROWS)
-    yield from _arrow_rows(batches, lambda index: f"{source.name}[{index}]")
-
-
-def _streamed(source: Source) -> Iterator[RawRow | BadRow]:
-    """As it comes over the network, some rows at a time: nothing of it is put on the disk. Always the revision that the
-    fingerprint names. A network that fails leaves what is tokenized; the same command goes on behind it (token_cache.py)."""
+    """A stream as it comes over the network, some rows at a time: nothing of it is put on the disk. Always the revision that
+    the fingerprint names. A network that fails leaves what is tokenized; the same command goes on behind it."""
     data = hub_dataset(source)
     try:
         yield from _arrow_rows(data.with_format("arrow").iter(BATCH_ROWS), lambda index: f"{source.name}[{index}]")
     except hub_errors() as error:
+        if not source.stream:
+            raise
         raise EnvironmentFault(
             what="the download stalled",
             where=source.name,

@@ -85,7 +85,7 @@ def parts_of(names: Sequence[Name], spec: Data, wanted: Wanted = "documents") ->
                 wanted,
                 any_length=spec.long is not None,
             )
-            for source in sources.resolve(own.path, sources.Wish(own.name, own.split, own.text_by == "line", own.stream))
+            for source in sources.resolve(own)
         ]
     return found
 
