@@ -17,7 +17,7 @@ import numpy.typing as npt
 from pronghorn.data.encode.cached_rows import Progress, Rows, no_stage, silent, tokenized_rows
 from pronghorn.data.encode.token_cache import kept
 from pronghorn.data.encode.tokens import TokenTable
-from pronghorn.data.preference.pair_choices import first_rows, in_groups, take, too_long, truncated, unit_of, with_loss
+from pronghorn.data.preference.pair_choices import first_rows, in_units, too_long, truncated, unit_of, with_loss
 from pronghorn.data.preference.pair_rows import CHOSEN, PairRows
 from pronghorn.data.read import clean
 from pronghorn.data.read.copies import Side, families
@@ -176,8 +176,8 @@ def choose(rows: Rows, spec: Data, found: Findings | None, *, strict: bool = Tru
         reasons = [i for i in found.junk if keep[i]]
         keep[reasons] = False
         junk = int(np.isin(firsts, reasons).sum())
-    chosen, mixed = repeated(in_groups(rows.sources, table.pairs), keep[firsts])
-    table = take(table, chosen) if mixed or not keep.all() else table
+    chosen, mixed = repeated(in_units(rows.sources, table), keep[firsts])
+    table = table.select_units(chosen) if mixed or not keep.all() else table
 
     remarks = [*rows.remarks, *told_of_columns(rows.sources), *mixed]
     remarks += [found.remark] if found is not None and found.remark else []
@@ -205,7 +205,7 @@ def choose(rows: Rows, spec: Data, found: Findings | None, *, strict: bool = Tru
     cut, dropped_long, shortened, split_into = _cut(table, over, limit, spec.long, capacity)
     learnt = with_loss(cut)
     no_loss = int((~learnt).sum())
-    kept = take(cut, learnt) if no_loss else cut
+    kept = cut.select_units(learnt) if no_loss else cut
     if dropped_long and strict:
         why = "the answer starts after" if spec.long == "truncate" else "longer than"
         remarks.append(f"dropped {dropped_long:,} of {counted(units, unit)}: {why} {limit:,} tokens")
@@ -230,11 +230,11 @@ def _cut(
     if not over.any():
         return table, 0, 0, 0
     if long in {None, "drop"}:
-        return take(table, np.flatnonzero(~over)), int(over.sum()), 0, 0
+        return table.select_units(np.flatnonzero(~over)), int(over.sum()), 0, 0
     if long == "truncate":
         cut = truncated(table, limit, capacity)
         lost = over & ~with_loss(cut) & with_loss(table)  # its answer began after the limit
-        return take(cut, np.flatnonzero(~lost)), int(lost.sum()), int((over & ~lost).sum()), 0
+        return cut.select_units(np.flatnonzero(~lost)), int(lost.sum()), int((over & ~lost).sum()), 0
     pieces = [(i, at, at + limit) for i, length in enumerate(table.lengths) for at in range(0, max(1, int(length)), limit)]
     return table.cut(pieces), 0, 0, len(pieces) - int((~over).sum())
 

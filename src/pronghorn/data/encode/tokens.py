@@ -337,11 +337,21 @@ class TokenTable:
         rows, starts, stops, counts = (array[chosen] for array in arrays)
         return TokenTable(self._base, rows, starts, stops, counts, pairs)
 
-    def select_groups(self, groups: npt.NDArray[np.int64]) -> TokenTable:
-        """These groups of preference data, by their number in this table; a number given twice repeats its group."""
-        assert self.pairs is not None
-        rows, pairs = self.pairs.select_groups(groups)
-        return self.select(rows).with_pairs(pairs)
+    @property
+    def starts(self) -> npt.NDArray[np.int64]:
+        """The first row of each unit (a row; of preference data, a group of rows), and the number of rows at the end."""
+        return np.arange(len(self) + 1) if self.pairs is None else self.pairs.starts
+
+    def select_units(self, units: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> TokenTable:
+        """These units; a number that is given twice repeats its unit."""
+        chosen = np.flatnonzero(units) if units.dtype == np.bool_ else units
+        first, sizes = self.starts[:-1][chosen], np.diff(self.starts)[chosen]
+        ends = np.concatenate([[0], np.cumsum(sizes)])
+        table = self.select(np.repeat(first - ends[:-1], sizes) + np.arange(ends[-1]))
+        if table.pairs is None:
+            return table
+        # numbers of their own, so that a group that is named twice is two
+        return table.with_pairs(replace(table.pairs, groups=np.repeat(np.arange(len(sizes)), sizes)))
 
     def with_pairs(self, pairs: PairRows) -> TokenTable:
         return TokenTable(self._base, self._rows, self._starts, self._stops, self.loss_counts, pairs)
