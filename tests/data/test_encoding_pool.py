@@ -16,13 +16,14 @@ import pytest
 from pronghorn.data.encode import encoding_pool
 from pronghorn.data.encode.encode import Encoder
 from pronghorn.data.encode.encoding_pool import EncodingPool
+from pronghorn.data.preference.preference_rows import Group
 from pronghorn.data.read.formats import Example
 from pronghorn.errors import EnvironmentFault
 from samples import CHATML, make_tokenizer
 
 
-def chat(number: int, *messages: dict[str, Any]) -> Example:
-    return Example("chat", f"row {number}", messages=messages)
+def chat(number: int, *messages: dict[str, Any]) -> Group:
+    return Group(f"row {number}", (Example("chat", f"row {number}", messages=messages),))
 
 
 ROWS = [chat(n, {"role": "user", "content": f"{n} or no?"}, {"role": "assistant", "content": f"yes {n}"}) for n in range(200)]
@@ -130,10 +131,11 @@ def test_workers_leave_with_a_killed_parent() -> None:
         from samples import make_tokenizer
         from pronghorn.data.encode import encode
         from pronghorn.data.encode import encoding_pool
+        from pronghorn.data.preference.preference_rows import Group
         from pronghorn.data.read.formats import Example
         encoding_pool.ROWS_WORTH_A_POOL = 0
         pool = encoding_pool.EncodingPool(encode.Encoder(make_tokenizer()), cores=2)
-        list(pool.give([Example("text", "", text="a")])); list(pool.rest())
+        list(pool.give([Group("", (Example("text", "", text="a"),))])); list(pool.rest())
         print(*pool._executor._processes, flush=True)
         time.sleep(60)
     """)
@@ -159,6 +161,7 @@ def test_an_interrupt_while_workers_are_made_is_not_lost() -> None:
         from samples import make_tokenizer
         from pronghorn.data.encode import encode
         from pronghorn.data.encode import encoding_pool
+        from pronghorn.data.preference.preference_rows import Group
         from pronghorn.data.read.formats import Example
         encoding_pool.ROWS_WORTH_A_POOL = 0
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -171,7 +174,7 @@ def test_an_interrupt_while_workers_are_made_is_not_lost() -> None:
         os.register_at_fork(after_in_parent=after_a_fork)
         pool = encoding_pool.EncodingPool(encode.Encoder(make_tokenizer()), cores=2)
         try:
-            list(pool.give([Example("text", "", text="a")]))
+            list(pool.give([Group("", (Example("text", "", text="a"),))]))
         except KeyboardInterrupt:
             print("interrupted", flush=True)
         one = next(iter(pool._executor._processes.values()))

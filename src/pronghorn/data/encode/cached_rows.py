@@ -205,10 +205,10 @@ class _Tokenizing:
                     chunk.fill()
                 self._any_bad = self._any_bad or bool(chunk.bad)
                 if self._any_bad and self._spec.bad_rows == "stop":
-                    chunk.examples = []  # the rest is only read, to count how many more bad rows there are
+                    chunk.groups = []  # the rest is only read, to count how many more bad rows there are
                 self._waiting.append(chunk)
                 with self._stage("tokenize"):
-                    done = list(pool.give(chunk.examples))
+                    done = list(pool.give(chunk.groups))
                 self._write(done)
             with self._stage("tokenize"):
                 done = list(pool.rest())
@@ -225,7 +225,7 @@ class _Tokenizing:
         results = iter(done)
         while self._waiting:
             chunk = self._waiting[0]
-            result = next(results, None) if chunk.examples else (None, [], {})
+            result = next(results, None) if chunk.groups else (None, [], {})
             if result is None:
                 break
             self._waiting.popleft()

@@ -24,7 +24,6 @@ from typing import Any
 
 from pronghorn.data.encode.encode import Encoder, Told
 from pronghorn.data.preference.preference_rows import Group
-from pronghorn.data.read.formats import Example
 from pronghorn.data.read.source_files import BadRow
 from pronghorn.digests import cores as usable_cores
 from pronghorn.errors import EnvironmentFault
@@ -62,12 +61,12 @@ class EncodingPool:
                     worker.kill()
             self._executor.shutdown(wait=True, cancel_futures=True)
 
-    def give(self, examples: Sequence[Example] | Sequence[Group]) -> Iterator[Encoded]:
+    def give(self, groups: Sequence[Group]) -> Iterator[Encoded]:
         """Take one chunk; returns what is ready, waiting only while more than two chunks a core are under way."""
-        if not examples:
+        if not groups:
             return
-        self._encoder.prepare_for(examples[0])
-        self._given += len(examples)
+        self._encoder.prepare_for(groups[0].answers[0])
+        self._given += len(groups)
         if self._executor is None and self._given > ROWS_WORTH_A_POOL and self._cores > 1 and _fork_is_safe():
             self._executor = ProcessPoolExecutor(
                 self._cores, multiprocessing.get_context("fork"), initializer=_start_worker, initargs=(self._encoder,)
@@ -75,22 +74,22 @@ class EncodingPool:
             others = set(multiprocessing.active_children())
             try:
                 with _signals_waiting():  # all workers are forked now
-                    self._submit(self._executor, examples)
+                    self._submit(self._executor, groups)
             finally:
                 self._workers = [child for child in multiprocessing.active_children() if child not in others]
         elif self._executor is None:
-            yield self._encoder.encode_many(examples)
+            yield self._encoder.encode_many(groups)
         else:
-            self._submit(self._executor, examples)
+            self._submit(self._executor, groups)
         while self._waiting and (self._waiting[0][0].done() or len(self._waiting) > 2 * self._cores):
             yield self._result()
 
-    def _submit(self, executor: ProcessPoolExecutor, examples: Sequence[Example] | Sequence[Group]) -> None:
+    def _submit(self, executor: ProcessPoolExecutor, groups: Sequence[Group]) -> None:
         try:
-            future = executor.submit(_encode_in_worker, examples)
+            future = executor.submit(_encode_in_worker, groups)
         except BrokenProcessPool as error:
             raise self._killed() from error
-        self._waiting.append((future, f"{examples[0].where} to {examples[-1].where}"))
+        self._waiting.append((future, f"{groups[0].where} to {groups[-1].where}"))
 
     def rest(self) -> Iterator[Encoded]:
         while self._waiting:
@@ -202,6 +201,6 @@ def _leave_with_parent() -> None:
         os._exit(1)
 
 
-def _encode_in_worker(examples: Sequence[Example] | Sequence[Group]) -> Encoded:
+def _encode_in_worker(groups: Sequence[Group]) -> Encoded:
     assert _worker_encoder is not None
-    return _worker_encoder.encode_many(examples)
+    return _worker_encoder.encode_many(groups)

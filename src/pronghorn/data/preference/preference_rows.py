@@ -81,11 +81,11 @@ NEEDED = (
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Answers to one prompt, the chosen one first; or one answer that is marked as good or bad."""
+    """Answers to one prompt, the chosen one first; one answer that is marked as good or bad; or a document by itself."""
 
     where: str
     answers: tuple[Example, ...]
-    roles: tuple[int, ...]
+    roles: tuple[int, ...] = ()  # of the answers; a document has none
     margin: float = 0.0
 
 
@@ -93,7 +93,9 @@ class Group:
 
 
 def detect_groups(rows: Sequence[RawRow], where: str, asked: str, wanted: Rows) -> str:
-    """What most of these first rows of a source are: `pairs: LAYOUT`, or `marked: FORMAT`."""
+    """What most of these first rows of a source are: `FORMAT` of documents, `pairs: LAYOUT`, or `marked: FORMAT`."""
+    if wanted == "documents":
+        return detect_format(rows, where, asked)
     rows = [_usual(row) for row in rows]
     layouts = [_layout(row.fields) for row in rows if answer_columns(row.fields, empty=True)]
     if 2 * len(layouts) >= len(rows) and layouts:
@@ -230,6 +232,9 @@ def _speaker(turn: object) -> str | None:
 def to_groups(row: RawRow, layout: str, wanted: Rows) -> list[Group] | BadRow:
     """What a row teaches, or why it teaches nothing. Pairs are several groups where single answers are wanted."""
     kind, _, name = layout.partition(": ")
+    if wanted == "documents":
+        example = to_example(row, layout)  # type: ignore[arg-type]
+        return example if isinstance(example, BadRow) else [Group(row.where, (example,))]
     row = _usual(row)
     try:
         refuse_media(row.fields)
@@ -248,6 +253,8 @@ def to_groups(row: RawRow, layout: str, wanted: Rows) -> list[Group] | BadRow:
 def unused_in_groups(fields: dict[str, Any], layout: str) -> set[str]:
     """Columns of a row that hold something and are not read."""
     kind, _, name = layout.partition(": ")
+    if not name:
+        return unused_columns(fields, layout)  # type: ignore[arg-type]
     if kind == "marked":
         return unused_columns({column: value for column, value in fields.items() if column not in MARKS}, name)  # type: ignore[arg-type]
     fields = _usual(RawRow(fields, "")).fields
