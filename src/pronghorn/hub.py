@@ -70,7 +70,7 @@ def model_folder(name: str, *, weights: bool = False, token: str | None = None) 
             return _fetch(name, commit, files, weights, token)
         except hub_errors() as error:
             told = refusal(error, name, token=token)
-            if not isinstance(told, EnvironmentFault) or (cached := _whole_in_cache(name)) is None:
+            if not isinstance(told, EnvironmentFault) or (cached := cached_folder(name)) is None:
                 raise told from error
             return cached
 
@@ -85,10 +85,10 @@ def adapter_folder(name: str, *, token: str | None = None) -> Path | None:
     """Where the hub's cache has the adapter of this name, fetched if it is not there yet. None: it is a model, or no name."""
     from huggingface_hub import constants
 
-    if not REPOSITORY.fullmatch(name) or _whole_in_cache(name) is not None:
+    if not REPOSITORY.fullmatch(name) or cached_folder(name) is not None:
         return None
     if constants.HF_HUB_OFFLINE:
-        return _whole_in_cache(name, ADAPTER)
+        return cached_folder(name, ADAPTER)
     with quiet():
         try:
             _ask(name, token)
@@ -104,7 +104,7 @@ def adapter_folder(name: str, *, token: str | None = None) -> Path | None:
             return folder
         except hub_errors() as error:
             told = refusal(error, name, token=token)
-            if isinstance(told, EnvironmentFault) and (cached := _whole_in_cache(name, ADAPTER)) is not None:
+            if isinstance(told, EnvironmentFault) and (cached := cached_folder(name, ADAPTER)) is not None:
                 return cached
             raise told from error
     return None
@@ -145,7 +145,7 @@ def data_set_revision(name: str) -> str:
 
 
 def _from_cache(name: str) -> Path:
-    if (folder := _whole_in_cache(name)) is not None:
+    if (folder := cached_folder(name)) is not None:
         return folder
     if why := os.environ.get(SILENT):
         raise EnvironmentFault(
@@ -162,7 +162,8 @@ def _from_cache(name: str) -> Path:
     )
 
 
-def _whole_in_cache(name: str, file: str = CONFIG) -> Path | None:
+def cached_folder(name: str, file: str = CONFIG) -> Path | None:
+    """The folder of this name in the hub's cache, if it has this file; None, too, for what cannot be a name there."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 

@@ -26,7 +26,7 @@ from pronghorn.data.preference.pair_rows import PairRows
 from pronghorn.errors import ModelError, RecipeError
 from pronghorn.folders import folder_of
 from pronghorn.hf_types import Tokenizer
-from pronghorn.hub import model_folder
+from pronghorn.hub import cached_folder, model_folder
 from pronghorn.model_files import MALFORMED, require_safe_files, require_template_names
 from pronghorn.recipe import Data
 from pronghorn.small_files import read_small_text
@@ -39,10 +39,6 @@ Span = tuple[int, int]
 TOKENIZER_FILES = (
     "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
     "chat_template*", "additional_chat_templates/*", "config.json",
-)  # fmt: skip
-HUB_TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
-    "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "config.json",
 )  # fmt: skip
 LARGEST_TEMPLATE = 1_000_000  # bytes; the largest chat template seen has 20,000
 
@@ -71,25 +67,16 @@ class TokenizerFiles:
             return _content_fingerprint(self.load())
         digest = hashlib.sha256()
         for file in files:
-            digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
-            with file.open("rb") as opened:
-                for block in iter(lambda: opened.read(1 << 20), b""):
-                    digest.update(block)
+            digest.update(f"{file.name}\0{file.stat().st_size}\0".encode() + file.read_bytes())
         digest.update(_template_text(self.spec.chat_template if self.spec else None).encode())
         return digest.hexdigest()
 
 
 def _files_of(name: str) -> list[Path]:
-    if folder := folder_of(name):
-        return sorted({file for pattern in TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()})
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = [try_to_load_from_cache(name, file) for file in HUB_TOKENIZER_FILES]
-    except HFValidationError:
-        return []  # not a name the hub could have; loading it says so
-    return [Path(path) for path in found if isinstance(path, str)]
+    """None for a name that nothing has; loading it says so."""
+    if not (folder := folder_of(name) or cached_folder(name)):
+        return []
+    return sorted({file for pattern in TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()})
 
 
 def _template_text(chat_template: str | None) -> str:

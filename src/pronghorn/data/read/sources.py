@@ -106,9 +106,8 @@ def read(source: Source, on_bad: Callable[[BadRow], None]) -> Iterator[RawRow]:
         else:
             yield row
     if empty:
-        raise DataError(
-            what="the file has no rows",
-            where=source.name,
+        raise source.error(
+            "the file has no rows",
             why="it is empty or contains only a header",
             fix="check how it was written, or remove it from the recipe",
         )
@@ -137,9 +136,8 @@ def state(source: Source) -> tuple[int, ...]:
 
 def require_unchanged(source: Source, before: tuple[int, ...]) -> None:
     if state(source) != before:
-        raise DataError(
-            what="the file changed while it was being read",
-            where=source.name,
+        raise source.error(
+            "the file changed while it was being read",
             why="its rows may be a mixture of both versions",
             fix="wait until the file is complete, then run the same command again",
         )
@@ -159,10 +157,8 @@ def _rows(source: Source) -> Iterator[RawRow | BadRow]:
 
 def _damaged(source: Source, error: Exception) -> DataError:
     test = f"{source.packing} -t {shlex.quote(source.name)}"
-    return DataError(
-        what=f"the {source.packing} data is damaged or truncated: {error}",
-        where=source.name,
-        fix=f"copy or download it again; check it with `{test}`",
+    return source.error(
+        f"the {source.packing} data is damaged or truncated: {error}", fix=f"copy or download it again; check it with `{test}`"
     )
 
 
@@ -278,14 +274,14 @@ def _header(source: Source, names: list[str]) -> list[str]:
     names = [name or f"Unnamed: {i}" for i, name in enumerate(names)]  # as pandas calls the index that it writes
     twice = [name for name in names if names.count(name) > 1]
     if twice:
-        raise DataError(what=f"two columns are named `{twice[0]}`", where=f"{source.name}:1", fix="rename one of them")
+        raise source.error(f"two columns are named `{twice[0]}`", fix="rename one of them", at=":1")
     other = next((mark for mark in (";", "\t", ",", "|") if len(names) == 1 and mark in names[0]), None)
     if other:
-        raise DataError(
-            what=f"the columns are separated by {other!r}",
-            where=f"{source.name}:1",
+        raise source.error(
+            f"the columns are separated by {other!r}",
             why="a .csv file is separated by commas, a .tsv file by tabs",
             fix="save it with commas (.csv) or tabs (.tsv)",
+            at=":1",
         )
     return names
 
