@@ -12,8 +12,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -132,11 +131,10 @@ def tokenized_rows(
     with stage("load"):
         encoder = Encoder(loaded(tokenizer), spec.loss_on, spec.lost, spec.control_tokens)
     with PartialTable(path, SCHEMA if wanted == "documents" else PAIR_SCHEMA) as partial:
-        work = _Tokenizing(found, states, spec, encoder, partial, progress, stage)
-        work.run()
+        _tokenize(partial, found, states, spec, encoder, progress, stage)
         partial.finish()
-    if work.went_on:
-        remarks += (f"resumed after the first {counted(work.went_on, 'row')}, which were tokenized before the interruption",)
+    if there := sum(note.read for note in partial.there):
+        remarks += (f"resumed after the first {counted(there, 'row')}, which were tokenized before the interruption",)
     try:
         rows = _open(path, found)
     except DamagedError as error:
@@ -173,79 +171,50 @@ def _open(path: Path, found: Sequence[Part]) -> Rows | None:
     return rows
 
 
-class _Tokenizing:
+def _tokenize(
+    partial: PartialTable,
+    found: Sequence[Part],
+    states: Sequence[tuple[int, ...]],
+    spec: Data,
+    encoder: Encoder,
+    progress: Progress,
+    stage: Stage,
+) -> None:
     """One pass over the sources, behind what is there already. No more is held than the chunks under way."""
+    counts, stops, skipped = _Counts.of(found, partial.there), spec.bad_rows == "stop", 0
+    there, any_bad = counts.read, counts.bad > 0
+    with stage("read"):
+        expected = expected_rows(found)
 
-    def __init__(
-        self,
-        found: Sequence[Part],
-        states: Sequence[tuple[int, ...]],
-        spec: Data,
-        encoder: Encoder,
-        partial: PartialTable,
-        progress: Progress,
-        stage: Stage,
-    ) -> None:
-        self._found, self._states, self._spec, self._encoder = found, states, spec, encoder
-        self._partial, self._tell, self._stage = partial, progress, stage
-        self._expected = 0
-        self._skip, self._skipped = len(partial.there), 0  # chunks that are there already; rows of them that were read again
-        self._waiting: deque[Chunk] = deque()
-        self.counts = _Counts.of(found, partial.there)
-        self.went_on, self._any_bad = self.counts.read, self.counts.bad > 0
-
-    def run(self) -> None:
-        with self._stage("read"):
-            self._expected = expected_rows(self._found)
-        with EncodingPool(self._encoder, waiting=self._progress) as pool:
-            for chunk in read_chunks(self._found, CHUNK, self._stage):
-                if self._is_there(chunk):
-                    continue
-                with self._stage("read"):
-                    chunk.fill()
-                self._any_bad = self._any_bad or bool(chunk.bad)
-                if self._any_bad and self._spec.bad_rows == "stop":
-                    chunk.groups = []  # the rest is only read, to count how many more bad rows there are
-                self._waiting.append(chunk)
-                with self._stage("tokenize"):
-                    done = list(pool.give(chunk.groups))
-                self._write(done)
-            with self._stage("tokenize"):
-                done = list(pool.rest())
-            self._write(done)
-        for part, state in zip(self._found, self._states, strict=True):
-            sources.require_unchanged(part.source, state)  # else the cache would have these rows under the digest of others
-        counts = self.counts
-        if counts.bad and (self._spec.bad_rows == "stop" or counts.bad == counts.read):
-            raise bad_rows(list(itertools.islice(self._partial.bad(), 1 + FIRST_BAD_ROWS)), counts.bad, counts.read)
-        self._tell("tokenizing", counts.read, counts.read)
-
-    def _write(self, done: Sequence[Encoded]) -> None:
-        """What is done comes in the order in which it was given; chunks without an example were not given."""
-        results = iter(done)
-        while self._waiting:
-            chunk = self._waiting[0]
-            result = next(results, None) if chunk.groups else (None, [], {})
-            if result is None:
-                break
-            self._waiting.popleft()
-            batch, bad, told = result
-            self._any_bad = self._any_bad or bool(bad)
-            note = chunk.note(batch.num_rows if batch is not None else 0, len(bad), told)
-            self._partial.add(batch, [*chunk.bad, *bad], note)
-            self.counts.add(note)
-        self._progress()
-
-    def _progress(self) -> None:
+    def tell() -> None:
         """The last row is told of when all is written: a bar that is full is taken away."""
-        if not self._expected or self.counts.read < self._expected:
-            self._tell("tokenizing", self.counts.read, self._expected)
+        if not expected or counts.read < expected:
+            progress("tokenizing", counts.read, expected)
 
-    def _is_there(self, chunk: Chunk) -> bool:
-        """Whether an interrupted tokenizing wrote it already; then it is only read, to get to what follows."""
-        if not self._skip:
-            return False
-        self._skip -= 1
-        self._skipped += chunk.read
-        self._tell("reading cached tokens", self._skipped, self.went_on)
-        return True
+    def write(results: Iterator[tuple[Chunk, Encoded]]) -> None:
+        with stage("tokenize"):
+            done = list(results)
+        for chunk, (batch, bad, told) in done:
+            note = chunk.note(batch.num_rows if batch is not None else 0, len(bad), told)
+            partial.add(batch, [*chunk.bad, *bad], note)
+            counts.add(note)
+        tell()
+
+    with EncodingPool(encoder, waiting=tell) as pool:
+        for number, chunk in enumerate(read_chunks(found, CHUNK, stage)):
+            if number < len(partial.there):  # only read, to get to what follows
+                skipped += chunk.read
+                progress("reading cached tokens", skipped, there)
+                continue
+            with stage("read"):
+                chunk.fill()
+            any_bad = any_bad or counts.bad > 0 or bool(chunk.bad)
+            if any_bad and stops:
+                chunk.groups = []  # the rest is only read, to count how many more bad rows there are
+            write(pool.give(chunk))
+        write(pool.rest())
+    for part, state in zip(found, states, strict=True):
+        sources.require_unchanged(part.source, state)  # else the cache would have these rows under the digest of others
+    if counts.bad and (stops or counts.bad == counts.read):
+        raise bad_rows(list(itertools.islice(partial.bad(), 1 + FIRST_BAD_ROWS)), counts.bad, counts.read)
+    progress("tokenizing", counts.read, counts.read)
