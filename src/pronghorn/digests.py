@@ -14,9 +14,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pronghorn.folders import cache_folder, remove_left_behind, temporary
@@ -33,29 +33,18 @@ SEAL = 65  # bytes that a seal takes, with the end of its line
 
 def digests_between(descriptor: int, borders: Sequence[int]) -> list[str]:
     """SHA-256 of each part of an open file, from border to border; a file that ends early has other digests. Raises OSError."""
-    count = len(borders) - 1
-    found, errors, numbers = [""] * count, list[OSError](), iter(range(count))
 
-    def work() -> None:
-        try:
-            for number in numbers:  # the threads share the iterator
-                digest = hashlib.sha256()
-                for at in range(borders[number], borders[number + 1], BLOCK):
-                    digest.update(os.pread(descriptor, min(BLOCK, borders[number + 1] - at), at))
-                found[number] = digest.hexdigest()
-        except OSError as error:
-            errors.append(error)
+    def between(start: int, stop: int) -> str:
+        digest = hashlib.sha256()
+        for at in range(start, stop, BLOCK):
+            digest.update(os.pread(descriptor, min(BLOCK, stop - at), at))
+        return digest.hexdigest()
 
-    # Daemons, so that Ctrl-C does not wait for the rest of a large file.
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(count, MOST_THREADS, cores()) - 1)]
-    for thread in threads:
-        thread.start()
-    work()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return found
+    pool = ThreadPoolExecutor(min(MOST_THREADS, cores()))
+    try:
+        return list(pool.map(between, borders[:-1], borders[1:]))
+    finally:
+        pool.shutdown(cancel_futures=True)  # Ctrl-C does not wait for the rest of a large file
 
 
 def file_digest(path: Path) -> str:
