@@ -147,19 +147,13 @@ def data_set_revision(name: str) -> str:
 def _from_cache(name: str) -> Path:
     if (folder := cached_folder(name)) is not None:
         return folder
+    what = "the model is not in the Hub cache"
     if why := os.environ.get(SILENT):
-        raise EnvironmentFault(
-            what="the model is not in the Hub cache, and the Hub cannot be reached",
-            where=name,
-            why=why,
-            fix="check the network and the spelling, or use a local folder",
-        )
-    raise ModelError(
-        what="the model is not in the Hub cache",
-        where=name,
-        why="HF_HUB_OFFLINE is set, so nothing is downloaded",
-        fix="check the name; without network access, the model must be a folder or already in the Hub cache",
-    )
+        fix = "check the network and the spelling, or use a local folder"
+        raise EnvironmentFault(f"{what}, and the Hub cannot be reached", where=name, why=why, fix=fix)
+    why = "HF_HUB_OFFLINE is set, so nothing is downloaded"
+    fix = "check the name; without network access, the model must be a folder or already in the Hub cache"
+    raise ModelError(what, where=name, why=why, fix=fix)
 
 
 def cached_folder(name: str, file: str = CONFIG) -> Path | None:
@@ -300,43 +294,30 @@ def refusal(error: Exception, name: str, *, token: str | None = None, kind: str 
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
-    wrong = DataError if kind == "data set" else ModelError
+    wrong: type[PronghornError] = DataError if kind == "data set" else ModelError
     page = f"{constants.ENDPOINT}/{'datasets/' if kind == 'data set' else ''}{name}"
-    given = "this token" if token else "HF_TOKEN"
+    given, tokens = "this token" if token else "HF_TOKEN", f"{constants.ENDPOINT}/settings/tokens"
     answer = getattr(error, "response", None)
     status = int(getattr(answer, "status_code", 0) or 0)
-    if isinstance(error, GatedRepoError) or status == 403:
-        return wrong(
-            what=f"access to this {kind} is restricted ({status or 403})",
-            where=name,
-            why=f"the owner of the token ({given}) must accept the licence on {page}",
-            fix=f"accept it there, then set HF_TOKEN to a token from {constants.ENDPOINT}/settings/tokens",
-        )
-    if isinstance(error, RepositoryNotFoundError) or status in (401, 404):
-        return wrong(
-            what=f"the Hub has no such {kind}, or it is private ({status or 404})",
-            where=name,
-            why=f"without access the Hub does not say which; see {page}",
-            fix="check the spelling; if it is private or gated, set HF_TOKEN to a token from "
-            f"{constants.ENDPOINT}/settings/tokens",
-        )
     first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-    if status in BUSY or status >= 500:
+    if isinstance(error, GatedRepoError) or status == 403:
+        what = f"access to this {kind} is restricted ({status or 403})"
+        why = f"the owner of the token ({given}) must accept the licence on {page}"
+        fix = f"accept it there, then set HF_TOKEN to a token from {tokens}"
+    elif isinstance(error, RepositoryNotFoundError) or status in (401, 404):
+        what = f"the Hub has no such {kind}, or it is private ({status or 404})"
+        why = f"without access the Hub does not say which; see {page}"
+        fix = f"check the spelling; if it is private or gated, set HF_TOKEN to a token from {tokens}"
+    elif status in BUSY or status >= 500:
+        wrong, what = EnvironmentFault, f"the Hub answers with status {status}"
         why = "it asks to retry later" if status == 429 else "it is a server error"
-        return EnvironmentFault(
-            what=f"the Hub answers with status {status}",
-            where=name,
-            why=why,
-            fix="run the same command again later, or use a local folder",
-        )
-    if status:
-        return wrong(what=f"the Hub refuses the request ({status})", where=name, why=first, fix="check the name and HF_TOKEN")
-    return EnvironmentFault(
-        what=f"the Hub does not answer, and the {kind} is not in the cache",
-        where=name,
-        why=f"{constants.ENDPOINT}: {first}",
-        fix="check the network, or use a local folder",
-    )
+        fix = "run the same command again later, or use a local folder"
+    elif status:
+        what, why, fix = f"the Hub refuses the request ({status})", first, "check the name and HF_TOKEN"
+    else:
+        wrong, what = EnvironmentFault, f"the Hub does not answer, and the {kind} is not in the cache"
+        why, fix = f"{constants.ENDPOINT}: {first}", "check the network, or use a local folder"
+    return wrong(what, where=name, why=why, fix=fix)
 
 
 def hub_errors() -> tuple[type[Exception], ...]:

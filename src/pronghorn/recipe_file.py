@@ -180,7 +180,10 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), name: str = "recipe")
     if isinstance(values.get("objective"), str):
         values["objective"] = {"name": values["objective"]}  # so that objective.beta=0.3 fits beside it
     for word in overrides:
-        _apply_override(values, places, word, problems)
+        try:
+            _apply_override(values, places, word)
+        except RecipeError as error:
+            problems.append(error)
     _replace_batch(values, [word.partition("=")[0] for word in overrides])
     recipe = None
     try:
@@ -239,33 +242,26 @@ def _once(problems: Iterable[PronghornError]) -> list[PronghornError]:
     return list(seen.values())
 
 
-def _apply_override(values: dict[str, Any], places: dict[KeyPath, str], word: str, problems: list[PronghornError]) -> None:
+def _apply_override(values: dict[str, Any], places: dict[KeyPath, str], word: str) -> None:
     key, equals, text = word.partition("=")
     if not equals or not re.fullmatch(r"\w+(\.\w+)*", key):
-        problems.append(
-            RecipeError(
-                what=f"`{word}` is not of the form key=value", where="command line", fix="write for example train.lr=1e-4"
-            )
+        raise RecipeError(
+            what=f"`{word}` is not of the form key=value", where="command line", fix="write for example train.lr=1e-4"
         )
-        return
     try:
         value = read_value(text, "command line")
     except RecipeError as error:
-        problems.append(RecipeError(what=f"{key}: {error.what}", where=error.where, why=error.why, fix=error.fix))
-        return
+        raise RecipeError(what=f"{key}: {error.what}", where=error.where, why=error.why, fix=error.fix) from error
     *parents, last = key.split(".")
     section = values
     for depth, part in enumerate(parents):
         below = section.setdefault(part, {})
         if not isinstance(below, dict):
-            problems.append(
-                RecipeError(
-                    what=f"{key}: `{'.'.join(parents[: depth + 1])}` is a value, not a section",
-                    where="command line",
-                    fix="check the key's name with `pronghorn new -`",
-                )
+            raise RecipeError(
+                what=f"{key}: `{'.'.join(parents[: depth + 1])}` is a value, not a section",
+                where="command line",
+                fix="check the key's name with `pronghorn new -`",
             )
-            return
         section = below
     section[last] = {"name": value} if key == "objective" and isinstance(value, str) else value
     path = tuple(key.split("."))

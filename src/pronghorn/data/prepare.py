@@ -256,21 +256,17 @@ def _too_many_long(table: TokenTable, limit: int, affected: int, capacity: int |
 
 
 def _nothing_left(names: Sequence[Name], counts: Counts, spec: Data) -> DataError:
-    where = ", ".join(map(named, names))
-    if counts.dropped_long and spec.long == "truncate":
-        return DataError(
-            f"no row has a token with loss within its first {spec.max_length:,} tokens", where=where,
-            why="truncation removes all answers", fix="raise data.max_length, or set data.long: split",
-        )  # fmt: skip
-    if counts.dropped_long and counts.dropped_long + counts.no_loss >= counts.read - counts.bad - counts.junk:
-        return DataError(
-            f"all rows are too long: none has {spec.max_length:,} tokens or fewer", where=where,
-            why=f"dropped: {counted(counts.dropped_long, 'row')}",
-            fix="raise data.max_length, or set data.long: truncate or split",
-        )  # fmt: skip
     fates = {
         "too long": counts.dropped_long, "without a token that carries loss": counts.no_loss, "junk": counts.junk,
         "exact duplicates": counts.exact_duplicates, "near duplicates": counts.near_duplicates, "bad": counts.bad,
     }  # fmt: skip
+    what, fix = "no row is left to train on", "inspect rows with `pronghorn data show`"
     why = ", ".join(f"{count:,} {fate}" for fate, count in fates.items() if count)
-    return DataError("no row is left to train on", where=where, why=why, fix="inspect rows with `pronghorn data show`")
+    if counts.dropped_long and spec.long == "truncate":
+        what = f"no row has a token with loss within its first {spec.max_length:,} tokens"
+        why, fix = "truncation removes all answers", "raise data.max_length, or set data.long: split"
+    elif counts.dropped_long and counts.dropped_long + counts.no_loss >= counts.read - counts.bad - counts.junk:
+        what = f"all rows are too long: none has {spec.max_length:,} tokens or fewer"
+        why = f"dropped: {counted(counts.dropped_long, 'row')}"
+        fix = "raise data.max_length, or set data.long: truncate or split"
+    return DataError(what, where=", ".join(map(named, names)), why=why, fix=fix)

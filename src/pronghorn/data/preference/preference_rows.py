@@ -111,24 +111,17 @@ def detect_groups(rows: Sequence[RawRow], where: str, asked: str, wanted: Rows) 
         raise DataError(what="no row can be read, so the format cannot be detected", where=where, fix="fix the rows")
     columns = list(dict.fromkeys(column for row in rows for column in row.fields))
     found = "found " + ", ".join(f"`{column}`" for column in columns)
+    what, why = f"no preference data; {found}", NEEDED
+    fix = f"{_how_to_name(columns)}; or set objective: supervised, which trains on every answer"
     if marked and wanted == "pairs":
-        mark = mark_column(marked[0].fields)
-        raise DataError(
-            f"no pairs of answers, only single answers marked by `{mark}`", where=where, why=NEEDED,
-            fix="set objective: kto, which trains on single answers",
-        )  # fmt: skip
-    named = _how_to_name(columns)
-    if wanted == "marked":
+        what = f"no pairs of answers, only single answers marked by `{mark_column(marked[0].fields)}`"
+        fix = "set objective: kto, which trains on single answers"
+    elif wanted == "marked":
         _refuse_other_marks(rows, where)
-        raise DataError(
-            f"no column marks answers as good or bad; {found}", where=where,
-            why=f"objective kto needs a `label` (true or false) for each answer, or pairs; {NEEDED}",
-            fix="add the column, or name it: data.fields: {label: COLUMN}",
-        )  # fmt: skip
-    raise DataError(
-        f"no preference data; {found}", where=where, why=NEEDED,
-        fix=f"{named}; or set objective: supervised, which trains on every answer",
-    )  # fmt: skip
+        what = f"no column marks answers as good or bad; {found}"
+        why = f"objective kto needs a `label` (true or false) for each answer, or pairs; {NEEDED}"
+        fix = "add the column, or name it: data.fields: {label: COLUMN}"
+    raise DataError(what, where=where, why=why, fix=fix)
 
 
 def _layout(fields: dict[str, Any]) -> Layout:
