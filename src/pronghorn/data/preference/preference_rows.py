@@ -34,6 +34,7 @@ from pronghorn.data.read.formats import (
     beside,
     chat_column,
     chat_example,
+    completion_example,
     detect_format,
     holds,
     text_of,
@@ -350,12 +351,7 @@ def _prompt(row: RawRow, layout: Layout) -> str | list[dict[str, Any]]:
 
 def _answer(row: RawRow, prompt: str | list[dict[str, Any]], said: object, column: str) -> Example:
     if isinstance(prompt, str) and isinstance(said, str):
-        if column_beside := beside(row.fields):
-            raise UnfitError(
-                f"the row has `{column_beside}` and a plain-text prompt, but earlier rows have no `{column_beside}`",
-                "convert all rows to conversations: data.fields: {instruction: prompt}",
-            )
-        return Example("completion", row.where, prompt=prompt, completion=said)
+        return completion_example(row, prompt, said, "instruction: prompt")
     before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     return chat_example(row, before + _turns(said, column), prompt_messages=len(before))
 
