@@ -78,7 +78,7 @@ def _composed(text: str, yaml: YAML, name: str, kind: str) -> Node | None:
         if len(text) > LARGEST:
             shorter = "shorten it; data belongs into files of its own"
             raise _TooMuchError(f"has {len(text):,} letters", shorter, why=f"the limit is {LARGEST:,}")
-        node = yaml.compose(io.StringIO(text))
+        node: Node | None = yaml.compose(io.StringIO(text))
         if node is not None and _values_in(node, {}, name) > MOST_VALUES:
             raise _TooMuchError(TOO_MANY, "write the values without aliases", why="aliases (*name) repeat lists")
     except _TooMuchError as error:

@@ -144,7 +144,7 @@ def test_the_file_of_bad_rows_is_what_the_table_says(model: Path, tmp_path: Path
     assert file is not None
     good = file.read_text()
     assert json.loads(good)["where"].endswith("a.jsonl:2")
-    for damage in (lambda: file.write_text("x"), file.unlink, lambda: (file.unlink(), os.mkfifo(file))):
+    for damage in (lambda: file.write_bytes(b"\xff"), file.unlink, lambda: (file.unlink(), os.mkfifo(file))):
         damage()
         prepared(model, tmp_path / "a.jsonl", bad_rows="skip")
         assert file.read_text() == good

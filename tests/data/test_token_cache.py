@@ -106,6 +106,10 @@ def test_a_line_with_a_right_checksum_and_a_wrong_content_is_damage(tmp_path: Pa
     journal.write_bytes(b"".join([*lines[:-1], digests.seal_of("t", text), b" ", text, b"\n"]))
     with pytest.raises(DamagedError, match="journal was changed"):
         open_table(tmp_path / "t")
+    for more in (b"x", b"\n", lines[-1]):
+        journal.write_bytes(b"".join([*lines, more]))
+        with pytest.raises(DamagedError, match="was changed"):
+            open_table(tmp_path / "t")
 
 
 @pytest.mark.parametrize("change", ["cut", "written to"])

@@ -71,10 +71,11 @@ class Entry(NamedTuple):
         return seal_of(name, text) + b" " + text + b"\n"
 
 
-def _read_journal(folder: Path, name: str) -> list[Entry]:
-    """Up to the first line that is not what was written. Raises OSError."""
+def _read_journal(folder: Path, name: str) -> tuple[list[Entry], bool]:
+    """Up to the first line that is not what was written; and whether that is all of it. Raises OSError."""
     entries: list[Entry] = []
-    for line in read_small(folder / JOURNAL, LARGEST_SEALED).splitlines(keepends=True):
+    lines = read_small(folder / JOURNAL, LARGEST_SEALED).splitlines(keepends=True)
+    for line in lines:
         seal, _, text = line.partition(b" ")
         if not text.endswith(b"\n") or seal != seal_of(name, text[:-1]):
             break
@@ -82,7 +83,7 @@ def _read_journal(folder: Path, name: str) -> list[Entry]:
             entries.append(_adapter(Entry).validate_json(text, strict=True))
         except ValidationError:
             break
-    return entries
+    return entries, len(entries) == len(lines)
 
 
 def _intact(descriptor: int, entries: Sequence[Entry]) -> int:
@@ -101,10 +102,10 @@ def open_table(path: Path) -> tuple[TokenTable, list[Entry]] | None:
     try:
         if (path / TABLE).exists() and not (path / TABLE).is_file():
             raise DamagedError("it is not a regular file")
-        entries = _read_journal(path, path.name)
+        entries, whole = _read_journal(path, path.name)
         with (path / TABLE).open("rb") as file:
             guard = _Guard(path / TABLE, file.fileno())
-            if not entries or not entries[-1].content:
+            if not whole or not entries or not entries[-1].content:
                 raise DamagedError("its journal was changed")
             if guard.size != entries[-1].size:
                 raise DamagedError(f"it has {guard.size:,} bytes, expected {entries[-1].size:,}")
@@ -144,11 +145,11 @@ class _Guard:
 
 def write_bad_rows(path: Path, bad: Iterable[BadRow]) -> None:
     """The rows that were set aside, for people: in the table's folder, unless they are there."""
-    file, text = path / BAD, "".join(json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in bad)
+    file, text = path / BAD, "".join(json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in bad).encode()
     try:
-        if not file.is_file() or file.read_text(encoding="utf-8") != text:
+        if not file.is_file() or file.read_bytes() != text:
             file.unlink(missing_ok=True)
-            file.write_text(text, encoding="utf-8")
+            file.write_bytes(text)
     except OSError as error:
         raise cannot_write(file, error, "the bad rows") from error
 
@@ -174,7 +175,7 @@ class PartialTable:
             _remove_interrupted(path.parent)
             self._folder, self._journal = _claimed(path)
             self._table = os.open(self._folder / TABLE, os.O_RDWR | os.O_CREAT, 0o666)
-            entries = _read_journal(self._folder, path.name)
+            entries, _ = _read_journal(self._folder, path.name)
             entries = [entry for entry in entries[: _intact(self._table, entries)] if not entry.content]
             self._size = entries[-1].size if entries else 0
             lines = sum(len(entry.line(path.name)) for entry in entries)
@@ -217,7 +218,7 @@ class PartialTable:
 
     def bad(self) -> Iterator[BadRow]:
         """The rows that were set aside, in order."""
-        for entry in _read_journal(self._folder, self.path.name):
+        for entry in _read_journal(self._folder, self.path.name)[0]:
             yield from entry.bad
 
     def finish(self) -> None:

@@ -37,7 +37,8 @@ def tokens_in(table: TokenRows, rows: Longs) -> int:
 
 def _tokens(table: TokenRows, rows: Any) -> Longs:
     """Tokens of each row; a shared prompt counts with the first row of its group."""
-    lengths, pairs = table.lengths[rows].astype(np.int64), pairs_of(table)
+    pairs = pairs_of(table)
+    lengths: Longs = table.lengths[rows].astype(np.int64)
     if pairs is None or not pairs.shared:
         return lengths
     later = np.diff(pairs.groups[rows], prepend=-1) == 0
