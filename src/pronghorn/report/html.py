@@ -111,22 +111,22 @@ def _live(run: RunStats, steps: Sequence[dict[str, Any]]) -> str:
 
 def _tiles(run: RunStats, answers: Sequence[AnswerRow]) -> str:
     """The result first: what the answers score, beside the base model's."""
-    at_best = f"best at step {run.best_eval_step:,}" if run.best_eval_step is not None else ""
-    first = f"from {number_format.figure(run.first_loss)}" if run.first_loss is not None else ""
+    at_best = f"best at step {run.evaluation.best_step:,}" if run.evaluation.best_step is not None else ""
+    first = f"from {number_format.figure(run.loss.first)}" if run.loss.first is not None else ""
     planned = f"of {run.steps:,} planned" if run.steps else ""
     full = f"packs {100 * run.efficiency:.1f} % full" if run.efficiency is not None else ""
-    best_loss = f"at step {run.best_loss_step:,}" if run.best_loss_step is not None else ""
+    best_loss = f"at step {run.loss.best_step:,}" if run.loss.best_step is not None else ""
     sessions = f"in {len(run.sessions)} sessions" if len(run.sessions) > 1 else ""
     tiles = [
         *score_tiles(answers),
-        ("evaluation loss", number_format.figure(run.best_eval), at_best),
-        ("training loss, last", number_format.figure(run.last_loss), first),
+        ("evaluation loss", number_format.figure(run.evaluation.best), at_best),
+        ("training loss, last", number_format.figure(run.loss.last), first),
         ("steps", f"{run.step:,}", planned),
         ("wall-clock", number_format.duration(run.seconds), sessions),
         ("tokens per second", number_format.count(run.tokens_per_second), "real tokens, no padding"),
         ("tokens seen", number_format.count(run.tokens), full),
         ("perplexity", number_format.figure(run.perplexity), "at the best evaluation" if run.perplexity is not None else ""),
-        ("training loss, best", number_format.figure(run.best_loss), best_loss),
+        ("training loss, best", number_format.figure(run.loss.best), best_loss),
     ]
     return '<dl class="tiles">' + "".join(
         f'<div class="tile"><dt>{escape(label)}</dt><dd>{escape(value)}<small>{escape(more)}</small></dd></div>'
@@ -153,8 +153,9 @@ def _plots(
     broken = sum(not math.isfinite(y) for _, y in loss)
     note = f"{broken:,} {'step' if broken == 1 else 'steps'} with a non-finite loss." if broken else ""
     star = None
-    if run.best_eval is not None and run.best_eval_step is not None:
-        star = (float(run.best_eval_step), run.best_eval, f"best {number_format.figure(run.best_eval)}")
+    best = run.evaluation
+    if best.best is not None and best.best_step is not None:
+        star = (float(best.best_step), best.best, f"best {number_format.figure(best.best)}")
     resumes = [e["resumed_from"] for e in kept if e["event"] == "start" and e.get("resumed_from") is not None]
     breaks = [(float(step), f"resumed at {step:,}") for step in sorted(set(resumes))]
     lines = [*_with_trend("training", loss)]

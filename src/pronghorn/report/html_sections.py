@@ -10,9 +10,9 @@ from typing import Any
 
 from pronghorn.report import number_format
 from pronghorn.report.answers import AnswerRow, mean_scores
-from pronghorn.report.ranks import ranks_summary
+from pronghorn.report.ranks import ranks_line
 from pronghorn.report.run_log import as_number
-from pronghorn.report.run_stats import RunStats, cost
+from pronghorn.report.run_stats import RunStats
 
 FIRST_ANSWERS = 6  # shown at once, the others on request
 MOST_ANSWERS, MOST_EVALUATIONS, MOST_SOURCES, MOST_TEXT = 30, 40, 50, 3000  # keeps the page below 2 MB whatever the run says
@@ -240,15 +240,13 @@ def memory_section(kept: Sequence[dict[str, Any]]) -> str:
 def cost_section(run: RunStats, kept: Sequence[dict[str, Any]]) -> str:
     if not sum(run.stages.values()):
         return ""
-    spent = cost(run.stages, run.gpus, run.price)
     rows = [("wall-clock", number_format.duration(run.seconds)),
-            ("GPU hours", f"{spent.gpu_hours:,.2f}" if run.gpus else ""),
-            ("outside training", f"{number_format.percent(spent.wasted_share)} of the time: loading, evaluation, checkpoints"),
+            ("GPU hours", f"{run.gpu_hours:,.2f}" if run.gpus else ""),
+            ("outside training", f"{number_format.percent(run.wasted_share)} of the time: loading, evaluation, checkpoints"),
             ("tokens per hour", number_format.count(run.tokens / run.seconds * 3600) if run.seconds > 0 else "")]  # fmt: skip
-    if ranks := ranks_summary(kept):
-        rows.append(("ranks", ranks["text"]))
-    if spent.money is not None and run.price is not None:
-        rows.append(("price", f"about {spent.money:,.2f} USD at {run.price:,.2f} USD per hour ({run.price_note})"))
+    rows.append(("ranks", ranks_line(kept)))
+    if run.money is not None and run.price is not None:
+        rows.append(("price", f"about {run.money:,.2f} USD at {run.price:,.2f} USD per hour ({run.price_note})"))
     elif run.gpus:
         rows.append(("price", "unknown for this GPU"))
     return f'<h2>Cost</h2><div class="card">{pairs(rows)}</div>'
