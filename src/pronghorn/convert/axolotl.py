@@ -58,8 +58,8 @@ def _method(draft: Draft) -> None:
         for key in ("load_in_4bit", "load_in_8bit"):
             if values.is_on(draft.get(key)):
                 draft.not_honoured(key, "method: full does not quantize trained weights; set method: qlora to train an adapter")
-        shared.adapter_off(draft, ["load_in_4bit", "load_in_8bit"], "set by method: full")
-        shared.adapter_off(draft, LORA_KEYS, "no adapter: all weights are trained (method: full)")
+        shared.unused(draft, ["load_in_4bit", "load_in_8bit"], "set by method: full")
+        shared.unused(draft, LORA_KEYS, "no adapter: all weights are trained (method: full)")
         return
     if adapter not in ("lora", "qlora"):
         draft.nearest("method", "lora", "adapter", "the supported adapter methods are lora, qlora and fp8")
@@ -69,9 +69,7 @@ def _method(draft: Draft) -> None:
         draft.set("method", "lora", "adapter")
     if values.is_on(eight):
         draft.not_honoured("load_in_8bit", f"{shared.BITS}; the recipe has method: {draft.targets['method']}")
-    for key in ("load_in_4bit", "load_in_8bit"):
-        if draft.get(key) is not None and key not in draft.fates:
-            draft.no_effect(key, f"set by method: {draft.targets['method']}")
+    shared.unused(draft, ["load_in_4bit", "load_in_8bit"], f"set by method: {draft.targets['method']}")
     _targets(draft)
 
 
@@ -81,21 +79,15 @@ def _targets(draft: Draft) -> None:
         draft.set("lora.targets", "all-linear", "lora_target_linear")
     elif draft.get("lora_target_linear") is not None:
         draft.no_effect("lora_target_linear", "lora_target_modules takes precedence")
-    if modules is None:
-        return
     if isinstance(modules, str) and modules != "all-linear":
         draft.not_honoured(
             "lora_target_modules", "lora.targets takes module names, not a pattern; the recipe uses lora.targets: all-linear"
         )
         return
-    try:
-        names = values.words(modules)
-    except values.UnfitError as error:
-        draft.not_honoured("lora_target_modules", str(error))
-        return
-    if linear:
+    names = draft.read("lora_target_modules", values.words)
+    if names is not None and linear:
         draft.no_effect("lora_target_modules", "lora.targets: all-linear covers every linear layer of the decoder")
-    else:
+    elif names is not None:
         draft.set("lora.targets", "all-linear" if names == ["all-linear"] else names, "lora_target_modules")
 
 
@@ -154,17 +146,14 @@ def _tokens(draft: Draft) -> None:
                 draft.no_effect(key, "none of its values is used")
         elif value is not None:
             draft.not_honoured(key, shared.NEW_TOKENS)
-    if draft.get("eot_tokens") is not None:
-        try:
-            draft.set("data.eot_tokens", values.words(draft.get("eot_tokens")), "eot_tokens")
-        except values.UnfitError as error:
-            draft.not_honoured("eot_tokens", str(error))
+    if (ends := draft.read("eot_tokens", values.words)) is not None:
+        draft.set("data.eot_tokens", ends, "eot_tokens")
 
 
 def _evaluating(draft: Draft, epochs: float) -> None:
     keys = ["eval_steps", "evals_per_epoch", "eval_strategy", "evaluation_strategy"]
     if draft.targets.get("data.eval") is None:
-        shared.adapter_off(draft, keys, "no held-out data")
+        shared.unused(draft, keys, "no held-out data")
         return
     strategy = "eval_strategy" if draft.get("eval_strategy") is not None else "evaluation_strategy"
     shared.every(

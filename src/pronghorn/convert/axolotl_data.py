@@ -87,15 +87,11 @@ class _Item:
             self.no("path", str(error))
             self._rest("its dataset is not in the recipe")
             return None
-        try:
+        with self.draft.reading(f"{self.at}.type"):
             self._type()
-        except UnfitError as error:
-            self.no("type", str(error))
         for name in self.item:
-            try:
+            with self.draft.reading(f"{self.at}.{name}"):
                 self._field(name)
-            except UnfitError as error:
-                self.no(name, str(error))
         return self.one
 
     def _rest(self, why: str) -> None:

@@ -1,15 +1,16 @@
 """A recipe in the making out of another tool's config, and what became of every key of that config.
 
 A key is mapped (with the value it became), without effect here (and why), or not honoured (why, and the nearest thing).
-The tools are tables of rows (axolotl.py, llamafactory.py): a row is a function that is given the draft and the key.
+The tools are tables of rows (axolotl_keys.py, llamafactory.py, both_tools.py): a row is a function of the draft and the key.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import ValidationError
 
@@ -19,6 +20,7 @@ from pronghorn.recipe import Recipe
 
 Kind = Literal["mapped", "no effect", "not honoured"]
 Row = Callable[["Draft", str], None]
+Value = TypeVar("Value")
 NO_MODEL, NO_DATA = "NAME-OF-THE-MODEL", "NAME-OF-YOUR-DATA.jsonl"  # where the config names none that can be used
 EMPTY = "the value is empty"
 
@@ -51,6 +53,26 @@ class Draft:
         """The value of a key at the top, with the words of YAML 1.1 for yes, no and nothing; `default` where it has none."""
         value = plain(self.values.get(key))
         return default if value is None else value
+
+    def read(self, key: str, reader: Callable[[Any], Value]) -> Value | None:
+        """None: the key has no value, or one that cannot be read, and is not honoured."""
+        found = None
+        if self.get(key) is not None:
+            with self.reading(key):
+                found = reader(self.get(key))
+        return found
+
+    @contextmanager
+    def reading(self, key: str) -> Iterator[None]:
+        """A key with a value that cannot be read is not honoured."""
+        try:
+            yield
+        except UnfitError as error:
+            self.not_honoured(key, str(error))
+
+    def unsaid(self, keys: Iterable[str]) -> Iterator[str]:
+        """Those that have a value and no fate yet."""
+        return (key for key in keys if self.get(key) is not None and key not in self.fates)
 
     def set(self, target: str, value: Any, *keys: str, note: str = "") -> None:
         """These keys became this; of two that set the same, the later counts."""
@@ -113,10 +135,8 @@ def apply(draft: Draft, rows: Mapping[str, Row], prefixes: Mapping[str, Row]) ->
             draft.no_effect(key, EMPTY)
             continue
         row = rows.get(key) or next((row for prefix, row in prefixes.items() if key.startswith(prefix)), None)
-        try:
+        with draft.reading(key):
             (row or _unknown)(draft, key)
-        except UnfitError as error:
-            draft.not_honoured(key, str(error))
 
 
 def _unknown(draft: Draft, key: str) -> None:
@@ -204,10 +224,10 @@ def nested(targets: Mapping[str, Any]) -> dict[str, Any]:
 
 def finish(draft: Draft) -> None:
     """A recipe that is valid: a value that it does not take is taken out again, and its keys are not honoured."""
-    for target, placeholder in (("model", NO_MODEL), ("data.train", [NO_DATA])):
-        if not draft.targets.get(target):
-            draft.targets[target], draft.defaults[target] = placeholder, "fill this in"
     while True:
+        for target, placeholder in (("model", NO_MODEL), ("data.train", [NO_DATA])):
+            if not draft.targets.get(target):
+                draft.targets[target], draft.defaults[target] = placeholder, "fill this in"
         try:
             Recipe.model_validate(nested(draft.targets))
             return
@@ -224,8 +244,6 @@ def finish(draft: Draft) -> None:
             value = draft.targets.pop(target)
             for key in draft.origins.pop(target, []):
                 draft.not_honoured(key, f"{target} does not accept {printed(value)}: {why}; the recipe's default is used")
-        for target, placeholder in (("model", NO_MODEL), ("data.train", [NO_DATA])):
-            draft.targets.setdefault(target, placeholder)
 
 
 def _target_of(draft: Draft, detail: Any) -> str:
