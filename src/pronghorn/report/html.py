@@ -1,4 +1,4 @@
-"""report.html: a run on one page that needs nothing but a browser, made from run.jsonl alone."""
+"""report.html: a run on one page that needs nothing but a browser, made from run.jsonl and answers.jsonl alone."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def render_page(events: Sequence[dict[str, Any]], name: str = "run", answers: Se
     title = run.name or name
     body = [
         _header(run, title, steps), _tiles(run, answers), _plots(run, kept, steps, evals),
-        evaluations_section(evals, run.best_step), answers_section(answers) or _generations(evals), data_section(start),
+        evaluations_section(evals, run.best_step), answers_section(answers), data_section(start),
         _stages(run), memory_section(kept), cost_section(run, kept), experts_section(kept), _recipe(run), _notices(events),
         _sessions(run),
     ]  # fmt: skip
@@ -235,25 +235,6 @@ def _suggestions(run: RunStats) -> str:
     total = sum(run.stages.values())
     shown = [f"{escape(one.change)} ({saving(one.seconds, total)}) <span>— {escape(one.why)}</span>" for one in advise(run)]
     return "<br>".join(shown) or escape(remark(run))
-
-
-def _answers(evaluation: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """The generations of an evaluation by their prompt."""
-    found = [g for g in evaluation.get("generations") or [] if isinstance(g, dict)]
-    return {str(g.get("prompt", "")): {key: str(g.get(key) or "") for key in ("expected", "answer")} for g in found}
-
-
-def _generations(evals: Sequence[dict[str, Any]]) -> str:
-    """What the evaluations logged: the newest answers beside the first ones."""
-    told = [(f"answer at step {e.get('step', 0):,}", found) for e in evals if (found := _answers(e))]
-    if not told:
-        return ""
-    (before, first), (now, newest) = told[0] if len(told) > 1 else ("", {}), told[-1]
-    rows = [
-        AnswerRow("", prompt, said["expected"], first.get(prompt, {}).get("answer"), said["answer"], None, {}, {})
-        for prompt, said in newest.items()
-    ]
-    return answers_section(rows, before, now)
 
 
 def _recipe(run: RunStats) -> str:

@@ -141,14 +141,13 @@ def _metrics(evaluation: dict[str, Any]) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def answers_section(answers: Sequence[AnswerRow], before: str = "before training", now: str = "") -> str:
+def answers_section(answers: Sequence[AnswerRow]) -> str:
     """Held-out rows: what was expected, what the model said before training and what it says now. Wrong answers come first,
     and none of those that the page has room for is hidden."""
     if not answers:
         return ""
     steps = {one.step for one in answers if one.step is not None}
-    elsewhere = "" if now else "; every one is in answers.jsonl"
-    now = now or (f"after step {steps.pop():,}" if len(steps) == 1 else "after training")
+    before, now = "before training", f"after step {steps.pop():,}" if len(steps) == 1 else "after training"
     compared = any(one.base is not None for one in answers)
     rows = []
     ordered = sorted(answers, key=lambda one: _is_right(one.answer, one.expected, one.scores))
@@ -166,7 +165,7 @@ def answers_section(answers: Sequence[AnswerRow], before: str = "before training
     first = max(wrong, FIRST_ANSWERS)
     shown, others = table.format("".join(rows[:first])), rows[first:]
     if others:
-        of = f", {MOST_ANSWERS} of {len(answers):,} in all{elsewhere}" * (len(answers) > MOST_ANSWERS)
+        of = f", {MOST_ANSWERS} of {len(answers):,} in all; every one is in answers.jsonl" * (len(answers) > MOST_ANSWERS)
         shown += f"<details><summary>{len(others)} more{of}</summary>{table.format(''.join(others))}</details>"
     return f'<h2>Answers</h2><div class="card"><p class="note">{told}</p>{shown}</div>'
 
