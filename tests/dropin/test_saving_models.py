@@ -64,7 +64,7 @@ class FakeHub:
     sent: dict[str, Any] = {}  # noqa: RUF012 - one for the test that asks
     fails: Exception | None = None
 
-    def __init__(self, token: Any) -> None:
+    def __init__(self, token: Any, **_: Any) -> None:
         FakeHub.sent = {"token": token}
 
     def create_repo(self, name: str, **options: Any) -> Any:

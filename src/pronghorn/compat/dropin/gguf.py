@@ -10,7 +10,6 @@ from typing import Any
 
 from pronghorn.compat.dropin.accepted import SAVING, check_others
 from pronghorn.compat.dropin.arguments import check_choice
-from pronghorn.compat.dropin.hub_upload import send
 from pronghorn.data.encode.tokens import load_tokenizer
 from pronghorn.hf_types import HFModel, Tokenizer
 from pronghorn.kernels.runtime.dispatch import say_once
@@ -92,10 +91,11 @@ def push_to_hub_gguf(
 ) -> str:
     """Writes what `save_pretrained_gguf` writes, sends it to the hub, and returns its address there."""
     check_others(push_to_hub_gguf, others, SAVING)
+    from pronghorn.export.push import send
+
     with tempfile.TemporaryDirectory(prefix="pronghorn-") as place:
         folder = Path(place, repo_id.rsplit("/", 1)[-1])
         save_pretrained_gguf(model, folder, tokenizer, quantization_method, first_conversion)
-        return send(
-            folder, repo_id, token, private, commit_message=commit_message, commit_description=commit_description,
-            revision=revision, create_pr=create_pr,
-        )  # fmt: skip
+        commit = {"commit_message": commit_message, "commit_description": commit_description}
+        sent = send(folder, repo_id, token=token, private=private, revision=revision, create_pr=create_pr, **commit)
+        return str(sent.commit_url)

@@ -9,7 +9,6 @@ from typing import Any, NoReturn
 from pronghorn.compat.dropin.accepted import SAVING, check_others
 from pronghorn.compat.dropin.arguments import check_choice
 from pronghorn.compat.dropin.gguf import push_to_hub_gguf, save_pretrained_gguf
-from pronghorn.compat.dropin.hub_upload import send
 from pronghorn.errors import CommandError
 from pronghorn.hf_types import HFModel, Tokenizer
 from pronghorn.model.merge import save_merged
@@ -105,12 +104,13 @@ def push_to_hub_merged(
 ) -> str:
     """Writes what `save_pretrained_merged` writes, sends it to the hub, and returns its address there."""
     check_others(push_to_hub_merged, others, SAVING)
+    from pronghorn.export.push import send
+
     with tempfile.TemporaryDirectory(prefix="pronghorn-") as folder:
         save_pretrained_merged(model, folder, tokenizer, save_method)
-        return send(
-            Path(folder), repo_id, token, private, commit_message=commit_message, commit_description=commit_description,
-            revision=revision, create_pr=create_pr,
-        )  # fmt: skip
+        commit = {"commit_message": commit_message, "commit_description": commit_description}
+        sent = send(Path(folder), repo_id, token=token, private=private, revision=revision, create_pr=create_pr, **commit)
+        return str(sent.commit_url)
 
 
 def save_pretrained_torchao(_model: HFModel, *_: Any, **__: Any) -> NoReturn:
