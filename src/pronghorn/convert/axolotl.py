@@ -42,11 +42,7 @@ def convert(draft: Draft) -> None:
     _tokens(draft)
     shared.fraction_held_out(draft, "val_set_size")
     shared.held_out_first(draft, patience="early_stopping_patience")
-    _evaluating(draft, epochs)
-    shared.every(
-        draft, "checkpoint.every", steps="save_steps", strategy="save_strategy", per_epoch="saves_per_epoch", epochs=epochs,
-        best="the best checkpoint is always kept",
-    )  # fmt: skip
+    shared.how_often(draft, epochs, evals="evals_per_epoch", saves="saves_per_epoch")
     shared.betas(draft)
     draft.default("train.seed", 42)
 
@@ -146,22 +142,3 @@ def _tokens(draft: Draft) -> None:
                 draft.no_effect(key, "none of its values is used")
         elif value is not None:
             draft.not_honoured(key, shared.NEW_TOKENS)
-    if (ends := draft.read("eot_tokens", values.words)) is not None:
-        draft.set("data.eot_tokens", ends, "eot_tokens")
-
-
-def _evaluating(draft: Draft, epochs: float) -> None:
-    keys = ["eval_steps", "evals_per_epoch", "eval_strategy", "evaluation_strategy"]
-    if draft.targets.get("data.eval") is None:
-        shared.unused(draft, keys, "no held-out data")
-        return
-    strategy = "eval_strategy" if draft.get("eval_strategy") is not None else "evaluation_strategy"
-    shared.every(
-        draft,
-        "eval.every",
-        steps="eval_steps",
-        strategy=strategy,
-        per_epoch="evals_per_epoch",
-        epochs=epochs,
-        best="the step count takes precedence",
-    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from pronghorn.convert.axolotl_preference import compared
@@ -17,7 +18,7 @@ from pronghorn.convert.data_sets import (
     set_template,
     source_name,
 )
-from pronghorn.convert.draft import Draft
+from pronghorn.convert.draft import Draft, Row, apply, not_here, nothing, rows
 from pronghorn.convert.values import UnfitError, is_on, plain, printed, text, words
 from pronghorn.data.template.chat_messages import ROLES, SPEAKERS
 
@@ -41,6 +42,7 @@ ALPACA_NOTE = (
     "the introductory sentence and the line `### Input:`"
 )
 UNKNOWN_TYPE = "an Axolotl-specific prompt format; Pronghorn detects the format from the columns instead"
+UNKNOWN_KEY = "unknown dataset key"
 PLAIN_FORMAT = ("{instruction}", "")
 
 
@@ -89,9 +91,7 @@ class _Item:
             return None
         with self.draft.reading(f"{self.at}.type"):
             self._type()
-        for name in self.item:
-            with self.draft.reading(f"{self.at}.{name}"):
-                self._field(name)
+        apply(self.draft, ROWS | {name: partial(self._field, read) for name, read in FIELDS.items()}, {}, self.at, UNKNOWN_KEY)
         return self.one
 
     def _rest(self, why: str) -> None:
@@ -212,16 +212,9 @@ class _Item:
             self.one.roles = {"user": ["human"], "assistant": ["gpt"]}  # what Axolotl takes them for
         self.say("type", "data.format: auto, which detects conversations")
 
-    def _field(self, name: str) -> None:
-        if f"{self.at}.{name}" in self.draft.fates or name == "path":
-            return
-        value = self.get(name)
-        if value is None:
-            self.quiet(name, "the value is empty")
-        elif name in FIELDS:
-            FIELDS[name](self, name, value)
-        else:
-            self.no(name, "unknown dataset key")
+    def _field(self, read: Callable[[_Item, str, Any], None], draft: Draft, key: str) -> None:
+        """A row: one of FIELDS."""
+        read(self, key.removeprefix(f"{self.at}."), draft.get(key))
 
     def _messages_column(self, name: str, value: Any) -> None:
         self.say(name, f"data.fields.messages: {value}" if self.one.fields.get("messages") else f"detected: column {value}")
@@ -282,20 +275,6 @@ class _Item:
             self.one.template = set_template(self.draft, key, str(value), TEMPLATES.get(str(value), ""), for_all=False)
 
 
-def _no(why: str) -> Callable[[_Item, str, Any], None]:
-    def say(item: _Item, name: str, value: Any) -> None:
-        if is_on(value):
-            item.no(name, why)
-        else:
-            item.quiet(name, "off, and Pronghorn has no equivalent")
-
-    return say
-
-
-def _quiet(why: str) -> Callable[[_Item, str, Any], None]:
-    return lambda item, name, value: item.quiet(name, why)
-
-
 FIELDS: dict[str, Callable[[_Item, str, Any], None]] = {
     "type": lambda item, name, value: item.say(name, "data.format: auto"),
     "field": lambda item, name, value: item.say(name, f"data.fields.text: {value}"),
@@ -310,22 +289,24 @@ FIELDS: dict[str, Callable[[_Item, str, Any], None]] = {
     "field_thinking": _Item._thinking,
     "template_thinking_key": _Item._thinking,
     "message_field_training": _Item._training,
-    "message_field_training_detail": _no("Pronghorn masks whole turns, not parts of a turn"),
     "train_on_eos": _Item._end_of_turn,
     "train_on_eot": _Item._end_of_turn,
     "chat_template": _Item._template,
-    "chat_template_jinja": _no("save it to a file and set data.chat_template: FILE.jinja"),
-    "ds_type": _quiet("detected from the file extension"),
-    "input_format": _quiet("detected from the columns"),
-    "conversation": _no(f"a named conversation format; {OWN_TEMPLATE}"),
-    "drop_system_message": _no("system turns are kept; remove them from the rows"),
-    "split_thinking": _no("reasoning inside an answer stays as the template renders it"),
-    "trust_remote_code": _no("Pronghorn runs no dataset code"),
-    "revision": _no("the dataset's main revision is read; download the other one and name its folder"),
-    "shards": _no("the whole dataset is read; data.max_rows uses the first rows"),
-    "shards_idx": _no("the whole dataset is read; data.max_rows uses the first rows"),
-    "preprocess_shards": _quiet("streaming is not supported; rows are read once before training"),
-    "skip": _no("the whole dataset is read from its first row"),
+}
+ROWS: dict[str, Row] = {
+    "message_field_training_detail": not_here("Pronghorn masks whole turns, not parts of a turn"),
+    "chat_template_jinja": not_here("save it to a file and set data.chat_template: FILE.jinja"),
+    "ds_type": nothing("detected from the file extension"),
+    "input_format": nothing("detected from the columns"),
+    "conversation": not_here(f"a named conversation format; {OWN_TEMPLATE}"),
+    "drop_system_message": not_here("system turns are kept; remove them from the rows"),
+    "split_thinking": not_here("reasoning inside an answer stays as the template renders it"),
+    "trust_remote_code": not_here("Pronghorn runs no dataset code"),
+    "revision": not_here("the dataset's main revision is read; download the other one and name its folder"),
+    **rows("shards shards_idx", not_here("the whole dataset is read; data.max_rows uses the first rows")),
+    "preprocess_shards": nothing("streaming is not supported; rows are read once before training"),
+    "skip": not_here("the whole dataset is read from its first row"),
+    "path": lambda draft, key: None,  # the name of the data set, which `set_sources` tells
 }
 
 

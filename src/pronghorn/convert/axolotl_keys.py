@@ -50,7 +50,7 @@ ROWS: dict[str, Row] = {
     ),
     "base_model_ignore_patterns": nothing("Pronghorn reads safetensors only"),
     "tokenizer_use_mistral_common": not_here("Pronghorn uses tokenizer.json"),
-    "revision_of_model": not_here("Pronghorn loads the main revision; download the other one and name its folder"),
+    "revision_of_model": not_here(shared.REVISION),
     **rows("model_config overrides_of_model_config", not_here(shared.CONFIG)),
     "overrides_of_model_kwargs": not_here("loading options of the model are not supported"),
     **rows(
@@ -108,6 +108,7 @@ ROWS: dict[str, Row] = {
         "data.duplicates", "drop-exact" if values.is_on(draft.get(key)) else "keep", key
     ),
     "chat_template_kwargs": not_here("templates receive messages and tools only"),
+    "eot_tokens": to("data.eot_tokens", values.words),
     "role_boundaries": nothing("the loss mask is derived from the template"),
     "preprocess_iterable": nothing(CACHE),
     "auto_resume_from_checkpoints": nothing(shared.RESUME),

@@ -7,7 +7,7 @@ The tools are tables of rows (axolotl_keys.py, llamafactory.py, both_tools.py): 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -50,8 +50,8 @@ class Draft:
     defaults: dict[str, str] = field(default_factory=dict)  # keys of the recipe that come from the tool's own defaults
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a key at the top, with the words of YAML 1.1 for yes, no and nothing; `default` where it has none."""
-        value = plain(self.values.get(key))
+        """The value of a key, with the words of YAML 1.1 for yes, no and nothing; `default` where it has none."""
+        value = plain(self.values[key] if key in self.values else value_at(self.values, key))
         return default if value is None else value
 
     def read(self, key: str, reader: Callable[[Any], Value]) -> Value | None:
@@ -126,21 +126,19 @@ class Draft:
                 yield key
 
 
-def apply(draft: Draft, rows: Mapping[str, Row], prefixes: Mapping[str, Row]) -> None:
-    """Each key at the top by its row; by that of its prefix; else it is not known."""
-    for key in draft.values:
+def apply(draft: Draft, rows: Mapping[str, Row], prefixes: Mapping[str, Row], within: str = "", unknown: str = "") -> None:
+    """Each key at the top, or of the section `within`, by its row; by that of its prefix; else it is not known."""
+    unknown = unknown or f"unknown {draft.tool} key; check its spelling and whether the run needs it"
+    for name in draft.get(within) if within else draft.values:
+        key = f"{within}.{name}" if within else name
         if key in draft.fates:
             continue
         if draft.get(key) is None:
             draft.no_effect(key, EMPTY)
             continue
-        row = rows.get(key) or next((row for prefix, row in prefixes.items() if key.startswith(prefix)), None)
+        row = rows.get(name) or next((row for prefix, row in prefixes.items() if name.startswith(prefix)), None)
         with draft.reading(key):
-            (row or _unknown)(draft, key)
-
-
-def _unknown(draft: Draft, key: str) -> None:
-    draft.not_honoured(key, f"unknown {draft.tool} key; check its spelling and whether the run needs it")
+            (row or not_known(unknown))(draft, key)
 
 
 # Rows -------------------------------------------------------------------------------------------------------------------
@@ -187,16 +185,26 @@ def not_here(why: str, off: str = "off, and Pronghorn has no equivalent") -> Row
     return row
 
 
-def only_if_one(why: str) -> Row:
-    """How many GPUs share something: with one it has no effect."""
+def not_known(why: str) -> Row:
+    """Not honoured, whatever it says."""
+    return lambda draft, key: draft.not_honoured(key, why)
+
+
+def only(values: Collection[Any], same: str, otherwise: str) -> Row:
+    """Without effect with one of these values, and not honoured with any other."""
 
     def row(draft: Draft, key: str) -> None:
-        if draft.get(key) in (0, 1, "1", False):
-            draft.no_effect(key, "it asks for one GPU, which needs no setting")
+        if draft.get(key) in values:
+            draft.no_effect(key, same)
         else:
-            draft.not_honoured(key, why)
+            draft.not_honoured(key, otherwise)
 
     return row
+
+
+def only_if_one(why: str) -> Row:
+    """How many GPUs share something: with one it has no effect."""
+    return only((0, 1, "1", False), "it asks for one GPU, which needs no setting", why)
 
 
 def refused(why: str, fix: str) -> Row:

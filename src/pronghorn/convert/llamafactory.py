@@ -3,13 +3,12 @@ those that say something together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from pronghorn.convert import both_tools, shared, values
 from pronghorn.convert.data_sets import OWN_TEMPLATE, set_template
-from pronghorn.convert.draft import Draft, Row, not_here, nothing, only_if_one, refused, rows, to
+from pronghorn.convert.draft import Draft, Row, apply, not_here, nothing, only, only_if_one, refused, rows, to
 from pronghorn.convert.llamafactory_data import convert_data, newer_data
 from pronghorn.convert.objectives import ONLINE, REFERENCE, llamafactory_objective
 
@@ -43,6 +42,7 @@ DEFAULTS: tuple[Any, ...] = (  # target, value, keys that say another
 OTHER_WAY = "this training method is not supported"
 HOST = "rows are tokenized on all cores and cached"
 EXPORT = "it affects export only: use `pronghorn export RUN --to merged`"
+WEIGHTS = "sources are concatenated; set weights in data.train"
 GENERATION = "it affects generation, not training"
 
 
@@ -76,7 +76,8 @@ def convert(draft: Draft, folder: Path, dataset_info: Path | None) -> None:
     _loss_on(draft)
     shared.fraction_held_out(draft, "val_size")
     shared.held_out_first(draft, patience="early_stopping_steps")
-    _how_often(draft, epochs)
+    shared.how_often(draft, epochs, also="do_eval")
+    draft.default("checkpoint.every", 500)
     shared.betas(draft)
     for target, value, *keys in DEFAULTS:
         if not any(draft.get(key) is not None for key in keys):
@@ -135,8 +136,6 @@ def _lora(draft: Draft) -> None:
     draft.default("lora.r", rank)
     if draft.get("lora_alpha") is None:
         draft.default("lora.alpha", max(1, 2 * rank), "twice the rank")
-    if (targets := draft.read("lora_target", _targets)) is not None:
-        draft.set("lora.targets", targets, "lora_target")
 
 
 def _targets(value: object) -> str | list[str]:
@@ -153,22 +152,14 @@ def _peft_config(draft: Draft, peft: dict[str, object]) -> None:
     quant = draft.get("quant_config")
     few = isinstance(quant, dict) and str(quant.get("quantization_bit")) == "4"
     draft.set("method", "qlora" if few else "lora", "peft_config", *(["quant_config"] if few else []))
-    rows: dict[str, tuple[str, Callable[[object], object]]] = {
-        "r": ("lora.r", values.whole),
-        "lora_alpha": ("lora.alpha", values.number),
-        "lora_dropout": ("lora.dropout", values.number),
-        "target_modules": ("lora.targets", _targets),
+    draft.fates["peft_config.name"] = ("mapped", f"method: {draft.targets['method']}")
+    rows = {
+        "r": to("lora.r", values.whole),
+        "lora_alpha": to("lora.alpha", values.number),
+        "lora_dropout": to("lora.dropout", values.number),
+        "target_modules": to("lora.targets", _targets),
     }
-    for name, value in peft.items():
-        at = f"peft_config.{name}"
-        if name in rows:
-            target, read = rows[name]
-            with draft.reading(at):
-                draft.set(target, read(value), at)
-        elif name == "name":
-            draft.fates[at] = ("mapped", f"method: {draft.targets['method']}")
-        else:
-            draft.not_honoured(at, shared.ADAPTERS)
+    apply(draft, rows, {}, "peft_config", unknown=shared.ADAPTERS)
 
 
 def _template(draft: Draft, as_text: bool) -> None:
@@ -189,24 +180,6 @@ def _loss_on(draft: Draft) -> None:
             draft.no_effect(key, "only answers carry loss, as by default in Pronghorn")
 
 
-def _how_often(draft: Draft, epochs: float) -> None:
-    strategy = "eval_strategy" if draft.get("eval_strategy") is not None else "evaluation_strategy"
-    if draft.targets.get("data.eval") is None:
-        shared.unused(draft, ["eval_steps", "eval_strategy", "evaluation_strategy", "do_eval"], "no held-out data")
-    else:
-        shared.every(draft, "eval.every", steps="eval_steps", strategy=strategy, per_epoch="", epochs=epochs, best="")
-    shared.every(
-        draft,
-        "checkpoint.every",
-        steps="save_steps",
-        strategy="save_strategy",
-        per_epoch="",
-        epochs=epochs,
-        best="the best checkpoint is always kept",
-    )
-    draft.default("checkpoint.every", 500)
-
-
 def _report(draft: Draft, key: str) -> None:
     value = draft.get(key)
     names = [str(name).strip().lower() for name in (value if isinstance(value, list) else [value])]
@@ -221,11 +194,7 @@ def _report(draft: Draft, key: str) -> None:
 ROWS: dict[str, Row] = {
     **both_tools.LLAMAFACTORY,
     "model_class": nothing(shared.MODEL),
-    "model_revision": lambda draft, key: (
-        draft.no_effect(key, "same as Pronghorn: the main revision is used")
-        if draft.get(key) == "main"
-        else draft.not_honoured(key, "Pronghorn loads the main revision; download the other one and name its folder")
-    ),
+    "model_revision": only(["main"], "same as Pronghorn: the main revision is used", shared.REVISION),
     "create_new_adapter": nothing("same as Pronghorn: training starts from a new adapter"),
     "cache_dir": nothing("HF_HOME sets the model cache"),
     "use_fast_tokenizer": nothing("tokenizer.json is used"),
@@ -250,6 +219,7 @@ ROWS: dict[str, Row] = {
     "stage": lambda draft, key: draft.no_effect(
         key, "trains on plain text" if draft.get(key) == "pt" else "trains on answers, same as Pronghorn"
     ),
+    "lora_target": to("lora.targets", _targets),
     "do_train": nothing("use `pronghorn train`"),
     **rows(
         "fp8_backend use_unsloth enable_liger_kernel flash_attn use_v1_kernels kernel_config torch_compile use_cce",
@@ -261,12 +231,8 @@ ROWS: dict[str, Row] = {
     "compute_accuracy": not_here("held-out loss and perplexity are reported"),
     "eval_on_each_dataset": not_here("one held-out loss is reported"),
     "max_samples": to("data.max_rows", values.whole, "the first rows of each dataset, as in LLaMA-Factory"),
-    "mix_strategy": lambda draft, key: (
-        draft.no_effect(key, "same as Pronghorn: sources are concatenated, then shuffled")
-        if draft.get(key) == "concat"
-        else draft.not_honoured(key, "sources are concatenated; set weights in data.train")
-    ),
-    "interleave_probs": not_here("sources are concatenated; set weights in data.train"),
+    "mix_strategy": only(["concat"], "same as Pronghorn: sources are concatenated, then shuffled", WEIGHTS),
+    "interleave_probs": not_here(WEIGHTS),
     **rows(
         "buffer_size overwrite_cache preprocessing_batch_size preprocessing_num_workers tokenized_path data_shared_file_system",
         nothing(HOST),

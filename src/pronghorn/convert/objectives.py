@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pronghorn.convert.draft import Draft
+from pronghorn.convert.draft import Draft, apply, to
 from pronghorn.convert.shared import unused
 from pronghorn.convert.values import is_on, number, printed, words
 from pronghorn.recipe_objective import KINDS, LOSSES_OF_DPO
@@ -87,12 +87,7 @@ def _nested_beta(draft: Draft) -> None:
     section = draft.get("trl")
     if not isinstance(section, dict):
         return
-    for inner, value in section.items():
-        if inner == "beta":
-            with draft.reading("trl.beta"):
-                draft.set("objective.beta", number(value), "trl.beta")
-        else:
-            draft.not_honoured(f"trl.{inner}", ONLINE)
+    apply(draft, {"beta": to("objective.beta", number)}, {}, "trl", unknown=ONLINE)
     draft.no_effect("trl", "its beta becomes objective.beta" if "beta" in section else "none of its values is used")
 
 

@@ -47,6 +47,7 @@ SYSTEM = "put the system message into the rows or into your own template"
 TOWER = "the vision tower is always frozen and the text model is trained"
 OBJECTIVE = "the supervised loss is the mean over tokens that carry loss; no variant of it is supported"
 HUB = "training uploads nothing; `pronghorn export --push-to-hub` uploads an export"
+REVISION = "Pronghorn loads the main revision; download the other one and name its folder"
 RESUME = "the same command resumes automatically from the last checkpoint in the output folder"
 
 
@@ -186,38 +187,41 @@ def warmup(draft: Draft, *, scheduler: str, steps: str, ratio: str, default: flo
     draft.default("train.warmup", default)
 
 
-def share_of_run(a_epoch: float, epochs: float) -> float:
-    share = 1.0 / (a_epoch * epochs)
-    return share if share < 1 else AT_THE_END
+def how_often(draft: Draft, epochs: float, *, evals: str = "", saves: str = "", also: str = "") -> None:
+    """Evaluations and checkpoints. `evals`, `saves`: keys that say how many there are in an epoch. `also`: a key that is about
+    evaluations, too."""
+    strategy = "eval_strategy" if draft.get("eval_strategy") is not None else "evaluation_strategy"
+    if draft.targets.get("data.eval") is None:
+        unused(draft, ("eval_steps", "eval_strategy", "evaluation_strategy", evals, also), "no held-out data")
+    else:
+        _every(draft, "eval.every", "eval_steps", strategy, evals, epochs)
+    _every(draft, "checkpoint.every", "save_steps", "save_strategy", saves, epochs)
 
 
-def every(draft: Draft, target: str, *, steps: str, strategy: str, per_epoch: str, epochs: float, best: str) -> None:
-    """How often: by steps, by a share of the run (below 1), or so many times an epoch. The last step is always one of them."""
-    times = draft.read(per_epoch, number) if per_epoch else None
-    if times is not None:
-        share = share_of_run(times, epochs) if times > 0 else AT_THE_END
-        draft.set(target, round(share, 6), per_epoch, note="a fraction of all steps" if share < AT_THE_END else "at the end")
+def _every(draft: Draft, target: str, steps: str, strategy: str, per_epoch: str, epochs: float) -> None:
+    """By steps, by a share of the run (below 1), or so many times an epoch. The last step is always one of them."""
+
+    def set_share(times: float, key: str, otherwise: str) -> None:
+        """So many times an epoch; 0: once, at the end."""
+        share = min(1 / (times * epochs), AT_THE_END) if times > 0 else AT_THE_END
+        draft.set(target, round(share, 6), key, note="a fraction of all steps" if share < AT_THE_END else otherwise)
+
+    if per_epoch and (times := draft.read(per_epoch, number)) is not None:
+        set_share(times, per_epoch, "at the end")
     how = str(draft.get(strategy, "")).strip().lower() if not isinstance(draft.get(strategy), bool) else "no"
-    count = draft.get(steps)
     if how in ("epoch", "no") and target not in draft.targets:
-        share = share_of_run(1, epochs) if how == "epoch" else AT_THE_END
-        draft.set(
-            target, round(share, 6), strategy, note="a fraction of all steps" if share < AT_THE_END else "at the end only"
-        )
-        if count is not None:
-            draft.no_effect(steps, f"{strategy}: {how} takes precedence")
+        set_share(1 if how == "epoch" else 0, strategy, "at the end only")
+        unused(draft, [steps], f"{strategy}: {how} takes precedence")
     elif how:
-        draft.no_effect(strategy, best if how == "best" else "the step count takes precedence")
-    elif strategy in draft.values and draft.get(strategy) is not None:
-        draft.no_effect(strategy, "the step count takes precedence")
-    if count is not None and steps not in draft.fates:
-        if target in draft.targets:
-            draft.no_effect(steps, f"{per_epoch} takes precedence")
-        elif (found := draft.read(steps, number)) is not None:
-            draft.set(target, found, steps, note="a fraction of all steps" if found < 1 else "")
+        kept = how == "best" and target == "checkpoint.every"
+        draft.no_effect(strategy, "the best checkpoint is always kept" if kept else "the step count takes precedence")
+    if target in draft.targets:
+        unused(draft, [steps], f"{per_epoch} takes precedence")
+    elif (found := draft.read(steps, number)) is not None:
+        draft.set(target, found, steps, note="a fraction of all steps" if found < 1 else "")
 
 
-def precision(draft: Draft, *, bf16: tuple[str, ...], fp16: tuple[str, ...], tf32: str = "tf32") -> None:
+def precision(draft: Draft, *, bf16: tuple[str, ...], fp16: tuple[str, ...]) -> None:
     """bf16 by itself where the GPU has it; a precision that is asked for is the one there is."""
     halves = [key for key in fp16 if is_on(draft.get(key))]
     brains = [key for key in bf16 if is_on(draft.get(key)) and str(draft.get(key)).lower() != "auto"]
@@ -235,8 +239,7 @@ def precision(draft: Draft, *, bf16: tuple[str, ...], fp16: tuple[str, ...], tf3
     left |= dict.fromkeys((*halves, *autos), "bf16 takes precedence")
     for key in draft.unsaid(left):
         draft.no_effect(key, left[key])
-    if draft.get(tf32) is not None:
-        draft.no_effect(tf32, "GEMMs run in the recipe's precision; fp32 never uses TF32")
+    unused(draft, ["tf32"], "GEMMs run in the recipe's precision; fp32 never uses TF32")
 
 
 def unused(draft: Draft, keys: Iterable[str], why: str) -> None:
