@@ -14,7 +14,7 @@ from pronghorn.hf_types import HFModel, Tokenizer
 from pronghorn.model.merge import save_merged
 
 METHODS = ("merged_16bit", "lora")
-# What is not written, and what to do instead.
+# What is not done, and what to do instead.
 LATER = {
     "merged_4bit": ("Pronghorn does not write bitsandbytes checkpoints",
                     'use save_method="merged_16bit", which bitsandbytes can quantize when it is loaded, or '
@@ -23,6 +23,8 @@ LATER = {
     "save_pretrained_torchao": ("Pronghorn does not write torchao formats",
                                 "call model.save_pretrained_merged(folder, tokenizer), then quantize that folder with "
                                 "torchao"),
+    "fast_generate": ("Pronghorn does not use vLLM, whose generate it is",
+                      'use model.generate(**tokenizer(texts, return_tensors="pt", padding=True).to(model.device))'),
 }  # fmt: skip
 
 
@@ -118,11 +120,7 @@ def save_pretrained_torchao(_model: HFModel, *_: Any, **__: Any) -> NoReturn:
 
 
 def fast_generate(_model: HFModel, *_: Any, **__: Any) -> NoReturn:
-    raise CommandError(
-        what="fast_generate is not supported",
-        why="it is vLLM's generate, and Pronghorn does not use vLLM",
-        fix='use model.generate(**tokenizer(texts, return_tensors="pt", padding=True).to(model.device))',
-    )
+    _later("fast_generate", "fast_generate")
 
 
 METHODS_OF_A_MODEL = (
