@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rich.bar import Bar
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
@@ -13,7 +14,7 @@ from rich.text import Text
 from pronghorn.errors import counted
 from pronghorn.report import number_format
 from pronghorn.report.advice import advise, remark, saving
-from pronghorn.report.bars import STAGE_STYLES, share_bar
+from pronghorn.report.bars import STAGE_STYLES
 from pronghorn.report.experts import experts_line
 from pronghorn.report.ranks import ranks_line
 from pronghorn.report.run_log import history
@@ -48,7 +49,7 @@ def summary(events: Sequence[dict[str, Any]]) -> RenderableType:
             Text(f"  {stage}"),
             Text(f"{number_format.percent(share):>6}"),
             Text(f"{number_format.duration(run.stages[stage]):>10}"),
-            Text(share_bar(share, 30), style=STAGE_STYLES.get(stage, "")),
+            Bar(1.0, 0.0, share, width=30, color=STAGE_STYLES.get(stage, "default")),
         )
     advice, total = advise(run), sum(run.stages.values())
     closing: list[RenderableType] = [Text.assemble(("suggestion: ", "bold"), remark(run))]
