@@ -97,7 +97,7 @@ def _with_renamed_columns(data: Dataset, key: str, notes: Notes) -> Any:
 def _with_prompts_as_messages(data: Dataset, key: str, notes: Notes) -> Any:
     """Preference data with a prompt as text beside answers as messages, as a well-known public set has it: TRL took the prompt
     out of the answers then, and fails now."""
-    first = next(iter(data), {}) if {"prompt", "chosen", "rejected"} <= _columns(data) else {}
+    first: dict[str, Any] = next(iter(data), {}) if {"prompt", "chosen", "rejected"} <= _columns(data) else {}
     if not isinstance(first.get("prompt"), str) or not isinstance(first["chosen"], list):
         return data
     if len(first["chosen"]) > 1:
