@@ -129,11 +129,11 @@ class Draft:
 def apply(draft: Draft, rows: Mapping[str, Row], prefixes: Mapping[str, Row], within: str = "", unknown: str = "") -> None:
     """Each key at the top, or of the section `within`, by its row; by that of its prefix; else it is not known."""
     unknown = unknown or f"unknown {draft.tool} key; check its spelling and whether the run needs it"
-    for name in draft.get(within) if within else draft.values:
+    for name, value in (draft.get(within) if within else draft.values).items():
         key = f"{within}.{name}" if within else name
         if key in draft.fates:
             continue
-        if draft.get(key) is None:
+        if plain(value) is None:
             draft.no_effect(key, EMPTY)
             continue
         row = rows.get(name) or next((row for prefix, row in prefixes.items() if name.startswith(prefix)), None)
