@@ -51,7 +51,7 @@ def push(folder: Path, name: str, report: Report) -> str:
 
 def send(folder: Path, name: str, *, token: str | bool | None = None, private: bool | None = None, **commit: Any) -> Any:
     """In one commit: all of it or nothing. Returns what upload_folder of huggingface_hub returns, which also takes `commit`."""
-    api = hub_api(token or None)  # type: ignore[arg-type] - True: the token of the login
+    api = hub_api(token or None)  # type: ignore[arg-type]  # True: the token of the login
     try:
         with quiet():
             repository = api.create_repo(name, private=private, exist_ok=True).repo_id
