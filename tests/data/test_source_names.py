@@ -22,8 +22,9 @@ from test_sources import fields, read_all, refused
 
 from pronghorn.data.read import arrow_rows
 from pronghorn.data.read.source_files import BadRow
-from pronghorn.data.read.sources import Wish, fingerprint, read, resolve
+from pronghorn.data.read.sources import fingerprint, read, resolve
 from pronghorn.errors import DataError, EnvironmentFault
+from pronghorn.recipe import DataSource
 from tables import table
 
 
@@ -133,7 +134,7 @@ def test_text_files_are_documents_or_lines(here: Path) -> None:
     (here / "a.txt").write_bytes("\N{BYTE ORDER MARK}one\r\n\r\ntwo".encode())
     rows, _ = read_all("a.txt")
     assert [(row.fields, row.where) for row in rows] == [({"text": "one\r\n\r\ntwo"}, "a.txt")]
-    (source,) = resolve("a.txt", Wish(by_line=True))
+    (source,) = resolve(DataSource(path="a.txt", text_by="line"))
     bad: list[BadRow] = []
     assert [(row.fields["text"], row.where) for row in read(source, bad.append)] == [("one", "a.txt:1"), ("two", "a.txt:3")]
     (here / "a.txt").write_bytes("süß\n".encode() * 3 + b"s\xfc\xdf\n")
@@ -142,7 +143,7 @@ def test_text_files_are_documents_or_lines(here: Path) -> None:
     assert refused("a.txt").where == "a.txt:4"
     (here / "a.jsonl").write_text('{"text": "x"}')
     with pytest.raises(DataError, match="text_by"):
-        resolve("a.jsonl", Wish(by_line=True))
+        resolve(DataSource(path="a.jsonl", text_by="line"))
 
 
 def test_splits_of_a_folder(here: Path) -> None:
@@ -150,9 +151,9 @@ def test_splits_of_a_folder(here: Path) -> None:
         (here / name).parent.mkdir(exist_ok=True)
         (here / name).write_text('{"text": "x"}')
     for split, names in (("train", ["d/train.jsonl"]), ("test", ["d/test-00000-of-00001.jsonl"]), ("dev", ["d/dev/x.jsonl"])):
-        assert [source.name for source in resolve("d", Wish(split=split))] == names
+        assert [source.name for source in resolve(DataSource(path="d", split=split))] == names
     with pytest.raises(DataError, match="no split `eval`") as caught:
-        resolve("d", Wish(split="eval"))
+        resolve(DataSource(path="d", split="eval"))
     assert "dev, test-00000-of-00001.jsonl" in caught.value.why
     (here / "e/dev").mkdir(parents=True)
     (here / "d/dev/x.jsonl").rename(here / "e/dev/x.jsonl")
@@ -165,15 +166,15 @@ def test_splits_of_a_folder(here: Path) -> None:
     ("name", "wish", "hub", "shown"),
     [
         ("a/b", {"split": "test"}, ("a/b", None, "test"), "a/b:test"),
-        ("a/b", {"config": "c"}, ("a/b", "c", "train"), "a/b:c:train"),
-        ("a/b:c:test", {"config": "c"}, ("a/b", "c", "test"), "a/b:c:test"),
+        ("a/b", {"name": "c"}, ("a/b", "c", "train"), "a/b:c:train"),
+        ("a/b:c:test", {"name": "c"}, ("a/b", "c", "test"), "a/b:c:test"),
     ],
 )
 def test_what_a_source_says_of_a_hub_data_set(here: Path, name: str, wish: Any, hub: Any, shown: str) -> None:
-    (source,) = resolve(name, Wish(**wish))
+    (source,) = resolve(DataSource(path=name, **wish))
     assert (source.hub, source.name) == (hub, shown)
     with pytest.raises(DataError, match="two values"):
-        resolve(f"{hub[0]}:other", Wish(split="test"))
+        resolve(DataSource(path=f"{hub[0]}:other", split="test"))
 
 
 def test_a_hub_data_set_is_streamed_without_a_copy(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +198,7 @@ def test_a_hub_data_set_is_streamed_without_a_copy(here: Path, monkeypatch: pyte
     monkeypatch.setattr(arrow_rows, "data_set_revision", lambda name: f"commit of {name}")
 
     def streamed(name: str) -> tuple[str, list[Any]]:
-        (source,) = resolve(name, Wish(stream=True))
+        (source,) = resolve(DataSource(path=name, stream=True))
         return fingerprint(source), [(row.where, row.fields) for row in read(source, print)]
 
     assert streamed("someone/large") == (

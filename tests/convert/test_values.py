@@ -6,7 +6,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from pronghorn.convert.one_line import one_line
+from pronghorn.convert.values import written
 from tables import table
 
 NUMBERS = [0, -3, 0.05, 1e-5, 1e9, 2.5e-7, 10**15]
@@ -18,12 +18,12 @@ NESTED: list[Any] = [[], {}, ["a, b", 1], {"role": "from"}, {"a b": [1, {"c": No
 
 @table("value", [None, True, False, *NUMBERS, *WORDS, *SIGNS, *TEXTS, *NESTED])
 def test_a_value_reads_back_as_itself(value: Any) -> None:
-    line = one_line(value)
+    line = written(value)
     assert "\n" not in line
     assert YAML(typ="safe", pure=True).load(f"key: {line}") == {"key": value}
     assert YAML(typ="safe", pure=True).load(f"key: [{line}]") == {"key": [value]}
 
 
 def test_what_a_terminal_would_obey_is_shown() -> None:
-    assert one_line("a\x1b[31m\n") == '"a\\\\x1b[31m\\n"'
-    assert one_line("\ud800").isascii()
+    assert written("a\x1b[31m\n") == '"a\\\\x1b[31m\\n"'
+    assert written("\ud800").isascii()
