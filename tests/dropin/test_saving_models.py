@@ -62,10 +62,10 @@ def test_what_is_pushed_is_what_is_saved(trained: tuple[Any, Any], tmp_path: Pat
     model, tokenizer = trained
     sent: dict[str, Any] = {}
 
-    def upload(self: Any, *, repo_id: str, folder_path: str, **_: Any) -> str:
+    def upload(self: Any, *, repo_id: str, folder_path: str, **_: Any) -> Any:
         files = {file.name: file.read_bytes() for file in Path(folder_path).iterdir()}
         sent.update(token=self.token, repo=repo_id, files=files)
-        return "there"
+        return SimpleNamespace(commit_url="there")
 
     monkeypatch.setattr("huggingface_hub.HfApi.create_repo", lambda _, name, **options: SimpleNamespace(repo_id=f"me/{name}"))
     monkeypatch.setattr("huggingface_hub.HfApi.upload_folder", upload)
