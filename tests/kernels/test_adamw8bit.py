@@ -134,7 +134,6 @@ def test_bytes_are_the_nearest_to_the_true_moments(device: str) -> None:
     adamw_step(tensors, lr=0.0, betas=(0.0, 0.0))
     for i, grad in enumerate(tensors.grads):
         absmax = tensors.absmaxes[i]
-        assert absmax is not None
         agree(tensors.exp_avgs[i], absmax[0], grad, signed=True)
         agree(tensors.exp_avg_sqs[i], absmax[1], grad * grad, signed=False)
 
@@ -149,7 +148,6 @@ def test_every_byte_is_read_as_its_level(device: str, judge: Callable[..., None]
             codes.copy_((torch.arange(codes.numel()) % 256).view(codes.shape))
             squares.copy_(codes.flip(0))
         for absmax in tensors.absmaxes:
-            assert absmax is not None
             absmax[0].fill_(1e-3)
             absmax[1].fill_(1e-6)
         for grad in tensors.grads:
@@ -160,7 +158,6 @@ def test_every_byte_is_read_as_its_level(device: str, judge: Callable[..., None]
         after = [*tensors.exp_avgs, *tensors.exp_avg_sqs]
         assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
         for absmax in tensors.absmaxes:
-            assert absmax is not None
             torch.testing.assert_close(absmax[0], torch.full_like(absmax[0], 5e-4))
             torch.testing.assert_close(absmax[1], torch.full_like(absmax[1], 5e-7))
         results.append(tensors.params)
@@ -169,10 +166,10 @@ def test_every_byte_is_read_as_its_level(device: str, judge: Callable[..., None]
 
 
 def test_many_steps_follow_the_plain_form(device: str) -> None:
-    """Ten steps end in the same parameters, but for a few numbers that once lay half way between two levels."""
+    """Four steps end in the same parameters, but for a few numbers that once lay half way between two levels."""
     ours, plain = tensors_of(device), tensors_of("cpu")
     plain.on_device = False
-    for step in range(10):
+    for step in range(4):
         for tensors in (ours, plain):
             for i, grad in enumerate(tensors.grads):
                 grad.copy_(spread(grad.shape, 100 * step + i, 2.0))
@@ -219,7 +216,6 @@ def test_gradients_of_zero_and_of_next_to_nothing(device: str) -> None:
     """Blocks whose absmax is 0, or has no inverse in fp32, hold zeros, never NaN."""
     tensors = tensors_of(device, [(BLOCK * 3,)])
     (param,), (grad,), (absmax,) = tensors.params, tensors.grads, tensors.absmaxes
-    assert absmax is not None
     for one in absmax:
         one.zero_()
     grad.zero_()
@@ -320,7 +316,6 @@ def test_a_captured_step_follows_schedule_and_gradients(eight_bit: bool, paged: 
         for members, one in ((params, graphed), (again, eager)):
             one.param_groups[0]["lr"] = 0.01 / step
             for i, param in enumerate(members):
-                assert param.grad is not None
                 param.grad.copy_(spread(param.shape, 100 * step + i, 2.0))
         eager.step()
         graphed.refresh_lr()

@@ -7,7 +7,6 @@ import importlib
 import sysconfig
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -63,62 +62,6 @@ def go(source: Source = SOURCE, arguments: tuple[Any, ...] = ()) -> bool:
 # ---- compiling ---------------------------------------------------------------------------------------------------------------
 
 
-class CountingLock:
-    """Says how often it was left."""
-
-    def __init__(self) -> None:
-        self.lock, self.left = threading.Lock(), threading.Semaphore(0)
-
-    def __enter__(self) -> None:
-        self.lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.lock.release()
-        self.left.release()
-
-
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[Source]:
-    """The sources that were made; the first is done when all threads have asked for it."""
-    lock = CountingLock()
-    found: list[Source] = []
-
-    def make(source: Source) -> bytes:
-        found.append(source)
-        if len(found) == 1:
-            assert all(lock.left.acquire(timeout=20) for _ in range(ASKING))
-        if source.file == "broken.cu":
-            raise NotCompiled(BROKEN)
-        return source.file.encode()
-
-    monkeypatch.setattr(cuda_source, "_lock", lock)
-    monkeypatch.setattr(cuda_source, "_compiled", {})
-    monkeypatch.setattr(cuda_source, "_cached_or_compiled", make)
-    return found
-
-
-def test_of_threads_that_ask_at_once_one_compiles(made: list[Source]) -> None:
-    with ThreadPoolExecutor(ASKING) as threads:
-        assert list(threads.map(compiled, [SOURCE] * ASKING)) == [b"small.cu"] * ASKING
-    assert made == [SOURCE]
-    other = SOURCE._replace(definitions=(("GATED", 0),))
-    compiled(other)
-    compiled(SOURCE)
-    assert made == [SOURCE, other]
-
-
-def test_all_who_ask_are_given_the_error(made: list[Source]) -> None:
-    broken = SOURCE._replace(file="broken.cu")
-    with ThreadPoolExecutor(ASKING) as threads:
-        asked = [threads.submit(compiled, broken) for _ in range(ASKING)]
-    for question in asked:
-        with pytest.raises(NotCompiled, match=BROKEN):
-            question.result()
-    with pytest.raises(NotCompiled, match=BROKEN):
-        compiled(broken)
-    assert made == [broken]
-
-
 def test_what_is_kept_on_disk_is_found_again_for_this_text_and_compiler_alone(compiler: Compiler, tmp_path: Path) -> None:
     def again(source: Source = SOURCE) -> int:
         cuda_source._compiled.clear()  # as another process
@@ -164,19 +107,6 @@ def test_where_there_is_no_compiler_it_is_said_once(opened: dict[str, object], c
     assert not available()
     assert not available()
     assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()] == ["libnvrtc.so.13 not found"]
-
-
-@pytest.mark.parametrize("beside", [False, True])
-def test_the_compiler_is_found_by_its_name_or_beside_torch(
-    opened: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str], beside: bool
-) -> None:
-    file = tmp_path / "nvidia" / "cu13" / "lib" / "libnvrtc.so.13"
-    file.parent.mkdir(parents=True)
-    file.touch()
-    opened[str(file) if beside else file.name] = "the library"
-    assert available()
-    assert cuda_source._compiler() == "the library"
-    assert capsys.readouterr().err == ""
 
 
 def test_no_thread_waits_for_what_another_compiles_ahead(monkeypatch: pytest.MonkeyPatch) -> None:

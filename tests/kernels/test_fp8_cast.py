@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from fp8_interpreter import interpreter_casts_as_a_gpu
 
 from pronghorn.kernels.mlp.fp8_gated import (
     gated_activation_fp8_backward,
@@ -32,9 +31,7 @@ from tables import covering, table
 BF16 = torch.bfloat16
 
 
-@pytest.fixture(autouse=True)
-def _casts(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreter_casts_as_a_gpu(monkeypatch)
+pytestmark = pytest.mark.usefixtures("casts_as_a_gpu")
 
 
 def assert_rounded(values: torch.Tensor, scale: torch.Tensor, true: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ from typing import Literal
 
 import pytest
 import torch
+from strided_rows import strided, untouched_beside
 from torch import Tensor
 
 from pronghorn.kernels.gemm.mm import mm_accumulate_
@@ -24,19 +25,6 @@ Kind = Literal["silu", "gelu_tanh"]
 KINDS: list[Kind] = ["silu", "gelu_tanh"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 64), (3, 140), (37, 96)]  # more than one block of columns, of rows; the last one partly filled
-
-
-def strided(rows: int, width: int, extra: int, dtype: torch.dtype, device: str, *, empty: bool = False) -> Tensor:
-    buffer = torch.full((rows, width + extra), float("nan"), dtype=dtype, device=device)
-    if not empty:
-        buffer[:, :width] = 2 * torch.randn(rows, width, device=device)
-    return buffer[:, :width]
-
-
-def untouched_beside(view: Tensor) -> bool:
-    buffer = view._base
-    assert buffer is not None
-    return bool(torch.isnan(buffer[:, view.shape[1] :]).all())
 
 
 @dataclass
@@ -88,7 +76,6 @@ class Case:
 
     def judge_sums(self, judge: Callable[..., None], kind: Kind, dgu: Tensor, down: Tensor | None, gate_up: Tensor) -> None:
         a = gated_activation_backward(self.da, self.gu, kind)[1]
-        assert a is not None
         wide, true = self.expected(a, dgu, torch.float32), self.expected(a, dgu, torch.float64)
         if down is None:
             pass
@@ -233,7 +220,6 @@ def test_a_graph_captures_it_and_offsets_beyond_32_bits() -> None:
         call()
     graph.replay()
     expected, a = gated_activation_backward(da[-1:], kept, "silu")
-    assert a is not None
     torch.testing.assert_close(gu[-1:], expected, rtol=2**-6, atol=1e-5)
     torch.testing.assert_close(down, 2 * dyb[-1:].float().T @ a.float(), rtol=2**-6, atol=1e-5)
     torch.testing.assert_close(gate_up[16:, F:], 2 * xa[-1:, 16:].float().T @ expected[:, F:].float(), rtol=2**-6, atol=1e-5)

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_gated_lora import Case, strided
+from strided_rows import strided
+from test_gated_lora import Case
 from torch import Tensor
 
 from pronghorn.kernels.lora import gated_lora
@@ -58,7 +59,6 @@ def run(case: Case, sB: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     down, gate_up = case.sums_down.clone(), case.sums_gate_up.clone()
     gated_lora_backward(case.da, case.gu, "silu", dgu_out=dgu, dyb_TR=case.dyb, xa_TR=case.xa, gate_columns=case.gate,
                         up_columns=case.up, sums_down_RF=down, sums_gate_up_RG=gate_up, sB_GR=sB)  # fmt: skip
-    assert dgu._base is not None
     assert torch.isnan(dgu._base[:, G + R :]).all(), "columns behind those of sB belong to somebody else"
     return dgu[:, :G], dgu[:, G:], down, gate_up
 
@@ -165,7 +165,6 @@ def small_model(device: str) -> Callable[[], tuple[float, dict[str, Tensor]]]:
 
     def step() -> tuple[float, dict[str, Tensor]]:
         engine = engine_of(model)
-        assert engine is not None
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         sums = LoraGradBuffer(engine, torch.bfloat16)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from strided_rows import strided
 
 from pronghorn.kernels.moe.grouped_gemm import (
     grouped_linear,
@@ -30,12 +31,6 @@ def can_multiply(device: str, dtype: torch.dtype) -> bool:
     return device == "cuda" or dtype != torch.bfloat16 or not use_triton(torch.empty(1))
 
 
-def rows(count: int, width: int, dtype: torch.dtype, device: str, extra: int = 8) -> torch.Tensor:
-    buffer = torch.full((count, width + extra), float("nan"), dtype=dtype, device=device)
-    buffer[:, :width] = torch.randn(count, width, device=device)
-    return buffer[:, :width]
-
-
 @pytest.mark.parametrize(("dtype", "load", "size"), CASES, ids=str)
 def test_all_products_are_as_good_as_a_loop(
     device: str, judge: Callable[..., None], dtype: torch.dtype, load: str, size: tuple[int, int]
@@ -45,11 +40,11 @@ def test_all_products_are_as_good_as_a_loop(
     (D, outputs), bounds = size, LOADS[load]
     S, E = bounds[-1], len(bounds) - 1
     offsets = torch.tensor(bounds, dtype=torch.int32, device=device)
-    x, dy = rows(S, D, dtype, device), rows(S, outputs, dtype, device)
+    x, dy = strided(S, D, 8, dtype, device), strided(S, outputs, 8, dtype, device)
     if D == 40:
         weight = torch.randn(E, D, outputs, device=device).to(dtype).transpose(1, 2)  # gpt-oss's way round
     else:
-        weight = rows(E * outputs, D, dtype, device).unflatten(0, (E, outputs))
+        weight = strided(E * outputs, D, 8, dtype, device).unflatten(0, (E, outputs))
     bias = torch.randn(E, outputs, device=device).to(dtype)
     results = []
     for kind in (torch.float64, dtype):
@@ -123,7 +118,7 @@ def test_autograd_and_determinism(device: str) -> None:
 def test_torch_and_triton_agree_in_a_graph_without_the_host() -> None:
     """Captured with one load, replayed with another; extra columns beside the rows, an expert without rows."""
     E, outputs, D, S = 8, 192, 320, 1024
-    x, dy = rows(S, D, torch.bfloat16, "cuda"), rows(S, outputs, torch.bfloat16, "cuda")
+    x, dy = strided(S, D, 8, torch.bfloat16, "cuda"), strided(S, outputs, 8, torch.bfloat16, "cuda")
     weight = torch.randn(E, outputs, D, device="cuda").bfloat16() / 16
     offsets = torch.arange(0, S + 1, S // E, dtype=torch.int32, device="cuda")
 

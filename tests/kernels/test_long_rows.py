@@ -181,15 +181,6 @@ def in_fp8(make: Near) -> list[Tensor]:
 CASES = [norms, copies, activations, activations_with_adapters, rotations, short_attention, in_fp8]
 
 
-@pytest.fixture
-def where(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Triton, on a GPU or in its interpreter, which wraps 32-bit products round as a GPU does."""
-    if not torch.cuda.is_available():
-        pytest.importorskip("triton")
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 @pytest.mark.parametrize("case", CASES, ids=[case.__name__ for case in CASES])
 def test_rows_far_apart_are_rows_side_by_side(where: str, case: Callable[[Near], list[Tensor]]) -> None:
     near, far = case(Near(where)), case(Far(where))

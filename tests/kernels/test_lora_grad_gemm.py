@@ -4,10 +4,10 @@ adapters made of products before (test_lora_linear.py)."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 
 import pytest
 import torch
+from strided_rows import strided, untouched_beside
 from torch import Tensor
 
 from pronghorn.kernels.lora import lora_grad_gemm as op
@@ -18,34 +18,16 @@ SMALL = Tile(16, 32, 4, 3, 1)
 
 
 @pytest.fixture
-def where(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The kernels only; there is no other way."""
-    if torch.cuda.is_available():
-        return "cuda"
-    if find_spec("triton") is None:
-        pytest.skip("Triton is not installed")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    return "cpu"
-
-
-@pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks of columns, and shares of three steps, in a few hundred rows."""
     monkeypatch.setattr(op, "_tile", lambda ranks: SMALL)
     monkeypatch.setattr(op, "_rows_of_a_program", lambda *_: 3 * SMALL.rows)
 
 
-def rows_of(rows: int, width: int, extra: int, dtype: torch.dtype, device: str) -> Tensor:
-    """With columns of NaN behind them, which belong to somebody else."""
-    buffer = torch.full((rows, width + extra), float("nan"), dtype=dtype, device=device)
-    buffer[:, :width] = torch.randn(rows, width, device=device)
-    return buffer[:, :width]
-
-
 def job_of(T: int, S: int, D: int, dtype: torch.dtype, device: str, *, scaled: bool, extra: int = 8) -> LoraGradJob:
     rstd = torch.rand(T, device=device) + 0.5 if scaled else None
-    return LoraGradJob(rows_of(S, D, extra, torch.float32, device), rows_of(T, S, extra, dtype, device),
-                   rows_of(T, D, extra, dtype, device), rstd)  # fmt: skip
+    return LoraGradJob(strided(S, D, extra, torch.float32, device), strided(T, S, extra, dtype, device),
+                   strided(T, D, extra, dtype, device), rstd)  # fmt: skip
 
 
 def summed(job: LoraGradJob, number: torch.dtype) -> Tensor:
@@ -65,9 +47,7 @@ def check(jobs: list[LoraGradJob], judge: Callable[..., None]) -> None:
             assert (job.total_SD.double() - truth).norm() <= 2**-7 * truth.norm()
         assert torch.equal(job.thin_TS, thin)
         assert torch.equal(job.wide_TD, wide)
-        beside = job.total_SD._base
-        assert beside is not None
-        assert beside[:, job.total_SD.shape[1] :].isnan().all()
+        assert untouched_beside(job.total_SD)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +71,7 @@ def test_rows_that_fill_no_tile(where: str, judge: Callable[..., None], T: int) 
 
 
 @pytest.mark.parametrize(("ranks", "scaled"), [
-    ((16, 16), (False, False)), ((16, 16), (True, False)), ((8, 64), (False, True)), ((8, 64), (True, True)),
-    ((33, 16), (True, False)), ((33, 16), (False, True)),
+    ((16, 16), (False, False)), ((8, 64), (True, True)), ((33, 16), (True, False)), ((33, 16), (False, True)),
 ], ids=str)  # fmt: skip
 def test_two_products_in_one_launch(
     where: str, judge: Callable[..., None], small_tiles: None, ranks: tuple[int, int], scaled: tuple[bool, bool]
@@ -112,8 +91,8 @@ def test_widths(where: str, judge: Callable[..., None], small_tiles: None, width
 @pytest.mark.parametrize("tile", CONFIGS, ids=str)
 def test_every_tile(where: str, judge: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tile: Tile) -> None:
     monkeypatch.setattr(op, "_tile", lambda ranks: tile)
-    check([job_of(517, 48, 264, torch.float16, where, scaled=True), job_of(517, 48, 40, torch.float16, where, scaled=False)],
-          judge)  # fmt: skip
+    T, D = (517, 264) if where == "cuda" else (140, 136)  # the interpreter takes a second for the larger
+    check([job_of(T, 48, width, torch.float16, where, scaled=width == D) for width in (D, 40)], judge)
 
 
 def test_more_shares_than_are_added_up_at_a_time(where: str, judge: Callable[..., None], small_tiles: None) -> None:
@@ -121,7 +100,8 @@ def test_more_shares_than_are_added_up_at_a_time(where: str, judge: Callable[...
 
 
 def test_the_same_bits_every_time(where: str, small_tiles: None) -> None:
-    jobs = [job_of(200, 48, 40, torch.bfloat16, where, scaled=scaled) for scaled in (True, False)]
+    dtype = torch.bfloat16 if where == "cuda" else torch.float16  # the interpreter multiplies bf16 by its bits
+    jobs = [job_of(200, 48, 40, dtype, where, scaled=scaled) for scaled in (True, False)]
     found = []
     for _ in range(2):
         again = [job._replace(total_SD=job.total_SD.clone()) for job in jobs]

@@ -118,7 +118,6 @@ def small_model(family: str, method: str = "lora", targets: Any = "all-linear") 
 def forward(model: Any) -> tuple[Any, Saved]:
     """(the engine, what its first layer saves for backward)"""
     engine = engine_of(model)
-    assert engine is not None
     engine.prepare(torch.float32)
     with torch.no_grad():
         return engine, engine.layers[0].forward_at("nothing", torch.randn(TOKENS, 64), documents_of(engine))[1]

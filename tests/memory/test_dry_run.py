@@ -293,7 +293,6 @@ def peak_of_a_whole_step(job: Job, choices: Sequence[Choice]) -> int:
         with torch.device("meta"):
             model = model_of(config, job.method, Lora(r=job.rank), torch.bfloat16)
         engine = engine_of(model)
-        assert engine is not None
         engine.prepare(torch.bfloat16)
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None

@@ -58,7 +58,6 @@ class Unrotates(PlainTorch):
 def gradients(model: Any) -> dict[str, Tensor]:
     batch = build_batch(random_table(6), np.arange(6), 256)
     engine = engine_of(model)
-    assert engine is not None
     engine.packed_loss(replace(batch, typical=40))[0].backward()  # type: ignore[no-untyped-call]
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)

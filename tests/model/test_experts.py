@@ -168,7 +168,6 @@ def test_loss_and_every_gradient_equal_transformers(family: str, method: str) ->
     model = model_of(family, method, torch.float64)
     assert_all_equal(model, (packed_batch(), single_batch()), own_loss)
     engine = engine_of(model)
-    assert engine is not None
     assert all(layer.fused for layer in engine.layers)
 
 
@@ -254,7 +253,6 @@ def test_computing_again_changes_no_bit(family: str, method: str) -> None:
     batch, model = packed_batch(), model_of(family, method, torch.float32)
     assert not install(model)
     engine = engine_of(model)
-    assert engine is not None
     loss = fast_loss(model, batch)
     expected = gradients(model, loss)
     levels: tuple[Level, ...] = ("gate_up", "around_attention", "layer")
@@ -276,7 +274,6 @@ def test_what_is_kept_may_wait_elsewhere(family: str) -> None:
         model = model_of(family, "lora on experts", torch.float32)
         assert not install(model)
         engine = engine_of(model)
-        assert engine is not None
         if offloaded:
             engine.offload = OffloadPool(3, 1 << 24, torch.device("cpu"))
             for layer in engine.layers:
@@ -319,12 +316,10 @@ def test_tokens_of_each_expert_are_counted_without_padding() -> None:
     model = model_of("qwen3_moe, a dense layer", "full", torch.float32)
     assert not install(model)
     engine, batch = engine_of(model), packed_batch()
-    assert engine is not None
     with torch.no_grad():
         fast_loss(model, batch)  # evaluation does not count
     for _ in range(2):
         fast_loss(model, batch)
-    assert engine.expert_counts is not None
     counts = engine.expert_counts.read()
     assert list(counts) == [0, 2]  # layer 1 is dense
     assert sum(counts[0]) == 2 * 3 * batch.tokens  # three experts a token

@@ -356,7 +356,6 @@ def test_pieces_hold_a_part_of_gate_and_up_and_write_the_gradient_where_it_was()
 def test_a_step_in_fp8_is_not_gone_through_without_kernels() -> None:
     """What they make of the weights is kept."""
     engine = engine_of(model_of("llama"))
-    assert engine is not None
     assert not engine.can_run_dry
 
 

@@ -60,7 +60,6 @@ def dequantized(family: str, targets: str) -> Any:
 def result_of(model: Any, batch: Any) -> tuple[float, dict[str, torch.Tensor]]:
     loss = fast_loss(model, batch)
     engine = engine_of(model)
-    assert engine is not None
     assert all(layer.fused for layer in engine.layers)
     assert any(layer.fp8 for layer in engine.layers)
     found = gradients(model, loss)
@@ -145,7 +144,6 @@ def same(one: tuple[float, dict[str, torch.Tensor]], other: tuple[float, dict[st
 def test_every_level_gives_the_same_bits(family: str, targets: str) -> None:
     model, batch = model_of(family, targets), packed_batch()
     expected, engine = result_of(model, batch), engine_of(model)
-    assert engine is not None
     pool = OffloadPool(2, 8_000_000, torch.device("cpu"))
     # Layers are nodes of their own: each level both here and elsewhere, and each in the last layer, which leaves out rows.
     for choices in (
@@ -196,7 +194,6 @@ def test_a_chip_without_grouped_fp8_products_multiplies_in_16_bits(
     model, batch = model_of("qwen3_moe", "experts"), packed_batch()
     result_of(model, batch)
     engine = engine_of(model)
-    assert engine is not None
     assert all(isinstance(layer.mlp.expert_down.group, QuantizedExpertGroup) for layer in engine.layers)  # type: ignore[attr-defined]
     assert capsys.readouterr().err.count("multiplied in 16 bits: only linears are") == 1  # not in every layer
     monkeypatch.setattr(table, "fp8_supported", lambda device: "this test's chip has none")
@@ -233,7 +230,6 @@ def test_on_a_gpu(family: str, targets: str, monkeypatch: pytest.MonkeyPatch) ->
     model = model_of(family, targets, dtype=torch.bfloat16).cuda()
     ours = result_of(model, batch.map(lambda tensor: tensor.cuda()))
     engine = engine_of(model)
-    assert engine is not None
     here = fp8_grouped_supported("cuda") is None
     assert all(isinstance(layer.mlp.expert_down.group, Fp8ExpertGroup) == here for layer in engine.layers)  # type: ignore[attr-defined]
     assert cosine(*(torch.cat([found[name].cpu().flatten() for name in truth]) for found in (ours[1], truth))) > 0.95

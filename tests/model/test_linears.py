@@ -101,7 +101,6 @@ def batch_of(seed: int = 0, documents: int = 6) -> PackedBatch:
 
 def loss_of(model: Any, batch: PackedBatch) -> torch.Tensor:
     engine = engine_of(model)
-    assert engine is not None
     return engine.packed_loss(batch)[0]
 
 
@@ -125,7 +124,6 @@ def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], 
 
 def scratches(model: Any) -> list[Any]:
     engine = engine_of(model)
-    assert engine is not None
     groups = [group._group for layer in engine.layers for group in layer.groups]
     assert all(isinstance(group, StoredLoraGroup) for group in groups)
     return list({id(group.scratch): group.scratch for group in groups if isinstance(group, StoredLoraGroup)}.values())
@@ -225,7 +223,6 @@ def test_micro_batches_looks_in_between_and_updates(recompute: bool) -> None:
     found = []
     for each in (model, twin):
         engine = engine_of(each)
-        assert engine is not None
         for layer in engine.layers:
             layer.recompute = recompute
         optimizer = torch.optim.AdamW([p for p in each.parameters() if p.requires_grad], lr=1e-2, fused=True)
@@ -251,7 +248,6 @@ def test_what_stands_in_the_buffer_before_a_step_does_not_matter() -> None:
     assert not install(model)
     loss, gradients = step_of(model, batch)
     for scratch in scratches(model):
-        assert scratch._buffer is not None
         scratch._buffer.fill_(float("nan"))
     again, others = step_of(model, batch)
     assert torch.equal(again, loss)

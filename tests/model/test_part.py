@@ -43,7 +43,6 @@ def engine_for(kind: str = "llama", lora: Lora | None = None, **values: Any) -> 
                 torch.nn.init.normal_(parameter, std=0.1)
     assert install(model) == ""
     engine = engine_of(model)
-    assert engine is not None
     engine.prepare(torch.float64)
     return engine
 

@@ -293,7 +293,6 @@ def test_the_first_forward_takes_the_path_of_all_later_ones(monkeypatch: pytest.
     model = with_adapter(base)
     assert not install(model)
     engine = engine_of(model)
-    assert engine is not None
     documents = Documents.of(one_document(IDS[0]), engine.positions)
     counts = []
     for _ in range(2):

@@ -122,7 +122,6 @@ def test_windows_are_narrow_for_the_moment_only() -> None:
     )
     verify(model)
     engine = causal_lm.engine_of(model)
-    assert engine is not None
     assert model.config.sliding_window == engine.layers[0].mixer.options["window"] == 4096
     model.config.sliding_window = 2048
     with pytest.raises(ModelError, match="has the window 4096, but the config says 2048"):

@@ -26,8 +26,8 @@ def check(recipe: Recipe) -> Facts:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"method": "full"}, {"data": {"eval": 0.2}, "train": {"epochs": 3}}, {"train": {"steps": 2}}],
-    ids=["lora", "full", "held out", "steps"],
+    [{"train": {"steps": 2}}, {"method": "full", "data": {"eval": 0.2}, "train": {"epochs": 2, "batch_tokens": 1024}}],
+    ids=["lora, steps", "full, held out, epochs"],
 )
 def test_what_is_foretold_is_what_happens(recipe_for: RecipeFor, changes: dict[str, Any]) -> None:
     recipe = recipe_for(**changes)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -174,28 +171,20 @@ def test_many_in_a_row_arrive_whole_in_order_and_are_pruned(tmp_path: Path) -> N
 # One at a time
 
 
-def test_a_third_snapshot_waits_for_memory(tmp_path: Path, disk: Disk) -> None:
+@pytest.mark.parametrize("copies", [2, 1])
+def test_a_snapshot_waits_for_memory(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, copies: int) -> None:
+    """Large ones have one copy only."""
+    monkeypatch.setattr(checkpoint_writer, "TWO_COPIES_UP_TO", 10**9 if copies == 2 else 100)
     with writer_at(tmp_path) as writer:
         disk.stop()
-        save(writer, 2)  # neither waits for the disk: it would for ever
-        save(writer, 3)
+        for step in range(copies):
+            save(writer, step)  # does not wait for the disk: it would for ever
         assert writer.finished() == []
         threading.Timer(0.3, disk.go_on).start()
-        save(writer, 4)
+        save(writer, copies)
         assert disk.works.is_set()
-        assert [written.step for written in writer.wait()] == [2, 3, 4]
-
-
-def test_large_ones_have_one_copy_only(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_writer, "TWO_COPIES_UP_TO", 100)
-    with writer_at(tmp_path) as writer:
-        disk.stop()
-        save(writer, 1)
-        threading.Timer(0.3, disk.go_on).start()
-        save(writer, 2)
-        assert disk.works.is_set()
-        assert [written.step for written in writer.wait()] == [1, 2]
-        assert writer._copies[1].size == 0
+        assert [written.step for written in writer.wait()] == list(range(copies + 1))
+        assert (writer._copies[1].size == 0) == (copies == 1)
 
 
 def test_a_snapshot_is_written_or_dropped_once(tmp_path: Path) -> None:
@@ -217,13 +206,11 @@ def test_a_snapshot_is_written_or_dropped_once(tmp_path: Path) -> None:
         writer.snapshot(model(), state(5))
 
 
-@pytest.mark.parametrize("change", ["values", "names"])
-def test_what_must_not_be_stored_is_refused_by_the_run(change: str, tmp_path: Path) -> None:
+def test_what_must_not_be_stored_is_refused_by_the_run(tmp_path: Path) -> None:
     with writer_at(tmp_path) as writer:
-        if change == "values":
-            with pytest.raises(TypeError, match="plain JSON"):
-                writer.snapshot(model(), TrainState(1, {}, {"a": (1, 2)}, {}))
-        for name in (TENSORS, "manifest.json", "optimizer.pt") if change == "names" else ():
+        with pytest.raises(TypeError, match="plain JSON"):
+            writer.snapshot(model(), TrainState(1, {}, {"a": (1, 2)}, {}))
+        for name in (TENSORS, "manifest.json", "optimizer.pt"):
             with pytest.raises(RuntimeError, match="the model's save function wrote"):
                 writer.snapshot(Model({}, small={name: b""}), state(1))
         save(writer, 1)
@@ -251,24 +238,6 @@ def test_a_folder_that_cannot_be_written_is_told_with_its_fix_and_the_writer_goe
         save(writer, 3)
         assert [written.step for written in writer.wait()] == [3]
     assert names(run) == ["checkpoint-1", "checkpoint-3"]
-
-
-def test_a_full_disk_is_told_with_its_fix(tmp_path: Path) -> None:
-    mount = ["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", str(tmp_path)]
-    if os.geteuid() or not shutil.which("mount") or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a small disk needs root")
-    try:
-        with writer_at(tmp_path) as writer:
-            save(writer, 1)
-            writer.wait()
-            save(writer, 2, model(size=1_000_000))
-            with pytest.raises(EnvironmentFault) as fault:
-                writer.wait()
-        assert re.match(r"not enough disk space for checkpoint-2: \d+\.\d MB missing", fault.value.what)
-        assert fault.value.fix.endswith("run the same command again: it resumes from checkpoint-1")
-        assert names(tmp_path) == ["checkpoint-1"]
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 def test_a_disk_that_does_not_respond_is_given_up_at_every_call(

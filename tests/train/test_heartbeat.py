@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from rank_processes import Silent, in_ranks
+from rank_processes import in_ranks
+from watching import Silent
 
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import read_log
@@ -26,7 +27,7 @@ from pronghorn.train.objectives import Supervised
 from tables import first_of
 
 pytestmark = pytest.mark.usefixtures("_no_gpu")  # ranks are forked here, and CUDA cannot be
-QUICK = {"BEAT": 0.1, "STOPPED": 0.5, "SILENT": 3.0, "STUCK": 3.0, "HUNG": 3.0, "CONNECTING": 3.0, "FORCE": 20.0}
+QUICK = {"BEAT": 0.1, "STOPPED": 0.5, "SILENT": 3.0, "STUCK": 1.5, "HUNG": 1.5, "CONNECTING": 1.5, "FORCE": 20.0}
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def sums(world: World, count: int = 1) -> float:
 
 
 @pytest.mark.usefixtures("_quick")
-@pytest.mark.parametrize(("stopped", "private"), first_of([(0, False), (0, True), (2, False)], 2))
+@pytest.mark.parametrize(("stopped", "private"), first_of([(0, False), (2, True), (0, True)], 2))
 def test_a_stopped_rank_ends_the_others(stopped: int, private: bool, tmp_path: Path) -> None:
     """Without a folder rank 0 keeps the store, which then answers nobody."""
 
@@ -74,7 +75,6 @@ def test_a_rank_that_sleeps_names_itself_and_its_place(tmp_path: Path, capfd: py
 
     found = in_ranks(work, tmp_path)
     assert found[1] is None
-    assert found[0] is not None
     assert found[0][0] == 3
     assert "rank 1 has made no progress and used no CPU" in found[0][1]
     assert "its main thread is at test_heartbeat.py" in capfd.readouterr().err
@@ -87,7 +87,7 @@ def test_a_rank_that_works_alone_is_waited_for(tmp_path: Path, monkeypatch: pyte
 
     def work(world: World) -> float:
         def alone() -> int:
-            until = time.monotonic() + 5
+            until = time.monotonic() + 3
             while time.monotonic() < until:
                 sum(range(10_000))
             return 7
@@ -109,7 +109,6 @@ def test_a_sum_that_does_not_end_though_all_are_in_it(tmp_path: Path) -> None:
 
     found = in_ranks(work, tmp_path)
     assert found[0] == found[1]
-    assert found[0] is not None
     assert found[0][0] == 3
     assert "a collective of 3.0 MB over all ranks has not finished" in found[0][1]
 
@@ -130,7 +129,6 @@ def test_a_rank_that_stays_in_a_sum_is_named(tmp_path: Path) -> None:
     found = in_ranks(work, tmp_path, size=3)
     assert time.monotonic() - began < 30
     assert found[0] == found[1] == found[2]
-    assert found[0] is not None
     assert found[0][0] == 3
     assert "rank 1 is still in a collective after" in found[0][1]
 

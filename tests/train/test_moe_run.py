@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from test_loop import Silent, same, weights
 from test_memory import between, curve
 from test_runs_on_a_gpu import budget
 from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
+from watching import Silent, same, saved, weights
 
 from exports import export
 from pronghorn.errors import RecipeError
@@ -23,7 +23,6 @@ from pronghorn.report.run_log import history, read_log
 from pronghorn.report.stages import Stages
 from pronghorn.train.loop import train
 from pronghorn.train.run.run_forecast import why_no_plan
-from samples import make_tokenizer
 from tables import first_of
 
 SIZES: dict[str, Any] = {
@@ -54,10 +53,8 @@ def test_a_run_learns_counts_its_experts_and_exports(
     family: str, method: str, recipe_for: Callable[..., Recipe], tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(CONFIGS[family]()).save_pretrained(tmp_path / "model")
-    make_tokenizer().save_pretrained(tmp_path / "model")
     recipe = recipe_for(
-        model=str(tmp_path / "model"),
+        model=saved(AutoModelForCausalLM.from_config(CONFIGS[family]()), tmp_path / "model"),
         method=method,
         lora={"targets": ["all-linear", "experts"]},
         train={"steps": 6},
@@ -105,8 +102,7 @@ def deep_recipe(recipe_for: Callable[..., Recipe], tmp_path: Path) -> Callable[.
         folder = tmp_path / family
         if not folder.exists():
             torch.manual_seed(0)
-            AutoModelForCausalLM.from_config(PLANNED[family]()).save_pretrained(folder)
-            make_tokenizer().save_pretrained(folder)
+            saved(AutoModelForCausalLM.from_config(PLANNED[family]()), folder)
         options: dict[str, Any] = {
             "data": {"eval": None},
             "lora": {"r": 4, "targets": ["all-linear", "experts"]},
@@ -133,11 +129,9 @@ def deep_recipe(recipe_for: Callable[..., Recipe], tmp_path: Path) -> Callable[.
 def test_a_budget_trains_the_same_numbers(family: str, changes: dict[str, Any], deep_recipe: Callable[..., Recipe]) -> None:
     base = deep_recipe(family, "free", **changes)
     free, levels = train(base, display=Silent()), set()
-    for share in (0.05,) if changes else (0.05, 0.6):
+    for share in (0.05 if changes else 0.3,):
         planned = train(deep_recipe(family, f"within {share}", **changes, memory=between(base, share)), display=Silent())
         assert curve(planned) == curve(free)
-        assert free.checkpoint
-        assert planned.checkpoint
         assert same(weights(planned.checkpoint), weights(free.checkpoint))
         told = next(e for e in read_log(planned.folder) if e["event"] == "plan")["plan"]
         levels |= set(told["levels"])
@@ -187,8 +181,7 @@ def test_a_budget_is_kept_on_a_gpu(family: str, method: str, recipes: Callable[.
         else {"moe_intermediate_size": 512, "num_experts": 8}
     )
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **wide, **chosen)).save_pretrained(tmp_path / "model")
-    make_tokenizer().save_pretrained(tmp_path / "model")
+    saved(AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **wide, **chosen)), tmp_path / "model")
 
     def recipe(name: str, **changes: Any) -> Recipe:
         return recipes(

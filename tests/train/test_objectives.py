@@ -7,7 +7,6 @@ import copy
 import math
 from contextlib import nullcontext
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from test_step import SMALL, worst
 from test_step import model_of as family_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, Qwen3MoeConfig
+from watching import Silent, losses_of
 
 from pronghorn.data.pack.batches import Shapes, build_batch
 from pronghorn.data.pack.loader import BatchLoader, StepBatch, StepPacking
@@ -27,7 +27,6 @@ from pronghorn.model.causal_lm import install
 from pronghorn.model.lora import add_adapter
 from pronghorn.packs import PackedBatch
 from pronghorn.recipe import Lora, Recipe
-from pronghorn.report.run_log import read_log
 from pronghorn.train import loop
 from pronghorn.train.dist.world import World
 from pronghorn.train.objectives import Objective, Supervised
@@ -215,13 +214,8 @@ def test_a_run_uses_the_objective_of_its_recipe(recipe_for: Any, monkeypatch: py
     recipe: Recipe = recipe_for(**changes)
     recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"eval": recipe.data.train[0]})})
 
-    class Silent:
-        def handle(self, event: dict[str, Any]) -> None: ...
-        def progress(self, *_: Any) -> None: ...
-
     loop.train(recipe, display=Silent())
-    events = read_log(Path(recipe.output))
-    losses = [event["loss"] for event in events if event["event"] == "step"]
+    losses = losses_of(recipe.output)
     assert losses[0] == pytest.approx(math.log(2), rel=1e-6)
     assert losses[-1] != losses[0]
-    assert [event["loss"] for event in events if event["event"] == "eval"][-1] < 0.8
+    assert losses_of(recipe.output, "eval")[-1] < 0.8

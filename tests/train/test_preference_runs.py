@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from watching import Silent, notices_of
 
 from pronghorn.errors import RecipeError
 from pronghorn.folders import cache_folder
@@ -20,12 +21,6 @@ from pronghorn.train.run.run_evaluation import evaluate_run
 from samples import pair_rows
 
 NAMES = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected")
-
-
-class Silent:
-    def handle(self, event: dict[str, Any]) -> None: ...
-    def progress(self, *told: Any) -> None: ...
-    def close(self) -> None: ...
 
 
 @pytest.fixture
@@ -83,8 +78,7 @@ def test_the_reference_pass_ends_before_the_first_step_and_unused_margins_are_to
     assert {told[2] for told in asked} == {36, 12}  # chosen and rejected answers, of held-out pairs too
     first_step = next(at for at, told in enumerate(seen) if told[0] == FIRST_STEP)
     assert not [told for told in seen[first_step:] if told in asked]
-    notices = [event["text"] for event in read_log(Path(recipe.output)) if event["event"] == "notice"]
-    assert any("margins have no effect" in text for text in notices)
+    assert any("margins have no effect" in text for text in notices_of(recipe.output))
 
 
 def test_with_all_weights_trained_the_reference_is_the_model_before(pairs: str, recipe_for: Callable[..., Recipe]) -> None:

@@ -27,7 +27,6 @@ def model_of(targets: str, recompute: bool) -> Any:
     model = add_adapter(model, TARGETS[targets], seed=1).to(DEVICE)
     assert install(model) == ""
     engine = engine_of(model)
-    assert engine is not None
     for layer in engine.layers:
         layer.recompute = recompute
     return model.train()

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rank_processes import LOOPBACK, Silent, in_ranks, listening
+from rank_processes import LOOPBACK, in_ranks, listening
 from safetensors.torch import load_file
+from watching import Silent, losses_of
 
 from pronghorn.data.pack.batches import Shapes
 from pronghorn.data.pack.loader import BatchLoader, StepPacking
@@ -35,10 +36,6 @@ from pronghorn.train.step.graphed_step import GraphedStep
 from samples import make_model, random_table
 
 pytestmark = pytest.mark.usefixtures("_no_gpu")  # ranks are forked here, and CUDA cannot be
-
-
-def losses_of(run: str | Path) -> list[float]:
-    return [event["loss"] for event in read_log(Path(run)) if event["event"] == "step"]
 
 
 def apart(one: list[float], other: list[float]) -> float:
@@ -111,7 +108,6 @@ def check_resume(recipe: Recipe, whole: Path, tmp_path: Path) -> None:
 
     found = in_ranks(stopped, tmp_path / "stopped")
     assert [one and one[0] for one in found] == [143, 143]
-    assert found[0] is not None
     assert "Stopped after step" in found[0][1]
     train(recipe, display=Silent())
     assert [event["event"] for event in read_log(Path(recipe.output))].count("start") == 2
@@ -135,7 +131,6 @@ def test_a_rank_that_ends_takes_the_others_along(recipe_for: Callable[..., Recip
 
     found = in_ranks(killed, tmp_path / "killed")
     assert found[1] is None
-    assert found[0] is not None
     assert found[0][0] == 3
     assert "rank 1 ended without an error message" in found[0][1]
 
@@ -145,7 +140,6 @@ def test_a_rank_that_ends_takes_the_others_along(recipe_for: Callable[..., Recip
 
     found = in_ranks(refused, tmp_path / "refused")
     assert [one and one[0] for one in found] == [2, 2]
-    assert found[0] is not None
     assert "the ranks of this run differ" in found[0][1]
 
     def broken(world: World) -> None:
@@ -227,7 +221,6 @@ def test_the_captured_step_is_summed_between_its_graphs(tmp_path: Path) -> None:
 
     found = in_ranks(taken, tmp_path / "told")
     assert found[0] == found[1]
-    assert found[0] is not None
     for (loss, norm), (expected, norm_alone) in zip(literal_eval(found[0][1]), taken(World()), strict=True):
         assert loss == pytest.approx(expected, rel=1e-6)
         assert norm == pytest.approx(norm_alone, rel=1e-4)
@@ -280,7 +273,6 @@ def test_sums_in_the_update_graph_are_those_of_all_ranks_or_of_none(failed: str)
     assert step._sums_captured == (not failed)
     assert any("outside the update's CUDA graph" in line for line in said) == bool(failed)
     if not failed:
-        assert world.at_end is not None
         world.at_end()
         assert step._update is None
 

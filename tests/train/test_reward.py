@@ -18,7 +18,10 @@ import torch
 import trl_losses as theirs
 from peft import PeftModel
 from rich.console import Console
+from test_memory import between, curve, deep_recipe
+from test_preference import CPU, FAMILIES, assert_near, batches_of, gradients, pairs_of, stepped, table_of
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from watching import Silent
 
 from pronghorn.data.encode.tokens import padding_id
 from pronghorn.data.preference.pair_packing import ends_of
@@ -44,9 +47,7 @@ from pronghorn.train.step.fused_adamw import FusedAdamW
 from pronghorn.train.step.graphed_step import GraphedStep
 from pronghorn.train.step.step import EagerStep
 from samples import ListTable, make_model, pair_rows
-from train.test_memory import between, curve, deep_recipe
-from train.test_preference import CPU, FAMILIES, assert_near, batches_of, gradients, pairs_of, stepped, table_of
-from train.test_preference_runs import Silent
+from tables import first_of
 
 __all__ = ["deep_recipe"]  # a fixture
 
@@ -180,7 +181,7 @@ def test_a_run_under_a_budget_learns_the_same(pairs: str, deep_recipe: Callable[
         assert planned == pytest.approx(free, rel=1e-5)
 
 
-@pytest.mark.parametrize("method", ["lora", "qlora", "full"])
+@pytest.mark.parametrize("method", first_of(["lora", "full", "qlora"], 2))
 def test_stock_transformers_loads_what_a_run_trained(method: str, pairs: str, recipe_for: Callable[..., Recipe]) -> None:
     recipe = recipe_for(**settings(pairs, method=method, precision="fp32"))
     train(recipe, display=Silent())

@@ -29,7 +29,6 @@ with RunFolder(sys.argv[1]) as run:
 
 def hold(path: Path, code: str = HOLD) -> subprocess.Popen[str]:
     process = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout
     assert process.stdout.readline() == "held\n"
     return process
 
@@ -37,7 +36,6 @@ def hold(path: Path, code: str = HOLD) -> subprocess.Popen[str]:
 def end(process: subprocess.Popen[str]) -> None:
     process.kill()
     process.wait()
-    assert process.stdout
     process.stdout.close()
 
 

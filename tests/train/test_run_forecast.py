@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_loop import Silent
 from transformers import Qwen3MoeConfig
+from watching import Silent
 
 from pronghorn.cli import main
 from pronghorn.errors import CommandError, RecipeError

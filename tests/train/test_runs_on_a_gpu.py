@@ -11,8 +11,8 @@ import pytest
 import torch
 from test_fp8_runs import RUNS
 from test_fp8_runs import curve as losses
-from test_loop import Silent
 from test_memory import curve, fails_at, shapes_of
+from watching import Silent
 
 from pronghorn.memory.plan import smallest_budget
 from pronghorn.model.config import read_config
@@ -49,7 +49,6 @@ def budget(recipe: Recipe, share: float) -> dict[str, str]:
     """Between the smallest that works (0) and the smallest that keeps everything (1)."""
     asked = recipe.model_copy(update={"memory": recipe.memory.model_copy(update={"budget": "8GB"})})
     memory = plan_memory(asked, read_config(recipe.model), shapes_of(recipe), torch.device("cuda", 0), "bf16")
-    assert memory is not None
     low, high = smallest_budget(memory.plan.problem), memory.plan.problem.budget_for(memory.plan.needed_bytes)
     return {"budget": f"{(low + share * (high - low)) / 1e6:.6f}MB"}
 

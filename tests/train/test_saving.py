@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from watching import Silent
 
 from pronghorn.errors import EnvironmentFault, HealthStop, ModelError
 from pronghorn.recipe import Recipe
@@ -25,19 +26,6 @@ from pronghorn.train.loop import train
 from pronghorn.train.run import run_folder
 from pronghorn.train.setup import setup
 from tables import first_of, table
-
-
-class Watching:
-    def __init__(self, at_step: Callable[[int], None] = lambda step: None) -> None:
-        self.at_step, self.events = at_step, list[dict[str, Any]]()
-
-    def handle(self, event: dict[str, Any]) -> None:
-        self.events.append(event)
-        if event["event"] == "step":
-            self.at_step(event["step"])
-
-    def progress(self, label: str, done: int, total: int) -> None: ...
-
 
 # Numbers that are not finite
 
@@ -76,14 +64,13 @@ def test_an_absurd_rate_leaves_no_checkpoint_that_is_not_finite_and_its_advice_w
 
     sound = recipe(1e-3)
     with pytest.raises(HealthStop) as caught:
-        train(recipe(1e38), display=Watching())
+        train(recipe(1e38), display=Silent())
     assert caught.value.exit_code == 4
     assert "--allow-change train.lr" in caught.value.fix
     run = Path(sound.output)
     assert all(all_finite(path) for path in run.glob("checkpoint-*"))
-    result = train(sound, display=Watching(), allow=["train.lr"])
+    result = train(sound, display=Silent(), allow=["train.lr"])
     assert result.step == 6
-    assert result.checkpoint
     assert all_finite(result.checkpoint)
     losses = [e["loss"] for e in read_log(run) if e["event"] == "step"]
     assert losses[-1] < losses[-6]
@@ -107,7 +94,7 @@ def test_a_moment_that_is_not_finite_is_named_and_the_checkpoint_before_kept(
     monkeypatch.setattr(Saver, "__init__", remember)
     recipe = recipe_for(train={"steps": 6}, checkpoint={"every": 2}, eval={"every": 99})
     with pytest.raises(HealthStop, match="checkpoint-4 is not written") as caught:
-        train(recipe, display=Watching(spoil))
+        train(recipe, display=Silent(spoil))
     assert "exp_avg_sq" in caught.value.why
     assert sorted(path.name for path in Path(recipe.output).glob("checkpoint-*")) == ["checkpoint-2"]
     assert all_finite(Path(recipe.output) / "checkpoint-2")
@@ -133,7 +120,7 @@ def test_a_tokenizer_that_cannot_be_saved_is_refused_before_weights_load(
 
     monkeypatch.setattr("transformers.PreTrainedTokenizerFast.save_pretrained", fails)
     monkeypatch.setattr(setup, "load_model", None)
-    recipe, display = recipe_for(), Watching()
+    recipe, display = recipe_for(), Silent()
     with pytest.raises(kind, match=f"cannot save the tokenizer{said}"):
         train(recipe, display=display)
     assert display.events == []
@@ -144,7 +131,7 @@ def test_a_disk_of_a_few_megabytes_is_enough_for_a_small_adapter(
     recipe_for: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda _: SimpleNamespace(total=4 * 10**6, used=0, free=4 * 10**6))
-    assert train(recipe_for(train={"steps": 1}), display=Watching()).checkpoint
+    assert train(recipe_for(train={"steps": 1}), display=Silent()).checkpoint
 
 
 # While it runs
@@ -167,7 +154,7 @@ def test_an_output_folder_that_is_gone_ends_in_a_sentence(method: str, harm: str
 
     # Checkpoints are written beside the run: step 2's may be under way at step 3, step 4's at the last step's evaluation.
     with pytest.raises(EnvironmentFault, match=r"cannot write (checkpoint-[24]|the base model's answers)") as caught:
-        train(recipe, display=Watching(do))
+        train(recipe, display=Silent(do))
     assert caught.value.exit_code == 3
     assert Path(caught.value.where).is_relative_to(run)
 

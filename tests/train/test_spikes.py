@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from watching import Silent
 
 from pronghorn.errors import DataError, HealthStop, Interrupted
 from pronghorn.recipe import Recipe
@@ -83,14 +84,13 @@ def test_a_checkpoint_is_gone_back_to_three_times() -> None:
 # Runs -------------------------------------------------------------------------------------------------------------------
 
 
-class Watching:
+class Watching(Silent):
     def __init__(self, look: Callable[[dict[str, Any]], None] = lambda event: None) -> None:
+        super().__init__()
         self.look = look
 
     def handle(self, event: dict[str, Any]) -> None:
         self.look(event)
-
-    def progress(self, label: str, done: int, total: int) -> None: ...
 
 
 SPIKE = 11  # the step that has the row of noise, with this seed

@@ -51,19 +51,18 @@ def step_of(table: ListTable, capacity: int) -> StepBatch:
     return StepBatch(tuple(batches), table, after={}, epoch=0.0)
 
 
+def eager(model: Any, kind: Any = torch.optim.AdamW, precision: Any = "fp32", clip: float = 1.0, **options: float) -> EagerStep:
+    optimizer = kind([p for p in model.parameters() if p.requires_grad], **options)
+    return EagerStep(model, optimizer, device=torch.device("cpu"), precision=precision, clip=clip)
+
+
 def take(step: EagerStep, step_batch: StepBatch) -> StepResult:
     step.begin(step_batch)
     return step.finish()
 
 
 def gradients(model: Any, step_batch: StepBatch) -> tuple[float, dict[str, torch.Tensor]]:
-    step = EagerStep(
-        model,
-        torch.optim.SGD([p for p in model.parameters() if p.requires_grad]),
-        device=torch.device("cpu"),
-        precision="fp32",
-        clip=1e9,
-    )
+    step = eager(model, torch.optim.SGD, clip=1e9)
     model.zero_grad()
     loss, *_ = step._forward_backward(step_batch)
     return float(loss), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -120,8 +119,7 @@ def test_changing_one_document_changes_no_other(family: str) -> None:
 
 def test_weights_move_and_the_loss_falls() -> None:
     model, step_batch = model_of("llama"), step_of(random_table(12), 512)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    step = EagerStep(model, optimizer, device=torch.device("cpu"), precision="fp32", clip=1.0)
+    step = eager(model, lr=1e-2)
     losses = [take(step, step_batch).loss for _ in range(8)]
     assert losses[-1] < losses[0] - 0.05
     assert all(p.grad is None for p in model.parameters())
@@ -131,13 +129,7 @@ def test_weights_move_and_the_loss_falls() -> None:
 def test_nothing_is_updated_by_a_step_that_is_not_sound(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, step_batch = model_of("llama"), step_of(random_table(12), 512)
     before = {name: p.clone() for name, p in model.named_parameters()}
-    step = EagerStep(
-        model,
-        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2),
-        device=torch.device("cpu"),
-        precision="fp32",
-        clip=1.0,
-    )
+    step = eager(model, lr=1e-2)
     factors = {"loss": (float("nan"), 1.0), "gradient": (1.0, float("inf")), "zero": (1.0, 0.0)}[broken]
     real = step._forward_backward
 
@@ -155,7 +147,7 @@ def test_clipping_bounds_the_update() -> None:
     model, step_batch = model_of("llama"), step_of(random_table(12), 512)
     parameters = [p for p in model.parameters() if p.requires_grad]
     before = [p.detach().clone() for p in parameters]
-    step = EagerStep(model, torch.optim.SGD(parameters, lr=1.0), device=torch.device("cpu"), precision="fp32", clip=0.01)
+    step = eager(model, torch.optim.SGD, lr=1.0, clip=0.01)
     result = take(step, step_batch)
     moved = torch.cat([(p - b).flatten() for p, b in zip(parameters, before, strict=True)]).norm().detach()
     assert result.grad_norm > 0.01
@@ -165,13 +157,7 @@ def test_clipping_bounds_the_update() -> None:
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
 def test_products_run_in_the_precision_asked_for(precision: Any, dtype: torch.dtype) -> None:
     model, step_batch = model_of("llama"), step_of(random_table(4), 256)
-    step = EagerStep(
-        model,
-        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]),
-        device=torch.device("cpu"),
-        precision=precision,
-        clip=1.0,
-    )
+    step = eager(model, precision=precision)
     seen = []
     layer = model.base_model.model.model.layers[0].mlp.down_proj
     layer.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
@@ -181,13 +167,7 @@ def test_products_run_in_the_precision_asked_for(precision: Any, dtype: torch.dt
 
 def test_fp16_overflow_skips_the_update_and_lowers_the_scale() -> None:
     model, step_batch = model_of("llama"), step_of(random_table(4), 256)
-    step = EagerStep(
-        model,
-        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]),
-        device=torch.device("cpu"),
-        precision="fp16",
-        clip=1.0,
-    )
+    step = eager(model, precision="fp16")
     before = {name: p.clone() for name, p in model.named_parameters()}
     step.scaler.scale(torch.zeros(1))  # makes the scale exist
     step.scaler._scale.fill_(2.0**40)
@@ -200,13 +180,7 @@ def test_fp16_overflow_skips_the_update_and_lowers_the_scale() -> None:
 def test_a_checkpoint_s_copies_are_waited_for_before_the_weights_change() -> None:
     model, step_batch = model_of("llama"), step_of(random_table(4), 256)
     weight = next(p for p in model.parameters() if p.requires_grad)
-    step = EagerStep(
-        model,
-        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]),
-        device=torch.device("cpu"),
-        precision="fp32",
-        clip=1.0,
-    )
+    step = eager(model)
     before, seen = weight.detach().clone(), []
     step.hold_update(lambda: seen.append(weight.detach().clone()))
     take(step, step_batch)
