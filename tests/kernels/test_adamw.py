@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
+from kernel_parts import Judge
 
 from pronghorn.kernels.optim.adamw import CONFIG, AdamWTensors, adamw_step
 from pronghorn.train.step.fused_adamw import FusedAdamW
@@ -66,7 +66,7 @@ def run_ours(params: list[torch.nn.Parameter], steps: int, clip: float | None, *
 
 
 @pytest.mark.parametrize(("steps", "clip"), [(6, None), (20, 1.0)])
-def test_steps_are_as_good_as_torch(device: str, judge: Callable[..., None], steps: int, clip: float | None) -> None:
+def test_steps_are_as_good_as_torch(device: str, judge: Judge, steps: int, clip: float | None) -> None:
     params = parameters(device)
     start = [p.detach().clone() for p in params]
     run_ours(params, steps, clip)
@@ -76,7 +76,7 @@ def test_steps_are_as_good_as_torch(device: str, judge: Callable[..., None], ste
         assert (got.detach() != before).all(), "every element moved"
 
 
-def test_bf16_parameters_follow_torch(device: str, judge: Callable[..., None]) -> None:
+def test_bf16_parameters_follow_torch(device: str, judge: Judge) -> None:
     """torch keeps bf16 moments for bf16 parameters and rounds in between; one rounding at the end is no worse."""
     params = parameters(device, torch.bfloat16)
     start = [p.detach().clone() for p in params]
@@ -86,7 +86,7 @@ def test_bf16_parameters_follow_torch(device: str, judge: Callable[..., None]) -
         judge(got.detach(), reference.detach(), true.detach(), f"{tuple(got.shape)}")
 
 
-def test_dtypes_may_be_mixed(device: str, judge: Callable[..., None]) -> None:
+def test_dtypes_may_be_mixed(device: str, judge: Judge) -> None:
     """Parameters of two dtypes and bf16 gradients of fp32 parameters share one norm."""
     params = [*parameters(device, torch.float32, [(9, 31), (5,)]), *parameters(device, torch.bfloat16, [(8, 16)])]
     grads = [torch.randn_like(p).to(torch.bfloat16) for p in params]

@@ -3,12 +3,12 @@ the moments as they were stored, in float64."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
+from kernel_parts import Judge
 
 from pronghorn.kernels.optim.adamw import adamw_step
 from pronghorn.kernels.optim.adamw8bit import (
@@ -109,7 +109,7 @@ def test_every_byte_is_the_nearest_level(signed: bool) -> None:
 
 
 @table("clip", [None, 0.5])
-def test_the_step_is_the_true_one_for_the_stored_moments(device: str, judge: Callable[..., None], clip: float | None) -> None:
+def test_the_step_is_the_true_one_for_the_stored_moments(device: str, judge: Judge, clip: float | None) -> None:
     settings: dict[str, Any] = {"lr": 1e-2, "clip_norm": clip, "eps": 1e-6}
     ours, plain = tensors_of(device), tensors_of("cpu")
     truth = tensors_of("cpu", dtype=torch.float64)
@@ -138,7 +138,7 @@ def test_bytes_are_the_nearest_to_the_true_moments(device: str) -> None:
         agree(tensors.exp_avg_sqs[i], absmax[1], grad * grad, signed=False)
 
 
-def test_every_byte_is_read_as_its_level(device: str, judge: Callable[..., None]) -> None:
+def test_every_byte_is_read_as_its_level(device: str, judge: Judge) -> None:
     """Without a gradient moments halve: absmax follows, the bytes stay. All 256 of each kind, some not filling a block."""
     shapes = [(256,), (256,), (CONFIG[0] + 256,)]
     results = []

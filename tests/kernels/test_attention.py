@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_parts import Judge
 
 from pronghorn.kernels.attention import attention_torch
 from pronghorn.kernels.attention.attention import (
@@ -124,7 +125,7 @@ def backends(device: str, dtype: torch.dtype, width: int, options: dict[str, Any
     ids=str,
 )
 def test_forward_and_backward_are_as_near_to_the_truth_as_plain_torch(
-    where: str, name: str, dtype: torch.dtype, judge: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    where: str, name: str, dtype: torch.dtype, judge: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # torch's own fp32 kernel for the CPU is up to three times as far off as plain torch: the next test has the bar for it.
     monkeypatch.setattr(attention_torch, "_has_torch_kernel", lambda *_: False)

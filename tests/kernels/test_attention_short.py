@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_parts import Judge
 
 from pronghorn.kernels.attention import attention_short
 from pronghorn.kernels.attention.attention import (
@@ -109,7 +110,7 @@ def ours(tensors: list[torch.Tensor], cu: torch.Tensor, options: dict[str, Any],
     ids=str,
 )
 def test_forward_and_backward_are_as_near_to_the_truth_as_plain_torch(
-    where: str, name: str, dtype: torch.dtype, judge: Callable[..., None]
+    where: str, name: str, dtype: torch.dtype, judge: Judge
 ) -> None:
     if not CUDA and (dtype == torch.bfloat16 or (dtype == torch.float16 and name not in ("all", "whole"))):
         pytest.skip("the interpreter multiplies bf16 by its bits, and what fp16 adds to fp32 one case shows")
@@ -200,9 +201,7 @@ def test_results_go_where_they_are_asked_for_and_repeat_bit_for_bit(where: str) 
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, WHOLE], ids=["", "whole"])
-def test_gradients_can_be_those_before_the_rotary_positions(
-    where: str, lengths: tuple[int, ...], judge: Callable[..., None]
-) -> None:
+def test_gradients_can_be_those_before_the_rotary_positions(where: str, lengths: tuple[int, ...], judge: Judge) -> None:
     """Against autograd through RoPE and attention. cos and sin have a factor in them, as YaRN's do."""
     dtype = torch.bfloat16 if CUDA else torch.float32
     tensors, cu, options = make(where, dtype, lengths, kv_heads=1)

@@ -5,13 +5,12 @@ Sums are judged apart from the activation: truth and yardstick are products of t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import pytest
 import torch
-from strided_rows import strided, untouched_beside
+from kernel_parts import Judge, strided, untouched_beside
 from torch import Tensor
 
 from pronghorn.kernels.gemm.mm import mm_accumulate_
@@ -74,7 +73,7 @@ class Case:
                 mm_accumulate_(gate_up[ranks, columns], xa.T, part)
         return down, gate_up
 
-    def judge_sums(self, judge: Callable[..., None], kind: Kind, dgu: Tensor, down: Tensor | None, gate_up: Tensor) -> None:
+    def judge_sums(self, judge: Judge, kind: Kind, dgu: Tensor, down: Tensor | None, gate_up: Tensor) -> None:
         a = gated_activation_backward(self.da, self.gu, kind)[1]
         wide, true = self.expected(a, dgu, torch.float32), self.expected(a, dgu, torch.float64)
         if down is None:
@@ -88,7 +87,7 @@ class Case:
 
 @table(("kind", "dtype", "shape"), covering(KINDS, DTYPES, SHAPES, together=(1, 2)))
 def test_backward_is_as_good_as_plain_torch(
-    device: str, judge: Callable[..., None], kind: Kind, dtype: torch.dtype, shape: tuple[int, int]
+    device: str, judge: Judge, kind: Kind, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
     case = Case.make(*shape, 16, slice(0, 16), slice(16, 32), dtype, device)
     results = []
@@ -106,7 +105,7 @@ def test_backward_is_as_good_as_plain_torch(
      (24, None, None), (0, None, None), (8, slice(0, 8), slice(0, 8))]
 )  # fmt: skip
 def test_adapters_that_differ_or_are_missing(
-    device: str, judge: Callable[..., None], down: int, gate: slice | None, up: slice | None
+    device: str, judge: Judge, down: int, gate: slice | None, up: slice | None
 ) -> None:
     case = Case.make(34, 130, max(1, down), gate, up, torch.bfloat16, device)
     dgu, got_down, got_gate_up = case.run("silu", has_down=down > 0)
@@ -133,9 +132,7 @@ def test_the_same_bits_each_time(device: str) -> None:
 
 
 @table("ranks_first", [True, False])
-def test_every_way_of_cutting_it_up(
-    device: str, judge: Callable[..., None], monkeypatch: pytest.MonkeyPatch, ranks_first: bool
-) -> None:
+def test_every_way_of_cutting_it_up(device: str, judge: Judge, monkeypatch: pytest.MonkeyPatch, ranks_first: bool) -> None:
     """One row too few and one too many for a step and for a program; programs of several steps."""
     monkeypatch.setattr(gated_lora, "_backward_tile", lambda *_: Tile(16, 64, 4, 2, 1, ranks_first))
     monkeypatch.setattr(gated_lora, "_rows_of_a_program", lambda *_: 32)
@@ -153,9 +150,7 @@ def test_every_way_of_cutting_it_up(
         for kind, dtype, size in covering(KINDS, DTYPES, [((1, 64), 16), ((3, 300), 5), ((33, 128), 64)], together=(0, 1))
     ],
 )
-def test_forward(
-    device: str, judge: Callable[..., None], kind: Kind, dtype: torch.dtype, shape: tuple[int, int], rank: int
-) -> None:
+def test_forward(device: str, judge: Judge, kind: Kind, dtype: torch.dtype, shape: tuple[int, int], rank: int) -> None:
     T, F = shape
     gu = strided(T, 2 * F, 16, dtype, device)
     A = strided(rank, F, 11, dtype, device)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
-from strided_rows import strided, untouched_beside
+from kernel_parts import Judge, strided, untouched_beside
 from torch.nn import functional
 
 from pronghorn.kernels.mlp.gated_mlp import (
@@ -27,7 +26,7 @@ SHAPES = [(1, 64), (3, 96), (127, 576), (2, 5000), (1000, 64)]  # 5000: more tha
 # A shape fills tiles or does not, whatever the activation and the number.
 @table(("kind", "dtype", "shape"), covering(KINDS, DTYPES, SHAPES, together=(0, 1)))
 def test_forward_and_backward_are_as_good_as_plain_torch(
-    device: str, judge: Callable[..., None], kind: Kind, dtype: torch.dtype, shape: tuple[int, int]
+    device: str, judge: Judge, kind: Kind, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
     T, F = shape[0] if device == "cuda" or not use_triton(torch.empty(1)) else min(shape[0], 12), shape[1]  # 7 ms a row
     gu, da = strided(T, 2 * F, 16, dtype, device, size=2), strided(T, F, 5, dtype, device, size=2)

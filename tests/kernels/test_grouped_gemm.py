@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from strided_rows import strided
+from kernel_parts import Judge, strided
 
 from pronghorn.kernels.moe.grouped_gemm import (
     grouped_linear,
@@ -33,7 +31,7 @@ def can_multiply(device: str, dtype: torch.dtype) -> bool:
 
 @pytest.mark.parametrize(("dtype", "load", "size"), CASES, ids=str)
 def test_all_products_are_as_good_as_a_loop(
-    device: str, judge: Callable[..., None], dtype: torch.dtype, load: str, size: tuple[int, int]
+    device: str, judge: Judge, dtype: torch.dtype, load: str, size: tuple[int, int]
 ) -> None:
     if not can_multiply(device, dtype):
         pytest.skip("the interpreter cannot multiply bf16")

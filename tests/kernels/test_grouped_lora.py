@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
+from kernel_parts import Judge
 
 from pronghorn.kernels.moe.grouped_gemm import grouped_linear_reference
 from pronghorn.kernels.moe.grouped_lora import ExpertAdapter, ExpertGroup, grouped_lora_reference
@@ -29,7 +28,7 @@ def adapter_of(E: int, rank: int, D: int, outputs: int, device: str, scale: floa
     ids=str,
 )
 def test_products_and_gradients_are_as_good_as_pefts(
-    device: str, judge: Callable[..., None], dtype: torch.dtype, rank: int, D: int, outputs: int
+    device: str, judge: Judge, dtype: torch.dtype, rank: int, D: int, outputs: int
 ) -> None:
     if device == "cpu" and use_triton(torch.empty(1)) and dtype == torch.bfloat16:
         pytest.skip("the interpreter cannot multiply bf16")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from kernel_parts import Judge
 
 from pronghorn.kernels.moe.grouped_gemm import grouped_linear_reference
 from pronghorn.kernels.moe.grouped_lora import ExpertAdapter, grouped_lora_reference
@@ -49,7 +50,7 @@ def skip_bf16(device: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("dtype", "form", "load"), first_of([*FIRST, *OTHERS], len(FIRST)), ids=str)
 def test_products_are_as_good_as_with_the_dequantized_stack(
-    device: str, judge: Callable[..., None], dtype: torch.dtype, form: str, load: str
+    device: str, judge: Judge, dtype: torch.dtype, form: str, load: str
 ) -> None:
     skip_bf16(device, dtype)
     bounds, (D, outputs) = LOADS[load], (128, 66)
@@ -74,7 +75,7 @@ def test_products_are_as_good_as_with_the_dequantized_stack(
 
 
 @pytest.mark.parametrize(("form", "rank"), first_of([("nf4", 20), ("mxfp4", 16), ("fp8", 16)]))
-def test_adapters_are_in_the_same_sum(device: str, judge: Callable[..., None], form: str, rank: int) -> None:
+def test_adapters_are_in_the_same_sum(device: str, judge: Judge, form: str, rank: int) -> None:
     dtype = torch.float16
     offsets, (E, outputs, D), S = torch.tensor([0, 9, 9, 30], dtype=torch.int32, device=device), (3, 70, 128), 30
     A, B = torch.randn(E * rank, D, device=device) / D**0.5, torch.randn(outputs, rank * E, device=device) / rank**0.5

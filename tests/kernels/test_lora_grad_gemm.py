@@ -3,11 +3,9 @@ adapters made of products before (test_lora_linear.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from strided_rows import strided, untouched_beside
+from kernel_parts import Judge, strided, untouched_beside
 from torch import Tensor
 
 from pronghorn.kernels.lora import lora_grad_gemm as op
@@ -35,7 +33,7 @@ def summed(job: LoraGradJob, number: torch.dtype) -> Tensor:
     return job.total_SD.to(number) + lora_grad_gemm_reference(job._replace(total_SD=job.total_SD.to(number)))
 
 
-def check(jobs: list[LoraGradJob], judge: Callable[..., None]) -> None:
+def check(jobs: list[LoraGradJob], judge: Judge) -> None:
     """The totals are what they were and the products more; nobody touched the inputs or what is beside the totals."""
     truths, yardsticks = ([summed(job, number) for job in jobs] for number in (torch.float64, torch.float32))
     before = [(job.thin_TS.clone(), job.wide_TD.clone()) for job in jobs]
@@ -61,12 +59,12 @@ def check(jobs: list[LoraGradJob], judge: Callable[..., None]) -> None:
     ],
     ids=str,
 )
-def test_one_product(where: str, judge: Callable[..., None], S: int, scaled: bool, dtype: torch.dtype) -> None:
+def test_one_product(where: str, judge: Judge, S: int, scaled: bool, dtype: torch.dtype) -> None:
     check([job_of(333, S, 200, dtype, where, scaled=scaled)], judge)
 
 
 @pytest.mark.parametrize("T", [0, 1, 5, 63, 65, 128, 1001] if torch.cuda.is_available() else [0, 1, 63, 65])
-def test_rows_that_fill_no_tile(where: str, judge: Callable[..., None], T: int) -> None:
+def test_rows_that_fill_no_tile(where: str, judge: Judge, T: int) -> None:
     check([job_of(T, 16, 136, torch.float16, where, scaled=False), job_of(T, 16, 24, torch.float16, where, scaled=True)], judge)
 
 
@@ -74,7 +72,7 @@ def test_rows_that_fill_no_tile(where: str, judge: Callable[..., None], T: int) 
     ((16, 16), (False, False)), ((8, 64), (True, True)), ((33, 16), (True, False)), ((33, 16), (False, True)),
 ], ids=str)  # fmt: skip
 def test_two_products_in_one_launch(
-    where: str, judge: Callable[..., None], small_tiles: None, ranks: tuple[int, int], scaled: tuple[bool, bool]
+    where: str, judge: Judge, small_tiles: None, ranks: tuple[int, int], scaled: tuple[bool, bool]
 ) -> None:
     """Of different widths and strides, several shares and blocks of columns each."""
     jobs = [job_of(203, S, D, torch.float16, where, scaled=has, extra=extra)
@@ -83,19 +81,19 @@ def test_two_products_in_one_launch(
 
 
 @pytest.mark.parametrize("widths", [(1, 33), (32, 32), (64, 31), (600, 20)], ids=str)
-def test_widths(where: str, judge: Callable[..., None], small_tiles: None, widths: tuple[int, int]) -> None:
+def test_widths(where: str, judge: Judge, small_tiles: None, widths: tuple[int, int]) -> None:
     """Less than a block of columns, whole ones, and more than the second kernel's."""
     check([job_of(50, 16, D, torch.float16, where, scaled=D == 33) for D in widths], judge)
 
 
 @pytest.mark.parametrize("tile", CONFIGS, ids=str)
-def test_every_tile(where: str, judge: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tile: Tile) -> None:
+def test_every_tile(where: str, judge: Judge, monkeypatch: pytest.MonkeyPatch, tile: Tile) -> None:
     monkeypatch.setattr(op, "_tile", lambda ranks: tile)
     T, D = (517, 264) if where == "cuda" else (140, 136)  # the interpreter takes a second for the larger
     check([job_of(T, 48, width, torch.float16, where, scaled=width == D) for width in (D, 40)], judge)
 
 
-def test_more_shares_than_are_added_up_at_a_time(where: str, judge: Callable[..., None], small_tiles: None) -> None:
+def test_more_shares_than_are_added_up_at_a_time(where: str, judge: Judge, small_tiles: None) -> None:
     check([job_of(3 * SMALL.rows * 35 + 3, 16, 24, torch.float16, where, scaled=False)], judge)
 
 

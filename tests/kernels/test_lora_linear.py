@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
+from kernel_parts import Judge
 
 from pronghorn.kernels.lora import lora_linear as lora_linear_file
 from pronghorn.kernels.lora.lora_linear import Adapter, LoraGroup, NormOf, Part, linear_backward_weight, lora_linear_reference
@@ -76,7 +77,7 @@ def fused(
 # One row of tokens takes other products than many, in each dtype; a group only decides where the columns stand.
 @table(("name", "tokens", "dtype"), covering(GROUPS, [1, 3, 127, 300], DTYPES, together=(1, 2)))
 def test_one_product_is_as_near_to_the_truth_as_the_plain_form(
-    device: str, name: str, tokens: int, dtype: torch.dtype, judge: Callable[..., None]
+    device: str, name: str, tokens: int, dtype: torch.dtype, judge: Judge
 ) -> None:
     weights, adapters = make(name, dtype, device)
     x, dy = (torch.randn(tokens, n, device=device).to(dtype) for n in (WIDTH, sum(GROUPS[name][0])))
@@ -218,7 +219,7 @@ def test_captures_in_a_cuda_graph() -> None:
 )
 def test_gradients_added_to_sums(
     device: str, name: str, has_norm: bool, without: Part | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch,
-    judge: Callable[..., None],
+    judge: Judge,
 ) -> None:  # fmt: skip
     """By one launch of lora_grad_gemm.py where it covers them (not 128 ranks, not fp32), else by products: the same sums."""
     weights, adapters = make(name, dtype, device)

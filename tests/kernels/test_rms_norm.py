@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from strided_rows import strided
+from kernel_parts import Judge, strided
 
 from pronghorn.kernels.norm.rms_norm import (
     rms_norm,
@@ -53,7 +51,7 @@ def truth_and_plain(
 
 @table(("shape", "dtype", "one_plus", "with_residual"), CASES)
 def test_forward_and_backward_are_as_good_as_plain_torch(
-    device: str, judge: Callable[..., None], shape: tuple[int, int], dtype: torch.dtype, one_plus: bool, with_residual: bool
+    device: str, judge: Judge, shape: tuple[int, int], dtype: torch.dtype, one_plus: bool, with_residual: bool
 ) -> None:
     compiled = device == "cuda" or not use_triton(torch.empty(1))
     T, D = shape[0] if compiled else min(shape[0], 200), shape[1]  # the interpreter takes 10 ms a program
@@ -75,7 +73,7 @@ def test_forward_and_backward_are_as_good_as_plain_torch(
 
 
 @table(("shape", "dtype"), THEN_ADD_CASES)
-def test_norm_then_add(device: str, judge: Callable[..., None], shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_norm_then_add(device: str, judge: Judge, shape: tuple[int, int], dtype: torch.dtype) -> None:
     x, residual = (strided(*shape, 16, dtype, device) for _ in range(2))
     dh = torch.randn(shape, dtype=dtype, device=device)
     weight = torch.randn(shape[1], dtype=dtype, device=device)

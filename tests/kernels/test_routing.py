@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from kernel_parts import Judge
 
 from pronghorn.kernels.moe.routing import (
     Sigmoid,
@@ -95,7 +95,7 @@ def test_weights_are_transformers_own(device: str, shape: tuple[int, int, int], 
     ],
 )  # fmt: skip
 def test_gradients_are_as_good_as_plain_torch(
-    device: str, judge: Callable[..., None], dtype: torch.dtype, normalise: bool, scale: float, shape: tuple[int, int, int],
+    device: str, judge: Judge, dtype: torch.dtype, normalise: bool, scale: float, shape: tuple[int, int, int],
     sigmoids: tuple[int, int] | None,
 ) -> None:  # fmt: skip
     T, E, K = shape

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
-from strided_rows import strided
+from kernel_parts import Judge, strided
 from torch import Tensor
 
 from pronghorn.kernels.attention.attention_torch import spans
@@ -36,7 +34,7 @@ def alone(bcx: Tensor, taps: Tensor, lengths: list[int]) -> Tensor:
 
 @table(("dtype", "taps", "width", "lengths"), covering(DTYPES, TAPS, WIDTHS, LENGTHS, together=(1, 3)))
 def test_forward_and_backward_are_as_good_as_plain_torch(
-    device: str, judge: Callable[..., None], dtype: torch.dtype, taps: int, width: int, lengths: list[int]
+    device: str, judge: Judge, dtype: torch.dtype, taps: int, width: int, lengths: list[int]
 ) -> None:
     T, where = sum(lengths), spans_of(lengths, device)
     bcx, dy = strided(T, 3 * width, 16, dtype, device), strided(T, width, 5, dtype, device)

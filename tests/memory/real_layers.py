@@ -17,16 +17,9 @@ from pronghorn.model.layers.types import Documents
 from pronghorn.model.lora import add_adapter
 from pronghorn.packs import PackedDocuments
 from pronghorn.recipe import Lora
+from samples import small
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 259,
-    "hidden_size": 64,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-}
+SMALL = small(hidden_size=64, intermediate_size=80)
 DENSE: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},

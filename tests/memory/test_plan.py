@@ -170,7 +170,6 @@ def test_too_little_is_told_with_what_would_do() -> None:
     said = str(caught.value)
     least = smallest_budget(problem)
     assert f"{-(-least // 10**8) / 10:.1f} GB" in said
-    assert caught.value.exit_code == 2
     assert caught.value.fix.startswith("set method: qlora (")  # what fits comes first, and half the tokens do not
     assert "train.capacity" not in said
     assert caught.value.fix.endswith(f"or memory.budget: {-(-least // 10**8) / 10:.1f}GB if the GPU has it")

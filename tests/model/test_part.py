@@ -17,17 +17,9 @@ from pronghorn.model.layers.types import Documents
 from pronghorn.model.lora import add_adapter
 from pronghorn.packs import PackedDocuments
 from pronghorn.recipe import Lora
+from samples import small
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 59,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "initializer_range": 0.15,
-}
+SMALL = small(vocab_size=59, intermediate_size=48, num_hidden_layers=3, initializer_range=0.15)
 BOUNDS = torch.tensor([0, 7, 8, 20], dtype=torch.int32)
 POSITIONS = torch.cat([torch.arange(7), torch.arange(1), torch.arange(12)])
 ROWS = torch.tensor([3, 9, 19])

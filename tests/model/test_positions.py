@@ -16,18 +16,10 @@ from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.families import rope_kind
 from pronghorn.model.layers.types import Documents
 from pronghorn.model.positions import Positions
-from samples import one_document
+from samples import one_document, small
 from tables import table
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 99,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-}
+SMALL = small(vocab_size=99, intermediate_size=32, num_hidden_layers=3)
 LONG = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,

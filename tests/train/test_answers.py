@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
-from watching import Silent, events_of, saved, stop_at
+from watching import RecipeFor, Silent, events_of, saved, stop_at
 
 from pronghorn.data.encode.tokens import load_tokenizer
 from pronghorn.errors import CommandError, Interrupted, RecipeError
@@ -54,7 +53,7 @@ def untrained_answers(recipe: Recipe) -> list[str]:
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_answers_stand_beside_the_base_models(recipe_for: Callable[..., Recipe], lively: str, method: str) -> None:
+def test_answers_stand_beside_the_base_models(recipe_for: RecipeFor, lively: str, method: str) -> None:
     recipe = recipe_for(
         model=lively, method=method, train={"steps": 4, "lr": 3e-2}, eval={"every": 2, "metrics": ["rouge_l", "exact_match"]}
     )
@@ -77,7 +76,7 @@ def test_answers_stand_beside_the_base_models(recipe_for: Callable[..., Recipe],
     )
 
 
-def test_without_metrics_a_few_answers_are_shown_and_nothing_is_measured(recipe_for: Callable[..., Recipe]) -> None:
+def test_without_metrics_a_few_answers_are_shown_and_nothing_is_measured(recipe_for: RecipeFor) -> None:
     run = train(recipe_for(train={"steps": 2}, eval={"every": 2, "generations": 2}), display=Silent()).folder
     (told,) = events_of(run, "eval")
     assert "metrics" not in told
@@ -86,7 +85,7 @@ def test_without_metrics_a_few_answers_are_shown_and_nothing_is_measured(recipe_
     assert all(line["base"] is not None and line["scores"] == {} for line in lines_of(run))
 
 
-def test_the_best_checkpoint_is_the_best_by_the_metric(recipe_for: Callable[..., Recipe], lively: str, tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_the_best_by_the_metric(recipe_for: RecipeFor, lively: str, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     recipe = recipe_for(model=lively, train={"steps": 6, "lr": 3e-2}, eval={"every": 1, "best": "noise"})
     result = train(recipe, display=Silent(), metric_file=tmp_path / "own.py")
@@ -98,7 +97,7 @@ def test_the_best_checkpoint_is_the_best_by_the_metric(recipe_for: Callable[...,
     assert events_of(result.folder, "end")[-1]["best"] == {"step": result.best_step, "noise": max(values)}
 
 
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(recipe_for: Callable[..., Recipe], lively: str, tmp_path: Path) -> None:
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(recipe_for: RecipeFor, lively: str, tmp_path: Path) -> None:
     """With a metric that spoils every random number: weights, dropout included, and what is the best are the same."""
     (tmp_path / "own.py").write_text(OWN)
     changes: dict[str, Any] = {
@@ -122,7 +121,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(recipe_for: Callable[..., R
     assert len(events_of(tmp_path / "parts", "base")) == 1  # found again, not asked again
 
 
-def test_a_base_model_that_is_gone_is_told_of(recipe_for: Callable[..., Recipe]) -> None:
+def test_a_base_model_that_is_gone_is_told_of(recipe_for: RecipeFor) -> None:
     with pytest.raises(Interrupted):
         train(recipe_for(method="full", train={"steps": 4}), display=stop_at(1))
     recipe = recipe_for(method="full", train={"steps": 4}, eval={"every": 2, "metrics": "rouge_l"})
@@ -132,7 +131,7 @@ def test_a_base_model_that_is_gone_is_told_of(recipe_for: Callable[..., Recipe])
     assert len(told) == 1
 
 
-def test_a_broken_metric_of_ones_own_is_refused_before_step_one(recipe_for: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_a_broken_metric_of_ones_own_is_refused_before_step_one(recipe_for: RecipeFor, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def metric(prompt, expected, answer):\n    return 1 / 0\n")
     with pytest.raises(CommandError, match="ZeroDivisionError"):
         train(recipe_for(), display=Silent(), metric_file=tmp_path / "own.py")

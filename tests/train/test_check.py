@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from watching import RecipeFor
 
 from pronghorn.errors import DataError, EnvironmentFault, ModelError, RecipeError
 from pronghorn.recipe import Recipe
@@ -16,8 +16,6 @@ from pronghorn.report.run_log import read_log
 from pronghorn.train.loop import train
 from pronghorn.train.setup.check import Facts, check_run
 from samples import chat_rows, make_model, make_tokenizer, write_rows
-
-RecipeFor = Callable[..., Recipe]
 
 
 def check(recipe: Recipe) -> Facts:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,14 +17,7 @@ from safetensors.torch import save as safetensors_bytes
 
 from pronghorn.errors import EnvironmentFault
 from pronghorn.train.checkpoint import checkpoint, checkpoint_writer
-from pronghorn.train.checkpoint.checkpoint import (
-    TENSORS,
-    TrainState,
-    capture_rng,
-    clean_leftovers,
-    load_checkpoint,
-    save_checkpoint,
-)
+from pronghorn.train.checkpoint.checkpoint import TENSORS, TrainState, capture_rng, load_checkpoint, save_checkpoint
 from pronghorn.train.checkpoint.checkpoint_writer import CheckpointWriter
 
 CPU = torch.device("cpu")
@@ -71,13 +61,6 @@ def writer_at(run: Path, device: torch.device = CPU) -> CheckpointWriter:
 
 def save(writer: CheckpointWriter, step: int, of: Model | None = None, keep: int = 9) -> None:
     writer.write(writer.snapshot(of or model(), state(step)), keep=keep, best_step=None)
-
-
-def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.001)
 
 
 class Disk:
@@ -283,31 +266,3 @@ def test_a_bug_of_the_writer_comes_back(tmp_path: Path) -> None:
         with pytest.raises(TypeError, match="bytes-like"):
             writer.wait()
     assert names(tmp_path) == []
-
-
-RUN = """
-import sys, torch
-from pathlib import Path
-sys.path.insert(0, sys.argv[2])
-from test_checkpoint_writer import model, save, writer_at
-writer = writer_at(Path(sys.argv[1]))
-step, large = 0, model(size=1_000_000)
-while True:
-    step += 1
-    save(writer, step, large, keep=2)
-    writer.finished()
-"""
-
-
-@pytest.mark.usefixtures("imported_python")
-def test_a_run_killed_with_9_leaves_whole_checkpoints(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", RUN, str(tmp_path), str(Path(__file__).parent)]
-    with subprocess.Popen(command) as run:
-        until(lambda: "checkpoint-2" in names(tmp_path))
-        until(lambda: any(".tmp-" in name for name in names(tmp_path)))
-        run.kill()
-    clean_leftovers(tmp_path)
-    left = names(tmp_path)
-    assert left
-    for name in left:
-        assert load_checkpoint(tmp_path / name).step == int(name.removeprefix("checkpoint-"))

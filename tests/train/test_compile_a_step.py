@@ -42,20 +42,11 @@ from pronghorn.packs import PackedBatch
 from pronghorn.recipe import Lora
 from pronghorn.train.step.fused_adamw import FusedAdamW
 from pronghorn.train.step.graphed_step import DRY_TOKENS, GraphedStep
-from samples import random_table
+from samples import random_table, small
 
 LORA = {"adamw", "attention_short", "cross_entropy_rows", "gated_lora", "gated_lora_thin", "linear_cross_entropy",
         "multi_gather", "multi_copy", "rms_norm", "rope", "lora_grad_gemm"}  # fmt: skip
-SMALL: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "head_dim": 64,
-}
+SMALL = small(vocab_size=512, hidden_size=256, intermediate_size=512, head_dim=64)
 CAPACITY = 2048
 THERE = 1077  # the device's number, under which Triton keeps what it compiled
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from rank_processes import in_ranks
 from test_ranks import apart
 from test_shards import PACK, copied, distance, trained
 from transformers import AutoModelForCausalLM, GptOssConfig, Qwen2MoeConfig, Qwen3MoeConfig
-from watching import Silent, losses_of, saved
+from watching import RecipeFor, Silent, losses_of, saved
 
 from pronghorn.errors import RecipeError
 from pronghorn.kernels.moe.routing import sort_by_expert
@@ -41,7 +40,7 @@ CHANGES: dict[str, dict[str, Any]] = {"nf4, shared expert": {"method": "qlora"},
 
 
 @pytest.fixture
-def runs(recipe_for: Callable[..., Recipe], tmp_path: Path) -> Callable[..., Recipe]:
+def runs(recipe_for: RecipeFor, tmp_path: Path) -> RecipeFor:
     def build(name: str, shard: str) -> Recipe:
         folder = tmp_path / "model"
         if not folder.exists():
@@ -77,7 +76,7 @@ def train_spread(recipe: Recipe, world: World) -> str:
 
 
 @pytest.mark.parametrize("name", first_of(MODELS, 2))
-def test_spread_experts_train_as_copied_ones(name: str, runs: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_spread_experts_train_as_copied_ones(name: str, runs: RecipeFor, tmp_path: Path) -> None:
     whole, spread = runs(name, "none"), runs(name, "experts")
     train(whole, display=Silent())
     assert len(losses_of(whole.output)) == 2
@@ -140,7 +139,7 @@ def test_rows_go_to_their_experts_and_come_back(tmp_path: Path) -> None:
     ]
 
 
-def test_what_cannot_be_spread_is_refused(recipe_for: Callable[..., Recipe]) -> None:
+def test_what_cannot_be_spread_is_refused(recipe_for: RecipeFor) -> None:
     facts, two = ModelFacts("llama", "llama", 10, 1, 259, 512), World()
     two.size = 2
     with pytest.raises(RecipeError, match="cannot be sharded") as refused:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +10,17 @@ import pytest
 import torch
 from test_graphed_step import DEVICE, SMALL, eager, graphed, mixed_table, steps_of
 from test_memory import between
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen3Config
-from watching import Silent, losses_of, saved
+from watching import RecipeFor, Silent, losses_of, saved
 
 from pronghorn.errors import EnvironmentFault, RecipeError
 from pronghorn.export.run import export_run
 from pronghorn.model.causal_lm import FastCausalLM, base_of, engine_of, install
 from pronghorn.model.formats import table
-from pronghorn.model.formats.linear import StoredLinear
-from pronghorn.model.formats.store import dequantize_, store_linears_
+from pronghorn.model.formats.store import store_linears_
 from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.lora import add_adapter
-from pronghorn.recipe import Lora, Recipe
+from pronghorn.recipe import Lora
 from pronghorn.report.run_log import read_log
 from pronghorn.train.loop import RunResult, train
 from pronghorn.train.objectives import Supervised
@@ -36,7 +33,6 @@ from tables import first_of
 
 pytestmark = pytest.mark.usefixtures("short_export_check")
 
-RecipeFor = Callable[..., Recipe]
 PRECISION = "bf16" if DEVICE.type == "cuda" else "fp32"
 FULL_RATE = {"steps": 6, "lr": 1e-3}
 LORA_RATE = {"steps": 6, "lr": 2e-2}  # it learns in six steps, more than an epoch
@@ -104,9 +100,8 @@ def test_a_gpu_without_fp8_is_refused_before_anything_is_read(recipe_for: Recipe
     for command in (lambda recipe: train(recipe, display=Silent()), lambda recipe: check_run(recipe, report=lambda *_: None)):
         for changes in ({"method": "fp8"}, {"method": "qlora", "compute": "fp8"}, {"method": "full", "compute": "fp8"}):
             recipe = recipe_for(**changes, data={"train": ["nowhere.jsonl"]})
-            with pytest.raises(EnvironmentFault, match=r"capability 8\.9") as caught:
+            with pytest.raises(EnvironmentFault, match=r"capability 8\.9"):
                 command(recipe)
-            assert caught.value.exit_code == 3
             assert not Path(recipe.output).exists()
     train(recipe_for(method="qlora", train={"steps": 1}, data={"eval": None}), display=Silent())
 
@@ -194,37 +189,6 @@ def test_graphed_steps_with_evaluations_between_equal_eager_ones(kind: str) -> N
     assert len({held_out_loss for _, held_out_loss in curves[0]}) == len(batches)  # each update reaches the next look
 
 
-class HostReads(TorchDispatchMode):
-    """Operations that make the host wait for a number, or give tensors of a size that depends on one."""
-
-    FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "unique", "repeat_interleave", "equal")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in self.FORBIDDEN:
-            self.found.append(name)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="there a graph captures it, which is the better test")
-@pytest.mark.parametrize("kind", first_of(RUNS))
-def test_nothing_in_a_step_asks_the_device(kind: str) -> None:
-    model = model_of(kind)
-    batch = steps_of(mixed_table(40), 1)[0].batches[0]
-    for _ in range(2):  # the first one prepares buffers and tables, which it may ask for
-        with HostReads() as seen:
-            loss_of(model, batch).backward()
-        model.zero_grad(set_to_none=True)
-    assert not seen.found
-    with HostReads() as seen:
-        loss_of(model, batch).item()
-    assert seen.found  # the watch works
-
-
 def test_the_weights_of_every_forward_are_those_of_the_update_before() -> None:
     """Trained weights are rounded anew: a model that is built afterwards says the same."""
     model = model_of("full")
@@ -254,15 +218,3 @@ def test_the_gradients_of_trained_weights_follow_those_without_fp8() -> None:
         cosine = torch.nn.functional.cosine_similarity(ours.grad.flatten().double(), theirs.grad.flatten().double(), dim=0)
         assert cosine > 0.97, (name, float(cosine))
         assert not torch.equal(ours.grad, theirs.grad), name
-
-
-def test_merging_after_the_bytes_moved_into_a_groups_matrix() -> None:
-    """A trained model's FP8 weights are views of their group's matrix; merging finds them all the same."""
-    model = model_of("fp8")
-    loss_of(model, steps_of(mixed_table(40), 1)[0].batches[0].to(DEVICE)).backward()
-    linear = base_of(model).model.layers[0].mlp.up_proj.base_layer
-    assert isinstance(linear, StoredLinear)
-    assert not linear.weight.is_contiguous()
-    expected = linear.dequantize(torch.float32)
-    dequantize_(model, torch.float32)
-    assert torch.equal(base_of(model).model.layers[0].mlp.up_proj.base_layer.weight, expected)

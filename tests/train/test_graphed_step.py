@@ -19,22 +19,13 @@ from pronghorn.recipe import Lora
 from pronghorn.train.step.fused_adamw import FusedAdamW
 from pronghorn.train.step.graphed_step import GraphedStep
 from pronghorn.train.step.step import EagerStep
-from samples import ListTable
+from samples import ListTable, small
 from tables import first_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
 CAPACITY = 512
-SMALL: dict[str, Any] = {
-    "vocab_size": 259,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "head_dim": 16,
-}
+SMALL = small(hidden_size=64, intermediate_size=128, head_dim=16)
 
 
 def model_of(kind: str = "llama", *, dtype: torch.dtype = torch.float32, full: bool = False) -> Any:

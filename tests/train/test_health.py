@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from watching import RecipeFor
 
 from pronghorn.cli import main
 from pronghorn.data.pack.batches import build_batch
@@ -127,7 +127,7 @@ def test_a_gradient_that_overflows_is_found_though_the_loss_is_finite() -> None:
 
 
 def test_a_whole_run_names_the_line_of_its_file(
-    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], recipe_for: Callable[..., Any]
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], recipe_for: RecipeFor
 ) -> None:
     """The letter Z is in one row only; its embedding is not a number."""
     from transformers import AutoTokenizer
@@ -156,7 +156,7 @@ def test_a_whole_run_names_the_line_of_its_file(
 
 
 def test_a_weight_that_is_not_finite_is_named_before_anything_trains(
-    tiny_model: Path, recipe_for: Callable[..., Any], tmp_path: Path
+    tiny_model: Path, recipe_for: RecipeFor, tmp_path: Path
 ) -> None:
     """Nothing with NaN in it equals itself, so packed documents seemed to see each other."""
     folder = tmp_path / "model"

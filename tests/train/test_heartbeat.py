@@ -8,16 +8,14 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from rank_processes import in_ranks
-from watching import Silent
+from watching import RecipeFor, Silent
 
-from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import read_log
 from pronghorn.train.checkpoint.checkpoint import latest_checkpoint
 from pronghorn.train.dist import heartbeat, ranks
@@ -180,9 +178,7 @@ CHANGES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("fault", ["memory", "disk"])
-def test_a_fault_of_one_rank_is_named_and_the_run_resumes(
-    fault: str, recipe_for: Callable[..., Recipe], tmp_path: Path
-) -> None:
+def test_a_fault_of_one_rank_is_named_and_the_run_resumes(fault: str, recipe_for: RecipeFor, tmp_path: Path) -> None:
     recipe = recipe_for(**CHANGES)
     at = {"memory": 1, "disk": 0}[fault]  # only rank 0 writes
 

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForImageTextToText
-from watching import losses_of
+from watching import RecipeFor, losses_of
 
 from image_text_models import save_image_text_model, stored
 from pronghorn.cli import main
 from pronghorn.export.run import export_run
-from pronghorn.recipe import Recipe
 from pronghorn.train.run.run_evaluation import evaluate_run
 from pronghorn.train.run.trained_run import Chat
 from tables import first_of
 
 pytestmark = pytest.mark.usefixtures("short_export_check")
-
-RecipeFor = Callable[..., Recipe]
 
 
 @pytest.mark.parametrize(

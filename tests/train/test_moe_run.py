@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from peft import PeftModel
 from test_memory import between, curve
 from test_runs_on_a_gpu import budget
 from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
-from watching import Silent, same, saved, weights
+from watching import RecipeFor, Silent, same, saved, weights
 
 from exports import export
 from pronghorn.errors import RecipeError
@@ -23,21 +22,10 @@ from pronghorn.report.run_log import history, read_log
 from pronghorn.report.stages import Stages
 from pronghorn.train.loop import train
 from pronghorn.train.run.run_forecast import why_no_plan
+from samples import small
 from tables import first_of
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 259,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "pad_token_id": 0,
-    "eos_token_id": 2,
-    "bos_token_id": None,
-    "max_position_embeddings": 512,
-}
+SIZES = small(hidden_size=64, head_dim=16, eos_token_id=2, bos_token_id=None, max_position_embeddings=512)
 DEEP = SIZES | {"num_hidden_layers": 4}
 CONFIGS: dict[str, Any] = {
     "qwen3_moe": lambda: Qwen3MoeConfig(
@@ -49,9 +37,7 @@ CONFIGS: dict[str, Any] = {
 
 # Adapters of both families load in stock PEFT in test_experts.py; here each method once.
 @pytest.mark.parametrize(("family", "method"), [("qwen3_moe", "lora"), ("gpt_oss", "qlora"), ("gpt_oss", "full")])
-def test_a_run_learns_counts_its_experts_and_exports(
-    family: str, method: str, recipe_for: Callable[..., Recipe], tmp_path: Path
-) -> None:
+def test_a_run_learns_counts_its_experts_and_exports(family: str, method: str, recipe_for: RecipeFor, tmp_path: Path) -> None:
     torch.manual_seed(0)
     recipe = recipe_for(
         model=saved(AutoModelForCausalLM.from_config(CONFIGS[family]()), tmp_path / "model"),
@@ -95,7 +81,7 @@ PLANNED: dict[str, Any] = {
 
 
 @pytest.fixture
-def deep_recipe(recipe_for: Callable[..., Recipe], tmp_path: Path) -> Callable[..., Recipe]:
+def deep_recipe(recipe_for: RecipeFor, tmp_path: Path) -> RecipeFor:
     """Four layers: enough for a plan that mixes levels."""
 
     def build(family: str, name: str, **changes: Any) -> Recipe:
@@ -126,7 +112,7 @@ def deep_recipe(recipe_for: Callable[..., Recipe], tmp_path: Path) -> Callable[.
         2,
     ),
 )
-def test_a_budget_trains_the_same_numbers(family: str, changes: dict[str, Any], deep_recipe: Callable[..., Recipe]) -> None:
+def test_a_budget_trains_the_same_numbers(family: str, changes: dict[str, Any], deep_recipe: RecipeFor) -> None:
     base = deep_recipe(family, "free", **changes)
     free, levels = train(base, display=Silent()), set()
     for share in (0.05 if changes else 0.3,):
@@ -143,7 +129,7 @@ def test_a_budget_trains_the_same_numbers(family: str, changes: dict[str, Any], 
 
 @pytest.mark.parametrize("method", first_of(["lora", "fp8"]))
 def test_experts_that_leave_for_the_host_train_the_same_numbers(
-    method: str, deep_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+    method: str, deep_recipe: RecipeFor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half of the layers of each kind, whatever the planner would choose."""
     from pronghorn.memory.levels import Choice
@@ -171,7 +157,7 @@ def test_experts_that_leave_for_the_host_train_the_same_numbers(
     ("family", "method"),
     [("qwen3_moe", "lora"), ("gpt_oss", "lora"), ("gpt_oss", "qlora"), ("qwen3_moe", "fp8"), ("gpt_oss", "fp8")],
 )
-def test_a_budget_is_kept_on_a_gpu(family: str, method: str, recipes: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_a_budget_is_kept_on_a_gpu(family: str, method: str, recipes: RecipeFor, tmp_path: Path) -> None:
     if method == "fp8" and (why := fp8_supported("cuda")):
         pytest.skip(why)
     wide = DEEP | {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
@@ -210,7 +196,7 @@ def test_a_budget_is_kept_on_a_gpu(family: str, method: str, recipes: Callable[.
         assert ours == pytest.approx(theirs, rel=1e-2)  # a token may choose another expert by a bit of noise
 
 
-def test_what_is_not_planned_says_so(deep_recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_what_is_not_planned_says_so(deep_recipe: RecipeFor, tmp_path: Path) -> None:
     unlike = Qwen3MoeConfig(**DEEP, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, mlp_only_layers=[1])
     recipe = deep_recipe("qwen3_moe", "run")
     assert not why_no_plan(recipe, unlike)  # layers of several kinds are planned

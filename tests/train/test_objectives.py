@@ -17,7 +17,6 @@ from test_step import SMALL, worst
 from test_step import model_of as family_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, Qwen3MoeConfig
-from watching import Silent, losses_of
 
 from pronghorn.data.pack.batches import Shapes, build_batch
 from pronghorn.data.pack.loader import BatchLoader, StepBatch, StepPacking
@@ -26,13 +25,11 @@ from pronghorn.data.preference.pair_packing import groups_of
 from pronghorn.model.causal_lm import install
 from pronghorn.model.lora import add_adapter
 from pronghorn.packs import PackedBatch
-from pronghorn.recipe import Lora, Recipe
-from pronghorn.train import loop
+from pronghorn.recipe import Lora
 from pronghorn.train.dist.world import World
 from pronghorn.train.objectives import Objective, Supervised
 from pronghorn.train.objectives.objective import Sums, outputs_of
 from pronghorn.train.run.evaluate import evaluate
-from pronghorn.train.setup import setup
 from pronghorn.train.step.fused_adamw import FusedAdamW
 from pronghorn.train.step.graphed_step import GraphedStep
 from pronghorn.train.step.health import offending_rows
@@ -201,21 +198,3 @@ def test_rows_that_break_a_step_are_found_with_their_partners() -> None:
     found = offending_rows(model, batch, CPU, nullcontext, objective)
     assert sorted(found.rows) == ["row 4", "row 5"]
     assert sorted(found.of) == [f"row {row}" for row in range(8)]
-
-
-def test_a_run_uses_the_objective_of_its_recipe(recipe_for: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packs, steps and evaluation of a whole run."""
-    monkeypatch.setattr(setup, "objective_of", lambda recipe, store=None, pad_id=0: Pairs())
-    changes: dict[str, Any] = {
-        "eval": {"every": 2, "generations": 0},
-        "checkpoint": {"every": 2, "keep": 9},
-        "train": {"steps": 4, "lr": 1e-2},
-    }
-    recipe: Recipe = recipe_for(**changes)
-    recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"eval": recipe.data.train[0]})})
-
-    loop.train(recipe, display=Silent())
-    losses = losses_of(recipe.output)
-    assert losses[0] == pytest.approx(math.log(2), rel=1e-6)
-    assert losses[-1] != losses[0]
-    assert losses_of(recipe.output, "eval")[-1] < 0.8

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from watching import RecipeFor
 
 from pronghorn.errors import CheckpointError
 from pronghorn.model.lora import add_adapter
@@ -15,8 +15,6 @@ from pronghorn.recipe import Lora, Recipe, Train
 from pronghorn.train.step.optim import lr_scale, make_optimizer, optimizer_tensors, restore_optimizer, set_lr, trainable
 from samples import make_model
 from tables import table
-
-RecipeFor = Callable[..., Recipe]
 
 
 def random_grads(model: Any, step: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_optim import assert_goes_on_the_same, random_grads
-from watching import Silent, stop_at
+from watching import RecipeFor, Silent, stop_at
 
 from pronghorn.errors import CheckpointError, Interrupted
 from pronghorn.kernels.optim.adamw8bit import SMALL, blocks_of
@@ -20,7 +19,6 @@ from pronghorn.train.step.fused_adamw import FusedAdamW
 from pronghorn.train.step.optim import make_optimizer, optimizer_tensors, restore_optimizer, trainable
 from samples import make_model
 
-RecipeFor = Callable[..., Recipe]
 KINDS = ["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"]
 
 

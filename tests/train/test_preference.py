@@ -36,23 +36,14 @@ from pronghorn.train.objectives.reference import Reference
 from pronghorn.train.step.fused_adamw import FusedAdamW
 from pronghorn.train.step.graphed_step import GraphedStep
 from pronghorn.train.step.step import EagerStep
-from samples import ListTable
+from samples import ListTable, small
 from tables import covering
 from trl_on_a_cpu import TorchLogProbs
 
 CPU = torch.device("cpu")
-SIZES: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.15,
-    "max_position_embeddings": 128,
-    "attn_implementation": "eager",
-    "pad_token_id": 0,
-}
+SIZES = small(
+    vocab_size=128, intermediate_size=48, initializer_range=0.15, max_position_embeddings=128, attn_implementation="eager"
+)
 WINDOW: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "head_dim": 8}
 FAMILIES = {
     "llama": LlamaConfig(**SIZES),

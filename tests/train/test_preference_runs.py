@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from watching import Silent, notices_of
+from watching import RecipeFor, Silent, notices_of
 
 from pronghorn.errors import RecipeError
 from pronghorn.folders import cache_folder
-from pronghorn.recipe import Recipe
 from pronghorn.report.html import render_page
 from pronghorn.report.run_log import read_log
 from pronghorn.train.loop import FIRST_STEP, train
@@ -41,7 +39,7 @@ def settings(pairs: str, **more: Any) -> dict[str, Any]:
     }
 
 
-def test_a_run_shows_what_people_watch(pairs: str, recipe_for: Callable[..., Recipe]) -> None:
+def test_a_run_shows_what_people_watch(pairs: str, recipe_for: RecipeFor) -> None:
     recipe = recipe_for(**settings(pairs))
     result = train(recipe, display=Silent())
     events = read_log(Path(recipe.output))
@@ -60,7 +58,7 @@ def test_a_run_shows_what_people_watch(pairs: str, recipe_for: Callable[..., Rec
 
 
 def test_the_reference_pass_ends_before_the_first_step_and_unused_margins_are_told(
-    tmp_path: Path, pairs: str, recipe_for: Callable[..., Recipe]
+    tmp_path: Path, pairs: str, recipe_for: RecipeFor
 ) -> None:
     seen: list[tuple[str, int, int]] = []
 
@@ -81,7 +79,7 @@ def test_the_reference_pass_ends_before_the_first_step_and_unused_margins_are_to
     assert any("margins have no effect" in text for text in notices_of(recipe.output))
 
 
-def test_with_all_weights_trained_the_reference_is_the_model_before(pairs: str, recipe_for: Callable[..., Recipe]) -> None:
+def test_with_all_weights_trained_the_reference_is_the_model_before(pairs: str, recipe_for: RecipeFor) -> None:
     changes = settings(pairs, method="full", train={"steps": 2, "lr": 1e-3})
     first = recipe_for(**changes)
     train(first, display=Silent())

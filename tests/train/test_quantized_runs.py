@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2MoeConfig
-from watching import Silent, losses_of, same, saved, weights
+from watching import RecipeFor, Silent, losses_of, same, saved, weights
 
 from pronghorn.cli import main
 from pronghorn.errors import RecipeError
@@ -20,30 +19,18 @@ from pronghorn.model.formats.experts import StoredExperts
 from pronghorn.model.formats.linear import StoredLinear
 from pronghorn.model.formats.store import store_linears_
 from pronghorn.model.formats.table import FORMATS, storage_of
-from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import read_log
 from pronghorn.train.loop import train
 from pronghorn.train.run.run_evaluation import evaluate_run
 from pronghorn.train.run.trained_run import Chat
 from pronghorn.train.setup import setup
 from pronghorn.train.setup.check import check_run
+from samples import small
 from tables import first_of
 
 pytestmark = pytest.mark.usefixtures("short_export_check")
 
-RecipeFor = Callable[..., Recipe]
-SIZES: dict[str, Any] = {
-    "vocab_size": 259,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "eos_token_id": 2,
-    "bos_token_id": None,
-    "max_position_embeddings": 512,
-}
+SIZES = small(hidden_size=64, eos_token_id=2, bos_token_id=None, max_position_embeddings=512)
 CONFIGS: dict[str, Any] = {
     "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
     "qwen2_moe": lambda: Qwen2MoeConfig(

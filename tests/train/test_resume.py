@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from watching import Silent, notices_of
+from watching import RecipeFor, Silent, notices_of
 
 from pronghorn.errors import CheckpointError, CommandError
 from pronghorn.recipe import Recipe
@@ -21,7 +21,7 @@ from pronghorn.train.run.trained_run import TrainedRun
 
 
 @pytest.fixture
-def trained(recipe_for: Callable[..., Recipe]) -> tuple[Recipe, Path]:
+def trained(recipe_for: RecipeFor) -> tuple[Recipe, Path]:
     """Four steps, with checkpoints 1 to 4."""
     recipe = recipe_for(train={"steps": 4}, checkpoint={"every": 1, "keep": 9}, eval={"every": 99, "generations": 0})
     return recipe, train(recipe, display=Silent()).folder
@@ -118,7 +118,7 @@ def test_a_changed_key_needs_to_be_allowed_and_is_told(trained: tuple[Recipe, Pa
 @pytest.mark.parametrize(
     ("key", "said"), [("train.rl", "did you mean `train.lr`"), ("lora.r", "shape"), ("data.train", "different rows")]
 )
-def test_what_cannot_be_allowed(key: str, said: str, recipe_for: Callable[..., Recipe]) -> None:
+def test_what_cannot_be_allowed(key: str, said: str, recipe_for: RecipeFor) -> None:
     with pytest.raises(CommandError, match=f"--allow-change {key}") as caught:
         train(recipe_for(), display=Silent(), allow=[key])
     assert said in caught.value.why + caught.value.fix

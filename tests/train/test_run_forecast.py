@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import Qwen3MoeConfig
-from watching import Silent
+from watching import RecipeFor, Silent
 
 from pronghorn.cli import main
 from pronghorn.errors import CommandError, RecipeError
@@ -19,8 +18,6 @@ from pronghorn.report.run_log import read_log
 from pronghorn.train.loop import train
 from pronghorn.train.run.run_forecast import forecast
 from pronghorn.train.source import TableSource
-
-RecipeFor = Callable[..., Recipe]
 
 
 def test_a_forecast_needs_neither_gpu_nor_weights_nor_data(recipe_for: RecipeFor, tmp_path: Path) -> None:

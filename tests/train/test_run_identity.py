@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from watching import Silent
+from watching import RecipeFor, Silent
 
 from pronghorn.data.encode.tokens import TokenRow, TokenTable
 from pronghorn.errors import CheckpointError, CommandError
-from pronghorn.recipe import Recipe
 from pronghorn.train.loop import train
 from pronghorn.train.run.run_evaluation import evaluate_run
 from pronghorn.train.run.run_identity import data_key, require_same_data, weights_key
@@ -89,7 +88,7 @@ CHANGES = [
 
 
 def test_a_run_does_not_go_on_with_other_data_or_another_model(
-    recipes: Callable[..., Recipe], one_layer_model: Path, tmp_path: Path
+    recipes: RecipeFor, one_layer_model: Path, tmp_path: Path
 ) -> None:
     model = Path(shutil.copytree(one_layer_model, tmp_path / "model"))
     recipe = recipes(model=str(model), train=SHORT)
@@ -111,7 +110,7 @@ def test_a_run_does_not_go_on_with_other_data_or_another_model(
 
 
 def test_other_settings_for_answers_are_told_and_no_reason_to_stop(
-    recipes: Callable[..., Recipe], one_layer_model: Path, tmp_path: Path
+    recipes: RecipeFor, one_layer_model: Path, tmp_path: Path
 ) -> None:
     model = Path(shutil.copytree(one_layer_model, tmp_path / "model"))
     recipe = recipes(model=str(model), train=SHORT)
@@ -135,9 +134,7 @@ def test_ranks_with_other_weights_are_told_apart() -> None:
     assert key != weights_key(other)
 
 
-def test_held_out_rows_that_changed_are_not_evaluated_as_if_they_were_the_runs(
-    recipe_for: Callable[..., Recipe], tmp_path: Path
-) -> None:
+def test_held_out_rows_that_changed_are_not_evaluated_as_if_they_were_the_runs(recipe_for: RecipeFor, tmp_path: Path) -> None:
     rows = chat_rows(30)
     recipe = recipe_for(data={"train": [str(write_rows(tmp_path / "rows.jsonl", rows))], "eval": 0.2}, train=SHORT)
     run = train(recipe, display=Silent()).folder

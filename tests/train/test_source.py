@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 from making import PROMPTS, BestAnswers
-from watching import Silent
+from watching import RecipeFor, Silent
 
 import pronghorn.train.source as sources
 from pronghorn.data.encode.tokens import load_tokenizer
 from pronghorn.errors import CheckpointError, HealthStop
-from pronghorn.recipe import Recipe
 from pronghorn.report.html import write_html
 from pronghorn.report.run_log import read_log
 from pronghorn.train.checkpoint import resume
@@ -41,7 +39,7 @@ def steps_of(run: Path) -> list[tuple[float, float, int]]:
 
 
 @pytest.mark.usefixtures("makes_rows")
-def test_a_run_on_rows_that_its_model_makes(recipe_for: Callable[..., Recipe]) -> None:
+def test_a_run_on_rows_that_its_model_makes(recipe_for: RecipeFor) -> None:
     recipe = recipe_for(train=STEPS, data={"eval": 0.2})
     told = check_run(recipe, report=lambda *_: None)
     assert (told.steps, told.documents, told.tokens, told.packs) == (4, 32, None, None)
@@ -59,7 +57,7 @@ def test_a_run_on_rows_that_its_model_makes(recipe_for: Callable[..., Recipe]) -
 
 @pytest.mark.usefixtures("makes_rows")
 def test_rows_that_were_made_are_named_and_another_sources_state_is_refused(
-    recipe_for: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+    recipe_for: RecipeFor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = recipe_for(train=STEPS, data={"eval": 0.2}, checkpoint={"every": 1})
     real = EagerStep.finish
@@ -80,7 +78,7 @@ def test_rows_that_were_made_are_named_and_another_sources_state_is_refused(
 
 
 @pytest.mark.usefixtures("makes_rows")
-def test_shapes_are_declared_by_capacity(recipe_for: Callable[..., Recipe]) -> None:
+def test_shapes_are_declared_by_capacity(recipe_for: RecipeFor) -> None:
     recipe = recipe_for(train=STEPS)
     source = BestAnswers.of(
         recipe_for(train=STEPS, data={"eval": 0.2}),

@@ -240,19 +240,6 @@ def test_the_base_model_answers_beside_it_and_goes_on_from_its_own_answers(run: 
     assert talk.answers("more").keys() == {"model"}
 
 
-def test_the_export_s_card_holds_the_run_s_figures(run: Path, tmp_path: Path) -> None:
-    step = steps_of(run)[0]
-    export_run(run, str(step), tmp_path / "out", "adapter")
-    events = history(read_log(run))
-    held_out = next(e["loss"] for e in events if e["event"] == "eval" and e["step"] == step)
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert f"| checkpoint | checkpoint-{step} |" in card
-    assert f"| held-out loss | {held_out:.4f} |" in card
-    trained = next(e for e in events if e["event"] == "step" and e["step"] == step)
-    assert f"| training loss at this step | {trained['loss']:.4f} |" in card
-    assert f"| trained tokens | {trained['seen_tokens']} |" in card
-
-
 def with_pickled_adapter(run: Path, copy: Path, canary: Path) -> Path:
     """The run as someone would forge it: a pickle for the adapter, and manifests that agree."""
     from pronghorn.train.checkpoint.checkpoint import _as_text, _sealed, _with_checksum

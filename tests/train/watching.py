@@ -11,8 +11,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import history, read_log
 from samples import make_tokenizer
+
+RecipeFor = Callable[..., Recipe]  # the fixture `recipe_for`, and those like it
 
 
 class Silent:
