@@ -12,13 +12,7 @@ import torch
 from kernel_parts import Judge
 
 from pronghorn.kernels.attention import attention_short
-from pronghorn.kernels.attention.attention import (
-    attention_backward,
-    attention_forward,
-    attention_reference,
-    pick_backend,
-    unrotates,
-)
+from pronghorn.kernels.attention.attention import attention_backward, attention_forward, attention_reference, pick_backend
 from pronghorn.kernels.attention.attention_short import Config, Tiles
 from pronghorn.kernels.attention.attention_torch import spans
 from pronghorn.kernels.attention.rope import qk_rope_reference
@@ -224,24 +218,9 @@ def test_gradients_can_be_those_before_the_rotary_positions(where: str, lengths:
         judge(mine, theirs, exact, what)
 
 
-def test_only_whole_heads_that_rotate_by_halves_are_rotated_back() -> None:
-    cos = torch.zeros(3, 32)
-    assert unrotates("short", 64, cos, neighbours=False)
-    assert not unrotates("short", 64, cos, neighbours=True)
-    assert not unrotates("short", 96, cos, neighbours=False)  # a part of a head
-    assert not unrotates("short", 48, torch.zeros(3, 24), neighbours=False)  # no power of 2
-    assert not unrotates("flash4", 64, cos, neighbours=False)
-
-
 def test_spans_by_hand() -> None:
     cu = torch.tensor([0, 2, 3, 6, 6, 6], dtype=torch.int32)
     assert spans(cu, 6).tolist() == [[0, 0, 2, 3, 3, 3], [2, 2, 3, 6, 6, 6]]
-
-
-def test_heads_must_lie_side_by_side(where: str) -> None:
-    (_, q, k, v), cu, options = make(where, torch.float32)
-    with pytest.raises(ValueError, match="adjacent"):
-        attention_forward(q.transpose(0, 1).contiguous().transpose(0, 1), k, v, cu, 90, backend="short", **options)
 
 
 @pytest.mark.skipif(not CUDA, reason="no CUDA device")

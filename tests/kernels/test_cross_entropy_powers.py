@@ -81,14 +81,6 @@ def test_what_needs_the_logits_has_them(product: Product, options: dict[str, obj
     assert not product.wanted
 
 
-def test_a_label_outside_of_the_vocabulary_is_seen_in_the_loss(product: Product) -> None:
-    hidden, weight, labels = sample()
-    labels[5] = VOCABULARY
-    loss, rows = linear_cross_entropy(hidden, weight, labels)
-    assert loss.isnan()
-    assert rows.isnan().nonzero().flatten().tolist() == [5]
-
-
 def test_a_broken_row_breaks_no_other(product: Product) -> None:
     hidden, weight, labels = sample()
     broken = hidden.detach().clone()

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
-import sysconfig
 import threading
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from pronghorn.kernels.runtime import cuda_source, dispatch
-from pronghorn.kernels.runtime.cuda_source import NotCompiled, Source, available, compiled, launch
+from pronghorn.kernels.runtime.cuda_source import NotCompiled, Source, compiled, launch
 
-ASKING = 4  # threads
 SOURCE = Source("small.cu", ("@LINE@", "  multiply();"), (("GATED", 1), ("HALF", 96)))
 TEXT = "first\n@LINE@\nlast\n"
 BROKEN = "no such instruction"
@@ -85,30 +80,6 @@ def test_a_source_that_does_not_compile_is_told_once(compiler: Compiler, capsys:
     assert len(compiler.made) == 1
 
 
-@pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, object]:
-    """What can be opened by its name or place; nothing yet."""
-    there: dict[str, object] = {}
-
-    def library(place: str, **_: object) -> object:
-        if place not in there:
-            raise OSError(f"{place}: cannot open shared object file")
-        return there[place]
-
-    monkeypatch.setattr(ctypes, "CDLL", library)
-    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(dispatch, "_said", set())
-    monkeypatch.setattr(cuda_source, "_compiler", cache(cuda_source._compiler.__wrapped__))
-    return there
-
-
-def test_where_there_is_no_compiler_it_is_said_once(opened: dict[str, object], capsys: pytest.CaptureFixture[str]) -> None:
-    assert not available()
-    assert not available()
-    assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()] == ["libnvrtc.so.13 not found"]
-
-
 def test_no_thread_waits_for_what_another_compiles_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two threads, a source that every layer asks for, and one after it that must be done before the first is."""
     ahead, others = importlib.import_module("pronghorn.kernels.runtime.compile_ahead"), SOURCE._replace(file="other.cu")
@@ -132,19 +103,3 @@ def test_no_thread_waits_for_what_another_compiles_ahead(monkeypatch: pytest.Mon
     monkeypatch.setattr(ahead.os, "cpu_count", lambda: 2)
     ahead.compile_ahead(work)
     assert [future.exception() for future in cuda_source._compiled.values()] == [None, None]
-
-
-def test_what_was_not_the_sources_fault_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers: list[Any] = [OSError("no space left"), b"code"]
-
-    def make(_: Source) -> bytes:
-        answer = answers.pop(0)
-        if isinstance(answer, OSError):
-            raise answer
-        return answer  # type: ignore[no-any-return]
-
-    monkeypatch.setattr(cuda_source, "_compiled", {})
-    monkeypatch.setattr(cuda_source, "_cached_or_compiled", make)
-    with pytest.raises(OSError, match="no space left"):
-        compiled(SOURCE)
-    assert compiled(SOURCE) == b"code"

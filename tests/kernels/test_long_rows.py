@@ -30,7 +30,6 @@ from pronghorn.kernels.runtime.copy_rows import copy_rows
 T = 40
 APART = 2**26 - 64  # elements from a row to the next: those from the 34th on begin beyond 2^31; within a tile offsets fit
 H, F, R = 16, 32, 16  # head width; MLP width; rank
-Make = Callable[..., Tensor]
 
 
 class Near:

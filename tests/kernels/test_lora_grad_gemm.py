@@ -11,7 +11,6 @@ from torch import Tensor
 from pronghorn.kernels.lora import lora_grad_gemm as op
 from pronghorn.kernels.lora.lora_grad_gemm import CONFIGS, LoraGradJob, Tile, lora_grad_gemm, lora_grad_gemm_reference
 
-DTYPES = [torch.bfloat16, torch.float16]
 SMALL = Tile(16, 32, 4, 3, 1)
 
 

@@ -72,7 +72,7 @@ def test_no_assignment_of_levels_is_faster(costs: dict[str, float]) -> None:
     assert met >= 18
 
 
-@table("host", [0, GB // 2, GB, 2 * GB, 3 * GB, HOST])
+@table("host", [0, GB, 3 * GB, HOST])
 @table("costs", [{}, COSTS["attention is dear"]])
 def test_the_smallest_budget_is_the_smallest(host: int, costs: dict[str, float]) -> None:
     problem = problem_of(3, host=host, pieces=(1, 2), **costs)
@@ -84,7 +84,7 @@ def test_the_smallest_budget_is_the_smallest(host: int, costs: dict[str, float])
 
 
 def test_more_memory_is_never_slower_and_is_used() -> None:
-    plans = [make_plan(problem_of(32, budget)) for budget in (24, 28, 32, 40, 50, 60, 80)]
+    plans = [make_plan(problem_of(32, budget)) for budget in (24, 32, 50, 80)]
     times = [plan.ms for plan in plans]
     assert times == sorted(times, reverse=True)
     assert times[0] > 1.1 * times[-1]

@@ -353,18 +353,6 @@ def test_float32_is_within_1e_5_of_transformers(family: str) -> None:
         assert_float32_is_near(model_of(family, method, torch.float32), (packed_batch(), single_batch()), own_loss, method)
 
 
-def test_one_node_serves_a_layer_and_dora_does_not_take_it() -> None:
-    batch = build_batch(random_table(6), np.arange(6), 512)
-    nodes = {}
-    for method in ("lora", "full", "dora"):
-        model = model_of("llama", method, torch.float32)
-        assert not install(model)
-        fast_loss(model, batch)
-        engine = engine_of(model)
-        nodes[method] = [layer.fused for layer in engine.layers]
-    assert nodes == {"lora": [True] * 2, "full": [True] * 2, "dora": [False] * 2}
-
-
 def test_state_dict_keys_and_values_never_change() -> None:
     model = model_of("llama", "lora", torch.float32)
     before = {key: value.clone() for key, value in model.state_dict().items()}

@@ -18,10 +18,12 @@ from test_decoder_layer import fast_loss, gradients, packed_batch
 
 from pronghorn.memory.offload import OffloadPool
 from pronghorn.model.causal_lm import engine_of, install
+from pronghorn.model.layers import linears
 from pronghorn.model.lora_grad_buffer import LoraGradBuffer
 from tables import first_of
 
 CPU = torch.device("cpu")
+Result = tuple[float, dict[str, torch.Tensor]]  # loss, gradients
 DENSE: dict[str, Callable[[], Any]] = {  # their MLP can be done in pieces
     "norms elsewhere, full": lambda: test_decoder_layer.model_of("olmo2", "full", torch.float32),
     "four norms": lambda: test_decoder_layer.model_of("gemma2", "lora", torch.float32),
@@ -65,7 +67,7 @@ def set_layers(engine: Any, levels: list[str], pieces: int = 1, place: OffloadPo
         layer.level, layer.mlp_chunks, layer.offload = levels[i % len(levels)], pieces, place
 
 
-def result_of(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
+def result_of(model: Any) -> Result:
     loss = fast_loss(model, packed_batch())
     return float(loss.detach()), gradients(model, loss)
 
@@ -92,9 +94,17 @@ def test_every_level_gives_the_same_bits(kind: str) -> None:
         pool.finish()
 
 
+def assert_near(found: Result, expected: Result, what: object) -> None:
+    """To the rounding of fp32 sums in another order: 9e-7 of the largest of a gradient seen."""
+    assert found[0] == pytest.approx(expected[0], rel=1e-6)
+    assert found[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        assert float((found[1][name] - gradient).abs().max()) <= 4e-6 * float(gradient.abs().max()) + 1e-12, (name, what)
+
+
 @pytest.mark.parametrize("kind", rows_of(DENSE))
 def test_the_mlp_in_pieces_gives_the_same_gradients(kind: str) -> None:
-    """Rows go through the same operations; sums over pieces are in another order: 9e-7 of the largest of a gradient seen."""
+    """Rows go through the same operations; sums over pieces are in another order."""
     model, engine = model_of(kind)
     loss, expected = result_of(model)
     pool = OffloadPool(len(engine.layers), 1 << 24, CPU)
@@ -102,10 +112,7 @@ def test_the_mlp_in_pieces_gives_the_same_gradients(kind: str) -> None:
         set_layers(engine, levels, pieces, place)
         again, found = result_of(model)
         pool.finish()
-        assert again == pytest.approx(loss, rel=1e-6)
-        assert found.keys() == expected.keys()
-        for name, gradient in expected.items():
-            assert float((found[name] - gradient).abs().max()) <= 4e-6 * float(gradient.abs().max()) + 1e-12, (name, levels)
+        assert_near((again, found), (loss, expected), levels)
     with torch.no_grad():
         assert float(fast_loss(model, packed_batch())) == pytest.approx(loss, rel=1e-6)
 
@@ -129,3 +136,23 @@ def test_sums_over_micro_batches_are_autograds(kind: str) -> None:
     sums.collect()
     for name, p in trained.items():
         torch.testing.assert_close(p.grad, expected[name], rtol=1e-4, atol=1e-5 * float(expected[name].abs().max()))
+
+
+def added_by_norm(layer: Any) -> bool:
+    """Whether the norm before the MLP adds the residual."""
+    return layer.mixer.after is None and layer.mlp.before is not None and layer.mixer.out.leaves_residual_to_norm(1.0)
+
+
+@pytest.mark.parametrize(("kind", "by_norm"), [("qk-norm", True), ("norms elsewhere, full", False)])
+def test_the_residual_added_by_a_product_gives_the_same_gradients(
+    kind: str, by_norm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a Hopper; with a norm behind the projection (Gemma, OLMo 2) there is nothing to choose."""
+    model, engine = model_of(kind)
+    loss, expected = result_of(model)
+    assert {added_by_norm(layer) for layer in engine.layers} == {by_norm}
+    monkeypatch.setattr(linears, "adds_freely", lambda *_: True)
+    for pieces in (1, 3):
+        set_layers(engine, ["layer"], pieces)
+        assert_near(result_of(model), (loss, expected), pieces)
+        assert not any(added_by_norm(layer) for layer in engine.layers)

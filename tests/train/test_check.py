@@ -152,21 +152,6 @@ def test_packs_that_few_rows_leave_empty_are_told_with_a_capacity_that_fills_the
     assert better.steps == facts.steps
 
 
-def test_copies_are_what_the_settings_drop(recipe_for: RecipeFor, tmp_path: Path) -> None:
-    """A row in capitals is no exact duplicate."""
-    asked = [f"{n} {n * n} what comes next {n + 1}?" for n in range(30)]
-    texts = [*asked, asked[3], asked[3].upper()]
-    path = write_rows(
-        tmp_path / "a.jsonl",
-        [{"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "?"}]} for text in texts],
-    )
-    left = {}
-    for duplicates in ("keep", "drop-exact", "drop-near"):
-        facts = check(recipe_for(data={"train": [str(path)], "duplicates": duplicates}))
-        left[duplicates] = (facts.copies, facts.near_copies, facts.documents)
-    assert left == {"keep": (1, 1, 32), "drop-exact": (0, 1, 31), "drop-near": (0, 0, 30)}
-
-
 def test_sources_unused_columns_and_empty_answers_are_told_by_check_and_train(recipe_for: RecipeFor, tmp_path: Path) -> None:
     rows = chat_rows(12)
     rows[3]["messages"][1]["content"] = ""

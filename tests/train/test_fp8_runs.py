@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from test_graphed_step import DEVICE, SMALL, eager, graphed, mixed_table, steps_of
-from test_memory import between
 from transformers import AutoModelForCausalLM, Qwen3Config
 from watching import RecipeFor, Silent, losses_of, saved
 
@@ -21,7 +20,6 @@ from pronghorn.model.formats.store import store_linears_
 from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
-from pronghorn.report.run_log import read_log
 from pronghorn.train.loop import RunResult, train
 from pronghorn.train.objectives import Supervised
 from pronghorn.train.run.run_evaluation import evaluate_run
@@ -132,18 +130,6 @@ def test_shapes_that_fp8_products_do_not_take_are_refused(recipe_for: RecipeFor,
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.parametrize("kind", first_of(RUNS))
-def test_every_budget_trains_the_same_numbers(recipe_for: RecipeFor, tmp_path: Path, kind: str) -> None:
-    folder = saved(make_model(num_hidden_layers=3), tmp_path / "deep")
-    changes = RUNS[kind][0] | {"model": folder, "train": {"steps": 2, "lr": 1e-3}, "data": {"eval": None}}
-    free = curve(train(recipe_for(**changes, output=str(tmp_path / "free")), display=Silent()))
-    budget = between(recipe_for(**changes), 0.2)
-    planned = train(recipe_for(**changes, memory=budget, output=str(tmp_path / "planned")), display=Silent())
-    assert curve(planned) == free
-    (told,) = [e for e in read_log(planned.folder) if e["event"] == "plan"]
-    assert set(told["plan"]["levels"]) - {"keep"}
-
-
 # ---- steps -----------------------------------------------------------------------------------------------------------------
 
 
@@ -187,21 +173,6 @@ def test_graphed_steps_with_evaluations_between_equal_eager_ones(kind: str) -> N
         assert ours == pytest.approx(theirs, rel=2e-3 if DEVICE.type == "cuda" else 5e-4)
     assert curves[0][-1][0] < curves[0][0][0]
     assert len({held_out_loss for _, held_out_loss in curves[0]}) == len(batches)  # each update reaches the next look
-
-
-def test_the_weights_of_every_forward_are_those_of_the_update_before() -> None:
-    """Trained weights are rounded anew: a model that is built afterwards says the same."""
-    model = model_of("full")
-    batch = steps_of(mixed_table(40), 1)[0].batches[0].to(DEVICE)
-    loss_of(model, batch).backward()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.sub_(parameter.grad / parameter.grad.norm(), alpha=0.1)
-    late = model_of("full")
-    late.load_state_dict(model.state_dict())
-    with torch.no_grad():
-        ours, theirs = float(loss_of(model, batch)), float(loss_of(late, batch))
-    assert ours == theirs
 
 
 def test_the_gradients_of_trained_weights_follow_those_without_fp8() -> None:

@@ -55,12 +55,12 @@ def test_a_run_learns_and_leaves_everything_behind(recipe_for: RecipeFor) -> Non
     "changes",
     [
         {},
-        {"method": "full", "train": {"steps": 4, "lr": 1e-3}},
+        {"method": "full", "train": {"steps": 4, "lr": 1e-3, "optimizer": "adamw_8bit"}},
         {"lora": {"r": 4, "dropout": 0.3, "dora": True, "plus_ratio": 4.0}},
         {"data": {"workers": 2}, "train": {"steps": 5, "batch_tokens": 65536, "batch_rows": 9}},
         {"method": "qlora", "compute": "fp8", "precision": "bf16"},
     ],
-    ids=["lora", "full", "dropout and dora", "workers and rows", "qlora in fp8"],
+    ids=["lora", "full, moments in 8 bits", "dropout and dora", "workers and rows", "qlora in fp8"],
 )
 def test_a_run_stopped_at_any_step_ends_with_the_same_weights(
     recipe_for: RecipeFor, tmp_path: Path, changes: dict[str, Any]
@@ -78,7 +78,8 @@ def test_a_run_stopped_at_any_step_ends_with_the_same_weights(
         assert (tmp_path / "parts" / f"checkpoint-{expected}").is_dir()
     parts = train(recipe, display=Silent())
     assert parts.step == whole.step > stops[-1]
-    assert same(weights(whole.checkpoint), weights(parts.checkpoint))
+    for file in ("training_state.safetensors", next(whole.checkpoint.glob("*model.safetensors")).name):
+        assert (whole.checkpoint / file).read_bytes() == (parts.checkpoint / file).read_bytes()
     assert losses_of(parts.folder) == losses_of(whole.folder)
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from test_graphed_step import DEVICE, ON_GPU, SMALL, eager, graphed, losses, mixed_table, steps_of
 from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
-from pronghorn.data.pack.batches import build_batch
 from pronghorn.model.causal_lm import base_of, engine_of, install
 from pronghorn.model.formats.store import store_experts_, store_linears_
 from pronghorn.model.formats.table import FORMATS
@@ -103,25 +101,6 @@ def test_graphed_steps_with_experts_in_fp8(family: str, method: str) -> None:
     assert ours[-1][0] < ours[0][0]
     assert all(layer.fused for layer in engine_of(model).layers)  # type: ignore[union-attr]
     assert not any("eagerly" in line for line in said)
-
-
-def test_the_familys_own_layers_train_with_the_auxiliary_loss_too() -> None:
-    """On a pack without padding it is the same loss."""
-    table = mixed_table(20)
-    rows = np.arange(20)
-    batch = build_batch(table, rows, int(table.lengths.sum())).to(DEVICE)
-    fast = model_of("qwen3_moe", "full", balance=True)
-    base_of(fast).router_aux_loss_coef = 0.3
-    engine_of(fast).balance = 0.3  # type: ignore[union-attr]
-    own = AutoModelForCausalLM.from_config(FAMILIES["qwen3_moe"]()).to(DEVICE).train()
-    own.load_state_dict(fast.state_dict())
-    plain = float(Supervised().loss_sum(own, batch).detach())
-    own.config.output_router_logits, own.router_aux_loss_coef = True, 0.3
-    with_balance = float(Supervised().loss_sum(own, batch).detach())
-    assert with_balance > plain * 1.01
-    assert with_balance == pytest.approx(float(Supervised().loss_sum(fast, batch).detach()), rel=1e-5)
-    with torch.no_grad():
-        assert float(Supervised().loss_sum(own, batch)) == pytest.approx(plain, rel=1e-6)
 
 
 @ON_GPU

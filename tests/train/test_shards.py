@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,6 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from watching import RecipeFor, Silent, losses_of, notices_of, saved
 
 from pronghorn.errors import RecipeError
-from pronghorn.memory.dry_run import static_parts
-from pronghorn.memory.forecast import job_of
 from pronghorn.memory.scaling import scaling
 from pronghorn.model.config import read_config
 from pronghorn.model.load import ModelFacts
@@ -277,15 +274,3 @@ def test_what_is_spread(recipe_for: RecipeFor) -> None:
     ):
         with pytest.raises(ValueError, match=why):
             recipe_for(**changes)
-
-
-def test_a_plan_counts_what_a_rank_has(recipe_for: RecipeFor) -> None:
-    for method in ("lora", "qlora", "full"):
-        recipe = recipe_for(method=method)
-        config = read_config(recipe.model)
-        config.num_hidden_layers = 64
-        job = replace(job_of(recipe, config), ranks=1)
-        alone, eighth = (static_parts(replace(job, ranks=ranks)) for ranks in (1, 8))
-        assert alone["weights"] / 8 < eighth["weights"] < alone["weights"] / 2
-        tuned = next(name for name in alone if name.endswith("and optimizer"))
-        assert (eighth[tuned] < alone[tuned] / 4) if method == "full" else (eighth[tuned] == alone[tuned])

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -120,17 +119,3 @@ def test_old_handlers_come_back() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.signal_number == signal.SIGTERM
     assert {number: signal.getsignal(number) for number in before} == before
-
-
-def test_outside_the_main_thread_it_does_nothing() -> None:
-    before = signal.getsignal(signal.SIGINT)
-    seen: list[object] = []
-
-    def work() -> None:
-        with StopRequest() as stop:
-            seen.extend([signal.getsignal(signal.SIGINT), stop.requested])
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == [before, False]

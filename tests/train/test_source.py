@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from making import PROMPTS, BestAnswers
 from watching import RecipeFor, Silent
 
 import pronghorn.train.source as sources
-from pronghorn.data.encode.tokens import load_tokenizer
 from pronghorn.errors import CheckpointError, HealthStop
 from pronghorn.report.html import write_html
 from pronghorn.report.run_log import read_log
@@ -32,10 +29,6 @@ STEPS = {"steps": 4, "batch_tokens": 512, "capacity": 256}
 def makes_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (sources, resume):
         monkeypatch.setattr(module, "kind_of", lambda recipe: BestAnswers)
-
-
-def steps_of(run: Path) -> list[tuple[float, float, int]]:
-    return [(e["loss"], e["epoch"], e["tokens"]) for e in read_log(run) if e["event"] == "step"]
 
 
 @pytest.mark.usefixtures("makes_rows")
@@ -75,21 +68,6 @@ def test_rows_that_were_made_are_named_and_another_sources_state_is_refused(
     monkeypatch.undo()  # a table has no such state
     with pytest.raises(CheckpointError, match="does not describe a run"):
         train(recipe, display=Silent())
-
-
-@pytest.mark.usefixtures("makes_rows")
-def test_shapes_are_declared_by_capacity(recipe_for: RecipeFor) -> None:
-    recipe = recipe_for(train=STEPS)
-    source = BestAnswers.of(
-        recipe_for(train=STEPS, data={"eval": 0.2}),
-        load_tokenizer(recipe.model, recipe.data),
-        report=lambda *_: None,
-        stage=lambda _: nullcontext(),
-    )
-    batch = source.example()
-    assert batch.tokens == 256
-    assert batch.longest == source.shapes.longest == 128
-    assert np.diff(batch.cu_seqlens.numpy()).max() == 128
 
 
 @pytest.mark.usefixtures("imported_python")

@@ -12,15 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from watching import RecipeFor, Silent
 
 from pronghorn.errors import Interrupted
 from pronghorn.report.run_log import read_log
 from pronghorn.train.dist.world import World
 from pronghorn.train.loop import train
-
-CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(("at", "told"), [(1, "before the first step"), (3, "after step 2")])
