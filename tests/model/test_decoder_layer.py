@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoConfig,
@@ -255,14 +256,7 @@ class Inside:
         self.gated = self.rotated = 0
 
     def gated_mm(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        kind: Any,
-        *,
-        gu_out: torch.Tensor,
-        a_out: torch.Tensor,
-        lora_TR: torch.Tensor | None = None,
+        self, x: Tensor, weight: Tensor, kind: Any, *, gu_out: Tensor, a_out: Tensor, lora_TR: Tensor | None = None
     ) -> bool:
         self.gated += 1
         gu_out.copy_(self._mm(x, weight, lora_TR))
@@ -270,17 +264,9 @@ class Inside:
         return True
 
     def rope_mm(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        *,
-        rope_heads: int,
-        head_width: int,
-        out: torch.Tensor,
-        lora_TR: torch.Tensor | None = None,
-    ) -> bool:
+        self, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, *, rope_heads: int, head_width: int, out: Tensor,
+        lora_TR: Tensor | None = None,
+    ) -> bool:  # fmt: skip
         if cos.shape[1] * 2 != head_width:
             return False
         self.rotated += 1

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_graphed_step import DEVICE, SMALL, eager, graphed, mixed_table, steps_of
+from test_graphed_step import DEVICE, SMALL, mixed_table, steps_of
 from transformers import AutoModelForCausalLM, Qwen3Config
 from watching import RecipeFor, Silent, losses_of, saved
 
@@ -27,7 +27,6 @@ from pronghorn.train.run.trained_run import Chat
 from pronghorn.train.setup import setup
 from pronghorn.train.setup.check import check_run
 from samples import make_model
-from tables import first_of
 
 pytestmark = pytest.mark.usefixtures("short_export_check")
 
@@ -150,29 +149,6 @@ def model_of(kind: str) -> Any:
 def loss_of(model: Any, batch: Any) -> torch.Tensor:
     with torch.autocast(DEVICE.type, torch.bfloat16, enabled=PRECISION == "bf16", cache_enabled=False):
         return Supervised().loss_sum(model, batch)
-
-
-@pytest.mark.parametrize("kind", first_of(RUNS))
-def test_graphed_steps_with_evaluations_between_equal_eager_ones(kind: str) -> None:
-    batches = steps_of(mixed_table(300), 20 if DEVICE.type == "cuda" else 3)
-    assert len({batch.shape for step in batches for batch in step.batches}) > 1  # several graphs
-    held_out = steps_of(mixed_table(40), 1)[0].batches[0].to(DEVICE)
-    curves = []
-    for make in (graphed, eager):
-        model = model_of(kind)
-        step, losses = make(model, PRECISION), []
-        for batch in batches:
-            step.begin(batch)
-            result = step.finish()
-            with torch.no_grad():
-                losses.append((result.loss, float(loss_of(model.eval(), held_out))))
-            model.train()
-        curves.append(losses)
-    for ours, theirs in zip(*curves, strict=True):
-        # sums in another order flip a rounding to e4m3 here and there: 5e-5 seen in fp32
-        assert ours == pytest.approx(theirs, rel=2e-3 if DEVICE.type == "cuda" else 5e-4)
-    assert curves[0][-1][0] < curves[0][0][0]
-    assert len({held_out_loss for _, held_out_loss in curves[0]}) == len(batches)  # each update reaches the next look
 
 
 def test_the_gradients_of_trained_weights_follow_those_without_fp8() -> None:

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import test_every_kind_of_step
 import test_graphed_step
 import test_moe_steps
-import test_qlora_steps
 import torch
 from test_graphed_step import DEVICE, eager, graphed, losses, mixed_table, steps_of
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -25,7 +25,7 @@ GPU = DEVICE.type == "cuda"
 FP8_DTYPE = torch.bfloat16 if GPU else torch.float32  # FP8 GEMMs of a GPU give bf16
 MODELS: dict[str, Callable[[], Any]] = {
     "lora": test_graphed_step.model_of,
-    "nf4": lambda: test_qlora_steps.model_of("some", recompute=False),
+    "nf4": test_every_kind_of_step.some_in_4_bits,
     "experts": lambda: test_moe_steps.model_of("qwen3_moe", "experts"),
     "experts alone": lambda: test_moe_steps.model_of("gpt_oss", "experts alone"),
     "experts in nf4": lambda: test_moe_steps.model_of("gpt_oss", "experts", bits=4),
