@@ -10,7 +10,6 @@ from kernel_parts import Judge
 
 from pronghorn.kernels.lora import lora_linear as lora_linear_file
 from pronghorn.kernels.lora.lora_linear import Adapter, LoraGroup, NormOf, Part, linear_backward_weight, lora_linear_reference
-from pronghorn.kernels.lora.multi_copy import CopyTable
 from pronghorn.kernels.runtime.dispatch import use_triton
 from tables import covering, table
 
@@ -125,21 +124,6 @@ def test_refresh_follows_the_parameters(device: str) -> None:
     adapters[0].A_RD.data = torch.randn(8, WIDTH, device=device)  # moved, not changed in place
     group.refresh()
     assert torch.equal(group.M[group.O : group.O + 8, : group.D], adapters[0].A_RD.half())
-
-
-def test_one_table_refreshes_many_groups(device: str) -> None:
-    made = [make(name, torch.float16, device) for name in ("qkv", "down", "gate_up", "rank_1")]
-    groups = [LoraGroup(*pair) for pair in made]
-    table = CopyTable([job for group in groups for job in group.jobs])
-    with torch.no_grad():
-        for _, adapters in made:
-            for adapter in adapters:
-                adapter.A_RD.normal_()
-                adapter.B_OR.normal_()
-    table.run()
-    for group, pair in zip(groups, made, strict=True):
-        assert torch.equal(group.M, LoraGroup(*pair).M)
-        assert torch.equal(group.weight_view(0), pair[0][0])
 
 
 def test_backward_with_an_input_that_was_computed_again() -> None:

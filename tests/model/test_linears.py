@@ -248,18 +248,6 @@ def test_what_stands_in_the_buffer_before_a_step_does_not_matter() -> None:
         assert torch.equal(others[name], gradient), name
 
 
-def test_a_copied_model_has_its_own_buffer() -> None:
-    model, batch = model_of(), batch_of()
-    assert not install(model)
-    loss, gradients = step_of(model, batch)
-    other = copy.deepcopy(model)
-    again, others = step_of(other, batch)
-    assert torch.equal(again, loss)
-    for name, gradient in gradients.items():
-        assert torch.equal(others[name], gradient), name
-    assert not {id(scratch) for scratch in scratches(model)} & {id(scratch) for scratch in scratches(other)}
-
-
 def with_adapter_off(model: Any, batch: PackedBatch) -> float:
     with torch.no_grad(), model.disable_adapter():
         return float(loss_of(model, batch))

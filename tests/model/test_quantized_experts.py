@@ -18,7 +18,6 @@ from test_experts import own_loss
 from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
 from exports import export
-from pronghorn.compat.dropin.arguments import SEVEN_LINEARS
 from pronghorn.errors import ModelError
 from pronghorn.kernels.quant.mxfp4 import MXFP4Tensor, mxfp4_dequantize_reference, mxfp4_quantize
 from pronghorn.model import experts
@@ -27,10 +26,8 @@ from pronghorn.model.export import save_model
 from pronghorn.model.formats.experts import STACKS, StoredExperts
 from pronghorn.model.formats.store import dequantize_, store_experts_
 from pronghorn.model.formats.table import FORMATS
-from pronghorn.model.hf_adapter import with_adapter
-from pronghorn.model.load import inspect_model, load_model
+from pronghorn.model.load import load_model
 from pronghorn.model.lora import add_adapter
-from pronghorn.model.merge import save_merged
 from pronghorn.recipe import Lora, Recipe
 from samples import make_tokenizer, small
 from tables import first_of
@@ -262,30 +259,6 @@ def test_files_that_hold_something_else_are_refused(mixtral_folder: Path, tmp_pa
                 load_model(str(tmp_path), torch.float32, CPU, storage=storage)
 
 
-def test_fp8_is_made_of_16_bits(mxfp4_folder: Path) -> None:
-    for call in (
-        lambda: inspect_model(str(mxfp4_folder), storage="fp8"),
-        lambda: load_model(str(mxfp4_folder), torch.float32, CPU, storage="fp8"),
-    ):
-        with pytest.raises(ModelError, match="stored in 4 bits") as caught:
-            call()
-        assert "method: qlora" in caught.value.fix
-
-
-def test_gradients_pass_through_them_where_layers_are_not_one_node(mxfp4_folder: Path) -> None:
-    batch = packed_batch()
-    found = []
-    for whole in (False, True):
-        model = load_model(str(mxfp4_folder), torch.float32, CPU, storage="nf4")
-        if whole:
-            dequantize_(model, torch.float32)
-        adapted = drawn(add_adapter(model, Lora(r=4, dora=True), seed=1)).train()
-        assert not install(adapted)
-        found.append(gradients(adapted, fast_loss(adapted, batch)))
-    for name, gradient in found[1].items():
-        assert apart(found[0][name], gradient) < 2e-5, name
-
-
 @pytest.mark.parametrize(("which", "method"), [("mxfp4_folder", "qlora"), ("mixtral_folder", "qlora"), ("qwen_folder", "fp8")])
 def test_merging_adds_to_what_was_trained_on(which: str, method: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     folder = request.getfixturevalue(which)
@@ -304,41 +277,3 @@ def test_merging_adds_to_what_was_trained_on(which: str, method: str, request: p
     again = load_model(str(tmp_path / "merged"), torch.float32, CPU)
     with torch.no_grad():
         assert apart(again(input_ids=ids, use_cache=False).logits, truth) < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("which", "storage"),
-    first_of(
-        [
-            ("mxfp4_folder", "nf4"),
-            ("qwen_folder", None),
-            ("mixtral_folder", "fp8"),
-            ("mxfp4_folder", None),
-            ("qwen_folder", "nf4"),
-            ("mixtral_folder", "nf4"),
-        ],
-        3,
-    ),
-)
-def test_the_drop_in_interface_adapts_experts_by_the_names_people_use(
-    which: str, storage: str | None, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    options = {"storage": storage} if storage else {}
-    base = load_model(str(request.getfixturevalue(which)), torch.bfloat16, CPU, **options)
-    model = drawn(with_adapter(base, target_modules=SEVEN_LINEARS, modules_to_save=None, layers=None, seed=1, r=4))
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert any("q_proj" in name for name in trained)
-    assert any("experts.lora_A" in name for name in trained)
-    assert any("experts.base_layer.lora_A" in name for name in trained)
-    ids = torch.arange(1, 21)[None]
-    save_merged(model, tmp_path / "merged")
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.bfloat16)
-    dequantize_(model, torch.bfloat16)  # whose own products round
-    with torch.no_grad():
-        truth = model.float().eval()(input_ids=ids, use_cache=False).logits
-        found = merged.float()(input_ids=ids, use_cache=False).logits
-        with model.disable_adapter():
-            plain = model(input_ids=ids, use_cache=False).logits
-    errors = (found - truth).norm(dim=-1) / truth.norm(dim=-1)
-    assert errors.median() < 2e-2  # the sums are rounded to bf16; a close choice of experts may fall otherwise
-    assert apart(plain, truth) > 5e-2

@@ -15,13 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, Mixtral
 from watching import RecipeFor, Silent, same, saved, weights
 
 from exports import export
-from pronghorn.errors import RecipeError
 from pronghorn.kernels.quant.fp8_cast import fp8_supported
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import history, read_log
 from pronghorn.report.stages import Stages
 from pronghorn.train.loop import train
-from pronghorn.train.run.run_forecast import why_no_plan
 from samples import small
 from tables import first_of
 
@@ -194,19 +192,3 @@ def test_a_budget_is_kept_on_a_gpu(family: str, method: str, recipes: RecipeFor,
     assert set(told["plan"]["levels"]) != {"keep"}
     for ours, theirs in zip(curve(planned), free, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-2)  # a token may choose another expert by a bit of noise
-
-
-def test_what_is_not_planned_says_so(deep_recipe: RecipeFor, tmp_path: Path) -> None:
-    unlike = Qwen3MoeConfig(**DEEP, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, mlp_only_layers=[1])
-    recipe = deep_recipe("qwen3_moe", "run")
-    assert not why_no_plan(recipe, unlike)  # layers of several kinds are planned
-    config = PLANNED["qwen3_moe"]()
-    assert why_no_plan(recipe, config) == ""
-    assert why_no_plan(deep_recipe("qwen3_moe", "run", method="fp8"), config) == ""
-    for method in ("qlora", "full"):  # such a run is refused, too
-        recipe = deep_recipe("qwen3_moe", "run", method=method, compute="fp8")
-        assert "compute: fp8 cannot be combined with" in why_no_plan(recipe, config)
-    config.quantization_config = {"quant_method": "mxfp4"}
-    assert "stored in 4 bits" in why_no_plan(deep_recipe("qwen3_moe", "run", method="fp8"), config)
-    with pytest.raises(RecipeError, match="smallest that works"):
-        train(deep_recipe("qwen3_moe", "tiny", memory={"budget": "1MB"}), display=Silent())

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from watching import RecipeFor, Silent, notices_of
+from watching import RecipeFor, Silent
 
 from pronghorn.errors import RecipeError
 from pronghorn.folders import cache_folder
 from pronghorn.report.html import render_page
 from pronghorn.report.run_log import read_log
-from pronghorn.train.loop import FIRST_STEP, train
+from pronghorn.train.loop import train
 from pronghorn.train.run.run_evaluation import evaluate_run
 from samples import pair_rows
 
@@ -55,28 +55,6 @@ def test_a_run_shows_what_people_watch(pairs: str, recipe_for: RecipeFor) -> Non
     figures = evaluate_run(Path(recipe.output), "last", data=None, report=lambda *_: None)
     for name in NAMES:
         assert figures["figures"][name] == pytest.approx(held_out[-1]["metrics"][name], rel=1e-4, abs=1e-4)
-
-
-def test_the_reference_pass_ends_before_the_first_step_and_unused_margins_are_told(
-    tmp_path: Path, pairs: str, recipe_for: RecipeFor
-) -> None:
-    seen: list[tuple[str, int, int]] = []
-
-    class Noting(Silent):
-        def progress(self, *told: Any) -> None:
-            seen.append(told)
-
-    file = tmp_path / "margins.jsonl"
-    file.write_text("".join(json.dumps({**row, "margin": 0.5}) + "\n" for row in pair_rows(24)))
-    recipe = recipe_for(**settings(str(file), train={"steps": 1}))
-    train(recipe, display=Noting())
-    asked = [told for told in seen if told[0] == "scoring with the reference model"]
-    assert len(asked) > 2
-    assert asked[-1][1] == asked[-1][2]
-    assert {told[2] for told in asked} == {36, 12}  # chosen and rejected answers, of held-out pairs too
-    first_step = next(at for at, told in enumerate(seen) if told[0] == FIRST_STEP)
-    assert not [told for told in seen[first_step:] if told in asked]
-    assert any("margins have no effect" in text for text in notices_of(recipe.output))
 
 
 def test_with_all_weights_trained_the_reference_is_the_model_before(pairs: str, recipe_for: RecipeFor) -> None:
