@@ -104,13 +104,6 @@ def test_dtypes_may_be_mixed(device: str, judge: Judge) -> None:
     truth, plain, ours = results
     for got, reference, true in zip(ours, plain, truth, strict=True):
         judge(got, reference, true, f"{got.dtype} {tuple(got.shape)}")
-    # The first step of Adam is lr * sign(g), but for eps: a g of 2.5e-5 moves by 4e-6 less than a step of 0.01.
-    clip = 1 / float(truth[0])
-    for param, old, grad in zip(ours[1:4], params, grads, strict=True):
-        small = grad.double() * clip
-        moved_by = old.detach().double() - param.double()
-        error = (moved_by - 0.01 * small / (small.abs() + 1e-8)).abs().max()
-        assert error < (2**-7 * float(old.detach().abs().max()) if param.dtype == torch.bfloat16 else 1e-6)
 
 
 @table("bad", [float("nan"), float("inf")])

@@ -8,25 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.gemm.cublaslt import NARROW, WIDE, Algorithm, _Offer, choose, offered, taken, try_mm
+from pronghorn.kernels.gemm.cublaslt import NARROW, WIDE, _Offer, offered, taken, try_mm
 from pronghorn.kernels.gemm.mm import mm_add
 from tables import gpu_rows
 
-OTHER = Algorithm(31, 5, 7)
 on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
 )
-
-
-def test_the_first_of_those_wanted_is_chosen_wherever_it_stands() -> None:
-    assert choose([OTHER, NARROW, WIDE], [WIDE, NARROW], any_will_do=False) == 2
-    assert choose([OTHER, NARROW], [WIDE, NARROW], any_will_do=False) == 1
-
-
-def test_where_none_is_offered_torch_chooses_unless_any_will_do() -> None:
-    assert choose([OTHER], [WIDE], any_will_do=False) is None
-    assert choose([OTHER], [WIDE], any_will_do=True) == 0
-    assert choose([], [WIDE], any_will_do=True) is None
 
 
 def test_an_offer_is_as_long_as_the_librarys() -> None:

@@ -34,7 +34,6 @@ from pronghorn.kernels.runtime.dispatch import CHIPS, HOPPER, Target, dry_run
 from pronghorn.kernels.runtime.work import Work, counting, launched
 from pronghorn.memory.costs import Costs, LayerCosts, predicted_costs
 from pronghorn.memory.dry_run import (
-    LIBRARY_BYTES,
     Allocations,
     head_bytes,
     held,
@@ -243,29 +242,6 @@ def test_a_layer_holds_what_an_h200_agreed_with(model: str, adapters: str, level
     found, (forward_mb, backward_mb) = held(job, level, pieces), HELD[model, adapters, level, pieces]
     assert (found.forward + shared_bytes(job)) / 1e6 == pytest.approx(forward_mb, rel=0.01)
     assert (found.backward + shared_bytes(job)) / 1e6 == pytest.approx(backward_mb, rel=0.01)
-
-
-def test_levels_pieces_and_methods_stand_in_their_order() -> None:
-    job = Job(shape_of(MODELS["llama-8b"]), 16384)
-    for one in (job, replace(job, method="fp8"), Job(shape_of(MODELS["gpt-oss-20b-4layers"]), 8192)):
-        kept = [kept_bytes(one, what) for what in reversed(LEVELS)]
-        assert kept == sorted(kept, reverse=True)
-        work = [working_bytes(one, what) for what in reversed(LEVELS)]
-        assert work == sorted(work)
-    weights = [static_parts(replace(job, method=m))["weights"] for m in ("full", "lora", "fp8", "qlora")]
-    assert weights == sorted(weights, reverse=True)
-    one, two, four = (working_bytes(job, "layer", pieces) for pieces in (1, 2, 4))
-    assert one > two >= four
-    assert head_bytes(replace(job, loss_rows=4096)) < head_bytes(job)
-    half = job.with_capacity(8192)
-    assert 2 * kept_bytes(half, "nothing") == kept_bytes(job, "nothing")
-    assert static_parts(half)["rope and libraries"] > LIBRARY_BYTES
-    nf4 = replace(job, method="qlora")
-    assert shared_bytes(replace(nf4, compute="fp8")) < shared_bytes(nf4)  # a byte instead of two
-    nvfp4, linears = replace(nf4, storage="nvfp4"), 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
-    assert shared_bytes(nvfp4) == shared_bytes(nf4)
-    more = static_parts(nvfp4)["weights"] - static_parts(nf4)["weights"]
-    assert more == pytest.approx((9 / 16 - 0.516) * linears, rel=0.02)
 
 
 def test_few_rows_with_a_loss_cost_the_last_layer_no_more_than_their_copies() -> None:

@@ -16,8 +16,8 @@ from pronghorn.memory.costs import predicted_costs
 from pronghorn.memory.forecast import problem_of as problem_for
 from pronghorn.memory.gpus import GPUS
 from pronghorn.memory.job import LEVELS, Job, peak_within, shape_of
-from pronghorn.memory.levels import KEEP, Choice, Problem, Tables, evaluate
-from pronghorn.memory.plan import host_room, make_plan, parse_budget, plan_of, smallest_budget
+from pronghorn.memory.levels import KEEP, Problem, Tables, evaluate
+from pronghorn.memory.plan import host_room, make_plan, parse_budget, smallest_budget
 from tables import table
 
 GB = 10**9
@@ -114,17 +114,6 @@ def test_pieces_make_smaller_budgets_possible() -> None:
     assert make_plan(several).pieces == 1  # with room, the MLP is done at once
 
 
-def test_reasons_name_what_happens() -> None:
-    """Turns of an MLP are for layers that compute it again; a plan without such has smaller chunks of logits only."""
-    problem = problem_of(4, pieces=(1, 8))
-    kept, again = ([Choice(what, offload=True)] * 4 for what in ("nothing", "gate_up"))
-    told = {what: " ".join(plan_of(problem, choices, 8).reasons) for what, choices in (("kept", kept), ("again", again))}
-    assert "MLP runs in 8 chunks" in told["again"]
-    assert "logits are computed in smaller chunks" in told["kept"]
-    assert "MLP" not in told["kept"]
-    assert "MLP" not in " ".join(plan_of(problem, again, 1).reasons)
-
-
 def test_embeddings_leave_only_where_memory_needs_it() -> None:
     problem = replace(problem_of(8, pieces=(1, 4)), embeddings=(False, True))
     stay = replace(problem, embeddings=(False,))
@@ -191,15 +180,6 @@ def test_notch_by_notch_down_to_the_smallest_plan() -> None:
     assert 5 < notches < 60
     with pytest.raises(EnvironmentFault, match="no plan needs less"):
         plan.one_notch_lower()
-
-
-def test_a_plan_is_plain_data() -> None:
-    plan = make_plan(problem_of(32, 40))
-    told = plan.as_dict()
-    assert len(told["levels"]) == 32
-    assert told["peak_bytes"] == plan.peak_bytes <= told["budget"] < told["device_bytes"] + 10**9
-    assert plan.step_ms(4) == pytest.approx(4 * plan.ms + plan.problem.costs.optimizer)
-    assert sum(plan.counts().values()) == 32
 
 
 @table(

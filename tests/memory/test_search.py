@@ -14,10 +14,10 @@ from benchmarks.bench.workloads import MODELS
 from pronghorn.memory.costs import predicted_costs
 from pronghorn.memory.forecast import problem_of
 from pronghorn.memory.gpus import GPUS
-from pronghorn.memory.job import LEVELS, Job, shape_of
+from pronghorn.memory.job import Job, shape_of
 from pronghorn.memory.levels import Choice, Problem, Tables, evaluate
 from pronghorn.memory.plan import make_plan, smallest_budget
-from pronghorn.memory.search import CHOSEN, _Case, fastest
+from pronghorn.memory.search import CHOSEN, fastest
 from tables import first_of, table
 
 GB = 10**9
@@ -110,13 +110,3 @@ def test_a_large_model_is_planned_at_once(layers: int, budget: float, tokens: in
     assert len(plan.choices) == layers
     assert plan.needed_bytes <= given.usable
     assert fastest(replace(given, budget=GB)) is None
-
-
-def test_numbers_become_layers_in_order_and_offloading_is_spread() -> None:
-    case = _Case(Tables(problem(8, 60), 1))
-    plan = case.uniform(Choice("nothing"))
-    plan[0, CHOSEN.index(Choice("nothing"))] = 2
-    plan[0, CHOSEN.index(Choice("layer"))], plan[0, CHOSEN.index(Choice("layer", offload=True))] = 4, 2
-    levels, leaves = case.layers(plan[None])
-    assert [LEVELS[level] for level in levels[0]] == ["layer"] * 6 + ["nothing"] * 2
-    assert leaves[0].tolist() == [True, False, False, True, False, False, False, False]

@@ -91,17 +91,3 @@ def test_a_part_names_all_that_it_saves() -> None:
             for level in ("gate_up", "around_attention", "layer"):
                 left = layer.forward_at(level, h, documents_of(engine))[1]
                 assert left.keys() == layer.kept(saved, level).keys()  # type: ignore[arg-type]
-
-
-def test_kinds_tell_apart_what_costs_differently() -> None:
-    one, two, three = (layer.kind for layer in engine_for().layers)
-    assert one == two == three
-    assert len({one}) == 1  # hashable
-    windows = [layer.kind for layer in engine_for("mistral", sliding_window=4).layers]
-    assert windows[0] == windows[1] != one
-    adapted = engine_for(lora=Lora(r=4)).layers[0].kind
-    wider = engine_for(lora=Lora(r=8)).layers[0].kind
-    assert len({one, adapted, wider}) == 3
-    dense = {"first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    kinds = [layer.kind for layer in engine_for("glm4_moe", head_dim=8, **dense).layers]
-    assert kinds[0] != kinds[1] == kinds[2]

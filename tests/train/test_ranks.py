@@ -81,17 +81,6 @@ def test_two_ranks_train_as_one(changes: dict[str, Any], recipe_for: RecipeFor, 
         check_resume(recipe.model_copy(update={"output": recipe.output + "-stopped"}), alone.folder, tmp_path)
 
 
-def test_one_rank_of_its_own_trains_the_same_bits(recipe_for: RecipeFor, tmp_path: Path) -> None:
-    """Through every reduction, each over one rank."""
-    recipe = recipe_for(**CHANGES)
-    ranks = recipe.model_copy(update={"output": recipe.output + "-ranks"})
-    assert in_ranks(lambda world: train(ranks, display=Silent(), world=world).reason, tmp_path / "told", size=1) == [
-        (0, "done")
-    ]
-    train(recipe, display=Silent())
-    assert losses_of(ranks.output) == losses_of(recipe.output)
-
-
 def check_resume(recipe: Recipe, whole: Path, tmp_path: Path) -> None:
     """Stopped by a signal to rank 0 on two ranks, finished on one: the same packs in the same order."""
 
