@@ -76,15 +76,6 @@ def test_answers_stand_beside_the_base_models(recipe_for: RecipeFor, lively: str
     )
 
 
-def test_without_metrics_a_few_answers_are_shown_and_nothing_is_measured(recipe_for: RecipeFor) -> None:
-    run = train(recipe_for(train={"steps": 2}, eval={"every": 2, "generations": 2}), display=Silent()).folder
-    (told,) = events_of(run, "eval")
-    assert "metrics" not in told
-    assert not events_of(run, "base")
-    assert len(told["generations"]) == len(lines_of(run)) == 2
-    assert all(line["base"] is not None and line["scores"] == {} for line in lines_of(run))
-
-
 def test_the_best_checkpoint_is_the_best_by_the_metric(recipe_for: RecipeFor, lively: str, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     recipe = recipe_for(model=lively, train={"steps": 6, "lr": 3e-2}, eval={"every": 1, "best": "noise"})

@@ -140,18 +140,6 @@ def test_where_steps_are_few_every_value_that_is_named_gives_the_steps_that_are_
         assert check(recipe_for(**{"train": changes["train"] | rows | values})).steps == int(steps) > facts.steps
 
 
-def test_packs_that_few_rows_leave_empty_are_told_with_a_capacity_that_fills_them(recipe_for: RecipeFor) -> None:
-    size = {"batch_tokens": 65536, "batch_rows": 4, "capacity": 2048}
-    facts = check(recipe_for(train=size))
-    assert (facts.rows_per_step, facts.micro_batches_per_step, facts.steps) == (4, 1, 20)
-    (told,) = [notice for notice in facts.notices if notice.startswith("packs are")]
-    found = re.fullmatch(r"packs are \d+% full, because a step has 4 rows; set train.capacity: (\d+) \((\d+)% full\)", told)
-    assert found
-    better = check(recipe_for(train=size | {"capacity": int(found[1])}))
-    assert round(better.packing_efficiency * 100) == int(found[2])
-    assert better.steps == facts.steps
-
-
 def test_sources_unused_columns_and_empty_answers_are_told_by_check_and_train(recipe_for: RecipeFor, tmp_path: Path) -> None:
     rows = chat_rows(12)
     rows[3]["messages"][1]["content"] = ""

@@ -11,7 +11,7 @@ import torch
 from peft import PeftModel
 from test_memory import between, curve
 from test_runs_on_a_gpu import budget
-from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, Qwen2MoeConfig, Qwen3MoeConfig
 from watching import RecipeFor, Silent, same, saved, weights
 
 from exports import export
@@ -25,11 +25,12 @@ from tables import first_of
 
 SIZES = small(hidden_size=64, head_dim=16, eos_token_id=2, bos_token_id=None, max_position_embeddings=512)
 DEEP = SIZES | {"num_hidden_layers": 4}
-CONFIGS: dict[str, Any] = {
-    "qwen3_moe": lambda: Qwen3MoeConfig(
-        **SIZES, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, output_router_logits=True
-    ),
-    "gpt_oss": lambda: GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=16),
+QWEN: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
+LOCAL: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+CONFIGS: dict[str, Any] = {  # by sizes
+    "qwen3_moe": lambda sizes: Qwen3MoeConfig(**sizes, **QWEN, moe_intermediate_size=64),
+    "qwen2_moe": lambda sizes: Qwen2MoeConfig(**sizes, **QWEN, moe_intermediate_size=32, shared_expert_intermediate_size=64),
+    "gpt_oss": lambda sizes: GptOssConfig(**sizes, **LOCAL, sliding_window=16),
 }
 
 
@@ -38,7 +39,10 @@ CONFIGS: dict[str, Any] = {
 def test_a_run_learns_counts_its_experts_and_exports(family: str, method: str, recipe_for: RecipeFor, tmp_path: Path) -> None:
     torch.manual_seed(0)
     recipe = recipe_for(
-        model=saved(AutoModelForCausalLM.from_config(CONFIGS[family]()), tmp_path / "model"),
+        model=saved(
+            AutoModelForCausalLM.from_config(CONFIGS[family](SIZES | {"output_router_logits": family == "qwen3_moe"})),
+            tmp_path / "model",
+        ),
         method=method,
         lora={"targets": ["all-linear", "experts"]},
         train={"steps": 6},
@@ -68,16 +72,6 @@ def test_a_run_learns_counts_its_experts_and_exports(family: str, method: str, r
 # ---- memory that is planned ----------------------------------------------------------------------------------------------
 
 
-PLANNED: dict[str, Any] = {
-    "qwen3_moe": lambda: Qwen3MoeConfig(**DEEP, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2),
-    "qwen2_moe": lambda: Qwen2MoeConfig(
-        **DEEP, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, shared_expert_intermediate_size=64
-    ),
-    "gpt_oss": lambda: GptOssConfig(**DEEP, num_local_experts=4, num_experts_per_tok=2, sliding_window=16),
-    "mixtral": lambda: MixtralConfig(**DEEP, num_local_experts=4, num_experts_per_tok=2),
-}
-
-
 @pytest.fixture
 def deep_recipe(recipe_for: RecipeFor, tmp_path: Path) -> RecipeFor:
     """Four layers: enough for a plan that mixes levels."""
@@ -86,7 +80,7 @@ def deep_recipe(recipe_for: RecipeFor, tmp_path: Path) -> RecipeFor:
         folder = tmp_path / family
         if not folder.exists():
             torch.manual_seed(0)
-            saved(AutoModelForCausalLM.from_config(PLANNED[family]()), folder)
+            saved(AutoModelForCausalLM.from_config(CONFIGS[family](DEEP)), folder)
         options: dict[str, Any] = {
             "data": {"eval": None},
             "lora": {"r": 4, "targets": ["all-linear", "experts"]},

@@ -116,17 +116,3 @@ def test_the_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split()[0] for line in scores] == ["exact_match", "rouge_l"]
     assert all(", base model 0." in line for line in scores)
     assert answered.startswith("answered: 4 held-out rows")
-
-
-@table(
-    ("words", "what"),
-    [
-        (["--lm-eval", "arc_easy", "--metrics", "rouge_l"], "--metrics cannot be used with --lm-eval"),
-        (["--lm-eval", "arc_easy", "--data", "x"], "--data cannot be used with --lm-eval"),
-        (["--limit", "3"], "--limit cannot be used without --lm-eval"),
-        (["--lm-eval", "arc_easy", "--limit", "-3"], "--limit -3 is too small"),
-    ],
-)
-def test_an_option_that_would_be_ignored_is_refused(words: list[str], what: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval", "some/run", *words]) == 2
-    assert what in capsys.readouterr().err

@@ -181,13 +181,6 @@ def test_a_rewind_that_does_not_help_ends_the_run(noisy: RecipeFor, monkeypatch:
     assert read_log(run)[-1]["reason"] == "health"
 
 
-def test_an_adapter_s_checkpoint_has_the_loss_of_its_own_step(recipe_for: RecipeFor) -> None:
-    result = train(recipe_for(train={"steps": 2}, checkpoint={"every": 1}), display=Watching())
-    manifest = json.loads((result.folder / "checkpoint-2" / "manifest.json").read_text())
-    assert [step for step, _ in manifest["values"]["losses"]] == [1, 2]
-    assert manifest["values"]["losses"][-1][1] == losses(result.folder)[2]
-
-
 def test_a_log_that_cannot_be_read_is_told_before_the_run_begins(recipe_for: RecipeFor) -> None:
     recipe = recipe_for()
     Path(recipe.output).mkdir()
