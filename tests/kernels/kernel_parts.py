@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,3 +23,17 @@ def strided(
 
 def untouched_beside(view: Tensor) -> bool:
     return bool(view._base[:, view.shape[1] :].isnan().all())
+
+
+def truth_and_plain(reference: Callable[..., Any], inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> list[list[Tensor]]:
+    """[outputs, gradients of the inputs] by autograd, in float64 and in the first input's dtype."""
+    results = []
+    for dtype in (torch.float64, inputs[0].dtype):
+        leaves = [x.detach().to(dtype).contiguous().requires_grad_() for x in inputs]  # else torch may read beside a row
+        outputs = reference(*leaves)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        found = torch.autograd.grad(
+            outputs, leaves, [dy.to(y.dtype).contiguous() for dy, y in zip(grads, outputs, strict=True)]
+        )
+        results.append([*(y.detach() for y in outputs), *found])
+    return results

@@ -10,7 +10,7 @@ from typing import Literal
 
 import pytest
 import torch
-from kernel_parts import Judge, strided, untouched_beside
+from kernel_parts import Judge, strided, truth_and_plain, untouched_beside
 from torch import Tensor
 
 from pronghorn.kernels.gemm.mm import mm_accumulate_
@@ -90,12 +90,9 @@ def test_backward_is_as_good_as_plain_torch(
     device: str, judge: Judge, kind: Kind, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
     case = Case.make(*shape, 16, slice(0, 16), slice(16, 32), dtype, device)
-    results = []
-    for number in (torch.float64, dtype):
-        leaf = case.gu.detach().to(number).requires_grad_()
-        results.append(torch.autograd.grad(gated_activation_reference(leaf, kind), leaf, case.da.to(number))[0])
+    (_, true), (_, plain) = truth_and_plain(lambda x: gated_activation_reference(x, kind), [case.gu], [case.da])
     dgu, down, gate_up = case.run(kind)
-    judge(dgu, results[1], results[0], "dgu")
+    judge(dgu, plain, true, "dgu")
     case.judge_sums(judge, kind, dgu, down, gate_up)
 
 

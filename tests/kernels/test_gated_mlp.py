@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from kernel_parts import Judge, strided, untouched_beside
+from kernel_parts import Judge, strided, truth_and_plain, untouched_beside
 from torch.nn import functional
 
 from pronghorn.kernels.mlp.gated_mlp import (
@@ -30,11 +30,7 @@ def test_forward_and_backward_are_as_good_as_plain_torch(
 ) -> None:
     T, F = shape[0] if device == "cuda" or not use_triton(torch.empty(1)) else min(shape[0], 12), shape[1]  # 7 ms a row
     gu, da = strided(T, 2 * F, 16, dtype, device, size=2), strided(T, F, 5, dtype, device, size=2)
-    results = []
-    for kind_of_number in (torch.float64, dtype):
-        leaf = gu.detach().to(kind_of_number).requires_grad_()
-        a = gated_activation_reference(leaf, kind)
-        results.append([a.detach(), *torch.autograd.grad(a, leaf, da.to(kind_of_number))])
+    results = truth_and_plain(lambda x: gated_activation_reference(x, kind), [gu], [da])
 
     a = gated_activation_forward(gu, kind, out=strided(T, F, 16, dtype, device, empty=True))
     dgu, again = gated_activation_backward(da, gu, kind, out=strided(T, 2 * F, 8, dtype, device, empty=True))

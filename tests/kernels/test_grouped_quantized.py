@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from kernel_parts import Judge
+from kernel_parts import Judge, truth_and_plain
 
 from pronghorn.kernels.moe.grouped_gemm import grouped_linear_reference
 from pronghorn.kernels.moe.grouped_lora import ExpertAdapter, grouped_lora_reference
@@ -59,11 +59,7 @@ def test_products_are_as_good_as_with_the_dequantized_stack(
     stack = stack_of(torch.randn(E, outputs, D, device=device).to(dtype) / 16, form, nested=load != "odd")
     weight = stack.dequantized(dtype)
     x, dy = torch.randn(S, D, device=device).to(dtype), torch.randn(S, outputs, device=device).to(dtype)
-    results = []
-    for kind in (torch.float64, dtype):
-        leaf = x.to(kind, copy=True).requires_grad_()
-        y = grouped_linear_reference(leaf, weight.to(kind), offsets)
-        results.append([y.detach(), *torch.autograd.grad(y, leaf, dy.to(kind))])
+    results = truth_and_plain(lambda x: grouped_linear_reference(x, weight.to(x.dtype), offsets), [x], [dy])
     space = [torch.full((S, width + 3), float("nan"), dtype=dtype, device=device) for width in (outputs, D)]
     found = [grouped_quantized_forward(x, stack, offsets, out=space[0][:, :outputs]),
              grouped_quantized_backward(dy, stack, offsets, out=space[1][:, :D])]  # fmt: skip
@@ -82,12 +78,11 @@ def test_adapters_are_in_the_same_sum(device: str, judge: Judge, form: str, rank
     stack = stack_of(torch.randn(E, outputs, D, device=device).to(dtype) / D**0.5, form)
     group = QuantizedExpertGroup(stack, ExpertAdapter(A, B, E, 0.5), dtype)
     x, dy = torch.randn(S, D, device=device).to(dtype), torch.randn(S, outputs, device=device).to(dtype)
-    results = []
-    for kind in (torch.float64, dtype):
-        leaves = [part.to(kind, copy=True).requires_grad_() for part in (x, A, B)]
-        adapter = ExpertAdapter(leaves[1], leaves[2], E, 0.5)
-        y = grouped_lora_reference(leaves[0], stack.dequantized(dtype).to(kind), adapter, offsets)
-        results.append([y.detach(), *torch.autograd.grad(y, leaves, dy.to(kind))])
+
+    def reference(x: torch.Tensor, A: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        return grouped_lora_reference(x, stack.dequantized(dtype).to(x.dtype), ExpertAdapter(A, B, E, 0.5), offsets)
+
+    results = truth_and_plain(reference, [x, A, B], [dy])
     x_ext = torch.empty(S, group.input_width, dtype=dtype, device=device)
     dy_ext = torch.empty(S, group.grad_width, dtype=dtype, device=device)
     x_ext[:, :D], dy_ext[:, :outputs] = x, dy

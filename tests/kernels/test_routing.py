@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from kernel_parts import Judge
+from kernel_parts import Judge, truth_and_plain
 
 from pronghorn.kernels.moe.routing import (
     Sigmoid,
@@ -105,11 +105,7 @@ def test_gradients_are_as_good_as_plain_torch(
     buffer = torch.full((T, E + 3), float("nan"), dtype=dtype, device=device)
     buffer[:, :E] = 2 * torch.randn(T, E, device=device)
     logits, grad = buffer[:, :E], torch.randn(T, K, device=device)
-    results = []
-    for kind in (torch.float64, dtype):
-        leaf = logits.detach().to(kind).requires_grad_()
-        weights, _ = route_reference(leaf, K, **options)
-        results.append([weights.detach(), *torch.autograd.grad(weights, leaf, grad.to(weights.dtype))])
+    results = truth_and_plain(lambda x: route_reference(x, K, **options)[0], [logits], [grad])
     weights, ids = route_forward(logits, K, **options)
     out = torch.full((T, E + 5), float("nan"), dtype=dtype, device=device)
     dlogits = route_backward(grad, logits, weights, ids, **options, out=out[:, :E])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_parts import Judge, strided
+from kernel_parts import Judge, strided, truth_and_plain
 from torch import Tensor
 
 from pronghorn.kernels.attention.attention_torch import spans
@@ -39,11 +39,7 @@ def test_forward_and_backward_are_as_good_as_plain_torch(
     T, where = sum(lengths), spans_of(lengths, device)
     bcx, dy = strided(T, 3 * width, 16, dtype, device), strided(T, width, 5, dtype, device)
     weight = torch.randn(width, taps, device=device).to(dtype)
-    results = []
-    for number in (torch.float64, dtype):
-        leaves = [each.clone().to(number).requires_grad_() for each in (bcx, weight)]
-        y = short_conv_reference(*leaves, where)
-        results.append([y.detach(), *torch.autograd.grad(y, leaves, dy.to(number))])
+    results = truth_and_plain(lambda x, taps: short_conv_reference(x, taps, where), [bcx, weight], [dy])
     torch.testing.assert_close(results[0][0], alone(bcx.double(), weight.double(), lengths), rtol=1e-12, atol=1e-12)
 
     y = short_conv_forward(bcx, weight, where)
