@@ -60,7 +60,7 @@ def runs(recipe_for: RecipeFor, tmp_path: Path) -> RecipeFor:
         if name == "dense":
             return make_model(num_hidden_layers=3, hidden_size=64, intermediate_size=128, vocab_size=320)
         if name == "deep":
-            return make_model(num_hidden_layers=6, hidden_size=128, intermediate_size=256)
+            return make_model(num_hidden_layers=8, hidden_size=128, intermediate_size=256)
         torch.manual_seed(0)
         small = {
             "vocab_size": 320,
