@@ -80,11 +80,12 @@ def test_a_rank_that_sleeps_names_itself_and_its_place(tmp_path: Path, capfd: py
 @pytest.mark.usefixtures("_quick")
 def test_a_rank_that_works_alone_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer than STUCK and HUNG: it computes, and its heart beats."""
-    monkeypatch.setattr(heartbeat, "SILENT", 60.0)  # on a busy machine a heartbeat comes late
+    monkeypatch.setattr(heartbeat, "SILENT", 60.0)  # on a busy machine a heartbeat comes late,
+    monkeypatch.setattr(heartbeat, "STUCK", 3.0)  # and a tenth of a second of its CPU may take a while
 
     def work(world: World) -> float:
         def alone() -> int:
-            until = time.monotonic() + 3
+            until = time.monotonic() + 4.5
             while time.monotonic() < until:
                 sum(range(10_000))
             return 7
