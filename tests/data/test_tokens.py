@@ -83,6 +83,17 @@ def test_a_damaged_tokenizer(folder: Path) -> None:
         load_tokenizer(str(folder), None)
 
 
+def test_two_tokens_of_one_id_are_refused(folder: Path) -> None:
+    file = folder / "tokenizer.json"
+    plain = json.loads(file.read_text(encoding="utf-8"))
+    vocabulary = plain["model"]["vocab"]
+    first, second, *_ = vocabulary
+    vocabulary[first] = vocabulary[second]
+    file.write_text(json.dumps(plain), encoding="utf-8")
+    with pytest.raises(ModelError, match="two tokens the same id"):
+        load_tokenizer(str(folder))
+
+
 def test_code_in_a_model_folder_does_not_run(folder: Path, tmp_path: Path) -> None:
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config |= {"tokenizer_class": "MyTokenizer", "auto_map": {"AutoTokenizer": ["mine.Mine", "mine.Mine"]}}

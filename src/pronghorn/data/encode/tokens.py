@@ -122,6 +122,13 @@ def load_tokenizer(name: str, spec: Data | None = None) -> Any:
             why=f"{type(tokenizer).__name__} does not map tokens to characters",
             fix="use a model folder with a tokenizer.json",
         )  # fmt: skip
+    vocabulary = tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False)
+    if len(set(vocabulary.values())) < len(vocabulary):  # transformers 5.17 then cuts the same text differently at each start
+        raise ModelError(
+            "the tokenizer's vocabulary gives two tokens the same id", where=name,
+            why="its tokenizer.json is damaged, and which of the two is meant is not said",
+            fix="download tokenizer.json again",
+        )  # fmt: skip
     if chat_template is not None:
         tokenizer.chat_template = template
         tokenizer.pronghorn_own_template = True  # which must fit this tokenizer (templates.py)
