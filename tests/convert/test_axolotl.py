@@ -263,6 +263,7 @@ def test_a_type_has_its_format_and_columns(lines: str, expected: dict[str, Any])
         ("type: chat_template\n    drop_system_message: true", "datasets[0].drop_system_message"),
         ("type: {format: 'Q: {instruction}'}", "datasets[0].type.format"),
         ("new_key: 1", "datasets[0].new_key"),
+        ("new.key: 1", "datasets[0].new.key"),  # not empty: a name may have a dot
         ("split: 'train[:5%]'", "datasets[0].split"),
         ("trust_remote_code: true", "datasets[0].trust_remote_code"),
     ],

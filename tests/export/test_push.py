@@ -103,7 +103,7 @@ def test_every_file_is_in_one_commit_of_a_private_repository(server: Hub, folder
 
 def test_a_hub_that_refuses_is_told_and_the_export_stays(server: Hub, folder: Path) -> None:
     server.status = 403
-    with pytest.raises(ModelError, match="written, but not uploaded: access to this model is restricted") as caught:
+    with pytest.raises(ModelError, match="written, but not uploaded: the Hub refused the upload") as caught:
         push(folder, "me/mine", lambda *_: None)
     assert f"hf upload NAME {folder}" in caught.value.fix
     assert (folder / "model.safetensors").is_file()

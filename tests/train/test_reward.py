@@ -35,7 +35,7 @@ from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora, Recipe
 from pronghorn.report.html import render_page
 from pronghorn.report.run_log import read_log
-from pronghorn.report.summary import render, summary
+from pronghorn.report.summary import summary
 from pronghorn.serve.models import load as load_served
 from pronghorn.train.loop import train
 from pronghorn.train.objectives.reward import Reward
@@ -178,7 +178,7 @@ def test_stock_transformers_loads_what_a_run_trained(method: str, pairs: str, re
     assert ">Accuracy<" in (page := render_page(events))
     assert ">Reward<" in page
     shown = Console(width=200, file=StringIO(), color_system=None)
-    shown.print(render(summary(events)))
+    shown.print(summary(events))
     assert re.search(r"accuracy +\S+ +best \S+ at step \d, selects the best checkpoint", shown.file.getvalue())
     figures = evaluate_run(run, "last", data=None, report=lambda *_: None)
     assert figures["margin"] == pytest.approx(held_out["metrics"]["margin"], rel=1e-4, abs=1e-5)

@@ -6,7 +6,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from pronghorn.convert.one_line import one_line
+from pronghorn.convert.values import written
 from tables import table
 
 
@@ -67,12 +67,12 @@ from tables import table
     ],
 )
 def test_a_value_reads_back_as_itself(value: Any) -> None:
-    line = one_line(value)
+    line = written(value)
     assert "\n" not in line
     assert YAML(typ="safe", pure=True).load(f"key: {line}") == {"key": value}
     assert YAML(typ="safe", pure=True).load(f"key: [{line}]") == {"key": [value]}
 
 
 def test_what_a_terminal_would_obey_is_shown() -> None:
-    assert one_line("a\x1b[31m\n") == '"a\\\\x1b[31m\\n"'
-    assert one_line("\ud800").isascii()
+    assert written("a\x1b[31m\n") == '"a\\\\x1b[31m\\n"'
+    assert written("\ud800").isascii()
