@@ -56,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Files with tests of several seconds: they come first in every process, so that none is alone with one in the end.
 LONG = ("test_kill_and_resume.py", "test_nothing_is_patched.py", "test_run_script.py", "test_compile_matrix.py",
-        "test_compile_a_step.py", "test_compile_ahead.py", "test_heartbeat.py", "test_ranks_on_a_gpu.py",
+        "test_compile_ahead.py", "test_heartbeat.py", "test_ranks_on_a_gpu.py",
         "test_rope.py", "test_rms_norm.py", "test_routing.py")  # fmt: skip
 
 
