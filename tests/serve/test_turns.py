@@ -43,30 +43,6 @@ def test_first_come_first_served_and_one_at_a_time() -> None:
     assert order == list(range(10))
 
 
-def test_who_left_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pronghorn.serve.turns.LOOK", 0.01)
-    turns, left = Turns(), threading.Event()
-
-    def leave() -> None:
-        left.set()
-        raise ConnectionAbortedError
-
-    def gone() -> None:
-        with pytest.raises(ConnectionAbortedError), turns.one(leave):
-            raise AssertionError("it left while it waited")
-
-    with turns.one(stay):
-        thread = threading.Thread(target=gone)
-        thread.start()
-        assert left.wait(20)
-        thread.join(20)
-        waiting(turns, 1)
-    with pytest.raises(ConnectionAbortedError), turns.one(leave):
-        raise AssertionError("it left before its turn")
-    with turns.one(stay):
-        pass
-
-
 def test_there_is_an_end_to_waiting() -> None:
     turns = Turns(most=1)
     with turns.one(stay), pytest.raises(RequestError, match="waiting already") as error, turns.one(stay):

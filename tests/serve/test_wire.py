@@ -7,7 +7,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from http.client import HTTPException
 
 import pytest
 
@@ -40,15 +39,6 @@ def test_a_byte_now_and_then_does_not_extend_the_deadline(ends: tuple[socket.soc
     over.set()
     thread.join()
     assert time.monotonic() - began < 20
-
-
-def test_headers_have_a_size(ends: tuple[socket.socket, socket.socket]) -> None:
-    here, there = ends
-    reader = Reader(here)
-    reader.allow(20, 1000)
-    there.sendall(b"a" * 2000)
-    with pytest.raises(HTTPException, match="too long"):
-        io.BufferedReader(reader).readline()
 
 
 def test_a_client_that_does_not_read_holds_up_nobody(
