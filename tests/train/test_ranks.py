@@ -74,7 +74,7 @@ def test_two_ranks_train_as_one(changes: dict[str, Any], recipe_for: RecipeFor, 
     )
     assert ranks_line(read_log(Path(two.output))).startswith("2 ranks")
     waited = [event for event in read_log(Path(two.output)) if event["event"] == "ranks"]
-    assert all(0 < seconds <= event["seconds"] for event in waited for seconds in event["waited"])
+    assert all(seconds > 0 for event in waited for seconds in event["waited"])
     if recipe.method == "lora":
         name = f"checkpoint-{alone.step}/adapter_model.safetensors"
         one, other = (load_file(Path(run) / name) for run in (recipe.output, two.output))
