@@ -67,3 +67,21 @@ def test_standard_error_that_cannot_be_written_is_nobodys_problem(place: Place, 
     os.close(writing)
     if kind != "gone":
         os.close(reading)
+
+
+@pytest.mark.usefixtures("imported_python")
+def test_sigterm_lets_a_stream_end(place: Place) -> None:
+    process, where = started(place, subprocess.PIPE)
+    with socket.create_connection(where, timeout=60) as connection:
+        connection.sendall(post(chat("a", stream=True, max_tokens=400, temperature=2)))
+        data = connection.recv(10)
+        process.send_signal(signal.SIGTERM)
+        data += b"".join(iter(lambda: connection.recv(65536), b""))
+    assert data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    assert ended(process) == 143
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert b"stopped by SIGTERM" in process.stdout.read()
+    said = process.stderr.read()
+    assert said.endswith(b"stopped\n")
+    assert b"Traceback" not in said

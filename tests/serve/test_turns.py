@@ -62,3 +62,27 @@ def test_room_for_large_bodies_only() -> None:
     with room.for_body(100), room.to_read(100), room.to_read(10):
         assert not room._one.acquire(blocking=False)  # one large body is read at a time; the small one did not wait
     assert room._one.acquire(blocking=False)
+
+
+def test_who_left_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pronghorn.serve.turns.LOOK", 0.01)
+    turns, left = Turns(), threading.Event()
+
+    def leave() -> None:
+        left.set()
+        raise ConnectionAbortedError
+
+    def gone() -> None:
+        with pytest.raises(ConnectionAbortedError), turns.one(leave):
+            raise AssertionError("it left while it waited")
+
+    with turns.one(stay):
+        thread = threading.Thread(target=gone)
+        thread.start()
+        assert left.wait(20)
+        thread.join(20)
+        waiting(turns, 1)
+    with pytest.raises(ConnectionAbortedError), turns.one(leave):
+        raise AssertionError("it left before its turn")
+    with turns.one(stay):
+        pass

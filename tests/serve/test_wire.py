@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from http.client import HTTPException
 
 import pytest
 
@@ -82,3 +83,12 @@ def test_lingering_takes_what_is_still_sent_and_ends(ends: tuple[socket.socket, 
         began = time.monotonic()
         linger(one, seconds=0.05)  # the client says nothing more, and does not leave
         assert time.monotonic() - began < 20
+
+
+def test_headers_have_a_size(ends: tuple[socket.socket, socket.socket]) -> None:
+    here, there = ends
+    reader = Reader(here)
+    reader.allow(20, 1000)
+    there.sendall(b"a" * 2000)
+    with pytest.raises(HTTPException, match="too long"):
+        io.BufferedReader(reader).readline()

@@ -19,14 +19,15 @@ from watching import RecipeFor, Silent, losses_of
 from pronghorn.data.pack.batches import Shapes
 from pronghorn.data.pack.loader import BatchLoader, StepPacking
 from pronghorn.data.pack.packing import pack
-from pronghorn.errors import RecipeError
+from pronghorn.errors import HealthStop, RecipeError
 from pronghorn.model.causal_lm import install
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora, Recipe
+from pronghorn.report.ranks import ranks_line
 from pronghorn.report.run_log import read_log
-from pronghorn.report.summary import summary
 from pronghorn.train.dist.world import World
 from pronghorn.train.loop import train
+from pronghorn.train.objectives import Supervised
 from pronghorn.train.source.sizes import dealt
 from pronghorn.train.step.fused_adamw import FusedAdamW
 from pronghorn.train.step.graphed_step import GraphedStep
@@ -71,9 +72,9 @@ def test_two_ranks_train_as_one(changes: dict[str, Any], recipe_for: RecipeFor, 
     assert sorted(path.name for path in Path(two.output).glob("checkpoint-*")) == sorted(
         path.name for path in Path(recipe.output).glob("checkpoint-*")
     )
-    waited = summary(read_log(Path(two.output)))["ranks"]
-    assert waited["ranks"] == len(waited["waited"]) == 2
-    assert all(0 < share <= 1 for share in waited["waited"])
+    assert ranks_line(read_log(Path(two.output))).startswith("2 ranks")
+    waited = [event for event in read_log(Path(two.output)) if event["event"] == "ranks"]
+    assert all(seconds > 0 for event in waited for seconds in event["waited"])
     if recipe.method == "lora":
         name = f"checkpoint-{alone.step}/adapter_model.safetensors"
         one, other = (load_file(Path(run) / name) for run in (recipe.output, two.output))
@@ -208,3 +209,30 @@ def test_the_store_of_ranks_on_one_machine_listens_on_loopback(tmp_path: Path) -
     addresses = [literal_eval(one[1]) for one in found if one]
     assert [len(one) for one in addresses] == [2, 1]  # gloo's, and the store
     assert {where for one in addresses for where in one} <= set(LOOPBACK)
+
+
+def test_a_number_that_is_not_finite_on_one_rank_stops_all(recipe_for: RecipeFor, tmp_path: Path) -> None:
+    """And the rank that does not have the row names it."""
+    recipe = recipe_for(**CHANGES)
+
+    def broken(world: World) -> None:
+        real, rows = Supervised.loss_sum, []
+
+        def spoilt(self: Supervised, model: Any, batch: Any) -> torch.Tensor:
+            rows.append(batch.documents)
+            bad = world.rank == 1 and rows[0][0] in batch.documents and batch.documents  # the first row that it is given
+            return real(self, model, batch) * (float("nan") if bad else 1.0)
+
+        Supervised.loss_sum = spoilt  # type: ignore[method-assign]  # in this process, which ends
+        try:
+            train(recipe, display=Silent(), world=world)
+        except HealthStop as stopped:
+            (tmp_path / f"why-{world.rank}").write_text(stopped.why, encoding="utf-8")
+            raise
+
+    found = in_ranks(broken, tmp_path / "told")
+    assert [one and one[0] for one in found] == [4, 4]
+    whys = [(tmp_path / f"why-{rank}").read_text(encoding="utf-8") for rank in range(2)]
+    assert whys[0] == whys[1]
+    assert whys[0].startswith("caused by ")
+    assert whys[0].count("train.jsonl:") == 1
