@@ -158,6 +158,7 @@ def write_data(folder: Path) -> None:
         "HuggingFaceH4/Multilingual-Thinking": [
             {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}], "reasoning_language": "French"}
             for q, a in asked],
+        "fancyzhx/ag_news": [{"text": q, "label": i % 2} for i, (q, _) in enumerate(asked)],
     }  # fmt: skip
     for name, rows in data.items():
         (folder / name).mkdir(parents=True)

@@ -24,7 +24,7 @@ from pronghorn.train.objectives import Supervised
 from tables import first_of
 
 pytestmark = pytest.mark.usefixtures("_no_gpu")  # ranks are forked here, and CUDA cannot be
-QUICK = {"BEAT": 0.1, "STOPPED": 0.5, "SILENT": 3.0, "STUCK": 1.5, "HUNG": 1.5, "CONNECTING": 1.5, "FORCE": 20.0}
+QUICK = {"BEAT": 0.1, "STOPPED": 0.5, "SILENT": 3.0, "STUCK": 3.0, "HUNG": 3.0, "CONNECTING": 3.0, "FORCE": 20.0}
 
 
 @pytest.fixture
@@ -80,8 +80,7 @@ def test_a_rank_that_sleeps_names_itself_and_its_place(tmp_path: Path, capfd: py
 @pytest.mark.usefixtures("_quick")
 def test_a_rank_that_works_alone_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer than STUCK and HUNG: it computes, and its heart beats."""
-    monkeypatch.setattr(heartbeat, "SILENT", 60.0)  # on a busy machine a heartbeat comes late,
-    monkeypatch.setattr(heartbeat, "STUCK", 3.0)  # and a tenth of a second of its CPU may take a while
+    monkeypatch.setattr(heartbeat, "SILENT", 60.0)  # on a busy machine a heartbeat comes late
 
     def work(world: World) -> float:
         def alone() -> int:
@@ -102,8 +101,9 @@ def test_a_rank_that_works_alone_is_waited_for(tmp_path: Path, monkeypatch: pyte
     [((0, 1, 2), "a collective of 3.0 MB over all ranks has not finished"), ((1,), "rank 1 is still in a collective after")],
     ids=["all", "one"],
 )
-def test_a_sum_that_does_not_end(stays: tuple[int, ...], said: str, tmp_path: Path) -> None:
+def test_a_sum_that_does_not_end(stays: tuple[int, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For all ranks, as in a network that loses everything; or for one: the others have its part, and wait in the next sum."""
+    monkeypatch.setattr(heartbeat, "SILENT", 60.0)  # on a busy machine a heartbeat comes late
 
     def work(world: Any) -> None:
         sums(world, 2)
