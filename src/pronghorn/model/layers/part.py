@@ -31,7 +31,7 @@ from pronghorn.model.layers.lora_modules import linear_of
 from pronghorn.model.layers.norms import Norm
 from pronghorn.model.layers.operand import Operand
 from pronghorn.model.layers.residual import add_branch, back_through_norm, grad_of_branch, gradients_after_norm
-from pronghorn.model.layers.saved import Kept, Level, Saved
+from pronghorn.model.layers.saved import FROM_INPUT, Kept, Level, Saved
 from pronghorn.model.layers.types import Documents, Grads
 from pronghorn.model.rows import spread
 
@@ -50,7 +50,7 @@ class Part(ABC):
     input: ClassVar[str]  # the name of its input among what is saved: "h" or "h2"
     saves: ClassVar[tuple[str, ...]]  # names of what it saves for backward, without the norms' rstd
     # What it keeps at levels that recompute it. Other levels keep everything.
-    kept: ClassVar[Kept]
+    kept: ClassVar[Kept] = {}  # of levels that recompute from the layer's input; nothing, where a level is missing
     may_chunk: ClassVar[bool] = False
     chunks = 1  # of its rows, where it is recomputed
 
@@ -114,8 +114,11 @@ class Part(ABC):
     # ---- what it saves -----------------------------------------------------------------------------------------
 
     def keeps(self, level: Level) -> set[str]:
-        everything = {*self.saves, *(norm.rstd for norm in self.norms)} - ({"gu"} if level == "gate_up" else set())
-        return ({*self.kept[level]} if level in self.kept else everything) | ({self.input} if self.first else set())
+        if level in FROM_INPUT:
+            names = {*self.kept.get(level, ())}
+        else:
+            names = {*self.saves, *(norm.rstd for norm in self.norms)} - ({"gu"} if level == "gate_up" else set())
+        return names | ({self.input} if self.first else set())
 
     def drop(self, saved: Saved, level: Level) -> None:
         """Frees what the level does not keep of this part."""

@@ -44,7 +44,7 @@ def scaled_queries(q_TNH: Tensor, documents: Documents) -> Tensor:
 
 class Attention(Mixer):
     saves = ("q", "k", "v", "qkv", "qk_rstd", "o", "o_rows", "lse", "xa1", "xa_o", "y1")
-    kept: ClassVar[Kept] = {"around_attention": ("o", "lse"), "layer": ()}
+    kept: ClassVar[Kept] = {"around_attention": ("o", "lse")}
     recomputed_from = "q"
     rope: str
 

@@ -41,17 +41,14 @@ from pronghorn.model.layers.residual import (
     grad_of_branch,
     gradients_after_norm,
 )
-from pronghorn.model.layers.saved import Kept, Level, Saved
+from pronghorn.model.layers.saved import FROM_INPUT, Kept, Level, Saved
 from pronghorn.model.layers.types import Documents, GradBuffer, Grads
 
 
 class DenseMlp(Part):
     input = "h2"
     saves = ("h2", "gu", "xa2", "xa3", "y2")
-    kept: ClassVar[Kept] = {
-        "around_attention": ("xa3",),
-        "layer": ("xa3",),
-    }  # a A^T of `down` (T x R) saves running its GEMM twice
+    kept: ClassVar[Kept] = dict.fromkeys(FROM_INPUT, ("xa3",))  # a A^T of `down` (T x R) saves running its GEMM twice
     may_chunk = True
 
     def __init__(self, around: Around, gate_up: LinearGroup, down: LinearGroup, activation: Kind) -> None:

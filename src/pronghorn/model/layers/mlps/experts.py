@@ -29,7 +29,7 @@ tokens with one expert each; y, dx and dweights come back. Router, shared expert
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,7 +53,7 @@ from pronghorn.model.layers.norms import Norm, normed_rows
 from pronghorn.model.layers.operand import Operand
 from pronghorn.model.layers.part import Around, Part
 from pronghorn.model.layers.residual import back_through_norm, gradients_after_norm
-from pronghorn.model.layers.saved import Kept, Level, Saved
+from pronghorn.model.layers.saved import Level, Saved
 from pronghorn.model.layers.types import Documents, ExpertRows, GradBuffer, Grads
 from pronghorn.model.router_stats import BalancedLogits
 from pronghorn.model.rows import rows_like
@@ -80,7 +80,6 @@ class ExpertsMlp(Part):
         "counts",
         "weights_there",
     )
-    kept: ClassVar[Kept] = {"around_attention": (), "layer": ()}
 
     def __init__(
         self,
