@@ -10,6 +10,7 @@ import copy
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -89,6 +90,8 @@ class FastCausalLM:
         """Belongs to the copied model."""
         twin = memo[id(self)] = object.__new__(type(self))
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        for layer in twin.layers:
+            layer.waiting = WeakSet()  # a copied one never forgets: its callbacks belong to the original
         return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
