@@ -1,0 +1,189 @@
+"""The device's half of generation: prompts are read, then each step adds one token to each running answer.
+
+A slot holds an answer that is being generated; its state is in tensors, [slots + 1], of which the last belongs to nobody. A step
+works on rows, each of which names a slot, so that answers that end leave no hole: the next step has fewer rows. Nothing is read
+back between steps. What changes between windows of steps (which slots run, which share a prompt) is the host's: `Batch`.
+
+B = rows, V = vocabulary, D = prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pronghorn.generation.cache import MixerStates, Prefill, Step, pages_for
+from pronghorn.generation.sampling import Drawn, Rules, Sampling, draw, uniforms
+from pronghorn.kernels.attention.attention_paged import MEMBERS, PAGE, Segments
+from pronghorn.kernels.attention.attention_torch import spans
+from pronghorn.model.causal_lm import FastCausalLM
+from pronghorn.model.layers.types import Documents
+from pronghorn.packs import PackedDocuments
+
+
+@dataclass(frozen=True)
+class Start:
+    """An answer that begins: what a slot is set to."""
+
+    slot: int
+    prompt: int  # its place in the table of prompts
+    prompt_tokens: int
+    pages: Sequence[int]
+    key: int
+    rule: Sampling
+    most: int  # tokens of the answer
+    stops: Sequence[int]
+
+
+class Batch(NamedTuple):
+    """Rows of the next steps: their slots, and the prompts that they share."""
+
+    slot_B: Tensor
+    prompts: Segments
+    truncates: bool
+
+
+class Decoder:
+    def __init__(self, engine: FastCausalLM, *, slots: int, pages: int, longest: int, stops: int, dtype: torch.dtype) -> None:
+        """`longest`: tokens of an answer at most. `stops`: how many tokens may end one."""
+        device = engine.embeddings.weight.device
+        self.engine, self.slots, self.dtype, self.device = engine, slots, dtype, device
+        rows = slots + 1
+        self.states = MixerStates(engine, pages, 2 * rows, dtype, device)  # slots, then prompts
+
+        def numbers(*shape: int, kind: torch.dtype = torch.int64, fill: int = 0) -> Tensor:
+            return torch.full((rows, *shape), fill, dtype=kind, device=device)
+
+        self._token, self._key, self._made, self._most = numbers(), numbers(), numbers(), numbers()
+        self._prompt_tokens, self._runs = numbers(), numbers(kind=torch.bool)
+        self._pages = numbers(pages_for(longest), kind=torch.int32)
+        self._stops = numbers(stops, fill=-1)
+        self._rules = Rules.empty(rows, device)
+        # Of each prompt its last row after the last layer, from which all answers to it begin.
+        self._last_rows = torch.zeros(rows, int(engine.config.hidden_size), dtype=dtype, device=device)
+
+    # ---- prompts -------------------------------------------------------------------------------------------------
+
+    def read(self, prompts: Sequence[tuple[int, Sequence[int], Sequence[int]]]) -> None:
+        """(place in the table, tokens, pages) of each prompt: one packed forward."""
+        places, documents, pages = zip(*prompts, strict=True)
+        lengths = [len(ids) for ids in documents]
+        bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=self.device)
+        place_T = torch.cat(
+            [
+                (torch.tensor(list(own))[:, None] * PAGE + torch.arange(PAGE)).flatten()[:length]
+                for own, length in zip(pages, lengths, strict=True)
+            ]
+        )
+        pack = PackedDocuments(
+            positions_T=torch.cat([torch.arange(length) for length in lengths]).to(self.device),
+            cu_seqlens=bounds,
+            longest=max(lengths),
+        )
+        where = torch.tensor(places, device=self.device)
+        input_D = where + self.slots + 1
+        cache = Prefill(self.states, place_T.to(self.device), bounds[1:].long(), bounds[:-1].long(), input_D)
+        ids_T = torch.tensor([token for ids in documents for token in ids], device=self.device)
+        self._last_rows[where] = self._hidden(ids_T, pack, cache, bounds[1:].long() - 1)
+
+    # ---- answers -------------------------------------------------------------------------------------------------
+
+    def start(self, answers: Sequence[Start]) -> Drawn:
+        """Sets slots, and draws the first token of each answer."""
+        slot = torch.tensor([one.slot for one in answers], device=self.device)
+        prompt = torch.tensor([one.prompt for one in answers], device=self.device)
+        for tensor, values in (
+            (self._key, [one.key for one in answers]),
+            (self._most, [one.most for one in answers]),
+            (self._prompt_tokens, [one.prompt_tokens for one in answers]),
+        ):
+            tensor[slot] = torch.tensor(values, device=self.device)
+        self._made[slot] = 0
+        self._runs[slot] = True
+        for one in answers:
+            self._pages[one.slot, : len(one.pages)] = torch.tensor(list(one.pages), dtype=torch.int32, device=self.device)
+            self._stops[one.slot] = -1
+            self._stops[one.slot, : len(one.stops)] = torch.tensor(list(one.stops), device=self.device)
+            self._rules.set(one.slot, one.rule)
+        self.states.copy(prompt + self.slots + 1, slot)
+        return self._drawn(self._last_rows[prompt], slot, truncates=any(one.rule.truncates for one in answers))
+
+    def batch(self, running: Sequence[tuple[int, Sequence[int], Sequence[int]]], truncates: bool) -> Batch:
+        """`running`: of each prompt that has answers running its tokens' number, its pages, and their slots."""
+        order = [slot for _, _, slots in running for slot in slots]
+        row_of = {slot: row for row, slot in enumerate(order)}
+        segments = [
+            (tokens, list(pages), [row_of[slot] for slot in slots[first : first + MEMBERS]])
+            for tokens, pages, slots in running
+            for first in range(0, len(slots), MEMBERS)
+        ]
+        most = max(len(pages) for _, pages, _ in segments)
+
+        def column(values: Sequence[object]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+        prompts = Segments(
+            column([pages + [0] * (most - len(pages)) for _, pages, _ in segments]),
+            column([tokens for tokens, _, _ in segments]),
+            column([0] * len(segments)),
+            column([members + [-1] * (MEMBERS - len(members)) for _, _, members in segments]),
+        )
+        return Batch(torch.tensor(order, device=self.device), prompts, truncates)
+
+    def step(self, batch: Batch) -> Drawn:
+        """One more token for each row. A row that has ended draws on, into nowhere."""
+        slot_B, rows = batch.slot_B, len(batch.slot_B)
+        made_B, runs_B, before_B = self._made[slot_B], self._runs[slot_B], self._prompt_tokens[slot_B]
+        own_B = (made_B - 1).clamp(min=0)  # the newest token's place among the answer's own
+        page_B = self._pages[slot_B].gather(1, own_B[:, None] // PAGE)[:, 0].long()
+        place_B = torch.where(runs_B, page_B * PAGE + own_B % PAGE, 0)
+        position_B = before_B + own_B
+        bounds = torch.arange(rows + 1, dtype=torch.int32, device=self.device)
+        answers = Segments(
+            self._pages[slot_B], (own_B + 1).int(), before_B.int(), torch.arange(rows, dtype=torch.int32, device=self.device)[:, None]
+        )
+        cache = Step(self.states, place_B, position_B.int(), (batch.prompts, answers), slot_B)
+        pack = PackedDocuments(positions_T=position_B, cu_seqlens=bounds, longest=1)
+        return self._drawn(self._hidden(self._token[slot_B], pack, cache), slot_B, batch.truncates)
+
+    def _hidden(self, ids_T: Tensor, pack: PackedDocuments, cache: Prefill | Step, rows: Tensor | None = None) -> Tensor:
+        engine = self.engine
+        spans_2T = spans(pack.cu_seqlens, len(ids_T))
+        documents = Documents(
+            pack.cu_seqlens,
+            pack.longest,
+            engine.positions.rotary(pack.positions_T, spans_2T),
+            spans_2T,
+            typical=pack.longest,
+            query_scale_T=engine.positions.query_scale(pack.positions_T),
+            cache=cache,
+        )
+        return engine.prepared_hidden(engine.embed(ids_T).to(self.dtype), documents, rows)
+
+    def _drawn(self, h_BD: Tensor, slot_B: Tensor, truncates: bool) -> Drawn:
+        made_B = self._made[slot_B]
+        found = draw(self.logits(h_BD), self._rules.of(slot_B), uniforms(self._key[slot_B], made_B), truncates=truncates)
+        ends_B = (found.token_B[:, None] == self._stops[slot_B]).any(1) | (made_B + 1 >= self._most[slot_B])
+        runs_B = self._runs[slot_B]
+        self._token[slot_B] = found.token_B
+        self._made[slot_B] = made_B + runs_B
+        self._runs[slot_B] = runs_B & ~ends_B
+        return found
+
+    def logits(self, h_BD: Tensor) -> Tensor:
+        """float32."""
+        terms = self.engine.lm.terms
+        x_BD, weight, bias = self.engine.lm.inputs(h_BD)
+        if x_BD.is_cuda and x_BD.dtype != torch.float32:
+            logits = torch.mm(x_BD, weight.T, out_dtype=torch.float32)
+            logits = logits if bias is None else logits + bias.float()
+        else:
+            logits = F.linear(x_BD, weight, bias).float()
+        logits = logits * terms["logit_scale"]
+        softcap = terms["softcap"]
+        return softcap * torch.tanh(logits / softcap) if softcap else logits
