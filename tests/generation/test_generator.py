@@ -32,7 +32,7 @@ def model_of(family: str, method: str = "lora") -> Any:
 
 def prompts_of(count: int, longest: int = 40, seed: int = 0) -> list[list[int]]:
     chance = random.Random(seed)
-    return [[chance.randrange(5, 60) for _ in range(chance.randrange(1, longest))] for _ in range(count)]
+    return [[chance.randrange(5, 59) for _ in range(chance.randrange(1, longest))] for _ in range(count)]
 
 
 def expected(model: Any, prompt: list[int], new: int) -> tuple[list[int], list[float]]:
