@@ -80,10 +80,15 @@ def test_answers_depend_on_neither_slots_nor_neighbours() -> None:
     whole = Generator(model, slots=16, tokens=4000, longest=64).generate(requests)
     few = Generator(model, slots=2, tokens=600, longest=64)
     again = few.generate(requests)
+    fixed = Generator(model, slots=16, tokens=4000, longest=64)
+    fixed._decoder.captures, fixed._decoder.steps = True, 8  # as on a GPU: rows of nobody at the end, several steps in a row
+    as_on_a_gpu = fixed.generate(requests)
     alone = [Generator(model, slots=1, tokens=600, longest=64).generate([request])[0] for request in requests]
     tokens = [[answer.tokens for answer in answers] for answers in whole]
     assert [[answer.tokens for answer in answers] for answers in again] == tokens
     assert [[answer.tokens for answer in answers] for answers in alone] == tokens
+    assert [[answer.tokens for answer in answers] for answers in as_on_a_gpu] == tokens
+    assert len(fixed._decoder._buckets) > 2
     assert len({tuple(t) for answers in tokens for t in answers}) == sum(map(len, tokens))
     assert any(answer.ended for answers in whole for answer in answers)
     assert all(answer.ended == (answer.tokens[-1] in STOPS) for answers in whole for answer in answers)

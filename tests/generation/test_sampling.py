@@ -50,7 +50,7 @@ def test_draws_follow_what_each_rule_leaves(rule: Sampling) -> None:
     torch.manual_seed(0)
     logits = 2 * torch.randn(V)
     key = torch.full((MANY,), key_of(1, 2, 3))
-    found = draw(logits.expand(MANY, V), rules_of(rule, MANY), uniforms(key, torch.arange(MANY)), truncates=rule.truncates)
+    found = draw(logits.expand(MANY, V), rules_of(rule, MANY), key, torch.arange(MANY), truncates=rule.truncates)
     true = left(logits, rule)
     counts = torch.bincount(found.token_B, minlength=V).double()
     assert (counts[true == 0] == 0).all()
@@ -72,10 +72,10 @@ def test_rows_have_their_own_rules_and_no_neighbours() -> None:
     for row, rule in enumerate(chosen):
         rules.set(row, rule)
     key = torch.tensor([key_of(7, row) for row in range(8)])
-    together = draw(logits, rules, uniforms(key, torch.zeros(8, dtype=torch.int64)), truncates=True)
+    together = draw(logits, rules, key, torch.zeros(8, dtype=torch.int64), truncates=True)
     for row in range(8):
         rows = torch.tensor([row])
-        alone = draw(logits[rows], rules.of(rows), uniforms(key[rows], torch.zeros(1, dtype=torch.int64)), truncates=True)
+        alone = draw(logits[rows], rules.of(rows), key[rows], torch.zeros(1, dtype=torch.int64), truncates=True)
         assert alone.token_B == together.token_B[row]
         assert alone.log_prob_B == together.log_prob_B[row]
     assert together.token_B[0] == logits[0].argmax()

@@ -16,13 +16,12 @@ import torch
 
 from pronghorn.errors import CommandError
 from pronghorn.generation.cache import FreePages, pages_for
-from pronghorn.generation.decoder import Batch, Decoder, Start
+from pronghorn.generation.decoder import Decoder, Running, Start
 from pronghorn.generation.sampling import GREEDY, Drawn, Sampling
 from pronghorn.hf_types import HFModel
 from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.text_stack import in_mode
 
-WINDOW = {"cpu": 1, "cuda": 8}  # steps between two looks at what has ended: a look waits for the GPU
 READ_TOKENS = 16_384  # of prompts, in one forward
 
 
@@ -65,7 +64,6 @@ class Generator:
         dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else engine.embeddings.weight.dtype
         pages = 1 + pages_for(tokens)
         self._decoder = Decoder(engine, slots=slots, pages=pages, longest=longest, stops=stops, dtype=dtype)
-        self._window = WINDOW.get(device.type, 1)
         self._free, self._pages, self._longest, self._most_stops = FreePages(pages), pages - 1, longest, stops
         self._slots, self._places = list(range(slots - 1, -1, -1)), list(range(slots - 1, -1, -1))
         self._queue: deque[tuple[Request, list[Answer]]] = deque()
@@ -104,9 +102,7 @@ class Generator:
         while self._queue or self._prompts:
             ended = self._admit()
             if self._slot:
-                batch = self._batch()
-                drawn = [self._decoder.step(batch) for _ in range(self._window)]
-                ended += self._collect(batch.slot_B.tolist(), drawn)
+                ended += self._collect(*self._window())
             yield ended
 
     # ---- who runs ------------------------------------------------------------------------------------------------
@@ -147,10 +143,10 @@ class Generator:
             self._decoder.read([(prompt.place, prompt.request.prompt, prompt.pages) for prompt in new])
             self._prompts += new
 
-    def _batch(self) -> Batch:
+    def _window(self) -> tuple[list[int], list[Drawn]]:
         running = [prompt for prompt in self._prompts if prompt.running]
         truncates = any(prompt.request.rule.truncates for prompt in running)
-        return self._decoder.batch([(len(p.request.prompt), p.pages, p.running) for p in running], truncates)
+        return self._decoder.window([Running(len(p.request.prompt), p.pages, p.running) for p in running], truncates)
 
     def _collect(self, slots: Sequence[int], drawn: Sequence[Drawn]) -> int:
         """Adds what was drawn to the answers; frees what has ended."""

@@ -23,6 +23,9 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from pronghorn.kernels.runtime.dispatch import use_triton
+from pronghorn.kernels.sampling.draw import draw_launched
+
 _MASK = (1 << 64) - 1
 # Constants of splitmix64 (Steele, Lea and Flood 2014), as signed integers.
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -75,8 +78,16 @@ class Drawn(NamedTuple):
     kept_log_prob_B: Tensor
 
 
-def draw(logits_BV: Tensor, rules: Rules, uniform_B: Tensor, *, truncates: bool) -> Drawn:
-    """`truncates`: whether some row has a rule other than a temperature. The host knows; else nothing would be sorted."""
+def draw(logits_BV: Tensor, rules: Rules, key_B: Tensor, place_B: Tensor, *, truncates: bool) -> Drawn:
+    """`place_B`: the token's in its answer. `truncates`: whether some row has a rule other than a temperature. The host knows;
+    else nothing would be sorted."""
+    if not truncates and use_triton(logits_BV):
+        token_B, log_prob_B = draw_launched(logits_BV, rules.temperature_B, key_B, place_B)
+        return Drawn(token_B, log_prob_B, log_prob_B)
+    return drawn_by(logits_BV, rules, uniforms(key_B, place_B), truncates=truncates)
+
+
+def drawn_by(logits_BV: Tensor, rules: Rules, uniform_B: Tensor, *, truncates: bool) -> Drawn:
     greedy_B = rules.temperature_B == 0
     logits_BV = logits_BV.float() / torch.where(greedy_B, 1.0, rules.temperature_B)[:, None]
     log_probs_BV = logits_BV.log_softmax(-1)
