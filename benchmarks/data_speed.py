@@ -274,7 +274,7 @@ def large(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         digests = {name: _digests(cache / "tokens") for name, cache in caches.items()}
         found["same_bytes"] = digests["whole"] == digests["killed"]
         found["left_behind"] = [file.name for file in (caches["killed"] / "tokens").iterdir() if file.name.startswith(".")]
-    found["cache_bytes"] = sum(file.stat().st_size for file in (caches["whole"] / "tokens").iterdir())
+    found["cache_bytes"] = sum(file.stat().st_size for file in (caches["whole"] / "tokens").rglob("*") if file.is_file())
     return found
 
 
@@ -311,13 +311,13 @@ def one_large(
 
 def _written(cache: Path) -> int:
     """Bytes of the table, whole or under way."""
-    found = [*cache.glob("tokens/*.arrow"), *cache.glob("tokens/.*.partial/table")]
+    found = [*cache.glob("tokens/*/table")]
     return sum(file.stat().st_size for file in found)
 
 
 def _digests(folder: Path) -> dict[str, str]:
     found = {}
-    for file in sorted(folder.iterdir()):
+    for file in sorted(folder.rglob("*")):
         if file.is_file():
             with file.open("rb") as content:
                 found[file.name] = hashlib.file_digest(content, "sha256").hexdigest()

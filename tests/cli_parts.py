@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +49,3 @@ def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     printed = capsys.readouterr().out
     assert ESCAPE not in printed
     return printed
-
-
-def in_a_process(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "pronghorn.cli", *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | environment,
-        timeout=120,
-    )

@@ -56,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 # Files with tests of several seconds: they come first in every process, so that none is alone with one in the end.
 LONG = ("test_kill_and_resume.py", "test_nothing_is_patched.py", "test_run_script.py", "test_compile_matrix.py",
-        "test_compile_a_step.py", "test_compile_ahead.py", "test_heartbeat.py", "test_ranks_on_a_gpu.py",
+        "test_compile_ahead.py", "test_heartbeat.py", "test_ranks_on_a_gpu.py",
         "test_rope.py", "test_rms_norm.py", "test_routing.py")  # fmt: skip
 
 
@@ -242,9 +242,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.fixture(scope="module")
-def place(one_layer_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """Two trained runs (cli_parts.Place)."""
+@pytest.fixture(scope="session")
+def place(one_layer_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Two trained runs (cli_parts.Place). Tests leave them as they are."""
     from cli_parts import Place, write_recipe
     from pronghorn.cli import main
 
@@ -254,4 +254,4 @@ def place(one_layer_model: Path, tmp_path_factory: pytest.TempPathFactory) -> It
         place = Place(folder, one_layer_model)
         assert main(["train", str(place.recipe), "--json"]) == 0
         assert main(["train", str(write_recipe(folder, one_layer_model, "slow", lr=1e-4)), "--json"]) == 0
-        yield place
+    return place

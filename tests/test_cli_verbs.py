@@ -16,7 +16,7 @@ import pytest
 import torch
 from huggingface_hub.utils import get_session
 
-from cli_parts import ESCAPE, Place, in_a_process, lines, shown
+from cli_parts import Place, lines, shown
 from pronghorn.cli import main
 from pronghorn.cli.new import BYTES_PER_TOKEN
 from pronghorn.memory import forecast
@@ -173,33 +173,6 @@ def test_chat_ends_with_an_empty_line_or_the_end_of_input(
     assert "not UTF-8 text" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("to", ["adapter", "merged"])
-def test_what_is_exported_has_the_logits_of_what_was_trained(
-    place: Place, capsys: pytest.CaptureFixture[str], tmp_path: Path, to: str
-) -> None:
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    from pronghorn.train.run.trained_run import TrainedRun
-
-    target = tmp_path / "out"
-    (said,) = lines(capsys, "export", str(place.run), "--to", to, "--target", str(target))
-    assert (said["written"], said["target"], said["check"]["passed"]) == (str(target), to, True)
-    assert said["check"]["largest_log_prob_difference"] < 1e-4
-    ids = torch.arange(3, 80)[None]
-    ours, _, _ = TrainedRun(place.run, "best").load()
-    base = AutoModelForCausalLM.from_pretrained(place.model, dtype=torch.float32)
-    with torch.no_grad():
-        untrained = base(ids).logits
-        merged = to == "merged"
-        stock = AutoModelForCausalLM.from_pretrained(target) if merged else PeftModel.from_pretrained(base, str(target))
-        expected, found = ours(ids).logits, stock.eval()(ids).logits
-    assert (found - expected).abs().max() < 1e-4
-    assert (untrained - expected).abs().max() > 1e-3
-    assert main(["export", str(place.run), "--to", to, "--target", str(target)]) == 2
-    assert "never overwrites" in capsys.readouterr().err
-
-
 def test_runs_are_listed_and_compared(place: Place, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (listed,) = lines(capsys, "runs", "--root", str(place.runs))
     assert {run["name"]: run["state"] for run in listed["runs"]} == {"run": "done", "slow": "done"}
@@ -267,19 +240,6 @@ def test_colours_on_a_terminal_unless_no_color(place: Place) -> None:
     plain = on_a_terminal(*words, NO_COLOR="1")
     assert b"done" in plain
     assert b"\x1b[32m" not in plain
-
-
-def test_the_command_as_a_process(place: Place, tmp_path: Path) -> None:
-    """Exit code, streams and JSON as a script sees them, with the network forbidden."""
-    bad = tmp_path / "bad.yaml"
-    bad.write_text("modl: x\n")
-    done = in_a_process("check", str(bad), HF_HUB_OFFLINE="1")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "did you mean `model`?" in done.stderr
-    assert ESCAPE not in done.stderr
-    assert "Traceback" not in done.stderr
-    told = in_a_process("check", str(bad), "--json", HF_HUB_OFFLINE="1")
-    assert (told.returncode, json.loads(told.stdout)["exit_code"], told.stderr) == (2, 2, "")
 
 
 @pytest.mark.parametrize("words", ["", "--json"], ids=["people", "machines"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import os
 import time
 from pathlib import Path
@@ -39,8 +41,8 @@ def test_a_large_file_is_read_once_and_again_after_any_change(tmp_path: Path, mo
     file = tmp_path / "a"
     file.write_bytes(bytes(6000))
     reads: list[int] = []
-    real = digests.block_digests
-    monkeypatch.setattr(digests, "block_digests", lambda *a: reads.append(1) or real(*a))  # type: ignore[func-returns-value]
+    real = digests.digests_between
+    monkeypatch.setattr(digests, "digests_between", lambda *a: reads.append(1) or real(*a))  # type: ignore[func-returns-value]
     first = file_digest(file)
     assert (file_digest(file), len(reads)) == (first, 2)  # it changed a moment ago: a second change might have the same time
     monkeypatch.setattr(time, "time_ns", lambda: file.stat().st_ctime_ns + 3 * 10**9)
@@ -63,12 +65,10 @@ def test_without_a_place_for_notes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert file_digest(tmp_path / "a") == file_digest(tmp_path / "a")
 
 
-@table("size", [0, 1, 999, 1000, 1001, 3500])
-def test_what_is_written_piece_by_piece_has_the_digests_of_the_file(tmp_path: Path, size: int) -> None:
-    content = bytes(n % 251 for n in range(size))
+@table("borders", [[0], [0, 0], [0, 1], [0, 999, 1000, 3500], [5, 2005]])
+def test_each_part_of_a_file_has_its_own_digest(tmp_path: Path, borders: list[int]) -> None:
+    content = bytes(n % 251 for n in range(3500))
     (tmp_path / "a").write_bytes(content)
-    written = digests.BlockDigests()
-    for at in range(0, size, 7 * 64):
-        written.add(memoryview(content[at : at + 7 * 64]))
     with (tmp_path / "a").open("rb") as file:
-        assert (written.blocks, written.size) == (digests.block_digests(file.fileno(), size), size)
+        found = digests.digests_between(file.fileno(), borders)
+    assert found == [hashlib.sha256(content[a:b]).hexdigest() for a, b in itertools.pairwise(borders)]

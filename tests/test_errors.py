@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
-from pronghorn.errors import DataError, Interrupted, Problems, RecipeError, counted, printable, raise_all
-from tables import table
+from pronghorn.errors import DataError, Interrupted, Problems, RecipeError, printable, raise_all
 
 
 def test_all_four_parts_are_said_in_order() -> None:
@@ -30,32 +27,6 @@ def test_several_problems_are_raised_together_and_one_as_itself() -> None:
     with pytest.raises(Problems) as both:
         raise_all([one, other])
     assert str(both.value) == "2 problems:\nfirst\n  fix: do this\nr.yaml:3: second"
-
-
-def test_problems_are_plain_json() -> None:
-    told = json.loads(json.dumps(Problems([RecipeError("a", where="x:1"), RecipeError("b")]).as_dict()))
-    assert told == {
-        "error": "Problems",
-        "exit_code": 2,
-        "problems": [
-            {"error": "RecipeError", "exit_code": 2, "what": "a", "where": "x:1"},
-            {"error": "RecipeError", "exit_code": 2, "what": "b"},
-        ],
-    }
-
-
-@table(
-    ("count", "nouns", "text"),
-    [
-        (0, ("row",), "0 rows"),
-        (1, ("row",), "1 row"),
-        (1200, ("row",), "1,200 rows"),
-        (1, ("batch", "batches"), "1 batch"),
-        (2, ("batch", "batches"), "2 batches"),
-    ],
-)
-def test_things_are_counted_as_people_do(count: int, nouns: tuple[str, ...], text: str) -> None:
-    assert counted(count, *nouns) == text
 
 
 def test_nothing_in_a_message_is_obeyed_by_a_terminal() -> None:

@@ -10,28 +10,25 @@ from pathlib import Path
 import pytest
 
 from pronghorn.folders import cache_folder, folder_of, remove_left_behind, temporary
+from tables import table
 
 
-def test_pronghorn_s_own_variable_wins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PRONGHORN_CACHE", "/one")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/two")
-    assert cache_folder() == Path("/one")
-
-
-def test_then_the_desktop_s_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PRONGHORN_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/two")
-    assert cache_folder() == Path("/two/pronghorn")
-
-
-@pytest.mark.parametrize("xdg", ["", None], ids=["empty", "unset"])
-def test_then_the_home_folder(monkeypatch: pytest.MonkeyPatch, xdg: str | None) -> None:
-    monkeypatch.setenv("PRONGHORN_CACHE", "")
-    monkeypatch.setenv("HOME", "/home/somebody")
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    if xdg is not None:
-        monkeypatch.setenv("XDG_CACHE_HOME", xdg)
-    assert cache_folder() == Path("/home/somebody/.cache/pronghorn")
+@table(
+    ("own", "xdg", "found"),
+    [
+        ("/one", "/two", "/one"),
+        (None, "/two", "/two/pronghorn"),
+        ("", "", "/home/somebody/.cache/pronghorn"),
+        ("", None, "/home/somebody/.cache/pronghorn"),
+    ],
+)
+def test_where_the_cache_is(own: str | None, xdg: str | None, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("PRONGHORN_CACHE", own), ("XDG_CACHE_HOME", xdg), ("HOME", "/home/somebody")):
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+    assert cache_folder() == Path(found)
 
 
 def test_a_name_that_is_a_folder_and_many_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,9 +153,8 @@ def compare_in_this_process(folder: str) -> dict[str, list[str]]:
     import pronghorn.compat.dropin.language_model
 
     assert pronghorn.FastLanguageModel
-    imported = [f"import: {change}" for change in changes(before, snapshot())]
     use_ours(folder)
-    as_it_is = imported + found()
+    as_it_is = found()
     sabotage_libraries()
     return {"as it is": as_it_is, "with patches": found()}
 

@@ -39,6 +39,7 @@ def test_the_hub_s_libraries_send_nothing_but_requests_for_files(monkeypatch: py
     assert os.environ["HF_HUB_DISABLE_TELEMETRY"] == "0"  # whoever has decided
 
 
+@pytest.mark.later  # 3 s for a detail
 def test_a_process_ends_without_a_word_about_what_was_set_aside() -> None:
     """Triton's bindings tell of everything that nobody collected."""
     code = "from pronghorn.process import importing\nwith importing():\n    import pronghorn.kernels.attention.rope"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import subprocess
 import sys
 import sysconfig
@@ -78,9 +77,3 @@ def test_commands_in_sentences(script: Path, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out == f"check with `{here} data show`\n"
     assert main([]) == 0
     assert f"start with:\n  {here} demo\n  {here} new my.yaml\n" in capsys.readouterr().out
-
-
-def test_new_prints_a_command_that_can_be_typed(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["new", "my recipe.yaml"]) == 0
-    told = capsys.readouterr().out
-    assert shlex.split(told.partition("next: ")[2]) == ["my venv/bin/pronghorn", "check", "my recipe.yaml"]

@@ -114,17 +114,12 @@ memory: {budget: a lot}
         ("train: {learning_rate: 3}", "did you mean `lr`?"),
         ("learning_rate: 3", "did you mean `train.lr`?"),
         ("lora: {rank: 3}", "did you mean `r`?"),
-        ("train: {lora_rank: 3}", "did you mean `lora.r`?"),
         ("train: {max_length: 3}", "did you mean `data.max_length`?"),
         ("train: {nothing_like_it: 3}", "known keys: batch_rows, batch_tokens, betas,"),
         ("train: {batch_token: 3}", "did you mean `batch_tokens`?"),
-        ("train: {LR: 3}", "did you mean `lr`?"),
-        ("lr: 3", "did you mean `train.lr`?"),
-        ("max_length: 3", "did you mean `data.max_length`?"),
         ("output-folder: x", "did you mean `output`?"),
         ("<<: {a: 1}", "known keys: checkpoint, compute, data,"),
         ("eval: {stop: {patince: 3}}", "did you mean `patience`?"),
-        ("train: {str: 3}", "known keys"),
     ],
 )
 def test_unknown_keys_are_answered_with_a_known_one(line: str, fix: str) -> None:
@@ -139,19 +134,14 @@ def test_unknown_keys_are_answered_with_a_known_one(line: str, fix: str) -> None
     [
         ("lora: {targets: 5}", "write all-linear, or a list"),
         ("train: {betas: [0.9]}", "write two numbers"),
-        ("train: {betas: 0.9}", "write two numbers"),
         ("train: {schedule: cosinus}", "did you mean `cosine`? use one of: cosine, linear, constant"),
-        ("precision: 16", "one of: auto, bf16, fp16, fp32"),
         ("train: {lr: fast}", "write one such as 0.0002"),
-        ("lora: {dora: 7}", "write true or false"),
         ("train: {lr: -1}", "write a number in range such as 0.0002"),
         ("train: 3", "write its keys below it, any of: epochs, steps,"),
-        ("eval: {stop: 3}", "write its keys below it, any of: patience, min_delta"),
         ("memory: {budget: 24}", "write auto, an amount such as 24GB, or a percentage such as 80%"),
         ("train: {lr: }", "set train.lr, or remove the key"),
         ("output: 2024", 'put it in quotes: output: "2024"'),
         ("eval: {every: [1, 2]}", "write a number of steps, or a fraction of all steps such as 0.1"),
-        ("eval: {every: 1.5}", "write a number of steps, or a fraction of all steps such as 0.1"),
         ("train: {warmup: 1.5}", "write a fraction of all steps below 1, or a number of steps"),
         ("checkpoint: {keep: [1, 2]}", "write one such as 3"),
     ],
@@ -171,15 +161,6 @@ def test_aliases_that_never_end_or_make_billions_are_refused_at_once() -> None:
     ((_, what, _),) = told(SMALLEST + "lora: " + "{r: " * 2000 + "1" + "}" * 2000)
     assert what == "the recipe is nested too deeply"
     assert parse_recipe("model: some/model\ndata: {train: &f a.jsonl, eval: *f}\n").data.eval == "a.jsonl"
-
-
-@table("value", ["", "[]", "7"])
-def test_training_data_that_is_no_name_is_told_what_is(value: str) -> None:
-    ((where, what, hint),) = told(f"model: a\ndata:\n  train: {value}\n")
-    assert where == "r.yaml:3"
-    assert what.startswith("data.train: ")
-    assert hint.startswith("write a file, a folder or a Hub dataset, a list of them, or sources such as {path: ")
-    assert not {"tuple", "NoneType"} & set(what.split())
 
 
 # Command line -----------------------------------------------------------------------------------------------------------
@@ -244,13 +225,6 @@ def test_what_other_tools_call_a_key_names_a_key() -> None:
     assert not set(MEANS) & {key for key in all_keys() if "." not in key}
     for name, key in MEANS.items():
         assert key_like([name]) == key
-
-
-def test_what_the_example_has_commented_out_is_valid_too() -> None:
-    text = EXAMPLE.replace("  # long:", "  long:").replace("  # stop:", "  stop:").replace("  # steps:", "  steps:")
-    recipe = parse_recipe(text)
-    assert recipe.data.long == "drop"
-    assert recipe.eval.stop == type(recipe.eval.stop)()  # type: ignore[misc]
 
 
 def test_every_commented_key_of_the_example_is_one() -> None:

@@ -26,17 +26,6 @@ def test_all_rows_run_and_all_that_fail_are_named() -> None:
     assert [error.__notes__ for error in caught.value.exceptions] == [["row: a=2, b=3"], ["row: a=5, b=6"]]
 
 
-def test_one_failure_comes_as_itself() -> None:
-    @table("text", ["a", "b"])
-    def refuse(text: str) -> None:
-        with pytest.raises(ValueError, match="b"):
-            int(text, 11)
-
-    with pytest.raises(AssertionError, match="DID NOT RAISE") as caught:
-        refuse()
-    assert caught.value.__notes__ == ["row: text='a'"]
-
-
 @pytest.fixture
 def shelf(tmp_path: Path) -> Path:
     (tmp_path / "shelf").mkdir()

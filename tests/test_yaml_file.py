@@ -26,13 +26,13 @@ SECONDS = 10.0  # half a second on an idle core; without limits each takes longe
     ("a: &a [" + "1," * 99 + "1]\nb: [" + "*a," * 99 + "*a]\n", MANY),
 ])  # fmt: skip
 def test_too_much_is_refused_at_once(text: str, word: str) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(RecipeError, match=word) as error:
         read_yaml(text, "r.yaml", [])
     assert error.value.fix
     with pytest.raises(RecipeError, match=word):
         read_value(text, "command line")
-    assert time.monotonic() - began < SECONDS
+    assert time.process_time() - began < SECONDS
 
 
 def test_what_recipes_have_is_far_below_the_limits() -> None:

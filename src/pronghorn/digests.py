@@ -14,8 +14,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import threading
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pronghorn.folders import cache_folder, remove_left_behind, temporary
@@ -25,56 +26,25 @@ BLOCK = 4 << 20
 MOST_THREADS = 8
 WORTH_REMEMBERING = 64 << 20  # bytes; a smaller file is read in 40 ms
 SURE_AFTER = 2 * 10**9  # nanoseconds; the coarsest clock of a file system in use (FAT) ticks every 2 s
-HEX = 32  # of a block's digest: 128 bits
+HEX = 32  # of a digest among others: 128 bits
 LARGEST_SEALED = 1 << 30  # bytes; the copies among ten million rows take half of it
+SEAL = 65  # bytes that a seal takes, with the end of its line
 
 
-def block_digests(descriptor: int, size: int) -> list[str]:
-    """SHA-256 of each block of an open file, in order; a file that ends early has other digests. Raises OSError."""
-    count = -(-size // BLOCK)
-    found, errors, numbers = [""] * count, list[OSError](), iter(range(count))
+def digests_between(descriptor: int, borders: Sequence[int]) -> list[str]:
+    """SHA-256 of each part of an open file, from border to border; a file that ends early has other digests. Raises OSError."""
 
-    def work() -> None:
-        try:
-            for number in numbers:  # the threads share the iterator
-                block = os.pread(descriptor, min(BLOCK, size - number * BLOCK), number * BLOCK)
-                found[number] = hashlib.sha256(block).hexdigest()[:HEX]
-        except OSError as error:
-            errors.append(error)
+    def between(start: int, stop: int) -> str:
+        digest = hashlib.sha256()
+        for at in range(start, stop, BLOCK):
+            digest.update(os.pread(descriptor, min(BLOCK, stop - at), at))
+        return digest.hexdigest()
 
-    # Daemons, so that Ctrl-C does not wait for the rest of a large file.
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(count, MOST_THREADS, cores()) - 1)]
-    for thread in threads:
-        thread.start()
-    work()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return found
-
-
-class BlockDigests:
-    """The same digests, of what is written, piece by piece."""
-
-    def __init__(self) -> None:
-        self.size = 0
-        self._blocks: list[str] = []
-        self._open = hashlib.sha256()
-
-    def add(self, data: memoryview) -> None:
-        while len(data):
-            room = BLOCK - self.size % BLOCK
-            self._open.update(data[:room])
-            self.size += len(data[:room])
-            data = data[room:]
-            if self.size % BLOCK == 0:
-                self._blocks.append(self._open.hexdigest()[:HEX])
-                self._open = hashlib.sha256()
-
-    @property
-    def blocks(self) -> list[str]:
-        return [*self._blocks, *([self._open.hexdigest()[:HEX]] if self.size % BLOCK else [])]
+    pool = ThreadPoolExecutor(min(MOST_THREADS, cores()))
+    try:
+        return list(pool.map(between, borders[:-1], borders[1:]))
+    finally:
+        pool.shutdown(cancel_futures=True)  # Ctrl-C does not wait for the rest of a large file
 
 
 def file_digest(path: Path) -> str:
@@ -87,13 +57,13 @@ def file_digest(path: Path) -> str:
         worth = before[2] >= WORTH_REMEMBERING
         if worth and (known := _remembered(name, before)):
             return known
-        blocks = block_digests(file.fileno(), before[2])
-        digest = hashlib.sha256("".join([str(before[2]), *blocks]).encode()).hexdigest()
+        blocks = digests_between(file.fileno(), [*range(0, before[2], BLOCK), before[2]])
+        digest = hashlib.sha256("".join([str(before[2]), *(block[:HEX] for block in blocks)]).encode()).hexdigest()
         if worth and _state(file.fileno()) == before and now - max(before[3:]) > SURE_AFTER:
             try:
                 name.parent.mkdir(parents=True, exist_ok=True)
                 remove_left_behind(name.parent)
-                write_sealed(name, json.dumps({"state": before, "digest": digest}))
+                write_sealed(name, json.dumps({"state": before, "digest": digest}).encode())
             except OSError:
                 pass  # nothing is lost but the time to read it again
     return digest
@@ -120,27 +90,33 @@ def cores() -> int:
 # Small files that carry their digest ------------------------------------------------------------------------------------
 
 
-def write_sealed(path: Path, text: str) -> None:
-    """The text under a line with the SHA-256 of its name and content; appears whole or not at all. Raises OSError."""
+def write_sealed(path: Path, content: bytes) -> None:
+    """The content under a line with the SHA-256 of it and of the file's name; appears whole or not at all. Raises OSError."""
     beside = temporary(path)
     try:
-        beside.write_text(f"{_seal(path, text)}\n{text}", encoding="utf-8")
+        with beside.open("wb") as file:
+            file.writelines([seal_of(path.name, content), b"\n", content])
+            file.flush()
+            os.fsync(file.fileno())
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
 
 
-def read_sealed(path: Path) -> str:
-    """The text; OSError or ValueError when it is not what was written under this name. Another sealed file in its place, whole
-    as it may be, is not."""
-    seal, _, text = read_small(path, LARGEST_SEALED).decode("utf-8").partition("\n")
-    if seal != _seal(path, text):
+def read_sealed(path: Path, most: int = LARGEST_SEALED) -> bytes:
+    """The content; OSError or ValueError when it is not what was written under this name. Another sealed file in its place,
+    whole as it may be, is not."""
+    seal, _, content = read_small(path, most + SEAL).partition(b"\n")
+    if seal != seal_of(path.name, content):
         raise ValueError("its checksum does not match")
-    return text
+    return content
 
 
-def _seal(path: Path, text: str) -> str:
-    return text_digest(f"{path.name}\n{text}")
+def seal_of(name: str, content: bytes) -> bytes:
+    """With the name: what belongs elsewhere, whole as it may be, is not sealed here."""
+    digest = hashlib.sha256(name.encode() + b"\n")
+    digest.update(content)
+    return digest.hexdigest().encode()
 
 
 def text_digest(text: str) -> str:

@@ -70,7 +70,7 @@ def model_folder(name: str, *, weights: bool = False, token: str | None = None) 
             return _fetch(name, commit, files, weights, token)
         except hub_errors() as error:
             told = refusal(error, name, token=token)
-            if not isinstance(told, EnvironmentFault) or (cached := _whole_in_cache(name)) is None:
+            if not isinstance(told, EnvironmentFault) or (cached := cached_folder(name)) is None:
                 raise told from error
             return cached
 
@@ -85,10 +85,10 @@ def adapter_folder(name: str, *, token: str | None = None) -> Path | None:
     """Where the hub's cache has the adapter of this name, fetched if it is not there yet. None: it is a model, or no name."""
     from huggingface_hub import constants
 
-    if not REPOSITORY.fullmatch(name) or _whole_in_cache(name) is not None:
+    if not REPOSITORY.fullmatch(name) or cached_folder(name) is not None:
         return None
     if constants.HF_HUB_OFFLINE:
-        return _whole_in_cache(name, ADAPTER)
+        return cached_folder(name, ADAPTER)
     with quiet():
         try:
             _ask(name, token)
@@ -104,7 +104,7 @@ def adapter_folder(name: str, *, token: str | None = None) -> Path | None:
             return folder
         except hub_errors() as error:
             told = refusal(error, name, token=token)
-            if isinstance(told, EnvironmentFault) and (cached := _whole_in_cache(name, ADAPTER)) is not None:
+            if isinstance(told, EnvironmentFault) and (cached := cached_folder(name, ADAPTER)) is not None:
                 return cached
             raise told from error
     return None
@@ -145,24 +145,19 @@ def data_set_revision(name: str) -> str:
 
 
 def _from_cache(name: str) -> Path:
-    if (folder := _whole_in_cache(name)) is not None:
+    if (folder := cached_folder(name)) is not None:
         return folder
+    what = "the model is not in the Hub cache"
     if why := os.environ.get(SILENT):
-        raise EnvironmentFault(
-            what="the model is not in the Hub cache, and the Hub cannot be reached",
-            where=name,
-            why=why,
-            fix="check the network and the spelling, or use a local folder",
-        )
-    raise ModelError(
-        what="the model is not in the Hub cache",
-        where=name,
-        why="HF_HUB_OFFLINE is set, so nothing is downloaded",
-        fix="check the name; without network access, the model must be a folder or already in the Hub cache",
-    )
+        fix = "check the network and the spelling, or use a local folder"
+        raise EnvironmentFault(f"{what}, and the Hub cannot be reached", where=name, why=why, fix=fix)
+    why = "HF_HUB_OFFLINE is set, so nothing is downloaded"
+    fix = "check the name; without network access, the model must be a folder or already in the Hub cache"
+    raise ModelError(what, where=name, why=why, fix=fix)
 
 
-def _whole_in_cache(name: str, file: str = CONFIG) -> Path | None:
+def cached_folder(name: str, file: str = CONFIG) -> Path | None:
+    """The folder of this name in the hub's cache, if it has this file; None, too, for what cannot be a name there."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -299,43 +294,30 @@ def refusal(error: Exception, name: str, *, token: str | None = None, kind: str 
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
-    wrong = DataError if kind == "data set" else ModelError
+    wrong: type[PronghornError] = DataError if kind == "data set" else ModelError
     page = f"{constants.ENDPOINT}/{'datasets/' if kind == 'data set' else ''}{name}"
-    given = "this token" if token else "HF_TOKEN"
+    given, tokens = "this token" if token else "HF_TOKEN", f"{constants.ENDPOINT}/settings/tokens"
     answer = getattr(error, "response", None)
     status = int(getattr(answer, "status_code", 0) or 0)
-    if isinstance(error, GatedRepoError) or status == 403:
-        return wrong(
-            what=f"access to this {kind} is restricted ({status or 403})",
-            where=name,
-            why=f"the owner of the token ({given}) must accept the licence on {page}",
-            fix=f"accept it there, then set HF_TOKEN to a token from {constants.ENDPOINT}/settings/tokens",
-        )
-    if isinstance(error, RepositoryNotFoundError) or status in (401, 404):
-        return wrong(
-            what=f"the Hub has no such {kind}, or it is private ({status or 404})",
-            where=name,
-            why=f"without access the Hub does not say which; see {page}",
-            fix="check the spelling; if it is private or gated, set HF_TOKEN to a token from "
-            f"{constants.ENDPOINT}/settings/tokens",
-        )
     first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-    if status in BUSY or status >= 500:
+    if isinstance(error, GatedRepoError) or status == 403:
+        what = f"access to this {kind} is restricted ({status or 403})"
+        why = f"the owner of the token ({given}) must accept the licence on {page}"
+        fix = f"accept it there, then set HF_TOKEN to a token from {tokens}"
+    elif isinstance(error, RepositoryNotFoundError) or status in (401, 404):
+        what = f"the Hub has no such {kind}, or it is private ({status or 404})"
+        why = f"without access the Hub does not say which; see {page}"
+        fix = f"check the spelling; if it is private or gated, set HF_TOKEN to a token from {tokens}"
+    elif status in BUSY or status >= 500:
+        wrong, what = EnvironmentFault, f"the Hub answers with status {status}"
         why = "it asks to retry later" if status == 429 else "it is a server error"
-        return EnvironmentFault(
-            what=f"the Hub answers with status {status}",
-            where=name,
-            why=why,
-            fix="run the same command again later, or use a local folder",
-        )
-    if status:
-        return wrong(what=f"the Hub refuses the request ({status})", where=name, why=first, fix="check the name and HF_TOKEN")
-    return EnvironmentFault(
-        what=f"the Hub does not answer, and the {kind} is not in the cache",
-        where=name,
-        why=f"{constants.ENDPOINT}: {first}",
-        fix="check the network, or use a local folder",
-    )
+        fix = "run the same command again later, or use a local folder"
+    elif status:
+        what, why, fix = f"the Hub refuses the request ({status})", first, "check the name and HF_TOKEN"
+    else:
+        wrong, what = EnvironmentFault, f"the Hub does not answer, and the {kind} is not in the cache"
+        why, fix = f"{constants.ENDPOINT}: {first}", "check the network, or use a local folder"
+    return wrong(what, where=name, why=why, fix=fix)
 
 
 def hub_errors() -> tuple[type[Exception], ...]:

@@ -53,12 +53,8 @@ class NamedCode:
 
 NAMED_CODE = (
     *(
-        NamedCode(CONFIG, f"{dash}attn_implementation{internal}", OWN_ATTENTION, "attention kernels from a Hub repository")
-        for dash in ("", "_")
-        for internal in ("", "_internal")
-    ),
-    *(
-        NamedCode(CONFIG, f"{dash}experts_implementation{internal}", OWN_EXPERTS, "expert kernels from a Hub repository")
+        NamedCode(CONFIG, f"{dash}{part}_implementation{internal}", own, f"{kind} kernels from a Hub repository")
+        for part, own, kind in (("attn", OWN_ATTENTION, "attention"), ("experts", OWN_EXPERTS, "expert"))
         for dash in ("", "_")
         for internal in ("", "_internal")
     ),
@@ -78,29 +74,27 @@ NAMED_CODE = (
 )
 
 
+def _broken(file: str, where: str, why: str, what: str = "") -> ModelError:
+    return ModelError(what or f"cannot read {file}", where=where, why=why, fix="download the model's files again")
+
+
 def read_json(file: Path, where: str) -> dict[str, Any]:
     """One JSON object; ModelError names the file and what is wrong with it. `where`: the model, as the user calls it."""
-
-    def broken(why: str, error: Exception | None = None) -> ModelError:
-        told = ModelError(what=f"cannot read {file.name}", where=where, why=why, fix="download the model's files again")
-        told.__cause__ = error
-        return told
-
     try:
         found = json.loads(read_small(file))
         json.dumps(found, ensure_ascii=False).encode()  # as a checkpoint will have it
     except OSError as error:
-        raise broken(error.strerror or str(error), error) from error
+        raise _broken(file.name, where, error.strerror or str(error)) from error
     except UnicodeEncodeError as error:
-        raise broken("a string in it contains half a character (a lone surrogate)", error) from error
+        raise _broken(file.name, where, "a string in it contains half a character (a lone surrogate)") from error
     except UnicodeDecodeError as error:
-        raise broken("it is not UTF-8 text", error) from error
+        raise _broken(file.name, where, "it is not UTF-8 text") from error
     except RecursionError as error:
-        raise broken("it is nested too deeply", error) from error
+        raise _broken(file.name, where, "it is nested too deeply") from error
     except ValueError as error:
-        raise broken(f"it is not valid JSON: {error}", error) from error
+        raise _broken(file.name, where, f"it is not valid JSON: {error}") from error
     if not isinstance(found, dict):
-        raise broken(f"it is a {type(found).__name__}, not an object with keys")
+        raise _broken(file.name, where, f"it is a {type(found).__name__}, not an object with keys")
     return found
 
 
@@ -131,7 +125,7 @@ def _require_files(folder: Path, where: str) -> None:
             why = f"it has {file.stat().st_size:,} bytes; the limit is {LARGEST_VOCABULARY:,} bytes"
         else:
             continue
-        raise ModelError(what=f"cannot read {file.name}", where=where, why=why, fix="download the model's files again")
+        raise _broken(file.name, where, why)
 
 
 def _refuse_named_code(file: str, content: dict[str, Any], where: str) -> None:
@@ -159,12 +153,7 @@ def _among(value: Any, allowed: tuple[Any, ...]) -> bool:
 def _entries(content: Any, file: str, where: str, path: str = "", depth: int = 0) -> Iterator[tuple[str, str, Any]]:
     """Every key at any depth, with its path and value."""
     if depth > DEEPEST:
-        raise ModelError(
-            what=f"cannot read {file}",
-            where=where,
-            why=f"objects are nested more than {DEEPEST} levels deep",
-            fix="download the model's files again",
-        )
+        raise _broken(file, where, f"objects are nested more than {DEEPEST} levels deep")
     if isinstance(content, dict):
         for key, value in content.items():
             here = f"{path}.{key}" if path else str(key)
@@ -179,12 +168,8 @@ def _entries(content: Any, file: str, where: str, path: str = "", depth: int = 0
 def _refuse_tokenizer_tricks(content: dict[str, Any], where: str) -> None:
     name = content.get("tokenizer_class")
     if name is not None and not (isinstance(name, str) and TOKENIZER_CLASS.fullmatch(name)):
-        raise ModelError(
-            what=f"{TOKENIZER} sets tokenizer_class to {str(name)[:80]!r}",
-            where=where,
-            why="that is not the name of a tokenizer class",
-            fix="download the model's files again",
-        )
+        sets = f"{TOKENIZER} sets tokenizer_class to {str(name)[:80]!r}"
+        raise _broken(TOKENIZER, where, "that is not the name of a tokenizer class", sets)
     templates = content.get("chat_template")
     if isinstance(templates, list):
         if not all(

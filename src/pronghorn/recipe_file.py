@@ -180,7 +180,10 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), name: str = "recipe")
     if isinstance(values.get("objective"), str):
         values["objective"] = {"name": values["objective"]}  # so that objective.beta=0.3 fits beside it
     for word in overrides:
-        _apply_override(values, places, word, problems)
+        try:
+            _apply_override(values, places, word)
+        except RecipeError as error:
+            problems.append(error)
     _replace_batch(values, [word.partition("=")[0] for word in overrides])
     recipe = None
     try:
@@ -239,33 +242,26 @@ def _once(problems: Iterable[PronghornError]) -> list[PronghornError]:
     return list(seen.values())
 
 
-def _apply_override(values: dict[str, Any], places: dict[KeyPath, str], word: str, problems: list[PronghornError]) -> None:
+def _apply_override(values: dict[str, Any], places: dict[KeyPath, str], word: str) -> None:
     key, equals, text = word.partition("=")
     if not equals or not re.fullmatch(r"\w+(\.\w+)*", key):
-        problems.append(
-            RecipeError(
-                what=f"`{word}` is not of the form key=value", where="command line", fix="write for example train.lr=1e-4"
-            )
+        raise RecipeError(
+            what=f"`{word}` is not of the form key=value", where="command line", fix="write for example train.lr=1e-4"
         )
-        return
     try:
         value = read_value(text, "command line")
     except RecipeError as error:
-        problems.append(RecipeError(what=f"{key}: {error.what}", where=error.where, why=error.why, fix=error.fix))
-        return
+        raise RecipeError(what=f"{key}: {error.what}", where=error.where, why=error.why, fix=error.fix) from error
     *parents, last = key.split(".")
     section = values
     for depth, part in enumerate(parents):
         below = section.setdefault(part, {})
         if not isinstance(below, dict):
-            problems.append(
-                RecipeError(
-                    what=f"{key}: `{'.'.join(parents[: depth + 1])}` is a value, not a section",
-                    where="command line",
-                    fix="check the key's name with `pronghorn new -`",
-                )
+            raise RecipeError(
+                what=f"{key}: `{'.'.join(parents[: depth + 1])}` is a value, not a section",
+                where="command line",
+                fix="check the key's name with `pronghorn new -`",
             )
-            return
         section = below
     section[last] = {"name": value} if key == "objective" and isinstance(value, str) else value
     path = tuple(key.split("."))
@@ -277,72 +273,64 @@ def _apply_override(values: dict[str, Any], places: dict[KeyPath, str], word: st
 def _explain(detail: Any, places: dict[KeyPath, str], name: str) -> RecipeError:
     path = _path(detail)
     where = next((places[path[:n]] for n in range(len(path), 0, -1) if path[:n] in places), name)
-    kind, dotted = detail["type"], _dotted(path)
+    dotted = _dotted(path)
     for key, fix in KINDS.items():
         if dotted == key or dotted.startswith(f"{key}."):
             return RecipeError(what=f"{key}: invalid value {detail['input']!r}", where=where, fix=fix)
-    if kind == "extra_forbidden":
-        known = sorted(keys_in(path[:-1]))
-        meant = source_key_like(str(path[-1]), known) if int in map(type, path) else key_like(list(map(str, path)))
-        hint = f"did you mean `{meant}`?" if meant else f"known keys: {', '.join(known)}"
-        return RecipeError(what=f"{dotted}: unknown key", where=where, fix=hint)
-    if kind == "missing":
-        return RecipeError(
-            what=f"{dotted}: missing", where=where, fix=f"add `{path[-1]}: ...`; `pronghorn new -` shows an example"
-        )
-    if kind == "value_error":  # ours: "key: what; fix"
+    if detail["type"] == "value_error":  # ours: "key: what; fix"
         what, _, fix = str(detail["ctx"]["error"]).partition("; ")
         if not path:
             named: KeyPath = tuple(what.split(":")[0].split("."))
             where = places.get(named, places.get(named[:1], name))
         return RecipeError(what=f"{dotted} {what}".strip(), where=where, fix=fix)
+    what, why, fix = _told(detail, path, where)
+    return RecipeError(what=f"{dotted}: {what}", where=where, why=why, fix=fix)
+
+
+def _told(detail: Any, path: KeyPath, where: str) -> tuple[str, str, str]:
+    """What, why and fix of an error of pydantic."""
+    kind, given, dotted = detail["type"], detail["input"], _dotted(path)
+    if kind == "extra_forbidden":
+        known = sorted(keys_in(path[:-1]))
+        meant = source_key_like(str(path[-1]), known) if int in map(type, path) else key_like(list(map(str, path)))
+        return "unknown key", "", f"did you mean `{meant}`?" if meant else f"known keys: {', '.join(known)}"
+    if kind == "missing":
+        return "missing", "", f"add `{path[-1]}: ...`; `pronghorn new -` shows an example"
     if kind == "literal_error":
         choices = re.findall(r"'([^']*)'", detail["ctx"]["expected"])
-        close = difflib.get_close_matches(str(detail["input"]), choices, n=1, cutoff=0.6)
+        close = difflib.get_close_matches(str(given), choices, n=1, cutoff=0.6)
         fix = (f"did you mean `{close[0]}`? " if close else "") + f"use one of: {', '.join(choices)}"
-        return RecipeError(what=f"{dotted}: invalid value {detail['input']!r}", where=where, fix=fix)
-    given = detail["input"]
+        return f"invalid value {given!r}", "", fix
+    invalid = f"invalid value {'nothing' if given is None else repr(given)}"
     if kind == "model_type" and dotted not in FIXES:
-        return RecipeError(
-            what=f"{dotted}: invalid value {_nothing_or(given)}",
-            where=where,
-            why="it is a section",
-            fix=f"write its keys below it, any of: {', '.join(keys_in(path))}",
-        )
+        return invalid, "it is a section", f"write its keys below it, any of: {', '.join(keys_in(path))}"
     of_list = _dotted(path[:-1]) if path and isinstance(path[-1], int) else dotted  # an item is told as its list is
     if of_list in FIXES and kind.endswith(("_type", "too_short")):
-        return RecipeError(what=f"{dotted}: invalid value {_nothing_or(given)}", where=where, fix=FIXES[of_list])
+        return invalid, "", FIXES[of_list]
     if given is None:
-        return RecipeError(what=f"{dotted}: the value is missing", where=where, fix=f"set {dotted}, or remove the key")
+        return "the value is missing", "", f"set {dotted}, or remove the key"
     if kind == "string_type" and isinstance(given, (bool, int, float)):
         quoted = f"""{dotted}='"{given}"'""" if where == "command line" else f'{path[-1]}: "{given}"'
-        return RecipeError(what=f"{dotted}: {given!r} is not a string", where=where, fix=f"put it in quotes: {quoted}")
-    return _misfit(detail, path, where)
+        return f"{given!r} is not a string", "", f"put it in quotes: {quoted}"
+    return _misfit(detail, path)
 
 
-def _misfit(detail: Any, path: KeyPath, where: str) -> RecipeError:
-    """A value of the wrong kind, or beyond its limits."""
-    kind, given, dotted = detail["type"], detail["input"], _dotted(path)
+def _misfit(detail: Any, path: KeyPath) -> tuple[str, str, str]:
+    """The same, of a value of the wrong kind or beyond its limits."""
+    kind, given = detail["type"], detail["input"]
     shown = "a section" if isinstance(given, dict) else "a list" if isinstance(given, list) else repr(given)
     default = default_of(path)
     such_as = "" if default is None else f" such as {default}"
     if kind.startswith("int_"):
-        return RecipeError(what=f"{dotted}: {shown} is not a whole number", where=where, fix=f"write one{such_as}")
+        return f"{shown} is not a whole number", "", f"write one{such_as}"
     if kind.startswith("float_"):
-        return RecipeError(what=f"{dotted}: {shown} is not a number", where=where, fix=f"write one{such_as}")
+        return f"{shown} is not a number", "", f"write one{such_as}"
     if kind.startswith("bool_"):
-        return RecipeError(what=f"{dotted}: {shown} is neither true nor false", where=where, fix="write true or false")
+        return f"{shown} is neither true nor false", "", "write true or false"
     limit = re.fullmatch(r"Input should be (.*)", detail["msg"])
     if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal") and limit:
-        return RecipeError(
-            what=f"{dotted}: {shown} is out of range",
-            where=where,
-            why=f"it must be {limit[1]}",
-            fix=f"write a number in range{such_as}",
-        )
-    return RecipeError(
-        what=f"{dotted}: invalid value {shown}", where=where, why=_lower_first(detail["msg"]), fix=f"fix the value of {dotted}"
-    )
+        return f"{shown} is out of range", f"it must be {limit[1]}", f"write a number in range{such_as}"
+    return f"invalid value {shown}", detail["msg"][:1].lower() + detail["msg"][1:], f"fix the value of {_dotted(path)}"
 
 
 def _path(detail: Any) -> KeyPath:
@@ -355,11 +343,3 @@ def _path(detail: Any) -> KeyPath:
 def _is_key(part: str | int) -> bool:
     """pydantic puts names of union members, such as `constrained-str` or `literal['all-linear']`, among the keys."""
     return isinstance(part, int) or bool(re.fullmatch(r"[a-z][a-z0-9_]*", part) and part not in PYDANTIC_NAMES)
-
-
-def _nothing_or(given: Any) -> str:
-    return "nothing" if given is None else repr(given)
-
-
-def _lower_first(text: str) -> str:
-    return text[:1].lower() + text[1:]

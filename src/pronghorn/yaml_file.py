@@ -37,11 +37,7 @@ def read_yaml(
     """Plain values, and the place of each key: `file:line`. `kind` is what to call the file, `start` how to come by one."""
     yaml = _yaml()
     try:
-        _require_short(text, name, kind)
-        node = yaml.compose(io.StringIO(text))
-        values = _values_in(node, {}, name) if node is not None else 0
-    except _TooMuchError as error:
-        raise error.told(name, kind) from error
+        node = _composed(text, yaml, name, kind)
     except RecursionError as error:
         raise RecipeError(what=f"the {kind} is nested too deeply", where=name, fix="use a few levels only") from error
     except MarkedYAMLError as error:
@@ -64,62 +60,46 @@ def read_yaml(
     if not isinstance(node, MappingNode):
         raise RecipeError(what=f"the {kind} does not consist of `key: value` lines", where=name, fix=start)
     places: dict[KeyPath, str] = {}
-    _require_few(values, name, kind)
     return _plain(node, yaml, ROOT, name, places, problems), places
 
 
 def read_value(text: str, where: str) -> Any:
     """The value of a `key=value` word. What is no YAML, or no value (30 February, a number of 5,000 digits), is the text."""
-    _require_short(text, where, "value")
     try:
-        node = _yaml().compose(io.StringIO(text))
-        _require_few(_values_in(node, {}, where) if node is not None else 0, where, "value")
+        _composed(text, _yaml(), where, "value")
         return _yaml().load(text)
-    except _TooMuchError as error:
-        raise error.told(where, "value") from error
     except (YAMLError, ValueError, RecursionError):
         return text
 
 
-def _require_short(text: str, name: str, kind: str) -> None:
-    if len(text) > LARGEST:
-        raise RecipeError(
-            what=f"the {kind} has {len(text):,} letters",
-            where=name,
-            why=f"the limit is {LARGEST:,}",
-            fix="shorten it; data belongs into files of its own",
-        )
-
-
-def _require_few(values: int, name: str, kind: str) -> None:
-    if values > MOST_VALUES:
-        raise RecipeError(
-            what=f"the {kind} has over {MOST_VALUES:,} values",
-            where=name,
-            why="aliases (*name) repeat lists",
-            fix="write the values without aliases",
-        )
+def _composed(text: str, yaml: YAML, name: str, kind: str) -> Node | None:
+    """The graph, within limits."""
+    try:
+        if len(text) > LARGEST:
+            shorter = "shorten it; data belongs into files of its own"
+            raise _TooMuchError(f"has {len(text):,} letters", shorter, why=f"the limit is {LARGEST:,}")
+        node: Node | None = yaml.compose(io.StringIO(text))
+        if node is not None and _values_in(node, {}, name) > MOST_VALUES:
+            raise _TooMuchError(TOO_MANY, "write the values without aliases", why="aliases (*name) repeat lists")
+    except _TooMuchError as error:
+        where = f"{name}:{error.line}" if error.line else name
+        raise RecipeError(f"the {kind} {error}", where=where, why=error.why, fix=error.fix) from error
+    return node
 
 
 class _TooMuchError(Exception):
-    """Found while reading: `deep`, or too many values."""
+    """What is beyond a limit, as it goes on after `the recipe`."""
 
-    def __init__(self, line: int, *, deep: bool) -> None:
-        self._line, self._deep = line, deep
+    def __init__(self, what: str, fix: str, *, why: str = "", line: int = 0) -> None:
+        super().__init__(what)
+        self.fix, self.why, self.line = fix, why, line
 
-    def told(self, name: str, kind: str) -> RecipeError:
-        if self._deep:
-            return RecipeError(
-                what=f"the {kind} is nested too deeply",
-                where=f"{name}:{self._line}",
-                why=f"the limit is {DEEPEST} levels",
-                fix="use a few levels only",
-            )
-        return RecipeError(
-            what=f"the {kind} has over {MOST_VALUES:,} values",
-            where=f"{name}:{self._line}",
-            fix="name folders instead of files",
-        )
+
+TOO_MANY = f"has over {MOST_VALUES:,} values"
+
+
+def _too_deep(line: int) -> _TooMuchError:
+    return _TooMuchError("is nested too deeply", "use a few levels only", why=f"the limit is {DEEPEST} levels", line=line)
 
 
 class _Shallow(Scanner):
@@ -128,7 +108,7 @@ class _Shallow(Scanner):
     def fetch_flow_collection_start(self, *given: Any, **named: Any) -> None:
         super().fetch_flow_collection_start(*given, **named)
         if self.flow_level > DEEPEST:
-            raise _TooMuchError(self.reader.line + 1, deep=True)
+            raise _too_deep(self.reader.line + 1)
 
 
 class _Bounded(Composer):
@@ -142,7 +122,9 @@ class _Bounded(Composer):
         self._nodes += 1
         self._levels += 1
         if self._nodes > MOST_VALUES or self._levels > DEEPEST:
-            raise _TooMuchError(self.parser.peek_event().start_mark.line + 1, deep=self._levels > DEEPEST)
+            line = self.parser.peek_event().start_mark.line + 1
+            many = _TooMuchError(TOO_MANY, "name folders instead of files", line=line)
+            raise _too_deep(line) if self._levels > DEEPEST else many
         node = super().compose_node(parent, index)
         self._levels -= 1
         return node

@@ -7,8 +7,7 @@ import time
 import pytest
 import torch
 
-from benchmarks.bench.meter import Meter, RunJudgedWrong, machine
-from benchmarks.bench.workloads import SYSTEMS
+from benchmarks.bench.meter import Meter, RunJudgedWrong
 from tables import table
 
 
@@ -50,33 +49,3 @@ def test_a_run_that_did_not_train_is_refused(losses: list[float], norms: list[fl
     trained(meter, change=change)
     with pytest.raises(RunJudgedWrong, match=why):
         meter.result(losses, norms)
-
-
-def test_a_step_of_random_pairs_may_lose_more_than_the_first() -> None:
-    """Its loss begins at ln 2 and moves with every update, for there is nothing to learn in it."""
-    meter = Meter(began=time.time(), warmup=1, steps=2)
-    trained(meter, pairs=8)
-    assert meter.result([0.69, 0.94], [0.5])["pairs_per_step"] == 8
-    with pytest.raises(RunJudgedWrong, match="loss rose"):
-        meter.result([0.69, 1.3], [0.5])
-
-
-def test_nothing_trainable_is_refused_before_the_first_step() -> None:
-    with pytest.raises(RunJudgedWrong, match="nothing is trainable"):
-        Meter(began=time.time(), warmup=1, steps=1).ready([torch.nn.Parameter(torch.ones(1), requires_grad=False)])
-
-
-def test_a_result_says_where_it_comes_from() -> None:
-    here = machine()
-    assert here["hardware"]
-    assert here["versions"]["torch"] == torch.__version__
-
-
-def test_memory_of_captured_steps_counts_from_the_first() -> None:
-    """In TRL, too: replayed graphs allocate nothing, so a peak counted from step 2 would leave their memory out."""
-    assert {name for name, system in SYSTEMS.items() if system.captures} == {
-        "pronghorn",
-        "dropin",
-        "dropin-true",
-        "dropin-unsloth",
-    }

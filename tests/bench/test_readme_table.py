@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from bench_rows import measured, several
 
-from benchmarks import ops, result_tables, table
+from benchmarks import table
 from benchmarks.bench.results import NAME, Results
 from benchmarks.bench.side_by_side import PICTURE
 
@@ -36,27 +35,6 @@ def test_how_much_faster_is_the_least_and_the_most(folder: Path) -> None:
     Results(folder / NAME).add(measured("llama-8b", "unsloth", 10.0))
     assert "dense models of 0.6B to 8B parameters: **1.50 to 2.00 times**" in table.faster(folder)
     assert "LoRA and QLoRA): **not measured**" in table.faster(folder)
-
-
-def test_a_script_in_trl_is_beside_unsloth_in_the_same_setting(folder: Path) -> None:
-    results = Results(folder / NAME)
-    for system, speed in (("dropin", 90.0), ("unsloth", 60.0), ("dropin-true", 50.0), ("unsloth-true", 25.0)):
-        results.add(measured("llama-1b-trl", system, speed))
-    results.add(measured("llama-1b-trl", "dropin-unsloth", 80.0))
-    off, on, own = table.trl(folder).splitlines()[2:5]
-    assert "| `False` | **90** | 60 | 1.50 |" in off
-    assert "| `True` | **50** | 25 | 2.00 |" in on
-    assert '| `"unsloth"` | **80** | not measured |  |' in own
-
-
-def test_the_newest_kernel_figures_count(tmp_path: Path) -> None:
-    op, case = result_tables.KERNELS[0]
-    line = {"op": op, "case": case, "impl": "ours", "ms": 0.5, "share_of_copy": 0.94}
-    older = {"date": "2026-11-15", "lines": [line, line | {"case": "another"}]}
-    content = ops.merged([older], {"date": "2026-11-16", "lines": [line | {"ms": 0.25}, line | {"impl": "liger", "ms": None}]})
-    assert [len(run["lines"]) for run in content["runs"]] == [1, 2]
-    (tmp_path / "ops.json").write_text(json.dumps(content))
-    assert f"| {op} {case} | 0.250 ms, 94% of a copy's rate |  |  |" in result_tables.kernels(tmp_path)
 
 
 @pytest.mark.parametrize("page", table.PAGES, ids=lambda page: page.name)

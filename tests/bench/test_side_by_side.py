@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -93,13 +88,12 @@ def test_a_crash_and_a_time_out_are_told_and_the_same_command_goes_on(tmp_path: 
     results_with(tmp_path, measured("tiny", "pronghorn", 100.0))
     broken = fake(tmp_path / "broken", "raise RuntimeError('no kernels for this card')")
     slow = fake(tmp_path / "slow", "import time; time.sleep(60)")
+    plan = Plan(out=tmp_path, workloads=["tiny"], systems=["pronghorn", "unsloth"], time_limit=60, paths={"unsloth": broken})
+    assert "[3/3] tiny          unsloth       failed: RuntimeError: no kernels for this card" in said(plan)[1]
     wanted = ["pronghorn", "unsloth", "unsloth-ckpt"]
-    plan = Plan(out=tmp_path, workloads=["tiny"], systems=wanted, time_limit=3, paths={"unsloth": broken, "unsloth-ckpt": slow})
-    began = time.monotonic()
+    plan = replace(plan, systems=wanted, time_limit=1, paths={"unsloth": broken, "unsloth-ckpt": slow})
     results, text = said(plan)
-    assert time.monotonic() - began < 30
-    assert "[3/4] tiny          unsloth       failed: RuntimeError: no kernels for this card" in text
-    assert "[4/4] tiny          unsloth-ckpt  timed out: not finished after 3 s" in text
+    assert "[4/4] tiny          unsloth-ckpt  timed out: not finished after 1 s" in text
     assert (results.get("tiny", "pronghorn") or {})["tokens_per_second"] == 100.0
     assert "no kernels" in (tmp_path / PICTURE).read_text()
     assert said(plan)[1] == ""  # told once; not tried again unless asked
@@ -107,23 +101,3 @@ def test_a_crash_and_a_time_out_are_told_and_the_same_command_goes_on(tmp_path: 
     results, _ = said(replace(plan, time_limit=60, again=["unsloth-ckpt"], paths={"unsloth": other}))
     assert (results.get("tiny", "unsloth-ckpt") or {})["why"] == "ValueError: now otherwise"
     assert (results.get("tiny", "unsloth") or {})["why"] == "RuntimeError: no kernels for this card"
-
-
-@pytest.mark.usefixtures("no_weights_needed")
-def test_a_run_that_is_ended_keeps_what_it_has_and_leaves_no_process(tmp_path: Path) -> None:
-    mark, out = tmp_path / "pid", tmp_path / "out"
-    slow = fake(
-        tmp_path / "slow",
-        f"import os, pathlib, time; pathlib.Path({str(mark)!r}).write_text(str(os.getpid()))\ntime.sleep(120)",
-    )
-    words = ["--workloads", "tiny", "--systems", "unsloth", "--path", f"unsloth={slow}", "--out", str(out)]
-    process = subprocess.Popen([sys.executable, "-m", "benchmarks.bench", *words], stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 40
-    while not (mark.exists() and mark.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=20)
-    assert process.returncode == 143
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(mark.read_text()), 0)
-    assert [(row["system"], row["status"]) for row in Results(out / NAME).rows] == [("ceiling", "measured")]

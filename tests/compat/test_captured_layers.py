@@ -21,6 +21,7 @@ from pronghorn.model.formats.store import store_linears_
 from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
+from tables import first_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SMALL: dict[str, Any] = {
@@ -35,6 +36,8 @@ SMALL: dict[str, Any] = {
 }
 CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config, "gemma2": Gemma2Config}
 Batch = dict[str, Tensor]
+# Without a GPU, tests/dropin/test_trainer_uses.py shows the same beside stock libraries.
+IN_DROPIN = pytest.mark.later
 
 
 def model_of(kind: str = "llama", *, captured: bool = True, four_bit: bool = False, full: bool = False) -> Any:
@@ -126,8 +129,13 @@ def steps(model: Any, count: int = 3, make: Callable[[int], Batch] = batch_of) -
     return losses
 
 
-@pytest.mark.parametrize("kind", list(CONFIGS))
-@pytest.mark.parametrize("make", [batch_of, packed_batch], ids=["padded", "packed"])
+PADDED_AND_PACKED = [
+    *zip(CONFIGS, [batch_of, packed_batch] * 2, strict=True),
+    *zip(CONFIGS, [packed_batch, batch_of] * 2, strict=True),
+]
+
+
+@pytest.mark.parametrize(("kind", "make"), first_of(PADDED_AND_PACKED, len(CONFIGS)))
 def test_steps_are_those_of_the_eager_layers(kind: str, make: Callable[[int], Batch]) -> None:
     both(lambda model: steps(model, make=make), kind=kind)
 
@@ -167,6 +175,7 @@ def test_a_smaller_batch_takes_a_graph_that_has_room_for_it() -> None:
     assert state.fitting(known._replace(tokens=known.tokens // 2), known.tokens // 2, 9) is None
 
 
+@IN_DROPIN
 def test_gradients_are_added_up_and_scaled_as_the_loop_does() -> None:
     def loop(model: Any) -> list[float]:
         losses = []
@@ -179,6 +188,7 @@ def test_gradients_are_added_up_and_scaled_as_the_loop_does() -> None:
     both(loop)
 
 
+@IN_DROPIN
 @pytest.mark.parametrize("options", [{}, {"full": True}], ids=["adapters", "everything trains"])
 def test_losses_that_somebody_keeps(options: dict[str, Any]) -> None:
     """They hold autograd's nodes of every parameter, which belong to the stream of the first forward."""
@@ -194,6 +204,7 @@ def test_losses_that_somebody_keeps(options: dict[str, Any]) -> None:
     both(loop, **options)
 
 
+@IN_DROPIN
 def test_a_second_forward_waits_for_nobody() -> None:
     def loop(model: Any) -> list[float]:
         losses = []
@@ -206,6 +217,7 @@ def test_a_second_forward_waits_for_nobody() -> None:
     both(loop)
 
 
+@IN_DROPIN
 def test_backwards_in_the_order_of_forwards() -> None:
     """The eager one between a captured forward and its backward writes to memory that both use."""
 
@@ -232,6 +244,7 @@ def test_a_forward_that_is_never_gone_back_through_holds_nothing_up() -> None:
     both(loop)
 
 
+@IN_DROPIN
 def test_two_backwards_through_one_forward() -> None:
     def loop(model: Any) -> list[float]:
         steps(model)
@@ -251,6 +264,7 @@ def test_two_backwards_through_one_forward() -> None:
         loss.backward()
 
 
+@IN_DROPIN
 def test_gradients_without_backward_belong_to_who_asked() -> None:
     def loop(model: Any) -> list[float]:
         wanted = [p for p in model.parameters() if p.requires_grad]
@@ -261,6 +275,7 @@ def test_gradients_without_backward_belong_to_who_asked() -> None:
     both(loop)
 
 
+@IN_DROPIN
 def test_logits_and_the_gradient_of_embeddings() -> None:
     def loop(model: Any) -> list[float]:
         found = []
@@ -275,6 +290,7 @@ def test_logits_and_the_gradient_of_embeddings() -> None:
     both(loop)
 
 
+@IN_DROPIN
 def test_evaluation_and_generation_in_between() -> None:
     def loop(model: Any) -> list[float]:
         losses = steps(model)

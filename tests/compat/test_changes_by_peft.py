@@ -14,7 +14,6 @@ from peft import (
     LNTuningConfig,
     LoraConfig,
     OFTConfig,
-    PeftModel,
     PrefixTuningConfig,
     PromptEncoderConfig,
     PromptTuningConfig,
@@ -27,7 +26,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from pronghorn.compat.hf_forward import install
-from pronghorn.model.causal_lm import base_of, engine_of
+from pronghorn.model.causal_lm import base_of
 from tables import table
 
 pytestmark = pytest.mark.usefixtures("_said")
@@ -221,36 +220,6 @@ def test_an_adapter_for_each_row(options: dict[str, Any], capsys: pytest.Capture
     assert capsys.readouterr().err.count("adapter_names: PEFT selects an adapter per row") == 1
 
 
-def summed(model: Any, between: str) -> dict[str, torch.Tensor]:
-    """Gradients of two losses of different adapters, with one backward."""
-    model.zero_grad()
-    first = model(input_ids=IDS, labels=IDS).loss
-    if between == "off":
-        with model.disable_adapter():
-            other = model(input_ids=IDS, labels=IDS).loss
-    else:
-        model.set_adapter("second")
-        other = model(input_ids=IDS, labels=IDS).loss
-        model.set_adapter("default")
-    (first + 2 * other).backward()
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-@pytest.mark.parametrize("between", ["off", "second"])
-def test_two_adapters_in_one_backward(between: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, fast = pair(lora(), act=second())
-    expected, found = summed(plain, between), summed(fast, between)
-    assert expected.keys() == found.keys()
-    for name, value in expected.items():
-        assert (found[name] - value).norm() <= 1e-4 * value.norm() + 1e-7, name
-    ran = runs(fast, monkeypatch)
-    for name in ("second", "default"):
-        for model in (plain, fast):
-            model.set_adapter(name)
-        assert_same_step(plain, fast)
-    assert len(ran) == 2, "one after the other, both are fast"
-
-
 def test_an_adapter_without_the_copies_of_the_first() -> None:
     """Norm and head of a second adapter are those of the model; those of the first are copies."""
     plain, fast = pair(lora(modules_to_save=["input_layernorm", "norm", "lm_head", "embed_tokens"]))
@@ -260,15 +229,3 @@ def test_an_adapter_without_the_copies_of_the_first() -> None:
     for model in (plain, fast):
         model.set_adapter("second")
     assert_same_step(plain, fast)
-
-
-def test_adapters_saved_from_a_fast_model_open_in_a_plain_one(tmp_path: Any) -> None:
-    plain, fast = pair(CASES["norms saved"])
-    step(fast)
-    fast.save_pretrained(tmp_path)
-    torch.manual_seed(0)
-    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS["llama"])), tmp_path)
-    with torch.no_grad():
-        losses = [model.eval()(input_ids=IDS, labels=IDS).loss for model in (plain, loaded)]
-    torch.testing.assert_close(losses[1], losses[0], rtol=2e-5, atol=0)
-    assert engine_of(loaded) is None

@@ -144,7 +144,7 @@ def test_loss_and_gradients_with_labels(family: str, kind: str, monkeypatch: pyt
     assert ran
 
 
-@pytest.mark.parametrize("family", first_of(FAMILIES, 4))
+@pytest.mark.parametrize("family", first_of(FAMILIES, 2))
 def test_greedy_generation_is_token_identical(family: str) -> None:
     plain, fast = pair(family)
     fast(**batch("full")).loss.backward()  # weights have become views of the layers' buffers
@@ -156,17 +156,6 @@ def test_greedy_generation_is_token_identical(family: str) -> None:
     expected = plain.generate(input_ids=ids, attention_mask=mask, use_cache=True, **options)
     assert torch.equal(fast.generate(input_ids=ids, attention_mask=mask, use_cache=True, **options), expected)
     assert torch.equal(fast.generate(input_ids=ids, attention_mask=mask, use_cache=False, **options), expected)
-
-
-@pytest.mark.parametrize("family", ["llama", "granite", "gemma3"])
-def test_embeddings_instead_of_ids(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, fast = pair(family)
-    ran = fast_layers_ran(fast, monkeypatch)
-    inputs = batch("right")
-    embeddings = torch.randn(3, 14, 32)
-    call = {"inputs_embeds": embeddings, "attention_mask": inputs["attention_mask"], "labels": inputs["labels"]}
-    assert torch.allclose(fast(**call).loss, plain(**call).loss, rtol=1e-5)
-    assert ran
 
 
 def test_the_backbone_alone_as_trl_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,27 +173,6 @@ def test_the_backbone_alone_as_trl_calls_it(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch.allclose(states[0][mask.bool()], states[1][mask.bool()], atol=1e-5)
     assert (states[1][~mask.bool()] == 0).all()
     assert_same_gradients(plain, fast)
-
-
-def test_evaluation_with_labels_and_every_way_to_read_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, fast = pair("gemma2")
-    ran = fast_layers_ran(fast, monkeypatch)
-    inputs = batch("full")
-    with torch.no_grad():
-        expected, found = plain.eval()(**inputs), fast.eval()(**inputs)
-        assert ran
-        for logits in (
-            found.logits,
-            found["logits"],
-            found[1],
-            found.to_tuple()[1],
-            dict(found.items())["logits"],
-            list(found.values())[1],
-            found.get("logits"),
-        ):
-            assert torch.allclose(logits, expected.logits, atol=1e-4)
-        assert torch.allclose(found["loss"], expected["loss"], rtol=1e-5)
-        assert list(found.keys())[:2] == ["loss", "logits"]
 
 
 def test_going_through_the_items_in_training_leaves_the_logits_uncomputed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,45 +264,6 @@ def test_recomputing_keeps_only_the_layers_input() -> None:
     fast.gradient_checkpointing_enable()
     node = fast(**batch("full"), num_items_in_batch=1).loss.grad_fn
     assert [(list(value), tuple(value["h"].shape)) for value in kept(node)] == [(["h"], (42, 32))] * 2
-
-
-def test_modules_to_save_added_after_the_layers_were_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norms, embeddings and head that PEFT trains as copies: the copies must be what the fast layers read."""
-    from peft import LoraConfig, get_peft_model
-
-    models = []
-    for quick in (False, True):
-        model = make(adapter=False)
-        if quick:
-            assert install(model) == ""
-        torch.manual_seed(3)
-        config = LoraConfig(
-            task_type="CAUSAL_LM",
-            r=4,
-            target_modules=["q_proj"],
-            modules_to_save=["input_layernorm", "norm", "lm_head", "embed_tokens"],
-        )
-        models.append(get_peft_model(model, config).train())
-    plain, fast = models
-    for model in models:
-        for name, parameter in model.named_parameters():
-            if "modules_to_save" in name:
-                parameter.data.mul_(1.1)
-    ran = fast_layers_ran(fast, monkeypatch)
-    inputs = batch("full")
-    assert torch.allclose(fast(**inputs).loss, plain(**inputs).loss, rtol=1e-5)
-    for model in models:
-        model(**inputs).loss.backward()
-    assert ran
-    assert_same_gradients(plain, fast)
-
-
-def test_an_adapter_on_the_head_runs_it_through_peft() -> None:
-    plain, fast = pair(targets=("q_proj", "lm_head"))
-    inputs = batch("full")
-    for model in (plain, fast):
-        model(**inputs).loss.backward()
-    assert_same_gradients(plain, fast)
 
 
 def test_a_forward_replaced_by_others_is_left_alone() -> None:

@@ -9,11 +9,9 @@ import torch
 
 from pronghorn.compat.hf_forward import install
 from pronghorn.compat.outer_loop import OuterLoop, loop_of
-from pronghorn.model.causal_lm import base_of, engine_of
+from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.causal_lm import install as install_engine
-from pronghorn.model.lora import add_adapter
 from pronghorn.model.verify import verify
-from pronghorn.recipe import Lora
 from samples import make_model
 
 IDS = torch.randint(3, 259, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -47,13 +45,3 @@ def test_verify_compares_with_the_own_layers_of_a_model_whose_calls_are_answered
     with torch.no_grad():
         model(input_ids=IDS, labels=IDS)
     assert calls, "and they are answered again"
-
-
-def test_a_state_dict_gives_back_graphs_that_read_joined_weights() -> None:
-    model = add_adapter(make_model(), Lora(r=4), seed=0)
-    assert install(model) == ""
-    model(input_ids=IDS, labels=IDS)
-    loop = loop_of(model)
-    loop.captured._state = object()  # type: ignore[assignment]
-    base_of(model).state_dict()
-    assert loop.captured._state is None

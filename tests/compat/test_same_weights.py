@@ -9,8 +9,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from pronghorn.compat.hf_forward import install
-from pronghorn.compat.same_weights import SameWeights
-from pronghorn.model.causal_lm import base_of, engine_of
+from pronghorn.model.causal_lm import base_of
 from samples import make_model
 
 IDS = torch.randint(3, 259, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -50,20 +49,6 @@ def test_another_forward_with_other_values_in_between() -> None:
         parameter.data.copy_(value)
     waiting.backward()
     assert all(torch.equal(found, value) for found, value in zip(gradients(model), expected, strict=True))
-
-
-def test_within_a_backward_the_same_weights_train_as_at_the_forward() -> None:
-    model = fast_model()
-    adapters = [p for p in model.parameters() if p.requires_grad]
-    same = SameWeights(engine_of(model), torch.float32).remember(adapters, lambda: adapters, "decoder layer 0")
-    adapters[0].requires_grad_(False)
-    with same() as others:
-        assert all(p.requires_grad for p in adapters)
-        assert not others
-    assert [p.requires_grad for p in adapters] == [False] + [True] * (len(adapters) - 1)
-    loss_of(model)
-    with same() as others:
-        assert others, "another forward was there"
 
 
 @pytest.mark.parametrize(

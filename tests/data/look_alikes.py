@@ -52,33 +52,10 @@ THINKS = replace(
 )
 ROLES = Facts(("<|a|>",), "<|x|>", ("<|u|>", "<|a|>", "<|y|>", "<|o|>"))
 SPECIALS = (
-    "<|h|>",
-    "<|x|>",
-    "<|u|>",
-    "<|a|>",
-    "<|y|>",
-    "<|o|>",
-    "<|eos|>",
-    "<|bos|>",
-    "<|ret|>",
-    "<|done|>",
-    "<|m|>",
-    "<|c|>",
-    "<|i|>",
-    "<|/i|>",
-    "<|/c|>",
-    "<|/o|>",
-    "<|open|>",
-    "<|close|>",
-    "<|sep|>",
-    "<|msg|>",
-    "<|text|>",
-    "<|/text|>",
-    "<|think|>",
-    "<|/think|>",
-    "<|bot|>",
-)
-KEPT_WHY = "{% if why %}<think>{{ why }}</think>{% endif %}"
+    "<|h|>", "<|x|>", "<|u|>", "<|a|>", "<|y|>", "<|o|>", "<|eos|>", "<|bos|>", "<|ret|>", "<|done|>", "<|m|>", "<|c|>",
+    "<|i|>", "<|/i|>", "<|/c|>", "<|/o|>", "<|open|>", "<|close|>", "<|sep|>", "<|msg|>", "<|text|>", "<|/text|>",
+    "<|think|>", "<|/think|>", "<|bot|>",
+)  # fmt: skip
 
 BY_ROLE = {"system": "<|y|>{{ m.content }}", "tool": "<|o|>{{ m.content }}", "before": TOOLS}
 

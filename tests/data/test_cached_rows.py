@@ -15,7 +15,7 @@ import pytest
 from pronghorn.data.encode import cached_rows, encoding_pool
 from pronghorn.data.encode.cached_rows import Rows, tokenized_rows
 from pronghorn.data.encode.encode import Encoder
-from pronghorn.data.encode.partial_table import PartialTable
+from pronghorn.data.encode.token_cache import PartialTable
 from pronghorn.data.encode.tokens import load_tokenizer
 from pronghorn.data.read import reading
 from pronghorn.recipe import Data
@@ -57,7 +57,7 @@ def rows_of(data: Data, tokenizer: Any, cache: Path, monkeypatch: pytest.MonkeyP
 
 
 def files(cache: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in sorted((cache / "tokens").iterdir()) if file.is_file()}
+    return {file.name: file.read_bytes() for file in sorted((cache / "tokens").rglob("*")) if file.is_file()}
 
 
 def test_interrupted_at_any_chunk_the_cache_has_the_same_bytes(
@@ -65,7 +65,7 @@ def test_interrupted_at_any_chunk_the_cache_has_the_same_bytes(
 ) -> None:
     truth = rows_of(data, tokenizer, tmp_path / "whole", monkeypatch)
     assert (truth.read, truth.bad, truth.empty, truth.remarks) == (61, 11, 1, ())
-    assert len(files(tmp_path / "whole")) == 3  # the table, its note, the bad rows
+    assert len(files(tmp_path / "whole")) == 3  # the table, its journal, the bad rows
     add, encode_many = PartialTable.add, Encoder.encode_many
     for upto in range(CHUNKS):
         cache, done, encoded = tmp_path / f"at {upto}", list[int](), list[int]()
@@ -92,7 +92,7 @@ def test_interrupted_at_any_chunk_the_cache_has_the_same_bytes(
         assert (rows.read, rows.bad, rows.sources) == (truth.read, truth.bad, truth.sources)
         assert len(encoded) <= CHUNKS - upto  # what was there is not tokenized again
         assert bool(rows.remarks) == (upto > 0)
-        assert [path.name for path in (cache / "tokens").iterdir() if path.is_dir()] == []
+        assert [path.name for path in (cache / "tokens").iterdir() if path.name.startswith(".")] == []
 
 
 def test_killed_with_its_workers_at_work(data: Data, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +137,7 @@ def test_no_more_rows_are_held_than_are_under_way(
             yield row
 
     def writing(self: PartialTable, batch: Any, bad: Any, note: Any) -> None:
-        at["written"] += note["read"]
+        at["written"] += note.read
         add(self, batch, bad, note)
 
     monkeypatch.setattr(cached_rows.sources, "read", reading)

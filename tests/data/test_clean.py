@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 from pronghorn.data.read.clean import copies_of, identity, junk
 from pronghorn.data.read.formats import Example
 from tables import table
@@ -37,22 +35,6 @@ def test_exact_duplicates_point_at_the_first() -> None:
         Example("chat", "x", messages=chat("a", "b").messages, tools=({"name": "f"},)),
     ]
     assert exact_duplicates(examples) == {2: 0, 4: 1, 6: 0}
-
-
-def test_of_many_copies_the_first_one_counts() -> None:
-    rng = random.Random(3)
-    numbers = [rng.randrange(20) for _ in range(200)]
-    first: dict[int, int] = {}
-    truth = {i: first[n] for i, n in enumerate(numbers) if first.setdefault(n, i) != i}
-    found = exact_duplicates([text(f"{n}") for n in numbers])
-    assert found == truth
-    assert list(found) == sorted(found)
-    assert exact_duplicates([]) == exact_duplicates([text("a")]) == {}
-
-
-def test_key_order_and_place_make_no_difference() -> None:
-    turned = tuple(dict(reversed(message.items())) for message in chat("a", "b").messages)
-    assert exact_duplicates([chat("a", "b"), Example("chat", "elsewhere", messages=turned)]) == {1: 0}
 
 
 @table(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import random
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 
 from pronghorn.data.encode.cached_rows import tokenized_rows
 from pronghorn.data.encode.tokens import TokenizerFiles
-from pronghorn.data.prepare import findings
+from pronghorn.data.prepare import findings, prepare
 from pronghorn.data.read import copies
 from pronghorn.recipe import Data
 from samples import make_tokenizer, write_rows
@@ -87,13 +86,6 @@ def test_a_chain_loses_only_its_middle(tmp_path: Path) -> None:
     assert near_copies(tmp_path, [first, second, third]) == {1: 0}
 
 
-def test_of_many_the_first_stays(tmp_path: Path) -> None:
-    rng = random.Random(5)
-    words, others = sentence(rng), [" ".join(sentence(rng)) for _ in range(400)]
-    alike = [" ".join(changed(words, rng.randrange(60))) for _ in range(100)]
-    assert near_copies(tmp_path, [*others, " ".join(words), *alike]) == {401 + i: 400 for i in range(100)}
-
-
 def test_what_all_rows_share_does_not_make_them_alike(tmp_path: Path) -> None:
     told = "You turn a request into one JSON command and say nothing else. " * 5
     rows = [chat(f"{word} please", f'{{"do": "{word}"}}', system=told) for word in ("towels", "taxi", "wake me")]
@@ -152,12 +144,9 @@ data = Data(train={str(path)!r}, duplicates="drop-near")
 rows = prepare(data.train, data, TokenizerFiles({str(tmp_path / "model")!r})).tokens
 print([rows.row(i) for i in range(len(rows))])
 """
-    found = set()
-    for seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONHASHSEED": seed}
-        done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
-        found.add(done.stdout)
-        (kept,) = tokens.parent.glob("*.copies-*")
-        kept.unlink()
-    assert len(found) == 1
-    assert 1 < len(ast.literal_eval(found.pop())) < 55
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    (kept,) = tokens.parent.glob("*.copies-*")
+    kept.unlink()
+    here = prepare(data.train, data.model_copy(update={"duplicates": "drop-near"}), TOKENIZER).tokens
+    assert ast.literal_eval(done.stdout) == [here.row(i) for i in range(len(here))]
+    assert 1 < len(here) < 55

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from pronghorn.data.encode.encode import Encoder, _runs
+from pronghorn.data.preference.preference_rows import Group
 from pronghorn.data.read.formats import Example
 from pronghorn.data.template.rendering import RowError
 from pronghorn.errors import DataError
@@ -173,8 +174,8 @@ def test_what_a_template_leaves_out_is_refused_or_counted() -> None:
             Encoder(tokenizer, loss_on).encode(row)
         assert "data.lost: allow" in caught.value.fix
     assert Encoder(tokenizer, lost="allow").encode(row).lost == "its reasoning"
-    _, bad, told = Encoder(tokenizer, lost="allow").encode_many([row, chat(*TALK)])
-    assert (bad, told) == ([], {"lost": 1, "controls": 0})
+    _, bad, told = Encoder(tokenizer, lost="allow").encode_many([Group("", (one,)) for one in (row, chat(*TALK))])
+    assert (bad, told) == ([], {"empty": 0, "identical": 0, "lost": 1, "controls": 0})
     # Not trained on, it is only context, and the template knows what of it the model sees.
     read = chat({"role": "user", "content": "2+2?"}, answer | {"train": False}, *TALK[:2])
     assert not Encoder(tokenizer).encode(read).lost

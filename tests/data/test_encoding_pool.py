@@ -16,13 +16,15 @@ import pytest
 from pronghorn.data.encode import encoding_pool
 from pronghorn.data.encode.encode import Encoder
 from pronghorn.data.encode.encoding_pool import EncodingPool
+from pronghorn.data.preference.preference_rows import Group
 from pronghorn.data.read.formats import Example
+from pronghorn.data.read.reading import Chunk
 from pronghorn.errors import EnvironmentFault
 from samples import CHATML, make_tokenizer
 
 
-def chat(number: int, *messages: dict[str, Any]) -> Example:
-    return Example("chat", f"row {number}", messages=messages)
+def chat(number: int, *messages: dict[str, Any]) -> Group:
+    return Group(f"row {number}", (Example("chat", f"row {number}", messages=messages),))
 
 
 ROWS = [chat(n, {"role": "user", "content": f"{n} or no?"}, {"role": "assistant", "content": f"yes {n}"}) for n in range(200)]
@@ -31,14 +33,18 @@ CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}  # which 
 ROWS[17] = chat(17, {"role": "user", "content": "?"}, CALLING)
 
 
+def chunk(*rows: Group) -> Chunk:
+    return Chunk(0, "messages", len(rows), [], groups=list(rows))
+
+
 def encoded(pool: EncodingPool) -> tuple[list[list[int]], int]:
     done = []
     with pool:
         for at in range(0, len(ROWS), 8):
-            done += list(pool.give(ROWS[at : at + 8]))
+            done += list(pool.give(chunk(*ROWS[at : at + 8])))
         done += list(pool.rest())
-    ids = [row.values.to_numpy().tolist() for batch, _, _ in done for row in batch.column("ids")]
-    return ids, sum(len(bad) for _, bad, _ in done)
+    ids = [row.values.to_numpy().tolist() for _, (batch, _, _) in done for row in batch.column("ids")]
+    return ids, sum(len(bad) for _, (_, bad, _) in done)
 
 
 def test_all_cores_give_what_one_gives(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,12 +80,12 @@ def test_stopped_workers_end_in_a_sentence_and_are_ended(monkeypatch: pytest.Mon
 
     def stop_and_go_on() -> None:
         with pool:
-            list(pool.give(ROWS[:8]))
+            list(pool.give(chunk(*ROWS[:8])))
             list(pool.rest())
             workers.extend(worker.pid or 0 for worker in pool._workers)
             for pid in workers:
                 os.kill(pid, signal.SIGSTOP)
-            list(pool.give(ROWS[8:16]))
+            list(pool.give(chunk(*ROWS[8:16])))
             list(pool.rest())
 
     with pytest.raises(EnvironmentFault, match="tokenizing hangs: process") as caught:
@@ -104,23 +110,7 @@ def test_a_slow_worker_is_not_a_stopped_one(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(EncodingPool, "_cpu_ticks", lambda self: [next(looks)])  # at every look it has worked
     pool = EncodingPool(Encoder(make_tokenizer(CHATML)), cores=2)
     with pool:
-        assert sum(batch.num_rows for batch, _, _ in [*pool.give(ROWS[:8]), *pool.rest()]) == 8
-
-
-def test_an_interrupt_does_not_wait_for_a_stopped_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding_pool, "ROWS_WORTH_A_POOL", 0)
-    pool = EncodingPool(Encoder(make_tokenizer(CHATML)), cores=2)
-
-    def stop_and_interrupt() -> None:
-        with pool:
-            list(pool.give(ROWS[:8]))
-            for worker in pool._workers:
-                os.kill(worker.pid or 0, signal.SIGSTOP)
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        stop_and_interrupt()
-    assert not any(alive(worker.pid or 0) for worker in pool._workers)
+        assert sum(batch.num_rows for _, (batch, _, _) in [*pool.give(chunk(*ROWS[:8])), *pool.rest()]) == 8
 
 
 @pytest.mark.usefixtures("imported_python")
@@ -130,10 +120,12 @@ def test_workers_leave_with_a_killed_parent() -> None:
         from samples import make_tokenizer
         from pronghorn.data.encode import encode
         from pronghorn.data.encode import encoding_pool
+        from pronghorn.data.preference.preference_rows import Group
         from pronghorn.data.read.formats import Example
+        from pronghorn.data.read.reading import Chunk
         encoding_pool.ROWS_WORTH_A_POOL = 0
         pool = encoding_pool.EncodingPool(encode.Encoder(make_tokenizer()), cores=2)
-        list(pool.give([Example("text", "", text="a")])); list(pool.rest())
+        list(pool.give(Chunk(0, "text", 1, [], groups=[Group("", (Example("text", "", text="a"),))]))); list(pool.rest())
         print(*pool._executor._processes, flush=True)
         time.sleep(60)
     """)
@@ -159,7 +151,9 @@ def test_an_interrupt_while_workers_are_made_is_not_lost() -> None:
         from samples import make_tokenizer
         from pronghorn.data.encode import encode
         from pronghorn.data.encode import encoding_pool
+        from pronghorn.data.preference.preference_rows import Group
         from pronghorn.data.read.formats import Example
+        from pronghorn.data.read.reading import Chunk
         encoding_pool.ROWS_WORTH_A_POOL = 0
         signal.signal(signal.SIGINT, signal.default_int_handler)
         interrupts = iter([True])
@@ -171,7 +165,7 @@ def test_an_interrupt_while_workers_are_made_is_not_lost() -> None:
         os.register_at_fork(after_in_parent=after_a_fork)
         pool = encoding_pool.EncodingPool(encode.Encoder(make_tokenizer()), cores=2)
         try:
-            list(pool.give([Example("text", "", text="a")]))
+            list(pool.give(Chunk(0, "text", 1, [], groups=[Group("", (Example("text", "", text="a"),))])))
         except KeyboardInterrupt:
             print("interrupted", flush=True)
         one = next(iter(pool._executor._processes.values()))

@@ -29,21 +29,9 @@ MOODY = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 WORDS = (
-    "a",
-    "dog",
-    "</think>",
-    "<think>",
-    "ok.",
-    "x\ny",
-    "\u00e9",
-    "{{ 7 }}",
-    "<|im_end|>",
-    "\n\n",
-    "[INST]",
-    "assistant",
-    "<|im_start|>assistant\n",
-    "\U000f0000",
-)
+    "a", "dog", "</think>", "<think>", "ok.", "x\ny", "\u00e9", "{{ 7 }}", "<|im_end|>", "\n\n", "[INST]", "assistant",
+    "<|im_start|>assistant\n", "\U000f0000",
+)  # fmt: skip
 TEMPLATES = {"chatml": CHATML, "no end": NO_END, "moody": MOODY}
 
 

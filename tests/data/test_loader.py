@@ -30,18 +30,6 @@ def test_any_number_of_workers_and_any_restart_give_the_same_steps(workers: int,
         assert flat(resumed) == flat(whole[done:])
 
 
-def test_an_epoch_sees_every_document_once_and_the_next_in_another_order() -> None:
-    table = random_table(100)
-    steps = list(islice(BatchLoader(table, StepPacking(256), packs_per_step=3, seed=5, workers=2), 30))
-    epochs: dict[int, list[int]] = {}
-    epoch = 0
-    for step in steps:
-        epochs.setdefault(epoch, []).extend(row for batch in step.batches for row in batch.documents)
-        epoch = step.after["epoch"]
-    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(100))
-    assert epochs[0] != epochs[1]
-
-
 @pytest.mark.parametrize("capacity", [64, 256, 4096])
 def test_a_step_of_so_many_rows_has_them_in_as_many_packs_as_they_need(capacity: int) -> None:
     table = random_table(100)
@@ -77,3 +65,15 @@ def test_an_error_in_a_worker_reaches_the_loop() -> None:
     table.rows[3] = table.rows[3][:-1]  # shorter than the table says
     with pytest.raises(ValueError, match="broadcast"):
         list(islice(BatchLoader(table, StepPacking(2048), seed=5, workers=2), 1))
+
+
+def test_an_epoch_sees_every_document_once_and_the_next_in_another_order() -> None:
+    table = random_table(100)
+    steps = list(islice(BatchLoader(table, StepPacking(256), packs_per_step=3, seed=5, workers=2), 30))
+    epochs: dict[int, list[int]] = {}
+    epoch = 0
+    for step in steps:
+        epochs.setdefault(epoch, []).extend(row for batch in step.batches for row in batch.documents)
+        epoch = step.after["epoch"]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(100))
+    assert epochs[0] != epochs[1]

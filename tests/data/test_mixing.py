@@ -14,7 +14,6 @@ from pronghorn.data.prepare import Prepared, prepare
 from pronghorn.data.read.mixing import repeated
 from pronghorn.data.read.reading import SourceCount
 from pronghorn.data.read.splitting import apart
-from pronghorn.errors import DataError
 from pronghorn.recipe import Data
 from samples import make_tokenizer, write_rows
 
@@ -86,26 +85,3 @@ def test_rows_of_a_source_and_of_each_file(model: Path, tmp_path: Path) -> None:
     assert some == ["a0", "a1", "a2"] + [f"b{n}" for n in range(10)]
     assert asked(prepared(model, "both", max_rows=2)) == ["a0", "a1", "b0", "b1"]
     assert asked(prepared(model, {"path": "both", "max_rows": 3}, max_rows=2)) == ["a0", "a1", "a2"]
-
-
-def test_a_source_has_names_of_its_own(model: Path, tmp_path: Path) -> None:
-    write_rows(tmp_path / "odd.jsonl", [{"q": "odd", "a": "ho"}])
-    odd = {"path": "odd.jsonl", "columns": {"instruction": "q", "output": "a"}, "format": "alpaca"}
-    found = prepared(model, "a.jsonl", odd)
-    assert asked(found)[-1] == "odd"
-    assert found.counts.format == "messages, alpaca"
-    with pytest.raises(DataError, match="no column `q`"):
-        prepared(model, {"path": "a.jsonl", "columns": {"instruction": "q"}})
-    write_rows(tmp_path / "who.jsonl", [{"messages": [{"who": "Q", "says": "odd"}, {"who": "A", "says": "ho"}]}])
-    keys = {"message_fields": {"role": "who", "content": "says"}, "roles": {"user": "Q", "assistant": "A"}}
-    assert asked(prepared(model, {"path": "who.jsonl", **keys}, "a.jsonl"))[:2] == ["odd", "a0"]
-
-
-def test_columns_that_are_not_used_are_named(model: Path, tmp_path: Path) -> None:
-    row = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}
-    for name in ("x.jsonl", "y.jsonl"):
-        write_rows(tmp_path / name, [row | {"id": 1, "score": 0.5, "nothing": None}, row | {"late": "x"}])
-    for _ in range(2):  # made, and from the cache
-        found = prepared(model, "a.jsonl", "x.jsonl", "y.jsonl")
-        assert found.remarks == ("unused columns: id, late, score (x.jsonl, y.jsonl)",)
-        assert found.counts.sources[1].unused == ("id", "late", "score")

@@ -115,13 +115,6 @@ def test_sharing_changes_no_document_and_no_group_splits(answers: int) -> None:
         assert learned == [(int(i), int(apart.rows[row][i + 1])) for i in marked]
 
 
-def test_evaluation_sees_every_pair_once_and_in_order() -> None:
-    table = preference_table(30, shared=True)
-    batches = list(evaluation_batches(table, 256))
-    assert sorted(row for batch in batches for row in batch.documents) == list(range(60))
-    assert sum(batch.loss_tokens for batch in batches) == table.loss_counts.sum()
-
-
 def test_ranks_know_the_tokens_of_each_other() -> None:
     table = preference_table(40, shared=True)
     ranks = [BatchLoader(table, StepPacking(256, deal=(rank, 2)), packs_per_step=2, seed=5, workers=0) for rank in (0, 1)]

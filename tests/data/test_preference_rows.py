@@ -53,43 +53,15 @@ def read(found: Prepared) -> list[tuple[str, list[str]]]:
 @table(
     ("row", "prompt", "answers"),
     [
-        ({"prompt": [Q], "chosen": [A], "rejected": [B]}, ASKED, PAIR),
-        ({"prompt": [Q], "chosen": "good", "rejected": "bad"}, ASKED, PAIR),
         ({"prompt": "q", "chosen": [A], "rejected": [B]}, ASKED, PAIR),
         ({"prompt": "q", "chosen": A, "rejected": B}, ASKED, PAIR),
-        ({"prompt": "q", "chosen": "good", "rejected": "bad"}, "q", PAIR),
-        ({"prompt": "q", "chosen": "good", "rejected": "bad", "system": "s"}, SYSTEM + ASKED, PAIR),
-        ({"chosen": [Q, A], "rejected": [Q, B]}, ASKED, PAIR),
-        ({"prompt": "q", "messages": [Q, A], "chosen": [Q, A], "rejected": [Q, B]}, ASKED, PAIR),
         ({"chosen": json.dumps([Q, A]), "rejected": json.dumps([Q, B])}, ASKED, PAIR),  # as in CSV
         ({"chosen": [S, Q, A], "rejected": [S, Q, B]}, SYSTEM + ASKED, PAIR),
-        ({"conversations": [HUMAN], "chosen": GPT[0], "rejected": GPT[1]}, ASKED, PAIR),
-        ({"messages": [Q], "chosen": A, "rejected": B}, ASKED, PAIR),
-        ({"instruction": "q", "input": "", "output": "", "chosen": "good", "rejected": "bad"}, ASKED, PAIR),
         ({"instruction": "a", "input": "b", "chosen": "good", "rejected": "bad"}, ASKED.replace("q", "a\n\nb", 1), PAIR),
-        ({"prompt": "q", "chosen_response": [A], "rejected_response": [B]}, ASKED, PAIR),
         # a question is never left out
-        ({"question": "q", "chosen": "good", "rejected": "bad"}, ASKED, PAIR),
-        ({"system": "s", "question": "q", "chosen": "good", "rejected": "bad"}, SYSTEM + ASKED, PAIR),
-        (
-            {"system": "s", "input": "q", "chosen": "the good", "rejected": "the bad"},
-            SYSTEM + ASKED,
-            [f"the {one}" for one in PAIR],
-        ),
         ({"query": "q", "question": "q", "chosen": A, "rejected": [B]}, ASKED, PAIR),
-        (
-            {"input": {"messages": [S, Q], "tools": []}, "preferred_output": [A], "non_preferred_output": [B]},
-            SYSTEM + ASKED,
-            PAIR,
-        ),
         ({"messages": [S, Q, A], "rejected_response": "bad"}, SYSTEM + ASKED, PAIR),
         ({"prompt": [Q], "chosen": [A], "rejected": ["bad", "worse"]}, ASKED, [*PAIR, "worse<|im_end|>"]),
-        ({"prompt": [Q], "chosen": [A], "rejected": [[B], [{**B, "content": "worse"}]]}, ASKED, [*PAIR, "worse<|im_end|>"]),
-        (
-            {"chosen": "\n\nHuman: q\n\nAssistant: I am", "rejected": "\n\nHuman: q\n\nAssistant: I was"},
-            "\n\nHuman: q\n\nAssistant:",
-            [" I am<|im_end|>", " I was<|im_end|>"],
-        ),
         ({"chosen": "a b cat", "rejected": "a b car"}, "a b", [" cat<|im_end|>", " car<|im_end|>"]),
         ({"chosen": [Q, A, Q, A], "rejected": [Q, A, Q, B]}, f"{ASKED}good<|im_end|>\n{ASKED}", PAIR),
         # an answer of several turns: the assistant's carry loss, from the first that differs
@@ -98,7 +70,8 @@ def read(found: Prepared) -> list[tuple[str, list[str]]]:
         ({"chosen": [Q, A], "rejected": [Q, A, Q, B]}, ASKED, [PAIR[0], "".join(PAIR)]),
     ],
 )
-def test_every_layout_of_pairs(tmp_path: Path, row: dict[str, Any], prompt: str, answers: list[str]) -> None:
+def test_layouts_of_pairs(tmp_path: Path, row: dict[str, Any], prompt: str, answers: list[str]) -> None:
+    """Those of public data sets are in benchmarks/preference_cases.py."""
     found = prepared(write_rows(tmp_path / "a.jsonl", [row] * 2), duplicates="keep")
     assert read(found) == [(prompt, answers)] * 2
     assert found.tokens.pairs is not None
@@ -109,16 +82,13 @@ def test_every_layout_of_pairs(tmp_path: Path, row: dict[str, Any], prompt: str,
 @table(
     ("row", "prompt", "answer"),
     [
-        ({"prompt": "q", "completion": "good", "label": True}, "q", PAIR[0]),
-        ({"prompt": [Q], "completion": [A], "label": 1}, ASKED, PAIR[0]),
         ({"messages": [Q, A], "label": "true"}, ASKED, PAIR[0]),
         ({"messages": [Q, A], "label": 1.0}, ASKED, PAIR[0]),
         ({"conversations": [HUMAN, GPT[0]], "kto_tag": True}, ASKED, PAIR[0]),
         ({"messages": [Q, B, Q, A], "label": True}, f"{ASKED}bad<|im_end|>\n{ASKED}", PAIR[0]),  # the last answer is marked
-        ({"instruction": "q", "output": "good", "label": True}, ASKED, PAIR[0]),
     ],
 )
-def test_every_layout_of_marked_answers(tmp_path: Path, row: dict[str, Any], prompt: str, answer: str) -> None:
+def test_layouts_of_marked_answers(tmp_path: Path, row: dict[str, Any], prompt: str, answer: str) -> None:
     (mark,) = {"label", "kto_tag"} & set(row)
     found = prepared(write_rows(tmp_path / "a.jsonl", [row, row | {mark: False}]), "marked")
     assert read(found) == [(prompt, [answer])] * 2
@@ -166,81 +136,23 @@ def test_answers_that_teach_nothing_are_left_out_and_told(tmp_path: Path) -> Non
     assert again.remarks == found.remarks
 
 
-def test_margins_and_columns_that_nobody_reads(tmp_path: Path) -> None:
-    row = {"prompt": "q", "chosen": "good", "rejected": "bad", "margin": "0.5", "score_chosen": 3}
-    found = prepared(write_rows(tmp_path / "a.jsonl", [row]))
-    assert found.tokens.pairs is not None
-    assert found.tokens.pairs.margins.tolist() == [0.5, 0.5]
-    assert any("unused columns: score_chosen" in remark for remark in found.remarks)
-
-
-def test_names_of_columns_come_from_the_recipe(tmp_path: Path) -> None:
-    row = {"question": "q", "better": "good", "worse": "bad"}
-    fields = {"prompt": "question", "chosen": "better", "rejected": "worse"}
-    assert read(prepared(write_rows(tmp_path / "a.jsonl", [row]), fields=fields)) == [("q", PAIR)]
-
-
 @table(
     ("row", "wanted", "what", "fix"),
     [
-        ({"messages": [Q, A]}, "pairs", "no preference data; found `messages`", "objective: supervised"),
         ({"prompt": "q", "completion": "a", "label": True}, "pairs", "single answers marked by `label`", "objective: kto"),
-        ({"prompt": "q", "completion": "a"}, "marked", "no column marks answers", "data.fields: {label: COLUMN}"),
         ({"chosen": [Q, A], "rejected": [S, B]}, "pairs", "have no message in common", "a column `prompt`"),
-        ({"prompt": "q", "chosen": "a", "rejected": "b", "margin": "much"}, "pairs", "`margin` is 'much'", "write a number"),
         ({"messages": [Q, A], "chosen": "a", "rejected": "b"}, "pairs", "ends with an assistant turn", "end it before"),
         ({"prompt": 3, "chosen": "a", "rejected": "b"}, "pairs", "`prompt` is not text, but a number", "quotes"),
         ({"prompt": [Q], "chosen": [Q], "rejected": [B]}, "pairs", "no assistant turn in `chosen`", "add an answer"),
         ({"text": "t", "label": True}, "marked", "plain text has no answer", "prompt and completion"),
-        (
-            {"topic_text": "q", "chosen": "so a", "rejected": "so b"},
-            "pairs",
-            "`topic_text` is a text that nothing",
-            "{prompt: topic_",
-        ),
-        ({"prompt": "q", "context": "c", "chosen": "a", "rejected": "b"}, "pairs", "`context` is a text", "input: context}"),
         ({"prompt": "q", "context": "c", "completion": "a", "label": True}, "marked", "`context` is a text", "input: context"),
-        (
-            {"question": "q", "query": "p", "chosen": "a", "rejected": "b"},
-            "pairs",
-            "`question` and `query` differ",
-            "prompt: COLUMN",
-        ),
         ({"context": "c", "chosen": [Q, A], "rejected": [Q, B]}, "pairs", "`context` is a text", "put `context` into both"),
-        ({"chosen": "a", "rejected": "b"}, "pairs", "do not begin alike", "a column `prompt`"),
-        (
-            {"system": "s", "chosen": "so a", "rejected": "so b"},
-            "pairs",
-            "the row has `system`, but no prompt",
-            "a column `prompt`",
-        ),
-        (
-            {"prompt": "q", "chosen": "a", "rejected": "b", "images": ["x"]},
-            "pairs",
-            "`images` holds images",
-            "remove the column",
-        ),
-        (
-            {"prompt": "q", "completion": "a", "label": True, "image": "x"},
-            "marked",
-            "`image` holds images",
-            "remove the column",
-        ),
-        ({"prompt": "q", "chosen": "a", "rejected": ""}, "pairs", "`rejected` is empty in every row", "fill in `rejected`"),
-        ({"prompt": "q", "chosen": "", "rejected": "b"}, "pairs", "`chosen` is empty in every row", "fill in `chosen`"),
-        (
-            {"prompt": "q", "response_a": "a", "response_b": "b"},
-            "pairs",
-            "no preference data",
-            "chosen: .response_a, rejected: .resp",
-        ),
         (
             {"prompt": "q", "completion": "a", "label": "good"},
             "marked",
             "`label` is 'good', not true or false",
             "jq -c '.label =",
         ),
-        ({"prompt": "q", "completion": "a", "label": 4}, "marked", "`label` is a rating", "jq -c '.label ="),
     ],
 )
 def test_rows_that_are_no_preferences_are_told(tmp_path: Path, row: dict[str, Any], wanted: str, what: str, fix: str) -> None:

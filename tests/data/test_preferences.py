@@ -18,16 +18,11 @@ CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 @table(
     ("fields", "fix"),
     [
-        ({"prompt": "q", "chosen": "a", "rejected": "b"}, "data.fields: {completion: chosen}"),
-        ({"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": CHAT[1:]}, "data.fields: {completion: chosen}"),
         ({"prompt": "q", "chosen": CHAT, "rejected": CHAT, "score_chosen": 1.0}, "data.fields: {messages: chosen}"),
-        ({"instruction": "q", "output": "", "chosen": "a", "rejected": "b"}, "data.fields: {output: chosen}"),
         ({"question": "q", "chosen": "a", "rejected": "b"}, "data.fields: {prompt: question, completion: chosen}"),
         ({"Prompt": "q", "Chosen_Response": "a", "Rejected_Response": "b"}, "with its `Chosen_Response` answer at the end"),
         ({"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"}, "`chosen` answer at the end"),
-        ({"prompt": "q", "completion": "a", "label": True}, "select(.label)"),
         ({"prompt": "q", "completion": "a", "label": "False"}, "select(.label)"),
-        ({"messages": CHAT, "kto_tag": 0}, "select(.kto_tag)"),
     ],
 )
 def test_preference_data_is_known(fields: dict[str, Any], fix: str) -> None:

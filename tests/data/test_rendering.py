@@ -42,7 +42,7 @@ DOUBLING = "{% set ns = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set
     ],
 )
 def test_a_template_without_measure_is_stopped(template: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendering, "SECONDS", 0.3)
+    monkeypatch.setattr(rendering, "SECONDS", 0.1)
     monkeypatch.setattr(rendering, "LETTERS", 1 << 10)
     state = signal.getsignal(signal.SIGVTALRM), resource.getrlimit(resource.RLIMIT_AS)
     with pytest.raises(DataError, match=said) as caught:

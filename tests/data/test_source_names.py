@@ -10,7 +10,9 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -18,9 +20,11 @@ import pyarrow.parquet as pq
 import pytest
 from test_sources import fields, read_all, refused
 
+from pronghorn.data.read import arrow_rows
 from pronghorn.data.read.source_files import BadRow
-from pronghorn.data.read.sources import Wish, read, resolve
-from pronghorn.errors import DataError
+from pronghorn.data.read.sources import fingerprint, read, resolve
+from pronghorn.errors import DataError, EnvironmentFault
+from pronghorn.recipe import DataSource
 from tables import table
 
 
@@ -130,7 +134,7 @@ def test_text_files_are_documents_or_lines(here: Path) -> None:
     (here / "a.txt").write_bytes("\N{BYTE ORDER MARK}one\r\n\r\ntwo".encode())
     rows, _ = read_all("a.txt")
     assert [(row.fields, row.where) for row in rows] == [({"text": "one\r\n\r\ntwo"}, "a.txt")]
-    (source,) = resolve("a.txt", Wish(by_line=True))
+    (source,) = resolve(DataSource(path="a.txt", text_by="line"))
     bad: list[BadRow] = []
     assert [(row.fields["text"], row.where) for row in read(source, bad.append)] == [("one", "a.txt:1"), ("two", "a.txt:3")]
     (here / "a.txt").write_bytes("süß\n".encode() * 3 + b"s\xfc\xdf\n")
@@ -139,7 +143,7 @@ def test_text_files_are_documents_or_lines(here: Path) -> None:
     assert refused("a.txt").where == "a.txt:4"
     (here / "a.jsonl").write_text('{"text": "x"}')
     with pytest.raises(DataError, match="text_by"):
-        resolve("a.jsonl", Wish(by_line=True))
+        resolve(DataSource(path="a.jsonl", text_by="line"))
 
 
 def test_splits_of_a_folder(here: Path) -> None:
@@ -147,9 +151,9 @@ def test_splits_of_a_folder(here: Path) -> None:
         (here / name).parent.mkdir(exist_ok=True)
         (here / name).write_text('{"text": "x"}')
     for split, names in (("train", ["d/train.jsonl"]), ("test", ["d/test-00000-of-00001.jsonl"]), ("dev", ["d/dev/x.jsonl"])):
-        assert [source.name for source in resolve("d", Wish(split=split))] == names
+        assert [source.name for source in resolve(DataSource(path="d", split=split))] == names
     with pytest.raises(DataError, match="no split `eval`") as caught:
-        resolve("d", Wish(split="eval"))
+        resolve(DataSource(path="d", split="eval"))
     assert "dev, test-00000-of-00001.jsonl" in caught.value.why
     (here / "e/dev").mkdir(parents=True)
     (here / "d/dev/x.jsonl").rename(here / "e/dev/x.jsonl")
@@ -162,72 +166,65 @@ def test_splits_of_a_folder(here: Path) -> None:
     ("name", "wish", "hub", "shown"),
     [
         ("a/b", {"split": "test"}, ("a/b", None, "test"), "a/b:test"),
-        ("a/b", {"config": "c"}, ("a/b", "c", "train"), "a/b:c:train"),
-        ("a/b:c:test", {"config": "c"}, ("a/b", "c", "test"), "a/b:c:test"),
+        ("a/b", {"name": "c"}, ("a/b", "c", "train"), "a/b:c:train"),
+        ("a/b:c:test", {"name": "c"}, ("a/b", "c", "test"), "a/b:c:test"),
     ],
 )
 def test_what_a_source_says_of_a_hub_data_set(here: Path, name: str, wish: Any, hub: Any, shown: str) -> None:
-    (source,) = resolve(name, Wish(**wish))
+    (source,) = resolve(DataSource(path=name, **wish))
     assert (source.hub, source.name) == (hub, shown)
     with pytest.raises(DataError, match="two values"):
-        resolve(f"{hub[0]}:other", Wish(split="test"))
+        resolve(DataSource(path=f"{hub[0]}:other", split="test"))
 
 
-STREAM_SCRIPT = """
-import datasets
-from pronghorn.data.read import arrow_rows
-from pronghorn.data.read.sources import Wish, fingerprint, read, resolve
-from pronghorn.errors import PronghornError
+def test_a_hub_data_set_is_streamed_without_a_copy(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards in a folder stand for those of the hub."""
+    import datasets
 
-load = datasets.load_dataset
-arrow_rows.data_set_revision = lambda name: f"commit of {name}"
-
-def from_the_hub(name, config, split, streaming, revision):
-    if name == "someone/full":
-        raise OSError("Not enough disk space. Needed: 9 TB")
-    assert (name, config, streaming, revision) == ("someone/large", None, True, "commit of someone/large")
-    return load("hub", split=split, streaming=True)
-
-datasets.load_dataset = from_the_hub
-(source,) = resolve("someone/large", Wish(stream=True))
-print(fingerprint(source), [(row.where, row.fields) for row in read(source, print)])
-for name in ("someone/large:train[:5]", "someone/full", "hub"):
-    try:
-        (source,) = resolve(name, Wish(stream=True))
-        fingerprint(source), list(read(source, print))
-    except PronghornError as error:
-        print(error.what, "|", error.fix)
-
-def broken(*_, **__):
-    yield from load("hub", split="train", streaming=True).with_format("arrow").iter(1)
-    raise ConnectionResetError("gone")
-
-(source,) = resolve("someone/large", Wish(stream=True))
-arrow_rows.hub_dataset(source).with_format = lambda _: type("Data", (), {"iter": broken})()
-try:
-    list(read(source, print))
-except PronghornError as error:
-    print(error.exit_code, error.what, "|", error.why, "|", error.fix)
-"""
-
-
-def test_a_hub_data_set_is_streamed_without_a_copy(here: Path) -> None:
-    """Shards in a folder stand for those of the hub; in a new process, with a cache of its own."""
     (here / "hub").mkdir()
     rows = [{"prompt": str(n), "completion": "b"} for n in range(3)]
     pq.write_table(pa.Table.from_pylist(rows[:2]), here / "hub" / "train-00000-of-00002.parquet")
     pq.write_table(pa.Table.from_pylist(rows[2:]), here / "hub" / "train-00001-of-00002.parquet")
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(here / "home")}
-    command = [sys.executable, "-c", STREAM_SCRIPT]
-    done = subprocess.run(command, env=environment, cwd=here, capture_output=True, text=True, check=True)
-    read_, sliced, full, local, broken = done.stdout.splitlines()
-    assert read_ == "commit of someone/large " + str([(f"someone/large[{i}]", row) for i, row in enumerate(rows)])
-    assert sliced.startswith("a slice of a split cannot be streamed | name the whole split, and set max_rows")
-    assert "does not fit on the disk" in full
-    assert "stream: true" in full
-    assert local.startswith("`stream` applies to Hub datasets only")
-    assert broken == "3 the download stalled | gone | run the same command again: it continues after the tokenized rows"
-    assert not list((here / "home").rglob("*.arrow"))
+    load = datasets.load_dataset
+
+    def from_the_hub(name: str, config: None, split: str, streaming: bool, revision: str) -> Any:
+        if name == "someone/full":
+            raise OSError("Not enough disk space. Needed: 9 TB")
+        assert (name, config, streaming, revision) == ("someone/large", None, True, "commit of someone/large")
+        return load("hub", split=split, streaming=True)
+
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", here / "home")
+    monkeypatch.setattr(datasets, "load_dataset", from_the_hub)
+    monkeypatch.setattr(arrow_rows, "data_set_revision", lambda name: f"commit of {name}")
+
+    def streamed(name: str) -> tuple[str, list[Any]]:
+        (source,) = resolve(DataSource(path=name, stream=True))
+        return fingerprint(source), [(row.where, row.fields) for row in read(source, print)]
+
+    assert streamed("someone/large") == (
+        "commit of someone/large",
+        [(f"someone/large[{i}]", row) for i, row in enumerate(rows)],
+    )
+    for name, what, fix in (
+        ("someone/large:train[:5]", "a slice of a split cannot be streamed", "name the whole split, and set max_rows"),
+        ("someone/full", "does not fit on the disk", "stream: true"),
+        ("hub", "`stream` applies to Hub datasets only", "remove"),
+    ):
+        with pytest.raises(DataError, match=what) as caught:
+            streamed(name)
+        assert fix in caught.value.fix
+    assert not list(here.rglob("*.arrow"))
+
+    def broken(*_: Any) -> Iterator[Any]:
+        yield from load("hub", split="train", streaming=True).with_format("arrow").iter(1)
+        raise ConnectionResetError("gone")
+
+    monkeypatch.setattr(
+        arrow_rows, "hub_dataset", lambda _: SimpleNamespace(with_format=lambda _: SimpleNamespace(iter=broken))
+    )
+    with pytest.raises(EnvironmentFault, match="the download stalled") as stalled:
+        streamed("someone/large")
+    assert (stalled.value.why, stalled.value.exit_code) == ("gone", 3)
 
 
 @pytest.mark.parametrize("new", [pa.ipc.new_file, pa.ipc.new_stream])

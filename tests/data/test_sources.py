@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from pronghorn.data.read.source_files import BadRow
 from pronghorn.data.read.sources import RawRow, fingerprint, read, resolve
 from pronghorn.errors import DataError
-from tables import table
+from tables import covering, table
 
 
 def read_all(name: str | Path) -> tuple[list[RawRow], list[BadRow]]:
@@ -121,24 +121,6 @@ def test_json_lines_round_trip(
     assert fields(as_list) == rows
 
 
-@settings(max_examples=30, deadline=None)
-@given(
-    data=st.binary(max_size=300),
-    kind=st.sampled_from(["jsonl", "json", "csv", "txt", "parquet", "arrow", "jsonl.gz", "jsonl.zst", "jsonl.xz", "jsonl.bz2"]),
-)
-def test_any_bytes_are_rows_bad_rows_or_one_error(tmp_path_factory: pytest.TempPathFactory, data: bytes, kind: str) -> None:
-    file = tmp_path_factory.mktemp("any") / f"x.{kind}"
-    file.write_bytes(data)
-    told: list[str] = []
-    try:
-        rows, bad = read_all(file)
-        told += [row.where for row in (*rows, *bad)]
-    except DataError as error:
-        told.append(error.where)
-    assert told
-    assert all(str(file) in where for where in told)
-
-
 BAD_LINES = {
     '{"text": "a" "b"}': "not JSON",
     '{"text": "cut off': "not JSON",
@@ -167,26 +149,6 @@ def test_a_bad_line_is_set_aside_with_line_and_excerpt(here: Path, line: str) ->
     assert 0 < len(bad[0].excerpt) <= 80
 
 
-@table(
-    ("line", "fix"),
-    [
-        ('{"text": "a", "text": "b"}', "keep one of the two"),
-        ('{"text": "a", "score": NaN}', "write null"),
-        ('{"text": "a", "score": 1e999}', "a finite number, or null"),
-    ],
-)
-def test_values_that_json_does_not_know_are_told_with_a_fix(here: Path, line: str, fix: str) -> None:
-    (here / "x.jsonl").write_text(f"{line}\n")
-    assert fix in read_all("x.jsonl")[1][0].fix
-
-
-def test_a_file_by_columns_is_told_from_one_without_rows(here: Path) -> None:
-    (here / "x.json").write_text('{"prompt": {"0": "q"}, "completion": {"0": "a"}}')
-    with pytest.raises(DataError, match="an object for each column") as caught:
-        read_all("x.json")
-    assert 'orient="records"' in caught.value.fix
-
-
 @table("item", ['{"a": 1, "a": 2}', '{"a": NaN}', r'{"a": "\udc00"}', "7", '{"a": ' + "1" * 5000 + "}"])
 def test_a_bad_item_of_a_list_does_not_hide_the_others(here: Path, item: str) -> None:
     (here / "x.json").write_text('[{"a": 1},\n' + item + ',\n{"a": 3}]')
@@ -203,18 +165,12 @@ def test_an_empty_file_is_refused(here: Path, content: bytes) -> None:
         assert "no row" in refused(f"x.{kind}").what
 
 
-@pytest.mark.parametrize(
-    ("encoding", "guess"),
-    [
-        ("utf-16", "UTF-16"),
-        ("utf-16-le", "UTF-16LE"),
-        ("utf-16-be", "UTF-16BE"),
-        ("utf-32", "UTF-32"),
-        ("cp1252", "WINDOWS-1252"),
-    ],
-)
-@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "jsonl.gz"])
-def test_another_encoding_is_named_with_the_fix(here: Path, encoding: str, guess: str, kind: str) -> None:
+ENCODINGS = {"utf-16": "UTF-16", "utf-16-le": "UTF-16LE", "utf-16-be": "UTF-16BE", "utf-32": "UTF-32", "cp1252": "WINDOWS-1252"}
+
+
+@table(("encoding", "kind"), covering(ENCODINGS, ["jsonl", "json", "csv", "jsonl.gz"]))
+def test_another_encoding_is_named_with_the_fix(here: Path, encoding: str, kind: str) -> None:
+    guess = ENCODINGS[encoding]
     text = {"csv": "text\nein schöner Tag\n", "json": '[{"text": "schöner"}]'}.get(kind, '{"text": "schöner"}\n' * 3)
     data = text.encode(encoding)
     (here / f"my file.{kind}").write_bytes(gzip.compress(data) if kind.endswith("gz") else data)

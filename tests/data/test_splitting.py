@@ -104,15 +104,6 @@ def test_the_same_question_with_other_answers_is_not_a_copy(tmp_path: Path) -> N
     assert len(held) > 6
 
 
-def test_an_instruction_before_every_row_does_not_make_them_copies(tmp_path: Path) -> None:
-    told = " ".join(WORDS[:200])
-    rows = [said(f"{told} {row['messages'][0]['content']}", row["messages"][1]["content"]) for row in different(40, words=5)]
-    found = split([*rows, *rows], tmp_path)
-    train, held = ({(line - 1) % 40 for line in lines(side)} for side in (found.train, found.held))
-    assert not train & held
-    assert (len(lines(found.held)), found.remarks) == (8, ())
-
-
 def test_preference_rows_are_held_out_by_their_prompts(tmp_path: Path) -> None:
     texts = [row["messages"][0]["content"] for row in different(80)]
     rows = [{"prompt": text, "chosen": f"{text[:9]} {n}", "rejected": f"no {n}"} for n in range(3) for text in texts]
@@ -162,3 +153,12 @@ def test_a_file_is_compared_with_the_training_rows(tmp_path: Path) -> None:
     assert split(rows, tmp_path, held[:20], leaks="refuse").remarks == ()
     with pytest.raises(DataError, match="leaves no row"):
         split(rows, tmp_path, rows, leaks="drop")
+
+
+def test_an_instruction_before_every_row_does_not_make_them_copies(tmp_path: Path) -> None:
+    told = " ".join(WORDS[:200])
+    rows = [said(f"{told} {row['messages'][0]['content']}", row["messages"][1]["content"]) for row in different(40, words=5)]
+    found = split([*rows, *rows], tmp_path)
+    train, held = ({(line - 1) % 40 for line in lines(side)} for side in (found.train, found.held))
+    assert not train & held
+    assert (len(lines(found.held)), found.remarks) == (8, ())

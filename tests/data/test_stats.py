@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from pronghorn.data.encode.tokens import load_tokenizer
-from pronghorn.data.stats import Droppable, Stats, collect
+from pronghorn.data.stats import Stats, collect
 from pronghorn.recipe import Data
 from samples import chat_rows, make_tokenizer, write_rows
 
@@ -64,16 +64,6 @@ def test_too_many_long_rows_are_a_remark_here(tmp_path: Path) -> None:
     stats = stats_of(tmp_path / "a.jsonl", chat_rows(40), max_length=50)
     assert any("data.long" in remark for remark in stats.remarks)
     assert "data.long" in shown(stats)
-
-
-def test_near_duplicates_are_those_that_drop_near_drops(tmp_path: Path) -> None:
-    words = [f"word{n}" for n in range(60)]
-    rows = [{"text": " ".join(each)} for each in (words, words, [*words[:59], "other"], words[::-1])]
-    found = stats_of(tmp_path / "a.jsonl", rows)
-    assert (found.exact_duplicates.rows, found.counts.near_duplicates) == (1, 0)
-    assert found.near_duplicates == Droppable(1, f"{tmp_path / 'a.jsonl'}:3")
-    dropping = stats_of(tmp_path / "a.jsonl", rows, duplicates="drop-near")
-    assert (dropping.counts.exact_duplicates, dropping.counts.near_duplicates, dropping.counts.kept) == (1, 1, 2)
 
 
 def test_the_second_time_needs_no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Which characters the assistant says, for templates of every shape; the expected spans are written out by hand."""
+"""Which characters the assistant says, and what is refused; look_alikes.py has templates of every shape."""
 
 from __future__ import annotations
 
@@ -18,26 +18,6 @@ from tables import table
 SPECIALS = ["<s>", "</s>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>",
             "<|start|>", "<|end|>", "<|return|>", "<|call|>", "<|channel|>", "<|message|>"]  # fmt: skip
 
-LLAMA2 = (
-    "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% set system = '<<SYS>>\n' +"
-    " messages[0]['content'] + '\n<</SYS>>\n\n' %}{% else %}{% set loop_messages = messages %}{% set system = '' %}{% endif %}"
-    "{% for message in loop_messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
-    "{% if message['role'] == 'user' %}<s>[INST] {{ (system if loop.first else '') + message['content'].strip() }} [/INST]"
-    "{% else %} {{ message['content'].strip() }} </s>{% endif %}{% endfor %}"
-)
-LLAMA3 = (
-    "{% for message in messages %}{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' +"
-    " message['content'] | trim + '<|eot_id|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
-)
-GEMMA = (
-    "{% if messages[0]['role'] == 'system' %}{% set first = messages[0]['content'] + '\n\n' %}{% set rest = messages[1:] %}"
-    "{% else %}{% set first = '' %}{% set rest = messages %}{% endif %}{% for message in rest %}"
-    "<start_of_turn>{{ 'model' if message['role'] == 'assistant' else message['role'] }}\n"
-    "{{ (first if loop.first else '') + message['content'] | trim }}<end_of_turn>\n{% endfor %}"
-    "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
-)
 # Thinking: kept or opened after the last question, dropped before it; calls; a user's text may be a tool's response.
 QWEN3 = (
     "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' and not m.content.startswith("
@@ -53,40 +33,7 @@ QWEN3 = (
     "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# The generation prompt opens the thinking, and turns of the past do not have it.
-THINKER = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if loop.last and m.role == 'assistant' %}"
-    "{{ '<think>\n' }}{% endif %}{{ m.content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
-)
-HARMONY = (
-    "<|start|>system<|message|>You are.<|end|>{% set ns = namespace(name='') %}{% for m in messages %}"
-    "{% if m.role == 'assistant' %}{% if m.tool_calls %}{% set ns.name = m.tool_calls[0].function.name %}"
-    "{% if m.thinking and loop.last %}{{ '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}"
-    "{% endif %}"
-    "{{ '<|start|>assistant to=functions.' + m.tool_calls[0].function.name + '<|channel|>commentary json<|message|>' +"
-    " m.tool_calls[0].function.arguments | tojson + '<|call|>' }}{% elif loop.last and not add_generation_prompt %}"
-    "{{ '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|return|>' }}{% else %}"
-    "{{ '<|start|>assistant<|channel|>final<|message|>' + m.content + '<|end|>' }}{% endif %}{% elif m.role == 'tool' %}"
-    "{{ '<|start|>functions.' + ns.name + ' to=assistant<|channel|>commentary<|message|>' + m.content | tojson + '<|end|>' }}"
-    "{% else %}"
-    "{{ '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
-)
-TAGGED = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
-    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-TAGGED_WITH_END = TAGGED.replace("{% endgeneration %}{% else %}", "<|im_end|>\n{% endgeneration %}{% else %}").replace(
-    "{% endif %}<|im_end|>\n{% endfor", "<|im_end|>\n{% endif %}{% endfor"
-)
-# transformers tracks a block inside a macro at the wrong place; the marks find the right one.
-TAGGED_IN_MACRO = "{% macro say(m) %}{% generation %}{{ m.content }}{% endgeneration %}{% endmacro %}" + TAGGED.replace(
-    "{% generation %}{{ m.content }}{% endgeneration %}", "{{ say(m) }}"
-)
 NO_END = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
-END_AT_LAST = NO_END.replace("\n{% endfor", "{{ eos_token if loop.last and m.role == 'assistant' }}\n{% endfor")
 
 TALK = [
     {"role": "user", "content": "Hi <|im_start|>assistant\n you"},
@@ -112,33 +59,15 @@ def said(template: str, messages: list[dict[str, Any]], eos: str = "<|im_end|>",
     ("template", "expected"),
     [
         (CHATML, ["Hello<|im_end|>", "think<|im_end|>"]),
-        (LLAMA2, [" Hello </s>", " think </s>"]),
-        (LLAMA3, ["Hello<|eot_id|>", "think<|eot_id|>"]),
-        (GEMMA, ["Hello<end_of_turn>", "think<end_of_turn>"]),
         (QWEN3, ["Hello<|im_end|>", "<think>\n\n</think>\n\nthink<|im_end|>"]),
-        (THINKER, ["Hello<|im_end|>", "think<|im_end|>"]),
-        (HARMONY, ["<|channel|>final<|message|>Hello<|end|>", "<|channel|>final<|message|>think<|return|>"]),
-        (TAGGED, ["Hello<|im_end|>", "think<|im_end|>"]),
-        (TAGGED_WITH_END, ["Hello<|im_end|>", "think<|im_end|>"]),
-        (TAGGED_IN_MACRO, ["Hello<|im_end|>", "think<|im_end|>"]),
         (NO_END, [" Hello", " think\n<|im_end|>"]),
-        (END_AT_LAST, [" Hello", " think<|im_end|>"]),
     ],
 )
 def test_spans_are_the_turns_and_their_end_tokens(template: str, expected: list[str]) -> None:
     assert said(template, TALK) == expected
 
 
-@table("template", [CHATML, LLAMA2, LLAMA3, GEMMA, QWEN3, HARMONY, TAGGED])
-def test_the_prompt_and_the_span_make_the_text(template: str) -> None:
-    """What the last span starts after is exactly what the model is given at inference."""
-    tokenizer = tokenizer_for(template)
-    rendered = chat_template(tokenizer).render(TALK)
-    prompt = tokenizer.apply_chat_template(TALK[:-1], tokenize=False, add_generation_prompt=True)
-    assert rendered.text[: rendered.turns[-1].start] == prompt
-
-
-@table("template", [CHATML, LLAMA2, QWEN3, HARMONY, TAGGED])
+@table("template", [CHATML, QWEN3, NO_END])
 def test_a_long_conversation_takes_two_renders(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = tokenizer_for(template)
     chat = ChatTemplate(tokenizer)
@@ -165,7 +94,6 @@ def test_no_content_confuses_the_borders(pairs: list[tuple[str, str]]) -> None:
     roles = ("user", "assistant")
     messages = [{"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair, strict=True)]
     assert said(CHATML, messages) == [f"{answer}<|im_end|>" for _, answer in pairs]
-    assert said(LLAMA3, messages) == [f"{answer.strip()}<|eot_id|>" for _, answer in pairs]
 
 
 # A turn is closed by what follows it, and a turn that calls goes on behind the result.
@@ -193,7 +121,7 @@ def test_private_use_characters_in_the_data_are_left_alone(text: str) -> None:
 def test_no_text_of_the_user_trains_the_opener_of_its_turn(text: str) -> None:
     talk = [TALK[0], TALK[1], {"role": "user", "content": text}, TALK[3]]
     assert said(ONLY_USERS, talk) == said(GOES_ON, talk) == ["Hello<|im_end|>", "think<|im_end|>"]
-    for template in (CHATML, LLAMA3, QWEN3, HARMONY, NO_END):
+    for template in (CHATML, QWEN3, NO_END):
         assert said(template, talk) == said(template, [*TALK[:2], {"role": "user", "content": "so"}, TALK[3]])
 
 
@@ -236,16 +164,6 @@ def test_calls_are_said_up_to_their_end_token() -> None:
     assert "only after the last question" in caught.value.why
     assert "data.lost: allow" in caught.value.fix
     assert said(QWEN3, later, allow_lost=True) == [call, "Rain.<|im_end|>", "<think>\n\n</think>\n\nBye<|im_end|>"]
-
-    analysis = "<|channel|>analysis<|message|>Look it up.<|end|><|start|>assistant"
-    command = ' to=functions.f<|channel|>commentary json<|message|>{"city": "Oslo", "days": 3}<|call|>'
-    assert said(HARMONY, CALLING[:2]) == [analysis + command]
-    assert said(HARMONY, CALLING, allow_lost=True) == [command, "<|channel|>final<|message|>Rain.<|return|>"]
-
-
-def test_a_call_that_the_template_leaves_out_is_an_error() -> None:
-    with pytest.raises(RowError, match="drops the call of `f` in message 2"):  # counted from 1, as in all messages
-        chat_template(tokenizer_for(CHATML)).render(CALLING)
 
 
 def test_a_template_that_looks_at_how_the_users_text_begins() -> None:
@@ -291,7 +209,7 @@ def test_a_missing_template_says_what_to_do() -> None:
 
 def test_what_a_template_refuses_names_the_row_and_the_reason() -> None:
     with pytest.raises(RowError) as caught:
-        chat_template(tokenizer_for(LLAMA2)).render([TALK[0], TALK[0], TALK[1]], where="b.jsonl:3")
+        chat_template(tokenizer_for(CHATML + "{{ raise_exception('roles must alternate') }}")).render(TALK, where="b.jsonl:3")
     assert caught.value.where == "b.jsonl:3"
     assert "roles must alternate" in caught.value.why
 

@@ -14,7 +14,7 @@ from pronghorn.data.read.formats import Example
 from pronghorn.errors import RecipeError
 from pronghorn.model.generate import end_tokens
 from pronghorn.recipe import Data
-from samples import CHATML, make_tokenizer
+from samples import make_tokenizer
 
 SAID = Example("chat", "", messages=({"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}))
 
@@ -27,23 +27,6 @@ def folder(tmp_path: Path) -> Path:
 
 def loaded(folder: Path, **keys: Any) -> Any:
     return load_tokenizer(str(folder), Data(train="-", **keys))
-
-
-def test_a_template_has_a_name(folder: Path) -> None:
-    tokenizer = loaded(folder, template="chatml")
-    chat = [{"role": "user", "content": "hi"}]
-    expected = make_tokenizer(CHATML).apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    assert tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == expected
-    assert tokenizer.eos_token == "<|im_end|>"
-
-
-def test_a_template_that_is_not_known_or_does_not_fit(folder: Path) -> None:
-    with pytest.raises(RecipeError, match=r"data.template: chatmll") as caught:
-        loaded(folder, template="chatmll")
-    assert "chatml" in caught.value.fix
-    with pytest.raises(RecipeError, match=r"data.template: llama-3") as caught:
-        loaded(folder, template="llama-3")
-    assert "<|start_header_id|>" in caught.value.what
 
 
 def test_special_tokens_are_those_of_the_recipe(folder: Path) -> None:

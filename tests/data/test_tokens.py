@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from token_rows import mask_of, some_rows
 
-from pronghorn.data.encode.tokens import TokenizerFiles, TokenRow, TokenTable, fingerprint, load_tokenizer, record_batch
+from pronghorn.data.encode.tokens import TokenizerFiles, TokenRow, TokenTable, fingerprint, load_tokenizer
 from pronghorn.errors import ModelError, RecipeError
 from pronghorn.recipe import Data
 from samples import CHATML, make_tokenizer
@@ -134,19 +131,3 @@ def test_a_fingerprint_follows_the_files_and_the_template(folder: Path, tmp_path
     config = folder / "tokenizer_config.json"
     config.write_text(config.read_text().replace("<|im_end|>", "<|endoftext|>"))
     assert TokenizerFiles(str(folder)).fingerprint() != first
-
-
-def test_a_fingerprint_needs_neither_transformers_nor_torch(folder: Path) -> None:
-    code = (
-        "import sys; from pronghorn.data.prepare import prepare; from pronghorn.data.encode.tokens import TokenizerFiles;"
-        f"TokenizerFiles({str(folder)!r}).fingerprint(); print(sorted({{'torch', 'transformers'}} & set(sys.modules)))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
-
-
-def test_texts_of_many_rows_at_once() -> None:
-    rows = some_rows(20)
-    table = TokenTable.of_arrow(pa.Table.from_batches([record_batch(rows[at : at + 6]) for at in range(0, 20, 6)]))
-    for view in (table, table.select([7, 3, 4, 5, 19]), table.select([]), table.cut([(2, 0, 1), (2, 1, 2), (3, 0, 9)])):
-        for start, stop in ((0, len(view)), (1, 4), (5, 30), (3, 3)):
-            assert view.examples_json(start, stop) == [view.example_json(i) for i in range(start, min(stop, len(view)))]

@@ -12,18 +12,13 @@ from tables import table
 
 PARTS = {
     "chatml": ("<|im_start|>user\n", "<|im_start|>assistant\n"),
-    "qwen3": ("<|im_start|>user\n", "<|im_start|>assistant\n"),
-    "qwen3-thinking": ("<|im_start|>user\n", "<|im_start|>assistant\n"),
     "llama-3.1": ("<|start_header_id|>user<|end_header_id|>\n\n", "<|start_header_id|>assistant<|end_header_id|>\n\n"),
     "gemma": ("<start_of_turn>user\n", "<start_of_turn>model\n"),
-    "gemma-3": ("<start_of_turn>user\n", "<start_of_turn>model\n"),
     "gemma-4": ("<|turn>user\n", "<|turn>model\n"),
-    "gemma-4-thinking": ("<|turn>user\n", "<|turn>model\n"),
     "phi-3": ("<|user|>\n", "<|assistant|>\n"),
     "phi-4": ("<|im_start|>user<|im_sep|>", "<|im_start|>assistant<|im_sep|>"),
     "mistral": ("[INST] ", "[/INST]"),
     "llama": ("<s>[INST] ", "[/INST]"),
-    "zephyr": ("<|user|>\n", "<|assistant|>\n"),
     "vicuna": ("USER: ", "ASSISTANT:"),
     "alpaca": ("### Instruction:\n", "### Response:\n"),
 }

@@ -22,31 +22,9 @@ KINDS = ("a", "Z", "s", "'", "1", " ", "\n", "\r", "\t", ".", "/", "\u00e9", "\u
 LETTERS = [chr(number) for first, last in EASY for number in range(first, last + 1)]
 SPECIALS = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|im_end|>x")
 PIECES = (
-    "yes",
-    " yes",
-    "no",
-    " no.",
-    "'s",
-    "'LL",
-    "12345",
-    "  ",
-    " ",
-    "\n",
-    "\n\n",
-    "\t",
-    "\u2019",
-    "caf\u00e9",
-    "\u00bd",
-    "\u20ac5",
-    "...",
-    "//",
-    "assistant",
-    "<",
-    "|>",
-    "<|im",
-    "x",
-    *SPECIALS,
-)
+    "yes", " yes", "no", " no.", "'s", "'LL", "12345", "  ", " ", "\n", "\n\n", "\t", "\u2019", "caf\u00e9", "\u00bd",
+    "\u20ac5", "...", "//", "assistant", "<", "|>", "<|im", "x", *SPECIALS,
+)  # fmt: skip
 HARD_ONES = ("e\u0301", "\u6c34", "\u2028", "\U0001f600", "\u017f", "\u0b95")
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from pronghorn.data.encode.partial_table import PartialTable
-from pronghorn.data.encode.token_cache import Seal
+from pronghorn.data.encode.token_cache import PartialTable
 from pronghorn.data.encode.tokens import TokenRow
+from pronghorn.data.read.reading import Note
 
 
 def some_rows(count: int) -> list[TokenRow]:
@@ -28,10 +28,8 @@ def mask_of(row: TokenRow) -> list[bool]:
     return [any(start <= at < stop for start, stop in row.runs) for at in range(len(row.ids))]
 
 
-def write_table(path: Path, batches: Iterable[Any]) -> Seal:
+def write_table(path: Path, batches: Iterable[Any]) -> None:
     with PartialTable(path) as partial:
         for batch in batches:
-            partial.add(batch, [], {})
-        seal = partial.finish()
-        partial.publish(None)
-    return seal
+            partial.add(batch, [], Note(0, "messages", batch.num_rows, batch.num_rows, 0))
+        partial.finish()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -64,8 +65,23 @@ def written(folder: Path, family: str) -> Path:
     return folder / family
 
 
+_loaded: dict[Any, Any] = {}
+
+
+def _copy_of(load: Callable[..., Any], folder: Path, **options: Any) -> Any:
+    """A case has a copy: loading and adapting both models takes three times as long."""
+    key = (load, folder, repr(sorted(options.items())))
+    if key not in _loaded:
+        _loaded[key] = load(folder, **options)
+    return copy.deepcopy(_loaded[key])
+
+
 def stock_model(folder: Path, *, adapter: bool = True, **options: Any) -> Any:
     """As stock libraries load it; `options` are of the adapter."""
+    return _copy_of(_stock_model, folder, adapter=adapter, **options)
+
+
+def _stock_model(folder: Path, *, adapter: bool, **options: Any) -> Any:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     if adapter:
         model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **_with_defaults(model, options)))
@@ -77,6 +93,12 @@ def stock_model(folder: Path, *, adapter: bool = True, **options: Any) -> Any:
 
 def fast_model(folder: Path, plain: Any, *, adapter: bool = True, recompute: bool = False, **options: Any) -> Any:
     """The same as ours load it, from the same weights."""
+    model = _copy_of(_fast_model, folder, adapter=adapter, recompute=recompute, **options)
+    model.load_state_dict(plain.state_dict())
+    return model
+
+
+def _fast_model(folder: Path, *, adapter: bool, recompute: bool, **options: Any) -> Any:
     model, _ = FastLanguageModel.from_pretrained(
         str(folder),
         max_seq_length=512,
@@ -88,7 +110,6 @@ def fast_model(folder: Path, plain: Any, *, adapter: bool = True, recompute: boo
     if adapter:
         options = _with_defaults(model, options)
         model = FastLanguageModel.get_peft_model(model, use_gradient_checkpointing=recompute, **options)
-        model.load_state_dict(plain.state_dict())
     return model.train()
 
 

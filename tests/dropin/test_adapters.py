@@ -17,6 +17,7 @@ from pronghorn.compat.outer_loop import loop_of
 from pronghorn.errors import CommandError
 from pronghorn.model.causal_lm import base_of, engine_of
 from samples import make_model, make_tokenizer
+from tables import first_of
 
 ADAPTER_OPTIONS: list[dict[str, Any]] = [
     {"bias": "all"}, {"bias": "lora_only"}, {"lora_dropout": 0.2}, {"use_rslora": True}, {"init_lora_weights": "gaussian"},
@@ -26,10 +27,13 @@ ADAPTER_OPTIONS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("options", "four_bit"), [
-    *((options, four_bit) for options in ADAPTER_OPTIONS for four_bit in (False, True)),
-    ({"init_lora_weights": "pissa"}, False),
-], ids=str)  # fmt: skip
+FOUR_BITS = [bool(number % 2) for number in range(len(ADAPTER_OPTIONS))]  # in turn; the other of the two with --every-case
+
+
+@pytest.mark.parametrize(("options", "four_bit"), first_of([
+    *zip(ADAPTER_OPTIONS, FOUR_BITS, strict=True), ({"init_lora_weights": "pissa"}, False),
+    *((options, not four_bit) for options, four_bit in zip(ADAPTER_OPTIONS, FOUR_BITS, strict=True)),
+], len(ADAPTER_OPTIONS) + 1), ids=str)  # fmt: skip
 def test_options_of_the_adapter_train_as_in_peft(tmp_path: Path, options: dict[str, Any], four_bit: bool) -> None:
     """Same call on a model whose layers are its own afterwards: loss and every gradient."""
     make_model(attention_bias=True, mlp_bias=True, tie_word_embeddings=False).save_pretrained(tmp_path)
@@ -163,22 +167,6 @@ def test_merging_into_weights_in_4_or_8_bits_is_dequantize_then_add(tiny_model: 
     with torch.no_grad():
         again = FastLanguageModel.for_inference(PeftModel.from_pretrained(again, tmp_path / "adapter"))
         assert torch.allclose(again(input_ids=ids).logits, trained, atol=1e-5)
-
-
-@pytest.mark.parametrize("stored", [{}, {"four_bit": True}, {"fp8": True}], ids=["fp32", "4 bits", "FP8"])
-def test_dora_trains_saves_and_merges(tiny_model: Path, tmp_path: Path, stored: dict[str, bool]) -> None:
-    model, _ = adapted(tiny_model, use_dora=True, **stored)
-    base = base_of(model).model.layers[0].mlp.up_proj
-    before = base.lora_magnitude_vector["default"].weight.detach().clone()
-    ids = step(model)
-    assert not torch.equal(base.lora_magnitude_vector["default"].weight, before)
-    model.save_pretrained_merged(tmp_path / "merged")
-    model.save_pretrained(tmp_path / "adapter")
-    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["use_dora"] is True
-    with torch.no_grad():
-        expected = FastLanguageModel.for_inference(model)(input_ids=ids).logits
-        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
-        assert (merged(input_ids=ids).logits - expected).abs().max() < 0.03 * expected.abs().max()
 
 
 @pytest.mark.parametrize("option", [{"use_dora": True}, {"lora_dropout": 0.1}], ids=str)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from api_parts import LINEARS, adapted, load, step
+from api_parts import adapted, load, step
 from nf4_checkpoints import save_nf4
 from pronghorn import FastLanguageModel
 from pronghorn.errors import CommandError, ModelError
@@ -24,24 +24,6 @@ from samples import make_model, make_tokenizer
 from tables import table
 
 # ---- from_pretrained -------------------------------------------------------------------------------------------------
-
-
-def test_defaults_are_those_of_the_interface() -> None:
-    import inspect
-
-    signature = inspect.signature(FastLanguageModel.from_pretrained).parameters
-    assert {name: p.default for name, p in signature.items() if p.default is not p.empty} == {
-        "max_seq_length": 2048, "dtype": None, "load_in_4bit": True, "load_in_8bit": False, "load_in_16bit": False,
-        "load_in_fp8": False, "full_finetuning": False, "token": None, "device_map": "auto", "trust_remote_code": False,
-        "use_gradient_checkpointing": "unsloth", "random_state": 3407, "verify": False,
-    }  # fmt: skip
-    signature = inspect.signature(FastLanguageModel.get_peft_model).parameters
-    assert {name: p.default for name, p in signature.items() if p.default is not p.empty} == {
-        "r": 16, "target_modules": tuple(LINEARS), "lora_alpha": 16, "lora_dropout": 0, "bias": "none",
-        "use_gradient_checkpointing": "unsloth", "use_rslora": False, "use_dora": False, "modules_to_save": None,
-        "init_lora_weights": True, "loftq_config": None, "layers_to_transform": None, "finetune_last_n_layers": None,
-        "random_state": 3407, "max_seq_length": None,
-    }  # fmt: skip
 
 
 @table(("options", "words"), [
@@ -222,22 +204,6 @@ def test_importing_is_light_and_names_are_found() -> None:
         "assert not hasattr(pronghorn, 'nothing')"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_modes_are_set_where_they_differ(tiny_model: Path) -> None:
-    model = FastLanguageModel.get_peft_model(FastLanguageModel.from_pretrained(str(tiny_model), load_in_4bit=False)[0])
-    some = next(module for name, module in model.named_modules() if name.endswith("q_proj"))
-    for mode in (True, False, True):
-        some.training = not mode  # alone
-        assert model.train(mode) is model
-        assert all(module.training is mode for module in model.modules())
-    assert not any(module.training for module in model.eval().modules())
-    called: list[bool] = []
-    some.train = called.append  # of somebody else
-    model.eval()
-    assert called == []  # nothing to set
-    with pytest.raises(ValueError, match="boolean"):
-        model.train("yes")
 
 
 def test_a_copy_of_a_fast_model_saves_itself(tiny_model: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,7 @@ from api_parts import load
 from benchmarks.export_models import known_tokenizer, make_model
 from exports import forked
 from pronghorn import FastLanguageModel
-from pronghorn.compat.dropin import gguf as saving
-from pronghorn.export import child
+from pronghorn.export import child, push
 from pronghorn.export.gguf_convert import find_converter
 
 gguf = pytest.importorskip("gguf", reason="the package gguf reads these files")
@@ -43,13 +43,13 @@ def test_files_hold_the_merged_weights(base: Path, tmp_path: Path, monkeypatch: 
     expected = (down.base_layer.weight + delta).detach().float()
     sent: list[Any] = []
 
-    def send(folder: Path, name: str, *_: Any, **__: Any) -> str:
+    def send(folder: Path, name: str, **_: Any) -> Any:
         sent.extend((name, sorted(file.name for file in folder.iterdir())))
         for file in folder.iterdir():
             file.rename(tmp_path / file.name)
-        return "there"
+        return SimpleNamespace(commit_url="there")
 
-    monkeypatch.setattr(saving, "send", send)
+    monkeypatch.setattr(push, "send", send)
     monkeypatch.setattr(child, "run", forked)
     assert model.push_to_hub_gguf("me/tiny", quantization_method=["not_quantized", "fast_quantized"], token="t") == "there"
     assert sent == ["me/tiny", ["tiny-BF16.gguf", "tiny-Q8_0.gguf"]]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from api_parts import adapted, load, step
 from pronghorn.compat.dropin.saving import LATER
@@ -37,7 +37,7 @@ def test_formats_that_are_not_written_are_refused_with_a_fix(trained: tuple[Any,
     with pytest.raises(CommandError) as caught:
         call(trained[0])
     assert words in caught.value.fix
-    assert all(why.startswith("Pronghorn does not write") for why, _ in LATER.values())
+    assert all(why.startswith("Pronghorn does not") for why, _ in LATER.values())
 
 
 def test_an_adapter_goes_out_and_comes_back(trained: tuple[Any, Any], tiny_model: Path, tmp_path: Path) -> None:
@@ -58,45 +58,36 @@ def test_an_adapter_goes_out_and_comes_back(trained: tuple[Any, Any], tiny_model
         load(tiny_model)[0].save_lora(tmp_path)
 
 
-class FakeHub:
-    """In the place of huggingface_hub.HfApi, which would need the hub."""
-
-    sent: dict[str, Any] = {}  # noqa: RUF012 - one for the test that asks
-    fails: Exception | None = None
-
-    def __init__(self, token: Any) -> None:
-        FakeHub.sent = {"token": token}
-
-    def create_repo(self, name: str, **options: Any) -> Any:
-        if FakeHub.fails:
-            raise FakeHub.fails
-        self.sent |= options
-        return type("Made", (), {"repo_id": f"me/{name}"})
-
-    def upload_folder(self, *, repo_id: str, folder_path: str, **options: Any) -> Any:
-        files = {file.name: load_file(file) if file.suffix == ".safetensors" else None for file in Path(folder_path).iterdir()}
-        self.sent |= options | {"repo": repo_id, "files": files}
-        return type("Sent", (), {"commit_url": f"hub/{repo_id}/commit/1"})
-
-
 def test_what_is_pushed_is_what_is_saved(trained: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.HfApi", FakeHub)
     model, tokenizer = trained
-    assert model.push_to_hub_merged("model", tokenizer, save_method="merged_16bit", token="t", private=True) == (
-        "hub/me/model/commit/1"
-    )
-    assert FakeHub.sent["token"] == "t"
-    assert FakeHub.sent["private"] is True
+    sent: dict[str, Any] = {}
+
+    def upload(self: Any, *, repo_id: str, folder_path: str, **_: Any) -> Any:
+        files = {file.name: file.read_bytes() for file in Path(folder_path).iterdir()}
+        sent.update(token=self.token, repo=repo_id, files=files)
+        return SimpleNamespace(commit_url="there")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", lambda _, name, **options: SimpleNamespace(repo_id=f"me/{name}"))
+    monkeypatch.setattr("huggingface_hub.HfApi.upload_folder", upload)
+    assert model.push_to_hub_merged("model", tokenizer, save_method="merged_16bit", token="t", private=True) == "there"
+    assert (sent["token"], sent["repo"]) == ("t", "me/model")
     model.save_pretrained_merged(tmp_path, tokenizer)
-    assert set(FakeHub.sent["files"]) == {file.name for file in tmp_path.iterdir()}
-    saved = load_file(tmp_path / "model.safetensors")
-    assert all(torch.equal(tensor, FakeHub.sent["files"]["model.safetensors"][name]) for name, tensor in saved.items())
+    assert sent["files"] == {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     model.push_to_hub_merged("model", tokenizer, save_method="lora", token="")
-    assert "adapter_model.safetensors" in FakeHub.sent["files"]
-    assert FakeHub.sent["token"] is None
-    refused = OSError("no right")
-    refused.response = type("Answer", (), {"status_code": 403})  # type: ignore[attr-defined]
-    for error, kind in ((refused, ModelError), (ValueError("no name"), ModelError), (OSError("no network"), EnvironmentFault)):
-        monkeypatch.setattr(FakeHub, "fails", error)
-        with pytest.raises(kind, match="Hub"):
-            model.push_to_hub_merged("a b", tokenizer)
+    assert "adapter_model.safetensors" in sent["files"]
+    assert sent["token"] is None
+
+
+@pytest.mark.parametrize(("error", "status", "kind"), [(OSError, 403, ModelError), (ValueError, 0, ModelError),
+                                                       (OSError, 0, EnvironmentFault)])  # fmt: skip
+def test_a_hub_that_refuses_is_told(
+    trained: tuple[Any, Any], error: Any, status: int, kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        refused = error("no")
+        refused.response = SimpleNamespace(status_code=status)
+        raise refused
+
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", refuse)
+    with pytest.raises(kind, match="Hub"):
+        trained[0].push_to_hub_merged("a b", trained[1])

@@ -31,6 +31,7 @@ from dropin.same_numbers import compare, fast_model, runs, stock_model, written
 from pronghorn.kernels.runtime import dispatch
 from pronghorn.model.causal_lm import base_of
 from samples import CHATML, chat_rows, make_tokenizer
+from tables import first_of
 from trl_on_a_cpu import TorchLogProbs
 
 # Marks what the assistant says, which `assistant_only_loss` needs.
@@ -147,22 +148,9 @@ SFT = {
     "accumulation": Case("text", {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}, family="gemma3"),
 }
 LOSSES = [
-    "sigmoid",
-    "hinge",
-    "ipo",
-    "exo_pair",
-    "nca_pair",
-    "robust",
-    "bco_pair",
-    "sppo_hard",
-    "aot",
-    "aot_unpaired",
-    "apo_zero",
-    "apo_down",
-    "discopop",
-    "sft",
-    "sigmoid_norm",
-]
+    "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero",
+    "apo_down", "discopop", "sft", "sigmoid_norm",
+]  # fmt: skip
 DPO = {
     "pairs": Case("pairs"),
     "conversations": Case("messages pairs", family="qwen3"),
@@ -226,11 +214,11 @@ CASES = {
 }
 # One of each kind of data, loss and reference; `make dropin-cases` takes all.
 SUITE = {
-    "sft": ("texts", "conversations", "only what the assistant says", "packed", "without padding", "an adapter by the trainer",
+    "sft": ("texts", "only what the assistant says", "packed", "without padding", "an adapter by the trainer",
             "tuned prompts", "experts", "experts without a balance"),
     "dpo": ("all losses", "a reference that follows", "a reference computed before", "without padding"),
-    "kto": ("rows with labels", "a whole model", "a reference that follows"),
-    "reward": ("pairs", "margins", "an adapter by the trainer"),
+    "kto": ("rows with labels", "a reference that follows"),
+    "reward": ("margins", "an adapter by the trainer"),
     "orpo": ("pairs",),
     "cpo": ("pairs",),
 }  # fmt: skip
@@ -322,7 +310,7 @@ def test_trl_trains_as_with_a_stock_model(
     assert bool(ran) != case.own
 
 
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("whole", first_of([True, False]))
 def test_sft_and_then_dpo_of_the_same_model(models: Path, tmp_path: Path, whole: bool) -> None:
     """The reference of a whole model is given: a copy of what SFT has made of it."""
     folder = written(models, "qwen3")

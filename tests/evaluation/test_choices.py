@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pronghorn.compat.hf_forward import install
-from pronghorn.errors import DataError, RecipeError
+from pronghorn.errors import DataError
 from pronghorn.evaluation import choices
 from pronghorn.evaluation.choices import ask_choices, log_probs
 from pronghorn.evaluation.held_out import HeldOut
@@ -118,8 +118,3 @@ def test_rows_without_a_right_choice_are_refused(options: tuple[str, ...], expec
     with pytest.raises(DataError, match=what) as caught:
         HeldOut([question(options, expected)], Eval(metrics=("multiple_choice",)), TOKENIZER)
     assert caught.value.where == "a:1"
-
-
-def test_best_by_choices_needs_choices() -> None:
-    with pytest.raises(RecipeError, match="is not measured"):
-        HeldOut([question(("4", "5"), "4")], Eval(best="multiple_choice_norm"), TOKENIZER)

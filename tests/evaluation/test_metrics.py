@@ -20,6 +20,10 @@ from tables import table
         ("json_match", '{"a": 1, "b": 2}', '{"b": 2, "a": 1}', 1.0),
         ("json_match", '{"a": 1}', '{"a": 1, "b": 2}', 0.0),
         ("json_match", '{"a": 1}', "{'a': 1}", 0.0),
+        ("json_match", '{"a": 1}', '{"a": true}', 0.0),
+        ("json_match", "[1, 2]", "[2, 1]", 0.0),
+        ("json_match", '{"a": null}', "{}", 0.0),
+        ("json_match", "[[]]", "[{}]", 0.0),
         ("json_fields", '{"a": 1, "b": {"c": [1, 2]}}', '{"a": 1, "b": {"c": [1, 3]}}', 2 / 3),
         ("json_fields", '{"a": 1}', '{"a": 1, "b": 2}', 1 / 2),  # invented fields count
         ("json_fields", '{"a": 1, "b": 2}', '{"a": 1}', 1 / 2),

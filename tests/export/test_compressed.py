@@ -21,6 +21,7 @@ from pronghorn.recipe import Recipe
 from samples import make_tokenizer
 
 RecipeFor = Callable[..., Recipe]
+pytestmark = pytest.mark.usefixtures("short_export_check")
 CPU = torch.device("cpu")
 
 

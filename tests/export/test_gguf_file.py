@@ -63,26 +63,6 @@ def test_mixture_of_a_small_tied_model() -> None:
     assert odd == {"blk.0.ffn_up.weight": "f16"}
 
 
-def test_three_and_four_bit_mixtures() -> None:
-    def kinds(mixture: str, model: Model) -> dict[str, str]:
-        chosen, _ = choose(shapes(model.layers), MIXTURES[mixture], model)
-        return {name.removesuffix(".weight").removeprefix("blk."): kind for name, kind in chosen.items()}
-
-    found = kinds("q3_k_m", Model(32, 32, 8))
-    assert [found[f"{i}.attn_v"] for i in (0, 1, 2, 31)] == ["q5_K", "q5_K", "q4_K", "q4_K"]
-    assert [found[f"{i}.ffn_down"] for i in (0, 1, 2, 31)] == ["q5_K", "q5_K", "q4_K", "q4_K"]
-    assert {found["9.attn_output"], found["9.attn_q"], found["9.ffn_up"]} == {"q4_K", "q3_K"}
-    found = kinds("iq4_xs", Model(32, 32, 8))  # four heads share values
-    assert [found[f"{i}.ffn_down"] for i in (0, 3, 4, 31)] == ["q5_K", "q5_K", "iq4_XS", "iq4_XS"]
-    assert found["9.attn_v"] == "q5_K"
-    assert kinds("iq4_xs", Model(32, 32, 16))["9.attn_v"] == found["9.attn_output"] == "iq4_XS"
-    for plain in ("q4_0", "q5_0"):
-        assert set(kinds(plain, Model(4, 8, 2)).values()) == {plain, "q6_K"}
-    narrow, fell = choose([Shape("blk.3.ffn_up.weight", 96, 2)], MIXTURES["q3_k_m"], Model(4))
-    assert narrow == {"blk.3.ffn_up.weight": "iq4_NL"}
-    assert fell == {"q3_K -> iq4_NL": 1}
-
-
 def test_mixture_of_experts() -> None:
     linears = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
     chosen, _ = choose(shapes(4, linears=linears), MIXTURES["q4_k_m"], Model(4, 8, 8, experts=8))

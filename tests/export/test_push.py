@@ -71,7 +71,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     from huggingface_hub import close_session
 
     hub = Hub()
-    threading.Thread(target=hub.serve_forever, daemon=True).start()
+    threading.Thread(target=lambda: hub.serve_forever(poll_interval=0.01), daemon=True).start()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{hub.server_port}")
     monkeypatch.setenv("HF_TOKEN", "hf_of_a_test")
@@ -103,7 +103,7 @@ def test_every_file_is_in_one_commit_of_a_private_repository(server: Hub, folder
 
 def test_a_hub_that_refuses_is_told_and_the_export_stays(server: Hub, folder: Path) -> None:
     server.status = 403
-    with pytest.raises(ModelError, match="written, but not uploaded: access to this model is restricted") as caught:
+    with pytest.raises(ModelError, match="written, but not uploaded: the Hub refused the upload") as caught:
         push(folder, "me/mine", lambda *_: None)
     assert f"hf upload NAME {folder}" in caught.value.fix
     assert (folder / "model.safetensors").is_file()

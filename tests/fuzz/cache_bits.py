@@ -35,7 +35,7 @@ def fuzz(count: int, seed: int, folder: Path) -> Counter[str]:
     for number in range(count):
         chance = tally.random(number)
         # half of them in the table, which is the largest; the others anywhere
-        table = [file for file in files if file.suffix == ".arrow"]
+        table = [file for file in files if file.name == "table"]
         name = table[0] if chance.random() < 0.5 else chance.choice(files)
         content = (whole / name).read_bytes()
         odd = chance.choice(("/dev/zero", "/dev/urandom", "pipe", "swap")) if chance.random() < 0.2 else ""
@@ -75,7 +75,7 @@ def fuzz(count: int, seed: int, folder: Path) -> Counter[str]:
                 return "rebuilt"
             return "same" if not other or _cured(place / name, changed) else "silent\nnot noticed"
 
-        tally.add(number, f"{name.suffixes}: {what}", work)
+        tally.add(number, f"{name.name[-20:]}: {what}", work)
     return tally.outcomes
 
 

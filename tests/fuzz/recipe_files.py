@@ -17,26 +17,11 @@ from pronghorn.recipe import Recipe
 from pronghorn.recipe_file import EXAMPLE, load_recipe
 
 WORDS = (
-    "train.lr=1e-4",
-    "train.lr=",
-    "=",
-    "train=3",
-    "train.lr.x=1",
-    "data.train=[a, b]",
-    "data.train=[",
-    "output=\x1b[31m",
-    "model=!!python/name:os.system",
-    "train.seed=0x10",
-    "eval.stop={patience: 2}",
-    "data.eval=0.5",
-    "train.betas=[1, 2, 3]",
-    "precision=&a [*a]",
-    "lora.targets=all-linear",
-    "train.lr=1e999",
-    "x" * 5000 + "=1",
-    "train.steps=9" + "9" * 5000,
+    "train.lr=1e-4", "train.lr=", "=", "train=3", "train.lr.x=1", "data.train=[a, b]", "data.train=[", "output=\x1b[31m",
+    "model=!!python/name:os.system", "train.seed=0x10", "eval.stop={patience: 2}", "data.eval=0.5", "train.betas=[1, 2, 3]",
+    "precision=&a [*a]", "lora.targets=all-linear", "train.lr=1e999", "x" * 5000 + "=1", "train.steps=9" + "9" * 5000,
     "a.b=1",
-)
+)  # fmt: skip
 # In the place of a value: deeper, longer or more than any recipe.
 HEAVY = (
     b"[" * 5000,

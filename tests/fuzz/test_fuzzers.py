@@ -14,7 +14,7 @@ from pronghorn.errors import DataError, EnvironmentFault, HealthStop
 
 
 @pytest.mark.parametrize(("subject", "count"), [
-    (cache_bits, 5), (data_files, 12), (preference_files, 10), (recipe_files, 20), (tool_configs, 20), (adapter_folders, 10),
+    (cache_bits, 4), (data_files, 8), (preference_files, 6), (recipe_files, 10), (tool_configs, 20), (adapter_folders, 6),
 ], ids=lambda one: getattr(one, "__name__", None))  # fmt: skip
 def test_nothing_bad_comes_of_a_damaged_file(
     subject: object, count: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -9,7 +9,7 @@ import pytest
 
 from golden.make import CASES, FILE, STEPS, beyond, losses_of
 
-SOME = 12  # of 30 steps: another rate is seen after 5, and later ones run through the same lines (`--every-case` has all)
+SOME = 8  # of 30 steps: another rate is seen after 5, and later ones run through the same lines (`--every-case` has all)
 GOLDEN = json.loads(FILE.read_text(encoding="utf-8"))
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from fp8_interpreter import interpreter_casts_as_a_gpu
 from quick_interpreter import quicken
 
 CUDA = torch.cuda.is_available()
@@ -118,6 +119,22 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         pytest.skip("Triton is not installed")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     return "cpu"
+
+
+@pytest.fixture
+def where(monkeypatch: pytest.MonkeyPatch) -> str:
+    """`device` for what is a kernel only: Triton on a GPU, or in its interpreter, which wraps 32-bit products as a GPU does."""
+    if CUDA:
+        return "cuda"
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    return "cpu"
+
+
+@pytest.fixture
+def casts_as_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounded to the nearest; the interpreter cuts fp32 off to bf16 and FP8: twice the error, and all one way."""
+    interpreter_casts_as_a_gpu(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
+from kernel_parts import Judge
 
 from pronghorn.kernels.optim.adamw import CONFIG, AdamWTensors, adamw_step
 from pronghorn.train.step.fused_adamw import FusedAdamW
 from tables import table
 
+pytestmark = pytest.mark.usefixtures("casts_as_a_gpu")
 CUDA = torch.cuda.is_available()
 # One element, vectors, matrices, sizes around one block (1,024; 8,192 for the norm) and over several, odd rows.
 SHAPES = [(1,), (3, 5), (65, 129), (1025,), (1023,), (64, 16), (4, 2, 9)]
 SETTINGS = {"betas": (0.9, 0.999), "eps": 1e-8}
-
-
-@pytest.fixture(autouse=True)
-def _interpreter_rounds_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter cuts fp32 off to bf16 where a GPU rounds to the nearest: twice the error, and all one way."""
-    interpreter = sys.modules.get("triton.runtime.interpreter")
-    if interpreter is None:
-        return
-    before = interpreter._convert_float
-
-    def convert(values: Any, source: Any, target: Any, mode: Any) -> Any:
-        if (source.name, target.name) != ("fp32", "bf16"):
-            return before(values, source, target, mode)
-        return torch.tensor(values, dtype=torch.float32).to(torch.bfloat16).view(torch.int16).numpy().view("uint16")
-
-    monkeypatch.setattr(interpreter, "_convert_float", convert)
 
 
 def parameters(device: str, dtype: torch.dtype = torch.float32, shapes: Any = SHAPES) -> list[torch.nn.Parameter]:
@@ -82,7 +66,7 @@ def run_ours(params: list[torch.nn.Parameter], steps: int, clip: float | None, *
 
 
 @pytest.mark.parametrize(("steps", "clip"), [(6, None), (20, 1.0)])
-def test_steps_are_as_good_as_torch(device: str, judge: Callable[..., None], steps: int, clip: float | None) -> None:
+def test_steps_are_as_good_as_torch(device: str, judge: Judge, steps: int, clip: float | None) -> None:
     params = parameters(device)
     start = [p.detach().clone() for p in params]
     run_ours(params, steps, clip)
@@ -92,7 +76,7 @@ def test_steps_are_as_good_as_torch(device: str, judge: Callable[..., None], ste
         assert (got.detach() != before).all(), "every element moved"
 
 
-def test_bf16_parameters_follow_torch(device: str, judge: Callable[..., None]) -> None:
+def test_bf16_parameters_follow_torch(device: str, judge: Judge) -> None:
     """torch keeps bf16 moments for bf16 parameters and rounds in between; one rounding at the end is no worse."""
     params = parameters(device, torch.bfloat16)
     start = [p.detach().clone() for p in params]
@@ -102,7 +86,7 @@ def test_bf16_parameters_follow_torch(device: str, judge: Callable[..., None]) -
         judge(got.detach(), reference.detach(), true.detach(), f"{tuple(got.shape)}")
 
 
-def test_dtypes_may_be_mixed(device: str, judge: Callable[..., None]) -> None:
+def test_dtypes_may_be_mixed(device: str, judge: Judge) -> None:
     """Parameters of two dtypes and bf16 gradients of fp32 parameters share one norm."""
     params = [*parameters(device, torch.float32, [(9, 31), (5,)]), *parameters(device, torch.bfloat16, [(8, 16)])]
     grads = [torch.randn_like(p).to(torch.bfloat16) for p in params]
@@ -120,13 +104,6 @@ def test_dtypes_may_be_mixed(device: str, judge: Callable[..., None]) -> None:
     truth, plain, ours = results
     for got, reference, true in zip(ours, plain, truth, strict=True):
         judge(got, reference, true, f"{got.dtype} {tuple(got.shape)}")
-    # The first step of Adam is lr * sign(g), but for eps: a g of 2.5e-5 moves by 4e-6 less than a step of 0.01.
-    clip = 1 / float(truth[0])
-    for param, old, grad in zip(ours[1:4], params, grads, strict=True):
-        small = grad.double() * clip
-        moved_by = old.detach().double() - param.double()
-        error = (moved_by - 0.01 * small / (small.abs() + 1e-8)).abs().max()
-        assert error < (2**-7 * float(old.detach().abs().max()) if param.dtype == torch.bfloat16 else 1e-6)
 
 
 @table("bad", [float("nan"), float("inf")])
@@ -135,11 +112,9 @@ def test_a_gradient_that_is_not_finite_changes_nothing(device: str, bad: float) 
     optimizer = run_ours(params, 2, 1.0)
     state = [optimizer.state[p][key] for p in params for key in ("exp_avg", "exp_avg_sq", "step")]
     before = [tensor.detach().clone() for tensor in (*params, *state)]
-    assert params[2].grad is not None
     params[2].grad[3, 100] = bad
     optimizer.step()
     assert optimizer.skipped == 1
-    assert optimizer.grad_norm is not None
     assert not optimizer.grad_norm.isfinite()
     for tensor, old in zip((*params, *state), before, strict=True):
         assert torch.equal(tensor.detach(), old)
@@ -158,15 +133,6 @@ def test_results_repeat_bit_for_bit(device: str) -> None:
     assert second.grad_norm is not None
     assert torch.equal(first.grad_norm, second.grad_norm)
     assert all(torch.equal(a, b) for a, b in zip(params, again, strict=True))
-
-
-def test_the_norm_is_that_before_clipping(device: str) -> None:
-    params = parameters(device)
-    optimizer = run_ours(params, 6, 0.25)
-    truth = torch.cat([grad.double().flatten() for grad in gradients(5, params)]).norm()
-    assert optimizer.grad_norm is not None
-    assert abs(float(optimizer.grad_norm) - float(truth)) < 1e-6 * float(truth)
-    assert float(truth) > 10
 
 
 def test_unaligned_tensors(device: str) -> None:
@@ -235,7 +201,6 @@ def test_a_captured_step_follows_schedule_and_gradients() -> None:
             for group in optimizer.param_groups:
                 group["lr"] = 0.01 / step
             for param, grad in zip(members, gradients(step, members), strict=True):
-                assert param.grad is not None
                 param.grad.copy_(grad)
         eager.step()
         graphed.refresh_lr()
@@ -256,13 +221,11 @@ def test_a_watched_loss_refuses_the_step_and_all_after_it(device: str, broken: s
     for loss_value, grad in (values, (1.0, 1.0)):  # the second is sound by itself
         loss.fill_(loss_value)
         for param in params:
-            assert param.grad is not None
             param.grad.fill_(grad)
         optimizer.step()
     assert all(torch.equal(p.detach(), old) for p, old in zip(params, before, strict=True))
     assert optimizer.skipped == 2
     assert all(optimizer.state[p]["step"] == 1 for p in params)
-    assert optimizer.skipped is not None
     optimizer.skipped.zero_()
     optimizer.step()
     assert not torch.equal(params[0].detach(), before[0])

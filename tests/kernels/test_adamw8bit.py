@@ -3,12 +3,12 @@ the moments as they were stored, in float64."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
+from kernel_parts import Judge
 
 from pronghorn.kernels.optim.adamw import adamw_step
 from pronghorn.kernels.optim.adamw8bit import (
@@ -109,7 +109,7 @@ def test_every_byte_is_the_nearest_level(signed: bool) -> None:
 
 
 @table("clip", [None, 0.5])
-def test_the_step_is_the_true_one_for_the_stored_moments(device: str, judge: Callable[..., None], clip: float | None) -> None:
+def test_the_step_is_the_true_one_for_the_stored_moments(device: str, judge: Judge, clip: float | None) -> None:
     settings: dict[str, Any] = {"lr": 1e-2, "clip_norm": clip, "eps": 1e-6}
     ours, plain = tensors_of(device), tensors_of("cpu")
     truth = tensors_of("cpu", dtype=torch.float64)
@@ -134,12 +134,11 @@ def test_bytes_are_the_nearest_to_the_true_moments(device: str) -> None:
     adamw_step(tensors, lr=0.0, betas=(0.0, 0.0))
     for i, grad in enumerate(tensors.grads):
         absmax = tensors.absmaxes[i]
-        assert absmax is not None
         agree(tensors.exp_avgs[i], absmax[0], grad, signed=True)
         agree(tensors.exp_avg_sqs[i], absmax[1], grad * grad, signed=False)
 
 
-def test_every_byte_is_read_as_its_level(device: str, judge: Callable[..., None]) -> None:
+def test_every_byte_is_read_as_its_level(device: str, judge: Judge) -> None:
     """Without a gradient moments halve: absmax follows, the bytes stay. All 256 of each kind, some not filling a block."""
     shapes = [(256,), (256,), (CONFIG[0] + 256,)]
     results = []
@@ -149,7 +148,6 @@ def test_every_byte_is_read_as_its_level(device: str, judge: Callable[..., None]
             codes.copy_((torch.arange(codes.numel()) % 256).view(codes.shape))
             squares.copy_(codes.flip(0))
         for absmax in tensors.absmaxes:
-            assert absmax is not None
             absmax[0].fill_(1e-3)
             absmax[1].fill_(1e-6)
         for grad in tensors.grads:
@@ -160,29 +158,11 @@ def test_every_byte_is_read_as_its_level(device: str, judge: Callable[..., None]
         after = [*tensors.exp_avgs, *tensors.exp_avg_sqs]
         assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
         for absmax in tensors.absmaxes:
-            assert absmax is not None
             torch.testing.assert_close(absmax[0], torch.full_like(absmax[0], 5e-4))
             torch.testing.assert_close(absmax[1], torch.full_like(absmax[1], 5e-7))
         results.append(tensors.params)
     for true, plain, got in zip(*results, strict=True):
         judge(got, plain, true, f"{tuple(got.shape)}")
-
-
-def test_many_steps_follow_the_plain_form(device: str) -> None:
-    """Ten steps end in the same parameters, but for a few numbers that once lay half way between two levels."""
-    ours, plain = tensors_of(device), tensors_of("cpu")
-    plain.on_device = False
-    for step in range(10):
-        for tensors in (ours, plain):
-            for i, grad in enumerate(tensors.grads):
-                grad.copy_(spread(grad.shape, 100 * step + i, 2.0))
-            adamw_step(tensors, lr=1e-2, clip_norm=1.0)
-    pairs = zip(ours.params, plain.params, strict=True)
-    apart = sum(int(((got.cpu() - expected).abs() > 3e-6).sum()) for got, expected in pairs)
-    numbers = sum(p.numel() for p in ours.params)
-    assert apart <= numbers / 1000, f"{apart} of {numbers}"
-    for got, expected in zip(ours.exp_avg_sqs, plain.exp_avg_sqs, strict=True):
-        assert int((got.cpu() != expected).sum()) <= 2 + got.numel() / 1000
 
 
 def test_parameters_and_gradients_in_bf16(device: str) -> None:
@@ -219,7 +199,6 @@ def test_gradients_of_zero_and_of_next_to_nothing(device: str) -> None:
     """Blocks whose absmax is 0, or has no inverse in fp32, hold zeros, never NaN."""
     tensors = tensors_of(device, [(BLOCK * 3,)])
     (param,), (grad,), (absmax,) = tensors.params, tensors.grads, tensors.absmaxes
-    assert absmax is not None
     for one in absmax:
         one.zero_()
     grad.zero_()
@@ -320,7 +299,6 @@ def test_a_captured_step_follows_schedule_and_gradients(eight_bit: bool, paged: 
         for members, one in ((params, graphed), (again, eager)):
             one.param_groups[0]["lr"] = 0.01 / step
             for i, param in enumerate(members):
-                assert param.grad is not None
                 param.grad.copy_(spread(param.shape, 100 * step + i, 2.0))
         eager.step()
         graphed.refresh_lr()

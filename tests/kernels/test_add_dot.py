@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
+from kernel_parts import Judge
 
 from pronghorn.kernels.runtime.add_dot import add_dot
 from pronghorn.kernels.runtime.dispatch import jit, tl
@@ -22,7 +21,7 @@ def _product(a, b, y, K, BLOCK: tl.constexpr, PRECISION: tl.constexpr):  # type:
 @pytest.mark.parametrize("block", [16, 32, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_sums_are_as_near_to_the_truth_as_plain_torch(
-    monkeypatch: pytest.MonkeyPatch, judge: Callable[..., None], dtype: torch.dtype, block: int
+    monkeypatch: pytest.MonkeyPatch, judge: Judge, dtype: torch.dtype, block: int
 ) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_parts import Judge
 
 from pronghorn.kernels.attention import attention_torch
 from pronghorn.kernels.attention.attention import (
@@ -124,7 +125,7 @@ def backends(device: str, dtype: torch.dtype, width: int, options: dict[str, Any
     ids=str,
 )
 def test_forward_and_backward_are_as_near_to_the_truth_as_plain_torch(
-    where: str, name: str, dtype: torch.dtype, judge: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    where: str, name: str, dtype: torch.dtype, judge: Judge, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # torch's own fp32 kernel for the CPU is up to three times as far off as plain torch: the next test has the bar for it.
     monkeypatch.setattr(attention_torch, "_has_torch_kernel", lambda *_: False)
@@ -162,18 +163,6 @@ def test_public_function_has_the_same_gradients(name: str) -> None:
     )
     for ours, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
-
-
-def test_documents_do_not_see_each_other_nor_the_future() -> None:
-    tensors, cu, options = make("cpu", torch.float32, **CASES["gpt_oss_window"])
-    _, q, k, v, sinks = tensors
-    before, _ = attention_forward(q, k, v, cu, max(LENGTHS), sinks_N=sinks, **options)
-    row = sum(LENGTHS[:3]) + 30  # in the fourth document
-    k[row] += 3
-    v[row] -= 3
-    after, _ = attention_forward(q, k, v, cu, max(LENGTHS), sinks_N=sinks, **options)
-    changed = (before != after).flatten(1).any(1).nonzero().flatten().tolist()
-    assert changed == list(range(row, min(row + 32, sum(LENGTHS[:4]))))
 
 
 def test_writes_into_the_buffers_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,8 +46,6 @@ def compare(
         exact, weight.double(), labels, weights_N=weights.double() if isinstance(weights, Tensor) else None, **options
     )  # type: ignore[arg-type]
     (expected * 0.3).backward()
-    assert hidden.grad is not None
-    assert exact.grad is not None
     torch.testing.assert_close(rows.double(), expected_rows, rtol=1e-6, atol=of_losses)
     torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-6, atol=of_losses)
     assert float((hidden.grad.double() - exact.grad).norm() / exact.grad.norm()) < tolerance
@@ -81,14 +79,6 @@ def test_weights_and_a_scale(product: Product, options: dict[str, object]) -> No
 def test_what_needs_the_logits_has_them(product: Product, options: dict[str, object]) -> None:
     compare(*sample(), 1e-6, **options)
     assert not product.wanted
-
-
-def test_a_label_outside_of_the_vocabulary_is_seen_in_the_loss(product: Product) -> None:
-    hidden, weight, labels = sample()
-    labels[5] = VOCABULARY
-    loss, rows = linear_cross_entropy(hidden, weight, labels)
-    assert loss.isnan()
-    assert rows.isnan().nonzero().flatten().tolist() == [5]
 
 
 def test_a_broken_row_breaks_no_other(product: Product) -> None:

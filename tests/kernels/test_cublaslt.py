@@ -8,41 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.gemm.cublaslt import LONG, NARROW, WIDE, Algorithm, _Offer, choose, favoured, offered, taken, try_mm
+from pronghorn.kernels.gemm.cublaslt import NARROW, WIDE, _Offer, offered, taken, try_mm
 from pronghorn.kernels.gemm.mm import mm_add
-from tables import gpu_rows, table
+from tables import gpu_rows
 
-OTHER = Algorithm(31, 5, 7)
 on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
 )
-
-
-@table(("rows", "inner", "columns", "weight_by_rows", "expected"), [
-    (16384, 2112, 16384, True, (WIDE, NARROW)),  # 1B gate and up: 1.083 times torch
-    (2048, 4096, 128256, True, (WIDE, NARROW)),  # 8B head
-    (16384, 14352, 4096, True, (NARROW,)),  # 8B down
-    (16384, 2064, 8192, False, (NARROW,)),  # 1B down, backward
-    (16384, 16448, 2048, False, (LONG,)),  # 1B gate and up, backward: NARROW would be 0.935
-    (16384, 8208, 2048, True, (LONG,)),  # 1B down
-    (16384, 2064, 2048, True, ()),  # 1B output projection
-    (16384, 6208, 1024, False, ()),  # 0.6B gate and up, backward: LONG would be 0.94
-    (16384, 2048, 64, True, ()),  # x A^T
-    (1024, 4096, 28672, True, ()),  # few tokens: not measured
-])  # fmt: skip
-def test_what_is_favoured(rows: int, inner: int, columns: int, weight_by_rows: bool, expected: tuple[Algorithm, ...]) -> None:
-    assert favoured(rows, inner, columns, weight_by_rows=weight_by_rows) == expected
-
-
-def test_the_first_of_those_wanted_is_chosen_wherever_it_stands() -> None:
-    assert choose([OTHER, NARROW, WIDE], [WIDE, NARROW], any_will_do=False) == 2
-    assert choose([OTHER, NARROW], [WIDE, NARROW], any_will_do=False) == 1
-
-
-def test_where_none_is_offered_torch_chooses_unless_any_will_do() -> None:
-    assert choose([OTHER], [WIDE], any_will_do=False) is None
-    assert choose([OTHER], [WIDE], any_will_do=True) == 0
-    assert choose([], [WIDE], any_will_do=True) is None
 
 
 def test_an_offer_is_as_long_as_the_librarys() -> None:

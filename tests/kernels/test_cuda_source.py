@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
-import sysconfig
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from pronghorn.kernels.runtime import cuda_source, dispatch
-from pronghorn.kernels.runtime.cuda_source import NotCompiled, Source, available, compiled, launch
+from pronghorn.kernels.runtime.cuda_source import NotCompiled, Source, compiled, launch
 
-ASKING = 4  # threads
 SOURCE = Source("small.cu", ("@LINE@", "  multiply();"), (("GATED", 1), ("HALF", 96)))
 TEXT = "first\n@LINE@\nlast\n"
 BROKEN = "no such instruction"
@@ -63,62 +57,6 @@ def go(source: Source = SOURCE, arguments: tuple[Any, ...] = ()) -> bool:
 # ---- compiling ---------------------------------------------------------------------------------------------------------------
 
 
-class CountingLock:
-    """Says how often it was left."""
-
-    def __init__(self) -> None:
-        self.lock, self.left = threading.Lock(), threading.Semaphore(0)
-
-    def __enter__(self) -> None:
-        self.lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.lock.release()
-        self.left.release()
-
-
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[Source]:
-    """The sources that were made; the first is done when all threads have asked for it."""
-    lock = CountingLock()
-    found: list[Source] = []
-
-    def make(source: Source) -> bytes:
-        found.append(source)
-        if len(found) == 1:
-            assert all(lock.left.acquire(timeout=20) for _ in range(ASKING))
-        if source.file == "broken.cu":
-            raise NotCompiled(BROKEN)
-        return source.file.encode()
-
-    monkeypatch.setattr(cuda_source, "_lock", lock)
-    monkeypatch.setattr(cuda_source, "_compiled", {})
-    monkeypatch.setattr(cuda_source, "_cached_or_compiled", make)
-    return found
-
-
-def test_of_threads_that_ask_at_once_one_compiles(made: list[Source]) -> None:
-    with ThreadPoolExecutor(ASKING) as threads:
-        assert list(threads.map(compiled, [SOURCE] * ASKING)) == [b"small.cu"] * ASKING
-    assert made == [SOURCE]
-    other = SOURCE._replace(definitions=(("GATED", 0),))
-    compiled(other)
-    compiled(SOURCE)
-    assert made == [SOURCE, other]
-
-
-def test_all_who_ask_are_given_the_error(made: list[Source]) -> None:
-    broken = SOURCE._replace(file="broken.cu")
-    with ThreadPoolExecutor(ASKING) as threads:
-        asked = [threads.submit(compiled, broken) for _ in range(ASKING)]
-    for question in asked:
-        with pytest.raises(NotCompiled, match=BROKEN):
-            question.result()
-    with pytest.raises(NotCompiled, match=BROKEN):
-        compiled(broken)
-    assert made == [broken]
-
-
 def test_what_is_kept_on_disk_is_found_again_for_this_text_and_compiler_alone(compiler: Compiler, tmp_path: Path) -> None:
     def again(source: Source = SOURCE) -> int:
         cuda_source._compiled.clear()  # as another process
@@ -140,43 +78,6 @@ def test_a_source_that_does_not_compile_is_told_once(compiler: Compiler, capsys:
     assert [go(broken), go(broken)] == [False, False]
     assert capsys.readouterr().err.count("small.cu does not compile") == 1
     assert len(compiler.made) == 1
-
-
-@pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, object]:
-    """What can be opened by its name or place; nothing yet."""
-    there: dict[str, object] = {}
-
-    def library(place: str, **_: object) -> object:
-        if place not in there:
-            raise OSError(f"{place}: cannot open shared object file")
-        return there[place]
-
-    monkeypatch.setattr(ctypes, "CDLL", library)
-    monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(dispatch, "_said", set())
-    monkeypatch.setattr(cuda_source, "_compiler", cache(cuda_source._compiler.__wrapped__))
-    return there
-
-
-def test_where_there_is_no_compiler_it_is_said_once(opened: dict[str, object], capsys: pytest.CaptureFixture[str]) -> None:
-    assert not available()
-    assert not available()
-    assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()] == ["libnvrtc.so.13 not found"]
-
-
-@pytest.mark.parametrize("beside", [False, True])
-def test_the_compiler_is_found_by_its_name_or_beside_torch(
-    opened: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str], beside: bool
-) -> None:
-    file = tmp_path / "nvidia" / "cu13" / "lib" / "libnvrtc.so.13"
-    file.parent.mkdir(parents=True)
-    file.touch()
-    opened[str(file) if beside else file.name] = "the library"
-    assert available()
-    assert cuda_source._compiler() == "the library"
-    assert capsys.readouterr().err == ""
 
 
 def test_no_thread_waits_for_what_another_compiles_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,19 +103,3 @@ def test_no_thread_waits_for_what_another_compiles_ahead(monkeypatch: pytest.Mon
     monkeypatch.setattr(ahead.os, "cpu_count", lambda: 2)
     ahead.compile_ahead(work)
     assert [future.exception() for future in cuda_source._compiled.values()] == [None, None]
-
-
-def test_what_was_not_the_sources_fault_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers: list[Any] = [OSError("no space left"), b"code"]
-
-    def make(_: Source) -> bytes:
-        answer = answers.pop(0)
-        if isinstance(answer, OSError):
-            raise answer
-        return answer  # type: ignore[no-any-return]
-
-    monkeypatch.setattr(cuda_source, "_compiled", {})
-    monkeypatch.setattr(cuda_source, "_cached_or_compiled", make)
-    with pytest.raises(OSError, match="no space left"):
-        compiled(SOURCE)
-    assert compiled(SOURCE) == b"code"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from fp8_interpreter import interpreter_casts_as_a_gpu
+from kernel_parts import Judge
 
 from pronghorn.kernels.mlp.fp8_gated import (
     gated_activation_fp8_backward,
@@ -32,9 +31,7 @@ from tables import covering, table
 BF16 = torch.bfloat16
 
 
-@pytest.fixture(autouse=True)
-def _casts(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreter_casts_as_a_gpu(monkeypatch)
+pytestmark = pytest.mark.usefixtures("casts_as_a_gpu")
 
 
 def assert_rounded(values: torch.Tensor, scale: torch.Tensor, true: torch.Tensor) -> None:
@@ -137,7 +134,7 @@ def test_transpose(device: str, shape: tuple[int, int]) -> None:
 
 @table("one_plus", [False, True])
 @table(("rows", "width"), [(3, 96), (5, 576), (2, 5120)])
-def test_norm(device: str, judge: Callable[..., None], rows: int, width: int, one_plus: bool) -> None:
+def test_norm(device: str, judge: Judge, rows: int, width: int, one_plus: bool) -> None:
     x, residual = torch.randn(2, rows, width, device=device).to(BF16)
     weight = torch.rand(width, device=device).to(BF16)
     alone = rms_norm_fp8_forward(x, weight, 1e-6, one_plus=one_plus)

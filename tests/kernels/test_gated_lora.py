@@ -5,12 +5,12 @@ Sums are judged apart from the activation: truth and yardstick are products of t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import pytest
 import torch
+from kernel_parts import Judge, strided, truth_and_plain, untouched_beside
 from torch import Tensor
 
 from pronghorn.kernels.gemm.mm import mm_accumulate_
@@ -24,19 +24,6 @@ Kind = Literal["silu", "gelu_tanh"]
 KINDS: list[Kind] = ["silu", "gelu_tanh"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 64), (3, 140), (37, 96)]  # more than one block of columns, of rows; the last one partly filled
-
-
-def strided(rows: int, width: int, extra: int, dtype: torch.dtype, device: str, *, empty: bool = False) -> Tensor:
-    buffer = torch.full((rows, width + extra), float("nan"), dtype=dtype, device=device)
-    if not empty:
-        buffer[:, :width] = 2 * torch.randn(rows, width, device=device)
-    return buffer[:, :width]
-
-
-def untouched_beside(view: Tensor) -> bool:
-    buffer = view._base
-    assert buffer is not None
-    return bool(torch.isnan(buffer[:, view.shape[1] :]).all())
 
 
 @dataclass
@@ -86,9 +73,8 @@ class Case:
                 mm_accumulate_(gate_up[ranks, columns], xa.T, part)
         return down, gate_up
 
-    def judge_sums(self, judge: Callable[..., None], kind: Kind, dgu: Tensor, down: Tensor | None, gate_up: Tensor) -> None:
+    def judge_sums(self, judge: Judge, kind: Kind, dgu: Tensor, down: Tensor | None, gate_up: Tensor) -> None:
         a = gated_activation_backward(self.da, self.gu, kind)[1]
-        assert a is not None
         wide, true = self.expected(a, dgu, torch.float32), self.expected(a, dgu, torch.float64)
         if down is None:
             pass
@@ -101,15 +87,12 @@ class Case:
 
 @table(("kind", "dtype", "shape"), covering(KINDS, DTYPES, SHAPES, together=(1, 2)))
 def test_backward_is_as_good_as_plain_torch(
-    device: str, judge: Callable[..., None], kind: Kind, dtype: torch.dtype, shape: tuple[int, int]
+    device: str, judge: Judge, kind: Kind, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
     case = Case.make(*shape, 16, slice(0, 16), slice(16, 32), dtype, device)
-    results = []
-    for number in (torch.float64, dtype):
-        leaf = case.gu.detach().to(number).requires_grad_()
-        results.append(torch.autograd.grad(gated_activation_reference(leaf, kind), leaf, case.da.to(number))[0])
+    (_, true), (_, plain) = truth_and_plain(lambda x: gated_activation_reference(x, kind), [case.gu], [case.da])
     dgu, down, gate_up = case.run(kind)
-    judge(dgu, results[1], results[0], "dgu")
+    judge(dgu, plain, true, "dgu")
     case.judge_sums(judge, kind, dgu, down, gate_up)
 
 
@@ -119,7 +102,7 @@ def test_backward_is_as_good_as_plain_torch(
      (24, None, None), (0, None, None), (8, slice(0, 8), slice(0, 8))]
 )  # fmt: skip
 def test_adapters_that_differ_or_are_missing(
-    device: str, judge: Callable[..., None], down: int, gate: slice | None, up: slice | None
+    device: str, judge: Judge, down: int, gate: slice | None, up: slice | None
 ) -> None:
     case = Case.make(34, 130, max(1, down), gate, up, torch.bfloat16, device)
     dgu, got_down, got_gate_up = case.run("silu", has_down=down > 0)
@@ -146,9 +129,7 @@ def test_the_same_bits_each_time(device: str) -> None:
 
 
 @table("ranks_first", [True, False])
-def test_every_way_of_cutting_it_up(
-    device: str, judge: Callable[..., None], monkeypatch: pytest.MonkeyPatch, ranks_first: bool
-) -> None:
+def test_every_way_of_cutting_it_up(device: str, judge: Judge, monkeypatch: pytest.MonkeyPatch, ranks_first: bool) -> None:
     """One row too few and one too many for a step and for a program; programs of several steps."""
     monkeypatch.setattr(gated_lora, "_backward_tile", lambda *_: Tile(16, 64, 4, 2, 1, ranks_first))
     monkeypatch.setattr(gated_lora, "_rows_of_a_program", lambda *_: 32)
@@ -166,9 +147,7 @@ def test_every_way_of_cutting_it_up(
         for kind, dtype, size in covering(KINDS, DTYPES, [((1, 64), 16), ((3, 300), 5), ((33, 128), 64)], together=(0, 1))
     ],
 )
-def test_forward(
-    device: str, judge: Callable[..., None], kind: Kind, dtype: torch.dtype, shape: tuple[int, int], rank: int
-) -> None:
+def test_forward(device: str, judge: Judge, kind: Kind, dtype: torch.dtype, shape: tuple[int, int], rank: int) -> None:
     T, F = shape
     gu = strided(T, 2 * F, 16, dtype, device)
     A = strided(rank, F, 11, dtype, device)
@@ -233,7 +212,6 @@ def test_a_graph_captures_it_and_offsets_beyond_32_bits() -> None:
         call()
     graph.replay()
     expected, a = gated_activation_backward(da[-1:], kept, "silu")
-    assert a is not None
     torch.testing.assert_close(gu[-1:], expected, rtol=2**-6, atol=1e-5)
     torch.testing.assert_close(down, 2 * dyb[-1:].float().T @ a.float(), rtol=2**-6, atol=1e-5)
     torch.testing.assert_close(gate_up[16:, F:], 2 * xa[-1:, 16:].float().T @ expected[:, F:].float(), rtol=2**-6, atol=1e-5)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
-from test_gated_lora import Case, strided
+from kernel_parts import strided
+from test_gated_lora import Case
 from torch import Tensor
 
 from pronghorn.kernels.lora import gated_lora
-from pronghorn.kernels.lora.gated_lora import Tile, gated_lora_backward, why_not_thin
+from pronghorn.kernels.lora.gated_lora import Tile, gated_lora_backward
 from pronghorn.kernels.lora.gated_lora_thin import ThinSums
 from pronghorn.kernels.runtime.dispatch import use_triton
 from tables import table
@@ -58,7 +54,6 @@ def run(case: Case, sB: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     down, gate_up = case.sums_down.clone(), case.sums_gate_up.clone()
     gated_lora_backward(case.da, case.gu, "silu", dgu_out=dgu, dyb_TR=case.dyb, xa_TR=case.xa, gate_columns=case.gate,
                         up_columns=case.up, sums_down_RF=down, sums_gate_up_RG=gate_up, sB_GR=sB)  # fmt: skip
-    assert dgu._base is not None
     assert torch.isnan(dgu._base[:, G + R :]).all(), "columns behind those of sB belong to somebody else"
     return dgu[:, :G], dgu[:, G:], down, gate_up
 
@@ -140,76 +135,3 @@ def test_numbers_at_the_ends_of_the_range(device: str, largest: float) -> None:
     truth = (1.25 * sB[65].double()).to(torch.bfloat16)
     assert torch.isfinite(truth).all() == (largest < 3e38)
     assert torch.equal(dyb[0], truth)
-
-
-def small_model(device: str) -> Callable[[], tuple[float, dict[str, Tensor]]]:
-    """Of two layers with adapters everywhere; (loss, what the adapters' gradients add up to) as the captured step has them."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    from pronghorn.data.pack.batches import build_batch
-    from pronghorn.model.causal_lm import engine_of, install
-    from pronghorn.model.lora import add_adapter
-    from pronghorn.model.lora_grad_buffer import LoraGradBuffer
-    from pronghorn.recipe import Lora
-    from samples import random_table
-
-    config = LlamaConfig(vocab_size=259, hidden_size=64, intermediate_size=136, num_hidden_layers=2, num_attention_heads=2,
-                         num_key_value_heads=1, head_dim=64, pad_token_id=0, initializer_range=0.12)  # fmt: skip
-    model: Any = add_adapter(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), Lora(r=4), seed=1)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(parameter, std=0.1)
-    model = model.to(device).train()
-    assert not install(model)
-    batch = build_batch(random_table(3), np.arange(3), 128).map(lambda tensor: tensor.to(device))
-
-    def step() -> tuple[float, dict[str, Tensor]]:
-        engine = engine_of(model)
-        assert engine is not None
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-        sums = LoraGradBuffer(engine, torch.bfloat16)
-        loss = engine.packed_loss(batch)[0]
-        loss.backward()
-        sums.collect()
-        sums.release()
-        return float(loss.detach()), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-    return step
-
-
-@pytest.mark.usefixtures("rounds")
-def test_a_layer_s_gradients_are_the_same_to_bf16(
-    device: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Layers that take the op of these tests, with dgu sB and without. Without a GPU all other ops are plain torch: the model
-    is imported beside kernels that are not interpreted, as everywhere else in this process."""
-    request.config.pluginmanager.get_plugin(str(Path(__file__).parent / "conftest.py")).use_interpreted(False)
-    from pronghorn.model.layers import gated
-
-    given: list[bool] = []
-
-    def backward(*args: Any, sB_GR: Tensor | None = None, **options: Any) -> None:
-        given.append(sB_GR is not None)
-        gated_lora_backward(*args, sB_GR=sB_GR, **options)
-
-    step = small_model(device)
-    monkeypatch.setattr(gated, "gated_lora_backward", backward)
-    monkeypatch.setattr(gated, "why_not_thin", lambda *_: "not now")
-    loss, expected = step()
-    monkeypatch.setattr(gated, "why_not_thin", why_not_thin)
-    again, found = step()
-    taken = use_triton(torch.zeros(1, dtype=torch.bfloat16, device=device))
-    assert given == [False, False, taken, taken]
-    assert loss == again
-    assert found.keys() == expected.keys()
-    more = {name: float((found[name] - expected[name]).norm() / expected[name].norm()) for name in found}
-    behind = {name for name in found if ".layers.1.mlp" in name and ("gate_proj.lora_A" in name or "up_proj.lora_A" in name)}
-    before = {name for name in found if ".layers.1.mlp" in name} - behind
-    assert len(behind) == 2
-    assert len(before) == 4
-    assert max(more[name] for name in before) == 0, "added up before dgu sB is looked at"
-    # A number here and there is the next one of bf16, 1 of 256 away, and through the layers below so are more of them.
-    assert (min(more[name] for name in behind) > 0) == taken
-    assert max(more[name] for name in behind) < 2e-3
-    assert max(more.values()) < 1.5e-2

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Literal
 
 import torch
+from kernel_parts import Judge, strided, truth_and_plain, untouched_beside
 from torch.nn import functional
 
 from pronghorn.kernels.mlp.gated_mlp import (
@@ -23,31 +23,14 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 64), (3, 96), (127, 576), (2, 5000), (1000, 64)]  # 5000: more than two tiles, the last one partly filled
 
 
-def strided(rows: int, width: int, extra: int, dtype: torch.dtype, device: str, *, empty: bool = False) -> torch.Tensor:
-    buffer = torch.full((rows, width + extra), float("nan"), dtype=dtype, device=device)
-    if not empty:
-        buffer[:, :width] = 2 * torch.randn(rows, width, device=device)
-    return buffer[:, :width]
-
-
-def written_only_inside(view: torch.Tensor) -> bool:
-    buffer = view._base
-    assert buffer is not None
-    return bool(torch.isnan(buffer[:, view.shape[1] :]).all())
-
-
 # A shape fills tiles or does not, whatever the activation and the number.
 @table(("kind", "dtype", "shape"), covering(KINDS, DTYPES, SHAPES, together=(0, 1)))
 def test_forward_and_backward_are_as_good_as_plain_torch(
-    device: str, judge: Callable[..., None], kind: Kind, dtype: torch.dtype, shape: tuple[int, int]
+    device: str, judge: Judge, kind: Kind, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
     T, F = shape[0] if device == "cuda" or not use_triton(torch.empty(1)) else min(shape[0], 12), shape[1]  # 7 ms a row
-    gu, da = strided(T, 2 * F, 16, dtype, device), strided(T, F, 5, dtype, device)
-    results = []
-    for kind_of_number in (torch.float64, dtype):
-        leaf = gu.detach().to(kind_of_number).requires_grad_()
-        a = gated_activation_reference(leaf, kind)
-        results.append([a.detach(), *torch.autograd.grad(a, leaf, da.to(kind_of_number))])
+    gu, da = strided(T, 2 * F, 16, dtype, device, size=2), strided(T, F, 5, dtype, device, size=2)
+    results = truth_and_plain(lambda x: gated_activation_reference(x, kind), [gu], [da])
 
     a = gated_activation_forward(gu, kind, out=strided(T, F, 16, dtype, device, empty=True))
     dgu, again = gated_activation_backward(da, gu, kind, out=strided(T, 2 * F, 8, dtype, device, empty=True))
@@ -55,8 +38,8 @@ def test_forward_and_backward_are_as_good_as_plain_torch(
     for name, ours, true, theirs in zip(("a", "dgu"), (a, dgu), *results, strict=True):
         judge(ours, theirs, true, name)
     assert torch.equal(a, again)
-    assert written_only_inside(a)
-    assert written_only_inside(dgu)
+    assert untouched_beside(a)
+    assert untouched_beside(dgu)
     assert gated_activation_backward(da, gu, kind, need_activation=False)[1] is None
 
 

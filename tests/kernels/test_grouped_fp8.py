@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fp8_interpreter import interpreter_casts_as_a_gpu
 
 from pronghorn.kernels.moe.grouped_fp8 import (
     Fp8ExpertGroup,
@@ -21,10 +20,7 @@ from pronghorn.kernels.moe.routing import sort_by_expert
 from pronghorn.kernels.quant.fp8_cast import E4M3, fp8_cast_rows
 from tables import table
 
-
-@pytest.fixture(autouse=True)
-def _casts(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreter_casts_as_a_gpu(monkeypatch)
+pytestmark = pytest.mark.usefixtures("casts_as_a_gpu")
 
 
 def routed(T: int, K: int, E: int, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

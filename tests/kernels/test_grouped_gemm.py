@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
+from kernel_parts import Judge, strided, truth_and_plain
 
 from pronghorn.kernels.moe.grouped_gemm import (
     grouped_linear,
@@ -30,33 +29,22 @@ def can_multiply(device: str, dtype: torch.dtype) -> bool:
     return device == "cuda" or dtype != torch.bfloat16 or not use_triton(torch.empty(1))
 
 
-def rows(count: int, width: int, dtype: torch.dtype, device: str, extra: int = 8) -> torch.Tensor:
-    buffer = torch.full((count, width + extra), float("nan"), dtype=dtype, device=device)
-    buffer[:, :width] = torch.randn(count, width, device=device)
-    return buffer[:, :width]
-
-
 @pytest.mark.parametrize(("dtype", "load", "size"), CASES, ids=str)
 def test_all_products_are_as_good_as_a_loop(
-    device: str, judge: Callable[..., None], dtype: torch.dtype, load: str, size: tuple[int, int]
+    device: str, judge: Judge, dtype: torch.dtype, load: str, size: tuple[int, int]
 ) -> None:
     if not can_multiply(device, dtype):
         pytest.skip("the interpreter cannot multiply bf16")
     (D, outputs), bounds = size, LOADS[load]
     S, E = bounds[-1], len(bounds) - 1
     offsets = torch.tensor(bounds, dtype=torch.int32, device=device)
-    x, dy = rows(S, D, dtype, device), rows(S, outputs, dtype, device)
+    x, dy = strided(S, D, 8, dtype, device), strided(S, outputs, 8, dtype, device)
     if D == 40:
         weight = torch.randn(E, D, outputs, device=device).to(dtype).transpose(1, 2)  # gpt-oss's way round
     else:
-        weight = rows(E * outputs, D, dtype, device).unflatten(0, (E, outputs))
+        weight = strided(E * outputs, D, 8, dtype, device).unflatten(0, (E, outputs))
     bias = torch.randn(E, outputs, device=device).to(dtype)
-    results = []
-    for kind in (torch.float64, dtype):
-        # Contiguous: torch's own bf16 product on a CPU reads the NaN beside a row.
-        leaves = [part.detach().to(kind).contiguous().requires_grad_() for part in (x, weight, bias)]
-        y = grouped_linear_reference(leaves[0], leaves[1], offsets, leaves[2])
-        results.append([y.detach(), *torch.autograd.grad(y, leaves, dy.to(kind).contiguous())])
+    results = truth_and_plain(lambda x, w, b: grouped_linear_reference(x, w, offsets, b), [x, weight, bias], [dy])
     out = torch.full((S, outputs + 3), float("nan"), dtype=dtype, device=device)
     found = [
         grouped_linear_forward(x, weight, offsets, bias, out=out[:, :outputs]),
@@ -123,7 +111,7 @@ def test_autograd_and_determinism(device: str) -> None:
 def test_torch_and_triton_agree_in_a_graph_without_the_host() -> None:
     """Captured with one load, replayed with another; extra columns beside the rows, an expert without rows."""
     E, outputs, D, S = 8, 192, 320, 1024
-    x, dy = rows(S, D, torch.bfloat16, "cuda"), rows(S, outputs, torch.bfloat16, "cuda")
+    x, dy = strided(S, D, 8, torch.bfloat16, "cuda"), strided(S, outputs, 8, torch.bfloat16, "cuda")
     weight = torch.randn(E, outputs, D, device="cuda").bfloat16() / 16
     offsets = torch.arange(0, S + 1, S // E, dtype=torch.int32, device="cuda")
 

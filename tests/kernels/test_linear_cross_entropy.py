@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +22,7 @@ from pronghorn.kernels.loss.linear_cross_entropy import (
 from pronghorn.kernels.runtime.dispatch import use_triton
 from tables import covering, table
 
+pytestmark = pytest.mark.usefixtures("casts_as_a_gpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CUDA = torch.cuda.is_available()
 OPTIONS = {"softcap": 5.0, "logit_scale": 0.25, "label_smoothing": 0.1, "z_loss": 1e-2}
@@ -86,23 +86,6 @@ class Problem:
                 assert ours <= 2 * theirs + tiny * size, f"{name}: {ours / size:.2e}, plain torch {theirs / size:.2e}"
 
 
-@pytest.fixture(autouse=True)
-def _interpreter_rounds_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter cuts fp32 off to bf16 where a GPU rounds to the nearest: twice the error, and all one way."""
-    interpreter = sys.modules.get("triton.runtime.interpreter")
-    if interpreter is None:
-        return
-    before = interpreter._convert_float
-
-    def convert(values: Any, source: Any, target: Any, mode: Any) -> Any:
-        if (source.name, target.name) != ("fp32", "bf16"):
-            return before(values, source, target, mode)
-        rounded = torch.tensor(values, dtype=torch.float32).to(torch.bfloat16)
-        return rounded.view(torch.int16).numpy().view("uint16")
-
-    monkeypatch.setattr(interpreter, "_convert_float", convert)
-
-
 @pytest.fixture
 def once(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Where kernels run, the rows are gone through once, and leave factors."""
@@ -127,24 +110,16 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op, "CPU_SCRATCH_BYTES", 1)
 
 
-@table("chosen", list(itertools.product([False, True], repeat=len(OPTIONS))))
-def test_every_combination_of_options(device: str, chosen: tuple[bool, ...]) -> None:
+EVERY = list(itertools.product([False, True], repeat=len(OPTIONS)))
+
+
+# Every combination in one dtype in turn, none and all of them in each.
+@table(("dtype", "chosen"), [*covering(DTYPES, EVERY), *itertools.product(DTYPES, (EVERY[0], EVERY[-1]))])
+def test_every_combination_of_options(device: str, dtype: torch.dtype, chosen: tuple[bool, ...]) -> None:
     """Bias and weights, which no option knows of, so that each of the two occurs with and without each option and the other."""
     bias, weights = chosen[0] != chosen[1], chosen[2] != chosen[3]
     terms = {name: value for (name, value), wanted in zip(OPTIONS.items(), chosen, strict=True) if wanted}
-    problem = Problem(5, 64, 259, torch.float32, device, bias=bias, weights=weights, terms=terms)
-    problem.check(problem.ours())
-
-
-@table(("dtype", "name"), list(itertools.product(DTYPES, OPTIONS)))
-def test_every_dtype_with_every_option(device: str, dtype: torch.dtype, name: str) -> None:
-    problem = Problem(9, 64, 259, dtype, device, terms={name: OPTIONS[name]})
-    problem.check(problem.ours())
-
-
-@table("dtype", DTYPES)
-def test_all_options_together(device: str, dtype: torch.dtype) -> None:
-    problem = Problem(9, 64, 259, dtype, device, bias=True, weights=True, terms=OPTIONS)
+    problem = Problem(9, 64, 259, dtype, device, bias=bias, weights=weights, terms=terms)
     problem.check(problem.ours())
 
 
@@ -248,19 +223,13 @@ def test_factors_hide_no_broken_row(device: str, broken: float, once: None) -> N
     problem.labels[2] = 259
     got = by_autograd(problem, 1.0)
     others = [0, 3, 4, 5, 6, 7]
+    assert not got["loss"].isfinite()
     for row in (1, 2):
         assert not got["row_losses"][row].isfinite()
         assert not got["d_hidden"][row].isfinite().any()
     for name in ("row_losses", "d_hidden"):
         assert torch.equal(got[name][others], sane[name][others])
     assert (got["d_hidden"][4] == 0).all()
-
-
-def test_smoothing_and_z_loss_need_the_sum_first(device: str) -> None:
-    hidden = torch.zeros(1, 4, device=device)
-    assert not rows_of_logits.takes_factors(torch.bfloat16, Terms(label_smoothing=0.1), hidden)
-    assert not rows_of_logits.takes_factors(torch.bfloat16, Terms(z_loss=0.1), hidden)
-    assert not rows_of_logits.takes_factors(torch.float16, Terms(), hidden)
 
 
 def test_rows_may_be_strided(device: str) -> None:
@@ -284,16 +253,6 @@ def test_ignored_rows_give_nothing_whatever_they_hold(device: str) -> None:
     assert (after["row_losses"][4::5] == 0).all()
 
 
-def test_padding_changes_nothing(device: str) -> None:
-    problem = Problem(7, 64, 259, torch.float32, device)
-    alone = problem.ours()
-    problem.hidden = torch.cat([problem.hidden, torch.randn(6, 64, device=device)])
-    problem.labels = torch.cat([problem.labels, torch.full((6,), IGNORED, device=device)])
-    padded = problem.ours()
-    torch.testing.assert_close(padded["loss"], alone["loss"], rtol=1e-5, atol=0)
-    torch.testing.assert_close(padded["d_weight"], alone["d_weight"], rtol=1e-5, atol=1e-6)
-
-
 @table("label", [-1, -101, 259, 260, 2**31, 2**40])
 def test_a_label_out_of_range_gives_nan_in_its_row_alone(device: str, label: int) -> None:
     problem = Problem(8, 64, 259, torch.float32, device)
@@ -308,13 +267,6 @@ def test_a_label_out_of_range_gives_nan_in_its_row_alone(device: str, label: int
     assert torch.equal(got["d_hidden"][others], sane["d_hidden"][others])
 
 
-@table("value", [float("nan"), float("inf")])
-def test_a_broken_hidden_state_is_seen_in_the_loss(device: str, value: float) -> None:
-    problem = Problem(3, 64, 259, torch.bfloat16, device)
-    problem.hidden[1, 5] = value
-    assert not problem.ours()["loss"].isfinite()
-
-
 @table("dtype", DTYPES)
 def test_autograd_multiplies_by_the_incoming_gradient(device: str, dtype: torch.dtype) -> None:
     problem = Problem(9, 64, 259, dtype, device, bias=True, weights=True, terms=OPTIONS)
@@ -327,7 +279,6 @@ def test_autograd_multiplies_by_the_incoming_gradient(device: str, dtype: torch.
     (loss * 0.003).backward(retain_graph=True)
     got = {"loss": loss.detach(), "row_losses": rows}
     for name, leaf in zip(("d_hidden", "d_weight", "d_bias"), leaves, strict=True):
-        assert leaf.grad is not None
         assert leaf.grad.dtype == dtype
         got[name] = leaf.grad
     problem.check(got, grad_scale=0.003)
@@ -378,11 +329,11 @@ def test_no_rows_at_all(device: str) -> None:
 
 def test_smaller_chunks_give_the_same_loss_and_gradient() -> None:
     torch.manual_seed(0)
-    hidden, weight = torch.randn(3000, 8, requires_grad=True), torch.randn(10_000, 8)
-    labels = torch.randint(10_000, (3000,))
-    assert chunk_rows(3000, 10_000, torch.float32, torch.device("cpu")) > chunk_rows(
-        3000, 10_000, torch.float32, torch.device("cpu"), 4
-    )
+    rows, words = 1500, 10_000
+    hidden, weight = torch.randn(rows, 8, requires_grad=True), torch.randn(words, 8)
+    labels = torch.randint(words, (rows,))
+    most, fewer = (chunk_rows(rows, words, torch.float32, torch.device("cpu"), share) for share in (1, 4))
+    assert most > fewer
     results = []
     for share in (1, 4):
         loss, rows = linear_cross_entropy(hidden, weight, labels, chunk_share=share)

@@ -38,16 +38,12 @@ def check(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> Log
     pull[::5] = 0.0
     (found.log_probs * pull).sum().backward()
     (expected.log_probs * pull).sum().backward()
-    assert hidden.grad is not None
-    assert exact.grad is not None
     torch.testing.assert_close(found.log_probs.double(), expected.log_probs, rtol=bar, atol=bar)
     assert float((hidden.grad.double() - exact.grad).norm() / exact.grad.norm()) < bar
     assert not hidden.grad[::5].any()
     if entropy:
-        assert found.entropy is not None
         assert expected.entropy is not None
         torch.testing.assert_close(found.entropy.double(), expected.entropy, rtol=bar, atol=2 * bar)
-    assert found.top is not None
     assert torch.equal(found.top, expected.top)
     assert 20 < int(found.top.sum()) < 40
     return found
@@ -55,13 +51,7 @@ def check(hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> Log
 
 @table(
     ("dtype", "options"),
-    [
-        (torch.float32, {"entropy": True}),
-        (torch.bfloat16, {"entropy": True, "logit_scale": 0.4}),
-        (torch.float16, {}),
-        (torch.float32, {"entropy": True, "logit_scale": 0.4}),
-        (torch.float16, {"entropy": True}),
-    ],
+    [(torch.float32, {"entropy": True}), (torch.bfloat16, {"entropy": True, "logit_scale": 0.4}), (torch.float16, {})],
 )
 def test_values_and_a_gradient_for_each_row(device: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
     check(*sample(dtype, device), **options)
@@ -79,13 +69,7 @@ def test_a_bias(device: str) -> None:
 
 @table(
     ("dtype", "softcap", "trained"),
-    [
-        (torch.float32, 0.0, True),
-        (torch.float32, 4.0, True),
-        (torch.bfloat16, 0.0, True),
-        (torch.float16, 0.0, True),
-        (torch.float32, 4.0, False),
-    ],
+    [(torch.float32, 4.0, True), (torch.bfloat16, 0.0, True), (torch.float16, 0.0, True), (torch.float32, 4.0, False)],
 )
 def test_a_trained_head_and_a_softcap(device: str, dtype: torch.dtype, softcap: float, trained: bool) -> None:
     """Gradients of hidden, weight and bias, where each row has a gradient of its own, as small as 1 / 65,536; against float64,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.util import find_spec
 
 import pytest
 import torch
+from kernel_parts import Judge
 
 from pronghorn.kernels.moe.load_balance import (
     add_load_balancing_grad,
@@ -23,7 +23,7 @@ E, K, LAYERS = 12, 3, 2
 @table("T", [7, 45, 70])
 @table("dtype", [torch.float32, torch.bfloat16])
 @table("padded", [False, True])
-def test_loss_and_gradient(device: str, judge: Callable[..., None], T: int, dtype: torch.dtype, padded: bool) -> None:
+def test_loss_and_gradient(device: str, judge: Judge, T: int, dtype: torch.dtype, padded: bool) -> None:
     logits = [torch.randn(T, E + 2, device=device).to(dtype)[:, :E] for _ in range(LAYERS)]
     ids = [route_reference(layer, K, normalise=True)[1] for layer in logits]
     real = (torch.arange(T, device=device) < max(1, T - 9)).int() if padded else None

@@ -30,7 +30,6 @@ from pronghorn.kernels.runtime.copy_rows import copy_rows
 T = 40
 APART = 2**26 - 64  # elements from a row to the next: those from the 34th on begin beyond 2^31; within a tile offsets fit
 H, F, R = 16, 32, 16  # head width; MLP width; rank
-Make = Callable[..., Tensor]
 
 
 class Near:
@@ -179,15 +178,6 @@ def in_fp8(make: Near) -> list[Tensor]:
 
 
 CASES = [norms, copies, activations, activations_with_adapters, rotations, short_attention, in_fp8]
-
-
-@pytest.fixture
-def where(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Triton, on a GPU or in its interpreter, which wraps 32-bit products round as a GPU does."""
-    if not torch.cuda.is_available():
-        pytest.importorskip("triton")
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.__name__ for case in CASES])

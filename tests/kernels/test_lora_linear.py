@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
+from kernel_parts import Judge
 
 from pronghorn.kernels.lora import lora_linear as lora_linear_file
-from pronghorn.kernels.lora.lora_linear import Adapter, LoraGroup, NormOf, Part, linear_backward_weight, lora_linear_reference
-from pronghorn.kernels.lora.multi_copy import CopyTable
+from pronghorn.kernels.lora.lora_linear import Adapter, LoraGroup, NormOf, Part, lora_linear_reference
 from pronghorn.kernels.runtime.dispatch import use_triton
 from tables import covering, table
 
@@ -76,7 +76,7 @@ def fused(
 # One row of tokens takes other products than many, in each dtype; a group only decides where the columns stand.
 @table(("name", "tokens", "dtype"), covering(GROUPS, [1, 3, 127, 300], DTYPES, together=(1, 2)))
 def test_one_product_is_as_near_to_the_truth_as_the_plain_form(
-    device: str, name: str, tokens: int, dtype: torch.dtype, judge: Callable[..., None]
+    device: str, name: str, tokens: int, dtype: torch.dtype, judge: Judge
 ) -> None:
     weights, adapters = make(name, dtype, device)
     x, dy = (torch.randn(tokens, n, device=device).to(dtype) for n in (WIDTH, sum(GROUPS[name][0])))
@@ -93,21 +93,6 @@ def test_one_product_is_as_near_to_the_truth_as_the_plain_form(
             assert (ours.double() - exact).abs().max() <= 3e-6 * exact.abs().max(), what
         else:
             judge(ours.to(dtype), theirs, exact, what)
-
-
-def test_padding_and_widths() -> None:
-    weights, adapters = make("q_and_v", torch.float32, "cpu")
-    group = LoraGroup(weights, adapters)
-    assert (group.D, group.O, group.R) == (96, 136, 64)  # 8 + 3 columns, as one tile of 64
-    assert (group.input_width, group.grad_width) == (96 + 64, 136 + 64)
-    assert LoraGroup(weights, adapters, padding=16).R == 16
-    assert LoraGroup(*make("down", torch.float32, "cpu")).R == 16
-    assert LoraGroup(*make("none", torch.float32, "cpu")).R == 0
-    block = group.M[: group.O, group.D :]
-    assert torch.equal(block[:64, :8], adapters[0].B_OR * 0.5)
-    assert torch.equal(block[96:, 8:11], adapters[1].B_OR * 1.7)
-    assert block.count_nonzero() == adapters[0].B_OR.numel() + adapters[1].B_OR.numel()
-    assert torch.equal(group.M[group.O :, : group.D], torch.cat([adapters[0].A_RD, adapters[1].A_RD, torch.zeros(53, 96)]))
 
 
 def test_padding_columns_are_written_with_zeros() -> None:
@@ -141,21 +126,6 @@ def test_refresh_follows_the_parameters(device: str) -> None:
     assert torch.equal(group.M[group.O : group.O + 8, : group.D], adapters[0].A_RD.half())
 
 
-def test_one_table_refreshes_many_groups(device: str) -> None:
-    made = [make(name, torch.float16, device) for name in ("qkv", "down", "gate_up", "rank_1")]
-    groups = [LoraGroup(*pair) for pair in made]
-    table = CopyTable([job for group in groups for job in group.jobs])
-    with torch.no_grad():
-        for _, adapters in made:
-            for adapter in adapters:
-                adapter.A_RD.normal_()
-                adapter.B_OR.normal_()
-    table.run()
-    for group, pair in zip(groups, made, strict=True):
-        assert torch.equal(group.M, LoraGroup(*pair).M)
-        assert torch.equal(group.weight_view(0), pair[0][0])
-
-
 def test_backward_with_an_input_that_was_computed_again() -> None:
     weights, adapters = make("qkv", torch.float32, "cpu")
     group = LoraGroup(weights, adapters)
@@ -164,7 +134,6 @@ def test_backward_with_an_input_that_was_computed_again() -> None:
     xa = x_ext[:, WIDTH:].clone()
     out = torch.full((20, WIDTH + 8), float("nan"))
     dx, grads = group.backward(dy_ext, x.clone(), xa, out=out[:, :WIDTH])
-    assert dx is not None
     assert dx.data_ptr() == out.data_ptr()
     assert out[:, WIDTH:].isnan().all()
     for ours, theirs in zip([dx, *[g for pair in grads for g in pair]], expected[1:], strict=True):
@@ -186,13 +155,6 @@ def test_output_may_be_row_strided_and_columns_filled_by_someone_else() -> None:
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-6)
     x_ext[:, WIDTH:] = 0  # `extended` means: do not fill them again
     torch.testing.assert_close(group.forward(x_ext, extended=True), x_ext[:, :WIDTH] @ torch.cat(weights).T)
-
-
-def test_gradient_of_a_trained_weight() -> None:
-    dy, x = torch.randn(30, 12).bfloat16(), torch.randn(30, 7).bfloat16()
-    exact = dy.double().T @ x.double()
-    assert linear_backward_weight(dy, x).dtype == torch.bfloat16
-    torch.testing.assert_close(linear_backward_weight(dy, x, torch.float32).double(), exact, rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -234,7 +196,7 @@ def test_captures_in_a_cuda_graph() -> None:
 )
 def test_gradients_added_to_sums(
     device: str, name: str, has_norm: bool, without: Part | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch,
-    judge: Callable[..., None],
+    judge: Judge,
 ) -> None:  # fmt: skip
     """By one launch of lora_grad_gemm.py where it covers them (not 128 ranks, not fp32), else by products: the same sums."""
     weights, adapters = make(name, dtype, device)

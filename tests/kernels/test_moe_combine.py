@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from kernel_parts import Judge
 
 from pronghorn.kernels.moe.moe_combine import combine, combine_reference
 from tables import covering, table
@@ -24,9 +24,7 @@ from tables import covering, table
         )
     ],
 )
-def test_as_good_as_plain_torch(
-    device: str, judge: Callable[..., None], dtype: torch.dtype, T: int, K: int, width: int, what: str
-) -> None:
+def test_as_good_as_plain_torch(device: str, judge: Judge, dtype: torch.dtype, T: int, K: int, width: int, what: str) -> None:
     E = 6
     y = torch.randn(T * K, width + 8, device=device).to(dtype)[:, :width]
     inverse = torch.randperm(T * K, device=device).int().view(T, K)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
+from kernel_parts import Judge
 
 from pronghorn.kernels.moe.moe_gated import (
     ExpertActivation,
@@ -39,7 +38,7 @@ def transformers_gpt_oss(gate_up: torch.Tensor, limit: float, alpha: float) -> t
     ],
 )
 def test_forward_and_backward_are_as_good_as_plain_torch(
-    device: str, judge: Callable[..., None], activation: ExpertActivation, dtype: torch.dtype, T: int, K: int, width: int,
+    device: str, judge: Judge, activation: ExpertActivation, dtype: torch.dtype, T: int, K: int, width: int,
     with_bias: bool,
 ) -> None:  # fmt: skip
     S, E = T * K, 4

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
+from kernel_parts import Judge
 
 from pronghorn.kernels.moe.moe_gather import gather_rows, gather_rows_reference
 from pronghorn.kernels.moe.routing import sort_by_expert
@@ -45,7 +44,7 @@ def test_rows_are_copied_exactly(device: str, dtype: torch.dtype, width: int) ->
     ids=str,
 )
 def test_the_adapters_product_is_as_good_as_plain_torch(
-    device: str, judge: Callable[..., None], dtype: torch.dtype, width: int, rank: int, K: int, turned: bool
+    device: str, judge: Judge, dtype: torch.dtype, width: int, rank: int, K: int, turned: bool
 ) -> None:
     if device == "cpu" and use_triton(torch.empty(1)) and dtype == torch.bfloat16:
         pytest.skip("the interpreter cannot multiply bf16")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fp8_interpreter import interpreter_casts_as_a_gpu
 
 from pronghorn.kernels.quant import nvfp4
 from pronghorn.kernels.quant.nvfp4 import (
@@ -16,10 +15,7 @@ from pronghorn.kernels.quant.nvfp4 import (
 )
 from tables import table
 
-
-@pytest.fixture(autouse=True)
-def _casts(monkeypatch: pytest.MonkeyPatch) -> None:
-    interpreter_casts_as_a_gpu(monkeypatch)
+pytestmark = pytest.mark.usefixtures("casts_as_a_gpu")
 
 
 @table("dtype", [torch.bfloat16, torch.float16, torch.float32])

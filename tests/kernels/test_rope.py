@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from kernel_parts import Judge
 
 from pronghorn.kernels.attention.rope import qk_rope, qk_rope_backward, qk_rope_forward, qk_rope_reference
 from pronghorn.kernels.runtime.dispatch import use_triton
@@ -61,7 +61,7 @@ def backward_of(given: dict[str, Any], grads: list[torch.Tensor], rstd: torch.Te
 
 @table(("shape", "dtype", "neighbours", "norm"), CASES)
 def test_forward_and_backward_are_as_good_as_plain_torch(
-    device: str, judge: Callable[..., None], shape: tuple[int, int, int, int], dtype: torch.dtype, neighbours: bool,
+    device: str, judge: Judge, shape: tuple[int, int, int, int], dtype: torch.dtype, neighbours: bool,
     norm: str | None,
 ) -> None:  # fmt: skip
     compiled = device == "cuda" or not use_triton(torch.empty(1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.kernels.lora.lora_linear import Adapter, LoraGroup
-from pronghorn.kernels.lora.stored_lora import Scratch, StoredLoraGroup, Workspace
+from pronghorn.kernels.lora.stored_lora import Scratch, StoredLoraGroup
 from pronghorn.kernels.quant.nf4 import NF4Tensor, nf4_dequantize, nf4_quantize
 
 D = 128
@@ -100,16 +99,3 @@ def test_a_larger_group_that_comes_later(device: str) -> None:
         group.load()
         assert torch.equal(group.M, plain(weights, [], torch.float32).M)
     assert small.M.data_ptr() == large.M.data_ptr()
-
-
-def test_a_workspace_has_one_buffer_a_kind_and_dtype(device: str) -> None:
-    workspace, where = Workspace(), torch.device(device)
-    first = workspace.scratch(("q", "k"), torch.float32, where)
-    assert workspace.scratch(("q", "k"), torch.float32, where) is first
-    assert workspace.scratch(("q",), torch.float32, where) is not first
-    assert workspace.scratch(("q", "k"), torch.bfloat16, where) is not first
-    group = StoredLoraGroup(weights_of(0, device), [], first)
-    group.load()
-    other = copy.deepcopy(workspace).scratch(("q", "k"), torch.float32, where)
-    assert other.owner is None
-    assert other._buffer is None

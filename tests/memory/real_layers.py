@@ -17,16 +17,9 @@ from pronghorn.model.layers.types import Documents
 from pronghorn.model.lora import add_adapter
 from pronghorn.packs import PackedDocuments
 from pronghorn.recipe import Lora
+from samples import small
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 259,
-    "hidden_size": 64,
-    "intermediate_size": 80,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-}
+SMALL = small(hidden_size=64, intermediate_size=80)
 DENSE: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {},
@@ -118,7 +111,6 @@ def small_model(family: str, method: str = "lora", targets: Any = "all-linear") 
 def forward(model: Any) -> tuple[Any, Saved]:
     """(the engine, what its first layer saves for backward)"""
     engine = engine_of(model)
-    assert engine is not None
     engine.prepare(torch.float32)
     with torch.no_grad():
         return engine, engine.layers[0].forward_at("nothing", torch.randn(TOKENS, 64), documents_of(engine))[1]

@@ -71,26 +71,6 @@ def test_step_and_peak_of_an_h200_are_foretold(name: str) -> None:
     assert plan.peak_bytes / 2**30 == pytest.approx(measured_gib, rel=0.01)
 
 
-def test_a_mixture_takes_the_time_of_the_experts_that_are_chosen() -> None:
-    """Not of all of them, beyond reading their weights."""
-    config = MODELS["qwen3-30b-a3b-4layers"]
-    shape = shape_of(config)
-
-    def longer(**changes: int) -> float:
-        other = shape_of(config | changes)
-        return costs_of(Job(other, 8192)).forward - costs_of(Job(shape, 8192)).forward
-
-    chosen, there = longer(num_experts_per_tok=16), longer(num_experts=256)
-    assert 1.0 < chosen < 2.0
-    assert 0.1 < there < 0.5
-    attention, experts = (
-        costs_of(Job(shape, 8192, targets=targets)) for targets in (("all-linear",), ("all-linear", "experts"))
-    )
-    assert experts.backward > attention.backward > attention.forward
-    in_4_bits = costs_of(Job(shape, 8192, method="qlora"))
-    assert in_4_bits.forward > attention.forward
-
-
 @table(("model", "length", "measured"), [("llama-8b", 1024, 1.59), ("llama-8b", 4096, 5.473),
                                                            ("llama-1b", 1024, 0.848)])  # fmt: skip
 def test_our_own_attention_over_documents_that_are_not_short_is_foretold(model: str, length: int, measured: float) -> None:

@@ -34,10 +34,7 @@ from pronghorn.kernels.runtime.dispatch import CHIPS, HOPPER, Target, dry_run
 from pronghorn.kernels.runtime.work import Work, counting, launched
 from pronghorn.memory.costs import Costs, LayerCosts, predicted_costs
 from pronghorn.memory.dry_run import (
-    LIBRARY_BYTES,
     Allocations,
-    evaluation_bytes,
-    forward_bytes,
     head_bytes,
     held,
     kept_bytes,
@@ -158,14 +155,14 @@ def held_all_the_time(engine: Any) -> tuple[list[Any], list[Any]]:
             for method in ("lora", "qlora", "qlora, nvfp4", "fp8", "full")
         ),
     ],
+    one_in=2,
 )
 def test_weights_and_adapters_are_counted_as_they_are_stored_and_shared(family: str, method: str) -> None:
     targets = TARGETS["experts" if family in EXPERTS and method != "full" else "linears"]
     assert_counted(small_model(family, method, targets), job_of(family, method, targets=targets), method)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("method", ["lora", "qlora", "fp8", "full"])
+@pytest.mark.parametrize(("method", "tied"), [("lora", False), ("qlora", True), ("fp8", False), ("full", True)])
 def test_a_reward_model_has_no_lm_head(method: str, tied: bool) -> None:
     config = config_of("llama")
     config.tie_word_embeddings = tied
@@ -247,40 +244,10 @@ def test_a_layer_holds_what_an_h200_agreed_with(model: str, adapters: str, level
     assert (found.backward + shared_bytes(job)) / 1e6 == pytest.approx(backward_mb, rel=0.01)
 
 
-def test_levels_pieces_and_methods_stand_in_their_order() -> None:
-    job = Job(shape_of(MODELS["llama-8b"]), 16384)
-    for one in (job, replace(job, method="fp8"), Job(shape_of(MODELS["gpt-oss-20b-4layers"]), 8192)):
-        kept = [kept_bytes(one, what) for what in reversed(LEVELS)]
-        assert kept == sorted(kept, reverse=True)
-        work = [working_bytes(one, what) for what in reversed(LEVELS)]
-        assert work == sorted(work)
-    weights = [static_parts(replace(job, method=m))["weights"] for m in ("full", "lora", "fp8", "qlora")]
-    assert weights == sorted(weights, reverse=True)
-    one, two, four = (working_bytes(job, "layer", pieces) for pieces in (1, 2, 4))
-    assert one > two >= four
-    assert head_bytes(replace(job, loss_rows=4096)) < head_bytes(job)
-    half = job.with_capacity(8192)
-    assert 2 * kept_bytes(half, "nothing") == kept_bytes(job, "nothing")
-    assert static_parts(half)["rope and libraries"] > LIBRARY_BYTES
-    nf4 = replace(job, method="qlora")
-    assert shared_bytes(replace(nf4, compute="fp8")) < shared_bytes(nf4)  # a byte instead of two
-    nvfp4, linears = replace(nf4, storage="nvfp4"), 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
-    assert shared_bytes(nvfp4) == shared_bytes(nf4)
-    more = static_parts(nvfp4)["weights"] - static_parts(nf4)["weights"]
-    assert more == pytest.approx((9 / 16 - 0.516) * linears, rel=0.02)
-
-
 def test_few_rows_with_a_loss_cost_the_last_layer_no_more_than_their_copies() -> None:
     job = Job(shape_of(MODELS["llama-8b"]), 16384, loss_rows=15360)
     assert 0 <= top_bytes(job, "nothing") < 15360 * 2 * 4 * 4096
     assert top_bytes(replace(job, loss_rows=0), "nothing") == 0
-
-
-def test_an_evaluation_holds_a_layers_forward_or_the_head() -> None:
-    for method in ("lora", "fp8"):
-        job = Job(shape_of(MODELS["qwen3-30b-a3b-4layers"]), 8192, method=method)  # type: ignore[arg-type]
-        half = job.with_capacity(4096)
-        assert evaluation_bytes(job, 4096) >= kept_bytes(half, "layer") + forward_bytes(half, "layer")
 
 
 # ---- layers of several kinds -------------------------------------------------------------------------------------------------
@@ -293,7 +260,6 @@ def peak_of_a_whole_step(job: Job, choices: Sequence[Choice]) -> int:
         with torch.device("meta"):
             model = model_of(config, job.method, Lora(r=job.rank), torch.bfloat16)
         engine = engine_of(model)
-        assert engine is not None
         engine.prepare(torch.bfloat16)
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
@@ -330,7 +296,7 @@ MIXED = {  # model types with layers of several kinds: dense layers before exper
 }
 
 
-@table(("family", "levels"), [(family, levels) for family in MIXED for levels in ("", "layer", "mixed")])
+@table(("family", "levels"), [("glm4_moe", "mixed"), ("dots1", ""), ("lfm2", "mixed"), ("glm4_moe", "layer")])
 def test_the_peak_of_a_model_with_layers_of_several_kinds_is_that_of_the_whole_model(family: str, levels: str) -> None:
     """Each kind is run once; the whole model, layer after layer, holds as much."""
     sizes = {"num_hidden_layers": 4, "intermediate_size": 1024, "vocab_size": 512}
@@ -435,17 +401,3 @@ def test_allocations_are_counted_until_they_are_given_back() -> None:
         del view
         torch.empty(100, device="meta").add(1.0)
     assert counted.peak == 2000
-
-
-def test_a_dry_run_ends() -> None:
-    from pronghorn.kernels.runtime.dispatch import cuda_capability, is_gpu, use_triton
-
-    x = torch.empty(4, 4, device="meta")
-    with dry_run(Target(HOPPER)):
-        assert is_gpu(x)
-        assert use_triton(x)
-        assert not use_triton(torch.empty(4))
-        assert cuda_capability("meta") == (9, 0)
-    assert not is_gpu(x)
-    assert not use_triton(x)
-    assert cuda_capability("meta") == (0, 0)

@@ -82,7 +82,6 @@ def agree(family: str, method: str, adapters: str, recompute: Level, pieces: int
             torch.float32 if method.startswith("full") else torch.bfloat16,
         )
     engine = engine_of(model)
-    assert engine is not None
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     sums = LoraGradBuffer(engine, torch.bfloat16)

@@ -72,13 +72,6 @@ def test_the_median_forgives_one_slow_run_and_warm_up_is_not_counted(clock: Cloc
     assert len(calls) == 6
 
 
-def test_known_rates_are_taken_as_they_are() -> None:
-    nothing = LayerWork(lambda: None, lambda: None, {"gate_up": lambda: None})
-    costs = measure_costs([nothing], CPU, repeats=2, rates=(5.0, 7.0), piece=0.5)
-    assert (costs.to_host, costs.from_host, costs.kinds[0].piece) == (5.0, 7.0, 0.5)
-    assert costs.kinds[0].forward > 0
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_events_time_the_device() -> None:

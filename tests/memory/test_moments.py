@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.bench.workloads import MODELS
 from pronghorn.errors import RecipeError
 from pronghorn.memory.costs import predicted_costs
 from pronghorn.memory.dry_run import host_moments
@@ -17,20 +18,11 @@ from pronghorn.memory.levels import Problem
 from pronghorn.memory.plan import make_plan
 from pronghorn.train.step.fused_adamw import FusedAdamW
 
-LLAMA_8B: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-}
 KINDS: list[Optimizer] = ["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"]
 
 
 def job_of(optimizer: Optimizer, **changes: Any) -> Job:
-    return replace(Job(shape_of(LLAMA_8B), 16384, method="full", optimizer=optimizer), **changes)
+    return replace(Job(shape_of(MODELS["llama-8b"]), 16384, method="full", optimizer=optimizer), **changes)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -85,8 +85,6 @@ def test_views_come_back_as_views_of_one_another() -> None:
     pool.back(1)
     after = pool.back(0)
     assert [None if t is None else t.stride() for t in after] == strides
-    assert after[4] is not None
-    assert after[5] is not None
     assert after[4].data_ptr() == after[5].data_ptr()
     shared = [t.untyped_storage().data_ptr() for t in after[1:4] if t is not None]
     assert len(set(shared)) == 1
@@ -104,7 +102,6 @@ def test_only_a_part_of_a_storage_travels() -> None:
     wide.zero_()
     pool.back(1)
     (found,) = pool.back(0)
-    assert found is not None
     assert found.tolist() == list(range(1000, 1100))
 
 
@@ -142,7 +139,6 @@ def test_two_buffers_serve_any_number_of_layers() -> None:
     for layer in reversed(range(6)):
         tensors = pool.back(layer)
         assert same(tensors, expected[layer])  # after the prefetches that `back` began
-        assert tensors[0] is not None
         places.append(tensors[0].data_ptr())
     assert len(set(places[1:])) == 2
     assert pool.host_bytes == 5 * pool.slot_bytes

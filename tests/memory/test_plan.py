@@ -16,8 +16,8 @@ from pronghorn.memory.costs import predicted_costs
 from pronghorn.memory.forecast import problem_of as problem_for
 from pronghorn.memory.gpus import GPUS
 from pronghorn.memory.job import LEVELS, Job, peak_within, shape_of
-from pronghorn.memory.levels import KEEP, Choice, Problem, Tables, evaluate
-from pronghorn.memory.plan import host_room, make_plan, parse_budget, plan_of, smallest_budget
+from pronghorn.memory.levels import KEEP, Problem, Tables, evaluate
+from pronghorn.memory.plan import host_room, make_plan, parse_budget, smallest_budget
 from tables import table
 
 GB = 10**9
@@ -72,7 +72,7 @@ def test_no_assignment_of_levels_is_faster(costs: dict[str, float]) -> None:
     assert met >= 18
 
 
-@table("host", [0, GB // 2, GB, 2 * GB, 3 * GB, HOST])
+@table("host", [0, GB, 3 * GB, HOST])
 @table("costs", [{}, COSTS["attention is dear"]])
 def test_the_smallest_budget_is_the_smallest(host: int, costs: dict[str, float]) -> None:
     problem = problem_of(3, host=host, pieces=(1, 2), **costs)
@@ -84,7 +84,7 @@ def test_the_smallest_budget_is_the_smallest(host: int, costs: dict[str, float])
 
 
 def test_more_memory_is_never_slower_and_is_used() -> None:
-    plans = [make_plan(problem_of(32, budget)) for budget in (24, 28, 32, 40, 50, 60, 80)]
+    plans = [make_plan(problem_of(32, budget)) for budget in (24, 32, 50, 80)]
     times = [plan.ms for plan in plans]
     assert times == sorted(times, reverse=True)
     assert times[0] > 1.1 * times[-1]
@@ -112,17 +112,6 @@ def test_pieces_make_smaller_budgets_possible() -> None:
     assert smallest_budget(several) < smallest_budget(one) - GB
     assert make_plan(replace(several, budget=smallest_budget(several))).pieces > 1
     assert make_plan(several).pieces == 1  # with room, the MLP is done at once
-
-
-def test_reasons_name_what_happens() -> None:
-    """Turns of an MLP are for layers that compute it again; a plan without such has smaller chunks of logits only."""
-    problem = problem_of(4, pieces=(1, 8))
-    kept, again = ([Choice(what, offload=True)] * 4 for what in ("nothing", "gate_up"))
-    told = {what: " ".join(plan_of(problem, choices, 8).reasons) for what, choices in (("kept", kept), ("again", again))}
-    assert "MLP runs in 8 chunks" in told["again"]
-    assert "logits are computed in smaller chunks" in told["kept"]
-    assert "MLP" not in told["kept"]
-    assert "MLP" not in " ".join(plan_of(problem, again, 1).reasons)
 
 
 def test_embeddings_leave_only_where_memory_needs_it() -> None:
@@ -170,7 +159,6 @@ def test_too_little_is_told_with_what_would_do() -> None:
     said = str(caught.value)
     least = smallest_budget(problem)
     assert f"{-(-least // 10**8) / 10:.1f} GB" in said
-    assert caught.value.exit_code == 2
     assert caught.value.fix.startswith("set method: qlora (")  # what fits comes first, and half the tokens do not
     assert "train.capacity" not in said
     assert caught.value.fix.endswith(f"or memory.budget: {-(-least // 10**8) / 10:.1f}GB if the GPU has it")
@@ -192,15 +180,6 @@ def test_notch_by_notch_down_to_the_smallest_plan() -> None:
     assert 5 < notches < 60
     with pytest.raises(EnvironmentFault, match="no plan needs less"):
         plan.one_notch_lower()
-
-
-def test_a_plan_is_plain_data() -> None:
-    plan = make_plan(problem_of(32, 40))
-    told = plan.as_dict()
-    assert len(told["levels"]) == 32
-    assert told["peak_bytes"] == plan.peak_bytes <= told["budget"] < told["device_bytes"] + 10**9
-    assert plan.step_ms(4) == pytest.approx(4 * plan.ms + plan.problem.costs.optimizer)
-    assert sum(plan.counts().values()) == 32
 
 
 @table(

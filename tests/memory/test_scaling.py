@@ -38,7 +38,6 @@ def test_bytes_over_links_by_hand() -> None:
     """Two machines of four: 65,536 tokens are four packs, so eight GPUs have one each, and a step is twice as large."""
     found = scaling(recipe(), MODELS["llama-1b"], gpus="4xh100", machines=2, link="nvlink,100gbit")
     none, base = (ways(found)[way] for way in ("none", "base"))
-    assert none.plan is not None
     job = none.plan.problem.job
     assert (none.micro_batches, none.step_tokens) == (1, 131072)
     gradients, network = 4 * trained_parameters(job), 4 * 100 / 8 * 0.85 * 1e6  # bytes, and bytes a ms of a machine's cards
@@ -55,20 +54,6 @@ def test_bytes_over_links_by_hand() -> None:
     assert gather < none.plan.problem.costs.kinds[0].forward  # hidden, but for the first layer's
     rest = 7 / 8 * embeddings / network + 3 * LATENCY - none.plan.problem.costs.kinds[0].backward
     assert base.exchange_ms == pytest.approx(none.exchange_ms + gather + 2 * max(0.0, rest))
-
-
-def test_slow_links_are_not_hidden() -> None:
-    fast, slow = (ways(scaling(recipe(), MODELS["llama-1b"], gpus="8xh100", link=link)) for link in ("nvlink", "pcie"))
-    assert fast["base"].tokens_per_second > slow["base"].tokens_per_second
-    slowest = ways(scaling(recipe(), MODELS["llama-1b"], gpus="8xh100", machines=2, link="1gbit"))["base"]
-    assert slowest.plan is not None
-    costs, job = slowest.plan.problem.costs.kinds[0], slowest.plan.problem.job
-    gather = 15 / 16 * kinds_of(job)[0].stored / (8 * 1 / 8 * 0.85 * 1e6) + 4 * LATENCY
-    assert gather > costs.backward
-    sums = 2 * 15 / 16 * 4 * trained_parameters(job) / (8 * 1 / 8 * 0.85 * 1e6) + 4 * LATENCY
-    rest = 15 / 16 * embedding_bytes(job) / (8 * 1 / 8 * 0.85 * 1e6) + 4 * LATENCY - costs.backward
-    waits = job.shape.layers * (2 * gather - costs.forward - costs.backward) + gather + 2 * rest
-    assert slowest.exchange_ms == pytest.approx(waits + sums)
 
 
 def test_full_fine_tuning_is_spread_until_it_fits() -> None:

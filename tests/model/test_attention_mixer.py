@@ -17,18 +17,9 @@ from pronghorn.kernels.attention.attention_torch import PlainTorch
 from pronghorn.kernels.attention.rope import _rotate
 from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.layers.mixers import attention as mixer
-from samples import random_table
+from samples import random_table, small
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 259,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "initializer_range": 0.15,
-}
+SMALL = small(hidden_size=64, initializer_range=0.15)
 SCALED = {
     "rope_type": "yarn",
     "rope_theta": 1e4,
@@ -58,7 +49,6 @@ class Unrotates(PlainTorch):
 def gradients(model: Any) -> dict[str, Tensor]:
     batch = build_batch(random_table(6), np.arange(6), 256)
     engine = engine_of(model)
-    assert engine is not None
     engine.packed_loss(replace(batch, typical=40))[0].backward()  # type: ignore[no-untyped-call]
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import copy
 
-import pytest
-from test_fp8_linears import FAMILIES, batch_of, engine, fast_loss, model_of
+from test_fp8_linears import FAMILIES, engine, model_of
 from transformers import AutoModelForCausalLM
 
-from pronghorn.errors import EnvironmentFault
 from pronghorn.model.causal_lm import FastCausalLM, install
-from pronghorn.model.formats import table
 
 
 def test_who_can_do_the_mlp_in_pieces() -> None:
@@ -27,10 +24,3 @@ def test_layers_that_are_not_stored_so_are_plain() -> None:
     assert install(copy.deepcopy(model)) == ""
     plain = FastCausalLM(model.get_base_model())
     assert not any(layer.fp8 for layer in plain.layers)
-
-
-def test_a_chip_without_fp8_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_of("llama")
-    monkeypatch.setattr(table, "fp8_supported", lambda device: "this GPU has 8.0")
-    with pytest.raises(EnvironmentFault, match="cannot train in FP8"):
-        fast_loss(model, batch_of())

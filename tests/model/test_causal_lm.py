@@ -26,10 +26,8 @@ def test_what_may_be_gone_through_without_kernels() -> None:
     assert not install(dense)
     assert not install(experts)
     engine = engine_of(dense)
-    assert engine is not None
     assert engine.can_run_dry
     engine.offload = object()  # type: ignore[assignment]
     assert not engine.can_run_dry
     of_experts = engine_of(experts)
-    assert of_experts is not None
     assert not of_experts.can_run_dry

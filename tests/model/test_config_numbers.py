@@ -16,14 +16,12 @@ from pronghorn.errors import ModelError
 from pronghorn.model import causal_lm
 from pronghorn.model.causal_lm import ENGINE, FastCausalLM, install
 from pronghorn.model.verify import verify
-from samples import one_document
+from samples import one_document, small
 from tables import first_of
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0, "initializer_range": 0.2, "max_position_embeddings": 256,
-    "rms_norm_eps": 0.05,
-}  # fmt: skip
+SMALL = small(
+    vocab_size=97, intermediate_size=32, head_dim=8, initializer_range=0.2, max_position_embeddings=256, rms_norm_eps=0.05
+)
 KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 100}  # wider than verify's documents
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LLAMA3 = {

@@ -14,17 +14,9 @@ from pronghorn.model.causal_lm import FastCausalLM, engine_of, install
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
 from pronghorn.train.objectives import Supervised
-from samples import random_table
+from samples import random_table, small
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 259,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-}
+SMALL = small()
 
 
 def model_of(config: Any, device: str = "cpu") -> tuple[Any, FastCausalLM]:

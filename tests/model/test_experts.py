@@ -30,12 +30,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, Mixtral
 
 from pronghorn.compat.hf_forward import install
 from pronghorn.errors import RecipeError
-from pronghorn.memory.offload import OffloadPool
 from pronghorn.model.causal_lm import base_of, engine_of
 from pronghorn.model.export import save_model
-from pronghorn.model.layers.saved import Level
 from pronghorn.model.lora import add_adapter
-from pronghorn.model.lora_grad_buffer import LoraGradBuffer
 from pronghorn.packs import IGNORED, PackedBatch
 from pronghorn.recipe import Lora
 from tables import first_of
@@ -168,7 +165,6 @@ def test_loss_and_every_gradient_equal_transformers(family: str, method: str) ->
     model = model_of(family, method, torch.float64)
     assert_all_equal(model, (packed_batch(), single_batch()), own_loss)
     engine = engine_of(model)
-    assert engine is not None
     assert all(layer.fused for layer in engine.layers)
 
 
@@ -205,8 +201,8 @@ def own_balanced_loss(model: Any, batch: PackedBatch) -> torch.Tensor:
     ("family", "method"),
     [
         *((family, "full") for family in FAMILIES),
-        *((family, "lora on experts") for family in ("gpt_oss", "qwen2_moe", "mixtral")),
-        *((family, "dora") for family in ("gpt_oss", "qwen2_moe", "qwen3_moe, a dense layer")),  # the family's own MLP
+        *((family, "lora on experts") for family in ("gpt_oss", "mixtral")),
+        *((family, "dora") for family in ("qwen2_moe", "qwen3_moe, a dense layer")),  # the family's own MLP
     ],
 )
 def test_the_auxiliary_loss_is_transformers_without_padding(family: str, method: str) -> None:
@@ -228,103 +224,17 @@ def test_the_auxiliary_loss_is_transformers_without_padding(family: str, method:
         assert apart(fast_loss(model, batch), plain_loss) < 1e-8  # DoRA runs the family's router, in float32
 
 
-def test_what_a_trainer_calls_has_the_auxiliary_loss_too() -> None:
-    model = balanced("qwen3_moe", "full").float()
-    ids = 1 + torch.arange(40).reshape(2, 20)  # the padding token's zeros choose experts by chance
-    mask = torch.ones_like(ids)
-    mask[1, 15:] = 0
-    inputs = {"input_ids": ids, "attention_mask": mask, "labels": torch.where(mask == 1, ids, IGNORED)}
-    own = model(**inputs)
-    theirs = gradients(model, own.loss)
-    assert not install(model)
-    fast = model(**inputs)
-    assert type(fast).__module__.startswith("pronghorn.")
-    assert apart(fast.loss.detach(), own.loss.detach()) < 1e-6
-    assert apart(fast.aux_loss.detach(), own.aux_loss.detach()) < 1e-6
-    for name, gradient in gradients(model, fast.loss).items():
-        assert apart(gradient, theirs[name]) < 2e-5, name
-
-
 # ---- what is kept, counted, exported -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("family", ["gpt_oss", "qwen2_moe"])
-def test_computing_again_changes_no_bit(family: str, method: str) -> None:
-    batch, model = packed_batch(), model_of(family, method, torch.float32)
-    assert not install(model)
-    engine = engine_of(model)
-    assert engine is not None
-    loss = fast_loss(model, batch)
-    expected = gradients(model, loss)
-    levels: tuple[Level, ...] = ("gate_up", "around_attention", "layer")
-    for level in levels:
-        for layer in engine.layers:
-            layer.level = level
-        again = fast_loss(model, batch)
-        found = gradients(model, again)
-        assert float(again.detach()) == float(loss.detach())
-        assert found.keys() == expected.keys()
-        for name, gradient in expected.items():
-            assert torch.equal(gradient, found[name]), (level, name)
-
-
-@pytest.mark.parametrize("family", ["gpt_oss", "qwen2_moe"])
-def test_what_is_kept_may_wait_elsewhere(family: str) -> None:
-    batch, found = packed_batch(), []
-    for offloaded in (False, True):
-        model = model_of(family, "lora on experts", torch.float32)
-        assert not install(model)
-        engine = engine_of(model)
-        assert engine is not None
-        if offloaded:
-            engine.offload = OffloadPool(3, 1 << 24, torch.device("cpu"))
-            for layer in engine.layers:
-                layer.offload = engine.offload
-        loss = fast_loss(model, batch)
-        found.append(gradients(model, loss))
-        if engine.offload is not None:
-            engine.offload.finish()
-    for name, gradient in found[0].items():
-        assert torch.equal(gradient, found[1][name]), name
-
-
-@pytest.mark.parametrize("family", first_of(FAMILIES, 3))
-def test_gradients_added_up_over_micro_batches_are_autograds(family: str) -> None:
-    """As the graphed step has them: in one buffer, collected once."""
-    batches = (packed_batch(), packed_batch(seed=5))
-    model = model_of(family, "lora on experts", torch.float64)
-    assert not install(model)
-    for batch in batches:
-        fast_loss(model, batch).backward()
-    truth = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad(set_to_none=False)
-    engine = engine_of(model)
-    assert engine is not None
-    sums = LoraGradBuffer(engine, torch.float64)
-    for batch in batches:
-        fast_loss(model, batch).backward()
-    sums.collect()
-    for name, gradient in truth.items():
-        assert apart(dict(model.named_parameters())[name].grad, gradient) < 1e-12, name
-    sums.release()
-    model.zero_grad(set_to_none=True)
-    fast_loss(model, batches[0]).backward()
-    fast_loss(model, batches[1]).backward()
-    for name, gradient in truth.items():
-        assert apart(dict(model.named_parameters())[name].grad, gradient) < 1e-12, name
 
 
 def test_tokens_of_each_expert_are_counted_without_padding() -> None:
     model = model_of("qwen3_moe, a dense layer", "full", torch.float32)
     assert not install(model)
     engine, batch = engine_of(model), packed_batch()
-    assert engine is not None
     with torch.no_grad():
         fast_loss(model, batch)  # evaluation does not count
     for _ in range(2):
         fast_loss(model, batch)
-    assert engine.expert_counts is not None
     counts = engine.expert_counts.read()
     assert list(counts) == [0, 2]  # layer 1 is dense
     assert sum(counts[0]) == 2 * 3 * batch.tokens  # three experts a token
@@ -354,13 +264,18 @@ def test_generation_is_the_familys_own(family: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "targets"),
-    [
-        *((family, ("all-linear", "experts")) for family in FAMILIES),
-        ("gpt_oss", EXPERTS),
-        ("qwen2_moe", EXPERTS),
-        ("qwen2_moe", "all-linear"),
-        ("qwen3_moe, a dense layer", "all-linear"),  # of which the dense layer's linears are none
-    ],
+    first_of(
+        [
+            ("gpt_oss", EXPERTS),
+            ("qwen2_moe", ("all-linear", "experts")),
+            ("qwen3_moe, a dense layer", "all-linear"),  # of which the dense layer's linears are none
+            ("mixtral", ("all-linear", "experts")),
+            *((family, ("all-linear", "experts")) for family in FAMILIES if family not in ("qwen2_moe", "mixtral")),
+            ("qwen2_moe", EXPERTS),
+            ("qwen2_moe", "all-linear"),
+        ],
+        4,
+    ),
 )
 def test_adapters_load_in_stock_peft_with_equal_logits(family: str, targets: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)

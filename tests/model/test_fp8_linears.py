@@ -36,24 +36,14 @@ from pronghorn.model.formats import table
 from pronghorn.model.formats.store import dequantize_, store_linears_
 from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.layers import fp8_linears
-from pronghorn.model.layers.types import Documents
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.lora_grad_buffer import LoraGradBuffer
 from pronghorn.packs import PackedBatch
 from pronghorn.recipe import Lora
-from samples import random_table
+from samples import random_table, small
 from tables import first_of
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 259,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "initializer_range": 0.05,
-}
+SMALL = small(hidden_size=64, intermediate_size=128, num_hidden_layers=3, initializer_range=0.05)
 GEMMA: dict[str, Any] = {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16}
 FAMILIES: dict[str, Any] = {
     "llama": LlamaConfig(**SMALL),
@@ -182,7 +172,7 @@ def test_loss_and_every_gradient_follow_the_dequantized_model(family: str) -> No
     assert math.exp(sum(map(math.log, ratios)) / len(ratios)) < 1.3
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *SWITCHED])
+@pytest.mark.parametrize("family", first_of([*FEW, *SWITCHED, *(family for family in FAMILIES if family not in FEW)], 6))
 def test_without_the_rounding_nothing_differs(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """float32 in the place of e4m3 everywhere, on weights stored in 4 bits, which are the same in both."""
     functions_of = vars(fp8_linears)
@@ -216,19 +206,16 @@ def test_without_the_rounding_nothing_differs(family: str, monkeypatch: pytest.M
             assert error(ours, truth, name) < 1e-4, name
 
 
-def test_in_bf16() -> None:
-    batch, reference = batch_of(12), model_of("llama", torch.bfloat16, fast=False)
+@pytest.mark.parametrize(
+    ("dtype", "lora"),
+    [(torch.bfloat16, {}), (torch.float32, {"targets": ("q_proj", "v_proj", "up_proj"), "r": 20})],
+    ids=["bf16", "adapters on some linears"],
+)
+def test_in_bf16_and_with_adapters_on_some_linears(dtype: torch.dtype, lora: dict[str, Any]) -> None:
+    batch, reference = batch_of(12), model_of("llama", dtype, fast=False, **lora)
     dequantize_(reference, torch.float32)
-    assert_as_fp8_allows(
-        result_of(model_of("llama", torch.bfloat16), batch), gradients(reference, own_loss(reference.float(), batch))
-    )
-
-
-def test_adapters_on_some_linears() -> None:
-    batch, targets = batch_of(12), ("q_proj", "v_proj", "up_proj")
-    model, reference = (model_of("llama", fast=fast, targets=targets, r=20) for fast in (True, False))
-    dequantize_(reference, torch.float32)
-    assert_as_fp8_allows(result_of(model, batch), gradients(reference, own_loss(reference, batch)))
+    ours = result_of(model_of("llama", dtype, **lora), batch)
+    assert_as_fp8_allows(ours, gradients(reference, own_loss(reference.float(), batch)))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
@@ -250,114 +237,9 @@ def assert_same(one: Result, other: Result) -> None:
     assert all(torch.equal(one[1][name], other[1][name]) for name in one[1])
 
 
-@pytest.mark.parametrize("family", first_of(FEW, 2))
-def test_every_level_gives_the_same_bits(family: str) -> None:
-    model, batch = model_of(family), batch_of()
-    expected = gradients(model, fast_loss(model, batch))
-    pool = OffloadPool(3, 8_000_000, torch.device("cpu"))
-    # Layers are nodes of their own: each level both here and elsewhere, and each in the last layer, which leaves out rows.
-    for choices in (
-        (("layer", pool), ("around_attention", None), ("gate_up", None)),
-        (("gate_up", pool), ("layer", None), ("around_attention", pool)),
-        (("around_attention", pool), ("gate_up", None), ("layer", None)),
-        (("nothing", pool), ("gate_up", pool), ("nothing", pool)),
-    ):
-        for layer, (level, place) in zip(engine(model).layers, choices, strict=True):
-            layer.level, layer.offload = level, place  # type: ignore[assignment]
-        assert_same(gradients(model, fast_loss(model, batch)), expected)
-        pool.finish()
-
-
 def set_layers(model: Any, levels: list[str], pieces: int, place: OffloadPool | None = None) -> None:
     for layer, level in zip(engine(model).layers, levels, strict=True):
         layer.level, layer.mlp_chunks, layer.offload = level, pieces, place  # type: ignore[assignment]
-
-
-def assert_close(one: Result, other: Result) -> None:
-    """To the rounding of fp32 sums in another order: 9e-7 of the largest of a gradient seen."""
-    assert one[0] == other[0]  # every row is rounded to the same bytes
-    assert one[1].keys() == other[1].keys()
-    for name, expected in other[1].items():
-        assert float((one[1][name] - expected).abs().max()) <= 3e-6 * float(expected.abs().max()), name
-
-
-@pytest.mark.parametrize(
-    ("family", "stored"),
-    [("llama, every bias", "fp8"), ("gemma2", "fp8"), ("olmo2", "fp8"), ("granite", "fp8"), ("llama", "nf4")],
-)
-def test_the_mlp_in_pieces_gives_the_same_gradients(family: str, stored: str) -> None:
-    model, batch = model_of(family, stored=stored), batch_of()
-    rows, tokens = len(batch.loss_rows), len(batch.ids_T)  # of the last layer's MLP, and of the others'
-    assert rows % 3
-    assert tokens % 7
-    expected = gradients(model, fast_loss(model, batch))
-    pool = OffloadPool(3, 8_000_000, torch.device("cpu"))
-    for pieces, place, levels in (
-        (3, None, ["gate_up"] * 3),
-        (3, pool, ["layer", "nothing", "layer"]),
-        (7, pool, ["around_attention"] * 3),
-        (7, None, ["layer"] * 3),
-    ):
-        set_layers(model, levels, pieces, place)
-        assert_close(result_of(model, batch), expected)
-        pool.finish()
-    with torch.no_grad():
-        assert float(fast_loss(model, batch)) == expected[0]
-
-
-def test_pieces_add_to_the_adapters_sums() -> None:
-    model, batches = model_of("llama"), [batch_of(seed=seed) for seed in range(2)]
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    for p in trained.values():
-        p.grad = torch.zeros_like(p)
-    sums, found = LoraGradBuffer(engine(model), torch.float32), []
-    for pieces in (1, 3):
-        set_layers(model, ["layer", "gate_up", "layer"], pieces)
-        sums.buffer.zero_()
-        for batch in batches:
-            fast_loss(model, batch).backward()
-        sums.collect()
-        found.append((0.0, {name: p.grad.clone() for name, p in trained.items() if p.grad is not None}))
-    assert all(float(grad.norm()) > 0 for grad in found[0][1].values())
-    assert_close(found[1], found[0])
-
-
-def test_pieces_hold_a_part_of_gate_and_up_and_write_the_gradient_where_it_was() -> None:
-    model, batch = model_of("llama"), batch_of()
-    set_layers(model, ["layer"] * 3, 4)
-    layer = engine(model).layers[0]
-    documents = Documents.of(batch, engine(model).positions)
-    engine(model).prepare(torch.float32)
-    seen: list[int] = []
-    assert layer.fp8
-    real = layer.mlp.gate_up.apply
-
-    def apply(x: Any) -> Any:
-        seen.append(len(x.values))
-        return real(x)
-
-    layer.mlp.gate_up.apply = apply  # type: ignore[method-assign]
-    with torch.no_grad():
-        h = engine(model).embed(batch.ids_T)
-        documents.grad_buffer.buffer = torch.randn_like(h)
-        dh, buffer = documents.grad_buffer.buffer.clone(), documents.grad_buffer.buffer
-        kept = layer.forward_at("layer", h, documents)[1]
-        assert kept.keys() == {"h", "xa3"}
-        ours, _ = layer.backward(buffer, layer.restored(kept, documents, None), documents)
-        assert not torch.equal(buffer, dh)  # the gradient of h2
-        theirs, _ = layer.backward(dh.clone(), layer.restored(kept, documents, None), documents)
-    assert ours is not None
-    assert theirs is not None
-    assert torch.equal(ours, theirs)
-    assert max(seen) == -(-len(h) // 4)
-    assert sum(seen) == 3 * len(h)
-
-
-def test_a_step_in_fp8_is_not_gone_through_without_kernels() -> None:
-    """What they make of the weights is kept."""
-    engine = engine_of(model_of("llama"))
-    assert engine is not None
-    assert not engine.can_run_dry
 
 
 def test_a_kept_turned_weight_gives_the_same_bits_and_follows_the_adapters() -> None:
@@ -372,33 +254,6 @@ def test_a_kept_turned_weight_gives_the_same_bits_and_follows_the_adapters() -> 
                 for name, parameter in either.named_parameters():
                     if "lora_" in name:
                         parameter.mul_(-1.5)
-
-
-@pytest.mark.parametrize("family", first_of(FEW, 2))
-def test_rows_without_a_loss_can_be_left_out(family: str) -> None:
-    model, batch = model_of(family), batch_of()
-    loss, some = gradients(model, fast_loss(model, batch))
-    every_loss, every = gradients(model, fast_loss(model, batch, rows=False))
-    assert loss == pytest.approx(every_loss, rel=1e-5)
-    assert all(cosine(some[name], every[name]) > 0.9999 for name in every)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_sums_over_micro_batches(family: str) -> None:
-    model, batches = model_of(family), [batch_of(seed=seed) for seed in range(3)]
-    for batch in batches:
-        fast_loss(model, batch).backward()
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    expected = {name: p.grad.clone() for name, p in trained.items()}
-    for p in trained.values():
-        p.grad.fill_(7)
-    sums = LoraGradBuffer(engine(model), torch.float32)
-    for batch in batches:
-        fast_loss(model, batch).backward()
-    assert all(bool((p.grad == 7).all()) for p in trained.values())
-    sums.collect()
-    for name, p in trained.items():
-        torch.testing.assert_close(p.grad, expected[name], rtol=1e-4, atol=1e-5 * float(expected[name].abs().max()))
 
 
 def test_an_update_reaches_the_next_forward() -> None:

@@ -50,29 +50,18 @@ def test_batched_answers_equal_those_given_one_by_one(model: Any, tokenizer: Any
     assert generate_answers(model, tokenizer, prompts, max_new_tokens=12, batch_size=batch_size) == expected
 
 
-def test_an_answer_ends_at_any_end_token(model: Any, tokenizer: Any) -> None:
+def test_an_answer_ends_at_any_end_token(model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever token the model says third is declared an end: the answer ends with it."""
     prompts = [tokenizer.encode(text) for text in TEXTS]
     whole = model.generate(torch.tensor(prompts[:1]), max_new_tokens=12, do_sample=False, pad_token_id=0)[0, len(prompts[0]) :]
     third = int(whole[2])
     assert third not in whole[:2].tolist()
-    before = model.generation_config.eos_token_id
-    model.generation_config.eos_token_id = [2, third]
-    try:
-        assert end_tokens(model, tokenizer) == sorted({2, third})
-        (short,) = generate_answers(model, tokenizer, prompts[:1], max_new_tokens=12)
-    finally:
-        model.generation_config.eos_token_id = before
+    monkeypatch.setattr(model.generation_config, "eos_token_id", [2, third])
+    assert end_tokens(model, tokenizer) == sorted({2, third})
+    (short,) = generate_answers(model, tokenizer, prompts[:1], max_new_tokens=12)
+    monkeypatch.setattr(model.generation_config, "eos_token_id", None)
+    assert end_tokens(model, tokenizer) == [tokenizer.eos_token_id]
     assert short == tokenizer.decode(whole[:3]).strip() != tokenizer.decode(whole).strip()
-
-
-def test_end_tokens_of_models_that_say_none(model: Any, tokenizer: Any) -> None:
-    before = model.generation_config.eos_token_id
-    model.generation_config.eos_token_id = None
-    try:
-        assert end_tokens(model, tokenizer) == [tokenizer.eos_token_id]
-    finally:
-        model.generation_config.eos_token_id = before
 
 
 def test_the_model_is_left_as_it_was(tokenizer: Any) -> None:
@@ -84,15 +73,11 @@ def test_the_model_is_left_as_it_was(tokenizer: Any) -> None:
         assert model.training is training
 
 
-def test_an_answer_that_does_not_end_is_known_to_be_cut(model: Any, tokenizer: Any) -> None:
+def test_an_answer_that_does_not_end_is_known_to_be_cut(model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [tokenizer.encode(text) for text in TEXTS[:2]]
-    before = model.generation_config.eos_token_id
     first = int(model.generate(torch.tensor(prompts[:1]), max_new_tokens=1, do_sample=False, pad_token_id=0)[0, -1])
-    model.generation_config.eos_token_id = first
-    try:
-        short, longer = generate(model, tokenizer, prompts, max_new_tokens=4)
-    finally:
-        model.generation_config.eos_token_id = before
+    monkeypatch.setattr(model.generation_config, "eos_token_id", first)
+    short, longer = generate(model, tokenizer, prompts, max_new_tokens=4)
     assert not short.cut
     assert longer.cut
 

@@ -21,17 +21,11 @@ from samples import make_model
 CPU = torch.device("cpu")
 
 
-def test_llama_keeps_documents_apart() -> None:
-    require_isolated_documents(make_model(), CPU, 259)
-
-
-def test_with_an_adapter_and_dropout_and_the_mode_is_put_back() -> None:
+def test_llama_keeps_documents_apart_and_the_mode_is_put_back() -> None:
+    """With an adapter and dropout, and with a vocabulary smaller than the probe."""
     model = add_adapter(make_model(), Lora(r=4, dropout=0.5), seed=1).train()
     require_isolated_documents(model, CPU, 259)
     assert model.training
-
-
-def test_a_vocabulary_smaller_than_the_probe() -> None:
     require_isolated_documents(make_model(vocab_size=8), CPU, 8)
 
 

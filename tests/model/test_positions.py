@@ -16,18 +16,10 @@ from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.families import rope_kind
 from pronghorn.model.layers.types import Documents
 from pronghorn.model.positions import Positions
-from samples import one_document
+from samples import one_document, small
 from tables import table
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 99,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-}
+SMALL = small(vocab_size=99, intermediate_size=32, num_hidden_layers=3)
 LONG = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -104,7 +96,6 @@ def test_queries_grow_with_their_place_in_their_own_document() -> None:
         "llama_4_scaling_beta": 0.5,
     }
     _, _, scale = tables_of("ministral3", head_dim=8, rope_parameters=parameters)
-    assert scale is not None
     torch.testing.assert_close(scale, 1 + 0.5 * torch.log(1.0 + positions() // 8))
     assert scale[16] == scale[40] == 1.0  # documents begin there
     assert tables_of("llama")[2] is None
@@ -135,7 +126,6 @@ def test_positions_of_three_rows_are_those_of_the_models_own_layers(kind: str) -
     own, fast = make_image_text_model(kind), make_image_text_model(kind)
     assert not install(fast)
     engine = engine_of(fast)
-    assert engine is not None
     ids, rows = torch.arange(3, 15), 20 * torch.stack([torch.arange(12) // 3, torch.arange(12) % 5, torch.arange(12)])
     pack = replace(one_document(ids), positions_T=rows)
     with torch.no_grad():

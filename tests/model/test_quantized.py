@@ -105,20 +105,6 @@ def test_an_ordinary_peft_model_with_the_same_numbers() -> None:
     assert torch.equal(model(input_ids=IDS).logits, twin(input_ids=IDS).logits)
 
 
-def test_adapters_go_to_stock_peft_and_back(tmp_path: Path) -> None:
-    model = small_model()
-    store_linears_(model, NF4)
-    plain = plain_twin(model)
-    model = with_adapter(model)
-    model.save_pretrained(str(tmp_path), save_embedding_layers=False)
-    stock = PeftModel.from_pretrained(plain, str(tmp_path))
-    expected = model(input_ids=IDS).logits
-    assert torch.equal(stock(input_ids=IDS).logits, expected)
-    again = small_model()
-    store_linears_(again, NF4)
-    assert torch.equal(PeftModel.from_pretrained(again, str(tmp_path))(input_ids=IDS).logits, expected)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_merging_is_dequantize_then_add(dtype: torch.dtype) -> None:
     model = small_model() if dtype == torch.float32 else bf16_model()
@@ -131,13 +117,6 @@ def test_merging_is_dequantize_then_add(dtype: torch.dtype) -> None:
     weight = merged.model.layers[1].self_attn.q_proj.weight
     assert weight.dtype == dtype
     assert torch.equal(weight, base + delta.to(dtype))
-
-
-def test_merging_into_the_bytes_is_refused() -> None:
-    model = small_model()
-    store_linears_(model, NF4)
-    with pytest.raises(RuntimeError):
-        with_adapter(model).merge_and_unload()
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------------
@@ -222,7 +201,6 @@ def test_other_formats_are_refused() -> None:
         with pytest.raises(ModelError, match=words) as caught:
             nf4_of_state(wrong, "model.layers.0")
         assert caught.value.where == "model.layers.0"
-        assert caught.value.fix
 
 
 @table(
@@ -293,7 +271,6 @@ def test_the_first_forward_takes_the_path_of_all_later_ones(monkeypatch: pytest.
     model = with_adapter(base)
     assert not install(model)
     engine = engine_of(model)
-    assert engine is not None
     documents = Documents.of(one_document(IDS[0]), engine.positions)
     counts = []
     for _ in range(2):

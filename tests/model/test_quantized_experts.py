@@ -18,7 +18,6 @@ from test_experts import own_loss
 from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
 from exports import export
-from pronghorn.compat.dropin.arguments import SEVEN_LINEARS
 from pronghorn.errors import ModelError
 from pronghorn.kernels.quant.mxfp4 import MXFP4Tensor, mxfp4_dequantize_reference, mxfp4_quantize
 from pronghorn.model import experts
@@ -27,25 +26,14 @@ from pronghorn.model.export import save_model
 from pronghorn.model.formats.experts import STACKS, StoredExperts
 from pronghorn.model.formats.store import dequantize_, store_experts_
 from pronghorn.model.formats.table import FORMATS
-from pronghorn.model.hf_adapter import with_adapter
-from pronghorn.model.load import inspect_model, load_model
+from pronghorn.model.load import load_model
 from pronghorn.model.lora import add_adapter
-from pronghorn.model.merge import save_merged
 from pronghorn.recipe import Lora, Recipe
-from samples import make_tokenizer
+from samples import make_tokenizer, small
+from tables import first_of
 
 CPU = torch.device("cpu")
-SIZES: dict[str, Any] = {
-    "vocab_size": 259,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "pad_token_id": 0,
-    "eos_token_id": 2,
-}
+SIZES = small(hidden_size=64, head_dim=16, eos_token_id=2)
 GPT_OSS = GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=16)
 QWEN = Qwen3MoeConfig(**SIZES, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2)
 MIXTRAL = MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=16)
@@ -123,23 +111,23 @@ def mxfp4_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def folder_of(name: str, config: Any, stored_as: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(name)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(copy.deepcopy(config)).save_pretrained(folder)
+    assert any(stored_as in key for key in load_file(folder / "model.safetensors"))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def qwen_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("qwen")
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(copy.deepcopy(QWEN)).save_pretrained(folder)
-    assert any(".experts.0.gate_proj." in key for key in load_file(folder / "model.safetensors"))
-    return folder
+    return folder_of("qwen", QWEN, ".experts.0.gate_proj.", tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def mixtral_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As Mixtral is published: each expert in three tensors, under names that transformers changes on loading."""
-    folder = tmp_path_factory.mktemp("mixtral")
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(copy.deepcopy(MIXTRAL)).save_pretrained(folder)
-    assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in load_file(folder / "model.safetensors")
-    return folder
+    return folder_of("mixtral", MIXTRAL, "model.layers.1.block_sparse_moe.experts.3.w2.weight", tmp_path_factory)
 
 
 def few_bits(model: Any) -> list[StoredExperts]:
@@ -183,7 +171,6 @@ def test_experts_in_4_bits_train_as_their_dequantized_copy(which: str, request: 
         assert not install(adapted)
         loss = fast_loss(adapted, batch)
         engine = engine_of(adapted)
-        assert engine is not None
         assert all(layer.fused for layer in engine.layers)
         ids = torch.arange(1, 9)[None]
         grads = gradients(adapted, loss)
@@ -198,15 +185,24 @@ def test_experts_in_4_bits_train_as_their_dequantized_copy(which: str, request: 
 
 @pytest.mark.parametrize(
     ("family", "storage", "targets"),
-    [
-        *((family, storage, "experts") for family in CONFIGS for storage in ("nf4", "fp8")),
-        ("gpt_oss", "nf4", "attention"),
-        ("qwen3_moe", "nf4", "attention"),
-        ("qwen2_moe", "fp8", "attention"),
-        ("gpt_oss", "nvfp4", "experts"),
-        ("qwen3_moe", "nvfp4", "experts"),
-        ("mixtral", "nvfp4", "attention"),
-    ],
+    first_of(
+        [
+            ("gpt_oss", "nf4", "experts"),
+            ("gpt_oss", "fp8", "experts"),
+            ("qwen3_moe", "nvfp4", "experts"),
+            ("mixtral", "nf4", "attention"),
+            ("qwen2_moe", "fp8", "attention"),
+            ("hy_v3", "nf4", "experts"),
+            ("mixtral", "fp8", "experts"),
+            *((family, storage, "experts") for family in ("qwen3_moe", "qwen2_moe") for storage in ("nf4", "fp8")),
+            ("hy_v3", "fp8", "experts"),
+            ("mixtral", "nf4", "experts"),
+            ("gpt_oss", "nvfp4", "experts"),
+            *((family, "nf4", "attention") for family in ("gpt_oss", "qwen3_moe")),
+            ("mixtral", "nvfp4", "attention"),
+        ],
+        6,
+    ),
 )
 def test_loss_and_every_gradient_are_those_of_the_familys_own_layers(
     family: str, storage: str, targets: str, monkeypatch: pytest.MonkeyPatch
@@ -259,33 +255,8 @@ def test_files_that_hold_something_else_are_refused(mixtral_folder: Path, tmp_pa
         rest = {name: tensor for name, tensor in tensors.items() if name != key}
         save_file(rest | changed, tmp_path / "model.safetensors", metadata={"format": "pt"})
         for storage in ("nf4", "fp8"):
-            with pytest.raises(ModelError, match=what) as caught:
+            with pytest.raises(ModelError, match=what):
                 load_model(str(tmp_path), torch.float32, CPU, storage=storage)
-            assert caught.value.fix
-
-
-def test_fp8_is_made_of_16_bits(mxfp4_folder: Path) -> None:
-    for call in (
-        lambda: inspect_model(str(mxfp4_folder), storage="fp8"),
-        lambda: load_model(str(mxfp4_folder), torch.float32, CPU, storage="fp8"),
-    ):
-        with pytest.raises(ModelError, match="stored in 4 bits") as caught:
-            call()
-        assert "method: qlora" in caught.value.fix
-
-
-def test_gradients_pass_through_them_where_layers_are_not_one_node(mxfp4_folder: Path) -> None:
-    batch = packed_batch()
-    found = []
-    for whole in (False, True):
-        model = load_model(str(mxfp4_folder), torch.float32, CPU, storage="nf4")
-        if whole:
-            dequantize_(model, torch.float32)
-        adapted = drawn(add_adapter(model, Lora(r=4, dora=True), seed=1)).train()
-        assert not install(adapted)
-        found.append(gradients(adapted, fast_loss(adapted, batch)))
-    for name, gradient in found[1].items():
-        assert apart(found[0][name], gradient) < 2e-5, name
 
 
 @pytest.mark.parametrize(("which", "method"), [("mxfp4_folder", "qlora"), ("mixtral_folder", "qlora"), ("qwen_folder", "fp8")])
@@ -306,38 +277,3 @@ def test_merging_adds_to_what_was_trained_on(which: str, method: str, request: p
     again = load_model(str(tmp_path / "merged"), torch.float32, CPU)
     with torch.no_grad():
         assert apart(again(input_ids=ids, use_cache=False).logits, truth) < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("which", "storage"),
-    [
-        ("mxfp4_folder", None),
-        ("mxfp4_folder", "nf4"),
-        ("qwen_folder", None),
-        ("qwen_folder", "nf4"),
-        ("mixtral_folder", "nf4"),
-        ("mixtral_folder", "fp8"),
-    ],
-)
-def test_the_drop_in_interface_adapts_experts_by_the_names_people_use(
-    which: str, storage: str | None, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    options = {"storage": storage} if storage else {}
-    base = load_model(str(request.getfixturevalue(which)), torch.bfloat16, CPU, **options)
-    model = drawn(with_adapter(base, target_modules=SEVEN_LINEARS, modules_to_save=None, layers=None, seed=1, r=4))
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert any("q_proj" in name for name in trained)
-    assert any("experts.lora_A" in name for name in trained)
-    assert any("experts.base_layer.lora_A" in name for name in trained)
-    ids = torch.arange(1, 21)[None]
-    save_merged(model, tmp_path / "merged")
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.bfloat16)
-    dequantize_(model, torch.bfloat16)  # whose own products round
-    with torch.no_grad():
-        truth = model.float().eval()(input_ids=ids, use_cache=False).logits
-        found = merged.float()(input_ids=ids, use_cache=False).logits
-        with model.disable_adapter():
-            plain = model(input_ids=ids, use_cache=False).logits
-    errors = (found - truth).norm(dim=-1) / truth.norm(dim=-1)
-    assert errors.median() < 2e-2  # the sums are rounded to bf16; a close choice of experts may fall otherwise
-    assert apart(plain, truth) > 5e-2

@@ -4,6 +4,7 @@ Stock transformers lets the convolutions of a pack see other documents, so each 
 
 from __future__ import annotations
 
+import itertools
 from itertools import pairwise
 from typing import Any
 
@@ -23,19 +24,11 @@ from pronghorn.model.shared_prefix import why_not_shared
 from pronghorn.model.verify import verify
 from pronghorn.packs import IGNORED, PackedBatch
 from pronghorn.recipe import Lora
+from samples import small
+from tables import first_of
 
-LENGTHS = (1, 2, 3, 63, 64, 65, 150)
-SMALL: dict[str, Any] = {
-    "vocab_size": 59,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "initializer_range": 0.15,
-    "layer_types": ["conv", "full_attention", "conv", "conv"],
-}
+LENGTHS = (1, 2, 3, 17, 40)
+SMALL = small(num_hidden_layers=4, initializer_range=0.15, layer_types=["conv", "full_attention", "conv", "conv"])
 CONFIGS = {
     "lfm2": AutoConfig.for_model("lfm2", **SMALL, block_multiple_of=16, conv_L_cache=3),
     "lfm2_moe": AutoConfig.for_model(
@@ -83,7 +76,7 @@ def engine(model: Any) -> FastCausalLM:
 
 def batch(lengths: tuple[int, ...] = LENGTHS) -> tuple[Tensor, Tensor, Tensor]:
     bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
-    ids = torch.randint(0, 59, (int(bounds[-1]),), generator=torch.Generator().manual_seed(5))
+    ids = torch.randint(0, 259, (int(bounds[-1]),), generator=torch.Generator().manual_seed(5))
     return ids, torch.cat([torch.arange(length) for length in lengths]), bounds
 
 
@@ -132,33 +125,20 @@ def assert_same(found: tuple[float, dict[str, Tensor]], expected: tuple[float, d
         assert away <= tolerance, (name, away)
 
 
-@pytest.mark.parametrize("method", ["lora", "full", "dora"])
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(
+    ("kind", "method"), [*itertools.product(CONFIGS, ["lora", "full"]), *first_of([("lfm2", "dora"), ("lfm2_moe", "dora")])]
+)
 def test_all_gradients_are_those_of_transformers(kind: str, method: str) -> None:
     model = model_of(kind, method)
     expected = own(model)
     assert install(model) == ""
     assert_same(fast(model), expected, 1e-5)
     assert all(layer.fused == (method != "dora") for layer in engine(model).layers)
-    for length in (65, 150):  # a document by itself
+    for length in (3, 40):  # a document by itself
         assert_same(fast(model, (length,)), own(model, (length,)), 1e-5)
     if method == "full":
         assert "model.layers.0.conv.conv.weight" in expected[1]
     assert min(gradient.cosine for gradient in verify(model).gradients) > 0.99999
-
-
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_every_level_gives_the_same_bits(kind: str) -> None:
-    for method in ("lora", "full"):
-        model = model_of(kind, method)
-        assert install(model) == ""
-        loss, expected = fast(model)
-        for level in ("gate_up", "around_attention", "layer"):
-            for layer in engine(model).layers:
-                layer.level = level  # type: ignore[assignment]
-            again, found = fast(model)
-            assert again == loss
-            assert all(torch.equal(found[name], expected[name]) for name in expected), level
 
 
 @pytest.mark.parametrize("stored", ["nf4", "fp8"])
@@ -185,10 +165,10 @@ def test_frozen_weights_in_few_bits(kind: str, stored: str, monkeypatch: pytest.
 def test_documents_do_not_see_each_other(kind: str) -> None:
     model = model_of(kind, "lora")
     assert install(model) == ""
-    require_isolated_documents(model, torch.device("cpu"), 59)
+    require_isolated_documents(model, torch.device("cpu"), 259)
     stock = model_of(kind, "full")
     with pytest.raises(ModelError, match="attend to each other"):
-        require_isolated_documents(stock, torch.device("cpu"), 59)
+        require_isolated_documents(stock, torch.device("cpu"), 259)
 
 
 def test_what_is_refused_says_so() -> None:

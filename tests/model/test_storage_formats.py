@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,12 +14,14 @@ from torch import nn
 
 from pronghorn.errors import ModelError
 from pronghorn.kernels.moe.grouped_quantized import QuantizedStack
+from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.formats.linear import StoredLinear
 from pronghorn.model.formats.store import dequantize_, is_quantized, store_linears_
 from pronghorn.model.formats.table import FORMATS, format_of, storage_of
 from pronghorn.model.load import load_model
-from pronghorn.recipe import Recipe
-from samples import make_model
+from pronghorn.model.lora import add_adapter
+from pronghorn.recipe import Lora, Recipe
+from samples import make_model, one_document
 from tables import table
 
 QUANTIZED = [name for name, row in FORMATS.items() if row.quantize]
@@ -143,3 +146,28 @@ def test_a_model_loads_in_it_and_comes_back(name: str, tmp_path: Path) -> None:
     assert all(torch.equal(value.float(), stored[key].float()) for key, value in model.state_dict().items())
     assert dequantize_(model, torch.float32) == 14
     assert not is_quantized(model)
+
+
+def test_where_a_product_in_fp8_is_not_possible_it_dequantizes() -> None:
+    stored = linear_in("fp8")
+    stored.storage = replace(stored.storage, product=None)
+    x = torch.randn(7, 64, requires_grad=True)
+    true = stored.to_own(torch.float32)
+    assert torch.equal(stored(x), true(x))
+    (dx,), (truth,) = (torch.autograd.grad(module(x).square().sum(), x) for module in (stored, true))
+    torch.testing.assert_close(dx, truth)
+
+
+def test_names_and_values_stay_while_fast_layers_use_the_bytes() -> None:
+    model: Any = make_model(hidden_size=64)
+    store_linears_(model, FORMATS["fp8"])
+    model = add_adapter(model, Lora(r=4), seed=1)
+    before = copy.deepcopy(model.state_dict())
+    assert install(model) == ""
+    engine = engine_of(model)
+    engine.packed_loss(one_document(torch.arange(40) % 259))[0].backward()
+    up = model.get_base_model().model.layers[0].mlp.up_proj.base_layer
+    assert up.weight.stride(0) > up.in_features  # part of the group's matrix
+    after = model.state_dict()
+    assert list(after) == list(before)
+    assert all(after[key].is_contiguous() and torch.equal(after[key].float(), before[key].float()) for key in before)

@@ -25,6 +25,7 @@ from pronghorn.model.lora import add_adapter
 from pronghorn.model.text_stack import beside_text, freeze_beside_text, is_beside
 from pronghorn.model.verify import verify
 from pronghorn.recipe import Lora
+from tables import first_of
 
 CPU = torch.device("cpu")
 KINDS = sorted(PARTS)
@@ -83,7 +84,8 @@ def test_images_go_through_the_models_own_forward() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "method"), [*((kind, "16 bits") for kind in KINDS), *zip(KINDS, itertools.cycle(["nf4", "fp8"]), strict=False)]
+    ("kind", "method"),
+    [*((kind, "16 bits") for kind in KINDS), *first_of(zip(KINDS, itertools.cycle(["nf4", "fp8"]), strict=False), 2)],
 )
 def test_published_names_are_read_and_written_again(kind: str, method: str, tmp_path: Path) -> None:
     """What is beside the text model keeps its bits; the text model's linears are stored as the method says."""
@@ -120,7 +122,7 @@ def test_a_head_of_its_own_is_kept_whatever_the_config_ties(method: str, tmp_pat
     assert not ties_embeddings(AutoConfig.from_pretrained(name))  # so a plan counts both
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", first_of(KINDS, 3))
 def test_adapters_are_on_the_text_model_alone(kind: str, tmp_path: Path) -> None:
     model = add_adapter(make_image_text_model(kind), Lora(r=4), seed=0)
     adapted = {name for name, _ in model.named_parameters() if "lora_" in name}
@@ -134,7 +136,7 @@ def test_adapters_are_on_the_text_model_alone(kind: str, tmp_path: Path) -> None
     assert engine_of(python) is not None
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", first_of(KINDS, 3))
 def test_what_is_beside_is_counted_and_never_trained(kind: str, tmp_path: Path) -> None:
     model = make_image_text_model(kind)
     counted = sum(value.numel() for value in beside(dict(model.named_parameters())).values())

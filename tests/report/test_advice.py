@@ -14,7 +14,7 @@ from pronghorn.recipe import Recipe
 from pronghorn.recipe_file import parse_recipe
 from pronghorn.report import advice as module
 from pronghorn.report.advice import advise, changed
-from pronghorn.report.run_stats import RunStats, run_stats
+from pronghorn.report.run_stats import Curve, RunStats, run_stats
 from pronghorn.train.setup.check import check_run
 from tables import table
 
@@ -29,7 +29,7 @@ KINDS: dict[str, tuple[dict[str, float], dict[str, Any], dict[str, Any]]] = {
     "data.workers": ({"step": 50, "wait": 50}, {}, {}),
     "train.capacity": ({"step": 100}, {}, {"efficiency": 0.6}),
     "train.batch_tokens": ({"step": 60, "optimizer": 40}, {}, {}),
-    "eval.stop": ({"step": 100}, {}, {"best_eval": 0.5, "best_eval_step": 100, "last_eval": 0.9}),
+    "eval.stop": ({"step": 100}, {}, {"evaluation": Curve(best=0.5, best_step=100, last=0.9)}),
 }
 
 
@@ -41,7 +41,7 @@ def _a_machine_with_many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 def run_with(stages: dict[str, float] | None = None, recipe: dict[str, Any] | None = None, **changes: Any) -> RunStats:
     run = run_stats(synthetic_events(800))
     stages = stages or {"step": 95.0, "load": 5.0}
-    facts = {"best_eval": None, "improved_steps": (), "stages": {name: float(spent) for name, spent in stages.items()}}
+    facts = {"evaluation": Curve(), "improved_steps": (), "stages": {name: float(spent) for name, spent in stages.items()}}
     return dataclasses.replace(run, recipe=RECIPE if recipe is None else recipe, **facts | changes)
 
 

@@ -8,7 +8,6 @@ import pty
 import re
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -109,17 +108,6 @@ def test_live_view_shows_step_loss_rate_time_and_stages():
     assert console.file.getvalue().rstrip().endswith("\x1b[?25h")  # the cursor is back
 
 
-def test_live_view_survives_events_while_it_draws(monkeypatch):
-    problems = []
-    monkeypatch.setattr(threading, "excepthook", problems.append)
-    _, display = live_display()
-    for event in synthetic_events(300):
-        display.handle(event)
-        display._draw()
-    display.close()
-    assert problems == []
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_terminal_that_goes_away_does_not_stop_the_run():
     class Terminal(io.StringIO):
@@ -178,7 +166,7 @@ def test_the_factory_looks_at_standard_output(capsys):
     assert "step 60/60" in dumb
 
 
-# Step 1 of 5 took 3 s; step 2 takes as long as nobody presses Ctrl-C, and a second more.
+# Step 2 of 5 takes as long as nobody presses Ctrl-C, and a second more.
 RUN = """
 import time
 from pronghorn.report.display import make_display
@@ -204,7 +192,7 @@ print("the end")
 
 
 def test_ctrl_c_is_answered_at_once_and_the_answer_stays():
-    with Terminal("-c", RUN.replace("SECONDS", "1.5")) as terminal:
+    with Terminal("-c", RUN.replace("SECONDS", "1")) as terminal:
         terminal.frames(lambda screen: "1 of 5" in screen)
         terminal.type(CTRL_C)
         terminal.frames(lambda screen: "stopping" in screen)
@@ -241,8 +229,10 @@ def test_a_second_ctrl_c_says_what_it_did_and_the_cursor_is_back():
 
 @pytest.mark.parametrize("together", [True, False])
 def test_without_a_terminal_the_sentence_is_a_line_of_the_log(tmp_path, together):
-    code = RUN.replace("SECONDS", "0").replace(
-        "while not stop.requested:", "import os; os.kill(os.getpid(), 2)\n        while not stop.requested:"
+    code = (
+        RUN.replace("SECONDS", "0")
+        .replace("time.sleep(0.5)", "")
+        .replace("while not stop.requested:", "import os; os.kill(os.getpid(), 2)\n        while not stop.requested:")
     )
     with (tmp_path / "log").open("w") as log:
         errors = log if together else subprocess.PIPE

@@ -7,10 +7,10 @@ import pytest
 from rich.console import Console
 from synthetic_run import synthetic_events
 
-from pronghorn.report.experts import LayerLoad, expert_load, experts_section, experts_summary
+from pronghorn.report.experts import LayerLoad, expert_load, experts_line, experts_section
 from pronghorn.report.html import render_page
 from pronghorn.report.run_log import history
-from pronghorn.report.summary import render, summary
+from pronghorn.report.summary import summary
 
 
 def counted(step: int, **counts: list[int]) -> dict[str, Any]:
@@ -34,17 +34,13 @@ def test_counts_add_up_and_void_ones_do_not() -> None:
 
 def test_page_and_summary_tell_it() -> None:
     plain = list(synthetic_events())
-    assert experts_summary(plain) is None
+    assert experts_line(plain) == ""
     assert experts_section(plain) == ""
     assert "<h2>Experts</h2>" not in render_page(plain)
-    assert summary(plain)["experts"] is None
     events = [*plain[:-1], counted(5, l3=[30, 10]), plain[-1]]
     page = render_page(events)
     assert "Dropped tokens: 0" in page
     assert "expert 0: 30 tokens, 75" in page
-    facts = summary(events)
-    assert facts["experts"]["worst_imbalance"] == pytest.approx(1.5)
-    assert facts["experts"]["dropped"] == 0
-    console = Console(width=120, file=io.StringIO())
-    console.print(render(facts))
-    assert "0 tokens dropped" in console.file.getvalue()  # type: ignore[attr-defined]
+    console = Console(width=160, file=io.StringIO())
+    console.print(summary(events))
+    assert "at most 1.50 in layer 3; 0 tokens dropped" in console.file.getvalue()  # type: ignore[attr-defined]

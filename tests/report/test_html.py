@@ -8,7 +8,7 @@ import pytest
 from synthetic_run import synthetic_events, write_run
 
 from pronghorn.errors import EnvironmentFault
-from pronghorn.report.answers import read_answers, write_answers
+from pronghorn.report.answers import AnswerRow, read_answers, write_answers
 from pronghorn.report.html import render_page, write_html
 
 EVIL = '<script>alert("x")</script><img src=x onerror=alert(1)>\'"&'
@@ -48,7 +48,7 @@ def test_the_page_is_whole_and_says_what_happened(tmp_path):
     outline = Outline(page)
     text = " ".join(outline.text)
     for word in ("hotel", "HuggingFaceTB/SmolLM2-135M-Instruct", "NVIDIA H200", "perplexity", "resumed at 200",
-                 "Gradient norm", "tokenize", "Suggestion:", "answer at step 0", "answer at step 400", "batch_tokens",
+                 "Gradient norm", "tokenize", "Suggestion:", "batch_tokens",
                  "were dropped", "cut off", "transformers 5.22.0", "log scale", "loss per token", "Evaluations"):  # fmt: skip
         assert word in text, word
     assert outline.tags.count("svg") == 5  # the loss has two, with and without a logarithmic axis
@@ -69,13 +69,12 @@ def test_text_of_the_run_is_never_read_as_html():
             event["run"] = event["device"] = EVIL
             event["recipe"] = event["recipe"] | {"model": EVIL, EVIL: {EVIL: EVIL}, "data": {"train": [EVIL]}}
             event["versions"] = {EVIL: EVIL}
-        if event["event"] == "eval":
-            event["generations"] = [{"prompt": EVIL, "answer": EVIL, "expected": EVIL}]
         if event["event"] == "end":
             event["why"] = event["reason"] = EVIL
         if event["event"] == "stages":
             event["seconds"] = event["seconds"] | {EVIL: 50.0}
-    page = render_page(events, EVIL)
+    answers = [AnswerRow(EVIL, EVIL, EVIL, EVIL, 1, {EVIL: 0.5}, {})]
+    page = render_page(events, EVIL, answers)
     plain = Outline(render_page(synthetic_events(30)))
     outline = Outline(page)
     assert outline.tags.count("script") == plain.tags.count("script")
@@ -105,13 +104,12 @@ def test_every_kind_of_poor_log_gives_a_page(tmp_path):
 def test_a_long_run_stays_small_and_quick(tmp_path):
     step = {"event": "step", "session": 1, "lr": 1e-4, "tokens": 1000, "seconds": 0.1}
     events = [step | {"time": float(i), "step": i, "loss": 1 + (i * 7919 % 1000) / 999.7, "grad_norm": (i * 31 % 977) / 97}
-              for i in range(1, 100_001)]  # fmt: skip
-    events[60_000]["loss"] = 0.123
-    for i in range(0, 100_000, 500):
-        events.append({"event": "eval", "time": 1.0, "session": 1, "step": i, "loss": 1.0, "best": False,
-                       "generations": [{"prompt": "p" * 9000, "answer": "a" * 9000, "expected": "e"}] * 100})  # fmt: skip
+              for i in range(1, 30_001)]  # fmt: skip
+    events[20_000]["loss"] = 0.123
+    for i in range(0, 30_000, 150):
+        events.append({"event": "eval", "time": 1.0, "session": 1, "step": i, "loss": 1.0, "best": False})
         events.append({"event": "notice", "time": 1.0, "session": 1, "text": "n" * 100})
-    page = render_page(events)
+    page = render_page(events, answers=[AnswerRow("p" * 9000, "e", "b" * 9000, "a" * 9000, 1, {}, {})] * 100)
     assert len(page) < 2_000_000
     assert "0.123" in page
     assert max(len(path) for path in re.findall(r' d="([^"]+)"', page)) < 2000 * 14
@@ -209,4 +207,4 @@ def test_answers_stand_beside_what_was_expected_and_what_was_said_before(tmp_pat
     assert [one.prompt for one in read_answers(folder)] == ["3"]
     assert "Answers" in words(write_html(folder).read_text(encoding="utf-8"))
     (folder / "answers.jsonl").unlink()
-    assert "answer at step 30" in words(write_html(folder).read_text(encoding="utf-8"))  # what the evaluations logged
+    assert "<h2>Answers" not in write_html(folder).read_text(encoding="utf-8")

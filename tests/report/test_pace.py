@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pronghorn.report.display import PlainDisplay
-from pronghorn.report.pace import WINDOW, Paces
+from pronghorn.report.pace import Paces
 
 
 def test_percentage_time_left_and_rate() -> None:
@@ -15,14 +15,6 @@ def test_percentage_time_left_and_rate() -> None:
     assert paces.told("tokenizing", 2_000, 5_000, 20.0) == "40%, 1 min 00 s left, 50 rows/s, 2,000 of 5,000 rows"
     paces.end("tokenizing")
     assert paces.told("tokenizing", 2_000, 5_000, 10.0) == "40%, 2,000 of 5,000 rows"
-
-
-def test_the_last_half_minute_counts_and_no_more_is_held() -> None:
-    paces = Paces()
-    for tenth in range(10_000):
-        paces.at("tokenizing", 10 * tenth if tenth < 9_000 else 90_000 + 50 * (tenth - 9_000), tenth / 10)
-    assert paces.told("tokenizing", 140_000, 145_000, 1000.0) == "97%, 10 s left, 500 rows/s, 140,000 of 145,000 rows"
-    assert len(paces._looks["tokenizing"]) <= 2 * WINDOW + 2
 
 
 def test_lines_of_a_log_say_it(capsys) -> None:  # type: ignore[no-untyped-def]

@@ -39,15 +39,6 @@ def test_a_plot_carries_its_numbers_and_draws_inside_the_frame():
     assert "best" in page
 
 
-def test_one_point_no_point_and_points_that_are_not_finite():
-    assert "no data yet" in draw(Plot("None", [Series("a", "train", [])]))
-    assert "no data yet" in draw(Plot("Nan", [Series("a", "train", [(1.0, math.nan), (2.0, math.inf)])]))
-    one = draw(Plot("One", [Series("a", "train", [(1.0, 0.0)])]))
-    assert "nan" not in one
-    assert 'class="dots train"' in one
-    assert numbers_of(one)["x1"] > numbers_of(one)["x0"]
-
-
 def test_one_spike_does_not_flatten_the_rest_and_is_told():
     points = [(float(i), 1.0 + (i % 10) / 10) for i in range(1000)]
     points[500] = (500.0, 1e6)

@@ -17,7 +17,7 @@ from pronghorn.errors import DataError, EnvironmentFault
 from pronghorn.report.html import render_page
 from pronghorn.report.run_log import TAIL_BLOCK, RunLog, as_number, history, plain, read_log
 from pronghorn.report.runs import compare, comparison_table, list_runs, runs_table
-from pronghorn.report.summary import render, summary
+from pronghorn.report.summary import summary
 from tables import table
 
 
@@ -91,7 +91,7 @@ def test_kill_at_any_instant_leaves_a_log_that_reads_and_resumes(tmp_path):
         "log = RunLog(Path(sys.argv[1]))\n"
         "for i in range(10**9): log.write('step', step=i, text='x' * 3000)\n"
     )
-    for attempt in range(3):
+    for attempt in range(2):
         child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
         path = tmp_path / "run.jsonl"
         before = path.stat().st_size if path.exists() else 0
@@ -200,7 +200,7 @@ def test_whatever_stands_in_a_log_its_readers_refuse_it_or_understand_it(tmp_pat
                 continue
             read += 1
             print(kind, place, value)  # shown if a reader fails
-            render(summary(events))
+            summary(events)
             render_page(events)
             runs_table(list_runs(tmp_path))
             comparison_table(compare([path, path]))

@@ -42,13 +42,6 @@ def test_an_inner_stage_pauses_the_outer_one_and_the_rest_is_other(clock):
     assert [seconds[name] for name in ("step", "wait", "other", "imports")] == [11, 10, 3, 0]
 
 
-def test_the_same_stage_inside_itself_counts_once(clock):
-    stages = Stages(started=1.0)
-    with stages("read"), stages("read"):
-        clock.pass_by(5)
-    assert stages.seconds["read"] == 5
-
-
 def test_parts_sum_to_the_total_exactly_and_the_total_is_the_wall_clock():
     began = time.monotonic()
     stages = Stages(started=began)
@@ -60,15 +53,6 @@ def test_parts_sum_to_the_total_exactly_and_the_total_is_the_wall_clock():
     assert tuple(event["seconds"]) == STAGES
     least = time.monotonic() - began
     assert least - 1e-6 <= stages.total() <= time.monotonic() - began + 1e-6
-
-
-def test_an_exception_leaves_the_stage():
-    stages = Stages(started=time.monotonic())
-    with pytest.raises(KeyError), stages("load"):
-        raise KeyError
-    load = stages.seconds["load"]
-    time.sleep(0.02)
-    assert stages.seconds["load"] == load
 
 
 def test_time_before_the_first_line_of_python_counts_as_imports():

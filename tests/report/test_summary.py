@@ -1,42 +1,34 @@
 """The end-of-run table."""
 
 import io
-import json
 
 import pytest
 from rich.console import Console
 from synthetic_run import synthetic_events
 
-from pronghorn.report.summary import render, summary
+from pronghorn.report.run_stats import run_stats
+from pronghorn.report.summary import summary
 
 
 def shown(events, width=100):
     console = Console(file=io.StringIO(), width=width)
-    console.print(render(summary(events)))
+    console.print(summary(events))
     return console.file.getvalue()
 
 
-def test_the_summary_is_plain_json_and_adds_up():
-    facts = summary(synthetic_events(300), price_per_hour=36.0)
-    assert json.loads(json.dumps(facts, allow_nan=False)) == facts
-    assert facts["cost_most"] == "step"
-    assert sum(facts["shares"].values()) == pytest.approx(1)
-    assert facts["cost"]["money"] == pytest.approx(facts["seconds"] / 100)
-    assert (
-        summary([e | ({"device": "cpu"} if e["event"] == "start" else {}) for e in synthetic_events(20)])["cost"]["gpu_hours"]
-        == 0
-    )
-
-
-def test_the_log_s_own_price_is_taken_where_none_is_given():
+def test_hours_money_and_waste_of_a_run():
     events = synthetic_events(300)
     for event in events:
         if event["event"] == "start":
             event["price"] = {"usd_an_hour": 36.0, "note": "a list price"}
-    facts = summary(events)
-    assert facts["cost"]["money"] == pytest.approx(facts["seconds"] / 100)
-    assert "USD" in shown(events)
+    run = run_stats(events)
+    assert run.gpu_hours == pytest.approx(run.seconds / 3600)
+    assert run.money == pytest.approx(run.seconds / 100)
+    assert run.wasted_share == pytest.approx(1 - run.share("step", "optimizer"))
+    assert f"about {run.money:,.2f} USD" in shown(events)
     assert "USD" not in shown(synthetic_events(20))
+    on_cpu = run_stats([e | ({"device": "cpu"} if e["event"] == "start" else {}) for e in events])
+    assert on_cpu.gpu_hours == run_stats([]).gpu_hours == run_stats([]).wasted_share == 0
 
 
 def test_the_table_shows_what_matters_and_fits_80_columns():

@@ -3,11 +3,6 @@ import pytest
 from pronghorn.report.pace import Throughput
 
 
-def test_nothing_yet():
-    rate = Throughput()
-    assert (rate.now(), rate.eta(10)) == (0.0, None)
-
-
 def test_the_window_forgets():
     rate = Throughput(window_seconds=10)
     for _ in range(10):
@@ -33,9 +28,3 @@ def test_eta_is_not_misled_by_a_slow_first_step_and_includes_evaluations():
     rate.pause(5)  # one evaluation in five steps: one second a step
     assert rate.eta(10) == pytest.approx(30)
     assert rate.eta(0) == 0
-
-
-def test_steps_that_took_no_time_do_not_divide_by_zero():
-    rate = Throughput()
-    rate.add(100, 0.0)
-    assert rate.now() == 0.0

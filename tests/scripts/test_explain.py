@@ -58,33 +58,6 @@ def test_a_script(tmp_path: Path) -> None:
     assert text.index("adapted:") < text.index("not supported:") < text.index("fast_generate()")
 
 
-def test_what_generates_while_it_trains_is_listed_as_missing(tmp_path: Path) -> None:
-    path = tmp_path / "mine.py"
-    path.write_text(
-        "from vllm import SamplingParams\nimport vllm\nfrom trl import GRPOTrainer, GRPOConfig, PPOTrainer\n"
-        "from trl import DataCollatorForCompletionOnlyLM\nGRPOConfig(use_vllm=True, max_completion_length=3)\n"
-        "KTOConfig(max_completion_length=3, rpo_alpha=1)\n",
-        encoding="utf-8",
-    )
-    found = of_script(path)
-    missing = {one.what.split(":")[0]: one.what for one in found if one.missing}
-    assert list(missing) == [
-        "from vllm import SamplingParams",
-        "import vllm",
-        "from trl import GRPOTrainer",
-        "from trl import GRPOConfig",
-        "from trl import PPOTrainer",
-        "GRPOConfig(use_vllm=) is not supported",
-        "KTOConfig(rpo_alpha=) is refused",
-    ]
-    assert all("instead: " in text or "loss_type=" in text for text in missing.values())
-    assert "model.generate()" in missing["from trl import GRPOTrainer"]
-    assert [one.what.split(":")[0] for one in found if not one.missing] == [
-        "from trl import DataCollatorForCompletionOnlyLM",
-        "KTOConfig(max_completion_length=) is dropped",
-    ]
-
-
 def test_a_notebook_and_what_cannot_be_read(tmp_path: Path) -> None:
     path = write_notebook(tmp_path / "some.ipynb", ["!pip install unsloth", "import unsloth"])
     assert [(one.where, one.what) for one in of_script(path)] == [

@@ -31,10 +31,8 @@ PUBLIC = Path(__file__).parent / "public"
 OF_PYTHON = ("__warningregistry__", "__slotnames__")  # Python notes there what was warned of, and what was copied
 OTHERS = ("vision.py", "inference_only.py")  # which do not train
 SCRIPTS = sorted(path.name for path in PUBLIC.iterdir() if path.suffix in (".py", ".ipynb") and path.name not in OTHERS)
-# Run elsewhere in the suite (alpaca_llama3 below, plain_trainer in test_run_script.py), or like another but for the model's
-# family and its template (of public/others, too); `make dropin-cases` takes them all.
-LATER = {"alpaca_llama3.py", "plain_trainer.py", "mistral_chatml.ipynb",
-         "dpo_zephyr.py", "text_classification.py", "gemma3.py"}  # fmt: skip
+# Run elsewhere in the suite (alpaca_llama3 below, plain_trainer in test_run_script.py); `make dropin-cases` takes them all.
+LATER = {"alpaca_llama3.py", "plain_trainer.py"}
 
 
 class CudaIsCpu(TorchFunctionMode):

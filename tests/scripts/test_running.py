@@ -194,14 +194,6 @@ def test_what_python_cannot_compile_is_a_sentence(tmp_path: Path, source: str, e
         assert "cell 1" in str(caught.value.where)
 
 
-def test_brackets_100_000_deep(tmp_path: Path) -> None:
-    with pytest.raises(SyntaxError, match="too many nested parentheses"):
-        run(str(write_notebook(tmp_path / "some.ipynb", ["x = " + "[" * DEEP])), notes=quiet())
-    for text in ("[" * DEEP, '{"cells": ' + "[" * DEEP + "]" * DEEP + "}"):
-        with pytest.raises(CommandError, match="its JSON is nested too deeply"):
-            run(write(tmp_path / "deep.ipynb", text), notes=quiet())
-
-
 def test_environment_variables_of_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("FIRST", "SECOND", "THIRD", "FOURTH"):
         monkeypatch.delenv(name, raising=False)
@@ -225,9 +217,3 @@ def test_a_notebook_refuses_to_start_itself_again(tmp_path: Path) -> None:
     text = "import multiprocessing\nmultiprocessing.get_context('spawn').Process(target=print).start()"
     with pytest.raises(CommandError, match="each process would run all cells again"):
         run(str(write_notebook(tmp_path / "some.ipynb", [text])), notes=quiet())
-
-
-def test_exit_is_the_scripts_own(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit) as caught:
-        run(write(tmp_path / "mine.py", "import sys\nsys.exit(7)\n"), notes=quiet())
-    assert caught.value.code == 7

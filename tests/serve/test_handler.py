@@ -156,24 +156,6 @@ def test_a_prompt_far_beyond_the_context_is_refused_unseen(
     assert all(length < 2 * CONTEXT * 16 for length in longest)  # what was tokenized at all
 
 
-def test_a_long_text_is_tokenized_until_it_is_too_long(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within the letters that a context may have, yet with too many tokens: a part of it tells."""
-    from pronghorn.serve import answering
-    from pronghorn.serve.asked import RequestError, read
-
-    monkeypatch.setattr(answering, "PART", 100)
-    monkeypatch.setattr(answering, "LETTERS", 1000)
-    one, seen = models.get("run"), list[int]()
-    assert one is not None
-    counting = Served("run", None, lambda text, **_: seen.append(len(text)) or {"input_ids": [5] * len(text)})
-    asked = read(json.dumps({"model": "run", "prompt": "a" * 100_000}).encode(), chat=False)
-    with pytest.raises(RequestError, match="over 512 prompt tokens exceed"):
-        answering.prompt_of(models, counting, asked)
-    assert sum(seen) < 1000
-    fits = read(json.dumps({"model": "run", "prompt": "a" * 500}).encode(), chat=False)
-    assert len(answering.prompt_of(models, counting, fits)) == 500
-
-
 def test_others_are_answered_while_a_large_prompt_is_read(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     reading, go_on = threading.Event(), threading.Event()
     read = handler.read

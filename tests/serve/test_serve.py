@@ -40,7 +40,7 @@ def models(place: Place) -> Models:
 @pytest.fixture(scope="module")
 def server(models: Models) -> Iterator[Server]:
     server = Server(models, "127.0.0.1", 0, Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=lambda: server.serve_forever(poll_interval=0.01), daemon=True)
     thread.start()
     yield server
     server.shutdown()

@@ -43,6 +43,27 @@ def test_first_come_first_served_and_one_at_a_time() -> None:
     assert order == list(range(10))
 
 
+def test_there_is_an_end_to_waiting() -> None:
+    turns = Turns(most=1)
+    with turns.one(stay), pytest.raises(RequestError, match="waiting already") as error, turns.one(stay):
+        pass
+    assert (error.value.status, error.value.headers) == (503, {"Retry-After": "1"})
+    with turns.one(stay):
+        pass
+
+
+def test_room_for_large_bodies_only() -> None:
+    room = Room(most=100, small=10)
+    with room.for_body(60), room.for_body(10), room.for_body(40):
+        with room.for_body(10), room.to_read(10):
+            pass
+        with pytest.raises(RequestError, match="too many large requests"), room.for_body(11):
+            pass
+    with room.for_body(100), room.to_read(100), room.to_read(10):
+        assert not room._one.acquire(blocking=False)  # one large body is read at a time; the small one did not wait
+    assert room._one.acquire(blocking=False)
+
+
 def test_who_left_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pronghorn.serve.turns.LOOK", 0.01)
     turns, left = Turns(), threading.Event()
@@ -65,24 +86,3 @@ def test_who_left_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("it left before its turn")
     with turns.one(stay):
         pass
-
-
-def test_there_is_an_end_to_waiting() -> None:
-    turns = Turns(most=1)
-    with turns.one(stay), pytest.raises(RequestError, match="waiting already") as error, turns.one(stay):
-        pass
-    assert (error.value.status, error.value.headers) == (503, {"Retry-After": "1"})
-    with turns.one(stay):
-        pass
-
-
-def test_room_for_large_bodies_only() -> None:
-    room = Room(most=100, small=10)
-    with room.for_body(60), room.for_body(10), room.for_body(40):
-        with room.for_body(10), room.to_read(10):
-            pass
-        with pytest.raises(RequestError, match="too many large requests"), room.for_body(11):
-            pass
-    with room.for_body(100), room.to_read(100), room.to_read(10):
-        assert not room._one.acquire(blocking=False)  # one large body is read at a time; the small one did not wait
-    assert room._one.acquire(blocking=False)

@@ -42,15 +42,6 @@ def test_a_byte_now_and_then_does_not_extend_the_deadline(ends: tuple[socket.soc
     assert time.monotonic() - began < 20
 
 
-def test_headers_have_a_size(ends: tuple[socket.socket, socket.socket]) -> None:
-    here, there = ends
-    reader = Reader(here)
-    reader.allow(20, 1000)
-    there.sendall(b"a" * 2000)
-    with pytest.raises(HTTPException, match="too long"):
-        io.BufferedReader(reader).readline()
-
-
 def test_a_client_that_does_not_read_holds_up_nobody(
     ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,3 +83,12 @@ def test_lingering_takes_what_is_still_sent_and_ends(ends: tuple[socket.socket, 
         began = time.monotonic()
         linger(one, seconds=0.05)  # the client says nothing more, and does not leave
         assert time.monotonic() - began < 20
+
+
+def test_headers_have_a_size(ends: tuple[socket.socket, socket.socket]) -> None:
+    here, there = ends
+    reader = Reader(here)
+    reader.allow(20, 1000)
+    there.sendall(b"a" * 2000)
+    with pytest.raises(HTTPException, match="too long"):
+        io.BufferedReader(reader).readline()

@@ -85,7 +85,6 @@ def kill(child: int, run: Path, after: int, moment: float) -> None:
 
 def weights(run: Path, steps: int) -> bytes:
     newest = latest_checkpoint(run)
-    assert newest is not None
     verify_checkpoint(newest)
     assert newest.name == f"checkpoint-{steps}"
     return (newest / "adapter_model.safetensors").read_bytes() + (newest / "training_state.safetensors").read_bytes()

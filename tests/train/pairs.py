@@ -26,7 +26,6 @@ class Pairs(Objective):
         self.references: dict[int, dict[int, Tensor]] = {}  # of a table: of a row: log-probabilities of its labels
 
     def loss(self, log_probs_N: Tensor, batch: PackedBatch) -> Tensor:
-        assert batch.given_KN is not None
         margins, real = self._pairs(log_probs_N - batch.given_KN[0], batch)
         return (-F.logsigmoid(self._beta * margins) * real).sum()
 

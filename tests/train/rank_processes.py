@@ -26,11 +26,6 @@ DEADLINE = 120.0  # seconds, so that nothing hangs
 LOOPBACK = ("0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F")  # as /proc/net writes them
 
 
-class Silent:
-    def handle(self, event: dict[str, Any]) -> None: ...
-    def progress(self, *_: Any) -> None: ...
-
-
 def listening(processes: Sequence[int]) -> list[tuple[str, int]]:
     """Addresses and ports of the TCP sockets on which these processes accept connections."""
     inodes = set()

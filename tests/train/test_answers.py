@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +11,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from watching import RecipeFor, Silent, events_of, saved, stop_at
 
 from pronghorn.data.encode.tokens import load_tokenizer
 from pronghorn.errors import CommandError, Interrupted, RecipeError
 from pronghorn.evaluation.questions import held_out_questions
 from pronghorn.model.generate import generate_answers
 from pronghorn.recipe import Recipe
-from pronghorn.report.run_log import history, read_log
+from pronghorn.report.run_log import read_log
 from pronghorn.report.run_stats import run_stats
 from pronghorn.train.checkpoint.checkpoint import verify_checkpoint
 from pronghorn.train.loop import train
 from pronghorn.train.source import source_of
-from samples import make_lively_model, make_tokenizer
+from samples import make_lively_model
 
 # What a model of random weights says differs from step to step; so does this figure of it, and it is drawn from thin air.
 OWN = """
@@ -37,30 +36,7 @@ def metric(prompt, expected, answer):
 
 @pytest.fixture(scope="module")
 def lively(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("lively")
-    make_lively_model().save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    return str(folder)
-
-
-class Silent:
-    def __init__(self, at_step: Callable[[int], None] = lambda step: None) -> None:
-        self.at_step = at_step
-
-    def handle(self, event: dict[str, Any]) -> None:
-        if event["event"] == "step":
-            self.at_step(event["step"])
-
-    def progress(self, label: str, done: int, total: int) -> None:
-        pass
-
-
-def stop_at(step: int) -> Silent:
-    return Silent(lambda now: os.kill(os.getpid(), signal.SIGTERM) if now == step else None)
-
-
-def events_of(folder: Path, kind: str) -> list[dict[str, Any]]:
-    return [event for event in history(read_log(folder)) if event["event"] == kind]
+    return saved(make_lively_model(), tmp_path_factory.mktemp("lively"))
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
@@ -69,8 +45,6 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
 
 def untrained_answers(recipe: Recipe) -> list[str]:
     """By the model as it was before, and by nothing of what runs in a run."""
-    from contextlib import nullcontext
-
     tokenizer = load_tokenizer(recipe.model, recipe.data)
     table = source_of(recipe, tokenizer, report=lambda *_: None, stage=lambda _: nullcontext()).held_out
     asked = held_out_questions(table, tokenizer, 100)
@@ -79,7 +53,7 @@ def untrained_answers(recipe: Recipe) -> list[str]:
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_answers_stand_beside_the_base_models(recipe_for: Callable[..., Recipe], lively: str, method: str) -> None:
+def test_answers_stand_beside_the_base_models(recipe_for: RecipeFor, lively: str, method: str) -> None:
     recipe = recipe_for(
         model=lively, method=method, train={"steps": 4, "lr": 3e-2}, eval={"every": 2, "metrics": ["rouge_l", "exact_match"]}
     )
@@ -102,16 +76,7 @@ def test_answers_stand_beside_the_base_models(recipe_for: Callable[..., Recipe],
     )
 
 
-def test_without_metrics_a_few_answers_are_shown_and_nothing_is_measured(recipe_for: Callable[..., Recipe]) -> None:
-    run = train(recipe_for(train={"steps": 2}, eval={"every": 2, "generations": 2}), display=Silent()).folder
-    (told,) = events_of(run, "eval")
-    assert "metrics" not in told
-    assert not events_of(run, "base")
-    assert len(told["generations"]) == len(lines_of(run)) == 2
-    assert all(line["base"] is not None and line["scores"] == {} for line in lines_of(run))
-
-
-def test_the_best_checkpoint_is_the_best_by_the_metric(recipe_for: Callable[..., Recipe], lively: str, tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_the_best_by_the_metric(recipe_for: RecipeFor, lively: str, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     recipe = recipe_for(model=lively, train={"steps": 6, "lr": 3e-2}, eval={"every": 1, "best": "noise"})
     result = train(recipe, display=Silent(), metric_file=tmp_path / "own.py")
@@ -123,12 +88,12 @@ def test_the_best_checkpoint_is_the_best_by_the_metric(recipe_for: Callable[...,
     assert events_of(result.folder, "end")[-1]["best"] == {"step": result.best_step, "noise": max(values)}
 
 
-def test_a_stopped_run_goes_on_as_if_it_had_not_been(recipe_for: Callable[..., Recipe], lively: str, tmp_path: Path) -> None:
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(recipe_for: RecipeFor, lively: str, tmp_path: Path) -> None:
     """With a metric that spoils every random number: weights, dropout included, and what is the best are the same."""
     (tmp_path / "own.py").write_text(OWN)
     changes: dict[str, Any] = {
         "model": lively,
-        "train": {"steps": 6},
+        "train": {"steps": 4},
         "lora": {"r": 4, "dropout": 0.3},
         "eval": {"every": 2, "best": "noise"},
     }
@@ -138,7 +103,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(recipe_for: Callable[..., R
     with pytest.raises(Interrupted):
         train(parts, display=stop_at(3), metric_file=tmp_path / "own.py")
     train(parts, display=Silent(), metric_file=tmp_path / "own.py")
-    ends = [tmp_path / name / "checkpoint-6" for name in ("whole", "parts")]
+    ends = [tmp_path / name / "checkpoint-4" for name in ("whole", "parts")]
     assert plain.checkpoint
     one, other, without = (load_file(end / "adapter_model.safetensors") for end in (*ends, plain.checkpoint))
     assert all(torch.equal(one[key], other[key]) and torch.equal(one[key], without[key]) for key in one)
@@ -147,7 +112,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(recipe_for: Callable[..., R
     assert len(events_of(tmp_path / "parts", "base")) == 1  # found again, not asked again
 
 
-def test_a_base_model_that_is_gone_is_told_of(recipe_for: Callable[..., Recipe]) -> None:
+def test_a_base_model_that_is_gone_is_told_of(recipe_for: RecipeFor) -> None:
     with pytest.raises(Interrupted):
         train(recipe_for(method="full", train={"steps": 4}), display=stop_at(1))
     recipe = recipe_for(method="full", train={"steps": 4}, eval={"every": 2, "metrics": "rouge_l"})
@@ -157,7 +122,7 @@ def test_a_base_model_that_is_gone_is_told_of(recipe_for: Callable[..., Recipe])
     assert len(told) == 1
 
 
-def test_a_broken_metric_of_ones_own_is_refused_before_step_one(recipe_for: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_a_broken_metric_of_ones_own_is_refused_before_step_one(recipe_for: RecipeFor, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def metric(prompt, expected, answer):\n    return 1 / 0\n")
     with pytest.raises(CommandError, match="ZeroDivisionError"):
         train(recipe_for(), display=Silent(), metric_file=tmp_path / "own.py")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from watching import RecipeFor
 
 from pronghorn.errors import DataError, EnvironmentFault, ModelError, RecipeError
 from pronghorn.recipe import Recipe
@@ -17,8 +17,6 @@ from pronghorn.train.loop import train
 from pronghorn.train.setup.check import Facts, check_run
 from samples import chat_rows, make_model, make_tokenizer, write_rows
 
-RecipeFor = Callable[..., Recipe]
-
 
 def check(recipe: Recipe) -> Facts:
     return check_run(recipe, report=lambda *_: None)
@@ -26,8 +24,8 @@ def check(recipe: Recipe) -> Facts:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"method": "full"}, {"data": {"eval": 0.2}, "train": {"epochs": 3}}, {"train": {"steps": 2}}],
-    ids=["lora", "full", "held out", "steps"],
+    [{"train": {"steps": 2}}, {"method": "full", "data": {"eval": 0.2}, "train": {"epochs": 2, "batch_tokens": 1024}}],
+    ids=["lora, steps", "full, held out, epochs"],
 )
 def test_what_is_foretold_is_what_happens(recipe_for: RecipeFor, changes: dict[str, Any]) -> None:
     recipe = recipe_for(**changes)
@@ -140,33 +138,6 @@ def test_where_steps_are_few_every_value_that_is_named_gives_the_steps_that_are_
         values = {key.split(": ")[0].removeprefix("train."): int(key.split(": ")[1]) for key in keys.split(" and ")}
         rows = {"batch_tokens": 65536} if "batch_rows" in values else {"batch_rows": None}
         assert check(recipe_for(**{"train": changes["train"] | rows | values})).steps == int(steps) > facts.steps
-
-
-def test_packs_that_few_rows_leave_empty_are_told_with_a_capacity_that_fills_them(recipe_for: RecipeFor) -> None:
-    size = {"batch_tokens": 65536, "batch_rows": 4, "capacity": 2048}
-    facts = check(recipe_for(train=size))
-    assert (facts.rows_per_step, facts.micro_batches_per_step, facts.steps) == (4, 1, 20)
-    (told,) = [notice for notice in facts.notices if notice.startswith("packs are")]
-    found = re.fullmatch(r"packs are \d+% full, because a step has 4 rows; set train.capacity: (\d+) \((\d+)% full\)", told)
-    assert found
-    better = check(recipe_for(train=size | {"capacity": int(found[1])}))
-    assert round(better.packing_efficiency * 100) == int(found[2])
-    assert better.steps == facts.steps
-
-
-def test_copies_are_what_the_settings_drop(recipe_for: RecipeFor, tmp_path: Path) -> None:
-    """A row in capitals is no exact duplicate."""
-    asked = [f"{n} {n * n} what comes next {n + 1}?" for n in range(30)]
-    texts = [*asked, asked[3], asked[3].upper()]
-    path = write_rows(
-        tmp_path / "a.jsonl",
-        [{"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "?"}]} for text in texts],
-    )
-    left = {}
-    for duplicates in ("keep", "drop-exact", "drop-near"):
-        facts = check(recipe_for(data={"train": [str(path)], "duplicates": duplicates}))
-        left[duplicates] = (facts.copies, facts.near_copies, facts.documents)
-    assert left == {"keep": (1, 1, 32), "drop-exact": (0, 1, 31), "drop-near": (0, 0, 30)}
 
 
 def test_sources_unused_columns_and_empty_answers_are_told_by_check_and_train(recipe_for: RecipeFor, tmp_path: Path) -> None:

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import re
-import shutil
-import subprocess
-import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,19 +12,12 @@ import pytest
 import torch
 from checkpoint_samples import names
 from checkpoint_samples import snapshot as content_of
-from safetensors.torch import load_file, save_file
 from safetensors.torch import save as safetensors_bytes
+from safetensors.torch import save_file
 
 from pronghorn.errors import EnvironmentFault
 from pronghorn.train.checkpoint import checkpoint, checkpoint_writer
-from pronghorn.train.checkpoint.checkpoint import (
-    TENSORS,
-    TrainState,
-    capture_rng,
-    clean_leftovers,
-    load_checkpoint,
-    save_checkpoint,
-)
+from pronghorn.train.checkpoint.checkpoint import TENSORS, TrainState, capture_rng, load_checkpoint, save_checkpoint
 from pronghorn.train.checkpoint.checkpoint_writer import CheckpointWriter
 
 CPU = torch.device("cpu")
@@ -74,13 +61,6 @@ def writer_at(run: Path, device: torch.device = CPU) -> CheckpointWriter:
 
 def save(writer: CheckpointWriter, step: int, of: Model | None = None, keep: int = 9) -> None:
     writer.write(writer.snapshot(of or model(), state(step)), keep=keep, best_step=None)
-
-
-def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.001)
 
 
 class Disk:
@@ -155,47 +135,23 @@ def test_views_are_stored_as_what_they_show(tmp_path: Path) -> None:
             assert (written.path / Model.name).read_bytes() == safetensors_bytes(plain, {"format": "pt"})
 
 
-def test_many_in_a_row_arrive_whole_in_order_and_are_pruned(tmp_path: Path) -> None:
-    adapter, done = model(size=20_000), []
-    with writer_at(tmp_path) as writer:
-        for step in range(1, 8):
-            adapter.tensors["lora_B"].data.fill_(step)
-            save(writer, step, adapter, keep=3)
-            done += writer.finished()
-        done += writer.wait()
-    assert [written.step for written in done] == list(range(1, 8))
-    assert names(tmp_path) == ["checkpoint-5", "checkpoint-6", "checkpoint-7"]
-    for step in (5, 6, 7):
-        loaded = load_checkpoint(tmp_path / f"checkpoint-{step}")
-        assert loaded.tensors["optimizer/exp_avg/a"].unique().tolist() == [step] == [loaded.values["cursor"]["row"]]
-        assert load_file(tmp_path / f"checkpoint-{step}" / adapter.name)["lora_B"].unique().tolist() == [step]
-
-
 # One at a time
 
 
-def test_a_third_snapshot_waits_for_memory(tmp_path: Path, disk: Disk) -> None:
+@pytest.mark.parametrize("copies", [2, 1])
+def test_a_snapshot_waits_for_memory(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, copies: int) -> None:
+    """Large ones have one copy only."""
+    monkeypatch.setattr(checkpoint_writer, "TWO_COPIES_UP_TO", 10**9 if copies == 2 else 100)
     with writer_at(tmp_path) as writer:
         disk.stop()
-        save(writer, 2)  # neither waits for the disk: it would for ever
-        save(writer, 3)
+        for step in range(copies):
+            save(writer, step)  # does not wait for the disk: it would for ever
         assert writer.finished() == []
         threading.Timer(0.3, disk.go_on).start()
-        save(writer, 4)
+        save(writer, copies)
         assert disk.works.is_set()
-        assert [written.step for written in writer.wait()] == [2, 3, 4]
-
-
-def test_large_ones_have_one_copy_only(tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_writer, "TWO_COPIES_UP_TO", 100)
-    with writer_at(tmp_path) as writer:
-        disk.stop()
-        save(writer, 1)
-        threading.Timer(0.3, disk.go_on).start()
-        save(writer, 2)
-        assert disk.works.is_set()
-        assert [written.step for written in writer.wait()] == [1, 2]
-        assert writer._copies[1].size == 0
+        assert [written.step for written in writer.wait()] == list(range(copies + 1))
+        assert (writer._copies[1].size == 0) == (copies == 1)
 
 
 def test_a_snapshot_is_written_or_dropped_once(tmp_path: Path) -> None:
@@ -217,13 +173,11 @@ def test_a_snapshot_is_written_or_dropped_once(tmp_path: Path) -> None:
         writer.snapshot(model(), state(5))
 
 
-@pytest.mark.parametrize("change", ["values", "names"])
-def test_what_must_not_be_stored_is_refused_by_the_run(change: str, tmp_path: Path) -> None:
+def test_what_must_not_be_stored_is_refused_by_the_run(tmp_path: Path) -> None:
     with writer_at(tmp_path) as writer:
-        if change == "values":
-            with pytest.raises(TypeError, match="plain JSON"):
-                writer.snapshot(model(), TrainState(1, {}, {"a": (1, 2)}, {}))
-        for name in (TENSORS, "manifest.json", "optimizer.pt") if change == "names" else ():
+        with pytest.raises(TypeError, match="plain JSON"):
+            writer.snapshot(model(), TrainState(1, {}, {"a": (1, 2)}, {}))
+        for name in (TENSORS, "manifest.json", "optimizer.pt"):
             with pytest.raises(RuntimeError, match="the model's save function wrote"):
                 writer.snapshot(Model({}, small={name: b""}), state(1))
         save(writer, 1)
@@ -251,24 +205,6 @@ def test_a_folder_that_cannot_be_written_is_told_with_its_fix_and_the_writer_goe
         save(writer, 3)
         assert [written.step for written in writer.wait()] == [3]
     assert names(run) == ["checkpoint-1", "checkpoint-3"]
-
-
-def test_a_full_disk_is_told_with_its_fix(tmp_path: Path) -> None:
-    mount = ["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", str(tmp_path)]
-    if os.geteuid() or not shutil.which("mount") or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("mounting a small disk needs root")
-    try:
-        with writer_at(tmp_path) as writer:
-            save(writer, 1)
-            writer.wait()
-            save(writer, 2, model(size=1_000_000))
-            with pytest.raises(EnvironmentFault) as fault:
-                writer.wait()
-        assert re.match(r"not enough disk space for checkpoint-2: \d+\.\d MB missing", fault.value.what)
-        assert fault.value.fix.endswith("run the same command again: it resumes from checkpoint-1")
-        assert names(tmp_path) == ["checkpoint-1"]
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 def test_a_disk_that_does_not_respond_is_given_up_at_every_call(
@@ -314,31 +250,3 @@ def test_a_bug_of_the_writer_comes_back(tmp_path: Path) -> None:
         with pytest.raises(TypeError, match="bytes-like"):
             writer.wait()
     assert names(tmp_path) == []
-
-
-RUN = """
-import sys, torch
-from pathlib import Path
-sys.path.insert(0, sys.argv[2])
-from test_checkpoint_writer import model, save, writer_at
-writer = writer_at(Path(sys.argv[1]))
-step, large = 0, model(size=1_000_000)
-while True:
-    step += 1
-    save(writer, step, large, keep=2)
-    writer.finished()
-"""
-
-
-@pytest.mark.usefixtures("imported_python")
-def test_a_run_killed_with_9_leaves_whole_checkpoints(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", RUN, str(tmp_path), str(Path(__file__).parent)]
-    with subprocess.Popen(command) as run:
-        until(lambda: "checkpoint-2" in names(tmp_path))
-        until(lambda: any(".tmp-" in name for name in names(tmp_path)))
-        run.kill()
-    clean_leftovers(tmp_path)
-    left = names(tmp_path)
-    assert left
-    for name in left:
-        assert load_checkpoint(tmp_path / name).step == int(name.removeprefix("checkpoint-"))

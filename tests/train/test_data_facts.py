@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
+from watching import RecipeFor
+
 from pronghorn.data.encode.tokens import load_tokenizer
-from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import plain
 from pronghorn.train.source import source_of
 from samples import chat_rows, write_rows
 
 
-def test_rows_drops_sources_and_lengths(recipe_for: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_rows_drops_sources_and_lengths(recipe_for: RecipeFor, tmp_path: Path) -> None:
     rows = chat_rows(20)
     rows += [rows[0], {"messages": [{"role": "user", "content": "long " * 200}, {"role": "assistant", "content": "yes"}]}]
     one, two = write_rows(tmp_path / "one.jsonl", rows), write_rows(tmp_path / "two.jsonl", chat_rows(5, seed=9))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_loop import Silent
+from watching import Silent
 
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import read_log

@@ -5,27 +5,25 @@ from __future__ import annotations
 import gc
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rank_processes import Silent, in_ranks
-from test_ranks import apart, losses_of
+from rank_processes import in_ranks
+from test_ranks import apart
 from test_shards import PACK, copied, distance, trained
 from transformers import AutoModelForCausalLM, GptOssConfig, Qwen2MoeConfig, Qwen3MoeConfig
+from watching import RecipeFor, Silent, losses_of, saved
 
 from pronghorn.errors import RecipeError
 from pronghorn.kernels.moe.routing import sort_by_expert
 from pronghorn.model.load import ModelFacts
 from pronghorn.recipe import Recipe
-from pronghorn.report.run_log import read_log
 from pronghorn.train.dist.expert_shards import ExpertRows, ExpertShards, experts_of
 from pronghorn.train.dist.shards import shard_of
 from pronghorn.train.dist.world import World
 from pronghorn.train.loop import train
-from samples import make_tokenizer
 from tables import first_of
 
 CPU = torch.device("cpu")
@@ -42,13 +40,12 @@ CHANGES: dict[str, dict[str, Any]] = {"nf4, shared expert": {"method": "qlora"},
 
 
 @pytest.fixture
-def runs(recipe_for: Callable[..., Recipe], tmp_path: Path) -> Callable[..., Recipe]:
+def runs(recipe_for: RecipeFor, tmp_path: Path) -> RecipeFor:
     def build(name: str, shard: str) -> Recipe:
         folder = tmp_path / "model"
         if not folder.exists():
             torch.manual_seed(0)
-            AutoModelForCausalLM.from_config(MODELS[name]).save_pretrained(folder)
-            make_tokenizer().save_pretrained(folder)
+            saved(AutoModelForCausalLM.from_config(MODELS[name]), folder)
         return recipe_for(
             model=str(folder),
             train={"capacity": PACK, "batch_tokens": PACK * 6, "lr": 1e-3, "steps": 2},
@@ -79,18 +76,17 @@ def train_spread(recipe: Recipe, world: World) -> str:
 
 
 @pytest.mark.parametrize("name", first_of(MODELS, 2))
-def test_spread_experts_train_as_copied_ones(name: str, runs: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_spread_experts_train_as_copied_ones(name: str, runs: RecipeFor, tmp_path: Path) -> None:
     whole, spread = runs(name, "none"), runs(name, "experts")
     train(whole, display=Silent())
     assert len(losses_of(whole.output)) == 2
-    sizes = (2, 4) if name == "adapters" else (2,)
-    for size in sizes:
+    for size in (4,) if name == "adapters" else (2,):
         found = in_ranks(lambda world: train_spread(spread, world), tmp_path / "told", size)
         assert [one and one[0] for one in found] == [0] * size, found
         other = copied(spread, str(size))
         assert apart(losses_of(other.output), losses_of(whole.output)) < 1e-6
         assert distance(trained(other), trained(whole)) < 1e-6
-        held_out = [held_out_losses(run) for run in (other, whole)]
+        held_out = [losses_of(run.output, "eval") for run in (other, whole)]
         assert held_out[0] == pytest.approx(held_out[1], rel=1e-6)
         assert len(held_out[0]) == (1 if name == "adapters" else 0)
         each, config = [json.loads(one[1]) for one in found if one], MODELS[name]
@@ -100,10 +96,6 @@ def test_spread_experts_train_as_copied_ones(name: str, runs: Callable[..., Reci
         assert each == [pytest.approx(one * (own.stop - own.start), rel=0.1) for own in owned]
     if name == "adapters":
         check_resume(spread, whole, tmp_path)
-
-
-def held_out_losses(recipe: Recipe) -> list[float]:
-    return [event["loss"] for event in read_log(Path(recipe.output)) if event["event"] == "eval"]
 
 
 def check_resume(spread: Recipe, whole: Recipe, tmp_path: Path) -> None:
@@ -147,7 +139,7 @@ def test_rows_go_to_their_experts_and_come_back(tmp_path: Path) -> None:
     ]
 
 
-def test_what_cannot_be_spread_is_refused(recipe_for: Callable[..., Recipe]) -> None:
+def test_what_cannot_be_spread_is_refused(recipe_for: RecipeFor) -> None:
     facts, two = ModelFacts("llama", "llama", 10, 1, 259, 512), World()
     two.size = 2
     with pytest.raises(RecipeError, match="cannot be sharded") as refused:

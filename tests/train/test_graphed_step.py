@@ -19,22 +19,13 @@ from pronghorn.recipe import Lora
 from pronghorn.train.step.fused_adamw import FusedAdamW
 from pronghorn.train.step.graphed_step import GraphedStep
 from pronghorn.train.step.step import EagerStep
-from samples import ListTable
+from samples import ListTable, small
 from tables import first_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_GPU = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
 CAPACITY = 512
-SMALL: dict[str, Any] = {
-    "vocab_size": 259,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "head_dim": 16,
-}
+SMALL = small(hidden_size=64, intermediate_size=128, head_dim=16)
 
 
 def model_of(kind: str = "llama", *, dtype: torch.dtype = torch.float32, full: bool = False) -> Any:
@@ -162,7 +153,6 @@ def test_going_through_it_without_kernels_leaves_nothing(full: bool) -> None:
     step = graphed(model)
     step._set_up(batches[0].batches[0])
     before = weights(model)
-    assert step._adamw.skipped is not None
     step._adamw.skipped.fill_(1)
     step._run_dry(batches[0].batches[0].beginning(64).map(lambda tensor: tensor.to(DEVICE)))
     step._adamw.skipped.zero_()
@@ -234,25 +224,6 @@ def test_a_loss_above_its_limit_is_left_out_and_the_next_step_counts(options: di
     assert all(torch.equal(p, expected[name]) for name, p in weights(guarded).items())
     assert with_it._adamw.skipped is not None
     assert int(with_it._adamw.skipped) == 0
-
-
-def test_a_gradient_that_is_unsound_stops_the_run_above_the_limit_too() -> None:
-    model = model_of()
-    step = graphed(model)
-    step.guards_loss = True
-    batches = steps_of(mixed_table(100), 4)
-    losses(step, batches[:2])
-    before, last = weights(model), model.get_base_model().model.norm.weight
-    good = last.detach().clone()
-    last.data.fill_(0.0)  # no gradient reaches an adapter, and the loss is finite
-    step.loss_limit = 1.0
-    step.begin(batches[2])
-    last.data.copy_(good)
-    step.loss_limit = 1e6
-    step.begin(batches[3])
-    assert step.finish().grad_norm == 0
-    step.finish()
-    assert all(torch.equal(p, before[name]) for name, p in weights(model).items())
 
 
 def test_a_step_resumed_from_its_state_goes_on_bit_for_bit() -> None:

@@ -8,16 +8,14 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rank_processes import Silent, in_ranks
+from rank_processes import in_ranks
+from watching import RecipeFor, Silent, events_of
 
-from pronghorn.recipe import Recipe
-from pronghorn.report.run_log import read_log
 from pronghorn.train.checkpoint.checkpoint import latest_checkpoint
 from pronghorn.train.dist import heartbeat, ranks
 from pronghorn.train.dist.world import World
@@ -44,7 +42,7 @@ def sums(world: World, count: int = 1) -> float:
 
 
 @pytest.mark.usefixtures("_quick")
-@pytest.mark.parametrize(("stopped", "private"), first_of([(0, False), (0, True), (2, False)], 2))
+@pytest.mark.parametrize(("stopped", "private"), first_of([(0, False), (2, True), (0, True)], 2))
 def test_a_stopped_rank_ends_the_others(stopped: int, private: bool, tmp_path: Path) -> None:
     """Without a folder rank 0 keeps the store, which then answers nobody."""
 
@@ -74,7 +72,6 @@ def test_a_rank_that_sleeps_names_itself_and_its_place(tmp_path: Path, capfd: py
 
     found = in_ranks(work, tmp_path)
     assert found[1] is None
-    assert found[0] is not None
     assert found[0][0] == 3
     assert "rank 1 has made no progress and used no CPU" in found[0][1]
     assert "its main thread is at test_heartbeat.py" in capfd.readouterr().err
@@ -87,7 +84,7 @@ def test_a_rank_that_works_alone_is_waited_for(tmp_path: Path, monkeypatch: pyte
 
     def work(world: World) -> float:
         def alone() -> int:
-            until = time.monotonic() + 5
+            until = time.monotonic() + 4.5
             while time.monotonic() < until:
                 sum(range(10_000))
             return 7
@@ -99,40 +96,27 @@ def test_a_rank_that_works_alone_is_waited_for(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("_quick")
-def test_a_sum_that_does_not_end_though_all_are_in_it(tmp_path: Path) -> None:
-    def work(world: Any) -> None:
-        sums(world)
-        with world.together(3_000_000):  # as a network that loses everything
-            while True:
-                time.sleep(0.05)
-                world._watch.check()
-
-    found = in_ranks(work, tmp_path)
-    assert found[0] == found[1]
-    assert found[0] is not None
-    assert found[0][0] == 3
-    assert "a collective of 3.0 MB over all ranks has not finished" in found[0][1]
-
-
-@pytest.mark.usefixtures("_quick")
-def test_a_rank_that_stays_in_a_sum_is_named(tmp_path: Path) -> None:
-    """The others have its part, and wait for it in the next one."""
+@pytest.mark.parametrize(
+    ("stays", "said"),
+    [((0, 1, 2), "a collective of 3.0 MB over all ranks has not finished"), ((1,), "rank 1 is still in a collective after")],
+    ids=["all", "one"],
+)
+def test_a_sum_that_does_not_end(stays: tuple[int, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all ranks, as in a network that loses everything; or for one: the others have its part, and wait in the next sum."""
+    monkeypatch.setattr(heartbeat, "SILENT", 60.0)  # on a busy machine a heartbeat comes late
 
     def work(world: Any) -> None:
         sums(world, 2)
-        with world.together(2_000_000):  # a gather, which ends for the others
-            while world.rank == 1:
+        with world.together(3_000_000):  # a gather, which ends for who does not stay
+            while world.rank in stays:
                 time.sleep(0.05)
                 world._watch.check()
         sums(world)
 
-    began = time.monotonic()
     found = in_ranks(work, tmp_path, size=3)
-    assert time.monotonic() - began < 30
     assert found[0] == found[1] == found[2]
-    assert found[0] is not None
     assert found[0][0] == 3
-    assert "rank 1 is still in a collective after" in found[0][1]
+    assert said in found[0][1]
 
 
 @pytest.mark.parametrize("killed", first_of([0, 1]))
@@ -182,9 +166,7 @@ CHANGES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("fault", ["memory", "disk"])
-def test_a_fault_of_one_rank_is_named_and_the_run_resumes(
-    fault: str, recipe_for: Callable[..., Recipe], tmp_path: Path
-) -> None:
+def test_a_fault_of_one_rank_is_named_and_the_run_resumes(fault: str, recipe_for: RecipeFor, tmp_path: Path) -> None:
     recipe = recipe_for(**CHANGES)
     at = {"memory": 1, "disk": 0}[fault]  # only rank 0 writes
 
@@ -202,9 +184,7 @@ def test_a_fault_of_one_rank_is_named_and_the_run_resumes(
     saved = latest_checkpoint(Path(recipe.output))
     assert saved is not None
     train(recipe, display=Silent())
-    steps = [event["step"] for event in read_log(Path(recipe.output)) if event["event"] == "step"]
-    assert steps == sorted(set(steps))
-    assert steps[-1] == 4
+    assert [event["step"] for event in events_of(recipe.output, "step")] == [1, 2, 3, 4]
 
 
 def fails(real: Any, at: int) -> Any:

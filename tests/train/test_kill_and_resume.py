@@ -15,7 +15,7 @@ import pytest
 def test_kill_9_at_any_instant_changes_nothing(objective: str, one_layer_model: Path, tmp_path: Path) -> None:
     """One process: what it imports and the run that is not killed serve both ways of loading, whose weights are the same."""
     script = Path(__file__).parent / "kill_and_resume.py"
-    kills = 4 if objective == "supervised" else 2
+    kills = 3 if objective == "supervised" else 2
     words = [str(one_layer_model), str(tmp_path), "--kills", str(kills), "--workers", "0,2", "--steps", str(3 * kills)]
     words += ["--objective", objective]
     done = subprocess.run([sys.executable, str(script), *words], capture_output=True, text=True, timeout=500, check=False)

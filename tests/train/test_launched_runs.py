@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from rank_processes import LOOPBACK, listening
+from watching import RecipeFor
 
 import pronghorn
 import pronghorn.train.loop  # what the runs import, which are forks
@@ -35,7 +36,7 @@ CLI = "import sys; sys.executable = {python!r}; from pronghorn.cli import main; 
 HELLO = bytes([0]) + 0x3C85F7CE.to_bytes(4, "little") + bytes([13, 1, 2, 3, 4])  # of a client of TCPStore
 
 
-def endless(recipe_for: Callable[..., Recipe]) -> Recipe:
+def endless(recipe_for: RecipeFor) -> Recipe:
     return recipe_for(train={"steps": 100_000, "capacity": 256, "batch_tokens": 1024}, eval={"every": 99_999, "generations": 0})
 
 
@@ -137,7 +138,7 @@ def stranger(port: int, canary: Path) -> socket.socket:
     return client
 
 
-def test_a_run_on_two_ranks_can_be_reached_from_this_machine_alone(recipe_for: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_a_run_on_two_ranks_can_be_reached_from_this_machine_alone(recipe_for: RecipeFor, tmp_path: Path) -> None:
     """Also where the environment names another interface. What listens on loopback is gloo's, and no store."""
     recipe = endless(recipe_for)
     other = next((name for _, name in socket.if_nameindex() if name.startswith(("eth", "en"))), "lo")
@@ -164,7 +165,7 @@ def test_nothing_that_ranks_send_is_a_pickle() -> None:
     assert [(file.name, word) for file in files for word in words if word in file.read_text(encoding="utf-8")] == []
 
 
-def test_a_killed_rank_ends_the_run_with_one_message(recipe_for: Callable[..., Recipe]) -> None:
+def test_a_killed_rank_ends_the_run_with_one_message(recipe_for: RecipeFor) -> None:
     recipe = endless(recipe_for)
     with started(recipe, train_on_two(recipe)) as (run,):
         os.kill(rank_process(recipe, 1), signal.SIGKILL)
@@ -179,7 +180,7 @@ def test_a_killed_rank_ends_the_run_with_one_message(recipe_for: Callable[..., R
     assert said(recipe).count("rank 1") == 1
 
 
-def test_both_of_two_nodes_say_who_ended_the_run(recipe_for: Callable[..., Recipe]) -> None:
+def test_both_of_two_nodes_say_who_ended_the_run(recipe_for: RecipeFor) -> None:
     """As torchrun starts them. Rank 2 is the first of the second node: the one that watches it is on the other node."""
     recipe, beside = endless(recipe_for), Path(recipe_for().output).parent
     with socket.socket() as free:
@@ -202,7 +203,7 @@ def test_both_of_two_nodes_say_who_ended_the_run(recipe_for: Callable[..., Recip
         assert told.count(f"rank 2 on node 1 ({socket.gethostname()}) ended without an error message") == 1
 
 
-def test_who_started_the_ranks_is_killed_and_they_save(recipe_for: Callable[..., Recipe]) -> None:
+def test_who_started_the_ranks_is_killed_and_they_save(recipe_for: RecipeFor) -> None:
     recipe = endless(recipe_for).model_copy(update={"checkpoint": recipe_for(checkpoint={"every": 99_999}).checkpoint})
     with started(recipe, train_on_two(recipe)) as (run,):
         os.kill(json.loads((folder_of(recipe) / "launcher").read_text(encoding="utf-8"))[1], signal.SIGKILL)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from watching import RecipeFor, Silent, losses_of, same, stop_at, weights
 
 from pronghorn.errors import CheckpointError, EnvironmentFault, HealthStop, Interrupted, RecipeError
-from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import history, read_log
 from pronghorn.report.stages import Stages
 from pronghorn.train import loop
@@ -24,42 +21,11 @@ from pronghorn.train.objectives import Supervised
 from pronghorn.train.run import run_folder
 from pronghorn.train.setup import setup
 from pronghorn.train.source import source_of
-from samples import chat_rows, write_rows
-
-
-class Silent:
-    """Records what it is shown."""
-
-    def __init__(self, at_step: Callable[[int], None] = lambda step: None) -> None:
-        self.events: list[dict[str, Any]] = []
-        self.times: list[float] = []  # of each event
-        self.progresses: list[tuple[str, int]] = []  # labels, and how many events there were before
-        self.at_step = at_step
-
-    def handle(self, event: dict[str, Any]) -> None:
-        self.events.append(event)
-        self.times.append(time.monotonic())
-        if event["event"] == "step":
-            self.at_step(event["step"])
-
-    def progress(self, label: str, done: int, total: int) -> None:
-        self.progresses.append((label, len(self.events)))
-
 
 SHORT = {"steps": 2}  # for what happens after a run, whatever it learned
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    files = list(folder.glob("*model*.safetensors"))
-    assert len(files) == 1
-    return load_file(files[0])
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-
-
-def test_a_run_learns_and_leaves_everything_behind(recipe_for: Callable[..., Recipe]) -> None:
+def test_a_run_learns_and_leaves_everything_behind(recipe_for: RecipeFor) -> None:
     recipe = recipe_for(train={"epochs": 6, "lr": 1e-2}, method="full")
     pages: list[str] = []
     display = Silent(lambda step: pages.append((Path(recipe.output) / "report.html").read_text(encoding="utf-8")))
@@ -80,7 +46,6 @@ def test_a_run_learns_and_leaves_everything_behind(recipe_for: Callable[..., Rec
     assert evals[-1]["generations"][0]["expected"]
     assert evals[-1]["loss"] < evals[0]["loss"]
     assert (result.folder / "report.html").stat().st_size > 1000
-    assert result.checkpoint is not None
     assert (result.checkpoint / "config.json").is_file()
     end = events[-1]
     assert (end["event"], end["reason"], end["exit_code"]) == ("end", "done", 0)
@@ -90,18 +55,15 @@ def test_a_run_learns_and_leaves_everything_behind(recipe_for: Callable[..., Rec
     "changes",
     [
         {},
-        {"method": "full", "train": {"steps": 4, "lr": 1e-3}},
-        {"lora": {"r": 4, "dropout": 0.3}},
-        {"lora": {"r": 4, "dora": True, "plus_ratio": 4.0}},
-        {"data": {"workers": 2}},
-        {"train": {"steps": 5, "batch_tokens": 65536, "batch_rows": 9}},
-        {"method": "fp8"},
+        {"method": "full", "train": {"steps": 4, "lr": 1e-3, "optimizer": "adamw_8bit"}},
+        {"lora": {"r": 4, "dropout": 0.3, "dora": True, "plus_ratio": 4.0}},
+        {"data": {"workers": 2}, "train": {"steps": 5, "batch_tokens": 65536, "batch_rows": 9}},
         {"method": "qlora", "compute": "fp8", "precision": "bf16"},
     ],
-    ids=["lora", "full", "dropout", "dora", "workers", "rows", "fp8", "qlora in fp8"],
+    ids=["lora", "full, moments in 8 bits", "dropout and dora", "workers and rows", "qlora in fp8"],
 )
 def test_a_run_stopped_at_any_step_ends_with_the_same_weights(
-    recipe_for: Callable[..., Recipe], tmp_path: Path, changes: dict[str, Any]
+    recipe_for: RecipeFor, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     """The kinds differ in what is put back, not in where a run stops: one of them stops everywhere, the others once."""
     stops = (2,) if changes else (1, 4, 6)  # 4 is an evaluation step, 6 a checkpoint step, and an epoch has 5
@@ -109,67 +71,46 @@ def test_a_run_stopped_at_any_step_ends_with_the_same_weights(
     whole = train(recipe_for(**changes, output=str(tmp_path / "whole")), display=Silent())
     recipe = recipe_for(**changes, output=str(tmp_path / "parts"))
 
-    def interrupt(step: int) -> None:
-        if step in stops:
-            import os
-            import signal
-
-            os.kill(os.getpid(), signal.SIGTERM)
-
     for expected in stops:
         with pytest.raises(Interrupted) as caught:
-            train(recipe, display=Silent(interrupt))
+            train(recipe, display=stop_at(*stops))
         assert caught.value.exit_code == 143
         assert (tmp_path / "parts" / f"checkpoint-{expected}").is_dir()
     parts = train(recipe, display=Silent())
     assert parts.step == whole.step > stops[-1]
-    assert whole.checkpoint
-    assert parts.checkpoint
-    assert same(weights(whole.checkpoint), weights(parts.checkpoint))
-    losses = [[e["loss"] for e in history(read_log(r.folder)) if e["event"] == "step"] for r in (whole, parts)]
-    assert losses[0] == losses[1]
+    for file in ("training_state.safetensors", next(whole.checkpoint.glob("*model.safetensors")).name):
+        assert (whole.checkpoint / file).read_bytes() == (parts.checkpoint / file).read_bytes()
+    assert losses_of(parts.folder) == losses_of(whole.folder)
 
 
-def test_a_finished_run_is_not_run_again(recipe_for: Callable[..., Recipe]) -> None:
+def test_a_finished_run_is_not_run_again_nor_touched_by_what_is_refused(recipe_for: RecipeFor) -> None:
     first = train(recipe_for(train=SHORT), display=Silent())
-    display = Silent()
-    again = train(recipe_for(train=SHORT), display=display)
-    assert again.step == first.step
-    assert not [e for e in display.events if e["event"] == "step"]
-    assert again.checkpoint == first.checkpoint
+    for change in ({}, {"checkpoint": {"every": 50}, "data": {"workers": 3}}):  # what does not touch the numbers may change
+        display = Silent()
+        again = train(recipe_for(train=SHORT, **change), display=display)
+        assert (again.step, again.checkpoint) == (first.step, first.checkpoint)
+        assert not [e for e in display.events if e["event"] == "step"]
+    with pytest.raises(RecipeError, match=r"memory\.budget"):
+        train(recipe_for(train=SHORT, memory={"budget": "1MB"}), display=Silent(), fresh=True)
+    assert first.checkpoint.is_dir()
+    assert not list(first.folder.parent.glob("*.old-*"))
 
 
-def test_fresh_starts_over_and_keeps_the_old_folder(recipe_for: Callable[..., Recipe]) -> None:
+def test_a_changed_recipe_is_refused_on_resume(recipe_for: RecipeFor) -> None:
+    """With --fresh the run starts over beside the old one."""
     first = train(recipe_for(train=SHORT), display=Silent())
-    display = Silent()
-    train(recipe_for(train=SHORT | {"lr": 5e-3}), display=display, fresh=True)
-    assert (first.folder.with_name("run.old-1") / "run.jsonl").is_file()
-    assert next(e["step"] for e in display.events if e["event"] == "step") == 1
-
-
-def test_a_changed_recipe_is_refused_on_resume(recipe_for: Callable[..., Recipe]) -> None:
-    train(recipe_for(train=SHORT), display=Silent())
     changes: list[dict[str, Any]] = [{"train": SHORT | {"lr": 5e-3}}, {"lora": {"r": 8}}, {"data": {"max_length": 100}}]
     for change in changes:
         with pytest.raises(CheckpointError, match="recipe changed") as caught:
             train(recipe_for(**({"train": SHORT} | change)), display=Silent())
         assert "--fresh" in caught.value.fix
+    display = Silent()
+    train(recipe_for(**changes[0]), display=display, fresh=True)
+    assert (first.folder.with_name("run.old-1") / "run.jsonl").is_file()
+    assert next(e["step"] for e in display.events if e["event"] == "step") == 1
 
 
-def test_what_does_not_touch_the_numbers_may_change_on_resume(recipe_for: Callable[..., Recipe]) -> None:
-    train(recipe_for(train=SHORT), display=Silent())
-    train(recipe_for(train=SHORT, checkpoint={"every": 50}, data={"workers": 3}), display=Silent())
-
-
-def test_changed_data_is_refused_on_resume(recipe_for: Callable[..., Recipe], tmp_path: Path) -> None:
-    recipe = recipe_for(train=SHORT)
-    train(recipe, display=Silent())
-    write_rows(tmp_path / "train.jsonl", chat_rows(40, seed=9))
-    with pytest.raises(CheckpointError, match="training data changed"):
-        train(recipe, display=Silent())
-
-
-def test_early_stopping_says_why(recipe_for: Callable[..., Recipe]) -> None:
+def test_early_stopping_says_why(recipe_for: RecipeFor) -> None:
     stop = {"patience": 2, "min_delta": 0.5}
     recipe = recipe_for(train={"epochs": 20, "lr": 1e-6}, eval={"every": 2, "generations": 0, "stop": stop})
     result = train(recipe, display=Silent())
@@ -182,7 +123,7 @@ def test_early_stopping_says_why(recipe_for: Callable[..., Recipe]) -> None:
     assert (again.reason, again.step) == ("early stop", 6)
 
 
-def test_the_best_checkpoint_is_kept(recipe_for: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_checkpoint_is_kept(recipe_for: RecipeFor, monkeypatch: pytest.MonkeyPatch) -> None:
     losses = iter([3.0, 1.0, 2.0, 2.5])
     real = loop.evaluate
     monkeypatch.setattr(loop, "evaluate", lambda *a, **k: type(real(*a, **k))(loss=next(losses), tokens=1))
@@ -192,7 +133,7 @@ def test_the_best_checkpoint_is_kept(recipe_for: Callable[..., Recipe], monkeypa
     assert sorted(p.name for p in result.folder.glob("checkpoint-*")) == sorted({"checkpoint-4", f"checkpoint-{result.step}"})
 
 
-def test_evaluations_and_checkpoints_may_come_at_shares_of_the_run(recipe_for: Callable[..., Recipe]) -> None:
+def test_evaluations_and_checkpoints_may_come_at_shares_of_the_run(recipe_for: RecipeFor) -> None:
     recipe = recipe_for(train={"steps": 6}, eval={"every": 0.5, "generations": 0}, checkpoint={"every": 0.34, "keep": 9})
     result = train(recipe, display=Silent())
     evaluated = [event["step"] for event in read_log(result.folder) if event["event"] == "eval"]
@@ -212,28 +153,23 @@ def broken_at(number: int, monkeypatch: pytest.MonkeyPatch, value: float) -> Non
     monkeypatch.setattr(Supervised, "loss_sum", losses)
 
 
-def test_a_non_finite_loss_never_reaches_the_weights(
-    recipe_for: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_non_finite_loss_never_reaches_the_weights(recipe_for: RecipeFor, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = {"checkpoint": {"every": 100}, "train": {"steps": 6}}
     recipe = recipe_for(**changes)
     with monkeypatch.context() as broken:
         broken_at(6, broken, float("nan"))  # two micro-batches a step: the fourth step
         with pytest.raises(HealthStop, match="step 4: the loss is not finite") as caught:
             train(recipe, display=Silent())
-    assert caught.value.exit_code == 4
     assert "train.jsonl:" in caught.value.why
     kept = Path(recipe.output) / "checkpoint-3"
     assert all(torch.isfinite(tensor).all() for tensor in weights(kept).values())
     assert read_log(Path(recipe.output))[-1]["reason"] == "health"
     healed = train(recipe, display=Silent())
     whole = train(recipe_for(**changes, output=recipe.output + "-whole"), display=Silent())
-    assert healed.checkpoint
-    assert whole.checkpoint
     assert same(weights(healed.checkpoint), weights(whole.checkpoint))
 
 
-def test_zero_gradients_stop_the_run(recipe_for: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero_gradients_stop_the_run(recipe_for: RecipeFor, monkeypatch: pytest.MonkeyPatch) -> None:
     broken_at(0, monkeypatch, 0.0)
     with pytest.raises(HealthStop, match="all gradients are zero"):
         train(recipe_for(), display=Silent())
@@ -246,23 +182,14 @@ def test_zero_gradients_stop_the_run(recipe_for: Callable[..., Recipe], monkeypa
         ({"data": {"eval": None}, "eval": {"stop": {"patience": 1}}}, "eval.stop needs held-out data"),
     ],
 )
-def test_what_would_be_ignored_is_refused(recipe_for: Callable[..., Recipe], change: dict[str, Any], said: str) -> None:
+def test_what_would_be_ignored_is_refused(recipe_for: RecipeFor, change: dict[str, Any], said: str) -> None:
     recipe = recipe_for(**change)
     with pytest.raises(RecipeError, match=said):
         train(recipe, display=Silent())
     assert not Path(recipe.output).exists()
 
 
-def test_a_fresh_start_that_is_refused_leaves_the_old_run_where_it_was(recipe_for: Callable[..., Recipe]) -> None:
-    first = train(recipe_for(train=SHORT), display=Silent())
-    with pytest.raises(RecipeError, match=r"memory\.budget"):
-        train(recipe_for(train=SHORT, memory={"budget": "1MB"}), display=Silent(), fresh=True)
-    assert first.checkpoint
-    assert first.checkpoint.is_dir()
-    assert not list(first.folder.parent.glob("*.old-*"))
-
-
-def test_the_number_of_steps_is_exact(recipe_for: Callable[..., Recipe]) -> None:
+def test_the_number_of_steps_is_exact(recipe_for: RecipeFor) -> None:
     from contextlib import nullcontext
 
     from pronghorn.data.encode.tokens import load_tokenizer
@@ -276,11 +203,9 @@ def test_the_number_of_steps_is_exact(recipe_for: Callable[..., Recipe]) -> None
     assert manifest["values"]["cursor"] == {"epoch": 2, "pack": 0}
 
 
-def test_with_so_many_rows_in_a_step_losses_and_steps_do_not_depend_on_capacity(
-    recipe_for: Callable[..., Recipe], tmp_path: Path
-) -> None:
+def test_with_so_many_rows_in_a_step_losses_and_steps_do_not_depend_on_capacity(recipe_for: RecipeFor, tmp_path: Path) -> None:
     found = []
-    for capacity in (128, 256, 1024):
+    for capacity in (128, 1024):
         size = {"batch_tokens": 65536, "batch_rows": 16, "capacity": capacity, "epochs": 2}
         result = train(recipe_for(train=size, output=str(tmp_path / str(capacity))), display=Silent())
         found.append([event for event in read_log(result.folder) if event["event"] == "step"])
@@ -293,9 +218,7 @@ def test_with_so_many_rows_in_a_step_losses_and_steps_do_not_depend_on_capacity(
 
 
 @pytest.mark.parametrize(("method", "precision"), [("lora", "fp32"), ("lora", "fp16"), ("qlora", "bf16"), ("full", "bf16")])
-def test_fast_and_own_layers_give_the_same_run(
-    recipe_for: Callable[..., Recipe], tmp_path: Path, method: str, precision: str
-) -> None:
+def test_fast_and_own_layers_give_the_same_run(recipe_for: RecipeFor, tmp_path: Path, method: str, precision: str) -> None:
     curves = {}
     for layers in ("fast", "own"):
         recipe = recipe_for(
@@ -314,7 +237,7 @@ def test_fast_and_own_layers_give_the_same_run(
 
 
 def test_a_disk_that_no_checkpoint_would_fit_on_is_refused_before_the_first_step(
-    recipe_for: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+    recipe_for: RecipeFor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A checkpoint keeps a margin free; a run that leaves less would train up to its first one. Weights were not read yet."""
     room = SimpleNamespace(total=10**9, used=10**9 - LEAST_MARGIN, free=LEAST_MARGIN)

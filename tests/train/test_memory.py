@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_loop import Silent, same, weights
+from watching import RecipeFor, Silent, same, saved, stop_at, weights
 
 from pronghorn.data.pack.batches import Shapes
 from pronghorn.errors import EnvironmentFault, Interrupted, RecipeError
@@ -27,24 +28,19 @@ from pronghorn.train.setup import setup
 from pronghorn.train.setup.setup import Session, set_up
 from pronghorn.train.step.fused_adamw import FusedAdamW
 from pronghorn.train.step.graphed_step import GraphedStep
-from pronghorn.train.step.memory import RunMemory, evaluation_capacity, plan_memory, run_job
+from pronghorn.train.step.memory import plan_memory
+from samples import make_model
 
-RecipeFor = Callable[..., Recipe]
 CPU = torch.device("cpu")
-FOUR_LAYERS = {"num_hidden_layers": 4}
 
 
 @pytest.fixture
 def deep_recipe(recipe_for: RecipeFor, tmp_path: Path) -> RecipeFor:
     """A model of four layers: enough of them for a plan that mixes levels. Six steps are more than an epoch."""
-    from samples import make_model, make_tokenizer
-
-    folder = tmp_path / "deep"
-    make_model(**FOUR_LAYERS).save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
+    folder = saved(make_model(num_hidden_layers=4), tmp_path / "deep")
 
     def build(**changes: Any) -> Recipe:
-        return recipe_for(**({"model": str(folder), "data": {"eval": None}, "train": {"steps": 6}} | changes))
+        return recipe_for(**({"model": folder, "data": {"eval": None}, "train": {"steps": 6}} | changes))
 
     return build
 
@@ -54,27 +50,15 @@ def shapes_of(recipe: Recipe) -> Shapes:
     return Shapes({"E": (32, 160), "N": (capacity // 2, capacity)}, 128, 60)
 
 
-def budgets(recipe: Recipe) -> tuple[int, int]:
-    """(the smallest that works, the smallest that keeps everything), for a run on this machine's CPU."""
-    memory = plan_memory(
-        recipe.model_copy(update={"memory": recipe.memory.model_copy(update={"budget": "2GB"})}),
-        read_config(recipe.model),
-        shapes_of(recipe),
-        CPU,
-        "fp32",
-    )
-    assert memory is not None
-    return smallest_budget(memory.plan.problem), memory.plan.problem.budget_for(memory.plan.needed_bytes)
-
-
 def between(recipe: Recipe, share: float) -> dict[str, str]:
-    low, high = budgets(recipe)
+    """A budget between the smallest that works (0) and the smallest that keeps everything (1), on this machine's CPU."""
+    asked = recipe.model_copy(update={"memory": recipe.memory.model_copy(update={"budget": "2GB"})})
+    plan = plan_memory(asked, read_config(recipe.model), shapes_of(recipe), CPU, recipe.precision).plan
+    low, high = smallest_budget(plan.problem), plan.problem.budget_for(plan.needed_bytes)
     return {"budget": f"{(low + share * (high - low)) / 1e6:.6f}MB"}
 
 
 def set_up_silently(recipe: Recipe) -> Session:
-    from contextlib import nullcontext
-
     return set_up(recipe, Path(recipe.output), report=lambda *_: None, stage=lambda _: nullcontext())
 
 
@@ -84,11 +68,9 @@ def curve(result: RunResult) -> list[tuple[float, float]]:
 
 def test_the_layers_follow_the_plan(deep_recipe: RecipeFor) -> None:
     kinds = set()
-    for share in (0.0, 0.4, 0.8, 1.01):
+    for share in (0.0, 0.4, 1.01):
         session = set_up_silently(deep_recipe(memory=between(deep_recipe(), share)))
-        assert session.memory is not None
         plan, engine = session.memory.plan, engine_of(session.model)
-        assert engine is not None
         assert [layer.level for layer in engine.layers] == [choice.level for choice in plan.choices]
         assert [layer.offload is not None for layer in engine.layers] == [choice.offload for choice in plan.choices]
         assert (engine.offload is not None) == bool(plan.offloaded)
@@ -99,46 +81,32 @@ def test_the_layers_follow_the_plan(deep_recipe: RecipeFor) -> None:
     assert len(kinds) > 1
 
 
-TEN_STEPS = {"train": {"steps": 10, "batch_tokens": 256}}  # after which it is said how long one takes
-
-
 @pytest.mark.parametrize(
     "changes",
-    [TEN_STEPS, {"method": "full", "precision": "bf16", "train": {"steps": 3, "batch_tokens": 256}}],
-    ids=["lora", "full bf16"],
+    [
+        {"train": {"steps": 10, "batch_tokens": 256}},  # after ten it is said how long one takes
+        {"method": "full", "precision": "bf16", "train": {"steps": 2, "batch_tokens": 256}},
+        {"method": "fp8", "train": {"steps": 2, "batch_tokens": 256}},
+    ],
+    ids=["lora", "full bf16", "fp8"],
 )
 def test_every_budget_trains_the_same_numbers(deep_recipe: RecipeFor, tmp_path: Path, changes: dict[str, Any]) -> None:
     base = deep_recipe(**changes)
     free = train(deep_recipe(**changes, output=str(tmp_path / "free")), display=Silent())
-    assert free.checkpoint
-    lora = base.method == "lora"
-    for share in (0.2, 0.6) if lora else (0.0,):
-        recipe = deep_recipe(
-            **changes,
-            memory=between(base, share) if lora else {"budget": _small(base, share)},
-            output=str(tmp_path / f"b{share}"),
-        )
+    ten = base.train.steps == 10
+    for share in (0.2 if ten else 0.0,):
+        recipe = deep_recipe(**changes, memory=between(base, share), output=str(tmp_path / f"b{share}"))
         planned = train(recipe, display=Silent())
-        assert planned.checkpoint
         assert curve(planned) == curve(free)
         assert same(weights(planned.checkpoint), weights(free.checkpoint))
         events = read_log(planned.folder)
         told = next(e for e in events if e["event"] == "plan")
         assert set(told["plan"]["levels"]) != {"keep"}
         assert any(line.startswith("layers   0  ") for line in told["text"])
-        assert [e["step_seconds"] > 0 for e in events if e["event"] == "measured"] == [True] * lora
+        assert [e["step_seconds"] > 0 for e in events if e["event"] == "measured"] == [True] * ten
         page = (planned.folder / "report.html").read_text(encoding="utf-8")
         assert "<h2>Memory</h2>" in page
     assert not [e for e in read_log(free.folder) if e["event"] == "plan"]  # a CPU without a budget has no plan
-
-
-def _small(recipe: Recipe, share: float) -> str:
-    """As `between`, for another precision than fp32."""
-    asked = recipe.model_copy(update={"memory": recipe.memory.model_copy(update={"budget": "2GB"})})
-    memory = plan_memory(asked, read_config(recipe.model), shapes_of(recipe), CPU, "bf16")
-    assert memory is not None
-    low, high = smallest_budget(memory.plan.problem), memory.plan.problem.budget_for(memory.plan.needed_bytes)
-    return f"{(low + share * (high - low)) / 1e6:.6f}MB"
 
 
 def test_where_a_layer_does_not_fit_a_part_of_its_tokens_is_timed(
@@ -159,81 +127,22 @@ def test_where_a_layer_does_not_fit_a_part_of_its_tokens_is_timed(
     monkeypatch.setattr(planning, "calibrate", calibrate)
     limit, recipe = 128, deep_recipe(memory=between(deep_recipe(), 0.4))
     session = set_up_silently(recipe)
-    assert session.memory is not None
     costs = session.memory.plan.problem.costs
     assert asked == [256, 128]
     assert (costs.kinds[0].forward, costs.to_host, costs.measured) == (2.0, 5.0, True)
     limit = 0
     session = set_up_silently(recipe)
-    assert session.memory is not None
     assert not session.memory.plan.problem.costs.measured
     assert any("data-sheet rates" in text for text in session.notices)
 
 
-def offload_everything(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The planner's choice is replaced: half of the layers leave for the host, the last one among them."""
-    from pronghorn.memory.levels import Choice, evaluate
-
-    pools, real = [], RunMemory._install
-
-    def install(self: RunMemory, engine: Any) -> None:
-        from dataclasses import replace
-
-        choices = tuple(
-            Choice(level, offload=i % 2 == 1) for i, level in enumerate(("layer", "around_attention", "gate_up", "nothing"))
-        )
-        outcome = evaluate(self.plan.problem, choices)
-        slot = max(self.plan.problem.slot(choice.level) for choice in choices if choice.offload)
-        self.plan = replace(self.plan, choices=choices, peak_bytes=outcome.peak, host_bytes=outcome.host, slot_bytes=slot)
-        real(self, engine)
-        pools.append(self.pool)
-
-    monkeypatch.setattr(RunMemory, "_install", install)
-    return pools
-
-
-def test_offloaded_layers_train_the_same_numbers(
-    deep_recipe: RecipeFor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    three = {"train": {"steps": 3}}
-    free = train(deep_recipe(**three, output=str(tmp_path / "free")), display=Silent())
-    pools = offload_everything(monkeypatch)
-    turns = []
-    planned_recipe = deep_recipe(**three, memory={"budget": "2GB"}, output=str(tmp_path / "planned"))
-    real = setup.make_step
-
-    def watched(*args: Any, **options: Any) -> Any:
-        pool, made = pools[-1], real(*args, **options)
-        turn = pool.start_prefetch
-        monkeypatch.setattr(pool, "start_prefetch", lambda: (turns.append(len(pool._away)), turn()))
-        return made
-
-    monkeypatch.setattr(setup, "make_step", watched)
-    planned = train(planned_recipe, display=Silent())
-    assert curve(planned) == curve(free)
-    assert len(turns) > planned.step  # two micro-batches a step, but for the last of an epoch
-    assert set(turns) == {2}  # every layer that offloads was away when the way back began
-    assert not pools[0]._away
-    told = next(e for e in read_log(planned.folder) if e["event"] == "plan")
-    assert told["pinned_bytes"] == pools[0].host_bytes > 0
-    assert any("↑ offloaded" in line for line in told["text"])
-
-
 def test_a_planned_run_resumes_exactly_also_under_another_budget(deep_recipe: RecipeFor, tmp_path: Path) -> None:
-    def interrupt(step: int) -> None:
-        if step == 4:
-            import os
-            import signal
-
-            os.kill(os.getpid(), signal.SIGTERM)
-
     first, second = (between(deep_recipe(), share) for share in (0.3, 0.7))
+    deep_recipe = partial(deep_recipe, train={"steps": 4})
     whole = train(deep_recipe(memory=first, output=str(tmp_path / "whole")), display=Silent())
     with pytest.raises(Interrupted):
-        train(deep_recipe(memory=first, output=str(tmp_path / "parts")), display=Silent(interrupt))
+        train(deep_recipe(memory=first, output=str(tmp_path / "parts")), display=stop_at(2))
     parts = train(deep_recipe(memory=second, output=str(tmp_path / "parts")), display=Silent())
-    assert whole.checkpoint
-    assert parts.checkpoint
     assert curve(parts) == curve(whole)
     assert same(weights(parts.checkpoint), weights(whole.checkpoint))
 
@@ -242,25 +151,17 @@ def test_the_smallest_budget_does_the_mlp_in_pieces_and_reads_embeddings_from_th
     recipe_for: RecipeFor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same run to the rounding of sums in another order; its checkpoint goes on under no budget at all."""
-    from samples import make_model, make_tokenizer
-
-    make_model(**FOUR_LAYERS, tie_word_embeddings=False).save_pretrained(tmp_path / "untied")
-    make_tokenizer().save_pretrained(tmp_path / "untied")
+    folder = saved(make_model(num_hidden_layers=2, tie_word_embeddings=False), tmp_path / "untied")
     monkeypatch.setattr(job_module, "SMALLEST_PIECE", 32)
 
     def recipe(name: str, **changes: Any) -> Recipe:
-        return recipe_for(
-            model=str(tmp_path / "untied"), data={"eval": None}, train={"steps": 4}, output=str(tmp_path / name), **changes
-        )
+        return recipe_for(model=folder, data={"eval": None}, train={"steps": 4}, output=str(tmp_path / name), **changes)
 
     free = train(recipe("free"), display=Silent())
     nearly = set_up_silently(recipe("first look", memory=between(recipe("free"), 0.0))).memory
-    assert nearly is not None
     tight = {"budget": f"{smallest_budget(nearly.plan.problem) / 1e6:.6f}MB"}
     session = set_up_silently(recipe("look", memory=tight))
     engine = engine_of(session.model)
-    assert engine is not None
-    assert session.memory is not None
     plan = session.memory.plan
     assert plan.pieces > 1
     assert {layer.mlp_chunks for layer in engine.layers} == {plan.pieces}
@@ -268,18 +169,9 @@ def test_the_smallest_budget_does_the_mlp_in_pieces_and_reads_embeddings_from_th
     assert engine.lm.terms["chunk_share"] == max(1, plan.pieces // 4)
     assert any("chunks" in line for line in session.memory.text())
 
-    def interrupt(step: int) -> None:
-        if step == 2:
-            import os
-            import signal
-
-            os.kill(os.getpid(), signal.SIGTERM)
-
     with pytest.raises(Interrupted):
-        train(recipe("tight", memory=tight), display=Silent(interrupt))
+        train(recipe("tight", memory=tight), display=stop_at(2))
     result = train(recipe("tight"), display=Silent())
-    assert free.checkpoint
-    assert result.checkpoint
     for (loss, norm), (expected, expected_norm) in zip(curve(result), curve(free), strict=True):
         assert loss == pytest.approx(expected, rel=1e-5)
         assert norm == pytest.approx(expected_norm, rel=1e-4)
@@ -303,15 +195,31 @@ def fails_at(monkeypatch: pytest.MonkeyPatch, calls: set[int], layer_number: int
     return seen
 
 
+def take_graphed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graphed step, which reads its numbers a step late; on a CPU its functions run without capture."""
+
+    def make_step(model: Any, optimizer: Any, **options: Any) -> GraphedStep:
+        options.pop("graph")
+        return GraphedStep(model, optimizer, **options)
+
+    def make_optimizer(model: Any, recipe: Recipe) -> FusedAdamW:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return FusedAdamW([{"params": trained, "base_lr": recipe.train.lr}], lr=recipe.train.lr)
+
+    monkeypatch.setattr(setup, "make_step", make_step)
+    monkeypatch.setattr(setup, "make_optimizer", make_optimizer)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["eager", "a step ahead"])
 def test_memory_that_runs_out_leads_to_a_lower_plan_and_the_same_run(
-    deep_recipe: RecipeFor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    deep_recipe: RecipeFor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead: bool
 ) -> None:
+    if ahead:
+        take_graphed_steps(monkeypatch)
     undisturbed = train(deep_recipe(memory={"budget": "2GB"}, output=str(tmp_path / "a")), display=Silent())
     # everything fits, so nothing was timed: forward 8 is the second micro-batch of step 4, when one has left its gradients
     fails_at(monkeypatch, {8})
     disturbed = train(deep_recipe(memory={"budget": "2GB"}, output=str(tmp_path / "b")), display=Silent())
-    assert undisturbed.checkpoint
-    assert disturbed.checkpoint
     assert curve(disturbed) == curve(undisturbed)
     assert same(weights(disturbed.checkpoint), weights(undisturbed.checkpoint))
     events = read_log(disturbed.folder)
@@ -324,39 +232,11 @@ def test_memory_that_runs_out_leads_to_a_lower_plan_and_the_same_run(
     assert [e["step"] for e in events if e["event"] == "step"] == list(range(1, disturbed.step + 1))
 
 
-def test_the_step_that_runs_ahead_is_repeated_too(
-    deep_recipe: RecipeFor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The graphed step, which reads its numbers a step late; on a CPU its functions run without capture."""
-
-    def make_step(model: Any, optimizer: Any, **options: Any) -> GraphedStep:
-        options.pop("graph")
-        return GraphedStep(model, optimizer, **options)
-
-    monkeypatch.setattr(setup, "make_step", make_step)
-    monkeypatch.setattr(
-        setup,
-        "make_optimizer",
-        lambda model, recipe: FusedAdamW(
-            [{"params": [p for p in model.parameters() if p.requires_grad], "base_lr": recipe.train.lr}], lr=recipe.train.lr
-        ),
-    )
-    undisturbed = train(deep_recipe(memory={"budget": "2GB"}, output=str(tmp_path / "a")), display=Silent())
-    fails_at(monkeypatch, {8})
-    disturbed = train(deep_recipe(memory={"budget": "2GB"}, output=str(tmp_path / "b")), display=Silent())
-    assert curve(disturbed) == curve(undisturbed)
-    assert undisturbed.checkpoint
-    assert disturbed.checkpoint
-    assert same(weights(disturbed.checkpoint), weights(undisturbed.checkpoint))
-
-
 def test_without_a_lower_plan_the_run_stops_and_goes_on_later(deep_recipe: RecipeFor, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = deep_recipe(memory={"budget": "2GB"})
     fails_at(monkeypatch, set(range(8, 1000)))
-    with pytest.raises(EnvironmentFault, match="step 4: out of memory, and no plan needs less") as caught:
+    with pytest.raises(EnvironmentFault, match="step 4: out of memory, and no plan needs less"):
         train(recipe, display=Silent())
-    assert caught.value.exit_code == 3
-    assert caught.value.fix
     assert read_log(Path(recipe.output))[-1]["exit_code"] == 3
 
 
@@ -374,7 +254,6 @@ def test_too_small_a_budget_is_refused_before_anything_loads(deep_recipe: Recipe
     recipe = deep_recipe(memory={"budget": "100MB"})
     with pytest.raises(RecipeError, match=r"the smallest that works is 0\.2 GB") as caught:
         train(recipe, display=Silent())
-    assert caught.value.exit_code == 2
     assert "memory.budget: 0.2GB if the GPU has it" in caught.value.fix
     assert not Path(recipe.output).exists()
 
@@ -387,17 +266,3 @@ def test_a_budget_that_would_be_ignored_is_refused(recipe_for: RecipeFor, change
     with pytest.raises(RecipeError, match="cannot be planned") as caught:
         train(recipe_for(memory={"budget": "2GB"}, **changes), display=Silent())
     assert why in caught.value.why
-
-
-def test_evaluation_is_paid_for_where_a_captured_step_keeps_its_memory(recipe_for: RecipeFor) -> None:
-    recipe = recipe_for(memory={"budget": "2GB"}, train={"capacity": 16384, "batch_tokens": 16384})
-    assert evaluation_capacity(recipe) == 4096
-    assert evaluation_capacity(recipe_for()) == 256
-    job = run_job(recipe, read_config(recipe.model), shapes_of(recipe), torch.device("cuda"), "bf16")
-    assert (job.graphed, job.element, job.loss_rows, job.documents, job.attended) == (True, 2, 8192, 32, 60)
-    memory = plan_memory(recipe, read_config(recipe.model), shapes_of(recipe), CPU, "fp32", evaluates=True)
-    assert memory is not None
-    assert memory.plan.problem.aside == 0  # a step that is not captured gives its memory back
-    problem = memory.plan.problem
-    aside = replace(problem, aside=10**8)
-    assert smallest_budget(aside) == pytest.approx(smallest_budget(problem) + 10**8 / 0.99, abs=2)

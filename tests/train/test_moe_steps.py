@@ -5,13 +5,11 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from test_graphed_step import DEVICE, ON_GPU, SMALL, eager, graphed, losses, mixed_table, steps_of
 from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
-from pronghorn.data.pack.batches import build_batch
 from pronghorn.model.causal_lm import base_of, engine_of, install
 from pronghorn.model.formats.store import store_experts_, store_linears_
 from pronghorn.model.formats.table import FORMATS
@@ -19,7 +17,7 @@ from pronghorn.model.lora import add_adapter
 from pronghorn.model.verify import verify
 from pronghorn.recipe import Lora
 from pronghorn.train.objectives import Supervised
-from tables import first_of, gpu_rows
+from tables import gpu_rows
 
 QWEN: dict[str, Any] = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 2}
 GPT_OSS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 32}
@@ -50,10 +48,8 @@ def model_of(
     return model.train()
 
 
-# On a CPU, where nothing is captured: every family with adapters on its experts; the other methods with a shared expert, with
-# biases, and with neither.
-WITHOUT_CAPTURE = [*((family, "experts") for family in FAMILIES), ("qwen2_moe", "attention"), ("gpt_oss", "full"),
-                   ("mixtral", "full")]  # fmt: skip
+# On a CPU, where nothing is captured, each family and each method.
+WITHOUT_CAPTURE = [("gpt_oss", "experts"), ("qwen3_moe", "attention"), ("qwen2_moe", "experts"), ("mixtral", "full")]
 EVERY = [(family, method) for family in FAMILIES for method in ("attention", "experts", "full")]
 
 
@@ -71,57 +67,6 @@ def test_graphed_steps_equal_eager_ones(family: str, method: str) -> None:
     assert not any("eagerly" in line for line in said)
     counts = engine_of(model).expert_counts.read()  # type: ignore[union-attr]
     assert sum(counts[0]) == 2 * sum(batch.tokens for batch in batches)  # trial runs before a capture do not count
-
-
-@pytest.mark.parametrize("family", first_of(["qwen3_moe", "gpt_oss", "mixtral"], 2))
-def test_graphed_steps_with_the_auxiliary_loss_and_with_experts_in_4_bits(family: str) -> None:
-    batches = steps_of(mixed_table(120), 12 if DEVICE.type == "cuda" else 2)
-    every: list[dict[str, Any]] = [{"balance": True}, {"bits": 4}]
-    for options in every:
-        said: list[str] = []
-        ours = losses(graphed(model_of(family, "experts", **options), said=said), batches)
-        theirs = losses(eager(model_of(family, "experts", **options)), batches)
-        for (loss, _), (eager_loss, _) in zip(ours, theirs, strict=True):
-            assert loss == pytest.approx(eager_loss, rel=1e-5)
-        assert ours[-1][0] < ours[0][0]
-        assert not any("eagerly" in line for line in said)
-
-
-@pytest.mark.parametrize("method", ["attention", "experts"])
-@pytest.mark.parametrize("family", first_of(["qwen2_moe", "gpt_oss"]))
-def test_graphed_steps_with_experts_in_fp8(family: str, method: str) -> None:
-    """On a GPU in bf16, which FP8 products give; there, sums in attention have no fixed order."""
-    on_gpu = DEVICE.type == "cuda"
-    batches, dtype = steps_of(mixed_table(120), 12 if on_gpu else 2), torch.bfloat16 if on_gpu else torch.float32
-    said: list[str] = []
-    model = model_of(family, method, dtype, bits=8)
-    assert all(layer.fp8 for layer in engine_of(model).layers)  # type: ignore[union-attr]
-    ours = losses(graphed(model, said=said), batches)
-    theirs = losses(eager(model_of(family, method, dtype, bits=8)), batches)
-    for (loss, _), (eager_loss, _) in zip(ours, theirs, strict=True):
-        assert loss == pytest.approx(eager_loss, rel=5e-3 if on_gpu else 1e-5)
-    assert ours[-1][0] < ours[0][0]
-    assert all(layer.fused for layer in engine_of(model).layers)  # type: ignore[union-attr]
-    assert not any("eagerly" in line for line in said)
-
-
-def test_the_familys_own_layers_train_with_the_auxiliary_loss_too() -> None:
-    """On a pack without padding it is the same loss."""
-    table = mixed_table(20)
-    rows = np.arange(20)
-    batch = build_batch(table, rows, int(table.lengths.sum())).to(DEVICE)
-    fast = model_of("qwen3_moe", "full", balance=True)
-    base_of(fast).router_aux_loss_coef = 0.3
-    engine_of(fast).balance = 0.3  # type: ignore[union-attr]
-    own = AutoModelForCausalLM.from_config(FAMILIES["qwen3_moe"]()).to(DEVICE).train()
-    own.load_state_dict(fast.state_dict())
-    plain = float(Supervised().loss_sum(own, batch).detach())
-    own.config.output_router_logits, own.router_aux_loss_coef = True, 0.3
-    with_balance = float(Supervised().loss_sum(own, batch).detach())
-    assert with_balance > plain * 1.01
-    assert with_balance == pytest.approx(float(Supervised().loss_sum(fast, batch).detach()), rel=1e-5)
-    with torch.no_grad():
-        assert float(Supervised().loss_sum(own, batch)) == pytest.approx(plain, rel=1e-6)
 
 
 @ON_GPU

@@ -3,21 +3,15 @@ the same steps."""
 
 from __future__ import annotations
 
-import copy
 import math
 from contextlib import nullcontext
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from pairs import Pairs, pair_table
-from test_step import SMALL, worst
-from test_step import model_of as family_model
-from torch import Tensor
-from transformers import AutoModelForCausalLM, Gemma2Config, Qwen3MoeConfig
 
 from pronghorn.data.pack.batches import Shapes, build_batch
 from pronghorn.data.pack.loader import BatchLoader, StepBatch, StepPacking
@@ -25,92 +19,23 @@ from pronghorn.data.pack.packing import pack, pack_in_order
 from pronghorn.data.preference.pair_packing import groups_of
 from pronghorn.model.causal_lm import install
 from pronghorn.model.lora import add_adapter
-from pronghorn.packs import PackedBatch
-from pronghorn.recipe import Lora, Recipe
-from pronghorn.report.run_log import read_log
-from pronghorn.train import loop
-from pronghorn.train.dist.world import World
-from pronghorn.train.objectives import Objective, Supervised
-from pronghorn.train.objectives.objective import Sums, outputs_of
+from pronghorn.recipe import Lora
+from pronghorn.train.objectives import Objective
+from pronghorn.train.objectives.objective import outputs_of
 from pronghorn.train.run.evaluate import evaluate
-from pronghorn.train.setup import setup
 from pronghorn.train.step.fused_adamw import FusedAdamW
 from pronghorn.train.step.graphed_step import GraphedStep
 from pronghorn.train.step.health import offending_rows
 from pronghorn.train.step.step import EagerStep, Step
 from samples import make_model, random_table
-from tables import table
 
 CPU = torch.device("cpu")
-
-
-class ByLogProbs(Supervised):
-    """Supervised, without its fused form."""
-
-    def sums(self, model: Any, batch: PackedBatch) -> Sums:
-        return Objective.sums(self, model, batch)
-
-    def loss_sum(self, model: Any, batch: PackedBatch) -> Tensor:
-        return Objective.loss_sum(self, model, batch)
-
-    def divisor(self, step_batch: StepBatch, world: World) -> float:
-        return Objective.divisor(self, step_batch, world)
 
 
 def small_model() -> Any:
     model = add_adapter(make_model(), Lora(r=4), seed=1)
     assert install(model) == ""
     return model.train()
-
-
-def model_for(kind: str) -> Any:
-    """In float32, with weights that are exact in float64 too."""
-    torch.manual_seed(0)
-    if kind == "experts":  # with the routers' auxiliary loss
-        config = Qwen3MoeConfig(
-            **SMALL,
-            head_dim=8,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=16,
-            output_router_logits=True,
-            router_aux_loss_coef=0.1,
-        )
-        return add_adapter(AutoModelForCausalLM.from_config(config), Lora(r=4), seed=1)
-    if kind == "softcap":
-        config = Gemma2Config(**SMALL, head_dim=8, sliding_window=16, query_pre_attn_scalar=8, final_logit_softcapping=3.0)
-        return add_adapter(AutoModelForCausalLM.from_config(config), Lora(r=4), seed=1)
-    return family_model("llama" if kind == "own layers" else kind.split(maxsplit=1)[0], lora="full" not in kind)
-
-
-def measured(model: Any, batch: PackedBatch, objective: Objective) -> tuple[float, dict[str, Tensor]]:
-    model.zero_grad(set_to_none=True)
-    loss = objective.loss_sum(model.train(), batch) / 7
-    loss.backward()
-    return float(loss.detach()), {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
-
-
-@table("kind", ["llama", "llama full", "softcap", "experts", "own layers"])
-def test_supervised_loss_by_log_probs_is_the_fused_one(kind: str) -> None:
-    """Loss and every gradient, both against the fused loss in float64; with loss rows padded and not."""
-    rows, model = random_table(14), model_for(kind)
-    truth_model = copy.deepcopy(model).double()
-    if kind != "own layers":
-        assert install(model) == ""
-        assert install(truth_model) == ""
-    packs = pack(rows.lengths, 256, seed=1, epoch=0)
-    for shapes in (None, Shapes.planned(rows, packs, 256)):
-        batch = build_batch(rows, packs[0], 256, shapes=shapes)
-        if shapes is not None and kind == "own layers":
-            continue  # transformers' own balance and heads know no padding; nothing else differs
-        true_loss, truth = measured(truth_model, batch, Supervised())
-        errors = []
-        for objective in (Supervised(), ByLogProbs()):
-            loss, found = measured(model, batch, objective)
-            errors.append((abs(loss - true_loss) / true_loss, worst(found, truth)))
-        (fused_loss, fused), (other_loss, other) = errors
-        assert other_loss <= 2 * fused_loss + 1e-7
-        assert other <= 2 * fused + 1e-7
 
 
 def test_padding_has_a_log_probability_of_zero_and_no_gradient() -> None:
@@ -202,26 +127,3 @@ def test_rows_that_break_a_step_are_found_with_their_partners() -> None:
     found = offending_rows(model, batch, CPU, nullcontext, objective)
     assert sorted(found.rows) == ["row 4", "row 5"]
     assert sorted(found.of) == [f"row {row}" for row in range(8)]
-
-
-def test_a_run_uses_the_objective_of_its_recipe(recipe_for: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packs, steps and evaluation of a whole run."""
-    monkeypatch.setattr(setup, "objective_of", lambda recipe, store=None, pad_id=0: Pairs())
-    changes: dict[str, Any] = {
-        "eval": {"every": 2, "generations": 0},
-        "checkpoint": {"every": 2, "keep": 9},
-        "train": {"steps": 4, "lr": 1e-2},
-    }
-    recipe: Recipe = recipe_for(**changes)
-    recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"eval": recipe.data.train[0]})})
-
-    class Silent:
-        def handle(self, event: dict[str, Any]) -> None: ...
-        def progress(self, *_: Any) -> None: ...
-
-    loop.train(recipe, display=Silent())
-    events = read_log(Path(recipe.output))
-    losses = [event["loss"] for event in events if event["event"] == "step"]
-    assert losses[0] == pytest.approx(math.log(2), rel=1e-6)
-    assert losses[-1] != losses[0]
-    assert [event["loss"] for event in events if event["event"] == "eval"][-1] < 0.8

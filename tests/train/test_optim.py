@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from watching import RecipeFor
 
 from pronghorn.errors import CheckpointError
 from pronghorn.model.lora import add_adapter
@@ -16,8 +16,6 @@ from pronghorn.train.step.optim import lr_scale, make_optimizer, optimizer_tenso
 from samples import make_model
 from tables import table
 
-RecipeFor = Callable[..., Recipe]
-
 
 def random_grads(model: Any, step: int) -> None:
     generator = torch.Generator().manual_seed(100 + step)
@@ -25,41 +23,30 @@ def random_grads(model: Any, step: int) -> None:
         parameter.grad = torch.randn(parameter.shape, generator=generator)
 
 
-def names_of(optimizer: torch.optim.Optimizer, model: Any) -> list[set[str]]:
-    names = {id(p): name for name, p in model.named_parameters()}
-    return [{names[id(p)] for p in group["params"]} for group in optimizer.param_groups]
-
-
 # Groups -----------------------------------------------------------------------------------------------------------------
 
 
-def test_matrices_decay_and_vectors_do_not(recipe_for: RecipeFor) -> None:
-    model = make_model()
-    optimizer = make_optimizer(model, recipe_for(method="full", train={"weight_decay": 0.1}))
-    groups = zip(optimizer.param_groups, names_of(optimizer, model), strict=True)
-    decay = {name: group["weight_decay"] for group, names in groups for name in names}
-    assert decay.keys() == trainable(model).keys()
-    assert {name: 0.0 if "norm" in name else 0.1 for name in decay} == decay
+def setting(key: str, model: Any, optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Of every parameter that trains, by name."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    found = {names[id(p)]: group[key] for group in optimizer.param_groups for p in group["params"]}
+    assert found.keys() == trainable(model).keys()
+    return found
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["norms", "magnitudes of DoRA"])
+def test_matrices_decay_and_vectors_do_not(recipe_for: RecipeFor, dora: bool) -> None:
+    model = add_adapter(make_model(), Lora(r=4, dora=True), seed=1) if dora else make_model()
+    recipe = recipe_for(method="lora" if dora else "full", train={"weight_decay": 0.1})
+    decay = setting("weight_decay", model, make_optimizer(model, recipe))
+    assert {name: 0.0 if "norm" in name or "magnitude" in name else 0.1 for name in decay} == decay
     assert 0.0 in decay.values()
-
-
-def test_dora_s_magnitudes_do_not_decay(recipe_for: RecipeFor) -> None:
-    model = add_adapter(make_model(), Lora(r=4, dora=True), seed=1)
-    optimizer = make_optimizer(model, recipe_for(train={"weight_decay": 0.1}))
-    for group, names in zip(optimizer.param_groups, names_of(optimizer, model), strict=True):
-        for name in names:
-            assert group["weight_decay"] == (0.0 if "magnitude" in name else 0.1), name
 
 
 def test_lora_plus_makes_b_learn_faster_than_a(recipe_for: RecipeFor) -> None:
     model = add_adapter(make_model(), Lora(r=4), seed=1)
     optimizer = make_optimizer(model, recipe_for(lora={"plus_ratio": 16.0}, train={"lr": 1e-3}))
-    rates = {
-        name: group["lr"]
-        for group, names in zip(optimizer.param_groups, names_of(optimizer, model), strict=True)
-        for name in names
-    }
-    assert rates.keys() == trainable(model).keys()
+    rates = setting("lr", model, optimizer)
     assert {name: pytest.approx(1.6e-2 if ".lora_B." in name else 1e-3) for name in rates} == rates
     set_lr(optimizer, 0.25)  # the schedule keeps the ratio
     assert sorted({group["lr"] for group in optimizer.param_groups}) == pytest.approx([2.5e-4, 4e-3])
@@ -82,7 +69,6 @@ def test_adamw_follows_its_formula(recipe_for: RecipeFor) -> None:
         lr = set_lr(optimizer, lr_scale(step, 12, spec))
         random_grads(model, step)
         for name, parameter in trainable(model).items():
-            assert parameter.grad is not None
             g = parameter.grad.double()
             m[name] = b1 * m[name] + (1 - b1) * g
             v[name] = b2 * v[name] + (1 - b2) * g * g
@@ -103,30 +89,21 @@ def scales(total: int, **spec: Any) -> list[float]:
     return [lr_scale(step, total, Train(**spec)) for step in range(total)]
 
 
-def test_warm_up_rises_evenly_and_never_trains_with_zero() -> None:
-    assert scales(10, warmup=0.3, schedule="constant") == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1])
-    assert scales(10, warmup=0.25, schedule="constant")[:4] == pytest.approx([0.25, 0.5, 0.75, 1])  # 2.5 steps are three
-
-
-def test_warm_up_may_be_a_number_of_steps() -> None:
-    assert scales(10, warmup=3) == scales(10, warmup=0.3)
-    assert scales(4, warmup=9, schedule="linear") == pytest.approx([0.1, 0.2, 0.3, 0.4])
-
-
-def test_no_warm_up_starts_at_the_full_rate() -> None:
-    for schedule in ("cosine", "linear", "constant"):
-        assert scales(5, warmup=0.0, schedule=schedule)[0] == 1.0
-
-
-def test_linear_falls_evenly_to_one_step_above_zero() -> None:
-    assert scales(5, warmup=0.0, schedule="linear") == pytest.approx([1, 0.8, 0.6, 0.4, 0.2])
-    assert scales(6, warmup=0.16, schedule="linear") == pytest.approx([0.5, 1, 0.8, 0.6, 0.4, 0.2])
-
-
-def test_cosine_is_half_a_wave() -> None:
-    expected = [0.5 * (1 + math.cos(math.pi * n / 8)) for n in range(8)]
-    assert scales(8, warmup=0.0, schedule="cosine") == pytest.approx(expected)
-    assert scales(8, warmup=0.0, schedule="cosine")[4] == pytest.approx(0.5)
+@table(
+    ("total", "warmup", "schedule", "expected"),
+    [
+        (10, 0.3, "constant", [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1]),
+        (4, 0.6, "constant", [0.25, 0.5, 0.75, 1]),  # 2.4 steps are three
+        (10, 3, "constant", [0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 1]),  # a number of steps
+        (4, 9, "linear", [0.1, 0.2, 0.3, 0.4]),
+        (5, 0.0, "linear", [1, 0.8, 0.6, 0.4, 0.2]),  # to one step above zero
+        (6, 0.16, "linear", [0.5, 1, 0.8, 0.6, 0.4, 0.2]),
+        (8, 0.0, "cosine", [0.5 * (1 + math.cos(math.pi * n / 8)) for n in range(8)]),  # half a wave
+        (3, 0.0, "constant", [1, 1, 1]),
+    ],
+)
+def test_the_schedules_step_by_step(total: int, warmup: float, schedule: str, expected: list[float]) -> None:
+    assert scales(total, warmup=warmup, schedule=schedule) == pytest.approx(expected)
 
 
 @table("schedule", ["cosine", "linear", "constant"])
@@ -156,7 +133,7 @@ def assert_goes_on_the_same(model: Any, optimizer: Any, stored: dict[str, torch.
     """`other` with the weights of `model` and the stored state: the state is the same bits, and so are the weights after
     another step."""
     other.load_state_dict(model.state_dict())
-    restored = make_optimizer(other, recipe)
+    restored, kept = make_optimizer(other, recipe), {name: tensor.clone() for name, tensor in stored.items()}
     restore_optimizer(restored, other, stored)
     again = optimizer_tensors(restored, other)
     assert again.keys() == stored.keys()
@@ -165,6 +142,7 @@ def assert_goes_on_the_same(model: Any, optimizer: Any, stored: dict[str, torch.
         random_grads(one, 7)
         its_optimizer.step()
     assert all(torch.equal(p, trainable(other)[name]) for name, p in trainable(model).items())
+    assert all(torch.equal(kept[name], stored[name]) for name in stored)  # what was restored is a copy
 
 
 def test_the_state_comes_back_to_the_bit(recipe_for: RecipeFor) -> None:
@@ -174,17 +152,6 @@ def test_the_state_comes_back_to_the_bit(recipe_for: RecipeFor) -> None:
     assert len(stored) == 3 * len(trainable(model))
     other = add_adapter(make_model(), recipe.lora, seed=1)
     assert_goes_on_the_same(model, optimizer, stored, other, recipe)
-
-
-def test_restored_state_is_a_copy(recipe_for: RecipeFor) -> None:
-    recipe = recipe_for()
-    model, optimizer = stepped(recipe)
-    stored = {name: tensor.clone() for name, tensor in optimizer_tensors(optimizer, model).items()}
-    kept = {name: tensor.clone() for name, tensor in stored.items()}
-    restore_optimizer(optimizer, model, stored)
-    random_grads(model, 5)
-    optimizer.step()
-    assert all(torch.equal(stored[name], kept[name]) for name in kept)
 
 
 def test_a_state_of_another_adapter_is_refused(recipe_for: RecipeFor) -> None:

@@ -2,47 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from test_optim import assert_goes_on_the_same
+from test_optim import assert_goes_on_the_same, random_grads
+from watching import RecipeFor
 
-from pronghorn.errors import CheckpointError, Interrupted
+from pronghorn.errors import CheckpointError
 from pronghorn.kernels.optim.adamw8bit import SMALL, blocks_of
 from pronghorn.recipe import Recipe
-from pronghorn.train.loop import train
 from pronghorn.train.step.fused_adamw import FusedAdamW
 from pronghorn.train.step.optim import make_optimizer, optimizer_tensors, restore_optimizer, trainable
 from samples import make_model
 
-RecipeFor = Callable[..., Recipe]
 KINDS = ["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"]
-
-
-class Silent:
-    """Interrupts the run, as somebody might, after one of its steps."""
-
-    def __init__(self, stop_after: int = 0) -> None:
-        self.stop_after = stop_after
-
-    def handle(self, event: dict[str, Any]) -> None:
-        if event["event"] == "step" and event["step"] == self.stop_after:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def progress(self, label: str, done: int, total: int) -> None:
-        pass
-
-
-def random_grads(model: Any, step: int) -> None:
-    generator = torch.Generator().manual_seed(100 + step)
-    for parameter in trainable(model).values():
-        parameter.grad = torch.randn(parameter.shape, generator=generator)
 
 
 def stepped(recipe: Recipe, steps: int = 3) -> tuple[Any, torch.optim.Optimizer]:
@@ -78,26 +52,6 @@ def test_the_state_of_8_bits_comes_back_to_the_bit(recipe_for: RecipeFor) -> Non
     assert_goes_on_the_same(model, optimizer, stored, make_model(), recipe)
 
 
-def test_paged_moments_are_stored_and_put_back(recipe_for: RecipeFor) -> None:
-    """With the optimizer itself, since a recipe pages nothing on a CPU."""
-    results = []
-    for paged in (False, True):
-        model = make_model()
-        optimizer = FusedAdamW(trainable(model).values(), eight_bit=True, paged=paged)
-        for step in range(3):
-            random_grads(model, step)
-            optimizer.step()
-        stored = {name: tensor.clone() for name, tensor in optimizer_tensors(optimizer, model).items()}
-        fresh = FusedAdamW(trainable(model).values(), eight_bit=True, paged=not paged)  # each goes on with the other's
-        restore_optimizer(fresh, model, stored)
-        random_grads(model, 7)
-        fresh.step()
-        results.append([stored, optimizer_tensors(fresh, model), trainable(model)])
-    for first, second in zip(*results, strict=True):
-        assert first.keys() == second.keys()
-        assert all(torch.equal(first[name], second[name]) for name in first)
-
-
 def test_states_of_other_kinds_are_refused(recipe_for: RecipeFor) -> None:
     recipes = [recipe_for(method="full", train={"optimizer": kind}) for kind in ("adamw", "adamw_8bit")]
     for mine, other in (recipes, recipes[::-1]):
@@ -105,30 +59,6 @@ def test_states_of_other_kinds_are_refused(recipe_for: RecipeFor) -> None:
         another = make_model()
         with pytest.raises(CheckpointError, match="does not fit parameter"):
             restore_optimizer(make_optimizer(another, other), another, optimizer_tensors(optimizer, model))
-
-
-def test_a_run_in_8_bits_resumes_bit_for_bit(recipe_for: RecipeFor, tmp_path: Path) -> None:
-    """Stopped twice, and once gone on with where moments are paged, which may change."""
-    changes: dict[str, Any] = {"method": "full", "checkpoint": {"every": 2, "keep": 2}}
-    kinds = ["adamw_8bit", "paged_adamw_8bit", "adamw_8bit"]
-    recipes = [recipe_for(**changes, train={"optimizer": kind}, output=str(tmp_path / "parts")) for kind in kinds]
-    whole = train(recipe_for(**changes, train={"optimizer": "adamw_8bit"}, output=str(tmp_path / "whole")), display=Silent())
-    for recipe, stop in zip(recipes, (2, 3), strict=False):
-        with pytest.raises(Interrupted):
-            train(recipe, display=Silent(stop))
-    parts = train(recipes[-1], display=Silent())
-    assert parts.step == whole.step > 3
-    assert whole.checkpoint is not None
-    assert parts.checkpoint is not None
-    names = sorted(file.name for file in whole.checkpoint.glob("*.safetensors"))
-    assert "training_state.safetensors" in names
-    assert len(names) == 2
-    for name in names:
-        first, second = load_file(whole.checkpoint / name), load_file(parts.checkpoint / name)
-        assert first.keys() == second.keys()
-        assert all(torch.equal(first[key], second[key]) for key in first)
-    kinds_stored = {tensor.dtype for tensor in load_file(whole.checkpoint / "training_state.safetensors").values()}
-    assert torch.uint8 in kinds_stored
 
 
 def test_another_number_of_bits_is_another_run(recipe_for: RecipeFor) -> None:

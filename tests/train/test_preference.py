@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -15,11 +14,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, LlamaConfig, Qwen3Config
 
 from pronghorn.data.pack.batches import Shapes, build_batch
-from pronghorn.data.pack.loader import BatchLoader, StepBatch, StepPacking
+from pronghorn.data.pack.loader import StepBatch
 from pronghorn.data.pack.packing import pack_in_order
 from pronghorn.data.preference.pair_packing import groups_of
 from pronghorn.data.preference.pair_rows import PairRows
-from pronghorn.errors import RecipeError
 from pronghorn.model.causal_lm import install
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.shared_prefix import why_not_shared
@@ -33,26 +31,14 @@ from pronghorn.train.objectives.objective import Objective, mean_of
 from pronghorn.train.objectives.orpo import Orpo
 from pronghorn.train.objectives.preference import Answers
 from pronghorn.train.objectives.reference import Reference
-from pronghorn.train.step.fused_adamw import FusedAdamW
-from pronghorn.train.step.graphed_step import GraphedStep
-from pronghorn.train.step.step import EagerStep
-from samples import ListTable
+from samples import ListTable, small
 from tables import covering
 from trl_on_a_cpu import TorchLogProbs
 
 CPU = torch.device("cpu")
-SIZES: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "initializer_range": 0.15,
-    "max_position_embeddings": 128,
-    "attn_implementation": "eager",
-    "pad_token_id": 0,
-}
+SIZES = small(
+    vocab_size=128, intermediate_size=48, initializer_range=0.15, max_position_embeddings=128, attn_implementation="eager"
+)
 WINDOW: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "head_dim": 8}
 FAMILIES = {
     "llama": LlamaConfig(**SIZES),
@@ -230,58 +216,3 @@ def test_hinge_with_label_smoothing_is_its_formula(of: Any) -> None:
     found = objective.compared(answers, torch.arange(26) // 2 * 2)[1::2]
     expected = 0.8 * (1 - 0.1 * deltas).clamp(min=0) + 0.2 * (1 + 0.1 * deltas).clamp(min=0)
     assert found.tolist() == pytest.approx(expected.tolist(), rel=1e-12)
-
-
-def test_both_steps_train_alike_and_show_the_same_figures() -> None:
-    """The step that a GPU captures (here its functions run as they are) beside the eager one; a loss of two terms."""
-    seen = []
-    for kind in (EagerStep, GraphedStep):
-        _, model = models("llama")
-        table, objective = table_of(pairs_of(8), shared=True), Dpo(Reference(64), sft_weight=0.3)
-        objective.prepare(model, table, CPU, nullcontext)
-        optimizer = FusedAdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.0)
-        options: dict[str, Any] = {"device": CPU, "precision": "fp32", "clip": 1e9, "objective": objective}
-        step = kind(model, optimizer, **options, **({"say": print} if kind is GraphedStep else {}))
-        packs = pack_in_order(groups_of(table), 64)
-        loader = BatchLoader(
-            table,
-            StepPacking(64, shapes=Shapes.planned(table, packs, 64), complete=objective.complete),
-            packs_per_step=len(packs),
-            seed=0,
-            workers=0,
-        )
-        results = []
-        for batch in islice(loader, 3):
-            step.begin(batch)
-            results.append(step.finish())
-        seen.append(results)
-    for eager, graphed in zip(*seen, strict=True):
-        assert graphed.loss == pytest.approx(eager.loss, rel=1e-5)
-        assert graphed.grad_norm == pytest.approx(eager.grad_norm, rel=1e-4)
-        assert graphed.figures == pytest.approx(eager.figures, rel=1e-3, abs=1e-5)
-    assert seen[0][-1].figures["rewards/margins"] > seen[0][0].figures["rewards/margins"]
-
-
-def test_a_trained_model_is_no_reference() -> None:
-    """With method: full. What was computed before the first step is found again."""
-
-    class Kept(dict[int, Any]):
-        def load(self, table: Any) -> Any:
-            return self.get(len(table))
-
-        def save(self, table: Any, values: Any) -> None:
-            self[len(table)] = values
-
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(FAMILIES["llama"])
-    assert install(model) == ""
-    store, table = Kept(), table_of(pairs_of(3), shared=False)
-    Dpo(Reference(64, store)).prepare(model, table, CPU, nullcontext)
-    resumed = Dpo(Reference(64, store))
-    resumed.trained = True
-    resumed.prepare(model, table, CPU, nullcontext)
-    given = resumed.complete(batches_of(table, 128)[0], table).given_KN
-    assert given is not None
-    assert given.sum() < 0
-    with pytest.raises(RecipeError, match="the reference model's log-probabilities are missing"):
-        resumed.prepare(model, table_of(pairs_of(2), shared=False), CPU, nullcontext)

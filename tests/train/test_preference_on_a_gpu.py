@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
+from watching import RecipeFor, Silent
 
 from benchmarks.bench.pairs import Pair, PairTable
 from pronghorn.data.pack.batches import Shapes, build_batch
@@ -19,12 +19,10 @@ from pronghorn.data.pack.packing import pack_in_order
 from pronghorn.data.preference.pair_packing import groups_of
 from pronghorn.memory.dry_run import LIBRARY_BYTES
 from pronghorn.model.causal_lm import install
-from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import read_log
 from pronghorn.train.loop import train
 from pronghorn.train.objectives.objective import outputs_of
 from samples import make_model, make_tokenizer, pair_rows, write_rows
-from train.test_preference_runs import Silent
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 SIZES = {"vocab_size": 2048, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8}
@@ -50,7 +48,6 @@ def test_answers_in_bf16_are_as_near_to_the_truth_shared_or_not() -> None:
             batch = build_batch(table, rows, 2048, shapes=Shapes.planned(table, packs, 2048)).to(device)
             with torch.no_grad():
                 log_probs = outputs_of(of, batch).values_N.double().cpu()
-            assert batch.document_N is not None
             places = torch.tensor([*rows.tolist(), *([0] * (len(batch.cu_seqlens) - len(rows)))])
             found.index_add_(0, places[batch.document_N.cpu()], log_probs)  # 0 where it is padding
         return found
@@ -61,7 +58,7 @@ def test_answers_in_bf16_are_as_near_to_the_truth_shared_or_not() -> None:
     assert shared <= 2 * plain + 1e-3, (shared, plain)
 
 
-def test_a_reward_model_trains_captured_as_it_does_eagerly(recipes: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_a_reward_model_trains_captured_as_it_does_eagerly(recipes: RecipeFor, tmp_path: Path) -> None:
     """The score at the end of each answer, prompts shared, in bf16."""
     file = write_rows(tmp_path / "pairs.jsonl", pair_rows(64))
     runs = {}
@@ -84,7 +81,7 @@ def test_a_reward_model_trains_captured_as_it_does_eagerly(recipes: Callable[...
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_the_plan_of_a_reward_model_has_no_lm_head(recipes: Callable[..., Recipe], tmp_path: Path, method: str) -> None:
+def test_the_plan_of_a_reward_model_has_no_lm_head(recipes: RecipeFor, tmp_path: Path, method: str) -> None:
     """An LM head would be 262 MB more in bf16, and 2.1 GB trained in float32."""
     make_model(vocab_size=256_000, hidden_size=512, intermediate_size=1024, tie_word_embeddings=False).save_pretrained(
         tmp_path / "m"

@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from watching import RecipeFor, Silent
 
 from pronghorn.errors import RecipeError
 from pronghorn.folders import cache_folder
-from pronghorn.recipe import Recipe
 from pronghorn.report.html import render_page
 from pronghorn.report.run_log import read_log
-from pronghorn.train.loop import FIRST_STEP, train
+from pronghorn.train.loop import train
 from pronghorn.train.run.run_evaluation import evaluate_run
 from samples import pair_rows
 
 NAMES = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected")
-
-
-class Silent:
-    def handle(self, event: dict[str, Any]) -> None: ...
-    def progress(self, *told: Any) -> None: ...
-    def close(self) -> None: ...
 
 
 @pytest.fixture
@@ -46,7 +39,7 @@ def settings(pairs: str, **more: Any) -> dict[str, Any]:
     }
 
 
-def test_a_run_shows_what_people_watch(pairs: str, recipe_for: Callable[..., Recipe]) -> None:
+def test_a_run_shows_what_people_watch(pairs: str, recipe_for: RecipeFor) -> None:
     recipe = recipe_for(**settings(pairs))
     result = train(recipe, display=Silent())
     events = read_log(Path(recipe.output))
@@ -64,30 +57,7 @@ def test_a_run_shows_what_people_watch(pairs: str, recipe_for: Callable[..., Rec
         assert figures["figures"][name] == pytest.approx(held_out[-1]["metrics"][name], rel=1e-4, abs=1e-4)
 
 
-def test_the_reference_pass_ends_before_the_first_step_and_unused_margins_are_told(
-    tmp_path: Path, pairs: str, recipe_for: Callable[..., Recipe]
-) -> None:
-    seen: list[tuple[str, int, int]] = []
-
-    class Noting(Silent):
-        def progress(self, *told: Any) -> None:
-            seen.append(told)
-
-    file = tmp_path / "margins.jsonl"
-    file.write_text("".join(json.dumps({**row, "margin": 0.5}) + "\n" for row in pair_rows(24)))
-    recipe = recipe_for(**settings(str(file), train={"steps": 1}))
-    train(recipe, display=Noting())
-    asked = [told for told in seen if told[0] == "scoring with the reference model"]
-    assert len(asked) > 2
-    assert asked[-1][1] == asked[-1][2]
-    assert {told[2] for told in asked} == {36, 12}  # chosen and rejected answers, of held-out pairs too
-    first_step = next(at for at, told in enumerate(seen) if told[0] == FIRST_STEP)
-    assert not [told for told in seen[first_step:] if told in asked]
-    notices = [event["text"] for event in read_log(Path(recipe.output)) if event["event"] == "notice"]
-    assert any("margins have no effect" in text for text in notices)
-
-
-def test_with_all_weights_trained_the_reference_is_the_model_before(pairs: str, recipe_for: Callable[..., Recipe]) -> None:
+def test_with_all_weights_trained_the_reference_is_the_model_before(pairs: str, recipe_for: RecipeFor) -> None:
     changes = settings(pairs, method="full", train={"steps": 2, "lr": 1e-3})
     first = recipe_for(**changes)
     train(first, display=Silent())

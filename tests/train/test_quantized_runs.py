@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
-from test_loop import Silent, same, weights
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2MoeConfig
+from watching import RecipeFor, Silent, losses_of, same, saved, weights
 
 from pronghorn.cli import main
 from pronghorn.errors import RecipeError
@@ -20,31 +19,18 @@ from pronghorn.model.formats.experts import StoredExperts
 from pronghorn.model.formats.linear import StoredLinear
 from pronghorn.model.formats.store import store_linears_
 from pronghorn.model.formats.table import FORMATS, storage_of
-from pronghorn.recipe import Recipe
-from pronghorn.report.run_log import history, read_log
+from pronghorn.report.run_log import read_log
 from pronghorn.train.loop import train
 from pronghorn.train.run.run_evaluation import evaluate_run
 from pronghorn.train.run.trained_run import Chat
 from pronghorn.train.setup import setup
 from pronghorn.train.setup.check import check_run
-from samples import make_tokenizer
+from samples import small
 from tables import first_of
 
 pytestmark = pytest.mark.usefixtures("short_export_check")
 
-RecipeFor = Callable[..., Recipe]
-SIZES: dict[str, Any] = {
-    "vocab_size": 259,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-    "eos_token_id": 2,
-    "bos_token_id": None,
-    "max_position_embeddings": 512,
-}
+SIZES = small(hidden_size=64, eos_token_id=2, bos_token_id=None, max_position_embeddings=512)
 CONFIGS: dict[str, Any] = {
     "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
     "qwen2_moe": lambda: Qwen2MoeConfig(
@@ -66,11 +52,9 @@ CONFIGS: dict[str, Any] = {
 }
 
 
-def saved(family: str, folder: Path) -> str:
+def folder_of(family: str, folder: Path) -> str:
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(CONFIGS[family]()).save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
-    return str(folder)
+    return saved(AutoModelForCausalLM.from_config(CONFIGS[family]()), folder)
 
 
 @pytest.mark.parametrize(
@@ -88,26 +72,25 @@ def test_the_command_trains_resumes_and_exports(
     loaded: list[Any] = []
     build = setup._build_model
     monkeypatch.setattr(setup, "_build_model", lambda *rest: loaded.append(build(*rest)) or loaded[-1])
-    model = saved(family, tmp_path / "model")
+    model = folder_of(family, tmp_path / "model")
     targets = ["all-linear"] if family == "llama" else ["all-linear", "experts"]
     method = {"method": "fp8"} if storage == "fp8" else {"method": "qlora", "storage": storage}
-    recipe = recipe_for(model=model, **method, lora={"targets": targets}, train={"steps": 6}, eval={"every": 6})
+    recipe = recipe_for(model=model, **method, lora={"targets": targets}, train={"steps": 5}, eval={"every": 5})
     file, run = tmp_path / "recipe.yaml", Path(recipe.output)
     file.write_text(json.dumps(recipe.model_dump(exclude={"eval": {"stop"}})))  # JSON is YAML
     assert main(["train", str(file), "--json"]) == 0
-    (run / "checkpoint-6").rename(tmp_path / "first")
+    (run / "checkpoint-5").rename(tmp_path / "first")
     assert main(["train", str(file), "--json"]) == 0  # from step 3 on
     assert [e["resumed_from"] for e in read_log(run) if e["event"] == "start"] == [None, 3]
-    assert same(weights(run / "checkpoint-6"), weights(tmp_path / "first"))
+    assert same(weights(run / "checkpoint-5"), weights(tmp_path / "first"))
     capsys.readouterr()
     for each in loaded:
         stored = [(type(module), row.name) for module in each.modules() if (row := storage_of(module))]
         assert set(stored) == {(StoredLinear, storage), *([] if family == "llama" else [(StoredExperts, storage)])}
-    events = history(read_log(run))
-    losses = [e["loss"] for e in events if e["event"] == "step"]
+    losses = losses_of(run)
     assert losses[-1] < losses[0] - 0.05
     figures = evaluate_run(run, "last", data=None, report=lambda *_: None)
-    assert figures["loss"] == pytest.approx([e["loss"] for e in events if e["event"] == "eval"][-1], rel=1e-6)
+    assert figures["loss"] == pytest.approx(losses_of(run, "eval")[-1], rel=1e-6)
     assert isinstance(Chat(run, "last", max_tokens=4).answer("add 1 and 2"), str)
     for kind in ("adapter", "merged"):
         export_run(run, "last", tmp_path / kind, kind)  # type: ignore[arg-type]
@@ -123,21 +106,19 @@ def test_the_command_trains_resumes_and_exports(
 
 
 def test_a_published_format_that_is_not_multiplied_in_fp8_is_told(recipe_for: RecipeFor, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
     model: Any = AutoModelForCausalLM.from_config(CONFIGS["llama"]())
     store_linears_(model, FORMATS["nvfp4"])
     model.config.quantization_config = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
-    model.save_pretrained(folder)
-    make_tokenizer().save_pretrained(folder)
+    folder = saved(model, tmp_path / "model")
     with pytest.raises(RecipeError, match="compute: fp8 is not supported for this model") as caught:
-        train(recipe_for(model=str(folder), method="qlora", compute="fp8"), display=Silent())
+        train(recipe_for(model=folder, method="qlora", compute="fp8"), display=Silent())
     assert "stored as nvfp4, is not multiplied in FP8" in caught.value.why
 
 
 @pytest.mark.parametrize("method", ["qlora", "full"])
 def test_experts_that_are_not_stored_in_fp8_are_not_multiplied_so(recipe_for: RecipeFor, tmp_path: Path, method: str) -> None:
     recipe = recipe_for(
-        model=saved("mixtral", tmp_path / "model"), method=method, compute="fp8", data={"train": ["nowhere.jsonl"]}
+        model=folder_of("mixtral", tmp_path / "model"), method=method, compute="fp8", data={"train": ["nowhere.jsonl"]}
     )
     for command in (lambda: check_run(recipe, report=lambda *_: None), lambda: train(recipe, display=Silent())):
         with pytest.raises(RecipeError, match="compute: fp8 cannot be combined with method") as caught:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from ast import literal_eval
-from collections.abc import Callable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,19 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rank_processes import LOOPBACK, Silent, in_ranks, listening
+from rank_processes import LOOPBACK, in_ranks, listening
 from safetensors.torch import load_file
+from watching import RecipeFor, Silent, losses_of
 
 from pronghorn.data.pack.batches import Shapes
 from pronghorn.data.pack.loader import BatchLoader, StepPacking
 from pronghorn.data.pack.packing import pack
 from pronghorn.errors import HealthStop, RecipeError
-from pronghorn.model.capture import Graphs, Work
 from pronghorn.model.causal_lm import install
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora, Recipe
+from pronghorn.report.ranks import ranks_line
 from pronghorn.report.run_log import read_log
-from pronghorn.report.summary import summary
 from pronghorn.train.dist.world import World
 from pronghorn.train.loop import train
 from pronghorn.train.objectives import Supervised
@@ -35,10 +34,6 @@ from pronghorn.train.step.graphed_step import GraphedStep
 from samples import make_model, random_table
 
 pytestmark = pytest.mark.usefixtures("_no_gpu")  # ranks are forked here, and CUDA cannot be
-
-
-def losses_of(run: str | Path) -> list[float]:
-    return [event["loss"] for event in read_log(Path(run)) if event["event"] == "step"]
 
 
 def apart(one: list[float], other: list[float]) -> float:
@@ -58,7 +53,7 @@ BY_ROWS = {"train": CHANGES["train"] | {"batch_tokens": 65536, "batch_rows": 16}
 
 
 @pytest.mark.parametrize("changes", [{}, {"method": "full"}, BY_ROWS], ids=["lora", "full", "rows"])
-def test_two_ranks_train_as_one(changes: dict[str, Any], recipe_for: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_two_ranks_train_as_one(changes: dict[str, Any], recipe_for: RecipeFor, tmp_path: Path) -> None:
     recipe = recipe_for(**CHANGES | changes)
     two = recipe.model_copy(update={"output": recipe.output + "-two"})
     found = in_ranks(lambda world: train(two, display=Silent(), world=world).step, tmp_path / "told")
@@ -77,25 +72,14 @@ def test_two_ranks_train_as_one(changes: dict[str, Any], recipe_for: Callable[..
     assert sorted(path.name for path in Path(two.output).glob("checkpoint-*")) == sorted(
         path.name for path in Path(recipe.output).glob("checkpoint-*")
     )
-    waited = summary(read_log(Path(two.output)))["ranks"]
-    assert waited["ranks"] == len(waited["waited"]) == 2
-    assert all(0 < share <= 1 for share in waited["waited"])
+    assert ranks_line(read_log(Path(two.output))).startswith("2 ranks")
+    waited = [event for event in read_log(Path(two.output)) if event["event"] == "ranks"]
+    assert all(seconds > 0 for event in waited for seconds in event["waited"])
     if recipe.method == "lora":
         name = f"checkpoint-{alone.step}/adapter_model.safetensors"
         one, other = (load_file(Path(run) / name) for run in (recipe.output, two.output))
         assert all(torch.allclose(other[key], one[key], rtol=1e-4, atol=1e-6) for key in one)
         check_resume(recipe.model_copy(update={"output": recipe.output + "-stopped"}), alone.folder, tmp_path)
-
-
-def test_one_rank_of_its_own_trains_the_same_bits(recipe_for: Callable[..., Recipe], tmp_path: Path) -> None:
-    """Through every reduction, each over one rank."""
-    recipe = recipe_for(**CHANGES)
-    ranks = recipe.model_copy(update={"output": recipe.output + "-ranks"})
-    assert in_ranks(lambda world: train(ranks, display=Silent(), world=world).reason, tmp_path / "told", size=1) == [
-        (0, "done")
-    ]
-    train(recipe, display=Silent())
-    assert losses_of(ranks.output) == losses_of(recipe.output)
 
 
 def check_resume(recipe: Recipe, whole: Path, tmp_path: Path) -> None:
@@ -111,33 +95,14 @@ def check_resume(recipe: Recipe, whole: Path, tmp_path: Path) -> None:
 
     found = in_ranks(stopped, tmp_path / "stopped")
     assert [one and one[0] for one in found] == [143, 143]
-    assert found[0] is not None
     assert "Stopped after step" in found[0][1]
     train(recipe, display=Silent())
     assert [event["event"] for event in read_log(Path(recipe.output))].count("start") == 2
     assert apart(losses_of(recipe.output), losses_of(whole)) < 1e-6
 
 
-def test_a_rank_that_ends_takes_the_others_along(recipe_for: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_a_rank_that_is_refused_takes_the_others_along(recipe_for: RecipeFor, tmp_path: Path) -> None:
     recipe = recipe_for(**CHANGES)
-
-    def killed(world: World) -> None:
-        real, calls = Supervised.loss_sum, [0]
-
-        def dies(self: Supervised, *arguments: Any) -> Any:
-            calls[0] += 1
-            if world.rank == 1 and calls[0] == 3:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(self, *arguments)
-
-        Supervised.loss_sum = dies  # type: ignore[method-assign]  # in this process, which ends
-        train(recipe, display=Silent(), world=world)
-
-    found = in_ranks(killed, tmp_path / "killed")
-    assert found[1] is None
-    assert found[0] is not None
-    assert found[0][0] == 3
-    assert "rank 1 ended without an error message" in found[0][1]
 
     def refused(world: World) -> None:
         changed = recipe.model_copy(update={"train": recipe.train.model_copy(update={"lr": 1.0})}) if world.rank else recipe
@@ -145,7 +110,6 @@ def test_a_rank_that_ends_takes_the_others_along(recipe_for: Callable[..., Recip
 
     found = in_ranks(refused, tmp_path / "refused")
     assert [one and one[0] for one in found] == [2, 2]
-    assert found[0] is not None
     assert "the ranks of this run differ" in found[0][1]
 
     def broken(world: World) -> None:
@@ -179,33 +143,6 @@ def test_a_collective_that_ends_just_after_a_timeout_has_not_failed(tmp_path: Pa
     assert in_ranks(go, tmp_path) == [(0, "3.0"), (0, "3.0")]
 
 
-def test_a_number_that_is_not_finite_on_one_rank_stops_all(recipe_for: Callable[..., Recipe], tmp_path: Path) -> None:
-    """And the rank that does not have the row names it."""
-    recipe = recipe_for(**CHANGES)
-
-    def broken(world: World) -> None:
-        real, rows = Supervised.loss_sum, []
-
-        def spoilt(self: Supervised, model: Any, batch: Any) -> torch.Tensor:
-            rows.append(batch.documents)
-            bad = world.rank == 1 and rows[0][0] in batch.documents and batch.documents  # the first row that it is given
-            return real(self, model, batch) * (float("nan") if bad else 1.0)
-
-        Supervised.loss_sum = spoilt  # type: ignore[method-assign]  # in this process, which ends
-        try:
-            train(recipe, display=Silent(), world=world)
-        except HealthStop as stopped:
-            (tmp_path / f"why-{world.rank}").write_text(stopped.why, encoding="utf-8")
-            raise
-
-    found = in_ranks(broken, tmp_path / "told")
-    assert [one and one[0] for one in found] == [4, 4]
-    whys = [(tmp_path / f"why-{rank}").read_text(encoding="utf-8") for rank in range(2)]
-    assert whys[0] == whys[1]
-    assert whys[0].startswith("caused by ")
-    assert whys[0].count("train.jsonl:") == 1
-
-
 def test_the_captured_step_is_summed_between_its_graphs(tmp_path: Path) -> None:
     """Its functions, as they run where nothing is captured: gradients go to one flat buffer, which is summed once a step."""
     table = random_table(40)
@@ -227,62 +164,9 @@ def test_the_captured_step_is_summed_between_its_graphs(tmp_path: Path) -> None:
 
     found = in_ranks(taken, tmp_path / "told")
     assert found[0] == found[1]
-    assert found[0] is not None
     for (loss, norm), (expected, norm_alone) in zip(literal_eval(found[0][1]), taken(World()), strict=True):
         assert loss == pytest.approx(expected, rel=1e-6)
         assert norm == pytest.approx(norm_alone, rel=1e-4)
-
-
-@pytest.mark.parametrize("failed", ["", "here", "elsewhere"])
-def test_sums_in_the_update_graph_are_those_of_all_ranks_or_of_none(failed: str) -> None:
-    """Where sums can be captured: once a step, in the update; between the graphs where the capture fails on one rank."""
-
-    class Summing(World):
-        captures, sums, at_end = True, 0, None
-
-        def add_up(self, tensors: Any) -> None:
-            self.sums += len(tensors) > 0
-
-        def largest(self, number: int) -> int:
-            asked.append(number)
-            return 1 if failed == "elsewhere" and len(asked) == 2 else number
-
-        def before_parting(self, work: Callable[[], None]) -> None:
-            self.at_end = work
-
-    class Captured(Graphs):
-        captures = True
-
-        def attempt(self, work: Work) -> None:
-            work()
-
-        def capture(self, works: Sequence[Work]) -> list[Work]:
-            if failed == "here" and works[0] == step._sum_and_update:
-                raise RuntimeError("operation not permitted when stream is capturing")
-            return list(works)
-
-        def captured(self, *works: Work) -> list[Work]:
-            return self.capture(works)
-
-    asked, said, world, table = list[int](), list[str](), Summing(), random_table(20)
-    model = add_adapter(make_model(), Lora(r=4), seed=1)
-    assert install(model) == ""
-    optimizer = FusedAdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    step = GraphedStep(model, optimizer, device=torch.device("cpu"), precision="fp32", clip=0.5, say=said.append, world=world)
-    step._graphs = Captured(torch.device("cpu"), failed=lambda error: None)
-    step._graphs.captures, step._compile = True, lambda inputs: None  # type: ignore[method-assign]
-    shapes = Shapes.planned(table, pack(table.lengths, 256, seed=1, epoch=0), 256)
-    for batch in islice(BatchLoader(table, StepPacking(256, shapes=shapes), seed=1, workers=0), 3):
-        step.begin(batch)
-        assert step.finish().grad_norm > 0
-    assert world.sums == 1 + 3  # one before the capture
-    assert asked == [0, int(failed == "here")]
-    assert step._sums_captured == (not failed)
-    assert any("outside the update's CUDA graph" in line for line in said) == bool(failed)
-    if not failed:
-        assert world.at_end is not None
-        world.at_end()
-        assert step._update is None
 
 
 def test_packs_are_dealt_and_every_rank_knows_the_whole_step() -> None:
@@ -309,7 +193,7 @@ def test_packs_are_dealt_and_every_rank_knows_the_whole_step() -> None:
         assert np.diff(empty.cu_seqlens.numpy()).min() >= 0
 
 
-def test_a_step_needs_a_pack_for_each_rank(recipe_for: Callable[..., Recipe]) -> None:
+def test_a_step_needs_a_pack_for_each_rank(recipe_for: RecipeFor) -> None:
     packs = pack(np.full(40, 60), 256, seed=1, epoch=0)
     recipe = recipe_for(train={"capacity": 256, "batch_tokens": 512})
     with pytest.raises(RecipeError, match="2 packs for 3 ranks") as refused:
@@ -325,3 +209,30 @@ def test_the_store_of_ranks_on_one_machine_listens_on_loopback(tmp_path: Path) -
     addresses = [literal_eval(one[1]) for one in found if one]
     assert [len(one) for one in addresses] == [2, 1]  # gloo's, and the store
     assert {where for one in addresses for where in one} <= set(LOOPBACK)
+
+
+def test_a_number_that_is_not_finite_on_one_rank_stops_all(recipe_for: RecipeFor, tmp_path: Path) -> None:
+    """And the rank that does not have the row names it."""
+    recipe = recipe_for(**CHANGES)
+
+    def broken(world: World) -> None:
+        real, rows = Supervised.loss_sum, []
+
+        def spoilt(self: Supervised, model: Any, batch: Any) -> torch.Tensor:
+            rows.append(batch.documents)
+            bad = world.rank == 1 and rows[0][0] in batch.documents and batch.documents  # the first row that it is given
+            return real(self, model, batch) * (float("nan") if bad else 1.0)
+
+        Supervised.loss_sum = spoilt  # type: ignore[method-assign]  # in this process, which ends
+        try:
+            train(recipe, display=Silent(), world=world)
+        except HealthStop as stopped:
+            (tmp_path / f"why-{world.rank}").write_text(stopped.why, encoding="utf-8")
+            raise
+
+    found = in_ranks(broken, tmp_path / "told")
+    assert [one and one[0] for one in found] == [4, 4]
+    whys = [(tmp_path / f"why-{rank}").read_text(encoding="utf-8") for rank in range(2)]
+    assert whys[0] == whys[1]
+    assert whys[0].startswith("caused by ")
+    assert whys[0].count("train.jsonl:") == 1

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rank_processes import LOOPBACK, Silent
+from rank_processes import LOOPBACK
 from test_graphed_step import graphed, losses, mixed_table, model_of, steps_of
-from test_ranks import apart, losses_of
+from test_ranks import apart
 from test_runs_on_a_gpu import RecipeFor, gpu_recipe  # noqa: F401  # a fixture
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from watching import Silent, losses_of
 
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import read_log

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from watching import RecipeFor, Silent, notices_of
 
 from pronghorn.errors import CheckpointError, CommandError
 from pronghorn.recipe import Recipe
@@ -19,13 +20,8 @@ from pronghorn.train.loop import train
 from pronghorn.train.run.trained_run import TrainedRun
 
 
-class Silent:
-    def handle(self, event: dict[str, Any]) -> None: ...
-    def progress(self, label: str, done: int, total: int) -> None: ...
-
-
 @pytest.fixture
-def trained(recipe_for: Callable[..., Recipe]) -> tuple[Recipe, Path]:
+def trained(recipe_for: RecipeFor) -> tuple[Recipe, Path]:
     """Four steps, with checkpoints 1 to 4."""
     recipe = recipe_for(train={"steps": 4}, checkpoint={"every": 1, "keep": 9}, eval={"every": 99, "generations": 0})
     return recipe, train(recipe, display=Silent()).folder
@@ -92,8 +88,7 @@ def test_a_run_falls_back_by_itself_and_ends_with_the_same_bits(trained: tuple[R
     result = train(recipe, display=Silent())
     assert result.step == 4
     assert (run / "checkpoint-4" / "adapter_model.safetensors").read_bytes() == weights
-    said = [e["text"] for e in read_log(run) if e["event"] == "notice"]
-    assert any("checkpoint-4" in text and "1 step lost" in text for text in said)
+    assert any("checkpoint-4" in text and "1 step lost" in text for text in notices_of(run))
 
 
 def test_only_where_none_is_intact_is_it_refused(trained: tuple[Recipe, Path]) -> None:
@@ -113,8 +108,7 @@ def test_a_changed_key_needs_to_be_allowed_and_is_told(trained: tuple[Recipe, Pa
         train(other, display=Silent(), allow=["train.steps"])
     assert "--allow-change train.lr;" in caught.value.fix
     train(other, display=Silent(), allow=["train.lr", "train.steps"])
-    said = [e["text"] for e in read_log(run) if e["event"] == "notice"]
-    assert any(text.startswith("train.lr: 0.01 -> 0.0001 since checkpoint-4") for text in said)
+    assert any(text.startswith("train.lr: 0.01 -> 0.0001 since checkpoint-4") for text in notices_of(run))
     last = [e for e in read_log(run) if e["event"] == "step"][-1]
     assert last["step"] == 5
     assert last["lr"] < 1e-4
@@ -124,7 +118,7 @@ def test_a_changed_key_needs_to_be_allowed_and_is_told(trained: tuple[Recipe, Pa
 @pytest.mark.parametrize(
     ("key", "said"), [("train.rl", "did you mean `train.lr`"), ("lora.r", "shape"), ("data.train", "different rows")]
 )
-def test_what_cannot_be_allowed(key: str, said: str, recipe_for: Callable[..., Recipe]) -> None:
+def test_what_cannot_be_allowed(key: str, said: str, recipe_for: RecipeFor) -> None:
     with pytest.raises(CommandError, match=f"--allow-change {key}") as caught:
         train(recipe_for(), display=Silent(), allow=[key])
     assert said in caught.value.why + caught.value.fix

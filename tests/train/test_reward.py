@@ -6,7 +6,6 @@ import copy
 import json
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -18,7 +17,9 @@ import torch
 import trl_losses as theirs
 from peft import PeftModel
 from rich.console import Console
+from test_preference import CPU, FAMILIES, assert_near, batches_of, gradients, pairs_of, stepped, table_of
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from watching import RecipeFor, Silent
 
 from pronghorn.data.encode.tokens import padding_id
 from pronghorn.data.preference.pair_packing import ends_of
@@ -34,7 +35,7 @@ from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora, Recipe
 from pronghorn.report.html import render_page
 from pronghorn.report.run_log import read_log
-from pronghorn.report.summary import render, summary
+from pronghorn.report.summary import summary
 from pronghorn.serve.models import load as load_served
 from pronghorn.train.loop import train
 from pronghorn.train.objectives.reward import Reward
@@ -44,11 +45,7 @@ from pronghorn.train.step.fused_adamw import FusedAdamW
 from pronghorn.train.step.graphed_step import GraphedStep
 from pronghorn.train.step.step import EagerStep
 from samples import ListTable, make_model, pair_rows
-from train.test_memory import between, curve, deep_recipe
-from train.test_preference import CPU, FAMILIES, assert_near, batches_of, gradients, pairs_of, stepped, table_of
-from train.test_preference_runs import Silent
-
-__all__ = ["deep_recipe"]  # a fixture
+from tables import first_of
 
 MARGINS = [0.5, 0.0, -0.3, 1.0, 0.2]
 
@@ -155,7 +152,7 @@ def scores_by(model: Any, rows: list[list[int]], pad: int) -> list[float]:
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_a_resumed_run_ends_with_the_same_bits(method: str, pairs: str, recipe_for: Callable[..., Recipe]) -> None:
+def test_a_resumed_run_ends_with_the_same_bits(method: str, pairs: str, recipe_for: RecipeFor) -> None:
     """Score and all: what a kill after the checkpoint of step 2 leaves."""
     recipe = recipe_for(**settings(pairs, method=method, checkpoint={"every": 2}))
     last = Path(recipe.output) / "checkpoint-4"
@@ -170,18 +167,8 @@ def test_a_resumed_run_ends_with_the_same_bits(method: str, pairs: str, recipe_f
     assert len(whole) == 2
 
 
-def test_a_run_under_a_budget_learns_the_same(pairs: str, deep_recipe: Callable[..., Recipe], tmp_path: Path) -> None:
-    """The plan counts with an LM head, so it is enough; what is timed for it has none."""
-    plain = deep_recipe(**settings(pairs, train={"steps": 2, "lr": 1e-2}, output=str(tmp_path / "free")))
-    tight = deep_recipe(
-        **settings(pairs, train={"steps": 2, "lr": 1e-2}, memory=between(plain, 0.4), output=str(tmp_path / "tight"))
-    )
-    for planned, free in zip(*(curve(train(recipe, display=Silent())) for recipe in (tight, plain)), strict=True):
-        assert planned == pytest.approx(free, rel=1e-5)
-
-
-@pytest.mark.parametrize("method", ["lora", "qlora", "full"])
-def test_stock_transformers_loads_what_a_run_trained(method: str, pairs: str, recipe_for: Callable[..., Recipe]) -> None:
+@pytest.mark.parametrize("method", first_of(["lora", "full", "qlora"], 2))
+def test_stock_transformers_loads_what_a_run_trained(method: str, pairs: str, recipe_for: RecipeFor) -> None:
     recipe = recipe_for(**settings(pairs, method=method, precision="fp32"))
     train(recipe, display=Silent())
     run = Path(recipe.output)
@@ -191,7 +178,7 @@ def test_stock_transformers_loads_what_a_run_trained(method: str, pairs: str, re
     assert ">Accuracy<" in (page := render_page(events))
     assert ">Reward<" in page
     shown = Console(width=200, file=StringIO(), color_system=None)
-    shown.print(render(summary(events)))
+    shown.print(summary(events))
     assert re.search(r"accuracy +\S+ +best \S+ at step \d, selects the best checkpoint", shown.file.getvalue())
     figures = evaluate_run(run, "last", data=None, report=lambda *_: None)
     assert figures["margin"] == pytest.approx(held_out["metrics"]["margin"], rel=1e-4, abs=1e-5)
@@ -218,7 +205,7 @@ def test_stock_transformers_loads_what_a_run_trained(method: str, pairs: str, re
         assert scores_by(adapted, rows, padding_id(tokenizer)) == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
-def test_what_a_reward_model_cannot_is_refused(pairs: str, recipe_for: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_what_a_reward_model_cannot_is_refused(pairs: str, recipe_for: RecipeFor, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="writes no answers"):
         recipe_for(**settings(pairs, eval={"generations": 2}))
     recipe = recipe_for(**settings(pairs, method="full", train={"steps": 1}))

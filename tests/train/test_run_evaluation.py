@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from watching import saved
 
 from pronghorn.cli import main
 from pronghorn.errors import CommandError
@@ -17,19 +18,15 @@ from pronghorn.report.run_log import read_log
 from pronghorn.train.loop import train
 from pronghorn.train.run import run_evaluation
 from pronghorn.train.run.run_evaluation import EvaluationRequest, evaluate_run
-from samples import chat_rows, make_lively_model, make_tokenizer, write_rows
+from samples import chat_rows, make_lively_model, write_rows
 from tables import table
 
 
-@pytest.fixture(scope="module", params=["lora", "full"])
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp(f"evaluated-{request.param}")
-    make_lively_model().save_pretrained(folder / "model")
-    make_tokenizer().save_pretrained(folder / "model")
+def trained(method: str, folder: Path) -> Iterator[Path]:
     recipe = Recipe.model_validate(
         {
-            "model": str(folder / "model"),
-            "method": request.param,
+            "model": saved(make_lively_model(), folder / "model"),
+            "method": method,
             "precision": "fp32",
             "lora": {"r": 4},
             "data": {
@@ -49,11 +46,18 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         yield train(recipe, display=JsonDisplay()).folder
 
 
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield from trained("lora", tmp_path_factory.mktemp("evaluated"))
+
+
 def evaluated(run: Path, **asked: Any) -> dict[str, Any]:
     return evaluate_run(run, "last", data=None, report=lambda *_: None, asked=EvaluationRequest(**asked))
 
 
-def test_its_scores_and_the_base_models_are_those_of_the_run(run: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_its_scores_and_the_base_models_are_those_of_the_run(method: str, run: Path, tmp_path: Path) -> None:
+    run = run if method == "lora" else next(trained(method, tmp_path))
     figures = evaluated(run, base=True, answers=tmp_path / "a.jsonl")
     events = {event["event"]: event for event in read_log(run)}
     assert figures["metrics"] == events["eval"]["metrics"]
@@ -112,17 +116,3 @@ def test_the_command(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split()[0] for line in scores] == ["exact_match", "rouge_l"]
     assert all(", base model 0." in line for line in scores)
     assert answered.startswith("answered: 4 held-out rows")
-
-
-@table(
-    ("words", "what"),
-    [
-        (["--lm-eval", "arc_easy", "--metrics", "rouge_l"], "--metrics cannot be used with --lm-eval"),
-        (["--lm-eval", "arc_easy", "--data", "x"], "--data cannot be used with --lm-eval"),
-        (["--limit", "3"], "--limit cannot be used without --lm-eval"),
-        (["--lm-eval", "arc_easy", "--limit", "-3"], "--limit -3 is too small"),
-    ],
-)
-def test_an_option_that_would_be_ignored_is_refused(words: list[str], what: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval", "some/run", *words]) == 2
-    assert what in capsys.readouterr().err

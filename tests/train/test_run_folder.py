@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -13,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from pronghorn.errors import CommandError, EnvironmentFault
-from pronghorn.train.run.run_folder import LOCK_NAME, RunFolder, require_free_disk, set_aside
+from pronghorn.errors import CommandError
+from pronghorn.train.run.run_folder import LOCK_NAME, RunFolder, set_aside
 from tables import table
 
 HOLD = """
@@ -29,7 +28,6 @@ with RunFolder(sys.argv[1]) as run:
 
 def hold(path: Path, code: str = HOLD) -> subprocess.Popen[str]:
     process = subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout
     assert process.stdout.readline() == "held\n"
     return process
 
@@ -37,7 +35,6 @@ def hold(path: Path, code: str = HOLD) -> subprocess.Popen[str]:
 def end(process: subprocess.Popen[str]) -> None:
     process.kill()
     process.wait()
-    assert process.stdout
     process.stdout.close()
 
 
@@ -55,7 +52,6 @@ def test_second_run_is_refused_with_the_first_ones_process_id_and_touches_nothin
             pass
         assert f"process {first.pid} on {socket.gethostname()}" in refused.value.what
         assert f"kill {first.pid}" in refused.value.fix
-        assert refused.value.exit_code == 2
         assert contents(run) == before
         with pytest.raises(CommandError, match=f"process {first.pid}"):
             set_aside(run)
@@ -123,17 +119,6 @@ def test_never_two_holders_although_the_lock_file_comes_and_goes(tmp_path: Path)
     assert [racer.returncode for racer in racers] == [0, 0, 0], results
 
 
-def test_what_was_written_stays(tmp_path: Path) -> None:
-    def fail_after_writing() -> None:
-        with RunFolder(tmp_path / "a" / "run") as run:
-            (run.path / "run.jsonl").write_text("{}\n")
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail_after_writing()
-    assert [path.name for path in (tmp_path / "a" / "run").iterdir()] == ["run.jsonl"]
-
-
 def unwritable(kind: str, tmp_path: Path) -> Path:
     """Root passes permission bits, so these are places where nobody can write."""
     if kind == "a file is there":
@@ -153,35 +138,10 @@ def test_unwritable_output_is_a_bad_command(kind: str, tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(CommandError) as refused, RunFolder(path):
         pass
-    assert refused.value.exit_code == 2
     assert refused.value.where == str(path)
     assert refused.value.why
     assert "output=" in refused.value.fix
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_read_only_mount_is_a_bad_command(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "ro,size=1m", "tmpfs", str(tmp_path)]
-    if os.geteuid() or not shutil.which("mount") or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("mounting needs root")
-    try:
-        for path in (tmp_path, tmp_path / "run"):
-            with pytest.raises(CommandError, match="Read-only file system"), RunFolder(path):
-                pass
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
-
-
-def test_free_disk_before_the_start(tmp_path: Path) -> None:
-    free = shutil.disk_usage(tmp_path).free
-    require_free_disk(tmp_path, free // 2, "this run", then="run the same command again")
-    with pytest.raises(EnvironmentFault) as fault:
-        require_free_disk(tmp_path, free + 5_000_000_000, "this run", then="run the same command again")
-    assert fault.value.exit_code == 3
-    assert "5.0 GB missing" in fault.value.what
-    assert "same command" in fault.value.fix
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_set_aside_keeps_every_old_run(tmp_path: Path) -> None:

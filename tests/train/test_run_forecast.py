@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from test_loop import Silent
-from transformers import Qwen3MoeConfig
+from watching import RecipeFor, Silent
 
 from pronghorn.cli import main
-from pronghorn.errors import CommandError, RecipeError
-from pronghorn.recipe import Recipe
+from pronghorn.errors import CommandError
 from pronghorn.report.run_log import read_log
 from pronghorn.train.loop import train
 from pronghorn.train.run.run_forecast import forecast
 from pronghorn.train.source import TableSource
-
-RecipeFor = Callable[..., Recipe]
 
 
 def test_a_forecast_needs_neither_gpu_nor_weights_nor_data(recipe_for: RecipeFor, tmp_path: Path) -> None:
@@ -114,26 +109,3 @@ def test_several_gpus_are_a_forecast_of_their_own(
     assert "--gpu cannot be combined with --gpus" in capsys.readouterr().err
     assert main(["plan", str(file), "--nodes", "2"]) == 2
     assert "need --gpus" in capsys.readouterr().err
-
-
-def test_a_mixture_in_fp8_is_planned(recipe_for: RecipeFor, tmp_path: Path) -> None:
-    config = Qwen3MoeConfig(
-        hidden_size=64,
-        moe_intermediate_size=64,
-        head_dim=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_experts=8,
-        vocab_size=259,
-    )
-    config.save_pretrained(tmp_path / "moe")
-
-    def recipe(**changes: str) -> Recipe:
-        return recipe_for(model=str(tmp_path / "moe"), **changes)
-
-    (fp8,), (lora,) = (forecast(recipe(method=method), gpu="h200") for method in ("fp8", "lora"))
-    weights = [one.as_dict()["static_bytes"]["weights"] for one in (fp8, lora)]
-    assert weights[0] < weights[1]
-    with pytest.raises(RecipeError, match="compute: fp8 cannot be combined with method: qlora"):
-        forecast(recipe(method="qlora", compute="fp8"), gpu="h200")

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from watching import RecipeFor, Silent
 
 from pronghorn.data.encode.tokens import TokenRow, TokenTable
 from pronghorn.errors import CheckpointError, CommandError
-from pronghorn.recipe import Recipe
 from pronghorn.train.loop import train
 from pronghorn.train.run.run_evaluation import evaluate_run
 from pronghorn.train.run.run_identity import data_key, require_same_data, weights_key
@@ -21,17 +21,6 @@ from pronghorn.train.run.trained_run import TrainedRun
 from samples import chat_rows, make_model, write_rows
 
 SHORT = {"epochs": 1, "batch_tokens": 512, "capacity": 256, "steps": 1}
-
-
-class Silent:
-    def __init__(self) -> None:
-        self.events: list[dict[str, Any]] = []
-
-    def handle(self, event: dict[str, Any]) -> None:
-        self.events.append(event)
-
-    def progress(self, label: str, done: int, total: int) -> None: ...
-    def close(self) -> None: ...
 
 
 def table_of(rows: list[dict[str, Any]]) -> TokenTable:
@@ -89,37 +78,39 @@ def changed_weight(folder: Path, model: Path) -> None:
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (changed_data, "training data changed since checkpoint-1"),
-        (changed_held_out, "held-out data changed since checkpoint-1"),
-        (changed_config("rope_theta", 50000.0), "config.json differs from that of checkpoint-1"),
-        (changed_config("rms_norm_eps", 1e-5), "config.json differs from that of checkpoint-1"),
-        (changed_weight, "weights differ from those of checkpoint-1"),
-    ],
-    ids=["data", "held-out", "rope_theta", "rms_norm_eps", "weight"],
-)
+CHANGES = [
+    (changed_data, "training data changed since checkpoint-1"),
+    (changed_held_out, "held-out data changed since checkpoint-1"),
+    (changed_config("rope_theta", 50000.0), "config.json differs from that of checkpoint-1"),
+    (changed_config("rms_norm_eps", 1e-5), "config.json differs from that of checkpoint-1"),
+    (changed_weight, "weights differ from those of checkpoint-1"),
+]
+
+
 def test_a_run_does_not_go_on_with_other_data_or_another_model(
-    recipes: Callable[..., Recipe], one_layer_model: Path, tmp_path: Path, change: Callable[[Path, Path], None], said: str
+    recipes: RecipeFor, one_layer_model: Path, tmp_path: Path
 ) -> None:
     model = Path(shutil.copytree(one_layer_model, tmp_path / "model"))
     recipe = recipes(model=str(model), train=SHORT)
     train(recipe, display=Silent())
-    train(recipe, display=Silent())  # unchanged, it goes on
-    change(tmp_path, model)
-    with pytest.raises(CheckpointError, match=said) as caught:
-        train(recipe, display=Silent())
-    assert "--fresh" in caught.value.fix
-    if change not in (changed_data, changed_held_out):
-        with pytest.raises(CheckpointError, match=said):
-            TrainedRun(Path(recipe.output), "last")
-    if said.startswith("config"):
-        assert "->" in caught.value.why
+    files = {path: path.read_bytes() for folder in (tmp_path, model) for path in folder.iterdir() if path.is_file()}
+    for change, said in CHANGES:
+        change(tmp_path, model)
+        with pytest.raises(CheckpointError, match=said) as caught:
+            train(recipe, display=Silent())
+        assert "--fresh" in caught.value.fix
+        if change not in (changed_data, changed_held_out):
+            with pytest.raises(CheckpointError, match=said):
+                TrainedRun(Path(recipe.output), "last")
+        if said.startswith("config"):
+            assert "->" in caught.value.why
+        for path, content in files.items():
+            path.write_bytes(content)
+        train(recipe, display=Silent())  # as it was, it goes on
 
 
 def test_other_settings_for_answers_are_told_and_no_reason_to_stop(
-    recipes: Callable[..., Recipe], one_layer_model: Path, tmp_path: Path
+    recipes: RecipeFor, one_layer_model: Path, tmp_path: Path
 ) -> None:
     model = Path(shutil.copytree(one_layer_model, tmp_path / "model"))
     recipe = recipes(model=str(model), train=SHORT)
@@ -143,9 +134,7 @@ def test_ranks_with_other_weights_are_told_apart() -> None:
     assert key != weights_key(other)
 
 
-def test_held_out_rows_that_changed_are_not_evaluated_as_if_they_were_the_runs(
-    recipe_for: Callable[..., Recipe], tmp_path: Path
-) -> None:
+def test_held_out_rows_that_changed_are_not_evaluated_as_if_they_were_the_runs(recipe_for: RecipeFor, tmp_path: Path) -> None:
     rows = chat_rows(30)
     recipe = recipe_for(data={"train": [str(write_rows(tmp_path / "rows.jsonl", rows))], "eval": 0.2}, train=SHORT)
     run = train(recipe, display=Silent()).folder

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ import pytest
 import torch
 from test_fp8_runs import RUNS
 from test_fp8_runs import curve as losses
-from test_loop import Silent
 from test_memory import curve, fails_at, shapes_of
+from watching import RecipeFor, Silent
 
 from pronghorn.memory.plan import smallest_budget
 from pronghorn.model.config import read_config
@@ -22,7 +21,6 @@ from pronghorn.train.loop import train
 from pronghorn.train.step.memory import plan_memory
 from samples import make_model, make_tokenizer
 
-RecipeFor = Callable[..., Recipe]
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.alone,
@@ -49,7 +47,6 @@ def budget(recipe: Recipe, share: float) -> dict[str, str]:
     """Between the smallest that works (0) and the smallest that keeps everything (1)."""
     asked = recipe.model_copy(update={"memory": recipe.memory.model_copy(update={"budget": "8GB"})})
     memory = plan_memory(asked, read_config(recipe.model), shapes_of(recipe), torch.device("cuda", 0), "bf16")
-    assert memory is not None
     low, high = smallest_budget(memory.plan.problem), memory.plan.problem.budget_for(memory.plan.needed_bytes)
     return {"budget": f"{(low + share * (high - low)) / 1e6:.6f}MB"}
 

@@ -88,7 +88,6 @@ def theirs(world: World) -> list[float]:
 def test_fsdp2_has_the_same_losses(tmp_path: Path) -> None:
     one, other = in_ranks(lambda world: [ours(world), theirs(world)], tmp_path / "told")
     assert one == other
-    assert one is not None
     assert one[0] == 0, one
     mine, peer = literal_eval(one[1])
     assert len(mine) == STEPS

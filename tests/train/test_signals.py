@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -34,7 +33,6 @@ def start(code: str, *arguments: str) -> subprocess.Popen[str]:
     process = subprocess.Popen(
         [sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    assert process.stdout
     assert process.stdout.readline() == "ready\n"
     return process
 
@@ -63,7 +61,6 @@ def test_what_was_started_with_nohup_goes_on_without_a_terminal() -> None:
 def test_second_ctrl_c_leaves_at_once(first: signal.Signals) -> None:
     process = start(LOOP, "60")
     process.send_signal(first)
-    assert process.stdout
     assert process.stdout.readline() == "saving\n"
     sent = time.monotonic()
     process.send_signal(signal.SIGINT)
@@ -76,19 +73,11 @@ def test_second_ctrl_c_leaves_at_once(first: signal.Signals) -> None:
 def test_repeated_sigterm_does_not_cut_the_save_short() -> None:
     process = start(LOOP, "0.3")
     process.send_signal(signal.SIGTERM)
-    assert process.stdout
     assert process.stdout.readline() == "saving\n"
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=50)
     assert (out, process.returncode) == ("saved\n", 143)
     assert err.count("\n") == 1
-
-
-def test_closed_stderr_does_not_lose_the_request() -> None:
-    process = start("import os; os.close(2)\n" + LOOP, "0")
-    process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=50)
-    assert (out, process.returncode) == ("saving\nsaved\n", 143)
 
 
 FORKING = """
@@ -123,17 +112,3 @@ def test_old_handlers_come_back() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.signal_number == signal.SIGTERM
     assert {number: signal.getsignal(number) for number in before} == before
-
-
-def test_outside_the_main_thread_it_does_nothing() -> None:
-    before = signal.getsignal(signal.SIGINT)
-    seen: list[object] = []
-
-    def work() -> None:
-        with StopRequest() as stop:
-            seen.extend([signal.getsignal(signal.SIGINT), stop.requested])
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == [before, False]

@@ -5,20 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from making import PROMPTS, BestAnswers
-from test_loop import Silent
+from watching import RecipeFor, Silent
 
 import pronghorn.train.source as sources
-from pronghorn.data.encode.tokens import load_tokenizer
 from pronghorn.errors import CheckpointError, HealthStop
-from pronghorn.recipe import Recipe
 from pronghorn.report.html import write_html
 from pronghorn.report.run_log import read_log
 from pronghorn.train.checkpoint import resume
@@ -36,12 +31,8 @@ def makes_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "kind_of", lambda recipe: BestAnswers)
 
 
-def steps_of(run: Path) -> list[tuple[float, float, int]]:
-    return [(e["loss"], e["epoch"], e["tokens"]) for e in read_log(run) if e["event"] == "step"]
-
-
 @pytest.mark.usefixtures("makes_rows")
-def test_a_run_on_rows_that_its_model_makes(recipe_for: Callable[..., Recipe]) -> None:
+def test_a_run_on_rows_that_its_model_makes(recipe_for: RecipeFor) -> None:
     recipe = recipe_for(train=STEPS, data={"eval": 0.2})
     told = check_run(recipe, report=lambda *_: None)
     assert (told.steps, told.documents, told.tokens, told.packs) == (4, 32, None, None)
@@ -53,14 +44,13 @@ def test_a_run_on_rows_that_its_model_makes(recipe_for: Callable[..., Recipe]) -
     )
     assert [event["step"] for event in log if event["event"] == "eval"] == [4]
     newest = latest_checkpoint(result.folder)
-    assert newest is not None
     assert json.loads((newest / "manifest.json").read_text())["values"]["cursor"] == {"steps": 4}
     write_html(result.folder)
 
 
 @pytest.mark.usefixtures("makes_rows")
 def test_rows_that_were_made_are_named_and_another_sources_state_is_refused(
-    recipe_for: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+    recipe_for: RecipeFor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = recipe_for(train=STEPS, data={"eval": 0.2}, checkpoint={"every": 1})
     real = EagerStep.finish
@@ -78,21 +68,6 @@ def test_rows_that_were_made_are_named_and_another_sources_state_is_refused(
     monkeypatch.undo()  # a table has no such state
     with pytest.raises(CheckpointError, match="does not describe a run"):
         train(recipe, display=Silent())
-
-
-@pytest.mark.usefixtures("makes_rows")
-def test_shapes_are_declared_by_capacity(recipe_for: Callable[..., Recipe]) -> None:
-    recipe = recipe_for(train=STEPS)
-    source = BestAnswers.of(
-        recipe_for(train=STEPS, data={"eval": 0.2}),
-        load_tokenizer(recipe.model, recipe.data),
-        report=lambda *_: None,
-        stage=lambda _: nullcontext(),
-    )
-    batch = source.example()
-    assert batch.tokens == 256
-    assert batch.longest == source.shapes.longest == 128
-    assert np.diff(batch.cu_seqlens.numpy()).max() == 128
 
 
 @pytest.mark.usefixtures("imported_python")

@@ -15,18 +15,9 @@ from pronghorn.data.pack.packing import pack_in_order
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe import Lora
 from pronghorn.train.step.step import EagerStep, StepResult
-from samples import ListTable, random_table
-from tables import first_of
+from samples import ListTable, random_table, small
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 259,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "pad_token_id": 0,
-}
+SMALL = small()
 FAMILIES = {
     "llama": LlamaConfig(**SMALL),
     "qwen3": Qwen3Config(**SMALL, head_dim=8),
@@ -51,19 +42,18 @@ def step_of(table: ListTable, capacity: int) -> StepBatch:
     return StepBatch(tuple(batches), table, after={}, epoch=0.0)
 
 
+def eager(model: Any, kind: Any = torch.optim.AdamW, precision: Any = "fp32", clip: float = 1.0, **options: float) -> EagerStep:
+    optimizer = kind([p for p in model.parameters() if p.requires_grad], **options)
+    return EagerStep(model, optimizer, device=torch.device("cpu"), precision=precision, clip=clip)
+
+
 def take(step: EagerStep, step_batch: StepBatch) -> StepResult:
     step.begin(step_batch)
     return step.finish()
 
 
 def gradients(model: Any, step_batch: StepBatch) -> tuple[float, dict[str, torch.Tensor]]:
-    step = EagerStep(
-        model,
-        torch.optim.SGD([p for p in model.parameters() if p.requires_grad]),
-        device=torch.device("cpu"),
-        precision="fp32",
-        clip=1e9,
-    )
+    step = eager(model, torch.optim.SGD, clip=1e9)
     model.zero_grad()
     loss, *_ = step._forward_backward(step_batch)
     return float(loss), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -100,44 +90,11 @@ def test_gradients_do_not_depend_on_the_number_of_micro_batches(family: str) -> 
         assert worst(other, reference) < 1e-5
 
 
-@pytest.mark.parametrize("family", first_of(FAMILIES, 3))
-def test_changing_one_document_changes_no_other(family: str) -> None:
-    model, table = model_of(family), random_table(10, longest=30)
-    batch = build_batch(table, np.arange(10), 512)
-    begin, end = int(batch.cu_seqlens[4]), int(batch.cu_seqlens[5])
-
-    def logits() -> torch.Tensor:
-        inputs = {"input_ids": batch.ids_T[None], "position_ids": batch.positions_T[None]}
-        return model(**inputs, use_cache=False, logits_to_keep=batch.loss_rows).logits[0]
-
-    before = logits()
-    batch.ids_T[begin:end] = (batch.ids_T[begin:end] + 11) % 259
-    changed = (logits() != before).any(-1).nonzero().flatten()
-    rows = batch.loss_rows[changed]
-    assert len(rows) > 0
-    assert ((rows >= begin) & (rows < end)).all()
-
-
-def test_weights_move_and_the_loss_falls() -> None:
-    model, step_batch = model_of("llama"), step_of(random_table(12), 512)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    step = EagerStep(model, optimizer, device=torch.device("cpu"), precision="fp32", clip=1.0)
-    losses = [take(step, step_batch).loss for _ in range(8)]
-    assert losses[-1] < losses[0] - 0.05
-    assert all(p.grad is None for p in model.parameters())
-
-
 @pytest.mark.parametrize("broken", ["loss", "gradient", "zero"])
 def test_nothing_is_updated_by_a_step_that_is_not_sound(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, step_batch = model_of("llama"), step_of(random_table(12), 512)
     before = {name: p.clone() for name, p in model.named_parameters()}
-    step = EagerStep(
-        model,
-        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2),
-        device=torch.device("cpu"),
-        precision="fp32",
-        clip=1.0,
-    )
+    step = eager(model, lr=1e-2)
     factors = {"loss": (float("nan"), 1.0), "gradient": (1.0, float("inf")), "zero": (1.0, 0.0)}[broken]
     real = step._forward_backward
 
@@ -155,7 +112,7 @@ def test_clipping_bounds_the_update() -> None:
     model, step_batch = model_of("llama"), step_of(random_table(12), 512)
     parameters = [p for p in model.parameters() if p.requires_grad]
     before = [p.detach().clone() for p in parameters]
-    step = EagerStep(model, torch.optim.SGD(parameters, lr=1.0), device=torch.device("cpu"), precision="fp32", clip=0.01)
+    step = eager(model, torch.optim.SGD, lr=1.0, clip=0.01)
     result = take(step, step_batch)
     moved = torch.cat([(p - b).flatten() for p, b in zip(parameters, before, strict=True)]).norm().detach()
     assert result.grad_norm > 0.01
@@ -165,13 +122,7 @@ def test_clipping_bounds_the_update() -> None:
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
 def test_products_run_in_the_precision_asked_for(precision: Any, dtype: torch.dtype) -> None:
     model, step_batch = model_of("llama"), step_of(random_table(4), 256)
-    step = EagerStep(
-        model,
-        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]),
-        device=torch.device("cpu"),
-        precision=precision,
-        clip=1.0,
-    )
+    step = eager(model, precision=precision)
     seen = []
     layer = model.base_model.model.model.layers[0].mlp.down_proj
     layer.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
@@ -181,13 +132,7 @@ def test_products_run_in_the_precision_asked_for(precision: Any, dtype: torch.dt
 
 def test_fp16_overflow_skips_the_update_and_lowers_the_scale() -> None:
     model, step_batch = model_of("llama"), step_of(random_table(4), 256)
-    step = EagerStep(
-        model,
-        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]),
-        device=torch.device("cpu"),
-        precision="fp16",
-        clip=1.0,
-    )
+    step = eager(model, precision="fp16")
     before = {name: p.clone() for name, p in model.named_parameters()}
     step.scaler.scale(torch.zeros(1))  # makes the scale exist
     step.scaler._scale.fill_(2.0**40)
@@ -200,13 +145,7 @@ def test_fp16_overflow_skips_the_update_and_lowers_the_scale() -> None:
 def test_a_checkpoint_s_copies_are_waited_for_before_the_weights_change() -> None:
     model, step_batch = model_of("llama"), step_of(random_table(4), 256)
     weight = next(p for p in model.parameters() if p.requires_grad)
-    step = EagerStep(
-        model,
-        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad]),
-        device=torch.device("cpu"),
-        precision="fp32",
-        clip=1.0,
-    )
+    step = eager(model)
     before, seen = weight.detach().clone(), []
     step.hold_update(lambda: seen.append(weight.detach().clone()))
     take(step, step_batch)

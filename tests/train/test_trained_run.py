@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from pronghorn.errors import CheckpointError, CommandError
 from pronghorn.export.run import export_run
@@ -155,20 +153,6 @@ def test_a_run_is_used_from_any_folder(one_layer_model: Path, tmp_path: Path, mo
     assert TrainedRun(tmp_path / "alone", "last").recipe == recipe  # from there nothing can be found
 
 
-@pytest.mark.parametrize("method", ["lora", "full"])
-def test_other_weights_under_the_same_name_are_noticed(one_layer_model: Path, tmp_path: Path, method: str) -> None:
-    """A run of all weights has them in its checkpoint, and does not need the first ones again."""
-    model = Path(shutil.copytree(one_layer_model, tmp_path / "model"))
-    recipe = recipe_at(tmp_path, model, method=method, train={"steps": 2}, output=str(tmp_path / "run"))
-    folder = train(recipe, display=JsonDisplay()).folder
-    file = model / "model.safetensors"
-    save_file({name: 1.1 * tensor for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
-    expected = pytest.raises(CheckpointError, match="weights differ from those of checkpoint-2")
-    for use in (lambda: train(recipe, display=JsonDisplay()), lambda: TrainedRun(folder, "last")):
-        with expected if method == "lora" else nullcontext():
-            use()
-
-
 def test_other_data_can_be_evaluated(run: Path, tmp_path: Path) -> None:
     other = write_rows(tmp_path / "other.jsonl", chat_rows(3, seed=4))
     figures = evaluate_run(run, "last", data=str(other), report=lambda *_: None)
@@ -238,19 +222,6 @@ def test_the_base_model_answers_beside_it_and_goes_on_from_its_own_answers(run: 
     assert talk.messages[1]["content"] == both[0]["model"]
     talk.show_base(False)
     assert talk.answers("more").keys() == {"model"}
-
-
-def test_the_export_s_card_holds_the_run_s_figures(run: Path, tmp_path: Path) -> None:
-    step = steps_of(run)[0]
-    export_run(run, str(step), tmp_path / "out", "adapter")
-    events = history(read_log(run))
-    held_out = next(e["loss"] for e in events if e["event"] == "eval" and e["step"] == step)
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert f"| checkpoint | checkpoint-{step} |" in card
-    assert f"| held-out loss | {held_out:.4f} |" in card
-    trained = next(e for e in events if e["event"] == "step" and e["step"] == step)
-    assert f"| training loss at this step | {trained['loss']:.4f} |" in card
-    assert f"| trained tokens | {trained['seen_tokens']} |" in card
 
 
 def with_pickled_adapter(run: Path, copy: Path, canary: Path) -> Path:

@@ -6,105 +6,22 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from test_step import step_of
-from torch import Tensor
+from watching import RecipeFor, Silent
 
 from pronghorn.errors import Interrupted
-from pronghorn.model.causal_lm import install
-from pronghorn.model.lora import add_adapter
-from pronghorn.recipe import Lora, Recipe
 from pronghorn.report.run_log import read_log
 from pronghorn.train.dist.world import World
 from pronghorn.train.loop import train
-from pronghorn.train.run.evaluate import evaluate
-from pronghorn.train.step.fused_adamw import FusedAdamW
-from pronghorn.train.step.graphed_step import GraphedStep
-from pronghorn.train.step.step import EagerStep, Step, StepResult
-from samples import make_model, random_table
-
-CPU = torch.device("cpu")
-
-
-class Silent:
-    def handle(self, event: dict[str, Any]) -> None: ...
-    def progress(self, *_: Any) -> None: ...
-
-
-class Twice(World):
-    """Two ranks that have the same batches: every sum is twice what this one has, to the bit."""
-
-    size = 2
-
-    def add_up(self, tensors: Sequence[Tensor]) -> None:
-        for tensor in tensors:
-            tensor.mul_(2)
-
-    def total(self, *numbers: float) -> tuple[float, ...]:
-        return tuple(2 * number for number in numbers)
-
-
-def model_of() -> Any:
-    model = add_adapter(make_model(), Lora(r=4), seed=1)
-    assert install(model) == ""
-    return model
-
-
-@pytest.mark.parametrize("kind", [EagerStep, GraphedStep])
-def test_loss_and_gradients_are_sums_over_all_ranks(kind: type[Step]) -> None:
-    """Without one of the sums, the loss or the norm would be half of what one rank alone has."""
-    results: list[list[StepResult]] = []
-    weights = []
-    for world in (None, Twice()):
-        model = model_of()
-        optimizer = FusedAdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-        options: dict[str, Any] = {"device": CPU, "precision": "fp32", "clip": 0.5, "world": world}
-        step = GraphedStep(model, optimizer, say=print, **options) if kind is GraphedStep else kind(model, optimizer, **options)
-        taken = []
-        for seed in range(3):
-            batch = step_of(random_table(12, seed=seed), 256)
-            counts = (0, 0) if world is None else (batch.tokens, batch.loss_tokens)
-            step.begin(replace(batch, elsewhere=counts))
-            taken.append(step.finish())
-        results.append(taken)
-        weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
-    assert results[0] == results[1]
-    assert all(result.grad_norm > 0 for result in results[0])
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-
-
-def test_held_out_loss_is_a_sum_over_all_ranks() -> None:
-    """Each of the two has every second pack; together they have all, and each once."""
-    options: dict[str, Any] = {"capacity": 128, "device": CPU, "pad_id": 0, "autocast": nullcontext}
-    table, sums = random_table(20), []
-
-    class One(World):
-        size = 2
-
-        def total(self, *numbers: float) -> tuple[float, ...]:
-            sums.append(numbers)
-            return numbers
-
-    for rank in range(2):
-        world = One()
-        world.rank = rank
-        evaluate(model_of(), table, world=world, **options)
-    alone = evaluate(model_of(), table, **options)
-    loss, count, tokens = (a + b for a, b in zip(*sums, strict=True))
-    assert loss / count == pytest.approx(alone.loss, rel=1e-12)
-    assert tokens == alone.tokens
-    assert all(part[2] > 0 for part in sums)
 
 
 @pytest.mark.parametrize(("at", "told"), [(1, "before the first step"), (3, "after step 2")])
-def test_a_signal_to_one_rank_stops_all_of_them(recipe_for: Callable[..., Recipe], at: int, told: str) -> None:
+def test_a_signal_to_one_rank_stops_all_of_them(recipe_for: RecipeFor, at: int, told: str) -> None:
     """They ask before the first step, and after every one."""
 
     class OtherIsStopped(World):
@@ -188,7 +105,7 @@ class Follower(World):
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])
-def test_only_the_writer_touches_the_disk(method: str, recipe_for: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_only_the_writer_touches_the_disk(method: str, recipe_for: RecipeFor, tmp_path: Path) -> None:
     """A whole run with evaluations, answers, checkpoints and reports, by each of the two ranks in turn."""
     changes: dict[str, Any] = {
         "method": method,
@@ -208,7 +125,5 @@ def test_only_the_writer_touches_the_disk(method: str, recipe_for: Callable[...,
     assert written == []
     assert follower.heard_all
     assert (other.step, other.best_step, other.reason) == (mine.step, mine.best_step, mine.reason)
-    assert other.checkpoint is not None
-    assert mine.checkpoint is not None
     assert other.checkpoint.name == mine.checkpoint.name
     assert [event["event"] for event in read_log(mine.folder)].count("eval") == 2

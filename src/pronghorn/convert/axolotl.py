@@ -42,11 +42,7 @@ def convert(draft: Draft) -> None:
     _tokens(draft)
     shared.fraction_held_out(draft, "val_set_size")
     shared.held_out_first(draft, patience="early_stopping_patience")
-    _evaluating(draft, epochs)
-    shared.every(
-        draft, "checkpoint.every", steps="save_steps", strategy="save_strategy", per_epoch="saves_per_epoch", epochs=epochs,
-        best="the best checkpoint is always kept",
-    )  # fmt: skip
+    shared.how_often(draft, epochs, evals="evals_per_epoch", saves="saves_per_epoch")
     shared.betas(draft)
     draft.default("train.seed", 42)
 
@@ -58,8 +54,8 @@ def _method(draft: Draft) -> None:
         for key in ("load_in_4bit", "load_in_8bit"):
             if values.is_on(draft.get(key)):
                 draft.not_honoured(key, "method: full does not quantize trained weights; set method: qlora to train an adapter")
-        shared.adapter_off(draft, ["load_in_4bit", "load_in_8bit"], "set by method: full")
-        shared.adapter_off(draft, LORA_KEYS, "no adapter: all weights are trained (method: full)")
+        shared.unused(draft, ["load_in_4bit", "load_in_8bit"], "set by method: full")
+        shared.unused(draft, LORA_KEYS, "no adapter: all weights are trained (method: full)")
         return
     if adapter not in ("lora", "qlora"):
         draft.nearest("method", "lora", "adapter", "the supported adapter methods are lora, qlora and fp8")
@@ -69,9 +65,7 @@ def _method(draft: Draft) -> None:
         draft.set("method", "lora", "adapter")
     if values.is_on(eight):
         draft.not_honoured("load_in_8bit", f"{shared.BITS}; the recipe has method: {draft.targets['method']}")
-    for key in ("load_in_4bit", "load_in_8bit"):
-        if draft.get(key) is not None and key not in draft.fates:
-            draft.no_effect(key, f"set by method: {draft.targets['method']}")
+    shared.unused(draft, ["load_in_4bit", "load_in_8bit"], f"set by method: {draft.targets['method']}")
     _targets(draft)
 
 
@@ -81,21 +75,15 @@ def _targets(draft: Draft) -> None:
         draft.set("lora.targets", "all-linear", "lora_target_linear")
     elif draft.get("lora_target_linear") is not None:
         draft.no_effect("lora_target_linear", "lora_target_modules takes precedence")
-    if modules is None:
-        return
     if isinstance(modules, str) and modules != "all-linear":
         draft.not_honoured(
             "lora_target_modules", "lora.targets takes module names, not a pattern; the recipe uses lora.targets: all-linear"
         )
         return
-    try:
-        names = values.words(modules)
-    except values.UnfitError as error:
-        draft.not_honoured("lora_target_modules", str(error))
-        return
-    if linear:
+    names = draft.read("lora_target_modules", values.words)
+    if names is not None and linear:
         draft.no_effect("lora_target_modules", "lora.targets: all-linear covers every linear layer of the decoder")
-    else:
+    elif names is not None:
         draft.set("lora.targets", "all-linear" if names == ["all-linear"] else names, "lora_target_modules")
 
 
@@ -154,25 +142,3 @@ def _tokens(draft: Draft) -> None:
                 draft.no_effect(key, "none of its values is used")
         elif value is not None:
             draft.not_honoured(key, shared.NEW_TOKENS)
-    if draft.get("eot_tokens") is not None:
-        try:
-            draft.set("data.eot_tokens", values.words(draft.get("eot_tokens")), "eot_tokens")
-        except values.UnfitError as error:
-            draft.not_honoured("eot_tokens", str(error))
-
-
-def _evaluating(draft: Draft, epochs: float) -> None:
-    keys = ["eval_steps", "evals_per_epoch", "eval_strategy", "evaluation_strategy"]
-    if draft.targets.get("data.eval") is None:
-        shared.adapter_off(draft, keys, "no held-out data")
-        return
-    strategy = "eval_strategy" if draft.get("eval_strategy") is not None else "evaluation_strategy"
-    shared.every(
-        draft,
-        "eval.every",
-        steps="eval_steps",
-        strategy=strategy,
-        per_epoch="evals_per_epoch",
-        epochs=epochs,
-        best="the step count takes precedence",
-    )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from pronghorn.convert.axolotl_preference import compared
 from pronghorn.convert.data_sets import (
     OWN_TEMPLATE,
     WHOLE_FILE,
@@ -17,7 +17,7 @@ from pronghorn.convert.data_sets import (
     set_template,
     source_name,
 )
-from pronghorn.convert.draft import Draft
+from pronghorn.convert.draft import Draft, Row, apply, not_here, nothing, rows
 from pronghorn.convert.values import UnfitError, is_on, plain, printed, text, words
 from pronghorn.data.template.chat_messages import ROLES, SPEAKERS
 
@@ -41,7 +41,28 @@ ALPACA_NOTE = (
     "the introductory sentence and the line `### Input:`"
 )
 UNKNOWN_TYPE = "an Axolotl-specific prompt format; Pronghorn detects the format from the columns instead"
+UNKNOWN_KEY = "unknown dataset key"
 PLAIN_FORMAT = ("{instruction}", "")
+
+# Of preference tuning: `type` is STYLE.COLUMNS, a chat template and the columns it reads; or columns of the user's own.
+PAIR_STYLES = {"chatml": "chatml", "llama3": "llama-3", "gemma": "gemma", "phi_3": "phi-3", "zephyr": "zephyr"}  # ours
+TOKENIZERS = ("chat_template", "bradley_terry", "passthrough", "user_defined")  # styles without a template of their own
+# Columns of a pair, where ours have other names. A question as text becomes a user's message, as in Axolotl.
+PAIRS: dict[str, dict[str, str]] = {
+    "argilla": {},
+    "argilla_chat": {},
+    "ultra": {},
+    "icr": {"instruction": "input"},
+    "intel": {"instruction": "question"},
+    "prompt_pairs": {"instruction": "prompt"},
+}
+MARKED: dict[str, dict[str, str]] = {  # of a single answer
+    "argilla": {"output": "completion"},
+    "intel": {"instruction": "question", "output": "completion"},
+    "prompt_pairs": {"instruction": "prompt", "output": "completion"},
+    "ultra": {"instruction": "prompt", "output": "completion"},
+}
+PAIR_KEYS, MARKED_KEYS = ("prompt", "system", "chosen", "rejected"), ("prompt", "system", "completion", "label")
 
 
 def data_sets(draft: Draft, key: str) -> list[DataSet]:
@@ -87,15 +108,9 @@ class _Item:
             self.no("path", str(error))
             self._rest("its dataset is not in the recipe")
             return None
-        try:
+        with self.draft.reading(f"{self.at}.type"):
             self._type()
-        except UnfitError as error:
-            self.no("type", str(error))
-        for name in self.item:
-            try:
-                self._field(name)
-            except UnfitError as error:
-                self.no(name, str(error))
+        apply(self.draft, ROWS | {name: partial(self._field, read) for name, read in FIELDS.items()}, {}, self.at, UNKNOWN_KEY)
         return self.one
 
     def _rest(self, why: str) -> None:
@@ -216,16 +231,9 @@ class _Item:
             self.one.roles = {"user": ["human"], "assistant": ["gpt"]}  # what Axolotl takes them for
         self.say("type", "data.format: auto, which detects conversations")
 
-    def _field(self, name: str) -> None:
-        if f"{self.at}.{name}" in self.draft.fates or name == "path":
-            return
-        value = self.get(name)
-        if value is None:
-            self.quiet(name, "the value is empty")
-        elif name in FIELDS:
-            FIELDS[name](self, name, value)
-        else:
-            self.no(name, "unknown dataset key")
+    def _field(self, read: Callable[[_Item, str, Any], None], draft: Draft, key: str) -> None:
+        """A row: one of FIELDS."""
+        read(self, key.removeprefix(f"{self.at}."), draft.get(key))
 
     def _messages_column(self, name: str, value: Any) -> None:
         self.say(name, f"data.fields.messages: {value}" if self.one.fields.get("messages") else f"detected: column {value}")
@@ -286,18 +294,64 @@ class _Item:
             self.one.template = set_template(self.draft, key, str(value), TEMPLATES.get(str(value), ""), for_all=False)
 
 
-def _no(why: str) -> Callable[[_Item, str, Any], None]:
-    def say(item: _Item, name: str, value: Any) -> None:
-        if is_on(value):
-            item.no(name, why)
+# Preference tuning ------------------------------------------------------------------------------------------------------
+
+
+def compared(item: _Item, objective: str) -> None:
+    """What the recipe says of a data set whose answers are compared, or marked."""
+    kind, marked = item.get("type"), objective == "kto"
+    if isinstance(kind, dict):
+        _own_columns(item, kind, MARKED_KEYS if marked else PAIR_KEYS)
+        return
+    style, _, columns = str(kind or "chat_template.default").partition(".")
+    if style == "bradley_terry":  # its own layer of names
+        style, columns = (columns or "chat_template").partition(".")[::2]
+        columns = columns or "icr"
+    if style not in PAIR_STYLES and style not in TOKENIZERS:
+        raise UnfitError(f"an Axolotl-specific format; the columns are detected, and {OWN_TEMPLATE}")
+    known = MARKED if marked else PAIRS
+    if columns in ("", "default"):
+        item.chat(sharegpt=False)
+        _named(item, ("label",) if marked else ("chosen", "rejected"))
+    elif columns in known:
+        item.one.fields = dict(known[columns])
+        item.one.format = "alpaca" if marked else "auto"
+    else:
+        raise UnfitError(f"the columns of `{columns}` are unknown; name them in data.fields")
+    item.one.template = PAIR_STYLES.get(style, "")
+    shown = [f"data.template: {item.one.template}"] if item.one.template else []
+    shown += [f"data.fields: {{{', '.join(f'{ours}: {theirs}' for ours, theirs in item.one.fields.items())}}}"]
+    item.say("type", ", ".join(shown if item.one.fields else [*shown[:-1], "the columns are detected"]))
+
+
+def _named(item: _Item, keys: tuple[str, ...]) -> None:
+    for ours in keys:
+        name = item.get(f"field_{ours}")
+        if name is not None and name != ours:
+            item.one.fields[ours] = text(name)
+        if name is not None:
+            item.say(f"field_{ours}", f"data.fields.{ours}: {name}" if name != ours else f"detected: column {name}")
+
+
+def _own_columns(item: _Item, kind: dict[str, Any], keys: tuple[str, ...]) -> None:
+    for name, value in kind.items():
+        at, ours = f"type.{name}", name.removeprefix("field_")
+        if plain(value) is None:
+            item.quiet(at, "the value is empty")
+        elif name.startswith("field_") and ours in keys:
+            if value != ours:
+                item.one.fields[ours] = text(value)
+            item.say(at, f"data.fields.{ours}: {value}")
+        elif name.endswith("_format") and str(value) == f"{{{name.removesuffix('_format')}}}":
+            item.quiet(at, "same as Pronghorn: the column's text is used unchanged")
+        elif name.endswith("_format"):
+            item.no(at, "text around the columns is not supported; write it into the rows, or use messages and a template")
         else:
-            item.quiet(name, "off, and Pronghorn has no equivalent")
+            item.no(at, "unknown key")
+    item.say("type", "custom column names: see data.fields")
 
-    return say
 
-
-def _quiet(why: str) -> Callable[[_Item, str, Any], None]:
-    return lambda item, name, value: item.quiet(name, why)
+# Keys of a data set -----------------------------------------------------------------------------------------------------
 
 
 FIELDS: dict[str, Callable[[_Item, str, Any], None]] = {
@@ -314,22 +368,24 @@ FIELDS: dict[str, Callable[[_Item, str, Any], None]] = {
     "field_thinking": _Item._thinking,
     "template_thinking_key": _Item._thinking,
     "message_field_training": _Item._training,
-    "message_field_training_detail": _no("Pronghorn masks whole turns, not parts of a turn"),
     "train_on_eos": _Item._end_of_turn,
     "train_on_eot": _Item._end_of_turn,
     "chat_template": _Item._template,
-    "chat_template_jinja": _no("save it to a file and set data.chat_template: FILE.jinja"),
-    "ds_type": _quiet("detected from the file extension"),
-    "input_format": _quiet("detected from the columns"),
-    "conversation": _no(f"a named conversation format; {OWN_TEMPLATE}"),
-    "drop_system_message": _no("system turns are kept; remove them from the rows"),
-    "split_thinking": _no("reasoning inside an answer stays as the template renders it"),
-    "trust_remote_code": _no("Pronghorn runs no dataset code"),
-    "revision": _no("the dataset's main revision is read; download the other one and name its folder"),
-    "shards": _no("the whole dataset is read; data.max_rows uses the first rows"),
-    "shards_idx": _no("the whole dataset is read; data.max_rows uses the first rows"),
-    "preprocess_shards": _quiet("streaming is not supported; rows are read once before training"),
-    "skip": _no("the whole dataset is read from its first row"),
+}
+ROWS: dict[str, Row] = {
+    "message_field_training_detail": not_here("Pronghorn masks whole turns, not parts of a turn"),
+    "chat_template_jinja": not_here("save it to a file and set data.chat_template: FILE.jinja"),
+    "ds_type": nothing("detected from the file extension"),
+    "input_format": nothing("detected from the columns"),
+    "conversation": not_here(f"a named conversation format; {OWN_TEMPLATE}"),
+    "drop_system_message": not_here("system turns are kept; remove them from the rows"),
+    "split_thinking": not_here("reasoning inside an answer stays as the template renders it"),
+    "trust_remote_code": not_here("Pronghorn runs no dataset code"),
+    "revision": not_here("the dataset's main revision is read; download the other one and name its folder"),
+    **rows("shards shards_idx", not_here("the whole dataset is read; data.max_rows uses the first rows")),
+    "preprocess_shards": nothing("streaming is not supported; rows are read once before training"),
+    "skip": not_here("the whole dataset is read from its first row"),
+    "path": lambda draft, key: None,  # the name of the data set, which `set_sources` tells
 }
 
 

@@ -1,16 +1,14 @@
-"""Axolotl's keys that stand alone: a row for each, and one for each prefix."""
+"""Axolotl's keys that stand alone: a row for each, and one for each prefix. Those of both tools: both_tools.py."""
 
 from __future__ import annotations
 
-from pronghorn.convert import shared, values
-from pronghorn.convert.draft import Draft, Row, choice, not_here, nothing, only_if_one, refused, rows, to
+from pronghorn.convert import both_tools, shared, values
+from pronghorn.convert.draft import Draft, Row, not_here, nothing, only_if_one, refused, rows, to
 from pronghorn.convert.objectives import ONLINE, REFERENCE
 
 OURS_INSTEAD = ("liger", "cut_cross_entropy", "CutCrossEntropy", "KernelsPlugin", "fused_attn")  # plugins of kernels
 CACHE = "Pronghorn caches tokenized rows itself (PRONGHORN_CACHE)"
-OBJECTIVE = "the supervised loss is the mean over tokens that carry loss; no variant of it is supported"
 METRICS = "eval.metrics scores answers to held-out rows: exact_match, rouge_l, ..."
-HUB = "training uploads nothing; `pronghorn export --push-to-hub` uploads an export"
 
 
 def _plugins(draft: Draft, key: str) -> None:
@@ -43,19 +41,17 @@ def _shuffle(draft: Draft, key: str) -> None:
 
 
 ROWS: dict[str, Row] = {
-    "base_model": to("model", values.text),
+    **both_tools.AXOLOTL,
     **rows("base_model_config tokenizer_config", _tokenizer),
     **rows(
         "model_type tokenizer_type is_falcon_derived_model is_llama_derived_model is_mistral_derived_model "
         "is_qwen_derived_model type_of_model tokenizer_use_fast tokenizer_legacy cls_model_config",
         nothing(shared.MODEL),
     ),
-    "torch_dtype": nothing("set by `precision`"),
     "base_model_ignore_patterns": nothing("Pronghorn reads safetensors only"),
     "tokenizer_use_mistral_common": not_here("Pronghorn uses tokenizer.json"),
-    "trust_remote_code": not_here(shared.NO_CODE, "Pronghorn runs no code from model repositories either"),
-    "revision_of_model": not_here("Pronghorn loads the main revision; download the other one and name its folder"),
-    **rows("model_config overrides_of_model_config rope_scaling", not_here("the model's config.json is used")),
+    "revision_of_model": not_here(shared.REVISION),
+    **rows("model_config overrides_of_model_config", not_here(shared.CONFIG)),
     "overrides_of_model_kwargs": not_here("loading options of the model are not supported"),
     **rows(
         "model_quantization_config model_quantization_config_kwargs",
@@ -63,13 +59,11 @@ ROWS: dict[str, Row] = {
     ),
     "hf_use_auth_token": nothing("your huggingface_hub login is used"),
     **rows(
-        "low_cpu_mem_usage auto_find_batch_size gradient_checkpointing gradient_checkpointing_kwargs tiled_mlp "
+        "auto_find_batch_size gradient_checkpointing_kwargs tiled_mlp "
         "activation_offloading layer_offloading ple_cpu_offload experimental_skip_move_to_device",
         nothing(shared.PLAN),
     ),
     "processor_type": not_here(shared.IMAGES),
-    "freeze_mm_modules": nothing("the vision tower is always frozen"),
-    "reinit_weights": not_here("training starts from the model's weights"),
     **rows("resize_token_embeddings_to_32x shrink_embeddings", not_here("the vocabulary is not changed")),
     **rows("fix_untrained_tokens added_tokens_overrides mean_resizing_embeddings", not_here(shared.NEW_TOKENS)),
     "device_map": nothing(
@@ -78,21 +72,11 @@ ROWS: dict[str, Row] = {
     "device": nothing("the GPU is used if there is one"),
     "max_memory": nothing("set by memory.budget"),
     "gpu_memory_limit": not_here("set memory.budget, such as 20GB"),
-    "lora_r": to("lora.r", values.whole),
-    "lora_alpha": to("lora.alpha", values.number),
-    "lora_dropout": to("lora.dropout", values.number),
-    "peft_use_dora": to("lora.dora", values.is_on),
-    "peft_use_rslora": to("lora.rslora", values.is_on),
-    "loraplus_lr_ratio": to("lora.plus_ratio", values.number),
-    "loraplus_lr_embedding": nothing("embeddings cannot have an adapter"),
-    "lora_modules_to_save": not_here(shared.FROZEN),
     "lora_fan_in_fan_out": not_here("detected from the layers"),
     "lora_target_parameters": not_here("to adapt experts, set lora.targets: [all-linear, experts]"),
-    "lora_model_dir": not_here("training starts from a new adapter; merge the old one into the model first"),
     "lora_on_cpu": nothing("it affects merging only"),
     "merge_lora": nothing("use `pronghorn export RUN --to merged`"),
     "gptq": not_here("GPTQ checkpoints are not supported; use the original model with method: qlora"),
-    "bnb_config_kwargs": nothing("Pronghorn's NF4 layout is fixed"),
     "peft": not_here("LoftQ and similar adapter initializations are not supported"),
     "unfrozen_parameters": not_here("Pronghorn trains an adapter or the whole model, not selected weights"),
     "quantize_moe_experts": nothing("method: qlora and fp8 quantize experts as well"),
@@ -100,55 +84,35 @@ ROWS: dict[str, Row] = {
         "quantization-aware training is not supported; method: fp8, or compute: fp8 with method: full, trains in FP8"
     ),
     "quantization": not_here("training writes no quantized model; `pronghorn export --to` writes fp8, nvfp4 and gguf"),
-    "fp8": shared.fp8_products,
-    "learning_rate": to("train.lr", values.decimal),
-    "optimizer": choice("train.optimizer", shared.OPTIMIZERS, shared.NEAR_OPTIMIZERS, shared.OTHER_OPTIMIZER),
-    "lr_scheduler": choice("train.schedule", shared.SCHEDULES, {}, shared.OTHER_SCHEDULE),
-    "lr_scheduler_kwargs": not_here("schedules have no settings except train.warmup"),
-    "weight_decay": to("train.weight_decay", values.decimal),
     **rows("cosine_min_lr_ratio cosine_constant_lr_ratio", not_here("cosine decays to zero")),
     "eta_min": not_here("schedules decay to zero"),
     "lr_quadratic_warmup": not_here("warmup is linear"),
-    **rows("adam_epsilon adam_eps", to("train.eps", values.decimal)),
-    "max_grad_norm": shared.clip,
-    "optim_args": not_here("AdamW has betas, eps and weight_decay only"),
+    "adam_eps": to("train.eps", values.decimal),
     "optim_target_modules": not_here(shared.OTHER_OPTIMIZER[1]),
     **rows("embedding_lr embedding_lr_scale lr_groups", not_here("all parameters use one learning rate")),
-    "seed": to("train.seed", values.whole),
     "train_on_inputs": _loss_on,
-    "eval_batch_size": nothing("evaluation chooses its batch size itself"),
-    **rows("neftune_noise_alpha noisy_embedding_alpha", not_here("embedding noise (NEFTune) is not supported")),
     **rows(
         "loss_watchdog_threshold loss_watchdog_patience", not_here("set health.spike: skip or rewind to react to loss spikes")
     ),
     **rows(
-        "pad_to_sequence_len sample_packing eval_sample_packing batch_flattening group_by_length "
+        "pad_to_sequence_len sample_packing eval_sample_packing batch_flattening "
         "max_packed_sequence_len multipack_real_batches remove_unused_columns dpo_padding_free",
         nothing(shared.PACKED),
     ),
-    **rows("sample_packing_sequentially curriculum_sampling", not_here("rows are reshuffled every epoch")),
     "min_sample_len": not_here("short rows are kept; remove them from the data"),
     "eval_sequence_len": nothing("data.max_length also applies to held-out rows"),
-    "streaming": nothing("rows are read and tokenized once, before training"),
     **rows("total_num_tokens total_supervised_tokens", nothing("counted")),
     "skip_prepare_dataset": nothing("Pronghorn always prepares the rows"),
     **rows("shuffle_merged_datasets shuffle_before_merging_datasets", _shuffle),
     "dataset_exact_deduplication": lambda draft, key: draft.set(
         "data.duplicates", "drop-exact" if values.is_on(draft.get(key)) else "keep", key
     ),
-    "default_system_message": not_here("put the system message into the rows or into your own template"),
     "chat_template_kwargs": not_here("templates receive messages and tools only"),
+    "eot_tokens": to("data.eot_tokens", values.words),
     "role_boundaries": nothing("the loss mask is derived from the template"),
     "preprocess_iterable": nothing(CACHE),
-    "output_dir": to("output", values.text),
-    "save_total_limit": to("checkpoint.keep", values.whole),
     "auto_resume_from_checkpoints": nothing(shared.RESUME),
-    "resume_from_checkpoint": not_here(shared.RESUME),
-    "logging_steps": nothing("every step is logged"),
-    "save_only_model": nothing("every checkpoint can be resumed"),
-    "save_safetensors": nothing("Pronghorn writes safetensors only"),
     "save_first_step": nothing("Pronghorn checks before training that it can save"),
-    "load_best_model_at_end": nothing("`eval`, `chat` and `export` use the best checkpoint by default"),
     "metric_for_best_model": nothing("the best checkpoint has the lowest held-out loss; eval.best selects another metric"),
     "greater_is_better": nothing("each metric has a fixed direction"),
     "eval_table_size": nothing("eval.generations answers are shown"),
@@ -158,11 +122,8 @@ ROWS: dict[str, Row] = {
     "debug": nothing("use `pronghorn data show`"),
     "plugins": _plugins,
     "test_value": nothing("it is a test option of Axolotl"),
-    **rows("hub_model_id hub_strategy hub_revision push_dataset_to_hub", not_here(HUB)),
-    "secrets": nothing(shared.NOTHING_SENT),
     **rows("cut_cross_entropy dpo_use_liger_kernel", nothing(shared.KERNELS)),
-    **rows("deepspeed ddp use_ray", not_here(shared.GPUS)),
-    "local_rank": nothing(shared.RANKS),
+    **rows("ddp use_ray", not_here(shared.GPUS)),
     **rows("world_size ray_num_workers", only_if_one(shared.GPUS)),
     "accelerator_config": nothing("the loss is the mean over all loss tokens of a step"),
     **{f"use_{name}": shared.use_logger(name) for name in shared.LOGGERS},
@@ -176,7 +137,6 @@ ROWS: dict[str, Row] = {
     "diffusion": refused("diffusion models are not supported", "convert a config of a causal language model"),
     "kd_trainer": refused("distillation is not supported", "convert a config that trains on dataset rows"),
     **rows("trl ebft vllm", not_here(ONLINE)),
-    "use_eaft": not_here(OBJECTIVE),
     "use_pose": not_here("position ids are not changed"),
     "relora": not_here("ReLoRA restarts are not supported"),
     "llmcompressor": not_here("weight pruning is not supported"),
@@ -205,7 +165,7 @@ PREFIXES: dict[str, Row] = {
     ),
     **rows("dataset_ dataloader_ num_dataset_shards excess_token pretraining_sample", nothing(CACHE)),
     **rows("gptq_ torchdistx sample_packing_eff", not_here("Pronghorn has no equivalent")),
-    **rows("peft_ lora_", not_here("adapters have r, alpha, targets, dropout, rslora, dora and plus_ratio only")),
+    **rows("peft_ lora_", not_here(shared.ADAPTERS)),
     **rows("dpo_ kto_ orpo_ cpo_ simpo_ rpo_", not_here("this variant of the loss is not supported")),
     **rows(
         "lisa_ relora_ jagged_ eaft_ pose_ kd_ dion_ qgalore_ grokfast_ spectrum_ mora diffusion scaling_softmax "

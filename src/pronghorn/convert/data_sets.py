@@ -151,13 +151,9 @@ def _keys_of(draft: Draft, sets: list[DataSet], target: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def known_template(name: str) -> bool:
-    return named(name) is not None
-
-
 def set_template(draft: Draft, key: str, name: str, ours: str, *, for_all: bool = True) -> str:
     """`ours`: the same template's name here, or none. Returns the name that counts; `for_all`: it is the recipe's."""
-    if not ours or not known_template(ours):
+    if not ours or named(ours) is None:
         draft.not_honoured(key, f"unknown template `{name}`; {OWN_TEMPLATE}")
         return ""
     if for_all:

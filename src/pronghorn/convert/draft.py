@@ -1,15 +1,16 @@
 """A recipe in the making out of another tool's config, and what became of every key of that config.
 
 A key is mapped (with the value it became), without effect here (and why), or not honoured (why, and the nearest thing).
-The tools are tables of rows (axolotl.py, llamafactory.py): a row is a function that is given the draft and the key.
+The tools are tables of rows (axolotl_keys.py, llamafactory.py, both_tools.py): a row is a function of the draft and the key.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import ValidationError
 
@@ -19,6 +20,7 @@ from pronghorn.recipe import Recipe
 
 Kind = Literal["mapped", "no effect", "not honoured"]
 Row = Callable[["Draft", str], None]
+Value = TypeVar("Value")
 NO_MODEL, NO_DATA = "NAME-OF-THE-MODEL", "NAME-OF-YOUR-DATA.jsonl"  # where the config names none that can be used
 EMPTY = "the value is empty"
 
@@ -48,9 +50,29 @@ class Draft:
     defaults: dict[str, str] = field(default_factory=dict)  # keys of the recipe that come from the tool's own defaults
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a key at the top, with the words of YAML 1.1 for yes, no and nothing; `default` where it has none."""
-        value = plain(self.values.get(key))
+        """The value of a key, with the words of YAML 1.1 for yes, no and nothing; `default` where it has none."""
+        value = plain(self.values[key] if key in self.values else value_at(self.values, key))
         return default if value is None else value
+
+    def read(self, key: str, reader: Callable[[Any], Value]) -> Value | None:
+        """None: the key has no value, or one that cannot be read, and is not honoured."""
+        found = None
+        if self.get(key) is not None:
+            with self.reading(key):
+                found = reader(self.get(key))
+        return found
+
+    @contextmanager
+    def reading(self, key: str) -> Iterator[None]:
+        """A key with a value that cannot be read is not honoured."""
+        try:
+            yield
+        except UnfitError as error:
+            self.not_honoured(key, str(error))
+
+    def unsaid(self, keys: Iterable[str]) -> Iterator[str]:
+        """Those that have a value and no fate yet."""
+        return (key for key in keys if self.get(key) is not None and key not in self.fates)
 
     def set(self, target: str, value: Any, *keys: str, note: str = "") -> None:
         """These keys became this; of two that set the same, the later counts."""
@@ -104,23 +126,19 @@ class Draft:
                 yield key
 
 
-def apply(draft: Draft, rows: Mapping[str, Row], prefixes: Mapping[str, Row]) -> None:
-    """Each key at the top by its row; by that of its prefix; else it is not known."""
-    for key in draft.values:
+def apply(draft: Draft, rows: Mapping[str, Row], prefixes: Mapping[str, Row], within: str = "", unknown: str = "") -> None:
+    """Each key at the top, or of the section `within`, by its row; by that of its prefix; else it is not known."""
+    unknown = unknown or f"unknown {draft.tool} key; check its spelling and whether the run needs it"
+    for name, value in (draft.get(within) if within else draft.values).items():
+        key = f"{within}.{name}" if within else name
         if key in draft.fates:
             continue
-        if draft.get(key) is None:
+        if plain(value) is None:
             draft.no_effect(key, EMPTY)
             continue
-        row = rows.get(key) or next((row for prefix, row in prefixes.items() if key.startswith(prefix)), None)
-        try:
-            (row or _unknown)(draft, key)
-        except UnfitError as error:
-            draft.not_honoured(key, str(error))
-
-
-def _unknown(draft: Draft, key: str) -> None:
-    draft.not_honoured(key, f"unknown {draft.tool} key; check its spelling and whether the run needs it")
+        row = rows.get(name) or next((row for prefix, row in prefixes.items() if name.startswith(prefix)), None)
+        with draft.reading(key):
+            (row or not_known(unknown))(draft, key)
 
 
 # Rows -------------------------------------------------------------------------------------------------------------------
@@ -167,16 +185,26 @@ def not_here(why: str, off: str = "off, and Pronghorn has no equivalent") -> Row
     return row
 
 
-def only_if_one(why: str) -> Row:
-    """How many GPUs share something: with one it has no effect."""
+def not_known(why: str) -> Row:
+    """Not honoured, whatever it says."""
+    return lambda draft, key: draft.not_honoured(key, why)
+
+
+def only(values: Collection[Any], same: str, otherwise: str) -> Row:
+    """Without effect with one of these values, and not honoured with any other."""
 
     def row(draft: Draft, key: str) -> None:
-        if draft.get(key) in (0, 1, "1", False):
-            draft.no_effect(key, "it asks for one GPU, which needs no setting")
+        if draft.get(key) in values:
+            draft.no_effect(key, same)
         else:
-            draft.not_honoured(key, why)
+            draft.not_honoured(key, otherwise)
 
     return row
+
+
+def only_if_one(why: str) -> Row:
+    """How many GPUs share something: with one it has no effect."""
+    return only((0, 1, "1", False), "it asks for one GPU, which needs no setting", why)
 
 
 def refused(why: str, fix: str) -> Row:
@@ -204,10 +232,10 @@ def nested(targets: Mapping[str, Any]) -> dict[str, Any]:
 
 def finish(draft: Draft) -> None:
     """A recipe that is valid: a value that it does not take is taken out again, and its keys are not honoured."""
-    for target, placeholder in (("model", NO_MODEL), ("data.train", [NO_DATA])):
-        if not draft.targets.get(target):
-            draft.targets[target], draft.defaults[target] = placeholder, "fill this in"
     while True:
+        for target, placeholder in (("model", NO_MODEL), ("data.train", [NO_DATA])):
+            if not draft.targets.get(target):
+                draft.targets[target], draft.defaults[target] = placeholder, "fill this in"
         try:
             Recipe.model_validate(nested(draft.targets))
             return
@@ -224,8 +252,6 @@ def finish(draft: Draft) -> None:
             value = draft.targets.pop(target)
             for key in draft.origins.pop(target, []):
                 draft.not_honoured(key, f"{target} does not accept {printed(value)}: {why}; the recipe's default is used")
-        for target, placeholder in (("model", NO_MODEL), ("data.train", [NO_DATA])):
-            draft.targets.setdefault(target, placeholder)
 
 
 def _target_of(draft: Draft, detail: Any) -> str:

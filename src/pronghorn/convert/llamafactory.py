@@ -1,12 +1,14 @@
-"""LLaMA-Factory's config: a row for each key that stands alone, and functions for those that say something together."""
+"""LLaMA-Factory's config: a row for each key that stands alone (those that Axolotl has, too: both_tools.py), and functions for
+those that say something together."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from pronghorn.convert import shared, values
+from pronghorn.convert import both_tools, shared, values
 from pronghorn.convert.data_sets import OWN_TEMPLATE, set_template
-from pronghorn.convert.draft import Draft, Row, choice, not_here, nothing, only_if_one, refused, rows, to
+from pronghorn.convert.draft import Draft, Row, apply, not_here, nothing, only, only_if_one, refused, rows, to
 from pronghorn.convert.llamafactory_data import convert_data, newer_data
 from pronghorn.convert.objectives import ONLINE, REFERENCE, llamafactory_objective
 
@@ -32,10 +34,15 @@ TEMPLATES = {  # LLaMA-Factory's names: ours
     "phi": "phi-3", "phi4": "phi-4", "mistral": "mistral", "alpaca": "alpaca", "vicuna": "vicuna", "zephyr": "zephyr",
 }  # fmt: skip
 LORA_KEYS = ["lora_rank", "lora_alpha", "lora_dropout", "lora_target", "use_dora", "use_rslora", "loraplus_lr_ratio"]
+DEFAULTS: tuple[Any, ...] = (  # target, value, keys that say another
+    ("train.lr", 5e-5, "learning_rate"),
+    ("train.schedule", "linear", "lr_scheduler_type"),
+    ("train.seed", 42, "seed", "data_seed"),
+)
 OTHER_WAY = "this training method is not supported"
-OBJECTIVE = "the supervised loss is the mean over tokens that carry loss; no variant of it is supported"
 HOST = "rows are tokenized on all cores and cached"
 EXPORT = "it affects export only: use `pronghorn export RUN --to merged`"
+WEIGHTS = "sources are concatenated; set weights in data.train"
 GENERATION = "it affects generation, not training"
 
 
@@ -69,17 +76,11 @@ def convert(draft: Draft, folder: Path, dataset_info: Path | None) -> None:
     _loss_on(draft)
     shared.fraction_held_out(draft, "val_size")
     shared.held_out_first(draft, patience="early_stopping_steps")
-    _how_often(draft, epochs)
+    shared.how_often(draft, epochs, also="do_eval")
+    draft.default("checkpoint.every", 500)
     shared.betas(draft)
-    for target, value in (("train.lr", 5e-5), ("train.schedule", "linear"), ("train.seed", 42)):
-        if not any(
-            draft.get(key) is not None
-            for key in {
-                "train.lr": ("learning_rate",),
-                "train.schedule": ("lr_scheduler_type",),
-                "train.seed": ("seed", "data_seed"),
-            }[target]
-        ):
+    for target, value, *keys in DEFAULTS:
+        if not any(draft.get(key) is not None for key in keys):
             draft.default(target, value)
 
 
@@ -111,7 +112,7 @@ def _method(draft: Draft) -> None:
     if kind == "full":
         draft.set("method", "full", "finetuning_type")
         draft.targets["method"] = "full"
-        shared.adapter_off(draft, LORA_KEYS, "all weights are trained (method: full)")
+        shared.unused(draft, LORA_KEYS, "all weights are trained (method: full)")
         if bits is not None:
             draft.not_honoured("quantization_bit", "method: full does not quantize trained weights; set method: qlora")
         return
@@ -130,22 +131,16 @@ def _method(draft: Draft) -> None:
 
 def _lora(draft: Draft) -> None:
     """LLaMA-Factory's own defaults: rank 8, alpha twice the rank."""
-    try:
-        rank = values.whole(draft.get("lora_rank", 8))
-    except values.UnfitError:
-        rank = 8
+    asked = draft.read("lora_rank", values.whole)
+    rank = 8 if asked is None else asked
     draft.default("lora.r", rank)
     if draft.get("lora_alpha") is None:
         draft.default("lora.alpha", max(1, 2 * rank), "twice the rank")
-    targets = draft.get("lora_target")
-    if targets is None:
-        return
-    try:
-        names = values.words(targets)
-    except values.UnfitError as error:
-        draft.not_honoured("lora_target", str(error))
-        return
-    draft.set("lora.targets", "all-linear" if names == ["all"] else names, "lora_target")
+
+
+def _targets(value: object) -> str | list[str]:
+    names = values.words(value)
+    return "all-linear" if names == ["all"] else names
 
 
 def _peft_config(draft: Draft, peft: dict[str, object]) -> None:
@@ -157,26 +152,14 @@ def _peft_config(draft: Draft, peft: dict[str, object]) -> None:
     quant = draft.get("quant_config")
     few = isinstance(quant, dict) and str(quant.get("quantization_bit")) == "4"
     draft.set("method", "qlora" if few else "lora", "peft_config", *(["quant_config"] if few else []))
+    draft.fates["peft_config.name"] = ("mapped", f"method: {draft.targets['method']}")
     rows = {
-        "r": ("lora.r", values.whole),
-        "lora_alpha": ("lora.alpha", values.number),
-        "lora_dropout": ("lora.dropout", values.number),
+        "r": to("lora.r", values.whole),
+        "lora_alpha": to("lora.alpha", values.number),
+        "lora_dropout": to("lora.dropout", values.number),
+        "target_modules": to("lora.targets", _targets),
     }
-    for name, value in peft.items():
-        at = f"peft_config.{name}"
-        try:
-            if name in rows:
-                target, read = rows[name]
-                draft.set(target, read(value), at)
-            elif name == "target_modules":
-                names = values.words(value)
-                draft.set("lora.targets", "all-linear" if names == ["all"] else names, at)
-            elif name == "name":
-                draft.fates[at] = ("mapped", f"method: {draft.targets['method']}")
-            else:
-                draft.not_honoured(at, "adapters have r, alpha, targets, dropout, rslora, dora and plus_ratio only")
-        except values.UnfitError as error:
-            draft.not_honoured(at, str(error))
+    apply(draft, rows, {}, "peft_config", unknown=shared.ADAPTERS)
 
 
 def _template(draft: Draft, as_text: bool) -> None:
@@ -197,28 +180,6 @@ def _loss_on(draft: Draft) -> None:
             draft.no_effect(key, "only answers carry loss, as by default in Pronghorn")
 
 
-def _how_often(draft: Draft, epochs: float) -> None:
-    strategy = "eval_strategy" if draft.get("eval_strategy") is not None else "evaluation_strategy"
-    if draft.targets.get("data.eval") is None:
-        shared.adapter_off(draft, ["eval_steps", "eval_strategy", "evaluation_strategy", "do_eval"], "no held-out data")
-    else:
-        shared.every(draft, "eval.every", steps="eval_steps", strategy=strategy, per_epoch="", epochs=epochs, best="")
-    shared.every(
-        draft,
-        "checkpoint.every",
-        steps="save_steps",
-        strategy="save_strategy",
-        per_epoch="",
-        epochs=epochs,
-        best="the best checkpoint is always kept",
-    )
-    draft.default("checkpoint.every", 500)
-
-
-def _freeze(draft: Draft, key: str) -> None:
-    draft.no_effect(key, "the vision tower is always frozen and the text model is trained")
-
-
 def _report(draft: Draft, key: str) -> None:
     value = draft.get(key)
     names = [str(name).strip().lower() for name in (value if isinstance(value, list) else [value])]
@@ -231,87 +192,47 @@ def _report(draft: Draft, key: str) -> None:
 
 
 ROWS: dict[str, Row] = {
-    **rows("model_name_or_path model", to("model", values.text)),
+    **both_tools.LLAMAFACTORY,
     "model_class": nothing(shared.MODEL),
-    "trust_remote_code": not_here(shared.NO_CODE, "Pronghorn runs no code from model repositories either"),
-    "model_revision": lambda draft, key: (
-        draft.no_effect(key, "same as Pronghorn: the main revision is used")
-        if draft.get(key) == "main"
-        else draft.not_honoured(key, "Pronghorn loads the main revision; download the other one and name its folder")
-    ),
-    **rows(
-        "adapter_name_or_path adapter_folder",
-        not_here("training starts from a new adapter; merge the old one into the model first"),
-    ),
+    "model_revision": only(["main"], "same as Pronghorn: the main revision is used", shared.REVISION),
     "create_new_adapter": nothing("same as Pronghorn: training starts from a new adapter"),
     "cache_dir": nothing("HF_HOME sets the model cache"),
     "use_fast_tokenizer": nothing("tokenizer.json is used"),
     **rows("resize_vocab add_tokens add_special_tokens new_special_tokens_config", not_here(shared.NEW_TOKENS)),
     "split_special_tokens": not_here("special tokens always stay single tokens"),
     "init_special_tokens": nothing("adding tokens is not supported"),
-    **rows("rope_scaling moe_aux_loss_coef", not_here("the model's config.json is used")),
+    "moe_aux_loss_coef": not_here(shared.CONFIG),
     "shift_attn": not_here("shifted sparse attention is not supported"),
     **rows("mixture_of_depths use_kt", not_here(OTHER_WAY)),
-    "train_from_scratch": not_here("training starts from the model's weights"),
     **rows(
-        "init_config low_cpu_mem_usage device_map quantization_device_map gradient_checkpointing "
-        "disable_gradient_checkpointing use_reentrant_gc use_unsloth_gc",
+        "init_config device_map quantization_device_map disable_gradient_checkpointing use_reentrant_gc use_unsloth_gc",
         nothing(shared.PLAN),
     ),
     "upcast_layernorm": nothing("accumulation is always in fp32"),
     "upcast_lmhead_output": nothing("the loss is always computed in fp32"),
     "print_param_status": nothing("use `pronghorn check`"),
     **rows("use_kv_cache max_new_tokens", nothing(GENERATION)),
-    **rows("block_diag_attn group_by_length packing neat_packing batching_strategy", nothing(shared.PACKED)),
-    "compute_dtype": nothing("set by `precision`"),
+    **rows("block_diag_attn packing neat_packing batching_strategy", nothing(shared.PACKED)),
     "model_max_length": nothing("set by data.max_length"),
-    **rows("quantization_method double_quantization", nothing("Pronghorn's NF4 layout is fixed")),
     "quantization_type": nothing("NF4"),
     "quant_config": not_here("use method: qlora (NF4) or fp8"),
     "stage": lambda draft, key: draft.no_effect(
         key, "trains on plain text" if draft.get(key) == "pt" else "trains on answers, same as Pronghorn"
     ),
+    "lora_target": to("lora.targets", _targets),
     "do_train": nothing("use `pronghorn train`"),
-    "lora_rank": to("lora.r", values.whole),
-    "lora_alpha": to("lora.alpha", values.number),
-    "lora_dropout": to("lora.dropout", values.number),
-    "use_dora": to("lora.dora", values.is_on),
-    "use_rslora": to("lora.rslora", values.is_on),
-    "loraplus_lr_ratio": to("lora.plus_ratio", values.number),
-    "loraplus_lr_embedding": nothing("embeddings cannot have an adapter"),
-    "additional_target": not_here(shared.FROZEN),
-    "fp8": shared.fp8_products,
     **rows(
         "fp8_backend use_unsloth enable_liger_kernel flash_attn use_v1_kernels kernel_config torch_compile use_cce",
         nothing(shared.KERNELS),
     ),
     "pissa_convert": nothing("the adapter is not a PiSSA adapter"),
-    **rows("freeze_vision_tower freeze_multi_modal_projector", _freeze),
     **rows("freeze_language_model media_dir", not_here(shared.IMAGES)),
-    "learning_rate": to("train.lr", values.decimal),
-    "optim": choice("train.optimizer", shared.OPTIMIZERS, shared.NEAR_OPTIMIZERS, shared.OTHER_OPTIMIZER),
-    "lr_scheduler_type": choice("train.schedule", shared.SCHEDULES, {}, shared.OTHER_SCHEDULE),
-    "lr_scheduler_kwargs": not_here("schedules have no settings except train.warmup"),
-    "weight_decay": to("train.weight_decay", values.decimal),
-    "adam_epsilon": to("train.eps", values.decimal),
-    "max_grad_norm": shared.clip,
-    "optim_args": not_here("AdamW has betas, eps and weight_decay only"),
-    "seed": to("train.seed", values.whole),
     "data_seed": nothing("train.seed also seeds the row order"),
-    "neftune_noise_alpha": not_here("embedding noise (NEFTune) is not supported"),
-    "label_smoothing_factor": not_here(OBJECTIVE),
-    "per_device_eval_batch_size": nothing("evaluation chooses its batch size itself"),
-    "disable_shuffling": not_here("rows are reshuffled every epoch"),
     "compute_accuracy": not_here("held-out loss and perplexity are reported"),
     "eval_on_each_dataset": not_here("one held-out loss is reported"),
     "max_samples": to("data.max_rows", values.whole, "the first rows of each dataset, as in LLaMA-Factory"),
-    "mix_strategy": lambda draft, key: (
-        draft.no_effect(key, "same as Pronghorn: sources are concatenated, then shuffled")
-        if draft.get(key) == "concat"
-        else draft.not_honoured(key, "sources are concatenated; set weights in data.train")
-    ),
-    "interleave_probs": not_here("sources are concatenated; set weights in data.train"),
-    "streaming": nothing("rows are read and tokenized once, before training"),
+    "mix_strategy": only(["concat"], "same as Pronghorn: sources are concatenated, then shuffled", WEIGHTS),
+    "interleave_probs": not_here(WEIGHTS),
     **rows(
         "buffer_size overwrite_cache preprocessing_batch_size preprocessing_num_workers tokenized_path data_shared_file_system",
         nothing(HOST),
@@ -319,30 +240,19 @@ ROWS: dict[str, Row] = {
     "dataloader_num_workers": to("data.workers", values.whole),
     "ignore_pad_token_for_loss": nothing("padding never carries loss"),
     "tool_format": not_here(f"the chat template renders tools; {OWN_TEMPLATE}"),
-    "default_system": not_here("put the system message into the rows or into your own template"),
     "enable_thinking": nothing("reasoning in the rows carries loss as the template renders it"),
     "preserve_thinking": not_here("the chat template decides which earlier reasoning is kept"),
-    "output_dir": to("output", values.text),
-    "save_total_limit": to("checkpoint.keep", values.whole),
     "overwrite_output_dir": nothing("the same command resumes; `pronghorn train --fresh` starts over"),
-    "resume_from_checkpoint": not_here(shared.RESUME),
-    **rows("logging_steps logging_strategy logging_first_step", nothing("every step is logged")),
-    "logging_dir": nothing(shared.NOTHING_SENT),
     "plot_loss": nothing("report.html shows the curve"),
     "report_to": _report,
     "run_name": nothing("the output folder names the run"),
-    "save_only_model": nothing("every checkpoint can be resumed"),
-    "save_safetensors": nothing("Pronghorn writes safetensors only"),
-    "load_best_model_at_end": nothing("`eval`, `chat` and `export` use the best checkpoint by default"),
     **rows("metric_for_best_model greater_is_better", nothing("the best checkpoint has the lowest held-out loss")),
     "do_eval": nothing("held-out data is always evaluated"),
     "do_predict": not_here("use `pronghorn eval` and `pronghorn chat`"),
     "predict_with_generate": nothing("eval.generations answers are shown at each evaluation"),
     "include_num_input_tokens_seen": nothing("Pronghorn counts tokens"),
     "include_effective_tokens_per_second": nothing("Pronghorn reports tokens per second"),
-    "push_to_hub": not_here("training uploads nothing; `pronghorn export --push-to-hub` uploads an export"),
-    **rows("deepspeed fsdp dist_config", not_here(shared.GPUS)),
-    "local_rank": nothing(shared.RANKS),
+    **rows("fsdp dist_config", not_here(shared.GPUS)),
     "use_mca": refused(shared.GPUS, "convert a config without use_mca"),
 }
 PREFIXES: dict[str, Row] = {
@@ -360,7 +270,7 @@ PREFIXES: dict[str, Row] = {
         "use_galore galore_ use_apollo apollo_ use_badam badam_ use_adam_mini use_muon muon_",
         not_here(shared.OTHER_OPTIMIZER[1] + "; the recipe uses AdamW"),
     ),
-    **rows("use_dft use_asft asft_ use_eaft eaft_", not_here(OBJECTIVE)),
+    **rows("use_dft use_asft asft_ use_eaft eaft_", not_here(shared.OBJECTIVE)),
     **rows("use_llama_pro freeze_ pissa_ oft_ module_dropout kt_ use_hyper hyper_", not_here(OTHER_WAY)),
     **rows("pref_ dpo_ kto_ simpo_ ld_alpha", not_here("this variant of the loss is not supported")),
     **rows("ppo_ reward_model", not_here(ONLINE)),

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pronghorn.convert.draft import Draft
-from pronghorn.convert.values import UnfitError, is_on, number, printed, words
+from pronghorn.convert.draft import Draft, apply, to
+from pronghorn.convert.shared import unused
+from pronghorn.convert.values import is_on, number, printed, words
 from pronghorn.recipe_objective import KINDS, LOSSES_OF_DPO
 
 ONLINE = "training on answers that the model generates (PPO, GRPO) is not supported"
@@ -38,7 +39,7 @@ def axolotl_objective(draft: Draft) -> str:
         name, key = "reward", "reward_model"
         draft.no_effect("num_labels", "a reward model has one output")
     elif asked is None:
-        _unused(draft, AXOLOTL)
+        unused(draft, AXOLOTL, SUPERVISED)
         return ""
     else:
         name, key = str(asked).strip().lower(), "rl"
@@ -56,7 +57,7 @@ def axolotl_objective(draft: Draft) -> str:
 def llamafactory_objective(draft: Draft) -> str:
     stage = draft.get("stage")
     if stage in (None, "sft", "pt"):
-        _unused(draft, (*LLAMAFACTORY, "pref_loss"))
+        unused(draft, (*LLAMAFACTORY, "pref_loss"), SUPERVISED)
         return ""
     if stage == "ppo" or stage not in ("dpo", "kto", "rm"):
         draft.refuse("stage", ONLINE if stage == "ppo" else "unknown stage", ONLINE_FIX)
@@ -86,53 +87,30 @@ def _nested_beta(draft: Draft) -> None:
     section = draft.get("trl")
     if not isinstance(section, dict):
         return
-    for inner, value in section.items():
-        if inner == "beta":
-            try:
-                draft.set("objective.beta", number(value), "trl.beta")
-            except UnfitError as error:
-                draft.not_honoured("trl.beta", str(error))
-        else:
-            draft.not_honoured(f"trl.{inner}", ONLINE)
+    apply(draft, {"beta": to("objective.beta", number)}, {}, "trl", unknown=ONLINE)
     draft.no_effect("trl", "its beta becomes objective.beta" if "beta" in section else "none of its values is used")
 
 
 def _dpo_loss(draft: Draft, name: str) -> None:
     key = "dpo_loss_type"
-    if draft.get(key) is None:
-        return
-    try:
-        losses = words(draft.get(key))
-    except UnfitError as error:
-        draft.not_honoured(key, str(error))
-        return
-    known = ("sigmoid", *LOSSES_OF_DPO)
-    if name == "dpo" and len(losses) == 1 and losses[0] in known:
+    losses, known = draft.read(key, words), ("sigmoid", *LOSSES_OF_DPO)
+    if losses and name == "dpo" and len(losses) == 1 and losses[0] in known:
         draft.set("objective.loss", losses[0], key)
-    else:
+    elif losses is not None:
         draft.not_honoured(key, f"it is converted only with rl: dpo, as one of {', '.join(known)}")
 
 
 def _parameters(draft: Draft, name: str, keys: Mapping[str, str]) -> None:
     own = KINDS["dpo" if name in LOSSES_OF_DPO else name].parameters
-    for key, parameter in keys.items():
-        target, value = f"objective.{parameter}", draft.get(key)
-        if value is None or key in draft.fates:
-            continue
+    for key in draft.unsaid(keys):
+        parameter = keys[key]
+        target = f"objective.{parameter}"
         if parameter not in own:
             draft.not_honoured(key, f"objective {name} has no such parameter; it has {', '.join(own)}")
         elif target in draft.targets:
             draft.no_effect(key, f"{draft.origins[target][0]} takes precedence")
         else:
-            try:
-                draft.set(target, is_on(value) if parameter in SWITCHES else number(value), key)
-            except UnfitError as error:
-                draft.not_honoured(key, str(error))
+            with draft.reading(key):
+                draft.set(target, (is_on if parameter in SWITCHES else number)(draft.get(key)), key)
     for parameter, default in TRLS.get(name, {}).items():
         draft.default(f"objective.{parameter}", default)
-
-
-def _unused(draft: Draft, keys: Mapping[str, str] | tuple[str, ...]) -> None:
-    for key in keys:
-        if draft.get(key) is not None:
-            draft.no_effect(key, SUPERVISED)

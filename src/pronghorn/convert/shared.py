@@ -3,7 +3,7 @@ often to evaluate and save. Each function takes the names that the tool has for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, get_args
 
 from pronghorn.convert.draft import Draft, Row
@@ -40,6 +40,14 @@ MODEL = "detected from the model's files"
 NO_CODE = "Pronghorn runs no code from model repositories; most models need none"
 BITS = "frozen weights are 16-bit (method: lora), FP8 (method: fp8, on GPUs with FP8) or 4-bit NF4 (method: qlora)"
 FROZEN = "embeddings and LM head stay frozen next to an adapter; method: full trains them"
+ADAPTERS = "adapters have r, alpha, targets, dropout, rslora, dora and plus_ratio only"
+NEW_ADAPTER = "training starts from a new adapter; merge the old one into the model first"
+CONFIG = "the model's config.json is used"
+SYSTEM = "put the system message into the rows or into your own template"
+TOWER = "the vision tower is always frozen and the text model is trained"
+OBJECTIVE = "the supervised loss is the mean over tokens that carry loss; no variant of it is supported"
+HUB = "training uploads nothing; `pronghorn export --push-to-hub` uploads an export"
+REVISION = "Pronghorn loads the main revision; download the other one and name its folder"
 RESUME = "the same command resumes automatically from the last checkpoint in the output folder"
 
 
@@ -127,12 +135,10 @@ def batch(
     else:
         target, value, capacity = "train.batch_rows", in_a_step, min(in_a_step, max(1, ROWS_CAPACITY // tokens)) * tokens
         shown, parts, same = f"{rows} x {steps}", (micro, accumulation, total), "rows per step do"
-    said = [key for key in parts if key and draft.get(key) is not None and key not in draft.fates]
+    said = draft.unsaid(parts)
     what = target.rsplit("_", 1)[1]
     draft.set(target, value, *said, note=f"{shown} {what} per step, on one GPU; with more GPUs, multiply by their number")
-    for key in packing if not packed else ():
-        if draft.get(key) is not None and key not in draft.fates:
-            draft.no_effect(key, f"a step has the same rows as in {draft.tool}; {PACKED}")
+    unused(draft, packing if not packed else (), f"a step has the same rows as in {draft.tool}; {PACKED}")
     if not draft.origins[target]:
         draft.defaults[target] = f"{draft.tool}'s defaults: {shown} {what} per step"
     draft.targets["train.capacity"] = capacity
@@ -155,17 +161,11 @@ def duration(draft: Draft, *, epochs: str, steps: str, default: float) -> float:
             )
     elif int(default) != 1:
         draft.default("train.epochs", int(default))
-    limit = draft.get(steps)
-    if limit is not None:
-        try:
-            found = whole(limit)
-        except UnfitError as error:
-            draft.not_honoured(steps, str(error))
-            return asked
-        if found > 0:
-            draft.set("train.steps", found, steps, note="replaces epochs")
-        else:
-            draft.no_effect(steps, "no limit, same as Pronghorn")
+    limit = draft.read(steps, whole)
+    if limit is not None and limit > 0:
+        draft.set("train.steps", limit, steps, note="replaces epochs")
+    elif limit is not None:
+        draft.no_effect(steps, "no limit, same as Pronghorn")
     return asked
 
 
@@ -177,12 +177,7 @@ def warmup(draft: Draft, *, scheduler: str, steps: str, ratio: str, default: flo
         for key in keys:
             draft.no_effect(key, f"{scheduler}: constant has no warmup")
         return
-    asked: dict[str, float] = {}
-    for key in keys:
-        try:
-            asked[key] = number(draft.get(key))
-        except UnfitError as error:
-            draft.not_honoured(key, str(error))
+    asked = {key: found for key in keys if (found := draft.read(key, number)) is not None}
     chosen = ratio if ratio in asked and not asked.get(steps) else steps
     for key, found in asked.items():
         if key == chosen:
@@ -192,50 +187,41 @@ def warmup(draft: Draft, *, scheduler: str, steps: str, ratio: str, default: flo
     draft.default("train.warmup", default)
 
 
-def share_of_run(a_epoch: float, epochs: float) -> float:
-    share = 1.0 / (a_epoch * epochs)
-    return share if share < 1 else AT_THE_END
+def how_often(draft: Draft, epochs: float, *, evals: str = "", saves: str = "", also: str = "") -> None:
+    """Evaluations and checkpoints. `evals`, `saves`: keys that say how many there are in an epoch. `also`: a key that is about
+    evaluations, too."""
+    strategy = "eval_strategy" if draft.get("eval_strategy") is not None else "evaluation_strategy"
+    if draft.targets.get("data.eval") is None:
+        unused(draft, ("eval_steps", "eval_strategy", "evaluation_strategy", evals, also), "no held-out data")
+    else:
+        _every(draft, "eval.every", "eval_steps", strategy, evals, epochs)
+    _every(draft, "checkpoint.every", "save_steps", "save_strategy", saves, epochs)
 
 
-def every(draft: Draft, target: str, *, steps: str, strategy: str, per_epoch: str, epochs: float, best: str) -> None:
-    """How often: by steps, by a share of the run (below 1), or so many times an epoch. The last step is always one of them."""
-    times = draft.get(per_epoch) if per_epoch else None
-    if times is not None:
-        try:
-            found = number(times)
-        except UnfitError as error:
-            draft.not_honoured(per_epoch, str(error))
-        else:
-            share = share_of_run(found, epochs) if found > 0 else AT_THE_END
-            draft.set(
-                target, round(share, 6), per_epoch, note="a fraction of all steps" if share < AT_THE_END else "at the end"
-            )
+def _every(draft: Draft, target: str, steps: str, strategy: str, per_epoch: str, epochs: float) -> None:
+    """By steps, by a share of the run (below 1), or so many times an epoch. The last step is always one of them."""
+
+    def set_share(times: float, key: str, otherwise: str) -> None:
+        """So many times an epoch; 0: once, at the end."""
+        share = min(1 / (times * epochs), AT_THE_END) if times > 0 else AT_THE_END
+        draft.set(target, round(share, 6), key, note="a fraction of all steps" if share < AT_THE_END else otherwise)
+
+    if per_epoch and (times := draft.read(per_epoch, number)) is not None:
+        set_share(times, per_epoch, "at the end")
     how = str(draft.get(strategy, "")).strip().lower() if not isinstance(draft.get(strategy), bool) else "no"
-    count = draft.get(steps)
     if how in ("epoch", "no") and target not in draft.targets:
-        share = share_of_run(1, epochs) if how == "epoch" else AT_THE_END
-        draft.set(
-            target, round(share, 6), strategy, note="a fraction of all steps" if share < AT_THE_END else "at the end only"
-        )
-        if count is not None:
-            draft.no_effect(steps, f"{strategy}: {how} takes precedence")
+        set_share(1 if how == "epoch" else 0, strategy, "at the end only")
+        unused(draft, [steps], f"{strategy}: {how} takes precedence")
     elif how:
-        draft.no_effect(strategy, best if how == "best" else "the step count takes precedence")
-    elif strategy in draft.values and draft.get(strategy) is not None:
-        draft.no_effect(strategy, "the step count takes precedence")
-    if count is not None and steps not in draft.fates:
-        if target in draft.targets:
-            draft.no_effect(steps, f"{per_epoch} takes precedence")
-            return
-        try:
-            found = number(count)
-        except UnfitError as error:
-            draft.not_honoured(steps, str(error))
-            return
+        kept = how == "best" and target == "checkpoint.every"
+        draft.no_effect(strategy, "the best checkpoint is always kept" if kept else "the step count takes precedence")
+    if target in draft.targets:
+        unused(draft, [steps], f"{per_epoch} takes precedence")
+    elif (found := draft.read(steps, number)) is not None:
         draft.set(target, found, steps, note="a fraction of all steps" if found < 1 else "")
 
 
-def precision(draft: Draft, *, bf16: tuple[str, ...], fp16: tuple[str, ...], tf32: str = "tf32") -> None:
+def precision(draft: Draft, *, bf16: tuple[str, ...], fp16: tuple[str, ...]) -> None:
     """bf16 by itself where the GPU has it; a precision that is asked for is the one there is."""
     halves = [key for key in fp16 if is_on(draft.get(key))]
     brains = [key for key in bf16 if is_on(draft.get(key)) and str(draft.get(key)).lower() != "auto"]
@@ -251,17 +237,14 @@ def precision(draft: Draft, *, bf16: tuple[str, ...], fp16: tuple[str, ...], tf3
         draft.set("precision", "fp32", *offs, note="neither bf16 nor fp16")
     left = dict.fromkeys(offs, "off; the recipe's precision applies")
     left |= dict.fromkeys((*halves, *autos), "bf16 takes precedence")
-    for key, why in left.items():
-        if key not in draft.fates:
-            draft.no_effect(key, why)
-    if draft.get(tf32) is not None:
-        draft.no_effect(tf32, "GEMMs run in the recipe's precision; fp32 never uses TF32")
+    for key in draft.unsaid(left):
+        draft.no_effect(key, left[key])
+    unused(draft, ["tf32"], "GEMMs run in the recipe's precision; fp32 never uses TF32")
 
 
-def adapter_off(draft: Draft, keys: list[str], why: str) -> None:
-    for key in keys:
-        if draft.get(key) is not None and key not in draft.fates:
-            draft.no_effect(key, why)
+def unused(draft: Draft, keys: Iterable[str], why: str) -> None:
+    for key in draft.unsaid(keys):
+        draft.no_effect(key, why)
 
 
 def held_out_first(draft: Draft, *, patience: str) -> None:
@@ -271,20 +254,13 @@ def held_out_first(draft: Draft, *, patience: str) -> None:
     if draft.targets.get("data.eval") is None:
         draft.not_honoured(patience, "early stopping needs held-out data (data.eval), and the config has none")
         return
-    try:
-        draft.set("eval.stop", {"patience": whole(draft.get(patience)), "min_delta": 0.0}, patience)
-    except UnfitError as error:
-        draft.not_honoured(patience, str(error))
+    if (times := draft.read(patience, whole)) is not None:
+        draft.set("eval.stop", {"patience": times, "min_delta": 0.0}, patience)
 
 
 def fraction_held_out(draft: Draft, key: str) -> None:
-    value = draft.get(key)
-    if value is None or key in draft.fates:
-        return
-    try:
-        found = number(value)
-    except UnfitError as error:
-        draft.not_honoured(key, str(error))
+    found = draft.read(key, number) if key not in draft.fates else None
+    if found is None:
         return
     if found == 0:
         draft.no_effect(key, "no held-out data, as by default in Pronghorn")
@@ -297,13 +273,8 @@ def fraction_held_out(draft: Draft, key: str) -> None:
 def betas(draft: Draft) -> None:
     both = [0.9, 0.999]
     for i, key in enumerate(("adam_beta1", "adam_beta2")):
-        if draft.get(key) is None:
-            continue
-        try:
-            both[i] = decimal(draft.get(key))
-        except UnfitError as error:
-            draft.not_honoured(key, str(error))
-        else:
+        if (beta := draft.read(key, decimal)) is not None:
+            both[i] = beta
             draft.set("train.betas", list(both), key)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
-from pronghorn.convert.one_line import one_line
+from pronghorn.errors import printable
+from pronghorn.recipe_file import scalar
 
 WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False, "none": None, "null": None, "": None}
 
@@ -68,8 +70,17 @@ def printed(value: Any) -> str:
 
 
 def written(value: Any) -> str:
-    """As one line of YAML."""
-    return one_line(value)
+    """As YAML on one line, which reads back as itself."""
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(written(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{written(str(key))}: {written(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, float) and "e" in repr(value):
+        return f"{value:.12g}"
+    if value is None or isinstance(value, (bool, int, float)):
+        return json.dumps(value)
+    text = printable(str(value).encode("utf-8", "backslashreplace").decode())
+    return json.dumps(text, ensure_ascii=False) if text.startswith("@") else scalar(text)
 
 
 def value_at(values: Any, key: str) -> Any:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pronghorn.convert.draft import Draft, Fate, Kind, nested
-from pronghorn.convert.one_line import one_line
-from pronghorn.convert.values import printed
+from pronghorn.convert.values import printed, written
 from pronghorn.errors import counted, printable
 from pronghorn.recipe import Recipe
 
@@ -40,7 +39,7 @@ def recipe_text(draft: Draft) -> str:
 
 
 def _line(draft: Draft, shown: str, target: str, value: Any) -> str:
-    line = f"{shown}: {one_line(value)}"
+    line = f"{shown}: {written(value)}"
     below = [name for name in (*draft.origins, *draft.defaults) if name == target or name.startswith(f"{target}.")]
     keys = dict.fromkeys(key for name in below for key in draft.origins.get(name, []))
     told_of = ", ".join(f"{key} (line {draft.lines[key]})" for key in keys)

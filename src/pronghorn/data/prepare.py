@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from pronghorn.data.encode.cached_rows import Progress, Rows, no_stage, silent, tokenized_rows
-from pronghorn.data.encode.token_cache import DamagedError, read_note_as, write_note
+from pronghorn.data.encode.token_cache import kept
 from pronghorn.data.encode.tokens import TokenTable
-from pronghorn.data.preference.pair_choices import first_rows, in_groups, take, too_long, truncated, unit_of, with_loss
+from pronghorn.data.preference.pair_choices import first_rows, in_units, too_long, truncated, unit_of, with_loss
 from pronghorn.data.preference.pair_rows import CHOSEN, PairRows
 from pronghorn.data.read import clean
 from pronghorn.data.read.copies import Side, families
@@ -113,14 +111,8 @@ def prepare(
 def findings(rows: Rows, near: bool, progress: Progress = silent) -> Findings:
     """Duplicates and junk among the rows; looked for once, then kept beside the cached table."""
     path = rows.path.with_suffix(f".findings{FINDINGS_VERSION}.json")
-    remark = ""
-    try:
-        known = _read_findings(path, len(rows.table))
-    except DamagedError as damage:
-        known, remark = None, f"the list of duplicates and junk is damaged ({damage}) and is created again: {path}"
-    if known is None:
-        known = _look(rows.table, progress)
-        write_note(path, json.dumps(known))
+    known, wrong = kept(path, _Stored, lambda: _look(rows.table, progress), lambda found: _names_rows(found, len(rows.table)))
+    remark = f"the list of duplicates and junk is damaged ({wrong}) and is created again: {path}" if wrong else ""
     if not near or rows.table.pairs is not None:  # answers that are compared are alike
         return Findings(*known, None, remark)
     first = families(Side.of(rows.table), rows.path, progress).dropped
@@ -162,11 +154,8 @@ def of_groups(pairs: PairRows, identities: bytearray, junk: dict[int, str]) -> _
     return exact, {int(row): why for group, why in chosen for row in range(starts[group], starts[group + 1])}
 
 
-def _read_findings(path: Path, count: int) -> _Stored | None:
-    found: _Stored | None = read_note_as(path, _Stored)
-    if any(not 0 <= row < count for part in found or () for row in part):
-        raise DamagedError("it names rows that are not there")
-    return found
+def _names_rows(found: _Stored, count: int) -> bool:
+    return all(0 <= row < count for part in found for row in part)
 
 
 # Choosing ---------------------------------------------------------------------------------------------------------------
@@ -187,8 +176,8 @@ def choose(rows: Rows, spec: Data, found: Findings | None, *, strict: bool = Tru
         reasons = [i for i in found.junk if keep[i]]
         keep[reasons] = False
         junk = int(np.isin(firsts, reasons).sum())
-    chosen, mixed = repeated(in_groups(rows.sources, table.pairs), keep[firsts])
-    table = take(table, chosen) if mixed or not keep.all() else table
+    chosen, mixed = repeated(in_units(rows.sources, table), keep[firsts])
+    table = table.select_units(chosen) if mixed or not keep.all() else table
 
     remarks = [*rows.remarks, *told_of_columns(rows.sources), *mixed]
     remarks += [found.remark] if found is not None and found.remark else []
@@ -216,7 +205,7 @@ def choose(rows: Rows, spec: Data, found: Findings | None, *, strict: bool = Tru
     cut, dropped_long, shortened, split_into = _cut(table, over, limit, spec.long, capacity)
     learnt = with_loss(cut)
     no_loss = int((~learnt).sum())
-    kept = take(cut, learnt) if no_loss else cut
+    kept = cut.select_units(learnt) if no_loss else cut
     if dropped_long and strict:
         why = "the answer starts after" if spec.long == "truncate" else "longer than"
         remarks.append(f"dropped {dropped_long:,} of {counted(units, unit)}: {why} {limit:,} tokens")
@@ -241,11 +230,11 @@ def _cut(
     if not over.any():
         return table, 0, 0, 0
     if long in {None, "drop"}:
-        return take(table, np.flatnonzero(~over)), int(over.sum()), 0, 0
+        return table.select_units(np.flatnonzero(~over)), int(over.sum()), 0, 0
     if long == "truncate":
         cut = truncated(table, limit, capacity)
         lost = over & ~with_loss(cut) & with_loss(table)  # its answer began after the limit
-        return take(cut, np.flatnonzero(~lost)), int(lost.sum()), int((over & ~lost).sum()), 0
+        return cut.select_units(np.flatnonzero(~lost)), int(lost.sum()), int((over & ~lost).sum()), 0
     pieces = [(i, at, at + limit) for i, length in enumerate(table.lengths) for at in range(0, max(1, int(length)), limit)]
     return table.cut(pieces), 0, 0, len(pieces) - int((~over).sum())
 
@@ -267,21 +256,17 @@ def _too_many_long(table: TokenTable, limit: int, affected: int, capacity: int |
 
 
 def _nothing_left(names: Sequence[Name], counts: Counts, spec: Data) -> DataError:
-    where = ", ".join(map(named, names))
-    if counts.dropped_long and spec.long == "truncate":
-        return DataError(
-            f"no row has a token with loss within its first {spec.max_length:,} tokens", where=where,
-            why="truncation removes all answers", fix="raise data.max_length, or set data.long: split",
-        )  # fmt: skip
-    if counts.dropped_long and counts.dropped_long + counts.no_loss >= counts.read - counts.bad - counts.junk:
-        return DataError(
-            f"all rows are too long: none has {spec.max_length:,} tokens or fewer", where=where,
-            why=f"dropped: {counted(counts.dropped_long, 'row')}",
-            fix="raise data.max_length, or set data.long: truncate or split",
-        )  # fmt: skip
     fates = {
         "too long": counts.dropped_long, "without a token that carries loss": counts.no_loss, "junk": counts.junk,
         "exact duplicates": counts.exact_duplicates, "near duplicates": counts.near_duplicates, "bad": counts.bad,
     }  # fmt: skip
+    what, fix = "no row is left to train on", "inspect rows with `pronghorn data show`"
     why = ", ".join(f"{count:,} {fate}" for fate, count in fates.items() if count)
-    return DataError("no row is left to train on", where=where, why=why, fix="inspect rows with `pronghorn data show`")
+    if counts.dropped_long and spec.long == "truncate":
+        what = f"no row has a token with loss within its first {spec.max_length:,} tokens"
+        why, fix = "truncation removes all answers", "raise data.max_length, or set data.long: split"
+    elif counts.dropped_long and counts.dropped_long + counts.no_loss >= counts.read - counts.bad - counts.junk:
+        what = f"all rows are too long: none has {spec.max_length:,} tokens or fewer"
+        why = f"dropped: {counted(counts.dropped_long, 'row')}"
+        fix = "raise data.max_length, or set data.long: truncate or split"
+    return DataError(what, where=", ".join(map(named, names)), why=why, fix=fix)

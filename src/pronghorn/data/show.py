@@ -104,7 +104,7 @@ def row_as_dict(tokenizer: Tokenizer, table: TokenTable, i: int) -> dict[str, An
 
 def count_of(table: TokenTable) -> int:
     """How many rows, or groups of them, there are to show."""
-    return len(table) if table.pairs is None else len(table.pairs.sizes)
+    return len(table.starts) - 1
 
 
 def as_text(tokenizer: Tokenizer, table: TokenTable, number: int, *, coloured: bool) -> Text:
@@ -137,9 +137,7 @@ def as_dict(tokenizer: Tokenizer, table: TokenTable, number: int) -> dict[str, A
 
 
 def _rows_of(table: TokenTable, group: int) -> range:
-    assert table.pairs is not None
-    starts = table.pairs.starts
-    return range(int(starts[group]), int(starts[group + 1]))
+    return range(*(int(row) for row in table.starts[group : group + 2]))
 
 
 def _name(table: TokenTable, role: int) -> str:

@@ -16,7 +16,7 @@ from pronghorn.recipe import Recipe
 from pronghorn.report.display import Display, make_display
 from pronghorn.report.run_log import history, read_log
 from pronghorn.report.stages import Stages
-from pronghorn.report.summary import render, summary
+from pronghorn.report.summary import summary
 from pronghorn.train.loop import RunResult
 
 ASKED = "Room 305 here, please wake me at 7:00."  # what the last lines suggest to ask
@@ -74,7 +74,7 @@ def finish(
         print(json.dumps(told))
         return
     console = Console()
-    console.print(render(summary(history(read_log(output)))))
+    console.print(summary(history(read_log(output))))
     between(console)
     console.print(f"{sentence(told)}; {told['seconds']:.0f} s in total", style="bold")
     print(f"adapter:    {told['adapter']} (PEFT format)")  # print breaks no line, so commands can be copied whole

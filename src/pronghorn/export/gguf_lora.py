@@ -31,12 +31,12 @@ def refuse(folder: Path) -> None:
         "a transposed layer (fan_in_fan_out)": config.get("fan_in_fan_out"),
     }
     if found := [name for name, there in beyond.items() if there]:
-        raise CommandError(
-            f"this adapter has {' and '.join(found)}",
-            where=str(folder),
-            why="llama.cpp's adapters are plain LoRA of linear layers",
-            fix="merge it: --to gguf:q8_0",
-        )
+        raise _merge_first(f"this adapter has {' and '.join(found)}", folder)
+
+
+def _merge_first(what: str, where: Path) -> CommandError:
+    why = "llama.cpp's adapters are plain LoRA of linear layers"
+    return CommandError(what, where=str(where), why=why, fix="merge it: --to gguf:q8_0")
 
 
 def write(checkpoint: Path, base: Path, target: Path, title: str, converter: Converter) -> None:
@@ -74,12 +74,7 @@ def plain_factors(checkpoint: Path) -> tuple[dict[str, torch.Tensor], float]:
     for key, value in load_file(checkpoint / ADAPTER_WEIGHTS).items():
         parts = FACTOR.fullmatch(key)
         if parts is None:
-            raise CommandError(
-                f"{key} is not a LoRA matrix of a linear layer",
-                where=str(checkpoint / ADAPTER_WEIGHTS),
-                why="llama.cpp's adapters are plain LoRA of linear layers",
-                fix="merge it: --to gguf:q8_0",
-            )
+            raise _merge_first(f"{key} is not a LoRA matrix of a linear layer", checkpoint / ADAPTER_WEIGHTS)
         found[f"{parts['name']}.{parts['factor']}"] = value.float().contiguous()
     if not (config.get("rank_pattern") or config.get("alpha_pattern") or config.get("use_rslora")):
         return found, float(config["lora_alpha"])

@@ -1,5 +1,5 @@
-"""What llama.cpp makes of a GGUF file: scores of rows, rendered chats, answers. Through xllamacpp, a package with llama.cpp
-inside, in a process of its own (llama_cpp_child.py)."""
+"""What llama.cpp makes of a GGUF file: scores of rows, rendered chats, tokens of texts. Through xllamacpp, a package with
+llama.cpp inside, in a process of its own (llama_cpp_child.py)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import importlib.util
 import json
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +24,18 @@ MARGIN = 8  # tokens of context beyond the longest row
 
 @dataclass(frozen=True)
 class Questions:
-    """Rows: {ids, start}; prompts: {ids, longest}. Answers come in this order."""
+    """Rows: {ids, start}. Answers come in this order."""
 
     messages: Sequence[list[dict[str, str]]] = ()
     texts: Sequence[str] = ()
     rows: Sequence[dict[str, Any]] = ()
-    prompts: Sequence[dict[str, Any]] = ()
 
 
 @dataclass
 class Answers:
-    rendered: list[dict[str, Any]] = field(default_factory=list)  # {text, ids}
-    tokens: list[list[int]] = field(default_factory=list)
-    scores: list[dict[str, Any]] = field(default_factory=list)  # {best, log_probs}
-    answers: list[dict[str, Any]] = field(default_factory=list)  # {text, ids}
+    rendered: list[dict[str, Any]]  # {text, ids}
+    tokens: list[list[int]]
+    scores: list[dict[str, Any]]  # {best, log_probs}
 
 
 def version() -> str | None:
@@ -52,8 +50,8 @@ def version() -> str | None:
 
 def ask(model: Path, asked: Questions, report: Report = lambda *_: None, *, lora: Path | None = None) -> Answers:
     """Raises ModelError if llama.cpp cannot load the file."""
-    sizes = [len(row["ids"]) for row in asked.rows] + [len(one["ids"]) + one["longest"] for one in asked.prompts]
-    total = len(asked.messages) + len(asked.texts) + len(asked.rows) + len(asked.prompts)
+    sizes = [len(row["ids"]) for row in asked.rows]
+    total = len(asked.messages) + len(asked.texts) + len(asked.rows)
     job = {
         "model": str(model.resolve()),
         "lora": str(lora.resolve()) if lora else "",
@@ -62,7 +60,6 @@ def ask(model: Path, asked: Questions, report: Report = lambda *_: None, *, lora
         "messages": list(asked.messages),
         "texts": list(asked.texts),
         "rows": list(asked.rows),
-        "prompts": list(asked.prompts),
     }
     with tempfile.TemporaryDirectory(prefix="pronghorn-llama-cpp-") as name:
         question, answers = Path(name) / "asked.json", Path(name) / "answers.jsonl"
@@ -79,8 +76,5 @@ def ask(model: Path, asked: Questions, report: Report = lambda *_: None, *, lora
         lines = [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
     parts = iter(lines)
     return Answers(
-        [next(parts) for _ in asked.messages],
-        [next(parts)["ids"] for _ in asked.texts],
-        [next(parts) for _ in asked.rows],
-        [next(parts) for _ in asked.prompts],
+        [next(parts) for _ in asked.messages], [next(parts)["ids"] for _ in asked.texts], [next(parts) for _ in asked.rows]
     )

@@ -66,12 +66,6 @@ class LlamaCpp:
         found = [self.next_token(ids[:place], ids[place]) for place in range(start, len(ids))]
         return {"best": [best for best, _ in found], "log_probs": [log_prob for _, log_prob in found]}
 
-    def answer(self, ids: list[int], longest: int) -> dict[str, Any]:
-        found = self.ask(
-            "completion", prompt=ids, n_predict=longest, temperature=0, top_k=1, return_tokens=True, cache_prompt=True
-        )
-        return {"text": found["content"], "ids": found["tokens"]}
-
     def rendered(self, messages: list[dict[str, str]]) -> dict[str, Any]:
         text = self.ask("apply-template", messages=messages)["prompt"]
         return {"text": text, **self.tokens(text, special=True)}
@@ -91,8 +85,6 @@ def work(model: LlamaCpp, job: dict[str, Any], out: TextIO) -> None:
         told(model.tokens(text))
     for row in job["rows"]:
         told(model.score(row["ids"], row["start"]))
-    for prompt in job["prompts"]:
-        told(model.answer(prompt["ids"], prompt["longest"]))
 
 
 def main(asked: str, answers: str) -> None:

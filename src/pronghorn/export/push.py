@@ -7,9 +7,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pronghorn.errors import CommandError, PronghornError
+from pronghorn.errors import CommandError, EnvironmentFault, ModelError
 from pronghorn.export.job import Report
-from pronghorn.hub import REPOSITORY, hub_api, hub_errors, quiet, refusal
+from pronghorn.hub import REPOSITORY, hub_api, hub_errors, quiet
 
 
 def require_push(name: str, targets: int) -> None:
@@ -33,24 +33,45 @@ def require_push(name: str, targets: int) -> None:
 
 
 def push(folder: Path, name: str, report: Report) -> str:
-    """The address of what was uploaded, in one commit: all of it or nothing."""
+    """The address of what was uploaded."""
     total = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     report("uploading", 0, total)
-    with quiet():
-        api: Any = hub_api(None)
-        try:
-            api.create_repo(name, private=True, exist_ok=True)
-            found = api.upload_folder(repo_id=name, folder_path=str(folder), commit_message=f"Export of {folder.name}")
-        except hub_errors() as error:
-            raise _told(refusal(error, name), folder) from error
+    try:
+        sent = send(folder, name, private=True, commit_message=f"Export of {folder.name}")
+    except (ModelError, EnvironmentFault) as error:
+        raise type(error)(
+            what=f"the export is written, but not uploaded: {error.what}",
+            where=str(folder),
+            why=error.why,
+            fix=f"{error.fix}; then upload the folder: hf upload NAME {folder}",
+        ) from error
     report("uploading", total, total)
-    return str(getattr(found, "repo_url", None) or f"{api.endpoint}/{name}")
+    return str(sent.repo_url)
 
 
-def _told(error: PronghornError, folder: Path) -> PronghornError:
-    return type(error)(
-        what=f"the export is written, but not uploaded: {error.what}",
-        where=str(folder),
-        why=error.why,
-        fix=f"{error.fix}; then upload the folder: hf upload NAME {folder}",
-    )
+def send(folder: Path, name: str, *, token: str | bool | None = None, private: bool | None = None, **commit: Any) -> Any:
+    """In one commit: all of it or nothing. Returns what upload_folder of huggingface_hub returns, which also takes `commit`."""
+    api = hub_api(token or None)  # type: ignore[arg-type]  # True: the token of the login
+    try:
+        with quiet():
+            repository = api.create_repo(name, private=private, exist_ok=True).repo_id
+            return api.upload_folder(repo_id=repository, folder_path=str(folder), **commit)
+    except hub_errors() as error:
+        raise _not_sent(error, name) from error
+
+
+def _not_sent(error: Exception, name: str) -> ModelError | EnvironmentFault:
+    status = int(getattr(getattr(error, "response", None), "status_code", 0) or 0)
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    if status in (401, 403):
+        return ModelError(
+            what=f"the Hub refused the upload ({status})",
+            where=name,
+            why=first,
+            fix="use a token with write access: HF_TOKEN, or token=... in Python",
+        )
+    if isinstance(error, ValueError) or 400 <= status < 500:
+        return ModelError(
+            what="the Hub refused the upload", where=name, why=first, fix="check the repository name: account/model"
+        )
+    return EnvironmentFault(what="the upload to the Hub failed", where=name, why=first, fix="check the network, then try again")

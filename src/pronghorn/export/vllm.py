@@ -16,19 +16,17 @@ from safetensors.torch import load_file, save_file
 
 from pronghorn.errors import CommandError
 from pronghorn.export import adapter
-from pronghorn.export.checking import Reference, Verdict, score
 from pronghorn.export.job import Job, copy_files
 from pronghorn.export.usage import Usage, base_name
 from pronghorn.model.config import read_config
 from pronghorn.model.families import EXPERTS, FAMILIES, text_config
 from pronghorn.model.lora import ADAPTER_WEIGHTS
 from pronghorn.model.merge_stream import MergedWeights, merging
-from pronghorn.model.stock import stock_adapter
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM can be started with
 CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
-size = adapter.size
+size, check = adapter.size, adapter.check
 
 
 def refuse(job: Job) -> None:
@@ -82,11 +80,6 @@ def _write_experts(job: Job) -> None:
     config["target_modules"] = sorted({*(config.get("target_modules") or ()), *parts})
     config["target_parameters"] = None
     (job.folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def check(job: Job, reference: Reference) -> Verdict:
-    model = stock_adapter(job.recipe, job.folder)
-    return job.judged(reference, score(model, reference.rows, job.report), "transformers and PEFT", job.recipe)
 
 
 def usage(job: Job) -> list[Usage]:

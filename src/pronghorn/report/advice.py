@@ -216,17 +216,17 @@ def _updating(run: RunStats) -> Iterable[Advice]:
 
 def _too_long(run: RunStats) -> Iterable[Advice]:
     """Everything after the best evaluation made the model worse; a rise of up to 2 % is taken for noise."""
-    every = _every(run, "eval")
-    if not every or run.decides != "loss" or run.best_eval is None or run.last_eval is None or run.best_eval_step is None:
+    every, found = _every(run, "eval"), run.evaluation
+    if not every or run.decides != "loss" or found.best is None or found.last is None or found.best_step is None:
         return
-    if run.last_eval <= run.best_eval * 1.02:
+    if found.last <= found.best * 1.02:
         return
     stop = _setting(run.recipe, "eval", "stop")
     now = stop.get("patience", 3) if isinstance(stop, dict) else 4
-    why = f"held-out loss was best at step {run.best_eval_step:,} of {run.step:,} and rose afterwards"
+    why = f"held-out loss was best at step {found.best_step:,} of {run.step:,} and rose afterwards"
     spent = sum(run.stages.get(stage, 0.0) for stage in (*TRAINING, "wait", "evaluate", "answers"))
     for patience in range(1, min(4, now)):
-        steps = run.step - (run.best_eval_step + patience * every)
+        steps = run.step - (found.best_step + patience * every)
         value = {**(stop or {}), "patience": patience}
         yield Advice({"eval.stop": value}, spent * max(0, steps) / run.step, why)
 

@@ -24,7 +24,6 @@ LONGEST_LINE = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class AnswerRow:
-    row: str
     prompt: str
     expected: str
     base: str | None
@@ -78,7 +77,7 @@ def mean_scores(answers: Sequence[AnswerRow]) -> dict[str, tuple[float | None, f
 def _answer(one: dict[str, Any]) -> AnswerRow:
     step, base = one.get("step"), one.get("base")
     return AnswerRow(
-        row=_text(one.get("row")), prompt=_text(one.get("prompt")), expected=_text(one.get("expected")),
+        prompt=_text(one.get("prompt")), expected=_text(one.get("expected")),
         base=None if base is None else _text(base), answer=_text(one.get("answer")),
         step=step if isinstance(step, int) and 0 <= step < 2**63 else None,
         scores=_scores(one.get("scores")), base_scores=_scores(one.get("base_scores")),

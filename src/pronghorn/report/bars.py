@@ -1,4 +1,4 @@
-"""Small pictures made of characters: a sparkline, a share as a bar, and the wall-clock by stage in colours."""
+"""Small pictures made of characters: a sparkline, and the wall-clock by stage in colours."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pronghorn.report.number_format import percent
 from pronghorn.report.stages import STAGES
 
 SPARKS = "▁▂▃▄▅▆▇█"
-EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 # Training in green, what feeds it in blue, what interrupts it in yellow and magenta, what comes before it in grey.
 STAGE_STYLES = {
@@ -44,13 +43,6 @@ def sparkline(values: Sequence[float], width: int = 20) -> str:
     low, high = min(means), max(means)
     scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
     return "".join(SPARKS[round((mean - low) * scale)] for mean in means)
-
-
-def share_bar(share: float, width: int = 20) -> str:
-    """0.5 as half of `width`, to an eighth of a character."""
-    eighths = round(max(0.0, min(1.0, share)) * width * 8)
-    full, rest = divmod(eighths, 8)
-    return "█" * full + (EIGHTHS[rest] if rest else "")
 
 
 def stage_bar(seconds: Mapping[str, float], width: int = 40) -> Text:

@@ -46,26 +46,17 @@ def expert_load(kept: Sequence[dict[str, Any]]) -> list[LayerLoad]:
     return [LayerLoad(layer, tuple(counts)) for layer, counts in sorted(sums.items())]
 
 
-def experts_summary(kept: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """For the summary; None where there are no experts."""
+def experts_line(kept: Sequence[dict[str, Any]]) -> str:
+    """For the summary; empty where there are no experts."""
     layers = expert_load(kept)
     if not layers:
-        return None
+        return ""
     worst = max(layers, key=lambda load: load.imbalance)
     mean = sum(load.imbalance for load in layers) / len(layers)
-    text = (
+    return (
         f"busiest expert: {mean:.2f} times the mean load over {counted(len(layers), 'layer')}, at most "
         f"{worst.imbalance:.2f} in layer {worst.layer}; 0 tokens dropped"
     )
-    return {
-        "layers": len(layers),
-        "imbalance": mean,
-        "worst_layer": worst.layer,
-        "worst_imbalance": worst.imbalance,
-        "unused": sum(load.unused for load in layers),
-        "dropped": 0,
-        "text": text,
-    }
 
 
 def experts_section(kept: Sequence[dict[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""report.html: a run on one page that needs nothing but a browser, made from run.jsonl alone."""
+"""report.html: a run on one page that needs nothing but a browser, made from run.jsonl and answers.jsonl alone."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def render_page(events: Sequence[dict[str, Any]], name: str = "run", answers: Se
     title = run.name or name
     body = [
         _header(run, title, steps), _tiles(run, answers), _plots(run, kept, steps, evals),
-        evaluations_section(evals, run.best_step), answers_section(answers) or _generations(evals), data_section(start),
+        evaluations_section(evals, run.best_step), answers_section(answers), data_section(start),
         _stages(run), memory_section(kept), cost_section(run, kept), experts_section(kept), _recipe(run), _notices(events),
         _sessions(run),
     ]  # fmt: skip
@@ -111,22 +111,22 @@ def _live(run: RunStats, steps: Sequence[dict[str, Any]]) -> str:
 
 def _tiles(run: RunStats, answers: Sequence[AnswerRow]) -> str:
     """The result first: what the answers score, beside the base model's."""
-    at_best = f"best at step {run.best_eval_step:,}" if run.best_eval_step is not None else ""
-    first = f"from {number_format.figure(run.first_loss)}" if run.first_loss is not None else ""
+    at_best = f"best at step {run.evaluation.best_step:,}" if run.evaluation.best_step is not None else ""
+    first = f"from {number_format.figure(run.loss.first)}" if run.loss.first is not None else ""
     planned = f"of {run.steps:,} planned" if run.steps else ""
     full = f"packs {100 * run.efficiency:.1f} % full" if run.efficiency is not None else ""
-    best_loss = f"at step {run.best_loss_step:,}" if run.best_loss_step is not None else ""
+    best_loss = f"at step {run.loss.best_step:,}" if run.loss.best_step is not None else ""
     sessions = f"in {len(run.sessions)} sessions" if len(run.sessions) > 1 else ""
     tiles = [
         *score_tiles(answers),
-        ("evaluation loss", number_format.figure(run.best_eval), at_best),
-        ("training loss, last", number_format.figure(run.last_loss), first),
+        ("evaluation loss", number_format.figure(run.evaluation.best), at_best),
+        ("training loss, last", number_format.figure(run.loss.last), first),
         ("steps", f"{run.step:,}", planned),
         ("wall-clock", number_format.duration(run.seconds), sessions),
         ("tokens per second", number_format.count(run.tokens_per_second), "real tokens, no padding"),
         ("tokens seen", number_format.count(run.tokens), full),
         ("perplexity", number_format.figure(run.perplexity), "at the best evaluation" if run.perplexity is not None else ""),
-        ("training loss, best", number_format.figure(run.best_loss), best_loss),
+        ("training loss, best", number_format.figure(run.loss.best), best_loss),
     ]
     return '<dl class="tiles">' + "".join(
         f'<div class="tile"><dt>{escape(label)}</dt><dd>{escape(value)}<small>{escape(more)}</small></dd></div>'
@@ -153,8 +153,9 @@ def _plots(
     broken = sum(not math.isfinite(y) for _, y in loss)
     note = f"{broken:,} {'step' if broken == 1 else 'steps'} with a non-finite loss." if broken else ""
     star = None
-    if run.best_eval is not None and run.best_eval_step is not None:
-        star = (float(run.best_eval_step), run.best_eval, f"best {number_format.figure(run.best_eval)}")
+    best = run.evaluation
+    if best.best is not None and best.best_step is not None:
+        star = (float(best.best_step), best.best, f"best {number_format.figure(best.best)}")
     resumes = [e["resumed_from"] for e in kept if e["event"] == "start" and e.get("resumed_from") is not None]
     breaks = [(float(step), f"resumed at {step:,}") for step in sorted(set(resumes))]
     lines = [*_with_trend("training", loss)]
@@ -234,25 +235,6 @@ def _suggestions(run: RunStats) -> str:
     total = sum(run.stages.values())
     shown = [f"{escape(one.change)} ({saving(one.seconds, total)}) <span>— {escape(one.why)}</span>" for one in advise(run)]
     return "<br>".join(shown) or escape(remark(run))
-
-
-def _answers(evaluation: dict[str, Any]) -> dict[str, dict[str, str]]:
-    """The generations of an evaluation by their prompt."""
-    found = [g for g in evaluation.get("generations") or [] if isinstance(g, dict)]
-    return {str(g.get("prompt", "")): {key: str(g.get(key) or "") for key in ("expected", "answer")} for g in found}
-
-
-def _generations(evals: Sequence[dict[str, Any]]) -> str:
-    """What the evaluations logged: the newest answers beside the first ones."""
-    told = [(f"answer at step {e.get('step', 0):,}", found) for e in evals if (found := _answers(e))]
-    if not told:
-        return ""
-    (before, first), (now, newest) = told[0] if len(told) > 1 else ("", {}), told[-1]
-    rows = [
-        AnswerRow("", prompt, said["expected"], first.get(prompt, {}).get("answer"), said["answer"], None, {}, {})
-        for prompt, said in newest.items()
-    ]
-    return answers_section(rows, before, now)
 
 
 def _recipe(run: RunStats) -> str:

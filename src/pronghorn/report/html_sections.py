@@ -10,9 +10,9 @@ from typing import Any
 
 from pronghorn.report import number_format
 from pronghorn.report.answers import AnswerRow, mean_scores
-from pronghorn.report.ranks import ranks_summary
+from pronghorn.report.ranks import ranks_line
 from pronghorn.report.run_log import as_number
-from pronghorn.report.run_stats import RunStats, cost
+from pronghorn.report.run_stats import RunStats
 
 FIRST_ANSWERS = 6  # shown at once, the others on request
 MOST_ANSWERS, MOST_EVALUATIONS, MOST_SOURCES, MOST_TEXT = 30, 40, 50, 3000  # keeps the page below 2 MB whatever the run says
@@ -141,14 +141,13 @@ def _metrics(evaluation: dict[str, Any]) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def answers_section(answers: Sequence[AnswerRow], before: str = "before training", now: str = "") -> str:
+def answers_section(answers: Sequence[AnswerRow]) -> str:
     """Held-out rows: what was expected, what the model said before training and what it says now. Wrong answers come first,
     and none of those that the page has room for is hidden."""
     if not answers:
         return ""
     steps = {one.step for one in answers if one.step is not None}
-    elsewhere = "" if now else "; every one is in answers.jsonl"
-    now = now or (f"after step {steps.pop():,}" if len(steps) == 1 else "after training")
+    before, now = "before training", f"after step {steps.pop():,}" if len(steps) == 1 else "after training"
     compared = any(one.base is not None for one in answers)
     rows = []
     ordered = sorted(answers, key=lambda one: _is_right(one.answer, one.expected, one.scores))
@@ -166,7 +165,7 @@ def answers_section(answers: Sequence[AnswerRow], before: str = "before training
     first = max(wrong, FIRST_ANSWERS)
     shown, others = table.format("".join(rows[:first])), rows[first:]
     if others:
-        of = f", {MOST_ANSWERS} of {len(answers):,} in all{elsewhere}" * (len(answers) > MOST_ANSWERS)
+        of = f", {MOST_ANSWERS} of {len(answers):,} in all; every one is in answers.jsonl" * (len(answers) > MOST_ANSWERS)
         shown += f"<details><summary>{len(others)} more{of}</summary>{table.format(''.join(others))}</details>"
     return f'<h2>Answers</h2><div class="card"><p class="note">{told}</p>{shown}</div>'
 
@@ -240,15 +239,13 @@ def memory_section(kept: Sequence[dict[str, Any]]) -> str:
 def cost_section(run: RunStats, kept: Sequence[dict[str, Any]]) -> str:
     if not sum(run.stages.values()):
         return ""
-    spent = cost(run.stages, run.gpus, run.price)
     rows = [("wall-clock", number_format.duration(run.seconds)),
-            ("GPU hours", f"{spent.gpu_hours:,.2f}" if run.gpus else ""),
-            ("outside training", f"{number_format.percent(spent.wasted_share)} of the time: loading, evaluation, checkpoints"),
+            ("GPU hours", f"{run.gpu_hours:,.2f}" if run.gpus else ""),
+            ("outside training", f"{number_format.percent(run.wasted_share)} of the time: loading, evaluation, checkpoints"),
             ("tokens per hour", number_format.count(run.tokens / run.seconds * 3600) if run.seconds > 0 else "")]  # fmt: skip
-    if ranks := ranks_summary(kept):
-        rows.append(("ranks", ranks["text"]))
-    if spent.money is not None and run.price is not None:
-        rows.append(("price", f"about {spent.money:,.2f} USD at {run.price:,.2f} USD per hour ({run.price_note})"))
+    rows.append(("ranks", ranks_line(kept)))
+    if run.money is not None and run.price is not None:
+        rows.append(("price", f"about {run.money:,.2f} USD at {run.price:,.2f} USD per hour ({run.price_note})"))
     elif run.gpus:
         rows.append(("price", "unknown for this GPU"))
     return f'<h2>Cost</h2><div class="card">{pairs(rows)}</div>'

@@ -14,14 +14,15 @@ from pronghorn.report import number_format
 from pronghorn.report.run_log import as_number
 
 
-def ranks_summary(kept: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """None of a run on one rank. `kept`: as `history` gives it; a resumed run may have another number of ranks."""
+def ranks_line(kept: Sequence[dict[str, Any]]) -> str:
+    """For the summary and the page; empty for a run on one rank. `kept`: as `history` gives it; a resumed run may have another
+    number of ranks."""
     start: dict[str, Any] = next((event for event in reversed(kept) if event["event"] == "start"), {})
     ranks = start.get("ranks") or 1
     found = [event for event in kept if event["event"] == "ranks" and len(event.get("waited") or ()) == ranks]
     seconds = sum(as_number(event.get("seconds")) for event in found)
     if ranks == 1 or not seconds > 0:  # nan counts as nothing
-        return None
+        return ""
     shares = [min(1.0, sum(float(event["waited"][rank]) for event in found) / seconds) for rank in range(ranks)]
     slowest = min(range(ranks), key=lambda rank: shares[rank])
     steps = [event for event in kept if event["event"] == "step" and event.get("step", 0) <= found[-1]["step"]]
@@ -32,14 +33,7 @@ def ranks_summary(kept: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
         f"; {number_format.percent(sum(shares) / ranks)} of the time communicating or waiting for other ranks; slowest: rank "
         f"{slowest}, which waited {number_format.percent(shares[slowest])}"
     )
-    facts = {"ranks": ranks, "waited": shares, "slowest": slowest, "tokens_per_second": rate, "each": rate / ranks}
-    return facts | _beside_forecast(found, taken / len(steps) if steps else 0.0, shares[slowest], text)
-
-
-def _beside_forecast(found: Sequence[dict[str, Any]], step: float, least: float, text: str) -> dict[str, Any]:
-    """The forecast has no waiting in it: it stands beside the rank that waited least."""
-    foretold = as_number(found[-1].get("foretold"))
-    if not foretold > 0 or not step > 0:
-        return {"text": text}
-    told = f"; predicted all-reduce time: {number_format.percent(foretold / step)} of a step"
-    return {"foretold": foretold / step, "measured": least, "text": text + told}
+    foretold = as_number(found[-1].get("foretold"))  # without waiting
+    if foretold > 0 and taken > 0:
+        text += f"; predicted all-reduce time: {number_format.percent(foretold * len(steps) / taken)} of a step"
+    return text

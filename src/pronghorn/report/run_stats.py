@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from pronghorn.report.stages import STAGES
 # Without an end event a run is either at work or was killed; the log of a run at work is seldom silent for so long.
 SILENT_AFTER = 600.0
 
+TRAINING = ("step", "optimizer")  # the stages one pays for on purpose
 STATES = {"done": "done", "early stop": "early stop", "signal": "interrupted", "health": "health stop", "error": "error"}
 
 
@@ -40,15 +41,15 @@ class Session:
 
 
 @dataclass(frozen=True, slots=True)
-class MetricFigures:
-    """A metric of answers to held-out rows, where more is better."""
+class Curve:
+    """A loss, or a metric of answers to held-out rows, over the steps. None: it was not measured; `best` is finite."""
 
-    base: float | None  # of the base model
-    first: float
-    last: float
-    best: float | None
-    best_step: int | None
-    samples: int  # rows that were answered
+    first: float | None = None
+    last: float | None = None
+    best: float | None = None
+    best_step: int | None = None
+    base: float | None = None  # a metric of the base model
+    samples: int = 0  # rows that were answered for a metric
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +67,10 @@ class RunStats:
     last: float | None  # time of the last event
     step: int
     steps: int
-    first_loss: float | None
-    last_loss: float | None
-    best_loss: float | None
-    best_loss_step: int | None
-    first_eval: float | None
-    last_eval: float | None
-    best_eval: float | None
-    best_eval_step: int | None
-    last_eval_step: int | None
+    loss: Curve
+    evaluation: Curve  # the held-out loss
     perplexity: float | None  # at the best evaluation
-    metrics: dict[str, MetricFigures]  # of answers, by name
+    metrics: dict[str, Curve]  # of answers, by name; more is better
     decides: str  # what the best checkpoint is the best by: loss, or a metric
     tokens: int
     tokens_per_second: float
@@ -100,12 +94,27 @@ class RunStats:
     @property
     def best_step(self) -> int | None:
         """The step of the best checkpoint, by the figure that decides."""
-        return self.metrics[self.decides].best_step if self.decides in self.metrics else self.best_eval_step
+        return self.metrics.get(self.decides, self.evaluation).best_step
 
     def share(self, *stages: str) -> float:
         """The part of the accounted wall-clock that these stages took, 0 to 1."""
         total = sum(self.stages.values())
         return sum(self.stages.get(stage, 0.0) for stage in stages) / total if total > 0 else 0.0
+
+    @property
+    def gpu_hours(self) -> float:
+        """0 for a run on a CPU."""
+        return sum(self.stages.values()) * self.gpus / 3600.0
+
+    @property
+    def money(self) -> float | None:
+        """In USD; None without a price."""
+        return None if self.price is None else self.gpu_hours * self.price
+
+    @property
+    def wasted_share(self) -> float:
+        """The part of the wall-clock outside the training stages, 0 to 1."""
+        return 1.0 - self.share(*TRAINING) if sum(self.stages.values()) > 0 else 0.0
 
 
 def run_stats(events: Sequence[dict[str, Any]], now: float | None = None) -> RunStats:
@@ -117,9 +126,10 @@ def run_stats(events: Sequence[dict[str, Any]], now: float | None = None) -> Run
     evals = [e for e in kept if e["event"] == "eval"]
     recipe = start.get("recipe") or {}
     parameters, data = start.get("parameters") or {}, start.get("data") or {}
-    best_loss, best_loss_step = _best(steps)
-    best_eval, best_eval_step = _best(evals)
-    state, why = _state(events, time.time() if now is None else now)
+    evaluation = _losses(evals)
+    sessions = _sessions(events)
+    last = events[-1].get("time") if events else None
+    state, why = _state(sessions, as_number(last), time.time() if now is None else now)
     seconds = sum(as_number(e.get("seconds")) for e in steps)
     device, price, ranks = str(start.get("device", "")), start.get("price"), start.get("ranks") or 1
     price = price if isinstance(price, dict) else {}
@@ -133,26 +143,19 @@ def run_stats(events: Sequence[dict[str, Any]], now: float | None = None) -> Run
         state=state,
         why=why,
         began=events[0].get("time") if events else None,
-        last=events[-1].get("time") if events else None,
+        last=last,
         step=max((e.get("step", 0) for e in kept if e["event"] in ("step", "eval", "checkpoint")), default=0),
         steps=int(start.get("steps") or 0),
-        first_loss=_loss(steps[:1]),
-        last_loss=_loss(steps[-1:]),
-        best_loss=best_loss,
-        best_loss_step=best_loss_step,
-        first_eval=_loss(evals[:1]),
-        last_eval=_loss(evals[-1:]),
-        best_eval=best_eval,
-        best_eval_step=best_eval_step,
-        last_eval_step=evals[-1].get("step") if evals else None,
+        loss=_losses(steps),
+        evaluation=evaluation,
         perplexity=next(
-            (as_number(e["perplexity"]) for e in evals if e.get("step") == best_eval_step and "perplexity" in e), None
+            (as_number(e["perplexity"]) for e in evals if e.get("step") == evaluation.best_step and "perplexity" in e), None
         ),
         metrics=_metrics(kept, evals),
         decides=str((recipe.get("eval") or {}).get("best") or "loss"),
         tokens=int(steps[-1].get("seen_tokens", 0)) if steps else 0,
         tokens_per_second=sum(e.get("tokens", 0) for e in steps) / seconds if seconds > 0 else 0.0,
-        seconds=sum(s.seconds for s in _sessions(events)),
+        seconds=sum(session.seconds for session in sessions),
         stages=_stages(events),
         efficiency=data.get("efficiency"),
         parameters=parameters.get("total"),
@@ -167,17 +170,18 @@ def run_stats(events: Sequence[dict[str, Any]], now: float | None = None) -> Run
         checkpoint_steps=tuple(e["step"] for e in kept if e["event"] == "checkpoint" and "step" in e),
         improved_steps=tuple(e["step"] for e in evals if e.get("best") and "step" in e),
         recipe=recipe,
-        sessions=_sessions(events),
+        sessions=sessions,
     )
 
 
-def _loss(events: Sequence[dict[str, Any]]) -> float | None:
-    return as_number(events[0].get("loss")) if events else None
+def _losses(events: Sequence[dict[str, Any]]) -> Curve:
+    return _curve([(as_number(e.get("loss")), e.get("step")) for e in events], min)
 
 
-def _best(events: Sequence[dict[str, Any]]) -> tuple[float | None, int | None]:
-    finite = [(as_number(e.get("loss")), e.get("step")) for e in events if math.isfinite(as_number(e.get("loss")))]
-    return min(finite, key=lambda pair: pair[0]) if finite else (None, None)
+def _curve(values: Sequence[tuple[float, int | None]], best: Callable[..., Any], **more: Any) -> Curve:
+    """`values`: with their steps. `best`: min or max. `more`: what else a curve has."""
+    chosen = best((pair for pair in values if math.isfinite(pair[0])), key=lambda pair: pair[0], default=(None, None))
+    return Curve(values[0][0], values[-1][0], *chosen, **more) if values else Curve(**more)
 
 
 def _has_room(kept: Sequence[dict[str, Any]]) -> bool:
@@ -186,36 +190,23 @@ def _has_room(kept: Sequence[dict[str, Any]]) -> bool:
     return not isinstance(plan, dict) or 2 * as_number(plan.get("peak_bytes")) <= as_number(plan.get("budget"))
 
 
-def _metrics(kept: Sequence[dict[str, Any]], evals: Sequence[dict[str, Any]]) -> dict[str, MetricFigures]:
+def _metrics(kept: Sequence[dict[str, Any]], evals: Sequence[dict[str, Any]]) -> dict[str, Curve]:
     measured = [e for e in evals if e.get("metrics")]
     base: dict[str, Any] = next((e for e in reversed(kept) if e["event"] == "base"), {})
     found = {}
     for name in measured[-1]["metrics"] if measured else ():
         values = [(as_number(e["metrics"].get(name)), e.get("step")) for e in measured]
-        best, best_step = max(((v, s) for v, s in values if math.isfinite(v)), key=lambda pair: pair[0], default=(None, None))
         of_base = (base.get("metrics") or {}).get(name)
-        found[str(name)] = MetricFigures(
-            None if of_base is None else as_number(of_base),
-            values[0][0],
-            values[-1][0],
-            best,
-            best_step,
-            int(measured[-1].get("samples", 0)),
-        )
+        known = None if of_base is None else as_number(of_base)
+        found[str(name)] = _curve(values, max, base=known, samples=int(measured[-1].get("samples", 0)))
     return found
 
 
-def _state(events: Sequence[dict[str, Any]], now: float) -> tuple[str, str]:
-    if not events:
-        return "empty", ""
-    last_session = events[-1].get("session")
-    for event in reversed(events):
-        if event.get("session") != last_session:
-            break
-        if event["event"] == "end":
-            reason = str(event.get("reason", ""))
-            return STATES.get(reason, reason), str(event.get("why") or "")
-    return ("running" if now - as_number(events[-1].get("time")) < SILENT_AFTER else "cut off"), ""
+def _state(sessions: Sequence[Session], last: float, now: float) -> tuple[str, str]:
+    """`last`: time of the last event."""
+    if not sessions or sessions[-1].ended:
+        return (sessions[-1].ended, sessions[-1].why) if sessions else ("empty", "")
+    return ("running" if now - last < SILENT_AFTER else "cut off"), ""
 
 
 def _by_session(events: Sequence[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
@@ -257,30 +248,3 @@ def _sessions(events: Sequence[dict[str, Any]]) -> tuple[Session, ...]:
             )
         )
     return tuple(sessions)
-
-
-TRAINING = ("step", "optimizer")  # the stages one pays for on purpose
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """What a run used."""
-
-    gpu_hours: float
-    money: float | None  # in the unit of the price; None without a price
-    wasted_share: float  # of the wall-clock, 0 to 1: everything but the training stages
-    wasted_gpu_hours: float
-
-
-def cost(seconds: Mapping[str, float], gpus: int = 1, price_per_hour: float | None = None) -> Cost:
-    """`seconds`: wall-clock by stage. `price_per_hour`: of one GPU. A CPU run (gpus=0) has no GPU hours."""
-    total = sum(seconds.values())
-    training = sum(seconds.get(stage, 0.0) for stage in TRAINING)
-    wasted = 1.0 - training / total if total > 0 else 0.0
-    hours = total * gpus / 3600.0
-    return Cost(
-        gpu_hours=hours,
-        money=None if price_per_hour is None else hours * price_per_hour,
-        wasted_share=wasted,
-        wasted_gpu_hours=hours * wasted,
-    )

@@ -71,11 +71,11 @@ def _info(folder: Path) -> RunInfo:
     except (DataError, OSError) as error:
         when = (folder / run_log.FILE_NAME).lstat().st_mtime  # of a dangling link, too
         return RunInfo(str(folder), folder.name, "", "", "unreadable", 0, 0, None, None, 0.0, when, problem=str(error))
-    same = ("model", "method", "state", "step", "steps", "last_loss", "best_eval", "tokens_per_second", "ranks")
-    facts = {name: getattr(run, name) for name in same}
+    facts = {name: getattr(run, name) for name in ("model", "method", "state", "step", "steps", "tokens_per_second", "ranks")}
+    facts |= {"last_loss": run.loss.last, "best_eval": run.evaluation.best, "when": run.last}
     metric = run.decides if run.decides in run.metrics else next(iter(run.metrics), "")
     score = run.metrics[metric].best if metric else None
-    return RunInfo(str(folder), run.name or folder.name, when=run.last, metric=metric, score=score, **facts)
+    return RunInfo(str(folder), run.name or folder.name, metric=metric, score=score, **facts)
 
 
 # In the order in which a narrow terminal goes without them: `--json` has all.
@@ -151,19 +151,21 @@ def compare(folders: Sequence[Path]) -> dict[str, Any]:
             "differences": {key: values for key, values in differences.items() if key != "output"},
             "warnings": _warnings(runs, recipes),
             "loss_at_tokens": _losses_at_equal_tokens(logs),
+            "last_loss": [run.loss.last for run in runs],
+            "best_eval": [run.evaluation.best for run in runs],
+            "best_eval_step": [run.evaluation.best_step for run in runs],
             **{
                 name: [getattr(run, name) for run in runs]
-                for name in ("state", "step", "tokens", "last_loss", "best_eval", "best_eval_step", "tokens_per_second",
-                             "seconds", "device", "ranks")
+                for name in ("state", "step", "tokens", "tokens_per_second", "seconds", "device", "ranks")
             },
         }
-    )  # fmt: skip
+    )
     return result
 
 
 def _warnings(runs: Sequence[RunStats], recipes: Sequence[dict[str, Any]]) -> list[str]:
     """What makes figures that stand side by side not comparable."""
-    if sum(run.best_eval is not None for run in runs) < 2:
+    if sum(run.evaluation.best is not None for run in runs) < 2:
         return []
     decides = ["data.eval", "data.max_length"]
     if any(not isinstance(recipe.get("data.eval"), str) for recipe in recipes):  # a share of the training rows is held out

@@ -1,13 +1,11 @@
 from unsloth import FastLanguageModel
 import torch
 max_seq_length = 2048
-dtype = None
 load_in_4bit = True
 
 model, tokenizer = FastLanguageModel.from_pretrained(
     model_name = "unsloth/mistral-7b-v0.3",
     max_seq_length = max_seq_length,
-    dtype = dtype,
     load_in_4bit = load_in_4bit,
 )
 model = FastLanguageModel.get_peft_model(
@@ -18,12 +16,8 @@ model = FastLanguageModel.get_peft_model(
 
                       "embed_tokens", "lm_head",],
     lora_alpha = 32,
-    lora_dropout = 0,
-    bias = "none",
     use_gradient_checkpointing = "unsloth",
-    random_state = 3407,
     use_rslora = True,
-    loftq_config = None,
 )
 
 from datasets import load_dataset
@@ -60,7 +54,6 @@ trainer = UnslothTrainer(
         optim = "adamw_8bit",
         weight_decay = 0.00,
         lr_scheduler_type = "cosine",
-        seed = 3407,
         output_dir = "outputs",
         report_to = "none",
     ),
@@ -93,7 +86,6 @@ if True:
     model, tokenizer = FastLanguageModel.from_pretrained(
         model_name = "lora_model",
         max_seq_length = max_seq_length,
-        dtype = dtype,
         load_in_4bit = load_in_4bit,
     )
     FastLanguageModel.for_inference(model)

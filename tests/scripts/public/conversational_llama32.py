@@ -1,13 +1,11 @@
 from unsloth import FastLanguageModel
 import torch
 max_seq_length = 2048
-dtype = None
 load_in_4bit = True
 
 model, tokenizer = FastLanguageModel.from_pretrained(
     model_name = "unsloth/Llama-3.2-1B-Instruct",
     max_seq_length = max_seq_length,
-    dtype = dtype,
     load_in_4bit = load_in_4bit,
 )
 model = FastLanguageModel.get_peft_model(
@@ -16,12 +14,7 @@ model = FastLanguageModel.get_peft_model(
     target_modules = ["q_proj", "k_proj", "v_proj", "o_proj",
                       "gate_proj", "up_proj", "down_proj",],
     lora_alpha = 16,
-    lora_dropout = 0,
-    bias = "none",
     use_gradient_checkpointing = "unsloth",
-    random_state = 3407,
-    use_rslora = False,
-    loftq_config = None,
 )
 
 from unsloth.chat_templates import get_chat_template
@@ -56,15 +49,11 @@ trainer = SFTTrainer(
     packing = False,
     args = SFTConfig(
         per_device_train_batch_size = 2,
-        gradient_accumulation_steps = 1,
         warmup_steps = 1,
         max_steps = 3,
         learning_rate = 2e-4,
         logging_steps = 1,
         optim = "adamw_8bit",
-        weight_decay = 0.01,
-        lr_scheduler_type = "linear",
-        seed = 3407,
         output_dir = "outputs",
         report_to = "none",
     ),
@@ -116,10 +105,19 @@ if True:
     model, tokenizer = FastLanguageModel.from_pretrained(
         model_name = "lora_model",
         max_seq_length = max_seq_length,
-        dtype = dtype,
         load_in_4bit = load_in_4bit,
     )
     FastLanguageModel.for_inference(model)
 
 inputs = tokenizer.apply_chat_template(messages, tokenize = True, add_generation_prompt = True, return_tensors = "pt").to("cuda")
 outputs = model.generate(input_ids = inputs, max_new_tokens = 4, use_cache = True)
+
+if True: model.save_pretrained_merged("model", tokenizer, save_method = "merged_16bit",)
+if False: model.push_to_hub_merged("hf/model", tokenizer, save_method = "merged_16bit", token = "")
+if True: model.save_pretrained_merged("lora_only", tokenizer, save_method = "lora",)
+if False: model.save_pretrained_gguf("model", tokenizer, quantization_method = ["q4_k_m", "q8_0", "q5_k_m",])
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained("model")
+tokenizer = AutoTokenizer.from_pretrained("model")
+outputs = model.generate(inputs, max_new_tokens = 4)

@@ -5,7 +5,6 @@ model, tokenizer = FastModel.from_pretrained(
     model_name = "unsloth/gemma-3-270m-it",
     max_seq_length = 2048,
     load_in_4bit = False,
-    load_in_8bit = False,
     full_finetuning = True,
 )
 
@@ -39,19 +38,14 @@ trainer = SFTTrainer(
     model = model,
     tokenizer = tokenizer,
     train_dataset = dataset,
-    eval_dataset = None,
     args = SFTConfig(
         dataset_text_field = "text",
         per_device_train_batch_size = 4,
-        gradient_accumulation_steps = 1,
         warmup_steps = 1,
         max_steps = 2,
         learning_rate = 5e-5,
         logging_steps = 1,
         optim = "adamw_8bit",
-        weight_decay = 0.01,
-        lr_scheduler_type = "linear",
-        seed = 3407,
         output_dir = "outputs",
         report_to = "none",
     ),

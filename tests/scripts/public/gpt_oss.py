@@ -5,10 +5,8 @@ dtype = None
 
 model, tokenizer = FastLanguageModel.from_pretrained(
     model_name = "unsloth/gpt-oss-20b",
-    dtype = dtype,
     max_seq_length = max_seq_length,
     load_in_4bit = True,
-    full_finetuning = False,
 )
 model = FastLanguageModel.get_peft_model(
     model,
@@ -16,12 +14,7 @@ model = FastLanguageModel.get_peft_model(
     target_modules = ["q_proj", "k_proj", "v_proj", "o_proj",
                       "gate_proj", "up_proj", "down_proj",],
     lora_alpha = 16,
-    lora_dropout = 0,
-    bias = "none",
     use_gradient_checkpointing = "unsloth",
-    random_state = 3407,
-    use_rslora = False,
-    loftq_config = None,
 )
 
 from transformers import TextStreamer
@@ -63,9 +56,6 @@ trainer = SFTTrainer(
         learning_rate = 2e-4,
         logging_steps = 1,
         optim = "adamw_8bit",
-        weight_decay = 0.01,
-        lr_scheduler_type = "linear",
-        seed = 3407,
         output_dir = "outputs",
         report_to = "none",
     ),

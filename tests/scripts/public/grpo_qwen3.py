@@ -20,7 +20,6 @@ model = FastLanguageModel.get_peft_model(
     ],
     lora_alpha = lora_rank * 2,
     use_gradient_checkpointing = "unsloth",
-    random_state = 3407,
 )
 
 from datasets import load_dataset
@@ -42,11 +41,9 @@ training_args = GRPOConfig(
     learning_rate = 5e-6,
     weight_decay = 0.001,
     warmup_ratio = 0.1,
-    lr_scheduler_type = "linear",
     optim = "adamw_8bit",
     logging_steps = 1,
     per_device_train_batch_size = 1,
-    gradient_accumulation_steps = 1,
     num_generations = 2,
     max_prompt_length = max_prompt_length,
     max_completion_length = 8,

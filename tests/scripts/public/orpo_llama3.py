@@ -7,7 +7,6 @@ load_in_4bit = True
 model, tokenizer = FastLanguageModel.from_pretrained(
     model_name = "unsloth/llama-3-8b",
     max_seq_length = max_seq_length,
-    dtype = dtype,
     load_in_4bit = load_in_4bit,
 )
 model = FastLanguageModel.get_peft_model(
@@ -15,12 +14,7 @@ model = FastLanguageModel.get_peft_model(
     r = 16,
     target_modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",],
     lora_alpha = 16,
-    lora_dropout = 0,
-    bias = "none",
     use_gradient_checkpointing = "unsloth",
-    random_state = 3407,
-    use_rslora = False,
-    loftq_config = None,
 )
 
 alpaca_prompt = """### Instruction:
@@ -60,11 +54,9 @@ trainer = ORPOTrainer(
         max_prompt_length = max_seq_length//2,
         max_completion_length = max_seq_length//2,
         per_device_train_batch_size = 2,
-        gradient_accumulation_steps = 1,
         beta = 0.1,
         logging_steps = 1,
         optim = "adamw_8bit",
-        lr_scheduler_type = "linear",
         max_steps = 2,
         fp16 = not is_bfloat16_supported(),
         bf16 = is_bfloat16_supported(),

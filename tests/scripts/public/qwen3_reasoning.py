@@ -5,8 +5,6 @@ model, tokenizer = FastLanguageModel.from_pretrained(
     model_name = "unsloth/Qwen3-4B",
     max_seq_length = 2048,
     load_in_4bit = True,
-    load_in_8bit = False,
-    full_finetuning = False,
 )
 
 model = FastLanguageModel.get_peft_model(
@@ -15,12 +13,7 @@ model = FastLanguageModel.get_peft_model(
     target_modules = ["q_proj", "k_proj", "v_proj", "o_proj",
                       "gate_proj", "up_proj", "down_proj",],
     lora_alpha = 32,
-    lora_dropout = 0,
-    bias = "none",
     use_gradient_checkpointing = "unsloth",
-    random_state = 3407,
-    use_rslora = False,
-    loftq_config = None,
 )
 
 from datasets import load_dataset
@@ -43,8 +36,8 @@ reasoning_conversations = tokenizer.apply_chat_template(
     tokenize = False,
 )
 
-from unsloth.chat_templates import standardize_sharegpt
-dataset = standardize_sharegpt(non_reasoning_dataset)
+from unsloth.chat_templates import standardize_data_formats
+dataset = standardize_data_formats(non_reasoning_dataset)
 non_reasoning_conversations = tokenizer.apply_chat_template(
     list(dataset["conversations"]),
     tokenize = False,
@@ -72,7 +65,6 @@ trainer = SFTTrainer(
     model = model,
     tokenizer = tokenizer,
     train_dataset = combined_dataset,
-    eval_dataset = None,
     args = SFTConfig(
         dataset_text_field = "text",
         per_device_train_batch_size = 2,
@@ -82,9 +74,6 @@ trainer = SFTTrainer(
         learning_rate = 2e-4,
         logging_steps = 1,
         optim = "adamw_8bit",
-        weight_decay = 0.01,
-        lr_scheduler_type = "linear",
-        seed = 3407,
         report_to = "none",
     ),
 )

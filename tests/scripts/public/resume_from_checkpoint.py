@@ -26,7 +26,6 @@ def make_trainer(model, tokenizer, max_steps):
         max_seq_length = max_seq_length,
         args = TrainingArguments(
             per_device_train_batch_size = 2,
-            gradient_accumulation_steps = 1,
             warmup_steps = 1,
             max_steps = max_steps,
             learning_rate = 2e-4,
@@ -35,7 +34,6 @@ def make_trainer(model, tokenizer, max_steps):
             logging_steps = 1,
             optim = "adamw_8bit",
             lr_scheduler_type = "constant",
-            seed = 3407,
             output_dir = "outputs",
             report_to = "none",
             save_strategy = "steps",

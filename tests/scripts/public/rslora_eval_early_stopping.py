@@ -19,7 +19,6 @@ model = FastLanguageModel.get_peft_model(
     lora_dropout = 0.05,
     use_rslora = True,
     use_gradient_checkpointing = True,
-    random_state = 3407,
 )
 tokenizer = get_chat_template(tokenizer, chat_template = "chatml",
                               mapping = {"role" : "from", "content" : "value", "user" : "human", "assistant" : "gpt"},
@@ -51,7 +50,6 @@ trainer = SFTTrainer(
         output_dir = "outputs",
         per_device_train_batch_size = 2,
         per_device_eval_batch_size = 2,
-        gradient_accumulation_steps = 1,
         evaluation_strategy = "steps",
         eval_steps = 1,
         save_strategy = "steps",
@@ -66,7 +64,6 @@ trainer = SFTTrainer(
         lr_scheduler_type = "cosine",
         optim = "paged_adamw_8bit",
         logging_steps = 1,
-        seed = 3407,
         report_to = "none",
         neftune_noise_alpha = 5,
     ),

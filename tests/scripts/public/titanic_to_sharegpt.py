@@ -1,13 +1,11 @@
 from unsloth import FastLanguageModel
 import torch
 max_seq_length = 2048
-dtype = None
 load_in_4bit = True
 
 model, tokenizer = FastLanguageModel.from_pretrained(
     model_name = "unsloth/llama-3-8b",
     max_seq_length = max_seq_length,
-    dtype = dtype,
     load_in_4bit = load_in_4bit,
 )
 model = FastLanguageModel.get_peft_model(
@@ -15,12 +13,7 @@ model = FastLanguageModel.get_peft_model(
     r = 16,
     target_modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",],
     lora_alpha = 16,
-    lora_dropout = 0,
-    bias = "none",
     use_gradient_checkpointing = "unsloth",
-    random_state = 3407,
-    use_rslora = False,
-    loftq_config = None,
 )
 
 from datasets import load_dataset
@@ -67,7 +60,6 @@ trainer = SFTTrainer(
     packing = False,
     args = TrainingArguments(
         per_device_train_batch_size = 2,
-        gradient_accumulation_steps = 1,
         warmup_steps = 1,
         max_steps = 2,
         learning_rate = 2e-4,
@@ -75,9 +67,6 @@ trainer = SFTTrainer(
         bf16 = is_bfloat16_supported(),
         logging_steps = 1,
         optim = "adamw_8bit",
-        weight_decay = 0.01,
-        lr_scheduler_type = "linear",
-        seed = 3407,
         output_dir = "outputs",
         report_to = "none",
     ),
@@ -104,7 +93,6 @@ if True:
     model, tokenizer = FastLanguageModel.from_pretrained(
         model_name = "lora_model",
         max_seq_length = max_seq_length,
-        dtype = dtype,
         load_in_4bit = load_in_4bit,
     )
     FastLanguageModel.for_inference(model)

@@ -15,12 +15,11 @@ def rows():
 def train(model, tokenizer, folder, steps):
     trainer = SFTTrainer(
         model = model,
-        tokenizer = tokenizer,
+        processing_class = tokenizer,
         train_dataset = rows(),
         args = SFTConfig(
             output_dir = folder + "_outputs",
             per_device_train_batch_size = 2,
-            gradient_accumulation_steps = 1,
             max_steps = steps,
             learning_rate = 1e-3,
             warmup_ratio = 0.1,
@@ -30,7 +29,9 @@ def train(model, tokenizer, folder, steps):
             bf16 = is_bfloat16_supported(),
             logging_steps = 1,
             max_seq_length = 256,
-            report_to = "none",
+            packing = True,
+            save_strategy = "no",
+            report_to = [],
         ),
     )
     trainer.train()

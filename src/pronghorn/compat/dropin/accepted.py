@@ -59,12 +59,17 @@ LOADING = {
     "resize_model_vocab": Row(why="Pronghorn does not resize the embeddings"),
     "qat_scheme": Row(why="quantization-aware training is not supported"),
     "device_map_planner_kwargs": Row(why="Pronghorn keeps the whole model on one device", fix='device_map="auto"'),
+    "load_in_8bit": Row(why="base weights are quantized to NF4 or FP8",
+                        fix="use load_in_4bit=True, load_in_fp8=True or load_in_16bit=True"),
+    "trust_remote_code": Row(why="Pronghorn does not run code from model repositories",
+                             fix="use a model type that transformers supports without remote code"),
     "num_labels": CLASSIFIES, "id2label": CLASSIFIES, "label2id": CLASSIFIES,
     "whisper_language": CLASSIFIES, "whisper_task": CLASSIFIES,
 }  # fmt: skip
 ADAPTING = {
     "task_type": Row((None, "CAUSAL_LM"), why="Pronghorn trains causal language models only"),
     "qat_scheme": LOADING["qat_scheme"],
+    "loftq_config": Row((*NOT_SET, {}), why="Pronghorn quantizes the base weights to NF4 without LoftQ's joint initialization"),
     "temporary_location": Row(None),
     "ensure_weight_tying": Row(),
     "target_parameters": Row(why="experts are selected in target_modules", fix='target_modules=[..., "experts"]'),

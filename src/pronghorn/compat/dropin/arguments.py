@@ -24,18 +24,12 @@ Dtype = torch.dtype | None
 DeviceMap = str | int | torch.device | dict[str, Any] | None
 
 
-def check_storage(eight_bit: bool, fp8: bool, half: bool, full: bool) -> None:
+def check_storage(fp8: bool, half: bool, full: bool) -> None:
     if fp8 not in (True, False):
         raise CommandError(
             what=f"load_in_fp8={fp8!r}",
             why="FP8 weights use one scale per row; there is no other layout to choose",
             fix="use load_in_fp8=True, or remove it",
-        )
-    if eight_bit:
-        raise CommandError(
-            what="load_in_8bit=True is not supported",
-            why="base weights are quantized to NF4 or FP8",
-            fix="use load_in_4bit=True, load_in_fp8=True or load_in_16bit=True",
         )
     for name, asked in {"load_in_16bit": half, "full_finetuning": full}.items():
         if fp8 and asked:

@@ -79,14 +79,9 @@ class FastLanguageModel:
         check_class(others.pop("auto_model", None))
         tokenizer_name = others.pop("tokenizer_name", None)
         check_local(str(model_name), others.pop("local_files_only", False))
-        check_others(FastLanguageModel.from_pretrained, others, LOADING)
-        check_storage(load_in_8bit, load_in_fp8, load_in_16bit, full_finetuning)
-        if trust_remote_code:
-            raise CommandError(
-                what="trust_remote_code=True",
-                why="Pronghorn does not run code from model repositories",
-                fix="use a model type that transformers supports without remote code",
-            )
+        refused = {"load_in_8bit": load_in_8bit, "trust_remote_code": trust_remote_code}
+        check_others(FastLanguageModel.from_pretrained, others | refused, LOADING)
+        check_storage(load_in_fp8, load_in_16bit, full_finetuning)
         check_recompute(use_gradient_checkpointing)
         device = one_device(device_map)
         precision = precision_of(asked_dtype, load_in_16bit, device)
@@ -137,7 +132,7 @@ class FastLanguageModel:
         this adapter already, out of its folder, is trained on.
         """
         switches = {name: others.pop(name) for name in SWITCHES if name in others}
-        check_others(FastLanguageModel.get_peft_model, others, ADAPTING)
+        check_others(FastLanguageModel.get_peft_model, others | {"loftq_config": loftq_config}, ADAPTING)
         if not isinstance(model, torch.nn.Module):
             raise CommandError(
                 what=f"expected a model, got {type(model).__name__}",
@@ -150,12 +145,6 @@ class FastLanguageModel:
             raise CommandError(
                 what=f"max_seq_length={max_seq_length} here, max_seq_length={loaded_with} in from_pretrained",
                 fix="set it in from_pretrained only",
-            )
-        if loftq_config:
-            raise CommandError(
-                what="loftq_config is not supported",
-                fix="remove it",
-                why="Pronghorn quantizes the base weights to NF4 without LoftQ's joint adapter initialization",
             )
         check_recompute(use_gradient_checkpointing)
         config = {"r": r, "lora_alpha": lora_alpha, "lora_dropout": lora_dropout, "bias": bias}

@@ -1,17 +1,19 @@
-"""UnslothTrainer and UnslothTrainingArguments: TRL's SFTTrainer and SFTConfig, and a learning rate for embeddings.
+"""UnslothTrainer and UnslothTrainingArguments: TRL's SFTTrainer and SFTConfig, and a learning rate for embeddings. The trainer
+takes what older versions took (compat/scripts/renames.py).
 
 TRL is not among what Pronghorn needs, so the two classes are made when they are first asked for.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from pronghorn.compat.scripts.notes import Notes
+from pronghorn.compat.scripts.renames import by_name, translate_trainer
 from pronghorn.errors import CommandError, EnvironmentFault
 from pronghorn.hf_types import HFModel
 from pronghorn.kernels.runtime.dispatch import say_once
@@ -21,13 +23,6 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 HOME = "pronghorn.trainer"  # where a pickle finds the classes
-# What scripts still give the trainer, and what its arguments call it.
-INTO_ARGUMENTS = {
-    "max_seq_length": "max_length",
-    "dataset_text_field": "dataset_text_field",
-    "packing": "packing",
-    "dataset_num_proc": "dataset_num_proc",
-}
 
 
 def PatchDPOTrainer() -> None:  # noqa: N802 - the name scripts call it by
@@ -73,12 +68,7 @@ def trainer_class() -> Any:
 
     class PronghornTrainer(trainer):  # type: ignore[misc]
         def __init__(self, *given: Any, **named: Any) -> None:
-            if "tokenizer" in named:
-                named["processing_class"] = named.pop("tokenizer")
-            moved = {INTO_ARGUMENTS[name]: named.pop(name) for name in list(named) if name in INTO_ARGUMENTS}
-            if moved:
-                given, named = _with_arguments(given, named, moved)
-            super().__init__(*given, **named)
+            super().__init__(**translate_trainer(trainer, by_name(trainer, given, named), Notes(say_once)))
             if getattr(self.args, "embedding_learning_rate", None) is not None and self.optimizer is not None:
                 raise CommandError(
                     what="embedding_learning_rate with a custom optimizer",
@@ -100,23 +90,6 @@ def trainer_class() -> Any:
 def _at_home(cls: Any) -> Any:
     cls.__module__, cls.__qualname__ = HOME, cls.__name__
     return cls
-
-
-def _with_arguments(given: tuple[Any, ...], named: dict[str, Any], moved: dict[str, Any]) -> tuple[Any, Any]:
-    """What the trainer was given goes before what its arguments say."""
-    config: Any = _trl().SFTConfig
-    arguments = given[1] if len(given) > 1 else named.get("args")
-    if arguments is None:
-        arguments = config(output_dir="outputs", **moved)
-    elif not isinstance(arguments, config):
-        arguments = config(**{**arguments.to_dict(), "hub_token": arguments.hub_token, **moved})  # as TRL makes one of it
-    else:
-        arguments = copy.copy(arguments)
-        for name, value in moved.items():
-            setattr(arguments, name, value)
-    if len(given) > 1:
-        return (given[0], arguments, *given[2:]), named
-    return given, named | {"args": arguments}
 
 
 def set_embedding_rate(optimizer: Any, model: HFModel, rate: float) -> None:

@@ -218,11 +218,9 @@ def _of_call(name: str, words: list[ast.keyword]) -> list[tuple[str, bool]]:
 
 def _of_model_call(name: str, given: dict[str, Any]) -> list[tuple[str, bool]]:
     """What a call of FastLanguageModel, or of a model, asks for that is refused."""
-    from pronghorn.compat.dropin.accepted import ADAPTING, LOADING, NO_VLLM
+    from pronghorn.compat.dropin.accepted import ADAPTING, LOADING
     from pronghorn.compat.dropin.saving import LATER
 
-    if name == "fast_generate":
-        return [(f"fast_generate() is not supported: {NO_VLLM}", True)]
     if name in LATER:
         return [(f"{name}() is not supported: {LATER[name][0]}", True)]
     rows = {"from_pretrained": LOADING, "get_peft_model": ADAPTING}.get(name, {})
@@ -234,8 +232,6 @@ def _of_model_call(name: str, given: dict[str, Any]) -> list[tuple[str, bool]]:
     for method, (why, _) in LATER.items():
         if method in str(given.get("save_method", "")):
             refused[f"save_method={given['save_method']!r}"] = why
-    if rows is LOADING and given.get("load_in_8bit"):
-        refused["load_in_8bit=True"] = "base weights are quantized to NF4 or FP8"
     return [(f"{name}({what}) is not supported: {why}", True) for what, why in refused.items()]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pronghorn.compat.scripts.notes import Notes
@@ -26,11 +27,14 @@ GO_BEFORE_TEXT = ("prompt", "completion", "messages", "conversations", "chosen",
 
 def translate_data(trainer: type, given: dict[str, Any], notes: Notes) -> dict[str, Any]:
     """The same arguments of a trainer, with data that this TRL reads as it was meant."""
-    given = _without_doubled_labels(given, notes)
+    result, collator = dict(given), given.get("data_collator")
+    steps: list[Callable[[Dataset, str], Any]] = []
+    if makes_labels := _makes_labels(collator):
+        steps.append(partial(_without_doubled_labels, collator=collator, notes=notes))
     if not any(base.__name__ == "SFTTrainer" for base in trainer.__mro__):
-        return _with_prompts_as_messages(_with_renamed_columns(given, notes), notes)
-    result = dict(given)
-    if _makes_labels(given.get("data_collator")):
+        steps += [partial(step, notes=notes) for step in (_with_renamed_columns, _with_prompts_as_messages)]
+        return _through(steps, result)
+    if makes_labels:
         del result["data_collator"]
         tokenizer = given["data_collator"].tokenizer
         ends = "; end tokens carry loss, too" if tokenizer.pad_token_id == tokenizer.eos_token_id else ""
@@ -40,36 +44,40 @@ def translate_data(trainer: type, given: dict[str, Any], notes: Notes) -> dict[s
         )
     field = getattr(given.get("args"), "dataset_text_field", "text")
     formatting = result.pop("formatting_func", None)
-    reader = Reader(field, formatting, given.get("processing_class"), notes)
+    steps.append(Reader(field, formatting, given.get("processing_class"), notes).read)
+    return _through(steps, result)
+
+
+def _through(steps: list[Callable[[Dataset, str], Any]], arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same arguments, their data sets after these steps, each of which is told the argument's name."""
     for key in ("train_dataset", "eval_dataset"):
-        data = result.get(key)
-        if isinstance(data, dict):
-            result[key] = type(data)({name: reader.read(one, key) for name, one in data.items()})
-        elif data is not None:
-            result[key] = reader.read(data, key)
-    return result
+        for step in steps:
+            data = arguments.get(key)
+            if isinstance(data, dict):  # several, by name
+                arguments[key] = type(data)({name: step(one, key) for name, one in data.items()})
+            elif data is not None:
+                arguments[key] = step(data, key)
+    return arguments
 
 
-def _without_doubled_labels(given: dict[str, Any], notes: Notes) -> dict[str, Any]:
+def _columns(data: Dataset) -> set[str]:
+    return set(getattr(data, "column_names", None) or ())
+
+
+def _without_doubled_labels(data: Dataset, key: str, collator: Any, notes: Notes) -> Any:
     """A language-modelling collator makes labels of the ids: a column of labels is then in its way, since it is not padded; or
     it is replaced, which matters where the labels leave something out."""
-    collator, result = given.get("data_collator"), dict(given)
-    if not _makes_labels(collator):
-        return given
     padding = getattr(getattr(collator, "tokenizer", None), "pad_token_id", None)
-    for key in ("train_dataset", "eval_dataset"):
-        data: Dataset = given.get(key)
-        if not {"input_ids", "labels"} <= set(getattr(data, "column_names", None) or ()):
-            continue
-        if not all(_same_labels(row, padding) for row in itertools.islice(iter(data), ROWS_COMPARED)):
-            raise CommandError(
-                what=f"{key} has masked labels, and DataCollatorForLanguageModeling would replace them",
-                why="it trains on every token",
-                fix="data_collator=DataCollatorForSeq2Seq(tokenizer) pads the labels as they are; or remove the column labels",
-            )
-        notes.say(f"{key}: the column labels equals input_ids and is removed, because the collator makes the same labels")
-        result[key] = data.remove_columns("labels")
-    return result
+    if not {"input_ids", "labels"} <= _columns(data):
+        return data
+    if not all(_same_labels(row, padding) for row in itertools.islice(iter(data), ROWS_COMPARED)):
+        raise CommandError(
+            what=f"{key} has masked labels, and DataCollatorForLanguageModeling would replace them",
+            why="it trains on every token",
+            fix="data_collator=DataCollatorForSeq2Seq(tokenizer) pads the labels as they are; or remove the column labels",
+        )
+    notes.say(f"{key}: the column labels equals input_ids and is removed, because the collator makes the same labels")
+    return data.remove_columns("labels")
 
 
 def _makes_labels(collator: Any) -> bool:
@@ -78,38 +86,27 @@ def _makes_labels(collator: Any) -> bool:
     return ours and not getattr(collator, "mlm", False)
 
 
-def _with_renamed_columns(given: dict[str, Any], notes: Notes) -> dict[str, Any]:
+def _with_renamed_columns(data: Dataset, key: str, notes: Notes) -> Any:
     """Tokens that a script prepared for a RewardTrainer of before."""
-    result = dict(given)
-    for key in ("train_dataset", "eval_dataset"):
-        data: Dataset = given.get(key)
-        found = {old: new for old, new in TOKENS_OF_PAIRS.items() if old in (getattr(data, "column_names", None) or ())}
-        if len(found) == len(TOKENS_OF_PAIRS):
-            notes.say(f"{key}: " + ", ".join(f"column {old} becomes {new}" for old, new in found.items()))
-            result[key] = data.rename_columns(found)
-    return result
+    if not TOKENS_OF_PAIRS.keys() <= _columns(data):
+        return data
+    notes.say(f"{key}: " + ", ".join(f"column {old} becomes {new}" for old, new in TOKENS_OF_PAIRS.items()))
+    return data.rename_columns(TOKENS_OF_PAIRS)
 
 
-def _with_prompts_as_messages(given: dict[str, Any], notes: Notes) -> dict[str, Any]:
+def _with_prompts_as_messages(data: Dataset, key: str, notes: Notes) -> Any:
     """Preference data with a prompt as text beside answers as messages, as a well-known public set has it: TRL took the prompt
     out of the answers then, and fails now."""
-    result = dict(given)
-    for key in ("train_dataset", "eval_dataset"):
-        data: Dataset = given.get(key)
-        if not {"prompt", "chosen", "rejected"} <= set(getattr(data, "column_names", None) or ()):
-            continue
-        first = next(iter(data), {"prompt": None})
-        if not isinstance(first["prompt"], str) or not isinstance(first["chosen"], list):
-            continue
-        if len(first["chosen"]) > 1:
-            notes.say(f"{key}: the column prompt is removed, because chosen and rejected contain the prompt as messages")
-            result[key] = data.remove_columns("prompt")
-        else:
-            notes.say(f"{key}: the column prompt becomes a user message, because chosen and rejected are messages")
-            # A new column: the type of a column stays in a map that returns its name.
-            asked = data.map(lambda row: {"asked": [{"role": "user", "content": row["prompt"]}]})
-            result[key] = asked.remove_columns("prompt").rename_column("asked", "prompt")
-    return result
+    first: dict[str, Any] = next(iter(data), {}) if {"prompt", "chosen", "rejected"} <= _columns(data) else {}
+    if not isinstance(first.get("prompt"), str) or not isinstance(first["chosen"], list):
+        return data
+    if len(first["chosen"]) > 1:
+        notes.say(f"{key}: the column prompt is removed, because chosen and rejected contain the prompt as messages")
+        return data.remove_columns("prompt")
+    notes.say(f"{key}: the column prompt becomes a user message, because chosen and rejected are messages")
+    # A new column: the type of a column stays in a map that returns its name.
+    asked = data.map(lambda row: {"asked": [{"role": "user", "content": row["prompt"]}]})
+    return asked.remove_columns("prompt").rename_column("asked", "prompt")
 
 
 def _same_labels(row: dict[str, Any], padding: int | None) -> bool:

@@ -4,7 +4,7 @@ The cache's key is all that decides the tokens: the content of the sources, the 
 bad_rows, and for each source its format, max_rows and names of columns and roles. (Not the date: a template that writes today's
 date keeps the day of the first tokenizing, so that a resumed run sees the same tokens.) What lies there is checked before use
 (token_cache.py); damaged, it is made again, and that is told. An interrupted tokenizing goes on behind its last whole chunk of
-rows (partial_table.py): the rows before it are read again, which takes a fiftieth of the time, and not tokenized.
+rows: the rows before it are read again, which takes a fiftieth of the time, and not tokenized.
 """
 
 from __future__ import annotations
@@ -12,24 +12,23 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pronghorn.data.encode.encode import Encoder
 from pronghorn.data.encode.encoding_pool import CHUNK, Encoded, EncodingPool
-from pronghorn.data.encode.partial_table import Note, PartialTable
-from pronghorn.data.encode.token_cache import DamagedError, Seal, bytes_digest, open_table, read_note_as, write_note
+from pronghorn.data.encode.token_cache import BAD, DamagedError, PartialTable, open_table, write_bad_rows
 from pronghorn.data.encode.tokens import PAIR_SCHEMA, SCHEMA, TokenTable, fingerprint, loaded
 from pronghorn.data.read import sources
 from pronghorn.data.read.reading import (
     FIRST_BAD_ROWS,
     Chunk,
     Name,
+    Note,
     Part,
     SourceCount,
     Stage,
@@ -46,9 +45,7 @@ from pronghorn.hf_types import Tokenizer
 from pronghorn.recipe import Data
 from pronghorn.recipe_objective import Rows as Wanted
 
-CACHE_VERSION = 9  # raise it when the same input is tokenized or laid out differently
-
-COUNTED = ("read", "bad", "empty", "lost", "controls", "identical")  # rows, in notes and of all
+CACHE_VERSION = 10  # raise it when the same input is tokenized or laid out differently
 
 Progress = Callable[[str, int, int], None]
 
@@ -63,36 +60,35 @@ def no_stage(name: str) -> AbstractContextManager[None]:
 
 @dataclass(slots=True)
 class _Counts:
-    """What is known of all rows of the chunks that are written."""
+    """What is known of all rows of the chunks that are written, counted as in `Note`."""
 
     read: int = 0
     bad: int = 0
-    empty: int = 0  # with an answer that says nothing: junk, whether it is dropped or not
-    lost: int = 0  # of which the chat template left something out, which data.lost allowed
-    controls: int = 0  # whose texts hold control tokens
-    identical: int = 0  # of preference data: with a rejected answer that is the chosen one; these and empty ones are left out
+    empty: int = 0
+    lost: int = 0
+    controls: int = 0
+    identical: int = 0
     sources: list[SourceCount] = field(default_factory=list)  # of all parts, also of those without a row
+
+    @classmethod
+    def of(cls, found: Sequence[Part], notes: Iterable[Note], **more: Any) -> Self:
+        counts = cls(sources=[SourceCount(part.source.name, "", 0, weight=part.weight) for part in found], **more)
+        for note in notes:
+            counts.add(note)
+        return counts
 
     def add(self, note: Note) -> None:
         """Adds the counts of one more chunk."""
-        for name in COUNTED:
-            setattr(self, name, getattr(self, name) + note.get(name, 0))
-        before = self.sources[note["part"]]
-        self.sources[note["part"]] = replace(
+        for name in ("read", "bad", "empty", "lost", "controls", "identical"):
+            setattr(self, name, getattr(self, name) + getattr(note, name))
+        before = self.sources[note.part]
+        self.sources[note.part] = replace(
             before,
-            format=note["format"],
-            read=before.read + note["read"],
-            rows=before.rows + note["rows"],
-            unused=tuple(sorted({*before.unused, *note["unused"]})),
+            format=note.format,
+            read=before.read + note.read,
+            rows=before.rows + note.rows,
+            unused=tuple(sorted({*before.unused, *note.unused})),
         )
-
-
-@dataclass(slots=True)
-class _Meta(_Counts):
-    """The note beside the table."""
-
-    seal: Seal = field(kw_only=True)
-    aside: str = field(kw_only=True)  # SHA-256 of the file of bad rows
 
 
 @dataclass(slots=True)
@@ -100,12 +96,12 @@ class Rows(_Counts):
     """All rows of the sources that could be tokenized, before anything is dropped."""
 
     table: TokenTable = field(kw_only=True)
-    path: Path = field(kw_only=True)  # of the cached table; its sidecars stand beside it
+    path: Path = field(kw_only=True)  # the folder of the cached table; notes on its rows stand beside it
     remarks: tuple[str, ...] = field(default=(), kw_only=True)  # what became of the cache, if there is something to tell
 
     @property
     def bad_rows_file(self) -> Path | None:
-        return self.path.with_suffix(".bad.jsonl") if self.bad else None
+        return self.path / BAD if self.bad else None
 
     @property
     def format(self) -> str:
@@ -125,7 +121,7 @@ def tokenized_rows(
     with stage("read"):
         found = parts_of(names, spec, wanted)
         states = [sources.state(part.source) for part in found]
-        path = cache_folder() / "tokens" / f"{_key(found, spec, fingerprint(tokenizer))}.arrow"
+        path = cache_folder() / "tokens" / _key(found, spec, fingerprint(tokenizer))
         try:
             cached = _open(path, found)
         except DamagedError as damage:
@@ -135,14 +131,10 @@ def tokenized_rows(
     with stage("load"):
         encoder = Encoder(loaded(tokenizer), spec.loss_on, spec.lost, spec.control_tokens)
     with PartialTable(path, SCHEMA if wanted == "documents" else PAIR_SCHEMA) as partial:
-        work = _Tokenizing(found, states, spec, encoder, progress, stage)
-        work.into(partial)
-        counts, aside = work.counts, path.with_suffix(".bad.jsonl") if work.counts.bad else None
-        meta = asdict(counts) | {"seal": asdict(partial.finish()), "aside": bytes_digest(partial.aside) if aside else ""}
-        write_note(path.with_suffix(".json"), json.dumps(meta))
-        partial.publish(aside)
-    if work.went_on:
-        remarks += (f"resumed after the first {counted(work.went_on, 'row')}, which were tokenized before the interruption",)
+        _tokenize(partial, found, states, spec, encoder, progress, stage)
+        partial.finish()
+    if there := sum(note.read for note in partial.there):
+        remarks += (f"resumed after the first {counted(there, 'row')}, which were tokenized before the interruption",)
     try:
         rows = _open(path, found)
     except DamagedError as error:
@@ -163,99 +155,66 @@ def _key(found: Sequence[Part], spec: Data, tokenizer: str) -> str:
 
 
 def _open(path: Path, found: Sequence[Part]) -> Rows | None:
-    """The cached rows; None when they are not there (or not whole: whoever wrote them was stopped before the note)."""
-    meta: _Meta | None = read_note_as(path.with_suffix(".json"), _Meta)
-    if meta is None or not path.exists():
+    """The cached rows; None when they are not there."""
+    opened = open_table(path)
+    if opened is None:
         return None
-    if meta.bad and bytes_digest(path.with_suffix(".bad.jsonl")) != meta.aside:
-        raise DamagedError("the file of bad rows was changed")
-    if len(meta.sources) != len(found):
-        raise DamagedError("its note has other sources")
-    # how often rows come is the recipe's to say, and not kept here
-    counts = [replace(source, weight=part.weight) for source, part in zip(meta.sources, found, strict=True)]
-    table = open_table(path, meta.seal)
-    if sum(source.rows for source in counts) != len(table):
-        raise DamagedError("its note has another number of rows")
-    return Rows(table=table, path=path, sources=counts, **{name: getattr(meta, name) for name in COUNTED})
+    table, entries = opened
+    notes = [entry.note for entry in entries if entry.note is not None]
+    if any(not 0 <= note.part < len(found) for note in notes):
+        raise DamagedError("its journal has other sources")
+    rows = Rows.of(found, notes, table=table, path=path)
+    if sum(source.rows for source in rows.sources) != len(table):
+        raise DamagedError("its journal has another number of rows")
+    if rows.bad:
+        write_bad_rows(path, (row for entry in entries for row in entry.bad))
+    return rows
 
 
-class _Tokenizing:
+def _tokenize(
+    partial: PartialTable,
+    found: Sequence[Part],
+    states: Sequence[tuple[int, ...]],
+    spec: Data,
+    encoder: Encoder,
+    progress: Progress,
+    stage: Stage,
+) -> None:
     """One pass over the sources, behind what is there already. No more is held than the chunks under way."""
+    counts, stops, skipped = _Counts.of(found, partial.there), spec.bad_rows == "stop", 0
+    there, any_bad = counts.read, counts.bad > 0
+    with stage("read"):
+        expected = expected_rows(found)
 
-    def __init__(
-        self,
-        found: Sequence[Part],
-        states: Sequence[tuple[int, ...]],
-        spec: Data,
-        encoder: Encoder,
-        progress: Progress,
-        stage: Stage,
-    ) -> None:
-        self._states = states
-        self._found, self._spec, self._encoder, self._tell, self._stage = found, spec, encoder, progress, stage
-        self._expected = 0
-        self._skip = self._skipped = 0  # chunks that are there already; rows of them that were read again
-        self._any_bad = False
-        self._waiting: deque[Chunk] = deque()
-        self.counts = _Counts(sources=[SourceCount(part.source.name, "", 0) for part in found])
-        self.went_on = 0
-
-    def into(self, partial: PartialTable) -> None:
-        self._skip = len(partial.notes)
-        for note in partial.notes:
-            self.counts.add(note)
-        self.went_on, self._any_bad = self.counts.read, self.counts.bad > 0
-        with self._stage("read"):
-            self._expected = expected_rows(self._found)
-        with EncodingPool(self._encoder, waiting=self._progress) as pool:
-            for chunk in read_chunks(self._found, CHUNK, self._stage):
-                if self._is_there(chunk):
-                    continue
-                with self._stage("read"):
-                    chunk.fill()
-                self._any_bad = self._any_bad or bool(chunk.bad)
-                if self._any_bad and self._spec.bad_rows == "stop":
-                    chunk.examples = []  # the rest is only read, to count how many more bad rows there are
-                self._waiting.append(chunk)
-                with self._stage("tokenize"):
-                    done = list(pool.give(chunk.examples))
-                self._write(partial, done)
-            with self._stage("tokenize"):
-                done = list(pool.rest())
-            self._write(partial, done)
-        for part, state in zip(self._found, self._states, strict=True):
-            sources.require_unchanged(part.source, state)  # else the cache would have these rows under the digest of others
-        counts = self.counts
-        if counts.bad and (self._spec.bad_rows == "stop" or counts.bad == counts.read):
-            raise bad_rows(list(itertools.islice(partial.bad(), 1 + FIRST_BAD_ROWS)), counts.bad, counts.read)
-        self._tell("tokenizing", counts.read, counts.read)
-
-    def _write(self, partial: PartialTable, done: Sequence[Encoded]) -> None:
-        """What is done comes in the order in which it was given; chunks without an example were not given."""
-        results = iter(done)
-        while self._waiting:
-            chunk = self._waiting[0]
-            result = next(results, None) if chunk.examples else (None, [], {"lost": 0, "controls": 0})
-            if result is None:
-                break
-            self._waiting.popleft()
-            batch, bad, told = result
-            self._any_bad = self._any_bad or bool(bad)
-            note = chunk.note() | {"bad": len(chunk.bad) + len(bad), "rows": batch.num_rows if batch is not None else 0, **told}
-            partial.add(batch, [*chunk.bad, *bad], note)
-            self.counts.add(note)
-        self._progress()
-
-    def _progress(self) -> None:
+    def tell() -> None:
         """The last row is told of when all is written: a bar that is full is taken away."""
-        if not self._expected or self.counts.read < self._expected:
-            self._tell("tokenizing", self.counts.read, self._expected)
+        if not expected or counts.read < expected:
+            progress("tokenizing", counts.read, expected)
 
-    def _is_there(self, chunk: Chunk) -> bool:
-        """Whether an interrupted tokenizing wrote it already; then it is only read, to get to what follows."""
-        if not self._skip:
-            return False
-        self._skip -= 1
-        self._skipped += chunk.read
-        self._tell("reading cached tokens", self._skipped, self.went_on)
-        return True
+    def write(results: Iterator[tuple[Chunk, Encoded]]) -> None:
+        with stage("tokenize"):
+            done = list(results)
+        for chunk, (batch, bad, told) in done:
+            note = chunk.note(batch.num_rows if batch is not None else 0, len(bad), told)
+            partial.add(batch, [*chunk.bad, *bad], note)
+            counts.add(note)
+        tell()
+
+    with EncodingPool(encoder, waiting=tell) as pool:
+        for number, chunk in enumerate(read_chunks(found, CHUNK, stage)):
+            if number < len(partial.there):  # only read, to get to what follows
+                skipped += chunk.read
+                progress("reading cached tokens", skipped, there)
+                continue
+            with stage("read"):
+                chunk.fill()
+            any_bad = any_bad or counts.bad > 0 or bool(chunk.bad)
+            if any_bad and stops:
+                chunk.groups = []  # the rest is only read, to count how many more bad rows there are
+            write(pool.give(chunk))
+        write(pool.rest())
+    for part, state in zip(found, states, strict=True):
+        sources.require_unchanged(part.source, state)  # else the cache would have these rows under the digest of others
+    if counts.bad and (stops or counts.bad == counts.read):
+        raise bad_rows(list(itertools.islice(partial.bad(), 1 + FIRST_BAD_ROWS)), counts.bad, counts.read)
+    progress("tokenizing", counts.read, counts.read)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
-from pronghorn.data.encode.encode_groups import bad_row, rows_of_groups
+from pronghorn.data.encode.encode_groups import rows_of_groups
 from pronghorn.data.encode.tokens import Ints, Span, TokenRow, record_batch
 from pronghorn.data.encode.words import words_of
 from pronghorn.data.preference.preference_rows import Group
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 LossOn = Literal["auto", "assistant", "completion", "all"]
 Lose = Literal["refuse", "allow"]  # recipe.Data.lost
 Controls = Literal["escape", "refuse", "keep"]  # recipe.Data.control_tokens
-Told = dict[str, int]  # rows of which the template left something out (lost), rows whose texts hold control tokens (controls)
+Told = dict[str, int]  # counts of `Note`, by name
 Said = tuple[str, Sequence[Span], Sequence[Span], str]  # as of `_text_and_spans`
 T = TypeVar("T")
 
@@ -53,10 +53,8 @@ class Encoder:
         framed = self._backend.encode("", add_special_tokens=True).ids
         self._before_text: list[int] = [i for i in framed if i == tokenizer.bos_token_id][:1]
 
-    def prepare_for(self, example: Example | Group) -> None:
+    def prepare_for(self, example: Example) -> None:
         """Probe the chat template now, so that what is wrong with it is said once and not for every row."""
-        if isinstance(example, Group):
-            example = example.answers[0]
         if example.kind == "chat" and self._chat is None:
             self._chat = chat_template(self._tokenizer)
 
@@ -78,23 +76,16 @@ class Encoder:
             runs = [(start + len(before), stop + len(before)) for start, stop in runs]
         return TokenRow(ids, tuple(runs), example.where, example.to_json(), lost, len(literal))
 
-    def encode_many(self, examples: Sequence[Example] | Sequence[Group]) -> tuple[Any, list[BadRow], Told]:
+    def encode_many(self, groups: Sequence[Group]) -> tuple[Any, list[BadRow], Told]:
         """A record batch of the rows that could be encoded, the others, and how many of the first are not as given."""
-        groups = [one for one in examples if isinstance(one, Group)]
-        single = [one for one in examples if isinstance(one, Example)]
-        if groups:
-            if self._loss_on == "all":
-                raise DataError(
-                    "data.loss_on: all cannot be used with preference data", where=groups[0].where,
-                    why="preference objectives compare answers, not prompts", fix="remove data.loss_on",
-                )  # fmt: skip
-            answers = iter(self._try_all([answer for group in groups for answer in group.answers]))
-            made = [[next(answers) for _ in group.answers] for group in groups]
-            rows, bad, told = rows_of_groups(groups, made, lambda example: self._try(lambda: self.encode(example, apart=True)))
-        else:
-            found = self._try_all(single)
-            rows, told = [row for row in found if isinstance(row, TokenRow)], Told()
-            bad = [bad_row(one, error) for one, error in zip(single, found, strict=True) if isinstance(error, RowError)]
+        if groups[0].roles and self._loss_on == "all":
+            raise DataError(
+                "data.loss_on: all cannot be used with preference data", where=groups[0].where,
+                why="preference objectives compare answers, not prompts", fix="remove data.loss_on",
+            )  # fmt: skip
+        answers = iter(self._try_all([answer for group in groups for answer in group.answers]))
+        made = [[next(answers) for _ in group.answers] for group in groups]
+        rows, bad, told = rows_of_groups(groups, made, lambda example: self._try(lambda: self.encode(example, apart=True)))
         told |= {"lost": sum(bool(row.lost) for row in rows), "controls": sum(bool(row.controls) for row in rows)}
         return record_batch(rows), bad, told
 

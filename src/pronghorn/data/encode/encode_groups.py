@@ -1,7 +1,7 @@
-"""Token rows of preference data: the answers of a group side by side, with how many tokens all of them begin with.
+"""Token rows of groups: the answers side by side, with how many tokens all of them begin with; a document is a row as it is.
 
-Answers that are empty, and answers that are the same as the chosen one, teach nothing: they are left out and counted, with
-their group where nothing is left to compare.
+Answers that are empty, and answers that are the same as the chosen one, teach nothing where answers are compared: they are left
+out and counted, with their group where nothing is left to compare.
 
 The shared tokens end where the first answer begins, which is a border of the chat template: up to there all texts are the same.
 Where a token straddles that border in one of the answers, all of them are tokenized in parts, as they meet when a model is
@@ -37,9 +37,14 @@ def rows_of_groups(
     for group, encoded in zip(groups, made, strict=True):
         wrong = next((pair for pair in zip(group.answers, encoded, strict=True) if isinstance(pair[1], RowError)), None)
         if wrong is not None:
-            bad.append(bad_row(*wrong))  # type: ignore[arg-type]
+            bad.append(_bad_row(*wrong))  # type: ignore[arg-type]
             continue
-        answers = list(zip(group.answers, group.roles, [row for row in encoded if isinstance(row, TokenRow)], strict=True))
+        made_rows = [row for row in encoded if isinstance(row, TokenRow)]
+        if not group.roles:
+            rows += made_rows
+            told["empty"] += clean.says_nothing(group.answers[0])
+            continue
+        answers = list(zip(group.answers, group.roles, made_rows, strict=True))
         said = [answer for answer in answers if not clean.says_nothing(answer[0])]
         told["empty"] += len(said) < len(answers)
         different = [answer for i, answer in enumerate(said) if i == 0 or answer[2].ids.tolist() != said[0][2].ids.tolist()]
@@ -50,7 +55,7 @@ def rows_of_groups(
     return rows, bad, told
 
 
-def bad_row(example: Example, error: RowError) -> BadRow:
+def _bad_row(example: Example, error: RowError) -> BadRow:
     why = error.what if not error.why else f"{error.what}; {error.why}"
     return BadRow(example.where, why, excerpt(example.to_json()), error.fix)
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from pronghorn.data.encode.encode import Encoder, Told
 from pronghorn.data.preference.preference_rows import Group
-from pronghorn.data.read.formats import Example
+from pronghorn.data.read.reading import Chunk
 from pronghorn.data.read.source_files import BadRow
 from pronghorn.digests import cores as usable_cores
 from pronghorn.errors import EnvironmentFault
@@ -37,6 +37,7 @@ STANDING_STILL = 60  # looks in a row without any CPU time of any worker. Looks,
 STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "waiting for disk I/O", "Z": "ended", "S": "waiting"}
 
 Encoded = tuple[Any, list[BadRow], Told]  # a record batch, the rows that are not in it, and how many are not as they were
+NOTHING: Encoded = (None, [], {})
 
 
 class EncodingPool:
@@ -50,7 +51,7 @@ class EncodingPool:
         self._given = 0
         self._executor: ProcessPoolExecutor | None = None
         self._workers: list[multiprocessing.process.BaseProcess] = []
-        self._waiting: deque[tuple[Future[Encoded], str]] = deque()  # with the places of a chunk's first and last row
+        self._waiting: deque[tuple[Chunk, Future[Encoded]]] = deque()
 
     def __enter__(self) -> EncodingPool:
         return self
@@ -62,12 +63,11 @@ class EncodingPool:
                     worker.kill()
             self._executor.shutdown(wait=True, cancel_futures=True)
 
-    def give(self, examples: Sequence[Example] | Sequence[Group]) -> Iterator[Encoded]:
+    def give(self, chunk: Chunk) -> Iterator[tuple[Chunk, Encoded]]:
         """Take one chunk; returns what is ready, waiting only while more than two chunks a core are under way."""
-        if not examples:
-            return
-        self._encoder.prepare_for(examples[0])
-        self._given += len(examples)
+        if chunk.groups:
+            self._encoder.prepare_for(chunk.groups[0].answers[0])
+        self._given += len(chunk.groups)
         if self._executor is None and self._given > ROWS_WORTH_A_POOL and self._cores > 1 and _fork_is_safe():
             self._executor = ProcessPoolExecutor(
                 self._cores, multiprocessing.get_context("fork"), initializer=_start_worker, initargs=(self._encoder,)
@@ -75,29 +75,33 @@ class EncodingPool:
             others = set(multiprocessing.active_children())
             try:
                 with _signals_waiting():  # all workers are forked now
-                    self._submit(self._executor, examples)
+                    self._submit(self._executor, chunk)
             finally:
                 self._workers = [child for child in multiprocessing.active_children() if child not in others]
         elif self._executor is None:
-            yield self._encoder.encode_many(examples)
+            yield chunk, self._encoder.encode_many(chunk.groups) if chunk.groups else NOTHING
         else:
-            self._submit(self._executor, examples)
-        while self._waiting and (self._waiting[0][0].done() or len(self._waiting) > 2 * self._cores):
+            self._submit(self._executor, chunk)
+        while self._waiting and (self._waiting[0][1].done() or len(self._waiting) > 2 * self._cores):
             yield self._result()
 
-    def _submit(self, executor: ProcessPoolExecutor, examples: Sequence[Example] | Sequence[Group]) -> None:
+    def _submit(self, executor: ProcessPoolExecutor, chunk: Chunk) -> None:
+        future: Future[Encoded] = Future()
         try:
-            future = executor.submit(_encode_in_worker, examples)
+            if chunk.groups:
+                future = executor.submit(_encode_in_worker, chunk.groups)
+            else:
+                future.set_result(NOTHING)
         except BrokenProcessPool as error:
             raise self._killed() from error
-        self._waiting.append((future, f"{examples[0].where} to {examples[-1].where}"))
+        self._waiting.append((chunk, future))
 
-    def rest(self) -> Iterator[Encoded]:
+    def rest(self) -> Iterator[tuple[Chunk, Encoded]]:
         while self._waiting:
             yield self._result()
 
-    def _result(self) -> Encoded:
-        future, rows = self._waiting[0]
+    def _result(self) -> tuple[Chunk, Encoded]:
+        chunk, future = self._waiting[0]
         still, before = 0, self._cpu_ticks()
         while True:
             try:
@@ -107,12 +111,12 @@ class EncodingPool:
                 now = self._cpu_ticks()
                 still, before = still + 1 if now == before else 0, now
                 if still >= STANDING_STILL:
-                    raise self._stand_still(rows) from None
+                    raise self._stand_still(_rows(chunk)) from None
             except BrokenProcessPool as error:
                 raise self._killed() from error
             else:
                 self._waiting.popleft()
-                return found
+                return chunk, found
 
     def _cpu_ticks(self) -> list[int]:
         return [int(times[11]) + int(times[12]) for worker in self._workers if (times := _process(worker.pid))]
@@ -137,10 +141,14 @@ class EncodingPool:
                 break
             time.sleep(0.01)
         who = f"tokenizer process {ended[0][0]} {_how(ended[0][1])}" if ended else ("a tokenizer process was killed")
-        rows = f"{self._waiting[0][1]} and following rows" if self._waiting else ""
+        rows = f"{_rows(self._waiting[0][0])} and following rows" if self._waiting else ""
         return EnvironmentFault(
             who, where=rows, why="the usual cause is too little memory", fix="free memory and run the same command again"
         )
+
+
+def _rows(chunk: Chunk) -> str:
+    return f"{chunk.groups[0].where} to {chunk.groups[-1].where}" if chunk.groups else ""
 
 
 def _process(pid: int | None) -> list[str]:
@@ -202,6 +210,6 @@ def _leave_with_parent() -> None:
         os._exit(1)
 
 
-def _encode_in_worker(examples: Sequence[Example] | Sequence[Group]) -> Encoded:
+def _encode_in_worker(groups: Sequence[Group]) -> Encoded:
     assert _worker_encoder is not None
-    return _worker_encoder.encode_many(examples)
+    return _worker_encoder.encode_many(groups)

@@ -26,7 +26,7 @@ from pronghorn.data.preference.pair_rows import PairRows
 from pronghorn.errors import ModelError, RecipeError
 from pronghorn.folders import folder_of
 from pronghorn.hf_types import Tokenizer
-from pronghorn.hub import model_folder
+from pronghorn.hub import cached_folder, model_folder
 from pronghorn.model_files import MALFORMED, require_safe_files, require_template_names
 from pronghorn.recipe import Data
 from pronghorn.small_files import read_small_text
@@ -39,10 +39,6 @@ Span = tuple[int, int]
 TOKENIZER_FILES = (
     "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
     "chat_template*", "additional_chat_templates/*", "config.json",
-)  # fmt: skip
-HUB_TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt",
-    "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "config.json",
 )  # fmt: skip
 LARGEST_TEMPLATE = 1_000_000  # bytes; the largest chat template seen has 20,000
 
@@ -71,25 +67,16 @@ class TokenizerFiles:
             return _content_fingerprint(self.load())
         digest = hashlib.sha256()
         for file in files:
-            digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
-            with file.open("rb") as opened:
-                for block in iter(lambda: opened.read(1 << 20), b""):
-                    digest.update(block)
+            digest.update(f"{file.name}\0{file.stat().st_size}\0".encode() + file.read_bytes())
         digest.update(_template_text(self.spec.chat_template if self.spec else None).encode())
         return digest.hexdigest()
 
 
 def _files_of(name: str) -> list[Path]:
-    if folder := folder_of(name):
-        return sorted({file for pattern in TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()})
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = [try_to_load_from_cache(name, file) for file in HUB_TOKENIZER_FILES]
-    except HFValidationError:
-        return []  # not a name the hub could have; loading it says so
-    return [Path(path) for path in found if isinstance(path, str)]
+    """None for a name that nothing has; loading it says so."""
+    if not (folder := folder_of(name) or cached_folder(name)):
+        return []
+    return sorted({file for pattern in TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()})
 
 
 def _template_text(chat_template: str | None) -> str:
@@ -263,23 +250,6 @@ def record_batch(rows: Sequence[TokenRow]) -> Any:
     return pa.RecordBatch.from_arrays(columns, schema=PAIR_SCHEMA)
 
 
-class ContentDigest:
-    """`TokenTable.content_of_all`, batch by batch."""
-
-    def __init__(self) -> None:
-        self._parts = [hashlib.sha256() for _ in range(4)]
-
-    def add(self, batch: pa.RecordBatch) -> None:
-        (ids_offsets, values), (loss_offsets, borders) = _flat(batch.column("ids")), _flat(batch.column("loss"))
-        arrays = [np.diff(ids_offsets), values, np.diff(loss_offsets), borders, *_pair_columns(batch)]
-        self._parts += [hashlib.sha256() for _ in arrays[len(self._parts) :]]
-        for part, array in zip(self._parts, arrays, strict=True):
-            part.update(np.ascontiguousarray(array).data)
-
-    def hexdigest(self) -> str:
-        return " ".join(part.hexdigest() for part in self._parts)
-
-
 class TokenTable:
     """Tokenized rows. A view holds (row, start, stop) for each of its rows; the tokens stay in the mapped file."""
 
@@ -361,11 +331,21 @@ class TokenTable:
         rows, starts, stops, counts = (array[chosen] for array in arrays)
         return TokenTable(self._base, rows, starts, stops, counts, pairs)
 
-    def select_groups(self, groups: npt.NDArray[np.int64]) -> TokenTable:
-        """These groups of preference data, by their number in this table; a number given twice repeats its group."""
-        assert self.pairs is not None
-        rows, pairs = self.pairs.select_groups(groups)
-        return self.select(rows).with_pairs(pairs)
+    @property
+    def starts(self) -> npt.NDArray[np.int64]:
+        """The first row of each unit (a row; of preference data, a group of rows), and the number of rows at the end."""
+        return np.arange(len(self) + 1) if self.pairs is None else self.pairs.starts
+
+    def select_units(self, units: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> TokenTable:
+        """These units; a number that is given twice repeats its unit."""
+        chosen = np.flatnonzero(units) if units.dtype == np.bool_ else units
+        first, sizes = self.starts[:-1][chosen], np.diff(self.starts)[chosen]
+        ends = np.concatenate([[0], np.cumsum(sizes)])
+        table = self.select(np.repeat(first - ends[:-1], sizes) + np.arange(ends[-1]))
+        if table.pairs is None:
+            return table
+        # numbers of their own, so that a group that is named twice is two
+        return table.with_pairs(replace(table.pairs, groups=np.repeat(np.arange(len(sizes)), sizes)))
 
     def with_pairs(self, pairs: PairRows) -> TokenTable:
         return TokenTable(self._base, self._rows, self._starts, self._stops, self.loss_counts, pairs)
@@ -411,10 +391,10 @@ class _Columns:
     def content(self) -> str:
         """Digest of all tokens and loss marks, independent of record batches; the cache knows it without reading them."""
         if not self._content:
-            digest = ContentDigest()
-            for batch in self._table.to_batches():
-                digest.add(batch)
-            self._content = digest.hexdigest()
+            lists = (self._ids, self._loss)
+            columns = [arrays for chunks in lists for arrays in ([np.diff(at) for at, _ in chunks], [one for _, one in chunks])]
+            columns += [[column] for column in _pair_columns(self._table)]
+            self._content = " ".join(_digest(arrays) for arrays in columns)
         return self._content
 
     def ids(self, row: int) -> Ints:
@@ -452,10 +432,17 @@ class _Columns:
         return np.concatenate(counts).astype(np.int32)
 
 
-def _pair_columns(batch: pa.RecordBatch | pa.Table) -> list[npt.NDArray[Any]]:
+def _digest(arrays: Sequence[npt.NDArray[Any]]) -> str:
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
+
+
+def _pair_columns(table: pa.Table) -> list[npt.NDArray[Any]]:
     """Those of PAIR_FIELDS; none where rows stand for themselves."""
-    types = (np.bool_, np.int32, np.int32, np.float32) if len(batch.schema) > len(SCHEMA) else ()
-    return [np.array(batch.column(name).to_pylist(), of) for (name, _), of in zip(PAIR_FIELDS, types, strict=False)]
+    types = (np.bool_, np.int32, np.int32, np.float32) if len(table.schema) > len(SCHEMA) else ()
+    return [np.array(table.column(name).to_pylist(), of) for (name, _), of in zip(PAIR_FIELDS, types, strict=False)]
 
 
 def _flat(chunk: pa.ListArray) -> tuple[Ints, Ints]:

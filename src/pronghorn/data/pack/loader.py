@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -132,32 +134,25 @@ class BatchLoader:
         stop = packs.end_of_step(at.pack, self._packs_per_step)
         return Place(at.epoch, stop) if stop < len(packs) else Place(at.epoch + 1, 0)
 
-    def __iter__(self) -> Iterator[StepBatch]:
-        return self._ahead() if self._workers else self._inline()
-
-    def _inline(self) -> Iterator[StepBatch]:
-        at, packs = self._start, self._pack(self._start.epoch)
+    def _places(self, pack: Callable[[int], Callable[[], Packs]]) -> Iterator[tuple[Packs, Place]]:
+        """Where each step begins. `pack`: what waits for the packs of an epoch; asked for one epoch ahead."""
+        at, coming = self._start, pack(self._start.epoch)
         while True:
-            yield self._build(packs, at)
-            following = self._next(packs, at)
-            if following.epoch != at.epoch:
-                packs = self._pack(following.epoch)
-            at = following
+            packs, epoch, coming = coming(), at.epoch, pack(at.epoch + 1)
+            while at.epoch == epoch:
+                yield packs, at
+                at = self._next(packs, at)
 
-    def _ahead(self) -> Iterator[StepBatch]:
+    def __iter__(self) -> Iterator[StepBatch]:
+        if not self._workers:
+            yield from starmap(self._build, self._places(lambda epoch: partial(self._pack, epoch)))
         pool = ThreadPoolExecutor(self._workers + 1, thread_name_prefix="pack")
         try:
-            at, packs = self._start, self._pack(self._start.epoch)
-            next_packs = pool.submit(self._pack, at.epoch + 1)
+            places = self._places(lambda epoch: pool.submit(self._pack, epoch).result)
             waiting: deque[Future[StepBatch]] = deque()
             while True:
                 while len(waiting) < self._workers + 1:
-                    waiting.append(pool.submit(self._build, packs, at))
-                    following = self._next(packs, at)
-                    if following.epoch != at.epoch:
-                        packs = next_packs.result()
-                        next_packs = pool.submit(self._pack, following.epoch + 1)
-                    at = following
+                    waiting.append(pool.submit(self._build, *next(places)))
                 yield waiting.popleft().result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)

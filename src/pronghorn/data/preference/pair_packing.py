@@ -27,21 +27,19 @@ def groups_of(table: TokenRows, together: int = 1) -> Groups:
     pairs = pairs_of(table)
     if pairs is None:
         return Groups.alike(table.lengths, together)
-    starts = pairs.starts
-    tokens = np.add.reduceat(_tokens(table, pairs, slice(None)), starts[:-1]) if len(starts) > 1 else np.zeros(0, np.int64)
-    return Groups(starts, tokens)
+    return Groups(pairs.starts, np.add.reduceat(_tokens(table, slice(None)), pairs.starts[:-1]))
 
 
 def tokens_in(table: TokenRows, rows: Longs) -> int:
     """Tokens that these rows, whole groups of them, take in a pack."""
-    pairs = pairs_of(table)
-    return int(table.lengths[rows].sum() if pairs is None else _tokens(table, pairs, rows).sum())
+    return int(_tokens(table, rows).sum())
 
 
-def _tokens(table: TokenRows, pairs: PairRows, rows: Any) -> Longs:
+def _tokens(table: TokenRows, rows: Any) -> Longs:
     """Tokens of each row; a shared prompt counts with the first row of its group."""
+    pairs = pairs_of(table)
     lengths: Longs = table.lengths[rows].astype(np.int64)
-    if not pairs.shared:
+    if pairs is None or not pairs.shared:
         return lengths
     later = np.diff(pairs.groups[rows], prepend=-1) == 0
     lengths[later] -= pairs.prefixes[rows][later]

@@ -29,14 +29,6 @@ class PairRows:
         columns = {name: getattr(self, name)[chosen] for name in ("groups", "roles", "prefixes", "margins")}
         return replace(self, **columns)
 
-    def select_groups(self, groups: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], PairRows]:
-        """The rows of these groups, which are counted by their place here, not by their number; and the same with numbers
-        of their own, so that a group that is named twice is two."""
-        sizes = np.diff(self.starts)[groups]
-        ends = np.concatenate([[0], np.cumsum(sizes)])
-        rows = np.repeat(self.starts[:-1][groups] - ends[:-1], sizes) + np.arange(ends[-1])
-        return rows, replace(self.select(rows), groups=np.repeat(np.arange(len(groups)), sizes))
-
     def cut(self, lengths: npt.NDArray[np.int32]) -> PairRows:
         """The same groups, with rows cut to these lengths."""
         return replace(self, prefixes=np.minimum(self.prefixes, lengths))

@@ -34,6 +34,7 @@ from pronghorn.data.read.formats import (
     beside,
     chat_column,
     chat_example,
+    completion_example,
     detect_format,
     holds,
     text_of,
@@ -81,11 +82,11 @@ NEEDED = (
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Answers to one prompt, the chosen one first; or one answer that is marked as good or bad."""
+    """Answers to one prompt, the chosen one first; one answer that is marked as good or bad; or a document by itself."""
 
     where: str
     answers: tuple[Example, ...]
-    roles: tuple[int, ...]
+    roles: tuple[int, ...] = ()  # of the answers; a document has none
     margin: float = 0.0
 
 
@@ -93,7 +94,9 @@ class Group:
 
 
 def detect_groups(rows: Sequence[RawRow], where: str, asked: str, wanted: Rows) -> str:
-    """What most of these first rows of a source are: `pairs: LAYOUT`, or `marked: FORMAT`."""
+    """What most of these first rows of a source are: `FORMAT` of documents, `pairs: LAYOUT`, or `marked: FORMAT`."""
+    if wanted == "documents":
+        return detect_format(rows, where, asked)
     rows = [_usual(row) for row in rows]
     layouts = [_layout(row.fields) for row in rows if answer_columns(row.fields, empty=True)]
     if 2 * len(layouts) >= len(rows) and layouts:
@@ -109,24 +112,17 @@ def detect_groups(rows: Sequence[RawRow], where: str, asked: str, wanted: Rows) 
         raise DataError(what="no row can be read, so the format cannot be detected", where=where, fix="fix the rows")
     columns = list(dict.fromkeys(column for row in rows for column in row.fields))
     found = "found " + ", ".join(f"`{column}`" for column in columns)
+    what, why = f"no preference data; {found}", NEEDED
+    fix = f"{_how_to_name(columns)}; or set objective: supervised, which trains on every answer"
     if marked and wanted == "pairs":
-        mark = mark_column(marked[0].fields)
-        raise DataError(
-            f"no pairs of answers, only single answers marked by `{mark}`", where=where, why=NEEDED,
-            fix="set objective: kto, which trains on single answers",
-        )  # fmt: skip
-    named = _how_to_name(columns)
-    if wanted == "marked":
+        what = f"no pairs of answers, only single answers marked by `{mark_column(marked[0].fields)}`"
+        fix = "set objective: kto, which trains on single answers"
+    elif wanted == "marked":
         _refuse_other_marks(rows, where)
-        raise DataError(
-            f"no column marks answers as good or bad; {found}", where=where,
-            why=f"objective kto needs a `label` (true or false) for each answer, or pairs; {NEEDED}",
-            fix="add the column, or name it: data.fields: {label: COLUMN}",
-        )  # fmt: skip
-    raise DataError(
-        f"no preference data; {found}", where=where, why=NEEDED,
-        fix=f"{named}; or set objective: supervised, which trains on every answer",
-    )  # fmt: skip
+        what = f"no column marks answers as good or bad; {found}"
+        why = f"objective kto needs a `label` (true or false) for each answer, or pairs; {NEEDED}"
+        fix = "add the column, or name it: data.fields: {label: COLUMN}"
+    raise DataError(what, where=where, why=why, fix=fix)
 
 
 def _layout(fields: dict[str, Any]) -> Layout:
@@ -230,6 +226,9 @@ def _speaker(turn: object) -> str | None:
 def to_groups(row: RawRow, layout: str, wanted: Rows) -> list[Group] | BadRow:
     """What a row teaches, or why it teaches nothing. Pairs are several groups where single answers are wanted."""
     kind, _, name = layout.partition(": ")
+    if wanted == "documents":
+        example = to_example(row, layout)  # type: ignore[arg-type]
+        return example if isinstance(example, BadRow) else [Group(row.where, (example,))]
     row = _usual(row)
     try:
         refuse_media(row.fields)
@@ -248,6 +247,8 @@ def to_groups(row: RawRow, layout: str, wanted: Rows) -> list[Group] | BadRow:
 def unused_in_groups(fields: dict[str, Any], layout: str) -> set[str]:
     """Columns of a row that hold something and are not read."""
     kind, _, name = layout.partition(": ")
+    if not name:
+        return unused_columns(fields, layout)  # type: ignore[arg-type]
     if kind == "marked":
         return unused_columns({column: value for column, value in fields.items() if column not in MARKS}, name)  # type: ignore[arg-type]
     fields = _usual(RawRow(fields, "")).fields
@@ -350,12 +351,7 @@ def _prompt(row: RawRow, layout: Layout) -> str | list[dict[str, Any]]:
 
 def _answer(row: RawRow, prompt: str | list[dict[str, Any]], said: object, column: str) -> Example:
     if isinstance(prompt, str) and isinstance(said, str):
-        if column_beside := beside(row.fields):
-            raise UnfitError(
-                f"the row has `{column_beside}` and a plain-text prompt, but earlier rows have no `{column_beside}`",
-                "convert all rows to conversations: data.fields: {instruction: prompt}",
-            )
-        return Example("completion", row.where, prompt=prompt, completion=said)
+        return completion_example(row, prompt, said, "instruction: prompt")
     before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     return chat_example(row, before + _turns(said, column), prompt_messages=len(before))
 

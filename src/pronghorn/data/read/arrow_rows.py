@@ -35,7 +35,8 @@ def read_arrow(source: Source) -> Iterator[RawRow | BadRow]:
     with _damage_told(source, "this Arrow file is damaged or not an Arrow file"), pa.OSFile(str(source.path)) as file:
         if is_stream:
             _require_end(source)
-        batches = _checked(pa.ipc.open_stream(file) if is_stream else _batches(pa.ipc.open_file(file)))
+        reader = pa.ipc.open_stream(file) if is_stream else pa.ipc.open_file(file)
+        batches = _checked(reader if is_stream else map(reader.get_batch, range(reader.num_record_batches)))
         yield from _arrow_rows(batches, lambda index: f"{source.name} row {index + 1}")
 
 
@@ -44,7 +45,7 @@ def _content(source: Source, *allowed: str) -> str:
     with source.path.open("rb") as file:
         name, fix = content_of(file.read(32)) or ("", "")
     if name and name not in allowed:
-        raise DataError(what=f"this is {name}", where=source.name, fix=fix)
+        raise source.error(f"this is {name}", fix=fix)
     return name
 
 
@@ -56,12 +57,7 @@ def _damage_told(source: Source, what: str) -> Iterator[None]:
         yield
     except (pa.ArrowException, OSError) as error:
         why = str(error).split("\n", 1)[0]
-        raise DataError(what, where=source.name, why=why, fix=AGAIN) from error
-
-
-def _batches(reader: Any) -> Iterator[Any]:
-    for number in range(reader.num_record_batches):
-        yield reader.get_batch(number)
+        raise source.error(what, why=why, fix=AGAIN) from error
 
 
 def _checked(batches: Iterable[Any]) -> Iterator[Any]:
@@ -78,24 +74,18 @@ def _require_end(source: Source) -> None:
         file.seek(-min(8, source.path.stat().st_size), 2)
         end = file.read(8)
     if end != END_OF_STREAM:
-        raise DataError(what="this Arrow stream is truncated: its end is missing", where=source.name, fix=AGAIN)
+        raise source.error("this Arrow stream is truncated: its end is missing", fix=AGAIN)
 
 
 def read_hub(source: Source) -> Iterator[RawRow | BadRow]:
-    if source.stream:
-        yield from _streamed(source)
-        return
-    batches = hub_dataset(source).with_format("arrow").iter(BATCH_ROWS)
-    yield from _arrow_rows(batches, lambda index: f"{source.name}[{index}]")
-
-
-def _streamed(source: Source) -> Iterator[RawRow | BadRow]:
-    """As it comes over the network, some rows at a time: nothing of it is put on the disk. Always the revision that the
-    fingerprint names. A network that fails leaves what is tokenized; the same command goes on behind it (partial_table.py)."""
+    """A stream as it comes over the network, some rows at a time: nothing of it is put on the disk. Always the revision that
+    the fingerprint names. A network that fails leaves what is tokenized; the same command goes on behind it."""
     data = hub_dataset(source)
     try:
         yield from _arrow_rows(data.with_format("arrow").iter(BATCH_ROWS), lambda index: f"{source.name}[{index}]")
     except hub_errors() as error:
+        if not source.stream:
+            raise
         raise EnvironmentFault(
             what="the download stalled",
             where=source.name,
@@ -112,10 +102,8 @@ def hub_fingerprint(source: Source) -> str:
 def _revision(source: Source) -> str:
     assert source.hub is not None
     if "[" in source.hub[2]:
-        raise DataError(
-            what="a slice of a split cannot be streamed",
-            where=source.name,
-            fix="name the whole split, and set max_rows to use its first rows",
+        raise source.error(
+            "a slice of a split cannot be streamed", fix="name the whole split, and set max_rows to use its first rows"
         )
     return data_set_revision(source.hub[0])
 
@@ -170,22 +158,18 @@ def hub_dataset(source: Source) -> Any:
             return datasets.load_dataset(name, config, split=split, **how)
     except DataError as error:
         fix = f"if it is a file: {neighbours(name, Path(name))}; if it is a Hub dataset: {error.fix}"
-        raise DataError(
-            what=f"neither a file nor a Hub dataset: {error.what}", where=source.name, why=error.why, fix=fix
-        ) from error
+        raise source.error(f"neither a file nor a Hub dataset: {error.what}", why=error.why, fix=fix) from error
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         reason = _first_line(error)
         if isinstance(error, OSError) and (error.errno == errno.ENOSPC or "disk space" in reason):
-            raise DataError(
-                what="the dataset does not fit on the disk",
-                where=source.name,
+            raise source.error(
+                "the dataset does not fit on the disk",
                 why=reason,
                 fix=f"stream it without a local copy: data.train: [{{path: {name}, stream: true}}]; or set "
                 "HF_HOME to a larger disk",
             ) from error
-        raise DataError(
-            what=f"neither a file nor a Hub dataset with a split `{split}`",
-            where=source.name,
+        raise source.error(
+            f"neither a file nor a Hub dataset with a split `{split}`",
             why=reason,
             fix=f"if it is a file: {neighbours(name, Path(name))}; if it is a Hub dataset, check "
             "name:config:split, the network and your login",

@@ -18,7 +18,6 @@ U = units: rows, or groups of preference rows. P = values of a MinHash.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pronghorn.data.encode.cached_rows import Progress, silent
-from pronghorn.data.encode.token_cache import DamagedError, read_note, write_note
+from pronghorn.data.encode.token_cache import kept
 from pronghorn.data.encode.tokens import TokenTable
 from pronghorn.data.preference.pair_choices import held_out_by
 from pronghorn.data.read.clean import BATCH, said
@@ -156,14 +155,7 @@ def leaks(train: Side, held: Side, cache: Path, progress: Progress = silent) -> 
 def _kept(cache: Path, content: bytes, look: Callable[[], list[Any]]) -> list[Any]:
     """What is written beside the cached table, or what a look finds. A damaged note is made again: it says nothing new."""
     digest = hashlib.sha256(f"{COPIES_VERSION}\0".encode() + content).hexdigest()[:16]
-    path = cache.with_suffix(f".copies-{digest}.json")
-    try:
-        note = read_note(path)
-    except DamagedError:
-        note = None
-    if note is None:
-        write_note(path, note := json.dumps(look()))
-    return list(json.loads(note))
+    return kept(cache.with_suffix(f".copies-{digest}.json"), list[Any], look)[0]
 
 
 # Marks: what rows are compared by -----------------------------------------------------------------------------------------

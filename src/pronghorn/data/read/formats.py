@@ -330,12 +330,7 @@ def _history(row: RawRow) -> list[dict[str, Any]]:
 def _from_completion(row: RawRow) -> Example:
     prompt, completion = _pair(row)
     if isinstance(prompt, str) and isinstance(completion, str):
-        if column := beside(row.fields):
-            raise UnfitError(
-                f"the row has `{column}` and a plain-text prompt, but earlier rows have no `{column}`",
-                "convert all rows to conversations: data.fields: {instruction: prompt, output: completion}",
-            )
-        return Example("completion", row.where, prompt=prompt, completion=completion)
+        return completion_example(row, prompt, completion, "instruction: prompt, output: completion")
     if isinstance(prompt, str):
         raise UnfitError("`completion` is a list of messages, and `prompt` is text", "write both as text or both as messages")
     before = to_messages(prompt, "prompt")
@@ -344,6 +339,16 @@ def _from_completion(row: RawRow) -> Example:
     if not any(message["role"] == "assistant" for message in said):
         raise UnfitError("no assistant turn in the completion: nothing carries loss", "add an answer to the completion")
     return chat_example(row, before + said, prompt_messages=len(before))
+
+
+def completion_example(row: RawRow, prompt: str, completion: str, names: str) -> Example:
+    """`names`: of the columns that would make a conversation of it, as in `data.fields`."""
+    if column := beside(row.fields):
+        raise UnfitError(
+            f"the row has `{column}` and a plain-text prompt, but earlier rows have no `{column}`",
+            f"convert all rows to conversations: data.fields: {{{names}}}",
+        )
+    return Example("completion", row.where, prompt=prompt, completion=completion)
 
 
 def _from_chat_completion(row: RawRow) -> Example:

@@ -129,9 +129,8 @@ def read_json(source: Source) -> Iterator[RawRow | BadRow]:
             yield from read_jsonl(source)
             return
         if not isinstance(value, dict) or _after_space(text, end) < len(text):
-            raise DataError(
-                what="neither a list of objects nor an object that contains one",
-                where=source.name,
+            raise source.error(
+                "neither a list of objects nor an object that contains one",
                 fix='write [{...}, {...}], {"data": [{...}]} or one object per line',
             )
         if value.keys() & ONE_ROW:
@@ -140,30 +139,25 @@ def read_json(source: Source) -> Iterator[RawRow | BadRow]:
         lists = _lists_inside(text, start)
         columns = [set(column) if isinstance(column, dict) else None for column in value.values()]
         if columns and columns[0] and all(rows == columns[0] for rows in columns):
-            raise DataError(
-                what="the file has an object for each column, as pandas' to_json writes by default",
-                where=source.name,
+            raise source.error(
+                "the file has an object for each column, as pandas' to_json writes by default",
                 fix='write an object for each row: to_json(PATH, orient="records", lines=True), with PATH ending in .jsonl',
             )
         if len(lists) != 1:
             found = ", ".join(f"`{key}`" for key in lists) or "none"
-            raise DataError(
-                what="the object must contain exactly one list of rows",
-                where=source.name,
+            raise source.error(
+                "the object must contain exactly one list of rows",
                 why=f"lists found: {found}",
                 fix="keep one list in the file, or write one file per list",
             )
         yield from _list_rows(source, text, next(iter(lists.values())))
     except json.JSONDecodeError as error:
         near = excerpt(text, error.pos)
-        raise DataError(
-            what=_not_json(error),
-            where=f"{source.name}:{error.lineno}",
-            why=f"near: {near}",
-            fix="fix it; the rest of the file cannot be read",
+        raise source.error(
+            _not_json(error), why=f"near: {near}", fix="fix it; the rest of the file cannot be read", at=f":{error.lineno}"
         ) from error
     except RecursionError as error:
-        raise DataError(what="the JSON is nested too deeply", where=source.name, fix="write simpler rows") from error
+        raise source.error("the JSON is nested too deeply", fix="write simpler rows") from error
 
 
 def _list_rows(source: Source, text: str, start: int) -> Generator[RawRow | BadRow, None, int]:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from pronghorn.data.preference.preference_rows import Group, detect_groups, to_groups, unused_in_groups
-from pronghorn.data.read import clean, sources
-from pronghorn.data.read.formats import Example, Format, detect_format, to_example, unused_columns
+from pronghorn.data.read import sources
 from pronghorn.data.read.renaming import Renaming
 from pronghorn.data.read.source_files import BadRow, RawRow, Source
 from pronghorn.errors import DataError, counted
@@ -85,9 +84,25 @@ def parts_of(names: Sequence[Name], spec: Data, wanted: Wanted = "documents") ->
                 wanted,
                 any_length=spec.long is not None,
             )
-            for source in sources.resolve(own.path, sources.Wish(own.name, own.split, own.text_by == "line", own.stream))
+            for source in sources.resolve(own)
         ]
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What was counted in a chunk. Row counts, but for the first two."""
+
+    part: int
+    format: str
+    read: int
+    rows: int  # of the table
+    bad: int
+    empty: int = 0  # with an answer that says nothing: junk, whether it is dropped or not
+    lost: int = 0  # of which the chat template left something out, which data.lost allowed
+    controls: int = 0  # whose texts hold control tokens
+    identical: int = 0  # of preference data: with a rejected answer that is the chosen one; these and empty ones are left out
+    unused: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -95,34 +110,23 @@ class Chunk:
     """Rows of one part that are tokenized together. Read only, until it is filled."""
 
     part: int
-    format: str  # `Format`; of preference data what `detect_groups` found
+    format: str  # as of `detect_groups`
     read: int
     raw: list[RawRow]
     bad: list[BadRow] = field(default_factory=list)  # that could not be read, or are no example
-    examples: list[Example] | list[Group] = field(default_factory=list)
-    empty: int = 0
+    groups: list[Group] = field(default_factory=list)
     unused: set[str] = field(default_factory=set)
     wanted: Wanted = "documents"
 
     def fill(self) -> None:
-        if self.wanted == "documents":
-            self._fill_with_documents(cast(Format, self.format))
-            return
         found = [to_groups(row, self.format, self.wanted) for row in self.raw]
         self.bad += [item for item in found if isinstance(item, BadRow)]
-        self.examples = [group for item in found if not isinstance(item, BadRow) for group in item]
+        self.groups = [group for item in found if not isinstance(item, BadRow) for group in item]
         self.unused.update(*(unused_in_groups(row.fields, self.format) for row in self.raw))
 
-    def _fill_with_documents(self, row_format: Format) -> None:
-        made = [to_example(row, row_format) for row in self.raw]
-        self.bad += [item for item in made if isinstance(item, BadRow)]
-        examples = self.examples = [item for item in made if isinstance(item, Example)]
-        self.empty = sum(clean.says_nothing(example) for example in examples)
-        self.unused.update(*(unused_columns(row.fields, row_format) for row in self.raw))
-
-    def note(self) -> dict[str, Any]:
-        """What is known of it before it is tokenized."""
-        return {"part": self.part, "format": self.format, "read": self.read, "empty": self.empty, "unused": sorted(self.unused)}
+    def note(self, rows: int, bad: int, told: Mapping[str, int]) -> Note:
+        """Once it is tokenized. `told`: how many rows are not as they were."""
+        return Note(self.part, self.format, self.read, rows, len(self.bad) + bad, unused=tuple(sorted(self.unused)), **told)
 
 
 def read_chunks(parts: Sequence[Part], size: int, stage: Stage) -> Iterator[Chunk]:
@@ -150,10 +154,7 @@ def _chunks_of(number: int, part: Part, most: int | None, size: int, stage: Stag
         if not part.renaming.nothing:
             part.renaming.require_columns(head, part.source.name)
             head, reader = [part.renaming(row) for row in head], map(part.renaming, reader)
-        if part.wanted == "documents":
-            row_format: str = detect_format(head, part.source.name, part.format)
-        else:
-            row_format = detect_groups(head, part.source.name, part.format, part.wanted)
+        row_format = detect_groups(head, part.source.name, part.format, part.wanted)
     rows: Iterator[RawRow] = itertools.chain(head, reader)
     while True:
         with stage("read"):

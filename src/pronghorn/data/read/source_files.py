@@ -75,6 +75,10 @@ class Source:
     folder: str = ""  # that it is one of the files of
     beside: tuple[str, ...] = ()  # files of that folder that are not read
 
+    def error(self, what: str, *, why: str = "", fix: str = "", at: str = "") -> DataError:
+        """`at`: a place in it, such as `:17`."""
+        return DataError(what, where=self.name + at, why=why, fix=fix)
+
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
@@ -161,7 +165,7 @@ def opened(source: Source) -> Iterator[BinaryIO]:
     with UNPACKERS[source.packing](source.path) as file:
         head = file.read(4096)
     if other := content_of(head):
-        raise DataError(what=f"this is {other[0]}", where=source.name, fix=other[1])
+        raise source.error(f"this is {other[0]}", fix=other[1])
     if guess := _wide_encoding(head):
         raise _wrong_encoding(source, source.name, guess)
     with UNPACKERS[source.packing](source.path) as file:  # again: not all of them go back

@@ -14,7 +14,7 @@ import re
 import shlex
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from pronghorn.data.read.arrow_rows import hub_fingerprint, read_arrow, read_hub, read_parquet
@@ -39,6 +39,7 @@ from pronghorn.data.read.source_files import (
 )
 from pronghorn.digests import file_digest
 from pronghorn.errors import DataError, counted
+from pronghorn.recipe import DataSource
 
 HUB_NAME = re.compile(
     r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?::(?P<config>[^:\[\]]+)(?=:))?(?::(?P<split>[^:\[\]]+(?:\[[^\[\]]*\])?))?"
@@ -47,18 +48,10 @@ ABOUT_DATA = {"dataset_info.json", "dataset_dict.json", "state.json", "dataset_i
 ABOUT_IT = {"readme", "license", "licence", "notice", "copying", "changelog", "requirements"}  # .txt files that are no data
 
 
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """What a recipe says of a source beside its name."""
-
-    config: str | None = None  # of a hub data set
-    split: str | None = None  # of a hub data set, or of a folder that has it as a folder or as files of that name
-    by_line: bool = False
-    stream: bool = False
-
-
-def resolve(name: str, wish: Wish = Wish()) -> list[Source]:  # noqa: B008 - frozen
+def resolve(asked: str | DataSource) -> list[Source]:
     """The sources behind a name: a file, every supported file of a folder, or a hub data set `name[:config][:split]`."""
+    wish = DataSource(path=asked) if isinstance(asked, str) else asked
+    name, by_line = wish.path, wish.text_by == "line"
     path = Path(name).expanduser() if name.startswith("~/") else Path(name)
     try:
         if path.is_dir():
@@ -68,15 +61,15 @@ def resolve(name: str, wish: Wish = Wish()) -> list[Source]:  # noqa: B008 - fro
             if wish.split:
                 raise _no_hub(name, "split")
         else:
-            return [_hub(name, path, wish)]
+            return [_hub(path, wish)]
     except OSError as error:
         raise unreadable(name, error) from error
-    for key, given in (("name", wish.config), ("stream", wish.stream)):
+    for key, given in (("name", wish.name), ("stream", wish.stream)):
         if given:
             raise _no_hub(name, key)
-    if wish.by_line and not any(source.kind == "txt" for source in found):
+    if by_line and not any(source.kind == "txt" for source in found):
         raise DataError(what="text_by: line applies to .txt files only", where=name, fix="remove text_by")
-    return [replace(source, by_line=wish.by_line and source.kind == "txt") for source in found]
+    return [replace(source, by_line=by_line and source.kind == "txt") for source in found]
 
 
 def _no_hub(name: str, key: str) -> DataError:
@@ -87,16 +80,17 @@ def _no_hub(name: str, key: str) -> DataError:
     )
 
 
-def _hub(name: str, path: Path, wish: Wish) -> Source:
+def _hub(path: Path, wish: DataSource) -> Source:
+    name = wish.path
     hub = HUB_NAME.fullmatch(name)
     if not hub or name.startswith((".", "~")) or kind_of(path) is not None:
         raise DataError(what="no such file", where=name, fix=neighbours(name, path))
-    if wish.by_line:
+    if wish.text_by == "line":
         raise DataError(what="text_by: line applies to .txt files only", where=name, fix="remove text_by")
-    for key, given, written in (("name", wish.config, hub["config"]), ("split", wish.split, hub["split"])):
+    for key, given, written in (("name", wish.name, hub["config"]), ("split", wish.split, hub["split"])):
         if given and written and given != written:
             raise DataError(what=f"two values of `{key}`: `{written}` and `{given}`", where=name, fix="keep one of them")
-    config, split = hub["config"] or wish.config, hub["split"] or wish.split
+    config, split = hub["config"] or wish.name, hub["split"] or wish.split
     shown = ":".join([hub["name"], *([config] if config else []), *([split or "train"] if split or config else [])])
     shown = name if (config, split) == (hub["config"], hub["split"]) else shown
     return Source(shown, "hub", stream=wish.stream, hub=(hub["name"], config, split or "train"))
@@ -112,9 +106,8 @@ def read(source: Source, on_bad: Callable[[BadRow], None]) -> Iterator[RawRow]:
         else:
             yield row
     if empty:
-        raise DataError(
-            what="the file has no rows",
-            where=source.name,
+        raise source.error(
+            "the file has no rows",
             why="it is empty or contains only a header",
             fix="check how it was written, or remove it from the recipe",
         )
@@ -143,9 +136,8 @@ def state(source: Source) -> tuple[int, ...]:
 
 def require_unchanged(source: Source, before: tuple[int, ...]) -> None:
     if state(source) != before:
-        raise DataError(
-            what="the file changed while it was being read",
-            where=source.name,
+        raise source.error(
+            "the file changed while it was being read",
             why="its rows may be a mixture of both versions",
             fix="wait until the file is complete, then run the same command again",
         )
@@ -165,10 +157,8 @@ def _rows(source: Source) -> Iterator[RawRow | BadRow]:
 
 def _damaged(source: Source, error: Exception) -> DataError:
     test = f"{source.packing} -t {shlex.quote(source.name)}"
-    return DataError(
-        what=f"the {source.packing} data is damaged or truncated: {error}",
-        where=source.name,
-        fix=f"copy or download it again; check it with `{test}`",
+    return source.error(
+        f"the {source.packing} data is damaged or truncated: {error}", fix=f"copy or download it again; check it with `{test}`"
     )
 
 
@@ -284,14 +274,14 @@ def _header(source: Source, names: list[str]) -> list[str]:
     names = [name or f"Unnamed: {i}" for i, name in enumerate(names)]  # as pandas calls the index that it writes
     twice = [name for name in names if names.count(name) > 1]
     if twice:
-        raise DataError(what=f"two columns are named `{twice[0]}`", where=f"{source.name}:1", fix="rename one of them")
+        raise source.error(f"two columns are named `{twice[0]}`", fix="rename one of them", at=":1")
     other = next((mark for mark in (";", "\t", ",", "|") if len(names) == 1 and mark in names[0]), None)
     if other:
-        raise DataError(
-            what=f"the columns are separated by {other!r}",
-            where=f"{source.name}:1",
+        raise source.error(
+            f"the columns are separated by {other!r}",
             why="a .csv file is separated by commas, a .tsv file by tabs",
             fix="save it with commas (.csv) or tabs (.tsv)",
+            at=":1",
         )
     return names
 

@@ -80,27 +80,20 @@ class Lost:
 
 def lost_error(lost: Sequence[Lost], messages: Sequence[Message], where: str) -> RowError:
     one = lost[0]
+    what = f"the chat template drops {one.what}"
     if one.message < 0:
-        return RowError(
-            f"the chat template drops {one.what}",
-            where=where,
-            why="it does not support tools, so the model would train on calls of tools it has never seen",
-            fix="use a model whose template supports tools, remove the tools, or set data.lost: allow to train without them",
-        )
+        why = "it does not support tools, so the model would train on calls of tools it has never seen"
+        fix = "use a model whose template supports tools, remove the tools, or set data.lost: allow to train without them"
+        return RowError(what, where=where, why=why, fix=fix)
     role, later = str(messages[one.message].get("role")), any(m.get("role") == "user" for m in messages[one.message + 1 :])
     why = "the template drops it, so the model would train on something other than the row"
     if one.what == "its reasoning" and later:
         why = "this template writes reasoning only after the last question, or not at all"
     elif one.what == "its reasoning":
         why = "this template does not support reasoning"
-    more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
-    return RowError(
-        f"the chat template drops {one.what} in message {one.message + 1} ({role}){more}",
-        where=where,
-        why=why,
-        fix="use a template that writes it, remove it from the row, set data.lost: allow to train without it, or "
-        "data.bad_rows: skip to drop the row",
-    )
+    what += f" in message {one.message + 1} ({role})" + (f" (and {len(lost) - 1} more)" if len(lost) > 1 else "")
+    fix = "use a template that writes it, remove it from the row, set data.lost: allow to train without it, or "
+    return RowError(what, where=where, why=why, fix=fix + "data.bad_rows: skip to drop the row")
 
 
 def ways_to_mark(messages: Sequence[Message]) -> Iterator[dict[str, bool]]:
