@@ -14,8 +14,8 @@ from benchmarks.bench.ceiling import products
 from benchmarks.bench.workloads import Workload
 from benchmarks.ops import replaced
 from pronghorn.kernels.lora.lora_linear import LoraGroup
-from pronghorn.model.layers import linears
-from pronghorn.model.layers.linears import LinearGroup
+from pronghorn.model.layers import wide_gemms
+from pronghorn.model.layers.wide_gemms import WideGemms
 
 Choice = Callable[[], AbstractContextManager[None]]
 WITHOUT = "without "
@@ -58,23 +58,22 @@ def _not_extended(method: str, shape: tuple[int, int]) -> AbstractContextManager
 
 def _nothing_beside(shape: tuple[int, int]) -> AbstractContextManager[None]:
     """x A^T of one group, in its own tensor, is not computed."""
-    usual = LinearGroup._beside
+    usual = WideGemms._beside
 
-    def beside(self: LinearGroup, x_ext: Tensor) -> tuple[Tensor, Tensor | None]:
-        group = self._group
-        if group is None or shape != (group.O, group.D):
-            return usual(self, x_ext)
-        return x_ext[:, : group.D], x_ext.new_empty(len(x_ext), group.R)
+    def beside(self: WideGemms, matrix: LoraGroup, x_ext: Tensor) -> tuple[Tensor, Tensor | None]:
+        if shape != (matrix.O, matrix.D):
+            return usual(self, matrix, x_ext)
+        return x_ext[:, : matrix.D], x_ext.new_empty(len(x_ext), matrix.R)
 
-    return replaced(LinearGroup, "_beside", beside)
+    return replaced(WideGemms, "_beside", beside)
 
 
 def _narrow(name: str) -> AbstractContextManager[None]:
     """A product without the terms behind x: 2,048 instead of 2,112 at 1B."""
-    usual = getattr(linears, name)
+    usual = getattr(wide_gemms, name)
 
     def without(x: Tensor, weight: Tensor, *others: Any, lora_TR: Tensor | None = None, **options: Any) -> bool:
         del lora_TR
         return usual(x, weight[:, : x.shape[1]], *others, **options)  # type: ignore[no-any-return]
 
-    return replaced(linears, name, without)
+    return replaced(wide_gemms, name, without)

@@ -37,7 +37,7 @@ from pronghorn.kernels.lora import gated_lora, lora_grad_gemm, lora_linear
 from pronghorn.kernels.lora.lora_linear import default_padding
 from pronghorn.kernels.loss import cross_entropy_powers, cross_entropy_rows, linear_cross_entropy
 from pronghorn.kernels.norm import rms_norm
-from pronghorn.model.layers import linears
+from pronghorn.model.layers import wide_gemms
 from pronghorn.model.layers.mixers import attention as mixer
 from pronghorn.train.step.graphed_step import GraphedStep
 
@@ -127,8 +127,8 @@ def of_products_with_more(workload: Workload) -> Iterator[tuple[str, Choice]]:
     """What follows a product done by a kernel of its own, and other orders of tiles."""
     del workload
     apart = {
-        "gated activation": (linears, "gated_mm"),
-        "RoPE": (linears, "rope_mm"),
+        "gated activation": (wide_gemms, "gated_mm"),
+        "RoPE": (wide_gemms, "rope_mm"),
         "softmax": (cross_entropy_powers, "covered"),
     }
     for name, (module, function) in apart.items():

@@ -364,14 +364,18 @@ def test_a_loop_that_changes_it_again_and_again_runs_eagerly() -> None:
 
 
 def test_a_copy_of_the_model_stands_on_its_own() -> None:
+    seen = []
+
     def loop(model: Any) -> list[float]:
         steps(model)
         twin = copy.deepcopy(model)
         replace_data(model)
         losses = steps(twin)
+        seen.append(taken(twin))
         return losses + steps(model)
 
     both(loop)
+    assert seen == [1, 1]  # a copy captures its own
 
 
 def test_memory_that_runs_out_is_taken_from_the_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

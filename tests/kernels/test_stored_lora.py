@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from pronghorn.kernels.lora.lora_linear import Adapter, LoraGroup
-from pronghorn.kernels.lora.stored_lora import Scratch, StoredLoraGroup
+from pronghorn.kernels.lora.shared_buffers import SharedBuffer
+from pronghorn.kernels.lora.stored_lora import StoredLoraGroup
 from pronghorn.kernels.quant.nf4 import NF4Tensor, nf4_dequantize, nf4_quantize
 
 D = 128
@@ -43,7 +44,7 @@ def plain(weights: Weights, adapters: list[Adapter], dtype: torch.dtype) -> Lora
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_groups_take_turns(device: str, dtype: torch.dtype) -> None:
     """Of other shapes, ranks and places, without adapters, with a weight in 16 bits: nothing of the last one is left."""
-    scratch = Scratch(dtype, torch.device(device))
+    scratch = SharedBuffer(dtype, torch.device(device))
     cases = []
     for number, (widths, ranks) in enumerate(
         (
@@ -73,7 +74,7 @@ def test_groups_take_turns(device: str, dtype: torch.dtype) -> None:
 
 
 def test_an_owner_loads_once_and_again_when_it_was_forgotten(device: str) -> None:
-    scratch = Scratch(torch.float32, torch.device(device))
+    scratch = SharedBuffer(torch.float32, torch.device(device))
     weights = weights_of(0, device)
     adapters = adapters_of(weights, {0: 4, 1: 4, 2: 4}, 50, device)
     group = StoredLoraGroup(weights, adapters, scratch)
@@ -90,7 +91,7 @@ def test_an_owner_loads_once_and_again_when_it_was_forgotten(device: str) -> Non
 
 
 def test_a_larger_group_that_comes_later(device: str) -> None:
-    scratch = Scratch(torch.float32, torch.device(device))
+    scratch = SharedBuffer(torch.float32, torch.device(device))
     small_weights, large_weights = weights_of(0, device, (32,)), weights_of(9, device, (256,))
     small = StoredLoraGroup(small_weights, [], scratch)
     small.load()

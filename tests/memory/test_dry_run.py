@@ -52,7 +52,6 @@ from pronghorn.memory.levels import KEEP, Choice, Problem, evaluate
 from pronghorn.memory.offload import bytes_needed
 from pronghorn.memory.plan import make_plan, smallest_budget
 from pronghorn.model.causal_lm import engine_of
-from pronghorn.model.layers.fp8_linears import Fp8LinearGroup
 from pronghorn.model.layers.saved import Level, leave
 from pronghorn.model.layers.types import Documents
 from pronghorn.model.lora_grad_buffer import LoraGradBuffer
@@ -111,12 +110,14 @@ def test_what_leaves_fits_into_its_slot(level: Level) -> None:
 
 def held_all_the_time(engine: Any) -> tuple[list[Any], list[Any]]:
     """(what layers hold beside their adapters' parameters, what they share), after a backward."""
-    own, shared = [], []
+    own: list[Any] = []
+    shared = [one._buffer for one in engine.buffers._buffers.values()]
     for layer in engine.layers:
         for group in layer.groups:
+            gemms = getattr(group, "gemms", None)
             own += [getattr(group, name, None) for name in ("_bias", "weight_ED", "_bias_E", "bias_EO")]
-            own += getattr(group, "_weights", [])
-            inner = getattr(group, "_group", None) or getattr(group, "group", None)
+            own += [] if gemms is None else [gemms.bias, *gemms.weights]
+            inner = getattr(group, "group", None) if gemms is None else gemms.matrix
             names = (
                 "M",
                 "scale_O",
@@ -134,10 +135,6 @@ def held_all_the_time(engine: Any) -> tuple[list[Any], list[Any]]:
                 "weight_EOD",
             )
             found = {name: getattr(inner, name, None) for name in names}
-            if isinstance(group, Fp8LinearGroup):
-                shared += [group.workspace.transposed._buffer, *(one._buffer for one in group.workspace._matrices.values())]
-            if hasattr(inner, "scratch"):
-                shared.append(inner.scratch._buffer)
             in_shared = {t.untyped_storage().data_ptr() for t in shared if t is not None}
             own += [t for t in found.values() if t is not None and t.untyped_storage().data_ptr() not in in_shared]
             stored = getattr(group, "stored", lambda: None)()
@@ -160,6 +157,11 @@ def held_all_the_time(engine: Any) -> tuple[list[Any], list[Any]]:
 def test_weights_and_adapters_are_counted_as_they_are_stored_and_shared(family: str, method: str) -> None:
     targets = TARGETS["experts" if family in EXPERTS and method != "full" else "linears"]
     assert_counted(small_model(family, method, targets), job_of(family, method, targets=targets), method)
+
+
+def test_weights_of_every_4_bit_format_are_made_ready_in_equal_bytes() -> None:
+    nf4, nvfp4 = (job_of("llama", method, targets=TARGETS["attention"]) for method in ("qlora", "qlora, nvfp4"))
+    assert shared_bytes(nf4) == shared_bytes(nvfp4) > 0
 
 
 @pytest.mark.parametrize(("method", "tied"), [("lora", False), ("qlora", True), ("fp8", False), ("full", True)])

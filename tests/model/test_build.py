@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 
-from test_fp8_linears import FAMILIES, engine, model_of
+from test_fp8_gemms import FAMILIES, engine, model_of
 from transformers import AutoModelForCausalLM
 
 from pronghorn.model.causal_lm import FastCausalLM, install

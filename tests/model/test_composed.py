@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_fp8_linears import batch_of as fp8_batch_of
-from test_fp8_linears import cosine, engine, fast_loss, own_loss
-from test_fp8_linears import gradients as fp8_gradients
-from test_fp8_linears import model_of as fp8_model_of
+from test_fp8_gemms import batch_of as fp8_batch_of
+from test_fp8_gemms import cosine, engine, fast_loss, own_loss
+from test_fp8_gemms import gradients as fp8_gradients
+from test_fp8_gemms import model_of as fp8_model_of
 from test_linears import LORAS, assert_same, batch_of, loss_of, model_of, step_of, twin_of
 
 from pronghorn.model.causal_lm import engine_of, install

@@ -32,7 +32,7 @@ from pronghorn.data.pack.batches import build_batch
 from pronghorn.kernels.attention.rope import _rotate
 from pronghorn.kernels.mlp.gated_mlp import gated_activation_reference
 from pronghorn.model.causal_lm import engine_of, install
-from pronghorn.model.layers import linears
+from pronghorn.model.layers import wide_gemms
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.text_stack import keep_softcap
 from pronghorn.packs import IGNORED, PackedBatch
@@ -287,9 +287,9 @@ def test_the_same_where_rope_and_the_activation_are_inside_the_products(
     family: str, turns: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inside = Inside()
-    monkeypatch.setattr(linears, "covered", lambda *_: True)
+    monkeypatch.setattr(wide_gemms, "covered", lambda *_: True)
     for name in ("gated_mm", "rope_mm"):
-        monkeypatch.setattr(linears, name, getattr(inside, name))
+        monkeypatch.setattr(wide_gemms, name, getattr(inside, name))
     assert_all_equal(model_of(family, "lora", torch.float64), [packed_batch(), single_batch()])
     assert inside.gated == 2 * SMALL["num_hidden_layers"]
     assert inside.rotated == (inside.gated if turns else 0)

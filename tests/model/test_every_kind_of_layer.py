@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import test_decoder_layer
 import test_experts
-import test_fp8_linears
+import test_fp8_gemms
 import test_fp8_moe_layer
 import test_linears
 import test_short_conv_mixer
@@ -18,7 +18,7 @@ from test_decoder_layer import fast_loss, gradients, packed_batch
 
 from pronghorn.memory.offload import OffloadPool
 from pronghorn.model.causal_lm import engine_of, install
-from pronghorn.model.layers import linears
+from pronghorn.model.layers import wide_gemms
 from pronghorn.model.lora_grad_buffer import LoraGradBuffer
 from tables import first_of
 
@@ -27,13 +27,13 @@ Result = tuple[float, dict[str, torch.Tensor]]  # loss, gradients
 DENSE: dict[str, Callable[[], Any]] = {  # their MLP can be done in pieces
     "norms elsewhere, full": lambda: test_decoder_layer.model_of("olmo2", "full", torch.float32),
     "four norms": lambda: test_decoder_layer.model_of("gemma2", "lora", torch.float32),
-    "fp8, every bias": lambda: test_fp8_linears.model_of("llama, every bias"),
-    "nf4 in fp8": lambda: test_fp8_linears.model_of("llama", stored="nf4"),
+    "fp8, every bias": lambda: test_fp8_gemms.model_of("llama, every bias"),
+    "nf4 in fp8": lambda: test_fp8_gemms.model_of("llama", stored="nf4"),
     "qk-norm": lambda: test_decoder_layer.model_of("qwen3", "lora", torch.float32),
     "full": lambda: test_decoder_layer.model_of("llama", "full", torch.float32),
-    "fp8, four norms": lambda: test_fp8_linears.model_of("gemma2"),
-    "fp8, norms elsewhere": lambda: test_fp8_linears.model_of("olmo2"),
-    "fp8, multipliers": lambda: test_fp8_linears.model_of("granite"),
+    "fp8, four norms": lambda: test_fp8_gemms.model_of("gemma2"),
+    "fp8, norms elsewhere": lambda: test_fp8_gemms.model_of("olmo2"),
+    "fp8, multipliers": lambda: test_fp8_gemms.model_of("granite"),
 }
 OTHERS: dict[str, Callable[[], Any]] = {
     "nf4": lambda: test_linears.model_of("qwen3", test_linears.LORAS["some"]),
@@ -151,7 +151,7 @@ def test_the_residual_added_by_a_product_gives_the_same_gradients(
     model, engine = model_of(kind)
     loss, expected = result_of(model)
     assert {added_by_norm(layer) for layer in engine.layers} == {by_norm}
-    monkeypatch.setattr(linears, "adds_freely", lambda *_: True)
+    monkeypatch.setattr(wide_gemms, "adds_freely", lambda *_: True)
     for pieces in (1, 3):
         set_layers(engine, ["layer"], pieces)
         assert_near(result_of(model), (loss, expected), pieces)

@@ -1,6 +1,6 @@
 """Layers with experts in FP8 against the same model with its weights dequantized, in float32 and on transformers' own layers.
 
-As test_fp8_linears.py: with FP8 replaced by float32 nothing may differ; with it, no more than e4m3 rounds. A rounded router
+As test_fp8_gemms.py: with FP8 replaced by float32 nothing may differ; with it, no more than e4m3 rounds. A rounded router
 input may choose another expert for a token whose choice was close, so a gradient may differ by more than in a dense layer.
 """
 
@@ -16,12 +16,12 @@ import pytest
 import torch
 from test_decoder_layer import apart, fast_loss, gradients, packed_batch, single_batch
 from test_experts import own_loss
-from test_fp8_linears import cosine
+from test_fp8_gemms import cosine
 from test_quantized_experts import CONFIGS, SIZES, TARGETS, quantized_model
 from transformers import Qwen3MoeConfig
 
 from pronghorn.errors import EnvironmentFault
-from pronghorn.kernels.lora import fp8, fp8_lora
+from pronghorn.kernels.lora import fp8, fp8_lora, shared_buffers
 from pronghorn.kernels.lora.fp8 import fp8_linear as fp8_linear_of
 from pronghorn.kernels.mlp import fp8_gated
 from pronghorn.kernels.moe import grouped_fp8
@@ -34,7 +34,7 @@ from pronghorn.model.formats import table
 from pronghorn.model.formats.experts import StoredExperts
 from pronghorn.model.formats.store import dequantize_, store_linears_
 from pronghorn.model.formats.table import FORMATS
-from pronghorn.model.layers import fp8_linears
+from pronghorn.model.layers import fp8_gemms
 from pronghorn.model.verify import verify
 from pronghorn.recipe import Lora
 from tables import first_of, gpu_rows
@@ -71,7 +71,7 @@ def result_of(model: Any, batch: Any) -> tuple[float, dict[str, torch.Tensor]]:
 )
 def test_without_the_rounding_nothing_differs(family: str, targets: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """float32 in the place of e4m3 everywhere: of weights, rows and gradients. Measured: 5e-6 at most."""
-    modules = (fp8, fp8_cast, fp8_gated, fp8_lora, fp8_norm, fp8_linears, grouped_fp8)
+    modules = (fp8, fp8_cast, fp8_gated, fp8_lora, fp8_norm, fp8_gemms, grouped_fp8, shared_buffers)
     for module in modules:
         if hasattr(module, "E4M3"):
             monkeypatch.setattr(module, "E4M3", torch.float32)

@@ -16,11 +16,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Olmo2Config, Phi3Config, Qwen2Config, Qwen3Config
 
 from pronghorn.data.pack.batches import build_batch
+from pronghorn.kernels.lora.stored_lora import StoredLoraGroup
 from pronghorn.kernels.quant.nf4 import nf4_quantize
 from pronghorn.model.causal_lm import base_of, engine_of, install
 from pronghorn.model.formats.store import dequantize_, store_linears_
 from pronghorn.model.formats.table import FORMATS, Format
-from pronghorn.model.layers.linears import StoredLoraGroup
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.verify import verify
 from pronghorn.packs import PackedBatch
@@ -115,7 +115,7 @@ def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], 
 
 def scratches(model: Any) -> list[Any]:
     engine = engine_of(model)
-    groups = [group._group for layer in engine.layers for group in layer.groups]
+    groups = [group.gemms.matrix for layer in engine.layers for group in layer.groups]
     assert all(isinstance(group, StoredLoraGroup) for group in groups)
     return list({id(group.scratch): group.scratch for group in groups if isinstance(group, StoredLoraGroup)}.values())
 

@@ -27,7 +27,7 @@ from pronghorn.model.formats.checkpoint import load_stored
 from pronghorn.model.formats.linear import StoredLinear
 from pronghorn.model.formats.store import count_parameters, dequantize_, store_linears_
 from pronghorn.model.formats.table import FORMATS
-from pronghorn.model.layers import linears
+from pronghorn.model.layers import wide_gemms
 from pronghorn.model.layers.types import Documents
 from samples import one_document
 from tables import table
@@ -265,7 +265,7 @@ def test_the_first_forward_takes_the_path_of_all_later_ones(monkeypatch: pytest.
         asked.append(all(operand.ndim == 2 and operand.dtype == operands[0].dtype for operand in operands))
         return False
 
-    monkeypatch.setattr(linears, "covered", covered)
+    monkeypatch.setattr(wide_gemms, "covered", covered)
     base = small_model(num_hidden_layers=2)
     store_linears_(base, NF4)
     model = with_adapter(base)

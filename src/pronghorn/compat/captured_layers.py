@@ -37,7 +37,6 @@ from pronghorn.kernels.runtime.dispatch import keeps_graph, say_once
 from pronghorn.kernels.runtime.first_order import Ctx, first_order
 from pronghorn.model.capture import Graphs, first_line
 from pronghorn.model.causal_lm import FastCausalLM
-from pronghorn.model.layers.linears import LinearGroup
 from pronghorn.model.layers.types import Documents, Waiting
 from pronghorn.model.lora_grad_buffer import GradientBuffers, LoraGradBuffer
 from pronghorn.packs import PackedDocuments
@@ -198,7 +197,7 @@ def why_not_captured(engine: FastCausalLM) -> str:
         return "part of the model is offloaded to host RAM"
     if why := next((why for layer in engine.layers if (why := layer.why_not_fused())), ""):
         return why
-    if any(type(group) is not LinearGroup for layer in engine.layers for group in layer.groups):
+    if any(group.fp8 for layer in engine.layers for group in layer.groups):
         return "the layers compute in FP8"
     parameters = _trained(engine)
     if not parameters:

@@ -55,9 +55,9 @@ class Watched:
         self._equal += [(place, key, copy.copy(place[key])) for key in keys if key in place]
 
     def _group(self, group: LinearGroup) -> None:
-        self._is(vars(group), "_group")
-        if group._group is not None:
-            self._is(vars(group._group), "M")
+        self._is(vars(group.gemms), "matrix")
+        if group.gemms.matrix is not None:
+            self._is(vars(group.gemms.matrix), "M")
         children = group.parent._modules
         for name in group.names:
             self._is(children, name)

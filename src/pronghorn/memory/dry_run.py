@@ -202,11 +202,9 @@ def _built(config: str, storage: str, lora: Any, element: int, fp8: bool, head: 
             getattr(head_of(base), "weight", None) is embeddings,
             sum(p.numel() for p in base.parameters() if p.requires_grad) - sum(kind.trained for kind in kinds),
         )
-        before = {number for layer in engine.layers for number in _held_by(layer, engine)}
         for number in range(len(kinds)):
             _run(found, number, _SMALL, "nothing")
-        after = {number: size for layer in engine.layers for number, size in _held_by(layer, engine).items()}
-        found.shared_bytes = sum(size for number, size in after.items() if number not in before)
+        found.shared_bytes = engine.buffers.nbytes
     return found
 
 

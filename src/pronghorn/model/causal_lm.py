@@ -10,6 +10,7 @@ import copy
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from pronghorn.hf_types import HFModel
 from pronghorn.kernels.lora.fp8_lora import SplitTable
 from pronghorn.kernels.lora.multi_copy import CopyTable
+from pronghorn.kernels.lora.shared_buffers import SharedBuffers
 from pronghorn.kernels.loss.cross_entropy_rows import IGNORED
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.families import family_of, num_experts, why_not_fast
@@ -25,9 +27,8 @@ from pronghorn.model.heads import head_in
 from pronghorn.model.heads.lm import LmHead
 from pronghorn.model.inputs.embed import Embed
 from pronghorn.model.layers.build import build_layer
-from pronghorn.model.layers.fp8_linears import Fp8Workspace, trains_whole
+from pronghorn.model.layers.fp8_gemms import trains_whole
 from pronghorn.model.layers.layer import DecoderLayer
-from pronghorn.model.layers.linears import LinearGroup
 from pronghorn.model.layers.norms import Norm
 from pronghorn.model.layers.saved import Elsewhere
 from pronghorn.model.layers.types import Documents, Shards
@@ -60,13 +61,13 @@ class FastCausalLM:
         config = model.config.get_text_config()
         family = family_of(config)
         self.model, self.config, self.backbone, self.names = model, config, backbone(model), family.names
-        shared = Fp8Workspace()
+        self.buffers = SharedBuffers()
         self.layers: list[DecoderLayer] = []
         self.expert_layers: list[int] = []  # indices of layers with experts
         for i, layer in enumerate(self.backbone.layers):
             slot = len(self.expert_layers) if family.experts and hasattr(getattr(layer, family.names.mlp), "experts") else None
             below = self.layers[-1] if self.layers else None
-            self.layers.append(build_layer(layer, family, config, i, shared, below, slot=slot, fp8=fp8))
+            self.layers.append(build_layer(layer, family, config, i, self.buffers, below, slot=slot, fp8=fp8))
             self.expert_layers += [i] if slot is not None else []
         self.expert_counts: ExpertCounts | None = None  # made by the first step
         asked = self.expert_layers and getattr(config, "output_router_logits", False)
@@ -89,6 +90,8 @@ class FastCausalLM:
         """Belongs to the copied model."""
         twin = memo[id(self)] = object.__new__(type(self))
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        for layer in twin.layers:
+            layer.waiting = WeakSet()  # a copied one never forgets: its callbacks belong to the original
         return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -114,8 +117,7 @@ class FastCausalLM:
         """Whether GEMMs accumulate weight gradients in `.grad` themselves, without autograd."""
         for layer in self.layers:
             for group in layer.groups:
-                if isinstance(group, LinearGroup):
-                    group.accumulate_weights = on
+                group.accumulate_weights = on
 
     @property
     def embeddings(self) -> Any:

@@ -18,11 +18,9 @@ import torch
 from peft.tuners.lora import ParamWrapper
 from torch import Tensor, nn
 
-from pronghorn.kernels.lora.fp8_lora import SplitJob
 from pronghorn.kernels.lora.lora_linear import Adapter
-from pronghorn.kernels.lora.multi_copy import CopyJob
 from pronghorn.kernels.lora.multi_gather import GatherJob
-from pronghorn.kernels.lora.stored_lora import Workspace
+from pronghorn.kernels.lora.shared_buffers import SharedBuffers
 from pronghorn.kernels.moe.grouped_fp8 import WIDTH_MULTIPLE, Fp8ExpertGroup, fp8_grouped_supported
 from pronghorn.kernels.moe.grouped_gemm import grouped_linear_backward_bias, grouped_linear_backward_weight
 from pronghorn.kernels.moe.grouped_lora import ExpertAdapter, ExpertGroup
@@ -30,7 +28,7 @@ from pronghorn.kernels.moe.grouped_quantized import QuantizedExpertGroup, Quanti
 from pronghorn.kernels.moe.routing import Routing
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.formats.table import format_of
-from pronghorn.model.layers.fp8_linears import SharedBytes
+from pronghorn.model.layers.group import Group
 
 
 @dataclass
@@ -42,13 +40,12 @@ class OwnExperts:
     adapter: tuple[nn.Parameter, nn.Parameter] | None = None  # A and B, in PEFT's layout of so many experts
 
 
-class Adapted:
-    """A module whose parameters PEFT may have wrapped, with the interface of a layer's parameter group."""
+class Adapted(Group):
+    """A module whose parameters PEFT may have wrapped. Its adapters are read by `prepare`."""
 
     def __init__(self, parent: nn.Module, name: str) -> None:
+        super().__init__()
         self.parent, self.name = parent, name
-        self.parameters: list[Tensor] = []  # gradients come in this order
-        self.adapters: list[Adapter] = []
 
     def modules(self) -> list[Any]:
         return [getattr(self.parent, self.name)]
@@ -90,33 +87,6 @@ class Adapted:
         if getattr(self.module(), parameter).requires_grad:
             return "a weight is trained in addition to its adapter"
         return ""
-
-    fp8 = False
-    copy_jobs: tuple[CopyJob, ...] = ()  # adapters are read by `prepare`
-    split_jobs: tuple[SplitJob, ...] = ()
-
-    @property
-    def grad_shapes(self) -> tuple[tuple[int, int], tuple[int, int]] | None:
-        """Shapes of the accumulation buffers of dA and dB^T; None: autograd accumulates."""
-        return None
-
-    def accumulate_in(self, sums: tuple[Tensor, Tensor] | None) -> None:
-        assert sums is None
-
-    def gather_jobs(self) -> list[GatherJob]:
-        return []
-
-    def forget_weights(self) -> None:
-        """Nothing is dequantized ahead of its use."""
-
-    def separate(self) -> bool:
-        """The parameters in memory of their own; whether they were not."""
-        return False
-
-    def borrow(self, workspace: Workspace) -> None:
-        """As in layers/linears.py."""
-
-    def let_go(self) -> None: ...
 
 
 class Router(Adapted):
@@ -185,11 +155,10 @@ class Router(Adapted):
 class ExpertStack(Adapted):
     """All experts' gate and up, or all experts' down: one grouped GEMM; the neighbouring kernels add its bias."""
 
-    def __init__(self, parent: nn.Module, parameter: str, *, transposed: bool, scratch: SharedBytes) -> None:
-        """`transposed`: the model stores [E, D, O] instead of [E, O, D]. `scratch`: shared by all layers, for transposing FP8
-        stacks in backward."""
+    def __init__(self, parent: nn.Module, parameter: str, *, transposed: bool, buffers: SharedBuffers) -> None:
+        """`transposed`: the model stores [E, D, O] instead of [E, O, D]."""
         super().__init__(parent, "experts")
-        self.parameter, self.transposed, self.scratch = parameter, transposed, scratch
+        self.parameter, self.transposed, self.buffers = parameter, transposed, buffers
         self.own: OwnExperts | None = None  # where ranks have some of the experts each
         self.bias_EO: Tensor | None = None  # of all experts
         self.group: ExpertGroup | QuantizedExpertGroup | Fp8ExpertGroup
@@ -279,7 +248,7 @@ class ExpertStack(Adapted):
             return QuantizedExpertGroup(stack, adapter, dtype)
         q_EOD, scale_EO = stack.stored.kernel_parts
         group = Fp8ExpertGroup(q_EOD, scale_EO, adapter, dtype)
-        self.scratch.reserve(group.transposed_bytes)
+        self.buffers.transposed(scale_EO.device).reserve(group.transposed_bytes)
         return group
 
     @property
@@ -307,7 +276,7 @@ class ExpertStack(Adapted):
         weight.data = weight.data.contiguous()
         return True
 
-    def borrow(self, workspace: Workspace) -> None:
+    def borrow(self) -> None:
         self._borrowed = True
 
     def let_go(self) -> None:
@@ -350,10 +319,13 @@ class ExpertStack(Adapted):
 
     def backward_tokens(self, dy_TO: Tensor, routing: Routing) -> tuple[Tensor, Tensor | None]:
         needed = bool(self.adapters) or any(p.requires_grad for p in self.parameters)
-        return self.group.backward_tokens(dy_TO, routing, needed, self.scratch.take)
+        return self.group.backward_tokens(dy_TO, routing, needed, self._scratch)
 
     def backward_rows(self, dy_ext: Tensor, routing: Routing) -> Tensor:
-        return self.group.backward_rows(dy_ext, routing, self.scratch.take)
+        return self.group.backward_rows(dy_ext, routing, self._scratch)
+
+    def _scratch(self, device: torch.device) -> Tensor:
+        return self.buffers.transposed(device).take()
 
     def backward_parameters(
         self, dy_ext: Tensor | None, x_ext: Tensor | None, routing: Routing, *, weighted: bool

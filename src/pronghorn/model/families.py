@@ -66,7 +66,7 @@ class Experts:
     sigmoid: bool = False  # scores are sigmoids of the logits; else a softmax over all
     scale: str = ""  # config key of the weights' final factor
     shared: str = "shared_expert"  # name of the shared expert
-    shared_gated: bool = True  # and whether it has a gate
+    shared_gate: str = "shared_expert_gate"  # name of its gate
     shared_adapted: bool = True  # PEFT treats its linears as linears, not as parts of the experts (model/lora.py)
     choice_bias: str = "e_score_correction_bias"  # name of the bias of the choice
     tiny: float = 1e-20  # added to the sum of sigmoids that divides them
@@ -75,7 +75,7 @@ class Experts:
 
 
 DEEPSEEK_V3 = Experts(
-    sigmoid=True, scale="routed_scaling_factor", shared="shared_experts", shared_gated=False, shared_adapted=False, float32=True
+    sigmoid=True, scale="routed_scaling_factor", shared="shared_experts", shared_gate="", shared_adapted=False, float32=True
 )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.kernels.lora.multi_gather import GatherTable
-from pronghorn.model.layers.linears import Group
+from pronghorn.model.layers.group import Group
 
 if TYPE_CHECKING:
     from pronghorn.model.causal_lm import FastCausalLM

@@ -2,71 +2,22 @@
 use.
 
 An M for every layer would take as much memory as 16-bit weights. Instead all layers share one buffer for each kind of group
-(q, k, v; o; gate, up; down), as large as the largest of them. The layer at work owns it:
-
-    owner -> W from its bits (kernels/quant/stored.py; NF4 in one launch); A and sB from the adapters' parameters, another
-
-The owner's weights stay in the buffer, so one load serves a layer's recomputed forward and its backward, and the last layer's
-forward and backward. The order of calls determines the owner, never the device. So a CUDA graph captures every load that its
-calls need, provided that they begin with `forget`: the buffer's contents before a replay, and adapters from before an update,
-must not be used.
+(shared_buffers.py). Its owner has loaded W from its bits (kernels/quant/stored.py; NF4 in one launch), and A and sB from the
+adapters' parameters, in another launch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from pronghorn.kernels.lora.lora_linear import Adapter, LoraGroup
 from pronghorn.kernels.lora.multi_copy import CopyJob, CopyTable
+from pronghorn.kernels.lora.shared_buffers import SharedBuffer
 from pronghorn.kernels.quant.stored import DequantizeJob, DequantizeTable, StoredTensor
 from pronghorn.kernels.runtime.dispatch import address
-
-
-class Scratch:
-    """One buffer, allocated on first use, and its owner."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.device = dtype, device
-        self.owner: StoredLoraGroup | None = None
-        self.layout: Any = None  # where the owner's M is not zero beside W
-        self._values = 0
-        self._buffer: Tensor | None = None
-
-    def reserve(self, values: int) -> None:
-        self._values = max(self._values, values)
-
-    def matrix(self, rows: int, columns: int) -> Tensor:
-        if self._buffer is None or self._buffer.numel() < self._values:
-            self._buffer = torch.zeros(self._values, dtype=self.dtype, device=self.device)
-            self.forget()
-        return self._buffer[: rows * columns].view(rows, columns)
-
-    def forget(self) -> None:
-        """The next user loads its weights."""
-        self.owner = self.layout = None
-
-    def __deepcopy__(self, memo: Any) -> Scratch:
-        """A copied model gets an empty one."""
-        copy = Scratch(self.dtype, self.device)
-        copy.reserve(self._values)
-        return copy
-
-
-class Workspace:
-    """The buffers that the layers of one model share."""
-
-    def __init__(self) -> None:
-        self._scratches: dict[Any, Scratch] = {}
-
-    def scratch(self, kind: tuple[str, ...], dtype: torch.dtype, device: torch.device) -> Scratch:
-        key = (kind, dtype, device)
-        if key not in self._scratches:
-            self._scratches[key] = Scratch(dtype, device)
-        return self._scratches[key]
 
 
 class StoredLoraGroup(LoraGroup):
@@ -77,7 +28,7 @@ class StoredLoraGroup(LoraGroup):
         self,
         weights: Sequence[StoredTensor | Tensor],
         adapters: Sequence[Adapter],
-        scratch: Scratch,
+        scratch: SharedBuffer,
         *,
         padding: int | None = None,
     ) -> None:
@@ -110,7 +61,7 @@ class StoredLoraGroup(LoraGroup):
         scratch = self.scratch
         if scratch.owner is self:
             return
-        M = scratch.matrix(self.O + self.R, self.D + self.R)
+        M = scratch.take()[: (self.O + self.R) * (self.D + self.R)].view(self.O + self.R, -1)
         if address(M) != address(self.M) or M.shape != self.M.shape:
             self._build(M)
         if self.R and scratch.layout != self._layout:

@@ -37,6 +37,9 @@ class ExpertActivation:
     alpha: float = 1.702
 
 
+SILU = ExpertActivation("silu")
+
+
 def _halves(gu_SG: Tensor, kind: ExpertKind) -> tuple[Tensor, Tensor]:
     if kind == "clamped":
         return gu_SG[:, ::2], gu_SG[:, 1::2]

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from pronghorn.errors import ModelError, counted
 from pronghorn.hf_types import HFConfig, HFModel
-from pronghorn.kernels.lora.stored_lora import Workspace
 from pronghorn.kernels.quant.stored import StoredTensor
 from pronghorn.model.config import empty_model, generation_config, read_config, stays_wide
 from pronghorn.model.formats.experts import STACKS, StoredExperts, stored_experts_
@@ -149,7 +148,7 @@ def load_stored(
     shards, experts = Shards(folder, device, model), stored_experts_(model, storage)
     _untie(model, shards)
     linears, beside = {full: (parent, name) for parent, name, full, _ in linears_of(model, nn.Linear)}, beside_text(model)
-    tied, workspace = _tied(model), Workspace()
+    tied = _tied(model)
     keys = dict.fromkeys([key for key, parameter in model.named_parameters() if parameter.is_meta])
     keys |= dict.fromkeys(key for key, _ in model.named_buffers() if key in model.state_dict())
     stacks = {f"{owner}.{name}": module for owner, module in experts.items() for name in STACKS}
@@ -170,7 +169,7 @@ def load_stored(
                 _place(model, owner, leaf, weight, dtype, folder)
             else:
                 _require_shape(weight.shape, model.get_parameter(key).shape, key, folder)
-                module = StoredLinear(weight, workspace=workspace)
+                module = StoredLinear(weight)
                 module.bias = getattr(parent, name).bias  # still to come, if there is one
                 setattr(parent, name, module)
         elif key in shards:

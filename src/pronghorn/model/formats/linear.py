@@ -4,7 +4,7 @@ It is an `nn.Linear` whose `weight` holds the packed values and whose scales are
 any linear, and adapters have their usual names. Its `state_dict` has the names and bytes that the format's row says
 (table.py), which other libraries read. Embeddings, norms, routers and the head stay in the compute dtype.
 
-The fast layers read `stored` (layers/linears.py, layers/fp8_linears.py). `forward` is for everything else: generation, DoRA,
+The fast layers read `stored` (layers/wide_gemms.py, layers/fp8_gemms.py). `forward` is for everything else: generation, DoRA,
 LoRA dropout. Before adapters are merged, `dequantize_` (store.py) restores the weights that they were trained on.
 """
 
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from pronghorn.kernels.lora.stored_lora import Workspace
 from pronghorn.kernels.quant.stored import StoredTensor
 from pronghorn.kernels.runtime.first_order import Ctx
 from pronghorn.model.formats.table import Format, format_of
@@ -49,22 +48,19 @@ def dequantizes(module: nn.Module) -> bool:
 class StoredLinear(nn.Linear):
     quantized = ("weight",)  # its quantized parameters
 
-    def __init__(self, q: StoredTensor, bias: Tensor | None = None, workspace: Workspace | None = None) -> None:
-        """`workspace`: where the fast layers dequantize, one for all the linears of a model."""
+    def __init__(self, q: StoredTensor, bias: Tensor | None = None) -> None:
         nn.Module.__init__(self)  # nn.Linear's would allocate the weight that is to be avoided
         self.out_features, self.in_features = q.shape
-        self.workspace, self.storage = workspace or Workspace(), format_of(q)
+        self.storage = format_of(q)
         self._set(q)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)  # type: ignore[assignment]
 
     @classmethod
-    def from_linear(
-        cls, module: nn.Linear, storage: Format, device: torch.device | None = None, workspace: Workspace | None = None
-    ) -> StoredLinear:
+    def from_linear(cls, module: nn.Linear, storage: Format, device: torch.device | None = None) -> StoredLinear:
         """Quantizes on `device` if one is given: the weight is moved there first."""
         assert storage.quantize
         bias = None if module.bias is None else module.bias.to(device)
-        return cls(storage.quantize(module.weight.detach().to(device)), bias, workspace)
+        return cls(storage.quantize(module.weight.detach().to(device)), bias)
 
     def _set(self, q: StoredTensor) -> None:
         tensors = q.tensors()

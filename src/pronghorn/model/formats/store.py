@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from pronghorn.kernels.lora.stored_lora import Workspace
 from pronghorn.model.formats.experts import STACKS, StoredExperts, stored_experts_
 from pronghorn.model.formats.linear import StoredLinear
 from pronghorn.model.formats.table import Format, storage_of
@@ -46,9 +45,9 @@ def store_linears_(
 ) -> int:
     """Quantizes every linear except `skip` (default: those that the format leaves wide), on `device` if one is given. Frees
     each wide weight before it goes on to the next. Returns the number of linears."""
-    workspace, linears = Workspace(), linears_of(model, nn.Linear, storage.wide if skip is None else skip)
+    linears = linears_of(model, nn.Linear, storage.wide if skip is None else skip)
     for parent, name, _, module in linears:
-        setattr(parent, name, StoredLinear.from_linear(module, storage, device, workspace))
+        setattr(parent, name, StoredLinear.from_linear(module, storage, device))
         module.weight = None  # whoever else still knows the module does not hold its weight
     return len(linears)
 

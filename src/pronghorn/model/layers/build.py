@@ -7,9 +7,10 @@ from collections.abc import Callable
 from torch import nn
 
 from pronghorn.hf_types import HFConfig
+from pronghorn.kernels.lora.shared_buffers import SharedBuffers
 from pronghorn.model.families import ACTIVATIONS, Family, activation_name, layer_type
 from pronghorn.model.formats.linear import StoredLinear
-from pronghorn.model.layers.fp8_linears import Fp8LinearGroup, Fp8Workspace, trains_whole
+from pronghorn.model.layers.fp8_gemms import trains_whole
 from pronghorn.model.layers.layer import DecoderLayer
 from pronghorn.model.layers.linears import LinearGroup
 from pronghorn.model.layers.mixers.attention import Attention
@@ -17,7 +18,7 @@ from pronghorn.model.layers.mixers.short_conv import ShortConv
 from pronghorn.model.layers.mlps.dense import DenseMlp
 from pronghorn.model.layers.mlps.experts import ExpertsMlp
 from pronghorn.model.layers.norms import Norm
-from pronghorn.model.layers.part import Around, Mixer, Part
+from pronghorn.model.layers.part import Around, Mixer
 
 MIXERS: dict[str, Callable[..., Mixer]] = {  # by layer type
     "full_attention": Attention,
@@ -31,7 +32,7 @@ def build_layer(
     family: Family,
     config: HFConfig,
     index: int,
-    workspace: Fp8Workspace,
+    buffers: SharedBuffers,
     below: DecoderLayer | None,
     *,
     slot: int | None,
@@ -44,7 +45,7 @@ def build_layer(
     in_fp8 = any(row.in_fp8 or (asked and row.to_fp8) for row in rows) or (asked and any(map(trains_whole, layer.modules())))
 
     def group(parent: nn.Module, names: tuple[str, ...]) -> LinearGroup:
-        return Fp8LinearGroup(parent, names, workspace) if in_fp8 and names else LinearGroup(parent, names)
+        return LinearGroup(parent, names, buffers, fp8=in_fp8)
 
     def norm(slot: str) -> Norm | None:
         name = getattr(family.norms, slot)
@@ -55,14 +56,14 @@ def build_layer(
     around = Around(norm("before_attention"), norm("after_attention"), multiplier)
     mixer = MIXERS[layer_type(config, index)](layer, family, config, index, around, group)
     mlp, around = getattr(layer, names.mlp), Around(norm("before_mlp"), norm("after_mlp"), multiplier)
-    part: Part
+
+    def dense(module: nn.Module, around: Around) -> DenseMlp:
+        return DenseMlp(around, group(module, family.gate_up), group(module, (names.down,)), activation)
+
     if slot is None:
-        part = DenseMlp(around, group(mlp, family.gate_up), group(mlp, (names.down,)), activation)
-    else:
-        assert family.experts
-        assert around.before is not None
-        shared = getattr(mlp, family.experts.shared, None)
-        linears = (family.gate_up, (names.down,)) if shared is not None else ((), ())
-        gate_up, down = (group(mlp if shared is None else shared, each) for each in linears)
-        part = ExpertsMlp(mlp, family, config, slot, workspace, around, gate_up, down, activation)
-    return DecoderLayer(layer, index, mixer, part, below)
+        return DecoderLayer(layer, index, mixer, dense(mlp, around), below)
+    assert family.experts
+    assert around.before is not None
+    shared = getattr(mlp, family.experts.shared, None)
+    of_all = None if shared is None else dense(shared, Around(around.before, None))
+    return DecoderLayer(layer, index, mixer, ExpertsMlp(mlp, family, config, slot, buffers, around, of_all), below)

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from pronghorn.kernels.lora.multi_gather import GatherJob
 from pronghorn.kernels.runtime.dispatch import keeps_graph
 from pronghorn.kernels.runtime.first_order import Ctx, first_order
-from pronghorn.model.layers.linears import Group
+from pronghorn.model.layers.group import Group
 from pronghorn.model.layers.part import Mixer, Part
 from pronghorn.model.layers.saved import Elsewhere, Left, Level, Saved, copied, leave, restore
 from pronghorn.model.layers.types import Documents, Grads, Shards, Waiting
@@ -55,7 +55,7 @@ class DecoderLayer:
     @property
     def extra(self) -> int:
         """LoRA columns that the gradient from above may carry."""
-        return self.parts[-1].last.extra
+        return self.parts[-1].extra
 
     @property
     def mlp_chunks(self) -> int:
@@ -66,12 +66,6 @@ class DecoderLayer:
     def mlp_chunks(self, chunks: int) -> None:
         if self.parts[-1].may_chunk:
             self.parts[-1].chunks = chunks
-
-    def keep_transposed(self, keep: bool) -> None:
-        """Whether FP8 weights transposed for backward stay: twice the bytes, no transposing. Call before the first backward."""
-        for group in self.groups:
-            if group.fp8:
-                group.keep_transposed = keep  # type: ignore[attr-defined]
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
@@ -183,7 +177,7 @@ class DecoderLayer:
         below = (self.below or self).extra
         mlp_grads: Grads = []
         if self.mlp is not None:
-            extra = below if self.mixer is None else self.mixer.out.extra
+            extra = below if self.mixer is None else self.mixer.extra
             dh, mlp_grads = self.mlp.backward(dh, saved, documents, rows, extra, need_dh or self.mixer is not None)
         if self.mixer is None:
             if dh is not None and rows is not None:

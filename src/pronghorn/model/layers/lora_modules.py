@@ -11,7 +11,55 @@ from torch import Tensor, nn
 
 from pronghorn.kernels.gemm.mm import mm_accumulate_
 from pronghorn.kernels.lora.lora_linear import Adapter, linear_backward_weight
+from pronghorn.kernels.runtime.dispatch import address
+from pronghorn.model.formats.linear import StoredLinear
+from pronghorn.model.layers.group import Group
 from pronghorn.model.layers.types import Grads
+
+
+class Linears(Group):
+    """Linears of a module that share an input, by their names, with their adapters."""
+
+    def __init__(self, parent: nn.Module, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.parent, self.names = parent, names
+        self.linears: list[nn.Linear] = []  # this and what follows: set by `look`
+        self.widths: list[int] = []  # of each linear's output
+        self.needs_input = False  # whether the gradients of `parameters` depend on x
+
+    def modules(self) -> list[Any]:
+        return [getattr(self.parent, name) for name in self.names]
+
+    def look(self) -> None:
+        """Reads the current modules, once per forward."""
+        modules = self.modules()
+        self.linears = [linear_of(module) for module in modules]
+        self.adapters = active_adapters(modules)
+        weights = [linear.weight for linear in self.linears]
+        biases = [linear.bias for linear in self.linears if linear.bias is not None]
+        self.parameters = weights + biases + [p for adapter in self.adapters for p in (adapter.A_RD, adapter.B_OR)]
+        self.needs_input = bool(self.adapters) or self.trains_weights
+        self.widths = [linear.out_features for linear in self.linears]
+
+    @property
+    def trains_weights(self) -> bool:
+        """Whether the gradients of `parameters` need x itself; adapters only need the norm's input."""
+        return any(linear.weight.requires_grad for linear in self.linears)
+
+    @property
+    def quantized(self) -> bool:
+        """Whether one of them is."""
+        return any(isinstance(linear, StoredLinear) for linear in self.linears)
+
+    def identity(self) -> tuple[Any, ...]:
+        """Changes when an adapter is added, replaced or scaled, or a weight moves to another place or device."""
+        adapters = tuple((id(adapter.A_RD), id(adapter.B_OR), adapter.scale) for adapter in self.adapters)
+        return adapters, tuple(address(linear.weight) for linear in self.linears)
+
+
+def linear_of(module: Any) -> Any:
+    """The linear inside PEFT's wrapper, or the module itself."""
+    return module.get_base_layer() if isinstance(module, LoraLinear) else module
 
 
 def active_adapters(modules: list[Any]) -> list[Adapter]:
@@ -38,8 +86,10 @@ def joined_bias(linears: list[nn.Linear], dtype: torch.dtype) -> Tensor | None:
     )
 
 
-def why_only_peft(module: LoraLinear) -> str:
-    """What of this adapter only PEFT's own forward computes; empty if ours does."""
+def why_only_peft(module: Any) -> str:
+    """What of this module's adapter only PEFT's own forward computes; empty if ours does, or it has none."""
+    if not isinstance(module, LoraLinear):
+        return ""
     active = module.active_adapters
     if module.merged:
         return "an adapter is merged"

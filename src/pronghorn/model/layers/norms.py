@@ -51,21 +51,17 @@ class Norm:
         return found
 
 
-def normed_rows(norm: Norm | None, h: Tensor, extra: int, saved: Saved) -> Tensor:
-    """norm(h), or h, in rows with `extra` LoRA columns."""
-    x_ext = rows_like(h, h.shape[1] + extra)
-    x = x_ext[:, : h.shape[1]]
+def normed_rows(
+    norm: Norm | None, x: Tensor, extra: int, saved: Saved, residual: Tensor | None = None, multiplier: float = 1.0
+) -> Tensor:
+    """norm(x), or x, in rows with `extra` LoRA columns. With a residual, norm(residual + multiplier * x), with the sum written
+    over x."""
+    if residual is not None and multiplier != 1.0:
+        x.mul_(multiplier)
+    x_ext = rows_like(x, x.shape[1] + extra)
+    out = x_ext[:, : x.shape[1]]
     if norm is None:
-        copy_rows(h, x)
+        copy_rows(x, out)
     else:
-        saved[norm.rstd] = norm.forward(h, out=x)[2]
-    return x_ext
-
-
-def normed_sum(norm: Norm, y: Tensor, h: Tensor, multiplier: float, extra: int, saved: Saved) -> Tensor:
-    """norm(h + multiplier * y) in such rows, with the sum written over y."""
-    if multiplier != 1.0:
-        y.mul_(multiplier)
-    x_ext = rows_like(h, h.shape[1] + extra)
-    saved[norm.rstd] = norm.forward(y, residual_TD=h, out=x_ext[:, : h.shape[1]], in_place=True)[2]
+        saved[norm.rstd] = norm.forward(x, residual_TD=residual, out=out, in_place=True)[2]
     return x_ext

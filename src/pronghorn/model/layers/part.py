@@ -19,17 +19,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from typing import Any, ClassVar, NamedTuple
 
-from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor
 
 from pronghorn.kernels.lora.lora_linear import NormOf
 from pronghorn.kernels.lora.multi_gather import GatherJob
 from pronghorn.model.formats.table import storage_of
 from pronghorn.model.layers.composed import normed, projected
-from pronghorn.model.layers.linears import Group, LinearGroup
+from pronghorn.model.layers.group import Group
+from pronghorn.model.layers.linears import LinearGroup
+from pronghorn.model.layers.lora_modules import linear_of
 from pronghorn.model.layers.norms import Norm
+from pronghorn.model.layers.operand import Operand
 from pronghorn.model.layers.residual import add_branch, back_through_norm, grad_of_branch, gradients_after_norm
-from pronghorn.model.layers.saved import Kept, Level, Saved
+from pronghorn.model.layers.saved import FROM_INPUT, Kept, Level, Saved
 from pronghorn.model.layers.types import Documents, Grads
 from pronghorn.model.rows import spread
 
@@ -48,7 +50,7 @@ class Part(ABC):
     input: ClassVar[str]  # the name of its input among what is saved: "h" or "h2"
     saves: ClassVar[tuple[str, ...]]  # names of what it saves for backward, without the norms' rstd
     # What it keeps at levels that recompute it. Other levels keep everything.
-    kept: ClassVar[Kept]
+    kept: ClassVar[Kept] = {}  # of levels that recompute from the layer's input; nothing, where a level is missing
     may_chunk: ClassVar[bool] = False
     chunks = 1  # of its rows, where it is recomputed
 
@@ -65,8 +67,8 @@ class Part(ABC):
 
     @property
     @abstractmethod
-    def last(self) -> LinearGroup:
-        """Its last linears, whose LoRA columns the gradient from above may carry."""
+    def extra(self) -> int:
+        """LoRA columns of its last linears, which the gradient from above may carry."""
 
     @property
     def norms(self) -> list[Norm]:
@@ -112,8 +114,11 @@ class Part(ABC):
     # ---- what it saves -----------------------------------------------------------------------------------------
 
     def keeps(self, level: Level) -> set[str]:
-        everything = {*self.saves, *(norm.rstd for norm in self.norms)} - ({"gu"} if level == "gate_up" else set())
-        return ({*self.kept[level]} if level in self.kept else everything) | ({self.input} if self.first else set())
+        if level in FROM_INPUT:
+            names = {*self.kept.get(level, ())}
+        else:
+            names = {*self.saves, *(norm.rstd for norm in self.norms)} - ({"gu"} if level == "gate_up" else set())
+        return names | ({self.input} if self.first else set())
 
     def drop(self, saved: Saved, level: Level) -> None:
         """Frees what the level does not keep of this part."""
@@ -163,8 +168,8 @@ class Mixer(Part):
         return self.into, self.out
 
     @property
-    def last(self) -> LinearGroup:
-        return self.out
+    def extra(self) -> int:
+        return self.out.extra
 
     def gather_jobs(self) -> list[GatherJob]:
         return self.jobs_of(self.into, self.out)
@@ -181,12 +186,12 @@ class Mixer(Part):
         saved.put(o=o, o_rows=o_rows)
         del o
         if norm_adds and self.after is None and self.out.leaves_residual_to_norm(self.multiplier):
-            h2, xa = self.out.apply(self.out.of_rows(o_rows))
+            h2, xa = self.out.apply(Operand(o_rows))
             saved.put(h_rows=h_rows)
         else:
-            h2, y1, xa = add_branch(self.out, self.out.of_rows(o_rows), h_rows, self.multiplier, self.after, saved)
+            h2, y1, xa = add_branch(self.out, Operand(o_rows), h_rows, self.multiplier, self.after, saved)
             saved.put(y1=y1)
-        if self.out.fp8:  # else it is in o's LoRA columns
+        if not self.out.extra:  # else it is in o's LoRA columns
             saved.put(xa_o=xa)
         return h2
 
@@ -214,12 +219,11 @@ class Mixer(Part):
         dinto, bare = self.mix_backward(do, saved, documents)
         del do, dy, of_out, xa_o
         saved.release(*(name for name in self.saves if name != "xa1" and name in saved))
-        dinto_rows = self.into.of_rows(dinto)
         if need_dh or (before and before.trains()):
-            dx, of_into = self.into.back(dinto_rows)
+            dx, of_into = self.into.back(Operand(dinto))
             dh = back_through_norm(before, dx, saved["h"], dh, saved, extra, grad_buffer)
         else:
-            of_into = self.into.back_adapters(dinto_rows)
+            of_into = self.into.back_adapters(Operand(dinto))
         into_grads = gradients_after_norm(self.into, of_into, before, saved["h"], saved["xa1"], saved)
         return dh, self.all_gradients([*into_grads, *out_grads], saved, *bare)
 
@@ -238,8 +242,7 @@ def _kind_of(group: Group) -> Hashable:
     """Sizes and formats of its weights and adapters, and which of them train."""
     found: list[Any] = [group.fp8]
     for module in group.modules():
-        linear = module.get_base_layer() if isinstance(module, LoraLinear) else module
-        row = storage_of(linear)
+        row = storage_of(linear_of(module))
         tensors = [*module.parameters(), *module.buffers()]
         found.append((row and row.name, tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)))
     return tuple(found)

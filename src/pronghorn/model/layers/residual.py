@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from pronghorn.kernels.lora.lora_linear import NormOf, Part
-from pronghorn.model.layers.linears import LinearGroup, Operand
+from pronghorn.model.layers.linears import LinearGroup
 from pronghorn.model.layers.norms import Norm
+from pronghorn.model.layers.operand import Operand, OutGrad
 from pronghorn.model.layers.saved import Saved
 from pronghorn.model.layers.types import GradBuffer, Grads
 from pronghorn.model.rows import rows_like
@@ -33,9 +32,9 @@ def grad_of_branch(
     """The gradient of the branch's output, as the last GEMM's backward reads it. `buffer`: that of dh."""
     if norm is None or y is None:
         return group.grad_of_residual(dh, multiplier, buffer)
-    dy = group.grad_rows(dh)
-    norm.backward(dh, y, saved, group.values_of(dy))
-    return dy
+    dy_ext = rows_like(dh, dh.shape[1] + group.extra)
+    norm.backward(dh, y, saved, dy_ext[:, : dh.shape[1]])
+    return Operand(dy_ext)
 
 
 def back_through_norm(
@@ -59,7 +58,7 @@ def back_through_norm_into(out: Tensor, norm: Norm | None, dx: Tensor, h: Tensor
 
 
 def gradients_after_norm(
-    group: LinearGroup, dy: Any, norm: Norm | None, h: Tensor, xa: Tensor | None, saved: Saved, without: Part | None = None
+    group: LinearGroup, dy: OutGrad, norm: Norm | None, h: Tensor, xa: Tensor | None, saved: Saved, without: Part | None = None
 ) -> Grads:
     """Adapters' gradients use h, which is saved; trained weights need norm(h), which is recomputed."""
     if norm is None:

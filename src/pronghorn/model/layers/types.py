@@ -28,9 +28,9 @@ class GradBuffer:
 
     buffer: Tensor | None = None
 
-    def with_columns(self, dh: Tensor, extra: int) -> Tensor | None:
-        """dh with `extra` LoRA columns, if it is in that buffer and the buffer has them."""
-        if not extra or not self.holds(dh):
+    def with_columns(self, dh: Tensor, extra: int, *, or_none: bool = False) -> Tensor | None:
+        """dh with `extra` LoRA columns, if it is in that buffer and the buffer has them. `or_none`: there may be none."""
+        if not (extra or or_none) or not self.holds(dh):
             return None
         assert self.buffer is not None
         return self.buffer if self.buffer.shape == (dh.shape[0], dh.shape[1] + extra) else None

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 
 from pronghorn.hf_types import HFConfig, HFModel
 from pronghorn.errors import RecipeError
-from pronghorn.kernels.lora.stored_lora import Workspace
 from pronghorn.model.causal_lm import FastCausalLM, engine_of
 from pronghorn.model.config import read_config
 from pronghorn.model.families import FAMILIES, num_experts, text_config, why_not_fast
@@ -120,12 +119,12 @@ class Shards:
         return sum(unit.part.nbytes for unit in self.units) + sum(buffer.nbytes for buffer in self._buffers)
 
     def _install(self) -> None:
-        engine, workspace = self._engine, Workspace()
+        engine = self._engine
         engine.shards = self
         for layer in engine.layers:
             layer.shards = self
             for group in layer.groups:
-                group.borrow(workspace)
+                group.borrow()
         # What runs the model's own modules (generation) finds the weights in their places as well.
         for number, module in enumerate(decoder_layers(engine.model).values()):
             module.register_forward_pre_hook(self._before(1 + number))

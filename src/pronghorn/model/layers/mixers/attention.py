@@ -27,8 +27,8 @@ from pronghorn.kernels.attention.attention import (
 from pronghorn.kernels.attention.attention_torch import Backend
 from pronghorn.kernels.attention.rope import qk_rope, qk_rope_backward, qk_rope_forward
 from pronghorn.model.families import Family, rope_kind, window
-from pronghorn.model.layers.linears import Operand
 from pronghorn.model.layers.norms import Norm
+from pronghorn.model.layers.operand import Operand
 from pronghorn.model.layers.part import Around, MakeGroup, Mixer
 from pronghorn.model.layers.saved import Kept, Saved
 from pronghorn.model.layers.types import Documents
@@ -44,7 +44,7 @@ def scaled_queries(q_TNH: Tensor, documents: Documents) -> Tensor:
 
 class Attention(Mixer):
     saves = ("q", "k", "v", "qkv", "qk_rstd", "o", "o_rows", "lse", "xa1", "xa_o", "y1")
-    kept: ClassVar[Kept] = {"around_attention": ("o", "lse"), "layer": ()}
+    kept: ClassVar[Kept] = {"around_attention": ("o", "lse")}
     recomputed_from = "q"
     rope: str
 

@@ -9,7 +9,7 @@ T = packed tokens, D = model width, X = 3 D. Saved for backward (saved.py): *
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -17,14 +17,13 @@ from pronghorn.hf_types import HFConfig
 from pronghorn.kernels.conv.short_conv import short_conv, short_conv_backward, short_conv_forward
 from pronghorn.model.families import Family
 from pronghorn.model.layers.part import Around, MakeGroup, Mixer
-from pronghorn.model.layers.saved import Kept, Saved
+from pronghorn.model.layers.saved import Saved
 from pronghorn.model.layers.types import Documents
 from pronghorn.model.rows import rows_like
 
 
 class ShortConv(Mixer):
     saves = ("bcx", "o", "o_rows", "xa1", "xa_o", "y1")
-    kept: ClassVar[Kept] = {"around_attention": (), "layer": ()}  # the convolution is cheaper than what precedes it
     recomputed_from = "bcx"
 
     def __init__(self, layer: Any, family: Family, config: HFConfig, index: int, around: Around, group: MakeGroup) -> None:

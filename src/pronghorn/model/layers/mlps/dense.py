@@ -20,7 +20,7 @@ another order, and sums over chunks do.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,8 +28,11 @@ from torch import Tensor
 from pronghorn.kernels.lora.lora_linear import Part as GradPart
 from pronghorn.kernels.lora.multi_gather import GatherJob
 from pronghorn.kernels.mlp.gated_mlp import Kind, gated_activation
+from pronghorn.kernels.moe.moe_gated import SILU, expert_gated_backward
 from pronghorn.model.layers.composed import normed, projected
-from pronghorn.model.layers.linears import Group, LinearGroup, Operand
+from pronghorn.model.layers.group import Group
+from pronghorn.model.layers.linears import LinearGroup
+from pronghorn.model.layers.operand import Operand, OutGrad
 from pronghorn.model.layers.part import Around, Part
 from pronghorn.model.layers.residual import (
     add_branch,
@@ -38,17 +41,14 @@ from pronghorn.model.layers.residual import (
     grad_of_branch,
     gradients_after_norm,
 )
-from pronghorn.model.layers.saved import Kept, Level, Saved
+from pronghorn.model.layers.saved import FROM_INPUT, Kept, Level, Saved
 from pronghorn.model.layers.types import Documents, GradBuffer, Grads
 
 
 class DenseMlp(Part):
     input = "h2"
     saves = ("h2", "gu", "xa2", "xa3", "y2")
-    kept: ClassVar[Kept] = {
-        "around_attention": ("xa3",),
-        "layer": ("xa3",),
-    }  # a A^T of `down` (T x R) saves running its GEMM twice
+    kept: ClassVar[Kept] = dict.fromkeys(FROM_INPUT, ("xa3",))  # a A^T of `down` (T x R) saves running its GEMM twice
     may_chunk = True
 
     def __init__(self, around: Around, gate_up: LinearGroup, down: LinearGroup, activation: Kind) -> None:
@@ -60,8 +60,8 @@ class DenseMlp(Part):
         return self.gate_up, self.down
 
     @property
-    def last(self) -> LinearGroup:
-        return self.down
+    def extra(self) -> int:
+        return self.down.extra
 
     @property
     def shape(self) -> tuple[Hashable, ...]:
@@ -87,7 +87,7 @@ class DenseMlp(Part):
         else:
             gu, xa2 = self.gate_up.apply_spare(x2)
             del x2  # only a is needed
-            a = self._activated(gu)
+            a = self.activated(gu)
         saved.put(gu=gu, xa2=xa2)
         h3, y2, xa3 = add_branch(self.down, a, saved["h2"], self.multiplier, self.after, saved)
         saved.put(y2=y2, xa3=self.down.owned(xa3))
@@ -95,12 +95,15 @@ class DenseMlp(Part):
 
     def _input(self, y: Tensor, h: Tensor | None, saved: Saved) -> Operand:
         """norm(h + y), with the sum written over y; norm(y) without h."""
-        if h is None or self.before is None:
-            return self.gate_up.of_norm(self.before, y, saved)
-        return self.gate_up.of_norm_of_sum(self.before, y, h, self.multiplier, saved)
+        return self.gate_up.of_norm(self.before, y, saved, h, self.multiplier)
 
-    def _activated(self, gu_ext: Tensor) -> Operand:
+    def activated(self, gu_ext: Tensor) -> Operand:
+        """The operand of `down`."""
         return self.down.of_activation(gu_ext[:, : gu_ext.shape[1] - self.gate_up.extra], self.activation)
+
+    def adapters_of(self, gu_ext: Tensor) -> Tensor | None:
+        """a A^T of `down` alone."""
+        return self.down.adapters_of_activation(gu_ext[:, : gu_ext.shape[1] - self.gate_up.extra], self.activation)
 
     def recompute(self, saved: Saved, documents: Documents, rows: Tensor | None, norm_adds: bool) -> None:
         """Chunks recompute gate and up themselves."""
@@ -113,7 +116,7 @@ class DenseMlp(Part):
         if "xa2" not in saved:
             saved.put(xa2=xa2)
         if self.after is not None and "y2" not in saved:
-            _, y2, _ = add_branch(self.down, self._activated(gu), saved["h2"], self.multiplier, self.after, saved)
+            _, y2, _ = add_branch(self.down, self.activated(gu), saved["h2"], self.multiplier, self.after, saved)
             saved.put(y2=y2)
 
     # ---- backward ----------------------------------------------------------------------------------------------
@@ -133,7 +136,7 @@ class DenseMlp(Part):
 
     def _back_to_input(
         self, dh3: Tensor, saved: Saved, grad_buffer: GradBuffer, *, thin: bool
-    ) -> tuple[Tensor, Any, bool, Grads]:
+    ) -> tuple[Tensor, OutGrad, bool, Grads]:
         """(the gradient of gate and up's input, dgu, whether dB is already accumulated, down's gradients)"""
         dy = grad_of_branch(self.down, dh3, saved["y2"], self.multiplier, self.after, saved, grad_buffer)
         da, of_down = self.down.back(dy)
@@ -142,7 +145,24 @@ class DenseMlp(Part):
         del da, dy, of_down
         return *self.gate_up.back(dgu), fused, down_grads
 
-    def _gate_up_grads(self, dgu: Any, saved: Saved, fused: bool) -> Grads:
+    def backward_weighted(
+        self, dh3: Tensor, weight_T1: Tensor, saved: Saved, grad_buffer: GradBuffer
+    ) -> tuple[Tensor, Tensor, Grads]:
+        """(the gradients of its input, of the weights, of its linears), where `weight_T1` multiplies its output: as the shared
+        expert of a mixture. Only that kernel differs from the above."""
+        gu, xa3, down = saved["gu"], saved["xa3"], self.down
+        dy = down.grad_of_residual(dh3, 1.0, grad_buffer) if down.extra else Operand(dh3)
+        da, of_down = down.back(dy)
+        dgu, each = gu[:, : 2 * da.shape[1]], torch.arange(len(da), dtype=torch.int32, device=da.device)
+        _, dweight, _ = expert_gated_backward(
+            da, dgu, SILU, each, weights_TK=weight_T1, need_activation=down.needs_input, out=dgu, activation_out=da
+        )
+        assert dweight is not None
+        down_grads = down.gradients(of_down, da, None if xa3 is None else xa3 * weight_T1.to(xa3.dtype))
+        dx2, of_gate_up = self.gate_up.back(Operand(gu))
+        return dx2, dweight, [*self._gate_up_grads(of_gate_up, saved, fused=False), *down_grads]
+
+    def _gate_up_grads(self, dgu: OutGrad, saved: Saved, fused: bool) -> Grads:
         without: GradPart | None = "dB" if fused else None
         return gradients_after_norm(self.gate_up, dgu, self.before, saved["h2"], saved["xa2"], saved, without)
 
@@ -156,7 +176,7 @@ class DenseMlp(Part):
         for chunk in chunks_of(len(y), self.chunks):
             mine = Saved()
             gu, xa2 = self.gate_up.apply_spare(self._input(y[chunk], None if h_rows is None else h_rows[chunk], mine))
-            a = self._activated(gu)
+            a = self.activated(gu)
             del gu
             h2 = y[chunk]
             _, y2, xa3 = add_branch(self.down, a, h2, self.multiplier, self.after, mine, h2 if recomputed else h3[chunk])
@@ -172,7 +192,8 @@ class DenseMlp(Part):
         return h3
 
     def _backward_in_chunks(self, dh3: Tensor, saved: Saved, documents: Documents, extra: int) -> tuple[Tensor, Grads]:
-        width, own = dh3.shape[1], self.down.shared_buffer(dh3, documents.grad_buffer)
+        width = dh3.shape[1]
+        own = documents.grad_buffer.with_columns(dh3, self.down.extra, or_none=self.down.fp8)  # dh2 may overwrite dh3 there
         dh2_ext = own
         if dh2_ext is None or dh2_ext.shape[1] != width + extra:
             dh2_ext = dh3.new_empty(len(dh3), width + extra)
@@ -200,7 +221,7 @@ class DenseMlp(Part):
             mine.put(y2=y2[chunk])
             mine[norm.rstd] = saved[norm.rstd][chunk]
         elif norm is not None:
-            y = self.down.apply(self._activated(gu))[0]
+            y = self.down.apply(self.activated(gu))[0]
             mine.put(y2=y)
             mine[norm.rstd] = norm.then_add(y, mine["h2"])[1]
         return mine

@@ -16,7 +16,7 @@ Saved for backward (saved.py): *; adapters (kernels/moe/grouped_lora.py) in [ ]:
     dx2 = sum of each token's K rows of dgu Wgu, + dlogits Wrouter;  dh2 = dh3 + the norm's gradient
 
 No token is dropped, whatever the balance. Shapes depend on T, E and K alone and the host never reads the routing, so a CUDA
-graph can capture all of it. A shared expert is a gated MLP of all tokens, with a gate (Qwen2-MoE) or without (GLM-4.5);
+graph can capture all of it. A shared expert is a `DenseMlp` of all tokens, with a gate (Qwen2-MoE) or without (GLM-4.5);
 backward treats it as an expert with that gate, or 1, as its routing weight.
 
 With FP8 stacks (model/experts.py) x2 is cast once per token and gathered as bytes; dy and dgu are cast with the scales of the
@@ -29,7 +29,7 @@ tokens with one expert each; y, dx and dweights come back. Router, shared expert
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,26 +37,26 @@ from torch import Tensor
 from pronghorn.hf_types import HFConfig
 from pronghorn.kernels.lora.lora_linear import NormOf
 from pronghorn.kernels.lora.multi_gather import GatherJob
-from pronghorn.kernels.mlp.gated_mlp import Kind
+from pronghorn.kernels.lora.shared_buffers import SharedBuffers
 from pronghorn.kernels.moe.moe_combine import combine
-from pronghorn.kernels.moe.moe_gated import ExpertActivation, expert_gated_backward, expert_gated_forward
+from pronghorn.kernels.moe.moe_gated import SILU, ExpertActivation, expert_gated_backward, expert_gated_forward
 from pronghorn.kernels.moe.moe_gather import gather_rows
 from pronghorn.kernels.moe.routing import Routing, Sigmoid, route_backward, routing_forward
 from pronghorn.kernels.runtime.copy_rows import copy_rows
 from pronghorn.model.experts import ExpertStack, Router
 from pronghorn.model.families import Family, expert_groups
 from pronghorn.model.layers.composed import normed
-from pronghorn.model.layers.fp8_linears import Fp8Workspace
-from pronghorn.model.layers.linears import Group, LinearGroup, Rows
-from pronghorn.model.layers.norms import Norm, normed_rows, normed_sum
+from pronghorn.model.layers.group import Group
+from pronghorn.model.layers.linears import LinearGroup
+from pronghorn.model.layers.mlps.dense import DenseMlp
+from pronghorn.model.layers.norms import Norm, normed_rows
+from pronghorn.model.layers.operand import Operand
 from pronghorn.model.layers.part import Around, Part
 from pronghorn.model.layers.residual import back_through_norm, gradients_after_norm
-from pronghorn.model.layers.saved import Kept, Level, Saved
-from pronghorn.model.layers.types import Documents, ExpertRows, Grads
+from pronghorn.model.layers.saved import Level, Saved
+from pronghorn.model.layers.types import Documents, ExpertRows, GradBuffer, Grads
 from pronghorn.model.router_stats import BalancedLogits
 from pronghorn.model.rows import rows_like
-
-SILU = ExpertActivation("silu")
 
 
 class ExpertsMlp(Part):
@@ -80,7 +80,6 @@ class ExpertsMlp(Part):
         "counts",
         "weights_there",
     )
-    kept: ClassVar[Kept] = {"around_attention": (), "layer": ()}
 
     def __init__(
         self,
@@ -88,32 +87,27 @@ class ExpertsMlp(Part):
         family: Family,
         config: HFConfig,
         slot: int,
-        workspace: Fp8Workspace,
+        buffers: SharedBuffers,
         around: Around,
-        gate_up: LinearGroup,
-        down: LinearGroup,
-        activation: Kind,
+        shared: DenseMlp | None,
     ) -> None:
-        """`slot`: its number among the layers with experts. `workspace`: shared by all layers, for stacks in FP8. `gate_up` and
-        `down`: the shared expert's; empty without one."""
+        """`slot`: its number among the layers with experts. `shared`: the expert of all tokens, if there is one."""
         super().__init__(around)
         assert family.experts
         experts = family.experts
         self.module, self.slot = module, slot
         self.K = int(config.num_experts_per_tok)
         self.router = Router(module, experts.router, experts.choice_bias, wide=experts.float32)
-        self.beforealise = bool(getattr(config, "norm_topk_prob", True))
+        self.normalise = bool(getattr(config, "norm_topk_prob", True))
         self.scale = float(getattr(config, experts.scale)) if experts.scale else 1.0
         self.tiny = experts.tiny
         self.groups_of_experts = expert_groups(config) if experts.sigmoid else None
         self.expert_gate_up, self.expert_down = (
-            ExpertStack(module, name, transposed=experts.transposed, scratch=workspace.transposed)
-            for name in ("gate_up_proj", "down_proj")
+            ExpertStack(module, name, transposed=experts.transposed, buffers=buffers) for name in ("gate_up_proj", "down_proj")
         )
         self.spread: ExpertRows | None = None  # where ranks have some of the experts each
-        self.has_shared = hasattr(module, experts.shared)
-        self.gate_up, self.down, self.activation = gate_up, down, activation
-        self.shared_gate = LinearGroup(module, ("shared_expert_gate",) if hasattr(module, "shared_expert_gate") else ())
+        self.shared, gate = shared, experts.shared_gate
+        self.shared_gate = LinearGroup(module, (gate,), buffers) if gate and hasattr(module, gate) else None
         own = self.expert_down.module()
         self.expert_activation = SILU
         if experts.activation == "clamped":
@@ -121,11 +115,13 @@ class ExpertsMlp(Part):
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        return self.gate_up, self.down, self.shared_gate, self.router, self.expert_gate_up, self.expert_down
+        shared = () if self.shared is None else self.shared.groups
+        gate = () if self.shared_gate is None else (self.shared_gate,)
+        return *shared, *gate, self.router, self.expert_gate_up, self.expert_down
 
     @property
-    def last(self) -> LinearGroup:
-        return self.down
+    def extra(self) -> int:
+        return 0 if self.shared is None else self.shared.extra
 
     @property
     def shape(self) -> tuple[Hashable, ...]:
@@ -138,8 +134,8 @@ class ExpertsMlp(Part):
     def gather_jobs(self) -> list[GatherJob]:
         of_norm = NormOf(self.before.weight, self.before.weight, self.before.one_plus)
         return [
-            *self.jobs_of(self.gate_up, self.down),
-            *self.shared_gate.gather_jobs(of_norm),
+            *([] if self.shared is None else self.shared.gather_jobs()),
+            *([] if self.shared_gate is None else self.shared_gate.gather_jobs(of_norm)),
             *self.expert_gate_up.gather_jobs(),
             *self.expert_down.gather_jobs(),
         ]
@@ -148,7 +144,7 @@ class ExpertsMlp(Part):
         """Routing options, for kernels/moe/routing.py."""
         groups = self.groups_of_experts
         sigmoid = None if groups is None else Sigmoid(self.router.choice_bias_E, *groups, self.tiny)
-        return {"normalise": self.beforealise, "scale": self.scale, "sigmoid": sigmoid}
+        return {"normalise": self.normalise, "scale": self.scale, "sigmoid": sigmoid}
 
     # ---- forward -----------------------------------------------------------------------------------------------
 
@@ -161,11 +157,8 @@ class ExpertsMlp(Part):
     def _to_gate_up(self, saved: Saved) -> None:
         """From the residual stream to gate and up."""
         h2, h_rows = saved["h2"], saved.pop("h_rows", None)
-        extra = self.gate_up.extra
-        if h_rows is None:
-            x2_ext = normed_rows(self.before, h2, extra, saved)
-        else:
-            x2_ext = normed_sum(self.before, h2, h_rows, self.multiplier, extra, saved)
+        extra = 0 if self.shared is None else self.shared.gate_up.extra
+        x2_ext = normed_rows(self.before, h2, extra, saved, h_rows, self.multiplier)
         x2 = x2_ext[:, : h2.shape[1]]
         logits = self.router.forward(x2)
         routing = routing_forward(logits, self.K, **self._rule())
@@ -183,14 +176,11 @@ class ExpertsMlp(Part):
             inverse=routing.inverse_TK,
             offsets=routing.offsets_E1,
         )
-        if self.has_shared:
-            shared_gu, shared_xa2 = self.gate_up.apply_spare(self.gate_up.of_rows(x2_ext))
+        if self.shared is not None:
+            shared_gu, shared_xa2 = self.shared.gate_up.apply_spare(Operand(x2_ext))
             saved.put(shared_gu=shared_gu, shared_xa2=shared_xa2)
-        if self.shared_gate.names:
-            x2_gate = x2 if not self.shared_gate.extra else rows_like(x2, x2.shape[1] + self.shared_gate.extra)
-            if self.shared_gate.extra:
-                copy_rows(x2, x2_gate[:, : x2.shape[1]])
-            gate, xa = self.shared_gate.apply(self.shared_gate.of_rows(x2_gate))
+        if self.shared_gate is not None:
+            gate, xa = self.shared_gate.apply(self.shared_gate.of_norm(None, x2, saved))
             saved.put(gate_xa=self.shared_gate.owned(xa), shared_weight=torch.sigmoid(gate.to(routing.weights_TK.dtype)))
 
     def _routing(self, saved: Saved) -> Routing:
@@ -225,9 +215,9 @@ class ExpertsMlp(Part):
         down.extend(a_ext, there.offsets_E1)
         y = self._returned(down.forward_rows(a_ext, there), saved, there)
         base = h2
-        if self.has_shared:
-            out, xa3 = self.down.apply(self.down.of_activation(self._shared_gu(saved), self.activation))
-            saved.put(shared_xa3=self.down.owned(xa3))
+        if self.shared is not None:
+            out, xa3 = self.shared.down.apply(self.shared.activated(saved["shared_gu"]))
+            saved.put(shared_xa3=self.shared.down.owned(xa3))
             del xa3  # may be a part of the activation
             gate = saved["shared_weight"]
             base = h2 + out if gate is None else torch.addcmul(h2, out, gate.to(out.dtype))
@@ -235,15 +225,11 @@ class ExpertsMlp(Part):
             y, routing.inverse_TK, routing.weights_TK, bias_ED=self.expert_down.bias_EO, ids_TK=routing.ids_TK, add_TD=base
         )
 
-    def _shared_gu(self, saved: Saved) -> Tensor:
-        gu_ext = saved["shared_gu"]
-        return gu_ext[:, : gu_ext.shape[1] - self.gate_up.extra]
-
     def recompute(self, saved: Saved, documents: Documents, rows: Tensor | None, norm_adds: bool) -> None:
         if "logits" not in saved:  # from the layer's input
             self._to_gate_up(saved)
-            if self.has_shared and self.down.adapters:
-                saved.put(shared_xa3=self.down.adapters_of_activation(self._shared_gu(saved), self.activation))
+            if self.shared is not None and self.shared.down.adapters:
+                saved.put(shared_xa3=self.shared.adapters_of(saved["shared_gu"]))
         elif saved["gu"] is None:
             routing = self._routing(saved)
             x2 = self._sent(self._recomputed_input(saved), saved, routing)
@@ -266,8 +252,8 @@ class ExpertsMlp(Part):
             dlogits = documents.load.add_grad(dlogits, logits)
         dx2 = self.router.backward_input(dlogits)
         shared_grads: Grads = []
-        if self.has_shared:
-            dshared, shared_grads = self._backward_shared(dh3, saved, documents)
+        if self.shared is not None:
+            dshared, shared_grads = self._backward_shared(self.shared, dh3, saved, documents.grad_buffer)
             dx2 += dshared
         up = self.expert_gate_up.group
         up.extend_grad(dgu_ext, there.offsets_E1)
@@ -326,48 +312,23 @@ class ExpertsMlp(Part):
         copy_rows(xa2, x_ext[:, group.D :])
         return x_ext
 
-    def _backward_shared(self, dh3: Tensor, saved: Saved, documents: Documents) -> tuple[Tensor, Grads]:
+    def _backward_shared(self, shared: DenseMlp, dh3: Tensor, saved: Saved, grad_buffer: GradBuffer) -> tuple[Tensor, Grads]:
         """(the shared expert's part of x2's gradient; gradients of gate and up, of down, and of its gate)"""
-        gate = saved["shared_weight"]
-        if gate is None:  # an expert with weight 1 for all tokens
+        weight, norm = saved["shared_weight"], self.before
+        names = {"h2": "h2", norm.rstd: norm.rstd, "gu": "shared_gu", "xa2": "shared_xa2", "xa3": "shared_xa3"}
+        its = Saved({name: saved[here] for name, here in names.items() if here in saved})
+        if self.shared_gate is None:  # an expert with weight 1 for all tokens
             wide = torch.promote_types(dh3.dtype, torch.float32)
-            always = torch.ones(len(dh3), 1, dtype=wide, device=dh3.device)
-            dx, _, grads = self._backward_shared_mlp(dh3, always, saved, documents)
+            weight = torch.ones(len(dh3), 1, dtype=wide, device=dh3.device)
+        dx, dweight, grads = shared.backward_weighted(dh3, weight, its, grad_buffer)
+        if self.shared_gate is None:
             return dx, grads
-        dx, dgate, grads = self._backward_shared_mlp(dh3, gate, saved, documents)
         dlogit_ext = rows_like(dh3, 1 + self.shared_gate.extra)
-        dlogit_ext[:, :1] = dgate * gate * (1 - gate)
-        dgate_x, dlogit = self.shared_gate.back(Rows(dlogit_ext))
+        dlogit_ext[:, :1] = dweight * weight * (1 - weight)
+        dgate_x, dlogit = self.shared_gate.back(Operand(dlogit_ext))
         dx += dgate_x
-        gate_grads = gradients_after_norm(self.shared_gate, dlogit, self.before, saved["h2"], saved["gate_xa"], saved)
+        gate_grads = gradients_after_norm(self.shared_gate, dlogit, norm, saved["h2"], saved["gate_xa"], saved)
         return dx, [*grads, *gate_grads]
-
-    def _backward_shared_mlp(
-        self, dh3: Tensor, gate: Tensor, saved: Saved, documents: Documents
-    ) -> tuple[Tensor, Tensor, Grads]:
-        """(its input's gradient, the gate's, those of gate and up, and down)"""
-        dy = (
-            self.down.grad_of_residual(dh3, 1.0, documents.grad_buffer)
-            if self.down.extra or self.down.fp8
-            else self.down.of_rows(dh3)
-        )
-        da, of_down = self.down.back(dy)
-        gu = saved["shared_gu"][:, : 2 * da.shape[1]]
-        dgate = self._through_shared_activation(da, gu, gate)
-        xa3 = saved["shared_xa3"]
-        down_grads = self.down.gradients(of_down, da, None if xa3 is None else xa3 * gate.to(xa3.dtype))
-        dx, dgu = self.gate_up.back(self.gate_up.of_rows(saved["shared_gu"]))
-        up_grads = gradients_after_norm(self.gate_up, dgu, self.before, saved["h2"], saved["shared_xa2"], saved)
-        return dx, dgate, [*up_grads, *down_grads]
-
-    def _through_shared_activation(self, da: Tensor, gu: Tensor, gate: Tensor) -> Tensor:
-        """Returns the gate's gradient. Overwrites gu with dgu, and da with the activation times the gate."""
-        each = torch.arange(len(da), dtype=torch.int32, device=da.device)
-        _, dgate, _ = expert_gated_backward(
-            da, gu, SILU, each, weights_TK=gate, need_activation=self.down.needs_input, out=gu, activation_out=da
-        )
-        assert dgate is not None
-        return dgate
 
     # ---- as separate ops ---------------------------------------------------------------------------------------
 
