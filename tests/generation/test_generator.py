@@ -15,11 +15,10 @@ from pronghorn.generation.generator import Generator, Request
 from pronghorn.generation.sampling import GREEDY, Sampling, key_of
 from pronghorn.model.causal_lm import install
 
-
 STOPS = tuple(range(5, 13))
 # What a row of the table of families is, and how its small model is made.
-DENSE = {family: test_decoder_layer.model_of for family in test_decoder_layer.FAMILIES}
-EXPERTS = {family: test_experts.model_of for family in test_experts.ROWS}
+DENSE = dict.fromkeys(test_decoder_layer.FAMILIES, test_decoder_layer.model_of)
+EXPERTS = dict.fromkeys(test_experts.ROWS, test_experts.model_of)
 MODELS: dict[str, Any] = DENSE | EXPERTS
 
 

@@ -5,12 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from transformers.generation.logits_process import (
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation.logits_process import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from pronghorn.generation.sampling import GREEDY, Rules, Sampling, _mixed, draw, key_of, uniforms
 
@@ -67,7 +62,16 @@ def test_draws_follow_what_each_rule_leaves(rule: Sampling) -> None:
 def test_rows_have_their_own_rules_and_no_neighbours() -> None:
     torch.manual_seed(1)
     logits = 3 * torch.randn(8, V)
-    chosen = [GREEDY, Sampling(top_k=3), Sampling(), Sampling(top_p=0.5), GREEDY, Sampling(min_p=0.3), Sampling(2.0), Sampling()]
+    chosen = [
+        GREEDY,
+        Sampling(top_k=3),
+        Sampling(),
+        Sampling(top_p=0.5),
+        GREEDY,
+        Sampling(min_p=0.3),
+        Sampling(2.0),
+        Sampling(),
+    ]
     rules = Rules.empty(8, torch.device("cpu"))
     for row, rule in enumerate(chosen):
         rules.set(row, rule)
@@ -85,7 +89,9 @@ def test_rows_have_their_own_rules_and_no_neighbours() -> None:
 def test_uniform_numbers_are_those_of_splitmix64() -> None:
     keys, places = [key_of(3, i) for i in range(2000)], [i % 7 for i in range(2000)]
     got = uniforms(torch.tensor(keys), torch.tensor(places)).numpy()
-    assert got.tolist() == [(_mixed((key & (2**64 - 1)) ^ place) >> 11) * 2.0**-53 for key, place in zip(keys, places, strict=True)]
+    assert got.tolist() == [
+        (_mixed((key & (2**64 - 1)) ^ place) >> 11) * 2.0**-53 for key, place in zip(keys, places, strict=True)
+    ]
     assert abs(np.mean(got) - 0.5) < 0.03
     assert len(set(got.tolist())) == 2000
     neighbours = uniforms(torch.full((5000,), key_of(1)), torch.arange(5000)).numpy()

@@ -10,7 +10,7 @@ import pytest
 from pronghorn.errors import CommandError
 from pronghorn.rewards.pool import Fault, RewardPool
 
-FILE = '''
+FILE = """
 import asyncio, os, time, subprocess, sys
 seen = []
 
@@ -38,7 +38,7 @@ def reward_odd(completions, **columns):
     return [1]
 
 def helper(x): return x
-'''
+"""
 
 
 @pytest.fixture

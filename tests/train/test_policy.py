@@ -35,8 +35,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gspo": ({"loss": "grpo", "level": "sequence", "low": 0.01, "high": 0.02},
              {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 0.01, "epsilon_high": 0.02}),
     "divergence": ({"beta": 0.3}, {"loss_type": "dapo", "beta": 0.3}),
-    "plain divergence": ({"beta": 0.3, "correct_divergence": False}, {"loss_type": "dapo", "beta": 0.3, "use_bias_correction_kl": False}),
-    "gspo with divergence": ({"level": "sequence", "beta": 0.1}, {"loss_type": "dapo", "importance_sampling_level": "sequence", "beta": 0.1}),
+    "plain divergence": ({"beta": 0.3, "correct_divergence": False},
+                         {"loss_type": "dapo", "beta": 0.3, "use_bias_correction_kl": False}),
+    "gspo with divergence": ({"level": "sequence", "beta": 0.1},
+                             {"loss_type": "dapo", "importance_sampling_level": "sequence", "beta": 0.1}),
     "rloo": ({"loss": "rloo", "low": 0.1, "high": 0.1}, {}),
 }  # fmt: skip
 
@@ -79,7 +81,9 @@ class Rollouts:
 
     def _given(self, batch: PackedBatch, part: Any) -> PackedBatch:
         given = torch.zeros(3, len(batch.loss_rows))
-        values = [torch.stack([self.advantages[i].expand(len(self.answers[i])), self.sampled[i], self.reference[i]]) for i in part]
+        values = [
+            torch.stack([self.advantages[i].expand(len(self.answers[i])), self.sampled[i], self.reference[i]]) for i in part
+        ]
         assert batch.document_N is not None
         for place, value in enumerate(values):
             given[:, (batch.document_N == place) & (batch.row_labels != IGNORED)] = value
@@ -169,7 +173,9 @@ def test_loss_and_gradients_are_those_of_trl(name: str, given: tuple[Any, Rollou
         loss = of_ours(fast, rollouts.batches(shared, split), Policy(**CASES[name][0], updates=2))
         assert abs(float(loss.detach()) - float(true.detach())) < 1e-5, (shared, split)
         for parameter, gradient in gradients(fast, loss).items():
-            torch.testing.assert_close(gradient, wanted[parameter], rtol=1e-4, atol=1e-5 * largest, msg=f"{parameter} {shared} {split}")
+            torch.testing.assert_close(
+                gradient, wanted[parameter], rtol=1e-4, atol=1e-5 * largest, msg=f"{parameter} {shared} {split}"
+            )
 
 
 def test_the_ratio_of_the_first_update_is_one_to_the_bit(given: tuple[Any, Rollouts]) -> None:

@@ -1,9 +1,9 @@
 """The device's half of generation: prompts are read, then each step adds one token to each running answer.
 
-A slot holds an answer that is being generated; its state is in tensors, [slots + 1], of which the last belongs to nobody. A step
-works on rows, each of which names a slot, so that answers that end leave no hole: the next step has fewer rows. The host says
-which slots run and which of them share a prompt; then a window of steps follows, between which nothing is read back. On a GPU a
-step is one CUDA graph for each number of rows in BUCKETS, with rows of the slot that belongs to nobody at the end.
+A slot holds an answer that is being generated; its state is in tensors, [slots + 1], of which the last belongs to nobody. A
+step works on rows, each of which names a slot, so that answers that end leave no hole: the next step has fewer rows. The host
+says which slots run and which of them share a prompt; then a window of steps follows, between which nothing is read back. On a
+GPU a step is one CUDA graph for each number of rows in BUCKETS, with rows of the slot that belongs to nobody at the end.
 
 B = rows, V = vocabulary, D = prompts, W = steps of a window.
 """
@@ -28,7 +28,6 @@ from pronghorn.model.capture import Graphs, Work, first_line
 from pronghorn.model.causal_lm import FastCausalLM
 from pronghorn.model.layers.types import Documents
 from pronghorn.packs import PackedDocuments
-
 
 STEPS = {"cpu": 1, "cuda": 8}  # of a window: a look at what has ended waits for the GPU
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)  # rows of a captured step
@@ -72,7 +71,9 @@ class _Bucket:
             numbers(segments, pages), numbers(segments), numbers(segments), numbers(segments, MEMBERS, fill=-1)
         )
         self.at = torch.zeros(1, dtype=torch.int64, device=device)  # steps so far
-        self.drawn = Drawn(*(torch.zeros(steps, rows, dtype=kind, device=device) for kind in (torch.int64, torch.float32, torch.float32)))
+        self.drawn = Drawn(
+            *(torch.zeros(steps, rows, dtype=kind, device=device) for kind in (torch.int64, torch.float32, torch.float32))
+        )
         self.step: Work | None = None
 
     def fill(self, slots: Sequence[int], segments: Sequence[tuple[int, Sequence[int], Sequence[int]]], nobody: int) -> None:
@@ -94,7 +95,9 @@ class Decoder:
         device = engine.embeddings.weight.device
         self.steps, self.captures = STEPS.get(device.type, 1), device.type == "cuda"
         self._buckets: dict[tuple[int, int, int, bool], _Bucket] = {}
-        self._graphs = Graphs(device, failed=lambda error: say_once(f"answers are generated without CUDA graphs: {first_line(error)}"))
+        self._graphs = Graphs(
+            device, failed=lambda error: say_once(f"answers are generated without CUDA graphs: {first_line(error)}")
+        )
         self._built_for = engine.rebuilt
         self.engine, self.slots, self.dtype, self.device = engine, slots, dtype, device
         rows = slots + 1
@@ -241,6 +244,6 @@ class Decoder:
             logits = logits if bias is None else logits + bias.float()
         else:
             logits = F.linear(x_BD, weight, bias).float()
-        logits = logits * terms["logit_scale"]
+        logits *= terms["logit_scale"]
         softcap = terms["softcap"]
-        return softcap * torch.tanh(logits / softcap) if softcap else logits
+        return torch.tanh(logits / softcap).mul_(softcap) if softcap else logits

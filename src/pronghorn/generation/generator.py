@@ -61,7 +61,9 @@ class Generator:
         assert engine is not None
         self.model, self.engine = model, engine
         device = engine.embeddings.weight.device
-        dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else engine.embeddings.weight.dtype
+        dtype = (
+            torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else engine.embeddings.weight.dtype
+        )
         pages = 1 + pages_for(tokens)
         self._decoder = Decoder(engine, slots=slots, pages=pages, longest=longest, stops=stops, dtype=dtype)
         self._free, self._pages, self._longest, self._most_stops = FreePages(pages), pages - 1, longest, stops
@@ -71,7 +73,9 @@ class Generator:
         self._slot: dict[int, tuple[_Prompt, Answer, list[int]]] = {}  # of each running answer: its pages
 
     @torch.no_grad()
-    def generate(self, requests: Sequence[Request], progress: Callable[[str, int, int], None] | None = None) -> list[list[Answer]]:
+    def generate(
+        self, requests: Sequence[Request], progress: Callable[[str, int, int], None] | None = None
+    ) -> list[list[Answer]]:
         """The answers to each request, in order."""
         found = [self.submit(request) for request in requests]
         total, done = sum(len(request.keys) for request in requests), 0
@@ -119,9 +123,7 @@ class Generator:
                 prompt.running.append(slot)
                 self._slot[slot] = (prompt, prompt.answers[number], own)
                 key, length = request.keys[number], len(request.prompt)
-                starts.append(
-                    Start(slot, prompt.place, length, own, key, request.rule, request.max_new_tokens, request.stops)
-                )
+                starts.append(Start(slot, prompt.place, length, own, key, request.rule, request.max_new_tokens, request.stops))
         if not starts:
             return 0
         return self._collect([one.slot for one in starts], [self._decoder.start(starts)])

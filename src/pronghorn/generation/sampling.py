@@ -7,9 +7,9 @@ B = rows, V = vocabulary. Rules apply in transformers' order, each to what the o
     top_p          the likeliest tokens until their mass reaches p, at least one;  1: all
     min_p          tokens at least min_p times as likely as the likeliest;  0: all
 
-Each token needs one uniform number. It is a hash of the row's key (seed, prompt and sample) and the token's place in the answer,
-so a draw depends on neither slot nor neighbours nor device. The token is where the cumulative probability, in the order of the
-vocabulary, exceeds it; sums are float64.
+Each token needs one uniform number. It is a hash of the row's key (seed, prompt and sample) and the token's place in the
+answer, so a draw depends on neither slot nor neighbours nor device. The token is where the cumulative probability, in the
+order of the vocabulary, exceeds it; sums are float64.
 
 `log_prob` is that of the token in the whole vocabulary at its temperature, which a learner computes too; `kept_log_prob` that
 among the tokens that the rules left, from which it was drawn.

@@ -97,13 +97,15 @@ class RewardPool:
         """`seconds`: for one answer. `memory`: bytes of one process; 0: no limit."""
         if path.suffix != ".py" or not path.is_file():
             why = "it is not a .py file" if path.is_file() else "file not found"
-            raise CommandError(what="--reward-file: not a Python file", where=str(path), why=why, fix=f"pass a file with {FORM}")
+            raise CommandError(
+                what="--reward-file: not a Python file", where=str(path), why=why, fix=f"pass a file with {FORM}"
+            )
         self.path, self.seconds, self.memory = path.resolve(), seconds, memory
         self.replaced = 0  # processes that were killed or died
         self._workers: list[_Worker] = []
         try:
             self._workers = [_Worker(self.path, memory) for _ in range(workers)]
-            self.names = [self._names(worker) for worker in self._workers][0]
+            self.names, *_ = [self._names(worker) for worker in self._workers]
         except BaseException:
             self.close()
             raise

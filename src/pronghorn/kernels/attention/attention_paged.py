@@ -14,8 +14,8 @@ of up to M members, by the pages of one split of a segment; a second kernel adds
     m, l, a  =  max s, sum exp(s - m), sum exp(s - m) v        of a split;  s as in attention.py
     out      =  sum over splits of exp(m - m') a  /  (sum over splits of exp(m - m') l + exp(sink - m')),  m' the largest m
 
-Splits and grids follow from the sizes of the tables alone, and nothing is read back, so a CUDA graph can capture it. Sums have a
-fixed order. Everything between the products is float32.
+Splits and grids follow from the sizes of the tables alone, and nothing is read back, so a CUDA graph can capture it. Sums have
+a fixed order. Everything between the products is float32.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def _split_kernel(
     tile = tl.load(q + member.to(tl.int64)[:, None] * q_row + (heads * H)[:, None] + width[None, :], mask=inside, other=0.0)
     position = tl.load(positions + member, mask=there, other=0)
     m = tl.full((R,), _LEAST, tl.float32)
-    l = tl.zeros((R,), tl.float32)
+    mass = tl.zeros((R,), tl.float32)
     a = tl.zeros((R, HP), tl.float32)
     begin = split * split_pages
     end = tl.minimum(begin + split_pages, tl.cdiv(length, C))
@@ -189,12 +189,12 @@ def _split_kernel(
         p = tl.where(seen, tl.exp(s - higher[:, None]), 0.0)
         fade = tl.exp(m - higher)
         v = tl.load(v_pages + base, mask=written, other=0.0)
-        l = l * fade + tl.sum(p, 1)
+        mass = mass * fade + tl.sum(p, 1)
         a = add_dot(a * fade[:, None], p.to(v.dtype), v, PRECISION)
         m = higher
     place = (member * X + column + split) * N + heads
     tl.store(m_out + place, m, mask=there)
-    tl.store(l_out + place, l, mask=there)
+    tl.store(l_out + place, mass, mask=there)
     tl.store(a_out + place.to(tl.int64)[:, None] * H + width[None, :], a, mask=inside)
 
 
@@ -208,14 +208,14 @@ def _merge_kernel(
     column, width = tl.arange(0, XP), tl.arange(0, HP)
     place = (row * X + column) * N + head
     m = tl.load(m_in + place, mask=column < X, other=_LEAST)
-    l = tl.load(l_in + place, mask=column < X, other=0.0)
+    mass = tl.load(l_in + place, mask=column < X, other=0.0)
     highest = tl.max(m, 0)
     sink = 0.0
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32)
         highest = tl.maximum(highest, sink)
     factor = tl.exp(m - highest)
-    total = tl.sum(factor * l, 0)
+    total = tl.sum(factor * mass, 0)
     if SINKS:
         total += tl.exp(sink - highest)
     inside = (column < X)[:, None] & (width < H)[None, :]

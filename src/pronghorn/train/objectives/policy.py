@@ -33,7 +33,14 @@ ADVANTAGE, SAMPLED, REFERENCE = 0, 1, 2  # rows of given_KN
 
 
 class Policy(Objective):
-    watched: ClassVar[tuple[str, ...]] = ("answers", "tokens", "kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "difference")
+    watched: ClassVar[tuple[str, ...]] = (
+        "answers",
+        "tokens",
+        "kl",
+        "clip_ratio/low_mean",
+        "clip_ratio/high_mean",
+        "difference",
+    )
 
     def __init__(
         self,
