@@ -138,6 +138,10 @@ class FastCausalLM:
     def hidden(self, h_TD: Tensor, documents: Documents, rows: Tensor | None = None) -> Tensor:
         """The residual stream after the last layer, before the final norm: of all tokens, or of `rows`."""
         self.prepare(h_TD.dtype)
+        return self.prepared_hidden(h_TD, documents, rows)
+
+    def prepared_hidden(self, h_TD: Tensor, documents: Documents, rows: Tensor | None = None) -> Tensor:
+        """The same after `prepare`, while weights and adapters stay as they are."""
         load = documents.load
         late = rows is not None and load is not None and load.coefficient != 0.0  # the auxiliary loss counts all tokens
         with torch.autocast(h_TD.device.type, enabled=False):  # the layers choose their precision themselves

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -47,6 +47,13 @@ class Guard(Protocol):
     ) -> Callable[[], AbstractContextManager[object]]: ...  # what to enter around the backward
 
 
+class Cache(Protocol):
+    """What mixers have seen of the answers that are being generated (generation/cache.py). Only forward, without autograd."""
+
+    def attend(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, out: Tensor, **options: Any) -> None: ...
+    def convolve(self, layer: int, bcx_TX: Tensor, taps_DW: Tensor, spans_2T: Tensor, out: Tensor) -> None: ...
+
+
 @dataclass(frozen=True)
 class Documents:
     """What every layer of a step shares about the pack. Built once per batch, never by a layer."""
@@ -61,6 +68,7 @@ class Documents:
     load: RouterStats | None = None  # of the experts in this step
     grad_buffer: GradBuffer = field(default_factory=GradBuffer)
     guard: Guard | None = None  # where other code may run between forward and backward
+    cache: Cache | None = None  # of answers that are being generated: mixers read it and add to it
     leaves: dict[int, Tensor] | None = None  # by a parameter's id: its replacement for autograd, for captured layers
 
     @classmethod

@@ -49,6 +49,7 @@ class Attention(Mixer):
     rope: str
 
     def __init__(self, layer: Any, family: Family, config: HFConfig, index: int, around: Around, group: MakeGroup) -> None:
+        self.index = index
         module = getattr(layer, family.names.attention)  # the model's own, whose parameters are only read
         super().__init__(around, group(module, family.qkv), group(module, (family.names.out,)))
         self.module, self.family, self.qkv = module, family, self.into
@@ -97,7 +98,10 @@ class Attention(Mixer):
         if o is None or lse is None:
             o = rows_like(h, self.out_width + self.out.extra)
             parts = saved["q"], saved["k"], saved["v"]
-            _, lse = attention_forward(*parts, out=self.heads_of(o), **self.options_for(documents))
+            if documents.cache is None:
+                _, lse = attention_forward(*parts, out=self.heads_of(o), **self.options_for(documents))
+            else:
+                documents.cache.attend(self.index, *parts, out=self.heads_of(o), **self.options_for(documents))
         saved.put(lse=lse)
         return o
 
@@ -225,4 +229,8 @@ class Attention(Mixer):
         q, k, v = qk_rope(y, cos, sin, **self.rope_options())
         if documents.query_scale_T is not None:
             q = (q * documents.query_scale_T[:, None, None]).to(q.dtype)
+        if documents.cache is not None:
+            out = torch.empty_like(q)
+            documents.cache.attend(self.index, q, k, v, out=out, **self.options_for(documents))
+            return out.flatten(1)
         return attention(q, k, v, **self.options_for(documents)).flatten(1)

@@ -8,6 +8,7 @@ T = packed tokens, D = model width, X = 3 D. Saved for backward (saved.py): *
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +27,7 @@ class ShortConv(Mixer):
     recomputed_from = "bcx"
 
     def __init__(self, layer: Any, family: Family, config: HFConfig, index: int, around: Around, group: MakeGroup) -> None:
+        self.index = index
         self.module = layer.conv  # the model's own, whose parameters are only read
         super().__init__(around, group(self.module, ("in_proj",)), group(self.module, (family.names.out,)))
         self.out_width = int(config.hidden_size)
@@ -44,7 +46,8 @@ class ShortConv(Mixer):
         h = saved["h"]
         bcx, xa = self.into.apply(self.into.of_norm(self.before, h, saved))
         o = rows_like(h, self.out_width + self.out.extra)
-        short_conv_forward(bcx, self.taps, documents.spans_2T, out=o[:, : self.out_width])
+        convolve = short_conv_forward if documents.cache is None else partial(documents.cache.convolve, self.index)
+        convolve(bcx, self.taps, documents.spans_2T, out=o[:, : self.out_width])
         saved.put(bcx=bcx, xa1=self.into.owned(xa))
         return o
 
@@ -57,4 +60,8 @@ class ShortConv(Mixer):
         return dbcx, (None if dtaps is None else dtaps[:, None].to(weight.dtype),)
 
     def composed_mix(self, y: Tensor, documents: Documents) -> Tensor:
+        if documents.cache is not None:
+            out = y.new_empty(len(y), self.out_width)
+            documents.cache.convolve(self.index, y, self.taps, documents.spans_2T, out=out)
+            return out
         return short_conv(y, self.taps, documents.spans_2T)

@@ -1,0 +1,1 @@
+"""Answers of a model on its fast layers: pages of keys and values, continuous batching, sampling."""

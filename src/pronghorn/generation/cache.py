@@ -1,0 +1,111 @@
+"""What the mixers of a model have seen: keys and values in pages, and the last inputs of short convolutions.
+
+P = pages of PAGE tokens, K = key/value heads, H = head width, W = taps, D = channels. Page 0 belongs to nobody: padding is
+written there. A forward is a `Prefill` of whole prompts, which attend to themselves as in training, or a `Step`, one token for
+each of B rows, over their pages. Both are the `Cache` of their `Documents` (model/layers/types.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pronghorn.kernels.attention.attention import attention_forward
+from pronghorn.kernels.attention.attention_paged import PAGE, Segments, paged_attention
+from pronghorn.kernels.conv.short_conv import short_conv_forward
+from pronghorn.model.causal_lm import FastCausalLM
+from pronghorn.model.layers.mixers.attention import Attention
+from pronghorn.model.layers.mixers.short_conv import ShortConv
+
+
+class FreePages:
+    """Numbers of pages that nobody uses."""
+
+    def __init__(self, pages: int) -> None:
+        self._free = list(range(pages - 1, 0, -1))  # without page 0; the lowest first
+
+    def __len__(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        return [self._free.pop() for _ in range(count)]
+
+    def give(self, pages: Sequence[int]) -> None:
+        self._free += pages
+
+
+def pages_for(tokens: int) -> int:
+    return -(-tokens // PAGE)
+
+
+class MixerStates:
+    """The tensors, of every layer. `places`: where convolutions keep their inputs: one for each slot and each prompt."""
+
+    def __init__(self, engine: FastCausalLM, pages: int, places: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.pages: dict[int, tuple[Tensor, Tensor]] = {}
+        self.inputs: dict[int, Tensor] = {}  # [places, W - 1, D], the oldest first
+        for layer in engine.layers:
+            if isinstance(layer.mixer, Attention):
+                shape = (pages, layer.mixer.kv_heads, PAGE, layer.mixer.head_width)
+                self.pages[layer.index] = tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))  # type: ignore[assignment]
+            elif isinstance(layer.mixer, ShortConv):
+                channels, taps = layer.mixer.taps.shape
+                self.inputs[layer.index] = torch.zeros(places, taps - 1, channels, dtype=dtype, device=device)
+
+    def write(self, layer: int, place_T: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> None:
+        """`place_T`: page and token in it, as one number."""
+        page_T, token_T = place_T // PAGE, place_T % PAGE
+        for pages, rows in zip(self.pages[layer], (k_TKH, v_TKH), strict=True):
+            pages[page_T, :, token_T] = rows.to(pages.dtype)
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Inputs of convolutions, from the places of prompts to those of answers."""
+        for inputs in self.inputs.values():
+            inputs[target] = inputs[source]
+
+
+@dataclass(frozen=True)
+class Prefill:
+    states: MixerStates
+    place_T: Tensor
+    end_D: Tensor  # row after the last of each prompt
+    start_D: Tensor
+    input_D: Tensor  # its place for the inputs of convolutions
+
+    def attend(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, out: Tensor, **options: Any) -> None:
+        self.states.write(layer, self.place_T, k_TKH, v_TKH)
+        attention_forward(q_TNH, k_TKH, v_TKH, out=out, **options)
+
+    def convolve(self, layer: int, bcx_TX: Tensor, taps_DW: Tensor, spans_2T: Tensor, out: Tensor) -> None:
+        short_conv_forward(bcx_TX, taps_DW, spans_2T, out=out)
+        kept = self.states.inputs[layer]
+        back = torch.arange(kept.shape[1], 0, -1, device=bcx_TX.device)
+        row = self.end_D[:, None] - back
+        B, _, x = bcx_TX.chunk(3, dim=-1)
+        u = (B * x).to(kept.dtype)[row.clamp(min=0)]
+        kept[self.input_D] = u.masked_fill((row < self.start_D[:, None])[..., None], 0.0)
+
+
+@dataclass(frozen=True)
+class Step:
+    states: MixerStates
+    place_B: Tensor
+    position_B: Tensor
+    parts: Sequence[Segments]
+    input_B: Tensor
+
+    def attend(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, out: Tensor, **options: Any) -> None:
+        self.states.write(layer, self.place_B, k_TKH, v_TKH)
+        given = {name: options[name] for name in ("scale", "window", "softcap", "sinks_N")}
+        paged_attention(q_TNH, *self.states.pages[layer], self.parts, self.position_B, **given, out=out)
+
+    def convolve(self, layer: int, bcx_TX: Tensor, taps_DW: Tensor, spans_2T: Tensor, out: Tensor) -> None:
+        kept = self.states.inputs[layer]
+        B, C, x = bcx_TX.chunk(3, dim=-1)
+        seen = torch.cat([kept[self.input_B], (B * x).to(kept.dtype)[:, None]], 1)
+        kept[self.input_B] = seen[:, 1:]
+        out.copy_(C * (seen * taps_DW.T.to(seen.dtype)).sum(1))

@@ -1,0 +1,178 @@
+"""The host's half of generation: requests wait, get slots and pages, run, and end. Continuous batching.
+
+A request is a prompt and how many answers it wants. Its prompt is read once, into pages that all its answers share. An answer
+gets a slot and the pages for its longest form when it begins, so it never has to be stopped for want of memory. When it ends,
+both go to the next one that waits. The order follows from lengths alone, never from time, and a draw depends on neither slot
+nor neighbours, so a repeated call gives the same answers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from pronghorn.errors import CommandError
+from pronghorn.generation.cache import FreePages, pages_for
+from pronghorn.generation.decoder import Decoder, Running, Start
+from pronghorn.generation.sampling import GREEDY, Drawn, Sampling
+from pronghorn.hf_types import HFModel
+from pronghorn.model.causal_lm import engine_of
+from pronghorn.model.text_stack import in_mode
+
+READ_TOKENS = 16_384  # of prompts, in one forward
+
+
+@dataclass(frozen=True)
+class Request:
+    prompt: Sequence[int]
+    keys: Sequence[int]  # one for each answer (sampling.key_of)
+    max_new_tokens: int
+    rule: Sampling = GREEDY
+    stops: Sequence[int] = ()  # tokens that end an answer, and belong to it
+
+
+@dataclass
+class Answer:
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)  # of the whole vocabulary
+    kept_log_probs: list[float] = field(default_factory=list)  # among the tokens that the rule left
+    ended: bool = False  # by a stop token; else it was cut
+
+
+@dataclass
+class _Prompt:
+    """A request whose prompt is read."""
+
+    request: Request
+    answers: list[Answer]
+    place: int
+    pages: list[int]
+    waiting: list[int]  # answers that have not begun
+    running: list[int] = field(default_factory=list)  # slots
+
+
+class Generator:
+    def __init__(self, model: HFModel, *, slots: int, tokens: int, longest: int, stops: int = 8) -> None:
+        """`tokens`: how many keys and values can be stored. `longest`: tokens of an answer at most."""
+        engine = engine_of(model)
+        assert engine is not None
+        self.model, self.engine = model, engine
+        device = engine.embeddings.weight.device
+        dtype = (
+            torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else engine.embeddings.weight.dtype
+        )
+        pages = 1 + pages_for(tokens)
+        self._decoder = Decoder(engine, slots=slots, pages=pages, longest=longest, stops=stops, dtype=dtype)
+        self._free, self._pages, self._longest, self._most_stops = FreePages(pages), pages - 1, longest, stops
+        self._slots, self._places = list(range(slots - 1, -1, -1)), list(range(slots - 1, -1, -1))
+        self._queue: deque[tuple[Request, list[Answer]]] = deque()
+        self._prompts: list[_Prompt] = []
+        self._slot: dict[int, tuple[_Prompt, Answer, list[int]]] = {}  # of each running answer: its pages
+
+    @torch.no_grad()
+    def generate(
+        self, requests: Sequence[Request], progress: Callable[[str, int, int], None] | None = None
+    ) -> list[list[Answer]]:
+        """The answers to each request, in order."""
+        found = [self.submit(request) for request in requests]
+        total, done = sum(len(request.keys) for request in requests), 0
+        with in_mode(self.model, training=False):
+            self.engine.prepare(self._decoder.dtype)
+            for ended in self.run():
+                done += ended
+                if progress and ended:
+                    progress("answering", done, total)
+        return found
+
+    def submit(self, request: Request) -> list[Answer]:
+        """Its answers, which grow while `run` is iterated."""
+        needed = pages_for(len(request.prompt)) + pages_for(request.max_new_tokens)
+        if not request.prompt or needed > self._pages or request.max_new_tokens > self._longest:
+            raise CommandError(
+                what=f"a prompt of {len(request.prompt)} tokens with an answer of up to {request.max_new_tokens} does not fit",
+                why=f"there are pages for {self._pages} x 64 tokens, and answers have at most {self._longest}",
+                fix="shorten the prompt, lower max_new_tokens, or give generation more memory",
+            )
+        assert len(request.stops) <= self._most_stops
+        answers = [Answer() for _ in request.keys]
+        self._queue.append((request, answers))
+        return answers
+
+    def run(self) -> Iterator[int]:
+        """Windows of steps until nothing waits; after each the number of answers that ended in it."""
+        while self._queue or self._prompts:
+            ended = self._admit()
+            if self._slot:
+                ended += self._collect(*self._window())
+            yield ended
+
+    # ---- who runs ------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> int:
+        """Reads prompts and begins answers while there are slots and pages. An answer may end at once."""
+        self._read()
+        starts = []
+        for prompt in self._prompts:
+            request = prompt.request
+            pages = pages_for(request.max_new_tokens)
+            while prompt.waiting and self._slots and len(self._free) >= pages:
+                number, slot, own = prompt.waiting.pop(0), self._slots.pop(), self._free.take(pages)
+                prompt.running.append(slot)
+                self._slot[slot] = (prompt, prompt.answers[number], own)
+                key, length = request.keys[number], len(request.prompt)
+                starts.append(Start(slot, prompt.place, length, own, key, request.rule, request.max_new_tokens, request.stops))
+        if not starts:
+            return 0
+        return self._collect([one.slot for one in starts], [self._decoder.start(starts)])
+
+    def _read(self) -> None:
+        """Prompts for the slots that are free and not yet spoken for. Each leaves pages for at least one of its answers."""
+        wanted = len(self._slots) - sum(len(prompt.waiting) for prompt in self._prompts)
+        new, tokens = list[_Prompt](), 0
+        while self._queue and wanted > 0 and self._places:
+            request, answers = self._queue[0]
+            own, one = pages_for(len(request.prompt)), pages_for(request.max_new_tokens)
+            if len(self._free) < own + one or (new and tokens + len(request.prompt) > READ_TOKENS):
+                break
+            self._queue.popleft()
+            place, pages = self._places.pop(), self._free.take(own)
+            new.append(_Prompt(request, answers, place, pages, list(range(len(answers)))))
+            wanted, tokens = wanted - len(answers), tokens + len(request.prompt)
+        if new:
+            self._decoder.read([(prompt.place, prompt.request.prompt, prompt.pages) for prompt in new])
+            self._prompts += new
+
+    def _window(self) -> tuple[list[int], list[Drawn]]:
+        running = [prompt for prompt in self._prompts if prompt.running]
+        truncates = any(prompt.request.rule.truncates for prompt in running)
+        return self._decoder.window([Running(len(p.request.prompt), p.pages, p.running) for p in running], truncates)
+
+    def _collect(self, slots: Sequence[int], drawn: Sequence[Drawn]) -> int:
+        """Adds what was drawn to the answers; frees what has ended."""
+        columns = [[tensor.tolist() for tensor in one] for one in drawn]
+        ended = 0
+        for row, slot in enumerate(slots):
+            prompt, answer, own = self._slot[slot]
+            for tokens, log_probs, kept in columns:
+                answer.tokens.append(tokens[row])
+                answer.log_probs.append(log_probs[row])
+                answer.kept_log_probs.append(kept[row])
+                answer.ended = tokens[row] in prompt.request.stops
+                if answer.ended or len(answer.tokens) == prompt.request.max_new_tokens:
+                    self._end(slot, prompt, own)
+                    ended += 1
+                    break
+        return ended
+
+    def _end(self, slot: int, prompt: _Prompt, own: list[int]) -> None:
+        del self._slot[slot]
+        prompt.running.remove(slot)
+        self._slots.append(slot)
+        self._free.give(own)
+        if not prompt.running and not prompt.waiting:
+            self._prompts.remove(prompt)
+            self._places.append(prompt.place)
+            self._free.give(prompt.pages)

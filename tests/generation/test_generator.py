@@ -1,0 +1,105 @@
+"""Answers on the fast layers against transformers' own `generate`: the same tokens, and log-probabilities within 1e-5."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import test_decoder_layer
+import test_experts
+import test_short_conv_mixer
+import torch
+
+from pronghorn.generation.generator import Generator, Request
+from pronghorn.generation.sampling import GREEDY, Sampling, key_of
+from pronghorn.model.causal_lm import install
+
+STOPS = tuple(range(5, 13))
+# What a row of the table of families is, and how its small model is made.
+DENSE = dict.fromkeys(test_decoder_layer.FAMILIES, test_decoder_layer.model_of)
+EXPERTS = dict.fromkeys(test_experts.ROWS, test_experts.model_of)
+MODELS: dict[str, Any] = DENSE | EXPERTS
+
+
+def model_of(family: str, method: str = "lora") -> Any:
+    if family in test_short_conv_mixer.CONFIGS:
+        return test_short_conv_mixer.model_of(family, method)
+    method = "lora on experts" if family in EXPERTS and method == "lora" else method
+    return MODELS[family](family, method, torch.float32)
+
+
+def prompts_of(count: int, longest: int = 40, seed: int = 0) -> list[list[int]]:
+    chance = random.Random(seed)
+    return [[chance.randrange(5, 59) for _ in range(chance.randrange(1, longest))] for _ in range(count)]
+
+
+def expected(model: Any, prompt: list[int], new: int) -> tuple[list[int], list[float]]:
+    """Greedy, without a cache: the definition."""
+    ids, log_probs = list(prompt), []
+    for _ in range(new):
+        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].float().log_softmax(-1)
+        ids.append(int(logits.argmax()))
+        log_probs.append(float(logits.max()))
+    return ids[len(prompt) :], log_probs
+
+
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [
+        *((family, "lora") for family in (*MODELS, *test_short_conv_mixer.CONFIGS)),
+        ("llama", "full"),
+        ("qwen3", "dora"),
+        ("lfm2", "dora"),
+    ],
+)
+@torch.no_grad()
+def test_greedy_answers_are_those_of_transformers(family: str, method: str) -> None:
+    model = model_of(family, method)
+    assert install(model) == ""
+    generator = Generator(model, slots=3, tokens=2000, longest=64)
+    prompts = prompts_of(5)
+    found = generator.generate([Request(prompt, (0,), 24) for prompt in prompts])
+    model.eval()
+    for prompt, (answer,) in zip(prompts, found, strict=True):
+        tokens, log_probs = expected(model, prompt, 24)
+        assert answer.tokens == tokens
+        torch.testing.assert_close(torch.tensor(answer.log_probs), torch.tensor(log_probs), rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_answers_depend_on_neither_slots_nor_neighbours() -> None:
+    model = model_of("qwen3")
+    install(model)
+    rule = Sampling(temperature=1.2, top_p=0.9)
+    requests = [
+        Request(prompt, [key_of(5, i, j) for j in range(1 + i % 4)], 10 + 7 * (i % 3), rule, stops=STOPS)
+        for i, prompt in enumerate(prompts_of(9, longest=90))
+    ]
+    whole = Generator(model, slots=16, tokens=4000, longest=64).generate(requests)
+    few = Generator(model, slots=2, tokens=600, longest=64)
+    again = few.generate(requests)
+    fixed = Generator(model, slots=16, tokens=4000, longest=64)
+    fixed._decoder.captures, fixed._decoder.steps = True, 8  # as on a GPU: rows of nobody at the end, several steps in a row
+    as_on_a_gpu = fixed.generate(requests)
+    alone = [Generator(model, slots=1, tokens=600, longest=64).generate([request])[0] for request in requests]
+    tokens = [[answer.tokens for answer in answers] for answers in whole]
+    assert [[answer.tokens for answer in answers] for answers in again] == tokens
+    assert [[answer.tokens for answer in answers] for answers in alone] == tokens
+    assert [[answer.tokens for answer in answers] for answers in as_on_a_gpu] == tokens
+    assert len(fixed._decoder._buckets) > 2
+    assert len({tuple(t) for answers in tokens for t in answers}) == sum(map(len, tokens))
+    assert any(answer.ended for answers in whole for answer in answers)
+    assert all(answer.ended == (answer.tokens[-1] in STOPS) for answers in whole for answer in answers)
+    assert sorted(few._slots) == [0, 1]
+    assert len(few._free) == few._pages
+
+
+@torch.no_grad()
+def test_temperature_zero_beside_others() -> None:
+    model = model_of("llama")
+    install(model)
+    prompt = prompts_of(1)[0]
+    mixed = [Request(prompt, (1,), 12, GREEDY), Request(prompt, (2,), 12, Sampling(top_k=4)), Request(prompt, (3,), 12)]
+    (greedy,), *_ = Generator(model, slots=4, tokens=1000, longest=32).generate(mixed)
+    assert greedy.tokens == expected(model.eval(), prompt, 12)[0]

@@ -1,0 +1,128 @@
+"""A user's reward functions in processes of their own: what they return counts, and nothing they do harms the run."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from pronghorn.errors import CommandError
+from pronghorn.rewards.pool import Fault, RewardPool
+
+FILE = """
+import asyncio, os, time, subprocess, sys
+seen = []
+
+def reward_length(completions, **columns):
+    return [float(len(completion)) for completion in completions]
+
+async def answer_reward(prompts, completions, answer, **columns):
+    await asyncio.sleep(0)
+    return [None if a is None else float(a in c) for a, c in zip(answer, completions)]
+
+def reward_odd(completions, **columns):
+    (text,) = completions
+    print("noise on standard output", flush=True)
+    if text == "hang": time.sleep(600)
+    if text == "child":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        open(os.environ["CHILD"], "w").write(str(child.pid)); time.sleep(600)
+    if text == "die": os._exit(7)
+    if text == "exit": sys.exit(3)
+    if text == "raise": raise ValueError("not this one")
+    if text == "nan": return [float("nan")]
+    if text == "many": return [1.0, 2.0]
+    if text == "text": return ["much"]
+    if text == "memory": return [float(len(bytearray(8 << 30)))]
+    return [1]
+
+def helper(x): return x
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "rewards.py"
+    path.write_text(FILE)
+    return path
+
+
+def rows(*answers: str) -> list[dict[str, object]]:
+    return [{"prompts": "q", "completions": text, "answer": "a"} for text in answers]
+
+
+def test_rewards_by_function_in_the_rows_order(file: Path) -> None:
+    with RewardPool(file, workers=2) as pool:
+        assert pool.names == ["reward_length", "answer_reward", "reward_odd"]
+        found = pool.score(rows("a", "bb", "cca"))
+        assert found == [
+            {"reward_length": 1.0, "answer_reward": 1.0, "reward_odd": 1.0},
+            {"reward_length": 2.0, "answer_reward": 0.0, "reward_odd": 1.0},
+            {"reward_length": 3.0, "answer_reward": 1.0, "reward_odd": 1.0},
+        ]
+        assert pool.score([{"prompts": "q", "completions": "x", "answer": None}])[0]["answer_reward"] is None
+        assert pool.score([]) == []
+        processes = [worker.process for worker in pool._workers]
+    assert all(process.returncode is not None for process in processes)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    {
+        "raise": "ValueError: not this one (line 21)",
+        "exit": "SystemExit: 3",
+        "nan": "ValueError: it returned nan",
+        "many": "not a list of one number",
+        "text": "not a number",
+        "memory": "MemoryError",
+        "die": "exit code 7",
+        "hang": "longer than 2 s",
+    }.items(),
+)
+def test_what_goes_wrong_is_told_of_that_answer_alone(text: str, said: str, file: Path) -> None:
+    with RewardPool(file, workers=1, seconds=2.0, memory=4 << 30) as pool:
+        before, wrong, after = pool.score(rows("fine", text, "fine"))
+        assert before == after
+        fault = wrong["reward_odd"]
+        assert isinstance(fault, Fault)
+        assert said in fault.what
+        assert pool.replaced == (text in ("die", "hang"))
+
+
+def test_what_a_function_started_ends_with_it(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHILD", str(tmp_path / "child"))
+    with RewardPool(file, workers=1, seconds=2.0) as pool:
+        pool.score(rows("child"))
+    child, until = int((tmp_path / "child").read_text()), time.monotonic() + 20
+    while time.monotonic() < until and Path(f"/proc/{child}/stat").exists():
+        if Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] in "ZX":
+            break
+        time.sleep(0.02)
+    else:
+        assert not Path(f"/proc/{child}").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [("def score(x): return 1", "no function"), ("1 / 0", "ZeroDivisionError"), ("import os; os._exit(4)", "exit code 4")],
+)
+def test_a_file_that_cannot_be_used(content: str, why: str, tmp_path: Path) -> None:
+    path = tmp_path / "rewards.py"
+    path.write_text(content)
+    with pytest.raises(CommandError) as caught:
+        RewardPool(path, workers=1)
+    assert why in caught.value.why
+    with pytest.raises(CommandError, match="not a Python file"):
+        RewardPool(tmp_path / "absent.py")
+
+
+def test_nothing_is_pickled(file: Path, tmp_path: Path) -> None:
+    """A worker that writes anything but JSON is no way into the run."""
+    path = tmp_path / "evil.py"
+    path.write_text(f"import pickle, os\nclass E:\n    def __reduce__(self): return os.mkdir, ({str(tmp_path / 'ran')!r},)\n"
+                    "def reward(completions, **_): return [E()]\n")  # fmt: skip
+    with RewardPool(path, workers=1) as pool:
+        (found,) = pool.score(rows("x"))
+    assert isinstance(found["reward"], Fault)
+    assert not (tmp_path / "ran").exists()
