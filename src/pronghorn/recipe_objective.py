@@ -76,11 +76,9 @@ NAMES = (*KINDS, *LOSSES_OF_DPO)
 
 class Objective(Section):
     name: Name = "supervised"
-    loss: Loss | None = (
-        None  # dpo, rpo, cpo: sigmoid, ipo, hinge; kto: kto, apo_zero; grpo, gspo: see train/objectives/policy.py
-    )
-    # dpo, rpo, cpo, simpo, kto: scale of the rewards; orpo: weight of the odds ratio; grpo, gspo, rloo: weight of the divergence
-    # from the model before training
+    loss: Loss | None = None  # dpo, rpo, cpo: sigmoid, ipo, hinge; kto: kto, apo_zero; grpo, gspo: those of policy.py
+    # dpo, rpo, cpo, simpo, kto: scale of the rewards; orpo: weight of the odds ratio; grpo, gspo, rloo: weight of the KL
+    # divergence from the model before training
     beta: NonNegative | None = None
     label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] | None = None  # share of pairs assumed to be the wrong way round
     length_normalized: bool | None = None  # dpo, rpo: mean log-probability of an answer's tokens instead of their sum

@@ -1,5 +1,5 @@
-"""The sections `rollouts` and `rewards` of online reinforcement learning: which answers the model gives in a step, and what they
-are worth. Names and defaults are those of TRL's GRPOTrainer where it has them."""
+"""The sections `rollouts` and `rewards` of online reinforcement learning: which answers the model gives in a step, and what
+they are worth. Names and defaults are those of TRL's GRPOTrainer where it has them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What answers are worth: the recipe's metrics and the functions of --reward-file, weighted and added up.
 
-A function that does not apply to an answer returns None, and is left out of its sum. One that fails, hangs, or returns something
-else than a number leaves the answer without a reward: whoever asked decides what becomes of it.
+A function that does not apply to an answer returns None, and is left out of its sum. One that fails, hangs, or returns
+something else than a number leaves the answer without a reward: whoever asked decides what becomes of it.
 """
 
 from __future__ import annotations
@@ -141,9 +141,9 @@ class Scorer:
         lines = []
         faults = [scored.fault for scored in found if scored.fault]
         if len(faults) == len(found):
-            what, often = Counter(faults).most_common(1)[0]
+            ((what, _),) = Counter(faults).most_common(1)
             raise CommandError(
-                what=f"a reward failed on {'all' if often > 1 else 'the'} {counted(len(found), 'row')} that it was tried on: {what}",
+                what=f"a reward failed on all of {counted(len(found), 'row')} that it was tried on: {what}",
                 why="the answers would have no reward", fix="fix the function; each row has the columns "
                 + ", ".join(sorted(rows[0].row())),
             )  # fmt: skip

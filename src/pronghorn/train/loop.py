@@ -74,8 +74,8 @@ def train(
     world: World | None = None,
 ) -> RunResult:
     """Train, or go on where the folder's last checkpoint stands. Raises what the command line turns into an exit code.
-    `allow`: keys of the recipe that may have changed since that checkpoint. `metric_file`, `reward_file`: code of the user's, which
-    runs. `world`: the ranks that train together; without it, one."""
+    `allow`: keys of the recipe that may have changed since that checkpoint. `metric_file`, `reward_file`: code of the user's,
+    which runs. `world`: the ranks that train together; without it, one."""
     stages, world = stages or Stages(), world or World()
     own = OwnMetric(metric_file) if metric_file is not None else None
     world.on_writer(lambda: require_installed(recipe.report.to))

@@ -147,9 +147,7 @@ class Policy(Objective):
         mean = figures.get(MISMATCH, 0.0)
         if figures.get("update", 1.0) > 1.0 or mean <= NOTICED:
             return []
-        what = (
-            f"step {step}: log-probabilities of sampled tokens differ by {mean:.3f} on average from those that are learned from"
-        )
+        what = f"step {step}: log-probabilities of sampled tokens differ by {mean:.3f} on average from the learner's"
         if mean > STOPPED:
             raise HealthStop(
                 what=what,

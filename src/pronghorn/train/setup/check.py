@@ -134,7 +134,7 @@ def check_run(
         precision,
         evaluates=source.held_out is not None,
         packs=source.packs_per_step,
-        beside=source.device_bytes(config, DTYPES[precision].itemsize),
+        beside=source.device_bytes(DTYPES[precision].itemsize),
     )
     plan = planned.plan if planned else plan_of_everything(recipe, config, source.shapes, device, precision)
     weights = training = activations = 0

@@ -176,8 +176,8 @@ def set_up(
     reward_file: Path | None = None,
 ) -> Session:
     """`allow`: keys that may differ from those of the checkpoint (--allow-change). `before_loading`: refuses, perhaps, what
-    facts and tokenizer tell; on the rank that writes. `world`: without one, of one rank. `reward_file`: code of the user's, which
-    runs."""
+    facts and tokenizer tell; on the rank that writes. `world`: without one, of one rank. `reward_file`: code of the user's,
+    which runs."""
     said: list[str] = []
     world = world or World()
     require_allowable(allow, recipe)
@@ -194,11 +194,10 @@ def set_up(
     told = source.dealt(world.size) + told_of(shard, world)
     if found:
         require_same_data(found[1].values, keys, found[0].name, str(run))
-    config = read_config(recipe.model)
     memory = plan_memory(
-        recipe, config, source.shapes, device, precision, evaluates=source.held_out is not None,
+        recipe, read_config(recipe.model), source.shapes, device, precision, evaluates=source.held_out is not None,
         ranks=1 if shard == "none" else world.size, packs=source.packs_per_step,
-        beside=source.device_bytes(config, DTYPES[precision].itemsize),
+        beside=source.device_bytes(DTYPES[precision].itemsize),
     )  # fmt: skip
     with stage("load"):
         if found and recipe.method != "full":  # there, the checkpoint has all of the weights itself

@@ -7,6 +7,7 @@ its advantages are known. Otherwise each answer has its own copy of the prompt.
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from pronghorn.hf_types import HFModel
 from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.text_stack import in_mode
 from pronghorn.recipe import Recipe
+from pronghorn.train.dist.world import World
 from pronghorn.train.objectives.policy import ADVANTAGE, REFERENCE, SAMPLED, Policy
 
 if TYPE_CHECKING:
@@ -37,7 +39,8 @@ Floats = npt.NDArray[np.float32]
 class Learned:
     """The answers to a prompt that have a reward. Lists have an entry for each."""
 
-    row: int  # of the prompts
+    number: int  # of the prompt in the run
+    row: int  # in the table of prompts
     tokens: list[Ints]
     sampled: list[Floats]  # log-probabilities
     rewards: list[float]
@@ -48,6 +51,11 @@ class Learned:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    @property
+    def signal(self) -> bool:
+        """Whether some answer that is part of the loss is better or worse than others."""
+        return any(advantage and not masked for advantage, masked in zip(self.advantages, self.masked, strict=True))
+
 
 @dataclass
 class Rolled:
@@ -57,22 +65,29 @@ class Rolled:
     samples: tuple[dict[str, Any], ...] = ()
     learns: bool = True  # whether some answer is better than another
 
-    def as_json(self) -> list[Any]:
-        """For a checkpoint between two updates: figures come along, since each step's log has them."""
+    def as_json(self, world: World) -> list[Any]:
+        """For a checkpoint between two updates, of all ranks. Figures come along, since each step's log has them."""
         groups = [
-            [one.row, *map(_packed, (one.tokens, one.sampled, one.reference)), one.rewards, one.masked, one.advantages]
+            [
+                one.number,
+                one.row,
+                *map(_packed, (one.tokens, one.sampled, one.reference)),
+                one.rewards,
+                one.masked,
+                one.advantages,
+            ]
             for one in self.groups
         ]
-        return [groups, self.figures]
+        return [sorted(map(json.loads, world.joined([json.dumps(group) for group in groups]))), self.figures]
 
     @classmethod
-    def of_json(cls, held: Sequence[Any]) -> Rolled:
-        groups, figures = held
+    def of_json(cls, held: Sequence[Any], world: World) -> Rolled:
+        groups, figures = held[0][world.rank :: world.size], held[1]
         return cls(
             [
-                Learned(row, _unpacked(tokens, np.int32), _unpacked(sampled, np.float32), rewards, masked,
+                Learned(number, row, _unpacked(tokens, np.int32), _unpacked(sampled, np.float32), rewards, masked,
                         _unpacked(reference, np.float32), advantages)
-                for row, tokens, sampled, reference, rewards, masked, advantages in groups
+                for number, row, tokens, sampled, reference, rewards, masked, advantages in groups
             ],
             figures,
         )  # fmt: skip
@@ -156,7 +171,7 @@ def rollout_step(source: RolloutSource, rolled: Rolled, after: State, epoch: flo
     table = RolloutTable.of_groups(source, rolled.groups)
     packing = replace(source.packing, deal=(0, 1), even=False)
     if table is None:  # this rank has nothing: an empty pack takes part
-        nothing = Learned(0, [np.zeros(1, np.int32)], [np.zeros(1, np.float32)], [0.0], [False])
+        nothing = Learned(0, 0, [np.zeros(1, np.int32)], [np.zeros(1, np.float32)], [0.0], [False])
         table = RolloutTable.of_groups(source, [nothing])
         assert table is not None
         step = packing.step(table, [np.zeros(0, np.int64)], after, epoch)

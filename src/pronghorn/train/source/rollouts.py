@@ -13,13 +13,12 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
-import torch
 
 from pronghorn.data.encode.tokens import TokenTable, padding_id
 from pronghorn.data.pack.batches import Shapes
@@ -31,8 +30,9 @@ from pronghorn.errors import DataError, HealthStop, RecipeError, counted
 from pronghorn.generation.cache import pages_for
 from pronghorn.generation.generator import Answer, Generator, Request
 from pronghorn.generation.sampling import Sampling, key_of
-from pronghorn.hf_types import HFConfig, HFModel, Tokenizer
+from pronghorn.hf_types import HFModel, Tokenizer
 from pronghorn.kernels.attention.attention_paged import PAGE
+from pronghorn.model.config import read_config
 from pronghorn.model.generate import end_tokens
 from pronghorn.recipe import Recipe
 from pronghorn.rewards.scoring import Said, Scored, Scorer
@@ -46,7 +46,7 @@ from pronghorn.train.source.source import Report, Source
 from pronghorn.train.step.step import StageTimer
 
 TRIED = 10  # rows that rewards are tried on before the run
-HELD_OUT = -1  # in the place of an epoch, in the keys of answers to held-out prompts
+IN_THE_RUN, HELD_OUT = 0, 1  # parts of the keys of answers
 MOST_TOLD = 10  # different faults of rewards that are told
 SHOWN = 2000  # characters of a prompt or an answer in the log
 CUT = 0.5  # share of answers cut at max_new_tokens that is worth a notice
@@ -56,6 +56,7 @@ CUT = 0.5  # share of answers cut at max_new_tokens that is worth a notice
 class Group:
     """A prompt with its answers."""
 
+    number: int  # of the prompt in the run
     row: int  # of the table
     answers: Sequence[Answer]
     texts: Sequence[str]
@@ -150,9 +151,9 @@ class RolloutSource(Source):
     def checked(self, report: Report) -> dict[str, Any]:
         return {"rewards": tuple(self.tried)}
 
-    def device_bytes(self, config: HFConfig, element: int) -> int:
+    def device_bytes(self, element: int) -> int:
         """Keys and values of all pages, and the logits of a step of decoding."""
-        text = config.get_text_config()
+        text = read_config(self.recipe.model).get_text_config()
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         kept = self._stored_tokens * int(text.num_hidden_layers) * 2 * int(heads) * int(width) * element
@@ -173,7 +174,7 @@ class RolloutSource(Source):
         super().start(state, **run)
         state = state or {"rollouts": 0, "update": 0, "idle": 0}
         self._rollouts, self._update, self._idle = state["rollouts"], state["update"], state["idle"]
-        self._rolled = Rolled.of_json(state["held"]) if state.get("held") else None
+        self._rolled = Rolled.of_json(state["held"], self.world) if state.get("held") else None
 
     def next(self, model: HFModel) -> StepBatch:
         if self._rolled is None:
@@ -186,7 +187,7 @@ class RolloutSource(Source):
             self._rollouts, self._update, self._rolled = self._rollouts + 1, 0, None
         after: State = {"rollouts": self._rollouts, "update": self._update, "idle": self._idle}
         if self._rolled is not None:
-            after["held"] = rolled.as_json()
+            after["held"] = rolled.as_json(self.world)
         step = rollout_step(self, rolled, after, epoch)
         return replace(step, figures=figures, told=told, samples=samples)
 
@@ -197,12 +198,10 @@ class RolloutSource(Source):
         return int(order[place])
 
     def _roll(self, model: HFModel) -> Rolled:
-        first, seed = self._rollouts * self.spec.prompts, self.recipe.train.seed
+        first = self._rollouts * self.spec.prompts
         numbers = range(first + self.world.rank, first + self.spec.prompts, self.world.size)
         began = time.perf_counter()
-        rows = [self._row_of(number) for number in numbers]
-        keys = [[key_of(seed, number, one) for one in range(self.spec.answers)] for number in numbers]
-        groups = self._answered(model, self.train, rows, keys)
+        groups = self._answered(model, self.train, {n: self._row_of(n) for n in numbers}, self.spec.answers, IN_THE_RUN)
         generated = time.perf_counter()
         self._score(groups, self.train)
         scored = time.perf_counter()
@@ -218,11 +217,14 @@ class RolloutSource(Source):
         self._advance(rolled)
         return rolled
 
-    def _answered(self, model: HFModel, table: TokenTable, rows: Sequence[int], keys: Sequence[Sequence[int]]) -> list[Group]:
+    def _answered(self, model: HFModel, table: TokenTable, asked: Mapping[int, int], tries: int, side: int) -> list[Group]:
+        """`asked`: row by number, in the run or among held-out rows (`side`: HELD_OUT)."""
+        seed = self.recipe.train.seed
+        keys = [[key_of(seed, side, number, one) for one in range(tries)] for number in asked]
         stops = end_tokens(model, self.tokenizer)
         requests = [
             Request(table.ids(row).tolist(), own, self.spec.max_new_tokens, self.rule, stops)
-            for row, own in zip(rows, keys, strict=True)
+            for row, own in zip(asked.values(), keys, strict=True)
         ]
         with self.autocast():
             if self._generator is None:
@@ -233,8 +235,8 @@ class RolloutSource(Source):
             found = self._generator.generate(requests, self.report)
         decode = self.tokenizer.decode
         return [
-            Group(row, answers, [str(decode(answer.tokens, skip_special_tokens=True)) for answer in answers])
-            for row, answers in zip(rows, found, strict=True)
+            Group(number, row, answers, [str(decode(answer.tokens, skip_special_tokens=True)) for answer in answers])
+            for (number, row), answers in zip(asked.items(), found, strict=True)
         ]
 
     def _said(self, table: TokenTable, row: int, text: str = "") -> Said:
@@ -266,6 +268,7 @@ class RolloutSource(Source):
             return None
         answers = [group.answers[i] for i in group.kept]
         return Learned(
+            group.number,
             group.row,
             [np.array(answer.tokens, np.int32) for answer in answers],
             [np.array(answer.log_probs, np.float32) for answer in answers],
@@ -290,18 +293,18 @@ class RolloutSource(Source):
         for group, own in zip(rolled.groups, found, strict=True):
             group.advantages = own.tolist()
         signals, answers = self.world.total(
-            float(sum(has_signal(group.rewards) for group in rolled.groups)), float(sum(map(len, rolled.groups)))
+            float(sum(group.signal for group in rolled.groups)), float(sum(group.masked.count(False) for group in rolled.groups))
         )
         rolled.learns = answers > 0 and (signals > 0 or bool(objective.beta and objective.name != "rloo"))
         self._idle = 0 if signals else self._idle + 1
         if self._idle >= self.spec.patience:
             reward = rolled.figures.get("reward", math.nan)
             raise HealthStop(
-                what=f"no group of answers had a signal in {counted(self._idle, 'rollout')} in a row: all answers to a prompt have "
-                f"the same reward ({reward:.4g} on average)",
+                what=f"no group of answers had a signal in {counted(self._idle, 'rollout')} in a row: all answers to a prompt "
+                f"have the same reward ({reward:.4g} on average)",
                 why="without a difference there is nothing to learn",
-                fix="if this is the highest reward, the run is done; else try prompts that are sometimes solved, rewards with more "
-                "steps between wrong and right, or more rollouts.answers",
+                fix="if this is the highest reward, the run is done; else try prompts that are sometimes solved, rewards with "
+                "more steps between wrong and right, or more rollouts.answers",
             )
 
     # ---- what is told --------------------------------------------------------------------------------------------
@@ -351,12 +354,9 @@ class RolloutSource(Source):
             why = fault or "no reward applies to it"
             if len(self._told) < MOST_TOLD:
                 found.append((why, f"{counted(left, 'answer')} of this rollout left out of their groups: {why}"))
-        if figures["completions/clipped_ratio"] > CUT:
-            share = figures["completions/clipped_ratio"]
-            found.append(
-                ("cut", f"{share:.0%} of the answers were cut at rollouts.max_new_tokens: {self.spec.max_new_tokens}; raise it, or "
-                 "ask for shorter answers")
-            )  # fmt: skip
+        if (share := figures["completions/clipped_ratio"]) > CUT:
+            limit = f"rollouts.max_new_tokens: {self.spec.max_new_tokens}"
+            found.append(("cut", f"{share:.0%} of the answers were cut at {limit}; raise it, or ask for shorter answers"))
         new = [(kind, text) for kind, text in found if kind not in self._told]
         self._told |= {kind for kind, _ in new}
         return tuple(f"rollout {self._rollouts + 1}: {text}" for _, text in new)
@@ -384,9 +384,7 @@ class RolloutSource(Source):
         count = min(len(self.held_out), self.recipe.eval.samples)
         drawn = np.random.Generator(np.random.Philox(key=[0, 0])).permutation(len(self.held_out))[:count]
         rows = sorted(drawn.tolist())[self.world.rank :: self.world.size]
-        seed, tries = self.recipe.train.seed, range(self.spec.eval_answers)
-        keys = [[key_of(seed, HELD_OUT, row, one) for one in tries] for row in rows]
-        groups = self._answered(model, self.held_out, rows, keys)
+        groups = self._answered(model, self.held_out, {row: row for row in rows}, self.spec.eval_answers, HELD_OUT)
         self._score(groups, self.held_out)
         means = [
             math.fsum(float(group.scored[i].total or 0.0) for i in group.kept) / len(group.kept)

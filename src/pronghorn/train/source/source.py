@@ -25,7 +25,7 @@ from pronghorn.data.pack.batches import Shapes, build_batch
 from pronghorn.data.pack.loader import State, StepBatch, StepPacking
 from pronghorn.data.pack.packing import Packs, pack_in_order
 from pronghorn.data.preference.pair_packing import groups_of
-from pronghorn.hf_types import HFConfig, HFModel, Tokenizer
+from pronghorn.hf_types import HFModel, Tokenizer
 from pronghorn.packs import PackedBatch
 from pronghorn.recipe import Recipe
 from pronghorn.train.dist.world import World
@@ -97,7 +97,7 @@ class Source(ABC):
         """What only `check` shows, since it takes long: fields of `check.Facts`, `copies` for one."""
         return {}
 
-    def device_bytes(self, config: HFConfig, element: int) -> int:
+    def device_bytes(self, element: int) -> int:
         """Memory of the device beside steps. `element`: bytes of a number in the run's precision."""
         return 0
 
