@@ -10,7 +10,7 @@ import base64
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ import torch
 
 from pronghorn.data.encode.tokens import TokenRow, TokenTable
 from pronghorn.data.pack.batches import ENTRIES, Shapes
-from pronghorn.data.pack.loader import State, StepBatch, evaluation_batches
+from pronghorn.data.pack.loader import State, StepBatch, StepPacking, evaluation_batches
 from pronghorn.data.pack.packing import max_documents, pack_in_order
 from pronghorn.data.preference.pair_packing import groups_of
 from pronghorn.hf_types import HFModel
@@ -26,13 +26,26 @@ from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.text_stack import in_mode
 from pronghorn.recipe import Recipe
 from pronghorn.train.dist.world import World
+from pronghorn.train.objectives import Objective
+from pronghorn.train.objectives.objective import Autocast
 from pronghorn.train.objectives.policy import ADVANTAGE, REFERENCE, SAMPLED, Policy
-
-if TYPE_CHECKING:
-    from pronghorn.train.source.rollouts import RolloutSource
 
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
+
+
+class Prompts(Protocol):
+    """The source (rollouts.py), as it is used here."""
+
+    recipe: Recipe
+    train: TokenTable
+    shared: bool
+    pad_id: int
+    objective: Objective
+    world: World
+    device: torch.device
+    autocast: Autocast
+    packing: StepPacking
 
 
 @dataclass
@@ -92,7 +105,7 @@ class Rolled:
             figures,
         )  # fmt: skip
 
-    def add_reference(self, source: RolloutSource, model: HFModel) -> None:
+    def add_reference(self, source: Prompts, model: HFModel) -> None:
         """What the model says of the answers with its adapters off."""
         for group in self.groups:
             group.reference = [np.zeros(len(tokens), np.float32) for tokens in group.tokens]
@@ -121,7 +134,7 @@ class RolloutTable(TokenTable):
     given: list[Floats]
 
     @classmethod
-    def of_groups(cls, source: RolloutSource, groups: Sequence[Learned], *, all_answers: bool = False) -> RolloutTable | None:
+    def of_groups(cls, source: Prompts, groups: Sequence[Learned], *, all_answers: bool = False) -> RolloutTable | None:
         """None without a row. `all_answers`: also those that are no part of the loss."""
         rows: list[TokenRow] = []
         given: list[Floats] = []
@@ -152,7 +165,7 @@ class RolloutTable(TokenTable):
         return table
 
 
-def _firsts(prompt: int, lengths: Sequence[int], source: RolloutSource) -> set[int]:
+def _firsts(prompt: int, lengths: Sequence[int], source: Prompts) -> set[int]:
     """Which answers begin a group of their own, because the one before has no room for them."""
     capacity = source.recipe.train.capacity
     firsts, room, count = set[int](), 0, 0
@@ -164,7 +177,7 @@ def _firsts(prompt: int, lengths: Sequence[int], source: RolloutSource) -> set[i
     return firsts
 
 
-def rollout_step(source: RolloutSource, rolled: Rolled, after: State, epoch: float) -> StepBatch:
+def rollout_step(source: Prompts, rolled: Rolled, after: State, epoch: float) -> StepBatch:
     """Without batches if no rank has something to learn from. Each rank packs its own answers; counts are those of all."""
     if not rolled.learns:
         return StepBatch((), source.train, after, epoch)

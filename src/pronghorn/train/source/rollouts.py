@@ -293,7 +293,8 @@ class RolloutSource(Source):
         for group, own in zip(rolled.groups, found, strict=True):
             group.advantages = own.tolist()
         signals, answers = self.world.total(
-            float(sum(group.signal for group in rolled.groups)), float(sum(group.masked.count(False) for group in rolled.groups))
+            float(sum(group.signal for group in rolled.groups)),
+            float(sum(group.masked.count(False) for group in rolled.groups)),
         )
         rolled.learns = answers > 0 and (signals > 0 or bool(objective.beta and objective.name != "rloo"))
         self._idle = 0 if signals else self._idle + 1
