@@ -11,15 +11,18 @@ from pronghorn.compat.dropin.module_walk import remember_walks
 from pronghorn.compat.dropin.recompute import set_recompute
 from pronghorn.compat.fused_head import answer_fused_heads
 from pronghorn.compat.hf_forward import install
+from pronghorn.compat.hf_generate import install_generate
 from pronghorn.hf_types import HFModel
 from pronghorn.kernels.runtime.dispatch import say_once
-from pronghorn.model.causal_lm import base_of
+from pronghorn.model.causal_lm import base_of, engine_of
 from pronghorn.model.text_stack import set_cache
 
 
 def make_fast(model: HFModel, recompute: Recompute | None) -> None:
     if why := install(model):
         say_once(f"{base_of(model).config.model_type} uses the transformers layers (slower): {why}")
+    elif engine_of(model).head.generates:
+        install_generate(base_of(model))
     set_recompute(model, recompute)
     answer_fused_heads(model)
     for method in (*saving.METHODS_OF_A_MODEL, for_inference, for_training, train):
