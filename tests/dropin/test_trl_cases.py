@@ -1,4 +1,4 @@
-"""The kinds of case that TRL's own tests of SFT, DPO, KTO, GRPO, RLOO, Reward, ORPO and CPO have, with models of `FastLanguageModel`.
+"""The kinds of case that TRL's own tests of its trainers have, with models of `FastLanguageModel`.
 
 Each is run with a stock model first. What TRL asserts there is asserted here (every trained weight moves, and no other), and
 more: whatever the trainer logs, every gradient and the weights at the end are those of the stock model, to 1e-5. The suite runs
@@ -234,20 +234,17 @@ GRPO = {
     "the likeliest tokens": Case(
         "pairs", GROUPS | {"beta": 0.1, "generation_kwargs": {"do_sample": False}}, {"peft_config": ADDED}, whole=True
     ),
-    "several updates": Case("pairs", GROUPS | {"num_iterations": 2, "steps_per_generation": 2, "max_steps": 4}, family="gemma3"),
+    "several updates": Case(
+        "pairs", GROUPS | {"num_iterations": 2, "steps_per_generation": 2, "max_steps": 4}, family="gemma3"
+    ),
     "sequences": Case("pairs", GROUPS | {"importance_sampling_level": "sequence", "epsilon_high": 0.28}),
     "experts": Case("pairs", GROUPS, family="gpt-oss", own=True),
     "an adapter by the trainer": Case("pairs", GROUPS, given={"peft_config": ADDED}, whole=True),
     "evaluated": Case("pairs", GROUPS | EVALUATED | {"per_device_eval_batch_size": 2}),
 }
 RLOO = {"prompts": Case("pairs", GROUPS), "without a reference": Case("messages pairs", GROUPS | {"beta": 0.0}, family="qwen3")}
-CASES = {
-    (kind, name): case
-    for kind, cases in {
-        "sft": SFT, "dpo": DPO, "kto": KTO, "reward": REWARD, "orpo": ORPO, "cpo": CPO, "grpo": GRPO, "rloo": RLOO
-    }.items()  # fmt: skip
-    for name, case in cases.items()
-}
+TABLES = {"sft": SFT, "dpo": DPO, "kto": KTO, "reward": REWARD, "orpo": ORPO, "cpo": CPO, "grpo": GRPO, "rloo": RLOO}
+CASES = {(kind, name): case for kind, cases in TABLES.items() for name, case in cases.items()}
 # One of each kind of data, loss and reference; `make dropin-cases` takes all.
 SUITE = {
     "sft": ("texts", "only what the assistant says", "packed", "without padding", "an adapter by the trainer",

@@ -77,14 +77,12 @@ def generate(model: PreTrainedModel, *given: Any, **named: Any) -> Any:
     try:
         if len(given) > len(NAMES):
             raise NotCovered("arguments by place")
-        loop, dtype = _loop_of(model), _precision(model)
         if why := next((f"{name}=" for name in OF_THE_LOOP if arguments.get(name) not in (None, False)), ""):
             raise NotCovered(why)
         known = {*NAMES, "input_ids", "attention_mask", *OF_THE_LOOP, *SETTINGS, *WITHOUT_EFFECT}
         if odd := [name for name in arguments if name not in known and arguments[name] is not None]:
             raise NotCovered(f"{odd[0]}=")
-        if why := loop.why_not_generating(dtype):
-            raise NotCovered(why)
+        loop, dtype = loop_and_precision(model)
         arguments = {name: value for name, value in arguments.items() if name not in OF_THE_LOOP}
         return own(model, **arguments, custom_generate=_decoding(loop, dtype))
     except NotCovered as reason:
@@ -93,11 +91,15 @@ def generate(model: PreTrainedModel, *given: Any, **named: Any) -> Any:
     return own(model, *given, **named)
 
 
-def _loop_of(model: PreTrainedModel) -> OuterLoop:
+def loop_and_precision(model: PreTrainedModel) -> tuple[OuterLoop, torch.dtype]:
+    """Of a model that generates on its fast layers now."""
     engine = getattr(model, ENGINE, None)
     if engine is None or not isinstance(engine.outer_loop, OuterLoop):
         raise NotCovered("")
-    return engine.outer_loop
+    dtype = _precision(model)
+    if why := engine.outer_loop.why_not_generating(dtype):
+        raise NotCovered(why)
+    return engine.outer_loop, dtype
 
 
 def _precision(model: PreTrainedModel) -> torch.dtype:
