@@ -165,7 +165,8 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _misfits(found: Any) -> Iterator[str]:
-    yield from (f"{name} is not in the file" for name in found.missing_keys if "lora_" in name or ".modules_to_save." in name)
+    own = [name for name in found.missing_keys if ".default" in name]  # not those of an adapter beside it, such as TRL's "ref"
+    yield from (f"{name} is not in the file" for name in own if "lora_" in name or ".modules_to_save." in name)
     yield from (f"{name} does not exist in the model" for name in found.unexpected_keys)
     yield from (f"{name[0]} has a different shape" for name in getattr(found, "mismatched_keys", None) or ())
 
