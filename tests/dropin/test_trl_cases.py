@@ -40,10 +40,10 @@ with warnings.catch_warnings():
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from dropin.hf_trainer_uses import ARGUMENTS, Recorder, run
-from dropin.same_numbers import compare, fast_model, runs, stock_model, written
+from dropin.same_numbers import compare, fast_model, runs, stock_model, with_captured_layers, written
 from pronghorn.compat.outer_loop import loop_of
 from pronghorn.kernels.runtime import dispatch
-from pronghorn.model.causal_lm import base_of
+from pronghorn.model.causal_lm import FastCausalLM, base_of, engine_of
 from samples import CHATML, chat_rows, make_tokenizer
 from tables import first_of
 from trl_on_a_cpu import TorchLogProbs
@@ -386,3 +386,34 @@ def test_answers_have_the_precision_of_training(models: Path, tmp_path: Path, wh
     kept = loop_of(base_of(fast)).generator
     assert kept._dtype == (torch.bfloat16 if whole else torch.float32)
     assert kept._generator is not None
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("kind", ["a copy", "off"])
+def test_the_reference_of_a_step_rebuilds_nothing(
+    models: Path, tmp_path: Path, kind: str, captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL's reference is a copy of the adapter, or the model without it: both run on the fast layers, between a forward and its
+    backward, and only the copies that GEMMs read are filled anew."""
+    folder = written(models, "llama")
+    case = Case("pairs", {"max_steps": 4}, {} if kind == "a copy" else {"peft_config": ADDED})
+    plain = stock_model(folder, adapter=kind == "a copy")
+    fast = fast_model(folder, plain, adapter=kind == "a copy")
+    engine = engine_of(fast)
+    assert engine is not None
+    if captured:
+        with_captured_layers(fast)
+    ran = runs(monkeypatch)
+    rebuilt = []
+    own = FastCausalLM.adapters_from
+
+    def counted(self: Any, others: Any) -> Any:
+        rebuilt.append(self.rebuilt)
+        return own(self, others)
+
+    monkeypatch.setattr(FastCausalLM, "adapters_from", counted)
+    compare(trained_by("dpo", case, tmp_path), plain, fast)
+    assert len(rebuilt) == 4
+    assert rebuilt == [rebuilt[0]] * 4
+    assert captured or len(ran) == 8
+    assert not any("transformers layers" in line for line in dispatch._said)
