@@ -14,7 +14,6 @@ from watching import RecipeFor, Silent, losses_of, same, stop_at, weights
 from pronghorn.errors import CheckpointError, EnvironmentFault, HealthStop, Interrupted, RecipeError
 from pronghorn.report.run_log import history, read_log
 from pronghorn.report.stages import Stages
-from pronghorn.train import loop
 from pronghorn.train.checkpoint.checkpoint import LEAST_MARGIN
 from pronghorn.train.loop import train
 from pronghorn.train.objectives import Supervised
