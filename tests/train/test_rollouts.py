@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from rank_processes import in_ranks
+from transformers import GPT2Config, GPT2LMHeadModel
 from watching import Silent, events_of, losses_of, notices_of, same, saved, weights
 
 from pronghorn.cli.evaluating import text
@@ -23,6 +24,7 @@ from pronghorn.train.loop import train
 from pronghorn.train.objectives.policy import MISMATCH
 from pronghorn.train.run.run_evaluation import EvaluationRequest, evaluate_run
 from pronghorn.train.setup.check import check_run
+from pronghorn.train.source.rollout_rows import _Filling
 from samples import make_lively_model, write_rows
 
 ODD = """
@@ -161,6 +163,21 @@ def test_packing_changes_nothing(rl: RecipeFor) -> None:
             assert (one["loss"], one["grad_norm"]) == pytest.approx((other["loss"], other["grad_norm"]), abs=1e-6, rel=1e-5)
 
 
+def test_packs_are_filled_and_a_prompt_begins_each_of_them() -> None:
+    filling = _Filling(16_384, shared=True)
+    begins = []
+    for _ in range(64):
+        filling.next_prompt(512)
+        begins += [filling.add(512) for _ in range(8)]
+    assert len(filling.firsts) == 19
+    assert all(begins[row] for row in filling.firsts)
+    assert sum(begins) < 64 + 19
+    apart = _Filling(64, shared=False)
+    apart.next_prompt(10)
+    assert [apart.add(20) for _ in range(3)] == [True] * 3
+    assert apart.firsts == [0, 2]
+
+
 def test_the_sampler_follows_the_learner(rl: RecipeFor, tmp_path: Path) -> None:
     """After steps large enough to change every log-probability by much, sampler and learner still agree."""
     recipe = rl(
@@ -272,5 +289,7 @@ def test_what_cannot_be_honoured_is_refused_before_the_run(rl: RecipeFor, recipe
     refused(DataError, "rewards: json_match: the expected answer is not JSON", rewards=[{"metric": "json_match"}])
     refused(DataError, "does not match the expected answer", rewards=[{"metric": "regex", "regex": "([0-9])"}])
     refused(DataError, r"10 of 10 rows \(100.0%\) has?v?e? more than 4 tokens, which is", data={"max_length": 10})
+    other = GPT2LMHeadModel(GPT2Config(vocab_size=259, n_embd=8, n_head=1, n_layer=1, n_positions=64))
+    refused(RecipeError, "this model cannot answer prompts during a run", model=saved(other, tmp_path / "gpt2"))
     with pytest.raises(CommandError, match="objective supervised has no rewards"):
         train(recipes(), display=Silent(), reward_file=fails)

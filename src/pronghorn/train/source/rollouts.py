@@ -33,6 +33,7 @@ from pronghorn.generation.sampling import Sampling, key_of
 from pronghorn.hf_types import HFModel, Tokenizer
 from pronghorn.memory.pages import answering_bytes, slots_of, stored_tokens
 from pronghorn.model.config import read_config
+from pronghorn.model.families import why_not_fast
 from pronghorn.model.generate import end_tokens
 from pronghorn.recipe import Recipe
 from pronghorn.rewards.scoring import Said, Scored, Scorer
@@ -93,6 +94,12 @@ class RolloutSource(Source):
     def of(
         cls, recipe: Recipe, tokenizer: Tokenizer, *, report: Report, stage: StageTimer, reward_file: Path | None = None
     ) -> Self:
+        if why := why_not_fast(read_config(recipe.model)):
+            raise RecipeError(
+                what=f"objective {recipe.objective}: this model cannot answer prompts during a run",
+                why=f"answers are generated on the fast layers, and {why}",
+                fix="use another model, or objective: supervised, dpo or kto",
+            )
         scorer = Scorer(recipe.rewards, recipe.answering, reward_file)
 
         def read(names: Sequence[Name]) -> Prepared:
@@ -230,7 +237,7 @@ class RolloutSource(Source):
                     longest=self.spec.max_new_tokens,
                     stops=max(1, len(stops)),
                 )
-            found = self._generator.generate(requests, self.report)
+            found = self._generator.generate(requests, lambda _, done, total: self.report("generating", done, total))
         decode = self.tokenizer.decode
         return [
             Group(number, row, answers, [str(decode(answer.tokens, skip_special_tokens=True)) for answer in answers])
@@ -297,10 +304,11 @@ class RolloutSource(Source):
         rolled.learns = answers > 0 and (signals > 0 or bool(objective.beta and objective.name != "rloo"))
         self._idle = 0 if signals else self._idle + 1
         if self._idle >= self.spec.patience:
-            reward = rolled.figures.get("reward", math.nan)
+            reward = rolled.figures.get("reward")
+            same = "no answer has one" if reward is None else f"{reward:.4g} on average"
             raise HealthStop(
                 what=f"no group of answers had a signal in {counted(self._idle, 'rollout')} in a row: all answers to a prompt "
-                f"have the same reward ({reward:.4g} on average)",
+                f"have the same reward ({same})",
                 why="without a difference there is nothing to learn",
                 fix="if this is the highest reward, the run is done; else try prompts that are sometimes solved, rewards with "
                 "more steps between wrong and right, or more rollouts.answers",
