@@ -12,16 +12,17 @@ from typing import Any
 import pytest
 from rank_processes import in_ranks
 from transformers import GPT2Config, GPT2LMHeadModel
-from watching import Silent, events_of, losses_of, notices_of, same, saved, weights
+from watching import Silent, events_of, losses_of, notices_of, same, saved, stop_at, weights
 
+from pronghorn.cli import main
 from pronghorn.cli.evaluating import text
-from pronghorn.errors import CommandError, DataError, HealthStop, RecipeError
+from pronghorn.errors import CommandError, DataError, HealthStop, Interrupted, RecipeError
 from pronghorn.generation.generator import Generator
 from pronghorn.recipe import Recipe
 from pronghorn.report.html import write_html
 from pronghorn.train.checkpoint.checkpoint import latest_checkpoint
 from pronghorn.train.loop import train
-from pronghorn.train.objectives.policy import MISMATCH
+from pronghorn.train.objectives.policy import MISMATCH, Policy
 from pronghorn.train.run.run_evaluation import EvaluationRequest, evaluate_run
 from pronghorn.train.setup.check import check_run
 from pronghorn.train.source.rollout_rows import _Filling
@@ -260,6 +261,44 @@ def test_without_a_signal_steps_are_counted_and_the_run_stops(rl: RecipeFor, tmp
         train(recipe, display=Silent(), reward_file=same_for_all)
     assert [step["reward"] for step in events_of(recipe.output, "step")] == [0.25, 0.25]
     assert "no update" in notices_of(recipe.output)[-1]
+
+
+def test_a_changed_reward_file_is_told(rl: RecipeFor, tmp_path: Path) -> None:
+    recipe = rl(rewards=[], train={"steps": 3}, checkpoint={"every": 1})
+    with pytest.raises(Interrupted):
+        train(recipe, display=stop_at(1), reward_file=reward_file(tmp_path))
+    result = train(recipe, display=Silent(), reward_file=reward_file(tmp_path, ODD + "\n# another"))
+    told = [text for text in notices_of(result.folder) if "the reward file changed since the checkpoint" in text]
+    assert len(told) == 1
+
+
+def test_a_sampler_that_differs_from_the_learner_is_told_or_stops_the_run() -> None:
+    policy = Policy()
+    assert policy.remarks(1, {MISMATCH: 0.02}) == []
+    (told,) = policy.remarks(2, {MISMATCH: 0.07})
+    assert "differ by 0.070 on average" in told
+    assert policy.remarks(3, {MISMATCH: 0.07}) == []  # once
+    assert policy.remarks(4, {MISMATCH: 0.5, "update": 2.0}) == []  # the weights have changed since
+    with pytest.raises(HealthStop, match="step 5: log-probabilities of sampled tokens differ by"):
+        policy.remarks(5, {MISMATCH: 0.5, "update": 1.0})
+
+
+def test_the_command_line_takes_a_reward_file(rl: RecipeFor, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe, file = rl(), reward_file(tmp_path)
+    path = tmp_path / "rl.yaml"
+    path.write_text(
+        f"model: {recipe.model}\nobjective: grpo\nprecision: fp32\nrollouts: {{prompts: 2, answers: 2, max_new_tokens: 4}}\n"
+        f"data: {{train: [{tmp_path / 'prompts.jsonl'}], max_length: 40}}\ntrain: {{steps: 1, capacity: 64}}\n"
+        f"output: {tmp_path / 'cli'}\n"
+    )
+    assert main(["check", str(path), "--reward-file", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rewards"] == [
+        "reward: 0.3333 on average, for their expected answers to 10 prompts"
+    ]
+    assert main(["check", str(path)]) == 2
+    assert "--reward-file FILE" in capsys.readouterr().err
+    assert main(["train", str(path), "--reward-file", str(file), "--json"]) == 0
+    assert events_of(tmp_path / "cli", "step")[0]["rewards/reward/mean"] > 0
 
 
 def test_answers_that_were_cut_may_be_masked(rl: RecipeFor, tmp_path: Path) -> None:

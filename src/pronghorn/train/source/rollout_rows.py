@@ -166,8 +166,8 @@ class RolloutTable(TokenTable):
 
 
 class _Filling:
-    """Packs that are filled with answer after answer. Where one is full, the next begins with the prompt once more: 64 groups of
-    512 + 8 x 512 tokens take 19 packs of 16,384 instead of 22."""
+    """Packs that are filled with answer after answer. Where one is full, the next begins with the prompt once more: 64 groups
+    of 512 + 8 x 512 tokens take 19 packs of 16,384 instead of 22."""
 
     def __init__(self, capacity: int, shared: bool) -> None:
         self._capacity, self._shared, self._most = capacity, shared, max_documents(capacity)

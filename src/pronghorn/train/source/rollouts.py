@@ -173,6 +173,9 @@ class RolloutSource(Source):
         super().start(state, **run)
         state = state or {"rollouts": 0, "update": 0, "idle": 0}
         self._rollouts, self._update, self._idle = state["rollouts"], state["update"], state["idle"]
+        self._late: tuple[str, ...] = ()  # told with the next rollout
+        if state.get("rewards", self.scorer.digest) != self.scorer.digest:
+            self._late = ("the reward file changed since the checkpoint: rewards before and after it may not be comparable",)
         self._rolled = Rolled.of_json(state["held"], self.world) if state.get("held") else None
 
     def next(self, model: HFModel) -> StepBatch:
@@ -180,11 +183,12 @@ class RolloutSource(Source):
             self._rolled = self._roll(model)
         rolled, self._update = self._rolled, self._update + 1
         told, samples = (rolled.told, rolled.samples) if self._update == 1 else ((), ())
+        told, self._late = self._late + told, ()
         figures = {**rolled.figures, **({"update": float(self._update)} if self.updates > 1 else {})}
         epoch = (self._rollouts + self._update / self.updates) * self.spec.prompts / len(self.train)
         if self._update == self.updates or not rolled.learns:
             self._rollouts, self._update, self._rolled = self._rollouts + 1, 0, None
-        after: State = {"rollouts": self._rollouts, "update": self._update, "idle": self._idle}
+        after: State = {"rollouts": self._rollouts, "update": self._update, "idle": self._idle, "rewards": self.scorer.digest}
         if self._rolled is not None:
             after["held"] = rolled.as_json(self.world)
         step = rollout_step(self, rolled, after, epoch)
