@@ -334,7 +334,7 @@ def trained_by(kind: str, case: Case, folder: Path) -> Callable[[Any], Any]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "kind" not in metafunc.fixturenames:
+    if not {"kind", "name"} <= set(metafunc.fixturenames):
         return
     wanted = [place for place in CASES if metafunc.config.getoption("--every-case") or place[1] in SUITE[place[0]]]
     metafunc.parametrize(("kind", "name"), wanted)

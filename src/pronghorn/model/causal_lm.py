@@ -216,7 +216,9 @@ class FastCausalLM:
         groups = [group for layer in self.layers for group in layer.groups if isinstance(group, LinearGroup)]
         plain = {id(module) for group in groups for module in group.modules() if not why_only_peft(module)}
         fused = self.shards is None and not any(layer.why_not_fused() for layer in self.layers)
-        return fused and plain.issuperset(map(id, tuned))
+        # Asked of the modules: while PEFT has its adapters off, a group of linears sees none.
+        whole = any(group.trains_weights and not {id(m) for m in group.modules()}.isdisjoint(map(id, tuned)) for group in groups)
+        return fused and not whole and plain.issuperset(map(id, tuned))
 
     @contextmanager
     def adapters_off(self) -> Iterator[None]:
