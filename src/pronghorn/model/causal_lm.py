@@ -217,7 +217,9 @@ class FastCausalLM:
         plain = {id(module) for group in groups for module in group.modules() if not why_only_peft(module)}
         fused = self.shards is None and not any(layer.why_not_fused() for layer in self.layers)
         # Asked of the modules: while PEFT has its adapters off, a group of linears sees none.
-        whole = any(group.trains_weights and not {id(m) for m in group.modules()}.isdisjoint(map(id, tuned)) for group in groups)
+        whole = any(
+            group.trains_weights and not {id(m) for m in group.modules()}.isdisjoint(map(id, tuned)) for group in groups
+        )
         return fused and not whole and plain.issuperset(map(id, tuned))
 
     @contextmanager
