@@ -58,7 +58,7 @@ class NotCovered(Exception):
     """Why transformers' own loop must run."""
 
 
-class Asked(NamedTuple):
+class WantedAnswers(NamedTuple):
     rule: Sampling
     max_new_tokens: int
     stops: list[int]
@@ -92,7 +92,7 @@ def generate(model: PreTrainedModel, *given: Any, **named: Any) -> Any:
 
 
 def loop_and_precision(model: PreTrainedModel) -> tuple[OuterLoop, torch.dtype]:
-    """Of a model that generates on its fast layers now."""
+    """What a model that generates on its fast layers now needs for it; else `NotCovered`."""
     engine = getattr(model, ENGINE, None)
     if engine is None or not isinstance(engine.outer_loop, OuterLoop):
         raise NotCovered("")
@@ -148,7 +148,7 @@ def _decoding(loop: OuterLoop, dtype: torch.dtype) -> Callable[..., Tensor]:
 
 
 def _answered(
-    input_ids: Tensor, prompts: Sequence[tuple[int, ...]], asked: Asked, loop: OuterLoop, dtype: torch.dtype
+    input_ids: Tensor, prompts: Sequence[tuple[int, ...]], asked: WantedAnswers, loop: OuterLoop, dtype: torch.dtype
 ) -> Tensor:
     """Rows of prompts with their answers, padded on the right."""
     seed = int(torch.randint(1 << 62, (1,))) if asked.rule.temperature else 0
@@ -171,7 +171,7 @@ def _answered(
     return torch.cat([input_ids, torch.tensor(padded, dtype=input_ids.dtype, device=input_ids.device)], 1)
 
 
-def _asked(input_ids: Tensor, processors: Sequence[Any], criteria: Sequence[Any], config: GenerationConfig) -> Asked:
+def _asked(input_ids: Tensor, processors: Sequence[Any], criteria: Sequence[Any], config: GenerationConfig) -> WantedAnswers:
     mode = config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise NotCovered(f"{mode.value}")
@@ -199,7 +199,7 @@ def _asked(input_ids: Tensor, processors: Sequence[Any], criteria: Sequence[Any]
         given[type(one)] = getattr(one, RULES[type(one)])  # type: ignore[index]
     rule = Sampling(**{RULES[kind]: value for kind, value in given.items()}) if mode is GenerationMode.SAMPLE else GREEDY  # type: ignore[index]
     pad = config.pad_token_id if config.pad_token_id is not None else (stops or [0])[0]
-    return Asked(rule, most, stops, int(pad))
+    return WantedAnswers(rule, most, stops, int(pad))
 
 
 def _prompts(input_ids: Tensor, mask: Tensor | None) -> list[tuple[int, ...]]:

@@ -98,7 +98,7 @@ class KeptGenerator:
         return self._generator
 
     def bytes_of_a_token(self, dtype: torch.dtype) -> int:
-        """Of its keys and values in all layers."""
+        """The size of its keys and values in all layers."""
         mixers = [layer.mixer for layer in self.engine.layers if isinstance(layer.mixer, Attention)]
         return max(1, sum(2 * mixer.kv_heads * mixer.head_width for mixer in mixers) * dtype.itemsize)
 

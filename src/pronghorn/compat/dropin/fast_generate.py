@@ -158,7 +158,7 @@ def _request(tokens: list[int], params: SamplingParams, base: HFModel, tokenizer
 
 
 def _token(text: str, tokenizer: Tokenizer) -> int | None:
-    """That of a text which is a token by itself and none otherwise, such as the end of a turn."""
+    """A text that is one token by itself, such as the end of a turn; None: an ordinary text."""
     found = tokenizer.added_tokens_encoder.get(text)
     return None if found is None else int(found)
 

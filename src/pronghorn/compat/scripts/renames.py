@@ -204,7 +204,7 @@ def _whole_groups(cls: type, result: dict[str, Any], notes: Notes) -> None:
 
 
 def _sampling(cls: str, params: Any, result: dict[str, Any], notes: Notes) -> None:
-    """Of vLLM's parameters those that the script itself gives: TRL has the same under the same names."""
+    """Moves vLLM's parameters that the script itself gives: TRL has the same under the same names."""
     if params is None:
         return
     given = dict(of(params).given)
