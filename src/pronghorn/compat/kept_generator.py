@@ -8,7 +8,7 @@ turn. Memory that runs out, here or in training, gets them back.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.causal_lm import FastCausalLM
 from pronghorn.model.layers.mixers.attention import Attention
 
+Look = Callable[[list[list[Answer]]], None]
 SLOTS = {"cpu": 32, "cuda": 256}  # more do not get cheaper: from 165 rows on products are bound by arithmetic (H200)
 SHARE = 0.5  # of free memory
 
@@ -47,16 +48,16 @@ class KeptGenerator:
         twin.share = self.share
         return twin
 
-    def answers(self, requests: Sequence[Request], dtype: torch.dtype) -> list[list[Answer]]:
-        """`dtype`: of the layers. Outside of autocast and inference mode."""
+    def answers(self, requests: Sequence[Request], dtype: torch.dtype, look: Look | None = None) -> list[list[Answer]]:
+        """`dtype`: of the layers. Outside of autocast and inference mode. `look`: at answers while they grow."""
         while True:
             least = max(pages_for(len(one.prompt)) + pages_for(one.max_new_tokens) for one in requests)
             try:
-                return self._fitting(requests, least, dtype).generate(requests)
+                return self._fitting(requests, least, dtype).generate(requests, None, look)
             except torch.OutOfMemoryError:
                 pages = self._sizes.pages // 2
                 self.give_back()
-                if pages < least:
+                if pages < least or look:  # what was shown cannot be repeated
                     raise
                 self._limit = pages
             except BaseException:

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from pronghorn.compat.captured_layers import CapturedLayers
 from pronghorn.compat.changes import OURS, Changes, is_plain_table, why_called
-from pronghorn.compat.kept_generator import KeptGenerator
+from pronghorn.compat.kept_generator import KeptGenerator, Look
 from pronghorn.compat.rows_to_documents import Inputs, Pack, packed, targets_of
 from pronghorn.compat.same_weights import SameWeights
 from pronghorn.generation.generator import Answer, Request
@@ -108,14 +108,14 @@ class OuterLoop:
                 if not (given or (chooser is not None and chooser.lower())):
                     raise
 
-    def answers(self, requests: Sequence[Request], dtype: torch.dtype) -> list[list[Answer]]:
-        """`dtype`: of the layers. Outside of autocast and inference mode."""
+    def answers(self, requests: Sequence[Request], dtype: torch.dtype, look: Look | None = None) -> list[list[Answer]]:
+        """`dtype`: of the layers. Outside of autocast and inference mode. `look`: at answers while they grow."""
         look_at_norms(self.engine)
         with self._with_adapters():
             try:
-                return self.generator.answers(requests, dtype)
+                return self.generator.answers(requests, dtype, look)
             except torch.OutOfMemoryError:
-                if not self.captured.give_back():
+                if look or not self.captured.give_back():
                     raise
             return self.generator.answers(requests, dtype)
 
