@@ -83,6 +83,9 @@ def generate(model: PreTrainedModel, *given: Any, **named: Any) -> Any:
         known = {*NAMES, "input_ids", "attention_mask", "streamer", *OF_THE_LOOP, *SETTINGS, *WITHOUT_EFFECT}
         if odd := [name for name in arguments if name not in known and arguments[name] is not None]:
             raise NotCovered(f"{odd[0]}=")
+        types = arguments.get("token_type_ids")
+        if types is not None and bool(types.any()):
+            raise NotCovered("tokens of images")
         loop, dtype = loop_and_precision(model)
         streamer = arguments.get(
             "streamer"

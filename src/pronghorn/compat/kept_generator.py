@@ -83,8 +83,8 @@ class KeptGenerator:
             return self._generator
         largest = Sizes(*map(max, wanted, self._sizes, (1, 1, PAGE, 8)))
         self.give_back()
-        pages = prompts + largest.slots * pages_for(largest.longest)
-        pages = 1 << (max(pages, largest.pages) - 1).bit_length()  # prompts of the next call are longer or shorter
+        # Prompts of the next call may be longer.
+        pages = max(largest.pages, 2 * prompts + largest.slots * pages_for(largest.longest))
         if device.type == "cuda":
             self._limit = min(self._limit, int(self.share * free_bytes(device)) // (PAGE * self.bytes_of_a_token(dtype)))
         self._sizes, self._dtype = largest._replace(pages=max(least, min(pages, self._limit))), dtype
