@@ -17,6 +17,7 @@ from pronghorn.generation.sampling import GREEDY, Sampling, key_of
 from pronghorn.kernels.lora import nf4_rows
 from pronghorn.kernels.lora.nf4_rows import NF4Rows, nf4_rows_reference
 from pronghorn.kernels.lora.stored_lora import StoredLoraGroup
+from pronghorn.kernels.runtime import dispatch
 from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.formats.store import store_linears_
 from pronghorn.model.formats.table import FORMATS
@@ -73,6 +74,48 @@ def test_greedy_answers_are_those_of_transformers(family: str, method: str) -> N
         tokens, log_probs = expected(model, prompt, 24)
         assert answer.tokens == tokens
         torch.testing.assert_close(torch.tensor(answer.log_probs), torch.tensor(log_probs), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "method"), [("qwen3", "lora"), ("gemma2", "lora"), ("qwen3", "dora"), ("qwen3_moe", "lora")]
+)
+@torch.no_grad()
+def test_without_adapters_the_base_answers(family: str, method: str) -> None:
+    model = model_of(family, method)
+    install(model)
+    engine, generator = engine_of(model), Generator(model, slots=3, tokens=2000, longest=64)
+    requests = [Request(prompt, (0,), 12) for prompt in prompts_of(3)]
+    before = generator.generate(requests)
+    rebuilt = engine.rebuilt
+    with engine.adapters_off():
+        found = generator.generate(requests)
+    model.eval()
+    with model.disable_adapter():
+        for request, (answer,) in zip(requests, found, strict=True):
+            tokens, log_probs = expected(model, request.prompt, 12)
+            assert answer.tokens == tokens
+            torch.testing.assert_close(torch.tensor(answer.log_probs), torch.tensor(log_probs), rtol=1e-5, atol=1e-5)
+    assert engine.rebuilt == rebuilt or family == "qwen3_moe"
+    assert found != before
+    assert generator.generate(requests) == before
+
+
+@torch.no_grad()
+def test_a_graph_that_draws_something_else_is_not_used(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "_said", set())
+    model = model_of("qwen3")
+    install(model)
+    requests = [Request(prompt, (0, 1), 20) for prompt in prompts_of(4)]
+    expected_answers = Generator(model, slots=8, tokens=2000, longest=64).generate(requests)
+    generator = Generator(model, slots=8, tokens=2000, longest=64)
+    decoder = generator._decoder
+    decoder.captures, decoder.steps = True, 8
+    monkeypatch.setattr(decoder._graphs, "captured", lambda _: [lambda: None])  # what a broken graph may do: nothing
+    assert generator.generate(requests) == expected_answers
+    assert not decoder.captures
+    assert "differs" in capsys.readouterr().err
 
 
 @torch.no_grad()

@@ -42,7 +42,7 @@ def rules_of(chosen: list[Sampling]) -> Rules:
     return rules
 
 
-@table("kind", ["normal", "ties", "unlikely", "impossible", "equal"])
+@table("kind", ["normal", "ties", "unlikely", "impossible", "equal", "capped"])
 def test_the_kept_set_is_that_of_the_definition(kind: str) -> None:
     """Also where many logits are equal, or far away, or -inf."""
     size = 3000 if CUDA else 75
@@ -60,13 +60,17 @@ def test_the_kept_set_is_that_of_the_definition(kind: str) -> None:
         logits.fill_(-2.5)
     rules = rules_of(RULES)
     key, place = torch.arange(len(RULES), device=DEVICE), torch.zeros(len(RULES), dtype=torch.int64, device=DEVICE)
-    token, log_prob, kept_log_prob, least = truncated_draw.truncated_draw_launched(logits, *rules, key, place)
+    scale, softcap = (0.5, 3.0) if kind == "capped" else (1.0, 0.0)
+    found = truncated_draw.truncated_draw_launched(logits, *rules, key, place, scale=scale, softcap=softcap)
+    token, log_prob, kept_log_prob, least = found
+    logits = softcap * torch.tanh(scale * logits / softcap) if softcap else logits
     temperature = torch.where(rules.temperature_B == 0, 1.0, rules.temperature_B)
     x = logits / temperature[:, None]
     kept = truncated(x.double().log_softmax(-1), rules) > float("-inf")
     for row, rule in enumerate(RULES):
         if rule.temperature:
-            assert (x[row] >= least[row]).tolist() == kept[row].tolist(), (rule, int(kept[row].sum()))
+            near = 1e-5 if softcap else 0.0  # tanh is rounded otherwise
+            assert (x[row] >= least[row] - near).tolist() == kept[row].tolist(), (rule, int(kept[row].sum()))
     expected = drawn_by(logits, rules, uniforms(key, place), truncates=True)
     assert token.tolist() == expected.token_B.tolist()
     torch.testing.assert_close(log_prob, expected.log_prob_B, rtol=1e-5, atol=1e-5)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.kernels.attention.attention import attention_forward
-from pronghorn.kernels.attention.attention_paged import PAGE, Segments, paged_attention
+from pronghorn.kernels.attention.attention_paged import PAGE, Segments, paged_attention, write_pages
 from pronghorn.kernels.conv.short_conv import short_conv_forward
 from pronghorn.model.causal_lm import FastCausalLM
 from pronghorn.model.layers.mixers.attention import Attention
@@ -58,9 +58,7 @@ class MixerStates:
 
     def write(self, layer: int, place_T: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> None:
         """`place_T`: page and token in it, as one number."""
-        page_T, token_T = place_T // PAGE, place_T % PAGE
-        for pages, rows in zip(self.pages[layer], (k_TKH, v_TKH), strict=True):
-            pages[page_T, :, token_T] = rows.to(pages.dtype)
+        write_pages(*self.pages[layer], place_T, k_TKH, v_TKH)
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Inputs of convolutions, from the places of prompts to those of answers."""

@@ -30,6 +30,7 @@ from pronghorn.model.layers.types import Documents
 from pronghorn.packs import PackedDocuments
 
 STEPS = {"cpu": 1, "cuda": 8}  # of a window: a look at what has ended waits for the GPU
+APART, ALIKE = 0.05, 0.5  # of log-probabilities at most; share of rows above which a graph is right
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)  # rows of a captured step
 
 
@@ -59,6 +60,9 @@ class Running(NamedTuple):
     slots: Sequence[int]
 
 
+Segment = tuple[int, Sequence[int], Sequence[int]]  # of a prompt: tokens, pages, and rows that read them
+
+
 class _Bucket:
     """What a step of so many rows and segments of prompts reads and writes: always the same tensors."""
 
@@ -75,18 +79,43 @@ class _Bucket:
             *(torch.zeros(steps, rows, dtype=kind, device=device) for kind in (torch.int64, torch.float32, torch.float32))
         )
         self.step: Work | None = None
+        self.compared = False  # its graph with an eager step
+        self._filled: tuple[list[int], list[Segment]] | None = None
 
-    def fill(self, slots: Sequence[int], segments: Sequence[tuple[int, Sequence[int], Sequence[int]]], nobody: int) -> None:
-        """`segments`: tokens, pages and rows of each."""
+    def fill(self, slots: Sequence[int], segments: Sequence[Segment], nobody: int) -> None:
+        self.at.zero_()
+        if (now := (list(slots), list(segments))) == self._filled:
+            return
+        self._filled = now
         count, width = self.prompts.pages_SJ.shape
         rest = count - len(segments)
-        self.slot_B.copy_(torch.tensor([*slots, *[nobody] * (len(self.slot_B) - len(slots))]))
         pages = [[*own, *[0] * (width - len(own))] for _, own, _ in segments] + [[0] * width] * rest
         members = [[*rows, *[-1] * (MEMBERS - len(rows))] for _, _, rows in segments] + [[-1] * MEMBERS] * rest
-        self.prompts.pages_SJ.copy_(torch.tensor(pages, dtype=torch.int32))
-        self.prompts.length_S.copy_(torch.tensor([tokens for tokens, _, _ in segments] + [0] * rest, dtype=torch.int32))
-        self.prompts.members_SM.copy_(torch.tensor(members, dtype=torch.int32))
-        self.at.zero_()
+        for target, values in (
+            (self.slot_B, [*slots, *[nobody] * (len(self.slot_B) - len(slots))]),
+            (self.prompts.pages_SJ, pages),
+            (self.prompts.length_S, [tokens for tokens, _, _ in segments] + [0] * rest),
+            (self.prompts.members_SM, members),
+        ):
+            given = torch.tensor(values, dtype=target.dtype)
+            target.copy_(given.pin_memory() if target.is_cuda else given, non_blocking=True)
+
+
+class Window:
+    """What a window of steps drew, which may still be under way."""
+
+    def __init__(self, slots: Sequence[int], drawn: Drawn) -> None:
+        self.slots = slots  # in the order of rows
+        self._found = [tensor[:, : len(slots)].to("cpu", non_blocking=True, copy=True) for tensor in drawn]
+        self._end = torch.cuda.Event() if drawn.token_B.is_cuda else None
+        if self._end:
+            self._end.record()
+
+    def drawn(self) -> list[Drawn]:
+        """Step by step. Waits for the window's end."""
+        if self._end:
+            self._end.synchronize()
+        return [Drawn(*one) for one in zip(*self._found, strict=True)]
 
 
 class Decoder:
@@ -98,7 +127,7 @@ class Decoder:
         self._graphs = Graphs(
             device, failed=lambda error: say_once(f"answers are generated without CUDA graphs: {first_line(error)}")
         )
-        self._built_for = engine.rebuilt
+        self._built_for: tuple[int, ...] = ()
         self.engine, self.slots, self.dtype, self.device = engine, slots, dtype, device
         rows = slots + 1
         self.states = MixerStates(engine, pages, 2 * rows, dtype, device)  # slots, then prompts
@@ -113,6 +142,16 @@ class Decoder:
         self._rules = Rules.empty(rows, device)
         # Of each prompt its last row after the last layer, from which all answers to it begin.
         self._last_rows = torch.zeros(rows, int(engine.config.hidden_size), dtype=dtype, device=device)
+
+    def prepare(self) -> None:
+        """Before windows: the model as it is now. Graphs that read memory that is gone are forgotten."""
+        engine = self.engine
+        engine.prepare(self.dtype)
+        casts = [tensor.data_ptr() for layer in engine.layers for group in layer.groups for tensor in group.casts]
+        if (now := (engine.rebuilt, *casts)) != self._built_for:
+            self._buckets.clear()
+            self._graphs.forget()
+            self._built_for = now
 
     # ---- prompts -------------------------------------------------------------------------------------------------
 
@@ -160,8 +199,8 @@ class Decoder:
         self.states.copy(prompt + self.slots + 1, slot)
         return self._drawn(self._last_rows[prompt], slot, truncates=any(one.rule.truncates for one in answers))
 
-    def window(self, running: Sequence[Running], truncates: bool) -> tuple[list[int], list[Drawn]]:
-        """The slots in the order of rows, and what each of the next steps drew. `truncates`: whether a rule does."""
+    def window(self, running: Sequence[Running], truncates: bool) -> Window:
+        """The next steps. `truncates`: whether a rule does."""
         slots = [slot for prompt in running for slot in prompt.slots]
         row_of = {slot: row for row, slot in enumerate(slots)}
         segments = [
@@ -171,21 +210,18 @@ class Decoder:
         ]
         bucket = self._bucket(len(slots), len(segments), max(len(pages) for _, pages, _ in segments), truncates)
         bucket.fill(slots, segments, self.slots)
+        if not bucket.compared:
+            self._compare(bucket, len(slots), truncates)
         assert bucket.step is not None
         for _ in range(self.steps):
             bucket.step()
-        found = [tensor[:, : len(slots)].cpu() for tensor in bucket.drawn]
-        return slots, [Drawn(*one) for one in zip(*found, strict=True)]
+        return Window(slots, bucket.drawn)
 
     def _bucket(self, rows: int, segments: int, pages: int, truncates: bool) -> _Bucket:
         if not self.captures:
             bucket = _Bucket(rows, segments, pages, self.steps, self.slots, self.device)
-            bucket.step = partial(self._step, bucket, truncates)
+            bucket.step, bucket.compared = partial(self._step, bucket, truncates), True
             return bucket
-        if self._built_for != self.engine.rebuilt:  # graphs read buffers that are gone
-            self._buckets.clear()
-            self._graphs.forget()
-            self._built_for = self.engine.rebuilt
         rows, segments = _rounded(rows, BUCKETS), _rounded(segments, BUCKETS)
         pages = 1 << (pages - 1).bit_length()
         key = (rows, segments, pages, truncates)
@@ -193,6 +229,26 @@ class Decoder:
             bucket = self._buckets[key] = _Bucket(rows, segments, pages, self.steps, self.slots, self.device)
             (bucket.step,) = self._graphs.captured(partial(self._step, bucket, truncates))
         return self._buckets[key]
+
+    def _compare(self, bucket: _Bucket, rows: int, truncates: bool) -> None:
+        """A graph's first step with the same one without it. A graph that reads what is gone draws something else in most rows;
+        rounding changes a token in a thousand."""
+        assert bucket.step is not None
+        state = [self._token, self._made, self._runs, *self.states.inputs.values()]
+        before, found = [tensor.clone() for tensor in state], []
+        for step in (partial(self._step, bucket, truncates), bucket.step):
+            step()
+            found.append([tensor[0, :rows].clone() for tensor in bucket.drawn[:2]])
+            for tensor, kept in zip(state, before, strict=True):
+                tensor.copy_(kept)
+            for tensor in (bucket.at, *bucket.drawn):
+                tensor.zero_()
+        (tokens, log_probs), (replayed, of_replay) = found
+        bucket.compared = True
+        if float(((tokens == replayed) & ((log_probs - of_replay).abs() < APART)).float().mean()) <= ALIKE:
+            say_once("answers are generated without CUDA graphs (slower): a replayed step differs from the same one without")
+            self.captures = False
+            bucket.step = partial(self._step, bucket, truncates)
 
     def _step(self, bucket: _Bucket, truncates: bool) -> None:
         """One more token for each row. A row that has ended draws on, into nowhere."""
@@ -228,7 +284,9 @@ class Decoder:
 
     def _drawn(self, h_BD: Tensor, slot_B: Tensor, truncates: bool) -> Drawn:
         made_B = self._made[slot_B]
-        found = draw(self.logits(h_BD), self._rules.of(slot_B), self._key[slot_B], made_B, truncates=truncates)
+        logits_BV, terms = self.logits(h_BD), self.engine.lm.terms
+        head = {"scale": terms["logit_scale"], "softcap": terms["softcap"] or 0.0}
+        found = draw(logits_BV, self._rules.of(slot_B), self._key[slot_B], made_B, truncates=truncates, **head)
         ends_B = (found.token_B[:, None] == self._stops[slot_B]).any(1) | (made_B + 1 >= self._most[slot_B])
         runs_B = self._runs[slot_B]
         self._token[slot_B] = found.token_B
@@ -237,14 +295,9 @@ class Decoder:
         return found
 
     def logits(self, h_BD: Tensor) -> Tensor:
-        """float32."""
-        terms = self.engine.lm.terms
+        """float32, before the head's scale and soft-cap."""
         x_BD, weight, bias = self.engine.lm.inputs(h_BD)
         if x_BD.is_cuda and x_BD.dtype != torch.float32:
             logits = torch.mm(x_BD, weight.T, out_dtype=torch.float32)
-            logits = logits if bias is None else logits + bias.float()
-        else:
-            logits = F.linear(x_BD, weight, bias).float()
-        logits *= terms["logit_scale"]
-        softcap = terms["softcap"]
-        return torch.tanh(logits / softcap).mul_(softcap) if softcap else logits
+            return logits if bias is None else logits.add_(bias.float())
+        return F.linear(x_BD, weight, bias).float()

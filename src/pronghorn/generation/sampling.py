@@ -79,14 +79,26 @@ class Drawn(NamedTuple):
     kept_log_prob_B: Tensor
 
 
-def draw(logits_BV: Tensor, rules: Rules, key_B: Tensor, place_B: Tensor, *, truncates: bool) -> Drawn:
+def draw(
+    logits_BV: Tensor,
+    rules: Rules,
+    key_B: Tensor,
+    place_B: Tensor,
+    *,
+    truncates: bool,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+) -> Drawn:
     """`place_B`: the token's in its answer. `truncates`: whether some row has a rule other than a temperature. The host knows;
-    else logits would be read once more, or sorted on a CPU."""
+    else logits would be read once more, or sorted on a CPU. `scale`, `softcap`: what the model's head does to its logits."""
     if use_triton(logits_BV):
         if truncates:
-            return Drawn(*truncated_draw_launched(logits_BV, *rules, key_B, place_B)[:3])
-        token_B, log_prob_B = draw_launched(logits_BV, rules.temperature_B, key_B, place_B)
+            return Drawn(*truncated_draw_launched(logits_BV, *rules, key_B, place_B, scale=scale, softcap=softcap)[:3])
+        token_B, log_prob_B = draw_launched(logits_BV, rules.temperature_B, key_B, place_B, scale=scale, softcap=softcap)
         return Drawn(token_B, log_prob_B, log_prob_B)
+    logits_BV = logits_BV.float() * scale if scale != 1.0 else logits_BV
+    if softcap:
+        logits_BV = softcap * torch.tanh(logits_BV / softcap)
     return drawn_by(logits_BV, rules, uniforms(key_B, place_B), truncates=truncates)
 
 
