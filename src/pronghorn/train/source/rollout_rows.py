@@ -47,6 +47,7 @@ class Learned:
     masked: list[bool]  # no part of the loss
     reference: list[Floats] = field(default_factory=list)
     advantages: list[float] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)  # of the answers of a server, which advantages are multiplied by
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -94,25 +95,33 @@ class Rolled:
 
     def add_reference(self, source: RolloutSource, model: HFModel) -> None:
         """What the model says of the answers with its adapters off."""
-        for group in self.groups:
-            group.reference = [np.zeros(len(tokens), np.float32) for tokens in group.tokens]
-        table = RolloutTable.of_groups(source, self.groups, all_answers=True)
-        if table is None:
-            return
-        assert isinstance(source.objective, Policy)
-        engine, found = engine_of(model), dict[int, Floats]()
+        engine = engine_of(model)
         assert engine is not None
-        with torch.no_grad(), in_mode(model, training=False), engine.adapters_off(), source.autocast():
-            for batch in evaluation_batches(table, source.recipe.train.capacity, source.pad_id):
-                values = source.objective.log_probs(model, batch.to(source.device)).values_N[: batch.loss_tokens].float().cpu()
-                at = 0
-                for row in batch.documents:
-                    count = int(table.loss_counts[row])
-                    found[row] = values[at : at + count].numpy()
-                    at += count
-        answers = iter(range(len(table)))
-        for group in self.groups:
-            group.reference = [found[next(answers)] for _ in group.tokens]
+        with engine.adapters_off():
+            found = said_of(source, model, self.groups)
+        for group, own in zip(self.groups, found, strict=True):
+            group.reference = own
+
+
+def said_of(
+    source: RolloutSource, model: HFModel, groups: Sequence[Learned], temperature: float | None = None
+) -> list[list[Floats]]:
+    """Log-probabilities of all answers of each group, as the model stands."""
+    table = RolloutTable.of_groups(source, groups, all_answers=True)
+    if table is None:
+        return [[] for _ in groups]
+    policy, found = source.objective, dict[int, Floats]()
+    assert isinstance(policy, Policy)
+    with torch.no_grad(), in_mode(model, training=False), source.autocast():
+        for batch in evaluation_batches(table, source.recipe.train.capacity, source.pad_id):
+            said = policy.log_probs(model, batch.to(source.device), temperature=temperature)
+            values, at = said.values_N[: batch.loss_tokens].float().cpu(), 0
+            for row in batch.documents:
+                count = int(table.loss_counts[row])
+                found[row] = values[at : at + count].numpy()
+                at += count
+    answers = iter(range(len(table)))
+    return [[found[next(answers)] for _ in group.tokens] for group in groups]
 
 
 class RolloutTable(TokenTable):

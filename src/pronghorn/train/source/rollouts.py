@@ -30,11 +30,13 @@ from pronghorn.errors import DataError, HealthStop, RecipeError, counted
 from pronghorn.generation.cache import pages_for
 from pronghorn.generation.generator import Answer, Generator, Request
 from pronghorn.generation.sampling import Sampling, key_of
+from pronghorn.generation.server import Server
 from pronghorn.hf_types import HFModel, Tokenizer
 from pronghorn.kernels.attention.attention_paged import PAGE
 from pronghorn.model.config import read_config
 from pronghorn.model.generate import end_tokens
 from pronghorn.recipe import Recipe
+from pronghorn.recipe_rollouts import OWN
 from pronghorn.rewards.scoring import Said, Scored, Scorer
 from pronghorn.train.run.evaluate import Evaluation
 from pronghorn.train.run.run_identity import data_key
@@ -42,6 +44,7 @@ from pronghorn.train.setup.preference_data import shares_prompts
 from pronghorn.train.source.advantages import advantages, has_signal
 from pronghorn.train.source.data_facts import data_facts
 from pronghorn.train.source.rollout_rows import Learned, Rolled, rollout_shapes, rollout_step
+from pronghorn.train.source.served import Served
 from pronghorn.train.source.source import Report, Source
 from pronghorn.train.step.step import StageTimer
 
@@ -86,6 +89,7 @@ class RolloutSource(Source):
         self.rule = Sampling(spec.temperature, spec.top_k, spec.top_p, spec.min_p)
         self.tried: list[str] = []
         self._generator: Generator | None = None
+        self._served = Served(recipe) if spec.engine != OWN else None
         self._told: set[str] = set()
 
     @classmethod
@@ -112,6 +116,8 @@ class RolloutSource(Source):
         source = cls(recipe, tokenizer, sides.train, sides.held, prepared, scorer, report)
         source.remarks = [*prepared.remarks, *source.remarks, *(other.remarks if other else ()), *sides.remarks]
         source._try_rewards()
+        if source._served is not None:
+            source.remarks.append(source._served.look())
         return source
 
     def _try_rewards(self) -> None:
@@ -153,6 +159,8 @@ class RolloutSource(Source):
 
     def device_bytes(self, element: int) -> int:
         """Keys and values of all pages, and the logits of a step of decoding."""
+        if self._served is not None:
+            return 0
         text = read_config(self.recipe.model).get_text_config()
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -212,6 +220,8 @@ class RolloutSource(Source):
         learned = [self._learned(group) for group in groups]
         rolled = Rolled([one for one in learned if one], figures | seconds | speed, self._notices(groups, figures))
         rolled.samples = self._samples(groups)
+        if self._served is not None:
+            self._served.correct(self, model, rolled)
         if self.recipe.objective.beta:
             self._add_reference(model, rolled)
         self._advance(rolled)
@@ -227,17 +237,22 @@ class RolloutSource(Source):
             for row, own in zip(asked.values(), keys, strict=True)
         ]
         with self.autocast():
-            if self._generator is None:
-                self._generator = Generator(
-                    model, slots=self._slots, tokens=self._stored_tokens, longest=self.spec.max_new_tokens,
-                    stops=max(1, len(stops)),
-                )  # fmt: skip
-            found = self._generator.generate(requests, self.report)
+            found = self._engine(model, len(stops)).generate(requests, self.report)
         decode = self.tokenizer.decode
         return [
             Group(number, row, answers, [str(decode(answer.tokens, skip_special_tokens=True)) for answer in answers])
             for (number, row), answers in zip(asked.items(), found, strict=True)
         ]
+
+    def _engine(self, model: HFModel, stops: int) -> Generator | Server:
+        """With the weights of now."""
+        if self._served is not None:
+            return self._served.publish(model, self._rollouts * self.updates + self._update, self.world)
+        if self._generator is None:
+            self._generator = Generator(
+                model, slots=self._slots, tokens=self._stored_tokens, longest=self.spec.max_new_tokens, stops=max(1, stops)
+            )
+        return self._generator
 
     def _said(self, table: TokenTable, row: int, text: str = "") -> Said:
         example = example_of(table, row)
@@ -291,9 +306,10 @@ class RolloutSource(Source):
         scale = "rloo" if objective.name == "rloo" else objective.scale or "group"
         found = advantages([group.rewards for group in rolled.groups], scale, self.world.total)
         for group, own in zip(rolled.groups, found, strict=True):
-            group.advantages = own.tolist()
+            group.advantages = (own * group.weights).tolist() if group.weights else own.tolist()
         signals, answers = self.world.total(
-            float(sum(group.signal for group in rolled.groups)), float(sum(group.masked.count(False) for group in rolled.groups))
+            float(sum(group.signal for group in rolled.groups)),
+            float(sum(group.masked.count(False) for group in rolled.groups)),
         )
         rolled.learns = answers > 0 and (signals > 0 or bool(objective.beta and objective.name != "rloo"))
         self._idle = 0 if signals else self._idle + 1
