@@ -1,5 +1,5 @@
-"""A server on loopback that speaks what generation/server.py uses of vLLM's and SGLang's API, written after their protocol files:
-a tiny model on stock transformers, with adapters that stock PEFT reads. It never was the real one."""
+"""A server on loopback that speaks what generation/server.py uses of vLLM's and SGLang's API, after their sources: a tiny
+model on stock transformers, with adapters that stock PEFT reads. It never was the real one."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Stub:
                 self.end_headers()
                 self.wfile.write(text[: len(text) // 2] if fault == "cut" else text)
 
-            def log_message(self, format: str, *args: Any) -> None: ...
+            def log_message(self, *args: Any) -> None: ...
 
         server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         server.daemon_threads = True

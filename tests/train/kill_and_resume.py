@@ -42,7 +42,6 @@ from pronghorn.train.loop import train
 from pronghorn.train.setup.check import check_run
 from samples import chat_rows, pair_rows, write_rows
 
-
 ROLLOUTS = {"prompts": 2, "answers": 4, "max_new_tokens": 12}
 
 

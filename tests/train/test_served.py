@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 from rank_processes import in_ranks
-from stub_server import Stub
 from watching import Silent, events_of, saved
 
 from pronghorn.errors import EnvironmentFault, HealthStop
@@ -20,6 +20,7 @@ from pronghorn.train.objectives.policy import MISMATCH
 from pronghorn.train.source import served
 from pronghorn.train.source.rollout_rows import Learned, Rolled
 from samples import make_lively_model, write_rows
+from stub_server import Stub
 
 SPREAD = "def reward(completions, **columns): return [len(set(text)) + len(text) / 7 for text in completions]"
 
@@ -53,7 +54,7 @@ def asked(recipes: Callable[..., Recipe], lively: Path, tmp_path: Path, _no_gpu:
         rollouts = {"prompts": 2, "answers": 4, "max_new_tokens": 6, "engine": engine, **own.pop("rollouts", {})}
         steps = {"epochs": 1, "steps": 3, "batch_tokens": 65536, "capacity": 256, "lr": 3e-2, "clip": 1e9, "warmup": 0.0}
         return recipes(
-            model=str(lively), objective=own.pop("objective", "grpo"), rollouts=rollouts, train={**steps, **own.pop("train", {})},
+            model=str(lively), objective=own.pop("objective", "grpo"), rollouts=rollouts, train=steps | own.pop("train", {}),
             data={"train": [str(prompts)], "eval": None, "max_length": 40}, eval={"every": 2, "generations": 0}, **own,
         )  # fmt: skip
 
@@ -144,3 +145,21 @@ def test_no_server_no_run(asked: Callable[..., Recipe], monkeypatch: pytest.Monk
     with pytest.raises(EnvironmentFault, match="did not answer in 3 tries"):
         run(recipe)
     assert not (Path(recipe.output) / served.FOLDER).exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"rollouts": {"engine": "ftp://host"}}, "neither own nor the address of a server"),
+        ({"rollouts": {"engine": "http://me:secret@host"}}, "neither own nor the address of a server"),
+        ({"rollouts": {"engine": "http://host:99999"}}, "neither own nor the address of a server"),
+        ({"rollouts": {"engine": "own", "engine_seconds": 5}}, "engine: own has no time limit"),
+        ({"rollouts": {"temperature": 0.7, "top_p": 0.9}}, "log-probability of a token in the whole vocabulary"),
+        ({"method": "full"}, "method: full has none"),
+        ({"lora": {"dora": True}}, "do not serve DoRA"),
+        ({"lora": {"targets": ["all-linear", "experts"]}}, "do not serve adapters of experts"),
+    ],
+)
+def test_what_a_server_cannot_do_is_refused(changes: dict[str, Any], why: str, asked: Callable[..., Recipe]) -> None:
+    with pytest.raises(ValidationError, match=why):
+        asked("https://127.0.0.1:8000/prefix", **changes)

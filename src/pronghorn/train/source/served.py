@@ -2,7 +2,7 @@
 compared with what the learner says of them.
 
 Each version of the adapter is a folder under the run's, and has a name of its own on the server: RUN-v12 is the adapter after
-12 steps. The one before is unloaded first, so a server that can hold one adapter is enough, and no answer is older than its step.
+12 steps. The one before is unloaded first: a server that holds one adapter is enough, and no answer is older than its step.
 
 Sampler and learner are two programs, so their log-probabilities s and p of an answer differ. As in TRL (`sequence_mask`, 3.0)
 the answer's part of the policy's loss is multiplied by w = exp(sum of p - s), or by 0 if w > 3; the divergence is not. Since
@@ -82,7 +82,7 @@ class Served:
 
     def correct(self, source: RolloutSource, model: HFModel, rolled: Rolled) -> None:
         """Answers get their weights, and the learner's log-probabilities in place of the server's."""
-        apart, tokens, answers, masked, added = 0.0, 0, 0, 0, 0.0
+        apart, tokens, answers, masked, added = 0.0, 0.0, 0.0, 0.0, 0.0
         for group, own in zip(rolled.groups, said_of(source, model, rolled.groups), strict=True):
             group.weights = []
             for p, s in zip(own, group.sampled, strict=True):
