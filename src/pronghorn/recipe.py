@@ -331,38 +331,22 @@ class Recipe(Section):
         return self
 
     def _compute_misfits(self) -> list[str]:
-        problems = []
-        if self.compute == "fp8" and self.method == "lora":
-            problems.append(
-                "compute: fp8 cannot be combined with method: lora, whose frozen weights are 16-bit;"
-                " set method: fp8, which also stores them in FP8, or method: qlora for 4 bits"
-            )
-        if self.compute == "bf16" and self.method == "fp8":
-            problems.append(
-                "compute: bf16 cannot be combined with method: fp8, whose weights are multiplied in FP8;"
-                " remove compute, or set method: lora or qlora"
-            )
-        if self.compute == "bf16" and self.precision in ("fp16", "fp32"):
-            problems.append(
-                f"compute: bf16 cannot be combined with precision: {self.precision}, which sets the GEMM precision;"
-                " remove compute, or set precision: bf16"
-            )
-        if self.compute == "fp8" and self.layers == "own":
-            problems.append(
-                "compute: fp8 cannot be combined with layers: own, which multiply in 16 bits;"
-                " set layers: fast, or remove compute"
-            )
-        if self.compute == "fp8" and self.method == "qlora" and (self.lora.dropout or self.lora.dora):
-            problems.append(
-                "compute: fp8 cannot be combined with lora.dropout or lora.dora, which run in PEFT, in 16 bits;"
-                " remove compute, or remove them"
-            )
-        if self.compute == "fp8" and self.storage == "nvfp4":
-            problems.append(
-                "compute: fp8 cannot be combined with storage: nvfp4, which is dequantized to 16 bits for GEMMs;"
-                " remove compute, or set storage: nf4"
-            )
-        return problems
+        fp8, bf16 = self.compute == "fp8", self.compute == "bf16"
+        wrong = {
+            "compute: fp8 cannot be combined with method: lora, whose frozen weights are 16-bit;"
+            " set method: fp8, which also stores them in FP8, or method: qlora for 4 bits": fp8 and self.method == "lora",
+            "compute: bf16 cannot be combined with method: fp8, whose weights are multiplied in FP8;"
+            " remove compute, or set method: lora or qlora": bf16 and self.method == "fp8",
+            f"compute: bf16 cannot be combined with precision: {self.precision}, which sets the GEMM precision;"
+            " remove compute, or set precision: bf16": bf16 and self.precision in ("fp16", "fp32"),
+            "compute: fp8 cannot be combined with layers: own, which multiply in 16 bits;"
+            " set layers: fast, or remove compute": fp8 and self.layers == "own",
+            "compute: fp8 cannot be combined with lora.dropout or lora.dora, which run in PEFT, in 16 bits;"
+            " remove compute, or remove them": fp8 and self.method == "qlora" and (self.lora.dropout or self.lora.dora),
+            "compute: fp8 cannot be combined with storage: nvfp4, which is dequantized to 16 bits for GEMMs;"
+            " remove compute, or set storage: nf4": fp8 and self.storage == "nvfp4",
+        }
+        return [text for text, applies in wrong.items() if applies]
 
     def _shard_misfits(self) -> list[str]:
         shard, problems = self.world.shard, []

@@ -7,14 +7,11 @@ and is refused where somebody sets it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
 from pronghorn.recipe_section import NonNegative, Positive, Section
-
-if TYPE_CHECKING:
-    from pronghorn.recipe import Recipe
 
 Name = Literal["supervised", "dpo", "rpo", "simpo", "cpo", "orpo", "kto", "reward", "grpo", "gspo", "rloo"]
 Loss = Literal["sigmoid", "ipo", "hinge", "kto", "apo_zero", "dapo", "dr_grpo", "bnpo", "grpo", "cispo"]
@@ -126,7 +123,7 @@ class Objective(Section):
                 "objective.label_smoothing: the loss ipo has no label smoothing; remove it, or set objective.loss: sigmoid"
             )
         if self.beta == 0.0 and self.kind.reads != "prompts":
-            problems.append(f"objective.beta: {self} needs a beta above 0; set objective.beta: {own['beta']}")
+            problems.append(f"objective.beta: 0 is out of range for {self}; write a number in range such as {own['beta']}")
         if self.loss == "cispo" and self.clip is not None and self.clip[1] < 1.0:
             problems.append("objective.clip: with the loss cispo its second number limits the ratio itself; set [0.2, 5.0]")
         if self.clip is not None and self.clip[0] >= 1.0:
@@ -146,7 +143,7 @@ class Objective(Section):
         return self.name
 
 
-def data_misfits(recipe: Recipe) -> list[str]:
+def data_misfits(recipe: Any) -> list[str]:
     """`key: what; fix`, of what cannot be done to answers that are compared."""
     if recipe.objective.kind.reads not in ("pairs", "marked"):
         return []

@@ -4,15 +4,12 @@ they are worth. Names and defaults are those of TRL's GRPOTrainer where it has t
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from pronghorn.recipe_section import Positive, Section
-
-if TYPE_CHECKING:
-    from pronghorn.recipe import Recipe
 
 Name = Annotated[str, Field(min_length=1)]
 OWN = "own"
@@ -92,7 +89,7 @@ class Reward(Section):
         return self.name or self.metric or self.function or ""
 
 
-def rollout_misfits(recipe: Recipe) -> list[str]:
+def rollout_misfits(recipe: Any) -> list[str]:
     """`key: what; fix`, of what does not fit together in a recipe of reinforcement learning, or does not belong to another."""
     if recipe.objective.kind.reads != "prompts":
         found = [key for key, given in (("rewards", recipe.rewards), ("rollouts", recipe.rollouts)) if given]
@@ -102,7 +99,7 @@ def rollout_misfits(recipe: Recipe) -> list[str]:
     return [*_rewards(recipe), *_sizes(recipe), *_others(recipe), *_engine(recipe)]
 
 
-def _rewards(recipe: Recipe) -> list[str]:
+def _rewards(recipe: Any) -> list[str]:
     problems, names = [], [reward.called for reward in recipe.rewards]
     for i, reward in enumerate(recipe.rewards):
         if (reward.metric is None) == (reward.function is None):
@@ -119,7 +116,7 @@ def _rewards(recipe: Recipe) -> list[str]:
     return problems
 
 
-def _sizes(recipe: Recipe) -> list[str]:
+def _sizes(recipe: Any) -> list[str]:
     problems, spec, objective = [], recipe.answering, recipe.objective
     if spec.answers < 2 and (objective.name == "rloo" or objective.scale in ("group", "none")):
         problems.append(
@@ -136,7 +133,7 @@ def _sizes(recipe: Recipe) -> list[str]:
     return problems
 
 
-def _others(recipe: Recipe) -> list[str]:
+def _others(recipe: Any) -> list[str]:
     objective, problems = recipe.objective, []
     if recipe.layers == "own":
         problems.append("layers: own cannot generate answers in a step; set layers: fast")
@@ -160,7 +157,7 @@ def _others(recipe: Recipe) -> list[str]:
     return problems
 
 
-def _engine(recipe: Recipe) -> list[str]:
+def _engine(recipe: Any) -> list[str]:
     spec, problems = recipe.answering, []
     if spec.engine == OWN:
         given = spec.engine_seconds != Rollouts.model_fields["engine_seconds"].default

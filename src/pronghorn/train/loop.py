@@ -31,13 +31,12 @@ from pronghorn.train.checkpoint.checkpoint import capture_rng, clean_leftovers, 
 from pronghorn.train.checkpoint.saving import saver_of, try_first_save
 from pronghorn.train.dist.world import World
 from pronghorn.train.run.answers import RunAnswers
-from pronghorn.train.run.evaluate import Evaluation, evaluate
 from pronghorn.train.run.run_events import foretold, log_end, log_experts, log_start, log_step
 from pronghorn.train.run.run_folder import RunFolder, set_aside
 from pronghorn.train.run.signals import StopRequest
 from pronghorn.train.setup.setup import Session, set_up
 from pronghorn.train.step.health import BrokenWeights, Offenders, listed, offending_rows, require_sound
-from pronghorn.train.step.memory import COMPARED_AFTER, WARM_UP, evaluation_capacity, main_memory, out_of_memory
+from pronghorn.train.step.memory import COMPARED_AFTER, WARM_UP, main_memory, out_of_memory
 from pronghorn.train.step.optim import lr_scale, set_lr
 from pronghorn.train.step.spikes import GaveUp, LeftOut, Rewind
 from pronghorn.train.step.step import StepResult
@@ -384,36 +383,20 @@ class _Run:
         )
         return Offenders(session.world.joined(found[0]), session.world.joined(found[1]))
 
-    def _measured(self) -> Evaluation:
-        session = self.session
-        assert session.source.held_out is not None
-        with self.stages("evaluate"):
-            if session.source.evaluates:
-                return session.source.evaluate(session.model)
-            return evaluate(
-                session.model,
-                session.source.held_out,
-                capacity=evaluation_capacity(session.recipe),
-                device=session.device,
-                pad_id=session.source.pad_id,
-                autocast=session.autocast,
-                progress=self.display.progress,
-                objective=session.objective,
-                world=session.world,
-            )
-
     def _measure_before_training(self) -> None:
         """What answers score before the first step, where the source measures that."""
         source = self.session.source
         if source.evaluates and source.held_out is not None and not self.session.step:
-            found = self._measured()
+            with self.stages("evaluate"):
+                found = self._answers.measure()
             self.log.write("base", metrics=found.figures, samples=found.samples)
 
     def _evaluate(self) -> str:
         """Returns the reason to stop, or nothing."""
         session, recipe = self.session, self.session.recipe
         began = time.perf_counter()
-        result = self._measured()
+        with self.stages("evaluate"):
+            result = self._answers.measure()
         with self.stages("answers"):
             answered = session.on_writer(self._answers.evaluate)
         if result.figures:

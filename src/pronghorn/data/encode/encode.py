@@ -111,6 +111,14 @@ class Encoder:
     def _asked(self, example: Example) -> TokenRow:
         """A prompt as the model is given it. Nothing of it carries loss."""
         question = replace(example, messages=example.messages[: example.prompt_messages], completion="")
+        self.prepare_for(question)
+        named = self._chat.control_token(question.messages) if self._chat and self._controls != "keep" else ""
+        if named:
+            raise RowError(
+                f"a message contains the control token {named}", where=example.where,
+                why="inside a prompt it would start or end a turn, and prompts are given to the model whole",
+                fix="remove it from the row, or set data.control_tokens: keep",
+            )  # fmt: skip
         ids = np.array(self.prompt_ids(question), np.int32)
         return TokenRow(ids, (), example.where, example.to_json())
 

@@ -10,7 +10,7 @@ import base64
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ import torch
 
 from pronghorn.data.encode.tokens import TokenRow, TokenTable
 from pronghorn.data.pack.batches import ENTRIES, Shapes
-from pronghorn.data.pack.loader import State, StepBatch, evaluation_batches
+from pronghorn.data.pack.loader import State, StepBatch, StepPacking, evaluation_batches
 from pronghorn.data.pack.packing import max_documents, pack_in_order
 from pronghorn.data.preference.pair_packing import groups_of
 from pronghorn.hf_types import HFModel
@@ -26,13 +26,26 @@ from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.text_stack import in_mode
 from pronghorn.recipe import Recipe
 from pronghorn.train.dist.world import World
+from pronghorn.train.objectives import Objective
+from pronghorn.train.objectives.objective import Autocast
 from pronghorn.train.objectives.policy import ADVANTAGE, REFERENCE, SAMPLED, Policy
-
-if TYPE_CHECKING:
-    from pronghorn.train.source.rollouts import RolloutSource
 
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
+
+
+class Prompts(Protocol):
+    """The source (rollouts.py), as it is used here."""
+
+    recipe: Recipe
+    train: TokenTable
+    shared: bool
+    pad_id: int
+    objective: Objective
+    world: World
+    device: torch.device
+    autocast: Autocast
+    packing: StepPacking
 
 
 @dataclass
@@ -72,7 +85,9 @@ class Rolled:
             [
                 one.number,
                 one.row,
-                *map(_packed, (one.tokens, one.sampled, one.reference)),
+                _packed(one.tokens),
+                _packed(one.sampled),
+                _packed(one.reference),
                 one.rewards,
                 one.masked,
                 one.advantages,
@@ -93,7 +108,7 @@ class Rolled:
             figures,
         )  # fmt: skip
 
-    def add_reference(self, source: RolloutSource, model: HFModel) -> None:
+    def add_reference(self, source: Prompts, model: HFModel) -> None:
         """What the model says of the answers with its adapters off."""
         engine = engine_of(model)
         assert engine is not None
@@ -103,9 +118,7 @@ class Rolled:
             group.reference = own
 
 
-def said_of(
-    source: RolloutSource, model: HFModel, groups: Sequence[Learned], temperature: float | None = None
-) -> list[list[Floats]]:
+def said_of(source: Prompts, model: HFModel, groups: Sequence[Learned], temperature: float | None = None) -> list[list[Floats]]:
     """Log-probabilities of all answers of each group, as the model stands."""
     table = RolloutTable.of_groups(source, groups, all_answers=True)
     if table is None:
@@ -130,7 +143,7 @@ class RolloutTable(TokenTable):
     given: list[Floats]
 
     @classmethod
-    def of_groups(cls, source: RolloutSource, groups: Sequence[Learned], *, all_answers: bool = False) -> RolloutTable | None:
+    def of_groups(cls, source: Prompts, groups: Sequence[Learned], *, all_answers: bool = False) -> RolloutTable | None:
         """None without a row. `all_answers`: also those that are no part of the loss."""
         rows: list[TokenRow] = []
         given: list[Floats] = []
@@ -161,7 +174,7 @@ class RolloutTable(TokenTable):
         return table
 
 
-def _firsts(prompt: int, lengths: Sequence[int], source: RolloutSource) -> set[int]:
+def _firsts(prompt: int, lengths: Sequence[int], source: Prompts) -> set[int]:
     """Which answers begin a group of their own, because the one before has no room for them."""
     capacity = source.recipe.train.capacity
     firsts, room, count = set[int](), 0, 0
@@ -173,7 +186,7 @@ def _firsts(prompt: int, lengths: Sequence[int], source: RolloutSource) -> set[i
     return firsts
 
 
-def rollout_step(source: RolloutSource, rolled: Rolled, after: State, epoch: float) -> StepBatch:
+def rollout_step(source: Prompts, rolled: Rolled, after: State, epoch: float) -> StepBatch:
     """Without batches if no rank has something to learn from. Each rank packs its own answers; counts are those of all."""
     if not rolled.learns:
         return StepBatch((), source.train, after, epoch)

@@ -19,7 +19,6 @@ import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -30,10 +29,7 @@ from pronghorn.model.export import save_model
 from pronghorn.recipe import Recipe
 from pronghorn.train.dist.world import World
 from pronghorn.train.objectives.policy import MISMATCH, STOPPED
-from pronghorn.train.source.rollout_rows import Floats, Learned, Rolled, said_of
-
-if TYPE_CHECKING:
-    from pronghorn.train.source.rollouts import RolloutSource
+from pronghorn.train.source.rollout_rows import Floats, Learned, Prompts, Rolled, said_of
 
 FOLDER = "served"  # in the run's
 CAP = 3.0  # of an answer's weight
@@ -80,7 +76,7 @@ class Served:
             self._version, self.server.adapter = version, name
         return self.server
 
-    def correct(self, source: RolloutSource, model: HFModel, rolled: Rolled) -> None:
+    def correct(self, source: Prompts, model: HFModel, rolled: Rolled) -> None:
         """Answers get their weights, and the learner's log-probabilities in place of the server's."""
         apart, tokens, answers, masked, added = 0.0, 0.0, 0.0, 0.0, 0.0
         for group, own in zip(rolled.groups, said_of(source, model, rolled.groups), strict=True):
@@ -108,7 +104,7 @@ class Served:
             "sampling/masked_ratio": masked / max(1.0, answers),
         }
 
-    def _require_moved(self, source: RolloutSource, model: HFModel, groups: Sequence[Learned]) -> None:
+    def _require_moved(self, source: Prompts, model: HFModel, groups: Sequence[Learned]) -> None:
         if self._read is None and groups:
             first = groups[0]
             blank = [0.0] * min(PROBED, len(first))
@@ -133,7 +129,7 @@ class Served:
                 "same command again",
             )
 
-    def _probed(self, source: RolloutSource, model: HFModel) -> tuple[Floats, Floats]:
+    def _probed(self, source: Prompts, model: HFModel) -> tuple[Floats, Floats]:
         """At temperature 1, one after the other."""
         if self._probe is None:
             return np.zeros(0, np.float32), np.zeros(0, np.float32)
