@@ -41,7 +41,7 @@ class EvaluationRequest:
     metric_file: Path | None = None
     base: bool = False
     answers: Path | None = None  # where to write them
-    reward_file: Path | None = None
+    files: Mapping[str, Path | None] = field(default_factory=dict)  # reward_file, episode_file
 
 
 def evaluate_run(
@@ -54,7 +54,7 @@ def evaluate_run(
     recipe = trained.recipe
     if recipe.objective.kind.reads == "prompts":
         beside = bool(asked.spec) or own is not None or asked.base or asked.answers is not None
-        return evaluate_rewards(trained, data=data, report=report, reward_file=asked.reward_file, metrics=beside)
+        return evaluate_rewards(trained, data=data, report=report, metrics=beside, **asked.files)
     spec = spec_of(recipe.eval, asked.spec)
     tokenizer = trained.tokenizer()
     if data:

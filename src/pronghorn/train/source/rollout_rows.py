@@ -60,10 +60,19 @@ class Learned:
     masked: list[bool]  # no part of the loss
     reference: list[Floats] = field(default_factory=list)
     advantages: list[float] = field(default_factory=list)
+    # of episodes: where the answers stand among the tokens, which then begin with the prompt
+    runs: list[list[Sequence[int]]] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)  # of the answers of a server, which advantages are multiplied by
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def whole(self, i: int, source: Prompts) -> tuple[Ints, tuple[tuple[int, int], ...], int]:
+        """All tokens of an answer's row, those that carry loss, and how many of them are the prompt's."""
+        if self.runs:
+            return self.tokens[i], tuple((a, b) for a, b in self.runs[i]), 0
+        prompt = source.train.ids(self.row)
+        return np.concatenate([prompt, self.tokens[i]]), ((len(prompt), len(prompt) + len(self.tokens[i])),), len(prompt)
 
     @property
     def signal(self) -> bool:
@@ -91,6 +100,7 @@ class Rolled:
                 one.rewards,
                 one.masked,
                 one.advantages,
+                one.runs,
             ]
             for one in self.groups
         ]
@@ -102,8 +112,8 @@ class Rolled:
         return cls(
             [
                 Learned(number, row, _unpacked(tokens, np.int32), _unpacked(sampled, np.float32), rewards, masked,
-                        _unpacked(reference, np.float32), advantages)
-                for number, row, tokens, sampled, reference, rewards, masked, advantages in groups
+                        _unpacked(reference, np.float32), advantages, runs)
+                for number, row, tokens, sampled, reference, rewards, masked, advantages, runs in groups
             ],
             figures,
         )  # fmt: skip
@@ -148,19 +158,17 @@ class RolloutTable(TokenTable):
         rows: list[TokenRow] = []
         given: list[Floats] = []
         for group in groups:
-            prompt, where = source.train.ids(group.row), source.train.where(group.row)
+            where = source.train.where(group.row)
             chosen = [i for i in range(len(group)) if all_answers or not group.masked[i]]
             firsts = (
-                _firsts(len(prompt), [len(group.tokens[i]) for i in chosen], source)
+                _firsts(len(source.train.ids(group.row)), [len(group.tokens[i]) for i in chosen], source)
                 if source.shared
                 else set(range(len(chosen)))
             )
             for place, i in enumerate(chosen):
-                tokens = group.tokens[i]
-                runs = ((len(prompt), len(prompt) + len(tokens)),)
-                pair = (place in firsts, 0, len(prompt), 0.0)
-                rows.append(TokenRow(np.concatenate([prompt, tokens]), runs, f"answer {i + 1} to {where}", pair=pair))
-                numbers = np.zeros((REFERENCE + 1, len(tokens)), np.float32)
+                ids, runs, prompt = group.whole(i, source)
+                rows.append(TokenRow(ids, runs, f"answer {i + 1} to {where}", pair=(place in firsts, 0, prompt, 0.0)))
+                numbers = np.zeros((REFERENCE + 1, len(group.sampled[i])), np.float32)
                 numbers[ADVANTAGE] = group.advantages[i] if group.advantages else 0.0
                 numbers[SAMPLED] = group.sampled[i]
                 numbers[REFERENCE] = group.reference[i] if group.reference else 0.0
@@ -203,11 +211,11 @@ def rollout_step(source: Prompts, rolled: Rolled, after: State, epoch: float) ->
     return replace(step, elsewhere=(int(tokens) - step.tokens, int(labels) - step.loss_tokens))
 
 
-def rollout_shapes(recipe: Recipe, prompts: TokenTable, shared: bool) -> Shapes:
+def rollout_shapes(recipe: Recipe, prompts: TokenTable, shared: bool, longest_prompt: int) -> Shapes:
     """By limits alone: nobody knows the answers yet. Sizes fit packs of answers of full length to prompts of the mean length,
     or of answers half as long; and any pack there can be."""
     capacity, spec = recipe.train.capacity, recipe.answering
-    mean, most = float(prompts.lengths.mean()), int(prompts.lengths.max())
+    mean, most = float(prompts.lengths.mean()), longest_prompt
     answers, step = spec.answers if shared else 1, max(16, capacity // 16)
     group = mean + answers * spec.max_new_tokens
     labels = min(capacity, -(-int(capacity * answers * spec.max_new_tokens / group) // step) * step)

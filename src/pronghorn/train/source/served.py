@@ -107,9 +107,8 @@ class Served:
     def _require_moved(self, source: Prompts, model: HFModel, groups: Sequence[Learned]) -> None:
         if self._read is None and groups:
             first = groups[0]
-            blank = [0.0] * min(PROBED, len(first))
-            tokens, sampled = first.tokens[:PROBED], first.sampled[:PROBED]
-            self._probe = Learned(first.number, first.row, tokens, sampled, blank, [False] * len(blank))
+            tokens, sampled, runs = first.tokens[:PROBED], first.sampled[:PROBED], first.runs[:PROBED]
+            self._probe = Learned(first.number, first.row, tokens, sampled, [0.0] * PROBED, [False] * PROBED, runs=runs)
         now = self._probed(source, model)
         before, self._read = self._read or now, self._read or now
         learner, server = now[0] - before[0], now[1] - before[1]
@@ -133,7 +132,9 @@ class Served:
         """At temperature 1, one after the other."""
         if self._probe is None:
             return np.zeros(0, np.float32), np.zeros(0, np.float32)
-        prompt = source.train.ids(self._probe.row).tolist()
         (learner,) = said_of(source, model, [self._probe], temperature=1.0)
-        server = [self.server.log_probs([*prompt, *one.tolist()])[len(prompt) - 1 :] for one in self._probe.tokens]
-        return np.concatenate(learner), np.concatenate([np.array(one, np.float32) for one in server])
+        server: list[float] = []
+        for ids, runs, _ in (self._probe.whole(i, source) for i in range(len(self._probe))):
+            found = self.server.log_probs(ids.tolist())  # from the second token on
+            server += [one for start, stop in runs for one in found[start - 1 : stop - 1]]
+        return np.concatenate(learner), np.array(server, np.float32)
