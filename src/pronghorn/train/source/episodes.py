@@ -8,6 +8,8 @@ chat template puts there, found by rendering a marker in place of the answer.
 
 from __future__ import annotations
 
+import json
+import re
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +28,7 @@ from pronghorn.rewards.episodes import Asked, EpisodePool
 from pronghorn.rewards.pool import Fault, Reward
 from pronghorn.rewards.scoring import GB, Scored
 
+SURROGATES = re.compile("[\ud800-\udfff]")
 EPISODE = "episode"  # the reward that it returns, in figures
 MARKER = "the-answer-stands-here"
 GROWS = "an episode asks the whole conversation so far: what it asked before, the answer, and what is new"
@@ -120,8 +123,10 @@ class Episodes:
         before, first = episode.said, episode.turns == 0
         if not first and (type(said) is not type(before) or (tools is not None and tools != episode.tools)):
             raise DataError(GROWS, why="it has another form, or other tools")
-        if not isinstance(said, str | list) or not said:
-            raise DataError("ask(...) takes messages, a text or token ids", why=f"it got {said!r:.100}")
+        if not isinstance(said, str | list) or not said or not isinstance(tools, list | None):
+            raise DataError("ask(...) takes messages, a text or token ids, and a list of tools", why=f"it got {said!r:.100}")
+        if any(SURROGATES.search(text) for text in (json.dumps(said, ensure_ascii=False), json.dumps(tools, ensure_ascii=False))):
+            raise DataError("a text has half a letter", why="surrogates such as \\ud800 have no tokens")
         if isinstance(said, str):
             ids = self._of_text(episode, said)
         elif all(type(one) is int for one in said):
