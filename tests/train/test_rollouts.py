@@ -13,6 +13,7 @@ import pytest
 from rank_processes import in_ranks
 from watching import Silent, events_of, losses_of, notices_of, same, saved, weights
 
+from pronghorn.cli.evaluating import text
 from pronghorn.errors import CommandError, DataError, HealthStop, RecipeError
 from pronghorn.generation.generator import Generator
 from pronghorn.recipe import Recipe
@@ -20,6 +21,7 @@ from pronghorn.report.html import write_html
 from pronghorn.train.checkpoint.checkpoint import latest_checkpoint
 from pronghorn.train.loop import train
 from pronghorn.train.objectives.policy import MISMATCH
+from pronghorn.train.run.run_evaluation import EvaluationRequest, evaluate_run
 from pronghorn.train.setup.check import check_run
 from samples import make_lively_model, write_rows
 
@@ -180,7 +182,7 @@ def test_the_divergence_is_from_the_model_before_training(rl: RecipeFor) -> None
 
 @pytest.mark.parametrize("objective", [{"name": "grpo", "scale": "batch", "updates": 2}, {"name": "gspo"}])
 def test_two_ranks_answer_prompts_of_their_own(objective: dict[str, Any], rl: RecipeFor, tmp_path: Path) -> None:
-    recipe = rl(objective=objective)
+    recipe = rl(objective=objective, data={"eval": 0.3})
     two = recipe.model_copy(update={"output": recipe.output + "-two"})
     found = in_ranks(lambda world: train(two, display=Silent(), world=world).step, tmp_path / "told")
     assert found == [(0, "4")] * 2
@@ -188,6 +190,24 @@ def test_two_ranks_answer_prompts_of_their_own(objective: dict[str, Any], rl: Re
     assert losses_of(two.output) == pytest.approx(losses_of(recipe.output), abs=1e-6)
     for one, other in zip(rewards_of(recipe.output), rewards_of(two.output), strict=True):
         assert other == pytest.approx(one, rel=1e-4, abs=1e-6)
+    for one, other in zip(events_of(recipe.output, "eval"), events_of(two.output, "eval"), strict=True):
+        assert other["metrics"] == pytest.approx(one["metrics"])
+
+
+def test_eval_measures_the_rewards_again(rl: RecipeFor, tmp_path: Path) -> None:
+    prompts = write_rows(tmp_path / "held.jsonl", [{"prompt": f"Tell {i}!", "answer": "odd"} for i in range(3)])
+    file = reward_file(tmp_path)
+    recipe = rl(rewards=[], data={"eval": str(prompts)}, train={"steps": 2})
+    result = train(recipe, display=Silent(), reward_file=file)
+    (last,) = events_of(result.folder, "eval")
+    asked = EvaluationRequest(reward_file=file)
+    found = evaluate_run(result.folder, "last", data=None, report=lambda *_: None, asked=asked)
+    assert found["figures"] == pytest.approx(last["metrics"])
+    assert found["samples"] == 3
+    assert evaluate_run(result.folder, "last", data=str(prompts), report=lambda *_: None, asked=asked) == found
+    assert "3 held-out prompts\nreward 0." in text(found)
+    with pytest.raises(CommandError, match="measured by its rewards"):
+        evaluate_run(result.folder, "last", data=None, report=lambda *_: None, asked=EvaluationRequest(base=True))
 
 
 FAULTS = """

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from pronghorn.data.encode.tokens import TokenTable, padding_id
 from pronghorn.data.pack.batches import Shapes
@@ -97,6 +98,7 @@ class RolloutSource(Source):
         self._generator: Generator | None = None
         self._served = Served(recipe) if spec.engine != OWN else None
         self._told: set[str] = set()
+        self._order: tuple[int, npt.NDArray[np.int64]] | None = None  # an epoch, and its rows
 
     @classmethod
     def of(
@@ -134,7 +136,7 @@ class RolloutSource(Source):
         self._try_rewards()
 
     def _try_rewards(self) -> None:
-        """Of each row what no metric could meet is refused; then some are scored with their expected answers."""
+        """Refuses rows that no answer could meet a metric on; then scores some with their expected answers."""
         for table in (self.train, self.held_out):
             for row in range(len(table or ())):
                 assert table is not None
@@ -152,7 +154,7 @@ class RolloutSource(Source):
         return {"data": self._key(self.train), "held_out": self._key(self.held_out)}
 
     def _key(self, table: TokenTable | None) -> str:
-        """Of the prompts and of all that rewards get."""
+        """A digest of the prompts and of all that rewards get."""
         if table is None:
             return ""
         digest = hashlib.sha256(data_key(table, self.pad_id).encode())
@@ -194,13 +196,16 @@ class RolloutSource(Source):
         if self._rolled is not None:
             after["held"] = rolled.as_json(self.world)
         step = rollout_step(self, rolled, after, epoch)
-        return replace(step, figures=figures, told=told, samples=samples)
+        # what a later update gains may be clipped everywhere
+        return replace(step, figures=figures, told=told, samples=samples, may_rest=figures.get("update", 1.0) > 1.0)
 
     def _row_of(self, number: int) -> int:
         """The row of the n-th prompt of the run."""
         epoch, place = divmod(number, len(self.train))
-        order = np.random.Generator(np.random.Philox(key=[self.recipe.train.seed, epoch])).permutation(len(self.train))
-        return int(order[place])
+        if self._order is None or self._order[0] != epoch:
+            chance = np.random.Generator(np.random.Philox(key=[self.recipe.train.seed, epoch]))
+            self._order = (epoch, chance.permutation(len(self.train)))
+        return int(self._order[1][place])
 
     def _roll(self, model: HFModel) -> Rolled:
         first = self._rollouts * self.spec.prompts
