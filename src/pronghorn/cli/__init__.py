@@ -309,8 +309,8 @@ def evaluate(arguments: argparse.Namespace) -> None:
                 chat=arguments.lm_eval_chat,
             )
         else:
-            own, spec = starting.own_code(arguments), evaluating.spec(arguments)
-            asked = EvaluationRequest(spec, arguments.metric_file, arguments.base, arguments.answers, own)
+            spec, own = evaluating.spec(arguments), starting.own_code(arguments)
+            asked = EvaluationRequest(spec, arguments.metric_file, arguments.base, arguments.answers, **own)
             figures = evaluate_run(run, which, data=arguments.data, report=display.progress, asked=asked)
     say(arguments, figures, evaluating.text(figures))
 

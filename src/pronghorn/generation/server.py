@@ -114,7 +114,7 @@ class Server:
         return found
 
     def log_probs(self, ids: Sequence[int]) -> list[float]:
-        """Of each token but the first, at temperature 1."""
+        """Those of each token but the first, at temperature 1."""
         if self.kind is KINDS["sglang"]:
             once = {"max_new_tokens": 1, "temperature": 0.0}
             asked = {"input_ids": list(ids), "sampling_params": once, "return_logprob": True, "logprob_start_len": 0}

@@ -21,7 +21,7 @@ LONGEST = 1 << 28  # bytes of a line
 
 
 @dataclass(frozen=True)
-class Answer:
+class Turn:
     """What `await ask(...)` returns."""
 
     text: str
@@ -49,7 +49,7 @@ async def serve(episode: Reward, path: Path, reply: Callable[..., None]) -> None
     waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
 
     async def play(number: int, row: dict[str, Any]) -> None:
-        async def ask(said: Any, tools: Any = None) -> Answer:
+        async def ask(said: Any, tools: Any = None) -> Turn:
             if number in waiting:
                 raise RuntimeError("an episode asks one question at a time")
             waiting[number] = loop.create_future()
@@ -60,7 +60,7 @@ async def serve(episode: Reward, path: Path, reply: Callable[..., None]) -> None
                 del waiting[number]
             if "refused" in answer:
                 raise ValueError(answer["refused"])
-            return Answer(**answer)
+            return Turn(**answer)
 
         try:
             reply(episode=number, reward=number_of(await episode(row, ask)))

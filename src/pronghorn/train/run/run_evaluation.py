@@ -41,7 +41,8 @@ class EvaluationRequest:
     metric_file: Path | None = None
     base: bool = False
     answers: Path | None = None  # where to write them
-    files: Mapping[str, Path | None] = field(default_factory=dict)  # reward_file, episode_file
+    reward_file: Path | None = None
+    episode_file: Path | None = None
 
 
 def evaluate_run(
@@ -54,7 +55,9 @@ def evaluate_run(
     recipe = trained.recipe
     if recipe.objective.kind.reads == "prompts":
         beside = bool(asked.spec) or own is not None or asked.base or asked.answers is not None
-        return evaluate_rewards(trained, data=data, report=report, metrics=beside, **asked.files)
+        return evaluate_rewards(
+            trained, data=data, report=report, metrics=beside, reward_file=asked.reward_file, episode_file=asked.episode_file
+        )
     spec = spec_of(recipe.eval, asked.spec)
     tokenizer = trained.tokenizer()
     if data:

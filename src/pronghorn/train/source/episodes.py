@@ -125,7 +125,7 @@ class Episodes:
             raise DataError(GROWS, why="it has another form, or other tools")
         if not isinstance(said, str | list) or not said or not isinstance(tools, list | None):
             raise DataError("ask(...) takes messages, a text or token ids, and a list of tools", why=f"it got {said!r:.100}")
-        if any(SURROGATES.search(text) for text in (json.dumps(said, ensure_ascii=False), json.dumps(tools, ensure_ascii=False))):
+        if SURROGATES.search(json.dumps([said, tools], ensure_ascii=False)):
             raise DataError("a text has half a letter", why="surrogates such as \\ud800 have no tokens")
         if isinstance(said, str):
             ids = self._of_text(episode, said)
