@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,10 @@ from watching import Silent, events_of, saved
 from pronghorn.errors import EnvironmentFault, HealthStop
 from pronghorn.generation.server import Server
 from pronghorn.recipe import Recipe
+from pronghorn.recipe_rollouts import Rollouts
 from pronghorn.train.loop import train
 from pronghorn.train.objectives.policy import MISMATCH
-from pronghorn.train.source import served
+from pronghorn.train.source import RolloutSource, served
 from pronghorn.train.source.rollout_rows import Learned, Rolled
 from samples import make_lively_model, write_rows
 from stub_server import Stub
@@ -137,6 +139,10 @@ def test_weights_of_answers_are_those_of_trl(monkeypatch: pytest.MonkeyPatch) ->
     assert group.sampled == learner
     assert rolled.figures[MISMATCH] == pytest.approx((0 + 0.2 + 0.5) / 3)
     assert rolled.figures["sampling/masked_ratio"] == pytest.approx(1 / 3)
+    group.rewards, objective = [1.0, 2.0, 6.0], SimpleNamespace(name="grpo", scale="none", beta=0.0)
+    whole: Any = SimpleNamespace(recipe=SimpleNamespace(objective=objective), world=served.World(), spec=Rollouts(), _idle=0)
+    RolloutSource._advance(whole, rolled)
+    assert group.advantages == pytest.approx([-2.0, -np.exp(-0.6), 0.0])
 
 
 def test_no_server_no_run(asked: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:

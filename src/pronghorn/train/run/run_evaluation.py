@@ -55,9 +55,8 @@ def evaluate_run(
     recipe = trained.recipe
     if recipe.objective.kind.reads == "prompts":
         beside = bool(asked.spec) or own is not None or asked.base or asked.answers is not None
-        return evaluate_rewards(
-            trained, data=data, report=report, metrics=beside, reward_file=asked.reward_file, episode_file=asked.episode_file
-        )
+        files = {"reward_file": asked.reward_file, "episode_file": asked.episode_file}
+        return evaluate_rewards(trained, data=data, report=report, metrics=beside, **files)
     spec = spec_of(recipe.eval, asked.spec)
     tokenizer = trained.tokenizer()
     if data:
