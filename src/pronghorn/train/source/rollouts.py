@@ -34,6 +34,7 @@ from pronghorn.generation.server import Server
 from pronghorn.hf_types import HFModel, Tokenizer
 from pronghorn.memory.pages import answering_bytes, slots_of, stored_tokens
 from pronghorn.model.config import read_config
+from pronghorn.model.families import why_not_fast
 from pronghorn.model.generate import end_tokens
 from pronghorn.recipe import Recipe
 from pronghorn.recipe_rollouts import OWN
@@ -105,6 +106,12 @@ class RolloutSource(Source):
         cls, recipe: Recipe, tokenizer: Tokenizer, *, report: Report, stage: StageTimer, reward_file: Path | None = None,
         episode_file: Path | None = None,
     ) -> Self:  # fmt: skip
+        if why := why_not_fast(read_config(recipe.model)):
+            raise RecipeError(
+                what=f"objective {recipe.objective}: this model cannot answer prompts during a run",
+                why=f"answers are generated on the fast layers, and {why}",
+                fix="use another model, or objective: supervised, dpo or kto",
+            )
         scorer = Scorer(recipe.rewards, recipe.answering, reward_file, needed=episode_file is None)
 
         def read(names: Sequence[Name]) -> Prepared:
@@ -181,6 +188,9 @@ class RolloutSource(Source):
         super().start(state, **run)
         state = state or {"rollouts": 0, "update": 0, "idle": 0}
         self._rollouts, self._update, self._idle = state["rollouts"], state["update"], state["idle"]
+        self._late: tuple[str, ...] = ()  # told with the next rollout
+        if state.get("rewards", self.scorer.digest) != self.scorer.digest:
+            self._late = ("the reward file changed since the checkpoint: rewards before and after it may not be comparable",)
         self._rolled = Rolled.of_json(state["held"], self.world) if state.get("held") else None
 
     def next(self, model: HFModel) -> StepBatch:
@@ -188,11 +198,12 @@ class RolloutSource(Source):
             self._rolled = self._roll(model)
         rolled, self._update = self._rolled, self._update + 1
         told, samples = (rolled.told, rolled.samples) if self._update == 1 else ((), ())
+        told, self._late = self._late + told, ()
         figures = {**rolled.figures, **({"update": float(self._update)} if self.updates > 1 else {})}
         epoch = (self._rollouts + self._update / self.updates) * self.spec.prompts / len(self.train)
         if self._update == self.updates or not rolled.learns:
             self._rollouts, self._update, self._rolled = self._rollouts + 1, 0, None
-        after: State = {"rollouts": self._rollouts, "update": self._update, "idle": self._idle}
+        after: State = {"rollouts": self._rollouts, "update": self._update, "idle": self._idle, "rewards": self.scorer.digest}
         if self._rolled is not None:
             after["held"] = rolled.as_json(self.world)
         step = rollout_step(self, rolled, after, epoch)
@@ -241,7 +252,7 @@ class RolloutSource(Source):
             for row, own in zip(asked.values(), keys, strict=True)
         ]
         with self.autocast():
-            found = self._engine(model, len(stops)).generate(requests, self.report)
+            found = self._engine(model, len(stops)).generate(requests, self._generating)
         decode = self.tokenizer.decode
         return [
             Group(number, row, answers, [str(decode(answer.tokens, skip_special_tokens=True)) for answer in answers])
@@ -254,7 +265,7 @@ class RolloutSource(Source):
     ) -> list[Group]:  # fmt: skip
         def generate(requests: Sequence[Request]) -> list[list[Answer]]:
             with self.autocast():
-                return self._engine(model, len(stops)).generate(requests, self.report)
+                return self._engine(model, len(stops)).generate(requests, self._generating)
 
         said = [self._said(table, row) for row in asked.values() for _ in range(tries)]
         keys = [(self.recipe.train.seed, side, number, one) for number in asked for one in range(tries)]
@@ -265,6 +276,9 @@ class RolloutSource(Source):
             Group(number, row, [one.answer for one in part], [one.text for one in part], played=part)
             for (number, row), part in zip(asked.items(), parts, strict=True)
         ]
+
+    def _generating(self, _: str, done: int, total: int) -> None:
+        self.report("generating", done, total)
 
     def _engine(self, model: HFModel, stops: int) -> Generator | Server:
         """With the weights of now."""
@@ -345,10 +359,11 @@ class RolloutSource(Source):
         rolled.learns = answers > 0 and (signals > 0 or bool(objective.beta and objective.name != "rloo"))
         self._idle = 0 if signals else self._idle + 1
         if self._idle >= self.spec.patience:
-            reward = rolled.figures.get("reward", math.nan)
+            reward = rolled.figures.get("reward")
+            same = "no answer has one" if reward is None else f"{reward:.4g} on average"
             raise HealthStop(
                 what=f"no group of answers had a signal in {counted(self._idle, 'rollout')} in a row: all answers to a prompt "
-                f"have the same reward ({reward:.4g} on average)",
+                f"have the same reward ({same})",
                 why="without a difference there is nothing to learn",
                 fix="if this is the highest reward, the run is done; else try prompts that are sometimes solved, rewards with "
                 "more steps between wrong and right, or more rollouts.answers",
