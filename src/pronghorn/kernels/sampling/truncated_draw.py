@@ -23,7 +23,7 @@ from pronghorn.kernels.runtime.dispatch import jit, tl
 from pronghorn.kernels.sampling import draw
 from pronghorn.kernels.sampling.draw import _blocks_of, _scaled, _token_of
 
-SEARCH = 1024  # tokens at a time: 4 of a thread, with 8 sums each, in 110 registers (199 with 2,048)
+SEARCH = 1024  # tokens at a time: 4 of a thread, with 8 sums each (159 registers on 9.0)
 THRESHOLDS = 8  # 16 take a quarter fewer passes, of twice the instructions
 _MOST = tl.constexpr(3e38)
 
