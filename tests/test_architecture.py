@@ -275,6 +275,7 @@ WRITERS = {
     "run/run_evaluation.py": "a command of its own",
     "run/run_folder.py": "world.writes",
     "checkpoint/saving.py": "world.writes",
+    "source/served.py": "on_writer",
 }
 WRITING = {
     "RunLog",

@@ -21,6 +21,7 @@ from torch import Tensor
 from pronghorn.hf_types import HFModel
 from pronghorn.kernels.lora.fp8_lora import SplitTable
 from pronghorn.kernels.lora.multi_copy import CopyTable
+from pronghorn.kernels.lora.nf4_rows import reading_bits
 from pronghorn.kernels.lora.shared_buffers import SharedBuffers
 from pronghorn.kernels.loss.cross_entropy_rows import IGNORED
 from pronghorn.kernels.runtime.dispatch import say_once
@@ -149,7 +150,8 @@ class FastCausalLM:
         """The same after `prepare`, while weights and adapters stay as they are."""
         load = documents.load
         late = rows is not None and load is not None and load.coefficient != 0.0  # the auxiliary loss counts all tokens
-        with torch.autocast(h_TD.device.type, enabled=False):  # the layers choose their precision themselves
+        # The layers choose their precision themselves.
+        with torch.autocast(h_TD.device.type, enabled=False), reading_bits(documents.cache is not None):
             for layer in self.layers[:-1]:
                 h_TD = layer(h_TD, documents)
             h_TD = self.layers[-1](h_TD, documents, None if late else rows)
