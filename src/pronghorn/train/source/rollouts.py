@@ -130,6 +130,7 @@ class RolloutSource(Source):
         if not len(sides.train):
             raise DataError(what="no prompts are left", fix="run `pronghorn data stats` to see what was dropped and why")
         episodes = Episodes(episode_file, recipe, tokenizer) if episode_file is not None else None
+        scorer.digest += hashlib.sha256(episode_file.read_bytes()).hexdigest() if episode_file is not None else ""
         source = cls(recipe, tokenizer, sides.train, sides.held, prepared, scorer, report, episodes)
         source.remarks = [*prepared.remarks, *source.remarks, *(other.remarks if other else ()), *sides.remarks]
         source._try_rewards()
@@ -190,7 +191,8 @@ class RolloutSource(Source):
         self._rollouts, self._update, self._idle = state["rollouts"], state["update"], state["idle"]
         self._late: tuple[str, ...] = ()  # told with the next rollout
         if state.get("rewards", self.scorer.digest) != self.scorer.digest:
-            self._late = ("the reward file changed since the checkpoint: rewards before and after it may not be comparable",)
+            file = "reward or the episode" if self._episodes else "reward"
+            self._late = (f"the {file} file changed since the checkpoint: rewards before and after it may not be comparable",)
         self._rolled = Rolled.of_json(state["held"], self.world) if state.get("held") else None
 
     def next(self, model: HFModel) -> StepBatch:
