@@ -8,7 +8,7 @@ each of B rows, over their pages. Both are the `Cache` of their `Documents` (mod
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pronghorn.kernels.attention.attention import attention_forward
 from pronghorn.kernels.attention.attention_paged import PAGE, Segments, paged_attention
+from pronghorn.kernels.attention.attention_paged_torch import PagesRead
 from pronghorn.kernels.conv.short_conv import short_conv_forward
 from pronghorn.model.causal_lm import FastCausalLM
 from pronghorn.model.layers.mixers.attention import Attention
@@ -62,6 +63,13 @@ class MixerStates:
         for pages, rows in zip(self.pages[layer], (k_TKH, v_TKH), strict=True):
             pages[page_T, :, token_T] = rows.to(pages.dtype)
 
+    def clear(self, pages: Sequence[int]) -> None:
+        """Before they are used again, on a CPU: attention multiplies what lies beyond the last token by 0, and NaN stays NaN."""
+        chosen = torch.tensor(pages)
+        for pair in self.pages.values():
+            for stored in pair:
+                stored.index_fill_(0, chosen, 0.0)
+
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Inputs of convolutions, from the places of prompts to those of answers."""
         for inputs in self.inputs.values():
@@ -97,11 +105,12 @@ class Step:
     position_B: Tensor
     parts: Sequence[Segments]
     input_B: Tensor
+    read: dict[tuple[int | None, int], PagesRead] = field(default_factory=dict)  # of its layers, on a CPU
 
     def attend(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, out: Tensor, **options: Any) -> None:
         self.states.write(layer, self.place_B, k_TKH, v_TKH)
         given = {name: options[name] for name in ("scale", "window", "softcap", "sinks_N")}
-        paged_attention(q_TNH, *self.states.pages[layer], self.parts, self.position_B, **given, out=out)
+        paged_attention(q_TNH, *self.states.pages[layer], self.parts, self.position_B, **given, out=out, read=self.read)
 
     def convolve(self, layer: int, bcx_TX: Tensor, taps_DW: Tensor, spans_2T: Tensor, out: Tensor) -> None:
         kept = self.states.inputs[layer]
