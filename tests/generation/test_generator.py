@@ -13,7 +13,7 @@ import torch
 
 from pronghorn.generation.generator import Generator, Request
 from pronghorn.generation.sampling import GREEDY, Sampling, key_of
-from pronghorn.model.causal_lm import install
+from pronghorn.model.causal_lm import engine_of, install
 
 STOPS = tuple(range(5, 13))
 # What a row of the table of families is, and how its small model is made.
@@ -68,6 +68,30 @@ def test_greedy_answers_are_those_of_transformers(family: str, method: str) -> N
         tokens, log_probs = expected(model, prompt, answer.tokens)
         assert (answer.tokens, len(tokens)) == (tokens, 24)
         torch.testing.assert_close(torch.tensor(answer.log_probs), torch.tensor(log_probs), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "method"), [("qwen3", "lora"), ("gemma2", "lora"), ("qwen3", "dora"), ("qwen3_moe", "lora")]
+)
+@torch.no_grad()
+def test_without_adapters_the_base_answers(family: str, method: str) -> None:
+    model = model_of(family, method)
+    install(model)
+    engine, generator = engine_of(model), Generator(model, slots=3, tokens=2000, longest=64)
+    requests = [Request(prompt, (0,), 12) for prompt in prompts_of(3)]
+    before = generator.generate(requests)
+    rebuilt = engine.rebuilt
+    with engine.adapters_off():
+        found = generator.generate(requests)
+    model.eval()
+    with model.disable_adapter():
+        for request, (answer,) in zip(requests, found, strict=True):
+            tokens, log_probs = expected(model, request.prompt, 12)
+            assert answer.tokens == tokens
+            torch.testing.assert_close(torch.tensor(answer.log_probs), torch.tensor(log_probs), rtol=1e-5, atol=1e-5)
+    assert engine.rebuilt == rebuilt or family == "qwen3_moe"
+    assert found != before
+    assert generator.generate(requests) == before
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pronghorn.kernels.attention.attention_paged import PAGE, Segments, paged_attention, paged_attention_reference
+from pronghorn.kernels.attention.attention_paged import PAGE, Segments, paged_attention, paged_attention_reference, write_pages
 from tables import table
 
 CASES: dict[str, dict[str, Any]] = {
@@ -85,3 +85,15 @@ def test_splits_add_up(device: str, splits: int, monkeypatch: pytest.MonkeyPatch
     where = [Segments(*(x.cpu() for x in part)) for part in parts]
     true = paged_attention_reference(q.cpu(), k.cpu(), v.cpu(), where, position.cpu(), scale=0.3)
     torch.testing.assert_close(got.cpu(), true, rtol=1e-5, atol=1e-5)
+
+
+def test_keys_and_values_are_written_to_their_places(device: str) -> None:
+    K, H, places = 3, 8, [0, 5 * PAGE + 63, 2 * PAGE, 0]
+    k, v = torch.randn(4, 2 * K * H + 5, device=device)[:, : 2 * K * H].unflatten(1, (2 * K, H)).split(K, dim=1)
+    pages = [torch.zeros(6, K, PAGE, H, dtype=torch.float16, device=device) for _ in range(2)]
+    write_pages(*pages, torch.tensor(places, device=device), k, v)
+    for written, rows in zip(pages, (k, v), strict=True):
+        expected = torch.zeros_like(written)
+        for place, row in zip(places, rows, strict=True):
+            expected[place // PAGE, :, place % PAGE] = row.half()
+        assert torch.equal(written[1:], expected[1:])  # page 0 belongs to nobody

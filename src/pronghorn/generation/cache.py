@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.kernels.attention.attention import attention_forward
-from pronghorn.kernels.attention.attention_paged import PAGE, Segments, paged_attention
+from pronghorn.kernels.attention.attention_paged import PAGE, Segments, paged_attention, write_pages
 from pronghorn.kernels.attention.attention_paged_torch import PagesRead
 from pronghorn.kernels.conv.short_conv import short_conv_forward
 from pronghorn.model.causal_lm import FastCausalLM
@@ -59,9 +59,7 @@ class MixerStates:
 
     def write(self, layer: int, place_T: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> None:
         """`place_T`: page and token in it, as one number."""
-        page_T, token_T = place_T // PAGE, place_T % PAGE
-        for pages, rows in zip(self.pages[layer], (k_TKH, v_TKH), strict=True):
-            pages[page_T, :, token_T] = rows.to(pages.dtype)
+        write_pages(*self.pages[layer], place_T, k_TKH, v_TKH)
 
     def clear(self, pages: Sequence[int]) -> None:
         """Before they are used again, on a CPU: attention multiplies what lies beyond the last token by 0, and NaN stays NaN."""

@@ -59,6 +59,9 @@ class Running(NamedTuple):
     slots: Sequence[int]
 
 
+Segment = tuple[int, Sequence[int], Sequence[int]]  # of a prompt: tokens, pages, and rows that read them
+
+
 class _Bucket:
     """What a step of so many rows and segments of prompts reads and writes: always the same tensors."""
 
@@ -75,18 +78,42 @@ class _Bucket:
             *(torch.zeros(steps, rows, dtype=kind, device=device) for kind in (torch.int64, torch.float32, torch.float32))
         )
         self.step: Work | None = None
+        self._filled: tuple[list[int], list[Segment]] | None = None
 
-    def fill(self, slots: Sequence[int], segments: Sequence[tuple[int, Sequence[int], Sequence[int]]], nobody: int) -> None:
-        """`segments`: tokens, pages and rows of each."""
+    def fill(self, slots: Sequence[int], segments: Sequence[Segment], nobody: int) -> None:
+        self.at.zero_()
+        if (now := (list(slots), list(segments))) == self._filled:
+            return
+        self._filled = now
         count, width = self.prompts.pages_SJ.shape
         rest = count - len(segments)
-        self.slot_B.copy_(torch.tensor([*slots, *[nobody] * (len(self.slot_B) - len(slots))]))
         pages = [[*own, *[0] * (width - len(own))] for _, own, _ in segments] + [[0] * width] * rest
         members = [[*rows, *[-1] * (MEMBERS - len(rows))] for _, _, rows in segments] + [[-1] * MEMBERS] * rest
-        self.prompts.pages_SJ.copy_(torch.tensor(pages, dtype=torch.int32))
-        self.prompts.length_S.copy_(torch.tensor([tokens for tokens, _, _ in segments] + [0] * rest, dtype=torch.int32))
-        self.prompts.members_SM.copy_(torch.tensor(members, dtype=torch.int32))
-        self.at.zero_()
+        for target, values in (
+            (self.slot_B, [*slots, *[nobody] * (len(self.slot_B) - len(slots))]),
+            (self.prompts.pages_SJ, pages),
+            (self.prompts.length_S, [tokens for tokens, _, _ in segments] + [0] * rest),
+            (self.prompts.members_SM, members),
+        ):
+            given = torch.tensor(values, dtype=target.dtype)
+            target.copy_(given.pin_memory() if target.is_cuda else given, non_blocking=True)
+
+
+class Window:
+    """What a window of steps drew, which may still be under way."""
+
+    def __init__(self, slots: Sequence[int], drawn: Drawn) -> None:
+        self.slots = slots  # in the order of rows
+        self._found = [tensor[:, : len(slots)].to("cpu", non_blocking=True, copy=True) for tensor in drawn]
+        self._end = torch.cuda.Event() if drawn.token_B.is_cuda else None
+        if self._end:
+            self._end.record()
+
+    def drawn(self) -> list[Drawn]:
+        """Step by step. Waits for the window's end."""
+        if self._end:
+            self._end.synchronize()
+        return [Drawn(*one) for one in zip(*self._found, strict=True)]
 
 
 class Decoder:
@@ -160,8 +187,8 @@ class Decoder:
         self.states.copy(prompt + self.slots + 1, slot)
         return self._drawn(self._last_rows[prompt], slot, truncates=any(one.rule.truncates for one in answers))
 
-    def window(self, running: Sequence[Running], truncates: bool) -> tuple[list[int], list[Drawn]]:
-        """The slots in the order of rows, and what each of the next steps drew. `truncates`: whether a rule does."""
+    def window(self, running: Sequence[Running], truncates: bool) -> Window:
+        """The next steps. `truncates`: whether a rule does."""
         slots = [slot for prompt in running for slot in prompt.slots]
         row_of = {slot: row for row, slot in enumerate(slots)}
         segments = [
@@ -174,8 +201,7 @@ class Decoder:
         assert bucket.step is not None
         for _ in range(self.steps):
             bucket.step()
-        found = [tensor[:, : len(slots)].cpu() for tensor in bucket.drawn]
-        return slots, [Drawn(*one) for one in zip(*found, strict=True)]
+        return Window(slots, bucket.drawn)
 
     def _bucket(self, rows: int, segments: int, pages: int, truncates: bool) -> _Bucket:
         if not self.captures:
@@ -227,7 +253,9 @@ class Decoder:
 
     def _drawn(self, h_BD: Tensor, slot_B: Tensor, truncates: bool) -> Drawn:
         made_B = self._made[slot_B]
-        found = draw(self.logits(h_BD), self._rules.of(slot_B), self._key[slot_B], made_B, truncates=truncates)
+        logits_BV, terms = self.logits(h_BD), self.engine.lm.terms
+        head = {"scale": terms["logit_scale"], "softcap": terms["softcap"] or 0.0}
+        found = draw(logits_BV, self._rules.of(slot_B), self._key[slot_B], made_B, truncates=truncates, **head)
         ends_B = (found.token_B[:, None] == self._stops[slot_B]).any(1) | (made_B + 1 >= self._most[slot_B])
         runs_B = self._runs[slot_B]
         self._token[slot_B] = found.token_B
@@ -236,14 +264,9 @@ class Decoder:
         return found
 
     def logits(self, h_BD: Tensor) -> Tensor:
-        """float32."""
-        terms = self.engine.lm.terms
+        """float32, before the head's scale and soft-cap."""
         x_BD, weight, bias = self.engine.lm.inputs(h_BD)
         if x_BD.is_cuda and x_BD.dtype != torch.float32:
             logits = torch.mm(x_BD, weight.T, out_dtype=torch.float32)
-            logits = logits if bias is None else logits + bias.float()
-        else:
-            logits = F.linear(x_BD, weight, bias).float()
-        logits *= terms["logit_scale"]
-        softcap = terms["softcap"]
-        return torch.tanh(logits / softcap).mul_(softcap) if softcap else logits
+            return logits if bias is None else logits.add_(bias.float())
+        return F.linear(x_BD, weight, bias).float()

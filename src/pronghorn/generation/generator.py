@@ -16,7 +16,7 @@ import torch
 
 from pronghorn.errors import CommandError
 from pronghorn.generation.cache import FreePages, pages_for
-from pronghorn.generation.decoder import Decoder, Running, Start
+from pronghorn.generation.decoder import Decoder, Running, Start, Window
 from pronghorn.generation.sampling import GREEDY, Drawn, Sampling
 from pronghorn.hf_types import HFModel
 from pronghorn.model.causal_lm import engine_of
@@ -54,6 +54,18 @@ class _Prompt:
     running: list[int] = field(default_factory=list)  # slots
 
 
+@dataclass
+class _Running:
+    """An answer that has a slot."""
+
+    slot: int
+    prompt: _Prompt
+    answer: Answer
+    pages: list[int]
+    launched: int = 1  # tokens, with those of windows under way
+    done: bool = False
+
+
 class Generator:
     def __init__(self, model: HFModel, *, slots: int, tokens: int, longest: int, stops: int = 8) -> None:
         """`tokens`: how many keys and values can be stored. `longest`: tokens of an answer at most."""
@@ -70,7 +82,7 @@ class Generator:
         self._slots, self._places = list(range(slots - 1, -1, -1)), list(range(slots - 1, -1, -1))
         self._queue: deque[tuple[Request, list[Answer]]] = deque()
         self._prompts: list[_Prompt] = []
-        self._slot: dict[int, tuple[_Prompt, Answer, list[int]]] = {}  # of each running answer: its pages
+        self._slot: dict[int, _Running] = {}
 
     @torch.no_grad()
     def generate(
@@ -102,11 +114,17 @@ class Generator:
         return answers
 
     def run(self) -> Iterator[int]:
-        """Windows of steps until nothing waits; after each the number of answers that ended in it."""
+        """Windows of steps until nothing waits; after each the number of answers that ended in it. On a GPU a window begins
+        before the one before it is looked at, so that the device never waits for the host."""
+        before = None
         while self._queue or self._prompts:
             ended = self._admit()
-            if self._slot:
-                ended += self._collect(*self._window())
+            now = self._window()
+            looked_at = before if self._decoder.captures else now
+            if looked_at is not None:
+                rows, window = looked_at
+                ended += self._collect(rows, window.drawn())
+            before = now
             yield ended
 
     # ---- who runs ------------------------------------------------------------------------------------------------
@@ -119,14 +137,14 @@ class Generator:
             request = prompt.request
             pages = pages_for(request.max_new_tokens)
             while prompt.waiting and self._slots and len(self._free) >= pages:
-                number, slot, own = prompt.waiting.pop(0), self._slots.pop(), self._free.take(pages)
+                number, slot, own = prompt.waiting.pop(0), self._slots.pop(), self._taken(pages)
                 prompt.running.append(slot)
-                self._slot[slot] = (prompt, prompt.answers[number], own)
+                self._slot[slot] = _Running(slot, prompt, prompt.answers[number], own)
                 key, length = request.keys[number], len(request.prompt)
                 starts.append(Start(slot, prompt.place, length, own, key, request.rule, request.max_new_tokens, request.stops))
         if not starts:
             return 0
-        return self._collect([one.slot for one in starts], [self._decoder.start(starts)])
+        return self._collect([self._slot[one.slot] for one in starts], [self._decoder.start(starts)])
 
     def _read(self) -> None:
         """Prompts for the slots that are free and not yet spoken for. Each leaves pages for at least one of its answers."""
@@ -138,40 +156,61 @@ class Generator:
             if len(self._free) < own + one or (new and tokens + len(request.prompt) > READ_TOKENS):
                 break
             self._queue.popleft()
-            place, pages = self._places.pop(), self._free.take(own)
+            place, pages = self._places.pop(), self._taken(own)
             new.append(_Prompt(request, answers, place, pages, list(range(len(answers)))))
             wanted, tokens = wanted - len(answers), tokens + len(request.prompt)
         if new:
             self._decoder.read([(prompt.place, prompt.request.prompt, prompt.pages) for prompt in new])
             self._prompts += new
 
-    def _window(self) -> tuple[list[int], list[Drawn]]:
-        running = [prompt for prompt in self._prompts if prompt.running]
-        truncates = any(prompt.request.rule.truncates for prompt in running)
-        return self._decoder.window([Running(len(p.request.prompt), p.pages, p.running) for p in running], truncates)
+    def _taken(self, count: int) -> list[int]:
+        pages = self._free.take(count)
+        if self._decoder.device.type == "cpu":
+            self._decoder.states.clear(pages)
+        return pages
 
-    def _collect(self, slots: Sequence[int], drawn: Sequence[Drawn]) -> int:
+    def _window(self) -> tuple[list[_Running], Window] | None:
+        """Steps for answers that may have tokens left."""
+        parts = []
+        for prompt in self._prompts:
+            most = prompt.request.max_new_tokens
+            if slots := [slot for slot in prompt.running if self._slot[slot].launched < most]:
+                parts.append((prompt, slots))
+        if not parts:
+            return None
+        truncates = any(prompt.request.rule.truncates for prompt, _ in parts)
+        window = self._decoder.window([Running(len(p.request.prompt), p.pages, slots) for p, slots in parts], truncates)
+        rows = [self._slot[slot] for slot in window.slots]
+        for one in rows:
+            one.launched += self._decoder.steps
+        return rows, window
+
+    def _collect(self, rows: Sequence[_Running], drawn: Sequence[Drawn]) -> int:
         """Adds what was drawn to the answers; frees what has ended."""
         columns = [[tensor.tolist() for tensor in one] for one in drawn]
         ended = 0
-        for row, slot in enumerate(slots):
-            prompt, answer, own = self._slot[slot]
+        for row, one in enumerate(rows):
+            request, answer = one.prompt.request, one.answer
             for tokens, log_probs, kept in columns:
+                if one.done:
+                    break
                 answer.tokens.append(tokens[row])
                 answer.log_probs.append(log_probs[row])
                 answer.kept_log_probs.append(kept[row])
-                answer.ended = tokens[row] in prompt.request.stops
-                if answer.ended or len(answer.tokens) == prompt.request.max_new_tokens:
-                    self._end(slot, prompt, own)
+                answer.ended = tokens[row] in request.stops
+                if answer.ended or len(answer.tokens) == request.max_new_tokens:
+                    self._end(one)
                     ended += 1
-                    break
         return ended
 
-    def _end(self, slot: int, prompt: _Prompt, own: list[int]) -> None:
-        del self._slot[slot]
-        prompt.running.remove(slot)
-        self._slots.append(slot)
-        self._free.give(own)
+    def _end(self, one: _Running) -> None:
+        """What a window under way still writes for it comes before whatever its pages are used for next."""
+        one.done = True
+        prompt = one.prompt
+        del self._slot[one.slot]
+        prompt.running.remove(one.slot)
+        self._slots.append(one.slot)
+        self._free.give(one.pages)
         if not prompt.running and not prompt.waiting:
             self._prompts.remove(prompt)
             self._places.append(prompt.place)

@@ -78,12 +78,24 @@ class Drawn(NamedTuple):
     kept_log_prob_B: Tensor
 
 
-def draw(logits_BV: Tensor, rules: Rules, key_B: Tensor, place_B: Tensor, *, truncates: bool) -> Drawn:
+def draw(
+    logits_BV: Tensor,
+    rules: Rules,
+    key_B: Tensor,
+    place_B: Tensor,
+    *,
+    truncates: bool,
+    scale: float = 1.0,
+    softcap: float = 0.0,
+) -> Drawn:
     """`place_B`: the token's in its answer. `truncates`: whether some row has a rule other than a temperature. The host knows;
-    else nothing would be sorted."""
+    else nothing would be sorted. `scale`, `softcap`: what the model's head does to its logits."""
     if not truncates and use_triton(logits_BV):
-        token_B, log_prob_B = draw_launched(logits_BV, rules.temperature_B, key_B, place_B)
+        token_B, log_prob_B = draw_launched(logits_BV, rules.temperature_B, key_B, place_B, scale=scale, softcap=softcap)
         return Drawn(token_B, log_prob_B, log_prob_B)
+    logits_BV = logits_BV.float() * scale if scale != 1.0 else logits_BV
+    if softcap:
+        logits_BV = softcap * torch.tanh(logits_BV / softcap)
     return drawn_by(logits_BV, rules, uniforms(key_B, place_B), truncates=truncates)
 
 

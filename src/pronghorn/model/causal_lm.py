@@ -7,12 +7,15 @@ engine, generation the model. Loops of other libraries call the model: compat/hf
 from __future__ import annotations
 
 import copy
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import AuxiliaryTrainingWrapper
 from torch import Tensor
 
 from pronghorn.hf_types import HFModel
@@ -29,6 +32,8 @@ from pronghorn.model.inputs.embed import Embed
 from pronghorn.model.layers.build import build_layer
 from pronghorn.model.layers.fp8_gemms import trains_whole
 from pronghorn.model.layers.layer import DecoderLayer
+from pronghorn.model.layers.linears import LinearGroup
+from pronghorn.model.layers.lora_modules import why_only_peft
 from pronghorn.model.layers.norms import Norm
 from pronghorn.model.layers.saved import Elsewhere
 from pronghorn.model.layers.types import Documents, Shards
@@ -80,6 +85,7 @@ class FastCausalLM:
         self.positions = Positions(self.backbone, config, {m.rope: m.head_width for m in mixers if m.rope is not None})
         self._adapters: CopyTable | None = None
         self._adapters_fp8 = SplitTable([])
+        self._off = False  # whether zeros are copied in place of adapters
         self.offload: Offload | None = None  # shared by the layers that offload
         self.shards: Shards | None = None  # of weights that are spread over ranks; the layers have it, too
         self.prepared = 0  # how often
@@ -194,9 +200,33 @@ class FastCausalLM:
             groups = [group for layer in self.layers for group in layer.groups]
             self._adapters = CopyTable([job for group in groups for job in group.copy_jobs])
             self._adapters_fp8 = SplitTable([job for group in groups for job in group.split_jobs])
-        if self._adapters.jobs:
-            self._adapters.run()
+        self._adapters.run(zeros=self._off)
         self._adapters_fp8.run()
+
+    @contextmanager
+    def adapters_off(self) -> Iterator[None]:
+        """Forwards inside are those of the base model. Where all adapters are plain LoRA of the layers' linears, the copies
+        that GEMMs read are zeroed: nothing is rebuilt, captured graphs stay valid. Else PEFT's modules are switched off."""
+        tuned = [module for module in self.model.modules() if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)]
+        groups = [group for layer in self.layers for group in layer.groups if isinstance(group, LinearGroup)]
+        plain = {id(module) for group in groups for module in group.modules() if not why_only_peft(module)}
+        only_copied = (
+            self.shards is None and not any(layer.why_not_fused() for layer in self.layers) and plain.issuperset(map(id, tuned))
+        )
+        on = [module for module in tuned if not module.disable_adapters]
+        try:
+            self._off = only_copied
+            if not only_copied:
+                for module in on:
+                    module.enable_adapters(False)
+            yield
+        finally:
+            self._off = False
+            for module in on:
+                module.enable_adapters(True)
+            if only_copied and self._adapters is not None:
+                self._adapters.run()
+                self._adapters_fp8.run()
 
     def separate(self) -> None:
         """Gives weights that are views of one buffer their own memory, until the next `prepare`."""

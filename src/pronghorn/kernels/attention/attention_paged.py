@@ -90,9 +90,35 @@ def paged_attention(
     return out.copy_(read[window, heads].attention(q_BNH, k_PKCH, v_PKCH, scale=scale, softcap=softcap, sinks_N=sinks_N))
 
 
+def write_pages(k_PKCH: Tensor, v_PKCH: Tensor, place_T: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> None:
+    """Keys and values of T tokens to their places: page * C + token in it. Several may have place 0, which nobody reads."""
+    T, K, H = k_TKH.shape
+    assert k_TKH.stride()[1:] == v_TKH.stride()[1:] == (H, 1)
+    if use_triton(k_TKH):
+        width = int(triton.next_power_of_2(K * H))
+        strides = k_TKH.stride(0), v_TKH.stride(0)
+        _write_kernel[(T,)](k_TKH, v_TKH, *strides, place_T, k_PKCH, v_PKCH, K=K, H=H, C=k_PKCH.shape[2], KH=width, num_warps=4)
+        return
+    page_T, token_T = place_T // PAGE, place_T % PAGE
+    for pages, rows in ((k_PKCH, k_TKH), (v_PKCH, v_TKH)):
+        pages[page_T, :, token_T] = rows.to(pages.dtype)
+
+
 def _value(constant: object) -> float:
     """The number of a `tl.constexpr`, or of what stands for one where Triton is missing."""
     return float(getattr(constant, "value", constant))  # type: ignore[arg-type]
+
+
+@jit
+def _write_kernel(
+    k, v, k_row, v_row, places, k_pages, v_pages, K: tl.constexpr, H: tl.constexpr, C: tl.constexpr, KH: tl.constexpr
+):
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, KH)
+    place = tl.load(places + row)
+    target = ((place // C) * K + column // H) * C * H + (place % C) * H + column % H
+    inside = column < K * H
+    tl.store(k_pages + target, tl.load(k + row * k_row + column, mask=inside), mask=inside)
+    tl.store(v_pages + target, tl.load(v + row * v_row + column, mask=inside), mask=inside)
 
 
 @jit
@@ -157,7 +183,8 @@ def _merge_kernel(
     column, width = tl.arange(0, XP), tl.arange(0, HP)
     place = (row * X + column) * N + head
     m = tl.load(m_in + place, mask=column < X, other=_LEAST)
-    mass = tl.load(l_in + place, mask=column < X, other=0.0)
+    seen = m > _LEAST  # else nobody wrote there
+    mass = tl.load(l_in + place, mask=seen, other=0.0)
     highest = tl.max(m, 0)
     sink = 0.0
     if SINKS:
@@ -167,7 +194,7 @@ def _merge_kernel(
     total = tl.sum(factor * mass, 0)
     if SINKS:
         total += tl.exp(sink - highest)
-    inside = (column < X)[:, None] & (width < H)[None, :]
+    inside = seen[:, None] & (width < H)[None, :]
     a = tl.load(a_in + place.to(tl.int64)[:, None] * H + width[None, :], mask=inside, other=0.0)
     found = tl.sum(factor[:, None] * a, 0) / tl.where(total > 0, total, 1.0)
     tl.store(out + row.to(tl.int64) * out_row + head * H + width, found.to(out.dtype.element_ty), mask=width < H)
@@ -188,8 +215,8 @@ def _launched(
     X = sum(splits)
     # Rows that are members of only one table leave columns of the other untouched: these count nothing.
     m_BXN = q_BNH.new_full((B, X, N), _value(_LEAST), dtype=torch.float32)
-    l_BXN = q_BNH.new_zeros(B, X, N, dtype=torch.float32)
-    a_BXNH = q_BNH.new_zeros(B, X, N, H, dtype=torch.float32)
+    l_BXN = q_BNH.new_empty(B, X, N, dtype=torch.float32)
+    a_BXNH = q_BNH.new_empty(B, X, N, H, dtype=torch.float32)
     padded = max(16, int(triton.next_power_of_2(H)))
     precision = "ieee" if q_BNH.dtype == torch.float32 else "tf32"
     column = 0

@@ -55,18 +55,22 @@ class CopyTable:
         self._addresses: list[int] = []
         self._table: tuple[Tensor, Tensor, Tensor] | None = None  # None: these jobs are copied one by one
 
-    def run(self) -> None:
+    def run(self, *, zeros: bool = False) -> None:
+        """`zeros`: the targets become zero."""
+        if not self.jobs:
+            return
         now = self._addresses_now()
         if now != self._addresses:
             self._addresses, self._table = now, self._build()
         if self._table is not None:
             jobs, scales, tiles = self._table
+            scales = torch.zeros_like(scales) if zeros else scales
             first = self.jobs[0]
             _copy_kernel[(len(tiles),)](jobs, scales, tiles, first.source.detach(), first.target, TILE=TILE, num_warps=4)
             return
         with torch.no_grad():
             for job in self.jobs:
-                job.target.copy_(job.source * job.scale)
+                job.target.copy_(job.source * (0.0 if zeros else job.scale))
 
     def _addresses_now(self) -> list[int]:
         return [job.source.data_ptr() for job in self.jobs]
