@@ -146,7 +146,7 @@ def test_log_probabilities_are_the_models(server: Server, models: Models) -> Non
 @table(("path", "body", "status", "said"), [
     (CHAT, b"{", 400, "not JSON"), (CHAT, [1], 400, "not a JSON object"),
     (CHAT, {**QUESTION}, 400, "`model` is missing"), (CHAT, {**QUESTION, "model": "gpt-4"}, 404, "is not served"),
-    (CHAT, {"model": "run"}, 400, "`messages`"), (CHAT, {**QUESTION, "model": "run", "n": 99}, 400, "`n` is not a whole number"),
+    (CHAT, {"model": "run"}, 400, "`messages`"), (CHAT, {**QUESTION, "model": "run", "n": 99}, 400, "`n` is not"),
     (CHAT, {**QUESTION, "model": "run", "tools": [{}]}, 400, "`tools`"),
     (CHAT, {**QUESTION, "model": "run", "mirostat": 2}, 400, "unknown parameter `mirostat`"),
     (CHAT, {**QUESTION, "model": "run", "temperature": 3}, 400, "`temperature`"),

@@ -30,6 +30,7 @@ from pronghorn.model.read_ahead import free_memory
 
 SLOTS = {"cpu": 32, "cuda": 256}  # answers that run at once: above them a token costs the same
 SHARE = 0.5  # of the free memory
+UNKNOWN = 8 * 10**9  # bytes that are taken to be free where the system does not say
 
 Progress = Callable[[str, int, int], None]
 Look = Callable[[], None]
@@ -159,7 +160,7 @@ def needed(request: Request) -> int:
 
 def _free(device: torch.device) -> int:
     if device.type != "cuda":
-        return free_memory()
+        return free_memory() or UNKNOWN
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(torch.cuda.mem_get_info(device)[0]) + held
 
@@ -167,7 +168,8 @@ def _free(device: torch.device) -> int:
 def _token_bytes(engine: FastCausalLM) -> int:
     """Keys and values of a token."""
     mixers = [layer.mixer for layer in engine.layers if isinstance(layer.mixer, Attention)]
-    return max(1, sum(2 * mixer.kv_heads * mixer.head_width for mixer in mixers) * engine.embeddings.weight.element_size())
+    numbers = sum(2 * mixer.kv_heads * mixer.head_width for mixer in mixers)
+    return max(1, numbers * int(engine.embeddings.weight.element_size()))
 
 
 class OnFastLayers:

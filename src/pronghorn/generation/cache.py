@@ -62,7 +62,7 @@ class MixerStates:
         write_pages(*self.pages[layer], place_T, k_TKH, v_TKH)
 
     def clear(self, pages: Sequence[int]) -> None:
-        """Before they are used again, on a CPU: attention multiplies what lies beyond the last token by 0, and NaN stays NaN."""
+        """Before they are used again, on a CPU: attention multiplies what lies beyond the last token by 0; NaN stays NaN."""
         chosen = torch.tensor(pages)
         for pair in self.pages.values():
             for stored in pair:

@@ -281,7 +281,9 @@ class Decoder:
         """Of the whole vocabulary, without a temperature."""
         terms = self.engine.lm.terms
         logits_BV, softcap = self.logits(h_BD) * terms["logit_scale"], terms["softcap"]
-        return (softcap * torch.tanh(logits_BV / softcap) if softcap else logits_BV).log_softmax(-1)
+        if softcap:
+            logits_BV = softcap * torch.tanh(logits_BV / softcap)
+        return torch.log_softmax(logits_BV, -1)
 
     def logits(self, h_BD: Tensor) -> Tensor:
         """float32, before the head's scale and soft-cap."""

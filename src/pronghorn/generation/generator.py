@@ -99,7 +99,7 @@ class Generator:
     @property
     def captures(self) -> bool:
         """Whether steps are CUDA graphs."""
-        return self._decoder.captures
+        return bool(self._decoder.captures)
 
     @captures.setter
     def captures(self, on: bool) -> None:
@@ -232,8 +232,8 @@ class Generator:
         return rows, window
 
     def _collect(self, rows: Sequence[_Running], drawn: Sequence[Drawn], hidden: Tensor | None) -> int:
-        """Adds what was drawn to the answers; frees what has ended. `hidden`: rows after the last layer, [steps, rows, D], where
-        logits are wanted."""
+        """Adds what was drawn to the answers; frees what has ended. `hidden`: rows after the last layer, where logits
+        are wanted, [steps, rows, D]."""
         columns = [[tensor.tolist() for tensor in one] for one in drawn]
         ended = 0
         for row, one in enumerate(rows):

@@ -14,7 +14,9 @@ OnText = Callable[[str, list[Any]], None]
 class GrowingText:
     """`tokens` are those of `text`: the ones that only complete a stop string, and those after it, are no part of either."""
 
-    def __init__(self, tokenizer: Tokenizer, ends: Sequence[int], stop: Sequence[str] = (), on_text: OnText | None = None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, ends: Sequence[int], stop: Sequence[str] = (), on_text: OnText | None = None
+    ) -> None:
         """`ends`: tokens that end an answer. `on_text` gets each piece of text with the notes of its tokens."""
         self._tokenizer, self._ends, self._stop, self._on_text = tokenizer, set(ends), stop, on_text
         self.text, self.tokens, self.notes = "", list[int](), list[Any]()

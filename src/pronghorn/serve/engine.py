@@ -193,9 +193,10 @@ class Engine:
     def _look(self, one: Served, answering: Answering) -> None:
         """Between two windows."""
         for job, answers in list(self._under_way):
-            if not job.left and not self._ending and not all(
-                [self._grown(job, text, answer, answering) for text, answer in zip(job.texts, answers, strict=True)]
-            ):
+            for text, answer in zip(job.texts, answers, strict=True):
+                self._read(job, text, answer, answering)
+            over = all(text.stopped or text.count == job.max_tokens for text in job.texts)
+            if not (over or job.left or self._ending):
                 continue
             answering.cancel(answers)
             self._under_way = [other for other in self._under_way if other[0] is not job]
@@ -205,14 +206,13 @@ class Engine:
         if not self._ending:
             self._take(one, answering)
 
-    def _grown(self, job: Job, text: GrowingText, answer: Answer, answering: Answering) -> bool:
-        """Reads its new tokens: whether it is over."""
+    def _read(self, job: Job, text: GrowingText, answer: Answer, answering: Answering) -> None:
+        """Its new tokens."""
         for at in range(text.count, len(answer.tokens)):
             if text.stopped:
                 break
             if text.add(answer.tokens[at], self._measured(job, answer, at) if job.asked.logprobs else None):
                 answering.stop(answer)
-        return text.stopped or text.count == job.max_tokens
 
     def _measured(self, job: Job, answer: Answer, at: int) -> Token:
         decode, measured = job.one.tokenizer.decode, answer.measured[at]

@@ -15,8 +15,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from pronghorn.errors import EnvironmentFault
-from pronghorn.serve.gate import is_loopback
 from pronghorn.serve.engine import Engine
+from pronghorn.serve.gate import is_loopback
 from pronghorn.serve.models import Models
 from pronghorn.serve.room import Room
 

@@ -56,7 +56,9 @@ def _joined(tables: Sequence[_Table]) -> _Table:
 class PagesRead:
     """What a step reads in layers with this window and number of key/value heads."""
 
-    def __init__(self, parts: Sequence[Sequence[Tensor]], position_B: Tensor, heads: int, page: int, window: int | None) -> None:
+    def __init__(
+        self, parts: Sequence[Sequence[Tensor]], position_B: Tensor, heads: int, page: int, window: int | None
+    ) -> None:
         tables = [_table(part, position_B, page, window) for part in parts if len(part[1]) and int(part[1].max())]
         if tables and all(table.rows_SM.shape[1] == 1 for table in tables):
             tables = [_joined(tables)]
@@ -108,4 +110,5 @@ def _rows(found: Tensor, table: _Table, alone: bool) -> Tensor:
     """The reverse."""
     if alone:
         return found
-    return found.unflatten(2, (table.rows_SM.shape[1], -1)).transpose(1, 2).flatten(0, 1)[table.member_B]
+    members = found.unflatten(2, (table.rows_SM.shape[1], -1))  # type: ignore[no-untyped-call]
+    return members.transpose(1, 2).flatten(0, 1)[table.member_B]
