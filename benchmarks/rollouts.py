@@ -146,14 +146,76 @@ def script(system: str) -> Iterator[dict[str, Any]]:
     yield {"what": "script", "system": system, **row, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
 
 
+class Steps:
+    """A run's display: when each step ended, and what it said."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[float, dict[str, Any]]] = []
+
+    def handle(self, event: dict[str, Any]) -> None:
+        if event["event"] == "step":
+            self.steps.append((time.perf_counter(), event))
+        elif event["event"] in ("notice", "plan"):
+            print(json.dumps(event)[:400], flush=True)
+
+    def progress(self, label: str, done: int, total: int) -> None:
+        """Not needed here."""
+
+
+REWARD = """def reward_different(completions, **_):
+    return [len(set(one if isinstance(one, str) else one[-1]["content"])) / 10 for one in completions]
+"""
+
+
+def train() -> Iterator[dict[str, Any]]:
+    from pronghorn.process import set_defaults
+
+    set_defaults()
+    import torch
+
+    from pronghorn.recipe import Recipe
+    from pronghorn.train.loop import train as train_run
+
+    size, watch = TRAIN, Steps()
+    model = make_model_folder("llama-1b")
+    with tempfile.TemporaryDirectory(prefix="pronghorn-rollouts-") as name:
+        folder = Path(name)
+        prompts = texts(size["prompts"] * size["steps"], PROMPT)
+        rows = [json.dumps({"prompt": text, "answer": ""}) for text in prompts]
+        (folder / "prompts.jsonl").write_text("\n".join(rows) + "\n")
+        (folder / "rewards.py").write_text(REWARD)
+        recipe = Recipe.model_validate(
+            {
+                "model": str(model),
+                "output": str(folder / "run"),
+                "method": "lora",
+                "lora": {"r": LORA_RANK},
+                "data": {"train": str(folder / "prompts.jsonl"), "max_length": PROMPT + size["new"] + 64},
+                "objective": {"name": "grpo"},
+                "rollouts": {"prompts": size["prompts"], "answers": ANSWERS, "max_new_tokens": size["new"]},
+                "rewards": [{"function": "reward_different"}],
+                "train": {"steps": size["steps"], "lr": 1e-6},
+            }
+        )
+        torch.cuda.reset_peak_memory_stats()
+        train_run(recipe, display=watch, reward_file=folder / "rewards.py")
+    times, events = zip(*watch.steps, strict=True)
+    last, warm = events[-1], size["warmup"]
+    assert last["grad_norm"] > 0
+    seconds = (times[-1] - times[warm - 1]) / (len(times) - warm)
+    row = {"seconds_per_step": seconds, "steps_per_minute": 60 / seconds, "last_step": last}
+    yield {"what": "train", "model": "llama-1b", **row, "peak_gib": torch.cuda.max_memory_allocated() / 2**30}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("which", choices=("decode", "script"))
+    parser.add_argument("which", choices=("decode", "script", "train"))
     parser.add_argument("--system", choices=("pronghorn", "unsloth", "hf"), default="pronghorn")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "UNSLOTH_DISABLE_STATISTICS": "1"}
-    for row in decode() if given.which == "decode" else script(given.system):
+    rows = {"decode": decode, "train": train, "script": lambda: script(given.system)}[given.which]
+    for row in rows():
         print("RESULT " + json.dumps(row), flush=True)
         if given.out:
             from benchmarks.record import read, record, write

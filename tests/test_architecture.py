@@ -18,6 +18,7 @@ MODULES = {
 EVERYBODY = {
     "recipe",
     "recipe_objective",
+    "recipe_rollouts",
     "errors",
     "program",
     "folders",
@@ -63,8 +64,9 @@ ARROWS = {
     "recipe_file": {"recipe", "recipe_keys", "yaml_file"},
     "recipe_keys": {"recipe", "yaml_file"},
     "yaml_file": set(),
-    "recipe": {"recipe_objective", "recipe_section"},
+    "recipe": {"recipe_objective", "recipe_rollouts", "recipe_section"},
     "recipe_objective": {"recipe_section"},
+    "recipe_rollouts": {"recipe_section"},
     "recipe_section": set(),
     "errors": set(),
     "program": set(),

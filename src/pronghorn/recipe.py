@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Discriminator, Field, NonNegativeInt, PositiveInt, Tag, field_validator, model_validator
 
-from pronghorn.recipe_objective import KINDS, Objective
+from pronghorn.recipe_objective import KINDS, Objective, data_misfits
+from pronghorn.recipe_rollouts import Reward, Rollouts, rollout_misfits
 from pronghorn.recipe_section import Fraction, NonNegative, Positive, Section
 
 
@@ -263,6 +264,8 @@ class Recipe(Section):
     compute: Literal["auto", "bf16", "fp8"] = "auto"
     lora: Lora = Lora()
     objective: Objective = Objective()  # what is minimized: a name, or a name with its parameters
+    rollouts: Rollouts | None = None  # of grpo, gspo, rloo: the answers that the model gives in a step
+    rewards: Annotated[tuple[Reward, ...], BeforeValidator(_one_or_many)] = ()  # what they are worth; and --reward-file
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # auto: bf16 if the GPU supports it, else fp32
     layers: Literal["fast", "own"] = "fast"  # fast: Pronghorn's, for supported families; own: transformers' layers
     data: Data
@@ -277,16 +280,19 @@ class Recipe(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _no_answers_from_some(cls, values: Any) -> Any:
-        """Without a word of it in the recipe, `eval.generations` is 0 where the model writes no text."""
+    def _defaults_of_eval(cls, values: Any) -> Any:
+        """Without a word of it in the recipe, `eval.generations` is 0 where the model writes no text, and `eval.best` is the
+        reward where there is one."""
         if not isinstance(values, dict):
             return values
         objective, evaluated = values.get("objective"), values.get("eval", {})
         name = objective.get("name") if isinstance(objective, dict) else getattr(objective, "name", objective)
         kind = KINDS.get(name) if isinstance(name, str) else None
-        if kind is None or kind.answers or not isinstance(evaluated, dict):
+        if kind is None or not isinstance(evaluated, dict):
             return values
-        return values | {"eval": {"generations": 0, **evaluated}}
+        if kind.reads == "prompts":
+            return values | {"eval": {"best": "reward", **evaluated}, "rollouts": values.get("rollouts") or {}}
+        return values if kind.answers else values | {"eval": {"generations": 0, **evaluated}}
 
     @model_validator(mode="after")
     def _parts_fit_together(self) -> Recipe:
@@ -294,7 +300,8 @@ class Recipe(Section):
         default = Train.model_fields["batch_tokens"].default
         if self.train.batch_rows is not None and self.train.batch_tokens != default:
             problems.append("train.batch_rows: train.batch_tokens is set as well; remove one of them")
-        if self.train.batch_tokens % self.train.capacity and self.train.batch_rows is None:
+        by_tokens = self.train.batch_rows is None and self.objective.kind.reads != "prompts"
+        if by_tokens and self.train.batch_tokens % self.train.capacity:
             problems.append(
                 f"train.batch_tokens: {self.train.batch_tokens} is not a multiple of train.capacity {self.train.capacity};"
                 f" set train.batch_tokens: {max(1, self.train.batch_tokens // self.train.capacity) * self.train.capacity}"
@@ -311,7 +318,7 @@ class Recipe(Section):
         if not self.objective.kind.answers and (self.eval.metrics or self.eval.generations):
             key = "metrics" if self.eval.metrics else "generations"
             problems.append(f"eval.{key}: objective {self.objective} trains a model that writes no answers; remove eval.{key}")
-        problems += [*self.eval.misfits, *self.objective.misfits, *self._preference_misfits()]
+        problems += [*self.eval.misfits, *self.objective.misfits, *data_misfits(self), *rollout_misfits(self)]
         problems += self._compute_misfits()
         problems += self._shard_misfits()
         if self.storage != "auto" and self.method != "qlora":
@@ -323,53 +330,23 @@ class Recipe(Section):
             raise ValueError("\n".join(problems))  # a line each: `key: what; fix`
         return self
 
-    def _preference_misfits(self) -> list[str]:
-        if self.objective.kind.reads == "documents":
-            return []
-        wrong = []
-        if self.data.long == "split":
-            wrong.append("long: split would separate answers from their prompts; set data.long: drop or truncate")
-        if self.data.duplicates == "drop-near":
-            wrong.append(
-                "duplicates: drop-near would drop compared answers, which resemble each other; set data.duplicates: drop-exact"
-            )
-        if self.data.loss_on == "all":
-            wrong.append(f"loss_on: objective {self.objective} compares answers, not prompts; remove data.loss_on")
-        return [f"data.{one}" for one in wrong]
-
     def _compute_misfits(self) -> list[str]:
-        problems = []
-        if self.compute == "fp8" and self.method == "lora":
-            problems.append(
-                "compute: fp8 cannot be combined with method: lora, whose frozen weights are 16-bit;"
-                " set method: fp8, which also stores them in FP8, or method: qlora for 4 bits"
-            )
-        if self.compute == "bf16" and self.method == "fp8":
-            problems.append(
-                "compute: bf16 cannot be combined with method: fp8, whose weights are multiplied in FP8;"
-                " remove compute, or set method: lora or qlora"
-            )
-        if self.compute == "bf16" and self.precision in ("fp16", "fp32"):
-            problems.append(
-                f"compute: bf16 cannot be combined with precision: {self.precision}, which sets the GEMM precision;"
-                " remove compute, or set precision: bf16"
-            )
-        if self.compute == "fp8" and self.layers == "own":
-            problems.append(
-                "compute: fp8 cannot be combined with layers: own, which multiply in 16 bits;"
-                " set layers: fast, or remove compute"
-            )
-        if self.compute == "fp8" and self.method == "qlora" and (self.lora.dropout or self.lora.dora):
-            problems.append(
-                "compute: fp8 cannot be combined with lora.dropout or lora.dora, which run in PEFT, in 16 bits;"
-                " remove compute, or remove them"
-            )
-        if self.compute == "fp8" and self.storage == "nvfp4":
-            problems.append(
-                "compute: fp8 cannot be combined with storage: nvfp4, which is dequantized to 16 bits for GEMMs;"
-                " remove compute, or set storage: nf4"
-            )
-        return problems
+        fp8, bf16 = self.compute == "fp8", self.compute == "bf16"
+        wrong = {
+            "compute: fp8 cannot be combined with method: lora, whose frozen weights are 16-bit;"
+            " set method: fp8, which also stores them in FP8, or method: qlora for 4 bits": fp8 and self.method == "lora",
+            "compute: bf16 cannot be combined with method: fp8, whose weights are multiplied in FP8;"
+            " remove compute, or set method: lora or qlora": bf16 and self.method == "fp8",
+            f"compute: bf16 cannot be combined with precision: {self.precision}, which sets the GEMM precision;"
+            " remove compute, or set precision: bf16": bf16 and self.precision in ("fp16", "fp32"),
+            "compute: fp8 cannot be combined with layers: own, which multiply in 16 bits;"
+            " set layers: fast, or remove compute": fp8 and self.layers == "own",
+            "compute: fp8 cannot be combined with lora.dropout or lora.dora, which run in PEFT, in 16 bits;"
+            " remove compute, or remove them": fp8 and self.method == "qlora" and (self.lora.dropout or self.lora.dora),
+            "compute: fp8 cannot be combined with storage: nvfp4, which is dequantized to 16 bits for GEMMs;"
+            " remove compute, or set storage: nf4": fp8 and self.storage == "nvfp4",
+        }
+        return [text for text, applies in wrong.items() if applies]
 
     def _shard_misfits(self) -> list[str]:
         shard, problems = self.world.shard, []
@@ -411,6 +388,10 @@ class Recipe(Section):
 
     def step_tokens(self, row_tokens: float | None = None) -> int:
         """Tokens of a step on all ranks together. `row_tokens`: mean tokens of a row or pair; default: the maximum."""
+        if self.objective.kind.reads == "prompts":
+            spec = self.answering
+            prompt = self.data.max_length - spec.max_new_tokens
+            return spec.prompts * (round(row_tokens or prompt) + spec.answers * spec.max_new_tokens)
         if self.train.batch_rows is None:
             return self.train.batch_tokens
         longest = self.data.max_length * (2 if self.objective.kind.reads == "pairs" else 1)
@@ -419,6 +400,17 @@ class Recipe(Section):
     def step_packs(self, row_tokens: float | None = None) -> int:
         """Micro-batches of a step, on all ranks together; with batch_rows, about so many."""
         return math.ceil(self.step_tokens(row_tokens) / self.train.capacity)
+
+    @property
+    def answering(self) -> Rollouts:
+        """How the model answers in a step of grpo, gspo or rloo."""
+        assert self.rollouts is not None
+        return self.rollouts
+
+    @property
+    def answer_tokens(self) -> int:
+        """What rows of prompts leave of `data.max_length` to an answer; of other rows 0."""
+        return 0 if self.rollouts is None else self.rollouts.max_new_tokens
 
     @property
     def stored_as(self) -> str:
@@ -470,6 +462,9 @@ FIXED_ON_RESUME = {
     "train.batch_rows": _PLACE,
     "train.capacity": _PLACE,
     "train.seed": _PLACE,
+    "rollouts.prompts": _PLACE,
+    "rollouts.answers": _PLACE,
+    "objective.updates": _PLACE,
     "train.optimizer": "its moments are stored in a different format",
 }
 

@@ -41,6 +41,11 @@ objective: {name: supervised}                # OBJECTIVES
 # with all parameters: {name: dpo, beta: 0.1, loss: sigmoid, label_smoothing: 0.0, length_normalized: false, sft_weight: 0.0}
 #   all objectives on pairs also have {share_prompt: auto}; simpo has {gamma: 1.0}, reward has {center_weight: 0.0},
 #   kto has {desirable_weight: 1.0, undesirable_weight: 1.0}
+#   grpo has {loss: dapo, clip: [0.2, 0.2], delta: 1.5, beta: 0.0, scale: group, updates: 1} (docs/rollouts.md), and with it:
+# rollouts: {prompts: 8, answers: 8, max_new_tokens: 512, temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0, truncated: keep}
+#   also {slots: 256, on_reward_error: leave_out, reward_seconds: 30.0, reward_memory: 4.0, reward_workers: 2},
+#   {patience: 20, eval_answers: 4}
+# rewards: [{metric: regex, regex: "#### (.*)", weight: 1.0}, {metric: exact_match, name: exact}, {function: reward_length}]
 layers: fast                                 # fast (Pronghorn's, for supported families) | own (the model's, from transformers)
 precision: auto                              # auto (bf16 if the GPU supports it, else fp32) | bf16 | fp16 | fp32
 data:
@@ -107,6 +112,7 @@ KINDS = {
     "data.eval": "write a file name, or a fraction between 0 and 1",
     "lora.targets": "write all-linear, or a list of layer names such as [q_proj, v_proj]",
     "train.betas": "write two numbers, such as [0.9, 0.999]",
+    "objective.clip": "write two numbers, such as [0.2, 0.28]",
     "train.warmup": "write a fraction of all steps below 1, or a number of steps",
     "checkpoint.every": "write a number of steps, or a fraction of all steps such as 0.1",
     "eval.every": "write a number of steps, or a fraction of all steps such as 0.1",
@@ -115,6 +121,7 @@ KINDS = {
 FIXES = {
     "data.train": "write a file, a folder or a Hub dataset, a list of them, or sources such as {path: a.jsonl, weight: 2}",
     "objective": "write a name such as dpo, or {name: dpo, beta: 0.1}",
+    "rewards": "write a list such as [{metric: exact_match}, {function: reward_length, weight: 0.5}]",
     "memory.budget": "write auto, an amount such as 24GB, or a percentage such as 80%",
 }
 SECTIONS = {key for key, field in Recipe.model_fields.items() if isinstance(field.annotation, type(BaseModel))}

@@ -9,14 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from pronghorn.recipe_section import NonNegative, Positive, Section
 
-Name = Literal["supervised", "dpo", "rpo", "simpo", "cpo", "orpo", "kto", "reward"]
-Loss = Literal["sigmoid", "ipo", "hinge", "kto", "apo_zero"]
-# What the rows of the data are: documents; a better answer with worse ones; answers marked as good or bad.
-Rows = Literal["documents", "pairs", "marked"]
+Name = Literal["supervised", "dpo", "rpo", "simpo", "cpo", "orpo", "kto", "reward", "grpo", "gspo", "rloo"]
+Loss = Literal["sigmoid", "ipo", "hinge", "kto", "apo_zero", "dapo", "dr_grpo", "bnpo", "grpo", "cispo"]
+# What the rows of the data are: documents; a better answer with worse ones; answers marked as good or bad; prompts, which the
+# model answers during the run.
+Rows = Literal["documents", "pairs", "marked", "prompts"]
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,27 @@ KINDS: dict[str, Kind] = {
         {"center_weight": 0.0, **_PAIRS}, head="score", answers=False, margins=True, whole_weights="which replaces the LM head"
     ),
 }
+_POLICY = {"clip": (0.2, 0.2), "beta": 0.0, "updates": 1, **_PAIRS}
+_GROUPS: dict[str, Any] = {**_POLICY, "delta": None, "scale": "group"}
+_POLICY_LOSSES: tuple[Loss, ...] = ("dapo", "dr_grpo", "bnpo", "grpo", "cispo")
+_OWN_PROMPTS = "for which each rank answers prompts of its own"
+KINDS |= {
+    "grpo": Kind({"loss": "dapo", **_GROUPS}, _POLICY_LOSSES, reads="prompts", whole_weights=_OWN_PROMPTS),
+    # one ratio for all tokens of an answer
+    "gspo": Kind({"loss": "grpo", **_GROUPS}, _POLICY_LOSSES[:4], reads="prompts", whole_weights=_OWN_PROMPTS),
+    "rloo": Kind(_POLICY, reads="prompts", whole_weights=_OWN_PROMPTS),
+}
+CISPO_CLIP = (0.2, 5.0)  # its ratio itself is at most the second
 LOSSES_OF_DPO = ("ipo", "hinge")  # `objective: ipo` is DPO with this loss
 NAMES = (*KINDS, *LOSSES_OF_DPO)
 
 
 class Objective(Section):
     name: Name = "supervised"
-    loss: Loss | None = None  # dpo, rpo, cpo: sigmoid, ipo, hinge; kto: kto, apo_zero
-    beta: Positive | None = None  # dpo, rpo, cpo, simpo, kto: scale of the rewards; orpo: weight of the odds ratio
+    loss: Loss | None = None  # dpo, rpo, cpo: sigmoid, ipo, hinge; kto: kto, apo_zero; grpo, gspo: those of policy.py
+    # dpo, rpo, cpo, simpo, kto: scale of the rewards; orpo: weight of the odds ratio; grpo, gspo, rloo: weight of the KL
+    # divergence from the model before training
+    beta: NonNegative | None = None
     label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5)] | None = None  # share of pairs assumed to be the wrong way round
     length_normalized: bool | None = None  # dpo, rpo: mean log-probability of an answer's tokens instead of their sum
     sft_weight: NonNegative | None = None  # weight of the chosen answer's supervised loss
@@ -70,6 +84,10 @@ class Objective(Section):
     desirable_weight: NonNegative | None = None  # kto
     undesirable_weight: NonNegative | None = None  # kto
     center_weight: NonNegative | None = None  # reward: weight of the squared sum of both rewards
+    clip: tuple[NonNegative, NonNegative] | None = None  # grpo, gspo, rloo: ratios are limited to 1 - low and 1 + high
+    delta: Positive | None = None  # grpo, gspo: upper limit of the ratio, of answers that were worse than others, too
+    scale: Literal["group", "batch", "none"] | None = None  # grpo, gspo: what advantages are divided by: a standard deviation
+    updates: PositiveInt | None = None  # grpo, gspo, rloo: steps on the same answers
     # compute a prompt once for all its answers: where the model can (auto, on: else an error), or never
     share_prompt: Literal["auto", "on", "off"] | None = None
 
@@ -84,6 +102,8 @@ class Objective(Section):
             values = {"loss": values["name"], **values, "name": "dpo"}
         name = values.get("name", "supervised")
         own = KINDS[name].parameters if isinstance(name, str) and name in KINDS else {}
+        if values.get("loss") == "cispo" and "clip" in own:
+            own = own | {"clip": CISPO_CLIP}
         return values | {key: default for key, default in own.items() if values.get(key) is None}
 
     @property
@@ -102,6 +122,12 @@ class Objective(Section):
             problems.append(
                 "objective.label_smoothing: the loss ipo has no label smoothing; remove it, or set objective.loss: sigmoid"
             )
+        if self.beta == 0.0 and self.kind.reads != "prompts":
+            problems.append(f"objective.beta: 0 is out of range for {self}; write a number in range such as {own['beta']}")
+        if self.loss == "cispo" and self.clip is not None and self.clip[1] < 1.0:
+            problems.append("objective.clip: with the loss cispo its second number limits the ratio itself; set [0.2, 5.0]")
+        if self.clip is not None and self.clip[0] >= 1.0:
+            problems.append("objective.clip: its first number must be below 1; set [0.2, 0.2]")
         return problems
 
     @property
@@ -115,3 +141,19 @@ class Objective(Section):
 
     def __str__(self) -> str:
         return self.name
+
+
+def data_misfits(recipe: Any) -> list[str]:
+    """`key: what; fix`, of what cannot be done to answers that are compared."""
+    if recipe.objective.kind.reads not in ("pairs", "marked"):
+        return []
+    wrong = []
+    if recipe.data.long == "split":
+        wrong.append("long: split would separate answers from their prompts; set data.long: drop or truncate")
+    if recipe.data.duplicates == "drop-near":
+        wrong.append(
+            "duplicates: drop-near would drop compared answers, which resemble each other; set data.duplicates: drop-exact"
+        )
+    if recipe.data.loss_on == "all":
+        wrong.append(f"loss_on: objective {recipe.objective} compares answers, not prompts; remove data.loss_on")
+    return [f"data.{one}" for one in wrong]

@@ -9,6 +9,7 @@ import torch
 
 from pronghorn.generation import answering
 from pronghorn.generation.answering import ByTransformers, OnFastLayers, answers
+from pronghorn.generation.cache import bytes_of_a_token
 from pronghorn.generation.generator import Generator, Request
 from pronghorn.generation.sampling import Sampling, key_of
 from pronghorn.generation.text import GrowingText
@@ -159,10 +160,10 @@ def test_memory_for_pages_is_half_of_what_is_free_but_enough_for_one(monkeypatch
     monkeypatch.setattr(answering, "Generator", Counted)
     engine = engine_of(MODELS[True])
     assert engine is not None
-    size = answering._token_bytes(engine)
+    size = bytes_of_a_token(engine, torch.float32)
     expected = [one.text for one in answers(MODELS[True], TOKENIZER, PROMPTS, max_new_tokens=70)]
     for free in (10**9, 2 * 400 * size, 1):
-        monkeypatch.setattr(answering, "free_memory", lambda free=free: free)
+        monkeypatch.setattr(answering, "free_bytes", lambda _, free=free: free)
         assert [one.text for one in answers(MODELS[True], TOKENIZER, PROMPTS, max_new_tokens=70)] == expected
     assert made == [made[0], 6 * 192, 400, 192]
 

@@ -5,7 +5,7 @@
 `--workers 0,2` takes turns: whoever loads, the weights are those of the first run. `--objective dpo` trains on pairs, with a
 reference whose log-probabilities come out of the cache from the first resume on; every kill but the first removes it before, so
 that kills also hit its making. Each run is a fork of this process, which
-has done the slow imports already, so that 20 kills take a minute. An instant is a step and a moment after it, not a time since
+has done the slow imports already, so that 20 kills take a minute. `--objective grpo` generates for most of the time, so that is where kills hit it. An instant is a step and a moment after it, not a time since
 the start: where the machine is busy with something else, a run of 3 seconds may need 10, and all kills came before its steps.
 """
 
@@ -41,6 +41,8 @@ from pronghorn.train.checkpoint.checkpoint import latest_checkpoint, verify_chec
 from pronghorn.train.loop import train
 from pronghorn.train.setup.check import check_run
 from samples import chat_rows, pair_rows, write_rows
+
+ROLLOUTS = {"prompts": 2, "answers": 4, "max_new_tokens": 12}
 
 
 def start(recipe: Recipe) -> int:
@@ -108,7 +110,8 @@ def main() -> None:
     quicken_products()
     os.environ["PRONGHORN_CACHE"] = str(arguments.scratch / "cache")
     arguments.scratch.mkdir(parents=True, exist_ok=True)
-    rows = chat_rows(60) if arguments.objective == "supervised" else pair_rows(60)
+    rolls = arguments.objective == "grpo"
+    rows = chat_rows(60) if rolls or arguments.objective == "supervised" else pair_rows(60)
     data, answers = write_rows(arguments.scratch / "train.jsonl", rows), arguments.objective != "reward"
 
     def recipe(name: str, workers: int) -> Recipe:
@@ -117,9 +120,10 @@ def main() -> None:
                 "model": arguments.model,
                 "objective": arguments.objective,
                 "precision": "fp32",
-                "lora": {"r": 4, "dropout": 0.1},
+                "lora": {"r": 4, "dropout": 0.0 if rolls else 0.1},
+                **({"rollouts": ROLLOUTS, "rewards": [{"metric": "regex", "regex": "[a-zA-Z]"}]} if rolls else {}),
                 "data": {"train": [str(data)], "eval": 0.1, "max_length": 128, "workers": workers},
-                "train": {"steps": arguments.steps, "batch_tokens": 512, "capacity": 256, "lr": 1e-2},
+                "train": {"steps": arguments.steps, "batch_tokens": 65536 if rolls else 512, "capacity": 256, "lr": 1e-2},
                 "checkpoint": {"every": max(1, arguments.steps // 6), "keep": 2},
                 "eval": {"every": max(1, arguments.steps // 3), "generations": int(answers), "max_new_tokens": 3},
                 "output": str(arguments.scratch / name),

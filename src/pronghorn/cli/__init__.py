@@ -136,7 +136,7 @@ def build_parser() -> argparse.ArgumentParser:
     one.add_argument("--output", help="folder of the demo's run (default: runs/demo)")
     one.add_argument("--preference", action="store_true", help="train on pairs of replies with DPO instead")
     new_options(verb("new", new, "write a recipe with all keys, or convert an Axolotl or LLaMA-Factory config"))
-    with_recipe(verb("check", check, "validate recipe, model and data without training"))
+    starting.own_rewards(with_recipe(verb("check", check, "validate recipe, model and data without training")))
 
     planning.options(with_recipe(verb("plan", plan, "predict memory, speed, hours and cost of a run; needs no GPU")))
 
@@ -157,6 +157,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     starting.options(one)
     evaluating.own_metric(one)
+    starting.own_rewards(one)
 
     def with_run(one: argparse.ArgumentParser) -> argparse.ArgumentParser:
         one.add_argument("run", help="a run's output folder")
@@ -201,7 +202,7 @@ def check(arguments: argparse.Namespace) -> None:
             from pronghorn.export.ahead import not_possible
             from pronghorn.train.setup.check import check_run
         display.progress(*STARTED)
-        facts = check_run(recipe, report=display.progress, exports=not_possible)
+        facts = check_run(recipe, report=display.progress, exports=not_possible, reward_file=arguments.reward_file)
     say(arguments, facts.as_dict(), facts.table())
 
 
@@ -219,7 +220,9 @@ def data_show(arguments: argparse.Namespace) -> None:
         display.progress(*STARTED)
         tokenizer, spec = load_tokenizer(recipe.model, recipe.data), recipe.data
         wanted, size = recipe.objective.kind.reads, recipe.train.capacity
-        table = prepare(spec.train, spec, tokenizer, progress=display.progress, wanted=wanted, capacity=size).tokens
+        table = prepare(
+            spec.train, spec, tokenizer, progress=display.progress, wanted=wanted, capacity=size, answer=recipe.answer_tokens
+        ).tokens
     count = count_of(table)
     if not 1 <= arguments.row <= count:
         raise CommandError(
@@ -240,7 +243,9 @@ def data_stats(arguments: argparse.Namespace) -> None:
         display.progress(*STARTED)
         tokenizer = TokenizerFiles(recipe.model, recipe.data)  # read only if the rows are not cached
         size, seed, wanted = recipe.train.capacity, recipe.train.seed, recipe.objective.kind.reads
-        stats = collect(recipe.data, size, seed, tokenizer, progress=display.progress, wanted=wanted)
+        stats = collect(
+            recipe.data, size, seed, tokenizer, progress=display.progress, wanted=wanted, answer=recipe.answer_tokens
+        )
     say(arguments, stats.as_dict(), stats.table())
 
 
@@ -264,6 +269,7 @@ def train(arguments: argparse.Namespace) -> None:
                 fresh=arguments.fresh,
                 allow=arguments.allow_change,
                 metric_file=arguments.metric_file,
+                reward_file=arguments.reward_file,
                 world=world,
             )
     if not arguments.json and rank == 0:

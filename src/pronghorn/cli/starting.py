@@ -20,6 +20,15 @@ def options(one: argparse.ArgumentParser) -> None:
     one.add_argument("--ranks", type=int, metavar="N", help="train in N processes on this machine's CPU, or sharing its GPU")
 
 
+def own_rewards(one: argparse.ArgumentParser) -> None:
+    one.add_argument(
+        "--reward-file",
+        type=Path,
+        metavar="FILE",
+        help="your own rewards: a Python file with def reward(prompts, completions, **columns); the file is executed",
+    )
+
+
 def launched(arguments: argparse.Namespace, ranks: int, recipe: Recipe) -> bool:
     """Whether this command has run again as so many ranks, which find that they are ranks. `ranks`: those that this process
     is already one of."""

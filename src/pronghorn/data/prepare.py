@@ -91,15 +91,17 @@ def prepare(
     stage: Stage = no_stage,
     wanted: Wanted = "documents",
     capacity: int | None = None,
+    answer: int = 0,
 ) -> Prepared:
     """The rows to train (or evaluate) on. `tokenizer` may be a `TokenizerFiles`, loaded only when the cache misses. `wanted`:
-    what the objective takes rows for; `capacity`: of a pack, which must hold a group of them."""
+    what the objective takes rows for; `capacity`: of a pack, which must hold a group of them. `answer`: tokens of
+    data.max_length that prompts leave to the model's answer; rows with loss: 0."""
     rows = tokenized_rows(names, spec, tokenizer, progress=progress, stage=stage, wanted=wanted)
     found = None
     if spec.duplicates != "keep" or spec.junk != "keep":
         with stage("read"):
             found = findings(rows, near=spec.duplicates == "drop-near", progress=progress)
-    prepared = choose(rows, spec, found, capacity=capacity)
+    prepared = choose(rows, spec, found, capacity=capacity, answer=answer)
     if not prepared.counts.kept:
         raise _nothing_left(names, prepared.counts, spec)
     return prepared
@@ -161,7 +163,9 @@ def _names_rows(found: _Stored, count: int) -> bool:
 # Choosing ---------------------------------------------------------------------------------------------------------------
 
 
-def choose(rows: Rows, spec: Data, found: Findings | None, *, strict: bool = True, capacity: int | None = None) -> Prepared:
+def choose(
+    rows: Rows, spec: Data, found: Findings | None, *, strict: bool = True, capacity: int | None = None, answer: int = 0
+) -> Prepared:
     """Apply what the recipe says to the rows, or to groups of them. Not `strict`: too many long rows are a remark, not an error
     (for stats)."""
     table, keep, unit = rows.table, np.ones(len(rows.table), np.bool_), unit_of(rows.table)
@@ -195,15 +199,16 @@ def choose(rows: Rows, spec: Data, found: Findings | None, *, strict: bool = Tru
     if rows.controls:
         fate = "kept as text" if spec.control_tokens == "escape" else "trained as control tokens (data.control_tokens: keep)"
         remarks.append(f"{counted(rows.controls, 'row')} with control tokens inside a message: {fate}")
-    limit, units, over = spec.max_length, len(first_rows(table)), too_long(table, spec.max_length, capacity)
+    limit, units = spec.max_length - answer, len(first_rows(table))
+    over = too_long(table, limit, capacity)
     affected = int(over.sum())
     if spec.long is None and affected > SILENT_SHARE * units:
-        problem = _too_many_long(table, limit, affected, capacity)
+        problem = _too_many_long(table, limit, affected, capacity, answer)
         if strict:
             raise problem
         remarks.append(f"{problem.what}; {problem.fix}")
     cut, dropped_long, shortened, split_into = _cut(table, over, limit, spec.long, capacity)
-    learnt = with_loss(cut)
+    learnt = np.ones(len(first_rows(cut)), np.bool_) if answer else with_loss(cut)
     no_loss = int((~learnt).sum())
     kept = cut.select_units(learnt) if no_loss else cut
     if dropped_long and strict:
@@ -239,7 +244,7 @@ def _cut(
     return table.cut(pieces), 0, 0, len(pieces) - int((~over).sum())
 
 
-def _too_many_long(table: TokenTable, limit: int, affected: int, capacity: int | None) -> DataError:
+def _too_many_long(table: TokenTable, limit: int, affected: int, capacity: int | None, answer: int = 0) -> DataError:
     longest = int(table.lengths.argmax())
     enough = int(np.quantile(table.lengths, 1 - SILENT_SHARE, method="higher"))
     units, unit = len(first_rows(table)), unit_of(table)
@@ -247,11 +252,13 @@ def _too_many_long(table: TokenTable, limit: int, affected: int, capacity: int |
     if table.pairs is not None:
         packed = f", or with all answers together more than train.capacity: {capacity:,}" if capacity and unit == "pair" else ""
         have, ways = f"have a prompt and answer of more than {limit:,} tokens{packed}", "drop or truncate"
+    if answer:
+        have, ways = f"{have}, which is data.max_length less rollouts.max_new_tokens: {answer:,}", "drop"
     return DataError(
         f"{affected:,} of {counted(units, unit)} ({affected / units:.1%}) {have}", where="data.max_length",
         why=f"the longest has {table.lengths[longest]:,} tokens ({table.where(longest)}); dropping more than 1 % needs an "
             "explicit setting",
-        fix=f"set data.long: {ways}, or data.max_length: {enough} or more",
+        fix=f"set data.long: {ways}, or data.max_length: {enough + answer} or more",
     )  # fmt: skip
 
 

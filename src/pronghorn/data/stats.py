@@ -96,6 +96,7 @@ def collect(
     *,
     progress: Callable[[str, int, int], None] = lambda *_: None,
     wanted: Wanted = "documents",
+    answer: int = 0,
 ) -> Stats:
     """`tokenizer` may be a `TokenizerFiles`, which is not even loaded when the rows are in the cache."""
     from pronghorn.data.pack.packing import pack
@@ -103,11 +104,11 @@ def collect(
 
     rows = tokenized_rows(spec.train, spec, tokenizer, progress=progress, wanted=wanted)
     found = findings(rows, near=True, progress=progress)
-    chosen = choose(rows, spec, found, strict=False, capacity=capacity)
+    chosen = choose(rows, spec, found, strict=False, capacity=capacity, answer=answer)
     counts, pairs = chosen.counts, pair_stats(chosen.tokens)
     packs = pack(groups_of(chosen.tokens.sharing(wanted == "pairs")), capacity, seed=seed, epoch=0)
     return Stats(
-        counts=counts, max_length=spec.max_length,
+        counts=counts, max_length=spec.max_length - answer,
         loss_share=counts.loss_tokens / counts.tokens if counts.tokens else 0.0,
         lengths=_lengths(rows), exact_duplicates=_found(rows, list(found.exact)),
         near_duplicates=None if found.near is None else _found(rows, [i for i in found.near if i not in found.exact]),

@@ -59,6 +59,8 @@ def held_out_questions(table: TokenTable, tokenizer: Tokenizer, count: int, *, s
 
 
 def _last_answer(example: Example) -> int | None:
+    if example.asks:
+        return example.prompt_messages
     return next((i for i in range(len(example.messages) - 1, 0, -1) if example.messages[i].get("role") == "assistant"), None)
 
 

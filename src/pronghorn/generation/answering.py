@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from pronghorn.generation.cache import pages_for
+from pronghorn.generation.cache import SHARE, SLOTS, bytes_of_a_token, free_bytes, pages_for
 from pronghorn.generation.generator import Answer, Generator, Measured, Request
 from pronghorn.generation.sampling import GREEDY, Sampling, key_of
 from pronghorn.generation.text import GrowingText
@@ -23,14 +23,8 @@ from pronghorn.hf_types import HFModel, Tokenizer
 from pronghorn.kernels.attention.attention_paged import PAGE
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model import generate
-from pronghorn.model.causal_lm import FastCausalLM, engine_of
+from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.generate import end_tokens
-from pronghorn.model.layers.mixers.attention import Attention
-from pronghorn.model.read_ahead import free_memory
-
-SLOTS = {"cpu": 32, "cuda": 256}  # answers that run at once: above them a token costs the same
-SHARE = 0.5  # of the free memory
-UNKNOWN = 8 * 10**9  # bytes that are taken to be free where the system does not say
 
 Progress = Callable[[str, int, int], None]
 Look = Callable[[], None]
@@ -140,9 +134,9 @@ def answering(
     assert engine is not None
     device = engine.embeddings.weight.device
     slots = slots or min(len(needs), SLOTS.get(device.type, 32))
-    wanted = sorted(needs, reverse=True)
+    wanted, token_bytes = sorted(needs, reverse=True), bytes_of_a_token(engine, engine.embeddings.weight.dtype)
     for share in (SHARE, SHARE / 4):
-        tokens = max(min(sum(wanted[:slots]), int(share * _free(device)) // _token_bytes(engine)), wanted[0])
+        tokens = max(min(sum(wanted[:slots]), int(share * free_bytes(device)) // token_bytes), wanted[0])
         try:
             generator = Generator(model, slots=slots, tokens=tokens, longest=longest, stops=max(1, stops))
         except torch.OutOfMemoryError:
@@ -156,20 +150,6 @@ def answering(
 def needed(request: Request) -> int:
     """Tokens of its prompt and answers, in whole pages."""
     return PAGE * (pages_for(len(request.prompt)) + len(request.keys) * pages_for(request.max_new_tokens))
-
-
-def _free(device: torch.device) -> int:
-    if device.type != "cuda":
-        return free_memory() or UNKNOWN
-    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(torch.cuda.mem_get_info(device)[0]) + held
-
-
-def _token_bytes(engine: FastCausalLM) -> int:
-    """Keys and values of a token."""
-    mixers = [layer.mixer for layer in engine.layers if isinstance(layer.mixer, Attention)]
-    numbers = sum(2 * mixer.kv_heads * mixer.head_width for mixer in mixers)
-    return max(1, numbers * int(engine.embeddings.weight.element_size()))
 
 
 class OnFastLayers:

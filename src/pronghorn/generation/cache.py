@@ -21,6 +21,11 @@ from pronghorn.kernels.conv.short_conv import short_conv_forward
 from pronghorn.model.causal_lm import FastCausalLM
 from pronghorn.model.layers.mixers.attention import Attention
 from pronghorn.model.layers.mixers.short_conv import ShortConv
+from pronghorn.model.read_ahead import free_memory
+
+SLOTS = {"cpu": 32, "cuda": 256}  # answers at once: from 165 rows on products are bound by arithmetic (H200)
+SHARE = 0.5  # of free memory, for keys and values
+UNKNOWN = 8 * 10**9  # bytes that are taken to be free where the system does not say
 
 
 class FreePages:
@@ -41,6 +46,20 @@ class FreePages:
 
 def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE)
+
+
+def bytes_of_a_token(engine: FastCausalLM, dtype: torch.dtype) -> int:
+    """Of its keys and values in all layers."""
+    mixers = [layer.mixer for layer in engine.layers if isinstance(layer.mixer, Attention)]
+    return max(1, sum(2 * mixer.kv_heads * mixer.head_width for mixer in mixers) * dtype.itemsize)
+
+
+def free_bytes(device: torch.device) -> int:
+    """What tensors may still take."""
+    if device.type != "cuda":
+        return free_memory() or UNKNOWN
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + held
 
 
 class MixerStates:

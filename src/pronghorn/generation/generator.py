@@ -122,7 +122,7 @@ class Generator:
     def answering(self) -> Iterator[None]:
         """Around `run`. Weights and adapters are read once."""
         with torch.no_grad(), in_mode(self.model, training=False):
-            self.engine.prepare(self._decoder.dtype)
+            self._decoder.prepare()
             yield
 
     def submit(self, request: Request) -> list[Answer]:

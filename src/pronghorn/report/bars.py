@@ -22,6 +22,7 @@ STAGE_STYLES = {
     "pack": "blue",
     "reference": "dark_orange3",
     "wait": "red",
+    "rollouts": "green",
     "step": "green",
     "optimizer": "dark_sea_green4",
     "evaluate": "yellow",

@@ -280,7 +280,7 @@ class _Run:
         elif kind in ("eval", "checkpoint"):
             self.rate.pause(as_number(event.get("seconds")))
             if kind == "eval":
-                self.evaluation = as_number(event.get("loss"))
+                self.evaluation = as_number(event["loss"]) if "loss" in event else None
             else:
                 self.saved_in = as_number(event.get("seconds"))
 
@@ -313,15 +313,15 @@ def _preference(event: dict[str, Any]) -> str:
     """The figures of a step that compares answers."""
     shown = [("accuracy", "rewards/accuracies"), ("margin", "rewards/margins"), ("kl", "kl")]
     shown += [("accuracy", "accuracy"), ("margin", "margin")]  # of a reward model
+    shown += [("reward", "reward"), ("length", "completions/mean_length")]  # of answers that the model gave
     return "".join(f"  {label} {number_format.score(as_number(event[name]))}" for label, name in shown if name in event)
 
 
 def _say_evaluation(run: _Run, event: dict[str, Any], width: int) -> list[str]:
-    figures = [f"{name} {number_format.figure(as_number(event[name]))}" for name in ("loss", "perplexity") if name in event]
+    told = [f"{name} {number_format.figure(as_number(event[name]))}" for name in ("loss", "perplexity") if name in event]
     best = ", best so far" if event.get("best") else ""
     shown = [g for g in (event.get("generations") or [])[:1] if isinstance(g, dict)]
-    metrics = "".join(f", {name}" for name in _metrics(event))
-    head = f"evaluation at step {event.get('step', 0):,}: {', '.join(figures)}{metrics}{best}"
+    head = f"evaluation at step {event.get('step', 0):,}: {', '.join([*told, *_metrics(event)])}{best}"
     return [head, *(_generation(g, width) for g in shown)]
 
 

@@ -26,6 +26,7 @@ from pronghorn.report.html_sections import (
 )
 from pronghorn.report.html_style import SCRIPT, STYLE
 from pronghorn.report.plots import Plot, Point, Series, draw, smooth
+from pronghorn.report.rollouts import has_rewards, reward_plot, reward_tiles, rollout_plots, samples_section
 from pronghorn.report.run_log import as_number, history, read_log
 from pronghorn.report.run_stats import RunStats, run_stats
 from pronghorn.report.stages import STAGES
@@ -60,8 +61,9 @@ def render_page(events: Sequence[dict[str, Any]], name: str = "run", answers: Se
     start: dict[str, Any] = next((e for e in reversed(kept) if e["event"] == "start"), {})
     title = run.name or name
     body = [
-        _header(run, title, steps), _tiles(run, answers), _plots(run, kept, steps, evals),
-        evaluations_section(evals, run.best_step), answers_section(answers), data_section(start),
+        _header(run, title, steps), _tiles(run, answers, steps), _plots(run, kept, steps, evals),
+        evaluations_section(evals, run.best_step), answers_section(answers), samples_section(kept),
+        data_section(start),
         _stages(run), memory_section(kept), cost_section(run, kept), experts_section(kept), _recipe(run), _notices(events),
         _sessions(run),
     ]  # fmt: skip
@@ -109,7 +111,7 @@ def _live(run: RunStats, steps: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def _tiles(run: RunStats, answers: Sequence[AnswerRow]) -> str:
+def _tiles(run: RunStats, answers: Sequence[AnswerRow], steps: Sequence[dict[str, Any]]) -> str:
     """The result first: what the answers score, beside the base model's."""
     at_best = f"best at step {run.evaluation.best_step:,}" if run.evaluation.best_step is not None else ""
     first = f"from {number_format.figure(run.loss.first)}" if run.loss.first is not None else ""
@@ -118,6 +120,7 @@ def _tiles(run: RunStats, answers: Sequence[AnswerRow]) -> str:
     best_loss = f"at step {run.loss.best_step:,}" if run.loss.best_step is not None else ""
     sessions = f"in {len(run.sessions)} sessions" if len(run.sessions) > 1 else ""
     tiles = [
+        *reward_tiles(run, steps),
         *score_tiles(answers),
         ("evaluation loss", number_format.figure(run.evaluation.best), at_best),
         ("training loss, last", number_format.figure(run.loss.last), first),
@@ -162,7 +165,10 @@ def _plots(
     if len(evaluation) > 1:
         lines.append(Series("evaluation line", "eval", evaluation, "line", shown=False))
     lines.append(Series("evaluation", "eval", evaluation, "dots"))
+    rewards = has_rewards(steps)
     main = Plot("Loss", lines, breaks=breaks, star=star, note=note, tall=True, unit="loss per token", log=True)
+    if rewards:
+        main = reward_plot(steps, evals, breaks=breaks)
     clip = (run.recipe.get("train") or {}).get("clip") if isinstance(run.recipe.get("train"), dict) else None
     level = (float(clip), f"clipped above {clip:g}") if isinstance(clip, (int, float)) else None
     rate = [(x, t / s if s > 0 else math.nan) for (x, t), (_, s) in
@@ -171,7 +177,7 @@ def _plots(
         Plot("Learning rate", [Series("learning rate", "train", _column(steps, "lr"))], from_zero=True),
         Plot("Gradient norm", _with_trend("norm", _column(steps, "grad_norm")), from_zero=True, level=level),
         Plot("Tokens per second", _with_trend("tokens/s", rate), from_zero=True),
-        *_preference_plots(steps, evals),
+        *(rollout_plots(steps) if rewards else _preference_plots(steps, evals)),
     ]
     return f'<h2>Training</h2>{draw(main)}<div class="grid3">{"".join(draw(plot) for plot in small)}</div>'
 

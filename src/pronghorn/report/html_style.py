@@ -6,13 +6,13 @@ STYLE = """
 --train:#c05a1c;--eval:#2563a8;--good:#2f7d4f;--bad:#b3261e;--warn:#9a6700;
 --s-imports:#c9c4bb;--s-load:#a8a29a;--s-read:#8fc1c9;--s-tokenize:#5a9fae;--s-pack:#4779a6;--s-reference:#7c8a3c;
 --s-wait:#c8453b;--s-step:#c05a1c;--s-optimizer:#e39a5b;--s-evaluate:#e3c04f;--s-answers:#b99a2e;--s-checkpoint:#8f6bb0;
---s-report:#b79cc9;--s-other:#dedad3}
+--s-rollouts:#3f9c6d;--s-report:#b79cc9;--s-other:#dedad3}
 @media(prefers-color-scheme:dark){:root{
 --paper:#151412;--card:#1d1b19;--ink:#edeae5;--soft:#a09a90;--faint:#6e6961;--line:#302d29;--grid:#282522;
 --train:#f0894a;--eval:#72a8e6;--good:#6cc28d;--bad:#f2827a;--warn:#e0b04c;
 --s-imports:#56524c;--s-load:#716c65;--s-read:#77aab3;--s-tokenize:#4b8d9b;--s-pack:#4f82b3;--s-reference:#8d9b4a;
 --s-wait:#d8584e;--s-step:#e07b3c;--s-optimizer:#a8673a;--s-evaluate:#cfae48;--s-answers:#a78a2f;--s-checkpoint:#9a78bd;
---s-report:#77608f;--s-other:#3b3834}}
+--s-rollouts:#4fa97a;--s-report:#77608f;--s-other:#3b3834}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--paper);color:var(--ink);font:15px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,
 "Helvetica Neue",Arial,sans-serif;-webkit-font-smoothing:antialiased}

@@ -20,7 +20,14 @@ from typing import Any, Self
 from pronghorn.errors import DataError, EnvironmentFault, PronghornError
 
 FILE_NAME = "run.jsonl"
-BELONGS_TO_A_STEP = ("step", "eval", "checkpoint", "experts", "ranks")  # events that a resume from an earlier step makes void
+BELONGS_TO_A_STEP = (
+    "step",
+    "eval",
+    "checkpoint",
+    "experts",
+    "ranks",
+    "samples",
+)  # events that a resume from an earlier step makes void
 SYNCED = ("checkpoint", "rewind", "end")  # rare, and what a resume relies on: these also survive a power cut
 TAIL_BLOCK = 1 << 16  # bytes read at a time when looking for the last line
 # What readers count on. An event where one of these is of another kind is none that we wrote.

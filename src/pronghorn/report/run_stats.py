@@ -15,7 +15,7 @@ from pronghorn.report.stages import STAGES
 # Without an end event a run is either at work or was killed; the log of a run at work is seldom silent for so long.
 SILENT_AFTER = 600.0
 
-TRAINING = ("step", "optimizer")  # the stages one pays for on purpose
+TRAINING = ("rollouts", "step", "optimizer")  # the stages one pays for on purpose
 STATES = {"done": "done", "early stop": "early stop", "signal": "interrupted", "health": "health stop", "error": "error"}
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 STAGES = (
-    "imports", "load", "read", "tokenize", "pack", "reference", "wait", "step", "optimizer", "evaluate", "answers",
+    "imports", "load", "read", "tokenize", "pack", "reference", "wait", "rollouts", "step", "optimizer", "evaluate", "answers",
     "checkpoint", "report", "other",
 )  # fmt: skip
 

@@ -94,7 +94,7 @@ class _Worker:
 
 class RewardPool:
     def __init__(self, path: Path, *, workers: int = 2, seconds: float = 30.0, memory: int = 0) -> None:
-        """`seconds`: for one answer. `memory`: bytes of one process; 0: no limit."""
+        """`seconds`: for one answer. `memory`: bytes that a process may take beyond its imports; 0: no limit."""
         if path.suffix != ".py" or not path.is_file():
             why = "it is not a .py file" if path.is_file() else "file not found"
             raise CommandError(

@@ -31,15 +31,15 @@ from pronghorn.train.checkpoint.checkpoint import capture_rng, clean_leftovers, 
 from pronghorn.train.checkpoint.saving import saver_of, try_first_save
 from pronghorn.train.dist.world import World
 from pronghorn.train.run.answers import RunAnswers
-from pronghorn.train.run.evaluate import evaluate
-from pronghorn.train.run.run_events import foretold, log_end, log_experts, log_remarks, log_start
+from pronghorn.train.run.run_events import foretold, log_end, log_experts, log_start, log_step
 from pronghorn.train.run.run_folder import RunFolder, set_aside
 from pronghorn.train.run.signals import StopRequest
 from pronghorn.train.setup.setup import Session, set_up
 from pronghorn.train.step.health import BrokenWeights, Offenders, listed, offending_rows, require_sound
-from pronghorn.train.step.memory import COMPARED_AFTER, WARM_UP, evaluation_capacity, main_memory, out_of_memory
+from pronghorn.train.step.memory import COMPARED_AFTER, WARM_UP, main_memory, out_of_memory
 from pronghorn.train.step.optim import lr_scale, set_lr
 from pronghorn.train.step.spikes import GaveUp, LeftOut, Rewind
+from pronghorn.train.step.step import StepResult
 
 FIRST_STEP = "first step"  # a progress of its own
 
@@ -69,11 +69,12 @@ def train(
     fresh: bool = False,
     allow: Collection[str] = (),
     metric_file: Path | None = None,
+    reward_file: Path | None = None,
     world: World | None = None,
 ) -> RunResult:
     """Train, or go on where the folder's last checkpoint stands. Raises what the command line turns into an exit code.
-    `allow`: keys of the recipe that may have changed since that checkpoint. `metric_file`: code of the user's, which runs.
-    `world`: the ranks that train together; without it, one."""
+    `allow`: keys of the recipe that may have changed since that checkpoint. `metric_file`, `reward_file`: code of the user's,
+    which runs. `world`: the ranks that train together; without it, one."""
     stages, world = stages or Stages(), world or World()
     own = OwnMetric(metric_file) if metric_file is not None else None
     world.on_writer(lambda: require_installed(recipe.report.to))
@@ -84,7 +85,7 @@ def train(
         with RunFolder(folder) if world.writes else nullcontext():
             world.on_writer(lambda: clean_leftovers(folder))
             LeftOut.of(folder)  # a log that cannot be read is told now
-            session = _ready(recipe, folder, display, stages, allow, world)
+            session = _ready(recipe, folder, display, stages, allow, world, reward_file)
             if old:
                 session.notices.insert(0, f"the previous run was moved to {old}")
             said = StopRequest(quiet=not world.writes, say=lambda text: display.handle({"event": STOPPING, "text": text}))
@@ -101,7 +102,7 @@ def train(
                     gc.collect()
                     if torch.cuda.is_available():
                         torch.cuda.empty_cache()  # as in a process that has just begun: the plan looks at what is free
-                    session = _ready(recipe, folder, display, stages, allow, world)
+                    session = _ready(recipe, folder, display, stages, allow, world, reward_file)
     finally:
         if session is not None and session.memory is not None:
             session.memory.release()
@@ -118,7 +119,15 @@ def _log_of(world: World, folder: Path, recipe: Recipe, display: Display) -> Ite
         yield log
 
 
-def _ready(recipe: Recipe, folder: Path, display: Display, stages: Stages, allow: Collection[str], world: World) -> Session:
+def _ready(
+    recipe: Recipe,
+    folder: Path,
+    display: Display,
+    stages: Stages,
+    allow: Collection[str],
+    world: World,
+    reward_file: Path | None,
+) -> Session:
     with stages("load"), main_memory(recipe, lambda: "before the first step"):
         return set_up(
             recipe,
@@ -127,6 +136,7 @@ def _ready(recipe: Recipe, folder: Path, display: Display, stages: Stages, allow
             stage=stages,
             allow=allow,
             world=world,
+            reward_file=reward_file,
             before_loading=lambda *found: try_first_save(recipe, folder, *found),
         )
 
@@ -165,6 +175,7 @@ class _Run:
         with self._saver, self._logged_end() as end, main_memory(self.session.recipe, self._doing):
             with self.stages("answers"):
                 self.session.on_writer(self._answers.before_training)
+            self._measure_before_training()
             if signal_number := self.session.world.largest(stop.signal_number or 0):
                 self._leave_for(signal_number)
             reason, why = self._steps(stop)
@@ -186,7 +197,9 @@ class _Run:
             with self.stages(source.stage):
                 step_batch = source.next(session.model)
             if step_batch.after in self._left_out.steps:
-                self._pass_over(step_batch)
+                self._pass_over(step_batch, "skipped because of an earlier loss spike")
+            elif not step_batch.batches:
+                self._pass_over(step_batch, "no answer to a prompt is better than another, so there is no update")
             else:
                 self._begin(step_batch)
             begun = session.step + len(self._under_way)
@@ -313,20 +326,7 @@ class _Run:
         if result.skipped:
             self.log.write("notice", text=f"step {session.step}: fp16 overflow, update skipped, loss scale lowered")
         now = time.perf_counter()
-        self.log.write(
-            "step",
-            step=session.step,
-            epoch=round(step_batch.epoch, 6),
-            loss=result.loss,
-            grad_norm=result.grad_norm,
-            lr=done.lr,
-            tokens=step_batch.tokens,
-            loss_tokens=step_batch.loss_tokens,
-            seconds=now - self._mark,
-            seen_tokens=session.seen_tokens,
-            **result.figures,
-        )
-        log_remarks(session, self.log, result.figures)
+        log_step(session, self.log, step_batch, result, done.lr, now - self._mark)
         self._compare_with_plan(now - self._mark)
         self._mark = time.perf_counter() if self._refresh_page() else now  # a page is no part of the next step's time
         self._saver.finished(session.step)
@@ -364,13 +364,16 @@ class _Run:
         )
         raise Rewind
 
-    def _pass_over(self, step_batch: StepBatch) -> None:
-        """A step that a rewind left out: it is counted, and nothing is computed."""
+    def _pass_over(self, step_batch: StepBatch, why: str) -> None:
+        """A step that a rewind left out, or that has nothing to learn from: it is counted, and nothing is computed."""
         session = self.session
         self._finish_all()
         session.step += 1
         session.cursor = step_batch.after
-        self.log.write("notice", text=f"step {session.step}: skipped because of an earlier loss spike")
+        self.log.write("notice", text=f"step {session.step}: {why}")
+        if not step_batch.batches:
+            now, self._mark = self._mark, time.perf_counter()
+            log_step(session, self.log, step_batch, StepResult(0.0, 0.0), 0.0, self._mark - now)
 
     def _offenders(self, step_batch: StepBatch) -> Offenders:
         session = self.session
@@ -380,23 +383,20 @@ class _Run:
         )
         return Offenders(session.world.joined(found[0]), session.world.joined(found[1]))
 
+    def _measure_before_training(self) -> None:
+        """What answers score before the first step, where the source measures that."""
+        source = self.session.source
+        if source.evaluates and source.held_out is not None and not self.session.step:
+            with self.stages("evaluate"):
+                found = self._answers.measure()
+            self.log.write("base", metrics=found.figures, samples=found.samples)
+
     def _evaluate(self) -> str:
         """Returns the reason to stop, or nothing."""
         session, recipe = self.session, self.session.recipe
-        assert session.source.held_out is not None
         began = time.perf_counter()
         with self.stages("evaluate"):
-            result = evaluate(
-                session.model,
-                session.source.held_out,
-                capacity=evaluation_capacity(recipe),
-                device=session.device,
-                pad_id=session.source.pad_id,
-                autocast=session.autocast,
-                progress=self.display.progress,
-                objective=session.objective,
-                world=session.world,
-            )
+            result = self._answers.measure()
         with self.stages("answers"):
             answered = session.on_writer(self._answers.evaluate)
         if result.figures:
@@ -406,9 +406,8 @@ class _Run:
         self.log.write(
             "eval",
             step=session.step,
-            loss=result.loss,
+            **({} if session.source.evaluates else {"loss": result.loss, "tokens": result.tokens}),
             **({} if result.figures else {"perplexity": result.perplexity}),
-            tokens=result.tokens,
             seconds=time.perf_counter() - began,
             best=session.progress.best_step == session.step,
             **answered,

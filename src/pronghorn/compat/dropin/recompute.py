@@ -19,6 +19,7 @@ from pronghorn.compat.captured_layers import rounded
 from pronghorn.compat.dropin.arguments import Recompute
 from pronghorn.compat.outer_loop import loop_of
 from pronghorn.errors import EnvironmentFault, ModelError, RecipeError
+from pronghorn.generation.cache import free_bytes
 from pronghorn.hf_types import HFModel
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.memory.costs import predicted_costs
@@ -152,8 +153,7 @@ class KeptByMemory:
         return device
 
     def _free_on_device(self) -> int:
-        held = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        return int(torch.cuda.mem_get_info(self._device)[0]) + held
+        return free_bytes(self._device)
 
 
 def told(plan: Plan, tokens: int) -> str:

@@ -130,7 +130,7 @@ def tokenized_rows(
         return replace(cached, remarks=tuple(told_of(found)))
     with stage("load"):
         encoder = Encoder(loaded(tokenizer), spec.loss_on, spec.lost, spec.control_tokens)
-    with PartialTable(path, SCHEMA if wanted == "documents" else PAIR_SCHEMA) as partial:
+    with PartialTable(path, SCHEMA if wanted in ("documents", "prompts") else PAIR_SCHEMA) as partial:
         _tokenize(partial, found, states, spec, encoder, progress, stage)
         partial.finish()
     if there := sum(note.read for note in partial.there):

@@ -42,7 +42,7 @@ def rows_of_groups(
         made_rows = [row for row in encoded if isinstance(row, TokenRow)]
         if not group.roles:
             rows += made_rows
-            told["empty"] += clean.says_nothing(group.answers[0])
+            told["empty"] += not group.answers[0].asks and clean.says_nothing(group.answers[0])
             continue
         answers = list(zip(group.answers, group.roles, made_rows, strict=True))
         said = [answer for answer in answers if not clean.says_nothing(answer[0])]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import starmap
 from typing import Any, NamedTuple
@@ -25,13 +25,18 @@ Complete = Callable[[PackedBatch, TokenRows], PackedBatch]  # adds what the run'
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The micro-batches of one optimizer step; with several ranks, those of this one. Counts are of all ranks."""
+    """The micro-batches of one optimizer step; with several ranks, those of this one. Counts are of all ranks. Without batches
+    there is nothing to learn from, on any rank."""
 
     batches: tuple[PackedBatch, ...]
     rows: TokenRows  # that the batches' `documents` are numbers of
     after: State  # where the source stands once this step is done
     epoch: float  # progress after this step, in epochs
     elsewhere: tuple[int, int] = (0, 0)  # tokens and loss tokens of other ranks
+    # of rows that were made during the run, for its log: what is known of them, what to tell, some of them to look at
+    figures: Mapping[str, float] = field(default_factory=dict)
+    told: tuple[str, ...] = ()
+    samples: tuple[dict[str, Any], ...] = ()
 
     @property
     def tokens(self) -> int:

@@ -128,7 +128,7 @@ def detect_groups(rows: Sequence[RawRow], where: str, asked: str, wanted: Rows) 
 def _layout(fields: dict[str, Any]) -> Layout:
     columns = answer_columns(fields, empty=True)
     assert columns is not None
-    answer = _value(fields[columns[0]])
+    answer = value_of(fields[columns[0]])
     if _is_conversation(answer):
         return "whole"
     if chat_column(fields):
@@ -148,7 +148,7 @@ def _usual(row: RawRow) -> RawRow:
         rest = {column: value for column, value in fields.items() if column not in ("input", *OPENAI)}
         asked = {column: fields["input"][column] for column in ("messages", *TOOL_COLUMNS) if column in fields["input"]}
         return RawRow(rest | asked | {ours: fields[theirs] for theirs, ours in OPENAI.items()}, row.where)
-    turns = _value(fields.get("messages"))
+    turns = value_of(fields.get("messages"))
     if "rejected_response" in fields and isinstance(turns, list) and answer_columns(fields, empty=True) is None:
         speakers = [_speaker(turn) for turn in turns]
         said = next((i for i in range(len(turns), 0, -1) if speakers[i - 1] != "assistant"), 0)
@@ -199,7 +199,7 @@ def _how_to_name(columns: Sequence[str]) -> str:
     return "name the columns: data.fields: {prompt: COLUMN, chosen: COLUMN, rejected: COLUMN}"
 
 
-def _value(value: Any) -> Any:
+def value_of(value: Any) -> Any:
     """Text, or what CSV can only hold as JSON text: messages, or several answers."""
     if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
         return value
@@ -287,7 +287,7 @@ def _pair(row: RawRow, layout: Layout) -> Group:
     columns = answer_columns(row.fields, empty=True)
     if columns is None:
         raise UnfitError("no `chosen` or no `rejected` answer", "give every row both, or remove it")
-    chosen, rejected = (_value(row.fields[column]) for column in columns)
+    chosen, rejected = (value_of(row.fields[column]) for column in columns)
     worse = _several(rejected)
     guessed = layout == "whole" and isinstance(chosen, str) and HUMAN not in chosen
     how = "read it with data.fields: {prompt: %s}" if guessed else BESIDE[layout]
@@ -295,7 +295,7 @@ def _pair(row: RawRow, layout: Layout) -> Group:
     if layout == "whole":
         answers = _from_whole(row, [chosen, *worse], columns)
     else:
-        prompt = _prompt(row, layout)
+        prompt = prompt_of(row, layout)
         answers = [
             _answer(row, prompt, said, column)
             for said, column in zip([chosen, *worse], [columns[0]] + [columns[1]] * len(worse), strict=True)
@@ -306,7 +306,7 @@ def _pair(row: RawRow, layout: Layout) -> Group:
 def _several(rejected: object) -> list[Any]:
     """One answer, or a list of them; a list of messages is one answer."""
     if isinstance(rejected, list) and rejected and not isinstance(rejected[0], dict):
-        return [_value(one) for one in rejected]
+        return [value_of(one) for one in rejected]
     return [rejected]
 
 
@@ -323,7 +323,7 @@ def _margin(row: RawRow) -> float:
     return margin
 
 
-def _prompt(row: RawRow, layout: Layout) -> str | list[dict[str, Any]]:
+def prompt_of(row: RawRow, layout: Layout) -> str | list[dict[str, Any]]:
     """A text where nothing but text can follow it, else messages."""
     if layout == "conversation":
         column = chat_column(row.fields)
@@ -343,7 +343,7 @@ def _prompt(row: RawRow, layout: Layout) -> str | list[dict[str, Any]]:
             both = " and ".join(f"`{column}`" for column in asked)
             raise UnfitError(f"{both} differ, so the prompt is unknown", "name the prompt: data.fields: {prompt: COLUMN}")
         return [{"role": "user", "content": text_of(row, asked[0])}]
-    prompt = _value(row.fields.get("prompt"))
+    prompt = value_of(row.fields.get("prompt"))
     if isinstance(prompt, list | dict):
         return to_messages(prompt, "prompt")
     return text_of(row, "prompt") if layout == "prompt" else [{"role": "user", "content": text_of(row, "prompt")}]

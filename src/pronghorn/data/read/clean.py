@@ -45,6 +45,7 @@ def identity(example: Example) -> bytes:
         example.completion,
         example.text,
         example.prompt_messages,
+        *([example.columns] if example.asks else []),
     ]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16).digest()
 
@@ -56,6 +57,8 @@ def said(message: dict[str, Any]) -> str:
 
 def junk(example: Example) -> str | None:
     """Why this example should not be trained on, or None."""
+    if example.asks:
+        return None
     pairs = _answers(example)
     if says_nothing(example):
         return "empty text" if example.kind == "text" else "empty answer"

@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pronghorn.data.preference.preferences import WHY, preference, refuse_ratings
@@ -78,6 +78,8 @@ class Example:
     text: str = ""
     prompt_messages: int = 0  # chat: the first so many messages are a given prompt and never carry loss
     choices: tuple[str, ...] = ()  # answers to choose from, of which one is the right one: for evaluation alone
+    asks: bool = False  # a prompt, which the model answers during the run; the answer above is the expected one, or empty
+    columns: dict[str, Any] = field(default_factory=dict)  # of a prompt: what rewards get
 
     def to_json(self) -> str:
         """The form in which the token table keeps it; its place is a column of its own."""

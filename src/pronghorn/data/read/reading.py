@@ -14,6 +14,7 @@ from typing import Any
 
 from pronghorn.data.preference.preference_rows import Group, detect_groups, to_groups, unused_in_groups
 from pronghorn.data.read import sources
+from pronghorn.data.read.prompt_rows import detect_prompts, to_prompt
 from pronghorn.data.read.renaming import Renaming
 from pronghorn.data.read.source_files import BadRow, RawRow, Source
 from pronghorn.errors import DataError, counted
@@ -119,10 +120,13 @@ class Chunk:
     wanted: Wanted = "documents"
 
     def fill(self) -> None:
-        found = [to_groups(row, self.format, self.wanted) for row in self.raw]
+        layout: Any = self.format.partition(": ")[2]
+        asks = self.wanted == "prompts"
+        found = [to_prompt(row, layout) if asks else to_groups(row, self.format, self.wanted) for row in self.raw]
         self.bad += [item for item in found if isinstance(item, BadRow)]
         self.groups = [group for item in found if not isinstance(item, BadRow) for group in item]
-        self.unused.update(*(unused_in_groups(row.fields, self.format) for row in self.raw))
+        if not asks:  # rewards get every column
+            self.unused.update(*(unused_in_groups(row.fields, self.format) for row in self.raw))
 
     def note(self, rows: int, bad: int, told: Mapping[str, int]) -> Note:
         """Once it is tokenized. `told`: how many rows are not as they were."""
@@ -154,7 +158,10 @@ def _chunks_of(number: int, part: Part, most: int | None, size: int, stage: Stag
         if not part.renaming.nothing:
             part.renaming.require_columns(head, part.source.name)
             head, reader = [part.renaming(row) for row in head], map(part.renaming, reader)
-        row_format = detect_groups(head, part.source.name, part.format, part.wanted)
+        if part.wanted == "prompts":
+            row_format = detect_prompts(head, part.source.name)
+        else:
+            row_format = detect_groups(head, part.source.name, part.format, part.wanted)
     rows: Iterator[RawRow] = itertools.chain(head, reader)
     while True:
         with stage("read"):

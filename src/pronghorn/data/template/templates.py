@@ -201,6 +201,11 @@ class ChatTemplate:
             yield spelling(messages, tools, liked)
         yield from (said for said in spellings(messages, tools) if said.name != liked)
 
+    def control_token(self, messages: Sequence[Message]) -> str:
+        """The first that a message holds, as `control_tokens` finds them."""
+        found = (token[0] for text in texts_in(messages) for token in self._special.finditer(text))
+        return next((token for token in found if "think" not in token.lower()), "")
+
     def control_tokens(self, rendered: Rendered, messages: Sequence[Message]) -> list[Span]:
         """Where the texts of the messages hold control tokens of the tokenizer. Tags of thinking are none: templates read them
         in a content."""

@@ -82,13 +82,17 @@ class LmHead(Head):
             total = total + self.stack.balance * rows.load.loss * (rows.labels_N != IGNORED).sum()
         return total, each
 
-    def outputs(self, rows: PackedRows) -> Outputs:
-        """Log-probabilities of the labels."""
+    def outputs(self, rows: PackedRows, *, temperature: float = 1.0, entropy: bool = False) -> Outputs:
+        """Log-probabilities of the labels, where logits are divided by the temperature."""
+        terms = self.terms
+        if temperature != 1.0:  # a soft-cap comes before it: so both are divided
+            terms = terms | {name: terms[name] / temperature for name in ("softcap", "logit_scale")}
         with torch.autocast(rows.h_ND.device.type, enabled=False):
             x_ND, weight, bias = self.inputs(rows.h_ND, rows.grad_buffer)
-            found = linear_log_probs(x_ND, weight, rows.labels_N, bias_V=bias, **self.terms)
+            entropy = entropy and bias is None and not weight.requires_grad and not terms["softcap"]
+            found = linear_log_probs(x_ND, weight, rows.labels_N, bias_V=bias, entropy=entropy, **terms)
         balance = None if rows.load is None else rows.load.loss
-        return Outputs(found.log_probs, None if balance is None else self.stack.balance * balance)
+        return Outputs(found.log_probs, None if balance is None else self.stack.balance * balance, found.entropy)
 
     @classmethod
     def own_outputs(cls, base: HFModel, pack: PackedBatch) -> Outputs:

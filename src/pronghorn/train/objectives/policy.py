@@ -20,16 +20,25 @@ means of grpo, bnpo and dr_grpo in each micro-batch; here they are those of the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from pronghorn.data.pack.packing import TokenRows
+from pronghorn.errors import HealthStop
+from pronghorn.hf_types import HFModel
+from pronghorn.model.causal_lm import engine_of
+from pronghorn.model.head import Outputs
 from pronghorn.packs import IGNORED, PackedBatch
-from pronghorn.train.objectives.objective import Objective
+from pronghorn.train.objectives.objective import Objective, Sums
 
 ADVANTAGE, SAMPLED, REFERENCE = 0, 1, 2  # rows of given_KN
+MISMATCH = "sampling/sampling_logp_difference/mean"
+NOTICED, STOPPED = 0.05, 0.1  # nats; two bf16 paths of one model differ by 0.01 to 0.03
 
 
 class Policy(Objective):
@@ -40,7 +49,12 @@ class Policy(Objective):
         "clip_ratio/low_mean",
         "clip_ratio/high_mean",
         "difference",
+        "mismatch",
+        "entropy",
+        "entropies",
     )
+    scores: ClassVar[tuple[str, ...]] = ("reward",)
+    level: str = "token"
 
     def __init__(
         self,
@@ -54,9 +68,12 @@ class Policy(Objective):
         correct_divergence: bool = True,
         longest: int = 0,
         updates: int = 1,
+        temperature: float = 1.0,
     ) -> None:
-        """`longest`: tokens of an answer at most, for dr_grpo. `updates`: of one batch of answers."""
+        """`longest`: tokens of an answer at most, for dr_grpo. `updates`: of one batch of answers. `temperature`: at which they
+        were sampled."""
         self.kind, self.level, self.low, self.high, self.delta = loss, level, low, high, delta
+        self.temperature, self._told = temperature, False
         self.beta, self.correct_divergence, self.longest, self.updates = beta, correct_divergence, longest, updates
 
     def loss(self, log_probs_N: Tensor, batch: PackedBatch) -> Tensor:
@@ -84,7 +101,21 @@ class Policy(Objective):
             return self._answers(batch) * self.longest
         return (batch.row_labels != IGNORED).sum()
 
-    def watch(self, log_probs_N: Tensor, batch: PackedBatch) -> Tensor:
+    def log_probs(self, model: HFModel, batch: PackedBatch, *, entropy: bool = False) -> Outputs:
+        """At the sampler's temperature."""
+        engine = engine_of(model)
+        assert engine is not None
+        return engine.lm.outputs(engine.packed_rows(batch), temperature=self.temperature, entropy=entropy)
+
+    def sums(self, model: HFModel, batch: PackedBatch) -> Sums:
+        found = self.log_probs(model, batch, entropy=True)
+        total = self.loss(found.values_N, batch)
+        if found.balance is not None:
+            total = total + found.balance * self.count(batch)
+        with torch.no_grad():
+            return Sums(total, self.watch(found.values_N.detach(), batch, found.entropy_N))
+
+    def watch(self, log_probs_N: Tensor, batch: PackedBatch, entropy_N: Tensor | None = None) -> Tensor:
         """Means over tokens, but for the ratio of whole answers over answers."""
         given_KN, real_N = batch.given_KN, (batch.row_labels != IGNORED).to(log_probs_N.dtype)
         assert given_KN is not None
@@ -92,17 +123,48 @@ class Policy(Objective):
         low_N = (ratio_N < 1 - self.low) & (advantage_N < 0)
         high_N = (ratio_N > 1 + self.high) & (advantage_N > 0)
         away_N = self._divergence(log_probs_N, batch) if self.beta else torch.zeros_like(log_probs_N)
-        difference_N = (log_probs_N - given_KN[SAMPLED]).abs()
-        sums = [(real_N * one).sum() for one in (torch.ones_like(real_N), away_N, low_N, high_N, difference_N)]
+        change_N = log_probs_N - given_KN[SAMPLED]
+        entropy_N = torch.zeros_like(real_N) if (unknown := entropy_N is None) else entropy_N
+        seen = (torch.exp(change_N) - change_N - 1, entropy_N, torch.full_like(real_N, float(not unknown)))
+        one_N = torch.ones_like(real_N)
+        sums = [torch.where(real_N > 0, one, 0.0).sum() for one in (one_N, away_N, low_N, high_N, change_N.abs(), *seen)]
         return torch.stack([self._answers(batch).to(real_N.dtype), *sums])
 
     def figures(self, watched: Sequence[float]) -> dict[str, float]:
         found = dict(zip(self.watched, watched, strict=True))
         tokens, _ = max(1.0, found.pop("tokens")), found.pop("answers")
-        found["sampling/sampling_logp_difference/mean"] = found.pop("difference")
+        found[MISMATCH] = found.pop("difference")
+        found["sampling/kl"] = found.pop("mismatch")
+        if not found.pop("entropies"):
+            del found["entropy"]
         if not self.beta:
             del found["kl"]
+        found["clip_ratio/region_mean"] = found["clip_ratio/low_mean"] + found["clip_ratio/high_mean"]
         return {name: total / tokens for name, total in found.items()}
+
+    def remarks(self, step: int, figures: Mapping[str, float]) -> list[str]:
+        """Sampler and learner are one model: where they differ, one of them is wrong."""
+        mean = figures.get(MISMATCH, 0.0)
+        if figures.get("update", 1.0) > 1.0 or mean <= NOTICED:
+            return []
+        what = f"step {step}: log-probabilities of sampled tokens differ by {mean:.3f} on average from the learner's"
+        if mean > STOPPED:
+            raise HealthStop(
+                what=what,
+                why="the same weights gave both; the difference is one of precision, or a fault",
+                fix="set precision: bf16 or fp32, or method: lora instead of fp8; if it stays, report it",
+            )
+        told, self._told = self._told, True
+        return [] if told else [f"{what}; above {STOPPED} the run stops"]
+
+    def complete(self, batch: PackedBatch, table: TokenRows) -> PackedBatch:
+        """`table`: with `given`, of each row the numbers of its labels, [K, labels]."""
+        given: Sequence[np.ndarray[Any, Any]] = table.given  # type: ignore[attr-defined]
+        given_KN = torch.zeros(REFERENCE + 1, len(batch.loss_rows))
+        if batch.documents:
+            known = np.concatenate([given[row] for row in batch.documents], axis=1)
+            given_KN[:, batch.row_labels != IGNORED] = torch.from_numpy(known.astype(np.float32))
+        return replace(batch, given_KN=given_KN)
 
     # ---- parts -----------------------------------------------------------------------------------------------------
 
@@ -139,3 +201,22 @@ class Policy(Objective):
     def _answers(batch: PackedBatch) -> Tensor:
         assert batch.roles_D is not None
         return (batch.roles_D >= 0).sum()
+
+
+class Grpo(Policy):
+    """As a recipe names it. `scale`: of advantages, which whoever samples computes."""
+
+    needs: ClassVar[tuple[str, ...]] = ("longest", "temperature")
+
+    def __init__(self, *, clip: tuple[float, float], scale: str = "none", **given: Any) -> None:
+        super().__init__(low=clip[0], high=clip[1], level=self.level, **given)
+
+
+class Gspo(Grpo):
+    level = "sequence"
+
+
+class Rloo(Grpo):
+    def __init__(self, *, beta: float, **given: Any) -> None:
+        """`beta`: the divergence is part of the rewards, as in TRL."""
+        super().__init__(loss="rloo", **given)

@@ -16,7 +16,9 @@ from pronghorn.evaluation.own_metric import OwnMetric
 from pronghorn.report.answers import write_answers
 from pronghorn.report.run_log import RunLog
 from pronghorn.train.checkpoint.checkpoint import capture_rng, restore_rng
+from pronghorn.train.run.evaluate import Evaluation, evaluate
 from pronghorn.train.setup.setup import Session
+from pronghorn.train.step.memory import evaluation_capacity
 
 
 @contextmanager
@@ -37,6 +39,24 @@ class RunAnswers:
             self._held_out = HeldOut.of(session.source.held_out, session.tokenizer, session.recipe.eval, own, beside)
         self._base: Judged | None = None
         self._told = False
+
+    def measure(self) -> Evaluation:
+        """The held-out rows' loss; or what their answers are worth, where the source says so. On all ranks."""
+        session, source = self._session, self._session.source
+        assert source.held_out is not None
+        if source.evaluates:
+            return source.evaluate(session.model)
+        return evaluate(
+            session.model,
+            source.held_out,
+            capacity=evaluation_capacity(session.recipe),
+            device=session.device,
+            pad_id=source.pad_id,
+            autocast=session.autocast,
+            progress=self._progress,
+            objective=session.objective,
+            world=session.world,
+        )
 
     def before_training(self) -> None:
         """Asks the base model now if training will overwrite it (method: full)."""

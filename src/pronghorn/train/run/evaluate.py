@@ -21,9 +21,10 @@ from pronghorn.train.objectives import Objective, Supervised
 
 @dataclass(frozen=True)
 class Evaluation:
-    loss: float
+    loss: float  # not a number where answers are measured, and no loss
     tokens: int  # held-out tokens that carry loss
     figures: dict[str, float] = field(default_factory=dict)  # what else the objective shows
+    samples: int = 0  # held-out prompts that were answered for the figures
 
     @property
     def perplexity(self) -> float:

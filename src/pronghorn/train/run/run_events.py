@@ -7,7 +7,6 @@ import os
 import platform
 import resource
 import sys
-from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from pronghorn import __version__
+from pronghorn.data.pack.loader import StepBatch
 from pronghorn.errors import EnvironmentFault, PronghornError, counted
 from pronghorn.memory.gpus import PRICES_AS_OF, local_gpu
 from pronghorn.memory.scaling import foretold_sum
@@ -26,6 +26,7 @@ from pronghorn.report.stages import Stages
 from pronghorn.train.setup.setup import Session
 from pronghorn.train.step.health import require_trainable
 from pronghorn.train.step.optim import trainable
+from pronghorn.train.step.step import StepResult
 
 FP32 = 4  # bytes of a gradient
 RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes of what getrusage counts
@@ -60,8 +61,25 @@ def log_experts(session: Session, log: RunLog) -> None:
         log.write("experts", step=session.step, counts=engine.expert_counts.read())
 
 
-def log_remarks(session: Session, log: RunLog, figures: Mapping[str, float]) -> None:
-    for text in session.objective.remarks(session.step, figures):
+def log_step(session: Session, log: RunLog, step_batch: StepBatch, result: StepResult, lr: float, seconds: float) -> None:
+    """A step that is done, and what there is to tell of it."""
+    figures = {**step_batch.figures, **result.figures}
+    log.write(
+        "step",
+        step=session.step,
+        epoch=round(step_batch.epoch, 6),
+        loss=result.loss,
+        grad_norm=result.grad_norm,
+        lr=lr,
+        tokens=step_batch.tokens,
+        loss_tokens=step_batch.loss_tokens,
+        seconds=seconds,
+        seen_tokens=session.seen_tokens,
+        **figures,
+    )
+    if step_batch.samples:
+        log.write("samples", step=session.step, shown=list(step_batch.samples))
+    for text in (*step_batch.told, *session.objective.remarks(session.step, figures)):
         log.write("notice", text=text)
 
 

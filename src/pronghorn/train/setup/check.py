@@ -14,6 +14,7 @@ from pronghorn.errors import counted
 from pronghorn.memory.dry_run import static_parts
 from pronghorn.model.config import read_config
 from pronghorn.model.export import savable, try_small_files
+from pronghorn.model.load import DTYPES
 from pronghorn.recipe import Recipe
 from pronghorn.report.loggers.table import require_installed
 from pronghorn.train.setup.setup import look_ahead
@@ -49,6 +50,7 @@ class Facts:
     copies: int = 0  # rows that data.duplicates: drop-exact would drop
     near_copies: int = 0  # and those that drop-near would drop besides
     steps_on_copies: int = 0  # of `steps`, about
+    rewards: tuple[str, ...] = ()  # what they gave for expected answers
 
     @property
     def memory(self) -> int:
@@ -72,6 +74,7 @@ class Facts:
             ("held out", counted(self.eval_documents, "document")),
             *(("packing", self._packing()) for _ in range(self.packs is not None)),
             ("steps", self._steps()),
+            *(("reward", text) for text in self.rewards),
             ("memory", f"not estimated: {self.no_memory}" if self.no_memory else memory),
             *(("plan", text) for text in self.plan),
             *(("note", text) for text in self.notices),
@@ -105,7 +108,11 @@ class Facts:
 
 
 def check_run(
-    recipe: Recipe, *, report: Callable[[str, int, int], None], exports: Callable[[Recipe, Any], Sequence[str]] = lambda *_: ()
+    recipe: Recipe,
+    *,
+    report: Callable[[str, int, int], None],
+    exports: Callable[[Recipe, Any], Sequence[str]] = lambda *_: (),
+    reward_file: Path | None = None,
 ) -> Facts:
     """Everything a run would check before its first step, except loading the weights. `exports`: what recipe and tokenizer
     tell of the exports to come."""
@@ -115,12 +122,19 @@ def check_run(
     device, precision, facts, tokenizer = look_ahead(recipe)
     with savable("the tokenizer", recipe.model), tempfile.TemporaryDirectory(prefix="pronghorn-") as place:
         try_small_files(recipe.model, tokenizer, Path(place))
-    source = source_of(recipe, tokenizer, report=report, stage=lambda _: nullcontext())
+    source = source_of(recipe, tokenizer, report=report, stage=lambda _: nullcontext(), reward_file=reward_file)
     summary = source.summary()
     trainable = facts.parameters if recipe.method == "full" else facts.adapter_parameters
     config = read_config(recipe.model)
     planned = plan_memory(
-        recipe, config, source.shapes, device, precision, evaluates=source.held_out is not None, packs=source.packs_per_step
+        recipe,
+        config,
+        source.shapes,
+        device,
+        precision,
+        evaluates=source.held_out is not None,
+        packs=source.packs_per_step,
+        beside=source.device_bytes(DTYPES[precision].itemsize),
     )
     plan = planned.plan if planned else plan_of_everything(recipe, config, source.shapes, device, precision)
     weights = training = activations = 0

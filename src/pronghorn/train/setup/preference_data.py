@@ -18,7 +18,7 @@ def shares_prompts(recipe: Recipe) -> tuple[bool, list[str]]:
     """Whether a pack has the prompt of a pair once, and what should be told. Decided before weights are loaded: the number of
     steps depends on it."""
     asked = recipe.objective.share_prompt
-    if recipe.objective.kind.reads != "pairs" or asked in (None, "off"):
+    if recipe.objective.kind.reads not in ("pairs", "prompts") or asked in (None, "off"):
         return False, []
     device = pick_device()
     precision = resolve_precision(recipe.precision, device)

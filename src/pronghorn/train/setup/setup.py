@@ -173,9 +173,11 @@ def set_up(
     allow: Collection[str] = (),
     before_loading: Callable[[ModelFacts, Any], None] = lambda facts, tokenizer: None,
     world: World | None = None,
+    reward_file: Path | None = None,
 ) -> Session:
     """`allow`: keys that may differ from those of the checkpoint (--allow-change). `before_loading`: refuses, perhaps, what
-    facts and tokenizer tell; on the rank that writes. `world`: without one, of one rank."""
+    facts and tokenizer tell; on the rank that writes. `world`: without one, of one rank. `reward_file`: code of the user's,
+    which runs."""
     said: list[str] = []
     world = world or World()
     require_allowable(allow, recipe)
@@ -186,7 +188,7 @@ def set_up(
         shard = shard_of(recipe, world, device, facts)
         world.on_writer(lambda: before_loading(facts, tokenizer))
     with stage("read"), world.writer_first():  # it fills the cache of tokens
-        source = source_of(recipe, tokenizer, report=report, stage=stage)
+        source = source_of(recipe, tokenizer, report=report, stage=stage, reward_file=reward_file)
     keys = source.keys
     world.require_same(lambda: run_facts(recipe, keys))
     told = source.dealt(world.size) + told_of(shard, world)
@@ -195,6 +197,7 @@ def set_up(
     memory = plan_memory(
         recipe, read_config(recipe.model), source.shapes, device, precision, evaluates=source.held_out is not None,
         ranks=1 if shard == "none" else world.size, packs=source.packs_per_step,
+        beside=source.device_bytes(DTYPES[precision].itemsize),
     )  # fmt: skip
     with stage("load"):
         if found and recipe.method != "full":  # there, the checkpoint has all of the weights itself

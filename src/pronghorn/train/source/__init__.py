@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from pronghorn.errors import CommandError
 from pronghorn.hf_types import Tokenizer
 from pronghorn.recipe import Recipe
+from pronghorn.train.source.rollouts import RolloutSource
 from pronghorn.train.source.source import Report, Source
 from pronghorn.train.source.table import TableSource
 from pronghorn.train.step.step import StageTimer
 
-__all__ = ["Source", "TableSource", "kind_of", "source_of"]
+__all__ = ["RolloutSource", "Source", "TableSource", "kind_of", "source_of"]
 
 
 def kind_of(recipe: Recipe) -> type[Source]:
-    return TableSource
+    return RolloutSource if recipe.objective.kind.reads == "prompts" else TableSource
 
 
-def source_of(recipe: Recipe, tokenizer: Tokenizer, *, report: Report, stage: StageTimer) -> Source:
-    return kind_of(recipe).of(recipe, tokenizer, report=report, stage=stage)
+def source_of(
+    recipe: Recipe, tokenizer: Tokenizer, *, report: Report, stage: StageTimer, reward_file: Path | None = None
+) -> Source:
+    """`reward_file`: code of the user's, which runs."""
+    kind = kind_of(recipe)
+    if issubclass(kind, RolloutSource):
+        return kind.of(recipe, tokenizer, report=report, stage=stage, reward_file=reward_file)
+    if reward_file is not None:
+        raise CommandError(
+            what=f"--reward-file: objective {recipe.objective} has no rewards",
+            fix="remove it, or set objective: grpo, gspo or rloo",
+        )
+    return kind.of(recipe, tokenizer, report=report, stage=stage)

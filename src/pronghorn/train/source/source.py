@@ -31,6 +31,7 @@ from pronghorn.recipe import Recipe
 from pronghorn.train.dist.world import World
 from pronghorn.train.objectives import Objective
 from pronghorn.train.objectives.objective import Autocast
+from pronghorn.train.run.evaluate import Evaluation
 from pronghorn.train.step.step import StageTimer
 
 Report = Callable[[str, int, int], None]
@@ -56,6 +57,7 @@ class Source(ABC):
     known: Sequence[TokenTable] = ()  # rows that are known before the run: an objective may look at them. Held-out rows last
     held_out: TokenTable | None = None  # rows to evaluate on
     packs_per_step: int = 0  # on average; 0: as the recipe says
+    evaluates: ClassVar[bool] = False  # whether it measures the model itself (`evaluate`), and not the objective's loss
 
     # ---- before the model loads ----------------------------------------------------------------------------------
 
@@ -94,6 +96,10 @@ class Source(ABC):
     def checked(self, report: Report) -> dict[str, Any]:
         """What only `check` shows, since it takes long: fields of `check.Facts`, `copies` for one."""
         return {}
+
+    def device_bytes(self, element: int) -> int:
+        """Memory of the device beside steps. `element`: bytes of a number in the run's precision."""
+        return 0
 
     # ---- during the run ------------------------------------------------------------------------------------------
 
@@ -140,6 +146,10 @@ class Source(ABC):
         table = TokenTable.of(rows)
         packs = pack_in_order(groups_of(table, self.objective.together), self.packing.capacity)
         return self.packing.step(table, list(packs), after, epoch)
+
+    def evaluate(self, model: HFModel) -> Evaluation:
+        """Of held-out rows, if it `evaluates`; on all ranks."""
+        raise NotImplementedError
 
     @abstractmethod
     def next(self, model: HFModel) -> StepBatch:

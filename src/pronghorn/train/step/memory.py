@@ -62,9 +62,10 @@ def plan_memory(
     evaluates: bool = False,
     ranks: int = 1,
     packs: int = 0,
+    beside: int = 0,
 ) -> RunMemory | None:
     """None where there is nothing to plan. An error if the budget is too small, with the smallest that works. `ranks`: that the
-    weights are spread over. `packs`: of a step, where the recipe does not say."""
+    weights are spread over. `packs`: of a step, where the recipe does not say. `beside`: bytes that stay beside steps."""
     explicit = recipe.memory.budget != "auto"
     if device.type != "cuda" and not explicit:
         return None
@@ -78,7 +79,7 @@ def plan_memory(
             )
         return None
     job, costs = found
-    aside = evaluation_bytes(job, evaluation_capacity(recipe)) if evaluates and job.graphed else 0
+    aside = beside + (evaluation_bytes(job, evaluation_capacity(recipe)) if evaluates and job.graphed else 0)
     budget, remark = budget_of(recipe.memory.budget, device)
     problem = problem_of(job, costs, budget, host_room(), aside)
     if device.type == "cuda" and host_moments(job) > problem.host > 0:

@@ -1,0 +1,155 @@
+"""What answers are worth: the recipe's metrics and the functions of --reward-file, weighted and added up.
+
+A function that does not apply to an answer returns None, and is left out of its sum. One that fails, hangs, or returns
+something else than a number leaves the answer without a reward: whoever asked decides what becomes of it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pronghorn.errors import CommandError, DataError, RecipeError, counted
+from pronghorn.evaluation.metrics import NEED_JSON, TEXT_METRICS, final_part, found, regex
+from pronghorn.evaluation.strict_json import is_json
+from pronghorn.recipe_rollouts import Reward, Rollouts
+from pronghorn.rewards.pool import Fault, RewardPool
+
+GB = 1 << 30
+NEEDS_NONE = ("json_valid",)  # metrics that compare with nothing
+
+
+@dataclass(frozen=True)
+class Said:
+    """An answer, and what rewards know beside it."""
+
+    where: str  # of the prompt's row
+    prompt: str | Sequence[Mapping[str, Any]]
+    text: str
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def expected(self) -> str | None:
+        value = self.columns.get("expected")
+        return None if value is None else str(value)
+
+    def row(self) -> dict[str, Any]:
+        """As a reward function gets it, TRL's way: a conversation where the prompt is one."""
+        chat = not isinstance(self.prompt, str)
+        completion: Any = [{"role": "assistant", "content": self.text}] if chat else self.text
+        return {**self.columns, "prompts": self.prompt, "completions": completion}
+
+
+@dataclass(frozen=True)
+class Scored:
+    """`total` is None where the answer has no reward; `fault` says why, if something went wrong."""
+
+    total: float | None
+    parts: Mapping[str, float]  # unweighted, of the rewards that apply
+    fault: str = ""
+
+
+class Scorer:
+    def __init__(self, rewards: Sequence[Reward], spec: Rollouts, file: Path | None = None) -> None:
+        self._metrics = {reward.called: reward for reward in rewards if reward.metric}
+        self._judges = {
+            name: regex(re.compile(reward.regex or "")) if reward.metric == "regex" else TEXT_METRICS[str(reward.metric)]
+            for name, reward in self._metrics.items()
+        }
+        functions = {str(reward.function): reward for reward in rewards if reward.function}
+        if functions and file is None:
+            raise RecipeError(
+                what=f"rewards: {next(iter(functions))} is a function, and no file has it",
+                fix="name its file on the command line: --reward-file FILE",
+            )
+        if not self._metrics and file is None:
+            raise RecipeError(
+                what="rewards: there are none, so no answer would be better than another",
+                fix="add rewards: [{metric: exact_match}], or functions of your own: --reward-file FILE",
+            )
+        self._pool: RewardPool | None = None
+        self.names, self.weights = list(self._metrics), [reward.weight for reward in self._metrics.values()]
+        self._of_file: dict[str, str] = {}  # function -> name
+        if file is not None:
+            self._open(file, spec, functions)
+
+    def _open(self, file: Path, spec: Rollouts, functions: Mapping[str, Reward]) -> None:
+        self._pool = RewardPool(
+            file, workers=spec.reward_workers, seconds=spec.reward_seconds, memory=int(spec.reward_memory * GB)
+        )
+        weakref.finalize(self, self._pool.close)
+        if unknown := sorted(functions.keys() - set(self._pool.names)):
+            raise RecipeError(
+                what=f"rewards: {unknown[0]} is no function of {file}",
+                why=f"it has {', '.join(self._pool.names)}",
+                fix="fix the name, or remove the reward",
+            )
+        for function in self._pool.names:
+            reward = functions.get(function, Reward(function=function))
+            self._of_file[function] = reward.called
+            self.weights.append(reward.weight)
+        self.names += self._of_file.values()
+        if len(set(self.names)) < len(self.names):
+            raise RecipeError(
+                what=f"rewards: a function of {file} is called as a metric is", fix="give the metric another name: {name: ...}"
+            )
+
+    def score(self, answers: Sequence[Said]) -> list[Scored]:
+        own = self._pool.score([said.row() for said in answers]) if self._pool else [{} for _ in answers]
+        return [self._scored(said, found) for said, found in zip(answers, own, strict=True)]
+
+    def _scored(self, said: Said, own: Mapping[str, Any]) -> Scored:
+        values: dict[str, Any] = {}
+        for name, judge in self._judges.items():
+            values[name] = judge(final_part(said.expected or ""), final_part(said.text))
+        values |= {self._of_file[function]: value for function, value in own.items()}
+        parts = {name: value for name, value in values.items() if isinstance(value, float | int)}
+        fault = next((f"{name}: {value.what}" for name, value in values.items() if isinstance(value, Fault)), "")
+        if fault or not parts:
+            return Scored(None, parts, fault)
+        weights = dict(zip(self.names, self.weights, strict=True))
+        return Scored(math.fsum(weights[name] * value for name, value in parts.items()), parts)
+
+    # ---- before the run ------------------------------------------------------------------------------------------
+
+    def require_expected(self, said: Said) -> None:
+        """Refuses a row whose expected answer a metric could never meet."""
+        for name, reward in self._metrics.items():
+            pattern = re.compile(reward.regex) if reward.regex else None
+            compares = reward.metric not in NEEDS_NONE and (pattern is None or pattern.groups > 0)
+            what = fix = ""
+            if compares and said.expected is None:
+                what, fix = "the row has no expected answer", "add a column `answer`, or use another reward"
+            elif compares and reward.metric in NEED_JSON and not is_json(final_part(said.expected or "")):
+                what, fix = "the expected answer is not JSON", "fix the row, or use another reward"
+            elif compares and pattern is not None and found(pattern, final_part(said.expected or "")) is None:
+                what, fix = "the pattern does not match the expected answer", "fix the pattern or the row"
+            if what:
+                why = "" if said.expected is None else f"it is {final_part(said.expected)[:80]!r}"
+                raise DataError(f"rewards: {name}: {what}", where=said.where, why=why, fix=fix)
+
+    def tried(self, rows: Sequence[Said]) -> list[str]:
+        """What the rewards say of some rows with their expected answers (or none), a line each. Refuses a function that fails
+        on all of them."""
+        found = self.score(rows)
+        lines = []
+        faults = [scored.fault for scored in found if scored.fault]
+        if len(faults) == len(found):
+            ((what, _),) = Counter(faults).most_common(1)
+            raise CommandError(
+                what=f"a reward failed on all of {counted(len(found), 'row')} that it was tried on: {what}",
+                why="the answers would have no reward", fix="fix the function; each row has the columns "
+                + ", ".join(sorted(rows[0].row())),
+            )  # fmt: skip
+        for name in self.names:
+            values = [scored.parts[name] for scored in found if name in scored.parts]
+            given = "their expected answers" if any(said.expected is not None for said in rows) else "empty answers"
+            mean = f"{math.fsum(values) / len(values):.4g} on average" if values else "nothing (None)"
+            lines.append(f"{name}: {mean}, for {given} to {counted(len(rows), 'prompt')}")
+        return lines + ([f"{counted(len(faults), 'row')} without a reward: {faults[0]}"] if faults else [])

@@ -1,0 +1,218 @@
+"""A rollout as rows of a step: answers behind their prompts, with what the policy's loss knows of each token.
+
+A prompt that a pack can share is there once for all its answers, or for as many as fit: a group need not stay together, since
+its advantages are known. Otherwise each answer has its own copy of the prompt.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pronghorn.data.encode.tokens import TokenRow, TokenTable
+from pronghorn.data.pack.batches import ENTRIES, Shapes
+from pronghorn.data.pack.loader import State, StepBatch, StepPacking, evaluation_batches
+from pronghorn.data.pack.packing import max_documents, pack_in_order
+from pronghorn.data.preference.pair_packing import groups_of
+from pronghorn.hf_types import HFModel
+from pronghorn.model.causal_lm import engine_of
+from pronghorn.model.text_stack import in_mode
+from pronghorn.recipe import Recipe
+from pronghorn.train.dist.world import World
+from pronghorn.train.objectives import Objective
+from pronghorn.train.objectives.objective import Autocast
+from pronghorn.train.objectives.policy import ADVANTAGE, REFERENCE, SAMPLED, Policy
+
+Ints = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
+
+
+class Prompts(Protocol):
+    """The source (rollouts.py), as it is used here."""
+
+    recipe: Recipe
+    train: TokenTable
+    shared: bool
+    pad_id: int
+    objective: Objective
+    world: World
+    device: torch.device
+    autocast: Autocast
+    packing: StepPacking
+
+
+@dataclass
+class Learned:
+    """The answers to a prompt that have a reward. Lists have an entry for each."""
+
+    number: int  # of the prompt in the run
+    row: int  # in the table of prompts
+    tokens: list[Ints]
+    sampled: list[Floats]  # log-probabilities
+    rewards: list[float]
+    masked: list[bool]  # no part of the loss
+    reference: list[Floats] = field(default_factory=list)
+    advantages: list[float] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def signal(self) -> bool:
+        """Whether some answer that is part of the loss is better or worse than others."""
+        return any(advantage and not masked for advantage, masked in zip(self.advantages, self.masked, strict=True))
+
+
+@dataclass
+class Rolled:
+    groups: list[Learned]
+    figures: dict[str, float] = field(default_factory=dict)
+    told: tuple[str, ...] = ()
+    samples: tuple[dict[str, Any], ...] = ()
+    learns: bool = True  # whether some answer is better than another
+
+    def as_json(self, world: World) -> list[Any]:
+        """For a checkpoint between two updates, of all ranks. Figures come along, since each step's log has them."""
+        groups = [
+            [
+                one.number,
+                one.row,
+                *map(_packed, (one.tokens, one.sampled, one.reference)),
+                one.rewards,
+                one.masked,
+                one.advantages,
+            ]
+            for one in self.groups
+        ]
+        return [sorted(map(json.loads, world.joined([json.dumps(group) for group in groups]))), self.figures]
+
+    @classmethod
+    def of_json(cls, held: Sequence[Any], world: World) -> Rolled:
+        groups, figures = held[0][world.rank :: world.size], held[1]
+        return cls(
+            [
+                Learned(number, row, _unpacked(tokens, np.int32), _unpacked(sampled, np.float32), rewards, masked,
+                        _unpacked(reference, np.float32), advantages)
+                for number, row, tokens, sampled, reference, rewards, masked, advantages in groups
+            ],
+            figures,
+        )  # fmt: skip
+
+    def add_reference(self, source: Prompts, model: HFModel) -> None:
+        """What the model says of the answers with its adapters off."""
+        for group in self.groups:
+            group.reference = [np.zeros(len(tokens), np.float32) for tokens in group.tokens]
+        table = RolloutTable.of_groups(source, self.groups, all_answers=True)
+        if table is None:
+            return
+        assert isinstance(source.objective, Policy)
+        engine, found = engine_of(model), dict[int, Floats]()
+        assert engine is not None
+        with torch.no_grad(), in_mode(model, training=False), engine.adapters_off(), source.autocast():
+            for batch in evaluation_batches(table, source.recipe.train.capacity, source.pad_id):
+                values = source.objective.log_probs(model, batch.to(source.device)).values_N[: batch.loss_tokens].float().cpu()
+                at = 0
+                for row in batch.documents:
+                    count = int(table.loss_counts[row])
+                    found[row] = values[at : at + count].numpy()
+                    at += count
+        answers = iter(range(len(table)))
+        for group in self.groups:
+            group.reference = [found[next(answers)] for _ in group.tokens]
+
+
+class RolloutTable(TokenTable):
+    """`given`: of each row the numbers of its labels, [K, labels]."""
+
+    given: list[Floats]
+
+    @classmethod
+    def of_groups(cls, source: Prompts, groups: Sequence[Learned], *, all_answers: bool = False) -> RolloutTable | None:
+        """None without a row. `all_answers`: also those that are no part of the loss."""
+        rows: list[TokenRow] = []
+        given: list[Floats] = []
+        for group in groups:
+            prompt, where = source.train.ids(group.row), source.train.where(group.row)
+            chosen = [i for i in range(len(group)) if all_answers or not group.masked[i]]
+            firsts = (
+                _firsts(len(prompt), [len(group.tokens[i]) for i in chosen], source)
+                if source.shared
+                else set(range(len(chosen)))
+            )
+            for place, i in enumerate(chosen):
+                tokens = group.tokens[i]
+                runs = ((len(prompt), len(prompt) + len(tokens)),)
+                pair = (place in firsts, 0, len(prompt), 0.0)
+                rows.append(TokenRow(np.concatenate([prompt, tokens]), runs, f"answer {i + 1} to {where}", pair=pair))
+                numbers = np.zeros((REFERENCE + 1, len(tokens)), np.float32)
+                numbers[ADVANTAGE] = group.advantages[i] if group.advantages else 0.0
+                numbers[SAMPLED] = group.sampled[i]
+                numbers[REFERENCE] = group.reference[i] if group.reference else 0.0
+                given.append(numbers)
+        if not rows:
+            return None
+        table = cls.of(rows)
+        assert isinstance(table, RolloutTable)
+        assert table.pairs is not None
+        table.pairs, table.given = replace(table.pairs, shared=source.shared), given
+        return table
+
+
+def _firsts(prompt: int, lengths: Sequence[int], source: Prompts) -> set[int]:
+    """Which answers begin a group of their own, because the one before has no room for them."""
+    capacity = source.recipe.train.capacity
+    firsts, room, count = set[int](), 0, 0
+    for place, length in enumerate(lengths):
+        if length > room or count == max_documents(capacity) // 2:
+            firsts.add(place)
+            room, count = capacity - prompt, 0
+        room, count = room - length, count + 1
+    return firsts
+
+
+def rollout_step(source: Prompts, rolled: Rolled, after: State, epoch: float) -> StepBatch:
+    """Without batches if no rank has something to learn from. Each rank packs its own answers; counts are those of all."""
+    if not rolled.learns:
+        return StepBatch((), source.train, after, epoch)
+    table = RolloutTable.of_groups(source, rolled.groups)
+    packing = replace(source.packing, deal=(0, 1), even=False)
+    if table is None:  # this rank has nothing: an empty pack takes part
+        nothing = Learned(0, 0, [np.zeros(1, np.int32)], [np.zeros(1, np.float32)], [0.0], [False])
+        table = RolloutTable.of_groups(source, [nothing])
+        assert table is not None
+        step = packing.step(table, [np.zeros(0, np.int64)], after, epoch)
+    else:
+        step = packing.step(table, list(pack_in_order(groups_of(table), packing.capacity)), after, epoch)
+    tokens, labels = source.world.total(float(step.tokens), float(step.loss_tokens))
+    return replace(step, elsewhere=(int(tokens) - step.tokens, int(labels) - step.loss_tokens))
+
+
+def rollout_shapes(recipe: Recipe, prompts: TokenTable, shared: bool) -> Shapes:
+    """By limits alone: nobody knows the answers yet. Sizes fit packs of answers of full length to prompts of the mean length,
+    or of answers half as long; and any pack there can be."""
+    capacity, spec = recipe.train.capacity, recipe.answering
+    mean, most = float(prompts.lengths.mean()), int(prompts.lengths.max())
+    answers, step = spec.answers if shared else 1, max(16, capacity // 16)
+    group = mean + answers * spec.max_new_tokens
+    labels = min(capacity, -(-int(capacity * answers * spec.max_new_tokens / group) // step) * step)
+    longest = min(capacity, -(-(max(most, spec.max_new_tokens) if shared else most + spec.max_new_tokens) // 128) * 128)
+    documents = 2 * (capacity / group) * (answers + shared) + 2
+    all_documents = max_documents(capacity) * 3 // 2 + 2 + -(-capacity // longest)
+    entries = {-(-int(min(count, all_documents)) // ENTRIES) * ENTRIES for count in (documents, all_documents)}
+    sizes = {"E": tuple(sorted(entries)), "N": tuple(sorted({labels, capacity}))}
+    return Shapes(sizes, longest=longest, typical=int(group / (answers + shared)))
+
+
+def _packed(arrays: Sequence[npt.NDArray[Any]]) -> list[str]:
+    return [base64.b64encode(np.ascontiguousarray(one).tobytes()).decode() for one in arrays]
+
+
+def _unpacked(texts: Sequence[str], kind: Any) -> list[Any]:
+    return [np.frombuffer(base64.b64decode(text), kind).copy() for text in texts]

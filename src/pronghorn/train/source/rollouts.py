@@ -1,0 +1,403 @@
+"""Steps of online reinforcement learning: the model as it stands answers prompts, rewards say what the answers are worth, and the
+step learns from them (objectives/policy.py).
+
+A rollout is `rollouts.prompts` prompts with `rollouts.answers` answers each. Prompts come shuffled by (seed, epoch), one epoch
+after the other. An answer's tokens follow from weights, prompt and a key of (seed, number of the prompt in the run, number of
+the answer), so a rollout that a kill interrupted is repeated with the same tokens. With `objective.updates` above 1 several
+steps learn from one rollout; a checkpoint between them has its answers. Each rank answers every n-th prompt and learns from its
+own answers; what the loss is divided by counts those of all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from pronghorn.data.encode.tokens import TokenTable, padding_id
+from pronghorn.data.pack.batches import Shapes
+from pronghorn.data.pack.loader import State, StepBatch
+from pronghorn.data.prepare import Prepared, example_of, prepare
+from pronghorn.data.read.reading import Name
+from pronghorn.data.read.splitting import apart
+from pronghorn.errors import DataError, HealthStop, RecipeError, counted
+from pronghorn.generation.cache import pages_for
+from pronghorn.generation.generator import Answer, Generator, Request
+from pronghorn.generation.sampling import Sampling, key_of
+from pronghorn.hf_types import HFModel, Tokenizer
+from pronghorn.kernels.attention.attention_paged import PAGE
+from pronghorn.model.config import read_config
+from pronghorn.model.generate import end_tokens
+from pronghorn.recipe import Recipe
+from pronghorn.rewards.scoring import Said, Scored, Scorer
+from pronghorn.train.run.evaluate import Evaluation
+from pronghorn.train.run.run_identity import data_key
+from pronghorn.train.setup.preference_data import shares_prompts
+from pronghorn.train.source.advantages import advantages, has_signal
+from pronghorn.train.source.data_facts import data_facts
+from pronghorn.train.source.rollout_rows import Learned, Rolled, rollout_shapes, rollout_step
+from pronghorn.train.source.source import Report, Source
+from pronghorn.train.step.step import StageTimer
+
+TRIED = 10  # rows that rewards are tried on before the run
+IN_THE_RUN, HELD_OUT = 0, 1  # parts of the keys of answers
+MOST_TOLD = 10  # different faults of rewards that are told
+SHOWN = 2000  # characters of a prompt or an answer in the log
+CUT = 0.5  # share of answers cut at max_new_tokens that is worth a notice
+
+
+@dataclass
+class Group:
+    """A prompt with its answers."""
+
+    number: int  # of the prompt in the run
+    row: int  # of the table
+    answers: Sequence[Answer]
+    texts: Sequence[str]
+    scored: Sequence[Scored] = ()
+    kept: list[int] = field(default_factory=list)  # answers that have a reward
+
+
+class RolloutSource(Source):
+    stage: ClassVar[str] = "rollouts"
+    ahead: ClassVar[bool] = False
+    evaluates: ClassVar[bool] = True
+
+    def __init__(
+        self, recipe: Recipe, tokenizer: Tokenizer, train: TokenTable, held_out: TokenTable | None, prepared: Prepared,
+        scorer: Scorer, report: Report,
+    ) -> None:  # fmt: skip
+        spec = self.spec = recipe.answering
+        self.recipe, self.tokenizer, self.train, self.held_out, self.prepared = recipe, tokenizer, train, held_out, prepared
+        self.scorer, self.report, self.pad_id = scorer, report, padding_id(tokenizer)
+        self.shared, self.remarks = shares_prompts(recipe)
+        self.updates = recipe.objective.updates or 1
+        rollouts = -(-recipe.train.epochs * len(train) // spec.prompts)
+        self.total = recipe.train.steps or rollouts * self.updates
+        self.longest_prompt = max(int(table.lengths.max()) for table in (train, held_out) if table is not None)
+        self.shapes: Shapes = rollout_shapes(recipe, train, self.shared)
+        self.packs_per_step = -(-recipe.step_tokens(float(train.lengths.mean())) // recipe.train.capacity)
+        self.rule = Sampling(spec.temperature, spec.top_k, spec.top_p, spec.min_p)
+        self.tried: list[str] = []
+        self._generator: Generator | None = None
+        self._told: set[str] = set()
+
+    @classmethod
+    def of(
+        cls, recipe: Recipe, tokenizer: Tokenizer, *, report: Report, stage: StageTimer, reward_file: Path | None = None
+    ) -> Self:
+        scorer = Scorer(recipe.rewards, recipe.answering, reward_file)
+
+        def read(names: Sequence[Name]) -> Prepared:
+            return prepare(
+                names, recipe.data, tokenizer, progress=report, stage=stage, wanted="prompts", answer=recipe.answer_tokens
+            )
+
+        prepared = read(recipe.data.train)
+        other = read((recipe.data.eval,)) if isinstance(recipe.data.eval, str) else None
+        with stage("read"):
+            sides = apart(prepared, other, recipe.data, recipe.train.seed, report)
+        if recipe.eval.stop and sides.held is None:
+            raise RecipeError(
+                what="eval.stop needs held-out data", fix="set data.eval to a file, or to a fraction such as 0.02"
+            )
+        if not len(sides.train):
+            raise DataError(what="no prompts are left", fix="run `pronghorn data stats` to see what was dropped and why")
+        source = cls(recipe, tokenizer, sides.train, sides.held, prepared, scorer, report)
+        source.remarks = [*prepared.remarks, *source.remarks, *(other.remarks if other else ()), *sides.remarks]
+        source._try_rewards()
+        return source
+
+    def _try_rewards(self) -> None:
+        """Of each row what no metric could meet is refused; then some are scored with their expected answers."""
+        for table in (self.train, self.held_out):
+            for row in range(len(table or ())):
+                assert table is not None
+                self.scorer.require_expected(self._said(table, row))
+        rows = [self._said(self.train, row) for row in range(min(TRIED, len(self.train)))]
+        self.tried = self.scorer.tried([replace(said, text=said.expected or "") for said in rows])
+
+    @staticmethod
+    def require_state(state: Any) -> None:
+        if not all(isinstance(state[key], int) and state[key] >= 0 for key in ("rollouts", "update", "idle")):
+            raise ValueError("a counter is not a number")
+
+    @property
+    def keys(self) -> dict[str, str]:
+        return {"data": self._key(self.train), "held_out": self._key(self.held_out)}
+
+    def _key(self, table: TokenTable | None) -> str:
+        """Of the prompts and of all that rewards get."""
+        if table is None:
+            return ""
+        digest = hashlib.sha256(data_key(table, self.pad_id).encode())
+        for text in table.examples_json(0, len(table)):
+            digest.update(text.encode())
+        return "prompts:" + digest.hexdigest()
+
+    def summary(self) -> dict[str, Any]:
+        found = {"documents": len(self.train), "tokens": int(self.train.lengths.sum())}
+        return {**found, **data_facts(self.prepared.counts, self.train), "rewards": self.scorer.names}
+
+    def notices(self) -> list[str]:
+        return list(self.remarks)
+
+    def checked(self, report: Report) -> dict[str, Any]:
+        return {"rewards": tuple(self.tried)}
+
+    def device_bytes(self, element: int) -> int:
+        """Keys and values of all pages, and the logits of a step of decoding."""
+        text = read_config(self.recipe.model).get_text_config()
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        kept = self._stored_tokens * int(text.num_hidden_layers) * 2 * int(heads) * int(width) * element
+        return kept + 3 * 4 * self._slots * int(text.vocab_size)
+
+    @property
+    def _slots(self) -> int:
+        return min(self.spec.slots, self.spec.prompts * self.spec.answers)
+
+    @property
+    def _stored_tokens(self) -> int:
+        prompts = min(self.spec.prompts, -(-self._slots // self.spec.answers) + 1)
+        return PAGE * (self._slots * pages_for(self.spec.max_new_tokens) + prompts * pages_for(self.longest_prompt))
+
+    # ---- during the run ------------------------------------------------------------------------------------------
+
+    def start(self, state: State | None, **run: Any) -> None:
+        super().start(state, **run)
+        state = state or {"rollouts": 0, "update": 0, "idle": 0}
+        self._rollouts, self._update, self._idle = state["rollouts"], state["update"], state["idle"]
+        self._rolled = Rolled.of_json(state["held"], self.world) if state.get("held") else None
+
+    def next(self, model: HFModel) -> StepBatch:
+        if self._rolled is None:
+            self._rolled = self._roll(model)
+        rolled, self._update = self._rolled, self._update + 1
+        told, samples = (rolled.told, rolled.samples) if self._update == 1 else ((), ())
+        figures = {**rolled.figures, **({"update": float(self._update)} if self.updates > 1 else {})}
+        epoch = (self._rollouts + self._update / self.updates) * self.spec.prompts / len(self.train)
+        if self._update == self.updates or not rolled.learns:
+            self._rollouts, self._update, self._rolled = self._rollouts + 1, 0, None
+        after: State = {"rollouts": self._rollouts, "update": self._update, "idle": self._idle}
+        if self._rolled is not None:
+            after["held"] = rolled.as_json(self.world)
+        step = rollout_step(self, rolled, after, epoch)
+        return replace(step, figures=figures, told=told, samples=samples)
+
+    def _row_of(self, number: int) -> int:
+        """The row of the n-th prompt of the run."""
+        epoch, place = divmod(number, len(self.train))
+        order = np.random.Generator(np.random.Philox(key=[self.recipe.train.seed, epoch])).permutation(len(self.train))
+        return int(order[place])
+
+    def _roll(self, model: HFModel) -> Rolled:
+        first = self._rollouts * self.spec.prompts
+        numbers = range(first + self.world.rank, first + self.spec.prompts, self.world.size)
+        began = time.perf_counter()
+        groups = self._answered(model, self.train, {n: self._row_of(n) for n in numbers}, self.spec.answers, IN_THE_RUN)
+        generated = time.perf_counter()
+        self._score(groups, self.train)
+        scored = time.perf_counter()
+        figures = self._figures(groups)
+        seconds = {"rollouts/generation_seconds": generated - began, "rollouts/reward_seconds": scored - generated}
+        tokens = figures["completions/mean_length"] * figures.pop("answers")
+        speed = {"rollouts/tokens_per_second": tokens / max(1e-9, generated - began)}
+        learned = [self._learned(group) for group in groups]
+        rolled = Rolled([one for one in learned if one], figures | seconds | speed, self._notices(groups, figures))
+        rolled.samples = self._samples(groups)
+        if self.recipe.objective.beta:
+            self._add_reference(model, rolled)
+        self._advance(rolled)
+        return rolled
+
+    def _answered(self, model: HFModel, table: TokenTable, asked: Mapping[int, int], tries: int, side: int) -> list[Group]:
+        """`asked`: row by number, in the run or among held-out rows (`side`: HELD_OUT)."""
+        seed = self.recipe.train.seed
+        keys = [[key_of(seed, side, number, one) for one in range(tries)] for number in asked]
+        stops = end_tokens(model, self.tokenizer)
+        requests = [
+            Request(table.ids(row).tolist(), own, self.spec.max_new_tokens, self.rule, stops)
+            for row, own in zip(asked.values(), keys, strict=True)
+        ]
+        with self.autocast():
+            if self._generator is None:
+                self._generator = Generator(
+                    model, slots=self._slots, tokens=self._stored_tokens, longest=self.spec.max_new_tokens,
+                    stops=max(1, len(stops)),
+                )  # fmt: skip
+            found = self._generator.generate(requests, self.report)
+        decode = self.tokenizer.decode
+        return [
+            Group(number, row, answers, [str(decode(answer.tokens, skip_special_tokens=True)) for answer in answers])
+            for (number, row), answers in zip(asked.items(), found, strict=True)
+        ]
+
+    def _said(self, table: TokenTable, row: int, text: str = "") -> Said:
+        example = example_of(table, row)
+        prompt = example.prompt if example.kind == "completion" else list(example.messages[: example.prompt_messages])
+        return Said(example.where, prompt, text, example.columns)
+
+    def _score(self, groups: Sequence[Group], table: TokenTable) -> None:
+        asked = [replace(self._said(table, group.row), text=text) for group in groups for text in group.texts]
+        self.report("scoring", 0, len(asked))
+        found = iter(self.scorer.score(asked))
+        self.report("scoring", len(asked), len(asked))
+        for group in groups:
+            group.scored = [next(found) for _ in group.texts]
+            group.kept = [i for i, scored in enumerate(group.scored) if scored.total is not None]
+        fault = next((scored.fault for group in groups for scored in group.scored if scored.fault), "")
+        if fault and self.spec.on_reward_error == "stop":
+            raise HealthStop(
+                what=f"a reward failed: {fault}",
+                why="rollouts.on_reward_error: stop",
+                fix="fix the function, or set rollouts.on_reward_error: leave_out; then run the same command again",
+            )
+
+    # ---- what is learned from ------------------------------------------------------------------------------------
+
+    def _learned(self, group: Group) -> Learned | None:
+        """Without its advantages, which may need other groups."""
+        if not group.kept:
+            return None
+        answers = [group.answers[i] for i in group.kept]
+        return Learned(
+            group.number,
+            group.row,
+            [np.array(answer.tokens, np.int32) for answer in answers],
+            [np.array(answer.log_probs, np.float32) for answer in answers],
+            [float(group.scored[i].total or 0.0) for i in group.kept],
+            [not answer.ended and self.spec.truncated == "mask" for answer in answers],
+        )
+
+    def _add_reference(self, model: HFModel, rolled: Rolled) -> None:
+        """Log-probabilities of the answers without adapters; of RLOO the divergence is part of the reward."""
+        rolled.add_reference(self, model)
+        if self.recipe.objective.name == "rloo":
+            beta = self.recipe.objective.beta or 0.0
+            for group in rolled.groups:
+                away = [math.fsum(p - r) for p, r in zip(group.sampled, group.reference, strict=True)]
+                group.rewards = [reward - beta * one for reward, one in zip(group.rewards, away, strict=True)]
+
+    def _advance(self, rolled: Rolled) -> None:
+        """Advantages; and whether there is something to learn from."""
+        objective = self.recipe.objective
+        scale = "rloo" if objective.name == "rloo" else objective.scale or "group"
+        found = advantages([group.rewards for group in rolled.groups], scale, self.world.total)
+        for group, own in zip(rolled.groups, found, strict=True):
+            group.advantages = own.tolist()
+        signals, answers = self.world.total(
+            float(sum(group.signal for group in rolled.groups)),
+            float(sum(group.masked.count(False) for group in rolled.groups)),
+        )
+        rolled.learns = answers > 0 and (signals > 0 or bool(objective.beta and objective.name != "rloo"))
+        self._idle = 0 if signals else self._idle + 1
+        if self._idle >= self.spec.patience:
+            reward = rolled.figures.get("reward", math.nan)
+            raise HealthStop(
+                what=f"no group of answers had a signal in {counted(self._idle, 'rollout')} in a row: all answers to a prompt "
+                f"have the same reward ({reward:.4g} on average)",
+                why="without a difference there is nothing to learn",
+                fix="if this is the highest reward, the run is done; else try prompts that are sometimes solved, rewards with "
+                "more steps between wrong and right, or more rollouts.answers",
+            )
+
+    # ---- what is told --------------------------------------------------------------------------------------------
+
+    def _figures(self, groups: Sequence[Group]) -> dict[str, float]:
+        """By TRL's names, over all ranks."""
+        answers = [answer for group in groups for answer in group.answers]
+        ended = [len(answer.tokens) for answer in answers if answer.ended]
+        kept = [[float(group.scored[i].total or 0.0) for i in group.kept] for group in groups]
+        rewards = [reward for group in kept for reward in group]
+        spreads = [float(np.std(group, ddof=1)) for group in kept if len(group) > 1]
+        sums = [
+            len(answers), sum(len(answer.tokens) for answer in answers), len(answers) - len(ended), sum(ended), len(rewards),
+            math.fsum(rewards), len(spreads), math.fsum(spreads), len(groups), sum(not has_signal(group) for group in kept),
+        ]  # fmt: skip
+        for name in self.scorer.names:
+            values = [scored.parts[name] for group in groups for scored in group.scored if name in scored.parts]
+            sums += [len(values), math.fsum(values), math.fsum(value * value for value in values)]
+        count, tokens, cut, of_ended, scored, reward, spread_groups, spread, all_groups, flat, *parts = self.world.total(
+            *map(float, sums)
+        )
+        longest = self.world.largest(max((len(answer.tokens) for answer in answers), default=0))
+        found = {
+            "answers": count,
+            **({"reward": reward / scored} if scored else {}),
+            "reward_std": spread / max(1.0, spread_groups),
+            "frac_reward_zero_std": flat / max(1.0, all_groups),
+            "completions/mean_length": tokens / max(1.0, count),
+            "completions/max_length": float(longest),
+            "completions/clipped_ratio": cut / max(1.0, count),
+            "completions/mean_terminated_length": of_ended / max(1.0, count - cut),
+            **({"rewards/left_out": count - scored} if count > scored else {}),
+        }
+        for name, (values, added, squares) in zip(self.scorer.names, zip(*[iter(parts)] * 3, strict=True), strict=True):
+            if values:
+                mean = added / values
+                found[f"rewards/{name}/mean"] = mean
+                found[f"rewards/{name}/std"] = math.sqrt(max(0.0, squares - values * mean * mean) / max(1.0, values - 1))
+        return found
+
+    def _notices(self, groups: Sequence[Group], figures: dict[str, float]) -> tuple[str, ...]:
+        """Each once a process."""
+        found = []
+        left = int(figures.get("rewards/left_out", 0))
+        faults = [scored.fault for group in groups for scored in group.scored if scored.total is None]
+        for fault in dict.fromkeys(faults):
+            why = fault or "no reward applies to it"
+            if len(self._told) < MOST_TOLD:
+                found.append((why, f"{counted(left, 'answer')} of this rollout left out of their groups: {why}"))
+        if (share := figures["completions/clipped_ratio"]) > CUT:
+            limit = f"rollouts.max_new_tokens: {self.spec.max_new_tokens}"
+            found.append(("cut", f"{share:.0%} of the answers were cut at {limit}; raise it, or ask for shorter answers"))
+        new = [(kind, text) for kind, text in found if kind not in self._told]
+        self._told |= {kind for kind, _ in new}
+        return tuple(f"rollout {self._rollouts + 1}: {text}" for _, text in new)
+
+    def _samples(self, groups: Sequence[Group]) -> tuple[dict[str, Any], ...]:
+        """The best and the worst answer to the first prompt that has two."""
+        group = next((group for group in groups if has_signal([float(group.scored[i].total or 0) for i in group.kept])), None)
+        group = group or next((group for group in groups if group.kept), None)
+        if group is None:
+            return ()
+        order = sorted(group.kept, key=lambda i: -float(group.scored[i].total or 0.0))
+        said = self._said(self.train, group.row)
+        prompt = said.prompt if isinstance(said.prompt, str) else str(said.prompt[-1].get("content") or "")
+        return tuple(
+            {"prompt": prompt[-SHOWN:], "expected": said.expected, "answer": group.texts[i][:SHOWN],
+             "reward": group.scored[i].total, "rewards": dict(group.scored[i].parts)}
+            for i in dict.fromkeys((order[0], order[-1]))
+        )  # fmt: skip
+
+    # ---- held-out prompts ----------------------------------------------------------------------------------------
+
+    def evaluate(self, model: HFModel) -> Evaluation:
+        """pass@1: the mean reward of several answers to each held-out prompt, and its standard error over prompts."""
+        assert self.held_out is not None
+        count = min(len(self.held_out), self.recipe.eval.samples)
+        drawn = np.random.Generator(np.random.Philox(key=[0, 0])).permutation(len(self.held_out))[:count]
+        rows = sorted(drawn.tolist())[self.world.rank :: self.world.size]
+        groups = self._answered(model, self.held_out, {row: row for row in rows}, self.spec.eval_answers, HELD_OUT)
+        self._score(groups, self.held_out)
+        means = [
+            math.fsum(float(group.scored[i].total or 0.0) for i in group.kept) / len(group.kept)
+            for group in groups
+            if group.kept
+        ]
+        found, added = self.world.total(float(len(means)), math.fsum(means))
+        mean = added / found if found else math.nan
+        (squares,) = self.world.total(math.fsum((one - mean) ** 2 for one in means))
+        error = math.sqrt(squares / max(1.0, found - 1) / found) if found else math.nan
+        shown = {
+            name: value for name, value in self._figures(groups).items()
+            if name.startswith(("rewards/", "completions/")) and not name.endswith("/std")
+        }  # fmt: skip
+        return Evaluation(math.nan, 0, {"reward": mean, "reward_error": error, **shown}, samples=int(found))

@@ -1,0 +1,256 @@
+"""Whole runs of reinforcement learning on a tiny model: they learn, resume exactly, and survive what rewards do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rank_processes import in_ranks
+from watching import Silent, events_of, losses_of, notices_of, same, saved, weights
+
+from pronghorn.errors import CommandError, DataError, HealthStop, RecipeError
+from pronghorn.generation.generator import Generator
+from pronghorn.recipe import Recipe
+from pronghorn.report.html import write_html
+from pronghorn.train.checkpoint.checkpoint import latest_checkpoint
+from pronghorn.train.loop import train
+from pronghorn.train.objectives.policy import MISMATCH
+from pronghorn.train.setup.check import check_run
+from samples import make_lively_model, write_rows
+
+ODD = """
+def reward(prompts, completions, answer, **columns):
+    assert set(answer) == {"odd"} and isinstance(prompts[0], str)
+    return [sum(ord(letter) % 2 for letter in text) / max(1, len(text)) for text in completions]
+"""
+LETTERS = {"metric": "regex", "regex": "[a-zA-Z]"}
+RecipeFor = Callable[..., Recipe]
+TIMES = ("event", "seconds", "time", "session", "rollouts/")
+
+
+@pytest.fixture
+def rl(recipes: RecipeFor, tmp_path: Path, _no_gpu: None) -> RecipeFor:
+    """`rl(train={...})`: 4 prompts, 4 answers of up to 6 tokens, rewarded for letters."""
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"prompt": f"Say {i}:", "answer": "odd"} for i in range(10)])
+    base: dict[str, Any] = {
+        "objective": "grpo",
+        "rollouts": {"prompts": 4, "answers": 4, "max_new_tokens": 6},
+        "rewards": [LETTERS],
+        "data": {"train": [str(prompts)], "eval": None, "max_length": 40},
+        "train": {"epochs": 1, "steps": 4, "batch_tokens": 65536, "capacity": 256, "lr": 1e-2},
+        "eval": {"every": 2, "generations": 0, "samples": 4},
+    }
+
+    def build(**own: Any) -> Recipe:
+        merged = {
+            key: {**value, **own.pop(key, {})} if isinstance(value, dict) else own.pop(key, value)
+            for key, value in base.items()
+        }
+        return recipes(**merged, **own)
+
+    return build
+
+
+def rewards_of(run: str | Path) -> list[dict[str, Any]]:
+    """The log of steps, but for times."""
+    return [{name: value for name, value in e.items() if not name.startswith(TIMES)} for e in events_of(run, "step")]
+
+
+def reward_file(folder: Path, text: str = ODD) -> Path:
+    path = folder / "rewards.py"
+    path.write_text(text)
+    return path
+
+
+def test_a_run_learns_what_is_rewarded_and_shows_it(rl: RecipeFor, tmp_path: Path) -> None:
+    recipe = rl(
+        method="full", rewards=[], rollouts={"answers": 8}, data={"eval": 0.3, "max_length": 40},
+        train={"steps": 24, "lr": 1e-2, "capacity": 512}, eval={"every": 12, "generations": 1},
+    )  # fmt: skip
+    facts = check_run(recipe, report=lambda *_: None, reward_file=reward_file(tmp_path))
+    assert facts.rewards == ("reward: 0.3333 on average, for their expected answers to 7 prompts",)
+    assert facts.table().row_count > 4
+    result = train(recipe, display=Silent(), reward_file=reward_file(tmp_path))
+    steps = events_of(result.folder, "step")
+    first, last = (sum(step["reward"] for step in part) / 4 for part in (steps[:4], steps[-4:]))
+    assert last > first + 0.1, (first, last)
+    assert max(step[MISMATCH] for step in steps) < 1e-5
+    for name in (
+        "reward_std", "rewards/reward/mean", "rewards/reward/std", "frac_reward_zero_std", "completions/mean_length",
+        "completions/max_length", "completions/clipped_ratio", "completions/mean_terminated_length", "clip_ratio/region_mean",
+    ):  # fmt: skip
+        assert name in steps[0], name
+    assert "kl" not in steps[0]
+    (base,), evals = events_of(result.folder, "base"), events_of(result.folder, "eval")
+    assert evals[-1]["metrics"]["reward"] > base["metrics"]["reward"]
+    assert 0 < evals[-1]["metrics"]["reward_error"] < 0.2
+    assert "loss" not in evals[-1]
+    assert evals[-1]["generations"][0]["expected"] == "odd"
+    page = write_html(result.folder).read_text(encoding="utf-8")
+    assert "<h2>Rollouts</h2>" in page
+    assert "mean reward of an answer" in page
+    assert any("cut at rollouts.max_new_tokens: 6" in text for text in notices_of(result.folder))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"objective": {"name": "grpo", "updates": 3, "beta": 0.1}, "train": {"steps": 7}},
+        {"objective": "rloo", "method": "full"},
+    ],
+    ids=["grpo", "updates", "rloo"],
+)
+def test_a_rollout_that_was_interrupted_is_repeated(
+    changes: dict[str, Any], rl: RecipeFor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of answering, and with checkpoints between two updates of a batch."""
+    recipe = rl(checkpoint={"every": 1}, **changes)
+    whole = train(recipe, display=Silent())
+    real, calls = Generator.run, iter(range(100))
+
+    def cut_off(self: Generator) -> Any:
+        for number, ended in enumerate(real(self)):
+            if number == 2 and next(calls) in (0, 2):
+                raise RuntimeError("killed")
+            yield ended
+
+    again = recipe.model_copy(update={"output": recipe.output + "-again"})
+    monkeypatch.setattr(Generator, "run", cut_off)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="killed"):
+            train(again, display=Silent())
+    done = train(again, display=Silent())
+    assert rewards_of(done.folder) == rewards_of(whole.folder)
+    assert len({step["reward"] for step in rewards_of(whole.folder)}) > 1
+    assert same(weights(latest_checkpoint(done.folder)), weights(latest_checkpoint(whole.folder)))
+
+
+@pytest.mark.usefixtures("imported_python")
+def test_kill_9_while_answering_changes_nothing(one_layer_model: Path, tmp_path: Path) -> None:
+    script = Path(__file__).parent / "kill_and_resume.py"
+    words = [str(one_layer_model), str(tmp_path), "--kills", "3", "--steps", "9", "--objective", "grpo"]
+    done = subprocess.run([sys.executable, str(script), *words], capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(set(json.loads(done.stdout)["resumed_from"])) >= 2
+
+
+def test_packing_changes_nothing(rl: RecipeFor) -> None:
+    """Prompts shared or not, groups whole or split, many packs or one; and fewer slots than answers."""
+    ways: list[dict[str, Any]] = [
+        {"train": {"capacity": 512}}, {"train": {"capacity": 64}}, {"objective": {"name": "grpo", "share_prompt": "off"}},
+        {"rollouts": {"slots": 3}},
+    ]  # fmt: skip
+    found = []
+    for number, changes in enumerate(ways):
+        recipe = rl(**changes)
+        recipe = recipe.model_copy(update={"output": f"{recipe.output}-{number}"})
+        found.append(rewards_of(train(recipe, display=Silent()).folder))
+    for steps in found[1:]:
+        for one, other in zip(found[0], steps, strict=True):
+            assert {k: v for k, v in one.items() if "reward" in k or "completions" in k} == {
+                k: v for k, v in other.items() if "reward" in k or "completions" in k
+            }
+            assert (one["loss"], one["grad_norm"]) == pytest.approx((other["loss"], other["grad_norm"]), abs=1e-6, rel=1e-5)
+
+
+def test_the_sampler_follows_the_learner(rl: RecipeFor, tmp_path: Path) -> None:
+    """After steps large enough to change every log-probability by much, sampler and learner still agree."""
+    recipe = rl(
+        model=saved(make_lively_model(num_hidden_layers=1), tmp_path / "lively"),
+        train={"lr": 1.0, "clip": 1e9, "warmup": 0.0, "schedule": "constant"},
+        rollouts={"temperature": 0.7, "min_p": 0.01},
+        rewards=[],
+    )
+    steps = events_of(train(recipe, display=Silent(), reward_file=reward_file(tmp_path)).folder, "step")
+    assert max(step[MISMATCH] for step in steps) < 1e-5
+    assert abs(steps[0]["entropy"] - steps[1]["entropy"]) > 0.1
+
+
+def test_the_divergence_is_from_the_model_before_training(rl: RecipeFor) -> None:
+    steps = events_of(train(rl(objective={"name": "grpo", "beta": 0.5}), display=Silent()).folder, "step")
+    assert steps[0]["kl"] == pytest.approx(0.0, abs=1e-9)
+    assert steps[-1]["kl"] > 1e-5
+
+
+@pytest.mark.parametrize("objective", [{"name": "grpo", "scale": "batch", "updates": 2}, {"name": "gspo"}])
+def test_two_ranks_answer_prompts_of_their_own(objective: dict[str, Any], rl: RecipeFor, tmp_path: Path) -> None:
+    recipe = rl(objective=objective)
+    two = recipe.model_copy(update={"output": recipe.output + "-two"})
+    found = in_ranks(lambda world: train(two, display=Silent(), world=world).step, tmp_path / "told")
+    assert found == [(0, "4")] * 2
+    train(recipe, display=Silent())
+    assert losses_of(two.output) == pytest.approx(losses_of(recipe.output), abs=1e-6)
+    for one, other in zip(rewards_of(recipe.output), rewards_of(two.output), strict=True):
+        assert other == pytest.approx(one, rel=1e-4, abs=1e-6)
+
+
+FAULTS = """
+import time
+seen = 0
+def reward(completions, **columns):
+    global seen
+    seen += 1
+    text = completions[0]
+    if "a" in text or "e" in text: raise ValueError("a vowel")
+    if "A" in text: time.sleep(600)
+    if "b" in text: return [float("nan")]
+    if "c" in text: return []
+    return [float(len(set(text)))]
+"""
+
+
+def test_answers_without_a_reward_are_left_out_and_told(rl: RecipeFor, tmp_path: Path) -> None:
+    recipe = rl(rewards=[], rollouts={"answers": 8, "reward_seconds": 0.5}, train={"steps": 3})
+    result = train(recipe, display=Silent(), reward_file=reward_file(tmp_path, FAULTS))
+    assert any("rewards/left_out" in step for step in events_of(result.folder, "step"))
+    told = [text for text in notices_of(result.folder) if "left out of their groups" in text]
+    assert any("ValueError: a vowel (line 8)" in text for text in told), told
+    stops = rl(rewards=[], rollouts={"on_reward_error": "stop", "answers": 8, "reward_seconds": 0.5}, train={"steps": 3})
+    with pytest.raises(HealthStop, match="a reward failed: reward: "):
+        train(stops, display=Silent(), fresh=True, reward_file=tmp_path / "rewards.py")
+
+
+def test_without_a_signal_steps_are_counted_and_the_run_stops(rl: RecipeFor, tmp_path: Path) -> None:
+    recipe = rl(rollouts={"patience": 3}, rewards=[], train={"steps": 9})
+    same_for_all = reward_file(tmp_path, "def reward(completions, **columns): return [0.25] * len(completions)")
+    with pytest.raises(HealthStop, match=r"no group of answers had a signal in 3 rollouts in a row.*0\.25 on average"):
+        train(recipe, display=Silent(), reward_file=same_for_all)
+    assert [step["reward"] for step in events_of(recipe.output, "step")] == [0.25, 0.25]
+    assert "no update" in notices_of(recipe.output)[-1]
+
+
+def test_answers_that_were_cut_may_be_masked(rl: RecipeFor, tmp_path: Path) -> None:
+    found = []
+    for kind in ("keep", "mask"):
+        recipe = rl(
+            train={"steps": 1}, data={"max_length": 120}, rollouts={"max_new_tokens": 100, "truncated": kind}, rewards=[]
+        )
+        found += rewards_of(train(recipe, display=Silent(), fresh=True, reward_file=reward_file(tmp_path)).folder)
+    kept, masked = found
+    assert masked["reward"] == kept["reward"]
+    assert 0 < masked["completions/clipped_ratio"] < 1
+    assert kept["loss_tokens"] - masked["loss_tokens"] == round(100 * 16 * masked["completions/clipped_ratio"])
+
+
+def test_what_cannot_be_honoured_is_refused_before_the_run(rl: RecipeFor, recipes: RecipeFor, tmp_path: Path) -> None:
+    def refused(kind: type[Exception], what: str, file: Path | None = None, **changes: Any) -> None:
+        with pytest.raises(kind, match=what):
+            train(rl(**changes), display=Silent(), reward_file=file)
+
+    refused(RecipeError, "rewards: there are none", rewards=[])
+    refused(RecipeError, "length is a function, and no file has it", rewards=[{"function": "length"}])
+    refused(RecipeError, "length is no function of", reward_file(tmp_path), rewards=[{"function": "length"}])
+    refused(CommandError, "not a Python file", tmp_path / "none.py", rewards=[])
+    fails = reward_file(tmp_path, "def reward(completions, solution, **columns): return [1.0]")
+    refused(CommandError, "missing 1 required positional argument: 'solution'", fails, rewards=[])
+    refused(DataError, "rewards: json_match: the expected answer is not JSON", rewards=[{"metric": "json_match"}])
+    refused(DataError, "does not match the expected answer", rewards=[{"metric": "regex", "regex": "([0-9])"}])
+    refused(DataError, r"10 of 10 rows \(100.0%\) has?v?e? more than 4 tokens, which is", data={"max_length": 10})
+    with pytest.raises(CommandError, match="objective supervised has no rewards"):
+        train(recipes(), display=Silent(), reward_file=fails)
