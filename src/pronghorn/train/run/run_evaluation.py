@@ -119,6 +119,8 @@ def evaluate_run(
         del model
         gc.collect()
         untrained = load_model(recipe.model, DTYPES[resolve_precision(recipe.precision, device)], device)
+        if recipe.layers == "fast":
+            install(untrained)
         base = _judged(held_out, untrained, report, capture)
     if asked.answers is not None:
         write_answers(asked.answers, held_out.table(judged, base, trained.step))
