@@ -44,6 +44,15 @@ class EvaluationRequest:
     reward_file: Path | None = None
     episode_file: Path | None = None
 
+    def require_no_answers(self) -> None:
+        """Of a request without a metric."""
+        if self.base or self.answers:
+            raise CommandError(
+                what="--base and --answers need a metric",
+                why="without a metric, no answers are generated",
+                fix=f"add --metrics with any of {','.join(METRICS)}, or --metric-file FILE",
+            )
+
 
 def evaluate_run(
     run: Path, which: str, *, data: str | None, report: Report, asked: EvaluationRequest | None = None
@@ -76,14 +85,10 @@ def evaluate_run(
             )
         table, pad_id = source.held_out, source.pad_id
     measured, capture = bool(spec.metrics) or own is not None, recipe.train.graph != "off"
-    if not measured and (asked.base or asked.answers):
-        raise CommandError(
-            what="--base and --answers need a metric",
-            why="without a metric, no answers are generated",
-            fix=f"add --metrics with any of {','.join(METRICS)}, or --metric-file FILE",
-        )
     if measured:
         trained.require_answers()
+    else:
+        asked.require_no_answers()
     held_out = HeldOut.of(table, tokenizer, spec, own) if measured else None
     model, _, device = trained.load()
     if recipe.layers == "fast":
