@@ -49,7 +49,7 @@ def pages_for(tokens: int) -> int:
 
 
 def bytes_of_a_token(engine: FastCausalLM, dtype: torch.dtype) -> int:
-    """Of its keys and values in all layers."""
+    """The size of its keys and values in all layers."""
     mixers = [layer.mixer for layer in engine.layers if isinstance(layer.mixer, Attention)]
     return max(1, sum(2 * mixer.kv_heads * mixer.head_width for mixer in mixers) * dtype.itemsize)
 
