@@ -42,6 +42,16 @@ class EvaluationRequest:
     base: bool = False
     answers: Path | None = None  # where to write them
     reward_file: Path | None = None
+    episode_file: Path | None = None
+
+    def require_no_answers(self) -> None:
+        """Of a request without a metric."""
+        if self.base or self.answers:
+            raise CommandError(
+                what="--base and --answers need a metric",
+                why="without a metric, no answers are generated",
+                fix=f"add --metrics with any of {','.join(METRICS)}, or --metric-file FILE",
+            )
 
 
 def evaluate_run(
@@ -54,7 +64,8 @@ def evaluate_run(
     recipe = trained.recipe
     if recipe.objective.kind.reads == "prompts":
         beside = bool(asked.spec) or own is not None or asked.base or asked.answers is not None
-        return evaluate_rewards(trained, data=data, report=report, reward_file=asked.reward_file, metrics=beside)
+        files = {"reward_file": asked.reward_file, "episode_file": asked.episode_file}
+        return evaluate_rewards(trained, data=data, report=report, metrics=beside, **files)
     spec = spec_of(recipe.eval, asked.spec)
     tokenizer = trained.tokenizer()
     if data:
@@ -74,14 +85,10 @@ def evaluate_run(
             )
         table, pad_id = source.held_out, source.pad_id
     measured, capture = bool(spec.metrics) or own is not None, recipe.train.graph != "off"
-    if not measured and (asked.base or asked.answers):
-        raise CommandError(
-            what="--base and --answers need a metric",
-            why="without a metric, no answers are generated",
-            fix=f"add --metrics with any of {','.join(METRICS)}, or --metric-file FILE",
-        )
     if measured:
         trained.require_answers()
+    else:
+        asked.require_no_answers()
     held_out = HeldOut.of(table, tokenizer, spec, own) if measured else None
     model, _, device = trained.load()
     if recipe.layers == "fast":
@@ -117,6 +124,8 @@ def evaluate_run(
         del model
         gc.collect()
         untrained = load_model(recipe.model, DTYPES[resolve_precision(recipe.precision, device)], device)
+        if recipe.layers == "fast":
+            install(untrained)
         base = _judged(held_out, untrained, report, capture)
     if asked.answers is not None:
         write_answers(asked.answers, held_out.table(judged, base, trained.step))
