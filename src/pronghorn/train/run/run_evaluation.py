@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import ValidationError
 
 from pronghorn.data.encode.tokens import padding_id
@@ -20,7 +21,7 @@ from pronghorn.evaluation.own_metric import OwnMetric
 from pronghorn.hf_types import HFModel
 from pronghorn.model.causal_lm import install
 from pronghorn.model.load import DTYPES, load_model, resolve_precision
-from pronghorn.recipe import METRICS, Eval
+from pronghorn.recipe import METRICS, Eval, Recipe
 from pronghorn.report.answers import write_answers
 from pronghorn.train.objectives import objective_of
 from pronghorn.train.run.evaluate import evaluate
@@ -123,14 +124,18 @@ def evaluate_run(
     elif asked.base:
         del model
         gc.collect()
-        untrained = load_model(recipe.model, DTYPES[resolve_precision(recipe.precision, device)], device)
-        if recipe.layers == "fast":
-            install(untrained)
-        base = _judged(held_out, untrained, report, capture)
+        base = _judged(held_out, _untrained(recipe, device), report, capture)
     if asked.answers is not None:
         write_answers(asked.answers, held_out.table(judged, base, trained.step))
     figures |= {"metrics": judged.metrics, "samples": len(judged.rows), "cut": judged.cut}
     return figures | ({} if base is None else {"base_metrics": base.metrics})
+
+
+def _untrained(recipe: Recipe, device: torch.device) -> Any:
+    model = load_model(recipe.model, DTYPES[resolve_precision(recipe.precision, device)], device)
+    if recipe.layers == "fast":
+        install(model)
+    return model
 
 
 def _judged(held_out: HeldOut, model: HFModel, report: Report, capture: bool) -> Judged:

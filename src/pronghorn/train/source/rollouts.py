@@ -39,6 +39,7 @@ from pronghorn.model.generate import end_tokens
 from pronghorn.recipe import Recipe
 from pronghorn.recipe_rollouts import OWN
 from pronghorn.rewards.scoring import Said, Scored, Scorer
+from pronghorn.train.dist.launch import require_packs
 from pronghorn.train.run.evaluate import Evaluation
 from pronghorn.train.run.run_identity import data_key
 from pronghorn.train.setup.preference_data import shares_prompts
@@ -176,6 +177,16 @@ class RolloutSource(Source):
 
     def notices(self) -> list[str]:
         return list(self.remarks)
+
+    def dealt(self, ranks: int) -> list[str]:
+        require_packs(self.recipe, ranks)
+        most = -(-self.spec.prompts // ranks)
+        if most * ranks == self.spec.prompts:
+            return []
+        return [
+            f"a step has {self.spec.prompts} prompts for {ranks} ranks, so some ranks wait for others; set rollouts.prompts: "
+            f"{most * ranks}"
+        ]
 
     def checked(self, report: Report) -> dict[str, Any]:
         return {"rewards": tuple(self.tried)}
