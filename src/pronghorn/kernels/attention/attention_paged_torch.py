@@ -110,5 +110,5 @@ def _rows(found: Tensor, table: _Table, alone: bool) -> Tensor:
     """The reverse."""
     if alone:
         return found
-    members = found.unflatten(2, (table.rows_SM.shape[1], -1))  # type: ignore[no-untyped-call]
+    members: Tensor = found.unflatten(2, (table.rows_SM.shape[1], -1))  # type: ignore[no-untyped-call]
     return members.transpose(1, 2).flatten(0, 1)[table.member_B]
