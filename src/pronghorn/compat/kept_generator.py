@@ -8,7 +8,7 @@ turn. Memory that runs out, here or in training, gets them back.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,8 @@ from pronghorn.generation.generator import Answer, Generator, Request
 from pronghorn.kernels.attention.attention_paged import PAGE
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.causal_lm import FastCausalLM
+
+Look = Callable[[list[list[Answer]]], None]
 
 
 class Sizes(NamedTuple):
@@ -43,16 +45,16 @@ class KeptGenerator:
         twin.share = self.share
         return twin
 
-    def answers(self, requests: Sequence[Request], dtype: torch.dtype) -> list[list[Answer]]:
-        """`dtype`: of the layers. Outside of autocast and inference mode."""
+    def answers(self, requests: Sequence[Request], dtype: torch.dtype, look: Look | None = None) -> list[list[Answer]]:
+        """`dtype`: of the layers. Outside of autocast and inference mode. `look`: at answers while they grow."""
         while True:
             least = max(pages_for(len(one.prompt)) + pages_for(one.max_new_tokens) for one in requests)
             try:
-                return self._fitting(requests, least, dtype).generate(requests)
+                return self._fitting(requests, least, dtype).generate(requests, None, look)
             except torch.OutOfMemoryError:
                 pages = self._sizes.pages // 2
                 self.give_back()
-                if pages < least:
+                if pages < least or look:  # what was shown cannot be repeated
                     raise
                 self._limit = pages
             except BaseException:
@@ -78,8 +80,8 @@ class KeptGenerator:
             return self._generator
         largest = Sizes(*map(max, wanted, self._sizes, (1, 1, PAGE, 8)))
         self.give_back()
-        pages = prompts + largest.slots * pages_for(largest.longest)
-        pages = 1 << (max(pages, largest.pages) - 1).bit_length()  # prompts of the next call are longer or shorter
+        # Prompts of the next call may be longer.
+        pages = max(largest.pages, 2 * prompts + largest.slots * pages_for(largest.longest))
         if device.type == "cuda":
             self._limit = min(
                 self._limit, int(self.share * free_bytes(device)) // (PAGE * bytes_of_a_token(self.engine, dtype))

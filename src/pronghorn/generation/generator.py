@@ -106,9 +106,12 @@ class Generator:
         self._decoder.captures = on
 
     def generate(
-        self, requests: Sequence[Request], progress: Callable[[str, int, int], None] | None = None
+        self,
+        requests: Sequence[Request],
+        progress: Callable[[str, int, int], None] | None = None,
+        look: Callable[[list[list[Answer]]], None] | None = None,
     ) -> list[list[Answer]]:
-        """The answers to each request, in order."""
+        """The answers to each request, in order. `look` gets them after every window, as they are by then."""
         found = [self.submit(request) for request in requests]
         total, done = sum(len(request.keys) for request in requests), 0
         with self.answering():
@@ -116,6 +119,8 @@ class Generator:
                 done += ended
                 if progress and ended:
                     progress("answering", done, total)
+                if look:
+                    look(found)
         return found
 
     @contextmanager

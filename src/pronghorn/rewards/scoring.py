@@ -6,6 +6,7 @@ something else than a number leaves the answer without a reward: whoever asked d
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 import weakref
@@ -56,7 +57,8 @@ class Scored:
 
 
 class Scorer:
-    def __init__(self, rewards: Sequence[Reward], spec: Rollouts, file: Path | None = None) -> None:
+    def __init__(self, rewards: Sequence[Reward], spec: Rollouts, file: Path | None = None, *, needed: bool = True) -> None:
+        """`needed`: nothing else gives rewards."""
         self._metrics = {reward.called: reward for reward in rewards if reward.metric}
         self._judges = {
             name: regex(re.compile(reward.regex or "")) if reward.metric == "regex" else TEXT_METRICS[str(reward.metric)]
@@ -68,7 +70,7 @@ class Scorer:
                 what=f"rewards: {next(iter(functions))} is a function, and no file has it",
                 fix="name its file on the command line: --reward-file FILE",
             )
-        if not self._metrics and file is None:
+        if not self._metrics and file is None and needed:
             raise RecipeError(
                 what="rewards: there are none, so no answer would be better than another",
                 fix="add rewards: [{metric: exact_match}], or functions of your own: --reward-file FILE",
@@ -76,6 +78,7 @@ class Scorer:
         self._pool: RewardPool | None = None
         self.names, self.weights = list(self._metrics), [reward.weight for reward in self._metrics.values()]
         self._of_file: dict[str, str] = {}  # function -> name
+        self.digest = "" if file is None or not file.is_file() else hashlib.sha256(file.read_bytes()).hexdigest()
         if file is not None:
             self._open(file, spec, functions)
 

@@ -24,6 +24,7 @@ from pronghorn.recipe import METRICS, Eval
 from pronghorn.report.answers import write_answers
 from pronghorn.train.objectives import objective_of
 from pronghorn.train.run.evaluate import evaluate
+from pronghorn.train.run.reward_evaluation import evaluate_rewards
 from pronghorn.train.run.trained_run import TrainedRun
 from pronghorn.train.setup.preference_data import reference_store, shares_prompts
 from pronghorn.train.source import source_of
@@ -40,6 +41,17 @@ class EvaluationRequest:
     metric_file: Path | None = None
     base: bool = False
     answers: Path | None = None  # where to write them
+    reward_file: Path | None = None
+    episode_file: Path | None = None
+
+    def require_no_answers(self) -> None:
+        """Of a request without a metric."""
+        if self.base or self.answers:
+            raise CommandError(
+                what="--base and --answers need a metric",
+                why="without a metric, no answers are generated",
+                fix=f"add --metrics with any of {','.join(METRICS)}, or --metric-file FILE",
+            )
 
 
 def evaluate_run(
@@ -50,6 +62,10 @@ def evaluate_run(
     own = OwnMetric(asked.metric_file) if asked.metric_file is not None else None
     trained = TrainedRun(run, which)
     recipe = trained.recipe
+    if recipe.objective.kind.reads == "prompts":
+        beside = bool(asked.spec) or own is not None or asked.base or asked.answers is not None
+        files = {"reward_file": asked.reward_file, "episode_file": asked.episode_file}
+        return evaluate_rewards(trained, data=data, report=report, metrics=beside, **files)
     spec = spec_of(recipe.eval, asked.spec)
     tokenizer = trained.tokenizer()
     if data:
@@ -69,14 +85,10 @@ def evaluate_run(
             )
         table, pad_id = source.held_out, source.pad_id
     measured, capture = bool(spec.metrics) or own is not None, recipe.train.graph != "off"
-    if not measured and (asked.base or asked.answers):
-        raise CommandError(
-            what="--base and --answers need a metric",
-            why="without a metric, no answers are generated",
-            fix=f"add --metrics with any of {','.join(METRICS)}, or --metric-file FILE",
-        )
     if measured:
         trained.require_answers()
+    else:
+        asked.require_no_answers()
     held_out = HeldOut.of(table, tokenizer, spec, own) if measured else None
     model, _, device = trained.load()
     if recipe.layers == "fast":

@@ -1,5 +1,5 @@
-"""Steps of online reinforcement learning: the model as it stands answers prompts, rewards say what the answers are worth, and the
-step learns from them (objectives/policy.py).
+"""Steps of online reinforcement learning: the model as it stands answers prompts, rewards say what the answers are worth, and
+the step learns from them (objectives/policy.py).
 
 A rollout is `rollouts.prompts` prompts with `rollouts.answers` answers each. Prompts come shuffled by (seed, epoch), one epoch
 after the other. An answer's tokens follow from weights, prompt and a key of (seed, number of the prompt in the run, number of
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from pronghorn.data.encode.tokens import TokenTable, padding_id
 from pronghorn.data.pack.batches import Shapes
@@ -27,21 +28,25 @@ from pronghorn.data.prepare import Prepared, example_of, prepare
 from pronghorn.data.read.reading import Name
 from pronghorn.data.read.splitting import apart
 from pronghorn.errors import DataError, HealthStop, RecipeError, counted
-from pronghorn.generation.cache import pages_for
 from pronghorn.generation.generator import Answer, Generator, Request
 from pronghorn.generation.sampling import Sampling, key_of
+from pronghorn.generation.server import Server
 from pronghorn.hf_types import HFModel, Tokenizer
-from pronghorn.kernels.attention.attention_paged import PAGE
+from pronghorn.memory.pages import answering_bytes, slots_of, stored_tokens
 from pronghorn.model.config import read_config
+from pronghorn.model.families import why_not_fast
 from pronghorn.model.generate import end_tokens
 from pronghorn.recipe import Recipe
+from pronghorn.recipe_rollouts import OWN
 from pronghorn.rewards.scoring import Said, Scored, Scorer
 from pronghorn.train.run.evaluate import Evaluation
 from pronghorn.train.run.run_identity import data_key
 from pronghorn.train.setup.preference_data import shares_prompts
 from pronghorn.train.source.advantages import advantages, has_signal
 from pronghorn.train.source.data_facts import data_facts
+from pronghorn.train.source.episodes import EPISODE, Episode, Episodes, returned_by
 from pronghorn.train.source.rollout_rows import Learned, Rolled, rollout_shapes, rollout_step
+from pronghorn.train.source.served import Served
 from pronghorn.train.source.source import Report, Source
 from pronghorn.train.step.step import StageTimer
 
@@ -62,6 +67,7 @@ class Group:
     texts: Sequence[str]
     scored: Sequence[Scored] = ()
     kept: list[int] = field(default_factory=list)  # answers that have a reward
+    played: Sequence[Episode] = ()  # of episodes: where the answers come from
 
 
 class RolloutSource(Source):
@@ -71,7 +77,7 @@ class RolloutSource(Source):
 
     def __init__(
         self, recipe: Recipe, tokenizer: Tokenizer, train: TokenTable, held_out: TokenTable | None, prepared: Prepared,
-        scorer: Scorer, report: Report,
+        scorer: Scorer, report: Report, episodes: Episodes | None = None,
     ) -> None:  # fmt: skip
         spec = self.spec = recipe.answering
         self.recipe, self.tokenizer, self.train, self.held_out, self.prepared = recipe, tokenizer, train, held_out, prepared
@@ -81,18 +87,32 @@ class RolloutSource(Source):
         rollouts = -(-recipe.train.epochs * len(train) // spec.prompts)
         self.total = recipe.train.steps or rollouts * self.updates
         self.longest_prompt = max(int(table.lengths.max()) for table in (train, held_out) if table is not None)
-        self.shapes: Shapes = rollout_shapes(recipe, train, self.shared)
+        self._episodes, self.names = episodes, scorer.names
+        if episodes is not None:  # their prompts are known when they ask, and may be as long as rows
+            self.shared, self.names = False, [*scorer.names, EPISODE]
+            self.longest_prompt = recipe.data.max_length
+        most = self.longest_prompt - (spec.max_new_tokens if episodes else 0)
+        self.shapes: Shapes = rollout_shapes(recipe, train, self.shared, most)
         self.packs_per_step = -(-recipe.step_tokens(float(train.lengths.mean())) // recipe.train.capacity)
         self.rule = Sampling(spec.temperature, spec.top_k, spec.top_p, spec.min_p)
         self.tried: list[str] = []
         self._generator: Generator | None = None
+        self._served = Served(recipe) if spec.engine != OWN else None
         self._told: set[str] = set()
+        self._order: tuple[int, npt.NDArray[np.int64]] | None = None  # an epoch, and its rows
 
     @classmethod
     def of(
-        cls, recipe: Recipe, tokenizer: Tokenizer, *, report: Report, stage: StageTimer, reward_file: Path | None = None
-    ) -> Self:
-        scorer = Scorer(recipe.rewards, recipe.answering, reward_file)
+        cls, recipe: Recipe, tokenizer: Tokenizer, *, report: Report, stage: StageTimer, reward_file: Path | None = None,
+        episode_file: Path | None = None,
+    ) -> Self:  # fmt: skip
+        if why := why_not_fast(read_config(recipe.model)):
+            raise RecipeError(
+                what=f"objective {recipe.objective}: this model cannot answer prompts during a run",
+                why=f"answers are generated on the fast layers, and {why}",
+                fix="use another model, or objective: supervised, dpo or kto",
+            )
+        scorer = Scorer(recipe.rewards, recipe.answering, reward_file, needed=episode_file is None)
 
         def read(names: Sequence[Name]) -> Prepared:
             return prepare(
@@ -109,13 +129,22 @@ class RolloutSource(Source):
             )
         if not len(sides.train):
             raise DataError(what="no prompts are left", fix="run `pronghorn data stats` to see what was dropped and why")
-        source = cls(recipe, tokenizer, sides.train, sides.held, prepared, scorer, report)
+        episodes = Episodes(episode_file, recipe, tokenizer) if episode_file is not None else None
+        scorer.digest += hashlib.sha256(episode_file.read_bytes()).hexdigest() if episode_file is not None else ""
+        source = cls(recipe, tokenizer, sides.train, sides.held, prepared, scorer, report, episodes)
         source.remarks = [*prepared.remarks, *source.remarks, *(other.remarks if other else ()), *sides.remarks]
         source._try_rewards()
+        if source._served is not None:
+            source.remarks.append(source._served.look())
         return source
 
+    def hold_out(self, table: TokenTable) -> None:
+        """Other prompts than the recipe's, to evaluate on."""
+        self.held_out, self.longest_prompt = table, max(self.longest_prompt, int(table.lengths.max()))
+        self._try_rewards()
+
     def _try_rewards(self) -> None:
-        """Of each row what no metric could meet is refused; then some are scored with their expected answers."""
+        """Refuses rows that no answer could meet a metric on; then scores some with their expected answers."""
         for table in (self.train, self.held_out):
             for row in range(len(table or ())):
                 assert table is not None
@@ -133,7 +162,7 @@ class RolloutSource(Source):
         return {"data": self._key(self.train), "held_out": self._key(self.held_out)}
 
     def _key(self, table: TokenTable | None) -> str:
-        """Of the prompts and of all that rewards get."""
+        """A digest of the prompts and of all that rewards get."""
         if table is None:
             return ""
         digest = hashlib.sha256(data_key(table, self.pad_id).encode())
@@ -143,7 +172,7 @@ class RolloutSource(Source):
 
     def summary(self) -> dict[str, Any]:
         found = {"documents": len(self.train), "tokens": int(self.train.lengths.sum())}
-        return {**found, **data_facts(self.prepared.counts, self.train), "rewards": self.scorer.names}
+        return {**found, **data_facts(self.prepared.counts, self.train), "rewards": self.names}
 
     def notices(self) -> list[str]:
         return list(self.remarks)
@@ -152,21 +181,7 @@ class RolloutSource(Source):
         return {"rewards": tuple(self.tried)}
 
     def device_bytes(self, element: int) -> int:
-        """Keys and values of all pages, and the logits of a step of decoding."""
-        text = read_config(self.recipe.model).get_text_config()
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        kept = self._stored_tokens * int(text.num_hidden_layers) * 2 * int(heads) * int(width) * element
-        return kept + 3 * 4 * self._slots * int(text.vocab_size)
-
-    @property
-    def _slots(self) -> int:
-        return min(self.spec.slots, self.spec.prompts * self.spec.answers)
-
-    @property
-    def _stored_tokens(self) -> int:
-        prompts = min(self.spec.prompts, -(-self._slots // self.spec.answers) + 1)
-        return PAGE * (self._slots * pages_for(self.spec.max_new_tokens) + prompts * pages_for(self.longest_prompt))
+        return answering_bytes(self.spec, read_config(self.recipe.model), self.longest_prompt, element)
 
     # ---- during the run ------------------------------------------------------------------------------------------
 
@@ -174,6 +189,10 @@ class RolloutSource(Source):
         super().start(state, **run)
         state = state or {"rollouts": 0, "update": 0, "idle": 0}
         self._rollouts, self._update, self._idle = state["rollouts"], state["update"], state["idle"]
+        self._late: tuple[str, ...] = ()  # told with the next rollout
+        if state.get("rewards", self.scorer.digest) != self.scorer.digest:
+            file = "reward or the episode" if self._episodes else "reward"
+            self._late = (f"the {file} file changed since the checkpoint: rewards before and after it may not be comparable",)
         self._rolled = Rolled.of_json(state["held"], self.world) if state.get("held") else None
 
     def next(self, model: HFModel) -> StepBatch:
@@ -181,21 +200,25 @@ class RolloutSource(Source):
             self._rolled = self._roll(model)
         rolled, self._update = self._rolled, self._update + 1
         told, samples = (rolled.told, rolled.samples) if self._update == 1 else ((), ())
+        told, self._late = self._late + told, ()
         figures = {**rolled.figures, **({"update": float(self._update)} if self.updates > 1 else {})}
         epoch = (self._rollouts + self._update / self.updates) * self.spec.prompts / len(self.train)
         if self._update == self.updates or not rolled.learns:
             self._rollouts, self._update, self._rolled = self._rollouts + 1, 0, None
-        after: State = {"rollouts": self._rollouts, "update": self._update, "idle": self._idle}
+        after: State = {"rollouts": self._rollouts, "update": self._update, "idle": self._idle, "rewards": self.scorer.digest}
         if self._rolled is not None:
             after["held"] = rolled.as_json(self.world)
         step = rollout_step(self, rolled, after, epoch)
-        return replace(step, figures=figures, told=told, samples=samples)
+        # what a later update gains may be clipped everywhere
+        return replace(step, figures=figures, told=told, samples=samples, may_rest=figures.get("update", 1.0) > 1.0)
 
     def _row_of(self, number: int) -> int:
         """The row of the n-th prompt of the run."""
         epoch, place = divmod(number, len(self.train))
-        order = np.random.Generator(np.random.Philox(key=[self.recipe.train.seed, epoch])).permutation(len(self.train))
-        return int(order[place])
+        if self._order is None or self._order[0] != epoch:
+            chance = np.random.Generator(np.random.Philox(key=[self.recipe.train.seed, epoch]))
+            self._order = (epoch, chance.permutation(len(self.train)))
+        return int(self._order[1][place])
 
     def _roll(self, model: HFModel) -> Rolled:
         first = self._rollouts * self.spec.prompts
@@ -212,6 +235,8 @@ class RolloutSource(Source):
         learned = [self._learned(group) for group in groups]
         rolled = Rolled([one for one in learned if one], figures | seconds | speed, self._notices(groups, figures))
         rolled.samples = self._samples(groups)
+        if self._served is not None:
+            self._served.correct(self, model, rolled)
         if self.recipe.objective.beta:
             self._add_reference(model, rolled)
         self._advance(rolled)
@@ -222,22 +247,51 @@ class RolloutSource(Source):
         seed = self.recipe.train.seed
         keys = [[key_of(seed, side, number, one) for one in range(tries)] for number in asked]
         stops = end_tokens(model, self.tokenizer)
+        if self._episodes is not None:
+            return self._played(self._episodes, model, table, asked, tries, side, stops)
         requests = [
             Request(table.ids(row).tolist(), own, self.spec.max_new_tokens, self.rule, stops)
             for row, own in zip(asked.values(), keys, strict=True)
         ]
         with self.autocast():
-            if self._generator is None:
-                self._generator = Generator(
-                    model, slots=self._slots, tokens=self._stored_tokens, longest=self.spec.max_new_tokens,
-                    stops=max(1, len(stops)),
-                )  # fmt: skip
-            found = self._generator.generate(requests, self.report)
+            found = self._engine(model, len(stops)).generate(requests, self._generating)
         decode = self.tokenizer.decode
         return [
             Group(number, row, answers, [str(decode(answer.tokens, skip_special_tokens=True)) for answer in answers])
             for (number, row), answers in zip(asked.items(), found, strict=True)
         ]
+
+    def _played(
+        self, episodes: Episodes, model: HFModel, table: TokenTable, asked: Mapping[int, int], tries: int, side: int,
+        stops: Sequence[int],
+    ) -> list[Group]:  # fmt: skip
+        def generate(requests: Sequence[Request]) -> list[list[Answer]]:
+            with self.autocast():
+                return self._engine(model, len(stops)).generate(requests, self._generating)
+
+        said = [self._said(table, row) for row in asked.values() for _ in range(tries)]
+        keys = [(self.recipe.train.seed, side, number, one) for number in asked for one in range(tries)]
+        rows = [{**one.columns, "prompt": one.prompt} for one in said]
+        found = episodes.play(generate, rows, keys, self.rule, stops)
+        parts = [found[at : at + tries] for at in range(0, len(found), tries)]
+        return [
+            Group(number, row, [one.answer for one in part], [one.text for one in part], played=part)
+            for (number, row), part in zip(asked.items(), parts, strict=True)
+        ]
+
+    def _generating(self, _: str, done: int, total: int) -> None:
+        self.report("generating", done, total)
+
+    def _engine(self, model: HFModel, stops: int) -> Generator | Server:
+        """With the weights of now."""
+        if self._served is not None:
+            return self._served.publish(model, self._rollouts * self.updates + self._update, self.world)
+        if self._generator is None:
+            spec, stored = self.spec, stored_tokens(self.spec, self.longest_prompt)
+            self._generator = Generator(
+                model, slots=slots_of(spec), tokens=stored, longest=spec.max_new_tokens, stops=max(1, stops)
+            )
+        return self._generator
 
     def _said(self, table: TokenTable, row: int, text: str = "") -> Said:
         example = example_of(table, row)
@@ -245,12 +299,19 @@ class RolloutSource(Source):
         return Said(example.where, prompt, text, example.columns)
 
     def _score(self, groups: Sequence[Group], table: TokenTable) -> None:
-        asked = [replace(self._said(table, group.row), text=text) for group in groups for text in group.texts]
+        returned = [returned_by(group.played[i]) if group.played else None for group in groups for i in range(len(group.texts))]
+        texts = [(group.row, text) for group in groups for text in group.texts]
+        asked = [
+            replace(self._said(table, row), text=text)
+            for (row, text), known in zip(texts, returned, strict=True)
+            if known is None
+        ]
         self.report("scoring", 0, len(asked))
         found = iter(self.scorer.score(asked))
         self.report("scoring", len(asked), len(asked))
+        scored = iter([next(found) if known is None else known for known in returned])
         for group in groups:
-            group.scored = [next(found) for _ in group.texts]
+            group.scored = [next(scored) for _ in group.texts]
             group.kept = [i for i, scored in enumerate(group.scored) if scored.total is not None]
         fault = next((scored.fault for group in groups for scored in group.scored if scored.fault), "")
         if fault and self.spec.on_reward_error == "stop":
@@ -270,10 +331,11 @@ class RolloutSource(Source):
         return Learned(
             group.number,
             group.row,
-            [np.array(answer.tokens, np.int32) for answer in answers],
+            [np.array(group.played[i].ids if group.played else group.answers[i].tokens, np.int32) for i in group.kept],
             [np.array(answer.log_probs, np.float32) for answer in answers],
             [float(group.scored[i].total or 0.0) for i in group.kept],
             [not answer.ended and self.spec.truncated == "mask" for answer in answers],
+            runs=[list(group.played[i].runs) for i in group.kept] if group.played else [],
         )
 
     def _add_reference(self, model: HFModel, rolled: Rolled) -> None:
@@ -291,7 +353,7 @@ class RolloutSource(Source):
         scale = "rloo" if objective.name == "rloo" else objective.scale or "group"
         found = advantages([group.rewards for group in rolled.groups], scale, self.world.total)
         for group, own in zip(rolled.groups, found, strict=True):
-            group.advantages = own.tolist()
+            group.advantages = (own * group.weights).tolist() if group.weights else own.tolist()
         signals, answers = self.world.total(
             float(sum(group.signal for group in rolled.groups)),
             float(sum(group.masked.count(False) for group in rolled.groups)),
@@ -299,10 +361,11 @@ class RolloutSource(Source):
         rolled.learns = answers > 0 and (signals > 0 or bool(objective.beta and objective.name != "rloo"))
         self._idle = 0 if signals else self._idle + 1
         if self._idle >= self.spec.patience:
-            reward = rolled.figures.get("reward", math.nan)
+            reward = rolled.figures.get("reward")
+            same = "no answer has one" if reward is None else f"{reward:.4g} on average"
             raise HealthStop(
                 what=f"no group of answers had a signal in {counted(self._idle, 'rollout')} in a row: all answers to a prompt "
-                f"have the same reward ({reward:.4g} on average)",
+                f"have the same reward ({same})",
                 why="without a difference there is nothing to learn",
                 fix="if this is the highest reward, the run is done; else try prompts that are sometimes solved, rewards with "
                 "more steps between wrong and right, or more rollouts.answers",
@@ -321,7 +384,7 @@ class RolloutSource(Source):
             len(answers), sum(len(answer.tokens) for answer in answers), len(answers) - len(ended), sum(ended), len(rewards),
             math.fsum(rewards), len(spreads), math.fsum(spreads), len(groups), sum(not has_signal(group) for group in kept),
         ]  # fmt: skip
-        for name in self.scorer.names:
+        for name in self.names:
             values = [scored.parts[name] for group in groups for scored in group.scored if name in scored.parts]
             sums += [len(values), math.fsum(values), math.fsum(value * value for value in values)]
         count, tokens, cut, of_ended, scored, reward, spread_groups, spread, all_groups, flat, *parts = self.world.total(
@@ -339,7 +402,7 @@ class RolloutSource(Source):
             "completions/mean_terminated_length": of_ended / max(1.0, count - cut),
             **({"rewards/left_out": count - scored} if count > scored else {}),
         }
-        for name, (values, added, squares) in zip(self.scorer.names, zip(*[iter(parts)] * 3, strict=True), strict=True):
+        for name, (values, added, squares) in zip(self.names, zip(*[iter(parts)] * 3, strict=True), strict=True):
             if values:
                 mean = added / values
                 found[f"rewards/{name}/mean"] = mean
