@@ -18,7 +18,6 @@ from pronghorn.evaluation.harness import require_harness, run_tasks
 from pronghorn.evaluation.held_out import HeldOut, Judged
 from pronghorn.evaluation.own_metric import OwnMetric
 from pronghorn.hf_types import HFModel
-from pronghorn.model.causal_lm import install
 from pronghorn.model.load import DTYPES, load_model, resolve_precision
 from pronghorn.recipe import METRICS, Eval
 from pronghorn.report.answers import write_answers
@@ -91,8 +90,7 @@ def evaluate_run(
         asked.require_no_answers()
     held_out = HeldOut.of(table, tokenizer, spec, own) if measured else None
     model, _, device = trained.load()
-    if recipe.layers == "fast":
-        install(model, fp8=recipe.fp8)  # the run's own arithmetic, so its own figures
+    trained.give_layers(model)  # the run's own arithmetic, so its own figures
     objective = objective_of(recipe, reference_store(recipe, lambda text: None, writes=False), pad_id)
     objective.trained, objective.progress = recipe.method == "full", report
     result = evaluate(
@@ -124,8 +122,7 @@ def evaluate_run(
         del model
         gc.collect()
         untrained = load_model(recipe.model, DTYPES[resolve_precision(recipe.precision, device)], device)
-        if recipe.layers == "fast":
-            install(untrained)
+        trained.give_layers(untrained)
         base = _judged(held_out, untrained, report, capture)
     if asked.answers is not None:
         write_answers(asked.answers, held_out.table(judged, base, trained.step))
