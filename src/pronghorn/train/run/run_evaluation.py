@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import ValidationError
 
 from pronghorn.data.encode.tokens import padding_id
@@ -19,9 +18,8 @@ from pronghorn.evaluation.harness import require_harness, run_tasks
 from pronghorn.evaluation.held_out import HeldOut, Judged
 from pronghorn.evaluation.own_metric import OwnMetric
 from pronghorn.hf_types import HFModel
-from pronghorn.model.causal_lm import install
 from pronghorn.model.load import DTYPES, load_model, resolve_precision
-from pronghorn.recipe import METRICS, Eval, Recipe
+from pronghorn.recipe import METRICS, Eval
 from pronghorn.report.answers import write_answers
 from pronghorn.train.objectives import objective_of
 from pronghorn.train.run.evaluate import evaluate
@@ -92,8 +90,7 @@ def evaluate_run(
         asked.require_no_answers()
     held_out = HeldOut.of(table, tokenizer, spec, own) if measured else None
     model, _, device = trained.load()
-    if recipe.layers == "fast":
-        install(model, fp8=recipe.fp8)  # the run's own arithmetic, so its own figures
+    trained.give_layers(model)  # the run's own arithmetic, so its own figures
     objective = objective_of(recipe, reference_store(recipe, lambda text: None, writes=False), pad_id)
     objective.trained, objective.progress = recipe.method == "full", report
     result = evaluate(
@@ -124,18 +121,13 @@ def evaluate_run(
     elif asked.base:
         del model
         gc.collect()
-        base = _judged(held_out, _untrained(recipe, device), report, capture)
+        untrained = load_model(recipe.model, DTYPES[resolve_precision(recipe.precision, device)], device)
+        trained.give_layers(untrained)
+        base = _judged(held_out, untrained, report, capture)
     if asked.answers is not None:
         write_answers(asked.answers, held_out.table(judged, base, trained.step))
     figures |= {"metrics": judged.metrics, "samples": len(judged.rows), "cut": judged.cut}
     return figures | ({} if base is None else {"base_metrics": base.metrics})
-
-
-def _untrained(recipe: Recipe, device: torch.device) -> Any:
-    model = load_model(recipe.model, DTYPES[resolve_precision(recipe.precision, device)], device)
-    if recipe.layers == "fast":
-        install(model)
-    return model
 
 
 def _judged(held_out: HeldOut, model: HFModel, report: Report, capture: bool) -> Judged:
