@@ -11,7 +11,7 @@ import test_short_conv_mixer
 import torch
 from torch import Tensor
 
-from pronghorn.generation.generator import Answer, Generator, Request
+from pronghorn.generation.generator import Completion, Generator, Request
 from pronghorn.generation.sampling import Sampling, key_of
 from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.text_stack import in_mode
@@ -40,11 +40,11 @@ def greedy(model: Any, prompt: list[int], new: int) -> list[int]:
     return ids[0, len(prompt) :].tolist()
 
 
-def tokens_of(found: list[list[Answer]]) -> list[list[list[int]]]:
+def tokens_of(found: list[list[Completion]]) -> list[list[list[int]]]:
     return [[answer.tokens for answer in answers] for answers in found]
 
 
-def assert_likely(model: Any, request: Request, answers: list[Answer], apart: float) -> None:
+def assert_likely(model: Any, request: Request, answers: list[Completion], apart: float) -> None:
     for answer in answers:
         truth = log_probs_of(model, list(request.prompt), answer.tokens)
         torch.testing.assert_close(torch.tensor(answer.log_probs), truth, rtol=apart, atol=apart)

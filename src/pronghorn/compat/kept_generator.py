@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 
 from pronghorn.generation.cache import SHARE, SLOTS, bytes_of_a_token, free_bytes, pages_for
-from pronghorn.generation.generator import Answer, Generator, Request
+from pronghorn.generation.generator import Completion, Generator, Request
 from pronghorn.kernels.attention.attention_paged import PAGE
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.causal_lm import FastCausalLM
 
-Look = Callable[[list[list[Answer]]], None]
+Look = Callable[[list[list[Completion]]], None]
 
 
 class Sizes(NamedTuple):
@@ -45,7 +45,7 @@ class KeptGenerator:
         twin.share = self.share
         return twin
 
-    def answers(self, requests: Sequence[Request], dtype: torch.dtype, look: Look | None = None) -> list[list[Answer]]:
+    def answers(self, requests: Sequence[Request], dtype: torch.dtype, look: Look | None = None) -> list[list[Completion]]:
         """`dtype`: of the layers. Outside of autocast and inference mode. `look`: at answers while they grow."""
         while True:
             least = max(pages_for(len(one.prompt)) + pages_for(one.max_new_tokens) for one in requests)

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 
 from pronghorn.generation.cache import SHARE, SLOTS, bytes_of_a_token, free_bytes, pages_for
-from pronghorn.generation.generator import Answer, Generator, Measured, Request
+from pronghorn.generation.generator import Completion, Generator, Measured, Request
 from pronghorn.generation.sampling import GREEDY, Sampling, key_of
 from pronghorn.generation.text import GrowingText
 from pronghorn.hf_types import HFModel, Tokenizer
@@ -33,9 +33,9 @@ Look = Callable[[], None]
 class Answering(Protocol):
     """What generates answers."""
 
-    def submit(self, request: Request) -> list[Answer]: ...
-    def cancel(self, answers: list[Answer]) -> None: ...
-    def stop(self, answer: Answer) -> None: ...
+    def submit(self, request: Request) -> list[Completion]: ...
+    def cancel(self, answers: list[Completion]) -> None: ...
+    def stop(self, answer: Completion) -> None: ...
     def run(self, look: Look) -> None: ...  # until nothing waits; `look` is called whenever answers have grown
 
 
@@ -169,19 +169,19 @@ class ByTransformers:
 
     def __init__(self, model: HFModel) -> None:
         self._model = model
-        self._queue: deque[tuple[Request, list[Answer]]] = deque()
-        self._over: list[Answer] = []  # of the request that is being answered
+        self._queue: deque[tuple[Request, list[Completion]]] = deque()
+        self._over: list[Completion] = []  # of the request that is being answered
 
-    def submit(self, request: Request) -> list[Answer]:
-        found = [Answer() for _ in request.keys]
+    def submit(self, request: Request) -> list[Completion]:
+        found = [Completion() for _ in request.keys]
         self._queue.append((request, found))
         return found
 
-    def cancel(self, answers: list[Answer]) -> None:
+    def cancel(self, answers: list[Completion]) -> None:
         self._queue = deque(one for one in self._queue if one[1] is not answers)
         self._over += answers
 
-    def stop(self, answer: Answer) -> None:
+    def stop(self, answer: Completion) -> None:
         self._over.append(answer)
 
     def run(self, look: Look) -> None:
@@ -192,10 +192,10 @@ class ByTransformers:
                 if not self._is_over(answer):
                     self._answer(request, key, answer, look)
 
-    def _is_over(self, answer: Answer) -> bool:
+    def _is_over(self, answer: Completion) -> bool:
         return any(one is answer for one in self._over)
 
-    def _answer(self, request: Request, key: int, answer: Answer, look: Look) -> None:
+    def _answer(self, request: Request, key: int, answer: Completion, look: Look) -> None:
         def on_token(token: int, logits_V: torch.Tensor) -> bool:
             log_probs_V = logits_V.float().log_softmax(-1)
             answer.tokens.append(token)

@@ -309,7 +309,7 @@ class Decoder:
         return self._last_rows[prompt]
 
     def log_probs(self, h_BD: Tensor) -> Tensor:
-        """Of the whole vocabulary, without a temperature."""
+        """Those of the whole vocabulary, without a temperature."""
         terms = self.engine.lm.terms
         logits_BV, softcap = self.logits(h_BD) * terms["logit_scale"], terms["softcap"]
         if softcap:

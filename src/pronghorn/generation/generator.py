@@ -46,7 +46,7 @@ class Measured(NamedTuple):
 
 
 @dataclass
-class Answer:
+class Completion:
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)  # of the whole vocabulary
     kept_log_probs: list[float] = field(default_factory=list)  # among the tokens that the rule left
@@ -59,7 +59,7 @@ class _Prompt:
     """A request whose prompt is read."""
 
     request: Request
-    answers: list[Answer]
+    answers: list[Completion]
     place: int
     pages: list[int]
     waiting: list[int]  # answers that have not begun
@@ -72,7 +72,7 @@ class _Running:
 
     slot: int
     prompt: _Prompt
-    answer: Answer
+    answer: Completion
     pages: list[int]
     launched: int = 1  # tokens, with those of windows under way
     done: bool = False
@@ -92,7 +92,7 @@ class Generator:
         self._decoder = Decoder(engine, slots=slots, pages=pages, longest=longest, stops=stops, dtype=dtype)
         self._free, self._pages, self._longest, self._most_stops = FreePages(pages), pages - 1, longest, stops
         self._slots, self._places = list(range(slots - 1, -1, -1)), list(range(slots - 1, -1, -1))
-        self._queue: deque[tuple[Request, list[Answer]]] = deque()
+        self._queue: deque[tuple[Request, list[Completion]]] = deque()
         self._prompts: list[_Prompt] = []
         self._slot: dict[int, _Running] = {}
 
@@ -109,8 +109,8 @@ class Generator:
         self,
         requests: Sequence[Request],
         progress: Callable[[str, int, int], None] | None = None,
-        look: Callable[[list[list[Answer]]], None] | None = None,
-    ) -> list[list[Answer]]:
+        look: Callable[[list[list[Completion]]], None] | None = None,
+    ) -> list[list[Completion]]:
         """The answers to each request, in order. `look` gets them after every window, as they are by then."""
         found = [self.submit(request) for request in requests]
         total, done = sum(len(request.keys) for request in requests), 0
@@ -130,7 +130,7 @@ class Generator:
             self._decoder.prepare()
             yield
 
-    def submit(self, request: Request) -> list[Answer]:
+    def submit(self, request: Request) -> list[Completion]:
         """Its answers, which grow while `run` is iterated. Between two windows more may be submitted."""
         needed = pages_for(len(request.prompt)) + pages_for(request.max_new_tokens)
         if not request.prompt or needed > self._pages or request.max_new_tokens > self._longest:
@@ -140,11 +140,11 @@ class Generator:
                 fix="shorten the prompt, lower max_new_tokens, or give generation more memory",
             )
         assert len(request.stops) <= self._most_stops
-        answers = [Answer() for _ in request.keys]
+        answers = [Completion() for _ in request.keys]
         self._queue.append((request, answers))
         return answers
 
-    def cancel(self, answers: list[Answer]) -> None:
+    def cancel(self, answers: list[Completion]) -> None:
         """Those of one request, between two windows: what has not ended gets no further token, and its slots and pages are
         free."""
         self._queue = deque(one for one in self._queue if one[1] is not answers)
@@ -155,7 +155,7 @@ class Generator:
             if prompt in self._prompts:  # nothing of it ran
                 self._forget(prompt)
 
-    def stop(self, answer: Answer) -> None:
+    def stop(self, answer: Completion) -> None:
         """One that runs, between two windows."""
         for one in [one for one in self._slot.values() if one.answer is answer]:
             self._end(one)

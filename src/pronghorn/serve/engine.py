@@ -16,7 +16,7 @@ from functools import partial
 
 from pronghorn.generation import generator
 from pronghorn.generation.answering import Answering, answering, needed
-from pronghorn.generation.generator import Answer
+from pronghorn.generation.generator import Completion
 from pronghorn.generation.sampling import Sampling, key_of
 from pronghorn.generation.text import GrowingText
 from pronghorn.model.generate import end_tokens
@@ -38,7 +38,7 @@ class Token:
 
 @dataclass(frozen=True)
 class Piece:
-    """Of one of the answers to a request."""
+    """A token of one of the answers to a request."""
 
     choice: int
     text: str
@@ -82,7 +82,7 @@ class Engine:
     def __init__(self, models: Models, told: Callable[[str], None], most: int = MOST_WAITING) -> None:
         self._models, self._told, self._most = models, told, most
         self._waiting: list[Job] = []
-        self._under_way: list[tuple[Job, list[Answer]]] = []
+        self._under_way: list[tuple[Job, list[Completion]]] = []
         self._changed = threading.Condition()
         self._ending = False
         self._answering: Answering | None = None  # made for the first request, and for one that needs more
@@ -206,7 +206,7 @@ class Engine:
         if not self._ending:
             self._take(one, answering)
 
-    def _read(self, job: Job, text: GrowingText, answer: Answer, answering: Answering) -> None:
+    def _read(self, job: Job, text: GrowingText, answer: Completion, answering: Answering) -> None:
         """Its new tokens."""
         for at in range(text.count, len(answer.tokens)):
             if text.stopped:
@@ -214,7 +214,7 @@ class Engine:
             if text.add(answer.tokens[at], self._measured(job, answer, at) if job.asked.logprobs else None):
                 answering.stop(answer)
 
-    def _measured(self, job: Job, answer: Answer, at: int) -> Token:
+    def _measured(self, job: Job, answer: Completion, at: int) -> Token:
         decode, measured = job.one.tokenizer.decode, answer.measured[at]
         top = tuple((decode([token]), value) for token, value in measured.likeliest)
         return Token(decode([answer.tokens[at]]), measured.log_prob, top)

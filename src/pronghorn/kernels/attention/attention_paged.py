@@ -218,7 +218,6 @@ def _launched(
     l_BXN = q_BNH.new_empty(B, X, N, dtype=torch.float32)
     a_BXNH = q_BNH.new_empty(B, X, N, H, dtype=torch.float32)
     padded = max(16, int(triton.next_power_of_2(H)))
-    precision = "ieee" if q_BNH.dtype == torch.float32 else "tf32"
     column = 0
     for part, count in zip(parts, splits, strict=True):
         (S, M), J = part.members_SM.shape, part.pages_SJ.shape[1]
@@ -228,7 +227,7 @@ def _launched(
         _split_kernel[(S, K, count)](
             q_BNH, q_BNH.stride(0), k_PKCH, v_PKCH, part.pages_SJ, part.length_S, part.first_S, part.members_SM, position_B,
             m_BXN, l_BXN, a_BXNH, J, -(-J // count), column, X, scale, softcap or 1.0, window or 0, K=K, G=N // K, H=H,
-            HP=padded, C=C, M=M, R=rows, WINDOW=window is not None, SOFTCAP=softcap is not None, PRECISION=precision,
+            HP=padded, C=C, M=M, R=rows, WINDOW=window is not None, SOFTCAP=softcap is not None, PRECISION="ieee",
             num_warps=4,
         )  # fmt: skip
         column += count

@@ -44,7 +44,7 @@ class EvaluationRequest:
     episode_file: Path | None = None
 
     def require_no_answers(self) -> None:
-        """Of a request without a metric."""
+        """Called for a request without a metric."""
         if self.base or self.answers:
             raise CommandError(
                 what="--base and --answers need a metric",

@@ -28,7 +28,7 @@ from pronghorn.data.prepare import Prepared, example_of, prepare
 from pronghorn.data.read.reading import Name
 from pronghorn.data.read.splitting import apart
 from pronghorn.errors import DataError, HealthStop, RecipeError, counted
-from pronghorn.generation.generator import Answer, Generator, Request
+from pronghorn.generation.generator import Completion, Generator, Request
 from pronghorn.generation.sampling import Sampling, key_of
 from pronghorn.generation.server import Server
 from pronghorn.hf_types import HFModel, Tokenizer
@@ -64,7 +64,7 @@ class Group:
 
     number: int  # of the prompt in the run
     row: int  # of the table
-    answers: Sequence[Answer]
+    answers: Sequence[Completion]
     texts: Sequence[str]
     scored: Sequence[Scored] = ()
     kept: list[int] = field(default_factory=list)  # answers that have a reward
@@ -276,7 +276,7 @@ class RolloutSource(Source):
         self, episodes: Episodes, model: HFModel, table: TokenTable, asked: Mapping[int, int], tries: int, side: int,
         stops: Sequence[int],
     ) -> list[Group]:  # fmt: skip
-        def generate(requests: Sequence[Request]) -> list[list[Answer]]:
+        def generate(requests: Sequence[Request]) -> list[list[Completion]]:
             with self.autocast():
                 return self._engine(model, len(stops)).generate(requests, self._generating)
 
