@@ -64,6 +64,18 @@ class Group:
     kept: list[int] = field(default_factory=list)  # answers that have a reward
 
 
+def _stop_token(tokenizer: Tokenizer, text: str) -> int:
+    ids = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+    if len(ids) != 1:
+        raise RecipeError(
+            f"{text!r} is encoded as {len(ids)} tokens",
+            where="rollouts.stop",
+            why="an answer ends at a token",
+            fix='name texts of one token each, such as "\\n"',
+        )
+    return int(ids[0])
+
+
 class RolloutSource(Source):
     stage: ClassVar[str] = "rollouts"
     ahead: ClassVar[bool] = False
@@ -84,6 +96,7 @@ class RolloutSource(Source):
         self.shapes: Shapes = rollout_shapes(recipe, train, self.shared)
         self.packs_per_step = -(-recipe.step_tokens(float(train.lengths.mean())) // recipe.train.capacity)
         self.rule = Sampling(spec.temperature, spec.top_k, spec.top_p, spec.min_p)
+        self.stops = [_stop_token(tokenizer, text) for text in spec.stop]
         self.tried: list[str] = []
         self._generator: Generator | None = None
         self._told: set[str] = set()
@@ -221,7 +234,7 @@ class RolloutSource(Source):
         """`asked`: row by number, in the run or among held-out rows (`side`: HELD_OUT)."""
         seed = self.recipe.train.seed
         keys = [[key_of(seed, side, number, one) for one in range(tries)] for number in asked]
-        stops = end_tokens(model, self.tokenizer)
+        stops = [*end_tokens(model, self.tokenizer), *self.stops]
         requests = [
             Request(table.ids(row).tolist(), own, self.spec.max_new_tokens, self.rule, stops)
             for row, own in zip(asked.values(), keys, strict=True)
