@@ -1,6 +1,7 @@
 """Attention over packed documents: every backend of this machine, forward and backward (see kernels/attention/attention.py).
 
-The documents have instruction-like lengths (log-normal: mean 207, median 166, 95 % under 496 tokens) or one length each.
+The documents have instruction-like lengths (log-normal: mean 207, median 166, 95 % under 496 tokens) or one length each, or
+are groups of answers that share their prompt.
 FLOP: 4 N H forward and 10 N H backward for every pair of tokens that is seen.
 """
 
@@ -15,6 +16,7 @@ import torch
 from benchmarks.ops import DEVICE, Line, compare, replaced
 from pronghorn.kernels.attention import attention_short as op
 from pronghorn.kernels.attention.attention import REFUSALS, _Case, attention_backward, attention_forward
+from pronghorn.kernels.attention.attention_shared import shared_spans
 from pronghorn.kernels.attention.attention_torch import spans
 
 LLAMA_8B = {"N": 32, "K": 8, "H": 128}
@@ -40,12 +42,20 @@ def cases() -> list[dict[str, Any]]:
         {"name": "Gemma 2 9B, window 4096, 2 x 8192", "T": 16384, "length": 8192, "window": 4096, **GEMMA2_9B},
         {"name": "gpt-oss, window 128, short documents", "T": 16384, "entries": 128, "window": 128, **GPT_OSS},
         {"name": "gpt-oss, short documents", "T": 16384, "entries": 128, **GPT_OSS},
+        *(  # prompt, answer, answers of a group
+            {"name": f"{size}, {g} answers of {r} to {p}", "T": (p + g * r) * n, "group": (p, r, g), **shape}
+            for p, r, g, n in ((256, 512, 8, 4), (256, 2048, 16, 1), (512, 256, 2, 16))
+            for size, shape in (("8B", LLAMA_8B), ("1B", LLAMA_1B))
+        ),
         {"name": "1B, short documents, fp32", "T": 8192, "entries": 128, "dtype": torch.float32, **LLAMA_1B},
     ]
 
 
 def document_lengths(case: dict[str, Any]) -> list[int]:
     tokens = case["T"]
+    if "group" in case and tokens >= sum(case["group"][:2]):
+        prompt, answer, answers = case["group"]
+        return [prompt, *[answer] * answers] * (tokens // (prompt + answer * answers))
     if "length" in case:
         length = min(case["length"], tokens)
         return [length] * (tokens // length)
@@ -75,8 +85,15 @@ class _Data:
             "scale": width**-0.5, "window": self.window, "softcap": case.get("softcap"), "sinks_N": self.sinks,
             "lengths": tuple(lengths), "spans_2T": spans(self.cu_seqlens, tokens),
         }  # fmt: skip
+        self.shared = "group" in case and len(lengths) > 1 and lengths[0] == case["group"][0]
         pairs = sum(n * (n + 1) // 2 if not self.window or self.window >= n
                     else self.window * n - self.window * (self.window - 1) // 2 for n in lengths)  # fmt: skip
+        if self.shared:
+            size = 1 + case["group"][2]
+            prompts = [place // size * size if place % size else -1 for place in range(len(self.cu_seqlens) - 1)]
+            prompt_of_S = torch.tensor(prompts, dtype=torch.int32, device=DEVICE)
+            self.options |= shared_spans(self.cu_seqlens, prompt_of_S, tokens)._asdict()
+            pairs += sum(n * lengths[prompt] for n, prompt in zip(lengths, prompts, strict=True) if prompt >= 0)
         self.flops = 4 * heads * width * pairs
 
     def forward(self, **more: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,7 +114,7 @@ def run(case: dict[str, Any]) -> list[Line]:
     data = _Data(case)
     true_out, true_grads = data.truth()
     device = torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE)
-    kind = _Case(device, data.dtype, data.width, case.get("softcap") is not None, data.sinks is not None, "short")
+    kind = _Case(device, data.dtype, data.width, case.get("softcap") is not None, data.sinks is not None, "short", data.shared)
     forwards, backwards = {}, {}
     for backend, why_not in REFUSALS.items():
         if why_not(kind) is not None or (backend in ("torch", "flex") and DEVICE == "cuda" and len(forwards) > 1):

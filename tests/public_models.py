@@ -63,6 +63,7 @@ HARMONY_TEMPLATE = (
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
 
+PARTS = {"openai/gsm8k": "main", "open-r1/DAPO-Math-17k-Processed": "en"}  # data that is loaded by the name of a part
 # name on the hub -> (class of its config, tokens, template, what else its config says)
 MODELS: dict[str, tuple[str, Any, str | None, dict[str, Any]]] = {
     "unsloth/Llama-3.2-1B-Instruct": ("LlamaConfig", LLAMA3, LLAMA_TEMPLATE, {}),
@@ -71,6 +72,10 @@ MODELS: dict[str, tuple[str, Any, str | None, dict[str, Any]]] = {
     "unsloth/gemma-3-270m-it": ("Gemma3TextConfig", GEMMA, GEMMA_TEMPLATE, {"query_pre_attn_scalar": 8}),
     "unsloth/mistral-7b-v0.3": ("MistralConfig", MISTRAL, None, {}),
     "unsloth/zephyr-sft": ("MistralConfig", CHATML, QWEN_TEMPLATE, {}),
+    "unsloth/Phi-4": ("LlamaConfig", CHATML, QWEN_TEMPLATE, {}),
+    "unsloth/Qwen2.5-3B-Instruct": ("Qwen2Config", CHATML, QWEN_TEMPLATE, {}),
+    "unsloth/DeepSeek-R1-0528-Qwen3-8B": ("Qwen3Config", CHATML, QWEN_TEMPLATE, {}),
+    "unsloth/LFM2.5-1.2B-Instruct": ("Lfm2Config", CHATML, QWEN_TEMPLATE, {"layer_types": ["conv", "full_attention"]}),
     "unsloth/gpt-oss-20b": ("GptOssConfig", HARMONY, HARMONY_TEMPLATE,
                             {"num_local_experts": 2, "num_experts_per_tok": 1, "hidden_size": 32}),
 }  # fmt: skip
@@ -158,11 +163,16 @@ def write_data(folder: Path) -> None:
         "HuggingFaceH4/Multilingual-Thinking": [
             {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}], "reasoning_language": "French"}
             for q, a in asked],
+        "openai/gsm8k": [{"question": q, "answer": f"It is.\n#### {a.split()[-1]}"} for q, a in asked],
+        "open-r1/DAPO-Math-17k-Processed": [{"prompt": q, "solution": a} for q, a in asked],
         "fancyzhx/ag_news": [{"text": q, "label": i % 2} for i, (q, _) in enumerate(asked)],
     }  # fmt: skip
     for name, rows in data.items():
         (folder / name).mkdir(parents=True)
         write_rows(folder / name / "train.jsonl", rows)
+        if name in PARTS:
+            text = f"---\nconfigs:\n- config_name: {PARTS[name]}\n  data_files: train.jsonl\n---\n"
+            (folder / name / "README.md").write_text(text, encoding="utf-8")
 
 
 def write_notebook(path: Path, cells: list[str]) -> Path:

@@ -58,7 +58,7 @@ ARGUMENTS: dict[str, Any] = {
     "lr_scheduler_type": "constant",
     "max_grad_norm": 0.0,
 }
-TIMES = ("runtime", "per_second", "flos")  # of log entries that are other in every run
+TIMES = ("runtime", "per_second", "flos", "step_time")  # of log entries that are other in every run
 
 
 def trainer_for(

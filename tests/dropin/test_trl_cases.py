@@ -1,4 +1,4 @@
-"""The kinds of case that TRL's own tests of SFT, DPO, KTO, Reward, ORPO and CPO have, with models of `FastLanguageModel`.
+"""The kinds of case that TRL's own tests of its trainers have, with models of `FastLanguageModel`.
 
 Each is run with a stock model first. What TRL asserts there is asserted here (every trained weight moves, and no other), and
 more: whatever the trainer logs, every gradient and the weights at the end are those of the stock model, to 1e-5. The suite runs
@@ -19,7 +19,20 @@ import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig
 from transformers import AutoModelForSequenceClassification
-from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what is experimental may change
@@ -27,9 +40,10 @@ with warnings.catch_warnings():
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from dropin.hf_trainer_uses import ARGUMENTS, Recorder, run
-from dropin.same_numbers import compare, fast_model, runs, stock_model, written
+from dropin.same_numbers import compare, fast_model, runs, stock_model, with_captured_layers, written
+from pronghorn.compat.outer_loop import loop_of
 from pronghorn.kernels.runtime import dispatch
-from pronghorn.model.causal_lm import base_of
+from pronghorn.model.causal_lm import FastCausalLM, base_of, engine_of
 from samples import CHATML, chat_rows, make_tokenizer
 from tables import first_of
 from trl_on_a_cpu import TorchLogProbs
@@ -48,7 +62,10 @@ KINDS = {
     "reward": (RewardTrainer, RewardConfig),
     "orpo": (ORPOTrainer, ORPOConfig),
     "cpo": (CPOTrainer, CPOConfig),
+    "grpo": (GRPOTrainer, GRPOConfig),
+    "rloo": (RLOOTrainer, RLOOConfig),
 }
+ONLINE = ("grpo", "rloo")  # which generate
 ADDED = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
 
 
@@ -207,11 +224,27 @@ REWARD = {
 }
 ORPO = {"pairs": Case("pairs"), "a whole model": Case("pairs", whole=True)}
 CPO = {"pairs": Case("pairs", family="qwen3"), "simpo": Case("pairs", {"loss_type": "simpo", "cpo_alpha": 0.0})}
-CASES = {
-    (kind, name): case
-    for kind, cases in {"sft": SFT, "dpo": DPO, "kto": KTO, "reward": REWARD, "orpo": ORPO, "cpo": CPO}.items()
-    for name, case in cases.items()
+GROUPS = {"num_generations": 2, "per_device_train_batch_size": 4, "max_completion_length": 6, "temperature": 0.9}
+GRPO = {
+    "prompts": Case("pairs", GROUPS),
+    "a whole model": Case("pairs", GROUPS, whole=True, family="tied"),
+    "conversations": Case("messages pairs", GROUPS | {"loss_type": "dr_grpo", "scale_rewards": "none"}, family="qwen3"),
+    "with a reference": Case("pairs", GROUPS | {"beta": 0.1}),
+    # Both generate. Answers to a prompt are the same then, and only the reference gives gradients.
+    "the likeliest tokens": Case(
+        "pairs", GROUPS | {"beta": 0.1, "generation_kwargs": {"do_sample": False}}, {"peft_config": ADDED}, whole=True
+    ),
+    "several updates": Case(
+        "pairs", GROUPS | {"num_iterations": 2, "steps_per_generation": 2, "max_steps": 4}, family="gemma3"
+    ),
+    "sequences": Case("pairs", GROUPS | {"importance_sampling_level": "sequence", "epsilon_high": 0.28}),
+    "experts": Case("pairs", GROUPS, family="gpt-oss", own=True),
+    "an adapter by the trainer": Case("pairs", GROUPS, given={"peft_config": ADDED}, whole=True),
+    "evaluated": Case("pairs", GROUPS | EVALUATED | {"per_device_eval_batch_size": 2}),
 }
+RLOO = {"prompts": Case("pairs", GROUPS), "without a reference": Case("messages pairs", GROUPS | {"beta": 0.0}, family="qwen3")}
+TABLES = {"sft": SFT, "dpo": DPO, "kto": KTO, "reward": REWARD, "orpo": ORPO, "cpo": CPO, "grpo": GRPO, "rloo": RLOO}
+CASES = {(kind, name): case for kind, cases in TABLES.items() for name, case in cases.items()}
 # One of each kind of data, loss and reference; `make dropin-cases` takes all.
 SUITE = {
     "sft": ("texts", "only what the assistant says", "packed", "without padding", "an adapter by the trainer",
@@ -221,6 +254,8 @@ SUITE = {
     "reward": ("margins", "an adapter by the trainer"),
     "orpo": ("pairs",),
     "cpo": ("pairs",),
+    "grpo": ("prompts", "the likeliest tokens", "a whole model"),
+    "rloo": ("prompts",),
 }  # fmt: skip
 
 
@@ -267,9 +302,16 @@ def trained_by(kind: str, case: Case, folder: Path) -> Callable[[Any], Any]:
         trainer_class, config_class = KINDS[kind]
         tokenizer = make_tokenizer(MARKED if "assistant_only_loss" in case.options else CHATML)
         options = {**ARGUMENTS, "bf16": False, **case.options}
-        given = copy.deepcopy(dict(case.given))
+        given, answers = copy.deepcopy(dict(case.given)), []
         if "eval_strategy" in case.options:
             given = {"eval_dataset": table(case.rows, 2)} | given
+        if kind in ONLINE:
+
+            def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+                answers.append(completion_ids)
+                return [float(number % 2) + 0.1 * number for number in range(len(completion_ids))]
+
+            given["reward_funcs"] = reward
         torch.manual_seed(2)  # the start of an adapter that the trainer adds
         trainer = trainer_class(
             model=with_a_score(model) if kind == "reward" else model,
@@ -286,7 +328,7 @@ def trained_by(kind: str, case: Case, folder: Path) -> Callable[[Any], Any]:
         assert moved == {name for gradients in seen[1] for name in gradients}
         for entry in seen[0]:
             drop_what_rounding_decides(entry)
-        return [seen, after]
+        return [seen, after, answers]
 
     return use
 
@@ -306,8 +348,18 @@ def test_trl_trains_as_with_a_stock_model(
     plain = stock_model(folder, adapter=not case.whole)
     fast = fast_model(folder, plain, adapter=not case.whole)
     ran = runs(monkeypatch)
-    compare(trained_by(kind, case, tmp_path), plain, fast)
+    if kind in ONLINE and "generation_kwargs" not in case.options:  # of equal tokens
+        made: list[torch.Tensor] = []
+        own = base_of(fast).generate
+        base_of(fast).generate = lambda *given, **named: made.append(own(*given, **named)) or made[-1]
+        base_of(plain).generate = lambda *given, **named: (torch.randint(1 << 62, (1,)), made.pop(0))[1]  # as ours draws
+        compare(trained_by(kind, case, tmp_path), fast, plain)
+    else:
+        compare(trained_by(kind, case, tmp_path), plain, fast)
     assert bool(ran) != case.own
+    if kind in ONLINE:
+        assert loop_of(base_of(fast)).generator._generator is not None  # TRL's `generate` reached it
+        assert [line for line in dispatch._said if line.startswith("generate: ")] == []
 
 
 @pytest.mark.parametrize("whole", first_of([True, False]))
@@ -322,3 +374,46 @@ def test_sft_and_then_dpo_of_the_same_model(models: Path, tmp_path: Path, whole:
         return [first, trained_by("dpo", Case("pairs", given=reference), tmp_path)(model)]
 
     compare(use, plain, fast_model(folder, plain, adapter=not whole))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_answers_have_the_precision_of_training(models: Path, tmp_path: Path, whole: bool) -> None:
+    """Autocast is around the forward of the model that is trained: of a whole one it counts for generation too, PEFT's
+    `generate` goes past it. Afterwards the fast layers train."""
+    folder = written(models, "llama")
+    fast = fast_model(folder, stock_model(folder, adapter=not whole), adapter=not whole)
+    trained_by("grpo", Case("pairs", GROUPS | {"bf16": True}), tmp_path)(fast)
+    kept = loop_of(base_of(fast)).generator
+    assert kept._dtype == (torch.bfloat16 if whole else torch.float32)
+    assert kept._generator is not None
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("kind", ["a copy", "off"])
+def test_the_reference_of_a_step_rebuilds_nothing(
+    models: Path, tmp_path: Path, kind: str, captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL's reference is a copy of the adapter, or the model without it: both run on the fast layers, between a forward and its
+    backward, and only the copies that GEMMs read are filled anew."""
+    folder = written(models, "llama")
+    case = Case("pairs", {"max_steps": 4}, {} if kind == "a copy" else {"peft_config": ADDED})
+    plain = stock_model(folder, adapter=kind == "a copy")
+    fast = fast_model(folder, plain, adapter=kind == "a copy")
+    engine = engine_of(fast)
+    assert engine is not None
+    if captured:
+        with_captured_layers(fast)
+    ran = runs(monkeypatch)
+    rebuilt = []
+    own = FastCausalLM.adapters_from
+
+    def counted(self: Any, others: Any) -> Any:
+        rebuilt.append(self.rebuilt)
+        return own(self, others)
+
+    monkeypatch.setattr(FastCausalLM, "adapters_from", counted)
+    compare(trained_by("dpo", case, tmp_path), plain, fast)
+    assert len(rebuilt) == 4
+    assert rebuilt == [rebuilt[0]] * 4
+    assert captured or len(ran) == 8
+    assert not any("transformers layers" in line for line in dispatch._said)

@@ -13,6 +13,7 @@ import torch
 
 from pronghorn.generation.generator import Generator, Request
 from pronghorn.generation.sampling import GREEDY, Sampling, key_of
+from pronghorn.kernels.runtime import dispatch
 from pronghorn.model.causal_lm import engine_of, install
 
 STOPS = tuple(range(5, 13))
@@ -89,6 +90,24 @@ def test_without_adapters_the_base_answers(family: str, method: str) -> None:
     assert engine.rebuilt == rebuilt or family == "qwen3_moe"
     assert found != before
     assert generator.generate(requests) == before
+
+
+@torch.no_grad()
+def test_a_graph_that_draws_something_else_is_not_used(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "_said", set())
+    model = model_of("qwen3")
+    install(model)
+    requests = [Request(prompt, (0, 1), 20) for prompt in prompts_of(4)]
+    expected_answers = Generator(model, slots=8, tokens=2000, longest=64).generate(requests)
+    generator = Generator(model, slots=8, tokens=2000, longest=64)
+    decoder = generator._decoder
+    decoder.captures, decoder.steps = True, 8
+    monkeypatch.setattr(decoder._graphs, "captured", lambda _: [lambda: None])  # what a broken graph may do: nothing
+    assert generator.generate(requests) == expected_answers
+    assert not decoder.captures
+    assert "differs" in capsys.readouterr().err
 
 
 @torch.no_grad()

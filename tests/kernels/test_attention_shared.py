@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -124,6 +125,49 @@ def test_the_kernel_for_short_documents(where: str, name: str, dtype: torch.dtyp
     got = computed(tensors, cu, spans, options, backend="short")
     for what, mine, theirs, exact in zip(["o", "q", "k", "v", "sinks"], got, yardstick, truth, strict=False):
         judge(mine, theirs, exact, f"{name} {what}")
+
+
+# Four answers to a prompt, behind a group whose last answer ends within a block.
+GROUP = ((40, 30, 50, 45, 50, 35, 40), (-1, 0, -1, 2, 2, 2, 2))
+
+
+@pytest.mark.skipif(CUDA, reason="counted in the interpreter")
+@table("window", [None, 24])
+def test_tiles_read_the_prompt_and_their_own_answer(where: str, monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
+    """A block of keys is read only if some row of the tile sees one of them, with windows nearly so; so is a block of rows by
+    dk and dv, without windows."""
+    lengths, prompts = GROUP
+    tokens, heads, counts = sum(lengths), 2, dict.fromkeys(("key_block", "_way_on"), 0)
+    cu = torch.tensor(list(itertools.accumulate(lengths, initial=0)), dtype=torch.int32)
+    spans = shared_spans(cu, torch.tensor(prompts, dtype=torch.int32), tokens)
+    tiles = Config(Tiles(32, 16, 4, 1), Tiles(16, 32, 4, 1), Tiles(16, 32, 4, 1))
+    monkeypatch.setattr(attention_short, "config_for", lambda *_: tiles)
+
+    def counted(name: str, inner: Any, *args: Any) -> Any:
+        counts[name] += 1
+        return inner(*args)
+
+    for name in counts:
+        monkeypatch.setattr(attention_short, name, partial(counted, name, getattr(attention_short, name)))
+    q, k = (torch.randn(tokens, n, 16) for n in (heads, 1))
+    settings: dict[str, Any] = {"scale": 0.25, "window": window, "backend": "short", **spans._asdict()}
+    out, lse = attention_forward(q, k, k, cu, max(lengths), **settings)
+    forward = counts["key_block"]
+    attention_backward(q, q, k, k, out, lse, cu, max(lengths), **settings)
+    same, each = torch.zeros(tokens, 1, 1), torch.eye(tokens)[:, None]  # values: what of each key arrives at a row
+    seen_TT = attention_shared_reference(same, same, each, spans, scale=1.0, window=window)[:, 0] > 0
+
+    def needed(part: Tiles) -> int:
+        rows = part.rows // heads
+        padded = torch.nn.functional.pad(seen_TT, (0, -tokens % part.keys, 0, -tokens % rows))
+        return int(padded.unflatten(1, (-1, part.keys)).unflatten(0, (-1, rows)).any(3).any(1).sum())
+
+    visited = (forward, counts["key_block"] - forward, counts["_way_on"])
+    more = [count - needed(part) for count, part in zip(visited, tiles, strict=True)]
+    assert more == [0, 0, 0] if window is None else max(more[:2]) <= 1, (visited, more)
+    firsts = range(0, tokens, tiles.forward.rows // heads)
+    one_range = sum(-(-min(first + 16, tokens) // 16) - int(spans.prefix_2T[0, first]) // 16 for first in firsts)
+    assert one_range > 1.3 * forward, (one_range, forward)
 
 
 @table(

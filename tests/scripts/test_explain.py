@@ -14,7 +14,9 @@ SCRIPT = """
 from unsloth import FastLanguageModel, FastVisionModel, made_up
 from unsloth.chat_templates import get_chat_template
 import unsloth_zoo.rl_replacements
-from trl import SFTTrainer, ORPOTrainer
+from trl import SFTTrainer, ORPOTrainer, GRPOConfig
+from vllm import SamplingParams, LLM
+GRPOConfig(use_vllm=True, vllm_sampling_params=params)
 trainer = SFTTrainer(model, tokenizer=tokenizer, max_seq_length=2048, packing=False, learning_rate=1,
                      args=TrainingArguments(warmup_ratio=0.1, optim="adamw_8bit", max_prompt_length=3))
 model.fast_generate("text")
@@ -36,6 +38,9 @@ def test_a_script(tmp_path: Path) -> None:
         "from unsloth import FastVisionModel",
         "from unsloth.chat_templates import get_chat_template",
         "from trl import ORPOTrainer",
+        "from vllm import SamplingParams",
+        "GRPOConfig(use_vllm=) -> False, unless a vLLM server is asked",
+        "GRPOConfig(vllm_sampling_params=) -> temperature=, top_p=, top_k=, min_p=, max_completion_length=",
         "SFTTrainer(tokenizer=) -> processing_class=",
         "SFTTrainer(max_seq_length=) -> moved into its args as max_length=",
         "SFTTrainer(packing=) -> moved into its args as packing=",
@@ -47,15 +52,14 @@ def test_a_script(tmp_path: Path) -> None:
     assert [text.split(" ")[0] for text in missing] == [
         "unsloth.made_up",
         "unsloth_zoo.rl_replacements",
-        "fast_generate()",
-        "from_pretrained(fast_inference=True)",
+        "vllm.LLM",
         "from_pretrained(load_in_8bit=True)",
         "save_pretrained_merged(save_method='merged_4bit')",
     ]
-    assert [text.endswith("(disabled by `if False`)") for text in missing] == [False] * 5 + [True]
+    assert [text.endswith("(disabled by `if False`)") for text in missing] == [False] * 4 + [True]
     text = as_text(path, found)
     assert "mine.py:2  from unsloth import FastLanguageModel: Pronghorn's" in text
-    assert text.index("adapted:") < text.index("not supported:") < text.index("fast_generate()")
+    assert text.index("adapted:") < text.index("not supported:") < text.index("vllm.LLM")
 
 
 def test_a_notebook_and_what_cannot_be_read(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 import trl
 
 import pronghorn
+from pronghorn.compat.dropin.sampling_params import SamplingParams
 from pronghorn.compat.scripts.adaptor import Adaptor
 from pronghorn.compat.scripts.modules import NotHere
 from pronghorn.compat.scripts.notes import Notes
@@ -96,3 +97,30 @@ def test_a_process_with_the_other_library_is_refused(notes: Notes, monkeypatch: 
     monkeypatch.setitem(sys.modules, "unsloth", ModuleType("unsloth"))
     with pytest.raises(CommandError, match="unsloth is already imported in this process"), Adaptor(notes):
         pass
+
+
+def test_vllm_is_stood_in_for_in_the_script_alone(notes: Notes) -> None:
+    """TRL and transformers look for vLLM and must not find it."""
+    asked = """
+from vllm import SamplingParams
+import vllm, importlib.util
+from vllm.sampling_params import SamplingParams as Same
+assert vllm.SamplingParams is SamplingParams is Same
+assert vllm.sampling_params.SamplingParams is SamplingParams
+assert importlib.util.find_spec("vllm") is None
+"""
+    with Adaptor(notes):
+        script = {"__name__": "__main__"}
+        exec(asked, script)
+        assert script["SamplingParams"] is SamplingParams
+        assert "vllm" not in sys.modules
+        for line in ("from vllm import LLM", "from vllm.lora.request import LoRARequest", "import vllm.utils"):
+            with pytest.raises(NotHere, match=r"vllm.* is not in Pronghorn") as caught:
+                exec(line, script)
+            assert "model.fast_generate" in caught.value.fix
+        with pytest.raises(ModuleNotFoundError):
+            exec("import vllm", {"__name__": "trl.something"})
+    assert notes.said == [
+        f"import {name} gives SamplingParams of Pronghorn, which generates in vLLM's place"
+        for name in ("vllm", "vllm.sampling_params")
+    ]

@@ -7,7 +7,7 @@ from a hub's cache of our own. All of them run in this process, one after the ot
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from image_text_models import save_image_text_model
 from pronghorn.compat.scripts.notes import Notes
 from pronghorn.compat.scripts.running import run
 from pronghorn.errors import CommandError
+from pronghorn.generation.generator import Generator, Request
+from pronghorn.kernels.runtime import dispatch
 from public_models import COMMIT, write_data, write_hub
 from trl_on_a_cpu import TorchLogProbs
 
@@ -31,6 +33,7 @@ PUBLIC = Path(__file__).parent / "public"
 OF_PYTHON = ("__warningregistry__", "__slotnames__")  # Python notes there what was warned of, and what was copied
 OTHERS = ("vision.py", "inference_only.py")  # which do not train
 SCRIPTS = sorted(path.name for path in PUBLIC.iterdir() if path.suffix in (".py", ".ipynb") and path.name not in OTHERS)
+ONLINE = sorted(path.name for path in (PUBLIC / "grpo").iterdir())  # which generate while they train
 # Run elsewhere in the suite (alpaca_llama3 below, plain_trainer in test_run_script.py); `make dropin-cases` takes them all.
 LATER = {"alpaca_llama3.py", "plain_trainer.py"}
 
@@ -77,6 +80,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "script" in metafunc.fixturenames:
         every = metafunc.config.getoption("--every-case")
         metafunc.parametrize("script", [name for name in SCRIPTS if every or name not in LATER])
+    if "online" in metafunc.fixturenames:
+        metafunc.parametrize("online", ONLINE)
 
 
 def test_a_public_script_as_it_is(script: str, notebook_room: Path) -> None:
@@ -98,6 +103,33 @@ def test_a_public_script_as_it_is(script: str, notebook_room: Path) -> None:
         trained = {name: weight for name, weight in load_file(path).items() if "lora_B" in name}
         assert trained
         assert all(weight.any() for weight in trained.values())  # they begin as zeros
+
+
+def test_a_public_script_that_generates_while_it_trains(
+    online: str, notebook_room: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the fast layers: each prompt of a step once. It has trained, and generated with what it trained."""
+    asked: list[Sequence[Request]] = []
+    own = Generator.generate
+    monkeypatch.setattr(Generator, "generate", lambda self, requests, *rest: asked.append(requests) or own(self, requests, *rest))
+    monkeypatch.setattr(dispatch, "_said", set())
+    main, notes = run_script(f"grpo/{online}")
+    trainer = main["trainer"]
+    rewards = [row["reward_std"] for row in trainer.state.log_history if "reward_std" in row]
+    assert len(rewards) == 2
+    assert all(std > 0 for std in rewards)
+    groups = [requests for requests in asked if len(requests[0].keys) == trainer.args.num_generations]
+    assert len(groups) == 2
+    assert all(len(request.keys) == trainer.args.num_generations for requests in groups for request in requests)
+    refused = {line.split(": ")[1] for line in dispatch._said if line.startswith("generate: ")}
+    assert refused <= {"streamer="}
+    assert not trainer.args.use_vllm
+    assert len(main["outputs"]) == 1
+    if "SamplingParams" in main:
+        output = main["outputs"][0].outputs[0]
+        assert output.text == main["tokenizer"].decode(output.token_ids, skip_special_tokens=True)
+        assert "import vllm gives SamplingParams of Pronghorn, which generates in vLLM's place" in notes.said
+    assert list(notebook_room.glob("grpo_saved_lora/*model.safetensors"))
 
 
 def train_by_hand() -> Any:

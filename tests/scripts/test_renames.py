@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 from transformers import Trainer, TrainingArguments
-from trl import DPOConfig, DPOTrainer, GRPOConfig, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 
+from pronghorn.compat.dropin.sampling_params import SamplingParams
 from pronghorn.compat.scripts import renames
+from pronghorn.compat.scripts.fronts import arguments_front
 from pronghorn.compat.scripts.notes import Notes
-from pronghorn.compat.scripts.renames import arguments_class, by_name, remember, translate_arguments, translate_trainer
+from pronghorn.compat.scripts.renames import STOPS, arguments_class, by_name, remember, translate_arguments, translate_trainer
 from pronghorn.errors import CommandError
+from samples import make_tokenizer
 
 pytestmark = pytest.mark.usefixtures("_no_gpu")
 
@@ -55,12 +58,41 @@ def test_bitsandbytes_optimizers_stay_where_it_is_installed(notes: Notes, monkey
 
 
 def test_what_cannot_be_translated_is_refused(notes: Notes) -> None:
-    with pytest.raises(CommandError, match=r"vllm_sampling_params=...\) is not supported"):
+    with pytest.raises(CommandError, match="sampling_params is a object"):
         translate_arguments(GRPOConfig, {"vllm_sampling_params": object()}, notes)
+    with pytest.raises(CommandError, match=r"GRPOConfig\(min_p=0.2\) contradicts vllm_sampling_params with min_p=0.1"):
+        translate_arguments(GRPOConfig, {"vllm_sampling_params": SamplingParams(min_p=0.1), "min_p": 0.2}, notes)
+    with pytest.raises(CommandError, match=r"SamplingParams\(n=2\)\) is not supported"):
+        translate_arguments(GRPOConfig, {"vllm_sampling_params": SamplingParams(n=2)}, notes)
     with pytest.raises(CommandError, match="warmup_ratio=2"):
         translate_arguments(SFTConfig, {"warmup_ratio": 2}, notes)
     with pytest.raises(CommandError, match=r"max_seq_length=10\) contradicts max_length=20"):
         translate_arguments(SFTConfig, {"max_seq_length": 10, "max_length": 20}, notes)
+
+
+def test_sampling_by_vllms_names(notes: Notes) -> None:
+    params = SamplingParams(
+        min_p=0.1, top_p=1.0, top_k=-1, seed=3407, stop=["</s>"], include_stop_str_in_output=True, max_tokens=9
+    )
+    given = {"vllm_sampling_params": params, "use_vllm": True, "vllm_gpu_memory_utilization": 0.6, "bf16": False}
+    made = translate_arguments(GRPOConfig, given, notes)
+    assert made.pop(STOPS) == ["</s>"]
+    config = GRPOConfig(**made, report_to="none")
+    assert (config.min_p, config.top_p, config.top_k, config.max_completion_length) == (0.1, 1.0, 0, 9)
+    assert config.temperature == 1.0
+    assert not config.use_vllm
+    assert notes.said == [
+        "GRPOConfig(vllm_sampling_params=...): its seed is dropped; answers are drawn by GRPOConfig(seed=...)",
+        "GRPOConfig(vllm_sampling_params=...) becomes min_p=0.1, top_p=1.0, top_k=0, max_completion_length=9",
+        "GRPOConfig(use_vllm=True) becomes False: model.generate() runs on Pronghorn's layers, in vLLM's place",
+    ]
+    assert translate_arguments(GRPOConfig, {"use_vllm": True, "vllm_mode": "server"}, notes)["use_vllm"] is True
+    front = arguments_front(GRPOConfig, notes)
+    settings = front(vllm_sampling_params={"stop": "###"}, bf16=False, report_to="none")
+    with pytest.raises(CommandError, match=r"stop='###' is not supported"):
+        translate_trainer(GRPOTrainer, {"args": settings, "processing_class": make_tokenizer()}, notes)
+    settings = front(vllm_sampling_params={"stop": make_tokenizer().eos_token}, bf16=False, report_to="none")
+    assert translate_trainer(GRPOTrainer, {"args": settings, "processing_class": make_tokenizer()}, notes)["args"] is settings
 
 
 def test_arguments_of_older_preference_trainers(notes: Notes) -> None:

@@ -4,9 +4,10 @@
 
 `--workers 0,2` takes turns: whoever loads, the weights are those of the first run. `--objective dpo` trains on pairs, with a
 reference whose log-probabilities come out of the cache from the first resume on; every kill but the first removes it before, so
-that kills also hit its making. Each run is a fork of this process, which
-has done the slow imports already, so that 20 kills take a minute. `--objective grpo` generates for most of the time, so that is where kills hit it. An instant is a step and a moment after it, not a time since
-the start: where the machine is busy with something else, a run of 3 seconds may need 10, and all kills came before its steps.
+that kills also hit its making. `--objective grpo` answers prompts for most of the time, so kills hit that. Each run is a fork of
+this process, which has done the slow imports already, so that 20 kills take a minute. An instant is a step and a moment after
+it, not a time since the start: where the machine is busy with something else, a run of 3 seconds may need 10, and all kills
+came before its steps.
 """
 
 from __future__ import annotations
@@ -41,7 +42,6 @@ from pronghorn.train.checkpoint.checkpoint import latest_checkpoint, verify_chec
 from pronghorn.train.loop import train
 from pronghorn.train.setup.check import check_run
 from samples import chat_rows, pair_rows, write_rows
-
 
 ROLLOUTS = {"prompts": 2, "answers": 4, "max_new_tokens": 12}
 

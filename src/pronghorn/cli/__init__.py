@@ -164,7 +164,9 @@ def build_parser() -> argparse.ArgumentParser:
         one.add_argument("--checkpoint", default="best", help="best, last or a step number (default: %(default)s)")
         return one
 
-    evaluating.options(with_run(verb("eval", evaluate, evaluating.TEXT)))
+    one = with_run(verb("eval", evaluate, evaluating.TEXT))
+    evaluating.options(one)
+    starting.own_rewards(one)
     chat_options(with_run(verb("chat", chat, "chat with the trained model")))
     serving.options(verb("serve", serve, serving.TEXT))
     exporting.options(with_run(verb("export", export, exporting.TEXT)))
@@ -307,7 +309,9 @@ def evaluate(arguments: argparse.Namespace) -> None:
                 chat=arguments.lm_eval_chat,
             )
         else:
-            asked = EvaluationRequest(evaluating.spec(arguments), arguments.metric_file, arguments.base, arguments.answers)
+            asked = EvaluationRequest(
+                evaluating.spec(arguments), arguments.metric_file, arguments.base, arguments.answers, arguments.reward_file
+            )
             figures = evaluate_run(run, which, data=arguments.data, report=display.progress, asked=asked)
     say(arguments, figures, evaluating.text(figures))
 

@@ -59,7 +59,7 @@ def names(words: str) -> list[str]:
 
 def require_one_kind(arguments: argparse.Namespace) -> None:
     """An option that would be ignored is refused."""
-    ours = ["data", "metrics", "regex", "samples", "max_new_tokens", "system", "base", "answers", "metric_file"]
+    ours = ["data", "metrics", "regex", "samples", "max_new_tokens", "system", "base", "answers", "metric_file", "reward_file"]
     theirs = ["limit", "lm_eval_chat", "lm_eval_path"]
     word, names, why, fix = "without", theirs, "it applies to lm-evaluation-harness tasks only", "add --lm-eval TASKS"
     if arguments.lm_eval:
@@ -75,6 +75,9 @@ def text(figures: dict[str, Any]) -> str:
     if "tasks" in figures:
         lines = [f"{task}: {name} {value:.4f}" for task, values in figures["tasks"].items() for name, value in values.items()]
         return "\n".join([str(figures["checkpoint"]), *lines])
+    if "loss" not in figures:
+        lines = [f"{figures['checkpoint']}: answers to {counted(figures['samples'], 'held-out prompt')}"]
+        return "\n".join([*lines, *(f"{name} {value:.4f}" for name, value in figures["figures"].items())])
     perplexity = f", perplexity {figures['perplexity']:.3f}" if "perplexity" in figures else ""
     lines = [
         f"{figures['checkpoint']}: loss {figures['loss']:.4f}{perplexity}"

@@ -7,7 +7,7 @@ all memory that is left (`Chooser`). Calls that are not covered go to the model'
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
@@ -19,9 +19,11 @@ from transformers import PreTrainedModel
 
 from pronghorn.compat.captured_layers import CapturedLayers
 from pronghorn.compat.changes import OURS, Changes, is_plain_table, why_called
+from pronghorn.compat.kept_generator import KeptGenerator
 from pronghorn.compat.rows_to_documents import Inputs, Pack, packed, targets_of
 from pronghorn.compat.same_weights import SameWeights
-from pronghorn.kernels.runtime.dispatch import say_once
+from pronghorn.generation.generator import Answer, Request
+from pronghorn.kernels.runtime.dispatch import address, say_once
 from pronghorn.model.causal_lm import FastCausalLM, engine_of
 from pronghorn.model.layers.types import Documents
 from pronghorn.model.router_stats import RouterStats
@@ -64,6 +66,7 @@ class OuterLoop:
         self.engine = engine
         self.changes = Changes(engine)
         self.captured = CapturedLayers(engine)
+        self.generator = KeptGenerator(engine)
         self.chooser: Chooser | None = None  # of what the layers save
         self.paused = False  # calls run on the model's own layers
         self._trained_with: Adapters | None = None  # by the latest forward that recorded gradients
@@ -98,10 +101,23 @@ class OuterLoop:
             chooser.before(len(h))
         while True:
             try:
-                return self._hidden(h, pack, load)
+                with self._with_adapters():
+                    return self._hidden(h, pack, load)
             except torch.OutOfMemoryError:  # the forward is repeated and saves less; it has had no effect yet
-                if not (self.captured.give_back() or (chooser is not None and chooser.lower())):
+                given = self.captured.give_back() or self.generator.give_back()
+                if not (given or (chooser is not None and chooser.lower())):
                     raise
+
+    def answers(self, requests: Sequence[Request], dtype: torch.dtype) -> list[list[Answer]]:
+        """`dtype`: of the layers. Outside of autocast and inference mode."""
+        look_at_norms(self.engine)
+        with self._with_adapters():
+            try:
+                return self.generator.answers(requests, dtype)
+            except torch.OutOfMemoryError:
+                if not self.captured.give_back():
+                    raise
+            return self.generator.answers(requests, dtype)
 
     def _hidden(self, h: Tensor, pack: Pack, load: RouterStats | None) -> Tensor:
         out = self.captured.hidden(h, pack.cu_seqlens, pack.longest, pack.positions)
@@ -147,12 +163,12 @@ class OuterLoop:
         return self._as_made() and self._same_precision() and self._same_adapters()
 
     def _same_adapters(self) -> bool:
-        """A forward with other adapters (the reference of DPO: same weights, adapter off) may come between a forward and its
-        backward, which reads the layers' state; such forwards run on the own layers."""
+        """A forward with other adapters (the reference of DPO: adapters off, or TRL's "ref") may come between a forward and its
+        backward, which reads the layers' state; such forwards run on the own layers, unless others can be copied over."""
         now = self._adapters_in_use()
         if self._trained_with not in (None, now):
             if not torch.is_grad_enabled():
-                return False
+                return self._in_place_of_trained(now) is not None
             if any(layer.waiting for layer in self.engine.layers):
                 say_once(
                     "a forward with other adapters has not run its backward yet: this forward runs on the transformers "
@@ -162,6 +178,73 @@ class OuterLoop:
         if torch.is_grad_enabled():
             self._trained_with = now
         return True
+
+    def _in_place_of_trained(self, now: Adapters) -> dict[int, Tensor] | None:
+        """The weights of the adapters in use, by the address of those that train. Empty: none are in use. None: they are not of
+        the same kind."""
+        if not now or not self._trained_with or self._trained_with[0] or not self.engine.adapters_are_copies:
+            return None
+        (off, mine), (_, trained) = now, self._trained_with
+        if off:
+            return {}
+        if len(mine) != 1 or len(trained) != 1:
+            return None
+        found = {}
+        for module in self._lora():
+            if mine[0] not in module.lora_A or module.scaling[mine[0]] != module.scaling[trained[0]]:
+                return None
+            for half in (module.lora_A, module.lora_B):
+                own, other = half[trained[0]].weight, half[mine[0]].weight
+                if own.shape != other.shape or own.dtype != other.dtype:
+                    return None
+                found[address(own)] = other
+        return found
+
+    @contextmanager
+    def _with_adapters(self) -> Iterator[None]:
+        """Inside, PEFT's modules say what they say in training, and the layers read the adapters that are in use."""
+        now = self._adapters_in_use()
+        others = None if torch.is_grad_enabled() or self._trained_with in (None, now) else self._in_place_of_trained(now)
+        if others is None:
+            yield
+            return
+        assert self._trained_with
+        states = [(module, module._disable_adapters, module._active_adapter) for module in self._lora()]
+        for module, *_ in states:
+            module._disable_adapters, module._active_adapter = False, list(self._trained_with[1])
+        try:
+            with self.engine.adapters_from(others):
+                yield
+        finally:
+            for module, off, active in states:
+                module._disable_adapters, module._active_adapter = off, active
+
+    def _lora(self) -> Iterator[LoraLayer]:
+        for layer in self.engine.layers:
+            for group in layer.groups:
+                yield from (module for module in group.modules() if isinstance(module, LoraLayer))
+
+    def why_not_generating(self, dtype: torch.dtype) -> str:
+        """Why answers must be generated by calling the model; empty if the fast layers generate the same. `dtype`: of autocast,
+        or of the weights."""
+        model, backbone = self.engine.model, self.engine.backbone
+        around, table, head = model.model, self.engine.embeddings, model.get_output_embeddings()
+        if self.paused or not all(hasattr(vars(module).get("forward"), OURS) for module in (around, backbone)):
+            return "the forward of the backbone was replaced"
+        if type(head_of(model)) is not torch.nn.Linear:
+            return "the LM head is not a linear layer"
+        if why := self.changes.why_not_now():
+            return why
+        named = {"the backbone": backbone, "its wrapper": around, "the embeddings": table, "the head": head}
+        if why := next((why for name, module in named.items() if (why := why_called(name, module))), ""):
+            return why
+        now = self._adapters_in_use()
+        if now and dtype != inner_of(table).weight.dtype:
+            return f"autocast to {dtype} over {inner_of(table).weight.dtype} weights with an adapter"
+        other = self._trained_with not in (None, now) and self._in_place_of_trained(now) is None
+        if other and any(layer.waiting for layer in self.engine.layers):
+            return "a forward with other adapters has not run its backward yet"
+        return ""
 
     def _same_precision(self) -> bool:
         """Autocast over frozen weights of another dtype: the buffers of weights and adapters have one dtype only."""
@@ -177,12 +260,8 @@ class OuterLoop:
         return False
 
     def _adapters_in_use(self) -> Adapters:
-        for layer in self.engine.layers:
-            for group in layer.groups:
-                for module in group.modules():
-                    if isinstance(module, LoraLayer):
-                        return bool(module.disable_adapters), tuple(module.active_adapters)
-        return ()
+        module = next(self._lora(), None)
+        return () if module is None else (bool(module.disable_adapters), tuple(module.active_adapters))
 
     def _as_made(self) -> bool:
         """Whether the modules are still those that the fast layers compute."""

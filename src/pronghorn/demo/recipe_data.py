@@ -4,6 +4,7 @@ train.jsonl           a guest's request to a hotel, and the JSON command for it 
 eval.jsonl            the same with sentences and rooms that train.jsonl does not have
 pairs.jsonl           a request with a formal reply, which is preferred, and a casual one (replies.py)
 conversations.jsonl   two to four requests of a guest, each with its reply
+sums.jsonl            sums of two numbers below 50 as prompts, with their results
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 from pronghorn.demo import hotel, replies
 
 SEED = 7
-TRAIN, EVAL, PAIRS, CONVERSATIONS = 480, 60, 240, 120
+TRAIN, EVAL, PAIRS, CONVERSATIONS, SUMS = 480, 60, 240, 120, 400
 MOST_TURNS = 4
 
 
@@ -31,12 +32,21 @@ def conversations(count: int) -> list[dict[str, Any]]:
     return talks
 
 
+def sums(count: int) -> list[dict[str, Any]]:
+    chance, pairs = random.Random(f"sums {SEED}"), [(a, b) for a in range(50) for b in range(50)]
+    return [
+        {"prompt": [{"role": "user", "content": f"What is {a} + {b}? Answer with the number."}], "answer": str(a + b)}
+        for a, b in chance.sample(pairs, count)
+    ]
+
+
 def files() -> dict[str, Sequence[Mapping[str, Any]]]:
     return {
         "train.jsonl": hotel.generate(TRAIN, SEED),
         "eval.jsonl": hotel.generate(EVAL, SEED, "held_out"),
         "pairs.jsonl": replies.generate(PAIRS, SEED),
         "conversations.jsonl": conversations(CONVERSATIONS),
+        "sums.jsonl": sums(SUMS),
     }
 
 

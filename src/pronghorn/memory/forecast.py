@@ -18,6 +18,7 @@ from pronghorn.memory.gpus import GPUS, PRICES_AS_OF, Gpu, find_gpu
 from pronghorn.memory.job import Job, pieces_worth_trying, shape_of, target_of
 from pronghorn.memory.levels import CHOICES, POOL_SLOTS, WORDS, Choice, Problem, evaluate
 from pronghorn.memory.max_context import STEP, max_context, with_one_document
+from pronghorn.memory.pages import answering_bytes
 from pronghorn.memory.plan import Plan, make_plan, parse_budget
 from pronghorn.recipe import Recipe
 
@@ -112,6 +113,8 @@ class Forecast:
         known = "unknown; set one with --price" if self.price is None else f"{self.price:.2f} USD per hour ({source})"
         lines += [f"price       {known}"]
         lines += [f"why         {reason}" for reason in plan.reasons]
+        if plan.problem.aside:
+            lines += ["without     the time in which answers are generated and scored"]
         if verbose:
             lines += ["", *level_table(plan)]
         return "\n".join(lines)
@@ -158,8 +161,11 @@ def plan_report(
         raise CommandError(what=f"{chosen.title} does not support FP8", fix="choose another --gpu, or method: lora or qlora")
     budget = parse_budget(recipe.memory.budget, chosen.memory)
     costs, assumed = costs or predicted_costs(job, chosen), host is None
-    plan = make_plan(problem_of(job, costs, budget, HOST_BYTES if host is None else host))
-    without = _plan_or_none(problem_of(job, costs, budget, 0)) if assumed and plan.host_bytes else None
+    aside = 0
+    if recipe.rollouts is not None:  # pages of keys and values
+        aside = answering_bytes(recipe.rollouts, config, recipe.data.max_length - recipe.answer_tokens, job.element)
+    plan = make_plan(problem_of(job, costs, budget, HOST_BYTES if host is None else host, aside))
+    without = _plan_or_none(problem_of(job, costs, budget, 0, aside)) if assumed and plan.host_bytes else None
     if tokens is None and recipe.train.steps:
         tokens = recipe.train.steps * recipe.step_tokens(row_tokens)
     return Forecast(

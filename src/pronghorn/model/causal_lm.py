@@ -7,7 +7,7 @@ engine, generation the model. Loops of other libraries call the model: compat/hf
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -23,7 +23,7 @@ from pronghorn.kernels.lora.fp8_lora import SplitTable
 from pronghorn.kernels.lora.multi_copy import CopyTable
 from pronghorn.kernels.lora.shared_buffers import SharedBuffers
 from pronghorn.kernels.loss.cross_entropy_rows import IGNORED
-from pronghorn.kernels.runtime.dispatch import say_once
+from pronghorn.kernels.runtime.dispatch import address, say_once
 from pronghorn.model.families import family_of, num_experts, why_not_fast
 from pronghorn.model.head import PackedRows
 from pronghorn.model.heads import head_in
@@ -86,6 +86,7 @@ class FastCausalLM:
         self._adapters: CopyTable | None = None
         self._adapters_fp8 = SplitTable([])
         self._off = False  # whether zeros are copied in place of adapters
+        self._others: Mapping[int, Tensor] = {}  # what is copied in their place, by their address
         self.offload: Offload | None = None  # shared by the layers that offload
         self.shards: Shards | None = None  # of weights that are spread over ranks; the layers have it, too
         self.prepared = 0  # how often
@@ -200,33 +201,56 @@ class FastCausalLM:
             groups = [group for layer in self.layers for group in layer.groups]
             self._adapters = CopyTable([job for group in groups for job in group.copy_jobs])
             self._adapters_fp8 = SplitTable([job for group in groups for job in group.split_jobs])
-        self._adapters.run(zeros=self._off)
+        self._copied(self._adapters).run(zeros=self._off)
         self._adapters_fp8.run()
 
-    @contextmanager
-    def adapters_off(self) -> Iterator[None]:
-        """Forwards inside are those of the base model. Where all adapters are plain LoRA of the layers' linears, the copies
-        that GEMMs read are zeroed: nothing is rebuilt, captured graphs stay valid. Else PEFT's modules are switched off."""
+    def _copied(self, own: CopyTable) -> CopyTable:
+        """What fills the copies now: `adapters_from`."""
+        others = self._others
+        return CopyTable([replace(job, source=others[address(job.source)]) for job in own.jobs]) if others else own
+
+    @property
+    def adapters_are_copies(self) -> bool:
+        """Whether all adapters are plain LoRA of the layers' linears, of which GEMMs read copies."""
         tuned = [module for module in self.model.modules() if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)]
         groups = [group for layer in self.layers for group in layer.groups if isinstance(group, LinearGroup)]
         plain = {id(module) for group in groups for module in group.modules() if not why_only_peft(module)}
-        only_copied = (
-            self.shards is None and not any(layer.why_not_fused() for layer in self.layers) and plain.issuperset(map(id, tuned))
-        )
+        fused = self.shards is None and not any(layer.why_not_fused() for layer in self.layers)
+        return fused and plain.issuperset(map(id, tuned))
+
+    @contextmanager
+    def adapters_off(self) -> Iterator[None]:
+        """Forwards inside are those of the base model. Nothing is rebuilt where adapters are copies, else PEFT's modules are
+        switched off."""
+        if self.adapters_are_copies:
+            with self.adapters_from({}):
+                yield
+            return
+        tuned = [module for module in self.model.modules() if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)]
         on = [module for module in tuned if not module.disable_adapters]
         try:
-            self._off = only_copied
-            if not only_copied:
-                for module in on:
-                    module.enable_adapters(False)
+            for module in on:
+                module.enable_adapters(False)
             yield
         finally:
-            self._off = False
             for module in on:
                 module.enable_adapters(True)
-            if only_copied and self._adapters is not None:
+
+    @contextmanager
+    def adapters_from(self, others: Mapping[int, Tensor]) -> Iterator[None]:
+        """Forwards inside read other weights, by the address of the adapters' own, of their shape and scale; none: zeros. Where
+        adapters are copies: only these are filled anew, so nothing is rebuilt, and captured graphs stay valid."""
+        before = self.prepared, self.rebuilt
+        self._off, self._others = not others, others
+        try:
+            yield
+        finally:
+            self._off, self._others = False, {}
+            if self._adapters is not None:
                 self._adapters.run()
                 self._adapters_fp8.run()
+            if before[1] == self.rebuilt:
+                self.prepared = before[0]  # the same bits are where they were: a backward need not fill them again
 
     def separate(self) -> None:
         """Gives weights that are views of one buffer their own memory, until the next `prepare`."""

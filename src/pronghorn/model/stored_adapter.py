@@ -110,7 +110,7 @@ def attach_adapter(model: torch.nn.Module, folder: Path) -> PeftModel:
             why="this initialization changed the base model's weights, which cannot be repeated",
             fix="load_in_4bit=False" if began in TAKEN_OUT else "convert the adapter with PEFT, or merge it",
         )
-    weights = _weights(folder)
+    weights = read_weights(folder)
     kept = {key: config[key] for key in HONOURED if config.get(key) not in (None, {})}
     if began in TAKEN_OUT:
         kept[INIT] = began
@@ -142,12 +142,12 @@ def _require_ranks(config: dict[str, Any], weights: dict[str, torch.Tensor], fol
         raise _does_not_fit(folder, f"a rank of {str(strange[0])[:40]}, but the largest rank in its weights is {largest}")
 
 
-def replace_weights(model: PeftModel, folder: Path) -> None:
-    """Copies the weights of an adapter folder into the model's own adapter, which must match it."""
-    _filled(lambda: model, _weights(folder), folder)
+def replace_weights(model: PeftModel, weights: dict[str, torch.Tensor], folder: Path) -> None:
+    """Copies an adapter's weights, read from this folder, into the model's own adapter, which must match it."""
+    _filled(lambda: model, weights, folder)
 
 
-def _weights(folder: Path) -> dict[str, torch.Tensor]:
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     file = folder / ADAPTER_WEIGHTS
     if not file.is_file():
         why = pickled_instead(folder)
@@ -165,7 +165,8 @@ def _weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _misfits(found: Any) -> Iterator[str]:
-    yield from (f"{name} is not in the file" for name in found.missing_keys if "lora_" in name or ".modules_to_save." in name)
+    own = [name for name in found.missing_keys if ".default" in name]  # not those of an adapter beside it, such as TRL's "ref"
+    yield from (f"{name} is not in the file" for name in own if "lora_" in name or ".modules_to_save." in name)
     yield from (f"{name} does not exist in the model" for name in found.unexpected_keys)
     yield from (f"{name[0]} has a different shape" for name in getattr(found, "mismatched_keys", None) or ())
 

@@ -18,7 +18,6 @@ from pronghorn.kernels.runtime.dispatch import say_once
 
 NOT_SET: tuple[Any, ...] = (None, False)
 OWN_ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
-NO_VLLM = "Pronghorn does not use vLLM"
 
 
 @dataclass(frozen=True)
@@ -36,14 +35,12 @@ CLASSIFIES = Row(
     fix="for a reward model set objective: reward in a recipe; else use the matching transformers class and its Trainer",
 )
 LOADING = {
-    "fast_inference": Row(why=NO_VLLM, fix="remove the argument and generate with model.generate(...)"),
-    "float8_kv_cache": Row(why=NO_VLLM),
-    "unsloth_vllm_standby": Row(why=NO_VLLM),
+    "fast_inference": Row(None),
+    "gpu_memory_utilization": Row(None),
+    "float8_kv_cache": Row(why="keys and values have the model's precision"),
+    "unsloth_vllm_standby": Row(None),
     "max_lora_rank": Row(None),
     "disable_log_stats": Row(None),
-    "gpu_memory_utilization": Row(None,
-                                  told="gpu_memory_utilization is ignored: it sets vLLM's share of GPU memory, and "
-                                       "Pronghorn does not use vLLM"),
     "unsloth_force_compile": Row(None),
     "unsloth_tiled_mlp": Row(None, told="unsloth_tiled_mlp is ignored: the MLP is not tiled over the sequence"),
     "offload_embedding": Row(None, told="offload_embedding is ignored: the embeddings stay on the model's device"),

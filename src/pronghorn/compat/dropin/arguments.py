@@ -55,6 +55,11 @@ def check_recompute(asked: Any) -> None:
         )
 
 
+def check_share(asked: float | None) -> None:
+    if asked is not None and not 0 < asked <= 1:
+        raise CommandError(what=f"gpu_memory_utilization={asked!r}", fix="use a share above 0 and up to 1")
+
+
 def check_init(asked: bool | str, *, quantized: bool) -> None:
     if not isinstance(asked, str):
         return

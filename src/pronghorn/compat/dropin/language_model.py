@@ -25,12 +25,13 @@ from pronghorn.compat.dropin.arguments import (
     check_choice,
     check_init,
     check_recompute,
+    check_share,
     check_storage,
     chosen_layers,
     one_device,
     precision_of,
 )
-from pronghorn.compat.dropin.instance import make_fast, verify_loaded
+from pronghorn.compat.dropin.instance import make_fast, set_generation, verify_loaded
 from pronghorn.compat.dropin.length import set_length
 from pronghorn.compat.dropin.targets import SWITCHES, chosen_targets, require_same_adapter
 from pronghorn.data.encode.tokens import load_tokenizer
@@ -74,11 +75,15 @@ class FastLanguageModel:
         `full_finetuning` all weights are frozen: `get_peft_model` or a trainer's `peft_config` adds what trains; with it all
         train, in `dtype` (float32 for master weights). `verify` compares loss and gradients with the family's own layers.
         The folder of an adapter gives the model it was trained on, with the adapter, which is trained on.
+        `fast_inference` is how every model here generates; with it, one that cannot is refused. `gpu_memory_utilization`: the
+        share of free GPU memory that keys and values may take.
         """
         asked_dtype = one_dtype(dtype, others.pop("torch_dtype", None))
         check_class(others.pop("auto_model", None))
         tokenizer_name = others.pop("tokenizer_name", None)
         check_local(str(model_name), others.pop("local_files_only", False))
+        fast_inference, share = others.get("fast_inference", False), others.get("gpu_memory_utilization")
+        check_share(share)
         refused = {"load_in_8bit": load_in_8bit, "trust_remote_code": trust_remote_code}
         check_others(FastLanguageModel.from_pretrained, others | refused, LOADING)
         check_storage(load_in_fp8, load_in_16bit, full_finetuning)
@@ -109,6 +114,7 @@ class FastLanguageModel:
             say_once("full_finetuning: only the text model is trained; the vision tower stays frozen")
         setattr(model, FULL, full_finetuning)
         make_fast(model, use_gradient_checkpointing)
+        set_generation(model, tokenizer, fast_inference, share)
         if verify:
             verify_loaded(model, full_finetuning)
         if adapter:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from pronghorn.compat.captured_layers import rounded
 from pronghorn.compat.dropin.arguments import Recompute
+from pronghorn.compat.kept_generator import free_bytes
 from pronghorn.compat.outer_loop import loop_of
 from pronghorn.errors import EnvironmentFault, ModelError, RecipeError
 from pronghorn.hf_types import HFModel
@@ -152,8 +153,7 @@ class KeptByMemory:
         return device
 
     def _free_on_device(self) -> int:
-        held = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        return int(torch.cuda.mem_get_info(self._device)[0]) + held
+        return free_bytes(self._device)
 
 
 def told(plan: Plan, tokens: int) -> str:

@@ -30,8 +30,6 @@ LATER = {
     "save_pretrained_torchao": ("Pronghorn does not write torchao formats",
                                 "call model.save_pretrained_merged(folder, tokenizer), then quantize that folder with "
                                 "torchao"),
-    "fast_generate": ("Pronghorn does not use vLLM, whose generate it is",
-                      'use model.generate(**tokenizer(texts, return_tensors="pt", padding=True).to(model.device))'),
 }  # fmt: skip
 
 
@@ -76,26 +74,6 @@ def save_lora(model: HFModel, save_directory: str | Path, **others: Any) -> None
             what="the model has no adapter to save", fix='use save_method="merged_16bit", or call get_peft_model first'
         )
     model.save_pretrained(str(Path(save_directory).expanduser()))
-
-
-def load_lora(model: HFModel, folder: str | Path, load_tensors: bool = True) -> Any:
-    """Puts the adapter of a folder into the model's own, which has to be like it. Returns the model."""
-    from pronghorn.model.stored_adapter import replace_weights
-
-    if not hasattr(model, "peft_config"):
-        raise CommandError(
-            what="the model has no adapter",
-            why="load_lora replaces the weights of an existing adapter",
-            fix="load base model and adapter with FastLanguageModel.from_pretrained(folder)",
-        )
-    if not load_tensors:
-        raise CommandError(
-            what="load_tensors=False",
-            why="it lets vLLM read the adapter folder, and Pronghorn does not use vLLM",
-            fix="remove it",
-        )
-    replace_weights(model, Path(folder).expanduser())
-    return model
 
 
 def push_to_hub_merged(
@@ -211,10 +189,6 @@ def save_pretrained_torchao(_model: HFModel, *_: Any, **__: Any) -> NoReturn:
     _later("save_pretrained_torchao", "save_pretrained_torchao")
 
 
-def fast_generate(_model: HFModel, *_: Any, **__: Any) -> NoReturn:
-    _later("fast_generate", "fast_generate")
-
-
 METHODS_OF_A_MODEL = (
     save_pretrained_merged,
     push_to_hub_merged,
@@ -222,6 +196,4 @@ METHODS_OF_A_MODEL = (
     push_to_hub_gguf,
     save_pretrained_torchao,
     save_lora,
-    load_lora,
-    fast_generate,
 )

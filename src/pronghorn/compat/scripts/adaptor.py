@@ -12,7 +12,7 @@ from types import FrameType, ModuleType
 from typing import Any, Self
 
 from pronghorn.compat.scripts.fronts import SEEN_THROUGH, Fronts
-from pronghorn.compat.scripts.modules import Finder, already_imported, forget_stand_ins
+from pronghorn.compat.scripts.modules import Finder, already_imported, forget_stand_ins, vllm_for
 from pronghorn.compat.scripts.notes import Notes
 from pronghorn.errors import CommandError
 
@@ -52,7 +52,12 @@ class Adaptor:
     def _import_module(self, name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:  # noqa: A002
         """`builtins.__import__`. A copy of the builtins for the script alone would not do: what the script or a library sets
         there (`builtins.print = ...`, gettext.install()) must be seen by all, as in plain python."""
-        found = self._import(name, globals, locals, fromlist, level)
+        try:
+            found = self._import(name, globals, locals, fromlist, level)
+        except ModuleNotFoundError as error:
+            if level or error.name != "vllm" or name.partition(".")[0] != "vllm" or not self._is_own(globals):
+                raise
+            return vllm_for(name, fromlist, self._fronts.offered, self.notes)
         if level or name.partition(".")[0] not in SEEN_THROUGH or not self._is_own(globals):
             return found
         return self._fronts.offered(found)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from pronghorn.compat.scripts.fronts import GONE, MOVED, SEEN_THROUGH
-from pronghorn.compat.scripts.modules import OURS, STOOD_IN_FOR, not_here
+from pronghorn.compat.scripts.modules import IN_PLACE_OF_VLLM, OURS, STOOD_IN_FOR, not_here
 from pronghorn.compat.scripts.notebooks import NOT_COMPILED, Cell, cannot_compile, read_cells
 from pronghorn.compat.scripts.renames import BITSANDBYTES_ADAMW, LEFT_OUT, REFUSED, RENAMED, TRAINER_RENAMED
 from pronghorn.errors import CommandError
@@ -36,16 +36,6 @@ ENVIRONMENT = (
     "HF_HUB_DISABLE_TELEMETRY",
     "HF_UPDATE_DOWNLOAD_COUNTS",
 )
-# Trainers that generate while they train, and what scripts generate with.
-GENERATING = ("GRPOTrainer", "GRPOConfig", "RLOOTrainer", "RLOOConfig", "OnlineDPOTrainer", "OnlineDPOConfig")
-SLOW_ROLLOUTS = (
-    "Pronghorn has no fast rollouts; instead: TRL's own trainer runs with model.generate(), slowly, without use_vllm=True and "
-    "fast_inference=True; or train on preference pairs with DPOTrainer"
-)
-NOT_HERE_AT_ALL = {
-    "vllm": "Pronghorn does not use vLLM; instead: generate with model.generate(...), or serve what pronghorn export --to vllm "
-    "writes in a process of its own"
-}
 # What some classes still take of what others no longer do.
 TAKEN = {"GRPOConfig": ("max_completion_length",), "RLOOConfig": ("max_completion_length",), "OnlineDPOConfig": (),
          "ORPOConfig": ("max_completion_length", "is_encoder_decoder", "padding_value", "generate_during_eval"),
@@ -60,6 +50,7 @@ def everything() -> str:
     lines += [f"  import {name:<24} gives {ours}" for name, ours in OURS.items() if ours]
     lines += [
         "  import unsloth_zoo...           imports; using anything of it raises an error",
+        "  import vllm                     if it is not installed, in the script's own files: SamplingParams",
         f"  import {', '.join(SEEN_THROUGH):<24} in the script's own files: a view of the package with the classes",
         "                                  below; the package itself is not changed",
         "",
@@ -88,6 +79,8 @@ def everything() -> str:
         f"  optim={', '.join(sorted(BITSANDBYTES_ADAMW))} -> adamw_torch_fused, if bitsandbytes is not installed",
         "  optim=adamw_hf -> adamw_torch",
         "  GRPOConfig(per_device_train_batch_size=) -> num_generations, if a batch does not hold whole groups",
+        "  GRPOConfig(vllm_sampling_params=) -> temperature=, top_p=, top_k=, min_p=, max_completion_length=",
+        "  GRPOConfig(use_vllm=True) -> False, unless vllm_mode is server: Pronghorn's layers generate",
         "  fp16=True, and bf16 if not set -> False, without a GPU",
     ]
     lines += [f"  {old}= is dropped: {why}" for old, why in LEFT_OUT.items()]
@@ -156,14 +149,15 @@ def _of_node(node: Any) -> list[tuple[str, bool]]:
 
 def _of_import(module: str, name: str) -> list[tuple[str, bool]]:
     top = module.partition(".")[0]
-    if top in NOT_HERE_AT_ALL:
-        return [(f"{'from ' + module + ' ' if name else ''}import {name or module}: {NOT_HERE_AT_ALL[top]}", True)]
+    if top == "vllm":
+        ours = module in IN_PLACE_OF_VLLM and name in ("", "SamplingParams")
+        said = f"Pronghorn's {name or 'SamplingParams'}, if vLLM is not installed"
+        return [(f"{'from ' + module + ' ' if name else ''}import {name or module}: {said}" if ours else
+                 _sentence(f"{module}.{name}".rstrip(".")), not ours)]  # fmt: skip
     if top == "trl" and name in MOVED:
         return [(f"from {module} import {name}: imported from {MOVED[name]}", False)]
     if top == "trl" and name in GONE:
         return [(f"from {module} import {name}: {'; instead: '.join(GONE[name])}", True)]
-    if top == "trl" and name in GENERATING:
-        return [(f"from {module} import {name}: {SLOW_ROLLOUTS}", True)]
     if top not in STOOD_IN_FOR:
         return []
     if module not in OURS:
@@ -210,7 +204,11 @@ def _of_call(name: str, words: list[ast.keyword]) -> list[tuple[str, bool]]:
         elif old == "warmup_ratio" or old in RENAMED:
             found.append((f"{name}({old}=) -> {RENAMED.get(old, 'warmup_steps')}=", False))
         elif old == "use_vllm" and value is not False:
-            found.append((f"{name}(use_vllm=) is not supported: {NOT_HERE_AT_ALL['vllm']}", True))
+            found.append((f"{name}(use_vllm=) -> False, unless a vLLM server is asked: Pronghorn's layers generate", False))
+        elif old == "vllm_sampling_params":
+            found.append(
+                (f"{name}(vllm_sampling_params=) -> temperature=, top_p=, top_k=, min_p=, max_completion_length=", False)
+            )
         elif old == "optim" and value in BITSANDBYTES_ADAMW:
             found.append((f'{name}(optim="{value}") -> adamw_torch_fused, if bitsandbytes is not installed', False))
     return found

@@ -14,7 +14,15 @@ from typing import Any
 
 from pronghorn.compat.scripts.modules import NotHere
 from pronghorn.compat.scripts.notes import Notes
-from pronghorn.compat.scripts.renames import by_name, is_arguments, is_trainer, remember, translate_arguments, translate_trainer
+from pronghorn.compat.scripts.renames import (
+    STOPS,
+    by_name,
+    is_arguments,
+    is_trainer,
+    remember,
+    translate_arguments,
+    translate_trainer,
+)
 from pronghorn.compat.scripts.trainer_data import translate_data
 
 SEEN_THROUGH = ("trl", "transformers")
@@ -123,7 +131,11 @@ def arguments_front(real: type, notes: Notes) -> type:
         def __call__(cls, *given: Any, **named: Any) -> Any:
             maker: Any = real if cls is front else super().__call__
             arguments = translate_arguments(cls, by_name(cls, given, named), notes)
-            return remember(maker(**arguments), arguments)
+            stops = arguments.pop(STOPS, ())
+            settings = remember(maker(**arguments), arguments)
+            if stops:
+                setattr(settings, STOPS, stops)
+            return settings
 
         def __instancecheck__(cls, instance: Any) -> bool:
             return isinstance(instance, real) if cls is front else super().__instancecheck__(instance)

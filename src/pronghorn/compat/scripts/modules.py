@@ -28,9 +28,15 @@ OURS = {
     "unsloth.models.vision": "pronghorn",
     "unsloth_zoo": "",
 }
+# vLLM's, where it is not installed. Only the script finds them: TRL and transformers look for vLLM, too, and would use it.
+IN_PLACE_OF_VLLM = dict.fromkeys(("vllm", "vllm.sampling_params"), "pronghorn.compat.dropin.sampling_params")
 INSIDES = "it is internal to the other library"
 LENT_BY = ("trl", "transformers")  # editors also import their classes from modules that happen to hold them
 WHY = {
+    "vllm": (
+        "Pronghorn generates on its own layers, and vLLM is not installed",
+        "call model.fast_generate(prompts, sampling_params=SamplingParams(...)), which returns what LLM.generate returns",
+    ),
     "unsloth.save": (INSIDES, "call the model's methods: save_pretrained_merged, save_pretrained_gguf, save_lora"),
     "unsloth.kernels": (INSIDES, "use FastLanguageModel, which runs Pronghorn's kernels"),
     "unsloth.ollama_template_mappers": (INSIDES, "export a run with pronghorn export --to ollama"),
@@ -62,6 +68,10 @@ def not_here(name: str) -> NotHere:
 
 def find_name(module: str, name: str) -> Any:
     """What `from module import name` gives a script. Raises `NotHere` with a sentence."""
+    if module in IN_PLACE_OF_VLLM:
+        if name == "SamplingParams":
+            return getattr(import_module(IN_PLACE_OF_VLLM[module]), name)
+        raise not_here(f"{module}.{name}")
     if OURS.get(module):
         try:
             return getattr(import_module(OURS[module]), name)
@@ -88,11 +98,21 @@ class StandIn(ModuleType):
             raise AttributeError(name)
         if f"{self.__name__}.{name}" in OURS:  # `import unsloth` and then unsloth.chat_templates.get_chat_template
             return import_module(f"{self.__name__}.{name}")
+        if f"{self.__name__}.{name}" in IN_PLACE_OF_VLLM:
+            return StandIn(f"{self.__name__}.{name}", self._offered)
         return self._offered(find_name(self.__name__, name))
 
     def __dir__(self) -> list[str]:
         target = OURS.get(self.__name__)
         return sorted(dir(import_module(target))) if target else []
+
+
+def vllm_for(name: str, fromlist: Sequence[str] | None, offered: Callable[[Any], Any], notes: Notes) -> StandIn:
+    """What `import vllm...` gives the script where vLLM is not installed."""
+    if name not in IN_PLACE_OF_VLLM:
+        raise not_here(name)
+    notes.say(f"import {name} gives SamplingParams of Pronghorn, which generates in vLLM's place")
+    return StandIn(name if fromlist else "vllm", offered)
 
 
 class Finder(MetaPathFinder, Loader):

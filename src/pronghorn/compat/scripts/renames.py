@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import inspect
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +67,6 @@ LEFT_OUT = {
 # gone, and not to be left out; a value that is off (None, False, 0) is
 _TWO_ADAPTERS = ("TRL takes the model without its adapter as the reference", "merge the adapter first, and pass ref_model=None")
 REFUSED = {
-    "vllm_sampling_params": ("it exists in the other library only", "pass temperature, top_p, top_k and min_p as arguments"),
     "reference_free": ("TRL no longer has it", 'use CPOTrainer with loss_type="simpo", which needs no reference'),
     "rpo_alpha": ("TRL no longer has it", 'loss_type=["sigmoid", "sft"], loss_weights=[1.0, rpo_alpha]'),
     "model_adapter_name": _TWO_ADAPTERS,
@@ -79,7 +78,9 @@ REFUSED = {
 TRAINER_RENAMED = {"tokenizer": "processing_class"}
 # AdamW with states in 8 bits or in pages needs bitsandbytes; the same steps with states in 32 bits do not.
 BITSANDBYTES_ADAMW = {"adamw_8bit", "adamw_bnb_8bit", "paged_adamw", "paged_adamw_32bit", "paged_adamw_8bit"}
-GIVEN = "_given_by_script"  # attribute of an object of arguments
+GIVEN = "_given_by_script"  # attributes of an object of arguments
+STOPS = "_stops_of_script"
+SAMPLED = ("temperature", "top_p", "top_k", "min_p", "max_completion_length")  # of vLLM's parameters
 NEEDS_GPU = ("fp16", "fp16_full_eval")
 
 
@@ -145,6 +146,8 @@ def translate_arguments(cls: type, given: dict[str, Any], notes: Notes) -> dict[
                 notes.say(f"{name}({old}=...) is dropped: {LEFT_OUT[old]}")
         elif old == "warmup_ratio":
             _warm_up(name, value, result, notes)
+        elif old == "vllm_sampling_params":
+            _sampling(name, value, result, notes)
         elif old == "group_by_length":
             if value:
                 _put(name, old, "train_sampling_strategy", "group_by_length", result, notes)
@@ -154,6 +157,7 @@ def translate_arguments(cls: type, given: dict[str, Any], notes: Notes) -> dict[
             result[old] = value  # unknown to us, too: the class itself says so
     if "num_generations" in known:
         _whole_groups(cls, result, notes)
+        _without_vllm(name, result, notes)
     _optimizer(name, result, notes)
     _without_gpu(cls, result, notes)
     return result
@@ -196,6 +200,45 @@ def _whole_groups(cls: type, result: dict[str, Any], notes: Notes) -> None:
             f"{cls.__name__}(per_device_train_batch_size={batch}) becomes {answers}: a batch holds all num_generations "
             "completions of a prompt"
         )
+
+
+def _sampling(cls: str, params: Any, result: dict[str, Any], notes: Notes) -> None:
+    """Of vLLM's parameters those that the script itself gives: TRL has the same under the same names."""
+    from pronghorn.compat.dropin.sampling_params import of
+
+    if params is None:
+        return
+    given = dict(of(params).given)
+    stop, moved = given.pop("stop", None), {}
+    given.pop("include_stop_str_in_output", None)  # TRL keeps the token that ends an answer
+    if given.pop("seed", None) is not None:
+        notes.say(f"{cls}(vllm_sampling_params=...): its seed is dropped; answers are drawn by {cls}(seed=...)")
+    if "max_tokens" in given:
+        given["max_completion_length"] = given.pop("max_tokens")
+    for key, value in given.items():
+        if key not in SAMPLED:
+            raise CommandError(
+                what=f"{cls}(vllm_sampling_params=SamplingParams({key}={value!r})) is not supported",
+                why="TRL decides it",
+                fix=f"remove {key}",
+            )
+        new = max(0, value) if key == "top_k" else value
+        if key in result and result[key] != new:
+            raise CommandError(
+                what=f"{cls}({key}={result[key]!r}) contradicts vllm_sampling_params with {key}={new!r}", fix="keep one of them"
+            )
+        moved[key] = result[key] = new
+    shown = ", ".join(f"{key}={value}" for key, value in moved.items()) or "nothing"
+    notes.say(f"{cls}(vllm_sampling_params=...) becomes {shown}")
+    if stop:
+        result[STOPS] = [stop] if isinstance(stop, str) else list(stop)
+
+
+def _without_vllm(cls: str, result: dict[str, Any], notes: Notes) -> None:
+    """vLLM in this process would hold the weights once more. A server of its own is asked as TRL asks it."""
+    if result.get("use_vllm") and result.get("vllm_mode", "colocate") != "server":
+        result["use_vllm"] = False
+        notes.say(f"{cls}(use_vllm=True) becomes False: model.generate() runs on Pronghorn's layers, in vLLM's place")
 
 
 def _optimizer(cls: str, result: dict[str, Any], notes: Notes) -> None:
@@ -245,6 +288,7 @@ def translate_trainer(cls: type, given: dict[str, Any], notes: Notes) -> dict[st
         if key in fields_of(config) or key in (*LEFT_OUT, *REFUSED) or RENAMED.get(key) in fields_of(config):
             moved[key] = result.pop(key)
     settings = result.get("args")
+    _require_ends(name, getattr(settings, STOPS, ()), result.get("processing_class"))
     if is_arguments(type(settings)) and not isinstance(settings, config):
         notes.say(f"{name}(args={type(settings).__name__}(...)) becomes {config.__name__} with the same values")
         settings = remember(config(**_values(settings)), ())
@@ -254,6 +298,17 @@ def translate_trainer(cls: type, given: dict[str, Any], notes: Notes) -> dict[st
     if settings is not None:
         result["args"] = settings
     return result
+
+
+def _require_ends(trainer: str, stops: Sequence[str], tokenizer: Any) -> None:
+    """Texts that end an answer: TRL knows the tokenizer's and the model's end, and no other."""
+    for text in stops:
+        if text != getattr(getattr(tokenizer, "tokenizer", tokenizer), "eos_token", None):
+            raise CommandError(
+                what=f"{trainer} with vllm_sampling_params and stop={text!r} is not supported",
+                why="TRL ends an answer at the end-of-sequence token only",
+                fix="stop=[tokenizer.eos_token]",
+            )
 
 
 def _values(settings: TrainingArguments) -> dict[str, Any]:

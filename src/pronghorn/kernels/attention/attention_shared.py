@@ -12,10 +12,10 @@ group's; windows count positions: an answer's first row is one behind the prompt
                 where there is none
     spans_2T    int32: where each token's segment begins, and the row behind the last one that sees the token
 
-The kernel for short documents needs nothing else: its tiles are slices of the pack with a mask (attention_short.py). It reads
-the answers between a row and its prompt in vain: half an answer a row for pairs. One softmax, so there is nothing to merge, and
-sinks, soft-caps and RoPE's backward stay what they are. Plain torch runs an answer as the end of a document that begins with
-the prompt, its keys and values side by side.
+The kernel for short documents needs nothing else: its tiles are slices of the pack with a mask (attention_short.py) and leave
+out the answers between a row and its prompt. One softmax, so there is nothing to merge, and sinks, soft-caps and RoPE's
+backward stay what they are. Plain torch runs an answer as the end of a document that begins with the prompt, its keys and
+values side by side.
 """
 
 from __future__ import annotations

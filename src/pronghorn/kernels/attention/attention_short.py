@@ -20,7 +20,8 @@ for an H200). The arithmetic of a head and its order stay the same.
     backward, dk, dv    program = BN key rows of one key/value head; loops over the query heads of its group and over query
                         blocks up to the end of its last row's document
 
-With shared prefixes (SHARED, attention_shared.py) a tile reads keys from its first token's prompt on.
+With shared prefixes (SHARED, attention_shared.py) a tile reads two ranges of keys in one loop (attention_ranges.py). dk and dv
+need no second range: rows that see an answer end with it, and those that see a prompt are all that follow in its group.
 
 Backward can also undo RoPE on dq and dk in fp32: one rounding and one pass less.
 
@@ -34,6 +35,17 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from pronghorn.kernels.attention.attention_ranges import (
+    away_by,
+    key_block,
+    keys_of,
+    last_row,
+    next_keys,
+    prompt_of,
+    seen_before,
+    seen_keys,
+    with_prompt,
+)
 from pronghorn.kernels.attention.attention_softmax import LOG2E, as_power, capped, powers, weights_by
 from pronghorn.kernels.attention.attention_torch import Computed, Grads, Packed, Parts, sink_gradients
 from pronghorn.kernels.runtime.add_dot import add_dot, halves
@@ -159,20 +171,6 @@ def _query_rows(block, first_head, BM: tl.constexpr, PACK: tl.constexpr):
 
 
 @jit
-def _keys_of(starts, prefix, first, T, WINDOW: tl.constexpr, TOKENS: tl.constexpr, BN: tl.constexpr, SHARED: tl.constexpr):
-    """The range of key blocks that TOKENS tokens starting at the first one see; and the first key from which all of them see
-    every key before the first token."""
-    begin = tl.load((prefix if SHARED else starts) + first)
-    end = tl.minimum(first + TOKENS, T)
-    common = tl.load(starts + end - 1)
-    if WINDOW > 0:
-        if not SHARED:
-            begin = tl.maximum(begin, first - WINDOW + 1)
-        common = tl.maximum(common, end - WINDOW)
-    return begin // BN * BN, end, common
-
-
-@jit
 def _way_on(step, blocks, TOKENS: tl.constexpr, PACK: tl.constexpr, GROUP: tl.constexpr):
     """Steps to the next query block, in tokens and heads; after the last block of some heads comes the first of the next."""
     tokens, heads = TOKENS, 0
@@ -181,52 +179,6 @@ def _way_on(step, blocks, TOKENS: tl.constexpr, PACK: tl.constexpr, GROUP: tl.co
         tokens = tl.where(wraps, TOKENS - blocks * TOKENS, TOKENS)
         heads = tl.where(wraps, PACK, 0)
     return tokens, heads
-
-
-@jit
-def _seen(row, column, start, WINDOW: tl.constexpr):
-    """The mask of keys (columns) that a query (row) sees; `start`: first token of the query's document."""
-    seen = (column <= row) & (column >= start)
-    if WINDOW > 0:
-        seen &= row - column < WINDOW
-    return seen
-
-
-@jit
-def _prompt_of(prefix, token, inside, T):
-    """(first row of each token's prompt, row behind its last)"""
-    return tl.load(prefix + token, mask=inside, other=0), tl.load(prefix + T + token, mask=inside, other=0)
-
-
-@jit
-def _seen_before(row, column, start, first, behind, WINDOW: tl.constexpr):
-    """The mask of keys in a query's prompt; behind which the query's segment begins, wherever it lies."""
-    seen = (column >= first) & (column < behind)
-    if WINDOW > 0:
-        seen &= row - start + behind - column < WINDOW
-    return seen
-
-
-@jit
-def _last_row(ends, end, first_key, T, WINDOW: tl.constexpr, BN: tl.constexpr, SHARED: tl.constexpr):
-    """The row behind the last one that sees any of these keys; `end`: the same of each."""
-    if SHARED:  # a prompt is seen by rows behind those that see the answer after it
-        return tl.max(end)
-    last = tl.load(ends + tl.minimum(first_key + BN, T) - 1)
-    if WINDOW > 0:
-        last = tl.minimum(last, first_key + BN - 1 + WINDOW)
-    return last
-
-
-@jit
-def _away(token, key, starts, prefix, inside, T, SHARED: tl.constexpr):
-    """[keys, queries]: how many positions lie between them."""
-    away = token[None, :] - key[:, None]
-    if SHARED:
-        start = tl.load(starts + token, mask=inside, other=0)
-        behind = tl.load(prefix + T + token, mask=inside, other=0)
-        away -= tl.where(key[:, None] < start[None, :], (start - behind)[None, :], 0)
-    return away
 
 
 @jit
@@ -274,8 +226,9 @@ def _forward_kernel(
     queries = _rows(q_places, inside, column, H, WHOLE)
     start = tl.load(starts + token, mask=inside, other=0)
     if SHARED:
-        prompt, behind = _prompt_of(prefix, token, inside, T)
-    begin, end, common = _keys_of(starts, prefix, first, T, WINDOW, BM // PACK, BN, SHARED)
+        prompt, behind = prompt_of(prefix, token, inside, T)
+    begin, end, common = keys_of(starts, first, T, WINDOW, BM // PACK, BN)
+    begin, turn, gap, clear, unclear = with_prompt(starts, prefix, first, begin, end, T, WINDOW, BN, SHARED)
     key = begin + tl.arange(0, BN)
     k_places = _places(k, key, k_row, kv_head, column, H)
     v_places = _places(v, key, v_row, kv_head, column, H)
@@ -285,7 +238,7 @@ def _forward_kernel(
     if PAIR:
         queries2 = _rows(q_places + GROUP * H, inside, column, H, WHOLE)
         largest2, total2, result2 = largest, total, result
-    for first_key in tl.range(begin, end, BN, num_stages=STAGES):
+    for block in tl.range(begin, end - gap, BN, num_stages=STAGES):
         keys = _rows(k_places, key < T, column, H, WHOLE)
         values = _rows(v_places, key < T, column, H, WHOLE)
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
@@ -295,12 +248,13 @@ def _forward_kernel(
             values2 = _rows(v_places + H, key < T, column, H, WHOLE)
             scores2 = tl.dot(queries2, tl.trans(keys2), input_precision=PRECISION)
             scores2, _, _ = capped(scores2, scale, softcap, HAS_SOFTCAP, EXACT)
-        if (first_key < common) | (first_key + BN > first + 1):
-            block = tl.arange(0, BN)  # from first_key on; without a mask there is nothing to advance
-            seen = _seen((token - first_key)[:, None], block[None, :], (start - first_key)[:, None], WINDOW)
+        first_key, masked = key_block(block, first, common, turn, gap, clear, unclear, BN, SHARED)
+        if masked:
+            place = tl.arange(0, BN)  # from first_key on; without a mask there is nothing to advance
+            seen = seen_keys((token - first_key)[:, None], place[None, :], (start - first_key)[:, None], WINDOW)
             if SHARED:
-                seen |= _seen_before(
-                    token[:, None], first_key + block[None, :], start[:, None], prompt[:, None], behind[:, None], WINDOW
+                seen |= seen_before(
+                    token[:, None], first_key + place[None, :], start[:, None], prompt[:, None], behind[:, None], WINDOW
                 )
             scores = tl.where(seen, scores, float("-inf"))
             if PAIR:
@@ -308,9 +262,7 @@ def _forward_kernel(
         largest, total, result = _online_softmax(scores, factor, values, largest, total, result, PRECISION)
         if PAIR:
             largest2, total2, result2 = _online_softmax(scores2, factor, values2, largest2, total2, result2, PRECISION)
-        key += BN
-        k_places += BN * k_row
-        v_places += BN * v_row
+        key, k_places, v_places = next_keys(key, k_places, k_row, v_places, v_row, block, turn, gap, BN, SHARED)
     _store_attention(out, out_row, lse, sinks, token, head, column, inside, largest, total, result, T, H, HAS_SINKS)
     if PAIR:
         head2 = head + GROUP
@@ -340,29 +292,29 @@ def _dq_kernel(
     tl.store(place + 1, deltas, mask=inside)
     start = tl.load(starts + token, mask=inside, other=0)
     if SHARED:
-        prompt, behind = _prompt_of(prefix, token, inside, T)
-    begin, end, common = _keys_of(starts, prefix, first, T, WINDOW, BM // PACK, BN, SHARED)
+        prompt, behind = prompt_of(prefix, token, inside, T)
+    begin, end, common = keys_of(starts, first, T, WINDOW, BM // PACK, BN)
+    begin, turn, gap, clear, unclear = with_prompt(starts, prefix, first, begin, end, T, WINDOW, BN, SHARED)
     key = begin + tl.arange(0, BN)
     k_places = _places(k, key, k_row, kv_head, column, H)
     v_places = _places(v, key, v_row, kv_head, column, H)
     result = tl.zeros([BM, HP], tl.float32)
-    for first_key in tl.range(begin, end, BN, num_stages=STAGES):
+    for block in tl.range(begin, end - gap, BN, num_stages=STAGES):
         keys = _rows(k_places, key < T, column, H, WHOLE)
         values = _rows(v_places, key < T, column, H, WHOLE)
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
         dweights = tl.dot(douts, tl.trans(values), input_precision=PRECISION)
         scores, factor, slope = capped(scores, scale, softcap, HAS_SOFTCAP, EXACT)
         weights = weights_by(scores, factor, norm[:, None], EXACT)
-        if (first_key < common) | (first_key + BN > first + 1):
-            seen = _seen(token[:, None], key[None, :], start[:, None], WINDOW)
+        _, masked = key_block(block, first, common, turn, gap, clear, unclear, BN, SHARED)
+        if masked:
+            seen = seen_keys(token[:, None], key[None, :], start[:, None], WINDOW)
             if SHARED:
-                seen |= _seen_before(token[:, None], key[None, :], start[:, None], prompt[:, None], behind[:, None], WINDOW)
+                seen |= seen_before(token[:, None], key[None, :], start[:, None], prompt[:, None], behind[:, None], WINDOW)
             weights = tl.where(seen, weights, 0.0)
         dscores = weights * (dweights - deltas[:, None]) * slope
         result = add_dot(result, dscores.to(keys.dtype), keys, PRECISION)
-        key += BN
-        k_places += BN * k_row
-        v_places += BN * v_row
+        key, k_places, v_places = next_keys(key, k_places, k_row, v_places, v_row, block, turn, gap, BN, SHARED)
     _store(dq, token, dq_row, head, column, inside, result * scale, cos, sin, H, UNROTATE)
 
 
@@ -385,7 +337,7 @@ def _dkdv_kernel(
     keys = _rows(_places(k, key, k_row, kv_head, column, H), there, column, H, WHOLE)
     values = _rows(_places(v, key, v_row, kv_head, column, H), there, column, H, WHOLE)
     end = tl.load(ends + key, mask=there, other=0)
-    last = _last_row(ends, end, first_key, T, WINDOW, BN, SHARED)
+    last = last_row(ends, end, first_key, T, WINDOW, BN, SHARED)
     begin = first_key // TOKENS
     blocks = tl.cdiv(last, TOKENS) - begin
     _, token, head = _query_rows(begin, kv_head * GROUP, BM, PACK)
@@ -410,7 +362,7 @@ def _dkdv_kernel(
         weights = weights_by(scores, factor, norm[None, :], EXACT)
         seen = (key[:, None] <= token[None, :]) & (token[None, :] < end[:, None])
         if WINDOW > 0:
-            seen &= _away(token, key, starts, prefix, inside, T, SHARED) < WINDOW
+            seen &= away_by(token, key, starts, prefix, inside, T, SHARED) < WINDOW
         weights = tl.where(seen, weights, 0.0)
         value_sums = add_dot(value_sums, weights.to(douts.dtype), douts, PRECISION)
         dscores = weights * (dweights - deltas[None, :]) * slope

@@ -24,6 +24,7 @@ from pronghorn.recipe import METRICS, Eval
 from pronghorn.report.answers import write_answers
 from pronghorn.train.objectives import objective_of
 from pronghorn.train.run.evaluate import evaluate
+from pronghorn.train.run.reward_evaluation import evaluate_rewards
 from pronghorn.train.run.trained_run import TrainedRun
 from pronghorn.train.setup.preference_data import reference_store, shares_prompts
 from pronghorn.train.source import source_of
@@ -40,6 +41,7 @@ class EvaluationRequest:
     metric_file: Path | None = None
     base: bool = False
     answers: Path | None = None  # where to write them
+    reward_file: Path | None = None
 
 
 def evaluate_run(
@@ -50,6 +52,9 @@ def evaluate_run(
     own = OwnMetric(asked.metric_file) if asked.metric_file is not None else None
     trained = TrainedRun(run, which)
     recipe = trained.recipe
+    if recipe.objective.kind.reads == "prompts":
+        beside = bool(asked.spec) or own is not None or asked.base or asked.answers is not None
+        return evaluate_rewards(trained, data=data, report=report, reward_file=asked.reward_file, metrics=beside)
     spec = spec_of(recipe.eval, asked.spec)
     tokenizer = trained.tokenizer()
     if data:

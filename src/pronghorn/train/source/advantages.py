@@ -37,9 +37,10 @@ def advantages(
 def _of_group(group: Floats, scale: str, spread: float) -> Floats:
     if not has_signal(group):
         return np.zeros(len(group))
+    above: Floats = group - group.mean()
     if scale == "rloo":
-        return (group - group.mean()) * (len(group) / (len(group) - 1))
-    return (group - group.mean()) / (group.std(ddof=1) + SMALL if scale == "group" else spread)
+        return above * (len(group) / (len(group) - 1))
+    return above / (float(group.std(ddof=1)) + SMALL if scale == "group" else spread)
 
 
 def has_signal(group: Sequence[float] | Floats) -> bool:

@@ -84,7 +84,9 @@ class Rolled:
             [
                 one.number,
                 one.row,
-                *map(_packed, (one.tokens, one.sampled, one.reference)),
+                _packed(one.tokens),
+                _packed(one.sampled),
+                _packed(one.reference),
                 one.rewards,
                 one.masked,
                 one.advantages,

@@ -1,5 +1,5 @@
-"""Steps of online reinforcement learning: the model as it stands answers prompts, rewards say what the answers are worth, and the
-step learns from them (objectives/policy.py).
+"""Steps of online reinforcement learning: the model as it stands answers prompts, rewards say what the answers are worth, and
+the step learns from them (objectives/policy.py).
 
 A rollout is `rollouts.prompts` prompts with `rollouts.answers` answers each. Prompts come shuffled by (seed, epoch), one epoch
 after the other. An answer's tokens follow from weights, prompt and a key of (seed, number of the prompt in the run, number of
@@ -27,11 +27,10 @@ from pronghorn.data.prepare import Prepared, example_of, prepare
 from pronghorn.data.read.reading import Name
 from pronghorn.data.read.splitting import apart
 from pronghorn.errors import DataError, HealthStop, RecipeError, counted
-from pronghorn.generation.cache import pages_for
 from pronghorn.generation.generator import Answer, Generator, Request
 from pronghorn.generation.sampling import Sampling, key_of
 from pronghorn.hf_types import HFModel, Tokenizer
-from pronghorn.kernels.attention.attention_paged import PAGE
+from pronghorn.memory.pages import answering_bytes, slots_of, stored_tokens
 from pronghorn.model.config import read_config
 from pronghorn.model.generate import end_tokens
 from pronghorn.recipe import Recipe
@@ -127,6 +126,11 @@ class RolloutSource(Source):
         source._try_rewards()
         return source
 
+    def hold_out(self, table: TokenTable) -> None:
+        """Other prompts than the recipe's, to evaluate on."""
+        self.held_out, self.longest_prompt = table, max(self.longest_prompt, int(table.lengths.max()))
+        self._try_rewards()
+
     def _try_rewards(self) -> None:
         """Of each row what no metric could meet is refused; then some are scored with their expected answers."""
         for table in (self.train, self.held_out):
@@ -165,21 +169,7 @@ class RolloutSource(Source):
         return {"rewards": tuple(self.tried)}
 
     def device_bytes(self, element: int) -> int:
-        """Keys and values of all pages, and the logits of a step of decoding."""
-        text = read_config(self.recipe.model).get_text_config()
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        kept = self._stored_tokens * int(text.num_hidden_layers) * 2 * int(heads) * int(width) * element
-        return kept + 3 * 4 * self._slots * int(text.vocab_size)
-
-    @property
-    def _slots(self) -> int:
-        return min(self.spec.slots, self.spec.prompts * self.spec.answers)
-
-    @property
-    def _stored_tokens(self) -> int:
-        prompts = min(self.spec.prompts, -(-self._slots // self.spec.answers) + 1)
-        return PAGE * (self._slots * pages_for(self.spec.max_new_tokens) + prompts * pages_for(self.longest_prompt))
+        return answering_bytes(self.spec, read_config(self.recipe.model), self.longest_prompt, element)
 
     # ---- during the run ------------------------------------------------------------------------------------------
 
@@ -242,9 +232,12 @@ class RolloutSource(Source):
         with self.autocast():
             if self._generator is None:
                 self._generator = Generator(
-                    model, slots=self._slots, tokens=self._stored_tokens, longest=self.spec.max_new_tokens,
+                    model,
+                    slots=slots_of(self.spec),
+                    tokens=stored_tokens(self.spec, self.longest_prompt),
+                    longest=self.spec.max_new_tokens,
                     stops=max(1, len(stops)),
-                )  # fmt: skip
+                )
             found = self._generator.generate(requests, self.report)
         decode = self.tokenizer.decode
         return [

@@ -1,0 +1,109 @@
+"""The generator of a model that other libraries call, kept between their calls.
+
+A trainer generates in every step, and captured steps read pages at fixed addresses, so pages stay. They are as many as the
+largest call so far needs, within a share of the memory that was free when they were made; answers beyond that wait for their
+turn. Memory that runs out, here or in training, gets them back.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from pronghorn.generation.cache import pages_for
+from pronghorn.generation.generator import Answer, Generator, Request
+from pronghorn.kernels.attention.attention_paged import PAGE
+from pronghorn.kernels.runtime.dispatch import say_once
+from pronghorn.model.causal_lm import FastCausalLM
+from pronghorn.model.layers.mixers.attention import Attention
+
+SLOTS = {"cpu": 32, "cuda": 256}  # more do not get cheaper: from 165 rows on products are bound by arithmetic (H200)
+SHARE = 0.5  # of free memory
+
+
+class Sizes(NamedTuple):
+    slots: int
+    pages: int
+    longest: int  # tokens of an answer
+    stops: int
+
+    def holds(self, others: Sizes) -> bool:
+        return all(own >= other for own, other in zip(self, others, strict=True))
+
+
+class KeptGenerator:
+    def __init__(self, engine: FastCausalLM) -> None:
+        self.engine, self.share = engine, SHARE
+        self._generator: Generator | None = None
+        self._sizes, self._dtype = Sizes(0, 0, 0, 0), torch.float32
+        self._limit = 1 << 40  # of pages, by memory
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KeptGenerator:
+        """A copy of the model has its own."""
+        twin = KeptGenerator(copy.deepcopy(self.engine, memo))
+        twin.share = self.share
+        return twin
+
+    def answers(self, requests: Sequence[Request], dtype: torch.dtype) -> list[list[Answer]]:
+        """`dtype`: of the layers. Outside of autocast and inference mode."""
+        while True:
+            least = max(pages_for(len(one.prompt)) + pages_for(one.max_new_tokens) for one in requests)
+            try:
+                return self._fitting(requests, least, dtype).generate(requests)
+            except torch.OutOfMemoryError:
+                pages = self._sizes.pages // 2
+                self.give_back()
+                if pages < least:
+                    raise
+                self._limit = pages
+            except BaseException:
+                self.give_back()  # its slots are in use
+                raise
+            say_once(f"out of memory: keys and values of at most {pages * PAGE:,} tokens are stored from now on")
+
+    def give_back(self) -> bool:
+        """Frees pages and graphs. Returns whether there were any."""
+        had, self._generator, self._sizes = self._generator is not None, None, Sizes(0, 0, 0, 0)
+        if had and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return had
+
+    def _fitting(self, requests: Sequence[Request], least: int, dtype: torch.dtype) -> Generator:
+        device: torch.device = self.engine.embeddings.weight.device
+        slots = min(sum(len(one.keys) for one in requests), SLOTS.get(device.type, 32))
+        longest = max(one.max_new_tokens for one in requests)
+        prompts = sum(sorted((pages_for(len(one.prompt)) for one in requests), reverse=True)[:slots])
+        pages = max(least, min(prompts + slots * pages_for(longest), self._limit))
+        wanted = Sizes(slots, pages, pages_for(longest) * PAGE, max(len(one.stops) for one in requests))
+        if self._generator is not None and self._dtype == dtype and self._sizes.holds(wanted):
+            return self._generator
+        largest = Sizes(*map(max, wanted, self._sizes, (1, 1, PAGE, 8)))
+        self.give_back()
+        pages = prompts + largest.slots * pages_for(largest.longest)
+        pages = 1 << (max(pages, largest.pages) - 1).bit_length()  # prompts of the next call are longer or shorter
+        if device.type == "cuda":
+            self._limit = min(self._limit, int(self.share * free_bytes(device)) // (PAGE * self.bytes_of_a_token(dtype)))
+        self._sizes, self._dtype = largest._replace(pages=max(least, min(pages, self._limit))), dtype
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype != self.engine.embeddings.weight.dtype):
+            self._generator = Generator(
+                self.engine.model,
+                slots=largest.slots,
+                tokens=self._sizes.pages * PAGE,
+                longest=largest.longest,
+                stops=largest.stops,
+            )
+        return self._generator
+
+    def bytes_of_a_token(self, dtype: torch.dtype) -> int:
+        """Of its keys and values in all layers."""
+        mixers = [layer.mixer for layer in self.engine.layers if isinstance(layer.mixer, Attention)]
+        return max(1, sum(2 * mixer.kv_heads * mixer.head_width for mixer in mixers) * dtype.itemsize)
+
+
+def free_bytes(device: torch.device) -> int:
+    """What tensors may still take."""
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + held

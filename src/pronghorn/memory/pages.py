@@ -1,0 +1,34 @@
+"""Memory that answering prompts during a run takes beside its steps: pages of keys and values, and a decoding step's logits."""
+
+from __future__ import annotations
+
+from pronghorn.hf_types import HFConfig
+from pronghorn.kernels.attention.attention_paged import PAGE
+from pronghorn.recipe_rollouts import Rollouts
+
+LOGITS = 3  # float32 tensors of a row's logits at a time, while it is drawn from
+
+
+def slots_of(spec: Rollouts) -> int:
+    """Answers that are generated at a time."""
+    return min(spec.slots, spec.prompts * spec.answers)
+
+
+def stored_tokens(spec: Rollouts, longest_prompt: int) -> int:
+    """Whose keys and values fit into the pages: every slot has an answer of full length, and each prompt is there once."""
+    slots = slots_of(spec)
+    prompts = min(spec.prompts, -(-slots // spec.answers) + 1)
+    return PAGE * (slots * _pages(spec.max_new_tokens) + prompts * _pages(longest_prompt))
+
+
+def answering_bytes(spec: Rollouts, config: HFConfig, longest_prompt: int, element: int) -> int:
+    """`element`: bytes of a number in the run's precision."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    kept = stored_tokens(spec, longest_prompt) * int(text.num_hidden_layers) * 2 * int(heads) * int(width) * element
+    return kept + LOGITS * 4 * slots_of(spec) * int(text.vocab_size)
+
+
+def _pages(tokens: int) -> int:
+    return -(-tokens // PAGE)
