@@ -238,12 +238,21 @@ def test_answers_that_were_cut_may_be_masked(rl: RecipeFor, tmp_path: Path) -> N
     assert kept["loss_tokens"] - masked["loss_tokens"] == round(100 * 16 * masked["completions/clipped_ratio"])
 
 
+def test_a_text_of_one_token_ends_an_answer(rl: RecipeFor) -> None:
+    steps = [rewards_of(train(rl(train={"steps": 1}, rollouts=more), display=Silent(), fresh=True).folder)[0]
+             for more in ({}, {"stop": list("aeiou nrst")})]  # fmt: skip
+    free, stopped = (step["completions/clipped_ratio"] for step in steps)
+    assert stopped < free
+    assert steps[1]["completions/mean_terminated_length"] < 6
+
+
 def test_what_cannot_be_honoured_is_refused_before_the_run(rl: RecipeFor, recipes: RecipeFor, tmp_path: Path) -> None:
     def refused(kind: type[Exception], what: str, file: Path | None = None, **changes: Any) -> None:
         with pytest.raises(kind, match=what):
             train(rl(**changes), display=Silent(), reward_file=file)
 
     refused(RecipeError, "rewards: there are none", rewards=[])
+    refused(RecipeError, "'end.' is encoded as 4 tokens", rollouts={"stop": ["end."]})
     refused(RecipeError, "length is a function, and no file has it", rewards=[{"function": "length"}])
     refused(RecipeError, "length is no function of", reward_file(tmp_path), rewards=[{"function": "length"}])
     refused(CommandError, "not a Python file", tmp_path / "none.py", rewards=[])

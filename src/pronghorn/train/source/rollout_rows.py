@@ -191,9 +191,18 @@ def rollout_step(source: Prompts, rolled: Rolled, after: State, epoch: float) ->
         assert table is not None
         step = packing.step(table, [np.zeros(0, np.int64)], after, epoch)
     else:
-        step = packing.step(table, list(pack_in_order(groups_of(table), packing.capacity)), after, epoch)
+        most = most_answers(source.recipe, source.train, source.shared)
+        step = packing.step(table, list(pack_in_order(groups_of(table), packing.capacity, most)), after, epoch)
     tokens, labels = source.world.total(float(step.tokens), float(step.loss_tokens))
     return replace(step, elsewhere=(int(tokens) - step.tokens, int(labels) - step.loss_tokens))
+
+
+def most_answers(recipe: Recipe, prompts: TokenTable, shared: bool) -> int:
+    """Of a pack. Answers of a few tokens are more than a pack has documents otherwise."""
+    spec, capacity = recipe.answering, recipe.train.capacity
+    answers = spec.answers if shared else 1
+    filled = int(capacity / (float(prompts.lengths.mean()) + answers * spec.max_new_tokens)) * answers
+    return max(max_documents(capacity), filled)
 
 
 def rollout_shapes(recipe: Recipe, prompts: TokenTable, shared: bool) -> Shapes:
@@ -206,7 +215,7 @@ def rollout_shapes(recipe: Recipe, prompts: TokenTable, shared: bool) -> Shapes:
     labels = min(capacity, -(-int(capacity * answers * spec.max_new_tokens / group) // step) * step)
     longest = min(capacity, -(-(max(most, spec.max_new_tokens) if shared else most + spec.max_new_tokens) // 128) * 128)
     documents = 2 * (capacity / group) * (answers + shared) + 2
-    all_documents = max_documents(capacity) * 3 // 2 + 2 + -(-capacity // longest)
+    all_documents = most_answers(recipe, prompts, shared) * 3 // 2 + 2 + -(-capacity // longest)
     entries = {-(-int(min(count, all_documents)) // ENTRIES) * ENTRIES for count in (documents, all_documents)}
     sizes = {"E": tuple(sorted(entries)), "N": tuple(sorted({labels, capacity}))}
     return Shapes(sizes, longest=longest, typical=int(group / (answers + shared)))
