@@ -21,6 +21,7 @@ from pronghorn.train.checkpoint.checkpoint import latest_checkpoint
 from pronghorn.train.loop import train
 from pronghorn.train.objectives.policy import MISMATCH
 from pronghorn.train.setup.check import check_run
+from pronghorn.train.source.rollouts import RolloutSource
 from samples import make_lively_model, write_rows
 
 ODD = """
@@ -157,6 +158,15 @@ def test_packing_changes_nothing(rl: RecipeFor) -> None:
                 k: v for k, v in other.items() if "reward" in k or "completions" in k
             }
             assert (one["loss"], one["grad_norm"]) == pytest.approx((other["loss"], other["grad_norm"]), abs=1e-6, rel=1e-5)
+
+
+def test_short_answers_fill_a_pack(rl: RecipeFor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 answers of two tokens, where a pack has 10 documents otherwise."""
+    real, steps = RolloutSource.next, []
+    monkeypatch.setattr(RolloutSource, "next", lambda self, model: steps.append(real(self, model)) or steps[-1])
+    train(rl(rollouts={"answers": 16, "max_new_tokens": 2}, train={"steps": 1, "capacity": 160}), display=Silent())
+    assert [batch.tokens for batch in steps[0].batches] == [steps[0].tokens]
+    assert steps[0].tokens > 120
 
 
 def test_the_sampler_follows_the_learner(rl: RecipeFor, tmp_path: Path) -> None:

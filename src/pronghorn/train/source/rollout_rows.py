@@ -170,9 +170,11 @@ class RolloutTable(TokenTable):
 def _firsts(prompt: int, lengths: Sequence[int], source: Prompts) -> set[int]:
     """Which answers begin a group of their own, because the one before has no room for them."""
     capacity = source.recipe.train.capacity
+    most = most_answers(source.recipe, source.train, source.shared)
+    together = min(most, max(most // 2, len(lengths)))
     firsts, room, count = set[int](), 0, 0
     for place, length in enumerate(lengths):
-        if length > room or count == max_documents(capacity) // 2:
+        if length > room or count == together:
             firsts.add(place)
             room, count = capacity - prompt, 0
         room, count = room - length, count + 1
