@@ -1,11 +1,12 @@
 """`pronghorn demo --rl`: a small real model learns two-digit sums from which of its own answers were right, while you watch.
 
     34 + 25 = 59
-    47 + 38 =
+    61 + 27 =
 
-No right answer is ever shown to it. In each step it answers a few sums several times, an answer that is exactly the sum and ends
-there has the reward 1, any other 0, and GRPO makes the better answers likelier. The figure is the mean reward of sampled answers
-to held-out sums (pass@1), before and after: no training prompt adds the two numbers of a held-out one, in either order.
+No right answer is ever shown to it. In each step it answers a few sums several times; an answer that is exactly the sum and
+ends there has the reward 1, any other 0; GRPO makes the better answers likelier. The figure is the mean reward of sampled
+answers to held-out sums (pass@1), before and after. Training never adds the two numbers of a held-out sum, in either order. No
+sum carries a digit: with carries the rate was 0.54 after ten steps (from 0.10), and 0.9 would take longer than a demo should.
 """
 
 from __future__ import annotations
@@ -25,16 +26,18 @@ from pronghorn.report.run_log import history, read_log
 from pronghorn.train.loop import train
 
 EXAMPLE = "34 + 25 = 59\n"  # shows the form: without it the model talks about the sum
-PROMPT_TOKENS, ANSWER_TOKENS = 19, 4  # three digits and the end of the line
-PROMPTS, ANSWERS, STEPS = 16, 8, 40
-HELD_OUT, TRIES, EVERY = 64, 2, 10  # held-out sums, answers to each, and steps between two looks at them
+PROMPT_TOKENS, ANSWER_TOKENS = 19, 4  # of three digits and the end of the line
+PROMPTS, ANSWERS, STEPS = 16, 8, 16
+HELD_OUT, TRIES, EVERY = 64, 2, 4  # held-out sums, answers to each, and steps between two looks at them
 PACK = PROMPTS * (PROMPT_TOKENS + ANSWERS * ANSWER_TOKENS)
 
 
 def generate(count: int, seed: int, split: Split = "train") -> list[dict[str, str]]:
     """One pair of numbers in eight is kept for held-out sums."""
-    pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
-    fitting = [(a, b) for a, b in pairs if (random.Random(f"{min(a, b)} {max(a, b)}").random() < 1 / 8) == (split == "held_out")]
+    numbers = range(10, 100)
+    pairs = [(a, b) for a in numbers for b in numbers if a % 10 + b % 10 < 10 and a // 10 + b // 10 < 10]
+    kept = [random.Random(f"{min(pair)} {max(pair)}").random() < 1 / 8 for pair in pairs]
+    fitting = [pair for pair, held_out in zip(pairs, kept, strict=True) if held_out == (split == "held_out")]
     chosen = random.Random(f"sums {split} {seed}").sample(fitting, count)
     return [{"prompt": f"{EXAMPLE}{a} + {b} = ", "answer": str(a + b)} for a, b in chosen]
 
