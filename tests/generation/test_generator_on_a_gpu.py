@@ -14,6 +14,7 @@ from torch import Tensor
 from pronghorn.generation.generator import Answer, Generator, Request
 from pronghorn.generation.sampling import Sampling, key_of
 from pronghorn.model.causal_lm import engine_of, install
+from pronghorn.model.text_stack import in_mode
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 STOPS = test_generator.STOPS
@@ -95,6 +96,27 @@ def test_adapters_change_under_the_graphs() -> None:
     with model.disable_adapter():
         for request, answers in zip(requests, without, strict=True):
             assert_likely(model, request, answers, 2e-4)
+
+
+@torch.no_grad()
+def test_weights_that_are_cast_change_under_the_graphs() -> None:
+    """Full fine-tuning: weights in float32, of which each `prepare` makes a copy in 16 bits."""
+    model = test_generator.model_of("qwen2", "full").cuda()
+    assert install(model) == ""
+    requests = [Request(prompt, [key_of(i)], 20, Sampling()) for i, prompt in enumerate(test_generator.prompts_of(8))]
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        generator = Generator(model, slots=8, tokens=3000, longest=64)
+        for _ in range(3):
+            for parameter in model.parameters():
+                parameter.add_(0.02 * torch.randn_like(parameter))
+            found = generator.generate(requests)
+            generator.engine.prepare(torch.bfloat16)  # as a step in between does
+            with in_mode(model, training=False):
+                apart = [
+                    (torch.tensor(answer.log_probs) - log_probs_of(model, list(request.prompt), answer.tokens)).abs().mean()
+                    for request, (answer,) in zip(requests, found, strict=True)
+                ]
+            assert float(torch.stack(apart).mean()) < 0.05
 
 
 @torch.no_grad()

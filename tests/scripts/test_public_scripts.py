@@ -111,7 +111,9 @@ def test_a_public_script_that_generates_while_it_trains(
     """On the fast layers: each prompt of a step once. It has trained, and generated with what it trained."""
     asked: list[Sequence[Request]] = []
     own = Generator.generate
-    monkeypatch.setattr(Generator, "generate", lambda self, requests, *rest: asked.append(requests) or own(self, requests, *rest))
+    monkeypatch.setattr(
+        Generator, "generate", lambda self, requests, *rest: asked.append(requests) or own(self, requests, *rest)
+    )
     monkeypatch.setattr(dispatch, "_said", set())
     main, notes = run_script(f"grpo/{online}")
     trainer = main["trainer"]

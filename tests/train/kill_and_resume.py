@@ -4,7 +4,7 @@
 
 `--workers 0,2` takes turns: whoever loads, the weights are those of the first run. `--objective dpo` trains on pairs, with a
 reference whose log-probabilities come out of the cache from the first resume on; every kill but the first removes it before, so
-that kills also hit its making. `--objective grpo` answers prompts for most of the time, so kills hit that. Each run is a fork of
+that kills also hit its making. `--objective grpo` answers prompts most of the time. Each run is a fork of
 this process, which has done the slow imports already, so that 20 kills take a minute. An instant is a step and a moment after
 it, not a time since the start: where the machine is busy with something else, a run of 3 seconds may need 10, and all kills
 came before its steps.

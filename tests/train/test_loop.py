@@ -14,11 +14,10 @@ from watching import RecipeFor, Silent, losses_of, same, stop_at, weights
 from pronghorn.errors import CheckpointError, EnvironmentFault, HealthStop, Interrupted, RecipeError
 from pronghorn.report.run_log import history, read_log
 from pronghorn.report.stages import Stages
-from pronghorn.train import loop
 from pronghorn.train.checkpoint.checkpoint import LEAST_MARGIN
 from pronghorn.train.loop import train
 from pronghorn.train.objectives import Supervised
-from pronghorn.train.run import run_folder
+from pronghorn.train.run import answers, run_folder
 from pronghorn.train.setup import setup
 from pronghorn.train.source import source_of
 
@@ -125,8 +124,8 @@ def test_early_stopping_says_why(recipe_for: RecipeFor) -> None:
 
 def test_the_best_checkpoint_is_kept(recipe_for: RecipeFor, monkeypatch: pytest.MonkeyPatch) -> None:
     losses = iter([3.0, 1.0, 2.0, 2.5])
-    real = loop.evaluate
-    monkeypatch.setattr(loop, "evaluate", lambda *a, **k: type(real(*a, **k))(loss=next(losses), tokens=1))
+    real = answers.evaluate
+    monkeypatch.setattr(answers, "evaluate", lambda *a, **k: type(real(*a, **k))(loss=next(losses), tokens=1))
     recipe = recipe_for(train={"steps": 8}, eval={"every": 2, "generations": 0}, checkpoint={"every": 2, "keep": 1})
     result = train(recipe, display=Silent())
     assert result.best_step == 4

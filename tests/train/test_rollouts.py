@@ -11,16 +11,21 @@ from typing import Any
 
 import pytest
 from rank_processes import in_ranks
-from watching import Silent, events_of, losses_of, notices_of, same, saved, weights
+from transformers import GPT2Config, GPT2LMHeadModel
+from watching import Silent, events_of, losses_of, notices_of, same, saved, stop_at, weights
 
-from pronghorn.errors import CommandError, DataError, HealthStop, RecipeError
+from pronghorn.cli import main
+from pronghorn.cli.evaluating import text
+from pronghorn.errors import CommandError, DataError, HealthStop, Interrupted, RecipeError
 from pronghorn.generation.generator import Generator
 from pronghorn.recipe import Recipe
 from pronghorn.report.html import write_html
 from pronghorn.train.checkpoint.checkpoint import latest_checkpoint
 from pronghorn.train.loop import train
-from pronghorn.train.objectives.policy import MISMATCH
+from pronghorn.train.objectives.policy import MISMATCH, Policy
+from pronghorn.train.run.run_evaluation import EvaluationRequest, evaluate_run
 from pronghorn.train.setup.check import check_run
+from pronghorn.train.source.rollout_rows import _Filling
 from pronghorn.train.source.rollouts import RolloutSource
 from samples import make_lively_model, write_rows
 
@@ -169,6 +174,21 @@ def test_short_answers_fill_a_pack(rl: RecipeFor, monkeypatch: pytest.MonkeyPatc
     assert steps[0].tokens > 120
 
 
+def test_packs_are_filled_and_a_prompt_begins_each_of_them() -> None:
+    filling = _Filling(16_384, shared=True, most=1024)
+    begins = []
+    for _ in range(64):
+        filling.next_prompt(512)
+        begins += [filling.add(512) for _ in range(8)]
+    assert len(filling.firsts) == 19
+    assert all(begins[row] for row in filling.firsts)
+    assert sum(begins) < 64 + 19
+    apart = _Filling(64, shared=False, most=8)
+    apart.next_prompt(10)
+    assert [apart.add(20) for _ in range(3)] == [True] * 3
+    assert apart.firsts == [0, 2]
+
+
 def test_the_sampler_follows_the_learner(rl: RecipeFor, tmp_path: Path) -> None:
     """After steps large enough to change every log-probability by much, sampler and learner still agree."""
     recipe = rl(
@@ -190,7 +210,7 @@ def test_the_divergence_is_from_the_model_before_training(rl: RecipeFor) -> None
 
 @pytest.mark.parametrize("objective", [{"name": "grpo", "scale": "batch", "updates": 2}, {"name": "gspo"}])
 def test_two_ranks_answer_prompts_of_their_own(objective: dict[str, Any], rl: RecipeFor, tmp_path: Path) -> None:
-    recipe = rl(objective=objective)
+    recipe = rl(objective=objective, data={"eval": 0.3})
     two = recipe.model_copy(update={"output": recipe.output + "-two"})
     found = in_ranks(lambda world: train(two, display=Silent(), world=world).step, tmp_path / "told")
     assert found == [(0, "4")] * 2
@@ -198,6 +218,24 @@ def test_two_ranks_answer_prompts_of_their_own(objective: dict[str, Any], rl: Re
     assert losses_of(two.output) == pytest.approx(losses_of(recipe.output), abs=1e-6)
     for one, other in zip(rewards_of(recipe.output), rewards_of(two.output), strict=True):
         assert other == pytest.approx(one, rel=1e-4, abs=1e-6)
+    for one, other in zip(events_of(recipe.output, "eval"), events_of(two.output, "eval"), strict=True):
+        assert other["metrics"] == pytest.approx(one["metrics"])
+
+
+def test_eval_measures_the_rewards_again(rl: RecipeFor, tmp_path: Path) -> None:
+    prompts = write_rows(tmp_path / "held.jsonl", [{"prompt": f"Tell {i}!", "answer": "odd"} for i in range(3)])
+    file = reward_file(tmp_path)
+    recipe = rl(rewards=[], data={"eval": str(prompts)}, train={"steps": 2})
+    result = train(recipe, display=Silent(), reward_file=file)
+    (last,) = events_of(result.folder, "eval")
+    asked = EvaluationRequest(reward_file=file)
+    found = evaluate_run(result.folder, "last", data=None, report=lambda *_: None, asked=asked)
+    assert found["figures"] == pytest.approx(last["metrics"])
+    assert found["samples"] == 3
+    assert evaluate_run(result.folder, "last", data=str(prompts), report=lambda *_: None, asked=asked) == found
+    assert "3 held-out prompts\nreward 0." in text(found)
+    with pytest.raises(CommandError, match="measured by its rewards"):
+        evaluate_run(result.folder, "last", data=None, report=lambda *_: None, asked=EvaluationRequest(base=True))
 
 
 FAULTS = """
@@ -233,6 +271,44 @@ def test_without_a_signal_steps_are_counted_and_the_run_stops(rl: RecipeFor, tmp
         train(recipe, display=Silent(), reward_file=same_for_all)
     assert [step["reward"] for step in events_of(recipe.output, "step")] == [0.25, 0.25]
     assert "no update" in notices_of(recipe.output)[-1]
+
+
+def test_a_changed_reward_file_is_told(rl: RecipeFor, tmp_path: Path) -> None:
+    recipe = rl(rewards=[], train={"steps": 3}, checkpoint={"every": 1})
+    with pytest.raises(Interrupted):
+        train(recipe, display=stop_at(1), reward_file=reward_file(tmp_path))
+    result = train(recipe, display=Silent(), reward_file=reward_file(tmp_path, ODD + "\n# another"))
+    told = [text for text in notices_of(result.folder) if "the reward file changed since the checkpoint" in text]
+    assert len(told) == 1
+
+
+def test_a_sampler_that_differs_from_the_learner_is_told_or_stops_the_run() -> None:
+    policy = Policy()
+    assert policy.remarks(1, {MISMATCH: 0.02}) == []
+    (told,) = policy.remarks(2, {MISMATCH: 0.07})
+    assert "differ by 0.070 on average" in told
+    assert policy.remarks(3, {MISMATCH: 0.07}) == []  # once
+    assert policy.remarks(4, {MISMATCH: 0.5, "update": 2.0}) == []  # the weights have changed since
+    with pytest.raises(HealthStop, match="step 5: log-probabilities of sampled tokens differ by"):
+        policy.remarks(5, {MISMATCH: 0.5, "update": 1.0})
+
+
+def test_the_command_line_takes_a_reward_file(rl: RecipeFor, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe, file = rl(), reward_file(tmp_path)
+    path = tmp_path / "rl.yaml"
+    path.write_text(
+        f"model: {recipe.model}\nobjective: grpo\nprecision: fp32\nrollouts: {{prompts: 2, answers: 2, max_new_tokens: 4}}\n"
+        f"data: {{train: [{tmp_path / 'prompts.jsonl'}], max_length: 40}}\ntrain: {{steps: 1, capacity: 64}}\n"
+        f"output: {tmp_path / 'cli'}\n"
+    )
+    assert main(["check", str(path), "--reward-file", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rewards"] == [
+        "reward: 0.3333 on average, for their expected answers to 10 prompts"
+    ]
+    assert main(["check", str(path)]) == 2
+    assert "--reward-file FILE" in capsys.readouterr().err
+    assert main(["train", str(path), "--reward-file", str(file), "--json"]) == 0
+    assert events_of(tmp_path / "cli", "step")[0]["rewards/reward/mean"] > 0
 
 
 def test_answers_that_were_cut_may_be_masked(rl: RecipeFor, tmp_path: Path) -> None:
@@ -271,5 +347,7 @@ def test_what_cannot_be_honoured_is_refused_before_the_run(rl: RecipeFor, recipe
     refused(DataError, "rewards: json_match: the expected answer is not JSON", rewards=[{"metric": "json_match"}])
     refused(DataError, "does not match the expected answer", rewards=[{"metric": "regex", "regex": "([0-9])"}])
     refused(DataError, r"10 of 10 rows \(100.0%\) has?v?e? more than 4 tokens, which is", data={"max_length": 10})
+    other = GPT2LMHeadModel(GPT2Config(vocab_size=259, n_embd=8, n_head=1, n_layer=1, n_positions=64))
+    refused(RecipeError, "this model cannot answer prompts during a run", model=saved(other, tmp_path / "gpt2"))
     with pytest.raises(CommandError, match="objective supervised has no rewards"):
         train(recipes(), display=Silent(), reward_file=fails)

@@ -10,8 +10,8 @@ from pronghorn.convert.shared import unused
 from pronghorn.convert.values import is_on, number, printed, words
 from pronghorn.recipe_objective import KINDS, LOSSES_OF_DPO
 
-ONLINE = "training on answers that the model generates (PPO, GRPO) is not supported"
-ONLINE_FIX = "use preference pairs with objective: dpo, or answers with a label with objective: kto"
+ONLINE = "a config of reinforcement learning is not converted, because rewards are code"
+ONLINE_FIX = "write a recipe with objective: grpo, rollouts and rewards (docs/rollouts.md)"
 SUPERVISED = "it belongs to preference tuning, and this config is supervised"
 REFERENCE = "the reference is the model before training, computed once"
 # Of TRL, where ours is another.
@@ -43,7 +43,9 @@ def axolotl_objective(draft: Draft) -> str:
         return ""
     else:
         name, key = str(asked).strip().lower(), "rl"
-        if name not in LOSSES_OF_DPO and not (name in KINDS and KINDS[name].reads != "documents" and KINDS[name].answers):
+        if name not in LOSSES_OF_DPO and not (
+            name in KINDS and KINDS[name].reads in ("pairs", "marked") and KINDS[name].answers
+        ):
             draft.refuse("rl", ONLINE if "po" in name else f"unknown objective `{printed(name)}`", ONLINE_FIX)
     draft.set("objective.name", name, key)
     _nested_beta(draft)

@@ -127,7 +127,7 @@ class Decoder:
         self._graphs = Graphs(
             device, failed=lambda error: say_once(f"answers are generated without CUDA graphs: {first_line(error)}")
         )
-        self._built_for = engine.rebuilt
+        self._built_for: tuple[int, ...] = ()
         self.engine, self.slots, self.dtype, self.device = engine, slots, dtype, device
         rows = slots + 1
         self.states = MixerStates(engine, pages, 2 * rows, dtype, device)  # slots, then prompts
@@ -142,6 +142,16 @@ class Decoder:
         self._rules = Rules.empty(rows, device)
         # Of each prompt its last row after the last layer, from which all answers to it begin.
         self._last_rows = torch.zeros(rows, int(engine.config.hidden_size), dtype=dtype, device=device)
+
+    def prepare(self) -> None:
+        """Before windows: the model as it is now. Graphs that read memory that is gone are forgotten."""
+        engine = self.engine
+        engine.prepare(self.dtype)
+        casts = [tensor.data_ptr() for layer in engine.layers for group in layer.groups for tensor in group.casts]
+        if (now := (engine.rebuilt, *casts)) != self._built_for:
+            self._buckets.clear()
+            self._graphs.forget()
+            self._built_for = now
 
     # ---- prompts -------------------------------------------------------------------------------------------------
 
@@ -212,10 +222,6 @@ class Decoder:
             bucket = _Bucket(rows, segments, pages, self.steps, self.slots, self.device)
             bucket.step, bucket.compared = partial(self._step, bucket, truncates), True
             return bucket
-        if self._built_for != self.engine.rebuilt:  # graphs read buffers that are gone
-            self._buckets.clear()
-            self._graphs.forget()
-            self._built_for = self.engine.rebuilt
         rows, segments = _rounded(rows, BUCKETS), _rounded(segments, BUCKETS)
         pages = 1 << (pages - 1).bit_length()
         key = (rows, segments, pages, truncates)

@@ -92,7 +92,7 @@ class Generator:
         found = [self.submit(request) for request in requests]
         total, done = sum(len(request.keys) for request in requests), 0
         with in_mode(self.model, training=False):
-            self.engine.prepare(self._decoder.dtype)
+            self._decoder.prepare()
             for ended in self.run():
                 done += ended
                 if progress and ended:

@@ -15,7 +15,7 @@ def slots_of(spec: Rollouts) -> int:
 
 
 def stored_tokens(spec: Rollouts, longest_prompt: int) -> int:
-    """Whose keys and values fit into the pages: every slot has an answer of full length, and each prompt is there once."""
+    """Tokens with keys and values in the pages: every slot has an answer of full length, and each prompt is there once."""
     slots = slots_of(spec)
     prompts = min(spec.prompts, -(-slots // spec.answers) + 1)
     return PAGE * (slots * _pages(spec.max_new_tokens) + prompts * _pages(longest_prompt))

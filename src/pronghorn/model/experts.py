@@ -267,6 +267,11 @@ class ExpertStack(Adapted):
         adapters = tuple((id(adapter.A_RD), id(adapter.B_OR), adapter.scale) for adapter in self.adapters)
         return adapters, None if self._weight is None else self._weight.data_ptr(), id(self.stored()), dtype
 
+    @property
+    def casts(self) -> list[Tensor]:
+        weights = [self.group.M] if isinstance(self.group, ExpertGroup) else []
+        return weights if self.bias_EO is None else [*weights, self.bias_EO]
+
     def separate(self) -> bool:
         weight = getattr(self.module(), self.parameter, None)
         if self.stored() is not None or not isinstance(weight, nn.Parameter) or weight.is_contiguous():

@@ -6,6 +6,7 @@ something else than a number leaves the answer without a reward: whoever asked d
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 import weakref
@@ -76,6 +77,7 @@ class Scorer:
         self._pool: RewardPool | None = None
         self.names, self.weights = list(self._metrics), [reward.weight for reward in self._metrics.values()]
         self._of_file: dict[str, str] = {}  # function -> name
+        self.digest = "" if file is None or not file.is_file() else hashlib.sha256(file.read_bytes()).hexdigest()
         if file is not None:
             self._open(file, spec, functions)
 

@@ -305,7 +305,7 @@ class _Run:
         step_batch = done.step_batch
         try:
             result = session.take_step.finish(self.stages)
-            if not result.skipped:
+            if not result.skipped and (result.grad_norm or not step_batch.may_rest):
                 require_sound(
                     result.loss,
                     result.grad_norm,
@@ -318,7 +318,7 @@ class _Run:
             restore_rng(done.rng)
             self._forget_what_is_under_way()
             raise
-        if not result.skipped:
+        if not result.skipped and session.objective.spikes:
             self._look_at_loss(done, result.loss)
         session.step += 1
         session.cursor = step_batch.after

@@ -37,6 +37,7 @@ class StepBatch:
     figures: Mapping[str, float] = field(default_factory=dict)
     told: tuple[str, ...] = ()
     samples: tuple[dict[str, Any], ...] = ()
+    may_rest: bool = False  # a gradient of zero is no fault
 
     @property
     def tokens(self) -> int:

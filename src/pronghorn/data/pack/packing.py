@@ -104,15 +104,14 @@ def pack(documents: Documents, capacity: int, *, seed: int, epoch: int, window: 
     return _collect(shuffled, documents, capacity, window, rows)
 
 
-def pack_in_order(documents: Documents, capacity: int, most: int | None = None) -> Packs:
-    """Pack without shuffling: for evaluation, which sees every document once. `most`: documents of a pack."""
-    return _collect(np.arange(len(documents)), documents, capacity, WINDOW, most=most)
+def pack_in_order(documents: Documents, capacity: int) -> Packs:
+    """Pack without shuffling: for evaluation, which sees every document once."""
+    return _collect(np.arange(len(documents)), documents, capacity, WINDOW)
 
 
 def _collect(
-    shuffled: npt.NDArray[np.int64], documents: Documents, capacity: int, window: int, rows: int | None = None,
-    most: int | None = None,
-) -> Packs:  # fmt: skip
+    shuffled: npt.NDArray[np.int64], documents: Documents, capacity: int, window: int, rows: int | None = None
+) -> Packs:
     groups = documents if isinstance(documents, Groups) else Groups.alike(documents)
     sizes = np.diff(groups.starts)
     largest = int(sizes.max(initial=1))
@@ -120,7 +119,7 @@ def _collect(
     starts, steps, together = [0], [0], rows or max(1, len(shuffled))
     for first in range(0, len(shuffled), together):
         lengths = groups.tokens[shuffled[first : first + together]].tolist()
-        for members in pack_stream(lengths, capacity, window, (most or max_documents(capacity)) // largest):
+        for members in pack_stream(lengths, capacity, window, max_documents(capacity) // largest):
             order += [first + member for member in members]
             starts.append(len(order))
         steps.append(len(starts) - 1)

@@ -104,7 +104,7 @@ class Fp8Gemms(Gemms):
 
     def prepare(self, dtype: torch.dtype) -> bool:
         linears = self.linears.linears
-        self.bias = joined_bias(linears, dtype)
+        self.bias = joined_bias(linears, dtype, self.bias)
         rebuilt = self.matrix is None or self._built_for != (*self.linears.identity(), dtype)
         if rebuilt:
             self._build(dtype)

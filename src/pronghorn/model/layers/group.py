@@ -48,6 +48,11 @@ class Group(ABC):
         return ()
 
     @property
+    def casts(self) -> Sequence[Tensor]:
+        """What `prepare` makes anew each time: a CUDA graph is valid while it is at the same addresses."""
+        return ()
+
+    @property
     def grad_shapes(self) -> tuple[tuple[int, int], tuple[int, int]] | None:
         """Shapes of the accumulation buffers of dA and dB^T; None: autograd accumulates."""
         return None

@@ -86,6 +86,10 @@ class LinearGroup(Linears):
         return self.gemms.matrix.split_jobs if isinstance(self.gemms.matrix, Fp8Group) else ()
 
     @property
+    def casts(self) -> Sequence[Tensor]:
+        return [tensor for tensor in (*self.gemms.weights, self.gemms.bias) if tensor is not None]
+
+    @property
     def grad_shapes(self) -> tuple[tuple[int, int], tuple[int, int]] | None:
         return self.gemms.matrix.grad_shapes if self.gemms.matrix and self.adapters else None
 

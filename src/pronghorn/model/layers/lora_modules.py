@@ -71,19 +71,19 @@ def active_adapters(modules: list[Any]) -> list[Adapter]:
     return found
 
 
-def joined_bias(linears: list[nn.Linear], dtype: torch.dtype) -> Tensor | None:
-    """One vector for all; linears without a bias count as zero."""
+def joined_bias(linears: list[nn.Linear], dtype: torch.dtype, before: Tensor | None = None) -> Tensor | None:
+    """One vector for all; linears without a bias count as zero. `before`: the last one, which is written anew if it fits, since
+    a CUDA graph may read it."""
     if all(linear.bias is None for linear in linears):
         return None
     device = linears[0].weight.device
-    return torch.cat(
-        [
-            torch.zeros(linear.out_features, dtype=dtype, device=device)
-            if linear.bias is None
-            else linear.bias.detach().to(dtype)
-            for linear in linears
-        ]
-    )
+    parts = [
+        torch.zeros(linear.out_features, dtype=dtype, device=device) if linear.bias is None else linear.bias.detach().to(dtype)
+        for linear in linears
+    ]
+    size = sum(linear.out_features for linear in linears)
+    fits = before is not None and (before.shape, before.dtype, before.device) == ((size,), dtype, device)
+    return torch.cat(parts, out=before if fits else None)
 
 
 def why_only_peft(module: Any) -> str:

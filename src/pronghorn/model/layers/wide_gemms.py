@@ -47,7 +47,7 @@ class WideGemms(Gemms):
 
     def prepare(self, dtype: torch.dtype) -> bool:
         linears, adapters = self.linears.linears, self.linears.adapters
-        self.bias = joined_bias(linears, dtype)
+        self.bias = joined_bias(linears, dtype, self.bias)
         self.adds_freely = adds_freely(dtype, linears[0].weight.device)
         if self.linears.quantized or (self.borrowed and adapters):
             return self._prepare_stored(dtype)

@@ -49,6 +49,7 @@ class Objective(ABC):
     terms = 1  # C
     watched: ClassVar[tuple[str, ...]] = ()  # what the W sums are; `figures` makes what people read of them
     scores: ClassVar[tuple[str, ...]] = ()  # figures that are better when they are higher: eval.best may name one
+    spikes: ClassVar[bool] = True  # whether a loss far above those before it means trouble
     trained = False  # whether all weights train and have: the model is no longer its own reference
     progress: Progress = staticmethod(lambda *_: None)  # told of what takes long before the first step
     together = 1  # rows of the table, one after the other, that stay in one pack, side by side

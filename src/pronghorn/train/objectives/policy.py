@@ -54,6 +54,7 @@ class Policy(Objective):
         "entropies",
     )
     scores: ClassVar[tuple[str, ...]] = ("reward",)
+    spikes: ClassVar[bool] = False  # it is near 0 by construction, whatever is learned
     level: str = "token"
 
     def __init__(

@@ -84,7 +84,8 @@ class Facts:
 
     def _data(self) -> str:
         share = (self.loss_tokens or 0) / (self.tokens or 1)
-        tokens = f", {self.tokens:,} tokens, {share:.0%} of them carry loss" if self.tokens else ""
+        tokens = f", {self.tokens:,} tokens" if self.tokens else ""
+        tokens += f", {share:.0%} of them carry loss" if tokens and self.loss_tokens is not None else ""
         return counted(self.documents or 0, "document") + tokens
 
     def _packing(self) -> str:
@@ -156,7 +157,7 @@ def check_run(
         packs=summary.get("packs"),
         packing_efficiency=summary.get("efficiency"),
         micro_batches_per_step=source.packs_per_step or recipe.step_packs(),
-        rows_per_step=recipe.train.batch_rows,
+        rows_per_step=recipe.rollouts.prompts * recipe.rollouts.answers if recipe.rollouts else recipe.train.batch_rows,
         steps=source.total,
         memory_weights=weights,
         memory_training=training,

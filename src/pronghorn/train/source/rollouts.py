@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from pronghorn.data.encode.tokens import TokenTable, padding_id
 from pronghorn.data.pack.batches import Shapes
@@ -32,6 +33,7 @@ from pronghorn.generation.sampling import Sampling, key_of
 from pronghorn.hf_types import HFModel, Tokenizer
 from pronghorn.memory.pages import answering_bytes, slots_of, stored_tokens
 from pronghorn.model.config import read_config
+from pronghorn.model.families import why_not_fast
 from pronghorn.model.generate import end_tokens
 from pronghorn.recipe import Recipe
 from pronghorn.rewards.scoring import Said, Scored, Scorer
@@ -99,11 +101,18 @@ class RolloutSource(Source):
         self.tried: list[str] = []
         self._generator: Generator | None = None
         self._told: set[str] = set()
+        self._order: tuple[int, npt.NDArray[np.int64]] | None = None  # an epoch, and its rows
 
     @classmethod
     def of(
         cls, recipe: Recipe, tokenizer: Tokenizer, *, report: Report, stage: StageTimer, reward_file: Path | None = None
     ) -> Self:
+        if why := why_not_fast(read_config(recipe.model)):
+            raise RecipeError(
+                what=f"objective {recipe.objective}: this model cannot answer prompts during a run",
+                why=f"answers are generated on the fast layers, and {why}",
+                fix="use another model, or objective: supervised, dpo or kto",
+            )
         scorer = Scorer(recipe.rewards, recipe.answering, reward_file)
 
         def read(names: Sequence[Name]) -> Prepared:
@@ -132,7 +141,7 @@ class RolloutSource(Source):
         self._try_rewards()
 
     def _try_rewards(self) -> None:
-        """Of each row what no metric could meet is refused; then some are scored with their expected answers."""
+        """Refuses rows that no answer could meet a metric on; then scores some with their expected answers."""
         for table in (self.train, self.held_out):
             for row in range(len(table or ())):
                 assert table is not None
@@ -150,7 +159,7 @@ class RolloutSource(Source):
         return {"data": self._key(self.train), "held_out": self._key(self.held_out)}
 
     def _key(self, table: TokenTable | None) -> str:
-        """Of the prompts and of all that rewards get."""
+        """A digest of the prompts and of all that rewards get."""
         if table is None:
             return ""
         digest = hashlib.sha256(data_key(table, self.pad_id).encode())
@@ -177,6 +186,9 @@ class RolloutSource(Source):
         super().start(state, **run)
         state = state or {"rollouts": 0, "update": 0, "idle": 0}
         self._rollouts, self._update, self._idle = state["rollouts"], state["update"], state["idle"]
+        self._late: tuple[str, ...] = ()  # told with the next rollout
+        if state.get("rewards", self.scorer.digest) != self.scorer.digest:
+            self._late = ("the reward file changed since the checkpoint: rewards before and after it may not be comparable",)
         self._rolled = Rolled.of_json(state["held"], self.world) if state.get("held") else None
 
     def next(self, model: HFModel) -> StepBatch:
@@ -184,21 +196,25 @@ class RolloutSource(Source):
             self._rolled = self._roll(model)
         rolled, self._update = self._rolled, self._update + 1
         told, samples = (rolled.told, rolled.samples) if self._update == 1 else ((), ())
+        told, self._late = self._late + told, ()
         figures = {**rolled.figures, **({"update": float(self._update)} if self.updates > 1 else {})}
         epoch = (self._rollouts + self._update / self.updates) * self.spec.prompts / len(self.train)
         if self._update == self.updates or not rolled.learns:
             self._rollouts, self._update, self._rolled = self._rollouts + 1, 0, None
-        after: State = {"rollouts": self._rollouts, "update": self._update, "idle": self._idle}
+        after: State = {"rollouts": self._rollouts, "update": self._update, "idle": self._idle, "rewards": self.scorer.digest}
         if self._rolled is not None:
             after["held"] = rolled.as_json(self.world)
         step = rollout_step(self, rolled, after, epoch)
-        return replace(step, figures=figures, told=told, samples=samples)
+        # what a later update gains may be clipped everywhere
+        return replace(step, figures=figures, told=told, samples=samples, may_rest=figures.get("update", 1.0) > 1.0)
 
     def _row_of(self, number: int) -> int:
         """The row of the n-th prompt of the run."""
         epoch, place = divmod(number, len(self.train))
-        order = np.random.Generator(np.random.Philox(key=[self.recipe.train.seed, epoch])).permutation(len(self.train))
-        return int(order[place])
+        if self._order is None or self._order[0] != epoch:
+            chance = np.random.Generator(np.random.Philox(key=[self.recipe.train.seed, epoch]))
+            self._order = (epoch, chance.permutation(len(self.train)))
+        return int(self._order[1][place])
 
     def _roll(self, model: HFModel) -> Rolled:
         first = self._rollouts * self.spec.prompts
@@ -238,7 +254,7 @@ class RolloutSource(Source):
                     longest=self.spec.max_new_tokens,
                     stops=max(1, len(stops)),
                 )
-            found = self._generator.generate(requests, self.report)
+            found = self._generator.generate(requests, lambda _, done, total: self.report("generating", done, total))
         decode = self.tokenizer.decode
         return [
             Group(number, row, answers, [str(decode(answer.tokens, skip_special_tokens=True)) for answer in answers])
@@ -305,10 +321,11 @@ class RolloutSource(Source):
         rolled.learns = answers > 0 and (signals > 0 or bool(objective.beta and objective.name != "rloo"))
         self._idle = 0 if signals else self._idle + 1
         if self._idle >= self.spec.patience:
-            reward = rolled.figures.get("reward", math.nan)
+            reward = rolled.figures.get("reward")
+            same = "no answer has one" if reward is None else f"{reward:.4g} on average"
             raise HealthStop(
                 what=f"no group of answers had a signal in {counted(self._idle, 'rollout')} in a row: all answers to a prompt "
-                f"have the same reward ({reward:.4g} on average)",
+                f"have the same reward ({same})",
                 why="without a difference there is nothing to learn",
                 fix="if this is the highest reward, the run is done; else try prompts that are sometimes solved, rewards with "
                 "more steps between wrong and right, or more rollouts.answers",

@@ -148,7 +148,7 @@ class Source(ABC):
         return self.packing.step(table, list(packs), after, epoch)
 
     def evaluate(self, model: HFModel) -> Evaluation:
-        """Of held-out rows, if it `evaluates`; on all ranks."""
+        """Measures the model on held-out rows, if it `evaluates`. On all ranks."""
         raise NotImplementedError
 
     @abstractmethod

@@ -124,7 +124,7 @@ def offending_rows(
     """Each row of the step alone, or each group of rows that the objective keeps together."""
     objective, table = objective or Supervised(), step_batch.rows
     guilty: list[str] = []
-    for rows in split_groups(table, step_batch.documents, objective.together):
+    for rows in split_groups(table, step_batch.documents, objective.together) if len(step_batch.documents) else ():
         model.zero_grad(set_to_none=True)
         batch = objective.complete(build_batch(table, rows, int(table.lengths[rows].sum())), table).to(device)
         with autocast():
