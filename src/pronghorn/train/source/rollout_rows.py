@@ -140,7 +140,9 @@ class RolloutTable(TokenTable):
     def of_groups(cls, source: Prompts, groups: Sequence[Learned], *, all_answers: bool = False) -> RolloutTable | None:
         """None without a row. `all_answers`: also those that are no part of the loss."""
         rows, given = list[TokenRow](), list[Floats]()
-        filling = _Filling(source.recipe.train.capacity, source.shared, most_documents(source.recipe, source.train, source.shared))
+        filling = _Filling(
+            source.recipe.train.capacity, source.shared, most_documents(source.recipe, source.train, source.shared)
+        )
         for group in groups:
             prompt, where = source.train.ids(group.row), source.train.where(group.row)
             filling.next_prompt(len(prompt))
