@@ -60,8 +60,9 @@ def test_the_demo_tells_the_rates_before_and_after(
     assert len(evaluated) == 3
     assert (printed[-1]["right_before"], printed[-1]["right_after"]) == (evaluated[0], evaluated[-1])
     page = (output / "report.html").read_text(encoding="utf-8")
-    assert page.count('class="line eval"') == 1 + 3  # through the held-out points, and each one's error
-    assert '"name":"held-out prompts, with standard error","colour":"eval","dots":true,"x":[0,2,4]' in page
+    curve = page[page.index("<h3>Reward</h3>") :].partition("</figure>")[0]
+    assert curve.count('class="line eval"') == 1 + 3  # through the held-out points, and each one's error
+    assert '"name":"held-out prompts, with standard error","colour":"eval","dots":true,"x":[0,2,4]' in curve
     rl.run_rl_demo(output, as_json=False)
     shown = capsys.readouterr().out
     assert f"held-out sums, sampled: {evaluated[0]:.0%} ± " in shown
