@@ -41,6 +41,9 @@ from benchmarks.without_numbers import WithoutNumbers
 from pronghorn.data.pack.batches import Shapes, build_batch
 from pronghorn.data.pack.packing import pack_in_order
 from pronghorn.data.preference.pair_packing import groups_of
+from pronghorn.generation.sampling import Rules, draw
+from pronghorn.kernels.attention.attention_paged import MEMBERS, PAGE, Segments, paged_attention
+from pronghorn.kernels.lora.nf4_rows import NF4Rows
 from pronghorn.kernels.loss import cross_entropy_powers
 from pronghorn.kernels.quant.fp8_cast import fp8_cast_rows, fp8_supported
 from pronghorn.kernels.quant.mxfp4 import mxfp4_dequantize, mxfp4_quantize
@@ -243,6 +246,25 @@ def convert() -> None:
         fp8_cast_rows(torch.empty(64, 28672, dtype=torch.bfloat16))
 
 
+def decode() -> None:
+    """What a step of decoding launches that training does not."""
+    for dtype, width, window in ((torch.bfloat16, 128, None), (torch.bfloat16, 64, 128)):
+        pages = torch.empty(8, 8, PAGE, width, dtype=dtype)
+        q_BNH, position_B = torch.empty(16, 32, width, dtype=dtype), torch.zeros(16, dtype=torch.int32)
+        parts = [
+            Segments(*(torch.zeros(size, dtype=torch.int32) for size in ((rows, 4), rows, rows, (rows, members))))
+            for rows, members in ((2, MEMBERS), (16, 1))
+        ]
+        paged_attention(q_BNH, pages, pages, parts, position_B, scale=1.0, window=window, out=torch.empty_like(q_BNH))
+    weight = nf4_quantize(torch.empty(1024, 4096, dtype=torch.bfloat16))
+    for rows in (16, 64):
+        x_ext, sB = torch.empty(rows, 4096 + 64, dtype=torch.bfloat16), torch.empty(1024, 64, dtype=torch.bfloat16)
+        NF4Rows([weight])(x_ext, sB, h_BO=x_ext[:, :1024])
+    key_B = torch.zeros(16, dtype=torch.int64)
+    for truncates in (False, True):
+        draw(torch.empty(16, 128256), Rules.empty(16, key_B.device), key_B, key_B, truncates=truncates)
+
+
 class Work(NamedTuple):
     name: str
     run: Callable[[], None]
@@ -253,6 +275,7 @@ def works(chip: Chip) -> Iterator[Work]:
     with as_on(chip):
         has_fp8 = fp8_supported("cpu") is None
     yield Work("formats", convert)
+    yield Work("decoding", decode)
     for case in CASES:
         if has_fp8 or not case.fp8:
             yield Work(str(case), partial(take_step, case))

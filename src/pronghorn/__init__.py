@@ -32,9 +32,10 @@ _HOMES = {
         "UnslothTrainingArguments", "UnslothVisionDataCollator", "unsloth_train",
     ),
     "compat.dropin.absent": (
-        "FastSentenceTransformer", "add_new_tokens", "check_python_modules", "create_locked_down_function",
-        "execute_with_time_limit", "is_port_open", "launch_openenv",
+        "FastSentenceTransformer", "add_new_tokens", "is_port_open", "launch_openenv",
     ),
+    "compat.dropin.generated_code": ("check_python_modules", "create_locked_down_function", "execute_with_time_limit"),
+    "compat.dropin.sampling_params": ("SamplingParams",),
 }  # fmt: skip
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [  # what needs no TRL

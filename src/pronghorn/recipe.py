@@ -443,7 +443,10 @@ class Recipe(Section):
 
 
 # What does not touch the numbers of the run may change between two starts of it.
-MAY_CHANGE_ON_RESUME = ("checkpoint.", "eval.", "memory.", "output", "data.workers", "train.graph", "report.", "world.")
+MAY_CHANGE_ON_RESUME = (
+    *("checkpoint.", "eval.", "memory.", "output", "data.workers", "train.graph", "report.", "world."),
+    "rollouts.engine_seconds",
+)
 # Of the rest, what cannot change in the middle of a run even where --allow-change asks for it: a key or a section, and why.
 _ADAPTER, _PLACE = "the trained adapter has this shape and scale", "the run's position in the data would mean different rows"
 FIXED_ON_RESUME = {

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import re
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from pronghorn.recipe_section import Positive, Section
 
 Name = Annotated[str, Field(min_length=1)]
+OWN = "own"
 NO_CODE = "Pronghorn runs code only if it is named on the command line"
 
 
@@ -26,12 +28,29 @@ class Rollouts(Section):
     # answers that were cut at max_new_tokens: learned from, or left out of the loss; they count in their group either way
     truncated: Literal["keep", "mask"] = "keep"
     slots: PositiveInt = 256  # answers generated at a time, on each rank
+    engine: str = OWN  # what answers: own, or a vLLM or SGLang server: http://127.0.0.1:8000 (docs/rollout-server.md)
+    engine_seconds: Positive = 600.0  # for one answer of a server
     on_reward_error: Literal["leave_out", "stop"] = "leave_out"  # an answer whose reward fails; or the whole run
     reward_seconds: Positive = 30.0  # for one answer, in --reward-file
     reward_memory: Positive = 4.0  # GB that a process of --reward-file may take beyond what its imports take
     reward_workers: PositiveInt = 2  # processes of --reward-file
     patience: PositiveInt = 20  # rollouts in a row without a signal: the run stops
     eval_answers: PositiveInt = 4  # to each held-out prompt, from which pass@1 is estimated
+
+    @field_validator("engine")
+    @classmethod
+    def _is_an_address(cls, engine: str) -> str:
+        try:
+            parts = urlsplit(engine)
+            plain = (
+                parts.scheme in ("http", "https") and parts.hostname and not (parts.query or parts.fragment or parts.username)
+            )
+            _ = parts.port
+        except ValueError:
+            plain = False
+        if engine != OWN and not plain:
+            raise ValueError(f"{engine!r} is neither own nor the address of a server; write http://127.0.0.1:8000")
+        return engine
 
 
 class Reward(Section):
@@ -78,7 +97,7 @@ def rollout_misfits(recipe: Any) -> list[str]:
         return [
             f"{key}: objective {recipe.objective} generates no answers; set objective: grpo, or remove {key}" for key in found
         ]
-    return [*_rewards(recipe), *_sizes(recipe), *_others(recipe)]
+    return [*_rewards(recipe), *_sizes(recipe), *_others(recipe), *_engine(recipe)]
 
 
 def _rewards(recipe: Any) -> list[str]:
@@ -136,4 +155,22 @@ def _others(recipe: Any) -> list[str]:
         problems.append("eval.best: the loss says nothing of answers; set eval.best: reward, or remove it")
     if recipe.health.spike != "warn":
         problems.append("health.spike: a spike of this loss says nothing of the run; set health.spike: warn")
+    return problems
+
+
+def _engine(recipe: Any) -> list[str]:
+    spec, problems = recipe.answering, []
+    if spec.engine == OWN:
+        given = spec.engine_seconds != Rollouts.model_fields["engine_seconds"].default
+        return ["rollouts.engine_seconds: engine: own has no time limit; remove it"] if given else []
+    if recipe.method == "full":
+        problems.append("rollouts.engine: a server gets adapters, and method: full has none; set method: lora, or engine: own")
+    elif recipe.lora.dora or "experts" in recipe.lora.targets:
+        what = "DoRA" if recipe.lora.dora else "adapters of experts in PEFT's layout"
+        problems.append(f"rollouts.engine: vLLM and SGLang do not serve {what}; set engine: own")
+    if spec.temperature != 1.0 and (spec.top_k or spec.top_p < 1.0 or spec.min_p):
+        problems.append(
+            "rollouts.engine: no server gives the log-probability of a token in the whole vocabulary at its temperature; set "
+            "temperature: 1.0, or remove top_k, top_p and min_p"
+        )
     return problems

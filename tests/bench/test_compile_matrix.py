@@ -32,6 +32,7 @@ HEAVIEST = [
 # These launch all kernels of today. A kernel that none of them launches is looked for in the others.
 FIRST = (
     "formats",
+    "decoding",
     "qwen3-30b-a3b-4layers, fp8, r=16, on experts",
     "gpt-oss-20b-4layers, qlora, r=16, on experts",
     "gemma-3-4b, full",

@@ -45,12 +45,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def model_in(folder: Path, outputs: tuple[str, ...] = SFT, **options: Any) -> Any:
+def model_in(folder: Path, outputs: tuple[str, ...] = SFT, temperature: float = 1.0, **options: Any) -> Any:
     model, _ = adapted(folder, **options)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
-    add_fused_lm_head(base_of(model), outputs=outputs)
+    add_fused_lm_head(base_of(model), temperature=temperature, outputs=outputs)
     return model
 
 
@@ -78,11 +78,14 @@ def outcome(model: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, torch.Te
 
 
 @pytest.mark.parametrize("kind", first_of(["right", "packed", "left"], 2))
-@pytest.mark.parametrize("changes", [{}, {"num_items_in_batch": torch.tensor(77)}, {"four_bit": True}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"temperature": 0.7}, {"num_items_in_batch": torch.tensor(77)}, {"four_bit": True}], ids=str
+)
 def test_outputs_and_gradients_are_trls(
     folder: Path, kind: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = model_in(folder, four_bit=changes.pop("four_bit", False))
+    changes = dict(changes)
+    model = model_in(folder, four_bit=changes.pop("four_bit", False), temperature=changes.pop("temperature", 1.0))
     inputs = batch(kind) | changes
     ours, gradients = outcome(model, inputs)
     assert Counted.calls == 0
@@ -125,12 +128,6 @@ def asks_for_more(folder: Path) -> Any:
     return model_in(folder, (*SFT, "mean_logits"))
 
 
-def another_temperature(folder: Path) -> Any:
-    model, _ = adapted(folder)
-    add_fused_lm_head(base_of(model), temperature=0.7, outputs=SFT)
-    return model
-
-
 def trains_its_head(folder: Path) -> Any:
     return model_in(folder, target_modules=["q_proj", "lm_head"])
 
@@ -157,7 +154,7 @@ def softcapped(folder: Path) -> Any:
     return model_in(folder)
 
 
-@pytest.mark.parametrize("kind", [asks_for_more, another_temperature, trains_its_head, hooked, softcapped])
+@pytest.mark.parametrize("kind", [asks_for_more, trains_its_head, hooked, softcapped])
 def test_what_is_not_computed_here_goes_on_to_trl(folder: Path, kind: Any) -> None:
     output, gradients = outcome(kind(folder), batch("right"))
     assert Counted.calls == 1

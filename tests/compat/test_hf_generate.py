@@ -110,6 +110,45 @@ def test_draws_are_repeated_by_torchs_seed(trained: tuple[Any, Any], requests: l
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
+class Heard:
+    """A streamer."""
+
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+
+    def put(self, tokens: torch.Tensor) -> None:
+        self.said.append(tokens.tolist())
+
+    def end(self) -> None:
+        self.said.append("end")
+
+
+@pytest.mark.parametrize("stops", [None, 258])
+def test_a_streamer_hears_what_it_hears_of_transformers(
+    trained: tuple[Any, Any], requests: list[Request], stops: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, tokenizer = trained
+    given = batch((4,)) | greedy(eos_token_id=stops)
+    one, other = Heard(), Heard()
+    expected = own(model.eval(), **given, streamer=one)
+    assert torch.equal(model.generate(**given, streamer=other), expected)
+    assert other.said == one.said
+    capsys.readouterr()
+    model.generate(**given, streamer=TextStreamer(tokenizer, skip_prompt=True))
+    assert capsys.readouterr().out.strip() == tokenizer.decode(expected[0, 4:]).strip()
+    assert len(requests) == 2
+
+    class Full(Heard):
+        def put(self, tokens: torch.Tensor) -> None:
+            super().put(tokens)
+            if len(self.said) > 3:
+                raise StopIteration
+
+    with pytest.raises(StopIteration):
+        model.generate(**given, streamer=Full())
+    assert torch.equal(model.generate(**given), expected)
+
+
 class Louder:
     """A processor of the user's own."""
 
@@ -127,7 +166,7 @@ def right_padded() -> dict[str, torch.Tensor]:
     (lambda _: batch() | greedy(min_new_tokens=3), "MinLength"),
     (lambda _: batch() | greedy(logits_processor=LogitsProcessorList([Louder()])), "Louder"),
     (lambda _: batch((4,)) | greedy(output_scores=True, return_dict_in_generate=True), "return_dict_in_generate=True"),
-    (lambda t: batch((4,)) | greedy(streamer=TextStreamer(t)), "streamer="),
+    (lambda t: batch() | greedy(streamer=Heard()), "a streamer of several rows"),
     (lambda t: batch() | greedy(tokenizer=t, stop_strings=["a"]), "tokenizer="),
     (lambda t: batch() | greedy(stopping_criteria=[StopStringCriteria(t, ["a"])]), "StopStringCriteria"),
     (lambda _: right_padded() | greedy(), "padded on the right"),

@@ -155,8 +155,8 @@ def test_sampling_params_of_vllm_itself() -> None:
             usual = {"n": 1, "top_k": 0, "min_p": 0.0, "output_kind": 2, "logprobs": None, "_all_stop_token_ids": set()}
             self.__dict__.update(usual | given)
 
-    assert of(Struct(top_k=-1, min_p=0.1)).rule.min_p == 0.1
-    assert of({"top_k": -1}).rule.top_k == 0
+    assert of(Struct(top_k=-1, min_p=0.1)).min_p == 0.1
+    assert of({"top_k": -1}).top_k == -1
     with pytest.raises(CommandError, match="logprobs=2"):
         of(Struct(logprobs=2))
     with pytest.raises(CommandError, match="is a int"):

@@ -121,7 +121,7 @@ def test_a_loaded_model_is_frozen_or_trains_whole(tiny_model: Path) -> None:
 
 @pytest.mark.parametrize("full", [True, False])
 def test_verify_on_load(tiny_model: Path, full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pronghorn.model.layers import gated
+    from pronghorn.model.layers import wide_gemms as gated
 
     model, _ = load(tiny_model, verify=True, full_finetuning=full)
     assert all(p.requires_grad == full and p.grad is None for p in model.parameters())

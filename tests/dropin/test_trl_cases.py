@@ -33,6 +33,7 @@ from trl import (
     SFTConfig,
     SFTTrainer,
 )
+from trl.trainer.utils import use_adapter
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what is experimental may change
@@ -41,6 +42,7 @@ with warnings.catch_warnings():
 
 from dropin.hf_trainer_uses import ARGUMENTS, Recorder, run
 from dropin.same_numbers import compare, fast_model, runs, stock_model, with_captured_layers, written
+from pronghorn import FastLanguageModel
 from pronghorn.compat.outer_loop import loop_of
 from pronghorn.kernels.runtime import dispatch
 from pronghorn.model.causal_lm import FastCausalLM, base_of, engine_of
@@ -334,7 +336,7 @@ def trained_by(kind: str, case: Case, folder: Path) -> Callable[[Any], Any]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "kind" not in metafunc.fixturenames:
+    if not {"kind", "name"} <= set(metafunc.fixturenames):
         return
     wanted = [place for place in CASES if metafunc.config.getoption("--every-case") or place[1] in SUITE[place[0]]]
     metafunc.parametrize(("kind", "name"), wanted)
@@ -394,7 +396,7 @@ def test_the_reference_of_a_step_rebuilds_nothing(
     models: Path, tmp_path: Path, kind: str, captured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """TRL's reference is a copy of the adapter, or the model without it: both run on the fast layers, between a forward and its
-    backward, and only the copies that GEMMs read are filled anew."""
+    backward, while the adapter that trains has its values."""
     folder = written(models, "llama")
     case = Case("pairs", {"max_steps": 4}, {} if kind == "a copy" else {"peft_config": ADDED})
     plain = stock_model(folder, adapter=kind == "a copy")
@@ -417,3 +419,31 @@ def test_the_reference_of_a_step_rebuilds_nothing(
     assert rebuilt == [rebuilt[0]] * 4
     assert captured or len(ran) == 8
     assert not any("transformers layers" in line for line in dispatch._said)
+
+
+@pytest.mark.parametrize("off", [True, False])
+def test_another_adapter_of_a_quantized_model(models: Path, off: bool) -> None:
+    """Its GEMMs read adapters where they are, without copies: a forward with others, and a backward that waited for it."""
+    found = []
+    for between in (False, True):
+        model, _ = FastLanguageModel.from_pretrained(str(written(models, "llama")), max_seq_length=512, load_in_4bit=True)
+        model = FastLanguageModel.get_peft_model(model, r=4)
+        model.add_adapter("other", model.peft_config["default"])
+        for number, parameter in enumerate(p for name, p in model.named_parameters() if "lora_B" in name):
+            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(number))
+        ids = torch.arange(20, 60).view(2, 20)
+        with use_adapter(model, None if off else "other"), loop_of(base_of(model)).own_layers(), torch.no_grad():
+            expected = model(ids, labels=ids).loss
+        loss = model(ids, labels=ids).loss
+        if between:
+            engine = engine_of(model)
+            assert engine is not None
+            rebuilt = engine.rebuilt
+            with use_adapter(model, None if off else "other"), torch.no_grad():
+                torch.testing.assert_close(model(ids, labels=ids).loss, expected, rtol=2e-5, atol=0)
+            assert engine.rebuilt == rebuilt
+            assert abs(float(loss - expected)) > 1e-3
+        loss.backward()
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert len(found[0]) == len(found[1]) > 0
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

@@ -10,11 +10,19 @@ import test_decoder_layer
 import test_experts
 import test_short_conv_mixer
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from pronghorn.generation.generator import Generator, Request
 from pronghorn.generation.sampling import GREEDY, Sampling, key_of
+from pronghorn.kernels.lora import nf4_rows
+from pronghorn.kernels.lora.nf4_rows import NF4Rows, nf4_rows_reference
+from pronghorn.kernels.lora.stored_lora import StoredLoraGroup
 from pronghorn.kernels.runtime import dispatch
 from pronghorn.model.causal_lm import engine_of, install
+from pronghorn.model.formats.store import store_linears_
+from pronghorn.model.formats.table import FORMATS
+from pronghorn.model.lora import add_adapter
+from pronghorn.recipe import Lora
 
 STOPS = tuple(range(5, 13))
 # What a row of the table of families is, and how its small model is made.
@@ -146,3 +154,48 @@ def test_temperature_zero_beside_others() -> None:
     mixed = [Request(prompt, (1,), 12, GREEDY), Request(prompt, (2,), 12, Sampling(top_k=4)), Request(prompt, (3,), 12)]
     (greedy,), *_ = Generator(model, slots=4, tokens=1000, longest=32).generate(mixed)
     assert greedy.tokens == expected(model.eval(), prompt, 12)[0]
+
+
+@torch.no_grad()
+def test_few_rows_read_the_bits_of_nf4_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, with the definition in the kernel's place: no weight is dequantized for a step, and adapters of every layer
+    are there. More rows than a few, and all that trains, dequantize."""
+    config = AutoConfig.for_model(
+        "llama", vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    store_linears_(model, FORMATS["nf4"])
+    model = add_adapter(model, Lora(r=16), seed=1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    assert install(model) == ""
+    requests = [Request(prompt, (0,), 12) for prompt in prompts_of(3)]
+    whole = Generator(model, slots=3, tokens=2000, longest=64).generate(requests)
+    calls, refreshed, refresh = [], [], StoredLoraGroup.refresh
+
+    def by_definition(
+        rows: NF4Rows, x_ext: Any, sB: Any, bias: Any, out: Any = None, h: Any = None, factor: float = 1.0
+    ) -> Any:
+        calls.append(len(x_ext))
+        found = nf4_rows_reference(x_ext, rows.weights, sB, bias, h, factor)
+        return found if out is None else out.copy_(found)
+
+    monkeypatch.setattr(NF4Rows, "__call__", by_definition)
+    monkeypatch.setattr(StoredLoraGroup, "refresh", lambda group: (refreshed.append(group), refresh(group)))
+    monkeypatch.setattr(NF4Rows, "few", staticmethod(lambda x: nf4_rows._reads.get() and len(x) <= 8))
+    engine = engine_of(model)
+    for buffer in engine.buffers._buffers.values():
+        buffer.take().fill_(float("nan"))
+        buffer.forget()
+    read = Generator(model, slots=3, tokens=2000, longest=64).generate(requests)
+    for mine, other in zip(read, whole, strict=True):
+        assert mine[0].tokens == other[0].tokens
+        torch.testing.assert_close(torch.tensor(mine[0].log_probs), torch.tensor(other[0].log_probs), rtol=1e-5, atol=1e-5)
+    assert set(calls) <= set(range(1, 9))
+    assert len(calls) >= 11 * 4  # steps and groups
+    assert len(refreshed) >= 11 * 4  # in every step, as a captured one must, though the layer is alone
+    before = len(calls)
+    model(input_ids=torch.tensor([[5, 6, 7]]))
+    assert len(calls) == before

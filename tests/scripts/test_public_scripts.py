@@ -123,8 +123,7 @@ def test_a_public_script_that_generates_while_it_trains(
     groups = [requests for requests in asked if len(requests[0].keys) == trainer.args.num_generations]
     assert len(groups) == 2
     assert all(len(request.keys) == trainer.args.num_generations for requests in groups for request in requests)
-    refused = {line.split(": ")[1] for line in dispatch._said if line.startswith("generate: ")}
-    assert refused <= {"streamer="}
+    assert not [line for line in dispatch._said if line.startswith("generate: ")]
     assert not trainer.args.use_vllm
     assert len(main["outputs"]) == 1
     if "SamplingParams" in main:

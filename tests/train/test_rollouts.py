@@ -137,6 +137,20 @@ def test_a_rollout_that_was_interrupted_is_repeated(
     assert same(weights(latest_checkpoint(done.folder)), weights(latest_checkpoint(whole.folder)))
 
 
+def test_a_run_goes_on_between_two_updates_of_one_rollout(rl: RecipeFor) -> None:
+    """Its answers are those of weights that are gone: the checkpoint has them."""
+    recipe = rl(objective={"name": "gspo", "updates": 3, "beta": 0.1}, train={"steps": 5})
+    whole = train(recipe, display=Silent())
+    again = recipe.model_copy(update={"output": recipe.output + "-again"})
+    for step in (2, 4):
+        with pytest.raises(Interrupted):
+            train(again, display=stop_at(step))
+    done = train(again, display=Silent())
+    assert rewards_of(done.folder) == rewards_of(whole.folder)
+    assert [step["update"] for step in rewards_of(done.folder)] == [1.0, 2.0, 3.0, 1.0, 2.0]
+    assert same(weights(latest_checkpoint(done.folder)), weights(latest_checkpoint(whole.folder)))
+
+
 @pytest.mark.usefixtures("imported_python")
 def test_kill_9_while_answering_changes_nothing(one_layer_model: Path, tmp_path: Path) -> None:
     script = Path(__file__).parent / "kill_and_resume.py"

@@ -208,7 +208,7 @@ def check(arguments: argparse.Namespace) -> None:
             from pronghorn.export.ahead import not_possible
             from pronghorn.train.setup.check import check_run
         display.progress(*STARTED)
-        facts = check_run(recipe, report=display.progress, exports=not_possible, reward_file=arguments.reward_file)
+        facts = check_run(recipe, report=display.progress, exports=not_possible, **starting.own_code(arguments))
     say(arguments, facts.as_dict(), facts.table())
 
 
@@ -275,8 +275,8 @@ def train(arguments: argparse.Namespace) -> None:
                 fresh=arguments.fresh,
                 allow=arguments.allow_change,
                 metric_file=arguments.metric_file,
-                reward_file=arguments.reward_file,
                 world=world,
+                **starting.own_code(arguments),
             )
     if not arguments.json and rank == 0:
         _show_summary(result.folder, answers=recipe.objective.kind.answers)
@@ -313,9 +313,8 @@ def evaluate(arguments: argparse.Namespace) -> None:
                 chat=arguments.lm_eval_chat,
             )
         else:
-            asked = EvaluationRequest(
-                evaluating.spec(arguments), arguments.metric_file, arguments.base, arguments.answers, arguments.reward_file
-            )
+            spec, own = evaluating.spec(arguments), starting.own_code(arguments)
+            asked = EvaluationRequest(spec, arguments.metric_file, arguments.base, arguments.answers, **own)
             figures = evaluate_run(run, which, data=arguments.data, report=display.progress, asked=asked)
     say(arguments, figures, evaluating.text(figures))
 

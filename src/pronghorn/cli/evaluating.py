@@ -59,7 +59,8 @@ def names(words: str) -> list[str]:
 
 def require_one_kind(arguments: argparse.Namespace) -> None:
     """An option that would be ignored is refused."""
-    ours = ["data", "metrics", "regex", "samples", "max_new_tokens", "system", "base", "answers", "metric_file", "reward_file"]
+    ours = ["data", "metrics", "regex", "samples", "max_new_tokens", "system", "base", "answers", "metric_file"]
+    ours += ["reward_file", "episode_file"]
     theirs = ["limit", "lm_eval_chat", "lm_eval_path"]
     word, names, why, fix = "without", theirs, "it applies to lm-evaluation-harness tasks only", "add --lm-eval TASKS"
     if arguments.lm_eval:

@@ -27,6 +27,16 @@ def own_rewards(one: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="your own rewards: a Python file with def reward(prompts, completions, **columns); the file is executed",
     )
+    one.add_argument(
+        "--episode-file",
+        type=Path,
+        metavar="FILE",
+        help="conversations of several turns: a Python file with async def episode(row, ask); the file is executed",
+    )
+
+
+def own_code(arguments: argparse.Namespace) -> dict[str, Path | None]:
+    return {"reward_file": arguments.reward_file, "episode_file": arguments.episode_file}
 
 
 def launched(arguments: argparse.Namespace, ranks: int, recipe: Recipe) -> bool:

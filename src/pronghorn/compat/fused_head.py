@@ -38,6 +38,7 @@ class HeadSettings(NamedTuple):
 
     outputs: tuple[str, ...]
     output_class: Any
+    temperature: float  # logits are divided by it
 
 
 def answer_fused_heads(model: HFModel) -> None:
@@ -70,7 +71,7 @@ def _answer(model: HFModel, inputs: dict[str, Any]) -> Any:
     asked = _asked(engine)
     if asked is None or inputs.get("output_router_logits"):
         return None
-    found = _token_log_probs(engine, inputs | {"use_cache": False}, asked.outputs)
+    found = _token_log_probs(engine, inputs | {"use_cache": False}, asked)
     if found is None:
         return None
     shown = slice(None) if inputs.get("shift_labels") is not None else slice(None, -1)  # the last token predicts nothing
@@ -80,7 +81,7 @@ def _answer(model: HFModel, inputs: dict[str, Any]) -> Any:
     return asked.output_class(loss=-values["log_probs"].sum() / total, **values)
 
 
-def _token_log_probs(engine: FastCausalLM, inputs: Inputs, outputs: tuple[str, ...]) -> dict[str, Tensor] | None:
+def _token_log_probs(engine: FastCausalLM, inputs: Inputs, asked: HeadSettings) -> dict[str, Tensor] | None:
     """A value for each token of each row, of the label that it predicts; 0 where it has none. None: the model's own layers must
     compute logits."""
     loop, head = loop_of(engine.model), head_of(engine.model)
@@ -95,9 +96,9 @@ def _token_log_probs(engine: FastCausalLM, inputs: Inputs, outputs: tuple[str, .
     h = loop.run(inputs, pack).index_select(0, rows)
     with torch.autocast(h.device.type, enabled=False):
         x, weight, _ = engine.lm.inputs(h)
-        found = linear_log_probs(
-            x, weight, targets[rows], entropy="entropy" in outputs, top="is_top1" in outputs, **engine.lm.terms
-        )
+        terms = engine.lm.terms | {"logit_scale": engine.lm.terms["logit_scale"] / asked.temperature}
+        beside = {"entropy": "entropy" in asked.outputs, "top": "is_top1" in asked.outputs}
+        found = linear_log_probs(x, weight, targets[rows], **beside, **terms)
     places, shape = rows if pack.real is None else pack.real[rows], pack.shape
     values = {
         "log_probs": found.log_probs,
@@ -119,15 +120,13 @@ def _asked(engine: FastCausalLM) -> HeadSettings | None:
         return None
     names = function.__code__.co_freevars
     given = {name: cell.cell_contents for name, cell in zip(names, function.__closure__ or (), strict=True)}
-    usual = {
-        "temperature": 1.0,
-        "cast_lm_head_to_fp32": False,
-        "final_logit_softcapping": None,
-        "logit_scale": engine.lm.terms["logit_scale"],
-    }
+    usual = {"cast_lm_head_to_fp32": False, "final_logit_softcapping": None, "logit_scale": engine.lm.terms["logit_scale"]}
     if any(name not in given or given[name] != value for name, value in usual.items()):
         return None
     outputs, original = given.get("outputs"), getattr(given.get("original_forward"), "__func__", None)
+    temperature = given.get("temperature")
+    if not isinstance(temperature, float | int) or temperature <= 0:
+        return None
     if not isinstance(outputs, tuple) or not COMPUTED.issuperset(outputs) or not hasattr(original, OURS):
         return None
-    return HeadSettings(outputs, function.__globals__["FusedCausalLMOutput"])
+    return HeadSettings(outputs, function.__globals__["FusedCausalLMOutput"], float(temperature))

@@ -8,7 +8,7 @@ turn. Memory that runs out, here or in training, gets them back.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.causal_lm import FastCausalLM
 from pronghorn.model.layers.mixers.attention import Attention
 
+Look = Callable[[list[list[Answer]]], None]
 SLOTS = {"cpu": 32, "cuda": 256}  # more do not get cheaper: from 165 rows on products are bound by arithmetic (H200)
 SHARE = 0.5  # of free memory
 
@@ -47,16 +48,16 @@ class KeptGenerator:
         twin.share = self.share
         return twin
 
-    def answers(self, requests: Sequence[Request], dtype: torch.dtype) -> list[list[Answer]]:
-        """`dtype`: of the layers. Outside of autocast and inference mode."""
+    def answers(self, requests: Sequence[Request], dtype: torch.dtype, look: Look | None = None) -> list[list[Answer]]:
+        """`dtype`: of the layers. Outside of autocast and inference mode. `look`: at answers while they grow."""
         while True:
             least = max(pages_for(len(one.prompt)) + pages_for(one.max_new_tokens) for one in requests)
             try:
-                return self._fitting(requests, least, dtype).generate(requests)
+                return self._fitting(requests, least, dtype).generate(requests, None, look)
             except torch.OutOfMemoryError:
                 pages = self._sizes.pages // 2
                 self.give_back()
-                if pages < least:
+                if pages < least or look:  # what was shown cannot be repeated
                     raise
                 self._limit = pages
             except BaseException:
@@ -82,8 +83,8 @@ class KeptGenerator:
             return self._generator
         largest = Sizes(*map(max, wanted, self._sizes, (1, 1, PAGE, 8)))
         self.give_back()
-        pages = prompts + largest.slots * pages_for(largest.longest)
-        pages = 1 << (max(pages, largest.pages) - 1).bit_length()  # prompts of the next call are longer or shorter
+        # Prompts of the next call may be longer.
+        pages = max(largest.pages, 2 * prompts + largest.slots * pages_for(largest.longest))
         if device.type == "cuda":
             self._limit = min(self._limit, int(self.share * free_bytes(device)) // (PAGE * self.bytes_of_a_token(dtype)))
         self._sizes, self._dtype = largest._replace(pages=max(least, min(pages, self._limit))), dtype
@@ -98,7 +99,7 @@ class KeptGenerator:
         return self._generator
 
     def bytes_of_a_token(self, dtype: torch.dtype) -> int:
-        """Of its keys and values in all layers."""
+        """The size of its keys and values in all layers."""
         mixers = [layer.mixer for layer in self.engine.layers if isinstance(layer.mixer, Attention)]
         return max(1, sum(2 * mixer.kv_heads * mixer.head_width for mixer in mixers) * dtype.itemsize)
 

@@ -19,11 +19,11 @@ from transformers import PreTrainedModel
 
 from pronghorn.compat.captured_layers import CapturedLayers
 from pronghorn.compat.changes import OURS, Changes, is_plain_table, why_called
-from pronghorn.compat.kept_generator import KeptGenerator
+from pronghorn.compat.kept_generator import KeptGenerator, Look
 from pronghorn.compat.rows_to_documents import Inputs, Pack, packed, targets_of
 from pronghorn.compat.same_weights import SameWeights
 from pronghorn.generation.generator import Answer, Request
-from pronghorn.kernels.runtime.dispatch import address, say_once
+from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.causal_lm import FastCausalLM, engine_of
 from pronghorn.model.layers.types import Documents
 from pronghorn.model.router_stats import RouterStats
@@ -108,14 +108,14 @@ class OuterLoop:
                 if not (given or (chooser is not None and chooser.lower())):
                     raise
 
-    def answers(self, requests: Sequence[Request], dtype: torch.dtype) -> list[list[Answer]]:
-        """`dtype`: of the layers. Outside of autocast and inference mode."""
+    def answers(self, requests: Sequence[Request], dtype: torch.dtype, look: Look | None = None) -> list[list[Answer]]:
+        """`dtype`: of the layers. Outside of autocast and inference mode. `look`: at answers while they grow."""
         look_at_norms(self.engine)
         with self._with_adapters():
             try:
-                return self.generator.answers(requests, dtype)
+                return self.generator.answers(requests, dtype, look)
             except torch.OutOfMemoryError:
-                if not self.captured.give_back():
+                if look or not self.captured.give_back():
                     raise
             return self.generator.answers(requests, dtype)
 
@@ -164,7 +164,8 @@ class OuterLoop:
 
     def _same_adapters(self) -> bool:
         """A forward with other adapters (the reference of DPO: adapters off, or TRL's "ref") may come between a forward and its
-        backward, which reads the layers' state; such forwards run on the own layers, unless others can be copied over."""
+        backward, which reads the layers' state; such forwards run on the own layers, unless the weights that train can have
+        their values meanwhile."""
         now = self._adapters_in_use()
         if self._trained_with not in (None, now):
             if not torch.is_grad_enabled():
@@ -179,33 +180,33 @@ class OuterLoop:
             self._trained_with = now
         return True
 
-    def _in_place_of_trained(self, now: Adapters) -> dict[int, Tensor] | None:
-        """The weights of the adapters in use, by the address of those that train. Empty: none are in use. None: they are not of
-        the same kind."""
-        if not now or not self._trained_with or self._trained_with[0] or not self.engine.adapters_are_copies:
+    def _in_place_of_trained(self, now: Adapters) -> list[tuple[Tensor, Tensor | None]] | None:
+        """Pairs of the weights that train and of those in use, or nothing. None: they are not of the same kind."""
+        if not now or not self._trained_with or self._trained_with[0] or not self.engine.adapters_are_fused:
             return None
         (off, mine), (_, trained) = now, self._trained_with
-        if off:
-            return {}
-        if len(mine) != 1 or len(trained) != 1:
+        if len(trained) != 1 or (len(mine) != 1 and not off):
             return None
-        found = {}
+        found: list[tuple[Tensor, Tensor | None]] = []
         for module in self._lora():
-            if mine[0] not in module.lora_A or module.scaling[mine[0]] != module.scaling[trained[0]]:
+            if trained[0] not in module.lora_A or (not off and mine[0] not in module.lora_A):
                 return None
+            if off:
+                found.append((module.lora_B[trained[0]].weight, None))
+                continue
             for half in (module.lora_A, module.lora_B):
                 own, other = half[trained[0]].weight, half[mine[0]].weight
-                if own.shape != other.shape or own.dtype != other.dtype:
+                if own.shape != other.shape or module.scaling[mine[0]] != module.scaling[trained[0]]:
                     return None
-                found[address(own)] = other
+                found.append((own, other))
         return found
 
     @contextmanager
     def _with_adapters(self) -> Iterator[None]:
-        """Inside, PEFT's modules say what they say in training, and the layers read the adapters that are in use."""
+        """Inside, PEFT's modules say what they say in training, and the weights that train have the values of those in use."""
         now = self._adapters_in_use()
-        others = None if torch.is_grad_enabled() or self._trained_with in (None, now) else self._in_place_of_trained(now)
-        if others is None:
+        pairs = None if torch.is_grad_enabled() or self._trained_with in (None, now) else self._in_place_of_trained(now)
+        if pairs is None:
             yield
             return
         assert self._trained_with
@@ -213,7 +214,7 @@ class OuterLoop:
         for module, *_ in states:
             module._disable_adapters, module._active_adapter = False, list(self._trained_with[1])
         try:
-            with self.engine.adapters_from(others):
+            with self.engine.adapters_from(pairs):
                 yield
         finally:
             for module, off, active in states:

@@ -269,6 +269,7 @@ class Decoder:
 
     def _hidden(self, ids_T: Tensor, pack: PackedDocuments, cache: Prefill | Step, rows: Tensor | None = None) -> Tensor:
         engine = self.engine
+        engine.buffers.forget()  # a layer that shares its buffer with no other would not load in a captured step
         spans_2T = spans(pack.cu_seqlens, len(ids_T))
         documents = Documents(
             pack.cu_seqlens,

@@ -86,9 +86,12 @@ class Generator:
 
     @torch.no_grad()
     def generate(
-        self, requests: Sequence[Request], progress: Callable[[str, int, int], None] | None = None
+        self,
+        requests: Sequence[Request],
+        progress: Callable[[str, int, int], None] | None = None,
+        look: Callable[[list[list[Answer]]], None] | None = None,
     ) -> list[list[Answer]]:
-        """The answers to each request, in order."""
+        """The answers to each request, in order. `look` gets them after every window, as they are by then."""
         found = [self.submit(request) for request in requests]
         total, done = sum(len(request.keys) for request in requests), 0
         with in_mode(self.model, training=False):
@@ -97,6 +100,8 @@ class Generator:
                 done += ended
                 if progress and ended:
                     progress("answering", done, total)
+                if look:
+                    look(found)
         return found
 
     def submit(self, request: Request) -> list[Answer]:

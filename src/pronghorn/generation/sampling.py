@@ -9,7 +9,7 @@ B = rows, V = vocabulary. Rules apply in transformers' order, each to what the o
 
 Each token needs one uniform number. It is a hash of the row's key (seed, prompt and sample) and the token's place in the
 answer, so a draw depends on neither slot nor neighbours nor device. The token is where the cumulative probability, in the
-order of the vocabulary, exceeds it; sums are float64.
+order of the vocabulary, exceeds it; sums are float64, on a GPU those of blocks.
 
 `log_prob` is that of the token in the whole vocabulary at its temperature, which a learner computes too; `kept_log_prob` that
 among the tokens that the rules left, from which it was drawn.
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from pronghorn.kernels.runtime.dispatch import use_triton
 from pronghorn.kernels.sampling.draw import draw_launched
+from pronghorn.kernels.sampling.truncated_draw import truncated_draw_launched
 
 _MASK = (1 << 64) - 1
 # Constants of splitmix64 (Steele, Lea and Flood 2014), as signed integers.
@@ -89,8 +90,10 @@ def draw(
     softcap: float = 0.0,
 ) -> Drawn:
     """`place_B`: the token's in its answer. `truncates`: whether some row has a rule other than a temperature. The host knows;
-    else nothing would be sorted. `scale`, `softcap`: what the model's head does to its logits."""
-    if not truncates and use_triton(logits_BV):
+    else logits would be read once more, or sorted on a CPU. `scale`, `softcap`: what the model's head does to its logits."""
+    if use_triton(logits_BV):
+        if truncates:
+            return Drawn(*truncated_draw_launched(logits_BV, *rules, key_B, place_B, scale=scale, softcap=softcap)[:3])
         token_B, log_prob_B = draw_launched(logits_BV, rules.temperature_B, key_B, place_B, scale=scale, softcap=softcap)
         return Drawn(token_B, log_prob_B, log_prob_B)
     logits_BV = logits_BV.float() * scale if scale != 1.0 else logits_BV
@@ -120,7 +123,8 @@ def truncated(log_probs_BV: Tensor, rules: Rules) -> Tensor:
     least_B = sorted_BV.gather(1, last_B[:, None])
     kept_BV = sorted_BV.masked_fill(sorted_BV < least_B, float("-inf")).log_softmax(-1)
     before_BV = kept_BV.exp().cumsum(-1) - kept_BV.exp()  # mass of the likelier ones
-    inside_BV = (before_BV < rules.top_p_B[:, None]) & (kept_BV > float("-inf"))
+    top_p_B = torch.where(rules.top_p_B < 1, rules.top_p_B, float("inf"))  # float32 sums reach 1 before the last token
+    inside_BV = (before_BV < top_p_B[:, None]) & (kept_BV > float("-inf"))
     inside_BV[:, 0] = True
     inside_BV &= sorted_BV >= sorted_BV[:, :1] + rules.min_p_B.log()[:, None]
     least_B = sorted_BV.masked_fill(~inside_BV, float("inf")).amin(-1, keepdim=True)

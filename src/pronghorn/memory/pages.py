@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pronghorn.hf_types import HFConfig
 from pronghorn.kernels.attention.attention_paged import PAGE
-from pronghorn.recipe_rollouts import Rollouts
+from pronghorn.recipe_rollouts import OWN, Rollouts
 
 LOGITS = 3  # float32 tensors of a row's logits at a time, while it is drawn from
 
@@ -23,6 +23,8 @@ def stored_tokens(spec: Rollouts, longest_prompt: int) -> int:
 
 def answering_bytes(spec: Rollouts, config: HFConfig, longest_prompt: int, element: int) -> int:
     """`element`: bytes of a number in the run's precision."""
+    if spec.engine != OWN:
+        return 0
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

@@ -7,7 +7,7 @@ engine, generation the model. Loops of other libraries call the model: compat/hf
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -21,9 +21,10 @@ from torch import Tensor
 from pronghorn.hf_types import HFModel
 from pronghorn.kernels.lora.fp8_lora import SplitTable
 from pronghorn.kernels.lora.multi_copy import CopyTable
+from pronghorn.kernels.lora.nf4_rows import reading_bits
 from pronghorn.kernels.lora.shared_buffers import SharedBuffers
 from pronghorn.kernels.loss.cross_entropy_rows import IGNORED
-from pronghorn.kernels.runtime.dispatch import address, say_once
+from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.families import family_of, num_experts, why_not_fast
 from pronghorn.model.head import PackedRows
 from pronghorn.model.heads import head_in
@@ -85,8 +86,6 @@ class FastCausalLM:
         self.positions = Positions(self.backbone, config, {m.rope: m.head_width for m in mixers if m.rope is not None})
         self._adapters: CopyTable | None = None
         self._adapters_fp8 = SplitTable([])
-        self._off = False  # whether zeros are copied in place of adapters
-        self._others: Mapping[int, Tensor] = {}  # what is copied in their place, by their address
         self.offload: Offload | None = None  # shared by the layers that offload
         self.shards: Shards | None = None  # of weights that are spread over ranks; the layers have it, too
         self.prepared = 0  # how often
@@ -151,7 +150,8 @@ class FastCausalLM:
         """The same after `prepare`, while weights and adapters stay as they are."""
         load = documents.load
         late = rows is not None and load is not None and load.coefficient != 0.0  # the auxiliary loss counts all tokens
-        with torch.autocast(h_TD.device.type, enabled=False):  # the layers choose their precision themselves
+        # The layers choose their precision themselves.
+        with torch.autocast(h_TD.device.type, enabled=False), reading_bits(documents.cache is not None):
             for layer in self.layers[:-1]:
                 h_TD = layer(h_TD, documents)
             h_TD = self.layers[-1](h_TD, documents, None if late else rows)
@@ -201,33 +201,33 @@ class FastCausalLM:
             groups = [group for layer in self.layers for group in layer.groups]
             self._adapters = CopyTable([job for group in groups for job in group.copy_jobs])
             self._adapters_fp8 = SplitTable([job for group in groups for job in group.split_jobs])
-        self._copied(self._adapters).run(zeros=self._off)
+        self._adapters.run()
         self._adapters_fp8.run()
 
-    def _copied(self, own: CopyTable) -> CopyTable:
-        """What fills the copies now: `adapters_from`."""
-        others = self._others
-        return CopyTable([replace(job, source=others[address(job.source)]) for job in own.jobs]) if others else own
-
     @property
-    def adapters_are_copies(self) -> bool:
-        """Whether all adapters are plain LoRA of the layers' linears, of which GEMMs read copies."""
-        tuned = [module for module in self.model.modules() if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)]
+    def adapters_are_fused(self) -> bool:
+        """Whether all adapters are plain LoRA of the layers' linears, which GEMMs of ours read."""
+        tuned = self._tuned()
         groups = [group for layer in self.layers for group in layer.groups if isinstance(group, LinearGroup)]
         plain = {id(module) for group in groups for module in group.modules() if not why_only_peft(module)}
         fused = self.shards is None and not any(layer.why_not_fused() for layer in self.layers)
-        return fused and plain.issuperset(map(id, tuned))
+        # Asked of the modules: while PEFT has its adapters off, a group of linears sees none.
+        whole = any(group.trains_weights and any(module in tuned for module in group.modules()) for group in groups)
+        return fused and not whole and plain.issuperset(map(id, tuned))
+
+    def _tuned(self) -> list[Any]:
+        return [module for module in self.model.modules() if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)]
 
     @contextmanager
     def adapters_off(self) -> Iterator[None]:
-        """Forwards inside are those of the base model. Nothing is rebuilt where adapters are copies, else PEFT's modules are
+        """Forwards inside are those of the base model. Nothing is rebuilt where adapters are fused, else PEFT's modules are
         switched off."""
-        if self.adapters_are_copies:
-            with self.adapters_from({}):
+        on = [module for module in self._tuned() if not module.disable_adapters]
+        if self.adapters_are_fused:
+            halves = [module.lora_B[name].weight for module in on for name in module.active_adapters if name in module.lora_B]
+            with self.adapters_from([(half, None) for half in halves]):
                 yield
             return
-        tuned = [module for module in self.model.modules() if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)]
-        on = [module for module in tuned if not module.disable_adapters]
         try:
             for module in on:
                 module.enable_adapters(False)
@@ -237,20 +237,28 @@ class FastCausalLM:
                 module.enable_adapters(True)
 
     @contextmanager
-    def adapters_from(self, others: Mapping[int, Tensor]) -> Iterator[None]:
-        """Forwards inside read other weights, by the address of the adapters' own, of their shape and scale; none: zeros. Where
-        adapters are copies: only these are filled anew, so nothing is rebuilt, and captured graphs stay valid."""
-        before = self.prepared, self.rebuilt
-        self._off, self._others = not others, others
+    def adapters_from(self, pairs: Sequence[tuple[Tensor, Tensor | None]]) -> Iterator[None]:
+        """Inside, the first of each pair has the values of the second, or zeros, at its place and without a new version: where
+        adapters are fused nothing is rebuilt, captured graphs stay valid, and a backward may follow that waits since before."""
+        if not pairs:
+            yield
+            return
+        own, before = [one.data for one, _ in pairs], (self.prepared, self.rebuilt)
+        saved = [torch.empty_like(one) for one in own]
+        torch._foreach_copy_(saved, own)
         try:
+            for one, (_, other) in zip(own, pairs, strict=True):
+                _ = one.zero_() if other is None else one.copy_(other.data)
             yield
         finally:
-            self._off, self._others = False, {}
-            if self._adapters is not None:
+            torch._foreach_copy_(own, saved)
+            if before[1] == self.rebuilt and self._adapters is not None:  # the same bits are where they were
                 self._adapters.run()
                 self._adapters_fp8.run()
-            if before[1] == self.rebuilt:
-                self.prepared = before[0]  # the same bits are where they were: a backward need not fill them again
+                for layer in self.layers:
+                    for group in layer.groups:
+                        group.forget_weights()
+                self.prepared = before[0]
 
     def separate(self) -> None:
         """Gives weights that are views of one buffer their own memory, until the next `prepare`."""

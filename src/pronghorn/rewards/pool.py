@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any, ClassVar, Self
 
 from pronghorn.errors import CommandError
 
@@ -41,10 +41,12 @@ class Fault:
 Reward = float | None | Fault
 
 
-class _Worker:
+class Worker:
+    module = "pronghorn.rewards.worker"
+
     def __init__(self, path: Path, memory: int) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "pronghorn.rewards.worker", str(path), str(memory)],
+            [sys.executable, "-m", self.module, str(path), str(memory)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # so that all it starts ends with it
@@ -93,18 +95,22 @@ class _Worker:
 
 
 class RewardPool:
+    worker: ClassVar[type[Worker]] = Worker
+    option: ClassVar[str] = "--reward-file"
+    form: ClassVar[str] = FORM
+
     def __init__(self, path: Path, *, workers: int = 2, seconds: float = 30.0, memory: int = 0) -> None:
         """`seconds`: for one answer. `memory`: bytes that a process may take beyond its imports; 0: no limit."""
         if path.suffix != ".py" or not path.is_file():
             why = "it is not a .py file" if path.is_file() else "file not found"
             raise CommandError(
-                what="--reward-file: not a Python file", where=str(path), why=why, fix=f"pass a file with {FORM}"
+                what=f"{self.option}: not a Python file", where=str(path), why=why, fix=f"pass a file with {self.form}"
             )
         self.path, self.seconds, self.memory = path.resolve(), seconds, memory
         self.replaced = 0  # processes that were killed or died
-        self._workers: list[_Worker] = []
+        self._workers: list[Worker] = []
         try:
-            self._workers = [_Worker(self.path, memory) for _ in range(workers)]
+            self._workers = [self.worker(self.path, memory) for _ in range(workers)]
             self.names, *_ = [self._names(worker) for worker in self._workers]
         except BaseException:
             self.close()
@@ -147,7 +153,7 @@ class RewardPool:
             self._workers[at].give(number, rows[number])
             ready.register(self._workers[at].output, selectors.EVENT_READ, at)
 
-    def _heard(self, worker: _Worker) -> dict[str, Reward] | None:
+    def _heard(self, worker: Worker) -> dict[str, Reward] | None:
         """What it says of its row, or what befell it; None: it still works."""
         try:
             reply = worker.reply()
@@ -163,10 +169,10 @@ class RewardPool:
 
     def _replace(self, at: int) -> None:
         self.replaced += 1
-        self._workers[at] = _Worker(self.path, self.memory)
+        self._workers[at] = self.worker(self.path, self.memory)
         self._names(self._workers[at])
 
-    def _names(self, worker: _Worker) -> list[str]:
+    def _names(self, worker: Worker) -> list[str]:
         until = time.monotonic() + START_SECONDS
         while time.monotonic() < until:
             try:
@@ -182,4 +188,5 @@ class RewardPool:
         raise self._bad(f"importing it took longer than {START_SECONDS:g} s")
 
     def _bad(self, why: str) -> CommandError:
-        return CommandError(what="the reward file cannot be used", where=str(self.path), why=why, fix=f"fix the file: {FORM}")
+        what = f"{self.option}: the file cannot be used"
+        return CommandError(what=what, where=str(self.path), why=why, fix=f"fix the file: {self.form}")

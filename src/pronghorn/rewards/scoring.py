@@ -57,7 +57,8 @@ class Scored:
 
 
 class Scorer:
-    def __init__(self, rewards: Sequence[Reward], spec: Rollouts, file: Path | None = None) -> None:
+    def __init__(self, rewards: Sequence[Reward], spec: Rollouts, file: Path | None = None, *, needed: bool = True) -> None:
+        """`needed`: nothing else gives rewards."""
         self._metrics = {reward.called: reward for reward in rewards if reward.metric}
         self._judges = {
             name: regex(re.compile(reward.regex or "")) if reward.metric == "regex" else TEXT_METRICS[str(reward.metric)]
@@ -69,7 +70,7 @@ class Scorer:
                 what=f"rewards: {next(iter(functions))} is a function, and no file has it",
                 fix="name its file on the command line: --reward-file FILE",
             )
-        if not self._metrics and file is None:
+        if not self._metrics and file is None and needed:
             raise RecipeError(
                 what="rewards: there are none, so no answer would be better than another",
                 fix="add rewards: [{metric: exact_match}], or functions of your own: --reward-file FILE",

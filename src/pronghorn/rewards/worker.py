@@ -22,17 +22,22 @@ from typing import Any
 Reward = Callable[..., Any]
 
 
-def reward_functions(path: Path) -> dict[str, Reward]:
-    """Functions of the file that are called `reward`, `reward_NAME` or `NAME_reward`, in their order."""
+def names_of(path: Path) -> dict[str, Any]:
+    """What the file defines."""
     spec = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[module.__name__] = module  # so that what it defines can be pickled, as in a script
     spec.loader.exec_module(module)
+    return vars(module)
+
+
+def reward_functions(path: Path) -> dict[str, Reward]:
+    """Functions of the file that are called `reward`, `reward_NAME` or `NAME_reward`, in their order."""
     functions = {
         name: value
-        for name, value in vars(module).items()
+        for name, value in names_of(path).items()
         if callable(value) and (name == "reward" or name.startswith("reward_") or name.endswith("_reward"))
     }
     if not functions:
@@ -48,7 +53,10 @@ def scored(function: Reward, row: dict[str, Any]) -> float | None:
     values = value.tolist() if hasattr(value, "tolist") else value
     if not isinstance(values, (list, tuple)) or len(values) != 1:
         raise TypeError(f"it returned {value!r:.200} for one answer, not a list of one number")
-    (one,) = values
+    return number_of(values[0])
+
+
+def number_of(one: Any) -> float | None:
     if one is None:
         return None
     if isinstance(one, (str, bytes)):
@@ -62,7 +70,8 @@ async def _awaited(value: Any) -> Any:
     return await value
 
 
-def main() -> None:
+def started(load: Callable[[Path], dict[str, Reward]]) -> tuple[dict[str, Reward], Path, Callable[..., None]]:
+    """What the file of the command line has, that file, and how to reply to the parent."""
     path, memory = Path(sys.argv[1]), int(sys.argv[2])
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -72,14 +81,19 @@ def main() -> None:
         replies.flush()
 
     try:
-        functions = reward_functions(path)
+        functions = load(path)
     except BaseException as error:  # noqa: BLE001 - whatever the file does is told to the parent
-        reply(failed=_told(error, path))
-        return
+        reply(failed=told(error, path))
+        sys.exit()
     reply(names=list(functions))
     if memory:
         most = _mapped() + memory
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    return functions, path, reply
+
+
+def main() -> None:
+    functions, path, reply = started(reward_functions)
     for line in sys.stdin:
         row = json.loads(line)
         found: dict[str, Any] = {}
@@ -87,7 +101,7 @@ def main() -> None:
             try:
                 found[name] = scored(function, row)
             except (Exception, SystemExit) as error:  # noqa: BLE001 - costs one reward
-                found[name] = {"error": _told(error, path)}
+                found[name] = {"error": told(error, path)}
         reply(rewards=found)
 
 
@@ -99,7 +113,7 @@ def _mapped() -> int:
         return 0
 
 
-def _told(error: BaseException, path: Path) -> str:
+def told(error: BaseException, path: Path) -> str:
     """What it was, and the last line of the user's file that it passed."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     return f"{type(error).__name__}: {error}"[:500] + (f" (line {lines[-1]})" if lines else "")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import time
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,12 +69,12 @@ def train(
     fresh: bool = False,
     allow: Collection[str] = (),
     metric_file: Path | None = None,
-    reward_file: Path | None = None,
     world: World | None = None,
+    **files: Path | None,
 ) -> RunResult:
     """Train, or go on where the folder's last checkpoint stands. Raises what the command line turns into an exit code.
-    `allow`: keys of the recipe that may have changed since that checkpoint. `metric_file`, `reward_file`: code of the user's,
-    which runs. `world`: the ranks that train together; without it, one."""
+    `allow`: keys of the recipe that may have changed since that checkpoint. `metric_file`, and of `files` `reward_file`
+    and `episode_file`: code of the user's, which runs. `world`: the ranks that train together; without it, one."""
     stages, world = stages or Stages(), world or World()
     own = OwnMetric(metric_file) if metric_file is not None else None
     world.on_writer(lambda: require_installed(recipe.report.to))
@@ -85,7 +85,7 @@ def train(
         with RunFolder(folder) if world.writes else nullcontext():
             world.on_writer(lambda: clean_leftovers(folder))
             LeftOut.of(folder)  # a log that cannot be read is told now
-            session = _ready(recipe, folder, display, stages, allow, world, reward_file)
+            session = _ready(recipe, folder, display, stages, allow, world, files)
             if old:
                 session.notices.insert(0, f"the previous run was moved to {old}")
             said = StopRequest(quiet=not world.writes, say=lambda text: display.handle({"event": STOPPING, "text": text}))
@@ -102,7 +102,7 @@ def train(
                     gc.collect()
                     if torch.cuda.is_available():
                         torch.cuda.empty_cache()  # as in a process that has just begun: the plan looks at what is free
-                    session = _ready(recipe, folder, display, stages, allow, world, reward_file)
+                    session = _ready(recipe, folder, display, stages, allow, world, files)
     finally:
         if session is not None and session.memory is not None:
             session.memory.release()
@@ -126,7 +126,7 @@ def _ready(
     stages: Stages,
     allow: Collection[str],
     world: World,
-    reward_file: Path | None,
+    files: Mapping[str, Path | None],
 ) -> Session:
     with stages("load"), main_memory(recipe, lambda: "before the first step"):
         return set_up(
@@ -136,7 +136,7 @@ def _ready(
             stage=stages,
             allow=allow,
             world=world,
-            reward_file=reward_file,
+            **files,
             before_loading=lambda *found: try_first_save(recipe, folder, *found),
         )
 

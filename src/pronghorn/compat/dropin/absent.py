@@ -6,8 +6,7 @@ from typing import Any, NoReturn
 
 from pronghorn.errors import CommandError
 
-NO_CODE = "Pronghorn does not run model-generated code"
-OWN_SANDBOX = "run it in your own sandbox (a container without network access) and call the sandbox from the reward function"
+NO_SERVER = "Pronghorn starts no servers of other libraries"
 NO_IMAGES = "Pronghorn trains on text only; the vision tower stays frozen"
 
 
@@ -40,11 +39,8 @@ ABSENT = {
          "use SentenceTransformer and its trainer from sentence_transformers"),
         ("add_new_tokens", "Pronghorn does not resize the embeddings",
          "use tokens of the existing vocabulary, such as its reserved tokens"),
-        ("execute_with_time_limit", NO_CODE, OWN_SANDBOX),
-        ("check_python_modules", NO_CODE, OWN_SANDBOX),
-        ("create_locked_down_function", NO_CODE, OWN_SANDBOX),
-        ("is_port_open", NO_CODE, "start the environment's server yourself and pass its address to the reward function"),
-        ("launch_openenv", NO_CODE, "start the environment's server yourself and pass its address to the reward function"),
+        ("is_port_open", NO_SERVER, "start the environment's server yourself and pass its address to the reward function"),
+        ("launch_openenv", NO_SERVER, "start the environment's server yourself and pass its address to the reward function"),
     )
 }  # fmt: skip
 

@@ -9,9 +9,10 @@ returns means the adapter of that folder, for this call: the adapter that is tra
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from pronghorn.compat.dropin.sampling_params import SamplingParams, of
 from pronghorn.compat.hf_generate import NotCovered, loop_and_precision
 from pronghorn.errors import CommandError
 from pronghorn.generation.generator import Answer, Request
-from pronghorn.generation.sampling import key_of
+from pronghorn.generation.sampling import Sampling, key_of
 from pronghorn.hf_types import HFModel, Tokenizer
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.causal_lm import base_of
@@ -152,11 +153,12 @@ def _request(tokens: list[int], params: SamplingParams, base: HFModel, tokenizer
     stops = set(params.stop_token_ids or ()) | {token for one in params.stop_strings if (token := _token(one, tokenizer))}
     stops |= set() if params.ignore_eos else set(end_tokens(base, tokenizer))
     seed = int(torch.randint(1 << 62, (1,))) if params.seed is None else int(params.seed)
-    return Request(tokens, [key_of(seed, number) for number in range(params.n)], new, params.rule, sorted(stops))
+    rule = Sampling(params.temperature, max(0, params.top_k), params.top_p, params.min_p)
+    return Request(tokens, [key_of(seed, number) for number in range(params.n)], new, rule, sorted(stops))
 
 
 def _token(text: str, tokenizer: Tokenizer) -> int | None:
-    """That of a text which is a token by itself and none otherwise, such as the end of a turn."""
+    """A text that is one token by itself, such as the end of a turn; None: an ordinary text."""
     found = tokenizer.added_tokens_encoder.get(text)
     return None if found is None else int(found)
 
@@ -174,15 +176,18 @@ def _output(index: int, answer: Answer, params: SamplingParams, tokenizer: Token
         reason: int | str | None = answer.tokens[-1] if answer.ended else None
         count = len(answer.tokens)
     else:  # the one that was complete first
-        ends = {
-            one: bisect_left(range(len(answer.tokens) + 1), True, key=lambda n, one=one: one in text_of(n)) for one in found
-        }
+        counts = range(len(answer.tokens) + 1)
+        ends = {one: bisect_left(counts, True, key=partial(_has, one, text_of)) for one in found}
         reason = min(found, key=lambda one: (ends[one], whole.index(one)))
         count = ends[reason]
         whole = text_of(count)
         whole = whole[: whole.index(reason) + (len(reason) if params.include_stop_str_in_output else 0)]
     ended = "stop" if found or answer.ended else "length"
     return CompletionOutput(index, whole, answer.tokens[:count], sum(answer.log_probs[:count]), ended, reason)
+
+
+def _has(text: str, text_of: Callable[[int], str], count: int) -> bool:
+    return text in text_of(count)
 
 
 # ---- whose weights ---------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from pronghorn.model.text_stack import set_cache
 def make_fast(model: HFModel, recompute: Recompute | None) -> None:
     if why := install(model):
         say_once(f"{base_of(model).config.model_type} uses the transformers layers (slower): {why}")
-    elif engine_of(model).head.generates:
+    elif (engine := engine_of(model)) is not None and engine.head.generates:
         install_generate(base_of(model))
     set_recompute(model, recompute)
     answer_fused_heads(model)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Callable
 from typing import Any
 
 from pronghorn.errors import CommandError
-from pronghorn.generation.sampling import Sampling
 
 HONOURED: dict[str, Any] = {
     "n": 1,
@@ -29,7 +29,7 @@ ONLY = {
     "allowed_token_ids": None, "logits_processors": None, "truncate_prompt_tokens": None, "guided_decoding": None,
     "structured_outputs": None, "extra_args": None, "best_of": None,
 }  # fmt: skip
-RANGES = {
+RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "n": ("at least 1", lambda value: value >= 1),
     "temperature": ("at least 0", lambda value: value >= 0),
     "top_p": ("above 0, up to 1", lambda value: 0 < value <= 1),
@@ -40,6 +40,18 @@ RANGES = {
 
 
 class SamplingParams:
+    n: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int | None
+    stop_token_ids: list[int] | None
+    include_stop_str_in_output: bool
+    ignore_eos: bool
+    max_tokens: int | None
+    skip_special_tokens: bool
+
     def __init__(self, **given: Any) -> None:
         for name, value in given.items():
             if name not in HONOURED and name not in ONLY:
@@ -64,11 +76,6 @@ class SamplingParams:
         return f"SamplingParams({', '.join(f'{name}={value!r}' for name, value in self.given.items())})"
 
     @property
-    def rule(self) -> Sampling:
-        values = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-        return Sampling(**values | {"top_k": max(0, values["top_k"])})
-
-    @property
     def stop_strings(self) -> list[str]:
         stop: Any = self.given.get("stop") or []
         return [stop] if isinstance(stop, str) else list(stop)
@@ -78,8 +85,8 @@ def of(params: Any) -> SamplingParams:
     """Ours, or vLLM's own, where that is installed. Also a dict, as older versions have it."""
     if isinstance(params, SamplingParams):
         return params
-    names = getattr(type(params), "__struct_fields__", None)
-    if names is None and not isinstance(params, dict):
+    names = getattr(type(params), "__struct_fields__", ())
+    if not names and not isinstance(params, dict):
         raise CommandError(what=f"sampling_params is a {type(params).__name__}", fix="pass SamplingParams(...)")
     given = params if isinstance(params, dict) else {name: getattr(params, name) for name in names if not name.startswith("_")}
     usual = {} if isinstance(params, dict) else {name: getattr(type(params)(), name) for name in given}

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from pronghorn.compat.dropin.sampling_params import of
 from pronghorn.compat.scripts.notes import Notes
 from pronghorn.errors import CommandError
 
@@ -203,9 +204,7 @@ def _whole_groups(cls: type, result: dict[str, Any], notes: Notes) -> None:
 
 
 def _sampling(cls: str, params: Any, result: dict[str, Any], notes: Notes) -> None:
-    """Of vLLM's parameters those that the script itself gives: TRL has the same under the same names."""
-    from pronghorn.compat.dropin.sampling_params import of
-
+    """Moves vLLM's parameters that the script itself gives: TRL has the same under the same names."""
     if params is None:
         return
     given = dict(of(params).given)

@@ -26,7 +26,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pronghorn.kernels.gemm.mm import mm, mm_accumulate_
+from pronghorn.kernels.gemm.mm import mm, mm_accumulate_, mm_add
 from pronghorn.kernels.lora.lora_grad_gemm import LoraGradJob, covered, lora_grad_gemm
 from pronghorn.kernels.lora.multi_copy import CopyJob, CopyTable
 from pronghorn.kernels.lora.multi_gather import GatherJob
@@ -114,8 +114,13 @@ class AdapterGroup:
         sums 1.5 times as large."""
         return (self.used, self.D), (self.used, self.O)
 
-    def load(self) -> None:
-        """Call before M is used. A group that owns M has nothing to do."""
+    def load(self, x_ext: Tensor | None = None) -> None:
+        """Call before M is used; `x_ext`: by `extend`, `forward` and `forward_add` of these rows alone. A group that owns M has
+        nothing to do."""
+
+    def few(self, x_ext: Tensor | None) -> bool:
+        """Whether these rows are multiplied without W in M."""
+        return False
 
     def forget(self) -> None:
         """The next `load` makes M anew, where M is shared."""
@@ -266,6 +271,10 @@ class LoraGroup(AdapterGroup):
         if out is None or is_gpu(x_ext):  # one kernel: the bias is added in the GEMM's epilogue
             return torch.addmm(bias_O, x_ext, weight) if out is None else torch.addmm(bias_O, x_ext, weight, out=out)
         return mm(x_ext, weight, out=out).add_(bias_O)
+
+    def forward_add(self, h_TO: Tensor, x_ext: Tensor, multiplier: float, out: Tensor | None = None) -> Tensor:
+        """h + multiplier * y, of an x_ext whose last R columns are filled. `out` may be h."""
+        return mm_add(h_TO, x_ext, self.M[: self.O].T, multiplier, out)
 
     def backward(
         self, dy_ext: Tensor, x_ext: Tensor, xa_TR: Tensor | None = None, *, need_dx: bool = True, out: Tensor | None = None

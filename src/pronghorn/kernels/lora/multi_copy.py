@@ -55,8 +55,7 @@ class CopyTable:
         self._addresses: list[int] = []
         self._table: tuple[Tensor, Tensor, Tensor] | None = None  # None: these jobs are copied one by one
 
-    def run(self, *, zeros: bool = False) -> None:
-        """`zeros`: the targets become zero."""
+    def run(self) -> None:
         if not self.jobs:
             return
         now = self._addresses_now()
@@ -64,13 +63,12 @@ class CopyTable:
             self._addresses, self._table = now, self._build()
         if self._table is not None:
             jobs, scales, tiles = self._table
-            scales = torch.zeros_like(scales) if zeros else scales
             first = self.jobs[0]
             _copy_kernel[(len(tiles),)](jobs, scales, tiles, first.source.detach(), first.target, TILE=TILE, num_warps=4)
             return
         with torch.no_grad():
             for job in self.jobs:
-                job.target.copy_(job.source * (0.0 if zeros else job.scale))
+                job.target.copy_(job.source * job.scale)
 
     def _addresses_now(self) -> list[int]:
         return [job.source.data_ptr() for job in self.jobs]

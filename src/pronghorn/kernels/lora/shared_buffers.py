@@ -27,6 +27,7 @@ class SharedBuffer:
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
         self.owner: object = None
+        self.adapters_of: object = None  # whose adapters are in it, where its weights may not be
         self.layout: Hashable = None  # where the owner's matrix is not zero beside its weights
         self._values = 0
         self._buffer: Tensor | None = None
@@ -42,7 +43,7 @@ class SharedBuffer:
 
     def forget(self) -> None:
         """The next user loads its weights."""
-        self.owner = self.layout = None
+        self.owner = self.adapters_of = self.layout = None
 
     @property
     def nbytes(self) -> int:
@@ -68,6 +69,11 @@ class SharedBuffers:
     def transposed(self, device: torch.device) -> SharedBuffer:
         """For FP8 weights of any group, transposed."""
         return self.matrix((), E4M3, device)
+
+    def forget(self) -> None:
+        """All users load again: a graph that is captured now must not rely on what is there before it."""
+        for buffer in self._buffers.values():
+            buffer.forget()
 
     @property
     def nbytes(self) -> int:

@@ -3,7 +3,7 @@ use.
 
 An M for every layer would take as much memory as 16-bit weights. Instead all layers share one buffer for each kind of group
 (shared_buffers.py). Its owner has loaded W from its bits (kernels/quant/stored.py; NF4 in one launch), and A and sB from the
-adapters' parameters, in another launch.
+adapters' parameters, in another launch. Few rows are multiplied by NF4's bits themselves (nf4_rows.py): M then has A and sB.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pronghorn.kernels.lora.lora_linear import Adapter, LoraGroup
 from pronghorn.kernels.lora.multi_copy import CopyJob, CopyTable
+from pronghorn.kernels.lora.nf4_rows import NF4Rows
 from pronghorn.kernels.lora.shared_buffers import SharedBuffer
 from pronghorn.kernels.quant.stored import DequantizeJob, DequantizeTable, StoredTensor
 from pronghorn.kernels.runtime.dispatch import address
@@ -47,6 +48,7 @@ class StoredLoraGroup(LoraGroup):
         self._table, self._unpack = CopyTable([]), DequantizeTable([])
         scratch.reserve((self.O + self.R) * (self.D + self.R))
         self.M = torch.empty(0)
+        self._bits = NF4Rows(weights) if NF4Rows.covers(weights) and self.R % 16 == 0 else None  # type: ignore[arg-type]
 
     @property
     def jobs(self) -> list[CopyJob]:
@@ -56,10 +58,13 @@ class StoredLoraGroup(LoraGroup):
     def forget(self) -> None:
         self.scratch.forget()
 
-    def load(self) -> None:
+    def few(self, x_ext: Tensor | None) -> bool:
+        return x_ext is not None and self._bits is not None and self._bits.few(x_ext)
+
+    def load(self, x_ext: Tensor | None = None) -> None:
         """Call before M is used. The address tables are copied to the device on first use, so run once before a capture."""
-        scratch = self.scratch
-        if scratch.owner is self:
+        scratch, few = self.scratch, self.few(x_ext)
+        if scratch.owner is self or (few and scratch.adapters_of is self):
             return
         M = scratch.take()[: (self.O + self.R) * (self.D + self.R)].view(self.O + self.R, -1)
         if address(M) != address(self.M) or M.shape != self.M.shape:
@@ -67,12 +72,27 @@ class StoredLoraGroup(LoraGroup):
         if self.R and scratch.layout != self._layout:
             self.M[: self.O, self.D :] = 0
             self.M[self.O :] = 0
-        self._unpack.run()
-        for rows, weight in zip(self.rows, self._weights, strict=True):
-            if isinstance(weight, Tensor):
-                self.M[rows, : self.D] = weight
+        if not few:
+            self._unpack.run()
+            for rows, weight in zip(self.rows, self._weights, strict=True):
+                if isinstance(weight, Tensor):
+                    self.M[rows, : self.D] = weight
         self.refresh()
-        scratch.owner, scratch.layout = self, self._layout
+        scratch.owner, scratch.adapters_of, scratch.layout = None if few else self, self, self._layout
+
+    def forward(
+        self, x_ext: Tensor, *, bias_O: Tensor | None = None, out: Tensor | None = None, extended: bool = False
+    ) -> Tensor:
+        if self._bits is None or not self.few(x_ext):
+            return super().forward(x_ext, bias_O=bias_O, out=out, extended=extended)
+        if not extended:
+            self.extend(x_ext)
+        return self._bits(x_ext, self.M[: self.O, self.D :], bias_O, out)
+
+    def forward_add(self, h_TO: Tensor, x_ext: Tensor, multiplier: float, out: Tensor | None = None) -> Tensor:
+        if self._bits is None or not self.few(x_ext):
+            return super().forward_add(h_TO, x_ext, multiplier, out)
+        return self._bits(x_ext, self.M[: self.O, self.D :], None, out, h_TO, multiplier)
 
     def _build(self, M: Tensor) -> None:
         self.M = M

@@ -72,7 +72,7 @@ class SharedFp8Group(Fp8Group):
         )
         matrix.reserve(self.matrix_bytes)
 
-    def load(self) -> None:
+    def load(self, x_ext: Tensor | None = None) -> None:
         if self._matrix.owner is self:
             return
         self.borrow(self._matrix.take())

@@ -95,7 +95,7 @@ class WideGemms(Gemms):
         width, matrix = gu.shape[1] // 2, self.matrix
         a_ext = rows_like(gu, width + self.extra)
         if matrix and matrix.R and not why_not(matrix.R) and not (gu.is_cuda and len(gu) <= FEW_ROWS):
-            matrix.load()
+            matrix.load(a_ext)
             A_RD = matrix.M[matrix.O :, : matrix.D]
             return Operand(gated_lora_forward(gu, kind, A_RD, out_ext=a_ext), extended=True)
         gated_activation_forward(gu, kind, out=a_ext[:, :width])
@@ -108,7 +108,7 @@ class WideGemms(Gemms):
     def extend(self, x_ext: Tensor) -> None:
         """Fills x's LoRA columns with x A^T."""
         if self.matrix:
-            self.matrix.load()
+            self.matrix.load(x_ext)
             self.matrix.extend(x_ext)
 
     def _columns(self, x_ext: Tensor) -> Tensor | None:
@@ -119,7 +119,7 @@ class WideGemms(Gemms):
     def apply(self, x: Operand, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         x_ext, bias = x.rows, self.bias
         if self.matrix:
-            self.matrix.load()
+            self.matrix.load(x_ext)
             xa = x_ext[:, self.matrix.D :] if x.extended else self.matrix.extend(x_ext)
             return self.matrix.forward(x_ext, bias_O=bias, out=out, extended=True), xa if self.extra else None
         weights = self.weights
@@ -133,13 +133,12 @@ class WideGemms(Gemms):
     def apply_add(self, x: Operand, h: Tensor, multiplier: float, out: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """One GEMM: the residual is added before rounding."""
         if self.matrix:
-            self.matrix.load()
+            self.matrix.load(x.rows)
             if not x.extended:
                 self.matrix.extend(x.rows)
-            weight = self.matrix.M[: self.matrix.O]
+            out = self.matrix.forward_add(h, x.rows, multiplier, out)
         else:
-            weight = self.weights[0]
-        out = mm_add(h, x.rows, weight.T, multiplier, out)
+            out = mm_add(h, x.rows, self.weights[0].T, multiplier, out)
         return out if self.bias is None else out.add_(self.bias, alpha=multiplier), self._columns(x.rows)
 
     def apply_gated(self, x: Operand, kind: Kind, down: WideGemms) -> tuple[Tensor, Tensor | None, Operand] | None:

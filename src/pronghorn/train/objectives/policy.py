@@ -102,11 +102,13 @@ class Policy(Objective):
             return self._answers(batch) * self.longest
         return (batch.row_labels != IGNORED).sum()
 
-    def log_probs(self, model: HFModel, batch: PackedBatch, *, entropy: bool = False) -> Outputs:
-        """At the sampler's temperature."""
+    def log_probs(
+        self, model: HFModel, batch: PackedBatch, *, entropy: bool = False, temperature: float | None = None
+    ) -> Outputs:
+        """At the sampler's temperature, if not at another."""
         engine = engine_of(model)
         assert engine is not None
-        return engine.lm.outputs(engine.packed_rows(batch), temperature=self.temperature, entropy=entropy)
+        return engine.lm.outputs(engine.packed_rows(batch), temperature=temperature or self.temperature, entropy=entropy)
 
     def sums(self, model: HFModel, batch: PackedBatch) -> Sums:
         found = self.log_probs(model, batch, entropy=True)

@@ -10,6 +10,7 @@ from typing import Any
 from pronghorn.data.prepare import prepare
 from pronghorn.errors import CommandError
 from pronghorn.model.causal_lm import install
+from pronghorn.recipe_rollouts import OWN
 from pronghorn.train.dist.world import World
 from pronghorn.train.objectives import objective_of
 from pronghorn.train.run.trained_run import TrainedRun
@@ -21,19 +22,20 @@ def evaluate_rewards(
     *,
     data: str | None,
     report: Callable[[str, int, int], None],
-    reward_file: Path | None = None,
     metrics: bool = False,
+    **files: Path | None,
 ) -> dict[str, Any]:
-    """`data`: another file than the run's held-out rows. `reward_file`: code of the user's, which runs. `metrics`: whether some
-    are asked for, too."""
+    """`data`: another file than the run's held-out rows. `metrics`: whether some are asked for, too. `files`: code
+    of the user's, which runs."""
     if metrics:
         raise CommandError(
             what="answers of this run are measured by its rewards",
             why=f"objective {trained.recipe.objective} learned from them",
             fix="remove the options for metrics, --base and --answers",
         )
-    recipe, tokenizer = trained.recipe, trained.tokenizer()
-    source = RolloutSource.of(recipe, tokenizer, report=report, stage=lambda _: nullcontext(), reward_file=reward_file)
+    own = trained.recipe.answering.model_copy(update={"engine": OWN})  # a server may be at work for the run
+    recipe, tokenizer = trained.recipe.model_copy(update={"rollouts": own}), trained.tokenizer()
+    source = RolloutSource.of(recipe, tokenizer, report=report, stage=lambda _: nullcontext(), **files)
     if data:
         read = prepare((data,), recipe.data, tokenizer, progress=report, wanted="prompts", answer=recipe.answer_tokens)
         source.hold_out(read.tokens)

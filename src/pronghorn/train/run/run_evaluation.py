@@ -42,6 +42,7 @@ class EvaluationRequest:
     base: bool = False
     answers: Path | None = None  # where to write them
     reward_file: Path | None = None
+    episode_file: Path | None = None
 
 
 def evaluate_run(
@@ -54,7 +55,8 @@ def evaluate_run(
     recipe = trained.recipe
     if recipe.objective.kind.reads == "prompts":
         beside = bool(asked.spec) or own is not None or asked.base or asked.answers is not None
-        return evaluate_rewards(trained, data=data, report=report, reward_file=asked.reward_file, metrics=beside)
+        files = {"reward_file": asked.reward_file, "episode_file": asked.episode_file}
+        return evaluate_rewards(trained, data=data, report=report, metrics=beside, **files)
     spec = spec_of(recipe.eval, asked.spec)
     tokenizer = trained.tokenizer()
     if data:

@@ -63,7 +63,7 @@ def log_experts(session: Session, log: RunLog) -> None:
 
 def log_step(session: Session, log: RunLog, step_batch: StepBatch, result: StepResult, lr: float, seconds: float) -> None:
     """A step that is done, and what there is to tell of it."""
-    figures = {**step_batch.figures, **result.figures}
+    figures = {**result.figures, **step_batch.figures}
     log.write(
         "step",
         step=session.step,

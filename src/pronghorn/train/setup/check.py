@@ -113,7 +113,7 @@ def check_run(
     *,
     report: Callable[[str, int, int], None],
     exports: Callable[[Recipe, Any], Sequence[str]] = lambda *_: (),
-    reward_file: Path | None = None,
+    **files: Path | None,
 ) -> Facts:
     """Everything a run would check before its first step, except loading the weights. `exports`: what recipe and tokenizer
     tell of the exports to come."""
@@ -123,7 +123,7 @@ def check_run(
     device, precision, facts, tokenizer = look_ahead(recipe)
     with savable("the tokenizer", recipe.model), tempfile.TemporaryDirectory(prefix="pronghorn-") as place:
         try_small_files(recipe.model, tokenizer, Path(place))
-    source = source_of(recipe, tokenizer, report=report, stage=lambda _: nullcontext(), reward_file=reward_file)
+    source = source_of(recipe, tokenizer, report=report, stage=lambda _: nullcontext(), **files)
     summary = source.summary()
     trainable = facts.parameters if recipe.method == "full" else facts.adapter_parameters
     config = read_config(recipe.model)

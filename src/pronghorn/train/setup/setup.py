@@ -173,10 +173,10 @@ def set_up(
     allow: Collection[str] = (),
     before_loading: Callable[[ModelFacts, Any], None] = lambda facts, tokenizer: None,
     world: World | None = None,
-    reward_file: Path | None = None,
+    **files: Path | None,
 ) -> Session:
     """`allow`: keys that may differ from those of the checkpoint (--allow-change). `before_loading`: refuses, perhaps, what
-    facts and tokenizer tell; on the rank that writes. `world`: without one, of one rank. `reward_file`: code of the user's,
+    facts and tokenizer tell; on the rank that writes. `world`: without one, of one rank. `files`: code of the user's,
     which runs."""
     said: list[str] = []
     world = world or World()
@@ -188,7 +188,7 @@ def set_up(
         shard = shard_of(recipe, world, device, facts)
         world.on_writer(lambda: before_loading(facts, tokenizer))
     with stage("read"), world.writer_first():  # it fills the cache of tokens
-        source = source_of(recipe, tokenizer, report=report, stage=stage, reward_file=reward_file)
+        source = source_of(recipe, tokenizer, report=report, stage=stage, **files)
     keys = source.keys
     world.require_same(lambda: run_facts(recipe, keys))
     told = source.dealt(world.size) + told_of(shard, world)

@@ -19,16 +19,15 @@ def kind_of(recipe: Recipe) -> type[Source]:
     return RolloutSource if recipe.objective.kind.reads == "prompts" else TableSource
 
 
-def source_of(
-    recipe: Recipe, tokenizer: Tokenizer, *, report: Report, stage: StageTimer, reward_file: Path | None = None
-) -> Source:
-    """`reward_file`: code of the user's, which runs."""
+def source_of(recipe: Recipe, tokenizer: Tokenizer, *, report: Report, stage: StageTimer, **files: Path | None) -> Source:
+    """`files`: `reward_file` and `episode_file`, code of the user's, which runs."""
     kind = kind_of(recipe)
     if issubclass(kind, RolloutSource):
-        return kind.of(recipe, tokenizer, report=report, stage=stage, reward_file=reward_file)
-    if reward_file is not None:
+        return kind.of(recipe, tokenizer, report=report, stage=stage, **files)
+    if any(files.values()):
+        option = next(name for name, file in files.items() if file).replace("_", "-")
         raise CommandError(
-            what=f"--reward-file: objective {recipe.objective} has no rewards",
+            what=f"--{option}: objective {recipe.objective} has no rewards",
             fix="remove it, or set objective: grpo, gspo or rloo",
         )
     return kind.of(recipe, tokenizer, report=report, stage=stage)

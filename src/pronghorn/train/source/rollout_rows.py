@@ -60,9 +60,19 @@ class Learned:
     masked: list[bool]  # no part of the loss
     reference: list[Floats] = field(default_factory=list)
     advantages: list[float] = field(default_factory=list)
+    # of episodes: where the answers stand among the tokens, which then begin with the prompt
+    runs: list[list[Sequence[int]]] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)  # of the answers of a server, which advantages are multiplied by
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def whole(self, i: int, source: Prompts) -> tuple[Ints, tuple[tuple[int, int], ...], int]:
+        """All tokens of an answer's row, those that carry loss, and how many of them are the prompt's."""
+        if self.runs:
+            return self.tokens[i], tuple((a, b) for a, b in self.runs[i]), 0
+        prompt = source.train.ids(self.row)
+        return np.concatenate([prompt, self.tokens[i]]), ((len(prompt), len(prompt) + len(self.tokens[i])),), len(prompt)
 
     @property
     def signal(self) -> bool:
@@ -90,6 +100,7 @@ class Rolled:
                 one.rewards,
                 one.masked,
                 one.advantages,
+                one.runs,
             ]
             for one in self.groups
         ]
@@ -101,33 +112,39 @@ class Rolled:
         return cls(
             [
                 Learned(number, row, _unpacked(tokens, np.int32), _unpacked(sampled, np.float32), rewards, masked,
-                        _unpacked(reference, np.float32), advantages)
-                for number, row, tokens, sampled, reference, rewards, masked, advantages in groups
+                        _unpacked(reference, np.float32), advantages, runs)
+                for number, row, tokens, sampled, reference, rewards, masked, advantages, runs in groups
             ],
             figures,
         )  # fmt: skip
 
     def add_reference(self, source: Prompts, model: HFModel) -> None:
         """What the model says of the answers with its adapters off."""
-        for group in self.groups:
-            group.reference = [np.zeros(len(tokens), np.float32) for tokens in group.tokens]
-        table = RolloutTable.of_groups(source, self.groups, all_answers=True)
-        if table is None:
-            return
-        assert isinstance(source.objective, Policy)
-        engine, found = engine_of(model), dict[int, Floats]()
+        engine = engine_of(model)
         assert engine is not None
-        with torch.no_grad(), in_mode(model, training=False), engine.adapters_off(), source.autocast():
-            for batch in evaluation_batches(table, source.recipe.train.capacity, source.pad_id):
-                values = source.objective.log_probs(model, batch.to(source.device)).values_N[: batch.loss_tokens].float().cpu()
-                at = 0
-                for row in batch.documents:
-                    count = int(table.loss_counts[row])
-                    found[row] = values[at : at + count].numpy()
-                    at += count
-        answers = iter(range(len(table)))
-        for group in self.groups:
-            group.reference = [found[next(answers)] for _ in group.tokens]
+        with engine.adapters_off():
+            found = said_of(source, model, self.groups)
+        for group, own in zip(self.groups, found, strict=True):
+            group.reference = own
+
+
+def said_of(source: Prompts, model: HFModel, groups: Sequence[Learned], temperature: float | None = None) -> list[list[Floats]]:
+    """Log-probabilities of all answers of each group, as the model stands."""
+    table = RolloutTable.of_groups(source, groups, all_answers=True)
+    if table is None:
+        return [[] for _ in groups]
+    policy, found = source.objective, dict[int, Floats]()
+    assert isinstance(policy, Policy)
+    with torch.no_grad(), in_mode(model, training=False), source.autocast():
+        for batch in evaluation_batches(table, source.recipe.train.capacity, source.pad_id):
+            said = policy.log_probs(model, batch.to(source.device), temperature=temperature)
+            values, at = said.values_N[: batch.loss_tokens].float().cpu(), 0
+            for row in batch.documents:
+                count = int(table.loss_counts[row])
+                found[row] = values[at : at + count].numpy()
+                at += count
+    answers = iter(range(len(table)))
+    return [[found[next(answers)] for _ in group.tokens] for group in groups]
 
 
 class RolloutTable(TokenTable):
@@ -144,16 +161,15 @@ class RolloutTable(TokenTable):
             source.recipe.train.capacity, source.shared, most_documents(source.recipe, source.train, source.shared)
         )
         for group in groups:
-            prompt, where = source.train.ids(group.row), source.train.where(group.row)
-            filling.next_prompt(len(prompt))
+            where = source.train.where(group.row)
+            filling.next_prompt(0 if group.runs else len(source.train.ids(group.row)))
             for i in range(len(group)):
                 if group.masked[i] and not all_answers:
                     continue
-                tokens = group.tokens[i]
-                pair = (filling.add(len(tokens)), 0, len(prompt), 0.0)
-                runs = ((len(prompt), len(prompt) + len(tokens)),)
-                rows.append(TokenRow(np.concatenate([prompt, tokens]), runs, f"answer {i + 1} to {where}", pair=pair))
-                numbers = np.zeros((REFERENCE + 1, len(tokens)), np.float32)
+                ids, runs, prompt = group.whole(i, source)
+                pair = (filling.add(len(group.tokens[i])), 0, prompt, 0.0)
+                rows.append(TokenRow(ids, runs, f"answer {i + 1} to {where}", pair=pair))
+                numbers = np.zeros((REFERENCE + 1, len(group.sampled[i])), np.float32)
                 numbers[ADVANTAGE] = group.advantages[i] if group.advantages else 0.0
                 numbers[SAMPLED] = group.sampled[i]
                 numbers[REFERENCE] = group.reference[i] if group.reference else 0.0
@@ -216,11 +232,11 @@ def most_documents(recipe: Recipe, prompts: TokenTable, shared: bool) -> int:
     return max(max_documents(capacity), int(2 * groups * (answers + shared)))
 
 
-def rollout_shapes(recipe: Recipe, prompts: TokenTable, shared: bool) -> Shapes:
+def rollout_shapes(recipe: Recipe, prompts: TokenTable, shared: bool, longest_prompt: int) -> Shapes:
     """By limits alone: nobody knows the answers yet. Sizes fit packs of answers of full length to prompts of the mean length,
     or of answers half as long; and any pack there can be."""
     capacity, spec = recipe.train.capacity, recipe.answering
-    mean, most = float(prompts.lengths.mean()), int(prompts.lengths.max())
+    mean, most = float(prompts.lengths.mean()), longest_prompt
     answers, step = spec.answers if shared else 1, max(16, capacity // 16)
     group = mean + answers * spec.max_new_tokens
     labels = min(capacity, -(-int(capacity * answers * spec.max_new_tokens / group) // step) * step)

@@ -30,19 +30,23 @@ from pronghorn.data.read.splitting import apart
 from pronghorn.errors import DataError, HealthStop, RecipeError, counted
 from pronghorn.generation.generator import Answer, Generator, Request
 from pronghorn.generation.sampling import Sampling, key_of
+from pronghorn.generation.server import Server
 from pronghorn.hf_types import HFModel, Tokenizer
 from pronghorn.memory.pages import answering_bytes, slots_of, stored_tokens
 from pronghorn.model.config import read_config
 from pronghorn.model.families import why_not_fast
 from pronghorn.model.generate import end_tokens
 from pronghorn.recipe import Recipe
+from pronghorn.recipe_rollouts import OWN
 from pronghorn.rewards.scoring import Said, Scored, Scorer
 from pronghorn.train.run.evaluate import Evaluation
 from pronghorn.train.run.run_identity import data_key
 from pronghorn.train.setup.preference_data import shares_prompts
 from pronghorn.train.source.advantages import advantages, has_signal
 from pronghorn.train.source.data_facts import data_facts
+from pronghorn.train.source.episodes import EPISODE, Episode, Episodes, returned_by
 from pronghorn.train.source.rollout_rows import Learned, Rolled, rollout_shapes, rollout_step
+from pronghorn.train.source.served import Served
 from pronghorn.train.source.source import Report, Source
 from pronghorn.train.step.step import StageTimer
 
@@ -63,6 +67,7 @@ class Group:
     texts: Sequence[str]
     scored: Sequence[Scored] = ()
     kept: list[int] = field(default_factory=list)  # answers that have a reward
+    played: Sequence[Episode] = ()  # of episodes: where the answers come from
 
 
 def _stop_token(tokenizer: Tokenizer, text: str) -> int:
@@ -84,7 +89,7 @@ class RolloutSource(Source):
 
     def __init__(
         self, recipe: Recipe, tokenizer: Tokenizer, train: TokenTable, held_out: TokenTable | None, prepared: Prepared,
-        scorer: Scorer, report: Report,
+        scorer: Scorer, report: Report, episodes: Episodes | None = None,
     ) -> None:  # fmt: skip
         spec = self.spec = recipe.answering
         self.recipe, self.tokenizer, self.train, self.held_out, self.prepared = recipe, tokenizer, train, held_out, prepared
@@ -94,26 +99,33 @@ class RolloutSource(Source):
         rollouts = -(-recipe.train.epochs * len(train) // spec.prompts)
         self.total = recipe.train.steps or rollouts * self.updates
         self.longest_prompt = max(int(table.lengths.max()) for table in (train, held_out) if table is not None)
-        self.shapes: Shapes = rollout_shapes(recipe, train, self.shared)
+        self._episodes, self.names = episodes, scorer.names
+        if episodes is not None:  # their prompts are known when they ask, and may be as long as rows
+            self.shared, self.names = False, [*scorer.names, EPISODE]
+            self.longest_prompt = recipe.data.max_length
+        most = self.longest_prompt - (spec.max_new_tokens if episodes else 0)
+        self.shapes: Shapes = rollout_shapes(recipe, train, self.shared, most)
         self.packs_per_step = -(-recipe.step_tokens(float(train.lengths.mean())) // recipe.train.capacity)
         self.rule = Sampling(spec.temperature, spec.top_k, spec.top_p, spec.min_p)
         self.stops = [_stop_token(tokenizer, text) for text in spec.stop]
         self.tried: list[str] = []
         self._generator: Generator | None = None
+        self._served = Served(recipe) if spec.engine != OWN else None
         self._told: set[str] = set()
         self._order: tuple[int, npt.NDArray[np.int64]] | None = None  # an epoch, and its rows
 
     @classmethod
     def of(
-        cls, recipe: Recipe, tokenizer: Tokenizer, *, report: Report, stage: StageTimer, reward_file: Path | None = None
-    ) -> Self:
+        cls, recipe: Recipe, tokenizer: Tokenizer, *, report: Report, stage: StageTimer, reward_file: Path | None = None,
+        episode_file: Path | None = None,
+    ) -> Self:  # fmt: skip
         if why := why_not_fast(read_config(recipe.model)):
             raise RecipeError(
                 what=f"objective {recipe.objective}: this model cannot answer prompts during a run",
                 why=f"answers are generated on the fast layers, and {why}",
                 fix="use another model, or objective: supervised, dpo or kto",
             )
-        scorer = Scorer(recipe.rewards, recipe.answering, reward_file)
+        scorer = Scorer(recipe.rewards, recipe.answering, reward_file, needed=episode_file is None)
 
         def read(names: Sequence[Name]) -> Prepared:
             return prepare(
@@ -130,9 +142,13 @@ class RolloutSource(Source):
             )
         if not len(sides.train):
             raise DataError(what="no prompts are left", fix="run `pronghorn data stats` to see what was dropped and why")
-        source = cls(recipe, tokenizer, sides.train, sides.held, prepared, scorer, report)
+        episodes = Episodes(episode_file, recipe, tokenizer) if episode_file is not None else None
+        scorer.digest += hashlib.sha256(episode_file.read_bytes()).hexdigest() if episode_file is not None else ""
+        source = cls(recipe, tokenizer, sides.train, sides.held, prepared, scorer, report, episodes)
         source.remarks = [*prepared.remarks, *source.remarks, *(other.remarks if other else ()), *sides.remarks]
         source._try_rewards()
+        if source._served is not None:
+            source.remarks.append(source._served.look())
         return source
 
     def hold_out(self, table: TokenTable) -> None:
@@ -169,7 +185,7 @@ class RolloutSource(Source):
 
     def summary(self) -> dict[str, Any]:
         found = {"documents": len(self.train), "tokens": int(self.train.lengths.sum())}
-        return {**found, **data_facts(self.prepared.counts, self.train), "rewards": self.scorer.names}
+        return {**found, **data_facts(self.prepared.counts, self.train), "rewards": self.names}
 
     def notices(self) -> list[str]:
         return list(self.remarks)
@@ -188,7 +204,8 @@ class RolloutSource(Source):
         self._rollouts, self._update, self._idle = state["rollouts"], state["update"], state["idle"]
         self._late: tuple[str, ...] = ()  # told with the next rollout
         if state.get("rewards", self.scorer.digest) != self.scorer.digest:
-            self._late = ("the reward file changed since the checkpoint: rewards before and after it may not be comparable",)
+            file = "reward or the episode" if self._episodes else "reward"
+            self._late = (f"the {file} file changed since the checkpoint: rewards before and after it may not be comparable",)
         self._rolled = Rolled.of_json(state["held"], self.world) if state.get("held") else None
 
     def next(self, model: HFModel) -> StepBatch:
@@ -231,6 +248,8 @@ class RolloutSource(Source):
         learned = [self._learned(group) for group in groups]
         rolled = Rolled([one for one in learned if one], figures | seconds | speed, self._notices(groups, figures))
         rolled.samples = self._samples(groups)
+        if self._served is not None:
+            self._served.correct(self, model, rolled)
         if self.recipe.objective.beta:
             self._add_reference(model, rolled)
         self._advance(rolled)
@@ -241,25 +260,51 @@ class RolloutSource(Source):
         seed = self.recipe.train.seed
         keys = [[key_of(seed, side, number, one) for one in range(tries)] for number in asked]
         stops = [*end_tokens(model, self.tokenizer), *self.stops]
+        if self._episodes is not None:
+            return self._played(self._episodes, model, table, asked, tries, side, stops)
         requests = [
             Request(table.ids(row).tolist(), own, self.spec.max_new_tokens, self.rule, stops)
             for row, own in zip(asked.values(), keys, strict=True)
         ]
         with self.autocast():
-            if self._generator is None:
-                self._generator = Generator(
-                    model,
-                    slots=slots_of(self.spec),
-                    tokens=stored_tokens(self.spec, self.longest_prompt),
-                    longest=self.spec.max_new_tokens,
-                    stops=max(1, len(stops)),
-                )
-            found = self._generator.generate(requests, lambda _, done, total: self.report("generating", done, total))
+            found = self._engine(model, len(stops)).generate(requests, self._generating)
         decode = self.tokenizer.decode
         return [
             Group(number, row, answers, [str(decode(answer.tokens, skip_special_tokens=True)) for answer in answers])
             for (number, row), answers in zip(asked.items(), found, strict=True)
         ]
+
+    def _played(
+        self, episodes: Episodes, model: HFModel, table: TokenTable, asked: Mapping[int, int], tries: int, side: int,
+        stops: Sequence[int],
+    ) -> list[Group]:  # fmt: skip
+        def generate(requests: Sequence[Request]) -> list[list[Answer]]:
+            with self.autocast():
+                return self._engine(model, len(stops)).generate(requests, self._generating)
+
+        said = [self._said(table, row) for row in asked.values() for _ in range(tries)]
+        keys = [(self.recipe.train.seed, side, number, one) for number in asked for one in range(tries)]
+        rows = [{**one.columns, "prompt": one.prompt} for one in said]
+        found = episodes.play(generate, rows, keys, self.rule, stops)
+        parts = [found[at : at + tries] for at in range(0, len(found), tries)]
+        return [
+            Group(number, row, [one.answer for one in part], [one.text for one in part], played=part)
+            for (number, row), part in zip(asked.items(), parts, strict=True)
+        ]
+
+    def _generating(self, _: str, done: int, total: int) -> None:
+        self.report("generating", done, total)
+
+    def _engine(self, model: HFModel, stops: int) -> Generator | Server:
+        """With the weights of now."""
+        if self._served is not None:
+            return self._served.publish(model, self._rollouts * self.updates + self._update, self.world)
+        if self._generator is None:
+            spec, stored = self.spec, stored_tokens(self.spec, self.longest_prompt)
+            self._generator = Generator(
+                model, slots=slots_of(spec), tokens=stored, longest=spec.max_new_tokens, stops=max(1, stops)
+            )
+        return self._generator
 
     def _said(self, table: TokenTable, row: int, text: str = "") -> Said:
         example = example_of(table, row)
@@ -267,12 +312,19 @@ class RolloutSource(Source):
         return Said(example.where, prompt, text, example.columns)
 
     def _score(self, groups: Sequence[Group], table: TokenTable) -> None:
-        asked = [replace(self._said(table, group.row), text=text) for group in groups for text in group.texts]
+        returned = [returned_by(group.played[i]) if group.played else None for group in groups for i in range(len(group.texts))]
+        texts = [(group.row, text) for group in groups for text in group.texts]
+        asked = [
+            replace(self._said(table, row), text=text)
+            for (row, text), known in zip(texts, returned, strict=True)
+            if known is None
+        ]
         self.report("scoring", 0, len(asked))
         found = iter(self.scorer.score(asked))
         self.report("scoring", len(asked), len(asked))
+        scored = iter([next(found) if known is None else known for known in returned])
         for group in groups:
-            group.scored = [next(found) for _ in group.texts]
+            group.scored = [next(scored) for _ in group.texts]
             group.kept = [i for i, scored in enumerate(group.scored) if scored.total is not None]
         fault = next((scored.fault for group in groups for scored in group.scored if scored.fault), "")
         if fault and self.spec.on_reward_error == "stop":
@@ -292,10 +344,11 @@ class RolloutSource(Source):
         return Learned(
             group.number,
             group.row,
-            [np.array(answer.tokens, np.int32) for answer in answers],
+            [np.array(group.played[i].ids if group.played else group.answers[i].tokens, np.int32) for i in group.kept],
             [np.array(answer.log_probs, np.float32) for answer in answers],
             [float(group.scored[i].total or 0.0) for i in group.kept],
             [not answer.ended and self.spec.truncated == "mask" for answer in answers],
+            runs=[list(group.played[i].runs) for i in group.kept] if group.played else [],
         )
 
     def _add_reference(self, model: HFModel, rolled: Rolled) -> None:
@@ -313,7 +366,7 @@ class RolloutSource(Source):
         scale = "rloo" if objective.name == "rloo" else objective.scale or "group"
         found = advantages([group.rewards for group in rolled.groups], scale, self.world.total)
         for group, own in zip(rolled.groups, found, strict=True):
-            group.advantages = own.tolist()
+            group.advantages = (own * group.weights).tolist() if group.weights else own.tolist()
         signals, answers = self.world.total(
             float(sum(group.signal for group in rolled.groups)),
             float(sum(group.masked.count(False) for group in rolled.groups)),
@@ -344,7 +397,7 @@ class RolloutSource(Source):
             len(answers), sum(len(answer.tokens) for answer in answers), len(answers) - len(ended), sum(ended), len(rewards),
             math.fsum(rewards), len(spreads), math.fsum(spreads), len(groups), sum(not has_signal(group) for group in kept),
         ]  # fmt: skip
-        for name in self.scorer.names:
+        for name in self.names:
             values = [scored.parts[name] for group in groups for scored in group.scored if name in scored.parts]
             sums += [len(values), math.fsum(values), math.fsum(value * value for value in values)]
         count, tokens, cut, of_ended, scored, reward, spread_groups, spread, all_groups, flat, *parts = self.world.total(
@@ -362,7 +415,7 @@ class RolloutSource(Source):
             "completions/mean_terminated_length": of_ended / max(1.0, count - cut),
             **({"rewards/left_out": count - scored} if count > scored else {}),
         }
-        for name, (values, added, squares) in zip(self.scorer.names, zip(*[iter(parts)] * 3, strict=True), strict=True):
+        for name, (values, added, squares) in zip(self.names, zip(*[iter(parts)] * 3, strict=True), strict=True):
             if values:
                 mean = added / values
                 found[f"rewards/{name}/mean"] = mean
