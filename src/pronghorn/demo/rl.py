@@ -88,7 +88,7 @@ def expected(speed: Speed) -> float:
 def rates(run: Path) -> dict[str, float]:
     """Mean reward on held-out sums, before and after, each with its standard error over sums."""
     events = history(read_log(run))
-    found = {}
+    found: dict[str, float] = {}
     for name, kind in (("before", "base"), ("after", "eval")):
         metrics = next(e for e in reversed(events) if e["event"] == kind)["metrics"]
         found |= {f"right_{name}": metrics["reward"], f"error_{name}": metrics["reward_error"]}

@@ -97,10 +97,9 @@ class SharedTorch:
         lse_NT = torch.empty(q_TNH.shape[1::-1], dtype=compute_dtype(q_TNH), device=q_TNH.device)
         for start, end, prompt in _segments(packed):
             if isinstance(prompt, Tensor):
-                group, mine = slice(start, end), replace(packed, window=None, unseen_LL=prompt)
-                forward_document(
-                    q_TNH[group], k_TKH[group], v_TKH[group], mine, 0, end - start, out_TNH[group], lse_NT[:, group]
-                )
+                group, together = slice(start, end), replace(packed, window=None, unseen_LL=prompt)
+                q, k, v = (x[group] for x in (q_TNH, k_TKH, v_TKH))
+                forward_document(q, k, v, together, 0, end - start, out_TNH[group], lse_NT[:, group])
                 continue
             if prompt is None:
                 forward_document(q_TNH, k_TKH, v_TKH, packed, start, end, out_TNH, lse_NT)
@@ -118,9 +117,10 @@ class SharedTorch:
         dq, dk, dv = (torch.zeros(x.shape, dtype=done.lse_NT.dtype, device=x.device) for x in parts)
         for start, end, prompt in _segments(packed):
             if isinstance(prompt, Tensor):
-                group, mine = slice(start, end), replace(packed, window=None, unseen_LL=prompt)
-                own = Computed(*(x[group] for x in done[:4]), done.lse_NT[:, group])
-                backward_document(dout_TNH[group], own, mine, 0, end - start, (dq[group], dk[group], dv[group]))
+                group, together = slice(start, end), replace(packed, window=None, unseen_LL=prompt)
+                q, k, v, o = (x[group] for x in (*parts, done.out_TNH))
+                own = Computed(q, k, v, o, done.lse_NT[:, group])
+                backward_document(dout_TNH[group], own, together, 0, end - start, (dq[group], dk[group], dv[group]))
                 continue
             if prompt is None:  # before all that is added to it: answers stand behind their prompt
                 backward_document(dout_TNH, done, packed, start, end, (dq, dk, dv))
@@ -159,7 +159,8 @@ def _unseen(packed: Packed, start: int, end: int) -> Tensor:
     row = torch.arange(start, end, device=packed.prefix_2T.device)
     first, behind = packed.prefix_2T[:, start:end, None]
     own = packed.spans_of(packed.prefix_2T.shape[1])[0, start:end, None]
-    return ~(((row >= first) & (row < behind)) | ((row >= own) & (row <= row[:, None])))
+    seen: Tensor = ((row >= first) & (row < behind)) | ((row >= own) & (row <= row[:, None]))
+    return ~seen
 
 
 def _behind(x: Tensor, prompt: slice, start: int, end: int) -> Tensor:
