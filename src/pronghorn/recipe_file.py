@@ -44,7 +44,7 @@ objective: {name: supervised}                # OBJECTIVES
 #   grpo has {loss: dapo, clip: [0.2, 0.2], delta: 1.5, beta: 0.0, scale: group, updates: 1} (docs/rollouts.md), and with it:
 # rollouts: {prompts: 8, answers: 8, max_new_tokens: 512, temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0, truncated: keep}
 #   also {slots: 256, on_reward_error: leave_out, reward_seconds: 30.0, reward_memory: 4.0, reward_workers: 2},
-#   {patience: 20, eval_answers: 4, engine: own, engine_seconds: 600.0} (a server: docs/rollout-server.md)
+#   {patience: 20, eval_answers: 4, stop: ["\\n"], engine: own, engine_seconds: 600.0} (a server: docs/rollout-server.md)
 # rewards: [{metric: regex, regex: "#### (.*)", weight: 1.0}, {metric: exact_match, name: exact}, {function: reward_length}]
 layers: fast                                 # fast (Pronghorn's, for supported families) | own (the model's, from transformers)
 precision: auto                              # auto (bf16 if the GPU supports it, else fp32) | bf16 | fp16 | fp32

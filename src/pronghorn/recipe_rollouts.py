@@ -24,6 +24,7 @@ class Rollouts(Section):
     top_k: NonNegativeInt = 0  # 0: all tokens
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    stop: tuple[Name, ...] = ()  # texts of one token that end an answer, such as "\n"
     # answers that were cut at max_new_tokens: learned from, or left out of the loss; they count in their group either way
     truncated: Literal["keep", "mask"] = "keep"
     slots: PositiveInt = 256  # answers generated at a time, on each rank

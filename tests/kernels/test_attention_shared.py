@@ -13,7 +13,7 @@ import torch
 from kernel_parts import Judge
 
 import pronghorn.kernels.attention.attention as attention_module
-from pronghorn.kernels.attention import attention_short
+from pronghorn.kernels.attention import attention_shared, attention_short
 from pronghorn.kernels.attention.attention import attention_backward, attention_forward, attention_reference, pick_backend
 from pronghorn.kernels.attention.attention_shared import SharedSpans, attention_shared_reference, shared_spans
 from pronghorn.kernels.attention.attention_short import Config, Tiles
@@ -76,8 +76,8 @@ def computed(
 
 
 @table("name", list(CASES))
-def test_in_float64_it_is_the_unshared_computation(name: str) -> None:
-    """The definition and plain torch, within 1e-10."""
+def test_in_float64_it_is_the_unshared_computation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The definition and plain torch, answer by answer and all answers to a prompt together, within 1e-10."""
     tensors, cu, prompts, options = make("cpu", torch.float64, **CASES[name])
     spans = shared_spans(cu, prompts, len(tensors[0]))
     truth = unshared(tensors, options)
@@ -85,11 +85,12 @@ def test_in_float64_it_is_the_unshared_computation(name: str) -> None:
     sinks = inputs[3] if len(inputs) > 3 else None
     out = attention_shared_reference(*inputs[:3], spans, sinks_N=sinks, **options)
     defined = [out.detach(), *torch.autograd.grad(out, inputs, tensors[0])]
-    for what, exact, one, other in zip(
-        ["o", "q", "k", "v", "sinks"], truth, defined, computed(tensors, cu, spans, options), strict=False
-    ):
-        assert float((one - exact).abs().max()) < 1e-10, (what, "definition")
-        assert float((other - exact).abs().max()) < 1e-10, (what, "plain torch")
+    for many in (1000, 2):
+        monkeypatch.setattr(attention_shared, "MANY", many)
+        found = computed(tensors, cu, spans, options)
+        for what, exact, one, other in zip(["o", "q", "k", "v", "sinks"], truth, defined, found, strict=False):
+            assert float((one - exact).abs().max()) < 1e-10, (what, "definition")
+            assert float((other - exact).abs().max()) < 1e-10, (what, "plain torch", many)
 
 
 def test_in_bf16_plain_torch_is_as_near_as_the_unshared_one(judge: Judge) -> None:

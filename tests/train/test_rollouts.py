@@ -30,6 +30,7 @@ from pronghorn.train.run.run_evaluation import EvaluationRequest, evaluate_run
 from pronghorn.train.setup.check import check_run
 from pronghorn.train.source import source_of
 from pronghorn.train.source.rollout_rows import _Filling
+from pronghorn.train.source.rollouts import RolloutSource
 from samples import make_lively_model, write_rows
 
 ODD = """
@@ -182,8 +183,17 @@ def test_packing_changes_nothing(rl: RecipeFor) -> None:
             assert (one["loss"], one["grad_norm"]) == pytest.approx((other["loss"], other["grad_norm"]), abs=1e-6, rel=1e-5)
 
 
+def test_short_answers_fill_a_pack(rl: RecipeFor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 answers of two tokens, where a pack has 10 documents otherwise."""
+    real, steps = RolloutSource.next, []
+    monkeypatch.setattr(RolloutSource, "next", lambda self, model: steps.append(real(self, model)) or steps[-1])
+    train(rl(rollouts={"answers": 16, "max_new_tokens": 2}, train={"steps": 1, "capacity": 160}), display=Silent())
+    assert [batch.tokens for batch in steps[0].batches] == [steps[0].tokens]
+    assert steps[0].tokens > 120
+
+
 def test_packs_are_filled_and_a_prompt_begins_each_of_them() -> None:
-    filling = _Filling(16_384, shared=True)
+    filling = _Filling(16_384, shared=True, most=1024)
     begins = []
     for _ in range(64):
         filling.next_prompt(512)
@@ -191,7 +201,7 @@ def test_packs_are_filled_and_a_prompt_begins_each_of_them() -> None:
     assert len(filling.firsts) == 19
     assert all(begins[row] for row in filling.firsts)
     assert sum(begins) < 64 + 19
-    apart = _Filling(64, shared=False)
+    apart = _Filling(64, shared=False, most=8)
     apart.next_prompt(10)
     assert [apart.add(20) for _ in range(3)] == [True] * 3
     assert apart.firsts == [0, 2]
@@ -341,12 +351,21 @@ def test_answers_that_were_cut_may_be_masked(rl: RecipeFor, tmp_path: Path) -> N
     assert kept["loss_tokens"] - masked["loss_tokens"] == round(100 * 16 * masked["completions/clipped_ratio"])
 
 
+def test_a_text_of_one_token_ends_an_answer(rl: RecipeFor) -> None:
+    steps = [rewards_of(train(rl(train={"steps": 1}, rollouts=more), display=Silent(), fresh=True).folder)[0]
+             for more in ({}, {"stop": list("aeiou nrst")})]  # fmt: skip
+    free, stopped = (step["completions/clipped_ratio"] for step in steps)
+    assert stopped < free
+    assert steps[1]["completions/mean_terminated_length"] < 6
+
+
 def test_what_cannot_be_honoured_is_refused_before_the_run(rl: RecipeFor, recipes: RecipeFor, tmp_path: Path) -> None:
     def refused(kind: type[Exception], what: str, file: Path | None = None, **changes: Any) -> None:
         with pytest.raises(kind, match=what):
             train(rl(**changes), display=Silent(), reward_file=file)
 
     refused(RecipeError, "rewards: there are none", rewards=[])
+    refused(RecipeError, "'end.' is encoded as 4 tokens", rollouts={"stop": ["end."]})
     refused(RecipeError, "length is a function, and no file has it", rewards=[{"function": "length"}])
     refused(RecipeError, "length is no function of", reward_file(tmp_path), rewards=[{"function": "length"}])
     refused(CommandError, "not a Python file", tmp_path / "none.py", rewards=[])

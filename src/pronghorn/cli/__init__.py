@@ -134,7 +134,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     one = verb("demo", demo, "train a small model on one task and measure it before and after; takes minutes on a CPU")
     one.add_argument("--output", help="folder of the demo's run (default: runs/demo)")
-    one.add_argument("--preference", action="store_true", help="train on pairs of replies with DPO instead")
+    kind = one.add_mutually_exclusive_group()
+    kind.add_argument("--preference", action="store_true", help="train on pairs of replies with DPO instead")
+    kind.add_argument("--rl", action="store_true", help="train on the model's own answers to sums with GRPO instead")
     new_options(verb("new", new, "write a recipe with all keys, or convert an Axolotl or LLaMA-Factory config"))
     starting.own_rewards(with_recipe(verb("check", check, "validate recipe, model and data without training")))
 
@@ -191,9 +193,11 @@ def demo(arguments: argparse.Namespace) -> None:
     with importing():
         if arguments.preference:
             from pronghorn.demo.preference import run_preference_demo as run_demo
+        elif arguments.rl:
+            from pronghorn.demo.rl import run_rl_demo as run_demo
         else:
             from pronghorn.demo.run import run_demo
-    default = "runs/demo-preference" if arguments.preference else "runs/demo"
+    default = "runs/demo" + ("-preference" if arguments.preference else "-rl" if arguments.rl else "")
     run_demo(Path(arguments.output or default), as_json=arguments.json)
 
 

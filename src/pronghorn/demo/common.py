@@ -1,4 +1,4 @@
-"""What both demos have: a display, the small model, a folder for generated data, and the figures at the end."""
+"""What the demos share: a display, the small model, a folder for generated data, and the figures at the end."""
 
 from __future__ import annotations
 
@@ -65,10 +65,11 @@ def finish(
     *,
     as_json: bool,
     chat: Sequence[str] = (),
+    ask: tuple[str, str] | None = None,
     between: Callable[[Console], None] = lambda _: None,
 ) -> None:
     """The figures as a line of JSON, or the run's summary with a sentence of them. `between`: what is shown before it;
-    `chat`: more words of the command that it suggests."""
+    `chat`: more words of the command that it suggests; `ask`: another one, with its label."""
     told = {**figures, "adapter": str(result.checkpoint), "seconds": demo.stages.total(), "report": str(output / "report.html")}
     if as_json:
         print(json.dumps(told))
@@ -79,6 +80,7 @@ def finish(
     console.print(f"{sentence(told)}; {told['seconds']:.0f} s in total", style="bold")
     print(f"adapter:    {told['adapter']} (PEFT format)")  # print breaks no line, so commands can be copied whole
     print(f"report:     {told['report']}")
-    print(f"ask it:     {command('chat', str(output), *chat, '--prompt', ASKED)}")
+    label, line = ask or ("ask it:", command("chat", str(output), *chat, "--prompt", ASKED))
+    print(f"{label:11} {line}")
     print(f"export:     {command('export', str(output), '--to', 'merged')}")
     print(f"next:       {command('new', 'my.yaml')}")

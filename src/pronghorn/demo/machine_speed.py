@@ -5,10 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from pronghorn.hf_types import HFModel
+from pronghorn.model.load import DTYPES, load_model, pick_device, resolve_precision
+from pronghorn.report.display import Display
+from pronghorn.report.stages import Stages
 
 STEP_TOKENS = 512
 PROBE_TOKENS = 128  # timed, in the place of a whole step
@@ -57,6 +61,18 @@ def expected(speed: Speed, train_rows: int, held_out_rows: int) -> float:
     steps = -(-train_rows * ROW_TOKENS // STEP_TOKENS)
     batches = -(-held_out_rows // BATCH)
     return ELSE + steps * speed.step + 2 * batches * ANSWER_TOKENS * AROUND * speed.token
+
+
+def speed_here(model: Path, display: Display, stages: Stages) -> Speed | None:
+    """None on a GPU."""
+    device, label = pick_device(), "measuring this machine's speed"
+    if device.type != "cpu":
+        return None
+    with stages("load"):
+        display.progress(label, 0, 0)
+        speed = measure(load_model(str(model), DTYPES[resolve_precision("auto", device)], device))
+        display.progress(label, 1, 1)
+    return speed
 
 
 def measure(model: HFModel) -> Speed:

@@ -16,9 +16,8 @@ from rich.text import Text
 
 from pronghorn.demo import hotel
 from pronghorn.demo.common import finish, recipe_of, started
-from pronghorn.demo.machine_speed import ANSWER_TOKENS, STEP_TOKENS, Work, choose, measure
+from pronghorn.demo.machine_speed import ANSWER_TOKENS, STEP_TOKENS, Work, choose, speed_here
 from pronghorn.errors import printable
-from pronghorn.model.load import DTYPES, load_model, pick_device, resolve_precision
 from pronghorn.recipe import Recipe
 from pronghorn.report.answers import AnswerRow, read_answers
 from pronghorn.report.display import Display
@@ -56,15 +55,7 @@ def _work(model: Path, data: Path, output: Path, display: Display, stages: Stage
     rows = [_rows(data / name) for name in ("train.jsonl", "held_out.jsonl")]
     if _begun(output) and all(rows):
         return Work(rows[0], rows[1], None)
-    device = pick_device()
-    if device.type != "cpu":
-        return choose(None)
-    label = "measuring this machine's speed"
-    with stages("load"):
-        display.progress(label, 0, 0)
-        speed = measure(load_model(str(model), DTYPES[resolve_precision("auto", device)], device))
-        display.progress(label, 1, 1)
-    return choose(speed)
+    return choose(speed_here(model, display, stages))
 
 
 def _begun(output: Path) -> bool:

@@ -168,7 +168,7 @@ def _plots(
     rewards = has_rewards(steps)
     main = Plot("Loss", lines, breaks=breaks, star=star, note=note, tall=True, unit="loss per token", log=True)
     if rewards:
-        main = reward_plot(steps, evals, breaks=breaks)
+        main = reward_plot(steps, [*(e for e in kept if e["event"] == "base"), *evals], breaks=breaks)
     clip = (run.recipe.get("train") or {}).get("clip") if isinstance(run.recipe.get("train"), dict) else None
     level = (float(clip), f"clipped above {clip:g}") if isinstance(clip, (int, float)) else None
     rate = [(x, t / s if s > 0 else math.nan) for (x, t), (_, s) in

@@ -13,6 +13,7 @@ from pronghorn.report.run_log import as_number
 from pronghorn.report.run_stats import RunStats
 
 MOST_STEPS, MOST_TEXT, FEW_STEPS = 8, 2000, 40  # steps whose answers are shown: the first and the last ones
+HELD_OUT = "held-out prompts, with standard error"
 FIGURES = (  # plots: title, and figures of steps with their labels
     ("Length of answers", (("mean", "completions/mean_length"), ("longest", "completions/max_length"))),
     ("Shares", (("cut", "completions/clipped_ratio"), ("groups without a signal", "frac_reward_zero_std"))),
@@ -32,15 +33,26 @@ def points_of(events: Sequence[dict[str, Any]], name: str) -> list[Point]:
 
 
 def reward_plot(steps: Sequence[dict[str, Any]], evals: Sequence[dict[str, Any]], **more: Any) -> Plot:
-    """In the place of the loss, which says little here: rollouts as a line, held-out prompts as dots."""
+    """In the place of the loss, which says little here: rollouts as a line, held-out prompts as dots with their standard error.
+    `evals`: the base model's, too, which has no step."""
     points = points_of(steps, "reward")
     lines = [Series("rollouts", "train", points, "faint" if len(points) >= FEW_STEPS else "line")]
     if len(points) >= FEW_STEPS:
         lines.append(Series("rollouts, smoothed", "train", smooth(points)))
-    held_out = [{"step": e.get("step", 0), **m} for e in evals if isinstance(m := e.get("metrics"), dict)]
+    held_out = [{"step": e.get("step") or 0, **m} for e in evals if isinstance(m := e.get("metrics"), dict)]
     if dots := points_of(held_out, "reward"):
-        lines.append(Series("held-out prompts", "eval", dots, "dots"))
+        lines += [Series("held-out line", "eval", dots, shown=False), Series(HELD_OUT, "eval", dots, "dots")]
+        lines += _error_bars(held_out)
     return Plot("Reward", lines, tall=True, unit="mean reward of an answer", **more)
+
+
+def _error_bars(held_out: Sequence[dict[str, Any]]) -> list[Series]:
+    known = [(float(e["step"]), as_number(e.get("reward")), as_number(e.get("reward_error"))) for e in held_out]
+    return [
+        Series("error", "eval", [(step, mean - error), (step, mean + error)], shown=False)
+        for step, mean, error in known
+        if math.isfinite(mean + error)
+    ]
 
 
 def rollout_plots(steps: Sequence[dict[str, Any]]) -> list[Plot]:

@@ -37,6 +37,7 @@ class Packed:
     lengths: tuple[int, ...] | None = None
     spans_2T: Tensor | None = None
     prefix_2T: Tensor | None = None  # the rows before its own that each token sees too (attention_shared.py)
+    unseen_LL: Tensor | None = None  # of one document, what its rows do not see, in the place of causality and window
 
     def spans_of(self, tokens: int) -> Tensor:
         """[2, T]: where each token's document begins and ends; the caller's, who made it once per batch, or a new one."""
@@ -165,7 +166,7 @@ def _has_torch_kernel(q: Tensor, packed: Packed, length: int) -> bool:
     """Whether torch's CPU kernel computes this document. Half types run in blocks, in fp32, rounded once at the end. So do
     sinks: that kernel does not support them, and adding them afterwards costs dq a digit in fp32."""
     whole = packed.window is None or packed.window >= length
-    plain = packed.softcap is None and packed.sinks_N is None
+    plain = packed.softcap is None and packed.sinks_N is None and packed.unseen_LL is None
     return q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64) and plain and whole
 
 
@@ -197,6 +198,8 @@ def _scores(q_TNH: Tensor, k_TKH: Tensor, packed: Packed, block: slice, keys: sl
     scores = (q_KGRH.flatten(1, 2) @ k_KHJ).view(*q_KGRH.shape[:3], -1)
     if packed.softcap is not None:
         scores.div_(packed.softcap).tanh_().mul_(packed.softcap)
+    if packed.unseen_LL is not None:
+        return scores, packed.unseen_LL[block, keys]
     i = torch.arange(block.start, block.stop, device=q_TNH.device)[:, None]
     j = torch.arange(keys.start, keys.stop, device=q_TNH.device)[None, :]
     unseen = j > i if packed.window is None else (j > i) | (i - j >= packed.window)

@@ -156,7 +156,10 @@ class RolloutTable(TokenTable):
     @classmethod
     def of_groups(cls, source: Prompts, groups: Sequence[Learned], *, all_answers: bool = False) -> RolloutTable | None:
         """None without a row. `all_answers`: also those that are no part of the loss."""
-        rows, given, filling = list[TokenRow](), list[Floats](), _Filling(source.recipe.train.capacity, source.shared)
+        rows, given = list[TokenRow](), list[Floats]()
+        filling = _Filling(
+            source.recipe.train.capacity, source.shared, most_documents(source.recipe, source.train, source.shared)
+        )
         for group in groups:
             where = source.train.where(group.row)
             filling.next_prompt(0 if group.runs else len(source.train.ids(group.row)))
@@ -185,8 +188,8 @@ class _Filling:
     """Packs that are filled with answer after answer. Where one is full, the next begins with the prompt once more: 64 groups
     of 512 + 8 x 512 tokens take 19 packs of 16,384 instead of 22."""
 
-    def __init__(self, capacity: int, shared: bool) -> None:
-        self._capacity, self._shared, self._most = capacity, shared, max_documents(capacity)
+    def __init__(self, capacity: int, shared: bool, most: int) -> None:
+        self._capacity, self._shared, self._most = capacity, shared, most
         self._room = self._count = self._rows = self._prompt = 0
         self._begins = True
         self.firsts: list[int] = []  # row of each pack
@@ -220,6 +223,15 @@ def rollout_step(source: Prompts, rolled: Rolled, after: State, epoch: float) ->
     return replace(step, elsewhere=(int(tokens) - step.tokens, int(labels) - step.loss_tokens))
 
 
+def most_documents(recipe: Recipe, prompts: TokenTable, shared: bool) -> int:
+    """Prompts and answers of a pack. Answers of a few tokens are more than a pack has documents otherwise: as many as fill it
+    where they are half as long as they may be."""
+    spec, capacity = recipe.answering, recipe.train.capacity
+    answers = spec.answers if shared else 1
+    groups = capacity / (float(prompts.lengths.mean()) + answers * spec.max_new_tokens)
+    return max(max_documents(capacity), int(2 * groups * (answers + shared)))
+
+
 def rollout_shapes(recipe: Recipe, prompts: TokenTable, shared: bool, longest_prompt: int) -> Shapes:
     """By limits alone: nobody knows the answers yet. Sizes fit packs of answers of full length to prompts of the mean length,
     or of answers half as long; and any pack there can be."""
@@ -230,7 +242,7 @@ def rollout_shapes(recipe: Recipe, prompts: TokenTable, shared: bool, longest_pr
     labels = min(capacity, -(-int(capacity * answers * spec.max_new_tokens / group) // step) * step)
     longest = min(capacity, -(-(max(most, spec.max_new_tokens) if shared else most + spec.max_new_tokens) // 128) * 128)
     documents = 2 * (capacity / group) * (answers + shared) + 2
-    all_documents = max_documents(capacity) * 3 // 2 + 2 + -(-capacity // longest)
+    all_documents = most_documents(recipe, prompts, shared) * 3 // 2 + 2 + -(-capacity // longest)
     entries = {-(-int(min(count, all_documents)) // ENTRIES) * ENTRIES for count in (documents, all_documents)}
     sizes = {"E": tuple(sorted(entries)), "N": tuple(sorted({labels, capacity}))}
     return Shapes(sizes, longest=longest, typical=int(group / (answers + shared)))

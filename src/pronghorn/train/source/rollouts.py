@@ -71,6 +71,18 @@ class Group:
     played: Sequence[Episode] = ()  # of episodes: where the answers come from
 
 
+def _stop_token(tokenizer: Tokenizer, text: str) -> int:
+    ids = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+    if len(ids) != 1:
+        raise RecipeError(
+            f"{text!r} is encoded as {len(ids)} tokens",
+            where="rollouts.stop",
+            why="an answer ends at a token",
+            fix='name texts of one token each, such as "\\n"',
+        )
+    return int(ids[0])
+
+
 class RolloutSource(Source):
     stage: ClassVar[str] = "rollouts"
     ahead: ClassVar[bool] = False
@@ -96,6 +108,7 @@ class RolloutSource(Source):
         self.shapes: Shapes = rollout_shapes(recipe, train, self.shared, most)
         self.packs_per_step = -(-recipe.step_tokens(float(train.lengths.mean())) // recipe.train.capacity)
         self.rule = Sampling(spec.temperature, spec.top_k, spec.top_p, spec.min_p)
+        self.stops = [_stop_token(tokenizer, text) for text in spec.stop]
         self.tried: list[str] = []
         self._generator: Generator | None = None
         self._served = Served(recipe) if spec.engine != OWN else None
@@ -257,7 +270,7 @@ class RolloutSource(Source):
         """`asked`: row by number, in the run or among held-out rows (`side`: HELD_OUT)."""
         seed = self.recipe.train.seed
         keys = [[key_of(seed, side, number, one) for one in range(tries)] for number in asked]
-        stops = end_tokens(model, self.tokenizer)
+        stops = [*end_tokens(model, self.tokenizer), *self.stops]
         if self._episodes is not None:
             return self._played(self._episodes, model, table, asked, tries, side, stops)
         requests = [
