@@ -103,21 +103,30 @@ def test_without_adapters_the_base_answers(family: str, method: str) -> None:
     assert generator.generate(requests) == before
 
 
+@pytest.mark.parametrize("right", [0, 1])
 @torch.no_grad()
 def test_a_graph_that_draws_something_else_is_not_used(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    right: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """`right`: so many graphs before it are, and the last window of such a one is not lost."""
     monkeypatch.setattr(dispatch, "_said", set())
     model = model_of("qwen3")
     install(model)
-    requests = [Request(prompt, (0, 1), 20) for prompt in prompts_of(4)]
+    requests = [Request(prompt, (0, 1), 20 + 9 * i) for i, prompt in enumerate(prompts_of(4))]
     expected_answers = Generator(model, slots=8, tokens=2000, longest=64).generate(requests)
     generator = Generator(model, slots=8, tokens=2000, longest=64)
-    decoder = generator._decoder
+    decoder, made = generator._decoder, []
     decoder.captures, decoder.steps = True, 8
-    monkeypatch.setattr(decoder._graphs, "captured", lambda _: [lambda: None])  # what a broken graph may do: nothing
-    assert generator.generate(requests) == expected_answers
+
+    def captured(step: Any) -> list[Any]:
+        made.append(step)
+        return [step if len(made) <= right else lambda: None]  # what a broken graph may do: nothing
+
+    monkeypatch.setattr(decoder._graphs, "captured", captured)
+    found = generator.generate(requests)
+    assert [[a.tokens for a in answers] for answers in found] == [[a.tokens for a in answers] for answers in expected_answers]
     assert not decoder.captures
+    assert len(made) == right + 1
     assert "differs" in capsys.readouterr().err
 
 

@@ -73,8 +73,7 @@ def test_rows_have_their_own_rules_and_no_neighbours() -> None:
         Sampling(),
     ]
     rules = Rules.empty(8, torch.device("cpu"))
-    for row, rule in enumerate(chosen):
-        rules.set(row, rule)
+    rules.set(torch.arange(len(chosen)), chosen)
     key = torch.tensor([key_of(7, row) for row in range(8)])
     together = draw(logits, rules, key, torch.zeros(8, dtype=torch.int64), truncates=True)
     for row in range(8):

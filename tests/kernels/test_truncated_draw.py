@@ -37,8 +37,7 @@ def _interpret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def rules_of(chosen: list[Sampling]) -> Rules:
     rules = Rules.empty(len(chosen), DEVICE)
-    for row, rule in enumerate(chosen):
-        rules.set(row, rule)
+    rules.set(torch.arange(len(chosen)), chosen)
     return rules
 
 

@@ -185,19 +185,18 @@ class Decoder:
         """Sets slots, and draws the first token of each answer."""
         slot = torch.tensor([one.slot for one in answers], device=self.device)
         prompt = torch.tensor([one.prompt for one in answers], device=self.device)
+        pages, stops = self._pages.shape[1], self._stops.shape[1]
         for tensor, values in (
             (self._key, [one.key for one in answers]),
             (self._most, [one.most for one in answers]),
             (self._prompt_tokens, [one.prompt_tokens for one in answers]),
+            (self._pages, [[*one.pages, *[0] * (pages - len(one.pages))] for one in answers]),
+            (self._stops, [[*one.stops, *[-1] * (stops - len(one.stops))] for one in answers]),
         ):
-            tensor[slot] = torch.tensor(values, device=self.device)
+            tensor[slot] = torch.tensor(values, dtype=tensor.dtype, device=self.device)
+        self._rules.set(slot, [one.rule for one in answers])
         self._made[slot] = 0
         self._runs[slot] = True
-        for one in answers:
-            self._pages[one.slot, : len(one.pages)] = torch.tensor(list(one.pages), dtype=torch.int32, device=self.device)
-            self._stops[one.slot] = -1
-            self._stops[one.slot, : len(one.stops)] = torch.tensor(list(one.stops), device=self.device)
-            self._rules.set(one.slot, one.rule)
         self.states.copy(prompt + self.slots + 1, slot)
         return self._drawn(self._last_rows[prompt], slot, truncates=any(one.rule.truncates for one in answers))
 

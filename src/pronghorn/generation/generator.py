@@ -167,11 +167,10 @@ class Generator:
         while self._queue or self._prompts:
             ended = self._admit()
             now = self._window()
-            looked_at = before if self._decoder.captures else now
-            if looked_at is not None:
-                rows, window = looked_at
+            ahead = self._decoder.captures  # until a graph fails
+            for rows, window in filter(None, (before, None if ahead else now)):
                 ended += self._collect(rows, window.drawn(), window.rows)
-            before = now
+            before = now if ahead else None
             yield ended
 
     # ---- who runs ------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ among the tokens that the rules left, from which it was drawn.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -65,9 +66,10 @@ class Rules(NamedTuple):
             torch.zeros(rows, dtype=real, device=device),
         )
 
-    def set(self, row: int, rule: Sampling) -> None:
-        for tensor, value in zip(self, (rule.temperature, rule.top_k, rule.top_p, rule.min_p), strict=True):
-            tensor[row] = value
+    def set(self, rows_B: Tensor, rules: Sequence[Sampling]) -> None:
+        values = zip(*((rule.temperature, rule.top_k, rule.top_p, rule.min_p) for rule in rules), strict=True)
+        for tensor, own in zip(self, values, strict=True):
+            tensor[rows_B] = torch.tensor(own, dtype=tensor.dtype, device=tensor.device)
 
     def of(self, rows_B: Tensor) -> Rules:
         return Rules(*(tensor.index_select(0, rows_B) for tensor in self))
