@@ -22,7 +22,7 @@ from pronghorn.export.gguf_target import rendered
 from pronghorn.export.job import Options
 from pronghorn.export.llama_cpp import Questions, ask
 from pronghorn.export.run import export_run
-from pronghorn.model.generate import generate_answers
+from pronghorn.generation.answering import answers as answers_of
 from pronghorn.recipe import named
 from pronghorn.train.run.trained_run import TrainedRun
 
@@ -39,9 +39,9 @@ def measured(run: Path, held_out: int, variants: list[str]) -> list[dict[str, An
         hotel.write(folder, train=lines, held_out=held_out)
         rows = [json.loads(line)["messages"] for line in (folder / "held_out.jsonl").read_text(encoding="utf-8").splitlines()]
         expected = [row[-1]["content"] for row in rows]
-        model, tokenizer, _ = trained.load()
+        model, tokenizer = trained.to_answer()
         prompts = [rendered(tokenizer, row[:-1]) or [] for row in rows]
-        answers = generate_answers(model, tokenizer, prompts, max_new_tokens=ANSWER_TOKENS)
+        answers = [one.text for one in answers_of(model, tokenizer, prompts, max_new_tokens=ANSWER_TOKENS)]
         found = [{"in": "trained model", "right": right(answers, expected), "of": held_out}]
         del model
         asked = Questions(prompts=[{"ids": ids, "longest": ANSWER_TOKENS} for ids in prompts])

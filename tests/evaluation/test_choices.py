@@ -97,7 +97,7 @@ def test_choices_alone_need_no_generation(monkeypatch: pytest.MonkeyPatch) -> No
     assert only.key("m") != both.key("m")
     model = make_lively_model()
     with monkeypatch.context() as without:
-        without.setattr("pronghorn.evaluation.held_out.generate", pytest.fail)
+        without.setattr("pronghorn.evaluation.held_out.answers", pytest.fail)
         (answer,) = only.ask(model)
     assert answer.text in ("4", "5")
     assert only.judge([answer]).metrics == answer.chosen

@@ -167,13 +167,14 @@ def _use(model: str, target: Path) -> None:
     import torch
 
     from pronghorn.data.encode.tokens import load_tokenizer
-    from pronghorn.model.generate import generate_answers
+    from pronghorn.generation.answering import answers
+    from pronghorn.model.causal_lm import install
     from pronghorn.model.load import load_model
 
     tokenizer = load_tokenizer(model)
-    generate_answers(
-        load_model(model, torch.float32, torch.device("cpu"), storage="nf4"), tokenizer, [[5, 6, 7]], max_new_tokens=2
-    )
+    loaded = load_model(model, torch.float32, torch.device("cpu"), storage="nf4")
+    install(loaded)
+    answers(loaded, tokenizer, [[5, 6, 7]], max_new_tokens=2)
     tokenizer.save_pretrained(str(target))
 
 

@@ -11,7 +11,7 @@ import test_short_conv_mixer
 import torch
 from torch import Tensor
 
-from pronghorn.generation.generator import Answer, Generator, Request
+from pronghorn.generation.generator import Completion, Generator, Request
 from pronghorn.generation.sampling import Sampling, key_of
 from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.text_stack import in_mode
@@ -40,11 +40,11 @@ def greedy(model: Any, prompt: list[int], new: int) -> list[int]:
     return ids[0, len(prompt) :].tolist()
 
 
-def tokens_of(found: list[list[Answer]]) -> list[list[list[int]]]:
+def tokens_of(found: list[list[Completion]]) -> list[list[list[int]]]:
     return [[answer.tokens for answer in answers] for answers in found]
 
 
-def assert_likely(model: Any, request: Request, answers: list[Answer], apart: float) -> None:
+def assert_likely(model: Any, request: Request, answers: list[Completion], apart: float) -> None:
     for answer in answers:
         truth = log_probs_of(model, list(request.prompt), answer.tokens)
         torch.testing.assert_close(torch.tensor(answer.log_probs), truth, rtol=apart, atol=apart)
@@ -104,7 +104,7 @@ def test_weights_that_are_cast_change_under_the_graphs() -> None:
     model = test_generator.model_of("qwen2", "full").cuda()
     assert install(model) == ""
     requests = [Request(prompt, [key_of(i)], 20, Sampling()) for i, prompt in enumerate(test_generator.prompts_of(8))]
-    with torch.autocast("cuda", dtype=torch.bfloat16):
+    with torch.autocast("cuda", dtype=torch.bfloat16, cache_enabled=False):  # which would keep transformers' casts
         generator = Generator(model, slots=8, tokens=3000, longest=64)
         for _ in range(3):
             for parameter in model.parameters():

@@ -69,7 +69,7 @@ def test_the_kept_set_is_that_of_the_definition(kind: str) -> None:
     kept = truncated(x.double().log_softmax(-1), rules) > float("-inf")
     for row, rule in enumerate(RULES):
         if rule.temperature:
-            near = 1e-5 if softcap else 0.0  # tanh is rounded otherwise
+            near = 1e-5 if softcap else 4e-6 if CUDA else 0.0  # tanh, and a GPU's quotient, are rounded otherwise
             assert (x[row] >= least[row] - near).tolist() == kept[row].tolist(), (rule, int(kept[row].sum()))
     expected = drawn_by(logits, rules, uniforms(key, place), truncates=True)
     assert token.tolist() == expected.token_B.tolist()

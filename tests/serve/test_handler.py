@@ -15,7 +15,11 @@ import pytest
 import torch
 
 from benchmarks.serve_load import burst, chat, post
+from pronghorn.generation.decoder import Decoder
+from pronghorn.model.causal_lm import install
 from pronghorn.serve import handler
+from pronghorn.serve.asked import RequestError, read
+from pronghorn.serve.engine import SLOTS, Engine, Job
 from pronghorn.serve.handler import Handler
 from pronghorn.serve.models import Models, Served
 from pronghorn.serve.server import Server
@@ -28,7 +32,9 @@ CONTEXT = 512
 
 @pytest.fixture(scope="module")
 def models() -> Models:
-    return Models(make_lively_model(), [Served("run", None, make_tokenizer())], adapters=False)
+    model = make_lively_model()
+    assert install(model) == ""
+    return Models(model, [Served("run", None, make_tokenizer())], adapters=False)
 
 
 @pytest.fixture
@@ -126,10 +132,39 @@ def test_expect_100_is_answered_after_the_headers_are_checked(server: Server) ->
     assert said(server, post(b"", Expect="100-continue", Content_Length=str(1 << 30))).startswith(b"HTTP/1.1 413")
 
 
-def test_200_clients_at_once_are_all_answered(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model is not asked: what is tested is that every one gets in, waits, and is answered."""
-    monkeypatch.setattr("pronghorn.serve.answering.stream_tokens", lambda *_, **__: time.sleep(0.001))
+def test_200_clients_at_once_are_all_answered(server: Server) -> None:
     assert burst(place(server), 200) == {"200": 100, "200 ended": 100}
+    assert server.engine.jobs == 0
+
+
+def test_clients_that_leave_free_their_places(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """70 long answers, more than there are slots; their clients go away while they are generated, or while they wait."""
+    real, windows = Decoder.window, list[int]()
+    monkeypatch.setattr(Decoder, "window", lambda self, *given: windows.append(1) or real(self, *given))
+    body = post(chat("a", max_tokens=450, temperature=2, stream=True))
+    gone = [socket.create_connection(place(server), timeout=60) for _ in range(70)]
+    for one in gone:
+        one.sendall(body)
+    assert gone[0].recv(10)
+    for one in gone:
+        one.close()
+    assert parts(said(server, post(chat("b", max_tokens=1))))[0] == 200
+    deadline = time.monotonic() + 60
+    while server.engine.jobs and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert len(windows) < 400  # of the 450 that one answer takes
+    generator = server.engine._answering._generator  # type: ignore[union-attr]
+    assert (server.engine.jobs, len(generator._slots), len(generator._free)) == (0, SLOTS, generator._pages)
+
+
+def test_there_is_an_end_to_waiting(models: Models, told: list[str]) -> None:
+    engine = Engine(models, told.append, most=0)
+    with pytest.raises(RequestError, match="waiting already") as error:
+        engine.submit(Job(models.all[0], read(chat("a"), chat=True), [5], 4, 0))
+    assert (error.value.status, error.value.headers) == (503, {"Retry-After": "1"})
+    engine.end()
+    with pytest.raises(RequestError, match="shutting down"):
+        engine.submit(Job(models.all[0], read(chat("a"), chat=True), [5], 4, 0))
 
 
 @table(("content", "words"), [
@@ -205,7 +240,7 @@ def test_there_are_no_more_threads_than_places(models: Models, monkeypatch: pyte
 
 
 def test_the_end_lets_a_stream_end(models: Models) -> None:
-    """The last events reach the client; who waits for its turn is told; and there is nothing left to wait for."""
+    """The last events reach the clients, and there is nothing left to wait for."""
     server = Server(models, "127.0.0.1", 0, Handler)
     threading.Thread(target=lambda: server.serve_forever(poll_interval=0.01), daemon=True).start()
     found: dict[str, bytes] = {}
@@ -219,13 +254,13 @@ def test_the_end_lets_a_stream_end(models: Models) -> None:
             found["stream"] = data + b"".join(iter(lambda: connection.recv(65536), b""))
 
     def wait() -> None:
-        found["waiting"] = said(server, post(chat("b", max_tokens=400)))
+        found["other"] = said(server, post(chat("b", max_tokens=400)))
 
     threads = [threading.Thread(target=stream), threading.Thread(target=wait)]
     threads[0].start()
     assert begun.wait(60)
     threads[1].start()
-    while len(server.turns._line) < 2 and threads[0].is_alive():
+    while server.engine.jobs < 2 and threads[0].is_alive():
         time.sleep(0.001)
     server.shutdown()
     server.end()
@@ -233,7 +268,9 @@ def test_the_end_lets_a_stream_end(models: Models) -> None:
         thread.join(60)
     assert found["stream"].endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
     assert b'"finish_reason": "length"' in found["stream"]
-    assert parts(found["waiting"])[0] == 503
+    assert parts(found["other"])[0] == 200
+    server.engine._thread.join(60)
+    assert not server.engine._thread.is_alive()
 
 
 def test_a_failure_is_one_requests_own(server: Server, told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +278,7 @@ def test_a_failure_is_one_requests_own(server: Server, told: list[str], monkeypa
         raise torch.OutOfMemoryError("no memory")
 
     with monkeypatch.context() as broken:
-        broken.setattr("pronghorn.serve.answering.stream_tokens", fail)
+        broken.setattr("pronghorn.generation.decoder.Decoder.read", fail)
         status, _, body = parts(said(server, post(chat("a"))))
     assert (status, json.loads(body)["error"]["type"]) == (500, "server_error")
     assert any("no memory" in line for line in told)

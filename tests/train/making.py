@@ -6,14 +6,13 @@ from __future__ import annotations
 from typing import Any, Self
 
 import numpy as np
-import torch
 
 from pronghorn.data.encode.tokens import TokenRow, TokenTable, padding_id
 from pronghorn.data.pack.loader import State, StepBatch
 from pronghorn.data.prepare import prepare
 from pronghorn.data.read.splitting import apart
-from pronghorn.model.generate import sample_answer
-from pronghorn.model.text_stack import in_mode
+from pronghorn.generation.answering import answers
+from pronghorn.generation.sampling import Sampling
 from pronghorn.recipe import Recipe
 from pronghorn.train.run.run_identity import data_key
 from pronghorn.train.source.source import Report, Source
@@ -57,20 +56,17 @@ class BestAnswers(Source):
     def next(self, model: Any) -> StepBatch:
         first = self.steps * PROMPTS
         chosen = [row % len(self.prompts) for row in range(first, first + PROMPTS)]
-        cuda = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(cuda), in_mode(model, training=False), self.autocast():
-            torch.manual_seed(self.recipe.train.seed * 1_000_003 + self.steps)
+        with self.autocast():
             rows = [self._row(model, row) for row in chosen]
         self.steps += 1
         return self.made(rows, {"steps": self.steps}, (first + PROMPTS) / len(self.prompts))
 
     def _row(self, model: Any, row: int) -> TokenRow:
         prompt = self.prompts.ids(row)[: int(self.prompts.loss(row).argmax())]
-        answers = [
-            sample_answer(model, self.tokenizer, prompt.tolist(), max_new_tokens=NEW_TOKENS, temperature=1.0)
-            for _ in range(ANSWERS)
-        ]
-        best = max(answers, key=lambda answer: answer.count("1"))
+        seed = self.recipe.train.seed * 1_000_003 + self.steps * PROMPTS + row
+        asked = [prompt.tolist()] * ANSWERS
+        found = answers(model, self.tokenizer, asked, max_new_tokens=NEW_TOKENS, rule=Sampling(), seed=seed)
+        best = max((answer.text for answer in found), key=lambda text: text.count("1"))
         ids = [*self.tokenizer(best, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
         return TokenRow(
             np.array([*prompt, *ids], np.int32)[: self.shapes.longest],

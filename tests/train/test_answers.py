@@ -16,7 +16,7 @@ from watching import RecipeFor, Silent, events_of, saved, stop_at
 from pronghorn.data.encode.tokens import load_tokenizer
 from pronghorn.errors import CommandError, Interrupted, RecipeError
 from pronghorn.evaluation.questions import held_out_questions
-from pronghorn.model.generate import generate_answers
+from pronghorn.generation.answering import answers
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import read_log
 from pronghorn.report.run_stats import run_stats
@@ -49,7 +49,7 @@ def untrained_answers(recipe: Recipe) -> list[str]:
     table = source_of(recipe, tokenizer, report=lambda *_: None, stage=lambda _: nullcontext()).held_out
     asked = held_out_questions(table, tokenizer, 100)
     model = AutoModelForCausalLM.from_pretrained(recipe.model, dtype=torch.float32)
-    return generate_answers(model, tokenizer, [question.ids for question in asked], max_new_tokens=3)
+    return [one.text for one in answers(model, tokenizer, [question.ids for question in asked], max_new_tokens=3)]
 
 
 @pytest.mark.parametrize("method", ["lora", "full"])

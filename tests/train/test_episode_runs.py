@@ -12,7 +12,7 @@ from watching import Silent, events_of, saved, stop_at
 from pronghorn.data.encode.encode import Encoder
 from pronghorn.data.template.rendering import special_tokens
 from pronghorn.errors import CommandError, DataError, HealthStop, Interrupted
-from pronghorn.generation.generator import Answer
+from pronghorn.generation.generator import Completion
 from pronghorn.recipe import Recipe
 from pronghorn.train.loop import train
 from pronghorn.train.objectives.policy import MISMATCH
@@ -50,9 +50,9 @@ def rendered(tokenizer: Any, messages: Sequence[dict[str, str]]) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]  # type: ignore[no-any-return]
 
 
-def drawn(episodes: Episodes, text: str) -> Answer:
+def drawn(episodes: Episodes, text: str) -> Completion:
     ids = episodes._tokens(text)
-    return Answer(ids, [-1.0] * len(ids), [], text.endswith("<|im_end|>"))
+    return Completion(ids, [-1.0] * len(ids), [], text.endswith("<|im_end|>"))
 
 
 @pytest.mark.parametrize("end", ["<|im_end|>", "", "<|endoftext|>"])

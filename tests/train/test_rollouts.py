@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,18 @@ from watching import Silent, events_of, losses_of, notices_of, same, saved, stop
 
 from pronghorn.cli import main
 from pronghorn.cli.evaluating import text
+from pronghorn.data.encode.tokens import load_tokenizer
 from pronghorn.errors import CommandError, DataError, HealthStop, Interrupted, RecipeError
 from pronghorn.generation.generator import Generator
 from pronghorn.recipe import Recipe
 from pronghorn.report.html import write_html
 from pronghorn.train.checkpoint.checkpoint import latest_checkpoint
+from pronghorn.train.dist.launch import require_packs
 from pronghorn.train.loop import train
 from pronghorn.train.objectives.policy import MISMATCH, Policy
 from pronghorn.train.run.run_evaluation import EvaluationRequest, evaluate_run
 from pronghorn.train.setup.check import check_run
+from pronghorn.train.source import source_of
 from pronghorn.train.source.rollout_rows import _Filling
 from pronghorn.train.source.rollouts import RolloutSource
 from samples import make_lively_model, write_rows
@@ -234,6 +238,15 @@ def test_two_ranks_answer_prompts_of_their_own(objective: dict[str, Any], rl: Re
         assert other == pytest.approx(one, rel=1e-4, abs=1e-6)
     for one, other in zip(events_of(recipe.output, "eval"), events_of(two.output, "eval"), strict=True):
         assert other["metrics"] == pytest.approx(one["metrics"])
+
+
+def test_ranks_without_a_prompt_are_refused(rl: RecipeFor) -> None:
+    with pytest.raises(RecipeError, match=r"rollouts\.prompts: a step has 4 prompts for 5 ranks"):
+        require_packs(rl(), 5)
+    require_packs(rl(), 4)
+    found = source_of(rl(), load_tokenizer(rl().model), report=lambda *_: None, stage=lambda _: nullcontext())
+    assert found.dealt(2) == []
+    assert "set rollouts.prompts: 6" in found.dealt(3)[0]
 
 
 def test_eval_measures_the_rewards_again(rl: RecipeFor, tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_the_command_line_has_the_last_word(run: Path, tmp_path: Path) -> None:
 def test_what_does_not_fit_is_told_before_the_model_is_loaded(
     run: Path, asked: dict[str, Any], what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_evaluation, "install", pytest.fail)
+    monkeypatch.setattr(run_evaluation.TrainedRun, "load", pytest.fail)
     with pytest.raises(CommandError, match=what):
         evaluated(run, **asked)
 

@@ -188,12 +188,15 @@ def test_a_talk_remembers_what_was_said(run: Path) -> None:
     assert [message["role"] for message in talk.messages] == ["system"]
     drawn: dict[float, set[str]] = {}
     for talk.temperature in (1e-3, 3.0):
-        for seed in range(4):
-            torch.manual_seed(seed)
+        for talk.seed in range(4):
             talk.forget()
             drawn.setdefault(talk.temperature, set()).add(talk.answer("add 1 and 2"))
     assert drawn[1e-3] == {first}  # almost no chance for any token but the likeliest
     assert len(drawn[3.0]) > 1
+    pieces: list[str] = []
+    answer = talk.answer("again", lambda name, text: pieces.append(text))
+    assert "".join(pieces).strip() == answer
+    assert len(pieces) > 1  # token by token
 
 
 def test_the_answer_is_that_of_the_trained_model(run: Path) -> None:

@@ -75,8 +75,32 @@ def converse(talk: Chat) -> None:
         elif re.fullmatch("/[a-z?]+", message):  # a typing error more often than a question
             print(f"unknown command {message}; /help lists the commands")
         else:
-            for name, answer in talk.answers(message).items():
-                print(f"{name}: {printable(answer)}")
+            shown = _Shown()
+            found = talk.answers(message, shown)
+            shown.end()
+            for name in (name for name, answer in found.items() if not answer):
+                print(f"{name}: ")
+
+
+class _Shown:
+    """Answers, as they are generated."""
+
+    def __init__(self) -> None:
+        self._name = ""
+
+    def __call__(self, name: str, text: str) -> None:
+        if name != self._name:
+            text = text.lstrip()
+            if not text:
+                return
+            self.end()
+            print(f"{name}: ", end="")
+            self._name = name
+        print(printable(text), end="", flush=True)
+
+    def end(self) -> None:
+        if self._name:
+            print()
 
 
 def _obey(word: str, value: str, talk: Chat) -> None:

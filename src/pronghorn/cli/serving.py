@@ -21,7 +21,7 @@ from pronghorn.program import command
 MOST_LINES = 1000  # of the log, not written yet
 M_ARENA_MAX, M_MMAP_THRESHOLD = -8, -3  # of malloc.h
 
-TEXT = "serve trained runs on this machine with OpenAI's API, to try them out; one request at a time"
+TEXT = "serve trained runs on this machine with OpenAI's API, to try them out"
 
 
 def options(one: argparse.ArgumentParser) -> None:
@@ -56,7 +56,7 @@ def serve(
     say(
         arguments,
         {"url": server.url, "models": models.names},
-        f"serving {names}\nat {server.url}, one request at a time; Ctrl-C stops it\n"
+        f"serving {names}\nat {server.url}; Ctrl-C stops it\n"
         f"for many users: {command('export', arguments.runs[0], '--to', 'vllm')}",
     )
     sys.stdout.flush()

@@ -107,6 +107,8 @@ def _by_itself(recipe: Recipe) -> int:
         return 1
     packs, rows = recipe.step_packs(), recipe.train.batch_rows
     wanted, why = min(there, packs), f"train.batch_tokens / train.capacity = {counted(packs, 'pack')} per step"
+    if recipe.rollouts is not None:
+        wanted, why = min(there, recipe.rollouts.prompts), f"a step has rollouts.prompts: {recipe.rollouts.prompts}"
     if rows:
         why = f"train.batch_rows: {rows} of up to {recipe.data.max_length} tokens are {counted(packs, 'pack')} per step"
     if problem := _why_not_together(there):

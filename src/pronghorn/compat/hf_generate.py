@@ -35,7 +35,7 @@ from pronghorn.compat.changes import OURS
 from pronghorn.compat.fused_head import TRLS
 from pronghorn.compat.kept_generator import Look
 from pronghorn.compat.outer_loop import WITHOUT_EFFECT, OuterLoop
-from pronghorn.generation.generator import Answer, Request
+from pronghorn.generation.generator import Completion, Request
 from pronghorn.generation.sampling import GREEDY, Sampling, key_of
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.causal_lm import ENGINE
@@ -165,7 +165,7 @@ def _decoding(loop: OuterLoop, dtype: torch.dtype, streamer: Any) -> Callable[..
 def _shown_by(streamer: Any) -> Look:
     shown = 0
 
-    def look(answers: list[list[Answer]]) -> None:
+    def look(answers: list[list[Completion]]) -> None:
         nonlocal shown
         tokens = answers[0][0].tokens
         for token in tokens[shown:]:

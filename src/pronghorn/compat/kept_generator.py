@@ -13,16 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pronghorn.generation.cache import pages_for
-from pronghorn.generation.generator import Answer, Generator, Request
+from pronghorn.generation.cache import SHARE, SLOTS, bytes_of_a_token, free_bytes, pages_for
+from pronghorn.generation.generator import Completion, Generator, Request
 from pronghorn.kernels.attention.attention_paged import PAGE
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.causal_lm import FastCausalLM
-from pronghorn.model.layers.mixers.attention import Attention
 
-Look = Callable[[list[list[Answer]]], None]
-SLOTS = {"cpu": 32, "cuda": 256}  # more do not get cheaper: from 165 rows on products are bound by arithmetic (H200)
-SHARE = 0.5  # of free memory
+Look = Callable[[list[list[Completion]]], None]
 
 
 class Sizes(NamedTuple):
@@ -48,7 +45,7 @@ class KeptGenerator:
         twin.share = self.share
         return twin
 
-    def answers(self, requests: Sequence[Request], dtype: torch.dtype, look: Look | None = None) -> list[list[Answer]]:
+    def answers(self, requests: Sequence[Request], dtype: torch.dtype, look: Look | None = None) -> list[list[Completion]]:
         """`dtype`: of the layers. Outside of autocast and inference mode. `look`: at answers while they grow."""
         while True:
             least = max(pages_for(len(one.prompt)) + pages_for(one.max_new_tokens) for one in requests)
@@ -86,7 +83,9 @@ class KeptGenerator:
         # Prompts of the next call may be longer.
         pages = max(largest.pages, 2 * prompts + largest.slots * pages_for(largest.longest))
         if device.type == "cuda":
-            self._limit = min(self._limit, int(self.share * free_bytes(device)) // (PAGE * self.bytes_of_a_token(dtype)))
+            self._limit = min(
+                self._limit, int(self.share * free_bytes(device)) // (PAGE * bytes_of_a_token(self.engine, dtype))
+            )
         self._sizes, self._dtype = largest._replace(pages=max(least, min(pages, self._limit))), dtype
         with torch.autocast(device.type, dtype=dtype, enabled=dtype != self.engine.embeddings.weight.dtype):
             self._generator = Generator(
@@ -97,14 +96,3 @@ class KeptGenerator:
                 stops=largest.stops,
             )
         return self._generator
-
-    def bytes_of_a_token(self, dtype: torch.dtype) -> int:
-        """The size of its keys and values in all layers."""
-        mixers = [layer.mixer for layer in self.engine.layers if isinstance(layer.mixer, Attention)]
-        return max(1, sum(2 * mixer.kv_heads * mixer.head_width for mixer in mixers) * dtype.itemsize)
-
-
-def free_bytes(device: torch.device) -> int:
-    """What tensors may still take."""
-    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(torch.cuda.mem_get_info(device)[0]) + held

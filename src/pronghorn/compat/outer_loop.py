@@ -22,7 +22,7 @@ from pronghorn.compat.changes import OURS, Changes, is_plain_table, why_called
 from pronghorn.compat.kept_generator import KeptGenerator, Look
 from pronghorn.compat.rows_to_documents import Inputs, Pack, packed, targets_of
 from pronghorn.compat.same_weights import SameWeights
-from pronghorn.generation.generator import Answer, Request
+from pronghorn.generation.generator import Completion, Request
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.causal_lm import FastCausalLM, engine_of
 from pronghorn.model.layers.types import Documents
@@ -108,7 +108,7 @@ class OuterLoop:
                 if not (given or (chooser is not None and chooser.lower())):
                     raise
 
-    def answers(self, requests: Sequence[Request], dtype: torch.dtype, look: Look | None = None) -> list[list[Answer]]:
+    def answers(self, requests: Sequence[Request], dtype: torch.dtype, look: Look | None = None) -> list[list[Completion]]:
         """`dtype`: of the layers. Outside of autocast and inference mode. `look`: at answers while they grow."""
         look_at_norms(self.engine)
         with self._with_adapters():

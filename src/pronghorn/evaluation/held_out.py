@@ -18,8 +18,8 @@ from pronghorn.evaluation.choices import ask_choices
 from pronghorn.evaluation.metrics import NEED_JSON, Scores, final_part, found, judge_of
 from pronghorn.evaluation.own_metric import OwnMetric
 from pronghorn.evaluation.questions import Question, held_out_questions
+from pronghorn.generation.answering import answers
 from pronghorn.hf_types import HFModel, Tokenizer
-from pronghorn.model.generate import generate
 from pronghorn.recipe import Eval, figures_of
 from pronghorn.small_files import read_small
 
@@ -96,14 +96,14 @@ class HeldOut:
 
     def ask(self, model: HFModel, progress: Progress | None = None, *, capture: bool = True) -> list[ModelAnswer]:
         """Greedily, many at a time; multiple choice without a word, where nothing else is asked for. `capture`: on a GPU, out
-        of a CUDA graph."""
+        of CUDA graphs."""
         chosen = None
         if CHOICE in self.spec.metrics:
             chosen = ask_choices(model, self.tokenizer, self.questions, progress)
             if not self._says:
                 return [ModelAnswer(text, chosen=scores) for text, scores in chosen]
         prompts = [question.ids for question in self.questions]
-        said = generate(model, self.tokenizer, prompts, max_new_tokens=self.max_new_tokens, progress=progress, capture=capture)
+        said = answers(model, self.tokenizer, prompts, max_new_tokens=self.max_new_tokens, progress=progress, capture=capture)
         return [ModelAnswer(one.text, one.cut, chosen[i][1] if chosen else {}) for i, one in enumerate(said)]
 
     def judge(self, answers: Sequence[ModelAnswer]) -> Judged:

@@ -8,7 +8,7 @@ each of B rows, over their pages. Both are the `Cache` of their `Documents` (mod
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,10 +16,16 @@ from torch import Tensor
 
 from pronghorn.kernels.attention.attention import attention_forward
 from pronghorn.kernels.attention.attention_paged import PAGE, Segments, paged_attention, write_pages
+from pronghorn.kernels.attention.attention_paged_torch import PagesRead
 from pronghorn.kernels.conv.short_conv import short_conv_forward
 from pronghorn.model.causal_lm import FastCausalLM
 from pronghorn.model.layers.mixers.attention import Attention
 from pronghorn.model.layers.mixers.short_conv import ShortConv
+from pronghorn.model.read_ahead import free_memory
+
+SLOTS = {"cpu": 32, "cuda": 256}  # answers at once: from 165 rows on products are bound by arithmetic (H200)
+SHARE = 0.5  # of free memory, for keys and values
+UNKNOWN = 8 * 10**9  # bytes that are taken to be free where the system does not say
 
 
 class FreePages:
@@ -42,6 +48,20 @@ def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE)
 
 
+def bytes_of_a_token(engine: FastCausalLM, dtype: torch.dtype) -> int:
+    """The size of its keys and values in all layers."""
+    mixers = [layer.mixer for layer in engine.layers if isinstance(layer.mixer, Attention)]
+    return max(1, sum(2 * mixer.kv_heads * mixer.head_width for mixer in mixers) * dtype.itemsize)
+
+
+def free_bytes(device: torch.device) -> int:
+    """What tensors may still take."""
+    if device.type != "cuda":
+        return free_memory() or UNKNOWN
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + held
+
+
 class MixerStates:
     """The tensors, of every layer. `places`: where convolutions keep their inputs: one for each slot and each prompt."""
 
@@ -59,6 +79,13 @@ class MixerStates:
     def write(self, layer: int, place_T: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> None:
         """`place_T`: page and token in it, as one number."""
         write_pages(*self.pages[layer], place_T, k_TKH, v_TKH)
+
+    def clear(self, pages: Sequence[int]) -> None:
+        """Before they are used again, on a CPU: attention multiplies what lies beyond the last token by 0; NaN stays NaN."""
+        chosen = torch.tensor(pages)
+        for pair in self.pages.values():
+            for stored in pair:
+                stored.index_fill_(0, chosen, 0.0)
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Inputs of convolutions, from the places of prompts to those of answers."""
@@ -95,11 +122,12 @@ class Step:
     position_B: Tensor
     parts: Sequence[Segments]
     input_B: Tensor
+    read: dict[tuple[int | None, int], PagesRead] = field(default_factory=dict)  # of its layers, on a CPU
 
     def attend(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, out: Tensor, **options: Any) -> None:
         self.states.write(layer, self.place_B, k_TKH, v_TKH)
         given = {name: options[name] for name in ("scale", "window", "softcap", "sinks_N")}
-        paged_attention(q_TNH, *self.states.pages[layer], self.parts, self.position_B, **given, out=out)
+        paged_attention(q_TNH, *self.states.pages[layer], self.parts, self.position_B, **given, out=out, read=self.read)
 
     def convolve(self, layer: int, bcx_TX: Tensor, taps_DW: Tensor, spans_2T: Tensor, out: Tensor) -> None:
         kept = self.states.inputs[layer]

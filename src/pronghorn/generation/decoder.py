@@ -78,6 +78,7 @@ class _Bucket:
         self.drawn = Drawn(
             *(torch.zeros(steps, rows, dtype=kind, device=device) for kind in (torch.int64, torch.float32, torch.float32))
         )
+        self.rows_BD: Tensor | None = None  # [steps, B, D], after the last layer, where somebody wants the logits
         self.step: Work | None = None
         self.compared = False  # its graph with an eager step
         self._filled: tuple[list[int], list[Segment]] | None = None
@@ -104,8 +105,9 @@ class _Bucket:
 class Window:
     """What a window of steps drew, which may still be under way."""
 
-    def __init__(self, slots: Sequence[int], drawn: Drawn) -> None:
+    def __init__(self, slots: Sequence[int], drawn: Drawn, rows: Tensor | None) -> None:
         self.slots = slots  # in the order of rows
+        self.rows = None if rows is None else rows[:, : len(slots)].clone()
         self._found = [tensor[:, : len(slots)].to("cpu", non_blocking=True, copy=True) for tensor in drawn]
         self._end = torch.cuda.Event() if drawn.token_B.is_cuda else None
         if self._end:
@@ -123,7 +125,7 @@ class Decoder:
         """`longest`: tokens of an answer at most. `stops`: how many tokens may end one."""
         device = engine.embeddings.weight.device
         self.steps, self.captures = STEPS.get(device.type, 1), device.type == "cuda"
-        self._buckets: dict[tuple[int, int, int, bool], _Bucket] = {}
+        self._buckets: dict[tuple[int, int, int, bool, bool], _Bucket] = {}
         self._graphs = Graphs(
             device, failed=lambda error: say_once(f"answers are generated without CUDA graphs: {first_line(error)}")
         )
@@ -199,8 +201,8 @@ class Decoder:
         self.states.copy(prompt + self.slots + 1, slot)
         return self._drawn(self._last_rows[prompt], slot, truncates=any(one.rule.truncates for one in answers))
 
-    def window(self, running: Sequence[Running], truncates: bool) -> Window:
-        """The next steps. `truncates`: whether a rule does."""
+    def window(self, running: Sequence[Running], truncates: bool, keeps: bool = False) -> Window:
+        """The next steps. `truncates`: whether a rule does. `keeps`: whether somebody wants the logits."""
         slots = [slot for prompt in running for slot in prompt.slots]
         row_of = {slot: row for row, slot in enumerate(slots)}
         segments = [
@@ -208,25 +210,31 @@ class Decoder:
             for prompt in running
             for first in range(0, len(prompt.slots), MEMBERS)
         ]
-        bucket = self._bucket(len(slots), len(segments), max(len(pages) for _, pages, _ in segments), truncates)
+        bucket = self._bucket(len(slots), len(segments), max(len(pages) for _, pages, _ in segments), truncates, keeps)
         bucket.fill(slots, segments, self.slots)
         if not bucket.compared:
             self._compare(bucket, len(slots), truncates)
         assert bucket.step is not None
         for _ in range(self.steps):
             bucket.step()
-        return Window(slots, bucket.drawn)
+        return Window(slots, bucket.drawn, bucket.rows_BD)
 
-    def _bucket(self, rows: int, segments: int, pages: int, truncates: bool) -> _Bucket:
-        if not self.captures:
+    def _bucket(self, rows: int, segments: int, pages: int, truncates: bool, keeps: bool) -> _Bucket:
+        def made() -> _Bucket:
             bucket = _Bucket(rows, segments, pages, self.steps, self.slots, self.device)
+            if keeps:
+                bucket.rows_BD = self._last_rows.new_zeros(self.steps, rows, self._last_rows.shape[1])
+            return bucket
+
+        if not self.captures:
+            bucket = made()
             bucket.step, bucket.compared = partial(self._step, bucket, truncates), True
             return bucket
         rows, segments = _rounded(rows, BUCKETS), _rounded(segments, BUCKETS)
         pages = 1 << (pages - 1).bit_length()
-        key = (rows, segments, pages, truncates)
+        key = (rows, segments, pages, truncates, keeps)
         if key not in self._buckets:
-            bucket = self._buckets[key] = _Bucket(rows, segments, pages, self.steps, self.slots, self.device)
+            bucket = self._buckets[key] = made()
             (bucket.step,) = self._graphs.captured(partial(self._step, bucket, truncates))
         return self._buckets[key]
 
@@ -262,7 +270,10 @@ class Decoder:
         answers = Segments(self._pages[slot_B], (own_B + 1).int(), before_B.int(), row_B[:-1, None])
         cache = Step(self.states, place_B, position_B.int(), (bucket.prompts, answers), slot_B)
         pack = PackedDocuments(positions_T=position_B, cu_seqlens=row_B, longest=1)
-        drawn = self._drawn(self._hidden(self._token[slot_B], pack, cache), slot_B, truncates)
+        h_BD = self._hidden(self._token[slot_B], pack, cache)
+        if bucket.rows_BD is not None:
+            bucket.rows_BD.index_copy_(0, bucket.at, h_BD[None])
+        drawn = self._drawn(h_BD, slot_B, truncates)
         for kept, found in zip(bucket.drawn, drawn, strict=True):
             kept.index_copy_(0, bucket.at, found[None].to(kept.dtype))
         bucket.at.add_(1)
@@ -293,6 +304,17 @@ class Decoder:
         self._made[slot_B] = made_B + runs_B
         self._runs[slot_B] = runs_B & ~ends_B
         return found
+
+    def first_row(self, prompt: int) -> Tensor:
+        return self._last_rows[prompt]
+
+    def log_probs(self, h_BD: Tensor) -> Tensor:
+        """Those of the whole vocabulary, without a temperature."""
+        terms = self.engine.lm.terms
+        logits_BV, softcap = self.logits(h_BD) * terms["logit_scale"], terms["softcap"]
+        if softcap:
+            logits_BV = softcap * torch.tanh(logits_BV / softcap)
+        return torch.log_softmax(logits_BV, -1)
 
     def logits(self, h_BD: Tensor) -> Tensor:
         """float32, before the head's scale and soft-cap."""

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from pronghorn.errors import CommandError
 from pronghorn.generation.cache import FreePages, pages_for
@@ -32,14 +35,23 @@ class Request:
     max_new_tokens: int
     rule: Sampling = GREEDY
     stops: Sequence[int] = ()  # tokens that end an answer, and belong to it
+    likeliest: int | None = None  # how many tokens, with their log-probabilities, are wanted at each place
+
+
+class Measured(NamedTuple):
+    """Log-probabilities without a temperature, in the whole vocabulary."""
+
+    log_prob: float
+    likeliest: Sequence[tuple[int, float]]
 
 
 @dataclass
-class Answer:
+class Completion:
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)  # of the whole vocabulary
     kept_log_probs: list[float] = field(default_factory=list)  # among the tokens that the rule left
     ended: bool = False  # by a stop token; else it was cut
+    measured: list[Measured] = field(default_factory=list)  # of each token, where `likeliest` is asked for
 
 
 @dataclass
@@ -47,7 +59,7 @@ class _Prompt:
     """A request whose prompt is read."""
 
     request: Request
-    answers: list[Answer]
+    answers: list[Completion]
     place: int
     pages: list[int]
     waiting: list[int]  # answers that have not begun
@@ -60,7 +72,7 @@ class _Running:
 
     slot: int
     prompt: _Prompt
-    answer: Answer
+    answer: Completion
     pages: list[int]
     launched: int = 1  # tokens, with those of windows under way
     done: bool = False
@@ -80,22 +92,29 @@ class Generator:
         self._decoder = Decoder(engine, slots=slots, pages=pages, longest=longest, stops=stops, dtype=dtype)
         self._free, self._pages, self._longest, self._most_stops = FreePages(pages), pages - 1, longest, stops
         self._slots, self._places = list(range(slots - 1, -1, -1)), list(range(slots - 1, -1, -1))
-        self._queue: deque[tuple[Request, list[Answer]]] = deque()
+        self._queue: deque[tuple[Request, list[Completion]]] = deque()
         self._prompts: list[_Prompt] = []
         self._slot: dict[int, _Running] = {}
 
-    @torch.no_grad()
+    @property
+    def captures(self) -> bool:
+        """Whether steps are CUDA graphs."""
+        return bool(self._decoder.captures)
+
+    @captures.setter
+    def captures(self, on: bool) -> None:
+        self._decoder.captures = on
+
     def generate(
         self,
         requests: Sequence[Request],
         progress: Callable[[str, int, int], None] | None = None,
-        look: Callable[[list[list[Answer]]], None] | None = None,
-    ) -> list[list[Answer]]:
+        look: Callable[[list[list[Completion]]], None] | None = None,
+    ) -> list[list[Completion]]:
         """The answers to each request, in order. `look` gets them after every window, as they are by then."""
         found = [self.submit(request) for request in requests]
         total, done = sum(len(request.keys) for request in requests), 0
-        with in_mode(self.model, training=False):
-            self._decoder.prepare()
+        with self.answering():
             for ended in self.run():
                 done += ended
                 if progress and ended:
@@ -104,8 +123,15 @@ class Generator:
                     look(found)
         return found
 
-    def submit(self, request: Request) -> list[Answer]:
-        """Its answers, which grow while `run` is iterated."""
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Around `run`. Weights and adapters are read once."""
+        with torch.no_grad(), in_mode(self.model, training=False):
+            self._decoder.prepare()
+            yield
+
+    def submit(self, request: Request) -> list[Completion]:
+        """Its answers, which grow while `run` is iterated. Between two windows more may be submitted."""
         needed = pages_for(len(request.prompt)) + pages_for(request.max_new_tokens)
         if not request.prompt or needed > self._pages or request.max_new_tokens > self._longest:
             raise CommandError(
@@ -114,9 +140,25 @@ class Generator:
                 fix="shorten the prompt, lower max_new_tokens, or give generation more memory",
             )
         assert len(request.stops) <= self._most_stops
-        answers = [Answer() for _ in request.keys]
+        answers = [Completion() for _ in request.keys]
         self._queue.append((request, answers))
         return answers
+
+    def cancel(self, answers: list[Completion]) -> None:
+        """Those of one request, between two windows: what has not ended gets no further token, and its slots and pages are
+        free."""
+        self._queue = deque(one for one in self._queue if one[1] is not answers)
+        for prompt in [prompt for prompt in self._prompts if prompt.answers is answers]:
+            prompt.waiting.clear()
+            for slot in list(prompt.running):
+                self._end(self._slot[slot])
+            if prompt in self._prompts:  # nothing of it ran
+                self._forget(prompt)
+
+    def stop(self, answer: Completion) -> None:
+        """One that runs, between two windows."""
+        for one in [one for one in self._slot.values() if one.answer is answer]:
+            self._end(one)
 
     def run(self) -> Iterator[int]:
         """Windows of steps until nothing waits; after each the number of answers that ended in it. On a GPU a window begins
@@ -128,7 +170,7 @@ class Generator:
             looked_at = before if self._decoder.captures else now
             if looked_at is not None:
                 rows, window = looked_at
-                ended += self._collect(rows, window.drawn())
+                ended += self._collect(rows, window.drawn(), window.rows)
             before = now
             yield ended
 
@@ -142,14 +184,16 @@ class Generator:
             request = prompt.request
             pages = pages_for(request.max_new_tokens)
             while prompt.waiting and self._slots and len(self._free) >= pages:
-                number, slot, own = prompt.waiting.pop(0), self._slots.pop(), self._free.take(pages)
+                number, slot, own = prompt.waiting.pop(0), self._slots.pop(), self._taken(pages)
                 prompt.running.append(slot)
                 self._slot[slot] = _Running(slot, prompt, prompt.answers[number], own)
                 key, length = request.keys[number], len(request.prompt)
                 starts.append(Start(slot, prompt.place, length, own, key, request.rule, request.max_new_tokens, request.stops))
         if not starts:
             return 0
-        return self._collect([self._slot[one.slot] for one in starts], [self._decoder.start(starts)])
+        rows = [self._slot[one.slot] for one in starts]
+        first = torch.stack([self._decoder.first_row(one.prompt) for one in starts])[None] if _wanted(rows) else None
+        return self._collect(rows, [self._decoder.start(starts)], first)
 
     def _read(self) -> None:
         """Prompts for the slots that are free and not yet spoken for. Each leaves pages for at least one of its answers."""
@@ -161,12 +205,18 @@ class Generator:
             if len(self._free) < own + one or (new and tokens + len(request.prompt) > READ_TOKENS):
                 break
             self._queue.popleft()
-            place, pages = self._places.pop(), self._free.take(own)
+            place, pages = self._places.pop(), self._taken(own)
             new.append(_Prompt(request, answers, place, pages, list(range(len(answers)))))
             wanted, tokens = wanted - len(answers), tokens + len(request.prompt)
         if new:
             self._decoder.read([(prompt.place, prompt.request.prompt, prompt.pages) for prompt in new])
             self._prompts += new
+
+    def _taken(self, count: int) -> list[int]:
+        pages = self._free.take(count)
+        if self._decoder.device.type == "cpu":
+            self._decoder.states.clear(pages)
+        return pages
 
     def _window(self) -> tuple[list[_Running], Window] | None:
         """Steps for answers that may have tokens left."""
@@ -178,21 +228,26 @@ class Generator:
         if not parts:
             return None
         truncates = any(prompt.request.rule.truncates for prompt, _ in parts)
-        window = self._decoder.window([Running(len(p.request.prompt), p.pages, slots) for p, slots in parts], truncates)
+        keeps = any(prompt.request.likeliest is not None for prompt, _ in parts)
+        running = [Running(len(p.request.prompt), p.pages, slots) for p, slots in parts]
+        window = self._decoder.window(running, truncates, keeps)
         rows = [self._slot[slot] for slot in window.slots]
         for one in rows:
             one.launched += self._decoder.steps
         return rows, window
 
-    def _collect(self, rows: Sequence[_Running], drawn: Sequence[Drawn]) -> int:
-        """Adds what was drawn to the answers; frees what has ended."""
+    def _collect(self, rows: Sequence[_Running], drawn: Sequence[Drawn], hidden: Tensor | None) -> int:
+        """Adds what was drawn to the answers; frees what has ended. `hidden`: rows after the last layer, where logits
+        are wanted, [steps, rows, D]."""
         columns = [[tensor.tolist() for tensor in one] for one in drawn]
         ended = 0
         for row, one in enumerate(rows):
             request, answer = one.prompt.request, one.answer
-            for tokens, log_probs, kept in columns:
+            for step, (tokens, log_probs, kept) in enumerate(columns):
                 if one.done:
                     break
+                if hidden is not None and request.likeliest is not None:
+                    answer.measured.append(self._measured(hidden[step, row], tokens[row], request.likeliest))
                 answer.tokens.append(tokens[row])
                 answer.log_probs.append(log_probs[row])
                 answer.kept_log_probs.append(kept[row])
@@ -201,6 +256,11 @@ class Generator:
                     self._end(one)
                     ended += 1
         return ended
+
+    def _measured(self, h_D: Tensor, token: int, count: int) -> Measured:
+        log_probs_V = self._decoder.log_probs(h_D[None])[0]
+        best = log_probs_V.topk(count)
+        return Measured(float(log_probs_V[token]), list(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
 
     def _end(self, one: _Running) -> None:
         """What a window under way still writes for it comes before whatever its pages are used for next."""
@@ -211,6 +271,13 @@ class Generator:
         self._slots.append(one.slot)
         self._free.give(one.pages)
         if not prompt.running and not prompt.waiting:
-            self._prompts.remove(prompt)
-            self._places.append(prompt.place)
-            self._free.give(prompt.pages)
+            self._forget(prompt)
+
+    def _forget(self, prompt: _Prompt) -> None:
+        self._prompts.remove(prompt)
+        self._places.append(prompt.place)
+        self._free.give(prompt.pages)
+
+
+def _wanted(rows: Sequence[_Running]) -> bool:
+    return any(one.prompt.request.likeliest is not None for one in rows)

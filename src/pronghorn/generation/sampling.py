@@ -106,6 +106,9 @@ def drawn_by(logits_BV: Tensor, rules: Rules, uniform_B: Tensor, *, truncates: b
     greedy_B = rules.temperature_B == 0
     logits_BV = logits_BV.float() / torch.where(greedy_B, 1.0, rules.temperature_B)[:, None]
     log_probs_BV = logits_BV.log_softmax(-1)
+    if logits_BV.device.type == "cpu" and bool(greedy_B.all()):  # nothing is drawn
+        best = log_probs_BV.max(-1)
+        return Drawn(best.indices, best.values, best.values)
     kept_BV = truncated(log_probs_BV, rules) if truncates else log_probs_BV
     cumulative_BV = kept_BV.exp().cumsum(-1, dtype=torch.float64)
     drawn_B = torch.searchsorted(cumulative_BV, (uniform_B * cumulative_BV[:, -1])[:, None], right=True)[:, 0]

@@ -24,7 +24,7 @@ from typing import IO, Any, TypeVar
 from urllib.error import HTTPError, URLError
 
 from pronghorn.errors import EnvironmentFault
-from pronghorn.generation.generator import Answer, Request
+from pronghorn.generation.generator import Completion, Request
 
 T = TypeVar("T")
 TRIES = 3
@@ -96,10 +96,10 @@ class Server:
 
     def generate(
         self, requests: Sequence[Request], progress: Callable[[str, int, int], None] | None = None
-    ) -> list[list[Answer]]:
+    ) -> list[list[Completion]]:
         """The answers to each request, in order; of the adapter that was loaded last."""
         asked = [(row, number) for row, request in enumerate(requests) for number in range(len(request.keys))]
-        found = [[Answer() for _ in request.keys] for request in requests]
+        found = [[Completion() for _ in request.keys] for request in requests]
         with ThreadPoolExecutor(max(1, min(self.slots, len(asked)))) as threads:
             begun = {threads.submit(self._answer, requests[row], requests[row].keys[n]): (row, n) for row, n in asked}
             try:
@@ -135,7 +135,7 @@ class Server:
 
     # ---- one request ---------------------------------------------------------------------------------------------
 
-    def _answer(self, request: Request, key: int) -> Answer:
+    def _answer(self, request: Request, key: int) -> Completion:
         rule = request.rule
         asked = {
             "model": self.base, "prompt": list(request.prompt), "max_tokens": request.max_new_tokens, "n": 1,
@@ -145,7 +145,7 @@ class Server:
             **self.kind.more, **({self.kind.named: self.adapter} if self.adapter else {}),
         }  # fmt: skip
 
-        def read(reply: Any) -> Answer:
+        def read(reply: Any) -> Completion:
             (choice,) = reply["choices"]
             tokens = [int(token) for token in choice["token_ids"] or ()]
             log_probs = [_number(one) for one in choice["logprobs"]["token_logprobs"]]
@@ -160,7 +160,7 @@ class Server:
                     f"an answer ended after {len(tokens)} tokens ({choice['finish_reason']}), at none that ends answers here; "
                     "does it serve this model, with room for prompt and answer (--max-model-len, --context-length)?"
                 )
-            return Answer(tokens, log_probs, list(log_probs), ended)
+            return Completion(tokens, log_probs, list(log_probs), ended)
 
         return self._read("/v1/completions", asked, read)
 

@@ -1,7 +1,7 @@
 """A causal language model on fast layers: hidden states and loss of packed documents, beside the model's own forward.
 
-`FastCausalLM` is an object beside the Hugging Face model, whose classes, modules and forward stay untouched. Training calls the
-engine, generation the model. Loops of other libraries call the model: compat/hf_forward.py sets forwards on the instance.
+`FastCausalLM` is an object beside the Hugging Face model, whose classes, modules and forward stay untouched. Training and
+generation/ call the engine. Loops of other libraries call the model: compat/hf_forward.py sets forwards on the instance.
 """
 
 from __future__ import annotations

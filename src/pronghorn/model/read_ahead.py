@@ -27,14 +27,14 @@ def read_ahead(name: str) -> threading.Thread | None:
     with suppress(PronghornError, OSError):
         if name and (folder := local_files(name)):
             files = files_to_load(folder)
-            if sum(file.stat().st_size for file in files) < _free_memory():
+            if sum(file.stat().st_size for file in files) < free_memory():
                 thread = threading.Thread(target=_read, args=(files,), daemon=True, name="read ahead")
                 thread.start()
                 return thread
     return None
 
 
-def _free_memory() -> int:
+def free_memory() -> int:
     """Available memory in bytes, cache included; 0 if unknown."""
     lines = MEMORY.read_text().splitlines() if MEMORY.is_file() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 0)

@@ -1,1 +1,1 @@
-"""A trained run behind an HTTP endpoint that speaks OpenAI's protocol, on this machine: for a look, one request at a time."""
+"""A trained run behind an HTTP endpoint that speaks OpenAI's protocol, on this machine: for a look."""

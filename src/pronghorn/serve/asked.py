@@ -8,18 +8,19 @@ from typing import Any
 
 from pronghorn.errors import PronghornError
 
-MOST_STOPS, MOST_LOGPROBS = 16, 20
+MOST_STOPS, MOST_LOGPROBS, MOST_CHOICES = 16, 20, 16
 SHOWN = 80  # letters of what a client sent, in an error
 DEFAULT_TOKENS = 1024  # of an answer, where the request does not say; less where the context is shorter
 # Parameters that change nothing here.
 HARMLESS = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
 # Parameters that would change the answer, with the values that do not.
 AT_REST: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (1,), "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "echo": (False,),
+    "best_of": (1,), "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "echo": (False,),
     "suffix": ("",), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},), "modalities": (["text"],),
 }  # fmt: skip
-SHARED = {"model", "stream", "stream_options", "stop", "max_tokens", "temperature", "top_p", "seed", "logprobs"}
+SHARED = {"model", "stream", "stream_options", "stop", "max_tokens", "temperature", "top_p", "seed", "logprobs", "n"}
+SHARED |= {"top_k", "min_p"}  # as vLLM has them
 OWN = {True: {"messages", "max_completion_tokens", "top_logprobs"}, False: {"prompt"}}
 
 
@@ -57,6 +58,9 @@ class Request:
     max_tokens: int | None
     temperature: float
     top_p: float
+    top_k: int  # 0: all
+    min_p: float
+    n: int  # answers
     seed: int | None
     logprobs: bool
     top_logprobs: int
@@ -87,6 +91,9 @@ def read(body: bytes, *, chat: bool) -> Request:
         max_tokens=_whole(values, most, 1, 1 << 24),
         temperature=_number(values, "temperature", 0.0, 2.0),
         top_p=_number(values, "top_p", 0.0, 1.0),
+        top_k=max(0, _whole(values, "top_k", -1, 1 << 24) or 0),
+        min_p=_number(values, "min_p", 0.0, 1.0, 0.0),
+        n=_whole(values, "n", 1, MOST_CHOICES) or 1,
         seed=_whole(values, "seed", -(2**63), 2**63 - 1),
         logprobs=logprobs,
         top_logprobs=top,
@@ -180,8 +187,8 @@ def _whole(values: dict[str, Any], name: str, least: int, most: int) -> int | No
     return value
 
 
-def _number(values: dict[str, Any], name: str, least: float, most: float) -> float:
-    value = values.get(name, 1.0)
+def _number(values: dict[str, Any], name: str, least: float, most: float, default: float = 1.0) -> float:
+    value = values.get(name, default)
     if type(value) not in (int, float) or not least <= value <= most:
         raise RequestError(f"`{name}` is not a number from {least:g} to {most:g}", param=name)
     return float(value)

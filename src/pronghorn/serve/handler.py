@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import secrets
 import select
 import socket
 import traceback
@@ -18,9 +19,10 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from pronghorn.serve import gate, shapes
-from pronghorn.serve.answering import Token, answer, prompt_of
-from pronghorn.serve.asked import SHOWN, Request, RequestError, read
+from pronghorn.serve.asked import DEFAULT_TOKENS, SHOWN, Request, RequestError, read
+from pronghorn.serve.engine import Job
 from pronghorn.serve.models import Served
+from pronghorn.serve.prompts import prompt_of
 from pronghorn.serve.server import Server
 from pronghorn.serve.wire import Reader, Writer, linger
 
@@ -160,40 +162,35 @@ class Handler(BaseHTTPRequestHandler):
 
     def _answer(self, one: Served, asked: Request, prompt: list[int]) -> None:
         shape = shapes.Shapes(asked)
-
-        def on_text(text: str, tokens: list[Token]) -> None:
-            if asked.stream:
-                self._event(shape.piece(text, tokens), before=shape.first)
-
-        with self.server.turns.one(self._leave):
-            self._writer.waits = False  # nobody else's turn waits for a client that reads slowly
-            try:
-                found = answer(self.server.models, one, asked, prompt, on_text, lambda: self.server.ending or self._gone())
-            finally:
-                self._writer.waits = True
+        room = self.server.models.context - len(prompt)
+        seed = secrets.randbits(63) if asked.seed is None else asked.seed
+        job = Job(one, asked, prompt, asked.max_tokens or min(room, DEFAULT_TOKENS), seed)
+        self.server.engine.submit(job)
+        try:
+            for piece in job.read(self._leave):
+                self._event(shape.piece(piece.choice, piece.text, piece.tokens), before=shape.first)
+        finally:
+            self.server.engine.leave(job)
         if not asked.stream:
-            self._send(200, shape.whole(found))
+            self._send(200, shape.whole(job))
             return
-        self._event(shape.last(found), before=shape.first)
+        for last in shape.last(job):
+            self._event(last, before=shape.first)
         if asked.with_usage:
-            self._event(shape.used(found))
+            self._event(shape.used(job))
         self._piece(b"data: [DONE]\n\n")
         self._end_stream()
 
     def _leave(self) -> None:
-        if self.server.ending:
-            raise RequestError("the server is shutting down", status=503)
-        if self._gone():
-            raise ConnectionAbortedError("the client left")
-
-    def _gone(self) -> bool:
-        """Whether the client has closed its side: the next one waits."""
+        """Raises if the client has closed its side: the next one waits."""
         look = select.poll()
         look.register(self.connection, select.POLLIN)
         try:
-            return bool(look.poll(0)) and not self.connection.recv(1, socket.MSG_PEEK)
+            gone = bool(look.poll(0)) and not self.connection.recv(1, socket.MSG_PEEK)
         except OSError:
-            return True
+            gone = True
+        if gone:
+            raise ConnectionAbortedError("the client left")
 
     # ---- answers ---------------------------------------------------------------------------------------------------------
 
@@ -221,13 +218,13 @@ class Handler(BaseHTTPRequestHandler):
         except OSError:
             self.close_connection = True
 
-    def _event(self, content: dict[str, Any], before: Callable[[], dict[str, Any] | None] | None = None) -> None:
+    def _event(self, content: dict[str, Any], before: Callable[[], list[dict[str, Any]]] = list) -> None:
         """One piece of a stream, which begins with its first: what is wrong with the request is an ordinary answer."""
         if not self._streaming:
             chunked = {"Transfer-Encoding": "chunked"} if self.request_version == "HTTP/1.1" else {"Connection": "close"}
             self._head(200, {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", **chunked})
             self._streaming = True
-            if before is not None and (first := before()) is not None:
+            for first in before():
                 self._event(first)
         self._piece(b"data: " + json.dumps(content, ensure_ascii=False).encode("utf-8", "replace") + b"\n\n")
 

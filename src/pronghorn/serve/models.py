@@ -30,6 +30,10 @@ class Models:
         self._served = {one.name: one for one in served}
 
     @property
+    def all(self) -> list[Served]:
+        return list(self._served.values())
+
+    @property
     def names(self) -> list[str]:
         return list(self._served)
 
@@ -70,7 +74,7 @@ def load(folders: Sequence[Path], which: str) -> Models:
                 fix="serve each with its own command and --port",
             )
     if len(runs) == 1:
-        model, tokenizer, _ = first.load()
+        model, tokenizer = first.to_answer()
         if first.recipe.method == "full":
             return Models(model, [Served(names[0], None, tokenizer)], adapters=False)
         served = [Served(names[0], FIRST, tokenizer)]
@@ -80,6 +84,7 @@ def load(folders: Sequence[Path], which: str) -> Models:
         dtype = DTYPES[resolve_precision(first.recipe.precision, device)]
         found = {name: (run.path, run.recipe.lora) for name, run in zip(adapters, runs, strict=True)}
         model = with_adapters(first.recipe, dtype, device, found)
+        first.give_layers(model)
         served = [Served(name, adapter, run.tokenizer()) for name, adapter, run in zip(names, adapters, runs, strict=True)]
     base = Path(first.recipe.model).name
     if base not in names:

@@ -15,9 +15,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from pronghorn.errors import EnvironmentFault
+from pronghorn.serve.engine import Engine
 from pronghorn.serve.gate import is_loopback
 from pronghorn.serve.models import Models
-from pronghorn.serve.turns import Room, Turns
+from pronghorn.serve.room import Room
 
 MOST_CONNECTIONS = 512  # whoever comes beyond them waits, in the system's queue
 MOST_QUEUED = 1024
@@ -40,7 +41,7 @@ class Server(ThreadingHTTPServer):
         told: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.models, self.told, self.since = models, told, int(time.time())
-        self.turns, self.room = Turns(), Room(MOST_BODIES, SMALL_BODY)  # the model answers one request at a time
+        self.room = Room(MOST_BODIES, SMALL_BODY)
         self.ending = False
         self.local = is_loopback(host)
         self._most = max(8, min(MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE_FILES))
@@ -57,6 +58,7 @@ class Server(ThreadingHTTPServer):
                 why="another program is listening there" if taken else getattr(error, "strerror", None) or str(error),
                 fix="choose another port: --port 8001, or --port 0 for any free port",
             ) from error
+        self.engine = Engine(models, self.told)
 
     @property
     def url(self) -> str:
@@ -78,8 +80,9 @@ class Server(ThreadingHTTPServer):
             self._count(busy=-1)
 
     def end(self) -> None:
-        """No new answers; the one that is being generated stops at its next token, and every client is told."""
+        """No new answers; those that are being generated stop at their next token, and every client is told."""
         self.ending = True
+        self.engine.end()
         with self._changed:
             self._changed.wait_for(lambda: not self._busy, PATIENCE)
         self.server_close()

@@ -7,8 +7,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from pronghorn.serve.answering import Generated, Token
+from pronghorn.generation.text import GrowingText
 from pronghorn.serve.asked import Request
+from pronghorn.serve.engine import Job, Token
 
 
 class Shapes:
@@ -20,34 +21,39 @@ class Shapes:
         mark = "chatcmpl" if asked.chat else "cmpl"
         self._head = {"id": f"{mark}-{secrets.token_hex(12)}", "created": int(time.time()), "model": asked.model}
         self._object, self._piece = kind, f"{kind}.chunk" if asked.chat else kind
-        self._letters = 0  # of the text so far: text_offset counts them
+        self._letters = [0] * asked.n  # of each text so far: text_offset counts them
 
-    def whole(self, answer: Generated) -> dict[str, Any]:
-        content: dict[str, Any] = (
-            {"message": {"role": "assistant", "content": answer.text, "refusal": None}} if self._chat else {"text": answer.text}
-        )
-        choice = {"index": 0, **content, "logprobs": self._measured(answer.tokens), "finish_reason": answer.finish_reason}
-        return {**self._head, "object": self._object, "choices": [choice], "usage": usage(answer)}
+    def whole(self, job: Job) -> dict[str, Any]:
+        choices = [self._choice(number, text) for number, text in enumerate(job.texts)]
+        return {**self._head, "object": self._object, "choices": choices, "usage": usage(job)}
 
-    def first(self) -> dict[str, Any] | None:
-        """The first chunk of a stream, which has the role."""
-        return self._chunk({"delta": {"role": "assistant", "content": ""}}, [], None) if self._chat else None
+    def _choice(self, number: int, text: GrowingText) -> dict[str, Any]:
+        message = {"message": {"role": "assistant", "content": text.text, "refusal": None}}
+        content: dict[str, Any] = message if self._chat else {"text": text.text}
+        return {"index": number, **content, "logprobs": self._measured(number, text.notes), "finish_reason": reason(text)}
 
-    def piece(self, text: str, tokens: Sequence[Token]) -> dict[str, Any]:
-        return self._chunk({"delta": {"content": text}} if self._chat else {"text": text}, tokens, None)
+    def first(self) -> list[dict[str, Any]]:
+        """The first chunks of a stream, which have the role."""
+        role = {"delta": {"role": "assistant", "content": ""}}
+        return [self._chunk(number, role, [], None) for number in range(len(self._letters))] if self._chat else []
 
-    def last(self, answer: Generated) -> dict[str, Any]:
-        return self._chunk({"delta": {}} if self._chat else {"text": ""}, [], answer.finish_reason)
+    def piece(self, number: int, text: str, tokens: Sequence[Token]) -> dict[str, Any]:
+        return self._chunk(number, {"delta": {"content": text}} if self._chat else {"text": text}, tokens, None)
 
-    def used(self, answer: Generated) -> dict[str, Any]:
+    def last(self, job: Job) -> list[dict[str, Any]]:
+        content: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
+        return [self._chunk(number, content, [], reason(text)) for number, text in enumerate(job.texts)]
+
+    def used(self, job: Job) -> dict[str, Any]:
         """After the last piece, where the client asks for it."""
-        return {**self._head, "object": self._piece, "choices": [], "usage": usage(answer)}
+        return {**self._head, "object": self._piece, "choices": [], "usage": usage(job)}
 
-    def _chunk(self, content: dict[str, Any], tokens: Sequence[Token], reason: str | None) -> dict[str, Any]:
-        choice = {"index": 0, **content, "logprobs": self._measured(tokens) if tokens else None, "finish_reason": reason}
+    def _chunk(self, number: int, content: dict[str, Any], tokens: Sequence[Token], reason: str | None) -> dict[str, Any]:
+        logprobs = self._measured(number, tokens) if tokens else None
+        choice = {"index": number, **content, "logprobs": logprobs, "finish_reason": reason}
         return {**self._head, "object": self._piece, "choices": [choice]}
 
-    def _measured(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
+    def _measured(self, number: int, tokens: Sequence[Token]) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
         if self._chat:
@@ -57,8 +63,8 @@ class Shapes:
             return {"content": content, "refusal": None}
         offsets = []
         for token in tokens:
-            offsets.append(self._letters)
-            self._letters += len(token.text)
+            offsets.append(self._letters[number])
+            self._letters[number] += len(token.text)
         return {
             "tokens": [token.text for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
@@ -67,9 +73,13 @@ class Shapes:
         }
 
 
-def usage(answer: Generated) -> dict[str, int]:
-    total = answer.prompt_tokens + answer.count
-    return {"prompt_tokens": answer.prompt_tokens, "completion_tokens": answer.count, "total_tokens": total}
+def reason(text: GrowingText) -> str:
+    return "stop" if text.stopped else "length"
+
+
+def usage(job: Job) -> dict[str, int]:
+    prompt, answers = len(job.prompt), sum(text.count for text in job.texts)
+    return {"prompt_tokens": prompt, "completion_tokens": answers, "total_tokens": prompt + answers}
 
 
 def _one(text: str, logprob: float) -> dict[str, Any]:

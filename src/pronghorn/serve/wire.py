@@ -9,7 +9,6 @@ from http.client import HTTPException
 from typing import Any
 
 SEND_SECONDS = 30.0  # for an answer, or the rest of a stream, to be taken
-MOST_UNREAD = 1 << 20  # bytes of a stream that its client has not taken while it is generated
 PIECE = 1 << 16
 
 
@@ -40,37 +39,23 @@ class Reader(io.RawIOBase):
 
 
 class Writer(io.BufferedIOBase):
-    """`waits`: whether a write returns only when all is sent. While an answer is generated it does not."""
+    """A write returns when all is sent. Only the thread of this connection waits for its client."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self._connection, self._unsent = connection, bytearray()
-        self.waits = True
+        self._connection = connection
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
-        self._unsent += data
-        self.send_rest() if self.waits else self._send(0.0)
-        if len(self._unsent) > MOST_UNREAD:
-            raise ConnectionAbortedError("the client does not read its stream")
-        return len(data)
-
-    def send_rest(self) -> None:
-        if not self._send(SEND_SECONDS):
-            raise TimeoutError("the client does not read its answer")
-
-    def _send(self, seconds: float) -> bool:
-        """Whether all is sent."""
-        deadline = time.monotonic() + seconds
-        while self._unsent:
+        deadline, unsent = time.monotonic() + SEND_SECONDS, memoryview(data)
+        while unsent:
             try:
                 self._connection.settimeout(max(0.0, deadline - time.monotonic()))
-                sent = self._connection.send(self._unsent[:PIECE])
+                unsent = unsent[self._connection.send(unsent[:PIECE]) :]
             except (BlockingIOError, TimeoutError):
-                return False
-            del self._unsent[:sent]
-        return True
+                raise TimeoutError("the client does not read its answer") from None
+        return len(data)
 
 
 def linger(connection: socket.socket, seconds: float = 2.0, most: int = 64 << 20) -> None:

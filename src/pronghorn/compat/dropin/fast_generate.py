@@ -22,7 +22,7 @@ from peft import get_peft_model_state_dict
 from pronghorn.compat.dropin.sampling_params import SamplingParams, of
 from pronghorn.compat.hf_generate import NotCovered, loop_and_precision
 from pronghorn.errors import CommandError
-from pronghorn.generation.generator import Answer, Request
+from pronghorn.generation.generator import Completion, Request
 from pronghorn.generation.sampling import Sampling, key_of
 from pronghorn.hf_types import HFModel, Tokenizer
 from pronghorn.kernels.runtime.dispatch import say_once
@@ -166,7 +166,7 @@ def _token(text: str, tokenizer: Tokenizer) -> int | None:
 # ---- what comes back -------------------------------------------------------------------------------------------------
 
 
-def _output(index: int, answer: Answer, params: SamplingParams, tokenizer: Tokenizer) -> CompletionOutput:
+def _output(index: int, answer: Completion, params: SamplingParams, tokenizer: Tokenizer) -> CompletionOutput:
     def text_of(count: int) -> str:
         return str(tokenizer.decode(answer.tokens[:count], skip_special_tokens=params.skip_special_tokens))
 

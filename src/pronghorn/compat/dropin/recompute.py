@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 
 from pronghorn.compat.captured_layers import rounded
 from pronghorn.compat.dropin.arguments import Recompute
-from pronghorn.compat.kept_generator import free_bytes
 from pronghorn.compat.outer_loop import loop_of
 from pronghorn.errors import EnvironmentFault, ModelError, RecipeError
+from pronghorn.generation.cache import free_bytes
 from pronghorn.hf_types import HFModel
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.memory.costs import predicted_costs

@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pronghorn.kernels.attention.attention_paged_torch import PagesRead
 from pronghorn.kernels.runtime.add_dot import add_dot
 from pronghorn.kernels.runtime.dispatch import jit, processor_count, tl, triton, use_triton
 
@@ -77,13 +78,16 @@ def paged_attention_reference(
 def paged_attention(
     q_BNH: Tensor, k_PKCH: Tensor, v_PKCH: Tensor, parts: Sequence[Segments], position_B: Tensor, *, scale: float,
     window: int | None = None, softcap: float | None = None, sinks_N: Tensor | None = None, out: Tensor,
+    read: dict[tuple[int | None, int], PagesRead] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Writes `out`, [B, N, H], which may be a view into wider rows. A row that is no member of anything gets zeros."""
+    """Writes `out`, [B, N, H], which may be a view into wider rows. A row that is no member of anything gets zeros. `read`: of
+    a step, where a CPU keeps what its layers have in common."""
     if use_triton(q_BNH):
         return _launched(q_BNH, k_PKCH, v_PKCH, parts, position_B, scale, window, softcap, sinks_N, out)
-    partial = [_split_torch(q_BNH, k_PKCH, v_PKCH, part, position_B, scale, window, softcap) for part in parts]
-    m_BXN, l_BXN, a_BXNH = (torch.stack(found, 1) for found in zip(*partial, strict=True))
-    return out.copy_(_merged(m_BXN, l_BXN, a_BXNH, sinks_N))
+    heads, read = k_PKCH.shape[1], {} if read is None else read
+    if (window, heads) not in read:
+        read[window, heads] = PagesRead(parts, position_B, heads, k_PKCH.shape[2], window)
+    return out.copy_(read[window, heads].attention(q_BNH, k_PKCH, v_PKCH, scale=scale, softcap=softcap, sinks_N=sinks_N))
 
 
 def write_pages(k_PKCH: Tensor, v_PKCH: Tensor, place_T: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> None:
@@ -100,64 +104,9 @@ def write_pages(k_PKCH: Tensor, v_PKCH: Tensor, place_T: Tensor, k_TKH: Tensor, 
         pages[page_T, :, token_T] = rows.to(pages.dtype)
 
 
-# ---- torch -----------------------------------------------------------------------------------------------------------------
-
-
-def _split_torch(
-    q_BNH: Tensor, k_PKCH: Tensor, v_PKCH: Tensor, part: Segments, position_B: Tensor, scale: float, window: int | None,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """m, l and a of each row in this table, as one split."""
-    B, N, H = q_BNH.shape
-    K, (S, M), kind = k_PKCH.shape[1], part.members_SM.shape, torch.promote_types(q_BNH.dtype, torch.float32)
-    m_BN = q_BNH.new_full((B, N), _value(_LEAST), dtype=kind)
-    l_BN, a_BNH = q_BNH.new_zeros(B, N, dtype=kind), q_BNH.new_zeros(B, N, H, dtype=kind)
-    most = int(part.length_S.max()) if S else 0
-    if not most:
-        return m_BN, l_BN, a_BNH
-    pages = part.pages_SJ[:, : -(-most // PAGE)].long()
-    key_L = torch.arange(most, device=q_BNH.device)
-    beyond_SL = key_L >= part.length_S[:, None]  # what lies there is of an answer before, or was never written
-    k_SKLH, v_SKLH = (
-        x[pages].transpose(1, 2).flatten(2, 3)[:, :, :most].masked_fill(beyond_SL[:, None, :, None], 0.0)
-        for x in (k_PKCH, v_PKCH)
-    )
-    rows_SM = part.members_SM.long().clamp(min=0)
-    q_SKMGH = q_BNH[rows_SM].unflatten(2, (K, N // K)).transpose(1, 2)
-    scores = scale * (q_SKMGH.flatten(2, 3) @ k_SKLH.transpose(2, 3)).to(kind).unflatten(2, (M, N // K))
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    unseen_SML = beyond_SL[:, None].expand(S, M, most)
-    if window is not None:
-        unseen_SML = unseen_SML | (position_B[rows_SM][..., None] - part.first_S[:, None, None] - key_L >= window)
-    scores = scores.masked_fill(unseen_SML[:, None, :, None], _value(_LEAST))
-    m = scores.amax(-1)
-    p = torch.where(scores > _value(_LEAST), torch.exp(scores - m[..., None]), 0.0)
-    a = (p.to(v_SKLH.dtype).flatten(2, 3) @ v_SKLH).unflatten(2, (M, N // K))
-    there = part.members_SM >= 0
-    rows = rows_SM[there]
-    for whole, found in ((m_BN, m), (l_BN, p.sum(-1)), (a_BNH, a)):
-        whole[rows] = found.transpose(1, 2).flatten(2, 3)[there].to(kind)
-    return m_BN, l_BN, a_BNH
-
-
-def _merged(m_BXN: Tensor, l_BXN: Tensor, a_BXNH: Tensor, sinks_N: Tensor | None) -> Tensor:
-    m_BN = m_BXN.amax(1)
-    if sinks_N is not None:
-        m_BN = torch.maximum(m_BN, sinks_N.to(m_BN))
-    factor_BXN = torch.exp(m_BXN - m_BN[:, None])
-    l_BN = (factor_BXN * l_BXN).sum(1)
-    if sinks_N is not None:
-        l_BN = l_BN + torch.exp(sinks_N.to(m_BN) - m_BN)
-    return (factor_BXN[..., None] * a_BXNH).sum(1) / torch.where(l_BN > 0, l_BN, 1.0)[..., None]
-
-
 def _value(constant: object) -> float:
     """The number of a `tl.constexpr`, or of what stands for one where Triton is missing."""
     return float(getattr(constant, "value", constant))  # type: ignore[arg-type]
-
-
-# ---- Triton ----------------------------------------------------------------------------------------------------------------
 
 
 @jit
@@ -269,7 +218,6 @@ def _launched(
     l_BXN = q_BNH.new_empty(B, X, N, dtype=torch.float32)
     a_BXNH = q_BNH.new_empty(B, X, N, H, dtype=torch.float32)
     padded = max(16, int(triton.next_power_of_2(H)))
-    precision = "ieee" if q_BNH.dtype == torch.float32 else "tf32"
     column = 0
     for part, count in zip(parts, splits, strict=True):
         (S, M), J = part.members_SM.shape, part.pages_SJ.shape[1]
@@ -279,7 +227,7 @@ def _launched(
         _split_kernel[(S, K, count)](
             q_BNH, q_BNH.stride(0), k_PKCH, v_PKCH, part.pages_SJ, part.length_S, part.first_S, part.members_SM, position_B,
             m_BXN, l_BXN, a_BXNH, J, -(-J // count), column, X, scale, softcap or 1.0, window or 0, K=K, G=N // K, H=H,
-            HP=padded, C=C, M=M, R=rows, WINDOW=window is not None, SOFTCAP=softcap is not None, PRECISION=precision,
+            HP=padded, C=C, M=M, R=rows, WINDOW=window is not None, SOFTCAP=softcap is not None, PRECISION="ieee",
             num_warps=4,
         )  # fmt: skip
         column += count

@@ -51,11 +51,11 @@ def _rotate(x_TNH: torch.Tensor, cos_TP: torch.Tensor, sin_TP: torch.Tensor, nei
     wide = torch.promote_types(x_TNH.dtype, torch.float32)
     cos, sin = cos_TP.to(wide)[:, None], sin_TP.to(wide)[:, None]
     width = 2 * cos.shape[-1]
-    rotating, rest = x_TNH[..., :width].to(wide), x_TNH[..., width:].to(wide)
+    rotating = x_TNH[..., :width].to(wide)
     a, b = (rotating[..., 0::2], rotating[..., 1::2]) if neighbours else rotating.chunk(2, dim=-1)
     a, b = a * cos - b * sin, b * cos + a * sin
     rotated = torch.stack([a, b], dim=-1).flatten(-2) if neighbours else torch.cat([a, b], dim=-1)
-    return torch.cat([rotated, rest], dim=-1)
+    return rotated if width == x_TNH.shape[-1] else torch.cat([rotated, x_TNH[..., width:].to(wide)], dim=-1)
 
 
 class Tile(NamedTuple):

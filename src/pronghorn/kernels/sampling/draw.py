@@ -121,7 +121,7 @@ def _choice_kernel(
 
 
 class Blocks(NamedTuple):
-    """Of each row, what the first kernel finds in its blocks."""
+    """What the first kernel finds in each row's blocks."""
 
     m_BX: Tensor
     l_BX: Tensor

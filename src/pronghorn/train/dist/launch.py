@@ -43,6 +43,14 @@ CRASHED = ("a library or a driver crashed", "if it has happened before, update t
 
 
 def require_packs(recipe: Recipe, ranks: int) -> None:
+    if recipe.rollouts is not None:  # each rank packs the answers that it generates
+        if recipe.rollouts.prompts < ranks:
+            raise RecipeError(
+                what=f"rollouts.prompts: a step has {counted(recipe.rollouts.prompts, 'prompt')} for {ranks} ranks",
+                why="each rank answers prompts of its own",
+                fix=f"set rollouts.prompts: {ranks} or more, or start {counted(recipe.rollouts.prompts, 'rank')}",
+            )
+        return
     packs, capacity = recipe.step_packs(), recipe.train.capacity
     if packs < ranks and recipe.train.batch_rows is None:  # how many packs so many rows are, the data says
         raise RecipeError(

@@ -18,7 +18,6 @@ from pronghorn.evaluation.harness import require_harness, run_tasks
 from pronghorn.evaluation.held_out import HeldOut, Judged
 from pronghorn.evaluation.own_metric import OwnMetric
 from pronghorn.hf_types import HFModel
-from pronghorn.model.causal_lm import install
 from pronghorn.model.load import DTYPES, load_model, resolve_precision
 from pronghorn.recipe import METRICS, Eval
 from pronghorn.report.answers import write_answers
@@ -43,6 +42,15 @@ class EvaluationRequest:
     answers: Path | None = None  # where to write them
     reward_file: Path | None = None
     episode_file: Path | None = None
+
+    def require_no_answers(self) -> None:
+        """Called for a request without a metric."""
+        if self.base or self.answers:
+            raise CommandError(
+                what="--base and --answers need a metric",
+                why="without a metric, no answers are generated",
+                fix=f"add --metrics with any of {','.join(METRICS)}, or --metric-file FILE",
+            )
 
 
 def evaluate_run(
@@ -76,18 +84,13 @@ def evaluate_run(
             )
         table, pad_id = source.held_out, source.pad_id
     measured, capture = bool(spec.metrics) or own is not None, recipe.train.graph != "off"
-    if not measured and (asked.base or asked.answers):
-        raise CommandError(
-            what="--base and --answers need a metric",
-            why="without a metric, no answers are generated",
-            fix=f"add --metrics with any of {','.join(METRICS)}, or --metric-file FILE",
-        )
     if measured:
         trained.require_answers()
+    else:
+        asked.require_no_answers()
     held_out = HeldOut.of(table, tokenizer, spec, own) if measured else None
     model, _, device = trained.load()
-    if recipe.layers == "fast":
-        install(model, fp8=recipe.fp8)  # the run's own arithmetic, so its own figures
+    trained.give_layers(model)  # the run's own arithmetic, so its own figures
     objective = objective_of(recipe, reference_store(recipe, lambda text: None, writes=False), pad_id)
     objective.trained, objective.progress = recipe.method == "full", report
     result = evaluate(
@@ -119,6 +122,7 @@ def evaluate_run(
         del model
         gc.collect()
         untrained = load_model(recipe.model, DTYPES[resolve_precision(recipe.precision, device)], device)
+        trained.give_layers(untrained)
         base = _judged(held_out, untrained, report, capture)
     if asked.answers is not None:
         write_answers(asked.answers, held_out.table(judged, base, trained.step))

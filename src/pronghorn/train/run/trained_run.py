@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +12,20 @@ import torch
 from pronghorn.data.encode.tokens import load_tokenizer, padding_id
 from pronghorn.data.template.rendering import applied
 from pronghorn.errors import CommandError
+from pronghorn.generation.answering import answers
+from pronghorn.generation.sampling import Sampling
 from pronghorn.hf_types import HFModel
-from pronghorn.model.causal_lm import base_of
+from pronghorn.model.causal_lm import base_of, install
 from pronghorn.model.export import trained_model
 from pronghorn.model.fingerprint import require_same_base
-from pronghorn.model.generate import generate_answers, sample_answer
 from pronghorn.model.head import Head
 from pronghorn.model.heads import HEADS
 from pronghorn.model.load import DTYPES, pick_device, resolve_precision
 from pronghorn.recipe import Data, Recipe
 from pronghorn.train.checkpoint.checkpoint import list_checkpoints, verify_checkpoint
 from pronghorn.train.checkpoint.resume import described
+
+OnText = Callable[[str, str], None]
 
 
 class Trained:
@@ -39,6 +44,16 @@ class Trained:
         tokenizer = self.tokenizer()
         self.set_padding(model)
         return model, tokenizer, device
+
+    def to_answer(self) -> tuple[Any, Any]:
+        """Model, with the layers that generate its answers, and tokenizer."""
+        model, tokenizer, _ = self.load()
+        self.give_layers(model)
+        return model, tokenizer
+
+    def give_layers(self, model: HFModel) -> None:
+        if self.recipe.layers == "fast":
+            install(model, fp8=self.recipe.fp8)
 
     @property
     def head(self) -> type[Head]:
@@ -137,8 +152,9 @@ class Chat:
         trained.require_answers()
         self._adapted = trained.recipe.method != "full"
         self.show_base(base)
-        self.model, self.tokenizer, _ = trained.load()
+        self.model, self.tokenizer = trained.to_answer()
         self.max_tokens, self.temperature = max_tokens, temperature
+        self.seed = random.getrandbits(63)  # the next answer's
         self._opening = [{"role": "system", "content": system}] if system else []
         self.forget()
         if self.tokenizer.chat_template is None:
@@ -159,28 +175,32 @@ class Chat:
         self.with_base = asked
         return asked
 
-    def answer(self, message: str) -> str:
-        return self._answer(self.messages, message)
+    def answer(self, message: str, on_text: OnText | None = None) -> str:
+        return self._answer(self.messages, message, "model", on_text)
 
-    def answers(self, message: str) -> dict[str, str]:
-        """The base model's, if it is asked for, and the trained model's; each goes on from its own answers."""
+    def answers(self, message: str, on_text: OnText | None = None) -> dict[str, str]:
+        """The base model's, if it is asked for, and the trained model's; each goes on from its own answers. `on_text` gets
+        whose it is, and each piece of its text."""
         found = {}
         if self.with_base:
             with self.model.disable_adapter():
-                found["base"] = self._answer(self._of_base, message)
-        return found | {"model": self.answer(message)}
+                found["base"] = self._answer(self._of_base, message, "base", on_text)
+        return found | {"model": self.answer(message, on_text)}
 
-    def _answer(self, messages: list[dict[str, str]], message: str) -> str:
+    def _answer(self, messages: list[dict[str, str]], message: str, name: str, on_text: OnText | None) -> str:
         messages.append({"role": "user", "content": message})
-        ids = applied(self.tokenizer, messages)
-        if self.temperature > 0:
-            answer = sample_answer(
-                self.model, self.tokenizer, ids, max_new_tokens=self.max_tokens, temperature=self.temperature
-            )
-        else:
-            answer = generate_answers(self.model, self.tokenizer, [ids], max_new_tokens=self.max_tokens)[0]
-        messages.append({"role": "assistant", "content": answer})
-        return answer
+        (found,) = answers(
+            self.model,
+            self.tokenizer,
+            [applied(self.tokenizer, messages)],
+            max_new_tokens=self.max_tokens,
+            rule=Sampling(self.temperature),
+            seed=self.seed,
+            on_text=None if on_text is None else lambda _, text: on_text(name, text),
+        )
+        messages.append({"role": "assistant", "content": found.text})
+        self.seed += 1
+        return found.text
 
     def forget(self) -> None:
         """All but the system message."""

@@ -20,7 +20,7 @@ from pronghorn.data.encode.encode import Encoder
 from pronghorn.data.read.formats import Example
 from pronghorn.data.template.rendering import applied, special_tokens
 from pronghorn.errors import DataError
-from pronghorn.generation.generator import Answer, Request
+from pronghorn.generation.generator import Completion, Request
 from pronghorn.generation.sampling import Sampling, key_of
 from pronghorn.hf_types import Tokenizer
 from pronghorn.recipe import Recipe
@@ -32,7 +32,7 @@ SURROGATES = re.compile("[\ud800-\udfff]")
 EPISODE = "episode"  # the reward that it returns, in figures
 MARKER = "the-answer-stands-here"
 GROWS = "an episode asks the whole conversation so far: what it asked before, the answer, and what is new"
-Generate = Callable[[Sequence[Request]], list[list[Answer]]]
+Generate = Callable[[Sequence[Request]], list[list[Completion]]]
 
 
 @dataclass
@@ -49,9 +49,9 @@ class Episode:
     reward: Reward = None
 
     @property
-    def answer(self) -> Answer:
+    def answer(self) -> Completion:
         """All answers as one."""
-        return Answer([token for a, b in self.runs for token in self.ids[a:b]], self.log_probs, self.log_probs, self.ended)
+        return Completion([token for a, b in self.runs for token in self.ids[a:b]], self.log_probs, self.log_probs, self.ended)
 
 
 def returned_by(episode: Episode) -> Scored | None:
@@ -107,7 +107,7 @@ class Episodes:
             episode.reward = reward
         return episodes
 
-    def _taken(self, episode: Episode, asked: Sequence[int], answer: Answer) -> dict[str, Any]:
+    def _taken(self, episode: Episode, asked: Sequence[int], answer: Completion) -> dict[str, Any]:
         start = len(asked)
         if episode.runs and episode.runs[-1][1] == start:  # nothing stands between two answers
             start = episode.runs.pop()[0]

@@ -28,7 +28,7 @@ from pronghorn.data.prepare import Prepared, example_of, prepare
 from pronghorn.data.read.reading import Name
 from pronghorn.data.read.splitting import apart
 from pronghorn.errors import DataError, HealthStop, RecipeError, counted
-from pronghorn.generation.generator import Answer, Generator, Request
+from pronghorn.generation.generator import Completion, Generator, Request
 from pronghorn.generation.sampling import Sampling, key_of
 from pronghorn.generation.server import Server
 from pronghorn.hf_types import HFModel, Tokenizer
@@ -39,6 +39,7 @@ from pronghorn.model.generate import end_tokens
 from pronghorn.recipe import Recipe
 from pronghorn.recipe_rollouts import OWN
 from pronghorn.rewards.scoring import Said, Scored, Scorer
+from pronghorn.train.dist.launch import require_packs
 from pronghorn.train.run.evaluate import Evaluation
 from pronghorn.train.run.run_identity import data_key
 from pronghorn.train.setup.preference_data import shares_prompts
@@ -63,7 +64,7 @@ class Group:
 
     number: int  # of the prompt in the run
     row: int  # of the table
-    answers: Sequence[Answer]
+    answers: Sequence[Completion]
     texts: Sequence[str]
     scored: Sequence[Scored] = ()
     kept: list[int] = field(default_factory=list)  # answers that have a reward
@@ -190,6 +191,16 @@ class RolloutSource(Source):
     def notices(self) -> list[str]:
         return list(self.remarks)
 
+    def dealt(self, ranks: int) -> list[str]:
+        require_packs(self.recipe, ranks)
+        most = -(-self.spec.prompts // ranks)
+        if most * ranks == self.spec.prompts:
+            return []
+        return [
+            f"a step has {self.spec.prompts} prompts for {ranks} ranks, so some ranks wait for others; set rollouts.prompts: "
+            f"{most * ranks}"
+        ]
+
     def checked(self, report: Report) -> dict[str, Any]:
         return {"rewards": tuple(self.tried)}
 
@@ -278,7 +289,7 @@ class RolloutSource(Source):
         self, episodes: Episodes, model: HFModel, table: TokenTable, asked: Mapping[int, int], tries: int, side: int,
         stops: Sequence[int],
     ) -> list[Group]:  # fmt: skip
-        def generate(requests: Sequence[Request]) -> list[list[Answer]]:
+        def generate(requests: Sequence[Request]) -> list[list[Completion]]:
             with self.autocast():
                 return self._engine(model, len(stops)).generate(requests, self._generating)
 
