@@ -66,4 +66,4 @@ def test_the_demo_tells_the_rates_before_and_after(
     rl.run_rl_demo(output, as_json=False)
     shown = capsys.readouterr().out
     assert f"held-out sums, sampled: {evaluated[0]:.0%} ± " in shown
-    assert f"eval {output} --base" in shown
+    assert f"eval {output}\n" in shown

@@ -74,7 +74,7 @@ def run_rl_demo(output: Path, *, as_json: bool) -> None:
         demo.display.handle({"event": "notice", "text": told})
         result = train(rl_recipe(demo.model, demo.data, output), display=demo.display, stages=demo.stages)
     figures = {"held_out": HELD_OUT, "answers": TRIES} | rates(output)
-    again = command("eval", str(output), "--base")
+    again = command("eval", str(output))
     finish(demo, output, result, figures, _sentence, as_json=as_json, ask=("score it:", again))
 
 
