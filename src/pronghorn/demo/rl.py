@@ -27,7 +27,7 @@ from pronghorn.train.loop import train
 
 EXAMPLE = "34 + 25 = 59\n"  # shows the form: without it the model talks about the sum
 PROMPT_TOKENS, ANSWER_TOKENS = 19, 4  # of three digits and the end of the line
-PROMPTS, ANSWERS, STEPS = 16, 8, 16
+PROMPTS, ANSWERS, STEPS = 16, 8, 24
 HELD_OUT, TRIES, EVERY = 64, 2, 4  # held-out sums, answers to each, and steps between two looks at them
 PACK = PROMPTS * (PROMPT_TOKENS + ANSWERS * ANSWER_TOKENS)
 
@@ -57,7 +57,7 @@ def rl_recipe(model: Path, data: Path, output: Path) -> Recipe:
             },
             "rewards": ["exact_match"],
             "data": {"train": [str(data / "train.jsonl")], "eval": str(data / "held_out.jsonl"), "max_length": 32},
-            "train": {"steps": STEPS, "capacity": PACK, "lr": 1e-3, "warmup": 1, "schedule": "constant"},
+            "train": {"steps": STEPS, "capacity": PACK, "lr": 1e-3, "warmup": 1, "schedule": "linear"},
             "eval": {"every": EVERY, "generations": 0, "samples": HELD_OUT},
             "checkpoint": {"every": 1000, "keep": 1},
             "output": str(output),
