@@ -42,7 +42,7 @@ from pronghorn.data.pack.batches import Shapes, build_batch
 from pronghorn.data.pack.packing import pack_in_order
 from pronghorn.data.preference.pair_packing import groups_of
 from pronghorn.generation.sampling import Rules, draw
-from pronghorn.kernels.attention.attention_paged import MEMBERS, PAGE, Segments, paged_attention
+from pronghorn.kernels.attention.attention_paged import MEMBERS, PAGE, Segments, paged_attention, write_pages
 from pronghorn.kernels.lora.nf4_rows import NF4Rows
 from pronghorn.kernels.loss import cross_entropy_powers
 from pronghorn.kernels.quant.fp8_cast import fp8_cast_rows, fp8_supported
@@ -255,6 +255,7 @@ def decode() -> None:
             Segments(*(torch.zeros(size, dtype=torch.int32) for size in ((rows, 4), rows, rows, (rows, members))))
             for rows, members in ((2, MEMBERS), (16, 1))
         ]
+        write_pages(pages, pages, torch.zeros(16, dtype=torch.int64), q_BNH[:, :8], q_BNH[:, :8])
         paged_attention(q_BNH, pages, pages, parts, position_B, scale=1.0, window=window, out=torch.empty_like(q_BNH))
     weight = nf4_quantize(torch.empty(1024, 4096, dtype=torch.bfloat16))
     for rows in (16, 64):

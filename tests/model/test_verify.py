@@ -7,7 +7,7 @@ import torch
 
 from pronghorn.errors import ModelError
 from pronghorn.model import causal_lm
-from pronghorn.model.layers import gated, norms
+from pronghorn.model.layers import norms, wide_gemms
 from pronghorn.model.layers.mixers import attention
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.verify import TOLERANCES, Gradient, Verdict, verify
@@ -48,7 +48,7 @@ def test_full_fine_tuning_is_verified_too() -> None:
 
 @pytest.mark.parametrize("broken", ["rms_norm_backward", "qk_rope_backward", "gated_activation_backward", "attention_backward"])
 def test_a_gradient_broken_in_one_kernel_is_found_and_named(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    where = next(module for module in (attention, gated, norms) if hasattr(module, broken))
+    where = next(module for module in (attention, wide_gemms, norms) if hasattr(module, broken))
     real: Any = getattr(where, broken)
 
     def wrong(*args: Any, **kwargs: Any) -> Any:

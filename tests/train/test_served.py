@@ -121,7 +121,7 @@ def test_a_repeated_run_and_one_of_two_ranks_learn_the_same(
     for name in ("reward", "loss", "sampling/importance_sampling_ratio/mean"):
         assert [step[name] for step in again] == [step[name] for step in first]
         found = [step[name] for step in events_of(two.output, "step")]
-        assert found == pytest.approx([step[name] for step in first], rel=1e-4, abs=1e-6)
+        assert found == pytest.approx([step[name] for step in first], rel=1e-4, abs=1e-5)
 
 
 def test_weights_of_answers_are_those_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:
