@@ -57,14 +57,14 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *_HOME])
 
 
-def load_ipython_extension(shell: Any) -> None:
+def load_ipython_extension(shell: object) -> None:
     """`%load_ext pronghorn`"""
     from pronghorn.compat.scripts.notebooks import load
 
     load(shell)
 
 
-def unload_ipython_extension(shell: Any) -> None:
+def unload_ipython_extension(shell: object) -> None:
     from pronghorn.compat.scripts.notebooks import unload
 
     unload(shell)

@@ -144,13 +144,13 @@ def _refuse_named_code(file: str, content: dict[str, Any], where: str) -> None:
             )
 
 
-def _among(value: Any, allowed: tuple[Any, ...]) -> bool:
+def _among(value: object, allowed: tuple[Any, ...]) -> bool:
     return any(type(value) is type(one) and value == one for one in allowed) or (
         type(value) in (int, float) and any(value == one for one in allowed if type(one) in (int, float))
     )
 
 
-def _entries(content: Any, file: str, where: str, path: str = "", depth: int = 0) -> Iterator[tuple[str, str, Any]]:
+def _entries(content: object, file: str, where: str, path: str = "", depth: int = 0) -> Iterator[tuple[str, str, Any]]:
     """Every key at any depth, with its path and value."""
     if depth > DEEPEST:
         raise _broken(file, where, f"objects are nested more than {DEEPEST} levels deep")

@@ -85,11 +85,11 @@ class Pack:
         return found
 
     @classmethod
-    def padded(cls, sizes: Mapping[str, int], values: Mapping[str, npt.NDArray[Any]], **facts: Any) -> Self:
+    def padded(cls, sizes: Mapping[str, int], values: Mapping[str, npt.NDArray[Any]], **facts: object) -> Self:
         return cls(**{name: torch.from_numpy(cls.columns[name].padded(one, sizes)) for name, one in values.items()}, **facts)
 
     @classmethod
-    def blank(cls, sizes: Mapping[str, int], device: torch.device | str, **facts: Any) -> Self:
+    def blank(cls, sizes: Mapping[str, int], device: torch.device | str, **facts: object) -> Self:
         """Nothing but padding, in the tensors that every pack has."""
         made: dict[str, Any] = {}
         for name, one in cls.columns.items():

@@ -18,7 +18,7 @@ from pronghorn.recipe_rollouts import Reward, Rollouts, rollout_misfits
 from pronghorn.recipe_section import Fraction, NonNegative, Positive, Section
 
 
-def _one_or_many(value: Any) -> Any:
+def _one_or_many(value: object) -> Any:
     return (value,) if isinstance(value, (str, dict, Section)) else value
 
 
@@ -181,7 +181,7 @@ def figures_of(metrics: Sequence[str]) -> list[str]:
     return [figure for name in metrics for figure in ((name, f"{name}_norm") if name == "multiple_choice" else (name,))]
 
 
-def _known_metric(name: Any) -> Any:
+def _known_metric(name: object) -> Any:
     if isinstance(name, str) and (name.endswith(".py") or "/" in name):
         raise ValueError(f"{name} is a file, and {ON_THE_COMMAND_LINE}; remove it here and add: --metric-file {name}")
     return name
@@ -203,7 +203,7 @@ class Eval(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _names_no_code(cls, values: Any) -> Any:
+    def _names_no_code(cls, values: object) -> Any:
         if isinstance(values, dict) and (key := next((k for k in ("metric_file", "metric-file") if k in values), "")):
             raise ValueError(f"names code ({key}), and {ON_THE_COMMAND_LINE}; remove the key and add: --metric-file FILE")
         return values
@@ -280,7 +280,7 @@ class Recipe(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _defaults_of_eval(cls, values: Any) -> Any:
+    def _defaults_of_eval(cls, values: object) -> Any:
         """Without a word of it in the recipe, `eval.generations` is 0 where the model writes no text, and `eval.best` is the
         reward where there is one."""
         if not isinstance(values, dict):

@@ -161,5 +161,5 @@ def keys_in(path: KeyPath) -> list[str]:
     return list(model.model_fields)
 
 
-def _inside(annotation: Any) -> list[Any]:
+def _inside(annotation: object) -> list[Any]:
     return [annotation, *(inner for part in get_args(annotation) for inner in _inside(part))]

@@ -93,7 +93,7 @@ class Objective(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _defaults(cls, values: Any) -> Any:
+    def _defaults(cls, values: object) -> Any:
         if isinstance(values, str):
             values = {"name": values}
         if not isinstance(values, dict):

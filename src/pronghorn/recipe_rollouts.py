@@ -64,7 +64,7 @@ class Reward(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _a_word_is_a_metric(cls, values: Any) -> Any:
+    def _a_word_is_a_metric(cls, values: object) -> Any:
         return {"metric": values} if isinstance(values, str) else values
 
     @field_validator("function")

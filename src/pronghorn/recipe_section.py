@@ -11,7 +11,7 @@ NonNegative = Annotated[float, Field(ge=0.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 
 
-def _takes_a_number(annotation: Any) -> bool:
+def _takes_a_number(annotation: object) -> bool:
     parts = {annotation, *get_args(annotation), *(inner for part in get_args(annotation) for inner in get_args(part)[:1])}
     return bool(parts & {int, float}) and str not in parts
 
@@ -21,7 +21,7 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _yes_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+    def _yes_is_no_number(cls, value: object, info: ValidationInfo) -> Any:
         """pydantic would take `epochs: true` for 1."""
         if isinstance(value, bool) and _takes_a_number(cls.model_fields[info.field_name or ""].annotation):
             raise ValueError(f"{str(value).lower()} is not a number; write one")

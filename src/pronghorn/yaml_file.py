@@ -114,11 +114,11 @@ class _Shallow(Scanner):
 class _Bounded(Composer):
     """Stops at the first node too many: ruamel.yaml needs 0.1 ms for each."""
 
-    def __init__(self, loader: Any = None) -> None:
+    def __init__(self, loader: object = None) -> None:
         super().__init__(loader=loader)
         self._nodes = self._levels = 0
 
-    def compose_node(self, parent: Any, index: Any) -> Any:
+    def compose_node(self, parent: object, index: object) -> Any:
         self._nodes += 1
         self._levels += 1
         if self._nodes > MOST_VALUES or self._levels > DEEPEST:

@@ -76,7 +76,7 @@ def displaying(
         display.close()
 
 
-def say(arguments: argparse.Namespace, as_dict: dict[str, Any], for_people: Any) -> None:
+def say(arguments: argparse.Namespace, as_dict: dict[str, Any], for_people: object) -> None:
     if arguments.json:
         from pronghorn.report.run_log import plain
 
@@ -85,7 +85,7 @@ def say(arguments: argparse.Namespace, as_dict: dict[str, Any], for_people: Any)
         show(for_people)
 
 
-def show(renderable: Any) -> None:
+def show(renderable: object) -> None:
     from pronghorn.report.console import result_console
 
     console = result_console(soft_wrap=isinstance(renderable, str))

@@ -50,7 +50,7 @@ def answer_fused_heads(model: HFModel) -> None:
 @functools.cache
 def _in_place_of(own: Callable[..., Any]) -> Callable[..., Any]:
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: object, *args: object, **kwargs: object) -> Any:
         if kwargs.get("fused_lm_head") and not args:
             found = _answer(self, {name: value for name, value in kwargs.items() if name != "fused_lm_head"})
             if found is not None:

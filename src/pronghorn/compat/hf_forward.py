@@ -61,7 +61,7 @@ def _in_place_of(own: Callable[..., Any], ours: Answer) -> Callable[..., Any]:
     answer: Answer = torch.compiler.disable(ours)  # torch.compile must not trace it: that takes minutes and gains nothing
 
     @functools.wraps(own)
-    def forward(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: PreTrainedModel, *args: object, **kwargs: object) -> Any:
         inputs, loop = dict(zip(names, args, strict=False)) | kwargs, getattr(self, ENGINE).outer_loop
         if torch.is_inference_mode_enabled():  # tensors that stay must not be inference tensors: training uses them
             with torch.inference_mode(False), torch.no_grad():
@@ -159,12 +159,12 @@ class Output(CausalLMOutputWithPast):  # type: ignore[misc]
             value = self["logits"] = value.compute()  # stored, so that changes and retained gradients persist
         return value
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         if isinstance(key, str):
             return self.logits if key == "logits" and "logits" in self else dict(super().items())[key]
         return self.to_tuple()[key]
 
-    def get(self, key: Any, default: Any = None) -> Any:
+    def get(self, key: object, default: object = None) -> Any:
         return self[key] if key in self else default  # noqa: SIM401  (this is `get`)
 
     def items(self) -> Any:

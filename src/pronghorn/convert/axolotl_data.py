@@ -235,14 +235,14 @@ class _Item:
         """A row: one of FIELDS."""
         read(self, key.removeprefix(f"{self.at}."), draft.get(key))
 
-    def _messages_column(self, name: str, value: Any) -> None:
+    def _messages_column(self, name: str, value: object) -> None:
         self.say(name, f"data.fields.messages: {value}" if self.one.fields.get("messages") else f"detected: column {value}")
 
-    def _mappings(self, name: str, value: Any) -> None:
+    def _mappings(self, name: str, value: object) -> None:
         shown = f"data.message_fields: {printed(self.one.message_fields)}" if self.one.message_fields else "detected"
         self.say(name, shown)
 
-    def _roles(self, name: str, value: Any) -> None:
+    def _roles(self, name: str, value: object) -> None:
         if not isinstance(value, dict):
             raise UnfitError(f"{printed(value)} does not map roles to names")
         strange = [str(ours) for ours in value if ours not in ("system", "user", "assistant", "tool")]
@@ -257,36 +257,36 @@ class _Item:
         }
         self.say(name, f"data.roles: {printed(self.one.roles)}" if self.one.roles else "these role names are detected")
 
-    def _tools(self, name: str, value: Any) -> None:
+    def _tools(self, name: str, value: object) -> None:
         if value != "tools":
             self.one.fields["tools"] = text(value)
         self.say(name, f"data.fields.tools: {value}")
 
-    def _training(self, name: str, value: Any) -> None:
+    def _training(self, name: str, value: object) -> None:
         if value not in ("train", "training"):
             self.one.message_fields["train"] = text(value)
         self.say(name, f"data.message_fields.train: {value}")
 
-    def _thinking(self, name: str, value: Any) -> None:
+    def _thinking(self, name: str, value: object) -> None:
         theirs, ours = (self.get(key) or "reasoning_content" for key in ("field_thinking", "template_thinking_key"))
         if theirs != ours:
             self.one.message_fields[text(ours)] = text(theirs)
         self.say(name, f"data.message_fields.{ours}: {theirs}")
 
-    def _trained_roles(self, name: str, value: Any) -> None:
+    def _trained_roles(self, name: str, value: object) -> None:
         names = set(words(value))
         if names and names <= {"assistant", "gpt"}:
             self.say(name, "data.loss_on: auto, which trains on assistant turns")
         else:
             raise UnfitError("either assistant turns carry loss, or everything (data.loss_on: all)")
 
-    def _end_of_turn(self, name: str, value: Any) -> None:
+    def _end_of_turn(self, name: str, value: object) -> None:
         if value == "turn":
             self.say(name, "same as Pronghorn: the end token of each loss-carrying turn carries loss")
         else:
             raise UnfitError("only the end token of each loss-carrying turn carries loss")
 
-    def _template(self, name: str, value: Any) -> None:
+    def _template(self, name: str, value: object) -> None:
         key = f"{self.at}.{name}"
         if str(value).startswith("tokenizer_default"):
             self.draft.no_effect(key, "same as Pronghorn: the tokenizer's template is used")

@@ -49,7 +49,7 @@ class Draft:
     fates: dict[str, tuple[Kind, str]] = field(default_factory=dict)
     defaults: dict[str, str] = field(default_factory=dict)  # keys of the recipe that come from the tool's own defaults
 
-    def get(self, key: str, default: Any = None) -> Any:
+    def get(self, key: str, default: object = None) -> Any:
         """The value of a key, with the words of YAML 1.1 for yes, no and nothing; `default` where it has none."""
         value = plain(self.values[key] if key in self.values else value_at(self.values, key))
         return default if value is None else value
@@ -74,14 +74,14 @@ class Draft:
         """Those that have a value and no fate yet."""
         return (key for key in keys if self.get(key) is not None and key not in self.fates)
 
-    def set(self, target: str, value: Any, *keys: str, note: str = "") -> None:
+    def set(self, target: str, value: object, *keys: str, note: str = "") -> None:
         """These keys became this; of two that set the same, the later counts."""
         self.targets[target] = value
         self.origins[target] = [*self.origins.get(target, []), *(key for key in keys if key in self.lines)]
         for key in keys:
             self._say("mapped", key, f"{target}: {written(value)}" + (f"; {note}" if note else ""))
 
-    def nearest(self, target: str, value: Any, key: str, why: str) -> None:
+    def nearest(self, target: str, value: object, key: str, why: str) -> None:
         """Not honoured as it stands; the recipe has the nearest thing."""
         self.targets[target] = value
         self.origins.setdefault(target, []).append(key)
@@ -106,7 +106,7 @@ class Draft:
             where=f"{self.name}:{self.lines.get(key, 1)}",
         )
 
-    def default(self, target: str, value: Any, note: str = "") -> None:
+    def default(self, target: str, value: object, note: str = "") -> None:
         """What the tool does where its config says nothing, if that is not what a recipe says by itself."""
         if target not in self.targets:
             self.targets[target], self.defaults[target] = value, f"{self.tool}'s default" + (f"; {note}" if note else "")

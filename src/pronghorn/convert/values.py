@@ -16,16 +16,16 @@ class UnfitError(Exception):
     """Why a value cannot be used; becomes a key that is not honoured."""
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     return WORDS.get(value.strip().lower(), value) if isinstance(value, str) else value
 
 
-def is_on(value: Any) -> bool:
+def is_on(value: object) -> bool:
     value = plain(value)
     return bool(value)
 
 
-def number(value: Any) -> float:
+def number(value: object) -> float:
     """A number, also where YAML 1.1 takes it for a text (1e-4)."""
     try:
         if isinstance(value, bool) or not isinstance(value, (int, float, str)):
@@ -38,24 +38,24 @@ def number(value: Any) -> float:
     return int(found) if found == int(found) and abs(found) < 2**53 else found
 
 
-def decimal(value: Any) -> float:
+def decimal(value: object) -> float:
     return float(number(value))
 
 
-def whole(value: Any) -> int:
+def whole(value: object) -> int:
     found = number(value)
     if found != int(found):
         raise UnfitError(f"{printed(value)} is not a whole number; the recipe's default is used")
     return int(found)
 
 
-def text(value: Any) -> str:
+def text(value: object) -> str:
     if isinstance(value, (dict, list)) or value is None:
         raise UnfitError(f"{printed(value)} is not a name")
     return str(value)
 
 
-def words(value: Any) -> list[str]:
+def words(value: object) -> list[str]:
     """A list of names; one name, or several with commas between them, are a list as well."""
     items = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
     if not isinstance(items, list):
@@ -63,13 +63,13 @@ def words(value: Any) -> list[str]:
     return [text(item) for item in items if item not in (None, "")]
 
 
-def printed(value: Any) -> str:
+def printed(value: object) -> str:
     """For a sentence: short, on one line."""
     found = written(value)
     return found if len(found) <= 60 else f"{found[:57]}..."
 
 
-def written(value: Any) -> str:
+def written(value: object) -> str:
     """As YAML on one line, which reads back as itself."""
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(written(item) for item in value) + "]"
@@ -83,7 +83,7 @@ def written(value: Any) -> str:
     return json.dumps(text, ensure_ascii=False) if text.startswith("@") else scalar(text)
 
 
-def value_at(values: Any, key: str) -> Any:
+def value_at(values: object, key: str) -> Any:
     found = values
     for part in key.replace("[", ".").replace("]", "").split("."):
         if isinstance(found, list) and part.isdigit() and int(part) < len(found):

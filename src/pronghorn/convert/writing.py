@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from pronghorn.convert.draft import Draft, Fate, Kind, nested
 from pronghorn.convert.values import printed, written
@@ -38,7 +37,7 @@ def recipe_text(draft: Draft) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _line(draft: Draft, shown: str, target: str, value: Any) -> str:
+def _line(draft: Draft, shown: str, target: str, value: object) -> str:
     line = f"{shown}: {written(value)}"
     below = [name for name in (*draft.origins, *draft.defaults) if name == target or name.startswith(f"{target}.")]
     keys = dict.fromkeys(key for name in below for key in draft.origins.get(name, []))

@@ -42,7 +42,7 @@ def started(output: Path, *, as_json: bool) -> Iterator[Demo]:
         display.close()
 
 
-def recipe_of(model: Path, data: Path, output: Path, *, max_length: int, pack: int, lr: float, **more: Any) -> Recipe:
+def recipe_of(model: Path, data: Path, output: Path, *, max_length: int, pack: int, lr: float, **more: object) -> Recipe:
     return Recipe.model_validate(
         {
             "model": str(model),

@@ -215,7 +215,7 @@ def rounding_like_bf16(model: torch.nn.Module) -> Iterator[None]:
     any dtype, and without a second one in memory."""
     chances: dict[torch.device, torch.Generator] = {}
 
-    def changed(value: Any) -> Any:
+    def changed(value: object) -> Any:
         if isinstance(value, tuple) and type(value) is tuple:
             return tuple(changed(one) for one in value)
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():

@@ -123,7 +123,7 @@ def _apart(rows: Tensor, again: Tensor, kind: str) -> float:
     return float((error.unflatten(1, (-1, block)) / step).max())
 
 
-def value(reader: GGUFReader, key: str, default: Any = None) -> Any:
+def value(reader: GGUFReader, key: str, default: object = None) -> Any:
     field = reader.fields.get(key)
     return default if field is None else field.contents()
 

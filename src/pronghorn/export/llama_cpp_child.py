@@ -36,7 +36,7 @@ class LlamaCpp:
         self.server = xllamacpp.Server(wanted)
         self.plain: int = self.tokens("a")["ids"][-1]
 
-    def ask(self, path: str, **body: Any) -> Any:
+    def ask(self, path: str, **body: object) -> Any:
         address = f"{self.server.listening_address}/{path}"  # on loopback
         request = urllib.request.Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

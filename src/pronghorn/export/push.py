@@ -49,7 +49,7 @@ def push(folder: Path, name: str, report: Report) -> str:
     return str(sent.repo_url)
 
 
-def send(folder: Path, name: str, *, token: str | bool | None = None, private: bool | None = None, **commit: Any) -> Any:
+def send(folder: Path, name: str, *, token: str | bool | None = None, private: bool | None = None, **commit: object) -> Any:
     """In one commit: all of it or nothing. Returns what upload_folder of huggingface_hub returns, which also takes `commit`."""
     api = hub_api(token or None)  # type: ignore[arg-type]  # True: the token of the login
     try:

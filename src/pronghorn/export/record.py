@@ -82,7 +82,7 @@ def public_recipe(recipe: Recipe) -> str:
     """What differs from the defaults, paths reduced to their last part."""
     values = json.loads(recipe.model_dump_json(exclude_defaults=True))
 
-    def public(value: Any) -> Any:
+    def public(value: object) -> Any:
         if isinstance(value, dict):
             return {key: public(one) for key, one in value.items()}
         if isinstance(value, list):

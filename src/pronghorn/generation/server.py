@@ -210,7 +210,7 @@ class Server:
         return EnvironmentFault(what=what, where=self.url, why=why, fix=f"{fix}; then run the same command again")
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"a log-probability is {value!r}")
     return float(value)

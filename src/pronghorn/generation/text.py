@@ -26,7 +26,7 @@ class GrowingText:
         self._held = ""  # may be the beginning of a stop string
         self._waiting: list[Any] = []  # notes of tokens whose text was not handed on yet
 
-    def add(self, token: int, note: Any = None) -> bool:
+    def add(self, token: int, note: object = None) -> bool:
         """Whether the answer is over."""
         self.count += 1
         if token in self._ends:

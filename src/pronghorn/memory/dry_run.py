@@ -90,7 +90,7 @@ class Allocations(TorchDispatchMode):
         self.peak = max(self.peak, self.alive)
         return True
 
-    def _gone(self, number: int, size: int, _: Any) -> None:
+    def _gone(self, number: int, size: int, _: object) -> None:
         del self._known[number]
         self.alive -= size
 

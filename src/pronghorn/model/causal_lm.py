@@ -308,7 +308,7 @@ def install(model: HFModel, *, fp8: bool = False) -> str:
     return ""
 
 
-def is_known(function: Any) -> bool:
+def is_known(function: object) -> bool:
     """Whether a known library defines it, with which the fast layers were compared."""
     return str(getattr(function, "__module__", "")).split(".")[0] in KNOWN_PACKAGES
 

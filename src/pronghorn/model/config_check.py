@@ -128,14 +128,14 @@ def require_sane_numbers(content: Mapping[str, Any], where: str, path: str = "")
             raise _refused(here, value, "numbers must fit into 63 bits", where)
 
 
-def _finite(value: Any) -> bool:
+def _finite(value: object) -> bool:
     try:
         return isinstance(value, int | float) and math.isfinite(value)
     except OverflowError:  # an integer beyond all floats
         return False
 
 
-def _refused(path: str, value: Any, what_it_is: str, where: str) -> ModelError:
+def _refused(path: str, value: object, what_it_is: str, where: str) -> ModelError:
     shown = repr(value)
     return _changed(f"config.json says {path}: {shown if len(shown) < 40 else shown[:36] + '...'}", where, what_it_is)
 

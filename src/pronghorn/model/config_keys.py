@@ -287,7 +287,7 @@ def unknown_key(config: HFConfig) -> str:
     return ""
 
 
-def _may_count(key: str, value: Any) -> bool:
+def _may_count(key: str, value: object) -> bool:
     """Whether a key that is no field may change what the model computes, or what the fast layers would."""
     if key in LOOKED_UP:
         return True

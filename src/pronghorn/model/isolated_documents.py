@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -34,7 +32,7 @@ def require_isolated_documents(model: HFModel, device: torch.device, vocabulary:
     def second(x: Tensor, embedded: list[Tensor]) -> Tensor:
         """The second document's result; the embeddings of both documents are appended to the list."""
 
-        def leaf(_module: torch.nn.Module | None, _inputs: Any, h: Tensor) -> Tensor:
+        def leaf(_module: torch.nn.Module | None, _inputs: object, h: Tensor) -> Tensor:
             embedded.append(h.detach().requires_grad_())
             return embedded[0]
 

@@ -43,7 +43,7 @@ def task_of(model: HFModel) -> dict[str, Any]:
     return {"task_type": head_in(model.config).task}
 
 
-def _merge(adapted: PeftModel, merge: Callable[..., Any], *rest: Any, **options: Any) -> Any:
+def _merge(adapted: PeftModel, merge: Callable[..., Any], *rest: object, **options: object) -> Any:
     """Refused: PEFT would add to the quantized bytes."""
     if is_quantized(adapted):
         raise ModelError(

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from pronghorn.hf_types import HFConfig
+from pronghorn.hf_types import HFConfig, HFModel
 from pronghorn.model.families import FAMILIES, NO_ROPE, query_scale
 
 
 class Positions:
-    def __init__(self, backbone: Any, config: HFConfig, head_widths: dict[str, int]) -> None:
+    def __init__(self, backbone: HFModel, config: HFConfig, head_widths: dict[str, int]) -> None:
         """`head_widths`: by kind of RoPE (families.rope_kind), those that some layer has."""
         self.backbone, self.head_widths = backbone, head_widths
         self.kinds, self.names = sorted(head_widths), FAMILIES[config.model_type].names.rotary

@@ -79,7 +79,7 @@ def _into_buffer(module: nn.Module, name: str) -> Callable[[Tensor], None]:
 
 
 def _into_stack(experts: StoredExperts, stack: str, part: str) -> Callable[[Any], None]:
-    def put(tensor: Any) -> None:
+    def put(tensor: object) -> None:
         experts.set(stack, replace(experts.stacks[stack].stored, **{part: tensor}))  # type: ignore[type-var]
 
     return put

@@ -87,13 +87,13 @@ def changed(recipe: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str,
     return values
 
 
-def _changed(recipe: dict[str, Any], key: str, value: Any) -> str:
+def _changed(recipe: dict[str, Any], key: str, value: object) -> str:
     section, _, name = key.partition(".")
     now = _setting(recipe, section, name)
     return f"{key}: {_yaml(value)}" + ("" if now is None or isinstance(now, dict) else f" (now {_yaml(now)})")
 
 
-def _yaml(value: Any) -> str:
+def _yaml(value: object) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key}: {_yaml(one)}" for key, one in value.items()) + "}"
     return json.dumps(value)

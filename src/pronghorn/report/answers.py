@@ -84,11 +84,11 @@ def _answer(one: dict[str, Any]) -> AnswerRow:
     )  # fmt: skip
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _scores(value: Any) -> dict[str, float]:
+def _scores(value: object) -> dict[str, float]:
     pairs = value.items() if isinstance(value, dict) else ()
     numbers = {str(name): as_number(number) for name, number in pairs}
     return {name: number for name, number in numbers.items() if math.isfinite(number)}

@@ -257,7 +257,7 @@ def _recipe(run: RunStats) -> str:
     return f'<h2>Recipe</h2><div class="card recipe">{sections}</div>'
 
 
-def _value(value: Any) -> str:
+def _value(value: object) -> str:
     if value is None:
         return number_format.MISSING
     if isinstance(value, bool):

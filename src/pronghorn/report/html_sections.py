@@ -23,14 +23,14 @@ def pairs(rows: Sequence[tuple[str, str]]) -> str:
     return f'<dl class="facts">{shown}</dl>'
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     return as_number(value) if not isinstance(value, bool) else math.nan
 
 
 def _shown_as(form: Callable[[float], str], otherwise: str = "") -> Callable[[Any], str]:
     """A function that shows a value of the log which is a finite number, and `otherwise` for any other."""
 
-    def shown(value: Any) -> str:
+    def shown(value: object) -> str:
         number = _number(value)
         return form(number) if math.isfinite(number) else otherwise
 
@@ -92,7 +92,7 @@ def _histogram(lengths: dict[str, Any]) -> str:
             f'<p class="note">{" · ".join(told)}</p></div>')  # fmt: skip
 
 
-def _sources(sources: Any) -> str:
+def _sources(sources: object) -> str:
     found = [one for one in sources if isinstance(one, dict)] if isinstance(sources, list) else []
     if not found:
         return ""
@@ -105,7 +105,7 @@ def _sources(sources: Any) -> str:
     return f'<table class="spaced"><tr><th>source</th><th>format</th><th class="n">rows read</th></tr>{rows}</table>{more}'
 
 
-def _weight(weight: Any) -> str:
+def _weight(weight: object) -> str:
     """How often each row comes in an epoch, where that is not once."""
     times = _number(weight)
     return f" × {times:g}" if math.isfinite(times) and times != 1 else ""

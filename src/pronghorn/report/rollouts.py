@@ -102,7 +102,7 @@ def samples_section(kept: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def _cell(label: str, text: Any) -> str:
+def _cell(label: str, text: object) -> str:
     said = number_format.MISSING if text is None else str(text)[:MOST_TEXT]
     return f'<td data-label="{label}"><div class="said">{escape(said)}</div></td>'
 

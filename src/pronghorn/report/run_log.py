@@ -68,7 +68,7 @@ class RunLog:
             fix = "choose another output folder, or make this one writable"
             raise EnvironmentFault.of(error, "cannot open the run's log", self.path, fix) from error
 
-    def write(self, event: str, **fields: Any) -> None:
+    def write(self, event: str, **fields: object) -> None:
         """Adds one event, then tells the listeners exactly what was written."""
         record = plain({"event": event, "time": round(time.time(), 3), "session": self.session, **fields})
         line = json.dumps(record, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n"
@@ -105,7 +105,7 @@ class SilentLog(RunLog):
     def __init__(self) -> None:
         pass
 
-    def write(self, event: str, **fields: Any) -> None:
+    def write(self, event: str, **fields: object) -> None:
         pass
 
     def close(self) -> None:
@@ -158,7 +158,7 @@ def history(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return kept
 
 
-def as_number(value: Any) -> float:
+def as_number(value: object) -> float:
     """A number of the log as a float: "nan" and "inf" are written as strings, what is missing counts as nan."""
     if isinstance(value, (int, float, str)):
         try:
@@ -168,7 +168,7 @@ def as_number(value: Any) -> float:
     return math.nan
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """The value in JSON's own types: numpy and torch scalars as numbers, nan and inf as strings, paths as text."""
     if value is None or isinstance(value, (bool, int)):
         return value
@@ -215,7 +215,7 @@ def _as_written(event: dict[str, Any]) -> bool:
     return experts and numbers and 0 <= event.get("time", 0) < LONGEST_TIME
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     if isinstance(value, bool):
         return "truth"
     if isinstance(value, int):

@@ -49,7 +49,7 @@ async def serve(episode: Reward, path: Path, reply: Callable[..., None]) -> None
     waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
 
     async def play(number: int, row: dict[str, Any]) -> None:
-        async def ask(said: Any, tools: Any = None) -> Turn:
+        async def ask(said: object, tools: object = None) -> Turn:
             if number in waiting:
                 raise RuntimeError("an episode asks one question at a time")
             waiting[number] = loop.create_future()

@@ -39,7 +39,7 @@ class Player(Worker):
         os.set_blocking(self._input, False)
         self.cancelled = False
 
-    def send(self, number: int, **said: Any) -> None:
+    def send(self, number: int, **said: object) -> None:
         self._unsent += json.dumps({"episode": number, **said}).encode() + b"\n"
         self.began, self.cancelled = time.monotonic(), "cancel" in said
         self.flush()

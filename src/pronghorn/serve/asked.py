@@ -118,7 +118,7 @@ def _model(values: dict[str, Any]) -> str:
     return str(values["model"])
 
 
-def _messages(messages: Any) -> list[dict[str, Any]]:
+def _messages(messages: object) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages:
         raise RequestError("`messages` is not a list of messages", param="messages")
     found = []
@@ -137,7 +137,7 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
     return found
 
 
-def _prompt(prompt: Any) -> str | list[int]:
+def _prompt(prompt: object) -> str | list[int]:
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]  # a batch of one
     if isinstance(prompt, str) and prompt:
@@ -157,7 +157,7 @@ def _require_letters(text: str, where: str) -> None:
         raise RequestError(f"`{where}` contains half of a surrogate pair, which is not valid text", param=where) from None
 
 
-def _stops(stop: Any) -> tuple[str, ...]:
+def _stops(stop: object) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else stop
     if not isinstance(stops, (list, tuple)) or len(stops) > MOST_STOPS or not all(isinstance(s, str) and s for s in stops):
         raise RequestError(f"`stop` is neither a string nor a list of up to {MOST_STOPS} strings", param="stop")

@@ -73,7 +73,7 @@ class Handler(BaseHTTPRequestHandler):
         """The body is asked for when the headers have been checked."""
         return True
 
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base's name
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base's name
         self.server.told(f"{self.address_string()} {format % args}"[:300])
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:

@@ -112,7 +112,7 @@ class Server(ThreadingHTTPServer):
         finally:
             self._closed()
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request: object, client_address: object) -> None:
         """A client that goes away is no error."""
         if not isinstance(sys.exception(), (OSError, ValueError)):
             self.told(traceback.format_exc())

@@ -348,7 +348,7 @@ class _Run:
             self._rewind(done, text, step=step, loss=loss, rows=rows)
         self.log.write("notice", text=text + "; the update is skipped" * (session.spikes.policy == "skip"))
 
-    def _rewind(self, done: _UnderWay, text: str, **facts: Any) -> NoReturn:
+    def _rewind(self, done: _UnderWay, text: str, **facts: object) -> NoReturn:
         """To the last checkpoint that is on disk, or on its way there. From then on the step is left out, after a kill as well:
         the log says so."""
         to = self._saver.saved_step or 0

@@ -19,7 +19,7 @@ class Absent:
     def _raise(self, used: str) -> NoReturn:
         raise CommandError(what=f"{used} is not supported", why=self._why, fix=self._fix)
 
-    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+    def __call__(self, *_: object, **__: object) -> NoReturn:
         self._raise(self._name)
 
     def __getattr__(self, attribute: str) -> Any:

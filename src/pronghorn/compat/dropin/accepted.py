@@ -106,14 +106,14 @@ def check_local(model_name: str, local_files_only: bool) -> None:
         )
 
 
-def check_class(auto_model: Any) -> None:
+def check_class(auto_model: object) -> None:
     """`auto_model`: transformers' class, as scripts give it for models that do not write text."""
     name = getattr(auto_model, "__name__", str(auto_model))
     if auto_model is not None and not name.endswith(("ForCausalLM", "ForImageTextToText")):
         raise CommandError(what=f"auto_model={name}", why=CLASSIFIES.why, fix=CLASSIFIES.fix)
 
 
-def one_dtype(dtype: Any, torch_dtype: Any) -> Any:
+def one_dtype(dtype: object, torch_dtype: object) -> Any:
     """`torch_dtype` is the older name; both may be words."""
     names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "half": torch.float16, "auto": None}
     found = []

@@ -47,7 +47,7 @@ def check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
         raise CommandError(what=f"{name}={value!r}", fix=f"{hint}use one of: {', '.join(known)}")
 
 
-def check_recompute(asked: Any) -> None:
+def check_recompute(asked: object) -> None:
     if asked not in (True, False, "unsloth", None):
         raise CommandError(
             what=f"use_gradient_checkpointing={asked!r}",

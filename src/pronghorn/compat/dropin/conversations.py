@@ -133,13 +133,13 @@ def to_sharegpt(
     order = random.Random(random_state)
     others = [order.sample(range(len(turns)), len(turns)) for _ in range(conversation_extension - 1)]
 
-    def conversation(_: Any, i: int) -> dict[str, Any]:
+    def conversation(_: object, i: int) -> dict[str, Any]:
         return {"conversations": [message for j in (i, *(other[i] for other in others)) for message in turns[j]]}
 
     return dataset.map(conversation, with_indices=True, remove_columns=columns if remove_unused_columns else [])
 
 
-def _missing(value: Any) -> bool:
+def _missing(value: object) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 

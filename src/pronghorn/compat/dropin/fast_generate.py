@@ -120,7 +120,7 @@ def _listed(prompts: Any) -> list[Any]:
     return found
 
 
-def _tokens(prompt: Any, tokenizer: Tokenizer) -> list[int]:
+def _tokens(prompt: object, tokenizer: Tokenizer) -> list[int]:
     if isinstance(prompt, dict):
         prompt = prompt["prompt_token_ids"] if prompt.get("prompt_token_ids") else prompt.get("prompt")
     if not isinstance(prompt, str):
@@ -134,7 +134,7 @@ def _tokens(prompt: Any, tokenizer: Tokenizer) -> list[int]:
     return list(tokenizer(prompt, add_special_tokens=not twice).input_ids)
 
 
-def _params(params: Any, base: HFModel) -> SamplingParams:
+def _params(params: object, base: HFModel) -> SamplingParams:
     if params is not None:
         return of(params)
     usual = base.generation_config  # as vLLM does
@@ -193,7 +193,7 @@ def _has(text: str, text_of: Callable[[int], str], count: int) -> bool:
 # ---- whose weights ---------------------------------------------------------------------------------------------------
 
 
-def _with_adapter(model: HFModel, request: Any) -> Any:
+def _with_adapter(model: HFModel, request: object) -> Any:
     if isinstance(request, LoraRequest):
         return _in_place_of_its_own(model, request)
     if request is not None:

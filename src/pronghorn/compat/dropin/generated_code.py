@@ -68,7 +68,7 @@ def execute_with_time_limit(seconds: float) -> Callable[[Callable[..., Any]], Ca
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
-        def limited(*args: Any, **named: Any) -> Any:
+        def limited(*args: object, **named: object) -> Any:
             with _limited(seconds):
                 return function(*args, **named)
 
@@ -118,10 +118,10 @@ class LockedDown:
             )
         self._ask(source=str(source))
 
-    def __call__(self, *args: Any, **named: Any) -> Any:
+    def __call__(self, *args: object, **named: object) -> Any:
         return self._ask(args=args, named=named)
 
-    def _ask(self, **given: Any) -> Any:
+    def _ask(self, **given: object) -> Any:
         if self._process.poll() is not None:
             raise RuntimeError("the process of this function has ended, by a time limit or for want of memory")
         assert self._process.stdin is not None
@@ -161,7 +161,7 @@ class LockedDown:
         return found
 
 
-def _as_lists(value: Any) -> Any:
+def _as_lists(value: object) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()  # numpy's and torch's arrays: there are none in the process
     raise TypeError(f"a {type(value).__name__} cannot be given to a locked-down function: pass numbers, texts, lists and dicts")

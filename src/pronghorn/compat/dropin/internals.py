@@ -9,7 +9,7 @@ from pronghorn.data.encode.tokens import load_tokenizer
 from pronghorn.hf_types import HFModel
 
 
-def load_correct_tokenizer(tokenizer_name: str, **_: Any) -> Any:
+def load_correct_tokenizer(tokenizer_name: str, **_: object) -> Any:
     """A tokenizer as `from_pretrained` gives it, which loads the right one by itself."""
     return load_tokenizer(str(tokenizer_name))
 

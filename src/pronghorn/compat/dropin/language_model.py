@@ -129,7 +129,7 @@ class FastLanguageModel:
         use_rslora: bool = False, use_dora: bool = False, modules_to_save: Sequence[str] | None = None,
         init_lora_weights: bool | str = True, loftq_config: dict[str, Any] | None = None,
         layers_to_transform: Sequence[int] | int | None = None, finetune_last_n_layers: int | None = None,
-        random_state: int = 3407, max_seq_length: int | None = None, **others: Any,
+        random_state: int = 3407, max_seq_length: int | None = None, **others: object,
     ) -> Any:  # fmt: skip
         """An ordinary PEFT model, its base on fast layers. `embed_tokens` and `lm_head` among the targets train whole.
 

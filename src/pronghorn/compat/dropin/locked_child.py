@@ -73,7 +73,7 @@ def main() -> None:
     sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115, PTH123 - what the code prints
     asked = iter(sys.stdin)
 
-    def reply(**values: Any) -> None:
+    def reply(**values: object) -> None:
         replies.write(json.dumps(values) + "\n")
         replies.flush()
 

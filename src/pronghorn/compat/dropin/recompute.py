@@ -66,7 +66,7 @@ def _of_own_layers(base: PreTrainedModel, recompute: bool) -> None:
 # ---- what trainers call, on the instance: named as the methods whose place they take, which a pickle goes by -----------------
 
 
-def gradient_checkpointing_enable(base: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+def gradient_checkpointing_enable(base: PreTrainedModel, *args: object, **kwargs: object) -> None:
     stands = getattr(base, ASKED, PLANNED)
     if stands is False:
         say_once("gradient checkpointing stays off: use_gradient_checkpointing=False overrides the trainer's default")

@@ -81,7 +81,7 @@ class SamplingParams:
         return [stop] if isinstance(stop, str) else list(stop)
 
 
-def of(params: Any) -> SamplingParams:
+def of(params: object) -> SamplingParams:
     """Ours, or vLLM's own, where that is installed. Also a dict, as older versions have it."""
     if isinstance(params, SamplingParams):
         return params

@@ -43,7 +43,7 @@ def save_pretrained_merged(
     save_directory: str | Path,
     tokenizer: Tokenizer | None = None,
     save_method: str | None = "merged_16bit",
-    **others: Any,
+    **others: object,
 ) -> None:
     """merged_16bit: one model folder, adapter added in float32 and rounded once; lora: the adapter, as PEFT has it."""
     check_others(save_pretrained_merged, others, SAVING)
@@ -66,7 +66,7 @@ def _method(asked: str | None) -> str:
     return method
 
 
-def save_lora(model: HFModel, save_directory: str | Path, **others: Any) -> None:
+def save_lora(model: HFModel, save_directory: str | Path, **others: object) -> None:
     """The adapter, in PEFT's layout."""
     check_others(save_lora, others, SAVING)
     if not hasattr(model, "peft_config"):
@@ -87,7 +87,7 @@ def push_to_hub_merged(
     commit_description: str = "",
     revision: str | None = None,
     create_pr: bool = False,
-    **others: Any,
+    **others: object,
 ) -> str:
     """Writes what `save_pretrained_merged` writes, sends it to the hub, and returns its address there."""
     check_others(push_to_hub_merged, others, SAVING)
@@ -114,7 +114,7 @@ def save_pretrained_gguf(
     tokenizer: Tokenizer | None = None,
     quantization_method: str | Sequence[str] = "fast_quantized",
     first_conversion: str | None = None,
-    **others: Any,
+    **others: object,
 ) -> list[str]:
     """Merges, converts and quantizes; returns the files. `first_conversion` has no effect: a quantized file is made of one that
     has the merged weights as they are. `pronghorn export` of a run also loads the file with llama.cpp and compares."""
@@ -174,7 +174,7 @@ def push_to_hub_gguf(
     commit_description: str = "",
     revision: str | None = None,
     create_pr: bool = False,
-    **others: Any,
+    **others: object,
 ) -> str:
     """Writes what `save_pretrained_gguf` writes, sends it to the hub, and returns its address there."""
     check_others(push_to_hub_gguf, others, SAVING)
@@ -185,7 +185,7 @@ def push_to_hub_gguf(
     )  # fmt: skip
 
 
-def save_pretrained_torchao(_model: HFModel, *_: Any, **__: Any) -> NoReturn:
+def save_pretrained_torchao(_model: HFModel, *_: object, **__: object) -> NoReturn:
     _later("save_pretrained_torchao", "save_pretrained_torchao")
 
 

@@ -72,7 +72,7 @@ def require_same_adapter(
     targets: Sequence[str] | str,
     modules_to_save: Sequence[str] | None,
     layers: Sequence[int] | None,
-    **asked: Any,
+    **asked: object,
 ) -> None:
     """For a model that has an adapter: refuses another one than it has."""
     config = model.peft_config[model.active_adapter]

@@ -32,11 +32,11 @@ def PatchDPOTrainer() -> None:  # noqa: N802 - the name scripts call it by
 PatchKTOTrainer = PatchDPOTrainer
 
 
-def PatchFastRL(*_: Any, **__: Any) -> None:  # noqa: N802
+def PatchFastRL(*_: object, **__: object) -> None:  # noqa: N802
     """Nothing to do, as above."""
 
 
-def unsloth_train(trainer: Trainer, *given: Any, **named: Any) -> Any:
+def unsloth_train(trainer: Trainer, *given: object, **named: object) -> Any:
     """`trainer.train()`: older scripts call it so, for sums that transformers has right by now."""
     return trainer.train(*given, **named)
 
@@ -67,7 +67,7 @@ def trainer_class() -> Any:
     trainer: Any = _trl().SFTTrainer
 
     class PronghornTrainer(trainer):  # type: ignore[misc]
-        def __init__(self, *given: Any, **named: Any) -> None:
+        def __init__(self, *given: object, **named: object) -> None:
             super().__init__(**translate_trainer(trainer, by_name(trainer, given, named), Notes(say_once)))
             if getattr(self.args, "embedding_learning_rate", None) is not None and self.optimizer is not None:
                 raise CommandError(
@@ -76,7 +76,7 @@ def trainer_class() -> Any:
                     fix="keep one of them",
                 )
 
-        def create_optimizer(self, *given: Any, **named: Any) -> Any:
+        def create_optimizer(self, *given: object, **named: object) -> Any:
             made = self.optimizer is None
             optimizer = super().create_optimizer(*given, **named)
             rate = getattr(self.args, "embedding_learning_rate", None)

@@ -31,10 +31,10 @@ class Ids(torch.Tensor):
         ids.encoding = encoding
         return ids
 
-    def to(self, *args: Any, **kwargs: Any) -> Any:
+    def to(self, *args: object, **kwargs: object) -> Any:
         return Ids.of(copy.copy(self.encoding).to(*args, **kwargs))  # which moves what it holds
 
-    def cuda(self, *args: Any, **kwargs: Any) -> Any:
+    def cuda(self, *args: object, **kwargs: object) -> Any:
         return self.to("cuda")
 
     def keys(self) -> Any:
@@ -43,7 +43,7 @@ class Ids(torch.Tensor):
     def __getitem__(self, key: Any) -> Any:
         return self.encoding[key] if isinstance(key, str) else super().__getitem__(key)
 
-    def __contains__(self, key: Any) -> bool:
+    def __contains__(self, key: object) -> bool:
         return key in self.encoding if isinstance(key, str) else bool(super().__contains__(key))  # type: ignore[no-untyped-call]
 
     @property
@@ -64,7 +64,7 @@ def with_ids(tokenizer: Tokenizer) -> Any:
     return tokenizer
 
 
-def _apply(tokenizer: Tokenizer, *args: Any, **kwargs: Any) -> Any:
+def _apply(tokenizer: Tokenizer, *args: object, **kwargs: object) -> Any:
     result = getattr(type(tokenizer), METHOD)(tokenizer, *args, **kwargs)
     if "return_dict" in kwargs or kwargs.get("return_assistant_tokens_mask") or not hasattr(result, "data"):
         return result

@@ -29,7 +29,7 @@ class DataCollatorForCompletionOnlyLM:
         ignore_index: int = -100,
         padding_free: bool = False,
         pad_to_multiple_of: int | None = None,
-        **_: Any,
+        **_: object,
     ) -> None:
         for name, value in {"mlm": mlm, "padding_free": padding_free}.items():
             if value:

@@ -136,7 +136,7 @@ def _sources(path: Path) -> list[tuple[str, str, Cell | None]]:
     return [(f"cell {cell.number}", cell.source, cell) for cell in read_cells(path)]
 
 
-def _of_node(node: Any) -> list[tuple[str, bool]]:
+def _of_node(node: object) -> list[tuple[str, bool]]:
     if isinstance(node, ast.Import):
         return [one for alias in node.names for one in _of_import(alias.name, "")]
     if isinstance(node, ast.ImportFrom):

@@ -75,7 +75,7 @@ class View(ModuleType):
             value = getattr(import_module(home), name)
         return self._fronts.offered(value)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         """What a script sets in a package, it sets there: as without us."""
         setattr(self._real, name, value)
 
@@ -93,7 +93,7 @@ class Fronts:
         self.notes = notes
         self._made: dict[int, tuple[Any, Any]] = {}  # id -> (what it stands for, which is held, and what stands for it)
 
-    def offered(self, value: Any) -> Any:
+    def offered(self, value: object) -> Any:
         if not isinstance(value, (type, ModuleType)) and getattr(value, "__name__", "") != "get_chat_template":
             return value
         if id(value) not in self._made:
@@ -117,7 +117,7 @@ class Fronts:
 
 
 def trainer_front(real: type, notes: Notes) -> type:
-    def __init__(self: Any, *given: Any, **named: Any) -> None:  # noqa: N807 - it becomes the method
+    def __init__(self: object, *given: object, **named: object) -> None:  # noqa: N807 - it becomes the method
         arguments = translate_trainer(real, by_name(real, given, named), notes)
         real.__init__(self, **translate_data(real, arguments, notes))  # type: ignore[misc]
 
@@ -128,7 +128,7 @@ def arguments_front(real: type, notes: Notes) -> type:
     """Calling it makes an object of the real class; a class that the script derives from it is its own."""
 
     class Arguments(type(real)):  # type: ignore[misc]
-        def __call__(cls, *given: Any, **named: Any) -> Any:
+        def __call__(cls, *given: object, **named: object) -> Any:
             maker: Any = real if cls is front else super().__call__
             arguments = translate_arguments(cls, by_name(cls, given, named), notes)
             stops = arguments.pop(STOPS, ())
@@ -137,7 +137,7 @@ def arguments_front(real: type, notes: Notes) -> type:
                 setattr(settings, STOPS, stops)
             return settings
 
-        def __instancecheck__(cls, instance: Any) -> bool:
+        def __instancecheck__(cls, instance: object) -> bool:
             return isinstance(instance, real) if cls is front else super().__instancecheck__(instance)
 
     front = _derived(real, Arguments, {})
@@ -147,7 +147,7 @@ def arguments_front(real: type, notes: Notes) -> type:
 def with_plain_ids(real: type, first: int | None) -> type:
     """`from_pretrained`, whose tokenizer gives ids. `first`: its place in what is returned; None: it is what is returned."""
 
-    def from_pretrained(*given: Any, **named: Any) -> Any:
+    def from_pretrained(*given: object, **named: object) -> Any:
         from pronghorn.compat.scripts.chat_ids import with_ids
 
         result = real.from_pretrained(*given, **named)  # type: ignore[attr-defined]
@@ -160,7 +160,7 @@ def with_plain_ids(real: type, first: int | None) -> type:
 
 def returning_ids(function: Callable[..., Any]) -> Any:
     @functools.wraps(function)
-    def wrapped(*given: Any, **named: Any) -> Any:
+    def wrapped(*given: object, **named: object) -> Any:
         from pronghorn.compat.scripts.chat_ids import with_ids
 
         return with_ids(function(*given, **named))

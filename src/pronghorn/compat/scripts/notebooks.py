@@ -161,11 +161,11 @@ class NoShell:
     def system(self, line: str) -> None:
         _tell("", f"!{line}", self._notes)
 
-    def getoutput(self, line: str, **_: Any) -> list[str]:
+    def getoutput(self, line: str, **_: object) -> list[str]:
         self.system(line)
         return []
 
-    def run_line_magic(self, name: str, line: str = "", *_: Any) -> Any:
+    def run_line_magic(self, name: str, line: str = "", *_: object) -> Any:
         if name in ("env", "set_env"):
             return self._environment(line.strip())
         if name == "cd":
@@ -207,7 +207,7 @@ def was_notebook(text: bytes) -> bool:
 _loaded: dict[int, Adaptor] = {}  # id of the shell -> what is switched on there
 
 
-def load(shell: Any) -> None:
+def load(shell: object) -> None:
     """From here on, this notebook's cells see what a script in `pronghorn run` sees."""
     if id(shell) in _loaded:
         return
@@ -220,7 +220,7 @@ def load(shell: Any) -> None:
     )
 
 
-def unload(shell: Any) -> None:
+def unload(shell: object) -> None:
     if (adaptor := _loaded.pop(id(shell), None)) is not None:
         adaptor.__exit__()
 

@@ -85,15 +85,15 @@ SAMPLED = ("temperature", "top_p", "top_k", "min_p", "max_completion_length")  #
 NEEDS_GPU = ("fp16", "fp16_full_eval")
 
 
-def is_trainer(value: Any) -> bool:
+def is_trainer(value: object) -> bool:
     return _descends(value, "transformers.trainer", "Trainer")
 
 
-def is_arguments(value: Any) -> bool:
+def is_arguments(value: object) -> bool:
     return _descends(value, "transformers.training_args", "TrainingArguments")
 
 
-def _descends(value: Any, module: str, name: str) -> bool:
+def _descends(value: object, module: str, name: str) -> bool:
     """By name, so that nothing is imported to find out."""
     return isinstance(value, type) and any(base.__module__ == module and base.__name__ == name for base in value.__mro__)
 
@@ -164,7 +164,7 @@ def translate_arguments(cls: type, given: dict[str, Any], notes: Notes) -> dict[
     return result
 
 
-def _put(cls: str, old: str, new: str, value: Any, result: dict[str, Any], notes: Notes) -> None:
+def _put(cls: str, old: str, new: str, value: object, result: dict[str, Any], notes: Notes) -> None:
     if new in result and result[new] != value:
         raise CommandError(
             what=f"{cls}({old}={value!r}) contradicts {new}={result[new]!r}",
@@ -299,7 +299,7 @@ def translate_trainer(cls: type, given: dict[str, Any], notes: Notes) -> dict[st
     return result
 
 
-def _require_ends(trainer: str, stops: Sequence[str], tokenizer: Any) -> None:
+def _require_ends(trainer: str, stops: Sequence[str], tokenizer: object) -> None:
     """Texts that end an answer: TRL knows the tokenizer's and the model's end, and no other."""
     for text in stops:
         if text != getattr(getattr(tokenizer, "tokenizer", tokenizer), "eos_token", None):

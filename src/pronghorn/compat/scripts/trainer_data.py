@@ -64,7 +64,7 @@ def _columns(data: Dataset) -> set[str]:
     return set(getattr(data, "column_names", None) or ())
 
 
-def _without_doubled_labels(data: Dataset, key: str, collator: Any, notes: Notes) -> Any:
+def _without_doubled_labels(data: Dataset, key: str, collator: object, notes: Notes) -> Any:
     """A language-modelling collator makes labels of the ids: a column of labels is then in its way, since it is not padded; or
     it is replaced, which matters where the labels leave something out."""
     padding = getattr(getattr(collator, "tokenizer", None), "pad_token_id", None)
@@ -80,7 +80,7 @@ def _without_doubled_labels(data: Dataset, key: str, collator: Any, notes: Notes
     return data.remove_columns("labels")
 
 
-def _makes_labels(collator: Any) -> bool:
+def _makes_labels(collator: object) -> bool:
     cls = type(collator)
     ours = cls.__name__ == "DataCollatorForLanguageModeling" and cls.__module__.startswith("transformers.")
     return ours and not getattr(collator, "mlm", False)

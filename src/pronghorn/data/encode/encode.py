@@ -102,7 +102,7 @@ class Encoder:
         ]
 
     @staticmethod
-    def _try(work: Callable[..., T], *given: Any) -> T | RowError:
+    def _try(work: Callable[..., T], *given: object) -> T | RowError:
         try:
             return work(*given)
         except RowError as error:

@@ -287,7 +287,7 @@ def _remove_interrupted(folder: Path) -> None:
 # Notes beside the table: what was found in its rows ------------------------------------------------------------------------
 
 
-def kept(path: Path, kind: Any, look: Callable[[], T], fits: Callable[[T], bool] = lambda _: True) -> tuple[T, str]:
+def kept(path: Path, kind: object, look: Callable[[], T], fits: Callable[[T], bool] = lambda _: True) -> tuple[T, str]:
     """What is written there, or what a look finds, which is then written; and what is wrong with a note that is made again."""
     wrong = ""
     try:
@@ -301,7 +301,7 @@ def kept(path: Path, kind: Any, look: Callable[[], T], fits: Callable[[T], bool]
     return found, wrong
 
 
-def write_note(path: Path, note: Any) -> None:
+def write_note(path: Path, note: object) -> None:
     """As JSON."""
     try:
         write_sealed(path, json.dumps(note).encode())
@@ -309,7 +309,7 @@ def write_note(path: Path, note: Any) -> None:
         raise cannot_write(path, error) from error
 
 
-def read_note(path: Path, kind: Any = Any) -> Any:
+def read_note(path: Path, kind: object = Any) -> Any:
     """As what its JSON must be, in every part of it: a dataclass, or any other annotation. None: there is none. DamagedError:
     it is not what was written."""
     try:

@@ -185,7 +185,7 @@ def loaded(tokenizer: Tokenizer) -> Any:
 
 
 def render_tracked(
-    tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], tools: Any, **options: Any
+    tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], tools: object, **options: object
 ) -> tuple[str, list[Span]]:
     """Text, and the character ranges inside `{% generation %}` blocks as transformers tracks them.
 

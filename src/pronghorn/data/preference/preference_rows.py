@@ -199,7 +199,7 @@ def _how_to_name(columns: Sequence[str]) -> str:
     return "name the columns: data.fields: {prompt: COLUMN, chosen: COLUMN, rejected: COLUMN}"
 
 
-def value_of(value: Any) -> Any:
+def value_of(value: object) -> Any:
     """Text, or what CSV can only hold as JSON text: messages, or several answers."""
     if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
         return value

@@ -129,7 +129,7 @@ def _arrow_rows(batches: Iterable[Any], where: Callable[[int], str]) -> Iterator
             index += 1
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: object) -> Any:
     """Arrow gives every object of a list all keys that any of them has, null where it had none: take those out again."""
     if isinstance(value, list):
         return [_without_nulls(item) for item in value]

@@ -53,7 +53,7 @@ class Renaming:
                     fields[column] = self._messages(fields[column])
         return RawRow(fields, row.where)
 
-    def _messages(self, value: Any) -> Any:
+    def _messages(self, value: object) -> Any:
         """Renames the keys in a list of messages, which CSV holds as JSON text. Other values are judged later."""
         if isinstance(value, str) and value.lstrip().startswith("["):
             try:

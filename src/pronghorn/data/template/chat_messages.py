@@ -266,7 +266,7 @@ def _calls(message: dict[str, Any], name: str) -> list[dict[str, Any]]:
     return [_call(call, name) for call in calls]
 
 
-def _decoded(value: Any) -> Any:
+def _decoded(value: object) -> Any:
     """What a column that may hold JSON text says; None where it says nothing."""
     if not isinstance(value, str):
         return value or None

@@ -149,7 +149,7 @@ class Marks:
             changed["tool_calls"] = [self._call(call, i, number) for number, call in enumerate(message["tool_calls"])]
         return changed
 
-    def _content(self, value: Any, i: int, edges: bool, speaks: bool) -> Any:
+    def _content(self, value: object, i: int, edges: bool, speaks: bool) -> Any:
         if isinstance(value, list):
             return [
                 part
@@ -183,7 +183,7 @@ class Marks:
             marked["arguments"] = self._argument(called["arguments"], i, number)
         return call | {"function": marked} if called is not call else marked
 
-    def _argument(self, value: Any, i: int, number: int) -> Any:
+    def _argument(self, value: object, i: int, number: int) -> Any:
         if isinstance(value, str):
             return self._around(value, i, "argument", number) if value.strip() else value
         if isinstance(value, list):

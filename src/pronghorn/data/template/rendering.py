@@ -60,7 +60,7 @@ def rendered(
         return None
 
 
-def applied(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], **options: Any) -> Any:
+def applied(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], **options: object) -> Any:
     """The template applied to a conversation, with the generation prompt unless `options` say otherwise. Raises RowError."""
     asked = {"add_generation_prompt": True, "return_dict": False, **options}
     return within_limits(lambda: tokenizer.apply_chat_template(list(messages), **asked), messages, "")

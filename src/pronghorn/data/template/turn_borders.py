@@ -110,7 +110,7 @@ class Borders:
         return at + len(self._opening) if begins else at
 
     @staticmethod
-    def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
+    def _remember(known: dict[Any, Any], key: object, value: object) -> None:
         if len(known) >= KEPT_SPLITS:
             known.clear()
         known[key] = value

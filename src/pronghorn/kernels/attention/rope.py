@@ -479,7 +479,7 @@ class _QkRope(torch.autograd.Function):
 
 def qk_rope(
     qkv_TX: torch.Tensor, cos_TP: torch.Tensor, sin_TP: torch.Tensor, *, q_norm_H: torch.Tensor | None = None,
-    k_norm_H: torch.Tensor | None = None, **settings: Any,
+    k_norm_H: torch.Tensor | None = None, **settings: object,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Differentiable; returns q, k and v. `settings`: the other arguments of `qk_rope_forward`."""
     q, k, v = _QkRope.apply(qkv_TX, cos_TP, sin_TP, q_norm_H, k_norm_H, settings)  # type: ignore[no-untyped-call]

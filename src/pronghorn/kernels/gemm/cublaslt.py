@@ -24,7 +24,7 @@ import ctypes
 import os
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -159,17 +159,17 @@ class _Offer(ctypes.Structure):
 
 
 class _Library:
-    def __init__(self, functions: Any) -> None:
+    def __init__(self, functions: ctypes.CDLL) -> None:
         self.functions = functions
         for name, letters in _SIGNATURES.items():
             getattr(functions, name).argtypes = [_TYPES[letter] for letter in letters]
         self.handle = self.made("cublasLtCreate")
 
-    def call(self, name: str, *arguments: Any) -> None:
+    def call(self, name: str, *arguments: object) -> None:
         if code := getattr(self.functions, name)(*arguments):
             raise OSError(f"cuBLASLt: {name} failed with status {code}")
 
-    def made(self, create: str, *arguments: Any) -> ctypes.c_void_p:
+    def made(self, create: str, *arguments: object) -> ctypes.c_void_p:
         made = ctypes.c_void_p()
         self.call(create, ctypes.byref(made), *arguments)
         return made

@@ -13,7 +13,6 @@ replay, and adapters from before an update, must not be used.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +48,7 @@ class SharedBuffer:
     def nbytes(self) -> int:
         return 0 if self._buffer is None else self._buffer.nbytes
 
-    def __deepcopy__(self, memo: Any) -> SharedBuffer:
+    def __deepcopy__(self, memo: object) -> SharedBuffer:
         """A copied model gets an empty one."""
         copy = SharedBuffer(self.dtype, self.device)
         copy.reserve(self._values)

@@ -32,7 +32,7 @@ _elsewhere: list[Callable[[Kernel, partial[Any], dict[str, Any]], Any]] = []  # 
 class Kernel(triton.JITFunction):  # type: ignore[misc]
     """The result of `dispatch.jit`: launched as `kernel[grid](...)`."""
 
-    def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+    def run(self, *args: object, grid: object, warmup: bool, **kwargs: object) -> Any:
         kwargs.setdefault("enable_fp_fusion", True)  # the default today, which Triton 3.10 is to change; nf4.py asks for False
         if _elsewhere:
             return _elsewhere[-1](self, partial(super().run, *args, grid=grid, warmup=True, **kwargs), kwargs)
@@ -62,7 +62,7 @@ def without_launches() -> Iterator[None]:
 
 
 class _Compilers(ThreadPoolExecutor):
-    def submit(self, compilation: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
+    def submit(self, compilation: Callable[..., Any], /, *args: object, **options: object) -> Future[Any]:
         return super().submit(_with_launcher, partial(compilation, *args, **options))
 
 

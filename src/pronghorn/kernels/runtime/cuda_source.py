@@ -117,7 +117,7 @@ def _made(compiler: Any, file: str, text: str, options: Sequence[str]) -> bytes:
         compiler.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def _bytes_of(compiler: Any, program: ctypes.c_void_p, what: str) -> bytes:
+def _bytes_of(compiler: object, program: ctypes.c_void_p, what: str) -> bytes:
     size = ctypes.c_size_t()
     _check(getattr(compiler, f"nvrtcGet{what}Size")(program, ctypes.byref(size)), f"nvrtcGet{what}Size")
     content = ctypes.create_string_buffer(size.value)

@@ -111,7 +111,7 @@ def jit(function: Callable[..., Any]) -> Any:
 class _NoKernel:
     """A kernel where there is no Triton: only dry runs launch it."""
 
-    def __getitem__(self, grid: Any) -> Callable[..., None]:
+    def __getitem__(self, grid: object) -> Callable[..., None]:
         assert _dry, "no Triton on this machine"
         return lambda *args, **kwargs: launched(args)
 

@@ -20,7 +20,7 @@ class Ctx(Protocol):
     """The context of a torch.autograd.Function: what forward puts on it, backward reads."""
 
     def __getattr__(self, name: str) -> Any: ...
-    def __setattr__(self, name: str, value: Any) -> None: ...
+    def __setattr__(self, name: str, value: object) -> None: ...
 
 
 class _Refused(torch.autograd.Function):
@@ -40,11 +40,11 @@ class _Refused(torch.autograd.Function):
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     """For `backward` of a torch.autograd.Function, under @staticmethod."""
 
-    def refusing(value: Any) -> Any:
+    def refusing(value: object) -> Any:
         return _Refused.apply(value.detach().requires_grad_()) if isinstance(value, Tensor) else value  # type: ignore[no-untyped-call]
 
     @functools.wraps(backward)
-    def wrapped(ctx: Ctx, *incoming: Any) -> Any:
+    def wrapped(ctx: Ctx, *incoming: object) -> Any:
         with torch.no_grad():
             found = backward(ctx, *incoming)
         if not torch.is_grad_enabled():  # only with create_graph=True

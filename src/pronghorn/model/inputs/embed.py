@@ -20,7 +20,7 @@ from pronghorn.model.text_stack import head_of
 
 
 class Embed:
-    def __init__(self, model: HFModel, backbone: Any, name: str, config: HFConfig) -> None:
+    def __init__(self, model: HFModel, backbone: HFModel, name: str, config: HFConfig) -> None:
         """`name`: the table's, in the backbone."""
         self._model, self._backbone, self._name, self._config = model, backbone, name, config
         self.on_host = False

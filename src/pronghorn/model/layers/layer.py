@@ -16,7 +16,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pronghorn.kernels.lora.multi_gather import GatherJob
@@ -30,7 +30,7 @@ from pronghorn.model.rows import spread
 
 
 class DecoderLayer:
-    def __init__(self, layer: Any, index: int, mixer: Mixer | None, mlp: Part | None, below: DecoderLayer | None) -> None:
+    def __init__(self, layer: nn.Module, index: int, mixer: Mixer | None, mlp: Part | None, below: DecoderLayer | None) -> None:
         """`layer`: the model's own. `below`: the layer that this one's gradient goes to."""
         self.layer, self.index, self.mixer, self.mlp, self.below = layer, index, mixer, mlp, below
         self.parts: list[Part] = [part for part in (mixer, mlp) if part is not None]

@@ -57,7 +57,7 @@ class Linears(Group):
         return adapters, tuple(address(linear.weight) for linear in self.linears)
 
 
-def linear_of(module: Any) -> Any:
+def linear_of(module: nn.Module) -> Any:
     """The linear inside PEFT's wrapper, or the module itself."""
     return module.get_base_layer() if isinstance(module, LoraLinear) else module
 
@@ -86,7 +86,7 @@ def joined_bias(linears: list[nn.Linear], dtype: torch.dtype, before: Tensor | N
     return torch.cat(parts, out=before if fits else None)
 
 
-def why_only_peft(module: Any) -> str:
+def why_only_peft(module: nn.Module) -> str:
     """What of this module's adapter only PEFT's own forward computes; empty if ours does, or it has none."""
     if not isinstance(module, LoraLinear):
         return ""

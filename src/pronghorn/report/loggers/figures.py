@@ -31,6 +31,6 @@ def figures(event: dict[str, Any]) -> dict[str, float]:
     return {f"{group}/{name}": value for name, value in figures.items()}
 
 
-def _is_figure(value: Any) -> bool:
+def _is_figure(value: object) -> bool:
     """nan and inf are written as text."""
     return value in ("nan", "inf", "-inf") if isinstance(value, str) else type(value) in (int, float)

@@ -85,7 +85,7 @@ class Saver:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         pass
 
     def save(self) -> None:

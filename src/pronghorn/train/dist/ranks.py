@@ -202,13 +202,13 @@ class Ranks(World):
             self._sum(found, dist.ReduceOp.MAX)
             return int(found)
 
-    def _sum(self, tensor: Tensor, how: Any = dist.ReduceOp.SUM) -> None:
+    def _sum(self, tensor: Tensor, how: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
         if tensor.is_cuda and self.captures:  # on the stream that works, and not on one of torch's own
             dist.all_reduce(tensor, how)
         else:
             self.finish(dist.all_reduce(tensor, how, async_op=True), tensor)
 
-    def finish(self, work: Any, tensor: Tensor) -> None:
+    def finish(self, work: dist.Work, tensor: Tensor) -> None:
         """Waits for what was begun with `async_op`, or, over NCCL, lets the stream wait; and no longer than the run goes on."""
         if tensor.is_cuda and self.captures:
             work.wait()
@@ -338,7 +338,7 @@ class Ranks(World):
 
 
 class _Begun(Pending):
-    def __init__(self, ranks: Ranks, work: Any, tensor: Tensor) -> None:
+    def __init__(self, ranks: Ranks, work: dist.Work | None, tensor: Tensor) -> None:
         self._ranks, self._work, self._tensor = ranks, work, tensor
 
     def wait(self) -> None:

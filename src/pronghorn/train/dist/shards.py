@@ -132,7 +132,7 @@ class Shards:
         head_of(engine.model).register_forward_pre_hook(self._before(self._head))
 
     def _before(self, unit: int) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
+        def hook(*_: object) -> None:
             if torch.is_grad_enabled():
                 raise RuntimeError("the transformers layers cannot train sharded weights")
             self._turn(unit, 0)

@@ -118,7 +118,7 @@ class Episodes:
         episode.turns += 1
         return {"text": episode.text, "ids": answer.tokens, "history": episode.ids, "ended": answer.ended}
 
-    def _grown(self, episode: Episode, said: Any, tools: Any) -> list[int]:
+    def _grown(self, episode: Episode, said: object, tools: object) -> list[int]:
         """The tokens of all that is asked. Raises DataError."""
         before, first = episode.said, episode.turns == 0
         if not first and (type(said) is not type(before) or (tools is not None and tools != episode.tools)):

@@ -73,7 +73,7 @@ class Source(ABC):
 
     @staticmethod
     @abstractmethod
-    def require_state(state: Any) -> None:
+    def require_state(state: object) -> None:
         """ValueError or TypeError if a checkpoint's state is none of this kind of source."""
 
     @property

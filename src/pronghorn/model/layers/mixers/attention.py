@@ -13,7 +13,7 @@ from collections.abc import Hashable
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pronghorn.hf_types import HFConfig
 from pronghorn.kernels.attention.attention import (
@@ -48,7 +48,9 @@ class Attention(Mixer):
     recomputed_from = "q"
     rope: str
 
-    def __init__(self, layer: Any, family: Family, config: HFConfig, index: int, around: Around, group: MakeGroup) -> None:
+    def __init__(
+        self, layer: nn.Module, family: Family, config: HFConfig, index: int, around: Around, group: MakeGroup
+    ) -> None:
         self.index = index
         module = getattr(layer, family.names.attention)  # the model's own, whose parameters are only read
         super().__init__(around, group(module, family.qkv), group(module, (family.names.out,)))
