@@ -56,7 +56,7 @@ from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.load import DTYPES
 from pronghorn.model.lora import add_adapter
 from pronghorn.packs import PackedBatch
-from pronghorn.recipe import Lora
+from pronghorn.recipe_parts import Lora
 from pronghorn.train.objectives import Supervised
 from pronghorn.train.objectives.cpo import SimPo
 from pronghorn.train.step.fused_adamw import FusedAdamW

@@ -60,7 +60,7 @@ def prepare_rows(options: argparse.Namespace) -> dict[str, Any]:
     """As `pronghorn train` does it before its first step."""
     from pronghorn.data.encode.tokens import TokenizerFiles
     from pronghorn.data.prepare import prepare
-    from pronghorn.recipe import Data
+    from pronghorn.recipe_parts import Data
     from pronghorn.report.display import PlainDisplay
 
     spec = Data(train=(str(options.rows_file),), max_length=10**6)

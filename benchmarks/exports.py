@@ -32,7 +32,8 @@ from pronghorn.export.job import Job
 from pronghorn.export.run import Written, export_run
 from pronghorn.export.targets import TARGETS, asked_for
 from pronghorn.folders import cache_folder
-from pronghorn.recipe import Data, Recipe
+from pronghorn.recipe import Recipe
+from pronghorn.recipe_parts import Data
 from pronghorn.train.loop import train
 from pronghorn.train.run.trained_run import TrainedRun
 

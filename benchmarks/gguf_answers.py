@@ -23,7 +23,7 @@ from pronghorn.export.job import Options
 from pronghorn.export.llama_cpp import Questions, ask
 from pronghorn.export.run import export_run
 from pronghorn.generation.answering import answers as answers_of
-from pronghorn.recipe import named
+from pronghorn.recipe_parts import named
 from pronghorn.train.run.trained_run import TrainedRun
 
 

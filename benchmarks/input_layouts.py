@@ -22,7 +22,7 @@ from benchmarks.record import RESULTS as FOLDER
 from benchmarks.record import ROOT, record, write
 from pronghorn.data.prepare import Prepared, prepare
 from pronghorn.errors import PronghornError
-from pronghorn.recipe import Data
+from pronghorn.recipe_parts import Data
 
 RESULTS, TABLE = FOLDER / "input-layouts.json", ROOT / "docs" / "input-layouts.md"
 GROUPS = {

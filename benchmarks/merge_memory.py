@@ -31,7 +31,8 @@ from pronghorn.export.targets import asked_for
 from pronghorn.model.config import empty_model, read_config
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.sharded import write_sharded
-from pronghorn.recipe import Lora, Recipe
+from pronghorn.recipe import Recipe
+from pronghorn.recipe_parts import Lora
 from pronghorn.train.run.trained_run import Trained
 
 SCALE = 0.02

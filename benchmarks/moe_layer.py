@@ -32,7 +32,7 @@ from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.layers.types import Documents
 from pronghorn.model.lora import add_adapter
 from pronghorn.packs import PackedDocuments
-from pronghorn.recipe import Lora
+from pronghorn.recipe_parts import Lora
 
 EXPERTS = (8, 32, 128)
 DOCUMENT, WARM_UP, REPEATS = 256, 5, 20

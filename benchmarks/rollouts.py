@@ -41,7 +41,7 @@ def decode() -> Iterator[dict[str, Any]]:
     from pronghorn.generation.sampling import Sampling, key_of
     from pronghorn.model.causal_lm import install
     from pronghorn.model.lora import add_adapter
-    from pronghorn.recipe import Lora
+    from pronghorn.recipe_parts import Lora
 
     for name, answers in DECODE:
         settings = dict(MODELS[name])

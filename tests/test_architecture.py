@@ -18,6 +18,7 @@ MODULES = {
 EVERYBODY = {
     "recipe",
     "recipe_objective",
+    "recipe_parts",
     "recipe_rollouts",
     "errors",
     "program",
@@ -64,7 +65,9 @@ ARROWS = {
     "recipe_file": {"recipe", "recipe_keys", "yaml_file"},
     "recipe_keys": {"recipe", "yaml_file"},
     "yaml_file": set(),
-    "recipe": {"recipe_objective", "recipe_rollouts", "recipe_section"},
+    "recipe": {"recipe_parts", "recipe_misfits", "recipe_objective"},
+    "recipe_misfits": {"recipe_parts", "recipe_rollouts"},
+    "recipe_parts": {"recipe_objective", "recipe_rollouts", "recipe_section"},
     "recipe_objective": {"recipe_section"},
     "recipe_rollouts": {"recipe_section"},
     "recipe_section": set(),
@@ -113,7 +116,7 @@ LAZY = {
     "__init__.py",
 }
 MAY_BE_USED_BY_ALL = {
-    "report": {"errors", "program", "recipe"},
+    "report": {"errors", "program", "recipe", "recipe_parts"},
     "recipe": set(),
     "errors": set(),
     "program": set(),

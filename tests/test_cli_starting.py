@@ -12,7 +12,8 @@ import torch
 
 from pronghorn.cli import starting
 from pronghorn.errors import CommandError, EndedElsewhere, RecipeError
-from pronghorn.recipe import Data, Recipe, Train
+from pronghorn.recipe import Recipe
+from pronghorn.recipe_parts import Data, Train
 from pronghorn.train.dist import launch
 from pronghorn.train.dist.folder_store import PLACE
 from tables import table

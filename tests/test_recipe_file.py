@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from pronghorn.errors import Problems, PronghornError, RecipeError
-from pronghorn.recipe import Recipe, steps_between
+from pronghorn.recipe import Recipe
 from pronghorn.recipe_file import EXAMPLE, load_recipe, parse_recipe
 from pronghorn.recipe_keys import MEANS, all_keys, key_like
+from pronghorn.recipe_parts import steps_between
 from tables import table
 
 SMALLEST = "model: some/model\ndata: {train: a.jsonl}\n"

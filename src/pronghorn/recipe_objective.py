@@ -141,19 +141,3 @@ class Objective(Section):
 
     def __str__(self) -> str:
         return self.name
-
-
-def data_misfits(recipe: Any) -> list[str]:
-    """`key: what; fix`, of what cannot be done to answers that are compared."""
-    if recipe.objective.kind.reads not in ("pairs", "marked"):
-        return []
-    wrong = []
-    if recipe.data.long == "split":
-        wrong.append("long: split would separate answers from their prompts; set data.long: drop or truncate")
-    if recipe.data.duplicates == "drop-near":
-        wrong.append(
-            "duplicates: drop-near would drop compared answers, which resemble each other; set data.duplicates: drop-exact"
-        )
-    if recipe.data.loss_on == "all":
-        wrong.append(f"loss_on: objective {recipe.objective} compares answers, not prompts; remove data.loss_on")
-    return [f"data.{one}" for one in wrong]

@@ -3,17 +3,14 @@ they are worth. Names and defaults are those of TRL's GRPOTrainer where it has t
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
-from pronghorn.recipe_section import Positive, Section
+from pronghorn.recipe_section import NO_CODE, Name, Pattern, Positive, Section
 
-Name = Annotated[str, Field(min_length=1)]
 OWN = "own"
-NO_CODE = "Pronghorn runs code only if it is named on the command line"
 
 
 class Rollouts(Section):
@@ -59,7 +56,7 @@ class Reward(Section):
     metric: Literal["exact_match", "json_valid", "json_match", "json_fields", "regex", "rouge_l"] | None = None
     function: Name | None = None
     weight: float = 1.0
-    regex: Name | None = None  # pattern of the metric `regex`
+    regex: Pattern | None = None  # pattern of the metric `regex`
     name: Name | None = None  # in figures; default: that of the metric or function
 
     @model_validator(mode="before")
@@ -76,101 +73,6 @@ class Reward(Section):
             )
         return function
 
-    @field_validator("regex")
-    @classmethod
-    def _compiles(cls, pattern: str | None) -> str | None:
-        try:
-            re.compile(pattern or "")
-        except (re.error, RecursionError, OverflowError) as error:
-            raise ValueError(f"{pattern!r} is not a valid regular expression: {error}; fix the pattern") from None
-        return pattern
-
     @property
     def called(self) -> str:
         return self.name or self.metric or self.function or ""
-
-
-def rollout_misfits(recipe: Any) -> list[str]:
-    """`key: what; fix`, of what does not fit together in a recipe of reinforcement learning, or does not belong to another."""
-    if recipe.objective.kind.reads != "prompts":
-        found = [key for key, given in (("rewards", recipe.rewards), ("rollouts", recipe.rollouts)) if given]
-        return [
-            f"{key}: objective {recipe.objective} generates no answers; set objective: grpo, or remove {key}" for key in found
-        ]
-    return [*_rewards(recipe), *_sizes(recipe), *_others(recipe), *_engine(recipe)]
-
-
-def _rewards(recipe: Any) -> list[str]:
-    problems, names = [], [reward.called for reward in recipe.rewards]
-    for i, reward in enumerate(recipe.rewards):
-        if (reward.metric is None) == (reward.function is None):
-            problems.append(
-                f"rewards.{i}: name one metric, or one function; write {{metric: exact_match}} or {{function: NAME}}"
-            )
-        elif (reward.metric == "regex") != (reward.regex is not None):
-            fix = "remove regex" if reward.regex else "add the pattern: {metric: regex, regex: ...}"
-            problems.append(f"rewards.{i}: the metric `regex`, and no other reward, has a pattern; {fix}")
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        problems.append(f"rewards: two are called {twice}; give each its own name: {{metric: ..., name: ...}}")
-    if recipe.rewards and not any(reward.weight for reward in recipe.rewards):
-        problems.append("rewards: every weight is 0; set one of them")
-    return problems
-
-
-def _sizes(recipe: Any) -> list[str]:
-    problems, spec, objective = [], recipe.answering, recipe.objective
-    if spec.answers < 2 and (objective.name == "rloo" or objective.scale in ("group", "none")):
-        problems.append(
-            f"rollouts.answers: {spec.answers} is no group, whose answers objective {objective} compares; set 2 or more"
-        )
-    if spec.max_new_tokens >= recipe.data.max_length:
-        problems.append(
-            f"rollouts.max_new_tokens: {spec.max_new_tokens} leaves no room for a prompt in data.max_length "
-            f"{recipe.data.max_length}; set data.max_length to the tokens of prompt and answer together"
-        )
-    for key in ("batch_rows", "batch_tokens"):
-        if getattr(recipe.train, key) != type(recipe.train).model_fields[key].default:
-            problems.append(f"train.{key}: a step has rollouts.prompts x rollouts.answers; remove train.{key}")
-    return problems
-
-
-def _others(recipe: Any) -> list[str]:
-    objective, problems = recipe.objective, []
-    if recipe.layers == "own":
-        problems.append("layers: own cannot generate answers in a step; set layers: fast")
-    if recipe.method != "full" and recipe.lora.dropout:
-        problems.append(
-            "lora.dropout: answers are sampled without dropout, so a step with it would learn from another model's; set 0"
-        )
-    if recipe.method == "full" and objective.beta:
-        problems.append(
-            f"objective.beta: {objective.beta:g} needs the model before training, which method: full overwrites;"
-            " set objective.beta: 0, or method: lora"
-        )
-    if recipe.data.long in ("truncate", "split"):
-        problems.append(f"data.long: {recipe.data.long} would ask a part of a question; set data.long: drop")
-    if recipe.data.loss_on != "auto":
-        problems.append("data.loss_on: the model's own answers carry the loss; remove data.loss_on")
-    if recipe.eval.best == "loss":
-        problems.append("eval.best: the loss says nothing of answers; set eval.best: reward, or remove it")
-    if recipe.health.spike != "warn":
-        problems.append("health.spike: a spike of this loss says nothing of the run; set health.spike: warn")
-    return problems
-
-
-def _engine(recipe: Any) -> list[str]:
-    spec, problems = recipe.answering, []
-    if spec.engine == OWN:
-        given = spec.engine_seconds != Rollouts.model_fields["engine_seconds"].default
-        return ["rollouts.engine_seconds: engine: own has no time limit; remove it"] if given else []
-    if recipe.method == "full":
-        problems.append("rollouts.engine: a server gets adapters, and method: full has none; set method: lora, or engine: own")
-    elif recipe.lora.dora or "experts" in recipe.lora.targets:
-        what = "DoRA" if recipe.lora.dora else "adapters of experts in PEFT's layout"
-        problems.append(f"rollouts.engine: vLLM and SGLang do not serve {what}; set engine: own")
-    if spec.temperature != 1.0 and (spec.top_k or spec.top_p < 1.0 or spec.min_p):
-        problems.append(
-            "rollouts.engine: no server gives the log-probability of a token in the whole vocabulary at its temperature; set "
-            "temperature: 1.0, or remove top_k, top_p and min_p"
-        )
-    return problems

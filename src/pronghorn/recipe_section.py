@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+NO_CODE = "Pronghorn runs code only if it is named on the command line"
+
+
+def _compiles(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"{pattern!r} is not a valid regular expression: {error}; fix the pattern") from None
+    return pattern
+
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 Positive = Annotated[float, Field(gt=0.0)]
+Name = Annotated[str, Field(min_length=1)]
+Pattern = Annotated[Name, AfterValidator(_compiles)]
 
 
 def _takes_a_number(annotation: object) -> bool:
@@ -26,3 +40,7 @@ class Section(BaseModel):
         if isinstance(value, bool) and _takes_a_number(cls.model_fields[info.field_name or ""].annotation):
             raise ValueError(f"{str(value).lower()} is not a number; write one")
         return value
+
+
+def one_or_many(value: object) -> Any:
+    return (value,) if isinstance(value, (str, dict, Section)) else value

@@ -20,7 +20,7 @@ from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.formats.store import store_linears_
 from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.lora import add_adapter
-from pronghorn.recipe import Lora
+from pronghorn.recipe_parts import Lora
 from tables import first_of
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -28,7 +28,7 @@ from pronghorn.compat.hf_forward import install
 from pronghorn.model.causal_lm import base_of, engine_of
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.text_stack import keep_softcap
-from pronghorn.recipe import Lora
+from pronghorn.recipe_parts import Lora
 from tables import first_of
 
 SIZES: dict[str, Any] = {

@@ -11,8 +11,9 @@ from tiny import check_converted
 from pronghorn.convert.converting import Conversion, convert_file, convert_text
 from pronghorn.data.read.sources import resolve
 from pronghorn.errors import CommandError
-from pronghorn.recipe import Recipe, named
+from pronghorn.recipe import Recipe
 from pronghorn.recipe_file import parse_recipe
+from pronghorn.recipe_parts import named
 from pronghorn.yaml_file import read_yaml
 from tables import table
 

@@ -18,7 +18,7 @@ from pronghorn.data.encode.encode import Encoder
 from pronghorn.data.encode.token_cache import PartialTable
 from pronghorn.data.encode.tokens import load_tokenizer
 from pronghorn.data.read import reading
-from pronghorn.recipe import Data
+from pronghorn.recipe_parts import Data
 from samples import chat_rows, make_tokenizer, write_rows
 
 CHUNK = 8

@@ -8,7 +8,7 @@ from typing import Any
 from pronghorn.data.prepare import prepare
 from pronghorn.data.read.formats import choices_of, unused_columns
 from pronghorn.evaluation.questions import held_out_questions
-from pronghorn.recipe import Data
+from pronghorn.recipe_parts import Data
 from samples import make_tokenizer, write_rows
 from tables import table
 

@@ -17,7 +17,7 @@ from pronghorn.data.encode.cached_rows import tokenized_rows
 from pronghorn.data.encode.tokens import TokenizerFiles
 from pronghorn.data.prepare import findings, prepare
 from pronghorn.data.read import copies
-from pronghorn.recipe import Data
+from pronghorn.recipe_parts import Data
 from samples import make_tokenizer, write_rows
 
 TOKENIZER = make_tokenizer()
@@ -139,7 +139,7 @@ import sys
 sys.modules.update(dict.fromkeys(["rensa", "datasets", "gguf", "pandas", "scipy", "sklearn", "triton", "torch"]))
 from pronghorn.data.prepare import prepare
 from pronghorn.data.encode.tokens import TokenizerFiles
-from pronghorn.recipe import Data
+from pronghorn.recipe_parts import Data
 data = Data(train={str(path)!r}, duplicates="drop-near")
 rows = prepare(data.train, data, TokenizerFiles({str(tmp_path / "model")!r})).tokens
 print([rows.row(i) for i in range(len(rows))])

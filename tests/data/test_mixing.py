@@ -14,7 +14,7 @@ from pronghorn.data.prepare import Prepared, prepare
 from pronghorn.data.read.mixing import repeated
 from pronghorn.data.read.reading import SourceCount
 from pronghorn.data.read.splitting import apart
-from pronghorn.recipe import Data
+from pronghorn.recipe_parts import Data
 from samples import make_tokenizer, write_rows
 
 

@@ -14,7 +14,7 @@ from pronghorn.data.pack.batches import build_batch
 from pronghorn.data.prepare import Prepared, prepare
 from pronghorn.data.read.splitting import apart
 from pronghorn.errors import DataError
-from pronghorn.recipe import Data
+from pronghorn.recipe_parts import Data
 from samples import make_tokenizer, write_rows
 from tables import table
 

@@ -17,7 +17,7 @@ from pronghorn.data.encode.cached_rows import tokenized_rows
 from pronghorn.data.encode.tokens import TokenizerFiles
 from pronghorn.data.prepare import Prepared, findings, prepare
 from pronghorn.errors import DataError, EnvironmentFault
-from pronghorn.recipe import Data
+from pronghorn.recipe_parts import Data
 from samples import chat_rows, make_tokenizer, write_rows
 from tables import table
 

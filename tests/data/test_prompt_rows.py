@@ -13,7 +13,7 @@ from pronghorn.data.read.formats import Example
 from pronghorn.data.read.prompt_rows import detect_prompts, to_prompt
 from pronghorn.data.read.source_files import BadRow, RawRow
 from pronghorn.errors import DataError
-from pronghorn.recipe import Data
+from pronghorn.recipe_parts import Data
 from samples import make_tokenizer, write_rows
 from tables import table
 

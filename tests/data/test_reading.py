@@ -14,7 +14,7 @@ import pytest
 from pronghorn.data.read import reading
 from pronghorn.data.read.reading import expected_rows, parts_of, read_chunks
 from pronghorn.errors import DataError
-from pronghorn.recipe import Data
+from pronghorn.recipe_parts import Data
 from samples import write_rows
 from tables import table
 

@@ -10,7 +10,7 @@ import pytest
 from pronghorn.data.encode.tokens import TokenizerFiles
 from pronghorn.data.prepare import Prepared, prepare
 from pronghorn.errors import DataError
-from pronghorn.recipe import Data
+from pronghorn.recipe_parts import Data
 from samples import make_tokenizer, write_rows
 
 

@@ -24,7 +24,7 @@ from pronghorn.data.read import arrow_rows
 from pronghorn.data.read.source_files import BadRow
 from pronghorn.data.read.sources import fingerprint, read, resolve
 from pronghorn.errors import DataError, EnvironmentFault
-from pronghorn.recipe import DataSource
+from pronghorn.recipe_parts import DataSource
 from tables import table
 
 

@@ -12,8 +12,8 @@ from pronghorn.data.encode.tokens import TokenTable
 from pronghorn.data.prepare import prepare
 from pronghorn.data.read.splitting import Apart, apart
 from pronghorn.errors import DataError
-from pronghorn.recipe import Data
 from pronghorn.recipe_objective import Rows as Wanted
+from pronghorn.recipe_parts import Data
 from samples import make_tokenizer, write_rows
 
 TOKENIZER = make_tokenizer()

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from pronghorn.data.encode.tokens import load_tokenizer
 from pronghorn.data.stats import Stats, collect
-from pronghorn.recipe import Data
+from pronghorn.recipe_parts import Data
 from samples import chat_rows, make_tokenizer, write_rows
 
 
@@ -73,7 +73,7 @@ def test_the_second_time_needs_no_torch(tmp_path: Path, monkeypatch: pytest.Monk
     first = collect(Data(train=str(path)), 512, 1, load_tokenizer(str(tmp_path / "model"), None))
     code = (
         "import sys; from pronghorn.data.stats import collect; from pronghorn.data.encode.tokens import TokenizerFiles;"
-        f"from pronghorn.recipe import Data; stats = collect(Data(train={str(path)!r}), 512, 1,"
+        f"from pronghorn.recipe_parts import Data; stats = collect(Data(train={str(path)!r}), 512, 1,"
         f" TokenizerFiles({str(tmp_path / 'model')!r})); stats.table();"
         "print(stats.counts.tokens, sorted({'torch', 'transformers'} & set(sys.modules)))"
     )

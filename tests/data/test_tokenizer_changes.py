@@ -13,7 +13,7 @@ from pronghorn.data.encode.tokens import TokenizerFiles, fingerprint, load_token
 from pronghorn.data.read.formats import Example
 from pronghorn.errors import RecipeError
 from pronghorn.model.generate import end_tokens
-from pronghorn.recipe import Data
+from pronghorn.recipe_parts import Data
 from samples import make_tokenizer
 
 SAID = Example("chat", "", messages=({"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}))

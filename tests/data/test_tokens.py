@@ -11,7 +11,7 @@ from token_rows import mask_of, some_rows
 
 from pronghorn.data.encode.tokens import TokenizerFiles, TokenRow, TokenTable, fingerprint, load_tokenizer
 from pronghorn.errors import ModelError, RecipeError
-from pronghorn.recipe import Data
+from pronghorn.recipe_parts import Data
 from samples import CHATML, make_tokenizer
 
 

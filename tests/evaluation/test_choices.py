@@ -14,7 +14,7 @@ from pronghorn.evaluation.choices import ask_choices, log_probs
 from pronghorn.evaluation.held_out import HeldOut
 from pronghorn.evaluation.questions import Question
 from pronghorn.model.lora import add_adapter
-from pronghorn.recipe import Eval, Lora
+from pronghorn.recipe_parts import Eval, Lora
 from samples import make_lively_model, make_tokenizer
 from tables import table
 

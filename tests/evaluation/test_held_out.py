@@ -13,7 +13,7 @@ from pronghorn.errors import DataError, EnvironmentFault, RecipeError
 from pronghorn.evaluation.held_out import HeldOut, ModelAnswer, read_base, write_base
 from pronghorn.evaluation.own_metric import OwnMetric
 from pronghorn.evaluation.questions import Question
-from pronghorn.recipe import Eval
+from pronghorn.recipe_parts import Eval
 from samples import make_model, make_tokenizer
 
 TEXTS = ("hello", "a longer prompt than the first", "x")

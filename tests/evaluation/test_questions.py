@@ -11,7 +11,7 @@ from pronghorn.data.encode.tokens import TokenTable
 from pronghorn.data.prepare import prepare
 from pronghorn.errors import DataError
 from pronghorn.evaluation.questions import held_out_questions
-from pronghorn.recipe import Data
+from pronghorn.recipe_parts import Data
 from samples import make_tokenizer, write_rows
 
 TOOLS = (

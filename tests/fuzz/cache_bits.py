@@ -13,7 +13,7 @@ from typing import Any
 from fuzz.outcomes import Tally, mutated_bytes
 from pronghorn.data.encode.tokens import load_tokenizer
 from pronghorn.data.prepare import prepare
-from pronghorn.recipe import Data
+from pronghorn.recipe_parts import Data
 from samples import chat_rows, make_tokenizer
 
 

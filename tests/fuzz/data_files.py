@@ -24,7 +24,7 @@ from pronghorn.data.encode.tokens import load_tokenizer
 from pronghorn.data.prepare import Prepared, prepare
 from pronghorn.data.stats import collect
 from pronghorn.data.template.chat_messages import only_read
-from pronghorn.recipe import Data
+from pronghorn.recipe_parts import Data
 from samples import chat_rows, make_tokenizer
 
 Rows = list[dict[str, Any]]

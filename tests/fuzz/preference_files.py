@@ -19,7 +19,7 @@ from pronghorn.data.pack.packing import pack_in_order
 from pronghorn.data.preference.pair_packing import groups_of
 from pronghorn.data.prepare import Prepared, prepare
 from pronghorn.data.stats import collect
-from pronghorn.recipe import Data
+from pronghorn.recipe_parts import Data
 from samples import make_tokenizer, pair_rows
 
 CAPACITY = 2048

@@ -17,7 +17,7 @@ from pronghorn.model import generate
 from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.generate import end_tokens, greedy_tokens
 from pronghorn.model.lora import add_adapter
-from pronghorn.recipe import Lora
+from pronghorn.recipe_parts import Lora
 from samples import make_lively_model, make_model, make_tokenizer
 
 TEXTS = ["hello", "a much longer prompt than the first one", "x", "two words", "hello", "the end of the list is here"]

@@ -22,7 +22,7 @@ from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.formats.store import store_linears_
 from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.lora import add_adapter
-from pronghorn.recipe import Lora
+from pronghorn.recipe_parts import Lora
 
 STOPS = tuple(range(5, 13))
 # What a row of the table of families is, and how its small model is made.

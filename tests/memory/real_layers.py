@@ -16,7 +16,7 @@ from pronghorn.model.layers.saved import Level, Saved
 from pronghorn.model.layers.types import Documents
 from pronghorn.model.lora import add_adapter
 from pronghorn.packs import PackedDocuments
-from pronghorn.recipe import Lora
+from pronghorn.recipe_parts import Lora
 from samples import small
 
 SMALL = small(hidden_size=64, intermediate_size=80)

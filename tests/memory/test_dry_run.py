@@ -56,7 +56,7 @@ from pronghorn.model.layers.saved import Level, leave
 from pronghorn.model.layers.types import Documents
 from pronghorn.model.lora_grad_buffer import LoraGradBuffer
 from pronghorn.packs import PackedDocuments
-from pronghorn.recipe import Lora
+from pronghorn.recipe_parts import Lora
 from tables import covering, table
 
 GIB = 2**30

@@ -21,7 +21,7 @@ from pronghorn.model.layers.saved import Level, leave
 from pronghorn.model.layers.types import Documents
 from pronghorn.model.lora_grad_buffer import LoraGradBuffer
 from pronghorn.packs import PackedDocuments
-from pronghorn.recipe import Lora
+from pronghorn.recipe_parts import Lora
 from tables import gpu_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -16,7 +16,7 @@ from test_linears import LORAS, assert_same, batch_of, loss_of, model_of, step_o
 from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.formats.store import dequantize_
 from pronghorn.model.verify import verify
-from pronghorn.recipe import Lora
+from pronghorn.recipe_parts import Lora
 
 
 @pytest.mark.parametrize("lora", ["dora", "norms"])

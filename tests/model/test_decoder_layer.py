@@ -36,7 +36,7 @@ from pronghorn.model.layers import wide_gemms
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.text_stack import keep_softcap
 from pronghorn.packs import IGNORED, PackedBatch
-from pronghorn.recipe import Lora
+from pronghorn.recipe_parts import Lora
 from samples import random_table, small
 from tables import first_of
 

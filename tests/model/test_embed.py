@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
 from pronghorn.data.pack.batches import build_batch
 from pronghorn.model.causal_lm import FastCausalLM, engine_of, install
 from pronghorn.model.lora import add_adapter
-from pronghorn.recipe import Lora
+from pronghorn.recipe_parts import Lora
 from pronghorn.train.objectives import Supervised
 from samples import random_table, small
 

@@ -34,7 +34,7 @@ from pronghorn.model.causal_lm import base_of, engine_of
 from pronghorn.model.export import save_model
 from pronghorn.model.lora import add_adapter
 from pronghorn.packs import IGNORED, PackedBatch
-from pronghorn.recipe import Lora
+from pronghorn.recipe_parts import Lora
 from tables import first_of
 
 YARN = {

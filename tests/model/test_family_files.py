@@ -14,7 +14,7 @@ from pronghorn.model.load import load_model
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.text_stack import keep_softcap
 from pronghorn.model.verify import verify
-from pronghorn.recipe import Lora
+from pronghorn.recipe_parts import Lora
 from tables import first_of
 
 SMALL: dict[str, Any] = {

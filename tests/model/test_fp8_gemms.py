@@ -40,7 +40,7 @@ from pronghorn.model.layers import fp8_gemms
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.lora_grad_buffer import LoraGradBuffer
 from pronghorn.packs import PackedBatch
-from pronghorn.recipe import Lora
+from pronghorn.recipe_parts import Lora
 from samples import random_table, small
 from tables import first_of
 

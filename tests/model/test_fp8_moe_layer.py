@@ -36,7 +36,7 @@ from pronghorn.model.formats.store import dequantize_, store_linears_
 from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.layers import fp8_gemms
 from pronghorn.model.verify import verify
-from pronghorn.recipe import Lora
+from pronghorn.recipe_parts import Lora
 from tables import first_of, gpu_rows
 
 

@@ -15,7 +15,7 @@ from pronghorn.model.causal_lm import install
 from pronghorn.model.isolated_documents import require_isolated_documents
 from pronghorn.model.layers.types import Documents
 from pronghorn.model.lora import add_adapter
-from pronghorn.recipe import Lora
+from pronghorn.recipe_parts import Lora
 from samples import make_model
 
 CPU = torch.device("cpu")

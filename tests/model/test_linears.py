@@ -24,7 +24,7 @@ from pronghorn.model.formats.table import FORMATS, Format
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.verify import verify
 from pronghorn.packs import PackedBatch
-from pronghorn.recipe import Lora
+from pronghorn.recipe_parts import Lora
 from samples import random_table, small
 from tables import first_of
 

@@ -19,7 +19,7 @@ from pronghorn.model.formats.linear import StoredLinear
 from pronghorn.model.formats.store import store_linears_
 from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.load import inspect_model, load_model, resolve_precision
-from pronghorn.recipe import Lora
+from pronghorn.recipe_parts import Lora
 from samples import make_model
 from tables import table
 

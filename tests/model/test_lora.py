@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from pronghorn.errors import CheckpointError, RecipeError
 from pronghorn.model.export import save_model
 from pronghorn.model.lora import add_adapter, load_adapter, restore_adapter
-from pronghorn.recipe import Lora
+from pronghorn.recipe_parts import Lora
 from samples import make_model, small
 from tables import table
 

@@ -16,7 +16,7 @@ from pronghorn.model.layers.saved import Level
 from pronghorn.model.layers.types import Documents
 from pronghorn.model.lora import add_adapter
 from pronghorn.packs import PackedDocuments
-from pronghorn.recipe import Lora
+from pronghorn.recipe_parts import Lora
 from samples import small
 
 SMALL = small(vocab_size=59, intermediate_size=48, num_hidden_layers=3, initializer_range=0.15)

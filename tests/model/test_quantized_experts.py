@@ -28,7 +28,8 @@ from pronghorn.model.formats.store import dequantize_, store_experts_
 from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.load import load_model
 from pronghorn.model.lora import add_adapter
-from pronghorn.recipe import Lora, Recipe
+from pronghorn.recipe import Recipe
+from pronghorn.recipe_parts import Lora
 from samples import make_tokenizer, small
 from tables import first_of
 

@@ -23,7 +23,7 @@ from pronghorn.model.lora import add_adapter
 from pronghorn.model.shared_prefix import why_not_shared
 from pronghorn.model.verify import verify
 from pronghorn.packs import IGNORED, PackedBatch
-from pronghorn.recipe import Lora
+from pronghorn.recipe_parts import Lora
 from samples import small
 from tables import first_of
 

@@ -20,7 +20,8 @@ from pronghorn.model.formats.store import dequantize_, is_quantized, store_linea
 from pronghorn.model.formats.table import FORMATS, format_of, storage_of
 from pronghorn.model.load import load_model
 from pronghorn.model.lora import add_adapter
-from pronghorn.recipe import Lora, Recipe
+from pronghorn.recipe import Recipe
+from pronghorn.recipe_parts import Lora
 from samples import make_model, one_document
 from tables import table
 

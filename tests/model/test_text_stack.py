@@ -24,7 +24,7 @@ from pronghorn.model.load import inspect_model, load_model
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.text_stack import beside_text, freeze_beside_text, is_beside
 from pronghorn.model.verify import verify
-from pronghorn.recipe import Lora
+from pronghorn.recipe_parts import Lora
 from tables import first_of
 
 CPU = torch.device("cpu")

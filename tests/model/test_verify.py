@@ -11,7 +11,7 @@ from pronghorn.model.layers import norms, wide_gemms
 from pronghorn.model.layers.mixers import attention
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.verify import TOLERANCES, Gradient, Verdict, verify
-from pronghorn.recipe import Lora
+from pronghorn.recipe_parts import Lora
 from samples import make_model
 from tables import table
 

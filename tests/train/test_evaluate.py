@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pronghorn.model.lora import add_adapter
-from pronghorn.recipe import Lora, Stop
+from pronghorn.recipe_parts import Lora, Stop
 from pronghorn.train.run.evaluate import Evaluation, Progress, evaluate
 from samples import ListTable, make_model, random_table
 from tables import table

@@ -18,7 +18,7 @@ from pronghorn.model.formats.linear import StoredLinear
 from pronghorn.model.formats.store import store_linears_
 from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.lora import add_adapter
-from pronghorn.recipe import Lora
+from pronghorn.recipe_parts import Lora
 from pronghorn.train.objectives import Supervised
 from tables import first_of
 

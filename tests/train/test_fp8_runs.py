@@ -19,7 +19,7 @@ from pronghorn.model.formats import table
 from pronghorn.model.formats.store import store_linears_
 from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.lora import add_adapter
-from pronghorn.recipe import Lora
+from pronghorn.recipe_parts import Lora
 from pronghorn.train.loop import RunResult, train
 from pronghorn.train.objectives import Supervised
 from pronghorn.train.run.run_evaluation import evaluate_run

@@ -15,7 +15,7 @@ from pronghorn.data.pack.loader import BatchLoader, StepBatch, StepPacking
 from pronghorn.data.pack.packing import pack
 from pronghorn.model.causal_lm import install
 from pronghorn.model.lora import add_adapter
-from pronghorn.recipe import Lora
+from pronghorn.recipe_parts import Lora
 from pronghorn.train.step.fused_adamw import FusedAdamW
 from pronghorn.train.step.graphed_step import GraphedStep
 from pronghorn.train.step.step import EagerStep

@@ -19,7 +19,7 @@ from pronghorn.data.pack.batches import build_batch
 from pronghorn.data.pack.loader import StepBatch
 from pronghorn.errors import HealthStop, ModelError, RecipeError
 from pronghorn.model.lora import add_adapter
-from pronghorn.recipe import Lora
+from pronghorn.recipe_parts import Lora
 from pronghorn.train.objectives import Supervised
 from pronghorn.train.setup.setup import set_up
 from pronghorn.train.step.health import BrokenWeights, Offenders, lower_lr, offending_rows, require_sound, require_trainable

@@ -15,7 +15,7 @@ from pronghorn.model.formats.store import store_experts_, store_linears_
 from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.verify import verify
-from pronghorn.recipe import Lora
+from pronghorn.recipe_parts import Lora
 from pronghorn.train.objectives import Supervised
 from tables import gpu_rows
 

@@ -19,7 +19,7 @@ from pronghorn.data.pack.packing import pack, pack_in_order
 from pronghorn.data.preference.pair_packing import groups_of
 from pronghorn.model.causal_lm import install
 from pronghorn.model.lora import add_adapter
-from pronghorn.recipe import Lora
+from pronghorn.recipe_parts import Lora
 from pronghorn.train.objectives import Objective
 from pronghorn.train.objectives.objective import outputs_of
 from pronghorn.train.run.evaluate import evaluate

@@ -11,7 +11,8 @@ from watching import RecipeFor
 
 from pronghorn.errors import CheckpointError
 from pronghorn.model.lora import add_adapter
-from pronghorn.recipe import Lora, Recipe, Train
+from pronghorn.recipe import Recipe
+from pronghorn.recipe_parts import Lora, Train
 from pronghorn.train.step.optim import lr_scale, make_optimizer, optimizer_tensors, restore_optimizer, set_lr, trainable
 from samples import make_model
 from tables import table

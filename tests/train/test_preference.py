@@ -22,7 +22,7 @@ from pronghorn.model.causal_lm import install
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.shared_prefix import why_not_shared
 from pronghorn.packs import PackedBatch
-from pronghorn.recipe import Lora
+from pronghorn.recipe_parts import Lora
 from pronghorn.train.dist.world import World
 from pronghorn.train.objectives.cpo import Cpo, SimPo
 from pronghorn.train.objectives.dpo import Dpo

@@ -22,7 +22,8 @@ from pronghorn.data.pack.packing import pack
 from pronghorn.errors import HealthStop, RecipeError
 from pronghorn.model.causal_lm import install
 from pronghorn.model.lora import add_adapter
-from pronghorn.recipe import Lora, Recipe
+from pronghorn.recipe import Recipe
+from pronghorn.recipe_parts import Lora
 from pronghorn.report.ranks import ranks_line
 from pronghorn.report.run_log import read_log
 from pronghorn.train.dist.world import World

@@ -32,7 +32,8 @@ from pronghorn.model.heads import require_head
 from pronghorn.model.heads.score import ScoreHead
 from pronghorn.model.load import load_model
 from pronghorn.model.lora import add_adapter
-from pronghorn.recipe import Lora, Recipe
+from pronghorn.recipe import Recipe
+from pronghorn.recipe_parts import Lora
 from pronghorn.report.html import render_page
 from pronghorn.report.run_log import read_log
 from pronghorn.report.summary import summary

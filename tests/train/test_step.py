@@ -13,7 +13,7 @@ from pronghorn.data.pack.batches import build_batch
 from pronghorn.data.pack.loader import StepBatch
 from pronghorn.data.pack.packing import pack_in_order
 from pronghorn.model.lora import add_adapter
-from pronghorn.recipe import Lora
+from pronghorn.recipe_parts import Lora
 from pronghorn.train.step.step import EagerStep, StepResult
 from samples import ListTable, random_table, small
 

@@ -356,7 +356,7 @@ def verify(arguments: argparse.Namespace) -> None:
             from pronghorn.model.load import DTYPES, load_model, pick_device
             from pronghorn.model.lora import add_adapter
             from pronghorn.model.verify import verify as compare_layers
-            from pronghorn.recipe import Lora
+            from pronghorn.recipe_parts import Lora
         model = load_model(arguments.model, DTYPES[arguments.precision], pick_device())
         if arguments.method == "lora":
             model = add_adapter(model, Lora(), seed=0)

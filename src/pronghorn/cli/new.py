@@ -65,7 +65,7 @@ def _sizes(data: list[str]) -> dict[str, tuple[str, str]]:
     if not data or not all(Path(name).expanduser().exists() for name in data):
         return {}
     from pronghorn.data.read.reading import parts_of, text_bytes
-    from pronghorn.recipe import Data, Train
+    from pronghorn.recipe_parts import Data, Train
 
     try:
         amount = text_bytes(parts_of(data, Data(train=tuple(data))))

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from pronghorn.convert.draft import Draft, Row
 from pronghorn.convert.values import UnfitError, decimal, is_on, number, printed, text, whole
-from pronghorn.recipe import LoggerName
+from pronghorn.recipe_parts import LoggerName
 
 CAPACITY = 16384  # tokens in a micro-batch that a GPU works well on
 ROWS_CAPACITY = 4096  # the same where a step has so many rows: most are far below the maximum, and padding takes time

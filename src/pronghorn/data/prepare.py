@@ -26,8 +26,8 @@ from pronghorn.data.read.mixing import repeated
 from pronghorn.data.read.reading import Name, SourceCount, Stage, told_of_columns
 from pronghorn.errors import DataError, counted
 from pronghorn.hf_types import Tokenizer
-from pronghorn.recipe import Data, named
 from pronghorn.recipe_objective import Rows as Wanted
+from pronghorn.recipe_parts import Data, named
 
 FINDINGS_VERSION = 3  # raise it when clean.py finds other things; for near copies, COPIES_VERSION
 SILENT_SHARE = 0.01  # of rows may be too long and dropped without having been asked for

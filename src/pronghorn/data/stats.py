@@ -20,8 +20,8 @@ from pronghorn.data.preference.pair_stats import PairStats, pair_stats
 from pronghorn.data.prepare import Counts, choose, findings
 from pronghorn.errors import counted
 from pronghorn.hf_types import Tokenizer
-from pronghorn.recipe import Data
 from pronghorn.recipe_objective import Rows as Wanted
+from pronghorn.recipe_parts import Data
 
 BINS = 12  # of the histogram; what lies beyond the 99th percentile shares the last one
 BAR = 40  # characters of the longest bar

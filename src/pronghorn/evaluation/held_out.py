@@ -20,7 +20,7 @@ from pronghorn.evaluation.own_metric import OwnMetric
 from pronghorn.evaluation.questions import Question, held_out_questions
 from pronghorn.generation.answering import answers
 from pronghorn.hf_types import HFModel, Tokenizer
-from pronghorn.recipe import Eval, figures_of
+from pronghorn.recipe_parts import Eval, figures_of
 from pronghorn.small_files import read_small
 
 SHORT_ANSWER = 64  # tokens of an answer that only people read: enough to see what the model does, and nobody waits for it

@@ -13,7 +13,8 @@ from pronghorn.export.checking import Verdict
 from pronghorn.export.job import NOTE, Job
 from pronghorn.export.usage import Usage, is_local, public_name
 from pronghorn.model.heads import HEADS
-from pronghorn.recipe import Recipe, named
+from pronghorn.recipe import Recipe
+from pronghorn.recipe_parts import named
 from pronghorn.report.run_log import plain
 from pronghorn.train.run.run_events import versions
 

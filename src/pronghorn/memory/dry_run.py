@@ -38,7 +38,7 @@ from pronghorn.model.lora_grad_buffer import ALIGNMENT, LoraGradBuffer
 from pronghorn.model.one_layer import one_layer_of_each_kind
 from pronghorn.model.text_stack import head_of
 from pronghorn.packs import PackedDocuments
-from pronghorn.recipe import Lora
+from pronghorn.recipe_parts import Lora
 
 LIBRARY_BYTES = 96 << 20  # cuBLAS workspaces, tables of addresses, batches waiting for their turn
 DTYPES = {2: torch.bfloat16, 4: torch.float32}  # by the bytes of an activation

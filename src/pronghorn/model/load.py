@@ -28,7 +28,8 @@ from pronghorn.model.heads import HEADS, auto_class, require_head
 from pronghorn.model.lora import PICKLED, add_adapter
 from pronghorn.model.text_stack import decoder_layers, keep_softcap, set_cache
 from pronghorn.model.weight_files import stored_weights, wrong_weights
-from pronghorn.recipe import Lora, Recipe
+from pronghorn.recipe import Recipe
+from pronghorn.recipe_parts import Lora
 
 Precision = Literal["bf16", "fp16", "fp32"]
 DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

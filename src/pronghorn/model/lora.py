@@ -20,7 +20,7 @@ from pronghorn.model.families import EXPERTS
 from pronghorn.model.formats.store import is_quantized
 from pronghorn.model.heads import WHOLE, head_in
 from pronghorn.model.text_stack import beside_text, is_beside, not_adapted
-from pronghorn.recipe import Lora
+from pronghorn.recipe_parts import Lora
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")

@@ -23,7 +23,7 @@ from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.heads import HEADS
 from pronghorn.model.lora import with_adapter
 from pronghorn.model.text_stack import backbone, beside_text, freeze_beside_text
-from pronghorn.recipe import Lora
+from pronghorn.recipe_parts import Lora
 
 
 def as_config(config: HFConfig) -> Any:

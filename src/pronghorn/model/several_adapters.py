@@ -13,7 +13,8 @@ from pronghorn.errors import CommandError
 from pronghorn.model.families import EXPERTS
 from pronghorn.model.load import load_model
 from pronghorn.model.lora import adapter_config, linear_names, load_adapter, restore_adapter
-from pronghorn.recipe import Lora, Recipe
+from pronghorn.recipe import Recipe
+from pronghorn.recipe_parts import Lora
 
 
 def with_adapters(recipe: Recipe, dtype: torch.dtype, device: torch.device, adapters: Mapping[str, tuple[Path, Lora]]) -> Any:

@@ -16,7 +16,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from pronghorn.errors import counted
-from pronghorn.recipe import Recipe, steps_between
+from pronghorn.recipe import Recipe
+from pronghorn.recipe_parts import steps_between
 from pronghorn.report import number_format
 from pronghorn.report.run_stats import TRAINING, RunStats
 

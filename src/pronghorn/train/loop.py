@@ -20,7 +20,8 @@ import torch
 from pronghorn.data.pack.loader import StepBatch
 from pronghorn.errors import EnvironmentFault, HealthStop, Interrupted, PronghornError
 from pronghorn.evaluation.own_metric import OwnMetric
-from pronghorn.recipe import Recipe, steps_between
+from pronghorn.recipe import Recipe
+from pronghorn.recipe_parts import steps_between
 from pronghorn.report.display import SAVING, STOPPING
 from pronghorn.report.live import LiveReport
 from pronghorn.report.loggers.beside import logging_to

@@ -42,8 +42,8 @@ from pronghorn.data.read.reading import (
 from pronghorn.errors import EnvironmentFault, counted
 from pronghorn.folders import cache_folder
 from pronghorn.hf_types import Tokenizer
-from pronghorn.recipe import Data
 from pronghorn.recipe_objective import Rows as Wanted
+from pronghorn.recipe_parts import Data
 
 CACHE_VERSION = 10  # raise it when the same input is tokenized or laid out differently
 

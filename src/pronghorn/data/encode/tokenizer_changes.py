@@ -11,7 +11,7 @@ from pronghorn.data.template.rendering import rendered
 from pronghorn.data.template.template_by_name import with_template
 from pronghorn.errors import CommandError, DataError, RecipeError
 from pronghorn.hf_types import Tokenizer
-from pronghorn.recipe import Data
+from pronghorn.recipe_parts import Data
 
 
 def changes_tokens(spec: Data | None) -> bool:

@@ -28,7 +28,7 @@ from pronghorn.folders import folder_of
 from pronghorn.hf_types import Tokenizer
 from pronghorn.hub import cached_folder, model_folder
 from pronghorn.model_files import MALFORMED, require_safe_files, require_template_names
-from pronghorn.recipe import Data
+from pronghorn.recipe_parts import Data
 from pronghorn.small_files import read_small_text
 
 Ints = npt.NDArray[np.int32]

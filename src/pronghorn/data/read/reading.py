@@ -18,8 +18,8 @@ from pronghorn.data.read.prompt_rows import detect_prompts, to_prompt
 from pronghorn.data.read.renaming import Renaming
 from pronghorn.data.read.source_files import BadRow, RawRow, Source
 from pronghorn.errors import DataError, counted
-from pronghorn.recipe import Data, DataSource
 from pronghorn.recipe_objective import Rows as Wanted
+from pronghorn.recipe_parts import Data, DataSource
 
 ROWS_TO_KNOW_A_FORMAT = 100
 TEXT = ("jsonl", "json", "csv", "tsv", "txt")  # kinds of files whose size tells their tokens

@@ -12,7 +12,7 @@ from typing import Any
 from pronghorn.data.read.json_rows import STRICT
 from pronghorn.data.read.source_files import RawRow
 from pronghorn.errors import DataError
-from pronghorn.recipe import Fields
+from pronghorn.recipe_parts import Fields
 
 CHAT_COLUMN = "messages"
 

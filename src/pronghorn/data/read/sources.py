@@ -39,7 +39,7 @@ from pronghorn.data.read.source_files import (
 )
 from pronghorn.digests import file_digest
 from pronghorn.errors import DataError, counted
-from pronghorn.recipe import DataSource
+from pronghorn.recipe_parts import DataSource
 
 HUB_NAME = re.compile(
     r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?::(?P<config>[^:\[\]]+)(?=:))?(?::(?P<split>[^:\[\]]+(?:\[[^\[\]]*\])?))?"

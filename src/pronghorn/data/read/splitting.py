@@ -18,7 +18,7 @@ from pronghorn.data.preference.pair_choices import unit_of
 from pronghorn.data.prepare import Prepared
 from pronghorn.data.read.copies import Families, Flags, Leaks, Longs, Side, families, leaks
 from pronghorn.errors import DataError, counted
-from pronghorn.recipe import Data
+from pronghorn.recipe_parts import Data
 
 NAMED = 3  # leaks named in a message
 

@@ -14,7 +14,7 @@ from pronghorn.data.pack.loader import evaluation_batches
 from pronghorn.data.pack.packing import TokenRows
 from pronghorn.errors import counted
 from pronghorn.hf_types import HFModel
-from pronghorn.recipe import Stop
+from pronghorn.recipe_parts import Stop
 from pronghorn.train.dist.world import World
 from pronghorn.train.objectives import Objective, Supervised
 

@@ -19,7 +19,7 @@ from pronghorn.evaluation.held_out import HeldOut, Judged
 from pronghorn.evaluation.own_metric import OwnMetric
 from pronghorn.hf_types import HFModel
 from pronghorn.model.load import DTYPES, load_model, resolve_precision
-from pronghorn.recipe import METRICS, Eval
+from pronghorn.recipe_parts import METRICS, Eval
 from pronghorn.report.answers import write_answers
 from pronghorn.train.objectives import objective_of
 from pronghorn.train.run.evaluate import evaluate

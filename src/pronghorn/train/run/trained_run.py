@@ -21,7 +21,8 @@ from pronghorn.model.fingerprint import require_same_base
 from pronghorn.model.head import Head
 from pronghorn.model.heads import HEADS
 from pronghorn.model.load import DTYPES, pick_device, resolve_precision
-from pronghorn.recipe import Data, Recipe
+from pronghorn.recipe import Recipe
+from pronghorn.recipe_parts import Data
 from pronghorn.train.checkpoint.checkpoint import list_checkpoints, verify_checkpoint
 from pronghorn.train.checkpoint.resume import described
 

@@ -15,7 +15,8 @@ from pronghorn.data.preference.pair_choices import unit_of
 from pronghorn.data.preference.pair_packing import groups_of
 from pronghorn.errors import counted
 from pronghorn.model.load import ModelFacts, Precision
-from pronghorn.recipe import Lora, Recipe, Train, steps_between
+from pronghorn.recipe import Recipe
+from pronghorn.recipe_parts import Lora, Train, steps_between
 from pronghorn.train.dist.launch import require_packs
 from pronghorn.train.objectives import objective_of
 from pronghorn.train.source.source import Report, Source

@@ -1,0 +1,181 @@
+"""What does not fit together in a recipe."""
+
+from __future__ import annotations
+
+from pronghorn.recipe_parts import Parts, Train
+from pronghorn.recipe_rollouts import OWN, Rollouts
+
+
+def misfits(recipe: Parts) -> list[str]:
+    """A line each: `key: what; fix`."""
+    train, data, evaluated, kind = recipe.train, recipe.data, recipe.eval, recipe.objective.kind
+    problems = []
+    if train.batch_rows is not None and train.batch_tokens != Train.model_fields["batch_tokens"].default:
+        problems.append("train.batch_rows: train.batch_tokens is set as well; remove one of them")
+    by_tokens = train.batch_rows is None and kind.reads != "prompts"
+    if by_tokens and train.batch_tokens % train.capacity:
+        problems.append(
+            f"train.batch_tokens: {train.batch_tokens} is not a multiple of train.capacity {train.capacity};"
+            f" set train.batch_tokens: {max(1, train.batch_tokens // train.capacity) * train.capacity}"
+        )
+    if data.max_length > train.capacity:
+        problems.append(
+            f"data.max_length: {data.max_length} exceeds train.capacity {train.capacity};"
+            f" set train.capacity: {data.max_length} or more"
+        )
+    if data.template and data.chat_template:
+        problems.append("data.template: data.chat_template is set as well; remove one of them")
+    if evaluated.metrics and data.eval is None:
+        problems.append("eval.metrics: metrics need held-out data; set data.eval: 0.05, or a file")
+    if not kind.answers and (evaluated.metrics or evaluated.generations):
+        key = "metrics" if evaluated.metrics else "generations"
+        problems.append(f"eval.{key}: objective {recipe.objective} trains a model that writes no answers; remove eval.{key}")
+    problems += [*evaluated.misfits, *recipe.objective.misfits, *_of_compared(recipe), *_of_rollouts(recipe)]
+    problems += [*_of_compute(recipe), *_of_shards(recipe)]
+    if recipe.storage != "auto" and recipe.method != "qlora":
+        problems.append(
+            f"storage: {recipe.storage} cannot be combined with method: {recipe.method}; set method: qlora, whose"
+            " frozen weights are in 4 bits, or remove storage"
+        )
+    return problems
+
+
+def _of_compared(recipe: Parts) -> list[str]:
+    """What cannot be done to answers that are compared."""
+    if recipe.objective.kind.reads not in ("pairs", "marked"):
+        return []
+    wrong = []
+    if recipe.data.long == "split":
+        wrong.append("long: split would separate answers from their prompts; set data.long: drop or truncate")
+    if recipe.data.duplicates == "drop-near":
+        wrong.append(
+            "duplicates: drop-near would drop compared answers, which resemble each other; set data.duplicates: drop-exact"
+        )
+    if recipe.data.loss_on == "all":
+        wrong.append(f"loss_on: objective {recipe.objective} compares answers, not prompts; remove data.loss_on")
+    return [f"data.{one}" for one in wrong]
+
+
+def _of_compute(recipe: Parts) -> list[str]:
+    fp8, bf16 = recipe.compute == "fp8", recipe.compute == "bf16"
+    wrong = {
+        "compute: fp8 cannot be combined with method: lora, whose frozen weights are 16-bit;"
+        " set method: fp8, which also stores them in FP8, or method: qlora for 4 bits": fp8 and recipe.method == "lora",
+        "compute: bf16 cannot be combined with method: fp8, whose weights are multiplied in FP8;"
+        " remove compute, or set method: lora or qlora": bf16 and recipe.method == "fp8",
+        f"compute: bf16 cannot be combined with precision: {recipe.precision}, which sets the GEMM precision;"
+        " remove compute, or set precision: bf16": bf16 and recipe.precision in ("fp16", "fp32"),
+        "compute: fp8 cannot be combined with layers: own, which multiply in 16 bits; set layers: fast, or remove compute": fp8
+        and recipe.layers == "own",
+        "compute: fp8 cannot be combined with lora.dropout or lora.dora, which run in PEFT, in 16 bits;"
+        " remove compute, or remove them": fp8 and recipe.method == "qlora" and (recipe.lora.dropout or recipe.lora.dora),
+        "compute: fp8 cannot be combined with storage: nvfp4, which is dequantized to 16 bits for GEMMs;"
+        " remove compute, or set storage: nf4": fp8 and recipe.storage == "nvfp4",
+    }
+    return [text for text, applies in wrong.items() if applies]
+
+
+def _of_shards(recipe: Parts) -> list[str]:
+    shard, problems = recipe.world.shard, []
+    if shard == "experts" and recipe.method == "full":
+        problems.append("world.shard: experts shards frozen experts, but method: full trains them; set world.shard: full")
+    if shard == "experts" and recipe.data.eval is not None and (recipe.eval.generations or recipe.eval.metrics):
+        problems.append(
+            "world.shard: experts cannot generate held-out answers, because no rank has all experts;"
+            " set eval.generations: 0 and remove eval.metrics, or set world.shard: base"
+        )
+    if shard == "base" and recipe.method == "full":
+        problems.append("world.shard: base shards frozen weights, but method: full has none; set world.shard: full")
+    if shard == "full" and recipe.method != "full":
+        problems.append(
+            f"world.shard: full shards trained weights, but method: {recipe.method} freezes the weights; set world.shard: base"
+        )
+    if shard in ("base", "full", "experts") and (why := recipe.why_not_sharded):
+        problems.append(f"world.shard: {shard} cannot be combined with {why}; change that, or set world.shard: none")
+    return problems
+
+
+def _of_rollouts(recipe: Parts) -> list[str]:
+    """What does not fit together in a recipe of reinforcement learning, or does not belong to another."""
+    if recipe.objective.kind.reads != "prompts":
+        found = [key for key, given in (("rewards", recipe.rewards), ("rollouts", recipe.rollouts)) if given]
+        return [
+            f"{key}: objective {recipe.objective} generates no answers; set objective: grpo, or remove {key}" for key in found
+        ]
+    return [*_rewards(recipe), *_sizes(recipe), *_others(recipe), *_engine(recipe)]
+
+
+def _rewards(recipe: Parts) -> list[str]:
+    problems, names = [], [reward.called for reward in recipe.rewards]
+    for i, reward in enumerate(recipe.rewards):
+        if (reward.metric is None) == (reward.function is None):
+            problems.append(
+                f"rewards.{i}: name one metric, or one function; write {{metric: exact_match}} or {{function: NAME}}"
+            )
+        elif (reward.metric == "regex") != (reward.regex is not None):
+            fix = "remove regex" if reward.regex else "add the pattern: {metric: regex, regex: ...}"
+            problems.append(f"rewards.{i}: the metric `regex`, and no other reward, has a pattern; {fix}")
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        problems.append(f"rewards: two are called {twice}; give each its own name: {{metric: ..., name: ...}}")
+    if recipe.rewards and not any(reward.weight for reward in recipe.rewards):
+        problems.append("rewards: every weight is 0; set one of them")
+    return problems
+
+
+def _sizes(recipe: Parts) -> list[str]:
+    problems, spec, objective = [], recipe.answering, recipe.objective
+    if spec.answers < 2 and (objective.name == "rloo" or objective.scale in ("group", "none")):
+        problems.append(
+            f"rollouts.answers: {spec.answers} is no group, whose answers objective {objective} compares; set 2 or more"
+        )
+    if spec.max_new_tokens >= recipe.data.max_length:
+        problems.append(
+            f"rollouts.max_new_tokens: {spec.max_new_tokens} leaves no room for a prompt in data.max_length "
+            f"{recipe.data.max_length}; set data.max_length to the tokens of prompt and answer together"
+        )
+    for key in ("batch_rows", "batch_tokens"):
+        if getattr(recipe.train, key) != type(recipe.train).model_fields[key].default:
+            problems.append(f"train.{key}: a step has rollouts.prompts x rollouts.answers; remove train.{key}")
+    return problems
+
+
+def _others(recipe: Parts) -> list[str]:
+    objective, problems = recipe.objective, []
+    if recipe.layers == "own":
+        problems.append("layers: own cannot generate answers in a step; set layers: fast")
+    if recipe.method != "full" and recipe.lora.dropout:
+        problems.append(
+            "lora.dropout: answers are sampled without dropout, so a step with it would learn from another model's; set 0"
+        )
+    if recipe.method == "full" and objective.beta:
+        problems.append(
+            f"objective.beta: {objective.beta:g} needs the model before training, which method: full overwrites;"
+            " set objective.beta: 0, or method: lora"
+        )
+    if recipe.data.long in ("truncate", "split"):
+        problems.append(f"data.long: {recipe.data.long} would ask a part of a question; set data.long: drop")
+    if recipe.data.loss_on != "auto":
+        problems.append("data.loss_on: the model's own answers carry the loss; remove data.loss_on")
+    if recipe.eval.best == "loss":
+        problems.append("eval.best: the loss says nothing of answers; set eval.best: reward, or remove it")
+    if recipe.health.spike != "warn":
+        problems.append("health.spike: a spike of this loss says nothing of the run; set health.spike: warn")
+    return problems
+
+
+def _engine(recipe: Parts) -> list[str]:
+    spec, problems = recipe.answering, []
+    if spec.engine == OWN:
+        given = spec.engine_seconds != Rollouts.model_fields["engine_seconds"].default
+        return ["rollouts.engine_seconds: engine: own has no time limit; remove it"] if given else []
+    if recipe.method == "full":
+        problems.append("rollouts.engine: a server gets adapters, and method: full has none; set method: lora, or engine: own")
+    elif recipe.lora.dora or "experts" in recipe.lora.targets:
+        what = "DoRA" if recipe.lora.dora else "adapters of experts in PEFT's layout"
+        problems.append(f"rollouts.engine: vLLM and SGLang do not serve {what}; set engine: own")
+    if spec.temperature != 1.0 and (spec.top_k or spec.top_p < 1.0 or spec.min_p):
+        problems.append(
+            "rollouts.engine: no server gives the log-probability of a token in the whole vocabulary at its temperature; set "
+            "temperature: 1.0, or remove top_k, top_p and min_p"
+        )
+    return problems

@@ -1,0 +1,319 @@
+"""The keys of a recipe: its sections, all of them together (`Parts`), and what follows from them.
+
+A new key is a line here, with its default and its meaning. The section `objective` is in recipe_objective.py, `rollouts` and
+`rewards` are in recipe_rollouts.py.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BeforeValidator, Discriminator, Field, NonNegativeInt, PositiveInt, Tag, field_validator, model_validator
+
+from pronghorn.recipe_objective import Objective
+from pronghorn.recipe_rollouts import Reward, Rollouts
+from pronghorn.recipe_section import NO_CODE, Fraction, Name, NonNegative, Pattern, Positive, Section, one_or_many
+
+Names = Annotated[tuple[Name, ...], BeforeValidator(one_or_many), Field(min_length=1)]
+Every = PositiveInt | Annotated[float, Field(gt=0.0, lt=1.0)]  # steps, or a fraction of all steps
+
+
+class Lora(Section):
+    r: PositiveInt = 16
+    alpha: Positive = 16
+    targets: Literal["all-linear"] | Names = "all-linear"
+    dropout: Fraction = 0.0
+    rslora: bool = False  # scale by alpha / sqrt(r) instead of alpha / r
+    dora: bool = False  # learn the weight's magnitude separately from its direction
+    plus_ratio: Annotated[float, Field(ge=1.0)] = 1.0  # LoRA+: learning rate of B divided by that of A
+
+
+class Fields(Section):
+    """Names of the data's columns: `messages: dialogue`."""
+
+    messages: Name | None = None
+    tools: Name | None = None
+    prompt: Name | None = None
+    completion: Name | None = None
+    instruction: Name | None = None
+    input: Name | None = None
+    output: Name | None = None
+    history: Name | None = None
+    system: Name | None = None
+    text: Name | None = None
+    choices: Name | None = None  # of the metric multiple_choice
+    chosen: Name | None = None  # of preference data: the better answer
+    rejected: Name | None = None  # and the worse one, or a list of them
+    label: Name | None = None  # of KTO: whether the answer is a good one
+    margin: Name | None = None  # by how much the chosen answer is better
+
+
+Roles = dict[Literal["system", "user", "assistant", "tool"], Names]
+RowFormat = Literal["auto", "messages", "completion", "text", "alpaca", "sharegpt"]
+
+
+class DataSource(Section):
+    """A file, a folder or a Hub dataset with its own options; unset options are inherited from `data`."""
+
+    path: Name
+    name: Name | None = None  # configuration of a Hub dataset, as in load_dataset(path, name, split)
+    split: Name | None = None  # split of a Hub dataset; in a folder, the subfolder or files of this name
+    # how often each row occurs per epoch: 2 twice, 0.5 every second row (the same rows in every epoch)
+    weight: Annotated[float, Field(gt=0.0, le=1000.0)] = 1.0
+    max_rows: PositiveInt | None = None  # use at most the first N rows of all its files together
+    text_by: Literal["file", "line"] = "file"  # one document per .txt file or per line
+    stream: bool = False  # stream a Hub dataset instead of downloading it
+    format: RowFormat | None = None
+    columns: Fields | None = None  # like `data.fields`
+    message_fields: dict[Name, Name] | None = None
+    roles: Roles | None = None
+
+
+def named(source: str | DataSource) -> str:
+    return source if isinstance(source, str) else source.path
+
+
+# Told apart by what they are, so that an error in a source is told of the source.
+Source = Annotated[
+    Annotated[Name, Tag("Name")] | Annotated[DataSource, Tag("Source")],
+    Discriminator(lambda value: "Source" if isinstance(value, (dict, DataSource)) else "Name"),
+]
+Sources = Annotated[tuple[Source, ...], BeforeValidator(one_or_many), Field(min_length=1)]
+
+
+class SpecialTokens(Section):
+    """Tokens of the vocabulary that replace the tokenizer's own special tokens."""
+
+    bos_token: Name | None = None
+    eos_token: Name | None = None
+    pad_token: Name | None = None
+    unk_token: Name | None = None
+
+
+class Data(Section):
+    train: Sources  # files, folders or Hub datasets
+    eval: str | Annotated[float, Field(gt=0.0, lt=1.0)] | None = None  # a file, or the fraction of train to hold out
+    format: RowFormat = "auto"
+    fields: Fields = Fields()  # column names
+    message_fields: dict[Name, Name] = Field(default_factory=dict)  # key names inside a message: {role: from, content: value}
+    roles: Roles = Field(default_factory=dict)  # role names: {assistant: [bot]}
+    max_rows: PositiveInt | None = None  # use at most the first N rows of each file or dataset
+    max_length: Annotated[int, Field(ge=8)] = 2048
+    long: Literal["drop", "truncate", "split"] | None = None  # None: drop up to 1 % of rows, refuse more
+    chat_template: str | None = None  # a Jinja file, for tokenizers without a template or with a wrong one
+    template: Name | None = None  # a named template: chatml, llama-3.1, gemma-3, ...
+    special_tokens: SpecialTokens = SpecialTokens()
+    eot_tokens: Annotated[tuple[Name, ...], BeforeValidator(one_or_many)] = ()  # additional end-of-turn tokens
+    loss_on: Literal["auto", "assistant", "completion", "all"] = "auto"  # auto: chosen by the format
+    bad_rows: Literal["stop", "skip"] = "stop"
+    lost: Literal["refuse", "allow"] = "refuse"  # rows whose content the template partly drops
+    # control tokens (<|im_end|>) inside a message: escaped as text, a bad row, or kept as control tokens
+    control_tokens: Literal["escape", "refuse", "keep"] = "escape"
+    duplicates: Literal["keep", "drop-exact", "drop-near"] = "keep"
+    junk: Literal["keep", "drop"] = "keep"
+    leaks: Literal["warn", "drop", "refuse"] = "warn"  # training rows that are copies, or near copies, of held-out rows
+    workers: NonNegativeInt = 2  # threads that build packed batches ahead of the step
+
+
+class Train(Section):
+    epochs: PositiveInt = 1
+    steps: PositiveInt | None = None  # number of optimizer steps; overrides `epochs`
+    batch_tokens: PositiveInt = 65536  # tokens per optimizer step
+    batch_rows: PositiveInt | None = None  # rows (preference data: pairs) per optimizer step, in place of batch_tokens
+    capacity: Annotated[int, Field(gt=0, le=2**24)] = 16384  # tokens per micro-batch; batch_tokens is a multiple of it
+    lr: Positive = 2e-4
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup: Fraction | Annotated[int, Field(gt=0, strict=True)] = 0.03  # fraction of all steps, or number of steps
+    # moments in 32 or 8 bits (a quarter of the memory), on the GPU or paged (in host RAM, copied at each step)
+    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"] = "adamw"
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    eps: Positive = 1e-8
+    weight_decay: NonNegative = 0.0
+    clip: Positive = 1.0
+    # CUDA graphs for steps: if possible, required (else an error), or never; also used for answers to held-out rows
+    graph: Literal["auto", "on", "off"] = "auto"
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 3407
+
+
+class Memory(Section):
+    budget: str = "auto"  # auto | 24GB | 80%
+
+    @field_validator("budget")
+    @classmethod
+    def _readable(cls, budget: str) -> str:
+        if budget != "auto" and not re.fullmatch(r"\d+(\.\d+)?\s*(GB|GiB|MB|MiB|%)", budget):
+            raise ValueError(f"{budget!r} is not a budget; write auto, an amount such as 24GB, or a percentage such as 80%")
+        return budget
+
+
+def steps_between(every: float, total: int) -> int:
+    """200: 200 steps; 0.1: a tenth of all steps, rounded up."""
+    return int(every) if every >= 1 else max(1, math.ceil(round(every * total, 6)))
+
+
+class Checkpoint(Section):
+    every: Every = 200
+    keep: PositiveInt = 3
+
+
+class Stop(Section):
+    patience: PositiveInt = 3
+    min_delta: NonNegative = 0.002
+
+
+# What they measure: evaluation/metrics.py
+MetricName = Literal["exact_match", "json_valid", "json_match", "json_fields", "regex", "rouge_l", "multiple_choice"]
+METRICS: tuple[str, ...] = get_args(MetricName)
+
+
+def figures_of(metrics: Sequence[str]) -> list[str]:
+    """What these metrics measure, by name."""
+    return [figure for name in metrics for figure in ((name, f"{name}_norm") if name == "multiple_choice" else (name,))]
+
+
+def _known_metric(name: object) -> Any:
+    if isinstance(name, str) and (name.endswith(".py") or "/" in name):
+        raise ValueError(f"{name} is a file, and {NO_CODE}; remove it here and add: --metric-file {name}")
+    return name
+
+
+Metric = Annotated[MetricName, BeforeValidator(_known_metric)]
+
+
+class Eval(Section):
+    every: Every = 200
+    stop: Stop | None = None  # early stopping on the metric in `best`
+    generations: NonNegativeInt = 3  # held-out prompts answered and shown at each evaluation
+    metrics: Annotated[tuple[Metric, ...], BeforeValidator(one_or_many)] = ()  # metrics of the answers to held-out rows
+    samples: PositiveInt = 100  # held-out rows answered for the metrics
+    max_new_tokens: PositiveInt | None = None  # per answer; None: 16 more than the longest expected answer
+    system: Name | None = None  # replaces the system message of the rows
+    regex: Pattern | None = None  # pattern of the metric `regex`
+    best: Name = "loss"  # selects the best checkpoint: loss, or one of the metrics
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_no_code(cls, values: object) -> Any:
+        if isinstance(values, dict) and (key := next((k for k in ("metric_file", "metric-file") if k in values), "")):
+            raise ValueError(f"names code ({key}), and {NO_CODE}; remove the key and add: --metric-file FILE")
+        return values
+
+    @property
+    def misfits(self) -> list[str]:
+        problems = []
+        if ("regex" in self.metrics) != (self.regex is not None):
+            problems.append(
+                "eval.regex: the metric `regex` needs a pattern; set eval.regex"
+                if self.regex is None
+                else "eval.regex: no metric uses the pattern; add regex to eval.metrics"
+            )
+        if self.best in figures_of(METRICS) and self.best not in figures_of(self.metrics):
+            problems.append(f"eval.best: {self.best} is not measured; add {self.best.removesuffix('_norm')} to eval.metrics")
+        return problems
+
+
+class Health(Section):
+    # on a loss spike: warn; skip the update; or rewind to the last checkpoint and skip these rows (spikes.py)
+    spike: Literal["warn", "skip", "rewind"] = "warn"
+
+
+# What they are: report/loggers/table.py
+LoggerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
+
+
+class Report(Section):
+    to: Annotated[tuple[LoggerName, ...], BeforeValidator(one_or_many)] = ()  # loggers, beside run.jsonl and report.html
+    project: Name | None = None  # of W&B and Trackio, experiment of MLflow; None: as their variables say, or pronghorn
+
+
+class World(Section):
+    # what is spread over the ranks of a run instead of copied to each (docs/scale.md). base: the frozen weights; full: with
+    # method full, the weights, their gradients and the optimizer's moments; experts: frozen experts, with their adapters, to
+    # which tokens are sent; none: nothing. auto: none where it fits, else base or full
+    shard: Literal["auto", "none", "base", "full", "experts"] = "auto"
+
+
+class Parts(Section):
+    model: Name  # Hub name or local folder
+    # lora: adapters on a frozen model; qlora: frozen linears in 4 bits (4-bit checkpoints are supported); fp8: frozen linears
+    # in 8 bits (e4m3), multiplied in FP8; full: all weights are trained
+    method: Literal["lora", "qlora", "fp8", "full"] = "lora"
+    # format of the frozen weights with method qlora (model/formats/table.py). auto: nf4
+    storage: Literal["auto", "nf4", "nvfp4"] = "auto"
+    # GEMM precision of the linears: fp8 (with method qlora, or with full, whose trained weights are quantized for each GEMM),
+    # bf16: the precision in `precision`. auto: fp8 with method fp8, else bf16
+    compute: Literal["auto", "bf16", "fp8"] = "auto"
+    lora: Lora = Lora()
+    objective: Objective = Objective()  # what is minimized: a name, or a name with its parameters
+    rollouts: Rollouts | None = None  # of grpo, gspo, rloo: the answers that the model gives in a step
+    rewards: Annotated[tuple[Reward, ...], BeforeValidator(one_or_many)] = ()  # what they are worth; and --reward-file
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # auto: bf16 if the GPU supports it, else fp32
+    layers: Literal["fast", "own"] = "fast"  # fast: Pronghorn's, for supported families; own: transformers' layers
+    data: Data
+    train: Train = Train()
+    memory: Memory = Memory()
+    checkpoint: Checkpoint = Checkpoint()
+    eval: Eval = Eval()
+    health: Health = Health()
+    report: Report = Report()
+    world: World = World()
+    output: Name = "runs/default"
+
+    @property
+    def why_not_sharded(self) -> str:
+        """What of the recipe needs whole weights on each rank; empty if nothing."""
+        if self.layers == "own":
+            return "layers: own, which keeps whole weights for backward"
+        if why := self.objective.kind.whole_weights:
+            return f"objective: {self.objective}, {why}"
+        if self.method != "full" and (self.lora.dropout or self.lora.dora):
+            return "lora.dropout or lora.dora, whose layers keep whole weights for backward"
+        parts = self.method == "full" or self.world.shard == "experts"  # ranks train what others have not
+        if parts and self.precision == "fp16":
+            return "precision: fp16, whose loss scale would differ between ranks"
+        if parts and self.train.optimizer != "adamw":
+            return f"train.optimizer: {self.train.optimizer}, which cannot be sharded yet (adamw can)"
+        if self.method == "full" and self.compute == "fp8":
+            return "compute: fp8, which keeps a copy of trained weights in FP8"
+        return ""
+
+    def step_tokens(self, row_tokens: float | None = None) -> int:
+        """Tokens of a step on all ranks together. `row_tokens`: mean tokens of a row or pair; default: the maximum."""
+        if self.objective.kind.reads == "prompts":
+            spec = self.answering
+            prompt = self.data.max_length - spec.max_new_tokens
+            return spec.prompts * (round(row_tokens or prompt) + spec.answers * spec.max_new_tokens)
+        if self.train.batch_rows is None:
+            return self.train.batch_tokens
+        longest = self.data.max_length * (2 if self.objective.kind.reads == "pairs" else 1)
+        return max(1, round(self.train.batch_rows * (row_tokens or longest)))
+
+    def step_packs(self, row_tokens: float | None = None) -> int:
+        """Micro-batches of a step, on all ranks together; with batch_rows, about so many."""
+        return math.ceil(self.step_tokens(row_tokens) / self.train.capacity)
+
+    @property
+    def answering(self) -> Rollouts:
+        """How the model answers in a step of grpo, gspo or rloo."""
+        assert self.rollouts is not None
+        return self.rollouts
+
+    @property
+    def answer_tokens(self) -> int:
+        """What rows of prompts leave of `data.max_length` to an answer; of other rows 0."""
+        return 0 if self.rollouts is None else self.rollouts.max_new_tokens
+
+    @property
+    def stored_as(self) -> str:
+        """The storage format of the frozen weights (model/formats/table.py); bf16: as they are."""
+        if self.method == "qlora":
+            return "nf4" if self.storage == "auto" else self.storage
+        return "fp8" if self.method == "fp8" else "bf16"
+
+    @property
+    def fp8(self) -> bool:
+        """Whether the linears' products are in FP8."""
+        return self.method == "fp8" or self.compute == "fp8"
