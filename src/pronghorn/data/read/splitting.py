@@ -7,6 +7,7 @@ both is told, dropped from training or refused, as `data.leaks` says.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,10 +16,12 @@ import numpy as np
 from pronghorn.data.encode.cached_rows import Progress, silent
 from pronghorn.data.encode.tokens import TokenTable
 from pronghorn.data.preference.pair_choices import unit_of
-from pronghorn.data.prepare import Prepared
+from pronghorn.data.prepare import Prepared, prepare
 from pronghorn.data.read.copies import Families, Flags, Leaks, Longs, Side, families, leaks
-from pronghorn.errors import DataError, counted
-from pronghorn.recipe_parts import Data
+from pronghorn.data.read.reading import Name, Stage
+from pronghorn.errors import DataError, RecipeError, counted
+from pronghorn.hf_types import Tokenizer
+from pronghorn.recipe_parts import Data, Parts
 
 NAMED = 3  # leaks named in a message
 
@@ -28,6 +31,32 @@ class Apart:
     train: TokenTable
     held: TokenTable | None = None
     remarks: tuple[str, ...] = field(default=())
+
+
+def read_apart(
+    recipe: Parts, tokenizer: Tokenizer, progress: Progress, stage: Stage
+) -> tuple[Prepared, Prepared | None, Apart]:
+    """The rows of data.train, those of data.eval if that is a file, and what to train and to evaluate on."""
+    reads, capacity, answer = recipe.objective.kind.reads, recipe.train.capacity, recipe.answer_tokens
+
+    def read(names: Sequence[Name]) -> Prepared:
+        return prepare(
+            names, recipe.data, tokenizer, progress=progress, stage=stage, wanted=reads, capacity=capacity, answer=answer
+        )
+
+    prepared = read(recipe.data.train)
+    other = read((recipe.data.eval,)) if isinstance(recipe.data.eval, str) else None
+    with stage("read"):
+        sides = apart(prepared, other, recipe.data, recipe.train.seed, progress)
+    if recipe.eval.stop and sides.held is None:
+        raise RecipeError(
+            what="eval.stop needs held-out data",
+            why="early stopping compares evaluations",
+            fix="set data.eval to a file, or to a fraction such as 0.02",
+        )
+    if not len(sides.train):
+        raise DataError(what="no rows are left to train on", fix="run `pronghorn data stats` to see what was dropped and why")
+    return prepared, other, sides
 
 
 def apart(prepared: Prepared, held: Prepared | None, spec: Data, seed: int, progress: Progress = silent) -> Apart:

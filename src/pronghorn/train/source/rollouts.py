@@ -14,7 +14,8 @@ import hashlib
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -24,10 +25,9 @@ import numpy.typing as npt
 from pronghorn.data.encode.tokens import TokenTable, padding_id
 from pronghorn.data.pack.batches import Shapes
 from pronghorn.data.pack.loader import State, StepBatch
-from pronghorn.data.prepare import Prepared, example_of, prepare
-from pronghorn.data.read.reading import Name
-from pronghorn.data.read.splitting import apart
-from pronghorn.errors import DataError, HealthStop, RecipeError, counted
+from pronghorn.data.prepare import Prepared, example_of
+from pronghorn.data.read.splitting import read_apart
+from pronghorn.errors import HealthStop, RecipeError, counted
 from pronghorn.generation.generator import Completion, Generator, Request
 from pronghorn.generation.sampling import Sampling, key_of
 from pronghorn.generation.server import Server
@@ -38,14 +38,15 @@ from pronghorn.model.families import why_not_fast
 from pronghorn.model.generate import end_tokens
 from pronghorn.recipe import Recipe
 from pronghorn.recipe_rollouts import OWN
-from pronghorn.rewards.scoring import Said, Scored, Scorer
+from pronghorn.rewards.scoring import Said, Scorer
 from pronghorn.train.dist.launch import require_packs
 from pronghorn.train.run.evaluate import Evaluation
 from pronghorn.train.run.run_identity import data_key
 from pronghorn.train.setup.preference_data import shares_prompts
-from pronghorn.train.source.advantages import advantages, has_signal
+from pronghorn.train.source.advantages import advantages
 from pronghorn.train.source.data_facts import data_facts
-from pronghorn.train.source.episodes import EPISODE, Episode, Episodes, returned_by
+from pronghorn.train.source.episodes import EPISODE, Episodes, returned_by
+from pronghorn.train.source.rollout_groups import Group, figures_of, samples_of
 from pronghorn.train.source.rollout_rows import Learned, Rolled, rollout_shapes, rollout_step
 from pronghorn.train.source.served import Served
 from pronghorn.train.source.source import Report, Source
@@ -54,21 +55,7 @@ from pronghorn.train.step.step import StageTimer
 TRIED = 10  # rows that rewards are tried on before the run
 IN_THE_RUN, HELD_OUT = 0, 1  # parts of the keys of answers
 MOST_TOLD = 10  # different faults of rewards that are told
-SHOWN = 2000  # characters of a prompt or an answer in the log
 CUT = 0.5  # share of answers cut at max_new_tokens that is worth a notice
-
-
-@dataclass
-class Group:
-    """A prompt with its answers."""
-
-    number: int  # of the prompt in the run
-    row: int  # of the table
-    answers: Sequence[Completion]
-    texts: Sequence[str]
-    scored: Sequence[Scored] = ()
-    kept: list[int] = field(default_factory=list)  # answers that have a reward
-    played: Sequence[Episode] = ()  # of episodes: where the answers come from
 
 
 def _stop_token(tokenizer: Tokenizer, text: str) -> int:
@@ -127,22 +114,7 @@ class RolloutSource(Source):
                 fix="use another model, or objective: supervised, dpo or kto",
             )
         scorer = Scorer(recipe.rewards, recipe.answering, reward_file, needed=episode_file is None)
-
-        def read(names: Sequence[Name]) -> Prepared:
-            return prepare(
-                names, recipe.data, tokenizer, progress=report, stage=stage, wanted="prompts", answer=recipe.answer_tokens
-            )
-
-        prepared = read(recipe.data.train)
-        other = read((recipe.data.eval,)) if isinstance(recipe.data.eval, str) else None
-        with stage("read"):
-            sides = apart(prepared, other, recipe.data, recipe.train.seed, report)
-        if recipe.eval.stop and sides.held is None:
-            raise RecipeError(
-                what="eval.stop needs held-out data", fix="set data.eval to a file, or to a fraction such as 0.02"
-            )
-        if not len(sides.train):
-            raise DataError(what="no prompts are left", fix="run `pronghorn data stats` to see what was dropped and why")
+        prepared, other, sides = read_apart(recipe, tokenizer, report, stage)
         episodes = Episodes(episode_file, recipe, tokenizer) if episode_file is not None else None
         scorer.digest += hashlib.sha256(episode_file.read_bytes()).hexdigest() if episode_file is not None else ""
         source = cls(recipe, tokenizer, sides.train, sides.held, prepared, scorer, report, episodes)
@@ -252,13 +224,13 @@ class RolloutSource(Source):
         generated = time.perf_counter()
         self._score(groups, self.train)
         scored = time.perf_counter()
-        figures = self._figures(groups)
+        figures = figures_of(groups, self.names, self.world)
         seconds = {"rollouts/generation_seconds": generated - began, "rollouts/reward_seconds": scored - generated}
         tokens = figures["completions/mean_length"] * figures.pop("answers")
         speed = {"rollouts/tokens_per_second": tokens / max(1e-9, generated - began)}
         learned = [self._learned(group) for group in groups]
         rolled = Rolled([one for one in learned if one], figures | seconds | speed, self._notices(groups, figures))
-        rolled.samples = self._samples(groups)
+        rolled.samples = samples_of(groups, partial(self._said, self.train))
         if self._served is not None:
             self._served.correct(self, model, rolled)
         if self.recipe.objective.beta:
@@ -268,39 +240,30 @@ class RolloutSource(Source):
 
     def _answered(self, model: HFModel, table: TokenTable, asked: Mapping[int, int], tries: int, side: int) -> list[Group]:
         """`asked`: row by number, in the run or among held-out rows (`side`: HELD_OUT)."""
-        seed = self.recipe.train.seed
-        keys = [[key_of(seed, side, number, one) for one in range(tries)] for number in asked]
         stops = [*end_tokens(model, self.tokenizer), *self.stops]
-        if self._episodes is not None:
-            return self._played(self._episodes, model, table, asked, tries, side, stops)
-        requests = [
-            Request(table.ids(row).tolist(), own, self.spec.max_new_tokens, self.rule, stops)
-            for row, own in zip(asked.values(), keys, strict=True)
-        ]
-        with self.autocast():
-            found = self._engine(model, len(stops)).generate(requests, self._generating)
-        decode = self.tokenizer.decode
-        return [
-            Group(number, row, answers, [str(decode(answer.tokens, skip_special_tokens=True)) for answer in answers])
-            for (number, row), answers in zip(asked.items(), found, strict=True)
-        ]
 
-    def _played(
-        self, episodes: Episodes, model: HFModel, table: TokenTable, asked: Mapping[int, int], tries: int, side: int,
-        stops: Sequence[int],
-    ) -> list[Group]:  # fmt: skip
         def generate(requests: Sequence[Request]) -> list[list[Completion]]:
             with self.autocast():
                 return self._engine(model, len(stops)).generate(requests, self._generating)
 
-        said = [self._said(table, row) for row in asked.values() for _ in range(tries)]
-        keys = [(self.recipe.train.seed, side, number, one) for number in asked for one in range(tries)]
-        rows = [{**one.columns, "prompt": one.prompt} for one in said]
-        found = episodes.play(generate, rows, keys, self.rule, stops)
-        parts = [found[at : at + tries] for at in range(0, len(found), tries)]
+        keys = [[(self.recipe.train.seed, side, number, one) for one in range(tries)] for number in asked]
+        if self._episodes is not None:
+            said = [self._said(table, row) for row in asked.values() for _ in range(tries)]
+            rows = [{**one.columns, "prompt": one.prompt} for one in said]
+            played = self._episodes.play(generate, rows, [key for own in keys for key in own], self.rule, stops)
+            parts = [played[at : at + tries] for at in range(0, len(played), tries)]
+            return [
+                Group(number, row, [one.answer for one in part], [one.text for one in part], played=part)
+                for (number, row), part in zip(asked.items(), parts, strict=True)
+            ]
+        requests = [
+            Request(table.ids(row).tolist(), [key_of(*key) for key in own], self.spec.max_new_tokens, self.rule, stops)
+            for row, own in zip(asked.values(), keys, strict=True)
+        ]
+        decode = self.tokenizer.decode
         return [
-            Group(number, row, [one.answer for one in part], [one.text for one in part], played=part)
-            for (number, row), part in zip(asked.items(), parts, strict=True)
+            Group(number, row, answers, [str(decode(answer.tokens, skip_special_tokens=True)) for answer in answers])
+            for (number, row), answers in zip(asked.items(), generate(requests), strict=True)
         ]
 
     def _generating(self, _: str, done: int, total: int) -> None:
@@ -325,11 +288,7 @@ class RolloutSource(Source):
     def _score(self, groups: Sequence[Group], table: TokenTable) -> None:
         returned = [returned_by(group.played[i]) if group.played else None for group in groups for i in range(len(group.texts))]
         texts = [(group.row, text) for group in groups for text in group.texts]
-        asked = [
-            replace(self._said(table, row), text=text)
-            for (row, text), known in zip(texts, returned, strict=True)
-            if known is None
-        ]
+        asked = [self._said(table, row, text) for (row, text), known in zip(texts, returned, strict=True) if known is None]
         self.report("scoring", 0, len(asked))
         found = iter(self.scorer.score(asked))
         self.report("scoring", len(asked), len(asked))
@@ -357,7 +316,7 @@ class RolloutSource(Source):
             group.row,
             [np.array(group.played[i].ids if group.played else group.answers[i].tokens, np.int32) for i in group.kept],
             [np.array(answer.log_probs, np.float32) for answer in answers],
-            [float(group.scored[i].total or 0.0) for i in group.kept],
+            group.rewards,
             [not answer.ended and self.spec.truncated == "mask" for answer in answers],
             runs=[list(group.played[i].runs) for i in group.kept] if group.played else [],
         )
@@ -397,42 +356,6 @@ class RolloutSource(Source):
 
     # ---- what is told --------------------------------------------------------------------------------------------
 
-    def _figures(self, groups: Sequence[Group]) -> dict[str, float]:
-        """By TRL's names, over all ranks."""
-        answers = [answer for group in groups for answer in group.answers]
-        ended = [len(answer.tokens) for answer in answers if answer.ended]
-        kept = [[float(group.scored[i].total or 0.0) for i in group.kept] for group in groups]
-        rewards = [reward for group in kept for reward in group]
-        spreads = [float(np.std(group, ddof=1)) for group in kept if len(group) > 1]
-        sums = [
-            len(answers), sum(len(answer.tokens) for answer in answers), len(answers) - len(ended), sum(ended), len(rewards),
-            math.fsum(rewards), len(spreads), math.fsum(spreads), len(groups), sum(not has_signal(group) for group in kept),
-        ]  # fmt: skip
-        for name in self.names:
-            values = [scored.parts[name] for group in groups for scored in group.scored if name in scored.parts]
-            sums += [len(values), math.fsum(values), math.fsum(value * value for value in values)]
-        count, tokens, cut, of_ended, scored, reward, spread_groups, spread, all_groups, flat, *parts = self.world.total(
-            *map(float, sums)
-        )
-        longest = self.world.largest(max((len(answer.tokens) for answer in answers), default=0))
-        found = {
-            "answers": count,
-            **({"reward": reward / scored} if scored else {}),
-            "reward_std": spread / max(1.0, spread_groups),
-            "frac_reward_zero_std": flat / max(1.0, all_groups),
-            "completions/mean_length": tokens / max(1.0, count),
-            "completions/max_length": float(longest),
-            "completions/clipped_ratio": cut / max(1.0, count),
-            "completions/mean_terminated_length": of_ended / max(1.0, count - cut),
-            **({"rewards/left_out": count - scored} if count > scored else {}),
-        }
-        for name, (values, added, squares) in zip(self.names, zip(*[iter(parts)] * 3, strict=True), strict=True):
-            if values:
-                mean = added / values
-                found[f"rewards/{name}/mean"] = mean
-                found[f"rewards/{name}/std"] = math.sqrt(max(0.0, squares - values * mean * mean) / max(1.0, values - 1))
-        return found
-
     def _notices(self, groups: Sequence[Group], figures: dict[str, float]) -> tuple[str, ...]:
         """Each once a process."""
         found = []
@@ -449,21 +372,6 @@ class RolloutSource(Source):
         self._told |= {kind for kind, _ in new}
         return tuple(f"rollout {self._rollouts + 1}: {text}" for _, text in new)
 
-    def _samples(self, groups: Sequence[Group]) -> tuple[dict[str, Any], ...]:
-        """The best and the worst answer to the first prompt that has two."""
-        group = next((group for group in groups if has_signal([float(group.scored[i].total or 0) for i in group.kept])), None)
-        group = group or next((group for group in groups if group.kept), None)
-        if group is None:
-            return ()
-        order = sorted(group.kept, key=lambda i: -float(group.scored[i].total or 0.0))
-        said = self._said(self.train, group.row)
-        prompt = said.prompt if isinstance(said.prompt, str) else str(said.prompt[-1].get("content") or "")
-        return tuple(
-            {"prompt": prompt[-SHOWN:], "expected": said.expected, "answer": group.texts[i][:SHOWN],
-             "reward": group.scored[i].total, "rewards": dict(group.scored[i].parts)}
-            for i in dict.fromkeys((order[0], order[-1]))
-        )  # fmt: skip
-
     # ---- held-out prompts ----------------------------------------------------------------------------------------
 
     def evaluate(self, model: HFModel) -> Evaluation:
@@ -474,17 +382,13 @@ class RolloutSource(Source):
         rows = sorted(drawn.tolist())[self.world.rank :: self.world.size]
         groups = self._answered(model, self.held_out, {row: row for row in rows}, self.spec.eval_answers, HELD_OUT)
         self._score(groups, self.held_out)
-        means = [
-            math.fsum(float(group.scored[i].total or 0.0) for i in group.kept) / len(group.kept)
-            for group in groups
-            if group.kept
-        ]
+        means = [math.fsum(group.rewards) / len(group.kept) for group in groups if group.kept]
         found, added = self.world.total(float(len(means)), math.fsum(means))
         mean = added / found if found else math.nan
         (squares,) = self.world.total(math.fsum((one - mean) ** 2 for one in means))
         error = math.sqrt(squares / max(1.0, found - 1) / found) if found else math.nan
         shown = {
-            name: value for name, value in self._figures(groups).items()
+            name: value for name, value in figures_of(groups, self.names, self.world).items()
             if name.startswith(("rewards/", "completions/")) and not name.endswith("/std")
         }  # fmt: skip
         return Evaluation(math.nan, 0, {"reward": mean, "reward_error": error, **shown}, samples=int(found))

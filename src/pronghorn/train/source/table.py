@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Self
 
 import numpy as np
@@ -14,9 +14,9 @@ from pronghorn.data.pack.packing import Packs, pack
 from pronghorn.data.preference.pair_choices import first_rows, held_out_by
 from pronghorn.data.preference.pair_packing import groups_of
 from pronghorn.data.prepare import Prepared, findings, prepare
-from pronghorn.data.read.reading import Name, parts_of, text_bytes
-from pronghorn.data.read.splitting import apart
-from pronghorn.errors import DataError, PronghornError, RecipeError
+from pronghorn.data.read.reading import parts_of, text_bytes
+from pronghorn.data.read.splitting import apart, read_apart
+from pronghorn.errors import PronghornError
 from pronghorn.hf_types import HFModel, Tokenizer
 from pronghorn.memory.forecast import BYTES_PER_TOKEN
 from pronghorn.packs import PackedBatch
@@ -49,25 +49,7 @@ class TableSource(Source):
     @classmethod
     def of(cls, recipe: Recipe, tokenizer: Tokenizer, *, report: Report, stage: StageTimer) -> Self:
         shared, told = shares_prompts(recipe)
-
-        def read(names: Sequence[Name]) -> Prepared:
-            wanted, capacity = recipe.objective.kind.reads, recipe.train.capacity
-            return prepare(names, recipe.data, tokenizer, progress=report, stage=stage, wanted=wanted, capacity=capacity)
-
-        prepared = read(recipe.data.train)
-        other = read((recipe.data.eval,)) if isinstance(recipe.data.eval, str) else None
-        with stage("read"):
-            sides = apart(prepared, other, recipe.data, recipe.train.seed, report)
-        if recipe.eval.stop and sides.held is None:
-            raise RecipeError(
-                what="eval.stop needs held-out data",
-                why="early stopping needs a held-out loss",
-                fix="set data.eval to a file, or to a fraction such as 0.02",
-            )
-        if not len(sides.train):
-            raise DataError(
-                what="no rows are left to train on", fix="run `pronghorn data stats` to see what was dropped and why"
-            )
+        prepared, other, sides = read_apart(recipe, tokenizer, report, stage)
         held_out = None if sides.held is None else sides.held.sharing(shared)
         with stage("pack"):
             source = cls(recipe, sides.train.sharing(shared), held_out, padding_id(tokenizer), prepared, report)
