@@ -54,16 +54,13 @@ def answers(
     max_new_tokens: int,
     rule: Sampling = GREEDY,
     seed: int = 0,
-    stop: Sequence[str] = (),
     on_text: Callable[[int, str], None] | None = None,
     progress: Progress | None = None,
     capture: bool = True,
 ) -> list[Generated]:
-    """In the prompts' order. `stop`: strings that end an answer before them. `on_text`: gets pieces of each answer's text.
-    `capture`: on a GPU, steps are CUDA graphs."""
+    """In the prompts' order. `on_text`: gets pieces of each answer's text. `capture`: on a GPU, steps are CUDA graphs."""
     ends = end_tokens(model, tokenizer)
-    plain = rule == GREEDY and not stop and on_text is None
-    if plain and prompts and why_not_here(model):
+    if rule == GREEDY and on_text is None and prompts and why_not_here(model):
         _tell(model)
         found = generate.greedy_tokens(model, prompts, max_new_tokens=max_new_tokens, stops=ends, progress=progress)
         return [_whole(tokenizer, tokens, ends) for tokens in found]
@@ -72,32 +69,29 @@ def answers(
         return []
     engine = answering(model, longest=max_new_tokens, needs=list(map(needed, requests)), stops=len(ends), capture=capture)
     said = [engine.submit(request)[0] for request in requests]
-    texts = [GrowingText(tokenizer, ends, stop, partial(_piece, on_text, i)) for i in range(len(said))]
+    texts = [GrowingText(tokenizer, ends, (), partial(_piece, on_text, i)) for i in range(len(said))] if on_text else []
     over = [False] * len(said)
 
     def look() -> None:
-        for i, (answer, text) in enumerate(zip(said, texts, strict=True)):
-            if over[i] or len(answer.tokens) == text.count:
+        for i, answer in enumerate(said):
+            if over[i]:
                 continue
-            if stop or on_text:
-                over[i] = any(text.add(token) for token in answer.tokens[text.count :])
-                if over[i]:
-                    engine.stop(answer)
-            over[i] |= answer.ended or len(answer.tokens) == max_new_tokens
+            for token in answer.tokens[texts[i].count :] if texts else ():
+                texts[i].add(token)
+            over[i] = answer.ended or len(answer.tokens) == max_new_tokens
             if over[i] and progress:
                 progress("answering", sum(over), len(over))
 
     engine.run(look)
-    if not (stop or on_text):
+    if not texts:
         return [_whole(tokenizer, answer.tokens, ends) for answer in said]
     for text in texts:
         text.finish()
     return [Generated(text.text.strip(), not text.stopped, text.tokens) for text in texts]
 
 
-def _piece(on_text: Callable[[int, str], None] | None, number: int, text: str, _: list[object]) -> None:
-    if on_text is not None:
-        on_text(number, text)
+def _piece(on_text: Callable[[int, str], None], number: int, text: str, _: list[object]) -> None:
+    on_text(number, text)
 
 
 def _whole(tokenizer: Tokenizer, tokens: list[int], ends: Sequence[int]) -> Generated:

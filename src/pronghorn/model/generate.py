@@ -38,7 +38,6 @@ def greedy_tokens(
     *,
     max_new_tokens: int,
     stops: Sequence[int],
-    batch_size: int | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> list[list[int]]:
     """Prompts of similar length share a batch, padded on the left; answers come back in the prompts' order, up to the token
@@ -47,7 +46,7 @@ def greedy_tokens(
     answers: list[list[int]] = [[]] * len(prompts)
     done = 0
     with in_mode(model, training=False):
-        waiting = list(batches([len(prompt) for prompt in prompts], batch_size or BATCH.get(device.type, 32), max_new_tokens))
+        waiting = list(batches([len(prompt) for prompt in prompts], BATCH.get(device.type, 32), max_new_tokens))
         while waiting:
             chosen = waiting.pop(0)
             try:

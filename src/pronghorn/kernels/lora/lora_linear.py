@@ -44,9 +44,9 @@ def lora_linear_reference(
     return y_TO + (x_TD @ A_RD.to(x_TD.dtype).T) @ B_OR.to(x_TD.dtype).T * scale
 
 
-def linear_backward_weight(dy_TO: Tensor, x_TD: Tensor, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
-    """dW_OD of a trained linear, in `dtype` (default: x's)."""
-    return mm(dy_TO.T, x_TD, dtype, out)
+def linear_backward_weight(dy_TO: Tensor, x_TD: Tensor, dtype: torch.dtype) -> Tensor:
+    """dW_OD of a trained linear, in `dtype`."""
+    return mm(dy_TO.T, x_TD, dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -25,15 +25,8 @@ class StoredLoraGroup(LoraGroup):
     """A `LoraGroup` whose M is valid from `load` until another group loads. 16-bit weights among its linears are copied in. R
     may be 0: M is then the weights alone."""
 
-    def __init__(
-        self,
-        weights: Sequence[StoredTensor | Tensor],
-        adapters: Sequence[Adapter],
-        scratch: SharedBuffer,
-        *,
-        padding: int | None = None,
-    ) -> None:
-        self._lay_out([weight.shape[0] for weight in weights], weights[0].shape[1], adapters, padding)
+    def __init__(self, weights: Sequence[StoredTensor | Tensor], adapters: Sequence[Adapter], scratch: SharedBuffer) -> None:
+        self._lay_out([weight.shape[0] for weight in weights], weights[0].shape[1], adapters, None)
         self.scratch = scratch
         self._weights = list(weights)
         self._layout = (

@@ -56,11 +56,9 @@ class StoredLinear(nn.Linear):
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)  # type: ignore[assignment]
 
     @classmethod
-    def from_linear(cls, module: nn.Linear, storage: Format, device: torch.device | None = None) -> StoredLinear:
-        """Quantizes on `device` if one is given: the weight is moved there first."""
+    def from_linear(cls, module: nn.Linear, storage: Format) -> StoredLinear:
         assert storage.quantize
-        bias = None if module.bias is None else module.bias.to(device)
-        return cls(storage.quantize(module.weight.detach().to(device)), bias)
+        return cls(storage.quantize(module.weight.detach()), module.bias)
 
     def _set(self, q: StoredTensor) -> None:
         tensors = q.tensors()

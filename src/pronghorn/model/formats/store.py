@@ -40,14 +40,12 @@ def count_parameters(model: nn.Module) -> int:
     return packed + sum(parameter.numel() for parameter in model.parameters())
 
 
-def store_linears_(
-    model: nn.Module, storage: Format, *, skip: Collection[str] | None = None, device: torch.device | None = None
-) -> int:
-    """Quantizes every linear except `skip` (default: those that the format leaves wide), on `device` if one is given. Frees
-    each wide weight before it goes on to the next. Returns the number of linears."""
+def store_linears_(model: nn.Module, storage: Format, *, skip: Collection[str] | None = None) -> int:
+    """Quantizes every linear except `skip` (default: those that the format leaves wide). Frees each wide weight before it goes
+    on to the next. Returns the number of linears."""
     linears = linears_of(model, nn.Linear, storage.wide if skip is None else skip)
     for parent, name, _, module in linears:
-        setattr(parent, name, StoredLinear.from_linear(module, storage, device))
+        setattr(parent, name, StoredLinear.from_linear(module, storage))
         module.weight = None  # whoever else still knows the module does not hold its weight
     return len(linears)
 
