@@ -20,9 +20,10 @@ from pronghorn.model.formats.store import store_linears_
 from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.lora import add_adapter
 from pronghorn.recipe_parts import Lora
-from pronghorn.train.loop import RunResult, train
+from pronghorn.train.loop import train
 from pronghorn.train.objectives import Supervised
 from pronghorn.train.run.run_evaluation import evaluate_run
+from pronghorn.train.run.steps import RunResult
 from pronghorn.train.run.trained_run import Chat
 from pronghorn.train.setup import setup
 from pronghorn.train.setup.check import check_run

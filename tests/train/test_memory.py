@@ -23,7 +23,8 @@ from pronghorn.model.layers.layer import DecoderLayer
 from pronghorn.packs import PackedBatch
 from pronghorn.recipe import Recipe
 from pronghorn.report.run_log import history, read_log
-from pronghorn.train.loop import RunResult, train
+from pronghorn.train.loop import train
+from pronghorn.train.run.steps import RunResult
 from pronghorn.train.setup import setup
 from pronghorn.train.setup.setup import Session, set_up
 from pronghorn.train.step.fused_adamw import FusedAdamW

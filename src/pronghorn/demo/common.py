@@ -17,7 +17,7 @@ from pronghorn.report.display import Display, make_display
 from pronghorn.report.run_log import history, read_log
 from pronghorn.report.stages import Stages
 from pronghorn.report.summary import summary
-from pronghorn.train.loop import RunResult
+from pronghorn.train.run.steps import RunResult
 
 ASKED = "Room 305 here, please wake me at 7:00."  # what the last lines suggest to ask
 
