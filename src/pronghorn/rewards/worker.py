@@ -76,7 +76,7 @@ def started(load: Callable[[Path], dict[str, Reward]]) -> tuple[dict[str, Reward
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
-    def reply(**values: object) -> None:
+    def reply(**values: Any) -> None:
         replies.write(json.dumps(values) + "\n")
         replies.flush()
 
