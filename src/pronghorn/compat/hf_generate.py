@@ -87,9 +87,8 @@ def generate(model: PreTrainedModel, *given: Any, **named: Any) -> Any:
         if types is not None and bool(types.any()):
             raise NotCovered("tokens of images")
         loop, dtype = loop_and_precision(model)
-        streamer = arguments.get(
-            "streamer"
-        )  # not for transformers, which would put the prompt into it before it is clear who answers
+        # Not for transformers, which would put the prompt into it before it is clear who answers.
+        streamer = arguments.get("streamer")
         arguments = {name: value for name, value in arguments.items() if name not in ("streamer", *OF_THE_LOOP)}
         return own(model, **arguments, custom_generate=_decoding(loop, dtype, streamer))
     except NotCovered as reason:
