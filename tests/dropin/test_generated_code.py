@@ -91,18 +91,18 @@ def test_what_is_no_function() -> None:
 def test_limits_of_time() -> None:
     endless = create_locked_down_function("def f(x):\n    while x:\n        pass\n    return 1")
 
-    @execute_with_time_limit(0.3)
-    def play(strategy: Any, x: int) -> Any:
+    def here(strategy: Any, x: int) -> Any:
         return strategy(x), os.getpid()
 
-    assert play(endless, 0) == (1, os.getpid())  # the script's own function runs here
+    play = execute_with_time_limit(0.3)(here)
+    assert execute_with_time_limit(60)(here)(endless, 0) == (1, os.getpid())  # the script's own function runs here
     began = time.monotonic()
     with pytest.raises(TimeoutError):
         play(endless, 1)
     with pytest.raises(RuntimeError, match="has ended"):
         endless(0)
     with pytest.raises(TimeoutError):
-        play(lambda x: time.sleep(30), 1)
+        play(lambda x: time.sleep(300), 1)
     found: list[BaseException] = []
 
     def elsewhere() -> None:
@@ -115,7 +115,7 @@ def test_limits_of_time() -> None:
     thread.start()
     thread.join()
     assert len(found) == 1
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 200
     alive = create_locked_down_function("def f():\n    return 1")
     process = alive._process
     del alive

@@ -85,7 +85,7 @@ def test_rewards_by_function_in_the_rows_order(file: Path) -> None:
     }.items(),
 )
 def test_what_goes_wrong_is_told_of_that_answer_alone(text: str, said: str, file: Path) -> None:
-    with RewardPool(file, workers=1, seconds=2.0, memory=4 << 30) as pool:
+    with RewardPool(file, workers=1, seconds=2.0 if text == "hang" else 60.0, memory=4 << 30) as pool:
         before, wrong, after = pool.score(rows("fine", text, "fine"))
         assert before == after
         fault = wrong["reward_odd"]
@@ -95,11 +95,12 @@ def test_what_goes_wrong_is_told_of_that_answer_alone(text: str, said: str, file
 
 
 def test_what_a_function_started_ends_with_it(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CHILD", str(tmp_path / "child"))
-    with RewardPool(file, workers=1, seconds=2.0) as pool:
-        pool.score(rows("child"))
-    child = int((tmp_path / "child").read_text())
-    wait_until(lambda: not alive(child), "it outlives its function")
+    started = tmp_path / "child"
+    monkeypatch.setenv("CHILD", str(started))
+    with RewardPool(file, workers=1) as pool:
+        pool._workers[0].give(0, rows("child")[0])
+        wait_until(lambda: started.exists() and started.read_text())
+    wait_until(lambda: not alive(int(started.read_text())), "it outlives its function")
 
 
 @pytest.mark.parametrize(
