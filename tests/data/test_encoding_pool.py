@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from processes import alive
 from pronghorn.data.encode import encoding_pool
 from pronghorn.data.encode.encode import Encoder
 from pronghorn.data.encode.encoding_pool import EncodingPool
@@ -179,12 +180,3 @@ def test_an_interrupt_while_workers_are_made_is_not_lost() -> None:
     folder = Path(__file__).parent.parent
     ended = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=False, timeout=60)
     assert (ended.stdout.split(), "ignored" in ended.stderr) == (["interrupted", "-15"], False), ended.stderr
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return state != "Z"  # a zombie that nobody reaps is gone
-    except (ProcessLookupError, FileNotFoundError):
-        return False

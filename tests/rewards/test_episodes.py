@@ -51,7 +51,7 @@ def test_episodes_go_in_rounds_and_faults_cost_as_little_as_they_can(file: Path)
     def faults(found: Sequence[Any]) -> list[str]:
         return [one.what if isinstance(one, Fault) else "" for one in found]
 
-    with EpisodePool(file, workers=2, seconds=1.0) as pool:
+    with EpisodePool(file, workers=2, seconds=60.0) as pool:
         kinds = ["fine", "none", "fail", "refused", "text", "twice"] + ["fine"] * 40
         found = pool.play([{"kind": kind} for kind in kinds], answer)
         assert rounds[0] == list(range(46))
@@ -68,12 +68,13 @@ def test_episodes_go_in_rounds_and_faults_cost_as_little_as_they_can(file: Path)
             assert part in said
         assert pool.replaced == 0
 
+        pool.seconds = 2.0
         kinds = ["wait", "fine", "fine", "fine"]  # in the first process, beside number 2
         found = pool.play([{"kind": kind} for kind in kinds], answer)
         assert found[1:] == [6.0, 7.0, 8.0], "one that waits costs nobody else"
-        assert "took longer than 1 s" in faults(found)[0]
+        assert "took longer than 2 s" in faults(found)[0]
         assert pool.replaced == 0
-        for kind, why in (("die", "exit code 3"), ("block", "took longer than 1 s")):
+        for kind, why in (("die", "exit code 3"), ("block", "took longer than 2 s")):
             kinds, before = [kind, "fine", "fine"], pool.replaced
             found = pool.play([{"kind": one} for one in kinds], answer)
             assert why in faults(found)[0]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
 
+from processes import alive, wait_until
 from pronghorn.errors import CommandError
 from pronghorn.rewards.pool import Fault, RewardPool
 
@@ -29,6 +29,8 @@ def reward_odd(completions, **columns):
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         open(os.environ["CHILD"], "w").write(str(child.pid)); time.sleep(600)
     if text == "die": os._exit(7)
+    if text == "input": input()
+    if text == "reads": return [len(subprocess.run(["cat"], stdout=subprocess.PIPE).stdout) + 1]
     if text == "exit": sys.exit(3)
     if text == "raise": raise ValueError("not this one")
     if text == "nan": return [float("nan")]
@@ -55,11 +57,12 @@ def rows(*answers: str) -> list[dict[str, object]]:
 def test_rewards_by_function_in_the_rows_order(file: Path) -> None:
     with RewardPool(file, workers=2) as pool:
         assert pool.names == ["reward_length", "answer_reward", "reward_odd"]
-        found = pool.score(rows("a", "bb", "cca"))
+        found = pool.score(rows("a", "bb", "cca", "reads"))
         assert found == [
             {"reward_length": 1.0, "answer_reward": 1.0, "reward_odd": 1.0},
             {"reward_length": 2.0, "answer_reward": 0.0, "reward_odd": 1.0},
             {"reward_length": 3.0, "answer_reward": 1.0, "reward_odd": 1.0},
+            {"reward_length": 5.0, "answer_reward": 1.0, "reward_odd": 1.0},  # what a function starts has no input
         ]
         assert pool.score([{"prompts": "q", "completions": "x", "answer": None}])[0]["answer_reward"] is None
         assert pool.score([]) == []
@@ -70,8 +73,9 @@ def test_rewards_by_function_in_the_rows_order(file: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     {
-        "raise": "ValueError: not this one (line 21)",
+        "raise": "ValueError: not this one (line 23)",
         "exit": "SystemExit: 3",
+        "input": "EOFError",
         "nan": "ValueError: it returned nan",
         "many": "not a list of one number",
         "text": "not a number",
@@ -81,7 +85,7 @@ def test_rewards_by_function_in_the_rows_order(file: Path) -> None:
     }.items(),
 )
 def test_what_goes_wrong_is_told_of_that_answer_alone(text: str, said: str, file: Path) -> None:
-    with RewardPool(file, workers=1, seconds=2.0, memory=4 << 30) as pool:
+    with RewardPool(file, workers=1, seconds=2.0 if text == "hang" else 60.0, memory=4 << 30) as pool:
         before, wrong, after = pool.score(rows("fine", text, "fine"))
         assert before == after
         fault = wrong["reward_odd"]
@@ -91,16 +95,12 @@ def test_what_goes_wrong_is_told_of_that_answer_alone(text: str, said: str, file
 
 
 def test_what_a_function_started_ends_with_it(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CHILD", str(tmp_path / "child"))
-    with RewardPool(file, workers=1, seconds=2.0) as pool:
-        pool.score(rows("child"))
-    child, until = int((tmp_path / "child").read_text()), time.monotonic() + 20
-    while time.monotonic() < until and Path(f"/proc/{child}/stat").exists():
-        if Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] in "ZX":
-            break
-        time.sleep(0.02)
-    else:
-        assert not Path(f"/proc/{child}").exists()
+    started = tmp_path / "child"
+    monkeypatch.setenv("CHILD", str(started))
+    with RewardPool(file, workers=1) as pool:
+        pool._workers[0].give(0, rows("child")[0])
+        wait_until(lambda: started.exists() and started.read_text())
+    wait_until(lambda: not alive(int(started.read_text())), "it outlives its function")
 
 
 @pytest.mark.parametrize(

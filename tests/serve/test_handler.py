@@ -7,7 +7,6 @@ import re
 import select
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 import torch
 
 from benchmarks.serve_load import burst, chat, post
+from processes import wait_until
 from pronghorn.generation.decoder import Decoder
 from pronghorn.model.causal_lm import install
 from pronghorn.serve import handler
@@ -149,12 +149,10 @@ def test_clients_that_leave_free_their_places(server: Server, monkeypatch: pytes
     for one in gone:
         one.close()
     assert parts(said(server, post(chat("b", max_tokens=1))))[0] == 200
-    deadline = time.monotonic() + 60
-    while server.engine.jobs and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert len(windows) < 400  # of the 450 that one answer takes
     generator = server.engine._answering._generator  # type: ignore[union-attr]
-    assert (server.engine.jobs, len(generator._slots), len(generator._free)) == (0, SLOTS, generator._pages)
+    free = (0, SLOTS, generator._pages)
+    wait_until(lambda: (server.engine.jobs, len(generator._slots), len(generator._free)) == free)
+    assert len(windows) < 400  # of the 450 that one answer takes
 
 
 def test_there_is_an_end_to_waiting(models: Models, told: list[str]) -> None:
@@ -211,10 +209,13 @@ def test_others_are_answered_while_a_large_prompt_is_read(server: Server, monkey
 
 
 def test_slow_clients_are_cut_off(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("IDLE", "HEAD_SECONDS", "BODY_SECONDS"):
-        monkeypatch.setattr(handler, name, 0.2)
-    assert said(server, b"") == b""  # says nothing
-    assert said(server, b"GET /v1/models HT") == b""
+    with monkeypatch.context() as short:
+        short.setattr(handler, "IDLE", 0.2)
+        assert said(server, b"") == b""  # says nothing
+    with monkeypatch.context() as short:
+        short.setattr(handler, "HEAD_SECONDS", 0.2)
+        assert said(server, b"GET /v1/models HT") == b""
+    monkeypatch.setattr(handler, "BODY_SECONDS", 0.2)
     status, _, body = parts(said(server, post(b'{"model"', Content_Length="500")))
     assert (status, b"did not arrive within" in body) == (408, True)
 
@@ -225,8 +226,7 @@ def test_there_are_no_more_threads_than_places(models: Models, monkeypatch: pyte
     server = Server(models, "127.0.0.1", 0, Handler)
     threading.Thread(target=lambda: server.serve_forever(poll_interval=0.01), daemon=True).start()
     holding = [socket.create_connection(place(server)) for _ in range(8)]
-    while server._open < 8:
-        time.sleep(0.001)
+    wait_until(lambda: server._open == 8)
     late = socket.create_connection(place(server), timeout=60)
     late.sendall(f"{GET}{CLOSE}".encode())
     assert not select.select([late], [], [], 0.1)[0]
@@ -260,8 +260,8 @@ def test_the_end_lets_a_stream_end(models: Models) -> None:
     threads[0].start()
     assert begun.wait(60)
     threads[1].start()
-    while threads[1].is_alive() and not any(not job.asked.stream for job, _ in server.engine._under_way):
-        time.sleep(0.001)  # one that still waits would be told 503
+    # one that still waits would be told 503
+    wait_until(lambda: not threads[1].is_alive() or any(not job.asked.stream for job, _ in server.engine._under_way))
     server.shutdown()
     server.end()
     for thread in threads:

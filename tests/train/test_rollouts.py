@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -153,15 +151,6 @@ def test_a_run_goes_on_between_two_updates_of_one_rollout(rl: RecipeFor) -> None
     assert rewards_of(done.folder) == rewards_of(whole.folder)
     assert [step["update"] for step in rewards_of(done.folder)] == [1.0, 2.0, 3.0, 1.0, 2.0]
     assert same(weights(latest_checkpoint(done.folder)), weights(latest_checkpoint(whole.folder)))
-
-
-@pytest.mark.usefixtures("imported_python")
-def test_kill_9_while_answering_changes_nothing(one_layer_model: Path, tmp_path: Path) -> None:
-    script = Path(__file__).parent / "kill_and_resume.py"
-    words = [str(one_layer_model), str(tmp_path), "--kills", "3", "--steps", "9", "--objective", "grpo"]
-    done = subprocess.run([sys.executable, str(script), *words], capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert len(set(json.loads(done.stdout)["resumed_from"])) >= 2
 
 
 def test_packing_changes_nothing(rl: RecipeFor) -> None:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from pronghorn.rewards.worker import Reward, names_of, number_of, started, told
 
@@ -42,9 +41,9 @@ def episode_of(path: Path) -> dict[str, Reward]:
     return {"episode": found}
 
 
-async def serve(episode: Reward, path: Path, reply: Callable[..., None]) -> None:
+async def serve(episode: Reward, path: Path, asked: IO[str], reply: Callable[..., None]) -> None:
     reader, loop = asyncio.StreamReader(limit=LONGEST), asyncio.get_running_loop()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), asked)
     tasks: dict[int, asyncio.Task[None]] = {}
     waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
 
@@ -79,8 +78,8 @@ async def serve(episode: Reward, path: Path, reply: Callable[..., None]) -> None
 
 
 def main() -> None:
-    functions, path, reply = started(episode_of)
-    asyncio.run(serve(functions["episode"], path, reply))
+    functions, path, asked, reply = started(episode_of)
+    asyncio.run(serve(functions["episode"], path, asked, reply))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The process that runs a user's reward functions: `python -m pronghorn.rewards.worker FILE MEMORY`.
 
-It reads a JSON line for each answer and writes one with its rewards, or with what went wrong. Its standard output is the
-parent's alone: what functions print goes to standard error. Memory is limited for the process and all that it starts.
+It reads a JSON line for each answer and writes one with its rewards, or with what went wrong. Its pipes are the parent's alone:
+what functions print goes to standard error, and they have no input. Memory is limited for the process and all that it starts.
+All of it ends when the parent does, even by kill -9.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import json
 import math
 import os
 import resource
+import select
+import signal
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 Reward = Callable[..., Any]
 
@@ -70,15 +73,20 @@ async def _awaited(value: Any) -> Any:
     return await value
 
 
-def started(load: Callable[[Path], dict[str, Reward]]) -> tuple[dict[str, Reward], Path, Callable[..., None]]:
-    """What the file of the command line has, that file, and how to reply to the parent."""
+def started(load: Callable[[Path], dict[str, Reward]]) -> tuple[dict[str, Reward], Path, IO[str], Callable[..., None]]:
+    """What the file of the command line has, that file, what the parent writes, and how to reply to it."""
     path, memory = Path(sys.argv[1]), int(sys.argv[2])
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    _end_with_parent()
+    asked, replies = os.fdopen(os.dup(0), encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
 
     def reply(**values: Any) -> None:
-        replies.write(json.dumps(values) + "\n")
-        replies.flush()
+        try:
+            replies.write(json.dumps(values) + "\n")
+            replies.flush()
+        except BrokenPipeError:  # the parent is gone
+            os._exit(1)
 
     try:
         functions = load(path)
@@ -89,12 +97,27 @@ def started(load: Callable[[Path], dict[str, Reward]]) -> tuple[dict[str, Reward
     if memory:
         most = _mapped() + memory
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    return functions, path, reply
+    return functions, path, asked, reply
+
+
+def _end_with_parent() -> None:
+    """A parent that is killed ends nothing any more. A process of its own waits for the pipe from it to close, and kills the
+    whole group: a thread could not, while a function keeps Python's lock. Nobody's child, so that no function waits for it."""
+    if child := os.fork():
+        os.waitpid(child, 0)
+        return
+    if os.fork():
+        os._exit(0)
+    os.closerange(1, 256)  # that the worker ended is seen by its pipes
+    closed = select.poll()
+    closed.register(0, 0)  # no event but that it is closed
+    closed.poll()
+    os.killpg(0, signal.SIGKILL)
 
 
 def main() -> None:
-    functions, path, reply = started(reward_functions)
-    for line in sys.stdin:
+    functions, path, asked, reply = started(reward_functions)
+    for line in asked:
         row = json.loads(line)
         found: dict[str, Any] = {}
         for name, function in functions.items():

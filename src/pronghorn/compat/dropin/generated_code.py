@@ -24,6 +24,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -95,18 +96,29 @@ def _limited(seconds: float) -> Iterator[None]:
             signal.signal(signal.SIGALRM, before)
 
 
+@functools.cache
+def _starter(_pid: int) -> ThreadPoolExecutor:
+    """A thread that lives as long as this process: the kernel ends a child with the thread that started it."""
+    return ThreadPoolExecutor(1)
+
+
 class LockedDown:
     """A function in a process of its own, which ends with it."""
 
     def __init__(self, source: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-B", str(Path(__file__).with_name("locked_child.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={},
-            cwd="/",
-            start_new_session=True,
+        self._process = (
+            _starter(os.getpid())
+            .submit(
+                subprocess.Popen,
+                [sys.executable, "-I", "-B", str(Path(__file__).with_name("locked_child.py"))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={},
+                cwd="/",
+                start_new_session=True,
+            )
+            .result()
         )
         self._end = weakref.finalize(self, _ended, self._process)
         first = self._reply()
