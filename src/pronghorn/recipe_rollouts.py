@@ -102,6 +102,7 @@ def rollout_misfits(recipe: Any) -> list[str]:
 
 def _rewards(recipe: Any) -> list[str]:
     problems, names = [], [reward.called for reward in recipe.rewards]
+    functions = [reward.function for reward in recipe.rewards if reward.function]
     for i, reward in enumerate(recipe.rewards):
         if (reward.metric is None) == (reward.function is None):
             problems.append(
@@ -112,6 +113,8 @@ def _rewards(recipe: Any) -> list[str]:
             problems.append(f"rewards.{i}: the metric `regex`, and no other reward, has a pattern; {fix}")
     if twice := next((name for name in names if names.count(name) > 1), None):
         problems.append(f"rewards: two are called {twice}; give each its own name: {{metric: ..., name: ...}}")
+    if twice := next((name for name in functions if functions.count(name) > 1), None):
+        problems.append(f"rewards: the function {twice} is there twice; add up its weights")
     if recipe.rewards and not any(reward.weight for reward in recipe.rewards):
         problems.append("rewards: every weight is 0; set one of them")
     return problems

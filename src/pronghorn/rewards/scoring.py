@@ -76,6 +76,7 @@ class Scorer:
                 fix="add rewards: [{metric: exact_match}], or functions of your own: --reward-file FILE",
             )
         self._pool: RewardPool | None = None
+        self.remarks: list[str] = []
         self.names, self.weights = list(self._metrics), [reward.weight for reward in self._metrics.values()]
         self._of_file: dict[str, str] = {}  # function -> name
         self.digest = "" if file is None or not file.is_file() else hashlib.sha256(file.read_bytes()).hexdigest()
@@ -84,15 +85,13 @@ class Scorer:
 
     def _open(self, file: Path, spec: Rollouts, functions: Mapping[str, Reward]) -> None:
         self._pool = RewardPool(
-            file, workers=spec.reward_workers, seconds=spec.reward_seconds, memory=int(spec.reward_memory * GB)
-        )
+            file, workers=spec.reward_workers, seconds=spec.reward_seconds, memory=int(spec.reward_memory * GB),
+            functions=tuple(functions),
+        )  # fmt: skip
         weakref.finalize(self, self._pool.close)
-        if unknown := sorted(functions.keys() - set(self._pool.names)):
-            raise RecipeError(
-                what=f"rewards: {unknown[0]} is no function of {file}",
-                why=f"it has {', '.join(self._pool.names)}",
-                fix="fix the name, or remove the reward",
-            )
+        if self._pool.unused:
+            others = ", ".join(self._pool.unused)
+            self.remarks = [f"rewards: not used, since the recipe names the functions to use: {others} of {file}"]
         for function in self._pool.names:
             reward = functions.get(function, Reward(function=function))
             self._of_file[function] = reward.called

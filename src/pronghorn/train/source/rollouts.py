@@ -146,7 +146,13 @@ class RolloutSource(Source):
         episodes = Episodes(episode_file, recipe, tokenizer) if episode_file is not None else None
         scorer.digest += hashlib.sha256(episode_file.read_bytes()).hexdigest() if episode_file is not None else ""
         source = cls(recipe, tokenizer, sides.train, sides.held, prepared, scorer, report, episodes)
-        source.remarks = [*prepared.remarks, *source.remarks, *(other.remarks if other else ()), *sides.remarks]
+        source.remarks = [
+            *scorer.remarks,
+            *prepared.remarks,
+            *source.remarks,
+            *(other.remarks if other else ()),
+            *sides.remarks,
+        ]
         source._try_rewards()
         if source._served is not None:
             source.remarks.append(source._served.look())
