@@ -55,6 +55,13 @@ def test_weights_names_and_what_does_not_apply(tmp_path: Path) -> None:
     assert "check_answer: TypeError" in failed.fault
 
 
+def test_a_pattern_that_does_not_end_on_an_answer_leaves_it_without_a_reward() -> None:
+    scorer = Scorer([Reward(metric="regex", regex="(?:a+)+$")], SPEC)
+    fine, slow, after = scorer.score([said("aaa"), said("a" * 100 + "!"), said("b")])
+    assert (fine.total, slow.total, after.total) == (1.0, None, 0.0)
+    assert slow.fault == "regex: the pattern took longer than 1 s"
+
+
 def test_rewards_are_tried_before_the_run(tmp_path: Path) -> None:
     scorer = Scorer([Reward(metric="exact_match")], SPEC)
     assert scorer.tried([said("42"), said("41")]) == ["exact_match: 0.5 on average, for their expected answers to 2 prompts"]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pronghorn.errors import CommandError, DataError, RecipeError, counted
-from pronghorn.evaluation.metrics import NEED_JSON, TEXT_METRICS, final_part, found, regex
+from pronghorn.evaluation.metrics import NEED_JSON, SLOW, TEXT_METRICS, final_part, found, regex
 from pronghorn.evaluation.strict_json import is_json
 from pronghorn.recipe_rollouts import Reward, Rollouts
 from pronghorn.rewards.pool import Fault, RewardPool
@@ -109,7 +109,8 @@ class Scorer:
     def _scored(self, said: Said, own: Mapping[str, Any]) -> Scored:
         values: dict[str, Any] = {}
         for name, judge in self._judges.items():
-            values[name] = judge(final_part(said.expected or ""), final_part(said.text))
+            value = judge(final_part(said.expected or ""), final_part(said.text))
+            values[name] = Fault(SLOW) if math.isnan(value) else value
         values |= {self._of_file[function]: value for function, value in own.items()}
         parts = {name: value for name, value in values.items() if isinstance(value, float | int)}
         fault = next((f"{name}: {value.what}" for name, value in values.items() if isinstance(value, Fault)), "")
