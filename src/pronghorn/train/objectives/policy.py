@@ -28,12 +28,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pronghorn.data.pack.loader import StepBatch
 from pronghorn.data.pack.packing import TokenRows
 from pronghorn.errors import HealthStop
 from pronghorn.hf_types import HFModel
 from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.head import Outputs
 from pronghorn.packs import IGNORED, PackedBatch
+from pronghorn.train.dist.world import World
 from pronghorn.train.objectives.objective import Objective, Sums
 
 ADVANTAGE, SAMPLED, REFERENCE = 0, 1, 2  # rows of given_KN
@@ -101,6 +103,12 @@ class Policy(Objective):
         if self.kind == "dr_grpo":
             return self._answers(batch) * self.longest
         return (batch.row_labels != IGNORED).sum()
+
+    def divisor(self, step_batch: StepBatch, world: World) -> float:
+        """With answers that are in no batch, since they have no gradient."""
+        answers, labels = getattr(step_batch.rows, "left_out", (0, 0))
+        rest = {"grpo": answers, "rloo": answers, "dr_grpo": answers * self.longest}.get(self.kind, labels)
+        return world.total(float(sum(int(self.count(batch)) for batch in step_batch.batches) + rest))[0]
 
     def log_probs(
         self, model: HFModel, batch: PackedBatch, *, entropy: bool = False, temperature: float | None = None

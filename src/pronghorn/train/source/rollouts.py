@@ -238,7 +238,7 @@ class RolloutSource(Source):
         after: State = {"rollouts": self._rollouts, "update": self._update, "idle": self._idle, "rewards": self.scorer.digest}
         if self._rolled is not None:
             after["held"] = rolled.as_json(self.world)
-        step = rollout_step(self, rolled, after, epoch)
+        step = rollout_step(self, model, rolled, after, epoch)
         # what a later update gains may be clipped everywhere
         return replace(step, figures=figures, told=told, samples=samples, may_rest=figures.get("update", 1.0) > 1.0)
 
@@ -385,8 +385,7 @@ class RolloutSource(Source):
         for group, own in zip(rolled.groups, found, strict=True):
             group.advantages = (own * group.weights).tolist() if group.weights else own.tolist()
         signals, answers = self.world.total(
-            float(sum(group.signal for group in rolled.groups)),
-            float(sum(group.masked.count(False) for group in rolled.groups)),
+            float(sum(group.signal for group in rolled.groups)), float(sum(len(group.in_loss) for group in rolled.groups))
         )
         rolled.learns = answers > 0 and (signals > 0 or bool(objective.beta and objective.name != "rloo"))
         self._idle = 0 if signals else self._idle + 1
