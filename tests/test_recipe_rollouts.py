@@ -54,7 +54,7 @@ def test_the_same_run_from_yaml_the_command_line_and_python() -> None:
         ("objective: grpo\nhealth: {spike: rewind}", "health.spike: a spike of this loss says nothing"),
         ("objective: grpo\nworld: {shard: base}", "world.shard: base cannot be combined with objective: grpo"),
         ("objective: grpo\nrewards: [{metric: regex}]", "rewards.0: the metric `regex`, and no other reward, has a pattern"),
-        ("objective: grpo\nrewards: [{weight: 1}]", "rewards.0: name one metric, or one function"),
+        ("objective: grpo\nrewards: [{weight: 1}]", "rewards.0: name one metric, one function, or one model"),
         ("objective: grpo\nrewards: [{function: a/b.py}]", "rewards.0.function 'a/b.py' is not the name of a function"),
         ("objective: grpo\nrewards: [exact_match, exact_match]", "rewards: two are called exact_match"),
         ("objective: grpo\nrewards: [{function: a}, {function: a, name: b}]", "rewards: the function a is there twice"),

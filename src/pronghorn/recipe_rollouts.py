@@ -54,10 +54,11 @@ class Rollouts(Section):
 
 
 class Reward(Section):
-    """One of our metrics, or a function of --reward-file, by name."""
+    """One of our metrics, a function of --reward-file, or a reward model."""
 
     metric: Literal["exact_match", "json_valid", "json_match", "json_fields", "regex", "rouge_l"] | None = None
     function: Name | None = None
+    model: Name | None = None  # a run of objective: reward, one of its checkpoints, or an export: a folder or a Hub name
     weight: float = 1.0
     regex: Name | None = None  # pattern of the metric `regex`
     name: Name | None = None  # in figures; default: that of the metric or function
@@ -87,7 +88,7 @@ class Reward(Section):
 
     @property
     def called(self) -> str:
-        return self.name or self.metric or self.function or ""
+        return self.name or self.metric or self.function or (self.model or "").rstrip("/").rpartition("/")[2]
 
 
 def rollout_misfits(recipe: Any) -> list[str]:
@@ -104,9 +105,10 @@ def _rewards(recipe: Any) -> list[str]:
     problems, names = [], [reward.called for reward in recipe.rewards]
     functions = [reward.function for reward in recipe.rewards if reward.function]
     for i, reward in enumerate(recipe.rewards):
-        if (reward.metric is None) == (reward.function is None):
+        if [reward.metric, reward.function, reward.model].count(None) != 2:
             problems.append(
-                f"rewards.{i}: name one metric, or one function; write {{metric: exact_match}} or {{function: NAME}}"
+                f"rewards.{i}: name one metric, one function, or one model; write {{metric: exact_match}}, {{function: NAME}} "
+                "or {model: FOLDER}"
             )
         elif (reward.metric == "regex") != (reward.regex is not None):
             fix = "remove regex" if reward.regex else "add the pattern: {metric: regex, regex: ...}"

@@ -379,7 +379,7 @@ def test_a_changed_reward_file_is_told(rl: RecipeFor, tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
         train(recipe, display=stop_at(1), reward_file=reward_file(tmp_path))
     result = train(recipe, display=Silent(), reward_file=reward_file(tmp_path, ODD + "\n# another"))
-    told = [text for text in notices_of(result.folder) if "the reward file changed since the checkpoint" in text]
+    told = [text for text in notices_of(result.folder) if "rewards come from changed since the checkpoint" in text]
     assert len(told) == 1
 
 

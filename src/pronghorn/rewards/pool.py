@@ -102,8 +102,8 @@ class RewardPool:
     def __init__(
         self, path: Path, *, workers: int = 2, seconds: float = 30.0, memory: int = 0, functions: Sequence[str] = ()
     ) -> None:
-        """`seconds`: for one answer. `memory`: bytes that a process may take beyond its imports; 0: no limit. `functions`: those
-        to call; none: those that are called as rewards are (worker.py)."""
+        """`seconds`: of an answer. `memory`: bytes that a process may take beyond its imports; 0: no limit. `functions`: those
+        to call; none: those that have the names of rewards (worker.py)."""
         if path.suffix != ".py" or not path.is_file():
             why = "it is not a .py file" if path.is_file() else "file not found"
             raise CommandError(

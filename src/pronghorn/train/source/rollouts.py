@@ -38,7 +38,7 @@ from pronghorn.model.families import why_not_fast
 from pronghorn.model.generate import end_tokens
 from pronghorn.recipe import Recipe
 from pronghorn.recipe_rollouts import OWN
-from pronghorn.rewards.scoring import Said, Scored, Scorer
+from pronghorn.rewards.scoring import Model, Said, Scored, Scorer
 from pronghorn.train.dist.launch import require_packs
 from pronghorn.train.run.evaluate import Evaluation
 from pronghorn.train.run.run_identity import data_key
@@ -118,7 +118,7 @@ class RolloutSource(Source):
     @classmethod
     def of(
         cls, recipe: Recipe, tokenizer: Tokenizer, *, report: Report, stage: StageTimer, reward_file: Path | None = None,
-        episode_file: Path | None = None,
+        episode_file: Path | None = None, models: Mapping[str, Model] | None = None,
     ) -> Self:  # fmt: skip
         if why := why_not_fast(read_config(recipe.model)):
             raise RecipeError(
@@ -126,7 +126,7 @@ class RolloutSource(Source):
                 why=f"answers are generated on the fast layers, and {why}",
                 fix="use another model, or objective: supervised, dpo or kto",
             )
-        scorer = Scorer(recipe.rewards, recipe.answering, reward_file, needed=episode_file is None)
+        scorer = Scorer(recipe.rewards, recipe.answering, reward_file, needed=episode_file is None, models=models)
 
         def read(names: Sequence[Name]) -> Prepared:
             return prepare(
@@ -211,18 +211,22 @@ class RolloutSource(Source):
         return {"rewards": tuple(self.tried)}
 
     def device_bytes(self, element: int) -> int:
-        return answering_bytes(self.spec, read_config(self.recipe.model), self.longest_prompt, element)
+        own = answering_bytes(self.spec, read_config(self.recipe.model), self.longest_prompt, element)
+        return own + sum(model.device_bytes() for model in self.scorer.models.values())
 
     # ---- during the run ------------------------------------------------------------------------------------------
 
     def start(self, state: State | None, **run: Any) -> None:
         super().start(state, **run)
+        for model in self.scorer.models.values():
+            self.report("loading a reward model", 0, 0)
+            model.load()
         state = state or {"rollouts": 0, "update": 0, "idle": 0}
         self._rollouts, self._update, self._idle = state["rollouts"], state["update"], state["idle"]
         self._late: tuple[str, ...] = ()  # told with the next rollout
         if state.get("rewards", self.scorer.digest) != self.scorer.digest:
-            file = "reward or the episode" if self._episodes else "reward"
-            self._late = (f"the {file} file changed since the checkpoint: rewards before and after it may not be comparable",)
+            what = "the code or a model that rewards come from changed since the checkpoint"
+            self._late = (f"{what}: rewards before and after it may not be comparable",)
         self._rolled = Rolled.of_json(state["held"], self.world) if state.get("held") else None
 
     def next(self, model: HFModel) -> StepBatch:
@@ -326,7 +330,7 @@ class RolloutSource(Source):
     def _said(self, table: TokenTable, row: int, text: str = "") -> Said:
         example = example_of(table, row)
         prompt = example.prompt if example.kind == "completion" else list(example.messages[: example.prompt_messages])
-        return Said(example.where, prompt, text, example.columns)
+        return Said(example.where, prompt, text, example.columns, example.tools)
 
     def _score(self, groups: Sequence[Group], table: TokenTable) -> None:
         returned = [returned_by(group.played[i]) if group.played else None for group in groups for i in range(len(group.texts))]
