@@ -101,7 +101,7 @@ def test_a_run_learns_what_is_rewarded_and_shows_it(rl: RecipeFor, tmp_path: Pat
     assert last > first + 0.1, (first, last)
     assert max(step[MISMATCH] for step in steps) < 1e-5
     for name in (
-        "reward_std", "rewards/reward/mean", "rewards/reward/std", "frac_reward_zero_std", "completions/mean_length",
+        "entropy", "reward_std", "rewards/reward/mean", "rewards/reward/std", "frac_reward_zero_std", "completions/mean_length",
         "completions/max_length", "completions/clipped_ratio", "completions/mean_terminated_length", "clip_ratio/region_mean",
     ):  # fmt: skip
         assert name in steps[0], name

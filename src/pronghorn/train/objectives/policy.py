@@ -135,8 +135,9 @@ class Policy(Objective):
         high_N = (ratio_N > 1 + self.high) & (advantage_N > 0)
         away_N = self._divergence(log_probs_N, batch) if self.beta else torch.zeros_like(log_probs_N)
         change_N = log_probs_N - given_KN[SAMPLED]
-        entropy_N = torch.zeros_like(real_N) if (unknown := entropy_N is None) else entropy_N
-        seen = (torch.exp(change_N) - change_N - 1, entropy_N, torch.full_like(real_N, float(not unknown)))
+        entropy_N = torch.full_like(real_N, torch.nan) if entropy_N is None else entropy_N
+        known_N = ~entropy_N.isnan()
+        seen = (torch.exp(change_N) - change_N - 1, torch.where(known_N, entropy_N, 0.0), known_N)
         one_N = torch.ones_like(real_N)
         sums = [torch.where(real_N > 0, one, 0.0).sum() for one in (one_N, away_N, low_N, high_N, change_N.abs(), *seen)]
         return torch.stack([self._answers(batch).to(real_N.dtype), *sums])
@@ -146,12 +147,12 @@ class Policy(Objective):
         tokens, _ = max(1.0, found.pop("tokens")), found.pop("answers")
         found[MISMATCH] = found.pop("difference")
         found["sampling/kl"] = found.pop("mismatch")
-        if not found.pop("entropies"):
-            del found["entropy"]
+        entropy, entropies = found.pop("entropy"), found.pop("entropies")
         if not self.beta:
             del found["kl"]
         found["clip_ratio/region_mean"] = found["clip_ratio/low_mean"] + found["clip_ratio/high_mean"]
-        return {name: total / tokens for name, total in found.items()}
+        means = {name: total / tokens for name, total in found.items()}
+        return means | ({"entropy": entropy / entropies} if entropies else {})
 
     def remarks(self, step: int, figures: Mapping[str, float]) -> list[str]:
         """Sampler and learner are one model: where they differ, one of them is wrong."""
