@@ -113,3 +113,10 @@ def test_what_is_no_reward_model_is_refused_before_the_start(judge: Path, rl: Re
     settings = merged.folder / "tokenizer_config.json"
     settings.write_text(json.dumps({k: v for k, v in json.loads(settings.read_text()).items() if k != "chat_template"}))
     refused(DataError, "chat template", str(merged.folder))
+
+
+def test_a_run_of_rewards_without_held_out_prompts_is_exported(rl: RecipeFor, tmp_path: Path) -> None:
+    """Checked on the prompts it was trained on: its source knows no other rows."""
+    run = train(rl("none", rewards=[{"metric": "exact_match"}]), display=Silent())
+    (merged,) = export_run(Path(run.folder), "last", None, "merged")
+    assert merged.verdict.passed

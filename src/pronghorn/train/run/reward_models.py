@@ -130,7 +130,7 @@ def _trained(name: str, recipe: Recipe) -> Trained:
     if head.name != HEAD:
         raise _no_reward_model(name, f"it is {head.title}, which gives {head.gives}")
     data, most = recipe.data, recipe.train.capacity
-    own = {"model": name, "method": "full", "objective": "reward", "precision": recipe.precision}
+    own: dict[str, Any] = {"model": name, "method": "full", "objective": "reward", "precision": recipe.precision}
     own |= {"data": {"train": data.train, "max_length": most}, "train": {"capacity": most, "batch_tokens": most}}
     return Trained(folder, Recipe.model_validate(own))
 
