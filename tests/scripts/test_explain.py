@@ -19,7 +19,7 @@ from vllm import SamplingParams, LLM
 GRPOConfig(use_vllm=True, vllm_sampling_params=params)
 trainer = SFTTrainer(model, tokenizer=tokenizer, max_seq_length=2048, packing=False, learning_rate=1,
                      args=TrainingArguments(warmup_ratio=0.1, optim="adamw_8bit", max_prompt_length=3))
-model.fast_generate("text")
+model.fast_generate("text", SamplingParams(temperature=0.5, logprobs=1, best_of=None))
 model, tokenizer = FastLanguageModel.from_pretrained("name", fast_inference=True, load_in_8bit=True, max_lora_rank=8)
 if False:
     model.save_pretrained_merged("model", tokenizer, save_method="merged_4bit")
@@ -53,10 +53,11 @@ def test_a_script(tmp_path: Path) -> None:
         "unsloth.made_up",
         "unsloth_zoo.rl_replacements",
         "vllm.LLM",
+        "SamplingParams(logprobs=1)",
         "from_pretrained(load_in_8bit=True)",
         "save_pretrained_merged(save_method='merged_4bit')",
     ]
-    assert [text.endswith("(disabled by `if False`)") for text in missing] == [False] * 4 + [True]
+    assert [text.endswith("(disabled by `if False`)") for text in missing] == [False] * 5 + [True]
     text = as_text(path, found)
     assert "mine.py:2  from unsloth import FastLanguageModel: Pronghorn's" in text
     assert text.index("adapted:") < text.index("not supported:") < text.index("vllm.LLM")

@@ -39,6 +39,10 @@ RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
+def is_refused(name: str, value: object) -> bool:
+    return name in ONLY and value != ONLY[name] and bool(value)
+
+
 class SamplingParams:
     n: int
     temperature: float
@@ -59,7 +63,7 @@ class SamplingParams:
                 raise TypeError(
                     f"SamplingParams has no option `{name}`; {f'did you mean `{close[0]}`?' if close else 'remove it'}"
                 )
-            if name in ONLY and value != ONLY[name] and value:
+            if is_refused(name, value):
                 raise CommandError(
                     what=f"SamplingParams({name}={value!r}) is not supported",
                     why=f"Pronghorn samples by {', '.join(list(HONOURED)[1:5])}",

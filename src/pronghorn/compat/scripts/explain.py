@@ -215,9 +215,14 @@ def _of_call(name: str, words: list[ast.keyword]) -> list[tuple[str, bool]]:
 
 
 def _of_model_call(name: str, given: dict[str, Any]) -> list[tuple[str, bool]]:
-    """What a call of FastLanguageModel, or of a model, asks for that is refused."""
+    """What a call of FastLanguageModel, of a model, or of SamplingParams asks for that is refused."""
     from pronghorn.compat.dropin.accepted import ADAPTING, LOADING
+    from pronghorn.compat.dropin.sampling_params import SamplingParams, is_refused
     from pronghorn.compat.dropin.saving import LATER
+
+    if name == SamplingParams.__name__:
+        refusals = [f"{key}={value!r}" for key, value in given.items() if is_refused(key, value)]
+        return [(f"{name}({what}) is not supported", True) for what in refusals]
 
     if name in LATER:
         return [(f"{name}() is not supported: {LATER[name][0]}", True)]
