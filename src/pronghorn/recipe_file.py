@@ -46,6 +46,7 @@ objective: {name: supervised}                # OBJECTIVES
 #   also {slots: 256, on_reward_error: leave_out, reward_seconds: 30.0, reward_memory: 4.0, reward_workers: 2},
 #   {patience: 20, eval_answers: 4, stop: ["\\n"], engine: own, engine_seconds: 600.0} (a server: docs/rollout-server.md)
 # rewards: [{metric: regex, regex: "#### (.*)", weight: 1.0}, {metric: exact_match, name: exact}, {function: reward_length}]
+#   also {model: runs/reward}, a reward model
 layers: fast                                 # fast (Pronghorn's, for supported families) | own (the model's, from transformers)
 precision: auto                              # auto (bf16 if the GPU supports it, else fp32) | bf16 | fp16 | fp32
 data:

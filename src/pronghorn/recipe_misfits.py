@@ -107,16 +107,20 @@ def _of_rollouts(recipe: Parts) -> list[str]:
 
 def _rewards(recipe: Parts) -> list[str]:
     problems, names = [], [reward.called for reward in recipe.rewards]
+    functions = [reward.function for reward in recipe.rewards if reward.function]
     for i, reward in enumerate(recipe.rewards):
-        if (reward.metric is None) == (reward.function is None):
+        if [reward.metric, reward.function, reward.model].count(None) != 2:
             problems.append(
-                f"rewards.{i}: name one metric, or one function; write {{metric: exact_match}} or {{function: NAME}}"
+                f"rewards.{i}: name one metric, one function, or one model; write {{metric: exact_match}}, {{function: NAME}} "
+                "or {model: FOLDER}"
             )
         elif (reward.metric == "regex") != (reward.regex is not None):
             fix = "remove regex" if reward.regex else "add the pattern: {metric: regex, regex: ...}"
             problems.append(f"rewards.{i}: the metric `regex`, and no other reward, has a pattern; {fix}")
     if twice := next((name for name in names if names.count(name) > 1), None):
         problems.append(f"rewards: two are called {twice}; give each its own name: {{metric: ..., name: ...}}")
+    if twice := next((name for name in functions if functions.count(name) > 1), None):
+        problems.append(f"rewards: the function {twice} is there twice; add up its weights")
     if recipe.rewards and not any(reward.weight for reward in recipe.rewards):
         problems.append("rewards: every weight is 0; set one of them")
     return problems

@@ -51,10 +51,11 @@ class Rollouts(Section):
 
 
 class Reward(Section):
-    """One of our metrics, or a function of --reward-file, by name."""
+    """One of our metrics, a function of --reward-file, or a reward model."""
 
     metric: Literal["exact_match", "json_valid", "json_match", "json_fields", "regex", "rouge_l"] | None = None
     function: Name | None = None
+    model: Name | None = None  # a run of objective: reward, one of its checkpoints, or an export: a folder or a Hub name
     weight: float = 1.0
     regex: Pattern | None = None  # pattern of the metric `regex`
     name: Name | None = None  # in figures; default: that of the metric or function
@@ -75,4 +76,4 @@ class Reward(Section):
 
     @property
     def called(self) -> str:
-        return self.name or self.metric or self.function or ""
+        return self.name or self.metric or self.function or (self.model or "").rstrip("/").rpartition("/")[2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,17 @@ def test_where_ones_own_metric_fails_there_is_no_mean(tmp_path: Path) -> None:
     assert math.isnan(judged.metrics["mine"])
     assert judged.unscored.startswith("2 answers without a score")
     assert "a:1: the metric failed: ZeroDivisionError" in judged.unscored
+
+
+def test_a_pattern_that_does_not_end_on_an_answer_has_no_score_there() -> None:
+    asked = held_out(metrics=["exact_match", "regex"], regex="(?:4+)+$")
+    before = signal.getsignal(signal.SIGVTALRM)
+    judged = asked.judge([ModelAnswer("444"), ModelAnswer("4" * 200 + "!"), ModelAnswer("4")])
+    assert [row["regex"] for row in judged.rows] == [1.0, pytest.approx(math.nan, nan_ok=True), 1.0]
+    assert judged.unscored.endswith("a:1: regex: the pattern took longer than 1 s")
+    assert (signal.getsignal(signal.SIGVTALRM), signal.getitimer(signal.ITIMER_VIRTUAL)) == (before, (0.0, 0.0))
+    with pytest.raises(DataError, match=r"the pattern took longer than 1 s: '\(4\+\)\+\$'"):
+        HeldOut(questions("4" * 200 + "!"), Eval(metrics=("regex",), regex="(4+)+$"), make_tokenizer())
 
 
 def test_a_metric_that_cannot_be_met_is_refused() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from pronghorn.kernels.loss import cross_entropy_powers
 from pronghorn.kernels.loss import linear_cross_entropy as head
 from pronghorn.kernels.loss import linear_log_probs as op
-from pronghorn.kernels.loss.linear_log_probs import LogProbs, linear_log_probs, linear_log_probs_reference
+from pronghorn.kernels.loss.linear_log_probs import LogProbs, linear_log_probs, linear_log_probs_reference, sampled_entropy
 from tables import table
 
 ROWS, WIDTH, VOCABULARY = 70, 24, 500
@@ -133,3 +133,19 @@ def test_backward_again_and_the_entropys_gradient() -> None:
         torch.autograd.grad((found.log_probs - found.entropy).sum(), hidden)  # type: ignore[operator]
     with torch.no_grad():
         assert torch.equal(linear_log_probs(hidden, weight, labels).log_probs, found.log_probs)
+
+
+@pytest.mark.parametrize(("rows", "given"), [(300, {"softcap": 2.0, "logit_scale": 0.7}), (5, {"logit_scale": 1.5})])
+def test_the_entropy_of_some_rows_of_any_head(rows: int, given: dict[str, float]) -> None:
+    """As the formula says in float64; nan of the others."""
+    chance = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (torch.randn(*shape, generator=chance) for shape in ((rows, 8), (40, 8), (40,)))
+    found = sampled_entropy(hidden, weight.requires_grad_(), bias_V=bias, **given)
+    logits = (hidden.double() @ weight.double().T + bias.double()) * given["logit_scale"]
+    if cap := given.get("softcap"):
+        logits = torch.tanh(logits / cap) * cap
+    expected = torch.distributions.Categorical(logits=logits).entropy()
+    known = ~found.isnan()
+    assert known.nonzero()[:, 0].tolist() == list(range(0, rows, 3 if rows == 300 else 1))
+    torch.testing.assert_close(found[known].double(), expected[known], rtol=1e-5, atol=1e-6)
+    assert not found.requires_grad

@@ -103,15 +103,24 @@ def test_what_a_function_started_ends_with_it(file: Path, tmp_path: Path, monkey
     wait_until(lambda: not alive(int(started.read_text())), "it outlives its function")
 
 
+NOTEBOOK = "def extract(text): ...\ndef check_answer(completions, **columns): return [0.5]\nfrom math import sqrt\n"
+
+
 @pytest.mark.parametrize(
-    ("content", "why"),
-    [("def score(x): return 1", "no function"), ("1 / 0", "ZeroDivisionError"), ("import os; os._exit(4)", "exit code 4")],
+    ("content", "functions", "why"),
+    [
+        ("def score(x): return 1", (), "add to the recipe: rewards: [{function: NAME}]"),
+        (NOTEBOOK, (), "add to the recipe: rewards: [{function: check_answer}]"),
+        (NOTEBOOK, ("check_answer", "check"), "it has no function check; it has extract, check_answer"),
+        ("1 / 0", (), "ZeroDivisionError"),
+        ("import os; os._exit(4)", (), "exit code 4"),
+    ],
 )
-def test_a_file_that_cannot_be_used(content: str, why: str, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_used(content: str, functions: tuple[str, ...], why: str, tmp_path: Path) -> None:
     path = tmp_path / "rewards.py"
     path.write_text(content)
     with pytest.raises(CommandError) as caught:
-        RewardPool(path, workers=1)
+        RewardPool(path, workers=1, functions=functions)
     assert why in caught.value.why
     with pytest.raises(CommandError, match="not a Python file"):
         RewardPool(tmp_path / "absent.py")

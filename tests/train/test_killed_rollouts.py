@@ -25,6 +25,7 @@ from pronghorn.rewards.scoring import Scorer
 from pronghorn.train import loop
 from pronghorn.train.checkpoint import checkpoint
 from pronghorn.train.checkpoint.checkpoint import latest_checkpoint, verify_checkpoint
+from pronghorn.train.run import steps
 from pronghorn.train.source import rollouts
 from pronghorn.train.source.rollouts import RolloutSource
 from pronghorn.train.step.step import EagerStep
@@ -36,17 +37,17 @@ INSTANTS: dict[str, Calls] = {
     "measuring the base model": [(RolloutSource, "evaluate", 1), (Generator, "_collect", 2)],
     "generating": [(RolloutSource, "_roll", 1), (Generator, "_collect", 3)],
     "scoring": [(RolloutSource, "_roll", 2), (Scorer, "_scored", 5)],
-    "half a line of a step": [(loop, "log_step", 2), (run_log, "_write_all", 1)],
+    "half a line of a step": [(steps, "log_step", 2), (run_log, "_write_all", 1)],
     "writing the files of a checkpoint": [(checkpoint, "_sealed", 3)],
     "a checkpoint that has no name yet": [(checkpoint, "_put_in_place", 1)],
     "between rollout and update": [(RolloutSource, "_roll", 3), (EagerStep, "begin", 1)],
-    "weights changed, nothing logged": [(RolloutSource, "next", 3), (loop, "log_step", 1)],
+    "weights changed, nothing logged": [(RolloutSource, "next", 3), (steps, "log_step", 1)],
     "between two updates of a rollout": [(RolloutSource, "_roll", 1), (EagerStep, "begin", 2)],
-    "right after a step is logged": [(loop, "log_step", 3), (loop._Run, "_compare_with_plan", 1)],
+    "right after a step is logged": [(steps, "log_step", 3), (steps.Run, "_compare_with_plan", 1)],
     "evaluating": [(RolloutSource, "evaluate", 1), (Generator, "_collect", 2)],
     "half a line of an evaluation": [(rollouts, "Evaluation", 1), (run_log, "_write_all", 1)],
     "removing an old checkpoint": [(checkpoint, "_remove", 1)],
-    "at the end": [(loop, "log_end", 1)],
+    "at the end": [(steps, "log_end", 1)],
 }
 SCORES = """
 import os, subprocess, time

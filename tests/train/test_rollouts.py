@@ -6,9 +6,11 @@ import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from rank_processes import in_ranks
 from transformers import GPT2Config, GPT2LMHeadModel
 from watching import Silent, events_of, losses_of, notices_of, same, saved, stop_at, weights
@@ -16,8 +18,10 @@ from watching import Silent, events_of, losses_of, notices_of, same, saved, stop
 from pronghorn.cli import main
 from pronghorn.cli.evaluating import text
 from pronghorn.data.encode.tokens import load_tokenizer
+from pronghorn.data.pack.loader import StepBatch
 from pronghorn.errors import CommandError, DataError, HealthStop, Interrupted, RecipeError
 from pronghorn.generation.generator import Generator
+from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.recipe import Recipe
 from pronghorn.report.html import write_html
 from pronghorn.train.checkpoint.checkpoint import latest_checkpoint
@@ -26,15 +30,21 @@ from pronghorn.train.loop import train
 from pronghorn.train.objectives.policy import MISMATCH, Policy
 from pronghorn.train.run.run_evaluation import EvaluationRequest, evaluate_run
 from pronghorn.train.setup.check import check_run
-from pronghorn.train.source import source_of
+from pronghorn.train.source import rollout_rows, source_of
 from pronghorn.train.source.rollout_rows import _Filling
 from pronghorn.train.source.rollouts import RolloutSource
-from samples import make_lively_model, write_rows
+from pronghorn.train.step.step import EagerStep
+from samples import make_lively_model, make_model, write_rows
 
 ODD = """
 def reward(prompts, completions, answer, **columns):
     assert set(answer) == {"odd"} and isinstance(prompts[0], str)
     return [sum(ord(letter) % 2 for letter in text) / max(1, len(text)) for text in completions]
+"""
+SOME = """
+def reward(prompts, completions, **columns):
+    tried = prompts[0].strip(":")[-1] in "{tried}"
+    return [tried * sum(ord(letter) % 2 for letter in text) / max(1, len(text)) for text in completions]
 """
 LETTERS = {"metric": "regex", "regex": "[a-zA-Z]"}
 RecipeFor = Callable[..., Recipe]
@@ -89,7 +99,7 @@ def test_a_run_learns_what_is_rewarded_and_shows_it(rl: RecipeFor, tmp_path: Pat
     assert last > first + 0.1, (first, last)
     assert max(step[MISMATCH] for step in steps) < 1e-5
     for name in (
-        "reward_std", "rewards/reward/mean", "rewards/reward/std", "frac_reward_zero_std", "completions/mean_length",
+        "entropy", "reward_std", "rewards/reward/mean", "rewards/reward/std", "frac_reward_zero_std", "completions/mean_length",
         "completions/max_length", "completions/clipped_ratio", "completions/mean_terminated_length", "clip_ratio/region_mean",
     ):  # fmt: skip
         assert name in steps[0], name
@@ -172,6 +182,68 @@ def test_packing_changes_nothing(rl: RecipeFor) -> None:
             assert (one["loss"], one["grad_norm"]) == pytest.approx((other["loss"], other["grad_norm"]), abs=1e-6, rel=1e-5)
 
 
+LOSSES: dict[str, dict[str, Any]] = {
+    **{loss: {"loss": loss} for loss in ("dapo", "bnpo", "grpo", "rloo")},
+    "dr_grpo": {"loss": "dr_grpo", "longest": 6},
+    "cispo": {"loss": "cispo", "high": 5.0},
+    "gspo": {"level": "sequence"},
+}
+
+
+def test_groups_without_a_signal_are_not_computed_and_change_nothing(
+    rl: RecipeFor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loss and gradients of the first and of the second update, in several packs."""
+    real, compared = RolloutSource.next, []
+
+    def look(self: RolloutSource, model: Any) -> StepBatch:
+        step = real(self, model)
+        assert self._rolled is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(rollout_rows, "all_have_gradients", lambda *_: True)
+            whole = rollout_rows.rollout_step(self, model, self._rolled, {}, 0.0)
+        assert len(step.batches) > 1
+        assert step.tokens < whole.tokens
+        for settings in LOSSES.values():
+            policy = Policy(updates=1 + len(compared), **settings)
+            learner = EagerStep(
+                model, torch.optim.SGD([torch.zeros(1)]), device=self.device, precision="fp32", clip=1.0, objective=policy
+            )
+            found = []
+            for one in (step, whole):
+                loss, _, watched = learner._forward_backward(one)
+                found.append([loss, *(parameter.grad for parameter in learner._parameters if parameter.grad is not None)])
+                model.zero_grad(set_to_none=True)
+                assert policy.figures(watched.tolist())[MISMATCH] < 1e-5 or compared
+            for less, more in zip(*found, strict=True):
+                torch.testing.assert_close(less, more, rtol=1e-5, atol=1e-6)
+            assert max(float(more.abs().max()) for more in found[1][1:]) > 1e-3
+        compared.append(step)
+        return step
+
+    monkeypatch.setattr(RolloutSource, "next", look)
+    recipe = rl(
+        objective={"name": "grpo", "updates": 3}, rewards=[], rollouts={"prompts": 8}, train={"capacity": 64, "steps": 2}
+    )
+    train(recipe, display=Silent(), reward_file=reward_file(tmp_path, SOME.format(tried="01234")))
+    assert len(compared) == 2
+
+
+def test_a_divergence_and_the_load_of_experts_are_learned_from_without_a_signal(rl: RecipeFor) -> None:
+    model, mixture = make_model(), make_model()
+    install(model)
+    install(mixture)
+    engine_of(mixture).balance = 0.01
+    for objective, given, expected in (
+        ({"name": "grpo"}, model, False),
+        ({"name": "rloo", "beta": 0.1}, model, False),  # there it is part of the reward
+        ({"name": "gspo", "beta": 0.1}, model, True),
+        ({"name": "grpo"}, mixture, True),
+    ):
+        source = SimpleNamespace(recipe=rl(objective=objective))
+        assert rollout_rows.all_have_gradients(source, given) is expected  # type: ignore[arg-type]
+
+
 def test_short_answers_fill_a_pack(rl: RecipeFor, monkeypatch: pytest.MonkeyPatch) -> None:
     """64 answers of two tokens, where a pack has 10 documents otherwise."""
     real, steps = RolloutSource.next, []
@@ -217,11 +289,13 @@ def test_the_divergence_is_from_the_model_before_training(rl: RecipeFor) -> None
 
 @pytest.mark.parametrize("objective", [{"name": "grpo", "scale": "batch", "updates": 2}, {"name": "gspo"}])
 def test_two_ranks_answer_prompts_of_their_own(objective: dict[str, Any], rl: RecipeFor, tmp_path: Path) -> None:
-    recipe = rl(objective=objective, data={"eval": 0.3})
+    """In some steps no answer of one rank has a signal."""
+    recipe, file = rl(objective=objective, data={"eval": 0.3}, rewards=[]), reward_file(tmp_path, SOME.format(tried="3"))
     two = recipe.model_copy(update={"output": recipe.output + "-two"})
-    found = in_ranks(lambda world: train(two, display=Silent(), world=world).step, tmp_path / "told")
+    found = in_ranks(lambda world: train(two, display=Silent(), world=world, reward_file=file).step, tmp_path / "told")
     assert found == [(0, "4")] * 2
-    train(recipe, display=Silent())
+    train(recipe, display=Silent(), reward_file=file)
+    assert 0.75 in {step["frac_reward_zero_std"] for step in events_of(recipe.output, "step")}
     assert losses_of(two.output) == pytest.approx(losses_of(recipe.output), abs=1e-6)
     for one, other in zip(rewards_of(recipe.output), rewards_of(two.output), strict=True):
         assert other == pytest.approx(one, rel=1e-4, abs=1e-6)
@@ -294,7 +368,7 @@ def test_a_changed_reward_file_is_told(rl: RecipeFor, tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
         train(recipe, display=stop_at(1), reward_file=reward_file(tmp_path))
     result = train(recipe, display=Silent(), reward_file=reward_file(tmp_path, ODD + "\n# another"))
-    told = [text for text in notices_of(result.folder) if "the reward file changed since the checkpoint" in text]
+    told = [text for text in notices_of(result.folder) if "rewards come from changed since the checkpoint" in text]
     assert len(told) == 1
 
 
@@ -356,7 +430,7 @@ def test_what_cannot_be_honoured_is_refused_before_the_run(rl: RecipeFor, recipe
     refused(RecipeError, "rewards: there are none", rewards=[])
     refused(RecipeError, "'end.' is encoded as 4 tokens", rollouts={"stop": ["end."]})
     refused(RecipeError, "length is a function, and no file has it", rewards=[{"function": "length"}])
-    refused(RecipeError, "length is no function of", reward_file(tmp_path), rewards=[{"function": "length"}])
+    refused(CommandError, "--reward-file: the file cannot be used", reward_file(tmp_path), rewards=[{"function": "length"}])
     refused(CommandError, "not a Python file", tmp_path / "none.py", rewards=[])
     fails = reward_file(tmp_path, "def reward(completions, solution, **columns): return [1.0]")
     refused(CommandError, "missing 1 required positional argument: 'solution'", fails, rewards=[])

@@ -15,7 +15,7 @@ from pronghorn.data.encode.tokens import TokenTable
 from pronghorn.errors import CommandError, DataError, EnvironmentFault, RecipeError, counted
 from pronghorn.evaluation import strict_json
 from pronghorn.evaluation.choices import ask_choices
-from pronghorn.evaluation.metrics import NEED_JSON, Scores, final_part, found, judge_of
+from pronghorn.evaluation.metrics import NEED_JSON, SLOW, Scores, final_part, found, judge_of
 from pronghorn.evaluation.own_metric import OwnMetric
 from pronghorn.evaluation.questions import Question, held_out_questions
 from pronghorn.generation.answering import answers
@@ -111,6 +111,7 @@ class HeldOut:
         failed: list[str] = []
         for question, answer in zip(self.questions, answers, strict=True):
             scores = self._judge(question.prompt, question.expected, answer.text) | answer.chosen
+            failed += [f"{question.where}: {name}: {SLOW}" for name, score in scores.items() if math.isnan(score)]
             if self.own is not None:
                 try:
                     own = self.own(question.prompt, question.expected, answer.text)

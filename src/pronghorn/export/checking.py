@@ -237,9 +237,10 @@ def rounding_like_bf16(model: torch.nn.Module) -> Iterator[None]:
 def held_out_rows(recipe: Recipe, tokenizer: Tokenizer, report: Report) -> list[Row]:
     """The run's held-out rows, else rows that it was trained on, else (the data is gone) some sentences."""
     try:
-        if isinstance(recipe.data.eval, str):
-            wanted = recipe.objective.kind.reads
-            table = prepare((recipe.data.eval,), recipe.data, tokenizer, progress=report, wanted=wanted).tokens
+        wanted = recipe.objective.kind.reads
+        if isinstance(recipe.data.eval, str) or wanted == "prompts":  # whose source asks for rewards, and knows no rows
+            names = (recipe.data.eval,) if isinstance(recipe.data.eval, str) else recipe.data.train
+            table = prepare(names, recipe.data, tokenizer, progress=report, wanted=wanted).tokens
         else:
             table = source_of(recipe, tokenizer, report=report, stage=lambda _: nullcontext()).known[-1]
         rows = [_row(table.ids(i).tolist(), table.loss(i).tolist()) for i in range(min(ROWS, len(table)))]

@@ -40,7 +40,7 @@ class Outputs(NamedTuple):
 
     values_N: Tensor  # float32, differentiable; the LM head: log-probabilities of the labels, 0 where a row is padding
     balance: Tensor | None = None  # the routers' auxiliary loss times its coefficient, where the config asks for it
-    entropy_N: Tensor | None = None  # of the LM head, where it was asked for and costs no pass over the logits
+    entropy_N: Tensor | None = None  # of the LM head, where it was asked for; nan of rows that it was not computed of
 
 
 class Stack(Protocol):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from pronghorn.rewards.worker import Reward, names_of, number_of, started, told
+from pronghorn.rewards.worker import Loaded, Reward, names_of, number_of, started, told
 
 LONGEST = 1 << 28  # bytes of a line
 
@@ -34,11 +34,11 @@ class Turn:
         return {"role": "assistant", "content": self.text}
 
 
-def episode_of(path: Path) -> dict[str, Reward]:
+def episode_of(path: Path) -> Loaded:
     found = names_of(path).get("episode")
     if not inspect.iscoroutinefunction(found):
         raise LookupError("it has no `async def episode(row, ask)`")
-    return {"episode": found}
+    return {"episode": found}, []
 
 
 async def serve(episode: Reward, path: Path, asked: IO[str], reply: Callable[..., None]) -> None:

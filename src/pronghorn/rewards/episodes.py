@@ -32,8 +32,8 @@ class Player(Worker):
 
     module = "pronghorn.rewards.episode_worker"
 
-    def __init__(self, path: Path, memory: int) -> None:
-        super().__init__(path, memory)
+    def __init__(self, path: Path, memory: int, functions: Sequence[str] = ()) -> None:
+        super().__init__(path, memory, functions)
         assert self.process.stdin is not None
         self._input, self._unsent = self.process.stdin.fileno(), b""
         os.set_blocking(self._input, False)

@@ -44,9 +44,9 @@ Reward = float | None | Fault
 class Worker:
     module = "pronghorn.rewards.worker"
 
-    def __init__(self, path: Path, memory: int) -> None:
+    def __init__(self, path: Path, memory: int, functions: Sequence[str] = ()) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", self.module, str(path), str(memory)],
+            [sys.executable, "-m", self.module, str(path), str(memory), *functions],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # so that all it starts ends with it
@@ -99,18 +99,21 @@ class RewardPool:
     option: ClassVar[str] = "--reward-file"
     form: ClassVar[str] = FORM
 
-    def __init__(self, path: Path, *, workers: int = 2, seconds: float = 30.0, memory: int = 0) -> None:
-        """`seconds`: for one answer. `memory`: bytes that a process may take beyond its imports; 0: no limit."""
+    def __init__(
+        self, path: Path, *, workers: int = 2, seconds: float = 30.0, memory: int = 0, functions: Sequence[str] = ()
+    ) -> None:
+        """`seconds`: of an answer. `memory`: bytes that a process may take beyond its imports; 0: no limit. `functions`: those
+        to call; none: those that have the names of rewards (worker.py)."""
         if path.suffix != ".py" or not path.is_file():
             why = "it is not a .py file" if path.is_file() else "file not found"
             raise CommandError(
                 what=f"{self.option}: not a Python file", where=str(path), why=why, fix=f"pass a file with {self.form}"
             )
-        self.path, self.seconds, self.memory = path.resolve(), seconds, memory
+        self.path, self.seconds, self.memory, self.functions = path.resolve(), seconds, memory, functions
         self.replaced = 0  # processes that were killed or died
         self._workers: list[Worker] = []
         try:
-            self._workers = [self.worker(self.path, memory) for _ in range(workers)]
+            self._workers = [self.worker(self.path, memory, functions) for _ in range(workers)]
             self.names, *_ = [self._names(worker) for worker in self._workers]
         except BaseException:
             self.close()
@@ -169,7 +172,7 @@ class RewardPool:
 
     def _replace(self, at: int) -> None:
         self.replaced += 1
-        self._workers[at] = self.worker(self.path, self.memory)
+        self._workers[at] = self.worker(self.path, self.memory, self.functions)
         self._names(self._workers[at])
 
     def _names(self, worker: Worker) -> list[str]:
@@ -182,6 +185,7 @@ class RewardPool:
             if reply is not None:
                 if "failed" in reply:
                     raise self._bad(reply["failed"])
+                self.unused: list[str] = reply["unused"]
                 names: list[str] = reply["names"]
                 return names
             time.sleep(0.01)
@@ -189,4 +193,5 @@ class RewardPool:
 
     def _bad(self, why: str) -> CommandError:
         what = f"{self.option}: the file cannot be used"
-        return CommandError(what=what, where=str(self.path), why=why, fix=f"fix the file: {self.form}")
+        fix = f"fix the file: {self.form}" + (", or the names in the recipe's rewards" if self.functions else "")
+        return CommandError(what=what, where=str(self.path), why=why, fix=fix)

@@ -1,4 +1,4 @@
-"""What answers are worth: the recipe's metrics and the functions of --reward-file, weighted and added up.
+"""What answers are worth: the recipe's metrics, reward models and the functions of --reward-file, weighted and added up.
 
 A function that does not apply to an answer returns None, and is left out of its sum. One that fails, hangs, or returns
 something else than a number leaves the answer without a reward: whoever asked decides what becomes of it.
@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pronghorn.errors import CommandError, DataError, RecipeError, counted
-from pronghorn.evaluation.metrics import NEED_JSON, TEXT_METRICS, final_part, found, regex
+from pronghorn.evaluation.metrics import NEED_JSON, SLOW, TEXT_METRICS, final_part, found, regex
 from pronghorn.evaluation.strict_json import is_json
 from pronghorn.recipe_rollouts import Reward, Rollouts
 from pronghorn.rewards.pool import Fault, RewardPool
@@ -34,6 +34,7 @@ class Said:
     prompt: str | Sequence[Mapping[str, Any]]
     text: str
     columns: Mapping[str, Any] = field(default_factory=dict)
+    tools: tuple[dict[str, Any], ...] | None = None  # of the prompt
 
     @property
     def expected(self) -> str | None:
@@ -56,9 +57,23 @@ class Scored:
     fault: str = ""
 
 
+class Model(Protocol):
+    """A reward model (train/run/reward_models.py)."""
+
+    identity: str
+
+    def try_on(self, rows: Sequence[Said]) -> str: ...
+    def device_bytes(self) -> int: ...
+    def load(self) -> None: ...
+    def score(self, answers: Sequence[Said]) -> Sequence[float | Fault | None]: ...
+
+
 class Scorer:
-    def __init__(self, rewards: Sequence[Reward], spec: Rollouts, file: Path | None = None, *, needed: bool = True) -> None:
-        """`needed`: nothing else gives rewards."""
+    def __init__(
+        self, rewards: Sequence[Reward], spec: Rollouts, file: Path | None = None, *, needed: bool = True,
+        models: Mapping[str, Model] | None = None,
+    ) -> None:  # fmt: skip
+        """`needed`: nothing else gives rewards. `models`: those of `rewards`, by name."""
         self._metrics = {reward.called: reward for reward in rewards if reward.metric}
         self._judges = {
             name: regex(re.compile(reward.regex or "")) if reward.metric == "regex" else TEXT_METRICS[str(reward.metric)]
@@ -70,29 +85,36 @@ class Scorer:
                 what=f"rewards: {next(iter(functions))} is a function, and no file has it",
                 fix="name its file on the command line: --reward-file FILE",
             )
-        if not self._metrics and file is None and needed:
+        weighted = {reward.called: reward.weight for reward in rewards if reward.metric or reward.model}
+        self.models = {} if models is None else dict(models)
+        if missing := [reward.called for reward in rewards if reward.model and reward.called not in self.models]:
+            raise RecipeError(
+                what=f"rewards: {missing[0]} is a reward model, and nothing loads it here", fix="remove the reward"
+            )
+        if not weighted and file is None and needed:
             raise RecipeError(
                 what="rewards: there are none, so no answer would be better than another",
                 fix="add rewards: [{metric: exact_match}], or functions of your own: --reward-file FILE",
             )
         self._pool: RewardPool | None = None
-        self.names, self.weights = list(self._metrics), [reward.weight for reward in self._metrics.values()]
+        self.remarks: list[str] = []
+        self.names, self.weights = list(weighted), list(weighted.values())
         self._of_file: dict[str, str] = {}  # function -> name
         self.digest = "" if file is None or not file.is_file() else hashlib.sha256(file.read_bytes()).hexdigest()
+        if self.models:
+            self.digest += hashlib.sha256(repr([model.identity for model in self.models.values()]).encode()).hexdigest()
         if file is not None:
             self._open(file, spec, functions)
 
     def _open(self, file: Path, spec: Rollouts, functions: Mapping[str, Reward]) -> None:
         self._pool = RewardPool(
-            file, workers=spec.reward_workers, seconds=spec.reward_seconds, memory=int(spec.reward_memory * GB)
-        )
+            file, workers=spec.reward_workers, seconds=spec.reward_seconds, memory=int(spec.reward_memory * GB),
+            functions=tuple(functions),
+        )  # fmt: skip
         weakref.finalize(self, self._pool.close)
-        if unknown := sorted(functions.keys() - set(self._pool.names)):
-            raise RecipeError(
-                what=f"rewards: {unknown[0]} is no function of {file}",
-                why=f"it has {', '.join(self._pool.names)}",
-                fix="fix the name, or remove the reward",
-            )
+        if self._pool.unused:
+            others = ", ".join(self._pool.unused)
+            self.remarks = [f"rewards: not used, since the recipe names the functions to use: {others} of {file}"]
         for function in self._pool.names:
             reward = functions.get(function, Reward(function=function))
             self._of_file[function] = reward.called
@@ -100,18 +122,25 @@ class Scorer:
         self.names += self._of_file.values()
         if len(set(self.names)) < len(self.names):
             raise RecipeError(
-                what=f"rewards: a function of {file} is called as a metric is", fix="give the metric another name: {name: ...}"
+                what=f"rewards: a function of {file} is called as another reward is",
+                fix="give that one another name: {name: ...}",
             )
 
-    def score(self, answers: Sequence[Said]) -> list[Scored]:
+    def score(self, answers: Sequence[Said], *, models: bool = True) -> list[Scored]:
+        """`models`: whether reward models are asked, too."""
         own = self._pool.score([said.row() for said in answers]) if self._pool else [{} for _ in answers]
-        return [self._scored(said, found) for said, found in zip(answers, own, strict=True)]
+        found: list[dict[str, Any]] = [{self._of_file[name]: value for name, value in one.items()} for one in own]
+        for name, model in self.models.items() if models else ():
+            for one, value in zip(found, model.score(answers), strict=True):
+                one[name] = value
+        return [self._scored(said, one) for said, one in zip(answers, found, strict=True)]
 
     def _scored(self, said: Said, own: Mapping[str, Any]) -> Scored:
         values: dict[str, Any] = {}
         for name, judge in self._judges.items():
-            values[name] = judge(final_part(said.expected or ""), final_part(said.text))
-        values |= {self._of_file[function]: value for function, value in own.items()}
+            value = judge(final_part(said.expected or ""), final_part(said.text))
+            values[name] = Fault(SLOW) if math.isnan(value) else value
+        values |= own
         parts = {name: value for name, value in values.items() if isinstance(value, float | int)}
         fault = next((f"{name}: {value.what}" for name, value in values.items() if isinstance(value, Fault)), "")
         if fault or not parts:
@@ -140,8 +169,8 @@ class Scorer:
     def tried(self, rows: Sequence[Said]) -> list[str]:
         """What the rewards say of some rows with their expected answers (or none), a line each. Refuses a function that fails
         on all of them."""
-        found = self.score(rows)
-        lines = []
+        lines = [f"{name}: {model.try_on(rows)}" for name, model in self.models.items()]
+        found = self.score(rows, models=False)
         faults = [scored.fault for scored in found if scored.fault]
         if len(faults) == len(found):
             ((what, _),) = Counter(faults).most_common(1)
@@ -150,7 +179,7 @@ class Scorer:
                 why="the answers would have no reward", fix="fix the function; each row has the columns "
                 + ", ".join(sorted(rows[0].row())),
             )  # fmt: skip
-        for name in self.names:
+        for name in [one for one in self.names if one not in self.models]:
             values = [scored.parts[name] for scored in found if name in scored.parts]
             given = "their expected answers" if any(said.expected is not None for said in rows) else "empty answers"
             mean = f"{math.fsum(values) / len(values):.4g} on average" if values else "nothing (None)"

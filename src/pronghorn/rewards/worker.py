@@ -1,4 +1,4 @@
-"""The process that runs a user's reward functions: `python -m pronghorn.rewards.worker FILE MEMORY`.
+"""The process that runs a user's reward functions: `python -m pronghorn.rewards.worker FILE MEMORY [FUNCTION ...]`.
 
 It reads a JSON line for each answer and writes one with its rewards, or with what went wrong. Its pipes are the parent's alone:
 what functions print goes to standard error, and they have no input. Memory is limited for the process and all that it starts.
@@ -18,11 +18,12 @@ import select
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 Reward = Callable[..., Any]
+Loaded = tuple[dict[str, Reward], list[str]]  # functions to call by name; names of others that look like rewards
 
 
 def names_of(path: Path) -> dict[str, Any]:
@@ -36,16 +37,30 @@ def names_of(path: Path) -> dict[str, Any]:
     return vars(module)
 
 
-def reward_functions(path: Path) -> dict[str, Reward]:
-    """Functions of the file that are called `reward`, `reward_NAME` or `NAME_reward`, in their order."""
-    functions = {
-        name: value
-        for name, value in names_of(path).items()
-        if callable(value) and (name == "reward" or name.startswith("reward_") or name.endswith("_reward"))
-    }
-    if not functions:
-        raise LookupError("it has no function called reward, reward_NAME or NAME_reward")
-    return functions
+def reward_functions(path: Path, named: Sequence[str] = ()) -> Loaded:
+    """Functions of the file: those named, whatever their names are; or all that are called `reward`, `reward_NAME` or
+    `NAME_reward`, in their order. And which of the latter are left out."""
+    defined = names_of(path)
+    callables = {name: value for name, value in defined.items() if callable(value)}
+    own = [name for name, value in callables.items() if getattr(value, "__module__", "") == defined["__name__"]]
+    if unknown := [name for name in named if name not in callables]:
+        raise LookupError(f"it has no function {unknown[0]}; it has {', '.join(own) or 'none'}")
+    ruled = [name for name in callables if name == "reward" or name.startswith("reward_") or name.endswith("_reward")]
+    if not named and not ruled:
+        likely = [name for name in own if "completions" in _parameters(callables[name])] or ["NAME"]
+        listed = ", ".join(f"{{function: {name}}}" for name in likely)
+        raise LookupError(
+            "it has no function called reward, reward_NAME or NAME_reward, and the recipe names no other; to use functions of "
+            f"other names, add to the recipe: rewards: [{listed}]"
+        )
+    return {name: callables[name] for name in named or ruled}, [name for name in ruled if named and name not in named]
+
+
+def _parameters(function: Reward) -> Sequence[str]:
+    try:
+        return list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # of a class or a builtin without one
+        return ()
 
 
 def scored(function: Reward, row: dict[str, Any]) -> float | None:
@@ -73,7 +88,7 @@ async def _awaited(value: Any) -> Any:
     return await value
 
 
-def started(load: Callable[[Path], dict[str, Reward]]) -> tuple[dict[str, Reward], Path, IO[str], Callable[..., None]]:
+def started(load: Callable[[Path], Loaded]) -> tuple[dict[str, Reward], Path, IO[str], Callable[..., None]]:
     """What the file of the command line has, that file, what the parent writes, and how to reply to it."""
     path, memory = Path(sys.argv[1]), int(sys.argv[2])
     _end_with_parent()
@@ -89,11 +104,11 @@ def started(load: Callable[[Path], dict[str, Reward]]) -> tuple[dict[str, Reward
             os._exit(1)
 
     try:
-        functions = load(path)
+        functions, unused = load(path)
     except BaseException as error:  # noqa: BLE001 - whatever the file does is told to the parent
         reply(failed=told(error, path))
         sys.exit()
-    reply(names=list(functions))
+    reply(names=list(functions), unused=unused)
     if memory:
         most = _mapped() + memory
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
@@ -116,7 +131,7 @@ def _end_with_parent() -> None:
 
 
 def main() -> None:
-    functions, path, asked, reply = started(reward_functions)
+    functions, path, asked, reply = started(lambda path: reward_functions(path, sys.argv[3:]))
     for line in asked:
         row = json.loads(line)
         found: dict[str, Any] = {}

@@ -11,7 +11,8 @@ is read off the logits' gradient, which is p_v everywhere but at the label: one 
 
 The gradient of a trained head is a sum over rows, which cannot be weighted afterwards. There the forward keeps no gradient, and
 the backward computes the logits once more, with the incoming gradients as the rows' weights: 8·N·D·V operations instead of 6.
-Entropy and top are for frozen heads without a softcap. N = rows, D = model width, V = vocabulary.
+Entropy and top are for frozen heads without a softcap; `sampled_entropy` computes the logits of some rows of any head.
+N = rows, D = model width, V = vocabulary.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pronghorn.kernels.runtime.dispatch import keeps_graph
 from pronghorn.kernels.runtime.first_order import Ctx, first_order
 
 ROWS = 4096  # at a time, in fp32: three times 67 MB at D = 4096
+SAMPLED, AT_A_TIME = 128, 16  # rows with logits of their own, and how many in memory: three times 17 MB of 262,144 tokens
 
 
 Asked = tuple[bool, bool, bool]  # the gradient, the entropy, whether the label is the likeliest token
@@ -131,6 +133,21 @@ class _TrainedHeadLogProbs(torch.autograd.Function):
         of_weight = None if found.d_weight is None else found.d_weight.to(weight.dtype)
         of_bias = None if found.d_bias is None else found.d_bias.to(bias.dtype)
         return found.d_hidden, of_weight, of_bias, None, None
+
+
+@torch.no_grad()
+def sampled_entropy(hidden_ND: Tensor, weight_VD: Tensor, *, bias_V: Tensor | None = None, **given: Any) -> Tensor:
+    """[N], nan but of every n-th row, SAMPLED of them at most: a figure, of any head. `given`: the fields of `Terms`."""
+    every = max(1, -(-len(hidden_ND) // SAMPLED))
+    rows_MD = hidden_ND[::every]
+    label = torch.zeros(AT_A_TIME, dtype=torch.long, device=hidden_ND.device)
+    parts = [
+        linear_log_probs_reference(part, weight_VD, label[: len(part)], bias_V=bias_V, **given).entropy
+        for part in rows_MD.split(AT_A_TIME)
+    ]
+    found = torch.full((len(hidden_ND),), torch.nan, dtype=_precise(hidden_ND.dtype), device=hidden_ND.device)
+    found[::every] = torch.cat([part for part in parts if part is not None])
+    return found
 
 
 def _entropy(found: HeadLoss, hidden_ND: Tensor) -> Tensor:

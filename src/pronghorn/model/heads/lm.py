@@ -22,7 +22,7 @@ from pronghorn.errors import ModelError
 from pronghorn.hf_types import HFConfig, HFModel
 from pronghorn.kernels.loss.cross_entropy_rows import IGNORED
 from pronghorn.kernels.loss.linear_cross_entropy import chunk_rows, linear_cross_entropy
-from pronghorn.kernels.loss.linear_log_probs import linear_log_probs
+from pronghorn.kernels.loss.linear_log_probs import linear_log_probs, sampled_entropy
 from pronghorn.model.families import family_of
 from pronghorn.model.head import Head, Outputs, PackedRows, Stack
 from pronghorn.model.layers.types import GradBuffer
@@ -89,10 +89,11 @@ class LmHead(Head):
             terms = terms | {name: terms[name] / temperature for name in ("softcap", "logit_scale")}
         with torch.autocast(rows.h_ND.device.type, enabled=False):
             x_ND, weight, bias = self.inputs(rows.h_ND, rows.grad_buffer)
-            entropy = entropy and bias is None and not weight.requires_grad and not terms["softcap"]
-            found = linear_log_probs(x_ND, weight, rows.labels_N, bias_V=bias, entropy=entropy, **terms)
+            free = bias is None and not weight.requires_grad and not terms["softcap"]
+            found = linear_log_probs(x_ND, weight, rows.labels_N, bias_V=bias, entropy=entropy and free, **terms)
+            entropy_N = sampled_entropy(x_ND, weight, bias_V=bias, **terms) if entropy and not free else found.entropy
         balance = None if rows.load is None else rows.load.loss
-        return Outputs(found.log_probs, None if balance is None else self.stack.balance * balance, found.entropy)
+        return Outputs(found.log_probs, None if balance is None else self.stack.balance * balance, entropy_N)
 
     @classmethod
     def own_outputs(cls, base: HFModel, pack: PackedBatch) -> Outputs:

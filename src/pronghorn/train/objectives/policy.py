@@ -28,12 +28,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pronghorn.data.pack.loader import StepBatch
 from pronghorn.data.pack.packing import TokenRows
 from pronghorn.errors import HealthStop
 from pronghorn.hf_types import HFModel
 from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.head import Outputs
 from pronghorn.packs import IGNORED, PackedBatch
+from pronghorn.train.dist.world import World
 from pronghorn.train.objectives.objective import Objective, Sums
 
 ADVANTAGE, SAMPLED, REFERENCE = 0, 1, 2  # rows of given_KN
@@ -102,6 +104,12 @@ class Policy(Objective):
             return self._answers(batch) * self.longest
         return (batch.row_labels != IGNORED).sum()
 
+    def divisor(self, step_batch: StepBatch, world: World) -> float:
+        """With answers that are in no batch, since they have no gradient."""
+        answers, labels = getattr(step_batch.rows, "left_out", (0, 0))
+        rest = {"grpo": answers, "rloo": answers, "dr_grpo": answers * self.longest}.get(self.kind, labels)
+        return world.total(float(sum(int(self.count(batch)) for batch in step_batch.batches) + rest))[0]
+
     def log_probs(
         self, model: HFModel, batch: PackedBatch, *, entropy: bool = False, temperature: float | None = None
     ) -> Outputs:
@@ -127,8 +135,9 @@ class Policy(Objective):
         high_N = (ratio_N > 1 + self.high) & (advantage_N > 0)
         away_N = self._divergence(log_probs_N, batch) if self.beta else torch.zeros_like(log_probs_N)
         change_N = log_probs_N - given_KN[SAMPLED]
-        entropy_N = torch.zeros_like(real_N) if (unknown := entropy_N is None) else entropy_N
-        seen = (torch.exp(change_N) - change_N - 1, entropy_N, torch.full_like(real_N, float(not unknown)))
+        entropy_N = torch.full_like(real_N, torch.nan) if entropy_N is None else entropy_N
+        known_N = ~entropy_N.isnan()
+        seen = (torch.exp(change_N) - change_N - 1, torch.where(known_N, entropy_N, 0.0), known_N)
         one_N = torch.ones_like(real_N)
         sums = [torch.where(real_N > 0, one, 0.0).sum() for one in (one_N, away_N, low_N, high_N, change_N.abs(), *seen)]
         return torch.stack([self._answers(batch).to(real_N.dtype), *sums])
@@ -138,12 +147,12 @@ class Policy(Objective):
         tokens, _ = max(1.0, found.pop("tokens")), found.pop("answers")
         found[MISMATCH] = found.pop("difference")
         found["sampling/kl"] = found.pop("mismatch")
-        if not found.pop("entropies"):
-            del found["entropy"]
+        entropy, entropies = found.pop("entropy"), found.pop("entropies")
         if not self.beta:
             del found["kl"]
         found["clip_ratio/region_mean"] = found["clip_ratio/low_mean"] + found["clip_ratio/high_mean"]
-        return {name: total / tokens for name, total in found.items()}
+        means = {name: total / tokens for name, total in found.items()}
+        return means | ({"entropy": entropy / entropies} if entropies else {})
 
     def remarks(self, step: int, figures: Mapping[str, float]) -> list[str]:
         """Sampler and learner are one model: where they differ, one of them is wrong."""

@@ -13,6 +13,7 @@ from pronghorn.model.causal_lm import install
 from pronghorn.recipe_rollouts import OWN
 from pronghorn.train.dist.world import World
 from pronghorn.train.objectives import objective_of
+from pronghorn.train.run.reward_models import reward_models
 from pronghorn.train.run.trained_run import TrainedRun
 from pronghorn.train.source import RolloutSource
 
@@ -35,7 +36,8 @@ def evaluate_rewards(
         )
     own = trained.recipe.answering.model_copy(update={"engine": OWN})  # a server may be at work for the run
     recipe, tokenizer = trained.recipe.model_copy(update={"rollouts": own}), trained.tokenizer()
-    source = RolloutSource.of(recipe, tokenizer, report=report, stage=lambda _: nullcontext(), **files)
+    models = reward_models(recipe)
+    source = RolloutSource.of(recipe, tokenizer, report=report, stage=lambda _: nullcontext(), models=models, **files)
     if data:
         read = prepare((data,), recipe.data, tokenizer, progress=report, wanted="prompts", answer=recipe.answer_tokens)
         source.hold_out(read.tokens)

@@ -133,7 +133,9 @@ def evaluate_run(
 def _judged(held_out: HeldOut, model: HFModel, report: Report, capture: bool) -> Judged:
     judged = held_out.judge(held_out.ask(model, report, capture=capture))
     if judged.unscored:  # here, where nothing is lost by it, a metric that fails is an error
-        raise CommandError(what=judged.unscored, where=str(held_out.own.path if held_out.own else ""), fix="fix the metric")
+        raise CommandError(
+            what=judged.unscored, where=str(held_out.own.path if held_out.own else ""), fix="fix the metric, or the pattern"
+        )
     return judged
 
 

@@ -17,6 +17,7 @@ from pronghorn.model.export import savable, try_small_files
 from pronghorn.model.load import DTYPES
 from pronghorn.recipe import Recipe
 from pronghorn.report.loggers.table import require_installed
+from pronghorn.train.run.reward_models import reward_models
 from pronghorn.train.setup.setup import look_ahead
 from pronghorn.train.source import source_of
 from pronghorn.train.source.sizes import notices
@@ -123,7 +124,8 @@ def check_run(
     device, precision, facts, tokenizer = look_ahead(recipe)
     with savable("the tokenizer", recipe.model), tempfile.TemporaryDirectory(prefix="pronghorn-") as place:
         try_small_files(recipe.model, tokenizer, Path(place))
-    source = source_of(recipe, tokenizer, report=report, stage=lambda _: nullcontext(), **files)
+    models = reward_models(recipe)
+    source = source_of(recipe, tokenizer, report=report, stage=lambda _: nullcontext(), models=models, **files)
     summary = source.summary()
     trainable = facts.parameters if recipe.method == "full" else facts.adapter_parameters
     config = read_config(recipe.model)

@@ -48,6 +48,7 @@ from pronghorn.train.dist.trained_shards import trained_shards_of
 from pronghorn.train.dist.world import World
 from pronghorn.train.objectives import Objective, objective_of
 from pronghorn.train.run.evaluate import Progress
+from pronghorn.train.run.reward_models import reward_models
 from pronghorn.train.run.run_identity import in_background, require_same_data, run_facts, weights_key
 from pronghorn.train.setup.preference_data import reference_store
 from pronghorn.train.source import Source, source_of
@@ -188,7 +189,7 @@ def set_up(
         shard = shard_of(recipe, world, device, facts)
         world.on_writer(lambda: before_loading(facts, tokenizer))
     with stage("read"), world.writer_first():  # it fills the cache of tokens
-        source = source_of(recipe, tokenizer, report=report, stage=stage, **files)
+        source = source_of(recipe, tokenizer, report=report, stage=stage, models=reward_models(recipe), **files)
     keys = source.keys
     world.require_same(lambda: run_facts(recipe, keys))
     told = source.dealt(world.size) + told_of(shard, world)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from pronghorn.errors import CommandError
 from pronghorn.hf_types import Tokenizer
 from pronghorn.recipe import Recipe
+from pronghorn.rewards.scoring import Model
 from pronghorn.train.source.rollouts import RolloutSource
 from pronghorn.train.source.source import Report, Source
 from pronghorn.train.source.table import TableSource
@@ -19,11 +21,15 @@ def kind_of(recipe: Recipe) -> type[Source]:
     return RolloutSource if recipe.objective.kind.reads == "prompts" else TableSource
 
 
-def source_of(recipe: Recipe, tokenizer: Tokenizer, *, report: Report, stage: StageTimer, **files: Path | None) -> Source:
-    """`files`: `reward_file` and `episode_file`, code of the user's, which runs."""
+def source_of(
+    recipe: Recipe, tokenizer: Tokenizer, *, report: Report, stage: StageTimer, models: Mapping[str, Model] | None = None,
+    **files: Path | None,
+) -> Source:  # fmt: skip
+    """`models`: reward models, by the names of their rewards. `files`: `reward_file` and `episode_file`, code of the user's,
+    which runs."""
     kind = kind_of(recipe)
     if issubclass(kind, RolloutSource):
-        return kind.of(recipe, tokenizer, report=report, stage=stage, **files)
+        return kind.of(recipe, tokenizer, report=report, stage=stage, models=models, **files)
     if any(files.values()):
         option = next(name for name, file in files.items() if file).replace("_", "-")
         raise CommandError(

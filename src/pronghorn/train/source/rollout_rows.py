@@ -1,7 +1,8 @@
 """A rollout as rows of a step: answers behind their prompts, with what the policy's loss knows of each token.
 
 A prompt that a pack can share is there once for all its answers, or for as many as fit: a group need not stay together, since
-its advantages are known. Otherwise each answer has its own copy of the prompt.
+its advantages are known. Otherwise each answer has its own copy of the prompt. Groups whose advantages are all 0 have no
+gradient, so they are in no pack; they count in what the loss is divided by.
 """
 
 from __future__ import annotations
@@ -73,6 +74,10 @@ class Learned:
             return self.tokens[i], tuple((a, b) for a, b in self.runs[i]), 0
         prompt = source.train.ids(self.row)
         return np.concatenate([prompt, self.tokens[i]]), ((len(prompt), len(prompt) + len(self.tokens[i])),), len(prompt)
+
+    @property
+    def in_loss(self) -> list[Floats]:
+        return [one for one, masked in zip(self.sampled, self.masked, strict=True) if not masked]
 
     @property
     def signal(self) -> bool:
@@ -152,6 +157,7 @@ class RolloutTable(TokenTable):
 
     given: list[Floats]
     packs: list[npt.NDArray[np.int64]]
+    left_out: tuple[int, int] = (0, 0)  # answers of the step, and their labels, that are part of the loss and have no gradient
 
     @classmethod
     def of_groups(cls, source: Prompts, groups: Sequence[Learned], *, all_answers: bool = False) -> RolloutTable | None:
@@ -208,16 +214,25 @@ class _Filling:
         return begins
 
 
-def rollout_step(source: Prompts, rolled: Rolled, after: State, epoch: float) -> StepBatch:
+def all_have_gradients(source: Prompts, model: HFModel) -> bool:
+    """Whether answers without an advantage have one, too: of a divergence in the loss, or of the load of experts."""
+    objective, engine = source.recipe.objective, engine_of(model)
+    return bool(objective.beta and objective.name != "rloo") or bool(engine is not None and engine.balance)
+
+
+def rollout_step(source: Prompts, model: HFModel, rolled: Rolled, after: State, epoch: float) -> StepBatch:
     """Without batches if no rank has something to learn from. Each rank packs its own answers; counts are those of all."""
     if not rolled.learns:
         return StepBatch((), source.train, after, epoch)
-    table = RolloutTable.of_groups(source, rolled.groups)
+    everything = all_have_gradients(source, model)
+    table = RolloutTable.of_groups(source, [group for group in rolled.groups if everything or group.signal])
     if table is None:  # this rank has nothing: an empty pack takes part
         nothing = Learned(0, 0, [np.zeros(1, np.int32)], [np.zeros(1, np.float32)], [0.0], [False])
         table = RolloutTable.of_groups(source, [nothing])
         assert table is not None
         table.packs = [np.zeros(0, np.int64)]
+    rest = [len(one) for group in rolled.groups if not (everything or group.signal) for one in group.in_loss]
+    table.left_out = len(rest), sum(rest)
     step = replace(source.packing, deal=(0, 1), even=False).step(table, table.packs, after, epoch)
     tokens, labels = source.world.total(float(step.tokens), float(step.loss_tokens))
     return replace(step, elsewhere=(int(tokens) - step.tokens, int(labels) - step.loss_tokens))

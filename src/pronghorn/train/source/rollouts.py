@@ -38,7 +38,7 @@ from pronghorn.model.families import why_not_fast
 from pronghorn.model.generate import end_tokens
 from pronghorn.recipe import Recipe
 from pronghorn.recipe_rollouts import OWN
-from pronghorn.rewards.scoring import Said, Scorer
+from pronghorn.rewards.scoring import Model, Said, Scorer
 from pronghorn.train.dist.launch import require_packs
 from pronghorn.train.run.evaluate import Evaluation
 from pronghorn.train.run.run_identity import data_key
@@ -105,7 +105,7 @@ class RolloutSource(Source):
     @classmethod
     def of(
         cls, recipe: Recipe, tokenizer: Tokenizer, *, report: Report, stage: StageTimer, reward_file: Path | None = None,
-        episode_file: Path | None = None,
+        episode_file: Path | None = None, models: Mapping[str, Model] | None = None,
     ) -> Self:  # fmt: skip
         if why := why_not_fast(read_config(recipe.model)):
             raise RecipeError(
@@ -113,12 +113,18 @@ class RolloutSource(Source):
                 why=f"answers are generated on the fast layers, and {why}",
                 fix="use another model, or objective: supervised, dpo or kto",
             )
-        scorer = Scorer(recipe.rewards, recipe.answering, reward_file, needed=episode_file is None)
+        scorer = Scorer(recipe.rewards, recipe.answering, reward_file, needed=episode_file is None, models=models)
         prepared, other, sides = read_apart(recipe, tokenizer, report, stage)
         episodes = Episodes(episode_file, recipe, tokenizer) if episode_file is not None else None
         scorer.digest += hashlib.sha256(episode_file.read_bytes()).hexdigest() if episode_file is not None else ""
         source = cls(recipe, tokenizer, sides.train, sides.held, prepared, scorer, report, episodes)
-        source.remarks = [*prepared.remarks, *source.remarks, *(other.remarks if other else ()), *sides.remarks]
+        source.remarks = [
+            *scorer.remarks,
+            *prepared.remarks,
+            *source.remarks,
+            *(other.remarks if other else ()),
+            *sides.remarks,
+        ]
         source._try_rewards()
         if source._served is not None:
             source.remarks.append(source._served.look())
@@ -177,18 +183,22 @@ class RolloutSource(Source):
         return {"rewards": tuple(self.tried)}
 
     def device_bytes(self, element: int) -> int:
-        return answering_bytes(self.spec, read_config(self.recipe.model), self.longest_prompt, element)
+        own = answering_bytes(self.spec, read_config(self.recipe.model), self.longest_prompt, element)
+        return own + sum(model.device_bytes() for model in self.scorer.models.values())
 
     # ---- during the run ------------------------------------------------------------------------------------------
 
     def start(self, state: State | None, **run: Any) -> None:
         super().start(state, **run)
+        for model in self.scorer.models.values():
+            self.report("loading a reward model", 0, 0)
+            model.load()
         state = state or {"rollouts": 0, "update": 0, "idle": 0}
         self._rollouts, self._update, self._idle = state["rollouts"], state["update"], state["idle"]
         self._late: tuple[str, ...] = ()  # told with the next rollout
         if state.get("rewards", self.scorer.digest) != self.scorer.digest:
-            file = "reward or the episode" if self._episodes else "reward"
-            self._late = (f"the {file} file changed since the checkpoint: rewards before and after it may not be comparable",)
+            what = "the code or a model that rewards come from changed since the checkpoint"
+            self._late = (f"{what}: rewards before and after it may not be comparable",)
         self._rolled = Rolled.of_json(state["held"], self.world) if state.get("held") else None
 
     def next(self, model: HFModel) -> StepBatch:
@@ -204,7 +214,7 @@ class RolloutSource(Source):
         after: State = {"rollouts": self._rollouts, "update": self._update, "idle": self._idle, "rewards": self.scorer.digest}
         if self._rolled is not None:
             after["held"] = rolled.as_json(self.world)
-        step = rollout_step(self, rolled, after, epoch)
+        step = rollout_step(self, model, rolled, after, epoch)
         # what a later update gains may be clipped everywhere
         return replace(step, figures=figures, told=told, samples=samples, may_rest=figures.get("update", 1.0) > 1.0)
 
@@ -283,7 +293,7 @@ class RolloutSource(Source):
     def _said(self, table: TokenTable, row: int, text: str = "") -> Said:
         example = example_of(table, row)
         prompt = example.prompt if example.kind == "completion" else list(example.messages[: example.prompt_messages])
-        return Said(example.where, prompt, text, example.columns)
+        return Said(example.where, prompt, text, example.columns, example.tools)
 
     def _score(self, groups: Sequence[Group], table: TokenTable) -> None:
         returned = [returned_by(group.played[i]) if group.played else None for group in groups for i in range(len(group.texts))]
@@ -338,8 +348,7 @@ class RolloutSource(Source):
         for group, own in zip(rolled.groups, found, strict=True):
             group.advantages = (own * group.weights).tolist() if group.weights else own.tolist()
         signals, answers = self.world.total(
-            float(sum(group.signal for group in rolled.groups)),
-            float(sum(group.masked.count(False) for group in rolled.groups)),
+            float(sum(group.signal for group in rolled.groups)), float(sum(len(group.in_loss) for group in rolled.groups))
         )
         rolled.learns = answers > 0 and (signals > 0 or bool(objective.beta and objective.name != "rloo"))
         self._idle = 0 if signals else self._idle + 1
