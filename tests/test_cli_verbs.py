@@ -21,6 +21,7 @@ from pronghorn.cli import main
 from pronghorn.cli.new import BYTES_PER_TOKEN
 from pronghorn.memory import forecast
 from pronghorn.recipe_file import EXAMPLE, load_recipe, parse_recipe
+from pronghorn.recipe_objective import NAMES
 from samples import chat_rows, write_rows
 from tables import table
 
@@ -44,6 +45,28 @@ def test_new_writes_a_recipe_that_loads_and_never_overwrites(tmp_path: Path, cap
     assert recipe.model_copy(update={"model": default.model, "method": "lora", "data": data}) == default
     assert len(filled.splitlines()) == len(EXAMPLE.splitlines())
     assert lines(capsys, "new", str(tmp_path / "other.yaml")) == [{"written": str(tmp_path / "other.yaml")}]
+
+
+def test_new_writes_any_objective_with_what_belongs_to_it(
+    place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in NAMES:
+        text = shown(capsys, "new", "-", "--objective", name)
+        plain = parse_recipe(EXAMPLE, [f"objective={name}", "eval.best=X", "eval.generations=0"])
+        recipe = parse_recipe(text, ["eval.best=X", "eval.generations=0"])
+        assert recipe.model_copy(update={"rewards": ()}) == plain, name
+        assert max(map(len, text.splitlines())) <= 132
+    for name, row in {
+        "grpo": {"prompt": "1 + 1 =", "answer": "2"},
+        "dpo": {"prompt": "1 + 1 =", "chosen": "2", "rejected": "3"},
+        "reward": {"prompt": "1 + 1 =", "chosen": "2", "rejected": "3"},
+    }.items():
+        data = write_rows(tmp_path / f"{name}.jsonl", [{**row, "prompt": f"{i} and {row['prompt']}"} for i in range(40)])
+        file = str(tmp_path / f"{name}.yaml")
+        shown(capsys, "new", file, "--objective", name, "--model", str(place.model), "--data", str(data))
+        shown(capsys, "check", file, "rollouts.max_new_tokens=8" if name == "grpo" else "train.seed=1")
+    assert main(["new", "-", "--objective", "ppo"]) == 2
+    assert "did you mean `grpo`?" in capsys.readouterr().err
 
 
 def test_new_sizes_batch_and_evaluation_to_the_data(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

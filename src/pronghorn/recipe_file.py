@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import errno
 import json
 import re
@@ -12,12 +11,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from pronghorn.errors import PronghornError, RecipeError, raise_all
 from pronghorn.recipe import Recipe
-from pronghorn.recipe_keys import default_of, key_like, keys_in, source_key_like
-from pronghorn.recipe_objective import NAMES
+from pronghorn.recipe_keys import SECTIONS, advice, default_of, keys_in, value_like
+from pronghorn.recipe_objective import KINDS as OBJECTIVES
+from pronghorn.recipe_objective import LOSSES_OF_DPO, NAMES
 from pronghorn.small_files import read_small_text
 from pronghorn.yaml_file import LARGEST, KeyPath, read_value, read_yaml
 from pronghorn.yaml_file import dotted as _dotted
@@ -45,8 +45,8 @@ objective: {name: supervised}                # OBJECTIVES
 # rollouts: {prompts: 8, answers: 8, max_new_tokens: 512, temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0, truncated: keep}
 #   also {slots: 256, on_reward_error: leave_out, reward_seconds: 30.0, reward_memory: 4.0, reward_workers: 2},
 #   {patience: 20, eval_answers: 4, stop: ["\\n"], engine: own, engine_seconds: 600.0} (a server: docs/rollout-server.md)
-# rewards: [{metric: regex, regex: "#### (.*)", weight: 1.0}, {metric: exact_match, name: exact}, {function: reward_length}]
-#   also {model: runs/reward}, a reward model
+# rewards: [{metric: exact_match, weight: 1.0}]
+#   also {metric: regex, regex: "#### (.*)", name: number}, {function: reward_length} of --reward-file, {model: runs/reward}
 layers: fast                                 # fast (Pronghorn's, for supported families) | own (the model's, from transformers)
 precision: auto                              # auto (bf16 if the GPU supports it, else fp32) | bf16 | fp16 | fp32
 data:
@@ -125,7 +125,7 @@ FIXES = {
     "rewards": "write a list such as [{metric: exact_match}, {function: reward_length, weight: 0.5}]",
     "memory.budget": "write auto, an amount such as 24GB, or a percentage such as 80%",
 }
-SECTIONS = {key for key, field in Recipe.model_fields.items() if isinstance(field.annotation, type(BaseModel))}
+ROLLOUTS = re.compile(r"(?s)^.*?# (?=rollouts:)|# (?=rewards:)")  # what stands before these keys in the example
 PYDANTIC_NAMES = {"str", "float", "int", "bool", "none"}
 
 
@@ -134,6 +134,7 @@ def example(
     model: str | None = None,
     data: Sequence[str] = (),
     method: str | None = None,
+    objective: str | None = None,
     output: str | None = None,
     sizes: Mapping[str, tuple[str, str]] = MappingProxyType({}),
 ) -> str:
@@ -146,7 +147,7 @@ def example(
         **{key: value for key, (value, _) in sizes.items()},
     }
     lines = []
-    for line in EXAMPLE.splitlines():
+    for line in (_with_objective(objective) if objective else EXAMPLE).splitlines():
         key = next((key for key, value in given.items() if value and line.startswith(key)), None)
         if key is not None:
             _, mark, comment = line.partition("#")
@@ -157,6 +158,19 @@ def example(
             lines.append(line)
     text = "\n".join(lines) + "\n"
     return text.replace("except data.eval;", "except data.eval and sizes;") if sizes else text
+
+
+def _with_objective(name: str) -> str:
+    """EXAMPLE with this objective, its parameters and sections, in place of the comments on all objectives."""
+    loss = {"loss": name} if name in LOSSES_OF_DPO else {}
+    kind = OBJECTIVES["dpo" if loss else name]
+    given = {"name": "dpo" if loss else name, **kind.parameters, **loss}
+    shown = json.dumps({key: value for key, value in given.items() if value not in (None, "auto")}).replace('"', "")
+    own = EXAMPLE[EXAMPLE.index("objective: ") : EXAMPLE.index("layers: ")]
+    text = EXAMPLE.replace(own, f"objective: {shown}\n" + (ROLLOUTS.sub("", own) if kind.reads == "prompts" else ""))
+    if kind.reads == "prompts":
+        text = text.replace("best: loss  ", "best: reward").replace("checkpoint: loss, or", "checkpoint: reward, or")
+    return text if kind.answers else text.replace("generations: 3", "generations: 0")
 
 
 def scalar(text: str) -> str:
@@ -222,6 +236,8 @@ def _each(detail: Any) -> list[Any]:
 def _misfits_of_the_rest(values: dict[str, Any], error: ValidationError) -> list[Any]:
     """pydantic looks at how the parts fit together only once each is sound; so ask again without what is not sound."""
     spoilt = [_path(detail) for detail in error.errors()]
+    if any(path[:2] in (("objective",), ("objective", "name")) for path in spoilt):
+        return []  # what fits together depends on the objective
     rest = copy.deepcopy(values)
     for path in spoilt:
         section: Any = rest
@@ -275,7 +291,7 @@ def _apply_override(values: dict[str, Any], places: dict[KeyPath, str], word: st
     path = tuple(key.split("."))
     for depth in range(1, len(path) + 1):
         places.setdefault(path[:depth], "command line")
-    places[path] = "command line"
+    places |= dict.fromkeys([path, *(one for one in places if one[: len(path)] == path)], "command line")
 
 
 def _explain(detail: Any, places: dict[KeyPath, str], name: str) -> RecipeError:
@@ -299,15 +315,14 @@ def _told(detail: Any, path: KeyPath, where: str) -> tuple[str, str, str]:
     """What, why and fix of an error of pydantic."""
     kind, given, dotted = detail["type"], detail["input"], _dotted(path)
     if kind == "extra_forbidden":
-        known = sorted(keys_in(path[:-1]))
-        meant = source_key_like(str(path[-1]), known) if int in map(type, path) else key_like(list(map(str, path)))
-        return "unknown key", "", f"did you mean `{meant}`?" if meant else f"known keys: {', '.join(known)}"
+        return "unknown key", *advice(path, given)
     if kind == "missing":
         return "missing", "", f"add `{path[-1]}: ...`; `pronghorn new -` shows an example"
     if kind == "literal_error":
         choices = re.findall(r"'([^']*)'", detail["ctx"]["expected"])
-        close = difflib.get_close_matches(str(given), choices, n=1, cutoff=0.6)
-        fix = (f"did you mean `{close[0]}`? " if close else "") + f"use one of: {', '.join(choices)}"
+        close = value_like(dotted, str(given), choices)
+        fix = (f"did you mean `{close}`? " if close else "") + f"use one of: {', '.join(choices)}"
+        fix += f"; a function of --reward-file is {{function: {given}}}" if path[0] == "rewards" else ""
         return f"invalid value {given!r}", "", fix
     invalid = f"invalid value {'nothing' if given is None else repr(given)}"
     if kind == "model_type" and dotted not in FIXES:

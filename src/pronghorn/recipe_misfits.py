@@ -25,6 +25,9 @@ def misfits(recipe: Parts) -> list[str]:
         )
     if data.template and data.chat_template:
         problems.append("data.template: data.chat_template is set as well; remove one of them")
+    columns = (data.fields, *(one.columns for one in data.train if not isinstance(one, str)))
+    if kind.reads != "prompts" and any(one is not None and one.expected for one in columns):
+        problems.append("data.fields.expected: only rows of prompts (objective: grpo) have it; name the column as completion")
     if evaluated.metrics and data.eval is None:
         problems.append("eval.metrics: metrics need held-out data; set data.eval: 0.05, or a file")
     if not kind.answers and (evaluated.metrics or evaluated.generations):

@@ -6,6 +6,7 @@ and is refused where somebody sets it.
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -14,7 +15,6 @@ from pydantic import Field, PositiveInt, model_validator
 from pronghorn.recipe_section import NonNegative, Positive, Section
 
 Name = Literal["supervised", "dpo", "rpo", "simpo", "cpo", "orpo", "kto", "reward", "grpo", "gspo", "rloo"]
-Loss = Literal["sigmoid", "ipo", "hinge", "kto", "apo_zero", "dapo", "dr_grpo", "bnpo", "grpo", "cispo"]
 # What the rows of the data are: documents; a better answer with worse ones; answers marked as good or bad; prompts, which the
 # model answers during the run.
 Rows = Literal["documents", "pairs", "marked", "prompts"]
@@ -25,7 +25,7 @@ class Kind:
     """What an objective declares, for all who prepare data, load, plan, check, export or show a run."""
 
     parameters: dict[str, Any]  # with their defaults
-    losses: tuple[Loss, ...] = ()  # values of its parameter `loss`
+    losses: tuple[str, ...] = ()  # values of its parameter `loss`
     reads: Rows = "pairs"
     head: str = "lm"  # of the model that it trains: a file in model/heads/
     answers: bool = True  # whether that model writes text
@@ -36,7 +36,7 @@ class Kind:
 
 _PAIRS = {"share_prompt": "auto"}
 _REFERENCE = {"beta": 0.1, "loss": "sigmoid", "label_smoothing": 0.0, "length_normalized": False, **_PAIRS}
-_LOSSES: tuple[Loss, ...] = ("sigmoid", "ipo", "hinge")
+_LOSSES: tuple[str, ...] = ("sigmoid", "ipo", "hinge")
 KINDS: dict[str, Kind] = {
     "supervised": Kind({}, reads="documents"),
     "dpo": Kind({**_REFERENCE, "sft_weight": 0.0}, _LOSSES, reference=True),
@@ -58,7 +58,7 @@ KINDS: dict[str, Kind] = {
 }
 _POLICY = {"clip": (0.2, 0.2), "beta": 0.0, "updates": 1, **_PAIRS}
 _GROUPS: dict[str, Any] = {**_POLICY, "delta": None, "scale": "group"}
-_POLICY_LOSSES: tuple[Loss, ...] = ("dapo", "dr_grpo", "bnpo", "grpo", "cispo")
+_POLICY_LOSSES: tuple[str, ...] = ("dapo", "dr_grpo", "bnpo", "grpo", "cispo")
 _OWN_PROMPTS = "for which each rank answers prompts of its own"
 KINDS |= {
     "grpo": Kind({"loss": "dapo", **_GROUPS}, _POLICY_LOSSES, reads="prompts", whole_weights=_OWN_PROMPTS),
@@ -73,7 +73,7 @@ NAMES = (*KINDS, *LOSSES_OF_DPO)
 
 class Objective(Section):
     name: Name = "supervised"
-    loss: Loss | None = None  # dpo, rpo, cpo: sigmoid, ipo, hinge; kto: kto, apo_zero; grpo, gspo: those of policy.py
+    loss: str | None = None  # dpo, rpo, cpo: sigmoid, ipo, hinge; kto: kto, apo_zero; grpo, gspo: those of policy.py
     # dpo, rpo, cpo, simpo, kto: scale of the rewards; orpo: weight of the odds ratio; grpo, gspo, rloo: weight of the KL
     # divergence from the model before training
     beta: NonNegative | None = None
@@ -117,7 +117,9 @@ class Objective(Section):
                 problems.append(f"objective.{key}: not a parameter of {self} but of {', '.join(of)}; remove it ({has})")
         losses = self.kind.losses
         if self.loss is not None and losses and self.loss not in losses:
-            problems.append(f"objective.loss: {self} has no loss {self.loss}; use one of: {', '.join(losses)}")
+            close = difflib.get_close_matches(self.loss.lower(), losses, n=1, cutoff=0.7)  # ppo is not ipo
+            fix = (f"did you mean `{close[0]}`? " if close else "") + f"use one of: {', '.join(losses)}"
+            problems.append(f"objective.loss: {self} has no loss {self.loss}; {fix}")
         if self.loss == "ipo" and self.label_smoothing:
             problems.append(
                 "objective.label_smoothing: the loss ipo has no label smoothing; remove it, or set objective.loss: sigmoid"

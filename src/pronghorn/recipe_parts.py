@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
-from pydantic import BeforeValidator, Discriminator, Field, NonNegativeInt, PositiveInt, Tag, field_validator, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, NonNegativeInt, PositiveInt, Tag, field_validator
 
 from pronghorn.recipe_objective import Objective
 from pronghorn.recipe_rollouts import Reward, Rollouts
-from pronghorn.recipe_section import NO_CODE, Fraction, Name, NonNegative, Pattern, Positive, Section, one_or_many
+from pronghorn.recipe_section import Fraction, Name, NonNegative, Pattern, Positive, Section, no_file, one_or_many
 
 Names = Annotated[tuple[Name, ...], BeforeValidator(one_or_many), Field(min_length=1)]
 Every = PositiveInt | Annotated[float, Field(gt=0.0, lt=1.0)]  # steps, or a fraction of all steps
@@ -45,6 +45,7 @@ class Fields(Section):
     system: Name | None = None
     text: Name | None = None
     choices: Name | None = None  # of the metric multiple_choice
+    expected: Name | None = None  # of prompts (grpo, gspo, rloo): the expected answer
     chosen: Name | None = None  # of preference data: the better answer
     rejected: Name | None = None  # and the worse one, or a list of them
     label: Name | None = None  # of KTO: whether the answer is a good one
@@ -174,13 +175,7 @@ def figures_of(metrics: Sequence[str]) -> list[str]:
     return [figure for name in metrics for figure in ((name, f"{name}_norm") if name == "multiple_choice" else (name,))]
 
 
-def _known_metric(name: object) -> Any:
-    if isinstance(name, str) and (name.endswith(".py") or "/" in name):
-        raise ValueError(f"{name} is a file, and {NO_CODE}; remove it here and add: --metric-file {name}")
-    return name
-
-
-Metric = Annotated[MetricName, BeforeValidator(_known_metric)]
+Metric = Annotated[MetricName, no_file("--metric-file")]
 
 
 class Eval(Section):
@@ -193,13 +188,6 @@ class Eval(Section):
     system: Name | None = None  # replaces the system message of the rows
     regex: Pattern | None = None  # pattern of the metric `regex`
     best: Name = "loss"  # selects the best checkpoint: loss, or one of the metrics
-
-    @model_validator(mode="before")
-    @classmethod
-    def _names_no_code(cls, values: object) -> Any:
-        if isinstance(values, dict) and (key := next((k for k in ("metric_file", "metric-file") if k in values), "")):
-            raise ValueError(f"names code ({key}), and {NO_CODE}; remove the key and add: --metric-file FILE")
-        return values
 
     @property
     def misfits(self) -> list[str]:

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
-from pronghorn.recipe_section import NO_CODE, Name, Pattern, Positive, Section
+from pronghorn.recipe_section import Name, Pattern, Positive, Section, no_file
 
 OWN = "own"
 
@@ -50,11 +50,14 @@ class Rollouts(Section):
         return engine
 
 
+Metric = Literal["exact_match", "json_valid", "json_match", "json_fields", "regex", "rouge_l"]
+
+
 class Reward(Section):
     """One of our metrics, a function of --reward-file, or a reward model."""
 
-    metric: Literal["exact_match", "json_valid", "json_match", "json_fields", "regex", "rouge_l"] | None = None
-    function: Name | None = None
+    metric: Annotated[Metric | None, no_file("--reward-file")] = None
+    function: Annotated[Name | None, no_file("--reward-file")] = None
     model: Name | None = None  # a run of objective: reward, one of its checkpoints, or an export: a folder or a Hub name
     weight: float = 1.0
     regex: Pattern | None = None  # pattern of the metric `regex`
@@ -69,9 +72,7 @@ class Reward(Section):
     @classmethod
     def _names_no_file(cls, function: str | None) -> str | None:
         if function and not function.isidentifier():
-            raise ValueError(
-                f"{function!r} is not the name of a function, and {NO_CODE}; write its name, and --reward-file FILE"
-            )
+            raise ValueError(f"{function!r} is not the name of a function; write that, and --reward-file FILE")
         return function
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 NO_CODE = "Pronghorn runs code only if it is named on the command line"
 
@@ -40,6 +40,18 @@ class Section(BaseModel):
         if isinstance(value, bool) and _takes_a_number(cls.model_fields[info.field_name or ""].annotation):
             raise ValueError(f"{str(value).lower()} is not a number; write one")
         return value
+
+
+def no_file(option: str) -> BeforeValidator:
+    """Of a name that could be a file's: code is named on the command line alone."""
+
+    def check(name: object) -> Any:
+        if isinstance(name, str) and (name.endswith(".py") or "/" in name or ".py:" in name):
+            file = re.sub(r"\.py:.*", ".py", name)  # mine.py:check
+            raise ValueError(f"{name} is a file, and {NO_CODE}; remove it here and add: {option} {file}")
+        return name
+
+    return BeforeValidator(check)
 
 
 def one_or_many(value: object) -> Any:

@@ -96,6 +96,16 @@ def test_a_prompt_is_tokenized_as_the_model_is_asked_and_long_ones_are_told(
     assert "data.max_length: 141 or more" in error.value.fix
 
 
+def test_any_columns_can_be_the_question_and_the_expected_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`prompt` would be given as it is, `instruction` is a user's message. Rewards get the answer as `expected`."""
+    monkeypatch.setenv("PRONGHORN_CACHE", str(tmp_path / "cache"))
+    path = str(write_rows(tmp_path / "rows.jsonl", [{"q": "2 + 2?", "gold": "4", "answer": "a guess"}]))
+    spec = Data(train=[path], fields={"instruction": "q", "expected": "gold"})
+    (row,) = [example_of(prepare([path], spec, make_tokenizer(), wanted="prompts", answer=32).tokens, 0)]
+    assert row.messages[0] == ASK
+    assert row.columns == {"expected": "4", "answer": "a guess"}
+
+
 def test_control_tokens_in_a_prompt_are_refused_unless_they_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PRONGHORN_CACHE", str(tmp_path / "cache"))
     rows = [{"prompt": [{"role": "user", "content": "Ignore<|im_end|>that"}], "answer": "4"}]

@@ -107,7 +107,7 @@ def test_what_is_no_reward_model_is_refused_before_the_start(judge: Path, rl: Re
     refused(ModelError, "this is not a reward model", base)
     run = train(rl(judge, rewards=["json_valid"], output=str(tmp_path / "other")), display=Silent())
     refused(ModelError, "this is not a reward model", str(run.folder))
-    refused(PronghornError, "", str(tmp_path / "absent"))
+    refused(ModelError, "no such model folder", str(tmp_path / "absent"))
     (merged,) = export_run(judge, "last", None, "merged")
     (merged.folder / "chat_template.jinja").unlink(missing_ok=True)
     settings = merged.folder / "tokenizer_config.json"

@@ -20,6 +20,7 @@ def new_options(one: argparse.ArgumentParser) -> None:
     one.add_argument("--model", help="Hub name or local folder, written into the recipe")
     one.add_argument("--data", action="append", default=[], metavar="FILE", help="training data; can be repeated")
     one.add_argument("--method", choices=("lora", "qlora", "fp8", "full"), help="training method (default: lora)")
+    one.add_argument("--objective", metavar="NAME", help="supervised (default), dpo, kto, reward, grpo, ...: with its keys")
     one.add_argument("-o", "--output", metavar="FILE", help="same as FILE")
     one.add_argument(
         "--from",
@@ -43,9 +44,18 @@ def new(arguments: argparse.Namespace) -> None:
     if target is None:
         raise CommandError(what="no output file given", fix="name one: pronghorn new my.yaml, or - for standard output")
     from pronghorn.recipe_file import example
+    from pronghorn.recipe_keys import value_like
+    from pronghorn.recipe_objective import KINDS, NAMES
 
-    given = {"model": arguments.model, "data": arguments.data, "method": arguments.method}
-    text = example(**given, output=_output_of(target), sizes=_sizes(arguments.data))
+    objective, sizes = arguments.objective, _sizes(arguments.data)
+    if objective is not None and objective not in NAMES:
+        meant = value_like("objective.name", objective, NAMES)
+        fix = (f"did you mean `{meant}`? " if meant else "") + f"use one of: {', '.join(NAMES)}"
+        raise CommandError(what=f"--objective {objective}: there is no such objective", fix=fix)
+    if objective in KINDS and KINDS[objective].reads == "prompts":  # its steps have prompts, not tokens of the data
+        sizes = {key: value for key, value in sizes.items() if key in ("  every: ", "  eval: ")}
+    given = {"model": arguments.model, "data": arguments.data, "method": arguments.method, "objective": objective}
+    text = example(**given, output=_output_of(target), sizes=sizes)
     if target == "-":
         print(text, end="")
         return
@@ -99,7 +109,7 @@ def _target(arguments: argparse.Namespace) -> str | None:
     strange = [name for name in ("format", "dataset_info") if getattr(arguments, name) is not None]
     if strange and arguments.config is None:
         raise CommandError(what=f"--{strange[0].replace('_', '-')} needs --from", fix="name the config: --from CONFIG")
-    filled = [name for name in ("model", "data", "method") if getattr(arguments, name)]
+    filled = [name for name in ("model", "data", "method", "objective") if getattr(arguments, name)]
     if filled and arguments.config is not None:
         raise CommandError(
             what=f"--{filled[0]} cannot be used with --from",

@@ -80,7 +80,7 @@ def unknown_words(left: Sequence[str], parser: argparse.ArgumentParser, takes_ke
     if takes_keys:
         from pronghorn.recipe_keys import key_like
 
-        if key := key_like([plain]):
+        if key := key_like((plain,)):
             after = left[left.index(option) + 1 :][:1]
             shown = value or (after[0] if after and not after[0].startswith("-") else "VALUE")
             return CommandError(what, fix=f"set recipe keys without dashes: {key}={shown}")

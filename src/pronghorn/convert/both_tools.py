@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pronghorn.convert import shared, values
 from pronghorn.convert.draft import Row, choice, not_here, nothing, rows, to
+from pronghorn.recipe_keys import OPTIMIZERS, SCHEDULES
 
 SAME: dict[str, Row] = {  # that have the same name, too
     "trust_remote_code": not_here(shared.NO_CODE, "Pronghorn runs no code from model repositories either"),
@@ -43,8 +44,8 @@ NAMED: tuple[tuple[str, str, Row], ...] = (
     ("lora_modules_to_save", "additional_target", not_here(shared.FROZEN)),
     ("lora_model_dir", "adapter_name_or_path adapter_folder", not_here(shared.NEW_ADAPTER)),
     ("bnb_config_kwargs", "quantization_method double_quantization", nothing("Pronghorn's NF4 layout is fixed")),
-    ("optimizer", "optim", choice("train.optimizer", shared.OPTIMIZERS, shared.NEAR_OPTIMIZERS, shared.OTHER_OPTIMIZER)),
-    ("lr_scheduler", "lr_scheduler_type", choice("train.schedule", shared.SCHEDULES, {}, shared.OTHER_SCHEDULE)),
+    ("optimizer", "optim", choice("train.optimizer", OPTIMIZERS, shared.NEAR_OPTIMIZERS, shared.OTHER_OPTIMIZER)),
+    ("lr_scheduler", "lr_scheduler_type", choice("train.schedule", SCHEDULES, {}, shared.OTHER_SCHEDULE)),
     ("eval_batch_size", "per_device_eval_batch_size", nothing("evaluation chooses its batch size itself")),
     (
         "neftune_noise_alpha noisy_embedding_alpha",

@@ -14,17 +14,9 @@ CAPACITY = 16384  # tokens in a micro-batch that a GPU works well on
 ROWS_CAPACITY = 4096  # the same where a step has so many rows: most are far below the maximum, and padding takes time
 AT_THE_END = 0.999999  # of all steps: the last one, in any run of less than a million
 
-ADAMW, ADAMW_8BIT, PAGED, PAGED_8BIT = "adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"
-OPTIMIZERS = {
-    "adamw": ADAMW, "adamw_torch": ADAMW, "adamw_torch_fused": ADAMW, "adamw_hf": ADAMW, "adamw_apex_fused": ADAMW,
-    "adamw_anyprecision": ADAMW, "optimi_adamw": ADAMW, "flash_adamw": ADAMW, "adamw_bnb_8bit": ADAMW_8BIT,
-    "adamw_8bit": ADAMW_8BIT, "adamw_torch_8bit": ADAMW_8BIT, "ao_adamw_8bit": ADAMW_8BIT, "paged_adamw": PAGED,
-    "paged_adamw_32bit": PAGED, "paged_adamw_8bit": PAGED_8BIT,
-}  # fmt: skip
-_FEW = (ADAMW_8BIT, "AdamW's moments are stored in 32 or 8 bits")
+_FEW = ("adamw_8bit", "AdamW's moments are stored in 32 or 8 bits")
 NEAR_OPTIMIZERS = {"adamw_torch_4bit": _FEW, "ao_adamw_4bit": _FEW, "ao_adamw_fp8": _FEW}
-OTHER_OPTIMIZER = (ADAMW, "AdamW is the only optimizer, and the learning rate of another optimizer may not suit it")
-SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant"}
+OTHER_OPTIMIZER = ("adamw", "AdamW is the only optimizer, and the learning rate of another optimizer may not suit it")
 OTHER_SCHEDULE = ("cosine", "the schedules are cosine, linear and constant")
 
 PACKED = "Pronghorn always packs rows; attention does not cross rows"
