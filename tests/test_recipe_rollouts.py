@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from pronghorn.errors import PronghornError
 from pronghorn.recipe import Recipe
 from pronghorn.recipe_file import parse_recipe
+from pronghorn.recipe_keys import key_like
+from pronghorn.recipe_objective import KINDS
+from pronghorn.recipe_rollouts import Rollouts
 from tables import table
 
 START = "model: m\ndata: {train: a.jsonl, max_length: 1024}\n"
@@ -72,3 +78,16 @@ def test_what_cannot_be_honoured_is_refused(text: str, what: str) -> None:
     told = getattr(error.value, "problems", [error.value])
     assert any(problem.what.startswith(what) for problem in told), [problem.what for problem in told]
     assert all(problem.fix for problem in told)
+
+
+def test_the_documentation_has_every_key_and_says_what_trl_calls_it() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "rollouts.md").read_text(encoding="utf-8")
+    policy = {"name", *KINDS["grpo"].parameters} - {"share_prompt"}
+    for section, known in (("objective", policy), ("rollouts", set(Rollouts.model_fields))):
+        part = text.partition(f"## {section.title()}\n")[2].partition("\n## ")[0]
+        rows = [
+            [re.findall("`(.*?)`", cell) for cell in line.split("|")[1:]] for line in part.splitlines() if line[:3] == "| `"
+        ]
+        assert sorted(key for keys, *_ in rows for key in keys) == sorted(known)
+        for keys, _, trls, *_ in rows:
+            assert {key_like((section, name)) for name in trls} <= set(keys), keys

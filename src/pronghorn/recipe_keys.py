@@ -81,7 +81,8 @@ SYNONYMS = {
     "train.eps": "adam_epsilon adam_eps train.epsilon",
     "train.graph": "cuda_graph cuda_graphs",
     "train.seed": "random_seed random_state",
-    "memory.budget": "gradient_checkpointing activation_checkpointing vram gpu gpu_memory gpu_memory_limit max_memory limit",
+    "memory.budget": "gradient_checkpointing activation_checkpointing vram gpu gpu_memory gpu_memory_limit max_memory max "
+    "limit",
     "checkpoint.every": "save_steps save_every save_strategy steps interval frequency",
     "checkpoint.keep": "save_total_limit limit max_to_keep",
     "eval": "evaluation",

@@ -43,7 +43,7 @@ class Section(BaseModel):
 
 
 def no_file(option: str) -> BeforeValidator:
-    """Of a name that could be a file's: code is named on the command line alone."""
+    """Refuses the name of a file: code is named on the command line alone."""
 
     def check(name: object) -> Any:
         if isinstance(name, str) and (name.endswith(".py") or "/" in name or ".py:" in name):
