@@ -15,6 +15,7 @@ from pronghorn.convert.values import UnfitError
 from pronghorn.errors import CommandError, PronghornError
 from pronghorn.recipe_file import parse_recipe
 from pronghorn.recipe_keys import ABSENT, MEANS, NOTES, PREFIXES, VALUES, advice, all_keys, key_like, value_like
+from pronghorn.recipe_objective import Objective
 from tables import table
 
 START = "model: m\ndata: {train: a.jsonl, max_length: 1024}\nobjective: {name: grpo}\nrollouts: {answers: 4}\n"
@@ -59,6 +60,8 @@ def told(*words: str) -> list[tuple[str, str]]:
         ("eval.stop.delta", "min_delta"),
         ("eval.patience", "eval.stop.patience"),
         ("eval.file", "data.eval"),
+        ("eval.data", "data.eval"),
+        ("data.train.columns.question", "instruction"),
         ("checkpoint.steps", "every"),
         ("checkpoint.limit", "keep"),
         ("world.fsdp", "shard"),
@@ -105,6 +108,11 @@ def test_a_value_of_the_command_line_is_told_as_one() -> None:
     with pytest.raises(PronghornError) as caught:
         parse_recipe(START, ["objective=grpoo"])
     assert caught.value.where == "command line"
+
+
+def test_a_loss_is_no_guess() -> None:
+    (problem,) = Objective(name="dpo", loss="ppo").misfits
+    assert problem.endswith("; use one of: sigmoid, ipo, hinge")
 
 
 def test_what_other_tools_call_a_key_names_a_key() -> None:
