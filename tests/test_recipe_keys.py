@@ -80,6 +80,7 @@ def test_a_wrong_key_is_answered_with_one_of_its_section_first(wrong: str, meant
         ("rollouts.vllm_server_port=8000", "unknown key", "did you mean `engine`? write the server's address"),
         ("eval.batch_size=4", "evaluation chooses its batch size itself", "remove it"),
         ("grpo={num_generations: 8}", "unknown key", "did you mean `rollouts.answers`?"),
+        ("data.fields.gold=x", "unknown key", "did you mean `expected`? of rows that are no prompts: `completion`"),
         ("trian={lr: 1}", "unknown key", "did you mean `train`?"),
         ("objective.loss=ppo", "grpo has no loss ppo", "use one of: dapo, dr_grpo, bnpo, grpo, cispo"),
         ("objective.loss=dappo", "grpo has no loss dappo", "did you mean `dapo`?"),

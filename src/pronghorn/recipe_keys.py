@@ -153,6 +153,7 @@ NOTES = {
     "scale_rewards": "true is `group`, false is `none`",
     "reward_weights": "each reward has its weight: [{function: NAME, weight: 0.5}]",
     **dict.fromkeys(("use_vllm", "vllm_mode", "vllm_server_host", "vllm_server_port"), "write the server's address"),
+    **dict.fromkeys(("answer", "solution", "ground_truth", "gold"), "of rows that are no prompts: `completion`"),
     "max_prompt_length": "it limits a prompt and its answer together",
 }
 
