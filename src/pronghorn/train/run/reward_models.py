@@ -82,7 +82,7 @@ class RewardModel:
 
     @torch.no_grad()
     def score(self, answers: Sequence[Said]) -> list[Reward]:
-        """Of an answer that cannot be rendered, or is too long, why."""
+        """Scores, and for an answer that cannot be rendered or is too long, the reason."""
         self.load()
         found: list[Reward] = [Fault("it has no score")] * len(answers)
         rows, numbers = list[TokenRow](), list[int]()

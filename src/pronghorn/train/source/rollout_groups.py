@@ -32,7 +32,7 @@ class Group:
 
     @property
     def rewards(self) -> list[float]:
-        """Of the answers that have one."""
+        """Rewards of the answers that have one."""
         return [float(self.scored[i].total or 0.0) for i in self.kept]
 
 
