@@ -31,6 +31,8 @@ DENSE: dict[str, dict[str, Any]] = {
     "glm4": {"head_dim": 16},
     "exaone4": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
     "ministral3": {"head_dim": 16},
+    "arcee": {},
+    "apertus": {},
     "granite_swa": {"sliding_window": 16, "layer_rope_theta": [0, 500.0]},
 }
 _QWEN: dict[str, Any] = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 3}

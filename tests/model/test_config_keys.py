@@ -115,6 +115,8 @@ def test_the_activation_is_the_one_that_the_class_reads() -> None:
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
         ("hyperclovax", {"use_post_norm": False}, "use_post_norm"),
         ("hyperclovax", {"residual_multiplier": 0.5}, "residual_multiplier"),
+        ("arcee", {"hidden_act": "silu"}, "the activation silu in arcee"),
+        ("llama", {"hidden_act": "relu2"}, "the activation relu2 in llama"),
         ("gemma2", {"use_bidirectional_attention": True}, "not causal"),
         ("mellum", {"num_mtp_layers": 1}, "mtp_layer"),
         ("llama", {"attention_dropout": 0.1}, "attention_dropout is 0.1 in config.json"),

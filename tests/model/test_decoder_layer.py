@@ -95,6 +95,8 @@ MORE: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 16},
     "vaultgemma": GEMMA,
     "hyperclovax": MULTIPLIERS,
+    "arcee": {"mlp_bias": True, "head_dim": 16},
+    "apertus": {},
     "granite_swa": {
         **MULTIPLIERS,
         "residual_multiplier": 0.3,
@@ -236,6 +238,7 @@ CASES = [
             "olmo2",
             "ministral3",
             "exaone4",
+            "apertus",
         )
     ),
 ]

@@ -23,6 +23,7 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "granite_swa": {"layer_rope_theta": [0, 500.0], "attention_multiplier": 0.25},  # several RoPE modules; sinks
+    "apertus": {},  # the activation has parameters
     "glm4": {},  # gate and up are one linear
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},  # a file holds each expert by itself
     "vaultgemma": {"query_pre_attn_scalar": 16},  # embeddings are scaled by a buffer

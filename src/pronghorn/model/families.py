@@ -18,6 +18,7 @@ ATTENTION = ("full_attention", "sliding_attention")  # layer types whose mixer i
 EXPERTS = "experts"  # among lora.targets: every stack of experts
 
 ACTIVATIONS: dict[str, Kind] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+UNGATED = ("relu2", "xielu")  # activations of MLPs without a gate
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ SANDWICH = Norms(
 )
 GLM4 = Norms(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
 HYPERCLOVAX = Norms(after_attention="post_norm1", after_mlp="post_norm2")
+APERTUS = Norms(before_attention="attention_layernorm", before_mlp="feedforward_layernorm")
 AFTER_ONLY = Norms(
     before_attention=None, after_attention="post_attention_layernorm", before_mlp=None, after_mlp="post_feedforward_layernorm"
 )
@@ -88,6 +90,7 @@ class Family:
     one_plus: bool = False  # norms multiply by 1 + weight
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    gated: bool = True  # else the MLP is down(act(up)), and `gate_up` is up alone
     qk_norm: Literal["per_head", "full"] | None = None
     neighbours: bool = False  # RoPE pairs neighbours instead of halves
     rope_needs_window: bool = False  # in a model with a window, layers without it have no RoPE
@@ -153,6 +156,8 @@ FAMILIES = {
     "lfm2_moe": replace(
         LFM2, experts=Experts(sigmoid=True, scale="routed_scaling_factor", choice_bias="expert_bias", tiny=1e-6)
     ),
+    "arcee": Family(gate_up=("up_proj",), gated=False),
+    "apertus": Family(norms=APERTUS, gate_up=("up_proj",), gated=False, qk_norm="per_head"),
     # Text models of multimodal ones. Their positions are three numbers, which are equal for text.
     "qwen2_vl_text": Family(),
     "qwen2_5_vl_text": Family(),
@@ -193,8 +198,8 @@ def why_not_fast(config: HFConfig) -> str:
     if config.model_type not in FAMILIES:
         return f"the fast layers do not support the model type {config.model_type}"
     family = FAMILIES[config.model_type]
-    if activation_name(config) not in ACTIVATIONS:
-        return f"the fast layers do not support the activation {activation_name(config)}"
+    if activation_name(config) not in (ACTIVATIONS if family.gated else UNGATED):
+        return f"the fast layers do not support the activation {activation_name(config)} in {config.model_type}"
     if family.experts and ACTIVATIONS[activation_name(config)] != "silu":
         return f"the fast layers do not support the activation {activation_name(config)} for experts"
     for name in DROPOUTS:
