@@ -70,6 +70,18 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "scoring_func": "noaux_tc",
         "moe_layer_freq": 1,
     },
+    "hunyuan_v1_dense": {
+        "eod_token_id": 127967,
+        "rope_scaling": {
+            "type": "dynamic",
+            "alpha": 1000.0,
+            "factor": 1.0,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
     "exaone4": {
         "sliding_window_pattern": "LLLG",
         "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
@@ -112,6 +124,7 @@ def test_the_activation_is_the_one_that_the_class_reads() -> None:
             "llama_4_scaling_beta",
         ),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
+        ("hunyuan_v1_dense", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
         ("hyperclovax", {"use_post_norm": False}, "use_post_norm"),
         ("hyperclovax", {"residual_multiplier": 0.5}, "residual_multiplier"),

@@ -7,9 +7,10 @@ the config does not say: which norm stands where, how norm weights are meant, an
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from pronghorn.hf_types import HFConfig
+from pronghorn.kernels.attention.rope import NormKind
 from pronghorn.kernels.mlp.gated_mlp import Kind
 from pronghorn.kernels.moe.moe_gated import ExpertKind
 from pronghorn.model.config_keys import ACTIVATION, DROPOUTS, QUERY_SCALE, ROPE_KEYS, fields_of, unknown_key
@@ -91,7 +92,8 @@ class Family:
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     gated: bool = True  # else the MLP is down(act(up)), and `gate_up` is up alone
-    qk_norm: Literal["per_head", "full"] | None = None
+    qk_norm: NormKind | None = None
+    ntk_alpha: bool = False  # its RoPE of type `dynamic` with `alpha` is static
     neighbours: bool = False  # RoPE pairs neighbours instead of halves
     rope_needs_window: bool = False  # in a model with a window, layers without it have no RoPE
     query_scale: bool = False  # queries grow with their position: `llama_4_scaling_beta` among the RoPE parameters
@@ -158,6 +160,9 @@ FAMILIES = {
     ),
     "arcee": Family(gate_up=("up_proj",), gated=False),
     "apertus": Family(norms=APERTUS, gate_up=("up_proj",), gated=False, qk_norm="per_head"),
+    "hunyuan_v1_dense": Family(
+        names=Names(q_norm="query_layernorm", k_norm="key_layernorm"), qk_norm="after_rope", ntk_alpha=True
+    ),
     # Text models of multimodal ones. Their positions are three numbers, which are equal for text.
     "qwen2_vl_text": Family(),
     "qwen2_5_vl_text": Family(),
@@ -249,9 +254,11 @@ def why_not_rope(config: HFConfig) -> str:
     """Which RoPE parameters the fast layers do not support; empty if they support all."""
     family = FAMILIES[config.model_type]
     for parameters in rope_parameters(config):
-        if "dynamic" in str(parameters.get("rope_type", "")):
+        kind = str(parameters.get("rope_type", ""))
+        static = family.ntk_alpha and parameters.get("alpha")
+        if "dynamic" in kind and not static:
             return "its RoPE depends on the longest document of a batch (rope_type dynamic)"
-        known = ROPE_KEYS | ({QUERY_SCALE} if family.query_scale else set())
+        known = ROPE_KEYS | ({QUERY_SCALE} if family.query_scale else set()) | ({"alpha"} if static else set())
         if unknown := sorted(key for key, value in parameters.items() if value is not None and key not in known):
             return f"the fast layers do not support the RoPE parameter {unknown[0]}"
     return ""
