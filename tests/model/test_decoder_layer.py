@@ -78,6 +78,7 @@ SCALED_ROPE = {
     "original_max_position_embeddings": 16,
     "llama_4_scaling_beta": 0.5,
 }
+NTK_ALPHA = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}
 MULTIPLIERS = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "attention_multiplier": 0.2}
 # Rows of the table that need nothing, or a switch. Documents here are longer than windows and first lengths of RoPE.
 MORE: dict[str, dict[str, Any]] = {

@@ -52,8 +52,8 @@ OTHERS: dict[str, Callable[[], Any]] = {
 }
 KINDS = DENSE | OTHERS
 # A kind is a row in every run, further families of it are for `--every-case`.
-LATER = ("qk-norm", "qk-norm after RoPE, full", "full", "fp8, four norms", "fp8, norms elsewhere", "fp8, multipliers", "experts, shared expert",
-         "experts, adapters on attention", "fp8, no gate", "no gate")  # fmt: skip
+LATER = ("qk-norm", "qk-norm after RoPE, full", "full", "fp8, four norms", "fp8, norms elsewhere", "fp8, multipliers",
+         "experts, shared expert", "experts, adapters on attention", "fp8, no gate", "no gate")  # fmt: skip
 
 
 def rows_of(kinds: dict[str, Any]) -> list[Any]:

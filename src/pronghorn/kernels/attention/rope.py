@@ -124,6 +124,24 @@ def _store_pairs(
 
 
 @jit
+def _load_angles(cos, sin, pair, HALF: tl.constexpr):
+    return (
+        tl.load(cos + pair, mask=pair < HALF, other=0.0)[None, :],
+        tl.load(sin + pair, mask=pair < HALF, other=0.0)[None, :],
+    )
+
+
+@jit
+def _turned(a, b, c, s):
+    return a * c - b * s, b * c + a * s
+
+
+@jit
+def _turned_back(a, b, c, s):
+    return a * c + b * s, b * c - a * s
+
+
+@jit
 def _load_scale(weight, column, inside, ONE_PLUS: tl.constexpr):
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if ONE_PLUS:
@@ -141,8 +159,7 @@ def _forward_heads(
     head = first_head + tl.arange(0, ROWS)
     inside = head < HEADS
     pair = tl.arange(0, BLOCK)
-    c = tl.load(cos + pair, mask=pair < HALF, other=0.0)[None, :]
-    s = tl.load(sin + pair, mask=pair < HALF, other=0.0)[None, :]
+    c, s = _load_angles(cos, sin, pair, HALF)
     a, b = _load_pairs(x + head * H, inside, ROWS, HALF, BLOCK, NEIGHBOURS)
     MOVE_REST: tl.constexpr = REST > 0 and not IN_PLACE
     if MOVE_REST:
@@ -150,7 +167,7 @@ def _forward_heads(
         other_mask = inside[:, None] & (other < H)[None, :]
         rest = tl.load(x + (head * H)[:, None] + other[None, :], mask=other_mask, other=0.0).to(tl.float32)
     if NORM == 2:
-        a, b = a * c - b * s, b * c + a * s
+        a, b = _turned(a, b, c, s)
     if NORM:
         squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
         if MOVE_REST:
@@ -164,7 +181,7 @@ def _forward_heads(
         if MOVE_REST:
             rest = rest * inverse[:, None] * _load_scale(weight, other, other < H, ONE_PLUS)
     if NORM != 2:
-        a, b = a * c - b * s, b * c + a * s
+        a, b = _turned(a, b, c, s)
     _store_pairs(out + head * H, inside, a, b, ROWS, HALF, BLOCK, NEIGHBOURS)
     if MOVE_REST:
         tl.store(out + (head * H)[:, None] + other[None, :], rest.to(out.dtype.element_ty), mask=other_mask)
@@ -213,21 +230,19 @@ def _backward_heads(
     other = 2 * HALF + tl.arange(0, REST_BLOCK)
     other_mask = inside[:, None] & (other < H)[None, :]
     if NORM:
-        scale_a = _load_scale(weight, pair * STEP, pair < HALF, ONE_PLUS)
-        scale_b = _load_scale(weight, pair * STEP + SHIFT, pair < HALF, ONE_PLUS)
-        scale_rest = _load_scale(weight, other, other < H, ONE_PLUS)
+        scale_a, scale_b, scale_rest = (
+            _load_scale(weight, pair * STEP, pair < HALF, ONE_PLUS),
+            _load_scale(weight, pair * STEP + SHIFT, pair < HALF, ONE_PLUS),
+            _load_scale(weight, other, other < H, ONE_PLUS),
+        )
     dw_a, dw_b = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
     dw_rest = tl.zeros([ROWS, REST_BLOCK], tl.float32)
     for number in tl.range(lane, T, lanes, num_stages=STAGES):
         token = tl.cast(number, tl.int64)  # it is one already, but for the interpreter
-        c = tl.load(cos + token * cos_row + pair, mask=pair < HALF, other=0.0)[None, :]
-        s = tl.load(sin + token * sin_row + pair, mask=pair < HALF, other=0.0)[None, :]
-        rotated_a, rotated_b = _load_pairs(grad + token * grad_row + head * H, inside, ROWS, HALF, BLOCK, NEIGHBOURS)
-        if NORM == 2:  # the norm's input is the rotated x
-            a, b = rotated_a, rotated_b
-        else:
-            a = rotated_a * c + rotated_b * s
-            b = rotated_b * c - rotated_a * s
+        c, s = _load_angles(cos + token * cos_row, sin + token * sin_row, pair, HALF)
+        a, b = _load_pairs(grad + token * grad_row + head * H, inside, ROWS, HALF, BLOCK, NEIGHBOURS)
+        if NORM != 2:
+            a, b = _turned_back(a, b, c, s)
         if REST > 0:
             at = (head * H)[:, None] + other[None, :]
             rest = tl.load(grad + token * grad_row + at, mask=other_mask, other=0.0).to(tl.float32)
@@ -235,24 +250,23 @@ def _backward_heads(
             # 1 / rms multiplies the gradients, not x: once, and the result is one multiply-add.
             inverse = tl.load(rstd + token * rstd_row + head, mask=inside, other=0.0)
             x_a, x_b = _load_pairs(x + token * x_row + head * H, inside, ROWS, HALF, BLOCK, NEIGHBOURS)
-            if NORM == 2:
-                x_a, x_b = x_a * c - x_b * s, x_b * c + x_a * s
+            if NORM == 2:  # what the norm read
+                x_a, x_b = _turned(x_a, x_b, c, s)
             a, b = a * inverse[:, None], b * inverse[:, None]
-            dw_a += a * x_a
-            dw_b += b * x_b
+            dw_a, dw_b = dw_a + a * x_a, dw_b + b * x_b
             a, b = a * scale_a, b * scale_b
             shared = tl.sum(a * x_a, 1) + tl.sum(b * x_b, 1)
             if REST > 0:
                 x_rest = tl.load(x + token * x_row + at, mask=other_mask, other=0.0).to(tl.float32)
-                dw_rest += rest * inverse[:, None] * x_rest
-                rest = rest * inverse[:, None] * scale_rest
+                rest = rest * inverse[:, None]
+                dw_rest, rest = dw_rest + rest * x_rest, rest * scale_rest
                 shared += tl.sum(rest * x_rest, 1)
             share = (shared / H * inverse * inverse)[:, None]
             a, b = a - x_a * share, b - x_b * share
             if REST > 0:
                 rest = rest - x_rest * share
         if NORM == 2:
-            a, b = a * c + b * s, b * c - a * s
+            a, b = _turned_back(a, b, c, s)
         _store_pairs(out + token * out_row + head * H, inside, a, b, ROWS, HALF, BLOCK, NEIGHBOURS)
         if REST > 0:
             tl.store(out + token * out_row + at, rest.to(out.dtype.element_ty), mask=other_mask)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from pronghorn.kernels.norm.rms_norm import rms_norm_backward
@@ -42,7 +40,7 @@ def rotate_forward(
 def rotate_backward(
     grads: Pair, raw: Pair, out: Pair, cos_TP: torch.Tensor, sin_TP: torch.Tensor, neighbours: bool,
     rstd: torch.Tensor | None, norms: Pair | None, one_plus: bool, need_norm_grad: bool, after: bool,
-) -> Sequence[torch.Tensor | None]:  # fmt: skip
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """Writes the gradients before norm and rotation. Returns those of the norms' weights, or None."""
     norm_grads: list[torch.Tensor | None] = [None, None]
     first, H = grads[0].shape[1:]
@@ -51,13 +49,13 @@ def rotate_backward(
         given = grad if after else rotate(grad, cos_TP, -sin_TP, neighbours)
         if norms is not None and rstd is not None:
             inverse, shape = (rstd[:, :first], rstd[:, first:])[i], x.shape
-            x = rotate(x, cos_TP, sin_TP, neighbours) if after else x
+            read = rotate(x, cos_TP, sin_TP, neighbours) if after else x
             given, norm_grads[i] = rms_norm_backward(
-                given.reshape(-1, H), x.reshape(-1, H), norms[i], inverse.reshape(-1), one_plus=one_plus,
+                given.reshape(-1, H), read.reshape(-1, H), norms[i], inverse.reshape(-1), one_plus=one_plus,
                 need_weight_grad=need_norm_grad,
             )  # fmt: skip
             given = given.view(shape)
         found.append(rotate(given, cos_TP, -sin_TP, neighbours) if after else given)
     for target, result in zip(out, found, strict=True):
         target.copy_(result)
-    return norm_grads
+    return norm_grads[0], norm_grads[1]
