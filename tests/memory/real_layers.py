@@ -60,6 +60,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "first_k_dense_replace": 1,
     },
+    "granitemoe": {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 64},
     "hy_v3": {
         "moe_intermediate_size": 64,
         "num_experts": 8,

@@ -68,7 +68,7 @@ class Experts:
     activation: ExpertKind = "silu"
     sigmoid: bool = False  # scores are sigmoids of the logits; else a softmax over all
     scale: str = ""  # config key of the weights' final factor
-    shared: str = "shared_expert"  # name of the shared expert
+    shared: str = "shared_expert"  # name of the shared expert; empty: no model has one
     shared_gate: str = "shared_expert_gate"  # name of its gate
     shared_adapted: bool = True  # PEFT treats its linears as linears, not as parts of the experts (model/lora.py)
     choice_bias: str = "e_score_correction_bias"  # name of the bias of the choice
@@ -118,6 +118,8 @@ LFM2 = Family(
     qk_norm="per_head",
 )
 
+GRANITE_MOE = Family(names=Names(mlp="block_sparse_moe"), experts=Experts(router="router", shared=""))
+
 FAMILIES = {
     "llama": Family(),
     "mistral": Family(),
@@ -154,6 +156,9 @@ FAMILIES = {
     "solar_open": Family(experts=DEEPSEEK_V3),
     "minimax_m2": Family(qk_norm="full", experts=Experts(sigmoid=True)),
     "hy_v3": Family(qk_norm="per_head", experts=replace(DEEPSEEK_V3, scale="router_scaling_factor", shared_adapted=True)),
+    "exaone_moe": Family(qk_norm="per_head", rope_needs_window=True, experts=DEEPSEEK_V3),
+    "granitemoe": GRANITE_MOE,
+    "granitemoe_swa": GRANITE_MOE,
     "lfm2": LFM2,
     "lfm2_moe": replace(
         LFM2, experts=Experts(sigmoid=True, scale="routed_scaling_factor", choice_bias="expert_bias", tiny=1e-6)
@@ -217,8 +222,8 @@ def why_not_fast(config: HFConfig) -> str:
     if getattr(config, "use_bidirectional_attention", False):
         return "its attention is not causal"
     if float(getattr(config, "residual_multiplier", 1.0)) != 1.0:
-        if family.experts:
-            return "residual_multiplier is not 1 and the layers have experts"
+        if family.experts and family.experts.shared:
+            return "residual_multiplier is not 1 and the layers have experts beside a shared one"
         if family.norms.after_attention or family.norms.after_mlp:
             return "residual_multiplier is not 1 and a norm follows attention or MLP"
     return why_not_rope(config) or unknown_key(config)
