@@ -100,6 +100,17 @@ SIZES: dict[str, dict[str, Any]] = MODELS | {  # more published sizes; Gemma 2 h
         "num_experts_per_tok": 8,
         "first_k_dense_replace": 0,
     },
+    "apertus-8b": _LLAMA | {"model_type": "apertus", "intermediate_size": 21504, "hidden_act": "xielu"},
+    "arcee-4.5b": _LLAMA
+    | {
+        "model_type": "arcee",
+        "hidden_size": 2560,
+        "intermediate_size": 18432,
+        "num_attention_heads": 20,
+        "num_key_value_heads": 4,
+        "hidden_act": "relu2",
+    },
+    "hunyuan-7b": _LLAMA | {"model_type": "hunyuan_v1_dense"},
     "lfm2-1.2b": {
         "model_type": "lfm2",
         "vocab_size": 65536,
@@ -158,7 +169,7 @@ CASES = (  # sizes are shared where they do not matter: a constant that differs 
     Case("llama-8b", changes=heads(64, 32, 8), shared=True), Case("llama-8b", shared=True),
     Case("gemma-3-4b", shared=True), Case("gemma-2-9b", changes={"head_dim": 256}, shared=True),
     Case("gpt-oss-20b-4layers", shared=True), Case("glm-4.5-air"), Case("glm-4.5-air", changes={"n_group": 8, "topk_group": 4}),
-    Case("lfm2-1.2b"), Case("lfm2-1.2b", "full"),
+    Case("lfm2-1.2b"), Case("lfm2-1.2b", "full"), Case("apertus-8b", "full"), Case("arcee-4.5b"), Case("hunyuan-7b", "full"),
     Case("gpt-oss-20b-4layers", "full", changes={"num_local_experts": 8}), Case("qwen3-30b-a3b-4layers", "full", tokens=256),
 )  # fmt: skip
 

@@ -22,6 +22,7 @@ from pronghorn.kernels.lora.fp8_lora import fp8_extend
 from pronghorn.kernels.lora.gated_lora import gated_lora_backward, gated_lora_forward
 from pronghorn.kernels.mlp.fp8_gated import gated_activation_fp8_backward, gated_activation_fp8_forward
 from pronghorn.kernels.mlp.gated_mlp import gated_activation_backward, gated_activation_forward
+from pronghorn.kernels.mlp.ungated_mlp import Scalars, ungated_activation_backward, ungated_activation_forward
 from pronghorn.kernels.norm.rms_norm import rms_norm_backward, rms_norm_forward, rms_norm_then_add_forward
 from pronghorn.kernels.quant.fp8_cast import E4M3, fp8_cast_rows
 from pronghorn.kernels.quant.fp8_norm import rms_norm_fp8_forward
@@ -94,6 +95,17 @@ def activations(make: Near) -> list[Tensor]:
     )
     assert again is not None
     return [a, dgu, again]
+
+
+def activations_without_a_gate(make: Near) -> list[Tensor]:
+    scalars = Scalars(make.values(1), make.values(1))
+    a = ungated_activation_forward(make(F), scalars, out=make(F, filled=False))
+    du, again, of_alphas = ungated_activation_backward(
+        make(F), make(F), scalars, need_alpha=True, out=make(F, filled=False), activation_out=make(F, filled=False)
+    )
+    assert again is not None
+    assert of_alphas is not None
+    return [a, du, again, of_alphas]
 
 
 def activations_with_adapters(make: Near) -> list[Tensor]:
@@ -177,7 +189,7 @@ def in_fp8(make: Near) -> list[Tensor]:
     return [x8, x_scale, *normed, *forward, *(t for t in backward if t is not None), columns]
 
 
-CASES = [norms, copies, activations, activations_with_adapters, rotations, short_attention, in_fp8]
+CASES = [norms, copies, activations, activations_without_a_gate, activations_with_adapters, rotations, short_attention, in_fp8]
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.__name__ for case in CASES])

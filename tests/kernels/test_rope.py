@@ -14,8 +14,8 @@ from tables import table
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # heads, key heads, head width, rotary width: whole and partial rotary, powers of two and not, one head, many tiles of heads.
 SHAPES = [(4, 2, 64, 64), (3, 1, 96, 96), (5, 5, 80, 32), (20, 3, 128, 128), (1, 1, 64, 24)]
-NORMS = [None, "per_head", "full"]
-# (shape, dtype, neighbours, norm): every pair of values of any two of the four, in 15 cases instead of 90. The interpreter
+NORMS = [None, "per_head", "full", "after_rope"]
+# (shape, dtype, neighbours, norm): every pair of values of any two of the four, in 20 cases instead of 120. The interpreter
 # takes 20 ms a program, and on a GPU every combination of constants is a compilation (of two to eight kernels).
 CASES = [(shape, DTYPES[(i + j) % 3], (i + j) % 2 == 1, norm) for i, shape in enumerate(SHAPES) for j, norm in enumerate(NORMS)]
 
@@ -36,7 +36,7 @@ def case(T: int, shape: tuple[int, int, int, int], dtype: torch.dtype, device: s
     given: dict[str, Any] = {"qkv_TX": buffer[:, :width], "cos_TP": cos, "sin_TP": sin}
     given |= {"heads": heads, "kv_heads": kv_heads, "head_width": head_width}
     if norm is not None:
-        sizes = (head_width, head_width) if norm == "per_head" else (heads * head_width, kv_heads * head_width)
+        sizes = (head_width, head_width) if norm != "full" else (heads * head_width, kv_heads * head_width)
         weights = [torch.randn(size, device=device).to(dtype) for size in sizes]
         given |= {"q_norm_H": weights[0], "k_norm_H": weights[1], "norm_kind": norm, "eps": 1e-5}
     return given

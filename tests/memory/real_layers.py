@@ -31,6 +31,9 @@ DENSE: dict[str, dict[str, Any]] = {
     "glm4": {"head_dim": 16},
     "exaone4": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
     "ministral3": {"head_dim": 16},
+    "arcee": {},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "apertus": {},
     "granite_swa": {"sliding_window": 16, "layer_rope_theta": [0, 500.0]},
 }
 _QWEN: dict[str, Any] = {"moe_intermediate_size": 64, "num_experts": 8, "num_experts_per_tok": 3}
@@ -57,6 +60,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "first_k_dense_replace": 1,
     },
+    "granitemoe": {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 64},
     "hy_v3": {
         "moe_intermediate_size": 64,
         "num_experts": 8,

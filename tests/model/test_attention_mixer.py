@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Phi3Conf
 from pronghorn.data.pack.batches import build_batch
 from pronghorn.kernels.attention import attention
 from pronghorn.kernels.attention.attention_torch import PlainTorch
-from pronghorn.kernels.attention.rope import _rotate
+from pronghorn.kernels.attention.rope_torch import rotate
 from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.layers.mixers import attention as mixer
 from samples import random_table, small
@@ -41,8 +41,8 @@ class Unrotates(PlainTorch):
         if last is not None:
             cls.rotated += 1
             cos, sin = last
-            dq.copy_(_rotate(dq, cos, -sin, neighbours=False))
-            dk.copy_(_rotate(dk, cos, -sin, neighbours=False))
+            dq.copy_(rotate(dq, cos, -sin, neighbours=False))
+            dk.copy_(rotate(dk, cos, -sin, neighbours=False))
         return dq, dk, dv, dsinks
 
 

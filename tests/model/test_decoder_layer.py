@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from pronghorn.data.pack.batches import build_batch
-from pronghorn.kernels.attention.rope import _rotate
+from pronghorn.kernels.attention.rope_torch import rotate
 from pronghorn.kernels.mlp.gated_mlp import gated_activation_reference
 from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.model.layers import wide_gemms
@@ -78,6 +78,7 @@ SCALED_ROPE = {
     "original_max_position_embeddings": 16,
     "llama_4_scaling_beta": 0.5,
 }
+NTK_ALPHA = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}
 MULTIPLIERS = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "attention_multiplier": 0.2}
 # Rows of the table that need nothing, or a switch. Documents here are longer than windows and first lengths of RoPE.
 MORE: dict[str, dict[str, Any]] = {
@@ -95,6 +96,12 @@ MORE: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 16},
     "vaultgemma": GEMMA,
     "hyperclovax": MULTIPLIERS,
+    "arcee": {"mlp_bias": True, "head_dim": 16},
+    "apertus": {},
+    "hunyuan_v1_dense": {
+        "head_dim": 16,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0},
+    },
     "granite_swa": {
         **MULTIPLIERS,
         "residual_multiplier": 0.3,
@@ -236,6 +243,8 @@ CASES = [
             "olmo2",
             "ministral3",
             "exaone4",
+            "apertus",
+            "hunyuan_v1_dense",
         )
     ),
 ]
@@ -271,7 +280,7 @@ class Inside:
             return False
         self.rotated += 1
         heads = self._mm(x, weight, lora_TR).unflatten(1, (-1, head_width))
-        out.copy_(torch.cat([_rotate(heads[:, :rope_heads], cos, sin, False), heads[:, rope_heads:]], dim=1).flatten(1))
+        out.copy_(torch.cat([rotate(heads[:, :rope_heads], cos, sin, False), heads[:, rope_heads:]], dim=1).flatten(1))
         return True
 
     def _mm(self, x: torch.Tensor, weight: torch.Tensor, behind: torch.Tensor | None) -> torch.Tensor:

@@ -56,6 +56,14 @@ SIGMOID: dict[str, Any] = {
     "topk_group": 2,
     "routed_scaling_factor": 1.7,
 }
+GRANITE: dict[str, Any] = {
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "residual_multiplier": 0.3,
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+    "attention_multiplier": 0.2,
+}
 LIMIT = {"swiglu_limit": 3.5} if hasattr(GptOssConfig(), "swiglu_limit") else {}  # transformers 5.17 has it in its code: 7.0
 FAMILIES: dict[str, Any] = {
     "gpt_oss": GptOssConfig(
@@ -96,6 +104,28 @@ ROWS: dict[str, Any] = FAMILIES | {  # other rows of the table: their losses and
         "solar_open", **{k: v for k, v in SMALL.items() if k != "intermediate_size"}, **SIGMOID, head_dim=16
     ),
     "minimax_m2": AutoConfig.for_model("minimax_m2", **SMALL, num_local_experts=8, num_experts_per_tok=3, head_dim=16),
+    "exaone_moe": AutoConfig.for_model(
+        "exaone_moe",
+        **SMALL,
+        moe_intermediate_size=24,
+        num_experts=8,
+        num_experts_per_tok=3,
+        num_shared_experts=2,
+        n_group=4,
+        topk_group=2,
+        first_k_dense_replace=0,
+        sliding_window=16,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "granitemoe": AutoConfig.for_model("granitemoe", **SMALL, **GRANITE),
+    "granitemoe_swa": AutoConfig.for_model(
+        "granitemoe_swa",
+        **SMALL,
+        **GRANITE,
+        layer_rope_theta=[0, 500.0],
+        sliding_window=16,
+        layer_types=["full_attention", "sliding_attention"],
+    ),
     "hy_v3": AutoConfig.for_model(
         "hy_v3",
         **SMALL,

@@ -58,7 +58,9 @@ FAMILIES: dict[str, Any] = {
     ),
     "olmo2": Olmo2Config(**SMALL),
 }
-SWITCHED: dict[str, Any] = {  # sinks and layers without RoPE; queries that grow with their position
+# Sinks and layers without RoPE; queries that grow with their position; MLPs without a gate.
+SWITCHED: dict[str, Any] = {
+    "apertus": AutoConfig.for_model("apertus", **SMALL),
     "granite_swa": AutoConfig.for_model(
         "granite_swa",
         **SMALL,

@@ -163,6 +163,7 @@ WITH_SHARED = {
     "glm4_moe": {"n_routed_experts": 4},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
     "hy_v3": {"num_experts": 4, "num_shared_experts": 1},
+    "exaone_moe": {"num_experts": 4, "num_shared_experts": 1},
 }
 
 

@@ -32,6 +32,7 @@ ROUTED = {"moe_intermediate_size": 64, "n_routed_experts": 4, "n_shared_experts"
 FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": SIZES | ROUTED | {"intermediate_size": 96, "first_k_dense_replace": 1},
     "dots1": SIZES | ROUTED | {"intermediate_size": 96, "first_k_dense_replace": 1},
+    "exaone_moe": SIZES | {"intermediate_size": 96, "moe_intermediate_size": 64, "num_experts": 4},
     "solar_open": SIZES | ROUTED,
     "hy_v3": SIZES | {"intermediate_size": 96, "moe_intermediate_size": 64, "num_experts": 4, "num_shared_experts": 1},
     "minimax_m2": SIZES | {"intermediate_size": 64, "num_local_experts": 4},

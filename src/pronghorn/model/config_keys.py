@@ -139,6 +139,7 @@ HARMLESS = frozenset(
         "eos_token_id",
         "sep_token_id",
         "unk_token_id",
+        "eod_token_id",
         "decoder_start_token_id",
         "initializer_range",
         "initializer_factor",

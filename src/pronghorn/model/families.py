@@ -7,9 +7,10 @@ the config does not say: which norm stands where, how norm weights are meant, an
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from pronghorn.hf_types import HFConfig
+from pronghorn.kernels.attention.rope import NormKind
 from pronghorn.kernels.mlp.gated_mlp import Kind
 from pronghorn.kernels.moe.moe_gated import ExpertKind
 from pronghorn.model.config_keys import ACTIVATION, DROPOUTS, QUERY_SCALE, ROPE_KEYS, fields_of, unknown_key
@@ -18,6 +19,7 @@ ATTENTION = ("full_attention", "sliding_attention")  # layer types whose mixer i
 EXPERTS = "experts"  # among lora.targets: every stack of experts
 
 ACTIVATIONS: dict[str, Kind] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+UNGATED = ("relu2", "xielu")  # activations of MLPs without a gate
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ SANDWICH = Norms(
 )
 GLM4 = Norms(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
 HYPERCLOVAX = Norms(after_attention="post_norm1", after_mlp="post_norm2")
+APERTUS = Norms(before_attention="attention_layernorm", before_mlp="feedforward_layernorm")
 AFTER_ONLY = Norms(
     before_attention=None, after_attention="post_attention_layernorm", before_mlp=None, after_mlp="post_feedforward_layernorm"
 )
@@ -65,7 +68,7 @@ class Experts:
     activation: ExpertKind = "silu"
     sigmoid: bool = False  # scores are sigmoids of the logits; else a softmax over all
     scale: str = ""  # config key of the weights' final factor
-    shared: str = "shared_expert"  # name of the shared expert
+    shared: str = "shared_expert"  # name of the shared expert; empty: no model has one
     shared_gate: str = "shared_expert_gate"  # name of its gate
     shared_adapted: bool = True  # PEFT treats its linears as linears, not as parts of the experts (model/lora.py)
     choice_bias: str = "e_score_correction_bias"  # name of the bias of the choice
@@ -88,7 +91,9 @@ class Family:
     one_plus: bool = False  # norms multiply by 1 + weight
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
-    qk_norm: Literal["per_head", "full"] | None = None
+    gated: bool = True  # else the MLP is down(act(up)), and `gate_up` is up alone
+    qk_norm: NormKind | None = None
+    ntk_alpha: bool = False  # its RoPE of type `dynamic` with `alpha` is static
     neighbours: bool = False  # RoPE pairs neighbours instead of halves
     rope_needs_window: bool = False  # in a model with a window, layers without it have no RoPE
     query_scale: bool = False  # queries grow with their position: `llama_4_scaling_beta` among the RoPE parameters
@@ -112,6 +117,8 @@ LFM2 = Family(
     gate_up=("w1", "w3"),
     qk_norm="per_head",
 )
+
+GRANITE_MOE = Family(names=Names(mlp="block_sparse_moe"), experts=Experts(router="router", shared=""))
 
 FAMILIES = {
     "llama": Family(),
@@ -149,9 +156,17 @@ FAMILIES = {
     "solar_open": Family(experts=DEEPSEEK_V3),
     "minimax_m2": Family(qk_norm="full", experts=Experts(sigmoid=True)),
     "hy_v3": Family(qk_norm="per_head", experts=replace(DEEPSEEK_V3, scale="router_scaling_factor", shared_adapted=True)),
+    "exaone_moe": Family(qk_norm="per_head", rope_needs_window=True, experts=DEEPSEEK_V3),
+    "granitemoe": GRANITE_MOE,
+    "granitemoe_swa": GRANITE_MOE,
     "lfm2": LFM2,
     "lfm2_moe": replace(
         LFM2, experts=Experts(sigmoid=True, scale="routed_scaling_factor", choice_bias="expert_bias", tiny=1e-6)
+    ),
+    "arcee": Family(gate_up=("up_proj",), gated=False),
+    "apertus": Family(norms=APERTUS, gate_up=("up_proj",), gated=False, qk_norm="per_head"),
+    "hunyuan_v1_dense": Family(
+        names=Names(q_norm="query_layernorm", k_norm="key_layernorm"), qk_norm="after_rope", ntk_alpha=True
     ),
     # Text models of multimodal ones. Their positions are three numbers, which are equal for text.
     "qwen2_vl_text": Family(),
@@ -193,8 +208,8 @@ def why_not_fast(config: HFConfig) -> str:
     if config.model_type not in FAMILIES:
         return f"the fast layers do not support the model type {config.model_type}"
     family = FAMILIES[config.model_type]
-    if activation_name(config) not in ACTIVATIONS:
-        return f"the fast layers do not support the activation {activation_name(config)}"
+    if activation_name(config) not in (ACTIVATIONS if family.gated else UNGATED):
+        return f"the fast layers do not support the activation {activation_name(config)} in {config.model_type}"
     if family.experts and ACTIVATIONS[activation_name(config)] != "silu":
         return f"the fast layers do not support the activation {activation_name(config)} for experts"
     for name in DROPOUTS:
@@ -207,8 +222,8 @@ def why_not_fast(config: HFConfig) -> str:
     if getattr(config, "use_bidirectional_attention", False):
         return "its attention is not causal"
     if float(getattr(config, "residual_multiplier", 1.0)) != 1.0:
-        if family.experts:
-            return "residual_multiplier is not 1 and the layers have experts"
+        if family.experts and family.experts.shared:
+            return "residual_multiplier is not 1 and the layers have experts beside a shared one"
         if family.norms.after_attention or family.norms.after_mlp:
             return "residual_multiplier is not 1 and a norm follows attention or MLP"
     return why_not_rope(config) or unknown_key(config)
@@ -244,9 +259,11 @@ def why_not_rope(config: HFConfig) -> str:
     """Which RoPE parameters the fast layers do not support; empty if they support all."""
     family = FAMILIES[config.model_type]
     for parameters in rope_parameters(config):
-        if "dynamic" in str(parameters.get("rope_type", "")):
+        kind = str(parameters.get("rope_type", ""))
+        static = family.ntk_alpha and parameters.get("alpha")
+        if "dynamic" in kind and not static:
             return "its RoPE depends on the longest document of a batch (rope_type dynamic)"
-        known = ROPE_KEYS | ({QUERY_SCALE} if family.query_scale else set())
+        known = ROPE_KEYS | ({QUERY_SCALE} if family.query_scale else set()) | ({"alpha"} if static else set())
         if unknown := sorted(key for key, value in parameters.items() if value is not None and key not in known):
             return f"the fast layers do not support the RoPE parameter {unknown[0]}"
     return ""

@@ -4,6 +4,8 @@
     y = x * rstd * w                             per head (Qwen 3, Gemma 3) or over all heads together (OLMo 2), or not at all
     (a, b) -> (a cos - b sin, b cos + a sin)     for every pair: (i, i + P/2), or (2i, 2i+1) where `neighbours`
 
+`norm_kind` after_rope (HunYuan): per head, and the other way round.
+
 T = packed tokens, N = query heads, K = key/value heads, H = head width, P = rotary width <= H (the rest of a head passes
 through), X = (N + 2K) * H. cos and sin are fp32, [T, P/2]: positions, scaling and their factor are already in them. Rows may
 be strided (last dimension contiguous). Computed in fp32, rounded once. Backward writes the gradient of the whole qkv row,
@@ -16,11 +18,12 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from pronghorn.kernels.attention.rope_torch import Pair, rotate, rotate_backward, rotate_forward
 from pronghorn.kernels.norm.rms_norm import rms_norm_backward, rms_norm_forward, rms_norm_reference, sum_rows
 from pronghorn.kernels.runtime.dispatch import jit, processor_count, tl, triton, use_triton
 from pronghorn.kernels.runtime.first_order import Ctx, first_order
 
-NormKind = Literal["per_head", "full"]
+NormKind = Literal["per_head", "full", "after_rope"]
 Grads = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
@@ -34,28 +37,19 @@ def qk_rope_reference(
     rotated = []
     for x_TNH, weight in ((q, q_norm_H), (k, k_norm_H)):
         x = x_TNH
-        if weight is not None:
+        if weight is not None and norm_kind != "after_rope":
             flat = x if norm_kind == "per_head" else x.flatten(1)
             x = rms_norm_reference(flat, weight, eps, one_plus=one_plus)[0].view(x.shape)
-        rotated.append(_rotate(x, cos_TP, sin_TP, neighbours).to(x.dtype))
+        x = rotate(x, cos_TP, sin_TP, neighbours).to(x.dtype)
+        if weight is not None and norm_kind == "after_rope":
+            x = rms_norm_reference(x, weight, eps, one_plus=one_plus)[0]
+        rotated.append(x)
     return rotated[0], rotated[1], v
 
 
 def _parts(qkv_TX: torch.Tensor, heads: int, kv_heads: int, head_width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows = qkv_TX.view(len(qkv_TX), heads + 2 * kv_heads, head_width)
     return rows[:, :heads], rows[:, heads : heads + kv_heads], rows[:, heads + kv_heads :]
-
-
-def _rotate(x_TNH: torch.Tensor, cos_TP: torch.Tensor, sin_TP: torch.Tensor, neighbours: bool) -> torch.Tensor:
-    """In fp32, or wider; with -sin it is the transpose, which backward needs."""
-    wide = torch.promote_types(x_TNH.dtype, torch.float32)
-    cos, sin = cos_TP.to(wide)[:, None], sin_TP.to(wide)[:, None]
-    width = 2 * cos.shape[-1]
-    rotating = x_TNH[..., :width].to(wide)
-    a, b = (rotating[..., 0::2], rotating[..., 1::2]) if neighbours else rotating.chunk(2, dim=-1)
-    a, b = a * cos - b * sin, b * cos + a * sin
-    rotated = torch.stack([a, b], dim=-1).flatten(-2) if neighbours else torch.cat([a, b], dim=-1)
-    return rotated if width == x_TNH.shape[-1] else torch.cat([rotated, x_TNH[..., width:].to(wide)], dim=-1)
 
 
 class Tile(NamedTuple):
@@ -130,6 +124,24 @@ def _store_pairs(
 
 
 @jit
+def _load_angles(cos, sin, pair, HALF: tl.constexpr):
+    return (
+        tl.load(cos + pair, mask=pair < HALF, other=0.0)[None, :],
+        tl.load(sin + pair, mask=pair < HALF, other=0.0)[None, :],
+    )
+
+
+@jit
+def _turned(a, b, c, s):
+    return a * c - b * s, b * c + a * s
+
+
+@jit
+def _turned_back(a, b, c, s):
+    return a * c + b * s, b * c - a * s
+
+
+@jit
 def _load_scale(weight, column, inside, ONE_PLUS: tl.constexpr):
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     if ONE_PLUS:
@@ -147,14 +159,15 @@ def _forward_heads(
     head = first_head + tl.arange(0, ROWS)
     inside = head < HEADS
     pair = tl.arange(0, BLOCK)
-    c = tl.load(cos + pair, mask=pair < HALF, other=0.0)[None, :]
-    s = tl.load(sin + pair, mask=pair < HALF, other=0.0)[None, :]
+    c, s = _load_angles(cos, sin, pair, HALF)
     a, b = _load_pairs(x + head * H, inside, ROWS, HALF, BLOCK, NEIGHBOURS)
     MOVE_REST: tl.constexpr = REST > 0 and not IN_PLACE
     if MOVE_REST:
         other = 2 * HALF + tl.arange(0, REST)
         other_mask = inside[:, None] & (other < H)[None, :]
         rest = tl.load(x + (head * H)[:, None] + other[None, :], mask=other_mask, other=0.0).to(tl.float32)
+    if NORM == 2:
+        a, b = _turned(a, b, c, s)
     if NORM:
         squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
         if MOVE_REST:
@@ -167,7 +180,9 @@ def _forward_heads(
         b = b * inverse[:, None] * _load_scale(weight, pair * STEP + SHIFT, pair < HALF, ONE_PLUS)
         if MOVE_REST:
             rest = rest * inverse[:, None] * _load_scale(weight, other, other < H, ONE_PLUS)
-    _store_pairs(out + head * H, inside, a * c - b * s, b * c + a * s, ROWS, HALF, BLOCK, NEIGHBOURS)
+    if NORM != 2:
+        a, b = _turned(a, b, c, s)
+    _store_pairs(out + head * H, inside, a, b, ROWS, HALF, BLOCK, NEIGHBOURS)
     if MOVE_REST:
         tl.store(out + (head * H)[:, None] + other[None, :], rest.to(out.dtype.element_ty), mask=other_mask)
 
@@ -215,18 +230,19 @@ def _backward_heads(
     other = 2 * HALF + tl.arange(0, REST_BLOCK)
     other_mask = inside[:, None] & (other < H)[None, :]
     if NORM:
-        scale_a = _load_scale(weight, pair * STEP, pair < HALF, ONE_PLUS)
-        scale_b = _load_scale(weight, pair * STEP + SHIFT, pair < HALF, ONE_PLUS)
-        scale_rest = _load_scale(weight, other, other < H, ONE_PLUS)
+        scale_a, scale_b, scale_rest = (
+            _load_scale(weight, pair * STEP, pair < HALF, ONE_PLUS),
+            _load_scale(weight, pair * STEP + SHIFT, pair < HALF, ONE_PLUS),
+            _load_scale(weight, other, other < H, ONE_PLUS),
+        )
     dw_a, dw_b = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
     dw_rest = tl.zeros([ROWS, REST_BLOCK], tl.float32)
     for number in tl.range(lane, T, lanes, num_stages=STAGES):
         token = tl.cast(number, tl.int64)  # it is one already, but for the interpreter
-        c = tl.load(cos + token * cos_row + pair, mask=pair < HALF, other=0.0)[None, :]
-        s = tl.load(sin + token * sin_row + pair, mask=pair < HALF, other=0.0)[None, :]
-        rotated_a, rotated_b = _load_pairs(grad + token * grad_row + head * H, inside, ROWS, HALF, BLOCK, NEIGHBOURS)
-        a = rotated_a * c + rotated_b * s
-        b = rotated_b * c - rotated_a * s
+        c, s = _load_angles(cos + token * cos_row, sin + token * sin_row, pair, HALF)
+        a, b = _load_pairs(grad + token * grad_row + head * H, inside, ROWS, HALF, BLOCK, NEIGHBOURS)
+        if NORM != 2:
+            a, b = _turned_back(a, b, c, s)
         if REST > 0:
             at = (head * H)[:, None] + other[None, :]
             rest = tl.load(grad + token * grad_row + at, mask=other_mask, other=0.0).to(tl.float32)
@@ -234,20 +250,23 @@ def _backward_heads(
             # 1 / rms multiplies the gradients, not x: once, and the result is one multiply-add.
             inverse = tl.load(rstd + token * rstd_row + head, mask=inside, other=0.0)
             x_a, x_b = _load_pairs(x + token * x_row + head * H, inside, ROWS, HALF, BLOCK, NEIGHBOURS)
+            if NORM == 2:  # what the norm read
+                x_a, x_b = _turned(x_a, x_b, c, s)
             a, b = a * inverse[:, None], b * inverse[:, None]
-            dw_a += a * x_a
-            dw_b += b * x_b
+            dw_a, dw_b = dw_a + a * x_a, dw_b + b * x_b
             a, b = a * scale_a, b * scale_b
             shared = tl.sum(a * x_a, 1) + tl.sum(b * x_b, 1)
             if REST > 0:
                 x_rest = tl.load(x + token * x_row + at, mask=other_mask, other=0.0).to(tl.float32)
-                dw_rest += rest * inverse[:, None] * x_rest
-                rest = rest * inverse[:, None] * scale_rest
+                rest = rest * inverse[:, None]
+                dw_rest, rest = dw_rest + rest * x_rest, rest * scale_rest
                 shared += tl.sum(rest * x_rest, 1)
             share = (shared / H * inverse * inverse)[:, None]
             a, b = a - x_a * share, b - x_b * share
             if REST > 0:
                 rest = rest - x_rest * share
+        if NORM == 2:
+            a, b = _turned_back(a, b, c, s)
         _store_pairs(out + token * out_row + head * H, inside, a, b, ROWS, HALF, BLOCK, NEIGHBOURS)
         if REST > 0:
             tl.store(out + token * out_row + at, rest.to(out.dtype.element_ty), mask=other_mask)
@@ -310,9 +329,15 @@ def _widths(head_width: int, cos_TP: torch.Tensor) -> dict[str, int]:
     return {"H": head_width, "HALF": half, "BLOCK": round_up(half), "REST": round_up(rest) if rest else 0}
 
 
+def _norm(norms: Pair | None, after: bool) -> int:
+    """How the kernels name it: 0, or 1 before the rotation, 2 after it."""
+    return 0 if norms is None else 1 + after
+
+
 def _rotate_forward(
     q_TNH: torch.Tensor, k_TKH: torch.Tensor, q_out: torch.Tensor, k_out: torch.Tensor, cos_TP: torch.Tensor,
-    sin_TP: torch.Tensor, neighbours: bool, norms: tuple[torch.Tensor, torch.Tensor] | None, eps: float, one_plus: bool,
+    sin_TP: torch.Tensor, neighbours: bool, norms: Pair | None, eps: float, one_plus: bool,
+    after: bool = False,
 ) -> torch.Tensor | None:  # fmt: skip
     """Per-head norm and rotation into q_out and k_out, which may be q and k where there is no norm. Returns rstd."""
     (T, N, H), K = q_TNH.shape, k_TKH.shape[1]
@@ -323,30 +348,27 @@ def _rotate_forward(
         _forward_kernel[(T * (triton.cdiv(N, tile.heads) + triton.cdiv(K, tile.heads)),)](
             q_TNH, q_TNH.stride(0), k_TKH, k_TKH.stride(0), q_out, q_out.stride(0), k_out, k_out.stride(0), cos_TP,
             cos_TP.stride(0), sin_TP, sin_TP.stride(0), q_weight, k_weight, cos_TP if rstd is None else rstd, eps, N=N, K=K,
-            ROWS=tile.heads, NEIGHBOURS=neighbours, NORM=norms is not None, ONE_PLUS=one_plus,
+            ROWS=tile.heads, NEIGHBOURS=neighbours, NORM=_norm(norms, after), ONE_PLUS=one_plus,
             IN_PLACE=q_out.data_ptr() == q_TNH.data_ptr(), num_warps=tile.warps, **_widths(H, cos_TP),
         )  # fmt: skip
         return rstd
-    rstds = []
-    for i, (x, out) in enumerate(((q_TNH, q_out), (k_TKH, k_out))):
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        if norms is not None:
-            rstds.append(torch.rsqrt(wide.square().mean(-1) + eps))
-            wide = wide * rstds[i][..., None] * (norms[i].to(wide.dtype) + int(one_plus))
-        out.copy_(_rotate(wide, cos_TP, sin_TP, neighbours))
+    rstds = rotate_forward((q_TNH, k_TKH), (q_out, k_out), cos_TP, sin_TP, neighbours, norms, eps, one_plus, after)
     return torch.cat(rstds, dim=1) if rstds else None
 
 
 def _rotate_backward(
     grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor], cos_TP: torch.Tensor, sin_TP: torch.Tensor, neighbours: bool,
-    qkv_TX: torch.Tensor, rstd: torch.Tensor | None, norms: tuple[torch.Tensor, torch.Tensor] | None, one_plus: bool,
-    need_norm_grad: bool, out: torch.Tensor,
+    qkv_TX: torch.Tensor, rstd: torch.Tensor | None, norms: Pair | None, one_plus: bool,
+    need_norm_grad: bool, out: torch.Tensor, after: bool = False,
 ) -> Grads:  # fmt: skip
     """The transpose of `_rotate_forward`; qkv is read only where there is a norm."""
     dq, dk, dv = grads
     (T, N, H), K = dq.shape, dk.shape[1]
     if not use_triton(dq):
-        return _rotate_backward_torch(grads, cos_TP, sin_TP, neighbours, qkv_TX, rstd, norms, one_plus, need_norm_grad, out)
+        raw, targets = _parts(qkv_TX, N, K, H)[:2], _parts(out, N, K, H)
+        targets[2].copy_(dv)
+        args = raw, targets[:2], cos_TP, sin_TP, neighbours, rstd, norms, one_plus, need_norm_grad, after
+        return out, *rotate_backward((dq, dk), *args)
     block, warps, stages, programs = _weight_grad_tile(N, H) if need_norm_grad else (*_tile(N, H), 1, 0)
     q_tiles, k_tiles = triton.cdiv(N, block), triton.cdiv(K, block)
     tiles, lanes, period, held = q_tiles + 2 * k_tiles, T, T, 0
@@ -362,7 +384,7 @@ def _rotate_backward(
     _backward_kernel[(lanes * tiles,)](
         dq, dq.stride(0), dk, dk.stride(0), dv, dv.stride(0), qkv_TX, qkv_TX.stride(0), out, out.stride(0), cos_TP,
         cos_TP.stride(0), sin_TP, sin_TP.stride(0), q_weight, k_weight, cos_TP if rstd is None else rstd, partial_q, partial_k,
-        T, period, N=N, K=K, ROWS=block, H_BLOCK=triton.next_power_of_2(H), NEIGHBOURS=neighbours, NORM=norms is not None,
+        T, period, N=N, K=K, ROWS=block, H_BLOCK=triton.next_power_of_2(H), NEIGHBOURS=neighbours, NORM=_norm(norms, after),
         ONE_PLUS=one_plus, NEED_DW=need_norm_grad, STAGES=stages, num_warps=warps, **_widths(H, cos_TP),
     )  # fmt: skip
     if not need_norm_grad:
@@ -371,29 +393,7 @@ def _rotate_backward(
     return out, norm_grads_2H[0], norm_grads_2H[1]
 
 
-def _rotate_backward_torch(
-    grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor], cos_TP: torch.Tensor, sin_TP: torch.Tensor, neighbours: bool,
-    qkv_TX: torch.Tensor, rstd: torch.Tensor | None, norms: tuple[torch.Tensor, torch.Tensor] | None, one_plus: bool,
-    need_norm_grad: bool, out: torch.Tensor,
-) -> Grads:  # fmt: skip
-    heads, kv_heads, H = grads[0].shape[1], grads[1].shape[1], grads[0].shape[2]
-    targets = _parts(out, heads, kv_heads, H)
-    norm_grads: list[torch.Tensor | None] = [None, None]
-    results = [_rotate(grad, cos_TP, -sin_TP, neighbours) for grad in grads[:2]]
-    if norms is not None and rstd is not None:
-        q, k, _ = _parts(qkv_TX, heads, kv_heads, H)
-        for i, (x, inverse) in enumerate(((q, rstd[:, :heads]), (k, rstd[:, heads:]))):
-            dx, norm_grads[i] = rms_norm_backward(
-                results[i].reshape(-1, H), x.reshape(-1, H), norms[i], inverse.reshape(-1), one_plus=one_plus,
-                need_weight_grad=need_norm_grad,
-            )  # fmt: skip
-            results[i] = dx.view(x.shape)
-    for target, result in zip(targets, [*results, grads[2]], strict=True):
-        target.copy_(result)
-    return out, norm_grads[0], norm_grads[1]
-
-
-def _both(q_norm_H: torch.Tensor | None, k_norm_H: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _both(q_norm_H: torch.Tensor | None, k_norm_H: torch.Tensor | None) -> Pair | None:
     if (q_norm_H is None) != (k_norm_H is None):
         raise ValueError("QK-norm needs a weight for queries and one for keys, or none")
     return None if q_norm_H is None or k_norm_H is None else (q_norm_H, k_norm_H)
@@ -419,7 +419,8 @@ def qk_rope_forward(
         _rotate_forward(q, k, q, k, cos_TP, sin_TP, neighbours, None, eps, one_plus)
         return q, k, v, torch.stack([q_rstd, k_rstd])
     q_out, k_out = (q, k) if in_place else (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
-    rstd = _rotate_forward(q, k, q_out, k_out, cos_TP, sin_TP, neighbours, norms, eps, one_plus)
+    after = norm_kind == "after_rope"
+    rstd = _rotate_forward(q, k, q_out, k_out, cos_TP, sin_TP, neighbours, norms, eps, one_plus, after)
     return q_out, k_out, v, rstd
 
 
@@ -441,9 +442,9 @@ def qk_rope_backward(
     dqkv = torch.empty(T, width + 2 * kv_width, dtype=dq_TNH.dtype, device=dq_TNH.device) if out is None else out
     raw = dqkv if qkv_TX is None else qkv_TX
     grads = (dq_TNH, dk_TKH, dv_TKH)
-    if norms is None or norm_kind == "per_head":
-        need_norm_grad = need_norm_grad and norms is not None
-        return _rotate_backward(grads, cos_TP, sin_TP, neighbours, raw, rstd, norms, one_plus, need_norm_grad, dqkv)
+    if norms is None or norm_kind != "full":
+        need_norm_grad, after = need_norm_grad and norms is not None, norm_kind == "after_rope"
+        return _rotate_backward(grads, cos_TP, sin_TP, neighbours, raw, rstd, norms, one_plus, need_norm_grad, dqkv, after)
     _rotate_backward(grads, cos_TP, sin_TP, neighbours, raw, None, None, one_plus, False, dqkv)
     assert rstd is not None
     norm_grads = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
@@ -17,6 +18,7 @@ from pronghorn.model.layers.mixers.attention import Attention
 from pronghorn.model.layers.mixers.short_conv import ShortConv
 from pronghorn.model.layers.mlps.dense import DenseMlp
 from pronghorn.model.layers.mlps.experts import ExpertsMlp
+from pronghorn.model.layers.mlps.ungated import UngatedMlp
 from pronghorn.model.layers.norms import Norm
 from pronghorn.model.layers.part import Around, Mixer
 
@@ -52,13 +54,16 @@ def build_layer(
         return Norm(layer, name, family.one_plus, slot) if name else None
 
     names, multiplier = family.names, float(getattr(config, "residual_multiplier", 1.0))
-    activation = ACTIVATIONS[activation_name(config)]
+    activation = activation_name(config)
     around = Around(norm("before_attention"), norm("after_attention"), multiplier)
     mixer = MIXERS[layer_type(config, index)](layer, family, config, index, around, group)
     mlp, around = getattr(layer, names.mlp), Around(norm("before_mlp"), norm("after_mlp"), multiplier)
 
-    def dense(module: nn.Module, around: Around) -> DenseMlp:
-        return DenseMlp(around, group(module, family.gate_up), group(module, (names.down,)), activation)
+    def dense(module: Any, around: Around) -> DenseMlp:
+        gate_up, down = group(module, family.gate_up), group(module, (names.down,))
+        if family.gated:
+            return DenseMlp(around, gate_up, down, ACTIVATIONS[activation])
+        return UngatedMlp(around, gate_up, down, activation, module.act_fn if activation == "xielu" else None)
 
     if slot is None:
         return DecoderLayer(layer, index, mixer, dense(mlp, around), below)

@@ -20,14 +20,14 @@ another order, and sums over chunks do.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from pronghorn.kernels.lora.lora_linear import Part as GradPart
 from pronghorn.kernels.lora.multi_gather import GatherJob
-from pronghorn.kernels.mlp.gated_mlp import Kind, gated_activation
+from pronghorn.kernels.mlp.gated_mlp import gated_activation
 from pronghorn.kernels.moe.moe_gated import SILU, expert_gated_backward
 from pronghorn.model.layers.composed import normed, projected
 from pronghorn.model.layers.group import Group
@@ -51,7 +51,8 @@ class DenseMlp(Part):
     kept: ClassVar[Kept] = dict.fromkeys(FROM_INPUT, ("xa3",))  # a A^T of `down` (T x R) saves running its GEMM twice
     may_chunk = True
 
-    def __init__(self, around: Around, gate_up: LinearGroup, down: LinearGroup, activation: Kind) -> None:
+    def __init__(self, around: Around, gate_up: LinearGroup, down: LinearGroup, activation: Any) -> None:
+        """`activation`: a `Kind` of gated_mlp.py; UngatedMlp has others."""
         super().__init__(around)
         self.gate_up, self.down, self.activation = gate_up, down, activation
 
@@ -71,8 +72,11 @@ class DenseMlp(Part):
         return self.jobs_of(self.gate_up, self.down)
 
     def composed(self, h_TD: Tensor, documents: Documents) -> Tensor:
-        gu = projected(self.gate_up, normed(self.before, h_TD))
-        return h_TD + self.multiplier * normed(self.after, projected(self.down, gated_activation(gu, self.activation)))
+        a = self.composed_activation(projected(self.gate_up, normed(self.before, h_TD)))
+        return h_TD + self.multiplier * normed(self.after, projected(self.down, a))
+
+    def composed_activation(self, gu: Tensor) -> Tensor:
+        return gated_activation(gu, self.activation)
 
     # ---- forward -----------------------------------------------------------------------------------------------
 
@@ -81,7 +85,7 @@ class DenseMlp(Part):
         if self.chunks > 1 and level != "nothing":
             return self._forward_in_chunks(saved, level)
         x2 = self._input(saved["h2"], saved.pop("h_rows", None), saved)
-        if (found := self.gate_up.apply_gated(x2, self.activation, self.down)) is not None:
+        if (found := self.gated_at_once(x2)) is not None:
             gu, xa2, a = found
             del found, x2
         else:
@@ -96,6 +100,10 @@ class DenseMlp(Part):
     def _input(self, y: Tensor, h: Tensor | None, saved: Saved) -> Operand:
         """norm(h + y), with the sum written over y; norm(y) without h."""
         return self.gate_up.of_norm(self.before, y, saved, h, self.multiplier)
+
+    def gated_at_once(self, x2: Operand) -> tuple[Tensor, Tensor | None, Operand] | None:
+        """(gate and up, x A^T, the operand of `down`), if a GEMM makes them all."""
+        return self.gate_up.apply_gated(x2, self.activation, self.down)
 
     def activated(self, gu_ext: Tensor) -> Operand:
         """The operand of `down`."""
@@ -127,7 +135,7 @@ class DenseMlp(Part):
         back = self._backward_in_chunks if saved["gu"] is None else self._backward_at_once
         dh2, grads = back(dh, saved, documents, extra)
         saved.release(*self.saves)
-        return dh2, self.all_gradients(grads, saved)
+        return dh2, self.all_gradients(grads, saved, *(saved.norm_grads.get(name) for _, name in self.bare_names))
 
     def _backward_at_once(self, dh3: Tensor, saved: Saved, documents: Documents, extra: int) -> tuple[Tensor, Grads]:
         dx2, dgu, fused, down_grads = self._back_to_input(dh3, saved, documents.grad_buffer, thin=True)
@@ -140,10 +148,15 @@ class DenseMlp(Part):
         """(the gradient of gate and up's input, dgu, whether dB is already accumulated, down's gradients)"""
         dy = grad_of_branch(self.down, dh3, saved["y2"], self.multiplier, self.after, saved, grad_buffer)
         da, of_down = self.down.back(dy)
-        dgu, fused = self.gate_up.grad_of_activation(da, saved["gu"], self.activation, self.down, dy, saved["xa2"], thin)
+        dgu, fused = self.back_through_activation(da, dy, saved, thin=thin)
         down_grads = self.down.gradients(of_down, da, saved["xa3"], without="dA" if fused else None)
         del da, dy, of_down
         return *self.gate_up.back(dgu), fused, down_grads
+
+    def back_through_activation(self, da: Tensor, dy: Operand, saved: Saved, *, thin: bool) -> tuple[Operand, bool]:
+        """(dgu, over gate and up; whether dB is already accumulated). The activation overwrites da where down's gradients need
+        it."""
+        return self.gate_up.grad_of_activation(da, saved["gu"], self.activation, self.down, dy, saved["xa2"], thin)
 
     def backward_weighted(
         self, dh3: Tensor, weight_T1: Tensor, saved: Saved, grad_buffer: GradBuffer

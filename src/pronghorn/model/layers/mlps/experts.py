@@ -99,7 +99,8 @@ class ExpertsMlp(Part):
         self.K = int(config.num_experts_per_tok)
         self.router = Router(module, experts.router, experts.choice_bias, wide=experts.float32)
         self.normalise = bool(getattr(config, "norm_topk_prob", True))
-        self.scale = float(getattr(config, experts.scale)) if experts.scale else 1.0
+        scale = float(getattr(config, experts.scale)) if experts.scale else 1.0
+        self.scale = scale * self.multiplier  # the branch is the weighted sum alone, where the multiplier is not 1
         self.tiny = experts.tiny
         self.groups_of_experts = expert_groups(config) if experts.sigmoid else None
         self.expert_gate_up, self.expert_down = (
