@@ -1,0 +1,254 @@
+"""Queries, keys and values of the delta rule from the projection's columns, over the documents of a pack, in one pass.
+
+T = packed tokens, J = key heads, K = key width, N = value heads, V = value width, X = 2 J K + N V, W = taps.
+qkv_TX = [q | k | v], head by head. Depthwise causal convolution, SiLU, and for heads of q and k the L2 norm:
+
+    c_t = sum over j < W of taps_{W - 1 - j} qkv_{t - j},  j no further than the document's first token
+    s = c sigmoid(c)
+    q, k = s / sqrt(sum over the head of s^2 + 1e-6);  v = s
+
+    ds = (dy - y (dy . y)) / sqrt(sum of s^2 + 1e-6) for q and k, dy for v
+    dc = ds (sigmoid(c) + c sigmoid(c) (1 - sigmoid(c)))
+    dqkv_t = sum over j < W of taps_{W - 1 - j} dc_{t + j},  within the document
+    dtaps_{W - 1 - j} = sum over t of dc_t qkv_{t - j}     in tiles of rows, which are added in order: the same bits each time
+
+Forward reads and writes X values a token, backward reads 2 X and writes X; neighbouring rows come again from the cache. All in
+float32 between loading and storing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pronghorn.kernels.runtime.dispatch import jit, tl, triton, use_triton
+from pronghorn.kernels.runtime.first_order import Ctx, first_order
+
+EPS = tl.constexpr(1e-6)  # inside the root of the L2 norm
+TILE = 2048  # values of a program: 16 rows of a head of 128
+
+
+class Heads(NamedTuple):
+    """Sizes of a Gated DeltaNet layer: N / J value heads share a key head, neighbours first."""
+
+    J: int
+    K: int
+    N: int
+    V: int
+
+    @property
+    def columns(self) -> int:
+        """X"""
+        return 2 * self.J * self.K + self.N * self.V
+
+    def split(self, x_TX: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[T, J, K], [T, J, K] and [T, N, V]: views of the columns."""
+        J, K, N, V = self
+        q, k, v = x_TX.split([J * K, J * K, N * V], dim=-1)
+        return q.unflatten(-1, (J, K)), k.unflatten(-1, (J, K)), v.unflatten(-1, (N, V))
+
+
+def delta_inputs_reference(qkv_TX: Tensor, taps_XW: Tensor, spans_2T: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+    """q_TJK, k_TJK and v_TNV. `spans_2T`: where each token's document begins and ends."""
+    q, k, v = heads.split(F.silu(_convolved(qkv_TX, taps_XW.to(qkv_TX.dtype), spans_2T)))
+    return _l2_normed(q), _l2_normed(k), v
+
+
+def _l2_normed(x_TJK: Tensor) -> Tensor:
+    return x_TJK * torch.rsqrt(x_TJK.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def _convolved(x_TX: Tensor, taps_XW: Tensor, spans_2T: Tensor) -> Tensor:
+    return sum((taps_XW[:, -1 - j] * _shifted(x_TX, j, spans_2T) for j in range(taps_XW.shape[1])), torch.zeros_like(x_TX))
+
+
+def _shifted(x_TX: Tensor, back: int, spans_2T: Tensor) -> Tensor:
+    """x of the token so many before, or behind if it is negative; zero where that is in no or in another document."""
+    row = torch.arange(len(x_TX), device=x_TX.device)
+    other = row - back
+    inside = (other >= spans_2T[0]) & (other < spans_2T[1])
+    return x_TX.index_select(0, other.clamp(0, len(x_TX) - 1)).masked_fill(~inside[:, None], 0.0)
+
+
+# ---- Triton ----------------------------------------------------------------------------------------------------------------
+
+
+@jit
+def _convolution(qkv, qkv_row, taps, row, column, start, inside, W: tl.constexpr):
+    """c of a head at these rows; zero outside."""
+    conv = tl.zeros(inside.shape, tl.float32)
+    for j in tl.static_range(W):
+        tap = tl.load(taps + column * W + (W - 1 - j)).to(tl.float32)
+        seen = inside & (row - j >= start)[:, None]
+        place = qkv + (row - j)[:, None] * qkv_row + column[None, :]
+        conv += tap[None, :] * tl.load(place, mask=seen, other=0.0).to(tl.float32)
+    return conv
+
+
+@jit
+def _head(head, J: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr):
+    """(first column, whether it is normed, columns of qkv, which of them are the head's). Columns behind a head's width stand
+    for its first one, whose taps are there."""
+    normed = head < 2 * J
+    first = tl.where(normed, head * K, 2 * J * K + (head - 2 * J) * V)
+    width = tl.where(normed, K, V)
+    own = tl.arange(0, BLOCK) < width
+    return first, normed, tl.where(own, first + tl.arange(0, BLOCK), first), own
+
+
+@jit
+def _forward_kernel(
+    qkv, qkv_row, taps, starts, made, T, J: tl.constexpr, K: tl.constexpr, V: tl.constexpr, X: tl.constexpr, W: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    _, normed, column, own = _head(tl.program_id(1), J, K, V, BLOCK)
+    inside = (row < T)[:, None] & own[None, :]
+    start = tl.load(starts + row, mask=row < T, other=0)
+    conv = _convolution(qkv, qkv_row, taps, row, column, start, inside, W)
+    s = conv * tl.sigmoid(conv)
+    factor = tl.where(normed, 1.0 / tl.sqrt_rn(tl.sum(s * s, 1) + EPS), 1.0)
+    tl.store(made + row[:, None] * X + column[None, :], (s * factor[:, None]).to(made.dtype.element_ty), mask=inside)
+
+
+@jit
+def _dconv(dy, dy_row, place, qkv, qkv_row, taps, row, column, start, inside, normed, W: tl.constexpr):
+    """The gradient of a head's convolution at these rows; zero outside."""
+    conv = _convolution(qkv, qkv_row, taps, row, column, start, inside, W)
+    opened = tl.sigmoid(conv)
+    s = conv * opened
+    grad = tl.load(dy + row[:, None] * dy_row + place[None, :], mask=inside, other=0.0).to(tl.float32)
+    factor = tl.where(normed, 1.0 / tl.sqrt_rn(tl.sum(s * s, 1) + EPS), 1.0)[:, None]
+    y = s * factor
+    ds = factor * (grad - y * tl.where(normed, tl.sum(grad * y, 1), 0.0)[:, None])
+    return ds * (opened + s * (1.0 - opened))
+
+
+@jit
+def _backward_kernel(
+    dq, dq_row, dk, dk_row, dv, dv_row, qkv, qkv_row, taps, starts, ends, dqkv, dqkv_row, dtaps, T, J: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, X: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    NEED_TAPS: tl.constexpr,
+):  # fmt: skip
+    """dtaps [programs of rows, W, X]: each program's part."""
+    row, head = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
+    first, normed, column, own = _head(head, J, K, V, BLOCK)
+    dy = dv
+    if head < J:
+        dy = dq
+    elif head < 2 * J:
+        dy = dk
+    dy_row = tl.where(head < J, dq_row, tl.where(normed, dk_row, dv_row))
+    place = column - first + tl.where(normed, head % J * K, (head - 2 * J) * V)
+    there = (row < T)[:, None] & own[None, :]
+    start = tl.load(starts + row, mask=row < T, other=0)
+    end = tl.load(ends + row, mask=row < T, other=0)
+    grad = tl.zeros([ROWS, BLOCK], tl.float32)
+    for j in tl.static_range(W):
+        tap = tl.load(taps + column * W + (W - 1 - j)).to(tl.float32)
+        inside = there & (row + j < end)[:, None]
+        later = _dconv(dy, dy_row, place, qkv, qkv_row, taps, row + j, column, start, inside, normed, W)
+        grad += tap[None, :] * later
+        if NEED_TAPS and j == 0:
+            for back in tl.static_range(W):
+                seen = there & (row - back >= start)[:, None]
+                before = tl.load(qkv + (row - back)[:, None] * qkv_row + column[None, :], mask=seen, other=0.0).to(tl.float32)
+                part = dtaps + (tl.program_id(0) * W + (W - 1 - back)) * X + column
+                tl.store(part, tl.sum(later * before, 0), mask=own)
+    tl.store(dqkv + row[:, None] * dqkv_row + column[None, :], grad.to(dqkv.dtype.element_ty), mask=there)
+
+
+# ---- forward and backward --------------------------------------------------------------------------------------------------
+
+
+def delta_inputs_forward(qkv_TX: Tensor, taps_XW: Tensor, spans_2T: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+    """q_TJK, k_TJK and v_TNV: columns of one new [T, X]."""
+    made_TX = torch.empty(qkv_TX.shape, dtype=qkv_TX.dtype, device=qkv_TX.device)
+    q, k, v = heads.split(made_TX)
+    if use_triton(qkv_TX):
+        tiles, sizes = _tiles(heads, len(qkv_TX), taps_XW.shape[1])
+        _forward_kernel[(tiles, 2 * heads.J + heads.N)](
+            qkv_TX, qkv_TX.stride(0), taps_XW.contiguous(), spans_2T[0], made_TX, len(qkv_TX), **sizes, num_warps=4
+        )
+        return q, k, v
+    wide = torch.promote_types(qkv_TX.dtype, torch.float32)
+    for part, found in zip((q, k, v), delta_inputs_reference(qkv_TX.to(wide), taps_XW, spans_2T, heads), strict=True):
+        part.copy_(found)
+    return q, k, v
+
+
+def _tiles(heads: Heads, tokens: int, W: int) -> tuple[int, dict[str, int]]:
+    """(tiles of rows, their sizes)"""
+    block = int(triton.next_power_of_2(max(heads.K, heads.V)))
+    rows = max(1, TILE // block)
+    sizes = {"J": heads.J, "K": heads.K, "V": heads.V, "X": heads.columns, "W": W, "ROWS": rows, "BLOCK": block}
+    return int(triton.cdiv(tokens, rows)), sizes
+
+
+def delta_inputs_backward(
+    dq_TJK: Tensor, dk_TJK: Tensor, dv_TNV: Tensor, qkv_TX: Tensor, taps_XW: Tensor, spans_2T: Tensor, heads: Heads, *,
+    need_taps: bool = True, out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """(dqkv_TX, dtaps_XW in float32 or None). Rows of the gradients may be columns of wider ones. `out` must be none of the
+    inputs: programs read each other's rows."""
+    dqkv_TX = torch.empty(qkv_TX.shape, dtype=qkv_TX.dtype, device=qkv_TX.device) if out is None else out
+    if not use_triton(qkv_TX):
+        return _backward_torch((dq_TJK, dk_TJK, dv_TNV), qkv_TX, taps_XW, spans_2T, heads, need_taps, dqkv_TX)
+    T, W = len(qkv_TX), taps_XW.shape[1]
+    tiles, sizes = _tiles(heads, T, W)
+    parts = torch.empty(tiles if need_taps else 0, W, heads.columns, dtype=torch.float32, device=qkv_TX.device)
+    _backward_kernel[(tiles, 2 * heads.J + heads.N)](
+        dq_TJK, dq_TJK.stride(0), dk_TJK, dk_TJK.stride(0), dv_TNV, dv_TNV.stride(0), qkv_TX, qkv_TX.stride(0),
+        taps_XW.contiguous(), spans_2T[0], spans_2T[1], dqkv_TX, dqkv_TX.stride(0), parts, T, **sizes, NEED_TAPS=need_taps,
+        num_warps=4,
+    )  # fmt: skip
+    return dqkv_TX, parts.sum(0).T.contiguous() if need_taps else None
+
+
+def _backward_torch(
+    grads: tuple[Tensor, Tensor, Tensor], qkv_TX: Tensor, taps_XW: Tensor, spans_2T: Tensor, heads: Heads, need_taps: bool,
+    dqkv_TX: Tensor,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    wide, W = torch.promote_types(qkv_TX.dtype, torch.float32), taps_XW.shape[1]
+    x_TX, taps_XW = qkv_TX.to(wide), taps_XW.to(wide)
+    conv_TX = _convolved(x_TX, taps_XW, spans_2T)
+    open_TX = conv_TX.sigmoid()
+    ds = []
+    for grad, s, normed in zip(grads, heads.split(conv_TX * open_TX), (True, True, False), strict=True):
+        dy = grad.to(wide)
+        factor = torch.rsqrt(s.square().sum(-1, keepdim=True) + 1e-6)
+        y = s * factor
+        ds.append((factor * (dy - y * (dy * y).sum(-1, keepdim=True)) if normed else dy).flatten(1))
+    dconv_TX = torch.cat(ds, dim=1) * (open_TX + conv_TX * open_TX * (1 - open_TX))
+    parts = (taps_XW[:, -1 - j] * _shifted(dconv_TX, -j, spans_2T) for j in range(W))
+    dqkv_TX.copy_(sum(parts, torch.zeros_like(x_TX)))
+    if not need_taps:
+        return dqkv_TX, None
+    return dqkv_TX, torch.stack([(dconv_TX * _shifted(x_TX, W - 1 - j, spans_2T)).sum(0) for j in range(W)], dim=1)
+
+
+class _DeltaInputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Ctx, qkv_TX: Tensor, taps_XW: Tensor, spans_2T: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(qkv_TX, taps_XW, spans_2T)
+        ctx.heads = heads
+        return delta_inputs_forward(qkv_TX, taps_XW, spans_2T, heads)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Ctx, *incoming: Tensor) -> tuple[Tensor | None, ...]:
+        qkv_TX, taps_XW, spans_2T = ctx.saved_tensors
+        dq, dk, dv = (each.contiguous() for each in incoming)
+        dqkv_TX, dtaps_XW = delta_inputs_backward(
+            dq, dk, dv, qkv_TX, taps_XW, spans_2T, ctx.heads, need_taps=ctx.needs_input_grad[1]
+        )
+        return dqkv_TX, None if dtaps_XW is None else dtaps_XW.to(taps_XW.dtype), None, None
+
+
+def delta_inputs(qkv_TX: Tensor, taps_XW: Tensor, spans_2T: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+    """Differentiable q_TJK, k_TJK and v_TNV."""
+    q, k, v = _DeltaInputs.apply(qkv_TX, taps_XW, spans_2T, heads)  # type: ignore[no-untyped-call]
+    return q, k, v
