@@ -58,6 +58,8 @@ HONOURED = frozenset(
         "query_pre_attn_scalar",
         "attention_multiplier",
         "attn_logit_softcapping",
+        "attention_k_eq_v",
+        "hidden_size_per_layer_input",  # only 0 (families.py)
         # positions
         "rope_parameters",
         "original_max_position_embeddings",
@@ -143,6 +145,8 @@ HARMLESS = frozenset(
         "initializer_range",
         "initializer_factor",
         "pretraining_tp",
+        "vocab_size_per_layer_input",  # of the embeddings above
+        "use_double_wide_mlp",  # of layers that share keys and values
         "no_rope_layer_interval",
         # generation, once kept in the config
         "max_length",
