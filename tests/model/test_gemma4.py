@@ -26,7 +26,7 @@ from tables import first_of
 
 SMALL = small(
     num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=12, head_dim=8,
-    global_head_dim=16, num_global_key_value_heads=1, final_logit_softcapping=3.0, initializer_range=0.15,
+    global_head_dim=16, num_global_key_value_heads=1, final_logit_softcapping=3.0, initializer_range=0.1,
 )  # fmt: skip
 DENSE = {"hidden_size_per_layer_input": 0}  # the class's default has embeddings of each layer
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -44,7 +44,8 @@ def config_of(kind: str, **changes: Any) -> Any:
 def drawn(model: Any) -> Any:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "norm" in name or "layer_scalar" in name:
-            torch.nn.init.normal_(tensor, mean=1.0, std=0.2)
+            # Scores of q and k of length sqrt(H) without a factor decide all: float32 in transformers' norms would be seen.
+            torch.nn.init.normal_(tensor, mean=0.4 if "q_norm" in name or "k_norm" in name else 1.0, std=0.1)
     return model
 
 
@@ -72,7 +73,7 @@ def test_all_gradients_are_those_of_transformers(kind: str, method: str) -> None
     assert install(model) == ""
     assert_same(fast(model), expected, 1e-5)
     assert all(layer.fused == (method != "dora") for layer in engine(model).layers)
-    for length in (3, 40):  # a document by itself
+    for length in (5, 40):  # a document by itself
         assert_same(fast(model, (length,)), own(model, (length,)), 1e-5)
     widths = [(layer.mixer.head_width, layer.mixer.kv_heads, layer.mixer.keys_are_values) for layer in engine(model).layers]
     one_kv_head = KINDS[kind][1].get("attention_k_eq_v", False)
