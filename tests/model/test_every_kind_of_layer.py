@@ -29,6 +29,7 @@ DENSE: dict[str, Callable[[], Any]] = {  # their MLP can be done in pieces
     "four norms": lambda: test_decoder_layer.model_of("gemma2", "lora", torch.float32),
     "fp8, every bias": lambda: test_fp8_gemms.model_of("llama, every bias"),
     "nf4 in fp8": lambda: test_fp8_gemms.model_of("llama", stored="nf4"),
+    "norms of values, layer scales": lambda: test_decoder_layer.model_of("gemma4_unified_text", "lora", torch.float32),
     "qk-norm": lambda: test_decoder_layer.model_of("qwen3", "lora", torch.float32),
     "full": lambda: test_decoder_layer.model_of("llama", "full", torch.float32),
     "fp8, four norms": lambda: test_fp8_gemms.model_of("gemma2"),

@@ -117,6 +117,8 @@ HARMLESS = frozenset(
         "use_cache",
         "cache_implementation",
         "attn_implementation",
+        "serialize_explicit_per_layer_config",
+        "allow_global_per_layer_attribute_access",
         "ignore_keys_at_rope_validation",
         "keys_to_ignore_at_inference",
         "torchscript",

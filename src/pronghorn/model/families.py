@@ -168,7 +168,7 @@ FAMILIES = {
 }
 
 # Multimodal models whose text model works on its own (model/text_stack.py).
-WRAPPERS = ("gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+WRAPPERS = ("gemma3", "gemma4", "gemma4_unified", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
 def family_of(config: HFConfig) -> Family:
