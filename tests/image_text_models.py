@@ -34,6 +34,9 @@ TOWER: dict[str, Any] = {
 }
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 IMAGE = {"image_token_id": 255, "video_token_id": 256, "vision_start_token_id": 257, "vision_end_token_id": 258}
+GEMMA4 = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 16}
+GEMMA4_TOWER = {key: value for key, value in TOWER.items() if key != "image_size"} | {"num_key_value_heads": 2, "head_dim": 8}
+OUTSIDE = {"image_token_id": 1000, "video_token_id": 1001, "audio_token_id": 1002}  # random text has none of them
 PARTS: dict[str, dict[str, Any]] = {
     "gemma3": {
         "text_config": TEXT
@@ -48,6 +51,17 @@ PARTS: dict[str, dict[str, Any]] = {
         "image_token_index": 255,
         "boi_token_index": 256,
         "eoi_token_index": 257,
+    },
+    "gemma4": {
+        "text_config": TEXT | GEMMA4 | {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0},
+        "vision_config": GEMMA4_TOWER,
+        **OUTSIDE,
+    },
+    "gemma4_unified": {
+        "text_config": TEXT | GEMMA4 | {"model_type": "gemma4_unified_text"},
+        "vision_config": {"patch_size": 4, "mm_embed_dim": 32, "mm_posemb_size": 8, "output_proj_dims": 32},
+        "audio_config": {"audio_embed_dim": 16},
+        **OUTSIDE,
     },
     "mistral3": {
         "text_config": TEXT | {"model_type": "mistral", "sliding_window": None},

@@ -112,6 +112,21 @@ def test_in_place_is_the_same(device: str, shape: tuple[int, int, int, int], nei
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
+def test_rows_without_values_are_the_same_without_them(device: str) -> None:
+    """Keys that are values, too (Gemma 4): the projection has no columns for values."""
+    given, width = case(5, (4, 2, 64, 64), torch.float32, device, "per_head"), 6 * 64
+    q, k, v, rstd = qk_rope_forward(**given)
+    short = given | {"qkv_TX": given["qkv_TX"][:, :width]}
+    found = qk_rope_forward(**short)
+    assert found[2].shape == (5, 0, 64)
+    grads = [torch.randn_like(x) for x in (q, k, v)]
+    dqkv, *norm_grads = backward_of(given, grads, rstd, need_norm_grad=True)
+    dqk, *found_grads = backward_of(short, [*grads[:2], found[2]], rstd, need_norm_grad=True)
+    pairs = [(found[0], q), (found[1], k), (found[3], rstd), (dqk, dqkv[:, :width]), *zip(found_grads, norm_grads, strict=True)]
+    for ours, expected in pairs:
+        torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
+
+
 @table("norm", NORMS)
 def test_autograd_gives_the_gradients_of_the_reference(device: str, norm: str | None) -> None:
     given = case(4, (5, 5, 80, 32), torch.float32, device, norm)

@@ -295,14 +295,15 @@ MIXED = {  # model types with layers of several kinds: dense layers before exper
     "glm4_moe": {"first_k_dense_replace": 1},
     "dots1": {"first_k_dense_replace": 1},
     "lfm2": CONVOLUTIONS,
+    "gemma4_text": {"layer_types": ["sliding_attention"] + ["full_attention"] * 3},
 }
 
 
-@table(("family", "levels"), [("glm4_moe", "mixed"), ("dots1", ""), ("lfm2", "mixed"), ("glm4_moe", "layer")])
+@table(("family", "levels"), [("glm4_moe", "mixed"), ("dots1", ""), ("lfm2", "mixed"), ("glm4_moe", "layer"), ("gemma4_text", "mixed")])
 def test_the_peak_of_a_model_with_layers_of_several_kinds_is_that_of_the_whole_model(family: str, levels: str) -> None:
     """Each kind is run once; the whole model, layer after layer, holds as much."""
     sizes = {"num_hidden_layers": 4, "intermediate_size": 1024, "vocab_size": 512}
-    config = AutoConfig.for_model(family, **(SMALL | EXPERTS.get(family, {}) | sizes | MIXED[family]))
+    config = AutoConfig.for_model(family, **(SMALL | (DENSE | EXPERTS).get(family, {}) | sizes | MIXED[family]))
     job = Job(shape_of(config), 2048, rank=4, optimizer="adamw")
     assert job.shape.kinds == (0, 1, 1, 1)
     problem = problem_of(job, predicted_costs(job, GPUS["h200"]), 10**9, 0)

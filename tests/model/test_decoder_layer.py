@@ -79,6 +79,7 @@ SCALED_ROPE = {
     "llama_4_scaling_beta": 0.5,
 }
 NTK_ALPHA = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0}
+GEMMA4 = {**KINDS, "layer_types": KINDS["layer_types"][::-1], "head_dim": 8, "global_head_dim": 16}  # the last layer is global
 MULTIPLIERS = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "attention_multiplier": 0.2}
 # Rows of the table that need nothing, or a switch. Documents here are longer than windows and first lengths of RoPE.
 MORE: dict[str, dict[str, Any]] = {
@@ -95,6 +96,8 @@ MORE: dict[str, dict[str, Any]] = {
     "helium": {"head_dim": 8},
     "gemma": {"head_dim": 16},
     "vaultgemma": GEMMA,
+    "gemma4_text": {**GEMMA4, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 3.0},
+    "gemma4_unified_text": {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
     "hyperclovax": MULTIPLIERS,
     "arcee": {"mlp_bias": True, "head_dim": 16},
     "apertus": {},
@@ -122,8 +125,11 @@ def model_of(family: str, method: str, dtype: torch.dtype) -> Any:
     keep_softcap(model)
     for name, parameter in model.named_parameters():
         if "norm" in name or "bias" in name or "sinks" in name:
-            center = 1.0 if "norm" in name and "gemma" not in family else 0.0
-            torch.nn.init.normal_(parameter, mean=center, std=0.3)
+            one_plus = "gemma" in family and "gemma4" not in family
+            torch.nn.init.normal_(parameter, mean=float("norm" in name and not one_plus), std=0.3)
+    for name, buffer in model.named_buffers():
+        if "layer_scalar" in name:
+            torch.nn.init.normal_(buffer, mean=1.0, std=0.3)
     if method == "full":
         return model.train()
     linears = {name.rsplit(".", 1)[-1] for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
@@ -228,7 +234,7 @@ def single_batch() -> PackedBatch:
 # other code for norms, window, cap, rotary and multiplier. Of families that are alike in these, one each.
 CASES = [
     *((family, "full") for family in FAMILIES),
-    *((family, "lora") for family in FAMILIES if family not in MORE),
+    *((family, "lora") for family in FAMILIES if family not in MORE or "gemma4" in family),
     *((family, "lora on some") for family in ("llama", "llama, every bias", "qwen3", "phi3", "gemma2", "granite", "olmo2")),
     *(
         (family, "dora")
@@ -245,10 +251,11 @@ CASES = [
             "exaone4",
             "apertus",
             "hunyuan_v1_dense",
+            "gemma4_unified_text",
         )
     ),
 ]
-CASES = first_of([*CASES, *((family, "lora") for family in MORE)], len(CASES))
+CASES = first_of([*CASES, *((family, "lora") for family in MORE if "gemma4" not in family)], len(CASES))
 
 
 @pytest.mark.parametrize(("family", "method"), CASES, ids=str)

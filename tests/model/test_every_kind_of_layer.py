@@ -33,6 +33,7 @@ DENSE: dict[str, Callable[[], Any]] = {  # their MLP can be done in pieces
     "qk-norm after RoPE, full": lambda: test_decoder_layer.model_of("hunyuan_v1_dense", "full", torch.float32),
     "fp8, no gate": lambda: test_fp8_gemms.model_of("apertus"),
     "no gate": lambda: test_decoder_layer.model_of("arcee", "lora", torch.float32),
+    "norms of values, layer scales": lambda: test_decoder_layer.model_of("gemma4_unified_text", "lora", torch.float32),
     "qk-norm": lambda: test_decoder_layer.model_of("qwen3", "lora", torch.float32),
     "full": lambda: test_decoder_layer.model_of("llama", "full", torch.float32),
     "fp8, four norms": lambda: test_fp8_gemms.model_of("gemma2"),

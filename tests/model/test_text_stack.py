@@ -32,7 +32,7 @@ KINDS = sorted(PARTS)
 
 
 def beside(state: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in state.items() if "vis" in name or "multi_modal" in name}
+    return {name: value for name, value in state.items() if "vis" in name or "multi_modal" in name or "audio" in name}
 
 
 def own(model: Any, **inputs: Any) -> Any:
@@ -150,7 +150,9 @@ def test_what_is_beside_is_counted_and_never_trained(kind: str, tmp_path: Path) 
     assert parts["gradients and optimizer"] == 12 * sum(p.numel() for p in model.parameters() if p.requires_grad)
     facts = inspect_model(save_image_text_model(kind, tmp_path), Lora(r=4))
     assert facts.parameters == sum(p.numel() for p in model.parameters())
-    assert facts.adapter_parameters == 2 * 4 * (2 * 64 + 2 * 48 + 3 * 80)
+    text = [m for m in model.model.language_model.modules() if isinstance(m, torch.nn.Linear)]
+    assert facts.adapter_parameters == sum(4 * (linear.in_features + linear.out_features) for linear in text)
+    assert len(text) == 2 * 7
 
 
 def test_a_wrapper_that_is_not_in_the_table_trains_on_its_own_layers() -> None:

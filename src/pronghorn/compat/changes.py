@@ -25,6 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from pronghorn.model.causal_lm import FastCausalLM, is_known
 from pronghorn.model.experts import Adapted
+from pronghorn.model.families import keys_by_layer
 from pronghorn.model.formats.linear import dequantizes
 from pronghorn.model.formats.table import storage_of
 from pronghorn.model.layers.mixers.attention import Attention
@@ -103,6 +104,8 @@ class Changes:
         self.names, last = engine.names, engine.norm.module
         self.norm = _place(self.names.last_norm, last, {id(last)}, set())
         self.rotary = self._rotary_now()
+        by_layer = keys_by_layer(self.config)  # read once, when the layers are built, and refused as a key of the model
+        self.watched = [name for name in CONFIG if name not in by_layer]
         self.values = copy.deepcopy(self._values())
         self.why = ""  # of the latest look
         self.seen: list[Seen] = []
@@ -159,7 +162,7 @@ class Changes:
         if (now := self._values()) != self.values:
             return next(
                 f"config.{name} is {value!r}, but was {was!r} when the layers were built"
-                for name, value, was in zip(CONFIG, now, self.values, strict=True)
+                for name, value, was in zip(self.watched, now, self.values, strict=True)
                 if value != was
             )
         name = self.config._attn_implementation
@@ -167,7 +170,7 @@ class Changes:
         return "" if function is None or is_known(function) else f"attention is {name}, a custom attention function"
 
     def _values(self) -> list[Any]:
-        return [getattr(self.config, name, None) for name in CONFIG]
+        return [getattr(self.config, name, None) for name in self.watched]
 
     # ---- looking -------------------------------------------------------------------------------------------------
 

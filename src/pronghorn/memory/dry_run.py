@@ -263,7 +263,7 @@ def static_parts(job: Job) -> dict[str, int]:
     parts = {
         "weights": weights,
         "gradients and optimizer" if full else "adapters and optimizer": tuned,
-        "rope and libraries": job.capacity * job.shape.head_width * job.shape.rope_tables * FP32 + LIBRARY_BYTES,
+        "rope and libraries": job.capacity * job.shape.rope_columns * FP32 + LIBRARY_BYTES,
     }
     if job.graphed and not full:
         parts["adapter sums"] = sum(layer.sums for layer in layers)

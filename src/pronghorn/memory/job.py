@@ -17,7 +17,7 @@ from pronghorn.kernels.attention.attention_flash import why_no_flash4
 from pronghorn.kernels.optim.adamw8bit import BLOCK as MOMENT_BLOCK
 from pronghorn.kernels.runtime.dispatch import CHIPS, HOPPER, Target, chip_of, processor_count
 from pronghorn.memory.gpus import Gpu
-from pronghorn.model.families import FAMILIES, num_experts, rope_kind, text_config, ties_embeddings, why_not_fast
+from pronghorn.model.families import FAMILIES, heads_of, num_experts, rope_kind, text_config, ties_embeddings, why_not_fast
 from pronghorn.model.heads import HEADS
 from pronghorn.model.layers.saved import Level
 from pronghorn.model.one_layer import as_config, layer_kinds, written
@@ -40,12 +40,11 @@ class ModelShape:
 
     kinds: tuple[int, ...]  # of each layer: the number of its kind, counted in the order in which kinds first appear
     width: int
-    head_width: int
     vocabulary: int
     tied: bool
     experts: int  # of a layer that has some; 0: no layer has
     chosen: int  # of them, by each token
-    rope_tables: int  # of cos and sin: kinds of RoPE that its layers have
+    rope_columns: int  # of cos and sin: head widths of the kinds of RoPE that its layers have
     config: str = field(repr=False)  # Hugging Face's, as JSON, for one_layer.py
 
     @property
@@ -69,12 +68,11 @@ def shape_of(config: HFConfig) -> ModelShape:
     return ModelShape(
         kinds=tuple(numbers[first] for first in firsts),
         width=int(config.hidden_size),
-        head_width=int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads),
         vocabulary=int(config.vocab_size),
         tied=ties_embeddings(whole),
         experts=num_experts(config) if experts else 0,
         chosen=int(config.num_experts_per_tok) if experts else 0,
-        rope_tables=len({rope_kind(config, i) for i in range(len(firsts))}),
+        rope_columns=sum({rope_kind(config, i): heads_of(config, i)[1] for i in range(len(firsts))}.values()),
         config=text,
     )
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from pronghorn.errors import ModelError, counted
 from pronghorn.hf_types import HFConfig
+from pronghorn.model.families import keys_by_layer, of_layer
 from pronghorn.model.weight_files import Stored, wrong_weights
 
 # The most that is believed, about ten times what the largest known model has: 126 layers (Llama 3.1 405B), a width of 18,432,
@@ -26,6 +27,7 @@ SIZES: dict[str, int] = {
             "moe_intermediate_size",
             "shared_expert_intermediate_size",
             "head_dim",
+            "global_head_dim",
             "n_embd",
             "n_inner",
             "d_model",
@@ -36,6 +38,7 @@ SIZES: dict[str, int] = {
         WIDTH,
     ),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head", "num_heads", "n_heads"), HEADS),
+    "num_global_key_value_heads": HEADS,
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), EXPERTS),
     "vocab_size": VOCABULARY,
     **dict.fromkeys(("max_position_embeddings", "n_positions", "sliding_window"), POSITIONS),
@@ -157,18 +160,21 @@ def require_consistent(config: HFConfig, where: str) -> None:
     heads = getattr(text, "num_attention_heads", None)
     if not isinstance(heads, int) or heads < 1:
         return  # a kind of layer without heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    if isinstance(kv_heads, int) and heads % kv_heads:
-        raise _changed(
-            f"config.json says {heads} attention heads and {kv_heads} key/value heads",
-            where,
-            "the number of attention heads must be a multiple of the number of key/value heads",
-        )
+    layers = getattr(text, "num_hidden_layers", None)
+    by_layer = "num_key_value_heads" in keys_by_layer(text)
+    for i in range(layers if by_layer and isinstance(layers, int) else 1):
+        kv_heads = getattr(of_layer(text, i) if by_layer else text, "num_key_value_heads", None) or heads
+        if isinstance(kv_heads, int) and heads % kv_heads:
+            raise _changed(
+                f"config.json says {heads} attention heads and {kv_heads} key/value heads",
+                where,
+                "the number of attention heads must be a multiple of the number of key/value heads",
+            )
     chosen = getattr(text, "num_experts_per_tok", None)
     experts = getattr(text, "num_local_experts", None) or getattr(text, "num_experts", None)
     if isinstance(chosen, int) and isinstance(experts, int) and chosen > experts > 0:
         raise _changed(f"config.json says {chosen} experts per token out of {experts}", where)
-    types, layers = getattr(text, "layer_types", None), getattr(text, "num_hidden_layers", None)
+    types = getattr(text, "layer_types", None)
     if isinstance(types, list | tuple) and isinstance(layers, int) and len(types) != layers:
         raise _changed(f"config.json says {counted(layers, 'layer')} but lists {len(types)} layer types", where)
 

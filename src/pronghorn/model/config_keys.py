@@ -58,6 +58,8 @@ HONOURED = frozenset(
         "query_pre_attn_scalar",
         "attention_multiplier",
         "attn_logit_softcapping",
+        "attention_k_eq_v",
+        "hidden_size_per_layer_input",  # only 0 (families.py)
         # positions
         "rope_parameters",
         "original_max_position_embeddings",
@@ -115,6 +117,8 @@ HARMLESS = frozenset(
         "use_cache",
         "cache_implementation",
         "attn_implementation",
+        "serialize_explicit_per_layer_config",
+        "allow_global_per_layer_attribute_access",
         "ignore_keys_at_rope_validation",
         "keys_to_ignore_at_inference",
         "torchscript",
@@ -144,6 +148,8 @@ HARMLESS = frozenset(
         "initializer_range",
         "initializer_factor",
         "pretraining_tp",
+        "vocab_size_per_layer_input",  # of the embeddings above
+        "use_double_wide_mlp",  # of layers that share keys and values
         "no_rope_layer_interval",
         # generation, once kept in the config
         "max_length",

@@ -94,13 +94,19 @@ class Family:
     gated: bool = True  # else the MLP is down(act(up)), and `gate_up` is up alone
     qk_norm: NormKind | None = None
     ntk_alpha: bool = False  # its RoPE of type `dynamic` with `alpha` is static
+    v_norm: bool = False  # values are normed by head, without a weight
     neighbours: bool = False  # RoPE pairs neighbours instead of halves
     rope_needs_window: bool = False  # in a model with a window, layers without it have no RoPE
     query_scale: bool = False  # queries grow with their position: `llama_4_scaling_beta` among the RoPE parameters
     logits_times: bool = False  # `logits_scaling` multiplies the logits; elsewhere it divides them
+    layer_scale: str = ""  # name of the layer's buffer that multiplies the residual stream at its end
+    by_layer: tuple[str, ...] = ()  # config keys that may have another value in each layer
     experts: Experts | None = None
 
 
+GEMMA4 = Family(
+    norms=SANDWICH, qk_norm="per_head", v_norm=True, layer_scale="layer_scalar", by_layer=("head_dim", "num_key_value_heads")
+)
 LFM2 = Family(
     norms=Norms(before_attention="operator_norm", before_mlp="ffn_norm"),
     names=Names(
@@ -128,6 +134,8 @@ FAMILIES = {
     "phi3": Family(qkv=("qkv_proj",), gate_up=("gate_up_proj",)),
     "gemma2": Family(norms=SANDWICH, one_plus=True),
     "gemma3_text": Family(norms=SANDWICH, one_plus=True, qk_norm="per_head"),
+    "gemma4_text": GEMMA4,
+    "gemma4_unified_text": GEMMA4,
     "granite": Family(),
     "olmo2": Family(norms=AFTER_ONLY, qk_norm="full"),
     "mixtral": Family(experts=Experts()),
@@ -175,7 +183,7 @@ FAMILIES = {
 }
 
 # Multimodal models whose text model works on its own (model/text_stack.py).
-WRAPPERS = ("gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+WRAPPERS = ("gemma3", "gemma4", "gemma4_unified", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
 def family_of(config: HFConfig) -> Family:
@@ -197,6 +205,12 @@ def ties_embeddings(config: HFConfig) -> bool:
     return whole and bool(getattr(text_config(config), "tie_word_embeddings", whole))
 
 
+# Config keys that add what no fast layer computes.
+ADDITIONS = {
+    "hidden_size_per_layer_input": "embeddings of each layer",
+    "num_kv_shared_layers": "layers that share keys and values",
+    "enable_moe_block": "experts beside the dense MLP",
+}
 NO_ROPE = "none"  # the kind of RoPE of layers that have none
 
 
@@ -219,8 +233,12 @@ def why_not_fast(config: HFConfig) -> str:
         return why
     if others := [kind for kind in other_mixers(config) if kind not in family.mixers]:
         return f"the fast layers do not support layers of the type {others[0]} in {config.model_type}"
-    if getattr(config, "use_bidirectional_attention", False):
+    if getattr(config, "use_bidirectional_attention", False) not in (None, False, "vision"):  # "vision": of images alone
         return "its attention is not causal"
+    if added := next((key for key in ADDITIONS if getattr(config, key, None)), ""):
+        return f"the fast layers do not support {ADDITIONS[added]} ({added} in its config)"
+    if others := sorted(keys_by_layer(config) - set(family.by_layer)):
+        return f"the fast layers do not support a {others[0]} for each layer"
     if float(getattr(config, "residual_multiplier", 1.0)) != 1.0:
         if family.experts and family.experts.shared:
             return "residual_multiplier is not 1 and the layers have experts beside a shared one"
@@ -274,6 +292,27 @@ def rope_parameters(config: HFConfig) -> list[dict[str, Any]]:
     parameters = getattr(config, "rope_parameters", None) or {}
     by_type = [value for value in parameters.values() if isinstance(value, dict)]
     return by_type or [parameters]
+
+
+def of_layer(config: HFConfig, index: int) -> Any:
+    """The config as this layer reads it: some keys of some models have another value in each layer."""
+    layers = getattr(config, "per_layer_config", None)
+    return config if layers is None else layers[index]
+
+
+def keys_by_layer(config: HFConfig) -> set[str]:
+    """Those keys."""
+    if not getattr(config, "is_heterogeneous", False):
+        return set()
+    return {key for values in config.to_dict()["per_layer_config"].values() for key in values}
+
+
+def heads_of(config: HFConfig, index: int) -> tuple[int, int]:
+    """(key/value heads, width of a head) of this layer"""
+    layer = of_layer(config, index)
+    heads = int(layer.num_attention_heads)
+    kv_heads, width = getattr(layer, "num_key_value_heads", None), getattr(layer, "head_dim", None)
+    return int(kv_heads or heads), int(width or layer.hidden_size // heads)
 
 
 def activation_name(config: HFConfig) -> str:

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from pronghorn.hf_types import HFConfig, HFModel
 from pronghorn.model.config import empty_model
-from pronghorn.model.families import NO_ROPE, rope_kind, text_config, window
+from pronghorn.model.families import NO_ROPE, keys_by_layer, of_layer, rope_kind, text_config, window
 from pronghorn.model.formats.checkpoint import published_format
 from pronghorn.model.formats.experts import StoredExperts
 from pronghorn.model.formats.store import store_experts_, store_linears_
@@ -60,6 +60,7 @@ def _plain(written_config: str) -> Any:
 def _few_layers(config: HFConfig, kept: Sequence[int], dtype: torch.dtype) -> Any:
     """These layers alone, the others gone."""
     text = text_config(config)
+    by_layer = [{key: getattr(of_layer(text, i), key) for key in keys_by_layer(text)} for i in range(text.num_hidden_layers)]
 
     def cut(numbers: Sequence[int]) -> None:
         layers = int(text.num_hidden_layers)
@@ -67,6 +68,8 @@ def _few_layers(config: HFConfig, kept: Sequence[int], dtype: torch.dtype) -> An
             if isinstance(value, list) and len(value) == layers:
                 setattr(text, name, [value[number] for number in numbers])
         text.num_hidden_layers = len(numbers)
+        if any(by_layer):
+            text.per_layer_config = {i: by_layer[number] for i, number in enumerate(numbers)}
 
     cut(range(max(kept) + 1))
     model: HFModel = empty_model(config.model_type, config, dtype)

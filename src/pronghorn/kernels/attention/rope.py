@@ -7,9 +7,10 @@
 `norm_kind` after_rope (HunYuan): per head, and the other way round.
 
 T = packed tokens, N = query heads, K = key/value heads, H = head width, P = rotary width <= H (the rest of a head passes
-through), X = (N + 2K) * H. cos and sin are fp32, [T, P/2]: positions, scaling and their factor are already in them. Rows may
-be strided (last dimension contiguous). Computed in fp32, rounded once. Backward writes the gradient of the whole qkv row,
-values included, so the projection's backward reads one tensor. Bound by memory.
+through), X = (N + 2K) * H, or (N + K) * H for rows without values, which have none then. cos and sin are fp32, [T, P/2]:
+positions, scaling and their factor are already in them. Rows may be strided (last dimension contiguous). Computed in fp32,
+rounded once. Backward writes the gradient of the whole qkv row, values included, so the projection's backward reads one tensor.
+Bound by memory.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def qk_rope_reference(
 
 
 def _parts(qkv_TX: torch.Tensor, heads: int, kv_heads: int, head_width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows = qkv_TX.view(len(qkv_TX), heads + 2 * kv_heads, head_width)
+    rows = qkv_TX.view(len(qkv_TX), qkv_TX.shape[1] // head_width, head_width)
     return rows[:, :heads], rows[:, heads : heads + kv_heads], rows[:, heads + kv_heads :]
 
 
@@ -293,13 +294,13 @@ def _copy_heads(
 @jit
 def _backward_kernel(
     dq, dq_row, dk, dk_row, dv, dv_row, qkv, qkv_row, out, out_row, cos, cos_row, sin, sin_row, q_weight, k_weight, rstd,
-    partial_q, partial_k, T, period, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr,
+    partial_q, partial_k, T, period, N: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr,
     H_BLOCK: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, NEIGHBOURS: tl.constexpr,
     NORM: tl.constexpr, ONE_PLUS: tl.constexpr, NEED_DW: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     Q_TILES: tl.constexpr = (N + ROWS - 1) // ROWS
     K_TILES: tl.constexpr = (K + ROWS - 1) // ROWS
-    TILES: tl.constexpr = Q_TILES + 2 * K_TILES
+    TILES: tl.constexpr = Q_TILES + K_TILES + (V + ROWS - 1) // ROWS
     program = tl.program_id(0)
     lane = (program // TILES).to(tl.int64)
     lanes = tl.num_programs(0) // TILES
@@ -317,7 +318,7 @@ def _backward_kernel(
         )  # fmt: skip
     else:
         v_tile = tile - Q_TILES - K_TILES
-        _copy_heads(dv, dv_row, out + (N + K) * H, out_row, T, lane, lanes, v_tile, K, ROWS, H, H_BLOCK, STAGES)
+        _copy_heads(dv, dv_row, out + (N + K) * H, out_row, T, lane, lanes, v_tile, V, ROWS, H, H_BLOCK, STAGES)
 
 
 def _widths(head_width: int, cos_TP: torch.Tensor) -> dict[str, int]:
@@ -363,7 +364,7 @@ def _rotate_backward(
 ) -> Grads:  # fmt: skip
     """The transpose of `_rotate_forward`; qkv is read only where there is a norm."""
     dq, dk, dv = grads
-    (T, N, H), K = dq.shape, dk.shape[1]
+    (T, N, H), K, V = dq.shape, dk.shape[1], dv.shape[1]
     if not use_triton(dq):
         raw, targets = _parts(qkv_TX, N, K, H)[:2], _parts(out, N, K, H)
         targets[2].copy_(dv)
@@ -371,7 +372,7 @@ def _rotate_backward(
         return out, *rotate_backward((dq, dk), *args)
     block, warps, stages, programs = _weight_grad_tile(N, H) if need_norm_grad else (*_tile(N, H), 1, 0)
     q_tiles, k_tiles = triton.cdiv(N, block), triton.cdiv(K, block)
-    tiles, lanes, period, held = q_tiles + 2 * k_tiles, T, T, 0
+    tiles, lanes, period, held = q_tiles + k_tiles + triton.cdiv(V, block), T, T, 0
     if need_norm_grad:
         # Programs go to multiprocessors round robin. If the number of tiles divided theirs, one would get only value tiles,
         # which are fewer bytes, and idle at the end: so the kinds shift by one every round.
@@ -384,7 +385,7 @@ def _rotate_backward(
     _backward_kernel[(lanes * tiles,)](
         dq, dq.stride(0), dk, dk.stride(0), dv, dv.stride(0), qkv_TX, qkv_TX.stride(0), out, out.stride(0), cos_TP,
         cos_TP.stride(0), sin_TP, sin_TP.stride(0), q_weight, k_weight, cos_TP if rstd is None else rstd, partial_q, partial_k,
-        T, period, N=N, K=K, ROWS=block, H_BLOCK=triton.next_power_of_2(H), NEIGHBOURS=neighbours, NORM=_norm(norms, after),
+        T, period, N=N, K=K, V=V, ROWS=block, H_BLOCK=triton.next_power_of_2(H), NEIGHBOURS=neighbours, NORM=_norm(norms, after),
         ONE_PLUS=one_plus, NEED_DW=need_norm_grad, STAGES=stages, num_warps=warps, **_widths(H, cos_TP),
     )  # fmt: skip
     if not need_norm_grad:
@@ -435,11 +436,11 @@ def qk_rope_backward(
     dq, dk and dv may be views of `out`. The norm gradients are the same in every run.
     """
     T, N, H = dq_TNH.shape
-    width, kv_width = N * H, dk_TKH.shape[1] * H
+    width, kv_width, values = N * H, dk_TKH.shape[1] * H, dv_TKH.shape[1] * H
     norms = _both(q_norm_H, k_norm_H)
     if norms is not None and (qkv_TX is None or rstd is None):
         raise ValueError("the backward of QK-norm needs qkv and rstd")
-    dqkv = torch.empty(T, width + 2 * kv_width, dtype=dq_TNH.dtype, device=dq_TNH.device) if out is None else out
+    dqkv = torch.empty(T, width + kv_width + values, dtype=dq_TNH.dtype, device=dq_TNH.device) if out is None else out
     raw = dqkv if qkv_TX is None else qkv_TX
     grads = (dq_TNH, dk_TKH, dv_TKH)
     if norms is None or norm_kind != "full":

@@ -66,9 +66,9 @@ def build_layer(
         return UngatedMlp(around, gate_up, down, activation, module.act_fn if activation == "xielu" else None)
 
     if slot is None:
-        return DecoderLayer(layer, index, mixer, dense(mlp, around), below)
+        return DecoderLayer(layer, index, mixer, dense(mlp, around), below, family.layer_scale)
     assert family.experts
     assert around.before is not None
     shared = getattr(mlp, family.experts.shared, None)
     of_all = None if shared is None else dense(shared, Around(around.before, None))
-    return DecoderLayer(layer, index, mixer, ExpertsMlp(mlp, family, config, slot, buffers, around, of_all), below)
+    return DecoderLayer(layer, index, mixer, ExpertsMlp(mlp, family, config, slot, buffers, around, of_all), below, family.layer_scale)

@@ -30,9 +30,18 @@ from pronghorn.model.rows import spread
 
 
 class DecoderLayer:
-    def __init__(self, layer: nn.Module, index: int, mixer: Mixer | None, mlp: Part | None, below: DecoderLayer | None) -> None:
-        """`layer`: the model's own. `below`: the layer that this one's gradient goes to."""
-        self.layer, self.index, self.mixer, self.mlp, self.below = layer, index, mixer, mlp, below
+    def __init__(
+        self,
+        layer: nn.Module,
+        index: int,
+        mixer: Mixer | None,
+        mlp: Part | None,
+        below: DecoderLayer | None,
+        scale: str = "",
+    ) -> None:
+        """`layer`: the model's own. `below`: the layer that this one's gradient goes to. `scale`: name of the buffer that
+        multiplies the residual stream at its end."""
+        self.layer, self.index, self.mixer, self.mlp, self.below, self.scale = layer, index, mixer, mlp, below, scale
         self.parts: list[Part] = [part for part in (mixer, mlp) if part is not None]
         self.parts[0].first = True
         self.groups: tuple[Group, ...] = tuple(group for part in self.parts for group in part.groups)
@@ -129,7 +138,11 @@ class DecoderLayer:
         """As separate differentiable ops (composed.py)."""
         for part in self.parts:
             h_TD = part.composed(h_TD, documents)
-        return h_TD
+        return h_TD * self._scale(h_TD) if self.scale else h_TD
+
+    def _scale(self, like: Tensor) -> Tensor:
+        scale: Tensor = getattr(self.layer, self.scale)
+        return scale.to(like.dtype)
 
     def forward_at(self, level: Level, h: Tensor, documents: Documents, rows: Tensor | None = None) -> tuple[Tensor, Saved]:
         """(the residual stream after the layer, what the level saves)"""
@@ -140,13 +153,17 @@ class DecoderLayer:
             h = self.mixer.forward(saved, level, documents, rows, self._norm_adds)
             self.mixer.drop(saved, level)
             if self.mlp is None:
-                return h, saved
+                return self._scaled(h), saved
             saved["h2"] = h
         assert self.mlp is not None
         del h
         h3 = self.mlp.forward(saved, level, documents, rows, False)
         self.mlp.drop(saved, level)
-        return h3, saved
+        return self._scaled(h3), saved
+
+    def _scaled(self, h: Tensor) -> Tensor:
+        """In place: nothing that is saved is the layer's output."""
+        return h.mul_(self._scale(h)) if self.scale else h
 
     @property
     def _norm_adds(self) -> bool:
@@ -174,6 +191,8 @@ class DecoderLayer:
         dh: Tensor | None = dh3 if dh3.stride(-1) == 1 else dh3.contiguous()
         assert dh is not None
         del dh3
+        if self.scale:  # in the layers' own buffer; what autograd has may have other readers
+            dh = dh.mul_(self._scale(dh)) if documents.grad_buffer.holds(dh) else dh * self._scale(dh)
         below = (self.below or self).extra
         mlp_grads: Grads = []
         if self.mlp is not None:

@@ -1,9 +1,10 @@
 """Attention over the documents of a pack as a mixer: q, k, v, RoPE, attention, forward and backward.
 
-T = packed tokens, N = query heads, K = key/value heads, H = head width, X = (N + 2K) H. Saved for backward (saved.py): *
+T = packed tokens, N = query heads, K = key/value heads, H = head width, X = (N + 2K) H, or (N + K) H where keys are values, too.
+Saved for backward (saved.py): *
 
     qkv_TX = x Wqkv                      norm and GEMM as in every mixer (part.py)
-   *q, k, v = rope(qk_norm(qkv))         in place without qk-norm (else *qkv too); its gradient may be, too
+   *q, k, v = rope(qk_norm(qkv))         in place without qk-norm (else *qkv too); its gradient may be, too; v perhaps normed
    *o, lse = attention(q, k, v)
 """
 
@@ -26,7 +27,8 @@ from pronghorn.kernels.attention.attention import (
 )
 from pronghorn.kernels.attention.attention_torch import Backend
 from pronghorn.kernels.attention.rope import qk_rope, qk_rope_backward, qk_rope_forward
-from pronghorn.model.families import Family, rope_kind, window
+from pronghorn.kernels.norm.head_norm import head_norm, head_norm_backward, head_norm_forward
+from pronghorn.model.families import Family, heads_of, rope_kind, window
 from pronghorn.model.layers.norms import Norm
 from pronghorn.model.layers.operand import Operand
 from pronghorn.model.layers.part import Around, MakeGroup, Mixer
@@ -43,7 +45,7 @@ def scaled_queries(q_TNH: Tensor, documents: Documents) -> Tensor:
 
 
 class Attention(Mixer):
-    saves = ("q", "k", "v", "qkv", "qk_rstd", "o", "o_rows", "lse", "xa1", "xa_o", "y1")
+    saves = ("q", "k", "v", "qkv", "qk_rstd", "v_rstd", "o", "o_rows", "lse", "xa1", "xa_o", "y1")
     kept: ClassVar[Kept] = {"around_attention": ("o", "lse")}
     recomputed_from = "q"
     rope: str
@@ -53,11 +55,13 @@ class Attention(Mixer):
     ) -> None:
         self.index = index
         module = getattr(layer, family.names.attention)  # the model's own, whose parameters are only read
-        super().__init__(around, group(module, family.qkv), group(module, (family.names.out,)))
+        qkv = tuple(name for name in family.qkv if getattr(module, name) is not None)
+        super().__init__(around, group(module, qkv), group(module, (family.names.out,)))
         self.module, self.family, self.qkv = module, family, self.into
         self.rope = rope_kind(config, index)
-        self.heads, self.kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
+        self.heads, self.kv_heads = int(config.num_attention_heads), heads_of(config, index)[0]
         self.head_width = int(module.head_dim)
+        self.keys_are_values = len(qkv) < len(family.qkv)  # before norm and RoPE (Gemma 4)
         self.out_width = self.heads * self.head_width
         self.options: dict[str, Any] = {
             "scale": float(module.scaling),
@@ -90,7 +94,17 @@ class Attention(Mixer):
 
     @property
     def qkv_width(self) -> int:
-        return (self.heads + 2 * self.kv_heads) * self.head_width
+        return (self.heads + (1 if self.keys_are_values else 2) * self.kv_heads) * self.head_width
+
+    @property
+    def rotated(self) -> slice:
+        """Columns of the queries and keys."""
+        return slice(0, (self.heads + self.kv_heads) * self.head_width)
+
+    def raw_values(self, qkv: Tensor) -> Tensor:
+        """The columns of the values, or of the keys that are values."""
+        columns: Tensor = qkv[:, self.qkv_width - self.kv_heads * self.head_width : self.qkv_width]
+        return columns.unflatten(1, (self.kv_heads, self.head_width))
 
     # ---- forward -----------------------------------------------------------------------------------------------
 
@@ -129,7 +143,11 @@ class Attention(Mixer):
 
     def _rotate(self, qkv: Tensor, saved: Saved, documents: Documents) -> None:
         cos, sin = documents.rotary[self.rope]
-        q, k, v, rstd = qk_rope_forward(qkv, cos, sin, **self.rope_options(), in_place=self.q_norm is None)
+        rotated = qkv[:, self.rotated] if self.family.v_norm else qkv
+        q, k, v, rstd = qk_rope_forward(rotated, cos, sin, **self.rope_options(), in_place=self.q_norm is None)
+        if self.family.v_norm:
+            v, v_rstd = head_norm_forward(self.raw_values(qkv), float(self.module.v_norm.eps))
+            saved.put(v_rstd=v_rstd)
         saved.put(q=scaled_queries(q, documents), k=k, v=v, qk_rstd=rstd)
 
     def rope_options(self) -> dict[str, Any]:
@@ -156,10 +174,10 @@ class Attention(Mixer):
         return of_heads
 
     def parts_of(self, qkv_ext: Tensor) -> Parts:
-        heads = (self.heads, self.kv_heads, self.kv_heads)
+        heads = (self.heads, self.kv_heads, self.kv_heads)[: 2 if self.keys_are_values else 3]
         parts = qkv_ext[:, : self.qkv_width].split([n * self.head_width for n in heads], dim=1)
-        q, k, v = (part.unflatten(1, (n, self.head_width)) for part, n in zip(parts, heads, strict=True))
-        return q, k, v
+        q, k, *v = (part.unflatten(1, (n, self.head_width)) for part, n in zip(parts, heads, strict=True))
+        return q, k, v[0] if v else torch.empty(k.shape, dtype=k.dtype, device=k.device)
 
     # ---- backward ----------------------------------------------------------------------------------------------
 
@@ -212,23 +230,31 @@ class Attention(Mixer):
         return rows_like(do, self.qkv_width + self.qkv.extra)
 
     def _back_through_rope(self, grads: Parts, dqkv_ext: Tensor, saved: Saved, documents: Documents) -> None:
-        cos, sin = documents.rotary[self.rope]
+        (cos, sin), raw, out = documents.rotary[self.rope], saved["qkv"], dqkv_ext[:, : self.qkv_width]
         options: dict[str, Any] = {"neighbours": self.family.neighbours}
+        dv = grads[2]
+        if self.family.v_norm:
+            raw, out, grads = raw[:, self.rotated], out[:, self.rotated], (*grads[:2], dv[:, :0])
         if self.q_norm and self.k_norm:
             options |= {
-                "qkv_TX": saved["qkv"],
+                "qkv_TX": raw,
                 "rstd": saved["qk_rstd"],
                 **self._norm_options(),
                 "need_norm_grad": self.q_norm.trains() or self.k_norm.trains(),
             }
-        found = qk_rope_backward(*grads, cos, sin, out=dqkv_ext[:, : self.qkv_width], **options)
+        found = qk_rope_backward(*grads, cos, sin, out=out, **options)
+        if self.family.v_norm:  # after the keys' gradient, which it is added to where they are values, too
+            values = self.raw_values(saved["qkv"]), saved["v_rstd"], self.raw_values(dqkv_ext)
+            head_norm_backward(dv, *values, add=self.keys_are_values)
         _, saved.norm_grads["q_norm"], saved.norm_grads["k_norm"] = found
 
     # ---- as separate ops ---------------------------------------------------------------------------------------
 
     def composed_mix(self, y: Tensor, documents: Documents) -> Tensor:
         cos, sin = documents.rotary[self.rope]
-        q, k, v = qk_rope(y, cos, sin, **self.rope_options())
+        q, k, v = qk_rope(y[:, self.rotated] if self.family.v_norm else y, cos, sin, **self.rope_options())
+        if self.family.v_norm:
+            v = head_norm(self.raw_values(y), float(self.module.v_norm.eps))
         if documents.query_scale_T is not None:
             q = (q * documents.query_scale_T[:, None, None]).to(q.dtype)
         if documents.cache is not None:
