@@ -172,10 +172,23 @@ FAMILIES = {
     "qwen2_vl_text": Family(),
     "qwen2_5_vl_text": Family(),
     "qwen3_vl_text": Family(qk_norm="per_head"),
+    "qwen3_vl_moe_text": Family(qk_norm="per_head", experts=Experts()),
 }
 
 # Multimodal models whose text model works on its own (model/text_stack.py).
-WRAPPERS = ("gemma3", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+WRAPPERS = (
+    "gemma3",
+    "internvl",
+    "lfm2_vl",
+    "llava",
+    "llava_next",
+    "llava_onevision",
+    "mistral3",
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+)
 
 
 def family_of(config: HFConfig) -> Family:
