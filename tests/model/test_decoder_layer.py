@@ -98,6 +98,7 @@ MORE: dict[str, dict[str, Any]] = {
     "hyperclovax": MULTIPLIERS,
     "arcee": {"mlp_bias": True, "head_dim": 16},
     "apertus": {},
+    "nanochat": {},
     "hunyuan_v1_dense": {
         "head_dim": 16,
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0},
@@ -245,6 +246,7 @@ CASES = [
             "exaone4",
             "apertus",
             "hunyuan_v1_dense",
+            "nanochat",
         )
     ),
 ]

@@ -93,6 +93,8 @@ class Family:
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     gated: bool = True  # else the MLP is down(act(up)), and `gate_up` is up alone
     qk_norm: NormKind | None = None
+    norm_first: bool = False  # the last norm's module also norms the embeddings
+    turned_back: bool = False  # RoPE turns by -angle
     ntk_alpha: bool = False  # its RoPE of type `dynamic` with `alpha` is static
     neighbours: bool = False  # RoPE pairs neighbours instead of halves
     rope_needs_window: bool = False  # in a model with a window, layers without it have no RoPE
@@ -167,6 +169,9 @@ FAMILIES = {
     "apertus": Family(norms=APERTUS, gate_up=("up_proj",), gated=False, qk_norm="per_head"),
     "hunyuan_v1_dense": Family(
         names=Names(q_norm="query_layernorm", k_norm="key_layernorm"), qk_norm="after_rope", ntk_alpha=True
+    ),
+    "nanochat": Family(
+        names=Names(down="fc2"), gate_up=("fc1",), gated=False, qk_norm="after_rope", norm_first=True, turned_back=True
     ),
     # Text models of multimodal ones. Their positions are three numbers, which are equal for text.
     "qwen2_vl_text": Family(),
