@@ -85,11 +85,7 @@ class Part(ABC):
 
     def parameters(self) -> list[Tensor]:
         """Everything that backward may return a gradient for, in its order."""
-        return [
-            *(p for group in self.groups for p in group.parameters),
-            *(p for norm in self.norms for p in norm.parameters),
-            *self.bare,
-        ]
+        return [*(p for part in (*self.groups, *self.norms) for p in part.parameters), *self.bare]
 
     def all_gradients(self, grads: Grads, saved: Saved, *bare: Tensor | None) -> Grads:
         """Gradients of `parameters`, from those of the groups."""

@@ -64,7 +64,7 @@ class Attention(Mixer):
             "window": window(config, index),
             "softcap": getattr(config, "attn_logit_softcapping", None),
         }
-        of_heads = {"one_plus": family.one_plus, "width": self.head_width}
+        of_heads: dict[str, Any] = {"one_plus": family.one_plus, "width": self.head_width}
         self.q_norm = Norm(module, family.names.q_norm, slot="q_norm", **of_heads) if family.qk_norm else None
         self.k_norm = Norm(module, family.names.k_norm, slot="k_norm", **of_heads) if family.qk_norm else None
 
