@@ -85,7 +85,8 @@ class Part(ABC):
 
     def parameters(self) -> list[Tensor]:
         """Everything that backward may return a gradient for, in its order."""
-        return [*(p for part in (*self.groups, *self.norms) for p in part.parameters), *self.bare]
+        owners: tuple[Group | Norm, ...] = (*self.groups, *self.norms)
+        return [*(p for owner in owners for p in owner.parameters), *self.bare]
 
     def all_gradients(self, grads: Grads, saved: Saved, *bare: Tensor | None) -> Grads:
         """Gradients of `parameters`, from those of the groups."""
