@@ -37,6 +37,7 @@ IMAGE = {"image_token_id": 255, "video_token_id": 256, "vision_start_token_id": 
 GEMMA4 = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 16}
 GEMMA4_TOWER = {key: value for key, value in TOWER.items() if key != "image_size"} | {"num_key_value_heads": 2, "head_dim": 8}
 OUTSIDE = {"image_token_id": 1000, "video_token_id": 1001, "audio_token_id": 1002}  # random text has none of them
+WITH_VISION_MODEL = ("gemma3", "llava", "llava_next", "llava_onevision")  # a level of names in the vision tower's files
 PARTS: dict[str, dict[str, Any]] = {
     "gemma3": {
         "text_config": TEXT
@@ -95,6 +96,48 @@ PARTS: dict[str, dict[str, Any]] = {
         **IMAGE,
         "vision_config": {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 32, "intermediate_size": 24},
     },
+    "internvl": {
+        "text_config": TEXT | {"model_type": "qwen3"},
+        "vision_config": TOWER | {"model_type": "internvl_vision", "image_size": [28, 28], "patch_size": [14, 14]},
+        "image_token_id": 255,
+    },
+    "lfm2_vl": {
+        "text_config": TEXT
+        | {"model_type": "lfm2", "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+        "vision_config": TOWER | {"model_type": "siglip2_vision_model", "num_patches": 4},
+        "image_token_id": 255,
+        "projector_hidden_size": 16,
+    },
+    "llava": {
+        "text_config": TEXT | {"model_type": "llama"},
+        "vision_config": TOWER | {"model_type": "clip_vision_model"},
+        "image_token_index": 255,
+    },
+    "llava_next": {
+        "text_config": TEXT | {"model_type": "mistral", "sliding_window": None},
+        "vision_config": TOWER | {"model_type": "clip_vision_model"},
+        "image_token_index": 255,
+        "image_grid_pinpoints": [[28, 28]],
+    },
+    "llava_onevision": {
+        "text_config": TEXT | {"model_type": "qwen2"},
+        "vision_config": TOWER | {"model_type": "siglip_vision_model"},
+        "image_token_index": 255,
+        "image_grid_pinpoints": [[28, 28]],
+    },
+    "qwen3_vl_moe": {
+        "text_config": TEXT
+        | {"rope_parameters": ROPE, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
+        **IMAGE,
+        "vision_config": {
+            "depth": 1,
+            "hidden_size": 16,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+            "intermediate_size": 24,
+            "deepstack_visual_indexes": [0],
+        },
+    },
     "qwen3_vl": {
         "text_config": TEXT | {"rope_parameters": ROPE},
         **IMAGE,
@@ -125,12 +168,13 @@ def make_image_text_model(kind: str, dtype: torch.dtype = torch.float32) -> Any:
 
 def published_name(kind: str, name: str) -> str:
     """Of a weight, out of transformers' own name for it."""
-    if kind in ("gemma3", "mistral3", "ministral3"):
+    if kind in (*WITH_VISION_MODEL, "internvl", "mistral3", "ministral3"):
         for ours, theirs in (
             ("model.language_model.", "language_model.model."),
             ("lm_head.", "language_model.lm_head."),
-            ("model.vision_tower.", "vision_tower." + "vision_model." * (kind == "gemma3")),
+            ("model.vision_tower.", "vision_tower." + "vision_model." * (kind in WITH_VISION_MODEL)),
             ("model.multi_modal_projector.", "multi_modal_projector."),
+            ("model.image_newline", "image_newline"),
         ):
             if name.startswith(ours):
                 return theirs + name.removeprefix(ours)

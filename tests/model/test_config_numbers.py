@@ -52,6 +52,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma2": {**KINDS, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     "granite_swa": {**KINDS, **MULTIPLIERS, "residual_multiplier": 0.5, "layer_rope_theta": [0, 100.0]},
     "hyperclovax": MULTIPLIERS,
+    "nanochat": {"final_logit_softcapping": 3.0},
     "ministral3": {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.5}},
     "smollm3": {"no_rope_layers": [1, 0], "num_hidden_layers": 2},
     "exaone4": KINDS,

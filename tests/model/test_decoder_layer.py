@@ -101,6 +101,7 @@ MORE: dict[str, dict[str, Any]] = {
     "hyperclovax": MULTIPLIERS,
     "arcee": {"mlp_bias": True, "head_dim": 16},
     "apertus": {},
+    "nanochat": {},
     "hunyuan_v1_dense": {
         "head_dim": 16,
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0},
@@ -252,6 +253,7 @@ CASES = [
             "apertus",
             "hunyuan_v1_dense",
             "gemma4_unified_text",
+            "nanochat",
         )
     ),
 ]

@@ -31,6 +31,8 @@ DENSE: dict[str, Callable[[], Any]] = {  # their MLP can be done in pieces
     "nf4 in fp8": lambda: test_fp8_gemms.model_of("llama", stored="nf4"),
     "no gate, full": lambda: test_decoder_layer.model_of("apertus", "full", torch.float32),
     "qk-norm after RoPE, full": lambda: test_decoder_layer.model_of("hunyuan_v1_dense", "full", torch.float32),
+    "norms without weights, full": lambda: test_decoder_layer.model_of("nanochat", "full", torch.float32),
+    "fp8, norms without weights": lambda: test_fp8_gemms.model_of("nanochat"),
     "fp8, no gate": lambda: test_fp8_gemms.model_of("apertus"),
     "no gate": lambda: test_decoder_layer.model_of("arcee", "lora", torch.float32),
     "norms of values, layer scales": lambda: test_decoder_layer.model_of("gemma4_unified_text", "lora", torch.float32),
@@ -54,7 +56,8 @@ OTHERS: dict[str, Callable[[], Any]] = {
 KINDS = DENSE | OTHERS
 # A kind is a row in every run, further families of it are for `--every-case`.
 LATER = ("qk-norm", "qk-norm after RoPE, full", "full", "fp8, four norms", "fp8, norms elsewhere", "fp8, multipliers",
-         "experts, shared expert", "experts, adapters on attention", "fp8, no gate", "no gate")  # fmt: skip
+         "experts, shared expert", "experts, adapters on attention", "fp8, no gate", "no gate",
+         "norms without weights, full", "fp8, norms without weights")  # fmt: skip
 
 
 def rows_of(kinds: dict[str, Any]) -> list[Any]:

@@ -58,9 +58,10 @@ FAMILIES: dict[str, Any] = {
     ),
     "olmo2": Olmo2Config(**SMALL),
 }
-# Sinks and layers without RoPE; queries that grow with their position; MLPs without a gate.
+# MLPs without a gate; norms without weights; sinks and layers without RoPE; queries that grow with their position.
 SWITCHED: dict[str, Any] = {
     "apertus": AutoConfig.for_model("apertus", **SMALL),
+    "nanochat": AutoConfig.for_model("nanochat", **SMALL),
     "granite_swa": AutoConfig.for_model(
         "granite_swa",
         **SMALL,

@@ -79,8 +79,9 @@ class FastCausalLM:
         asked = self.expert_layers and getattr(config, "output_router_logits", False)
         # weight of the routers' auxiliary loss, which a classifier has not
         self.balance = float(getattr(model, "router_aux_loss_coef", 0.0)) if asked else 0.0
-        self.embed = Embed(model, self.backbone, family.names.embeddings, config)
-        self.norm = Norm(self.backbone, family.names.last_norm, family.one_plus)
+        self.norm = Norm(self.backbone, family.names.last_norm, family.one_plus, width=int(config.hidden_size))
+        normed = self.norm if family.norm_first else None
+        self.embed = Embed(model, self.backbone, family.names.embeddings, config, normed)
         self.head = head_in(model.config)(self)
         mixers = [layer.mixer for layer in self.layers if layer.mixer is not None]
         self.positions = Positions(self.backbone, config, {m.rope: m.head_width for m in mixers if m.rope is not None})

@@ -93,6 +93,8 @@ class Family:
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     gated: bool = True  # else the MLP is down(act(up)), and `gate_up` is up alone
     qk_norm: NormKind | None = None
+    norm_first: bool = False  # the last norm's module also norms the embeddings
+    turned_back: bool = False  # RoPE turns by -angle
     ntk_alpha: bool = False  # its RoPE of type `dynamic` with `alpha` is static
     v_norm: bool = False  # values are normed by head, without a weight
     neighbours: bool = False  # RoPE pairs neighbours instead of halves
@@ -176,14 +178,32 @@ FAMILIES = {
     "hunyuan_v1_dense": Family(
         names=Names(q_norm="query_layernorm", k_norm="key_layernorm"), qk_norm="after_rope", ntk_alpha=True
     ),
+    "nanochat": Family(
+        names=Names(down="fc2"), gate_up=("fc1",), gated=False, qk_norm="after_rope", norm_first=True, turned_back=True
+    ),
     # Text models of multimodal ones. Their positions are three numbers, which are equal for text.
     "qwen2_vl_text": Family(),
     "qwen2_5_vl_text": Family(),
     "qwen3_vl_text": Family(qk_norm="per_head"),
+    "qwen3_vl_moe_text": Family(qk_norm="per_head", experts=Experts()),
 }
 
 # Multimodal models whose text model works on its own (model/text_stack.py).
-WRAPPERS = ("gemma3", "gemma4", "gemma4_unified", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+WRAPPERS = (
+    "gemma3",
+    "gemma4",
+    "gemma4_unified",
+    "internvl",
+    "lfm2_vl",
+    "llava",
+    "llava_next",
+    "llava_onevision",
+    "mistral3",
+    "qwen2_vl",
+    "qwen2_5_vl",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+)
 
 
 def family_of(config: HFConfig) -> Family:

@@ -21,13 +21,15 @@ class Positions:
     def __init__(self, backbone: HFModel, config: HFConfig, head_widths: dict[str, int]) -> None:
         """`head_widths`: by kind of RoPE (families.rope_kind), those that some layer has."""
         self.backbone, self.head_widths = backbone, head_widths
-        self.kinds, self.names = sorted(head_widths), FAMILIES[config.model_type].names.rotary
+        family = FAMILIES[config.model_type]
+        self.kinds, self.names, self._turned_back = sorted(head_widths), family.names.rotary, family.turned_back
         self._scale = query_scale(config)
         self._long: dict[str, Tensor] = {}  # frequencies of LongRoPE by kind; made by the first batch, before any capture
 
     def rotary(self, positions_T: Tensor, spans_2T: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """cos and sin, [T, P / 2]. For a layer without RoPE cos is exactly 1, sin 0."""
-        return {kind: self._tables(kind, positions_T, spans_2T) for kind in self.kinds}
+        tables = {kind: self._tables(kind, positions_T, spans_2T) for kind in self.kinds}
+        return {kind: (cos, -sin) for kind, (cos, sin) in tables.items()} if self._turned_back else tables
 
     def _tables(self, kind: str, positions_T: Tensor, spans_2T: Tensor) -> tuple[Tensor, Tensor]:
         if kind == NO_ROPE:

@@ -16,13 +16,15 @@ from torch import Tensor
 from pronghorn.hf_types import HFConfig, HFModel
 from pronghorn.kernels.embedding.host_embedding import host_embedding, seen_by_gpu
 from pronghorn.kernels.runtime.host_memory import pin, unpin
+from pronghorn.model.layers.composed import normed
+from pronghorn.model.layers.norms import Norm
 from pronghorn.model.text_stack import head_of
 
 
 class Embed:
-    def __init__(self, model: HFModel, backbone: HFModel, name: str, config: HFConfig) -> None:
-        """`name`: the table's, in the backbone."""
-        self._model, self._backbone, self._name, self._config = model, backbone, name, config
+    def __init__(self, model: HFModel, backbone: HFModel, name: str, config: HFConfig, norm: Norm | None = None) -> None:
+        """`name`: the table's, in the backbone. `norm`: of embeddings, before the first layer."""
+        self._model, self._backbone, self._name, self._config, self._norm = model, backbone, name, config, norm
         self.on_host = False
 
     @property
@@ -39,7 +41,8 @@ class Embed:
         if torch.is_autocast_enabled(h_TD.device.type):
             h_TD = h_TD.to(torch.get_autocast_dtype(h_TD.device.type))
         multiplier = float(getattr(self._config, "embedding_multiplier", 1.0))
-        return h_TD if multiplier == 1.0 else h_TD * multiplier
+        h_TD = h_TD if multiplier == 1.0 else h_TD * multiplier
+        return normed(self._norm, h_TD)
 
     def why_not_on_host(self) -> str:
         """Empty where the table can wait there."""

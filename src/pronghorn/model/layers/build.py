@@ -51,7 +51,7 @@ def build_layer(
 
     def norm(slot: str) -> Norm | None:
         name = getattr(family.norms, slot)
-        return Norm(layer, name, family.one_plus, slot) if name else None
+        return Norm(layer, name, family.one_plus, slot, width=int(config.hidden_size)) if name else None
 
     names, multiplier = family.names, float(getattr(config, "residual_multiplier", 1.0))
     activation = activation_name(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pronghorn.kernels.norm.rms_norm import rms_norm_backward, rms_norm_forward, rms_norm_then_add_forward
@@ -18,10 +19,12 @@ class Norm:
     `slot`: its position in the layer (before_attention, after_attention, before_mlp, after_mlp, q_norm, k_norm).
     """
 
-    def __init__(self, parent: nn.Module, name: str, one_plus: bool, slot: str = "") -> None:
-        """`parent`, `name`: where the module is; another one may take its place (compat/outer_loop.py)."""
+    def __init__(self, parent: nn.Module, name: str, one_plus: bool, slot: str = "", *, width: int = 0) -> None:
+        """`parent`, `name`: where the module is; another one may take its place (compat/outer_loop.py). `width`: that of its
+        weight, if it has none."""
         self.parent, self.name, self.module = parent, name, getattr(parent, name)
-        self.one_plus, self.slot = one_plus, slot
+        self.one_plus, self.slot, self.width = one_plus, slot, width
+        self._ones: Tensor | None = None
         self.rstd = f"rstd.{slot}"  # its name among the saved tensors
 
     @property
@@ -31,7 +34,20 @@ class Norm:
 
     @property
     def weight(self) -> Tensor:
-        return self.module.weight  # type: ignore[no-any-return]
+        """Ones, if the module has none."""
+        own: Tensor | None = getattr(self.module, "weight", None)
+        return own if own is not None else self._made()
+
+    def _made(self) -> Tensor:
+        device = next(self.parent.parameters()).device
+        if self._ones is None or self._ones.device != device:
+            with torch.inference_mode(mode=False):  # backward saves it
+                self._ones = torch.full((self.width,), 0.0 if self.one_plus else 1.0, device=device)
+        return self._ones
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [] if getattr(self.module, "weight", None) is None else [self.weight]
 
     def trains(self) -> bool:
         return self.weight.requires_grad

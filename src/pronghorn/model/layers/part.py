@@ -85,11 +85,12 @@ class Part(ABC):
 
     def parameters(self) -> list[Tensor]:
         """Everything that backward may return a gradient for, in its order."""
-        return [*(p for group in self.groups for p in group.parameters), *(norm.weight for norm in self.norms), *self.bare]
+        owners: tuple[Group | Norm, ...] = (*self.groups, *self.norms)
+        return [*(p for owner in owners for p in owner.parameters), *self.bare]
 
     def all_gradients(self, grads: Grads, saved: Saved, *bare: Tensor | None) -> Grads:
         """Gradients of `parameters`, from those of the groups."""
-        return [*grads, *(saved.norm_grads.get(norm.slot) for norm in self.norms), *bare]
+        return [*grads, *(saved.norm_grads.get(norm.slot) for norm in self.norms if norm.parameters), *bare]
 
     @abstractmethod
     def gather_jobs(self) -> list[GatherJob]:

@@ -68,8 +68,9 @@ class Attention(Mixer):
             "window": window(config, index),
             "softcap": getattr(config, "attn_logit_softcapping", None),
         }
-        self.q_norm = Norm(module, family.names.q_norm, family.one_plus, "q_norm") if family.qk_norm else None
-        self.k_norm = Norm(module, family.names.k_norm, family.one_plus, "k_norm") if family.qk_norm else None
+        of_heads: dict[str, Any] = {"one_plus": family.one_plus, "width": self.head_width}
+        self.q_norm = Norm(module, family.names.q_norm, slot="q_norm", **of_heads) if family.qk_norm else None
+        self.k_norm = Norm(module, family.names.k_norm, slot="k_norm", **of_heads) if family.qk_norm else None
 
     @property
     def norms(self) -> list[Norm]:
