@@ -52,7 +52,12 @@ FAMILIES = {
     "phi3": Phi3Config(**SIZES, partial_rotary_factor=0.5),
     "gemma2": Gemma2Config(**SIZES, **GEMMA),
     "gemma4": Gemma4TextConfig(
-        **SIZES, head_dim=8, global_head_dim=16, sliding_window=8, hidden_size_per_layer_input=0, attention_k_eq_v=True,
+        **SIZES,
+        head_dim=8,
+        global_head_dim=16,
+        sliding_window=8,
+        hidden_size_per_layer_input=0,
+        attention_k_eq_v=True,
         layer_types=["sliding_attention", "full_attention"],
     ),
     "gemma3": Gemma3TextConfig(**SIZES, **GEMMA, layer_types=["sliding_attention", "full_attention"]),
