@@ -88,6 +88,18 @@ SIZES: dict[str, dict[str, Any]] = MODELS | {  # more published sizes; Gemma 2 h
         "head_dim": 256,
         "sliding_window": 32,
     },
+    "gemma-4-12b": {  # a global layer, of assumed numbers of heads; the others have heads like Gemma 3
+        "model_type": "gemma4_unified_text",
+        "vocab_size": 262144,
+        "hidden_size": 3840,
+        "intermediate_size": 15360,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "num_global_key_value_heads": 1,
+        "layer_types": ["full_attention"],
+        "attention_k_eq_v": True,
+        "final_logit_softcapping": 30.0,
+    },
     "glm-4.5-air": {
         "model_type": "glm4_moe",
         "vocab_size": 151552,
@@ -170,6 +182,8 @@ CASES = (  # sizes are shared where they do not matter: a constant that differs 
     Case("gemma-3-4b", shared=True), Case("gemma-2-9b", changes={"head_dim": 256}, shared=True),
     Case("gpt-oss-20b-4layers", shared=True), Case("glm-4.5-air"), Case("glm-4.5-air", changes={"n_group": 8, "topk_group": 4}),
     Case("lfm2-1.2b"), Case("lfm2-1.2b", "full"), Case("apertus-8b", "full"), Case("arcee-4.5b"), Case("hunyuan-7b", "full"),
+    Case("lfm2-1.2b"), Case("lfm2-1.2b", "full"), Case("gemma-4-12b"), Case("gemma-4-12b", "full", tokens=1000),
+    Case("gemma-4-12b", shared=True),
     Case("gpt-oss-20b-4layers", "full", changes={"num_local_experts": 8}), Case("qwen3-30b-a3b-4layers", "full", tokens=256),
 )  # fmt: skip
 
@@ -259,7 +273,7 @@ def convert() -> None:
 
 def decode() -> None:
     """What a step of decoding launches that training does not."""
-    for dtype, width, window in ((torch.bfloat16, 128, None), (torch.bfloat16, 64, 128)):
+    for dtype, width, window in ((torch.bfloat16, 128, None), (torch.bfloat16, 64, 128), (torch.bfloat16, 512, None)):
         pages = torch.empty(8, 8, PAGE, width, dtype=dtype)
         q_BNH, position_B = torch.empty(16, 32, width, dtype=dtype), torch.zeros(16, dtype=torch.int32)
         parts = [

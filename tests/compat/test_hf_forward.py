@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -50,6 +51,15 @@ FAMILIES = {
     "qwen3": Qwen3Config(**SIZES, head_dim=16),
     "phi3": Phi3Config(**SIZES, partial_rotary_factor=0.5),
     "gemma2": Gemma2Config(**SIZES, **GEMMA),
+    "gemma4": Gemma4TextConfig(
+        **SIZES,
+        head_dim=8,
+        global_head_dim=16,
+        sliding_window=8,
+        hidden_size_per_layer_input=0,
+        attention_k_eq_v=True,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
     "gemma3": Gemma3TextConfig(**SIZES, **GEMMA, layer_types=["sliding_attention", "full_attention"]),
     "granite": GraniteConfig(
         **SIZES, residual_multiplier=0.3, embedding_multiplier=3.0, logits_scaling=2.0, attention_multiplier=0.2

@@ -21,6 +21,8 @@ CASES: dict[str, dict[str, Any]] = {
     "a head for each": {"heads": (4, 4)},
     "odd width": {"width": 24},
     "wide groups": {"heads": (16, 1), "width": 32},
+    "above 256": {"heads": (8, 1), "width": 512},
+    "above 256, everything": {"heads": (6, 2), "width": 264, "window": 70, "softcap": 3.0, "sinks": True},
     "16 bits": {"dtype": torch.float16, "width": 64},
     "16 bits, everything": {"dtype": torch.float16, "window": 100, "softcap": 3.0, "sinks": True},
 }

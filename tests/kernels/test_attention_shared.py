@@ -172,19 +172,22 @@ def test_tiles_read_the_prompt_and_their_own_answer(where: str, monkeypatch: pyt
 
 
 @table(
-    ("dtype", "width", "picked"),
-    [(torch.bfloat16, 128, "short"), (torch.bfloat16, 256, "short"), (torch.float16, 192, "short"),
-     (torch.float32, 128, "short"), (torch.float32, 256, "torch"), (torch.bfloat16, 264, "torch")],
+    ("dtype", "width", "shared", "picked"),
+    [(torch.bfloat16, 128, True, "short"), (torch.bfloat16, 256, True, "short"), (torch.float16, 192, True, "short"),
+     (torch.float32, 128, True, "short"), (torch.float32, 256, True, "torch"), (torch.bfloat16, 512, True, "short"),
+     (torch.bfloat16, 520, True, "torch"), (torch.bfloat16, 512, False, "short"), (torch.float16, 320, False, "short"),
+     (torch.bfloat16, 520, False, "flex"), (torch.float32, 512, False, "flex"), (torch.bfloat16, 256, False, "flash2")],
 )  # fmt: skip
-def test_heads_of_256_share_prompts_on_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, width: int, picked: str
+def test_what_no_flash_kernel_computes_is_ours_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, width: int, shared: bool, picked: str
 ) -> None:
-    """Gemma's. Without shared prompts such heads are the flash kernels'."""
+    """Gemma's heads: of 256 with shared prompts, of 512 always, whatever the documents' length."""
     monkeypatch.setattr(attention_module, "HAS_TRITON", True)
     monkeypatch.setattr(attention_module, "cuda_capability", lambda device: (9, 0))
     attention_module._pick.cache_clear()
-    assert pick_backend(torch.device("cuda", 0), dtype, width, shared=True) == picked
-    if width <= attention_short.SHARED_WIDTH and dtype != torch.float32:
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    assert pick_backend(torch.device("cuda", 0), dtype, width, shared=shared) == picked
+    if width <= attention_short.ALONE_WIDTH and dtype != torch.float32:
         for chip in CHIPS.values():
             tiles = attention_short.config_for(width, dtype, chip)
             assert all(part.rows * part.keys for part in tiles)

@@ -127,6 +127,17 @@ def test_the_real_tiles_compute_the_same(where: str, monkeypatch: pytest.MonkeyP
                 torch.testing.assert_close(mine.double(), exact, rtol=tolerance, atol=tolerance, msg=f"{width} {config}")
 
 
+@pytest.mark.parametrize("config", [attention_short.CONFIGS[512][0], attention_short.SMALL_CONFIGS[512]])
+def test_heads_of_512(where: str, judge: Judge, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 4's global layers, in the tiles of large and of small chips."""
+    dtype = torch.bfloat16 if CUDA else torch.float32
+    monkeypatch.setattr(attention_short, "config_for", lambda *_: config)
+    tensors, cu, options = make(where, dtype, heads=4, kv_heads=1, width=512, window=17)
+    truth, yardstick = (by_autograd(tensors, cu, options, kind) for kind in (torch.float64, dtype))
+    for what, mine, theirs, exact in zip(("out", "dq", "dk", "dv"), ours(tensors, cu, options), yardstick, truth, strict=True):
+        judge(mine, theirs, exact, what)
+
+
 class _Noted:
     """A kernel; notes with how many programs it is launched, and whether for pairs."""
 

@@ -30,7 +30,10 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {  # of five layers
     "gpt_oss": ({}, "ababa"),
     "granite_swa": ({"layer_rope_theta": [0, 500.0, 500.0, 500.0, 0], "layer_types": ["full_attention"] * 5}, "abbba"),
     "llama": ({}, "aaaaa"),
-    "gemma4_text": ({"layer_types": ["sliding_attention", "full_attention", "sliding_attention"] + ["full_attention"] * 2}, "ababb"),
+    "gemma4_text": (
+        {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"] + ["full_attention"] * 2},
+        "ababb",
+    ),
 }
 
 

@@ -123,7 +123,7 @@ def test_what_is_refused_says_so() -> None:
         ({"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}, "experts beside the dense MLP (enable_moe_block"),
         ({"use_bidirectional_attention": "all"}, "not causal"),
         ({"attention_bias": True}, ""),
-        ({"per_layer_config": {1: {"intermediate_size": 32}}}, "a intermediate_size for each layer"),
+        ({"per_layer_config": {1: {"intermediate_size": 32}}}, "different values of intermediate_size by layer"),
     ):
         found = why_not_fast(config_of("gemma4", **changes))
         assert (why in found) if why else not found, (changes, found)

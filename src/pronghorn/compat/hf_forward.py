@@ -30,6 +30,8 @@ from pronghorn.model import causal_lm
 from pronghorn.model.causal_lm import ENGINE, FastCausalLM, base_of
 from pronghorn.model.text_stack import INNER, backbone
 
+# What heads of some families read of the backbone's output, for themselves or to hand it on.
+BESIDE = ("image_hidden_states", "audio_hidden_states", "rope_deltas", "shared_kv_states", "router_logits")
 Answer = Callable[[PreTrainedModel, OuterLoop, Inputs], ModelOutput | None]
 
 
@@ -85,7 +87,11 @@ def _backbone_forward(module: PreTrainedModel, loop: OuterLoop, inputs: Inputs) 
     if pack is None:
         return None  # also where the experts' auxiliary loss needs the router logits
     output = MoeModelOutputWithPast if engine.expert_layers else BaseModelOutputWithPast
-    return output(last_hidden_state=pack.unpacked(_normed(engine, loop.run(inputs, pack))))
+    found = output(last_hidden_state=pack.unpacked(_normed(engine, loop.run(inputs, pack))))
+    for name in BESIDE:
+        if not hasattr(found, name):
+            setattr(found, name, None)
+    return found
 
 
 def _around_forward(around: PreTrainedModel, loop: OuterLoop, inputs: Inputs) -> ModelOutput | None:
@@ -93,10 +99,7 @@ def _around_forward(around: PreTrainedModel, loop: OuterLoop, inputs: Inputs) ->
     inner = loop.engine.backbone
     if why_called(INNER, inner) or getattr(around, INNER, None) is not inner or not hasattr(vars(inner).get("forward"), OURS):
         return None  # it must be called itself
-    found = _backbone_forward(around, loop, inputs)
-    if found is not None:
-        found.image_hidden_states = found.rope_deltas = None  # as the families' outputs have them
-    return found
+    return _backbone_forward(around, loop, inputs)
 
 
 def _model_forward(model: PreTrainedModel, loop: OuterLoop, inputs: Inputs) -> ModelOutput | None:

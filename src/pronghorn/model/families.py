@@ -251,20 +251,28 @@ def why_not_fast(config: HFConfig) -> str:
             return f"{name} is {value:g} in config.json, which the fast layers do not apply; set it to 0 there to use them"
     if why := why_not_routed(config):
         return why
-    if others := [kind for kind in other_mixers(config) if kind not in family.mixers]:
-        return f"the fast layers do not support layers of the type {others[0]} in {config.model_type}"
+    if why := why_not_layers(config):
+        return why
     if getattr(config, "use_bidirectional_attention", False) not in (None, False, "vision"):  # "vision": of images alone
         return "its attention is not causal"
-    if added := next((key for key in ADDITIONS if getattr(config, key, None)), ""):
-        return f"the fast layers do not support {ADDITIONS[added]} ({added} in its config)"
-    if others := sorted(keys_by_layer(config) - set(family.by_layer)):
-        return f"the fast layers do not support a {others[0]} for each layer"
     if float(getattr(config, "residual_multiplier", 1.0)) != 1.0:
         if family.experts and family.experts.shared:
             return "residual_multiplier is not 1 and the layers have experts beside a shared one"
         if family.norms.after_attention or family.norms.after_mlp:
             return "residual_multiplier is not 1 and a norm follows attention or MLP"
     return why_not_rope(config) or unknown_key(config)
+
+
+def why_not_layers(config: HFConfig) -> str:
+    """Which layers the fast ones do not support, or what more in each; empty if they support all."""
+    family = FAMILIES[config.model_type]
+    if others := [kind for kind in other_mixers(config) if kind not in family.mixers]:
+        return f"the fast layers do not support layers of the type {others[0]} in {config.model_type}"
+    if added := next((key for key in ADDITIONS if getattr(config, key, None)), ""):
+        return f"the fast layers do not support {ADDITIONS[added]} ({added} in its config)"
+    if others := sorted(keys_by_layer(config) - set(family.by_layer)):
+        return f"the fast layers do not support different values of {others[0]} by layer"
+    return ""
 
 
 def why_not_routed(config: HFConfig) -> str:

@@ -6,7 +6,7 @@ import torch
 
 from pronghorn.hf_types import HFConfig
 from pronghorn.kernels.attention.attention import pick_backend
-from pronghorn.kernels.attention.attention_short import MAX_WIDTH, SHARED_WIDTH
+from pronghorn.kernels.attention.attention_short import ALONE_WIDTH, MAX_WIDTH
 from pronghorn.model.families import heads_of, other_mixers, why_not_fast
 
 
@@ -22,5 +22,5 @@ def why_not_shared(config: HFConfig, device: torch.device, dtype: torch.dtype) -
         return f"only attention can share a prompt, and its layers of the type {others[0]} have another mixer"
     width = max(heads_of(text, i)[1] for i in range(int(text.num_hidden_layers)))
     if device.type == "cuda" and pick_backend(device, dtype, width, shared=True) != "short":
-        return f"its head width is {width}; the kernel needs Triton and head widths up to {SHARED_WIDTH} ({MAX_WIDTH} in fp32)"
+        return f"its head width is {width}; the kernel needs Triton and head widths up to {ALONE_WIDTH} ({MAX_WIDTH} in fp32)"
     return ""

@@ -133,10 +133,11 @@ def _pick(case: _Case, target: Target | None) -> Backend:
 def _no_short(case: _Case) -> str | None:
     if not on_gpu(case.device) or not (HAS_TRITON or dry()):
         return "needs an NVIDIA GPU and Triton"
-    widest = attention_short.SHARED_WIDTH if case.shared and case.dtype in HALF else attention_short.MAX_WIDTH
+    alone = case.dtype in HALF and (case.shared or case.head_width > MAX_FLASH_WIDTH)  # no flash kernel computes these
+    widest = attention_short.ALONE_WIDTH if alone else attention_short.MAX_WIDTH
     if case.dtype not in (*HALF, torch.float32) or case.head_width > widest:
         return f"supports bf16, fp16 and fp32, and head widths up to {widest}"
-    if case.dtype not in HALF or case.length == "short" or case.shared:
+    if case.dtype not in HALF or case.length == "short" or alone:
         return None  # fp32 whatever the documents are: the flash kernels do not compute in fp32
     faster_than_flash2 = case.length == "middle" and cuda_capability(case.device) == (9, 0)
     return None if faster_than_flash2 and _no_flash4(case) else "the documents are too long for it"

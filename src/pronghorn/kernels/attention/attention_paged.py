@@ -33,6 +33,8 @@ from pronghorn.kernels.runtime.dispatch import jit, processor_count, tl, triton,
 PAGE = 64  # tokens of a page: a tile of keys
 MEMBERS = 8  # rows that one program of a shared segment computes: more of them are further segments of the same pages
 LEAST_ROWS = 16  # of a product on tensor cores
+# Wider heads are computed in tiles of 16 rows and 16 keys: whole pages would take 149 to 360 KB of shared memory at 512.
+WIDE = 256
 _LEAST = tl.constexpr(-1e38)  # maximum before the first key; finite, since -inf - -inf is NaN
 
 
@@ -125,11 +127,13 @@ def _write_kernel(
 def _split_kernel(
     q, q_row, k_pages, v_pages, pages, lengths, firsts, members, positions, m_out, l_out, a_out, J, split_pages, column, X,
     scale, softcap, window, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, C: tl.constexpr,
-    M: tl.constexpr, R: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, R: tl.constexpr, TILES: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One split of one segment, for one key/value head and all members. Rows of the tile: member by member, G heads each."""
-    segment, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row, width = tl.arange(0, R), tl.arange(0, HP)
+    """One split of one segment, for one key/value head and one of TILES tiles of rows: member by member, G heads each. A page
+    is read in parts of KEYS."""
+    segment, head, split = tl.program_id(0), tl.program_id(1) // TILES, tl.program_id(2)
+    row, width = tl.program_id(1) % TILES * R + tl.arange(0, R), tl.arange(0, HP)
     member = tl.load(members + segment * M + row // G, mask=row < M * G, other=-1)
     there = member >= 0
     length, first = tl.load(lengths + segment), tl.load(firsts + segment)
@@ -141,18 +145,19 @@ def _split_kernel(
     m = tl.full((R,), _LEAST, tl.float32)
     mass = tl.zeros((R,), tl.float32)
     a = tl.zeros((R, HP), tl.float32)
-    begin = split * split_pages
-    end = tl.minimum(begin + split_pages, tl.cdiv(length, C))
+    PARTS: tl.constexpr = C // KEYS
+    begin = split * split_pages * PARTS
+    end = tl.minimum(begin + split_pages * PARTS, tl.cdiv(length, KEYS))
     if WINDOW:
         oldest = tl.min(tl.where(there, position, 2147483647)) - window + 1 - first
-        begin = tl.maximum(begin, tl.maximum(oldest, 0) // C)
+        begin = tl.maximum(begin, tl.maximum(oldest, 0) // KEYS)
     for j in range(begin, end):
-        page = tl.load(pages + segment * J + j).to(tl.int64)
-        key = j * C + tl.arange(0, C)
+        page = tl.load(pages + segment * J + j // PARTS).to(tl.int64)
+        key = j * KEYS + tl.arange(0, KEYS)
         seen = there[:, None] & (key < length)[None, :]
         if WINDOW:
             seen = seen & (position[:, None] - first - key[None, :] < window)
-        base = (page * K + head) * C * H + (tl.arange(0, C) * H)[:, None] + width[None, :]
+        base = (page * K + head) * C * H + ((key % C) * H)[:, None] + width[None, :]
         written = (key < length)[:, None] & (width < H)[None, :]
         k = tl.load(k_pages + base, mask=written, other=0.0)
         s = tl.dot(tile, tl.trans(k), input_precision=PRECISION) * scale
@@ -224,11 +229,12 @@ def _launched(
         if not S:
             continue
         rows = max(LEAST_ROWS, int(triton.next_power_of_2(M * (N // K))))
-        _split_kernel[(S, K, count)](
+        tiles, keys, warps = (1, C, 4) if padded <= WIDE else (triton.cdiv(M * (N // K), LEAST_ROWS), 16, 8)
+        _split_kernel[(S, K * tiles, count)](
             q_BNH, q_BNH.stride(0), k_PKCH, v_PKCH, part.pages_SJ, part.length_S, part.first_S, part.members_SM, position_B,
             m_BXN, l_BXN, a_BXNH, J, -(-J // count), column, X, scale, softcap or 1.0, window or 0, K=K, G=N // K, H=H,
-            HP=padded, C=C, M=M, R=rows, WINDOW=window is not None, SOFTCAP=softcap is not None, PRECISION="ieee",
-            num_warps=4,
+            HP=padded, C=C, M=M, R=rows if tiles == 1 else LEAST_ROWS, TILES=tiles, KEYS=keys, WINDOW=window is not None,
+            SOFTCAP=softcap is not None, PRECISION="ieee", num_warps=warps,
         )  # fmt: skip
         column += count
     _merge_kernel[(B, N)](

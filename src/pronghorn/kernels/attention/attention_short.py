@@ -52,7 +52,7 @@ from pronghorn.kernels.runtime.add_dot import add_dot, halves
 from pronghorn.kernels.runtime.dispatch import BLACKWELL, HOPPER, Chip, chip_of, jit, tl, triton
 
 MAX_WIDTH = 128  # of a head: wider accumulators leave room for small tiles only
-SHARED_WIDTH = 256  # the same in packs with shared prefixes, which no other kernel computes; in 16 bits
+ALONE_WIDTH = 512  # the same where no other kernel computes: packs with shared prefixes, heads above 256; in 16 bits
 _LEAST = tl.constexpr(-1e38)  # running maximum before the first key: below every score, and finite, since -inf - -inf is NaN
 
 
@@ -104,6 +104,8 @@ CONFIGS = {
           Config(Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 1), Tiles(32, 64, 4, 2, heads=1)),
           Config(Tiles(64, 64, 4, 3), Tiles(128, 32, 8, 3), Tiles(64, 128, 8, 2))],
     256: [Config(Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 2))],
+    # Not timed. With 64 rows, or 32 keys for dk and dv, registers spill (compiled for 9.0).
+    512: [Config(Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1), Tiles(32, 16, 8, 1))],
 }  # fmt: skip
 
 
@@ -117,6 +119,7 @@ SMALL_CONFIGS = {
     64: CONFIGS[64][0],
     128: CONFIGS[128][0]._replace(dkdv=Tiles(32, 64, 8, 2)),
     256: Config(Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1)),
+    512: Config(Tiles(32, 32, 8, 1), Tiles(16, 32, 8, 1), Tiles(16, 16, 8, 1)),  # 98 of 101 KB of shared memory
 }
 
 

@@ -3,8 +3,8 @@
     y = x * rstd                              rstd = 1 / sqrt(mean(x^2) + eps), of each token and head
     dx = (dy - y * mean(dy * y)) * rstd       plus what is there already, where `add`: values that are keys, too
 
-T = packed tokens, K = heads, H = head width. Heads are contiguous, rows may be strided. Computed in fp32, rounded once. Bound by
-memory: each tensor is read or written once.
+T = packed tokens, K = heads, H = head width. Heads are contiguous, rows may be strided. Computed in fp32, rounded once. Bound
+by memory: each tensor is read or written once.
 """
 
 from __future__ import annotations
@@ -45,9 +45,7 @@ def _place(K: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.const
 
 
 @jit
-def _forward_kernel(
-    x, x_row, y, y_row, rstd, eps, K: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
+def _forward_kernel(x, x_row, y, y_row, rstd, eps, K: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     token, head, at, inside = _place(K, H, ROWS, BLOCK)
     value = tl.load(x + token * x_row + at, mask=inside, other=0.0).to(tl.float32)
     inverse = 1.0 / tl.sqrt_rn(tl.sum(value * value, 1) / H + eps)

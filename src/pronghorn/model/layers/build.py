@@ -71,4 +71,6 @@ def build_layer(
     assert around.before is not None
     shared = getattr(mlp, family.experts.shared, None)
     of_all = None if shared is None else dense(shared, Around(around.before, None))
-    return DecoderLayer(layer, index, mixer, ExpertsMlp(mlp, family, config, slot, buffers, around, of_all), below, family.layer_scale)
+    return DecoderLayer(
+        layer, index, mixer, ExpertsMlp(mlp, family, config, slot, buffers, around, of_all), below, family.layer_scale
+    )

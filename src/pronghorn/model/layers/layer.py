@@ -31,13 +31,7 @@ from pronghorn.model.rows import spread
 
 class DecoderLayer:
     def __init__(
-        self,
-        layer: nn.Module,
-        index: int,
-        mixer: Mixer | None,
-        mlp: Part | None,
-        below: DecoderLayer | None,
-        scale: str = "",
+        self, layer: nn.Module, index: int, mixer: Mixer | None, mlp: Part | None, below: DecoderLayer | None, scale: str = ""
     ) -> None:
         """`layer`: the model's own. `below`: the layer that this one's gradient goes to. `scale`: name of the buffer that
         multiplies the residual stream at its end."""

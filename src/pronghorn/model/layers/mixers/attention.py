@@ -1,7 +1,7 @@
 """Attention over the documents of a pack as a mixer: q, k, v, RoPE, attention, forward and backward.
 
-T = packed tokens, N = query heads, K = key/value heads, H = head width, X = (N + 2K) H, or (N + K) H where keys are values, too.
-Saved for backward (saved.py): *
+T = packed tokens, N = query heads, K = key/value heads, H = head width, X = (N + 2K) H, or (N + K) H where keys are values,
+too. Saved for backward (saved.py): *
 
     qkv_TX = x Wqkv                      norm and GEMM as in every mixer (part.py)
    *q, k, v = rope(qk_norm(qkv))         in place without qk-norm (else *qkv too); its gradient may be, too; v perhaps normed
@@ -104,8 +104,9 @@ class Attention(Mixer):
 
     def raw_values(self, qkv: Tensor) -> Tensor:
         """The columns of the values, or of the keys that are values."""
-        columns: Tensor = qkv[:, self.qkv_width - self.kv_heads * self.head_width : self.qkv_width]
-        return columns.unflatten(1, (self.kv_heads, self.head_width))
+        columns = qkv[:, self.qkv_width - self.kv_heads * self.head_width : self.qkv_width]
+        by_head: Tensor = columns.unflatten(1, (self.kv_heads, self.head_width))
+        return by_head
 
     # ---- forward -----------------------------------------------------------------------------------------------
 
