@@ -89,6 +89,7 @@ class Family:
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     qk_norm: Literal["per_head", "full"] | None = None
+    latent: bool = False  # attention is multi-head latent attention (layers/mixers/latent_attention.py)
     neighbours: bool = False  # RoPE pairs neighbours instead of halves
     rope_needs_window: bool = False  # in a model with a window, layers without it have no RoPE
     query_scale: bool = False  # queries grow with their position: `llama_4_scaling_beta` among the RoPE parameters
@@ -149,6 +150,8 @@ FAMILIES = {
     "solar_open": Family(experts=DEEPSEEK_V3),
     "minimax_m2": Family(qk_norm="full", experts=Experts(sigmoid=True)),
     "hy_v3": Family(qk_norm="per_head", experts=replace(DEEPSEEK_V3, scale="router_scaling_factor", shared_adapted=True)),
+    "deepseek_v3": Family(latent=True, experts=DEEPSEEK_V3),
+    "glm4_moe_lite": Family(latent=True, experts=DEEPSEEK_V3),
     "lfm2": LFM2,
     "lfm2_moe": replace(
         LFM2, experts=Experts(sigmoid=True, scale="routed_scaling_factor", choice_bias="expert_bias", tiny=1e-6)
