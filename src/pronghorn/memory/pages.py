@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pronghorn.hf_types import HFConfig
 from pronghorn.kernels.attention.attention_paged import PAGE
+from pronghorn.model.families import heads_of
 from pronghorn.recipe_rollouts import OWN, Rollouts
 
 LOGITS = 3  # float32 tensors of a row's logits at a time, while it is drawn from
@@ -26,9 +27,8 @@ def answering_bytes(spec: Rollouts, config: HFConfig, longest_prompt: int, eleme
     if spec.engine != OWN:
         return 0
     text = config.get_text_config()
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    kept = stored_tokens(spec, longest_prompt) * int(text.num_hidden_layers) * 2 * int(heads) * int(width) * element
+    of_a_token = sum(heads * width for heads, width in (heads_of(text, i) for i in range(int(text.num_hidden_layers))))
+    kept = stored_tokens(spec, longest_prompt) * 2 * of_a_token * element
     return kept + LOGITS * 4 * slots_of(spec) * int(text.vocab_size)
 
 

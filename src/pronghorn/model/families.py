@@ -262,6 +262,15 @@ def rope_parameters(config: HFConfig) -> list[dict[str, Any]]:
     return by_type or [parameters]
 
 
+def heads_of(config: HFConfig, index: int) -> tuple[int, int]:
+    """(key/value heads, width of a head) of this layer, as attention computes it"""
+    heads, family = int(config.num_attention_heads), FAMILIES.get(config.model_type)
+    if family is not None and family.latent:
+        return heads, max(int(config.qk_nope_head_dim) + int(config.qk_rope_head_dim), int(config.v_head_dim))
+    kv_heads, width = getattr(config, "num_key_value_heads", None), getattr(config, "head_dim", None)
+    return int(kv_heads or heads), int(width or config.hidden_size // heads)
+
+
 def activation_name(config: HFConfig) -> str:
     fields, fixed = fields_of(config), FAMILIES[config.model_type].activation
     return fixed or next(str(name) for key in ACTIVATION if key in fields and (name := getattr(config, key)) is not None)

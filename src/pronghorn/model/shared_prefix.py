@@ -7,7 +7,7 @@ import torch
 from pronghorn.hf_types import HFConfig
 from pronghorn.kernels.attention.attention import pick_backend
 from pronghorn.kernels.attention.attention_short import MAX_WIDTH, SHARED_WIDTH
-from pronghorn.model.families import other_mixers, why_not_fast
+from pronghorn.model.families import heads_of, other_mixers, why_not_fast
 
 
 def why_not_shared(config: HFConfig, device: torch.device, dtype: torch.dtype) -> str:
@@ -20,7 +20,7 @@ def why_not_shared(config: HFConfig, device: torch.device, dtype: torch.dtype) -
         return "its LongRoPE frequencies depend on the document length, and a shared prompt is part of several documents"
     if others := other_mixers(text):
         return f"only attention can share a prompt, and its layers of the type {others[0]} have another mixer"
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    width = heads_of(text, 0)[1]
     if device.type == "cuda" and pick_backend(device, dtype, width, shared=True) != "short":
         return f"its head width is {width}; the kernel needs Triton and head widths up to {SHARED_WIDTH} ({MAX_WIDTH} in fp32)"
     return ""
