@@ -300,8 +300,17 @@ MIXED = {  # model types with layers of several kinds: dense layers before exper
 }
 
 
-@table(("family", "levels"), [("glm4_moe", "mixed"), ("dots1", ""), ("lfm2", "mixed"), ("glm4_moe", "layer"),
-                             ("glm4_moe_lite", "mixed"), ("glm4_moe_lite", "")])
+@table(
+    ("family", "levels"),
+    [
+        ("glm4_moe", "mixed"),
+        ("dots1", ""),
+        ("lfm2", "mixed"),
+        ("glm4_moe", "layer"),
+        ("glm4_moe_lite", "mixed"),
+        ("glm4_moe_lite", ""),
+    ],
+)
 def test_the_peak_of_a_model_with_layers_of_several_kinds_is_that_of_the_whole_model(family: str, levels: str) -> None:
     """Each kind is run once; the whole model, layer after layer, holds as much."""
     sizes = {"num_hidden_layers": 4, "intermediate_size": 1024, "vocab_size": 512}

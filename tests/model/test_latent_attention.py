@@ -1,4 +1,4 @@
-"""Multi-head latent attention against transformers, where the tables of all families do not look: methods, precisions, pages."""
+"""Multi-head latent attention against transformers, where tests of all families do not look: methods, precisions, pages."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def stored_model(kind: str, stored: str) -> Any:
     """Sizes that FP8 multiplies."""
     config = copy.deepcopy(test_experts.ROWS[kind])
     sizes = {"hidden_size": 64, "q_lora_rank": config.q_lora_rank and 48, "kv_lora_rank": 32, "moe_intermediate_size": 32,
-             "v_head_dim": 48, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "intermediate_size": 48, "initializer_range": 0.08}  # fmt: skip
+             "v_head_dim": 48, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "intermediate_size": 48,
+             "initializer_range": 0.08}  # fmt: skip
     for name, value in sizes.items():
         setattr(config, name, value)
     config.head_dim, config.qk_head_dim = config.qk_rope_head_dim, config.qk_nope_head_dim + config.qk_rope_head_dim
@@ -61,7 +62,9 @@ def test_verify_finds_every_gradient_equal(kind: str) -> None:
     model = test_experts.model_of(kind, "lora on attention", torch.float32)
     found = verify(model).gradients
     assert min(gradient.cosine for gradient in found) > 0.99999
-    adapted = {gradient.parameter.split(".lora_")[0].rpartition(".")[2] for gradient in found if "self_attn" in gradient.parameter}
+    adapted = {
+        gradient.parameter.split(".lora_")[0].rpartition(".")[2] for gradient in found if "self_attn" in gradient.parameter
+    }
     queries = {"q_a_proj", "q_b_proj"} if model.config.q_lora_rank else {"q_proj"}
     assert adapted == queries | {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
     require_isolated_documents(model, torch.device("cpu"), 59)

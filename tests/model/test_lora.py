@@ -181,10 +181,9 @@ def test_names_that_peft_takes_for_experts_are_not_meant_by_all_linear(family: s
     names = [name for name, _ in add_adapter(model(), Lora(r=2), 0).named_parameters() if "lora_A" in name]
     adapted = {name.split(".lora_")[0].rpartition("layers.1.")[2] for name in names if ".layers.1." in name}
     latent = {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
-    linears = {
-        "deepseek_v3": latent | {"q_proj"},
-        "glm4_moe_lite": latent | {"q_a_proj", "q_b_proj"},
-    }.get(family, {f"{name}_proj" for name in "qkvo"})
+    linears = {"deepseek_v3": latent | {"q_proj"}, "glm4_moe_lite": latent | {"q_a_proj", "q_b_proj"}}.get(
+        family, {f"{name}_proj" for name in "qkvo"}
+    )
     attention = {f"self_attn.{name}" for name in linears}
     shared = {f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")}
     row = FAMILIES[family].experts

@@ -41,7 +41,7 @@ class LatentHeads(NamedTuple):
 
     @property
     def columns(self) -> tuple[int, int, int]:
-        """Of the rows of q, kv and kr."""
+        """Widths of the rows of q, kv and kr."""
         return self.heads * (self.plain + self.rotary), self.heads * (self.plain + self.value), self.rotary
 
 
@@ -72,7 +72,7 @@ def _rotated(x_TNR: Tensor, cos_TP: Tensor, sin_TP: Tensor, neighbours: bool) ->
 
 @jit
 def _turn(cos, sin, R: tl.constexpr, R_BLOCK: tl.constexpr, NEIGHBOURS: tl.constexpr):
-    """Of every rotated column: its partner, the cosine, and the sine with its sign."""
+    """Partner, cosine, and sine with its sign, for every rotated column."""
     column = tl.arange(0, R_BLOCK)
     if NEIGHBOURS:
         pair = column // 2
@@ -238,8 +238,8 @@ class _LatentHeads(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Ctx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        dq, dk, dv = (grad.contiguous() for grad in grads)
-        return (*latent_heads_backward(dq, dk, dv, *ctx.saved_tensors, ctx.sizes), None, None, None)
+        (cos_TP, sin_TP), (dq, dk, dv) = ctx.saved_tensors, (grad.contiguous() for grad in grads)
+        return (*latent_heads_backward(dq, dk, dv, cos_TP, sin_TP, ctx.sizes), None, None, None)
 
 
 def latent_heads(q_TX: Tensor, kv_TY: Tensor, kr_TR: Tensor, cos_TP: Tensor, sin_TP: Tensor, sizes: LatentHeads) -> Parts:

@@ -1,7 +1,7 @@
 """Multi-head latent attention as a mixer (DeepSeek-V3, GLM-4.7-Flash): q, k and v come out of two narrow latents.
 
-T = packed tokens, N = heads, H = head width of attention, C, R and V = columns of a head without RoPE, with it, and of its value
-(kernels/attention/latent_heads.py). Saved for backward (saved.py): *
+T = packed tokens, N = heads, H = head width of attention; C, R and V = columns of a head without RoPE, with it, and of its
+value (kernels/attention/latent_heads.py). Saved for backward (saved.py): *
 
    *[qa | latent | kr] = x Wa            norm and GEMM as in every mixer (part.py): both latents, and one key for all heads
     q = norm(qa) Wqb                     [C | R] of every head; where queries have no latent, qa is q
@@ -43,14 +43,19 @@ from pronghorn.model.rows import rows_like
 class Up(NamedTuple):
     """From a latent to the heads."""
 
+    name: str  # "q" or "kv"
     norm: Norm
     group: LinearGroup
     columns: slice  # of the latent among what `into` makes
-    xa: str  # name of its x A^T among what is saved
+
+    @property
+    def xa(self) -> str:
+        """The name of its x A^T among what is saved."""
+        return f"xa_{self.name}"
 
 
 class LatentAttention(Attention):
-    saves = ("latents", "q", "k", "v", "o", "o_rows", "lse", "xa1", "xa_q", "xa_kv", "xa_o", "y1")
+    saves = ("latents", "q", "k", "v", "o", "o_rows", "lse", "xa1", "xa_q", "xa_kv", "xa_o", "y1")  # type: ignore[assignment]
     kept: ClassVar[Kept] = {"around_attention": ("o", "lse")}
     recomputed_from = "latents"
 
@@ -78,9 +83,9 @@ class LatentAttention(Attention):
         self.q_up: Up | None = None
         if config.q_lora_rank is not None:
             norm = Norm(module, "q_a_layernorm", family.one_plus, "q_latent")
-            self.q_up = Up(norm, group(module, ("q_b_proj",)), self.queries, "xa_q")
+            self.q_up = Up("q", norm, group(module, ("q_b_proj",)), self.queries)
         norm = Norm(module, "kv_a_layernorm", family.one_plus, "kv_latent")
-        self.kv_up = Up(norm, group(module, ("kv_b_proj",)), slice(queries, end), "xa_kv")
+        self.kv_up = Up("kv", norm, group(module, ("kv_b_proj",)), slice(queries, end))
 
     # ---- what it owns ------------------------------------------------------------------------------------------
 
@@ -105,8 +110,8 @@ class LatentAttention(Attention):
 
     def gather_jobs(self) -> list[GatherJob]:
         found = super().gather_jobs()
-        for norm, group, _, _ in self.ups:
-            found += group.gather_jobs(NormOf(norm.weight, norm.weight, norm.one_plus))
+        for up in self.ups:
+            found += up.group.gather_jobs(NormOf(up.norm.weight, up.norm.weight, up.norm.one_plus))
         return found
 
     def keeps(self, level: Level) -> set[str]:
@@ -134,12 +139,12 @@ class LatentAttention(Attention):
 
     def _expand(self, saved: Saved, documents: Documents) -> None:
         """Saves q, k and v of the latents."""
-        latents, rows = saved["latents"], [saved["latents"][:, self.queries]] * (self.q_up is None)
+        latents, (cos, sin) = saved["latents"], documents.rotary[self.rope]
+        rows = {"q": latents[:, self.queries]}
         for up in self.ups:
-            y, xa = up.group.apply(up.group.of_norm(up.norm, latents[:, up.columns], saved))
+            rows[up.name], xa = up.group.apply(up.group.of_norm(up.norm, latents[:, up.columns], saved))
             saved.put(**{up.xa: up.group.owned(xa)})
-            rows.append(y)
-        q, k, v = latent_heads_forward(*rows, latents[:, self.key], *documents.rotary[self.rope], self.sizes)
+        q, k, v = latent_heads_forward(rows["q"], rows["kv"], latents[:, self.key], cos, sin, self.sizes)
         saved.put(q=q, k=k, v=v)
 
     def recompute(self, saved: Saved, documents: Documents, rows: Tensor | None, norm_adds: bool) -> None:
@@ -160,8 +165,8 @@ class LatentAttention(Attention):
 
     def mix_backward(self, do: Tensor, saved: Saved, documents: Documents) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """(the gradient of the latents, those of the linears behind them)"""
-        latents, (q_columns, kv_columns, _) = saved["latents"], self.sizes.columns
-        grads = attention_backward(
+        latents, (cos, sin), (q_columns, kv_columns, _) = saved["latents"], documents.rotary[self.rope], self.sizes.columns
+        dq, dk, dv, _ = attention_backward(
             self._wide_heads_of(do),
             saved["q"],
             saved["k"],
@@ -170,27 +175,31 @@ class LatentAttention(Attention):
             saved["lse"],
             **self.options_for(documents),
             backend=self.backend(do.device, do.dtype, documents.typical, shared=documents.prefix_2T is not None),
-        )[:3]
+        )
         saved.release("q", "k", "v", "o", "o_rows", "lse")
         dlatents = rows_like(do, self.key.stop + self.into.extra)
-        dq = dlatents[:, self.queries] if self.q_up is None else rows_like(do, q_columns + self.q_up.group.extra)
-        dkv = rows_like(do, kv_columns + self.kv_up.group.extra)
-        into = dq[:, :q_columns], dkv[:, :kv_columns], dlatents[:, self.key]
-        latent_heads_backward(*grads, *documents.rotary[self.rope], self.sizes, out=into)
-        del grads, into
+        grads = {"q": dlatents[:, self.queries]}
+        if self.q_up is not None:
+            grads["q"] = rows_like(do, q_columns + self.q_up.group.extra)
+        grads["kv"] = rows_like(do, kv_columns + self.kv_up.group.extra)
+        into = grads["q"][:, :q_columns], grads["kv"][:, :kv_columns], dlatents[:, self.key]
+        latent_heads_backward(dq, dk, dv, cos, sin, self.sizes, out=into)
+        del dq, dk, dv, into
         found: Grads = []
-        for (norm, group, columns, xa), dy in zip(self.ups, (dq, dkv)[-len(self.ups) :], strict=True):
-            dx, of_group = group.back(Operand(dy))
-            norm.backward(dx, latents[:, columns], saved, dlatents[:, columns])
-            found += gradients_after_norm(group, of_group, norm, latents[:, columns], saved[xa], saved)
+        for up in self.ups:
+            latent = latents[:, up.columns]
+            dx, of_group = up.group.back(Operand(grads.pop(up.name)))
+            up.norm.backward(dx, latent, saved, dlatents[:, up.columns])
+            found += gradients_after_norm(up.group, of_group, up.norm, latent, saved[up.xa], saved)
         return dlatents, tuple(found)
 
     # ---- as separate ops ---------------------------------------------------------------------------------------
 
     def composed_mix(self, y: Tensor, documents: Documents) -> Tensor:
-        rows = [y[:, self.queries]] * (self.q_up is None)
-        rows += [projected(up.group, normed(up.norm, y[:, up.columns])) for up in self.ups]
-        q, k, v = latent_heads(*rows, y[:, self.key], *documents.rotary[self.rope], self.sizes)
+        cos, sin = documents.rotary[self.rope]
+        rows = {"q": y[:, self.queries]}
+        rows |= {up.name: projected(up.group, normed(up.norm, y[:, up.columns])) for up in self.ups}
+        q, k, v = latent_heads(rows["q"], rows["kv"], y[:, self.key], cos, sin, self.sizes)
         if documents.cache is None:
             out = attention(q, k, v, **self.options_for(documents))
         else:
