@@ -100,13 +100,14 @@ SIZES: dict[str, dict[str, Any]] = MODELS | {  # more published sizes; Gemma 2 h
         "num_experts_per_tok": 8,
         "first_k_dense_replace": 0,
     },
-    "glm-4.7-flash": {  # its first layer, which is dense
+    "glm-4.7-flash": {
         "model_type": "glm4_moe_lite",
         "vocab_size": 154880,
         "hidden_size": 2048,
         "intermediate_size": 10240,
         "num_attention_heads": 20,
         "num_key_value_heads": 20,
+        "mlp_layer_types": ["sparse"],
     },
     "lfm2-1.2b": {
         "model_type": "lfm2",
@@ -166,7 +167,7 @@ CASES = (  # sizes are shared where they do not matter: a constant that differs 
     Case("llama-8b", changes=heads(64, 32, 8), shared=True), Case("llama-8b", shared=True),
     Case("gemma-3-4b", shared=True), Case("gemma-2-9b", changes={"head_dim": 256}, shared=True),
     Case("gpt-oss-20b-4layers", shared=True), Case("glm-4.5-air"), Case("glm-4.5-air", changes={"n_group": 8, "topk_group": 4}),
-    Case("lfm2-1.2b"), Case("lfm2-1.2b", "full"), Case("glm-4.7-flash"), Case("glm-4.7-flash", "full"),
+    Case("lfm2-1.2b"), Case("lfm2-1.2b", "full"), Case("glm-4.7-flash"),
     Case("glm-4.7-flash", changes={"qk_nope_head_dim": 128, "v_head_dim": 128}),  # DeepSeek-V3's heads
     Case("gpt-oss-20b-4layers", "full", changes={"num_local_experts": 8}), Case("qwen3-30b-a3b-4layers", "full", tokens=256),
 )  # fmt: skip
