@@ -123,6 +123,15 @@ SIZES: dict[str, dict[str, Any]] = MODELS | {  # more published sizes; Gemma 2 h
         "hidden_act": "relu2",
     },
     "hunyuan-7b": _LLAMA | {"model_type": "hunyuan_v1_dense"},
+    "glm-4.7-flash": {
+        "model_type": "glm4_moe_lite",
+        "vocab_size": 154880,
+        "hidden_size": 2048,
+        "intermediate_size": 10240,
+        "num_attention_heads": 20,
+        "num_key_value_heads": 20,
+        "mlp_layer_types": ["sparse"],
+    },
     "lfm2-1.2b": {
         "model_type": "lfm2",
         "vocab_size": 65536,
@@ -182,8 +191,10 @@ CASES = (  # sizes are shared where they do not matter: a constant that differs 
     Case("gemma-3-4b", shared=True), Case("gemma-2-9b", changes={"head_dim": 256}, shared=True),
     Case("gpt-oss-20b-4layers", shared=True), Case("glm-4.5-air"), Case("glm-4.5-air", changes={"n_group": 8, "topk_group": 4}),
     Case("lfm2-1.2b"), Case("lfm2-1.2b", "full"), Case("apertus-8b", "full"), Case("arcee-4.5b"), Case("hunyuan-7b", "full"),
-    Case("lfm2-1.2b"), Case("lfm2-1.2b", "full"), Case("gemma-4-12b"), Case("gemma-4-12b", "full", tokens=1000),
+    Case("gemma-4-12b"), Case("gemma-4-12b", "full", tokens=1000),
     Case("gemma-4-12b", shared=True),
+    Case("glm-4.7-flash"),
+    Case("glm-4.7-flash", changes={"qk_nope_head_dim": 128, "v_head_dim": 128}),  # DeepSeek-V3's heads
     Case("gpt-oss-20b-4layers", "full", changes={"num_local_experts": 8}), Case("qwen3-30b-a3b-4layers", "full", tokens=256),
 )  # fmt: skip
 

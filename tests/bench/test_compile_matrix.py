@@ -42,6 +42,7 @@ FIRST = (
     "llama-70b, lora, r=16",
     "lfm2-1.2b, full",
     "apertus-8b, full",
+    "glm-4.7-flash, lora, r=16",
 )
 
 

@@ -63,6 +63,17 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "sliding_window": None,
     },
+    "glm4_moe_lite": {
+        "moe_intermediate_size": 64,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 48,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 24,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 32,
+    },
     "glm4_moe": {
         "moe_intermediate_size": 64,
         "n_routed_experts": 8,

@@ -79,7 +79,8 @@ def test_a_layer_saves_what_the_dry_run_says(family: str, method: str, adapters:
     job = job_of(family, method, targets=TARGETS[adapters])
     engine, saved = forward(small_model(family, method, TARGETS[adapters]))
     assert engine.layers[0].fp8 == job.fp8
-    everything, gate_up = bytes_of(*saved.values()), saved["gu"].nbytes
+    again = ("gu", "q", "k", "v") if "latents" in saved else ("gu",)
+    everything, gate_up = bytes_of(*saved.values()), bytes_of(*(saved[name] for name in again))
     rest = [saved[name] for name in ("h", "xa3") if name in saved]
     assert kept_bytes(job, "nothing") == everything
     assert kept_bytes(job, "gate_up") == everything - gate_up
@@ -294,6 +295,7 @@ CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "full_attention", "ful
 MIXED = {  # model types with layers of several kinds: dense layers before experts, short convolutions beside attention
     "glm4_moe": {"first_k_dense_replace": 1},
     "dots1": {"first_k_dense_replace": 1},
+    "glm4_moe_lite": {},
     "lfm2": CONVOLUTIONS,
     "gemma4_text": {"layer_types": ["sliding_attention"] + ["full_attention"] * 3},
 }
@@ -301,7 +303,15 @@ MIXED = {  # model types with layers of several kinds: dense layers before exper
 
 @table(
     ("family", "levels"),
-    [("glm4_moe", "mixed"), ("dots1", ""), ("lfm2", "mixed"), ("glm4_moe", "layer"), ("gemma4_text", "mixed")],
+    [
+        ("glm4_moe", "mixed"),
+        ("dots1", ""),
+        ("lfm2", "mixed"),
+        ("glm4_moe", "layer"),
+        ("glm4_moe_lite", "mixed"),
+        ("glm4_moe_lite", ""),
+        ("gemma4_text", "mixed"),
+    ],
 )
 def test_the_peak_of_a_model_with_layers_of_several_kinds_is_that_of_the_whole_model(family: str, levels: str) -> None:
     """Each kind is run once; the whole model, layer after layer, holds as much."""

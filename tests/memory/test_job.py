@@ -26,6 +26,7 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {  # of five layers
     "qwen2_moe": ({"decoder_sparse_step": 2}, "ababa"),
     "dots1": ({"first_k_dense_replace": 2}, "aabbb"),
     "glm4_moe": ({"first_k_dense_replace": 1}, "abbbb"),
+    "glm4_moe_lite": ({}, "abbbb"),
     "hy_v3": ({"mlp_layer_types": ["dense", "sparse", "sparse", "sparse", "dense"]}, "abbba"),
     "gpt_oss": ({}, "ababa"),
     "granite_swa": ({"layer_rope_theta": [0, 500.0, 500.0, 500.0, 0], "layer_types": ["full_attention"] * 5}, "abbba"),

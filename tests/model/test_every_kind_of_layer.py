@@ -50,6 +50,8 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "experts in fp8, shared expert": lambda: test_fp8_moe_layer.model_of("qwen2_moe", "attention"),
     "convolutions, full": lambda: test_short_conv_mixer.model_of("lfm2", "full"),
     "convolutions, experts": lambda: test_short_conv_mixer.model_of("lfm2_moe", "lora"),
+    "latents": lambda: test_experts.model_of("glm4_moe_lite", "lora on experts", torch.float32),
+    "latents, full": lambda: test_experts.model_of("deepseek_v3, narrow values", "full", torch.float32),
     "experts, shared expert": lambda: test_experts.model_of("qwen2_moe", "lora on experts", torch.float32),
     "experts, adapters on attention": lambda: test_experts.model_of("gpt_oss", "lora on attention", torch.float32),
 }

@@ -64,6 +64,15 @@ GRANITE: dict[str, Any] = {
     "logits_scaling": 2.0,
     "attention_multiplier": 0.2,
 }
+LATENT: dict[str, Any] = {  # multi-head latent attention; keys and values have a head for each query
+    "num_key_value_heads": SMALL["num_attention_heads"],
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+}
+MSCALE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 1.0}
 LIMIT = {"swiglu_limit": 3.5} if hasattr(GptOssConfig(), "swiglu_limit") else {}  # transformers 5.17 has it in its code: 7.0
 FAMILIES: dict[str, Any] = {
     "gpt_oss": GptOssConfig(
@@ -125,6 +134,19 @@ ROWS: dict[str, Any] = FAMILIES | {  # other rows of the table: their losses and
         layer_rope_theta=[0, 500.0],
         sliding_window=16,
         layer_types=["full_attention", "sliding_attention"],
+    "glm4_moe_lite": AutoConfig.for_model("glm4_moe_lite", **(SMALL | SIGMOID | LATENT)),
+    "deepseek_v3, narrow values": AutoConfig.for_model(
+        "deepseek_v3",
+        **(SMALL | SIGMOID | LATENT | {"v_head_dim": 12}),
+        first_k_dense_replace=1,
+        attention_bias=True,
+        rope_parameters=MSCALE | {"mscale_all_dim": 0.7},
+    ),
+    "deepseek_v3, queries without a latent": AutoConfig.for_model(
+        "deepseek_v3",
+        **(SMALL | SIGMOID | LATENT | {"q_lora_rank": None, "v_head_dim": 28}),
+        first_k_dense_replace=1,
+        rope_interleave=False,
     ),
     "hy_v3": AutoConfig.for_model(
         "hy_v3",
@@ -137,6 +159,7 @@ ROWS: dict[str, Any] = FAMILIES | {  # other rows of the table: their losses and
         head_dim=16,
     ),
 }
+OF_LATENTS = [family for family, config in ROWS.items() if hasattr(config, "kv_lora_rank")]
 EXPERTS = ("experts", "q_proj", "o_proj")
 METHODS = ["lora on attention", "lora on experts", "full"]
 
@@ -158,6 +181,8 @@ def model_of(family: str, method: str, dtype: torch.dtype) -> Any:
     if method == "full":
         return model.train()
     targets: Any = EXPERTS if method == "lora on experts" else "all-linear"
+    if method == "lora on experts" and family in OF_LATENTS:
+        targets = ("experts", "all-linear")
     model = add_adapter(model, Lora(r=4, targets=targets, dora=method == "dora"), seed=1).to(dtype)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
@@ -188,6 +213,7 @@ def own_loss(model: Any, batch: PackedBatch) -> torch.Tensor:
         *itertools.product(FAMILIES, METHODS),
         *((family, "full") for family in ROWS if family not in FAMILIES),
         *((family, METHODS[i % 2]) for i, family in enumerate(name for name in ROWS if name not in FAMILIES)),
+        *((family, "lora on experts") for family in OF_LATENTS if "lite" in family),
     ],
 )
 def test_loss_and_every_gradient_equal_transformers(family: str, method: str) -> None:

@@ -25,12 +25,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granite_swa": {"layer_rope_theta": [0, 500.0], "attention_multiplier": 0.25},  # several RoPE modules; sinks
     "apertus": {},  # the activation has parameters
     "glm4": {},  # gate and up are one linear
+    "glm4_moe_lite": {  # latents; all keys and values have one rotated key in common
+        "num_key_value_heads": 4, "head_dim": 16, "q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16, "v_head_dim": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+    },
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},  # a file holds each expert by itself
     # A file holds all experts in one tensor.
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_multiplier": 0.25, "residual_multiplier": 0.5},
     "exaone_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
     "vaultgemma": {"query_pre_attn_scalar": 16},  # embeddings are scaled by a buffer
-}
+}  # fmt: skip
 CPU = torch.device("cpu")
 
 
@@ -41,7 +45,8 @@ def test_loaded_as_stored_and_merged_as_published(kind: str, tmp_path: Path) -> 
     keep_softcap(model)
     model.save_pretrained(tmp_path / "model")
     buffers = dict(model.named_buffers())
-    targets: Any = ("all-linear", "experts") if "moe" in kind else "all-linear"
+    mixture = "moe" in kind or "num_experts_per_tok" in FAMILIES[kind]
+    targets: Any = ("all-linear", "experts") if mixture else "all-linear"
     for stored in ("bf16", "nf4", "fp8"):
         loaded = load_model(str(tmp_path / "model"), torch.float32, CPU, storage=stored)
         found = dict(loaded.named_buffers())

@@ -164,6 +164,8 @@ WITH_SHARED = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
     "hy_v3": {"num_experts": 4, "num_shared_experts": 1},
     "exaone_moe": {"num_experts": 4, "num_shared_experts": 1},
+    "deepseek_v3": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "q_lora_rank": None, "first_k_dense_replace": 1},
+    "glm4_moe_lite": {"n_routed_experts": 4},
 }
 
 
@@ -179,11 +181,15 @@ def test_names_that_peft_takes_for_experts_are_not_meant_by_all_linear(family: s
 
     names = [name for name, _ in add_adapter(model(), Lora(r=2), 0).named_parameters() if "lora_A" in name]
     adapted = {name.split(".lora_")[0].rpartition("layers.1.")[2] for name in names if ".layers.1." in name}
-    attention = {f"self_attn.{name}_proj" for name in "qkvo"}
+    latent = {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
+    linears = {"deepseek_v3": latent | {"q_proj"}, "glm4_moe_lite": latent | {"q_a_proj", "q_b_proj"}}.get(
+        family, {f"{name}_proj" for name in "qkvo"}
+    )
+    attention = {f"self_attn.{name}" for name in linears}
     shared = {f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")}
     row = FAMILIES[family].experts
     assert row
     assert adapted == attention | (shared if row.shared_adapted else set())
     if not row.shared_adapted:
         with pytest.raises(RecipeError, match="PEFT interprets `up_proj` as part of this model's experts"):
-            add_adapter(model(), Lora(r=2, targets=("q_proj", "up_proj")), 0)
+            add_adapter(model(), Lora(r=2, targets=("o_proj", "up_proj")), 0)

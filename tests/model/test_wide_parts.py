@@ -29,7 +29,12 @@ SIZES: dict[str, Any] = {
     "num_experts_per_tok": 2,
 }
 ROUTED = {"moe_intermediate_size": 64, "n_routed_experts": 4, "n_shared_experts": 1}
+LATENT = {"kv_lora_rank": 64, "q_lora_rank": 64, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32}
 FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": SIZES
+    | ROUTED
+    | LATENT
+    | {"num_key_value_heads": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
     "glm4_moe": SIZES | ROUTED | {"intermediate_size": 96, "first_k_dense_replace": 1},
     "dots1": SIZES | ROUTED | {"intermediate_size": 96, "first_k_dense_replace": 1},
     "exaone_moe": SIZES | {"intermediate_size": 96, "moe_intermediate_size": 64, "num_experts": 4},

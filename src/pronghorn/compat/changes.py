@@ -61,6 +61,7 @@ CONFIG = (
     "clip_qkv",
     "layer_rope_theta",
     "rope_parameters",
+    "rope_interleave",
     "original_max_position_embeddings",
 )
 OURS = "of_pronghorn"  # attribute of a forward that hf_forward.py set

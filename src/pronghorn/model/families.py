@@ -97,6 +97,7 @@ class Family:
     turned_back: bool = False  # RoPE turns by -angle
     ntk_alpha: bool = False  # its RoPE of type `dynamic` with `alpha` is static
     v_norm: bool = False  # values are normed by head, without a weight
+    latent: bool = False  # attention is multi-head latent attention (layers/mixers/latent_attention.py)
     neighbours: bool = False  # RoPE pairs neighbours instead of halves
     rope_needs_window: bool = False  # in a model with a window, layers without it have no RoPE
     query_scale: bool = False  # queries grow with their position: `llama_4_scaling_beta` among the RoPE parameters
@@ -169,6 +170,8 @@ FAMILIES = {
     "exaone_moe": Family(qk_norm="per_head", rope_needs_window=True, experts=DEEPSEEK_V3),
     "granitemoe": GRANITE_MOE,
     "granitemoe_swa": GRANITE_MOE,
+    "deepseek_v3": Family(latent=True, experts=DEEPSEEK_V3),
+    "glm4_moe_lite": Family(latent=True, experts=DEEPSEEK_V3),
     "lfm2": LFM2,
     "lfm2_moe": replace(
         LFM2, experts=Experts(sigmoid=True, scale="routed_scaling_factor", choice_bias="expert_bias", tiny=1e-6)
@@ -336,9 +339,11 @@ def keys_by_layer(config: HFConfig) -> set[str]:
 
 
 def heads_of(config: HFConfig, index: int) -> tuple[int, int]:
-    """(key/value heads, width of a head) of this layer"""
-    layer = of_layer(config, index)
+    """(key/value heads, width of a head) of this layer, as attention computes it"""
+    layer, family = of_layer(config, index), FAMILIES.get(config.model_type)
     heads = int(layer.num_attention_heads)
+    if family is not None and family.latent:
+        return heads, max(int(layer.qk_nope_head_dim) + int(layer.qk_rope_head_dim), int(layer.v_head_dim))
     kv_heads, width = getattr(layer, "num_key_value_heads", None), getattr(layer, "head_dim", None)
     return int(kv_heads or heads), int(width or layer.hidden_size // heads)
 

@@ -15,6 +15,7 @@ from pronghorn.model.layers.fp8_gemms import trains_whole
 from pronghorn.model.layers.layer import DecoderLayer
 from pronghorn.model.layers.linears import LinearGroup
 from pronghorn.model.layers.mixers.attention import Attention
+from pronghorn.model.layers.mixers.latent_attention import LatentAttention
 from pronghorn.model.layers.mixers.short_conv import ShortConv
 from pronghorn.model.layers.mlps.dense import DenseMlp
 from pronghorn.model.layers.mlps.experts import ExpertsMlp
@@ -22,7 +23,9 @@ from pronghorn.model.layers.mlps.ungated import UngatedMlp
 from pronghorn.model.layers.norms import Norm
 from pronghorn.model.layers.part import Around, Mixer
 
+LATENT = "latent attention"  # in the place of every layer type
 MIXERS: dict[str, Callable[..., Mixer]] = {  # by layer type
+    LATENT: LatentAttention,
     "full_attention": Attention,
     "sliding_attention": Attention,
     "conv": ShortConv,
@@ -56,7 +59,7 @@ def build_layer(
     names, multiplier = family.names, float(getattr(config, "residual_multiplier", 1.0))
     activation = activation_name(config)
     around = Around(norm("before_attention"), norm("after_attention"), multiplier)
-    mixer = MIXERS[layer_type(config, index)](layer, family, config, index, around, group)
+    mixer = MIXERS[LATENT if family.latent else layer_type(config, index)](layer, family, config, index, around, group)
     mlp, around = getattr(layer, names.mlp), Around(norm("before_mlp"), norm("after_mlp"), multiplier)
 
     def dense(module: Any, around: Around) -> DenseMlp:

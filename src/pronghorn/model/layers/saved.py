@@ -1,7 +1,8 @@
 """Tensors that a layer saves for backward, by name; recompute levels as sets of names; offloading.
 
     level "nothing"           everything. Norm outputs and the activation are never saved: backward recomputes them anyway
-          "gate_up"           everything but gate and up (2F values a token, more than all the rest)
+          "gate_up"           everything but gate and up (2F values a token, more than all the rest), and but the heads that
+                              latent attention makes of its latents
           "around_attention"  the layer's input, attention's output, and a A^T of `down`: all but attention is recomputed
           "layer"             the layer's input and a A^T of `down` (T x R), which saves running the down GEMM twice
 
@@ -13,6 +14,8 @@ memory (memory/offload.py) and back, bit for bit. The names:
     qkv          the buffer of q, k, v             xa3          a A^T of `down`
     xa1, xa_o    x A^T of q, k, v; of `out`        rstd.SLOT    of the norm in this slot
     o, lse       attention's output                h_rows       the residual, until the norm before the MLP adds it
+    latents      latent attention's: of queries, of keys and values, and the key that all heads share
+    xa_q, xa_kv  x A^T of the linears from these latents to the heads
     o_rows, h2   of the rows after attention: attention's output, and the residual stream
 """
 
