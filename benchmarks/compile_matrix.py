@@ -109,6 +109,12 @@ SIZES: dict[str, dict[str, Any]] = MODELS | {  # more published sizes; Gemma 2 h
         "num_key_value_heads": 8,
         "layer_types": ["conv"],
     },
+    "qwen3.5-9b": {
+        "model_type": "qwen3_5_text",
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "layer_types": ["full_attention"],
+    },
 }
 
 
@@ -158,7 +164,7 @@ CASES = (  # sizes are shared where they do not matter: a constant that differs 
     Case("llama-8b", changes=heads(64, 32, 8), shared=True), Case("llama-8b", shared=True),
     Case("gemma-3-4b", shared=True), Case("gemma-2-9b", changes={"head_dim": 256}, shared=True),
     Case("gpt-oss-20b-4layers", shared=True), Case("glm-4.5-air"), Case("glm-4.5-air", changes={"n_group": 8, "topk_group": 4}),
-    Case("lfm2-1.2b"), Case("lfm2-1.2b", "full"),
+    Case("lfm2-1.2b"), Case("lfm2-1.2b", "full"), Case("qwen3.5-9b"),
     Case("gpt-oss-20b-4layers", "full", changes={"num_local_experts": 8}), Case("qwen3-30b-a3b-4layers", "full", tokens=256),
 )  # fmt: skip
 

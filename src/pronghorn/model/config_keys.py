@@ -55,6 +55,11 @@ HONOURED = frozenset(
         "layer_types",
         "full_attn_idxs",
         "conv_L_cache",
+        "linear_conv_kernel_dim",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
         "query_pre_attn_scalar",
         "attention_multiplier",
         "attn_logit_softcapping",
@@ -213,6 +218,11 @@ HARMLESS = frozenset(
         "conv_use_xavier_init",
         "use_pos_enc",
         "num_heads",
+        "full_attention_interval",
+        "attn_output_gate",
+        "mamba_ssm_dtype",
+        "mtp_num_hidden_layers",
+        "mtp_use_dedicated_embeddings",
     }
 )
 # The fast layers find these in the config, not in the model's modules; so do transformers' masks with `is_causal`.

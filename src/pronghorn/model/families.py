@@ -89,6 +89,7 @@ class Family:
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     qk_norm: Literal["per_head", "full"] | None = None
+    output_gate: bool = False  # attention's output has a gate for each of its values, which q_proj makes beside the queries
     neighbours: bool = False  # RoPE pairs neighbours instead of halves
     rope_needs_window: bool = False  # in a model with a window, layers without it have no RoPE
     query_scale: bool = False  # queries grow with their position: `llama_4_scaling_beta` among the RoPE parameters
@@ -112,6 +113,8 @@ LFM2 = Family(
     gate_up=("w1", "w3"),
     qk_norm="per_head",
 )
+
+QWEN3_5 = Family(mixers=("full_attention",), one_plus=True, qk_norm="per_head", output_gate=True)
 
 FAMILIES = {
     "llama": Family(),
@@ -153,6 +156,9 @@ FAMILIES = {
     "lfm2_moe": replace(
         LFM2, experts=Experts(sigmoid=True, scale="routed_scaling_factor", choice_bias="expert_bias", tiny=1e-6)
     ),
+    "qwen3_5_text": QWEN3_5,
+    "qwen3_5_moe_text": replace(QWEN3_5, experts=Experts()),
+    "qwen3_next": replace(QWEN3_5, experts=Experts()),
     # Text models of multimodal ones. Their positions are three numbers, which are equal for text.
     "qwen2_vl_text": Family(),
     "qwen2_5_vl_text": Family(),
