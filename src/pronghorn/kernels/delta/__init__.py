@@ -1,0 +1,1 @@
+"""Gated DeltaNet: a state for each head, corrected token by token."""
