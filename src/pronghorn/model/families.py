@@ -114,7 +114,7 @@ LFM2 = Family(
     qk_norm="per_head",
 )
 
-QWEN3_5 = Family(mixers=("full_attention",), one_plus=True, qk_norm="per_head", output_gate=True)
+QWEN3_5 = Family(mixers=("full_attention", "linear_attention"), one_plus=True, qk_norm="per_head", output_gate=True)
 
 FAMILIES = {
     "llama": Family(),

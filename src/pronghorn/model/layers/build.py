@@ -14,6 +14,7 @@ from pronghorn.model.layers.fp8_gemms import trains_whole
 from pronghorn.model.layers.layer import DecoderLayer
 from pronghorn.model.layers.linears import LinearGroup
 from pronghorn.model.layers.mixers.attention import Attention
+from pronghorn.model.layers.mixers.gated_delta import GatedDelta
 from pronghorn.model.layers.mixers.short_conv import ShortConv
 from pronghorn.model.layers.mlps.dense import DenseMlp
 from pronghorn.model.layers.mlps.experts import ExpertsMlp
@@ -24,6 +25,7 @@ MIXERS: dict[str, Callable[..., Mixer]] = {  # by layer type
     "full_attention": Attention,
     "sliding_attention": Attention,
     "conv": ShortConv,
+    "linear_attention": GatedDelta,
 }
 
 

@@ -158,6 +158,7 @@ class Mixer(Part):
     rope: str | None = None  # which of the model's cos and sin tables it reads (families.rope_kind)
     head_width = 0
     out_width: int  # of what the output projection reads
+    in_chunks = False  # whether it reads `Documents.chunks_S2`
     gates = False  # whether o is a gate's: then `core`, its input, is saved in its place, and backward makes o again
 
     def __init__(self, around: Around, into: LinearGroup, out: LinearGroup) -> None:
