@@ -11,6 +11,7 @@ import test_decoder_layer
 import test_experts
 import test_fp8_gemms
 import test_fp8_moe_layer
+import test_gated_delta_mixer
 import test_linears
 import test_short_conv_mixer
 import torch
@@ -43,13 +44,16 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "experts in fp8, shared expert": lambda: test_fp8_moe_layer.model_of("qwen2_moe", "attention"),
     "convolutions, full": lambda: test_short_conv_mixer.model_of("lfm2", "full"),
     "convolutions, experts": lambda: test_short_conv_mixer.model_of("lfm2_moe", "lora"),
+    "states, full": lambda: test_gated_delta_mixer.model_of("qwen3_5_text", "full"),
+    "states, experts": lambda: test_gated_delta_mixer.model_of("qwen3_5_moe_text", "lora"),
+    "states, columns in another order": lambda: test_gated_delta_mixer.model_of("qwen3_next", "lora"),
     "experts, shared expert": lambda: test_experts.model_of("qwen2_moe", "lora on experts", torch.float32),
     "experts, adapters on attention": lambda: test_experts.model_of("gpt_oss", "lora on attention", torch.float32),
 }
 KINDS = DENSE | OTHERS
 # A kind is a row in every run, further families of it are for `--every-case`.
 LATER = ("qk-norm", "full", "fp8, four norms", "fp8, norms elsewhere", "fp8, multipliers", "experts, shared expert",
-         "experts, adapters on attention")  # fmt: skip
+         "states, columns in another order", "experts, adapters on attention")  # fmt: skip
 
 
 def rows_of(kinds: dict[str, Any]) -> list[Any]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pronghorn.kernels.attention.attention_shared import shared_spans
 from pronghorn.kernels.attention.attention_torch import spans
+from pronghorn.kernels.delta.delta_inputs import Heads
 from pronghorn.kernels.moe.routing import Routing
 from pronghorn.kernels.runtime.dispatch import address
 from pronghorn.model.positions import Positions
@@ -53,7 +54,7 @@ class Cache(Protocol):
     def attend(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, out: Tensor, **options: Any) -> None: ...
     def convolve(self, layer: int, bcx_TX: Tensor, taps_DW: Tensor, spans_2T: Tensor, out: Tensor) -> None: ...
     def delta(
-        self, layer: int, qkv_TX: Tensor, taps_XW: Tensor, g_TN: Tensor, beta_TN: Tensor, documents: Documents
+        self, layer: int, qkv_TX: Tensor, taps_XW: Tensor, g_TN: Tensor, beta_TN: Tensor, heads: Heads, documents: Documents
     ) -> Tensor: ...
 
 

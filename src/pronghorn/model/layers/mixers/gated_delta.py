@@ -105,7 +105,7 @@ class GatedDelta(Mixer):
         qkv, _, b, a = self.parts_of(y)
         gates = delta_gates_forward(a, b, self.module.A_log, self.module.dt_bias)
         if documents.cache is not None:
-            return documents.cache.delta(self.index, qkv, self.taps, *gates, documents), None
+            return documents.cache.delta(self.index, qkv, self.taps, *gates, self.heads, documents), None
         inputs = delta_inputs_forward(qkv, self.taps, documents.spans_2T, self.heads)
         return delta_rule_forward(*inputs, *gates, documents.chunks_S2, documents.cu_seqlens)
 
