@@ -3,7 +3,7 @@
 T = packed tokens, S = slots of the table, E = entries of cu_seqlens. A chunk is up to 64 rows of one document; the first begins
 where the document does. The chunk that begins at row r of document d has slot r // 64 + d:
 
-    these numbers increase from chunk to chunk, and are less than T // 64 + E - 1, so the number of slots is a constant of the shape
+    these numbers increase from chunk to chunk, and are less than T // 64 + E - 1, a constant of the shape
     a program that knows r and d knows the slot, and needs no table; one for each slot reads r from the table
 """
 

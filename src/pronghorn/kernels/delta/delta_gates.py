@@ -15,7 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pronghorn.kernels.runtime.dispatch import jit, tl, triton, use_triton
 from pronghorn.kernels.runtime.first_order import Ctx, first_order
+
+TILE = 512  # values of a program
 
 
 def delta_gates_reference(a_TN: Tensor, b_TN: Tensor, A_log_N: Tensor, dt_bias_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -24,22 +27,98 @@ def delta_gates_reference(a_TN: Tensor, b_TN: Tensor, A_log_N: Tensor, dt_bias_N
     return -A_log_N.exp() * F.softplus(a_TN + dt_bias_N), b_TN.sigmoid()
 
 
+# ---- Triton ----------------------------------------------------------------------------------------------------------------
+
+
+@jit
+def _softplus(x):
+    """log(1 + e^x). Rounding 1 + e loses what log needs of a small e; the quotient, 1 in exact arithmetic, gives it back."""
+    small = tl.exp(-tl.abs(x))
+    rounded = 1.0 + small
+    return tl.maximum(x, 0.0) + tl.where(rounded == 1.0, small, tl.log(rounded) * (small / (rounded - 1.0)))
+
+
+@jit
+def _given(a, a_row, dt_bias, row, head, inside, N: tl.constexpr):
+    """a + dt_bias"""
+    bias = tl.load(dt_bias + head, mask=head < N, other=0.0).to(tl.float32)
+    return tl.load(a + row[:, None] * a_row + head[None, :], mask=inside, other=0.0).to(tl.float32) + bias[None, :]
+
+
+@jit
+def _forward_kernel(
+    a, a_row, b, b_row, A_log, dt_bias, g, beta, T, N: tl.constexpr, NP: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    row, head = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, NP)
+    inside = (row < T)[:, None] & (head < N)[None, :]
+    speed = tl.exp(tl.load(A_log + head, mask=head < N, other=0.0).to(tl.float32))
+    place = row[:, None] * N + head[None, :]
+    tl.store(g + place, -speed[None, :] * _softplus(_given(a, a_row, dt_bias, row, head, inside, N)), mask=inside)
+    step = tl.load(b + row[:, None] * b_row + head[None, :], mask=inside, other=0.0).to(tl.float32)
+    tl.store(beta + place, tl.sigmoid(step), mask=inside)
+
+
+@jit
+def _backward_kernel(
+    dg, dbeta, a, a_row, b, b_row, A_log, dt_bias, da, da_row, db, db_row, parts, T, N: tl.constexpr, NP: tl.constexpr,
+    ROWS: tl.constexpr, NEED_WEIGHTS: tl.constexpr,
+):  # fmt: skip
+    """parts [programs, 2, N]: each program's part of dA_log and ddt_bias."""
+    row, head = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, NP)
+    inside = (row < T)[:, None] & (head < N)[None, :]
+    place = row[:, None] * N + head[None, :]
+    speed = tl.exp(tl.load(A_log + head, mask=head < N, other=0.0).to(tl.float32))
+    given = _given(a, a_row, dt_bias, row, head, inside, N)
+    scaled = tl.load(dg + place, mask=inside, other=0.0) * -speed[None, :]
+    found = scaled * tl.sigmoid(given)
+    tl.store(da + row[:, None] * da_row + head[None, :], found.to(da.dtype.element_ty), mask=inside)
+    step = tl.sigmoid(tl.load(b + row[:, None] * b_row + head[None, :], mask=inside, other=0.0).to(tl.float32))
+    dstep = tl.load(dbeta + place, mask=inside, other=0.0) * step * (1.0 - step)
+    tl.store(db + row[:, None] * db_row + head[None, :], dstep.to(db.dtype.element_ty), mask=inside)
+    if NEED_WEIGHTS:
+        part = parts + tl.program_id(0) * 2 * N + head
+        tl.store(part, tl.sum(scaled * _softplus(given), 0), mask=head < N)
+        tl.store(part + N, tl.sum(found, 0), mask=head < N)
+
+
 # ---- forward and backward --------------------------------------------------------------------------------------------------
 
 
 def delta_gates_forward(a_TN: Tensor, b_TN: Tensor, A_log_N: Tensor, dt_bias_N: Tensor) -> tuple[Tensor, Tensor]:
-    """g_TN and beta_TN in float32. a and b may be columns of wider rows, in 16 or 32 bits."""
+    """g_TN and beta_TN in float32. a and b may be columns of wider rows, in 16 or 32 bits; the weights are contiguous."""
     wide = torch.promote_types(a_TN.dtype, torch.float32)
-    return delta_gates_reference(a_TN.to(wide), b_TN.to(wide), A_log_N, dt_bias_N)
+    if not use_triton(a_TN):
+        return delta_gates_reference(a_TN.to(wide), b_TN.to(wide), A_log_N, dt_bias_N)
+    g_TN, beta_TN = (torch.empty(a_TN.shape, dtype=torch.float32, device=a_TN.device) for _ in range(2))
+    programs, sizes = _tiles(a_TN)
+    _forward_kernel[(programs,)](
+        a_TN, a_TN.stride(0), b_TN, b_TN.stride(0), A_log_N, dt_bias_N, g_TN, beta_TN, len(a_TN), **sizes, num_warps=4
+    )
+    return g_TN, beta_TN
+
+
+def _tiles(a_TN: Tensor) -> tuple[int, dict[str, int]]:
+    """(programs, sizes of a tile)"""
+    (T, N), NP = a_TN.shape, int(triton.next_power_of_2(a_TN.shape[1]))
+    rows = max(1, TILE // NP)
+    return int(triton.cdiv(T, rows)), {"N": N, "NP": NP, "ROWS": rows}
 
 
 def delta_gates_backward(
     dg_TN: Tensor, dbeta_TN: Tensor, a_TN: Tensor, b_TN: Tensor, A_log_N: Tensor, dt_bias_N: Tensor, *,
     need_weights: bool = True, out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """(da_TN, db_TN, dA_log_N, ddt_bias_N); the last two in float32, or None. `out`: where to put da and db, which may be
-    columns of wider rows."""
+    """(da_TN, db_TN, dA_log_N, ddt_bias_N); the last two in float32, or None. dg, dbeta: contiguous, float32.
+    `out`: where to put da and db, which may be columns of wider rows."""
     da_TN, db_TN = (torch.empty(a_TN.shape, dtype=x.dtype, device=x.device) for x in (a_TN, b_TN)) if out is None else out
+    if use_triton(a_TN):
+        programs, sizes = _tiles(a_TN)
+        parts = torch.empty(programs if need_weights else 0, 2, a_TN.shape[1], dtype=torch.float32, device=a_TN.device)
+        _backward_kernel[(programs,)](
+            dg_TN, dbeta_TN, a_TN, a_TN.stride(0), b_TN, b_TN.stride(0), A_log_N, dt_bias_N, da_TN, da_TN.stride(0), db_TN,
+            db_TN.stride(0), parts, len(a_TN), **sizes, NEED_WEIGHTS=need_weights, num_warps=4,
+        )  # fmt: skip
+        return da_TN, db_TN, *(parts.sum(0) if need_weights else (None, None))
     wide = torch.promote_types(a_TN.dtype, torch.float32)
     given_TN = a_TN.to(wide) + dt_bias_N.to(wide)
     speed_TN = dg_TN * -A_log_N.to(wide).exp()

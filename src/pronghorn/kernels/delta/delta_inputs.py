@@ -24,9 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pronghorn.kernels.runtime.dispatch import jit, tl, triton, use_triton
 from pronghorn.kernels.runtime.first_order import Ctx, first_order
 
-EPS = 1e-6  # inside the root of the L2 norm
+EPS = tl.constexpr(1e-6)  # inside the root of the L2 norm
+TILE = 2048  # values of a program: 16 rows of a head of 128
 
 
 class Heads(NamedTuple):
@@ -56,7 +58,7 @@ def delta_inputs_reference(qkv_TX: Tensor, taps_XW: Tensor, spans_2T: Tensor, he
 
 
 def _l2_normed(x_TJK: Tensor) -> Tensor:
-    return x_TJK * torch.rsqrt(x_TJK.square().sum(-1, keepdim=True) + EPS)
+    return x_TJK * torch.rsqrt(x_TJK.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def _convolved(x_TX: Tensor, taps_XW: Tensor, spans_2T: Tensor) -> Tensor:
@@ -71,6 +73,94 @@ def _shifted(x_TX: Tensor, back: int, spans_2T: Tensor) -> Tensor:
     return x_TX.index_select(0, other.clamp(0, len(x_TX) - 1)).masked_fill(~inside[:, None], 0.0)
 
 
+# ---- Triton ----------------------------------------------------------------------------------------------------------------
+
+
+@jit
+def _convolution(qkv, qkv_row, taps, row, column, start, inside, W: tl.constexpr):
+    """c of a head at these rows; zero outside."""
+    conv = tl.zeros(inside.shape, tl.float32)
+    for j in tl.static_range(W):
+        tap = tl.load(taps + column * W + (W - 1 - j)).to(tl.float32)
+        seen = inside & (row - j >= start)[:, None]
+        place = qkv + (row - j)[:, None] * qkv_row + column[None, :]
+        conv += tap[None, :] * tl.load(place, mask=seen, other=0.0).to(tl.float32)
+    return conv
+
+
+@jit
+def _head(head, J: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr):
+    """(first column, whether it is normed, columns of qkv, which of them are the head's). Columns behind a head's width stand
+    for its first one, whose taps are there."""
+    normed = head < 2 * J
+    first = tl.where(normed, head * K, 2 * J * K + (head - 2 * J) * V)
+    width = tl.where(normed, K, V)
+    own = tl.arange(0, BLOCK) < width
+    return first, normed, tl.where(own, first + tl.arange(0, BLOCK), first), own
+
+
+@jit
+def _forward_kernel(
+    qkv, qkv_row, taps, starts, made, T, J: tl.constexpr, K: tl.constexpr, V: tl.constexpr, X: tl.constexpr, W: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    _, normed, column, own = _head(tl.program_id(1), J, K, V, BLOCK)
+    inside = (row < T)[:, None] & own[None, :]
+    start = tl.load(starts + row, mask=row < T, other=0)
+    conv = _convolution(qkv, qkv_row, taps, row, column, start, inside, W)
+    s = conv * tl.sigmoid(conv)
+    factor = tl.where(normed, 1.0 / tl.sqrt_rn(tl.sum(s * s, 1) + EPS), 1.0)
+    tl.store(made + row[:, None] * X + column[None, :], (s * factor[:, None]).to(made.dtype.element_ty), mask=inside)
+
+
+@jit
+def _dconv(dy, dy_row, place, qkv, qkv_row, taps, row, column, start, inside, normed, W: tl.constexpr):
+    """The gradient of a head's convolution at these rows; zero outside."""
+    conv = _convolution(qkv, qkv_row, taps, row, column, start, inside, W)
+    opened = tl.sigmoid(conv)
+    s = conv * opened
+    grad = tl.load(dy + row[:, None] * dy_row + place[None, :], mask=inside, other=0.0).to(tl.float32)
+    factor = tl.where(normed, 1.0 / tl.sqrt_rn(tl.sum(s * s, 1) + EPS), 1.0)[:, None]
+    y = s * factor
+    ds = factor * (grad - y * tl.where(normed, tl.sum(grad * y, 1), 0.0)[:, None])
+    return ds * (opened + s * (1.0 - opened))
+
+
+@jit
+def _backward_kernel(
+    dq, dq_row, dk, dk_row, dv, dv_row, qkv, qkv_row, taps, starts, ends, dqkv, dqkv_row, dtaps, T, J: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, X: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    NEED_TAPS: tl.constexpr,
+):  # fmt: skip
+    """dtaps [programs of rows, W, X]: each program's part."""
+    row, head = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
+    first, normed, column, own = _head(head, J, K, V, BLOCK)
+    dy = dv
+    if head < J:
+        dy = dq
+    elif head < 2 * J:
+        dy = dk
+    dy_row = tl.where(head < J, dq_row, tl.where(normed, dk_row, dv_row))
+    place = column - first + tl.where(normed, head % J * K, (head - 2 * J) * V)
+    there = (row < T)[:, None] & own[None, :]
+    start = tl.load(starts + row, mask=row < T, other=0)
+    end = tl.load(ends + row, mask=row < T, other=0)
+    grad = tl.zeros([ROWS, BLOCK], tl.float32)
+    for j in tl.static_range(W):
+        tap = tl.load(taps + column * W + (W - 1 - j)).to(tl.float32)
+        inside = there & (row + j < end)[:, None]
+        later = _dconv(dy, dy_row, place, qkv, qkv_row, taps, row + j, column, start, inside, normed, W)
+        grad += tap[None, :] * later
+        if NEED_TAPS and j == 0:
+            for back in tl.static_range(W):
+                seen = there & (row - back >= start)[:, None]
+                before = tl.load(qkv + (row - back)[:, None] * qkv_row + column[None, :], mask=seen, other=0.0).to(tl.float32)
+                part = dtaps + (tl.program_id(0) * W + (W - 1 - back)) * X + column
+                tl.store(part, tl.sum(later * before, 0), mask=own)
+    tl.store(dqkv + row[:, None] * dqkv_row + column[None, :], grad.to(dqkv.dtype.element_ty), mask=there)
+
+
 # ---- forward and backward --------------------------------------------------------------------------------------------------
 
 
@@ -78,10 +168,24 @@ def delta_inputs_forward(qkv_TX: Tensor, taps_XW: Tensor, spans_2T: Tensor, head
     """q_TJK, k_TJK and v_TNV: columns of one new [T, X]."""
     made_TX = torch.empty(qkv_TX.shape, dtype=qkv_TX.dtype, device=qkv_TX.device)
     q, k, v = heads.split(made_TX)
+    if use_triton(qkv_TX):
+        tiles, sizes = _tiles(heads, len(qkv_TX), taps_XW.shape[1])
+        _forward_kernel[(tiles, 2 * heads.J + heads.N)](
+            qkv_TX, qkv_TX.stride(0), taps_XW.contiguous(), spans_2T[0], made_TX, len(qkv_TX), **sizes, num_warps=4
+        )
+        return q, k, v
     wide = torch.promote_types(qkv_TX.dtype, torch.float32)
     for part, found in zip((q, k, v), delta_inputs_reference(qkv_TX.to(wide), taps_XW, spans_2T, heads), strict=True):
         part.copy_(found)
     return q, k, v
+
+
+def _tiles(heads: Heads, tokens: int, W: int) -> tuple[int, dict[str, int]]:
+    """(tiles of rows, their sizes)"""
+    block = int(triton.next_power_of_2(max(heads.K, heads.V)))
+    rows = max(1, TILE // block)
+    sizes = {"J": heads.J, "K": heads.K, "V": heads.V, "X": heads.columns, "W": W, "ROWS": rows, "BLOCK": block}
+    return int(triton.cdiv(tokens, rows)), sizes
 
 
 def delta_inputs_backward(
@@ -91,7 +195,17 @@ def delta_inputs_backward(
     """(dqkv_TX, dtaps_XW in float32 or None). Rows of the gradients may be columns of wider ones. `out` must be none of the
     inputs: programs read each other's rows."""
     dqkv_TX = torch.empty(qkv_TX.shape, dtype=qkv_TX.dtype, device=qkv_TX.device) if out is None else out
-    return _backward_torch((dq_TJK, dk_TJK, dv_TNV), qkv_TX, taps_XW, spans_2T, heads, need_taps, dqkv_TX)
+    if not use_triton(qkv_TX):
+        return _backward_torch((dq_TJK, dk_TJK, dv_TNV), qkv_TX, taps_XW, spans_2T, heads, need_taps, dqkv_TX)
+    T, W = len(qkv_TX), taps_XW.shape[1]
+    tiles, sizes = _tiles(heads, T, W)
+    parts = torch.empty(tiles if need_taps else 0, W, heads.columns, dtype=torch.float32, device=qkv_TX.device)
+    _backward_kernel[(tiles, 2 * heads.J + heads.N)](
+        dq_TJK, dq_TJK.stride(0), dk_TJK, dk_TJK.stride(0), dv_TNV, dv_TNV.stride(0), qkv_TX, qkv_TX.stride(0),
+        taps_XW.contiguous(), spans_2T[0], spans_2T[1], dqkv_TX, dqkv_TX.stride(0), parts, T, **sizes, NEED_TAPS=need_taps,
+        num_warps=4,
+    )  # fmt: skip
+    return dqkv_TX, parts.sum(0).T.contiguous() if need_taps else None
 
 
 def _backward_torch(
@@ -103,13 +217,11 @@ def _backward_torch(
     conv_TX = _convolved(x_TX, taps_XW, spans_2T)
     open_TX = conv_TX.sigmoid()
     ds = []
-    for dy, s, normed in zip(grads, heads.split(conv_TX * open_TX), (True, True, False), strict=True):
-        dy = dy.to(wide)
-        if normed:
-            factor = torch.rsqrt(s.square().sum(-1, keepdim=True) + EPS)
-            y = s * factor
-            dy = factor * (dy - y * (dy * y).sum(-1, keepdim=True))
-        ds.append(dy.flatten(1))
+    for grad, s, normed in zip(grads, heads.split(conv_TX * open_TX), (True, True, False), strict=True):
+        dy = grad.to(wide)
+        factor = torch.rsqrt(s.square().sum(-1, keepdim=True) + 1e-6)
+        y = s * factor
+        ds.append((factor * (dy - y * (dy * y).sum(-1, keepdim=True)) if normed else dy).flatten(1))
     dconv_TX = torch.cat(ds, dim=1) * (open_TX + conv_TX * open_TX * (1 - open_TX))
     parts = (taps_XW[:, -1 - j] * _shifted(dconv_TX, -j, spans_2T) for j in range(W))
     dqkv_TX.copy_(sum(parts, torch.zeros_like(x_TX)))

@@ -18,42 +18,92 @@ In a chunk with rows i, j and the state M0 before it, G_i = g_1 + ... + g_i, E_i
     dv = beta X;  dA = -tril(X D^T, -1);  F = do D^T;  H = dA * beta * E         from here on each chunk by itself
     dq = scale (e^G do M0^T + (F * E) k)
     dk = scale (F * E)^T q + e^(G_C - G) D dM1^T - beta e^G X M0^T + (H + H^T) k
-    dbeta = rowsum(X * v - dA * ...)                                    (see the code)
+    dbeta = X . (v - e^G k M0) + rowsum(dA * k k^T * E)
+    B = F * scale P + dA * A;  dG = rowsum(B) - colsum(B) + scale e^G (q M0 . do) - beta e^G (k M0 . X) - kept
+    dG_C += e^(G_C) <dM1, M0> + sum(kept);  kept = e^(G_C - G) k . (D dM1^T);  dg = reversed cumulative sum of dG
 
 G, E, R and the state are in float32; operands of products are rounded to the inputs' dtype, sums are in float32.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
 from pronghorn.kernels.delta.delta_chunks import CHUNK
+from pronghorn.kernels.delta.delta_gradients import _local_kernel, _reverse_kernel
 from pronghorn.kernels.delta.delta_rule_torch import backward_torch, inverse_torch, put_rows, scan_torch
+from pronghorn.kernels.delta.delta_scan import _inverse_kernel, _scan_kernel
+from pronghorn.kernels.runtime.dispatch import triton, use_triton
 from pronghorn.kernels.runtime.first_order import Ctx, first_order
+
+# Of the products that give R, which is rounded to the inputs' dtype: 10 bits are enough for bf16's 7, not for fp16's 10.
+PRECISIONS = {torch.bfloat16: "tf32", torch.float16: "tf32x3", torch.float32: "ieee"}
+
+
+class _Tiles(NamedTuple):
+    """V columns of a program (of a step in the local kernel), and warps."""
+
+    columns: int
+    scan_warps: int
+    local_warps: int
+
+    @staticmethod
+    def of(K: int, V: int, dtype: torch.dtype) -> _Tiles:
+        wide, fits = _padded(K) > 128, _padded(V)
+        if dtype == torch.float32:  # no tensor cores
+            return _Tiles(min(16, fits), 8, 16)
+        return _Tiles(min(32 if wide else 64, fits), 4, 16 if wide else 8)
+
+
+def _padded(width: int) -> int:
+    return max(16, int(triton.next_power_of_2(width)))
+
+
+def _sizes(q_TJK: Tensor, v_TNV: Tensor) -> dict[str, Any]:
+    (_, J, K), (_, N, V) = q_TJK.shape, v_TNV.shape
+    return {"N": N, "GROUP": N // J, "K": K, "KP": _padded(K), "V": V}
 
 
 def delta_rule_forward(
     q_TJK: Tensor, k_TJK: Tensor, v_TNV: Tensor, g_TN: Tensor, beta_TN: Tensor, chunks_S2: Tensor, cu_seqlens: Tensor, *,
     initial: Tensor | None = None, final: Tensor | None = None, places: Tensor | None = None, out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(o_TNV, R_TNC): R has the rows of q and 64 columns, which `delta_rule_backward` takes.
+    """(o_TNV, R_TNC): R has the rows of q and 64 columns; `delta_rule_backward` takes it.
 
-    q, k, v: rows may be columns of wider ones. g, beta: contiguous, float32. `chunks_S2`: `chunk_table(cu_seqlens, T)`.
+    q, k, v, `out`: rows may be columns of wider ones. g, beta: contiguous, float32. `chunks_S2`: `chunk_table(cu_seqlens, T)`.
     `cu_seqlens` int32, from 0 to T: padding is a document. `initial`, `final` [places, N, K, V] float32: the state before each
     document (else zero), and where to put the one after it; both at its place in `places` (else its number). Empty documents
     leave their place in `final` alone.
     """
     o_TNV = torch.empty(v_TNV.shape, dtype=v_TNV.dtype, device=v_TNV.device) if out is None else out
-    R_TNC = inverse_torch(k_TJK, g_TN, beta_TN, chunks_S2, cu_seqlens)
-    place_D = torch.arange(len(cu_seqlens) - 1, device=v_TNV.device) if places is None else places.long()
-    found = scan_torch(
-        q_TJK, k_TJK, v_TNV, g_TN, beta_TN, R_TNC, chunks_S2, cu_seqlens, None if initial is None else initial[place_D]
-    )
-    put_rows(found.o, o_TNV, chunks_S2, cu_seqlens)
-    if final is not None:
-        filled = cu_seqlens[1:] > cu_seqlens[:-1]
-        final[place_D[filled]] = found.last[filled].to(final.dtype)
+    documents = len(cu_seqlens) - 1
+    if places is None and (initial is not None or final is not None):
+        places = torch.arange(documents, dtype=torch.int32, device=v_TNV.device)
+    if not use_triton(v_TNV):
+        R_TNC = inverse_torch(k_TJK, g_TN, beta_TN, chunks_S2, cu_seqlens)
+        before = None if initial is None or places is None else initial[places.long()]
+        found = scan_torch(q_TJK, k_TJK, v_TNV, g_TN, beta_TN, R_TNC, chunks_S2, cu_seqlens, before)
+        put_rows(found.o, o_TNV, chunks_S2, cu_seqlens)
+        if final is not None and places is not None:
+            filled = cu_seqlens[1:] > cu_seqlens[:-1]
+            final[places[filled].long()] = found.last[filled].to(final.dtype)
+        return o_TNV, R_TNC
+    sizes, tiles = _sizes(q_TJK, v_TNV), _Tiles.of(q_TJK.shape[2], v_TNV.shape[2], v_TNV.dtype)
+    R_TNC = torch.empty(*v_TNV.shape[:2], CHUNK, dtype=v_TNV.dtype, device=v_TNV.device)
+    inverse_sizes = {name: sizes[name] for name in ("N", "GROUP", "K", "KP")}
+    _inverse_kernel[(len(chunks_S2), v_TNV.shape[1])](
+        k_TJK, k_TJK.stride(0), g_TN, beta_TN, R_TNC, chunks_S2, **inverse_sizes, PRECISION=PRECISIONS[v_TNV.dtype],
+        num_warps=tiles.scan_warps,
+    )  # fmt: skip
+    states = [R_TNC if each is None else each for each in (initial, final, places)]
+    _scan_kernel[(documents, v_TNV.shape[1], triton.cdiv(v_TNV.shape[2], tiles.columns))](
+        q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), v_TNV, v_TNV.stride(0), g_TN, beta_TN, R_TNC, o_TNV, o_TNV.stride(0),
+        R_TNC, R_TNC, cu_seqlens, *states, q_TJK.shape[2] ** -0.5, **sizes, BV=tiles.columns, OUTPUT=True,
+        HAS_INITIAL=initial is not None, HAS_FINAL=final is not None, STAGES=1, num_warps=tiles.scan_warps,
+    )  # fmt: skip
     return o_TNV, R_TNC
 
 
@@ -61,12 +111,33 @@ def delta_rule_backward(
     do_TNV: Tensor, q_TJK: Tensor, k_TJK: Tensor, v_TNV: Tensor, g_TN: Tensor, beta_TN: Tensor, R_TNC: Tensor,
     chunks_S2: Tensor, cu_seqlens: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """(dq_TJK, dk_TJK, dv_TNV, dg_TN, dbeta_TN), the last two in float32. do may be columns of wider rows. For documents that
-    begin without a state."""
+    """(dq_TJK, dk_TJK, dv_TNV, dg_TN, dbeta_TN), the last two in float32. do, q, k, v: rows may be columns of wider ones. For
+    documents that begin without a state."""
     dq_TJK, dk_TJK, dv_TNV = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_TJK, k_TJK, v_TNV))
     dg_TN, dbeta_TN = torch.empty_like(g_TN), torch.empty_like(beta_TN)
     outs = (dq_TJK, dk_TJK, dv_TNV, dg_TN, dbeta_TN)
-    backward_torch(do_TNV, q_TJK, k_TJK, v_TNV, g_TN, beta_TN, R_TNC, chunks_S2, cu_seqlens, outs)
+    if not use_triton(v_TNV):
+        backward_torch(do_TNV, q_TJK, k_TJK, v_TNV, g_TN, beta_TN, R_TNC, chunks_S2, cu_seqlens, outs)
+        return outs
+    (T, N, V), K = v_TNV.shape, q_TJK.shape[2]
+    sizes, tiles, scale = _sizes(q_TJK, v_TNV), _Tiles.of(K, V, v_TNV.dtype), K**-0.5
+    D_TNV, X_TNV = (torch.empty(T, N, V, dtype=v_TNV.dtype, device=v_TNV.device) for _ in range(2))
+    states, dstates = (torch.empty(len(chunks_S2), N, K, V, dtype=v_TNV.dtype, device=v_TNV.device) for _ in range(2))
+    grid = (len(cu_seqlens) - 1, N, triton.cdiv(V, tiles.columns))
+    _scan_kernel[grid](
+        q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), v_TNV, v_TNV.stride(0), g_TN, beta_TN, R_TNC, D_TNV, N * V, D_TNV,
+        states, cu_seqlens, states, states, cu_seqlens, scale, **sizes, BV=tiles.columns, OUTPUT=False, HAS_INITIAL=False,
+        HAS_FINAL=False, STAGES=1, num_warps=tiles.scan_warps,
+    )  # fmt: skip
+    _reverse_kernel[grid](
+        do_TNV, do_TNV.stride(0), q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), g_TN, beta_TN, R_TNC, dv_TNV, N * V, X_TNV,
+        dstates, cu_seqlens, scale, **sizes, BV=tiles.columns, STAGES=1, num_warps=tiles.scan_warps,
+    )  # fmt: skip
+    _local_kernel[(len(chunks_S2), q_TJK.shape[1])](
+        do_TNV, do_TNV.stride(0), q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), v_TNV, v_TNV.stride(0), g_TN, beta_TN, D_TNV,
+        X_TNV, states, dstates, dq_TJK, dq_TJK.stride(0), dk_TJK, dk_TJK.stride(0), dg_TN, dbeta_TN, chunks_S2, scale, **sizes,
+        BV=tiles.columns, num_warps=tiles.local_warps,
+    )  # fmt: skip
     return outs
 
 

@@ -5,6 +5,7 @@ Products round their operands to the inputs' dtype and sum in float32 (float64 f
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ def delta_rule_reference(
     """o_TNV by the recurrence, token by token. `initial` [documents, N, K, V]."""
     q_TNK, k_TNK = (_of_value_heads(x, v_TNV.shape[1]) for x in (q_TJK, k_TJK))
     outs, scale, bounds = [], q_TJK.shape[-1] ** -0.5, cu_seqlens.tolist()
-    for document, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for document, (start, end) in enumerate(pairwise(bounds)):
         state = torch.zeros_like(k_TNK[0, :, :, None] * v_TNV[0, :, None]) if initial is None else initial[document]
         for t in range(start, end):
             state, o_NV = _one_token(state, q_TNK[t], k_TNK[t], v_TNV[t], g_TN[t], beta_TN[t], scale)
@@ -71,9 +72,7 @@ class _Chunks:
         bounds = cu_seqlens.tolist()
         table = chunks_S2.tolist()
         slot_at = {row: slot for slot, (row, rows) in enumerate(table) if rows}
-        self.documents = [
-            [slot_at[row] for row in range(start, end, CHUNK)] for start, end in zip(bounds, bounds[1:], strict=False)
-        ]
+        self.documents = [[slot_at[row] for row in range(start, end, CHUNK)] for start, end in pairwise(bounds)]
         self.lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=chunks_S2.device).tril()
 
     def cut(self, x_TN: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ T = packed tokens, N = value heads, V = value width, X = N V. o_TNV, z_TX; weigh
     n = o / sqrt(mean over V of o^2 + eps);  y = n weight silu(z)
 
     dz = dy n weight (sigmoid(z) + z sigmoid(z) (1 - sigmoid(z)));  u = dy weight silu(z)
-    do = (u - n mean over V of (u n)) / sqrt(mean of o^2 + eps);  dweight = sum over t and heads of dy n silu(z), in a fixed order
+    do = (u - n mean over V of (u n)) / sqrt(mean of o^2 + eps);  dweight = sum of dy n silu(z), in a fixed order
 
 Bound by memory: forward reads 2 X and writes X values a token, backward reads 3 X and writes 2 X.
 """
@@ -16,7 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pronghorn.kernels.norm.rms_norm import sum_rows
+from pronghorn.kernels.runtime.dispatch import jit, processor_count, tl, triton, use_triton
 from pronghorn.kernels.runtime.first_order import Ctx, first_order
+
+TILE = 2048  # values of a program: 16 heads of 128
+PROGRAMS = 8  # on a multiprocessor, where each sums its part of the weight's gradient
 
 
 def gated_norm_reference(o_TNV: Tensor, z_TX: Tensor, weight_V: Tensor, eps: float) -> Tensor:
@@ -25,14 +30,89 @@ def gated_norm_reference(o_TNV: Tensor, z_TX: Tensor, weight_V: Tensor, eps: flo
     return normed_TNV.flatten(1) * F.silu(z_TX)
 
 
+# ---- Triton ----------------------------------------------------------------------------------------------------------------
+
+
+@jit
+def _heads(x, x_row, row, column, inside, N: tl.constexpr, V: tl.constexpr):
+    """Rows are heads of tokens: N to a row of x."""
+    place = x + (row // N * x_row + row % N * V)[:, None] + column[None, :]
+    return tl.load(place, mask=inside, other=0.0).to(tl.float32)
+
+
+@jit
+def _put_heads(x, x_row, row, column, inside, values, N: tl.constexpr, V: tl.constexpr):
+    place = x + (row // N * x_row + row % N * V)[:, None] + column[None, :]
+    tl.store(place, values.to(x.dtype.element_ty), mask=inside)
+
+
+@jit
+def _forward_kernel(
+    o, z, z_row, weight, y, y_row, eps, rows, N: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    row, column = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, VP)
+    inside = (row < rows)[:, None] & (column < V)[None, :]
+    value, gate = _heads(o, N * V, row, column, inside, N, V), _heads(z, z_row, row, column, inside, N, V)
+    scale = tl.load(weight + column, mask=column < V, other=0.0).to(tl.float32)
+    normed = value * (1.0 / tl.sqrt_rn(tl.sum(value * value, 1) / V + eps))[:, None]
+    _put_heads(y, y_row, row, column, inside, normed * scale[None, :] * (gate * tl.sigmoid(gate)), N, V)
+
+
+@jit
+def _backward_kernel(
+    dy, dy_row, o, z, z_row, weight, do, dz, dz_row, parts, eps, rows, N: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
+    ROWS: tl.constexpr, NEED_WEIGHT: tl.constexpr,
+):  # fmt: skip
+    """Every num_programs-th tile; parts [programs, V]: each program's part of dweight."""
+    column = tl.arange(0, VP)
+    scale = tl.load(weight + column, mask=column < V, other=0.0).to(tl.float32)[None, :]
+    total = tl.zeros([ROWS, VP], tl.float32)
+    for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = first + tl.arange(0, ROWS).to(tl.int64)
+        inside = (row < rows)[:, None] & (column < V)[None, :]
+        grad, value = _heads(dy, dy_row, row, column, inside, N, V), _heads(o, N * V, row, column, inside, N, V)
+        gate = _heads(z, z_row, row, column, inside, N, V)
+        inverse = (1.0 / tl.sqrt_rn(tl.sum(value * value, 1) / V + eps))[:, None]
+        normed, opened = value * inverse, tl.sigmoid(gate)
+        silu = gate * opened
+        u = grad * scale * silu
+        _put_heads(do, N * V, row, column, inside, inverse * (u - normed * (tl.sum(u * normed, 1) / V)[:, None]), N, V)
+        _put_heads(dz, dz_row, row, column, inside, grad * normed * scale * (opened + silu * (1.0 - opened)), N, V)
+        total += grad * normed * silu
+    if NEED_WEIGHT:
+        tl.store(parts + tl.program_id(0) * V + column, tl.sum(total, 0), mask=column < V)
+
+
 # ---- forward and backward --------------------------------------------------------------------------------------------------
 
 
 def gated_norm_forward(o_TNV: Tensor, z_TX: Tensor, weight_V: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
     """y_TX. o is contiguous; z and `out` may be columns of wider rows."""
     y_TX = torch.empty(z_TX.shape, dtype=o_TNV.dtype, device=o_TNV.device) if out is None else out
+    if use_triton(o_TNV):
+        tiles, sizes = _tiles(o_TNV)
+        _forward_kernel[(tiles,)](
+            o_TNV,
+            z_TX,
+            z_TX.stride(0),
+            weight_V,
+            y_TX,
+            y_TX.stride(0),
+            eps,
+            o_TNV.shape[0] * o_TNV.shape[1],
+            **sizes,
+            num_warps=4,
+        )
+        return y_TX
     wide = torch.promote_types(o_TNV.dtype, torch.float32)
     return y_TX.copy_(gated_norm_reference(o_TNV.to(wide), z_TX.to(wide), weight_V, eps))
+
+
+def _tiles(o_TNV: Tensor) -> tuple[int, dict[str, int]]:
+    """(tiles, their sizes)"""
+    (T, N, V), VP = o_TNV.shape, int(triton.next_power_of_2(o_TNV.shape[2]))
+    rows = max(1, TILE // VP)
+    return int(triton.cdiv(T * N, rows)), {"N": N, "V": V, "VP": VP, "ROWS": rows}
 
 
 def gated_norm_backward(
@@ -48,6 +128,15 @@ def gated_norm_backward(
     """(do_TNV, dz_TX, dweight_V in float32 or None). `out`: where to put dz; it and dy may be columns of wider rows."""
     do_TNV = torch.empty(o_TNV.shape, dtype=o_TNV.dtype, device=o_TNV.device)
     dz_TX = torch.empty(z_TX.shape, dtype=z_TX.dtype, device=z_TX.device) if out is None else out
+    if use_triton(o_TNV):
+        tiles, sizes = _tiles(o_TNV)
+        programs = min(tiles, PROGRAMS * processor_count(o_TNV.device)) if need_weight else tiles
+        parts = torch.empty(programs if need_weight else 0, sizes["V"], dtype=torch.float32, device=o_TNV.device)
+        _backward_kernel[(programs,)](
+            dy_TX, dy_TX.stride(0), o_TNV, z_TX, z_TX.stride(0), weight_V, do_TNV, dz_TX, dz_TX.stride(0), parts, eps,
+            o_TNV.shape[0] * o_TNV.shape[1], **sizes, NEED_WEIGHT=need_weight, num_warps=4,
+        )  # fmt: skip
+        return do_TNV, dz_TX, sum_rows(parts)[0] if need_weight else None
     wide = torch.promote_types(o_TNV.dtype, torch.float32)
     dy, o, z = dy_TX.to(wide).view(o_TNV.shape), o_TNV.to(wide), z_TX.to(wide).view(o_TNV.shape)
     rstd, opened, weight = torch.rsqrt(o.square().mean(-1, keepdim=True) + eps), z.sigmoid(), weight_V.to(wide)
