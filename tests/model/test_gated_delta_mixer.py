@@ -27,7 +27,7 @@ from pronghorn.recipe_parts import Lora
 from samples import small
 
 LENGTHS = (1, 63, 64, 65, 150, 5)
-# Of gradients: transformers' in float32, and ours, are up to 2e-5 from ours in float64, and up to 5e-5 in a document of 5 tokens.
+# Of gradients: transformers' in float32, and ours, are up to 2e-5 from ours in float64, up to 5e-5 in a document of 5 tokens.
 TOLERANCE = 1e-4
 SIZES = small(num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"], head_dim=16)
 SIZES |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12}

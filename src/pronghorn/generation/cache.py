@@ -1,9 +1,9 @@
 """What the mixers of a model have seen: keys and values in pages, the last inputs of convolutions, and states.
 
-P = pages of PAGE tokens, K = key/value heads, H = head width, W = taps, D = channels; of Gated DeltaNet N, K, V = value heads and
-the widths of keys and values. Page 0 belongs to nobody: padding is
-written there. A forward is a `Prefill` of whole prompts, which attend to themselves as in training, or a `Step`, one token for
-each of B rows, over their pages. Both are the `Cache` of their `Documents` (model/layers/types.py).
+P = pages of PAGE tokens, K = key/value heads, H = head width, W = taps, D = channels; of Gated DeltaNet N, K, V = value heads
+and the widths of keys and values. Page 0 belongs to nobody: padding is written there. A forward is a `Prefill` of whole prompts,
+which attend to themselves as in training, or a `Step`, one token for each of B rows, over their pages. Both are the `Cache` of
+their `Documents` (model/layers/types.py).
 """
 
 from __future__ import annotations
@@ -59,6 +59,25 @@ def bytes_of_a_token(engine: FastCausalLM, dtype: torch.dtype) -> int:
     """The size of its keys and values in all layers."""
     mixers = [layer.mixer for layer in engine.layers if isinstance(layer.mixer, Attention)]
     return max(1, sum(2 * mixer.kv_heads * mixer.head_width for mixer in mixers) * dtype.itemsize)
+
+
+def bytes_of_a_slot(engine: FastCausalLM, dtype: torch.dtype) -> int:
+    """What convolutions and states keep at its place and at a prompt's: 100 MB for Qwen3.5-9B."""
+    found = 0
+    for mixer in (layer.mixer for layer in engine.layers):
+        if isinstance(mixer, ShortConv | GatedDelta):
+            channels, taps = mixer.taps.shape
+            found += 2 * (taps - 1) * channels * dtype.itemsize
+        if isinstance(mixer, GatedDelta):
+            _, K, N, V = mixer.heads
+            found += 2 * 4 * N * K * V
+    return found
+
+
+def slots_within(engine: FastCausalLM, dtype: torch.dtype, slots: int, room: int) -> int:
+    """How many of the slots there can be, so that half of `room`, in bytes, is left for keys and values."""
+    each = bytes_of_a_slot(engine, dtype)
+    return max(1, min(slots, room // 2 // each)) if each else slots
 
 
 def free_bytes(device: torch.device) -> int:
@@ -138,12 +157,9 @@ class Prefill:
         self, layer: int, qkv_TX: Tensor, taps_XW: Tensor, g_TN: Tensor, beta_TN: Tensor, heads: Heads, documents: Documents
     ) -> Tensor:
         inputs = delta_inputs_forward(qkv_TX, taps_XW, documents.spans_2T, heads)
-        assert documents.chunks_S2 is not None
         self._keep(layer, qkv_TX)
         final, places = self.states.states[layer], self.input_D.int()
-        return delta_rule_forward(
-            *inputs, g_TN, beta_TN, documents.chunks_S2, documents.cu_seqlens, final=final, places=places
-        )[0]
+        return delta_rule_forward(*inputs, g_TN, beta_TN, documents.chunks, documents.cu_seqlens, final=final, places=places)[0]
 
 
 @dataclass(frozen=True)
@@ -180,5 +196,5 @@ class Step:
         B, W, _ = seen_BWX.shape
         bounds = torch.arange(0, (B + 1) * W, W, dtype=torch.int32, device=qkv_TX.device)
         inputs = delta_inputs_forward(seen_BWX.flatten(0, 1), taps_XW, spans(bounds, B * W), heads)
-        last = (part[W - 1 :: W] for part in inputs)
-        return delta_step(*last, g_TN, beta_TN, self.states.states[layer], self.input_B.int())
+        q, k, v = (part[W - 1 :: W] for part in inputs)
+        return delta_step(q, k, v, g_TN, beta_TN, self.states.states[layer], self.input_B.int())

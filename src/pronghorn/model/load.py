@@ -23,7 +23,7 @@ from pronghorn.model.config import constructed, empty_model, generation_config, 
 from pronghorn.model.config_check import require_enough_weights, require_weights_for
 from pronghorn.model.families import FAMILIES, text_config
 from pronghorn.model.formats.checkpoint import load_stored, published_format, refuse_unreadable
-from pronghorn.model.formats.table import GATES, FORMATS, require_fp8
+from pronghorn.model.formats.table import FORMATS, GATES, require_fp8
 from pronghorn.model.heads import HEADS, auto_class, require_head
 from pronghorn.model.lora import PICKLED, add_adapter
 from pronghorn.model.text_stack import decoder_layers, keep_softcap, set_cache
@@ -82,8 +82,8 @@ def require_fp8_layers(text_type: str) -> None:
     if text_type in FAMILIES and "linear_attention" in FAMILIES[text_type].mixers:
         raise RecipeError(
             what=f"{text_type} cannot be trained in FP8",
-            why=f"{', '.join(GATES[:2])} stay in 16 bits, because decays of states are exponentials of what they make, and share "
-            "a GEMM with the other linears",
+            why=f"{' and '.join(GATES[:2])} stay in 16 bits, because decays of states are exponentials of what they make, and "
+            "share a GEMM with the other linears",
             fix="set method: lora, or method: qlora if memory is short (in Python: load_in_4bit=True)",
         )
 

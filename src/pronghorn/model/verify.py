@@ -132,9 +132,7 @@ def verify(model: HFModel, seed: int = 0) -> Verdict:
     return verdict
 
 
-def _documents(
-    config: HFConfig, short: tuple[int, ...], device: torch.device, seed: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _documents(config: HFConfig, short: tuple[int, ...], device: torch.device, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Documents at the beginning of the context, `short`, and two far from it."""
     chance = torch.Generator().manual_seed(seed)
     lengths = short + FAR

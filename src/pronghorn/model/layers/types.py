@@ -76,6 +76,11 @@ class Documents:
     cache: Cache | None = None  # of answers that are being generated: mixers read it and add to it
     leaves: dict[int, Tensor] | None = None  # by a parameter's id: its replacement for autograd, for captured layers
 
+    @property
+    def chunks(self) -> Tensor:
+        assert self.chunks_S2 is not None, "the model's `Positions` were not told of a mixer that reads chunks"
+        return self.chunks_S2
+
     @classmethod
     def of(cls, pack: PackedDocuments, positions: Positions) -> Documents:
         """`positions`: the model's. On the pack's device, without synchronization."""

@@ -8,8 +8,8 @@ T = packed tokens, J, K = key heads and their width, N, V = those of values, X =
    *core, R = delta_rule(q, k, v, g, beta)
     o = rms_norm(core) * w * silu(z)      again in backward
 
-Taps of the convolution, A_log, dt_bias and the norm's weight w are bare parameters. Qwen3-Next makes the columns of y key head by
-key head ([q | k | v | z] of each, then [b | a] of each): they are put in the order above.
+Taps of the convolution, A_log, dt_bias and the norm's weight w are bare parameters. Qwen3-Next makes the columns of y key head
+by key head ([q | k | v | z] of each, then [b | a] of each): they are put in the order above.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class GatedDelta(Mixer):
         if documents.cache is not None:
             return documents.cache.delta(self.index, qkv, self.taps, *gates, self.heads, documents), None
         inputs = delta_inputs_forward(qkv, self.taps, documents.spans_2T, self.heads)
-        return delta_rule_forward(*inputs, *gates, documents.chunks_S2, documents.cu_seqlens)
+        return delta_rule_forward(*inputs, *gates, documents.chunks, documents.cu_seqlens)
 
     def gated(self, saved: Saved, extra: int) -> Tensor:
         o = rows_like(saved["h"], self.out_width + extra)
@@ -126,14 +126,12 @@ class GatedDelta(Mixer):
         do, _, dnorm = gated_norm_backward(do, saved["core"], z, m.norm.weight, self.eps, need_weight=trains, out=dz)
         inputs = delta_inputs_forward(qkv, self.taps, documents.spans_2T, self.heads)
         gates = delta_gates_forward(a, b, m.A_log, m.dt_bias)
-        *grads, dg, dbeta = delta_rule_backward(
-            do, *inputs, *gates, saved["R"], documents.chunks_S2, documents.cu_seqlens
-        )
+        dq, dk, dv, dg, dbeta = delta_rule_backward(do, *inputs, *gates, saved["R"], documents.chunks, documents.cu_seqlens)
         del do, inputs, gates
         trains = m.A_log.requires_grad or m.dt_bias.requires_grad
         _, _, dA, ddt = delta_gates_backward(dg, dbeta, a, b, m.A_log, m.dt_bias, need_weights=trains, out=(da, db))
         _, dtaps = delta_inputs_backward(
-            *grads, qkv, self.taps, documents.spans_2T, self.heads, need_taps=taps.requires_grad, out=dqkv
+            dq, dk, dv, qkv, self.taps, documents.spans_2T, self.heads, need_taps=taps.requires_grad, out=dqkv
         )
         if self.order is not None:
             dy_ext[:, : y.shape[1]] = dy.index_select(1, self._order_on(y)[1])
@@ -150,7 +148,7 @@ class GatedDelta(Mixer):
         else:
             q, k, v = delta_inputs(qkv, self.taps, documents.spans_2T, self.heads)
             g, beta = delta_gates(a, b, m.A_log, m.dt_bias)
-            core = delta_rule(q, k, v, g, beta, documents.chunks_S2, documents.cu_seqlens)
+            core = delta_rule(q, k, v, g, beta, documents.chunks, documents.cu_seqlens)
         return gated_norm(core, z, m.norm.weight, self.eps)
 
 
