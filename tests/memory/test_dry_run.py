@@ -291,14 +291,18 @@ def peak_of_a_whole_step(job: Job, choices: Sequence[Choice]) -> int:
 
 
 CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "full_attention", "full_attention"], "block_ff_dim": 1024}
-MIXED = {  # model types with layers of several kinds: dense layers before experts, short convolutions beside attention
+STATES = {"layer_types": ["linear_attention", "full_attention", "full_attention", "full_attention"]}
+STATES |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+# Model types with layers of several kinds: dense layers before experts, short convolutions or states beside attention.
+MIXED = {
     "glm4_moe": {"first_k_dense_replace": 1},
     "dots1": {"first_k_dense_replace": 1},
     "lfm2": CONVOLUTIONS,
+    "qwen3_5_text": STATES,
 }
 
 
-@table(("family", "levels"), [("glm4_moe", "mixed"), ("dots1", ""), ("lfm2", "mixed"), ("glm4_moe", "layer")])
+@table(("family", "levels"), [("glm4_moe", "mixed"), ("dots1", ""), ("lfm2", "mixed"), ("qwen3_5_text", "mixed"), ("glm4_moe", "layer")])
 def test_the_peak_of_a_model_with_layers_of_several_kinds_is_that_of_the_whole_model(family: str, levels: str) -> None:
     """Each kind is run once; the whole model, layer after layer, holds as much."""
     sizes = {"num_hidden_layers": 4, "intermediate_size": 1024, "vocab_size": 512}
