@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +18,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pronghorn.errors import ModelError
 from pronghorn.kernels.delta.delta_chunks import chunk_table
 from pronghorn.model.causal_lm import install
+from pronghorn.model.config import empty_model, read_config
+from pronghorn.model.families import why_not_fast
+from pronghorn.model.formats.store import dequantize_, store_experts_, store_linears_, stored_modules
+from pronghorn.model.formats.table import FORMATS, GATES
 from pronghorn.model.isolated_documents import require_isolated_documents
 from pronghorn.model.layers.mixers import gated_delta
 from pronghorn.model.layers.types import Documents
 from pronghorn.model.lora import add_adapter
+from pronghorn.model.shared_prefix import why_not_shared
 from pronghorn.model.verify import verify
 from pronghorn.packs import PackedDocuments
 from pronghorn.recipe_parts import Lora
@@ -51,6 +57,9 @@ def model_of(kind: str, method: str) -> Any:
             tensor.data = torch.tensor([0.02, 0.1, 0.5, 4.0]).log()
     if method == "full":
         return model.train()
+    if method == "nf4":
+        store_linears_(model, FORMATS[method])
+        store_experts_(model, FORMATS[method])
     model.requires_grad_(False)
     model = add_adapter(model, Lora(r=4, dora=method == "dora"), seed=1)
     for name, parameter in model.named_parameters():
@@ -74,6 +83,19 @@ def test_all_gradients_are_those_of_transformers(kind: str, method: str) -> None
         names = ("conv1d.weight", "A_log", "dt_bias", "norm.weight", "in_proj")
         assert all(any(f"layers.0.linear_attn.{name}" in trained for trained in expected[1]) for name in names)
     assert min(gradient.cosine for gradient in verify(model).gradients) > 0.99999
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_frozen_weights_in_few_bits(kind: str) -> None:
+    """With NF4 the numbers of the dequantized model. What decays and steps are made of stays as it is."""
+    model, twin = model_of(kind, "nf4"), model_of(kind, "nf4")
+    stored = {name.removesuffix(".base_layer").rpartition(".")[2] for name, _ in stored_modules(model)}
+    assert not stored & set(GATES)
+    assert stored & {"in_proj_qkv", "in_proj_qkvz"}
+    dequantize_(twin, torch.float32)
+    assert install(model) == ""
+    assert_same(fast(model, LENGTHS), own(twin, LENGTHS), TOLERANCE)
+    assert all(layer.fused for layer in engine(model).layers)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -115,3 +137,22 @@ def test_verify_sees_a_state_that_is_lost_between_chunks(kind: str, monkeypatch:
     monkeypatch.setattr(gated_delta, "delta_rule_forward", broken)
     with pytest.raises(ModelError, match="differ"):
         verify(model)
+
+
+def test_what_is_refused_says_so() -> None:
+    config = CONFIGS["qwen3_5_text"]
+    assert "linear_attention" in why_not_shared(config, torch.device("cpu"), torch.float32)
+    other = AutoConfig.for_model("qwen3", **small(), layer_types=["linear_attention"] * 2)
+    assert "linear_attention" in why_not_fast(other)
+
+
+def test_the_config_of_a_multimodal_model_is_that_of_what_transformers_loads(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("qwen3_5", text_config=SIZES, architectures=["Qwen3_5ForConditionalGeneration"])
+    config.save_pretrained(tmp_path / "images")
+    found = read_config(str(tmp_path / "images"))
+    assert (found.model_type, found.hidden_size) == ("qwen3_5_text", 32)
+    assert why_not_fast(found) == ""
+    assert type(AutoModelForCausalLM.from_config(config)) is type(empty_model("a", found))
+    gemma = AutoConfig.for_model("gemma3")
+    gemma.save_pretrained(tmp_path / "gemma")
+    assert read_config(str(tmp_path / "gemma")).model_type == "gemma3"
