@@ -43,6 +43,10 @@ from pronghorn.data.pack.packing import pack_in_order
 from pronghorn.data.preference.pair_packing import groups_of
 from pronghorn.generation.sampling import Rules, draw
 from pronghorn.kernels.attention.attention_paged import MEMBERS, PAGE, Segments, paged_attention, write_pages
+from pronghorn.kernels.delta.delta_chunks import chunk_table
+from pronghorn.kernels.delta.delta_inputs import Heads
+from pronghorn.kernels.delta.delta_rule import delta_rule_forward
+from pronghorn.kernels.delta.delta_step import delta_step
 from pronghorn.kernels.lora.nf4_rows import NF4Rows
 from pronghorn.kernels.loss import cross_entropy_powers
 from pronghorn.kernels.quant.fp8_cast import fp8_cast_rows, fp8_supported
@@ -141,6 +145,12 @@ SIZES: dict[str, dict[str, Any]] = MODELS | {  # more published sizes; Gemma 2 h
         "num_key_value_heads": 8,
         "layer_types": ["conv"],
     },
+    "qwen3.5-9b": {
+        "model_type": "qwen3_5_text",
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "layer_types": ["linear_attention"],
+    },
 }
 
 
@@ -191,10 +201,9 @@ CASES = (  # sizes are shared where they do not matter: a constant that differs 
     Case("gemma-3-4b", shared=True), Case("gemma-2-9b", changes={"head_dim": 256}, shared=True),
     Case("gpt-oss-20b-4layers", shared=True), Case("glm-4.5-air"), Case("glm-4.5-air", changes={"n_group": 8, "topk_group": 4}),
     Case("lfm2-1.2b"), Case("lfm2-1.2b", "full"), Case("apertus-8b", "full"), Case("arcee-4.5b"), Case("hunyuan-7b", "full"),
-    Case("gemma-4-12b"), Case("gemma-4-12b", "full", tokens=1000),
-    Case("gemma-4-12b", shared=True),
-    Case("glm-4.7-flash"),
+    Case("gemma-4-12b"), Case("gemma-4-12b", "full", tokens=1000), Case("gemma-4-12b", shared=True), Case("glm-4.7-flash"),
     Case("glm-4.7-flash", changes={"qk_nope_head_dim": 128, "v_head_dim": 128}),  # DeepSeek-V3's heads
+    Case("qwen3.5-9b"), Case("qwen3.5-9b", "full"), Case("qwen3.5-9b", changes={"layer_types": ["full_attention"]}),
     Case("gpt-oss-20b-4layers", "full", changes={"num_local_experts": 8}), Case("qwen3-30b-a3b-4layers", "full", tokens=256),
 )  # fmt: skip
 
@@ -297,6 +306,12 @@ def decode() -> None:
     for rows in (16, 64):
         x_ext, sB = torch.empty(rows, 4096 + 64, dtype=torch.bfloat16), torch.empty(1024, 64, dtype=torch.bfloat16)
         NF4Rows([weight])(x_ext, sB, h_BO=x_ext[:, :1024])
+    q, k, v = Heads(16, 128, 32, 128).split(torch.empty(64, 8192, dtype=torch.bfloat16))
+    gates, states = (torch.empty(64, 32), torch.empty(64, 32)), torch.empty(8, 32, 128, 128)
+    place = torch.zeros(64, dtype=torch.int32)
+    delta_step(q, k, v, *gates, states, place)
+    bounds = torch.tensor([0, 60, 64], dtype=torch.int32)
+    delta_rule_forward(q, k, v, *gates, chunk_table(bounds, 64), bounds, final=states, places=place[:2])
     key_B = torch.zeros(16, dtype=torch.int64)
     for truncates in (False, True):
         draw(torch.empty(16, 128256), Rules.empty(16, key_B.device), key_B, key_B, truncates=truncates)

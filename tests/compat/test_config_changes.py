@@ -10,6 +10,7 @@ import torch
 from test_changes import IDS, SIZES, assert_same_step
 from test_decoder_layer import FAMILIES as DENSE
 from test_experts import ROWS as MIXTURES
+from test_gated_delta_mixer import CONFIGS as STATES
 from test_short_conv_mixer import CONFIGS as CONVOLUTIONS
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -48,7 +49,8 @@ OF_IMAGES = {"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_
 
 def test_every_config_value_that_a_forward_reads_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """What each family's own forward, loss and masks ask the config for: looked at here, or without effect on the result."""
-    configs = {config.model_type: config for config in (*DENSE.values(), *MIXTURES.values(), *CONVOLUTIONS.values())}
+    tables = (DENSE, MIXTURES, CONVOLUTIONS, STATES)
+    configs = {config.model_type: config for table in tables for config in table.values()}
     assert configs.keys() == FAMILIES.keys() - OF_IMAGES
     for kind, config in configs.items():
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import test_decoder_layer
 import test_experts
+import test_gated_delta_mixer
 import test_short_conv_mixer
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -32,8 +33,9 @@ MODELS: dict[str, Any] = DENSE | EXPERTS
 
 
 def model_of(family: str, method: str = "lora") -> Any:
-    if family in test_short_conv_mixer.CONFIGS:
-        return test_short_conv_mixer.model_of(family, method)
+    for kind in (test_short_conv_mixer, test_gated_delta_mixer):
+        if family in kind.CONFIGS:
+            return kind.model_of(family, method)
     method = "lora on experts" if family in EXPERTS and method == "lora" else method
     return MODELS[family](family, method, torch.float32)
 
@@ -59,10 +61,11 @@ def expected(model: Any, prompt: list[int], said: list[int]) -> tuple[list[int],
 @pytest.mark.parametrize(
     ("family", "method"),
     [
-        *((family, "lora") for family in (*MODELS, *test_short_conv_mixer.CONFIGS)),
+        *((family, "lora") for family in (*MODELS, *test_short_conv_mixer.CONFIGS, *test_gated_delta_mixer.CONFIGS)),
         ("llama", "full"),
         ("qwen3", "dora"),
         ("lfm2", "dora"),
+        ("qwen3_5_text", "dora"),
     ],
 )
 @torch.no_grad()

@@ -132,7 +132,8 @@ def test_autograd_sees_what_backward_gives(device: str, trained: bool) -> None:
     cases = [
         (delta_inputs(qkv, taps, where, heads), [qkv], [taps],
          delta_inputs_backward(ones(7, J, K), ones(7, J, K), ones(7, N, V), qkv, taps, where, heads)),
-        (delta_gates(a, b, A_log, bias), [a, b], [A_log, bias], delta_gates_backward(ones(7, N), ones(7, N), a, b, A_log, bias)),
+        (delta_gates(a, b, A_log, bias), [a, b], [A_log, bias],
+         delta_gates_backward(ones(7, N), ones(7, N), a, b, A_log, bias)),
         ((gated_norm(o, z, weight, 1e-6),), [o, z], [weight], gated_norm_backward(ones(7, N * V), o, z, weight, 1e-6)),
     ] if device == "cpu" else []  # fmt: skip
     for outs, inputs, parameters, expected in cases:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from kernel_parts import Judge
 
@@ -85,6 +86,34 @@ def test_forward_and_backward_are_as_good_as_plain_torch(
     without, *nothing = backward_of(given, grads, rstd)  # another tile and no loop: the last bit may differ on a GPU
     assert nothing == [None, None]
     judge(without, plain[3], truth[3], "dqkv without the norms' gradients")
+
+
+@table(("shape", "dtype", "neighbours"), [((3, 1, 64, 16), torch.bfloat16, False), ((5, 2, 24, 24), torch.float32, True)])
+def test_gates_beside_the_queries_are_left_alone(
+    device: str, shape: tuple[int, int, int, int], dtype: torch.dtype, neighbours: bool
+) -> None:
+    """The bits of the same heads without gates, whose columns, and the columns of their gradients, are neither read nor
+    written."""
+    heads, kv_heads, width, _ = shape
+    given = case(3, shape, dtype, device, "per_head") | {"neighbours": neighbours}
+    gated = torch.full((3, (2 * heads + 2 * kv_heads) * width), float("nan"), dtype=dtype, device=device)
+    q, kv = gated[:, : 2 * heads * width].unflatten(1, (heads, 2 * width))[..., :width], gated[:, 2 * heads * width :]
+    q.copy_(given["qkv_TX"][:, : heads * width].unflatten(1, (heads, width)))
+    kv.copy_(given["qkv_TX"][:, heads * width :])
+    plain, found = qk_rope_forward(**given), qk_rope_forward(**(given | {"qkv_TX": gated}))
+    assert all(
+        torch.equal(one, other) for one, other in zip(plain, found, strict=True) if one is not None and other is not None
+    )
+    grads, out = [torch.randn_like(part) for part in plain[:3]], torch.full_like(gated, float("nan"))
+    dqkv, *of_norms = backward_of(given, grads, plain[3], need_norm_grad=True)
+    _, *found_norms = backward_of(given | {"qkv_TX": gated}, grads, plain[3], need_norm_grad=True, out=out)
+    assert all(map(torch.equal, of_norms, found_norms))
+    of_q = out[:, : 2 * heads * width].unflatten(1, (heads, 2 * width))
+    assert of_q[..., width:].isnan().all()
+    assert torch.equal(torch.cat([of_q[..., :width].flatten(1), out[:, 2 * heads * width :]], 1), dqkv)
+    assert not backward_of(given | {"qkv_TX": gated}, grads, plain[3])[0].isnan().any()  # zeros
+    with pytest.raises(ValueError, match="gates"):
+        qk_rope_forward(**{**case(3, shape, dtype, device, None), "qkv_TX": gated}, in_place=True)
 
 
 @table(

@@ -292,12 +292,16 @@ def peak_of_a_whole_step(job: Job, choices: Sequence[Choice]) -> int:
 
 
 CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "full_attention", "full_attention"], "block_ff_dim": 1024}
-MIXED = {  # model types with layers of several kinds: dense layers before experts, short convolutions beside attention
+STATES = {"layer_types": ["linear_attention", "full_attention", "full_attention", "full_attention"]}
+STATES |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+# Model types with layers of several kinds: dense layers before experts, short convolutions or states beside attention.
+MIXED = {
     "glm4_moe": {"first_k_dense_replace": 1},
     "dots1": {"first_k_dense_replace": 1},
     "glm4_moe_lite": {},
     "lfm2": CONVOLUTIONS,
     "gemma4_text": {"layer_types": ["sliding_attention"] + ["full_attention"] * 3},
+    "qwen3_5_text": STATES,
 }
 
 
@@ -307,6 +311,7 @@ MIXED = {  # model types with layers of several kinds: dense layers before exper
         ("glm4_moe", "mixed"),
         ("dots1", ""),
         ("lfm2", "mixed"),
+        ("qwen3_5_text", "mixed"),
         ("glm4_moe", "layer"),
         ("glm4_moe_lite", "mixed"),
         ("glm4_moe_lite", ""),

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+import test_gated_delta_mixer
 import torch
 
+from pronghorn.generation.cache import bytes_of_a_slot, slots_within
 from pronghorn.generation.generator import Generator, Request
 from pronghorn.generation.sampling import Sampling
 from pronghorn.memory.pages import LOGITS, answering_bytes, slots_of, stored_tokens
-from pronghorn.model.causal_lm import install
+from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.recipe_rollouts import Rollouts
 from samples import make_model
 
 
-def test_the_pages_are_counted_and_hold_all_slots() -> None:
-    model = make_model()
+@pytest.mark.parametrize("made", [make_model, lambda: test_gated_delta_mixer.model_of("qwen3_5_text", "full")])
+def test_the_pages_are_counted_and_hold_all_slots(made: Any) -> None:
+    model = made()
     install(model)
     spec = Rollouts(prompts=3, answers=4, max_new_tokens=70, slots=6)
     generator = Generator(model, slots=slots_of(spec), tokens=stored_tokens(spec, 100), longest=70, stops=1)
@@ -21,7 +27,9 @@ def test_the_pages_are_counted_and_hold_all_slots() -> None:
     stored = sum(tensor.nbytes for pair in pages for tensor in pair)
     nobody = sum(tensor[:1].nbytes for pair in pages for tensor in pair)  # the page that belongs to nobody
     logits = LOGITS * 4 * 6 * model.config.vocab_size
-    assert answering_bytes(spec, model.config, 100, 4) == stored - nobody + logits
+    states = sum(tensor.nbytes for tensor in generator._decoder.states.at_places)
+    assert bytes_of_a_slot(generator.engine, torch.float32) * 7 == states
+    assert answering_bytes(spec, model.config, 100, 4) == stored - nobody + logits + states
     requests = [Request([5] * 100, [10 * i + one for one in range(4)], 70, Sampling()) for i in range(3)]
     most = []
     for request in requests:
@@ -31,3 +39,14 @@ def test_the_pages_are_counted_and_hold_all_slots() -> None:
         for _ in generator.run():
             most.append(len(generator._slot))
     assert max(most) == 6  # memory never left a slot empty
+
+
+def test_states_leave_half_of_the_memory_for_keys_and_values() -> None:
+    model = test_gated_delta_mixer.model_of("qwen3_5_text", "full")
+    install(model)
+    engine = engine_of(model)
+    each = bytes_of_a_slot(engine, torch.float32)
+    assert [slots_within(engine, torch.float32, 32, room) for room in (0, 20 * each, 1000 * each)] == [1, 10, 32]
+    attends = make_model()
+    install(attends)
+    assert slots_within(engine_of(attends), torch.float32, 32, 0) == 32

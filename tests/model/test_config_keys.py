@@ -96,6 +96,22 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rope_theta": 1000000,
         "topk_method": "noaux_tc",
     },
+    "qwen3_5_text": {
+        "attn_output_gate": True,
+        "full_attention_interval": 4,
+        "mamba_ssm_dtype": "float32",
+        "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"],
+        "num_hidden_layers": 4,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [11, 11, 10],
+            "mrope_interleaved": True,
+        },
+    },
     "dots1": {
         "n_routed_experts": 128,
         "num_experts_per_tok": 6,

@@ -11,6 +11,7 @@ import test_decoder_layer
 import test_experts
 import test_fp8_gemms
 import test_fp8_moe_layer
+import test_gated_delta_mixer
 import test_linears
 import test_short_conv_mixer
 import torch
@@ -52,6 +53,9 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "convolutions, experts": lambda: test_short_conv_mixer.model_of("lfm2_moe", "lora"),
     "latents": lambda: test_experts.model_of("glm4_moe_lite", "lora on experts", torch.float32),
     "latents, full": lambda: test_experts.model_of("deepseek_v3, narrow values", "full", torch.float32),
+    "states, full": lambda: test_gated_delta_mixer.model_of("qwen3_5_text", "full"),
+    "states, experts": lambda: test_gated_delta_mixer.model_of("qwen3_5_moe_text", "lora"),
+    "states, columns in another order": lambda: test_gated_delta_mixer.model_of("qwen3_next", "lora"),
     "experts, shared expert": lambda: test_experts.model_of("qwen2_moe", "lora on experts", torch.float32),
     "experts, adapters on attention": lambda: test_experts.model_of("gpt_oss", "lora on attention", torch.float32),
 }
@@ -59,7 +63,7 @@ KINDS = DENSE | OTHERS
 # A kind is a row in every run, further families of it are for `--every-case`.
 LATER = ("qk-norm", "qk-norm after RoPE, full", "full", "fp8, four norms", "fp8, norms elsewhere", "fp8, multipliers",
          "experts, shared expert", "experts, adapters on attention", "fp8, no gate", "no gate",
-         "norms without weights, full", "fp8, norms without weights")  # fmt: skip
+         "norms without weights, full", "fp8, norms without weights", "states, columns in another order")  # fmt: skip
 
 
 def rows_of(kinds: dict[str, Any]) -> list[Any]:

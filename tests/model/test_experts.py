@@ -134,6 +134,7 @@ ROWS: dict[str, Any] = FAMILIES | {  # other rows of the table: their losses and
         layer_rope_theta=[0, 500.0],
         sliding_window=16,
         layer_types=["full_attention", "sliding_attention"],
+    ),
     "glm4_moe_lite": AutoConfig.for_model("glm4_moe_lite", **(SMALL | SIGMOID | LATENT)),
     "deepseek_v3, narrow values": AutoConfig.for_model(
         "deepseek_v3",

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pronghorn.generation.cache import SHARE, SLOTS, bytes_of_a_token, free_bytes, pages_for
+from pronghorn.generation.cache import SHARE, SLOTS, bytes_of_a_slot, bytes_of_a_token, free_bytes, pages_for, slots_within
 from pronghorn.generation.generator import Completion, Generator, Request
 from pronghorn.kernels.attention.attention_paged import PAGE
 from pronghorn.kernels.runtime.dispatch import say_once
@@ -72,6 +72,9 @@ class KeptGenerator:
     def _fitting(self, requests: Sequence[Request], least: int, dtype: torch.dtype) -> Generator:
         device: torch.device = self.engine.embeddings.weight.device
         slots = min(sum(len(one.keys) for one in requests), SLOTS.get(device.type, 32))
+        slots = min(
+            slots, max(self._sizes.slots, slots_within(self.engine, dtype, slots, int(self.share * free_bytes(device))))
+        )
         longest = max(one.max_new_tokens for one in requests)
         prompts = sum(sorted((pages_for(len(one.prompt)) for one in requests), reverse=True)[:slots])
         pages = max(least, min(prompts + slots * pages_for(longest), self._limit))
@@ -83,9 +86,8 @@ class KeptGenerator:
         # Prompts of the next call may be longer.
         pages = max(largest.pages, 2 * prompts + largest.slots * pages_for(largest.longest))
         if device.type == "cuda":
-            self._limit = min(
-                self._limit, int(self.share * free_bytes(device)) // (PAGE * bytes_of_a_token(self.engine, dtype))
-            )
+            room = int(self.share * free_bytes(device)) - largest.slots * bytes_of_a_slot(self.engine, dtype)
+            self._limit = min(self._limit, room // (PAGE * bytes_of_a_token(self.engine, dtype)))
         self._sizes, self._dtype = largest._replace(pages=max(least, min(pages, self._limit))), dtype
         with torch.autocast(device.type, dtype=dtype, enabled=dtype != self.engine.embeddings.weight.dtype):
             self._generator = Generator(

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from pronghorn.generation.cache import SHARE, SLOTS, bytes_of_a_token, free_bytes, pages_for
+from pronghorn.generation.cache import SHARE, SLOTS, bytes_of_a_slot, bytes_of_a_token, free_bytes, pages_for, slots_within
 from pronghorn.generation.generator import Completion, Generator, Measured, Request
 from pronghorn.generation.sampling import GREEDY, Sampling, key_of
 from pronghorn.generation.text import GrowingText
@@ -128,11 +128,15 @@ def answering(
     assert engine is not None
     device = engine.embeddings.weight.device
     slots = slots or min(len(needs), SLOTS.get(device.type, 32))
-    wanted, token_bytes = sorted(needs, reverse=True), bytes_of_a_token(engine, engine.embeddings.weight.dtype)
+    dtype = engine.embeddings.weight.dtype
+    wanted, token_bytes = sorted(needs, reverse=True), bytes_of_a_token(engine, dtype)
     for share in (SHARE, SHARE / 4):
-        tokens = max(min(sum(wanted[:slots]), int(share * free_bytes(device)) // token_bytes), wanted[0])
+        room = int(share * free_bytes(device))
+        fitting = slots_within(engine, dtype, slots, room)
+        room -= fitting * bytes_of_a_slot(engine, dtype)
+        tokens = max(min(sum(wanted[:fitting]), room // token_bytes), wanted[0])
         try:
-            generator = Generator(model, slots=slots, tokens=tokens, longest=longest, stops=max(1, stops))
+            generator = Generator(model, slots=fitting, tokens=tokens, longest=longest, stops=max(1, stops))
         except torch.OutOfMemoryError:
             if share < SHARE:
                 raise

@@ -1,8 +1,9 @@
-"""What the mixers of a model have seen: keys and values in pages, and the last inputs of short convolutions.
+"""What the mixers of a model have seen: keys and values in pages, the last inputs of convolutions, and states.
 
-P = pages of PAGE tokens, K = key/value heads, H = head width, W = taps, D = channels. Page 0 belongs to nobody: padding is
-written there. A forward is a `Prefill` of whole prompts, which attend to themselves as in training, or a `Step`, one token for
-each of B rows, over their pages. Both are the `Cache` of their `Documents` (model/layers/types.py).
+P = pages of PAGE tokens, K = key/value heads, H = head width, W = taps, D = channels; of Gated DeltaNet N, K, V = value heads and
+the widths of keys and values. Page 0 belongs to nobody: padding is written there. A forward is a `Prefill` of whole prompts, which
+attend to themselves as in training, or a `Step`, one token for each of B rows, over their pages. Both are the `Cache` of their
+`Documents` (model/layers/types.py).
 """
 
 from __future__ import annotations
@@ -17,10 +18,16 @@ from torch import Tensor
 from pronghorn.kernels.attention.attention import attention_forward
 from pronghorn.kernels.attention.attention_paged import PAGE, Segments, paged_attention, write_pages
 from pronghorn.kernels.attention.attention_paged_torch import PagesRead
+from pronghorn.kernels.attention.attention_torch import spans
 from pronghorn.kernels.conv.short_conv import short_conv_forward
+from pronghorn.kernels.delta.delta_inputs import Heads, delta_inputs_forward
+from pronghorn.kernels.delta.delta_rule import delta_rule_forward
+from pronghorn.kernels.delta.delta_step import delta_step
 from pronghorn.model.causal_lm import FastCausalLM
 from pronghorn.model.layers.mixers.attention import Attention
+from pronghorn.model.layers.mixers.gated_delta import GatedDelta
 from pronghorn.model.layers.mixers.short_conv import ShortConv
+from pronghorn.model.layers.types import Documents
 from pronghorn.model.read_ahead import free_memory
 
 SLOTS = {"cpu": 32, "cuda": 256}  # answers at once: from 165 rows on products are bound by arithmetic (H200)
@@ -54,6 +61,25 @@ def bytes_of_a_token(engine: FastCausalLM, dtype: torch.dtype) -> int:
     return max(1, sum(2 * mixer.kv_heads * mixer.head_width for mixer in mixers) * dtype.itemsize)
 
 
+def bytes_of_a_slot(engine: FastCausalLM, dtype: torch.dtype) -> int:
+    """What convolutions and states keep at its place and at a prompt's: 100 MB for Qwen3.5-9B."""
+    found = 0
+    for mixer in (layer.mixer for layer in engine.layers):
+        if isinstance(mixer, ShortConv | GatedDelta):
+            channels, taps = mixer.taps.shape
+            found += 2 * (taps - 1) * channels * dtype.itemsize
+        if isinstance(mixer, GatedDelta):
+            _, K, N, V = mixer.heads
+            found += 2 * 4 * N * K * V
+    return found
+
+
+def slots_within(engine: FastCausalLM, dtype: torch.dtype, slots: int, room: int) -> int:
+    """How many of the slots there can be, so that half of `room`, in bytes, is left for keys and values."""
+    each = bytes_of_a_slot(engine, dtype)
+    return max(1, min(slots, room // 2 // each)) if each else slots
+
+
 def free_bytes(device: torch.device) -> int:
     """What tensors may still take."""
     if device.type != "cuda":
@@ -63,18 +89,27 @@ def free_bytes(device: torch.device) -> int:
 
 
 class MixerStates:
-    """The tensors, of every layer. `places`: where convolutions keep their inputs: one for each slot and each prompt."""
+    """The tensors, of every layer. `places`: where inputs and states are: one for each slot and each prompt."""
 
     def __init__(self, engine: FastCausalLM, pages: int, places: int, dtype: torch.dtype, device: torch.device) -> None:
         self.pages: dict[int, tuple[Tensor, Tensor]] = {}
         self.inputs: dict[int, Tensor] = {}  # [places, W - 1, D], the oldest first
+        self.states: dict[int, Tensor] = {}  # [places, N, K, V], float32
         for layer in engine.layers:
             if isinstance(layer.mixer, Attention):
                 shape = (pages, layer.mixer.kv_heads, PAGE, layer.mixer.head_width)
                 self.pages[layer.index] = tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))  # type: ignore[assignment]
-            elif isinstance(layer.mixer, ShortConv):
+            elif isinstance(layer.mixer, ShortConv | GatedDelta):
                 channels, taps = layer.mixer.taps.shape
                 self.inputs[layer.index] = torch.zeros(places, taps - 1, channels, dtype=dtype, device=device)
+            if isinstance(layer.mixer, GatedDelta):
+                _, K, N, V = layer.mixer.heads
+                self.states[layer.index] = torch.zeros(places, N, K, V, dtype=torch.float32, device=device)
+
+    @property
+    def at_places(self) -> list[Tensor]:
+        """What every step of an answer replaces."""
+        return [*self.inputs.values(), *self.states.values()]
 
     def write(self, layer: int, place_T: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> None:
         """`place_T`: page and token in it, as one number."""
@@ -88,9 +123,9 @@ class MixerStates:
                 stored.index_fill_(0, chosen, 0.0)
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Inputs of convolutions, from the places of prompts to those of answers."""
-        for inputs in self.inputs.values():
-            inputs[target] = inputs[source]
+        """From the places of prompts to those of answers."""
+        for tensor in self.at_places:
+            tensor[target] = tensor[source]
 
 
 @dataclass(frozen=True)
@@ -99,7 +134,7 @@ class Prefill:
     place_T: Tensor
     end_D: Tensor  # row after the last of each prompt
     start_D: Tensor
-    input_D: Tensor  # its place for the inputs of convolutions
+    input_D: Tensor  # its place for inputs of convolutions and states
 
     def attend(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, out: Tensor, **options: Any) -> None:
         self.states.write(layer, self.place_T, k_TKH, v_TKH)
@@ -107,12 +142,24 @@ class Prefill:
 
     def convolve(self, layer: int, bcx_TX: Tensor, taps_DW: Tensor, spans_2T: Tensor, out: Tensor) -> None:
         short_conv_forward(bcx_TX, taps_DW, spans_2T, out=out)
-        kept = self.states.inputs[layer]
-        back = torch.arange(kept.shape[1], 0, -1, device=bcx_TX.device)
-        row = self.end_D[:, None] - back
         B, _, x = bcx_TX.chunk(3, dim=-1)
-        u = (B * x).to(kept.dtype)[row.clamp(min=0)]
+        self._keep(layer, B * x)
+
+    def _keep(self, layer: int, u_TD: Tensor) -> None:
+        """A convolution's last inputs of each prompt."""
+        kept = self.states.inputs[layer]
+        back = torch.arange(kept.shape[1], 0, -1, device=u_TD.device)
+        row = self.end_D[:, None] - back
+        u = u_TD[row.clamp(min=0)].to(kept.dtype)
         kept[self.input_D] = u.masked_fill((row < self.start_D[:, None])[..., None], 0.0)
+
+    def delta(
+        self, layer: int, qkv_TX: Tensor, taps_XW: Tensor, g_TN: Tensor, beta_TN: Tensor, heads: Heads, documents: Documents
+    ) -> Tensor:
+        inputs = delta_inputs_forward(qkv_TX, taps_XW, documents.spans_2T, heads)
+        self._keep(layer, qkv_TX)
+        final, places = self.states.states[layer], self.input_D.int()
+        return delta_rule_forward(*inputs, g_TN, beta_TN, documents.chunks, documents.cu_seqlens, final=final, places=places)[0]
 
 
 @dataclass(frozen=True)
@@ -130,8 +177,24 @@ class Step:
         paged_attention(q_TNH, *self.states.pages[layer], self.parts, self.position_B, **given, out=out, read=self.read)
 
     def convolve(self, layer: int, bcx_TX: Tensor, taps_DW: Tensor, spans_2T: Tensor, out: Tensor) -> None:
-        kept = self.states.inputs[layer]
         B, C, x = bcx_TX.chunk(3, dim=-1)
-        seen = torch.cat([kept[self.input_B], (B * x).to(kept.dtype)[:, None]], 1)
-        kept[self.input_B] = seen[:, 1:]
+        seen = self._seen(layer, B * x)
         out.copy_(C * (seen * taps_DW.T.to(seen.dtype)).sum(1))
+
+    def _seen(self, layer: int, u_BD: Tensor) -> Tensor:
+        """[B, W, D]: a convolution's last inputs, with these. The oldest one is forgotten."""
+        kept = self.states.inputs[layer]
+        seen = torch.cat([kept[self.input_B], u_BD.to(kept.dtype)[:, None]], 1)
+        kept[self.input_B] = seen[:, 1:]
+        return seen
+
+    def delta(
+        self, layer: int, qkv_TX: Tensor, taps_XW: Tensor, g_TN: Tensor, beta_TN: Tensor, heads: Heads, documents: Documents
+    ) -> Tensor:
+        """Each answer's last inputs are a document of W tokens, of which the last one goes on."""
+        seen_BWX = self._seen(layer, qkv_TX)
+        B, W, _ = seen_BWX.shape
+        bounds = torch.arange(0, (B + 1) * W, W, dtype=torch.int32, device=qkv_TX.device)
+        inputs = delta_inputs_forward(seen_BWX.flatten(0, 1), taps_XW, spans(bounds, B * W), heads)
+        q, k, v = (part[W - 1 :: W] for part in inputs)
+        return delta_step(q, k, v, g_TN, beta_TN, self.states.states[layer], self.input_B.int())

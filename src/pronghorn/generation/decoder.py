@@ -241,7 +241,7 @@ class Decoder:
         """A graph's first step with the same one without it. A graph that reads what is gone draws something else in most rows;
         rounding changes a token in a thousand."""
         assert bucket.step is not None
-        state = [self._token, self._made, self._runs, *self.states.inputs.values()]
+        state = [self._token, self._made, self._runs, *self.states.at_places]
         before, found = [tensor.clone() for tensor in state], []
         for step in (partial(self._step, bucket, truncates), bucket.step):
             step()
@@ -288,6 +288,7 @@ class Decoder:
             spans_2T,
             typical=pack.longest,
             query_scale_T=engine.positions.query_scale(pack.positions_T),
+            chunks_S2=engine.positions.chunks(pack.cu_seqlens, len(ids_T)) if isinstance(cache, Prefill) else None,
             cache=cache,
         )
         return engine.prepared_hidden(engine.embed(ids_T).to(self.dtype), documents, rows)

@@ -1,10 +1,13 @@
-"""Memory that answering prompts during a run takes beside its steps: pages of keys and values, and a decoding step's logits."""
+"""Memory that answering prompts during a run takes beside its steps: pages of keys and values, states of slots and prompts, and
+a decoding step's logits."""
 
 from __future__ import annotations
 
+import math
+
 from pronghorn.hf_types import HFConfig
 from pronghorn.kernels.attention.attention_paged import PAGE
-from pronghorn.model.families import heads_of
+from pronghorn.model.families import ATTENTION, heads_of, layer_type
 from pronghorn.recipe_rollouts import OWN, Rollouts
 
 LOGITS = 3  # float32 tensors of a row's logits at a time, while it is drawn from
@@ -27,9 +30,19 @@ def answering_bytes(spec: Rollouts, config: HFConfig, longest_prompt: int, eleme
     if spec.engine != OWN:
         return 0
     text = config.get_text_config()
-    of_a_token = sum(heads * width for heads, width in (heads_of(text, i) for i in range(int(text.num_hidden_layers))))
+    kinds = [layer_type(text, index) for index in range(int(text.num_hidden_layers))]
+    of_a_token = sum(math.prod(heads_of(text, i)) for i, kind in enumerate(kinds) if kind in ATTENTION)
     kept = stored_tokens(spec, longest_prompt) * 2 * of_a_token * element
+    if with_states := kinds.count("linear_attention"):
+        kept += 2 * (slots_of(spec) + 1) * with_states * _state_bytes(text, element)
     return kept + LOGITS * 4 * slots_of(spec) * int(text.vocab_size)
+
+
+def _state_bytes(text: HFConfig, element: int) -> int:
+    """Of one layer with Gated DeltaNet, at one place: its state in float32, and its convolution's last inputs."""
+    keys = int(text.linear_num_key_heads) * int(text.linear_key_head_dim)
+    values = int(text.linear_num_value_heads) * int(text.linear_value_head_dim)
+    return 4 * values * int(text.linear_key_head_dim) + (int(text.linear_conv_kernel_dim) - 1) * (2 * keys + values) * element
 
 
 def _pages(tokens: int) -> int:

@@ -84,7 +84,9 @@ class FastCausalLM:
         self.embed = Embed(model, self.backbone, family.names.embeddings, config, normed)
         self.head = head_in(model.config)(self)
         mixers = [layer.mixer for layer in self.layers if layer.mixer is not None]
-        self.positions = Positions(self.backbone, config, {m.rope: m.head_width for m in mixers if m.rope is not None})
+        head_widths = {mixer.rope: mixer.head_width for mixer in mixers if mixer.rope is not None}
+        in_chunks = any(mixer.in_chunks for mixer in mixers)
+        self.positions = Positions(self.backbone, config, head_widths, in_chunks=in_chunks)
         self._adapters: CopyTable | None = None
         self._adapters_fp8 = SplitTable([])
         self.offload: Offload | None = None  # shared by the layers that offload

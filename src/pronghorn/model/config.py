@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, GenerationConfig, PreTrainedModel
 
 from pronghorn.errors import ModelError
 from pronghorn.folders import folder_of
@@ -23,7 +23,7 @@ from pronghorn.model.config_check import (
     require_sane_numbers,
     require_token_ids,
 )
-from pronghorn.model.heads import auto_class
+from pronghorn.model.heads import auto_class, head_in
 from pronghorn.model_files import CONFIG, GENERATION, MALFORMED, read_json, require_safe_files
 
 T = TypeVar("T")
@@ -42,9 +42,22 @@ def read_config(name: str) -> Any:
     require_token_ids(content, CONFIG, name)
     require_architectures(content, name)
     config = constructed(name, UNBUILDABLE, lambda: AutoConfig.from_pretrained(str(folder), trust_remote_code=False))
+    config = _as_loaded(config)
     config._name_or_path = place(name)  # not where the hub's cache is
     constructed(name, UNBUILDABLE, lambda: require_consistent(config, name))
     return config
+
+
+def _as_loaded(config: HFConfig) -> Any:
+    """The text model's config, where transformers' language model of a multimodal config is the text model alone (Qwen3.5)."""
+    text, classes = config.get_text_config(), MODEL_FOR_CAUSAL_LM_MAPPING
+    if text is config or type(config) not in classes or type(text) not in classes or not head_in(config).generates:
+        return config
+    if classes[type(config)] is not classes[type(text)]:
+        return config
+    if hasattr(config, "quantization_config"):
+        text.quantization_config = config.quantization_config
+    return text
 
 
 def no_config(name: str) -> ModelError:

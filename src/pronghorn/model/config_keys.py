@@ -62,6 +62,11 @@ HONOURED = frozenset(
         "qk_head_dim",
         "v_head_dim",
         "rope_interleave",
+        "linear_conv_kernel_dim",
+        "linear_key_head_dim",
+        "linear_value_head_dim",
+        "linear_num_key_heads",
+        "linear_num_value_heads",
         "query_pre_attn_scalar",
         "attention_multiplier",
         "attn_logit_softcapping",
@@ -230,6 +235,11 @@ HARMLESS = frozenset(
         "conv_use_xavier_init",
         "use_pos_enc",
         "num_heads",
+        "full_attention_interval",
+        "attn_output_gate",
+        "mamba_ssm_dtype",
+        "mtp_num_hidden_layers",
+        "mtp_use_dedicated_embeddings",
     }
 )
 # The fast layers find these in the config, not in the model's modules; so do transformers' masks with `is_causal`.

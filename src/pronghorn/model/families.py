@@ -98,6 +98,7 @@ class Family:
     ntk_alpha: bool = False  # its RoPE of type `dynamic` with `alpha` is static
     v_norm: bool = False  # values are normed by head, without a weight
     latent: bool = False  # attention is multi-head latent attention (layers/mixers/latent_attention.py)
+    output_gate: bool = False  # attention's output has a gate for each of its values, which q_proj makes beside the queries
     neighbours: bool = False  # RoPE pairs neighbours instead of halves
     rope_needs_window: bool = False  # in a model with a window, layers without it have no RoPE
     query_scale: bool = False  # queries grow with their position: `llama_4_scaling_beta` among the RoPE parameters
@@ -128,6 +129,7 @@ LFM2 = Family(
 )
 
 GRANITE_MOE = Family(names=Names(mlp="block_sparse_moe"), experts=Experts(router="router", shared=""))
+QWEN3_5 = Family(mixers=("full_attention", "linear_attention"), one_plus=True, qk_norm="per_head", output_gate=True)
 
 FAMILIES = {
     "llama": Family(),
@@ -184,6 +186,9 @@ FAMILIES = {
     "nanochat": Family(
         names=Names(down="fc2"), gate_up=("fc1",), gated=False, qk_norm="after_rope", norm_first=True, turned_back=True
     ),
+    "qwen3_5_text": QWEN3_5,
+    "qwen3_5_moe_text": replace(QWEN3_5, experts=Experts()),
+    "qwen3_next": replace(QWEN3_5, experts=Experts()),
     # Text models of multimodal ones. Their positions are three numbers, which are equal for text.
     "qwen2_vl_text": Family(),
     "qwen2_5_vl_text": Family(),

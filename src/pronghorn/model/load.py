@@ -23,7 +23,7 @@ from pronghorn.model.config import constructed, empty_model, generation_config, 
 from pronghorn.model.config_check import require_enough_weights, require_weights_for
 from pronghorn.model.families import FAMILIES, text_config
 from pronghorn.model.formats.checkpoint import load_stored, published_format, refuse_unreadable
-from pronghorn.model.formats.table import FORMATS, require_fp8
+from pronghorn.model.formats.table import FORMATS, GATES, require_fp8
 from pronghorn.model.heads import HEADS, auto_class, require_head
 from pronghorn.model.lora import PICKLED, add_adapter
 from pronghorn.model.text_stack import decoder_layers, keep_softcap, set_cache
@@ -77,8 +77,21 @@ def require_fp8_precision(device: torch.device, precision: Precision) -> None:
         )
 
 
+def require_fp8_layers(text_type: str) -> None:
+    """Before anything is loaded: whether the layers of this model type multiply in FP8."""
+    if text_type in FAMILIES and "linear_attention" in FAMILIES[text_type].mixers:
+        raise RecipeError(
+            what=f"{text_type} cannot be trained in FP8",
+            why=f"{' and '.join(GATES[:2])} stay in 16 bits, because decays of states are exponentials of what they make, and "
+            "share a GEMM with the other linears",
+            fix="set method: lora, or method: qlora if memory is short (in Python: load_in_4bit=True)",
+        )
+
+
 def require_fp8_products(recipe: Recipe, facts: ModelFacts) -> None:
     """Before anything is loaded: experts multiply in FP8 only if stored in FP8."""
+    if recipe.fp8:
+        require_fp8_layers(facts.text_type)
     family = FAMILIES.get(facts.text_type)
     if recipe.compute != "fp8" or recipe.method == "fp8" or family is None or family.experts is None:
         return

@@ -1,4 +1,4 @@
-"""cos and sin of each kind of RoPE, and the queries' position-dependent scale, computed once per batch.
+"""cos and sin of each kind of RoPE, the queries' position-dependent scale, and chunks of documents, computed once per batch.
 
 T = packed tokens, P = rotary width. Positions are [T] or, for models that read images (M-RoPE), [3, T]: time, row, column. On
 the device, without synchronization, so a captured step contains it. Frequencies are those of the model's own (scaled) RoPE
@@ -14,12 +14,15 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pronghorn.hf_types import HFConfig, HFModel
+from pronghorn.kernels.delta.delta_chunks import chunk_table
 from pronghorn.model.families import FAMILIES, NO_ROPE, query_scale
 
 
 class Positions:
-    def __init__(self, backbone: HFModel, config: HFConfig, head_widths: dict[str, int]) -> None:
-        """`head_widths`: by kind of RoPE (families.rope_kind), those that some layer has."""
+    def __init__(self, backbone: HFModel, config: HFConfig, head_widths: dict[str, int], *, in_chunks: bool = False) -> None:
+        """`head_widths`: by kind of RoPE (families.rope_kind), those that some layer has. `in_chunks`: whether a mixer reads
+        chunks."""
+        self._in_chunks = in_chunks
         self.backbone, self.head_widths = backbone, head_widths
         family = FAMILIES[config.model_type]
         self.kinds, self.names, self._turned_back = sorted(head_widths), family.names.rotary, family.turned_back
@@ -84,3 +87,6 @@ class Positions:
             return None
         beta, length = self._scale
         return 1 + beta * torch.log(1 + torch.floor(positions_T / length))
+
+    def chunks(self, cu_seqlens: Tensor, tokens: int) -> Tensor | None:
+        return chunk_table(cu_seqlens, tokens) if self._in_chunks else None

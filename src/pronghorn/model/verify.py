@@ -3,12 +3,13 @@
 Both run on the same documents, in the model's own precision (ask for float32 to see 1e-6): first the family's layers, one
 document after the other, then ours on all of them in one pack. What differs is named, worst parameter first.
 
-Every number of the config must matter, also one that matters in long documents only, and 215 tokens must do:
+Every number of the config must matter, also one that matters in long documents only, and 215 tokens must do (365 where a mixer
+reads documents in chunks of 64: one of them then has three):
 - Some documents lie at the end of the context, or reach from its beginning to its end in a few tokens: frequencies of far
   positions, LongRoPE's long factors and queries scaled by position take part.
 - A window wider than these documents is made narrow for the moment, in the family's layers and in ours. Whether ours had the
   config's window is asked before.
-Memory and time are those of a step of 215 tokens, forward and backward, twice.
+Memory and time are those of a step of so many tokens, forward and backward, twice.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from pronghorn.packs import PackedBatch
 DOCUMENTS = (37, 5, 64, 1, 20)  # tokens; short enough for any model, odd enough to show a wrong boundary
 FAR = (48, 40)  # tokens of a document that reaches through the whole context, and of one at its end
 NARROW = 24  # tokens: a window that some of these documents are longer than
+CHUNKED = 150  # tokens of a document of several chunks
 LAST = 2**20  # no position is larger
 # Relative difference of the loss, and smallest cosine of a gradient with its counterpart. float32 differs by the order of
 # sums (seen: 5e-7 and 1 - 1e-10 on nine families); half precision by its own rounding, twice.
@@ -107,11 +109,13 @@ def verify(model: HFModel, seed: int = 0) -> Verdict:
     assert engine is not None
     config = base_of(model).config.get_text_config()
     _require_windows(engine, config)
-    ids, positions, bounds = _documents(config, next(model.parameters()).device, seed)
+    in_chunks = any(layer.mixer is not None and layer.mixer.in_chunks for layer in engine.layers)
+    lengths = DOCUMENTS + (CHUNKED,) * in_chunks
+    ids, positions, bounds = _documents(config, lengths, next(model.parameters()).device, seed)
     ends = torch.isin(torch.arange(1, len(ids) + 1, device=ids.device), bounds)
     rows = (~ends).nonzero().flatten()  # the last token of a document predicts nothing
     pack = PackedBatch(
-        ids_T=ids, labels_T=ids.roll(-1), positions_T=positions, cu_seqlens=bounds, loss_rows=rows, longest=max(DOCUMENTS + FAR)
+        ids_T=ids, labels_T=ids.roll(-1), positions_T=positions, cu_seqlens=bounds, loss_rows=rows, longest=max(lengths + FAR)
     )
     with in_mode(model, training=True), _random_adapters(model, seed), _narrow_windows(engine, config):
         own = _gradients(model, lambda: _own_loss(model, ids, positions, bounds))
@@ -128,15 +132,16 @@ def verify(model: HFModel, seed: int = 0) -> Verdict:
     return verdict
 
 
-def _documents(config: HFConfig, device: torch.device, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+def _documents(config: HFConfig, short: tuple[int, ...], device: torch.device, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Documents at the beginning of the context, `short`, and two far from it."""
     chance = torch.Generator().manual_seed(seed)
-    lengths = DOCUMENTS + FAR
+    lengths = short + FAR
     ids = torch.randint(0, config.vocab_size, (sum(lengths),), generator=chance)
     last = _last_position(config)
     place = torch.linspace(0, 1, FAR[0], dtype=torch.float64)
     through = torch.arange(FAR[0]) + (place**3 * max(0, last + 1 - FAR[0])).long()
     at_the_end = torch.arange(FAR[1]) + max(0, last + 1 - FAR[1])
-    positions = torch.cat([*(torch.arange(length) for length in DOCUMENTS), through, at_the_end])
+    positions = torch.cat([*(torch.arange(length) for length in short), through, at_the_end])
     bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
     return ids.to(device), positions.to(device), bounds.to(device)
 

@@ -1,16 +1,16 @@
 """QK-norm and rotary positions of queries and keys, on the output of their common projection, in one launch.
 
-    qkv row = [N*H queries | K*H keys | K*H values]
+    qkv row = [N*H queries | K*H keys | K*H values]; with a gate, each query head is followed by H columns that are not read
     y = x * rstd * w                             per head (Qwen 3, Gemma 3) or over all heads together (OLMo 2), or not at all
     (a, b) -> (a cos - b sin, b cos + a sin)     for every pair: (i, i + P/2), or (2i, 2i+1) where `neighbours`
 
 `norm_kind` after_rope (HunYuan): per head, and the other way round.
 
 T = packed tokens, N = query heads, K = key/value heads, H = head width, P = rotary width <= H (the rest of a head passes
-through), X = (N + 2K) * H, or (N + K) * H for rows without values, which have none then. cos and sin are fp32, [T, P/2]:
-positions, scaling and their factor are already in them. Rows may be strided (last dimension contiguous). Computed in fp32,
-rounded once. Backward writes the gradient of the whole qkv row, values included, so the projection's backward reads one tensor.
-Bound by memory.
+through), X = (N + 2K) * H, (2N + 2K) * H with a gate behind each query head, or (N + K) * H for rows without values, which have
+none then. cos and sin are fp32, [T, P/2]: positions, scaling and their factor are already in them. Rows may be strided (last
+dimension contiguous). Computed in fp32, rounded once. Backward writes the gradient of the whole qkv row, values included, so
+the projection's backward reads one tensor. Bound by memory.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def qk_rope_reference(
 
 def _parts(qkv_TX: torch.Tensor, heads: int, kv_heads: int, head_width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     rows = qkv_TX.view(len(qkv_TX), qkv_TX.shape[1] // head_width, head_width)
-    return rows[:, :heads], rows[:, heads : heads + kv_heads], rows[:, heads + kv_heads :]
+    step = 2 if rows.shape[1] == 2 * (heads + kv_heads) else 1  # 2 with a gate
+    q, k, v = rows.split([step * heads, kv_heads, rows.shape[1] - step * heads - kv_heads], dim=1)
+    return q[:, ::step], k, v
 
 
 class Tile(NamedTuple):
@@ -152,21 +154,22 @@ def _load_scale(weight, column, inside, ONE_PLUS: tl.constexpr):
 
 @jit
 def _forward_heads(
-    x, out, cos, sin, weight, rstd, eps, first_head, HEADS: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr,
-    HALF: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, NEIGHBOURS: tl.constexpr, NORM: tl.constexpr,
-    ONE_PLUS: tl.constexpr, IN_PLACE: tl.constexpr,
+    x, out, cos, sin, weight, rstd, eps, first_head, HEADS: tl.constexpr, PITCH: tl.constexpr, ROWS: tl.constexpr,
+    H: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, NEIGHBOURS: tl.constexpr,
+    NORM: tl.constexpr, ONE_PLUS: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one token; REST is 0 where the whole head rotates. In place, without a norm, the rest stays as it is."""
+    """Some heads of one token; REST is 0 where the whole head rotates. In place, without a norm, the rest stays as it is.
+    PITCH: from one head of x to the next."""
     head = first_head + tl.arange(0, ROWS)
     inside = head < HEADS
     pair = tl.arange(0, BLOCK)
     c, s = _load_angles(cos, sin, pair, HALF)
-    a, b = _load_pairs(x + head * H, inside, ROWS, HALF, BLOCK, NEIGHBOURS)
+    a, b = _load_pairs(x + head * PITCH, inside, ROWS, HALF, BLOCK, NEIGHBOURS)
     MOVE_REST: tl.constexpr = REST > 0 and not IN_PLACE
     if MOVE_REST:
         other = 2 * HALF + tl.arange(0, REST)
         other_mask = inside[:, None] & (other < H)[None, :]
-        rest = tl.load(x + (head * H)[:, None] + other[None, :], mask=other_mask, other=0.0).to(tl.float32)
+        rest = tl.load(x + (head * PITCH)[:, None] + other[None, :], mask=other_mask, other=0.0).to(tl.float32)
     if NORM == 2:
         a, b = _turned(a, b, c, s)
     if NORM:
@@ -191,8 +194,9 @@ def _forward_heads(
 @jit
 def _forward_kernel(
     q, q_row, k, k_row, q_out, q_out_row, k_out, k_out_row, cos, cos_row, sin, sin_row, q_weight, k_weight, rstd, eps,
-    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    REST: tl.constexpr, NEIGHBOURS: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr, IN_PLACE: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, Q_PITCH: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr,
+    BLOCK: tl.constexpr, REST: tl.constexpr, NEIGHBOURS: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr,
+    IN_PLACE: tl.constexpr,
 ):  # fmt: skip
     """One program: some query heads or some key heads of one token."""
     Q_TILES: tl.constexpr = (N + ROWS - 1) // ROWS
@@ -205,12 +209,12 @@ def _forward_kernel(
     rstd += token * (N + K)
     if tile < Q_TILES:
         _forward_heads(
-            q + token * q_row, q_out + token * q_out_row, cos, sin, q_weight, rstd, eps, tile * ROWS, N,
+            q + token * q_row, q_out + token * q_out_row, cos, sin, q_weight, rstd, eps, tile * ROWS, N, Q_PITCH,
             ROWS, H, HALF, BLOCK, REST, NEIGHBOURS, NORM, ONE_PLUS, IN_PLACE,
         )  # fmt: skip
     else:
         _forward_heads(
-            k + token * k_row, k_out + token * k_out_row, cos, sin, k_weight, rstd + N, eps, (tile - Q_TILES) * ROWS, K,
+            k + token * k_row, k_out + token * k_out_row, cos, sin, k_weight, rstd + N, eps, (tile - Q_TILES) * ROWS, K, H,
             ROWS, H, HALF, BLOCK, REST, NEIGHBOURS, NORM, ONE_PLUS, IN_PLACE,
         )  # fmt: skip
 
@@ -218,10 +222,11 @@ def _forward_kernel(
 @jit
 def _backward_heads(
     grad, grad_row, x, x_row, out, out_row, cos, cos_row, sin, sin_row, weight, rstd, rstd_row, partial, T, lane, lanes, tile,
-    HEADS: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
-    NEIGHBOURS: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr, NEED_DW: tl.constexpr, STAGES: tl.constexpr,
+    HEADS: tl.constexpr, PITCH: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    REST: tl.constexpr, NEIGHBOURS: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr, NEED_DW: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of every lanes-th token; without a gradient of the norm's weight that is exactly one token."""
+    """Some heads of every lanes-th token, PITCH apart in x and out; exactly one without a gradient of the norm's weight."""
     head = tile * ROWS + tl.arange(0, ROWS)
     inside = head < HEADS
     pair = tl.arange(0, BLOCK)
@@ -245,12 +250,12 @@ def _backward_heads(
         if NORM != 2:
             a, b = _turned_back(a, b, c, s)
         if REST > 0:
-            at = (head * H)[:, None] + other[None, :]
-            rest = tl.load(grad + token * grad_row + at, mask=other_mask, other=0.0).to(tl.float32)
+            at, rest_at = (head * PITCH)[:, None] + other[None, :], (head * H)[:, None] + other[None, :]
+            rest = tl.load(grad + token * grad_row + rest_at, mask=other_mask, other=0.0).to(tl.float32)
         if NORM:
             # 1 / rms multiplies the gradients, not x: once, and the result is one multiply-add.
             inverse = tl.load(rstd + token * rstd_row + head, mask=inside, other=0.0)
-            x_a, x_b = _load_pairs(x + token * x_row + head * H, inside, ROWS, HALF, BLOCK, NEIGHBOURS)
+            x_a, x_b = _load_pairs(x + token * x_row + head * PITCH, inside, ROWS, HALF, BLOCK, NEIGHBOURS)
             if NORM == 2:  # what the norm read
                 x_a, x_b = _turned(x_a, x_b, c, s)
             a, b = a * inverse[:, None], b * inverse[:, None]
@@ -268,7 +273,7 @@ def _backward_heads(
                 rest = rest - x_rest * share
         if NORM == 2:
             a, b = _turned_back(a, b, c, s)
-        _store_pairs(out + token * out_row + head * H, inside, a, b, ROWS, HALF, BLOCK, NEIGHBOURS)
+        _store_pairs(out + token * out_row + head * PITCH, inside, a, b, ROWS, HALF, BLOCK, NEIGHBOURS)
         if REST > 0:
             tl.store(out + token * out_row + at, rest.to(out.dtype.element_ty), mask=other_mask)
     if NEED_DW:
@@ -294,9 +299,9 @@ def _copy_heads(
 @jit
 def _backward_kernel(
     dq, dq_row, dk, dk_row, dv, dv_row, qkv, qkv_row, out, out_row, cos, cos_row, sin, sin_row, q_weight, k_weight, rstd,
-    partial_q, partial_k, T, period, N: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, H: tl.constexpr,
-    H_BLOCK: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, NEIGHBOURS: tl.constexpr,
-    NORM: tl.constexpr, ONE_PLUS: tl.constexpr, NEED_DW: tl.constexpr, STAGES: tl.constexpr,
+    partial_q, partial_k, T, period, N: tl.constexpr, K: tl.constexpr, V: tl.constexpr, Q_PITCH: tl.constexpr,
+    ROWS: tl.constexpr, H: tl.constexpr, H_BLOCK: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
+    NEIGHBOURS: tl.constexpr, NORM: tl.constexpr, ONE_PLUS: tl.constexpr, NEED_DW: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     Q_TILES: tl.constexpr = (N + ROWS - 1) // ROWS
     K_TILES: tl.constexpr = (K + ROWS - 1) // ROWS
@@ -308,17 +313,17 @@ def _backward_kernel(
     if tile < Q_TILES:
         _backward_heads(
             dq, dq_row, qkv, qkv_row, out, out_row, cos, cos_row, sin, sin_row, q_weight, rstd, N + K, partial_q,
-            T, lane, lanes, tile, N, ROWS, H, HALF, BLOCK, REST, NEIGHBOURS, NORM, ONE_PLUS, NEED_DW, STAGES,
+            T, lane, lanes, tile, N, Q_PITCH, ROWS, H, HALF, BLOCK, REST, NEIGHBOURS, NORM, ONE_PLUS, NEED_DW, STAGES,
         )  # fmt: skip
     elif tile < Q_TILES + K_TILES:
         _backward_heads(
-            dk, dk_row, qkv + N * H, qkv_row, out + N * H, out_row, cos, cos_row, sin, sin_row, k_weight, rstd + N, N + K,
-            partial_k, T, lane, lanes, tile - Q_TILES, K, ROWS, H, HALF, BLOCK, REST, NEIGHBOURS, NORM, ONE_PLUS, NEED_DW,
-            STAGES,
+            dk, dk_row, qkv + N * Q_PITCH, qkv_row, out + N * Q_PITCH, out_row, cos, cos_row, sin, sin_row, k_weight, rstd + N,
+            N + K, partial_k, T, lane, lanes, tile - Q_TILES, K, H, ROWS, H, HALF, BLOCK, REST, NEIGHBOURS, NORM, ONE_PLUS,
+            NEED_DW, STAGES,
         )  # fmt: skip
     else:
         v_tile = tile - Q_TILES - K_TILES
-        _copy_heads(dv, dv_row, out + (N + K) * H, out_row, T, lane, lanes, v_tile, V, ROWS, H, H_BLOCK, STAGES)
+        _copy_heads(dv, dv_row, out + N * Q_PITCH + K * H, out_row, T, lane, lanes, v_tile, V, ROWS, H, H_BLOCK, STAGES)
 
 
 def _widths(head_width: int, cos_TP: torch.Tensor) -> dict[str, int]:
@@ -349,7 +354,7 @@ def _rotate_forward(
         _forward_kernel[(T * (triton.cdiv(N, tile.heads) + triton.cdiv(K, tile.heads)),)](
             q_TNH, q_TNH.stride(0), k_TKH, k_TKH.stride(0), q_out, q_out.stride(0), k_out, k_out.stride(0), cos_TP,
             cos_TP.stride(0), sin_TP, sin_TP.stride(0), q_weight, k_weight, cos_TP if rstd is None else rstd, eps, N=N, K=K,
-            ROWS=tile.heads, NEIGHBOURS=neighbours, NORM=_norm(norms, after), ONE_PLUS=one_plus,
+            Q_PITCH=q_TNH.stride(1), ROWS=tile.heads, NEIGHBOURS=neighbours, NORM=_norm(norms, after), ONE_PLUS=one_plus,
             IN_PLACE=q_out.data_ptr() == q_TNH.data_ptr(), num_warps=tile.warps, **_widths(H, cos_TP),
         )  # fmt: skip
         return rstd
@@ -385,8 +390,9 @@ def _rotate_backward(
     _backward_kernel[(lanes * tiles,)](
         dq, dq.stride(0), dk, dk.stride(0), dv, dv.stride(0), qkv_TX, qkv_TX.stride(0), out, out.stride(0), cos_TP,
         cos_TP.stride(0), sin_TP, sin_TP.stride(0), q_weight, k_weight, cos_TP if rstd is None else rstd, partial_q, partial_k,
-        T, period, N=N, K=K, V=V, ROWS=block, H_BLOCK=triton.next_power_of_2(H), NEIGHBOURS=neighbours, NORM=_norm(norms, after),
-        ONE_PLUS=one_plus, NEED_DW=need_norm_grad, STAGES=stages, num_warps=warps, **_widths(H, cos_TP),
+        T, period, N=N, K=K, V=V, Q_PITCH=(out.shape[1] - (K + V) * H) // N, ROWS=block, H_BLOCK=triton.next_power_of_2(H),
+        NEIGHBOURS=neighbours, NORM=_norm(norms, after), ONE_PLUS=one_plus, NEED_DW=need_norm_grad, STAGES=stages,
+        num_warps=warps, **_widths(H, cos_TP),
     )  # fmt: skip
     if not need_norm_grad:
         return out, None, None
@@ -413,6 +419,8 @@ def qk_rope_forward(
     if in_place and norms is not None:
         raise ValueError("with QK-norm, backward needs the values that rotating in place overwrites")
     q, k, v = _parts(qkv_TX, heads, kv_heads, head_width)
+    if q.stride(1) != head_width and (in_place or norm_kind == "full"):
+        raise ValueError("queries with gates are neither rotated in place nor normed over all heads")
     if norms is not None and norm_kind == "full":
         q_flat, _, q_rstd = rms_norm_forward(q.flatten(1), norms[0], eps, one_plus=one_plus)
         k_flat, _, k_rstd = rms_norm_forward(k.flatten(1), norms[1], eps, one_plus=one_plus)
@@ -440,6 +448,8 @@ def qk_rope_backward(
     norms = _both(q_norm_H, k_norm_H)
     if norms is not None and (qkv_TX is None or rstd is None):
         raise ValueError("the backward of QK-norm needs qkv and rstd")
+    if out is None and qkv_TX is not None and qkv_TX.shape[1] > width + kv_width + values:
+        out = torch.zeros_like(qkv_TX)  # the gradient of the gates is someone else's
     dqkv = torch.empty(T, width + kv_width + values, dtype=dq_TNH.dtype, device=dq_TNH.device) if out is None else out
     raw = dqkv if qkv_TX is None else qkv_TX
     grads = (dq_TNH, dk_TKH, dv_TKH)

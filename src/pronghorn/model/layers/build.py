@@ -15,6 +15,7 @@ from pronghorn.model.layers.fp8_gemms import trains_whole
 from pronghorn.model.layers.layer import DecoderLayer
 from pronghorn.model.layers.linears import LinearGroup
 from pronghorn.model.layers.mixers.attention import Attention
+from pronghorn.model.layers.mixers.gated_delta import GatedDelta
 from pronghorn.model.layers.mixers.latent_attention import LatentAttention
 from pronghorn.model.layers.mixers.short_conv import ShortConv
 from pronghorn.model.layers.mlps.dense import DenseMlp
@@ -29,6 +30,7 @@ MIXERS: dict[str, Callable[..., Mixer]] = {  # by layer type
     "full_attention": Attention,
     "sliding_attention": Attention,
     "conv": ShortConv,
+    "linear_attention": GatedDelta,
 }
 
 

@@ -159,6 +159,8 @@ class Mixer(Part):
     rope: str | None = None  # which of the model's cos and sin tables it reads (families.rope_kind)
     head_width = 0
     out_width: int  # of what the output projection reads
+    in_chunks = False  # whether it reads `Documents.chunks_S2`
+    gates = False  # whether o is a gate's: then `core`, its input, is saved in its place, and backward makes o again
 
     def __init__(self, around: Around, into: LinearGroup, out: LinearGroup) -> None:
         super().__init__(around)
@@ -181,10 +183,15 @@ class Mixer(Part):
     def mix(self, saved: Saved, documents: Documents) -> Tensor:
         """o, in rows with the output projection's LoRA columns, from `h`, and from what a level has kept."""
 
+    def gated(self, saved: Saved, extra: int) -> Tensor:
+        """o, from `core` and what the gate reads, in rows with so many more columns. Where `gates`."""
+        raise NotImplementedError
+
     def forward(self, saved: Saved, level: Level, documents: Documents, rows: Tensor | None, norm_adds: bool) -> Tensor:
         o, h = self.mix(saved, documents), saved["h"]
         o_rows, h_rows = (o, h) if rows is None else (o.index_select(0, rows), h.index_select(0, rows))
-        saved.put(o=o, o_rows=o_rows)
+        if not self.gates:
+            saved.put(o=o, o_rows=o_rows)
         del o
         if norm_adds and self.after is None and self.out.leaves_residual_to_norm(self.multiplier):
             h2, xa = self.out.apply(Operand(o_rows))
@@ -192,7 +199,9 @@ class Mixer(Part):
         else:
             h2, y1, xa = add_branch(self.out, Operand(o_rows), h_rows, self.multiplier, self.after, saved)
             saved.put(y1=y1)
-        if not self.out.extra:  # else it is in o's LoRA columns
+        if self.gates:
+            saved.put(xa_o=self.out.owned(xa))
+        elif not self.out.extra:  # else it is in o's LoRA columns
             saved.put(xa_o=xa)
         return h2
 
@@ -212,8 +221,14 @@ class Mixer(Part):
         before, grad_buffer = self.before, documents.grad_buffer
         dy = grad_of_branch(self.out, dh, saved["y1"], self.multiplier, self.after, saved, grad_buffer)
         do, of_out = self.out.back(dy)
-        xa_o = saved["o_rows"][:, self.out_width :] if self.out.extra else saved["xa_o"]
-        out_grads = self.out.gradients(of_out, saved["o_rows"][:, : self.out_width], xa_o)
+        o_rows, xa_o = saved["o_rows"], saved["xa_o"]
+        if self.gates:
+            o_rows = self.gated(saved, 0)
+            o_rows = o_rows if rows is None else o_rows.index_select(0, rows)
+        elif self.out.extra:
+            xa_o = o_rows[:, self.out_width :]
+        out_grads = self.out.gradients(of_out, o_rows[:, : self.out_width], xa_o)
+        del o_rows
         if rows is not None:
             repeated = documents.prefix_2T is not None
             do, dh = (spread(x, rows, len(saved["h"]), repeated=repeated) for x in (do, dh))

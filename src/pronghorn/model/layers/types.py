@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pronghorn.kernels.attention.attention_shared import shared_spans
 from pronghorn.kernels.attention.attention_torch import spans
+from pronghorn.kernels.delta.delta_inputs import Heads
 from pronghorn.kernels.moe.routing import Routing
 from pronghorn.kernels.runtime.dispatch import address
 from pronghorn.model.positions import Positions
@@ -52,6 +53,9 @@ class Cache(Protocol):
 
     def attend(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, out: Tensor, **options: Any) -> None: ...
     def convolve(self, layer: int, bcx_TX: Tensor, taps_DW: Tensor, spans_2T: Tensor, out: Tensor) -> None: ...
+    def delta(
+        self, layer: int, qkv_TX: Tensor, taps_XW: Tensor, g_TN: Tensor, beta_TN: Tensor, heads: Heads, documents: Documents
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -65,11 +69,17 @@ class Documents:
     typical: int  # mean document length, weighted by tokens: affects speed, not results
     prefix_2T: Tensor | None = None  # prompts that answers share (kernels/attention/attention_shared.py); then rows may repeat
     query_scale_T: Tensor | None = None  # factor of each token's queries, where the model has one
+    chunks_S2: Tensor | None = None  # pieces of the documents, where a mixer reads them (kernels/delta/delta_chunks.py)
     load: RouterStats | None = None  # of the experts in this step
     grad_buffer: GradBuffer = field(default_factory=GradBuffer)
     guard: Guard | None = None  # where other code may run between forward and backward
     cache: Cache | None = None  # of answers that are being generated: mixers read it and add to it
     leaves: dict[int, Tensor] | None = None  # by a parameter's id: its replacement for autograd, for captured layers
+
+    @property
+    def chunks(self) -> Tensor:
+        assert self.chunks_S2 is not None, "the model's `Positions` were not told of a mixer that reads chunks"
+        return self.chunks_S2
 
     @classmethod
     def of(cls, pack: PackedDocuments, positions: Positions) -> Documents:
@@ -87,6 +97,7 @@ class Documents:
             pack.typical or tokens // max(1, len(pack.cu_seqlens) - 1),
             prefix_2T=prefix_2T,
             query_scale_T=positions.query_scale(pack.positions_T),
+            chunks_S2=positions.chunks(pack.cu_seqlens, tokens),
         )
 
 

@@ -5,7 +5,9 @@ too. Saved for backward (saved.py): *
 
     qkv_TX = x Wqkv                      norm and GEMM as in every mixer (part.py)
    *q, k, v = rope(qk_norm(qkv))         in place without qk-norm (else *qkv too); its gradient may be, too; v perhaps normed
-   *o, lse = attention(q, k, v)
+   *o, lse = attention(q, k, v)          of gated attention it is *core: o = core * sigmoid(gate)
+
+Gated attention (Qwen3.5) has a gate for every query. Wq makes both, head by head, so X = (2N + 2K) H.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from pronghorn.kernels.attention.attention import (
     unrotates,
 )
 from pronghorn.kernels.attention.attention_torch import Backend
+from pronghorn.kernels.attention.output_gate import output_gate_backward, output_gate_forward, output_gate_reference
 from pronghorn.kernels.attention.rope import qk_rope, qk_rope_backward, qk_rope_forward
 from pronghorn.kernels.norm.head_norm import head_norm, head_norm_backward, head_norm_forward
 from pronghorn.model.families import Family, heads_of, rope_kind, window
@@ -45,8 +48,8 @@ def scaled_queries(q_TNH: Tensor, documents: Documents) -> Tensor:
 
 
 class Attention(Mixer):
-    saves = ("q", "k", "v", "qkv", "qk_rstd", "v_rstd", "o", "o_rows", "lse", "xa1", "xa_o", "y1")
-    kept: ClassVar[Kept] = {"around_attention": ("o", "lse")}
+    saves = ("q", "k", "v", "qkv", "qk_rstd", "v_rstd", "o", "o_rows", "core", "lse", "xa1", "xa_o", "y1")
+    kept: ClassVar[Kept] = {"around_attention": ("o", "core", "lse")}
     recomputed_from = "q"
     rope: str
 
@@ -71,6 +74,9 @@ class Attention(Mixer):
         of_heads: dict[str, Any] = {"one_plus": family.one_plus, "width": self.head_width}
         self.q_norm = Norm(module, family.names.q_norm, slot="q_norm", **of_heads) if family.qk_norm else None
         self.k_norm = Norm(module, family.names.k_norm, slot="k_norm", **of_heads) if family.qk_norm else None
+        self.gates = family.output_gate
+        # Without a norm RoPE would write to q in place, and backward to the gate.
+        assert not self.gates or (family.qk_norm == "per_head" and not family.v_norm)
 
     @property
     def norms(self) -> list[Norm]:
@@ -95,7 +101,7 @@ class Attention(Mixer):
 
     @property
     def qkv_width(self) -> int:
-        return (self.heads + (1 if self.keys_are_values else 2) * self.kv_heads) * self.head_width
+        return ((1 + self.gates) * self.heads + (1 if self.keys_are_values else 2) * self.kv_heads) * self.head_width
 
     @property
     def rotated(self) -> slice:
@@ -111,16 +117,24 @@ class Attention(Mixer):
     # ---- forward -----------------------------------------------------------------------------------------------
 
     def mix(self, saved: Saved, documents: Documents) -> Tensor:
-        h, o, lse = saved["h"], saved["o"], saved["lse"]
+        h, o, lse = saved["h"], saved["core" if self.gates else "o"], saved["lse"]
         self._project(self.qkv.of_norm(self.before, h, saved), saved, documents)
         if o is None or lse is None:
-            o = rows_like(h, self.out_width + self.out.extra)
+            o = rows_like(h, self.out_width + (0 if self.gates else self.out.extra))
             parts = saved["q"], saved["k"], saved["v"]
             if documents.cache is None:
                 _, lse = attention_forward(*parts, out=self.heads_of(o), **self.options_for(documents))
             else:
                 documents.cache.attend(self.index, *parts, out=self.heads_of(o), **self.options_for(documents))
         saved.put(lse=lse)
+        if not self.gates:
+            return o
+        saved.put(core=o)
+        return self.gated(saved, self.out.extra)
+
+    def gated(self, saved: Saved, extra: int) -> Tensor:
+        o = rows_like(saved["h"], self.out_width + extra)
+        output_gate_forward(self.heads_of(saved["core"]), self.gate_of(saved["qkv"]), out=self.heads_of(o))
         return o
 
     def _project(self, x: Operand, saved: Saved, documents: Documents) -> None:
@@ -181,6 +195,10 @@ class Attention(Mixer):
         q, k, *v = (part.unflatten(1, (n, self.head_width)) for part, n in zip(parts, heads, strict=True))
         return q, k, v[0] if v else torch.empty(k.shape, dtype=k.dtype, device=k.device)
 
+    def gate_of(self, qkv_ext: Tensor) -> Tensor:
+        both: Tensor = qkv_ext[:, : 2 * self.out_width].unflatten(1, (self.heads, 2 * self.head_width))
+        return both[..., self.head_width :]
+
     # ---- backward ----------------------------------------------------------------------------------------------
 
     def protect(self, saved: Saved) -> None:
@@ -191,6 +209,10 @@ class Attention(Mixer):
         """The gradients of q, k and v are those before RoPE and qk-norm."""
         backend = self.backend(do.device, do.dtype, documents.typical, shared=documents.prefix_2T is not None)
         dqkv_ext = self._dqkv_buffer(do, saved["qkv"], backend)
+        o = saved["core" if self.gates else "o"]
+        if self.gates:
+            grad, gate_out = self.heads_of(do), self.gate_of(dqkv_ext)
+            output_gate_backward(grad, self.heads_of(o), self.gate_of(saved["qkv"]), out=grad, gate_out=gate_out)
         options, sinks, rotary = self.options_for(documents), self.sinks, documents.rotary[self.rope]
         if sinks is not None and not sinks.requires_grad and backend in ("short", "flash2"):
             options["sinks_N"] = None  # lse contains them; only their own gradient needs them
@@ -200,12 +222,12 @@ class Attention(Mixer):
             saved["q"],
             saved["k"],
             saved["v"],
-            self.heads_of(saved["o"]),
+            self.heads_of(o),
             saved["lse"],
             **options,
             backend=backend,
-            # FlashAttention-2 would have to copy; RoPE's backward reads its tensors directly.
-            grads=None if backend == "flash2" else self.parts_of(dqkv_ext),
+            # FlashAttention-2 would have to copy; RoPE's backward reads its tensors directly. Beside gates queries are apart.
+            grads=None if backend == "flash2" or self.gates else self.parts_of(dqkv_ext),
             rotated=rotary if rotates else None,
         )
         scaled_queries(dq, documents)  # one factor per token commutes with RoPE
@@ -260,7 +282,8 @@ class Attention(Mixer):
         if documents.query_scale_T is not None:
             q = (q * documents.query_scale_T[:, None, None]).to(q.dtype)
         if documents.cache is not None:
-            out = torch.empty_like(q)
-            documents.cache.attend(self.index, q, k, v, out=out, **self.options_for(documents))
-            return out.flatten(1)
-        return attention(q, k, v, **self.options_for(documents)).flatten(1)
+            o = torch.empty_like(q)
+            documents.cache.attend(self.index, q, k, v, out=o, **self.options_for(documents))
+        else:
+            o = attention(q, k, v, **self.options_for(documents))
+        return (output_gate_reference(o, self.gate_of(y)) if self.gates else o).flatten(1)
