@@ -188,8 +188,9 @@ def latent_heads_forward(
     if 2 * cos_TP.shape[-1] != sizes.rotary:
         raise ValueError(f"cos and sin rotate {2 * cos_TP.shape[-1]} columns, not {sizes.rotary}")
     if not use_triton(q_TX):
-        q, k, v = latent_heads_reference(q_TX, kv_TY, kr_TR, cos_TP, sin_TP, sizes)
-        return q, k, v.contiguous()
+        return latent_heads_reference(
+            q_TX, kv_TY, kr_TR, cos_TP, sin_TP, sizes
+        )  # `pad` copies even where there is nothing to add
     T = len(q_TX)
     q, k, v = (torch.empty(T, sizes.heads, sizes.width, dtype=q_TX.dtype, device=q_TX.device) for _ in range(3))
     blocks, warps = _blocks(sizes)

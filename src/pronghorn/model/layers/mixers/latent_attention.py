@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -166,22 +167,20 @@ class LatentAttention(Attention):
     def mix_backward(self, do: Tensor, saved: Saved, documents: Documents) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """(the gradient of the latents, those of the linears behind them)"""
         latents, (cos, sin), (q_columns, kv_columns, _) = saved["latents"], documents.rotary[self.rope], self.sizes.columns
+        q, k, v = saved["q"], saved["k"], saved["v"]
+        backend = self.backend(do.device, do.dtype, documents.typical, shared=documents.prefix_2T is not None)
+        # flash-attn-4 takes turns with its sums only where it is told where gradients go; FlashAttention-2 would have to copy.
+        given = None if backend == "flash2" else (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
+        do, o = self._wide_heads_of(do), self._wide_heads_of(saved["o"])
         dq, dk, dv, _ = attention_backward(
-            self._wide_heads_of(do),
-            saved["q"],
-            saved["k"],
-            saved["v"],
-            self._wide_heads_of(saved["o"]),
-            saved["lse"],
-            **self.options_for(documents),
-            backend=self.backend(do.device, do.dtype, documents.typical, shared=documents.prefix_2T is not None),
+            do, q, k, v, o, saved["lse"], **self.options_for(documents), backend=backend, grads=given
         )
-        saved.release("q", "k", "v", "o", "o_rows", "lse")
-        dlatents = rows_like(do, self.key.stop + self.into.extra)
+        del q, k, v, o, given
+        dlatents = rows_like(latents, self.key.stop + self.into.extra)
         grads = {"q": dlatents[:, self.queries]}
         if self.q_up is not None:
-            grads["q"] = rows_like(do, q_columns + self.q_up.group.extra)
-        grads["kv"] = rows_like(do, kv_columns + self.kv_up.group.extra)
+            grads["q"] = rows_like(latents, q_columns + self.q_up.group.extra)
+        grads["kv"] = rows_like(latents, kv_columns + self.kv_up.group.extra)
         into = grads["q"][:, :q_columns], grads["kv"][:, :kv_columns], dlatents[:, self.key]
         latent_heads_backward(dq, dk, dv, cos, sin, self.sizes, out=into)
         del dq, dk, dv, into
