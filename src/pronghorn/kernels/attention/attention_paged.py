@@ -153,11 +153,12 @@ def _split_kernel(
         begin = tl.maximum(begin, tl.maximum(oldest, 0) // KEYS)
     for j in range(begin, end):
         page = tl.load(pages + segment * J + j // PARTS).to(tl.int64)
-        key = j * KEYS + tl.arange(0, KEYS)
+        token = j % PARTS * KEYS + tl.arange(0, KEYS)
+        key = j // PARTS * C + token
         seen = there[:, None] & (key < length)[None, :]
         if WINDOW:
             seen = seen & (position[:, None] - first - key[None, :] < window)
-        base = (page * K + head) * C * H + ((key % C) * H)[:, None] + width[None, :]
+        base = (page * K + head) * C * H + (token * H)[:, None] + width[None, :]
         written = (key < length)[:, None] & (width < H)[None, :]
         k = tl.load(k_pages + base, mask=written, other=0.0)
         s = tl.dot(tile, tl.trans(k), input_precision=PRECISION) * scale
