@@ -164,6 +164,7 @@ WITH_SHARED = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
     "hy_v3": {"num_experts": 4, "num_shared_experts": 1},
     "exaone_moe": {"num_experts": 4, "num_shared_experts": 1},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_num_shared_experts": 1},
 }
 
 
