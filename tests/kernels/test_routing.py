@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from kernel_parts import Judge, truth_and_plain
 
@@ -64,6 +65,33 @@ def test_sigmoid_scores_are_chosen_with_a_bias_and_weigh_without(
         expected, their_ids = glm(logits, K, normalise, each)
         assert torch.equal(ids.long(), their_ids)
         torch.testing.assert_close(weights, 2.5 * expected, rtol=2e-6, atol=1e-7)
+
+
+def ernie(logits: torch.Tensor, K: int, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A softmax over all, a bias on the choice (ERNIE 4.5), as transformers has it."""
+    scores = torch.softmax(logits, dim=-1)
+    ids = torch.topk(scores + bias, K, dim=-1)[1]
+    weights = scores.gather(-1, ids)
+    return weights / weights.sum(-1, keepdim=True).clamp(min=1e-12), ids
+
+
+@table("shape", SHAPES)
+def test_a_softmax_is_chosen_from_with_a_bias_and_weighs_without(
+    device: str, judge: Judge, shape: tuple[int, int, int]
+) -> None:
+    T, E, K = shape
+    logits, bias = 2 * torch.randn(T, E, device=device), torch.randn(E, device=device) / E
+    dweights = torch.randn(T, K, device=device)
+    weights, ids = route_forward(logits, K, normalise=True, scale=2.5, bias_E=bias)
+    expected, their_ids = ernie(logits, K, bias)
+    assert torch.equal(ids.long(), their_ids)
+    assert T < 9 or K == E or not torch.equal(ids, route_forward(logits, K, normalise=True)[1])  # the bias matters
+    torch.testing.assert_close(weights, 2.5 * expected, rtol=2e-6, atol=1e-7)
+    results = truth_and_plain(lambda x: 2.5 * x.gather(-1, their_ids).softmax(-1), [logits], [dweights])
+    ours = route_backward(dweights, logits, weights, ids, normalise=True, scale=2.5, bias_E=bias)
+    judge(ours, results[1][1], results[0][1], "dlogits")
+    with pytest.raises(ValueError, match="divided by their sum"):
+        route_forward(logits, K, normalise=False, bias_E=bias)
 
 
 @table(("shape", "normalise"), [(shape, normalise) for shape in SHAPES for normalise in (True, False)])

@@ -126,6 +126,16 @@ ROWS: dict[str, Any] = FAMILIES | {  # other rows of the table: their losses and
         sliding_window=16,
         layer_types=["sliding_attention", "full_attention"],
     ),
+    "ernie4_5_moe": AutoConfig.for_model(
+        "ernie4_5_moe",
+        **SMALL,
+        moe_intermediate_size=24,
+        moe_num_experts=8,
+        moe_k=3,
+        moe_num_shared_experts=2,
+        moe_layer_start_index=0,
+        use_bias=True,
+    ),
     "granitemoe": AutoConfig.for_model("granitemoe", **SMALL, **GRANITE),
     "granitemoe_swa": AutoConfig.for_model(
         "granitemoe_swa",

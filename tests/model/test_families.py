@@ -33,7 +33,7 @@ def test_the_docs_list_the_rows_of_the_table() -> None:
         ({"n_group": 3}, "3 groups of two or more experts, 1 of them selected"),
         ({"n_group": 128, "topk_group": 64}, "128 groups of two or more experts, 64 of them selected"),
         ({"n_group": 32, "topk_group": 1}, "8 experts per token are more than 1 of 32 groups have"),
-        ({"output_router_logits": True}, "auxiliary loss of sigmoid routers"),
+        ({"output_router_logits": True}, "auxiliary loss of routers with sigmoids"),
     ],
 )
 def test_groups_of_experts_that_have_no_kernel_are_told(changes: dict[str, Any], why: str) -> None:

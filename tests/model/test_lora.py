@@ -166,6 +166,7 @@ WITH_SHARED = {
     "exaone_moe": {"num_experts": 4, "num_shared_experts": 1},
     "deepseek_v3": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "q_lora_rank": None, "first_k_dense_replace": 1},
     "glm4_moe_lite": {"n_routed_experts": 4},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_num_shared_experts": 1},
 }
 
 

@@ -105,6 +105,12 @@ HONOURED = frozenset(
         "router_scaling_factor",
         "first_k_dense_replace",
         "num_dense_layers",
+        "moe_k",
+        "moe_num_experts",
+        "moe_num_shared_experts",
+        "moe_layer_start_index",
+        "moe_layer_end_index",
+        "moe_layer_interval",
         "use_expert_bias",
         "use_qk_norm",
         "enable_moe_fp32_combine",  # they are added up in float32 anyway

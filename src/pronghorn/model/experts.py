@@ -12,6 +12,7 @@ multiplied in FP8 where the chip supports it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -99,9 +100,11 @@ class Router(Adapted):
 
     @property
     def choice_bias_E(self) -> Tensor | None:  # noqa: N802
-        """The bias of the choice alone; a buffer of the router or of the module around it."""
-        found: Tensor | None = getattr(self.module(), self.choice_bias, None)
-        return getattr(self.parent, self.choice_bias, None) if found is None else found
+        """The bias of the choice alone, of the router or of the module around it."""
+        names = self.choice_bias.split(".")
+        own, outer = (reduce(lambda at, name: getattr(at, name, None), names, start) for start in (self.module(), self.parent))
+        found: Any = outer if own is None else own
+        return None if found is None else found.detach().flatten()
 
     def why_not_fused(self) -> str:
         module = self.module()

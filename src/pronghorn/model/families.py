@@ -67,6 +67,7 @@ class Experts:
     transposed: bool = False  # weights are stored [E, inputs, outputs]
     activation: ExpertKind = "silu"
     sigmoid: bool = False  # scores are sigmoids of the logits; else a softmax over all
+    biased: bool = False  # a bias of the choice is added to the softmax; sigmoids may always have one
     scale: str = ""  # config key of the weights' final factor
     shared: str = "shared_expert"  # name of the shared expert; empty: no model has one
     shared_gate: str = "shared_expert_gate"  # name of its gate
@@ -170,6 +171,17 @@ FAMILIES = {
     "minimax_m2": Family(qk_norm="full", experts=Experts(sigmoid=True)),
     "hy_v3": Family(qk_norm="per_head", experts=replace(DEEPSEEK_V3, scale="router_scaling_factor", shared_adapted=True)),
     "exaone_moe": Family(qk_norm="per_head", rope_needs_window=True, experts=DEEPSEEK_V3),
+    "ernie4_5_moe": Family(
+        neighbours=True,
+        experts=Experts(
+            biased=True,
+            shared="shared_experts",
+            shared_gate="",
+            shared_adapted=False,
+            choice_bias="moe_statics.e_score_correction_bias",
+            float32=True,
+        ),
+    ),
     "granitemoe": GRANITE_MOE,
     "granitemoe_swa": GRANITE_MOE,
     "deepseek_v3": Family(latent=True, experts=DEEPSEEK_V3),
@@ -290,6 +302,8 @@ def why_not_routed(config: HFConfig) -> str:
         return ""
     if not num_experts(config) or not config.num_experts_per_tok:
         return "the config does not say how many experts there are or how many each token uses"
+    if getattr(config, "output_router_logits", False) and (experts.sigmoid or experts.biased):
+        return "output_router_logits: the auxiliary loss of routers with sigmoids or a bias is not supported"
     if not experts.sigmoid:
         return ""
     groups, kept = expert_groups(config)
@@ -298,8 +312,6 @@ def why_not_routed(config: HFConfig) -> str:
         return f"{num_experts(config)} experts do not form {groups} groups of two or more experts, {kept} of them selected"
     if config.num_experts_per_tok > kept * size:
         return f"{config.num_experts_per_tok} experts per token are more than {kept} of {groups} groups have"
-    if getattr(config, "output_router_logits", False):
-        return "output_router_logits: the auxiliary loss of sigmoid routers is not supported"
     return ""
 
 

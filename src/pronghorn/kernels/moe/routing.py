@@ -6,7 +6,8 @@ T = packed tokens, E = experts, K = experts a token, S = T * K slots: slot t * K
     weights_TK   fp32; softmax over the K chosen logits (`normalise`), or over all E, taken at the chosen; times `scale`
 
 A softmax over all experts, its K largest divided by their sum (Mixtral, Qwen3-MoE with norm_topk_prob) is the softmax over the
-chosen logits (gpt-oss): one formula. Qwen2-MoE and DeepSeek-V2 do not divide; DeepSeek-V2 has a scale.
+chosen logits (gpt-oss): one formula. Qwen2-MoE and DeepSeek-V2 do not divide; DeepSeek-V2 has a scale. With `bias_E` (ERNIE
+4.5) the K largest are those of softmax + bias; the weights are of the logits alone.
 
 `Sigmoid` (DeepSeek-V3, GLM-4.5, dots.llm1, MiniMax-M2): scores are sigmoids of the logits. The choice adds a bias without
 gradient to the scores; the weights are the scores alone, divided by their sum or not:
@@ -66,13 +67,20 @@ class Routing:
 
 
 def route_reference(
-    logits_TE: Tensor, K: int, *, normalise: bool, scale: float = 1.0, sigmoid: Sigmoid | None = None
+    logits_TE: Tensor,
+    K: int,
+    *,
+    normalise: bool,
+    scale: float = 1.0,
+    sigmoid: Sigmoid | None = None,
+    bias_E: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(weights_TK, ids_TK), in transformers' order: softmax over all, the K largest, divided by their sum."""
     if sigmoid is not None:
         return _sigmoid_reference(logits_TE, K, normalise, scale, sigmoid)
     probabilities_TE = torch.softmax(logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32)), dim=-1)
-    ids_TK = torch.sort(logits_TE.detach().nan_to_num(LOWEST, neginf=LOWEST), dim=-1, descending=True, stable=True)[1][:, :K]
+    choice_TE = logits_TE.detach() if bias_E is None else probabilities_TE.detach() + bias_E.to(probabilities_TE.dtype)
+    ids_TK = torch.sort(choice_TE.nan_to_num(LOWEST, neginf=LOWEST), dim=-1, descending=True, stable=True)[1][:, :K]
     weights_TK = probabilities_TE.gather(1, ids_TK)
     if normalise:
         weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
@@ -177,6 +185,9 @@ def _route_kernel(
     if SIGMOID:
         given = 1.0 / (1.0 + tl.exp(-given))
     choice = given
+    if BIASED and not SIGMOID:
+        power = tl.exp(given - tl.max(given, axis=1)[:, None])
+        choice = power / tl.sum(power, axis=1)[:, None]
     if BIASED:
         choice += tl.load(bias + expert, mask=expert < E, other=0.0).to(tl.float32)[None, :]
     left = tl.where(inside, tl.where(choice > _LOWEST, choice, _LOWEST), float("-inf"))  # NaN is not greater than anything
@@ -299,13 +310,21 @@ def _place_kernel(ids, starts, order, inverse, S, E: tl.constexpr, SLOTS: tl.con
 
 
 def route_forward(
-    logits_TE: Tensor, K: int, *, normalise: bool, scale: float = 1.0, sigmoid: Sigmoid | None = None
+    logits_TE: Tensor,
+    K: int,
+    *,
+    normalise: bool,
+    scale: float = 1.0,
+    sigmoid: Sigmoid | None = None,
+    bias_E: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(weights_TK fp32, ids_TK int32)"""
+    if bias_E is not None and (sigmoid is not None or not normalise):
+        raise ValueError("a bias of softmax scores is for weights that are divided by their sum; sigmoids have their own")
     T, E = logits_TE.shape
     if not use_triton(logits_TE):
-        return route_reference(logits_TE.detach(), K, normalise=normalise, scale=scale, sigmoid=sigmoid)
-    rule = sigmoid or Sigmoid()
+        return route_reference(logits_TE.detach(), K, normalise=normalise, scale=scale, sigmoid=sigmoid, bias_E=bias_E)
+    rule = sigmoid or Sigmoid(bias_E)
     weights_TK = torch.empty(T, K, dtype=torch.float32, device=logits_TE.device)
     ids_TK = torch.empty(T, K, dtype=torch.int32, device=logits_TE.device)
     block = triton.next_power_of_2(E)
@@ -322,9 +341,9 @@ def route_forward(
 
 def route_backward(
     dweights_TK: Tensor, logits_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor, *, normalise: bool, scale: float = 1.0,
-    sigmoid: Sigmoid | None = None, out: Tensor | None = None,
+    sigmoid: Sigmoid | None = None, bias_E: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """dlogits_TE in the logits' dtype."""
+    """dlogits_TE in the logits' dtype. `bias_E` has decided the choice and nothing else."""
     T, E = logits_TE.shape
     dlogits_TE = torch.empty(T, E, dtype=logits_TE.dtype, device=logits_TE.device) if out is None else out
     if not use_triton(logits_TE):
@@ -356,8 +375,14 @@ def sort_by_expert(ids_TK: Tensor, E: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def routing_forward(
-    logits_TE: Tensor, K: int, *, normalise: bool, scale: float = 1.0, sigmoid: Sigmoid | None = None
+    logits_TE: Tensor,
+    K: int,
+    *,
+    normalise: bool,
+    scale: float = 1.0,
+    sigmoid: Sigmoid | None = None,
+    bias_E: Tensor | None = None,
 ) -> Routing:
     """All a layer needs. Its backward is `route_backward(dweights, logits, routing.weights_TK, routing.ids_TK, ...)`."""
-    weights_TK, ids_TK = route_forward(logits_TE, K, normalise=normalise, scale=scale, sigmoid=sigmoid)
+    weights_TK, ids_TK = route_forward(logits_TE, K, normalise=normalise, scale=scale, sigmoid=sigmoid, bias_E=bias_E)
     return Routing(ids_TK, weights_TK, *sort_by_expert(ids_TK, logits_TE.shape[1]))

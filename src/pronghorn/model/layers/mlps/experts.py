@@ -101,7 +101,7 @@ class ExpertsMlp(Part):
         self.normalise = bool(getattr(config, "norm_topk_prob", True))
         scale = float(getattr(config, experts.scale)) if experts.scale else 1.0
         self.scale = scale * self.multiplier  # the branch is the weighted sum alone, where the multiplier is not 1
-        self.tiny = experts.tiny
+        self.tiny, self.biased = experts.tiny, experts.biased
         self.groups_of_experts = expert_groups(config) if experts.sigmoid else None
         self.expert_gate_up, self.expert_down = (
             ExpertStack(module, name, transposed=experts.transposed, buffers=buffers) for name in ("gate_up_proj", "down_proj")
@@ -145,7 +145,8 @@ class ExpertsMlp(Part):
         """Routing options, for kernels/moe/routing.py."""
         groups = self.groups_of_experts
         sigmoid = None if groups is None else Sigmoid(self.router.choice_bias_E, *groups, self.tiny)
-        return {"normalise": self.normalise, "scale": self.scale, "sigmoid": sigmoid}
+        bias_E = self.router.choice_bias_E if self.biased else None
+        return {"normalise": self.normalise, "scale": self.scale, "sigmoid": sigmoid, "bias_E": bias_E}
 
     # ---- forward -----------------------------------------------------------------------------------------------
 
