@@ -43,10 +43,13 @@ from pronghorn.data.pack.packing import pack_in_order
 from pronghorn.data.preference.pair_packing import groups_of
 from pronghorn.generation.sampling import Rules, draw
 from pronghorn.kernels.attention.attention_paged import MEMBERS, PAGE, Segments, paged_attention, write_pages
+from pronghorn.kernels.attention.attention_torch import spans
 from pronghorn.kernels.delta.delta_chunks import chunk_table
-from pronghorn.kernels.delta.delta_inputs import Heads
-from pronghorn.kernels.delta.delta_rule import delta_rule_forward
+from pronghorn.kernels.delta.delta_gates import delta_gates_backward, delta_gates_forward
+from pronghorn.kernels.delta.delta_inputs import Heads, delta_inputs_backward, delta_inputs_forward
+from pronghorn.kernels.delta.delta_rule import delta_rule_backward, delta_rule_forward
 from pronghorn.kernels.delta.delta_step import delta_step
+from pronghorn.kernels.delta.gated_norm import gated_norm_backward, gated_norm_forward
 from pronghorn.kernels.lora.nf4_rows import NF4Rows
 from pronghorn.kernels.loss import cross_entropy_powers
 from pronghorn.kernels.quant.fp8_cast import fp8_cast_rows, fp8_supported
@@ -272,15 +275,31 @@ def decode() -> None:
     for rows in (16, 64):
         x_ext, sB = torch.empty(rows, 4096 + 64, dtype=torch.bfloat16), torch.empty(1024, 64, dtype=torch.bfloat16)
         NF4Rows([weight])(x_ext, sB, h_BO=x_ext[:, :1024])
-    q, k, v = Heads(16, 128, 32, 128).split(torch.empty(64, 8192, dtype=torch.bfloat16))
-    gates, states = (torch.empty(64, 32), torch.empty(64, 32)), torch.empty(8, 32, 128, 128)
-    place = torch.zeros(64, dtype=torch.int32)
-    delta_step(q, k, v, *gates, states, place)
-    bounds = torch.tensor([0, 60, 64], dtype=torch.int32)
-    delta_rule_forward(q, k, v, *gates, chunk_table(bounds, 64), bounds, final=states, places=place[:2])
     key_B = torch.zeros(16, dtype=torch.int64)
     for truncates in (False, True):
         draw(torch.empty(16, 128256), Rules.empty(16, key_B.device), key_B, key_B, truncates=truncates)
+
+
+def delta_net() -> None:
+    """The kernels of Gated DeltaNet, with the heads of Qwen3.5-9B (in fp32 smaller ones) and with all that can be trained."""
+    for dtype, heads in ((torch.bfloat16, Heads(16, 128, 32, 128)),):
+        T, (J, K, N, V) = 2048, heads
+        bounds = torch.tensor([*range(0, T, 125), T], dtype=torch.int32)
+        where, chunks = spans(bounds, T), chunk_table(bounds, T)
+        qkv, taps = torch.empty(T, heads.columns, dtype=dtype), torch.empty(heads.columns, 4, dtype=dtype)
+        a_TN, per_head = torch.empty(T, N, dtype=dtype), torch.empty(N)
+        q, k, v = delta_inputs_forward(qkv, taps, where, heads)
+        g, beta = delta_gates_forward(a_TN, a_TN, per_head, per_head)
+        states, place = torch.empty(len(bounds) - 1, N, K, V), torch.arange(len(bounds) - 1, dtype=torch.int32)
+        for given in (None, states):
+            o, R = delta_rule_forward(q, k, v, g, beta, chunks, bounds, initial=given, final=given, places=place)
+        gated_norm_forward(o, v.flatten(1), taps[:V, 0], 1e-6)
+        for trained in (False, True):
+            gated_norm_backward(v.flatten(1), o, v.flatten(1), taps[:V, 0], 1e-6, need_weight=trained)
+            delta_gates_backward(g, beta, a_TN, a_TN, per_head, per_head, need_weights=trained)
+            delta_inputs_backward(q, k, v, qkv, taps, where, heads, need_taps=trained)
+        delta_rule_backward(o, q, k, v, g, beta, R, chunks, bounds)
+        delta_step(q[:16], k[:16], v[:16], g[:16], beta[:16], states, place)
 
 
 class Work(NamedTuple):
@@ -294,6 +313,7 @@ def works(chip: Chip) -> Iterator[Work]:
         has_fp8 = fp8_supported("cpu") is None
     yield Work("formats", convert)
     yield Work("decoding", decode)
+    yield Work("gated deltanet", delta_net)
     for case in CASES:
         if has_fp8 or not case.fp8:
             yield Work(str(case), partial(take_step, case))

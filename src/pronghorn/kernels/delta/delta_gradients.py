@@ -12,13 +12,13 @@ transposed of F or X D^T is needed, it is a product of its own.
 
 from __future__ import annotations
 
-from pronghorn.kernels.delta.delta_scan import between, between_transposed, dot, of_rows, put_tile, running, tile
+from pronghorn.kernels.delta.delta_scan import between, between_transposed, dot, kept_running, of_rows, put_tile, tile
 from pronghorn.kernels.runtime.dispatch import jit, tl
 
 
 @jit
 def _reverse_kernel(
-    do, do_row, q, q_row, k, k_row, g, beta, R, dv, dv_row, X, dstates, bounds, scale, N: tl.constexpr, GROUP: tl.constexpr,
+    do, do_row, q, q_row, k, k_row, decays, beta, R, dv, dv_row, X, dstates, bounds, scale, N: tl.constexpr, GROUP: tl.constexpr,
     K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     document, head = tl.program_id(0), tl.program_id(1)
@@ -34,7 +34,7 @@ def _reverse_kernel(
         queries = tile(q + head // GROUP * K, q_row, first, rows, down, K)
         inverse = tile(R + head * 64, N * 64, first, rows, tl.arange(0, 64), 64)
         grad = tile(do + head * V, do_row, first, rows, across, V)
-        G, last = running(of_rows(g, first, rows, head, N))
+        G, last = kept_running(decays, first, rows, head, N)
         b = of_rows(beta, first, rows, head, N)
         dstate = dM.to(keys.dtype)
         tl.store(dstates + (first // 64 + document).to(tl.int64) * N * K * V + own, dstate, mask=inside)
@@ -49,10 +49,10 @@ def _reverse_kernel(
 
 
 @jit
-def _by_state(x, x_row, states, first, rows, down, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr):
-    """x state^T [rows of a chunk, K] of one head."""
-    found = tl.zeros([64, KP], tl.float32)
-    for block in range(0, V, BV):
+def _by_state(x, x_row, states, first, rows, down, V: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """x state^T [rows of a chunk, some of K] of one head."""
+    found = tl.zeros([64, BK], tl.float32)
+    for block in tl.range(0, V, BV, loop_unroll_factor=1):
         across = block + tl.arange(0, BV)
         inside = (down < K)[:, None] & (across < V)[None, :]
         state = tl.load(states + down[:, None] * V + across[None, :], mask=inside, other=0.0)
@@ -61,80 +61,106 @@ def _by_state(x, x_row, states, first, rows, down, V: tl.constexpr, K: tl.conste
 
 
 @jit
-def _within(do, do_row, D, X, v, v_row, row, first, rows, V: tl.constexpr, BV: tl.constexpr):
-    """(do D^T, its transposed, X D^T, its transposed, the rows' X . v) of one head."""
-    F, F_t = tl.zeros([64, 64], tl.float32), tl.zeros([64, 64], tl.float32)
-    XD, XD_t = tl.zeros([64, 64], tl.float32), tl.zeros([64, 64], tl.float32)
-    xv = tl.zeros([64], tl.float32)
-    for block in range(0, V, BV):
+def _both_ways(a, a_row, b, b_row, first, rows, V: tl.constexpr, BV: tl.constexpr):
+    """(a b^T, b a^T) of one head, [rows of a chunk, rows of a chunk]."""
+    one, other = tl.zeros([64, 64], tl.float32), tl.zeros([64, 64], tl.float32)
+    for block in tl.range(0, V, BV, loop_unroll_factor=1):
         across = block + tl.arange(0, BV)
-        grad, new = tile(do, do_row, first, rows, across, V), tile(D, row, first, rows, across, V)
-        F += dot(grad, tl.trans(new))
-        F_t += dot(new, tl.trans(grad))
-        x = tile(X, row, first, rows, across, V)
-        XD += dot(x, tl.trans(new))
-        XD_t += dot(new, tl.trans(x))
-        xv += tl.sum(x.to(tl.float32) * tile(v, v_row, first, rows, across, V).to(tl.float32), 1)
-    return F, F_t, XD, XD_t, xv
+        left, right = tile(a, a_row, first, rows, across, V), tile(b, b_row, first, rows, across, V)
+        one += dot(left, tl.trans(right))
+        other += dot(right, tl.trans(left))
+    return one, other
 
 
 @jit
-def _product_of_states(one, other, down, V: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr):
-    """The sum of one * other."""
-    total = tl.zeros([KP, BV], tl.float32)
-    for block in range(0, V, BV):
+def _row_products(a, a_row, b, b_row, first, rows, V: tl.constexpr, BV: tl.constexpr):
+    """a . b of each row."""
+    total = tl.zeros([64], tl.float32)
+    for block in tl.range(0, V, BV, loop_unroll_factor=1):
+        across = block + tl.arange(0, BV)
+        value = tile(a, a_row, first, rows, across, V).to(tl.float32)
+        total += tl.sum(value * tile(b, b_row, first, rows, across, V).to(tl.float32), 1)
+    return total
+
+
+@jit
+def _product_of_states(one, other, down, V: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """The sum of one * other over some of K."""
+    total = tl.zeros([BK], tl.float32)
+    for block in tl.range(0, V, BV, loop_unroll_factor=1):
         across = block + tl.arange(0, BV)
         inside = (down < K)[:, None] & (across < V)[None, :]
         place = down[:, None] * V + across[None, :]
         found = tl.load(one + place, mask=inside, other=0.0).to(tl.float32)
-        total += found * tl.load(other + place, mask=inside, other=0.0).to(tl.float32)
-    return tl.sum(tl.sum(total, 1), 0)
+        total += tl.sum(found * tl.load(other + place, mask=inside, other=0.0).to(tl.float32), 1)
+    return tl.sum(total, 0)
+
+
+@jit
+def _add_up(sums, out, out_row, sums_row, first, rows, down, width, values, starts, ends):
+    """The heads before this one left their sum in `sums`; the last one writes the result."""
+    if not starts:
+        values += tile(sums, sums_row, first, rows, down, width)
+    if ends:
+        put_tile(out, out_row, first, rows, down, width, values)
+    else:
+        put_tile(sums, sums_row, first, rows, down, width, values)
 
 
 @jit
 def _local_kernel(
-    do, do_row, q, q_row, k, k_row, v, v_row, g, beta, D, X, states, dstates, dq, dq_row, dk, dk_row, dg, dbeta, chunks, scale,
-    N: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    do, do_row, q, q_row, k, k_row, v, v_row, decays, beta, D, X, states, dstates, dq, dq_row, dk, dk_row, dg, dbeta, sums, sums_2,
+    chunks, scale, N: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr,
 ):  # fmt: skip
     slot, key_head = tl.program_id(0), tl.program_id(1)
     first, rows = tl.load(chunks + 2 * slot), tl.load(chunks + 2 * slot + 1)
     if rows > 0:
-        down, row = tl.arange(0, KP), tl.arange(0, 64)
+        row, wide, sums_row = tl.arange(0, 64), tl.arange(0, KP), N // GROUP * K
         i, j = row[:, None], row[None, :]
-        dqueries, dkeys = tl.zeros([64, KP], tl.float32), tl.zeros([64, KP], tl.float32)
         for head in range(key_head * GROUP, (key_head + 1) * GROUP):
-            G, last = running(of_rows(g, first, rows, head, N))
+            G, last = kept_running(decays, first, rows, head, N)
             b = of_rows(beta, first, rows, head, N)
-            F, F_t, XD, XD_t, xv = _within(
-                do + head * V, do_row, D + head * V, X + head * V, v + head * V, v_row, N * V, first, rows, V, BV
-            )
-            keys = tile(k + key_head * K, k_row, first, rows, down, K)
-            queries = tile(q + key_head * K, q_row, first, rows, down, K)
-            E, E_t = between(G), between_transposed(G)
-            dA_E = tl.where(i > j, -XD * E, 0.0)
-            products = dA_E * dot(keys, tl.trans(keys))
-            db = xv + tl.sum(products, 1)
-            products = b[:, None] * products + scale * F * E * dot(queries, tl.trans(keys))
-            dG = tl.sum(products, 1) - tl.sum(products, 0)
-            H = dA_E * b[:, None] + tl.where(i < j, -XD_t * E_t, 0.0) * b[None, :]
-            dqueries += scale * dot((F * E).to(keys.dtype), keys)
-            dkeys += scale * dot((F_t * E_t).to(keys.dtype), queries) + dot(H.to(keys.dtype), keys)
-
+            grad, new, x = do + head * V, D + head * V, X + head * V
             state = (slot.to(tl.int64) * N + head) * K * V
-            by_do = tl.exp(G)[:, None] * _by_state(do + head * V, do_row, states + state, first, rows, down, V, K, KP, BV)
-            dqueries += scale * by_do
-            dG += scale * tl.sum(queries.to(tl.float32) * by_do, 1)
-            by_x = tl.exp(G)[:, None] * _by_state(X + head * V, N * V, states + state, first, rows, down, V, K, KP, BV)
-            dkeys -= b[:, None] * by_x
-            seen = tl.sum(keys.to(tl.float32) * by_x, 1)
-            dG -= b * seen
-            kept = tl.exp(last - G)[:, None] * _by_state(D + head * V, N * V, dstates + state, first, rows, down, V, K, KP, BV)
-            dkeys += kept
-            left = tl.sum(keys.to(tl.float32) * kept, 1)
-            behind = tl.exp(last) * _product_of_states(states + state, dstates + state, down, V, K, KP, BV) + tl.sum(left, 0)
-            dG += tl.where(row == 63, behind, 0.0) - left
+            keys = tile(k + key_head * K, k_row, first, rows, wide, K)
+
+            F, F_t = _both_ways(grad, do_row, new, N * V, first, rows, V, BV)  # o's own chunk
+            F *= scale * between(G)
+            products = F * dot(tile(q + key_head * K, q_row, first, rows, wide, K), tl.trans(keys))
+            dG = tl.sum(products, 1) - tl.sum(products, 0)
+            by_o, by_o_t = F.to(keys.dtype), (scale * F_t * between_transposed(G)).to(keys.dtype)
+
+            XD, XD_t = _both_ways(x, N * V, new, N * V, first, rows, V, BV)  # A
+            XD = tl.where(i > j, -XD * between(G), 0.0)
+            products = XD * dot(keys, tl.trans(keys))
+            db = _row_products(x, N * V, v + head * V, v_row, first, rows, V, BV) + tl.sum(products, 1)
+            products *= b[:, None]
+            dG += tl.sum(products, 1) - tl.sum(products, 0)
+            H = XD * b[:, None] + tl.where(i < j, -XD_t * between_transposed(G), 0.0) * b[None, :]
+            by_A = H.to(keys.dtype)
+
+            for block in tl.range(0, K, BK, loop_unroll_factor=1):  # states
+                down = block + tl.arange(0, BK)
+                some_keys = tile(k + key_head * K, k_row, first, rows, down, K)
+                queries = tile(q + key_head * K, q_row, first, rows, down, K)
+                part = (scale * tl.exp(G))[:, None] * _by_state(grad, do_row, states + state, first, rows, down, V, K, BK, BV)
+                dG += tl.sum(queries.to(tl.float32) * part, 1)
+                total = part + dot(by_o, some_keys)
+                at = key_head * K
+                starts, ends = head == key_head * GROUP, head == (key_head + 1) * GROUP - 1
+                _add_up(sums + at, dq + at, dq_row, sums_row, first, rows, down, K, total, starts, ends)
+                part = tl.exp(G)[:, None] * _by_state(x, N * V, states + state, first, rows, down, V, K, BK, BV)
+                seen = tl.sum(some_keys.to(tl.float32) * part, 1)
+                db -= seen
+                dG -= b * seen
+                total = dot(by_o_t, queries) + dot(by_A, some_keys) - b[:, None] * part
+                part = tl.exp(last - G)[:, None] * _by_state(new, N * V, dstates + state, first, rows, down, V, K, BK, BV)
+                kept = tl.sum(some_keys.to(tl.float32) * part, 1)
+                behind = tl.exp(last) * _product_of_states(states + state, dstates + state, down, V, K, BK, BV)
+                dG += tl.where(row == 63, behind + tl.sum(kept, 0), 0.0) - kept
+                _add_up(sums_2 + at, dk + at, dk_row, sums_row, first, rows, down, K, total + part, starts, ends)
             place = (first + row).to(tl.int64) * N + head
             tl.store(dg + place, tl.sum(tl.where(i >= j, dG[:, None], 0.0), 0), mask=row < rows)
-            tl.store(dbeta + place, db - seen, mask=row < rows)
-        put_tile(dq + key_head * K, dq_row, first, rows, down, K, dqueries)
-        put_tile(dk + key_head * K, dk_row, first, rows, down, K, dkeys)
+            tl.store(dbeta + place, db, mask=row < rows)
+            tl.debug_barrier()  # before another thread may read what this one put into the sums

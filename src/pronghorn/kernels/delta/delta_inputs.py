@@ -28,7 +28,7 @@ from pronghorn.kernels.runtime.dispatch import jit, tl, triton, use_triton
 from pronghorn.kernels.runtime.first_order import Ctx, first_order
 
 EPS = tl.constexpr(1e-6)  # inside the root of the L2 norm
-TILE = 2048  # values of a program: 16 rows of a head of 128
+TILE = 1024  # values of a program: 8 rows of a head of 128
 
 
 class Heads(NamedTuple):

@@ -44,18 +44,15 @@ PRECISIONS = {torch.bfloat16: "tf32", torch.float16: "tf32x3", torch.float32: "i
 
 
 class _Tiles(NamedTuple):
-    """V columns of a program (of a step in the local kernel), and warps."""
+    """All with four warps, which have the 64 rows of a chunk in a product on Hopper; eight would do everything twice."""
 
-    columns: int
-    scan_warps: int
-    local_warps: int
+    scan: int  # V columns of a program
+    local: int  # V columns and K columns of a step
 
     @staticmethod
     def of(K: int, V: int, dtype: torch.dtype) -> _Tiles:
-        wide, fits = _padded(K) > 128, _padded(V)
-        if dtype == torch.float32:  # no tensor cores
-            return _Tiles(min(16, fits), 8, 16)
-        return _Tiles(min(32 if wide else 64, fits), 4, 16 if wide else 8)
+        most = (16, 16) if dtype == torch.float32 else (16 if _padded(K) > 128 else 32, 64)
+        return _Tiles(min(most[0], _padded(V)), min(most[1], _padded(V), _padded(K)))
 
 
 def _padded(width: int) -> int:
@@ -93,16 +90,17 @@ def delta_rule_forward(
         return o_TNV, R_TNC
     sizes, tiles = _sizes(q_TJK, v_TNV), _Tiles.of(q_TJK.shape[2], v_TNV.shape[2], v_TNV.dtype)
     R_TNC = torch.empty(*v_TNV.shape[:2], CHUNK, dtype=v_TNV.dtype, device=v_TNV.device)
+    decays_TN = torch.empty_like(g_TN)
     inverse_sizes = {name: sizes[name] for name in ("N", "GROUP", "K", "KP")}
     _inverse_kernel[(len(chunks_S2), v_TNV.shape[1])](
-        k_TJK, k_TJK.stride(0), g_TN, beta_TN, R_TNC, chunks_S2, **inverse_sizes, PRECISION=PRECISIONS[v_TNV.dtype],
-        num_warps=tiles.scan_warps,
+        k_TJK, k_TJK.stride(0), g_TN, beta_TN, R_TNC, decays_TN, chunks_S2, **inverse_sizes, PRECISION=PRECISIONS[v_TNV.dtype],
+        num_warps=4,
     )  # fmt: skip
     states = [R_TNC if each is None else each for each in (initial, final, places)]
-    _scan_kernel[(documents, v_TNV.shape[1], triton.cdiv(v_TNV.shape[2], tiles.columns))](
-        q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), v_TNV, v_TNV.stride(0), g_TN, beta_TN, R_TNC, o_TNV, o_TNV.stride(0),
-        R_TNC, R_TNC, cu_seqlens, *states, q_TJK.shape[2] ** -0.5, **sizes, BV=tiles.columns, OUTPUT=True,
-        HAS_INITIAL=initial is not None, HAS_FINAL=final is not None, STAGES=1, num_warps=tiles.scan_warps,
+    _scan_kernel[(documents, v_TNV.shape[1], triton.cdiv(v_TNV.shape[2], tiles.scan))](
+        q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), v_TNV, v_TNV.stride(0), g_TN, decays_TN, beta_TN, R_TNC, o_TNV, o_TNV.stride(0),
+        R_TNC, R_TNC, cu_seqlens, *states, q_TJK.shape[2] ** -0.5, **sizes, BV=tiles.scan, OUTPUT=True,
+        HAS_INITIAL=initial is not None, HAS_FINAL=final is not None, STAGES=1, num_warps=4,
     )  # fmt: skip
     return o_TNV, R_TNC
 
@@ -122,21 +120,24 @@ def delta_rule_backward(
     (T, N, V), K = v_TNV.shape, q_TJK.shape[2]
     sizes, tiles, scale = _sizes(q_TJK, v_TNV), _Tiles.of(K, V, v_TNV.dtype), K**-0.5
     D_TNV, X_TNV = (torch.empty(T, N, V, dtype=v_TNV.dtype, device=v_TNV.device) for _ in range(2))
+    decays_TN = torch.empty_like(g_TN)
     states, dstates = (torch.empty(len(chunks_S2), N, K, V, dtype=v_TNV.dtype, device=v_TNV.device) for _ in range(2))
-    grid = (len(cu_seqlens) - 1, N, triton.cdiv(V, tiles.columns))
+    grid = (len(cu_seqlens) - 1, N, triton.cdiv(V, tiles.scan))
     _scan_kernel[grid](
-        q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), v_TNV, v_TNV.stride(0), g_TN, beta_TN, R_TNC, D_TNV, N * V, D_TNV,
-        states, cu_seqlens, states, states, cu_seqlens, scale, **sizes, BV=tiles.columns, OUTPUT=False, HAS_INITIAL=False,
-        HAS_FINAL=False, STAGES=1, num_warps=tiles.scan_warps,
+        q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), v_TNV, v_TNV.stride(0), g_TN, decays_TN, beta_TN, R_TNC, D_TNV, N * V, D_TNV,
+        states, cu_seqlens, states, states, cu_seqlens, scale, **sizes, BV=tiles.scan, OUTPUT=False, HAS_INITIAL=False,
+        HAS_FINAL=False, STAGES=1, num_warps=4,
     )  # fmt: skip
     _reverse_kernel[grid](
-        do_TNV, do_TNV.stride(0), q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), g_TN, beta_TN, R_TNC, dv_TNV, N * V, X_TNV,
-        dstates, cu_seqlens, scale, **sizes, BV=tiles.columns, STAGES=1, num_warps=tiles.scan_warps,
+        do_TNV, do_TNV.stride(0), q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), decays_TN, beta_TN, R_TNC, dv_TNV, N * V, X_TNV,
+        dstates, cu_seqlens, scale, **sizes, BV=tiles.scan, STAGES=1, num_warps=4,
     )  # fmt: skip
+    shared = q_TJK.shape if N > q_TJK.shape[1] else (0,)  # a group of one head needs no sums
+    sums = [torch.empty(shared, dtype=torch.float32, device=v_TNV.device) for _ in range(2)]
     _local_kernel[(len(chunks_S2), q_TJK.shape[1])](
-        do_TNV, do_TNV.stride(0), q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), v_TNV, v_TNV.stride(0), g_TN, beta_TN, D_TNV,
-        X_TNV, states, dstates, dq_TJK, dq_TJK.stride(0), dk_TJK, dk_TJK.stride(0), dg_TN, dbeta_TN, chunks_S2, scale, **sizes,
-        BV=tiles.columns, num_warps=tiles.local_warps,
+        do_TNV, do_TNV.stride(0), q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), v_TNV, v_TNV.stride(0), decays_TN, beta_TN, D_TNV,
+        X_TNV, states, dstates, dq_TJK, dq_TJK.stride(0), dk_TJK, dk_TJK.stride(0), dg_TN, dbeta_TN, *sums, chunks_S2, scale,
+        **sizes, BK=tiles.local, BV=tiles.local, num_warps=8, num_stages=1,
     )  # fmt: skip
     return outs
 

@@ -56,6 +56,21 @@ def running(g):
 
 
 @jit
+def kept_running(G, first, rows, head, N):
+    """What `running` found, from memory: to make it again takes registers."""
+    last = rows - 1
+    row = tl.minimum(tl.arange(0, 64), last)
+    G_last = tl.load(G + (first + tl.minimum(last, 63)).to(tl.int64) * N + head)
+    return tl.load(G + (first + row).to(tl.int64) * N + head), G_last
+
+
+@jit
+def put_running(G, first, rows, head, N, values):
+    row = tl.arange(0, 64)
+    tl.store(G + (first + row).to(tl.int64) * N + head, values, mask=row < rows)
+
+
+@jit
 def between(G):
     """E: the difference before exp, because e^-G may overflow."""
     row = tl.arange(0, 64)
@@ -70,7 +85,7 @@ def between_transposed(G):
 
 @jit
 def _inverse_kernel(
-    k, k_row, g, beta, R, chunks, N: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+    k, k_row, g, beta, R, decays, chunks, N: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     slot, head = tl.program_id(0), tl.program_id(1)
@@ -78,6 +93,7 @@ def _inverse_kernel(
     if rows > 0:
         keys = tile(k + head // GROUP * K, k_row, first, rows, tl.arange(0, KP), K)
         G, _ = running(of_rows(g, first, rows, head, N))
+        put_running(decays, first, rows, head, N, G)
         i, j = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
         A = dot(keys, tl.trans(keys)) * between(G) * of_rows(beta, first, rows, head, N)[:, None]
         inverse = tl.where(i == j, 1.0, tl.where((i > j) & (i // 2 == j // 2), -A, 0.0))
@@ -90,11 +106,11 @@ def _inverse_kernel(
 
 @jit
 def _scan_kernel(
-    q, q_row, k, k_row, v, v_row, g, beta, R, o, o_row, D, states, bounds, initial, final, places, scale, N: tl.constexpr,
+    q, q_row, k, k_row, v, v_row, g, decays, beta, R, o, o_row, D, states, bounds, initial, final, places, scale, N: tl.constexpr,
     GROUP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, OUTPUT: tl.constexpr,
     HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Pointers that a variant does not use may be any: o without OUTPUT, D and states with it, those of HAS_..."""
+    """decays [T, N]: G, which is there with OUTPUT, and is written without. Pointers that a variant does not use may be any: o without OUTPUT, D and states with it, those of HAS_..."""
     document, head = tl.program_id(0), tl.program_id(1)
     across, down = tl.program_id(2) * BV + tl.arange(0, BV), tl.arange(0, KP)
     inside = (down < K)[:, None] & (across < V)[None, :]
@@ -108,7 +124,12 @@ def _scan_kernel(
         keys = tile(k + head // GROUP * K, k_row, first, rows, down, K)
         values = tile(v + head * V, v_row, first, rows, across, V)
         inverse = tile(R + head * 64, N * 64, first, rows, tl.arange(0, 64), 64)
-        G, last = running(of_rows(g, first, rows, head, N))
+        if OUTPUT:
+            G, last = kept_running(decays, first, rows, head, N)
+        else:
+            G, last = running(of_rows(g, first, rows, head, N))
+            if tl.program_id(2) == 0:
+                put_running(decays, first, rows, head, N, G)
         b = of_rows(beta, first, rows, head, N)
         state = M.to(keys.dtype)
         new = b[:, None] * (values.to(tl.float32) - tl.exp(G)[:, None] * dot(keys, state))
