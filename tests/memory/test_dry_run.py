@@ -302,7 +302,10 @@ MIXED = {
 }
 
 
-@table(("family", "levels"), [("glm4_moe", "mixed"), ("dots1", ""), ("lfm2", "mixed"), ("qwen3_5_text", "mixed"), ("glm4_moe", "layer")])
+@table(
+    ("family", "levels"),
+    [("glm4_moe", "mixed"), ("dots1", ""), ("lfm2", "mixed"), ("qwen3_5_text", "mixed"), ("glm4_moe", "layer")],
+)
 def test_the_peak_of_a_model_with_layers_of_several_kinds_is_that_of_the_whole_model(family: str, levels: str) -> None:
     """Each kind is run once; the whole model, layer after layer, holds as much."""
     sizes = {"num_hidden_layers": 4, "intermediate_size": 1024, "vocab_size": 512}

@@ -13,6 +13,7 @@ memory (memory/offload.py) and back, bit for bit. The names:
     qkv          the buffer of q, k, v             xa3          a A^T of `down`
     xa1, xa_o    x A^T of q, k, v; of `out`        rstd.SLOT    of the norm in this slot
     o, lse       attention's output                h_rows       the residual, until the norm before the MLP adds it
+    y, core, R   of Gated DeltaNet: what its linears made, the rule's output and inverses; core: also of gated attention
     o_rows, h2   of the rows after attention: attention's output, and the residual stream
 """
 
