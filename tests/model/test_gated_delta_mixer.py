@@ -42,7 +42,9 @@ MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, 
 CONFIGS = {
     "qwen3_5_text": AutoConfig.for_model("qwen3_5_text", **SIZES),
     "qwen3_5_moe_text": AutoConfig.for_model("qwen3_5_moe_text", **SIZES, **MOE),
-    "qwen3_next": AutoConfig.for_model("qwen3_next", **SIZES, **MOE),
+    "qwen3_next": AutoConfig.for_model(
+        "qwen3_next", **(SIZES | MOE | {"layer_types": ["linear_attention", "linear_attention", "full_attention"]})
+    ),
 }
 
 

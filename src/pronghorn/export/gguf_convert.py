@@ -31,6 +31,8 @@ INSTALL = "pip install 'pronghorn[gguf]'"
 TOKENIZER = "tokenizer_config.json"
 PIECES = "tokenizer.model"  # sentencepiece's own file, which fast tokenizers do not save again
 CODE_FILES = ("config.json", TOKENIZER)  # which may name Python code
+# Published with weights that predict further tokens (mtp.*). transformers drops them, and the converter looks for them.
+WITHOUT_MTP = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 DATA_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", "*.tiktoken")
 
 
@@ -118,14 +120,16 @@ class Source:
 def convert(source: Source, target: Path, outtype: str, report: Report = lambda *_: None) -> Converter:
     """A GGUF file in f32, f16 or bf16."""
     target = target.resolve()  # the converter works in its folder
-    converter = require_converter(architecture_of(source.folder))
+    architecture = architecture_of(source.folder)
+    converter = require_converter(architecture)
+    option = ["--no-mtp"] * (architecture in WITHOUT_MTP and "--no-mtp" in converter.script.read_text(encoding="utf-8"))
     total = sum(file.stat().st_size for file in source.folder.glob("*.safetensors"))
     if outtype == "f32" and widest(source.folder) != "f32":
         total *= 2
     with staged(source, target.parent) as folder:
         arguments = [str(converter.script), str(folder), "--outfile", str(target), "--outtype", outtype]
         ended = child.run(
-            [*arguments, "--model-name", source.title],
+            [*arguments, *option, "--model-name", source.title],
             target.parent,
             lambda: report("converting to GGUF, bytes", min(_size(target), total), total),
         )

@@ -39,7 +39,7 @@ def answering_bytes(spec: Rollouts, config: HFConfig, longest_prompt: int, eleme
 
 
 def _state_bytes(text: HFConfig, element: int) -> int:
-    """Of one layer with Gated DeltaNet, at one place: its state in float32, and its convolution's last inputs."""
+    """The size of a Gated DeltaNet layer at one place: a state in float32, and the last inputs of its convolution."""
     keys = int(text.linear_num_key_heads) * int(text.linear_key_head_dim)
     values = int(text.linear_num_value_heads) * int(text.linear_value_head_dim)
     return 4 * values * int(text.linear_key_head_dim) + (int(text.linear_conv_kernel_dim) - 1) * (2 * keys + values) * element

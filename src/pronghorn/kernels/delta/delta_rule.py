@@ -33,9 +33,9 @@ import torch
 from torch import Tensor
 
 from pronghorn.kernels.delta.delta_chunks import CHUNK
-from pronghorn.kernels.delta.delta_gradients import _local_kernel, _reverse_kernel
+from pronghorn.kernels.delta.delta_gradients import _local_kernel, _reverse_kernel, _weights_kernel
 from pronghorn.kernels.delta.delta_rule_torch import backward_torch, inverse_torch, put_rows, scan_torch
-from pronghorn.kernels.delta.delta_scan import _inverse_kernel, _scan_kernel
+from pronghorn.kernels.delta.delta_scan import _chunk_kernel, _scan_kernel
 from pronghorn.kernels.runtime.dispatch import triton, use_triton
 from pronghorn.kernels.runtime.first_order import Ctx, first_order
 
@@ -47,12 +47,13 @@ class _Tiles(NamedTuple):
     """All with four warps, which have the 64 rows of a chunk in a product on Hopper; eight would do everything twice."""
 
     scan: int  # V columns of a program
-    local: int  # V columns and K columns of a step
+    keys: int  # K columns of a step, in products of rows
+    local: int  # K and V columns of a step
 
     @staticmethod
     def of(K: int, V: int, dtype: torch.dtype) -> _Tiles:
-        most = (16, 16) if dtype == torch.float32 else (16 if _padded(K) > 128 else 32, 64)
-        return _Tiles(min(most[0], _padded(V)), min(most[1], _padded(V), _padded(K)))
+        scan, keys, local = (16, 16, 16) if dtype == torch.float32 else (16 if _padded(K) > 128 else 32, 64, 32)
+        return _Tiles(min(scan, _padded(V)), min(keys, _padded(K)), min(local, _padded(V), _padded(K)))
 
 
 def _padded(width: int) -> int:
@@ -61,7 +62,7 @@ def _padded(width: int) -> int:
 
 def _sizes(q_TJK: Tensor, v_TNV: Tensor) -> dict[str, Any]:
     (_, J, K), (_, N, V) = q_TJK.shape, v_TNV.shape
-    return {"N": N, "GROUP": N // J, "K": K, "KP": _padded(K), "V": V}
+    return {"N": N, "GROUP": N // J, "K": K, "V": V}
 
 
 def delta_rule_forward(
@@ -88,21 +89,31 @@ def delta_rule_forward(
             filled = cu_seqlens[1:] > cu_seqlens[:-1]
             final[places[filled].long()] = found.last[filled].to(final.dtype)
         return o_TNV, R_TNC
-    sizes, tiles = _sizes(q_TJK, v_TNV), _Tiles.of(q_TJK.shape[2], v_TNV.shape[2], v_TNV.dtype)
+    K, V = q_TJK.shape[2], v_TNV.shape[2]
+    sizes, tiles = _sizes(q_TJK, v_TNV), _Tiles.of(K, V, v_TNV.dtype)
     R_TNC = torch.empty(*v_TNV.shape[:2], CHUNK, dtype=v_TNV.dtype, device=v_TNV.device)
-    decays_TN = torch.empty_like(g_TN)
-    inverse_sizes = {name: sizes[name] for name in ("N", "GROUP", "K", "KP")}
-    _inverse_kernel[(len(chunks_S2), v_TNV.shape[1])](
-        k_TJK, k_TJK.stride(0), g_TN, beta_TN, R_TNC, decays_TN, chunks_S2, **inverse_sizes, PRECISION=PRECISIONS[v_TNV.dtype],
-        num_warps=4,
-    )  # fmt: skip
+    P_TNC, decays_TN = _within_chunks(q_TJK, k_TJK, g_TN, beta_TN, R_TNC, chunks_S2, sizes, tiles, inverse=True)
     states = [R_TNC if each is None else each for each in (initial, final, places)]
-    _scan_kernel[(documents, v_TNV.shape[1], triton.cdiv(v_TNV.shape[2], tiles.scan))](
-        q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), v_TNV, v_TNV.stride(0), g_TN, decays_TN, beta_TN, R_TNC, o_TNV, o_TNV.stride(0),
-        R_TNC, R_TNC, cu_seqlens, *states, q_TJK.shape[2] ** -0.5, **sizes, BV=tiles.scan, OUTPUT=True,
+    _scan_kernel[(documents, v_TNV.shape[1], triton.cdiv(V, tiles.scan))](
+        q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), v_TNV, v_TNV.stride(0), decays_TN, beta_TN, P_TNC, R_TNC, o_TNV,
+        o_TNV.stride(0), R_TNC, R_TNC, cu_seqlens, *states, K**-0.5, **sizes, KP=_padded(K), BV=tiles.scan, OUTPUT=True,
         HAS_INITIAL=initial is not None, HAS_FINAL=final is not None, STAGES=1, num_warps=4,
     )  # fmt: skip
     return o_TNV, R_TNC
+
+
+def _within_chunks(
+    q_TJK: Tensor, k_TJK: Tensor, g_TN: Tensor, beta_TN: Tensor, R_TNC: Tensor, chunks_S2: Tensor, sizes: dict[str, int],
+    tiles: _Tiles, *, inverse: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(P_TNC, G_TN); with `inverse` also fills R."""
+    P_TNC, decays_TN = torch.empty_like(R_TNC), torch.empty_like(g_TN)
+    given = {name: sizes[name] for name in ("N", "GROUP", "K")}
+    _chunk_kernel[(len(chunks_S2), g_TN.shape[1])](
+        q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), g_TN, beta_TN, P_TNC, R_TNC, decays_TN, chunks_S2, **given,
+        BK=tiles.keys, INVERSE=inverse, PRECISION=PRECISIONS[k_TJK.dtype], num_warps=4,
+    )  # fmt: skip
+    return P_TNC, decays_TN
 
 
 def delta_rule_backward(
@@ -120,24 +131,31 @@ def delta_rule_backward(
     (T, N, V), K = v_TNV.shape, q_TJK.shape[2]
     sizes, tiles, scale = _sizes(q_TJK, v_TNV), _Tiles.of(K, V, v_TNV.dtype), K**-0.5
     D_TNV, X_TNV = (torch.empty(T, N, V, dtype=v_TNV.dtype, device=v_TNV.device) for _ in range(2))
-    decays_TN = torch.empty_like(g_TN)
+    P_TNC, decays_TN = _within_chunks(q_TJK, k_TJK, g_TN, beta_TN, R_TNC, chunks_S2, sizes, tiles, inverse=False)
     states, dstates = (torch.empty(len(chunks_S2), N, K, V, dtype=v_TNV.dtype, device=v_TNV.device) for _ in range(2))
     grid = (len(cu_seqlens) - 1, N, triton.cdiv(V, tiles.scan))
     _scan_kernel[grid](
-        q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), v_TNV, v_TNV.stride(0), g_TN, decays_TN, beta_TN, R_TNC, D_TNV, N * V, D_TNV,
-        states, cu_seqlens, states, states, cu_seqlens, scale, **sizes, BV=tiles.scan, OUTPUT=False, HAS_INITIAL=False,
+        q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), v_TNV, v_TNV.stride(0), decays_TN, beta_TN, P_TNC, R_TNC, D_TNV, N * V,
+        D_TNV, states, cu_seqlens, states, states, cu_seqlens, scale, **sizes, KP=_padded(K), BV=tiles.scan, OUTPUT=False, HAS_INITIAL=False,
         HAS_FINAL=False, STAGES=1, num_warps=4,
     )  # fmt: skip
     _reverse_kernel[grid](
-        do_TNV, do_TNV.stride(0), q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), decays_TN, beta_TN, R_TNC, dv_TNV, N * V, X_TNV,
-        dstates, cu_seqlens, scale, **sizes, BV=tiles.scan, STAGES=1, num_warps=4,
+        do_TNV, do_TNV.stride(0), q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), decays_TN, beta_TN, P_TNC, R_TNC, dv_TNV, N * V,
+        X_TNV, dstates, cu_seqlens, scale, **sizes, KP=_padded(K), BV=tiles.scan, STAGES=1, num_warps=4,
+    )  # fmt: skip
+    by_o, by_A = (torch.empty_like(R_TNC) for _ in range(2))
+    dG, db = (torch.empty_like(g_TN) for _ in range(2))
+    steps = {"BK": tiles.local, "BV": tiles.local, "num_warps": 4, "num_stages": 1}
+    _weights_kernel[(len(chunks_S2), N)](
+        do_TNV, do_TNV.stride(0), k_TJK, k_TJK.stride(0), v_TNV, v_TNV.stride(0), decays_TN, beta_TN, P_TNC, D_TNV, X_TNV, by_o,
+        by_A, dG, db, chunks_S2, scale, **sizes, **steps,
     )  # fmt: skip
     shared = q_TJK.shape if q_TJK.shape[1] < N else (0,)  # a group of one head needs no sums
     sums = [torch.empty(shared, dtype=torch.float32, device=v_TNV.device) for _ in range(2)]
     _local_kernel[(len(chunks_S2), q_TJK.shape[1])](
-        do_TNV, do_TNV.stride(0), q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), v_TNV, v_TNV.stride(0), decays_TN, beta_TN, D_TNV,
-        X_TNV, states, dstates, dq_TJK, dq_TJK.stride(0), dk_TJK, dk_TJK.stride(0), dg_TN, dbeta_TN, *sums, chunks_S2, scale,
-        **sizes, BK=tiles.local, BV=tiles.local, num_warps=8, num_stages=1,
+        do_TNV, do_TNV.stride(0), q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), decays_TN, beta_TN, D_TNV, X_TNV, by_o, by_A,
+        dG, db, states, dstates, dq_TJK, dq_TJK.stride(0), dk_TJK, dk_TJK.stride(0), dg_TN, dbeta_TN, *sums, chunks_S2, scale,
+        **sizes, **steps,
     )  # fmt: skip
     return outs
 

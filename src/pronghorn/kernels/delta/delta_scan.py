@@ -1,6 +1,6 @@
 """Triton kernels of the delta rule that forward needs (delta_rule.py has the formulas and the letters).
 
-    _inverse_kernel     program = chunk and value head: R
+    _chunk_kernel       program = chunk and value head: G, P and, for forward, R
     _scan_kernel        program = document, value head and V block: goes through the document's chunks, M in registers;
                         writes o or, for backward, D and the state before each chunk
 
@@ -44,30 +44,22 @@ def of_rows(x, first, rows, head, N):
 
 @jit
 def running(g):
-    """(G, G of the last row), rounded once: multiples of 1 / 256 are added exactly, and what is left is small. A head that
-    forgets fast has G of 1,000 after 64 rows, where one rounding is 6e-5 of a weight. Not tl.cumsum: beside tl.sum it failed to
-    compile in some versions of Triton."""
+    """G, rounded once: multiples of 1 / 256 are added exactly, and what is left is small. A head that forgets fast has G of 1,000
+    after 64 rows, where one rounding is 6e-5 of a weight. Not tl.cumsum: beside tl.sum it failed to compile in some versions of
+    Triton."""
     row = tl.arange(0, 64)
     coarse = tl.floor(g * 256) / 256
-    fine = g - coarse
     before = row[:, None] >= row[None, :]
-    G = tl.sum(tl.where(before, coarse[None, :], 0.0), 1) + tl.sum(tl.where(before, fine[None, :], 0.0), 1)
-    return G, tl.sum(coarse, 0) + tl.sum(fine, 0)
+    total = tl.sum(tl.where(before, coarse[None, :], 0.0), 1)
+    return total + tl.sum(tl.where(before, (g - coarse)[None, :], 0.0), 1)
 
 
 @jit
-def kept_running(G, first, rows, head, N):
-    """What `running` found, from memory: to make it again takes registers."""
-    last = rows - 1
-    row = tl.minimum(tl.arange(0, 64), last)
-    G_last = tl.load(G + (first + tl.minimum(last, 63)).to(tl.int64) * N + head)
-    return tl.load(G + (first + row).to(tl.int64) * N + head), G_last
-
-
-@jit
-def put_running(G, first, rows, head, N, values):
-    row = tl.arange(0, 64)
-    tl.store(G + (first + row).to(tl.int64) * N + head, values, mask=row < rows)
+def decays_of(decays, first, rows, head, N):
+    """(G, G of the last row) from memory."""
+    last = tl.minimum(rows, 64) - 1
+    row = first + tl.minimum(tl.arange(0, 64), last).to(tl.int64)
+    return tl.load(decays + row * N + head), tl.sum(tl.load(decays + (first + last + tl.zeros([1], tl.int64)) * N + head), 0)
 
 
 @jit
@@ -84,33 +76,43 @@ def between_transposed(G):
 
 
 @jit
-def _inverse_kernel(
-    k, k_row, g, beta, R, decays, chunks, N: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-    PRECISION: tl.constexpr,
+def _chunk_kernel(
+    q, q_row, k, k_row, g, beta, P, R, decays, chunks, N: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
+    INVERSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     slot, head = tl.program_id(0), tl.program_id(1)
     first, rows = tl.load(chunks + 2 * slot), tl.load(chunks + 2 * slot + 1)
     if rows > 0:
-        keys = tile(k + head // GROUP * K, k_row, first, rows, tl.arange(0, KP), K)
-        G, _ = running(of_rows(g, first, rows, head, N))
-        put_running(decays, first, rows, head, N, G)
-        i, j = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
-        A = dot(keys, tl.trans(keys)) * between(G) * of_rows(beta, first, rows, head, N)[:, None]
-        inverse = tl.where(i == j, 1.0, tl.where((i > j) & (i // 2 == j // 2), -A, 0.0))
-        for level in range(1, 6):
-            across = (i >> level == (j >> level) + 1) & (i >> (level + 1) == j >> (level + 1))
-            left = tl.dot(inverse, tl.where(across, A, 0.0), input_precision=PRECISION)
-            inverse -= tl.dot(left, inverse, input_precision=PRECISION)
-        put_tile(R + head * 64, N * 64, first, rows, tl.arange(0, 64), 64, inverse)
+        row = tl.arange(0, 64)
+        i, j = row[:, None], row[None, :]
+        G = running(of_rows(g, first, rows, head, N))
+        tl.store(decays + (first + row).to(tl.int64) * N + head, G, mask=row < rows)
+        qk, kk = tl.zeros([64, 64], tl.float32), tl.zeros([64, 64], tl.float32)
+        for block in tl.range(0, K, BK, num_stages=1, loop_unroll_factor=1):
+            down = block + tl.arange(0, BK)
+            keys = tile(k + head // GROUP * K, k_row, first, rows, down, K)
+            qk += dot(tile(q + head // GROUP * K, q_row, first, rows, down, K), tl.trans(keys))
+            if INVERSE:
+                kk += dot(keys, tl.trans(keys))
+        E = between(G)
+        put_tile(P + head * 64, N * 64, first, rows, row, 64, qk * E)
+        if INVERSE:
+            A = kk * E * of_rows(beta, first, rows, head, N)[:, None]
+            inverse = tl.where(i == j, 1.0, tl.where((i > j) & (i // 2 == j // 2), -A, 0.0))
+            for level in range(1, 6):
+                across = (i >> level == (j >> level) + 1) & (i >> (level + 1) == j >> (level + 1))
+                left = tl.dot(inverse, tl.where(across, A, 0.0), input_precision=PRECISION)
+                inverse -= tl.dot(left, inverse, input_precision=PRECISION)
+            put_tile(R + head * 64, N * 64, first, rows, row, 64, inverse)
 
 
 @jit
 def _scan_kernel(
-    q, q_row, k, k_row, v, v_row, g, decays, beta, R, o, o_row, D, states, bounds, initial, final, places, scale, N: tl.constexpr,
+    q, q_row, k, k_row, v, v_row, decays, beta, P, R, o, o_row, D, states, bounds, initial, final, places, scale, N: tl.constexpr,
     GROUP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, OUTPUT: tl.constexpr,
     HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """decays [T, N]: G, which is there with OUTPUT, and is written without. Pointers that a variant does not use may be any: o without OUTPUT, D and states with it, those of HAS_..."""
+    """Pointers that a variant does not use may be any: o without OUTPUT, D and states with it, those of HAS_..."""
     document, head = tl.program_id(0), tl.program_id(1)
     across, down = tl.program_id(2) * BV + tl.arange(0, BV), tl.arange(0, KP)
     inside = (down < K)[:, None] & (across < V)[None, :]
@@ -124,20 +126,15 @@ def _scan_kernel(
         keys = tile(k + head // GROUP * K, k_row, first, rows, down, K)
         values = tile(v + head * V, v_row, first, rows, across, V)
         inverse = tile(R + head * 64, N * 64, first, rows, tl.arange(0, 64), 64)
-        if OUTPUT:
-            G, last = kept_running(decays, first, rows, head, N)
-        else:
-            G, last = running(of_rows(g, first, rows, head, N))
-            if tl.program_id(2) == 0:
-                put_running(decays, first, rows, head, N, G)
+        G, last = decays_of(decays, first, rows, head, N)
         b = of_rows(beta, first, rows, head, N)
         state = M.to(keys.dtype)
         new = b[:, None] * (values.to(tl.float32) - tl.exp(G)[:, None] * dot(keys, state))
         new = dot(inverse, new.to(keys.dtype))
         if OUTPUT:
             queries = tile(q + head // GROUP * K, q_row, first, rows, down, K)
-            P = dot(queries, tl.trans(keys)) * between(G)
-            out = tl.exp(G)[:, None] * dot(queries, state) + dot(P.to(keys.dtype), new.to(keys.dtype))
+            seen = tile(P + head * 64, N * 64, first, rows, tl.arange(0, 64), 64)
+            out = tl.exp(G)[:, None] * dot(queries, state) + dot(seen, new.to(keys.dtype))
             put_tile(o + head * V, o_row, first, rows, across, V, scale * out)
         else:
             slot = (first // 64 + document).to(tl.int64)
