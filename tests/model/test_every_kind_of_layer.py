@@ -53,7 +53,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
 KINDS = DENSE | OTHERS
 # A kind is a row in every run, further families of it are for `--every-case`.
 LATER = ("qk-norm", "full", "fp8, four norms", "fp8, norms elsewhere", "fp8, multipliers", "experts, shared expert",
-         "states, columns in another order", "experts, adapters on attention")  # fmt: skip
+         "states, experts", "states, columns in another order", "experts, adapters on attention")  # fmt: skip
 
 
 def rows_of(kinds: dict[str, Any]) -> list[Any]:

@@ -1,9 +1,9 @@
 """What the mixers of a model have seen: keys and values in pages, the last inputs of convolutions, and states.
 
 P = pages of PAGE tokens, K = key/value heads, H = head width, W = taps, D = channels; of Gated DeltaNet N, K, V = value heads
-and the widths of keys and values. Page 0 belongs to nobody: padding is written there. A forward is a `Prefill` of whole prompts,
-which attend to themselves as in training, or a `Step`, one token for each of B rows, over their pages. Both are the `Cache` of
-their `Documents` (model/layers/types.py).
+and the widths of keys and values. Page 0 belongs to nobody: padding is written there. A forward is a `Prefill` of whole
+prompts, which attend to themselves as in training, or a `Step`, one token for each of B rows, over their pages. Both are the
+`Cache` of their `Documents` (model/layers/types.py).
 """
 
 from __future__ import annotations
