@@ -281,25 +281,26 @@ def decode() -> None:
 
 
 def delta_net() -> None:
-    """The kernels of Gated DeltaNet, with the heads of Qwen3.5-9B (in fp32 smaller ones) and with all that can be trained."""
-    for dtype, heads in ((torch.bfloat16, Heads(16, 128, 32, 128)),):
-        T, (J, K, N, V) = 2048, heads
-        bounds = torch.tensor([*range(0, T, 125), T], dtype=torch.int32)
-        where, chunks = spans(bounds, T), chunk_table(bounds, T)
-        qkv, taps = torch.empty(T, heads.columns, dtype=dtype), torch.empty(heads.columns, 4, dtype=dtype)
-        a_TN, per_head = torch.empty(T, N, dtype=dtype), torch.empty(N)
-        q, k, v = delta_inputs_forward(qkv, taps, where, heads)
-        g, beta = delta_gates_forward(a_TN, a_TN, per_head, per_head)
-        states, place = torch.empty(len(bounds) - 1, N, K, V), torch.arange(len(bounds) - 1, dtype=torch.int32)
-        for given in (None, states):
-            o, R = delta_rule_forward(q, k, v, g, beta, chunks, bounds, initial=given, final=given, places=place)
-        gated_norm_forward(o, v.flatten(1), taps[:V, 0], 1e-6)
-        for trained in (False, True):
-            gated_norm_backward(v.flatten(1), o, v.flatten(1), taps[:V, 0], 1e-6, need_weight=trained)
-            delta_gates_backward(g, beta, a_TN, a_TN, per_head, per_head, need_weights=trained)
-            delta_inputs_backward(q, k, v, qkv, taps, where, heads, need_taps=trained)
-        delta_rule_backward(o, q, k, v, g, beta, R, chunks, bounds)
-        delta_step(q[:16], k[:16], v[:16], g[:16], beta[:16], states, place)
+    """The kernels of Gated DeltaNet with the heads of Qwen3.5-9B, in training and in decoding."""
+    T, heads, dtype = 2048, Heads(16, 128, 32, 128), torch.bfloat16
+    _, K, N, V = heads
+    bounds = torch.tensor([*range(0, T, 125), T], dtype=torch.int32)
+    where, chunks = spans(bounds, T), chunk_table(bounds, T)
+    qkv, taps = torch.empty(T, heads.columns, dtype=dtype), torch.empty(heads.columns, 4, dtype=dtype)
+    a_TN, per_head = torch.empty(T, N, dtype=dtype), torch.empty(N)
+    q, k, v = delta_inputs_forward(qkv, taps, where, heads)
+    g, beta = delta_gates_forward(a_TN, a_TN, per_head, per_head)
+    states, place = torch.empty(len(bounds) - 1, N, K, V), torch.arange(len(bounds) - 1, dtype=torch.int32)
+    delta_rule_forward(q, k, v, g, beta, chunks, bounds, initial=states, final=states, places=place)
+    o, R = delta_rule_forward(q, k, v, g, beta, chunks, bounds)
+    delta_rule_backward(o, q, k, v, g, beta, R, chunks, bounds)
+    z, weight = v.flatten(1), taps[:V, 0].contiguous()
+    gated_norm_forward(o, z, weight, 1e-6)
+    for trained in (False, True):
+        gated_norm_backward(z, o, z, weight, 1e-6, need_weight=trained)
+        delta_gates_backward(g, beta, a_TN, a_TN, per_head, per_head, need_weights=trained)
+        delta_inputs_backward(q, k, v, qkv, taps, where, heads, need_taps=trained)
+    delta_step(q[:16], k[:16], v[:16], g[:16], beta[:16], states, place)
 
 
 class Work(NamedTuple):

@@ -41,8 +41,8 @@ FIRST = (
     "llama-8b, lora, head_dim=64, num_attention_heads=32, num_key_value_heads=8, r=16",
     "llama-70b, lora, r=16",
     "lfm2-1.2b, full",
-    "qwen3.5-9b, full",
     "qwen3.5-9b, lora, layer_types=['full_attention'], r=16",
+    "gated deltanet",
 )
 
 

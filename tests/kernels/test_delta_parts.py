@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from kernel_parts import Judge, strided, truth_and_plain, untouched_beside
@@ -127,14 +129,16 @@ def test_autograd_sees_what_backward_gives(device: str, trained: bool) -> None:
     def weights(*shapes: tuple[int, ...]) -> list[Tensor]:
         return [torch.randn(shape, device=device).requires_grad_(trained) for shape in shapes]
 
-    (qkv, a, b, o, z), ones = leaves((7, heads.columns), (7, N), (7, N), (7, N, V), (7, N * V)), torch.ones
-    (taps, A_log, bias, weight) = weights((heads.columns, 4), (N,), (N,), (V,))
+    (qkv, a, b, o, z) = leaves((7, heads.columns), (7, N), (7, N), (7, N, V), (7, N * V))
+    ones = partial(torch.ones, device=device)
+    taps, A_log, bias, weight = weights((heads.columns, 4), (N,), (N,), (V,))
     cases = [
         (delta_inputs(qkv, taps, where, heads), [qkv], [taps],
          delta_inputs_backward(ones(7, J, K), ones(7, J, K), ones(7, N, V), qkv, taps, where, heads)),
-        (delta_gates(a, b, A_log, bias), [a, b], [A_log, bias], delta_gates_backward(ones(7, N), ones(7, N), a, b, A_log, bias)),
+        (delta_gates(a, b, A_log, bias), [a, b], [A_log, bias],
+         delta_gates_backward(ones(7, N), ones(7, N), a, b, A_log, bias)),
         ((gated_norm(o, z, weight, 1e-6),), [o, z], [weight], gated_norm_backward(ones(7, N * V), o, z, weight, 1e-6)),
-    ] if device == "cpu" else []  # fmt: skip
+    ]  # fmt: skip
     for outs, inputs, parameters, expected in cases:
         found = torch.autograd.grad(sum(out.sum() for out in outs), [*inputs, *(parameters if trained else [])])
         for one, other in zip(found, expected, strict=False):

@@ -19,8 +19,8 @@ from pronghorn.kernels.runtime.dispatch import jit, tl
 
 @jit
 def _reverse_kernel(
-    do, do_row, q, q_row, k, k_row, decays, beta, P, R, dv, dv_row, X, dstates, bounds, scale, N: tl.constexpr, GROUP: tl.constexpr,
-    K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr,
+    do, do_row, q, q_row, k, k_row, decays, beta, P, R, dv, dv_row, X, dstates, bounds, scale, N: tl.constexpr,
+    GROUP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     document, head = tl.program_id(0), tl.program_id(1)
     across, down = tl.program_id(2) * BV + tl.arange(0, BV), tl.arange(0, KP)
@@ -28,7 +28,7 @@ def _reverse_kernel(
     own = head.to(tl.int64) * K * V + down[:, None] * V + across[None, :]
     start, end = tl.load(bounds + document), tl.load(bounds + document + 1)
     dM = tl.zeros([KP, BV], tl.float32)
-    for back in tl.range(0, tl.cdiv(end - start, 64), num_stages=STAGES):
+    for back in tl.range(0, tl.cdiv(end - start, 64), num_stages=1):
         first = start + (tl.cdiv(end - start, 64) - 1 - back) * 64
         rows = end - first
         keys = tile(k + head // GROUP * K, k_row, first, rows, down, K)

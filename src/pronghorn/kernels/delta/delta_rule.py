@@ -22,7 +22,11 @@ In a chunk with rows i, j and the state M0 before it, G_i = g_1 + ... + g_i, E_i
     B = F * scale P + dA * A;  dG = rowsum(B) - colsum(B) + scale e^G (q M0 . do) - beta e^G (k M0 . X) - kept
     dG_C += e^(G_C) <dM1, M0> + sum(kept);  kept = e^(G_C - G) k . (D dM1^T);  dg = reversed cumulative sum of dG
 
-G, E, R and the state are in float32; operands of products are rounded to the inputs' dtype, sums are in float32.
+G, E and M are in float32, and R while it is made; operands of products are rounded to the inputs' dtype, sums are in float32.
+
+Two launches forward (delta_scan.py), five backward (delta_gradients.py). Backward's own memory, for 16,384 tokens in 80
+documents with 32 value heads of 128 x 128 in 16 bits: M0 and dM1 352 MB each, D and X 134 each, P, F * E and H 67 each.
+Compiled for all chips, compared with float64 in Triton's interpreter, not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ from pronghorn.kernels.delta.delta_chunks import CHUNK
 from pronghorn.kernels.delta.delta_gradients import _local_kernel, _reverse_kernel, _weights_kernel
 from pronghorn.kernels.delta.delta_rule_torch import backward_torch, inverse_torch, put_rows, scan_torch
 from pronghorn.kernels.delta.delta_scan import _chunk_kernel, _scan_kernel
-from pronghorn.kernels.runtime.dispatch import triton, use_triton
+from pronghorn.kernels.runtime.dispatch import chip_of, triton, use_triton
 from pronghorn.kernels.runtime.first_order import Ctx, first_order
 
 # Of the products that give R, which is rounded to the inputs' dtype: 10 bits are enough for bf16's 7, not for fp16's 10.
@@ -44,15 +48,17 @@ PRECISIONS = {torch.bfloat16: "tf32", torch.float16: "tf32x3", torch.float32: "i
 
 
 class _Tiles(NamedTuple):
-    """All with four warps, which have the 64 rows of a chunk in a product on Hopper; eight would do everything twice."""
+    """The widest that spill no registers in 16 bits with heads of 128 (compiled for all chips, not timed)."""
 
     scan: int  # V columns of a program
     keys: int  # K columns of a step, in products of rows
     local: int  # K and V columns of a step
 
     @staticmethod
-    def of(K: int, V: int, dtype: torch.dtype) -> _Tiles:
-        scan, keys, local = (16, 16, 16) if dtype == torch.float32 else (16 if _padded(K) > 128 else 32, 64, 32)
+    def of(K: int, V: int, x: Tensor) -> _Tiles:
+        scan, keys, local = 32 if chip_of(x.device).large and _padded(K) <= 128 else 16, 64, 32
+        if x.dtype == torch.float32:  # no tensor cores: products are unrolled
+            scan, keys, local = 16, 16, 16
         return _Tiles(min(scan, _padded(V)), min(keys, _padded(K)), min(local, _padded(V), _padded(K)))
 
 
@@ -90,14 +96,15 @@ def delta_rule_forward(
             final[places[filled].long()] = found.last[filled].to(final.dtype)
         return o_TNV, R_TNC
     K, V = q_TJK.shape[2], v_TNV.shape[2]
-    sizes, tiles = _sizes(q_TJK, v_TNV), _Tiles.of(K, V, v_TNV.dtype)
+    sizes, tiles = _sizes(q_TJK, v_TNV), _Tiles.of(K, V, v_TNV)
+    scanned = sizes | {"KP": _padded(K), "BV": tiles.scan}
     R_TNC = torch.empty(*v_TNV.shape[:2], CHUNK, dtype=v_TNV.dtype, device=v_TNV.device)
     P_TNC, decays_TN = _within_chunks(q_TJK, k_TJK, g_TN, beta_TN, R_TNC, chunks_S2, sizes, tiles, inverse=True)
     states = [R_TNC if each is None else each for each in (initial, final, places)]
     _scan_kernel[(documents, v_TNV.shape[1], triton.cdiv(V, tiles.scan))](
         q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), v_TNV, v_TNV.stride(0), decays_TN, beta_TN, P_TNC, R_TNC, o_TNV,
-        o_TNV.stride(0), R_TNC, R_TNC, cu_seqlens, *states, K**-0.5, **sizes, KP=_padded(K), BV=tiles.scan, OUTPUT=True,
-        HAS_INITIAL=initial is not None, HAS_FINAL=final is not None, STAGES=1, num_warps=4,
+        o_TNV.stride(0), R_TNC, R_TNC, cu_seqlens, *states, K**-0.5, **scanned, OUTPUT=True,
+        HAS_INITIAL=initial is not None, HAS_FINAL=final is not None, num_warps=4,
     )  # fmt: skip
     return o_TNV, R_TNC
 
@@ -128,34 +135,35 @@ def delta_rule_backward(
     if not use_triton(v_TNV):
         backward_torch(do_TNV, q_TJK, k_TJK, v_TNV, g_TN, beta_TN, R_TNC, chunks_S2, cu_seqlens, outs)
         return outs
-    (T, N, V), K = v_TNV.shape, q_TJK.shape[2]
-    sizes, tiles, scale = _sizes(q_TJK, v_TNV), _Tiles.of(K, V, v_TNV.dtype), K**-0.5
+    (T, N, V), K, scale = v_TNV.shape, q_TJK.shape[2], q_TJK.shape[2] ** -0.5
+    sizes, tiles = _sizes(q_TJK, v_TNV), _Tiles.of(K, V, v_TNV)
+    scanned = sizes | {"KP": _padded(K), "BV": tiles.scan}
     D_TNV, X_TNV = (torch.empty(T, N, V, dtype=v_TNV.dtype, device=v_TNV.device) for _ in range(2))
     P_TNC, decays_TN = _within_chunks(q_TJK, k_TJK, g_TN, beta_TN, R_TNC, chunks_S2, sizes, tiles, inverse=False)
     states, dstates = (torch.empty(len(chunks_S2), N, K, V, dtype=v_TNV.dtype, device=v_TNV.device) for _ in range(2))
     grid = (len(cu_seqlens) - 1, N, triton.cdiv(V, tiles.scan))
     _scan_kernel[grid](
         q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), v_TNV, v_TNV.stride(0), decays_TN, beta_TN, P_TNC, R_TNC, D_TNV, N * V,
-        D_TNV, states, cu_seqlens, states, states, cu_seqlens, scale, **sizes, KP=_padded(K), BV=tiles.scan, OUTPUT=False, HAS_INITIAL=False,
-        HAS_FINAL=False, STAGES=1, num_warps=4,
+        D_TNV, states, cu_seqlens, states, states, cu_seqlens, scale, **scanned, OUTPUT=False, HAS_INITIAL=False,
+        HAS_FINAL=False, num_warps=4,
     )  # fmt: skip
     _reverse_kernel[grid](
-        do_TNV, do_TNV.stride(0), q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), decays_TN, beta_TN, P_TNC, R_TNC, dv_TNV, N * V,
-        X_TNV, dstates, cu_seqlens, scale, **sizes, KP=_padded(K), BV=tiles.scan, STAGES=1, num_warps=4,
+        do_TNV, do_TNV.stride(0), q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), decays_TN, beta_TN, P_TNC, R_TNC, dv_TNV,
+        N * V, X_TNV, dstates, cu_seqlens, scale, **scanned, num_warps=4,
     )  # fmt: skip
     by_o, by_A = (torch.empty_like(R_TNC) for _ in range(2))
     dG, db = (torch.empty_like(g_TN) for _ in range(2))
-    steps = {"BK": tiles.local, "BV": tiles.local, "num_warps": 4, "num_stages": 1}
+    steps = {"BK": tiles.local, "BV": tiles.local, "num_stages": 1}
     _weights_kernel[(len(chunks_S2), N)](
         do_TNV, do_TNV.stride(0), k_TJK, k_TJK.stride(0), v_TNV, v_TNV.stride(0), decays_TN, beta_TN, P_TNC, D_TNV, X_TNV, by_o,
-        by_A, dG, db, chunks_S2, scale, **sizes, **steps,
+        by_A, dG, db, chunks_S2, scale, **sizes, **steps, num_warps=4,
     )  # fmt: skip
     shared = q_TJK.shape if q_TJK.shape[1] < N else (0,)  # a group of one head needs no sums
     sums = [torch.empty(shared, dtype=torch.float32, device=v_TNV.device) for _ in range(2)]
     _local_kernel[(len(chunks_S2), q_TJK.shape[1])](
         do_TNV, do_TNV.stride(0), q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), decays_TN, beta_TN, D_TNV, X_TNV, by_o, by_A,
         dG, db, states, dstates, dq_TJK, dq_TJK.stride(0), dk_TJK, dk_TJK.stride(0), dg_TN, dbeta_TN, *sums, chunks_S2, scale,
-        **sizes, **steps,
+        **sizes, **steps, num_warps=8,
     )  # fmt: skip
     return outs
 

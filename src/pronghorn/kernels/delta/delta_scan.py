@@ -44,9 +44,9 @@ def of_rows(x, first, rows, head, N):
 
 @jit
 def running(g):
-    """G, rounded once: multiples of 1 / 256 are added exactly, and what is left is small. A head that forgets fast has G of 1,000
-    after 64 rows, where one rounding is 6e-5 of a weight. Not tl.cumsum: beside tl.sum it failed to compile in some versions of
-    Triton."""
+    """G, rounded once: multiples of 1 / 256 are added exactly, and what is left is small. A head that forgets fast has G of
+    1,000 after 64 rows, where one rounding is 6e-5 of a weight. Not tl.cumsum: beside tl.sum it failed to compile in some
+    versions of Triton."""
     row = tl.arange(0, 64)
     coarse = tl.floor(g * 256) / 256
     before = row[:, None] >= row[None, :]
@@ -108,9 +108,9 @@ def _chunk_kernel(
 
 @jit
 def _scan_kernel(
-    q, q_row, k, k_row, v, v_row, decays, beta, P, R, o, o_row, D, states, bounds, initial, final, places, scale, N: tl.constexpr,
-    GROUP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, OUTPUT: tl.constexpr,
-    HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, STAGES: tl.constexpr,
+    q, q_row, k, k_row, v, v_row, decays, beta, P, R, o, o_row, D, states, bounds, initial, final, places, scale,
+    N: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    OUTPUT: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
 ):  # fmt: skip
     """Pointers that a variant does not use may be any: o without OUTPUT, D and states with it, those of HAS_..."""
     document, head = tl.program_id(0), tl.program_id(1)
@@ -121,7 +121,7 @@ def _scan_kernel(
     M = tl.zeros([KP, BV], tl.float32)
     if HAS_INITIAL:
         M = tl.load(initial + tl.load(places + document).to(tl.int64) * N * K * V + own, mask=inside, other=0.0)
-    for first in tl.range(start, end, 64, num_stages=STAGES):
+    for first in tl.range(start, end, 64, num_stages=1):
         rows = end - first
         keys = tile(k + head // GROUP * K, k_row, first, rows, down, K)
         values = tile(v + head * V, v_row, first, rows, across, V)
