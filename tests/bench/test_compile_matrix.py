@@ -43,7 +43,6 @@ FIRST = (
     "lfm2-1.2b, full",
     "apertus-8b, full",
     "glm-4.7-flash, lora, r=16",
-    "qwen3.5-9b, full",
     "qwen3.5-9b, lora, layer_types=['full_attention'], r=16",
     "gated deltanet",
 )

@@ -54,7 +54,8 @@ class GatedDelta(Mixer):
         )
         self.out_width = self.heads.N * self.heads.V
         self.widths = [self.heads.columns, self.out_width, self.heads.N, self.heads.N]  # of qkv, z, b, a
-        self.order = None if names == APART else _order(self.heads)  # of y's columns, by where a linear puts them
+        # Of y's columns by where a linear puts them, and back: by device, so that a captured step copies nothing.
+        self.orders = {} if names == APART else {torch.device("cpu"): _order(self.heads)}
 
     @property
     def bare_names(self) -> list[tuple[Any, str]]:
@@ -82,14 +83,13 @@ class GatedDelta(Mixer):
 
     def ordered(self, y: Tensor) -> Tensor:
         """What the linears made, in the order of `parts_of`."""
-        return y if self.order is None else y.index_select(1, self._order_on(y)[0])
+        return y.index_select(1, self._order_on(y.device)[0]) if self.orders else y
 
-    def _order_on(self, y: Tensor) -> tuple[Tensor, Tensor]:
-        """The order and its inverse. On the device since the first forward, so that a captured step copies nothing."""
-        assert self.order is not None
-        if self.order[0].device != y.device:
-            self.order = self.order[0].to(y.device), self.order[1].to(y.device)
-        return self.order
+    def _order_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if device not in self.orders:
+            order, inverse = self.orders[torch.device("cpu")]
+            self.orders[device] = order.to(device), inverse.to(device)
+        return self.orders[device]
 
     # ---- forward -----------------------------------------------------------------------------------------------
 
@@ -120,7 +120,7 @@ class GatedDelta(Mixer):
     def mix_backward(self, do: Tensor, saved: Saved, documents: Documents) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         m, y, taps = self.module, saved["y"], self.module.conv1d.weight
         dy_ext = rows_like(do, y.shape[1] + self.into.extra)
-        dy = dy_ext[:, : y.shape[1]] if self.order is None else torch.empty_like(y)
+        dy = torch.empty_like(y) if self.orders else dy_ext[:, : y.shape[1]]
         (qkv, z, b, a), (dqkv, dz, db, da) = self.parts_of(y), self.parts_of(dy)
         trains = m.norm.weight.requires_grad
         do, _, dnorm = gated_norm_backward(do, saved["core"], z, m.norm.weight, self.eps, need_weight=trains, out=dz)
@@ -133,8 +133,8 @@ class GatedDelta(Mixer):
         _, dtaps = delta_inputs_backward(
             dq, dk, dv, qkv, self.taps, documents.spans_2T, self.heads, need_taps=taps.requires_grad, out=dqkv
         )
-        if self.order is not None:
-            dy_ext[:, : y.shape[1]] = dy.index_select(1, self._order_on(y)[1])
+        if self.orders:
+            dy_ext[:, : y.shape[1]] = dy.index_select(1, self._order_on(y.device)[1])
         found = [None if dtaps is None else dtaps[:, None], dA, ddt, dnorm]
         return dy_ext, tuple(g if g is None else g.to(p.dtype) for g, p in zip(found, self.bare, strict=True))
 
