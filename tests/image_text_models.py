@@ -33,6 +33,7 @@ TOWER: dict[str, Any] = {
     "patch_size": 14,
 }
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+GLM_TOWER = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 32, "intermediate_size": 24}
 IMAGE = {"image_token_id": 255, "video_token_id": 256, "vision_start_token_id": 257, "vision_end_token_id": 258}
 WITH_VISION_MODEL = ("gemma3", "llava", "llava_next", "llava_onevision")  # a level of names in the vision tower's files
 PARTS: dict[str, dict[str, Any]] = {
@@ -81,6 +82,30 @@ PARTS: dict[str, dict[str, Any]] = {
         "text_config": TEXT | {"rope_parameters": ROPE},
         **IMAGE,
         "vision_config": {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 32, "intermediate_size": 24},
+    },
+    "glm4v": {"text_config": TEXT | {"rope_parameters": ROPE}, **IMAGE, "vision_config": GLM_TOWER},
+    "glm46v": {
+        "text_config": TEXT | {"model_type": "glm4v_text", "rope_parameters": ROPE},
+        **IMAGE,
+        "vision_config": GLM_TOWER,
+    },
+    "glm_ocr": {"text_config": TEXT | {"rope_parameters": ROPE}, **IMAGE, "vision_config": GLM_TOWER},
+    "glm4v_moe": {
+        "text_config": TEXT
+        | {
+            "rope_parameters": {**ROPE, "partial_rotary_factor": 1.0},
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": 1,
+        },
+        **IMAGE,
+        "vision_config": GLM_TOWER,
+    },
+    "lighton_ocr": {
+        "text_config": TEXT | {"model_type": "qwen3"},
+        "vision_config": TOWER | {"model_type": "pixtral", "head_dim": 8},
+        "image_token_id": 255,
     },
     "internvl": {
         "text_config": TEXT | {"model_type": "qwen3"},
