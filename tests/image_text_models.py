@@ -203,7 +203,8 @@ def save_image_text_model(kind: str, folder: Path, dtype: torch.dtype = torch.fl
         for name, value in model.state_dict().items()
         if name != "lm_head.weight" or model.lm_head.weight is not model.get_input_embeddings().weight
     }
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    if kind != "glm4v_moe":  # transformers itself writes each expert by itself there
+        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     make_tokenizer().save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5, 0.5, 0.5]}))
     return str(folder)
