@@ -33,6 +33,7 @@ TOWER: dict[str, Any] = {
     "patch_size": 14,
 }
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+GLM_TOWER = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 32, "intermediate_size": 24}
 IMAGE = {"image_token_id": 255, "video_token_id": 256, "vision_start_token_id": 257, "vision_end_token_id": 258}
 GEMMA4 = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 16}
 GEMMA4_TOWER = {key: value for key, value in TOWER.items() if key != "image_size"} | {"num_key_value_heads": 2, "head_dim": 8}
@@ -95,6 +96,30 @@ PARTS: dict[str, dict[str, Any]] = {
         "text_config": TEXT | {"rope_parameters": ROPE},
         **IMAGE,
         "vision_config": {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 32, "intermediate_size": 24},
+    },
+    "glm4v": {"text_config": TEXT | {"rope_parameters": ROPE}, **IMAGE, "vision_config": GLM_TOWER},
+    "glm46v": {
+        "text_config": TEXT | {"model_type": "glm4v_text", "rope_parameters": ROPE},
+        **IMAGE,
+        "vision_config": GLM_TOWER,
+    },
+    "glm_ocr": {"text_config": TEXT | {"rope_parameters": ROPE}, **IMAGE, "vision_config": GLM_TOWER},
+    "glm4v_moe": {
+        "text_config": TEXT
+        | {
+            "rope_parameters": {**ROPE, "partial_rotary_factor": 1.0},
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "first_k_dense_replace": 1,
+        },
+        **IMAGE,
+        "vision_config": GLM_TOWER,
+    },
+    "lighton_ocr": {
+        "text_config": TEXT | {"model_type": "qwen3"},
+        "vision_config": TOWER | {"model_type": "pixtral", "head_dim": 8},
+        "image_token_id": 255,
     },
     "internvl": {
         "text_config": TEXT | {"model_type": "qwen3"},
@@ -192,7 +217,8 @@ def save_image_text_model(kind: str, folder: Path, dtype: torch.dtype = torch.fl
         for name, value in model.state_dict().items()
         if name != "lm_head.weight" or model.lm_head.weight is not model.get_input_embeddings().weight
     }
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    if kind != "glm4v_moe":  # transformers itself writes each expert by itself there
+        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     make_tokenizer().save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.5, 0.5, 0.5]}))
     return str(folder)

@@ -44,7 +44,15 @@ NO_EFFECT = {
     "vision_feature_layer",
     "vision_feature_select_strategy",
 }
-OF_IMAGES = {"qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text"}  # text models that stand in another
+OF_IMAGES = {  # text models that stand in another
+    "qwen2_vl_text",
+    "qwen2_5_vl_text",
+    "qwen3_vl_text",
+    "qwen3_vl_moe_text",
+    "glm4v_text",
+    "glm_ocr_text",
+    "glm4v_moe_text",
+}
 
 
 def test_every_config_value_that_a_forward_reads_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:

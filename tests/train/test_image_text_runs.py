@@ -36,6 +36,8 @@ pytestmark = pytest.mark.usefixtures("short_export_check")
             ("qwen3_vl_moe", "lora"),
             ("llava_next", "full"),
             ("internvl", "fp8"),
+            ("glm4v", "qlora"),
+            ("glm4v_moe", "lora"),
         ],
         3,
     ),

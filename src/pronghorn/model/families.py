@@ -101,6 +101,7 @@ class Family:
     latent: bool = False  # attention is multi-head latent attention (layers/mixers/latent_attention.py)
     output_gate: bool = False  # attention's output has a gate for each of its values, which q_proj makes beside the queries
     neighbours: bool = False  # RoPE pairs neighbours instead of halves
+    pair_tables: bool = False  # its own cos and sin have each number twice in a row; elsewhere all numbers, then all again
     rope_needs_window: bool = False  # in a model with a window, layers without it have no RoPE
     query_scale: bool = False  # queries grow with their position: `llama_4_scaling_beta` among the RoPE parameters
     logits_times: bool = False  # `logits_scaling` multiplies the logits; elsewhere it divides them
@@ -129,6 +130,7 @@ LFM2 = Family(
     qk_norm="per_head",
 )
 
+GLM4V = Family(norms=GLM4, gate_up=("gate_up_proj",), neighbours=True, pair_tables=True)
 GRANITE_MOE = Family(names=Names(mlp="block_sparse_moe"), experts=Experts(router="router", shared=""))
 QWEN3_5 = Family(mixers=("full_attention", "linear_attention"), one_plus=True, qk_norm="per_head", output_gate=True)
 
@@ -205,6 +207,9 @@ FAMILIES = {
     "qwen2_vl_text": Family(),
     "qwen2_5_vl_text": Family(),
     "qwen3_vl_text": Family(qk_norm="per_head"),
+    "glm4v_text": GLM4V,
+    "glm_ocr_text": GLM4V,
+    "glm4v_moe_text": Family(experts=DEEPSEEK_V3),
     "qwen3_vl_moe_text": Family(qk_norm="per_head", experts=Experts()),
 }
 
@@ -213,8 +218,13 @@ WRAPPERS = (
     "gemma3",
     "gemma4",
     "gemma4_unified",
+    "glm46v",
+    "glm4v",
+    "glm4v_moe",
+    "glm_ocr",
     "internvl",
     "lfm2_vl",
+    "lighton_ocr",
     "llava",
     "llava_next",
     "llava_onevision",

@@ -25,7 +25,8 @@ class Positions:
         self._in_chunks = in_chunks
         self.backbone, self.head_widths = backbone, head_widths
         family = FAMILIES[config.model_type]
-        self.kinds, self.names, self._turned_back = sorted(head_widths), family.names.rotary, family.turned_back
+        self.kinds, self.names = sorted(head_widths), family.names.rotary
+        self._turned_back, self._pair_tables = family.turned_back, family.pair_tables
         self._scale = query_scale(config)
         self._long: dict[str, Tensor] = {}  # frequencies of LongRoPE by kind; made by the first batch, before any capture
 
@@ -55,7 +56,8 @@ class Positions:
             given = given.expand(3, 1, -1)
         cos, sin = module(like, given, kind) if prefix else module(like, given)
         half = getattr(module, f"{prefix}inv_freq").shape[0]  # in most, both halves are the same
-        return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
+        once = slice(0, 2 * half, 2) if self._pair_tables else slice(0, half)
+        return cos[0, :, once].contiguous(), sin[0, :, once].contiguous()
 
     def _module(self, kind: str) -> Any:
         if not kind.startswith("theta "):
