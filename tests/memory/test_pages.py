@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import test_decoder_layer
 import torch
 
 from pronghorn.generation.generator import Generator, Request
@@ -12,8 +17,10 @@ from pronghorn.recipe_rollouts import Rollouts
 from samples import make_model
 
 
-def test_the_pages_are_counted_and_hold_all_slots() -> None:
-    model = make_model()
+@pytest.mark.parametrize("make", [make_model, lambda: test_decoder_layer.model_of("gemma4_unified_text", "full", torch.float32)])
+def test_the_pages_are_counted_and_hold_all_slots(make: Callable[[], Any]) -> None:
+    """Also where layers have heads of their own number and width."""
+    model = make()
     install(model)
     spec = Rollouts(prompts=3, answers=4, max_new_tokens=70, slots=6)
     generator = Generator(model, slots=slots_of(spec), tokens=stored_tokens(spec, 100), longest=70, stops=1)
