@@ -75,6 +75,9 @@ def make(family: str = "llama", *, adapter: bool = True, **options: Any) -> Any:
     for name, parameter in model.named_parameters():
         if "bias" in name or ("norm" in name and family.startswith("gemma")):
             torch.nn.init.normal_(parameter, std=0.3)
+    for name, buffer in model.named_buffers():
+        if "layer_scalar" in name:
+            buffer.fill_(0.7)
     if adapter:
         model = add_adapter(model, Lora(r=4, **options), seed=1)
         for name, parameter in model.named_parameters():

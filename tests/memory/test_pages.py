@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+import test_decoder_layer
 import test_gated_delta_mixer
 import torch
 
@@ -16,10 +15,17 @@ from pronghorn.model.causal_lm import engine_of, install
 from pronghorn.recipe_rollouts import Rollouts
 from samples import make_model
 
+MODELS = {
+    "llama": make_model,
+    "heads by layer": lambda: test_decoder_layer.model_of("gemma4_unified_text", "full", torch.float32),
+    "states": lambda: test_gated_delta_mixer.model_of("qwen3_5_text", "full"),
+}
 
-@pytest.mark.parametrize("made", [make_model, lambda: test_gated_delta_mixer.model_of("qwen3_5_text", "full")])
-def test_the_pages_are_counted_and_hold_all_slots(made: Any) -> None:
-    model = made()
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_pages_are_counted_and_hold_all_slots(kind: str) -> None:
+    """Also where layers have heads of their own number and width, or states."""
+    model = MODELS[kind]()
     install(model)
     spec = Rollouts(prompts=3, answers=4, max_new_tokens=70, slots=6)
     generator = Generator(model, slots=slots_of(spec), tokens=stored_tokens(spec, 100), longest=70, stops=1)

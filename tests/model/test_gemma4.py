@@ -12,7 +12,9 @@ import torch
 from test_short_conv_mixer import assert_same, engine, fast, own
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from pronghorn.errors import ModelError
 from pronghorn.model.causal_lm import install
+from pronghorn.model.config_check import require_consistent
 from pronghorn.model.families import keys_by_layer, why_not_fast
 from pronghorn.model.formats.store import dequantize_, store_linears_
 from pronghorn.model.formats.table import FORMATS
@@ -110,6 +112,12 @@ def test_documents_do_not_see_each_other() -> None:
     model = model_of("gemma4 unified", "lora")
     assert install(model) == ""
     require_isolated_documents(model, torch.device("cpu"), 259)
+
+
+def test_heads_of_layers_must_divide_too() -> None:
+    config = config_of("gemma4, keys are values", num_global_key_value_heads=3)
+    with pytest.raises(ModelError, match="4 attention heads and 3 key/value heads"):
+        require_consistent(config, "a/model")
 
 
 def test_what_is_refused_says_so() -> None:

@@ -230,12 +230,12 @@ def _launched(
         if not S:
             continue
         rows = max(LEAST_ROWS, int(triton.next_power_of_2(M * (N // K))))
-        tiles, keys, warps = (1, C, 4) if padded <= WIDE else (triton.cdiv(M * (N // K), LEAST_ROWS), 16, 8)
+        tiles, keys = (1, C) if padded <= WIDE else (triton.cdiv(M * (N // K), LEAST_ROWS), 16)
         _split_kernel[(S, K * tiles, count)](
             q_BNH, q_BNH.stride(0), k_PKCH, v_PKCH, part.pages_SJ, part.length_S, part.first_S, part.members_SM, position_B,
             m_BXN, l_BXN, a_BXNH, J, -(-J // count), column, X, scale, softcap or 1.0, window or 0, K=K, G=N // K, H=H,
             HP=padded, C=C, M=M, R=rows if tiles == 1 else LEAST_ROWS, TILES=tiles, KEYS=keys, WINDOW=window is not None,
-            SOFTCAP=softcap is not None, PRECISION="ieee", num_warps=warps,
+            SOFTCAP=softcap is not None, PRECISION="ieee", num_warps=4,
         )  # fmt: skip
         column += count
     _merge_kernel[(B, N)](
