@@ -66,6 +66,7 @@ def expected(model: Any, prompt: list[int], said: list[int]) -> tuple[list[int],
         ("qwen3", "dora"),
         ("lfm2", "dora"),
         ("qwen3_5_text", "dora"),
+        ("glm4_moe_lite", "dora"),
     ],
 )
 @torch.no_grad()

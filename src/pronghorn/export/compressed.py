@@ -37,7 +37,7 @@ from pronghorn.model.sharded import write_sharded
 from pronghorn.model.stock import CompressedWeights, read_compressed, stock_of
 
 # What programs multiply as one matrix: one scale of the whole for all of them.
-FUSED = (("q_proj", "k_proj", "v_proj"), ("q_a_proj", "kv_a_proj_with_mqa"), ("gate_proj", "up_proj"), ("w1", "w3"))
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 ADAPTER = "adapter"  # its folder beside the weights of `fp8:base`
 
 

@@ -272,7 +272,8 @@ class ExpertStack(Adapted):
 
     @property
     def casts(self) -> list[Tensor]:
-        weights = [self.group.M] if isinstance(self.group, ExpertGroup) else []
+        group = vars(self).get("group")  # there is none where a layer runs as separate ops: DoRA
+        weights = [group.M] if isinstance(group, ExpertGroup) else []
         return weights if self.bias_EO is None else [*weights, self.bias_EO]
 
     def separate(self) -> bool:
