@@ -41,6 +41,7 @@ FIRST = (
     "llama-8b, lora, head_dim=64, num_attention_heads=32, num_key_value_heads=8, r=16",
     "llama-70b, lora, r=16",
     "lfm2-1.2b, full",
+    "gemma-4-12b, lora, r=16",
 )
 
 
