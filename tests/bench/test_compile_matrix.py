@@ -45,6 +45,7 @@ FIRST = (
     "glm-4.7-flash, lora, r=16",
     "qwen3.5-9b, lora, layer_types=['full_attention'], r=16",
     "gated deltanet",
+    "gemma-4-12b, lora, r=16",
 )
 
 
