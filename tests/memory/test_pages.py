@@ -17,7 +17,11 @@ from pronghorn.recipe_rollouts import Rollouts
 from samples import make_model
 
 
-@pytest.mark.parametrize("make", [make_model, lambda: test_decoder_layer.model_of("gemma4_unified_text", "full", torch.float32)])
+def gemma4() -> Any:
+    return test_decoder_layer.model_of("gemma4_unified_text", "full", torch.float32)
+
+
+@pytest.mark.parametrize("make", [make_model, gemma4])
 def test_the_pages_are_counted_and_hold_all_slots(make: Callable[[], Any]) -> None:
     """Also where layers have heads of their own number and width."""
     model = make()
