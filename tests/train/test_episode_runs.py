@@ -14,9 +14,13 @@ from pronghorn.data.template.rendering import special_tokens
 from pronghorn.errors import CommandError, DataError, HealthStop, Interrupted
 from pronghorn.generation.generator import Completion
 from pronghorn.recipe import Recipe
+from pronghorn.rewards.pool import Fault
+from pronghorn.rewards.scoring import Scored
+from pronghorn.train.dist.world import World
 from pronghorn.train.loop import train
 from pronghorn.train.objectives.policy import MISMATCH
 from pronghorn.train.source.episodes import Episode, Episodes
+from pronghorn.train.source.rollout_groups import Group, figures_of
 from samples import make_lively_model, make_tokenizer, write_rows
 from stub_server import Stub
 
@@ -106,6 +110,15 @@ def test_a_history_that_changed_is_refused(episodes: Episodes) -> None:
         episodes._grown(episode, [*chat, said, tool], TOOLS)
 
 
+def test_what_failed_before_it_asked_is_no_answer_that_was_cut() -> None:
+    asked, failed = Episode((0,), ids=[5, 6, 7], runs=[(1, 3)], turns=1, ended=True), Episode((0,), reward=Fault("no"))
+    for played, shares in (([asked, failed], [0.0]), ([failed, failed], [])):
+        group = Group(0, 0, [one.answer for one in played], ["", ""], [Scored(None, {})] * 2, played=played)
+        found = figures_of([group], [], World())
+        assert [value for name, value in found.items() if name.endswith("clipped_ratio")] == shares
+        assert (found["rewards/left_out"], found["answers"]) == (2, len(shares))
+
+
 @pytest.fixture
 def asked(recipes: Callable[..., Recipe], tmp_path: Path, _no_gpu: None) -> Callable[..., Recipe]:
     model = saved(make_lively_model(num_hidden_layers=1), tmp_path / "lively")
@@ -155,7 +168,7 @@ def test_the_recipes_rewards_score_what_an_episode_leaves_to_them(asked: Callabl
     assert "rewards/episode/mean" not in step
     assert step["rewards/regex/mean"] == step["reward"]
     recipe = asked("recipe", train={"steps": 1}, rollouts={"patience": 1})
-    with pytest.raises(HealthStop, match="no group of answers had a signal"):
+    with pytest.raises(HealthStop, match="no answer had a reward in the first 1 rollout"):
         run(recipe, fresh=True)
     with pytest.raises(CommandError, match="--episode-file: objective supervised has no rewards"):
         train(Recipe.model_validate({"model": recipe.model, "data": {"train": ["x.jsonl"]}}), display=Silent(),
