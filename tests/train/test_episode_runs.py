@@ -19,6 +19,7 @@ from pronghorn.rewards.scoring import Scored
 from pronghorn.train.dist.world import World
 from pronghorn.train.loop import train
 from pronghorn.train.objectives.policy import MISMATCH
+from pronghorn.train.setup.check import check_run
 from pronghorn.train.source.episodes import Episode, Episodes
 from pronghorn.train.source.rollout_groups import Group, figures_of
 from samples import make_lively_model, make_tokenizer, write_rows
@@ -130,7 +131,8 @@ def asked(recipes: Callable[..., Recipe], tmp_path: Path, _no_gpu: None) -> Call
         return recipes(
             model=model, objective=own.pop("objective", "grpo"), rollouts=rollouts,
             train={"epochs": 1, "steps": 3, "batch_tokens": 65536, "capacity": 256, "lr": 3e-2, **own.pop("train", {})},
-            data={"train": [str(prompts)], "eval": 0.3, "max_length": 160}, eval={"every": 2, "generations": 0}, **own,
+            data={"train": [str(prompts)], "eval": 0.3, "max_length": 160, **own.pop("data", {})},
+            eval={"every": 2, "generations": 0}, **own,
         )  # fmt: skip
 
     return build
@@ -159,6 +161,37 @@ def test_a_run_learns_from_every_answer_of_an_episode(asked: Callable[..., Recip
         with pytest.raises(Interrupted):
             run(again, display=stop_at(1, 2))
     assert run(again) == steps
+
+
+TRIED = """
+async def episode(row, ask):
+    answer = await ask(row["prompt"])
+    assert answer.ended and answer.text == row["answer"]
+    {then}
+"""
+
+
+@pytest.mark.usefixtures("imported_python")
+@pytest.mark.parametrize(
+    ("then", "told"),
+    [
+        ("return float((await ask(row['prompt'] + answer.text + 'more')).text == 'own')",
+         "episode: 1 on average, for expected answers to 3 prompts, 2 turns each"),
+        ("return None", "episode: left to the rewards of the recipe (None), for expected answers to 3 prompts, 1 turns each"),
+        ("return 1 / (row['prompt'] != 'Say 1:')", "; failed on 1 row: episode: ZeroDivisionError: division by zero (line 5)"),
+        ("return row['anwser']", "KeyError: 'anwser' (line 5)"),
+    ],
+)  # fmt: skip
+def test_an_episode_is_tried_before_the_run(then: str, told: str, asked: Callable[..., Recipe], tmp_path: Path) -> None:
+    recipe, file = asked(data={"eval": None}), tmp_path / "episode.py"
+    file.write_text(TRIED.format(then=then))
+    if "anwser" in then:
+        with pytest.raises(CommandError, match="the episode failed on all of 3 rows that it was tried on") as caught:
+            check_run(recipe, report=lambda *_: None, episode_file=file)
+        assert told in caught.value.what
+        assert "answer, expected, prompt" in caught.value.fix
+        return
+    assert told in check_run(recipe, report=lambda *_: None, episode_file=file).rewards[-1]
 
 
 @pytest.mark.usefixtures("imported_python")

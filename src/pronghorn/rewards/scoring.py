@@ -47,6 +47,9 @@ class Said:
         completion: Any = [{"role": "assistant", "content": self.text}] if chat else self.text
         return {**self.columns, "prompts": self.prompt, "completions": completion}
 
+    def episode_row(self) -> dict[str, Any]:
+        return {**self.columns, "prompt": self.prompt}
+
 
 @dataclass(frozen=True)
 class Scored:

@@ -61,7 +61,7 @@ from pronghorn.train.source.served import Served
 from pronghorn.train.source.source import Report, Source
 from pronghorn.train.step.step import StageTimer
 
-TRIED = 10  # rows that rewards are tried on before the run
+TRIED, EPISODES_TRIED = 10, 3  # rows that rewards are tried on before the run, and those of an episode, one after the other
 IN_THE_RUN, HELD_OUT = 0, 1  # parts of the keys of answers
 MOST_TOLD = 10  # different faults of rewards that are told
 CUT = 0.5  # share of answers cut at max_new_tokens that is worth a notice
@@ -135,6 +135,9 @@ class RolloutSource(Source):
             *sides.remarks,
         ]
         source._try_rewards()
+        if episodes is not None:
+            some = [source._said(source.train, row) for row in range(min(EPISODES_TRIED, len(source.train)))]
+            source.tried.append(episodes.tried([said.episode_row() for said in some], [said.expected for said in some]))
         if source._served is not None:
             source.remarks.append(source._served.look())
         return source
@@ -272,7 +275,7 @@ class RolloutSource(Source):
         keys = [[(self.recipe.train.seed, side, number, one) for one in range(tries)] for number in asked]
         if self._episodes is not None:
             said = [self._said(table, row) for row in asked.values() for _ in range(tries)]
-            rows = [{**one.columns, "prompt": one.prompt} for one in said]
+            rows = [one.episode_row() for one in said]
             played = self._episodes.play(generate, rows, [key for own in keys for key in own], self.rule, stops)
             parts = [played[at : at + tries] for at in range(0, len(played), tries)]
             return [
