@@ -325,8 +325,12 @@ def test_eval_measures_the_rewards_again(rl: RecipeFor, tmp_path: Path) -> None:
     assert found["samples"] == 3
     assert evaluate_run(result.folder, "last", data=str(prompts), report=lambda *_: None, asked=asked) == found
     assert "3 held-out prompts\nreward 0." in text(found)
-    with pytest.raises(CommandError, match="measured by its rewards"):
-        evaluate_run(result.folder, "last", data=None, report=lambda *_: None, asked=EvaluationRequest(base=True))
+    few = EvaluationRequest({"samples": 2}, reward_file=file)
+    assert evaluate_run(result.folder, "last", data=None, report=lambda *_: None, asked=few)["samples"] == 2
+    for odd in (EvaluationRequest({"max_new_tokens": 9}, base=True), EvaluationRequest({"samples": 0})):
+        with pytest.raises(CommandError) as caught:
+            evaluate_run(result.folder, "last", data=None, report=lambda *_: None, asked=odd)
+        assert caught.value.fix == ("remove --max-new-tokens, --base" if odd.base else "use 1 or more")
 
 
 FAULTS = """
