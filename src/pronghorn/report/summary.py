@@ -34,8 +34,7 @@ def summary(events: Sequence[dict[str, Any]]) -> RenderableType:
     curves = (("loss", run.loss, None), ("rollouts", run.reward, None), ("evaluation", run.evaluation, run.perplexity))
     for label, curve, perplexity in curves:
         if curve.first is not None:
-            line = _path(curve, perplexity)
-            table.add_row(label, Text.assemble("reward ", line) if curve is run.reward else line)
+            table.add_row(label, Text.assemble("reward " * (curve is run.reward), _path(curve, perplexity)))
     for name, curve in run.metrics.items():
         table.add_row(number_format.one_line(name, 30), _metric(curve, decides=name == run.decides))
     rate = number_format.count(run.tokens_per_second)

@@ -231,7 +231,7 @@ def _of_call(name: str, words: list[ast.keyword]) -> list[tuple[str, bool]]:
 
 
 def _of_sampled(name: str, given: dict[str, ast.expr]) -> list[tuple[str, bool]]:
-    """Of the config of a trainer that samples answers: a batch without whole groups, and a seed that another replaces."""
+    """A trainer that samples answers: a batch without whole groups, and a seed that another replaces."""
     if name not in ("GRPOConfig", "RLOOConfig") or given.keys() & {"generation_batch_size", "steps_per_generation"}:
         return []
     found = []

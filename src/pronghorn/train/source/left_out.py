@@ -22,7 +22,7 @@ AGAIN = "then run the same command again"
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Of all ranks."""
+    """What `left_out_of` found, on all ranks."""
 
     answers: int  # all that there are
     reasons: Mapping[str, int]  # how many answers, by why; the most frequent first
@@ -47,7 +47,7 @@ class LeftOut:
     def summary(self, most: int = 3) -> str:
         shown = [f"{why} ({counted(count, 'answer')})" for why, count in list(self.reasons.items())[:most]]
         more = len(self.reasons) - len(shown)
-        return "; ".join([*shown, *[f"and {more} more reasons"] * (more > 0)])
+        return "; ".join([*shown, *[f"and {counted(more, 'more reason')}"] * (more > 0)])
 
 
 def left_out_of(groups: Sequence[Group], where_of: Callable[[int], str], world: World) -> LeftOut:
@@ -76,7 +76,7 @@ def _fix(why: str) -> str:
 
 
 def require_no_fault(left: LeftOut) -> None:
-    """For rollouts.on_reward_error: stop."""
+    """Stops at the first fault: rollouts.on_reward_error: stop."""
     if left.faults:
         why = left.faults[0]
         raise HealthStop(
@@ -100,17 +100,18 @@ def require_one_reward(left: LeftOut, which: str) -> None:
 
 
 def no_reward_yet(left: LeftOut, rollouts: int) -> HealthStop:
-    """For a run that has had none at all."""
+    """What to raise where there was none at all."""
+    first = "the first rollout" if rollouts == 1 else f"the first {rollouts} rollouts"
     if left.faults:
         why, fix = left.summary(), _fix(left.faults[0])
     else:
         why = "all functions, or the episode, returned None for every answer, and nothing else gives rewards"
         fix = f"return a number for the answers that count, or add rewards to the recipe; {AGAIN}"
-    return HealthStop(what=f"no answer had a reward in the first {counted(rollouts, 'rollout')}", why=why, fix=fix)
+    return HealthStop(what=f"no answer had a reward in {first}", why=why, fix=fix)
 
 
 def no_signal(left: LeftOut, reward: float | None, rollouts: int) -> HealthStop:
-    """For a run that has learned nothing for long."""
+    """What to raise after a long time without a signal."""
     in_a_row = f"no group of answers had a signal in {counted(rollouts, 'rollout')} in a row"
     if reward is None:
         why, fix = f"no answer has a reward: {left.summary()}", f"return a number for the answers that count; {AGAIN}"
