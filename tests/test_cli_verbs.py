@@ -56,6 +56,7 @@ def test_new_writes_any_objective_with_what_belongs_to_it(
         recipe = parse_recipe(text, ["eval.best=X", "eval.generations=0"])
         assert recipe.model_copy(update={"rewards": ()}) == plain, name
         assert max(map(len, text.splitlines())) <= 132
+        assert ("batch_" in text) == (recipe.objective.kind.reads != "prompts")
     for name, row in {
         "grpo": {"prompt": "1 + 1 =", "answer": "2"},
         "dpo": {"prompt": "1 + 1 =", "chosen": "2", "rejected": "3"},

@@ -78,6 +78,17 @@ def test_a_wrong_key_is_answered_with_one_of_its_section_first(wrong: str, meant
         ("objective.top_entropy_quantile=0.2", "no part of the loss", "remove it"),
         ("rollouts.vllm_tensor_parallel_size=2", "an option of the server's own command", "remove it"),
         ("rollouts.vllm_server_port=8000", "unknown key", "did you mean `engine`? write the server's address"),
+        (
+            "train.per_device_train_batch_size=4",
+            "unknown key; a step samples rollouts.prompts x rollouts.answers",
+            "set rollouts.prompts",
+        ),
+        (
+            "gradient_accumulation_steps=4",
+            "unknown key; a step samples rollouts.prompts x rollouts.answers",
+            "set rollouts.prompts",
+        ),
+        ("train.batch_rows=4", "a step has rollouts.prompts", "remove train.batch_rows, and set rollouts.prompts"),
         ("eval.batch_size=4", "evaluation chooses its batch size itself", "remove it"),
         ("grpo={num_generations: 8}", "unknown key", "did you mean `rollouts.answers`?"),
         ("data.fields.gold=x", "unknown key", "did you mean `expected`? of rows that are no prompts: `completion`"),

@@ -170,6 +170,7 @@ def _with_objective(name: str) -> str:
     text = EXAMPLE.replace(own, f"objective: {shown}\n" + (ROLLOUTS.sub("", own) if kind.reads == "prompts" else ""))
     if kind.reads == "prompts":
         text = text.replace("best: loss  ", "best: reward").replace("checkpoint: loss, or", "checkpoint: reward, or")
+        text = re.sub(r"(?m)^  (# )?batch_(tokens|rows): .*\n", "", text)  # a step has rollouts.prompts
     return text if kind.answers else text.replace("generations: 3", "generations: 0")
 
 
@@ -212,7 +213,10 @@ def parse_recipe(text: str, overrides: Sequence[str] = (), name: str = "recipe")
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
         details = [*error.errors(), *_misfits_of_the_rest(values, error)]
-        problems += [_explain(one, places, name) for detail in details for one in _each(detail)]
+        objective = values.get("objective")
+        kind = OBJECTIVES.get(str(objective.get("name"))) if isinstance(objective, dict) else None
+        answers = kind is not None and kind.reads == "prompts"
+        problems += [_explain(one, places, name, answers=answers) for detail in details for one in _each(detail)]
     raise_all(_once(problems))
     assert recipe is not None  # raise_all left no problem, so validation went through
     return recipe
@@ -294,7 +298,7 @@ def _apply_override(values: dict[str, Any], places: dict[KeyPath, str], word: st
     places |= dict.fromkeys([path, *(one for one in places if one[: len(path)] == path)], "command line")
 
 
-def _explain(detail: Any, places: dict[KeyPath, str], name: str) -> RecipeError:
+def _explain(detail: Any, places: dict[KeyPath, str], name: str, *, answers: bool) -> RecipeError:
     path = _path(detail)
     where = next((places[path[:n]] for n in range(len(path), 0, -1) if path[:n] in places), name)
     dotted = _dotted(path)
@@ -307,6 +311,9 @@ def _explain(detail: Any, places: dict[KeyPath, str], name: str) -> RecipeError:
             named: KeyPath = tuple(what.split(":")[0].split("."))
             where = places.get(named, places.get(named[:1], name))
         return RecipeError(what=f"{dotted} {what}".strip(), where=where, fix=fix)
+    if detail["type"] == "extra_forbidden":
+        why, fix = advice(path, detail["input"], answers=answers)
+        return RecipeError(what=f"{dotted}: unknown key", where=where, why=why, fix=fix)
     what, why, fix = _told(detail, path, where)
     return RecipeError(what=f"{dotted}: {what}", where=where, why=why, fix=fix)
 
@@ -314,8 +321,6 @@ def _explain(detail: Any, places: dict[KeyPath, str], name: str) -> RecipeError:
 def _told(detail: Any, path: KeyPath, where: str) -> tuple[str, str, str]:
     """What, why and fix of an error of pydantic."""
     kind, given, dotted = detail["type"], detail["input"], _dotted(path)
-    if kind == "extra_forbidden":
-        return "unknown key", *advice(path, given)
     if kind == "missing":
         return "missing", "", f"add `{path[-1]}: ...`; `pronghorn new -` shows an example"
     if kind == "literal_error":

@@ -281,8 +281,8 @@ def _in_its_name(name: str) -> str:
     return found if "." in found or not found else f"{section}.{found}"
 
 
-def advice(path: KeyPath, given: object) -> tuple[str, str]:
-    """Why there is no such key, where that is known, and what to do instead."""
+def advice(path: KeyPath, given: object, *, answers: bool = False) -> tuple[str, str]:
+    """Why there is no such key, where that is known, and what to do instead. `answers`: the model answers prompts."""
     name, dotted = _plain(path[-1]), ".".join(str(part) for part in path if isinstance(part, str))
     file = given.partition(":")[0] if isinstance(given, str) else ""
     if (code := CODE.search(dotted)) and (code[2] or file.endswith(".py")):
@@ -293,6 +293,8 @@ def advice(path: KeyPath, given: object) -> tuple[str, str]:
     a_section = name in MEANS or _close(name, {key: key for key in Recipe.model_fields}, 0.7)
     if isinstance(given, dict) and given and len(path) == 1 and not (a_section and meant in Recipe.model_fields):
         meant = key_like((str(next(iter(given))),)) or meant  # grpo: {num_generations: 8}
+    if answers and meant.rpartition(".")[2] in ("batch_rows", "batch_tokens"):
+        return _STEP, "set rollouts.prompts, or rollouts.answers"
     if meant:
         note = NOTES.get(name, "")
         return "", f"did you mean `{meant}`?" + (f" {note}" if note else "")

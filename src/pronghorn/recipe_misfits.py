@@ -142,7 +142,9 @@ def _sizes(recipe: Parts) -> list[str]:
         )
     for key in ("batch_rows", "batch_tokens"):
         if getattr(recipe.train, key) != type(recipe.train).model_fields[key].default:
-            problems.append(f"train.{key}: a step has rollouts.prompts x rollouts.answers; remove train.{key}")
+            problems.append(
+                f"train.{key}: a step has rollouts.prompts x rollouts.answers; remove train.{key}, and set rollouts.prompts"
+            )
     return problems
 
 

@@ -53,13 +53,18 @@ def levels(model: Any) -> set[str]:
         ("unsloth", "unsloth", "layer"),  # without a GPU: as asked
     ],
 )
-def test_what_was_asked_for_stands(folder: Path, loading: Any, adapting: Any, level: str) -> None:
+def test_what_was_asked_for_stands(
+    folder: Path, loading: Any, adapting: Any, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("pronghorn.compat.dropin.recompute.say_once", said.append)
     model, _ = load(folder, use_gradient_checkpointing=loading)
     model = FastLanguageModel.get_peft_model(model, r=4, use_gradient_checkpointing=adapting)
     assert levels(model) == {level}
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # as a trainer does
     model.enable_input_require_grads()
     assert levels(model) == {level}
+    assert base_of(model).device.type == "cuda" or not any("GPU memory decides" in text for text in said)
     assert not base_of(model).get_input_embeddings()._forward_hooks
     FastLanguageModel.for_training(FastLanguageModel.for_inference(model))
     assert levels(model) == {level}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -61,6 +62,9 @@ def test_host_ram_that_is_assumed_is_told_first_with_the_plan_without() -> None:
     assert [line.split()[1] for line in table[3:5]] == ["24", "24"]  # GB of memory
     assert table[4].split("offloaded")[1].split()[1:4] == ["does", "not", "fit"]
     assert table[5].startswith("Does not fit, or needs FP8: rtx3060, ")
+    assert "answers" not in " ".join(table)
+    answers = replace(small, plan=replace(small.plan, problem=replace(small.plan.problem, aside=1)))
+    assert "time and USD are without the time in which answers are generated" in comparison([answers])
 
 
 def test_the_parts_of_the_peak_add_up() -> None:

@@ -58,6 +58,23 @@ def synthetic_events(steps=800, *, evaluate_every=100, resume_at=None, seed=1, e
     return run.events
 
 
+def rewarded_events(rewards, held_out, recipe=None):
+    """Of a run that learns from rewards; the base model had 0.625."""
+    decides = {"eval": {"best": "reward"}}
+    events = [{"event": "start", "time": 1.0, "session": 1, "steps": len(rewards), "recipe": decides | (recipe or {})}]
+
+    def measured(reward):
+        return {"reward": reward, "reward_error": 0.1, "rewards/own/mean": 0.5, "completions/max_length": 9.0}
+
+    events.append({"event": "base", "time": 1.0, "session": 1, "metrics": measured(0.625), "samples": 4})
+    for step, reward in enumerate(rewards, 1):
+        more = {"step": step, "loss": 0.0, "reward": reward, "frac_reward_zero_std": 0.0, "tokens": 9, "seen_tokens": 9 * step}
+        events.append({"event": "step", "time": 2.0, "session": 1, "seconds": 1.0, **more})
+    for step, reward in enumerate(held_out, 1):
+        events.append({"event": "eval", "time": 3.0, "session": 1, "step": step, "metrics": measured(reward), "samples": 4})
+    return [*events, {"event": "end", "time": 4.0, "session": 1, "reason": "done", "step": len(rewards)}]
+
+
 class _Run:
     def __init__(self, steps, evaluate_every, seed):
         self.steps, self.evaluate_every, self.noise = steps, evaluate_every, random.Random(seed)

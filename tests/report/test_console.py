@@ -39,6 +39,9 @@ def test_displays(capsys: pytest.CaptureFixture[str]) -> None:
     event = {"event": "checkpoint", "step": 1, "path": HOSTILE, "bytes": 1, "seconds": 1.0}
     PlainDisplay().handle(event)
     assert SHOWN in capsys.readouterr().out
+    for reason, why in (("early stop", ": no gain"), ("health", ""), ("error", "")):  # the command shows errors itself
+        PlainDisplay().handle({"event": "end", "reason": reason, "why": "no gain", "step": 1})
+        assert capsys.readouterr().out.endswith(f"after 1 step{why}\n"), reason
     out = io.StringIO()
     live = LiveDisplay(SafeConsole(file=out, force_terminal=True, width=200))
     live.handle(event)

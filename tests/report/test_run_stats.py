@@ -1,7 +1,7 @@
 """A run's figures, after resumes, in every state, and from logs that say little."""
 
 import pytest
-from synthetic_run import START, synthetic_events
+from synthetic_run import START, rewarded_events, synthetic_events
 
 from pronghorn.report.run_stats import SILENT_AFTER, run_stats
 from tables import table
@@ -68,3 +68,14 @@ def test_metrics_of_answers_go_from_the_base_model_to_the_last_with_the_best_bet
     assert run_stats([start, measured(1, 0.5), measured(2, 0.9), measured(3, 0.8)], now=5.0).best_step == 2
     assert run_stats([measured(1, "nan")], now=5.0).metrics["match"].best is None
     assert run_stats(synthetic_events(20)).metrics == {}
+
+
+def test_a_run_that_learns_from_rewards_has_no_loss_to_show():
+    run = run_stats(rewarded_events([0.25, 0.75, 0.5], held_out=[0.5, 0.375]), now=9.0)
+    assert (run.loss.first, run.evaluation.first, run.evaluation.best) == (None, None, None)
+    assert (run.reward.first, run.reward.best, run.reward.last) == (0.25, 0.75, 0.5)
+    best = {name: curve.best for name, curve in run.metrics.items()}
+    assert best == {"reward": 0.5, "rewards/own/mean": 0.5, "reward_error": None, "completions/max_length": None}
+    assert (run.metrics["reward"].below_base, run.metrics["rewards/own/mean"].below_base) == (True, False)
+    nothing = [{key: value for key, value in e.items() if key != "reward"} for e in rewarded_events([0.0], held_out=[])]
+    assert run_stats(nothing, now=9.0).loss.first is None

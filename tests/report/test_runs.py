@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from synthetic_run import HARMS, synthetic_events, write_run
+from synthetic_run import HARMS, rewarded_events, synthetic_events, write_run
 
 from pronghorn.errors import CommandError, PronghornError
 from pronghorn.report.runs import compare, comparison_table, list_runs, runs_table
@@ -68,6 +68,29 @@ def test_compare_tells_what_differs_and_the_loss_at_equal_tokens(tmp_path):
     assert "train.lr" in text
     assert "6.49 M" in text
     assert "best evaluation" in text
+
+
+def test_runs_that_learn_from_rewards_are_compared_by_those(tmp_path):
+    rewards = [{"metric": "exact_match", "function": None, "weight": 1.0}, {"function": "own", "weight": 0.5}]
+    a = write_run(tmp_path / "a", rewarded_events([0.25] * 10, [0.5], {"rewards": rewards}))
+    b = write_run(tmp_path / "b", rewarded_events([0.5] * 20, [0.75], {"rewards": rewards[:1]}))
+    found = compare([a, b])
+    assert found["loss_at_tokens"] == []
+    assert found["reward_at_steps"][-1] == {"steps": 10, "rewards": [0.25, 0.5]}
+    assert found["best_score"][1] == {"reward": 0.75, "rewards/own/mean": 0.5}
+    text = shown(comparison_table(found))
+    for part in (
+        "mean reward of rollouts at equal steps",
+        "best reward",
+        "{metric: exact_match}, {function: own, weight: 0.5}]",
+    ):
+        assert part in text
+    assert "best evaluation" not in text
+    mixed = compare([a, write_run(tmp_path / "c", synthetic_events(20))])
+    assert mixed["loss_at_tokens"] == mixed["reward_at_steps"] == []
+    one, other = list_runs(tmp_path / "a")[0], list_runs(write_run(tmp_path / "d", rewarded_events([0.25], [])))[0]
+    assert (one.last_loss, one.metric, one.score) == (None, "reward", 0.5)
+    assert (other.metric, other.score) == ("reward of rollouts", 0.25)
 
 
 def test_compare_of_equal_recipes_and_of_runs_without_steps(tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ import io
 
 import pytest
 from rich.console import Console
-from synthetic_run import synthetic_events
+from synthetic_run import rewarded_events, synthetic_events
 
 from pronghorn.report.run_stats import run_stats
 from pronghorn.report.summary import summary
@@ -45,3 +45,13 @@ def test_a_run_that_ended_badly_says_why_and_odd_logs_render():
     assert "health stop after 20 of 20 steps: loss is nan at [step] 20" in shown(events)
     assert "suggestion: none yet" in shown([])
     assert "nan" in shown([{"event": "step", "time": 1.0, "session": 1, "step": 1, "loss": "nan", "tokens": 1, "seconds": 1}])
+
+
+def test_a_run_that_learns_from_rewards_shows_those():
+    lines = {" ".join(line.split()[:1]): " ".join(line.split()) for line in
+             shown(rewarded_events([0.25, 0.75, 0.5], held_out=[0.5, 0.375]), width=160).splitlines()}  # fmt: skip
+    assert lines.keys().isdisjoint({"loss", "evaluation"})
+    assert lines["rollouts"] == "rollouts reward 0.2500 → 0.5000 best 0.7500 at step 2"
+    assert "best 0.5 at step 1, below the base model, 4 rows, selects" in lines["reward"]
+    assert lines["completions/max_length"] == "completions/max_length 9 (base) → 9 4 rows"
+    assert "best" not in lines["reward_error"]

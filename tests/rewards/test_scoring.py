@@ -42,6 +42,9 @@ def test_weights_names_and_what_does_not_apply(tmp_path: Path) -> None:
     scorer = Scorer(rewards, SPEC, file)
     assert scorer.names == ["number", "exact_match", "reward_length", "check_answer"]
     assert scorer.remarks == [f"rewards: not used, since the recipe names the functions to use: reward_unused of {file}"]
+    (remark,) = Scorer([numbers], SPEC, file).remarks
+    assert f"number of the recipe and the functions of {file} are added up; to use the functions alone, remove number" in remark
+    assert Scorer([], SPEC, file).remarks == []
     right, close, skipped = scorer.score([said("42"), said("it is 42"), said("skip 7")])
     assert right.parts == {"number": 1.0, "exact_match": 1.0, "reward_length": 2.0, "check_answer": 0.0}
     assert right.total == 2.0 + 1.0 + 0.5 * 2

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pronghorn.compat.scripts.explain import as_text, of_script
+from pronghorn.compat.scripts.explain import ahead, as_text, of_script
 from pronghorn.errors import CommandError
 from public_models import write_notebook
 
@@ -16,7 +16,7 @@ from unsloth.chat_templates import get_chat_template
 import unsloth_zoo.rl_replacements
 from trl import SFTTrainer, ORPOTrainer, GRPOConfig
 from vllm import SamplingParams, LLM
-GRPOConfig(use_vllm=True, vllm_sampling_params=params)
+GRPOConfig(use_vllm=True, vllm_sampling_params=SamplingParams(seed=1), num_generations=4, per_device_train_batch_size=1)
 trainer = SFTTrainer(model, tokenizer=tokenizer, max_seq_length=2048, packing=False, learning_rate=1,
                      args=TrainingArguments(warmup_ratio=0.1, optim="adamw_8bit", max_prompt_length=3))
 model.fast_generate("text", SamplingParams(temperature=0.5, logprobs=1, best_of=None))
@@ -41,6 +41,8 @@ def test_a_script(tmp_path: Path) -> None:
         "from vllm import SamplingParams",
         "GRPOConfig(use_vllm=) -> False, unless a vLLM server is asked",
         "GRPOConfig(vllm_sampling_params=) -> temperature=, top_p=, top_k=, min_p=, max_completion_length=",
+        "GRPOConfig(per_device_train_batch_size=1) -> 4",
+        "GRPOConfig(vllm_sampling_params=)",
         "SFTTrainer(tokenizer=) -> processing_class=",
         "SFTTrainer(max_seq_length=) -> moved into its args as max_length=",
         "SFTTrainer(packing=) -> moved into its args as packing=",
@@ -58,6 +60,10 @@ def test_a_script(tmp_path: Path) -> None:
         "save_pretrained_merged(save_method='merged_4bit')",
     ]
     assert [text.endswith("(disabled by `if False`)") for text in missing] == [False] * 5 + [True]
+    assert [one.what.split("(")[0] for one in found if one.late] == ["SamplingParams", "from_pretrained"]
+    assert ahead(path).startswith(
+        "mine.py:10: SamplingParams(logprobs=1) is not supported; the script ends there, and at 1 more ("
+    )
     text = as_text(path, found)
     assert "mine.py:2  from unsloth import FastLanguageModel: Pronghorn's" in text
     assert text.index("adapted:") < text.index("not supported:") < text.index("vllm.LLM")
@@ -72,5 +78,6 @@ def test_a_notebook_and_what_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("x = (", encoding="utf-8")
     with pytest.raises(CommandError, match="invalid Python"):
         of_script(tmp_path / "bad.py")
+    assert ahead(tmp_path / "bad.py") == ""
     with pytest.raises(CommandError, match="script not found"):
         of_script(tmp_path / "none.py")

@@ -46,6 +46,14 @@ def test_the_script_finds_itself_as_plain_python_lets_it(tmp_path: Path, monkeyp
     assert "beside" not in sys.modules
 
 
+def test_what_a_script_will_end_at_is_told_before_it_runs(tmp_path: Path) -> None:
+    path, notes = write(tmp_path / "mine.py", "1 / 0\ngenerate(SamplingParams(logprobs=1))\n"), quiet()
+    with pytest.raises(ZeroDivisionError):
+        run(path, notes=notes)
+    (told,) = notes.said
+    assert told.startswith("mine.py:2: SamplingParams(logprobs=1) is not supported; the script ends there (")
+
+
 def test_a_traceback_begins_in_the_script(tmp_path: Path) -> None:
     path = write(
         tmp_path / "mine.py",

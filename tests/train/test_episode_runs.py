@@ -14,9 +14,14 @@ from pronghorn.data.template.rendering import special_tokens
 from pronghorn.errors import CommandError, DataError, HealthStop, Interrupted
 from pronghorn.generation.generator import Completion
 from pronghorn.recipe import Recipe
+from pronghorn.rewards.pool import Fault
+from pronghorn.rewards.scoring import Scored
+from pronghorn.train.dist.world import World
 from pronghorn.train.loop import train
 from pronghorn.train.objectives.policy import MISMATCH
+from pronghorn.train.setup.check import check_run
 from pronghorn.train.source.episodes import Episode, Episodes
+from pronghorn.train.source.rollout_groups import Group, figures_of
 from samples import make_lively_model, make_tokenizer, write_rows
 from stub_server import Stub
 
@@ -106,6 +111,15 @@ def test_a_history_that_changed_is_refused(episodes: Episodes) -> None:
         episodes._grown(episode, [*chat, said, tool], TOOLS)
 
 
+def test_what_failed_before_it_asked_is_no_answer_that_was_cut() -> None:
+    asked, failed = Episode((0,), ids=[5, 6, 7], runs=[(1, 3)], turns=1, ended=True), Episode((0,), reward=Fault("no"))
+    for played, shares in (([asked, failed], [0.0]), ([failed, failed], [])):
+        group = Group(0, 0, [one.answer for one in played], ["", ""], [Scored(None, {})] * 2, played=played)
+        found = figures_of([group], [], World())
+        assert [value for name, value in found.items() if name.endswith("clipped_ratio")] == shares
+        assert (found["rewards/left_out"], found["answers"]) == (2, len(shares))
+
+
 @pytest.fixture
 def asked(recipes: Callable[..., Recipe], tmp_path: Path, _no_gpu: None) -> Callable[..., Recipe]:
     model = saved(make_lively_model(num_hidden_layers=1), tmp_path / "lively")
@@ -117,7 +131,8 @@ def asked(recipes: Callable[..., Recipe], tmp_path: Path, _no_gpu: None) -> Call
         return recipes(
             model=model, objective=own.pop("objective", "grpo"), rollouts=rollouts,
             train={"epochs": 1, "steps": 3, "batch_tokens": 65536, "capacity": 256, "lr": 3e-2, **own.pop("train", {})},
-            data={"train": [str(prompts)], "eval": 0.3, "max_length": 160}, eval={"every": 2, "generations": 0}, **own,
+            data={"train": [str(prompts)], "eval": 0.3, "max_length": 160, **own.pop("data", {})},
+            eval={"every": 2, "generations": 0}, **own,
         )  # fmt: skip
 
     return build
@@ -148,6 +163,37 @@ def test_a_run_learns_from_every_answer_of_an_episode(asked: Callable[..., Recip
     assert run(again) == steps
 
 
+TRIED = """
+async def episode(row, ask):
+    answer = await ask(row["prompt"])
+    assert answer.ended and answer.text == row["answer"]
+    {then}
+"""
+
+
+@pytest.mark.usefixtures("imported_python")
+@pytest.mark.parametrize(
+    ("then", "told"),
+    [
+        ("return float((await ask(row['prompt'] + answer.text + 'more')).text == 'own')",
+         "episode: 1 on average, for expected answers to 3 prompts, 2 turns each"),
+        ("return None", "episode: left to the rewards of the recipe (None), for expected answers to 3 prompts, 1 turns each"),
+        ("return 1 / (row['prompt'] != 'Say 1:')", "; failed on 1 row: episode: ZeroDivisionError: division by zero (line 5)"),
+        ("return row['anwser']", "KeyError: 'anwser' (line 5)"),
+    ],
+)  # fmt: skip
+def test_an_episode_is_tried_before_the_run(then: str, told: str, asked: Callable[..., Recipe], tmp_path: Path) -> None:
+    recipe, file = asked(data={"eval": None}), tmp_path / "episode.py"
+    file.write_text(TRIED.format(then=then))
+    if "anwser" in then:
+        with pytest.raises(CommandError, match="the episode failed on all of 3 rows that it was tried on") as caught:
+            check_run(recipe, report=lambda *_: None, episode_file=file)
+        assert told in caught.value.what
+        assert "answer, expected, prompt" in caught.value.fix
+        return
+    assert told in check_run(recipe, report=lambda *_: None, episode_file=file).rewards[-1]
+
+
 @pytest.mark.usefixtures("imported_python")
 def test_the_recipes_rewards_score_what_an_episode_leaves_to_them(asked: Callable[..., Recipe], tmp_path: Path) -> None:
     letters = [{"metric": "regex", "regex": "[a-zA-Z]"}]
@@ -155,7 +201,7 @@ def test_the_recipes_rewards_score_what_an_episode_leaves_to_them(asked: Callabl
     assert "rewards/episode/mean" not in step
     assert step["rewards/regex/mean"] == step["reward"]
     recipe = asked("recipe", train={"steps": 1}, rollouts={"patience": 1})
-    with pytest.raises(HealthStop, match="no group of answers had a signal"):
+    with pytest.raises(HealthStop, match="no answer had a reward in the first rollout"):
         run(recipe, fresh=True)
     with pytest.raises(CommandError, match="--episode-file: objective supervised has no rewards"):
         train(Recipe.model_validate({"model": recipe.model, "data": {"train": ["x.jsonl"]}}), display=Silent(),

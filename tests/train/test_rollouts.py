@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -324,8 +325,12 @@ def test_eval_measures_the_rewards_again(rl: RecipeFor, tmp_path: Path) -> None:
     assert found["samples"] == 3
     assert evaluate_run(result.folder, "last", data=str(prompts), report=lambda *_: None, asked=asked) == found
     assert "3 held-out prompts\nreward 0." in text(found)
-    with pytest.raises(CommandError, match="measured by its rewards"):
-        evaluate_run(result.folder, "last", data=None, report=lambda *_: None, asked=EvaluationRequest(base=True))
+    few = EvaluationRequest({"samples": 2}, reward_file=file)
+    assert evaluate_run(result.folder, "last", data=None, report=lambda *_: None, asked=few)["samples"] == 2
+    for odd in (EvaluationRequest({"max_new_tokens": 9}, base=True), EvaluationRequest({"samples": 0})):
+        with pytest.raises(CommandError) as caught:
+            evaluate_run(result.folder, "last", data=None, report=lambda *_: None, asked=odd)
+        assert caught.value.fix == ("remove --max-new-tokens, --base" if odd.base else "use 1 or more")
 
 
 FAULTS = """
@@ -349,9 +354,48 @@ def test_answers_without_a_reward_are_left_out_and_told(rl: RecipeFor, tmp_path:
     assert any("rewards/left_out" in step for step in events_of(result.folder, "step"))
     told = [text for text in notices_of(result.folder) if "left out of their groups" in text]
     assert any("ValueError: a vowel (line 8)" in text for text in told), told
+    wanted = re.compile(r"\d of 32 answers left out .*; the first is to \S+prompts\.jsonl:\d+$")
+    assert all(wanted.search(text) for text in told[:3]), told
     stops = rl(rewards=[], rollouts={"on_reward_error": "stop", "answers": 8, "reward_seconds": 0.5}, train={"steps": 3})
-    with pytest.raises(HealthStop, match="a reward failed: reward: "):
+    with pytest.raises(HealthStop, match="a reward failed: reward: ") as caught:
         train(stops, display=Silent(), fresh=True, reward_file=tmp_path / "rewards.py")
+    assert re.search(r"prompts\.jsonl:\d+$", caught.value.where)
+    assert re.search(r"of 32 answers: reward: .* \(\d+ answers?\)", caught.value.why)
+
+
+EXPECTED = """
+def reward(completions, answer, **columns):
+    return [1.0 if text == answer[0] else {other} for text in completions]
+"""
+
+
+@pytest.mark.parametrize(
+    ("other", "held_out", "steps", "what"),
+    [
+        ("1 / 0", None, 9, r"all 16 answers of the first rollout were left out, .*: reward: ZeroDivisionError"),
+        ("1 / 0", 0.3, 2, r"all 12 answers to held-out prompts were left out, .*: reward: ZeroDivisionError"),
+        ("None", None, 9, "no answer had a reward in the first 3 rollouts"),
+        ("None", 0.3, 2, "no answer had a reward in the first 2 rollouts"),
+    ],
+)
+def test_a_run_in_which_no_answer_has_a_reward_stops(
+    other: str, held_out: float | None, steps: int, what: str, rl: RecipeFor, tmp_path: Path
+) -> None:
+    """Expected answers have one, so that `check` finds nothing."""
+    recipe = rl(rewards=[], data={"eval": held_out}, train={"steps": steps})
+    with pytest.raises(HealthStop, match=what) as caught:
+        train(recipe, display=Silent(), reward_file=reward_file(tmp_path, EXPECTED.format(other=other)))
+    assert ("(16 answers)" in caught.value.why) == (other != "None" and not held_out)
+    assert events_of(recipe.output, "end")[-1]["reason"] == "health"
+
+
+def test_rewards_that_fail_late_are_the_reason_of_the_stop(rl: RecipeFor, tmp_path: Path) -> None:
+    recipe = rl(rewards=[], rollouts={"patience": 2, "reward_workers": 1}, train={"steps": 9})
+    late = "import itertools\nasked = itertools.count()\n" + ODD.replace("    assert", "    1 / (next(asked) < 36)\n    assert")
+    with pytest.raises(HealthStop, match="in 2 rollouts in a row: all answers of the last one were left out") as caught:
+        train(recipe, display=Silent(), reward_file=reward_file(tmp_path, late))
+    assert "ZeroDivisionError" in caught.value.why
+    assert "fix the reward" in caught.value.fix
 
 
 def test_without_a_signal_steps_are_counted_and_the_run_stops(rl: RecipeFor, tmp_path: Path) -> None:

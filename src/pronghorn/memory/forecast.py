@@ -379,4 +379,5 @@ def comparison(forecasts: Sequence[Forecast]) -> str:
     small = [name for name in GPUS if name not in {one.gpu.name for one in forecasts}]
     misfits = [f"Does not fit, or needs FP8: {', '.join(small)}"] if small else []
     note = f"Predicted from data sheets; only the H200 has been measured. List prices of {PRICES_AS_OF}.{guess}"
-    return "\n".join([*first, *_aligned(rows, (0, 3)), *misfits, "", note])
+    answers = ["tokens/s, time and USD are without the time in which answers are generated and scored."]
+    return "\n".join([*first, *_aligned(rows, (0, 3)), *misfits, "", *(answers * bool(forecasts[0].plan.problem.aside)), note])

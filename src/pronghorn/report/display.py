@@ -355,7 +355,7 @@ def _say_text(run: _Run, event: dict[str, Any], width: int) -> list[str]:
 
 def _say_end(run: _Run, event: dict[str, Any], width: int) -> list[str]:
     reason = str(event.get("reason", ""))
-    told = event.get("why") if reason != "error" else ""  # the command shows an error itself, with its fix
+    told = event.get("why") if reason not in ("error", "health") else ""  # the command shows those itself, with their fix
     why = number_format.one_line(str(told or ""), 2000)
     return [ending(STATES.get(reason, reason), event.get("step", 0), run.steps, why)]
 

@@ -133,7 +133,7 @@ def _tiles(run: RunStats, answers: Sequence[AnswerRow], steps: Sequence[dict[str
     ]
     return '<dl class="tiles">' + "".join(
         f'<div class="tile"><dt>{escape(label)}</dt><dd>{escape(value)}<small>{escape(more)}</small></dd></div>'
-        for label, value, more in tiles[:TILES]
+        for label, value, more in [one for one in tiles if run.reward.last is None or one[1] != number_format.MISSING][:TILES]
     ) + "</dl>"  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pronghorn.errors import counted
@@ -17,6 +17,10 @@ SILENT_AFTER = 600.0
 
 TRAINING = ("rollouts", "step", "optimizer")  # the stages one pays for on purpose
 STATES = {"done": "done", "early stop": "early stop", "signal": "interrupted", "health": "health stop", "error": "error"}
+
+
+# Figures of held-out answers of which neither more nor less is better.
+NO_BEST = ("reward_error", "rewards/left_out", "completions/")
 
 
 def ending(state: str, step: int, steps: int, why: str) -> str:
@@ -49,6 +53,7 @@ class Curve:
     best: float | None = None
     best_step: int | None = None
     base: float | None = None  # a metric of the base model
+    below_base: bool = False  # whether the best is worse than that
     samples: int = 0  # rows that were answered for a metric
 
 
@@ -70,7 +75,8 @@ class RunStats:
     loss: Curve
     evaluation: Curve  # the held-out loss
     perplexity: float | None  # at the best evaluation
-    metrics: dict[str, Curve]  # of answers, by name; more is better
+    metrics: dict[str, Curve]  # of answers, by name; more is better, where there is a best
+    reward: Curve  # mean of a rollout's answers, of runs that learn from rewards: their loss says nothing
     decides: str  # what the best checkpoint is the best by: loss, or a metric
     tokens: int
     tokens_per_second: float
@@ -123,10 +129,11 @@ def run_stats(events: Sequence[dict[str, Any]], now: float | None = None) -> Run
     starts = [e for e in events if e["event"] == "start"]
     start: dict[str, Any] = starts[-1] if starts else {}
     steps = [e for e in kept if e["event"] == "step"]
+    rewarded = [e for e in steps if "reward" in e]
     evals = [e for e in kept if e["event"] == "eval"]
     recipe = start.get("recipe") or {}
     parameters, data = start.get("parameters") or {}, start.get("data") or {}
-    evaluation = _losses(evals)
+    evaluation = _losses([e for e in evals if "loss" in e or not e.get("metrics")])
     sessions = _sessions(events)
     last = events[-1].get("time") if events else None
     state, why = _state(sessions, as_number(last), time.time() if now is None else now)
@@ -146,12 +153,13 @@ def run_stats(events: Sequence[dict[str, Any]], now: float | None = None) -> Run
         last=last,
         step=max((e.get("step", 0) for e in kept if e["event"] in ("step", "eval", "checkpoint")), default=0),
         steps=int(start.get("steps") or 0),
-        loss=_losses(steps),
+        loss=_losses([e for e in steps if "frac_reward_zero_std" not in e]),
         evaluation=evaluation,
         perplexity=next(
             (as_number(e["perplexity"]) for e in evals if e.get("step") == evaluation.best_step and "perplexity" in e), None
         ),
         metrics=_metrics(kept, evals),
+        reward=_curve([(as_number(e["reward"]), e.get("step")) for e in rewarded], max),
         decides=str((recipe.get("eval") or {}).get("best") or "loss"),
         tokens=int(steps[-1].get("seen_tokens", 0)) if steps else 0,
         tokens_per_second=sum(e.get("tokens", 0) for e in steps) / seconds if seconds > 0 else 0.0,
@@ -198,7 +206,11 @@ def _metrics(kept: Sequence[dict[str, Any]], evals: Sequence[dict[str, Any]]) ->
         values = [(as_number(e["metrics"].get(name)), e.get("step")) for e in measured]
         of_base = (base.get("metrics") or {}).get(name)
         known = None if of_base is None else as_number(of_base)
-        found[str(name)] = _curve(values, max, base=known, samples=int(measured[-1].get("samples", 0)))
+        curve = _curve(values, max, base=known, samples=int(measured[-1].get("samples", 0)))
+        if str(name).startswith(NO_BEST):
+            curve = replace(curve, best=None, best_step=None)
+        below = known is not None and curve.best is not None and curve.best < known
+        found[str(name)] = replace(curve, below_base=below)
     return found
 
 

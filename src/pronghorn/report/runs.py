@@ -75,6 +75,8 @@ def _info(folder: Path) -> RunInfo:
     facts |= {"last_loss": run.loss.last, "best_eval": run.evaluation.best, "when": run.last}
     metric = run.decides if run.decides in run.metrics else next(iter(run.metrics), "")
     score = run.metrics[metric].best if metric else None
+    if not metric and run.reward.last is not None:
+        metric, score = "reward of rollouts", run.reward.last
     return RunInfo(str(folder), run.name or folder.name, metric=metric, score=score, **facts)
 
 
@@ -145,12 +147,15 @@ def compare(folders: Sequence[Path]) -> dict[str, Any]:
     recipes = [flat(run.recipe) for run in runs]
     keys = sorted({key for recipe in recipes for key in recipe})
     differences = {key: [recipe.get(key) for recipe in recipes] for key in keys if _differ([r.get(key) for r in recipes])}
+    rewarded = [run.reward.last is not None for run in runs]
     result: dict[str, Any] = plain(
         {
             "runs": [str(folder) for folder in folders],
             "differences": {key: values for key, values in differences.items() if key != "output"},
             "warnings": _warnings(runs, recipes),
-            "loss_at_tokens": _losses_at_equal_tokens(logs),
+            "loss_at_tokens": [] if any(rewarded) else _at_equal(logs, "tokens", "seen_tokens", "losses", "loss"),
+            "reward_at_steps": _at_equal(logs, "steps", "step", "rewards", "reward") if all(rewarded) else [],
+            "best_score": [{name: one.best for name, one in run.metrics.items() if one.best is not None} for run in runs],
             "last_loss": [run.loss.last for run in runs],
             "best_eval": [run.evaluation.best for run in runs],
             "best_eval_step": [run.evaluation.best_step for run in runs],
@@ -165,7 +170,7 @@ def compare(folders: Sequence[Path]) -> dict[str, Any]:
 
 def _warnings(runs: Sequence[RunStats], recipes: Sequence[dict[str, Any]]) -> list[str]:
     """What makes figures that stand side by side not comparable."""
-    if sum(run.evaluation.best is not None for run in runs) < 2:
+    if sum(run.evaluation.best is not None or "reward" in run.metrics for run in runs) < 2:
         return []
     decides = ["data.eval", "data.max_length"]
     if any(not isinstance(recipe.get("data.eval"), str) for recipe in recipes):  # a share of the training rows is held out
@@ -192,7 +197,11 @@ def comparison_table(comparison: dict[str, Any]) -> RenderableType:
 
     section("result")
     evals = [None if value is None else float(value) for value in comparison["best_eval"]]
-    row("best evaluation", [number_format.figure(value) for value in evals], _extreme(evals, -1))
+    if _known(evals) or not any(comparison["best_score"]):
+        row("best evaluation", [number_format.figure(value) for value in evals], _extreme(evals, -1))
+    for name in dict.fromkeys(name for scores in comparison["best_score"] for name in scores):
+        scores = [None if (value := one.get(name)) is None else float(value) for one in comparison["best_score"]]
+        row(f"best {name}", [number_format.score(value) for value in scores], _extreme(scores, 1))
     rates = [float(value) for value in comparison["tokens_per_second"]]
     row("tokens per second", [number_format.count(value) for value in rates], _extreme(rates, 1))
     row("tokens", [number_format.count(value) for value in comparison["tokens"]])
@@ -200,14 +209,18 @@ def comparison_table(comparison: dict[str, Any]) -> RenderableType:
     row("state", comparison["state"])
     if _differ(comparison["device"]):
         row("device", comparison["device"])
-    if comparison["loss_at_tokens"]:
-        section("training loss at equal token counts")
-    for mark in comparison["loss_at_tokens"]:
-        losses = [None if value is None else float(value) for value in mark["losses"]]
-        row(number_format.count(mark["tokens"]), [number_format.figure(value) for value in losses], _extreme(losses, -1))
+    for key, title, at, names, sign in (
+        ("loss_at_tokens", "training loss at equal token counts", "tokens", "losses", -1),
+        ("reward_at_steps", "mean reward of rollouts at equal steps", "steps", "rewards", 1),
+    ):
+        if comparison[key]:
+            section(title)
+        for mark in comparison[key]:
+            values = [None if value is None else float(value) for value in mark[names]]
+            row(number_format.count(mark[at]), [number_format.figure(value) for value in values], _extreme(values, sign))
     section("recipe keys that differ" if comparison["differences"] else "the recipes are the same")
     for key, values in comparison["differences"].items():
-        row(key, [number_format.MISSING if value is None else str(value) for value in values])
+        row(key, [_as_in_a_recipe(value) for value in values])
     return Group(table, *(Text(f"! {warning}", style="yellow") for warning in comparison["warnings"]))
 
 
@@ -222,27 +235,42 @@ def _log_of(folder: Path) -> list[dict[str, Any]]:
     return read_log(folder)
 
 
-def _losses_at_equal_tokens(logs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+def _as_in_a_recipe(value: object) -> str:
+    """[{metric: exact_match, weight: 0.5}, reward_length]: without what was not set."""
+    if isinstance(value, dict):
+        given = {name: one for name, one in value.items() if one is not None and (name, one) != ("weight", 1)}
+        return "{" + ", ".join(f"{name}: {_as_in_a_recipe(one)}" for name, one in given.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_as_in_a_recipe(one) for one in value) + "]"
+    return number_format.MISSING if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _at_equal(logs: Sequence[Sequence[dict[str, Any]]], unit: str, at: str, names: str, name: str) -> list[dict[str, Any]]:
+    """A figure of the steps (`name`) at equal places of all runs (`at`)."""
     curves = []
     for events in logs:
         steps = [e for e in history(events) if e["event"] == "step"]
-        curves.append([(as_number(e.get("seen_tokens")), as_number(e.get("loss"))) for e in steps])
+        curves.append([(as_number(e.get(at)), as_number(e.get(name))) for e in steps])
     if not all(curves):
         return []
     common = min(curve[-1][0] for curve in curves)
-    marks = [round(share * common) for share in MARKS]
+    marks = dict.fromkeys(round(share * common) for share in MARKS)
     found: list[dict[str, Any]] = [
-        {"tokens": mark, "losses": [_loss_at(curve, mark, WINDOW * common) for curve in curves]} for mark in marks
+        {unit: mark, names: [_value_at(curve, mark, WINDOW * common) for curve in curves]} for mark in marks
     ]
-    return [row for row in found if any(loss is not None for loss in row["losses"])]  # none has a step that early
+    return [row for row in found if any(value is not None for value in row[names])]  # none has a step that early
 
 
-def _loss_at(curve: Sequence[tuple[float, float]], mark: float, window: float) -> float | None:
-    """The mean loss over the window before the mark; None where the run has no step yet."""
-    before = [(tokens, loss) for tokens, loss in curve if tokens <= mark]
+def _known(values: Sequence[float | None]) -> bool:
+    return any(value is not None for value in values)
+
+
+def _value_at(curve: Sequence[tuple[float, float]], mark: float, window: float) -> float | None:
+    """Its mean over the window before the mark; None where the run has no step yet."""
+    before = [(at, value) for at, value in curve if at <= mark]
     if not before:
         return None
-    last = [loss for tokens, loss in before if tokens > before[-1][0] - window and math.isfinite(loss)]
+    last = [value for at, value in before if at > before[-1][0] - window and math.isfinite(value)]
     return sum(last) / len(last) if last else math.nan
 
 

@@ -31,9 +31,10 @@ def summary(events: Sequence[dict[str, Any]]) -> RenderableType:
     table.add_column()
     table.add_row("run", Text(" · ".join(part for part in (run.name, run.model, run.method, run.device) if part)))
     table.add_row("ended", Text(ending(run.state, run.step, run.steps, run.why)))
-    for label, curve, perplexity in (("loss", run.loss, None), ("evaluation", run.evaluation, run.perplexity)):
+    curves = (("loss", run.loss, None), ("rollouts", run.reward, None), ("evaluation", run.evaluation, run.perplexity))
+    for label, curve, perplexity in curves:
         if curve.first is not None:
-            table.add_row(label, _path(curve, perplexity))
+            table.add_row(label, Text.assemble("reward " * (curve is run.reward), _path(curve, perplexity)))
     for name, curve in run.metrics.items():
         table.add_row(number_format.one_line(name, 30), _metric(curve, decides=name == run.decides))
     rate = number_format.count(run.tokens_per_second)
@@ -77,7 +78,8 @@ def _metric(of: Curve, *, decides: bool) -> Text:
     (rewards) are of all held-out rows."""
     text = Text("" if of.base is None else f"{number_format.score(of.base)} (base) → ")
     text.append(number_format.score(of.last))
-    best = [] if of.best is None else [f"best {number_format.score(of.best)} at step {of.best_step:,}"]
+    worse = ", below the base model" if of.below_base else ""
+    best = [] if of.best is None else [f"best {number_format.score(of.best)} at step {of.best_step:,}{worse}"]
     rows = [counted(of.samples, "row")] if of.samples else []
     text.append(f"   {', '.join([*best, *rows, *['selects the best checkpoint'] * decides])}", style="dim")
     return text

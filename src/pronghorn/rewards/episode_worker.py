@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +79,7 @@ async def serve(episode: Reward, path: Path, asked: IO[str], reply: Callable[...
 
 
 def main() -> None:
+    warnings.filterwarnings("ignore", "coroutine .* was never awaited", RuntimeWarning)  # the fault of the episode says it
     functions, path, asked, reply = started(episode_of)
     asyncio.run(serve(functions["episode"], path, asked, reply))
 

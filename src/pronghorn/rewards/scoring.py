@@ -47,6 +47,9 @@ class Said:
         completion: Any = [{"role": "assistant", "content": self.text}] if chat else self.text
         return {**self.columns, "prompts": self.prompt, "completions": completion}
 
+    def episode_row(self) -> dict[str, Any]:
+        return {**self.columns, "prompt": self.prompt}
+
 
 @dataclass(frozen=True)
 class Scored:
@@ -115,6 +118,13 @@ class Scorer:
         if self._pool.unused:
             others = ", ".join(self._pool.unused)
             self.remarks = [f"rewards: not used, since the recipe names the functions to use: {others} of {file}"]
+        beside = [name for name, weight in zip(self.names, self.weights, strict=True) if weight]
+        if beside and not functions:
+            listed = ", ".join(beside)
+            self.remarks.append(
+                f"rewards: {listed} of the recipe and the functions of {file} are added up; to use the functions "
+                f"alone, remove {listed} from rewards"
+            )
         for function in self._pool.names:
             reward = functions.get(function, Reward(function=function))
             self._of_file[function] = reward.called

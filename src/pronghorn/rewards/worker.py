@@ -154,7 +154,8 @@ def _mapped() -> int:
 def told(error: BaseException, path: Path) -> str:
     """What it was, and the last line of the user's file that it passed."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-    return f"{type(error).__name__}: {error}"[:500] + (f" (line {lines[-1]})" if lines else "")
+    hint = "; is an `await` missing?" if "'coroutine'" in str(error) else ""
+    return f"{type(error).__name__}: {error}"[:500] + hint + (f" (line {lines[-1]})" if lines else "")
 
 
 if __name__ == "__main__":

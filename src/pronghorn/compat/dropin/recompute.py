@@ -71,10 +71,11 @@ def gradient_checkpointing_enable(base: PreTrainedModel, *args: object, **kwargs
     if stands is False:
         say_once("gradient checkpointing stays off: use_gradient_checkpointing=False overrides the trainer's default")
     elif stands == PLANNED:
-        say_once(
-            "gradient checkpointing: free GPU memory decides which layers are recomputed, not the trainer's default; "
-            "set use_gradient_checkpointing=True to recompute all layers, False to recompute none"
-        )
+        if next(base.parameters()).is_cuda:  # on a CPU all layers are recomputed, as the trainer wants
+            say_once(
+                "gradient checkpointing: free GPU memory decides which layers are recomputed, not the trainer's default; "
+                "set use_gradient_checkpointing=True to recompute all layers, False to recompute none"
+            )
     else:
         type(base).gradient_checkpointing_enable(base, *args, **kwargs)  # for calls that run on the model's own layers
 

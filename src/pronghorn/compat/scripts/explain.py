@@ -15,6 +15,7 @@ from pronghorn.compat.scripts.modules import IN_PLACE_OF_VLLM, OURS, STOOD_IN_FO
 from pronghorn.compat.scripts.notebooks import NOT_COMPILED, Cell, cannot_compile, read_cells
 from pronghorn.compat.scripts.renames import BITSANDBYTES_ADAMW, LEFT_OUT, REFUSED, RENAMED, TRAINER_RENAMED
 from pronghorn.errors import CommandError
+from pronghorn.program import command
 
 # Arguments that trainers took themselves, and that are part of their args now.
 INTO_ARGS = (
@@ -102,6 +103,18 @@ class Finding:
     where: str
     what: str
     missing: bool = False
+    late: bool = False  # in a call that runs, where the script ends after all that comes before it
+
+
+def ahead(path: Path) -> str:
+    """What to tell before a script runs: that it will end at something that is not supported."""
+    try:
+        late = [one for one in of_script(path) if one.late]
+    except CommandError:  # the run itself tells
+        return ""
+    more = f", and at {len(late) - 1} more" * (len(late) > 1)
+    explain = command("run", "--explain", str(path))
+    return f"{late[0].where}: {late[0].what}; the script ends there{more} ({explain})" if late else ""
 
 
 def of_script(path: Path) -> list[Finding]:
@@ -119,8 +132,11 @@ def of_script(path: Path) -> list[Finding]:
             raise cannot_compile(error, name) from error
         off = {id(node) for block in ast.walk(tree) if _is_off(block) for one in block.body for node in ast.walk(one)}
         for node in sorted((node for node in ast.walk(tree) if hasattr(node, "lineno")), key=lambda node: node.lineno):
+            runs = id(node) not in off
             found += [
-                Finding(f"{name}:{node.lineno}", what + (OFF if id(node) in off else ""), missing)
+                Finding(
+                    f"{name}:{node.lineno}", what + OFF * (not runs), missing, missing and runs and isinstance(node, ast.Call)
+                )
                 for what, missing in _of_node(node)
             ]
     return found
@@ -211,6 +227,22 @@ def _of_call(name: str, words: list[ast.keyword]) -> list[tuple[str, bool]]:
             )
         elif old == "optim" and value in BITSANDBYTES_ADAMW:
             found.append((f'{name}(optim="{value}") -> adamw_torch_fused, if bitsandbytes is not installed', False))
+    return found + _of_sampled(name, {str(word.arg): word.value for word in words})
+
+
+def _of_sampled(name: str, given: dict[str, ast.expr]) -> list[tuple[str, bool]]:
+    """A trainer that samples answers: a batch without whole groups, and a seed that another replaces."""
+    if name not in ("GRPOConfig", "RLOOConfig") or given.keys() & {"generation_batch_size", "steps_per_generation"}:
+        return []
+    found = []
+    sizes = {key: value.value for key, value in given.items() if isinstance(value, ast.Constant) and type(value.value) is int}
+    batch, answers = sizes.get("per_device_train_batch_size", 0), sizes.get("num_generations", 0)
+    known = "gradient_accumulation_steps" in sizes or "gradient_accumulation_steps" not in given
+    if known and batch and answers > 0 and batch * sizes.get("gradient_accumulation_steps", 1) % answers:
+        found.append((f"{name}(per_device_train_batch_size={batch}) -> {answers}: a batch holds all num_generations", False))
+    params = given.get("vllm_sampling_params")
+    if isinstance(params, ast.Call) and any(word.arg == "seed" for word in params.keywords):
+        found.append((f"{name}(vllm_sampling_params=): its seed is dropped; answers are drawn by {name}(seed=)", False))
     return found
 
 

@@ -15,6 +15,7 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 from pronghorn.compat.scripts.adaptor import MAIN, Adaptor
+from pronghorn.compat.scripts.explain import ahead
 from pronghorn.compat.scripts.notebooks import NOT_COMPILED, NoShell, cannot_compile, read_cells, tell_skipped, was_notebook
 from pronghorn.compat.scripts.notes import Notes
 from pronghorn.errors import CommandError, PronghornError
@@ -33,6 +34,8 @@ def run(script: str, words: Sequence[str] = (), *, notes: Notes | None = None, o
     """
     path, stack = Path(script).absolute(), ExitStack()
     adaptor = stack.enter_context(Adaptor(notes, path.resolve().parent))
+    if told := ahead(path):
+        adaptor.notes.say(told)
     main = stack.enter_context(_as_main(path, [script, *words], own_process))
     try:
         _execute(path, vars(main), adaptor.notes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,19 +23,24 @@ def evaluate_rewards(
     *,
     data: str | None,
     report: Callable[[str, int, int], None],
-    metrics: bool = False,
+    refused: Sequence[str] = (),
+    samples: int | None = None,
     **files: Path | None,
 ) -> dict[str, Any]:
-    """`data`: another file than the run's held-out rows. `metrics`: whether some are asked for, too. `files`: code
-    of the user's, which runs."""
-    if metrics:
+    """`data`: another file than the run's held-out rows. `refused`: options that are given, and mean nothing here. `samples`:
+    how many prompts are answered. `files`: code of the user's, which runs."""
+    if refused:
         raise CommandError(
-            what="answers of this run are measured by its rewards",
+            what=f"{refused[0]}: answers of this run are measured by its rewards",
             why=f"objective {trained.recipe.objective} learned from them",
-            fix="remove the options for metrics, --base and --answers",
+            fix=f"remove {', '.join(refused)}",
         )
+    if samples is not None and samples < 1:
+        raise CommandError(what=f"--samples {samples} is too small", fix="use 1 or more")
     own = trained.recipe.answering.model_copy(update={"engine": OWN})  # a server may be at work for the run
     recipe, tokenizer = trained.recipe.model_copy(update={"rollouts": own}), trained.tokenizer()
+    if samples is not None:
+        recipe = recipe.model_copy(update={"eval": recipe.eval.model_copy(update={"samples": samples})})
     models = reward_models(recipe)
     source = RolloutSource.of(recipe, tokenizer, report=report, stage=lambda _: nullcontext(), models=models, **files)
     if data:

@@ -43,6 +43,13 @@ class EvaluationRequest:
     reward_file: Path | None = None
     episode_file: Path | None = None
 
+    @property
+    def of_metrics(self) -> list[str]:
+        """The options that are given and are about metrics of greedy answers."""
+        given = [name for name in self.spec if name != "samples"]
+        given += [name for name in ("metric_file", "base", "answers") if getattr(self, name)]
+        return [f"--{name.replace('_', '-')}" for name in given]
+
     def require_no_answers(self) -> None:
         """Called for a request without a metric."""
         if self.base or self.answers:
@@ -62,9 +69,9 @@ def evaluate_run(
     trained = TrainedRun(run, which)
     recipe = trained.recipe
     if recipe.objective.kind.reads == "prompts":
-        beside = bool(asked.spec) or own is not None or asked.base or asked.answers is not None
         files = {"reward_file": asked.reward_file, "episode_file": asked.episode_file}
-        return evaluate_rewards(trained, data=data, report=report, metrics=beside, **files)
+        samples = asked.spec.get("samples")
+        return evaluate_rewards(trained, data=data, report=report, refused=asked.of_metrics, samples=samples, **files)
     spec = spec_of(recipe.eval, asked.spec)
     tokenizer = trained.tokenizer()
     if data:

@@ -9,6 +9,7 @@ chat template puts there, found by rendering a marker in place of the answer.
 from __future__ import annotations
 
 import json
+import math
 import re
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from typing import Any
 from pronghorn.data.encode.encode import Encoder
 from pronghorn.data.read.formats import Example
 from pronghorn.data.template.rendering import applied, special_tokens
-from pronghorn.errors import DataError
+from pronghorn.errors import CommandError, DataError, counted
 from pronghorn.generation.generator import Completion, Request
 from pronghorn.generation.sampling import Sampling, key_of
 from pronghorn.hf_types import Tokenizer
@@ -30,6 +31,7 @@ from pronghorn.rewards.scoring import GB, Scored
 
 SURROGATES = re.compile("[\ud800-\udfff]")
 EPISODE = "episode"  # the reward that it returns, in figures
+SHORT = "a short answer"  # of a row without an expected one, when the episode is tried
 MARKER = "the-answer-stands-here"
 GROWS = "an episode asks the whole conversation so far: what it asked before, the answer, and what is new"
 Generate = Callable[[Sequence[Request]], list[list[Completion]]]
@@ -106,6 +108,33 @@ class Episodes:
         for episode, reward in zip(episodes, self._pool.play(rows, answer), strict=True):
             episode.reward = reward
         return episodes
+
+    def tried(self, rows: Sequence[dict[str, Any]], expected: Sequence[str | None]) -> str:
+        """What it says of some rows when `ask` gives their expected answers, or a short text where there is none. Refuses one
+        that fails on all of them."""
+        played = []
+        for row, text in zip(rows, expected, strict=True):
+            ids = self._tokens(text if text and text.strip() else SHORT)
+
+            def generate(requests: Sequence[Request], ids: list[int] = ids) -> list[list[Completion]]:
+                drawn = [ids[: one.max_new_tokens] for one in requests]
+                return [[Completion(one, [0.0] * len(one), [], len(one) == len(ids))] for one in drawn]
+
+            played += self.play(generate, [row], [(0,)], Sampling(), [])
+        scored = [returned_by(one) for one in played]
+        faults = [one.fault for one in scored if one is not None and one.fault]
+        if len(faults) == len(played):
+            raise CommandError(
+                what=f"the episode failed on all of {counted(len(played), 'row')} that it was tried on: {faults[0]}",
+                why="`ask` gave the rows' expected answers, or a short text",
+                fix="fix the episode; where it cannot use an answer, return a number instead of raising. Each row has the "
+                "columns " + ", ".join(sorted(rows[0])),
+            )
+        values = [one.total for one in scored if one is not None and one.total is not None]
+        worth = f"{math.fsum(values) / len(values):.4g} on average" if values else "left to the rewards of the recipe (None)"
+        turns = f"{sum(one.turns for one in played) / len(played):.3g} turns each"
+        failed = f"; failed on {counted(len(faults), 'row')}: {faults[0]}" if faults else ""
+        return f"{EPISODE}: {worth}, for expected answers to {counted(len(played), 'prompt')}, {turns}{failed}"
 
     def _taken(self, episode: Episode, asked: Sequence[int], answer: Completion) -> dict[str, Any]:
         start = len(asked)

@@ -31,6 +31,11 @@ class Group:
     played: Sequence[Episode] = ()  # of episodes: where the answers come from
 
     @property
+    def given(self) -> list[Completion]:
+        """Answers without those of episodes that failed before they asked."""
+        return [answer for i, answer in enumerate(self.answers) if not self.played or self.played[i].turns]
+
+    @property
     def rewards(self) -> list[float]:
         """Rewards of the answers that have one."""
         return [float(self.scored[i].total or 0.0) for i in self.kept]
@@ -38,7 +43,7 @@ class Group:
 
 def figures_of(groups: Sequence[Group], names: Sequence[str], world: World) -> dict[str, float]:
     """By TRL's names, over all ranks."""
-    answers = [answer for group in groups for answer in group.answers]
+    answers = [answer for group in groups for answer in group.given]
     ended = [len(answer.tokens) for answer in answers if answer.ended]
     kept = [group.rewards for group in groups]
     rewards = [reward for group in kept for reward in group]
@@ -46,11 +51,12 @@ def figures_of(groups: Sequence[Group], names: Sequence[str], world: World) -> d
     sums = [
         len(answers), sum(len(answer.tokens) for answer in answers), len(answers) - len(ended), sum(ended), len(rewards),
         math.fsum(rewards), len(spreads), math.fsum(spreads), len(groups), sum(not has_signal(group) for group in kept),
+        sum(len(group.answers) for group in groups),
     ]  # fmt: skip
     for name in names:
         values = [scored.parts[name] for group in groups for scored in group.scored if name in scored.parts]
         sums += [len(values), math.fsum(values), math.fsum(value * value for value in values)]
-    count, tokens, cut, of_ended, scored, reward, spread_groups, spread, all_groups, flat, *parts = world.total(
+    count, tokens, cut, of_ended, scored, reward, spread_groups, spread, all_groups, flat, tried, *parts = world.total(
         *map(float, sums)
     )
     longest = world.largest(max((len(answer.tokens) for answer in answers), default=0))
@@ -59,12 +65,16 @@ def figures_of(groups: Sequence[Group], names: Sequence[str], world: World) -> d
         **({"reward": reward / scored} if scored else {}),
         "reward_std": spread / max(1.0, spread_groups),
         "frac_reward_zero_std": flat / max(1.0, all_groups),
-        "completions/mean_length": tokens / max(1.0, count),
-        "completions/max_length": float(longest),
-        "completions/clipped_ratio": cut / max(1.0, count),
-        "completions/mean_terminated_length": of_ended / max(1.0, count - cut),
-        **({"rewards/left_out": count - scored} if count > scored else {}),
     }
+    if count:
+        found |= {
+            "completions/mean_length": tokens / count,
+            "completions/max_length": float(longest),
+            "completions/clipped_ratio": cut / count,
+            "completions/mean_terminated_length": of_ended / max(1.0, count - cut),
+        }
+    if tried > scored:
+        found["rewards/left_out"] = tried - scored
     for name, (values, added, squares) in zip(names, zip(*[iter(parts)] * 3, strict=True), strict=True):
         if values:
             mean = added / values

@@ -27,7 +27,7 @@ from pronghorn.data.pack.batches import Shapes
 from pronghorn.data.pack.loader import State, StepBatch
 from pronghorn.data.prepare import Prepared, example_of
 from pronghorn.data.read.splitting import read_apart
-from pronghorn.errors import HealthStop, RecipeError, counted
+from pronghorn.errors import RecipeError
 from pronghorn.generation.generator import Completion, Generator, Request
 from pronghorn.generation.sampling import Sampling, key_of
 from pronghorn.generation.server import Server
@@ -46,13 +46,22 @@ from pronghorn.train.setup.preference_data import shares_prompts
 from pronghorn.train.source.advantages import advantages
 from pronghorn.train.source.data_facts import data_facts
 from pronghorn.train.source.episodes import EPISODE, Episodes, returned_by
+from pronghorn.train.source.left_out import (
+    FEW,
+    LeftOut,
+    left_out_of,
+    no_reward_yet,
+    no_signal,
+    require_no_fault,
+    require_one_reward,
+)
 from pronghorn.train.source.rollout_groups import Group, figures_of, samples_of
 from pronghorn.train.source.rollout_rows import Learned, Rolled, rollout_shapes, rollout_step
 from pronghorn.train.source.served import Served
 from pronghorn.train.source.source import Report, Source
 from pronghorn.train.step.step import StageTimer
 
-TRIED = 10  # rows that rewards are tried on before the run
+TRIED, EPISODES_TRIED = 10, 3  # rows that rewards are tried on before the run, and those of an episode, one after the other
 IN_THE_RUN, HELD_OUT = 0, 1  # parts of the keys of answers
 MOST_TOLD = 10  # different faults of rewards that are told
 CUT = 0.5  # share of answers cut at max_new_tokens that is worth a notice
@@ -126,6 +135,9 @@ class RolloutSource(Source):
             *sides.remarks,
         ]
         source._try_rewards()
+        if episodes is not None:
+            some = [source._said(source.train, row) for row in range(min(EPISODES_TRIED, len(source.train)))]
+            source.tried.append(episodes.tried([said.episode_row() for said in some], [said.expected for said in some]))
         if source._served is not None:
             source.remarks.append(source._served.look())
         return source
@@ -193,8 +205,9 @@ class RolloutSource(Source):
         for model in self.scorer.models.values():
             self.report("loading a reward model", 0, 0)
             model.load()
-        state = state or {"rollouts": 0, "update": 0, "idle": 0}
+        state = state or {"rollouts": 0, "update": 0, "idle": 0, "rewarded": False}
         self._rollouts, self._update, self._idle = state["rollouts"], state["update"], state["idle"]
+        self._rewarded = bool(state.get("rewarded", True))  # whether an answer of the run ever had a reward
         self._late: tuple[str, ...] = ()  # told with the next rollout
         if state.get("rewards", self.scorer.digest) != self.scorer.digest:
             what = "the code or a model that rewards come from changed since the checkpoint"
@@ -211,7 +224,10 @@ class RolloutSource(Source):
         epoch = (self._rollouts + self._update / self.updates) * self.spec.prompts / len(self.train)
         if self._update == self.updates or not rolled.learns:
             self._rollouts, self._update, self._rolled = self._rollouts + 1, 0, None
-        after: State = {"rollouts": self._rollouts, "update": self._update, "idle": self._idle, "rewards": self.scorer.digest}
+        after: State = {
+            "rollouts": self._rollouts, "update": self._update, "idle": self._idle, "rewarded": self._rewarded,
+            "rewards": self.scorer.digest,
+        }  # fmt: skip
         if self._rolled is not None:
             after["held"] = rolled.as_json(self.world)
         step = rollout_step(self, model, rolled, after, epoch)
@@ -232,20 +248,20 @@ class RolloutSource(Source):
         began = time.perf_counter()
         groups = self._answered(model, self.train, {n: self._row_of(n) for n in numbers}, self.spec.answers, IN_THE_RUN)
         generated = time.perf_counter()
-        self._score(groups, self.train)
+        left = self._score(groups, self.train)
         scored = time.perf_counter()
         figures = figures_of(groups, self.names, self.world)
         seconds = {"rollouts/generation_seconds": generated - began, "rollouts/reward_seconds": scored - generated}
-        tokens = figures["completions/mean_length"] * figures.pop("answers")
+        tokens = figures.get("completions/mean_length", 0.0) * figures.pop("answers")
         speed = {"rollouts/tokens_per_second": tokens / max(1e-9, generated - began)}
         learned = [self._learned(group) for group in groups]
-        rolled = Rolled([one for one in learned if one], figures | seconds | speed, self._notices(groups, figures))
+        rolled = Rolled([one for one in learned if one], figures | seconds | speed, self._notices(left, figures))
         rolled.samples = samples_of(groups, partial(self._said, self.train))
         if self._served is not None:
             self._served.correct(self, model, rolled)
         if self.recipe.objective.beta:
             self._add_reference(model, rolled)
-        self._advance(rolled)
+        self._advance(rolled, left)
         return rolled
 
     def _answered(self, model: HFModel, table: TokenTable, asked: Mapping[int, int], tries: int, side: int) -> list[Group]:
@@ -259,7 +275,7 @@ class RolloutSource(Source):
         keys = [[(self.recipe.train.seed, side, number, one) for one in range(tries)] for number in asked]
         if self._episodes is not None:
             said = [self._said(table, row) for row in asked.values() for _ in range(tries)]
-            rows = [{**one.columns, "prompt": one.prompt} for one in said]
+            rows = [one.episode_row() for one in said]
             played = self._episodes.play(generate, rows, [key for own in keys for key in own], self.rule, stops)
             parts = [played[at : at + tries] for at in range(0, len(played), tries)]
             return [
@@ -295,7 +311,7 @@ class RolloutSource(Source):
         prompt = example.prompt if example.kind == "completion" else list(example.messages[: example.prompt_messages])
         return Said(example.where, prompt, text, example.columns, example.tools)
 
-    def _score(self, groups: Sequence[Group], table: TokenTable) -> None:
+    def _score(self, groups: Sequence[Group], table: TokenTable) -> LeftOut:
         returned = [returned_by(group.played[i]) if group.played else None for group in groups for i in range(len(group.texts))]
         texts = [(group.row, text) for group in groups for text in group.texts]
         asked = [self._said(table, row, text) for (row, text), known in zip(texts, returned, strict=True) if known is None]
@@ -306,13 +322,12 @@ class RolloutSource(Source):
         for group in groups:
             group.scored = [next(scored) for _ in group.texts]
             group.kept = [i for i, scored in enumerate(group.scored) if scored.total is not None]
-        fault = next((scored.fault for group in groups for scored in group.scored if scored.fault), "")
-        if fault and self.spec.on_reward_error == "stop":
-            raise HealthStop(
-                what=f"a reward failed: {fault}",
-                why="rollouts.on_reward_error: stop",
-                fix="fix the function, or set rollouts.on_reward_error: leave_out; then run the same command again",
-            )
+        left = left_out_of(groups, lambda row: self._said(table, row).where, self.world)
+        if self.spec.on_reward_error == "stop":
+            require_no_fault(left)
+        if not self._rollouts and not self._rewarded:
+            require_one_reward(left, "of the first rollout" if table is self.train else "to held-out prompts")
+        return left
 
     # ---- what is learned from ------------------------------------------------------------------------------------
 
@@ -340,7 +355,7 @@ class RolloutSource(Source):
                 away = [math.fsum(p - r) for p, r in zip(group.sampled, group.reference, strict=True)]
                 group.rewards = [reward - beta * one for reward, one in zip(group.rewards, away, strict=True)]
 
-    def _advance(self, rolled: Rolled) -> None:
+    def _advance(self, rolled: Rolled, left: LeftOut) -> None:
         """Advantages; and whether there is something to learn from."""
         objective = self.recipe.objective
         scale = "rloo" if objective.name == "rloo" else objective.scale or "group"
@@ -352,29 +367,18 @@ class RolloutSource(Source):
         )
         rolled.learns = answers > 0 and (signals > 0 or bool(objective.beta and objective.name != "rloo"))
         self._idle = 0 if signals else self._idle + 1
+        self._rewarded = self._rewarded or not left.all
+        if not self._rewarded and self._rollouts + 1 >= min(FEW, self.spec.patience, self.total):
+            raise no_reward_yet(left, self._rollouts + 1)
         if self._idle >= self.spec.patience:
-            reward = rolled.figures.get("reward")
-            same = "no answer has one" if reward is None else f"{reward:.4g} on average"
-            raise HealthStop(
-                what=f"no group of answers had a signal in {counted(self._idle, 'rollout')} in a row: all answers to a prompt "
-                f"have the same reward ({same})",
-                why="without a difference there is nothing to learn",
-                fix="if this is the highest reward, the run is done; else try prompts that are sometimes solved, rewards with "
-                "more steps between wrong and right, or more rollouts.answers",
-            )
+            raise no_signal(left, rolled.figures.get("reward"), self._idle)
 
     # ---- what is told --------------------------------------------------------------------------------------------
 
-    def _notices(self, groups: Sequence[Group], figures: dict[str, float]) -> tuple[str, ...]:
+    def _notices(self, left: LeftOut, figures: dict[str, float]) -> tuple[str, ...]:
         """Each once a process."""
-        found = []
-        left = int(figures.get("rewards/left_out", 0))
-        faults = [scored.fault for group in groups for scored in group.scored if scored.total is None]
-        for fault in dict.fromkeys(faults):
-            why = fault or "no reward applies to it"
-            if len(self._told) < MOST_TOLD:
-                found.append((why, f"{counted(left, 'answer')} of this rollout left out of their groups: {why}"))
-        if (share := figures["completions/clipped_ratio"]) > CUT:
+        found = [(why, left.text(why)) for why in left.reasons][: max(0, MOST_TOLD - len(self._told))]
+        if (share := figures.get("completions/clipped_ratio", 0.0)) > CUT:
             limit = f"rollouts.max_new_tokens: {self.spec.max_new_tokens}"
             found.append(("cut", f"{share:.0%} of the answers were cut at {limit}; raise it, or ask for shorter answers"))
         new = [(kind, text) for kind, text in found if kind not in self._told]
