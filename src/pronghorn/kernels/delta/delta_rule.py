@@ -48,7 +48,8 @@ PRECISIONS = {torch.bfloat16: "tf32", torch.float16: "tf32x3", torch.float32: "i
 
 
 class _Tiles(NamedTuple):
-    """The widest that spill no registers in 16 bits with heads of 128 (compiled for all chips, not timed)."""
+    """The widest that spill no registers in 16 bits with heads of 128 (compiled for all chips, not timed). In float32, which is
+    for debugging, heads of 128 spill 3 to 8 KB a thread."""
 
     scan: int  # V columns of a program
     keys: int  # K columns of a step, in products of rows
