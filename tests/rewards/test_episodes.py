@@ -21,7 +21,6 @@ async def episode(row, ask):
     if kind == "wait": await asyncio.sleep(600)
     if kind == "block": time.sleep(600)
     if kind == "die": os._exit(3)
-    if kind == "forgot": ask("a").text
     if kind == "twice": await asyncio.gather(ask("a"), ask("b"))
     second = await ask([1, 2, first.message, first.ended, "x" * 200_000])
     return {"none": None, "text": "one"}.get(kind, len(second.history))
@@ -36,7 +35,7 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.usefixtures("imported_python")
-def test_episodes_go_in_rounds_and_faults_cost_as_little_as_they_can(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_episodes_go_in_rounds_and_faults_cost_as_little_as_they_can(file: Path) -> None:
     rounds: list[list[int]] = []
 
     def answer(asked: Sequence[Asked]) -> list[dict[str, Any]]:
@@ -69,10 +68,6 @@ def test_episodes_go_in_rounds_and_faults_cost_as_little_as_they_can(file: Path,
             assert part in said
         assert pool.replaced == 0
 
-        kinds = ["forgot"]
-        (forgot,) = faults(pool.play([{"kind": "forgot"}], answer))
-        assert "no attribute 'text'; is an `await` missing? (line 10)" in forgot
-        rounds.clear()
         pool.seconds = 2.0
         kinds = ["wait", "fine", "fine", "fine"]  # in the first process, beside number 2
         found = pool.play([{"kind": kind} for kind in kinds], answer)
@@ -85,6 +80,15 @@ def test_episodes_go_in_rounds_and_faults_cost_as_little_as_they_can(file: Path,
             assert why in faults(found)[0]
             assert found[1] == 6.0
             assert pool.replaced == before + 1
+
+
+def test_a_forgotten_await_is_a_fault_and_no_warning(file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file.write_text("async def episode(row, ask):\n    return ask('a').text\n")
+    with EpisodePool(file, workers=1) as pool:
+        for _ in range(3):  # Python warns once the first fault is forgotten
+            (fault,) = pool.play([{}], lambda asked: [])
+    assert isinstance(fault, Fault)
+    assert fault.what.endswith("has no attribute 'text'; is an `await` missing? (line 2)")
     assert "never awaited" not in capfd.readouterr().err
 
 
