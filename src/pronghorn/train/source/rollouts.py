@@ -261,7 +261,8 @@ class RolloutSource(Source):
             self._served.correct(self, model, rolled)
         if self.recipe.objective.beta:
             self._add_reference(model, rolled)
-        self._advance(rolled, left)
+        self._advance(rolled)
+        self._require_news(rolled, left)
         return rolled
 
     def _answered(self, model: HFModel, table: TokenTable, asked: Mapping[int, int], tries: int, side: int) -> list[Group]:
@@ -355,7 +356,7 @@ class RolloutSource(Source):
                 away = [math.fsum(p - r) for p, r in zip(group.sampled, group.reference, strict=True)]
                 group.rewards = [reward - beta * one for reward, one in zip(group.rewards, away, strict=True)]
 
-    def _advance(self, rolled: Rolled, left: LeftOut) -> None:
+    def _advance(self, rolled: Rolled) -> None:
         """Advantages; and whether there is something to learn from."""
         objective = self.recipe.objective
         scale = "rloo" if objective.name == "rloo" else objective.scale or "group"
@@ -367,6 +368,9 @@ class RolloutSource(Source):
         )
         rolled.learns = answers > 0 and (signals > 0 or bool(objective.beta and objective.name != "rloo"))
         self._idle = 0 if signals else self._idle + 1
+
+    def _require_news(self, rolled: Rolled, left: LeftOut) -> None:
+        """Stops a run that has had no reward yet, or no signal for long."""
         self._rewarded = self._rewarded or not left.all
         if not self._rewarded and self._rollouts + 1 >= min(FEW, self.spec.patience, self.total):
             raise no_reward_yet(left, self._rollouts + 1)
