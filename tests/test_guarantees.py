@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import torch
+
+from pronghorn.kernels.delta import delta_rule
+
 ROOT = Path(__file__).parent.parent
 TABLE = (ROOT / "docs" / "guarantees.md").read_text(encoding="utf-8")
 
@@ -27,8 +31,10 @@ def test_every_guarantee_of_the_readme_has_a_row() -> None:
 
 
 def test_nothing_asks_for_tf32() -> None:
-    """torch takes it only where it is told to, and Triton is told not to; convert/ says that it has no effect."""
+    """torch takes it only where it is told to, and Triton is told not to; convert/ says that it has no effect. The delta rule's
+    inverses, whose inputs are in 16 bits, are rounded to them again."""
     files = [
         file for file in (ROOT / "src").rglob("*.py") if re.search("tf32|matmul_precision", file.read_text(encoding="utf-8"))
     ]
-    assert {file.parent.name for file in files} <= {"convert"}
+    assert {file.parent.name for file in files} <= {"convert", "delta"}
+    assert delta_rule.PRECISIONS[torch.float32] == "ieee"
