@@ -101,7 +101,7 @@ KERNEL_ARROWS = {
     "optim": {"runtime", "quant"},
     "embedding": {"runtime"},
     "conv": {"runtime"},
-    "delta": {"runtime", "norm"},
+    "delta": {"conv", "runtime", "norm"},
     "sampling": {"runtime"},
 }
 # Imports inside functions: what a command needs is loaded when it runs, and some things only where there is a use for them.

@@ -28,14 +28,14 @@ ROWS, COLUMNS = 16, 128  # of a tile; with 32 rows the backward spills registers
 def short_conv_reference(bcx_TX: Tensor, taps_DW: Tensor, spans_2T: Tensor) -> Tensor:
     """y_TD. `spans_2T`: where each token's document begins and ends."""
     B_TD, C_TD, x_TD = bcx_TX.chunk(3, dim=-1)
-    return C_TD * _convolved(B_TD * x_TD, taps_DW.to(bcx_TX.dtype), spans_2T)
+    return C_TD * convolved(B_TD * x_TD, taps_DW.to(bcx_TX.dtype), spans_2T)
 
 
-def _convolved(u_TD: Tensor, taps_DW: Tensor, spans_2T: Tensor) -> Tensor:
-    return sum((taps_DW[:, -1 - j] * _shifted(u_TD, j, spans_2T) for j in range(taps_DW.shape[1])), torch.zeros_like(u_TD))
+def convolved(u_TD: Tensor, taps_DW: Tensor, spans_2T: Tensor) -> Tensor:
+    return sum((taps_DW[:, -1 - j] * shifted(u_TD, j, spans_2T) for j in range(taps_DW.shape[1])), torch.zeros_like(u_TD))
 
 
-def _shifted(u_TD: Tensor, back: int, spans_2T: Tensor) -> Tensor:
+def shifted(u_TD: Tensor, back: int, spans_2T: Tensor) -> Tensor:
     """u of the token so many before, or behind if it is negative; zero where that is in no or in another document."""
     row = torch.arange(len(u_TD), device=u_TD.device)
     other = row - back
@@ -147,13 +147,13 @@ def _backward_torch(
     B_TD, C_TD, x_TD = bcx_TX.to(wide).chunk(3, dim=-1)
     dy_TD, taps_DW, u_TD = dy_TD.to(wide), taps_DW.to(wide), B_TD * x_TD
     g_TD = dy_TD * C_TD
-    du_TD = sum((taps_DW[:, -1 - j] * _shifted(g_TD, -j, spans_2T) for j in range(W)), torch.zeros_like(u_TD))
+    du_TD = sum((taps_DW[:, -1 - j] * shifted(g_TD, -j, spans_2T) for j in range(W)), torch.zeros_like(u_TD))
     dbcx_TX[:, :D].copy_(du_TD * x_TD)
-    dbcx_TX[:, D : 2 * D].copy_(dy_TD * _convolved(u_TD, taps_DW, spans_2T))
+    dbcx_TX[:, D : 2 * D].copy_(dy_TD * convolved(u_TD, taps_DW, spans_2T))
     dbcx_TX[:, 2 * D :].copy_(du_TD * B_TD)
     if not need_taps:
         return dbcx_TX, None
-    return dbcx_TX, torch.stack([(g_TD * _shifted(u_TD, W - 1 - j, spans_2T)).sum(0) for j in range(W)], dim=1)
+    return dbcx_TX, torch.stack([(g_TD * shifted(u_TD, W - 1 - j, spans_2T)).sum(0) for j in range(W)], dim=1)
 
 
 class _ShortConv(torch.autograd.Function):

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pronghorn.kernels.conv.short_conv import convolved, shifted
 from pronghorn.kernels.runtime.dispatch import jit, tl, triton, use_triton
 from pronghorn.kernels.runtime.first_order import Ctx, first_order
 
@@ -53,24 +54,12 @@ class Heads(NamedTuple):
 
 def delta_inputs_reference(qkv_TX: Tensor, taps_XW: Tensor, spans_2T: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
     """q_TJK, k_TJK and v_TNV. `spans_2T`: where each token's document begins and ends."""
-    q, k, v = heads.split(F.silu(_convolved(qkv_TX, taps_XW.to(qkv_TX.dtype), spans_2T)))
+    q, k, v = heads.split(F.silu(convolved(qkv_TX, taps_XW.to(qkv_TX.dtype), spans_2T)))
     return _l2_normed(q), _l2_normed(k), v
 
 
 def _l2_normed(x_TJK: Tensor) -> Tensor:
     return x_TJK * torch.rsqrt(x_TJK.square().sum(-1, keepdim=True) + 1e-6)
-
-
-def _convolved(x_TX: Tensor, taps_XW: Tensor, spans_2T: Tensor) -> Tensor:
-    return sum((taps_XW[:, -1 - j] * _shifted(x_TX, j, spans_2T) for j in range(taps_XW.shape[1])), torch.zeros_like(x_TX))
-
-
-def _shifted(x_TX: Tensor, back: int, spans_2T: Tensor) -> Tensor:
-    """x of the token so many before, or behind if it is negative; zero where that is in no or in another document."""
-    row = torch.arange(len(x_TX), device=x_TX.device)
-    other = row - back
-    inside = (other >= spans_2T[0]) & (other < spans_2T[1])
-    return x_TX.index_select(0, other.clamp(0, len(x_TX) - 1)).masked_fill(~inside[:, None], 0.0)
 
 
 # ---- Triton ----------------------------------------------------------------------------------------------------------------
@@ -214,7 +203,7 @@ def _backward_torch(
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     wide, W = torch.promote_types(qkv_TX.dtype, torch.float32), taps_XW.shape[1]
     x_TX, taps_XW = qkv_TX.to(wide), taps_XW.to(wide)
-    conv_TX = _convolved(x_TX, taps_XW, spans_2T)
+    conv_TX = convolved(x_TX, taps_XW, spans_2T)
     open_TX = conv_TX.sigmoid()
     ds = []
     for grad, s, normed in zip(grads, heads.split(conv_TX * open_TX), (True, True, False), strict=True):
@@ -223,11 +212,11 @@ def _backward_torch(
         y = s * factor
         ds.append((factor * (dy - y * (dy * y).sum(-1, keepdim=True)) if normed else dy).flatten(1))
     dconv_TX = torch.cat(ds, dim=1) * (open_TX + conv_TX * open_TX * (1 - open_TX))
-    parts = (taps_XW[:, -1 - j] * _shifted(dconv_TX, -j, spans_2T) for j in range(W))
+    parts = (taps_XW[:, -1 - j] * shifted(dconv_TX, -j, spans_2T) for j in range(W))
     dqkv_TX.copy_(sum(parts, torch.zeros_like(x_TX)))
     if not need_taps:
         return dqkv_TX, None
-    return dqkv_TX, torch.stack([(dconv_TX * _shifted(x_TX, W - 1 - j, spans_2T)).sum(0) for j in range(W)], dim=1)
+    return dqkv_TX, torch.stack([(dconv_TX * shifted(x_TX, W - 1 - j, spans_2T)).sum(0) for j in range(W)], dim=1)
 
 
 class _DeltaInputs(torch.autograd.Function):
