@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from test_short_conv_mixer import assert_same, engine, fast, own
+from test_short_conv_mixer import assert_as_dequantized, assert_same, engine, fast, own
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pronghorn.errors import ModelError
 from pronghorn.model.causal_lm import install
 from pronghorn.model.config_check import require_consistent
 from pronghorn.model.families import keys_by_layer, why_not_fast
-from pronghorn.model.formats.store import dequantize_, store_linears_
+from pronghorn.model.formats.store import store_linears_
 from pronghorn.model.formats.table import FORMATS
 from pronghorn.model.isolated_documents import require_isolated_documents
 from pronghorn.model.lora import add_adapter
@@ -95,17 +95,7 @@ def test_float64_agrees_to_more_digits(kind: str) -> None:
 def test_frozen_weights_in_few_bits(stored: str) -> None:
     kind = "gemma4, keys are values"
     model, twin = model_of(kind, stored), model_of(kind, stored)
-    dequantize_(twin, torch.float32)
-    assert install(model) == ""
-    found, expected = fast(model), own(twin)
-    assert all(layer.fused for layer in engine(model).layers)
-    if stored == "nf4":
-        assert_same(found, expected, 2e-5)
-        return
-    assert found[0] == pytest.approx(expected[0], rel=0.02)
-    for name, truth in expected[1].items():
-        cosine = torch.nn.functional.cosine_similarity(found[1][name].flatten(), truth.flatten(), dim=0)
-        assert float(cosine) > 0.95, name
+    assert_as_dequantized(model, twin, stored)
 
 
 def test_documents_do_not_see_each_other() -> None:
