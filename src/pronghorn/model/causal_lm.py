@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -334,3 +334,10 @@ def base_of(model: HFModel) -> Any:
 
 def engine_of(model: HFModel) -> FastCausalLM | None:
     return getattr(base_of(model), ENGINE, None)
+
+
+def without_adapters(model: HFModel) -> AbstractContextManager[None]:
+    """The base model inside. Where the fast layers can, nothing is rebuilt, so captured graphs stay valid."""
+    if (engine := engine_of(model)) is not None:
+        return engine.adapters_off()
+    return model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext()

@@ -26,7 +26,7 @@ from pronghorn.generation.generator import Completion, Request
 from pronghorn.generation.sampling import Sampling, key_of
 from pronghorn.hf_types import HFModel, Tokenizer
 from pronghorn.kernels.runtime.dispatch import say_once
-from pronghorn.model.causal_lm import base_of
+from pronghorn.model.causal_lm import base_of, without_adapters
 from pronghorn.model.generate import end_tokens
 from pronghorn.model.stored_adapter import read_weights, replace_weights
 
@@ -200,7 +200,7 @@ def _with_adapter(model: HFModel, request: object) -> Any:
         raise CommandError(
             what=f"lora_request is a {type(request).__name__}", fix="pass what model.load_lora(folder) returns, or None"
         )
-    return model.disable_adapter() if hasattr(model, "peft_config") else nullcontext()
+    return without_adapters(model) if hasattr(model, "peft_config") else nullcontext()
 
 
 @contextmanager

@@ -5,9 +5,8 @@ Where all weights train, the reference is what they were before the first step, 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +16,7 @@ from pronghorn.data.pack.loader import evaluation_batches
 from pronghorn.data.pack.packing import TokenRows
 from pronghorn.errors import RecipeError
 from pronghorn.hf_types import HFModel
+from pronghorn.model.causal_lm import without_adapters
 from pronghorn.packs import IGNORED, PackedBatch
 from pronghorn.train.objectives.objective import Autocast, Progress, outputs_of
 
@@ -104,7 +104,3 @@ def reference_log_probs(
     finally:
         model.train(was_training)
     return found
-
-
-def without_adapters(model: HFModel) -> AbstractContextManager[Any]:
-    return model.disable_adapter() if hasattr(model, "disable_adapter") else nullcontext()  # type: ignore[no-any-return]

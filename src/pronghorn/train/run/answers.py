@@ -13,6 +13,7 @@ from typing import Any
 
 from pronghorn.evaluation.held_out import HeldOut, Judged, ModelAnswer, read_base, write_base
 from pronghorn.evaluation.own_metric import OwnMetric
+from pronghorn.model.causal_lm import without_adapters
 from pronghorn.report.answers import write_answers
 from pronghorn.report.run_log import RunLog
 from pronghorn.train.checkpoint.checkpoint import capture_rng, restore_rng
@@ -102,7 +103,7 @@ class RunAnswers:
             if stored is not None:
                 self._base = self._judged(stored)
             elif session.recipe.method != "full":
-                with session.model.disable_adapter():
+                with without_adapters(session.model):
                     self._base = self._asked_of_base()
             else:
                 self._told = True

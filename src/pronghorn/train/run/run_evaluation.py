@@ -18,6 +18,7 @@ from pronghorn.evaluation.harness import require_harness, run_tasks
 from pronghorn.evaluation.held_out import HeldOut, Judged
 from pronghorn.evaluation.own_metric import OwnMetric
 from pronghorn.hf_types import HFModel
+from pronghorn.model.causal_lm import without_adapters
 from pronghorn.model.load import DTYPES, load_model, resolve_precision
 from pronghorn.recipe_parts import METRICS, Eval
 from pronghorn.report.answers import write_answers
@@ -123,7 +124,7 @@ def evaluate_run(
     judged = _judged(held_out, model, report, capture)
     base = None
     if asked.base and recipe.method != "full":
-        with model.disable_adapter():
+        with without_adapters(model):
             base = _judged(held_out, model, report, capture)
     elif asked.base:
         del model

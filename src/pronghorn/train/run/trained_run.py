@@ -15,7 +15,7 @@ from pronghorn.errors import CommandError
 from pronghorn.generation.answering import answers
 from pronghorn.generation.sampling import Sampling
 from pronghorn.hf_types import HFModel
-from pronghorn.model.causal_lm import base_of, install
+from pronghorn.model.causal_lm import base_of, install, without_adapters
 from pronghorn.model.export import trained_model
 from pronghorn.model.fingerprint import require_same_base
 from pronghorn.model.head import Head
@@ -184,7 +184,7 @@ class Chat:
         whose it is, and each piece of its text."""
         found = {}
         if self.with_base:
-            with self.model.disable_adapter():
+            with without_adapters(self.model):
                 found["base"] = self._answer(self._of_base, message, "base", on_text)
         return found | {"model": self.answer(message, on_text)}
 
