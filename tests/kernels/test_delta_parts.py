@@ -39,7 +39,8 @@ def alone(qkv: Tensor, taps: Tensor, lengths: list[int], heads: Heads, bias: Ten
     outs = []
     for document in filter(len, qkv.split(lengths)):
         padded = torch.nn.functional.pad(document.T, (taps.shape[1] - 1, 0))
-        outs.append(torch.nn.functional.silu(torch.nn.functional.conv1d(padded[None], taps[:, None], bias, groups=len(taps))[0].T))
+        conv = torch.nn.functional.conv1d(padded[None], taps[:, None], bias, groups=len(taps))
+        outs.append(torch.nn.functional.silu(conv[0].T))
     q, k, v = heads.split(torch.cat(outs))
     return [*(x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k)), v]
 

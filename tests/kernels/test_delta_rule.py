@@ -1,5 +1,6 @@
-"""The gated delta rule, and Mamba-2 as the rule without the delta: error against the recurrence in float64 at most twice that of the same formulas in plain torch, on both
-paths; documents apart to the bit. (Triton's interpreter has no products of bf16: those are for torch and for GPUs.)"""
+"""The gated delta rule, and Mamba-2 as the rule without the delta: error against the recurrence in float64 at most twice that of
+the same formulas in plain torch, on both paths; documents apart to the bit. (Triton's interpreter has no products of bf16: those
+are for torch and for GPUs.)"""
 
 from __future__ import annotations
 
@@ -185,7 +186,8 @@ def test_states_are_handed_on(device: str, places: list[int] | None, mamba: bool
         row, lengths = rows(cuts), [end - start for start, end in cuts]
         bounds = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32, device=device)
         table = chunk_table(bounds, len(row))
-        o, _ = delta_rule_forward(*(x[row] for x in given.parts), table, bounds, initial=initial, final=states, places=index, **options)
+        given_here = [*(x[row] for x in given.parts), table, bounds]
+        o, _ = delta_rule_forward(*given_here, initial=initial, final=states, places=index, **options)
         torch.testing.assert_close(o.double(), expected[row], rtol=1e-5, atol=1e-5)
 
     run([(0, 66), (70, 70), (79, 81)], None)

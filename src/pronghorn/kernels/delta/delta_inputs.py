@@ -261,9 +261,7 @@ class _DeltaInputs(torch.autograd.Function):
         qkv_TX, taps_XW, spans_2T, bias_X = ctx.saved_tensors
         dq, dk, dv = (each.contiguous() for each in incoming)
         trains = ctx.needs_input_grad[1] or ctx.needs_input_grad[4]
-        dqkv_TX, dtaps = delta_inputs_backward(
-            dq, dk, dv, qkv_TX, taps_XW, spans_2T, ctx.heads, bias_X, need_taps=trains
-        )
+        dqkv_TX, dtaps = delta_inputs_backward(dq, dk, dv, qkv_TX, taps_XW, spans_2T, ctx.heads, bias_X, need_taps=trains)
         if dtaps is None:
             return dqkv_TX, None, None, None, None
         of_taps, W = dtaps.to(taps_XW.dtype), taps_XW.shape[1]

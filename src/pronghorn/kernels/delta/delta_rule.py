@@ -165,8 +165,8 @@ def delta_rule_backward(
     states, dstates = (torch.empty(len(chunks_S2), N, K, V, dtype=v_TNV.dtype, device=v_TNV.device) for _ in range(2))
     grid = (len(cu_seqlens) - 1, N, triton.cdiv(V, tiles.scan))
     _scan_kernel[grid](
-        q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), v_TNV, v_TNV.stride(0), decays_TN, beta_TN, P_TNC, inverse, D_TNV, N * V,
-        D_TNV, states, cu_seqlens, states, states, cu_seqlens, skip, scale, **scanned, OUTPUT=False, HAS_INITIAL=False,
+        q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), v_TNV, v_TNV.stride(0), decays_TN, beta_TN, P_TNC, inverse, D_TNV,
+        N * V, D_TNV, states, cu_seqlens, states, states, cu_seqlens, skip, scale, **scanned, OUTPUT=False, HAS_INITIAL=False,
         HAS_FINAL=False, DELTA=delta, num_warps=4,
     )  # fmt: skip
     _reverse_kernel[grid](

@@ -29,9 +29,7 @@ TILE = 2048  # values of a program: 16 heads of 128
 PROGRAMS = 8  # on a multiprocessor, where each sums its part of the weight's gradient
 
 
-def gated_norm_reference(
-    o_TNV: Tensor, z_TX: Tensor, weight_V: Tensor, eps: float, *, gate_first: bool = False
-) -> Tensor:
+def gated_norm_reference(o_TNV: Tensor, z_TX: Tensor, weight_V: Tensor, eps: float, *, gate_first: bool = False) -> Tensor:
     """y_TX. `gate_first`: V are the columns of a group, and the weight has all X."""
     if gate_first:
         x_TNV = o_TNV * F.silu(z_TX).view(o_TNV.shape)
