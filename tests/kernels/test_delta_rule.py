@@ -1,6 +1,6 @@
-"""The gated delta rule, and Mamba-2 as the rule without the delta: error against the recurrence in float64 at most twice that of
-the same formulas in plain torch, on both paths; documents apart to the bit. (Triton's interpreter has no products of bf16: those
-are for torch and for GPUs.)"""
+"""The gated delta rule, and Mamba-2 as the rule without the delta: error against the recurrence in float64 at most twice that
+of the same formulas in plain torch, on both paths; documents apart to the bit. (Triton's interpreter has no products of bf16:
+those are for torch and for GPUs.)"""
 
 from __future__ import annotations
 
