@@ -9,6 +9,7 @@ import pytest
 import test_decoder_layer
 import test_experts
 import test_gated_delta_mixer
+import test_mamba_mixer
 import test_short_conv_mixer
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -33,7 +34,7 @@ MODELS: dict[str, Any] = DENSE | EXPERTS
 
 
 def model_of(family: str, method: str = "lora") -> Any:
-    for kind in (test_short_conv_mixer, test_gated_delta_mixer):
+    for kind in (test_short_conv_mixer, test_gated_delta_mixer, test_mamba_mixer):
         if family in kind.CONFIGS:
             return kind.model_of(family, method)
     method = "lora on experts" if family in EXPERTS and method == "lora" else method
@@ -62,10 +63,12 @@ def expected(model: Any, prompt: list[int], said: list[int]) -> tuple[list[int],
     ("family", "method"),
     [
         *((family, "lora") for family in (*MODELS, *test_short_conv_mixer.CONFIGS, *test_gated_delta_mixer.CONFIGS)),
+        *((family, "lora") for family in test_mamba_mixer.CONFIGS),
         ("llama", "full"),
         ("qwen3", "dora"),
         ("lfm2", "dora"),
         ("qwen3_5_text", "dora"),
+        ("nemotron_h", "dora"),
         ("glm4_moe_lite", "dora"),
     ],
 )

@@ -13,6 +13,7 @@ import test_fp8_gemms
 import test_fp8_moe_layer
 import test_gated_delta_mixer
 import test_linears
+import test_mamba_mixer
 import test_short_conv_mixer
 import torch
 from test_decoder_layer import fast_loss, gradients, packed_batch
@@ -41,6 +42,8 @@ DENSE: dict[str, Callable[[], Any]] = {  # their MLP can be done in pieces
     "full": lambda: test_decoder_layer.model_of("llama", "full", torch.float32),
     "fp8, four norms": lambda: test_fp8_gemms.model_of("gemma2"),
     "fp8, norms elsewhere": lambda: test_fp8_gemms.model_of("olmo2"),
+    "halves of layers, full": lambda: test_mamba_mixer.model_of("nemotron_h", "full"),
+    "halves of layers": lambda: test_mamba_mixer.model_of("nemotron_h", "lora"),
     "fp8, multipliers": lambda: test_fp8_gemms.model_of("granite"),
 }
 OTHERS: dict[str, Callable[[], Any]] = {
@@ -56,6 +59,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "states, full": lambda: test_gated_delta_mixer.model_of("qwen3_5_text", "full"),
     "states, experts": lambda: test_gated_delta_mixer.model_of("qwen3_5_moe_text", "lora"),
     "states, columns in another order": lambda: test_gated_delta_mixer.model_of("qwen3_next", "lora"),
+    "mamba, experts": lambda: test_mamba_mixer.model_of("granitemoehybrid, experts", "lora"),
     "experts, shared expert": lambda: test_experts.model_of("qwen2_moe", "lora on experts", torch.float32),
     "experts, adapters on attention": lambda: test_experts.model_of("gpt_oss", "lora on attention", torch.float32),
 }

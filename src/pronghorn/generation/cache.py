@@ -1,9 +1,9 @@
 """What the mixers of a model have seen: keys and values in pages, the last inputs of convolutions, and states.
 
-P = pages of PAGE tokens, K = key/value heads, H = head width, W = taps, D = channels; of Gated DeltaNet N, K, V = value heads
-and the widths of keys and values. Page 0 belongs to nobody: padding is written there. A forward is a `Prefill` of whole
-prompts, which attend to themselves as in training, or a `Step`, one token for each of B rows, over their pages. Both are the
-`Cache` of their `Documents` (model/layers/types.py).
+P = pages of PAGE tokens, K = key/value heads, H = head width, W = taps, D = channels; of Gated DeltaNet and Mamba-2 N, K, V =
+value heads and the widths of keys and values. Page 0 belongs to nobody: padding is written there. A forward is a `Prefill` of
+whole prompts, which attend to themselves as in training, or a `Step`, one token for each of B rows, over their pages. Both are
+the `Cache` of their `Documents` (model/layers/types.py).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pronghorn.kernels.attention.attention_paged import PAGE, Segments, paged_at
 from pronghorn.kernels.attention.attention_paged_torch import PagesRead
 from pronghorn.kernels.attention.attention_torch import spans
 from pronghorn.kernels.conv.short_conv import short_conv_forward
-from pronghorn.kernels.delta.delta_inputs import Heads, delta_inputs_forward
 from pronghorn.kernels.delta.delta_rule import delta_rule_forward
 from pronghorn.kernels.delta.delta_step import delta_step
 from pronghorn.model.causal_lm import FastCausalLM
 from pronghorn.model.layers.mixers.attention import Attention
 from pronghorn.model.layers.mixers.gated_delta import GatedDelta
+from pronghorn.model.layers.mixers.mamba import Mamba
 from pronghorn.model.layers.mixers.short_conv import ShortConv
-from pronghorn.model.layers.types import Documents
+from pronghorn.model.layers.types import Documents, Inputs
 from pronghorn.model.read_ahead import free_memory
 
 SLOTS = {"cpu": 32, "cuda": 256}  # answers at once: from 165 rows on products are bound by arithmetic (H200)
@@ -65,10 +65,10 @@ def bytes_of_a_slot(engine: FastCausalLM, dtype: torch.dtype) -> int:
     """What convolutions and states keep at its place and at a prompt's: 100 MB for Qwen3.5-9B."""
     found = 0
     for mixer in (layer.mixer for layer in engine.layers):
-        if isinstance(mixer, ShortConv | GatedDelta):
+        if isinstance(mixer, ShortConv | GatedDelta | Mamba):
             channels, taps = mixer.taps.shape
             found += 2 * (taps - 1) * channels * dtype.itemsize
-        if isinstance(mixer, GatedDelta):
+        if isinstance(mixer, GatedDelta | Mamba):
             _, K, N, V = mixer.heads
             found += 2 * 4 * N * K * V
     return found
@@ -99,10 +99,10 @@ class MixerStates:
             if isinstance(layer.mixer, Attention):
                 shape = (pages, layer.mixer.kv_heads, PAGE, layer.mixer.head_width)
                 self.pages[layer.index] = tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))  # type: ignore[assignment]
-            elif isinstance(layer.mixer, ShortConv | GatedDelta):
+            elif isinstance(layer.mixer, ShortConv | GatedDelta | Mamba):
                 channels, taps = layer.mixer.taps.shape
                 self.inputs[layer.index] = torch.zeros(places, taps - 1, channels, dtype=dtype, device=device)
-            if isinstance(layer.mixer, GatedDelta):
+            if isinstance(layer.mixer, GatedDelta | Mamba):
                 _, K, N, V = layer.mixer.heads
                 self.states[layer.index] = torch.zeros(places, N, K, V, dtype=torch.float32, device=device)
 
@@ -154,12 +154,13 @@ class Prefill:
         kept[self.input_D] = u.masked_fill((row < self.start_D[:, None])[..., None], 0.0)
 
     def delta(
-        self, layer: int, qkv_TX: Tensor, taps_XW: Tensor, g_TN: Tensor, beta_TN: Tensor, heads: Heads, documents: Documents
-    ) -> Tensor:
-        inputs = delta_inputs_forward(qkv_TX, taps_XW, documents.spans_2T, heads)
-        self._keep(layer, qkv_TX)
-        final, places = self.states.states[layer], self.input_D.int()
-        return delta_rule_forward(*inputs, g_TN, beta_TN, documents.chunks, documents.cu_seqlens, final=final, places=places)[0]
+        self, layer: int, x_TX: Tensor, inputs: Inputs, g_TN: Tensor, beta_TN: Tensor, documents: Documents, *,
+        skip_N: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        parts = inputs(x_TX, documents.spans_2T)
+        self._keep(layer, x_TX)
+        options: dict[str, Any] = {"final": self.states.states[layer], "places": self.input_D.int(), "skip_N": skip_N}
+        return delta_rule_forward(*parts, g_TN, beta_TN, documents.chunks, documents.cu_seqlens, **options)[0]
 
 
 @dataclass(frozen=True)
@@ -189,12 +190,12 @@ class Step:
         return seen
 
     def delta(
-        self, layer: int, qkv_TX: Tensor, taps_XW: Tensor, g_TN: Tensor, beta_TN: Tensor, heads: Heads, documents: Documents
-    ) -> Tensor:
+        self, layer: int, x_TX: Tensor, inputs: Inputs, g_TN: Tensor, beta_TN: Tensor, documents: Documents, *,
+        skip_N: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Each answer's last inputs are a document of W tokens, of which the last one goes on."""
-        seen_BWX = self._seen(layer, qkv_TX)
+        seen_BWX = self._seen(layer, x_TX)
         B, W, _ = seen_BWX.shape
-        bounds = torch.arange(0, (B + 1) * W, W, dtype=torch.int32, device=qkv_TX.device)
-        inputs = delta_inputs_forward(seen_BWX.flatten(0, 1), taps_XW, spans(bounds, B * W), heads)
-        q, k, v = (part[W - 1 :: W] for part in inputs)
-        return delta_step(q, k, v, g_TN, beta_TN, self.states.states[layer], self.input_B.int())
+        bounds = torch.arange(0, (B + 1) * W, W, dtype=torch.int32, device=x_TX.device)
+        q, k, v = (part[W - 1 :: W] for part in inputs(seen_BWX.flatten(0, 1), spans(bounds, B * W)))
+        return delta_step(q, k, v, g_TN, beta_TN, self.states.states[layer], self.input_B.int(), skip_N)

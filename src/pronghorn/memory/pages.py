@@ -7,7 +7,7 @@ import math
 
 from pronghorn.hf_types import HFConfig
 from pronghorn.kernels.attention.attention_paged import PAGE
-from pronghorn.model.families import ATTENTION, heads_of, layer_type
+from pronghorn.model.families import ATTENTION, FAMILIES, heads_of, layer_type
 from pronghorn.recipe_rollouts import OWN, Rollouts
 
 LOGITS = 3  # float32 tensors of a row's logits at a time, while it is drawn from
@@ -39,10 +39,9 @@ def answering_bytes(spec: Rollouts, config: HFConfig, longest_prompt: int, eleme
 
 
 def _state_bytes(text: HFConfig, element: int) -> int:
-    """The size of a Gated DeltaNet layer at one place: a state in float32, and the last inputs of its convolution."""
-    keys = int(text.linear_num_key_heads) * int(text.linear_key_head_dim)
-    values = int(text.linear_num_value_heads) * int(text.linear_value_head_dim)
-    return 4 * values * int(text.linear_key_head_dim) + (int(text.linear_conv_kernel_dim) - 1) * (2 * keys + values) * element
+    """The size of a layer with states at one place: a state in float32, and the last inputs of its convolution."""
+    J, K, N, V, taps = (int(getattr(text, key)) for key in FAMILIES[text.model_type].states)
+    return 4 * N * K * V + (taps - 1) * (2 * J * K + N * V) * element
 
 
 def _pages(tokens: int) -> int:

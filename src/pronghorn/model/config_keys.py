@@ -43,6 +43,7 @@ HONOURED = frozenset(
         "attention_out_bias",
         "rms_norm_eps",
         "norm_eps",
+        "layer_norm_epsilon",
         "hidden_act",
         "hidden_activation",
         *DROPOUTS,
@@ -62,6 +63,24 @@ HONOURED = frozenset(
         "qk_head_dim",
         "v_head_dim",
         "rope_interleave",
+        "layers_block_type",
+        "n_groups",
+        "conv_kernel",
+        "use_conv_bias",
+        "expand",
+        "ssm_state_size",
+        "mamba_num_heads",
+        "mamba_head_dim",
+        "mamba_n_heads",
+        "mamba_n_groups",
+        "mamba_d_state",
+        "mamba_d_head",
+        "mamba_d_conv",
+        "mamba_expand",
+        "mamba_conv_bias",
+        "mamba_proj_bias",
+        "time_step_min",
+        "time_step_limit",
         "linear_conv_kernel_dim",
         "linear_key_head_dim",
         "linear_value_head_dim",
@@ -77,6 +96,7 @@ HONOURED = frozenset(
         "original_max_position_embeddings",
         "no_rope_layers",
         "layer_rope_theta",
+        "position_embedding_type",
         # embeddings, residuals, head
         "embedding_multiplier",
         "residual_multiplier",
@@ -88,6 +108,8 @@ HONOURED = frozenset(
         "num_experts_per_tok",
         "moe_intermediate_size",
         "shared_expert_intermediate_size",
+        "shared_intermediate_size",
+        "moe_shared_expert_intermediate_size",
         "norm_topk_prob",
         "decoder_sparse_step",
         "mlp_only_layers",
@@ -169,6 +191,18 @@ HARMLESS = frozenset(
         "vocab_size_per_layer_input",  # of the embeddings above
         "use_double_wide_mlp",  # of layers that share keys and values
         "no_rope_layer_interval",
+        "rescale_prenorm_residual",
+        "time_step_max",
+        "time_step_floor",
+        "init_method",
+        # how Mamba-2 is computed
+        "chunk_size",
+        "mamba_chunk_size",
+        "use_mamba_kernels",
+        "mamba_ssm_cache_dtype",
+        "num_logits_to_keep",
+        "mtp_layers_block_type",
+        "moe_shared_expert_overlap",
         # generation, once kept in the config
         "max_length",
         "min_length",
@@ -215,7 +249,6 @@ HARMLESS = frozenset(
         "is_qwen2_config",
         "rope_interleaved",
         "sliding_window_size",
-        "layer_norm_epsilon",
         "neftune_noise_alpha",
         "pixel_shuffle_factor",
         "scoring_func",
@@ -244,6 +277,8 @@ HARMLESS = frozenset(
         "full_attention_interval",
         "attn_output_gate",
         "mamba_ssm_dtype",
+        "time_step_rank",
+        "attention_head_dim",
         "mtp_num_hidden_layers",
         "mtp_use_dedicated_embeddings",
     }
@@ -271,7 +306,7 @@ LOOKED_UP = frozenset(
     }
 )
 # Fields in some versions of transformers; in the others the modules have these numbers in them.
-WRITTEN_IN = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
+WRITTEN_IN = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "normalization_function": "rmsnorm"}
 ACTIVATION = ("hidden_activation", "hidden_act")  # the first that is a field; the other, in old configs, is not read
 # transformers' own module makes cos and sin of them.
 ROPE_KEYS = frozenset(

@@ -43,6 +43,7 @@ class Names:
     out: str = "o_proj"
     q_norm: str = "q_norm"
     k_norm: str = "k_norm"
+    mamba: str = ""  # of Mamba-2, where layers of the type linear_attention are that
     mlp: str = "mlp"
     down: str = "down_proj"
 
@@ -71,6 +72,7 @@ class Experts:
     scale: str = ""  # config key of the weights' final factor
     shared: str = "shared_expert"  # name of the shared expert; empty: no model has one
     shared_gate: str = "shared_expert_gate"  # name of its gate
+    beside: str = ""  # name of the module of router and experts, where it is beside the MLP: then that is the shared expert
     shared_adapted: bool = True  # PEFT treats its linears as linears, not as parts of the experts (model/lora.py)
     choice_bias: str = "e_score_correction_bias"  # name of the bias of the choice
     tiny: float = 1e-20  # added to the sum of sigmoids that divides them
@@ -88,6 +90,8 @@ class Family:
     norms: Norms = Norms()
     names: Names = Names()
     mixers: tuple[str, ...] = ATTENTION  # values of the config's `layer_types`
+    halves: bool = False  # a layer is a mixer or an MLP (of the type `mlp`), not both
+    states: tuple[str, ...] = ()  # config keys of layers with states: key heads, their width, value heads, theirs, taps
     activation: str = ""  # where the config does not say it
     one_plus: bool = False  # norms multiply by 1 + weight
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
@@ -100,6 +104,8 @@ class Family:
     v_norm: bool = False  # values are normed by head, without a weight
     latent: bool = False  # attention is multi-head latent attention (layers/mixers/latent_attention.py)
     output_gate: bool = False  # attention's output has a gate for each of its values, which q_proj makes beside the queries
+    rope: bool = True  # else no layer has RoPE
+    rope_key: str = ""  # config key that is "rope" where layers have RoPE
     neighbours: bool = False  # RoPE pairs neighbours instead of halves
     pair_tables: bool = False  # its own cos and sin have each number twice in a row; elsewhere all numbers, then all again
     rope_needs_window: bool = False  # in a model with a window, layers without it have no RoPE
@@ -132,7 +138,16 @@ LFM2 = Family(
 
 GLM4V = Family(norms=GLM4, gate_up=("gate_up_proj",), neighbours=True, pair_tables=True)
 GRANITE_MOE = Family(names=Names(mlp="block_sparse_moe"), experts=Experts(router="router", shared=""))
-QWEN3_5 = Family(mixers=("full_attention", "linear_attention"), one_plus=True, qk_norm="per_head", output_gate=True)
+QWEN3_5 = Family(
+    mixers=("full_attention", "linear_attention"),
+    states=(
+        "linear_num_key_heads", "linear_key_head_dim", "linear_num_value_heads", "linear_value_head_dim",
+        "linear_conv_kernel_dim",
+    ),
+    one_plus=True,
+    qk_norm="per_head",
+    output_gate=True,
+)  # fmt: skip
 
 FAMILIES = {
     "llama": Family(),
@@ -203,6 +218,25 @@ FAMILIES = {
     "qwen3_5_text": QWEN3_5,
     "qwen3_5_moe_text": replace(QWEN3_5, experts=Experts()),
     "qwen3_next": replace(QWEN3_5, experts=Experts()),
+    "nemotron_h": Family(
+        norms=Norms(before_attention="norm", before_mlp="norm"),
+        names=Names(embeddings="embeddings", last_norm="norm_f", attention="mixer", mamba="mixer", mlp="mixer"),
+        mixers=("full_attention", "linear_attention", "mlp"),
+        halves=True,
+        states=("n_groups", "ssm_state_size", "mamba_num_heads", "mamba_head_dim", "conv_kernel"),
+        activation="relu2",
+        gate_up=("up_proj",),
+        gated=False,
+        rope=False,
+    ),
+    "granitemoehybrid": Family(
+        names=Names(mamba="mamba", mlp="shared_mlp", down="output_linear"),
+        mixers=("full_attention", "linear_attention"),
+        states=("mamba_n_groups", "mamba_d_state", "mamba_n_heads", "mamba_d_head", "mamba_d_conv"),
+        gate_up=("input_linear",),
+        rope_key="position_embedding_type",
+        experts=Experts(router="router", beside="block_sparse_moe", shared="", shared_gate=""),
+    ),
     # Text models of multimodal ones. Their positions are three numbers, which are equal for text.
     "qwen2_vl_text": Family(),
     "qwen2_5_vl_text": Family(),
@@ -286,8 +320,8 @@ def why_not_fast(config: HFConfig) -> str:
     if getattr(config, "use_bidirectional_attention", False) not in (None, False, "vision"):  # "vision": of images alone
         return "its attention is not causal"
     if float(getattr(config, "residual_multiplier", 1.0)) != 1.0:
-        if family.experts and family.experts.shared:
-            return "residual_multiplier is not 1 and the layers have experts beside a shared one"
+        if family.experts and family.experts.shared_gate and family.experts.shared:
+            return "residual_multiplier is not 1 and the layers have experts beside a shared one with a gate"
         if family.norms.after_attention or family.norms.after_mlp:
             return "residual_multiplier is not 1 and a norm follows attention or MLP"
     return why_not_rope(config) or unknown_key(config)
@@ -298,6 +332,8 @@ def why_not_layers(config: HFConfig) -> str:
     family = FAMILIES[config.model_type]
     if others := [kind for kind in other_mixers(config) if kind not in family.mixers]:
         return f"the fast layers do not support layers of the type {others[0]} in {config.model_type}"
+    if family.names.mamba and ACTIVATIONS.get(str(getattr(config, "hidden_act", "silu"))) != "silu":
+        return f"the fast layers do not support the activation {config.hidden_act} of convolutions"
     if added := next((key for key in ADDITIONS if getattr(config, key, None)), ""):
         return f"the fast layers do not support {ADDITIONS[added]} ({added} in its config)"
     if others := sorted(keys_by_layer(config) - set(family.by_layer)):
@@ -308,7 +344,7 @@ def why_not_layers(config: HFConfig) -> str:
 def why_not_routed(config: HFConfig) -> str:
     """What of the routing the fast layers do not support; empty if they support all of it."""
     experts = FAMILIES[config.model_type].experts
-    if experts is None:
+    if experts is None or (experts.beside and not num_experts(config)):
         return ""
     if not num_experts(config) or not config.num_experts_per_tok:
         return "the config does not say how many experts there are or how many each token uses"
@@ -409,8 +445,10 @@ def rope_kind(config: HFConfig, index: int) -> str:
         return NO_ROPE
     if thetas:  # one a layer
         return f"theta {float(thetas[index])}" if thetas[index] else NO_ROPE
-    kind = layer_type(config, index)
-    if FAMILIES[config.model_type].rope_needs_window and config.sliding_window is not None and kind != "sliding_attention":
+    kind, family = layer_type(config, index), FAMILIES[config.model_type]
+    if not family.rope or (family.rope_key and getattr(config, family.rope_key) != "rope"):
+        return NO_ROPE
+    if family.rope_needs_window and config.sliding_window is not None and kind != "sliding_attention":
         return NO_ROPE
     return kind if kind in (getattr(config, "rope_parameters", None) or {}) else "every layer"
 

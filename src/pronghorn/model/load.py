@@ -80,10 +80,11 @@ def require_fp8_precision(device: torch.device, precision: Precision) -> None:
 def require_fp8_layers(text_type: str) -> None:
     """Before anything is loaded: whether the layers of this model type multiply in FP8."""
     if text_type in FAMILIES and "linear_attention" in FAMILIES[text_type].mixers:
+        linears = "in_proj stays" if FAMILIES[text_type].names.mamba else f"{' and '.join(GATES[:2])} stay"
+        shared = "" if FAMILIES[text_type].names.mamba else ", and share a GEMM with the other linears"
         raise RecipeError(
             what=f"{text_type} cannot be trained in FP8",
-            why=f"{' and '.join(GATES[:2])} stay in 16 bits, because decays of states are exponentials of what they make, and "
-            "share a GEMM with the other linears",
+            why=f"{linears} in 16 bits, because decays of states are exponentials of what is made there{shared}",
             fix="set method: lora, or method: qlora if memory is short (in Python: load_in_4bit=True)",
         )
 

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
+from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from pronghorn.errors import CheckpointError, ModelError, RecipeError
 from pronghorn.hf_types import HFConfig, HFModel
+from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.families import EXPERTS
 from pronghorn.model.formats.store import is_quantized
 from pronghorn.model.heads import WHOLE, head_in
@@ -87,7 +89,10 @@ def _targets(model: torch.nn.Module, lora: Lora) -> tuple[str | list[str], list[
     asked: list[str] = [lora.targets] if isinstance(lora.targets, str) else list(lora.targets)
     if not stacks:
         if asked == ["all-linear"]:
-            by_name = beside_text(model) or head_in(model.config).task not in LEFT_OUT
+            refused = refused_by_peft(model)
+            if refused:
+                say_once(f"lora.targets: all-linear leaves out {refused[0]}, for which PEFT refuses adapters in this model")
+            by_name = refused or beside_text(model) or head_in(model.config).task not in LEFT_OUT
             return linear_names(model) if by_name else "all-linear", None
         return asked, None
     modules = [name for name in asked if name not in ("all-linear", EXPERTS)]
@@ -104,8 +109,19 @@ def linear_names(model: torch.nn.Module, *, beside_experts: bool = False) -> lis
         stacks = tuple(f".{stack}" for stack in expert_stacks(model))
         layers = tuple({f"{name.rsplit('.', 3)[0]}." for name, _ in model.named_parameters() if name.endswith(stacks)})
         names = [name for name in names if name.startswith(layers)]
-    names = sorted({name.rsplit(".", 1)[-1] for name in names} - {"lm_head", *WHOLE})
+    names = sorted({name.rsplit(".", 1)[-1] for name in names} - {"lm_head", *WHOLE, *refused_by_peft(model)})
     return [name for name in names if name not in taken_for_experts(model, names)] if beside_experts else names
+
+
+def refused_by_peft(model: torch.nn.Module) -> list[str]:
+    """Last names of linears on which PEFT (0.21) refuses adapters: kernels of mamba_ssm read their weights past them."""
+    found = []
+    for name in sorted({name.rsplit(".", 1)[-1] for name in text_linears(model)}):
+        try:
+            _check_lora_target_modules_mamba(LoraConfig(), model, name)
+        except ValueError:
+            found.append(name)
+    return found
 
 
 def taken_for_experts(model: torch.nn.Module, names: Sequence[str]) -> set[str]:
@@ -223,6 +239,12 @@ def _refuse_unmatched_targets(model: torch.nn.Module, lora: Lora) -> None:
                 what=f"lora.targets: PEFT interprets `{target}` as part of this model's experts",
                 why="PEFT has no separate name for the dense MLP or the shared expert",
                 fix="remove it, or set lora.targets: [all-linear, experts]",
+            )
+        if last in refused_by_peft(model):
+            raise RecipeError(
+                what=f"lora.targets: PEFT refuses adapters on {last} of this model",
+                why="kernels of mamba_ssm, which stock libraries call, would read its weight past the adapter",
+                fix=f"remove it; available: {', '.join(known)}",
             )
         if not any(name == target or name.endswith(f".{target}") for name in names):
             close = difflib.get_close_matches(target, known, n=1)

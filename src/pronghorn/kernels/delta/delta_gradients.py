@@ -19,8 +19,8 @@ from pronghorn.kernels.runtime.dispatch import jit, tl
 
 @jit
 def _reverse_kernel(
-    do, do_row, q, q_row, k, k_row, decays, beta, P, R, dv, dv_row, X, dstates, bounds, scale, N: tl.constexpr,
-    GROUP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    do, do_row, q, q_row, k, k_row, decays, beta, P, R, dv, dv_row, X, dstates, bounds, skip, scale, N: tl.constexpr,
+    GROUP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
     document, head = tl.program_id(0), tl.program_id(1)
     across, down = tl.program_id(2) * BV + tl.arange(0, BV), tl.arange(0, KP)
@@ -33,7 +33,6 @@ def _reverse_kernel(
         rows = end - first
         keys = tile(k + head // GROUP * K, k_row, first, rows, down, K)
         queries = tile(q + head // GROUP * K, q_row, first, rows, down, K)
-        inverse = tile(R + head * 64, N * 64, first, rows, tl.arange(0, 64), 64)
         grad = tile(do + head * V, do_row, first, rows, across, V)
         G, last = decays_of(decays, first, rows, head, N)
         b = of_rows(beta, first, rows, head, N)
@@ -41,12 +40,20 @@ def _reverse_kernel(
         tl.store(dstates + (first // 64 + document).to(tl.int64) * N * K * V + own, dstate, mask=inside)
         seen = tile(P + head * 64, N * 64, first, rows, tl.arange(0, 64), 64)
         dnew = scale * dot(tl.trans(seen), grad) + tl.exp(last - G)[:, None] * dot(keys, dstate)
-        x = dot(tl.trans(inverse), dnew.to(keys.dtype))
+        x = dnew
+        if DELTA:
+            inverse = tile(R + head * 64, N * 64, first, rows, tl.arange(0, 64), 64)
+            x = dot(tl.trans(inverse), dnew.to(keys.dtype))
         put_tile(X + head * V, N * V, first, rows, across, V, x)
-        put_tile(dv + head * V, dv_row, first, rows, across, V, b[:, None] * x)
+        dvalues = b[:, None] * x
+        if not DELTA:
+            dvalues += tl.load(skip + head).to(tl.float32) * grad.to(tl.float32)
+        put_tile(dv + head * V, dv_row, first, rows, across, V, dvalues)
         by_state = (tl.exp(G)[:, None] * grad.to(tl.float32)).to(keys.dtype)
-        corrected = ((b * tl.exp(G))[:, None] * x).to(keys.dtype)
-        dM = tl.exp(last) * dM + scale * dot(tl.trans(queries), by_state) - dot(tl.trans(keys), corrected)
+        dM = tl.exp(last) * dM + scale * dot(tl.trans(queries), by_state)
+        if DELTA:
+            corrected = ((b * tl.exp(G))[:, None] * x).to(keys.dtype)
+            dM -= dot(tl.trans(keys), corrected)
 
 
 @jit
@@ -84,10 +91,11 @@ def _row_products(a, a_row, b, b_row, first, rows, V: tl.constexpr, BV: tl.const
 
 @jit
 def _weights_kernel(
-    do, do_row, k, k_row, v, v_row, decays, beta, P, D, X, by_o, by_A, dg, dbeta, chunks, scale, N: tl.constexpr,
-    GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    do, do_row, k, k_row, v, v_row, decays, beta, P, D, X, by_o, by_A, dg, dbeta, dskip, chunks, scale, N: tl.constexpr,
+    GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, DELTA: tl.constexpr,
+    NEED_SKIP: tl.constexpr,
 ):  # fmt: skip
-    """scale F * E and H; what is known of dG and dbeta by them."""
+    """scale F * E and, with DELTA, H; what is known of dG and dbeta by them."""
     slot, head = tl.program_id(0), tl.program_id(1)
     first, rows = tl.load(chunks + 2 * slot), tl.load(chunks + 2 * slot + 1)
     if rows > 0:
@@ -98,15 +106,20 @@ def _weights_kernel(
         put_tile(by_o + head * 64, N * 64, first, rows, row, 64, F * between(G))
         F *= tile(P + head * 64, N * 64, first, rows, row, 64).to(tl.float32)
         dG = tl.sum(F, 1) - tl.sum(F, 0)
-        dA = -_pair_products(X + head * V, N * V, D + head * V, N * V, first, rows, V, BV)
-        dA = tl.where(row[:, None] > row[None, :], dA * between(G), 0.0)
-        put_tile(by_A + head * 64, N * 64, first, rows, row, 64, dA * b[:, None])
-        keys = k + head // GROUP * K
-        dA *= _pair_products(keys, k_row, keys, k_row, first, rows, K, BK)
-        db = _row_products(X + head * V, N * V, v + head * V, v_row, first, rows, V, BV) + tl.sum(dA, 1)
-        dA *= b[:, None]
-        dG += tl.sum(dA, 1) - tl.sum(dA, 0)
+        db = _row_products(X + head * V, N * V, v + head * V, v_row, first, rows, V, BV)
         place = (first + row).to(tl.int64) * N + head
+        if DELTA:
+            dA = -_pair_products(X + head * V, N * V, D + head * V, N * V, first, rows, V, BV)
+            dA = tl.where(row[:, None] > row[None, :], dA * between(G), 0.0)
+            put_tile(by_A + head * 64, N * 64, first, rows, row, 64, dA * b[:, None])
+            keys = k + head // GROUP * K
+            dA *= _pair_products(keys, k_row, keys, k_row, first, rows, K, BK)
+            db += tl.sum(dA, 1)
+            dA *= b[:, None]
+            dG += tl.sum(dA, 1) - tl.sum(dA, 0)
+        if NEED_SKIP:
+            found = _row_products(do + head * V, do_row, v + head * V, v_row, first, rows, V, BV)
+            tl.store(dskip + place, found, mask=row < rows)
         tl.store(dg + place, dG, mask=row < rows)
         tl.store(dbeta + place, db, mask=row < rows)
 
@@ -139,7 +152,7 @@ def _add_up(sums, out, out_row, sums_row, first, rows, down, width, values, star
 def _local_kernel(
     do, do_row, q, q_row, k, k_row, decays, beta, D, X, by_o, by_A, dG, db, states, dstates, dq, dq_row, dk, dk_row, dg, dbeta,
     sums, sums_2, chunks, scale, N: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr,
+    BV: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
     slot, key_head = tl.program_id(0), tl.program_id(1)
     first, rows = tl.load(chunks + 2 * slot), tl.load(chunks + 2 * slot + 1)
@@ -161,13 +174,14 @@ def _local_kernel(
                 slope += tl.sum(queries.to(tl.float32) * part, 1)
                 _add_up(sums + at, dq + at, dq_row, sums_row, first, rows, down, K, part + dot(weights, keys), starts, ends)
                 total = dot(tl.trans(weights), queries)
-                weights = tile(by_A + head * 64, N * 64, first, rows, row, 64)
-                total += dot(weights, keys) + dot(tl.trans(weights), keys)
-                part = tl.exp(G)[:, None] * _by_state(X + head * V, N * V, states + state, first, rows, down, V, K, BK, BV)
-                seen = tl.sum(keys.to(tl.float32) * part, 1)
-                step -= seen
-                slope -= b * seen
-                total -= b[:, None] * part
+                if DELTA:
+                    weights = tile(by_A + head * 64, N * 64, first, rows, row, 64)
+                    total += dot(weights, keys) + dot(tl.trans(weights), keys)
+                    part = tl.exp(G)[:, None] * _by_state(X + head * V, N * V, states + state, first, rows, down, V, K, BK, BV)
+                    seen = tl.sum(keys.to(tl.float32) * part, 1)
+                    step -= seen
+                    slope -= b * seen
+                    total -= b[:, None] * part
                 part = _by_state(D + head * V, N * V, dstates + state, first, rows, down, V, K, BK, BV)
                 part *= tl.exp(last - G)[:, None]
                 kept = tl.sum(keys.to(tl.float32) * part, 1)

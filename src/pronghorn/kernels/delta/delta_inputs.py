@@ -3,7 +3,7 @@
 T = packed tokens, J = key heads, K = key width, N = value heads, V = value width, X = 2 J K + N V, W = taps.
 qkv_TX = [q | k | v], head by head. Depthwise causal convolution, SiLU, and for heads of q and k the L2 norm:
 
-    c_t = sum over j < W of taps_{W - 1 - j} qkv_{t - j},  j no further than the document's first token
+    c_t = bias + sum over j < W of taps_{W - 1 - j} qkv_{t - j},  j no further than the document's first token
     s = c sigmoid(c)
     q, k = s / sqrt(sum over the head of s^2 + 1e-6);  v = s
 
@@ -11,6 +11,9 @@ qkv_TX = [q | k | v], head by head. Depthwise causal convolution, SiLU, and for 
     dc = ds (sigmoid(c) + c sigmoid(c) (1 - sigmoid(c)))
     dqkv_t = sum over j < W of taps_{W - 1 - j} dc_{t + j},  within the document
     dtaps_{W - 1 - j} = sum over t of dc_t qkv_{t - j}     in tiles of rows, which are added in order: the same bits each time
+    dbias = sum over t of dc_t
+
+Mamba-2 norms nothing: all its columns are values (`unnormed`).
 
 Forward reads and writes X values a token, backward reads 2 X and writes X; neighbouring rows come again from the cache. All in
 float32 between loading and storing.
@@ -18,6 +21,7 @@ float32 between loading and storing.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -33,7 +37,7 @@ TILE = 1024  # values of a program: 8 rows of a head of 128
 
 
 class Heads(NamedTuple):
-    """Sizes of a Gated DeltaNet layer: N / J value heads share a key head, neighbours first."""
+    """Sizes of a layer with states: N / J value heads share a key head, neighbours first."""
 
     J: int
     K: int
@@ -52,9 +56,18 @@ class Heads(NamedTuple):
         return q.unflatten(-1, (J, K)), k.unflatten(-1, (J, K)), v.unflatten(-1, (N, V))
 
 
-def delta_inputs_reference(qkv_TX: Tensor, taps_XW: Tensor, spans_2T: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+def unnormed(columns: int) -> Heads:
+    """So many columns, none of them of keys or queries, in heads as wide as a program is."""
+    width = math.gcd(columns, 128)
+    return Heads(0, 1, columns // width, width)
+
+
+def delta_inputs_reference(
+    qkv_TX: Tensor, taps_XW: Tensor, spans_2T: Tensor, heads: Heads, bias_X: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """q_TJK, k_TJK and v_TNV. `spans_2T`: where each token's document begins and ends."""
-    q, k, v = heads.split(F.silu(convolved(qkv_TX, taps_XW.to(qkv_TX.dtype), spans_2T)))
+    conv_TX = convolved(qkv_TX, taps_XW.to(qkv_TX.dtype), spans_2T)
+    q, k, v = heads.split(F.silu(conv_TX if bias_X is None else conv_TX + bias_X.to(conv_TX.dtype)))
     return _l2_normed(q), _l2_normed(k), v
 
 
@@ -66,9 +79,11 @@ def _l2_normed(x_TJK: Tensor) -> Tensor:
 
 
 @jit
-def _convolution(qkv, qkv_row, taps, row, column, start, inside, W: tl.constexpr):
-    """c of a head at these rows; zero outside."""
+def _convolution(qkv, qkv_row, taps, bias, row, column, start, inside, W: tl.constexpr, BIAS: tl.constexpr):
+    """c of a head at these rows; zero, or the bias, outside."""
     conv = tl.zeros(inside.shape, tl.float32)
+    if BIAS:
+        conv += tl.load(bias + column).to(tl.float32)[None, :]
     for j in tl.static_range(W):
         tap = tl.load(taps + column * W + (W - 1 - j)).to(tl.float32)
         seen = inside & (row - j >= start)[:, None]
@@ -90,23 +105,25 @@ def _head(head, J: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK: tl.con
 
 @jit
 def _forward_kernel(
-    qkv, qkv_row, taps, starts, made, T, J: tl.constexpr, K: tl.constexpr, V: tl.constexpr, X: tl.constexpr, W: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    qkv, qkv_row, taps, bias, starts, made, T, J: tl.constexpr, K: tl.constexpr, V: tl.constexpr, X: tl.constexpr,
+    W: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     _, normed, column, own = _head(tl.program_id(1), J, K, V, BLOCK)
     inside = (row < T)[:, None] & own[None, :]
     start = tl.load(starts + row, mask=row < T, other=0)
-    conv = _convolution(qkv, qkv_row, taps, row, column, start, inside, W)
+    conv = _convolution(qkv, qkv_row, taps, bias, row, column, start, inside, W, BIAS)
     s = conv * tl.sigmoid(conv)
     factor = tl.where(normed, 1.0 / tl.sqrt_rn(tl.sum(s * s, 1) + EPS), 1.0)
     tl.store(made + row[:, None] * X + column[None, :], (s * factor[:, None]).to(made.dtype.element_ty), mask=inside)
 
 
 @jit
-def _dconv(dy, dy_row, place, qkv, qkv_row, taps, row, column, start, inside, normed, W: tl.constexpr):
+def _dconv(
+    dy, dy_row, place, qkv, qkv_row, taps, bias, row, column, start, inside, normed, W: tl.constexpr, BIAS: tl.constexpr
+):  # fmt: skip
     """The gradient of a head's convolution at these rows; zero outside."""
-    conv = _convolution(qkv, qkv_row, taps, row, column, start, inside, W)
+    conv = _convolution(qkv, qkv_row, taps, bias, row, column, start, inside, W, BIAS)
     opened = tl.sigmoid(conv)
     s = conv * opened
     grad = tl.load(dy + row[:, None] * dy_row + place[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -118,11 +135,11 @@ def _dconv(dy, dy_row, place, qkv, qkv_row, taps, row, column, start, inside, no
 
 @jit
 def _backward_kernel(
-    dq, dq_row, dk, dk_row, dv, dv_row, qkv, qkv_row, taps, starts, ends, dqkv, dqkv_row, dtaps, T, J: tl.constexpr,
+    dq, dq_row, dk, dk_row, dv, dv_row, qkv, qkv_row, taps, bias, starts, ends, dqkv, dqkv_row, dtaps, T, J: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, X: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    NEED_TAPS: tl.constexpr,
+    BIAS: tl.constexpr, NEED_TAPS: tl.constexpr,
 ):  # fmt: skip
-    """dtaps [programs of rows, W, X]: each program's part."""
+    """dtaps [programs of rows, W, X]: each program's part; with a bias [programs of rows, W + 1, X], dbias behind them."""
     row, head = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
     first, normed, column, own = _head(head, J, K, V, BLOCK)
     dy = dv
@@ -131,7 +148,7 @@ def _backward_kernel(
     elif head < 2 * J:
         dy = dk
     dy_row = tl.where(head < J, dq_row, tl.where(normed, dk_row, dv_row))
-    place = column - first + tl.where(normed, head % J * K, (head - 2 * J) * V)
+    place = column - first + tl.where(normed, (head - tl.where(head < J, 0, J)) * K, (head - 2 * J) * V)  # J may be 0
     there = (row < T)[:, None] & own[None, :]
     start = tl.load(starts + row, mask=row < T, other=0)
     end = tl.load(ends + row, mask=row < T, other=0)
@@ -139,33 +156,40 @@ def _backward_kernel(
     for j in tl.static_range(W):
         tap = tl.load(taps + column * W + (W - 1 - j)).to(tl.float32)
         inside = there & (row + j < end)[:, None]
-        later = _dconv(dy, dy_row, place, qkv, qkv_row, taps, row + j, column, start, inside, normed, W)
+        later = _dconv(dy, dy_row, place, qkv, qkv_row, taps, bias, row + j, column, start, inside, normed, W, BIAS)
         grad += tap[None, :] * later
         if NEED_TAPS and j == 0:
             for back in tl.static_range(W):
                 seen = there & (row - back >= start)[:, None]
                 before = tl.load(qkv + (row - back)[:, None] * qkv_row + column[None, :], mask=seen, other=0.0).to(tl.float32)
-                part = dtaps + (tl.program_id(0) * W + (W - 1 - back)) * X + column
+                part = dtaps + (tl.program_id(0) * (W + BIAS) + (W - 1 - back)) * X + column
                 tl.store(part, tl.sum(later * before, 0), mask=own)
+            if BIAS:
+                tl.store(dtaps + (tl.program_id(0) * (W + BIAS) + W) * X + column, tl.sum(later, 0), mask=own)
     tl.store(dqkv + row[:, None] * dqkv_row + column[None, :], grad.to(dqkv.dtype.element_ty), mask=there)
 
 
 # ---- forward and backward --------------------------------------------------------------------------------------------------
 
 
-def delta_inputs_forward(qkv_TX: Tensor, taps_XW: Tensor, spans_2T: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+def delta_inputs_forward(
+    qkv_TX: Tensor, taps_XW: Tensor, spans_2T: Tensor, heads: Heads, bias_X: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """q_TJK, k_TJK and v_TNV: columns of one new [T, X]."""
     made_TX = torch.empty(qkv_TX.shape, dtype=qkv_TX.dtype, device=qkv_TX.device)
     q, k, v = heads.split(made_TX)
     if use_triton(qkv_TX):
         tiles, sizes = _tiles(heads, len(qkv_TX), taps_XW.shape[1])
+        taps = taps_XW.contiguous()
         _forward_kernel[(tiles, 2 * heads.J + heads.N)](
-            qkv_TX, qkv_TX.stride(0), taps_XW.contiguous(), spans_2T[0], made_TX, len(qkv_TX), **sizes, num_warps=4
-        )
+            qkv_TX, qkv_TX.stride(0), taps, taps if bias_X is None else bias_X, spans_2T[0], made_TX, len(qkv_TX), **sizes,
+            BIAS=bias_X is not None, num_warps=4,
+        )  # fmt: skip
         return q, k, v
     wide = torch.promote_types(qkv_TX.dtype, torch.float32)
-    for part, found in zip((q, k, v), delta_inputs_reference(qkv_TX.to(wide), taps_XW, spans_2T, heads), strict=True):
-        part.copy_(found)
+    found = delta_inputs_reference(qkv_TX.to(wide), taps_XW, spans_2T, heads, bias_X)
+    for part, value in zip((q, k, v), found, strict=True):
+        part.copy_(value)
     return q, k, v
 
 
@@ -178,32 +202,34 @@ def _tiles(heads: Heads, tokens: int, W: int) -> tuple[int, dict[str, int]]:
 
 
 def delta_inputs_backward(
-    dq_TJK: Tensor, dk_TJK: Tensor, dv_TNV: Tensor, qkv_TX: Tensor, taps_XW: Tensor, spans_2T: Tensor, heads: Heads, *,
-    need_taps: bool = True, out: Tensor | None = None,
+    dq_TJK: Tensor, dk_TJK: Tensor, dv_TNV: Tensor, qkv_TX: Tensor, taps_XW: Tensor, spans_2T: Tensor, heads: Heads,
+    bias_X: Tensor | None = None, *, need_taps: bool = True, out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """(dqkv_TX, dtaps_XW in float32 or None). Rows of the gradients may be columns of wider ones. `out` must be none of the
-    inputs: programs read each other's rows."""
+    """(dqkv_TX, dtaps_XW in float32 or None; with a bias its gradient is the last column). Rows of the gradients may be columns
+    of wider ones. `out` must be none of the inputs: programs read each other's rows."""
     dqkv_TX = torch.empty(qkv_TX.shape, dtype=qkv_TX.dtype, device=qkv_TX.device) if out is None else out
     if not use_triton(qkv_TX):
-        return _backward_torch((dq_TJK, dk_TJK, dv_TNV), qkv_TX, taps_XW, spans_2T, heads, need_taps, dqkv_TX)
-    T, W = len(qkv_TX), taps_XW.shape[1]
+        return _backward_torch((dq_TJK, dk_TJK, dv_TNV), qkv_TX, taps_XW, spans_2T, heads, bias_X, need_taps, dqkv_TX)
+    T, W, has_bias, taps = len(qkv_TX), taps_XW.shape[1], bias_X is not None, taps_XW.contiguous()
     tiles, sizes = _tiles(heads, T, W)
-    parts = torch.empty(tiles if need_taps else 0, W, heads.columns, dtype=torch.float32, device=qkv_TX.device)
+    parts = torch.empty(tiles if need_taps else 0, W + has_bias, heads.columns, dtype=torch.float32, device=qkv_TX.device)
     _backward_kernel[(tiles, 2 * heads.J + heads.N)](
         dq_TJK, dq_TJK.stride(0), dk_TJK, dk_TJK.stride(0), dv_TNV, dv_TNV.stride(0), qkv_TX, qkv_TX.stride(0),
-        taps_XW.contiguous(), spans_2T[0], spans_2T[1], dqkv_TX, dqkv_TX.stride(0), parts, T, **sizes, NEED_TAPS=need_taps,
-        num_warps=4,
+        taps, taps if bias_X is None else bias_X, spans_2T[0], spans_2T[1], dqkv_TX, dqkv_TX.stride(0), parts, T, **sizes,
+        BIAS=has_bias, NEED_TAPS=need_taps, num_warps=4,
     )  # fmt: skip
     return dqkv_TX, parts.sum(0).T.contiguous() if need_taps else None
 
 
 def _backward_torch(
-    grads: tuple[Tensor, Tensor, Tensor], qkv_TX: Tensor, taps_XW: Tensor, spans_2T: Tensor, heads: Heads, need_taps: bool,
-    dqkv_TX: Tensor,
+    grads: tuple[Tensor, Tensor, Tensor], qkv_TX: Tensor, taps_XW: Tensor, spans_2T: Tensor, heads: Heads,
+    bias_X: Tensor | None, need_taps: bool, dqkv_TX: Tensor,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     wide, W = torch.promote_types(qkv_TX.dtype, torch.float32), taps_XW.shape[1]
     x_TX, taps_XW = qkv_TX.to(wide), taps_XW.to(wide)
     conv_TX = convolved(x_TX, taps_XW, spans_2T)
+    if bias_X is not None:
+        conv_TX = conv_TX + bias_X.to(wide)
     open_TX = conv_TX.sigmoid()
     ds = []
     for grad, s, normed in zip(grads, heads.split(conv_TX * open_TX), (True, True, False), strict=True):
@@ -216,28 +242,35 @@ def _backward_torch(
     dqkv_TX.copy_(sum(parts, torch.zeros_like(x_TX)))
     if not need_taps:
         return dqkv_TX, None
-    return dqkv_TX, torch.stack([(dconv_TX * shifted(x_TX, W - 1 - j, spans_2T)).sum(0) for j in range(W)], dim=1)
+    of_taps = [(dconv_TX * shifted(x_TX, W - 1 - j, spans_2T)).sum(0) for j in range(W)]
+    return dqkv_TX, torch.stack([*of_taps, *([] if bias_X is None else [dconv_TX.sum(0)])], dim=1)
 
 
 class _DeltaInputs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Ctx, qkv_TX: Tensor, taps_XW: Tensor, spans_2T: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.save_for_backward(qkv_TX, taps_XW, spans_2T)
+    def forward(
+        ctx: Ctx, qkv_TX: Tensor, taps_XW: Tensor, spans_2T: Tensor, heads: Heads, bias_X: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(qkv_TX, taps_XW, spans_2T, bias_X)
         ctx.heads = heads
-        return delta_inputs_forward(qkv_TX, taps_XW, spans_2T, heads)
+        return delta_inputs_forward(qkv_TX, taps_XW, spans_2T, heads, bias_X)
 
     @staticmethod
     @first_order
     def backward(ctx: Ctx, *incoming: Tensor) -> tuple[Tensor | None, ...]:
-        qkv_TX, taps_XW, spans_2T = ctx.saved_tensors
+        qkv_TX, taps_XW, spans_2T, bias_X = ctx.saved_tensors
         dq, dk, dv = (each.contiguous() for each in incoming)
-        dqkv_TX, dtaps_XW = delta_inputs_backward(
-            dq, dk, dv, qkv_TX, taps_XW, spans_2T, ctx.heads, need_taps=ctx.needs_input_grad[1]
-        )
-        return dqkv_TX, None if dtaps_XW is None else dtaps_XW.to(taps_XW.dtype), None, None
+        trains = ctx.needs_input_grad[1] or ctx.needs_input_grad[4]
+        dqkv_TX, dtaps = delta_inputs_backward(dq, dk, dv, qkv_TX, taps_XW, spans_2T, ctx.heads, bias_X, need_taps=trains)
+        if dtaps is None:
+            return dqkv_TX, None, None, None, None
+        of_taps, W = dtaps.to(taps_XW.dtype), taps_XW.shape[1]
+        return dqkv_TX, of_taps[:, :W], None, None, None if bias_X is None else of_taps[:, W]
 
 
-def delta_inputs(qkv_TX: Tensor, taps_XW: Tensor, spans_2T: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+def delta_inputs(
+    qkv_TX: Tensor, taps_XW: Tensor, spans_2T: Tensor, heads: Heads, bias_X: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Differentiable q_TJK, k_TJK and v_TNV."""
-    q, k, v = _DeltaInputs.apply(qkv_TX, taps_XW, spans_2T, heads)  # type: ignore[no-untyped-call]
+    q, k, v = _DeltaInputs.apply(qkv_TX, taps_XW, spans_2T, heads, bias_X)  # type: ignore[no-untyped-call]
     return q, k, v

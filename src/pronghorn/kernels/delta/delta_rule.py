@@ -22,6 +22,13 @@ In a chunk with rows i, j and the state M0 before it, G_i = g_1 + ... + g_i, E_i
     B = F * scale P + dA * A;  dG = rowsum(B) - colsum(B) + scale e^G (q M0 . do) - beta e^G (k M0 . X) - kept
     dG_C += e^(G_C) <dM1, M0> + sum(kept);  kept = e^(G_C - G) k . (D dM1^T);  dg = reversed cumulative sum of dG
 
+Mamba-2 is the same without the correction: where `skip_N` is given (DELTA off in the kernels),
+
+    M <- exp(g_t) M + k_t (beta_t v_t)^T;  o_t = M^T q_t + skip v_t        q = C, k = B, beta = dt, g = dt A
+
+so R = I, A = 0, scale = 1, D = diag(beta) v and X = dD: what reads R, dA or H above is left out. dv has skip do more,
+dskip = sum over t of do . v.
+
 G, E and M are in float32, and R while it is made; operands of products are rounded to the inputs' dtype, sums are in float32.
 
 Two launches forward (delta_scan.py), five backward (delta_gradients.py). Backward's own memory, for 16,384 tokens in 80
@@ -75,8 +82,9 @@ def _sizes(q_TJK: Tensor, v_TNV: Tensor) -> dict[str, Any]:
 def delta_rule_forward(
     q_TJK: Tensor, k_TJK: Tensor, v_TNV: Tensor, g_TN: Tensor, beta_TN: Tensor, chunks_S2: Tensor, cu_seqlens: Tensor, *,
     initial: Tensor | None = None, final: Tensor | None = None, places: Tensor | None = None, out: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(o_TNV, R_TNC): R has the rows of q and 64 columns; `delta_rule_backward` takes it.
+    skip_N: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """(o_TNV, R_TNC): R has the rows of q and 64 columns; `delta_rule_backward` takes it. None where `skip_N` is given.
 
     q, k, v, `out`: rows may be columns of wider ones. g, beta: contiguous, float32. `chunks_S2`: `chunk_table(cu_seqlens, T)`.
     `cu_seqlens` int32, from 0 to T: padding is a document. `initial`, `final` [places, N, K, V] float32: the state before each
@@ -88,9 +96,9 @@ def delta_rule_forward(
     if places is None and (initial is not None or final is not None):
         places = torch.arange(documents, dtype=torch.int32, device=v_TNV.device)
     if not use_triton(v_TNV):
-        R_TNC = inverse_torch(k_TJK, g_TN, beta_TN, chunks_S2, cu_seqlens)
+        R_TNC = None if skip_N is not None else inverse_torch(k_TJK, g_TN, beta_TN, chunks_S2, cu_seqlens)
         before = None if initial is None or places is None else initial[places.long()]
-        found = scan_torch(q_TJK, k_TJK, v_TNV, g_TN, beta_TN, R_TNC, chunks_S2, cu_seqlens, before)
+        found = scan_torch(q_TJK, k_TJK, v_TNV, g_TN, beta_TN, R_TNC, chunks_S2, cu_seqlens, before, skip_N)
         put_rows(found.o, o_TNV, chunks_S2, cu_seqlens)
         if final is not None and places is not None:
             filled = cu_seqlens[1:] > cu_seqlens[:-1]
@@ -99,72 +107,86 @@ def delta_rule_forward(
     K, V = q_TJK.shape[2], v_TNV.shape[2]
     sizes, tiles = _sizes(q_TJK, v_TNV), _Tiles.of(K, V, v_TNV)
     scanned = sizes | {"KP": _padded(K), "BV": tiles.scan}
-    R_TNC = torch.empty(*v_TNV.shape[:2], CHUNK, dtype=v_TNV.dtype, device=v_TNV.device)
-    P_TNC, decays_TN = _within_chunks(q_TJK, k_TJK, g_TN, beta_TN, R_TNC, chunks_S2, sizes, tiles, inverse=True)
-    states = [R_TNC if each is None else each for each in (initial, final, places)]
+    R_TNC = None
+    if skip_N is None:
+        R_TNC = torch.empty(*v_TNV.shape[:2], CHUNK, dtype=v_TNV.dtype, device=v_TNV.device)
+    P_TNC, decays_TN = _within_chunks(q_TJK, k_TJK, g_TN, beta_TN, R_TNC, chunks_S2, sizes, tiles, inverse=skip_N is None)
+    inverse = P_TNC if R_TNC is None else R_TNC  # not read where there is none
+    states = [P_TNC if each is None else each for each in (initial, final, places, skip_N)]
     _scan_kernel[(documents, v_TNV.shape[1], triton.cdiv(V, tiles.scan))](
-        q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), v_TNV, v_TNV.stride(0), decays_TN, beta_TN, P_TNC, R_TNC, o_TNV,
-        o_TNV.stride(0), R_TNC, R_TNC, cu_seqlens, *states, K**-0.5, **scanned, OUTPUT=True,
-        HAS_INITIAL=initial is not None, HAS_FINAL=final is not None, num_warps=4,
+        q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), v_TNV, v_TNV.stride(0), decays_TN, beta_TN, P_TNC, inverse, o_TNV,
+        o_TNV.stride(0), P_TNC, P_TNC, cu_seqlens, *states, _scale(q_TJK, skip_N), **scanned, OUTPUT=True,
+        HAS_INITIAL=initial is not None, HAS_FINAL=final is not None, DELTA=skip_N is None, num_warps=4,
     )  # fmt: skip
     return o_TNV, R_TNC
 
 
+def _scale(q_TJK: Tensor, skip_N: Tensor | None) -> float:
+    return float(q_TJK.shape[2] ** -0.5) if skip_N is None else 1.0
+
+
 def _within_chunks(
-    q_TJK: Tensor, k_TJK: Tensor, g_TN: Tensor, beta_TN: Tensor, R_TNC: Tensor, chunks_S2: Tensor, sizes: dict[str, int],
-    tiles: _Tiles, *, inverse: bool,
+    q_TJK: Tensor, k_TJK: Tensor, g_TN: Tensor, beta_TN: Tensor, R_TNC: Tensor | None, chunks_S2: Tensor,
+    sizes: dict[str, int], tiles: _Tiles, *, inverse: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(P_TNC, G_TN); with `inverse` also fills R."""
-    P_TNC, decays_TN = torch.empty_like(R_TNC), torch.empty_like(g_TN)
+    P_TNC, decays_TN = torch.empty(*g_TN.shape, CHUNK, dtype=k_TJK.dtype, device=k_TJK.device), torch.empty_like(g_TN)
     given = {name: sizes[name] for name in ("N", "GROUP", "K")}
     _chunk_kernel[(len(chunks_S2), g_TN.shape[1])](
-        q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), g_TN, beta_TN, P_TNC, R_TNC, decays_TN, chunks_S2, **given,
+        q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), g_TN, beta_TN, P_TNC,
+        P_TNC if R_TNC is None else R_TNC, decays_TN, chunks_S2, **given,
         BK=tiles.keys, INVERSE=inverse, PRECISION=PRECISIONS[k_TJK.dtype], num_warps=4,
     )  # fmt: skip
     return P_TNC, decays_TN
 
 
 def delta_rule_backward(
-    do_TNV: Tensor, q_TJK: Tensor, k_TJK: Tensor, v_TNV: Tensor, g_TN: Tensor, beta_TN: Tensor, R_TNC: Tensor,
-    chunks_S2: Tensor, cu_seqlens: Tensor,
+    do_TNV: Tensor, q_TJK: Tensor, k_TJK: Tensor, v_TNV: Tensor, g_TN: Tensor, beta_TN: Tensor, R_TNC: Tensor | None,
+    chunks_S2: Tensor, cu_seqlens: Tensor, *, skip_N: Tensor | None = None, dskip_TN: Tensor | None = None,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq_TJK, dk_TJK, dv_TNV, dg_TN, dbeta_TN), the last two in float32. do, q, k, v: rows may be columns of wider ones. For
-    documents that begin without a state."""
-    dq_TJK, dk_TJK, dv_TNV = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_TJK, k_TJK, v_TNV))
+    documents that begin without a state. `out`: where to put the first three. `dskip_TN`: where to put each token's part of
+    the skip's gradient, in float32."""
+    made = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_TJK, k_TJK, v_TNV))
+    dq_TJK, dk_TJK, dv_TNV = made if out is None else out
     dg_TN, dbeta_TN = torch.empty_like(g_TN), torch.empty_like(beta_TN)
     outs = (dq_TJK, dk_TJK, dv_TNV, dg_TN, dbeta_TN)
     if not use_triton(v_TNV):
-        backward_torch(do_TNV, q_TJK, k_TJK, v_TNV, g_TN, beta_TN, R_TNC, chunks_S2, cu_seqlens, outs)
+        backward_torch(do_TNV, q_TJK, k_TJK, v_TNV, g_TN, beta_TN, R_TNC, chunks_S2, cu_seqlens, outs, skip_N, dskip_TN)
         return outs
-    (T, N, V), K, scale = v_TNV.shape, q_TJK.shape[2], q_TJK.shape[2] ** -0.5
+    (T, N, V), K, scale, delta = v_TNV.shape, q_TJK.shape[2], _scale(q_TJK, skip_N), skip_N is None
     sizes, tiles = _sizes(q_TJK, v_TNV), _Tiles.of(K, V, v_TNV)
     scanned = sizes | {"KP": _padded(K), "BV": tiles.scan}
     D_TNV, X_TNV = (torch.empty(T, N, V, dtype=v_TNV.dtype, device=v_TNV.device) for _ in range(2))
     P_TNC, decays_TN = _within_chunks(q_TJK, k_TJK, g_TN, beta_TN, R_TNC, chunks_S2, sizes, tiles, inverse=False)
+    inverse = P_TNC if R_TNC is None else R_TNC  # not read where there is none
+    skip, dskip = (decays_TN if each is None else each for each in (skip_N, dskip_TN))
     states, dstates = (torch.empty(len(chunks_S2), N, K, V, dtype=v_TNV.dtype, device=v_TNV.device) for _ in range(2))
     grid = (len(cu_seqlens) - 1, N, triton.cdiv(V, tiles.scan))
     _scan_kernel[grid](
-        q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), v_TNV, v_TNV.stride(0), decays_TN, beta_TN, P_TNC, R_TNC, D_TNV, N * V,
-        D_TNV, states, cu_seqlens, states, states, cu_seqlens, scale, **scanned, OUTPUT=False, HAS_INITIAL=False,
-        HAS_FINAL=False, num_warps=4,
+        q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), v_TNV, v_TNV.stride(0), decays_TN, beta_TN, P_TNC, inverse, D_TNV,
+        N * V, D_TNV, states, cu_seqlens, states, states, cu_seqlens, skip, scale, **scanned, OUTPUT=False, HAS_INITIAL=False,
+        HAS_FINAL=False, DELTA=delta, num_warps=4,
     )  # fmt: skip
     _reverse_kernel[grid](
-        do_TNV, do_TNV.stride(0), q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), decays_TN, beta_TN, P_TNC, R_TNC, dv_TNV,
-        N * V, X_TNV, dstates, cu_seqlens, scale, **scanned, num_warps=4,
+        do_TNV, do_TNV.stride(0), q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), decays_TN, beta_TN, P_TNC, inverse, dv_TNV,
+        dv_TNV.stride(0), X_TNV, dstates, cu_seqlens, skip, scale, **scanned, DELTA=delta, num_warps=4,
     )  # fmt: skip
-    by_o, by_A = (torch.empty_like(R_TNC) for _ in range(2))
+    by_o = torch.empty_like(P_TNC)
+    by_A = torch.empty_like(P_TNC) if delta else P_TNC
     dG, db = (torch.empty_like(g_TN) for _ in range(2))
     steps = {"BK": tiles.local, "BV": tiles.local, "num_stages": 1}
     _weights_kernel[(len(chunks_S2), N)](
         do_TNV, do_TNV.stride(0), k_TJK, k_TJK.stride(0), v_TNV, v_TNV.stride(0), decays_TN, beta_TN, P_TNC, D_TNV, X_TNV, by_o,
-        by_A, dG, db, chunks_S2, scale, **sizes, **steps, num_warps=4,
+        by_A, dG, db, dskip, chunks_S2, scale, **sizes, **steps, DELTA=delta, NEED_SKIP=dskip_TN is not None, num_warps=4,
     )  # fmt: skip
     shared = q_TJK.shape if q_TJK.shape[1] < N else (0,)  # a group of one head needs no sums
     sums = [torch.empty(shared, dtype=torch.float32, device=v_TNV.device) for _ in range(2)]
     _local_kernel[(len(chunks_S2), q_TJK.shape[1])](
         do_TNV, do_TNV.stride(0), q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), decays_TN, beta_TN, D_TNV, X_TNV, by_o, by_A,
         dG, db, states, dstates, dq_TJK, dq_TJK.stride(0), dk_TJK, dk_TJK.stride(0), dg_TN, dbeta_TN, *sums, chunks_S2, scale,
-        **sizes, **steps, num_warps=8,
+        **sizes, **steps, DELTA=delta, num_warps=8,
     )  # fmt: skip
     return outs
 
@@ -180,20 +202,26 @@ class _DeltaRule(torch.autograd.Function):
         beta_TN: Tensor,
         chunks_S2: Tensor,
         cu_seqlens: Tensor,
+        skip_N: Tensor | None,
     ) -> Tensor:
-        o_TNV, R_TNC = delta_rule_forward(q_TJK, k_TJK, v_TNV, g_TN, beta_TN, chunks_S2, cu_seqlens)
-        ctx.save_for_backward(q_TJK, k_TJK, v_TNV, g_TN, beta_TN, R_TNC, chunks_S2, cu_seqlens)
+        o_TNV, R_TNC = delta_rule_forward(q_TJK, k_TJK, v_TNV, g_TN, beta_TN, chunks_S2, cu_seqlens, skip_N=skip_N)
+        ctx.save_for_backward(q_TJK, k_TJK, v_TNV, g_TN, beta_TN, R_TNC, chunks_S2, cu_seqlens, skip_N)
         return o_TNV
 
     @staticmethod
     @first_order
     def backward(ctx: Ctx, *incoming: Tensor) -> tuple[Tensor | None, ...]:
-        return *delta_rule_backward(incoming[0].contiguous(), *ctx.saved_tensors), None, None
+        *given, skip_N = ctx.saved_tensors
+        dskip_TN = torch.empty_like(given[3]) if ctx.needs_input_grad[7] else None
+        found = delta_rule_backward(incoming[0].contiguous(), *given, skip_N=skip_N, dskip_TN=dskip_TN)
+        return *found, None, None, None if dskip_TN is None else dskip_TN.sum(0).to(skip_N.dtype)
 
 
 def delta_rule(
-    q_TJK: Tensor, k_TJK: Tensor, v_TNV: Tensor, g_TN: Tensor, beta_TN: Tensor, chunks_S2: Tensor, cu_seqlens: Tensor
-) -> Tensor:
+    q_TJK: Tensor, k_TJK: Tensor, v_TNV: Tensor, g_TN: Tensor, beta_TN: Tensor, chunks_S2: Tensor, cu_seqlens: Tensor,
+    skip_N: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Differentiable o_TNV."""
-    o_TNV: Tensor = _DeltaRule.apply(q_TJK, k_TJK, v_TNV, g_TN, beta_TN, chunks_S2, cu_seqlens)  # type: ignore[no-untyped-call]
+    given = q_TJK, k_TJK, v_TNV, g_TN, beta_TN, chunks_S2, cu_seqlens, skip_N
+    o_TNV: Tensor = _DeltaRule.apply(*given)  # type: ignore[no-untyped-call]
     return o_TNV

@@ -22,14 +22,15 @@ def delta_rule_reference(
     beta_TN: Tensor,
     cu_seqlens: Tensor,
     initial: Tensor | None = None,
+    skip_N: Tensor | None = None,
 ) -> Tensor:
-    """o_TNV by the recurrence, token by token. `initial` [documents, N, K, V]."""
+    """o_TNV by the recurrence, token by token. `initial` [documents, N, K, V]. `skip_N`: of Mamba-2."""
     q_TNK, k_TNK = (_of_value_heads(x, v_TNV.shape[1]) for x in (q_TJK, k_TJK))
-    outs, scale, bounds = [], q_TJK.shape[-1] ** -0.5, cu_seqlens.tolist()
+    outs, bounds = [], cu_seqlens.tolist()
     for document, (start, end) in enumerate(pairwise(bounds)):
         state = torch.zeros_like(k_TNK[0, :, :, None] * v_TNV[0, :, None]) if initial is None else initial[document]
         for t in range(start, end):
-            state, o_NV = _one_token(state, q_TNK[t], k_TNK[t], v_TNV[t], g_TN[t], beta_TN[t], scale)
+            state, o_NV = _one_token(state, q_TNK[t], k_TNK[t], v_TNV[t], g_TN[t], beta_TN[t], skip_N)
             outs.append(o_NV)
     return torch.stack(outs)
 
@@ -38,22 +39,28 @@ def _of_value_heads(x_TJK: Tensor, N: int) -> Tensor:
     return x_TJK.repeat_interleave(N // x_TJK.shape[1], 1)
 
 
-def _one_token(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _one_token(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, skip_N: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """(state after the token, o): any leading axes."""
     state = state * g.exp()[..., None, None]
+    if skip_N is not None:
+        state = state + k[..., None] * (beta[..., None] * v)[..., None, :]
+        return state, (state * q[..., None]).sum(-2) + skip_N[:, None].to(v.dtype) * v
     new = beta[..., None] * (v - (state * k[..., None]).sum(-2))
     state = state + k[..., None] * new[..., None, :]
-    return state, scale * (state * q[..., None]).sum(-2)
+    return state, q.shape[-1] ** -0.5 * (state * q[..., None]).sum(-2)
 
 
 def step_torch(
-    q_BJK: Tensor, k_BJK: Tensor, v_BNV: Tensor, g_BN: Tensor, beta_BN: Tensor, states: Tensor, place_B: Tensor
-) -> Tensor:
+    q_BJK: Tensor, k_BJK: Tensor, v_BNV: Tensor, g_BN: Tensor, beta_BN: Tensor, states: Tensor, place_B: Tensor,
+    skip_N: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """o_BNV; the states at these places are replaced."""
     wide, N = torch.promote_types(v_BNV.dtype, torch.float32), v_BNV.shape[1]
     q, k = (_of_value_heads(x, N).to(wide) for x in (q_BJK, k_BJK))
     place_B = place_B.long()
-    state, o = _one_token(states[place_B].to(wide), q, k, v_BNV.to(wide), g_BN.to(wide), beta_BN.to(wide), q.shape[-1] ** -0.5)
+    state, o = _one_token(states[place_B].to(wide), q, k, v_BNV.to(wide), g_BN.to(wide), beta_BN.to(wide), skip_N)
     states[place_B] = state.to(states.dtype)
     return o.to(v_BNV.dtype)
 
@@ -117,13 +124,14 @@ class Scanned(NamedTuple):
 
 
 def scan_torch(
-    q_TJK: Tensor, k_TJK: Tensor, v_TNV: Tensor, g_TN: Tensor, beta_TN: Tensor, R_TNC: Tensor, chunks_S2: Tensor,
-    cu_seqlens: Tensor, initial: Tensor | None = None,
+    q_TJK: Tensor, k_TJK: Tensor, v_TNV: Tensor, g_TN: Tensor, beta_TN: Tensor, R_TNC: Tensor | None,
+    chunks_S2: Tensor, cu_seqlens: Tensor, initial: Tensor | None = None, skip_N: Tensor | None = None,
 ) -> Scanned:  # fmt: skip
-    """In chunks. `initial` [documents, N, K, V]."""
+    """In chunks. `initial` [documents, N, K, V]. R None and `skip_N`: Mamba-2."""
     at = _Chunks(v_TNV.dtype, chunks_S2, cu_seqlens, v_TNV.shape[1])
-    q, k, v, g, b, R = (at.cut(x) for x in (q_TJK, k_TJK, v_TNV, g_TN, beta_TN, R_TNC))
-    (E, eG, away, through), b, scale = at.decays(g), b[..., None], q.shape[-1] ** -0.5
+    q, k, v, g, b = (at.cut(x) for x in (q_TJK, k_TJK, v_TNV, g_TN, beta_TN))
+    R = None if R_TNC is None else at.cut(R_TNC)
+    (E, eG, away, through), b, scale = at.decays(g), b[..., None], 1.0 if R is None else q.shape[-1] ** -0.5
     P = at.dot(q, k.mT) * E
     o, D, states = torch.zeros_like(v), torch.zeros_like(v), torch.zeros_like(k.mT @ v)
     last = torch.zeros(len(at.documents), *states.shape[1:], dtype=at.wide, device=v.device)
@@ -131,10 +139,12 @@ def scan_torch(
         M = last[document] if initial is None else initial[document].to(at.wide)
         for s in slots:
             states[s] = M
-            D[s] = at.dot(R[s], b[s] * (v[s] - eG[s] * at.dot(k[s], M)))
+            D[s] = b[s] * v[s] if R is None else at.dot(R[s], b[s] * (v[s] - eG[s] * at.dot(k[s], M)))
             o[s] = scale * (eG[s] * at.dot(q[s], M) + at.dot(P[s], D[s]))
             M = through[s] * M + at.dot(k[s].mT, away[s] * D[s])
         last[document] = M
+    if skip_N is not None:
+        o += skip_N.to(at.wide)[:, None, None] * v
     return Scanned(o, D, states, last)
 
 
@@ -144,13 +154,15 @@ def put_rows(x: Tensor, out_TNV: Tensor, chunks_S2: Tensor, cu_seqlens: Tensor) 
 
 
 def backward_torch(
-    do_TNV: Tensor, q_TJK: Tensor, k_TJK: Tensor, v_TNV: Tensor, g_TN: Tensor, beta_TN: Tensor, R_TNC: Tensor,
-    chunks_S2: Tensor, cu_seqlens: Tensor, outs: tuple[Tensor, ...],
+    do_TNV: Tensor, q_TJK: Tensor, k_TJK: Tensor, v_TNV: Tensor, g_TN: Tensor, beta_TN: Tensor, R_TNC: Tensor | None,
+    chunks_S2: Tensor, cu_seqlens: Tensor, outs: tuple[Tensor, ...], skip_N: Tensor | None = None,
+    dskip_TN: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Writes dq, dk, dv, dg, dbeta into `outs`."""
     at = _Chunks(v_TNV.dtype, chunks_S2, cu_seqlens, v_TNV.shape[1])
-    q, k, v, g, b, R, do = (at.cut(x) for x in (q_TJK, k_TJK, v_TNV, g_TN, beta_TN, R_TNC, do_TNV))
-    (E, eG, away, through), b, scale = at.decays(g), b[..., None], q.shape[-1] ** -0.5
+    q, k, v, g, b, do = (at.cut(x) for x in (q_TJK, k_TJK, v_TNV, g_TN, beta_TN, do_TNV))
+    R = None if R_TNC is None else at.cut(R_TNC)
+    (E, eG, away, through), b, scale = at.decays(g), b[..., None], 1.0 if R is None else q.shape[-1] ** -0.5
     _, D, M0, _ = scan_torch(q_TJK, k_TJK, v_TNV, g_TN, beta_TN, R_TNC, chunks_S2, cu_seqlens)
     qk, kk = at.dot(q, k.mT) * E, at.dot(k, k.mT) * E
     X, dM1 = torch.zeros_like(v), torch.zeros_like(M0)
@@ -158,10 +170,15 @@ def backward_torch(
         dM = torch.zeros_like(M0[0])
         for s in reversed(slots):
             dM1[s] = dM
-            X[s] = at.dot(R[s].mT, at.dot(scale * qk[s].mT, do[s]) + away[s] * at.dot(k[s], dM))
-            dM = through[s] * dM + scale * at.dot(q[s].mT, eG[s] * do[s]) - at.dot(k[s].mT, b[s] * eG[s] * X[s])
+            X[s] = at.dot(scale * qk[s].mT, do[s]) + away[s] * at.dot(k[s], dM)
+            dM = through[s] * dM + scale * at.dot(q[s].mT, eG[s] * do[s])
+            if R is not None:
+                X[s] = at.dot(R[s].mT, X[s])
+                dM -= at.dot(k[s].mT, b[s] * eG[s] * X[s])
     seen, dA = scale * at.dot(do, D.mT), -at.dot(X, D.mT).tril(-1)
     doM, XM, DM = at.dot(do, M0.mT), at.dot(X, M0.mT), at.dot(D, dM1.mT)
+    if R is None:  # no correction by what is there
+        dA, XM = torch.zeros_like(dA), torch.zeros_like(XM)
     H = dA * b * E
     dq = scale * eG * doM + at.dot(seen * E, k)
     dk = at.dot((seen * E).mT, q) + away * DM - b * eG * XM + at.dot(H + H.mT, k)
@@ -170,5 +187,8 @@ def backward_torch(
     B, kept = seen * qk + dA * b * kk, away[..., 0] * (k * DM).sum(-1)
     dG = B.sum(-1) - B.sum(-2) + scale * eG[..., 0] * (q * doM).sum(-1) - b[..., 0] * kM - kept
     dG[..., -1] += through[..., 0, 0] * (dM1 * M0).sum((-1, -2)) + kept.sum(-1)
-    for x, out in zip((dq, dk, b * X, dG.flip(-1).cumsum(-1).flip(-1), db), outs, strict=True):
+    dv = b * X if skip_N is None else b * X + skip_N.to(at.wide)[:, None, None] * do
+    if dskip_TN is not None:
+        at.put((do * v).sum(-1), dskip_TN)
+    for x, out in zip((dq, dk, dv, dG.flip(-1).cumsum(-1).flip(-1), db), outs, strict=True):
         at.put(x, out)

@@ -108,11 +108,12 @@ def _chunk_kernel(
 
 @jit
 def _scan_kernel(
-    q, q_row, k, k_row, v, v_row, decays, beta, P, R, o, o_row, D, states, bounds, initial, final, places, scale,
+    q, q_row, k, k_row, v, v_row, decays, beta, P, R, o, o_row, D, states, bounds, initial, final, places, skip, scale,
     N: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    OUTPUT: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr,
+    OUTPUT: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, DELTA: tl.constexpr,
 ):  # fmt: skip
-    """Pointers that a variant does not use may be any: o without OUTPUT, D and states with it, those of HAS_..."""
+    """Pointers that a variant does not use may be any: o without OUTPUT, D and states with it, those of HAS_...,
+    R with DELTA off, skip with DELTA."""
     document, head = tl.program_id(0), tl.program_id(1)
     across, down = tl.program_id(2) * BV + tl.arange(0, BV), tl.arange(0, KP)
     inside = (down < K)[:, None] & (across < V)[None, :]
@@ -125,17 +126,22 @@ def _scan_kernel(
         rows = end - first
         keys = tile(k + head // GROUP * K, k_row, first, rows, down, K)
         values = tile(v + head * V, v_row, first, rows, across, V)
-        inverse = tile(R + head * 64, N * 64, first, rows, tl.arange(0, 64), 64)
         G, last = decays_of(decays, first, rows, head, N)
         b = of_rows(beta, first, rows, head, N)
         state = M.to(keys.dtype)
-        new = b[:, None] * (values.to(tl.float32) - tl.exp(G)[:, None] * dot(keys, state))
-        new = dot(inverse, new.to(keys.dtype))
+        new = b[:, None] * values.to(tl.float32)
+        if DELTA:
+            inverse = tile(R + head * 64, N * 64, first, rows, tl.arange(0, 64), 64)
+            new = b[:, None] * (values.to(tl.float32) - tl.exp(G)[:, None] * dot(keys, state))
+            new = dot(inverse, new.to(keys.dtype))
         if OUTPUT:
             queries = tile(q + head // GROUP * K, q_row, first, rows, down, K)
             seen = tile(P + head * 64, N * 64, first, rows, tl.arange(0, 64), 64)
             out = tl.exp(G)[:, None] * dot(queries, state) + dot(seen, new.to(keys.dtype))
-            put_tile(o + head * V, o_row, first, rows, across, V, scale * out)
+            out *= scale
+            if not DELTA:
+                out += tl.load(skip + head).to(tl.float32) * values.to(tl.float32)
+            put_tile(o + head * V, o_row, first, rows, across, V, out)
         else:
             slot = (first // 64 + document).to(tl.int64)
             tl.store(states + slot * N * K * V + own, state, mask=inside)

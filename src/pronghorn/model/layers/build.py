@@ -17,6 +17,7 @@ from pronghorn.model.layers.linears import LinearGroup
 from pronghorn.model.layers.mixers.attention import Attention
 from pronghorn.model.layers.mixers.gated_delta import GatedDelta
 from pronghorn.model.layers.mixers.latent_attention import LatentAttention
+from pronghorn.model.layers.mixers.mamba import Mamba
 from pronghorn.model.layers.mixers.short_conv import ShortConv
 from pronghorn.model.layers.mlps.dense import DenseMlp
 from pronghorn.model.layers.mlps.experts import ExpertsMlp
@@ -25,12 +26,14 @@ from pronghorn.model.layers.norms import Norm
 from pronghorn.model.layers.part import Around, Mixer
 
 LATENT = "latent attention"  # in the place of every layer type
+MAMBA = "Mamba-2"  # in the place of linear_attention
 MIXERS: dict[str, Callable[..., Mixer]] = {  # by layer type
     LATENT: LatentAttention,
     "full_attention": Attention,
     "sliding_attention": Attention,
     "conv": ShortConv,
     "linear_attention": GatedDelta,
+    MAMBA: Mamba,
 }
 
 
@@ -61,7 +64,12 @@ def build_layer(
     names, multiplier = family.names, float(getattr(config, "residual_multiplier", 1.0))
     activation = activation_name(config)
     around = Around(norm("before_attention"), norm("after_attention"), multiplier)
-    mixer = MIXERS[LATENT if family.latent else layer_type(config, index)](layer, family, config, index, around, group)
+    kind = LATENT if family.latent else layer_type(config, index)
+    if kind == "linear_attention" and names.mamba:
+        kind = MAMBA
+    mixer = None if kind == "mlp" else MIXERS[kind](layer, family, config, index, around, group)
+    if mixer is not None and family.halves:
+        return DecoderLayer(layer, index, mixer, None, below)
     mlp, around = getattr(layer, names.mlp), Around(norm("before_mlp"), norm("after_mlp"), multiplier)
 
     def dense(module: Any, around: Around) -> DenseMlp:
@@ -74,8 +82,10 @@ def build_layer(
         return DecoderLayer(layer, index, mixer, dense(mlp, around), below, family.layer_scale)
     assert family.experts
     assert around.before is not None
-    shared = getattr(mlp, family.experts.shared, None)
+    beside = family.experts.beside
+    shared = mlp if beside else getattr(mlp, family.experts.shared, None)
     of_all = None if shared is None else dense(shared, Around(around.before, None))
-    return DecoderLayer(
-        layer, index, mixer, ExpertsMlp(mlp, family, config, slot, buffers, around, of_all), below, family.layer_scale
+    experts = ExpertsMlp(
+        getattr(layer, beside) if beside else mlp, family, config, slot, buffers, around, of_all, mlp if beside else None
     )
+    return DecoderLayer(layer, index, mixer, experts, below, family.layer_scale)

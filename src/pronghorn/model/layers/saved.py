@@ -16,7 +16,8 @@ memory (memory/offload.py) and back, bit for bit. The names:
     o, lse       attention's output                h_rows       the residual, until the norm before the MLP adds it
     latents      latent attention's: of queries, of keys and values, and the key that all heads share
     xa_q, xa_kv  x A^T of the linears from these latents to the heads
-    y, core, R   of Gated DeltaNet: what its linears made, the rule's output and inverses; core: also of gated attention
+    y, core, R   of Gated DeltaNet: what its linears made, the rule's output and inverses; y, core: also of Mamba-2; core: also
+                 of gated attention
     o_rows, h2   of the rows after attention: attention's output, and the residual stream
 """
 

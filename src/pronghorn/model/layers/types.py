@@ -12,13 +12,13 @@ from torch import Tensor
 
 from pronghorn.kernels.attention.attention_shared import shared_spans
 from pronghorn.kernels.attention.attention_torch import spans
-from pronghorn.kernels.delta.delta_inputs import Heads
 from pronghorn.kernels.moe.routing import Routing
 from pronghorn.kernels.runtime.dispatch import address
 from pronghorn.model.positions import Positions
 from pronghorn.model.router_stats import RouterStats
 from pronghorn.packs import PackedDocuments
 
+Inputs = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]  # q, k, v out of what linears made, and `spans_2T`
 Grads = list[Tensor | None]  # of parameters, in order; None: frozen, or accumulated elsewhere
 
 
@@ -54,8 +54,9 @@ class Cache(Protocol):
     def attend(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, out: Tensor, **options: Any) -> None: ...
     def convolve(self, layer: int, bcx_TX: Tensor, taps_DW: Tensor, spans_2T: Tensor, out: Tensor) -> None: ...
     def delta(
-        self, layer: int, qkv_TX: Tensor, taps_XW: Tensor, g_TN: Tensor, beta_TN: Tensor, heads: Heads, documents: Documents
-    ) -> Tensor: ...
+        self, layer: int, x_TX: Tensor, inputs: Inputs, g_TN: Tensor, beta_TN: Tensor, documents: Documents, *,
+        skip_N: Tensor | None = None,
+    ) -> Tensor: ...  # fmt: skip
 
 
 @dataclass(frozen=True)

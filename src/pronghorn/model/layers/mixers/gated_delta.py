@@ -76,6 +76,9 @@ class GatedDelta(Mixer):
     def eps(self) -> float:
         return float(self.module.norm.variance_epsilon)
 
+    def inputs(self, qkv_TX: Tensor, spans_2T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return delta_inputs_forward(qkv_TX, self.taps, spans_2T, self.heads)
+
     def parts_of(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """qkv, z, b, a"""
         qkv, z, b, a = y[:, : sum(self.widths)].split(self.widths, dim=1)
@@ -105,8 +108,8 @@ class GatedDelta(Mixer):
         qkv, _, b, a = self.parts_of(y)
         gates = delta_gates_forward(a, b, self.module.A_log, self.module.dt_bias)
         if documents.cache is not None:
-            return documents.cache.delta(self.index, qkv, self.taps, *gates, self.heads, documents), None
-        inputs = delta_inputs_forward(qkv, self.taps, documents.spans_2T, self.heads)
+            return documents.cache.delta(self.index, qkv, self.inputs, *gates, documents), None
+        inputs = self.inputs(qkv, documents.spans_2T)
         return delta_rule_forward(*inputs, *gates, documents.chunks, documents.cu_seqlens)
 
     def gated(self, saved: Saved, extra: int) -> Tensor:
@@ -124,7 +127,7 @@ class GatedDelta(Mixer):
         (qkv, z, b, a), (dqkv, dz, db, da) = self.parts_of(y), self.parts_of(dy)
         trains = m.norm.weight.requires_grad
         do, _, dnorm = gated_norm_backward(do, saved["core"], z, m.norm.weight, self.eps, need_weight=trains, out=dz)
-        inputs = delta_inputs_forward(qkv, self.taps, documents.spans_2T, self.heads)
+        inputs = self.inputs(qkv, documents.spans_2T)
         gates = delta_gates_forward(a, b, m.A_log, m.dt_bias)
         dq, dk, dv, dg, dbeta = delta_rule_backward(do, *inputs, *gates, saved["R"], documents.chunks, documents.cu_seqlens)
         del do, inputs, gates

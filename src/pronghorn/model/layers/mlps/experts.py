@@ -90,12 +90,14 @@ class ExpertsMlp(Part):
         buffers: SharedBuffers,
         around: Around,
         shared: DenseMlp | None,
+        beside: Any = None,
     ) -> None:
-        """`slot`: its number among the layers with experts. `shared`: the expert of all tokens, if there is one."""
+        """`slot`: its number among the layers with experts. `shared`: the expert of all tokens, if there is one. `beside`: its
+        module, if that is not in `module`."""
         super().__init__(around)
         assert family.experts
         experts = family.experts
-        self.module, self.slot = module, slot
+        self.module, self.slot, self.beside = module, slot, beside
         self.K = int(config.num_experts_per_tok)
         self.router = Router(module, experts.router, experts.choice_bias, wide=experts.float32)
         self.normalise = bool(getattr(config, "norm_topk_prob", True))
@@ -222,7 +224,10 @@ class ExpertsMlp(Part):
             saved.put(shared_xa3=self.shared.down.owned(xa3))
             del xa3  # may be a part of the activation
             gate = saved["shared_weight"]
-            base = h2 + out if gate is None else torch.addcmul(h2, out, gate.to(out.dtype))
+            if gate is not None:
+                base = torch.addcmul(h2, out, gate.to(out.dtype))
+            else:
+                base = h2 + out if self.multiplier == 1.0 else torch.add(h2, out, alpha=self.multiplier)
         return combine(
             y, routing.inverse_TK, routing.weights_TK, bias_ED=self.expert_down.bias_EO, ids_TK=routing.ids_TK, add_TD=base
         )
@@ -319,9 +324,9 @@ class ExpertsMlp(Part):
         weight, norm = saved["shared_weight"], self.before
         names = {"h2": "h2", norm.rstd: norm.rstd, "gu": "shared_gu", "xa2": "shared_xa2", "xa3": "shared_xa3"}
         its = Saved({name: saved[here] for name, here in names.items() if here in saved})
-        if self.shared_gate is None:  # an expert with weight 1 for all tokens
+        if self.shared_gate is None:  # an expert with the same weight for all tokens
             wide = torch.promote_types(dh3.dtype, torch.float32)
-            weight = torch.ones(len(dh3), 1, dtype=wide, device=dh3.device)
+            weight = torch.full((len(dh3), 1), self.multiplier, dtype=wide, device=dh3.device)
         dx, dweight, grads = shared.backward_weighted(dh3, weight, its, grad_buffer)
         if self.shared_gate is None:
             return dx, grads
@@ -341,6 +346,8 @@ class ExpertsMlp(Part):
     def _composed_branch(self, x_TD: Tensor, documents: Documents) -> Tensor:
         found = self.module(x_TD[None])
         y_TD: Tensor = (found[0] if isinstance(found, tuple) else found)[0].to(x_TD.dtype)
+        if self.beside is not None:
+            y_TD = y_TD + self.beside(x_TD)
         if documents.load is None:
             return y_TD
         bias = getattr(self.module, self.router.choice_bias, None)  # a router that has none of its own is given it

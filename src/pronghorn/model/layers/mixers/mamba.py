@@ -1,0 +1,157 @@
+"""Mamba-2 as a mixer (Nemotron-H, Granite 4): a state for each head, which decays and adds every token.
+
+T = packed tokens, J, K = groups of B and C and their width, N, V = heads and their width, X = N V + 2 J K. Saved for backward
+(saved.py): *
+
+   *y = x Win = [z | u B C | dt]         [T, N V + X + N]; norm and GEMM as in every mixer (part.py)
+    u, B, C = silu(conv(u B C))          with a bias; kernels/delta/delta_inputs.py; again in backward
+    g, step = gates(dt)                  decay and step of each head, in float32; again in backward
+   *core = delta_rule(C, B, u, g, step)  without the correction, D u more
+    o = rms_norm(core * silu(z)) * w     in groups of columns; again in backward
+
+Taps and bias of the convolution, A_log, dt_bias, D and the norm's weight w are bare parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from pronghorn.hf_types import HFConfig
+from pronghorn.kernels.delta.delta_gates import delta_gates, delta_gates_backward, delta_gates_forward
+from pronghorn.kernels.delta.delta_inputs import Heads, delta_inputs, delta_inputs_backward, delta_inputs_forward, unnormed
+from pronghorn.kernels.delta.delta_rule import delta_rule, delta_rule_backward, delta_rule_forward
+from pronghorn.kernels.delta.gated_norm import gated_norm, gated_norm_backward, gated_norm_forward
+from pronghorn.model.families import Family
+from pronghorn.model.layers.part import Around, MakeGroup, Mixer
+from pronghorn.model.layers.saved import Kept, Saved
+from pronghorn.model.layers.types import Documents
+from pronghorn.model.rows import rows_like
+
+
+class Mamba(Mixer):
+    saves = ("y", "core", "xa1", "xa_o", "y1")
+    kept: ClassVar[Kept] = {"around_attention": ("core",)}
+    recomputed_from = "y"
+    gates = in_chunks = True
+
+    def __init__(self, layer: Any, family: Family, config: HFConfig, index: int, around: Around, group: MakeGroup) -> None:
+        self.index = index
+        self.module = module = getattr(layer, family.names.mamba)  # the model's own, whose parameters are only read
+        super().__init__(around, group(module, ("in_proj",)), group(module, ("out_proj",)))
+        J, K, N, V = (int(n) for n in (module.n_groups, module.ssm_state_size, module.num_heads, module.head_dim))
+        self.heads, self.columns = Heads(J, K, N, V), unnormed(2 * J * K + N * V)
+        self.out_width = N * V
+        self.widths = [self.out_width, self.columns.columns, N]  # of z, [u | B | C], dt
+        self.limits = float(module.time_step_limit[0]), float(module.time_step_limit[1])
+        self.groups_of_norm = self.out_width // int(getattr(module.norm, "group_size", self.out_width))
+
+    @property
+    def bare_names(self) -> list[tuple[Any, str]]:
+        m = self.module
+        of_conv = [(m.conv1d, "weight")] if m.conv1d.bias is None else [(m.conv1d, "weight"), (m.conv1d, "bias")]
+        return [*of_conv, (m, "A_log"), (m, "dt_bias"), (m, "D"), (m.norm, "weight")]
+
+    @property
+    def shape(self) -> tuple[Hashable, ...]:
+        return *self.heads, self.groups_of_norm
+
+    @property
+    def taps(self) -> Tensor:
+        """[X, W]"""
+        weight: Tensor = self.module.conv1d.weight
+        return weight[:, 0]
+
+    @property
+    def eps(self) -> float:
+        return float(self.module.norm.variance_epsilon)
+
+    def parts_of(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """z, [u | B | C], dt"""
+        z, x, dt = y[:, : sum(self.widths)].split(self.widths, dim=1)
+        return z, x, dt
+
+    def split(self, made_TX: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """C, B and u: queries, keys and values. Views of the columns."""
+        J, K, N, V = self.heads
+        u, B, C = made_TX.split([N * V, J * K, J * K], dim=1)
+        return C.unflatten(1, (J, K)), B.unflatten(1, (J, K)), u.unflatten(1, (N, V))
+
+    def inputs(self, x_TX: Tensor, spans_2T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        made = delta_inputs_forward(x_TX, self.taps, spans_2T, self.columns, self.module.conv1d.bias)
+        return self.split(made[2].flatten(1))
+
+    def by_group(self, core: Tensor) -> Tensor:
+        return core.view(len(core), self.groups_of_norm, -1)
+
+    # ---- forward -----------------------------------------------------------------------------------------------
+
+    def mix(self, saved: Saved, documents: Documents) -> Tensor:
+        y, xa = self.into.apply(self.into.of_norm(self.before, saved["h"], saved))
+        core = saved["core"]
+        if core is None:
+            core = self._core(y, documents)
+        saved.put(y=y, core=core, xa1=self.into.owned(xa))
+        return self.gated(saved, self.out.extra)
+
+    def _core(self, y: Tensor, documents: Documents) -> Tensor:
+        (_, x, dt), m = self.parts_of(y), self.module
+        gates = delta_gates_forward(dt, None, m.A_log, m.dt_bias, self.limits)
+        if documents.cache is not None:
+            return documents.cache.delta(self.index, x, self.inputs, *gates, documents, skip_N=m.D)
+        inputs = self.inputs(x, documents.spans_2T)
+        return delta_rule_forward(*inputs, *gates, documents.chunks, documents.cu_seqlens, skip_N=m.D)[0]
+
+    def gated(self, saved: Saved, extra: int) -> Tensor:
+        o = rows_like(saved["h"], self.out_width + extra)
+        core, z, out = self.by_group(saved["core"]), self.parts_of(saved["y"])[0], o[:, : self.out_width]
+        gated_norm_forward(core, z, self.module.norm.weight, self.eps, gate_first=True, out=out)
+        return o
+
+    # ---- backward ----------------------------------------------------------------------------------------------
+
+    def mix_backward(self, do: Tensor, saved: Saved, documents: Documents) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        m, y, conv, core = self.module, saved["y"], self.module.conv1d, saved["core"]
+        dy_ext = rows_like(do, y.shape[1] + self.into.extra)
+        (z, x, dt), (dz, dx, ddt) = self.parts_of(y), self.parts_of(dy_ext)
+        trains = m.norm.weight.requires_grad
+        dcore, _, dnorm = gated_norm_backward(
+            do, self.by_group(core), z, m.norm.weight, self.eps, gate_first=True, need_weight=trains, out=dz
+        )
+        inputs = self.inputs(x, documents.spans_2T)
+        gates = delta_gates_forward(dt, None, m.A_log, m.dt_bias, self.limits)
+        dmade = torch.empty(len(x), x.shape[1], dtype=x.dtype, device=x.device)
+        dskip = torch.empty_like(gates[0]) if m.D.requires_grad else None
+        *_, dg, dstep = delta_rule_backward(
+            dcore.view(core.shape), *inputs, *gates, None, documents.chunks, documents.cu_seqlens, skip_N=m.D, dskip_TN=dskip,
+            out=self.split(dmade),
+        )  # fmt: skip
+        del dcore, inputs, gates
+        trains = m.A_log.requires_grad or m.dt_bias.requires_grad
+        _, _, dA, dbias = delta_gates_backward(
+            dg, dstep, dt, None, m.A_log, m.dt_bias, self.limits, need_weights=trains, out=(ddt,)
+        )
+        trains = any(parameter.requires_grad for parameter in conv.parameters())
+        _, of_conv = delta_inputs_backward(
+            *self.columns.split(dmade), x, self.taps, documents.spans_2T, self.columns, conv.bias, need_taps=trains, out=dx
+        )
+        W = self.taps.shape[1]
+        found = [] if conv.bias is None else [None if of_conv is None else of_conv[:, W]]
+        found = [None if of_conv is None else of_conv[:, None, :W], *found, dA, dbias]
+        found += [None if dskip is None else dskip.sum(0), dnorm]
+        return dy_ext, tuple(g if g is None else g.to(p.dtype) for g, p in zip(found, self.bare, strict=True))
+
+    # ---- as separate ops ---------------------------------------------------------------------------------------
+
+    def composed_mix(self, y: Tensor, documents: Documents) -> Tensor:
+        (z, x, dt), m = self.parts_of(y), self.module
+        if documents.cache is not None:
+            core = self._core(y, documents)
+        else:
+            made = delta_inputs(x, self.taps, documents.spans_2T, self.columns, m.conv1d.bias)[2].flatten(1)
+            gates = delta_gates(dt, None, m.A_log, m.dt_bias, self.limits)
+            core = delta_rule(*self.split(made), *gates, documents.chunks, documents.cu_seqlens, m.D)
+        return gated_norm(self.by_group(core), z, m.norm.weight, self.eps, gate_first=True)
