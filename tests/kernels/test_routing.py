@@ -89,7 +89,10 @@ def test_a_softmax_is_chosen_from_with_a_bias_and_weighs_without(
     torch.testing.assert_close(weights, 2.5 * expected, rtol=2e-6, atol=1e-7)
     results = truth_and_plain(lambda x: 2.5 * x.gather(-1, their_ids).softmax(-1), [logits], [dweights])
     ours = route_backward(dweights, logits, weights, ids, normalise=True, scale=2.5, bias_E=bias)
-    judge(ours, results[1][1], results[0][1], "dlogits")
+    if K == 1:  # the weight is always `scale`: the gradient is 0, on a GPU but for the rounding of a division
+        assert ours.abs().max() <= 1e-6 * dweights.abs().max()
+    else:
+        judge(ours, results[1][1], results[0][1], "dlogits")
     with pytest.raises(ValueError, match="divided by their sum"):
         route_forward(logits, K, normalise=False, bias_E=bias)
 

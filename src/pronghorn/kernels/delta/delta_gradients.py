@@ -13,7 +13,17 @@ are needed both ways and go through memory.
 
 from __future__ import annotations
 
-from pronghorn.kernels.delta.delta_scan import between, decays_of, dot, of_rows, put_tile, tile
+from pronghorn.kernels.delta.delta_scan import (
+    between,
+    decays_of,
+    dot,
+    of_program,
+    of_rows,
+    put_tile,
+    put_transposed,
+    tile,
+    tile_transposed,
+)
 from pronghorn.kernels.runtime.dispatch import jit, tl
 
 
@@ -21,39 +31,36 @@ from pronghorn.kernels.runtime.dispatch import jit, tl
 def _reverse_kernel(
     do, do_row, q, q_row, k, k_row, decays, beta, P, R, dv, dv_row, X, dstates, bounds, skip, scale, N: tl.constexpr,
     GROUP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, DELTA: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    document, head = tl.program_id(0), tl.program_id(1)
-    across, down = tl.program_id(2) * BV + tl.arange(0, BV), tl.arange(0, KP)
-    inside = (down < K)[:, None] & (across < V)[None, :]
-    own = head.to(tl.int64) * K * V + down[:, None] * V + across[None, :]
+    document, head, across = of_program(N, V, BV)
+    down, row = tl.arange(0, KP), tl.arange(0, 64)
+    inside = (across < V)[:, None] & (down < K)[None, :]
+    own = head.to(tl.int64) * K * V + down[None, :] * V + across[:, None]
     start, end = tl.load(bounds + document), tl.load(bounds + document + 1)
-    dM = tl.zeros([KP, BV], tl.float32)
-    for back in tl.range(0, tl.cdiv(end - start, 64), num_stages=1):
+    dM = tl.zeros([BV, KP], tl.float32)
+    for back in tl.range(0, tl.cdiv(end - start, 64), num_stages=STAGES):
         first = start + (tl.cdiv(end - start, 64) - 1 - back) * 64
         rows = end - first
         keys = tile(k + head // GROUP * K, k_row, first, rows, down, K)
         queries = tile(q + head // GROUP * K, q_row, first, rows, down, K)
-        grad = tile(do + head * V, do_row, first, rows, across, V)
+        grad = tile_transposed(do + head * V, do_row, first, rows, across, V)
         G, last = decays_of(decays, first, rows, head, N)
         b = of_rows(beta, first, rows, head, N)
         dstate = dM.to(keys.dtype)
         tl.store(dstates + (first // 64 + document).to(tl.int64) * N * K * V + own, dstate, mask=inside)
-        seen = tile(P + head * 64, N * 64, first, rows, tl.arange(0, 64), 64)
-        dnew = scale * dot(tl.trans(seen), grad) + tl.exp(last - G)[:, None] * dot(keys, dstate)
-        x = dnew
+        seen = tile(P + head * 64, N * 64, first, rows, row, 64)
+        x = scale * dot(grad, seen) + tl.exp(last - G)[None, :] * dot(dstate, tl.trans(keys))
         if DELTA:
-            inverse = tile(R + head * 64, N * 64, first, rows, tl.arange(0, 64), 64)
-            x = dot(tl.trans(inverse), dnew.to(keys.dtype))
-        put_tile(X + head * V, N * V, first, rows, across, V, x)
-        dvalues = b[:, None] * x
+            x = dot(x.to(keys.dtype), tile(R + head * 64, N * 64, first, rows, row, 64))
+        put_transposed(X + head * V, N * V, first, rows, across, V, x)
+        dvalues = b[None, :] * x
         if not DELTA:
             dvalues += tl.load(skip + head).to(tl.float32) * grad.to(tl.float32)
-        put_tile(dv + head * V, dv_row, first, rows, across, V, dvalues)
-        by_state = (tl.exp(G)[:, None] * grad.to(tl.float32)).to(keys.dtype)
-        dM = tl.exp(last) * dM + scale * dot(tl.trans(queries), by_state)
+        put_transposed(dv + head * V, dv_row, first, rows, across, V, dvalues)
+        dM = tl.exp(last) * dM + scale * dot((tl.exp(G)[None, :] * grad.to(tl.float32)).to(keys.dtype), queries)
         if DELTA:
-            corrected = ((b * tl.exp(G))[:, None] * x).to(keys.dtype)
-            dM -= dot(tl.trans(keys), corrected)
+            dM -= dot(((b * tl.exp(G))[None, :] * x).to(keys.dtype), keys)
 
 
 @jit
@@ -96,7 +103,7 @@ def _weights_kernel(
     NEED_SKIP: tl.constexpr,
 ):  # fmt: skip
     """scale F * E and, with DELTA, H; what is known of dG and dbeta by them."""
-    slot, head = tl.program_id(0), tl.program_id(1)
+    slot, head = tl.program_id(0) // N, tl.program_id(0) % N
     first, rows = tl.load(chunks + 2 * slot), tl.load(chunks + 2 * slot + 1)
     if rows > 0:
         row = tl.arange(0, 64)

@@ -46,7 +46,7 @@ from torch import Tensor
 from pronghorn.kernels.delta.delta_chunks import CHUNK
 from pronghorn.kernels.delta.delta_gradients import _local_kernel, _reverse_kernel, _weights_kernel
 from pronghorn.kernels.delta.delta_rule_torch import backward_torch, inverse_torch, put_rows, scan_torch
-from pronghorn.kernels.delta.delta_scan import _chunk_kernel, _scan_kernel
+from pronghorn.kernels.delta.delta_scan import _inverse_kernel, _pairs_kernel, _scan_kernel
 from pronghorn.kernels.runtime.dispatch import chip_of, triton, use_triton
 from pronghorn.kernels.runtime.first_order import Ctx, first_order
 
@@ -55,19 +55,22 @@ PRECISIONS = {torch.bfloat16: "tf32", torch.float16: "tf32x3", torch.float32: "i
 
 
 class _Tiles(NamedTuple):
-    """The widest that spill no registers in 16 bits with heads of 128 (compiled for all chips, not timed). In float32, which is
-    for debugging, heads of 128 spill 3 to 8 KB a thread."""
+    """The fastest of what was tried on an H200 with heads of 128 in 16 bits (2026-11-19; of no more than 32 columns of V, so that
+    a product has less than 64 rows: delta_scan.py). In float32, which is for debugging, heads of 128 spill 3 to 8 KB a thread."""
 
     scan: int  # V columns of a program
+    stages: int  # chunks whose rows are on their way
     keys: int  # K columns of a step, in products of rows
-    local: int  # K and V columns of a step
+    pairs: int  # columns of a step, in products of rows that give pairs
+    local: tuple[int, int]  # K and V columns of a step
 
     @staticmethod
     def of(K: int, V: int, x: Tensor) -> _Tiles:
-        scan, keys, local = 32 if chip_of(x.device).large and _padded(K) <= 128 else 16, 64, 32
+        large, K, V = chip_of(x.device).large and _padded(K) <= 128, _padded(K), _padded(V)
         if x.dtype == torch.float32:  # no tensor cores: products are unrolled
-            scan, keys, local = 16, 16, 16
-        return _Tiles(min(scan, _padded(V)), min(keys, _padded(K)), min(local, _padded(V), _padded(K)))
+            return _Tiles(16, 1, 16, 16, (16, 16))
+        scan, stages = (32, 2) if large else (16, 1)  # ms of a forward scan: 0.57; 0.83 with 1 stage, 0.83 with 16 columns
+        return _Tiles(min(scan, V), stages, min(64, K), min(64, K, V), (min(32, K), min(128 if large else 32, V)))
 
 
 def _padded(width: int) -> int:
@@ -107,16 +110,14 @@ def delta_rule_forward(
     K, V = q_TJK.shape[2], v_TNV.shape[2]
     sizes, tiles = _sizes(q_TJK, v_TNV), _Tiles.of(K, V, v_TNV)
     scanned = sizes | {"KP": _padded(K), "BV": tiles.scan}
-    R_TNC = None
-    if skip_N is None:
-        R_TNC = torch.empty(*v_TNV.shape[:2], CHUNK, dtype=v_TNV.dtype, device=v_TNV.device)
-    P_TNC, decays_TN = _within_chunks(q_TJK, k_TJK, g_TN, beta_TN, R_TNC, chunks_S2, sizes, tiles, inverse=skip_N is None)
+    P_TNC, decays_TN = _within_chunks(q_TJK, k_TJK, g_TN, chunks_S2, sizes, tiles)
+    R_TNC = _inverse(k_TJK, decays_TN, beta_TN, chunks_S2, sizes, tiles) if skip_N is None else None
     inverse = P_TNC if R_TNC is None else R_TNC  # not read where there is none
     states = [P_TNC if each is None else each for each in (initial, final, places, skip_N)]
-    _scan_kernel[(documents, v_TNV.shape[1], triton.cdiv(V, tiles.scan))](
+    _scan_kernel[(documents * v_TNV.shape[1] * triton.cdiv(V, tiles.scan),)](
         q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), v_TNV, v_TNV.stride(0), decays_TN, beta_TN, P_TNC, inverse, o_TNV,
         o_TNV.stride(0), P_TNC, P_TNC, cu_seqlens, *states, _scale(q_TJK, skip_N), **scanned, OUTPUT=True,
-        HAS_INITIAL=initial is not None, HAS_FINAL=final is not None, DELTA=skip_N is None, num_warps=4,
+        HAS_INITIAL=initial is not None, HAS_FINAL=final is not None, DELTA=skip_N is None, STAGES=tiles.stages, num_warps=4,
     )  # fmt: skip
     return o_TNV, R_TNC
 
@@ -126,18 +127,28 @@ def _scale(q_TJK: Tensor, skip_N: Tensor | None) -> float:
 
 
 def _within_chunks(
-    q_TJK: Tensor, k_TJK: Tensor, g_TN: Tensor, beta_TN: Tensor, R_TNC: Tensor | None, chunks_S2: Tensor,
-    sizes: dict[str, int], tiles: _Tiles, *, inverse: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(P_TNC, G_TN); with `inverse` also fills R."""
+    q_TJK: Tensor, k_TJK: Tensor, g_TN: Tensor, chunks_S2: Tensor, sizes: dict[str, int], tiles: _Tiles
+) -> tuple[Tensor, Tensor]:
+    """(P_TNC, G_TN)"""
     P_TNC, decays_TN = torch.empty(*g_TN.shape, CHUNK, dtype=k_TJK.dtype, device=k_TJK.device), torch.empty_like(g_TN)
     given = {name: sizes[name] for name in ("N", "GROUP", "K")}
-    _chunk_kernel[(len(chunks_S2), g_TN.shape[1])](
-        q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), g_TN, beta_TN, P_TNC,
-        P_TNC if R_TNC is None else R_TNC, decays_TN, chunks_S2, **given,
-        BK=tiles.keys, INVERSE=inverse, PRECISION=PRECISIONS[k_TJK.dtype], num_warps=4,
-    )  # fmt: skip
+    _pairs_kernel[(len(chunks_S2) * q_TJK.shape[1],)](
+        q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), g_TN, P_TNC, decays_TN, chunks_S2, **given, BK=tiles.keys, num_warps=4
+    )
     return P_TNC, decays_TN
+
+
+def _inverse(
+    k_TJK: Tensor, decays_TN: Tensor, beta_TN: Tensor, chunks_S2: Tensor, sizes: dict[str, int], tiles: _Tiles
+) -> Tensor:
+    """R_TNC"""
+    R_TNC = torch.empty(*beta_TN.shape, CHUNK, dtype=k_TJK.dtype, device=k_TJK.device)
+    given = {name: sizes[name] for name in ("N", "GROUP", "K")}
+    _inverse_kernel[(len(chunks_S2) * beta_TN.shape[1],)](
+        k_TJK, k_TJK.stride(0), decays_TN, beta_TN, R_TNC, chunks_S2, **given, BK=min(32, tiles.keys),
+        PRECISION=PRECISIONS[k_TJK.dtype], num_warps=1,
+    )  # fmt: skip
+    return R_TNC
 
 
 def delta_rule_backward(
@@ -159,34 +170,34 @@ def delta_rule_backward(
     sizes, tiles = _sizes(q_TJK, v_TNV), _Tiles.of(K, V, v_TNV)
     scanned = sizes | {"KP": _padded(K), "BV": tiles.scan}
     D_TNV, X_TNV = (torch.empty(T, N, V, dtype=v_TNV.dtype, device=v_TNV.device) for _ in range(2))
-    P_TNC, decays_TN = _within_chunks(q_TJK, k_TJK, g_TN, beta_TN, R_TNC, chunks_S2, sizes, tiles, inverse=False)
+    P_TNC, decays_TN = _within_chunks(q_TJK, k_TJK, g_TN, chunks_S2, sizes, tiles)
     inverse = P_TNC if R_TNC is None else R_TNC  # not read where there is none
     skip, dskip = (decays_TN if each is None else each for each in (skip_N, dskip_TN))
     states, dstates = (torch.empty(len(chunks_S2), N, K, V, dtype=v_TNV.dtype, device=v_TNV.device) for _ in range(2))
-    grid = (len(cu_seqlens) - 1, N, triton.cdiv(V, tiles.scan))
+    grid = ((len(cu_seqlens) - 1) * N * triton.cdiv(V, tiles.scan),)
     _scan_kernel[grid](
         q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), v_TNV, v_TNV.stride(0), decays_TN, beta_TN, P_TNC, inverse, D_TNV,
         N * V, D_TNV, states, cu_seqlens, states, states, cu_seqlens, skip, scale, **scanned, OUTPUT=False, HAS_INITIAL=False,
-        HAS_FINAL=False, DELTA=delta, num_warps=4,
+        HAS_FINAL=False, DELTA=delta, STAGES=tiles.stages, num_warps=4,
     )  # fmt: skip
     _reverse_kernel[grid](
         do_TNV, do_TNV.stride(0), q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), decays_TN, beta_TN, P_TNC, inverse, dv_TNV,
-        dv_TNV.stride(0), X_TNV, dstates, cu_seqlens, skip, scale, **scanned, DELTA=delta, num_warps=4,
+        dv_TNV.stride(0), X_TNV, dstates, cu_seqlens, skip, scale, **scanned, DELTA=delta, STAGES=tiles.stages, num_warps=4,
     )  # fmt: skip
     by_o = torch.empty_like(P_TNC)
     by_A = torch.empty_like(P_TNC) if delta else P_TNC
     dG, db = (torch.empty_like(g_TN) for _ in range(2))
-    steps = {"BK": tiles.local, "BV": tiles.local, "num_stages": 1}
-    _weights_kernel[(len(chunks_S2), N)](
+    _weights_kernel[(len(chunks_S2) * N,)](
         do_TNV, do_TNV.stride(0), k_TJK, k_TJK.stride(0), v_TNV, v_TNV.stride(0), decays_TN, beta_TN, P_TNC, D_TNV, X_TNV, by_o,
-        by_A, dG, db, dskip, chunks_S2, scale, **sizes, **steps, DELTA=delta, NEED_SKIP=dskip_TN is not None, num_warps=4,
+        by_A, dG, db, dskip, chunks_S2, scale, **sizes, BK=tiles.pairs, BV=tiles.pairs, DELTA=delta,
+        NEED_SKIP=dskip_TN is not None, num_stages=1, num_warps=4,
     )  # fmt: skip
     shared = q_TJK.shape if q_TJK.shape[1] < N else (0,)  # a group of one head needs no sums
     sums = [torch.empty(shared, dtype=torch.float32, device=v_TNV.device) for _ in range(2)]
     _local_kernel[(len(chunks_S2), q_TJK.shape[1])](
         do_TNV, do_TNV.stride(0), q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), decays_TN, beta_TN, D_TNV, X_TNV, by_o, by_A,
         dG, db, states, dstates, dq_TJK, dq_TJK.stride(0), dk_TJK, dk_TJK.stride(0), dg_TN, dbeta_TN, *sums, chunks_S2, scale,
-        **sizes, **steps, DELTA=delta, num_warps=8,
+        **sizes, BK=tiles.local[0], BV=tiles.local[1], DELTA=delta, num_stages=1, num_warps=4,
     )  # fmt: skip
     return outs
 
