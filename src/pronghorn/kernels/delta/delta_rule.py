@@ -31,9 +31,9 @@ dskip = sum over t of do . v.
 
 G, E and M are in float32, and R while it is made; operands of products are rounded to the inputs' dtype, sums are in float32.
 
-Two launches forward (delta_scan.py), five backward (delta_gradients.py). Backward's own memory, for 16,384 tokens in 80
-documents with 32 value heads of 128 x 128 in 16 bits: M0 and dM1 352 MB each, D and X 134 each, P, F * E and H 67 each.
-Compiled for all chips, compared with float64 in Triton's interpreter, not run on a GPU yet.
+Three launches forward (delta_scan.py, delta_inverse.py), five backward (delta_gradients.py). Backward's own memory, for 16,384
+tokens in 80 documents with 32 value heads of 128 x 128 in 16 bits: M0 and dM1 352 MB each, D and X 134 each, P, F * E and H 67
+each.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ from torch import Tensor
 
 from pronghorn.kernels.delta.delta_chunks import CHUNK
 from pronghorn.kernels.delta.delta_gradients import _local_kernel, _reverse_kernel, _weights_kernel
+from pronghorn.kernels.delta.delta_inverse import _inverse_kernel
 from pronghorn.kernels.delta.delta_rule_torch import backward_torch, inverse_torch, put_rows, scan_torch
-from pronghorn.kernels.delta.delta_scan import _inverse_kernel, _pairs_kernel, _scan_kernel
+from pronghorn.kernels.delta.delta_scan import _pairs_kernel, _scan_kernel
 from pronghorn.kernels.runtime.dispatch import chip_of, triton, use_triton
 from pronghorn.kernels.runtime.first_order import Ctx, first_order
 
@@ -55,8 +56,8 @@ PRECISIONS = {torch.bfloat16: "tf32", torch.float16: "tf32x3", torch.float32: "i
 
 
 class _Tiles(NamedTuple):
-    """The fastest of what was tried on an H200 with heads of 128 in 16 bits (2026-11-19; of no more than 32 columns of V, so that
-    a product has less than 64 rows: delta_scan.py). In float32, which is for debugging, heads of 128 spill 3 to 8 KB a thread."""
+    """The fastest of what was tried on an H200 with heads of 128 in 16 bits (2026-11-19); scans have at most 32 columns, so
+    that a product has fewer than 64 rows (delta_scan.py). In float32, which is for debugging, heads of 128 spill 3 to 8 KB."""
 
     scan: int  # V columns of a program
     stages: int  # chunks whose rows are on their way
@@ -142,7 +143,7 @@ def _inverse(
     k_TJK: Tensor, decays_TN: Tensor, beta_TN: Tensor, chunks_S2: Tensor, sizes: dict[str, int], tiles: _Tiles
 ) -> Tensor:
     """R_TNC"""
-    R_TNC = torch.empty(*beta_TN.shape, CHUNK, dtype=k_TJK.dtype, device=k_TJK.device)
+    R_TNC = torch.zeros(*beta_TN.shape, CHUNK, dtype=k_TJK.dtype, device=k_TJK.device)
     given = {name: sizes[name] for name in ("N", "GROUP", "K")}
     _inverse_kernel[(len(chunks_S2) * beta_TN.shape[1],)](
         k_TJK, k_TJK.stride(0), decays_TN, beta_TN, R_TNC, chunks_S2, **given, BK=min(32, tiles.keys),

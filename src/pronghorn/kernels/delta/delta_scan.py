@@ -1,18 +1,14 @@
 """Triton kernels of the delta rule that forward needs (delta_rule.py has the formulas and the letters).
 
     _pairs_kernel       program = chunk and key head: G and P of its value heads
-    _inverse_kernel     program = chunk and value head, one warp: R, from blocks of 16 x 16
+    _inverse_kernel     (delta_inverse.py) R
     _scan_kernel        program = document, value head and V block: goes through the document's chunks, M in registers;
                         writes o or, for backward, D and the state before each chunk
 
-R of a diagonal block of 16 by doubling: with the inverse X of each diagonal block of size h, that of size 2 h is X - X A' X,
-where A' is A between the two halves. Products are of inverses only; the geometric series of A has powers up to 1e18 for equal
-keys. Below the diagonal R_ij = -R_ii (sum over j <= k < i of A_ik R_kj): 40 products of 16 x 16 instead of 640 (ten of 64 x 64).
-
-The kernels that carry a state from chunk to chunk hold everything transposed: M^T [V block, K], and rows of a chunk as columns.
-So the first operand of each product has fewer than 64 rows. With 64, Triton 3.6 takes Hopper's asynchronous products there,
-whose results in these loops are wrong on an H200 (2026-11-18: errors of 0.9, illegal addresses; the same kernels with two warps,
-which cannot use them, are right). Programs are numbered so that neighbours read the same rows.
+The kernels that carry a state from chunk to chunk hold everything transposed: M^T [V block, K], rows of a chunk as columns. So
+the first operand of each product has fewer than 64 rows. With 64, Triton 3.6 takes Hopper's asynchronous products, whose
+results in these loops are wrong on an H200 (2026-11-18: errors of 0.9, illegal addresses; with two warps, which cannot use
+them, the same kernels are right). Programs are numbered so that neighbours read the same rows.
 """
 
 from __future__ import annotations
@@ -113,110 +109,6 @@ def _pairs_kernel(
             G = running(of_rows(g, first, rows, head, N))
             tl.store(decays + (first + row).to(tl.int64) * N + head, G, mask=row < rows)
             put_tile(P + head * 64, N * 64, first, rows, row, 64, found * between(G))
-
-
-@jit
-def _block_of_A(pairs, G_i, G_j, beta_i, DIAGONAL: tl.constexpr):
-    """16 x 16; of one on the diagonal, what is below it."""
-    row = tl.arange(0, 16)
-    difference = G_i[:, None] - G_j[None, :]
-    if DIAGONAL:
-        difference = tl.where(row[:, None] > row[None, :], difference, float("-inf"))
-    return beta_i[:, None] * pairs * tl.exp(difference)
-
-
-@jit
-def _inverse_of_block(A, PRECISION: tl.constexpr):
-    """(I + A)^-1, 16 x 16."""
-    i, j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
-    inverse = tl.where(i == j, 1.0, tl.where(i // 2 == j // 2, -A, 0.0))
-    for level in tl.static_range(1, 4):
-        across = (i >> level == (j >> level) + 1) & (i >> (level + 1) == j >> (level + 1))
-        left = tl.dot(inverse, tl.where(across, A, 0.0), input_precision=PRECISION)
-        inverse -= tl.dot(left, inverse, input_precision=PRECISION)
-    return inverse
-
-
-@jit
-def _below(R_i, sums, PRECISION: tl.constexpr):
-    return -tl.dot(R_i, sums, input_precision=PRECISION)
-
-
-@jit
-def _inverse_kernel(
-    k, k_row, decays, beta, R, chunks, N: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, BK: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    slot, head = tl.program_id(0) // N, tl.program_id(0) % N
-    first, rows = tl.load(chunks + 2 * slot), tl.load(chunks + 2 * slot + 1)
-    if rows > 0:
-        zero = tl.zeros([16, 16], tl.float32)
-        k00, k10, k11, k20, k21, k22, k30, k31, k32, k33 = zero, zero, zero, zero, zero, zero, zero, zero, zero, zero
-        keys = k + head // GROUP * K
-        for block in tl.range(0, K, BK, num_stages=1, loop_unroll_factor=1):
-            down = block + tl.arange(0, BK)
-            k0, k1 = tile(keys, k_row, first, rows, down, K, 0, 16), tile(keys, k_row, first, rows, down, K, 16, 16)
-            k2, k3 = tile(keys, k_row, first, rows, down, K, 32, 16), tile(keys, k_row, first, rows, down, K, 48, 16)
-            k00 += dot(k0, tl.trans(k0))
-            k10 += dot(k1, tl.trans(k0))
-            k11 += dot(k1, tl.trans(k1))
-            k20 += dot(k2, tl.trans(k0))
-            k21 += dot(k2, tl.trans(k1))
-            k22 += dot(k2, tl.trans(k2))
-            k30 += dot(k3, tl.trans(k0))
-            k31 += dot(k3, tl.trans(k1))
-            k32 += dot(k3, tl.trans(k2))
-            k33 += dot(k3, tl.trans(k3))
-        # G of rows behind the chunk is 0, which would overflow in exp(G_i - G_j): the last row's instead.
-        last = tl.load(decays + (first + tl.minimum(rows, 64) - 1).to(tl.int64) * N + head)
-        row = tl.arange(0, 16)
-        G0 = tl.where(row < rows, of_rows(decays, first, rows, head, N, 0, 16), last)
-        G1 = tl.where(16 + row < rows, of_rows(decays, first, rows, head, N, 16, 16), last)
-        G2 = tl.where(32 + row < rows, of_rows(decays, first, rows, head, N, 32, 16), last)
-        G3 = tl.where(48 + row < rows, of_rows(decays, first, rows, head, N, 48, 16), last)
-        b1, b2 = of_rows(beta, first, rows, head, N, 16, 16), of_rows(beta, first, rows, head, N, 32, 16)
-        b3 = of_rows(beta, first, rows, head, N, 48, 16)
-        R00 = _inverse_of_block(_block_of_A(k00, G0, G0, of_rows(beta, first, rows, head, N, 0, 16), True), PRECISION)
-        R11 = _inverse_of_block(_block_of_A(k11, G1, G1, b1, True), PRECISION)
-        R22 = _inverse_of_block(_block_of_A(k22, G2, G2, b2, True), PRECISION)
-        R33 = _inverse_of_block(_block_of_A(k33, G3, G3, b3, True), PRECISION)
-        A10, A20, A30 = (
-            _block_of_A(k10, G1, G0, b1, False),
-            _block_of_A(k20, G2, G0, b2, False),
-            _block_of_A(k30, G3, G0, b3, False),
-        )
-        A21, A31, A32 = (
-            _block_of_A(k21, G2, G1, b2, False),
-            _block_of_A(k31, G3, G1, b3, False),
-            _block_of_A(k32, G3, G2, b3, False),
-        )
-        R10 = _below(R11, tl.dot(A10, R00, input_precision=PRECISION), PRECISION)
-        R21 = _below(R22, tl.dot(A21, R11, input_precision=PRECISION), PRECISION)
-        R32 = _below(R33, tl.dot(A32, R22, input_precision=PRECISION), PRECISION)
-        sums = tl.dot(A20, R00, input_precision=PRECISION)
-        R20 = _below(R22, tl.dot(A21, R10, sums, input_precision=PRECISION), PRECISION)
-        sums = tl.dot(A31, R11, input_precision=PRECISION)
-        R31 = _below(R33, tl.dot(A32, R21, sums, input_precision=PRECISION), PRECISION)
-        sums = tl.dot(A31, R10, tl.dot(A30, R00, input_precision=PRECISION), input_precision=PRECISION)
-        R30 = _below(R33, tl.dot(A32, R20, sums, input_precision=PRECISION), PRECISION)
-        own, c0, c1 = R + head * 64, tl.arange(0, 16), 16 + tl.arange(0, 16)
-        c2, c3 = 32 + tl.arange(0, 16), 48 + tl.arange(0, 16)
-        put_tile(own, N * 64, first, rows, c0, 64, R00, 0, 16)
-        put_tile(own, N * 64, first, rows, c1, 64, zero, 0, 16)
-        put_tile(own, N * 64, first, rows, c2, 64, zero, 0, 16)
-        put_tile(own, N * 64, first, rows, c3, 64, zero, 0, 16)
-        put_tile(own, N * 64, first, rows, c0, 64, R10, 16, 16)
-        put_tile(own, N * 64, first, rows, c1, 64, R11, 16, 16)
-        put_tile(own, N * 64, first, rows, c2, 64, zero, 16, 16)
-        put_tile(own, N * 64, first, rows, c3, 64, zero, 16, 16)
-        put_tile(own, N * 64, first, rows, c0, 64, R20, 32, 16)
-        put_tile(own, N * 64, first, rows, c1, 64, R21, 32, 16)
-        put_tile(own, N * 64, first, rows, c2, 64, R22, 32, 16)
-        put_tile(own, N * 64, first, rows, c3, 64, zero, 32, 16)
-        put_tile(own, N * 64, first, rows, c0, 64, R30, 48, 16)
-        put_tile(own, N * 64, first, rows, c1, 64, R31, 48, 16)
-        put_tile(own, N * 64, first, rows, c2, 64, R32, 48, 16)
-        put_tile(own, N * 64, first, rows, c3, 64, R33, 48, 16)
 
 
 @jit
