@@ -72,7 +72,7 @@ def learn(questions: Path, seed: int, size: dict[str, int]) -> dict[str, Any]:
         (folder / "rewards.py").write_text(REWARDS)
         recipe = Recipe.model_validate(recipe_of(demo_model(lambda *_: None), folder, seed, size))
         train(recipe, display=watch, reward_file=folder / "rewards.py")
-        found = rates(folder / "run")
+        found = {name.replace("right", "reward"): value for name, value in rates(folder / "run").items()}  # of both rewards
     events = [event for _, event in watch.steps]
     signals = sum(event["grad_norm"] > 0 for event in events)  # a step whose groups all have equal rewards has no gradient
     assert signals > len(events) / 2, f"{signals} of {len(events)} steps had a gradient"
