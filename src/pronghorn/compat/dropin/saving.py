@@ -77,18 +77,10 @@ def save_lora(model: HFModel, save_directory: str | Path, **others: object) -> N
 
 
 def push_to_hub_merged(
-    model: HFModel,
-    repo_id: str,
-    tokenizer: Tokenizer | None = None,
-    save_method: str | None = "merged_16bit",
-    token: str | bool | None = None,
-    private: bool | None = None,
-    commit_message: str = "Trained with Pronghorn",
-    commit_description: str = "",
-    revision: str | None = None,
-    create_pr: bool = False,
-    **others: object,
-) -> str:
+    model: HFModel, repo_id: str, tokenizer: Tokenizer | None = None, save_method: str | None = "merged_16bit",
+    token: str | bool | None = None, private: bool | None = None, commit_message: str = "Trained with Pronghorn",
+    commit_description: str = "", revision: str | None = None, create_pr: bool = False, **others: object,
+) -> str:  # fmt: skip
     """Writes what `save_pretrained_merged` writes, sends it to the hub, and returns its address there."""
     check_others(push_to_hub_merged, others, SAVING)
     return _sent(
@@ -163,19 +155,11 @@ def save_pretrained_gguf(
 
 
 def push_to_hub_gguf(
-    model: HFModel,
-    repo_id: str,
-    tokenizer: Tokenizer | None = None,
-    quantization_method: str | Sequence[str] = "fast_quantized",
-    first_conversion: str | None = None,
-    token: str | bool | None = None,
-    private: bool | None = None,
-    commit_message: str = "Trained with Pronghorn",
-    commit_description: str = "",
-    revision: str | None = None,
-    create_pr: bool = False,
-    **others: object,
-) -> str:
+    model: HFModel, repo_id: str, tokenizer: Tokenizer | None = None,
+    quantization_method: str | Sequence[str] = "fast_quantized", first_conversion: str | None = None,
+    token: str | bool | None = None, private: bool | None = None, commit_message: str = "Trained with Pronghorn",
+    commit_description: str = "", revision: str | None = None, create_pr: bool = False, **others: object,
+) -> str:  # fmt: skip
     """Writes what `save_pretrained_gguf` writes, sends it to the hub, and returns its address there."""
     check_others(push_to_hub_gguf, others, SAVING)
     return _sent(

@@ -174,6 +174,13 @@ def _query_rows(block, first_head, BM: tl.constexpr, PACK: tl.constexpr):
 
 
 @jit
+def _first_keys(k, k_row, v, v_row, begin, kv_head, column, H: tl.constexpr, BN: tl.constexpr):
+    """The keys of the block at `begin`, and where they and their values lie."""
+    key = begin + tl.arange(0, BN)
+    return key, _places(k, key, k_row, kv_head, column, H), _places(v, key, v_row, kv_head, column, H)
+
+
+@jit
 def _way_on(step, blocks, TOKENS: tl.constexpr, PACK: tl.constexpr, GROUP: tl.constexpr):
     """Steps to the next query block, in tokens and heads; after the last block of some heads comes the first of the next."""
     tokens, heads = TOKENS, 0
@@ -232,9 +239,7 @@ def _forward_kernel(
         prompt, behind = prompt_of(prefix, token, inside, T)
     begin, end, common = keys_of(starts, first, T, WINDOW, BM // PACK, BN)
     begin, turn, gap, clear, unclear = with_prompt(starts, prefix, first, begin, end, T, WINDOW, BN, SHARED)
-    key = begin + tl.arange(0, BN)
-    k_places = _places(k, key, k_row, kv_head, column, H)
-    v_places = _places(v, key, v_row, kv_head, column, H)
+    key, k_places, v_places = _first_keys(k, k_row, v, v_row, begin, kv_head, column, H, BN)
     largest = tl.full([BM], _LEAST, tl.float32)
     total = tl.zeros([BM], tl.float32)
     result = tl.zeros([BM, HP], tl.float32)
@@ -298,9 +303,7 @@ def _dq_kernel(
         prompt, behind = prompt_of(prefix, token, inside, T)
     begin, end, common = keys_of(starts, first, T, WINDOW, BM // PACK, BN)
     begin, turn, gap, clear, unclear = with_prompt(starts, prefix, first, begin, end, T, WINDOW, BN, SHARED)
-    key = begin + tl.arange(0, BN)
-    k_places = _places(k, key, k_row, kv_head, column, H)
-    v_places = _places(v, key, v_row, kv_head, column, H)
+    key, k_places, v_places = _first_keys(k, k_row, v, v_row, begin, kv_head, column, H, BN)
     result = tl.zeros([BM, HP], tl.float32)
     for block in tl.range(begin, end - gap, BN, num_stages=STAGES):
         keys = _rows(k_places, key < T, column, H, WHOLE)

@@ -66,12 +66,18 @@ def _activation(gate, GELU: tl.constexpr):
 
 
 @jit
-def _forward_kernel(gu, gu_row, a, a_row, F: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr):
+def tile_of(F: tl.constexpr, BLOCK: tl.constexpr):
+    """(row, its columns, which of them exist) of a program."""
     TILES: tl.constexpr = (F + BLOCK - 1) // BLOCK
     program = tl.program_id(0)
     row = (program // TILES).to(tl.int64)
     column = (program % TILES) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < F
+    return row, column, column < F
+
+
+@jit
+def _forward_kernel(gu, gu_row, a, a_row, F: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr):
+    row, column, inside = tile_of(F, BLOCK)
     gate = tl.load(gu + row * gu_row + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gu + row * gu_row + F + column, mask=inside, other=0.0).to(tl.float32)
     activated, _ = _activation(gate, GELU)
@@ -84,11 +90,7 @@ def _backward_kernel(
     NEED_A: tl.constexpr,
 ):  # fmt: skip
     """A program reads all it needs before it writes, so dgu may overwrite gu, and a may overwrite da."""
-    TILES: tl.constexpr = (F + BLOCK - 1) // BLOCK
-    program = tl.program_id(0)
-    row = (program // TILES).to(tl.int64)
-    column = (program % TILES) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < F
+    row, column, inside = tile_of(F, BLOCK)
     grad = tl.load(da + row * da_row + column, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(gu + row * gu_row + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gu + row * gu_row + F + column, mask=inside, other=0.0).to(tl.float32)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from pronghorn.kernels.mlp.gated_mlp import Tile
+from pronghorn.kernels.mlp.gated_mlp import Tile, tile_of
 from pronghorn.kernels.runtime.dispatch import jit, tl, triton, use_triton
 from pronghorn.kernels.runtime.first_order import Ctx, first_order
 
@@ -86,11 +86,7 @@ def _forward_kernel(
     u, u_row, a, a_row, alpha_p, alpha_n, F: tl.constexpr, BLOCK: tl.constexpr, BETA: tl.constexpr, EPS: tl.constexpr,
     XIELU: tl.constexpr,
 ):  # fmt: skip
-    TILES: tl.constexpr = (F + BLOCK - 1) // BLOCK
-    program = tl.program_id(0)
-    row = (program // TILES).to(tl.int64)
-    column = (program % TILES) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < F
+    row, column, inside = tile_of(F, BLOCK)
     values = tl.load(u + row * u_row + column, mask=inside, other=0.0).to(tl.float32)
     activated, _, _, _ = _activation(values, alpha_p, alpha_n, BETA, EPS, XIELU)
     tl.store(a + row * a_row + column, activated.to(a.dtype.element_ty), mask=inside)
@@ -102,11 +98,7 @@ def _backward_kernel(
     BETA: tl.constexpr, EPS: tl.constexpr, XIELU: tl.constexpr, NEED_A: tl.constexpr, NEED_ALPHA: tl.constexpr,
 ):  # fmt: skip
     """A program reads all it needs before it writes, so du may overwrite u, and a may overwrite da."""
-    TILES: tl.constexpr = (F + BLOCK - 1) // BLOCK
-    program = tl.program_id(0)
-    row = (program // TILES).to(tl.int64)
-    column = (program % TILES) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < F
+    row, column, inside = tile_of(F, BLOCK)
     grad = tl.load(da + row * da_row + column, mask=inside, other=0.0).to(tl.float32)
     values = tl.load(u + row * u_row + column, mask=inside, other=0.0).to(tl.float32)
     activated, derivative, for_p, for_n = _activation(values, alpha_p, alpha_n, BETA, EPS, XIELU)
@@ -114,6 +106,7 @@ def _backward_kernel(
     if NEED_A:
         tl.store(a + row * a_row + column, activated.to(a.dtype.element_ty), mask=inside)
     if NEED_ALPHA:
+        program = tl.program_id(0)
         tl.store(partial + 2 * program, tl.sum(grad * for_p, 0))
         tl.store(partial + 2 * program + 1, tl.sum(grad * for_n, 0))
 

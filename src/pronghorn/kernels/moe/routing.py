@@ -67,14 +67,9 @@ class Routing:
 
 
 def route_reference(
-    logits_TE: Tensor,
-    K: int,
-    *,
-    normalise: bool,
-    scale: float = 1.0,
-    sigmoid: Sigmoid | None = None,
+    logits_TE: Tensor, K: int, *, normalise: bool, scale: float = 1.0, sigmoid: Sigmoid | None = None,
     bias_E: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(weights_TK, ids_TK), in transformers' order: softmax over all, the K largest, divided by their sum."""
     if sigmoid is not None:
         return _sigmoid_reference(logits_TE, K, normalise, scale, sigmoid)
@@ -310,14 +305,9 @@ def _place_kernel(ids, starts, order, inverse, S, E: tl.constexpr, SLOTS: tl.con
 
 
 def route_forward(
-    logits_TE: Tensor,
-    K: int,
-    *,
-    normalise: bool,
-    scale: float = 1.0,
-    sigmoid: Sigmoid | None = None,
+    logits_TE: Tensor, K: int, *, normalise: bool, scale: float = 1.0, sigmoid: Sigmoid | None = None,
     bias_E: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(weights_TK fp32, ids_TK int32)"""
     if bias_E is not None and (sigmoid is not None or not normalise):
         raise ValueError("a bias of softmax scores is for weights that are divided by their sum; sigmoids have their own")
