@@ -81,7 +81,7 @@ PRODUCTS = {(True, True): (3, 2, 1), (True, False): (2, 1, 0), (False, True): (8
 
 
 def operations(q_TJK: Tensor, v_TNV: Tensor, *, forward: bool, delta: bool = True) -> int:
-    """Of whole chunks; 5.0 million a token forward with the heads of Qwen3.5-9B."""
+    """How many there are in whole chunks; 5.0 million a token forward with the heads of Qwen3.5-9B."""
     (T, J, K), (_, N, V), (states, values, keys) = q_TJK.shape, v_TNV.shape, PRODUCTS[forward, delta]
     return 2 * T * (N * (states * K * V + CHUNK * (values * V + keys * K)) + J * CHUNK * K)
 
