@@ -35,10 +35,9 @@ class _Data:
         bounds = torch.tensor([*range(0, T, case["mean"]), T], dtype=torch.int32, device=DEVICE)
         self.where = chunk_table(bounds, T), bounds
         self.R = op.delta_rule_forward(*self.qkv, self.g, self.beta, *self.where)[1]
-        J, K, N, V = heads
+        J, K, N, _ = heads
         self.name = f"T={T} heads {J}/{N} of {K} documents of {case['mean']} bf16 {case['pass']}"
-        # of all 64 x 64 pairs; backward has nearly three times the products
-        self.flops = T * N * (6 * K * V + 2 * op.CHUNK * (3 * K + 2 * V)) * (1 if self.forward else 3)
+        self.flops = op.operations(self.qkv[0], self.qkv[2], forward=self.forward)
 
     def ours(self) -> Outputs:
         if self.forward:

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.bench.ceiling import products
 from benchmarks.bench.workloads import MODELS
 from benchmarks.record import record, write
 from pronghorn.kernels.gemm import cublaslt
@@ -44,6 +43,14 @@ class Product:
     @property
     def flops(self) -> int:
         return 2 * self.a.shape[0] * self.a.shape[1] * self.b.shape[1]
+
+
+def products(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """(outputs, inputs) of the products of one layer with a dense MLP."""
+    width, heads, kv_heads = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
+    head_width, mlp = config["head_dim"], config["intermediate_size"]
+    attention = {"qkv": ((heads + 2 * kv_heads) * head_width, width), "out": (width, heads * head_width)}
+    return attention | {"gate_up": (2 * mlp, width), "down": (width, mlp)}
 
 
 def of_model(name: str) -> Iterator[Product]:

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from benchmarks.bench.ceiling import products
 from benchmarks.bench.workloads import Workload
 from benchmarks.ops import replaced
+from benchmarks.products import products
 from pronghorn.kernels.lora.lora_linear import LoraGroup
 from pronghorn.model.layers import wide_gemms
 from pronghorn.model.layers.wide_gemms import WideGemms

@@ -22,13 +22,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.bench.ceiling import products
 from benchmarks.bench.meter import Meter
 from benchmarks.bench.ours import Ours
 from benchmarks.bench.weights import make_model_folder
 from benchmarks.bench.workloads import WORKLOADS, Workload
 from benchmarks.ops import replaced
-from benchmarks.products import of_calls
+from benchmarks.products import of_calls, products
 from benchmarks.record import record, write
 from benchmarks.step_absences import WITHOUT, Choice, of_absences
 from pronghorn.kernels.attention import attention_short

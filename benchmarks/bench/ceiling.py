@@ -3,9 +3,9 @@
     python -m benchmarks.bench.ceiling --workload llama-1b
 
 One step in bf16 (float32 without a GPU): for every linear of every layer the product forward and the one for the input's
-gradient (not for layer 0's q, k and v, below which nothing is trained), and both of the head, for every token; q, k, v as one
-product, gate and up as one, by the algorithms that the layers take (kernels/gemm/mm.py); those of experts as grouped
-products, of rows spread evenly over them. Where the workload asks for FP8, the layers' products are in FP8, of operands that
+gradient (not of layer 0's input, below which nothing is trained), and both of the head, for every token; linears that share an
+input as one product, by the algorithms that the layers take (kernels/gemm/mm.py); those of experts as grouped products, of rows
+spread evenly over them. Where the workload asks for FP8, the layers' products are in FP8, of operands that
 are FP8 already, both ways; the head's stay in bf16. Attention is not part of it, so long documents stay further below it. A few
 copies of the weights take turns, so that none is still in L2. Time between two device events, median of several steps.
 """
@@ -14,94 +14,105 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.bench.meter import machine
-from benchmarks.bench.workloads import WORKLOADS, Workload
+from benchmarks.bench.workloads import MODELS, WORKLOADS, Workload
 from pronghorn.kernels.gemm.mm import mm
 from pronghorn.kernels.lora.fp8 import fp8_mm
 from pronghorn.kernels.moe.grouped_gemm import grouped_linear_backward_input, grouped_linear_forward
 from pronghorn.kernels.quant.fp8_cast import fp8_cast_rows, fp8_transpose
+from pronghorn.model.causal_lm import engine_of, install
+from pronghorn.model.experts import ExpertStack
+from pronghorn.model.layers.linears import LinearGroup
 
 COPIES = 3  # one layer's weights of the smallest model here are 31 MB; L2 of an H200 holds 50
 REPEATS = 7
 HEAD_ROWS = 16384  # the head's products are done for so many tokens at a time: more logits than that fit no step
 
 
-def products(config: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """(outputs, inputs) of the products of one layer."""
-    width, heads, kv_heads = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
-    head_width, mlp = config["head_dim"], config["intermediate_size"]
-    attention = {"qkv": ((heads + 2 * kv_heads) * head_width, width), "out": (width, heads * head_width)}
-    return attention if experts_of(config) else attention | {"gate_up": (2 * mlp, width), "down": (width, mlp)}
-
-
-def experts_of(config: dict[str, Any]) -> int:
-    return int(config.get("num_experts") or config.get("num_local_experts") or 0)
-
-
-def stacks(config: dict[str, Any]) -> dict[str, tuple[int, int, int]]:
-    """(experts, outputs, inputs) of the grouped products of one layer."""
-    if not (experts := experts_of(config)):
-        return {}
-    width, mlp = config["hidden_size"], config.get("moe_intermediate_size") or config["intermediate_size"]
-    return {"expert_gate_up": (experts, 2 * mlp, width), "expert_down": (experts, width, mlp)}
+@lru_cache(maxsize=1)
+def layers_of(model: str) -> tuple[dict[str, tuple[int, ...]], ...]:
+    """For each layer its products, (outputs, inputs) of linears that share an input, (experts, outputs, inputs) of experts, as
+    the fast layers have them. The first one of a layer reads its input."""
+    settings = {name: value for name, value in MODELS[model].items() if name != "quantization_config"}
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(AutoConfig.for_model(settings.pop("model_type"), **settings))
+    if why := install(whole):
+        raise RuntimeError(f"no fast layers: {why}")
+    engine = engine_of(whole)
+    assert engine is not None
+    found = []
+    for layer in engine.layers:
+        shapes: dict[str, tuple[int, ...]] = {}
+        for group in layer.groups:
+            if isinstance(group, ExpertStack):
+                experts, *sides = getattr(group.module(), group.parameter).shape
+                shapes[f"experts.{group.parameter}"] = (experts, *(reversed(sides) if group.transposed else sides))
+            elif isinstance(group, LinearGroup):
+                weights = [module.weight for module in group.modules()]
+                shapes[",".join(group.names)] = (sum(len(weight) for weight in weights), weights[0].shape[1])
+        found.append(shapes)
+    return tuple(found)
 
 
 def flops(workload: Workload) -> int:
     """4 for each frozen linear parameter and token, less the gradient that layer 0 does not need."""
-    config = workload.config
-    shapes = products(config)
-    layer = sum(out * inner for out, inner in shapes.values())
-    layer += config.get("num_experts_per_tok", 0) * sum(out * inner for _, out, inner in stacks(config).values())
+    config, layers = workload.config, layers_of(workload.model)
+    each = sum(
+        math.prod(shape[-2:]) * (config["num_experts_per_tok"] if len(shape) == 3 else 1)
+        for layer in layers
+        for shape in layer.values()
+    )
     head = config["vocab_size"] * config["hidden_size"]
-    skipped = shapes["qkv"][0] * shapes["qkv"][1]
-    return int(workload.tokens * (4 * (config["num_hidden_layers"] * layer + head) - 2 * skipped))
+    return int(workload.tokens * (4 * (each + head) - 2 * math.prod(next(iter(layers[0].values())))))
 
 
 def measure(workload: Workload) -> dict[str, Any]:
-    config = workload.config
+    config, shapes = workload.config, layers_of(workload.model)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)
 
-    def random(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, device=device, dtype=dtype)  # zeros would draw less power and run faster
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=device, dtype=dtype)  # zeros would draw less power and run faster
 
-    shapes = products(config)
     head_shape = (config["vocab_size"], config["hidden_size"])
     head = random(*head_shape)
-    widths = {size for shape in shapes.values() for size in shape}
-    wide = {size: random(workload.tokens, size) for size in widths}  # inputs and outputs of each width
+    widths = {size for layer in shapes for shape in layer.values() if len(shape) == 2 for size in shape}
+    wide = {size: random(workload.tokens, size) for size in {*widths, head_shape[1]}}  # inputs and outputs of each width
     wide[head_shape[0]] = random(min(HEAD_ROWS, workload.tokens), head_shape[0])
     out = {size: torch.empty_like(wide[size]) for size in wide}
     kind: _Plain = (_Fp8 if workload.fp8 else _Plain)(wide, out)
-    layers = [{name: kind.weight(random(*shape)) for name, shape in shapes.items()} for _ in range(COPIES)]
-    if experts := experts_of(config):
+    if experts := next((shape[0] for layer in shapes for shape in layer.values() if len(shape) == 3), 0):
         kind = _Grouped(wide, out, experts, config["num_experts_per_tok"])
-        for layer in layers:
-            layer |= {
-                name: random(e * outer, inner).view(e, outer, inner) for name, (e, outer, inner) in stacks(config).items()
-            }
+    copies: dict[Any, list[dict[str, torch.Tensor]]] = {}  # of each kind of layer
+    for layer in shapes:
+        some = copies.setdefault(tuple(layer.items()), [])
+        if len(some) < COPIES:
+            some.append({name: kind.weight(random(*shape)) for name, shape in layer.items()})
+    layers = [copies[tuple(layer.items())] for layer in shapes]
 
     def step() -> None:
-        count = config["num_hidden_layers"]
-        for i in range(count):
-            for weight in layers[i % COPIES].values():
+        for i, some in enumerate(layers):
+            for weight in some[i % len(some)].values():
                 kind.forward(weight)
         for begin in range(0, workload.tokens, HEAD_ROWS):
-            some = slice(begin, begin + HEAD_ROWS)
-            mm(wide[head_shape[1]][some], head.t(), out=out[head_shape[0]])
-            mm(wide[head_shape[0]], head, out=out[head_shape[1]][some])
-        for i in reversed(range(count)):
-            for name, weight in reversed(layers[i % COPIES].items()):
-                if i or name != "qkv":
-                    kind.backward(weight)
+            rows = slice(begin, begin + HEAD_ROWS)
+            mm(wide[head_shape[1]][rows], head.t(), out=out[head_shape[0]])
+            mm(wide[head_shape[0]], head, out=out[head_shape[1]][rows])
+        for i, some in reversed([*enumerate(layers)]):
+            weights = [*some[i % len(some)].values()]
+            for weight in reversed(weights if i else weights[1:]):
+                kind.backward(weight)
 
     for _ in range(2):
         step()

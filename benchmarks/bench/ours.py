@@ -18,6 +18,7 @@ from pronghorn.data.preference.pair_packing import groups_of
 from pronghorn.kernels.attention.attention import pick_backend
 from pronghorn.model.causal_lm import base_of, install
 from pronghorn.model.config import read_config
+from pronghorn.model.families import heads_of
 from pronghorn.model.load import DTYPES, Precision, load_model, pick_device, resolve_precision
 from pronghorn.model.lora import add_adapter
 from pronghorn.model.shared_prefix import why_not_shared
@@ -124,7 +125,7 @@ class Ours:
         attention = pick_backend(
             device,
             DTYPES[precision],
-            config.head_dim,
+            max(heads_of(config, i)[1] for i in range(config.num_hidden_layers)),
             typical=shapes.typical,
             sinks=config.model_type == "gpt_oss",
             shared=one.shares_prompts,

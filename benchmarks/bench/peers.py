@@ -21,24 +21,17 @@ import torch
 from benchmarks.bench.meter import Meter
 from benchmarks.bench.pairs import LETTER_A, Pair, pairs, pairs_a_step
 from benchmarks.bench.weights import model_folder
-from benchmarks.bench.workloads import (
-    ATTENTION,
-    CLIP,
-    EXPERTS,
-    LEARNING_RATE,
-    LINEARS,
-    SEED,
-    SYSTEMS,
-    System,
-    Workload,
-    documents,
-)
+from benchmarks.bench.workloads import CLIP, EXPERTS, LEARNING_RATE, SEED, SYSTEMS, System, Workload, documents
 from pronghorn.data.pack.packing import pack
 
 PADDED_DOCUMENTS = 8  # in a padded micro-batch; a step accumulates as many of them as make the workload's tokens
 # Unsloth's trainer ignores `packing` for these ("unsupported model type"), and takes rows for documents: it gets as many in one
 # padded micro-batch as make the workload's tokens, since small ones leave the GPU waiting for the host.
 UNSLOTH_PADS = ("gpt_oss",)
+OWN_ATTENTION = {  # in plain transformers
+    "gpt_oss": "eager",  # the others have no sinks
+    "gemma4_unified_text": "sdpa",  # FlashAttention-2 ends at heads of 256
+}
 CUDA = torch.cuda.is_available()
 DTYPE = torch.bfloat16 if CUDA else torch.float32
 Rows = list[npt.NDArray[Any]]
@@ -155,20 +148,27 @@ def _script(system: System, workload: Workload, meter: Meter, lengths: Path | No
     trl: Any = importlib.import_module("trl")
     model, tokenizer = _script_model(system, workload)
     meter.mark("model")
-    rows, packs = documents(workload, meter.total, lengths), workload.config["model_type"] not in UNSLOTH_PADS
-    settings = _arguments(workload, meter) | {
-        "per_device_train_batch_size": workload.tokens // workload.row if packs else _documents_a_step(rows, workload),
-        "gradient_accumulation_steps": 1,
-        "packing": packs,
-        "max_length": workload.row,
-        "dataset_num_proc": 1,
-    }
-    trainer = trl.SFTTrainer(
-        model=model,
-        processing_class=tokenizer,
-        args=trl.SFTConfig(**settings),
-        train_dataset=dataset.from_list([{"input_ids": ids.tolist()} for ids in rows]),
-    )
+    rows = documents(workload, meter.total, lengths)
+
+    def made(*, packs: bool) -> Any:
+        settings = _arguments(workload, meter) | {
+            "per_device_train_batch_size": workload.tokens // workload.row if packs else _documents_a_step(rows, workload),
+            "gradient_accumulation_steps": 1,
+            "packing": packs,
+            "max_length": workload.row,
+            "dataset_num_proc": 1,
+        }
+        return trl.SFTTrainer(
+            model=model,
+            processing_class=tokenizer,
+            args=trl.SFTConfig(**settings),
+            train_dataset=dataset.from_list([{"input_ids": ids.tolist()} for ids in rows]),
+        )
+
+    packs = workload.config["model_type"] not in UNSLOTH_PADS
+    trainer = made(packs=packs)
+    if packs and len(trainer.train_dataset) == len(rows):  # it ignores `packing` for this model
+        packs, trainer = False, made(packs=False)
     return trainer, {"trainer": "trl", "batches": "packed" if packs else "padded", "precision": _precision()}
 
 
@@ -177,8 +177,7 @@ def _transformers(system: System, workload: Workload, meter: Meter, lengths: Pat
     from transformers.utils import is_flash_attn_2_available
 
     attention = "flash_attention_2" if CUDA and is_flash_attn_2_available() and not system.padded else "sdpa"
-    if workload.config["model_type"] == "gpt_oss":
-        attention = "eager"  # the others have no sinks
+    attention = OWN_ATTENTION.get(workload.config["model_type"], attention)
     model = _adapted(system, workload, attention)
     meter.mark("model")
     rows = documents(workload, meter.total, lengths)
@@ -246,7 +245,7 @@ def _documents_a_step(rows: Rows, workload: Workload) -> int:
 
 def _names(workload: Workload) -> tuple[str, ...]:
     """What Unsloth's users write."""
-    return {"linears": LINEARS, "attention": ATTENTION, "experts": EXPERTS}[workload.adapters]
+    return EXPERTS if workload.adapters == "experts" else workload.linears
 
 
 def _adapted(system: System, workload: Workload, attention: str) -> Any:
@@ -276,7 +275,7 @@ def _adapted(system: System, workload: Workload, attention: str) -> Any:
         lora_alpha=workload.rank,
         lora_dropout=0.0,
         bias="none",
-        target_modules=list(LINEARS if workload.adapters == "linears" else ATTENTION),
+        target_modules=list(workload.linears),
         target_parameters=experts,
     )
     torch.manual_seed(SEED)

@@ -20,6 +20,11 @@ from pronghorn.errors import CommandError
 LORA_RANK = 16
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LEARNING_RATE = 2e-4  # constant, AdamW without decay, gradients clipped to 1
+# Of families whose linears have other names; a router is none of them.
+_CONV = ("q_proj", "k_proj", "v_proj", "in_proj", "out_proj", "w1", "w2", "w3")
+_LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")  # of attention: an MLP's would be experts'
+_DELTA = (*LINEARS, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+LINEARS_OF = {"lfm2": _CONV, "glm4_moe_lite": _LATENT, "qwen3_5_text": _DELTA}
 ATTENTION = LINEARS[:4]
 EXPERTS = (*LINEARS, "gate_up_proj")  # Unsloth's names for a mixture's experts
 CLIP = 1.0
@@ -95,6 +100,46 @@ _QWEN_MOE = {
     "rope_theta": 1e6,
 }
 
+_QWEN3_5 = {
+    "model_type": "qwen3_5_text",
+    "vocab_size": 248320,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+_GEMMA_4 = {
+    "model_type": "gemma4_unified_text",
+    "vocab_size": 262144,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "sliding_window": 1024,
+    "final_logit_softcapping": 30.0,
+}
+_GLM_FLASH = {
+    "model_type": "glm4_moe_lite",
+    "vocab_size": 154880,
+    "moe_intermediate_size": 1536,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 1,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 20,
+    "q_lora_rank": 768,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+}
+
 
 def _sized(family: dict[str, Any], width: int, mlp: int, layers: int, *, tied: bool = False, **others: Any) -> dict[str, Any]:
     sizes = {"hidden_size": width, "intermediate_size": mlp, "num_hidden_layers": layers, "tie_word_embeddings": tied}
@@ -114,6 +159,32 @@ MODELS: dict[str, dict[str, Any]] = {  # the published sizes; weights are random
     # All of it, with the experts in MXFP4, as it is published.
     "gpt-oss-20b": _GPT_OSS | {"num_hidden_layers": 24, "quantization_config": {"quant_method": "mxfp4"}},
     "qwen3-30b-a3b-4layers": _sized(_QWEN_MOE, 2048, 6144, 4),
+    # The first layers of 9B: three with a state, then one of attention.
+    "qwen3.5-9b-8layers": _sized(_QWEN3_5, 4096, 12288, 8),
+    "lfm2-1.2b": {
+        "model_type": "lfm2",
+        "vocab_size": 65536,
+        "hidden_size": 2048,
+        "intermediate_size": 12288,  # of which two thirds are used: block_auto_adjust_ff_dim
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+    },
+    # Of 48 layers every sixth is global; here the sixth and, as the config demands, the last.
+    "gemma-4-12b-8layers": _sized(_GEMMA_4, 3840, 15360, 8, tied=True),
+    # The first layer is dense, as it is published.
+    "glm-4.7-flash-4layers": _sized(_GLM_FLASH, 2048, 10240, 4),
+    "tiny-delta": _sized(
+        _QWEN3_5 | _TINY,
+        64,
+        128,
+        4,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+    ),
     "tiny-moe": _sized(_QWEN_MOE | _TINY, 64, 6144, 2, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2),
     "tiny": _sized(_LLAMA | _TINY, 64, 128, 2, rope_theta=1e4, tied=True),
 }
@@ -163,6 +234,7 @@ _UNSLOTH = ("pronghorn", "unsloth", "unsloth-ckpt")
 _PACKED = (*_UNSLOTH, "packed", "packed-ckpt")
 _TRL = ("pronghorn", "dropin", "dropin-true", "dropin-unsloth", "unsloth", "unsloth-true", "unsloth-ckpt")
 _PAIRS = ("pronghorn", "dropin", "trl", "trl-ckpt", "unsloth", "unsloth-ckpt")
+_STATES = (*_UNSLOTH, "padded")
 _LARGE = ("pronghorn", "unsloth", "unsloth-ckpt", "liger", "liger-ckpt", "packed-ckpt")
 
 
@@ -192,6 +264,11 @@ class Workload:
         return self.ours == "fp8" or self.compute == "fp8"
 
     @property
+    def linears(self) -> tuple[str, ...]:
+        """Names of the adapted linears."""
+        return LINEARS_OF.get(self.config["model_type"], LINEARS if self.adapters == "linears" else ATTENTION)
+
+    @property
     def config(self) -> dict[str, Any]:
         return MODELS[self.model]
 
@@ -206,7 +283,7 @@ class Workload:
         if self.adapters != "linears":
             method += " on attention" + " and experts" * (self.adapters == "experts")
         ours = ", Pronghorn within " + re.sub(r"(?<=\d)(?=[A-Z])", " ", self.budget) if self.budget else ""
-        model = self.model.replace("-4layers", " (4 layers)")
+        model = re.sub(r"-(\d)layers", r" (\1 layers)", self.model)
         return f"{model}, {method}, {documents}, {self.tokens:,} tokens per step{ours}"
 
 
@@ -249,6 +326,11 @@ WORKLOADS = {
         Workload(
             "gpt-oss-20b-4bit", "gpt-oss-20b", 4096, systems=("pronghorn", "unsloth-ckpt"), method="qlora", adapters="attention"
         ),
+        # transformers' layers with a state or a convolution let packed documents see each other, so they are padded there.
+        Workload("qwen3.5-9b-8layers", "qwen3.5-9b-8layers", 16384, systems=_STATES),
+        Workload("lfm2-1.2b", "lfm2-1.2b", 16384, systems=_STATES),
+        Workload("gemma-4-12b-8layers", "gemma-4-12b-8layers", 16384, systems=_PACKED),
+        Workload("glm-4.7-flash-4layers", "glm-4.7-flash-4layers", 16384, systems=_PACKED, adapters="attention"),
         # The same script under Unsloth and under us, only its import changed; and what `pronghorn train` does of the same work.
         Workload("llama-1b-trl", "llama-1b", 16384, systems=_TRL),
         Workload("llama-1b-trl-qlora", "llama-1b", 16384, systems=_TRL, method="qlora"),
@@ -263,6 +345,7 @@ WORKLOADS = {
         Workload("tiny-dpo", "tiny", 1024, systems=("pronghorn", "dropin", "trl"), pairs=True),
         Workload("tiny-trl", "tiny", 512, systems=("pronghorn", "dropin", "dropin-true"), rank=8),
         Workload("tiny-full", "tiny", 512, systems=("pronghorn", "packed"), method="full"),
+        Workload("tiny-delta", "tiny-delta", 512, systems=("pronghorn", "padded")),
         Workload("tiny-moe", "tiny-moe", 512, systems=("pronghorn", "packed"), adapters="experts"),
         Workload("tiny-fp8", "tiny", 512, systems=("pronghorn", "packed"), ours="fp8"),
         Workload("tiny", "tiny", 512, document=0, systems=("pronghorn", "packed", "packed-ckpt", "padded")),

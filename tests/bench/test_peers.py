@@ -38,6 +38,16 @@ def test_both_sides_take_the_same_steps(name: str) -> None:
     assert min(one["changed_share"], other["changed_share"]) > 0.9
 
 
+def test_a_model_with_states_is_padded_by_transformers() -> None:
+    """So its steps have other documents, but about as many tokens, and the loss of the same random model."""
+    make_model_folder("tiny-delta")
+    workload = WORKLOADS["tiny-delta"]
+    one, other = ours.measure(workload, meter(), None), peers.measure("padded", workload, meter(), None)
+    assert one["loss_first"] == pytest.approx(other["loss_first"], rel=1e-2)
+    assert one["tokens_per_step"] == pytest.approx(other["tokens_per_step"], rel=0.5)
+    assert min(one["changed_share"], other["changed_share"]) > 0.9
+
+
 @pytest.mark.parametrize("system", first_of(["pronghorn", "dropin", "trl"], 2))
 def test_preference_pairs(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every system trains on about as many pairs a step; the adapter begins as zeros, so the first loss is log 2."""

@@ -354,6 +354,35 @@ def test_work_is_counted_where_it_is_done() -> None:
     assert (nothing.bytes, nothing.launches) == (16, 1)
 
 
+def test_work_of_layers_with_states_is_counted() -> None:
+    """By hand: of Qwen3.5-9B the rule's products in whole chunks, and every tensor that a kernel reads or writes."""
+    job, T = Job(shape_of(MODELS["qwen3.5-9b-8layers"]), 16384), 16384
+    found = held(job, "nothing", kind=0)
+    forward, backward = found.forward_work, found.backward_work
+    of_pairs = 2 * 16 * 64 * 128  # P, in each key head
+    state, chunk = 2 * 128 * 128, 2 * 64 * 128
+    assert forward.flops["delta"] == T * (32 * (3 * state + 3 * chunk) + of_pairs)
+    assert backward.flops["delta"] == T * (32 * (8 * state + 9 * chunk) + of_pairs)
+    assert (held(job, "layer", kind=0).backward_work - backward).flops["delta"] == forward.flops["delta"]
+    assert held(job, "around_attention", kind=0).backward_work.flops["delta"] == backward.flops["delta"]
+    rule = 2 * 8192 + (4096 + 2048) + (2048 + 2048) + (8192 + 2 * 2048 + 4096) + 3 * 4096  # convolution, P, R, scan, norm
+    rows = 2 * 2 * 4096 + 4096 + 12352 + 3 * 4096 + 4096 + 24576 + 24576 + 12288 + 12288 + 2 * 4096
+    weights = 4096 * (12352 + 4096 + 3 * 12288)
+    assert forward.bytes == pytest.approx(2 * (T * (rule + rows) + weights), rel=0.02)
+    assert "delta" not in held(job, "nothing", kind=1).forward_work.flops
+
+
+def test_work_of_states_without_a_correction_is_counted() -> None:
+    """Mamba-2, whose B and C are shared by all heads. Its config has an infinite number."""
+    heads = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1}
+    layers = {"layer_types": ["linear_attention"] * 2, "num_hidden_layers": 2, "hidden_size": 64, "num_local_experts": 4}
+    small = SMALL | heads | layers | {"vocab_size": 512}
+    found = held(Job(shape_of(AutoConfig.for_model("granitemoehybrid", **small)), 1024), "nothing")
+    state, values, keys = 2 * 16 * 32, 2 * 64 * 32, 2 * 64 * 16
+    assert found.forward_work.flops["delta"] == 1024 * (4 * (2 * state + values) + keys)
+    assert found.backward_work.flops["delta"] == 1024 * (4 * (5 * state + 2 * values + 2 * keys) + keys)
+
+
 # ---- the target --------------------------------------------------------------------------------------------------------------
 
 

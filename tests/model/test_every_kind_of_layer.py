@@ -50,6 +50,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "nf4": lambda: test_linears.model_of("qwen3", test_linears.LORAS["some"]),
     "experts": lambda: test_experts.model_of("gpt_oss", "lora on experts", torch.float32),
     "experts, full": lambda: test_experts.model_of("qwen2_moe", "full", torch.float32),
+    "states in fp8": lambda: test_fp8_gemms.model_of("qwen3_5_text"),
     "experts in fp8": lambda: test_fp8_moe_layer.model_of("gpt_oss", "experts"),
     "experts in fp8, shared expert": lambda: test_fp8_moe_layer.model_of("qwen2_moe", "attention"),
     "convolutions, full": lambda: test_short_conv_mixer.model_of("lfm2", "full"),

@@ -17,11 +17,7 @@ def test_the_docs_list_the_rows_of_the_table() -> None:
     listed = {
         name: cells for name, *cells in re.findall(r"^\| `(\w+)` \| (\w+) \| (\w+) \| (\w+) \| (\w+) \|", text, re.MULTILINE)
     }
-    fp8 = {name: "linear_attention" not in family.mixers for name, family in FAMILIES.items()}
-    expected = {
-        name: ["yes" if family.experts else "no", "yes", "yes" if fp8[name] else "no", "yes"]
-        for name, family in FAMILIES.items()
-    }
+    expected = {name: ["yes" if family.experts else "no", "yes", "yes", "yes"] for name, family in FAMILIES.items()}
     assert listed == expected
     assert list(listed) == sorted(listed)
     readme = LISTED.parents[1] / "README.md"

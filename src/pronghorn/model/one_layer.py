@@ -36,6 +36,15 @@ def written(config: HFConfig) -> str:
     return str(config.to_json_string(use_diff=False))
 
 
+def _read(written_config: str) -> Any:
+    """What `written` wrote. transformers writes infinity (Mamba-2's `time_step_limit`) as {"__float__": "Infinity"}."""
+
+    def number(found: dict[str, Any]) -> Any:
+        return float(found["__float__"]) if "__float__" in found else found
+
+    return AutoConfig.for_model(**json.loads(written_config, object_hook=number))
+
+
 @lru_cache(maxsize=64)
 def layer_kinds(written_config: str) -> tuple[int, ...]:
     """For each layer the number of the first one that has the same modules and sizes and attends in the same way."""
@@ -50,7 +59,7 @@ def layer_kinds(written_config: str) -> tuple[int, ...]:
 
 
 def _plain(written_config: str) -> Any:
-    config = AutoConfig.for_model(**json.loads(written_config))
+    config = _read(written_config)
     config.architectures = None  # a head that is already there is added to a language model here
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # sizes are those of the model it was made from
@@ -83,7 +92,7 @@ def one_layer_of_each_kind(written_config: str, storage: str, dtype: torch.dtype
     """`storage`: a row of the formats' table. `lora`: None if the weights are trained themselves, in float32. `head`: a
     name of model/heads/."""
     row, firsts = FORMATS[storage], sorted(set(layer_kinds(written_config)))
-    published = FORMATS.get(published_format(AutoConfig.for_model(**json.loads(written_config))))
+    published = FORMATS.get(published_format(_read(written_config)))
     model = _few_layers(_plain(written_config), firsts, torch.float32 if lora is None else dtype)
     model = HEADS[head].attach(model, seed=0)
     if lora is None:

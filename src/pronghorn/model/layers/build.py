@@ -11,6 +11,7 @@ from pronghorn.hf_types import HFConfig
 from pronghorn.kernels.lora.shared_buffers import SharedBuffers
 from pronghorn.model.families import ACTIVATIONS, Family, activation_name, layer_type
 from pronghorn.model.formats.linear import StoredLinear
+from pronghorn.model.formats.table import GATES
 from pronghorn.model.layers.fp8_gemms import trains_whole
 from pronghorn.model.layers.layer import DecoderLayer
 from pronghorn.model.layers.linears import LinearGroup
@@ -55,7 +56,7 @@ def build_layer(
     in_fp8 = any(row.in_fp8 or (asked and row.to_fp8) for row in rows) or (asked and any(map(trains_whole, layer.modules())))
 
     def group(parent: nn.Module, names: tuple[str, ...]) -> LinearGroup:
-        return LinearGroup(parent, names, buffers, fp8=in_fp8)
+        return LinearGroup(parent, names, buffers, fp8=in_fp8 and not set(names) <= set(GATES))
 
     def norm(slot: str) -> Norm | None:
         name = getattr(family.norms, slot)

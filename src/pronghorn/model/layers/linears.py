@@ -53,6 +53,10 @@ class LinearGroup(Linears):
             return "a weight is trained next to a quantized weight"
         return ""
 
+    @property
+    def parts(self) -> tuple[LinearGroup, ...]:
+        return (self,)
+
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def prepare(self, dtype: torch.dtype) -> bool:

@@ -32,6 +32,7 @@ from pronghorn.model.layers.norms import Norm
 from pronghorn.model.layers.operand import Operand
 from pronghorn.model.layers.residual import add_branch, back_through_norm, grad_of_branch, gradients_after_norm
 from pronghorn.model.layers.saved import FROM_INPUT, Kept, Level, Saved
+from pronghorn.model.layers.split_linears import SplitLinears
 from pronghorn.model.layers.types import Documents, Grads
 from pronghorn.model.rows import spread
 
@@ -96,7 +97,7 @@ class Part(ABC):
     def gather_jobs(self) -> list[GatherJob]:
         """Jobs that gather the adapters' gradients (model/lora_grad_buffer.py)."""
 
-    def jobs_of(self, first: LinearGroup, last: LinearGroup) -> list[GatherJob]:
+    def jobs_of(self, first: LinearGroup | SplitLinears, last: LinearGroup) -> list[GatherJob]:
         """Those of the linears after the norm, and of the last ones."""
         norm = self.before
         of_norm = NormOf(norm.weight, norm.weight, norm.one_plus) if norm else None
@@ -162,13 +163,13 @@ class Mixer(Part):
     in_chunks = False  # whether it reads `Documents.chunks_S2`
     gates = False  # whether o is a gate's: then `core`, its input, is saved in its place, and backward makes o again
 
-    def __init__(self, around: Around, into: LinearGroup, out: LinearGroup) -> None:
+    def __init__(self, around: Around, into: LinearGroup | SplitLinears, out: LinearGroup) -> None:
         super().__init__(around)
         self.into, self.out = into, out
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        return self.into, self.out
+        return *self.into.parts, self.out
 
     @property
     def extra(self) -> int:

@@ -10,6 +10,7 @@ from pronghorn.model.layers.linears import LinearGroup
 from pronghorn.model.layers.norms import Norm
 from pronghorn.model.layers.operand import Operand, OutGrad
 from pronghorn.model.layers.saved import Saved
+from pronghorn.model.layers.split_linears import SplitLinears
 from pronghorn.model.layers.types import GradBuffer, Grads
 from pronghorn.model.rows import rows_like
 
@@ -58,8 +59,9 @@ def back_through_norm_into(out: Tensor, norm: Norm | None, dx: Tensor, h: Tensor
 
 
 def gradients_after_norm(
-    group: LinearGroup, dy: OutGrad, norm: Norm | None, h: Tensor, xa: Tensor | None, saved: Saved, without: Part | None = None
-) -> Grads:
+    group: LinearGroup | SplitLinears, dy: OutGrad, norm: Norm | None, h: Tensor, xa: Tensor | None, saved: Saved,
+    without: Part | None = None,
+) -> Grads:  # fmt: skip
     """Adapters' gradients use h, which is saved; trained weights need norm(h), which is recomputed."""
     if norm is None:
         return group.gradients(dy, h, xa, without=without)

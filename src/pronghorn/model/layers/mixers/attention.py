@@ -59,8 +59,8 @@ class Attention(Mixer):
         self.index = index
         module = getattr(layer, family.names.attention)  # the model's own, whose parameters are only read
         qkv = tuple(name for name in family.qkv if getattr(module, name) is not None)
-        super().__init__(around, group(module, qkv), group(module, (family.names.out,)))
-        self.module, self.family, self.qkv = module, family, self.into
+        self.module, self.family, self.qkv = module, family, group(module, qkv)
+        super().__init__(around, self.qkv, group(module, (family.names.out,)))
         self.rope = rope_kind(config, index)
         self.heads, self.kv_heads = int(config.num_attention_heads), heads_of(config, index)[0]
         self.head_width = int(module.head_dim)

@@ -28,6 +28,7 @@ from pronghorn.kernels.delta.gated_norm import gated_norm, gated_norm_backward, 
 from pronghorn.model.families import Family
 from pronghorn.model.layers.part import Around, MakeGroup, Mixer
 from pronghorn.model.layers.saved import Kept, Saved
+from pronghorn.model.layers.split_linears import SplitLinears
 from pronghorn.model.layers.types import Documents
 from pronghorn.model.rows import rows_like
 
@@ -45,7 +46,9 @@ class GatedDelta(Mixer):
         self.index = index
         self.module = module = layer.linear_attn  # the model's own, whose parameters are only read
         names = APART if hasattr(module, APART[0]) else TOGETHER
-        super().__init__(around, group(module, names), group(module, ("out_proj",)))
+        into, half = group(module, names), len(names) // 2  # the second half makes decay and step: in 16 bits
+        apart = SplitLinears(group(module, names[:half]), group(module, names[half:])) if into.fp8 else into
+        super().__init__(around, apart, group(module, ("out_proj",)))
         self.heads = Heads(
             J=int(config.linear_num_key_heads),
             K=int(config.linear_key_head_dim),

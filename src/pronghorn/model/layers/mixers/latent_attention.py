@@ -64,8 +64,8 @@ class LatentAttention(Attention):
         self.index, self.family = index, family
         self.module = module = getattr(layer, family.names.attention)  # the model's own, whose parameters are only read
         first = "q_proj" if config.q_lora_rank is None else "q_a_proj"
-        Mixer.__init__(self, around, group(module, (first, "kv_a_proj_with_mqa")), group(module, (family.names.out,)))
-        self.qkv, self.q_norm, self.k_norm = self.into, None, None
+        self.qkv, self.q_norm, self.k_norm = group(module, (first, "kv_a_proj_with_mqa")), None, None
+        Mixer.__init__(self, around, self.qkv, group(module, (family.names.out,)))
         self.rope = rope_kind(config, index)
         self.sizes = LatentHeads(
             int(config.num_attention_heads),
@@ -96,7 +96,7 @@ class LatentAttention(Attention):
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        return self.into, self.out, *(up.group for up in self.ups)
+        return self.qkv, self.out, *(up.group for up in self.ups)
 
     @property
     def norms(self) -> list[Norm]:
