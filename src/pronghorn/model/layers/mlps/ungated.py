@@ -57,6 +57,10 @@ class UngatedMlp(DenseMlp):
         ungated_activation_forward(u_ext[:, :width], self.scalars, out=a_ext[:, :width])
         return Operand(a_ext)
 
+    def adapters_of(self, u_ext: Tensor) -> Tensor | None:
+        """By running its GEMM again."""
+        return self.down.owned(self.down.apply(self.activated(u_ext))[1])
+
     def back_through_activation(self, da: Tensor, dy: Operand, saved: Saved, *, thin: bool) -> tuple[Operand, bool]:
         u = saved["gu"][:, : da.shape[1]]
         _, _, of_alphas = ungated_activation_backward(
