@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_decoder_layer import whole_float64
 from test_short_conv_mixer import assert_same, engine, fast, own
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -89,6 +90,15 @@ def test_all_gradients_are_those_of_transformers(kind: str, method: str) -> None
         names = ("conv1d.weight", "A_log", "dt_bias", "norm.weight", "in_proj")
         assert all(any(f"layers.0.linear_attn.{name}" in trained for trained in expected[1]) for name in names)
     assert min(gradient.cosine for gradient in verify(model).gradients) > 0.99999
+
+
+def test_a_long_document() -> None:
+    """Of 2,048 tokens, in which the slowest heads forget little."""
+    model = model_of("qwen3_5_text", "full").double()
+    with whole_float64(model):
+        expected = own(model, (2048,))
+    assert install(model) == ""
+    assert_same(fast(model, (2048,)), expected, 1e-10)
 
 
 @pytest.mark.parametrize("kind", first_of(["qwen3_5_moe_text", "qwen3_next", "qwen3_5_text"], 2))

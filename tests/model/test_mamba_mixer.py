@@ -133,6 +133,15 @@ def test_all_gradients_are_those_of_transformers(kind: str, method: str) -> None
         assert all(any(trained.endswith(f".{name}") for trained in truths[0][1]) for name in names)
 
 
+def test_a_long_document() -> None:
+    """Of 2,048 tokens, in which the slowest heads forget little."""
+    model = model_of("nemotron_h", "full").double()
+    with whole_float64(model):
+        expected = own(model, (2048,))
+    assert install(model) == ""
+    assert_same(fast(model, (2048,)), expected, 1e-10)
+
+
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_float32_is_within_2e_5_of_transformers(kind: str) -> None:
     model = model_of(kind, "lora")
