@@ -349,6 +349,8 @@ def why_not_routed(config: HFConfig) -> str:
     optional = experts is not None and (experts.beside or FAMILIES[config.model_type].halves)
     if experts is None or (optional and not num_experts(config)):
         return ""
+    if not experts.beside and getattr(config, "shared_intermediate_size", 0):
+        return "the fast layers do not support an MLP beside the experts (shared_intermediate_size in its config)"
     if not num_experts(config) or not config.num_experts_per_tok:
         return "the config does not say how many experts there are or how many each token uses"
     if getattr(config, "output_router_logits", False) and (experts.sigmoid or experts.biased):
