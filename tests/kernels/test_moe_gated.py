@@ -1,4 +1,5 @@
-"""The experts' activation: gpt-oss's clamped one, SiLU, and relu^2 without a gate, with bias and routing weights, against float64 truth."""
+"""The experts' activation: gpt-oss's clamped one, SiLU, and relu^2 without a gate, with bias and routing weights, against
+float64 truth."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Whole runs of models with Gated DeltaNet or Mamba-2: they learn, resume to the bit, answer, and export what stock libraries load."""
+"""Whole runs of models with Gated DeltaNet or Mamba-2: they learn, resume to the bit, answer, and export what stock libraries
+load."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 E = experts, D = width of a stack's input, O = of its output, S = T * K rows sorted by expert (kernels/moe/routing.py).
 
 `StoredExperts` replaces the family's own module. Its `gate_up_proj` (or `up_proj`) and `down_proj` have the family's shape, so
-that PEFT can adapt them, but hold a single zero: PEFT adds an adapter's product to it, and the sum is what must be added to the weights. The
-layers read `stacks` (model/experts.py); `forward`, for generation, uses the same grouped products.
+that PEFT can adapt them, but hold a single zero: PEFT adds an adapter's product to it, and the sum is what must be added to the
+weights. The layers read `stacks` (model/experts.py); `forward`, for generation, uses the same grouped products.
 """
 
 from __future__ import annotations
