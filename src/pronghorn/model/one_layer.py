@@ -25,6 +25,8 @@ from pronghorn.model.lora import with_adapter
 from pronghorn.model.text_stack import backbone, beside_text, freeze_beside_text
 from pronghorn.recipe_parts import Lora
 
+FLOAT = "__float__"
+
 
 def as_config(config: HFConfig) -> Any:
     """Hugging Face's config object, of itself or of a plain dict of its values."""
@@ -34,6 +36,12 @@ def as_config(config: HFConfig) -> Any:
 def written(config: HFConfig) -> str:
     """As JSON: equal for equal models."""
     return str(config.to_json_string(use_diff=False))
+
+
+def values_of(written_config: str) -> dict[str, Any]:
+    """transformers writes infinity, a limit of Mamba-2's steps, as an object."""
+    found: dict[str, Any] = json.loads(written_config, object_hook=lambda one: float(one[FLOAT]) if FLOAT in one else one)
+    return found
 
 
 @lru_cache(maxsize=64)
@@ -50,7 +58,7 @@ def layer_kinds(written_config: str) -> tuple[int, ...]:
 
 
 def _plain(written_config: str) -> Any:
-    config = AutoConfig.for_model(**json.loads(written_config))
+    config = AutoConfig.for_model(**values_of(written_config))
     config.architectures = None  # a head that is already there is added to a language model here
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # sizes are those of the model it was made from
@@ -65,7 +73,7 @@ def _few_layers(config: HFConfig, kept: Sequence[int], dtype: torch.dtype) -> An
     def cut(numbers: Sequence[int]) -> None:
         layers = int(text.num_hidden_layers)
         for name, value in list(vars(text).items()):  # what is said of each layer
-            if isinstance(value, list) and len(value) == layers:
+            if isinstance(value, list) and len(value) == layers and name != "time_step_limit":
                 setattr(text, name, [value[number] for number in numbers])
         text.num_hidden_layers = len(numbers)
         if any(by_layer):
@@ -83,7 +91,7 @@ def one_layer_of_each_kind(written_config: str, storage: str, dtype: torch.dtype
     """`storage`: a row of the formats' table. `lora`: None if the weights are trained themselves, in float32. `head`: a
     name of model/heads/."""
     row, firsts = FORMATS[storage], sorted(set(layer_kinds(written_config)))
-    published = FORMATS.get(published_format(AutoConfig.for_model(**json.loads(written_config))))
+    published = FORMATS.get(published_format(AutoConfig.for_model(**values_of(written_config))))
     model = _few_layers(_plain(written_config), firsts, torch.float32 if lora is None else dtype)
     model = HEADS[head].attach(model, seed=0)
     if lora is None:
