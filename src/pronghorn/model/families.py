@@ -349,7 +349,7 @@ def why_not_routed(config: HFConfig) -> str:
     optional = experts is not None and (experts.beside or FAMILIES[config.model_type].halves)
     if experts is None or (optional and not num_experts(config)):
         return ""
-    if not experts.beside and getattr(config, "shared_intermediate_size", 0):
+    if not experts.beside and getattr(config, "shared_intermediate_size", None):
         return "the fast layers do not support an MLP beside the experts (shared_intermediate_size in its config)"
     if not num_experts(config) or not config.num_experts_per_tok:
         return "the config does not say how many experts there are or how many each token uses"
@@ -422,7 +422,7 @@ def activation_name(config: HFConfig) -> str:
 
 
 def num_experts(config: HFConfig) -> int:
-    """Of a layer that has some; 0: no layer has."""
+    """In each layer that has some; 0: no layer has."""
     family = FAMILIES.get(config.model_type)
     if family and family.halves and "moe" not in config.layer_types:
         return 0
