@@ -54,7 +54,7 @@ from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.layers.saved import Level, leave
 from pronghorn.model.layers.types import Documents
 from pronghorn.model.lora_grad_buffer import LoraGradBuffer
-from pronghorn.model.one_layer import values_of
+from pronghorn.model.one_layer import _read
 from pronghorn.packs import PackedDocuments
 from pronghorn.recipe_parts import Lora
 from tables import covering, table
@@ -258,7 +258,7 @@ def test_few_rows_with_a_loss_cost_the_last_layer_no_more_than_their_copies() ->
 
 def peak_of_a_whole_step(job: Job, choices: Sequence[Choice]) -> int:
     """All layers and the head of the whole model, run one after the other without memory."""
-    config = AutoConfig.for_model(**values_of(job.shape.config))
+    config = _read(job.shape.config)
     with dry_run(job.target), torch.no_grad():
         with torch.device("meta"):
             model = model_of(config, job.method, Lora(r=job.rank), torch.bfloat16)

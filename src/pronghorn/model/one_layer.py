@@ -25,8 +25,6 @@ from pronghorn.model.lora import with_adapter
 from pronghorn.model.text_stack import backbone, beside_text, freeze_beside_text
 from pronghorn.recipe_parts import Lora
 
-FLOAT = "__float__"
-
 
 def as_config(config: HFConfig) -> Any:
     """Hugging Face's config object, of itself or of a plain dict of its values."""
@@ -38,10 +36,13 @@ def written(config: HFConfig) -> str:
     return str(config.to_json_string(use_diff=False))
 
 
-def values_of(written_config: str) -> dict[str, Any]:
-    """transformers writes infinity, a limit of Mamba-2's steps, as an object."""
-    found: dict[str, Any] = json.loads(written_config, object_hook=lambda one: float(one[FLOAT]) if FLOAT in one else one)
-    return found
+def _read(written_config: str) -> Any:
+    """What `written` wrote. transformers writes infinity (Mamba-2's `time_step_limit`) as {"__float__": "Infinity"}."""
+
+    def number(found: dict[str, Any]) -> Any:
+        return float(found["__float__"]) if "__float__" in found else found
+
+    return AutoConfig.for_model(**json.loads(written_config, object_hook=number))
 
 
 @lru_cache(maxsize=64)
@@ -58,7 +59,7 @@ def layer_kinds(written_config: str) -> tuple[int, ...]:
 
 
 def _plain(written_config: str) -> Any:
-    config = AutoConfig.for_model(**values_of(written_config))
+    config = _read(written_config)
     config.architectures = None  # a head that is already there is added to a language model here
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # sizes are those of the model it was made from
@@ -91,7 +92,7 @@ def one_layer_of_each_kind(written_config: str, storage: str, dtype: torch.dtype
     """`storage`: a row of the formats' table. `lora`: None if the weights are trained themselves, in float32. `head`: a
     name of model/heads/."""
     row, firsts = FORMATS[storage], sorted(set(layer_kinds(written_config)))
-    published = FORMATS.get(published_format(AutoConfig.for_model(**values_of(written_config))))
+    published = FORMATS.get(published_format(_read(written_config)))
     model = _few_layers(_plain(written_config), firsts, torch.float32 if lora is None else dtype)
     model = HEADS[head].attach(model, seed=0)
     if lora is None:
