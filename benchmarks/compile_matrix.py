@@ -36,7 +36,7 @@ from benchmarks.bench.meter import machine
 from benchmarks.bench.pairs import Pair, PairTable
 from benchmarks.bench.workloads import MODELS
 from benchmarks.compile_for import Build, compiling_for
-from benchmarks.compile_pieces import convert, decode, delta_net
+from benchmarks.compile_pieces import convert, decode, delta_net, mamba
 from benchmarks.ops import replaced
 from benchmarks.without_numbers import WithoutNumbers
 from pronghorn.data.pack.batches import Shapes, build_batch
@@ -142,6 +142,17 @@ SIZES: dict[str, dict[str, Any]] = MODELS | {  # more published sizes; Gemma 2 h
         "num_key_value_heads": 4,
         "layer_types": ["linear_attention"],
     },
+    "nemotron-3-nano": {
+        "model_type": "nemotron_h",
+        "hidden_size": 2688,
+        "mamba_num_heads": 64,
+        "mamba_head_dim": 64,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1856,
+        "moe_shared_expert_intermediate_size": 3712,
+        "layers_block_type": ["linear_attention"],
+    },
 }
 
 
@@ -195,6 +206,8 @@ CASES = (  # sizes are shared where they do not matter: a constant that differs 
     Case("gemma-4-12b"), Case("gemma-4-12b", "full", tokens=1000), Case("gemma-4-12b", shared=True), Case("glm-4.7-flash"),
     Case("glm-4.7-flash", changes={"qk_nope_head_dim": 128, "v_head_dim": 128}),  # DeepSeek-V3's heads
     Case("qwen3.5-9b"), Case("qwen3.5-9b", "full"), Case("qwen3.5-9b", changes={"layer_types": ["full_attention"]}),
+    Case("nemotron-3-nano"), Case("nemotron-3-nano", "full"),
+    *(Case("nemotron-3-nano", method, experts=True, changes={"layers_block_type": ["moe"]}) for method in ("lora", "qlora")),
     Case("gpt-oss-20b-4layers", "full", changes={"num_local_experts": 8}), Case("qwen3-30b-a3b-4layers", "full", tokens=256),
 )  # fmt: skip
 
@@ -284,6 +297,7 @@ def works(chip: Chip) -> Iterator[Work]:
     yield Work("formats", convert)
     yield Work("decoding", decode)
     yield Work("gated deltanet", delta_net)
+    yield Work("mamba-2", mamba)
     for case in CASES:
         if has_fp8 or not case.fp8:
             yield Work(str(case), partial(take_step, case))

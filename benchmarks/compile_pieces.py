@@ -71,3 +71,15 @@ def delta_net() -> None:
         delta_gates_backward(g, beta, a_TN, a_TN, per_head, per_head, need_weights=trained)
         delta_inputs_backward(q, k, v, qkv, taps, where, heads, need_taps=trained)
     delta_step(q[:16], k[:16], v[:16], g[:16], beta[:16], states, place)
+
+
+def mamba() -> None:
+    """What Mamba-2 launches in answering, with the heads of Nemotron 3 Nano: states that are handed on, and a step."""
+    T, (J, K, N, V), dtype = 2048, Heads(8, 128, 64, 64), torch.bfloat16
+    bounds = torch.tensor([*range(0, T, 125), T], dtype=torch.int32)
+    B_TJK, u_TNV = torch.empty(T, J, K, dtype=dtype), torch.empty(T, N, V, dtype=dtype)
+    g, skip = torch.empty(T, N), torch.empty(N)
+    states, place = torch.empty(len(bounds) - 1, N, K, V), torch.arange(len(bounds) - 1, dtype=torch.int32)
+    where = {"initial": states, "final": states, "places": place}
+    delta_rule_forward(B_TJK, B_TJK, u_TNV, g, g, chunk_table(bounds, T), bounds, skip_N=skip, **where)
+    delta_step(B_TJK[:16], B_TJK[:16], u_TNV[:16], g[:16], g[:16], states, place, skip)

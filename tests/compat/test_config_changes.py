@@ -11,6 +11,7 @@ from test_changes import IDS, SIZES, assert_same_step
 from test_decoder_layer import FAMILIES as DENSE
 from test_experts import ROWS as MIXTURES
 from test_gated_delta_mixer import CONFIGS as STATES
+from test_mamba_mixer import CONFIGS as MAMBA
 from test_short_conv_mixer import CONFIGS as CONVOLUTIONS
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -32,6 +33,7 @@ NO_EFFECT = {
     "get_text_config",
     "text_config",
     "is_encoder_decoder",
+    "layers_block_type",  # another name of layer_types, which is looked at
     "num_kv_shared_layers",
     "number_of_conv_states",  # of a cache
     "return_dict",
@@ -57,7 +59,7 @@ OF_IMAGES = {  # text models that stand in another
 
 def test_every_config_value_that_a_forward_reads_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """What each family's own forward, loss and masks ask the config for: looked at here, or without effect on the result."""
-    tables = (DENSE, MIXTURES, CONVOLUTIONS, STATES)
+    tables = (DENSE, MIXTURES, CONVOLUTIONS, STATES, MAMBA)
     configs = {config.model_type: config for table in tables for config in table.values()}
     assert configs.keys() == FAMILIES.keys() - OF_IMAGES
     for kind, config in configs.items():

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_mamba_mixer
 from peft import LoraConfig, get_peft_model
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from api_parts import LINEARS, adapted
 from image_text_models import save_image_text_model
@@ -32,6 +33,22 @@ TEXT_ONLY = {"finetune_vision_layers": False, "finetune_language_layers": True}
 def test_switches_choose_among_the_targets(asked: Any, switches: dict[str, bool], found: Any) -> None:
     chosen = chosen_targets(make_model(), asked, switches)
     assert chosen == found or sorted(chosen) == sorted(found)
+
+
+def test_mamba_is_attention_and_peft_refuses_a_part_of_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "_said", set())
+    config = test_mamba_mixer.CONFIGS["nemotron_h"]
+    attention = ["in_proj", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj"]
+    chosen = chosen_targets(AutoModelForCausalLM.from_config(config), None, {"finetune_mlp_modules": False})
+    assert sorted(chosen) == sorted(attention)
+    for targets, mlp in ((chosen, set()), ("all-linear", {"up_proj", "down_proj"})):
+        options: dict[str, Any] = {"target_modules": targets, "modules_to_save": None, "layers": None, "seed": 0}
+        model = with_adapter(AutoModelForCausalLM.from_config(config), **options)
+        found = {name.split(".lora_")[0].rpartition(".")[2] for name, _ in model.named_parameters() if "lora_" in name}
+        assert found == {*attention, *mlp} - {"out_proj"}
+    assert "out_proj is left out: PEFT refuses" in capsys.readouterr().err
 
 
 @table(("asked", "switches", "words"), [

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 import tables
 from benchmarks.export_models import known_tokenizer, make_checkpoint, make_model
@@ -290,6 +291,33 @@ def test_the_converter_sees_data_and_no_code(base: Path, tmp_path: Path) -> None
         gguf_convert.staged(gguf_convert.Source(source, "x"), tmp_path),
     ):
         pass
+
+
+@table(
+    ("kind", "values", "expected"),
+    [
+        (
+            "nemotron_h",
+            {"layers_block_type": ["linear_attention", "moe", "full_attention"]},
+            {"hybrid_override_pattern": "ME*", "num_hidden_layers": 3, "num_experts_per_tok": 2},
+        ),
+        (
+            "nemotron_h",
+            {"layers_block_type": ["linear_attention", "mlp"]},
+            {"hybrid_override_pattern": "M-", "num_experts_per_tok": None, "n_group": None, "n_groups": 8},
+        ),
+        (
+            "granitemoehybrid",
+            {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2, "num_local_experts": 0},
+            {"layer_types": ["mamba", "attention"], "num_experts_per_tok": None},
+        ),
+        ("llama", {}, {"model_type": "llama"}),
+    ],
+)
+def test_configs_have_the_converters_words(kind: str, values: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Small models of all of these with Mamba-2, converted so, answered in llama.cpp as in transformers."""
+    found = gguf_convert.in_its_words(AutoConfig.for_model(kind, **values).to_dict())
+    assert {key: found.get(key) for key in expected} == expected
 
 
 def test_without_llama_cpp_the_verdict_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""The experts' activation: gpt-oss's clamped one and SiLU, with bias and routing weights, against float64 truth."""
+"""The experts' activation: gpt-oss's clamped one, SiLU, and relu^2 without a gate, with bias and routing weights, against
+float64 truth."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import torch
 from kernel_parts import Judge
 
 from pronghorn.kernels.moe.moe_gated import (
+    RELU2,
     ExpertActivation,
     expert_gated,
     expert_gated_backward,
@@ -29,7 +31,7 @@ def transformers_gpt_oss(gate_up: torch.Tensor, limit: float, alpha: float) -> t
     [
         (activation, dtype, *size, with_bias)
         for activation, dtype, size, with_bias in covering(
-            [SILU, CLAMPED],
+            [SILU, CLAMPED, RELU2],
             [torch.float32, torch.bfloat16, torch.float16],
             [(1, 1, 64), (3, 2, 96), (1, 3, 2500)],
             [False, True],
@@ -41,12 +43,12 @@ def test_forward_and_backward_are_as_good_as_plain_torch(
     device: str, judge: Judge, activation: ExpertActivation, dtype: torch.dtype, T: int, K: int, width: int,
     with_bias: bool,
 ) -> None:  # fmt: skip
-    S, E = T * K, 4
-    gu = 2 * torch.randn(S, 2 * width + 8, device=device).to(dtype)[:, : 2 * width]
+    S, E, both = T * K, 4, activation.parts * width
+    gu = 2 * torch.randn(S, both + 8, device=device).to(dtype)[:, :both]
     da = torch.randn(S, width + 5, device=device).to(dtype)[:, :width]
     ids, order = torch.randint(0, E, (T, K), device=device).int(), torch.randperm(S, device=device).int()
     weights = torch.rand(T, K, device=device)
-    bias = torch.randn(E, 2 * width, device=device).to(dtype) if with_bias else None
+    bias = torch.randn(E, both, device=device).to(dtype) if with_bias else None
     results = []
     for kind in (torch.float64, dtype):
         leaf = gu.detach().to(kind).requires_grad_()
@@ -55,22 +57,22 @@ def test_forward_and_backward_are_as_good_as_plain_torch(
         rows = w.view(-1)[order.long()][:, None] * a
         grads = torch.autograd.grad(rows, (leaf, w), da.to(rows.dtype))
         results.append([a.detach(), grads[0], grads[1], rows.detach().to(kind)])
-    space = [torch.full((S, size + 3), float("nan"), dtype=dtype, device=device) for size in (width, 2 * width)]
+    space = [torch.full((S, size + 3), float("nan"), dtype=dtype, device=device) for size in (width, both)]
     a = expert_gated_forward(gu, activation, bias_EG=bias, ids_TK=ids, order_S=order, out=space[0][:, :width])
     dgu, dweights, weighted = expert_gated_backward(
-        da, gu, activation, order, weights_TK=weights, bias_EG=bias, ids_TK=ids, out=space[1][:, : 2 * width]
+        da, gu, activation, order, weights_TK=weights, bias_EG=bias, ids_TK=ids, out=space[1][:, :both]
     )
     for name, ours, true, theirs in zip(("a", "dgu", "dw", "w a"), (a, dgu, dweights, weighted), *results, strict=True):
         assert ours is not None
         judge(ours, theirs, true, name)
     assert space[0][:, width:].isnan().all()
-    assert space[1][:, 2 * width :].isnan().all()
+    assert space[1][:, both:].isnan().all()
 
 
 def test_gradients_may_lie_on_their_inputs(device: str) -> None:
     order = torch.arange(3, dtype=torch.int32, device=device)
-    for activation in (SILU, CLAMPED):
-        gu, da = torch.randn(3, 80, device=device), torch.randn(3, 40, device=device)
+    for activation in (SILU, CLAMPED, RELU2):
+        gu, da = torch.randn(3, 40 * activation.parts, device=device), torch.randn(3, 40, device=device)
         expected = expert_gated_backward(da, gu, activation, order)
         found = expert_gated_backward(da, gu, activation, order, out=gu, activation_out=da)
         assert torch.equal(found[0], expected[0])
@@ -95,6 +97,7 @@ def test_nan_and_infinity_are_not_hidden(device: str) -> None:
     assert a[0, 0].isnan()
     assert a[1, 0].isnan()
     assert a[:, 1:].isfinite().all()
+    assert expert_gated_forward(gu, RELU2)[0, 0].isnan()
     big = torch.full((1, 8), 1e30, device=device)
     assert expert_gated_forward(big, CLAMPED).isfinite().all()
     assert expert_gated_forward(-big, SILU).isfinite().all()

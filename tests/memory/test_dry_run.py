@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -55,6 +54,7 @@ from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.layers.saved import Level, leave
 from pronghorn.model.layers.types import Documents
 from pronghorn.model.lora_grad_buffer import LoraGradBuffer
+from pronghorn.model.one_layer import _read
 from pronghorn.packs import PackedDocuments
 from pronghorn.recipe_parts import Lora
 from tables import covering, table
@@ -258,7 +258,7 @@ def test_few_rows_with_a_loss_cost_the_last_layer_no_more_than_their_copies() ->
 
 def peak_of_a_whole_step(job: Job, choices: Sequence[Choice]) -> int:
     """All layers and the head of the whole model, run one after the other without memory."""
-    config = AutoConfig.for_model(**json.loads(job.shape.config))
+    config = _read(job.shape.config)
     with dry_run(job.target), torch.no_grad():
         with torch.device("meta"):
             model = model_of(config, job.method, Lora(r=job.rank), torch.bfloat16)
@@ -294,6 +294,7 @@ def peak_of_a_whole_step(job: Job, choices: Sequence[Choice]) -> int:
 CONVOLUTIONS = {"layer_types": ["conv", "full_attention", "full_attention", "full_attention"], "block_ff_dim": 1024}
 STATES = {"layer_types": ["linear_attention", "full_attention", "full_attention", "full_attention"]}
 STATES |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+MAMBA = {"mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 32, "moe_shared_expert_intermediate_size": 512}
 # Model types with layers of several kinds: dense layers before experts, short convolutions or states beside attention.
 MIXED = {
     "glm4_moe": {"first_k_dense_replace": 1},
@@ -302,6 +303,7 @@ MIXED = {
     "lfm2": CONVOLUTIONS,
     "gemma4_text": {"layer_types": ["sliding_attention"] + ["full_attention"] * 3},
     "qwen3_5_text": STATES,
+    "nemotron_h": {"layers_block_type": ["linear_attention"] + ["moe"] * 3, "moe_intermediate_size": 256} | MAMBA,
 }
 
 
@@ -312,6 +314,7 @@ MIXED = {
         ("dots1", ""),
         ("lfm2", "mixed"),
         ("qwen3_5_text", "mixed"),
+        ("nemotron_h", "layer"),
         ("glm4_moe", "layer"),
         ("glm4_moe_lite", "mixed"),
         ("glm4_moe_lite", ""),

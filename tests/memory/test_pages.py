@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import test_decoder_layer
 import test_gated_delta_mixer
+import test_mamba_mixer
 import torch
 
 from pronghorn.generation.cache import bytes_of_a_slot, slots_within
@@ -19,6 +20,7 @@ MODELS = {
     "llama": make_model,
     "heads by layer": lambda: test_decoder_layer.model_of("gemma4_unified_text", "full", torch.float32),
     "states": lambda: test_gated_delta_mixer.model_of("qwen3_5_text", "full"),
+    "states of Mamba-2": lambda: test_mamba_mixer.model_of("nemotron_h", "full"),
 }
 
 

@@ -122,6 +122,20 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "scoring_func": "noaux_tc",
         "moe_layer_freq": 1,
     },
+    "nemotron_h": {  # Nemotron 3 Nano
+        "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        "num_hidden_layers": 52,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 6,
+        "n_shared_experts": 1,
+        "routed_scaling_factor": 2.5,
+        "mamba_hidden_act": "silu",
+        "norm_eps": 1e-5,
+        "partial_rotary_factor": 1.0,
+        "rope_theta": 10000,
+        "time_step_limit": [0.0, float("inf")],
+        "use_mamba_kernels": True,
+    },
     "hunyuan_v1_dense": {
         "eod_token_id": 127967,
         "rope_scaling": {

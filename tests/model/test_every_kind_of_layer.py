@@ -60,6 +60,8 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "states, full": lambda: test_gated_delta_mixer.model_of("qwen3_5_text", "full"),
     "states, experts": lambda: test_gated_delta_mixer.model_of("qwen3_5_moe_text", "lora"),
     "states, columns in another order": lambda: test_gated_delta_mixer.model_of("qwen3_next", "lora"),
+    "experts without a gate, full": lambda: test_mamba_mixer.model_of("nemotron_h, experts", "full"),
+    "experts without a gate": lambda: test_mamba_mixer.model_of("nemotron_h, experts", "lora on experts"),
     "mamba, experts": lambda: test_mamba_mixer.model_of("granitemoehybrid, experts", "lora"),
     "experts, shared expert": lambda: test_experts.model_of("qwen2_moe", "lora on experts", torch.float32),
     "experts, adapters on attention": lambda: test_experts.model_of("gpt_oss", "lora on attention", torch.float32),

@@ -1,4 +1,5 @@
-"""Whole runs of models with Gated DeltaNet: they learn, resume to the bit, answer, and export what stock libraries load."""
+"""Whole runs of models with Gated DeltaNet or Mamba-2: they learn, resume to the bit, answer, and export what stock libraries
+load."""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from test_gated_delta_mixer import CONFIGS, MOE, SIZES
+from test_gated_delta_mixer import CONFIGS as GATED_DELTA
+from test_gated_delta_mixer import MOE, SIZES
+from test_mamba_mixer import CONFIGS as MAMBA
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from watching import RecipeFor, Silent, events_of, losses_of, notices_of, same, saved, stop_at, weights
 
@@ -19,6 +22,7 @@ from pronghorn.train.objectives.policy import MISMATCH
 from samples import pair_rows, write_rows
 from tables import first_of
 
+CONFIGS = GATED_DELTA | MAMBA
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
 
 
@@ -35,12 +39,30 @@ def text_alone(kind: str, folder: Path) -> str:
     return saved(AutoModelForCausalLM.from_config(CONFIGS[kind]), folder)
 
 
+def model_folder(kind: str, folder: Path) -> str:
+    return (text_alone if kind in CONFIGS else with_images)(kind, folder)
+
+
 @pytest.mark.parametrize(
     ("kind", "method"),
-    first_of([("qwen3_5", "lora"), ("qwen3_5_moe", "qlora"), ("qwen3_5_text", "full"), ("qwen3_next", "lora")], 3),
+    first_of(
+        [
+            ("qwen3_5", "lora"),
+            ("qwen3_5_moe", "qlora"),
+            ("qwen3_5_text", "full"),
+            ("nemotron_h, experts", "lora"),
+            ("granitemoehybrid, experts", "qlora"),
+            ("nemotron_h", "full"),
+            ("qwen3_next", "lora"),
+            ("granitemoehybrid", "lora"),
+            ("nemotron_h, experts", "qlora"),
+            ("nemotron_h, experts", "full"),
+        ],
+        6,
+    ),
 )
 def test_a_run_learns_resumes_and_exports(kind: str, method: str, recipe_for: RecipeFor, tmp_path: Path) -> None:
-    folder = (text_alone if kind in CONFIGS else with_images)(kind, tmp_path / "model")
+    folder = model_folder(kind, tmp_path / "model")
     options: dict[str, Any] = {
         "model": folder,
         "method": method,
@@ -82,9 +104,10 @@ def test_all_linears_have_adapters(recipe_for: RecipeFor, tmp_path: Path) -> Non
     assert {f"1.self_attn.{name}_proj" for name in "qkvo"} < names
 
 
-def test_preferences_and_rewards(recipe_for: RecipeFor, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["qwen3_5", "nemotron_h"])
+def test_preferences_and_rewards(kind: str, recipe_for: RecipeFor, tmp_path: Path) -> None:
     """DPO, whose prompts are not shared, and GRPO, whose answers start from their prompt's state."""
-    folder = with_images("qwen3_5", tmp_path / "model")
+    folder = model_folder(kind, tmp_path / "model")
     pairs = write_rows(tmp_path / "pairs.jsonl", pair_rows(24))
     options: dict[str, Any] = {"model": folder, "train": {"steps": 3, "lr": 2e-2}, "eval": {"generations": 0}}
     dpo = train(recipe_for(objective="dpo", data={"train": [str(pairs)], "eval": None}, **options), display=Silent())

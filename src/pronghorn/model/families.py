@@ -20,6 +20,7 @@ EXPERTS = "experts"  # among lora.targets: every stack of experts
 
 ACTIVATIONS: dict[str, Kind] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 UNGATED = ("relu2", "xielu")  # activations of MLPs without a gate
+MLPS = ("mlp", "moe")  # layer types of layers that are an MLP or a mixture of experts alone
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Family:
     norms: Norms = Norms()
     names: Names = Names()
     mixers: tuple[str, ...] = ATTENTION  # values of the config's `layer_types`
-    halves: bool = False  # a layer is a mixer or an MLP (of the type `mlp`), not both
+    halves: bool = False  # a layer is a mixer or an MLP (of the types MLPS), not both
     states: tuple[str, ...] = ()  # config keys of layers with states: key heads, their width, value heads, theirs, taps
     activation: str = ""  # where the config does not say it
     one_plus: bool = False  # norms multiply by 1 + weight
@@ -221,13 +222,14 @@ FAMILIES = {
     "nemotron_h": Family(
         norms=Norms(before_attention="norm", before_mlp="norm"),
         names=Names(embeddings="embeddings", last_norm="norm_f", attention="mixer", mamba="mixer", mlp="mixer"),
-        mixers=("full_attention", "linear_attention", "mlp"),
+        mixers=("full_attention", "linear_attention", *MLPS),
         halves=True,
         states=("n_groups", "ssm_state_size", "mamba_num_heads", "mamba_head_dim", "conv_kernel"),
         activation="relu2",
         gate_up=("up_proj",),
         gated=False,
         rope=False,
+        experts=replace(DEEPSEEK_V3, activation="relu2", shared_adapted=True),
     ),
     "granitemoehybrid": Family(
         names=Names(mamba="mamba", mlp="shared_mlp", down="output_linear"),
@@ -308,7 +310,7 @@ def why_not_fast(config: HFConfig) -> str:
     family = FAMILIES[config.model_type]
     if activation_name(config) not in (ACTIVATIONS if family.gated else UNGATED):
         return f"the fast layers do not support the activation {activation_name(config)} in {config.model_type}"
-    if family.experts and ACTIVATIONS[activation_name(config)] != "silu":
+    if family.experts and activation_name(config) not in ("silu", "swish", "relu2"):
         return f"the fast layers do not support the activation {activation_name(config)} for experts"
     for name in DROPOUTS:
         if value := getattr(config, name, 0.0):
@@ -344,8 +346,11 @@ def why_not_layers(config: HFConfig) -> str:
 def why_not_routed(config: HFConfig) -> str:
     """What of the routing the fast layers do not support; empty if they support all of it."""
     experts = FAMILIES[config.model_type].experts
-    if experts is None or (experts.beside and not num_experts(config)):
+    optional = experts is not None and (experts.beside or FAMILIES[config.model_type].halves)
+    if experts is None or (optional and not num_experts(config)):
         return ""
+    if not experts.beside and getattr(config, "shared_intermediate_size", None):
+        return "the fast layers do not support an MLP beside the experts (shared_intermediate_size in its config)"
     if not num_experts(config) or not config.num_experts_per_tok:
         return "the config does not say how many experts there are or how many each token uses"
     if getattr(config, "output_router_logits", False) and (experts.sigmoid or experts.biased):
@@ -417,6 +422,10 @@ def activation_name(config: HFConfig) -> str:
 
 
 def num_experts(config: HFConfig) -> int:
+    """In each layer that has some; 0: no layer has."""
+    family = FAMILIES.get(config.model_type)
+    if family and family.halves and "moe" not in config.layer_types:
+        return 0
     names = ("num_local_experts", "n_routed_experts", "num_experts")
     return next((int(count) for name in names if (count := getattr(config, name, None))), 0)
 

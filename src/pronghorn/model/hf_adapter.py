@@ -15,7 +15,7 @@ from pronghorn.hf_types import HFConfig, HFModel
 from pronghorn.kernels.runtime.dispatch import say_once
 from pronghorn.model.families import EXPERTS
 from pronghorn.model.formats.store import stored_modules
-from pronghorn.model.lora import GATED, attach, expert_stacks, linear_names, taken_for_experts, text_linears
+from pronghorn.model.lora import GATED, attach, expert_stacks, linear_names, refused_by_peft, taken_for_experts, text_linears
 from pronghorn.model.text_stack import beside_text, not_adapted
 
 FUSED = {
@@ -50,7 +50,7 @@ def with_adapter(
                 fix="give it an adapter with target_modules, or load with load_in_16bit=True",
             )
     targets = linears
-    if linears == "all-linear" and (layers is not None or beside_text(model)):
+    if linears == "all-linear" and (layers is not None or beside_text(model) or refused_by_peft(model)):
         targets = linear_names(model)  # PEFT wants names to choose layers; a vision tower's are not meant
     if isinstance(targets, str) and targets != "all-linear" and layers is not None:
         raise CommandError(
@@ -88,7 +88,7 @@ def _targets(model: HFModel, asked: Sequence[str] | str) -> tuple[list[str] | st
     known, names, whole, unmatched = linear_names(model), [], [], []
     paths = [*text_linears(model), *(path for path, module in model.named_modules() if isinstance(module, Conv1D))]
     taken = taken_for_experts(model, sorted({*GATED, *known}))
-    adapted: list[str] = []
+    adapted, refused = list[str](), refused_by_peft(model)
     for name in asked:
         inside = [stack for stack in stacks if name in (EXPERTS, stack) or _inside(name, stack)]
         fused = ".".join([*name.split(".")[:-1], FUSED.get(last_name(name), "")])
@@ -98,6 +98,8 @@ def _targets(model: HFModel, asked: Sequence[str] | str) -> tuple[list[str] | st
         if last_name(name) in TRAINED_WHOLE:
             say_once(f"target_modules: {name} is fully trained, without an adapter")
             whole.append(last_name(name))
+        elif last_name(name) in refused:
+            say_once(f"target_modules: {name} is left out: PEFT refuses adapters on it in this model")
         elif ends_one_of(paths, name):
             names.append(name)
         elif ends_one_of(paths, fused):

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from pronghorn.errors import CheckpointError, ModelError, RecipeError
 from pronghorn.hf_types import HFConfig, HFModel
 from pronghorn.kernels.runtime.dispatch import say_once
-from pronghorn.model.families import EXPERTS
+from pronghorn.model.families import EXPERTS, FAMILIES, text_config
 from pronghorn.model.formats.store import is_quantized
 from pronghorn.model.heads import WHOLE, head_in
 from pronghorn.model.text_stack import beside_text, is_beside, not_adapted
@@ -103,9 +103,10 @@ def _targets(model: torch.nn.Module, lora: Lora) -> tuple[str | list[str], list[
 
 def linear_names(model: torch.nn.Module, *, beside_experts: bool = False) -> list[str]:
     """Last names of the linear layers, without the head. `beside_experts`: of decoder layers with experts only, since PEFT
-    takes the names of a Qwen3-MoE's dense MLPs for its experts."""
+    takes the names of a Qwen3-MoE's dense MLPs for its experts; of all, where experts are layers of their own."""
     names = text_linears(model)
-    if beside_experts:
+    family = FAMILIES.get(text_config(model.config).model_type)
+    if beside_experts and not (family and family.halves):
         stacks = tuple(f".{stack}" for stack in expert_stacks(model))
         layers = tuple({f"{name.rsplit('.', 3)[0]}." for name, _ in model.named_parameters() if name.endswith(stacks)})
         names = [name for name in names if name.startswith(layers)]

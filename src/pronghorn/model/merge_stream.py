@@ -40,7 +40,7 @@ from pronghorn.model.formats.checkpoint import (
     published_format,
     refuse_unreadable,
 )
-from pronghorn.model.formats.experts import STACKS, StoredExperts, stored_experts_
+from pronghorn.model.formats.experts import StoredExperts, stacks_in, stored_experts_
 from pronghorn.model.formats.store import linears_of
 from pronghorn.model.formats.table import FORMATS, Format
 from pronghorn.model.heads import HEADS
@@ -110,7 +110,7 @@ class MergedWeights:
         self.experts = _expert_modules(model, storage)
         self.linears, self.beside = {full for _, _, full, _ in linears_of(model, nn.Linear)}, beside_text(model)
         self.shapes = {key: (tuple(value.shape), value.dtype) for key, value in model.state_dict().items()}
-        self.stacks = {f"{owner}.{name}": module for owner, module in self.experts.items() for name in STACKS}
+        self.stacks = {f"{owner}.{name}": module for owner, module in self.experts.items() for name in module.quantized}
         self.adapted: dict[str, Any] = {}
         tied = getattr(model, "all_tied_weights_keys", None) or {}
         self.sources = {key: tied[key] for key in _tied(model) if key in self.shapes}
@@ -342,7 +342,7 @@ def _expert_modules(model: HFModel, storage: Format) -> dict[str, StoredExperts]
         return stored_experts_(model, storage)
     found = {}
     for name, module in model.named_modules():
-        if all(getattr(getattr(module, stack, None), "ndim", 0) == 3 for stack in STACKS):
+        if stacks_in(module):
             found[name] = StoredExperts(module, storage)
     return found
 

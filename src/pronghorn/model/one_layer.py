@@ -74,7 +74,7 @@ def _few_layers(config: HFConfig, kept: Sequence[int], dtype: torch.dtype) -> An
     def cut(numbers: Sequence[int]) -> None:
         layers = int(text.num_hidden_layers)
         for name, value in list(vars(text).items()):  # what is said of each layer
-            if isinstance(value, list) and len(value) == layers:
+            if isinstance(value, list) and len(value) == layers and name != "time_step_limit":
                 setattr(text, name, [value[number] for number in numbers])
         text.num_hidden_layers = len(numbers)
         if any(by_layer):

@@ -20,7 +20,8 @@ SWITCHES = (
     "finetune_mlp_modules",
 )
 SENSES = {"finetune_vision_layers": "images", "finetune_audio_layers": "sound"}
-ATTENTION = ("attn", "attention", "self_attn", "self_attention", "linear_attn", "temporal_block")  # names of their parents
+# Names of their parents; Nemotron-H calls its MLPs `mixer`, too.
+ATTENTION = ("attn", "attention", "self_attn", "self_attention", "linear_attn", "temporal_block", "mamba", "mixer")
 MLP_NAMES = ("gate_proj", "up_proj", "down_proj", "gate_up_proj", "experts")
 
 
@@ -55,7 +56,8 @@ def chosen_targets(model: HFModel, asked: Sequence[str] | str | None, switches: 
         raise CommandError(
             what=f"target_modules={asked!r} and finetune_* switches", fix="write what they leave into the pattern"
         )
-    parts = {last_name(path): any(part in ATTENTION for part in path.split(".")) for path in text_linears(model)}
+    paths = {last_name(path): path.split(".") for path in text_linears(model)}
+    parts = {name: name not in MLP_NAMES and any(part in ATTENTION for part in path) for name, path in paths.items()}
     names = [name for name in parts if name != "lm_head"] if asked in (None, "all-linear") else _names(asked)
     kept = [name for name in names if (parts.get(last_name(name), last_name(name) not in MLP_NAMES)) == attention]
     if not kept:

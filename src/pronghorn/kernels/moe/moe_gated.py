@@ -1,10 +1,11 @@
-"""The gated activation of experts, on rows sorted by expert, with the expert's bias and the routing weights.
+"""The activation of experts, on rows sorted by expert, with the expert's bias and the routing weights.
 
 S = T * K sorted rows, F = an expert's width, G = 2F, E = experts (see routing.py). gu + bias_e holds gate and up:
 
     kind "silu"       gate and up side by side                  a = silu(gate) * up
     kind "clamped"    gate and up interleaved by columns        g = min(gate, limit), u = clamp(up, +-limit)
                       (gpt-oss)                                 a = g * sigmoid(alpha * g) * (u + 1)
+    kind "relu2"      up alone, G = F (Nemotron-H)              a = max(up, 0)^2
 
 Backward takes da, the gradient of a without the routing weight w of its row (`gather_rows(dout)` has none), and returns, with w
 where it belongs:
@@ -25,7 +26,7 @@ from torch import Tensor
 from pronghorn.kernels.runtime.dispatch import jit, tl, triton, use_triton
 from pronghorn.kernels.runtime.first_order import Ctx, first_order
 
-ExpertKind = Literal["silu", "clamped"]
+ExpertKind = Literal["silu", "clamped", "relu2"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +37,20 @@ class ExpertActivation:
     limit: float = 7.0
     alpha: float = 1.702
 
+    @property
+    def parts(self) -> int:
+        """G / F"""
+        return 1 if self.kind == "relu2" else 2
 
-SILU = ExpertActivation("silu")
+
+SILU, RELU2 = ExpertActivation("silu"), ExpertActivation("relu2")
 
 
-def _halves(gu_SG: Tensor, kind: ExpertKind) -> tuple[Tensor, Tensor]:
-    if kind == "clamped":
+def _parts(gu_SG: Tensor, activation: ExpertActivation) -> tuple[Tensor, ...]:
+    """Gate and up, or up alone."""
+    if activation.kind == "clamped":
         return gu_SG[:, ::2], gu_SG[:, 1::2]
-    gate_SF, up_SF = gu_SG.chunk(2, dim=-1)
-    return gate_SF, up_SF
+    return gu_SG.chunk(activation.parts, dim=-1)
 
 
 def _row_experts(ids_TK: Tensor, order_S: Tensor) -> Tensor:
@@ -58,7 +64,9 @@ def expert_gated_reference(
     wide_SG = gu_SG.to(torch.promote_types(gu_SG.dtype, torch.float32))
     if bias_EG is not None and ids_TK is not None and order_S is not None:
         wide_SG = wide_SG + bias_EG[_row_experts(ids_TK, order_S)]
-    gate_SF, up_SF = _halves(wide_SG, activation.kind)
+    if activation.kind == "relu2":
+        return torch.nn.functional.relu(wide_SG).square().to(gu_SG.dtype)
+    gate_SF, up_SF = _parts(wide_SG, activation)
     if activation.kind == "silu":
         return (torch.nn.functional.silu(gate_SF) * up_SF).to(gu_SG.dtype)
     gate_SF = gate_SF.clamp(max=activation.limit)
@@ -66,8 +74,12 @@ def expert_gated_reference(
     return (gate_SF * torch.sigmoid(activation.alpha * gate_SF) * (up_SF + 1)).to(gu_SG.dtype)
 
 
-def _value_and_slopes_torch(gate: Tensor, up: Tensor, activation: ExpertActivation) -> tuple[Tensor, Tensor, Tensor]:
-    """(a, da/dgate, da/dup)"""
+def _value_and_slopes_torch(wide_SG: Tensor, activation: ExpertActivation) -> tuple[Tensor, ...]:
+    """(a, da/dgate, da/dup), or (a, da/dup)"""
+    if activation.kind == "relu2":
+        positive = torch.nn.functional.relu(wide_SG)
+        return positive.square(), 2 * positive
+    gate, up = _parts(wide_SG, activation)
     if activation.kind == "silu":
         sigmoid = torch.sigmoid(gate)
         act = gate * sigmoid
@@ -83,8 +95,10 @@ def _value_and_slopes_torch(gate: Tensor, up: Tensor, activation: ExpertActivati
 
 
 @jit
-def _gate_and_up(gu, bias, first, F: tl.constexpr, BLOCK: tl.constexpr, CLAMPED: tl.constexpr, BIAS: tl.constexpr):
-    """Columns first to first + BLOCK of both, fp32."""
+def _gate_and_up(
+    gu, bias, first, F: tl.constexpr, BLOCK: tl.constexpr, CLAMPED: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr
+):  # fmt: skip
+    """Columns first to first + BLOCK of both, fp32; of up alone, twice, where there is no gate."""
     if CLAMPED:
         column = first * 2 + tl.arange(0, 2 * BLOCK)
         both = tl.load(gu + column, mask=column < 2 * F, other=0.0).to(tl.float32)
@@ -95,15 +109,15 @@ def _gate_and_up(gu, bias, first, F: tl.constexpr, BLOCK: tl.constexpr, CLAMPED:
         column = first + tl.arange(0, BLOCK)
         inside = column < F
         gate = tl.load(gu + column, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(gu + F + column, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(gu + (PARTS - 1) * F + column, mask=inside, other=0.0).to(tl.float32)
         if BIAS:
             gate += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-            up += tl.load(bias + F + column, mask=inside, other=0.0).to(tl.float32)
+            up += tl.load(bias + (PARTS - 1) * F + column, mask=inside, other=0.0).to(tl.float32)
     return gate, up
 
 
 @jit
-def _value_and_slopes(gate, up, limit, alpha, CLAMPED: tl.constexpr):
+def _value_and_slopes(gate, up, limit, alpha, CLAMPED: tl.constexpr, PARTS: tl.constexpr):
     """(a, da/dgate, da/dup). `where` instead of min and max, which would hide NaN."""
     if CLAMPED:
         held = tl.where(gate > limit, limit, gate)
@@ -112,6 +126,9 @@ def _value_and_slopes(gate, up, limit, alpha, CLAMPED: tl.constexpr):
         act = held * sigmoid
         slope = tl.where(gate <= limit, factor * sigmoid * (1.0 + alpha * held * (1.0 - sigmoid)), 0.0)
         return act * factor, slope, tl.where(tl.abs(up) <= limit, act, 0.0)
+    elif PARTS == 1:
+        positive = tl.where(up < 0, 0.0, up)
+        return positive * positive, 2.0 * positive, positive
     else:
         sigmoid = 1.0 / (1.0 + tl.exp(-gate))
         act = gate * sigmoid
@@ -121,15 +138,15 @@ def _value_and_slopes(gate, up, limit, alpha, CLAMPED: tl.constexpr):
 @jit
 def _forward_kernel(
     gu, gu_row, bias, ids, order, a, a_row, limit, alpha, F: tl.constexpr, BLOCK: tl.constexpr, CLAMPED: tl.constexpr,
-    BIAS: tl.constexpr,
+    PARTS: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     TILES: tl.constexpr = (F + BLOCK - 1) // BLOCK
     row = (tl.program_id(0) // TILES).to(tl.int64)
     first = (tl.program_id(0) % TILES) * BLOCK
     if BIAS:
-        bias += tl.load(ids + tl.load(order + row)).to(tl.int64) * 2 * F
-    gate, up = _gate_and_up(gu + row * gu_row, bias, first, F, BLOCK, CLAMPED, BIAS)
-    value, _, _ = _value_and_slopes(gate, up, limit, alpha, CLAMPED)
+        bias += tl.load(ids + tl.load(order + row)).to(tl.int64) * PARTS * F
+    gate, up = _gate_and_up(gu + row * gu_row, bias, first, F, BLOCK, CLAMPED, PARTS, BIAS)
+    value, _, _ = _value_and_slopes(gate, up, limit, alpha, CLAMPED, PARTS)
     column = first + tl.arange(0, BLOCK)
     tl.store(a + row * a_row + column, value.to(a.dtype.element_ty), mask=column < F)
 
@@ -137,7 +154,8 @@ def _forward_kernel(
 @jit
 def _backward_kernel(
     da, da_row, gu, gu_row, bias, ids, order, weights, dgu, dgu_row, dweights, a, a_row, limit, alpha, F: tl.constexpr,
-    BLOCK: tl.constexpr, CLAMPED: tl.constexpr, BIAS: tl.constexpr, WEIGHTED: tl.constexpr, NEED_A: tl.constexpr,
+    BLOCK: tl.constexpr, CLAMPED: tl.constexpr, PARTS: tl.constexpr, BIAS: tl.constexpr, WEIGHTED: tl.constexpr,
+    NEED_A: tl.constexpr,
 ):  # fmt: skip
     """One program a row: it sums a . da. A block is read before it is written, so dgu may overwrite gu, and a da."""
     row = tl.program_id(0).to(tl.int64)
@@ -146,14 +164,14 @@ def _backward_kernel(
     if WEIGHTED:
         weight = tl.load(weights + slot)
     if BIAS:
-        bias += tl.load(ids + slot).to(tl.int64) * 2 * F
+        bias += tl.load(ids + slot).to(tl.int64) * PARTS * F
     total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, F, BLOCK):
         column = first + tl.arange(0, BLOCK)
         inside = column < F
         grad = tl.load(da + row * da_row + column, mask=inside, other=0.0).to(tl.float32)
-        gate, up = _gate_and_up(gu + row * gu_row, bias, first, F, BLOCK, CLAMPED, BIAS)
-        value, by_gate, by_up = _value_and_slopes(gate, up, limit, alpha, CLAMPED)
+        gate, up = _gate_and_up(gu + row * gu_row, bias, first, F, BLOCK, CLAMPED, PARTS, BIAS)
+        value, by_gate, by_up = _value_and_slopes(gate, up, limit, alpha, CLAMPED, PARTS)
         total += grad * value
         grad *= weight
         if CLAMPED:
@@ -162,7 +180,8 @@ def _backward_kernel(
             tl.store(dgu + row * dgu_row + place, both.to(dgu.dtype.element_ty), mask=place < 2 * F)
         else:
             tl.store(dgu + row * dgu_row + column, (grad * by_gate).to(dgu.dtype.element_ty), mask=inside)
-            tl.store(dgu + row * dgu_row + F + column, (grad * by_up).to(dgu.dtype.element_ty), mask=inside)
+            if PARTS == 2:
+                tl.store(dgu + row * dgu_row + F + column, (grad * by_up).to(dgu.dtype.element_ty), mask=inside)
         if NEED_A:
             tl.store(a + row * a_row + column, (value * weight).to(a.dtype.element_ty), mask=inside)
     if WEIGHTED:
@@ -182,7 +201,7 @@ def expert_gated_forward(
     order_S: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """a_SF. A bias goes with `ids_TK` and `order_S`."""
-    S, F = gu_SG.shape[0], gu_SG.shape[1] // 2
+    S, F = gu_SG.shape[0], gu_SG.shape[1] // activation.parts
     a_SF = torch.empty(S, F, dtype=gu_SG.dtype, device=gu_SG.device) if out is None else out
     if not use_triton(gu_SG):
         return a_SF.copy_(expert_gated_reference(gu_SG, activation, bias_EG, ids_TK, order_S))
@@ -190,7 +209,7 @@ def expert_gated_forward(
     _forward_kernel[(S * triton.cdiv(F, block),)](
         gu_SG, gu_SG.stride(0), gu_SG if bias_EG is None else bias_EG, gu_SG if ids_TK is None else ids_TK,
         gu_SG if order_S is None else order_S, a_SF, a_SF.stride(0), float(activation.limit), float(activation.alpha), F=F,
-        BLOCK=block, CLAMPED=activation.kind == "clamped", BIAS=bias_EG is not None, num_warps=4,
+        BLOCK=block, CLAMPED=activation.kind == "clamped", PARTS=activation.parts, BIAS=bias_EG is not None, num_warps=4,
     )  # fmt: skip
     return a_SF
 
@@ -202,7 +221,7 @@ def expert_gated_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """(dgu_SG, dweights_TK fp32 or None, w * a or None). `out` may be gu itself, `activation_out` may be da itself."""
     S, F = da_SF.shape
-    dgu_SG = torch.empty(S, 2 * F, dtype=gu_SG.dtype, device=gu_SG.device) if out is None else out
+    dgu_SG = torch.empty(S, activation.parts * F, dtype=gu_SG.dtype, device=gu_SG.device) if out is None else out
     a_SF = None
     if need_activation:
         a_SF = torch.empty(S, F, dtype=gu_SG.dtype, device=gu_SG.device) if activation_out is None else activation_out
@@ -214,8 +233,8 @@ def expert_gated_backward(
         da_SF, da_SF.stride(0), gu_SG, gu_SG.stride(0), gu_SG if bias_EG is None else bias_EG,
         order_S if ids_TK is None else ids_TK, order_S, gu_SG if weights_TK is None else weights_TK, dgu_SG, dgu_SG.stride(0),
         gu_SG if dweights_TK is None else dweights_TK, a, a.stride(0), float(activation.limit), float(activation.alpha), F=F,
-        BLOCK=_block(F), CLAMPED=activation.kind == "clamped", BIAS=bias_EG is not None, WEIGHTED=weights_TK is not None,
-        NEED_A=need_activation, num_warps=4,
+        BLOCK=_block(F), CLAMPED=activation.kind == "clamped", PARTS=activation.parts, BIAS=bias_EG is not None,
+        WEIGHTED=weights_TK is not None, NEED_A=need_activation, num_warps=4,
     )  # fmt: skip
     return dgu_SG, dweights_TK, a_SF
 
@@ -228,7 +247,7 @@ def _backward_torch(
     wide_SG = gu_SG.to(wide)
     if bias_EG is not None and ids_TK is not None:
         wide_SG = wide_SG + bias_EG[_row_experts(ids_TK, order_S)]
-    value_SF, by_gate_SF, by_up_SF = _value_and_slopes_torch(*_halves(wide_SG, activation.kind), activation)
+    value_SF, *slopes = _value_and_slopes_torch(wide_SG, activation)
     grad_SF, dweights_TK = da_SF.to(wide), None
     if weights_TK is not None:
         slot_S = order_S.long()
@@ -236,9 +255,8 @@ def _backward_torch(
         dweights_TK = dweights_TK.scatter_(0, slot_S, (value_SF * grad_SF).sum(-1)).view_as(weights_TK)
         weight_S1 = weights_TK.view(-1)[slot_S][:, None]
         grad_SF, value_SF = grad_SF * weight_S1, value_SF * weight_S1
-    dgate_SF, dup_SF = _halves(dgu_SG, activation.kind)
-    dgate_SF.copy_(grad_SF * by_gate_SF)
-    dup_SF.copy_(grad_SF * by_up_SF)
+    for part_SF, slope_SF in zip(_parts(dgu_SG, activation), slopes, strict=True):
+        part_SF.copy_(grad_SF * slope_SF)
     return dgu_SG, dweights_TK, a_SF if a_SF is None else a_SF.copy_(value_SF)
 
 

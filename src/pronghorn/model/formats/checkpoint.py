@@ -20,7 +20,7 @@ from pronghorn.errors import ModelError, counted
 from pronghorn.hf_types import HFConfig, HFModel
 from pronghorn.kernels.quant.stored import StoredTensor
 from pronghorn.model.config import empty_model, generation_config, read_config, stays_wide
-from pronghorn.model.formats.experts import STACKS, StoredExperts, stored_experts_
+from pronghorn.model.formats.experts import StoredExperts, stored_experts_
 from pronghorn.model.formats.linear import StoredLinear
 from pronghorn.model.formats.store import linears_of, stored_modules
 from pronghorn.model.formats.table import FORMATS, Format
@@ -151,7 +151,7 @@ def load_stored(
     tied = _tied(model)
     keys = dict.fromkeys([key for key, parameter in model.named_parameters() if parameter.is_meta])
     keys |= dict.fromkeys(key for key, _ in model.named_buffers() if key in model.state_dict())
-    stacks = {f"{owner}.{name}": module for owner, module in experts.items() for name in STACKS}
+    stacks = {f"{owner}.{name}": module for owner, module in experts.items() for name in module.quantized}
     _refuse_missing([key for key in keys if key not in tied], stacks, shards, folder)
     layers = decoder_layers(model) if keep else {}
     layer_of = {key: layer for layer in layers for key in keys if key.startswith(f"{layer}.")}
@@ -197,7 +197,11 @@ def load_stored(
 
 
 # What checkpoints call an expert's parts of a stack, where each has tensors of its own: Qwen's, then Mixtral's.
-PARTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
+PARTS = {
+    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "up_proj": (("up_proj",),),
+    "down_proj": (("down_proj",), ("w2",)),
+}
 
 
 def _single(shards: Shards, key: str, expert: int) -> list[str]:

@@ -2,9 +2,9 @@
 
 E = experts, D = width of a stack's input, O = of its output, S = T * K rows sorted by expert (kernels/moe/routing.py).
 
-`StoredExperts` replaces the family's own module. Its `gate_up_proj` and `down_proj` have the family's shape, so that PEFT can
-adapt them, but hold a single zero: PEFT adds an adapter's product to it, and the sum is what must be added to the weights. The
-layers read `stacks` (model/experts.py); `forward`, for generation, uses the same grouped products.
+`StoredExperts` replaces the family's own module. Its `gate_up_proj` (or `up_proj`) and `down_proj` have the family's shape, so
+that PEFT can adapt them, but hold a single zero: PEFT adds an adapter's product to it, and the sum is what must be added to the
+weights. The layers read `stacks` (model/experts.py); `forward`, for generation, uses the same grouped products.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pronghorn.hf_types import HFModel
 from pronghorn.kernels.moe.grouped_gemm import grouped_linear
 from pronghorn.kernels.moe.grouped_quantized import DEPTH, QuantizedStack, grouped_quantized_backward, grouped_quantized_forward
 from pronghorn.kernels.moe.moe_combine import combine
-from pronghorn.kernels.moe.moe_gated import ExpertActivation, expert_gated, expert_gated_forward
+from pronghorn.kernels.moe.moe_gated import RELU2, SILU, ExpertActivation, expert_gated, expert_gated_forward
 from pronghorn.kernels.moe.moe_gather import gather_rows
 from pronghorn.kernels.moe.routing import sort_by_expert
 from pronghorn.kernels.quant.stored import StoredTensor
@@ -28,7 +28,12 @@ from pronghorn.kernels.runtime.first_order import Ctx
 from pronghorn.model.families import FAMILIES, text_config
 from pronghorn.model.formats.table import FORMATS, Format
 
-STACKS = ("gate_up_proj", "down_proj")
+STACKS = (("gate_up_proj", "down_proj"), ("up_proj", "down_proj"))  # with a gate, without
+
+
+def stacks_in(module: Any) -> tuple[str, ...]:
+    """Names of the module's two stacks of experts; empty if it has none."""
+    return next((names for names in STACKS if all(getattr(getattr(module, n, None), "ndim", 0) == 3 for n in names)), ())
 
 
 class _StackProduct(torch.autograd.Function):
@@ -45,8 +50,6 @@ class _StackProduct(torch.autograd.Function):
 
 
 class StoredExperts(nn.Module):
-    quantized = STACKS  # its quantized parameters
-
     def __init__(self, own: nn.Module, storage: Format) -> None:
         """`own`: the family's module, on any device, also `meta`. `set` adds the stacks, in `storage` or in the checkpoint's
         own format."""
@@ -57,7 +60,8 @@ class StoredExperts(nn.Module):
         self.limit, self.alpha = float(getattr(own, "limit", 0.0)), float(getattr(own, "alpha", 0.0))
         self.num_experts = int(own.num_experts)  # type: ignore[arg-type]
         self.stacks: dict[str, QuantizedStack] = {}
-        for name in STACKS:
+        self.quantized = stacks_in(own)  # its quantized parameters
+        for name in self.quantized:
             self._parameters[name] = getattr(own, name)  # its shape; replaced by `set`
             self._parameters[f"{name}_bias"] = getattr(own, f"{name}_bias", None)
 
@@ -81,7 +85,9 @@ class StoredExperts(nn.Module):
 
     @property
     def activation(self) -> ExpertActivation:
-        return ExpertActivation("clamped", self.limit, self.alpha) if self.clamped else ExpertActivation("silu")
+        if self.clamped:
+            return ExpertActivation("clamped", self.limit, self.alpha)
+        return SILU if self.quantized == STACKS[0] else RELU2
 
     def _mm(self, name: str, x_SD: Tensor, offsets_E1: Tensor) -> Tensor:
         y_SO: Tensor = _StackProduct.apply(x_SD, self.stacks[name], offsets_E1)  # type: ignore[no-untyped-call]
@@ -98,17 +104,18 @@ class StoredExperts(nn.Module):
         """For generation and, with gradients, for layers that are not one node."""
         ids_TK, K = indices_TK.int().contiguous(), indices_TK.shape[1]
         order_S, inverse_TK, offsets_E1 = sort_by_expert(ids_TK, self.num_experts)
-        biases = [self._parameters[f"{name}_bias"] for name in STACKS]
+        biases = [self._parameters[f"{name}_bias"] for name in self.quantized]
+        up, down = self.quantized
         if torch.is_grad_enabled():
             row_experts = ids_TK.view(-1)[order_S.long()].long()
-            gu_SG = self._mm("gate_up_proj", hidden_states[(order_S // K).long()], offsets_E1)
+            gu_SG = self._mm(up, hidden_states[(order_S // K).long()], offsets_E1)
             a_SF = expert_gated(gu_SG if biases[0] is None else gu_SG + biases[0][row_experts], self.activation)
-            y_SD = self._mm("down_proj", a_SF, offsets_E1)
+            y_SD = self._mm(down, a_SF, offsets_E1)
             y_SD = y_SD if biases[1] is None else y_SD + biases[1][row_experts]
             return (y_SD[inverse_TK.long()] * weights_TK[..., None]).sum(1).to(hidden_states.dtype)
-        gu_SG = self._mm("gate_up_proj", gather_rows(hidden_states, order_S, K), offsets_E1)
+        gu_SG = self._mm(up, gather_rows(hidden_states, order_S, K), offsets_E1)
         a_SF = expert_gated_forward(gu_SG, self.activation, bias_EG=biases[0], ids_TK=ids_TK, order_S=order_S)
-        y_SD = self._mm("down_proj", a_SF, offsets_E1)
+        y_SD = self._mm(down, a_SF, offsets_E1)
         wide = torch.promote_types(weights_TK.dtype, torch.float32)
         return combine(y_SD, inverse_TK, weights_TK.to(wide).contiguous(), bias_ED=biases[1], ids_TK=ids_TK)
 
@@ -147,7 +154,7 @@ def stored_experts_(model: HFModel, storage: Format) -> dict[str, StoredExperts]
         storage = FORMATS[family.experts.published_in]
     for parent_name, parent in list(model.named_modules()):
         for name, module in list(parent.named_children()):
-            if all(getattr(getattr(module, stack, None), "ndim", 0) == 3 for stack in STACKS):
+            if stacks_in(module):
                 experts = StoredExperts(module, storage)
                 setattr(parent, name, experts)
                 found[f"{parent_name}.{name}".lstrip(".")] = experts

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pronghorn.model.formats.experts import STACKS, StoredExperts, stored_experts_
+from pronghorn.model.formats.experts import StoredExperts, stored_experts_
 from pronghorn.model.formats.linear import StoredLinear
 from pronghorn.model.formats.table import Format, storage_of
 
@@ -54,7 +54,7 @@ def store_experts_(model: nn.Module, storage: Format) -> int:
     """Quantizes every stack of experts. Returns the number of layers that have experts."""
     found = stored_experts_(model, storage)
     for experts in found.values():
-        for name in STACKS:
+        for name in experts.quantized:
             experts.quantize(name, getattr(experts.own_module[0], name).detach())
     return len(found)
 

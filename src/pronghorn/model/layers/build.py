@@ -9,7 +9,7 @@ from torch import nn
 
 from pronghorn.hf_types import HFConfig
 from pronghorn.kernels.lora.shared_buffers import SharedBuffers
-from pronghorn.model.families import ACTIVATIONS, Family, activation_name, layer_type
+from pronghorn.model.families import ACTIVATIONS, MLPS, Family, activation_name, layer_type
 from pronghorn.model.formats.linear import StoredLinear
 from pronghorn.model.formats.table import GATES
 from pronghorn.model.layers.fp8_gemms import trains_whole
@@ -68,7 +68,7 @@ def build_layer(
     kind = LATENT if family.latent else layer_type(config, index)
     if kind == "linear_attention" and names.mamba:
         kind = MAMBA
-    mixer = None if kind == "mlp" else MIXERS[kind](layer, family, config, index, around, group)
+    mixer = None if kind in MLPS else MIXERS[kind](layer, family, config, index, around, group)
     if mixer is not None and family.halves:
         return DecoderLayer(layer, index, mixer, None, below)
     mlp, around = getattr(layer, names.mlp), Around(norm("before_mlp"), norm("after_mlp"), multiplier)

@@ -26,7 +26,7 @@ from pronghorn.kernels.moe.grouped_quantized import QuantizedStack
 from pronghorn.kernels.moe.routing import Routing, sort_by_expert
 from pronghorn.model.causal_lm import FastCausalLM
 from pronghorn.model.experts import OwnExperts
-from pronghorn.model.formats.experts import STACKS, StoredExperts
+from pronghorn.model.formats.experts import StoredExperts, stacks_in
 from pronghorn.model.layers.mlps.experts import ExpertsMlp
 from pronghorn.model.layers.types import Grads
 from pronghorn.model.shards import FIRST
@@ -89,7 +89,7 @@ class ExpertShares(Shares):
 
     def keep(self, name: str, module: nn.Module) -> None:
         for inner_name, inner in module.named_modules(prefix=name):
-            for stack in STACKS if all(getattr(getattr(inner, stack, None), "ndim", 0) == 3 for stack in STACKS) else ():
+            for stack in stacks_in(inner):
                 self.own[inner, stack] = self._cut(f"{inner_name}.{stack}", inner, stack)
 
     def keep_ends(self, model: HFModel) -> None:

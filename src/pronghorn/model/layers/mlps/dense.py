@@ -28,7 +28,7 @@ from torch import Tensor
 from pronghorn.kernels.lora.lora_linear import Part as GradPart
 from pronghorn.kernels.lora.multi_gather import GatherJob
 from pronghorn.kernels.mlp.gated_mlp import gated_activation
-from pronghorn.kernels.moe.moe_gated import SILU, expert_gated_backward
+from pronghorn.kernels.moe.moe_gated import SILU, ExpertActivation, expert_gated_backward
 from pronghorn.model.layers.composed import normed, projected
 from pronghorn.model.layers.group import Group
 from pronghorn.model.layers.linears import LinearGroup
@@ -50,6 +50,7 @@ class DenseMlp(Part):
     saves = ("h2", "gu", "xa2", "xa3", "y2")
     kept: ClassVar[Kept] = dict.fromkeys(FROM_INPUT, ("xa3",))  # a A^T of `down` (T x R) saves running its GEMM twice
     may_chunk = True
+    as_expert: ClassVar[ExpertActivation] = SILU  # of a shared expert
 
     def __init__(self, around: Around, gate_up: LinearGroup, down: LinearGroup, activation: Any) -> None:
         """`activation`: a `Kind` of gated_mlp.py; UngatedMlp has others."""
@@ -166,9 +167,9 @@ class DenseMlp(Part):
         gu, xa3, down = saved["gu"], saved["xa3"], self.down
         dy = down.grad_of_residual(dh3, 1.0, grad_buffer) if down.extra else Operand(dh3)
         da, of_down = down.back(dy)
-        dgu, each = gu[:, : 2 * da.shape[1]], torch.arange(len(da), dtype=torch.int32, device=da.device)
+        dgu, each = gu[:, : self.as_expert.parts * da.shape[1]], torch.arange(len(da), dtype=torch.int32, device=da.device)
         _, dweight, _ = expert_gated_backward(
-            da, dgu, SILU, each, weights_TK=weight_T1, need_activation=down.needs_input, out=dgu, activation_out=da
+            da, dgu, self.as_expert, each, weights_TK=weight_T1, need_activation=down.needs_input, out=dgu, activation_out=da
         )
         assert dweight is not None
         down_grads = down.gradients(of_down, da, None if xa3 is None else xa3 * weight_T1.to(xa3.dtype))

@@ -6,7 +6,7 @@ Saved for backward (saved.py): *; adapters (kernels/moe/grouped_lora.py) in [ ]:
     x2 = norm(h2)                                        recomputed only if weights or adapters need it
    *logits_TE = x2 Wrouter                               their softmax, K largest and sort: *routing (kernels/moe/routing.py)
     x_S [| xa] = x2 of each row's token                  one gather; *xa
-   *gu_S2F = x_S Wgu                                     one grouped GEMM over all experts
+   *gu_S2F = x_S Wgu                                     one grouped GEMM over all experts; without a gate, up alone
     a_SF [| aa] = act(gate, up), with the expert's bias
     y_SD = a Wdown
     h3 = h2 + sum of each token's K rows of y, weighted  plus the down bias and a shared expert's output
@@ -39,12 +39,13 @@ from pronghorn.kernels.lora.lora_linear import NormOf
 from pronghorn.kernels.lora.multi_gather import GatherJob
 from pronghorn.kernels.lora.shared_buffers import SharedBuffers
 from pronghorn.kernels.moe.moe_combine import combine
-from pronghorn.kernels.moe.moe_gated import SILU, ExpertActivation, expert_gated_backward, expert_gated_forward
+from pronghorn.kernels.moe.moe_gated import ExpertActivation, expert_gated_backward, expert_gated_forward
 from pronghorn.kernels.moe.moe_gather import gather_rows
 from pronghorn.kernels.moe.routing import Routing, Sigmoid, route_backward, routing_forward
 from pronghorn.kernels.runtime.copy_rows import copy_rows
 from pronghorn.model.experts import ExpertStack, Router
 from pronghorn.model.families import Family, expert_groups
+from pronghorn.model.formats.experts import STACKS
 from pronghorn.model.layers.composed import normed
 from pronghorn.model.layers.group import Group
 from pronghorn.model.layers.linears import LinearGroup
@@ -106,13 +107,14 @@ class ExpertsMlp(Part):
         self.tiny, self.biased = experts.tiny, experts.biased
         self.groups_of_experts = expert_groups(config) if experts.sigmoid else None
         self.expert_gate_up, self.expert_down = (
-            ExpertStack(module, name, transposed=experts.transposed, buffers=buffers) for name in ("gate_up_proj", "down_proj")
+            ExpertStack(module, name, transposed=experts.transposed, buffers=buffers)
+            for name in STACKS[0 if family.gated else 1]
         )
         self.spread: ExpertRows | None = None  # where ranks have some of the experts each
         self.shared, gate = shared, experts.shared_gate
         self.shared_gate = LinearGroup(module, (gate,), buffers) if gate and hasattr(module, gate) else None
         own = self.expert_down.module()
-        self.expert_activation = SILU
+        self.expert_activation = ExpertActivation(experts.activation)
         if experts.activation == "clamped":
             self.expert_activation = ExpertActivation("clamped", float(own.limit), float(own.alpha))
 

@@ -6,7 +6,7 @@ a GEMM's epilogue, and in FP8 a second kernel casts its output. xIELU's two numb
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -16,6 +16,7 @@ from pronghorn.kernels.mlp.ungated_mlp import (
     ungated_activation_backward,
     ungated_activation_forward,
 )
+from pronghorn.kernels.moe.moe_gated import RELU2, ExpertActivation
 from pronghorn.model.layers.linears import LinearGroup
 from pronghorn.model.layers.mlps.dense import DenseMlp
 from pronghorn.model.layers.operand import Operand
@@ -27,6 +28,8 @@ ALPHAS = ("alpha_p", "alpha_n")
 
 
 class UngatedMlp(DenseMlp):
+    as_expert: ClassVar[ExpertActivation] = RELU2
+
     def __init__(self, around: Around, up: LinearGroup, down: LinearGroup, activation: str, module: nn.Module | None) -> None:
         """`module`: that of the activation, if it has parameters."""
         super().__init__(around, up, down, activation)
@@ -53,6 +56,10 @@ class UngatedMlp(DenseMlp):
         a_ext = rows_like(u_ext, width + self.down.extra)
         ungated_activation_forward(u_ext[:, :width], self.scalars, out=a_ext[:, :width])
         return Operand(a_ext)
+
+    def adapters_of(self, u_ext: Tensor) -> Tensor | None:
+        """By running its GEMM again."""
+        return self.down.owned(self.down.apply(self.activated(u_ext))[1])
 
     def back_through_activation(self, da: Tensor, dy: Operand, saved: Saved, *, thin: bool) -> tuple[Operand, bool]:
         u = saved["gu"][:, : da.shape[1]]
