@@ -52,6 +52,8 @@ CONFIG = (
     "final_logit_softcapping",
     "logits_scaling",
     "embedding_multiplier",
+    "mup_enabled",
+    "output_multiplier",
     "num_attention_heads",
     "num_key_value_heads",
     "hidden_size",

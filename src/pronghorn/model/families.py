@@ -52,6 +52,7 @@ SANDWICH = Norms(
     after_attention="post_attention_layernorm", before_mlp="pre_feedforward_layernorm", after_mlp="post_feedforward_layernorm"
 )
 GLM4 = Norms(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
+AFMOE = Norms(after_attention="post_attention_layernorm", before_mlp="pre_mlp_layernorm", after_mlp="post_mlp_layernorm")
 HYPERCLOVAX = Norms(after_attention="post_norm1", after_mlp="post_norm2")
 APERTUS = Norms(before_attention="attention_layernorm", before_mlp="feedforward_layernorm")
 AFTER_ONLY = Norms(
@@ -64,7 +65,7 @@ class Experts:
     """Layers whose MLP is a mixture of experts (layers/mlps/experts.py). The config gives their number and the normalization
     of their weights; the modules tell whether there is a shared expert, a gate for it, and a bias of the choice."""
 
-    router: str = "gate"
+    router: str = "gate"  # of the weight [E, inputs]; perhaps a linear inside the router: `router.gate`
     transposed: bool = False  # weights are stored [E, inputs, outputs]
     activation: ExpertKind = "silu"
     sigmoid: bool = False  # scores are sigmoids of the logits; else a softmax over all
@@ -94,7 +95,9 @@ class Family:
     states: tuple[str, ...] = ()  # config keys of layers with states: key heads, their width, value heads, theirs, taps
     activation: str = ""  # where the config does not say it
     one_plus: bool = False  # norms multiply by 1 + weight
-    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    last_one_plus: bool = True  # then the last norm, too
+    root_width: str = ""  # config key: if it is true, embeddings are multiplied by the square root of the width
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # a fourth makes the gates of attention's output
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     gated: bool = True  # else the MLP is down(act(up)), and `gate_up` is up alone
     qk_norm: NormKind | None = None
@@ -103,14 +106,15 @@ class Family:
     ntk_alpha: bool = False  # its RoPE of type `dynamic` with `alpha` is static
     v_norm: bool = False  # values are normed by head, without a weight
     latent: bool = False  # attention is multi-head latent attention (layers/mixers/latent_attention.py)
-    output_gate: bool = False  # attention's output has a gate for each of its values, which q_proj makes beside the queries
+    output_gate: bool = False  # attention's output has a gate for each value; without a fourth of qkv, q_proj makes it, too
+    query_factor: str = ""  # config key that multiplies queries
     rope: bool = True  # else no layer has RoPE
     rope_key: str = ""  # config key that is "rope" where layers have RoPE
     neighbours: bool = False  # RoPE pairs neighbours instead of halves
     pair_tables: bool = False  # its own cos and sin have each number twice in a row; elsewhere all numbers, then all again
     rope_needs_window: bool = False  # in a model with a window, layers without it have no RoPE
     query_scale: bool = False  # queries grow with their position: `llama_4_scaling_beta` among the RoPE parameters
-    logits_times: bool = False  # `logits_scaling` multiplies the logits; elsewhere it divides them
+    logits_times: str = ""  # config key that multiplies the logits; elsewhere `logits_scaling` divides them
     layer_scale: str = ""  # name of the layer's buffer that multiplies the residual stream at its end
     by_layer: tuple[str, ...] = ()  # config keys that may have another value in each layer
     experts: Experts | None = None
@@ -136,6 +140,8 @@ LFM2 = Family(
     qk_norm="per_head",
 )
 
+GATED = ("q_proj", "k_proj", "v_proj", "gate_proj")
+HUNYUAN = Family(names=Names(q_norm="query_layernorm", k_norm="key_layernorm"), qk_norm="after_rope", ntk_alpha=True)
 GLM4V = Family(norms=GLM4, gate_up=("gate_up_proj",), neighbours=True, pair_tables=True)
 GRANITE_MOE = Family(names=Names(mlp="block_sparse_moe"), experts=Experts(router="router", shared=""))
 QWEN3_5 = Family(
@@ -178,7 +184,7 @@ FAMILIES = {
     "helium": Family(neighbours=True),
     "gemma": Family(one_plus=True),
     "vaultgemma": Family(norms=Norms(before_mlp="pre_feedforward_layernorm"), one_plus=True),
-    "hyperclovax": Family(norms=HYPERCLOVAX, logits_times=True),
+    "hyperclovax": Family(norms=HYPERCLOVAX, logits_times="logits_scaling"),
     "granite_swa": Family(),
     "mellum": Family(qk_norm="per_head", experts=Experts()),
     "olmoe": Family(qk_norm="full", experts=Experts()),
@@ -209,9 +215,20 @@ FAMILIES = {
     ),
     "arcee": Family(gate_up=("up_proj",), gated=False),
     "apertus": Family(norms=APERTUS, gate_up=("up_proj",), gated=False, qk_norm="per_head"),
-    "hunyuan_v1_dense": Family(
-        names=Names(q_norm="query_layernorm", k_norm="key_layernorm"), qk_norm="after_rope", ntk_alpha=True
+    "hunyuan_v1_dense": HUNYUAN,
+    "hunyuan_v1_moe": replace(
+        HUNYUAN, experts=Experts(router="gate.wg", shared="shared_mlp", shared_gate="", shared_adapted=False, float32=True)
     ),
+    "afmoe": Family(
+        norms=AFMOE,
+        root_width="mup_enabled",
+        qkv=GATED,
+        qk_norm="per_head",
+        output_gate=True,
+        rope_needs_window=True,
+        experts=replace(DEEPSEEK_V3, router="router.gate", scale="route_scale", choice_bias="expert_bias", float32=False),
+    ),
+    "youtu": Family(latent=True),
     "nanochat": Family(
         names=Names(down="fc2"), gate_up=("fc1",), gated=False, qk_norm="after_rope", norm_first=True, turned_back=True
     ),
@@ -241,6 +258,17 @@ FAMILIES = {
     "qwen2_vl_text": Family(),
     "qwen2_5_vl_text": Family(),
     "qwen3_vl_text": Family(qk_norm="per_head"),
+    "muse_glimmer_text": Family(
+        norms=SANDWICH,
+        names=Names(q_norm="qk_norm", k_norm="qk_norm"),
+        one_plus=True,
+        last_one_plus=False,
+        qkv=GATED,
+        qk_norm="per_head",
+        output_gate=True,
+        query_factor="qk_scale_factor",
+        logits_times="output_multiplier",
+    ),
     "glm4v_text": GLM4V,
     "glm_ocr_text": GLM4V,
     "glm4v_moe_text": Family(experts=DEEPSEEK_V3),
@@ -263,6 +291,7 @@ WRAPPERS = (
     "llava_next",
     "llava_onevision",
     "mistral3",
+    "muse_glimmer",
     "qwen2_vl",
     "qwen2_5_vl",
     "qwen3_vl",
@@ -346,7 +375,10 @@ def why_not_routed(config: HFConfig) -> str:
     experts = FAMILIES[config.model_type].experts
     if experts is None or (experts.beside and not num_experts(config)):
         return ""
-    if not num_experts(config) or not config.num_experts_per_tok:
+    if isinstance(config.num_experts_per_tok, list) and len({*config.num_experts_per_tok}) > 1:
+        return "the fast layers do not support different numbers of experts per token by layer"
+    chosen = experts_per_token(config)
+    if not num_experts(config) or not chosen:
         return "the config does not say how many experts there are or how many each token uses"
     if getattr(config, "output_router_logits", False) and (experts.sigmoid or experts.biased):
         return "output_router_logits: the auxiliary loss of routers with sigmoids or a bias is not supported"
@@ -356,8 +388,8 @@ def why_not_routed(config: HFConfig) -> str:
     size, rest = divmod(num_experts(config), groups)
     if rest or (groups > 1 and size < 2) or not 1 <= kept <= groups:
         return f"{num_experts(config)} experts do not form {groups} groups of two or more experts, {kept} of them selected"
-    if config.num_experts_per_tok > kept * size:
-        return f"{config.num_experts_per_tok} experts per token are more than {kept} of {groups} groups have"
+    if chosen > kept * size:
+        return f"{chosen} experts per token are more than {kept} of {groups} groups have"
     return ""
 
 
@@ -419,6 +451,12 @@ def activation_name(config: HFConfig) -> str:
 def num_experts(config: HFConfig) -> int:
     names = ("num_local_experts", "n_routed_experts", "num_experts")
     return next((int(count) for name in names if (count := getattr(config, name, None))), 0)
+
+
+def experts_per_token(config: HFConfig) -> int:
+    """The same in every layer (`why_not_routed`); some configs list it for each."""
+    found = config.num_experts_per_tok
+    return int((found[0] if isinstance(found, list) else found) or 0)
 
 
 def layer_type(config: HFConfig, index: int) -> str:
