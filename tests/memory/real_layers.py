@@ -82,6 +82,16 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "first_k_dense_replace": 1,
     },
+    "afmoe": {
+        "moe_intermediate_size": 64,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "num_shared_experts": 2,
+        "num_dense_layers": 0,
+        "head_dim": 16,
+        "sliding_window": 16,
+    },
+    "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 3, "head_dim": 16, "intermediate_size": 64},
     "granitemoe": {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 64},
     "hy_v3": {
         "moe_intermediate_size": 64,

@@ -166,7 +166,7 @@ FORMATS: dict[str, Format] = {
             fp8_quantize,
             _fp8_state,
             _fp8_of_state,
-            wide=("lm_head", *WHOLE, *GATES, "shared_expert_gate"),
+            wide=("lm_head", *WHOLE, *GATES, *ROUTERS, "shared_expert_gate"),
             in_fp8=True,
             product=_fp8_product,
         ),

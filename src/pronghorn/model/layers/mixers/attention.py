@@ -106,10 +106,13 @@ class Attention(Mixer):
 
     @property
     def rotated(self) -> slice:
-        """Columns that RoPE's kernels get: without gates of their own linear, and without values that have a norm."""
-        if self.family.v_norm:
-            return slice(0, (self.heads + self.kv_heads) * self.head_width)
-        return slice(0, self.qkv_width - (self.out_width if self.gates_apart else 0))
+        """Columns of the queries and keys."""
+        return slice(0, (self.heads + self.kv_heads) * self.head_width)
+
+    @property
+    def before_gates(self) -> int:
+        """The number of columns before gates of their own linear."""
+        return self.qkv_width - (self.out_width if self.gates_apart else 0)
 
     def raw_values(self, qkv: Tensor) -> Tensor:
         """The columns of the values, or of the keys that are values."""
@@ -162,7 +165,8 @@ class Attention(Mixer):
 
     def _rotate(self, qkv: Tensor, saved: Saved, documents: Documents) -> None:
         cos, sin = documents.rotary[self.rope]
-        q, k, v, rstd = qk_rope_forward(qkv[:, self.rotated], cos, sin, **self.rope_options(), in_place=self.q_norm is None)
+        rotated = qkv[:, self.rotated] if self.family.v_norm else qkv[:, : self.before_gates]
+        q, k, v, rstd = qk_rope_forward(rotated, cos, sin, **self.rope_options(), in_place=self.q_norm is None)
         if self.family.v_norm:
             v, v_rstd = head_norm_forward(self.raw_values(qkv), float(self.module.v_norm.eps))
             saved.put(v_rstd=v_rstd)
@@ -199,7 +203,7 @@ class Attention(Mixer):
 
     def gate_of(self, qkv_ext: Tensor) -> Tensor:
         if self.gates_apart:
-            return self.heads_of(qkv_ext[:, self.rotated.stop : self.qkv_width])
+            return self.heads_of(qkv_ext[:, self.before_gates :])
         both: Tensor = qkv_ext[:, : 2 * self.out_width].unflatten(1, (self.heads, 2 * self.head_width))
         return both[..., self.head_width :]
 
@@ -258,14 +262,14 @@ class Attention(Mixer):
         return rows_like(do, self.qkv_width + self.qkv.extra)
 
     def _back_through_rope(self, grads: Parts, dqkv_ext: Tensor, saved: Saved, documents: Documents) -> None:
-        (cos, sin), raw, out = documents.rotary[self.rope], saved["qkv"], dqkv_ext[:, self.rotated]
+        (cos, sin), raw, out = documents.rotary[self.rope], saved["qkv"], dqkv_ext[:, : self.before_gates]
         options: dict[str, Any] = {"neighbours": self.family.neighbours}
         dv = grads[2]
         if self.family.v_norm:
-            grads = (*grads[:2], dv[:, :0])
+            raw, out, grads = raw[:, self.rotated], out[:, self.rotated], (*grads[:2], dv[:, :0])
         if self.q_norm and self.k_norm:
             options |= {
-                "qkv_TX": raw[:, self.rotated],
+                "qkv_TX": raw[:, : self.before_gates],
                 "rstd": saved["qk_rstd"],
                 **self._norm_options(),
                 "need_norm_grad": self.q_norm.trains() or self.k_norm.trains(),
@@ -280,7 +284,9 @@ class Attention(Mixer):
 
     def composed_mix(self, y: Tensor, documents: Documents) -> Tensor:
         cos, sin = documents.rotary[self.rope]
-        q, k, v = qk_rope(y[:, self.rotated], cos, sin, **self.rope_options())
+        q, k, v = qk_rope(
+            y[:, self.rotated] if self.family.v_norm else y[:, : self.before_gates], cos, sin, **self.rope_options()
+        )
         if self.family.v_norm:
             v = head_norm(self.raw_values(y), float(self.module.v_norm.eps))
         if documents.query_scale_T is not None:
