@@ -69,10 +69,10 @@ OTHERS: dict[str, Callable[[], Any]] = {
 }
 KINDS = DENSE | OTHERS
 # A kind is a row in every run, further families of it are for `--every-case`.
-LATER = ("gates of their own, full", "experts, norms after them, full", "qk-norm", "qk-norm after RoPE, full", "full", "fp8, four norms", "fp8, norms elsewhere", "fp8, multipliers",
-         "experts, shared expert", "experts, adapters on attention", "fp8, no gate", "no gate",
-         "norms without weights, full", "fp8, norms without weights", "states, experts",
-         "states, columns in another order")  # fmt: skip
+LATER = ("gates of their own, full", "experts, norms after them, full", "qk-norm", "qk-norm after RoPE, full", "full",
+         "fp8, four norms", "fp8, norms elsewhere", "fp8, multipliers", "experts, shared expert",
+         "experts, adapters on attention", "fp8, no gate", "no gate", "norms without weights, full",
+         "fp8, norms without weights", "states, experts", "states, columns in another order")  # fmt: skip
 
 
 def rows_of(kinds: dict[str, Any]) -> list[Any]:

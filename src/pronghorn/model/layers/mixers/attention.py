@@ -284,9 +284,8 @@ class Attention(Mixer):
 
     def composed_mix(self, y: Tensor, documents: Documents) -> Tensor:
         cos, sin = documents.rotary[self.rope]
-        q, k, v = qk_rope(
-            y[:, self.rotated] if self.family.v_norm else y[:, : self.before_gates], cos, sin, **self.rope_options()
-        )
+        rotated = y[:, self.rotated] if self.family.v_norm else y[:, : self.before_gates]
+        q, k, v = qk_rope(rotated, cos, sin, **self.rope_options())
         if self.family.v_norm:
             v = head_norm(self.raw_values(y), float(self.module.v_norm.eps))
         if documents.query_scale_T is not None:
