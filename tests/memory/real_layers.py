@@ -42,6 +42,7 @@ DENSE: dict[str, dict[str, Any]] = {
     "exaone4": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
     "ministral3": {"head_dim": 16},
     "arcee": {},
+    "cohere2": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
     "nanochat": {},
     "hunyuan_v1_dense": {"head_dim": 16},
     "apertus": {},

@@ -196,6 +196,8 @@ def test_the_activation_is_the_one_that_the_class_reads() -> None:
         ("ernie4_5_moe", {"moe_norm_min": 0.5}, "moe_norm_min"),
         ("ernie4_5_moe", {"output_router_logits": True}, "auxiliary loss of routers with sigmoids or a bias"),
         ("granitemoe_swa", {"shared_intermediate_size": 64}, "shared_intermediate_size"),
+        ("cohere", {"use_qk_norm": True}, "use_qk_norm"),
+        ("cohere2", {"sliding_window": None}, "no sliding_window"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
         ("hunyuan_v1_moe", {"moe_topk": [1, 2] * 16}, "different numbers of experts per token by layer"),
         ("afmoe", {"score_func": "softmax"}, "score_func"),

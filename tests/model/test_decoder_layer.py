@@ -116,6 +116,8 @@ MORE: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0},
     },
     "youtu": LATENT,
+    "cohere": {"logit_scale": 0.3},
+    "cohere2": {**KINDS, "logit_scale": 0.3},
     "muse_glimmer": {
         "text_config": SMALL
         | {**KINDS, "head_dim": 8, "layer_rope_theta": [0, 500.0], "post_norm_eps": 1e-3, "final_logit_softcapping": 3.0},
@@ -252,7 +254,7 @@ def single_batch() -> PackedBatch:
 
 # Which linears have adapters matters to groups of them: separate or one, with a bias or not, behind a norm or not. DoRA has
 # other code for norms, window, cap, rotary and multiplier. Of families that are alike in these, one each.
-LATER = [family for family in MORE if "gemma4" not in family and family != "muse_glimmer"]
+LATER = [family for family in MORE if "gemma4" not in family and family not in ("muse_glimmer", "cohere2")]
 CASES = [
     *((family, "full") for family in FAMILIES),
     *((family, "lora") for family in FAMILIES if family not in LATER),
@@ -273,6 +275,7 @@ CASES = [
             "apertus",
             "hunyuan_v1_dense",
             "gemma4_unified_text",
+            "cohere2",
             "muse_glimmer",
             "nanochat",
         )

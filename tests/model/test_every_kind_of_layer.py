@@ -50,6 +50,9 @@ DENSE: dict[str, Callable[[], Any]] = {  # their MLP can be done in pieces
 }
 OTHERS: dict[str, Callable[[], Any]] = {
     "nf4": lambda: test_linears.model_of("qwen3", test_linears.LORAS["some"]),
+    "attention beside the MLP, full": lambda: test_decoder_layer.model_of("cohere2", "full", torch.float32),
+    "attention beside the MLP": lambda: test_decoder_layer.model_of("cohere2", "lora", torch.float32),
+    "fp8, attention beside the MLP": lambda: test_fp8_gemms.model_of("cohere2"),
     "experts": lambda: test_experts.model_of("gpt_oss", "lora on experts", torch.float32),
     "experts, full": lambda: test_experts.model_of("qwen2_moe", "full", torch.float32),
     "experts in fp8": lambda: test_fp8_moe_layer.model_of("gpt_oss", "experts"),

@@ -24,6 +24,7 @@ SMALL: dict[str, Any] = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "granite_swa": {"layer_rope_theta": [0, 500.0], "attention_multiplier": 0.25},  # several RoPE modules; sinks
     "apertus": {},  # the activation has parameters
+    "cohere2": {},  # a layer has one norm
     "glm4": {},  # gate and up are one linear
     "glm4_moe_lite": {  # latents; all keys and values have one rotated key in common
         "num_key_value_heads": 4, "head_dim": 16, "q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 16,

@@ -54,6 +54,7 @@ CONFIG = (
     "embedding_multiplier",
     "mup_enabled",
     "output_multiplier",
+    "logit_scale",
     "num_attention_heads",
     "num_key_value_heads",
     "hidden_size",

@@ -81,10 +81,11 @@ class FastCausalLM:
         # weight of the routers' auxiliary loss, which a classifier has not
         self.balance = float(getattr(model, "router_aux_loss_coef", 0.0)) if asked else 0.0
         one_plus = family.one_plus and family.last_one_plus
-        self.norm = Norm(self.backbone, family.names.last_norm, one_plus, width=int(config.hidden_size))
+        width, last = int(config.hidden_size), family.names.last_norm
+        self.norm = Norm(self.backbone, last, one_plus, width=width, centered=family.centered)
         normed = self.norm if family.norm_first else None
         by_root = bool(family.root_width) and bool(getattr(config, family.root_width))
-        multiplier = int(config.hidden_size) ** 0.5 if by_root else float(getattr(config, "embedding_multiplier", 1.0))
+        multiplier = width**0.5 if by_root else float(getattr(config, "embedding_multiplier", 1.0))
         self.embed = Embed(model, self.backbone, family.names.embeddings, multiplier, normed)
         self.head = head_in(model.config)(self)
         mixers = [layer.mixer for layer in self.layers if layer.mixer is not None]

@@ -45,6 +45,7 @@ HONOURED = frozenset(
         "norm_eps",
         "post_norm_eps",
         "layer_norm_epsilon",
+        "layer_norm_eps",
         "hidden_act",
         "hidden_activation",
         *DROPOUTS,
@@ -105,6 +106,7 @@ HONOURED = frozenset(
         "residual_multiplier",
         "logits_scaling",
         "output_multiplier",
+        "logit_scale",
         "final_logit_softcapping",
         # experts
         "num_experts",

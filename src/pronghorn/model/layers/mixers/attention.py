@@ -32,7 +32,8 @@ from pronghorn.kernels.attention.attention_torch import Backend
 from pronghorn.kernels.attention.output_gate import output_gate_backward, output_gate_forward, output_gate_reference
 from pronghorn.kernels.attention.rope import qk_rope, qk_rope_backward, qk_rope_forward
 from pronghorn.kernels.norm.head_norm import head_norm, head_norm_backward, head_norm_forward
-from pronghorn.model.families import Family, heads_of, rope_kind, window
+from pronghorn.model.families import heads_of, rope_kind, window
+from pronghorn.model.family import Family
 from pronghorn.model.layers.norms import Norm
 from pronghorn.model.layers.operand import Operand
 from pronghorn.model.layers.part import Around, MakeGroup, Mixer

@@ -44,7 +44,8 @@ from pronghorn.kernels.moe.moe_gather import gather_rows
 from pronghorn.kernels.moe.routing import Routing, Sigmoid, route_backward, routing_forward
 from pronghorn.kernels.runtime.copy_rows import copy_rows
 from pronghorn.model.experts import ExpertStack, Router
-from pronghorn.model.families import Family, expert_groups, experts_per_token
+from pronghorn.model.families import expert_groups, experts_per_token
+from pronghorn.model.family import Family
 from pronghorn.model.layers.composed import normed
 from pronghorn.model.layers.group import Group
 from pronghorn.model.layers.linears import LinearGroup
