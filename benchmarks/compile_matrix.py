@@ -118,6 +118,30 @@ SIZES: dict[str, dict[str, Any]] = MODELS | {  # more published sizes; Gemma 2 h
         "hidden_act": "relu2",
     },
     "hunyuan-7b": _LLAMA | {"model_type": "hunyuan_v1_dense"},
+    "command-r7b": {
+        "model_type": "cohere2",
+        "vocab_size": 256000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "sliding_window": 32,
+        "layer_types": ["sliding_attention"],
+    },
+    "trinity-mini": {
+        "model_type": "afmoe",
+        "vocab_size": 200192,
+        "hidden_size": 2048,
+        "moe_intermediate_size": 1024,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_shared_experts": 1,
+        "num_dense_layers": 0,
+        "sliding_window": 32,
+        "layer_types": ["sliding_attention"],
+    },
     "glm-4.7-flash": {
         "model_type": "glm4_moe_lite",
         "vocab_size": 154880,
@@ -194,6 +218,7 @@ CASES = (  # sizes are shared where they do not matter: a constant that differs 
     Case("lfm2-1.2b"), Case("lfm2-1.2b", "full"), Case("apertus-8b", "full"), Case("arcee-4.5b"), Case("hunyuan-7b", "full"),
     Case("gemma-4-12b"), Case("gemma-4-12b", "full", tokens=1000), Case("gemma-4-12b", shared=True), Case("glm-4.7-flash"),
     Case("glm-4.7-flash", changes={"qk_nope_head_dim": 128, "v_head_dim": 128}),  # DeepSeek-V3's heads
+    Case("command-r7b"), Case("command-r7b", "full"), Case("trinity-mini"),
     Case("qwen3.5-9b"), Case("qwen3.5-9b", "full"), Case("qwen3.5-9b", changes={"layer_types": ["full_attention"]}),
     Case("gpt-oss-20b-4layers", "full", changes={"num_local_experts": 8}), Case("qwen3-30b-a3b-4layers", "full", tokens=256),
 )  # fmt: skip

@@ -6,6 +6,8 @@ backward would hold a copy, T x D, at the memory peak of a step with long docume
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -24,7 +26,7 @@ def final_norm(h_ND: Tensor, norm: Norm, grad_buffer: GradBuffer, extra: int) ->
 class _FinalNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Ctx, h_ND: Tensor, weight_D: Tensor, eps: float, form: dict[str, bool], grad_buffer: GradBuffer, extra: int
+        ctx: Ctx, h_ND: Tensor, weight_D: Tensor, eps: float, form: dict[str, Any], grad_buffer: GradBuffer, extra: int
     ) -> Tensor:
         y_ND, _, rstd_N = rms_norm_forward(h_ND, weight_D, eps, **form)
         ctx.save_for_backward(h_ND, weight_D, rstd_N)

@@ -15,7 +15,7 @@ rounded once. Bound by memory: each tensor is read or written once, a row stays 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -429,7 +429,7 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Ctx, x_TD: torch.Tensor, weight_D: torch.Tensor, residual_TD: torch.Tensor | None, eps: float,
-        kind: dict[str, bool],
+        kind: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:  # fmt: skip
         y_TD, h_TD, rstd_T = rms_norm_forward(x_TD, weight_D, eps, residual_TD=residual_TD, **kind)
         ctx.save_for_backward(h_TD, weight_D, rstd_T)
@@ -457,7 +457,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def rms_norm(
-    x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, *, residual_TD: torch.Tensor | None = None, **kind: bool
+    x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, *, residual_TD: torch.Tensor | None = None, **kind: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Differentiable; returns (y, h), h = x + residual. `kind`: one_plus, centered."""
     outputs = _RmsNorm.apply(x_TD, weight_D, residual_TD, eps, kind)  # type: ignore[no-untyped-call]

@@ -26,7 +26,7 @@ class Norm:
         weight, if it has none."""
         self.parent, self.name, self.module = parent, name, getattr(parent, name)
         self.one_plus, self.slot, self.width, self.centered = one_plus, slot, width, centered
-        self.form = {"one_plus": one_plus, "centered": centered}
+        self.form: dict[str, Any] = {"one_plus": one_plus, "centered": centered}  # for the kernels
         self._ones: Tensor | None = None
         self.rstd = f"rstd.{slot}"  # its name among the saved tensors
 

@@ -50,7 +50,21 @@ def scaled_queries(q_TNH: Tensor, documents: Documents) -> Tensor:
 
 
 class Attention(Mixer):
-    saves = ("q", "k", "v", "qkv", "qk_rstd", "v_rstd", "o", "o_rows", "core", "lse", "xa1", "xa_o", "y1")
+    saves: ClassVar[tuple[str, ...]] = (
+        "q",
+        "k",
+        "v",
+        "qkv",
+        "qk_rstd",
+        "v_rstd",
+        "o",
+        "o_rows",
+        "core",
+        "lse",
+        "xa1",
+        "xa_o",
+        "y1",
+    )
     kept: ClassVar[Kept] = {"around_attention": ("o", "core", "lse")}
     recomputed_from = "q"
     rope: str

@@ -7,6 +7,8 @@ runs the MLP first; its gradient of x is added to attention's before both go thr
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor, nn
 
 from pronghorn.hf_types import HFConfig
@@ -18,7 +20,7 @@ from pronghorn.model.layers.group import Group
 from pronghorn.model.layers.mixers.attention import Attention
 from pronghorn.model.layers.mlps.dense import DenseMlp
 from pronghorn.model.layers.part import Around, MakeGroup
-from pronghorn.model.layers.saved import Level, Saved
+from pronghorn.model.layers.saved import FROM_INPUT, Kept, Level, Saved
 from pronghorn.model.layers.types import Documents, Grads
 from pronghorn.model.rows import spread
 
@@ -27,6 +29,7 @@ OF_MLP = ("gu", "xa2", "xa3")
 
 class ParallelAttention(Attention):
     saves = (*Attention.saves, *OF_MLP)
+    kept: ClassVar[Kept] = {level: (*Attention.kept.get(level, ()), "xa3") for level in FROM_INPUT}
 
     def __init__(
         self, layer: nn.Module, family: Family, config: HFConfig, index: int, around: Around, group: MakeGroup
@@ -55,9 +58,12 @@ class ParallelAttention(Attention):
         return self.mlp.gate_up.apply_spare(x)
 
     def recompute(self, saved: Saved, documents: Documents, rows: Tensor | None, norm_adds: bool) -> None:
-        super().recompute(saved, documents, rows, norm_adds)
+        """Without `down`: nothing reads the layer's output."""
+        if self.recomputed_from not in saved:
+            super().forward(saved, "nothing", documents, rows, norm_adds)
         if saved["gu"] is None:
-            saved["gu"] = self._gate_up(saved, rows)[0]
+            gu, xa2 = self._gate_up(saved, rows)
+            saved.put(gu=gu, xa2=xa2)
 
     def backward(
         self, dh: Tensor, saved: Saved, documents: Documents, rows: Tensor | None, extra: int, need_dh: bool
