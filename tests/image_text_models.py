@@ -65,6 +65,13 @@ PARTS: dict[str, dict[str, Any]] = {
         "audio_config": {"audio_embed_dim": 16},
         **OUTSIDE,
     },
+    "muse_glimmer": {
+        "text_config": TEXT | {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+        "vision_config": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2},
+        "out_hidden_size": 16,
+        "projector_hidden_size": 16,
+        **{name: OUTSIDE[name] for name in ("image_token_id", "video_token_id")},
+    },
     "mistral3": {
         "text_config": TEXT | {"model_type": "mistral", "sliding_window": None},
         "image_token_index": 255,

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pronghorn.compat.changes import CONFIG
 from pronghorn.compat.hf_forward import install
 from pronghorn.model.families import FAMILIES
+from pronghorn.model.heads.lm import LmHead
 
 # Of every config, read at every call, and without an effect on a text model's numbers.
 NO_EFFECT = {
@@ -60,20 +61,20 @@ OF_IMAGES = {  # text models that stand in another
 def test_every_config_value_that_a_forward_reads_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """What each family's own forward, loss and masks ask the config for: looked at here, or without effect on the result."""
     tables = (DENSE, MIXTURES, CONVOLUTIONS, STATES, MAMBA)
-    configs = {config.model_type: config for table in tables for config in table.values()}
+    configs = {config.get_text_config().model_type: config for table in tables for config in table.values()}
     assert configs.keys() == FAMILIES.keys() - OF_IMAGES
     for kind, config in configs.items():
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        model, text = LmHead.auto_class(config).from_config(copy.deepcopy(config)), config.get_text_config()
         read: set[str] = set()
-        ids = IDS % config.vocab_size
-        own = type(config).__getattribute__
+        ids = IDS % text.vocab_size
+        own = type(text).__getattribute__
 
         def noted(self: Any, name: str, own: Any = own, read: set[str] = read) -> Any:
             read.add(name)
             return own(self, name)
 
         with monkeypatch.context() as watching:
-            watching.setattr(type(config), "__getattribute__", noted)
+            watching.setattr(type(text), "__getattribute__", noted)
             model(input_ids=ids, labels=ids)
         read = {name for name in read if not name.startswith("__")}
         assert "layer_types" in read, kind  # it was watched

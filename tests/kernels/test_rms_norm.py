@@ -31,29 +31,32 @@ if torch.cuda.is_available():
     STORED_DTYPES = STORED_DTYPES[:1]
 # Every pair of values of any two of shape, dtype and form: all three crossed are twice as many and take no other way through
 # the kernels. On a GPU each is a compilation of every pass (half a second).
-CASES = [(shape, dtype, *FORMS[(i + j) % 2]) for i, shape in enumerate(SHAPES) for j, dtype in enumerate(DTYPES)]
+CASES = [(shape, dtype, *FORMS[(i + j) % 2], False) for i, shape in enumerate(SHAPES) for j, dtype in enumerate(DTYPES)]
+CASES += [(shape, DTYPES[i % 3], *FORMS[i % 2], True) for i, shape in enumerate(SHAPES)]
 
 
-@table(("shape", "dtype", "one_plus", "with_residual"), CASES)
+@table(("shape", "dtype", "one_plus", "with_residual", "centered"), CASES)
 def test_forward_and_backward_are_as_good_as_plain_torch(
-    device: str, judge: Judge, shape: tuple[int, int], dtype: torch.dtype, one_plus: bool, with_residual: bool
+    device: str, judge: Judge, shape: tuple[int, int], dtype: torch.dtype, one_plus: bool, with_residual: bool, centered: bool
 ) -> None:
     compiled = device == "cuda" or not use_triton(torch.empty(1))
     T, D = shape[0] if compiled else min(shape[0], 200), shape[1]  # the interpreter takes 10 ms a program
     x = strided(T, D, 16, dtype, device)
+    x += 3 * centered
+    kind = {"one_plus": one_plus, "centered": centered}
     residual = strided(T, D, 3, dtype, device) if with_residual else None
     dy, dh = strided(T, D, 8, dtype, device), torch.randn(T, D, dtype=dtype, device=device)
     weight = torch.randn(D, dtype=dtype, device=device) * 0.3 + (0 if one_plus else 1)
 
     def reference(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         added = None if residual is None else residual.to(x.dtype)
-        return rms_norm_reference(x, weight, EPS, one_plus=one_plus, residual_TD=added)
+        return rms_norm_reference(x, weight, EPS, residual_TD=added, **kind)
 
     truth, plain = truth_and_plain(reference, [x, weight], [dy, dh])
 
     out = torch.full((T, D + 24), float("nan"), dtype=dtype, device=device)
-    y, h, rstd = rms_norm_forward(x, weight, EPS, one_plus=one_plus, residual_TD=residual, out=out[:, :D])
-    dx, dw = rms_norm_backward(dy, h, weight, rstd, one_plus=one_plus, add_TD=dh, need_weight_grad=True)
+    y, h, rstd = rms_norm_forward(x, weight, EPS, residual_TD=residual, out=out[:, :D], **kind)
+    dx, dw = rms_norm_backward(dy, h, weight, rstd, add_TD=dh, need_weight_grad=True, **kind)
     assert dw.dtype == torch.float32
     for name, ours, theirs, true in zip(("y", "h", "dx", "dw"), (y, h, dx, dw.to(dtype)), plain, truth, strict=True):
         judge(ours, theirs, true, name)
@@ -79,13 +82,13 @@ def test_norm_then_add(device: str, judge: Judge, shape: tuple[int, int], dtype:
         judge(ours, theirs, true, name)
 
 
-@table("with_residual", [True, False])
-def test_autograd_gives_the_gradients_of_the_reference(device: str, with_residual: bool) -> None:
+@table(("with_residual", "centered"), [(True, False), (False, False), (True, True)])
+def test_autograd_gives_the_gradients_of_the_reference(device: str, with_residual: bool, centered: bool) -> None:
     inputs = [torch.randn(7, 96, device=device), torch.randn(96, device=device), torch.randn(7, 96, device=device)]
     grads = []
     for function in (rms_norm, rms_norm_reference):
         leaves = [t.clone().requires_grad_() for t in inputs]
-        y, h = function(leaves[0], leaves[1], EPS, residual_TD=leaves[2] if with_residual else None)
+        y, h = function(leaves[0], leaves[1], EPS, residual_TD=leaves[2] if with_residual else None, centered=centered)
         (y.sin().sum() + (h * h).sum()).backward()
         grads.append([leaf.grad for leaf in leaves if leaf.grad is not None])
     assert len(grads[0]) == len(grads[1]) == (3 if with_residual else 2)

@@ -85,7 +85,7 @@ def test_a_layer_saves_what_the_dry_run_says(family: str, method: str, adapters:
     assert kept_bytes(job, "nothing") == everything
     assert kept_bytes(job, "gate_up") == everything - gate_up
     assert kept_bytes(job, "layer") == bytes_of(*rest)
-    assert kept_bytes(job, "around_attention") == bytes_of(*rest, saved["o"], saved["lse"])
+    assert kept_bytes(job, "around_attention") == bytes_of(*rest, saved["o"], saved["core"], saved["lse"])
 
 
 @pytest.mark.parametrize("level", ["nothing", "gate_up", "around_attention", "layer"])

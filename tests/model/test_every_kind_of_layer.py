@@ -38,6 +38,8 @@ DENSE: dict[str, Callable[[], Any]] = {  # their MLP can be done in pieces
     "fp8, no gate": lambda: test_fp8_gemms.model_of("apertus"),
     "no gate": lambda: test_decoder_layer.model_of("arcee", "lora", torch.float32),
     "norms of values, layer scales": lambda: test_decoder_layer.model_of("gemma4_unified_text", "lora", torch.float32),
+    "gates of their own, full": lambda: test_decoder_layer.model_of("muse_glimmer", "full", torch.float32),
+    "gates of their own": lambda: test_decoder_layer.model_of("muse_glimmer", "lora", torch.float32),
     "qk-norm": lambda: test_decoder_layer.model_of("qwen3", "lora", torch.float32),
     "full": lambda: test_decoder_layer.model_of("llama", "full", torch.float32),
     "fp8, four norms": lambda: test_fp8_gemms.model_of("gemma2"),
@@ -48,6 +50,9 @@ DENSE: dict[str, Callable[[], Any]] = {  # their MLP can be done in pieces
 }
 OTHERS: dict[str, Callable[[], Any]] = {
     "nf4": lambda: test_linears.model_of("qwen3", test_linears.LORAS["some"]),
+    "attention beside the MLP, full": lambda: test_decoder_layer.model_of("cohere2", "full", torch.float32),
+    "attention beside the MLP": lambda: test_decoder_layer.model_of("cohere2", "lora", torch.float32),
+    "fp8, attention beside the MLP": lambda: test_fp8_gemms.model_of("cohere2"),
     "experts": lambda: test_experts.model_of("gpt_oss", "lora on experts", torch.float32),
     "experts, full": lambda: test_experts.model_of("qwen2_moe", "full", torch.float32),
     "states in fp8": lambda: test_fp8_gemms.model_of("qwen3_5_text"),
@@ -63,15 +68,17 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "experts without a gate, full": lambda: test_mamba_mixer.model_of("nemotron_h, experts", "full"),
     "experts without a gate": lambda: test_mamba_mixer.model_of("nemotron_h, experts", "lora on experts"),
     "mamba, experts": lambda: test_mamba_mixer.model_of("granitemoehybrid, experts", "lora"),
+    "experts, norms after them, full": lambda: test_experts.model_of("afmoe", "full", torch.float32),
+    "experts, norms after them": lambda: test_experts.model_of("afmoe", "lora on experts", torch.float32),
     "experts, shared expert": lambda: test_experts.model_of("qwen2_moe", "lora on experts", torch.float32),
     "experts, adapters on attention": lambda: test_experts.model_of("gpt_oss", "lora on attention", torch.float32),
 }
 KINDS = DENSE | OTHERS
 # A kind is a row in every run, further families of it are for `--every-case`.
-LATER = ("qk-norm", "qk-norm after RoPE, full", "full", "fp8, four norms", "fp8, norms elsewhere", "fp8, multipliers",
-         "experts, shared expert", "experts, adapters on attention", "fp8, no gate", "no gate",
-         "norms without weights, full", "fp8, norms without weights", "states, experts",
-         "states, columns in another order")  # fmt: skip
+LATER = ("gates of their own, full", "experts, norms after them, full", "qk-norm", "qk-norm after RoPE, full", "full",
+         "fp8, four norms", "fp8, norms elsewhere", "fp8, multipliers", "experts, shared expert",
+         "experts, adapters on attention", "fp8, no gate", "no gate", "norms without weights, full",
+         "fp8, norms without weights", "states, experts", "states, columns in another order")  # fmt: skip
 
 
 def rows_of(kinds: dict[str, Any]) -> list[Any]:

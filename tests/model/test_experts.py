@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
 from test_decoder_layer import (
+    LATENT,
+    NTK_ALPHA,
     SMALL,
     apart,
     assert_all_equal,
@@ -63,14 +65,6 @@ GRANITE: dict[str, Any] = {
     "embedding_multiplier": 3.0,
     "logits_scaling": 2.0,
     "attention_multiplier": 0.2,
-}
-LATENT: dict[str, Any] = {  # multi-head latent attention; keys and values have a head for each query
-    "num_key_value_heads": SMALL["num_attention_heads"],
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 12,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 20,
 }
 MSCALE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 1.0}
 LIMIT = {"swiglu_limit": 3.5} if hasattr(GptOssConfig(), "swiglu_limit") else {}  # transformers 5.17 has it in its code: 7.0
@@ -158,6 +152,23 @@ ROWS: dict[str, Any] = FAMILIES | {  # other rows of the table: their losses and
         **(SMALL | SIGMOID | LATENT | {"q_lora_rank": None, "v_head_dim": 28}),
         first_k_dense_replace=1,
         rope_interleave=False,
+    ),
+    "hunyuan_v1_moe": AutoConfig.for_model(
+        "hunyuan_v1_moe", **SMALL, num_experts=8, moe_topk=[3, 3], head_dim=16, rope_parameters=NTK_ALPHA
+    ),
+    "afmoe": AutoConfig.for_model(
+        "afmoe",
+        **(SMALL | {"num_hidden_layers": 3}),
+        moe_intermediate_size=24,
+        num_experts=8,
+        num_experts_per_tok=3,
+        num_shared_experts=2,
+        num_dense_layers=1,
+        route_scale=1.7,
+        mup_enabled=True,
+        head_dim=16,
+        sliding_window=16,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
     "hy_v3": AutoConfig.for_model(
         "hy_v3",

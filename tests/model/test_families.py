@@ -12,6 +12,11 @@ from tables import table
 LISTED = Path(__file__).parents[2] / "docs" / "families.md"
 
 
+def tens(count: int) -> int:
+    """The largest multiple of ten below: a row more rarely changes the README."""
+    return (count - 1) // 10 * 10
+
+
 def test_the_docs_list_the_rows_of_the_table() -> None:
     text = LISTED.read_text()
     listed = {
@@ -21,7 +26,8 @@ def test_the_docs_list_the_rows_of_the_table() -> None:
     assert listed == expected
     assert list(listed) == sorted(listed)
     readme = LISTED.parents[1] / "README.md"
-    assert f"[{len(FAMILIES)} model types]" in readme.read_text()
+    assert f"[More than {tens(len(FAMILIES))} model types]" in readme.read_text()
+    assert f"**more than {tens(len(re.findall('[|] no [|]$', text, re.MULTILINE)))} of them" in readme.read_text()
     with_images = re.search(r"Models that read images are trained on text: (.*?)\.", text, re.DOTALL)
     assert with_images
     assert tuple(re.findall(r"`(\w+)`", with_images[1])) == WRAPPERS

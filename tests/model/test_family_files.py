@@ -24,6 +24,7 @@ SMALL: dict[str, Any] = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "granite_swa": {"layer_rope_theta": [0, 500.0], "attention_multiplier": 0.25},  # several RoPE modules; sinks
     "apertus": {},  # the activation has parameters
+    "cohere2": {},  # a layer has one norm
     "glm4": {},  # gate and up are one linear
     "glm4_moe_lite": {  # latents; all keys and values have one rotated key in common
         "num_key_value_heads": 4, "head_dim": 16, "q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 16,
@@ -34,6 +35,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_multiplier": 0.25, "residual_multiplier": 0.5},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 64},  # the first layer is dense
     "exaone_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    "afmoe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},  # routers have a linear inside
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
     "vaultgemma": {"query_pre_attn_scalar": 16},  # embeddings are scaled by a buffer
 }  # fmt: skip
 CPU = torch.device("cpu")
@@ -45,7 +48,7 @@ def test_loaded_as_stored_and_merged_as_published(kind: str, tmp_path: Path) -> 
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL, **FAMILIES[kind]))
     keep_softcap(model)
     for name, parameter in model.named_parameters():
-        if name.endswith("mlp.gate.weight"):  # ERNIE's begin as zeros, and of equal experts either may be chosen
+        if name.endswith(".gate.weight"):  # ERNIE's and AFMoE's begin as zeros, and of equal experts either may be chosen
             torch.nn.init.normal_(parameter, std=0.1)
     model.save_pretrained(tmp_path / "model")
     buffers = dict(model.named_buffers())

@@ -61,8 +61,12 @@ FAMILIES: dict[str, Any] = {
     ),
     "olmo2": Olmo2Config(**SMALL),
 }
-# MLPs without a gate; norms without weights; sinks and layers without RoPE; queries that grow with their position.
+# LayerNorm, attention beside the MLP; MLPs without a gate; norms without weights; sinks, layers without RoPE; queries that grow
+# with their position.
 SWITCHED: dict[str, Any] = {
+    "cohere2": AutoConfig.for_model(
+        "cohere2", **SMALL, sliding_window=16, layer_types=["sliding_attention", "full_attention", "sliding_attention"]
+    ),
     "apertus": AutoConfig.for_model("apertus", **SMALL),
     "nanochat": AutoConfig.for_model("nanochat", **SMALL),
     "granite_swa": AutoConfig.for_model(

@@ -167,6 +167,8 @@ WITH_SHARED = {
     "deepseek_v3": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "q_lora_rank": None, "first_k_dense_replace": 1},
     "glm4_moe_lite": {"n_routed_experts": 4},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_num_shared_experts": 1},
+    "afmoe": {"num_experts": 4, "num_shared_experts": 1},  # PEFT takes the gate of its attention for experts, too
+    "hunyuan_v1_moe": {"num_experts": 4},
 }
 
 

@@ -30,9 +30,10 @@ from tables import first_of
 CPU = torch.device("cpu")
 KINDS = sorted(PARTS)
 # Linears of the text model with adapters, and the adapters' parameters, where they are not those of Llama.
-LINEARS = {"lfm2_vl": 12, "qwen3_vl_moe": 8, "glm4v_moe": 8, "glm4v": 12, "glm46v": 12, "glm_ocr": 12}
+LINEARS = {"lfm2_vl": 12, "qwen3_vl_moe": 8, "glm4v_moe": 8, "glm4v": 12, "glm46v": 12, "glm_ocr": 12, "muse_glimmer": 16}
 STORED = LINEARS | {"glm4v_moe": 14}  # a dense MLP and a shared expert, which have no adapters
-ADAPTERS = {"lfm2_vl": 3584, "qwen3_vl_moe": 1792, "glm4v_moe": 1792, "glm4v": 3456, "glm46v": 3456, "glm_ocr": 3456}
+ADAPTERS = {"lfm2_vl": 3584, "qwen3_vl_moe": 1792, "glm4v_moe": 1792, "glm4v": 3456, "glm46v": 3456, "glm_ocr": 3456,
+            "muse_glimmer": 4224}  # fmt: skip
 
 
 def beside(state: dict[str, Any]) -> dict[str, Any]:

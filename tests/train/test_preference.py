@@ -11,7 +11,7 @@ import pytest
 import torch
 import trl_losses as theirs
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, Cohere2Config, Gemma2Config, GptOssConfig, LlamaConfig, Qwen3Config
 
 from pronghorn.data.pack.batches import Shapes, build_batch
 from pronghorn.data.pack.loader import StepBatch
@@ -52,6 +52,7 @@ FAMILIES = {
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     ),
 }
+BESIDE = {"cohere2": Cohere2Config(**SIZES, **{key: WINDOW[key] for key in ("layer_types", "sliding_window")})}
 # ours, and TRL's settings of the same
 OBJECTIVES: dict[str, tuple[Any, Any]] = {
     "dpo": (lambda r: Dpo(r, beta=0.3), lambda m, p: theirs.dpo(m, p, beta=0.3)),
@@ -85,7 +86,7 @@ def _trl_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def models(family: str) -> tuple[Any, Any]:
     """(of stock transformers and PEFT, the same with fast layers); the adapters do something."""
     torch.manual_seed(3)
-    base = AutoModelForCausalLM.from_config(FAMILIES[family])
+    base = AutoModelForCausalLM.from_config((FAMILIES | BESIDE)[family])
     for name, parameter in base.named_parameters():
         if "norm" in name or "sinks" in name:
             torch.nn.init.normal_(parameter, mean=float("norm" in name and family != "gemma2"), std=0.2)
@@ -197,9 +198,9 @@ def test_several_rejected_answers_are_compared_with_the_chosen_one() -> None:
     assert found[2] == pytest.approx(expected[2], rel=1e-5)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt-oss"])
+@pytest.mark.parametrize("family", ["gemma2", "gpt-oss", "cohere2"])
 def test_shared_prompts_in_float64_are_the_unshared_computation(family: str) -> None:
-    """Through windows, soft-caps, sinks and experts."""
+    """Through windows, soft-caps, sinks, experts, and an MLP beside attention."""
     model, pairs = models(family)[0].double(), pairs_of(4, seed=2)
     assert install(model) == ""
     plain, shared = (stepped(model, SimPo(), table_of(pairs, shared=shared), 128) for shared in (False, True))

@@ -128,7 +128,7 @@ def _model_forward(model: PreTrainedModel, loop: OuterLoop, inputs: Inputs) -> M
 
 
 def _normed(engine: FastCausalLM, h: Tensor) -> Tensor:
-    return rms_norm(h, engine.norm.weight, engine.norm.eps, one_plus=engine.norm.one_plus)[0]
+    return rms_norm(h, engine.norm.weight, engine.norm.eps, **engine.norm.form)[0]
 
 
 # ---- what comes back -------------------------------------------------------------------------------------------------

@@ -17,7 +17,16 @@ from pronghorn.kernels.attention.attention_flash import why_no_flash4
 from pronghorn.kernels.optim.adamw8bit import BLOCK as MOMENT_BLOCK
 from pronghorn.kernels.runtime.dispatch import CHIPS, HOPPER, Target, chip_of, processor_count
 from pronghorn.memory.gpus import Gpu
-from pronghorn.model.families import FAMILIES, heads_of, num_experts, rope_kind, text_config, ties_embeddings, why_not_fast
+from pronghorn.model.families import (
+    FAMILIES,
+    experts_per_token,
+    heads_of,
+    num_experts,
+    rope_kind,
+    text_config,
+    ties_embeddings,
+    why_not_fast,
+)
 from pronghorn.model.heads import HEADS
 from pronghorn.model.layers.saved import Level
 from pronghorn.model.one_layer import as_config, layer_kinds, written
@@ -71,7 +80,7 @@ def shape_of(config: HFConfig) -> ModelShape:
         vocabulary=int(config.vocab_size),
         tied=ties_embeddings(whole),
         experts=num_experts(config) if experts else 0,
-        chosen=int(config.num_experts_per_tok) if experts else 0,
+        chosen=experts_per_token(config) if experts else 0,
         rope_columns=sum({rope_kind(config, i): heads_of(config, i)[1] for i in range(len(firsts))}.values()),
         config=text,
     )

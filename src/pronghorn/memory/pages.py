@@ -7,7 +7,8 @@ import math
 
 from pronghorn.hf_types import HFConfig
 from pronghorn.kernels.attention.attention_paged import PAGE
-from pronghorn.model.families import ATTENTION, FAMILIES, heads_of, layer_type
+from pronghorn.model.families import FAMILIES, heads_of, layer_type
+from pronghorn.model.family import ATTENTION
 from pronghorn.recipe_rollouts import OWN, Rollouts
 
 LOGITS = 3  # float32 tensors of a row's logits at a time, while it is drawn from

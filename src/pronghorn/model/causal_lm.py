@@ -80,9 +80,13 @@ class FastCausalLM:
         asked = self.expert_layers and getattr(config, "output_router_logits", False)
         # weight of the routers' auxiliary loss, which a classifier has not
         self.balance = float(getattr(model, "router_aux_loss_coef", 0.0)) if asked else 0.0
-        self.norm = Norm(self.backbone, family.names.last_norm, family.one_plus, width=int(config.hidden_size))
+        one_plus = family.one_plus and family.last_one_plus
+        width, last = int(config.hidden_size), family.names.last_norm
+        self.norm = Norm(self.backbone, last, one_plus, width=width, centered=family.centered)
         normed = self.norm if family.norm_first else None
-        self.embed = Embed(model, self.backbone, family.names.embeddings, config, normed)
+        by_root = bool(family.root_width) and bool(getattr(config, family.root_width))
+        multiplier = width**0.5 if by_root else float(getattr(config, "embedding_multiplier", 1.0))
+        self.embed = Embed(model, self.backbone, family.names.embeddings, multiplier, normed)
         self.head = head_in(model.config)(self)
         mixers = [layer.mixer for layer in self.layers if layer.mixer is not None]
         head_widths = {mixer.rope: mixer.head_width for mixer in mixers if mixer.rope is not None}

@@ -43,7 +43,9 @@ HONOURED = frozenset(
         "attention_out_bias",
         "rms_norm_eps",
         "norm_eps",
+        "post_norm_eps",
         "layer_norm_epsilon",
+        "layer_norm_eps",
         "hidden_act",
         "hidden_activation",
         *DROPOUTS,
@@ -87,6 +89,7 @@ HONOURED = frozenset(
         "linear_num_key_heads",
         "linear_num_value_heads",
         "query_pre_attn_scalar",
+        "qk_scale_factor",
         "attention_multiplier",
         "attn_logit_softcapping",
         "attention_k_eq_v",
@@ -99,8 +102,11 @@ HONOURED = frozenset(
         "position_embedding_type",
         # embeddings, residuals, head
         "embedding_multiplier",
+        "mup_enabled",
         "residual_multiplier",
         "logits_scaling",
+        "output_multiplier",
+        "logit_scale",
         "final_logit_softcapping",
         # experts
         "num_experts",
@@ -125,6 +131,8 @@ HONOURED = frozenset(
         "topk_group",
         "routed_scaling_factor",
         "router_scaling_factor",
+        "route_scale",
+        "moe_topk",
         "first_k_dense_replace",
         "num_dense_layers",
         "moe_k",
@@ -191,6 +199,8 @@ HARMLESS = frozenset(
         "vocab_size_per_layer_input",  # of the embeddings above
         "use_double_wide_mlp",  # of layers that share keys and values
         "no_rope_layer_interval",
+        "global_attn_every_n_layers",
+        "embedding_initializer_range",
         "rescale_prenorm_residual",
         "time_step_max",
         "time_step_floor",
@@ -239,6 +249,10 @@ HARMLESS = frozenset(
         "initial_context_length",
         "experts_per_token",
         "use_mrope",
+        "load_balance_coeff",
+        "num_expert_groups",
+        "num_limited_groups",
+        "use_grouped_mm",
         "full_attn_mod",
         "interpolate_factor",
         "unsloth_fixed",
@@ -297,16 +311,22 @@ LOOKED_UP = frozenset(
         "rope_parameters",
         "no_rope_layers",
         "layer_rope_theta",
-        "norm_topk_prob",
         "num_experts_per_tok",
-        "n_group",
-        "topk_group",
         "routed_scaling_factor",
         "router_scaling_factor",
     }
 )
 # Fields in some versions of transformers; in the others the modules have these numbers in them.
-WRITTEN_IN = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "normalization_function": "rmsnorm"}
+WRITTEN_IN = {
+    "swiglu_limit": 7.0,
+    "swiglu_alpha": 1.702,
+    "normalization_function": "rmsnorm",
+    "norm_topk_prob": True,
+    "n_group": 1,
+    "topk_group": 1,
+    "route_norm": True,
+    "score_func": "sigmoid",
+}
 ACTIVATION = ("hidden_activation", "hidden_act")  # the first that is a field; the other, in old configs, is not read
 # transformers' own module makes cos and sin of them.
 ROPE_KEYS = frozenset(

@@ -94,15 +94,18 @@ class Router(Adapted):
     """logits_TE = x W^T + bias, frozen or trained, with or without an adapter on W. `wide`: in float32, whatever x is: bf16's 8
     bits do not separate experts with sigmoids near 0.5."""
 
-    def __init__(self, parent: nn.Module, name: str, choice_bias: str, *, wide: bool = False) -> None:
-        super().__init__(parent, name)
+    def __init__(self, outer: nn.Module, name: str, choice_bias: str, *, wide: bool = False) -> None:
+        """`name`: the module with the weight, perhaps inside the router."""
+        *path, last = name.split(".")
+        super().__init__(reduce(getattr, path, outer), last)
+        self.outer = outer
         self.choice_bias, self.wide = choice_bias, wide
 
     @property
     def choice_bias_E(self) -> Tensor | None:  # noqa: N802
         """The bias of the choice alone, of the router or of the module around it."""
         names = self.choice_bias.split(".")
-        own, outer = (reduce(lambda at, name: getattr(at, name, None), names, start) for start in (self.module(), self.parent))
+        own, outer = (reduce(lambda at, name: getattr(at, name, None), names, start) for start in (self.module(), self.outer))
         found: Any = outer if own is None else own
         return None if found is None else found.detach().flatten()
 
@@ -135,6 +138,16 @@ class Router(Adapted):
             self.weight_ED = (self.weight_ED.to(delta_ED.dtype) + delta_ED).to(dtype)
         self._bias_E = None if self._bias is None else self._bias.detach().to(dtype)
         return False
+
+    def own_logits(self, x_TD: Tensor) -> Tensor:
+        """By the model's own module."""
+        module, bias = self.modules()[0], getattr(self.outer, self.choice_bias, None)
+        if self.parent is not self.outer:  # a linear
+            found: Any = module(x_TD.to(module.weight.dtype))
+        else:  # a router that has no bias of its own is given it
+            found = module(x_TD, *(() if bias is None else (bias,)))[0]
+        logits_TE: Tensor = found
+        return logits_TE
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return torch.nn.functional.linear(x_TD.to(self.weight_ED.dtype), self.weight_ED, self._bias_E)

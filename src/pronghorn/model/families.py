@@ -6,16 +6,14 @@ the config does not say: which norm stands where, how norm weights are meant, an
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from pronghorn.hf_types import HFConfig
-from pronghorn.kernels.attention.rope import NormKind
 from pronghorn.kernels.mlp.gated_mlp import Kind
-from pronghorn.kernels.moe.moe_gated import ExpertKind
 from pronghorn.model.config_keys import ACTIVATION, DROPOUTS, QUERY_SCALE, ROPE_KEYS, fields_of, unknown_key
+from pronghorn.model.family import ATTENTION, Experts, Family, Names, Norms
 
-ATTENTION = ("full_attention", "sliding_attention")  # layer types whose mixer is attention
 EXPERTS = "experts"  # among lora.targets: every stack of experts
 
 ACTIVATIONS: dict[str, Kind] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -23,36 +21,11 @@ UNGATED = ("relu2", "xielu")  # activations of MLPs without a gate
 MLPS = ("mlp", "moe")  # layer types of layers that are an MLP or a mixture of experts alone
 
 
-@dataclass(frozen=True)
-class Norms:
-    """The layer's norm modules by position; None: no norm there."""
-
-    before_attention: str | None = "input_layernorm"
-    after_attention: str | None = None  # of the attention's output, before it is added to the residual
-    before_mlp: str | None = "post_attention_layernorm"  # Llama's name for it; in Gemma and OLMo 2 this name means another
-    after_mlp: str | None = None
-
-
-@dataclass(frozen=True)
-class Names:
-    """Submodules of the backbone, then of a layer, where a family has another name than Llama."""
-
-    embeddings: str = "embed_tokens"
-    rotary: tuple[str, ...] = ("rotary_emb",)  # the first that there is
-    last_norm: str = "norm"
-    attention: str = "self_attn"
-    out: str = "o_proj"
-    q_norm: str = "q_norm"
-    k_norm: str = "k_norm"
-    mamba: str = ""  # of Mamba-2, where layers of the type linear_attention are that
-    mlp: str = "mlp"
-    down: str = "down_proj"
-
-
 SANDWICH = Norms(
     after_attention="post_attention_layernorm", before_mlp="pre_feedforward_layernorm", after_mlp="post_feedforward_layernorm"
 )
 GLM4 = Norms(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm")
+AFMOE = Norms(after_attention="post_attention_layernorm", before_mlp="pre_mlp_layernorm", after_mlp="post_mlp_layernorm")
 HYPERCLOVAX = Norms(after_attention="post_norm1", after_mlp="post_norm2")
 APERTUS = Norms(before_attention="attention_layernorm", before_mlp="feedforward_layernorm")
 AFTER_ONLY = Norms(
@@ -60,61 +33,9 @@ AFTER_ONLY = Norms(
 )
 
 
-@dataclass(frozen=True)
-class Experts:
-    """Layers whose MLP is a mixture of experts (layers/mlps/experts.py). The config gives their number and the normalization
-    of their weights; the modules tell whether there is a shared expert, a gate for it, and a bias of the choice."""
-
-    router: str = "gate"
-    transposed: bool = False  # weights are stored [E, inputs, outputs]
-    activation: ExpertKind = "silu"
-    sigmoid: bool = False  # scores are sigmoids of the logits; else a softmax over all
-    biased: bool = False  # a bias of the choice is added to the softmax; sigmoids may always have one
-    scale: str = ""  # config key of the weights' final factor
-    shared: str = "shared_expert"  # name of the shared expert; empty: no model has one
-    shared_gate: str = "shared_expert_gate"  # name of its gate
-    beside: str = ""  # name of the module of router and experts, where it is beside the MLP: then that is the shared expert
-    shared_adapted: bool = True  # PEFT treats its linears as linears, not as parts of the experts (model/lora.py)
-    choice_bias: str = "e_score_correction_bias"  # name of the bias of the choice
-    tiny: float = 1e-20  # added to the sum of sigmoids that divides them
-    float32: bool = False  # logits are computed in float32 whatever the weights are
-    published_in: str = ""  # the 4-bit format of its published experts (model/formats/table.py)
-
-
 DEEPSEEK_V3 = Experts(
     sigmoid=True, scale="routed_scaling_factor", shared="shared_experts", shared_gate="", shared_adapted=False, float32=True
 )
-
-
-@dataclass(frozen=True)
-class Family:
-    norms: Norms = Norms()
-    names: Names = Names()
-    mixers: tuple[str, ...] = ATTENTION  # values of the config's `layer_types`
-    halves: bool = False  # a layer is a mixer or an MLP (of the types MLPS), not both
-    states: tuple[str, ...] = ()  # config keys of layers with states: key heads, their width, value heads, theirs, taps
-    activation: str = ""  # where the config does not say it
-    one_plus: bool = False  # norms multiply by 1 + weight
-    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
-    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
-    gated: bool = True  # else the MLP is down(act(up)), and `gate_up` is up alone
-    qk_norm: NormKind | None = None
-    norm_first: bool = False  # the last norm's module also norms the embeddings
-    turned_back: bool = False  # RoPE turns by -angle
-    ntk_alpha: bool = False  # its RoPE of type `dynamic` with `alpha` is static
-    v_norm: bool = False  # values are normed by head, without a weight
-    latent: bool = False  # attention is multi-head latent attention (layers/mixers/latent_attention.py)
-    output_gate: bool = False  # attention's output has a gate for each of its values, which q_proj makes beside the queries
-    rope: bool = True  # else no layer has RoPE
-    rope_key: str = ""  # config key that is "rope" where layers have RoPE
-    neighbours: bool = False  # RoPE pairs neighbours instead of halves
-    pair_tables: bool = False  # its own cos and sin have each number twice in a row; elsewhere all numbers, then all again
-    rope_needs_window: bool = False  # in a model with a window, layers without it have no RoPE
-    query_scale: bool = False  # queries grow with their position: `llama_4_scaling_beta` among the RoPE parameters
-    logits_times: bool = False  # `logits_scaling` multiplies the logits; elsewhere it divides them
-    layer_scale: str = ""  # name of the layer's buffer that multiplies the residual stream at its end
-    by_layer: tuple[str, ...] = ()  # config keys that may have another value in each layer
-    experts: Experts | None = None
 
 
 GEMMA4 = Family(
@@ -137,6 +58,11 @@ LFM2 = Family(
     qk_norm="per_head",
 )
 
+COHERE = Family(
+    norms=Norms(before_mlp=None), centered=True, parallel=True, neighbours=True, pair_tables=True, logits_times="logit_scale"
+)
+GATED = ("q_proj", "k_proj", "v_proj", "gate_proj")
+HUNYUAN = Family(names=Names(q_norm="query_layernorm", k_norm="key_layernorm"), qk_norm="after_rope", ntk_alpha=True)
 GLM4V = Family(norms=GLM4, gate_up=("gate_up_proj",), neighbours=True, pair_tables=True)
 GRANITE_MOE = Family(names=Names(mlp="block_sparse_moe"), experts=Experts(router="router", shared=""))
 QWEN3_5 = Family(
@@ -179,7 +105,7 @@ FAMILIES = {
     "helium": Family(neighbours=True),
     "gemma": Family(one_plus=True),
     "vaultgemma": Family(norms=Norms(before_mlp="pre_feedforward_layernorm"), one_plus=True),
-    "hyperclovax": Family(norms=HYPERCLOVAX, logits_times=True),
+    "hyperclovax": Family(norms=HYPERCLOVAX, logits_times="logits_scaling"),
     "granite_swa": Family(),
     "mellum": Family(qk_norm="per_head", experts=Experts()),
     "olmoe": Family(qk_norm="full", experts=Experts()),
@@ -210,9 +136,22 @@ FAMILIES = {
     ),
     "arcee": Family(gate_up=("up_proj",), gated=False),
     "apertus": Family(norms=APERTUS, gate_up=("up_proj",), gated=False, qk_norm="per_head"),
-    "hunyuan_v1_dense": Family(
-        names=Names(q_norm="query_layernorm", k_norm="key_layernorm"), qk_norm="after_rope", ntk_alpha=True
+    "hunyuan_v1_dense": HUNYUAN,
+    "hunyuan_v1_moe": replace(
+        HUNYUAN, experts=Experts(router="gate.wg", shared="shared_mlp", shared_gate="", shared_adapted=False, float32=True)
     ),
+    "cohere": COHERE,
+    "cohere2": replace(COHERE, rope_needs_window=True),
+    "afmoe": Family(
+        norms=AFMOE,
+        root_width="mup_enabled",
+        qkv=GATED,
+        qk_norm="per_head",
+        output_gate=True,
+        rope_needs_window=True,
+        experts=replace(DEEPSEEK_V3, router="router.gate", scale="route_scale", choice_bias="expert_bias", float32=False),
+    ),
+    "youtu": Family(latent=True),
     "nanochat": Family(
         names=Names(down="fc2"), gate_up=("fc1",), gated=False, qk_norm="after_rope", norm_first=True, turned_back=True
     ),
@@ -243,6 +182,17 @@ FAMILIES = {
     "qwen2_vl_text": Family(),
     "qwen2_5_vl_text": Family(),
     "qwen3_vl_text": Family(qk_norm="per_head"),
+    "muse_glimmer_text": Family(
+        norms=SANDWICH,
+        names=Names(q_norm="qk_norm", k_norm="qk_norm"),
+        one_plus=True,
+        last_one_plus=False,
+        qkv=GATED,
+        qk_norm="per_head",
+        output_gate=True,
+        query_factor="qk_scale_factor",
+        logits_times="output_multiplier",
+    ),
     "glm4v_text": GLM4V,
     "glm_ocr_text": GLM4V,
     "glm4v_moe_text": Family(experts=DEEPSEEK_V3),
@@ -265,6 +215,7 @@ WRAPPERS = (
     "llava_next",
     "llava_onevision",
     "mistral3",
+    "muse_glimmer",
     "qwen2_vl",
     "qwen2_5_vl",
     "qwen3_vl",
@@ -338,6 +289,10 @@ def why_not_layers(config: HFConfig) -> str:
         return f"the fast layers do not support the activation {config.hidden_act} of convolutions"
     if added := next((key for key in ADDITIONS if getattr(config, key, None)), ""):
         return f"the fast layers do not support {ADDITIONS[added]} ({added} in its config)"
+    if family.qk_norm is None and "use_qk_norm" in fields_of(config) and config.use_qk_norm:
+        return f"the fast layers do not support norms of queries and keys in {config.model_type} (use_qk_norm)"
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()) and not config.sliding_window:
+        return "layers of the type sliding_attention have no sliding_window"
     if others := sorted(keys_by_layer(config) - set(family.by_layer)):
         return f"the fast layers do not support different values of {others[0]} by layer"
     return ""
@@ -351,7 +306,10 @@ def why_not_routed(config: HFConfig) -> str:
         return ""
     if not experts.beside and getattr(config, "shared_intermediate_size", None):
         return "the fast layers do not support an MLP beside the experts (shared_intermediate_size in its config)"
-    if not num_experts(config) or not config.num_experts_per_tok:
+    if isinstance(config.num_experts_per_tok, list) and len({*config.num_experts_per_tok}) > 1:
+        return "the fast layers do not support different numbers of experts per token by layer"
+    chosen = experts_per_token(config)
+    if not num_experts(config) or not chosen:
         return "the config does not say how many experts there are or how many each token uses"
     if getattr(config, "output_router_logits", False) and (experts.sigmoid or experts.biased):
         return "output_router_logits: the auxiliary loss of routers with sigmoids or a bias is not supported"
@@ -361,8 +319,8 @@ def why_not_routed(config: HFConfig) -> str:
     size, rest = divmod(num_experts(config), groups)
     if rest or (groups > 1 and size < 2) or not 1 <= kept <= groups:
         return f"{num_experts(config)} experts do not form {groups} groups of two or more experts, {kept} of them selected"
-    if config.num_experts_per_tok > kept * size:
-        return f"{config.num_experts_per_tok} experts per token are more than {kept} of {groups} groups have"
+    if chosen > kept * size:
+        return f"{chosen} experts per token are more than {kept} of {groups} groups have"
     return ""
 
 
@@ -428,6 +386,12 @@ def num_experts(config: HFConfig) -> int:
         return 0
     names = ("num_local_experts", "n_routed_experts", "num_experts")
     return next((int(count) for name in names if (count := getattr(config, name, None))), 0)
+
+
+def experts_per_token(config: HFConfig) -> int:
+    """The same in every layer (`why_not_routed`); some configs list it for each."""
+    found = config.num_experts_per_tok
+    return int((found[0] if isinstance(found, list) else found) or 0)
 
 
 def layer_type(config: HFConfig, index: int) -> str:

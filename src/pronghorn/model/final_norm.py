@@ -6,6 +6,8 @@ backward would hold a copy, T x D, at the memory peak of a step with long docume
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,17 +20,17 @@ from pronghorn.model.rows import rows_like
 
 def final_norm(h_ND: Tensor, norm: Norm, grad_buffer: GradBuffer, extra: int) -> Tensor:
     """norm(h). `extra`: columns that the layer below adds to the gradient."""
-    return _FinalNorm.apply(h_ND, norm.weight, norm.eps, norm.one_plus, grad_buffer, extra)  # type: ignore[no-untyped-call, no-any-return]
+    return _FinalNorm.apply(h_ND, norm.weight, norm.eps, norm.form, grad_buffer, extra)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _FinalNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Ctx, h_ND: Tensor, weight_D: Tensor, eps: float, one_plus: bool, grad_buffer: GradBuffer, extra: int
+        ctx: Ctx, h_ND: Tensor, weight_D: Tensor, eps: float, form: dict[str, Any], grad_buffer: GradBuffer, extra: int
     ) -> Tensor:
-        y_ND, _, rstd_N = rms_norm_forward(h_ND, weight_D, eps, one_plus=one_plus)
+        y_ND, _, rstd_N = rms_norm_forward(h_ND, weight_D, eps, **form)
         ctx.save_for_backward(h_ND, weight_D, rstd_N)
-        ctx.one_plus, ctx.grad_buffer, ctx.extra = one_plus, grad_buffer, extra
+        ctx.form, ctx.grad_buffer, ctx.extra = form, grad_buffer, extra
         return y_ND
 
     @staticmethod
@@ -43,8 +45,8 @@ class _FinalNorm(torch.autograd.Function):
             h_ND,
             weight_D,
             rstd_N,
-            one_plus=ctx.one_plus,
             need_weight_grad=ctx.needs_input_grad[1],
             out=ctx.grad_buffer.buffer[:, :width],
+            **ctx.form,
         )
         return dh_ND, None if dw_D is None else dw_D.to(weight_D.dtype), None, None, None, None

@@ -110,8 +110,16 @@ def linear_names(model: torch.nn.Module, *, beside_experts: bool = False) -> lis
         stacks = tuple(f".{stack}" for stack in expert_stacks(model))
         layers = tuple({f"{name.rsplit('.', 3)[0]}." for name, _ in model.named_parameters() if name.endswith(stacks)})
         names = [name for name in names if name.startswith(layers)]
-    names = sorted({name.rsplit(".", 1)[-1] for name in names} - {"lm_head", *WHOLE, *refused_by_peft(model)})
+    left_out = {"lm_head", *WHOLE, *refused_by_peft(model), *inside_routers(model)}
+    names = sorted({name.rsplit(".", 1)[-1] for name in names} - left_out)
     return [name for name in names if name not in taken_for_experts(model, names)] if beside_experts else names
+
+
+def inside_routers(model: HFModel) -> list[str]:
+    """Last name of the linear that a router has inside, if it has one: other families' have a weight, and no adapter."""
+    family = FAMILIES.get(text_config(model.config).model_type)
+    router = family.experts.router if family and family.experts else ""
+    return [router.rpartition(".")[2]] if "." in router else []
 
 
 def refused_by_peft(model: torch.nn.Module) -> list[str]:

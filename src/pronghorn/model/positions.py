@@ -60,7 +60,7 @@ class Positions:
         return cos[0, :, once].contiguous(), sin[0, :, once].contiguous()
 
     def _module(self, kind: str) -> Any:
-        if not kind.startswith("theta "):
+        if not kind.startswith("theta ") or not hasattr(self.backbone, "rotary_embs"):  # Muse Glimmer reads whether it is 0
             return next(getattr(self.backbone, name) for name in self.names if hasattr(self.backbone, name))
         theta = float(kind.removeprefix("theta "))
         return next(m for m in self.backbone.rotary_embs if float(m.config.rope_parameters["rope_theta"]) == theta)

@@ -1,8 +1,8 @@
-"""The gate of attention's output (Qwen3.5): y = o * sigmoid(gate), head by head.
+"""The gate of attention's output (Qwen3.5, Muse Glimmer): y = o * sigmoid(gate), head by head.
 
-T = packed tokens, N = heads, H = head width. Rows may be strided, and heads of the gate too: it lies behind each query head in
-the output of their common projection (rope.py). Computed in fp32, rounded once. Bound by memory: forward reads 2 N H values a
-token and writes N H, backward reads 3 N H and writes 2 N H.
+T = packed tokens, N = heads, H = head width. Rows may be strided, and heads of the gate too: where it has no projection of its
+own, it lies behind each query head in the output of their common one (rope.py). Computed in fp32, rounded once. Bound by
+memory: forward reads 2 N H values a token and writes N H, backward reads 3 N H and writes 2 N H.
 """
 
 from __future__ import annotations

@@ -7,13 +7,15 @@ and, for families that norm the output of a branch (Gemma 2 and 3, OLMo 2):
 
     h = residual + x * rstd * w
 
+`centered` is LayerNorm without a bias (Cohere): the same of h - mean(h). Backward computes the mean again.
+
 T = packed tokens, D = model width. Rows may be strided (last dimension contiguous). Everything is computed in fp32 and
 rounded once. Bound by memory: each tensor is read or written once, a row stays in registers.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,18 +24,20 @@ from pronghorn.kernels.runtime.first_order import Ctx, first_order
 
 
 def rms_norm_reference(
-    x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, *, one_plus: bool = False, residual_TD: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, *, one_plus: bool = False,
+    residual_TD: torch.Tensor | None = None, centered: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Returns (y, h)."""
     h_TD = x_TD if residual_TD is None else x_TD + residual_TD
-    wide_TD = _wide(h_TD)
+    wide_TD = _wide(h_TD, centered)
     scale_D = _scale(weight_D, one_plus, wide_TD.dtype)
     y_TD = wide_TD * torch.rsqrt(wide_TD.square().mean(-1, keepdim=True) + eps) * scale_D
     return y_TD.to(x_TD.dtype), h_TD
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+def _wide(x: torch.Tensor, centered: bool = False) -> torch.Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return wide - wide.mean(-1, keepdim=True) if centered else wide
 
 
 def _scale(weight_D: torch.Tensor, one_plus: bool, dtype: torch.dtype) -> torch.Tensor:
@@ -152,9 +156,25 @@ def _forward_write(
 
 
 @jit
+def _row_mean(first, second, D: tl.constexpr, TAIL: tl.constexpr):
+    """Of both blocks; without a tail, of the first."""
+    total = tl.sum(first, 1)
+    if TAIL > 0:
+        total += tl.sum(second, 1)
+    return (total / D)[:, None]
+
+
+@jit
+def _without(value, mean, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
+    """value - mean, and still 0 beyond the row."""
+    return tl.where((FIRST + tl.arange(0, WIDTH) < D)[None, :], value - mean, 0.0)
+
+
+@jit
 def _forward_kernel(
     x, x_row, residual, residual_row, weight, y, y_row, h, h_row, rstd, eps, T, D: tl.constexpr, BLOCK: tl.constexpr,
     TAIL: tl.constexpr, ROWS: tl.constexpr, ONE_PLUS: tl.constexpr, ADD_BEFORE: tl.constexpr, ADD_AFTER: tl.constexpr,
+    CENTERED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     value, other = _forward_read(x, x_row, residual, residual_row, h, h_row, row, T, 0, BLOCK, D, ADD_BEFORE, ADD_AFTER)
@@ -162,6 +182,11 @@ def _forward_kernel(
         value_2, other_2 = _forward_read(
             x, x_row, residual, residual_row, h, h_row, row, T, BLOCK, TAIL, D, ADD_BEFORE, ADD_AFTER
         )
+    if CENTERED:
+        mean = _row_mean(value, value_2 if TAIL > 0 else value, D, TAIL)
+        value = _without(value, mean, 0, BLOCK, D)
+        if TAIL > 0:
+            value_2 = _without(value_2, mean, BLOCK, TAIL, D)
     squares = tl.sum(value * value, 1)
     if TAIL > 0:
         squares += tl.sum(value_2 * value_2, 1)
@@ -175,7 +200,7 @@ def _forward_kernel(
 @jit
 def _backward_rows(
     dy, dy_row, h, h_row, weight, weight_2, rstd, add, add_row, dx, dx_row, row, T, D: tl.constexpr, BLOCK: tl.constexpr,
-    TAIL: tl.constexpr, ONE_PLUS: tl.constexpr, HAS_ADD: tl.constexpr,
+    TAIL: tl.constexpr, ONE_PLUS: tl.constexpr, HAS_ADD: tl.constexpr, CENTERED: tl.constexpr,
 ):  # fmt: skip
     """Writes dx of some rows; returns their shares of the weight gradient in the two blocks (without a tail the first twice).
 
@@ -184,6 +209,7 @@ def _backward_rows(
     inverse = tl.load(rstd + row, mask=row < T, other=0.0)[:, None]
     grad = _take(dy, dy_row, row, T, 0, BLOCK, D)
     value = _take(h, h_row, row, T, 0, BLOCK, D)
+    grad_2, value_2 = grad, value
     if HAS_ADD:
         more = _take(add, add_row, row, T, 0, BLOCK, D)
     if TAIL > 0:
@@ -191,21 +217,31 @@ def _backward_rows(
         value_2 = _take(h, h_row, row, T, BLOCK, TAIL, D)
         if HAS_ADD:
             more_2 = _take(add, add_row, row, T, BLOCK, TAIL, D)
-    normed = value.to(tl.float32) * inverse
+    value, value_2 = value.to(tl.float32), value_2.to(tl.float32)
+    if CENTERED:  # columns beyond the row get -mean: their gradient is 0
+        mean = _row_mean(value, value_2, D, TAIL)
+        value, value_2 = value - mean, value_2 - mean
+    normed = value * inverse
     dw = grad.to(tl.float32) * normed
     dw_2 = dw
     shared = tl.sum(dw * _scale_of(weight, ONE_PLUS), 1)
     if TAIL > 0:
-        normed_2 = value_2.to(tl.float32) * inverse
+        normed_2 = value_2 * inverse
         dw_2 = grad_2.to(tl.float32) * normed_2
         shared += tl.sum(dw_2 * _scale_of(weight_2, ONE_PLUS), 1)
     shared = (shared / D)[:, None]
     result = inverse * (grad.to(tl.float32) * _scale_of(weight, ONE_PLUS) - normed * shared)
+    if CENTERED:
+        scaled = grad.to(tl.float32) * _scale_of(weight, ONE_PLUS)
+        level = inverse * _row_mean(scaled, grad_2.to(tl.float32) * _scale_of(weight_2, ONE_PLUS), D, TAIL)
+        result -= level
     if HAS_ADD:
         result += more.to(tl.float32)
     _give(dx, dx_row, result, row, T, 0, BLOCK, D)
     if TAIL > 0:
         result_2 = inverse * (grad_2.to(tl.float32) * _scale_of(weight_2, ONE_PLUS) - normed_2 * shared)
+        if CENTERED:
+            result_2 -= level
         if HAS_ADD:
             result_2 += more_2.to(tl.float32)
         _give(dx, dx_row, result_2, row, T, BLOCK, TAIL, D)
@@ -216,7 +252,7 @@ def _backward_rows(
 def _backward_kernel(
     dy, dy_row, h, h_row, weight, rstd, add, add_row, dx, dx_row, partial_dw, T, D: tl.constexpr, BLOCK: tl.constexpr,
     TAIL: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, ONE_PLUS: tl.constexpr, HAS_ADD: tl.constexpr,
-    NEED_DW: tl.constexpr,
+    NEED_DW: tl.constexpr, CENTERED: tl.constexpr,
 ):  # fmt: skip
     """One group of rows a program; with a weight gradient every num_programs-th group."""
     program = tl.program_id(0).to(tl.int64)
@@ -233,7 +269,25 @@ def _backward_kernel(
         for first in tl.range(first_row, T, tl.num_programs(0) * ROWS, num_stages=STAGES):
             row = first + tl.arange(0, ROWS).to(tl.int64)
             dw, dw_2 = _backward_rows(
-                dy, dy_row, h, h_row, w, w_2, rstd, add, add_row, dx, dx_row, row, T, D, BLOCK, TAIL, ONE_PLUS, HAS_ADD
+                dy,
+                dy_row,
+                h,
+                h_row,
+                w,
+                w_2,
+                rstd,
+                add,
+                add_row,
+                dx,
+                dx_row,
+                row,
+                T,
+                D,
+                BLOCK,
+                TAIL,
+                ONE_PLUS,
+                HAS_ADD,
+                CENTERED,
             )
             total += dw
             if TAIL > 0:
@@ -244,7 +298,9 @@ def _backward_kernel(
             tl.store(partial_dw + program * D + column_2, tl.sum(total_2, 0), mask=column_2 < D)
     else:
         row = first_row + tl.arange(0, ROWS).to(tl.int64)
-        _backward_rows(dy, dy_row, h, h_row, w, w_2, rstd, add, add_row, dx, dx_row, row, T, D, BLOCK, TAIL, ONE_PLUS, HAS_ADD)
+        _backward_rows(
+            dy, dy_row, h, h_row, w, w_2, rstd, add, add_row, dx, dx_row, row, T, D, BLOCK, TAIL, ONE_PLUS, HAS_ADD, CENTERED
+        )
 
 
 @jit
@@ -278,7 +334,7 @@ def sum_rows(partial_PD: torch.Tensor, other_PD: torch.Tensor | None = None) -> 
 
 def _launch_forward(
     x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, one_plus: bool, residual_TD: torch.Tensor | None,
-    out_TD: torch.Tensor, h_TD: torch.Tensor | None,
+    out_TD: torch.Tensor, h_TD: torch.Tensor | None, centered: bool,
 ) -> torch.Tensor:  # fmt: skip
     """The sum goes to h_TD before the norm, or, where there is no h_TD, into the output after it. Returns rstd."""
     T, D = x_TD.shape
@@ -290,21 +346,23 @@ def _launch_forward(
     _forward_kernel[(triton.cdiv(T, tile.rows),)](
         x_TD, x_TD.stride(0), residual, residual.stride(0), weight_D, out_TD, out_TD.stride(0), h, h.stride(0), rstd_T, eps, T,
         D=D, BLOCK=block, TAIL=tail, ROWS=tile.rows, ONE_PLUS=one_plus, ADD_BEFORE=h_TD is not None,
-        ADD_AFTER=residual_TD is not None and h_TD is None, num_warps=tile.warps,
+        ADD_AFTER=residual_TD is not None and h_TD is None, CENTERED=centered, num_warps=tile.warps,
     )  # fmt: skip
     return rstd_T
 
 
-def _normed(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, one_plus: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _normed(
+    x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, one_plus: bool, centered: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Plain torch: the norm in fp32 and rstd."""
-    wide_TD = _wide(x_TD)
+    wide_TD = _wide(x_TD, centered)
     rstd_T = torch.rsqrt(wide_TD.square().mean(-1) + eps)
     return wide_TD * rstd_T[:, None] * _scale(weight_D, one_plus, wide_TD.dtype), rstd_T
 
 
 def rms_norm_forward(
     x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, *, one_plus: bool = False,
-    residual_TD: torch.Tensor | None = None, out: torch.Tensor | None = None, in_place: bool = False,
+    residual_TD: torch.Tensor | None = None, out: torch.Tensor | None = None, in_place: bool = False, centered: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Returns (y, h, rstd); without a residual h is x itself. `in_place`: h takes x's place."""
     y_TD = torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device) if out is None else out
@@ -312,28 +370,28 @@ def rms_norm_forward(
         h_TD = None
         if residual_TD is not None:
             h_TD = x_TD if in_place else torch.empty(x_TD.shape, dtype=x_TD.dtype, device=x_TD.device)
-        rstd_T = _launch_forward(x_TD, weight_D, eps, one_plus, residual_TD, y_TD, h_TD)
+        rstd_T = _launch_forward(x_TD, weight_D, eps, one_plus, residual_TD, y_TD, h_TD, centered)
         return y_TD, x_TD if h_TD is None else h_TD, rstd_T
     h_TD = x_TD if residual_TD is None else torch.add(x_TD, residual_TD, out=x_TD if in_place else None)
-    normed_TD, rstd_T = _normed(h_TD, weight_D, eps, one_plus)
+    normed_TD, rstd_T = _normed(h_TD, weight_D, eps, one_plus, centered)
     return y_TD.copy_(normed_TD), h_TD, rstd_T
 
 
 def rms_norm_then_add_forward(
     x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, residual_TD: torch.Tensor, *, one_plus: bool = False,
-    out: torch.Tensor | None = None,
+    out: torch.Tensor | None = None, centered: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Returns (residual + norm(x), rstd). Backward: dx is rms_norm_backward(dh, x, weight, rstd), the residual's is dh."""
     h_TD = torch.empty(x_TD.shape, dtype=residual_TD.dtype, device=x_TD.device) if out is None else out
     if use_triton(x_TD):
-        return h_TD, _launch_forward(x_TD, weight_D, eps, one_plus, residual_TD, h_TD, None)
-    normed_TD, rstd_T = _normed(x_TD, weight_D, eps, one_plus)
+        return h_TD, _launch_forward(x_TD, weight_D, eps, one_plus, residual_TD, h_TD, None, centered)
+    normed_TD, rstd_T = _normed(x_TD, weight_D, eps, one_plus, centered)
     return h_TD.copy_(normed_TD + residual_TD), rstd_T
 
 
 def rms_norm_backward(
     dy_TD: torch.Tensor, h_TD: torch.Tensor, weight_D: torch.Tensor, rstd_T: torch.Tensor, *, one_plus: bool = False,
-    add_TD: torch.Tensor | None = None, need_weight_grad: bool = False, out: torch.Tensor | None = None,
+    add_TD: torch.Tensor | None = None, need_weight_grad: bool = False, out: torch.Tensor | None = None, centered: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Returns (dx + add, dw in fp32 or None). `add`: the gradient of the residual stream; `out` may be dy or add.
 
@@ -342,10 +400,12 @@ def rms_norm_backward(
     T, D = h_TD.shape
     dx_TD = torch.empty(h_TD.shape, dtype=h_TD.dtype, device=h_TD.device) if out is None else out
     if not use_triton(h_TD):
-        grad_TD, normed_TD = _wide(dy_TD), _wide(h_TD) * rstd_T[:, None]
+        grad_TD, normed_TD = _wide(dy_TD), _wide(h_TD, centered) * rstd_T[:, None]
         dw_D = (grad_TD * normed_TD).sum(0) if need_weight_grad else None
         grad_TD = grad_TD * _scale(weight_D, one_plus, grad_TD.dtype)
         result_TD = rstd_T[:, None] * (grad_TD - normed_TD * (grad_TD * normed_TD).mean(-1, keepdim=True))
+        if centered:
+            result_TD = result_TD - rstd_T[:, None] * grad_TD.mean(-1, keepdim=True)
         return dx_TD.copy_(result_TD if add_TD is None else result_TD + add_TD), dw_D
     block, tail = _blocks(D)
     rows, warps = _tile(block, tail)
@@ -358,7 +418,7 @@ def rms_norm_backward(
     _backward_kernel[(programs,)](
         dy_TD, dy_TD.stride(0), h_TD, h_TD.stride(0), weight_D, rstd_T, add, add.stride(0), dx_TD, dx_TD.stride(0), partial_PD,
         T, D=D, BLOCK=block, TAIL=tail, ROWS=rows, STAGES=stages, ONE_PLUS=one_plus, HAS_ADD=add_TD is not None,
-        NEED_DW=need_weight_grad, num_warps=warps,
+        NEED_DW=need_weight_grad, CENTERED=centered, num_warps=warps,
     )  # fmt: skip
     return dx_TD, sum_rows(partial_PD)[0] if need_weight_grad else None
 
@@ -368,11 +428,12 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Ctx, x_TD: torch.Tensor, weight_D: torch.Tensor, residual_TD: torch.Tensor | None, eps: float, one_plus: bool
-    ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
-        y_TD, h_TD, rstd_T = rms_norm_forward(x_TD, weight_D, eps, one_plus=one_plus, residual_TD=residual_TD)
+        ctx: Ctx, x_TD: torch.Tensor, weight_D: torch.Tensor, residual_TD: torch.Tensor | None, eps: float,
+        kind: dict[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:  # fmt: skip
+        y_TD, h_TD, rstd_T = rms_norm_forward(x_TD, weight_D, eps, residual_TD=residual_TD, **kind)
         ctx.save_for_backward(h_TD, weight_D, rstd_T)
-        ctx.one_plus, ctx.has_residual = one_plus, residual_TD is not None
+        ctx.kind, ctx.has_residual = kind, residual_TD is not None
         ctx.set_materialize_grads(False)
         return y_TD if residual_TD is None else (y_TD, h_TD)
 
@@ -383,8 +444,8 @@ class _RmsNorm(torch.autograd.Function):
         if dy_TD is None:
             return dh_TD, None, dh_TD, None, None
         dx_TD, dw_D = rms_norm_backward(
-            _rows(dy_TD), h_TD, weight_D, rstd_T, one_plus=ctx.one_plus, add_TD=None if dh_TD is None else _rows(dh_TD),
-            need_weight_grad=ctx.needs_input_grad[1],
+            _rows(dy_TD), h_TD, weight_D, rstd_T, add_TD=None if dh_TD is None else _rows(dh_TD),
+            need_weight_grad=ctx.needs_input_grad[1], **ctx.kind,
         )  # fmt: skip
         dw_D = None if dw_D is None else dw_D.to(weight_D.dtype)
         return dx_TD, dw_D, dx_TD if ctx.has_residual else None, None, None
@@ -396,9 +457,9 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def rms_norm(
-    x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, *, one_plus: bool = False, residual_TD: torch.Tensor | None = None
+    x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float, *, residual_TD: torch.Tensor | None = None, **kind: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Differentiable; returns (y, h), h = x + residual."""
-    outputs = _RmsNorm.apply(x_TD, weight_D, residual_TD, eps, one_plus)  # type: ignore[no-untyped-call]
+    """Differentiable; returns (y, h), h = x + residual. `kind`: one_plus, centered."""
+    outputs = _RmsNorm.apply(x_TD, weight_D, residual_TD, eps, kind)  # type: ignore[no-untyped-call]
     y_TD, h_TD = (outputs, x_TD) if residual_TD is None else outputs
     return y_TD, h_TD

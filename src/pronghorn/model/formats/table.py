@@ -35,6 +35,7 @@ from pronghorn.model.heads import WHOLE
 
 # Linears of Gated DeltaNet whose output is the exponent of a state's decay, or its step: 64 columns of 12,352 in Qwen3.5-9B.
 GATES = ("in_proj_a", "in_proj_b", "in_proj_ba")
+ROUTERS = ("gate", "wg")  # linears inside routers (AFMoE, HunYuan): 16 bits hardly separate experts
 Storage = Literal["bf16", "nf4", "nvfp4", "mxfp4", "fp8"]
 
 
@@ -58,7 +59,7 @@ class Format:
     read_stack: Callable[..., StoredTensor] | None = None  # of those tensors, and the dtype
     published: str = ""  # whose checkpoints have weights in it, where those are read
     as_published: bool = False  # what is published in another format of as many bits keeps that
-    wide: tuple[str, ...] = ("lm_head", *WHOLE, *GATES)  # linears that stay in the compute dtype
+    wide: tuple[str, ...] = ("lm_head", *WHOLE, *GATES, *ROUTERS)  # linears that stay in the compute dtype
     in_fp8: bool = False  # products read the bytes themselves; else weights are dequantized for them
     product: Callable[[Tensor, Any, Tensor | None], Tensor | None] | None = None  # by itself, where it can; else dequantized
     to_fp8: ToFp8 | None = None  # for compute: fp8
@@ -165,7 +166,7 @@ FORMATS: dict[str, Format] = {
             fp8_quantize,
             _fp8_state,
             _fp8_of_state,
-            wide=("lm_head", *WHOLE, *GATES, "shared_expert_gate"),
+            wide=("lm_head", *WHOLE, *GATES, *ROUTERS, "shared_expert_gate"),
             in_fp8=True,
             product=_fp8_product,
         ),

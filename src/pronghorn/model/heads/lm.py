@@ -36,10 +36,11 @@ class LmHead(Head):
 
     def __init__(self, stack: Stack) -> None:
         super().__init__(stack)
-        scaling = float(getattr(stack.config, "logits_scaling", None) or 1.0)
+        times = family_of(stack.config).logits_times
+        scaling = float(getattr(stack.config, times or "logits_scaling", None) or 1.0)
         self.terms: dict[str, Any] = {
             "softcap": float(getattr(stack.config, "final_logit_softcapping", None) or 0.0),
-            "logit_scale": scaling if family_of(stack.config).logits_times else 1.0 / scaling,
+            "logit_scale": scaling if times else 1.0 / scaling,
         }
 
     @classmethod

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pronghorn.hf_types import HFConfig, HFModel
+from pronghorn.hf_types import HFModel
 from pronghorn.kernels.embedding.host_embedding import host_embedding, seen_by_gpu
 from pronghorn.kernels.runtime.host_memory import pin, unpin
 from pronghorn.model.layers.composed import normed
@@ -22,9 +22,9 @@ from pronghorn.model.text_stack import head_of
 
 
 class Embed:
-    def __init__(self, model: HFModel, backbone: HFModel, name: str, config: HFConfig, norm: Norm | None = None) -> None:
+    def __init__(self, model: HFModel, backbone: HFModel, name: str, multiplier: float, norm: Norm | None = None) -> None:
         """`name`: the table's, in the backbone. `norm`: of embeddings, before the first layer."""
-        self._model, self._backbone, self._name, self._config, self._norm = model, backbone, name, config, norm
+        self._model, self._backbone, self._name, self._multiplier, self._norm = model, backbone, name, multiplier, norm
         self.on_host = False
 
     @property
@@ -40,8 +40,7 @@ class Embed:
         """Embeddings as the first layer gets them."""
         if torch.is_autocast_enabled(h_TD.device.type):
             h_TD = h_TD.to(torch.get_autocast_dtype(h_TD.device.type))
-        multiplier = float(getattr(self._config, "embedding_multiplier", 1.0))
-        h_TD = h_TD if multiplier == 1.0 else h_TD * multiplier
+        h_TD = h_TD if self._multiplier == 1.0 else h_TD * self._multiplier
         return normed(self._norm, h_TD)
 
     def why_not_on_host(self) -> str:

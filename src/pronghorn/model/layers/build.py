@@ -9,7 +9,8 @@ from torch import nn
 
 from pronghorn.hf_types import HFConfig
 from pronghorn.kernels.lora.shared_buffers import SharedBuffers
-from pronghorn.model.families import ACTIVATIONS, MLPS, Family, activation_name, layer_type
+from pronghorn.model.families import ACTIVATIONS, MLPS, activation_name, layer_type
+from pronghorn.model.family import Family
 from pronghorn.model.formats.linear import StoredLinear
 from pronghorn.model.formats.table import GATES
 from pronghorn.model.layers.fp8_gemms import trains_whole
@@ -19,6 +20,7 @@ from pronghorn.model.layers.mixers.attention import Attention
 from pronghorn.model.layers.mixers.gated_delta import GatedDelta
 from pronghorn.model.layers.mixers.latent_attention import LatentAttention
 from pronghorn.model.layers.mixers.mamba import Mamba
+from pronghorn.model.layers.mixers.parallel import ParallelAttention
 from pronghorn.model.layers.mixers.short_conv import ShortConv
 from pronghorn.model.layers.mlps.dense import DenseMlp
 from pronghorn.model.layers.mlps.experts import ExpertsMlp
@@ -28,6 +30,7 @@ from pronghorn.model.layers.part import Around, Mixer
 
 LATENT = "latent attention"  # in the place of every layer type
 MAMBA = "Mamba-2"  # in the place of linear_attention
+PARALLEL = "attention beside the MLP"  # in the place of either kind of attention
 MIXERS: dict[str, Callable[..., Mixer]] = {  # by layer type
     LATENT: LatentAttention,
     "full_attention": Attention,
@@ -35,6 +38,7 @@ MIXERS: dict[str, Callable[..., Mixer]] = {  # by layer type
     "conv": ShortConv,
     "linear_attention": GatedDelta,
     MAMBA: Mamba,
+    PARALLEL: ParallelAttention,
 }
 
 
@@ -60,7 +64,8 @@ def build_layer(
 
     def norm(slot: str) -> Norm | None:
         name = getattr(family.norms, slot)
-        return Norm(layer, name, family.one_plus, slot, width=int(config.hidden_size)) if name else None
+        options: Any = {"width": int(config.hidden_size), "centered": family.centered}
+        return Norm(layer, name, family.one_plus, slot, **options) if name else None
 
     names, multiplier = family.names, float(getattr(config, "residual_multiplier", 1.0))
     activation = activation_name(config)
@@ -68,8 +73,10 @@ def build_layer(
     kind = LATENT if family.latent else layer_type(config, index)
     if kind == "linear_attention" and names.mamba:
         kind = MAMBA
+    if family.parallel:
+        kind = PARALLEL
     mixer = None if kind in MLPS else MIXERS[kind](layer, family, config, index, around, group)
-    if mixer is not None and family.halves:
+    if mixer is not None and (family.halves or family.parallel):
         return DecoderLayer(layer, index, mixer, None, below)
     mlp, around = getattr(layer, names.mlp), Around(norm("before_mlp"), norm("after_mlp"), multiplier)
 

@@ -14,7 +14,7 @@ from pronghorn.model.layers.split_linears import SplitLinears
 
 
 def normed(norm: Norm | None, x: Tensor) -> Tensor:
-    return x if norm is None else rms_norm(x, norm.weight, norm.eps, one_plus=norm.one_plus)[0]
+    return x if norm is None else rms_norm(x, norm.weight, norm.eps, **norm.form)[0]
 
 
 def projected(group: LinearGroup | SplitLinears, x: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from pronghorn.kernels.quant.stored import StoredTensor
 from pronghorn.model.formats.linear import StoredLinear
 from pronghorn.model.formats.table import ToFp8, fits_fp8, require_fp8, storage_of
 from pronghorn.model.layers.lora_modules import joined_bias, linear_of
-from pronghorn.model.layers.norms import Norm
+from pronghorn.model.layers.norms import Norm, normed_rows
 from pronghorn.model.layers.operand import Gemms, InFp8, Operand, OutGrad
 from pronghorn.model.layers.saved import Saved
 from pronghorn.model.layers.types import GradBuffer
@@ -147,7 +147,9 @@ class Fp8Gemms(Gemms):
     # ---- operands of the forward GEMM --------------------------------------------------------------------------------
 
     def of_norm(self, norm: Norm, x: Tensor, saved: Saved, residual: Tensor | None, multiplier: float) -> Operand:
-        """Norm and cast in one pass, with the residual if there is one."""
+        """Norm and cast in one pass, with the residual if there is one. After LayerNorm the GEMM casts."""
+        if norm.centered:
+            return Operand(normed_rows(norm, x, 0, saved, residual, multiplier))
         matrix = self._ready
         bytes_ext = fp8_rows(len(x), matrix.input_width, x.device)
         normed = rms_norm_fp8_forward(

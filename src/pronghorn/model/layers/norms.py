@@ -19,11 +19,14 @@ class Norm:
     `slot`: its position in the layer (before_attention, after_attention, before_mlp, after_mlp, q_norm, k_norm).
     """
 
-    def __init__(self, parent: nn.Module, name: str, one_plus: bool, slot: str = "", *, width: int = 0) -> None:
+    def __init__(
+        self, parent: nn.Module, name: str, one_plus: bool, slot: str = "", *, width: int = 0, centered: bool = False
+    ) -> None:
         """`parent`, `name`: where the module is; another one may take its place (compat/outer_loop.py). `width`: that of its
         weight, if it has none."""
         self.parent, self.name, self.module = parent, name, getattr(parent, name)
-        self.one_plus, self.slot, self.width = one_plus, slot, width
+        self.one_plus, self.slot, self.width, self.centered = one_plus, slot, width, centered
+        self.form: dict[str, Any] = {"one_plus": one_plus, "centered": centered}  # for the kernels
         self._ones: Tensor | None = None
         self.rstd = f"rstd.{slot}"  # its name among the saved tensors
 
@@ -53,16 +56,16 @@ class Norm:
         return self.weight.requires_grad
 
     def forward(self, x: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return rms_norm_forward(x, self.weight, self.eps, one_plus=self.one_plus, **options)
+        return rms_norm_forward(x, self.weight, self.eps, **self.form, **options)
 
     def then_add(self, x: Tensor, h: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(h + norm(x), rstd)"""
-        return rms_norm_then_add_forward(x, self.weight, self.eps, h, one_plus=self.one_plus, out=out)
+        return rms_norm_then_add_forward(x, self.weight, self.eps, h, **self.form, out=out)
 
     def backward(self, dy: Tensor, x: Tensor, saved: Saved, out: Tensor, add: Tensor | None = None) -> Tensor:
         """The gradient of x, plus `add`, in `out`; the weight's goes into `saved.norm_grads`."""
         found, saved.norm_grads[self.slot] = rms_norm_backward(
-            dy, x, self.weight, saved[self.rstd], one_plus=self.one_plus, add_TD=add, need_weight_grad=self.trains(), out=out
+            dy, x, self.weight, saved[self.rstd], add_TD=add, need_weight_grad=self.trains(), out=out, **self.form
         )
         return found
 

@@ -100,7 +100,7 @@ class Part(ABC):
     def jobs_of(self, first: LinearGroup | SplitLinears, last: LinearGroup) -> list[GatherJob]:
         """Those of the linears after the norm, and of the last ones."""
         norm = self.before
-        of_norm = NormOf(norm.weight, norm.weight, norm.one_plus) if norm else None
+        of_norm = NormOf(norm.weight, norm.weight, norm.one_plus) if norm and not norm.centered else None
         return [*first.gather_jobs(of_norm), *last.gather_jobs(None)]
 
     @property
@@ -238,6 +238,8 @@ class Mixer(Part):
         saved.release(*(name for name in self.saves if name != "xa1" and name in saved))
         if need_dh or (before and before.trains()):
             dx, of_into = self.into.back(Operand(dinto))
+            if "dx_beside" in saved:  # of an MLP that reads the same norm
+                dx += saved.pop("dx_beside")
             dh = back_through_norm(before, dx, saved["h"], dh, saved, extra, grad_buffer)
         else:
             of_into = self.into.back_adapters(Operand(dinto))

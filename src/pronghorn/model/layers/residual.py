@@ -65,6 +65,6 @@ def gradients_after_norm(
     """Adapters' gradients use h, which is saved; trained weights need norm(h), which is recomputed."""
     if norm is None:
         return group.gradients(dy, h, xa, without=without)
-    if group.trains_weights:
-        return group.gradients(dy, norm.forward(h)[0], xa)
+    if group.trains_weights or norm.centered:
+        return group.gradients(dy, norm.forward(h)[0], xa, without=without)
     return group.gradients(dy, h, xa, NormOf(saved[norm.rstd], norm.weight, norm.one_plus), without)

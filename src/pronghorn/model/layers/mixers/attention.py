@@ -7,7 +7,8 @@ too. Saved for backward (saved.py): *
    *q, k, v = rope(qk_norm(qkv))         in place without qk-norm (else *qkv too); its gradient may be, too; v perhaps normed
    *o, lse = attention(q, k, v)          of gated attention it is *core: o = core * sigmoid(gate)
 
-Gated attention (Qwen3.5) has a gate for every query. Wq makes both, head by head, so X = (2N + 2K) H.
+Gated attention has a gate for every query, so X = (2N + 2K) H. Wq makes both, head by head (Qwen3.5), or a linear of their own
+makes the gates (Muse Glimmer), which are the last columns then.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from pronghorn.kernels.attention.attention_torch import Backend
 from pronghorn.kernels.attention.output_gate import output_gate_backward, output_gate_forward, output_gate_reference
 from pronghorn.kernels.attention.rope import qk_rope, qk_rope_backward, qk_rope_forward
 from pronghorn.kernels.norm.head_norm import head_norm, head_norm_backward, head_norm_forward
-from pronghorn.model.families import Family, heads_of, rope_kind, window
+from pronghorn.model.families import heads_of, rope_kind, window
+from pronghorn.model.family import Family
 from pronghorn.model.layers.norms import Norm
 from pronghorn.model.layers.operand import Operand
 from pronghorn.model.layers.part import Around, MakeGroup, Mixer
@@ -48,7 +50,21 @@ def scaled_queries(q_TNH: Tensor, documents: Documents) -> Tensor:
 
 
 class Attention(Mixer):
-    saves = ("q", "k", "v", "qkv", "qk_rstd", "v_rstd", "o", "o_rows", "core", "lse", "xa1", "xa_o", "y1")
+    saves: ClassVar[tuple[str, ...]] = (
+        "q",
+        "k",
+        "v",
+        "qkv",
+        "qk_rstd",
+        "v_rstd",
+        "o",
+        "o_rows",
+        "core",
+        "lse",
+        "xa1",
+        "xa_o",
+        "y1",
+    )
     kept: ClassVar[Kept] = {"around_attention": ("o", "core", "lse")}
     recomputed_from = "q"
     rope: str
@@ -67,14 +83,14 @@ class Attention(Mixer):
         self.keys_are_values = len(qkv) < len(family.qkv)  # before norm and RoPE (Gemma 4)
         self.out_width = self.heads * self.head_width
         self.options: dict[str, Any] = {
-            "scale": float(module.scaling),
+            "scale": float(module.scaling) * float(getattr(config, family.query_factor) if family.query_factor else 1.0),
             "window": window(config, index),
             "softcap": getattr(config, "attn_logit_softcapping", None),
         }
         of_heads: dict[str, Any] = {"one_plus": family.one_plus, "width": self.head_width}
         self.q_norm = Norm(module, family.names.q_norm, slot="q_norm", **of_heads) if family.qk_norm else None
         self.k_norm = Norm(module, family.names.k_norm, slot="k_norm", **of_heads) if family.qk_norm else None
-        self.gates = family.output_gate
+        self.gates, self.gates_apart = family.output_gate, len(family.qkv) == 4
         # Without a norm RoPE would write to q in place, and backward to the gate.
         assert not self.gates or (family.qk_norm == "per_head" and not family.v_norm)
 
@@ -107,6 +123,11 @@ class Attention(Mixer):
     def rotated(self) -> slice:
         """Columns of the queries and keys."""
         return slice(0, (self.heads + self.kv_heads) * self.head_width)
+
+    @property
+    def before_gates(self) -> int:
+        """The number of columns before gates of their own linear."""
+        return self.qkv_width - (self.out_width if self.gates_apart else 0)
 
     def raw_values(self, qkv: Tensor) -> Tensor:
         """The columns of the values, or of the keys that are values."""
@@ -159,7 +180,7 @@ class Attention(Mixer):
 
     def _rotate(self, qkv: Tensor, saved: Saved, documents: Documents) -> None:
         cos, sin = documents.rotary[self.rope]
-        rotated = qkv[:, self.rotated] if self.family.v_norm else qkv
+        rotated = qkv[:, self.rotated] if self.family.v_norm else qkv[:, : self.before_gates]
         q, k, v, rstd = qk_rope_forward(rotated, cos, sin, **self.rope_options(), in_place=self.q_norm is None)
         if self.family.v_norm:
             v, v_rstd = head_norm_forward(self.raw_values(qkv), float(self.module.v_norm.eps))
@@ -196,6 +217,8 @@ class Attention(Mixer):
         return q, k, v[0] if v else torch.empty(k.shape, dtype=k.dtype, device=k.device)
 
     def gate_of(self, qkv_ext: Tensor) -> Tensor:
+        if self.gates_apart:
+            return self.heads_of(qkv_ext[:, self.before_gates :])
         both: Tensor = qkv_ext[:, : 2 * self.out_width].unflatten(1, (self.heads, 2 * self.head_width))
         return both[..., self.head_width :]
 
@@ -254,14 +277,14 @@ class Attention(Mixer):
         return rows_like(do, self.qkv_width + self.qkv.extra)
 
     def _back_through_rope(self, grads: Parts, dqkv_ext: Tensor, saved: Saved, documents: Documents) -> None:
-        (cos, sin), raw, out = documents.rotary[self.rope], saved["qkv"], dqkv_ext[:, : self.qkv_width]
+        (cos, sin), raw, out = documents.rotary[self.rope], saved["qkv"], dqkv_ext[:, : self.before_gates]
         options: dict[str, Any] = {"neighbours": self.family.neighbours}
         dv = grads[2]
         if self.family.v_norm:
             raw, out, grads = raw[:, self.rotated], out[:, self.rotated], (*grads[:2], dv[:, :0])
         if self.q_norm and self.k_norm:
             options |= {
-                "qkv_TX": raw,
+                "qkv_TX": raw[:, : self.before_gates],
                 "rstd": saved["qk_rstd"],
                 **self._norm_options(),
                 "need_norm_grad": self.q_norm.trains() or self.k_norm.trains(),
@@ -276,7 +299,8 @@ class Attention(Mixer):
 
     def composed_mix(self, y: Tensor, documents: Documents) -> Tensor:
         cos, sin = documents.rotary[self.rope]
-        q, k, v = qk_rope(y[:, self.rotated] if self.family.v_norm else y, cos, sin, **self.rope_options())
+        rotated = y[:, self.rotated] if self.family.v_norm else y[:, : self.before_gates]
+        q, k, v = qk_rope(rotated, cos, sin, **self.rope_options())
         if self.family.v_norm:
             v = head_norm(self.raw_values(y), float(self.module.v_norm.eps))
         if documents.query_scale_T is not None:

@@ -27,7 +27,8 @@ from pronghorn.kernels.attention.attention import attention, attention_backward,
 from pronghorn.kernels.attention.latent_heads import LatentHeads, latent_heads, latent_heads_backward, latent_heads_forward
 from pronghorn.kernels.lora.lora_linear import NormOf
 from pronghorn.kernels.lora.multi_gather import GatherJob
-from pronghorn.model.families import Family, rope_kind, window
+from pronghorn.model.families import rope_kind, window
+from pronghorn.model.family import Family
 from pronghorn.model.layers.composed import normed, projected
 from pronghorn.model.layers.group import Group
 from pronghorn.model.layers.linears import LinearGroup

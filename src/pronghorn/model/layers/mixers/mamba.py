@@ -25,7 +25,7 @@ from pronghorn.kernels.delta.delta_gates import delta_gates, delta_gates_backwar
 from pronghorn.kernels.delta.delta_inputs import Heads, delta_inputs, delta_inputs_backward, delta_inputs_forward, unnormed
 from pronghorn.kernels.delta.delta_rule import delta_rule, delta_rule_backward, delta_rule_forward
 from pronghorn.kernels.delta.gated_norm import gated_norm, gated_norm_backward, gated_norm_forward
-from pronghorn.model.families import Family
+from pronghorn.model.family import Family
 from pronghorn.model.layers.part import Around, MakeGroup, Mixer
 from pronghorn.model.layers.saved import Kept, Saved
 from pronghorn.model.layers.types import Documents

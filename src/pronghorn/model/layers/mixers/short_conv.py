@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pronghorn.hf_types import HFConfig
 from pronghorn.kernels.conv.short_conv import short_conv, short_conv_backward, short_conv_forward
-from pronghorn.model.families import Family
+from pronghorn.model.family import Family
 from pronghorn.model.layers.part import Around, MakeGroup, Mixer
 from pronghorn.model.layers.saved import Saved
 from pronghorn.model.layers.types import Documents

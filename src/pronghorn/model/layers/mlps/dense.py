@@ -159,6 +159,11 @@ class DenseMlp(Part):
         it."""
         return self.gate_up.grad_of_activation(da, saved["gu"], self.activation, self.down, dy, saved["xa2"], thin)
 
+    def backward_beside(self, dh3: Tensor, saved: Saved, documents: Documents) -> tuple[Tensor, Grads]:
+        """(the gradient of the norm's output, those of its linears), where another part reads that, too."""
+        dx2, dgu, fused, down_grads = self._back_to_input(dh3, saved, documents.grad_buffer, thin=True)
+        return dx2, [*self._gate_up_grads(dgu, saved, fused), *down_grads]
+
     def backward_weighted(
         self, dh3: Tensor, weight_T1: Tensor, saved: Saved, grad_buffer: GradBuffer
     ) -> tuple[Tensor, Tensor, Grads]:

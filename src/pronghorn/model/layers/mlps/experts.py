@@ -9,7 +9,7 @@ Saved for backward (saved.py): *; adapters (kernels/moe/grouped_lora.py) in [ ]:
    *gu_S2F = x_S Wgu                                     one grouped GEMM over all experts; without a gate, up alone
     a_SF [| aa] = act(gate, up), with the expert's bias
     y_SD = a Wdown
-    h3 = h2 + sum of each token's K rows of y, weighted  plus the down bias and a shared expert's output
+    h3 = h2 + sum of each token's K rows of y, weighted  plus the down bias and a shared expert's output; or h2 + norm(*y2)
 
     dy = dh3 of each row's token, unweighted             one gather
     da = dy Wdown;  dgu, dweights, w a                   one kernel applies the routing weights
@@ -44,7 +44,8 @@ from pronghorn.kernels.moe.moe_gather import gather_rows
 from pronghorn.kernels.moe.routing import Routing, Sigmoid, route_backward, routing_forward
 from pronghorn.kernels.runtime.copy_rows import copy_rows
 from pronghorn.model.experts import ExpertStack, Router
-from pronghorn.model.families import Family, expert_groups
+from pronghorn.model.families import expert_groups, experts_per_token
+from pronghorn.model.family import Family
 from pronghorn.model.formats.experts import STACKS
 from pronghorn.model.layers.composed import normed
 from pronghorn.model.layers.group import Group
@@ -78,6 +79,7 @@ class ExpertsMlp(Part):
         "shared_xa3",
         "shared_weight",
         "gate_xa",
+        "y2",
         "counts",
         "weights_there",
     )
@@ -99,7 +101,7 @@ class ExpertsMlp(Part):
         assert family.experts
         experts = family.experts
         self.module, self.slot, self.beside = module, slot, beside
-        self.K = int(config.num_experts_per_tok)
+        self.K = experts_per_token(config)
         self.router = Router(module, experts.router, experts.choice_bias, wide=experts.float32)
         self.normalise = bool(getattr(config, "norm_topk_prob", True))
         scale = float(getattr(config, experts.scale)) if experts.scale else 1.0
@@ -220,24 +222,33 @@ class ExpertsMlp(Part):
         )
         down.extend(a_ext, there.offsets_E1)
         y = self._returned(down.forward_rows(a_ext, there), saved, there)
-        base = h2
+        base: Tensor | None = h2 if self.after is None else None
         if self.shared is not None:
             out, xa3 = self.shared.down.apply(self.shared.activated(saved["shared_gu"]))
             saved.put(shared_xa3=self.shared.down.owned(xa3))
             del xa3  # may be a part of the activation
             gate = saved["shared_weight"]
-            if gate is not None:
+            if base is None:
+                base = out if gate is None else out * gate.to(out.dtype)
+            elif gate is not None:
                 base = torch.addcmul(h2, out, gate.to(out.dtype))
             else:
                 base = h2 + out if self.multiplier == 1.0 else torch.add(h2, out, alpha=self.multiplier)
-        return combine(
+        y2 = combine(
             y, routing.inverse_TK, routing.weights_TK, bias_ED=self.expert_down.bias_EO, ids_TK=routing.ids_TK, add_TD=base
         )
+        if self.after is None:
+            return y2
+        h3, saved[self.after.rstd] = self.after.then_add(y2, h2)
+        saved.put(y2=y2)
+        return h3
 
     def recompute(self, saved: Saved, documents: Documents, rows: Tensor | None, norm_adds: bool) -> None:
         if "logits" not in saved:  # from the layer's input
             self._to_gate_up(saved)
-            if self.shared is not None and self.shared.down.adapters:
+            if self.after is not None:
+                self._after_gate_up(saved)
+            elif self.shared is not None and self.shared.down.adapters:
                 saved.put(shared_xa3=self.shared.adapters_of(saved["shared_gu"]))
         elif saved["gu"] is None:
             routing = self._routing(saved)
@@ -252,7 +263,7 @@ class ExpertsMlp(Part):
     def backward(
         self, dh: Tensor, saved: Saved, documents: Documents, rows: Tensor | None, extra: int, need_dh: bool
     ) -> tuple[Tensor, Grads]:
-        dh3 = dh
+        dh3 = dh if self.after is None else self.after.backward(dh, saved["y2"], saved, torch.empty_like(dh))
         routing, logits = self._routing(saved), saved["logits"]
         there = self._there(saved, routing)
         dgu_ext, dweights, down_grads = self._backward_down(dh3, saved, routing, there)
@@ -275,7 +286,7 @@ class ExpertsMlp(Part):
             x_ext = self._recomputed_sorted(self._sent(x2, saved, routing), saved["xa2"], there)
         up_grads = self.expert_gate_up.backward_parameters(dgu_ext, x_ext, there, weighted=False)
         del dgu_ext, dx_S, x_ext, x2
-        dh2 = back_through_norm(self.before, dx2, saved["h2"], dh3, saved, extra, documents.grad_buffer)
+        dh2 = back_through_norm(self.before, dx2, saved["h2"], dh, saved, extra, documents.grad_buffer)
         saved.release(*self.saves)
         return dh2, self.all_gradients([*shared_grads, *router_grads, *up_grads, *down_grads], saved)
 
@@ -343,7 +354,7 @@ class ExpertsMlp(Part):
 
     def composed(self, h_TD: Tensor, documents: Documents) -> Tensor:
         """The family's own module; only the mixer is ours then."""
-        return h_TD + self.multiplier * self._composed_branch(normed(self.before, h_TD), documents)
+        return h_TD + self.multiplier * normed(self.after, self._composed_branch(normed(self.before, h_TD), documents))
 
     def _composed_branch(self, x_TD: Tensor, documents: Documents) -> Tensor:
         found = self.module(x_TD[None])
@@ -352,8 +363,7 @@ class ExpertsMlp(Part):
             y_TD = y_TD + self.beside(x_TD)
         if documents.load is None:
             return y_TD
-        bias = getattr(self.module, self.router.choice_bias, None)  # a router that has none of its own is given it
-        logits_TE: Tensor = getattr(self.module, self.router.name)(x_TD, *(() if bias is None else (bias,)))[0]
+        logits_TE = self.router.own_logits(x_TD)
         fixed = logits_TE.detach()
         documents.load.add(self.slot, fixed, routing_forward(fixed, self.K, **self._rule()).ids_TK, few=False)
         out: Tensor = BalancedLogits.apply(y_TD, logits_TE, documents.load)  # type: ignore[no-untyped-call]
