@@ -95,7 +95,9 @@ class OuterLoop:
             h = engine.embed(ids if pack.real is None else ids[pack.real])
         else:
             h = embedded.flatten(0, 1)  # backward reads it, and the program may change its own
-            h = engine.embed.scaled(h.clone() if pack.real is None else h[pack.real])
+            ids = inputs.get("input_ids")
+            of_rows = None if ids is None else ids.reshape(-1) if pack.real is None else ids.reshape(-1)[pack.real]
+            h = engine.embed.scaled(h.clone() if pack.real is None else h[pack.real], of_rows)
         chooser = self.chooser if torch.is_grad_enabled() else None
         if chooser is not None:
             chooser.before(len(h))
@@ -145,6 +147,8 @@ class OuterLoop:
             return False
         if ("input_ids" in given) == ("inputs_embeds" in given):
             return False  # the own forward raises its error
+        if "inputs_embeds" in given and self.engine.embed.by_layer is not None:
+            return False  # the inputs of layers depend on ids
         mask = inputs.get("attention_mask")
         if self.paused or not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
             return False

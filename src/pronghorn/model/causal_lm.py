@@ -37,7 +37,7 @@ from pronghorn.model.layers.linears import LinearGroup
 from pronghorn.model.layers.lora_modules import why_only_peft
 from pronghorn.model.layers.norms import Norm
 from pronghorn.model.layers.saved import Elsewhere
-from pronghorn.model.layers.types import Documents, Shards
+from pronghorn.model.layers.types import Beside, Documents, Shards
 from pronghorn.model.positions import Positions
 from pronghorn.model.router_stats import ExpertCounts, RouterStats, padding_mask
 from pronghorn.model.text_stack import backbone, inner_of
@@ -156,9 +156,11 @@ class FastCausalLM:
         late = rows is not None and load is not None and load.coefficient != 0.0  # the auxiliary loss counts all tokens
         # The layers choose their precision themselves.
         with torch.autocast(h_TD.device.type, enabled=False), reading_bits(documents.cache is not None):
+            h_TD, *inputs_TE = self.embed.parts(h_TD)
+            beside = Beside(inputs_TE) if inputs_TE or any(layer.lends for layer in self.layers) else None
             for layer in self.layers[:-1]:
-                h_TD = layer(h_TD, documents)
-            h_TD = self.layers[-1](h_TD, documents, None if late else rows)
+                h_TD = layer(h_TD, documents, beside=beside)
+            h_TD = self.layers[-1](h_TD, documents, None if late else rows, beside)
             if load is not None:
                 h_TD = self._counted(load, h_TD)
             if late and rows is not None:

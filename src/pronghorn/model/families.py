@@ -21,6 +21,11 @@ EXPERTS = "experts"  # among lora.targets: every stack of experts
 ACTIVATIONS: dict[str, Kind] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 UNGATED = ("relu2", "xielu")  # activations of MLPs without a gate
 
+# Modules of a model whose layers have inputs of their own: in the backbone, then in a layer.
+INPUT_TABLE, INPUT_PROJECTION = "embed_tokens_per_layer", "per_layer_model_projection"
+INPUT_NORM = "per_layer_projection_norm"
+INPUT_GATE, INPUT_OUT, INPUT_OUT_NORM = "per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"
+
 
 @dataclass(frozen=True)
 class Norms:
@@ -290,11 +295,7 @@ def ties_embeddings(config: HFConfig) -> bool:
 
 
 # Config keys that add what no fast layer computes.
-ADDITIONS = {
-    "hidden_size_per_layer_input": "embeddings of each layer",
-    "num_kv_shared_layers": "layers that share keys and values",
-    "enable_moe_block": "experts beside the dense MLP",
-}
+ADDITIONS = {"enable_moe_block": "experts beside the dense MLP"}
 NO_ROPE = "none"  # the kind of RoPE of layers that have none
 
 
@@ -338,7 +339,32 @@ def why_not_layers(config: HFConfig) -> str:
         return f"the fast layers do not support {ADDITIONS[added]} ({added} in its config)"
     if others := sorted(keys_by_layer(config) - set(family.by_layer)):
         return f"the fast layers do not support different values of {others[0]} by layer"
+    if any(shares_keys(config, i) and source_of_keys(config, i) is None for i in range(int(config.num_hidden_layers))):
+        return "layers share keys and values with an earlier one of their type, and there is none (num_kv_shared_layers)"
     return ""
+
+
+def shares_keys(config: HFConfig, index: int) -> bool:
+    """Whether this layer has no keys and values of its own: it reads those of `source_of_keys`."""
+    return index >= int(config.num_hidden_layers) - int(getattr(config, "num_kv_shared_layers", 0) or 0)
+
+
+def source_of_keys(config: HFConfig, index: int) -> int | None:
+    """The layer whose keys and values this one reads, if not its own: the last of its type that has some."""
+    if not shares_keys(config, index):
+        return None
+    own = (i for i in reversed(range(index)) if not shares_keys(config, i))
+    return next((i for i in own if layer_type(config, i) == layer_type(config, index)), None)
+
+
+def lends_keys(config: HFConfig, index: int) -> bool:
+    """Whether later layers read its keys and values."""
+    return any(source_of_keys(config, i) == index for i in range(index + 1, int(config.num_hidden_layers)))
+
+
+def input_width(config: HFConfig) -> int:
+    """Of what each layer reads of the tokens beside the residual stream (model/inputs/by_layer.py); 0: nothing."""
+    return int(getattr(config, "hidden_size_per_layer_input", 0) or 0)
 
 
 def why_not_routed(config: HFConfig) -> str:

@@ -16,6 +16,8 @@ from torch import Tensor
 from pronghorn.hf_types import HFConfig, HFModel
 from pronghorn.kernels.embedding.host_embedding import host_embedding, seen_by_gpu
 from pronghorn.kernels.runtime.host_memory import pin, unpin
+from pronghorn.model.families import input_width
+from pronghorn.model.inputs.by_layer import LayerInputs
 from pronghorn.model.layers.composed import normed
 from pronghorn.model.layers.norms import Norm
 from pronghorn.model.text_stack import head_of
@@ -26,6 +28,7 @@ class Embed:
         """`name`: the table's, in the backbone. `norm`: of embeddings, before the first layer."""
         self._model, self._backbone, self._name, self._config, self._norm = model, backbone, name, config, norm
         self.on_host = False
+        self.by_layer = LayerInputs(backbone, config) if input_width(config) else None
 
     @property
     def table(self) -> Any:
@@ -34,10 +37,25 @@ class Embed:
 
     def __call__(self, ids_T: Tensor) -> Tensor:
         table = self.table
-        return self.scaled(host_embedding(table.weight.detach(), ids_T) if self.on_host else table(ids_T))
+        return self.scaled(host_embedding(table.weight.detach(), ids_T) if self.on_host else table(ids_T), ids_T)
 
-    def scaled(self, h_TD: Tensor) -> Tensor:
-        """Embeddings as the first layer gets them."""
+    def scaled(self, h_TD: Tensor, ids_T: Tensor | None) -> Tensor:
+        """Embeddings as the first layer gets them; beside them, in the same rows, the inputs of all layers, if they have some:
+        `parts` takes them apart."""
+        h_TD = self._scaled(h_TD)
+        if self.by_layer is None:
+            return h_TD
+        assert ids_T is not None
+        return torch.cat([h_TD, self.by_layer(ids_T, h_TD)], dim=1)
+
+    def parts(self, h_TX: Tensor) -> list[Tensor]:
+        """The residual stream before the first layer, then the input of each layer."""
+        if self.by_layer is None:
+            return [h_TX]
+        width, own = int(self._config.hidden_size), self.by_layer.width
+        return list(h_TX.split([width, *[own] * ((h_TX.shape[1] - width) // own)], dim=1))
+
+    def _scaled(self, h_TD: Tensor) -> Tensor:
         if torch.is_autocast_enabled(h_TD.device.type):
             h_TD = h_TD.to(torch.get_autocast_dtype(h_TD.device.type))
         multiplier = float(getattr(self._config, "embedding_multiplier", 1.0))

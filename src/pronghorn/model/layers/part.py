@@ -161,10 +161,17 @@ class Mixer(Part):
     out_width: int  # of what the output projection reads
     in_chunks = False  # whether it reads `Documents.chunks_S2`
     gates = False  # whether o is a gate's: then `core`, its input, is saved in its place, and backward makes o again
+    lends = False  # whether later layers read its keys and values
+    source: int | None = None  # the layer whose keys and values it reads; None: its own
 
     def __init__(self, around: Around, into: LinearGroup, out: LinearGroup) -> None:
         super().__init__(around)
         self.into, self.out = into, out
+
+    @property
+    def given(self) -> dict[str, tuple[int, ...]]:
+        """What it is given of another layer: names, and the shapes of a token's."""
+        return {}
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -250,8 +257,14 @@ class Mixer(Part):
         """o, from what `into` made."""
 
     def composed(self, h_TD: Tensor, documents: Documents) -> Tensor:
-        o = self.composed_mix(projected(self.into, normed(self.before, h_TD)), documents)
+        return self._composed_branch(h_TD, self.composed_mix(projected(self.into, normed(self.before, h_TD)), documents))
+
+    def _composed_branch(self, h_TD: Tensor, o: Tensor) -> Tensor:
         return h_TD + self.multiplier * normed(self.after, projected(self.out, o))
+
+    def composed_lending(self, h_TD: Tensor, documents: Documents) -> tuple[Tensor, Tensor, Tensor]:
+        """The same, with the keys and values. Where `lends`."""
+        raise NotImplementedError
 
 
 def _kind_of(group: Group) -> Hashable:
