@@ -176,7 +176,7 @@ def test_a_reward_model_has_no_lm_head(method: str, tied: bool) -> None:
     assert job.rows == job.entries  # one for each document
     assert head_bytes(job) < head_bytes(language)
     assert predicted_costs(job, GPUS["h200"]).rest < predicted_costs(language, GPUS["h200"]).rest
-    assert job.may_keep_embeddings_on_host is (method != "full")
+    assert bool(job.host_tables) is (method != "full")
 
 
 def assert_counted(model: Any, job: Job, method: str) -> None:

@@ -98,6 +98,15 @@ MORE: dict[str, dict[str, Any]] = {
     "vaultgemma": GEMMA,
     "gemma4_text": {**GEMMA4, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 3.0},
     "gemma4_unified_text": {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "gemma4_text, as E2B": {
+        **GEMMA4,
+        "num_hidden_layers": 5,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": SMALL["vocab_size"],
+    },
     "hyperclovax": MULTIPLIERS,
     "arcee": {"mlp_bias": True, "head_dim": 16},
     "apertus": {},
@@ -115,7 +124,7 @@ MORE: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
     },
 }
-FAMILIES |= {kind: AutoConfig.for_model(kind, **(SMALL | values)) for kind, values in MORE.items()}
+FAMILIES |= {kind: AutoConfig.for_model(kind.split(",")[0], **(SMALL | values)) for kind, values in MORE.items()}
 SOME = {"q_proj", "down_proj", "qkv_proj", "up_proj"}
 
 
@@ -253,6 +262,7 @@ CASES = [
             "apertus",
             "hunyuan_v1_dense",
             "gemma4_unified_text",
+            "gemma4_text, as E2B",
             "nanochat",
         )
     ),

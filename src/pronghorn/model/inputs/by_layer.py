@@ -20,8 +20,6 @@ from pronghorn.model.families import INPUT_NORM, INPUT_PROJECTION, INPUT_TABLE, 
 
 
 class LayerInputs:
-    on_host = False  # whether the table is
-
     def __init__(self, backbone: HFModel, config: HFConfig) -> None:
         self._backbone, self.width, self._model_width = backbone, input_width(config), int(config.hidden_size)
 
@@ -34,10 +32,13 @@ class LayerInputs:
     def projection(self) -> Any:
         return getattr(self._backbone, INPUT_PROJECTION)
 
-    def __call__(self, ids_T: Tensor, h_TD: Tensor) -> Tensor:
-        """[T, L E]"""
+    def __call__(self, ids_T: Tensor, h_TD: Tensor, on_host: bool) -> Tensor:
+        """[T, L E]. `on_host`: where the table is."""
         table, norm = self.table, getattr(self._backbone, INPUT_NORM)
         x = (self.projection(h_TD[None])[0] * self._model_width**-0.5).view(-1, self.width)
         e = rms_norm(x.to(h_TD.dtype), norm.weight, norm.eps)[0].view(len(h_TD), -1)
-        found = host_embedding(table.weight.detach(), ids_T) * table.embed_scale.to(table.weight.dtype) if self.on_host else table(ids_T)
+        if on_host:
+            found = host_embedding(table.weight.detach(), ids_T) * table.embed_scale.to(table.weight.dtype)
+        else:
+            found = table(ids_T)
         return (e + found.to(h_TD.dtype)) * 0.5**0.5

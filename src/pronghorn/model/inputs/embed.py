@@ -31,13 +31,19 @@ class Embed:
         self.by_layer = LayerInputs(backbone, config) if input_width(config) else None
 
     @property
+    def _movable(self) -> Any:
+        """The table that can wait there: that of the layers' inputs, which is larger, where there is one."""
+        return self.table if self.by_layer is None else self.by_layer.table
+
+    @property
     def table(self) -> Any:
         """The module, or PEFT's wrapper around it."""
         return getattr(self._backbone, self._name)
 
     def __call__(self, ids_T: Tensor) -> Tensor:
         table = self.table
-        return self.scaled(host_embedding(table.weight.detach(), ids_T) if self.on_host else table(ids_T), ids_T)
+        on_host = self.on_host and self.by_layer is None
+        return self.scaled(host_embedding(table.weight.detach(), ids_T) if on_host else table(ids_T), ids_T)
 
     def scaled(self, h_TD: Tensor, ids_T: Tensor | None) -> Tensor:
         """Embeddings as the first layer gets them; beside them, in the same rows, the inputs of all layers, if they have some:
@@ -46,7 +52,7 @@ class Embed:
         if self.by_layer is None:
             return h_TD
         assert ids_T is not None
-        return torch.cat([h_TD, self.by_layer(ids_T, h_TD)], dim=1)
+        return torch.cat([h_TD, self.by_layer(ids_T, h_TD, self.on_host)], dim=1)
 
     def parts(self, h_TX: Tensor) -> list[Tensor]:
         """The residual stream before the first layer, then the input of each layer."""
@@ -64,8 +70,8 @@ class Embed:
 
     def why_not_on_host(self) -> str:
         """Empty where the table can wait there."""
-        table = self.table
-        if type(table) is not torch.nn.Embedding:
+        table = self._movable
+        if self.by_layer is None and type(table) is not torch.nn.Embedding:
             return f"they have the type {type(table).__name__}"
         if table.weight.requires_grad:
             return "they are trained"
@@ -77,7 +83,7 @@ class Embed:
         """Once, before anything is captured. Without a GPU the table is where it would go to."""
         if self.on_host or self.why_not_on_host():
             return
-        weight = self.table.weight
+        weight = self._movable.weight
         if weight.is_cuda:
             host = torch.empty(weight.shape, dtype=weight.dtype)
             host.copy_(weight.detach())
