@@ -268,21 +268,24 @@ def static_parts(job: Job) -> dict[str, int]:
     if job.graphed and not full:
         parts["adapter sums"] = sum(layer.sums for layer in layers)
     if job.shape.inputs[1]:
-        parts["inputs of layers"] = _input_bytes(_key(job), job.capacity, job.element)
+        parts["inputs of layers"] = _input_bytes(_key(job), job.capacity)
     if lending := {kind for kind in job.shape.kinds if one.kinds[kind].layer.lends}:
         parts["gradients of shared keys and values"] = sum(held(job, "nothing", kind=kind).lent for kind in lending)
     return parts
 
 
 @lru_cache(maxsize=64)
-def _input_bytes(key: Any, tokens: int, element: int) -> int:
+def _input_bytes(key: Any, tokens: int) -> int:
     """What the layers read beside the residual stream, what autograd saved of its making, and its gradient: there while layers
     run."""
-    engine = _built(*key).engine
-    with dry_run(key[-1]), torch.device("meta"), torch.enable_grad(), Allocations() as counted:
-        h = engine.embed(torch.empty(tokens, dtype=torch.int64))
-        alive, first = counted.alive, tokens * engine.config.hidden_size * element
-    return int(alive - first + (h.nbytes - first) * h.requires_grad)
+    one = _built(*key)
+    by_layer, width = one.engine.embed.by_layer, one.engine.config.hidden_size
+    assert by_layer is not None
+    with dry_run(key[-1]), torch.device("meta"), torch.enable_grad():
+        ids, h = torch.empty(tokens, dtype=torch.int64), torch.empty(tokens, width, dtype=one.dtype)
+        with Allocations() as counted:
+            e = by_layer(ids, h, on_host=False)
+            return int(counted.alive + e.nbytes * e.requires_grad)
 
 
 def expert_bytes(job: Job) -> int:
