@@ -332,7 +332,7 @@ MIXED = {
 def test_the_peak_of_a_model_with_layers_of_several_kinds_is_that_of_the_whole_model(family: str, levels: str) -> None:
     """Each kind is run once; the whole model, layer after layer, holds as much."""
     sizes = {"num_hidden_layers": 4, "intermediate_size": 1024, "vocab_size": 512}
-    name = family.split(",")[0]
+    name = family.split(",", maxsplit=1)[0]
     config = AutoConfig.for_model(name, **(SMALL | (DENSE | EXPERTS).get(name, {}) | sizes | MIXED[family]))
     job = Job(shape_of(config), 2048, rank=4, optimizer="adamw")
     assert job.shape.kinds == ((0, 1, 2, 3) if "E2B" in family else (0, 1, 1, 1))

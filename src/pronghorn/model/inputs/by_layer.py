@@ -17,6 +17,7 @@ from pronghorn.hf_types import HFConfig, HFModel
 from pronghorn.kernels.embedding.host_embedding import host_embedding
 from pronghorn.kernels.norm.rms_norm import rms_norm
 from pronghorn.model.families import INPUT_NORM, INPUT_PROJECTION, INPUT_TABLE, input_width
+from pronghorn.model.text_stack import in_use
 
 
 class LayerInputs:
@@ -34,11 +35,12 @@ class LayerInputs:
 
     def __call__(self, ids_T: Tensor, h_TD: Tensor, on_host: bool) -> Tensor:
         """[T, L E]. `on_host`: where the table is."""
-        table, norm = self.table, getattr(self._backbone, INPUT_NORM)
+        table, norm = self.table, in_use(getattr(self._backbone, INPUT_NORM))
         x = (self.projection(h_TD[None])[0] * self._model_width**-0.5).view(-1, self.width)
         e = rms_norm(x.to(h_TD.dtype), norm.weight, norm.eps)[0].view(len(h_TD), -1)
         if on_host:
             found = host_embedding(table.weight.detach(), ids_T) * table.embed_scale.to(table.weight.dtype)
         else:
             found = table(ids_T)
-        return (e + found.to(h_TD.dtype)) * 0.5**0.5
+        out: Tensor = (e + found.to(h_TD.dtype)) * 0.5**0.5
+        return out

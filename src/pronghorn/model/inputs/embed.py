@@ -1,6 +1,7 @@
 """What precedes the first layer: token ids become rows of the embedding table, which may be in pinned host memory.
 
-1.05 GB of an 8B model are its table, of which a step reads 134 MB, over the link. The weight stays the module's parameter, with
+1.05 GB of an 8B model are its table, of which a step reads 134 MB, over the link. Where layers have inputs of their own
+(by_layer.py), it is the table of those that may wait there. The weight stays the module's parameter, with
 its name, shape, dtype and device: a tensor of the GPU whose memory is the host's (host_embedding.py). So saving, exporting and
 the model's own forward work as ever; training gathers the rows with a kernel made for it. T = tokens, D = model width.
 """
@@ -20,7 +21,7 @@ from pronghorn.model.families import input_width
 from pronghorn.model.inputs.by_layer import LayerInputs
 from pronghorn.model.layers.composed import normed
 from pronghorn.model.layers.norms import Norm
-from pronghorn.model.text_stack import head_of
+from pronghorn.model.text_stack import head_of, inner_of
 
 
 class Embed:
@@ -71,7 +72,8 @@ class Embed:
     def why_not_on_host(self) -> str:
         """Empty where the table can wait there."""
         table = self._movable
-        if self.by_layer is None and type(table) is not torch.nn.Embedding:
+        known = type(table) is torch.nn.Embedding if self.by_layer is None else inner_of(table) is table
+        if not known:
             return f"they have the type {type(table).__name__}"
         if table.weight.requires_grad:
             return "they are trained"

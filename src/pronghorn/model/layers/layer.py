@@ -35,7 +35,6 @@ from pronghorn.model.layers.saved import Elsewhere, Left, Level, Saved, copied, 
 from pronghorn.model.layers.types import Beside, Documents, Grads, Shards, Waiting
 from pronghorn.model.rows import spread
 
-
 LENT = ("k", "v")  # names of what later layers read
 
 
@@ -138,25 +137,28 @@ class DecoderLayer:
         last of a prompt that answers share."""
         if self.shards is not None:
             self.shards.enter(self.index, 1)
-        if beside is not None:
-            documents = replace(documents, given=self.given(beside))
+        if beside is None:
+            return self._run(h_TD, documents, rows)[0]
+        out, *lent = self._run(h_TD, replace(documents, given=self.given(beside)), rows)
+        if lent:
+            beside.lent[self.index] = dict(zip(LENT, lent, strict=True))
+        return out
+
+    def _run(self, h_TD: Tensor, documents: Documents, rows: Tensor | None) -> tuple[Tensor, ...]:
+        """That, then keys and values that later layers read."""
         if not self.fused:
             if self.recomputes and torch.is_grad_enabled():  # torch's own: it also restores the random state of dropout
                 out, *lent = checkpoint(self.composed, h_TD, documents, use_reentrant=False)
             else:
                 out, *lent = self.composed(h_TD, documents)
-            out = out if rows is None else out.index_select(0, rows)
-        elif not torch.is_grad_enabled():
+            return out if rows is None else out.index_select(0, rows), *lent
+        if not torch.is_grad_enabled():
             out, saved = self.forward_at("layer", h_TD, documents, rows)
-            lent = list(saved.lent.values())
-        else:
-            leaves = documents.leaves or {}
-            parameters = [leaves.get(id(parameter), parameter) for parameter in self.parameters()]
-            found = _Layer.apply(h_TD, self, documents, rows, *documents.given.values(), *parameters)  # type: ignore[no-untyped-call]
-            out, *lent = found if self.lends else (found,)
-        if self.lends and beside is not None:
-            beside.lent[self.index] = dict(zip(LENT, lent, strict=True))
-        return out
+            return out, *saved.lent.values()
+        leaves = documents.leaves or {}
+        more = [*documents.given.values(), *(leaves.get(id(parameter), parameter) for parameter in self.parameters())]
+        found = _Layer.apply(h_TD, self, documents, rows, *more)  # type: ignore[no-untyped-call]
+        return found if self.lends else (found,)
 
     def given(self, beside: Beside) -> dict[str, Tensor]:
         """What it reads of that, by name."""
@@ -166,9 +168,8 @@ class DecoderLayer:
 
     def alone(self, h_TD: Tensor, documents: Documents) -> Documents:
         """For a layer that is run by itself: what it reads beside the residual stream is made of that."""
-        widths = {**({} if self.inlet is None else {"e": (self.inlet.width,)}), **({} if self.mixer is None else self.mixer.given)}
         given = {}
-        for name, shape in widths.items():
+        for name, shape in [item for part in self.parts for item in part.given.items()]:
             width = math.prod(shape)
             given[name] = h_TD.repeat(1, -(-width // h_TD.shape[1]))[:, :width].unflatten(1, shape)
         return replace(documents, given=given) if given else documents

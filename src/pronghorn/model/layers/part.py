@@ -75,6 +75,11 @@ class Part(ABC):
         return [norm for norm in (self.before, self.after) if norm is not None]
 
     @property
+    def given(self) -> dict[str, tuple[int, ...]]:
+        """What it reads beside the residual stream (`Documents.given`): names, and the shapes of a token's."""
+        return {}
+
+    @property
     def bare_names(self) -> list[tuple[Any, str]]:
         """Parameters that are in no linear and no norm: modules, and the parameters' names in them."""
         return []
@@ -167,11 +172,6 @@ class Mixer(Part):
     def __init__(self, around: Around, into: LinearGroup, out: LinearGroup) -> None:
         super().__init__(around)
         self.into, self.out = into, out
-
-    @property
-    def given(self) -> dict[str, tuple[int, ...]]:
-        """What it is given of another layer: names, and the shapes of a token's."""
-        return {}
 
     @property
     def groups(self) -> tuple[Group, ...]:

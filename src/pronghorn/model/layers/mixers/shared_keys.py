@@ -21,7 +21,7 @@ from pronghorn.model.layers.types import Documents
 
 
 class SharedKeys(Attention):
-    saves = tuple(name for name in Attention.saves if name not in ("k", "v", "v_rstd"))
+    saves = tuple(name for name in Attention.saves if name not in ("k", "v", "v_rstd"))  # type: ignore[assignment]
 
     def __init__(
         self, layer: nn.Module, family: Family, config: HFConfig, index: int, around: Around, group: MakeGroup
@@ -52,7 +52,9 @@ class SharedKeys(Attention):
         none = dqkv_ext[:, :0].unflatten(1, (0, self.head_width))
         options: dict[str, Any] = {"neighbours": self.family.neighbours, "need_norm_grad": self.q_norm.trains()}
         options |= {"qkv_TX": saved["qkv"], "rstd": saved["qk_rstd"], **self._norm_options()}
-        found = qk_rope_backward(grads[0], none, none, *documents.rotary[self.rope], out=dqkv_ext[:, : self.qkv_width], **options)
+        found = qk_rope_backward(
+            grads[0], none, none, *documents.rotary[self.rope], out=dqkv_ext[:, : self.qkv_width], **options
+        )
         saved.norm_grads["q_norm"] = found[1]
 
     def composed_parts(self, y: Tensor, documents: Documents) -> Parts:

@@ -52,6 +52,10 @@ class LayerInput(Part):
     def shape(self) -> tuple[Hashable, ...]:
         return (self.activation,)
 
+    @property
+    def given(self) -> dict[str, tuple[int, ...]]:
+        return {"e": (self.width,)}
+
     def gather_jobs(self) -> list[GatherJob]:
         return self.jobs_of(self.gate, self.out)
 
