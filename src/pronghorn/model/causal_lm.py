@@ -212,14 +212,20 @@ class FastCausalLM:
 
     @property
     def adapters_are_fused(self) -> bool:
-        """Whether all adapters are plain LoRA of the layers' linears, which GEMMs of ours read."""
+        """Whether all adapters are plain LoRA of linears whose weights are read anew each time: by GEMMs of ours, or called."""
         tuned = self._tuned()
         groups = [group for layer in self.layers for group in layer.groups if isinstance(group, LinearGroup)]
-        plain = {id(module) for group in groups for module in group.modules() if not why_only_peft(module)}
+        linears = [*self.called, *(module for group in groups for module in group.modules())]
+        plain = {id(module) for module in linears if not why_only_peft(module)}
         fused = self.shards is None and not any(layer.why_not_fused() for layer in self.layers)
         # Asked of the modules: while PEFT has its adapters off, a group of linears sees none.
         whole = any(group.trains_weights and any(module in tuned for module in group.modules()) for group in groups)
         return fused and not whole and plain.issuperset(map(id, tuned))
+
+    @property
+    def called(self) -> list[Any]:
+        """Linears of the text model outside its layers, which run as modules."""
+        return [] if self.embed.by_layer is None else [self.embed.by_layer.projection]
 
     def _tuned(self) -> list[Any]:
         return [module for module in self.model.modules() if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)]
