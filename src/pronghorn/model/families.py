@@ -339,27 +339,30 @@ def why_not_layers(config: HFConfig) -> str:
         return f"the fast layers do not support {ADDITIONS[added]} ({added} in its config)"
     if others := sorted(keys_by_layer(config) - set(family.by_layer)):
         return f"the fast layers do not support different values of {others[0]} by layer"
-    if any(shares_keys(config, i) and source_of_keys(config, i) is None for i in range(int(config.num_hidden_layers))):
+    if any(source_of_keys(config, i) is None for i in range(first_sharing(config), int(config.num_hidden_layers))):
         return "layers share keys and values with an earlier one of their type, and there is none (num_kv_shared_layers)"
     return ""
 
 
+def first_sharing(config: HFConfig) -> int:
+    """From this layer on, none has keys and values of its own: each reads those of `source_of_keys`."""
+    return int(config.num_hidden_layers) - int(getattr(config, "num_kv_shared_layers", 0) or 0)
+
+
 def shares_keys(config: HFConfig, index: int) -> bool:
-    """Whether this layer has no keys and values of its own: it reads those of `source_of_keys`."""
-    return index >= int(config.num_hidden_layers) - int(getattr(config, "num_kv_shared_layers", 0) or 0)
+    return index >= first_sharing(config)
 
 
 def source_of_keys(config: HFConfig, index: int) -> int | None:
     """The layer whose keys and values this one reads, if not its own: the last of its type that has some."""
-    if not shares_keys(config, index):
-        return None
-    own = (i for i in reversed(range(index)) if not shares_keys(config, i))
-    return next((i for i in own if layer_type(config, i) == layer_type(config, index)), None)
+    first, kind = first_sharing(config), layer_type(config, index)
+    own = reversed(range(first)) if index >= first else ()
+    return next((i for i in own if layer_type(config, i) == kind), None)
 
 
 def lends_keys(config: HFConfig, index: int) -> bool:
     """Whether later layers read its keys and values."""
-    return any(source_of_keys(config, i) == index for i in range(index + 1, int(config.num_hidden_layers)))
+    return any(source_of_keys(config, i) == index for i in range(first_sharing(config), int(config.num_hidden_layers)))
 
 
 def input_width(config: HFConfig) -> int:

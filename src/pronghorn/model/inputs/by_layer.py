@@ -3,8 +3,8 @@
     e_TLE = (norm(h0 W D^-1/2) + table[ids] E^1/2) / 2^1/2
 
 T = tokens, L = layers, E = width of a layer's input, D = model width, h0 = the embeddings. W and the norm of E columns are
-trained like other weights: as modules, by autograd. The table has V rows of L E columns (262,144 x 35 x 256: 4.7 GB in bf16, half
-of that model), of which a step reads as many rows as it has tokens. So it may wait in host memory (embed.py).
+trained like other weights: as modules, by autograd. The table has V rows of L E columns (262,144 x 35 x 256: 4.7 GB in bf16,
+half of that model), of which a step reads as many rows as it has tokens. So it may wait in host memory (embed.py).
 """
 
 from __future__ import annotations
