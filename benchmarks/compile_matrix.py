@@ -95,6 +95,19 @@ SIZES: dict[str, dict[str, Any]] = MODELS | {  # more published sizes; Gemma 2 h
         "attention_k_eq_v": True,
         "final_logit_softcapping": 30.0,
     },
+    "gemma-4-e2b": {  # of assumed sizes; layers of both kinds, with their own keys and with those of an earlier one
+        "model_type": "gemma4_text",
+        "vocab_size": 65536,
+        "vocab_size_per_layer_input": 1024,
+        "hidden_size": 1536,
+        "intermediate_size": 6144,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "final_logit_softcapping": 30.0,
+    },
     "glm-4.5-air": {
         "model_type": "glm4_moe",
         "vocab_size": 151552,
@@ -228,6 +241,7 @@ CASES = (  # sizes are shared where they do not matter: a constant that differs 
     Case("gpt-oss-20b-4layers", shared=True), Case("glm-4.5-air"), Case("glm-4.5-air", changes={"n_group": 8, "topk_group": 4}),
     Case("lfm2-1.2b"), Case("lfm2-1.2b", "full"), Case("apertus-8b", "full"), Case("arcee-4.5b"), Case("hunyuan-7b", "full"),
     Case("gemma-4-12b"), Case("gemma-4-12b", "full", tokens=1000), Case("gemma-4-12b", shared=True), Case("glm-4.7-flash"),
+    Case("gemma-4-e2b", changes={"num_hidden_layers": 4}), Case("gemma-4-e2b", "full", changes={"num_hidden_layers": 4}),
     Case("glm-4.7-flash", changes={"qk_nope_head_dim": 128, "v_head_dim": 128}),  # DeepSeek-V3's heads
     Case("command-r7b"), Case("command-r7b", "full"), Case("trinity-mini"),
     Case("qwen3.5-9b"), Case("qwen3.5-9b", "full"), Case("qwen3.5-9b", changes={"layer_types": ["full_attention"]}),

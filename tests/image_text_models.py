@@ -35,7 +35,15 @@ TOWER: dict[str, Any] = {
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 GLM_TOWER = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 32, "intermediate_size": 24}
 IMAGE = {"image_token_id": 255, "video_token_id": 256, "vision_start_token_id": 257, "vision_end_token_id": 258}
-GEMMA4 = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 16}
+GEMMA4: dict[str, Any] = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 16}
+AS_E2B = {
+    "num_hidden_layers": 4,
+    "layer_types": GEMMA4["layer_types"] * 2,
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 259,
+}
 GEMMA4_TOWER = {key: value for key, value in TOWER.items() if key != "image_size"} | {"num_key_value_heads": 2, "head_dim": 8}
 OUTSIDE = {"image_token_id": 1000, "video_token_id": 1001, "audio_token_id": 1002}  # random text has none of them
 WITH_VISION_MODEL = ("gemma3", "llava", "llava_next", "llava_onevision")  # a level of names in the vision tower's files
@@ -55,7 +63,7 @@ PARTS: dict[str, dict[str, Any]] = {
         "eoi_token_index": 257,
     },
     "gemma4": {
-        "text_config": TEXT | GEMMA4 | {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0},
+        "text_config": TEXT | GEMMA4 | {"model_type": "gemma4_text", **AS_E2B},
         "vision_config": GEMMA4_TOWER,
         **OUTSIDE,
     },

@@ -52,13 +52,14 @@ FAMILIES = {
     "phi3": Phi3Config(**SIZES, partial_rotary_factor=0.5),
     "gemma2": Gemma2Config(**SIZES, **GEMMA),
     "gemma4": Gemma4TextConfig(
-        **SIZES,
+        **(SIZES | {"num_hidden_layers": 4}),
         head_dim=8,
         global_head_dim=16,
         sliding_window=8,
-        hidden_size_per_layer_input=0,
-        attention_k_eq_v=True,
-        layer_types=["sliding_attention", "full_attention"],
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=SIZES["vocab_size"],
+        num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
     ),
     "gemma3": Gemma3TextConfig(**SIZES, **GEMMA, layer_types=["sliding_attention", "full_attention"]),
     "granite": GraniteConfig(

@@ -87,7 +87,8 @@ def test_greedy_answers_are_those_of_transformers(family: str, method: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("family", "method"), [("qwen3", "lora"), ("gemma2", "lora"), ("qwen3", "dora"), ("qwen3_moe", "lora")]
+    ("family", "method"),
+    [("qwen3", "lora"), ("gemma2", "lora"), ("qwen3", "dora"), ("qwen3_moe", "lora"), ("gemma4_text, as E2B", "lora")],
 )
 @torch.no_grad()
 def test_without_adapters_the_base_answers(family: str, method: str) -> None:

@@ -156,6 +156,20 @@ def test_rows_without_values_are_the_same_without_them(device: str) -> None:
         torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
 
 
+def test_queries_alone_are_the_same_without_keys(device: str) -> None:
+    """Keys of an earlier layer (Gemma 4's E2B): the projection has columns for queries only."""
+    given, width = case(5, (3, 1, 64, 64), torch.float32, device, "per_head"), 3 * 64
+    q, k, v, rstd = qk_rope_forward(**given)
+    alone = given | {"qkv_TX": given["qkv_TX"][:, :width], "kv_heads": 0}
+    found = qk_rope_forward(**alone)
+    grads = [torch.randn_like(x) for x in (q, k, v)]
+    dqkv, dq_norm, _ = backward_of(given, grads, rstd, need_norm_grad=True)
+    dq, found_norm, _ = backward_of(alone, [grads[0], *found[1:3]], found[3], need_norm_grad=True)
+    assert found[1].shape == found[2].shape == (5, 0, 64)
+    for ours, expected in ((found[0], q), (found[3], rstd[:, :3]), (dq, dqkv[:, :width]), (found_norm, dq_norm)):
+        torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
+
+
 @table("norm", NORMS)
 def test_autograd_gives_the_gradients_of_the_reference(device: str, norm: str | None) -> None:
     given = case(4, (5, 5, 80, 32), torch.float32, device, norm)

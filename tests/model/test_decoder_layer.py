@@ -107,6 +107,15 @@ MORE: dict[str, dict[str, Any]] = {
     "vaultgemma": GEMMA,
     "gemma4_text": {**GEMMA4, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 3.0},
     "gemma4_unified_text": {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "gemma4_text, as E2B": {
+        **GEMMA4,
+        "num_hidden_layers": 5,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": SMALL["vocab_size"],
+    },
     "hyperclovax": MULTIPLIERS,
     "arcee": {"mlp_bias": True, "head_dim": 16},
     "apertus": {},
@@ -133,7 +142,8 @@ MORE: dict[str, dict[str, Any]] = {
     },
 }
 FAMILIES |= {
-    kind: AutoConfig.for_model(kind, **(values if "text_config" in values else SMALL | values)) for kind, values in MORE.items()
+    kind: AutoConfig.for_model(kind.split(",")[0], **(values if "text_config" in values else SMALL | values))
+    for kind, values in MORE.items()
 }
 SOME = {"q_proj", "down_proj", "qkv_proj", "up_proj"}
 
@@ -277,6 +287,7 @@ CASES = [
             "gemma4_unified_text",
             "cohere2",
             "muse_glimmer",
+            "gemma4_text, as E2B",
             "nanochat",
         )
     ),

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma4TextConfig, LlamaConfig
 
 from pronghorn.data.pack.batches import build_batch
 from pronghorn.model.causal_lm import FastCausalLM, engine_of, install
@@ -41,8 +41,13 @@ def test_who_shares_or_trains_them_keeps_them() -> None:
         assert not engine.embed.on_host
 
 
-def test_numbers_and_names_stay() -> None:
-    model, engine = model_of(LlamaConfig(**SMALL))
+AS_E2B = {"head_dim": 8, "global_head_dim": 16, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 259}
+
+
+@pytest.mark.parametrize("config", [LlamaConfig(**SMALL), Gemma4TextConfig(**SMALL, **AS_E2B)], ids=["tokens", "layers"])
+def test_numbers_and_names_stay(config: Any) -> None:
+    """Also of the inputs of layers, whose table waits in the place of the tokens'."""
+    model, engine = model_of(config)
     names = {name: (value.shape, value.dtype) for name, value in model.state_dict().items()}
     batch = build_batch(random_table(12), np.arange(12), 512)
     before = float(Supervised().loss_sum(model, batch).detach())

@@ -11,7 +11,15 @@ import pytest
 import torch
 import trl_losses as theirs
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Cohere2Config, Gemma2Config, GptOssConfig, LlamaConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Cohere2Config,
+    Gemma2Config,
+    Gemma4TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    Qwen3Config,
+)
 
 from pronghorn.data.pack.batches import Shapes, build_batch
 from pronghorn.data.pack.loader import StepBatch
@@ -44,6 +52,13 @@ FAMILIES = {
     "llama": LlamaConfig(**SIZES),
     "qwen3": Qwen3Config(**SIZES, head_dim=8),
     "gemma2": Gemma2Config(**SIZES, **WINDOW, query_pre_attn_scalar=8, attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
+    "gemma4, as E2B": Gemma4TextConfig(
+        **SIZES | WINDOW | {"num_hidden_layers": 4, "layer_types": WINDOW["layer_types"] * 2},
+        num_kv_shared_layers=2,
+        global_head_dim=16,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=128,
+    ),
     "gpt-oss": GptOssConfig(
         **SIZES,
         **WINDOW,
@@ -198,9 +213,9 @@ def test_several_rejected_answers_are_compared_with_the_chosen_one() -> None:
     assert found[2] == pytest.approx(expected[2], rel=1e-5)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt-oss", "cohere2"])
+@pytest.mark.parametrize("family", ["gemma2", "gpt-oss", "cohere2", "gemma4, as E2B"])
 def test_shared_prompts_in_float64_are_the_unshared_computation(family: str) -> None:
-    """Through windows, soft-caps, sinks, experts, and an MLP beside attention."""
+    """Through windows, soft-caps, sinks, experts, an MLP beside attention, keys of earlier layers and inputs of layers."""
     model, pairs = models(family)[0].double(), pairs_of(4, seed=2)
     assert install(model) == ""
     plain, shared = (stepped(model, SimPo(), table_of(pairs, shared=shared), 128) for shared in (False, True))

@@ -193,6 +193,8 @@ def why_not_captured(engine: FastCausalLM) -> str:
     """After `engine.prepare`."""
     if engine.expert_layers:
         return "the model has experts"
+    if engine.embed.by_layer is not None:
+        return "its layers have inputs of their own"
     if engine.offload is not None or engine.embed.on_host:
         return "part of the model is offloaded to host RAM"
     if why := next((why for layer in engine.layers if (why := layer.why_not_fused())), ""):

@@ -25,7 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from pronghorn.model.causal_lm import FastCausalLM, is_known
 from pronghorn.model.experts import Adapted
-from pronghorn.model.families import keys_by_layer
+from pronghorn.model.families import INPUT_NORM, keys_by_layer
 from pronghorn.model.formats.linear import dequantizes
 from pronghorn.model.formats.table import storage_of
 from pronghorn.model.layers.mixers.attention import Attention
@@ -105,8 +105,9 @@ class Changes:
         norms = {id(norm.module) for layer in engine.layers for norm in layer.norms}
         stacks = {id(group.module()) for layer in engine.layers for group in layer.groups if isinstance(group, Adapted)}
         self.places = [_place(f"layers.{i}", layer, norms, stacks) for i, layer in enumerate(self.layers)]
-        self.names, last = engine.names, engine.norm.module
-        self.norm = _place(self.names.last_norm, last, {id(last)}, set())
+        self.names, modules = engine.names, self.backbone._modules
+        ends = {name: module for name in (self.names.last_norm, INPUT_NORM) if (module := modules.get(name)) is not None}
+        self.norms = [_place(name, module, {id(module)}, set()) for name, module in ends.items()]
         self.rotary = self._rotary_now()
         by_layer = keys_by_layer(self.config)  # read once, when the layers are built, and refused as a key of the model
         self.watched = [name for name in CONFIG if name not in by_layer]
@@ -133,7 +134,7 @@ class Changes:
         modules, called = self.backbone._modules, []
         if (
             list(modules["layers"]._modules.values()) != self._stack
-            or modules[self.names.last_norm] is not self._norm
+            or any(modules.get(place.path) is not norm for place, norm in zip(self.norms, self._norms, strict=True))
             or any(modules.get(name) is not module for name, module in self._rotary.items())
         ):
             return None
@@ -181,12 +182,12 @@ class Changes:
     def _look(self) -> None:
         modules = self.backbone._modules
         self._stack = list(modules["layers"]._modules.values())
-        self._norm, self._rotary = modules[self.names.last_norm], self._rotary_now()
+        self._norms, self._rotary = [modules.get(place.path) for place in self.norms], self._rotary_now()
         self.seen = []
         whys = [
             self._why_layers(),
             *(self._at(place, place.module) for place in self.places),
-            self._at(self.norm, self._norm),
+            *map(self._at, self.norms, self._norms),
             self._why_rotary(),
         ]
         whys += [f"the norms of q and k have different eps ({q.eps} and {k.eps})" for q, k in self.pairs if q.eps != k.eps]

@@ -57,7 +57,7 @@ def pages_for(tokens: int) -> int:
 
 def bytes_of_a_token(engine: FastCausalLM, dtype: torch.dtype) -> int:
     """The size of its keys and values in all layers."""
-    mixers = [layer.mixer for layer in engine.layers if isinstance(layer.mixer, Attention)]
+    mixers = [mixer for layer in engine.layers if isinstance(mixer := layer.mixer, Attention) and mixer.source is None]
     return max(1, sum(2 * mixer.kv_heads * mixer.head_width for mixer in mixers) * dtype.itemsize)
 
 
@@ -96,7 +96,7 @@ class MixerStates:
         self.inputs: dict[int, Tensor] = {}  # [places, W - 1, D], the oldest first
         self.states: dict[int, Tensor] = {}  # [places, N, K, V], float32
         for layer in engine.layers:
-            if isinstance(layer.mixer, Attention):
+            if isinstance(layer.mixer, Attention) and layer.mixer.source is None:
                 shape = (pages, layer.mixer.kv_heads, PAGE, layer.mixer.head_width)
                 self.pages[layer.index] = tuple(torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))  # type: ignore[assignment]
             elif isinstance(layer.mixer, ShortConv | GatedDelta | Mamba):
@@ -136,8 +136,11 @@ class Prefill:
     start_D: Tensor
     input_D: Tensor  # its place for inputs of convolutions and states
 
-    def attend(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, out: Tensor, **options: Any) -> None:
-        self.states.write(layer, self.place_T, k_TKH, v_TKH)
+    def attend(
+        self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, out: Tensor, *, writes: bool = True, **options: Any
+    ) -> None:
+        if writes:
+            self.states.write(layer, self.place_T, k_TKH, v_TKH)
         attention_forward(q_TNH, k_TKH, v_TKH, out=out, **options)
 
     def convolve(self, layer: int, bcx_TX: Tensor, taps_DW: Tensor, spans_2T: Tensor, out: Tensor) -> None:
@@ -172,8 +175,11 @@ class Step:
     input_B: Tensor
     read: dict[tuple[int | None, int], PagesRead] = field(default_factory=dict)  # of its layers, on a CPU
 
-    def attend(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, out: Tensor, **options: Any) -> None:
-        self.states.write(layer, self.place_B, k_TKH, v_TKH)
+    def attend(
+        self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, out: Tensor, *, writes: bool = True, **options: Any
+    ) -> None:
+        if writes:
+            self.states.write(layer, self.place_B, k_TKH, v_TKH)
         given = {name: options[name] for name in ("scale", "window", "softcap", "sinks_N")}
         paged_attention(q_TNH, *self.states.pages[layer], self.parts, self.position_B, **given, out=out, read=self.read)
 

@@ -32,6 +32,7 @@ def layer_work(engine: FastCausalLM, layer: DecoderLayer, documents: Documents, 
     """`backward` is timed together with what computes gate and up again, since it writes over them: data that is zero after
     the first run would be multiplied faster than a step's."""
     h, dh = (_random(tokens, engine, documents.cu_seqlens, dtype, scale) for scale in (1.0, 1e-3))
+    documents = layer.alone(h, documents)
     saved = layer.forward_at("gate_up", h, documents)[1]
 
     def with_weights_loaded_anew(work: Callable[[], object]) -> Callable[[], object]:

@@ -248,8 +248,8 @@ def embedding_bytes(job: Job) -> int:
 def static_parts(job: Job) -> dict[str, int]:
     """Bytes that do not come and go within a step, by what they are for."""
     one, layers, trained = _model(job), layers_of(job), trained_parameters(job)
-    tables = (one.tied and not job.shape.tied) - job.host_embeddings  # files may have a head of its own
-    weights = sum(layer.stored for layer in layers) + one.rest_bytes + tables * one.embedding_bytes
+    weights = sum(layer.stored for layer in layers) + one.rest_bytes - job.host_bytes
+    weights += (one.tied and not job.shape.tied) * one.embedding_bytes  # files may have a head of its own
     full = job.method == "full"
     tuned = trained * (1 if full else 2) * FP32 + moment_bytes(job.optimizer, trained)[0]
     if job.only_experts:
@@ -267,7 +267,25 @@ def static_parts(job: Job) -> dict[str, int]:
     }
     if job.graphed and not full:
         parts["adapter sums"] = sum(layer.sums for layer in layers)
+    if job.shape.inputs[1]:
+        parts["inputs of layers"] = _input_bytes(_key(job), job.capacity)
+    if lending := {kind for kind in job.shape.kinds if one.kinds[kind].layer.lends}:
+        parts["gradients of shared keys and values"] = sum(held(job, "nothing", kind=kind).lent for kind in lending)
     return parts
+
+
+@lru_cache(maxsize=64)
+def _input_bytes(key: Any, tokens: int) -> int:
+    """What the layers read beside the residual stream, what autograd saved of its making, and its gradient: there while layers
+    run."""
+    one = _built(*key)
+    by_layer, width = one.engine.embed.by_layer, one.engine.config.hidden_size
+    assert by_layer is not None
+    with dry_run(key[-1]), torch.device("meta"), torch.enable_grad():
+        ids, h = torch.empty(tokens, dtype=torch.int64), torch.empty(tokens, width, dtype=one.dtype)
+        with Allocations() as counted:
+            e = by_layer(ids, h, on_host=False)
+            return int(counted.alive + e.nbytes * e.requires_grad)
 
 
 def expert_bytes(job: Job) -> int:
@@ -310,6 +328,7 @@ class Held(NamedTuple):
     backward: int
     forward_work: Work
     backward_work: Work  # with what is computed again
+    lent: int  # bytes of keys and values that later layers read, which are among those that it saves
 
 
 def _documents(engine: FastCausalLM, batch: _Batch) -> Documents:
@@ -327,12 +346,14 @@ def _run(one: _Model, kind: int, batch: _Batch, level: Level, pieces: int = 1, *
     one.sums.attach() if batch.graphed else one.sums.release()
     one.engine.accumulate_weights(batch.graphed)
     h = torch.empty(batch.tokens, one.engine.config.hidden_size, dtype=one.dtype, device="meta")
+    documents = layer.alone(h, documents)
     done = Work(), Work()
     with Allocations() as counted:
         _forget_weights(layer)
         with counting(done[0]):
             out, saved = layer.forward_at(level, h, documents, rows)
-        forward, size = counted.peak, sum(_storages(saved.values()).values())
+        lent = _storages(saved.lent.values())
+        forward, size = counted.peak, sum((_storages(saved.values()) | lent).values())
         left = leave(saved, 0, None)
         del saved
         documents.grad_buffer.buffer = buffer = out.new_empty(len(out), out.shape[1] + layer.extra)
@@ -345,7 +366,7 @@ def _run(one: _Model, kind: int, batch: _Batch, level: Level, pieces: int = 1, *
             del left
             layer.backward(dh, restored, documents, rows)
     layer.mlp_chunks = 1
-    return Held(size, forward + h.nbytes, counted.peak + h.nbytes, *done)
+    return Held(size, forward + h.nbytes, counted.peak + h.nbytes, *done, sum(lent.values()))
 
 
 def _forget_weights(layer: DecoderLayer) -> None:

@@ -215,7 +215,7 @@ def max_context_report(
 
 def problem_of(job: Job, costs: Costs, budget: int, host: int, aside: int = 0) -> Problem:
     """With every choice that the layers of this job leave to a plan."""
-    embeddings = (False, True) if job.may_keep_embeddings_on_host else (False,)
+    embeddings = (False, True) if job.host_tables else (False,)
     return Problem(job, costs, budget, host, pieces_worth_trying(job), embeddings, MARGIN, aside)
 
 

@@ -19,8 +19,10 @@ from pronghorn.kernels.runtime.dispatch import CHIPS, HOPPER, Target, chip_of, p
 from pronghorn.memory.gpus import Gpu
 from pronghorn.model.families import (
     FAMILIES,
+    INPUT_TABLE,
     experts_per_token,
     heads_of,
+    input_width,
     num_experts,
     rope_kind,
     text_config,
@@ -55,6 +57,7 @@ class ModelShape:
     chosen: int  # of them, by each token
     rope_columns: int  # of cos and sin: head widths of the kinds of RoPE that its layers have
     config: str = field(repr=False)  # Hugging Face's, as JSON, for one_layer.py
+    inputs: tuple[int, int] = (0, 0)  # rows and columns of the table that has the inputs of all layers (inputs/by_layer.py)
 
     @property
     def layers(self) -> int:
@@ -83,6 +86,7 @@ def shape_of(config: HFConfig) -> ModelShape:
         chosen=experts_per_token(config) if experts else 0,
         rope_columns=sum({rope_kind(config, i): heads_of(config, i)[1] for i in range(len(firsts))}.values()),
         config=text,
+        inputs=(int(config.vocab_size_per_layer_input), width * len(firsts)) if (width := input_width(config)) else (0, 0),
     )
 
 
@@ -126,10 +130,20 @@ class Job:
         return self.documents or max(32, self.capacity // 128)
 
     @property
-    def may_keep_embeddings_on_host(self) -> bool:
-        named = self.targets != "all-linear" and "embed_tokens" in self.targets
+    def host_tables(self) -> list[tuple[int, int]]:
+        """Rows and columns of the embeddings that may wait in host memory: frozen, and read by nothing else."""
+        named = () if self.targets == "all-linear" else self.targets
         shared = self.shape.tied and HEADS[self.head].generates
-        return self.method != "full" and not shared and not named and self.ranks == 1
+        if self.method == "full" or self.ranks > 1:
+            return []
+        if self.shape.inputs[1]:  # whose tables are scaled: model/inputs/embed.py leaves that of the tokens
+            return [] if INPUT_TABLE in named else [self.shape.inputs]
+        return [] if shared or "embed_tokens" in named else [(self.shape.vocabulary, self.shape.width)]
+
+    @property
+    def host_bytes(self) -> int:
+        """Of those that do wait there."""
+        return self.host_embeddings * sum(rows * columns for rows, columns in self.host_tables) * self.element
 
     def with_capacity(self, capacity: int) -> Job:
         def scaled(count: int) -> int:

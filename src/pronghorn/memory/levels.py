@@ -87,22 +87,17 @@ class Problem:
     @property
     def host_left(self) -> int:
         """For layers, beside moments and embeddings that are in host memory."""
-        return max(0, self.host - host_moments(self.job) - self.host_embeddings)
-
-    @property
-    def host_embeddings(self) -> int:
-        """Bytes of the embeddings, where they wait on the host."""
-        return self.job.host_embeddings * self.job.shape.vocabulary * self.job.shape.width * self.job.element
+        return max(0, self.host - host_moments(self.job) - self.job.host_bytes)
 
     def cases(self) -> list[Problem]:
         """One for each place where the embeddings can be; where the host has no room for them, that is not one."""
         cases = [replace(self, job=replace(self.job, host_embeddings=on_host)) for on_host in self.embeddings]
-        return [case for case in cases if case.host >= case.host_embeddings] or [self]
+        return [case for case in cases if case.host >= case.job.host_bytes] or [self]
 
     @property
     def rest_ms(self) -> float:
         """Milliseconds of a micro-batch, outside the layers."""
-        rows = self.job.capacity * self.job.shape.width * self.job.element
+        rows = self.job.capacity * sum(columns for _, columns in self.job.host_tables) * self.job.element
         return self.costs.rest + (rows / self.costs.from_host if self.job.host_embeddings else 0.0)
 
     def slot(self, level: Level, kind: int = 0) -> int:

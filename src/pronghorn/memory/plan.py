@@ -180,7 +180,7 @@ def _reasons(plan: Plan) -> tuple[str, ...]:
     elif plan.pieces > 1:
         said.append("logits are computed in smaller chunks to save memory")
     if problem.job.host_embeddings:
-        said.append(f"embeddings stay in host RAM ({_gb(problem.host_embeddings)} pinned) and are read over PCIe")
+        said.append(f"embeddings stay in host RAM ({_gb(problem.job.host_bytes)} pinned) and are read over PCIe")
     return tuple(said)
 
 

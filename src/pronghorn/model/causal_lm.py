@@ -25,10 +25,11 @@ from pronghorn.kernels.lora.nf4_rows import reading_bits
 from pronghorn.kernels.lora.shared_buffers import SharedBuffers
 from pronghorn.kernels.loss.cross_entropy_rows import IGNORED
 from pronghorn.kernels.runtime.dispatch import say_once
-from pronghorn.model.families import family_of, num_experts, why_not_fast
+from pronghorn.model.families import family_of, input_width, num_experts, why_not_fast
 from pronghorn.model.head import PackedRows
 from pronghorn.model.heads import head_in
 from pronghorn.model.heads.lm import LmHead
+from pronghorn.model.inputs.by_layer import LayerInputs
 from pronghorn.model.inputs.embed import Embed
 from pronghorn.model.layers.build import build_layer
 from pronghorn.model.layers.fp8_gemms import trains_whole
@@ -37,7 +38,7 @@ from pronghorn.model.layers.linears import LinearGroup
 from pronghorn.model.layers.lora_modules import why_only_peft
 from pronghorn.model.layers.norms import Norm
 from pronghorn.model.layers.saved import Elsewhere
-from pronghorn.model.layers.types import Documents, Shards
+from pronghorn.model.layers.types import Beside, Documents, Shards
 from pronghorn.model.positions import Positions
 from pronghorn.model.router_stats import ExpertCounts, RouterStats, padding_mask
 from pronghorn.model.text_stack import backbone, inner_of
@@ -86,7 +87,8 @@ class FastCausalLM:
         normed = self.norm if family.norm_first else None
         by_root = bool(family.root_width) and bool(getattr(config, family.root_width))
         multiplier = width**0.5 if by_root else float(getattr(config, "embedding_multiplier", 1.0))
-        self.embed = Embed(model, self.backbone, family.names.embeddings, multiplier, normed)
+        by_layer = LayerInputs(self.backbone, config) if input_width(config) else None
+        self.embed = Embed(model, self.backbone, family.names.embeddings, multiplier, normed, by_layer)
         self.head = head_in(model.config)(self)
         mixers = [layer.mixer for layer in self.layers if layer.mixer is not None]
         head_widths = {mixer.rope: mixer.head_width for mixer in mixers if mixer.rope is not None}
@@ -160,9 +162,11 @@ class FastCausalLM:
         late = rows is not None and load is not None and load.coefficient != 0.0  # the auxiliary loss counts all tokens
         # The layers choose their precision themselves.
         with torch.autocast(h_TD.device.type, enabled=False), reading_bits(documents.cache is not None):
+            h_TD, *inputs_TE = self.embed.parts(h_TD)
+            beside = Beside(inputs_TE) if inputs_TE or any(layer.lends for layer in self.layers) else None
             for layer in self.layers[:-1]:
-                h_TD = layer(h_TD, documents)
-            h_TD = self.layers[-1](h_TD, documents, None if late else rows)
+                h_TD = layer(h_TD, documents, beside=beside)
+            h_TD = self.layers[-1](h_TD, documents, None if late else rows, beside)
             if load is not None:
                 h_TD = self._counted(load, h_TD)
             if late and rows is not None:
@@ -214,14 +218,20 @@ class FastCausalLM:
 
     @property
     def adapters_are_fused(self) -> bool:
-        """Whether all adapters are plain LoRA of the layers' linears, which GEMMs of ours read."""
+        """Whether all adapters are plain LoRA of linears whose weights are read anew each time: by GEMMs of ours, or called."""
         tuned = self._tuned()
         groups = [group for layer in self.layers for group in layer.groups if isinstance(group, LinearGroup)]
-        plain = {id(module) for group in groups for module in group.modules() if not why_only_peft(module)}
+        linears = [*self.called, *(module for group in groups for module in group.modules())]
+        plain = {id(module) for module in linears if not why_only_peft(module)}
         fused = self.shards is None and not any(layer.why_not_fused() for layer in self.layers)
         # Asked of the modules: while PEFT has its adapters off, a group of linears sees none.
         whole = any(group.trains_weights and any(module in tuned for module in group.modules()) for group in groups)
         return fused and not whole and plain.issuperset(map(id, tuned))
+
+    @property
+    def called(self) -> list[Any]:
+        """Linears of the text model outside its layers, which run as modules."""
+        return [] if self.embed.by_layer is None else [self.embed.by_layer.projection]
 
     def _tuned(self) -> list[Any]:
         return [module for module in self.model.modules() if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)]

@@ -93,7 +93,10 @@ HONOURED = frozenset(
         "attention_multiplier",
         "attn_logit_softcapping",
         "attention_k_eq_v",
-        "hidden_size_per_layer_input",  # only 0 (families.py)
+        "hidden_size_per_layer_input",
+        "vocab_size_per_layer_input",
+        "num_kv_shared_layers",
+        "use_double_wide_mlp",
         # positions
         "rope_parameters",
         "original_max_position_embeddings",
@@ -196,8 +199,6 @@ HARMLESS = frozenset(
         "initializer_range",
         "initializer_factor",
         "pretraining_tp",
-        "vocab_size_per_layer_input",  # of the embeddings above
-        "use_double_wide_mlp",  # of layers that share keys and values
         "no_rope_layer_interval",
         "global_attn_every_n_layers",
         "embedding_initializer_range",

@@ -20,6 +20,11 @@ ACTIVATIONS: dict[str, Kind] = {"silu": "silu", "swish": "silu", "gelu_pytorch_t
 UNGATED = ("relu2", "xielu")  # activations of MLPs without a gate
 MLPS = ("mlp", "moe")  # layer types of layers that are an MLP or a mixture of experts alone
 
+# Modules of a model whose layers have inputs of their own: in the backbone, then in a layer.
+INPUT_TABLE, INPUT_PROJECTION = "embed_tokens_per_layer", "per_layer_model_projection"
+INPUT_NORM = "per_layer_projection_norm"
+INPUT_GATE, INPUT_OUT, INPUT_OUT_NORM = "per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"
+
 
 SANDWICH = Norms(
     after_attention="post_attention_layernorm", before_mlp="pre_feedforward_layernorm", after_mlp="post_feedforward_layernorm"
@@ -243,11 +248,7 @@ def ties_embeddings(config: HFConfig) -> bool:
 
 
 # Config keys that add what no fast layer computes.
-ADDITIONS = {
-    "hidden_size_per_layer_input": "embeddings of each layer",
-    "num_kv_shared_layers": "layers that share keys and values",
-    "enable_moe_block": "experts beside the dense MLP",
-}
+ADDITIONS = {"enable_moe_block": "experts beside the dense MLP"}
 NO_ROPE = "none"  # the kind of RoPE of layers that have none
 
 
@@ -295,7 +296,35 @@ def why_not_layers(config: HFConfig) -> str:
         return "layers of the type sliding_attention have no sliding_window"
     if others := sorted(keys_by_layer(config) - set(family.by_layer)):
         return f"the fast layers do not support different values of {others[0]} by layer"
+    if any(source_of_keys(config, i) is None for i in range(first_sharing(config), int(config.num_hidden_layers))):
+        return "layers share keys and values with an earlier one of their type, and there is none (num_kv_shared_layers)"
     return ""
+
+
+def first_sharing(config: HFConfig) -> int:
+    """From this layer on, none has keys and values of its own: each reads those of `source_of_keys`."""
+    return int(config.num_hidden_layers) - int(getattr(config, "num_kv_shared_layers", 0) or 0)
+
+
+def shares_keys(config: HFConfig, index: int) -> bool:
+    return index >= first_sharing(config)
+
+
+def source_of_keys(config: HFConfig, index: int) -> int | None:
+    """The layer whose keys and values this one reads, if not its own: the last of its type that has some."""
+    first, kind = first_sharing(config), layer_type(config, index)
+    own = reversed(range(first)) if index >= first else ()
+    return next((i for i in own if layer_type(config, i) == kind), None)
+
+
+def lends_keys(config: HFConfig, index: int) -> bool:
+    """Whether later layers read its keys and values."""
+    return any(source_of_keys(config, i) == index for i in range(first_sharing(config), int(config.num_hidden_layers)))
+
+
+def input_width(config: HFConfig) -> int:
+    """Of what each layer reads of the tokens beside the residual stream (model/inputs/by_layer.py); 0: nothing."""
+    return int(getattr(config, "hidden_size_per_layer_input", 0) or 0)
 
 
 def why_not_routed(config: HFConfig) -> str:

@@ -15,7 +15,17 @@ from transformers import AutoConfig
 
 from pronghorn.hf_types import HFConfig, HFModel
 from pronghorn.model.config import empty_model
-from pronghorn.model.families import NO_ROPE, keys_by_layer, of_layer, rope_kind, text_config, window
+from pronghorn.model.families import (
+    NO_ROPE,
+    input_width,
+    keys_by_layer,
+    lends_keys,
+    of_layer,
+    rope_kind,
+    shares_keys,
+    text_config,
+    window,
+)
 from pronghorn.model.formats.checkpoint import published_format
 from pronghorn.model.formats.experts import StoredExperts
 from pronghorn.model.formats.store import store_experts_, store_linears_
@@ -47,14 +57,15 @@ def _read(written_config: str) -> Any:
 
 @lru_cache(maxsize=64)
 def layer_kinds(written_config: str) -> tuple[int, ...]:
-    """For each layer the number of the first one that has the same modules and sizes and attends in the same way."""
+    """For each layer the number of the first one that has the same modules and sizes, attends in the same way, and has keys and
+    values of its own or lends them or not."""
     config = _plain(written_config)
     text, firsts = text_config(config), dict[Any, int]()
     layers = backbone(empty_model(config.model_type, config)).layers
     found = []
     for i, layer in enumerate(layers):
         sizes = tuple((name, parameter.shape) for name, parameter in layer.named_parameters())
-        found.append(firsts.setdefault((sizes, window(text, i), rope_kind(text, i) == NO_ROPE), i))
+        found.append(firsts.setdefault((sizes, window(text, i), rope_kind(text, i) == NO_ROPE, lends_keys(text, i)), i))
     return tuple(found)
 
 
@@ -69,6 +80,7 @@ def _plain(written_config: str) -> Any:
 def _few_layers(config: HFConfig, kept: Sequence[int], dtype: torch.dtype) -> Any:
     """These layers alone, the others gone."""
     text = text_config(config)
+    shared = [shares_keys(text, i) for i in range(text.num_hidden_layers)]
     by_layer = [{key: getattr(of_layer(text, i), key) for key in keys_by_layer(text)} for i in range(text.num_hidden_layers)]
 
     def cut(numbers: Sequence[int]) -> None:
@@ -77,10 +89,13 @@ def _few_layers(config: HFConfig, kept: Sequence[int], dtype: torch.dtype) -> An
             if isinstance(value, list) and len(value) == layers and name != "time_step_limit":
                 setattr(text, name, [value[number] for number in numbers])
         text.num_hidden_layers = len(numbers)
+        if any(shared):  # those that lend keys and values are kinds of their own, so they are among the kept ones
+            text.num_kv_shared_layers = sum(shared[number] for number in numbers)
         if any(by_layer):
             text.per_layer_config = {i: by_layer[number] for i, number in enumerate(numbers)}
 
-    cut(range(max(kept) + 1))
+    if not input_width(text):  # else what makes the inputs of layers is that of all layers
+        cut(range(max(kept) + 1))
     model: HFModel = empty_model(config.model_type, config, dtype)
     layers = backbone(model).layers
     backbone(model).layers = torch.nn.ModuleList([layers[number] for number in kept])

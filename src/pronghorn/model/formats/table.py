@@ -30,6 +30,7 @@ from pronghorn.kernels.quant.nf4_fp8 import nf4_fp8_scales, nf4_to_fp8
 from pronghorn.kernels.quant.nvfp4 import BLOCK as NVFP4_BLOCK
 from pronghorn.kernels.quant.nvfp4 import NVFP4Tensor, nvfp4_quantize
 from pronghorn.kernels.quant.stored import StoredTensor
+from pronghorn.model.families import INPUT_PROJECTION
 from pronghorn.model.formats.bitsandbytes import nf4_of_state, nf4_state
 from pronghorn.model.heads import WHOLE
 
@@ -59,7 +60,7 @@ class Format:
     read_stack: Callable[..., StoredTensor] | None = None  # of those tensors, and the dtype
     published: str = ""  # whose checkpoints have weights in it, where those are read
     as_published: bool = False  # what is published in another format of as many bits keeps that
-    wide: tuple[str, ...] = ("lm_head", *WHOLE, *GATES, *ROUTERS)  # linears that stay in the compute dtype
+    wide: tuple[str, ...] = ("lm_head", *WHOLE, *GATES, *ROUTERS, INPUT_PROJECTION)  # linears that stay in the compute dtype
     in_fp8: bool = False  # products read the bytes themselves; else weights are dequantized for them
     product: Callable[[Tensor, Any, Tensor | None], Tensor | None] | None = None  # by itself, where it can; else dequantized
     to_fp8: ToFp8 | None = None  # for compute: fp8
@@ -166,7 +167,7 @@ FORMATS: dict[str, Format] = {
             fp8_quantize,
             _fp8_state,
             _fp8_of_state,
-            wide=("lm_head", *WHOLE, *GATES, *ROUTERS, "shared_expert_gate"),
+            wide=("lm_head", *WHOLE, *GATES, *ROUTERS, INPUT_PROJECTION, "shared_expert_gate"),
             in_fp8=True,
             product=_fp8_product,
         ),

@@ -9,7 +9,17 @@ from torch import nn
 
 from pronghorn.hf_types import HFConfig
 from pronghorn.kernels.lora.shared_buffers import SharedBuffers
-from pronghorn.model.families import ACTIVATIONS, MLPS, activation_name, layer_type
+from pronghorn.model.families import (
+    ACTIVATIONS,
+    INPUT_GATE,
+    INPUT_OUT,
+    INPUT_OUT_NORM,
+    MLPS,
+    activation_name,
+    input_width,
+    layer_type,
+    shares_keys,
+)
 from pronghorn.model.family import Family
 from pronghorn.model.formats.linear import StoredLinear
 from pronghorn.model.formats.table import GATES
@@ -21,9 +31,11 @@ from pronghorn.model.layers.mixers.gated_delta import GatedDelta
 from pronghorn.model.layers.mixers.latent_attention import LatentAttention
 from pronghorn.model.layers.mixers.mamba import Mamba
 from pronghorn.model.layers.mixers.parallel import ParallelAttention
+from pronghorn.model.layers.mixers.shared_keys import SharedKeys
 from pronghorn.model.layers.mixers.short_conv import ShortConv
 from pronghorn.model.layers.mlps.dense import DenseMlp
 from pronghorn.model.layers.mlps.experts import ExpertsMlp
+from pronghorn.model.layers.mlps.layer_input import LayerInput
 from pronghorn.model.layers.mlps.ungated import UngatedMlp
 from pronghorn.model.layers.norms import Norm
 from pronghorn.model.layers.part import Around, Mixer
@@ -31,6 +43,7 @@ from pronghorn.model.layers.part import Around, Mixer
 LATENT = "latent attention"  # in the place of every layer type
 MAMBA = "Mamba-2"  # in the place of linear_attention
 PARALLEL = "attention beside the MLP"  # in the place of either kind of attention
+SHARED = "shared keys"  # likewise
 MIXERS: dict[str, Callable[..., Mixer]] = {  # by layer type
     LATENT: LatentAttention,
     "full_attention": Attention,
@@ -39,6 +52,7 @@ MIXERS: dict[str, Callable[..., Mixer]] = {  # by layer type
     "linear_attention": GatedDelta,
     MAMBA: Mamba,
     PARALLEL: ParallelAttention,
+    SHARED: SharedKeys,
 }
 
 
@@ -73,6 +87,8 @@ def build_layer(
     kind = LATENT if family.latent else layer_type(config, index)
     if kind == "linear_attention" and names.mamba:
         kind = MAMBA
+    if shares_keys(config, index):
+        kind = SHARED
     if family.parallel:
         kind = PARALLEL
     mixer = None if kind in MLPS else MIXERS[kind](layer, family, config, index, around, group)
@@ -87,7 +103,12 @@ def build_layer(
         return UngatedMlp(around, gate_up, down, activation, module.act_fn if activation == "xielu" else None)
 
     if slot is None:
-        return DecoderLayer(layer, index, mixer, dense(mlp, around), below, family.layer_scale)
+        inlet = None
+        if width := input_width(config):
+            ends = Norm(layer, INPUT_OUT_NORM, family.one_plus, "after_input", width=int(config.hidden_size))
+            gate, out = group(layer, (INPUT_GATE,)), group(layer, (INPUT_OUT,))
+            inlet = LayerInput(Around(None, ends), gate, out, width, ACTIVATIONS[activation])
+        return DecoderLayer(layer, index, mixer, dense(mlp, around), below, family.layer_scale, inlet)
     assert family.experts
     assert around.before is not None
     beside = family.experts.beside

@@ -4,14 +4,20 @@ The layer is a plain object beside the model's own layer module: it only reads t
 checkpoints and generation stay the family's. It is a mixer (mixers/) and an MLP (mlps/), with one interface (part.py); either
 may be absent. What they save for backward is in saved.py, with the recompute levels: a level is what each part keeps.
 
+In some families a layer reads more than the residual stream (`Documents.given`): an input of its own, with a third part after
+the MLP, and keys and values of an earlier layer. These are inputs of its node, and outputs of that layer's; autograd adds up
+their gradients, which come to the earlier layer's backward.
+
 Two things are skipped if unused: in the last layer everything after the mixer for rows without a loss (`rows`), and below the
 first layer the gradient of frozen embeddings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import math
+from collections.abc import Hashable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
@@ -23,20 +29,31 @@ from pronghorn.kernels.lora.multi_gather import GatherJob
 from pronghorn.kernels.runtime.dispatch import keeps_graph
 from pronghorn.kernels.runtime.first_order import Ctx, first_order
 from pronghorn.model.layers.group import Group
+from pronghorn.model.layers.mlps.layer_input import LayerInput
 from pronghorn.model.layers.part import Mixer, Part
 from pronghorn.model.layers.saved import Elsewhere, Left, Level, Saved, copied, leave, restore
-from pronghorn.model.layers.types import Documents, Grads, Shards, Waiting
+from pronghorn.model.layers.types import Beside, Documents, Grads, Shards, Waiting
 from pronghorn.model.rows import spread
+
+LENT = ("k", "v")  # names of what later layers read
 
 
 class DecoderLayer:
     def __init__(
-        self, layer: nn.Module, index: int, mixer: Mixer | None, mlp: Part | None, below: DecoderLayer | None, scale: str = ""
+        self,
+        layer: nn.Module,
+        index: int,
+        mixer: Mixer | None,
+        mlp: Part | None,
+        below: DecoderLayer | None,
+        scale: str = "",
+        inlet: LayerInput | None = None,
     ) -> None:
         """`layer`: the model's own. `below`: the layer that this one's gradient goes to. `scale`: name of the buffer that
-        multiplies the residual stream at its end."""
+        multiplies the residual stream at its end. `inlet`: of its own input, if it has one."""
         self.layer, self.index, self.mixer, self.mlp, self.below, self.scale = layer, index, mixer, mlp, below, scale
-        self.parts: list[Part] = [part for part in (mixer, mlp) if part is not None]
+        self.inlet = inlet
+        self.parts: list[Part] = [part for part in (mixer, mlp, inlet) if part is not None]
         self.parts[0].first = True
         self.groups: tuple[Group, ...] = tuple(group for part in self.parts for group in part.groups)
         self.fp8 = self.groups[0].fp8  # whether its linears multiply in FP8
@@ -53,7 +70,12 @@ class DecoderLayer:
     @property
     def kind(self) -> Hashable:
         """Equal for layers that cost the same time and memory, whatever their weights are."""
-        return tuple(part.kind for part in self.parts)
+        return tuple(part.kind for part in self.parts), self.lends
+
+    @property
+    def lends(self) -> bool:
+        """Whether later layers read its keys and values."""
+        return self.mixer is not None and self.mixer.lends
 
     @property
     def extra(self) -> int:
@@ -63,12 +85,12 @@ class DecoderLayer:
     @property
     def mlp_chunks(self) -> int:
         """Chunks of the MLP's rows, where gate and up are recomputed."""
-        return self.parts[-1].chunks
+        return (self.mlp or self.parts[-1]).chunks
 
     @mlp_chunks.setter
     def mlp_chunks(self, chunks: int) -> None:
-        if self.parts[-1].may_chunk:
-            self.parts[-1].chunks = chunks
+        if self.mlp is not None and self.mlp.may_chunk:
+            self.mlp.chunks = chunks
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
@@ -110,29 +132,57 @@ class DecoderLayer:
 
     # ---- forward -----------------------------------------------------------------------------------------------------
 
-    def __call__(self, h_TD: Tensor, documents: Documents, rows: Tensor | None = None) -> Tensor:
+    def __call__(self, h_TD: Tensor, documents: Documents, rows: Tensor | None = None, beside: Beside | None = None) -> Tensor:
         """The residual stream after the layer: of all tokens, or of `rows`, which hold no token twice but the last one, and the
         last of a prompt that answers share."""
         if self.shards is not None:
             self.shards.enter(self.index, 1)
-        if not self.fused:
-            if self.recomputes and torch.is_grad_enabled():  # torch's own: it also restores the random state of dropout
-                out: Tensor = checkpoint(self.composed, h_TD, documents, use_reentrant=False)
-            else:
-                out = self.composed(h_TD, documents)
-            return out if rows is None else out.index_select(0, rows)
-        if not torch.is_grad_enabled():
-            return self.forward_at("layer", h_TD, documents, rows)[0]
-        leaves = documents.leaves or {}
-        given = [leaves.get(id(parameter), parameter) for parameter in self.parameters()]
-        out = _Layer.apply(h_TD, self, documents, rows, *given)  # type: ignore[no-untyped-call]
+        if beside is None:
+            return self._run(h_TD, documents, rows)[0]
+        out, *lent = self._run(h_TD, replace(documents, given=self.given(beside)), rows)
+        if lent:
+            beside.lent[self.index] = dict(zip(LENT, lent, strict=True))
         return out
 
-    def composed(self, h_TD: Tensor, documents: Documents) -> Tensor:
-        """As separate differentiable ops (composed.py)."""
+    def _run(self, h_TD: Tensor, documents: Documents, rows: Tensor | None) -> tuple[Tensor, ...]:
+        """That, then keys and values that later layers read."""
+        if not self.fused:
+            if self.recomputes and torch.is_grad_enabled():  # torch's own: it also restores the random state of dropout
+                out, *lent = checkpoint(self.composed, h_TD, documents, use_reentrant=False)
+            else:
+                out, *lent = self.composed(h_TD, documents)
+            return out if rows is None else out.index_select(0, rows), *lent
+        if not torch.is_grad_enabled():
+            out, saved = self.forward_at("layer", h_TD, documents, rows)
+            return out, *saved.lent.values()
+        leaves = documents.leaves or {}
+        more = [*documents.given.values(), *(leaves.get(id(parameter), parameter) for parameter in self.parameters())]
+        found = _Layer.apply(h_TD, self, documents, rows, *more)  # type: ignore[no-untyped-call]
+        return found if self.lends else (found,)
+
+    def given(self, beside: Beside) -> dict[str, Tensor]:
+        """What it reads of that, by name."""
+        own = {} if self.inlet is None else {"e": beside.inputs_TE[self.index]}
+        source = None if self.mixer is None else self.mixer.source
+        return own if source is None else own | beside.lent[source]
+
+    def alone(self, h_TD: Tensor, documents: Documents) -> Documents:
+        """For a layer that is run by itself: what it reads beside the residual stream is made of that."""
+        given = {}
+        for name, shape in [item for part in self.parts for item in part.given.items()]:
+            width = math.prod(shape)
+            given[name] = h_TD.repeat(1, -(-width // h_TD.shape[1]))[:, :width].unflatten(1, shape)
+        return replace(documents, given=given) if given else documents
+
+    def composed(self, h_TD: Tensor, documents: Documents) -> tuple[Tensor, ...]:
+        """As separate differentiable ops (composed.py): the residual stream, then keys and values that later layers read."""
+        lent: Sequence[Tensor] = ()
         for part in self.parts:
-            h_TD = part.composed(h_TD, documents)
-        return h_TD * self._scale(h_TD) if self.scale else h_TD
+            if part is self.mixer and part.lends:
+                h_TD, *lent = part.composed_lending(h_TD, documents)
+            else:
+                h_TD = part.composed(h_TD, documents)
+        return h_TD * self._scale(h_TD) if self.scale else h_TD, *lent
 
     def _scale(self, like: Tensor) -> Tensor:
         scale: Tensor = getattr(self.layer, self.scale)
@@ -143,8 +193,10 @@ class DecoderLayer:
         if self.mixer is None:
             saved = Saved(h2=h if rows is None else h.index_select(0, rows))
         else:
-            saved = Saved(h=h)
+            saved = Saved(documents.given, h=h)
             h = self.mixer.forward(saved, level, documents, rows, self._norm_adds)
+            if self.lends:
+                saved.lent = {name: saved[name] for name in LENT}
             self.mixer.drop(saved, level)
             if self.mlp is None:
                 return self._scaled(h), saved
@@ -153,6 +205,11 @@ class DecoderLayer:
         del h
         h3 = self.mlp.forward(saved, level, documents, rows, False)
         self.mlp.drop(saved, level)
+        if self.inlet is not None:
+            saved["h3"] = h3
+            h3 = self.inlet.forward(saved, level, documents, rows, False)
+            self.inlet.drop(saved, level)
+        saved.release(*documents.given)
         return self._scaled(h3), saved
 
     def _scaled(self, h: Tensor) -> Tensor:
@@ -170,8 +227,9 @@ class DecoderLayer:
         return Saved({name: tensor for name, tensor in saved.items() if name in names})
 
     def restored(self, left: Left, documents: Documents, rows: Tensor | None) -> Saved:
-        """What backward needs: restored from offloading, and recomputed where not saved."""
+        """What backward needs: given, restored from offloading, and recomputed where not saved."""
         saved = Saved(restore(left, self.index, self.offload))
+        saved.update(documents.given)
         for part in self.parts:
             part.recompute(saved, documents, rows, self._norm_adds)
         return saved
@@ -189,6 +247,9 @@ class DecoderLayer:
             dh = dh.mul_(self._scale(dh)) if documents.grad_buffer.holds(dh) else dh * self._scale(dh)
         below = (self.below or self).extra
         mlp_grads: Grads = []
+        inlet_grads: Grads = []
+        if self.inlet is not None:
+            dh, inlet_grads = self.inlet.backward(dh, saved, documents, rows, self.parts[-2].extra, True)
         if self.mlp is not None:
             extra = below if self.mixer is None else self.mixer.extra
             dh, mlp_grads = self.mlp.backward(dh, saved, documents, rows, extra, need_dh or self.mixer is not None)
@@ -198,15 +259,18 @@ class DecoderLayer:
             return dh, mlp_grads
         assert dh is not None
         dh, grads = self.mixer.backward(dh, saved, documents, rows, below, need_dh)
-        return dh, [*grads, *mlp_grads]
+        return dh, [*grads, *mlp_grads, *inlet_grads]
 
 
 class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Ctx, h: Tensor, layer: DecoderLayer, documents: Documents, rows: Tensor | None, *parameters: Tensor
-    ) -> Tensor:
+        ctx: Ctx, h: Tensor, layer: DecoderLayer, documents: Documents, rows: Tensor | None, *more: Tensor
+    ) -> Tensor | tuple[Tensor, ...]:
+        """`more`: what the layer is given beside the residual stream, then its parameters."""
         out, saved = layer.forward_at(layer.effective_level, h, documents, rows)
+        parameters, lent = more[len(documents.given) :], [tensor.detach() for tensor in saved.lent.values()]
+        saved.lent.clear()
         ctx.layer, ctx.documents, ctx.rows = layer, documents, rows
         ctx.same_weights = nullcontext
         if documents.guard is not None:
@@ -214,12 +278,15 @@ class _Layer(torch.autograd.Function):
         ctx.left = leave(saved, layer.index, layer.offload)
         ctx.waiting = Waiting()
         layer.waiting.add(ctx.waiting)
-        return out
+        if not lent:
+            return out
+        ctx.set_materialize_grads(False)  # nobody may need those of keys and values
+        return out, *lent
 
     @staticmethod
     @first_order
     def backward(ctx: Ctx, *incoming: Tensor) -> tuple[Any, ...]:
-        left = ctx.left
+        left, documents, layer = ctx.left, ctx.documents, ctx.layer
         if left is None:
             raise RuntimeError(
                 "backward was already called, and it released the saved activations: recompute the loss, or "
@@ -228,15 +295,17 @@ class _Layer(torch.autograd.Function):
         if keeps_graph():
             left = copied(left)  # gradients overwrite saved tensors
         else:
-            ctx.left = ctx.waiting = None  # what was saved is freed as it is used
-        shards: Shards | None = ctx.layer.shards
+            ctx.left = ctx.waiting = ctx.documents = None  # what was saved is freed as it is used
+        shards: Shards | None = layer.shards
         if shards is not None:
-            shards.enter(ctx.layer.index, -1)
+            shards.enter(layer.index, -1)
         with ctx.same_weights():
-            saved = ctx.layer.restored(left, ctx.documents, ctx.rows)
+            saved = layer.restored(left, documents, ctx.rows)
             del left
-            dh, gradients = ctx.layer.backward(incoming[0], saved, ctx.documents, ctx.rows, ctx.needs_input_grad[0])
+            saved.put(**{f"d{name}": grad for name, grad in zip(LENT, incoming[1:], strict=False)})
+            dh, gradients = layer.backward(incoming[0], saved, documents, ctx.rows, ctx.needs_input_grad[0])
         if shards is not None:
-            gradients = shards.take(ctx.layer.index, ctx.layer.parameters(), gradients)
+            gradients = shards.take(layer.index, layer.parameters(), gradients)
+        gradients = [*(saved.given_grads[name] for name in documents.given), *gradients]
         needed = ctx.needs_input_grad[4:]
         return (dh, None, None, None, *(g if wanted else None for g, wanted in zip(gradients, needed, strict=True)))

@@ -76,6 +76,11 @@ class Part(ABC):
         return [norm for norm in (self.before, self.after) if norm is not None]
 
     @property
+    def given(self) -> dict[str, tuple[int, ...]]:
+        """What it reads beside the residual stream (`Documents.given`): names, and the shapes of a token's."""
+        return {}
+
+    @property
     def bare_names(self) -> list[tuple[Any, str]]:
         """Parameters that are in no linear and no norm: modules, and the parameters' names in them."""
         return []
@@ -162,6 +167,8 @@ class Mixer(Part):
     out_width: int  # of what the output projection reads
     in_chunks = False  # whether it reads `Documents.chunks_S2`
     gates = False  # whether o is a gate's: then `core`, its input, is saved in its place, and backward makes o again
+    lends = False  # whether later layers read its keys and values
+    source: int | None = None  # the layer whose keys and values it reads; None: its own
 
     def __init__(self, around: Around, into: LinearGroup | SplitLinears, out: LinearGroup) -> None:
         super().__init__(around)
@@ -253,8 +260,14 @@ class Mixer(Part):
         """o, from what `into` made."""
 
     def composed(self, h_TD: Tensor, documents: Documents) -> Tensor:
-        o = self.composed_mix(projected(self.into, normed(self.before, h_TD)), documents)
+        return self._composed_branch(h_TD, self.composed_mix(projected(self.into, normed(self.before, h_TD)), documents))
+
+    def _composed_branch(self, h_TD: Tensor, o: Tensor) -> Tensor:
         return h_TD + self.multiplier * normed(self.after, projected(self.out, o))
+
+    def composed_lending(self, h_TD: Tensor, documents: Documents) -> tuple[Tensor, Tensor, Tensor]:
+        """The same, with the keys and values. Where `lends`."""
+        raise NotImplementedError
 
 
 def _kind_of(group: Group) -> Hashable:

@@ -19,6 +19,11 @@ memory (memory/offload.py) and back, bit for bit. The names:
     y, core, R   of Gated DeltaNet: what its linears made, the rule's output and inverses; y, core: also of Mamba-2; core: also
                  of gated attention
     o_rows, h2   of the rows after attention: attention's output, and the residual stream
+    h3, g, y3    of the part that reads a layer's own input (mlps/layer_input.py): the residual stream, its gate, its output
+    xa4, xa5     x A^T of that gate, and of its projection
+
+Never saved: what a layer is given beside the residual stream (`Documents.given`), which its node holds: k and v of an earlier
+layer, and e, its own input. A layer whose k and v others read hands them on as `Saved.lent`; dk and dv are their gradients.
 """
 
 from __future__ import annotations
@@ -35,11 +40,13 @@ FROM_INPUT: tuple[Level, ...] = ("layer", "around_attention")  # levels that rec
 
 
 class Saved(dict[str, Tensor]):
-    """Tensors by name; None for a missing name. Backward adds the gradients of norms, by slot."""
+    """Tensors by name; None for a missing name. Backward adds the gradients of norms, by slot, and of what was given."""
 
     def __init__(self, tensors: Mapping[str, Tensor] | None = None, **more: Tensor) -> None:
         super().__init__(tensors or {}, **more)
         self.norm_grads: dict[str, Tensor | None] = {}
+        self.given_grads: dict[str, Tensor] = {}
+        self.lent: dict[str, Tensor] = {}
 
     def __missing__(self, name: str) -> Any:
         return None

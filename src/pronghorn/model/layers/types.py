@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -51,7 +51,9 @@ class Guard(Protocol):
 class Cache(Protocol):
     """What mixers have seen of the answers that are being generated (generation/cache.py). Only forward, without autograd."""
 
-    def attend(self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, out: Tensor, **options: Any) -> None: ...
+    def attend(
+        self, layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, out: Tensor, *, writes: bool = True, **options: Any
+    ) -> None: ...  # of which layer; whether its keys and values are new
     def convolve(self, layer: int, bcx_TX: Tensor, taps_DW: Tensor, spans_2T: Tensor, out: Tensor) -> None: ...
     def delta(
         self, layer: int, x_TX: Tensor, inputs: Inputs, g_TN: Tensor, beta_TN: Tensor, documents: Documents, *,
@@ -76,6 +78,7 @@ class Documents:
     guard: Guard | None = None  # where other code may run between forward and backward
     cache: Cache | None = None  # of answers that are being generated: mixers read it and add to it
     leaves: dict[int, Tensor] | None = None  # by a parameter's id: its replacement for autograd, for captured layers
+    given: Mapping[str, Tensor] = field(default_factory=dict)  # what this layer reads beside the residual stream, by name
 
     @property
     def chunks(self) -> Tensor:
@@ -120,6 +123,14 @@ class ExpertRows(Protocol):
     def out(self, rows_S: Tensor, counts_RE: Tensor) -> Tensor: ...  # rows_N
     def back(self, rows_N: Tensor, counts_RE: Tensor) -> Tensor: ...  # rows_S
     def routing(self, counts_RE: Tensor, weights_N1: Tensor) -> Routing: ...  # of N tokens with one expert each
+
+
+@dataclass
+class Beside:
+    """What layers read beside the residual stream, in one forward."""
+
+    inputs_TE: Sequence[Tensor]  # of each layer; none: the model has no inputs of layers
+    lent: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # by layer: keys and values that later ones read
 
 
 class Waiting:

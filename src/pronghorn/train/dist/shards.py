@@ -72,6 +72,8 @@ class Shares:
         engine = engine_of(model)
         why = "the model uses the transformers layers" if engine is None else ""
         why = why or next((why for layer in engine.layers if (why := layer.why_not_fused())), "")  # type: ignore[union-attr]
+        if engine is not None and engine.embed.by_layer is not None:
+            why = "its layers have inputs of their own, whose table is not spread"
         if why:
             raise _not_sharded(why)
         assert engine is not None

@@ -32,8 +32,9 @@ from pronghorn.kernels.attention.attention_torch import Backend
 from pronghorn.kernels.attention.output_gate import output_gate_backward, output_gate_forward, output_gate_reference
 from pronghorn.kernels.attention.rope import qk_rope, qk_rope_backward, qk_rope_forward
 from pronghorn.kernels.norm.head_norm import head_norm, head_norm_backward, head_norm_forward
-from pronghorn.model.families import heads_of, rope_kind, window
+from pronghorn.model.families import heads_of, lends_keys, rope_kind, window
 from pronghorn.model.family import Family
+from pronghorn.model.layers.composed import normed, projected
 from pronghorn.model.layers.norms import Norm
 from pronghorn.model.layers.operand import Operand
 from pronghorn.model.layers.part import Around, MakeGroup, Mixer
@@ -72,14 +73,15 @@ class Attention(Mixer):
     def __init__(
         self, layer: nn.Module, family: Family, config: HFConfig, index: int, around: Around, group: MakeGroup
     ) -> None:
-        self.index = index
+        self.index, self.lends = index, lends_keys(config, index)
         module = getattr(layer, family.names.attention)  # the model's own, whose parameters are only read
-        qkv = tuple(name for name in family.qkv if getattr(module, name) is not None)
+        qkv = tuple(name for name in family.qkv if getattr(module, name, None) is not None)
         self.module, self.family, self.qkv = module, family, group(module, qkv)
         super().__init__(around, self.qkv, group(module, (family.names.out,)))
         self.rope = rope_kind(config, index)
         self.heads, self.kv_heads = int(config.num_attention_heads), heads_of(config, index)[0]
         self.head_width = int(module.head_dim)
+        self.own_kv_heads = self.kv_heads  # of keys and values that this layer makes
         self.keys_are_values = len(qkv) < len(family.qkv)  # before norm and RoPE (Gemma 4)
         self.out_width = self.heads * self.head_width
         self.options: dict[str, Any] = {
@@ -89,7 +91,9 @@ class Attention(Mixer):
         }
         of_heads: dict[str, Any] = {"one_plus": family.one_plus, "width": self.head_width}
         self.q_norm = Norm(module, family.names.q_norm, slot="q_norm", **of_heads) if family.qk_norm else None
-        self.k_norm = Norm(module, family.names.k_norm, slot="k_norm", **of_heads) if family.qk_norm else None
+        has_keys = hasattr(module, family.names.k_norm)
+        self.k_norm = Norm(module, family.names.k_norm, slot="k_norm", **of_heads) if family.qk_norm and has_keys else None
+        assert not self.lends or self.q_norm  # else gradients are written over q, k and v
         self.gates, self.gates_apart = family.output_gate, len(family.qkv) == 4
         # Without a norm RoPE would write to q in place, and backward to the gate.
         assert not self.gates or (family.qk_norm == "per_head" and not family.v_norm)
@@ -117,12 +121,12 @@ class Attention(Mixer):
 
     @property
     def qkv_width(self) -> int:
-        return ((1 + self.gates) * self.heads + (1 if self.keys_are_values else 2) * self.kv_heads) * self.head_width
+        return ((1 + self.gates) * self.heads + (1 if self.keys_are_values else 2) * self.own_kv_heads) * self.head_width
 
     @property
     def rotated(self) -> slice:
         """Columns of the queries and keys."""
-        return slice(0, (self.heads + self.kv_heads) * self.head_width)
+        return slice(0, (self.heads + self.own_kv_heads) * self.head_width)
 
     @property
     def before_gates(self) -> int:
@@ -146,12 +150,17 @@ class Attention(Mixer):
             if documents.cache is None:
                 _, lse = attention_forward(*parts, out=self.heads_of(o), **self.options_for(documents))
             else:
-                documents.cache.attend(self.index, *parts, out=self.heads_of(o), **self.options_for(documents))
+                self._attend_cached(documents, *parts, out=self.heads_of(o))
         saved.put(lse=lse)
         if not self.gates:
             return o
         saved.put(core=o)
         return self.gated(saved, self.out.extra)
+
+    def _attend_cached(self, documents: Documents, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        assert documents.cache is not None
+        layer, writes = (self.index, True) if self.source is None else (self.source, False)
+        documents.cache.attend(layer, q, k, v, out=out, writes=writes, **self.options_for(documents))
 
     def gated(self, saved: Saved, extra: int) -> Tensor:
         o = rows_like(saved["h"], self.out_width + extra)
@@ -190,7 +199,7 @@ class Attention(Mixer):
     def rope_options(self) -> dict[str, Any]:
         options: dict[str, Any] = {
             "heads": self.heads,
-            "kv_heads": self.kv_heads,
+            "kv_heads": self.own_kv_heads,
             "head_width": self.head_width,
             "neighbours": self.family.neighbours,
         }
@@ -198,10 +207,9 @@ class Attention(Mixer):
 
     def _norm_options(self) -> dict[str, Any]:
         assert self.q_norm
-        assert self.k_norm
         return {
             "q_norm_H": self.q_norm.weight,
-            "k_norm_H": self.k_norm.weight,
+            "k_norm_H": (self.k_norm or self.q_norm).weight,
             "one_plus": self.family.one_plus,
             "norm_kind": self.family.qk_norm,
         }
@@ -254,9 +262,16 @@ class Attention(Mixer):
             rotated=rotary if rotates else None,
         )
         scaled_queries(dq, documents)  # one factor per token commutes with RoPE
+        self._share_gradients(dk, dv, saved)
         if not rotates:
             self._back_through_rope((dq, dk, dv), dqkv_ext, saved, documents)
         return dqkv_ext, () if sinks is None else (dsinks,)
+
+    def _share_gradients(self, dk: Tensor, dv: Tensor, saved: Saved) -> None:
+        """Adds those of the later layers that read k and v."""
+        for own, name in ((dk, "dk"), (dv, "dv")):
+            if (theirs := saved.pop(name, None)) is not None:
+                own.add_(theirs)
 
     def backend(self, device: torch.device, dtype: torch.dtype, typical: int, *, shared: bool = False) -> Backend:
         """The backend of the backward."""
@@ -282,13 +297,10 @@ class Attention(Mixer):
         dv = grads[2]
         if self.family.v_norm:
             raw, out, grads = raw[:, self.rotated], out[:, self.rotated], (*grads[:2], dv[:, :0])
-        if self.q_norm and self.k_norm:
-            options |= {
-                "qkv_TX": raw[:, : self.before_gates],
-                "rstd": saved["qk_rstd"],
-                **self._norm_options(),
-                "need_norm_grad": self.q_norm.trains() or self.k_norm.trains(),
-            }
+        if self.q_norm:
+            trains = any(norm.trains() for norm in (self.q_norm, self.k_norm) if norm)
+            options |= {"qkv_TX": raw[:, : self.before_gates], "rstd": saved["qk_rstd"], "need_norm_grad": trains}
+            options |= self._norm_options()
         found = qk_rope_backward(*grads, cos, sin, out=out, **options)
         if self.family.v_norm:  # after the keys' gradient, which it is added to where they are values, too
             values = self.raw_values(saved["qkv"]), saved["v_rstd"], self.raw_values(dqkv_ext)
@@ -298,6 +310,14 @@ class Attention(Mixer):
     # ---- as separate ops ---------------------------------------------------------------------------------------
 
     def composed_mix(self, y: Tensor, documents: Documents) -> Tensor:
+        return self._composed_o(y, self.composed_parts(y, documents), documents)
+
+    def composed_lending(self, h_TD: Tensor, documents: Documents) -> tuple[Tensor, Tensor, Tensor]:
+        y = projected(self.into, normed(self.before, h_TD))
+        q, k, v = self.composed_parts(y, documents)
+        return self._composed_branch(h_TD, self._composed_o(y, (q, k, v), documents)), k, v
+
+    def composed_parts(self, y: Tensor, documents: Documents) -> Parts:
         cos, sin = documents.rotary[self.rope]
         rotated = y[:, self.rotated] if self.family.v_norm else y[:, : self.before_gates]
         q, k, v = qk_rope(rotated, cos, sin, **self.rope_options())
@@ -305,9 +325,12 @@ class Attention(Mixer):
             v = head_norm(self.raw_values(y), float(self.module.v_norm.eps))
         if documents.query_scale_T is not None:
             q = (q * documents.query_scale_T[:, None, None]).to(q.dtype)
+        return q, k, v
+
+    def _composed_o(self, y: Tensor, parts: Parts, documents: Documents) -> Tensor:
         if documents.cache is not None:
-            o = torch.empty_like(q)
-            documents.cache.attend(self.index, q, k, v, out=o, **self.options_for(documents))
+            o = torch.empty_like(parts[0])
+            self._attend_cached(documents, *parts, out=o)
         else:
-            o = attention(q, k, v, **self.options_for(documents))
+            o = attention(*parts, **self.options_for(documents))
         return (output_gate_reference(o, self.gate_of(y)) if self.gates else o).flatten(1)
