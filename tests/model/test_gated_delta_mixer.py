@@ -132,11 +132,11 @@ def test_verify_sees_a_state_that_is_lost_between_chunks(monkeypatch: pytest.Mon
     assert install(model) == ""
     real = gated_delta.delta_rule_forward
 
-    def broken(*given: Any) -> Any:
+    def broken(*given: Any, **options: Any) -> Any:
         """Each chunk is a document."""
         bounds, tokens = given[-1].tolist(), len(given[0])
         cut = torch.tensor([*(row for one in pairwise(bounds) for row in range(*one, 64)), tokens], dtype=torch.int32)
-        return real(*given[:5], chunk_table(cut, tokens), cut)
+        return real(*given[:5], chunk_table(cut, tokens), cut, **options)
 
     verify(model)
     monkeypatch.setattr(gated_delta, "delta_rule_forward", broken)
