@@ -23,8 +23,8 @@ from pronghorn.kernels.delta.delta_inputs import Heads, delta_inputs, delta_inpu
 from pronghorn.kernels.delta.delta_rule import delta_rule
 
 # A prompt of two chunks with three answers, one of them empty; a document alone; a prompt shorter than the taps, with answers
-# of one row, of few and of two chunks; a group of one; padding.
-SEGMENTS = (70, 3, 64, 0, 129, 2, 1, 5, 66, 65, 2, 4, 0, 0)
+# of one row and of a few; a group of one; padding.
+SEGMENTS = (70, 3, 66, 0, 9, 2, 1, 5, 20, 12, 2, 4, 0, 0)
 PROMPTS = (-1, 0, 0, 0, -1, -1, 5, 5, 5, -1, 9, -1, -1, -1)
 T = sum(SEGMENTS)
 BEGINS = list(itertools.accumulate(SEGMENTS, initial=0))
@@ -59,11 +59,13 @@ def test_who_goes_on_where_by_hand() -> None:
     shared = ours("cpu")[1]
     assert shared.behind_S.tolist() == [4, 1, 2, 3, 5, 9, 6, 7, 8, 11, 10, 12, 13, 14]
     assert shared.prompts() == {1: 0, 2: 0, 3: 0, 6: 5, 7: 5, 8: 5, 10: 9}
-    assert shared.document_T[[0, 69, 70, 73, 137, 266, 268]].tolist() == [0, 0, 1, 2, 4, 5, 6]
-    assert shared.ends_T[[0, 69, 70, 73, 137, 266, 268]].tolist() == [70, 70, 73, 137, 266, 268, 269]
+    rows = [0, 69, 70, 73, 139, 148, 150, 193]
+    assert shared.document_T[rows].tolist() == [0, 0, 1, 2, 4, 5, 6, 11]
+    assert shared.ends_T[rows].tolist() == [70, 70, 73, 139, 148, 150, 151, 194]
     assert all(tensor.dtype == torch.int32 for tensor in shared)
 
 
+CUDA = torch.cuda.is_available()
 HEADS = Heads(1, 16, 2, 24)
 CONVOLUTIONS: dict[str, tuple[int, Callable[..., Any], Callable[..., Any]]] = {
     "short": (3 * 24, short_conv, short_conv_reference),
@@ -140,15 +142,14 @@ def ruled(given: Pack, dtype: torch.dtype) -> list[Tensor]:
 
 @pytest.mark.parametrize("mamba", [False, True])
 def test_states(device: str, judge: Judge, mamba: bool) -> None:
-    """In float16 of one row more than a chunk's width of keys, and in float32."""
-    for dtype, heads in ((torch.float32, HEADS), (torch.float16, Heads(2, 24, 4, 16))):
-        given = pack(list(SEGMENTS), device, dtype, heads, fast=0.3, mamba=mamba)
-        alone = unshared_of(given)
-        true, plain, found = folded(truth(alone)), folded(in_torch(alone, dtype)), ruled(given, dtype)
-        for name, got, theirs, exact in zip(NAMES, found, plain, true, strict=False):
-            judge(got, theirs, exact, name)
-        again = ruled(given, dtype)
-        assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+    dtype, heads = (torch.float16, Heads(1, 24, 2, 40)) if mamba else (torch.float32, HEADS)
+    given = pack(list(SEGMENTS), device, dtype, heads, fast=0.3, mamba=mamba)
+    plain, found = in_torch(given, dtype, ours(device)[1]), ruled(given, dtype)
+    true = folded(truth(unshared_of(given)))
+    for name, got, theirs, exact in zip(NAMES, found, plain, true, strict=False):
+        judge(got, theirs, exact, name)
+    if CUDA:
+        assert all(torch.equal(one, other) for one, other in zip(found, ruled(given, dtype), strict=True))
 
 
 @pytest.mark.parametrize("mamba", [False, True])
@@ -161,7 +162,7 @@ def test_states_in_float64(mamba: bool) -> None:
 def test_groups_are_apart_to_the_bit(device: str) -> None:
     """Other tokens in the first two groups leave the third one's outputs alone; its loss has no gradient there."""
     at, where = slice(BEGINS[9], BEGINS[11]), ours(device)
-    given = pack(list(SEGMENTS), device, fast=0.3)
+    given = pack(list(SEGMENTS), device, fast=0.3, mamba=True)
     parts = [x.clone() for x in given.parts]
     parts[2][: at.start], parts[2][at.stop :] = 1.0, 2.0
     do = torch.zeros_like(given.do)
@@ -175,7 +176,7 @@ def test_groups_are_apart_to_the_bit(device: str) -> None:
     assert torch.equal(made[at], short_conv(other, taps, *where)[at])
     (dx,) = torch.autograd.grad(made, leaf, do[:, 0, :16])
     assert torch.equal(one[0][at], two[0][at])
-    for gradient in (*one[1:], dx):
+    for gradient in (*one[1:6], dx):
         assert gradient[at].any()
         assert not gradient[: at.start].any()
         assert not gradient[at.stop :].any()

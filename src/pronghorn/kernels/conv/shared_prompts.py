@@ -2,7 +2,7 @@
 
 T = packed tokens, S = documents, E = S + 1. Answers stand right behind their prompt (attention/attention_shared.py). The state
 of an answer begins as its prompt's last one, and its convolution sees its prompt's last rows. Gradients go back the same way;
-those of several answers are added in their order.
+those of several answers are added in a fixed order.
 """
 
 from __future__ import annotations

@@ -130,9 +130,9 @@ def _backward_kernel(
     if SHARED:
         document, last, most = answers_of(row, end, T, W, documents, behinds)
         for number in tl.range(0, most):
-            for j in tl.range(1, W):
-                other, known, _ = later(row, j, end, document + 1 + number, last, bounds)
-                tap = tl.load(taps + column * W + (W - 1 - j), mask=column < D, other=0.0).to(tl.float32)
+            for ahead in tl.range(1, W):
+                other, known, _ = later(row, ahead, end, document + 1 + number, last, bounds)
+                tap = tl.load(taps + column * W + (W - 1 - ahead), mask=column < D, other=0.0).to(tl.float32)
                 du += tap[None, :] * _gated(dy, dy_row, bcx, bcx_row, other, column, there & known[:, None], D)
     place = bcx + row[:, None] * bcx_row + column[None, :]
     B = tl.load(place, mask=there, other=0.0).to(tl.float32)

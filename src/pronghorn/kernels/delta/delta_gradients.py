@@ -3,7 +3,7 @@
     _scan_kernel        (delta_scan.py) once more: D, and the state before each chunk
     _reverse_kernel     program = document, value head and V block: from the last chunk to the first, dM in registers;
                         writes dv, X and the gradient of the state behind each chunk; before that through the answers that
-                        share the document, whose dM are added in their order
+                        share the document, from the last one, whose dM are added
     _weights_kernel     program = chunk and value head: F * E, H, and their part of dG and dbeta
     _local_kernel       program = chunk and key head: everything else, K block by K block, for its value heads one after the
                         other, so that dq and dk are sums in a fixed order
@@ -22,7 +22,6 @@ from pronghorn.kernels.delta.delta_scan import (
     of_rows,
     put_tile,
     put_transposed,
-    shared_by,
     tile,
     tile_transposed,
 )
@@ -72,20 +71,21 @@ def _reverse_kernel(
     inside = (across < V)[:, None] & (down < K)[None, :]
     own = head.to(tl.int64) * K * V + down[None, :] * V + across[:, None]
     start, end = tl.load(bounds + document), tl.load(bounds + document + 1)
-    end, behind = shared_by(behinds, document, start, end, SHARED)
     dM = tl.zeros([BV, KP], tl.float32)
-    if SHARED:
-        for number in tl.range(1, behind - document, num_stages=1):
-            answer = document + number
+    if SHARED:  # the last answer first, the prompt last
+        behind = tl.load(behinds + document)
+        for number in tl.range(1, behind - document + 1, num_stages=1):
+            one = behind - number
             dM += _reverse_document(
-                tl.zeros([BV, KP], tl.float32), answer, tl.load(bounds + answer), tl.load(bounds + answer + 1), head, across,
-                down, own, inside, do, do_row, q, q_row, k, k_row, decays, beta, P, R, dv, dv_row, X, dstates, skip, scale, N,
-                GROUP, K, V, DELTA, STAGES,
+                tl.where(one == document, dM, 0.0), one, tl.load(bounds + one), tl.load(bounds + one + 1), head, across, down,
+                own, inside, do, do_row, q, q_row, k, k_row, decays, beta, P, R, dv, dv_row, X, dstates, skip, scale, N, GROUP,
+                K, V, DELTA, STAGES,
             )  # fmt: skip
-    _reverse_document(
-        dM, document, start, end, head, across, down, own, inside, do, do_row, q, q_row, k, k_row, decays, beta, P, R, dv,
-        dv_row, X, dstates, skip, scale, N, GROUP, K, V, DELTA, STAGES,
-    )  # fmt: skip
+    else:
+        _reverse_document(
+            dM, document, start, end, head, across, down, own, inside, do, do_row, q, q_row, k, k_row, decays, beta, P, R, dv,
+            dv_row, X, dstates, skip, scale, N, GROUP, K, V, DELTA, STAGES,
+        )  # fmt: skip
 
 
 @jit

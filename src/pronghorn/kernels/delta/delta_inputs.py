@@ -181,14 +181,14 @@ def _backward_kernel(
     if SHARED:  # what answers see of a prompt's last rows: the prompt is `start` to `end`
         document, last, most = answers_of(row, end, T, W, documents, behinds)
         for number in tl.range(0, most):
-            for j in tl.range(1, W):
-                other, known, begins = later(row, j, end, document + 1 + number, last, bounds)
+            for ahead in tl.range(1, W):
+                other, known, begins = later(row, ahead, end, document + 1 + number, last, bounds)
                 inside = there & known[:, None]
                 dconv = _dconv(
                     dy, dy_row, place, qkv, qkv_row, taps, bias, other, column, begins, start, end, inside, normed, W, BIAS,
                     SHARED,
                 )  # fmt: skip
-                grad += tl.load(taps + column * W + (W - 1 - j)).to(tl.float32)[None, :] * dconv
+                grad += tl.load(taps + column * W + (W - 1 - ahead)).to(tl.float32)[None, :] * dconv
     tl.store(dqkv + row[:, None] * dqkv_row + column[None, :], grad.to(dqkv.dtype.element_ty), mask=there)
 
 
@@ -218,10 +218,10 @@ def delta_inputs_forward(
     return q, k, v
 
 
-def _tiles(heads: Heads, tokens: int, W: int) -> tuple[int, dict[str, int]]:
+def _tiles(heads: Heads, tokens: int, W: int, *, shared: bool = False) -> tuple[int, dict[str, int]]:
     """(tiles of rows, their sizes)"""
     block = int(triton.next_power_of_2(max(heads.K, heads.V)))
-    rows = max(1, TILE // block)
+    rows = max(1, (TILE // 2 if shared else TILE) // block)  # with all of them, the backward spills registers
     sizes = {"J": heads.J, "K": heads.K, "V": heads.V, "X": heads.columns, "W": W, "ROWS": rows, "BLOCK": block}
     return int(triton.cdiv(tokens, rows)), sizes
 
@@ -237,7 +237,7 @@ def delta_inputs_backward(
         grads = dq_TJK, dk_TJK, dv_TNV
         return _backward_torch(grads, qkv_TX, taps_XW, spans_2T, heads, bias_X, shared, need_taps, dqkv_TX)
     T, W, has_bias, taps = len(qkv_TX), taps_XW.shape[1], bias_X is not None, taps_XW.contiguous()
-    tiles, sizes = _tiles(heads, T, W)
+    tiles, sizes = _tiles(heads, T, W, shared=shared is not None)
     parts = torch.empty(tiles if need_taps else 0, W + has_bias, heads.columns, dtype=torch.float32, device=qkv_TX.device)
     _backward_kernel[(tiles, 2 * heads.J + heads.N)](
         dq_TJK, dq_TJK.stride(0), dk_TJK, dk_TJK.stride(0), dv_TNV, dv_TNV.stride(0), qkv_TX, qkv_TX.stride(0),

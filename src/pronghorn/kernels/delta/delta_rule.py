@@ -70,11 +70,13 @@ class _Tiles(NamedTuple):
     local: tuple[int, int]  # K and V columns of a step
 
     @staticmethod
-    def of(K: int, V: int, x: Tensor) -> _Tiles:
+    def of(K: int, V: int, x: Tensor, *, shared: bool = False) -> _Tiles:
+        """`shared`: scans hold a second state."""
         large, K, V = chip_of(x.device).large and _padded(K) <= 128, _padded(K), _padded(V)
         if x.dtype == torch.float32:  # no tensor cores: products are unrolled
             return _Tiles(16, 1, 16, 16, (16, 16))
-        scan, stages = (32, 2) if large else (16, 1)  # ms of a forward scan: 0.57; 0.83 with 1 stage, 0.83 with 16 columns
+        # ms of a forward scan: 0.57; 0.83 with 1 stage, 0.83 with 16 columns
+        scan, stages = (32, 2) if large and not shared else (16, 1)
         return _Tiles(min(scan, V), stages, min(64, K), min(64, K, V), (min(32, K), min(128 if large else 32, V)))
 
 
@@ -114,7 +116,7 @@ def delta_rule_forward(
             final[places[filled].long()] = found.last[filled].to(final.dtype)
         return o_TNV, R_TNC
     K, V = q_TJK.shape[2], v_TNV.shape[2]
-    sizes, tiles = _sizes(q_TJK, v_TNV), _Tiles.of(K, V, v_TNV)
+    sizes, tiles = _sizes(q_TJK, v_TNV), _Tiles.of(K, V, v_TNV, shared=shared is not None)
     scanned = sizes | {"KP": _padded(K), "BV": tiles.scan, "SHARED": shared is not None}
     P_TNC, decays_TN = _within_chunks(q_TJK, k_TJK, g_TN, chunks_S2, sizes, tiles)
     R_TNC = _inverse(k_TJK, decays_TN, beta_TN, chunks_S2, sizes, tiles) if skip_N is None else None
@@ -175,7 +177,7 @@ def delta_rule_backward(
         backward_torch(do_TNV, *given, outs, skip_N, dskip_TN, shared)
         return outs
     (T, N, V), K, scale, delta = v_TNV.shape, q_TJK.shape[2], _scale(q_TJK, skip_N), skip_N is None
-    sizes, tiles = _sizes(q_TJK, v_TNV), _Tiles.of(K, V, v_TNV)
+    sizes, tiles = _sizes(q_TJK, v_TNV), _Tiles.of(K, V, v_TNV, shared=shared is not None)
     scanned = sizes | {"KP": _padded(K), "BV": tiles.scan, "SHARED": shared is not None}
     behinds = cu_seqlens if shared is None else shared.behind_S  # not read where there is none
     D_TNV, X_TNV = (torch.empty(T, N, V, dtype=v_TNV.dtype, device=v_TNV.device) for _ in range(2))

@@ -121,17 +121,6 @@ def of_program(N: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
 
 
 @jit
-def shared_by(behinds, document, start, end, SHARED: tl.constexpr):
-    """(where this program's part of the document ends, the document behind the last answer that shares it). An answer belongs
-    to its prompt's program."""
-    behind = document
-    if SHARED:
-        behind = tl.load(behinds + document)
-        end = tl.where(behind > document, end, start)
-    return end, behind
-
-
-@jit
 def _scan_document(
     M, document, start, end, head, across, down, own, inside, q, q_row, k, k_row, v, v_row, decays, beta, P, R, o, o_row, D,
     states, skip, scale, N: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, OUTPUT: tl.constexpr,
@@ -180,21 +169,22 @@ def _scan_kernel(
     inside = (across < V)[:, None] & (down < K)[None, :]
     own = head.to(tl.int64) * K * V + down[None, :] * V + across[:, None]  # of a state [N, K, V]
     start, end = tl.load(bounds + document), tl.load(bounds + document + 1)
-    end, behind = shared_by(behinds, document, start, end, SHARED)
     M = tl.zeros([BV, KP], tl.float32)
     if HAS_INITIAL:
         M = tl.load(initial + tl.load(places + document).to(tl.int64) * N * K * V + own, mask=inside, other=0.0)
-    M = _scan_document(
-        M, document, start, end, head, across, down, own, inside, q, q_row, k, k_row, v, v_row, decays, beta, P, R, o, o_row, D,
-        states, skip, scale, N, GROUP, K, V, OUTPUT, DELTA, STAGES,
-    )  # fmt: skip
-    if SHARED:
-        for number in tl.range(1, behind - document, num_stages=1):
-            answer = document + number
-            _scan_document(
-                M, answer, tl.load(bounds + answer), tl.load(bounds + answer + 1), head, across, down, own, inside, q, q_row, k,
-                k_row, v, v_row, decays, beta, P, R, o, o_row, D, states, skip, scale, N, GROUP, K, V, OUTPUT, DELTA, STAGES,
+    if SHARED:  # of an answer there is nothing to do: its prompt's program does it
+        for number in tl.range(0, tl.load(behinds + document) - document, num_stages=1):
+            one = document + number
+            last = _scan_document(
+                M, one, tl.load(bounds + one), tl.load(bounds + one + 1), head, across, down, own, inside, q, q_row, k, k_row,
+                v, v_row, decays, beta, P, R, o, o_row, D, states, skip, scale, N, GROUP, K, V, OUTPUT, DELTA, STAGES,
             )  # fmt: skip
+            M = tl.where(one == document, last, M)
+    else:
+        M = _scan_document(
+            M, document, start, end, head, across, down, own, inside, q, q_row, k, k_row, v, v_row, decays, beta, P, R, o,
+            o_row, D, states, skip, scale, N, GROUP, K, V, OUTPUT, DELTA, STAGES,
+        )  # fmt: skip
     if HAS_FINAL:  # noqa: SIM102 (known to the compiler, the other is not)
         if end > start:
             tl.store(final + tl.load(places + document).to(tl.int64) * N * K * V + own, M, mask=inside)
