@@ -218,10 +218,10 @@ def delta_inputs_forward(
     return q, k, v
 
 
-def _tiles(heads: Heads, tokens: int, W: int, *, shared: bool = False) -> tuple[int, dict[str, int]]:
+def _tiles(heads: Heads, tokens: int, W: int) -> tuple[int, dict[str, int]]:
     """(tiles of rows, their sizes)"""
     block = int(triton.next_power_of_2(max(heads.K, heads.V)))
-    rows = max(1, (TILE // 2 if shared else TILE) // block)  # with all of them, the backward spills registers
+    rows = max(1, TILE // block)
     sizes = {"J": heads.J, "K": heads.K, "V": heads.V, "X": heads.columns, "W": W, "ROWS": rows, "BLOCK": block}
     return int(triton.cdiv(tokens, rows)), sizes
 
@@ -237,12 +237,13 @@ def delta_inputs_backward(
         grads = dq_TJK, dk_TJK, dv_TNV
         return _backward_torch(grads, qkv_TX, taps_XW, spans_2T, heads, bias_X, shared, need_taps, dqkv_TX)
     T, W, has_bias, taps = len(qkv_TX), taps_XW.shape[1], bias_X is not None, taps_XW.contiguous()
-    tiles, sizes = _tiles(heads, T, W, shared=shared is not None)
+    tiles, sizes = _tiles(heads, T, W)
     parts = torch.empty(tiles if need_taps else 0, W + has_bias, heads.columns, dtype=torch.float32, device=qkv_TX.device)
     _backward_kernel[(tiles, 2 * heads.J + heads.N)](
         dq_TJK, dq_TJK.stride(0), dk_TJK, dk_TJK.stride(0), dv_TNV, dv_TNV.stride(0), qkv_TX, qkv_TX.stride(0),
         taps, taps if bias_X is None else bias_X, spans_2T[0], *behind_rows(spans_2T, shared), dqkv_TX, dqkv_TX.stride(0),
-        parts, T, **sizes, BIAS=has_bias, NEED_TAPS=need_taps, SHARED=shared is not None, num_warps=4,
+        parts, T, **sizes, BIAS=has_bias, NEED_TAPS=need_taps, SHARED=shared is not None,
+        num_warps=4 if shared is None else 8,  # 4 spill registers
     )  # fmt: skip
     return dqkv_TX, parts.sum(0).T.contiguous() if need_taps else None
 

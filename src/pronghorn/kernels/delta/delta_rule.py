@@ -194,7 +194,7 @@ def delta_rule_backward(
     _reverse_kernel[grid](
         do_TNV, do_TNV.stride(0), q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), decays_TN, beta_TN, P_TNC, inverse, dv_TNV,
         dv_TNV.stride(0), X_TNV, dstates, cu_seqlens, behinds, skip, scale, **scanned, DELTA=delta, STAGES=tiles.stages,
-        num_warps=4,
+        num_warps=4 if shared is None else 8,  # 4 spill registers
     )  # fmt: skip
     by_o = torch.empty_like(P_TNC)
     by_A = torch.empty_like(P_TNC) if delta else P_TNC
