@@ -204,8 +204,8 @@ def delta_rule_backward(
         by_A, dG, db, dskip, chunks_S2, scale, **sizes, BK=tiles.pairs, BV=tiles.pairs, DELTA=delta,
         NEED_SKIP=dskip_TN is not None, num_stages=1, num_warps=4,
     )  # fmt: skip
-    shared = q_TJK.shape if q_TJK.shape[1] < N else (0,)  # a group of one head needs no sums
-    sums = [torch.empty(shared, dtype=torch.float32, device=v_TNV.device) for _ in range(2)]
+    summed = q_TJK.shape if q_TJK.shape[1] < N else (0,)  # a group of one head needs no sums
+    sums = [torch.empty(summed, dtype=torch.float32, device=v_TNV.device) for _ in range(2)]
     _local_kernel[(len(chunks_S2), q_TJK.shape[1])](
         do_TNV, do_TNV.stride(0), q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), decays_TN, beta_TN, D_TNV, X_TNV, by_o, by_A,
         dG, db, states, dstates, dq_TJK, dq_TJK.stride(0), dk_TJK, dk_TJK.stride(0), dg_TN, dbeta_TN, *sums, chunks_S2, scale,
