@@ -6,7 +6,9 @@ import torch
 
 from pronghorn.generation.sampling import Rules, draw
 from pronghorn.kernels.attention.attention_paged import MEMBERS, PAGE, Segments, paged_attention, write_pages
+from pronghorn.kernels.attention.attention_shared import shared_spans
 from pronghorn.kernels.attention.attention_torch import spans
+from pronghorn.kernels.conv.shared_prompts import shared_prompts
 from pronghorn.kernels.delta.delta_chunks import chunk_table
 from pronghorn.kernels.delta.delta_gates import delta_gates_backward, delta_gates_forward
 from pronghorn.kernels.delta.delta_inputs import Heads, delta_inputs_backward, delta_inputs_forward
@@ -51,25 +53,33 @@ def decode() -> None:
 
 
 def delta_net() -> None:
-    """The kernels of Gated DeltaNet with the heads of Qwen3.5-9B, in training and in decoding."""
+    """The kernels of Gated DeltaNet with the heads of Qwen3.5-9B, in training, of pairs with shared prompts too, and in
+    decoding."""
     T, heads, dtype = 2048, Heads(16, 128, 32, 128), torch.bfloat16
     _, K, N, V = heads
     bounds = torch.tensor([*range(0, T, 125), T], dtype=torch.int32)
     where, chunks = spans(bounds, T), chunk_table(bounds, T)
     qkv, taps = torch.empty(T, heads.columns, dtype=dtype), torch.empty(heads.columns, 4, dtype=dtype)
     a_TN, per_head = torch.empty(T, N, dtype=dtype), torch.empty(N)
+    prompts = torch.tensor([-1, 0, 0] * 5 + [-1, -1], dtype=torch.int32)
+    where_shared = shared_spans(bounds, prompts, T)
+    shared = shared_prompts(bounds, prompts, where_shared.prefix_2T)
     q, k, v = delta_inputs_forward(qkv, taps, where, heads)
+    delta_inputs_forward(qkv, taps, where_shared.spans_2T, heads, None, shared)
     g, beta = delta_gates_forward(a_TN, a_TN, per_head, per_head)
     states, place = torch.empty(len(bounds) - 1, N, K, V), torch.arange(len(bounds) - 1, dtype=torch.int32)
     delta_rule_forward(q, k, v, g, beta, chunks, bounds, initial=states, final=states, places=place)
     o, R = delta_rule_forward(q, k, v, g, beta, chunks, bounds)
     delta_rule_backward(o, q, k, v, g, beta, R, chunks, bounds)
+    delta_rule_forward(q, k, v, g, beta, chunks, bounds, shared=shared)
+    delta_rule_backward(o, q, k, v, g, beta, R, chunks, bounds, shared=shared)
     z, weight = v.flatten(1), taps[:V, 0].contiguous()
     gated_norm_forward(o, z, weight, 1e-6)
     for trained in (False, True):
         gated_norm_backward(z, o, z, weight, 1e-6, need_weight=trained)
         delta_gates_backward(g, beta, a_TN, a_TN, per_head, per_head, need_weights=trained)
         delta_inputs_backward(q, k, v, qkv, taps, where, heads, need_taps=trained)
+        delta_inputs_backward(q, k, v, qkv, taps, where_shared.spans_2T, heads, None, shared, need_taps=trained)
     delta_step(q[:16], k[:16], v[:16], g[:16], beta[:16], states, place)
 
 

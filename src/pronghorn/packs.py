@@ -162,7 +162,8 @@ class PackedBatch(PackedDocuments):
 
         [prompt 1 | chosen 1 | rejected 1 | prompt 2 | chosen 2 | rejected 2 | ... | padding]
 
-    Each segment is a causal document of its own in `cu_seqlens`, and an answer also attends to all rows of its prompt
+    Each segment is a causal document of its own in `cu_seqlens`. States and convolutions of an answer go on from its prompt
+    (kernels/conv/shared_prompts.py), and it attends to all rows of its prompt
     (`prompt_of_S`; kernels/attention/attention_shared.py, which reads keys from the prompt's first row to the answer's last: so
     what is between them costs time). With a window positions count: `positions_T` goes on from the prompt's length in every
     answer. The label of an answer's first token is predicted by the last row of its prompt: this row stands in `loss_rows` once

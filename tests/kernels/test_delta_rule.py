@@ -11,6 +11,7 @@ import torch
 from kernel_parts import Judge
 from torch import Tensor
 
+from pronghorn.kernels.conv.shared_prompts import SharedPrompts
 from pronghorn.kernels.delta.delta_chunks import chunk_slots, chunk_table
 from pronghorn.kernels.delta.delta_inputs import Heads
 from pronghorn.kernels.delta.delta_rule import delta_rule, delta_rule_backward, delta_rule_forward
@@ -75,15 +76,15 @@ def truth(given: Pack) -> list[Tensor]:
     return [o.detach(), *torch.autograd.grad(o, leaves, given.do.double())]
 
 
-def in_torch(given: Pack, dtype: torch.dtype) -> list[Tensor]:
+def in_torch(given: Pack, dtype: torch.dtype, shared: SharedPrompts | None = None) -> list[Tensor]:
     kinds = [dtype] * 3 + [torch.promote_types(dtype, torch.float32)] * 2
     q, k, v, g, b = (x.to(kind) for x, kind in zip(given.parts, kinds, strict=True))
     where, skip = given[2:4], given.skip
     R = inverse_torch(k, g, b, *where) if skip is None else None
-    o = put_rows(scan_torch(q, k, v, g, b, R, *where, skip_N=skip).o, torch.empty_like(v), *where)
+    o = put_rows(scan_torch(q, k, v, g, b, R, *where, skip_N=skip, shared=shared).o, torch.empty_like(v), *where)
     outs = tuple(torch.empty_like(x) for x in (q, k, v, g, b))
     dskip = None if skip is None else torch.empty_like(g)
-    backward_torch(given.do.to(dtype), q, k, v, g, b, R, *where, outs, skip, dskip)
+    backward_torch(given.do.to(dtype), q, k, v, g, b, R, *where, outs, skip, dskip, shared)
     return [o, *outs, *([] if dskip is None else [dskip.sum(0)])]
 
 

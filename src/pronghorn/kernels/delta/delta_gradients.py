@@ -2,7 +2,8 @@
 
     _scan_kernel        (delta_scan.py) once more: D, and the state before each chunk
     _reverse_kernel     program = document, value head and V block: from the last chunk to the first, dM in registers;
-                        writes dv, X and the gradient of the state behind each chunk
+                        writes dv, X and the gradient of the state behind each chunk; before that through the answers that
+                        share the document, from the last one, whose dM are added
     _weights_kernel     program = chunk and value head: F * E, H, and their part of dG and dbeta
     _local_kernel       program = chunk and key head: everything else, K block by K block, for its value heads one after the
                         other, so that dq and dk are sums in a fixed order
@@ -28,17 +29,12 @@ from pronghorn.kernels.runtime.dispatch import jit, tl
 
 
 @jit
-def _reverse_kernel(
-    do, do_row, q, q_row, k, k_row, decays, beta, P, R, dv, dv_row, X, dstates, bounds, skip, scale, N: tl.constexpr,
-    GROUP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, DELTA: tl.constexpr,
+def _reverse_document(
+    dM, document, start, end, head, across, down, own, inside, do, do_row, q, q_row, k, k_row, decays, beta, P, R, dv, dv_row,
+    X, dstates, skip, scale, N: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, DELTA: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    document, head, across = of_program(N, V, BV)
-    down, row = tl.arange(0, KP), tl.arange(0, 64)
-    inside = (across < V)[:, None] & (down < K)[None, :]
-    own = head.to(tl.int64) * K * V + down[None, :] * V + across[:, None]
-    start, end = tl.load(bounds + document), tl.load(bounds + document + 1)
-    dM = tl.zeros([BV, KP], tl.float32)
+    row = tl.arange(0, 64)
     for back in tl.range(0, tl.cdiv(end - start, 64), num_stages=STAGES):
         first = start + (tl.cdiv(end - start, 64) - 1 - back) * 64
         rows = end - first
@@ -61,6 +57,35 @@ def _reverse_kernel(
         dM = tl.exp(last) * dM + scale * dot((tl.exp(G)[None, :] * grad.to(tl.float32)).to(keys.dtype), queries)
         if DELTA:
             dM -= dot(((b * tl.exp(G))[None, :] * x).to(keys.dtype), keys)
+    return dM
+
+
+@jit
+def _reverse_kernel(
+    do, do_row, q, q_row, k, k_row, decays, beta, P, R, dv, dv_row, X, dstates, bounds, behinds, skip, scale, N: tl.constexpr,
+    GROUP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, SHARED: tl.constexpr,
+    DELTA: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    document, head, across = of_program(N, V, BV)
+    down = tl.arange(0, KP)
+    inside = (across < V)[:, None] & (down < K)[None, :]
+    own = head.to(tl.int64) * K * V + down[None, :] * V + across[:, None]
+    start, end = tl.load(bounds + document), tl.load(bounds + document + 1)
+    dM = tl.zeros([BV, KP], tl.float32)
+    if SHARED:  # the last answer first, the prompt last
+        behind = tl.load(behinds + document)
+        for number in tl.range(1, behind - document + 1, num_stages=1):
+            one = behind - number
+            dM += _reverse_document(
+                tl.where(one == document, dM, 0.0), one, tl.load(bounds + one), tl.load(bounds + one + 1), head, across, down,
+                own, inside, do, do_row, q, q_row, k, k_row, decays, beta, P, R, dv, dv_row, X, dstates, skip, scale, N, GROUP,
+                K, V, DELTA, STAGES,
+            )  # fmt: skip
+    else:
+        _reverse_document(
+            dM, document, start, end, head, across, down, own, inside, do, do_row, q, q_row, k, k_row, decays, beta, P, R, dv,
+            dv_row, X, dstates, skip, scale, N, GROUP, K, V, DELTA, STAGES,
+        )  # fmt: skip
 
 
 @jit

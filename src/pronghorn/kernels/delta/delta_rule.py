@@ -31,6 +31,9 @@ dskip = sum over t of do . v.
 
 G, E and M are in float32, and R while it is made; operands of products are rounded to the inputs' dtype, sums are in float32.
 
+Where answers share prompts (conv/shared_prompts.py), a prompt's program goes on with its answers, each from the prompt's last
+M, and dM of the prompt begins as the sum of its answers' dM0: no launch and no memory more.
+
 Three launches forward (delta_scan.py, delta_inverse.py), five backward (delta_gradients.py). Backward's own memory, for 16,384
 tokens in 80 documents with 32 value heads of 128 x 128 in 16 bits: M0 and dM1 352 MB each, D and X 134 each, P, F * E and H 67
 each.
@@ -43,6 +46,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pronghorn.kernels.conv.shared_prompts import SharedPrompts
 from pronghorn.kernels.delta.delta_chunks import CHUNK
 from pronghorn.kernels.delta.delta_gradients import _local_kernel, _reverse_kernel, _weights_kernel
 from pronghorn.kernels.delta.delta_inverse import _inverse_kernel
@@ -67,11 +71,13 @@ class _Tiles(NamedTuple):
     local: tuple[int, int]  # K and V columns of a step
 
     @staticmethod
-    def of(K: int, V: int, x: Tensor) -> _Tiles:
+    def of(K: int, V: int, x: Tensor, *, shared: bool = False) -> _Tiles:
+        """`shared`: scans hold a second state."""
         large, K, V = chip_of(x.device).large and _padded(K) <= 128, _padded(K), _padded(V)
         if x.dtype == torch.float32:  # no tensor cores: products are unrolled
             return _Tiles(16, 1, 16, 16, (16, 16))
-        scan, stages = (32, 2) if large else (16, 1)  # ms of a forward scan: 0.57; 0.83 with 1 stage, 0.83 with 16 columns
+        # ms of a forward scan: 0.57; 0.83 with 1 stage, 0.83 with 16 columns
+        scan, stages = (32, 2) if large and not shared else (16, 1)
         return _Tiles(min(scan, V), stages, min(64, K), min(64, K, V), (min(32, K), min(128 if large else 32, V)))
 
 
@@ -98,15 +104,16 @@ def _sizes(q_TJK: Tensor, v_TNV: Tensor) -> dict[str, Any]:
 def delta_rule_forward(
     q_TJK: Tensor, k_TJK: Tensor, v_TNV: Tensor, g_TN: Tensor, beta_TN: Tensor, chunks_S2: Tensor, cu_seqlens: Tensor, *,
     initial: Tensor | None = None, final: Tensor | None = None, places: Tensor | None = None, out: Tensor | None = None,
-    skip_N: Tensor | None = None,
+    skip_N: Tensor | None = None, shared: SharedPrompts | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(o_TNV, R_TNC): R has the rows of q and 64 columns; `delta_rule_backward` takes it. None where `skip_N` is given.
 
     q, k, v, `out`: rows may be columns of wider ones. g, beta: contiguous, float32. `chunks_S2`: `chunk_table(cu_seqlens, T)`.
     `cu_seqlens` int32, from 0 to T: padding is a document. `initial`, `final` [places, N, K, V] float32: the state before each
     document (else zero), and where to put the one after it; both at its place in `places` (else its number). Empty documents
-    leave their place in `final` alone.
+    leave their place in `final` alone. Neither goes with `shared`.
     """
+    assert shared is None or initial is final is None
     o_TNV = torch.empty(v_TNV.shape, dtype=v_TNV.dtype, device=v_TNV.device) if out is None else out
     documents = len(cu_seqlens) - 1
     if places is None and (initial is not None or final is not None):
@@ -114,7 +121,7 @@ def delta_rule_forward(
     if not use_triton(v_TNV):
         R_TNC = None if skip_N is not None else inverse_torch(k_TJK, g_TN, beta_TN, chunks_S2, cu_seqlens)
         before = None if initial is None or places is None else initial[places.long()]
-        found = scan_torch(q_TJK, k_TJK, v_TNV, g_TN, beta_TN, R_TNC, chunks_S2, cu_seqlens, before, skip_N)
+        found = scan_torch(q_TJK, k_TJK, v_TNV, g_TN, beta_TN, R_TNC, chunks_S2, cu_seqlens, before, skip_N, shared)
         put_rows(found.o, o_TNV, chunks_S2, cu_seqlens)
         if final is not None and places is not None:
             filled = cu_seqlens[1:] > cu_seqlens[:-1]
@@ -122,16 +129,17 @@ def delta_rule_forward(
         return o_TNV, R_TNC
     count("delta", operations(q_TJK, v_TNV, forward=True, delta=skip_N is None))
     K, V = q_TJK.shape[2], v_TNV.shape[2]
-    sizes, tiles = _sizes(q_TJK, v_TNV), _Tiles.of(K, V, v_TNV)
-    scanned = sizes | {"KP": _padded(K), "BV": tiles.scan}
+    sizes, tiles = _sizes(q_TJK, v_TNV), _Tiles.of(K, V, v_TNV, shared=shared is not None)
+    scanned = sizes | {"KP": _padded(K), "BV": tiles.scan, "SHARED": shared is not None}
     P_TNC, decays_TN = _within_chunks(q_TJK, k_TJK, g_TN, chunks_S2, sizes, tiles)
     R_TNC = _inverse(k_TJK, decays_TN, beta_TN, chunks_S2, sizes, tiles) if skip_N is None else None
     inverse = P_TNC if R_TNC is None else R_TNC  # not read where there is none
     states = [P_TNC if each is None else each for each in (initial, final, places, skip_N)]
     _scan_kernel[(documents * v_TNV.shape[1] * triton.cdiv(V, tiles.scan),)](
         q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), v_TNV, v_TNV.stride(0), decays_TN, beta_TN, P_TNC, inverse, o_TNV,
-        o_TNV.stride(0), P_TNC, P_TNC, cu_seqlens, *states, _scale(q_TJK, skip_N), **scanned, OUTPUT=True,
-        HAS_INITIAL=initial is not None, HAS_FINAL=final is not None, DELTA=skip_N is None, STAGES=tiles.stages, num_warps=4,
+        o_TNV.stride(0), P_TNC, P_TNC, cu_seqlens, cu_seqlens if shared is None else shared.behind_S, *states,
+        _scale(q_TJK, skip_N), **scanned, OUTPUT=True, HAS_INITIAL=initial is not None, HAS_FINAL=final is not None,
+        DELTA=skip_N is None, STAGES=tiles.stages, num_warps=4,
     )  # fmt: skip
     return o_TNV, R_TNC
 
@@ -168,7 +176,7 @@ def _inverse(
 def delta_rule_backward(
     do_TNV: Tensor, q_TJK: Tensor, k_TJK: Tensor, v_TNV: Tensor, g_TN: Tensor, beta_TN: Tensor, R_TNC: Tensor | None,
     chunks_S2: Tensor, cu_seqlens: Tensor, *, skip_N: Tensor | None = None, dskip_TN: Tensor | None = None,
-    out: tuple[Tensor, Tensor, Tensor] | None = None,
+    out: tuple[Tensor, Tensor, Tensor] | None = None, shared: SharedPrompts | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(dq_TJK, dk_TJK, dv_TNV, dg_TN, dbeta_TN), the last two in float32. do, q, k, v: rows may be columns of wider ones. For
     documents that begin without a state. `out`: where to put the first three. `dskip_TN`: where to put each token's part of
@@ -178,12 +186,14 @@ def delta_rule_backward(
     dg_TN, dbeta_TN = torch.empty_like(g_TN), torch.empty_like(beta_TN)
     outs = (dq_TJK, dk_TJK, dv_TNV, dg_TN, dbeta_TN)
     if not use_triton(v_TNV):
-        backward_torch(do_TNV, q_TJK, k_TJK, v_TNV, g_TN, beta_TN, R_TNC, chunks_S2, cu_seqlens, outs, skip_N, dskip_TN)
+        given = q_TJK, k_TJK, v_TNV, g_TN, beta_TN, R_TNC, chunks_S2, cu_seqlens
+        backward_torch(do_TNV, *given, outs, skip_N, dskip_TN, shared)
         return outs
     (T, N, V), K, scale, delta = v_TNV.shape, q_TJK.shape[2], _scale(q_TJK, skip_N), skip_N is None
     count("delta", operations(q_TJK, v_TNV, forward=False, delta=delta))
-    sizes, tiles = _sizes(q_TJK, v_TNV), _Tiles.of(K, V, v_TNV)
-    scanned = sizes | {"KP": _padded(K), "BV": tiles.scan}
+    sizes, tiles = _sizes(q_TJK, v_TNV), _Tiles.of(K, V, v_TNV, shared=shared is not None)
+    scanned = sizes | {"KP": _padded(K), "BV": tiles.scan, "SHARED": shared is not None}
+    behinds = cu_seqlens if shared is None else shared.behind_S  # not read where there is none
     D_TNV, X_TNV = (torch.empty(T, N, V, dtype=v_TNV.dtype, device=v_TNV.device) for _ in range(2))
     P_TNC, decays_TN = _within_chunks(q_TJK, k_TJK, g_TN, chunks_S2, sizes, tiles)
     inverse = P_TNC if R_TNC is None else R_TNC  # not read where there is none
@@ -192,12 +202,13 @@ def delta_rule_backward(
     grid = ((len(cu_seqlens) - 1) * N * triton.cdiv(V, tiles.scan),)
     _scan_kernel[grid](
         q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), v_TNV, v_TNV.stride(0), decays_TN, beta_TN, P_TNC, inverse, D_TNV,
-        N * V, D_TNV, states, cu_seqlens, states, states, cu_seqlens, skip, scale, **scanned, OUTPUT=False, HAS_INITIAL=False,
-        HAS_FINAL=False, DELTA=delta, STAGES=tiles.stages, num_warps=4,
+        N * V, D_TNV, states, cu_seqlens, behinds, states, states, cu_seqlens, skip, scale, **scanned, OUTPUT=False,
+        HAS_INITIAL=False, HAS_FINAL=False, DELTA=delta, STAGES=tiles.stages, num_warps=4,
     )  # fmt: skip
     _reverse_kernel[grid](
         do_TNV, do_TNV.stride(0), q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), decays_TN, beta_TN, P_TNC, inverse, dv_TNV,
-        dv_TNV.stride(0), X_TNV, dstates, cu_seqlens, skip, scale, **scanned, DELTA=delta, STAGES=tiles.stages, num_warps=4,
+        dv_TNV.stride(0), X_TNV, dstates, cu_seqlens, behinds, skip, scale, **scanned, DELTA=delta, STAGES=tiles.stages,
+        num_warps=4 if shared is None else 8,  # 4 spill registers
     )  # fmt: skip
     by_o = torch.empty_like(P_TNC)
     by_A = torch.empty_like(P_TNC) if delta else P_TNC
@@ -207,8 +218,8 @@ def delta_rule_backward(
         by_A, dG, db, dskip, chunks_S2, scale, **sizes, BK=tiles.pairs, BV=tiles.pairs, DELTA=delta,
         NEED_SKIP=dskip_TN is not None, num_stages=1, num_warps=4,
     )  # fmt: skip
-    shared = q_TJK.shape if q_TJK.shape[1] < N else (0,)  # a group of one head needs no sums
-    sums = [torch.empty(shared, dtype=torch.float32, device=v_TNV.device) for _ in range(2)]
+    summed = q_TJK.shape if q_TJK.shape[1] < N else (0,)  # a group of one head needs no sums
+    sums = [torch.empty(summed, dtype=torch.float32, device=v_TNV.device) for _ in range(2)]
     _local_kernel[(len(chunks_S2), q_TJK.shape[1])](
         do_TNV, do_TNV.stride(0), q_TJK, q_TJK.stride(0), k_TJK, k_TJK.stride(0), decays_TN, beta_TN, D_TNV, X_TNV, by_o, by_A,
         dG, db, states, dstates, dq_TJK, dq_TJK.stride(0), dk_TJK, dk_TJK.stride(0), dg_TN, dbeta_TN, *sums, chunks_S2, scale,
@@ -229,8 +240,11 @@ class _DeltaRule(torch.autograd.Function):
         chunks_S2: Tensor,
         cu_seqlens: Tensor,
         skip_N: Tensor | None,
+        shared: SharedPrompts | None,
     ) -> Tensor:
-        o_TNV, R_TNC = delta_rule_forward(q_TJK, k_TJK, v_TNV, g_TN, beta_TN, chunks_S2, cu_seqlens, skip_N=skip_N)
+        given = q_TJK, k_TJK, v_TNV, g_TN, beta_TN, chunks_S2, cu_seqlens
+        o_TNV, R_TNC = delta_rule_forward(*given, skip_N=skip_N, shared=shared)
+        ctx.shared = shared
         ctx.save_for_backward(q_TJK, k_TJK, v_TNV, g_TN, beta_TN, R_TNC, chunks_S2, cu_seqlens, skip_N)
         return o_TNV
 
@@ -239,15 +253,15 @@ class _DeltaRule(torch.autograd.Function):
     def backward(ctx: Ctx, *incoming: Tensor) -> tuple[Tensor | None, ...]:
         *given, skip_N = ctx.saved_tensors
         dskip_TN = torch.empty_like(given[3]) if ctx.needs_input_grad[7] else None
-        found = delta_rule_backward(incoming[0].contiguous(), *given, skip_N=skip_N, dskip_TN=dskip_TN)
-        return *found, None, None, None if dskip_TN is None else dskip_TN.sum(0).to(skip_N.dtype)
+        found = delta_rule_backward(incoming[0].contiguous(), *given, skip_N=skip_N, dskip_TN=dskip_TN, shared=ctx.shared)
+        return *found, None, None, None if dskip_TN is None else dskip_TN.sum(0).to(skip_N.dtype), None
 
 
 def delta_rule(
     q_TJK: Tensor, k_TJK: Tensor, v_TNV: Tensor, g_TN: Tensor, beta_TN: Tensor, chunks_S2: Tensor, cu_seqlens: Tensor,
-    skip_N: Tensor | None = None,
+    skip_N: Tensor | None = None, shared: SharedPrompts | None = None,
 ) -> Tensor:  # fmt: skip
     """Differentiable o_TNV."""
-    given = q_TJK, k_TJK, v_TNV, g_TN, beta_TN, chunks_S2, cu_seqlens, skip_N
+    given = q_TJK, k_TJK, v_TNV, g_TN, beta_TN, chunks_S2, cu_seqlens, skip_N, shared
     o_TNV: Tensor = _DeltaRule.apply(*given)  # type: ignore[no-untyped-call]
     return o_TNV

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pronghorn.kernels.conv.shared_prompts import SharedPrompts
 from pronghorn.kernels.delta.delta_chunks import CHUNK
 
 
@@ -126,8 +127,10 @@ class Scanned(NamedTuple):
 def scan_torch(
     q_TJK: Tensor, k_TJK: Tensor, v_TNV: Tensor, g_TN: Tensor, beta_TN: Tensor, R_TNC: Tensor | None,
     chunks_S2: Tensor, cu_seqlens: Tensor, initial: Tensor | None = None, skip_N: Tensor | None = None,
+    shared: SharedPrompts | None = None,
 ) -> Scanned:  # fmt: skip
     """In chunks. `initial` [documents, N, K, V]. R None and `skip_N`: Mamba-2."""
+    prompts = {} if shared is None else shared.prompts()
     at = _Chunks(v_TNV.dtype, chunks_S2, cu_seqlens, v_TNV.shape[1])
     q, k, v, g, b = (at.cut(x) for x in (q_TJK, k_TJK, v_TNV, g_TN, beta_TN))
     R = None if R_TNC is None else at.cut(R_TNC)
@@ -136,7 +139,7 @@ def scan_torch(
     o, D, states = torch.zeros_like(v), torch.zeros_like(v), torch.zeros_like(k.mT @ v)
     last = torch.zeros(len(at.documents), *states.shape[1:], dtype=at.wide, device=v.device)
     for document, slots in enumerate(at.documents):
-        M = last[document] if initial is None else initial[document].to(at.wide)
+        M = last[prompts.get(document, document)] if initial is None else initial[document].to(at.wide)
         for s in slots:
             states[s] = M
             D[s] = b[s] * v[s] if R is None else at.dot(R[s], b[s] * (v[s] - eG[s] * at.dot(k[s], M)))
@@ -156,18 +159,20 @@ def put_rows(x: Tensor, out_TNV: Tensor, chunks_S2: Tensor, cu_seqlens: Tensor) 
 def backward_torch(
     do_TNV: Tensor, q_TJK: Tensor, k_TJK: Tensor, v_TNV: Tensor, g_TN: Tensor, beta_TN: Tensor, R_TNC: Tensor | None,
     chunks_S2: Tensor, cu_seqlens: Tensor, outs: tuple[Tensor, ...], skip_N: Tensor | None = None,
-    dskip_TN: Tensor | None = None,
+    dskip_TN: Tensor | None = None, shared: SharedPrompts | None = None,
 ) -> None:  # fmt: skip
     """Writes dq, dk, dv, dg, dbeta into `outs`."""
     at = _Chunks(v_TNV.dtype, chunks_S2, cu_seqlens, v_TNV.shape[1])
     q, k, v, g, b, do = (at.cut(x) for x in (q_TJK, k_TJK, v_TNV, g_TN, beta_TN, do_TNV))
     R = None if R_TNC is None else at.cut(R_TNC)
     (E, eG, away, through), b, scale = at.decays(g), b[..., None], 1.0 if R is None else q.shape[-1] ** -0.5
-    _, D, M0, _ = scan_torch(q_TJK, k_TJK, v_TNV, g_TN, beta_TN, R_TNC, chunks_S2, cu_seqlens)
+    _, D, M0, _ = scan_torch(q_TJK, k_TJK, v_TNV, g_TN, beta_TN, R_TNC, chunks_S2, cu_seqlens, shared=shared)
     qk, kk = at.dot(q, k.mT) * E, at.dot(k, k.mT) * E
     X, dM1 = torch.zeros_like(v), torch.zeros_like(M0)
-    for slots in at.documents:
-        dM = torch.zeros_like(M0[0])
+    prompts = {} if shared is None else shared.prompts()
+    by_answers = {prompt: torch.zeros_like(M0[0]) for prompt in prompts.values()}
+    for document, slots in reversed([*enumerate(at.documents)]):  # answers before their prompt
+        dM = by_answers.get(document, torch.zeros_like(M0[0]))
         for s in reversed(slots):
             dM1[s] = dM
             X[s] = at.dot(scale * qk[s].mT, do[s]) + away[s] * at.dot(k[s], dM)
@@ -175,6 +180,8 @@ def backward_torch(
             if R is not None:
                 X[s] = at.dot(R[s].mT, X[s])
                 dM -= at.dot(k[s].mT, b[s] * eG[s] * X[s])
+        if document in prompts:
+            by_answers[prompts[document]] += dM
     seen, dA = scale * at.dot(do, D.mT), -at.dot(X, D.mT).tril(-1)
     doM, XM, DM = at.dot(do, M0.mT), at.dot(X, M0.mT), at.dot(D, dM1.mT)
     if R is None:  # no correction by what is there

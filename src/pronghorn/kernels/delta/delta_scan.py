@@ -3,7 +3,8 @@
     _pairs_kernel       program = chunk and key head: G and P of its value heads
     _inverse_kernel     (delta_inverse.py) R
     _scan_kernel        program = document, value head and V block: goes through the document's chunks, M in registers;
-                        writes o or, for backward, D and the state before each chunk
+                        writes o or, for backward, D and the state before each chunk; then through those of the answers that
+                        share the document, each from its last M (conv/shared_prompts.py)
 
 The kernels that carry a state from chunk to chunk hold everything transposed: M^T [V block, K], rows of a chunk as columns. So
 the first operand of each product has fewer than 64 rows. With 64, Triton 3.6 takes Hopper's asynchronous products, whose
@@ -120,22 +121,12 @@ def of_program(N: tl.constexpr, V: tl.constexpr, BV: tl.constexpr):
 
 
 @jit
-def _scan_kernel(
-    q, q_row, k, k_row, v, v_row, decays, beta, P, R, o, o_row, D, states, bounds, initial, final, places, skip, scale,
-    N: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
-    OUTPUT: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, DELTA: tl.constexpr,
-    STAGES: tl.constexpr,
+def _scan_document(
+    M, document, start, end, head, across, down, own, inside, q, q_row, k, k_row, v, v_row, decays, beta, P, R, o, o_row, D,
+    states, skip, scale, N: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, V: tl.constexpr, OUTPUT: tl.constexpr,
+    DELTA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Pointers that a variant does not use may be any: o without OUTPUT, D and states with it, those of HAS_...,
-    R with DELTA off, skip with DELTA."""
-    document, head, across = of_program(N, V, BV)
-    down, row = tl.arange(0, KP), tl.arange(0, 64)
-    inside = (across < V)[:, None] & (down < K)[None, :]
-    own = head.to(tl.int64) * K * V + down[None, :] * V + across[:, None]  # of a state [N, K, V]
-    start, end = tl.load(bounds + document), tl.load(bounds + document + 1)
-    M = tl.zeros([BV, KP], tl.float32)
-    if HAS_INITIAL:
-        M = tl.load(initial + tl.load(places + document).to(tl.int64) * N * K * V + own, mask=inside, other=0.0)
+    row = tl.arange(0, 64)
     for first in tl.range(start, end, 64, num_stages=STAGES):
         rows = end - first
         keys = tile(k + head // GROUP * K, k_row, first, rows, down, K)
@@ -161,6 +152,39 @@ def _scan_kernel(
             tl.store(states + slot * N * K * V + own, state, mask=inside)
             put_transposed(D + head * V, N * V, first, rows, across, V, new)
         M = tl.exp(last) * M + dot((tl.exp(last - G)[None, :] * new).to(keys.dtype), keys)
+    return M
+
+
+@jit
+def _scan_kernel(
+    q, q_row, k, k_row, v, v_row, decays, beta, P, R, o, o_row, D, states, bounds, behinds, initial, final, places, skip, scale,
+    N: tl.constexpr, GROUP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    OUTPUT: tl.constexpr, HAS_INITIAL: tl.constexpr, HAS_FINAL: tl.constexpr, SHARED: tl.constexpr, DELTA: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Pointers that a variant does not use may be any: o without OUTPUT, D and states with it, those of HAS_..., behinds
+    without SHARED, R with DELTA off, skip with DELTA."""
+    document, head, across = of_program(N, V, BV)
+    down = tl.arange(0, KP)
+    inside = (across < V)[:, None] & (down < K)[None, :]
+    own = head.to(tl.int64) * K * V + down[None, :] * V + across[:, None]  # of a state [N, K, V]
+    start, end = tl.load(bounds + document), tl.load(bounds + document + 1)
+    M = tl.zeros([BV, KP], tl.float32)
+    if HAS_INITIAL:
+        M = tl.load(initial + tl.load(places + document).to(tl.int64) * N * K * V + own, mask=inside, other=0.0)
+    if SHARED:  # of an answer there is nothing to do: its prompt's program does it
+        for number in tl.range(0, tl.load(behinds + document) - document, num_stages=1):
+            one = document + number
+            last = _scan_document(
+                M, one, tl.load(bounds + one), tl.load(bounds + one + 1), head, across, down, own, inside, q, q_row, k, k_row,
+                v, v_row, decays, beta, P, R, o, o_row, D, states, skip, scale, N, GROUP, K, V, OUTPUT, DELTA, STAGES,
+            )  # fmt: skip
+            M = tl.where(one == document, last, M)
+    else:
+        M = _scan_document(
+            M, document, start, end, head, across, down, own, inside, q, q_row, k, k_row, v, v_row, decays, beta, P, R, o,
+            o_row, D, states, skip, scale, N, GROUP, K, V, OUTPUT, DELTA, STAGES,
+        )  # fmt: skip
     if HAS_FINAL:  # noqa: SIM102 (known to the compiler, the other is not)
         if end > start:
             tl.store(final + tl.load(places + document).to(tl.int64) * N * K * V + own, M, mask=inside)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pronghorn.kernels.attention.attention_shared import shared_spans
 from pronghorn.kernels.attention.attention_torch import spans
+from pronghorn.kernels.conv.shared_prompts import SharedPrompts, shared_prompts
 from pronghorn.kernels.moe.routing import Routing
 from pronghorn.kernels.runtime.dispatch import address
 from pronghorn.model.positions import Positions
@@ -71,6 +72,7 @@ class Documents:
     spans_2T: Tensor  # where each token's document begins and ends
     typical: int  # mean document length, weighted by tokens: affects speed, not results
     prefix_2T: Tensor | None = None  # prompts that answers share (kernels/attention/attention_shared.py); then rows may repeat
+    shared: SharedPrompts | None = None  # the same, where a mixer has a state or a convolution
     query_scale_T: Tensor | None = None  # factor of each token's queries, where the model has one
     chunks_S2: Tensor | None = None  # pieces of the documents, where a mixer reads them (kernels/delta/delta_chunks.py)
     load: RouterStats | None = None  # of the experts in this step
@@ -88,11 +90,12 @@ class Documents:
     @classmethod
     def of(cls, pack: PackedDocuments, positions: Positions) -> Documents:
         """`positions`: the model's. On the pack's device, without synchronization."""
-        tokens, prefix_2T = pack.sizes["T"], None
+        tokens, prefix_2T, shared = pack.sizes["T"], None, None
         if pack.prompt_of_S is None:
             spans_2T = spans(pack.cu_seqlens, tokens)
         else:
             spans_2T, prefix_2T = shared_spans(pack.cu_seqlens, pack.prompt_of_S, tokens)
+            shared = shared_prompts(pack.cu_seqlens, pack.prompt_of_S, prefix_2T)
         return cls(
             pack.cu_seqlens,
             pack.longest,
@@ -100,6 +103,7 @@ class Documents:
             spans_2T,
             pack.typical or tokens // max(1, len(pack.cu_seqlens) - 1),
             prefix_2T=prefix_2T,
+            shared=shared,
             query_scale_T=positions.query_scale(pack.positions_T),
             chunks_S2=positions.chunks(pack.cu_seqlens, tokens),
         )

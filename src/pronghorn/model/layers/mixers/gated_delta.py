@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.hf_types import HFConfig
+from pronghorn.kernels.conv.shared_prompts import SharedPrompts
 from pronghorn.kernels.delta.delta_gates import delta_gates, delta_gates_backward, delta_gates_forward
 from pronghorn.kernels.delta.delta_inputs import Heads, delta_inputs, delta_inputs_backward, delta_inputs_forward
 from pronghorn.kernels.delta.delta_rule import delta_rule, delta_rule_backward, delta_rule_forward
@@ -79,8 +80,10 @@ class GatedDelta(Mixer):
     def eps(self) -> float:
         return float(self.module.norm.variance_epsilon)
 
-    def inputs(self, qkv_TX: Tensor, spans_2T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return delta_inputs_forward(qkv_TX, self.taps, spans_2T, self.heads)
+    def inputs(
+        self, qkv_TX: Tensor, spans_2T: Tensor, shared: SharedPrompts | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        return delta_inputs_forward(qkv_TX, self.taps, spans_2T, self.heads, shared=shared)
 
     def parts_of(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """qkv, z, b, a"""
@@ -112,8 +115,8 @@ class GatedDelta(Mixer):
         gates = delta_gates_forward(a, b, self.module.A_log, self.module.dt_bias)
         if documents.cache is not None:
             return documents.cache.delta(self.index, qkv, self.inputs, *gates, documents), None
-        inputs = self.inputs(qkv, documents.spans_2T)
-        return delta_rule_forward(*inputs, *gates, documents.chunks, documents.cu_seqlens)
+        inputs = self.inputs(qkv, documents.spans_2T, documents.shared)
+        return delta_rule_forward(*inputs, *gates, documents.chunks, documents.cu_seqlens, shared=documents.shared)
 
     def gated(self, saved: Saved, extra: int) -> Tensor:
         o = rows_like(saved["h"], self.out_width + extra)
@@ -130,14 +133,16 @@ class GatedDelta(Mixer):
         (qkv, z, b, a), (dqkv, dz, db, da) = self.parts_of(y), self.parts_of(dy)
         trains = m.norm.weight.requires_grad
         do, _, dnorm = gated_norm_backward(do, saved["core"], z, m.norm.weight, self.eps, need_weight=trains, out=dz)
-        inputs = self.inputs(qkv, documents.spans_2T)
+        shared = documents.shared
+        inputs = self.inputs(qkv, documents.spans_2T, shared)
         gates = delta_gates_forward(a, b, m.A_log, m.dt_bias)
-        dq, dk, dv, dg, dbeta = delta_rule_backward(do, *inputs, *gates, saved["R"], documents.chunks, documents.cu_seqlens)
+        where = documents.chunks, documents.cu_seqlens
+        dq, dk, dv, dg, dbeta = delta_rule_backward(do, *inputs, *gates, saved["R"], *where, shared=shared)
         del do, inputs, gates
         trains = m.A_log.requires_grad or m.dt_bias.requires_grad
         _, _, dA, ddt = delta_gates_backward(dg, dbeta, a, b, m.A_log, m.dt_bias, need_weights=trains, out=(da, db))
         _, dtaps = delta_inputs_backward(
-            dq, dk, dv, qkv, self.taps, documents.spans_2T, self.heads, need_taps=taps.requires_grad, out=dqkv
+            dq, dk, dv, qkv, self.taps, documents.spans_2T, self.heads, None, shared, need_taps=taps.requires_grad, out=dqkv
         )
         if self.orders:
             dy_ext[:, : y.shape[1]] = dy.index_select(1, self._order_on(y.device)[1])
@@ -152,9 +157,9 @@ class GatedDelta(Mixer):
         if documents.cache is not None:
             core = self._core(y, documents)[0]
         else:
-            q, k, v = delta_inputs(qkv, self.taps, documents.spans_2T, self.heads)
+            q, k, v = delta_inputs(qkv, self.taps, documents.spans_2T, self.heads, None, documents.shared)
             g, beta = delta_gates(a, b, m.A_log, m.dt_bias)
-            core = delta_rule(q, k, v, g, beta, documents.chunks, documents.cu_seqlens)
+            core = delta_rule(q, k, v, g, beta, documents.chunks, documents.cu_seqlens, None, documents.shared)
         return gated_norm(core, z, m.norm.weight, self.eps)
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from pronghorn.hf_types import HFConfig
+from pronghorn.kernels.conv.shared_prompts import SharedPrompts
 from pronghorn.kernels.delta.delta_gates import delta_gates, delta_gates_backward, delta_gates_forward
 from pronghorn.kernels.delta.delta_inputs import Heads, delta_inputs, delta_inputs_backward, delta_inputs_forward, unnormed
 from pronghorn.kernels.delta.delta_rule import delta_rule, delta_rule_backward, delta_rule_forward
@@ -80,8 +81,10 @@ class Mamba(Mixer):
         u, B, C = made_TX.split([N * V, J * K, J * K], dim=1)
         return C.unflatten(1, (J, K)), B.unflatten(1, (J, K)), u.unflatten(1, (N, V))
 
-    def inputs(self, x_TX: Tensor, spans_2T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        made = delta_inputs_forward(x_TX, self.taps, spans_2T, self.columns, self.module.conv1d.bias)
+    def inputs(
+        self, x_TX: Tensor, spans_2T: Tensor, shared: SharedPrompts | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        made = delta_inputs_forward(x_TX, self.taps, spans_2T, self.columns, self.module.conv1d.bias, shared)
         return self.split(made[2].flatten(1))
 
     def by_group(self, core: Tensor) -> Tensor:
@@ -102,8 +105,8 @@ class Mamba(Mixer):
         gates = delta_gates_forward(dt, None, m.A_log, m.dt_bias, self.limits)
         if documents.cache is not None:
             return documents.cache.delta(self.index, x, self.inputs, *gates, documents, skip_N=m.D)
-        inputs = self.inputs(x, documents.spans_2T)
-        return delta_rule_forward(*inputs, *gates, documents.chunks, documents.cu_seqlens, skip_N=m.D)[0]
+        inputs, shared = self.inputs(x, documents.spans_2T, documents.shared), documents.shared
+        return delta_rule_forward(*inputs, *gates, documents.chunks, documents.cu_seqlens, skip_N=m.D, shared=shared)[0]
 
     def gated(self, saved: Saved, extra: int) -> Tensor:
         o = rows_like(saved["h"], self.out_width + extra)
@@ -121,13 +124,13 @@ class Mamba(Mixer):
         dcore, _, dnorm = gated_norm_backward(
             do, self.by_group(core), z, m.norm.weight, self.eps, gate_first=True, need_weight=trains, out=dz
         )
-        inputs = self.inputs(x, documents.spans_2T)
+        inputs, shared = self.inputs(x, documents.spans_2T, documents.shared), documents.shared
         gates = delta_gates_forward(dt, None, m.A_log, m.dt_bias, self.limits)
         dmade = torch.empty(len(x), x.shape[1], dtype=x.dtype, device=x.device)
         dskip = torch.empty_like(gates[0]) if m.D.requires_grad else None
         *_, dg, dstep = delta_rule_backward(
             dcore.view(core.shape), *inputs, *gates, None, documents.chunks, documents.cu_seqlens, skip_N=m.D, dskip_TN=dskip,
-            out=self.split(dmade),
+            out=self.split(dmade), shared=shared,
         )  # fmt: skip
         del dcore, inputs, gates
         trains = m.A_log.requires_grad or m.dt_bias.requires_grad
@@ -136,8 +139,9 @@ class Mamba(Mixer):
         )
         trains = any(parameter.requires_grad for parameter in conv.parameters())
         _, of_conv = delta_inputs_backward(
-            *self.columns.split(dmade), x, self.taps, documents.spans_2T, self.columns, conv.bias, need_taps=trains, out=dx
-        )
+            *self.columns.split(dmade), x, self.taps, documents.spans_2T, self.columns, conv.bias, shared, need_taps=trains,
+            out=dx,
+        )  # fmt: skip
         W = self.taps.shape[1]
         found = [] if conv.bias is None else [None if of_conv is None else of_conv[:, W]]
         found = [None if of_conv is None else of_conv[:, None, :W], *found, dA, dbias]
@@ -151,7 +155,8 @@ class Mamba(Mixer):
         if documents.cache is not None:
             core = self._core(y, documents)
         else:
-            made = delta_inputs(x, self.taps, documents.spans_2T, self.columns, m.conv1d.bias)[2].flatten(1)
+            where = documents.spans_2T, self.columns, m.conv1d.bias, documents.shared
+            made = delta_inputs(x, self.taps, *where)[2].flatten(1)
             gates = delta_gates(dt, None, m.A_log, m.dt_bias, self.limits)
-            core = delta_rule(*self.split(made), *gates, documents.chunks, documents.cu_seqlens, m.D)
+            core = delta_rule(*self.split(made), *gates, documents.chunks, documents.cu_seqlens, m.D, documents.shared)
         return gated_norm(self.by_group(core), z, m.norm.weight, self.eps, gate_first=True)

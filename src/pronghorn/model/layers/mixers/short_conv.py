@@ -8,7 +8,6 @@ T = packed tokens, D = model width, X = 3 D. Saved for backward (saved.py): *
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -46,8 +45,11 @@ class ShortConv(Mixer):
         h = saved["h"]
         bcx, xa = self.into.apply(self.into.of_norm(self.before, h, saved))
         o = rows_like(h, self.out_width + self.out.extra)
-        convolve = short_conv_forward if documents.cache is None else partial(documents.cache.convolve, self.index)
-        convolve(bcx, self.taps, documents.spans_2T, out=o[:, : self.out_width])
+        out = o[:, : self.out_width]
+        if documents.cache is not None:
+            documents.cache.convolve(self.index, bcx, self.taps, documents.spans_2T, out)
+        else:
+            short_conv_forward(bcx, self.taps, documents.spans_2T, documents.shared, out=out)
         saved.put(bcx=bcx, xa1=self.into.owned(xa))
         return o
 
@@ -55,8 +57,9 @@ class ShortConv(Mixer):
         bcx, weight = saved["bcx"], self.module.conv.weight
         dbcx = rows_like(do, bcx.shape[1] + self.into.extra)
         _, dtaps = short_conv_backward(
-            do, bcx, self.taps, documents.spans_2T, need_taps=weight.requires_grad, out=dbcx[:, : bcx.shape[1]]
-        )
+            do, bcx, self.taps, documents.spans_2T, documents.shared, need_taps=weight.requires_grad,
+            out=dbcx[:, : bcx.shape[1]],
+        )  # fmt: skip
         return dbcx, (None if dtaps is None else dtaps[:, None].to(weight.dtype),)
 
     def composed_mix(self, y: Tensor, documents: Documents) -> Tensor:
@@ -64,4 +67,4 @@ class ShortConv(Mixer):
             out = y.new_empty(len(y), self.out_width)
             documents.cache.convolve(self.index, y, self.taps, documents.spans_2T, out=out)
             return out
-        return short_conv(y, self.taps, documents.spans_2T)
+        return short_conv(y, self.taps, documents.spans_2T, documents.shared)
