@@ -18,6 +18,8 @@ def misfits(recipe: Parts) -> list[str]:
             f"train.batch_tokens: {train.batch_tokens} is not a multiple of train.capacity {train.capacity};"
             f" set train.batch_tokens: {max(1, train.batch_tokens // train.capacity) * train.capacity}"
         )
+    if train.schedule != "wsd" and train.decay != Train.model_fields["decay"].default:
+        problems.append(f"train.decay: schedule {train.schedule} has no decay phase; set train.schedule: wsd, or remove it")
     if data.max_length > train.capacity:
         problems.append(
             f"data.max_length: {data.max_length} exceeds train.capacity {train.capacity};"

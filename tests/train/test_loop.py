@@ -122,6 +122,34 @@ def test_early_stopping_says_why(recipe_for: RecipeFor) -> None:
     assert (again.reason, again.step) == ("early stop", 6)
 
 
+def test_an_early_stop_of_a_constant_rate_begins_the_decay(recipe_for: RecipeFor, tmp_path: Path) -> None:
+    """The run ends as one that was planned for its steps, wherever it was stopped in between."""
+    train_on = {"steps": 20, "lr": 1e-3, "schedule": "wsd", "decay": 0.34, "warmup": 0.0}
+    stop = {"every": 2, "generations": 0, "stop": {"patience": 1, "min_delta": 0.5}}
+
+    def run(name: str, display: Silent, **changes: Any) -> Any:
+        chosen = {"train": train_on, "eval": stop, "output": str(tmp_path / name), **changes}
+        return train(recipe_for(**chosen), display=display)
+
+    planned = run("planned", Silent(), train=train_on | {"steps": 7}, eval=stop | {"stop": None})
+    whole = run("whole", Silent())
+    assert (planned.reason, whole.reason, whole.step) == ("done", "early stop", planned.step)
+    assert "improved by less than 0.5 in 1 evaluation" in whole.why
+    assert "decayed from step 4 on" in whole.why
+    assert same(weights(whole.checkpoint), weights(planned.checkpoint))
+    for step in (2, 4, 6):  # the verdict comes after step 4, and is in its checkpoint
+        with pytest.raises(Interrupted):
+            run("parts", stop_at(step))
+    parts = run("parts", Silent())
+    assert (parts.step, parts.why) == (whole.step, whole.why)
+    assert same(weights(parts.checkpoint), weights(whole.checkpoint))
+    assert losses_of(parts.folder) == losses_of(whole.folder)
+    again = run("parts", Silent())
+    assert (again.reason, again.why, again.checkpoint) == ("early stop", whole.why, parts.checkpoint)
+    (event,) = [event for event in history(read_log(parts.folder)) if event["event"] == "decay"]
+    assert (event["step"], event["steps"]) == (4, 7)
+
+
 def test_the_best_checkpoint_is_kept(recipe_for: RecipeFor, monkeypatch: pytest.MonkeyPatch) -> None:
     losses = iter([3.0, 1.0, 2.0, 2.5])
     real = answers.evaluate

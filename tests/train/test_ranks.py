@@ -50,10 +50,13 @@ CHANGES: dict[str, Any] = {
 }
 
 
-BY_ROWS = {"train": CHANGES["train"] | {"batch_tokens": 65536, "batch_rows": 16}}
+BY_ROWS = {
+    "train": CHANGES["train"] | {"batch_tokens": 65536, "batch_rows": 16, "epochs": 4, "schedule": "wsd"},
+    "eval": CHANGES["eval"] | {"stop": {"patience": 1, "min_delta": 9.0}},  # the decay begins at the second evaluation
+}
 
 
-@pytest.mark.parametrize("changes", [{}, {"method": "full"}, BY_ROWS], ids=["lora", "full", "rows"])
+@pytest.mark.parametrize("changes", [{}, {"method": "full"}, BY_ROWS], ids=["lora", "full", "rows and an early stop"])
 def test_two_ranks_train_as_one(changes: dict[str, Any], recipe_for: RecipeFor, tmp_path: Path) -> None:
     recipe = recipe_for(**CHANGES | changes)
     two = recipe.model_copy(update={"output": recipe.output + "-two"})
@@ -63,13 +66,15 @@ def test_two_ranks_train_as_one(changes: dict[str, Any], recipe_for: RecipeFor, 
     assert len(losses_of(recipe.output)) == alone.step > 2
     assert apart(losses_of(two.output), losses_of(recipe.output)) < 1e-6
     events = [
-        [event for event in read_log(Path(run)) if event["event"] in ("step", "eval")] for run in (recipe.output, two.output)
+        [event for event in read_log(Path(run)) if event["event"] in ("step", "eval", "decay")]
+        for run in (recipe.output, two.output)
     ]
+    assert ("decay" in {event["event"] for event in events[0]}) == (recipe.eval.stop is not None)
     for one, other in zip(*events, strict=True):
         assert [one.get(key) for key in ("event", "step", "tokens", "loss_tokens", "epoch")] == [
             other.get(key) for key in ("event", "step", "tokens", "loss_tokens", "epoch")
         ]
-        assert other["loss"] == pytest.approx(one["loss"], rel=1e-6)
+        assert other.get("loss", 0.0) == pytest.approx(one.get("loss", 0.0), rel=1e-6)
     assert sorted(path.name for path in Path(two.output).glob("checkpoint-*")) == sorted(
         path.name for path in Path(recipe.output).glob("checkpoint-*")
     )

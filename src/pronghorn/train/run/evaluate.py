@@ -83,6 +83,8 @@ class Progress:
     best_step: int | None = None
     without_gain: int = 0  # evaluations in a row that gained less than min_delta over `reference`
     reference: float | None = None
+    decay_from: int | None = None  # of schedule wsd: the step after which the decay began before its time
+    why: str = ""  # it did
 
     def after(self, value: float, step: int, stop: Stop | None) -> Progress:
         better = replace(self, best=value, best_step=step) if self._beyond(value, self.best, 0.0) else self
@@ -105,7 +107,7 @@ class Progress:
 
     def by(self, metric: str) -> Progress:
         """Itself, or from the beginning where another metric decides now."""
-        return self if metric == self.metric else Progress(metric)
+        return self if metric == self.metric else Progress(metric, decay_from=self.decay_from, why=self.why)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

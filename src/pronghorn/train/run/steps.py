@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn, Protocol
@@ -101,12 +101,11 @@ class Run:
     def _steps(self, stop: StopRequest) -> tuple[str, str]:
         """Steps are begun ahead of being read (`Step.depth`); where the run looks at itself, all of them are finished first."""
         session, source = self.session, self.session.source
-        total = source.total
-        verdict = session.progress.verdict(session.recipe.eval.stop)
-        if session.step < total and not verdict:
+        verdict = self._verdict()
+        if session.step < session.total and not verdict:
             self.display.progress(FIRST_STEP, 0, 0)  # on a GPU kernels are compiled in it, 12 s on a new machine; until it ends
         self._mark = time.perf_counter()
-        while session.step < total and not verdict:
+        while session.step < session.total and not verdict:
             if not source.ahead:
                 self._finish_all()
             with self.stages(source.stage):
@@ -118,7 +117,7 @@ class Run:
             else:
                 self._begin(step_batch)
             begun = session.step + len(self._under_way)
-            last = begun == total
+            last = begun == session.total
             evaluates = source.held_out is not None and (begun % self._eval_every == 0 or last)
             saves = begun % self._save_every == 0
             if evaluates or last or (saves and (self._saver.waits or not self._under_way)):
@@ -131,9 +130,21 @@ class Run:
             signal_number = session.world.largest(stop.signal_number or 0)  # one rank's is everybody's
             if signal_number and not last:
                 self._leave_for(signal_number)
-        if verdict:
-            return "early stop", verdict
-        return "done", ""
+        if session.total < source.total:
+            verdict = f"{session.progress.why}; decayed from step {session.progress.decay_from} on"
+        return ("early stop", verdict) if verdict else ("done", "")
+
+    def _verdict(self) -> str:
+        """Why the run ends now, or nothing. Where the rate is constant and a decay is to come, the decay begins instead."""
+        session, train = self.session, self.session.recipe.train
+        verdict, decays = session.progress.verdict(session.recipe.eval.stop), train.decays(session.source.total)
+        if train.schedule != "wsd":
+            return verdict
+        if verdict and session.progress.decay_from is None and session.step < decays.start:
+            session.progress = replace(session.progress, decay_from=session.step, why=verdict)
+            text = f"step {session.step}: {verdict}; the decay begins, and the run ends after step {session.total}"
+            self.log.write("decay", step=session.step, steps=session.total, text=text)
+        return ""
 
     def _pause(self, evaluates: bool, last: bool) -> str:
         """Everything begun is finished; then evaluation and checkpoint, where they are due. Returns the reason to stop."""
@@ -143,7 +154,8 @@ class Run:
         self._log_ranks()
         verdict = self._evaluate() if evaluates else ""
         best_now = session.progress.best_step == session.step
-        if session.step % self._save_every == 0 or last or best_now or verdict:
+        decays_now = session.progress.decay_from == session.step
+        if session.step % self._save_every == 0 or last or best_now or verdict or decays_now:
             self._saver.save()
         if not last:
             self._refresh_page(news=evaluates)
@@ -159,7 +171,8 @@ class Run:
         """Not if memory ran out: then the steps before it are finished, the plan is lower, and the step is to be repeated."""
         session = self.session
         number = session.step + len(self._under_way)
-        lr = set_lr(session.optimizer, lr_scale(number, session.source.total, session.recipe.train))
+        scale = lr_scale(number, session.source.total, session.recipe.train, session.progress.decay_from)
+        lr = set_lr(session.optimizer, scale)
         # 160 µs: a step that is refused leaves no trace, not even in the random numbers
         limit = session.take_step.loss_limit = session.spikes.limit(number + 1)
         self._under_way.append(_UnderWay(step_batch, lr, capture_rng(), limit))
@@ -327,7 +340,7 @@ class Run:
             best=session.progress.best_step == session.step,
             **answered,
         )
-        return session.progress.verdict(recipe.eval.stop)
+        return self._verdict()
 
     def _leave_for(self, signal_number: int) -> NoReturn:
         self._finish_all()

@@ -95,6 +95,11 @@ class Session:
         return {**self.keys, **self.base.result()}
 
     @property
+    def total(self) -> int:
+        """Optimizer steps: fewer than the source has, where an early stop began the decay."""
+        return self.recipe.train.decays(self.source.total, self.progress.decay_from).stop
+
+    @property
     def autocast(self) -> Callable[[], Any]:
         return self.take_step.autocast
 
