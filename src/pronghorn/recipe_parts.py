@@ -143,6 +143,10 @@ class Train(Section):
     def warmup_steps(self, total: int) -> int:
         return self.warmup if isinstance(self.warmup, int) else math.ceil(self.warmup * total)
 
+    def constant(self, total: int) -> range:
+        """Steps after which evaluations compare like with like: the rate is what it was, and a decay is still to come."""
+        return range(max(1, self.warmup_steps(total)), self.decays(total).start)
+
     def decays(self, total: int, early: int | None = None) -> range:
         """Steps of wsd's decay, from 0, of a run of `total`; other schedules have none. `early`: where it begins before its
         time; a fraction is then one of the fewer steps, as in a run that was planned for so many."""
@@ -177,8 +181,19 @@ class Checkpoint(Section):
 
 
 class Stop(Section):
-    patience: PositiveInt = 3
+    patience: PositiveInt = 3  # evaluations in a row that gain less than min_delta
     min_delta: NonNegative = 0.002
+    gain: Positive | None = None  # in their place: a gain of the held-out loss that is not to be expected any more,
+    confidence: Annotated[float, Field(ge=0.5, lt=1.0)] = 0.9  # with this probability (train/run/paired.py)
+
+    @property
+    def misfits(self) -> list[str]:
+        patient = Stop(patience=self.patience, min_delta=self.min_delta) != Stop()
+        if self.gain is not None and patient:
+            return ["eval.stop.gain: patience and min_delta are another rule; remove them, or gain"]
+        if self.gain is None and self.confidence != Stop().confidence:
+            return ["eval.stop.confidence: only the rule of eval.stop.gain has one; set gain, or remove it"]
+        return []
 
 
 # What they measure: evaluation/metrics.py
@@ -207,7 +222,7 @@ class Eval(Section):
 
     @property
     def misfits(self) -> list[str]:
-        problems = []
+        problems = self.stop.misfits if self.stop else []
         if ("regex" in self.metrics) != (self.regex is not None):
             problems.append(
                 "eval.regex: the metric `regex` needs a pattern; set eval.regex"

@@ -29,6 +29,7 @@ from pronghorn.report.run_log import read_log
 from pronghorn.train.dist.world import World
 from pronghorn.train.loop import train
 from pronghorn.train.objectives import Supervised
+from pronghorn.train.objectives.objective import Sums
 from pronghorn.train.source.sizes import dealt
 from pronghorn.train.step.fused_adamw import FusedAdamW
 from pronghorn.train.step.graphed_step import GraphedStep
@@ -52,7 +53,7 @@ CHANGES: dict[str, Any] = {
 
 BY_ROWS = {
     "train": CHANGES["train"] | {"batch_tokens": 65536, "batch_rows": 16, "epochs": 4, "schedule": "wsd"},
-    "eval": CHANGES["eval"] | {"stop": {"patience": 1, "min_delta": 9.0}},  # the decay begins at the second evaluation
+    "eval": CHANGES["eval"] | {"every": 1, "stop": {"gain": 9.0}},  # the decay begins at the fourth evaluation
 }
 
 
@@ -222,14 +223,15 @@ def test_a_number_that_is_not_finite_on_one_rank_stops_all(recipe_for: RecipeFor
     recipe = recipe_for(**CHANGES)
 
     def broken(world: World) -> None:
-        real, rows = Supervised.loss_sum, []
+        real, rows = Supervised.sums, []
 
-        def spoilt(self: Supervised, model: Any, batch: Any) -> torch.Tensor:
+        def spoilt(self: Supervised, model: Any, batch: Any) -> Sums:
             rows.append(batch.documents)
             bad = world.rank == 1 and rows[0][0] in batch.documents and batch.documents  # the first row that it is given
-            return real(self, model, batch) * (float("nan") if bad else 1.0)
+            found = real(self, model, batch)
+            return found._replace(loss=found.loss * (float("nan") if bad else 1.0))
 
-        Supervised.loss_sum = spoilt  # type: ignore[method-assign]  # in this process, which ends
+        Supervised.sums = spoilt  # type: ignore[method-assign]  # in this process, which ends
         try:
             train(recipe, display=Silent(), world=world)
         except HealthStop as stopped:

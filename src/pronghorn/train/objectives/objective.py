@@ -42,6 +42,7 @@ class Sums(NamedTuple):
 
     loss: Tensor  # float32: a number, or [C]
     watched: Tensor | None = None  # [W] float32, detached
+    rows_N: Tensor | None = None  # the loss of each loss row, detached, where the loss is their sum
 
 
 class Objective(ABC):

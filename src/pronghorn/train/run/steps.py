@@ -27,6 +27,7 @@ from pronghorn.report.stages import Stages
 from pronghorn.train.checkpoint.checkpoint import capture_rng, restore_rng
 from pronghorn.train.checkpoint.saving import saver_of
 from pronghorn.train.run.answers import RunAnswers
+from pronghorn.train.run.evaluate import Evaluation
 from pronghorn.train.run.run_events import foretold, log_end, log_experts, log_start, log_step
 from pronghorn.train.run.signals import StopRequest
 from pronghorn.train.setup.setup import Session
@@ -331,6 +332,7 @@ class Run:
             answered = answered | {"metrics": result.figures | answered.get("metrics", {})}
         value = result.loss if recipe.eval.best == "loss" else answered["metrics"][recipe.eval.best]
         session.progress = session.progress.after(value, session.step, recipe.eval.stop)
+        answered = answered | self._compare_rows(result)
         self.log.write(
             "eval",
             step=session.step,
@@ -341,6 +343,18 @@ class Run:
             **answered,
         )
         return self._verdict()
+
+    def _compare_rows(self, result: Evaluation) -> dict[str, Any]:
+        """For eval.stop.gain, where the rate is constant; and what the event of the evaluation says of it."""
+        session, stop, train = self.session, self.session.recipe.eval.stop, self.session.recipe.train
+        constant = train.constant(session.source.total)
+        if stop is None or result.losses_R is None or session.step not in constant or session.progress.decay_from is not None:
+            return {}
+        assert session.source.held_out is not None
+        counts_R, tokens = session.source.held_out.loss_counts, session.seen_tokens
+        end = tokens * constant.stop / session.step
+        session.progress, said = session.progress.compared(result.losses_R, counts_R, tokens, end, stop)
+        return {"paired": said} if said else {}
 
     def _leave_for(self, signal_number: int) -> NoReturn:
         self._finish_all()

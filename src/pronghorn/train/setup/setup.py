@@ -361,7 +361,7 @@ def _put_back(session: Session, state: TrainState) -> None:
         session.take_step.scaler.load_state_dict(values["scaler"])
     session.step = session.resumed_from = state.step
     session.seen_tokens = values["seen_tokens"]
-    before = Progress(**values["progress"])
+    before = Progress.of(values["progress"])
     session.progress = before.by(session.recipe.eval.best)
     if session.progress != before:
         session.notices.append(
