@@ -90,7 +90,8 @@ def weights(run: Path, steps: int) -> bytes:
     newest = latest_checkpoint(run)
     verify_checkpoint(newest)
     assert newest.name == f"checkpoint-{steps}"
-    return (newest / "adapter_model.safetensors").read_bytes() + (newest / "training_state.safetensors").read_bytes()
+    files = [newest / "adapter_model.safetensors", newest / "training_state.safetensors", run / "rows.jsonl"]
+    return b"".join(file.read_bytes() for file in files if file.exists())
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from ast import literal_eval
@@ -82,11 +83,21 @@ def test_two_ranks_train_as_one(changes: dict[str, Any], recipe_for: RecipeFor, 
     assert ranks_line(read_log(Path(two.output))).startswith("2 ranks")
     waited = [event for event in read_log(Path(two.output)) if event["event"] == "ranks"]
     assert all(seconds > 0 for event in waited for seconds in event["waited"])
+    mine, theirs = (rows_of(run) for run in (recipe.output, two.output))
+    assert list(mine) == list(theirs) != []
+    assert apart(list(theirs.values()), list(mine.values())) < 1e-4  # four decimals
     if recipe.method == "lora":
         name = f"checkpoint-{alone.step}/adapter_model.safetensors"
         one, other = (load_file(Path(run) / name) for run in (recipe.output, two.output))
         assert all(torch.allclose(other[key], one[key], rtol=1e-4, atol=1e-6) for key in one)
         check_resume(recipe.model_copy(update={"output": recipe.output + "-stopped"}), alone.folder, tmp_path)
+
+
+def rows_of(run: str) -> dict[tuple[int, int], float]:
+    """By step and row."""
+    lines = [json.loads(line) for line in (Path(run) / "rows.jsonl").read_text().splitlines()]
+    found = {(line["step"], row): loss for line in lines for row, loss in zip(line["rows"], line["losses"], strict=True)}
+    return dict(sorted(found.items()))
 
 
 def check_resume(recipe: Recipe, whole: Path, tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from pronghorn.train.objectives.objective import Objective, Sums
 
 
 class Supervised(Objective):
+    has_rows = True
+
     def loss(self, log_probs_N: Tensor, batch: PackedBatch) -> Tensor:
         return -log_probs_N.sum()
 

@@ -19,6 +19,7 @@ from pronghorn.packs import PackedBatch
 from pronghorn.recipe_parts import Stop
 from pronghorn.train.dist.world import World
 from pronghorn.train.objectives import Objective, Supervised
+from pronghorn.train.objectives.objective import document_losses
 from pronghorn.train.run.paired import Counts, Floats, Seen, difference, expected_gain, kept
 
 
@@ -80,12 +81,10 @@ def evaluate(
 
 
 def _losses(table: TokenRows, batches: Sequence[tuple[PackedBatch, torch.Tensor]], world: World) -> Floats:
-    """Of each row the summed loss, the same on all ranks. Summed on the host, in float64 and in one order."""
+    """Summed loss of each row, the same on all ranks."""
     losses_R = np.zeros(len(table))
     for batch, rows_N in batches:
-        place_N = np.searchsorted(batch.cu_seqlens.numpy(), batch.loss_rows.numpy(), side="right") - 1
-        sums = np.bincount(place_N, rows_N.double().cpu().numpy(), minlength=len(batch.documents))
-        losses_R[list(batch.documents)] = sums[: len(batch.documents)]
+        losses_R[list(batch.documents)] = document_losses(batch, rows_N)
     return np.array(world.total(*losses_R.tolist()))
 
 

@@ -28,6 +28,7 @@ from pronghorn.train.checkpoint.checkpoint import capture_rng, restore_rng
 from pronghorn.train.checkpoint.saving import saver_of
 from pronghorn.train.run.answers import RunAnswers
 from pronghorn.train.run.evaluate import Evaluation
+from pronghorn.train.run.row_losses import RowLosses
 from pronghorn.train.run.run_events import foretold, log_end, log_experts, log_start, log_step
 from pronghorn.train.run.signals import StopRequest
 from pronghorn.train.setup.setup import Session
@@ -77,6 +78,8 @@ class Run:
         self._looked = time.perf_counter()  # at how long ranks waited
         self._saver = saver_of(session, folder, log, stages)
         self._left_out = LeftOut.of(folder)
+        known = session.source.known
+        self._rows = RowLosses(folder, session.world, known[0] if known else None, session.step)
         self._page = LiveReport(folder, writes=session.world.writes)
         self._answers = RunAnswers(session, folder, log, own, display.progress)
         self._seconds: list[float] = []  # of the first steps under the plan
@@ -96,6 +99,8 @@ class Run:
                 self._leave_for(signal_number)
             reason, why = self._steps(stop)
             self._save_what_is_not_saved()
+            if worst := self.session.world.on_writer(lambda: self._rows.worst(self.session.tokenizer)):
+                self.log.write("rows", worst=worst)
             end.update(reason=reason, why=why)
         return RunResult(self.folder, self._saver.checkpoint, reason, why, self.session.step, self.session.progress.best_step)
 
@@ -151,6 +156,7 @@ class Run:
         """Everything begun is finished; then evaluation and checkpoint, where they are due. Returns the reason to stop."""
         session = self.session
         self._finish_all()
+        self._rows.flush()
         log_experts(self.session, self.log)
         self._log_ranks()
         verdict = self._evaluate() if evaluates else ""
@@ -256,6 +262,9 @@ class Run:
             self.log.write("notice", text=f"step {session.step}: fp16 overflow, update skipped, loss scale lowered")
         now = time.perf_counter()
         log_step(session, self.log, step_batch, result, done.lr, now - self._mark)
+        self._rows.add(session.step, step_batch, result.losses)
+        if session.step % self._save_every == 0:
+            self._rows.flush()
         self._compare_with_plan(now - self._mark)
         self._mark = time.perf_counter() if self._refresh_page() else now  # a page is no part of the next step's time
         self._saver.finished(session.step)
@@ -371,6 +380,7 @@ class Run:
 
     def _save_what_is_not_saved(self) -> None:
         if self._saver.saved_step != self.session.step:
+            self._rows.flush()
             self._saver.save()
         self._saver.wait()
 
