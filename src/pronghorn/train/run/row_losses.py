@@ -29,7 +29,7 @@ from pronghorn.train.dist.world import World
 FILE_NAME = "rows.jsonl"
 SHOWN, SHOWN_TOKENS = 10, 200  # worst rows in the report, and of each its last tokens: where the answer is
 LARGEST = 30_000_000  # bytes of a file that the report looks at: 2 million losses, a few seconds
-FIX = "free some disk space, then run the same command again: it resumes from the last checkpoint"
+FIX = "free some disk space, or fix the reported system error; then run the same command again"
 
 
 class RowLosses:
