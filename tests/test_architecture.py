@@ -276,6 +276,7 @@ WRITERS = {
     "loop.py": "world.writes",
     "checkpoint/resume.py": "writer_first",
     "run/run_events.py": "world.writes",
+    "run/row_losses.py": "on_writer",
     "run/run_evaluation.py": "a command of its own",
     "run/run_folder.py": "world.writes",
     "checkpoint/saving.py": "world.writes",
@@ -283,6 +284,7 @@ WRITERS = {
 }
 WRITING = {
     "RunLog",
+    "fsync",
     "mkdir",
     "rename",
     "rmtree",

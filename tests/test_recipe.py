@@ -16,6 +16,7 @@ def recipe(**changes: Any) -> Recipe:
     return Recipe.model_validate({"model": "some/model", "data": {"train": "a.jsonl"}} | changes)
 
 
+WSD = {"schedule": "wsd"}
 NO_SENSE: dict[str, list[Any]] = {
     "train.lr": [0.0, -1e-4, float("nan"), float("inf"), True],
     "train.epochs": [0, True],
@@ -64,6 +65,25 @@ def test_a_step_is_a_whole_number_of_packs_and_a_pack_holds_the_longest_document
     by_rows = recipe(train={"batch_rows": 8, "capacity": 5000})  # of which the default of batch_tokens is no multiple
     assert (by_rows.step_tokens(), by_rows.step_packs(), by_rows.step_packs(100.0)) == (8 * 2048, 4, 1)
     assert Recipe.model_validate(by_rows.model_dump()) == by_rows
+
+
+@table(
+    ("changes", "said"),
+    [
+        ({"train": {"decay": 0.1}}, "train.decay: schedule cosine has no decay phase; set train.schedule: wsd"),
+        ({"eval": {"stop": {"gain": 0.01}}}, "eval.stop.gain: schedule cosine lowers the rate .*; set train.schedule: wsd"),
+        ({"eval": {"stop": {"confidence": 0.8}}}, "eval.stop.confidence: only the rule of eval.stop.gain has one; set gain"),
+        ({"train": WSD, "eval": {"stop": {"gain": 0.01, "patience": 5}}}, "another rule; remove them, or gain"),
+        (
+            {"train": WSD, "eval": {"stop": {"gain": 0.01}, "best": "exact_match", "metrics": ["exact_match"]}},
+            "it compares losses, and eval.best is exact_match",
+        ),
+        ({"train": WSD, "eval": {"stop": {"gain": 0.01}}, "objective": "dpo"}, "objective dpo has no loss of each row"),
+    ],
+)
+def test_a_stop_that_cannot_be_decided_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        recipe(**changes)
 
 
 @table(

@@ -135,7 +135,7 @@ def test_unknown_keys_are_answered_with_a_known_one(line: str, fix: str) -> None
     [
         ("lora: {targets: 5}", "write all-linear, or a list"),
         ("train: {betas: [0.9]}", "write two numbers"),
-        ("train: {schedule: cosinus}", "did you mean `cosine`? use one of: cosine, linear, constant"),
+        ("train: {schedule: cosinus}", "did you mean `cosine`? use one of: cosine, linear, constant, wsd"),
         ("train: {lr: fast}", "write one such as 0.0002"),
         ("train: {lr: -1}", "write a number in range such as 0.0002"),
         ("train: 3", "write its keys below it, any of: epochs, steps,"),

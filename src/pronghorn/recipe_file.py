@@ -79,8 +79,9 @@ train:
   # batch_rows: 16                           # rows per optimizer step (preference data: pairs), in place of batch_tokens
   capacity: 16384                            # tokens per micro-batch
   lr: 2e-4
-  schedule: cosine                           # cosine | linear | constant
+  schedule: cosine                           # cosine | linear | constant | wsd (constant, then a decay)
   warmup: 0.03                               # a fraction of all steps, or a number of steps
+  decay: 0.2                                 # of schedule wsd: the last steps, as a fraction of all steps or a number
   optimizer: adamw                           # adamw | adamw_8bit | paged_adamw | paged_adamw_8bit (paged: in host RAM)
   betas: [0.9, 0.999]
   eps: 1e-8
@@ -99,7 +100,8 @@ eval:
   # system: Answer in JSON.                  # replaces the system message of the rows
   # regex: "#### ([0-9]+)"                   # for the metric regex: compares its matches in answer and expected answer
   best: loss                                 # selects the best checkpoint: loss, or one of the metrics
-  # stop: {patience: 3, min_delta: 0.002}    # early stopping
+  # stop: {patience: 3, min_delta: 0.002}    # early stopping; with schedule wsd, the decay begins
+  #   or, with schedule wsd or constant, {gain: 0.005, confidence: 0.9}: no gain of 0.005 is to be expected (docs/stopping.md)
 health: {spike: warn}                        # on a loss spike: warn | skip (the update) | rewind (to the last checkpoint)
 report:
   to: []                                     # loggers besides run.jsonl and report.html: tensorboard | wandb | trackio | mlflow
@@ -115,6 +117,7 @@ KINDS = {
     "train.betas": "write two numbers, such as [0.9, 0.999]",
     "objective.clip": "write two numbers, such as [0.2, 0.28]",
     "train.warmup": "write a fraction of all steps below 1, or a number of steps",
+    "train.decay": "write a number of steps, or a fraction of all steps such as 0.2",
     "checkpoint.every": "write a number of steps, or a fraction of all steps such as 0.1",
     "eval.every": "write a number of steps, or a fraction of all steps such as 0.1",
 }

@@ -74,8 +74,9 @@ SYNONYMS = {
     "train.capacity": "micro_batch_tokens pack_length pack_size",
     "train.schedule": "lr_scheduler lr_scheduler_type scheduler lr_schedule",
     "train.warmup": "warmup_ratio warmup_steps num_warmup_steps",
+    "train.decay": "num_decay_steps decay_steps decay_ratio cooldown cooldown_steps",
     "train.optimizer": "optim",
-    "train.weight_decay": "wd decay",
+    "train.weight_decay": "wd",
     "train.clip": "max_grad_norm grad_clip gradient_clip gradient_clipping clip_grad_norm max_norm",
     "train.betas": "adam_beta1 adam_beta2 beta1 beta2",
     "train.eps": "adam_epsilon adam_eps train.epsilon",
@@ -130,7 +131,7 @@ OPTIMIZERS = {
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant"}
 VALUES = {
     "train.optimizer": OPTIMIZERS,
-    "train.schedule": SCHEDULES,
+    "train.schedule": SCHEDULES | {"warmup_stable_decay": "wsd"},
     "precision": {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32", "no": "fp32"},
     "method": {"4bit": "qlora", "8bit": "fp8"},
     "objective.name": {
@@ -197,7 +198,7 @@ _ABSENT = {
     "log-probabilities are computed in fp32": "cast_lm_head_to_fp32",
     "rows are shuffled in every epoch, by train.seed": "shuffle shuffle_dataset",
     "Pronghorn runs no code from model repositories": "trust_remote_code",
-    "schedules have no settings except train.warmup": "lr_scheduler_kwargs",
+    "schedules have no settings except train.warmup and train.decay": "lr_scheduler_kwargs",
     "embedding noise (NEFTune) is not supported": "neftune_noise_alpha neftune_alpha",
     "evaluation chooses its batch size itself": "eval.batch_size eval_batch_size per_device_eval_batch_size",
     "answers to held-out rows are greedy; those of objective grpo are sampled as rollouts says": "eval.temperature eval.top_p",

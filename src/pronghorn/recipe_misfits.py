@@ -18,6 +18,8 @@ def misfits(recipe: Parts) -> list[str]:
             f"train.batch_tokens: {train.batch_tokens} is not a multiple of train.capacity {train.capacity};"
             f" set train.batch_tokens: {max(1, train.batch_tokens // train.capacity) * train.capacity}"
         )
+    if train.schedule != "wsd" and train.decay != Train.model_fields["decay"].default:
+        problems.append(f"train.decay: schedule {train.schedule} has no decay phase; set train.schedule: wsd, or remove it")
     if data.max_length > train.capacity:
         problems.append(
             f"data.max_length: {data.max_length} exceeds train.capacity {train.capacity};"
@@ -40,7 +42,21 @@ def misfits(recipe: Parts) -> list[str]:
             f"storage: {recipe.storage} cannot be combined with method: {recipe.method}; set method: qlora, whose"
             " frozen weights are in 4 bits, or remove storage"
         )
-    return problems
+    return [*problems, *_of_stop(recipe)]
+
+
+def _of_stop(recipe: Parts) -> list[str]:
+    """What the rule of eval.stop.gain cannot predict."""
+    schedule, best = recipe.train.schedule, recipe.eval.best
+    if recipe.eval.stop is None or recipe.eval.stop.gain is None:
+        return []
+    wrong = {
+        f"schedule {schedule} lowers the rate all the time, and the loss falls with it; set train.schedule: wsd": schedule
+        not in ("wsd", "constant"),
+        f"it compares losses, and eval.best is {best}; remove eval.best, or set patience": best != "loss",
+        f"objective {recipe.objective} has no loss of each row; set patience": recipe.objective.kind.reads != "documents",
+    }
+    return [f"eval.stop.gain: {text}" for text, applies in wrong.items() if applies]
 
 
 def _of_compared(recipe: Parts) -> list[str]:

@@ -126,8 +126,10 @@ class Train(Section):
     batch_rows: PositiveInt | None = None  # rows (preference data: pairs) per optimizer step, in place of batch_tokens
     capacity: Annotated[int, Field(gt=0, le=2**24)] = 16384  # tokens per micro-batch; batch_tokens is a multiple of it
     lr: Positive = 2e-4
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    # wsd: constant, then a decay; eval.stop begins the decay, where it ends runs of other schedules
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     warmup: Fraction | Annotated[int, Field(gt=0, strict=True)] = 0.03  # fraction of all steps, or number of steps
+    decay: Every = 0.2  # of wsd: the last steps, as a fraction of all steps or a number
     # moments in 32 or 8 bits (a quarter of the memory), on the GPU or paged (in host RAM, copied at each step)
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"] = "adamw"
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
@@ -137,6 +139,24 @@ class Train(Section):
     # CUDA graphs for steps: if possible, required (else an error), or never; also used for answers to held-out rows
     graph: Literal["auto", "on", "off"] = "auto"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 3407
+
+    def warmup_steps(self, total: int) -> int:
+        return self.warmup if isinstance(self.warmup, int) else math.ceil(self.warmup * total)
+
+    def constant(self, total: int) -> range:
+        """Steps after which evaluations compare like with like: the rate is what it was, and a decay is still to come."""
+        return range(max(1, self.warmup_steps(total)), self.decays(total).start)
+
+    def decays(self, total: int, early: int | None = None) -> range:
+        """Steps of wsd's decay, from 0, of a run of `total`; other schedules have none. `early`: where it begins before its
+        time; a fraction is then one of the fewer steps, as in a run that was planned for so many."""
+        if self.schedule != "wsd":
+            return range(total, total)
+        first = max(self.warmup_steps(total), early or 0)
+        if early is None:
+            return range(max(first, total - steps_between(self.decay, total)), total)
+        longer = self.decay if self.decay >= 1 else first * self.decay / (1 - self.decay)
+        return range(first, min(total, first + max(1, math.ceil(round(longer, 6)))))
 
 
 class Memory(Section):
@@ -161,8 +181,19 @@ class Checkpoint(Section):
 
 
 class Stop(Section):
-    patience: PositiveInt = 3
+    patience: PositiveInt = 3  # evaluations in a row that gain less than min_delta
     min_delta: NonNegative = 0.002
+    gain: Positive | None = None  # in their place: a gain of the held-out loss that is not to be expected any more,
+    confidence: Annotated[float, Field(ge=0.5, lt=1.0)] = 0.9  # with this probability (train/run/paired.py)
+
+    @property
+    def misfits(self) -> list[str]:
+        patient = Stop(patience=self.patience, min_delta=self.min_delta) != Stop()
+        if self.gain is not None and patient:
+            return ["eval.stop.gain: patience and min_delta are another rule; remove them, or gain"]
+        if self.gain is None and self.confidence != Stop().confidence:
+            return ["eval.stop.confidence: only the rule of eval.stop.gain has one; set gain, or remove it"]
+        return []
 
 
 # What they measure: evaluation/metrics.py
@@ -191,7 +222,7 @@ class Eval(Section):
 
     @property
     def misfits(self) -> list[str]:
-        problems = []
+        problems = self.stop.misfits if self.stop else []
         if ("regex" in self.metrics) != (self.regex is not None):
             problems.append(
                 "eval.regex: the metric `regex` needs a pattern; set eval.regex"

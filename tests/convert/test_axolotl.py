@@ -295,6 +295,7 @@ def test_sources_that_need_another_template_are_told(first: str, second: str) ->
         ("adapter: lora\nload_in_4bit: true", {"method": "qlora"}),
         ("lr_scheduler: constant\nwarmup_steps: 5", {"train.schedule": "constant", "train.warmup": 0}),
         ("lr_scheduler: rex", {"train.schedule": "cosine"}),
+        ("lr_scheduler: warmup_stable_decay", {"train.schedule": "wsd"}),
         ("warmup_steps: 7\nwarmup_ratio: 0.2", {"train.warmup": 7}),
         ("optimizer: adamw_torch_4bit", {"train.optimizer": "adamw_8bit"}),
         ("optimizer: muon", {"train.optimizer": "adamw"}),

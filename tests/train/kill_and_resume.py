@@ -90,7 +90,8 @@ def weights(run: Path, steps: int) -> bytes:
     newest = latest_checkpoint(run)
     verify_checkpoint(newest)
     assert newest.name == f"checkpoint-{steps}"
-    return (newest / "adapter_model.safetensors").read_bytes() + (newest / "training_state.safetensors").read_bytes()
+    files = [newest / "adapter_model.safetensors", newest / "training_state.safetensors", run / "rows.jsonl"]
+    return b"".join(file.read_bytes() for file in files if file.exists())
 
 
 def main() -> None:
@@ -102,6 +103,7 @@ def main() -> None:
     parser.add_argument("--workers", type=lambda words: [int(word) for word in words.split(",")], default=[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--objective", default="supervised")
+    parser.add_argument("--stops", action="store_true")  # the second evaluation begins the decay: at the end of 8 of 9 steps
     parser.add_argument("--source", default="table", choices=["table", "made"])  # made: the model makes its rows (making.py)
     arguments = parser.parse_args()
     if arguments.source == "made":
@@ -115,6 +117,9 @@ def main() -> None:
     rows = chat_rows(60) if rolls or arguments.objective == "supervised" else pair_rows(60)
     data, answers = write_rows(arguments.scratch / "train.jsonl", rows), arguments.objective != "reward"
 
+    decays = {"schedule": "wsd"} if arguments.stops else {}
+    stops = {"stop": {"patience": 1, "min_delta": 9.0}} if arguments.stops else {}
+
     def recipe(name: str, workers: int) -> Recipe:
         return Recipe.model_validate(
             {
@@ -124,9 +129,15 @@ def main() -> None:
                 "lora": {"r": 4, "dropout": 0.0 if rolls else 0.1},
                 **({"rollouts": ROLLOUTS, "rewards": [{"metric": "regex", "regex": "[a-zA-Z]"}]} if rolls else {}),
                 "data": {"train": [str(data)], "eval": 0.1, "max_length": 128, "workers": workers},
-                "train": {"steps": arguments.steps, "batch_tokens": 65536 if rolls else 512, "capacity": 256, "lr": 1e-2},
+                "train": {
+                    "steps": arguments.steps,
+                    "batch_tokens": 65536 if rolls else 512,
+                    "capacity": 256,
+                    "lr": 1e-2,
+                    **decays,
+                },
                 "checkpoint": {"every": max(1, arguments.steps // 6), "keep": 2},
-                "eval": {"every": max(1, arguments.steps // 3), "generations": int(answers), "max_new_tokens": 3},
+                "eval": {"every": max(1, arguments.steps // 3), "generations": int(answers), "max_new_tokens": 3, **stops},
                 "output": str(arguments.scratch / name),
             }
         )
@@ -136,7 +147,9 @@ def main() -> None:
     finish(start(recipe("whole", arguments.workers[0])))
     times = [began, *step_times(arguments.scratch / "whole"), time.time()]
     duration = times[-1] - began
-    expected = weights(arguments.scratch / "whole", arguments.steps)
+    steps = len(times) - 2
+    assert (steps < arguments.steps) == arguments.stops
+    expected = weights(arguments.scratch / "whole", steps)
     chance = random.Random(arguments.seed)
     landed = []
     for number in range(arguments.kills):
@@ -151,7 +164,7 @@ def main() -> None:
         newest = latest_checkpoint(run)
         landed.append(int(newest.name.split("-")[1]) if newest else 0)
         finish(start(killed))
-        assert weights(run, arguments.steps) == expected, f"other weights after a kill near step {landed[-1]}"
+        assert weights(run, steps) == expected, f"other weights after a kill near step {landed[-1]}"
     print(json.dumps({"kills": len(landed), "resumed_from": landed, "seconds_of_a_run": round(duration, 2)}))
 
 

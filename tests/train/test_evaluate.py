@@ -37,6 +37,9 @@ def test_the_loss_is_the_mean_over_all_trained_tokens() -> None:
     result = loss_of(model, table, 256)
     assert result.tokens == len(truth) == int(table.loss_counts.sum())
     assert result.loss == pytest.approx(float(truth.mean()), rel=1e-6)
+    by_row = evaluate(model, table, capacity=256, device=CPU, pad_id=0, autocast=nullcontext, by_row=True)
+    assert by_row.losses_R == pytest.approx([float(each.sum()) for each in losses], rel=1e-5)
+    assert by_row == result
     assert result.perplexity == pytest.approx(math.exp(float(truth.mean())), rel=1e-5)
 
 
@@ -111,8 +114,8 @@ def test_a_loss_that_is_not_a_number_is_no_gain_and_never_the_best() -> None:
 def test_progress_survives_json(losses: list[float]) -> None:
     progress = after(losses, STOP)
     stored = json.loads(json.dumps(progress.as_dict(), allow_nan=False))
-    assert Progress(**stored) == progress
-    assert Progress(**stored).after(2.0, 9, STOP) == progress.after(2.0, 9, STOP)
+    assert Progress.of(stored) == progress
+    assert Progress.of(stored).after(2.0, 9, STOP) == progress.after(2.0, 9, STOP)
 
 
 def test_a_metric_of_answers_is_better_when_it_is_higher() -> None:

@@ -18,7 +18,7 @@ from pronghorn.model.lora import add_adapter
 from pronghorn.recipe_parts import Lora
 from pronghorn.train.step.fused_adamw import FusedAdamW
 from pronghorn.train.step.graphed_step import GraphedStep
-from pronghorn.train.step.step import EagerStep
+from pronghorn.train.step.step import EagerStep, StepResult
 from samples import ListTable, small
 from tables import first_of
 
@@ -67,8 +67,8 @@ def eager(model: Any, precision: str = "fp32", **options: bool) -> EagerStep:
     return EagerStep(model, optimizer_of(model, **options), device=DEVICE, precision=precision, clip=0.5)  # type: ignore[arg-type]
 
 
-def losses(step: Any, batches: list[StepBatch]) -> list[tuple[float, float]]:
-    """Results come `depth` steps late, as in the loop."""
+def results_of(step: Any, batches: list[StepBatch]) -> list[StepResult]:
+    """They come `depth` steps late, as in the loop."""
     results, under_way = [], 0
     for batch in batches:
         step.begin(batch)
@@ -76,8 +76,23 @@ def losses(step: Any, batches: list[StepBatch]) -> list[tuple[float, float]]:
         if under_way > step.depth:
             results.append(step.finish())
             under_way -= 1
-    results += [step.finish() for _ in range(under_way)]
-    return [(r.loss, r.grad_norm) for r in results]
+    return results + [step.finish() for _ in range(under_way)]
+
+
+def losses(step: Any, batches: list[StepBatch]) -> list[tuple[float, float]]:
+    return [(r.loss, r.grad_norm) for r in results_of(step, batches)]
+
+
+def test_each_document_has_its_loss_of_its_own_step() -> None:
+    """Of several shapes: a pack's losses are sent before the next one's replay overwrites them."""
+    batches = steps_of(mixed_table(100), 4, packs=3)
+    assert len({pack.shape for batch in batches for pack in batch.batches}) > 1
+    mine, eagers = results_of(graphed(model_of()), batches), results_of(eager(model_of()), batches)
+    for batch, one, other in zip(batches, mine, eagers, strict=True):
+        assert one.losses is not None
+        assert len(one.losses) == len(batch.documents)
+        assert one.losses == pytest.approx(other.losses, rel=1e-4, abs=1e-5)
+        assert one.losses.sum() == pytest.approx(one.loss * batch.loss_tokens, rel=1e-5)
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["lora", "full"])
@@ -279,8 +294,8 @@ def test_a_capture_that_fails_falls_back_with_one_line(monkeypatch: pytest.Monke
     step = graphed(model, "bf16", said)
     real = step._forward_backward
 
-    def asks_the_device(inputs: Any) -> None:
-        real(inputs)
+    def asks_the_device(inputs: Any, *rows: Any) -> None:
+        real(inputs, *rows)
         float(step._loss)
 
     monkeypatch.setattr(step, "_forward_backward", asks_the_device)

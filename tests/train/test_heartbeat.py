@@ -172,7 +172,7 @@ def test_a_fault_of_one_rank_is_named_and_the_run_resumes(fault: str, recipe_for
 
     def work(world: World) -> None:
         if world.rank == at == 1:
-            Supervised.loss_sum = fails(Supervised.loss_sum, 4)  # type: ignore[method-assign]  # in this process, which ends
+            Supervised.sums = fails(Supervised.sums, 4)  # type: ignore[method-assign]  # in this process, which ends
         if world.rank == at == 0:
             os.fsync = full_after(os.fsync, recipe.output)
         train(recipe, display=Silent(), world=world)
@@ -190,13 +190,13 @@ def test_a_fault_of_one_rank_is_named_and_the_run_resumes(fault: str, recipe_for
 def fails(real: Any, at: int) -> Any:
     calls = [0]
 
-    def loss_sum(*arguments: Any) -> Any:
+    def sums(*arguments: Any) -> Any:
         calls[0] += 1
         if calls[0] == at:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 1 is full")
         return real(*arguments)
 
-    return loss_sum
+    return sums
 
 
 def full_after(real: Any, run: str) -> Any:

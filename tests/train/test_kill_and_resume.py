@@ -18,6 +18,7 @@ def test_kill_9_at_any_instant_changes_nothing(objective: str, one_layer_model: 
     kills = 3 if objective == "supervised" else 2
     words = [str(one_layer_model), str(tmp_path), "--kills", str(kills), "--workers", "0,2", "--steps", str(3 * kills)]
     words += ["--objective", objective]
+    words += ["--stops"] if objective == "supervised" else []
     done = subprocess.run([sys.executable, str(script), *words], capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads(done.stdout)

@@ -17,6 +17,7 @@ from pronghorn.report.stages import Stages
 from pronghorn.train.checkpoint.checkpoint import LEAST_MARGIN
 from pronghorn.train.loop import train
 from pronghorn.train.objectives import Supervised
+from pronghorn.train.objectives.objective import Sums
 from pronghorn.train.run import answers, run_folder
 from pronghorn.train.setup import setup
 from pronghorn.train.source import source_of
@@ -122,6 +123,44 @@ def test_early_stopping_says_why(recipe_for: RecipeFor) -> None:
     assert (again.reason, again.step) == ("early stop", 6)
 
 
+@pytest.mark.parametrize(
+    ("stop", "why"),
+    [
+        ({"every": 2, "stop": {"patience": 1, "min_delta": 0.5}}, "improved by less than 0.5 in 1 evaluation"),
+        ({"every": 1, "stop": {"gain": 0.5}}, "with a probability of 0.9 by less than"),  # a trend needs four evaluations
+    ],
+    ids=["patience", "gain"],
+)
+def test_an_early_stop_of_a_constant_rate_begins_the_decay(
+    stop: dict[str, Any], why: str, recipe_for: RecipeFor, tmp_path: Path
+) -> None:
+    """The run ends as one that was planned for its steps, wherever it was stopped in between."""
+    train_on = {"steps": 20, "lr": 1e-3, "schedule": "wsd", "decay": 0.34, "warmup": 0.0}
+    stop = {"generations": 0, **stop}
+
+    def run(name: str, display: Silent, **changes: Any) -> Any:
+        chosen = {"train": train_on, "eval": stop, "output": str(tmp_path / name), **changes}
+        return train(recipe_for(**chosen), display=display)
+
+    planned = run("planned", Silent(), train=train_on | {"steps": 7}, eval=stop | {"stop": None})
+    whole = run("whole", Silent())
+    assert (planned.reason, whole.reason, whole.step) == ("done", "early stop", planned.step)
+    assert why in whole.why
+    assert "decayed from step 4 on" in whole.why
+    assert same(weights(whole.checkpoint), weights(planned.checkpoint))
+    for step in (2, 4, 6):  # the verdict comes after step 4, and is in its checkpoint
+        with pytest.raises(Interrupted):
+            run("parts", stop_at(step))
+    parts = run("parts", Silent())
+    assert (parts.step, parts.why) == (whole.step, whole.why)
+    assert same(weights(parts.checkpoint), weights(whole.checkpoint))
+    assert losses_of(parts.folder) == losses_of(whole.folder)
+    again = run("parts", Silent())
+    assert (again.reason, again.why, again.checkpoint) == ("early stop", whole.why, parts.checkpoint)
+    (event,) = [event for event in history(read_log(parts.folder)) if event["event"] == "decay"]
+    assert (event["step"], event["steps"]) == (4, 7)
+
+
 def test_the_best_checkpoint_is_kept(recipe_for: RecipeFor, monkeypatch: pytest.MonkeyPatch) -> None:
     losses = iter([3.0, 1.0, 2.0, 2.5])
     real = answers.evaluate
@@ -143,13 +182,14 @@ def test_evaluations_and_checkpoints_may_come_at_shares_of_the_run(recipe_for: R
 
 def broken_at(number: int, monkeypatch: pytest.MonkeyPatch, value: float) -> None:
     """The two micro-batches of the step after so many; not their rows, when each is looked at alone."""
-    real, calls = Supervised.loss_sum, [0]
+    real, calls = Supervised.sums, [0]
 
-    def losses(self: Supervised, model: Any, batch: Any) -> torch.Tensor:
+    def losses(self: Supervised, model: Any, batch: Any) -> Sums:
         calls[0] += model.training and torch.is_grad_enabled()
-        return real(self, model, batch) * (value if calls[0] in (number + 1, number + 2) else 1.0)
+        found = real(self, model, batch)
+        return found._replace(loss=found.loss * (value if calls[0] in (number + 1, number + 2) else 1.0))
 
-    monkeypatch.setattr(Supervised, "loss_sum", losses)
+    monkeypatch.setattr(Supervised, "sums", losses)
 
 
 def test_a_non_finite_loss_never_reaches_the_weights(recipe_for: RecipeFor, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,13 +101,28 @@ def scales(total: int, **spec: Any) -> list[float]:
         (6, 0.16, "linear", [0.5, 1, 0.8, 0.6, 0.4, 0.2]),
         (8, 0.0, "cosine", [0.5 * (1 + math.cos(math.pi * n / 8)) for n in range(8)]),  # half a wave
         (3, 0.0, "constant", [1, 1, 1]),
+        (10, 2, "wsd", [1 / 3, 2 / 3, 1, 1, 1, 1, 1, 1, 1, 1 - math.sqrt(1 / 2)]),  # a fifth decays
+        (4, 9, "wsd", [0.1, 0.2, 0.3, 0.4]),
     ],
 )
 def test_the_schedules_step_by_step(total: int, warmup: float, schedule: str, expected: list[float]) -> None:
     assert scales(total, warmup=warmup, schedule=schedule) == pytest.approx(expected)
 
 
-@table("schedule", ["cosine", "linear", "constant"])
+@table(
+    ("early", "decay", "steps"), [(8, 0.2, 10), (7, 0.2, 9), (9, 0.5, 18), (3, 0.75, 12), (5, 4, 9), (17, 4, 20), (1, 0.2, 3)]
+)
+def test_an_early_decay_is_that_of_a_run_planned_for_fewer_steps(early: int, decay: float, steps: int) -> None:
+    """Not the last two rows: no run is longer than planned, and none decays while it warms up."""
+    spec = Train(schedule="wsd", decay=decay, warmup=2)
+    found = [lr_scale(step, 20, spec, early) for step in spec.decays(20, early)]
+    assert spec.decays(20, early).stop == steps
+    assert found == [1 - math.sqrt(n / len(found)) for n in range(len(found))]
+    if (early, decay) not in ((17, 4), (1, 0.2)):
+        assert spec.decays(20, early) == spec.decays(steps)
+
+
+@table("schedule", ["cosine", "linear", "constant", "wsd"])
 @table("total", [1, 2, 3, 7, 100, 1001])
 @table("warmup", [0.0, 0.03, 0.5, 0.99])
 def test_a_rate_is_always_above_zero_and_reaches_no_more_than_the_base(schedule: Any, total: int, warmup: float) -> None:

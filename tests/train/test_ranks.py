@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from ast import literal_eval
@@ -29,6 +30,7 @@ from pronghorn.report.run_log import read_log
 from pronghorn.train.dist.world import World
 from pronghorn.train.loop import train
 from pronghorn.train.objectives import Supervised
+from pronghorn.train.objectives.objective import Sums
 from pronghorn.train.source.sizes import dealt
 from pronghorn.train.step.fused_adamw import FusedAdamW
 from pronghorn.train.step.graphed_step import GraphedStep
@@ -50,10 +52,13 @@ CHANGES: dict[str, Any] = {
 }
 
 
-BY_ROWS = {"train": CHANGES["train"] | {"batch_tokens": 65536, "batch_rows": 16}}
+BY_ROWS = {
+    "train": CHANGES["train"] | {"batch_tokens": 65536, "batch_rows": 16, "epochs": 4, "schedule": "wsd"},
+    "eval": CHANGES["eval"] | {"every": 1, "stop": {"gain": 9.0}},  # the decay begins at the fourth evaluation
+}
 
 
-@pytest.mark.parametrize("changes", [{}, {"method": "full"}, BY_ROWS], ids=["lora", "full", "rows"])
+@pytest.mark.parametrize("changes", [{}, {"method": "full"}, BY_ROWS], ids=["lora", "full", "rows and an early stop"])
 def test_two_ranks_train_as_one(changes: dict[str, Any], recipe_for: RecipeFor, tmp_path: Path) -> None:
     recipe = recipe_for(**CHANGES | changes)
     two = recipe.model_copy(update={"output": recipe.output + "-two"})
@@ -63,24 +68,36 @@ def test_two_ranks_train_as_one(changes: dict[str, Any], recipe_for: RecipeFor, 
     assert len(losses_of(recipe.output)) == alone.step > 2
     assert apart(losses_of(two.output), losses_of(recipe.output)) < 1e-6
     events = [
-        [event for event in read_log(Path(run)) if event["event"] in ("step", "eval")] for run in (recipe.output, two.output)
+        [event for event in read_log(Path(run)) if event["event"] in ("step", "eval", "decay")]
+        for run in (recipe.output, two.output)
     ]
+    assert ("decay" in {event["event"] for event in events[0]}) == (recipe.eval.stop is not None)
     for one, other in zip(*events, strict=True):
         assert [one.get(key) for key in ("event", "step", "tokens", "loss_tokens", "epoch")] == [
             other.get(key) for key in ("event", "step", "tokens", "loss_tokens", "epoch")
         ]
-        assert other["loss"] == pytest.approx(one["loss"], rel=1e-6)
+        assert other.get("loss", 0.0) == pytest.approx(one.get("loss", 0.0), rel=1e-6)
     assert sorted(path.name for path in Path(two.output).glob("checkpoint-*")) == sorted(
         path.name for path in Path(recipe.output).glob("checkpoint-*")
     )
     assert ranks_line(read_log(Path(two.output))).startswith("2 ranks")
     waited = [event for event in read_log(Path(two.output)) if event["event"] == "ranks"]
     assert all(seconds > 0 for event in waited for seconds in event["waited"])
+    mine, theirs = (rows_of(run) for run in (recipe.output, two.output))
+    assert list(mine) == list(theirs) != []
+    assert apart(list(theirs.values()), list(mine.values())) < 1e-4  # four decimals
     if recipe.method == "lora":
         name = f"checkpoint-{alone.step}/adapter_model.safetensors"
         one, other = (load_file(Path(run) / name) for run in (recipe.output, two.output))
         assert all(torch.allclose(other[key], one[key], rtol=1e-4, atol=1e-6) for key in one)
         check_resume(recipe.model_copy(update={"output": recipe.output + "-stopped"}), alone.folder, tmp_path)
+
+
+def rows_of(run: str) -> dict[tuple[int, int], float]:
+    """By step and row."""
+    lines = [json.loads(line) for line in (Path(run) / "rows.jsonl").read_text().splitlines()]
+    found = {(line["step"], row): loss for line in lines for row, loss in zip(line["rows"], line["losses"], strict=True)}
+    return dict(sorted(found.items()))
 
 
 def check_resume(recipe: Recipe, whole: Path, tmp_path: Path) -> None:
@@ -217,14 +234,15 @@ def test_a_number_that_is_not_finite_on_one_rank_stops_all(recipe_for: RecipeFor
     recipe = recipe_for(**CHANGES)
 
     def broken(world: World) -> None:
-        real, rows = Supervised.loss_sum, []
+        real, rows = Supervised.sums, []
 
-        def spoilt(self: Supervised, model: Any, batch: Any) -> torch.Tensor:
+        def spoilt(self: Supervised, model: Any, batch: Any) -> Sums:
             rows.append(batch.documents)
             bad = world.rank == 1 and rows[0][0] in batch.documents and batch.documents  # the first row that it is given
-            return real(self, model, batch) * (float("nan") if bad else 1.0)
+            found = real(self, model, batch)
+            return found._replace(loss=found.loss * (float("nan") if bad else 1.0))
 
-        Supervised.loss_sum = spoilt  # type: ignore[method-assign]  # in this process, which ends
+        Supervised.sums = spoilt  # type: ignore[method-assign]  # in this process, which ends
         try:
             train(recipe, display=Silent(), world=world)
         except HealthStop as stopped:

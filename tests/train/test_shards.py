@@ -25,6 +25,7 @@ from pronghorn.train.dist.shards import Shards, shard_of
 from pronghorn.train.dist.world import World
 from pronghorn.train.loop import train
 from pronghorn.train.objectives import Supervised
+from pronghorn.train.objectives.objective import Sums
 from samples import make_model
 from tables import first_of
 
@@ -231,14 +232,15 @@ def test_a_row_that_breaks_a_step_is_found_where_weights_are_spread(runs: Recipe
     recipes = runs("nf4", RUNS["qlora"], shard="base"), runs("full", RUNS["full"], shard="full")
 
     def broken(world: World) -> str:
-        real, rows, told = Supervised.loss_sum, list[int](), []
+        real, rows, told = Supervised.sums, list[int](), []
 
-        def spoilt(self: Supervised, model: Any, batch: Any) -> torch.Tensor:
+        def spoilt(self: Supervised, model: Any, batch: Any) -> Sums:
             rows.extend(batch.documents)
             bad = world.rank == 1 and rows[0] in batch.documents
-            return real(self, model, batch) * (float("nan") if bad else 1.0)
+            found = real(self, model, batch)
+            return found._replace(loss=found.loss * (float("nan") if bad else 1.0))
 
-        Supervised.loss_sum = spoilt  # type: ignore[method-assign]  # in this process, which ends
+        Supervised.sums = spoilt  # type: ignore[method-assign]  # in this process, which ends
         for recipe in recipes:
             rows.clear()
             try:

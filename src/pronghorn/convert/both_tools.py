@@ -16,7 +16,7 @@ SAME: dict[str, Row] = {  # that have the same name, too
     "loraplus_lr_embedding": nothing("embeddings cannot have an adapter"),
     "fp8": shared.fp8_products,
     "learning_rate": to("train.lr", values.decimal),
-    "lr_scheduler_kwargs": not_here("schedules have no settings except train.warmup"),
+    "lr_scheduler_kwargs": not_here("schedules have no settings except train.warmup and train.decay"),
     "weight_decay": to("train.weight_decay", values.decimal),
     "adam_epsilon": to("train.eps", values.decimal),
     "max_grad_norm": shared.clip,
@@ -45,7 +45,7 @@ NAMED: tuple[tuple[str, str, Row], ...] = (
     ("lora_model_dir", "adapter_name_or_path adapter_folder", not_here(shared.NEW_ADAPTER)),
     ("bnb_config_kwargs", "quantization_method double_quantization", nothing("Pronghorn's NF4 layout is fixed")),
     ("optimizer", "optim", choice("train.optimizer", OPTIMIZERS, shared.NEAR_OPTIMIZERS, shared.OTHER_OPTIMIZER)),
-    ("lr_scheduler", "lr_scheduler_type", choice("train.schedule", SCHEDULES, {}, shared.OTHER_SCHEDULE)),
+    ("lr_scheduler", "lr_scheduler_type", choice("train.schedule", SCHEDULES, shared.NEAR_SCHEDULES, shared.OTHER_SCHEDULE)),
     ("eval_batch_size", "per_device_eval_batch_size", nothing("evaluation chooses its batch size itself")),
     (
         "neftune_noise_alpha noisy_embedding_alpha",

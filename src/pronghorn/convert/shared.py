@@ -17,7 +17,8 @@ AT_THE_END = 0.999999  # of all steps: the last one, in any run of less than a m
 _FEW = ("adamw_8bit", "AdamW's moments are stored in 32 or 8 bits")
 NEAR_OPTIMIZERS = {"adamw_torch_4bit": _FEW, "ao_adamw_4bit": _FEW, "ao_adamw_fp8": _FEW}
 OTHER_OPTIMIZER = ("adamw", "AdamW is the only optimizer, and the learning rate of another optimizer may not suit it")
-OTHER_SCHEDULE = ("cosine", "the schedules are cosine, linear and constant")
+OTHER_SCHEDULE = ("cosine", "the schedules are cosine, linear, constant and wsd")
+NEAR_SCHEDULES = {"warmup_stable_decay": ("wsd", "its decay is the last fifth of the steps (train.decay)")}
 
 PACKED = "Pronghorn always packs rows; attention does not cross rows"
 PLAN = "the memory plan decides what is saved, recomputed or offloaded (memory.budget)"

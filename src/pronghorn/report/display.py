@@ -275,6 +275,8 @@ class _Run:
             self.step = int(event.get("step", 0))
             self.losses.append(as_number(event.get("loss")))
             self.rate.add(int(event.get("tokens", 0)), as_number(event.get("seconds")))
+        elif kind == "decay":
+            self.steps = int(event.get("steps") or 0)
         elif kind == "stages":
             self.stages = dict(event.get("seconds") or {})
         elif kind in ("eval", "checkpoint"):
@@ -386,6 +388,7 @@ _SAYINGS: dict[str, Callable[[_Run, dict[str, Any], int], list[str]]] = {
     "checkpoint": _say_checkpoint,
     "notice": _say_notice,
     "rewind": _say_notice,
+    "decay": _say_notice,
     "plan": _say_text,
     "measured": _say_text,
     "end": _say_end,

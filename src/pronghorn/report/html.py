@@ -23,6 +23,7 @@ from pronghorn.report.html_sections import (
     evaluations_section,
     memory_section,
     score_tiles,
+    worst_rows_section,
 )
 from pronghorn.report.html_style import SCRIPT, STYLE
 from pronghorn.report.plots import Plot, Point, Series, draw, smooth
@@ -63,7 +64,7 @@ def render_page(events: Sequence[dict[str, Any]], name: str = "run", answers: Se
     body = [
         _header(run, title, steps), _tiles(run, answers, steps), _plots(run, kept, steps, evals),
         evaluations_section(evals, run.best_step), answers_section(answers), samples_section(kept),
-        data_section(start),
+        worst_rows_section(kept), data_section(start),
         _stages(run), memory_section(kept), cost_section(run, kept), experts_section(kept), _recipe(run), _notices(events),
         _sessions(run),
     ]  # fmt: skip

@@ -170,6 +170,26 @@ def answers_section(answers: Sequence[AnswerRow]) -> str:
     return f'<h2>Answers</h2><div class="card"><p class="note">{told}</p>{shown}</div>'
 
 
+def worst_rows_section(kept: Sequence[dict[str, Any]]) -> str:
+    """Training rows with the highest mean loss, each time they were trained on."""
+    found = next((e.get("worst") for e in reversed(kept) if e["event"] == "rows"), None)
+    rows = [row for row in found if isinstance(row, dict)] if isinstance(found, list) else []
+    if not rows:
+        return ""
+    cells = []
+    for row in rows[:MOST_ANSWERS]:
+        losses = row.get("losses")
+        losses = losses if isinstance(losses, list) else []
+        told = ", ".join(number_format.figure(as_number(loss)) for loss in losses[-MOST_EVALUATIONS:])
+        cells.append(f"<tr>{_cell('row', str(row.get('row')))}{_cell('loss', told)}{_cell('text', str(row.get('text')))}</tr>")
+    head = "<thead><tr><th>row</th><th>loss of each epoch</th><th>its end</th></tr></thead>"
+    note = '<p class="note">Wrong or odd rows are often among them. rows.jsonl has the loss of each row.</p>'
+    return (
+        f'<h2>Hardest training rows</h2><div class="card">{note}<table class="answers">{head}'
+        f"<tbody>{''.join(cells)}</tbody></table></div>"
+    )
+
+
 def score_tiles(answers: Sequence[AnswerRow]) -> list[tuple[str, str, str]]:
     """What the answers score: name, value, and the base model's."""
     tiles = []

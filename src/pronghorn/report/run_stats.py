@@ -152,7 +152,7 @@ def run_stats(events: Sequence[dict[str, Any]], now: float | None = None) -> Run
         began=events[0].get("time") if events else None,
         last=last,
         step=max((e.get("step", 0) for e in kept if e["event"] in ("step", "eval", "checkpoint")), default=0),
-        steps=int(start.get("steps") or 0),
+        steps=next((int(e.get("steps") or 0) for e in reversed(kept) if e["event"] in ("start", "decay")), 0),
         loss=_losses([e for e in steps if "frac_reward_zero_std" not in e]),
         evaluation=evaluation,
         perplexity=next(

@@ -53,7 +53,7 @@ def described(path: Path, recipe: dict[str, Any], values: dict[str, Any]) -> Des
         if not isinstance(values["scaler"], dict) or not all(isinstance(values[key], str) for key in ("data", "held_out")):
             raise ValueError("the loss scale or the data key has the wrong type")
         losses_of(values)
-        return Described(trained, Progress(**values["progress"]), values["seen_tokens"])
+        return Described(trained, Progress.of(values["progress"]), values["seen_tokens"])
     except _MISFITS as error:
         raise _not_ours(path, error) from error
 

@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -42,6 +44,7 @@ class Sums(NamedTuple):
 
     loss: Tensor  # float32: a number, or [C]
     watched: Tensor | None = None  # [W] float32, detached
+    rows_N: Tensor | None = None  # the loss of each loss row, detached, where the loss is their sum
 
 
 class Objective(ABC):
@@ -50,6 +53,7 @@ class Objective(ABC):
     watched: ClassVar[tuple[str, ...]] = ()  # what the W sums are; `figures` makes what people read of them
     scores: ClassVar[tuple[str, ...]] = ()  # figures that are better when they are higher: eval.best may name one
     spikes: ClassVar[bool] = True  # whether a loss far above those before it means trouble
+    has_rows: ClassVar[bool] = False  # whether `sums` gives the loss of each loss row
     trained = False  # whether all weights train and have: the model is no longer its own reference
     progress: Progress = staticmethod(lambda *_: None)  # told of what takes long before the first step
     together = 1  # rows of the table, one after the other, that stay in one pack, side by side
@@ -112,6 +116,13 @@ class Objective(ABC):
         counts = torch.stack([self.count(batch).reshape(self.terms) for batch in step_batch.batches]).sum(0)
         found = world.total(*counts.tolist())
         return found[0] if self.terms == 1 else tuple(max(1.0, count) for count in found)
+
+
+def document_losses(batch: PackedBatch, rows_N: Tensor) -> npt.NDArray[np.float64]:
+    """Summed loss of each document of a batch, in float64 and in one order. The batch is on the host. `rows_N`: as in
+    `Sums`."""
+    ends = np.searchsorted(batch.loss_rows.numpy(), batch.cu_seqlens.numpy()[: len(batch.documents) + 1])
+    return np.diff(np.concatenate([[0.0], rows_N.cpu().double().numpy().cumsum()])[ends])
 
 
 def mean_of(sums: Tensor, divisor: Divisor) -> Tensor:

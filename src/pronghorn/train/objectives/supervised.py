@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -15,20 +16,21 @@ from pronghorn.train.objectives.objective import Objective, Sums
 
 
 class Supervised(Objective):
+    has_rows = True
+
     def loss(self, log_probs_N: Tensor, batch: PackedBatch) -> Tensor:
         return -log_probs_N.sum()
 
     def sums(self, model: HFModel, batch: PackedBatch) -> Sums:
-        return Sums(self.loss_sum(model, batch))
-
-    def loss_sum(self, model: HFModel, batch: PackedBatch) -> Tensor:
         """Fused: the loss and its gradient in one pass over the logits, since every row's weight is known to be one."""
         engine = engine_of(model)
         if engine is not None:
-            return engine.packed_loss(batch)[0]
+            total, rows_N = engine.packed_loss(batch)
+            return Sums(total, rows_N=rows_N)
         logits, balance = own_logits(base_of(model), batch)
         loss = F.cross_entropy(logits, batch.row_labels, reduction="sum")
-        return loss if balance is None else loss + balance * batch.loss_tokens
+        each_N = None if torch.is_grad_enabled() else F.cross_entropy(logits, batch.row_labels, reduction="none")
+        return Sums(loss if balance is None else loss + balance * batch.loss_tokens, rows_N=each_N)
 
     def divisor(self, step_batch: StepBatch, world: World) -> float:
         return step_batch.loss_tokens  # as the loader counted them, of all ranks

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from pronghorn.data.pack.loader import evaluation_batches
 from pronghorn.data.pack.packing import TokenRows
 from pronghorn.errors import counted
 from pronghorn.hf_types import HFModel
+from pronghorn.packs import PackedBatch
 from pronghorn.recipe_parts import Stop
 from pronghorn.train.dist.world import World
 from pronghorn.train.objectives import Objective, Supervised
+from pronghorn.train.objectives.objective import document_losses
+from pronghorn.train.run.paired import Counts, Floats, Seen, difference, expected_gain, kept
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,7 @@ class Evaluation:
     tokens: int  # held-out tokens that carry loss
     figures: dict[str, float] = field(default_factory=dict)  # what else the objective shows
     samples: int = 0  # held-out prompts that were answered for the figures
+    losses_R: Floats | None = field(default=None, compare=False)  # summed loss of each row, where it was asked for
 
     @property
     def perplexity(self) -> float:
@@ -43,6 +48,7 @@ def evaluate(
     progress: Callable[[str, int, int], None] | None = None,
     objective: Objective | None = None,
     world: World | None = None,
+    by_row: bool = False,
 ) -> Evaluation:
     """Mean over all held-out tokens with loss, or over what the objective counts: the same number for any capacity."""
     objective, world = objective or Supervised(), world or World()
@@ -52,12 +58,15 @@ def evaluate(
     total, counts = (torch.zeros(objective.terms, dtype=torch.float64) for _ in range(2))
     watched = torch.zeros(len(objective.watched), dtype=torch.float64)
     total, watched, tokens, seen = total.to(device), watched.to(device), 0, 0
+    rows: list[tuple[PackedBatch, torch.Tensor]] = []
     if progress:
         progress("evaluating", 0, len(table))  # the first batch alone may take many seconds on a CPU
     for batch in evaluation_batches(table, capacity, pad_id, objective.together, (world.rank, world.size)):
         with autocast():
             sums = objective.sums(model, objective.complete(batch, table).to(device))
         total += sums.loss.double()
+        if by_row and sums.rows_N is not None:
+            rows.append((batch, sums.rows_N))
         watched += 0.0 if sums.watched is None else sums.watched.double()
         counts += objective.count(batch)
         tokens += batch.loss_tokens
@@ -67,7 +76,16 @@ def evaluate(
     model.train(was_training)
     found = world.total(*total.tolist(), *counts.tolist(), tokens, *watched.tolist())
     loss = sum(found[i] / found[objective.terms + i] for i in range(objective.terms))
-    return Evaluation(loss, int(found[2 * objective.terms]), objective.figures(found[2 * objective.terms + 1 :]))
+    figures = objective.figures(found[2 * objective.terms + 1 :])
+    return Evaluation(loss, int(found[2 * objective.terms]), figures, losses_R=_losses(table, rows, world) if by_row else None)
+
+
+def _losses(table: TokenRows, batches: Sequence[tuple[PackedBatch, torch.Tensor]], world: World) -> Floats:
+    """Summed loss of each row, the same on all ranks."""
+    losses_R = np.zeros(len(table))
+    for batch, rows_N in batches:
+        losses_R[list(batch.documents)] = document_losses(batch, rows_N)
+    return np.array(world.total(*losses_R.tolist()))
 
 
 LOWER_IS_BETTER = ("loss",)  # every metric of answers is better when it is higher
@@ -83,6 +101,10 @@ class Progress:
     best_step: int | None = None
     without_gain: int = 0  # evaluations in a row that gained less than min_delta over `reference`
     reference: float | None = None
+    decay_from: int | None = None  # of schedule wsd: the step after which the decay began before its time
+    why: str = ""  # it did
+    seen: list[Seen] = field(default_factory=list)  # evaluations that eval.stop.gain looks at
+    expected: tuple[float, float] | None = None  # by its trend: the gain of the rest of the run, and what it will not exceed
 
     def after(self, value: float, step: int, stop: Stop | None) -> Progress:
         better = replace(self, best=value, best_step=step) if self._beyond(value, self.best, 0.0) else self
@@ -97,6 +119,14 @@ class Progress:
 
     def verdict(self, stop: Stop | None) -> str:
         """Why the run should end, or nothing."""
+        if stop is not None and stop.gain is not None:
+            if self.expected is None or self.expected[1] >= stop.gain:
+                return ""
+            gain, most = self.expected
+            return (
+                f"held-out loss is expected to fall by {gain:.4f} in the rest of the run, and with a probability of "
+                f"{stop.confidence:g} by less than {most:.4f}"
+            )
         if stop is None or self.without_gain < stop.patience:
             return ""
         evaluations = counted(self.without_gain, "evaluation")
@@ -105,7 +135,29 @@ class Progress:
 
     def by(self, metric: str) -> Progress:
         """Itself, or from the beginning where another metric decides now."""
-        return self if metric == self.metric else Progress(metric)
+        return self if metric == self.metric else Progress(metric, decay_from=self.decay_from, why=self.why)
+
+    def compared(
+        self, losses_R: Floats, counts_R: Counts, tokens: int, end: float, stop: Stop
+    ) -> tuple[Progress, dict[str, float]]:
+        """After an evaluation `tokens` into a run whose rate is constant until `end`, and what the log says of it. `counts_R`:
+        tokens of each row."""
+        latest = Seen.of(tokens, losses_R)
+        seen, said = kept(self.seen, latest), {}
+        if self.seen:
+            change, error = difference(latest.by_row(), self.seen[-1].by_row(), counts_R)
+            said = {"change": change, "change_error": error}
+        expected = expected_gain(seen, counts_R, end, stop.confidence)
+        if expected is not None:
+            said |= {"expected_gain": expected[0], "most_gain": expected[1]}
+        return replace(self, seen=seen, expected=expected), said
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"seen": [list(one) for one in self.seen], "expected": self.expected and list(self.expected)}
+
+    @classmethod
+    def of(cls, stored: dict[str, Any]) -> Progress:
+        """From a checkpoint's JSON."""
+        expected = stored.get("expected")
+        seen = [Seen(int(tokens), str(losses)) for tokens, losses in stored.get("seen", [])]
+        return cls(**stored | {"seen": seen, "expected": expected and (float(expected[0]), float(expected[1]))})

@@ -44,7 +44,7 @@ def log_start(session: Session, folder: Path, log: RunLog) -> None:
         ranks=session.world.size,
         precision=session.precision,
         resumed_from=session.resumed_from,
-        steps=session.source.total,
+        steps=session.total,
         parameters={"total": count_parameters(model), "trainable": require_trainable(model)},
         data=session.source.summary(),
         eval_documents=len(session.source.held_out or ()),

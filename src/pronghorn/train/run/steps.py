@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn, Protocol
@@ -27,6 +27,8 @@ from pronghorn.report.stages import Stages
 from pronghorn.train.checkpoint.checkpoint import capture_rng, restore_rng
 from pronghorn.train.checkpoint.saving import saver_of
 from pronghorn.train.run.answers import RunAnswers
+from pronghorn.train.run.evaluate import Evaluation
+from pronghorn.train.run.row_losses import RowLosses
 from pronghorn.train.run.run_events import foretold, log_end, log_experts, log_start, log_step
 from pronghorn.train.run.signals import StopRequest
 from pronghorn.train.setup.setup import Session
@@ -76,6 +78,8 @@ class Run:
         self._looked = time.perf_counter()  # at how long ranks waited
         self._saver = saver_of(session, folder, log, stages)
         self._left_out = LeftOut.of(folder)
+        known = session.source.known
+        self._rows = RowLosses(folder, session.world, known[0] if known else None, session.step)
         self._page = LiveReport(folder, writes=session.world.writes)
         self._answers = RunAnswers(session, folder, log, own, display.progress)
         self._seconds: list[float] = []  # of the first steps under the plan
@@ -95,18 +99,19 @@ class Run:
                 self._leave_for(signal_number)
             reason, why = self._steps(stop)
             self._save_what_is_not_saved()
+            if worst := self.session.world.on_writer(lambda: self._rows.worst(self.session.tokenizer)):
+                self.log.write("rows", worst=worst)
             end.update(reason=reason, why=why)
         return RunResult(self.folder, self._saver.checkpoint, reason, why, self.session.step, self.session.progress.best_step)
 
     def _steps(self, stop: StopRequest) -> tuple[str, str]:
         """Steps are begun ahead of being read (`Step.depth`); where the run looks at itself, all of them are finished first."""
         session, source = self.session, self.session.source
-        total = source.total
-        verdict = session.progress.verdict(session.recipe.eval.stop)
-        if session.step < total and not verdict:
+        verdict = self._verdict()
+        if session.step < session.total and not verdict:
             self.display.progress(FIRST_STEP, 0, 0)  # on a GPU kernels are compiled in it, 12 s on a new machine; until it ends
         self._mark = time.perf_counter()
-        while session.step < total and not verdict:
+        while session.step < session.total and not verdict:
             if not source.ahead:
                 self._finish_all()
             with self.stages(source.stage):
@@ -118,7 +123,7 @@ class Run:
             else:
                 self._begin(step_batch)
             begun = session.step + len(self._under_way)
-            last = begun == total
+            last = begun == session.total
             evaluates = source.held_out is not None and (begun % self._eval_every == 0 or last)
             saves = begun % self._save_every == 0
             if evaluates or last or (saves and (self._saver.waits or not self._under_way)):
@@ -131,19 +136,33 @@ class Run:
             signal_number = session.world.largest(stop.signal_number or 0)  # one rank's is everybody's
             if signal_number and not last:
                 self._leave_for(signal_number)
-        if verdict:
-            return "early stop", verdict
-        return "done", ""
+        if session.total < source.total:
+            verdict = f"{session.progress.why}; decayed from step {session.progress.decay_from} on"
+        return ("early stop", verdict) if verdict else ("done", "")
+
+    def _verdict(self) -> str:
+        """Why the run ends now, or nothing. Where the rate is constant and a decay is to come, the decay begins instead."""
+        session, train = self.session, self.session.recipe.train
+        verdict, decays = session.progress.verdict(session.recipe.eval.stop), train.decays(session.source.total)
+        if train.schedule != "wsd":
+            return verdict
+        if verdict and session.progress.decay_from is None and session.step < decays.start:
+            session.progress = replace(session.progress, decay_from=session.step, why=verdict)
+            text = f"step {session.step}: {verdict}; the decay begins, and the run ends after step {session.total}"
+            self.log.write("decay", step=session.step, steps=session.total, text=text)
+        return ""
 
     def _pause(self, evaluates: bool, last: bool) -> str:
         """Everything begun is finished; then evaluation and checkpoint, where they are due. Returns the reason to stop."""
         session = self.session
         self._finish_all()
+        self._rows.flush()
         log_experts(self.session, self.log)
         self._log_ranks()
         verdict = self._evaluate() if evaluates else ""
         best_now = session.progress.best_step == session.step
-        if session.step % self._save_every == 0 or last or best_now or verdict:
+        decays_now = session.progress.decay_from == session.step
+        if session.step % self._save_every == 0 or last or best_now or verdict or decays_now:
             self._saver.save()
         if not last:
             self._refresh_page(news=evaluates)
@@ -159,7 +178,8 @@ class Run:
         """Not if memory ran out: then the steps before it are finished, the plan is lower, and the step is to be repeated."""
         session = self.session
         number = session.step + len(self._under_way)
-        lr = set_lr(session.optimizer, lr_scale(number, session.source.total, session.recipe.train))
+        scale = lr_scale(number, session.source.total, session.recipe.train, session.progress.decay_from)
+        lr = set_lr(session.optimizer, scale)
         # 160 µs: a step that is refused leaves no trace, not even in the random numbers
         limit = session.take_step.loss_limit = session.spikes.limit(number + 1)
         self._under_way.append(_UnderWay(step_batch, lr, capture_rng(), limit))
@@ -242,6 +262,9 @@ class Run:
             self.log.write("notice", text=f"step {session.step}: fp16 overflow, update skipped, loss scale lowered")
         now = time.perf_counter()
         log_step(session, self.log, step_batch, result, done.lr, now - self._mark)
+        self._rows.add(session.step, step_batch, result.losses)
+        if session.step % self._save_every == 0:
+            self._rows.flush()
         self._compare_with_plan(now - self._mark)
         self._mark = time.perf_counter() if self._refresh_page() else now  # a page is no part of the next step's time
         self._saver.finished(session.step)
@@ -318,6 +341,7 @@ class Run:
             answered = answered | {"metrics": result.figures | answered.get("metrics", {})}
         value = result.loss if recipe.eval.best == "loss" else answered["metrics"][recipe.eval.best]
         session.progress = session.progress.after(value, session.step, recipe.eval.stop)
+        answered = answered | self._compare_rows(result)
         self.log.write(
             "eval",
             step=session.step,
@@ -327,7 +351,19 @@ class Run:
             best=session.progress.best_step == session.step,
             **answered,
         )
-        return session.progress.verdict(recipe.eval.stop)
+        return self._verdict()
+
+    def _compare_rows(self, result: Evaluation) -> dict[str, Any]:
+        """For eval.stop.gain, where the rate is constant; and what the event of the evaluation says of it."""
+        session, stop, train = self.session, self.session.recipe.eval.stop, self.session.recipe.train
+        constant = train.constant(session.source.total)
+        if stop is None or result.losses_R is None or session.step not in constant or session.progress.decay_from is not None:
+            return {}
+        assert session.source.held_out is not None
+        counts_R, tokens = session.source.held_out.loss_counts, session.seen_tokens
+        end = tokens * constant.stop / session.step
+        session.progress, said = session.progress.compared(result.losses_R, counts_R, tokens, end, stop)
+        return {"paired": said} if said else {}
 
     def _leave_for(self, signal_number: int) -> NoReturn:
         self._finish_all()
@@ -344,6 +380,7 @@ class Run:
 
     def _save_what_is_not_saved(self) -> None:
         if self._saver.saved_step != self.session.step:
+            self._rows.flush()
             self._saver.save()
         self._saver.wait()
 

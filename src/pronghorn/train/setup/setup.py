@@ -95,6 +95,11 @@ class Session:
         return {**self.keys, **self.base.result()}
 
     @property
+    def total(self) -> int:
+        """Optimizer steps: fewer than the source has, where an early stop began the decay."""
+        return self.recipe.train.decays(self.source.total, self.progress.decay_from).stop
+
+    @property
     def autocast(self) -> Callable[[], Any]:
         return self.take_step.autocast
 
@@ -356,7 +361,7 @@ def _put_back(session: Session, state: TrainState) -> None:
         session.take_step.scaler.load_state_dict(values["scaler"])
     session.step = session.resumed_from = state.step
     session.seen_tokens = values["seen_tokens"]
-    before = Progress(**values["progress"])
+    before = Progress.of(values["progress"])
     session.progress = before.by(session.recipe.eval.best)
     if session.progress != before:
         session.notices.append(

@@ -19,6 +19,7 @@ from pronghorn.recipe import Recipe
 from pronghorn.recipe_parts import Lora, Train, steps_between
 from pronghorn.train.dist.launch import require_packs
 from pronghorn.train.objectives import objective_of
+from pronghorn.train.run.paired import FEWEST
 from pronghorn.train.source.source import Report, Source
 
 FEW_STEPS = 20  # below this, warm-up and schedule hardly act; people usually meant a smaller batch
@@ -107,6 +108,15 @@ def evaluated_once(recipe: Recipe, source: Source) -> list[str]:
     ]
 
 
+def too_few_to_predict(recipe: Recipe, source: Source) -> list[str]:
+    """Where eval.stop.gain has no trend to look at."""
+    stop, constant = recipe.eval.stop, recipe.train.constant(source.total)
+    times = sum(step % steps_between(recipe.eval.every, source.total) == 0 for step in constant)
+    if source.held_out is None or stop is None or stop.gain is None or times >= FEWEST:
+        return []
+    return [f"eval.stop.gain needs {FEWEST} evaluations at a constant rate, and the run has {times}; set eval.every: 0.05"]
+
+
 def empty_packs(recipe: Recipe, table: TokenTable, first: Packs) -> list[str]:
     """A step of few rows may fill a small part of its packs, and padding takes as long as rows do."""
     spec, full = recipe.train, first.efficiency(recipe.train.capacity)
@@ -125,7 +135,7 @@ def empty_packs(recipe: Recipe, table: TokenTable, first: Packs) -> list[str]:
 
 def notices(recipe: Recipe, source: Source, device: torch.device, precision: Precision, facts: ModelFacts) -> list[str]:
     """What is allowed but probably not meant."""
-    said = source.notices() + evaluated_once(recipe, source)
+    said = source.notices() + evaluated_once(recipe, source) + too_few_to_predict(recipe, source)
     if recipe.method == "full" and recipe.lora != Lora():
         said.append("method: full trains all weights; the lora section of the recipe is ignored")
     if device.type == "cpu" and precision != "fp32":

@@ -40,7 +40,16 @@ from pronghorn.train.dist.world import World
 from pronghorn.train.objectives import Objective
 from pronghorn.train.objectives.objective import Divisor
 from pronghorn.train.step.fused_adamw import FusedAdamW
-from pronghorn.train.step.step import EagerStep, StageTimer, Step, StepResult, finish_backward, no_graph, why_not_graphed
+from pronghorn.train.step.step import (
+    EagerStep,
+    StageTimer,
+    Step,
+    StepResult,
+    finish_backward,
+    losses_of,
+    no_graph,
+    why_not_graphed,
+)
 
 DRY_TOKENS = 1024  # for which kernels are compiled: sizes as whole batches have them, and next to no work
 
@@ -50,6 +59,7 @@ class _Micro:
     """What a shape needs: where its inputs lie, and the work on them."""
 
     inputs: PackedBatch
+    rows_N: torch.Tensor | None  # the loss of each loss row, where the objective gives it
     run: Work  # a graph's replay, or the functions themselves
 
 
@@ -60,6 +70,15 @@ class _Staging:
     batch: PackedBatch
     loaded: torch.cuda.Event
     free: torch.cuda.Event
+
+
+@dataclass
+class _UnderWay:
+    """What the host reads of a step, once it has arrived."""
+
+    report: torch.Tensor
+    rows: list[tuple[PackedBatch, torch.Tensor]]
+    arrived: torch.cuda.Event | None
 
 
 class GraphedStep(Step):
@@ -90,7 +109,7 @@ class GraphedStep(Step):
         self._sums_captured = False  # whether the update's graph has the sums over ranks
         self._added_up: list[torch.Tensor] = []
         self._sums: LoraGradBuffer | None = None
-        self._under_way: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
+        self._under_way: deque[_UnderWay] = deque()
         self._loss = torch.zeros((), device=device)
         terms = self.objective.terms
         self._share = torch.ones(() if terms == 1 else (terms,), device=device)  # 1 / what the step's loss is divided by
@@ -114,24 +133,27 @@ class GraphedStep(Step):
             if self.guards_loss:
                 self._limit.fill_(self.loss_limit)
             self._accumulated = False
+            rows: list[tuple[PackedBatch, torch.Tensor]] = []
             for batch in step_batch.batches:
                 micro = self._micros.get(batch.shape) or self._prepare(batch)
                 self._load(batch, micro.inputs)
                 micro.run()
+                if micro.rows_N is not None:
+                    rows.append((batch, self._sent(micro.rows_N)))
                 self._accumulated = True
             self.world.add_up([] if self._sums_captured else self._added_up)
             self._release_holds()
             assert self._update is not None
             self._update()
-            self._send_report()
+            self._send_report(rows)
 
     def finish(self, stage: StageTimer = lambda _: nullcontext()) -> StepResult:
         with stage("step"):
-            report, arrived = self._under_way.popleft()
-            if arrived is not None:
-                arrived.synchronize()  # sleeps: a blocking event
-            loss, grad_norm, *watched = report.tolist()
-        return StepResult(loss, grad_norm, self.objective.figures(watched))
+            done = self._under_way.popleft()
+            if done.arrived is not None:
+                done.arrived.synchronize()  # sleeps: a blocking event
+            loss, grad_norm, *watched = done.report.tolist()
+        return StepResult(loss, grad_norm, self.objective.figures(watched), losses_of(done.rows))
 
     def release(self) -> None:
         super().release()
@@ -169,18 +191,20 @@ class GraphedStep(Step):
         else:
             self._share.fill_(1.0 / divisor)
 
-    def _send_report(self) -> None:
-        report = torch.empty(len(self._report), pin_memory=self._cuda)
-        report.copy_(self._report, non_blocking=True)
-        arrived = None
+    def _sent(self, tensor: torch.Tensor) -> torch.Tensor:
+        """On its way to the host: 64 kB for 16,384 rows, 3 µs."""
+        return torch.empty_like(tensor, device="cpu", pin_memory=self._cuda).copy_(tensor, non_blocking=True)
+
+    def _send_report(self, rows: list[tuple[PackedBatch, torch.Tensor]]) -> None:
+        report, arrived = self._sent(self._report), None
         if self._cuda:
             arrived = torch.cuda.Event(blocking=True)
             arrived.record()
-        self._under_way.append((report, arrived))
+        self._under_way.append(_UnderWay(report, rows, arrived))
 
     # ---- what is captured ----------------------------------------------------------------------------------------
 
-    def _forward_backward(self, inputs: PackedBatch) -> None:
+    def _forward_backward(self, inputs: PackedBatch, rows_N: torch.Tensor | None = None) -> None:
         try:
             with self.autocast():
                 sums = self.objective.sums(self.model, inputs)
@@ -192,6 +216,8 @@ class GraphedStep(Step):
         self._loss += loss.detach()
         if sums.watched is not None:
             self._watched += sums.watched
+        if rows_N is not None and sums.rows_N is not None:
+            rows_N.copy_(sums.rows_N)
 
     def _clip_and_update(self) -> None:
         assert self._sums is not None
@@ -290,7 +316,8 @@ class GraphedStep(Step):
         engine = engine_of(self.model)
         assert engine is not None
         counted = engine.expert_counts.counts_LE.clone() if engine.expert_counts is not None else None
-        (run,) = self._graphs.captured(lambda: self._forward_backward(inputs))
+        rows_N = torch.zeros(inputs.sizes["N"], device=self.device) if self.objective.has_rows else None
+        (run,) = self._graphs.captured(lambda: self._forward_backward(inputs, rows_N))
         self._graphs.tried = True
         if engine.expert_counts is not None:  # a trial does not count
             counts = engine.expert_counts.counts_LE
@@ -309,7 +336,7 @@ class GraphedStep(Step):
                 f"captured a CUDA graph for {tokens:,} tokens, {rows:,} of them with loss, up to {entries - 1} documents "
                 f"({time.perf_counter() - began:.1f} s)"
             )
-        self._micros[batch.shape] = _Micro(inputs, run)
+        self._micros[batch.shape] = _Micro(inputs, rows_N, run)
         return self._micros[batch.shape]
 
     def _capture_failed(self, error: Exception) -> None:

@@ -43,13 +43,17 @@ def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def lr_scale(step: int, total: int, spec: Train) -> float:
-    """The share of the base learning rate that step `step` (from 0) of `total` uses."""
-    warmup = spec.warmup if isinstance(spec.warmup, int) else math.ceil(spec.warmup * total)
+def lr_scale(step: int, total: int, spec: Train, early: int | None = None) -> float:
+    """The share of the base learning rate that step `step` (from 0) of `total` uses. `early`: where the decay of wsd begins
+    before its time. Its shape is 1 - sqrt, which ends lower than a line of as many steps (2405.18392)."""
+    warmup = spec.warmup_steps(total)
     if step < warmup:
         return (step + 1) / (warmup + 1)
     if spec.schedule == "constant":
         return 1.0
+    if spec.schedule == "wsd":
+        decays = spec.decays(total, early)
+        return 1.0 - math.sqrt((step - decays.start) / len(decays)) if step in decays else 1.0
     progress = (step - warmup) / max(1, total - warmup)
     return 0.5 * (1 + math.cos(math.pi * progress)) if spec.schedule == "cosine" else 1.0 - progress
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from pronghorn.data.pack.loader import StepBatch
@@ -20,10 +22,11 @@ from pronghorn.errors import EnvironmentFault, HealthStop
 from pronghorn.hf_types import HFModel
 from pronghorn.model.causal_lm import engine_of
 from pronghorn.model.load import DTYPES, Precision
+from pronghorn.packs import PackedBatch
 from pronghorn.train.dist.trained_shards import trained_shards_of
 from pronghorn.train.dist.world import World
 from pronghorn.train.objectives import Objective, Supervised
-from pronghorn.train.objectives.objective import mean_of
+from pronghorn.train.objectives.objective import document_losses, mean_of
 from pronghorn.train.step.fused_adamw import FusedAdamW
 from pronghorn.train.step.optim import trainable
 
@@ -38,7 +41,14 @@ class StepResult:
     loss: float  # the objective's mean over the step; supervised: over its trained tokens
     grad_norm: float  # before clipping
     figures: dict[str, float] = field(default_factory=dict)  # what else the objective shows of the step
+    # summed loss of each of the step's documents on this rank, before the update, where the objective gives it
+    losses: npt.NDArray[np.float64] | None = field(default=None, compare=False)
     skipped: bool = False  # fp16 only: the scaled gradients overflowed, the scale was lowered, nothing was updated
+
+
+def losses_of(batches: Sequence[tuple[PackedBatch, torch.Tensor]]) -> npt.NDArray[np.float64] | None:
+    """Those of `StepResult`. `batches`: with the loss of each loss row."""
+    return np.concatenate([document_losses(batch, rows_N) for batch, rows_N in batches]) if batches else None
 
 
 class Step(ABC):
@@ -119,13 +129,14 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
 
 class EagerStep(Step):
     _result: StepResult | None = None
+    _rows: Sequence[tuple[PackedBatch, torch.Tensor]] = ()  # of the step under way, with the loss of each loss row
 
     def begin(self, step_batch: StepBatch, stage: StageTimer = lambda _: nullcontext()) -> None:
         with stage("step"):
             loss_sum, norm, watched = self._forward_backward(step_batch)
             loss, grad_norm = float(loss_sum), float(norm)  # waits for the device, so the time is booked where it was spent
             figures = self.objective.figures(watched.tolist())
-        self._result = StepResult(loss, grad_norm, figures)
+        self._result = StepResult(loss, grad_norm, figures, losses_of(self._rows))
         with stage("optimizer"):
             if self.scaler.is_enabled() and not math.isfinite(grad_norm) and math.isfinite(loss):
                 self._result = self._lower_scale(loss)
@@ -155,6 +166,7 @@ class EagerStep(Step):
         total, divisor = torch.zeros((), device=self.device), self.objective.divisor(step_batch, self.world)
         watched = torch.zeros(len(self.objective.watched), device=self.device)
         self.objective.before_step(self.model, step_batch, self.device, self.autocast, self.world)
+        self._rows = rows = list[tuple[PackedBatch, torch.Tensor]]()
         for host_batch in step_batch.batches:
             batch = host_batch.to(self.device)
             try:
@@ -166,6 +178,8 @@ class EagerStep(Step):
             finally:
                 finish_backward(self.model)
             total += loss.detach()
+            if sums.rows_N is not None:
+                rows.append((host_batch, sums.rows_N))
             watched += 0.0 if sums.watched is None else sums.watched
         if self._spread is not None:
             return total, self._spread.sum_up([total, watched]), watched

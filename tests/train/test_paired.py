@@ -1,0 +1,99 @@
+"""Row by row comparisons of evaluations, against sums written out, redrawn rows, and losses that fall as the rule expects."""
+
+from __future__ import annotations
+
+import json
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pronghorn.recipe import Recipe
+from pronghorn.recipe_parts import Stop
+from pronghorn.train.run.evaluate import Progress
+from pronghorn.train.run.paired import FEWEST, MOST, Floats, Seen, difference, expected_gain, kept
+from pronghorn.train.source.sizes import too_few_to_predict
+from tables import table
+
+NEEDS = "eval.stop.gain needs 4 evaluations at a constant rate"
+ROWS = 200
+chance = np.random.default_rng(7)
+COUNTS = chance.integers(5, 80, ROWS)
+HARD = chance.gamma(4.0, 0.2, ROWS)  # loss per token of each row: what pairing takes out
+SLOPES = chance.normal(0.05, 0.1, ROWS)  # by which it falls in log tokens
+
+
+def losses_at(tokens: int) -> Floats:
+    return COUNTS * (HARD + 2.0 - SLOPES * math.log(tokens))
+
+
+def test_a_difference_has_the_error_of_redrawn_rows_and_less_than_unpaired_ones() -> None:
+    now, before = losses_at(2000), losses_at(1000)
+    mean, error = difference(now, before, COUNTS)
+    assert mean == pytest.approx((now.sum() - before.sum()) / COUNTS.sum())
+    draws = [chance.integers(ROWS, size=ROWS) for _ in range(4000)]
+    assert error == pytest.approx(np.std([(now - before)[rows].sum() / COUNTS[rows].sum() for rows in draws]), rel=0.1)
+    alone = np.std([now[rows].sum() / COUNTS[rows].sum() for rows in draws])
+    assert error < 0.5 * alone
+    assert difference(now[:1], before[:1], COUNTS[:1])[1] == math.inf
+
+
+def test_a_trend_in_log_tokens_is_carried_on_and_its_limit_is_that_of_the_rows() -> None:
+    seen = [Seen.of(tokens, losses_at(tokens)) for tokens in (1000, 1500, 1800, 2000)]
+    assert expected_gain(seen[1:], COUNTS, 8000, 0.9) is None
+    gain, most = expected_gain(seen, COUNTS, 8000, 0.9) or (0, 0)
+    row_gains = SLOPES * COUNTS * math.log(4)
+    truth = row_gains.sum() / COUNTS.sum()
+    assert gain == pytest.approx(truth, rel=1e-4)  # losses are kept in float32
+    error = math.sqrt(np.square(row_gains - truth * COUNTS).sum()) / COUNTS.sum()
+    assert most - gain == pytest.approx(1.2816 * error, rel=0.15)  # the 90 % point of a normal distribution
+    assert expected_gain(seen, COUNTS, 8000, 0.9) == (gain, most)  # the same draws
+    assert (expected_gain(seen, COUNTS, 2000, 0.9) or (1, 1)) == (0.0, 0.0)  # nothing is left
+
+
+@table(
+    ("before", "now", "left"),
+    [
+        ([], 10, [10]),
+        ([1, 2, 3], 100, [1, 2, 3, 100]),  # old ones, where there are too few
+        ([1, 2, 3, 4], 100, [2, 3, 4, 100]),
+        ([10, 49, 50, 70, 90], 100, [50, 70, 90, 100]),
+        (list(range(84, 99)), 100, [*range(84, 99), 100]),
+        (list(range(83, 99)), 100, [83, 85, 87, 89, 91, 93, 95, 97, 100]),
+    ],
+)
+def test_which_evaluations_a_trend_is_fitted_to(before: list[int], now: int, left: list[int]) -> None:
+    zeros = np.zeros(2)
+    found = kept([Seen.of(tokens, zeros) for tokens in before], Seen.of(now, zeros))
+    assert [one.tokens for one in found] == left
+    assert min(FEWEST, len(before) + 1) <= len(found) <= MOST
+
+
+def test_the_run_stops_when_too_little_is_to_be_expected_and_a_checkpoint_changes_nothing() -> None:
+    progress = Progress()
+    for tokens in (1000, 1500, 1800, 2000):
+        progress = Progress.of(json.loads(json.dumps(progress.as_dict(), allow_nan=False)))
+        progress, said = progress.compared(losses_at(tokens), COUNTS, tokens, 3000, Stop(gain=0.05))
+    gain, most = said["expected_gain"], said["most_gain"]
+    assert 0 < gain < most
+    assert not progress.verdict(Stop(gain=most))
+    assert f"with a probability of 0.9 by less than {most:.4f}" in progress.verdict(Stop(gain=most * 1.001))
+    assert not Progress(without_gain=99).verdict(Stop(gain=1.0))  # patience is another rule
+
+
+@table(("every", "times"), [(0.05, None), (4, 3), (1, None), (9, 1)])
+def test_a_rule_without_a_trend_is_told(every: float, times: int | None) -> None:
+    """Of 20 steps the first warms up, and the last four decay: those from 1 to 15 count."""
+    recipe = Recipe.model_validate(
+        {
+            "model": "m",
+            "data": {"train": "a.jsonl", "eval": 0.1},
+            "train": {"schedule": "wsd"},
+            "eval": {"every": every, "stop": {"gain": 0.01}},
+        }
+    )
+    source: Any = SimpleNamespace(total=20, held_out=[1])
+    told = too_few_to_predict(recipe, source)
+    assert told == ([] if times is None else [f"{NEEDS}, and the run has {times}; set eval.every: 0.05"])
