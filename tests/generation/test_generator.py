@@ -6,12 +6,8 @@ import random
 from typing import Any
 
 import pytest
-import test_decoder_layer
-import test_experts
-import test_gated_delta_mixer
-import test_mamba_mixer
-import test_short_conv_mixer
 import torch
+from small_models import MODELS, WITH_STATES, model_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pronghorn.generation.generator import Generator, Request
@@ -27,18 +23,6 @@ from pronghorn.model.lora import add_adapter
 from pronghorn.recipe_parts import Lora
 
 STOPS = tuple(range(5, 13))
-# What a row of the table of families is, and how its small model is made.
-DENSE = dict.fromkeys(test_decoder_layer.FAMILIES, test_decoder_layer.model_of)
-EXPERTS = dict.fromkeys(test_experts.ROWS, test_experts.model_of)
-MODELS: dict[str, Any] = DENSE | EXPERTS
-
-
-def model_of(family: str, method: str = "lora") -> Any:
-    for kind in (test_short_conv_mixer, test_gated_delta_mixer, test_mamba_mixer):
-        if family in kind.CONFIGS:
-            return kind.model_of(family, method)
-    method = "lora on experts" if family in EXPERTS and method == "lora" else method
-    return MODELS[family](family, method, torch.float32)
 
 
 def prompts_of(count: int, longest: int = 40, seed: int = 0) -> list[list[int]]:
@@ -62,8 +46,7 @@ def expected(model: Any, prompt: list[int], said: list[int]) -> tuple[list[int],
 @pytest.mark.parametrize(
     ("family", "method"),
     [
-        *((family, "lora") for family in (*MODELS, *test_short_conv_mixer.CONFIGS, *test_gated_delta_mixer.CONFIGS)),
-        *((family, "lora") for family in test_mamba_mixer.CONFIGS),
+        *((family, "lora") for family in (*MODELS, *WITH_STATES)),
         ("llama", "full"),
         ("qwen3", "dora"),
         ("lfm2", "dora"),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import small_models
 import test_decoder_layer
 import test_generator
-import test_short_conv_mixer
 import torch
 from torch import Tensor
 
@@ -21,7 +21,7 @@ STOPS = test_generator.STOPS
 
 
 def model_of(family: str) -> Any:
-    model = test_generator.model_of(family).cuda()
+    model = small_models.model_of(family).cuda()
     assert install(model) == ""
     return model
 
@@ -50,7 +50,7 @@ def assert_likely(model: Any, request: Request, answers: list[Completion], apart
         torch.testing.assert_close(torch.tensor(answer.log_probs), truth, rtol=apart, atol=apart)
 
 
-@pytest.mark.parametrize("family", [*test_generator.MODELS, *test_short_conv_mixer.CONFIGS])
+@pytest.mark.parametrize("family", [*small_models.MODELS, *small_models.WITH_STATES])
 @torch.no_grad()
 def test_answers_are_those_of_transformers(family: str) -> None:
     """Greedy and drawn, more answers than slots, several to a prompt."""
@@ -101,7 +101,7 @@ def test_adapters_change_under_the_graphs() -> None:
 @torch.no_grad()
 def test_weights_that_are_cast_change_under_the_graphs() -> None:
     """Full fine-tuning: weights in float32, of which each `prepare` makes a copy in 16 bits."""
-    model = test_generator.model_of("qwen2", "full").cuda()
+    model = small_models.model_of("qwen2", "full").cuda()
     assert install(model) == ""
     requests = [Request(prompt, [key_of(i)], 20, Sampling()) for i, prompt in enumerate(test_generator.prompts_of(8))]
     with torch.autocast("cuda", dtype=torch.bfloat16, cache_enabled=False):  # which would keep transformers' casts

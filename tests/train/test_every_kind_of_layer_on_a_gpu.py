@@ -1,0 +1,52 @@
+"""Steps of every kind of layer on a GPU: replayed graphs give what eager steps give, in the precision in which people train."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import small_models
+from test_graphed_step import DEVICE, ON_GPU, eager, graphed, losses, mixed_table, steps_of
+
+from pronghorn.model.causal_lm import install
+
+KINDS = (
+    "gemma4_text, as E2B",
+    "cohere2",
+    "muse_glimmer",
+    "afmoe",
+    "hunyuan_v1_moe",
+    "deepseek_v3, narrow values",
+    "apertus",
+    "nanochat",
+    "lfm2",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+    "nemotron_h",
+    "nemotron_h, experts",
+    "granitemoehybrid, experts",
+)
+
+
+def model_of(kind: str) -> Any:
+    model = small_models.model_of(kind).to(DEVICE)
+    assert install(model) == ""
+    return model.train()
+
+
+@ON_GPU
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_graphed_steps_equal_eager_ones(kind: str, precision: str) -> None:
+    """Of several shapes, so that graphs are replayed after others."""
+    batches = steps_of(mixed_table(80), 6)
+    said: list[str] = []
+    ours = losses(graphed(model_of(kind), precision, said=said), batches)
+    theirs = losses(eager(model_of(kind), precision), batches)
+    near, of_norm = (1e-4, 1e-2) if precision == "fp32" else (1e-2, 0.1)
+    for (loss, norm), (eager_loss, eager_norm) in zip(ours, theirs, strict=True):
+        assert loss == pytest.approx(eager_loss, rel=near)
+        assert norm == pytest.approx(eager_norm, rel=of_norm)
+    assert ours[-1][0] < ours[0][0]
+    assert not any("eagerly" in line for line in said)
