@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 TEXT = "find copies, leaks, junk and contradictions in the training rows, and what they cost; needs no GPU"
 
+DRIVER = Path("/proc/driver/nvidia/version")  # looked for first: torch takes 5 s to import
+
 
 def options(one: argparse.ArgumentParser) -> None:
     one.add_argument(
@@ -59,6 +61,8 @@ def audit(arguments: argparse.Namespace, recipe: Recipe) -> None:
 
 def _speed(recipe: Recipe, gpu: str | None) -> Speed | None:
     """The plan's, on the GPU that is named, or on this machine's if there is one and the run can be planned."""
+    if gpu is None and not DRIVER.exists():
+        return None
     import torch
 
     from pronghorn.data.audit.audit import Speed

@@ -27,7 +27,7 @@ from pronghorn.data.read.clean import BATCH, last_answer, said
 from pronghorn.data.read.copies import Longs, Side, compared_text, families
 from pronghorn.data.read.formats import Example
 from pronghorn.data.read.selection import LeftOut, keys_of, selection_text
-from pronghorn.data.read.splitting import read_apart
+from pronghorn.data.read.splitting import Apart, apart, read_both
 from pronghorn.errors import counted
 from pronghorn.hf_types import Tokenizer
 from pronghorn.recipe_parts import Parts
@@ -74,10 +74,11 @@ class Audit:
 
 def collect(recipe: Parts, tokenizer: Tokenizer, *, speed: Speed | None = None, progress: Progress = silent) -> Audit:
     """`tokenizer` may be a `TokenizerFiles`, which is not even loaded when the rows are in the cache."""
-    spec = recipe.data.model_copy(
-        update={"select": None, "leaks": "warn" if recipe.data.leaks == "refuse" else recipe.data.leaks}
-    )
-    prepared, _, sides = read_apart(recipe.model_copy(update={"data": spec}), tokenizer, progress, no_stage)
+    prepared, other = read_both(recipe, tokenizer, progress, no_stage)
+    if other is not None:  # what both have is a reason, by containment
+        sides = Apart(prepared.tokens, other.tokens, other.remarks)
+    else:
+        sides = apart(prepared, None, recipe.data.model_copy(update={"leaks": "warn"}), recipe.train.seed, progress)
     side, trained = Side.of(prepared.tokens), Side.of(sides.train)
     held = None if sides.held is None else Side.of(sides.held)
     pairs = side.table.pairs is not None

@@ -40,15 +40,7 @@ def read_apart(
     recipe: Parts, tokenizer: Tokenizer, progress: Progress, stage: Stage
 ) -> tuple[Prepared, Prepared | None, Apart]:
     """The rows of data.train, those of data.eval if that is a file, and what to train and to evaluate on."""
-    reads, capacity, answer = recipe.objective.kind.reads, recipe.train.capacity, recipe.answer_tokens
-
-    def read(names: Sequence[Name]) -> Prepared:
-        return prepare(
-            names, recipe.data, tokenizer, progress=progress, stage=stage, wanted=reads, capacity=capacity, answer=answer
-        )
-
-    prepared = read(recipe.data.train)
-    other = read((recipe.data.eval,)) if isinstance(recipe.data.eval, str) else None
+    prepared, other = read_both(recipe, tokenizer, progress, stage)
     with stage("read"):
         sides = selected(apart(prepared, other, recipe.data, recipe.train.seed, progress), prepared, recipe, progress)
     if recipe.eval.stop and sides.held is None:
@@ -60,6 +52,18 @@ def read_apart(
     if not len(sides.train):
         raise DataError(what="no rows are left to train on", fix="run `pronghorn data stats` to see what was dropped and why")
     return prepared, other, sides
+
+
+def read_both(recipe: Parts, tokenizer: Tokenizer, progress: Progress, stage: Stage) -> tuple[Prepared, Prepared | None]:
+    """The rows of data.train, and those of data.eval if that is a file."""
+    reads, capacity, answer = recipe.objective.kind.reads, recipe.train.capacity, recipe.answer_tokens
+
+    def read(names: Sequence[Name]) -> Prepared:
+        return prepare(
+            names, recipe.data, tokenizer, progress=progress, stage=stage, wanted=reads, capacity=capacity, answer=answer
+        )
+
+    return read(recipe.data.train), read((recipe.data.eval,)) if isinstance(recipe.data.eval, str) else None
 
 
 def selected(sides: Apart, prepared: Prepared, recipe: Parts, progress: Progress = silent) -> Apart:
