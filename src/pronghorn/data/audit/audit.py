@@ -92,9 +92,7 @@ def collect(recipe: Parts, tokenizer: Tokenizer, *, speed: Speed | None = None, 
         for unit in found if reason.leaves_out else ():
             leaves.setdefault(unit, reason.name)
     keys = dict(zip(first_rows(prepared.rows.table).tolist(), keys_of(prepared.rows, progress), strict=True))
-    rows: list[LeftOut] = [
-        {"key": keys[int(side.numbers[unit])], "reason": leaves[unit], "row": side.where(unit)} for unit in sorted(leaves)
-    ]
+    rows = [LeftOut(keys[int(side.numbers[unit])], leaves[unit], side.where(unit)) for unit in sorted(leaves)]
     price = _Price(recipe, side, trained, speed)
     text = selection_text(rows)
     ways = Counter(leaves.values())

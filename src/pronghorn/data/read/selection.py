@@ -11,9 +11,9 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
@@ -36,13 +36,15 @@ OF_SELECTION = 2**63  # apart from the random numbers of epochs and of held-out 
 AGAIN = "write it again: pronghorn data audit"
 
 
-class LeftOut(TypedDict):
+@dataclass(frozen=True, slots=True)
+class LeftOut:
     key: str
     reason: str
     row: str  # file and line, for people
 
 
-class _File(TypedDict):
+@dataclass(frozen=True, slots=True)
+class _File:
     version: Literal[1]
     left_out: list[LeftOut]
 
@@ -93,7 +95,7 @@ def keys_of(rows: Rows, progress: Progress = silent) -> list[str]:
 
 def selection_text(rows: Sequence[LeftOut]) -> str:
     """The content of a file: a row on each line, so that people can remove one."""
-    lines = ",\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    lines = ",\n".join(json.dumps(asdict(row), ensure_ascii=False) for row in rows)
     return f'{{"version": 1, "left_out": [\n{lines}\n]}}\n'
 
 
@@ -129,14 +131,14 @@ def _random(side: Side, share: Share, seed: int) -> tuple[list[str], list[str], 
 def _named(side: Side, rows: Rows, name: str, progress: Progress) -> tuple[list[str], list[str], dict[str, str]]:
     content = _read(name)
     try:
-        named = TypeAdapter(_File).validate_json(content, strict=True)["left_out"]
+        named = TypeAdapter(_File).validate_json(content, strict=True).left_out
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, first["loc"]))
         raise DataError(
             "this is not a selection of rows", where=name, why=f"{place}: {first['msg']}" if place else first["msg"], fix=AGAIN
         ) from error
-    reasons, keys = {row["key"]: row["reason"] or "named" for row in named}, keys_of(rows, progress)
+    reasons, keys = {row.key: row.reason or "named" for row in named}, keys_of(rows, progress)
     missing = len(reasons.keys() - set(keys))
     if reasons and missing == len(reasons):
         raise DataError(
