@@ -152,7 +152,7 @@ def _question(example: Example) -> tuple[Example, str]:
 
 
 def _compared(example: Example, ask: Example) -> str:
-    """Of a chat that has nothing before its answer, all of it."""
+    """The prompt; all of a chat that has nothing before its answer."""
     return compared_text(ask).strip() or compared_text(example)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pronghorn.data.read.copies import FEWEST, SHARED_BY, WORD, Longs, Words, shingles_of
+from pronghorn.data.read.copies import FEWEST, SHARED_BY, WORD, Longs, WordHashes, shingles_of
 
 GRAM, LONG_GRAM = 8, 13
 LONG = 200  # words of a long prompt
@@ -30,7 +30,7 @@ def words_of(text: str) -> list[str]:
 
 class HeldPrompts:
     def __init__(self, prompts: Sequence[str]) -> None:
-        self._known = Words()
+        self._known = WordHashes()
         words = [words_of(prompt) for prompt in prompts]
         self._whole = {_digest(one): held for held, one in reversed(list(enumerate(words))) if one}
         widths = [LONG_GRAM if len(one) >= LONG else GRAM if len(one) >= GRAM else 0 for one in words]
@@ -49,7 +49,7 @@ class HeldPrompts:
         self._counts = np.zeros(len(self._vocabulary), np.int64)  # of different rows that have the gram
 
     def _grams(self, words: list[str], widths: Sequence[int]) -> npt.NDArray[np.uint64]:
-        """Of each width, salted with it; none of texts that are shorter."""
+        """Hashes of as many words in a row as each width says, salted with it; none where the text is shorter."""
         found = [shingles_of(words, self._known, width) + np.uint64(width) for width in widths if 0 < width <= len(words)]
         return np.concatenate([np.zeros(0, np.uint64), *found])
 

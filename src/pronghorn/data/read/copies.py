@@ -174,7 +174,7 @@ class _Marks:
 
 def _marks(side: Side, progress: Progress, common: npt.NDArray[np.uint64] | None = None) -> _Marks:
     common = _shared_passages(side) if common is None else common
-    known = Words()
+    known = WordHashes()
     keys, signs, some = bytearray(), [np.zeros((0, _P), np.uint16)], [np.zeros(0, np.bool_)]
     for number, texts in enumerate(side.texts()):
         progress("comparing rows", number * BATCH, len(side))
@@ -195,7 +195,7 @@ def _shared_passages(side: Side) -> npt.NDArray[np.uint64]:
     numbers = np.unique(np.linspace(0, max(0, len(side) - 1), SAMPLED).astype(np.int64))
     sample = Side.of(side.table.select(side.first[numbers]))
     texts = {" ".join(WORD.findall(text)) for batch in sample.texts() for text in batch}
-    known = Words()
+    known = WordHashes()
     found = [np.unique(shingles_of(text.split(), known)) for text in texts]
     if len(found) < FEWEST:
         return np.zeros(0, np.uint64)
@@ -203,7 +203,7 @@ def _shared_passages(side: Side) -> npt.NDArray[np.uint64]:
     return np.asarray(hashes[counts >= SHARED_BY * len(found)])
 
 
-class Words(dict[str, int]):
+class WordHashes(dict[str, int]):
     """Each word's hash, made once."""
 
     def __missing__(self, word: str) -> int:
@@ -212,7 +212,7 @@ class Words(dict[str, int]):
         return found
 
 
-def shingles_of(words: list[str], known: Words, width: int = SHINGLE) -> npt.NDArray[np.uint64]:
+def shingles_of(words: list[str], known: WordHashes, width: int = SHINGLE) -> npt.NDArray[np.uint64]:
     """A hash of each so many words in a row; of fewer words, of all."""
     hashes = np.fromiter(map(known.__getitem__, words), np.uint64, len(words))
     width = min(width, len(words))

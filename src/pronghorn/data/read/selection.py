@@ -70,7 +70,7 @@ class Selection:
 
 
 def keys_of(rows: Rows, progress: Progress = silent) -> list[str]:
-    """Of each row (of preference data, each group), in order; kept beside the cached table."""
+    """A key for each row (preference data: each group), in order; kept beside the cached table."""
 
     def look() -> list[str]:
         table, identities = rows.table, bytearray()
