@@ -18,7 +18,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pronghorn.data.audit.leaked import HeldPrompts, words_of
+from pronghorn.data.audit.leaked import HeldPrompts
 from pronghorn.data.audit.reasons import REASONS, Hit, Known, Reason
 from pronghorn.data.encode.cached_rows import Progress, no_stage, silent
 from pronghorn.data.preference.pair_choices import first_rows, unit_of
@@ -136,7 +136,7 @@ def _read(trained: Side, held: Side | None, progress: Progress) -> tuple[HeldPro
             prompts.add([(compared_text(one), _compared(one, ask)) for one, (ask, _) in zip(batch, split, strict=True)])
         for example, (ask, answer) in zip(batch, split, strict=True):
             counts = trained.table.pairs is None and example.kind != "text"
-            questions.append((_digest(_told(ask)), _digest(" ".join(words_of(answer)))) if counts else (b"", b""))
+            questions.append((_digest(_told(ask)), _digest(answer.lower())) if counts else (b"", b""))
     progress("comparing prompts", len(trained), len(trained))
     return prompts, questions
 
