@@ -86,14 +86,14 @@ def planted(files: Sequence[Path], rows: int, held_out: int) -> Iterator[tuple[s
     def text(least: int, most: int) -> str:
         return sentences(chance.choices(vocabulary, k=chance.randint(least, most)))
 
-    held = [(text(10, 60), text(40, 150)) for _ in range(held_out)]
+    held = [(text(10, 60), text(40, 80)) for _ in range(held_out)]
     yield from (("held out", "", row(*one)) for one in held)
     kinds, weights = list(OF_A_HUNDRED), list(OF_A_HUNDRED.values())
     clean: list[tuple[str, str]] = []
     for number in range(rows):
         what = chance.choices(kinds, weights)[0] if number > held_out else "clean"
         if what == "clean":
-            clean.append((text(20, 80), text(60, 150)))
+            clean.append((text(20, 70), text(40, 80)))  # as long as GSM8K's
             yield what, "", row(*clean[-1])
         elif what == "copy":
             yield what, "", row(*chance.choice(clean))
